@@ -1,0 +1,64 @@
+# Works with GNU make 4 and with macOS's make 3.81.
+# make lab PYTHON=python3.12     the Python that .venv is made from
+# make lab VENV=~/envs/course    another place for the environment
+# make lab ARGS="--no-browser --port 8899"
+
+# `make gpu PYTHON=python3` runs with a machine's own Python and installs nothing; without PYTHON it uses .venv.
+GPU_PYTHON_GIVEN := $(PYTHON)
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+
+BIN       := $(VENV)/bin
+INSTALLED := $(VENV)/.course-installed
+TRUSTED   := $(VENV)/.course-trusted
+OVERRIDES := $(VENV)/share/jupyter/lab/settings/overrides.json
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+
+.PHONY: help lab test bench gpu notebooks clean
+
+help: ## show this list / 显示本列表
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+lab: $(INSTALLED) $(OVERRIDES) $(TRUSTED) ## open the course in JupyterLab / 在 JupyterLab 中打开课程
+	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) $(wildcard notebooks/00_start_here.ipynb)
+
+test: $(INSTALLED) ## lint, unit tests, and every notebook against its outputs / 检查代码，运行全部测试与笔记本
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(INSTALLED) ## run tests/bench_*.py, which print ratios / 运行性能对比
+	@for script in $(wildcard tests/bench_*.py); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+
+gpu: $(if $(GPU_PYTHON_GIVEN),,$(INSTALLED)) ## run the GPU tests, record the GPU figures / 运行 GPU 测试并记录结果
+	PYTHONPATH=. $(or $(GPU_PYTHON_GIVEN),$(BIN)/python) -m pytest -o addopts= -p no:cacheprovider -rs -m gpu tests
+	PYTHONPATH=. $(or $(GPU_PYTHON_GIVEN),$(BIN)/python) -m course_lib.recordings
+
+notebooks: $(INSTALLED) ## run notebooks/scripts again, store notebooks with outputs (ARGS="02 03") / 重新生成笔记本
+	$(BIN)/python notebooks/build.py $(ARGS)
+
+clean: ## remove caches and build files; the next target checks .venv again / 清理缓存
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(INSTALLED) $(TRUSTED)
+	find course_lib notebooks tests \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
+
+# pip is the last thing `python -m venv` puts in place, so a creation that was interrupted is done again.
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -x $(BIN)/pip || $(PYTHON) -c '' 2>/dev/null || \
+	  { echo "There is no '$(PYTHON)' here: install Python 3.11, 3.12 or 3.13, or name one, as in make lab PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -c 'import sys; (3, 11) <= sys.version_info[:2] < (3, 14) or sys.exit("$(PYTHON) is Python %d.%d, but the course needs 3.11, 3.12 or 3.13: name one, as in make lab PYTHON=python3.12" % sys.version_info[:2])'
+	@test -x $(BIN)/pip || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make environments: install its venv package (python3-venv on Debian and Ubuntu)" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -e '.[course,test]' -c constraints.txt
+	@touch $@
+
+# Keeps all cells in the page, so that the language switch in the first one works wherever the reader is.
+$(OVERRIDES): notebooks/overrides.json $(INSTALLED)
+	@mkdir -p $(@D)
+	@cp $< $@
+
+# JupyterLab strips styles from notebooks that it does not trust, and with them the language switch.
+$(TRUSTED): $(NOTEBOOKS) $(INSTALLED)
+	@test -z "$(NOTEBOOKS)" || $(BIN)/jupyter-trust $(NOTEBOOKS)
+	@touch $@

@@ -1,0 +1,146 @@
+"""The formulas beside which the measurements stand."""
+
+from __future__ import annotations
+
+_RECIPES = {  # bytes a parameter: (parameter, gradient, optimizer)
+    "fp32-sgd": (4, 4, 0),
+    "fp32-momentum": (4, 4, 4),
+    "fp32-adam": (4, 4, 8),  # two moments
+    "mixed-adam": (2, 2, 12),  # half-precision copies; fp32 master weights and two fp32 moments
+}
+
+
+def training_state_bytes(parameters: int, recipe: str) -> dict[str, int]:
+    """Bytes that training holds all the time, whatever the batch.
+
+    Args:
+        parameters: how many.
+        recipe: "fp32-sgd", "fp32-momentum", "fp32-adam" or "mixed-adam" (16 bytes a parameter: half-precision
+            weights and gradients, and in the optimizer fp32 master weights and both moments).
+
+    Returns:
+        {"parameter": bytes, "gradient": bytes, "optimizer": bytes}
+
+    Raises:
+        TypeError, ValueError: a count that is not a positive whole number; an unknown recipe.
+
+    Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, section 3.1.
+    """
+    parameters = _positive("parameters", parameters)
+    if recipe not in _RECIPES:
+        raise ValueError(f"recipe is {recipe!r}; it takes one of {', '.join(map(repr, _RECIPES))}")
+    return dict(zip(("parameter", "gradient", "optimizer"), (parameters * n for n in _RECIPES[recipe]), strict=True))
+
+
+def transformer_activation_bytes(
+    *,
+    sequence: int,
+    batch: int,
+    hidden: int,
+    heads: int,
+    layers: int = 1,
+    recompute: str = "none",
+    dtype_bytes: int = 2,
+    mask_bytes: int = 1,
+    statistic_bytes: int = 0,
+) -> int:
+    """Bytes that the layers of a transformer save for backward, with dropout and a feed-forward four times as wide.
+
+    With the defaults this is s*b*h*(34 + 5*a*s/h) a layer; "selective" recomputes the attention's core (scores,
+    softmax, dropout) and leaves 34*s*b*h; "full" keeps the layer's input, 2*s*b*h.
+
+    Args:
+        sequence, batch, hidden, heads, layers: s, b, h, a and the number of layers.
+        recompute: "none", "selective" or "full".
+        dtype_bytes: of an activation; 2 in half precision.
+        mask_bytes: of an element of a dropout mask: 1 for `native_dropout`, `dtype_bytes` for `F.dropout` on a CPU,
+            0 without dropout.
+        statistic_bytes: of each of the four LayerNorm statistics a token; the paper leaves them out.
+
+    Returns:
+        Bytes of all layers; embeddings and the head are not in it.
+
+    Raises:
+        TypeError, ValueError: a count that is not a positive whole number; heads that do not divide hidden; an
+            unknown `recompute`.
+
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
+    """
+    s, b = _positive("sequence", sequence), _positive("batch", batch)
+    h, a = _positive("hidden", hidden), _positive("heads", heads)
+    layers, e = _positive("layers", layers), _positive("dtype_bytes", dtype_bytes)
+    m, statistic = _natural("mask_bytes", mask_bytes), _natural("statistic_bytes", statistic_bytes)
+    if h % a:
+        raise ValueError(f"heads is {a}, which does not divide hidden = {h}; each head takes hidden / heads features")
+    attention = 5 * e + m  # inputs of the projections (2), Q, K, V; the mask of the output's dropout
+    core = a * s * ((2 * e + m) if m else e)  # softmax output, its mask, the dropped-out probabilities
+    feed_forward = (1 + 4 + 4) * e + m  # inputs of both products and of GELU; the mask
+    norms = 2 * e
+    kept = {
+        "none": s * b * (h * (attention + feed_forward + norms) + core + 4 * statistic),
+        "selective": s * b * (h * (attention + feed_forward + norms) + 4 * statistic),
+        "full": s * b * h * e,
+    }
+    if recompute not in kept:
+        raise ValueError(f"recompute is {recompute!r}; it takes 'none', 'selective' or 'full'")
+    return layers * kept[recompute]
+
+
+def attention_saved_bytes(
+    *,
+    sequence: int,
+    batch: int,
+    heads: int,
+    head_dim: int,
+    dtype_bytes: int = 4,
+    kv_heads: int | None = None,
+    kind: str = "standard",
+) -> dict[str, int]:
+    """Bytes that attention itself saves for backward, by tensor.
+
+    Standard attention keeps Q, K, V and the probabilities P; the scores S are not among them, because softmax's
+    gradient needs its output only. FlashAttention keeps Q, K, V, the output O and one fp32 log-sum-exp a row.
+
+    Args:
+        sequence, batch, heads, head_dim: N, B, H and d.
+        dtype_bytes: of an element of Q, K, V, P and O.
+        kv_heads: heads of K and V, for grouped-query attention; `heads` if left out.
+        kind: "standard" or "flash".
+
+    Returns:
+        {"q", "k", "v", "p"} or {"q", "k", "v", "o", "lse"} -> bytes.
+
+    Raises:
+        TypeError, ValueError: a count that is not a positive whole number; kv_heads that do not divide heads; an
+            unknown kind.
+
+    Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691, section 3.1 for the log-sum-exp.
+    """
+    n, b = _positive("sequence", sequence), _positive("batch", batch)
+    heads, d = _positive("heads", heads), _positive("head_dim", head_dim)
+    e, kv_heads = _positive("dtype_bytes", dtype_bytes), _positive("kv_heads", heads if kv_heads is None else kv_heads)
+    if heads % kv_heads:
+        raise ValueError(f"kv_heads is {kv_heads}, which does not divide heads = {heads}")
+    q, kv = b * heads * n * d * e, b * kv_heads * n * d * e
+    kept = {
+        "standard": {"q": q, "k": kv, "v": kv, "p": b * heads * n * n * e},
+        "flash": {"q": q, "k": kv, "v": kv, "o": q, "lse": b * heads * n * 4},
+    }
+    if kind not in kept:
+        raise ValueError(f"kind is {kind!r}; it takes 'standard' or 'flash'")
+    return kept[kind]
+
+
+def _positive(name: str, value: int) -> int:
+    if _natural(name, value) == 0:
+        raise ValueError(f"{name} is 0; it takes a positive whole number")
+    return int(value)
+
+
+def _natural(name: str, value: int) -> int:
+    """7e9 is as good a whole number as 7_000_000_000."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise TypeError(f"{name} is {value!r}; it takes a whole number")
+    if value < 0:
+        raise ValueError(f"{name} is {value}; it takes a whole number that is not negative")
+    return int(value)

@@ -1,0 +1,201 @@
+"""What autograd keeps for backward, tensor by tensor."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .graph import AccumulateGrad, saved_names
+from .meter import _storages, _tensors, _tensors_in
+from .show import Table, bytes_text
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor that the graph holds.
+
+    Attributes:
+        operator: the autograd node that holds it, for example "AddmmBackward0".
+        argument: which of the operator's tensors it is: "mat1", "result", ...
+        shape, dtype: of the saved tensor, which may be a view.
+        bytes: of the storage it keeps alive, however small the view.
+        shared_with: number of the first row with the same storage; None if this is the first.
+    """
+
+    operator: str
+    argument: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    shared_with: int | None
+
+
+class SavedTensors(Table, tuple):
+    """The rows, in the order in which they were saved: a tuple of `SavedTensor`.
+
+    Attributes:
+        total_bytes: each storage counted once.
+        packed_bytes: every tensor counted for itself, as one would by adding them up in a pack hook.
+    """
+
+    columns = ("#", "operator", "argument", "shape", "dtype", "bytes", "shared with")
+
+    total_bytes: int
+    packed_bytes: int
+
+    def rows(self):
+        return [
+            (i, row.operator, row.argument, _shape(row.shape), str(row.dtype).removeprefix("torch."), row.bytes,
+             None if row.shared_with is None else f"# {row.shared_with}")
+            for i, row in enumerate(self)
+        ]  # fmt: skip
+
+    def caption(self) -> str:
+        return f"{len(self)} saved tensors, {bytes_text(self.total_bytes)} in storages counted once"
+
+
+def saved_tensors(function: Callable[..., Any], *args: Any, parameters: bool = False) -> SavedTensors:
+    """Run `function(*args)` and list what its result keeps for backward.
+
+    Args:
+        function: a module or a function that returns tensors (in containers, if need be) with a graph.
+        args: its arguments. Those that are saved are listed.
+        parameters: True to list parameters too, and the buffers of modules. They are told by storage, because a
+            Linear layer saves not its weight but a view of it.
+
+    Returns:
+        A `SavedTensors`. What code inside the function packs with saved-tensor hooks of its own, as non-reentrant
+        checkpointing and offloading do, is not held by the graph and so not listed.
+
+    Raises:
+        TypeError: `function` is not callable.
+        ValueError: nothing in the result requires a gradient.
+    """
+    if not callable(function):
+        raise TypeError(f"function is {function!r}; it takes a module or a function that returns tensors")
+    packed: list[weakref.ref[_Held]] = []  # weak: what the graph has dropped is gone
+
+    def pack(tensor: Tensor) -> _Held:
+        item = _Held(tensor, torch._C._autograd._get_sequence_nr() - 1)
+        packed.append(weakref.ref(item))
+        return item
+
+    with _Parameters() as met, saved_tensors_hooks(pack, _Held.unpack):
+        result = function(*args)
+    roots = [tensor.grad_fn for tensor in _tensors_in(result) if tensor.grad_fn is not None]
+    if not roots:
+        raise ValueError("function returned nothing that requires a gradient, so autograd keeps nothing")
+
+    own = {storage._cdata for value in args if isinstance(value, Tensor) for storage in _storages(value)}
+    hidden = set() if parameters else (met.storages | _module_storages(function)) - own
+    held = [item for item in (ref() for ref in packed) if item is not None]
+    by_number: dict[int, list[_Held]] = {}
+    for item in held:
+        by_number.setdefault(item.number, []).append(item)
+    for node in _nodes(roots):
+        if isinstance(node, AccumulateGrad):
+            if not parameters:
+                hidden |= {storage._cdata for storage in _storages(node.variable)} - own
+        elif node._sequence_nr() in by_number:
+            _name(node, by_number[node._sequence_nr()])
+
+    first: dict[int, int] = {}
+    rows, total, total_packed = [], 0, 0
+    for item in held:
+        storages = [storage for storage in _storages(item.tensor) if storage._cdata not in hidden]
+        if not storages:
+            continue
+        known = [first[storage._cdata] for storage in storages if storage._cdata in first]
+        total += sum(storage.nbytes() for storage in storages if storage._cdata not in first)
+        total_packed += item.tensor.nbytes if item.tensor.layout is torch.strided else sum(s.nbytes() for s in storages)
+        first.update((storage._cdata, len(rows)) for storage in storages if storage._cdata not in first)
+        rows.append(
+            SavedTensor(
+                item.operator,
+                item.argument,
+                tuple(item.tensor.shape),
+                item.tensor.dtype,
+                sum(storage.nbytes() for storage in storages),
+                known[0] if known else None,
+            )
+        )
+    table = SavedTensors(rows)
+    table.total_bytes, table.packed_bytes = total, total_packed
+    return table
+
+
+class _Held:
+    """A saved tensor in the graph's hands, with the number of the node that is being made."""
+
+    asked: ClassVar[list[_Held]] = []  # which ones have been unpacked, to learn their names
+
+    def __init__(self, tensor: Tensor, number: int):
+        self.tensor, self.number = tensor, number
+        self.operator = "(not reached from the result)"  # as inside CopySlices, an in-place change of a view
+        self.argument = ""
+
+    def unpack(self) -> Tensor:
+        _Held.asked.append(self)
+        return self.tensor
+
+
+def _name(node, items: list[_Held]) -> None:
+    """Give the saved tensors of a node its name, and those of the operator's arguments."""
+    function = isinstance(node, torch.autograd.function.BackwardCFunction)
+    for name in ("saved_tensors",) if function else saved_names(type(node)):
+        _Held.asked.clear()
+        getattr(node, name if function else f"_saved_{name}")
+        for item in _Held.asked:
+            item.argument = name
+    for item in items:
+        item.operator = node.name().removeprefix("torch::autograd::")
+    _Held.asked.clear()
+
+
+def _nodes(roots: list) -> Iterator:
+    """Every node of the graph above the roots, once."""
+    waiting, seen = list(roots), set(roots)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for above, _ in node.next_functions:
+            if above is not None and above not in seen:
+                seen.add(above)
+                waiting.append(above)
+
+
+class _Parameters(TorchDispatchMode):
+    """Collects the storages of the parameters that operators meet, trained or frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for tensor in _tensors(args, kwargs):
+            if isinstance(tensor, nn.Parameter):
+                self.storages.update(storage._cdata for storage in _storages(tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def _module_storages(function) -> set[int]:
+    """Storages of the parameters and buffers of the modules that a function is, is bound to, or closes over."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    modules = [item for item in (function, getattr(function, "__self__", None), *cells) if isinstance(item, nn.Module)]
+    return {
+        storage._cdata
+        for module in modules
+        for tensor in (*module.parameters(), *module.buffers())
+        for storage in _storages(tensor)
+    }
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape)) or "scalar"

@@ -1,0 +1,212 @@
+"""The networks that the lessons train: small, seeded, written to be read.
+
+Shapes use b for batch, s for sequence, h for hidden, a for heads and v for vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers from `seed` inside the block; the generators are as they were after it."""
+    if torch._guards.detect_fake_mode() is not None:  # symbolic tensors have no values to repeat
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+def deep_mlp(depth: int, width: int, *, activation: type[nn.Module] = nn.GELU, seed: int = 0) -> nn.Sequential:
+    """`depth` times Linear(width, width) and an activation: (b, width) -> (b, width).
+
+    Raises:
+        ValueError: depth or width is below 1.
+    """
+    _at_least_one(depth=depth, width=width)
+    with seeded(seed):
+        return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), activation())))
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask takes one byte an element on every device.
+
+    `F.dropout` on a CPU keeps its mask in the activations' dtype; `native_dropout` keeps booleans, as GPUs do.
+    """
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.native_dropout(x, self.p, True)[0] if self.training and self.p > 0 else x
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention: (b, s, h) -> (b, s, h).
+
+    Args:
+        hidden, heads: h and a; a divides h.
+        dropout: probability, for the attention probabilities (standard attention only) and for the output.
+        causal: each position sees itself and what stands before it.
+        fused: use the framework's fused kernel, which does not keep the probabilities.
+
+    Raises:
+        ValueError: heads does not divide hidden, or one of them is below 1.
+    """
+
+    def __init__(
+        self, hidden: int, heads: int, *, dropout: float = 0.0, causal: bool = False, fused: bool = False, seed: int = 0
+    ):
+        super().__init__()
+        _at_least_one(hidden=hidden, heads=heads)
+        if hidden % heads:
+            raise ValueError(f"heads is {heads}, which does not divide hidden = {hidden}")
+        self.heads, self.causal, self.fused = heads, causal, fused
+        with seeded(seed):
+            self.qkv = nn.Linear(hidden, 3 * hidden)
+            self.out = nn.Linear(hidden, hidden)
+        self.drop_probabilities = Dropout(dropout)
+        self.drop_output = Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)  # (b, a, s, h/a) each
+        if self.fused:
+            context = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        else:
+            context = self.standard(q, k, v)
+        return self.drop_output(self.out(context.transpose(1, 2).reshape(b, s, h)))
+
+    def standard(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s, scale = q.shape[-2], q.shape[-1] ** -0.5
+        scores = q @ k.mT * scale  # (b, a, s, s)
+        if self.causal:
+            # Added, not filled in: adding saves nothing for backward.
+            scores = scores + torch.full((s, s), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+        return self.drop_probabilities(scores.softmax(dim=-1)) @ v  # (b, a, s, h/a)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a feed-forward network, each with a residual connection: (b, s, h) -> (b, s, h).
+
+    Args:
+        hidden, heads: h and a; a divides h.
+        feedforward: width of the feed-forward network; 4 h if left out.
+        norm_first: normalise before each part (pre-norm, as GPT) or after the residual sum (post-norm, as in 2017).
+        dropout, causal, fused: as for `Attention`.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762 (post-norm); Xiong et al. 2020, arXiv:2002.04745 (pre-norm).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        *,
+        feedforward: int | None = None,
+        norm_first: bool = True,
+        dropout: float = 0.0,
+        causal: bool = True,
+        fused: bool = False,
+        seed: int = 0,
+    ):
+        super().__init__()
+        feedforward = 4 * hidden if feedforward is None else feedforward
+        _at_least_one(feedforward=feedforward)
+        self.norm_first = norm_first
+        self.attention = Attention(hidden, heads, dropout=dropout, causal=causal, fused=fused, seed=seed)
+        with seeded(seed + 1):
+            self.feedforward = nn.Sequential(
+                nn.Linear(hidden, feedforward), nn.GELU(), nn.Linear(feedforward, hidden), Dropout(dropout)
+            )
+            self.norm1 = nn.LayerNorm(hidden)
+            self.norm2 = nn.LayerNorm(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norm_first:
+            x = x + self.attention(self.norm1(x))
+            return x + self.feedforward(self.norm2(x))
+        x = self.norm1(x + self.attention(x))
+        return self.norm2(x + self.feedforward(x))
+
+
+class Decoder(nn.Module):
+    """A GPT: embeddings, pre-norm decoder layers and a head: tokens (b, s) -> logits (b, s, v).
+
+    Args:
+        vocabulary, hidden, heads, layers: v, h, a and the number of layers.
+        sequence: the longest sequence, for the position embedding.
+        tied: the head uses the token embedding's weight.
+        dropout, fused: as for `Attention`.
+
+    Raises:
+        ValueError: a size is below 1; heads does not divide hidden; tokens are longer than `sequence`.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        hidden: int,
+        heads: int,
+        layers: int,
+        sequence: int,
+        tied: bool = True,
+        dropout: float = 0.0,
+        fused: bool = False,
+        seed: int = 0,
+    ):
+        super().__init__()
+        _at_least_one(vocabulary=vocabulary, hidden=hidden, heads=heads, layers=layers, sequence=sequence)
+        with seeded(seed):
+            self.tokens = nn.Embedding(vocabulary, hidden)
+            self.positions = nn.Embedding(sequence, hidden)
+            nn.init.normal_(self.tokens.weight, std=0.02)
+            nn.init.normal_(self.positions.weight, std=0.02)
+            self.head = nn.Linear(hidden, vocabulary, bias=False)
+        self.layers = nn.ModuleList(
+            DecoderLayer(hidden, heads, dropout=dropout, fused=fused, seed=seed + 2 + 2 * i) for i in range(layers)
+        )
+        self.norm = nn.LayerNorm(hidden)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        longest = self.positions.num_embeddings
+        if tokens.shape[-1] > longest:
+            raise ValueError(f"tokens are {tokens.shape[-1]} long; this decoder takes sequences of up to {longest}")
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[-1]]  # (b, s, h)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))  # (b, s, v)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Mean cross-entropy of each next token: (b, s + 1) -> scalar."""
+        logits = self(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def random_tokens(batch: int, sequence: int, vocabulary: int, *, seed: int = 0) -> Tensor:
+    """Token numbers to train on: (batch, sequence + 1), int64, one more than goes in because each predicts the next."""
+    _at_least_one(batch=batch, sequence=sequence, vocabulary=vocabulary)
+    with seeded(seed):
+        return torch.randint(vocabulary, (batch, sequence + 1))
+
+
+def _at_least_one(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} is {size!r}; it takes a whole number")
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it takes 1 or more")

@@ -1,0 +1,144 @@
+"""Checks for the exercises: right or wrong, why, and a hint. They never raise, whatever the answer is."""
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from .languages import label, label_html
+
+Pair = tuple[str, str]
+_COLORS = {True: "#228833", False: "#EE7733"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check says about an answer; it shows itself, and is true if the answer is right."""
+
+    correct: bool
+    message: Pair  # (English, Chinese)
+    hint: Pair | None = None
+
+    def __bool__(self) -> bool:
+        return self.correct
+
+    def __repr__(self) -> str:
+        parts = [self._marked()] if self.hint is None else [self._marked(), self._labelled_hint()]
+        return "\n".join(label(part, separator="\n") for part in parts)
+
+    def _repr_html_(self) -> str:
+        parts = [f"<div>{label_html(self._marked())}</div>"]
+        if self.hint is not None:
+            parts.append(f'<div style="opacity: 0.8; margin-top: 0.4em">{label_html(self._labelled_hint())}</div>')
+        look = f"border-left: 4px solid {_COLORS[self.correct]}; padding: 0.3em 0.8em; max-width: 50em"
+        return f'<div class="course-verdict" style="{look}">{"".join(parts)}</div>'
+
+    def _marked(self) -> Pair:
+        mark = "✓" if self.correct else "✗"
+        return f"{mark} {self.message[0]}", f"{mark} {self.message[1]}"
+
+    def _labelled_hint(self) -> Pair:
+        assert self.hint is not None
+        return f"Hint: {self.hint[0]}", f"提示：{self.hint[1]}"
+
+
+def expect_number(
+    answer: Any,
+    right: float,
+    *,
+    tolerance: float = 0.0,
+    wrong_answers: Mapping[float, Pair] | None = None,
+    why: Pair | None = None,
+    hint: Pair | None = None,
+) -> Verdict:
+    """Check a number. Never raises for any answer.
+
+    Args:
+        answer: a number of any kind, a tensor with one element included; `None` and `...` mean not answered yet.
+        right: the right answer.
+        tolerance: relative, for the right answer and the wrong ones.
+        wrong_answers: wrong number -> what went wrong, (English, Chinese).
+        why: why the right answer is right; shown only with it.
+        hint: shown with a wrong answer.
+    """
+    if answer is None or answer is ...:
+        return Verdict(False, ("Not answered yet.", "还没有作答。"), hint)
+    number = _number(answer)
+    if number is None:
+        kind = type(answer).__name__
+        message = (f"One number is wanted; this is a `{kind}`.", f"需要一个数，这里得到的是 `{kind}`。")
+        return Verdict(False, message, hint)
+    if _close(number, right, tolerance):
+        return Verdict(True, ("Right.", "正确。") if why is None else (f"Right. {why[0]}", f"正确。{why[1]}"))
+    for wrong, reason in (wrong_answers or {}).items():
+        if _close(number, wrong, tolerance):
+            return Verdict(False, (f"Not yet. {reason[0]}", f"还不对。{reason[1]}"), hint)
+    if number < right:
+        return Verdict(False, ("Not yet: too small.", "还不对：太小了。"), hint)
+    return Verdict(False, ("Not yet: too large.", "还不对：太大了。"), hint)
+
+
+def _number(answer: Any) -> Fraction | float | None:
+    """The answer as a number that can be compared without overflow, or None. Infinity stays a float."""
+    try:
+        if hasattr(answer, "item"):  # a tensor or an array with one element, or one of numpy's numbers
+            answer = answer.item()
+        if isinstance(answer, bool) or not isinstance(answer, (numbers.Real, Decimal)):
+            return None
+        if isinstance(answer, numbers.Rational):
+            return Fraction(answer.numerator, answer.denominator)
+        answer = float(answer)
+        if math.isnan(answer):
+            return None
+        return answer if math.isinf(answer) else Fraction(answer)
+    except Exception:  # whatever the answer's own methods do, the reader gets a verdict
+        return None
+
+
+def _close(number: Fraction | float, wanted: float, tolerance: float) -> bool:
+    if isinstance(number, float):  # infinite
+        return False
+    return abs(number - Fraction(wanted)) <= Fraction(tolerance) * abs(Fraction(wanted))
+
+
+# Lesson 01 ------------------------------------------------------------------------------------------------------------
+
+
+def check_optimizer_bytes(answer: Any) -> Verdict:
+    """Bytes that mixed-precision Adam keeps as optimizer state, master weights included, for 7e9 parameters."""
+    billion = 10**9
+    return expect_number(
+        answer,
+        84 * billion,
+        wrong_answers={
+            84: ("That is in GB. Give bytes.", "这是以 GB 为单位的数，请给出字节数。"),
+            12: ("That is per parameter. There are 7 billion.", "这是每个参数的字节数，模型有 70 亿个参数。"),
+            56 * billion: (
+                "Those are the two moments. The fp32 master weights are kept by the optimizer as well.",
+                "这只是两个动量。优化器还保存一份 fp32 主权重。",
+            ),
+            112 * billion: (
+                "That is all 16 bytes a parameter; the bf16 weight (2) and its gradient (2) are not the optimizer's.",
+                "这是每个参数的全部 16 字节：其中 bf16 权重的 2 字节和梯度的 2 字节不属于优化器。",
+            ),
+            28 * billion: (
+                "That is one fp32 number a parameter. The optimizer keeps three.",
+                "这相当于每个参数只存一个 fp32 数，而优化器存了三个。",
+            ),
+        },
+        why=(
+            "Master weight, first and second moment: 3 × 4 = 12 bytes for each of 7 billion parameters, 84 GB.",
+            "主权重、一阶动量、二阶动量：每个参数 3 × 4 = 12 字节，70 亿个参数共 84 GB。",
+        ),
+        hint=(
+            "How many fp32 numbers does the optimizer keep for each parameter, and what is each of them for?",
+            "优化器为每个参数保存几个 fp32 数？各有什么用？",
+        ),
+    )
+
+
+# Everything public in here, so that a new check needs no second entry elsewhere.
+__all__ = ["Verdict", "expect_number", *sorted(name for name in globals() if name.startswith("check_"))]

@@ -1,0 +1,228 @@
+"""Tables of results: pandas lays them out, this module says what stands in them, in both languages."""
+
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .languages import label, label_html
+
+Words = str | tuple[str, str]
+_UNITS = {
+    "bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30,
+    "FLOPs": 1, "MFLOPs": 10**6, "GFLOPs": 10**9, "TFLOPs": 10**12,
+}  # fmt: skip
+_CHINESE_UNITS = {"bytes": "字节"}
+
+
+class Table:
+    """A table that shows itself: HTML in a notebook, aligned text elsewhere.
+
+    Args:
+        columns: headings, each a string or an (English, Chinese) pair.
+        rows: cells as they are to be shown: strings or pairs; numbers are shown as they are.
+        values: what `data` holds, where that is more than what is shown; `rows` if left out.
+
+    Raises:
+        ValueError: a row is not as long as `columns`.
+    """
+
+    def __init__(
+        self, columns: Sequence[Words], rows: Iterable[Sequence[Any]], *, values: Iterable[Sequence[Any]] | None = None
+    ) -> None:
+        self.columns = list(columns)
+        self.rows = [list(row) for row in rows]
+        self._values = self.rows if values is None else [list(row) for row in values]
+        for row in [*self.rows, *self._values]:
+            if len(row) != len(self.columns):
+                raise ValueError(f"a row has {len(row)} cells, but there are {len(self.columns)} columns: {row!r}")
+
+    @property
+    def data(self) -> Any:
+        """A pandas DataFrame of the unrounded values; the columns carry their English headings."""
+        import pandas
+
+        headings = [column[0] if isinstance(column, tuple) else column for column in self.columns]
+        rows = [[label(cell) if isinstance(cell, tuple) else cell for cell in row] for row in self._values]
+        return pandas.DataFrame(rows, columns=headings)
+
+    def __repr__(self) -> str:
+        headings = [label(column) for column in self.columns]
+        rows = [[_shown(cell) for cell in row] for row in self.rows]
+        if any(len(cell) > 60 for row in rows for cell in row):  # sentences: one below the other, not side by side
+            items = ("\n".join(f"{name}: {cell}" for name, cell in zip(headings, row, strict=True)) for row in rows)
+            return "\n\n".join(items)
+        try:
+            import pandas
+        except ImportError:
+            return "\n".join("\t".join(row) for row in [headings, *rows])
+        # Hanzi are two columns wide in a terminal; left to itself pandas also cuts long cells and wide tables.
+        options = ("display.unicode.east_asian_width", True, "display.max_colwidth", None, "display.width", None)
+        with pandas.option_context(*options):
+            return pandas.DataFrame(rows, columns=headings).to_string(index=False)
+
+    def _repr_html_(self) -> str | None:
+        try:
+            import pandas
+        except ImportError:
+            return None  # the text is shown instead
+        numeric = [
+            all(_is_number(row[column]) for row in self.rows) if self.rows else False
+            for column in range(len(self.columns))
+        ]
+        headings = [_cell(heading, right) for heading, right in zip(self.columns, numeric, strict=True)]
+        rows = [[_cell(cell, right) for cell, right in zip(row, numeric, strict=True)] for row in self.rows]
+        frame = pandas.DataFrame(rows, columns=headings)
+        with pandas.option_context("display.max_colwidth", None):
+            return frame.to_html(index=False, escape=False, border=0, classes="course-table")
+
+
+class _Figure(str):
+    """A number that has been made into text; it still belongs at the right of its column."""
+
+
+def table(columns: Sequence[Words], rows: Iterable[Sequence[Any]]) -> Table:
+    """Any table: headings and cells are strings, numbers or (English, Chinese) pairs."""
+    rows = [list(row) for row in rows]
+    return Table(columns, ([_plain_number(cell) for cell in row] for row in rows), values=rows)
+
+
+def compare(
+    measurements: Mapping[Words, Any] | None = None, /, *, seconds: bool = False, workspace: bool = False, **named: Any
+) -> Table:
+    """Measurements side by side, each against the first.
+
+    Args:
+        measurements: name -> measurement, for names in two languages: `compare({("plain", "普通"): plain})`.
+        seconds: also show time and device. They differ from run to run: the cell needs `nbval-ignore-output`.
+        workspace: also show what the operators' own workspace adds to the peak; it differs from machine to machine.
+        named: name=measurement.
+
+    Returns:
+        Peak in MB (10^6 bytes) and FLOPs in G (10^9), each with the ratio to the first row.
+
+    Raises:
+        ValueError: nothing to compare.
+    """
+    arms = {**(measurements or {}), **named}
+    if not arms:
+        raise ValueError("compare needs at least one measurement, as in compare(plain=measure(step))")
+    first = next(iter(arms.values()))
+    columns: list[Words] = [
+        ("", ""),
+        ("peak, MB", "峰值，MB"),
+        ("vs first", "与首行之比"),
+        ("GFLOPs", "GFLOPs"),
+        ("FLOPs vs first", "FLOPs 与首行之比"),
+    ]
+    if workspace:
+        columns += [("workspace, MB", "工作区，MB"), ("allocator's peak, MB", "分配器峰值，MB")]
+    if seconds:
+        columns += [("seconds", "秒"), ("device", "设备")]
+
+    shown, values = [], []
+    for name, arm in arms.items():
+        peak_ratio, flops_ratio = _ratio(arm.peak_bytes, first.peak_bytes), _ratio(arm.flops, first.flops)
+        row = [(name, name), _scaled(arm.peak_bytes, 10**6), (peak_ratio, _times(peak_ratio))]
+        row += [_scaled(arm.flops, 10**9), (flops_ratio, _times(flops_ratio))]
+        if workspace:
+            row += [_scaled(arm.workspace_bytes, 10**6), _scaled(arm.allocator_peak_bytes, 10**6)]
+        if seconds:
+            row += [(arm.seconds, _Figure(f"{arm.seconds:.4f}")), (arm.device, str(arm.device))]
+        values.append([value for value, _ in row])
+        shown.append([cell for _, cell in row])
+    return Table(columns, shown, values=values)
+
+
+def predictions(
+    rows: Iterable[tuple[Words, float | None, float | None]], unit: str = "MB", *, scale: float | None = None
+) -> Table:
+    """Predicted beside measured, with the error in per cent of what was measured.
+
+    Args:
+        rows: (label, predicted, measured), both in bytes or FLOPs; None for what is not known, which is shown as "–".
+        unit: "bytes" and "FLOPs" are shown to the last digit; kB, MB, GB (powers of 10), KiB, MiB, GiB (powers of 2),
+            MFLOPs, GFLOPs, TFLOPs with three decimals.
+        scale: how many make one `unit`, for a unit of your own.
+
+    Raises:
+        ValueError: an unknown unit without `scale`.
+    """
+    if scale is None:
+        if unit not in _UNITS:
+            raise ValueError(f"unit is {unit!r}, but must be one of {', '.join(_UNITS)}; or give `scale`")
+        scale = _UNITS[unit]
+    chinese = _CHINESE_UNITS.get(unit, unit)
+    columns: list[Words] = [
+        ("", ""),
+        (f"predicted, {unit}", f"预测，{chinese}"),
+        (f"measured, {unit}", f"实测，{chinese}"),
+        ("error, %", "误差，%"),
+    ]
+    shown, values = [], []
+    for name, predicted, measured in rows:
+        error = _error_percent(predicted, measured)
+        cells = [(name, name), _scaled(predicted, scale), _scaled(measured, scale), (error, _percent(error))]
+        values.append([value for value, _ in cells])
+        shown.append([cell for _, cell in cells])
+    return Table(columns, shown, values=values)
+
+
+def claims(rows: Iterable[tuple[Words, Words, Words, Words]]) -> Table:
+    """The table of "What you may have read": (claim, experiment, measured, verdict), each a string or a pair."""
+    columns = [("claim", "说法"), ("experiment", "实验"), ("measured", "实测"), ("verdict", "结论")]
+    return Table(columns, rows)
+
+
+def _scaled(value: float | None, scale: float) -> tuple[float | None, str]:
+    """The value in its unit, and the text for it: whole numbers to the last digit, others with three decimals."""
+    if value is None or not math.isfinite(value):
+        return None, _Figure("–")
+    if scale == 1 and value == int(value):
+        return int(value), _Figure(f"{int(value):,}")
+    return value / scale, _Figure(f"{value / scale:,.3f}")
+
+
+def _ratio(value: float, first: float) -> float | None:
+    return value / first if first else None
+
+
+def _times(ratio: float | None) -> str:
+    return _Figure("–" if ratio is None else f"{ratio:.3f}×")
+
+
+def _error_percent(predicted: float | None, measured: float | None) -> float | None:
+    if predicted is None or measured is None:
+        return None
+    if predicted == measured:
+        return 0.0
+    return (predicted - measured) / measured * 100 if measured else None
+
+
+def _percent(error: float | None) -> str:
+    if error is None or not math.isfinite(error):
+        return _Figure("–")
+    if error == 0:
+        return _Figure("0")  # equal to the byte; what merely rounds to nothing keeps its digits
+    digits = max(2, -math.floor(math.log10(abs(error))))
+    return _Figure(f"{error:+.{digits}f}".replace("-", "−"))
+
+
+def _plain_number(cell: Any) -> Any:
+    if isinstance(cell, numbers.Integral) and not isinstance(cell, bool):
+        return _Figure(f"{int(cell):,}")
+    return _Figure(f"{float(cell):g}") if isinstance(cell, numbers.Real) and not isinstance(cell, bool) else cell
+
+
+def _is_number(cell: Any) -> bool:
+    return isinstance(cell, _Figure) or (isinstance(cell, numbers.Real) and not isinstance(cell, bool))
+
+
+def _shown(cell: Any) -> str:
+    return label(cell) if isinstance(cell, tuple) else str(cell)
+
+
+def _cell(cell: Any, right: bool) -> str:
+    """A table cell's HTML. The <div> carries the alignment, because pandas gives its cells no style of their own."""
+    look = "text-align: right; white-space: nowrap" if right else "text-align: left; max-width: 28em"
+    return f'<div style="{look}">{label_html(cell if isinstance(cell, tuple) else str(cell))}</div>'

@@ -1,0 +1,108 @@
+"""Run the lessons' scripts and store them, with their outputs, as notebooks.
+
+    python notebooks/build.py              # all lessons
+    python notebooks/build.py 02 03_sqrt   # those whose names start so
+    python notebooks/build.py --force 02   # store it even if only seconds or the device changed
+
+A notebook follows from its script: cell ids are hashes of the cells, and no times or versions are kept. Seconds,
+devices and addresses differ from run to run: a stored notebook that differs in nothing else stays as it is, so that a
+second run changes no byte.
+"""
+
+import argparse
+import hashlib
+import os
+import re
+import sys
+from collections import Counter
+from copy import deepcopy
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+HERE = Path(__file__).resolve().parent
+KEPT_CELL_METADATA = {"tags", "slideshow", "lang", "jupyter"}
+VARYING_TAGS = {"shows-seconds", "shows-device"}
+METADATA = {
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+    "language_info": {"file_extension": ".py", "name": "python", "pygments_lexer": "ipython3"},
+}
+
+
+def read_script(path):
+    """The script as a notebook without outputs, with the same cell ids every time."""
+    notebook = jupytext.read(path, fmt="py:percent")
+    notebook.nbformat_minor = 5
+    seen = Counter()
+    for cell in notebook.cells:
+        cell.metadata = {key: value for key, value in cell.metadata.items() if key in KEPT_CELL_METADATA}
+        digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
+        seen[digest] += 1
+        cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+    notebook.metadata = nbformat.from_dict(METADATA)
+    return notebook
+
+
+def execute(notebook):
+    """Run all cells from the notebooks' folder, in place, and drop what changes from run to run."""
+    client = NotebookClient(
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(HERE)}},
+        record_timing=False,
+        store_widget_state=False,
+        coalesce_streams=True,
+    )
+    client.execute()
+    notebook.metadata = nbformat.from_dict(METADATA)  # the kernel has written its exact Python version
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            # Without the widget's state its random id shows nothing; what stays is the output's plain text.
+            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+    return notebook
+
+
+def lasting_text(notebook):
+    """The notebook's text without what differs from run to run: seconds, devices, addresses in memory."""
+    copy = deepcopy(notebook)
+    for cell in copy.cells:
+        if VARYING_TAGS & set(cell.metadata.get("tags", [])):
+            cell.outputs = []
+    return re.sub(r"\bat 0x[0-9a-f]+", "at ADDRESS", nbformat.writes(copy))
+
+
+def build(script, *, force=False):
+    """Build one notebook; say whether it was stored or stays as it is."""
+    target = HERE / f"{script.stem}.ipynb"
+    notebook = execute(read_script(script))
+    if target.exists() and not force and lasting_text(nbformat.read(target, as_version=4)) == lasting_text(notebook):
+        return "unchanged"
+    nbformat.write(notebook, target)
+    return "stored"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="beginnings of lesson names; all lessons if none is given")
+    parser.add_argument("--force", action="store_true", help="store notebooks in which only seconds or devices changed")
+    arguments = parser.parse_args()
+    os.environ.pop("COURSE_LANG", None)  # notebooks are stored in the default language
+
+    names = [Path(name).stem for name in arguments.names] or [""]
+    scripts = sorted((HERE / "scripts").glob("[0-9]*.py"))
+    for name in names:
+        if name and not any(script.stem.startswith(name) for script in scripts):
+            sys.exit(f"no script in notebooks/scripts starts with {name!r}; there are {[s.stem for s in scripts]}")
+    for script in (script for script in scripts if script.stem.startswith(tuple(names))):
+        try:
+            print(f"{script.stem}: {build(script, force=arguments.force)}", flush=True)
+        except CellExecutionError as error:
+            sys.exit(f"{script.stem}: a cell failed, the stored notebook is left as it was\n{error}")
+
+
+if __name__ == "__main__":
+    main()

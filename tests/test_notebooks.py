@@ -1,0 +1,703 @@
+"""Checks on the notebooks themselves: twins, stored outputs, two languages, words, shape of the cells.
+
+Every check takes a notebook and returns a list of problems, so that a failing test says all that is wrong at once. The
+second half shows that each check rejects a small bad example.
+"""
+
+import ast
+import json
+import re
+from collections import Counter
+from decimal import Decimal
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+jupytext = pytest.importorskip("jupytext")
+MarkdownIt = pytest.importorskip("markdown_it").MarkdownIt
+TransformerManager = pytest.importorskip("IPython.core.inputtransformer2").TransformerManager
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "notebooks"
+MOST_BYTES = 1_500_000
+MOST_CODE_LINES = 15
+MOST_ENGLISH_WORDS = 150
+# Outputs that differ from run to run are not compared; the cell says which of these it shows.
+REASONS_NOT_TO_COMPARE = {"shows-seconds", "shows-device", "shows-picture"}
+
+HAN = r"\u3400-\u4dbf\u4e00-\u9fff"
+CJK = HAN + r"\u3000-\u303f\uff00-\uffef"
+
+
+# --- helpers ---
+
+
+def cells_of(notebook, cell_type):
+    """(number, cell) of the cells of one type, counted from 1 over all cells."""
+    return [(number, cell) for number, cell in enumerate(notebook.cells, 1) if cell.cell_type == cell_type]
+
+
+def tags_of(cell):
+    return set(cell.metadata.get("tags", []))
+
+
+def output_texts(cell):
+    """Every text in a cell's stored outputs: streams and text-like data."""
+    for output in cell.get("outputs", []):
+        yield output.get("text", "")
+        yield from (value for value in output.get("data", {}).values() if isinstance(value, str))
+
+
+FENCE = re.compile(r"^(```|~~~).*?^\1", re.S | re.M)
+INLINE_CODE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
+MATH = re.compile(r"\$\$(.+?)\$\$|(?<![\\$])\$(?!\s)([^$]+?)(?<![\s\\])\$", re.S)
+LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]*)[^)]*\)")
+DIV = re.compile(r'<div lang="(en|zh)">(.*?)</div>', re.S)
+
+
+def take_apart(text):
+    """Prose of one language -> (words alone, code, formulas); code and formulas leave a ￼ behind."""
+    code, formulas = set(), set()
+
+    def take_fence(match):
+        code.add(re.sub(r"\s*#.*", "", match[0]))  # comments are prose
+        return "\ufffc"
+
+    def take_code(match):
+        code.add(match[2].strip())
+        return "\ufffc"
+
+    def take_formula(match):
+        body = re.sub(r"\\text\{[^{}]*\}", "", match[1] or match[2])
+        formulas.add(re.sub(r"\s|\\[,;:! ]", "", body).rstrip(".,;。，；"))
+        return "\ufffc"
+
+    text = FENCE.sub(take_fence, text)
+    text = INLINE_CODE.sub(take_code, text)
+    text = MATH.sub(take_formula, text)
+    text = LINK.sub(r"\1", text)
+    text = re.sub(r"<!--.*?-->|<[^>\n]*>|https?://\S+", "", text, flags=re.S)
+    return text.replace("*", ""), code, formulas
+
+
+UNITS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12, "千": 3, "万": 4, "百万": 6, "亿": 8, "万亿": 12}
+NUMBER = re.compile(r"(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?:[ -]?(thousand|million|billion|trillion|百万|万亿|千|万|亿))?")
+
+
+def numbers_in(words):
+    """The numbers of a text: 10,000 and 1 万 are the same one."""
+    found = set()
+    for match in NUMBER.finditer(words):
+        number = Decimal(match[1].replace(",", "") + (match[2] or ""))
+        found.add((number * 10 ** UNITS.get(match[3], 0)).normalize())
+    return found
+
+
+def languages_of(source):
+    """A markdown cell -> (lines outside of the divs, English, Chinese); None for a language that is missing."""
+    parts = dict(DIV.findall(source))
+    outside = [line for line in DIV.sub("", source).splitlines() if line.strip()]
+    return outside, parts.get("en"), parts.get("zh")
+
+
+# --- checks: twins and outputs ---
+
+
+def essence(cell):
+    """What a cell and its twin must have in common."""
+    return {
+        "cell type": cell.cell_type,
+        "source": cell.source.strip(),
+        "tags": sorted(tags_of(cell)),
+        "slide type": cell.metadata.get("slideshow", {}).get("slide_type"),
+        "folding": cell.metadata.get("jupyter", {}).get("source_hidden", False),
+    }
+
+
+def twin_problems(notebook, script):
+    """Where a notebook and its script (text) disagree."""
+    twin = jupytext.reads(script, fmt="py:percent")
+    problems = []
+    for number, (cell, other) in enumerate(zip(notebook.cells, twin.cells, strict=False), 1):
+        here, there = essence(cell), essence(other)
+        differing = [key for key in here if here[key] != there[key]]
+        if differing:
+            problems.append(f"cell {number}: {', '.join(differing)} differ: {here} and {there}")
+    if len(notebook.cells) != len(twin.cells):
+        problems.append(f"{len(notebook.cells)} cells in the notebook, {len(twin.cells)} in the script")
+    return problems
+
+
+def lonely(folder):
+    """Notebooks without a script, and scripts without a notebook."""
+    notebooks = {path.stem for path in folder.glob("*.ipynb")}
+    scripts = {path.stem for path in (folder / "scripts").glob("*.py")}
+    return [f"{name} has no twin" for name in sorted(notebooks ^ scripts)]
+
+
+def compile_problems(notebook):
+    """Code cells that are no Python; IPython's magics and a top-level await are."""
+    problems = []
+    for number, cell in cells_of(notebook, "code"):
+        code = TransformerManager().transform_cell(cell.source)
+        try:
+            compile(code, f"cell {number}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        except SyntaxError as error:
+            problems.append(f"cell {number}: {error}")
+    return problems
+
+
+def execution_problems(notebook):
+    """A stored notebook has been run once, from top to bottom, without an error."""
+    problems = []
+    full_cells = [(number, cell) for number, cell in cells_of(notebook, "code") if cell.source.strip()]
+    for expected, (number, cell) in enumerate(full_cells, 1):
+        if cell.execution_count != expected:
+            problems.append(f"cell {number}: execution count {cell.execution_count} instead of {expected}")
+        problems += [f"cell {number}: {o.ename}: {o.evalue}" for o in cell.outputs if o.output_type == "error"]
+    return problems
+
+
+def glyph_problems(notebook):
+    """Warnings of matplotlib about characters that its font lacks: an empty box in the picture."""
+    return [
+        f"cell {number}: {text.strip()[:120]}"
+        for number, cell in cells_of(notebook, "code")
+        for text in output_texts(cell)
+        if re.search(r"Glyph .* missing from", text)
+    ]
+
+
+def comparison_problems(notebook):
+    """Cells whose output is not compared, without a reason; and reasons without effect."""
+    problems = []
+    for number, cell in enumerate(notebook.cells, 1):
+        tags = tags_of(cell)
+        if "nbval-skip" in tags or "raises-exception" in tags:
+            problems.append(f"cell {number}: is not tested at all ({', '.join(sorted(tags))})")
+        if "nbval-ignore-output" in tags and not tags & REASONS_NOT_TO_COMPARE:
+            problems.append(f"cell {number}: nbval-ignore-output needs one of {sorted(REASONS_NOT_TO_COMPARE)}")
+        if tags & REASONS_NOT_TO_COMPARE and "nbval-ignore-output" not in tags:
+            problems.append(f"cell {number}: {sorted(tags & REASONS_NOT_TO_COMPARE)} without nbval-ignore-output")
+    return problems
+
+
+# --- checks: code cells ---
+
+
+def solution_problems(notebook):
+    """Solutions stand between two markers, in cells that are shown folded."""
+    problems = []
+    for number, cell in enumerate(notebook.cells, 1):
+        markers = re.findall(r"^\s*### (BEGIN|END) SOLUTION\s*$", cell.source, re.M)
+        if "SOLUTION" in cell.source and not markers:
+            problems.append(f"cell {number}: a solution marker is a line of its own: ### BEGIN SOLUTION")
+        if markers != ["BEGIN", "END"] * (len(markers) // 2):
+            problems.append(f"cell {number}: unbalanced solution markers: {markers}")
+        if markers and cell.cell_type != "code":
+            problems.append(f"cell {number}: a solution in a cell that is no code")
+        if markers and not cell.metadata.get("jupyter", {}).get("source_hidden"):
+            problems.append(f'cell {number}: a solution needs the metadata jupyter={{"source_hidden": true}}')
+    return problems
+
+
+def long_cells(notebook):
+    """Code cells with more code than a reader takes in at once; solutions may be longer."""
+    problems = []
+    for number, cell in cells_of(notebook, "code"):
+        lines = [line for line in cell.source.splitlines() if line.strip() and not line.strip().startswith("#")]
+        if len(lines) > MOST_CODE_LINES and "### BEGIN SOLUTION" not in cell.source:
+            problems.append(f"cell {number}: {len(lines)} lines of code, at most {MOST_CODE_LINES}")
+    return problems
+
+
+# --- checks: prose cells ---
+
+
+def layout_problems(source):
+    """One heading line in both languages at most, then a div for each language, and nothing else."""
+    problems = []
+    outside, english, chinese = languages_of(FENCE.sub("", source))
+    if outside and not re.match(r"#{1,6} ", outside[0]):
+        problems.append(f"stands outside of the divs: {outside[0]!r}")
+    elif outside:
+        left, slash, right = outside[0].partition(" / ")
+        if not slash or re.search(f"[{CJK}]", left) or not re.search(f"[{HAN}]", right):
+            problems.append(f"is no heading in both languages, '## English / 中文': {outside[0]!r}")
+        if not source.lstrip().startswith(outside[0]):
+            problems.append(f"the heading stands below the divs: {outside[0]!r}")
+    problems += [f"stands outside of the divs: {line!r}" for line in outside[1:]]
+    if english is None and chinese is None:
+        return problems if outside else [*problems, "has neither language"]
+    if [language for language, _ in DIV.findall(source)] != ["en", "zh"]:
+        return [*problems, 'needs one <div lang="en"> and then one <div lang="zh">']
+    for language, body in DIV.findall(source):
+        if not re.fullmatch(r"\n\s*\n.*\S.*\n\s*\n", body, re.S):
+            problems.append(f"{language}: needs text, a blank line before it and a blank line after it")
+        if re.search(r"^ {0,3}#{1,6} |^ {0,3}\S.*\n {0,3}(=+|-+) *$", FENCE.sub("", body), re.M):
+            problems.append(f"{language}: a heading inside of a div doubles the table of contents")
+        if "<div" in body:
+            problems.append(f"{language}: a div inside of a div")
+        for text in printed_asterisks(body):
+            problems.append(f"{language}: asterisks would be printed, as in **注意：**text: {text!r}")
+    return problems
+
+
+def printed_asterisks(markdown):
+    """Texts in which ** does not make bold: after punctuation, a closing ** must not touch a letter (**注意：**文)."""
+    prose = MATH.sub("$$", markdown)
+    tokens = [child for token in MarkdownIt().enable("table").parse(prose) for child in token.children or []]
+    return [token.content for token in tokens if token.type == "text" and "**" in token.content]
+
+
+def agreement_problems(english, chinese):
+    """Both languages hold the same numbers, formulas and code."""
+    problems = []
+    words, code, formulas = take_apart(english)
+    other_words, other_code, other_formulas = take_apart(chinese)
+    for what, one, other in (
+        ("numbers", numbers_in(words), numbers_in(other_words)),
+        ("formulas", formulas, other_formulas),
+        ("inline code", code, other_code),
+    ):
+        if one != other:
+            only_one, only_other = sorted(map(str, one - other)), sorted(map(str, other - one))
+            problems.append(f"{what}: only in English {only_one}, only in Chinese {only_other}")
+    return problems
+
+
+def english_problems(english):
+    """No Chinese in it, but for the name of the switch's other position; one idea, so not many words."""
+    problems = []
+    if found := re.findall(f"[{CJK}]+", english.replace("中文", "")):
+        problems.append(f"en: Chinese characters {found}")
+    prose = "\n".join(line for line in take_apart(english)[0].splitlines() if not line.lstrip().startswith("|"))
+    words = len(re.findall(r"\w[\w'’.-]*", prose))
+    if words > MOST_ENGLISH_WORDS:
+        problems.append(f"en: {words} words, at most about {MOST_ENGLISH_WORDS}")
+    return problems
+
+
+def chinese_problems(chinese):
+    """Chinese punctuation, and a space between CJK text and Latin letters or digits."""
+    words, _, _ = take_apart(chinese)
+    problems = []
+    if not re.search(f"[{HAN}]", words):
+        problems.append("zh: no Chinese in it")
+    if found := re.findall(rf".?[{HAN}][,;:?!]|[{HAN}]\.(?=\s|$)|[,;?!] *[{HAN}].?", words):
+        problems.append(f"zh: ASCII punctuation at {found}")
+    if found := re.findall(f"[{HAN}][A-Za-z0-9]+|[A-Za-z0-9]+[{HAN}]", words):
+        problems.append(f"zh: no space between Chinese and Latin text at {found}")
+    return problems
+
+
+# Renderings that are common elsewhere, and what the glossary has instead.
+BANNED = {
+    "校验点": "检查点",
+    "存档点": "检查点",
+    "微批(?!次)": "微批次",
+    "重算": "重计算",
+    "顶峰": "峰值",
+    "卸除": "卸载",
+    "固定内存(?!预算|大小|上限)": "锁页内存",
+    "钉住内存": "锁页内存",
+    "页锁定": "锁页",
+    "梯度累加": "梯度累积",
+    "梯度积累": "梯度累积",
+    "反向传递": "反向传播",
+    "后向(?=传播|传递|过程|计算)": "反向",
+    "逆向传播": "反向传播",
+    "正向传播": "前向传播",
+    "前向传递": "前向传播",
+    "折[中衷]": "权衡",
+    "储存": "存储",
+    "活化值": "激活值",
+    "记忆体": "内存",
+    "频宽": "带宽",
+    "(?:计算|运算)强度": "算术强度",
+    "译码器": "解码器",
+    "帕累托边界": "帕累托前沿",
+    "损失放缩": "损失缩放",
+}
+# Other senses of an English word: low rank, a call that blocks.
+OTHER_SENSES = {"rank": ["秩"], "block": ["阻塞"]}
+
+
+def read_glossary(text):
+    """[(pattern of an English form, Chinese words)], long forms first, so that "gradient" is not looked for in
+    "gradient checkpointing"."""
+    entries = []
+    for row in re.findall(r"^\| (?!English)([^|]+?) \| ([^|]+?) \|", text, re.M):
+        for form in row[0].split(", "):
+            loose = re.sub("[- ]", r"[-\\s]?", form)  # micro-batch, micro batch, microbatch, or a new line in between
+            pattern = re.compile(rf"\b{loose}s?\b", re.I)
+            entries.append((form, pattern, row[1].split("、") + OTHER_SENSES.get(form, [])))
+    return sorted(entries, key=lambda entry: -len(entry[0]))
+
+
+@lru_cache
+def glossary():
+    return read_glossary((FOLDER / "GLOSSARY.md").read_text(encoding="utf-8"))
+
+
+def glossary_problems(english, chinese):
+    """An English term is there in Chinese, in the glossary's word or in English; no other renderings."""
+    words, _, _ = take_apart(english)
+    problems = []
+    for form, pattern, translations in glossary():
+        words, count = pattern.subn("\ufffc", words)
+        if count and not pattern.search(chinese) and not any(word in chinese for word in translations):
+            problems.append(f"{form!r} is in the English text, none of {translations} in the Chinese one")
+    for pattern, better in BANNED.items():
+        problems += [f"{match[0]!r} is {better!r} here" for match in re.finditer(pattern, chinese)]
+    return problems
+
+
+def prose_problems(notebook):
+    """All checks on all markdown cells."""
+    problems = []
+    for number, cell in cells_of(notebook, "markdown"):
+        found = layout_problems(cell.source)
+        outside, english, chinese = languages_of(cell.source)
+        if outside:
+            left, _, right = outside[0].partition(" / ")
+            found += glossary_problems(left, right)
+        if english and chinese:
+            found += agreement_problems(english, chinese) + english_problems(english)
+            found += chinese_problems(chinese) + glossary_problems(english, chinese)
+        problems += [f"cell {number}: {problem}" for problem in found]
+    return problems
+
+
+def link_problems(notebook, folder):
+    """Links and pictures that name no file."""
+    problems = []
+    for number, cell in cells_of(notebook, "markdown"):
+        prose = INLINE_CODE.sub("", FENCE.sub("", cell.source))
+        targets = [target for _, target in LINK.findall(prose)] + re.findall(r'(?:href|src)="([^"]*)"', prose)
+        for target in targets:
+            path = target.partition("#")[0]
+            if path and not re.match(r"[a-z][a-z0-9+.-]*:", path) and not (folder / path).exists():
+                problems.append(f"cell {number}: {target} does not exist")
+    return problems
+
+
+# --- checks: files ---
+
+# Spelled in pieces, so that this file passes its own check.
+MACHINE_PATHS = re.compile(
+    "(?<![\\w.])/(?:" + "|".join(["work", "root", r"home/\w+", r"Users/\w+"]) + ")/|/tmp/(?:bash|ipy)"
+)
+
+
+def machine_paths(text):
+    """Paths of the machine that a file was made on."""
+    return [f"...{text[max(0, m.start() - 20) : m.end() + 20]!r}" for m in MACHINE_PATHS.finditer(text)]
+
+
+def files_of_the_course():
+    """All text files of the repository, without asking git: the course may have come as an archive."""
+    folders = [ROOT / name for name in ("course_lib", "notebooks", "tests", ".ci")]
+    paths = [path for folder in folders for path in folder.rglob("*")]
+    paths += [path for path in ROOT.iterdir() if path.name != ".git"]
+    unwanted = {"__pycache__", ".ipynb_checkpoints"}
+    for path in sorted(paths):
+        if path.is_file() and not unwanted & set(path.parts):
+            content = path.read_bytes()
+            if b"\0" not in content:
+                yield path.relative_to(ROOT), content.decode("utf-8")
+
+
+# --- the course's notebooks ---
+
+PATHS = sorted(FOLDER.glob("*.ipynb"))
+each_notebook = pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
+
+
+@lru_cache
+def load(path):
+    return nbformat.read(path, as_version=4)
+
+
+@each_notebook
+def test_a_notebook_and_its_script_agree(path):
+    script = path.parent / "scripts" / f"{path.stem}.py"
+    assert twin_problems(load(path), script.read_text(encoding="utf-8")) == []
+
+
+def test_every_notebook_has_a_script_and_every_script_a_notebook():
+    assert lonely(FOLDER) == []
+
+
+@each_notebook
+@pytest.mark.parametrize(
+    "check",
+    [
+        compile_problems,
+        execution_problems,
+        glyph_problems,
+        comparison_problems,
+        solution_problems,
+        long_cells,
+        prose_problems,
+    ],
+)
+def test_a_notebook_passes(check, path):
+    assert check(load(path)) == []
+
+
+@each_notebook
+def test_the_links_of_a_notebook_lead_somewhere(path):
+    assert link_problems(load(path), path.parent) == []
+
+
+@each_notebook
+def test_a_notebook_is_a_small_file(path):
+    assert path.stat().st_size < MOST_BYTES
+
+
+def test_no_file_holds_a_path_of_the_machine_it_was_made_on():
+    assert {str(path): found for path, text in files_of_the_course() if (found := machine_paths(text))} == {}
+
+
+# --- each check rejects a small bad example, and accepts a good one ---
+
+PROSE = """## 2.1 What a checkpoint keeps / 检查点保留了什么
+
+<div lang="en">
+
+The peak is **277 MB**, see `peak_bytes`: $k^* = \\sqrt{L\\,s/b}$ of 7 billion parameters. [Next](01_next.ipynb)
+
+</div>
+<div lang="zh">
+
+**峰值**：277 MB，见 `peak_bytes`：70 亿参数，$k^*=\\sqrt{L s/b}$。[下一课](01_next.ipynb)
+
+</div>
+"""
+
+
+def notebook_of(*cells):
+    return nbformat.v4.new_notebook(cells=list(cells))
+
+
+def code(source="1 + 1", count=1, outputs=(), **metadata):
+    return nbformat.v4.new_code_cell(source, execution_count=count, outputs=list(outputs), metadata=metadata)
+
+
+def prose(source=PROSE, **metadata):
+    return nbformat.v4.new_markdown_cell(source, metadata=metadata)
+
+
+def stream(text):
+    return nbformat.v4.new_output("stream", name="stderr", text=text)
+
+
+SCRIPT = '# %% [markdown]\n# Text\n\n# %% tags=["a"] slideshow={"slide_type": "slide"}\n1 + 1\n'
+
+
+@pytest.mark.parametrize(
+    ("cells", "agree"),
+    [
+        ([prose("Text"), code(tags=["a"], slideshow={"slide_type": "slide"})], True),
+        ([prose("Other text"), code(tags=["a"], slideshow={"slide_type": "slide"})], False),
+        ([prose("Text"), code(tags=["b"], slideshow={"slide_type": "slide"})], False),
+        ([prose("Text"), code(tags=["a"], slideshow={"slide_type": "skip"})], False),
+        ([prose("Text"), prose("1 + 1", tags=["a"], slideshow={"slide_type": "slide"})], False),
+        ([prose("Text")], False),
+    ],
+)
+def test_twins_that_differ_are_found(cells, agree):
+    assert (twin_problems(notebook_of(*cells), SCRIPT) == []) == agree
+
+
+def test_a_notebook_without_a_twin_is_found(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "01_a.ipynb").touch()
+    assert lonely(tmp_path) == ["01_a has no twin"]
+    (tmp_path / "scripts" / "01_a.py").touch()
+    assert lonely(tmp_path) == []
+
+
+def test_code_that_does_not_compile_is_found():
+    assert compile_problems(notebook_of(code("%matplotlib inline\nawait something()\n!ls"))) == []
+    assert compile_problems(notebook_of(code("x = (1,")))
+
+
+def test_a_notebook_that_was_not_run_from_top_to_bottom_is_found():
+    error = nbformat.v4.new_output("error", ename="ValueError", evalue="no", traceback=[])
+    assert execution_problems(notebook_of(code(count=1), prose(), code("", count=None), code(count=2))) == []
+    assert execution_problems(notebook_of(code(count=None)))
+    assert execution_problems(notebook_of(code(count=2), code(count=1)))
+    assert execution_problems(notebook_of(code(outputs=[error])))
+
+
+def test_a_missing_glyph_is_found():
+    warning = "UserWarning: Glyph 23792 (\\N{CJK UNIFIED IDEOGRAPH-5CF0}) missing from font(s) DejaVu Sans."
+    assert glyph_problems(notebook_of(code(outputs=[stream(warning)])))
+    assert glyph_problems(notebook_of(code(outputs=[stream("all glyphs are there")]))) == []
+
+
+@pytest.mark.parametrize(
+    ("tags", "right"),
+    [
+        ([], True),
+        (["nbval-ignore-output", "shows-seconds"], True),
+        (["nbval-ignore-output"], False),
+        (["shows-device"], False),
+        (["nbval-skip"], False),
+        (["raises-exception"], False),
+    ],
+)
+def test_an_output_that_is_not_compared_without_a_reason_is_found(tags, right):
+    assert (comparison_problems(notebook_of(code(tags=tags))) == []) == right
+
+
+SOLUTION = "### BEGIN SOLUTION\nanswer = 42\n### END SOLUTION"
+
+
+@pytest.mark.parametrize(
+    ("cell", "right"),
+    [
+        (code(SOLUTION, jupyter={"source_hidden": True}), True),
+        (code(SOLUTION), False),
+        (code(SOLUTION.replace("END", "BEGIN"), jupyter={"source_hidden": True}), False),
+        (code("### BEGIN SOLUTION\nanswer = 42", jupyter={"source_hidden": True}), False),
+        (code("# BEGIN SOLUTION\nanswer = 42", jupyter={"source_hidden": True}), False),
+        (prose(SOLUTION, jupyter={"source_hidden": True}), False),
+    ],
+)
+def test_a_solution_that_is_not_marked_or_folded_is_found(cell, right):
+    assert (solution_problems(notebook_of(cell)) == []) == right
+
+
+def test_a_long_code_cell_is_found():
+    assert long_cells(notebook_of(code("# why\n\n" + "x = 1\n" * 15))) == []
+    assert long_cells(notebook_of(code("x = 1\n" * 16)))
+    assert long_cells(notebook_of(code("x = 1\n" * 16 + SOLUTION))) == []
+
+
+def test_good_prose_is_accepted():
+    assert prose_problems(notebook_of(prose(), prose("# 2 Checkpointing / 检查点"))) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("## 2.1 What a checkpoint keeps / 检查点保留了什么\n", "Some text.\n", "outside of the divs"),
+        (" / 检查点保留了什么", "", "no heading in both languages"),
+        ("a checkpoint keeps /", "检查点 keeps /", "no heading in both languages"),
+        ("检查点保留了什么", "校验点保留了什么", "'校验点' is '检查点' here"),
+        ("</div>\n<div", "</div>\n\nText in between.\n\n<div", "outside of the divs"),
+        ("</div>\n<div", "</div>\n## Two / 二\n<div", "outside of the divs"),
+        ('<div lang="en">\n\n', '<div lang="en">\n', "en: needs text, a blank line"),
+        ("\n\n</div>\n<div", "\n</div>\n<div", "en: needs text, a blank line"),
+        ("The peak", "### A heading\n\nThe peak", "en: a heading inside"),
+        ("The peak", "A heading\n---------\n\nThe peak", "en: a heading inside"),
+        ('<div lang="zh">', '<div lang="en">', "needs one <div"),
+        ("**峰值**：277", "**峰值：**277", "zh: asterisks would be printed"),
+        ("277 MB，见", "276 MB，见", "numbers: only in English ['277'], only in Chinese ['276']"),
+        ("70 亿", "7 亿", "numbers:"),
+        ("$k^*=", "$k=", "formulas:"),
+        ("见 `peak_bytes`", "见 `bytes`", "inline code:"),
+        ("The peak", "峰值 The peak", "en: Chinese characters"),
+        ("The peak", "word " * 150 + "The peak", "words, at most"),
+        ("参数，", "参数,", "zh: ASCII punctuation"),
+        ("，见", ", 见", "zh: ASCII punctuation"),
+        ("[下一课](01_next.ipynb)", "下一课.", "zh: ASCII punctuation"),
+        ("：277 MB", "是277 MB", "zh: no space"),
+        ("277 MB，见", "277 MB见", "zh: no space"),
+        ("峰值", "最高点", "'peak' is in the English text"),
+        ("70 亿参数", "70 亿参数（权衡而非折衷）", "'折衷' is"),
+    ],
+)
+def test_prose_with_a_fault_is_found(old, new, problem):
+    assert old in PROSE
+    assert problem in "\n".join(prose_problems(notebook_of(prose(PROSE.replace(old, new)))))
+
+
+@pytest.mark.parametrize(
+    "source", ["", "Text.", '<div lang="zh">\n\n只有中文。\n\n</div>', '<div lang="en">\n\nOnly English.\n\n</div>']
+)
+def test_prose_in_one_language_is_found(source):
+    assert layout_problems(source)
+
+
+@pytest.mark.parametrize("text", ["**注意：**文", "中文**“引号”**中文"])
+def test_asterisks_that_would_be_printed_are_found(text):
+    assert printed_asterisks(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["**注意**：文", "**注意：** 文", "`a**b` 与 $a**b$", "| **峰值** | 1 |\n|---|---|\n| a | b |"]
+)
+def test_bold_text_is_accepted(text):
+    assert printed_asterisks(text) == []
+
+
+def test_numbers_are_equal_in_both_ways_of_writing_them():
+    assert numbers_in("10,000 of 2.50 million, in 2016, at 3.") == {Decimal(n) for n in (10000, 2500000, 2016, 3)}
+    assert numbers_in("1 万、250 万、2016 年、3。") == {Decimal(n) for n in (10000, 2500000, 2016, 3)}
+    assert numbers_in("7-billion") == numbers_in("70 亿")
+
+
+def test_formulas_may_differ_in_spaces_and_words_only():
+    assert agreement_problems(r"$a = \text{peak}$", r"$a=\text{峰值}$") == []
+    assert agreement_problems("$$a = b.$$", "$$a = b$$") == []
+    assert agreement_problems("$a = b$", "$a = c$")
+
+
+@pytest.mark.parametrize(
+    ("english", "chinese"),
+    [
+        ("gradient checkpointing", "激活检查点"),
+        ("two micro-batches and a microbatch", "微批次"),  # one batch, many batches
+        ("the rank of a low-rank matrix", "低秩矩阵的秩"),
+        ("a call that blocks", "阻塞的调用"),
+        ("a log-sum-exp", "每行一个 LSE"),
+        ("call `backward()`", "调用它"),
+        ("a CUDA stream", "一个 CUDA stream"),
+    ],
+)
+def test_the_glossarys_words_are_accepted(english, chinese):
+    assert glossary_problems(english, chinese) == []
+
+
+@pytest.mark.parametrize(
+    ("english", "chinese"),
+    [
+        ("gradient accumulation", "把梯度加起来"),
+        ("trade-offs", "取舍"),
+        ("tradeoff", "取舍"),
+        ("the backward pass", "后向传播"),
+        ("", "每个微批的梯度"),
+    ],
+)
+def test_words_that_are_not_the_glossarys_are_found(english, chinese):
+    assert glossary_problems(english, chinese)
+
+
+def test_the_glossary_is_read_as_it_is_shown():
+    forms = {form: translations for form, _, translations in glossary()}
+    assert forms["peak"] == ["峰值"] and forms["gradient checkpointing"] == ["激活检查点", "梯度检查点"]
+    assert not {"English", "---"} & set(forms)
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path):
+    notebook = notebook_of(
+        prose('[a](01_next.ipynb#top) [b](https://a.example) [c](#here) `[d](no.md)` <a href="e.md">')
+    )
+    assert Counter(problem.split(": ")[1] for problem in link_problems(notebook, tmp_path)) == {
+        "01_next.ipynb#top does not exist": 1,
+        "e.md does not exist": 1,
+    }
+    (tmp_path / "01_next.ipynb").touch()
+    (tmp_path / "e.md").touch()
+    assert link_problems(notebook, tmp_path) == []
+
+
+def test_a_path_of_a_machine_is_found():
+    assert machine_paths(json.dumps({"file": "/".join(["", "home", "somebody", "course"])}))
+    assert machine_paths("see https://a.example/home and notebooks/work/a.py") == []

@@ -1,0 +1,463 @@
+"""The language switch, figures, tables and exercise checks."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import warnings
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from course_lib import teaching
+from course_lib.teaching import exercises, figures, languages
+from course_lib.teaching.exercises import Verdict, check_optimizer_bytes, expect_number
+
+FONTS = Path(teaching.__file__).parent / "fonts"
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """No language chosen yet, no window, and matplotlib as the test found it."""
+    import matplotlib
+
+    monkeypatch.delenv("COURSE_LANG", raising=False)
+    monkeypatch.setattr(languages, "_chosen", None)
+    with matplotlib.rc_context():
+        matplotlib.use("Agg")
+        yield
+        from matplotlib import pyplot
+
+        pyplot.close("all")
+
+
+class FakeMeter:
+    """What `timelines` asks of a meter, without a model: bytes rise through the forward, fall through the backward."""
+
+    def __init__(self, peak_bytes: int, operators: int = 60, categories=("parameter", "activation", "temporary")):
+        slope = numpy.concatenate([numpy.linspace(0, 1, operators), numpy.linspace(1, 0, operators), [0.0, 0.0]])
+        constant = peak_bytes // 4
+        self._series = {name: numpy.zeros(len(slope), dtype=numpy.int64) for name in figures._STACK}
+        self._series["parameter"][:] = constant
+        share = (peak_bytes - constant) // (len(categories) - 1)
+        for name in categories[1:]:
+            self._series[name] = (slope * share).astype(numpy.int64)
+        self._phases = ["forward"] * operators + ["backward"] * operators + ["optimizer"] * 2
+        self.peak_bytes = int(sum(self._series.values()).max())
+
+    def series(self):
+        return self._series
+
+    def phases(self):
+        return self._phases
+
+
+def hanzi() -> str:
+    """All of GB2312: the build script's own list, checked against a few characters from either end of both levels."""
+    specification = importlib.util.spec_from_file_location("build", FONTS / "build.py")
+    build = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(build)
+    found = build.hanzi()
+    assert len(set(found)) == 6763 and set("啊座亍齄存激活值显") <= set(found)
+    return found
+
+
+def words_in(figure) -> str:
+    return "\n".join(item.get_text() for item in figure.findobj(lambda artist: hasattr(artist, "get_text")))
+
+
+# The language ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [("en", "peak"), ("zh", "峰值"), ("both", "peak 峰值")])
+def test_text_speaks_the_language_that_was_chosen(chosen, expected):
+    teaching.language(chosen)
+    assert teaching.text("peak", "峰值") == expected
+
+
+def test_text_is_in_both_languages_until_one_is_chosen():
+    assert teaching.text("peak", "峰值") == "peak 峰值"
+    assert teaching.text("MB", "MB") == "MB"
+
+
+def test_the_environment_goes_before_the_notebooks_default(monkeypatch):
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    assert teaching.text("peak", "峰值") == "峰值"
+    teaching.language("en")
+    assert teaching.text("peak", "峰值") == "峰值"
+    assert languages._Switch(languages.current())._repr_html_().index("checked> 中文")
+
+
+def test_an_unknown_language_is_an_error_that_names_the_three(monkeypatch):
+    with pytest.raises(ValueError, match='default is \'fr\', but must be "en", "zh" or "both"'):
+        teaching.language("fr")
+    monkeypatch.setenv("COURSE_LANG", "chinese")
+    for call in (teaching.language, lambda: teaching.text("a", "b")):
+        with pytest.raises(ValueError, match="COURSE_LANG is 'chinese'"):
+            call()
+
+
+def test_the_switch_is_the_same_html_every_time_and_stays_inside_its_notebook():
+    markup = languages._Switch("both")._repr_html_()
+    assert markup == languages._Switch("both")._repr_html_()
+    rules = [line for line in markup.splitlines() if "display: none" in line]
+    assert len(rules) == 2
+    for rule, shown, hidden in zip(rules, ("en", "zh"), ("zh", "en"), strict=True):
+        assert rule.startswith(f".jp-Notebook:has(.course-language input[value={shown}]:checked)")
+        assert f")[lang={hidden}] {{" in rule and " .jp-Cell " in rule
+    # A radio group ends at its form: two open notebooks each keep their own choice.
+    assert markup.index("<form") < markup.index("<input") and markup.rindex("<input") < markup.index("</form>")
+    assert " id=" not in markup and "<script" not in markup
+
+
+def test_the_switch_checks_exactly_the_language_in_force():
+    for chosen in ("en", "zh", "both"):
+        markup = languages._Switch(chosen)._repr_html_()
+        assert markup.count(" checked>") == 1
+        before = markup[: markup.index(" checked>")]
+        assert before.rindex(f'value="{chosen}"') > before.rindex("<input")
+
+
+# Figures --------------------------------------------------------------------------------------------------------------
+
+
+def test_no_glyph_is_missing_in_a_label_of_every_hanzi_with_math(tmp_path):
+    characters = hanzi()
+    signs = "× ÷ ± ≤ ≥ ≈ √ Σ θ λ μ · … – — “ ” ‘ ’ → ← ↑ ↓ ⌊ ⌋ ∘ ∞ ✓ ✗ −"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn, axes = teaching.figure((signs, "，。、；：？！（）《》「」"))
+        drawn.set_layout_engine("none")  # the lines below are far longer than the figure is wide
+        for start in range(0, len(characters), 100):
+            # With math in the string matplotlib takes another path, and every other character from one font only.
+            axes.text(0, start / 7000, rf"{characters[start : start + 100]} $\sqrt{{L}} \leq \lfloor k \rfloor \theta$")
+            axes.text(0, start / 7000, characters[start : start + 100])
+        axes.set_xlabel("".join(sign for sign in signs if sign not in "⌊⌋∘✗") + " $x^2$")  # those: DejaVu, or in math
+        axes.plot([-1, 1])
+        drawn.savefig(tmp_path / "figure.png")
+
+
+def test_the_missing_glyph_test_can_fail(tmp_path):
+    with pytest.warns(UserWarning, match="Glyph .* missing"):
+        drawn, axes = teaching.figure()
+        axes.set_xlabel("\U00020bb7")  # a hanzi outside GB2312
+        drawn.savefig(tmp_path / "figure.png")
+
+
+def test_the_bundled_font_is_renamed_and_carries_its_licence():
+    from fontTools.ttLib import TTFont
+
+    files = sorted(FONTS.glob("*.otf"))
+    assert files and sum(file.stat().st_size for file in files) < 3_000_000
+    for file in files:
+        font = TTFont(file)
+        for identifier in (1, 4, 6):
+            assert "noto" not in font["name"].getDebugName(identifier).lower()
+        assert font["name"].getDebugName(1) == figures.FONT
+        assert font["CFF "].cff.fontNames == ["CourseSansSC-Regular"]
+        assert "SIL Open Font License" in font["name"].getDebugName(13)
+    licence = (FONTS / "OFL.txt").read_text(encoding="utf-8")
+    assert "SIL OPEN FONT LICENSE Version 1.1" in licence and "Copyright 2014-2021 Adobe" in licence
+
+
+def test_the_cjk_font_stands_before_dejavu_and_labels_set_later_use_it():
+    import matplotlib
+
+    _, axes = teaching.figure()
+    assert matplotlib.rcParams["font.family"] == [figures.FONT, "DejaVu Sans"]
+    assert axes.set_title("以后").get_fontfamily() == [figures.FONT, "DejaVu Sans"]
+
+
+def test_what_the_reader_changes_after_the_first_figure_stays():
+    import matplotlib
+
+    teaching.figure()
+    matplotlib.rcParams["font.size"] = 17.0
+    teaching.figure()
+    assert matplotlib.rcParams["font.size"] == 17.0
+
+
+def test_a_title_in_both_languages_has_the_english_line_first():
+    drawn, _ = teaching.figure(("Peak falls", "峰值下降"))
+    assert drawn.get_suptitle() == "Peak falls\n峰值下降"
+
+
+def test_figure_gives_one_axes_or_an_array():
+    assert hasattr(teaching.figure()[1], "plot")
+    assert teaching.figure(rows=2, columns=3)[1].shape == (2, 3)
+
+
+def test_the_colours_are_the_meters_colours():
+    memory = pytest.importorskip("course_lib.memory")
+    assert {name: teaching.COLORS[name] for name in memory.CATEGORY_COLORS} == memory.CATEGORY_COLORS
+    assert len(set(teaching.COLORS.values())) == len(teaching.COLORS) == 9
+
+
+def test_categories_and_phases_have_the_glossarys_names():
+    assert teaching.category_label("activation") == "activation 激活值"
+    assert teaching.category_label("optimizer") == "optimizer state 优化器状态"
+    assert teaching.category_label("backward") == "backward 反向"
+    assert teaching.phase_label("optimizer") == "optimizer 优化器"
+    with pytest.raises(ValueError, match="'weights' is none of"):
+        teaching.category_label("weights")
+
+
+def test_timelines_share_one_scale_and_mark_every_peak():
+    meters = {("plain", "普通"): FakeMeter(200_000_000), "checkpointed": FakeMeter(80_000_000, operators=90)}
+    drawn = teaching.timelines(meters, title=("Half", "一半"))
+    first, second = drawn.axes
+    assert first.get_ylim() == second.get_ylim() and first.get_xlim() == second.get_xlim() == (0, 182)
+    assert first.get_ylim()[1] > 200
+    for panel, meter in zip(drawn.axes, meters.values(), strict=True):
+        (marker,) = [line for line in panel.lines if line.get_marker() == "o"]
+        assert marker.get_ydata()[0] == pytest.approx(meter.peak_bytes / 1e6)
+        assert any(f"{meter.peak_bytes / 1e6:,.1f} MB" in item.get_text() for item in panel.texts)
+    assert "(−60 %)" in words_in(drawn)
+    assert "plain 普通" in words_in(drawn) and "forward 前向" in words_in(drawn)
+
+
+def test_timelines_stack_the_categories_to_the_live_bytes():
+    meter = FakeMeter(200_000_000)
+    drawn = teaching.timelines(plain=meter)
+    top = max(area.get_paths()[0].vertices[:, 1].max() for area in drawn.axes[0].collections if area.get_paths())
+    assert top == pytest.approx(meter.peak_bytes / 1e6)
+
+
+def test_timelines_name_every_category_that_holds_bytes():
+    drawn = teaching.timelines(
+        plain=FakeMeter(10**9), other=FakeMeter(10**7, categories=("parameter", "gradient", "buffer"))
+    )
+    for name in ("parameter", "activation", "temporary", "gradient", "buffer"):
+        assert teaching.category_label(name) in words_in(drawn)
+    assert teaching.category_label("optimizer") not in words_in(drawn)
+
+
+def test_timelines_draw_a_real_meter_without_a_warning(tmp_path):
+    torch = pytest.importorskip("torch")
+    memory = pytest.importorskip("course_lib.memory")
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    with memory.MemoryMeter(model) as meter:
+        model(torch.randn(256, 64)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        teaching.timelines({("plain", "普通"): meter}).savefig(tmp_path / "figure.png")
+
+
+def test_timelines_of_nothing_are_an_error():
+    with pytest.raises(ValueError, match="at least one meter"):
+        teaching.timelines()
+    with pytest.raises(ValueError, match="'idle' recorded no operator"):
+        teaching.timelines(idle=SimpleNamespace(series=dict, phases=list, peak_bytes=0))
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def measurement(peak_bytes, flops=10**9, seconds=0.5):
+    return SimpleNamespace(
+        peak_bytes=peak_bytes, allocator_peak_bytes=None, workspace_bytes=7, flops=flops, seconds=seconds, device="cpu"
+    )
+
+
+class _Text(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.found = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_data(self, data):
+        self.found.append(data)
+
+
+def parsed(shown) -> tuple[set[str], str]:
+    reader = _Text()
+    reader.feed(shown._repr_html_())
+    return set(reader.tags), " ".join("".join(reader.found).split())
+
+
+def test_compare_gives_each_measurement_against_the_first():
+    compared = teaching.compare({("plain", "普通"): measurement(200_000_000)}, half=measurement(100_000_000, 2 * 10**9))
+    assert compared.data["peak, MB"].tolist() == [200.0, 100.0]
+    assert compared.data["vs first"].tolist() == [1.0, 0.5]
+    assert compared.data["FLOPs vs first"].tolist() == [1.0, 2.0]
+    assert "0.500×" in parsed(compared)[1] and "普通" in parsed(compared)[1]
+
+
+def test_seconds_and_workspace_are_shown_only_when_asked_for():
+    arms = {"plain": measurement(1000)}
+    assert "seconds" not in repr(teaching.compare(arms)) and "workspace" not in repr(teaching.compare(arms))
+    assert teaching.compare(arms)._repr_html_() == teaching.compare(plain=measurement(1000, seconds=9.0))._repr_html_()
+    everything = teaching.compare(arms, seconds=True, workspace=True).data
+    assert everything["seconds"].tolist() == [0.5] and everything["device"].tolist() == ["cpu"]
+    with pytest.raises(ValueError, match="at least one measurement"):
+        teaching.compare()
+
+
+def test_predictions_give_the_error_in_per_cent_of_the_measured():
+    shown = teaching.predictions([("a", 99_000_000, 100_000_000), ("b", 7, 7), ("c", 5, None)])
+    errors = shown.data["error, %"].tolist()
+    assert errors[:2] == [-1.0, 0.0] and errors[2] != errors[2]  # the last is not a number: nothing was measured
+    assert "−1.00" in repr(shown) and "–" in repr(shown)
+    exact = teaching.predictions([("a", 84_000_000_000, 84_000_000_001)], unit="bytes")
+    assert "84,000,000,000" in repr(exact) and "84,000,000,001" in repr(exact)
+    assert "−0.000000001" in repr(exact), "what is not equal never shows as 0"
+
+
+def test_an_unknown_unit_is_an_error_unless_its_scale_is_given():
+    with pytest.raises(ValueError, match="unit is 'Mb'"):
+        teaching.predictions([("a", 1, 1)], unit="Mb")
+    assert teaching.predictions([("a", 30, 20)], unit="b", scale=10).data["predicted, b"].tolist() == [3.0]
+
+
+def test_tables_escape_what_they_are_given():
+    evil = '<script>alert("1")</script>'
+    shown = teaching.table([evil, (evil, evil + "中")], [[evil, (evil, "<b>中</b>")]])
+    tags, words = parsed(shown)
+    assert "script" not in tags and "b" not in tags
+    assert evil in words
+
+
+def test_tables_mark_both_languages_for_the_switch_and_keep_a_space_between_them():
+    claims = teaching.claims([(("It trains `x`", "它能训练"), "run it", "2 of 6", ("False", "错误"))])
+    markup = claims._repr_html_()
+    assert '<span lang="en"' in markup and '<span lang="zh"' in markup
+    assert "False 错误" in parsed(claims)[1] and "<code>x</code>" in markup
+    assert markup == claims._repr_html_()
+
+
+def test_the_plain_text_of_a_table_lines_up_although_hanzi_are_wide():
+    import unicodedata
+
+    def columns(line):
+        return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in line)
+
+    lines = repr(teaching.table([("name", "名称"), "n"], [[("parameter", "参数"), 10_000], ["x", 2]])).splitlines()
+    assert len({columns(line) for line in lines}) == 1
+    assert "parameter 参数" in lines[1] and "10,000" in lines[1]
+
+
+def test_a_row_of_the_wrong_length_is_an_error():
+    with pytest.raises(ValueError, match="a row has 1 cells, but there are 2 columns"):
+        teaching.table(["a", "b"], [[1]])
+
+
+# Exercises ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [84_000_000_000, 84e9, numpy.float64(84e9), numpy.array([84e9])])
+def test_the_optimizer_of_seven_billion_parameters_keeps_84_gb(answer):
+    assert check_optimizer_bytes(answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [(56e9, "two moments"), (112e9, "all 16"), (28e9, "keeps three"), (84, "in GB"), (1, "small"), (9e99, "large")],
+)
+def test_a_wrong_answer_is_told_why_and_given_a_hint(answer, reason):
+    verdict = check_optimizer_bytes(answer)
+    assert not verdict and reason in verdict.message[0] and verdict.hint is not None
+    assert verdict.hint[1] in repr(verdict) and verdict.hint[1] in parsed(verdict)[1]
+
+
+@pytest.mark.parametrize("answer", [None, ...])
+def test_no_answer_is_neither_right_nor_an_error(answer):
+    verdict = check_optimizer_bytes(answer)
+    assert not verdict and verdict.message == ("Not answered yet.", "还没有作答。")
+
+
+class Hostile:
+    """Fails at whatever is asked of it."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+    __eq__ = __float__ = __repr__ = __bool__ = __len__ = __hash__ = lambda *_: 1 / 0
+
+
+anything = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats(), st.decimals(), st.fractions(), st.complex_numbers()),
+    *(st.text(), st.binary(), st.lists(st.integers()), st.dates(), st.functions(), st.just(10**5000)),
+    *(st.just(odd) for odd in (Hostile, numpy.zeros((2, 2)), numpy.array(["x"]), numpy.float32("nan"))),
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(anything, st.floats(min_value=0, max_value=1))
+def test_a_check_never_raises_whatever_the_answer(answer, tolerance):
+    verdict = expect_number(answer, 84, tolerance=tolerance, wrong_answers={12: ("a", "b")}, hint=("c", "d"))
+    assert isinstance(verdict, Verdict) and repr(verdict) and verdict._repr_html_()
+
+
+def test_not_even_an_answer_that_fails_at_everything_makes_a_check_raise():
+    verdict = expect_number(Hostile(), 84)
+    assert not verdict and "`Hostile`" in verdict.message[0]
+
+
+@pytest.mark.parametrize("make", ["torch.tensor(84.0)", "torch.ones(3)", "torch.empty(1, device='meta')", "torch"])
+def test_tensors_are_answers_too(make):
+    torch = pytest.importorskip("torch")
+    verdict = expect_number(eval(make, {"torch": torch}), 84)
+    assert bool(verdict) == (make == "torch.tensor(84.0)")
+
+
+@given(st.integers(min_value=-(10**20), max_value=10**20), st.integers(min_value=-(10**20), max_value=10**20))
+def test_without_tolerance_only_the_exact_number_is_right(answer, right):
+    assert bool(expect_number(answer, right)) == (answer == right)
+
+
+def test_the_tolerance_is_relative():
+    assert expect_number(101, 100, tolerance=0.01) and not expect_number(101.1, 100, tolerance=0.01)
+    assert not expect_number(True, 1), "a yes is not a number"
+
+
+def test_verdicts_escape_what_they_say():
+    assert "<b>" not in Verdict(False, ("<b>", "<b>"), ("<b>", "<b>"))._repr_html_()
+
+
+def test_every_check_in_exercises_can_be_imported_from_teaching():
+    checks = [name for name in vars(exercises) if name.startswith("check_")]
+    assert checks and all(hasattr(teaching, name) and name in teaching.__all__ for name in checks)
+
+
+# Without the notebook's packages --------------------------------------------------------------------------------------
+
+
+def run_without(blocked: str, program: str) -> str:
+    block = f"import sys\nfor name in {blocked!r}.split(): sys.modules[name] = None\n"
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", block + program]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_everything_falls_back_to_plain_text_without_ipython_and_pandas():
+    said = run_without(
+        "IPython pandas",
+        "from course_lib.teaching import *\n"
+        "language('zh')\n"
+        "print(predictions([(('parameter', '参数'), 5, 4)], unit='bytes'))\n"
+        "print(check_optimizer_bytes(None))\n"
+        "assert predictions([])._repr_html_() is None\n",
+    ).splitlines()
+    assert said[0].startswith("Language 语言: 中文")
+    assert said[1].split("\t") == ["", "预测，字节", "实测，字节", "误差，%"]
+    assert said[2].split("\t") == ["参数", "5", "4", "+25.00"]
+    assert said[3] == "✗ 还没有作答。"
+
+
+def test_matplotlib_is_needed_only_to_draw():
+    run_without("matplotlib", "from course_lib.teaching import *; language(); table(['a'], [[1]])")
+
+
+def test_colours_do_not_need_the_meter():
+    said = run_without("course_lib.memory", "from course_lib.teaching import COLORS; print(COLORS)")
+    assert said.strip() == repr(teaching.COLORS)
