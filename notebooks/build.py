@@ -54,7 +54,7 @@ def execute(notebook):
         kernel_name="python3",
         resources={"metadata": {"path": str(HERE)}},
         record_timing=False,
-        store_widget_state=False,
+        store_widget_state=True,
         coalesce_streams=True,
     )
     client.execute()

@@ -132,15 +132,18 @@ def attention_saved_bytes(
 
 
 def _positive(name: str, value: int) -> int:
-    if _natural(name, value) == 0:
-        raise ValueError(f"{name} is 0; it takes a positive whole number")
-    return int(value)
+    return _whole(name, value, least=1)
 
 
 def _natural(name: str, value: int) -> int:
+    return _whole(name, value, least=0)
+
+
+def _whole(name: str, value: int, least: int) -> int:
     """7e9 is as good a whole number as 7_000_000_000."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise TypeError(f"{name} is {value!r}; it takes a whole number")
-    if value < 0:
-        raise ValueError(f"{name} is {value}; it takes a whole number that is not negative")
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if not whole or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it takes a whole number, {least} or more")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it takes a whole number, {least} or more")
     return int(value)

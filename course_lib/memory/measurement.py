@@ -96,7 +96,8 @@ def measure(
         step: one training step, without arguments; forward, backward and, if wanted, the optimizer's step.
         model: what is trained; its bytes are part of the peak.
         optimizer: what trains it; its state is part of the peak.
-        warmup: runs before the first measurement; 0 measures the first step ever.
+        warmup: runs before the first measurement; 0 makes every run the first step ever, for which `optimizer` is
+            needed where the step has one.
         repeats: timed runs.
         needs_gradient: False to measure something that computes no gradient, such as inference.
 
@@ -113,7 +114,7 @@ def measure(
         if count < least:
             raise ValueError(f"{name} is {count}; it takes {least} or more")
 
-    with _everything_put_back(model, optimizer) as kept, _without_garbage_collection():
+    with _everything_put_back(model, optimizer, first_step=warmup == 0) as kept, _without_garbage_collection():
         for _ in range(warmup):
             kept.run(step)
         meter = MemoryMeter(model, optimizer)
@@ -135,7 +136,10 @@ def measure(
         counter = FlopCounterMode(display=False)
         kept.run(step, counter)
         if not symbolic:
-            seconds = statistics.median(_seconds(lambda: kept.run(step), device) for _ in range(repeats))
+            clock = _Clock(device)
+            for _ in range(repeats):
+                kept.run(step, clock)
+            seconds = statistics.median(clock.seconds)
     return Measurement(
         peak_bytes=meter.peak_bytes,
         allocator_peak_bytes=allocator_peak,
@@ -155,27 +159,34 @@ def measure(
 class _Kept:
     """The state that runs start from, and what puts it back."""
 
-    def __init__(self, model, optimizer):
+    def __init__(self, model, optimizer, first_step: bool):
         self.model, self.optimizer = model, optimizer
-        self.values = []  # (tensor, its value, its version)
+        self.first_step = first_step
+        self.slots, self.values = [], []  # (a module's dict of tensors, its content), (tensor, its value)
+        parameters = [] if model is None else list(model.parameters())
         if model is not None:
-            tensors = [*model.parameters(), *model.buffers()]
-            self.values = [(tensor, tensor.detach().clone(), tensor._version) for tensor in tensors]
-        self.gradients = {}  # parameter -> its gradient, by identity
-        for parameter in [] if model is None else model.parameters():
-            self.set_aside(parameter)
+            for module in model.modules():
+                self.slots += [(slots, dict(slots)) for slots in (module._parameters, module._buffers)]
+            # By value: neither batch norm's kernel nor a change through `.data` counts a version on.
+            self.values = [(tensor, tensor.detach().clone()) for tensor in (*parameters, *model.buffers())]
+        self.known = {id(tensor) for tensor, _ in self.values}
         self.random = _random_state()
         if optimizer is not None:
-            # The runs get a copy of the state; the tensors that the caller may hold are not touched.
+            parameters += (parameter for group in optimizer.param_groups for parameter in group["params"])
             self.state = dict(optimizer.state)
             self.groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-            keep = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-            optimizer.state.update({key: copy.deepcopy(value, dict(keep)) for key, value in self.state.items()})
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    self.set_aside(parameter)
-        self.known = {id(tensor) for tensor, _, _ in self.values}
+            self.copy_optimizer_state()
+        self.gradients = {}  # id of a parameter -> (it, its gradient, its version)
+        for parameter in parameters:
+            self.set_aside(parameter)
         self.changed = 0
+
+    def copy_optimizer_state(self) -> None:
+        """The runs get a copy of the state; the tensors that the caller may hold are not touched."""
+        keep = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
+        copies = {key: copy.deepcopy(value, dict(keep)) for key, value in self.state.items()}
+        self.optimizer.state.clear()
+        self.optimizer.state.update(copies)
 
     def set_aside(self, parameter) -> None:
         if id(parameter) not in self.gradients:
@@ -186,6 +197,8 @@ class _Kept:
         """One step inside the contexts, from empty gradients and the same random numbers."""
         for parameter, _, _ in self.gradients.values():
             parameter.grad = None
+        if self.first_step and self.optimizer is not None:
+            self.copy_optimizer_state()
         _set_random_state(self.random)
         gc.collect()
         with ExitStack() as stack:
@@ -201,9 +214,11 @@ class _Kept:
         return torch.device("cpu")
 
     def put_back(self) -> None:
-        for tensor, value, version in self.values:
-            if tensor._version != version:
-                tensor.data.copy_(value)
+        for slots, content in self.slots:
+            slots.clear()
+            slots.update(content)
+        for tensor, value in self.values:
+            tensor.data.copy_(value)
         for parameter, gradient, version in self.gradients.values():
             parameter.grad = gradient
             self.changed += id(parameter) not in self.known and parameter._version != version
@@ -216,8 +231,8 @@ class _Kept:
 
 
 @contextmanager
-def _everything_put_back(model, optimizer) -> Iterator[_Kept]:
-    kept = _Kept(model, optimizer)
+def _everything_put_back(model, optimizer, first_step: bool) -> Iterator[_Kept]:
+    kept = _Kept(model, optimizer, first_step)
     try:
         yield kept
     finally:
@@ -264,13 +279,20 @@ def _set_random_state(state: tuple) -> None:
     np.random.set_state(numpy)
 
 
-def _seconds(run: Callable[[], None], device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    run()
-    wait()
-    return time.perf_counter() - start
+class _Clock:
+    """Times its block, again and again; waits for the device on both ends."""
+
+    def __init__(self, device: torch.device):
+        self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self.seconds: list[float] = []
+
+    def __enter__(self) -> None:
+        self.wait()
+        self.start = time.perf_counter()
+
+    def __exit__(self, *exception) -> None:
+        self.wait()
+        self.seconds.append(time.perf_counter() - self.start)
 
 
 # ---- the allocator: on a CPU seen through the profiler, on CUDA through its own statistics

@@ -135,7 +135,7 @@ class MemoryMeter(TorchDispatchMode):
 
     A storage counts once however many views it has, from its creation inside the block to its last reference.
     Storages that were alive before the block count only if they belong to `model` (parameters, buffers, their
-    gradients) or to `optimizer` (its state).
+    gradients) or to `optimizer` (its state, and master weights that it steps in place of parameters).
 
     Not counted: what an operator allocates and frees inside itself (workspace: `measure` reports it), tensors made in
     threads that you start yourself, memory that no operator makes (such as `torch.from_numpy`'s), and what the
@@ -198,9 +198,8 @@ class MemoryMeter(TorchDispatchMode):
         self._output: weakref.ref | None = None  # of the last operator, until its autograd node can be seen
         self._node = None  # the autograd node that ran the last operator
         self._read: list[_Storage] = []  # what that node has read so far
-        self._stepping = False
+        self._step_node: Any = False  # inside an optimizer's step: the autograd node that called it, or None
         self._hooks: list[Any] = []
-        self._get_rng_state = torch.get_rng_state
 
     # ---- the block
 
@@ -219,7 +218,7 @@ class MemoryMeter(TorchDispatchMode):
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        torch.get_rng_state = self._counted_rng_state
+        self._get_rng_state, torch.get_rng_state = torch.get_rng_state, self._counted_rng_state
         self._state = "active"
         return self
 
@@ -236,6 +235,8 @@ class MemoryMeter(TorchDispatchMode):
             self._state = "closed"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "profiler":  # the optimizer marks its step for the profiler; no tensor is made
+            return func(*args, **(kwargs or {}))
         if not all(map(_is_plain, types)):
             return NotImplemented  # a wrapper subclass unwraps itself; its inner tensors then pass through here
         node = torch._C._current_autograd_node()
@@ -250,12 +251,15 @@ class MemoryMeter(TorchDispatchMode):
         with self._lock:
             self._bury()
             before = self._live
-            self._operators.append((func, "optimizer" if self._stepping else "forward" if node is None else "backward"))
+            # With gradients on, or in another node, a step's closure runs: the forward and backward passes of LBFGS.
+            stepping = node is self._step_node and not torch.is_grad_enabled()
+            self._operators.append((func, "optimizer" if stepping else "forward" if node is None else "backward"))
             self._outputs(func, result, sources, forward)
             if self._live > self.peak_bytes:
                 self.peak_bytes, self._peak_index = self._live, len(self._operators) - 1
             wanted = self._live - before
         if self.budget_bytes is not None and wanted > 0 and before + wanted > self.budget_bytes:
+            del result  # else the traceback keeps it
             raise MemoryBudgetExceeded(str(func), before, wanted, self.budget_bytes)
         return result
 
@@ -292,7 +296,7 @@ class MemoryMeter(TorchDispatchMode):
                         self._dead.append(record)
                         self._bury()
                         self._add(storage, record.role, record.forward)
-                elif storage._cdata not in sources or func is _LIFT_FRESH:
+                elif storage._cdata not in sources or (func is _LIFT_FRESH and storage.resizable()):
                     # Data enters a step through an operator that has no tensor to start from.
                     enters = not sources - {storage._cdata} and self._operators[-1][1] == "forward"
                     self._add(storage, "input" if enters else None, forward)
@@ -369,12 +373,12 @@ class MemoryMeter(TorchDispatchMode):
     # ---- the optimizer's step
 
     def _before_step(self, optimizer, args, kwargs) -> None:
-        self._stepping = True
+        self._step_node = torch._C._current_autograd_node()
 
     def _after_step(self, optimizer, args, kwargs) -> None:
-        self._stepping = False
+        self._step_node = False
         with self._lock:
-            for tensor in _tensors_in(optimizer.state):
+            for tensor in _held_by(optimizer):
                 for storage in _storages(tensor):
                     self._assign(storage, "optimizer")
 
@@ -468,9 +472,9 @@ class MemoryMeter(TorchDispatchMode):
 
 # ---- tensors and their storages
 
-_LIFT_FRESH = (
-    torch.ops.aten.lift_fresh.default
-)  # what `torch.tensor([...])` calls: it returns its input, and that is new
+# What `torch.tensor([...])` calls: it returns its input, and that is new. `torch.from_numpy` calls it too, but what
+# NumPy owns cannot be resized.
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
 def _is_plain(kind: type) -> bool:
@@ -530,8 +534,15 @@ def _belongings(model, optimizer) -> Iterator[tuple[Tensor, str]]:
         for buffer in model.buffers():
             yield buffer, "buffer"
     if optimizer is not None:
-        for tensor in _tensors_in(optimizer.state):
+        for tensor in _held_by(optimizer):
             yield tensor, "optimizer"
+
+
+def _held_by(optimizer) -> Iterator[Tensor]:
+    """An optimizer's state, and the master weights that it steps in place of the model's parameters."""
+    yield from _tensors_in(optimizer.state)
+    for group in optimizer.param_groups:
+        yield from (tensor for tensor in group["params"] if not tensor.requires_grad)
 
 
 def check_model_and_optimizer(model, optimizer) -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .graph import AccumulateGrad, saved_names
@@ -87,14 +88,14 @@ def saved_tensors(function: Callable[..., Any], *args: Any, parameters: bool = F
         packed.append(weakref.ref(item))
         return item
 
-    with _Parameters() as met, saved_tensors_hooks(pack, _Held.unpack):
+    with _Belongings() as met, saved_tensors_hooks(pack, _Held.unpack):
         result = function(*args)
     roots = [tensor.grad_fn for tensor in _tensors_in(result) if tensor.grad_fn is not None]
     if not roots:
         raise ValueError("function returned nothing that requires a gradient, so autograd keeps nothing")
 
     own = {storage._cdata for value in args if isinstance(value, Tensor) for storage in _storages(value)}
-    hidden = set() if parameters else (met.storages | _module_storages(function)) - own
+    hidden = set() if parameters else met.storages - own
     held = [item for item in (ref() for ref in packed) if item is not None]
     by_number: dict[int, list[_Held]] = {}
     for item in held:
@@ -171,30 +172,29 @@ def _nodes(roots: list) -> Iterator:
                 waiting.append(above)
 
 
-class _Parameters(TorchDispatchMode):
-    """Collects the storages of the parameters that operators meet, trained or frozen."""
+class _Belongings(TorchDispatchMode):
+    """Collects the storages of the parameters that operators meet, trained or frozen, and of the called modules' buffers."""
 
     def __init__(self):
         super().__init__()
         self.storages: set[int] = set()
+
+    def __enter__(self) -> _Belongings:
+        self.hook = register_module_forward_pre_hook(self.meet)
+        return super().__enter__()
+
+    def __exit__(self, *exception) -> None:
+        super().__exit__(*exception)
+        self.hook.remove()
+
+    def meet(self, module: nn.Module, inputs) -> None:
+        self.storages.update(storage._cdata for buffer in module.buffers() for storage in _storages(buffer))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for tensor in _tensors(args, kwargs):
             if isinstance(tensor, nn.Parameter):
                 self.storages.update(storage._cdata for storage in _storages(tensor))
         return func(*args, **(kwargs or {}))
-
-
-def _module_storages(function) -> set[int]:
-    """Storages of the parameters and buffers of the modules that a function is, is bound to, or closes over."""
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    modules = [item for item in (function, getattr(function, "__self__", None), *cells) if isinstance(item, nn.Module)]
-    return {
-        storage._cdata
-        for module in modules
-        for tensor in (*module.parameters(), *module.buffers())
-        for storage in _storages(tensor)
-    }
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -5,19 +5,29 @@ Works without IPython and pandas (then as plain text), and needs matplotlib only
 
 from . import exercises
 from .exercises import *  # noqa: F403 - every check_<exercise>
-from .figures import COLORS, category_label, figure, phase_label, timelines
+from .figures import COLORS, category_label, figure, phase_label, predicted_and_measured, timelines
+from .gpu import on_gpu
 from .languages import language, text
+from .machine import about_this_machine
+from .maps import course_map
+from .playgrounds import activation_playground, draw_activation_bytes
 from .tables import Table, claims, compare, predictions, table
 
 __all__ = [
     "COLORS",
     "Table",
+    "about_this_machine",
+    "activation_playground",
     "category_label",
     "claims",
     "compare",
+    "course_map",
+    "draw_activation_bytes",
     "figure",
     "language",
+    "on_gpu",
     "phase_label",
+    "predicted_and_measured",
     "predictions",
     "table",
     "text",

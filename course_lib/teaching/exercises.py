@@ -140,5 +140,93 @@ def check_optimizer_bytes(answer: Any) -> Verdict:
     )
 
 
+def check_largest_batch(answer: Any) -> Verdict:
+    """Lesson 01: the largest batch of the lesson's decoder (with Adam) whose step stays within 500 MB."""
+    from course_lib.memory import MemoryMeter, symbolic
+    from course_lib.models import Decoder, random_tokens
+
+    budget = 500_000_000
+
+    def peak(batch: int) -> int:
+        import torch
+
+        with symbolic():
+            model = Decoder(vocabulary=4096, hidden=256, heads=8, layers=4, sequence=128)
+            adam = torch.optim.Adam(model.parameters())
+            tokens = random_tokens(batch, 128, 4096)
+            for _ in range(2):  # the second step has Adam's state from the start
+                model.zero_grad()
+                with MemoryMeter(model, adam) as meter:
+                    model.loss(tokens).backward()
+                    adam.step()
+        return meter.peak_bytes
+
+    number = _number(answer)
+    if number is None or isinstance(number, float) or number != int(number) or not 1 <= number <= 10_000:
+        hint = (
+            "One measurement gives the part that does not grow, a second one the bytes a sequence adds.",
+            "测一次得到不随批次变化的部分，再测一次得到每增加一个序列所增加的字节。",
+        )
+        return expect_number(answer if number is None else None, 0, hint=hint)
+    batch = int(number)
+    here, above = peak(batch), peak(batch + 1)
+    if here > budget:
+        message = (
+            f"Too many: a batch of {batch} peaks at {here:,} bytes.",
+            f"太多：批次为 {batch} 时峰值是 {here:,} 字节。",
+        )
+        return Verdict(
+            False, message, ("Where is the peak: in which phase, in which operator?", "峰值在哪个阶段、哪个算子？")
+        )
+    if above <= budget:
+        message = (
+            f"It fits, at {here:,} bytes, but so does {batch + 1}, at {above:,}.",
+            f"装得下，峰值 {here:,} 字节；但 {batch + 1} 也装得下，峰值 {above:,} 字节。",
+        )
+        return Verdict(False, message, ("How many bytes does one more sequence add?", "每多一个序列增加多少字节？"))
+    return Verdict(
+        True,
+        (
+            f"Right. {batch} sequences peak at {here:,} bytes, {batch + 1} would take {above:,}.",
+            f"正确。批次为 {batch} 时峰值是 {here:,} 字节，为 {batch + 1} 时则需要 {above:,} 字节。",
+        ),
+    )
+
+
+def check_swiglu_bytes(answer: Any) -> Verdict:
+    """Lesson 01: bytes that a SwiGLU MLP (512 tokens, 256 features, 1024 inside, fp32) saves for backward."""
+    tokens, hidden, inner = 512, 256, 1024
+    one, wide = 4 * tokens * hidden, 4 * tokens * inner
+    return expect_number(
+        answer,
+        one + 4 * wide,
+        wrong_answers={
+            2 * one + 4 * wide: (
+                "You counted the input twice. Both projections read it, but it is one storage.",
+                "输入算了两次。两个投影都读它，但它只是一份存储。",
+            ),
+            one + 3 * wide: (
+                "One tensor of the wide ones is missing: the product keeps both of its factors, SiLU keeps its input, "
+                "and the last projection keeps its own input.",
+                "少了一个宽张量：乘法保存两个因子，SiLU 保存自己的输入，最后的投影也保存自己的输入。",
+            ),
+            4 * wide: ("The input of the two projections is saved as well.", "两个投影的输入也会被保存。"),
+            (one + 4 * wide) // 4: (
+                "That is the number of elements. fp32 takes 4 bytes each.",
+                "这是元素个数，fp32 每个占 4 字节。",
+            ),
+            3 * one + 4 * wide: ("The output is not saved by the MLP itself.", "MLP 自身不保存输出。"),
+        },
+        why=(
+            "The input once, and four wide tensors: SiLU's input, both factors of the product, the product.",
+            "输入一份，宽张量四个：SiLU 的输入、乘法的两个因子、乘积本身。",
+        ),
+        hint=(
+            "Go through the operators one by one: what does each need for its gradient?",
+            "逐个算子地想：它求梯度时需要什么？",
+        ),
+    )
+
+
 # Everything public in here, so that a new check needs no second entry elsewhere.
 __all__ = ["Verdict", "expect_number", *sorted(name for name in globals() if name.startswith("check_"))]

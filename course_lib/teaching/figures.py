@@ -186,6 +186,35 @@ def timelines(
     return drawn
 
 
+def predicted_and_measured(
+    ax: "Axes",
+    x: Sequence[float],
+    predicted: Sequence[float] | None,
+    measured: Sequence[float],
+    name: str | tuple[str, str],
+    *,
+    color: str | None = None,
+) -> None:
+    """Draw a prediction as a line and measurements as points, in one colour, with the name at the end of the line.
+
+    Args:
+        ax: where to draw.
+        x: positions of the points.
+        predicted: values of the line; None to draw the points only.
+        measured: values of the points, in the same unit.
+        name: English, or an (English, Chinese) pair.
+        color: instead of the course's colour for measurements; the line is the same, lighter.
+    """
+    color = color or COLORS["measured"]
+    if predicted is not None:
+        ax.plot(x, predicted, "-", color=color, alpha=0.55, zorder=2)
+    ax.plot(x, measured, "o", color=color, zorder=3)
+    end = (x[-1], measured[-1])
+    ax.annotate(
+        label(name), end, xytext=(8, 0), textcoords="offset points", va="center", color=color, annotation_clip=False
+    )
+
+
 class _Step:
     """What a meter recorded, as arrays."""
 

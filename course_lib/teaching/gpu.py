@@ -1,0 +1,97 @@
+"""GPU figures in a lesson: measured now where there is a GPU, else recorded ones labelled as such, else none."""
+
+from typing import TYPE_CHECKING
+
+from .languages import label, label_html
+from .tables import Table, _Figure
+
+if TYPE_CHECKING:
+    from course_lib.recordings import Figures
+
+Pair = tuple[str, str]
+
+
+def on_gpu(lesson: str, *names: str) -> "GpuFigures":
+    """A lesson's GPU experiments, as an object that shows itself. Where there is a GPU they are run now.
+
+    Tag the cell `shows-device`: what it shows depends on the machine.
+
+    Args:
+        lesson: two digits.
+        names: which experiments; all of the lesson's if none is named.
+
+    Raises:
+        ValueError: no such lesson or experiment.
+    """
+    from course_lib import recordings  # here, so that figures can be drawn where torch is missing
+
+    chosen = [item for item in recordings.experiments(lesson) if not names or item.name in names]
+    titles = {item.name: item.title for item in chosen}
+    parts = [recordings.figures(lesson, name) for name in names or titles]
+    labels = {part.name: {key: recordings.label_of(lesson, part.name, key) for key in part.values} for part in parts}
+    return GpuFigures([(titles[part.name], part, labels[part.name]) for part in parts])
+
+
+class GpuFigures:
+    """Experiments with their titles, where the figures are from, and the figures.
+
+    Attributes:
+        figures: experiment -> `course_lib.recordings.Figures`, for what a lesson does with the numbers.
+    """
+
+    def __init__(self, parts: "list[tuple[Pair, Figures, dict[str, Pair]]]") -> None:
+        self.figures = {found.name: found for _, found, _ in parts}
+        self._parts = parts
+
+    def __repr__(self) -> str:
+        texts = []
+        for title, found, labels in self._parts:
+            lines = [label(title), *(label(line, separator="\n") for line in _origin(found))]
+            texts.append("\n".join([*lines, repr(_table(found, labels))] if found.values else lines))
+        return "\n\n".join(texts)
+
+    def _repr_html_(self) -> str | None:
+        texts = []
+        for title, found, labels in self._parts:
+            table = _table(found, labels)._repr_html_() if found.values else ""
+            if table is None:
+                return None  # no pandas here: the text is shown instead
+            origin = "".join(f"<div>{label_html(line)}</div>" for line in _origin(found))
+            texts.append(f'<div style="margin: 0.6em 0"><strong>{label_html(title)}</strong>{origin}{table}</div>')
+        return f'<div class="course-gpu">{"".join(texts)}</div>'
+
+
+def _origin(found: "Figures") -> list[Pair]:
+    """Where the figures are from."""
+    lines: list[Pair] = []
+    if found.problem is not None:
+        lines.append((f"The GPU here could not run it ({found.problem}).", f"本机的 GPU 无法运行（{found.problem}）。"))
+    if found.source == "live":
+        en = f"Measured now on {found.gpu}, torch {found.torch}, {found.date}."
+        zh = f"刚刚在 {found.gpu} 上测得，torch {found.torch}，{found.date}。"
+    elif found.source == "recorded":
+        en = f"Recorded on {found.gpu}, torch {found.torch}, {found.date}; not measured on this machine."
+        zh = f"{found.gpu} 上的记录，torch {found.torch}，{found.date}；不是在本机上测得的。"
+    else:
+        en = "No recording yet: run `make gpu` on a machine with a GPU."
+        zh = "还没有记录：请在有 GPU 的机器上运行 `make gpu`。"
+    return [*lines, (en, zh)]
+
+
+def _table(found: "Figures", labels: dict[str, Pair]) -> Table:
+    columns = [("figure", "项目"), ("value", "数值"), ("bytes", "字节")]
+    rows = [(labels[name], *map(_Figure, _cells(name, value))) for name, value in found.values.items()]
+    values = [(name, value, value if name.endswith("bytes") else None) for name, value in found.values.items()]
+    return Table(columns, rows, values=values)
+
+
+def _cells(name: str, value: float) -> tuple[str, str]:
+    """(value in its unit, exact bytes) as text; 1 MB = 10**6 bytes."""
+    unit = name.rpartition("_")[2]
+    if unit == "bytes":
+        return (f"{value:,} B" if abs(value) < 1000 else f"{value / 1e6:,.3f} MB"), f"{value:,}"
+    if unit == "seconds":
+        return f"{value * 1e3:,.2f} ms", "–"
+    if unit == "flops":
+        return f"{value / 1e9:,.3f} GFLOPs", "–"
+    return (f"{value:,.2f} %" if unit == "percent" else f"{value:,}"), "–"

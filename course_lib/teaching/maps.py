@@ -1,0 +1,56 @@
+"""The course as a map: nine lessons, each with the question it answers."""
+
+from typing import TYPE_CHECKING
+
+from .figures import figure
+from .languages import text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# (number, x, y, English, Chinese): a lesson's place on the map.
+_LESSONS = (
+    ("01", 0.0, 1.0, "Where do\nthe bytes go?", "字节去了\n哪里？"),
+    ("02", 1.0, 2.0, "Forget and\ncompute again?", "忘掉再算\n一遍？"),
+    ("03", 2.0, 2.0, "Which ones\nto forget?", "该忘掉\n哪些？"),
+    ("04", 1.0, 1.0, "Move them\ndown a tier?", "挪到下一层\n存储？"),
+    ("05", 1.0, 0.0, "Take the batch\nin pieces?", "把批次\n拆开？"),
+    ("06", 2.0, 0.0, "Let the operator\nforget?", "让算子\n自己忘掉？"),
+    ("07", 3.0, 1.0, "Fit a\nbudget", "装进\n预算"),
+    ("08", 4.0, 1.0, "Beyond\none device", "不止\n一台设备"),
+)
+_ARROWS = ("01-02", "02-03", "01-04", "01-05", "05-06", "03-07", "04-07", "06-07", "07-08")
+_COLORS = {"01": "#DCE6F0", "07": "#F6DFE0", "08": "#F6DFE0"}
+_WIDTH, _HEIGHT = 0.82, 0.72
+
+
+def course_map() -> "Figure":
+    """Draw the lessons and the ways between them: measure first, then four ideas in any order, then all together."""
+    title = (
+        "Measure first; then four ideas, in any order; then all of them",
+        "先测量；再看四个想法，次序随意；最后合用",
+    )
+    drawn, ax = figure(title, height=3.6)
+    places = {number: (x, y) for number, x, y, _, _ in _LESSONS}
+    for arrow in _ARROWS:
+        (x, y), (to_x, to_y) = (places[number] for number in arrow.split("-"))
+        start, end = (x + _WIDTH / 2, y), (to_x - _WIDTH / 2, to_y)
+        ax.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": "#888888", "linewidth": 1.2})
+    for number, x, y, english, chinese in _LESSONS:
+        corner, color = (x - _WIDTH / 2, y - _HEIGHT / 2), _COLORS.get(number, "#E6F0E4")
+        ax.add_patch(_box(corner, color))
+        ax.text(x, y + 0.24, number, ha="center", va="center", fontsize=9, color="#777777")
+        ax.text(
+            x, y - 0.08, text(english, chinese, separator="\n"), ha="center", va="center", fontsize=8, linespacing=1.15
+        )
+    ax.set(xlim=(-0.5, 4.5), ylim=(-0.5, 2.5))
+    ax.axis("off")
+    return drawn
+
+
+def _box(corner: tuple[float, float], color: str):
+    from matplotlib.patches import FancyBboxPatch
+
+    return FancyBboxPatch(
+        corner, _WIDTH, _HEIGHT, boxstyle="round,pad=0,rounding_size=0.06", facecolor=color, edgecolor="none"
+    )

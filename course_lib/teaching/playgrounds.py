@@ -1,0 +1,66 @@
+"""Formulas with sliders: things to play with where playing teaches."""
+
+from typing import TYPE_CHECKING
+
+from .figures import COLORS, figure
+from .languages import text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def draw_activation_bytes(sequence: int = 2048, layers: int = 32, heads: int = 32, hidden: int = 4096) -> "Figure":
+    """Predicted activation bytes of one training sequence over its length: what grows with s, and what with s².
+
+    Args:
+        sequence: marked on the curve.
+        layers, heads, hidden: of the transformer; bf16, with dropout, nothing recomputed.
+    """
+    from course_lib.memory import transformer_activation_bytes
+
+    lengths = [256 * i for i in range(1, 33)]
+    sizes = {"batch": 1, "hidden": hidden, "heads": heads, "layers": layers}
+
+    def gigabytes(length: int, recompute: str) -> float:
+        return transformer_activation_bytes(sequence=length, recompute=recompute, **sizes) / 1e9
+
+    total, linear = gigabytes(sequence, "none"), gigabytes(sequence, "selective")
+    share = f"{100 * (1 - linear / total):.0f} %"
+    title = (
+        f"{layers} layers, {sequence} tokens: {total:,.1f} GB, of which {share} grow with s²",
+        f"{layers} 层、{sequence} 个 token：{total:,.1f} GB，其中 {share} 随 s² 增长",
+    )
+    drawn, ax = figure(title, height=3.2)
+    everything, proportional = ([gigabytes(n, kind) for n in lengths] for kind in ("none", "selective"))
+    bands = (
+        (0, proportional, "activation", text("grows with s", "随 s 增长")),
+        (proportional, everything, "temporary", text("grows with s²", "随 s² 增长")),
+    )
+    for lower, upper, category, name in bands:
+        ax.fill_between(lengths, lower, upper, color=COLORS[category], alpha=0.75, linewidth=0, label=name)
+    ax.plot(lengths, everything, color=COLORS["predicted"])
+    ax.plot(sequence, total, "o", color=COLORS["predicted"])
+    ax.set(xlim=(256, 8192), ylim=(0, max(everything) * 1.08))
+    ax.set(
+        xlabel=text("sequence length s, tokens", "序列长度 s（token 数）"), ylabel=text("activations, GB", "激活值，GB")
+    )
+    ax.legend(loc="upper left", reverse=True)
+    return drawn
+
+
+def activation_playground():
+    """`draw_activation_bytes` behind three sliders; needs a running kernel."""
+    from ipywidgets import IntSlider, SelectionSlider, interact
+
+    def draw(sequence: int, layers: int, heads: int) -> None:
+        import matplotlib.pyplot as plt
+
+        draw_activation_bytes(sequence, layers, heads)
+        plt.show()
+
+    interact(
+        draw,
+        sequence=IntSlider(2048, 256, 8192, 256, description="s", continuous_update=False),
+        layers=IntSlider(32, 1, 96, 1, description=text("layers", "层数", separator=" "), continuous_update=False),
+        heads=SelectionSlider(options=[8, 16, 32, 64, 128], value=32, description=text("heads", "头数")),
+    )

@@ -1,0 +1,85 @@
+"""Draw step.svg, the README's picture: one training step of a decoder, plain and checkpointed, from real meters.
+
+    python notebooks/images/step.py
+
+The bytes are the same on every machine, and the text is drawn as outlines, so the Chinese shows where there is no
+Chinese font. The same versions of torch and matplotlib give the same file.
+"""
+
+import re
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.path import Path as Outline
+from torch.utils.checkpoint import checkpoint
+
+from course_lib.memory import MemoryMeter
+from course_lib.models import Decoder, random_tokens
+from course_lib.teaching import timelines
+
+matplotlib.use("Agg")
+DRAWN = (Outline.MOVETO, Outline.LINETO)
+
+
+class Checkpointed(torch.nn.Module):
+    """A layer that keeps its input only and runs again in backward."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+def step(*, checkpointed: bool) -> tuple[MemoryMeter, list[torch.Tensor]]:
+    """The second training step with Adam of a decoder with six layers: its meter, and the gradients."""
+    model = Decoder(vocabulary=2000, hidden=256, heads=8, layers=6, sequence=256)
+    if checkpointed:
+        model.layers = torch.nn.ModuleList(map(Checkpointed, model.layers))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)  # few operators, as on a GPU
+    tokens = random_tokens(8, 256, 2000)
+    for _ in range(2):  # the first step makes the optimizer's state
+        optimizer.zero_grad()
+        with MemoryMeter(model, optimizer) as meter:
+            model.loss(tokens).backward()
+            optimizer.step()
+    return meter, [parameter.grad for parameter in model.parameters()]
+
+
+def save_small(drawn: Figure, path: Path) -> None:
+    """Save as SVG, without the points and digits of the areas' outlines that nobody can see."""
+    drawn.draw_without_rendering()
+    for areas in drawn.findobj(PolyCollection):
+        to_pixels = areas.get_transform()
+        outlines = [outline.cleaned(to_pixels, simplify=True) for outline in areas.get_paths()]
+        areas.set_verts([to_pixels.inverted().transform(o.vertices[np.isin(o.codes, DRAWN)]) for o in outlines])
+    drawn.savefig(path, metadata={"Date": None, "Creator": None})
+    svg = path.read_text(encoding="utf-8")
+    svg = re.sub(r' d="[^"]*"', lambda d: re.sub(r"(\.\d)\d+", r"\1", d[0]).replace(" \n", "\n"), svg)
+    path.write_text("\n".join(line.strip() for line in svg.splitlines()) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    (plain, gradients), (checkpointed, same_gradients) = step(checkpointed=False), step(checkpointed=True)
+    assert all(map(torch.equal, gradients, same_gradients))
+    arms = {("plain", "普通"): plain, ("every layer checkpointed", "每层都用激活检查点"): checkpointed}
+    for (name, _), meter in arms.items():
+        print(f"{name}: {meter}")
+    matplotlib.rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "step"})
+    title = (
+        "The same step, the same gradients: forget activations, compute them again",
+        "同一个训练步、同样的梯度：忘掉激活值，用时再算",
+    )
+    drawn = timelines(arms, title=title)
+    path = Path(__file__).with_suffix(".svg")
+    save_small(drawn, path)
+    print(f"{path.name}: {path.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

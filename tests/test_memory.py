@@ -1,0 +1,1813 @@
+"""The meter against the allocator, `measure` against both, `saved_tensors` against hooks, formulas against all of them."""
+
+import copy
+import gc
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from course_lib.memory import (
+    CATEGORIES,
+    PHASES,
+    MemoryBudgetExceeded,
+    MemoryMeter,
+    attention_saved_bytes,
+    measure,
+    saved_tensors,
+    symbolic,
+    training_state_bytes,
+    transformer_activation_bytes,
+)
+from course_lib.models import Decoder, DecoderLayer, Dropout, deep_mlp, random_tokens
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """So that no workspace depends on the number of cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers():
+    torch.manual_seed(0)
+
+
+# ---- workloads: each makes (model, optimizer, step)
+
+
+def square_mean(y):
+    return (y**2).mean()
+
+
+def train(model, x, loss=square_mean, optimizer=None, **options):
+    optimizer = optimizer and optimizer(model.parameters(), **options)
+
+    def step():
+        loss(model(x)).backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    return model, optimizer, step
+
+
+def mlp(activation=nn.GELU):
+    layers = [layer for _ in range(6) for layer in (nn.Linear(128, 128), activation())]
+    return train(nn.Sequential(*layers), torch.randn(256, 128), optimizer=torch.optim.Adam)
+
+
+class Stack(nn.Module):
+    """Post-norm or pre-norm layers of PyTorch's own, each under a checkpoint or not."""
+
+    def __init__(self, *, norm_first, reentrant=None, layers=3, hidden=128):
+        super().__init__()
+        self.reentrant = reentrant
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(hidden, 4, 4 * hidden, dropout=0.1, batch_first=True, norm_first=norm_first)
+            for _ in range(layers)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+def decoder(norm_first, reentrant, backend=SDPBackend.MATH):
+    x = torch.randn(8, 64, 128, requires_grad=bool(reentrant))
+    model, optimizer, plain = train(Stack(norm_first=norm_first, reentrant=reentrant), x, optimizer=torch.optim.Adam)
+
+    def step():
+        with sdpa_kernel(backend):
+            plain()
+        x.grad = None
+
+    return model, optimizer, step
+
+
+def batch_norm_and_pooling():
+    layers = [
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.BatchNorm2d(8),
+        nn.AvgPool2d(2),
+        nn.AdaptiveAvgPool2d(2),
+    ]
+    options = {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+    return train(nn.Sequential(*layers), torch.randn(8, 8, 32, 32), **options)
+
+
+class TiedLanguageModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.hidden = nn.Embedding(1000, 64), nn.Linear(64, 64)
+        self.head = nn.Linear(64, 1000, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens):
+        return self.head(F.gelu(self.hidden(self.tokens(tokens))))
+
+
+def tied_language_model():
+    tokens, target = torch.randint(1000, (4, 64)), torch.randint(1000, (256,))
+    return train(
+        TiedLanguageModel(),
+        tokens,
+        lambda logits: F.cross_entropy(logits.view(-1, 1000), target),
+        optimizer=torch.optim.Adam,
+    )
+
+
+def own_decoder():
+    model = Decoder(vocabulary=200, hidden=64, heads=4, layers=2, sequence=32, dropout=0.1)
+    return train(model, random_tokens(4, 32, 200)[:, :-1], optimizer=torch.optim.AdamW)
+
+
+def in_place_views_and_expands():
+    model, x = nn.Linear(128, 128), torch.randn(64, 128)
+
+    def step():
+        y = model(x).view(64, 8, 16).transpose(1, 2).expand(4, 64, 16, 8) * 2
+        y += 1
+        y.mul_(y.detach() + 1)
+        y[0].add_(1)
+        y.sum().backward()
+
+    return model, None, step
+
+
+def double_backward():
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 1))
+    x = torch.randn(256, 64, requires_grad=True)
+
+    def step():
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        ((slope.norm(dim=1) - 1) ** 2).mean().backward()
+        x.grad = None
+
+    return model, None, step
+
+
+def optimizer_step(kind, **options):
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    return train(model, torch.randn(4, 256), optimizer=kind, lr=0.1, **options)
+
+
+NO_WORKSPACE = {
+    "mlp": mlp,
+    "mlp, in-place ReLU": lambda: mlp(lambda: nn.ReLU(inplace=True)),
+    "post-norm": lambda: decoder(False, None),
+    "post-norm, checkpoint": lambda: decoder(False, False),
+    "post-norm, reentrant checkpoint": lambda: decoder(False, True),
+    "pre-norm": lambda: decoder(True, None),
+    "pre-norm, checkpoint": lambda: decoder(True, False),
+    "pre-norm, reentrant checkpoint": lambda: decoder(True, True),
+    "this library's decoder": own_decoder,
+    "batch norm and pooling": batch_norm_and_pooling,
+    "embedding, tied head, cross-entropy": tied_language_model,
+    "in-place, views, expands": in_place_views_and_expands,
+    "double backward": double_backward,
+    **{
+        f"{kind.__name__}, {'foreach' if foreach else 'one by one'}": (
+            lambda kind=kind, options=options, foreach=foreach: optimizer_step(kind, foreach=foreach, **options)
+        )
+        for kind, options in (
+            (torch.optim.Adam, {}),
+            (torch.optim.AdamW, {}),
+            (torch.optim.NAdam, {}),
+            (torch.optim.SGD, {"momentum": 0.9}),
+        )
+        for foreach in (False, True)
+    },
+}
+# What the allocator sees and no operator makes: the numbers of an optimizer's Python scalars, and under a checkpoint
+# one state of the random number generator, while it is put back.
+EXACT = {"mlp", "mlp, in-place ReLU", "post-norm", "pre-norm", "batch norm and pooling"}
+EXACT |= {"embedding, tied head, cross-entropy", "double backward", "SGD, one by one", "SGD, foreach"}
+
+
+class LSTM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(32, 32, 2)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+def convolutions():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
+    return train(model, torch.randn(4, 3, 32, 32))
+
+
+def half_precision():
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))).bfloat16()
+    return train(model, torch.randn(256, 128).bfloat16())
+
+
+WORKSPACE = {
+    "convolutions": (convolutions, "aten.convolution"),
+    "LSTM": (lambda: train(LSTM(), torch.randn(16, 8, 32)), "aten.mkldnn_rnn_layer"),
+    "fused attention": (
+        lambda: decoder(True, None, SDPBackend.FLASH_ATTENTION),
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+    ),
+    "half precision": (half_precision, None),
+}
+
+
+def allocations(step):
+    """The independent oracle: bytes of each allocation (+) and release (-), in order, as the allocator reports them."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()
+    events = enumerate(profile.profiler.kineto_results.events())
+    changes = sorted((event.start_ns(), i, event.nbytes()) for i, event in events if event.name() == "[memory]")
+    return [change for _, _, change in changes]
+
+
+def empty_gradients(model):
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def bytes_of(tensors):
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+# ---- the meter and the allocator
+
+
+@pytest.mark.parametrize("name", NO_WORKSPACE)
+def test_the_meters_peak_is_the_allocators_where_operators_take_no_workspace(name):
+    model, optimizer, step = NO_WORKSPACE[name]()
+    step()  # the optimizer's state is made
+    empty_gradients(model)
+    with MemoryMeter(model, optimizer) as meter:
+        step()
+    empty_gradients(model)
+    held = bytes_of(model.parameters()) + bytes_of(model.buffers())
+    if optimizer is not None:
+        held += sum(bytes_of(v for v in state.values() if torch.is_tensor(v)) for state in optimizer.state.values())
+    seen = held + max(accumulate(allocations(step)))
+    assert meter.peak_bytes == pytest.approx(seen, rel=1e-3)
+    assert meter.peak_bytes <= seen
+    if name in EXACT:
+        assert meter.peak_bytes == seen
+
+
+@pytest.mark.parametrize("name", ["mlp", "post-norm, checkpoint", "batch norm and pooling"])
+def test_measure_reports_the_allocators_peak(name):
+    model, optimizer, step = NO_WORKSPACE[name]()
+    found = measure(step, model=model, optimizer=optimizer, repeats=1)
+    assert found.peak_bytes == pytest.approx(found.allocator_peak_bytes, rel=1e-3)
+    assert found.workspace_bytes == found.allocator_peak_bytes - found.peak_bytes
+    assert sum(found.at_peak.values()) == found.peak_bytes
+    assert found.device == "cpu"
+    assert found.seconds > 0
+
+
+@pytest.mark.parametrize("name", WORKSPACE)
+def test_workspace_is_what_the_allocator_sees_above_the_tensors(name):
+    make, operator = WORKSPACE[name]
+    model, optimizer, step = make()
+    found = measure(step, model=model, optimizer=optimizer, repeats=1)
+    assert 0 <= found.workspace_bytes == found.allocator_peak_bytes - found.peak_bytes
+    if operator is not None and torch.backends.mkldnn.is_available():
+        assert any(name.startswith(operator) for name in found.workspace_by_operator)
+    taken = list(found.workspace_by_operator.values())
+    assert taken == sorted(taken, reverse=True)
+    assert all(count > 0 for count in taken)
+
+
+def test_an_lstm_takes_workspace_and_an_mlp_none():
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of torch has no oneDNN")
+    model, _, step = WORKSPACE["LSTM"][0]()
+    lstm = measure(step, model=model, repeats=1)
+    assert lstm.workspace_bytes > 0.1 * lstm.peak_bytes
+    model, optimizer, step = mlp()
+    assert measure(step, model=model, optimizer=optimizer, repeats=1).workspace_bytes == 0
+
+
+@pytest.mark.parametrize("name", NO_WORKSPACE)
+def test_categories_sum_to_the_live_bytes_at_every_sample(name):
+    model, optimizer, step = NO_WORKSPACE[name]()
+    for given in ((model, optimizer), (None, None)):
+        empty_gradients(model)
+        with MemoryMeter(*given) as meter:
+            step()
+            live = meter.live_bytes
+        series = meter.series()
+        assert tuple(series) == CATEGORIES
+        total = sum(series.values())
+        assert min(values.min() for values in series.values()) >= 0
+        assert total.max() == meter.peak_bytes == sum(meter.at_peak().values())
+        assert total[-1] == live
+        assert len(total) == len(meter.timeline) == len(meter.phases())
+        assert set(meter.phases()) <= set(PHASES)
+        for i, sample in enumerate(meter.timeline):
+            assert sample.live_bytes == total[i]
+            assert sample.phase == meter.phases()[i]
+
+
+# ---- symbolic
+
+
+def symbolic_arms():
+    def of(make_model, make_batch, optimizer=torch.optim.Adam):
+        def run():
+            model = make_model()
+            return train(model, make_batch(), optimizer=optimizer)
+
+        return run
+
+    return {
+        "mlp": of(lambda: deep_mlp(4, 64), lambda: torch.ones(32, 64)),
+        "decoder": of(
+            lambda: Decoder(vocabulary=50, hidden=32, heads=4, layers=2, sequence=16, dropout=0.1),
+            lambda: torch.zeros(2, 16, dtype=torch.long),
+        ),
+        "post-norm, checkpoint": of(
+            lambda: Stack(norm_first=False, reentrant=False, layers=2, hidden=32), lambda: torch.ones(2, 16, 32)
+        ),
+        "batch norm": of(
+            lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)), lambda: torch.ones(8, 16), torch.optim.SGD
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", symbolic_arms())
+def test_a_symbolic_step_has_the_same_peak_and_the_same_categories(name):
+    def run():
+        with sdpa_kernel(SDPBackend.MATH):
+            model, optimizer, step = symbolic_arms()[name]()
+            with MemoryMeter(model, optimizer) as meter:
+                step()
+        return meter.peak_bytes, meter.at_peak(), meter.live_bytes
+
+    real = run()
+    with symbolic():
+        assert run() == real
+
+
+def test_a_symbolic_model_of_seven_billion_parameters_takes_no_memory():
+    with symbolic():
+        model = nn.Sequential(*(nn.Linear(32768, 32768, bias=False) for _ in range(7)))
+        with MemoryMeter(model) as meter:
+            model(torch.ones(1, 32768)).sum().backward()
+    parameters = 7 * 32768**2
+    assert meter.at_peak()["parameter"] == meter.at_peak()["gradient"] == 4 * parameters
+
+
+def test_measure_of_a_symbolic_step_has_bytes_and_flops_and_no_seconds():
+    def run():
+        model = deep_mlp(3, 32)
+        model, optimizer, step = train(model, torch.ones(8, 32), optimizer=torch.optim.Adam)
+        return measure(step, model=model, optimizer=optimizer, repeats=1)
+
+    real = run()
+    with symbolic():
+        found = run()
+    assert (found.peak_bytes, found.flops, found.at_peak) == (real.peak_bytes, real.flops, real.at_peak)
+    assert (found.allocator_peak_bytes, found.workspace_bytes, found.seconds) == (None, None, None)
+
+
+# ---- categories, against figures worked out by hand
+
+DEPTH, WIDTH, BATCH = 3, 64, 32
+WEIGHTS = DEPTH * (WIDTH * WIDTH + WIDTH) * 4
+ONE = BATCH * WIDTH * 4  # one activation
+
+
+def at_end(meter):
+    return {name: int(values[-1]) for name, values in meter.series().items()}
+
+
+def test_after_the_forward_pass_an_mlp_holds_two_activations_a_layer():
+    model, x = deep_mlp(DEPTH, WIDTH), torch.randn(BATCH, WIDTH)
+    with MemoryMeter(model) as meter:
+        y = model(x).sum()
+    # Each GELU keeps its input, each Linear but the first keeps the GELU's output before it; the last output is
+    # needed by nobody.
+    assert at_end(meter)["activation"] == (2 * DEPTH - 1) * ONE
+    assert at_end(meter)["parameter"] == WEIGHTS
+    assert meter.live_bytes == WEIGHTS + (2 * DEPTH - 1) * ONE + y.nbytes
+    del y
+    assert meter.live_bytes == WEIGHTS
+
+
+def test_a_batch_made_in_the_block_is_an_input_although_the_first_layer_saves_it():
+    model = deep_mlp(DEPTH, WIDTH)
+    with MemoryMeter(model) as meter:
+        x = torch.randn(BATCH, WIDTH)
+        y = model(x).sum()
+    assert at_end(meter)["input"] == x.nbytes == ONE
+    assert at_end(meter)["activation"] == (2 * DEPTH - 1) * ONE
+    del y
+
+
+def test_after_backward_gradients_weigh_as_much_as_parameters_and_no_activation_is_left():
+    model, x = deep_mlp(DEPTH, WIDTH), torch.randn(BATCH, WIDTH)
+    for given in (model, None):
+        empty_gradients(model)
+        with MemoryMeter(given) as meter:
+            model(x).sum().backward()
+        expected = dict.fromkeys(CATEGORIES, 0) | {"gradient": WEIGHTS, "parameter": 0 if given is None else WEIGHTS}
+        assert at_end(meter) == expected
+
+
+def test_adam_holds_two_moments_and_a_step_count_a_parameter():
+    model, x = deep_mlp(DEPTH, WIDTH), torch.randn(BATCH, WIDTH)
+    optimizer = torch.optim.Adam(model.parameters())
+    for given in ((model, optimizer), (None, None)):  # made in the block; known from the step itself
+        optimizer.state.clear()
+        empty_gradients(model)
+        with MemoryMeter(*given) as meter:
+            model(x).sum().backward()
+            optimizer.step()
+        assert at_end(meter)["optimizer"] == 2 * WEIGHTS + 4 * len(list(model.parameters()))
+        assert at_end(meter)["gradient"] == WEIGHTS
+    with MemoryMeter(model, optimizer) as meter:  # there on entry
+        assert meter.live_bytes == meter.entry_bytes == meter.peak_bytes
+    assert meter.at_peak()["optimizer"] == 2 * WEIGHTS + 4 * len(list(model.parameters()))
+    assert meter.entry_bytes == 4 * WEIGHTS + 4 * len(list(model.parameters()))
+
+
+def test_a_model_made_in_the_block_and_not_given_is_known_by_its_leaves():
+    with MemoryMeter() as meter:
+        model, x = deep_mlp(DEPTH, WIDTH), torch.randn(BATCH, WIDTH)
+        model(x).sum().backward()
+    expected = {"parameter": WEIGHTS, "gradient": WEIGHTS, "input": x.nbytes}
+    assert at_end(meter) == dict.fromkeys(CATEGORIES, 0) | expected
+
+
+def test_buffers_of_a_given_model_are_buffers():
+    model = nn.BatchNorm1d(16)
+    with MemoryMeter(model) as meter:
+        model(torch.ones(4, 16))
+    assert at_end(meter)["buffer"] == bytes_of(model.buffers()) == 2 * 16 * 4 + 8
+    assert at_end(meter)["parameter"] == 2 * 16 * 4
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_a_checkpoint_the_inputs_and_what_is_computed_again_are_activations(reentrant):
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    x = torch.randn(BATCH, 64, requires_grad=True)
+    recomputed = []
+
+    def look(module, inputs):
+        if torch._C._current_autograd_node() is not None:
+            recomputed.append(len(meter.phases()))
+
+    layers[2][1].register_forward_pre_hook(look)
+    with MemoryMeter(model) as meter:
+        y = x
+        for layer in layers:
+            y = checkpoint(layer, y, use_reentrant=reentrant, preserve_rng_state=False)
+        y.sum().backward()
+    backward = meter.phases().index("backward")
+    series = meter.series()
+    # The inputs of layers 1, 2 and 3 are kept (that of layer 0 is x, made before the block), the last output is not.
+    assert series["activation"][backward - 1] == 3 * ONE
+    (moment,) = recomputed
+    # Computing layer 2 again, layer 3's part is over: the inputs of 1 and 2, and what Linear gives GELU to keep.
+    assert series["activation"][moment] == 3 * ONE
+    assert meter.at_peak()["activation"] >= 5 * ONE
+    assert at_end(meter)["activation"] == 0
+
+
+def test_what_an_autograd_function_saves_is_an_activation():
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x.exp()
+            ctx.save_for_backward(y)
+            ctx.twice = x * 2
+            return y + 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * ctx.saved_tensors[0] * ctx.twice
+
+    x = torch.randn(BATCH, WIDTH, requires_grad=True)
+    with MemoryMeter() as meter:
+        y = Keeps.apply(x)
+        z = y.detach().clone()
+    assert at_end(meter)["activation"] == ONE  # save_for_backward: seen at once
+    assert at_end(meter)["temporary"] == y.nbytes + z.nbytes + ONE
+    with MemoryMeter() as meter:
+        y = Keeps.apply(x)
+        y.sum().backward()
+    forward = meter.phases().index("backward") - 1
+    assert meter.series()["activation"][forward] == 2 * ONE  # an attribute: known once the backward pass has read it
+
+
+def test_without_gradients_everything_is_temporary():
+    model, x = deep_mlp(DEPTH, WIDTH), torch.randn(BATCH, WIDTH)
+    with MemoryMeter(model) as meter, torch.no_grad():
+        y = model(x)
+    assert not meter.series()["activation"].any()
+    assert at_end(meter)["temporary"] == y.nbytes
+
+
+def test_a_storage_with_many_views_counts_once():
+    with MemoryMeter() as meter:
+        x = torch.zeros(100)
+        views = [x[:10], x.view(10, 10).t(), x.expand(5, 100), x.detach()]
+        assert meter.live_bytes == 400
+        del x
+        assert meter.live_bytes == 400
+        views.clear()
+        assert meter.live_bytes == 0
+    assert meter.peak_bytes == 400
+
+
+def test_the_phases_are_forward_backward_and_optimizer():
+    model, optimizer, step = mlp()
+    with MemoryMeter(model, optimizer) as meter:
+        step()
+    phases = meter.phases()
+    assert phases == sorted(phases, key=PHASES.index)
+    assert set(phases) == set(PHASES)
+
+
+def test_an_optimizer_that_steps_in_a_hook_of_backward_is_in_its_own_phase():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(BATCH, 64)
+    optimizers = {p: torch.optim.Adam([p], foreach=False) for p in model.parameters()}
+
+    def step_now(parameter):
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_now)
+    with MemoryMeter(model) as meter:
+        model(x).sum().backward()
+    phases = [phase for i, phase in enumerate(meter.phases()) if i == 0 or phase != meter.phases()[i - 1]]
+    assert phases[:3] == ["forward", "backward", "optimizer"]
+    assert phases.count("optimizer") >= 2  # between pieces of the backward pass
+    assert {s.phase for s in meter.timeline if "addcdiv" in s.operator} == {"optimizer"}
+    assert {s.phase for s in meter.timeline if s.operator.startswith("aten.mm")} == {"backward"}
+    assert meter.series()["gradient"].max() < bytes_of(model.parameters())  # they never live all at once
+
+
+def test_the_closure_of_an_optimizer_is_forward_and_backward():
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).pow(2).sum()
+        loss.backward()
+        return loss
+
+    with MemoryMeter(model, optimizer) as meter:
+        optimizer.step(closure)
+    assert set(meter.phases()) == set(PHASES)
+    assert {s.phase for s in meter.timeline if s.operator == "aten.addmm.default"} == {"forward"}
+
+
+def test_a_sample_names_its_operator_and_the_timeline_can_be_sliced():
+    with MemoryMeter() as meter:
+        x = torch.ones(10) + 1
+    assert [sample.operator for sample in meter.timeline] == ["aten.ones.default", "aten.add.Tensor"]
+    assert meter.timeline[-1].bytes["temporary"] == x.nbytes
+    assert [sample.live_bytes for sample in meter.timeline[0:2]] == [40, 80]
+
+
+# ---- the meter changes nothing
+
+
+def test_autograd_still_notices_a_change_in_place():
+    x = torch.ones(4, requires_grad=True)
+    with MemoryMeter(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y = x.exp()
+        y.add_(1)
+        y.sum().backward()
+
+
+def test_function_transforms_work():
+    x = torch.randn(3, 4)
+
+    def run():
+        return torch.func.vmap(torch.func.grad(lambda v: (v**3).sum()))(x)
+
+    with MemoryMeter() as meter:
+        found = run()
+    assert_close(found, run(), rtol=0, atol=0)
+    assert meter.peak_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["mlp", "post-norm, checkpoint", "post-norm, reentrant checkpoint", "double backward"])
+def test_gradients_are_the_same_to_the_bit(name):
+    model, _, step = NO_WORKSPACE[name]()
+    start = copy.deepcopy(model.state_dict())
+    found = []
+    for given in (None, (model,)):
+        model.load_state_dict(start)
+        empty_gradients(model)
+        torch.manual_seed(1)
+        if given is None:
+            step()
+        else:
+            with MemoryMeter(*given):
+                step()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    for plain, metered in zip(*found, strict=True):
+        assert torch.equal(plain, metered)
+
+
+def test_a_checkpoint_is_computed_again_once_and_only_in_backward():
+    layer, calls = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)), []
+    layer.register_forward_pre_hook(lambda *_: calls.append(torch._C._current_autograd_node() is not None))
+    x = torch.randn(4, 16)
+    with MemoryMeter(layer) as meter:
+        y = checkpoint(layer, x, use_reentrant=False)
+        z = y * 2 + y
+        assert meter.live_bytes and meter.at_peak() and len(meter.timeline) > 0
+        z.sum()
+        assert calls == [False]
+        z.sum().backward()
+    assert calls == [False, True]
+
+
+def test_offloaded_tensors_are_fetched_only_in_backward():
+    fetched = []
+    x = torch.randn(4, 16, requires_grad=True)
+    with MemoryMeter() as meter:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: fetched.append(1) or t):
+            y = x.exp()
+        z = y + 1
+        assert meter.live_bytes > 0
+        assert not fetched
+        z.sum().backward()
+    assert len(fetched) == 1
+
+
+def test_no_tensor_is_kept_alive():
+    x = torch.randn(8, 8, requires_grad=True)
+    with MemoryMeter():
+        y = x.exp()
+        saved = weakref.ref(y.untyped_storage())
+        z = y.sum()
+        z.backward()
+        gradient = weakref.ref(x.grad.untyped_storage())
+        del y, z
+        assert saved() is None
+        x.grad = None
+        assert gradient() is None
+        dead = weakref.ref(torch.ones(3).untyped_storage())
+        assert dead() is None
+        model = nn.Linear(4, 4)
+        model(torch.ones(1, 4)).sum().backward()
+        weight = weakref.ref(model.weight.untyped_storage())
+        del model
+        torch.ones(1)
+        assert weight() is None
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_model_can_be_moved_in_the_block(swap):
+    model = deep_mlp(2, 16)
+    before = bytes_of(model.parameters())
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        with MemoryMeter(model) as meter:
+            model(torch.ones(1, 16)).sum().backward()
+            empty_gradients(model)
+            model.to(torch.float64)
+            model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+            assert meter.live_bytes == 2 * before
+            model(torch.ones(1, 16, dtype=torch.float64))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert at_end(meter)["parameter"] == meter.live_bytes == 2 * before
+
+
+# ---- robustness
+
+
+def test_meters_nest():
+    with MemoryMeter() as outer:
+        x = torch.ones(100)
+        with MemoryMeter() as inner:
+            y = torch.ones(1000)
+        z = torch.ones(10)
+    assert inner.peak_bytes == inner.live_bytes == y.nbytes
+    assert outer.peak_bytes == outer.live_bytes == x.nbytes + y.nbytes + z.nbytes
+    model, optimizer, step = mlp()
+    step()
+    with MemoryMeter(model, optimizer) as outer, MemoryMeter(model, optimizer) as inner:
+        step()
+    assert outer.peak_bytes == inner.peak_bytes
+    assert outer.at_peak() == inner.at_peak()
+
+
+def test_a_meter_is_entered_once():
+    meter = MemoryMeter()
+    with meter:
+        with pytest.raises(RuntimeError, match=r"has been entered already \(active\); make a new one"), meter:
+            pass
+        x = torch.ones(10)
+    with pytest.raises(RuntimeError, match=r"has been entered already \(closed\)"), meter:
+        pass
+    assert meter.live_bytes == x.nbytes
+
+
+def everything_is_undone(hooks_before):
+    from torch.optim import optimizer as module
+
+    assert torch.get_rng_state is original_rng_state
+    assert (len(module._global_optimizer_pre_hooks), len(module._global_optimizer_post_hooks)) == hooks_before
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+original_rng_state = torch.get_rng_state
+
+
+def global_hooks():
+    from torch.optim import optimizer as module
+
+    return len(module._global_optimizer_pre_hooks), len(module._global_optimizer_post_hooks)
+
+
+def test_an_exception_in_the_block_undoes_everything():
+    before = global_hooks()
+    with pytest.raises(ZeroDivisionError), MemoryMeter() as meter:
+        assert torch.get_rng_state is not original_rng_state
+        x = torch.ones(10)
+        1 / 0  # noqa: B018
+    everything_is_undone(before)
+    assert meter.live_bytes == x.nbytes
+    del x
+    assert meter.live_bytes == 0
+
+
+def test_a_meter_made_in_one_block_and_used_after_it_undoes_everything():
+    before = global_hooks()
+    with MemoryMeter():
+        later = MemoryMeter()
+    with later:
+        pass
+    everything_is_undone(before)
+
+
+def test_an_optimizer_step_that_fails_ends_the_optimizers_phase():
+    model = nn.Linear(4, 4)
+
+    class Fails(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ZeroDivisionError
+
+    with MemoryMeter(model) as meter:
+        model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(ZeroDivisionError):
+            Fails(model.parameters()).step()
+        model(torch.ones(1, 4)).sum().backward()
+    assert set(meter.phases()) == {"forward", "backward"}
+
+
+def test_tensors_that_outlive_the_block_are_taken_off_when_they_die():
+    with MemoryMeter() as meter:
+        x = torch.ones(100)
+    assert meter.live_bytes == 400
+    series = {name: values.copy() for name, values in meter.series().items()}
+    del x
+    assert meter.live_bytes == 0
+    for name, values in meter.series().items():
+        assert np.array_equal(values, series[name])  # the record of the block does not change
+
+
+def test_a_storage_resized_in_place_counts_with_its_new_size():
+    with MemoryMeter() as meter:
+        x = torch.zeros(100)
+        x.resize_(1000)
+        assert meter.live_bytes == 4000
+        x.untyped_storage().resize_(0)
+        x.detach()  # the next operator that meets it
+        assert meter.live_bytes == 0
+    assert meter.peak_bytes == 4000
+
+
+def test_a_thread_of_ones_own_is_not_counted_and_does_no_harm():
+    model, _, step = NO_WORKSPACE["mlp"]()
+    with MemoryMeter(model) as alone:
+        step()
+    empty_gradients(model)
+    other, _, other_step = NO_WORKSPACE["mlp"]()
+    failed = []
+
+    def work():
+        try:
+            for _ in range(3):
+                other_step()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    with MemoryMeter(model) as meter:
+        thread.start()
+        step()
+        thread.join()
+    assert not failed
+    assert meter.at_peak()["gradient"] == alone.at_peak()["gradient"]
+    assert all(parameter.grad is not None for parameter in other.parameters())
+
+
+def test_storages_that_die_in_another_thread_are_taken_off():
+    with MemoryMeter() as meter:
+        held = [torch.ones(100) for _ in range(50)]
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        for _ in range(50):
+            torch.ones(1)
+        thread.join()
+        assert meter.live_bytes == 0
+
+
+def test_sparse_tensors_count_with_their_indices_and_values():
+    with MemoryMeter() as meter:
+        coo = torch.eye(8).to_sparse()
+        assert meter.live_bytes == coo._indices().nbytes + coo._values().nbytes == 8 * 2 * 8 + 8 * 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "Sparse CSR tensor support is in beta state"
+        with MemoryMeter() as meter:
+            csr = torch.eye(8).to_sparse_csr()
+            assert meter.live_bytes == bytes_of([csr.crow_indices(), csr.col_indices(), csr.values()])
+
+
+def test_a_sparse_gradient_counts():
+    embedding = nn.Embedding(100, 4, sparse=True)
+    with MemoryMeter(embedding) as meter:
+        embedding(torch.tensor([1, 2, 3])).sum().backward()
+    assert at_end(meter)["gradient"] == 3 * 8 + 3 * 4 * 4
+
+
+def test_a_quantised_tensor_counts_one_byte_an_element():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with MemoryMeter() as meter:
+            quantised = torch.quantize_per_tensor(torch.randn(100), 0.1, 0, torch.qint8)
+            assert meter.live_bytes == quantised.nbytes == 100
+
+
+def test_an_opaque_tensor_is_a_clear_error_after_which_everything_is_undone():
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of torch has no oneDNN")
+    before = global_hooks()
+    with pytest.raises(NotImplementedError, match="cannot see the bytes of a tensor with layout torch._mkldnn"):
+        with MemoryMeter():
+            torch.randn(4, 4).to_mkldnn()
+    everything_is_undone(before)
+
+
+def test_the_inner_tensors_of_a_wrapper_subclass_count():
+    two = pytest.importorskip("torch.testing._internal.two_tensor")
+    with MemoryMeter() as meter:
+        x = two.TwoTensor(torch.ones(100), torch.ones(100))
+        y = x * 2
+        assert meter.live_bytes == 1600
+        del x, y
+        assert meter.live_bytes == 0
+    parameter = nn.Parameter(two.TwoTensor(torch.ones(100), torch.ones(100)))
+    model = nn.Module()
+    model.weight = parameter
+    with MemoryMeter(model) as meter:
+        (parameter * 2).sum().backward()
+    assert meter.entry_bytes == 800
+    assert at_end(meter)["gradient"] > 0
+
+
+def test_a_function_compiled_with_aot_eager_counts():
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), torch.randn(16, 32)
+    compiled = torch.compile(model, backend="aot_eager")
+    found = []
+    for function in (compiled, model):
+        function(x).sum().backward()
+        empty_gradients(model)
+        with MemoryMeter(model) as meter:
+            function(x).sum().backward()
+        found.append((meter.peak_bytes, at_end(meter)))
+        empty_gradients(model)
+    torch._dynamo.reset()
+    assert found[0][1] == found[1][1]
+    assert found[0][0] == pytest.approx(found[1][0], rel=0.5)
+
+
+def test_what_a_generated_kernel_allocates_is_not_counted():
+    if sys.platform != "linux" or not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("torch.compile needs a C++ compiler here")
+
+    def function(x):
+        return ((x.sin() + 1).cos() * x).sum(dim=1)
+
+    x = torch.randn(256, 256)
+    compiled = torch.compile(function)
+    try:
+        expected = compiled(x)
+    except Exception as error:
+        pytest.skip(f"torch.compile does not work here: {type(error).__name__}")
+    with MemoryMeter() as meter:
+        found = compiled(x)
+    with MemoryMeter() as eager:
+        function(x)
+    torch._dynamo.reset()
+    assert_close(found, expected)
+    assert meter.peak_bytes <= eager.peak_bytes
+
+
+def test_memory_that_no_operator_makes_is_not_counted():
+    with MemoryMeter() as meter:
+        x = torch.from_numpy(np.zeros(1000))
+        y = torch.as_tensor(np.zeros(1000))
+        assert meter.live_bytes == 0
+        z = torch.tensor(np.zeros(1000))
+        assert meter.live_bytes == z.nbytes
+        del x, y
+        assert meter.live_bytes == z.nbytes
+
+
+def test_blocks_are_rounded_up():
+    with MemoryMeter(block_bytes=512) as meter:
+        x, y = torch.ones(1), torch.ones(129)
+        assert meter.live_bytes == 512 + 1024
+        del x, y
+    assert meter.peak_bytes == 1536
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"budget_bytes": -1}, ValueError, "budget_bytes is -1; it takes a positive number of bytes"),
+        ({"budget_bytes": 0}, ValueError, "budget_bytes is 0; it takes a positive number of bytes"),
+        ({"budget_bytes": 1.5}, TypeError, "budget_bytes is 1.5; it takes a whole number of bytes"),
+        ({"budget_bytes": True}, TypeError, "budget_bytes is True; it takes a whole number"),
+        ({"budget_bytes": "1 GB"}, TypeError, "budget_bytes is '1 GB'; it takes a whole number"),
+        ({"block_bytes": 0}, ValueError, "block_bytes is 0; it takes a positive number of bytes"),
+        ({"model": [1]}, TypeError, r"model is a list; it takes a torch.nn.Module"),
+        ({"optimizer": nn.Linear(1, 1)}, TypeError, r"optimizer is a Linear; it takes a torch.optim.Optimizer"),
+    ],
+)
+def test_a_meter_says_what_is_wrong_with_its_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        MemoryMeter(**arguments)
+
+
+# ---- the budget
+
+
+def fresh_step():
+    model, x = deep_mlp(3, 32), torch.ones(16, 32)
+    return train(model, x, optimizer=torch.optim.Adam, foreach=False)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_operator_that_takes_live_bytes_over_the_budget_raises(phase):
+    model, optimizer, step = fresh_step()
+    with MemoryMeter(model, optimizer) as free:
+        step()
+    live = [free.entry_bytes] + [sample.live_bytes for sample in free.timeline]
+    highest = list(accumulate(live, max))
+    moments = [i for i in range(1, len(live)) if live[i] > highest[i - 1] and free.phases()[i - 1] == phase]
+    for moment in (moments[0], moments[-1]):
+        before = global_hooks()
+        model, optimizer, step = fresh_step()
+        with pytest.raises(MemoryBudgetExceeded) as caught:
+            with MemoryMeter(model, optimizer, budget_bytes=live[moment] - 1) as meter:
+                step()
+        error = caught.value
+        assert error.operator == free.timeline[moment - 1].operator
+        assert error.live_bytes + error.wanted_bytes == live[moment] == meter.peak_bytes
+        assert error.budget_bytes == live[moment] - 1 >= error.live_bytes
+        assert meter.phases()[-1] == phase
+        for part in (error.operator, f"{error.wanted_bytes:,}", f"{error.live_bytes:,}", f"{error.budget_bytes:,}"):
+            assert part in str(error)
+        everything_is_undone(before)
+
+        model, optimizer, step = fresh_step()  # the process goes on normally
+        with MemoryMeter(model, optimizer, budget_bytes=free.peak_bytes) as meter:
+            step()
+        assert meter.peak_bytes == free.peak_bytes
+
+
+def test_after_the_error_the_same_model_trains_on_with_the_right_gradients():
+    model, x = deep_mlp(3, 32), torch.ones(16, 32)
+    square_mean(model(x)).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    empty_gradients(model)
+    with MemoryMeter(model) as free:
+        square_mean(model(x)).backward()
+    empty_gradients(model)
+    with MemoryMeter(model, budget_bytes=free.peak_bytes - 1):
+        with pytest.raises(MemoryBudgetExceeded):
+            square_mean(model(x)).backward()
+        empty_gradients(model)
+        model(x[:1])  # in the same block too
+    square_mean(model(x)).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_what_the_refused_operator_made_is_gone():
+    with MemoryMeter(budget_bytes=1000) as meter:
+        x = torch.ones(10)
+        with pytest.raises(MemoryBudgetExceeded) as caught:
+            torch.ones(1000)
+        assert meter.live_bytes == caught.value.live_bytes == x.nbytes
+        assert caught.value.wanted_bytes == 4000
+
+
+def test_a_budget_below_what_the_model_holds_raises_on_entry():
+    model, before = nn.Linear(16, 16), global_hooks()
+    held = bytes_of(model.parameters())
+    with pytest.raises(MemoryBudgetExceeded, match="what model and optimizer hold on entry") as caught:
+        with MemoryMeter(model, budget_bytes=held - 1):
+            pytest.fail("the block ran")
+    assert (caught.value.live_bytes, caught.value.wanted_bytes) == (0, held)
+    everything_is_undone(before)
+    with MemoryMeter(model, budget_bytes=held):
+        pass
+
+
+def test_the_error_survives_pickling():
+    error = pickle.loads(pickle.dumps(MemoryBudgetExceeded("aten.mm.default", 1, 2, 3)))
+    assert (error.operator, error.live_bytes, error.wanted_bytes, error.budget_bytes) == ("aten.mm.default", 1, 2, 3)
+
+
+# ---- measure
+
+
+class Restless(nn.Module):
+    """Changes everything that a step can change."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        random.random(), np.random.rand()
+        return self.last(F.dropout(self.norm(self.first(x)), 0.5))
+
+
+def state_of(model, optimizer):
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    randoms = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    return *state, *randoms
+
+
+def assert_same_state(model, optimizer, before):
+    weights, state, of_torch, of_python, of_numpy = state_of(model, optimizer)
+    assert_close(weights, before[0], rtol=0, atol=0)
+    assert state["param_groups"] == before[1]["param_groups"]
+    assert_close(state["state"], before[1]["state"], rtol=0, atol=0)
+    assert torch.equal(of_torch, before[2])
+    assert of_python == before[3]
+    assert np.array_equal(of_numpy[1], before[4][1]) and of_numpy[2:] == before[4][2:]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_measure_leaves_everything_as_it_was(stepped, fails):
+    model, x = Restless(), torch.randn(4, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    runs = []
+
+    def step():
+        model(x).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.first.weight.mul_(0.5)
+        model.last.weight.data.add_(1)  # counts no version on
+        optimizer.param_groups[0]["lr"] *= 0.5
+        runs.append(1)
+        if fails and len(runs) == 3:
+            raise ZeroDivisionError
+
+    if stepped:
+        step()
+    gradients = {parameter: torch.randn_like(parameter) for parameter in model.parameters()}
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+    held = {parameter: parameter.grad.clone() for parameter in gradients}
+    buffers = dict(model.named_buffers())
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    before = state_of(model, optimizer)
+    runs.clear()
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            measure(step, model=model, optimizer=optimizer, repeats=1)
+    else:
+        assert measure(step, model=model, optimizer=optimizer, repeats=1).changed_parameters == 0
+    assert_same_state(model, optimizer, before)
+    for parameter, gradient in gradients.items():
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, held[parameter])
+    assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
+    after = [value for state in optimizer.state.values() for value in state.values()]
+    assert all(a is b for a, b in zip(moments, after, strict=True))
+
+
+def test_without_a_model_measure_puts_gradients_back_and_says_what_changed():
+    model, x = deep_mlp(2, 16), torch.randn(4, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradient = model[0].weight.grad = torch.ones(16, 16)
+
+    def backward():
+        model(x).sum().backward()
+
+    def step():
+        backward()
+        optimizer.step()
+
+    found = measure(backward, repeats=1)
+    assert found.changed_parameters == 0
+    assert "changed" not in str(found)
+    found = measure(step, repeats=1)
+    assert found.changed_parameters == 4
+    assert "the step changed 4 parameters" in str(found)
+    assert model[0].weight.grad is gradient and torch.equal(gradient, torch.ones(16, 16))
+    assert model[0].bias.grad is None
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_warmup_0_measures_the_first_step_ever(warmup):
+    def run(warmup):
+        model, optimizer, step = mlp()
+        return measure(step, model=model, optimizer=optimizer, warmup=warmup, repeats=1), model
+
+    found, model = run(warmup)
+    assert found.at_peak["parameter"] == bytes_of(model.parameters())
+    assert found.peak_bytes == found.allocator_peak_bytes  # so the allocator's run is a first step too
+    with MemoryMeter(*(arm := mlp())[:2]) as first:
+        arm[2]()
+    if warmup == 0:
+        assert found.peak_bytes == first.peak_bytes
+        assert found.at_peak == first.at_peak()
+
+
+def test_measuring_twice_gives_the_same_exact_figures():
+    model, optimizer, step = NO_WORKSPACE["pre-norm, checkpoint"]()
+    first, second = (measure(step, model=model, optimizer=optimizer, repeats=1) for _ in range(2))
+    for name in ("peak_bytes", "allocator_peak_bytes", "workspace_bytes", "flops", "at_peak", "workspace_by_operator"):
+        assert getattr(first, name) == getattr(second, name)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_measure_leaves_garbage_collection_as_it_was(enabled):
+    model, x = nn.Linear(4, 4), torch.ones(1, 4)
+    was = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        measure(lambda: model(x).sum().backward(), repeats=1)
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+def test_the_flops_of_an_mlp_are_those_of_its_matrix_products():
+    depth, width, batch = 4, 32, 8
+    model, x = deep_mlp(depth, width), torch.randn(batch, width)
+    found = measure(lambda: model(x).sum().backward(), model=model, repeats=1)
+    # 2*b*n*n forward, as many for the weight's gradient, and for the input's, which the first layer does not need.
+    assert found.flops == (3 * depth - 1) * 2 * batch * width * width
+    forward = measure(lambda: model(x).sum(), model=model, repeats=1, needs_gradient=False)
+    assert forward.flops == depth * 2 * batch * width * width
+
+
+@pytest.mark.parametrize("step", [lambda: None, lambda: torch.ones(3).sum(), lambda: nn.Linear(2, 2)(torch.ones(1, 2))])
+def test_a_step_that_leaves_no_gradient_is_an_error(step):
+    with pytest.raises(ValueError, match="step leaves no gradient"):
+        measure(step, repeats=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"step": 3}, TypeError, "step is 3; it takes a function without arguments"),
+        ({"model": "m"}, TypeError, "model is a str; it takes a torch.nn.Module"),
+        ({"optimizer": "adam"}, TypeError, "optimizer is a str; it takes a torch.optim.Optimizer"),
+        ({"warmup": -1}, ValueError, "warmup is -1; it takes 0 or more"),
+        ({"warmup": 0.5}, TypeError, "warmup is 0.5; it takes a whole number"),
+        ({"repeats": 0}, ValueError, "repeats is 0; it takes 1 or more"),
+        ({"repeats": True}, TypeError, "repeats is True; it takes a whole number"),
+    ],
+)
+def test_measure_says_what_is_wrong_with_its_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        measure(**{"step": lambda: None, **arguments})
+
+
+# ---- "Run plain first, then the other, and compare"
+
+
+def deep_relu_mlp():
+    layers = [layer for _ in range(19) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(1024, 10))
+
+
+def test_the_second_run_looks_dearer_because_it_carries_adams_state():
+    def forward_and_backward(model, optimizer):
+        empty_gradients(model)
+        with MemoryMeter(model, optimizer) as meter:
+            square_mean(model(x)).backward()
+        return meter
+
+    with symbolic():
+        model, x = deep_relu_mlp(), torch.zeros(32, 1024)
+        optimizer = torch.optim.Adam(model.parameters())
+        first = forward_and_backward(model, optimizer)
+        optimizer.step()
+        second = forward_and_backward(model, optimizer)
+        with MemoryMeter(model, optimizer) as after:
+            pass
+    forward = first.phases().index("backward") - 1
+    weights = bytes_of(model.parameters())
+    assert weights == 79_810_600  # 79.8 MB
+    assert 19 * 32 * 1024 * 4 == 2_490_368  # 2.5 MB of activations; the loss keeps the output, 1,280 bytes
+    assert first.series()["activation"][forward] == 2_490_368 + 1_280
+    assert second.peak_bytes - first.peak_bytes == 2 * weights + 4 * 40  # what two equal arms differ by
+    assert after.entry_bytes - after.at_peak()["gradient"] == 3 * weights + 4 * 40 == 239_431_960  # 239 MB
+
+
+def test_measure_finds_the_same_whichever_arm_comes_first():
+    def arms():
+        model, x = deep_mlp(6, 64), torch.randn(64, 64)
+        optimizer = torch.optim.Adam(model.parameters())
+
+        def plain():
+            square_mean(model(x)).backward()
+            optimizer.step()
+
+        def forgetful():
+            square_mean(checkpoint(model, x, use_reentrant=False)).backward()
+            optimizer.step()
+
+        return model, optimizer, plain, forgetful
+
+    found = []
+    for order in ((2, 3), (3, 2)):
+        arm = arms()
+        found.append({i: measure(arm[i], model=arm[0], optimizer=arm[1], repeats=1) for i in order})
+    for i in (2, 3):
+        assert found[0][i].peak_bytes == found[1][i].peak_bytes
+        assert found[0][i].at_peak == found[1][i].at_peak
+        assert found[0][i].flops == found[1][i].flops
+
+
+# ---- saved_tensors
+
+
+def count_packs(function, *args, hidden=()):
+    """The independent oracle: (bytes of every packed tensor, bytes of their storages counted once)."""
+    hidden = {tensor.untyped_storage().data_ptr() for tensor in hidden}
+    packed, held = 0, {}
+
+    def pack(tensor):
+        nonlocal packed
+        address = tensor.untyped_storage().data_ptr()
+        if address not in hidden:
+            packed += tensor.nbytes
+            held[address] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function(*args)
+    total = sum(storage.nbytes() for storage in held.values())
+    del result
+    return packed, total
+
+
+def test_each_layer_keeps_two_activations():
+    model, x = deep_mlp(2, 8), torch.randn(4, 8)
+    rows = [
+        (row.operator, row.argument, row.shape, row.dtype, row.bytes, row.shared_with)
+        for row in saved_tensors(model, x)
+    ]
+    one = ((4, 8), torch.float32, 128, None)
+    assert rows == [("AddmmBackward0", "mat1", *one), ("GeluBackward0", "self", *one)] * 2
+    for depth in (2, 5, 9):
+        assert saved_tensors(deep_mlp(depth, 8), x).total_bytes == 2 * depth * x.nbytes
+
+
+def models_to_save():
+    return {
+        "mlp": (deep_mlp(3, 16), (4, 16)),
+        "layer": (DecoderLayer(16, 2, dropout=0.1), (2, 4, 16)),
+        "layer, no dropout": (DecoderLayer(16, 2, norm_first=False), (2, 4, 16)),
+        "fused": (DecoderLayer(16, 2, fused=True), (2, 4, 16)),
+        "batch norm": (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()), (4, 8)),
+    }
+
+
+@pytest.mark.parametrize("name", models_to_save())
+def test_saved_bytes_are_those_that_hooks_count(name):
+    model, shape = models_to_save()[name]
+    x = torch.randn(shape)
+    found = saved_tensors(model, x)
+    torch.manual_seed(0)
+    packed, total = count_packs(model, x, hidden=[*model.parameters(), *model.buffers()])
+    assert (found.packed_bytes, found.total_bytes) == (packed, total)
+    assert sum(row.bytes for row in found if row.shared_with is None) == found.total_bytes
+    everything = saved_tensors(model, x, parameters=True)
+    assert (everything.packed_bytes, everything.total_bytes) == count_packs(model, x)
+
+
+def test_a_storage_that_several_operators_save_counts_once():
+    x = torch.randn(4, 8)
+    projections = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    found = saved_tensors(lambda x: [project(x) for project in projections], x)
+    assert [row.shared_with for row in found] == [None, 0, 0]
+    assert (found.total_bytes, found.packed_bytes) == (x.nbytes, 3 * x.nbytes)
+
+
+class SeparateProjections(nn.Module):
+    """A pre-norm layer whose Q, K and V are three Linear layers of one input."""
+
+    def __init__(self, hidden, heads):
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.feedforward = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
+
+    def forward(self, x):
+        b, s, h = x.shape
+        y = self.norm1(x)
+        q, k, v = (f(y).view(b, s, self.heads, -1).transpose(1, 2) for f in (self.query, self.key, self.value))
+        p = (q @ k.mT * (h // self.heads) ** -0.5).softmax(-1)
+        x = x + self.out((p @ v).transpose(1, 2).reshape(b, s, h))
+        return x + self.feedforward(self.norm2(x))
+
+
+def test_adding_up_packs_counts_a_fifth_too_much_on_a_layer_with_separate_projections():
+    s, h, a = 128, 512, 8
+    found = saved_tensors(SeparateProjections(h, a), torch.randn(1, s, h))
+    # A token keeps 16 h + a s numbers and 4 statistics; the norm's output is packed three times, and the
+    # probabilities twice: by softmax and by the product with V.
+    assert found.total_bytes == s * 4 * (16 * h + a * s + 4)
+    assert found.packed_bytes - found.total_bytes == s * 4 * (2 * h + a * s)
+    assert found.packed_bytes / found.total_bytes - 1 == pytest.approx(0.176, abs=5e-4)
+
+
+def test_parameters_are_told_by_storage():
+    x = torch.randn(4, 8, requires_grad=True)
+    layer = nn.Linear(8, 8)
+    assert [row.argument for row in saved_tensors(layer, x)] == ["mat1"]
+    rows = saved_tensors(layer, x, parameters=True)
+    assert [(row.argument, row.bytes) for row in rows] == [("mat1", x.nbytes), ("mat2", layer.weight.nbytes)]
+    for parameter in layer.parameters():
+        parameter.requires_grad_(False)
+    assert list(saved_tensors(layer, x)) == []  # frozen: only its weight is saved, for the input's gradient
+    assert saved_tensors(layer, x, parameters=True).total_bytes == layer.weight.nbytes
+
+
+model_in_a_global = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval()
+
+
+def test_buffers_of_modules_are_not_listed_however_the_function_comes_by_them():
+    x, model = torch.randn(4, 8), model_in_a_global
+    ways = [model, lambda x: model(x), lambda x: model_in_a_global(x), model.forward]
+    totals = [saved_tensors(way, x).total_bytes for way in ways]
+    assert totals == [totals[0]] * len(ways)
+    listed = saved_tensors(model, x, parameters=True)
+    assert {"running_mean", "running_var"} <= {row.argument for row in listed}
+    assert listed.total_bytes > totals[0]
+
+
+def test_what_is_given_as_an_argument_is_listed_even_if_it_is_a_parameter():
+    weight = nn.Parameter(torch.randn(8))
+    assert saved_tensors(lambda w: (w**2).sum(), weight).total_bytes == weight.nbytes
+    assert saved_tensors(lambda: (weight**2).sum()).total_bytes == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_keeps_its_input(reentrant):
+    model, x = deep_mlp(4, 8), torch.randn(4, 8, requires_grad=True)
+    found = saved_tensors(lambda x: checkpoint(model, x, use_reentrant=reentrant), x)
+    assert [(row.shape, row.bytes) for row in found] == [((4, 8), x.nbytes)]
+
+
+def test_an_autograd_function_lists_what_it_saves_for_backward():
+    class Exponential(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x.exp()
+            ctx.save_for_backward(y)
+            return y
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * ctx.saved_tensors[0]
+
+    (row,) = saved_tensors(Exponential.apply, torch.ones(3, requires_grad=True))
+    assert (row.operator, row.argument, row.bytes) == ("ExponentialBackward", "saved_tensors", 12)
+
+
+def test_a_view_counts_with_the_storage_that_it_keeps_alive():
+    x = torch.randn(100, 100, requires_grad=True)
+    (row,) = saved_tensors(lambda x: x[0].exp().sum() + (x[1] ** 2).sum(), x)[1:]
+    assert (row.shape, row.bytes) == ((100,), x.nbytes)
+
+
+def test_an_in_place_change_of_a_view_is_listed():
+    def function(x):
+        y = x * 2
+        y[0].mul_(x[0])
+        return y
+
+    x = torch.randn(4, 8, requires_grad=True)
+    found = saved_tensors(function, x)
+    assert (found.packed_bytes, found.total_bytes) == count_packs(function, x)
+    assert found.total_bytes > 0
+
+
+def test_what_the_result_does_not_need_is_not_listed():
+    def function(x):
+        x.exp()  # its graph dies at once
+        return x.tanh()
+
+    assert [row.operator for row in saved_tensors(function, torch.ones(3, requires_grad=True))] == ["TanhBackward0"]
+
+
+def test_results_in_containers_are_followed():
+    x = torch.ones(3, requires_grad=True)
+    found = saved_tensors(lambda x: {"a": [x.exp()], "b": (x.tanh(), 3)}, x)
+    assert {row.operator for row in found} == {"ExpBackward0", "TanhBackward0"}
+
+
+def test_saved_tensors_says_what_is_wrong():
+    with pytest.raises(ValueError, match="nothing that requires a gradient"):
+        saved_tensors(lambda x: x * 2, torch.ones(3))
+    with pytest.raises(TypeError, match="function is 3; it takes a module or a function"):
+        saved_tensors(3)
+    hooks = len(torch.nn.modules.module._global_forward_pre_hooks)
+    with pytest.raises(ZeroDivisionError):
+        saved_tensors(lambda: 1 / 0)
+    assert len(torch.nn.modules.module._global_forward_pre_hooks) == hooks
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+# ---- formulas
+
+
+def test_mixed_precision_adam_takes_16_bytes_a_parameter():
+    assert training_state_bytes(1, "mixed-adam") == {"parameter": 2, "gradient": 2, "optimizer": 12}
+    totals = {name: sum(training_state_bytes(7_000_000_000, name).values()) for name in RECIPES}
+    assert totals == {name: 7_000_000_000 * each for name, each in RECIPES.items()}
+    assert training_state_bytes(7e9, "fp32-adam") == training_state_bytes(7_000_000_000, "fp32-adam")
+
+
+RECIPES = {"fp32-sgd": 8, "fp32-momentum": 12, "fp32-adam": 16, "mixed-adam": 16}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "make"),
+    [
+        ("fp32-sgd", lambda p: torch.optim.SGD(p, lr=0.1)),
+        ("fp32-momentum", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+        ("fp32-adam", lambda p: torch.optim.Adam(p)),
+    ],
+)
+def test_a_recipes_bytes_are_those_that_the_meter_finds(recipe, make):
+    model = deep_mlp(2, 32)
+    optimizer = make(model.parameters())
+    with MemoryMeter(model, optimizer) as meter:
+        model(torch.ones(1, 32)).sum().backward()
+        optimizer.step()
+    steps = 4 * len(list(model.parameters())) if recipe == "fp32-adam" else 0  # Adam's step counts
+    found = {name: count for name, count in at_end(meter).items() if name in ("parameter", "gradient", "optimizer")}
+    found["optimizer"] -= steps
+    assert found == training_state_bytes(sum(p.numel() for p in model.parameters()), recipe)
+
+
+def layer_saves(s, b, h, a, dtype, **options):
+    layer = DecoderLayer(h, a, **options).to(dtype)
+    return saved_tensors(layer, torch.randn(b, s, h, dtype=dtype)).total_bytes
+
+
+def test_a_layers_formula_is_exact_for_any_shape():
+    hypothesis = pytest.importorskip("hypothesis")
+    shapes = hypothesis.strategies
+
+    @hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
+    @hypothesis.given(
+        s=shapes.integers(2, 12),
+        b=shapes.integers(1, 3),
+        a=shapes.integers(1, 4),
+        per_head=shapes.integers(2, 6),
+        dtype=shapes.sampled_from([torch.float32, torch.bfloat16]),
+        norm_first=shapes.booleans(),
+        dropout=shapes.sampled_from([0.0, 0.1]),
+    )
+    def exact(s, b, a, per_head, dtype, norm_first, dropout):
+        h = a * per_head
+        expected = transformer_activation_bytes(
+            sequence=s,
+            batch=b,
+            hidden=h,
+            heads=a,
+            dtype_bytes=dtype.itemsize,
+            mask_bytes=1 if dropout else 0,
+            statistic_bytes=dtype.itemsize,
+        )
+        assert layer_saves(s, b, h, a, dtype, norm_first=norm_first, dropout=dropout) == expected
+
+    exact()
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_layers_formula_is_exact(norm_first, dtype, dropout):
+    expected = transformer_activation_bytes(
+        sequence=16,
+        batch=2,
+        hidden=32,
+        heads=4,
+        dtype_bytes=dtype.itemsize,
+        mask_bytes=1 if dropout else 0,
+        statistic_bytes=dtype.itemsize,
+    )
+    assert layer_saves(16, 2, 32, 4, dtype, norm_first=norm_first, dropout=dropout) == expected
+
+
+def test_the_formula_is_that_of_the_paper():
+    for s, b, h, a in ((2048, 4, 4096, 32), (1024, 1, 768, 12), (128, 2, 64, 1)):
+        shape = {"sequence": s, "batch": b, "hidden": h, "heads": a}
+        assert transformer_activation_bytes(**shape) == s * b * h * 34 + 5 * a * s * s * b
+        assert transformer_activation_bytes(**shape, recompute="selective") == 34 * s * b * h
+        assert transformer_activation_bytes(**shape, recompute="full") == 2 * s * b * h
+        for recompute in ("none", "selective", "full"):
+            one = transformer_activation_bytes(**shape, recompute=recompute)
+            assert transformer_activation_bytes(**shape, layers=7, recompute=recompute) == 7 * one
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_full_recomputation_keeps_a_layers_input(reentrant):
+    layer, x = DecoderLayer(32, 4, dropout=0.1), torch.randn(2, 16, 32, requires_grad=True)
+    found = saved_tensors(lambda x: checkpoint(layer, x, use_reentrant=reentrant), x)
+    shape = {"sequence": 16, "batch": 2, "hidden": 32, "heads": 4}
+    assert found.total_bytes == transformer_activation_bytes(**shape, recompute="full", dtype_bytes=4)
+
+
+def test_masks_in_the_activations_dtype_cost_an_eighth_more(monkeypatch):
+    s, b, h, a = 512, 1, 512, 8
+    native = layer_saves(s, b, h, a, torch.bfloat16, dropout=0.1)
+    monkeypatch.setattr(Dropout, "forward", lambda self, x: F.dropout(x, self.p, self.training))
+    wide = layer_saves(s, b, h, a, torch.bfloat16, dropout=0.1)
+    shape = {"sequence": s, "batch": b, "hidden": h, "heads": a}
+    assert native == transformer_activation_bytes(**shape, statistic_bytes=2) == s * b * h * (34 + 5 * 8) + 8 * s * b
+    assert wide == transformer_activation_bytes(**shape, statistic_bytes=2, mask_bytes=2)
+    assert wide / native - 1 == pytest.approx(0.1351, abs=1e-4)
+
+
+def standard_core(q, k, v):
+    return (q @ k.mT * q.shape[-1] ** -0.5).softmax(dim=-1) @ v
+
+
+def heads_of(batch, heads, sequence, head_dim, kv_heads=None):
+    q = torch.randn(batch, heads, sequence, head_dim, requires_grad=True)
+    k, v = (torch.randn(batch, kv_heads or heads, sequence, head_dim, requires_grad=True) for _ in range(2))
+    return q, k, v
+
+
+def test_standard_attention_keeps_q_k_v_and_p_but_not_s():
+    shape = {"sequence": 512, "batch": 1, "heads": 12, "head_dim": 64}
+    q, k, v = heads_of(1, 12, 512, 64)
+    found = saved_tensors(standard_core, q, k, v)
+    expected = attention_saved_bytes(**shape)
+    assert expected == {"q": 1_572_864, "k": 1_572_864, "v": 1_572_864, "p": 12_582_912}
+    assert found.total_bytes == sum(expected.values()) == 17_301_504
+    assert sum(row.shape == (1, 12, 512, 512) for row in found if row.shared_with is None) == 1  # P, and no S
+
+
+def test_fused_attention_keeps_no_probabilities():
+    shape = {"sequence": 512, "batch": 1, "heads": 12, "head_dim": 64, "kind": "flash"}
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        found = saved_tensors(F.scaled_dot_product_attention, *heads_of(1, 12, 512, 64))
+    expected = attention_saved_bytes(**shape)
+    assert found.total_bytes == sum(expected.values()) == 6_316_032
+    assert {row.argument: row.bytes for row in found} == {
+        "query": expected["q"],
+        "key": expected["k"],
+        "value": expected["v"],
+        "output": expected["o"],
+        "logsumexp": expected["lse"],
+    }
+
+
+def test_grouped_query_attention_keeps_fewer_keys_and_values():
+    expected = attention_saved_bytes(sequence=64, batch=2, heads=8, head_dim=16, kv_heads=2, kind="flash")
+    assert expected["k"] == expected["v"] == expected["q"] // 4
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        found = saved_tensors(
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), *heads_of(2, 8, 64, 16, 2)
+        )
+    assert found.total_bytes == sum(expected.values())
+    standard = attention_saved_bytes(sequence=64, batch=2, heads=8, head_dim=16, kv_heads=2)
+    assert standard == {"q": 65_536, "k": 16_384, "v": 16_384, "p": 2 * 8 * 64 * 64 * 4}
+
+
+LAYER = {"sequence": 16, "batch": 2, "hidden": 32, "heads": 4}
+HEADS = {"sequence": 16, "batch": 2, "heads": 4, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "error", "message"),
+    [
+        (transformer_activation_bytes, {**LAYER, "heads": 5}, ValueError, "heads is 5, which does not divide hidden = 32"),
+        (transformer_activation_bytes, {**LAYER, "layers": 0}, ValueError, "layers is 0; it takes a whole number, 1 or"),
+        (transformer_activation_bytes, {**LAYER, "batch": 0}, ValueError, "batch is 0; it takes a whole number, 1 or"),
+        (transformer_activation_bytes, {**LAYER, "batch": -2}, ValueError, "batch is -2; it takes a whole number, 1 or"),
+        (transformer_activation_bytes, {**LAYER, "sequence": 1.5}, TypeError, "sequence is 1.5; it takes a whole number"),
+        (transformer_activation_bytes, {**LAYER, "hidden": "64"}, TypeError, "hidden is '64'; it takes a whole number"),
+        (transformer_activation_bytes, {**LAYER, "hidden": float("nan")}, TypeError, "hidden is nan; it takes a whole"),
+        (transformer_activation_bytes, {**LAYER, "heads": True}, TypeError, "heads is True; it takes a whole number"),
+        (transformer_activation_bytes, {**LAYER, "dtype_bytes": 0}, ValueError, "dtype_bytes is 0; it takes a whole"),
+        (transformer_activation_bytes, {**LAYER, "mask_bytes": -1}, ValueError, "mask_bytes is -1; .* 0 or more"),
+        (transformer_activation_bytes, {**LAYER, "recompute": "some"}, ValueError, "recompute is 'some'; it takes 'none'"),
+        (attention_saved_bytes, {**HEADS, "kv_heads": 3}, ValueError, "kv_heads is 3, which does not divide heads = 4"),
+        (attention_saved_bytes, {**HEADS, "kv_heads": 0}, ValueError, "kv_heads is 0; it takes a whole number, 1 or"),
+        (attention_saved_bytes, {**HEADS, "head_dim": 0}, ValueError, "head_dim is 0; it takes a whole number, 1 or"),
+        (attention_saved_bytes, {**HEADS, "kind": "fast"}, ValueError, "kind is 'fast'; it takes 'standard' or 'flash'"),
+        (training_state_bytes, {"parameters": 0, "recipe": "fp32-sgd"}, ValueError, "parameters is 0; it takes a whole"),
+        (training_state_bytes, {"parameters": float("inf"), "recipe": "fp32-sgd"}, TypeError, "parameters is inf; it t"),
+        (training_state_bytes, {"parameters": None, "recipe": "fp32-sgd"}, TypeError, "parameters is None; it takes"),
+        (training_state_bytes, {"parameters": 1, "recipe": "adam"}, ValueError, "recipe is 'adam'; it takes one of 'fp32"),
+    ],
+)  # fmt: skip
+def test_a_formula_names_the_argument_what_it_got_and_what_it_takes(function, arguments, error, message):
+    with pytest.raises(error, match=message):
+        function(**arguments)
+
+
+# ---- showing
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def test_importing_the_library_imports_nothing_that_draws():
+    code = """
+import sys
+import course_lib.memory, course_lib.models
+print([name for name in ("matplotlib", "IPython", "pandas", "course_lib.teaching") if name in sys.modules])
+"""
+    assert run_python(code).strip() == "[]"
+
+
+def test_the_library_works_without_pandas_and_matplotlib():
+    code = """
+import sys
+sys.modules["pandas"] = sys.modules["matplotlib"] = sys.modules["IPython"] = None
+import torch
+from course_lib.memory import MemoryMeter, measure, saved_tensors
+from course_lib.models import deep_mlp
+model, x = deep_mlp(2, 8), torch.ones(4, 8)
+table = saved_tensors(model, x)
+print(table._repr_html_(), "4 saved tensors, 512 bytes" in str(table))
+found = measure(lambda: model(x).sum().backward(), model=model, repeats=1)
+print(found._repr_html_(), "peak of live tensors" in repr(found))
+"""
+    assert run_python(code).split() == ["None", "True", "None", "True"]
+
+
+def test_results_show_themselves_as_text_and_html():
+    model, x = deep_mlp(2, 64), torch.ones(32, 64)
+    table = saved_tensors(model, x)
+    found = measure(lambda: model(x).sum().backward(), model=model, repeats=1)
+    assert str(table).splitlines()[0].split()[:3] == ["#", "operator", "argument"]
+    assert "4 saved tensors, 32,768 bytes (0.03 MB) in storages counted once" in repr(table)
+    assert f"{found.peak_bytes:,}" in str(found) and str(found).endswith("on cpu")
+    pytest.importorskip("pandas")
+    assert "<table" in table._repr_html_() and "AddmmBackward0" in table._repr_html_()
+    assert f"{found.flops:,}" in found._repr_html_()
+    assert len(table.frame()) == 4
+
+
+def test_a_meter_says_what_it_found():
+    assert repr(MemoryMeter()) == "MemoryMeter(new)"
+    with MemoryMeter() as meter:
+        x = torch.ones(10) + 1
+        del x
+    assert repr(meter) == "MemoryMeter(peak 80 bytes: temporary 40, input 40; 2 operators)"
+
+
+def test_the_plot_marks_the_peak():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    model, optimizer, step = mlp()
+    with MemoryMeter(model, optimizer) as meter:
+        step()
+    ax = meter.plot()
+    try:
+        (mark,) = ax.lines
+        (moment,), (height,) = mark.get_data()
+        assert height == meter.peak_bytes / 1e6
+        assert meter.timeline[moment - 1].live_bytes == meter.peak_bytes
+        assert [text.get_text() for text in ax.texts] == [f"{meter.peak_bytes / 1e6:,.2f} MB"]
+        assert {text.get_text() for text in ax.get_legend().get_texts()} <= set(CATEGORIES)
+        assert (ax.get_xlabel(), ax.get_ylabel()) == ("operators", "live MB")
+        _, other = plt.subplots()
+        assert meter.plot(other) is other
+    finally:
+        plt.close("all")
+
+
+# ---- on a GPU
+
+
+def gpu_decoder():
+    model = Decoder(vocabulary=1000, hidden=256, heads=8, layers=4, sequence=128, dropout=0.1).cuda()
+    tokens = random_tokens(8, 128, 1000).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step():
+        model.loss(tokens).backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_meter_is_within_a_percent_of_the_allocator_less_workspace():
+    model, optimizer, step = gpu_decoder()
+    for _ in range(2):  # cuBLAS makes its workspace once and keeps it: it is in what was there before
+        empty_gradients(model)
+        step()
+    empty_gradients(model)
+    found = measure(step, model=model, optimizer=optimizer, repeats=1)
+    with MemoryMeter(model, optimizer, block_bytes=512) as meter:
+        step()
+    empty_gradients(model)
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    seen = meter.entry_bytes + torch.cuda.max_memory_allocated() - before
+    workspace = sum(found.workspace_by_operator.values())
+    assert meter.peak_bytes <= seen * 1.01
+    assert meter.peak_bytes >= (seen - workspace) * 0.99
+    assert sum(meter.at_peak().values()) == meter.peak_bytes
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_measure_reports_the_device_and_the_allocators_figures():
+    model, optimizer, step = gpu_decoder()
+    found = measure(step, model=model, optimizer=optimizer, repeats=1)
+    assert found.device.startswith("cuda")
+    assert found.allocator_peak_bytes > 0
+    assert found.workspace_bytes == found.allocator_peak_bytes - found.peak_bytes
+    assert found.workspace_bytes >= 0
+    assert sum(found.at_peak.values()) == found.peak_bytes
+    assert found.seconds > 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_backward_pass_of_autograds_own_thread_is_counted():
+    model, optimizer, step = gpu_decoder()
+    with MemoryMeter(model, optimizer) as meter:
+        step()
+    assert set(meter.phases()) == set(PHASES)
+    assert at_end(meter)["gradient"] == at_end(meter)["parameter"] == bytes_of(model.parameters())
+    total = sum(meter.series().values())
+    assert total.max() == meter.peak_bytes
+    assert at_end(meter)["activation"] == 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_measure_leaves_the_random_numbers_as_they_were():
+    model, optimizer, step = gpu_decoder()
+    before = torch.cuda.get_rng_state()
+    measure(step, model=model, optimizer=optimizer, repeats=1)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
