@@ -1,4 +1,4 @@
-"""The meter against the allocator, `measure` against both, `saved_tensors` against hooks, formulas against all of them."""
+"""The meter against the allocator, `saved_tensors` against hooks, and the formulas against both."""
 
 import copy
 import gc
@@ -44,7 +44,10 @@ def one_thread():
     """So that no workspace depends on the number of cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what is imported need not be looked through before each of measure's runs
     yield
+    gc.unfreeze()
     torch.set_num_threads(threads)
 
 
@@ -93,12 +96,12 @@ class Stack(nn.Module):
         return x
 
 
-def decoder(norm_first, reentrant, backend=SDPBackend.MATH):
+def decoder(norm_first, reentrant):
     x = torch.randn(8, 64, 128, requires_grad=bool(reentrant))
     model, optimizer, plain = train(Stack(norm_first=norm_first, reentrant=reentrant), x, optimizer=torch.optim.Adam)
 
     def step():
-        with sdpa_kernel(backend):
+        with sdpa_kernel(SDPBackend.MATH):
             plain()
         x.grad = None
 
@@ -221,6 +224,11 @@ def convolutions():
     return train(model, torch.randn(4, 3, 32, 32))
 
 
+def fused_attention():
+    model = Decoder(vocabulary=50, hidden=64, heads=4, layers=1, sequence=64, fused=True)
+    return train(model, random_tokens(4, 64, 50)[:, :-1])
+
+
 def half_precision():
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))).bfloat16()
     return train(model, torch.randn(256, 128).bfloat16())
@@ -230,7 +238,7 @@ WORKSPACE = {
     "convolutions": (convolutions, "aten.convolution"),
     "LSTM": (lambda: train(LSTM(), torch.randn(16, 8, 32)), "aten.mkldnn_rnn_layer"),
     "fused attention": (
-        lambda: decoder(True, None, SDPBackend.FLASH_ATTENTION),
+        fused_attention,
         "aten._scaled_dot_product_flash_attention_for_cpu",
     ),
     "half precision": (half_precision, None),
@@ -250,6 +258,11 @@ def allocations(step):
 def empty_gradients(model):
     for parameter in model.parameters():
         parameter.grad = None
+
+
+def one_more_sample():
+    """A sample tells what was live when its operator returned; what died after the last one shows in the next."""
+    torch.empty(0)
 
 
 def bytes_of(tensors):
@@ -277,7 +290,7 @@ def test_the_meters_peak_is_the_allocators_where_operators_take_no_workspace(nam
         assert meter.peak_bytes == seen
 
 
-@pytest.mark.parametrize("name", ["mlp", "post-norm, checkpoint", "batch norm and pooling"])
+@pytest.mark.parametrize("name", ["mlp", "post-norm, checkpoint", "batch norm and pooling", "double backward"])
 def test_measure_reports_the_allocators_peak(name):
     model, optimizer, step = NO_WORKSPACE[name]()
     found = measure(step, model=model, optimizer=optimizer, repeats=1)
@@ -318,6 +331,7 @@ def test_categories_sum_to_the_live_bytes_at_every_sample(name):
         empty_gradients(model)
         with MemoryMeter(*given) as meter:
             step()
+            one_more_sample()
             live = meter.live_bytes
         series = meter.series()
         assert tuple(series) == CATEGORIES
@@ -377,8 +391,9 @@ def test_a_symbolic_model_of_seven_billion_parameters_takes_no_memory():
         model = nn.Sequential(*(nn.Linear(32768, 32768, bias=False) for _ in range(7)))
         with MemoryMeter(model) as meter:
             model(torch.ones(1, 32768)).sum().backward()
+            one_more_sample()
     parameters = 7 * 32768**2
-    assert meter.at_peak()["parameter"] == meter.at_peak()["gradient"] == 4 * parameters
+    assert at_end(meter)["parameter"] == at_end(meter)["gradient"] == 4 * parameters
 
 
 def test_measure_of_a_symbolic_step_has_bytes_and_flops_and_no_seconds():
@@ -403,6 +418,11 @@ ONE = BATCH * WIDTH * 4  # one activation
 
 def at_end(meter):
     return {name: int(values[-1]) for name, values in meter.series().items()}
+
+
+def after(operator, meter):
+    """category -> bytes right after the first call of an operator."""
+    return next(sample.bytes for sample in meter.timeline if sample.operator == operator)
 
 
 def test_after_the_forward_pass_an_mlp_holds_two_activations_a_layer():
@@ -434,6 +454,7 @@ def test_after_backward_gradients_weigh_as_much_as_parameters_and_no_activation_
         empty_gradients(model)
         with MemoryMeter(given) as meter:
             model(x).sum().backward()
+            one_more_sample()
         expected = dict.fromkeys(CATEGORIES, 0) | {"gradient": WEIGHTS, "parameter": 0 if given is None else WEIGHTS}
         assert at_end(meter) == expected
 
@@ -447,6 +468,7 @@ def test_adam_holds_two_moments_and_a_step_count_a_parameter():
         with MemoryMeter(*given) as meter:
             model(x).sum().backward()
             optimizer.step()
+            one_more_sample()
         assert at_end(meter)["optimizer"] == 2 * WEIGHTS + 4 * len(list(model.parameters()))
         assert at_end(meter)["gradient"] == WEIGHTS
     with MemoryMeter(model, optimizer) as meter:  # there on entry
@@ -459,6 +481,7 @@ def test_a_model_made_in_the_block_and_not_given_is_known_by_its_leaves():
     with MemoryMeter() as meter:
         model, x = deep_mlp(DEPTH, WIDTH), torch.randn(BATCH, WIDTH)
         model(x).sum().backward()
+        one_more_sample()
     expected = {"parameter": WEIGHTS, "gradient": WEIGHTS, "input": x.nbytes}
     assert at_end(meter) == dict.fromkeys(CATEGORIES, 0) | expected
 
@@ -488,14 +511,16 @@ def test_under_a_checkpoint_the_inputs_and_what_is_computed_again_are_activation
         for layer in layers:
             y = checkpoint(layer, y, use_reentrant=reentrant, preserve_rng_state=False)
         y.sum().backward()
-    backward = meter.phases().index("backward")
+        one_more_sample()
     series = meter.series()
     # The inputs of layers 1, 2 and 3 are kept (that of layer 0 is x, made before the block), the last output is not.
-    assert series["activation"][backward - 1] == 3 * ONE
+    assert after("aten.sum.default", meter)["activation"] == 3 * ONE
     (moment,) = recomputed
-    # Computing layer 2 again, layer 3's part is over: the inputs of 1 and 2, and what Linear gives GELU to keep.
+    # Layer 2 is computed again, layer 3 is over: the inputs of 1 and 2, and what Linear gives GELU to keep.
     assert series["activation"][moment] == 3 * ONE
-    assert meter.at_peak()["activation"] >= 5 * ONE
+    # In layer 3: three inputs, three tensors between its parts; and the loss's gradient (4 bytes), which is made before
+    # the backward pass and read in it, as activations are.
+    assert series["activation"].max() == 6 * ONE + 4
     assert at_end(meter)["activation"] == 0
 
 
@@ -521,14 +546,16 @@ def test_what_an_autograd_function_saves_is_an_activation():
     with MemoryMeter() as meter:
         y = Keeps.apply(x)
         y.sum().backward()
-    forward = meter.phases().index("backward") - 1
-    assert meter.series()["activation"][forward] == 2 * ONE  # an attribute: known once the backward pass has read it
+    assert (
+        after("aten.sum.default", meter)["activation"] == 2 * ONE
+    )  # an attribute: known once the backward pass has read it
 
 
 def test_without_gradients_everything_is_temporary():
     model, x = deep_mlp(DEPTH, WIDTH), torch.randn(BATCH, WIDTH)
     with MemoryMeter(model) as meter, torch.no_grad():
         y = model(x)
+        one_more_sample()
     assert not meter.series()["activation"].any()
     assert at_end(meter)["temporary"] == y.nbytes
 
@@ -635,7 +662,7 @@ def test_gradients_are_the_same_to_the_bit(name):
         else:
             with MemoryMeter(*given):
                 step()
-        found.append([parameter.grad.clone() for parameter in model.parameters()])
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     for plain, metered in zip(*found, strict=True):
         assert torch.equal(plain, metered)
 
@@ -856,13 +883,16 @@ def test_sparse_tensors_count_with_their_indices_and_values():
         warnings.simplefilter("ignore")  # "Sparse CSR tensor support is in beta state"
         with MemoryMeter() as meter:
             csr = torch.eye(8).to_sparse_csr()
-            assert meter.live_bytes == bytes_of([csr.crow_indices(), csr.col_indices(), csr.values()])
+            assert meter.live_bytes == sum(
+                part.untyped_storage().nbytes() for part in (csr.crow_indices(), csr.col_indices(), csr.values())
+            )
 
 
 def test_a_sparse_gradient_counts():
     embedding = nn.Embedding(100, 4, sparse=True)
     with MemoryMeter(embedding) as meter:
         embedding(torch.tensor([1, 2, 3])).sum().backward()
+        one_more_sample()
     assert at_end(meter)["gradient"] == 3 * 8 + 3 * 4 * 4
 
 
@@ -878,9 +908,8 @@ def test_an_opaque_tensor_is_a_clear_error_after_which_everything_is_undone():
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this build of torch has no oneDNN")
     before = global_hooks()
-    with pytest.raises(NotImplementedError, match="cannot see the bytes of a tensor with layout torch._mkldnn"):
-        with MemoryMeter():
-            torch.randn(4, 4).to_mkldnn()
+    with pytest.raises(NotImplementedError, match=r"cannot see .* with layout torch\._mkldnn"), MemoryMeter():
+        torch.randn(4, 4).to_mkldnn()
     everything_is_undone(before)
 
 
@@ -995,9 +1024,9 @@ def test_the_operator_that_takes_live_bytes_over_the_budget_raises(phase):
     for moment in (moments[0], moments[-1]):
         before = global_hooks()
         model, optimizer, step = fresh_step()
-        with pytest.raises(MemoryBudgetExceeded) as caught:
-            with MemoryMeter(model, optimizer, budget_bytes=live[moment] - 1) as meter:
-                step()
+        meter = MemoryMeter(model, optimizer, budget_bytes=live[moment] - 1)
+        with pytest.raises(MemoryBudgetExceeded) as caught, meter:
+            step()
         error = caught.value
         assert error.operator == free.timeline[moment - 1].operator
         assert error.live_bytes + error.wanted_bytes == live[moment] == meter.peak_bytes
@@ -1043,9 +1072,9 @@ def test_what_the_refused_operator_made_is_gone():
 def test_a_budget_below_what_the_model_holds_raises_on_entry():
     model, before = nn.Linear(16, 16), global_hooks()
     held = bytes_of(model.parameters())
-    with pytest.raises(MemoryBudgetExceeded, match="what model and optimizer hold on entry") as caught:
-        with MemoryMeter(model, budget_bytes=held - 1):
-            pytest.fail("the block ran")
+    meter = MemoryMeter(model, budget_bytes=held - 1)
+    with pytest.raises(MemoryBudgetExceeded, match="what model and optimizer hold on entry") as caught, meter:
+        pytest.fail("the block ran")
     assert (caught.value.live_bytes, caught.value.wanted_bytes) == (0, held)
     everything_is_undone(before)
     with MemoryMeter(model, budget_bytes=held):
@@ -1243,15 +1272,14 @@ def test_the_second_run_looks_dearer_because_it_carries_adams_state():
         first = forward_and_backward(model, optimizer)
         optimizer.step()
         second = forward_and_backward(model, optimizer)
-        with MemoryMeter(model, optimizer) as after:
+        with MemoryMeter(model, optimizer) as now:
             pass
-    forward = first.phases().index("backward") - 1
     weights = bytes_of(model.parameters())
     assert weights == 79_810_600  # 79.8 MB
     assert 19 * 32 * 1024 * 4 == 2_490_368  # 2.5 MB of activations; the loss keeps the output, 1,280 bytes
-    assert first.series()["activation"][forward] == 2_490_368 + 1_280
+    assert after("aten.mean.default", first)["activation"] == 2_490_368 + 1_280
     assert second.peak_bytes - first.peak_bytes == 2 * weights + 4 * 40  # what two equal arms differ by
-    assert after.entry_bytes - after.at_peak()["gradient"] == 3 * weights + 4 * 40 == 239_431_960  # 239 MB
+    assert now.entry_bytes - now.at_peak()["gradient"] == 3 * weights + 4 * 40 == 239_431_960  # 239 MB
 
 
 def test_measure_finds_the_same_whichever_arm_comes_first():
@@ -1293,7 +1321,7 @@ def count_packs(function, *args, hidden=()):
         if address not in hidden:
             packed += tensor.nbytes
             held[address] = tensor.untyped_storage()
-        return tensor
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function(*args)
@@ -1371,7 +1399,7 @@ def test_adding_up_packs_counts_a_fifth_too_much_on_a_layer_with_separate_projec
     # probabilities twice: by softmax and by the product with V.
     assert found.total_bytes == s * 4 * (16 * h + a * s + 4)
     assert found.packed_bytes - found.total_bytes == s * 4 * (2 * h + a * s)
-    assert found.packed_bytes / found.total_bytes - 1 == pytest.approx(0.176, abs=5e-4)
+    assert found.packed_bytes / found.total_bytes - 1 == pytest.approx(0.222, abs=5e-4)
 
 
 def test_parameters_are_told_by_storage():
@@ -1409,7 +1437,7 @@ def test_what_is_given_as_an_argument_is_listed_even_if_it_is_a_parameter():
 def test_a_checkpoint_keeps_its_input(reentrant):
     model, x = deep_mlp(4, 8), torch.randn(4, 8, requires_grad=True)
     found = saved_tensors(lambda x: checkpoint(model, x, use_reentrant=reentrant), x)
-    assert [(row.shape, row.bytes) for row in found] == [((4, 8), x.nbytes)]
+    assert [(row.shape, row.bytes) for row in found if row.bytes] == [((4, 8), x.nbytes)]  # torch 2.9: and an empty one
 
 
 def test_an_autograd_function_lists_what_it_saves_for_backward():
@@ -1452,6 +1480,20 @@ def test_what_the_result_does_not_need_is_not_listed():
         return x.tanh()
 
     assert [row.operator for row in saved_tensors(function, torch.ones(3, requires_grad=True))] == ["TanhBackward0"]
+
+
+def test_saved_tensors_keeps_nothing_alive():
+    x, results = torch.ones(3, requires_grad=True), []
+
+    def function(x):
+        y = x.exp().softmax(0).tanh()  # each saves its own result
+        results.append(weakref.ref(y.untyped_storage()))
+        return y
+
+    with MemoryMeter() as meter:
+        saved_tensors(function, x)
+        assert results[0]() is None
+        assert meter.live_bytes == 0
 
 
 def test_results_in_containers_are_followed():
@@ -1636,29 +1678,31 @@ def test_grouped_query_attention_keeps_fewer_keys_and_values():
 LAYER = {"sequence": 16, "batch": 2, "hidden": 32, "heads": 4}
 HEADS = {"sequence": 16, "batch": 2, "heads": 4, "head_dim": 8}
 
+of_layer, of_heads, of_state = transformer_activation_bytes, attention_saved_bytes, training_state_bytes
+
 
 @pytest.mark.parametrize(
     ("function", "arguments", "error", "message"),
     [
-        (transformer_activation_bytes, {**LAYER, "heads": 5}, ValueError, "heads is 5, which does not divide hidden = 32"),
-        (transformer_activation_bytes, {**LAYER, "layers": 0}, ValueError, "layers is 0; it takes a whole number, 1 or"),
-        (transformer_activation_bytes, {**LAYER, "batch": 0}, ValueError, "batch is 0; it takes a whole number, 1 or"),
-        (transformer_activation_bytes, {**LAYER, "batch": -2}, ValueError, "batch is -2; it takes a whole number, 1 or"),
-        (transformer_activation_bytes, {**LAYER, "sequence": 1.5}, TypeError, "sequence is 1.5; it takes a whole number"),
-        (transformer_activation_bytes, {**LAYER, "hidden": "64"}, TypeError, "hidden is '64'; it takes a whole number"),
-        (transformer_activation_bytes, {**LAYER, "hidden": float("nan")}, TypeError, "hidden is nan; it takes a whole"),
-        (transformer_activation_bytes, {**LAYER, "heads": True}, TypeError, "heads is True; it takes a whole number"),
-        (transformer_activation_bytes, {**LAYER, "dtype_bytes": 0}, ValueError, "dtype_bytes is 0; it takes a whole"),
-        (transformer_activation_bytes, {**LAYER, "mask_bytes": -1}, ValueError, "mask_bytes is -1; .* 0 or more"),
-        (transformer_activation_bytes, {**LAYER, "recompute": "some"}, ValueError, "recompute is 'some'; it takes 'none'"),
-        (attention_saved_bytes, {**HEADS, "kv_heads": 3}, ValueError, "kv_heads is 3, which does not divide heads = 4"),
-        (attention_saved_bytes, {**HEADS, "kv_heads": 0}, ValueError, "kv_heads is 0; it takes a whole number, 1 or"),
-        (attention_saved_bytes, {**HEADS, "head_dim": 0}, ValueError, "head_dim is 0; it takes a whole number, 1 or"),
-        (attention_saved_bytes, {**HEADS, "kind": "fast"}, ValueError, "kind is 'fast'; it takes 'standard' or 'flash'"),
-        (training_state_bytes, {"parameters": 0, "recipe": "fp32-sgd"}, ValueError, "parameters is 0; it takes a whole"),
-        (training_state_bytes, {"parameters": float("inf"), "recipe": "fp32-sgd"}, TypeError, "parameters is inf; it t"),
-        (training_state_bytes, {"parameters": None, "recipe": "fp32-sgd"}, TypeError, "parameters is None; it takes"),
-        (training_state_bytes, {"parameters": 1, "recipe": "adam"}, ValueError, "recipe is 'adam'; it takes one of 'fp32"),
+        (of_layer, {**LAYER, "heads": 5}, ValueError, "heads is 5, which does not divide hidden = 32"),
+        (of_layer, {**LAYER, "layers": 0}, ValueError, "layers is 0; it takes a whole number, 1 or"),
+        (of_layer, {**LAYER, "batch": 0}, ValueError, "batch is 0; it takes a whole number, 1 or"),
+        (of_layer, {**LAYER, "batch": -2}, ValueError, "batch is -2; it takes a whole number, 1 or"),
+        (of_layer, {**LAYER, "sequence": 1.5}, TypeError, "sequence is 1.5; it takes a whole number"),
+        (of_layer, {**LAYER, "hidden": "64"}, TypeError, "hidden is '64'; it takes a whole number"),
+        (of_layer, {**LAYER, "hidden": float("nan")}, TypeError, "hidden is nan; it takes a whole"),
+        (of_layer, {**LAYER, "heads": True}, TypeError, "heads is True; it takes a whole number"),
+        (of_layer, {**LAYER, "dtype_bytes": 0}, ValueError, "dtype_bytes is 0; it takes a whole"),
+        (of_layer, {**LAYER, "mask_bytes": -1}, ValueError, "mask_bytes is -1; .* 0 or more"),
+        (of_layer, {**LAYER, "recompute": "some"}, ValueError, "recompute is 'some'; it takes 'none'"),
+        (of_heads, {**HEADS, "kv_heads": 3}, ValueError, "kv_heads is 3, which does not divide heads = 4"),
+        (of_heads, {**HEADS, "kv_heads": 0}, ValueError, "kv_heads is 0; it takes a whole number, 1 or"),
+        (of_heads, {**HEADS, "head_dim": 0}, ValueError, "head_dim is 0; it takes a whole number, 1 or"),
+        (of_heads, {**HEADS, "kind": "fast"}, ValueError, "kind is 'fast'; it takes 'standard' or 'flash'"),
+        (of_state, {"parameters": 0, "recipe": "fp32-sgd"}, ValueError, "parameters is 0; it takes a whole"),
+        (of_state, {"parameters": float("inf"), "recipe": "fp32-sgd"}, TypeError, "parameters is inf; it t"),
+        (of_state, {"parameters": None, "recipe": "fp32-sgd"}, TypeError, "parameters is None; it takes"),
+        (of_state, {"parameters": 1, "recipe": "adam"}, ValueError, "recipe is 'adam'; it takes one of 'fp32"),
     ],
 )  # fmt: skip
 def test_a_formula_names_the_argument_what_it_got_and_what_it_takes(function, arguments, error, message):

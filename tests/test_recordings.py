@@ -20,7 +20,6 @@ from course_lib.teaching import languages, on_gpu
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = recordings.experiments()
-STORED = sorted(recordings.FOLDER.glob("*.json"))
 FIELDS = {"gpu", "gpu_memory_bytes", "driver", "torch", "date", "command", "figures"}
 HAN = re.compile(r"[\u4e00-\u9fff]")
 each = pytest.mark.parametrize("item", EXPERIMENTS, ids=[f"{item.lesson}-{item.name}" for item in EXPERIMENTS])
@@ -280,9 +279,12 @@ def stored_problems(recording):
     return problems
 
 
-@pytest.mark.parametrize("path", STORED, ids=[path.stem for path in STORED])
-def test_a_stored_recording_has_all_its_fields(path):
-    assert stored_problems(json.loads(path.read_text(encoding="utf-8"))) == []
+def test_every_stored_recording_has_all_its_fields():
+    stored = sorted(recordings.FOLDER.glob("*.json"))
+    if not stored:
+        pytest.skip("no recording is stored yet; `make gpu` makes one on a machine with a GPU")
+    problems = {path.name: stored_problems(json.loads(path.read_text(encoding="utf-8"))) for path in stored}
+    assert not any(problems.values()), problems
 
 
 def test_a_stored_recording_that_lacks_something_is_found():
@@ -315,7 +317,9 @@ def test_a_page_has_both_languages_in_elements_of_their_own(no_gpu, folder):
     pytest.importorskip("pandas")
     store(folder, korthikanti={"saved_bytes": 12_345_678})
     html = on_gpu("01", "korthikanti")._repr_html_()
-    assert html.count('lang="en"') == html.count('lang="zh"') > 2
+    assert html.count('lang="en"') == html.count('lang="zh"') == 6  # title, origin, three headings, one label
+    for words in ('lang="en" style="display: block">Recorded on', 'lang="zh" style="display: block">Some GPU 上的记录'):
+        assert words in html
     assert "12.346 MB" in html and "<table" in html and "not measured on this machine" in html
 
 

@@ -10,7 +10,7 @@ import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -134,6 +134,7 @@ def measure(
             allocator_peak = meter.entry_bytes + peak_of(kept, step, device)
             workspace = workspace_of(kept, step, device)
         counter = FlopCounterMode(display=False)
+        counter.mod_tracker = _NoModules()
         kept.run(step, counter)
         if not symbolic:
             clock = _Clock(device)
@@ -316,6 +317,12 @@ def _cpu_workspace(kept: _Kept, step, device) -> dict[str, int]:
         if extra > 0:
             taken[name] = max(extra, taken.get(name, 0))
     return _largest_first(taken)
+
+
+class _NoModules(nullcontext):
+    """Instead of the counter's module tracker, whose hooks make `torch.autograd.grad` fail."""
+
+    parents = ("Global",)
 
 
 def _largest_first(taken: dict[str, int]) -> dict[str, int]:

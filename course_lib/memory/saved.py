@@ -138,7 +138,8 @@ class _Held:
     asked: ClassVar[list[_Held]] = []  # which ones have been unpacked, to learn their names
 
     def __init__(self, tensor: Tensor, number: int):
-        self.tensor, self.number = tensor, number
+        # Detached: an operator that saves its own result would, through it, keep itself alive for ever.
+        self.tensor, self.number = tensor.detach(), number
         self.operator = "(not reached from the result)"  # as inside CopySlices, an in-place change of a view
         self.argument = ""
 

@@ -11,6 +11,7 @@ from .languages import language, text
 from .machine import about_this_machine
 from .maps import course_map
 from .playgrounds import activation_playground, draw_activation_bytes
+from .said import what_you_may_have_read
 from .tables import Table, claims, compare, predictions, table
 
 __all__ = [
@@ -32,5 +33,6 @@ __all__ = [
     "table",
     "text",
     "timelines",
+    "what_you_may_have_read",
     *exercises.__all__,
 ]

@@ -177,12 +177,15 @@ def timelines(
         _mark_peak(panel, step, None if step is steps[0] else steps[0])
     _name_the_rest(drawn, steps, named_somewhere)
 
+    return shown_once(drawn)
+
+
+def shown_once(drawn: "Figure") -> "Figure":
+    """Close a figure in a notebook, which else shows it twice: as the value of the cell and as an open figure."""
     import matplotlib
 
     if "inline" in matplotlib.get_backend():
-        from matplotlib import pyplot
-
-        pyplot.close(drawn)  # else the notebook shows it twice: as the cell's value and as an open figure
+        _pyplot().close(drawn)
     return drawn
 
 

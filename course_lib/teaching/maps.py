@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from .figures import figure
+from .figures import figure, shown_once
 from .languages import text
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def course_map() -> "Figure":
         )
     ax.set(xlim=(-0.5, 4.5), ylim=(-0.5, 2.5))
     ax.axis("off")
-    return drawn
+    return shown_once(drawn)
 
 
 def _box(corner: tuple[float, float], color: str):

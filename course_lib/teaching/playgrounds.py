@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from .figures import COLORS, figure
+from .figures import COLORS, figure, shown_once
 from .languages import text
 
 if TYPE_CHECKING:
@@ -45,18 +45,16 @@ def draw_activation_bytes(sequence: int = 2048, layers: int = 32, heads: int = 3
         xlabel=text("sequence length s, tokens", "序列长度 s（token 数）"), ylabel=text("activations, GB", "激活值，GB")
     )
     ax.legend(loc="upper left", reverse=True)
-    return drawn
+    return shown_once(drawn)
 
 
 def activation_playground():
     """`draw_activation_bytes` behind three sliders; needs a running kernel."""
+    from IPython.display import display
     from ipywidgets import IntSlider, SelectionSlider, interact
 
     def draw(sequence: int, layers: int, heads: int) -> None:
-        import matplotlib.pyplot as plt
-
-        draw_activation_bytes(sequence, layers, heads)
-        plt.show()
+        display(draw_activation_bytes(sequence, layers, heads))
 
     interact(
         draw,

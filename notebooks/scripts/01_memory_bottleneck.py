@@ -55,32 +55,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from course_lib.memory import (
-    MemoryMeter,
-    attention_saved_bytes,
-    measure,
-    saved_tensors,
-    symbolic,
-    training_state_bytes,
-    transformer_activation_bytes,
-)
-from course_lib.models import Decoder, DecoderLayer, deep_mlp, random_tokens
-from course_lib.teaching import (
-    COLORS,
-    activation_playground,
-    claims,
-    compare,
-    draw_activation_bytes,
-    exercises,
-    figure,
-    on_gpu,
-    predicted_and_measured,
-    predictions,
-    table,
-    text,
-    timelines,
-)
-
 # %% [markdown]
 # ## 1.1 What training holds all the time / 训练始终占着的字节
 #
@@ -98,22 +72,17 @@ from course_lib.teaching import (
 # 一共是每个参数 $2 + 2 + 4 + 4 + 4 = 16$ 字节。全 fp32 的 Adam 也是 16 字节，只是分法不同：混合精度在这里一点也不省，它的好处在激活值和速度上。
 #
 # </div>
-
 # %%
-table(
-    [
-        ("recipe", "配方"),
-        ("parameters, GB", "参数，GB"),
-        ("gradients, GB", "梯度，GB"),
-        ("optimizer, GB", "优化器，GB"),
-        ("sum, GB", "合计，GB"),
-    ],
-    [
-        (recipe, *(count / 1e9 for count in state.values()), sum(state.values()) / 1e9)
-        for recipe in ("fp32-sgd", "fp32-adam", "mixed-adam")
-        for state in [training_state_bytes(7_000_000_000, recipe)]
-    ],
-)
+from course_lib.memory import MemoryMeter, measure, saved_tensors, symbolic, training_state_bytes
+from course_lib.models import Decoder, DecoderLayer, deep_mlp, random_tokens
+from course_lib.teaching import compare, figure, predicted_and_measured, predictions, table, text, timelines
+
+rows = []
+for recipe in ("fp32-sgd", "fp32-adam", "mixed-adam"):
+    state = training_state_bytes(7_000_000_000, recipe)
+    rows.append((recipe, *(count // 10**9 for count in state.values()), sum(state.values()) // 10**9))
+headings = [("recipe", "配方"), ("parameters, GB", "参数，GB"), ("gradients, GB", "梯度，GB")]
+table([*headings, ("optimizer, GB", "优化器，GB"), ("sum, GB", "合计，GB")], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -123,7 +92,7 @@ table(
 # </div>
 # <div lang="zh">
 #
-# 在装得下的东西上验证一下。这个解码器有 4.2 百万个参数，本课一直观察它。用 fp32 的 Adam 走两步，看看留下了什么。
+# 在装得下的东西上验证一下。这个解码器有 420 万个参数，本课一直观察它。用 fp32 的 Adam 走两步，看看留下了什么。
 #
 # </div>
 
@@ -320,36 +289,36 @@ timelines(
 
 
 # %%
-class SeparateProjections(nn.Module):
-    def __init__(self, hidden=512, heads=8):
+class SeparateAttention(nn.Module):
+    def __init__(self, hidden, heads):
         super().__init__()
-        self.heads, self.norm = heads, nn.LayerNorm(hidden)
+        self.heads = heads
         self.q, self.k, self.v, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
 
     def forward(self, x):  # (b, s, h)
         b, s, h = x.shape
-        y = self.norm(x)
-        q, k, v = (f(y).view(b, s, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (f(x).view(b, s, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
         p = (q @ k.mT * q.shape[-1] ** -0.5).softmax(dim=-1)  # (b, heads, s, s)
-        return x + self.out((p @ v).transpose(1, 2).reshape(b, s, h))
+        return self.out((p @ v).transpose(1, 2).reshape(b, s, h))
 
 
 # %%
-layer, batch = SeparateProjections(), torch.randn(2, 128, 512)
+layer, batch = DecoderLayer(512, 8), torch.randn(2, 128, 512)
+layer.attention = SeparateAttention(512, 8)
 kept = saved_tensors(layer, batch)
 kept
 
 # %% [markdown]
 # <div lang="en">
 #
-# Look at the last column. The normalised input is saved three times, once by each projection, and it is one storage. The probabilities P are saved by softmax and by the product with V. Add up every saved tensor, as many scripts do, and you count 50 % too much here; count storages.
+# Look at the last column. The normalised input is saved three times, once by each projection, and it is one storage. The probabilities P are saved by softmax and by the product with V. Add up every saved tensor, as many scripts do, and you count 22 % too much here; count storages.
 #
 # And one row is missing on purpose: the weights. A Linear layer saves its weight too, not the parameter itself but a view, `weight.t()`. It costs nothing, since the parameter lives anyway. A script that excludes saved parameters by their type misses the view.
 #
 # </div>
 # <div lang="zh">
 #
-# 看最后一列。归一化后的输入被三个投影各保存了一次，其实是同一份存储；概率 P 被 softmax 和它与 V 的乘法各存了一次。像许多脚本那样把每个保存的张量都加起来，这里会多算 50 %；应该按存储来数。
+# 看最后一列。归一化后的输入被三个投影各保存了一次，其实是同一份存储；概率 P 被 softmax 和它与 V 的乘法各存了一次。像许多脚本那样把每个保存的张量都加起来，这里会多算 22 %；应该按存储来数。
 #
 # 有一行是特意不列的：权重。Linear 也会保存权重，但存的不是参数本身，而是视图 `weight.t()`。它不花钱，因为参数反正要活着。按类型来排除参数的脚本，会漏掉这个视图。
 #
@@ -392,6 +361,8 @@ table(
 # </div>
 
 # %%
+from course_lib.memory import transformer_activation_bytes
+
 sizes = {"sequence": 512, "batch": 1, "hidden": 512, "heads": 8}
 rows = []
 for dtype, norm_first in [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)]:
@@ -410,7 +381,7 @@ predictions(rows, unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# 一个字节都不差。这一层用的是 `native_dropout`，掩码以布尔值保存，每个元素 1 字节，与 GPU 上相同。CPU 上的 `F.dropout` 则不同：它的掩码是现成的系数，与激活值同一种 dtype。
+# 一字节不差。这一层用的是 `native_dropout`，掩码以布尔值保存，每个元素一字节，与 GPU 上相同。CPU 上的 `F.dropout` 则不同：它的掩码是现成的系数，与激活值同一种 dtype。
 #
 # </div>
 
@@ -467,12 +438,11 @@ per_layer = transformer_activation_bytes(
 predictions([(("slope: one layer", "斜率：一层"), per_layer, round(slope))], unit="bytes")
 
 # %%
-drawn, ax = figure(
-    ("Activations grow by the same bytes with every layer", "每加一层，激活值增加同样多的字节"), height=3.0
-)
+drawn, ax = figure(("Every layer adds the same bytes", "每一层增加同样多的字节"), height=3.0)
 line = intercept + per_layer * depths
+ax.set(xlabel=text("layers L", "层数 L"), ylabel=text("saved, MB", "保存，MB"), xlim=(0, 17.5), ylim=(0, 190))
 predicted_and_measured(ax, depths, line / 1e6, saved / 1e6, ("decoder", "解码器"))
-ax.set(xlabel=text("layers L", "层数 L"), ylabel=text("saved, MB", "保存，MB"), xlim=(0, 17.5), ylim=(0, None))
+
 # %%
 head = 4 * 128 * 4096 * 4  # log-probabilities of 4 × 128 tokens over 4096 words, fp32
 round(intercept), head, round(intercept) - head
@@ -504,48 +474,36 @@ round(intercept), head, round(intercept) - head
 # </div>
 
 # %%
-lengths = np.array([512, 1024, 2048, 4096])
-with symbolic():
-    standard, fused = (
-        np.array(
-            [saved_tensors(DecoderLayer(512, 8, fused=f), torch.randn(1, int(n), 512)).total_bytes for n in lengths]
-        )
-        for f in (False, True)
-    )
-p_bytes = [attention_saved_bytes(sequence=int(n), batch=1, heads=8, head_dim=64)["p"] for n in lengths]
-table(
-    [
-        ("tokens", "token 数"),
-        ("layer, MB", "一层，MB"),
-        ("P alone, MB", "仅 P，MB"),
-        ("P's share", "P 占比"),
-        ("fused kernel, MB", "融合核，MB"),
-    ],
-    [
-        (int(n), round(t / 1e6, 1), round(p / 1e6, 1), f"{p / t:.0%}", round(f / 1e6, 1))
-        for n, t, p, f in zip(lengths, standard, p_bytes, fused, strict=True)
-    ],
-)
+from course_lib.memory import attention_saved_bytes
+
+lengths = [512, 1024, 2048, 4096]
+
+
+def saved_by_layer(length, fused):
+    with symbolic():
+        return saved_tensors(DecoderLayer(512, 8, fused=fused), torch.randn(1, length, 512)).total_bytes / 1e6
+
+
+standard, fused = ([saved_by_layer(length, kind) for length in lengths] for kind in (False, True))
+p = [attention_saved_bytes(sequence=n, batch=1, heads=8, head_dim=64)["p"] / 1e6 for n in lengths]
+headings = [("tokens", "token 数"), ("layer, MB", "一层，MB"), ("P alone, MB", "仅 P，MB"), ("P's share", "P 占比")]
+rows = [
+    (n, round(layer, 1), round(alone, 1), f"{alone / layer:.0%}")
+    for n, layer, alone in zip(lengths, standard, p, strict=True)
+]
+table(headings, rows)
 
 # %%
-formula = [
-    transformer_activation_bytes(
-        sequence=int(n), batch=1, hidden=512, heads=8, dtype_bytes=4, mask_bytes=0, statistic_bytes=4
-    )
-    for n in lengths
-]
+core = {"batch": 1, "hidden": 512, "heads": 8, "dtype_bytes": 4, "mask_bytes": 0, "statistic_bytes": 4}
+formula = [transformer_activation_bytes(sequence=length, **core) / 1e6 for length in lengths]
 drawn, ax = figure(("P overtakes all the rest at 1024 tokens", "到 1024 个 token，P 就超过了其余全部"), height=3.2)
-predicted_and_measured(ax, lengths, np.array(formula) / 1e6, standard / 1e6, ("standard", "标准"))
-predicted_and_measured(
-    ax, lengths, np.array(p_bytes) / 1e6, np.array(p_bytes) / 1e6, ("P alone", "仅 P"), color=COLORS["temporary"]
-)
-predicted_and_measured(ax, lengths, None, fused / 1e6, ("fused", "融合"), color=COLORS["activation"])
+ax.set(xlim=(300, 4900), xlabel=text("sequence length, tokens", "序列长度（token 数）"))
+ax.set(ylabel=text("saved by one layer, MB", "一层保存，MB"))
 ax.axvline(1024, color="#888888", linewidth=0.8, linestyle="--")
-ax.set(
-    xlabel=text("sequence length, tokens", "序列长度（token 数）"),
-    ylabel=text("saved by one layer, MB", "一层保存，MB"),
-    xlim=(300, 4900),
-)
+predicted_and_measured(ax, lengths, formula, standard, ("standard", "标准"))
+predicted_and_measured(ax, lengths, p, p, ("P alone", "仅 P"), color="#AA9922")
+predicted_and_measured(ax, lengths, None, fused, ("fused", "融合"), color="#228833")
+
 # %% [markdown]
 # <div lang="en">
 #
@@ -652,20 +610,11 @@ for name, (parameters, giant) in giants.items():
     state = sum(training_state_bytes(parameters, "mixed-adam").values())
     most_activations = int(giant.series()["activation"].max())
     phase = max(giant.timeline, key=lambda sample: sample.live_bytes).phase
-    rows.append(
-        (name, *(round(count / 1e9, 1) for count in (parameters, state, most_activations, giant.peak_bytes)), phase)
-    )
-table(
-    [
-        ("model", "模型"),
-        ("10⁹ parameters", "参数，10⁹"),
-        ("16 bytes each, GB", "每个 16 字节，GB"),
-        ("most activations, GB", "激活值最多时，GB"),
-        ("peak, GB", "峰值，GB"),
-        ("peak in", "峰值所在阶段"),
-    ],
-    rows,
-)
+    figures = (round(count / 1e9, 1) for count in (parameters, state, most_activations, giant.peak_bytes))
+    rows.append((name, *figures, phase))
+headings = [("model", "模型"), ("parameters, 10⁹", "参数，10⁹"), ("16 bytes each, GB", "每个 16 字节，GB")]
+headings += [("most activations, GB", "激活值最多，GB"), ("peak, GB", "峰值，GB"), ("peak in", "峰值所在")]
+table(headings, rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -713,15 +662,20 @@ with MemoryMeter(model, optimizer) as monitor:
         rows.append([number, *(round(reading / 1e6, 1) for reading in (*readings, monitor.live_bytes))])
 
 # %%
-headings = [
-    ("live MB after", "存活 MB，之后"),
-    "zero_grad",
-    ("forward", "前向"),
-    ("backward", "反向"),
-    "optimizer.step",
-    "zero_grad",
-]
-table(headings, rows)
+headings = [("step", "步"), ("before, MB", "之前，MB"), ("forward, MB", "前向，MB"), ("backward, MB", "反向，MB")]
+table([*headings, "step(), MB", "zero_grad(), MB"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# The same forward pass reads 68.4 MB in the first step and 102.3 MB ever after: the 33.9 MB between them are Adam's state, made at the end of step 1. After backward the activations are gone and the gradients have come. A reading between phases never sees the peak of 119.1 MB: it lies inside backward.
+#
+# </div>
+# <div lang="zh">
+#
+# 同样的前向，第一步读数是 68.4 MB，以后都是 102.3 MB：相差的 33.9 MB 是 Adam 的状态，在第 1 步末尾才建立。反向之后激活值没了，梯度来了。在阶段之间读数，永远看不到 119.1 MB 的峰值：它在反向的中间。
+#
+# </div>
 
 # %% [markdown]
 # ## 1.11 What the meter leaves out / 计量器没有数的
@@ -774,41 +728,25 @@ def naive_growth(network, optimizer):
 twin = deep_mlp(depth=20, width=1024)
 twin_adam = torch.optim.Adam(twin.parameters())
 first, second = naive_growth(twin, twin_adam), naive_growth(twin, twin_adam)
-fair = [measure(lambda: naive_growth(twin, twin_adam), model=twin, optimizer=twin_adam).peak_bytes for _ in range(2)]
+fair = [
+    measure(lambda: naive_growth(twin, twin_adam), model=twin, optimizer=twin_adam, repeats=1).peak_bytes
+    for _ in range(2)
+]
 first, second, fair[0] == fair[1]
 
 # %%
+from course_lib.teaching import what_you_may_have_read
+
 q, k, v = (torch.randn(1, 12, 512, 64, requires_grad=True) for _ in range(3))
-attention = saved_tensors(lambda q, k, v: (q @ k.mT * 64**-0.5).softmax(dim=-1) @ v, q, k, v).total_bytes
+kept = saved_tensors(lambda q, k, v: (q @ k.mT * 64**-0.5).softmax(dim=-1) @ v, q, k, v).total_bytes
 believed = sum(attention_saved_bytes(sequence=512, batch=1, heads=12, head_dim=64).values()) + 12 * 512 * 512 * 4
-two_each = saved_tensors(mlp, x).total_bytes // (32 * 1024 * 4)
-claims(
-    [
-        (
-            ("Memory after the forward pass is the peak.", "前向结束时的内存就是峰值。"),
-            ("decoder, section 1.3", "解码器，1.3 节"),
-            f"{after_forward.live_bytes / 1e6:.1f} MB < {peak.live_bytes / 1e6:.1f} MB",
-            ("No. It is in backward here, and in the optimizer for the MLP.", "不对。这里在反向，MLP 则在优化器。"),
-        ),
-        (
-            ("Run plain first, then the other, and compare the growth.", "先跑普通的，再跑另一个，比较增量。"),
-            ("the same MLP twice", "同一个 MLP 跑两次"),
-            f"{first / 1e6:.1f} MB → {second / 1e6:.1f} MB",
-            ("No. The first run pays for Adam's state.", "不对。第一次替 Adam 的状态付了账。"),
-        ),
-        (
-            ("Standard attention keeps Q, K, V, S and P.", "标准注意力保存 Q、K、V、S 和 P。"),
-            ("12 heads, 512 tokens, d = 64", "12 个头、512 个 token、d = 64"),
-            f"{attention / 1e6:.1f} MB, not {believed / 1e6:.1f} MB",
-            ("No: S is not kept. Softmax's gradient needs P only.", "不对：S 不保存。softmax 求梯度只用 P。"),
-        ),
-        (
-            ("Each of L layers keeps one activation.", "L 层各保存一个激活值。"),
-            ("20 × (Linear + GELU)", "20 ×（Linear + GELU）"),
-            f"{two_each} = 2 × 20",
-            ("No. Linear keeps its input, GELU keeps its own.", "不对。Linear 存它的输入，GELU 也存自己的输入。"),
-        ),
-    ]
+activations = saved_tensors(mlp, x).total_bytes // (32 * 1024 * 4)
+what_you_may_have_read(
+    "01",
+    f"{after_forward.live_bytes / 1e6:.1f} MB < {peak.live_bytes / 1e6:.1f} MB",
+    f"{first / 1e6:.1f} MB → {second / 1e6:.1f} MB",
+    f"{kept / 1e6:.1f} MB, not {believed / 1e6:.1f} MB",
+    f"{activations} = 2 × 20",
 )
 
 # %% [markdown]
@@ -838,6 +776,8 @@ claims(
 # </div>
 
 # %% tags=["nbval-ignore-output", "shows-device"]
+from course_lib.teaching import on_gpu
+
 on_gpu("01")
 
 # %% [markdown]
@@ -855,7 +795,10 @@ on_gpu("01")
 # </div>
 
 # %%
+from course_lib.teaching import activation_playground, draw_activation_bytes
+
 draw_activation_bytes()
+
 # %% tags=["nbval-ignore-output", "shows-picture"]
 activation_playground()
 
@@ -879,6 +822,8 @@ optimizer_bytes = 7_000_000_000 * (4 + 4 + 4)
 ### END SOLUTION
 
 # %%
+from course_lib.teaching import exercises
+
 exercises.check_optimizer_bytes(optimizer_bytes)
 
 # %% [markdown]
@@ -920,7 +865,7 @@ exercises.check_largest_batch(largest_batch)
 # </div>
 # <div lang="zh">
 #
-# **练习 3。** 许多新模型使用 SwiGLU 前馈网络：`down(F.silu(gate(x)) * up(x))`。输入 512 个 token、256 个特征，内部宽 1024，用 fp32，预测它保存多少字节。然后搭出来，让 `saved_tensors` 判定。
+# **练习 3。** 许多新模型使用 SwiGLU 前馈（feed-forward）网络：`down(F.silu(gate(x)) * up(x))`。输入 512 个 token、256 个特征，内部宽 1024，用 fp32，预测它保存多少字节。然后搭出来，让 `saved_tensors` 判定。
 #
 # </div>
 
@@ -945,7 +890,7 @@ exercises.check_swiglu_bytes(swiglu_bytes)
 # - Count storages, not tensors; leave parameters out by storage, not by type.
 # - One transformer layer saves $s b h (34 + 5 a s / h)$ bytes and $8 s b$ for its norms: exact for the operators it was written for.
 # - Activations grow with depth in a line, with sequence length in a parabola; the logits may outweigh both.
-# - The peak is not the end of the forward pass. Measure both arms in the same state.
+# - The peak need not be where the forward pass ends. Measure both arms in the same state.
 #
 # **Next:** lesson 02 forgets activations and computes them again.
 #
@@ -956,7 +901,7 @@ exercises.check_swiglu_bytes(swiglu_bytes)
 # - 要数存储，不要数张量；排除参数要按存储，不要按类型。
 # - 一层 transformer 保存 $s b h (34 + 5 a s / h)$ 字节，归一化另加 $8 s b$：对它所针对的算子精确无误。
 # - 激活值随深度呈直线增长，随序列长度呈抛物线增长；logits 可能比两者都重。
-# - 峰值不在前向结束时。要在同样的状态下测量两边。
+# - 峰值不一定在前向结束时。要在同样的状态下测量两边。
 #
 # **下一步：** 第 02 课忘掉激活值，再重新算出来。
 #

@@ -1,0 +1,193 @@
+"""The cost of the meter beside that of PyTorch's own `MemTracker`, and its peaks beside the allocator's.
+
+Run as a script: `python tests/bench_memory.py`. Ratios of times taken in one run, in turns, so that they carry over to
+other machines; the peaks are exact.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from course_lib.memory import MemoryMeter, measure
+from course_lib.models import Decoder, DecoderLayer, deep_mlp, random_tokens
+
+BAR = 0.20
+ROUNDS, QUICK_A_ROUND = 5, 4  # MemTracker is slow: one step of its for several of the others
+
+
+# ---- overhead
+
+
+def overhead() -> None:
+    """The time that a meter adds to a step, over the time that MemTracker adds to it."""
+    layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.randn(4, 32, 64)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    def tracker() -> MemTracker:
+        made = MemTracker()
+        made.track_external(model, optimizer, x)
+        return made
+
+    arms = {
+        "plain": (nullcontext, QUICK_A_ROUND),
+        "meter": (lambda: MemoryMeter(model, optimizer), QUICK_A_ROUND),
+        "tracker": (tracker, 1),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for make, _ in arms.values():
+        _seconds(step, make())  # warm up
+    for _ in range(ROUNDS):
+        for name, (make, count) in arms.items():
+            seconds[name] += [_seconds(step, make()) for _ in range(count)]
+
+    print(f"One step of a 12-layer transformer with Adam, {ROUNDS} rounds in turns, torch {torch.__version__}, CPU")
+    print(f"{'':16}{'median ms':>12}{'least ms':>12}{'of plain':>12}")
+    labels = {"plain": "plain", "meter": "MemoryMeter", "tracker": "MemTracker"}
+    for name, label in labels.items():
+        middle, least = statistics.median(seconds[name]) * 1e3, min(seconds[name]) * 1e3
+        print(f"{label:16}{middle:12.1f}{least:12.1f}{least / min(seconds['plain']) / 1e3:11.1f}x")
+    ratios = {}
+    for label, of in (("medians", statistics.median), ("least", min)):
+        plain, meter, tracked = (of(seconds[name]) for name in ("plain", "meter", "tracker"))
+        ratios[label] = (meter - plain) / (tracked - plain)
+    found = ratios["medians"]
+    print(f"overhead of MemoryMeter over MemTracker's: {found:.3f} of medians, {ratios['least']:.3f} of least times")
+    print(f"bar {BAR:.2f}: {'met' if found <= BAR else 'missed'}")
+
+
+def _seconds(step: Callable[[], None], context) -> float:
+    gc.collect()
+    with context:
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+
+
+# ---- peaks
+
+
+def workloads() -> dict[str, Callable]:
+    """name -> a function that makes (model, optimizer, step)."""
+
+    def step_of(model, forward, kind=torch.optim.Adam, **options):
+        optimizer = kind(model.parameters(), **options)
+
+        def step():
+            with sdpa_kernel(SDPBackend.MATH):
+                forward().backward()
+            optimizer.step()
+
+        return model, optimizer, step
+
+    def mlp(**options):
+        model, x = deep_mlp(8, 256), torch.randn(512, 256)
+        return step_of(model, lambda: model(x).square().mean(), **options)
+
+    def layers(norm_first, how):
+        parts = [DecoderLayer(128, 4, dropout=0.1, norm_first=norm_first, seed=2 * i) for i in range(4)]
+        model, x = nn.Sequential(*parts), torch.randn(8, 64, 128, requires_grad=True)
+
+        def forward():
+            x.grad, y = None, x
+            for part in model:
+                y = part(y) if how is None else checkpoint(part, y, use_reentrant=how)
+            return y.square().mean()
+
+        return step_of(model, forward)
+
+    def batch_norm():
+        model = nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.BatchNorm2d(16), nn.AvgPool2d(2))
+        x = torch.randn(8, 16, 64, 64)
+        return step_of(model, lambda: model(x).square().mean(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def gpt():
+        model = Decoder(vocabulary=2000, hidden=128, heads=4, layers=2, sequence=64, dropout=0.1)
+        tokens = random_tokens(4, 64, 2000)
+        return step_of(model, lambda: model.loss(tokens), torch.optim.AdamW)
+
+    def double_backward():
+        model = nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 1))
+        x = torch.randn(512, 128, requires_grad=True)
+
+        def forward():
+            x.grad = None
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            return ((slope.norm(dim=1) - 1) ** 2).mean()
+
+        return step_of(model, forward)
+
+    def convolutions():
+        model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.LazyLinear(10))
+        x, labels = torch.randn(8, 3, 64, 64), torch.randint(10, (8,))
+        model(x)
+        return step_of(model, lambda: cross_entropy(model(x), labels))
+
+    def lstm():
+        model, x = nn.LSTM(64, 64, 2), torch.randn(32, 8, 64)
+        return step_of(model, lambda: model(x)[0].square().mean())
+
+    return {
+        "MLP, Adam foreach": lambda: mlp(foreach=True),
+        "MLP, Adam one by one": lambda: mlp(foreach=False),
+        "MLP, NAdam": lambda: mlp(kind=torch.optim.NAdam),
+        "MLP, SGD with momentum": lambda: mlp(kind=torch.optim.SGD, lr=0.1, momentum=0.9),
+        "post-norm layers": lambda: layers(False, None),
+        "post-norm, checkpoint": lambda: layers(False, False),
+        "post-norm, reentrant": lambda: layers(False, True),
+        "pre-norm layers": lambda: layers(True, None),
+        "pre-norm, checkpoint": lambda: layers(True, False),
+        "pre-norm, reentrant": lambda: layers(True, True),
+        "batch norm and pooling": batch_norm,
+        "GPT, tied head": gpt,
+        "double backward": double_backward,
+        "convolutions *": convolutions,
+        "LSTM *": lstm,
+    }
+
+
+def peaks() -> None:
+    """The meter's peak and the allocator's, workload by workload."""
+    print(f"{'workload':26}{'meter, bytes':>16}{'allocator, bytes':>18}{'error':>11}  largest workspace")
+    for name, make in workloads().items():
+        torch.manual_seed(0)
+        model, optimizer, step = make()
+        found = measure(step, model=model, optimizer=optimizer, repeats=1)
+        error = found.peak_bytes / found.allocator_peak_bytes - 1
+        largest = next((f"{k} {v:,}" for k, v in found.workspace_by_operator.items()), "") if "*" in name else ""
+        print(f"{name:26}{found.peak_bytes:16,}{found.allocator_peak_bytes:18,}{error:+11.4%}  {largest}".rstrip())
+    print("* operators take workspace, which the allocator sees and the meter does not count")
+
+
+def main() -> None:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the step is small, and idle threads that wait for work disturb the clock
+    try:
+        overhead()
+        print()
+        peaks()
+    finally:
+        torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    main()
