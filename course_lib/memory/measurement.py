@@ -89,8 +89,8 @@ def measure(
     and `repeats` for the clock, with garbage collection off so that the figures repeat.
 
     Parameters, buffers, gradients, optimizer state and random number generators are as they were afterwards, also
-    when the step fails. Where `model` and `optimizer` are left out, the gradients of the parameters met are put back, and
-    `Measurement.changed_parameters` says how many parameters the step has changed.
+    when the step fails. Where `model` and `optimizer` are left out, the gradients of the parameters met are put back,
+    and `Measurement.changed_parameters` says how many parameters the step has changed (not through `.data`).
 
     Args:
         step: one training step, without arguments; forward, backward and, if wanted, the optimizer's step.

@@ -73,7 +73,7 @@ def saved_tensors(function: Callable[..., Any], *args: Any, parameters: bool = F
 
     Returns:
         A `SavedTensors`. What code inside the function packs with saved-tensor hooks of its own, as non-reentrant
-        checkpointing and offloading do, is not held by the graph and so not listed.
+        checkpointing and offloading do, is not held by the graph and so not listed; nor are attributes of `ctx`.
 
     Raises:
         TypeError: `function` is not callable.
@@ -174,7 +174,7 @@ def _nodes(roots: list) -> Iterator:
 
 
 class _Belongings(TorchDispatchMode):
-    """Collects the storages of the parameters that operators meet, trained or frozen, and of the called modules' buffers."""
+    """Collects the storages of parameters that operators meet, trained or frozen, and of called modules' buffers."""
 
     def __init__(self):
         super().__init__()

@@ -384,7 +384,8 @@ def _name_the_rest(drawn: "Figure", steps: "Sequence[_Step]", named: set[str]) -
     """A line of swatches below the figure for the categories whose areas are too thin to write in."""
     from matplotlib.patches import Patch
 
-    rest = [category for category in _STACK if category not in named and any(category in step.bytes for step in steps)]
+    visible = {c for step in steps for c, held in step.bytes.items() if held.max() > step.peak / 200}
+    rest = [category for category in _STACK if category in visible - named]
     if rest:
         patches = [Patch(color=COLORS[category], label=category_label(category)) for category in rest]
         drawn.legend(
