@@ -91,6 +91,7 @@ def main():
     parser.add_argument("--force", action="store_true", help="store notebooks in which only seconds or devices changed")
     arguments = parser.parse_args()
     os.environ.pop("COURSE_LANG", None)  # notebooks are stored in the default language
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # on a busy machine threads that wait for one another take far longer
 
     names = [Path(name).stem for name in arguments.names] or [""]
     scripts = sorted((HERE / "scripts").glob("[0-9]*.py"))

@@ -257,11 +257,16 @@ class _Leaves(TorchDispatchMode):
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.disable()
+    if not frozen:  # what is there already need not be looked through before every run
+        gc.collect()
+        gc.freeze()
     try:
         yield
     finally:
+        if not frozen:
+            gc.unfreeze()
         if enabled:
             gc.enable()
 

@@ -199,6 +199,7 @@ class MemoryMeter(TorchDispatchMode):
         self._node = None  # the autograd node that ran the last operator
         self._read: list[_Storage] = []  # what that node has read so far
         self._step_node: Any = False  # inside an optimizer's step: the autograd node that called it, or None
+        self._final_history: dict[str, np.ndarray] | None = None  # worked out once, after the block
         self._hooks: list[Any] = []
 
     # ---- the block
@@ -412,6 +413,8 @@ class MemoryMeter(TorchDispatchMode):
         return {name: int(values[self._peak_index]) for name, values in self._history().items()}
 
     def _history(self) -> dict[str, np.ndarray]:
+        if self._final_history is not None:
+            return self._final_history
         with self._lock:
             if self._state == "active":
                 self._catch_up()
@@ -421,7 +424,10 @@ class MemoryMeter(TorchDispatchMode):
                 for start, stop, category in record.spans(end):
                     change[category][start] += record.bytes
                     change[category][stop] -= record.bytes
-        return {name: np.cumsum(values)[:-1] for name, values in change.items()}
+        history = {name: np.cumsum(values)[:-1] for name, values in change.items()}
+        if self._state == "closed":
+            self._final_history = history
+        return history
 
     def plot(self, ax=None):
         """Draw the timeline: live MB (10**6 bytes) of each category, stacked, over operators; the peak is marked.
@@ -542,7 +548,7 @@ def _held_by(optimizer) -> Iterator[Tensor]:
     """An optimizer's state, and the master weights that it steps in place of the model's parameters."""
     yield from _tensors_in(optimizer.state)
     for group in optimizer.param_groups:
-        yield from (tensor for tensor in group["params"] if not tensor.requires_grad)
+        yield from (p for p in group["params"] if not p.requires_grad and not isinstance(p, nn.Parameter))
 
 
 def check_model_and_optimizer(model, optimizer) -> None:

@@ -115,10 +115,11 @@ def check_optimizer_bytes(answer: Any) -> Verdict:
         84 * billion,
         wrong_answers={
             84: ("That is in GB. Give bytes.", "这是以 GB 为单位的数，请给出字节数。"),
+            84 * 2**30: ("That is 84 GiB; GB means 10⁹ bytes here.", "这是 84 GiB；这里的 GB 指 10⁹ 字节。"),
             12: ("That is per parameter. There are 7 billion.", "这是每个参数的字节数，模型有 70 亿个参数。"),
             56 * billion: (
                 "Those are the two moments. The fp32 master weights are kept by the optimizer as well.",
-                "这只是两个动量。优化器还保存一份 fp32 主权重。",
+                "这只是一阶、二阶两个矩。优化器还保存一份 fp32 主权重。",
             ),
             112 * billion: (
                 "That is all 16 bytes a parameter; the bf16 weight (2) and its gradient (2) are not the optimizer's.",
@@ -131,7 +132,7 @@ def check_optimizer_bytes(answer: Any) -> Verdict:
         },
         why=(
             "Master weight, first and second moment: 3 × 4 = 12 bytes for each of 7 billion parameters, 84 GB.",
-            "主权重、一阶动量、二阶动量：每个参数 3 × 4 = 12 字节，70 亿个参数共 84 GB。",
+            "主权重、一阶矩、二阶矩：每个参数 3 × 4 = 12 字节，70 亿个参数共 84 GB。",
         ),
         hint=(
             "How many fp32 numbers does the optimizer keep for each parameter, and what is each of them for?",
@@ -162,12 +163,14 @@ def check_largest_batch(answer: Any) -> Verdict:
         return meter.peak_bytes
 
     number = _number(answer)
-    if number is None or isinstance(number, float) or number != int(number) or not 1 <= number <= 10_000:
+    if number is None:
         hint = (
             "One measurement gives the part that does not grow, a second one the bytes a sequence adds.",
             "测一次得到不随批次变化的部分，再测一次得到每增加一个序列所增加的字节。",
         )
-        return expect_number(answer if number is None else None, 0, hint=hint)
+        return expect_number(answer, 0, hint=hint)
+    if isinstance(number, float) or number != int(number) or not 1 <= number <= 10_000:
+        return Verdict(False, ("A whole number from 1 to 10,000 is wanted.", "需要一个 1 到 10,000 之间的整数。"))
     batch = int(number)
     here, above = peak(batch), peak(batch + 1)
     if here > budget:
@@ -181,7 +184,7 @@ def check_largest_batch(answer: Any) -> Verdict:
     if above <= budget:
         message = (
             f"It fits, at {here:,} bytes, but so does {batch + 1}, at {above:,}.",
-            f"装得下，峰值 {here:,} 字节；但 {batch + 1} 也装得下，峰值 {above:,} 字节。",
+            f"装得下，峰值 {here:,} 字节；但批次为 {batch + 1} 也装得下，峰值 {above:,} 字节。",
         )
         return Verdict(False, message, ("How many bytes does one more sequence add?", "每多一个序列增加多少字节？"))
     return Verdict(
@@ -211,6 +214,11 @@ def check_swiglu_bytes(answer: Any) -> Verdict:
                 "少了一个宽张量：乘法保存两个因子，SiLU 保存自己的输入，最后的投影也保存自己的输入。",
             ),
             4 * wide: ("The input of the two projections is saved as well.", "两个投影的输入也会被保存。"),
+            one + 5 * wide: (
+                "One wide tensor too many: SiLU keeps its input, the product both factors, the last layer its input.",
+                "宽张量多算了一个：SiLU 保存它的输入，乘法保存两个因子，最后的投影保存它的输入。",
+            ),
+            (one + 4 * wide) / 10**6: ("That is in MB. Give bytes.", "这是以 MB 为单位的数，请给出字节数。"),
             (one + 4 * wide) // 4: (
                 "That is the number of elements. fp32 takes 4 bytes each.",
                 "这是元素个数，fp32 每个占 4 字节。",

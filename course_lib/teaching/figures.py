@@ -4,7 +4,7 @@ matplotlib is imported when the first figure is drawn, not before.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,7 +192,7 @@ def shown_once(drawn: "Figure") -> "Figure":
 def predicted_and_measured(
     ax: "Axes",
     x: Sequence[float],
-    predicted: Sequence[float] | None,
+    predicted: Callable[[int], float] | Sequence[float] | None,
     measured: Sequence[float],
     name: str | tuple[str, str],
     *,
@@ -203,14 +203,18 @@ def predicted_and_measured(
     Args:
         ax: where to draw.
         x: positions of the points.
-        predicted: values of the line; None to draw the points only.
+        predicted: values of the line, or the formula itself for a smooth one; None to draw the points only.
         measured: values of the points, in the same unit.
         name: English, or an (English, Chinese) pair.
         color: instead of the course's colour for measurements; the line is the same, lighter.
     """
     color = color or COLORS["measured"]
+    line_x = x
+    if callable(predicted):
+        line_x = [round(x[0] + (x[-1] - x[0]) * i / 100) for i in range(101)]
+        predicted = [predicted(position) for position in line_x]
     if predicted is not None:
-        ax.plot(x, predicted, "-", color=color, alpha=0.55, zorder=2)
+        ax.plot(line_x, predicted, "-", color=color, alpha=0.55, zorder=2)
     ax.plot(x, measured, "o", color=color, zorder=3)
     end = (x[-1], measured[-1])
     ax.annotate(

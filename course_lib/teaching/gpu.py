@@ -45,27 +45,41 @@ class GpuFigures:
 
     def __repr__(self) -> str:
         texts = []
-        for title, found, labels in self._parts:
-            lines = [label(title), *(label(line, separator="\n") for line in _origin(found))]
+        for titles, found, labels in self._blocks():
+            lines = [*map(label, titles), *(label(line, separator="\n") for line in _origin(found))]
             texts.append("\n".join([*lines, repr(_table(found, labels))] if found.values else lines))
         return "\n\n".join(texts)
 
     def _repr_html_(self) -> str | None:
         texts = []
-        for title, found, labels in self._parts:
+        for titles, found, labels in self._blocks():
             table = _table(found, labels)._repr_html_() if found.values else ""
             if table is None:
                 return None  # no pandas here: the text is shown instead
+            heads = "".join(f"<div><strong>{label_html(title)}</strong></div>" for title in titles)
             origin = "".join(f"<div>{label_html(line)}</div>" for line in _origin(found))
-            texts.append(f'<div style="margin: 0.6em 0"><strong>{label_html(title)}</strong>{origin}{table}</div>')
+            texts.append(f'<div style="margin: 0.6em 0">{heads}{origin}{table}</div>')
         return f'<div class="course-gpu">{"".join(texts)}</div>'
+
+    def _blocks(self) -> "list[tuple[list[Pair], Figures, dict[str, Pair]]]":
+        """Each experiment by itself; those without figures for the same reason together."""
+        blocks: list[tuple[list[Pair], Figures, dict[str, Pair]]] = []
+        for title, found, labels in self._parts:
+            last = blocks[-1][1] if blocks else None
+            if last is not None and not last.values and not found.values and _origin(last) == _origin(found):
+                blocks[-1][0].append(title)
+            else:
+                blocks.append(([title], found, labels))
+        return blocks
 
 
 def _origin(found: "Figures") -> list[Pair]:
     """Where the figures are from."""
     lines: list[Pair] = []
     if found.problem is not None:
-        lines.append((f"The GPU here could not run it ({found.problem}).", f"本机的 GPU 无法运行（{found.problem}）。"))
+        lines.append(
+            (f"The GPU here could not run it ({found.problem}).", f"本机的 GPU 无法运行这项实验（{found.problem}）。")
+        )
     if found.source == "live":
         en = f"Measured now on {found.gpu}, torch {found.torch}, {found.date}."
         zh = f"刚刚在 {found.gpu} 上测得，torch {found.torch}，{found.date}。"

@@ -41,10 +41,10 @@ def _memory() -> tuple[str, tuple[str, str]]:
 
 def _gpu(torch) -> tuple[str, tuple[str, str]]:
     if torch.cuda.is_available():
-        return torch.cuda.get_device_name(), ("yes, lessons show its figures live", "够用，各课会现场测量它")
+        return torch.cuda.get_device_name(), ("yes, lessons show its figures live", "够用，各课会在上面现场测量")
     if shutil.which("nvidia-smi"):
         return "–", (
             "there seems to be one, but this build of torch cannot use it: see Troubleshooting",
-            "似乎有 GPU，但当前的 torch 版本用不了它：见“疑难排解”",
+            "似乎有 GPU，但当前的 torch 版本用不了它：见“疑难解答”",
         )
     return "–", ("not needed: bytes and FLOPs are the same without one", "不需要：字节数和 FLOPs 在没有 GPU 时也一样")

@@ -13,7 +13,7 @@ _LESSONS = (
     ("01", 0.0, 1.0, "Where do\nthe bytes go?", "字节去了\n哪里？"),
     ("02", 1.0, 2.0, "Forget and\ncompute again?", "忘掉再算\n一遍？"),
     ("03", 2.0, 2.0, "Which ones\nto forget?", "该忘掉\n哪些？"),
-    ("04", 1.0, 1.0, "Move them\ndown a tier?", "挪到下一层\n存储？"),
+    ("04", 1.0, 1.0, "Move them\ndown a tier?", "挪到下一级\n存储？"),
     ("05", 1.0, 0.0, "Take the batch\nin pieces?", "把批次\n拆开？"),
     ("06", 2.0, 0.0, "Let the operator\nforget?", "让算子\n自己忘掉？"),
     ("07", 3.0, 1.0, "Fit a\nbudget", "装进\n预算"),
@@ -25,10 +25,10 @@ _WIDTH, _HEIGHT = 0.82, 0.72
 
 
 def course_map() -> "Figure":
-    """Draw the lessons and the ways between them: measure first, then four ideas in any order, then all together."""
+    """Draw the lessons and the ways between them: measure first, then the ways to save, then all together."""
     title = (
-        "Measure first; then four ideas, in any order; then all of them",
-        "先测量；再看四个想法，次序随意；最后合用",
+        "Measure first; then the ways to save; then all of them together",
+        "先测量；再看各种节省办法；最后合在一起用",
     )
     drawn, ax = figure(title, height=3.6)
     places = {number: (x, y) for number, x, y, _, _ in _LESSONS}

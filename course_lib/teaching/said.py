@@ -10,12 +10,15 @@ _CLAIMS = {
         (
             ("Memory after the forward pass is the peak.", "前向结束时的内存就是峰值。"),
             ("the lesson's decoder, section 1.3", "本课的解码器，1.3 节"),
-            ("No. It is in backward here, and in the optimizer for the MLP.", "不对。这里在反向，MLP 则在优化器。"),
+            (
+                "No. It is in backward here, and in the optimizer for the MLP.",
+                "不对。这里在反向之中，MLP 则在优化器更新时。",
+            ),
         ),
         (
             ("Run plain first, then the other, and compare the growth.", "先跑普通的，再跑另一个，比较增量。"),
             ("the same MLP twice", "同一个 MLP 跑两次"),
-            ("No. The first run pays for Adam's state.", "不对。第一次替 Adam 的状态付了账。"),
+            ("No. The first run pays for Adam's state.", "不对。建立 Adam 状态的开销，算在了第一次头上。"),
         ),
         (
             ("Standard attention keeps Q, K, V, S and P.", "标准注意力保存 Q、K、V、S 和 P。"),

@@ -11,16 +11,16 @@
 #
 # <div lang="en">
 #
-# Here is a small decoder: eight layers, 27.5 MB of weights. One training step of it holds 277.7 MB at its worst moment. Wrap each layer in one function call, and the same step holds 134.0 MB. The gradients are the same, to the last bit.
+# Here is a small decoder: eight layers, 27.5 MB of weights. One training step of it holds 277.7 MB at its worst moment. Wrap each layer in one function call, and less than half of that will do. The gradients are the same, to the last bit.
 #
-# Where did more than half of the bytes go? What did it cost? You will see both before this page ends, on your own machine, with or without a GPU.
+# Where did the other bytes go? What did it cost? You will see both before this page ends, on your own machine, with or without a GPU.
 #
 # </div>
 # <div lang="zh">
 #
-# 这里有一个小解码器：八层，权重共 27.5 MB。它的一个训练步，最吃紧的时刻要占 277.7 MB。给每一层各套上一次函数调用，同样的一步只占 134.0 MB，而梯度一位不差。
+# 这里有一个小解码器：八层，权重共 27.5 MB。它的一个训练步，最吃紧的时刻要占 277.7 MB。把每一层都包进一个函数调用，同样的一步用不到一半，而梯度逐位相同。
 #
-# 一多半的字节去了哪里？又付出了什么代价？读完这一页，你就会在自己的机器上看到答案，有没有 GPU 都行。
+# 少掉的字节去了哪里？又付出了什么代价？不等读完这一页，你就会在自己的机器上看到这两个答案，有没有 GPU 都行。
 #
 # </div>
 
@@ -41,9 +41,9 @@ language()
 # </div>
 # <div lang="zh">
 #
-# 上面三个按钮切换全部正文和表格的语言，不运行代码也能用。图里两种语言都有。
+# 上面的三个按钮用来切换全部正文和表格的语言，不运行代码也能用。图里两种语言都有。
 #
-# **本课内容**（20 分钟）：看看你的机器，了解一课怎么上，花一分钟看看内存，再选一条路线。
+# **本课内容**（20 分钟）：看看你的机器，了解每一课怎么上，花一分钟看看内存，再选一条路线。
 #
 # **预备知识**：用 PyTorch 训练过网络，知道 `loss.backward()` 做什么。
 #
@@ -56,9 +56,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from course_lib.memory import MemoryMeter, measure
+from course_lib.memory import CATEGORIES, MemoryMeter, measure
 from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import about_this_machine, compare, course_map, timelines
+from course_lib.teaching import about_this_machine, compare, course_map, predictions, table, timelines
 
 # %% [markdown]
 # ## 0.1 What is on this machine / 这台机器上有什么
@@ -74,12 +74,12 @@ about_this_machine()
 # </div>
 # <div lang="zh">
 #
-# 没有 GPU 不碍事。本课程数的是两样在任何机器上都一样的东西：存活张量的字节数，以及浮点运算次数（FLOPs）。秒数偶尔会给出，但不据此下结论。需要 GPU 的地方，你有 GPU 就会看到现场结果。
+# 没有 GPU 不碍事。本课程数的是两样在任何机器上都一样的东西：存活张量的字节数，以及浮点运算次数（FLOPs）。运行时间偶尔也会给出，但不据此下结论。GPU 能带来新内容的地方，只要你有 GPU，课里就会现场演示。
 #
 # </div>
 
 # %% [markdown]
-# ## 0.2 How a lesson works / 一课怎么上
+# ## 0.2 How a lesson works / 每一课怎么上
 #
 # <div lang="en">
 #
@@ -90,7 +90,7 @@ about_this_machine()
 # </div>
 # <div lang="zh">
 #
-# 每一课只问一个问题，都按同样的次序回答。先**预测**一个数；再用几行代码把想法**搭出来**；然后证明梯度**相等**，因为改变了结果的节省不算节省；之后才**测量**，并把预测摆在旁边。一张表检验你可能在别处读到的**说法**，练习会检查你的答案。
+# 每一课只问一个问题，都按同样的次序回答。先**预测**一个数；再用几行代码把想法**实现**出来；然后验证梯度**相等**，因为改变了结果的节省不算节省；之后才**测量**，并把预测摆在旁边。最后有一张表，逐条检验你可能在别处读到的**说法**；还有练习，会检查你的答案。
 #
 # 运行单元格之前先猜一个数。猜错的地方，正是能学到东西的地方。
 #
@@ -108,7 +108,7 @@ course_map()
 # </div>
 # <div lang="zh">
 #
-# 一个解码器、它的优化器，以及 8 个序列组成的批次。前向传播时，autograd 会留下反向传播要用的东西，这些字节叫做**激活值**。检查点只留下每一层的输入，等反向走到那里时再把其余的重新算出来。
+# 一个解码器、它的优化器，以及 8 个序列组成的批次。前向传播时，autograd 会保存反向传播要用到的数据，这些字节叫做**激活值**。检查点只保存每一层的输入，等反向走到这一层时，再把其余的重新算出来。
 #
 # </div>
 
@@ -137,13 +137,13 @@ forgetful.layers = nn.ModuleList(Checkpointed(layer) for layer in forgetful.laye
 # </div>
 # <div lang="zh">
 #
-# **先猜。** 普通的一步峰值是 277.7 MB，其中 82.5 MB 是权重和优化器状态，检查点动不了它们。用检查点的一步，峰值会是多少？每一层都要多跑一次前向，计算量又会增加多少？
+# **先猜。** 普通做法的一步，峰值是 277.7 MB，其中 82.5 MB 是权重和优化器状态，检查点动不了它们。用检查点的一步，峰值会是多少？每一层都要多跑一次前向，计算量又会增加多少？
 #
 # </div>
 
 # %%
-my_guess_mb = ...  # the peak of the checkpointed step
-my_guess_flops = ...  # its FLOPs, relative to the plain step
+my_guess_bytes = None  # the peak of the checkpointed step, such as 200e6
+my_guess_flops = None  # its FLOPs in terms of the plain step's, such as 2.0
 
 # %% [markdown]
 # <div lang="en">
@@ -176,7 +176,7 @@ all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(forgetful), st
 # </div>
 # <div lang="zh">
 #
-# 逐位相等。现在用计量器：它在每个算子之后数出全部存活张量的字节。第一步会建立优化器状态，所以计量的是第二步。
+# 逐位相等。现在用计量器：它在每个算子之后数出全部存活张量的字节。优化器状态在第一步里才建立，所以计量的是第二步。
 #
 # </div>
 
@@ -203,6 +203,12 @@ timelines(
     ),
 )
 
+# %%
+table(
+    [("at the peak, MB", "峰值时，MB"), ("plain", "普通"), ("checkpointed", "检查点")],
+    [(category, *(round(meter.at_peak()[category] / 1e6, 1) for meter in meters.values())) for category in CATEGORIES],
+)
+
 # %% [markdown]
 # <div lang="en">
 #
@@ -211,7 +217,7 @@ timelines(
 # </div>
 # <div lang="zh">
 #
-# 从左往右看，每一步是一个算子。上图中，代表激活值的绿色一路爬升，到前向结束为止，随后被反向逐渐用完而消退。下图几乎没有绿色：反向时，每一层的激活值重新升起、用掉、消失，一层接一层。那些锯齿就是重计算。
+# 从左往右看，一次看一个算子。上图中，代表激活值的绿色一路爬升，到前向结束为止，随后被反向逐渐用完而消退。下图几乎没有绿色：反向时，激活值一层接一层地重新升起，用完便消失。那些锯齿就是重计算。
 #
 # </div>
 
@@ -227,17 +233,31 @@ def step_of(decoder):
     return measure(step, model=decoder, optimizer=adam)
 
 
-compare({("plain", "普通"): step_of(plain), ("checkpointed", "检查点"): step_of(forgetful)})
+arms = {("plain", "普通"): step_of(plain), ("checkpointed", "检查点"): step_of(forgetful)}
+compare(arms)
+
+# %%
+before, after = arms.values()
+predictions(
+    [
+        (("your guess: peak, MB", "你猜的峰值，MB"), my_guess_bytes, after.peak_bytes),
+        (
+            ("your guess: GFLOPs", "你猜的 GFLOPs"),
+            my_guess_flops and my_guess_flops * before.flops * 1e-3,
+            after.flops * 1e-3,
+        ),
+    ]
+)
 
 # %% [markdown]
 # <div lang="en">
 #
-# The peak falls to 0.48 of what it was, and the FLOPs rise to 1.21. Not a doubling: a backward pass costs about two forward passes, so one forward more is about a third at most, and here the head is not recomputed. Lesson 01 finds out where the bytes were; lesson 02 takes the trick apart.
+# The peak falls to 0.48 of what it was, and the FLOPs rise to 1.21. Not a doubling: a backward pass costs two forward passes, so one forward more adds a third at most. Here it is less, because the head is not recomputed, and because recomputation stops as soon as the last saved tensor is back, which spares each layer its last matrix product. Lesson 01 finds out where the bytes were; lesson 02 takes the trick apart.
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值降到原来的 0.48，FLOPs 升到 1.21 倍。并没有翻倍：一次反向约等于两次前向，多一次前向至多约增加三分之一，而这里输出头不用重计算。第 01 课弄清字节在哪里，第 02 课把这个办法拆开来看。
+# 峰值降到原来的 0.48 倍，FLOPs 升到 1.21 倍。并没有翻倍：一次反向的计算量等于两次前向，所以多一次前向至多增加三分之一。这里还不到，因为输出头不用重计算，而且重计算在取回最后一个保存的张量时就停下，每一层省去了最后一次矩阵乘法。第 01 课弄清这些字节原本在哪里，第 02 课把这个办法拆开来看。
 #
 # </div>
 
@@ -253,24 +273,24 @@ compare({("plain", "普通"): step_of(plain), ("checkpointed", "检查点"): ste
 # | the whole course | 00 to 08 in order, with the exercises |
 # | a model that does not fit, today | lesson 01, then `course_lib` straight away |
 #
-# If you teach: each lesson stands alone after 01. Lessons still in preparation are marked in the README.
+# If you teach: after 01 each lesson stands alone, but for 03, which builds on 02. Lessons still in preparation are marked in the README.
 #
 # </div>
 # <div lang="zh">
 #
-# | 你有 | 就走 |
+# | 你有 | 路线 |
 # |---|---|
 # | 一小时 | 本页，然后是第 01 课的 1.1 到 1.4 节 |
-# | 一天 | 第 01、02 课全部，其余各课的小结 |
-# | 上完全部的时间 | 从 00 到 08 依次学完，做练习 |
-# | 一个今天就装不下的模型 | 第 01 课，然后直接用 `course_lib` |
+# | 一天 | 第 01、02 课全部，加上其余各课的小结 |
+# | 学完整门课的时间 | 从 00 到 08 依次学完，并做练习 |
+# | 一个眼下就要训练、却装不下的模型 | 第 01 课，然后直接用 `course_lib` |
 #
-# 如果你是教师：学过 01 之后，各课可以单独讲。仍在编写的课在 README 中有标注。
+# 如果你是教师：学过第 01 课之后，各课可以单独讲，只有 03 要以 02 为基础。仍在编写的课在 README 中有标注。
 #
 # </div>
 
 # %% [markdown]
-# ## 0.5 Troubleshooting / 疑难排解
+# ## 0.5 Troubleshooting / 疑难解答
 #
 # <div lang="en">
 #
@@ -283,9 +303,9 @@ compare({("plain", "普通"): step_of(plain), ("checkpointed", "检查点"): ste
 # </div>
 # <div lang="zh">
 #
-# - **没有 GPU。** 什么都不用做。涉及 GPU 的单元格会说明，有录制的数据就显示录制的。
-# - **内存小。** 每一课都不超过 4 GB。请关掉其他 notebook：每一个都运行着自己的 Python。
-# - **torch 看不到 GPU。** CPU 版的 `torch.version.cuda` 是 `None`：按 PyTorch 网站的选择器装上与驱动匹配的版本，再执行 `make lab`。
+# - **没有 GPU。** 什么都不用做。涉及 GPU 的单元格会说明，有预先记录的数据就显示出来。
+# - **内存小。** 每一课都不超过 4 GB。请关掉其他 notebook：每开一个，就多运行一个 Python。
+# - **torch 看不到 GPU。** CPU 版 torch 的 `torch.version.cuda` 是 `None`：请按 PyTorch 网站上的选择器给出的命令，装上与驱动匹配的版本，再运行一次 `make lab`。
 # - **两种语言同时出现，按钮也没有。** 说明这个 notebook 未被信任。`make lab` 会信任本课程的 notebook；在别处，请在命令面板里选 “Trust Notebook”。
 # - **图里有空方框。** 课程自带字体，不应出现这种情况：请运行 `make test`，它会检查。
 #
@@ -303,7 +323,7 @@ compare({("plain", "普通"): step_of(plain), ("checkpointed", "检查点"): ste
 # </div>
 # <div lang="zh">
 #
-# 你看到了 277.7 MB 变成 134.0 MB，梯度相等，代价是 1.21 倍的 FLOPs。接下来，[第 01 课](01_memory_bottleneck.ipynb)追问训练步的字节去了哪里，并学会在花掉之前把它们预测出来。
+# 你看到了 277.7 MB 变成 134.0 MB，梯度相等，代价是 1.21 倍的 FLOPs。接下来，[第 01 课](01_memory_bottleneck.ipynb)追问训练步的字节去了哪里，并教你在用掉它们之前就预测出来。
 #
 # 这一技术的**出处**：Chen et al. 2016，*Training Deep Nets with Sublinear Memory Cost*，arXiv:1604.06174。
 #
