@@ -497,17 +497,18 @@ per_layer = transformer_activation_bytes(
 log_probabilities = 4 * 128 * 4096 * 4  # of 4 × 128 tokens over 4096 words, fp32
 norm_and_head = 2 * (4 * 128 * 256 * 4) + 2 * (4 * 128 * 4)  # their inputs, and the norm's statistics
 token_numbers = 4 * 129 * 8 + 4 * 128 * 8 + 4  # int64; inputs and targets, and the loss's total weight
+base = log_probabilities + norm_and_head + token_numbers
 predictions(
     [
         (("slope: one layer", "斜率：一层"), per_layer, round(slope)),
-        (("intercept", "截距"), log_probabilities + norm_and_head + token_numbers, round(intercept)),
+        (("intercept", "截距"), base, round(intercept)),
     ],
     unit="bytes",
 )
 
 # %%
 drawn, ax = figure(("Every layer adds the same bytes", "每一层增加同样多的字节"), height=3.0)
-line = intercept + per_layer * depths
+line = base + per_layer * depths
 ax.set(xlabel=text("layers L", "层数 L"), ylabel=text("saved, MB", "保存，MB"), xlim=(0, 17.5), ylim=(0, 190))
 predicted_and_measured(ax, depths, line / 1e6, saved / 1e6, ("decoder", "解码器"))
 
@@ -802,7 +803,8 @@ arms = {
 # %% tags=["nbval-ignore-output", "shows-seconds"]
 megabytes = ("peak_bytes", "allocator_peak_bytes", "workspace_bytes")
 rows = [
-    (name, *(round(getattr(arm, field) / 1e6, 2) for field in megabytes), arm.seconds) for name, arm in arms.items()
+    (name, *(round(getattr(arm, field) / 1e6, 2) for field in megabytes), round(arm.seconds, 4))
+    for name, arm in arms.items()
 ]
 headings = [
     "",
