@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._C._profiler import _EventType
 from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -346,18 +347,29 @@ _MARK = "course_lib.memory: "
 
 
 def _profiled(kept: _Kept, step, *modes) -> tuple[list[tuple[int, int]], list[tuple[str, int, int]]]:
-    """(time, change of bytes) of each allocation and release, and (operator, start, stop) of each `_Named` call."""
+    """(time, change of bytes) of each allocation and its release, and (operator, start, stop) of each `_Named` call."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler's start and stop are announced on stderr
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     kept.run(step, profile, *modes)
-    events = profile.profiler.kineto_results.events()
-    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    calls = [
-        (event.name().removeprefix(_MARK), event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in events
-        if event.name().startswith(_MARK)
-    ]
-    return sorted(changes, key=lambda change: change[0]), calls
+    moves, calls = [], []
+    waiting = list(profile.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.typed[0] == _EventType.Allocation:
+            moves.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        elif event.name.startswith(_MARK):
+            calls.append((event.name.removeprefix(_MARK), event.start_time_ns, event.end_time_ns))
+    changes, mine = [], set()
+    for moment, address, change in sorted(moves, key=lambda move: move[0]):
+        if change > 0:
+            mine.add(address)
+        elif address in mine:
+            mine.remove(address)
+        else:
+            continue  # made before this run: its release would hide as much of what the run makes
+        changes.append((moment, change))
+    return changes, calls
 
 
 class _CudaPeak:
