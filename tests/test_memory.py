@@ -1885,3 +1885,14 @@ def test_what_was_made_before_a_run_and_dies_in_it_does_not_lower_the_allocators
         for _ in range(6):
             found = measure(step, model=nn.Linear(2, 2))
             assert found.peak_bytes <= found.allocator_peak_bytes <= found.peak_bytes + 64
+
+
+def test_a_decoders_peak_is_in_backward_and_above_the_end_of_forward():
+    model, tokens = Decoder(vocabulary=4096, hidden=64, heads=4, layers=2, sequence=32), random_tokens(2, 32, 4096)
+    with MemoryMeter(model) as meter:
+        model.loss(tokens).backward()
+    phases, live = meter.phases(), sum(meter.series().values())
+    after_forward = int(live[phases.index("backward") - 1])
+    logits = 2 * 32 * 4096 * 4
+    assert phases[int(live.argmax())] == "backward"
+    assert after_forward + logits < meter.peak_bytes < after_forward + 3 * logits
