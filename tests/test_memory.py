@@ -1896,3 +1896,19 @@ def test_a_decoders_peak_is_in_backward_and_above_the_end_of_forward():
     logits = 2 * 32 * 4096 * 4
     assert phases[int(live.argmax())] == "backward"
     assert after_forward + logits < meter.peak_bytes < after_forward + 3 * logits
+
+
+def test_what_a_recomputation_reads_was_an_activation_since_the_forward_pass():
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    weight, x = nn.Parameter(torch.randn(32, 32)), torch.randn(64, 32)
+
+    def keep_products():
+        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+    with MemoryMeter() as meter:
+        y = checkpoint(lambda x: (x @ weight).relu() + 1, x, use_reentrant=False, context_fn=keep_products)
+        end_of_forward = len(meter.timeline) - 1
+        y.sum().backward()
+    product = 64 * 32 * 4  # kept by the policy, read by the ReLU of the second run, by no gradient formula
+    assert meter.timeline[end_of_forward].bytes["activation"] == product

@@ -96,12 +96,12 @@ class _Storage(weakref.ref):
     a record keeps dates, and `spans` works out the categories when somebody asks.
     """
 
-    __slots__ = ("born", "bytes", "died", "forward", "key", "nbytes", "read_by", "released", "role", "saved", "since")
+    __slots__ = ("born", "bytes", "died", "key", "made_in", "nbytes", "read_by", "released", "role", "saved", "since")
 
     def __new__(cls, storage, callback, *dates):
         return super().__new__(cls, storage, callback)
 
-    def __init__(self, storage, callback, block_bytes: int, born: int, role: str | None, forward: bool):
+    def __init__(self, storage, callback, block_bytes: int, born: int, role: str | None, made_in: str):
         super().__init__(storage, callback)
         self.key: int = storage._cdata
         self.nbytes: int = storage.nbytes()
@@ -110,7 +110,7 @@ class _Storage(weakref.ref):
         self.died: int | None = None
         self.role = role  # parameter, buffer, gradient, optimizer, input; None: activation or temporary
         self.since = born  # when it took that role
-        self.forward = forward  # made in the forward pass or a recomputation, not by a gradient formula
+        self.made_in = made_in  # "forward", "recomputation" (in backward, with gradients on) or "formula"
         self.saved: int | None = None  # held for backward from here ...
         self.released: int | None = None  # ... to here: the end of the last autograd node that read it
         self.read_by = None  # the node that is reading it now
@@ -210,7 +210,7 @@ class MemoryMeter(TorchDispatchMode):
         for tensor, role in _belongings(self.model, self.optimizer):
             for storage in _storages(tensor):
                 if self._find(storage) is None:
-                    self._add(storage, role, forward=False)
+                    self._add(storage, role, "formula")
         self.entry_bytes = self.peak_bytes = self._live
         if self.budget_bytes is not None and self._live > self.budget_bytes:
             raise MemoryBudgetExceeded("what model and optimizer hold on entry", 0, self._live, self.budget_bytes)
@@ -241,13 +241,14 @@ class MemoryMeter(TorchDispatchMode):
         if not all(map(_is_plain, types)):
             return NotImplemented  # a wrapper subclass unwraps itself; its inner tensors then pass through here
         node = torch._C._current_autograd_node()
-        forward = node is None or torch.is_grad_enabled()  # in backward, gradients are on only while recomputing
+        # In backward, gradients are on only where the forward pass is computed again.
+        made_in = "forward" if node is None else "recomputation" if torch.is_grad_enabled() else "formula"
         with self._lock:
             self._settle()
             if node is not self._node:
                 self._release()
                 self._node = node
-            sources = self._inputs(args, kwargs, reader=None if forward else node)
+            sources = self._inputs(args, kwargs, node, made_in)
         result = func(*args, **kwargs) if kwargs else func(*args)
         with self._lock:
             self._bury()
@@ -255,7 +256,7 @@ class MemoryMeter(TorchDispatchMode):
             # With gradients on, or in another node, a step's closure runs: the forward and backward passes of LBFGS.
             stepping = node is self._step_node and not torch.is_grad_enabled()
             self._operators.append((func, "optimizer" if stepping else "forward" if node is None else "backward"))
-            self._outputs(func, result, sources, forward)
+            self._outputs(func, result, sources, made_in)
             if self._live > self.peak_bytes:
                 self.peak_bytes, self._peak_index = self._live, len(self._operators) - 1
             wanted = self._live - before
@@ -266,8 +267,8 @@ class MemoryMeter(TorchDispatchMode):
 
     # ---- one operator
 
-    def _inputs(self, args, kwargs, reader) -> set[int]:
-        """The addresses of the input storages. What a gradient formula (`reader`) reads had been saved for it."""
+    def _inputs(self, args, kwargs, node, made_in: str) -> set[int]:
+        """The addresses of the input storages. What backward reads of the forward pass had been kept for it."""
         sources = set()
         for tensor in _tensors(args, kwargs):
             for storage in _storages(tensor):
@@ -280,14 +281,15 @@ class MemoryMeter(TorchDispatchMode):
                         self.model is None and record.role == "input" and tensor.requires_grad and tensor.is_leaf
                     ):
                         record.role, record.since = "parameter", record.born
-                if reader is not None and record.forward and record.read_by is not reader:
+                kept = record.made_in == "forward" or (record.made_in == "recomputation" and made_in == "formula")
+                if node is not None and kept and record.read_by is not node:
                     if record.saved is None:  # held by other means than the graph, as checkpointing does
                         record.saved = record.born
-                    record.released, record.read_by = None, reader
+                    record.released, record.read_by = None, node
                     self._read.append(record)
         return sources
 
-    def _outputs(self, func, result, sources: set[int], forward: bool) -> None:
+    def _outputs(self, func, result, sources: set[int], made_in: str) -> None:
         tensors = _tensors((result,))
         for tensor in tensors:
             for storage in _storages(tensor):
@@ -296,12 +298,14 @@ class MemoryMeter(TorchDispatchMode):
                     if record.nbytes != storage.nbytes():  # resized in place: one life ends, another begins
                         self._dead.append(record)
                         self._bury()
-                        self._add(storage, record.role, record.forward)
+                        self._add(storage, record.role, record.made_in)
                 elif storage._cdata not in sources or (func is _LIFT_FRESH and storage.resizable()):
                     # Data enters a step through an operator that has no tensor to start from.
                     enters = not sources - {storage._cdata} and self._operators[-1][1] == "forward"
-                    self._add(storage, "input" if enters else None, forward)
-        if tensors and forward and not hooks_active():  # under hooks the graph holds what they made of the tensors
+                    self._add(storage, "input" if enters else None, made_in)
+        if (
+            tensors and made_in != "formula" and not hooks_active()
+        ):  # under hooks the graph holds what they made of the tensors
             self._output = weakref.ref(tensors[0])
 
     def _settle(self) -> None:
@@ -350,8 +354,8 @@ class MemoryMeter(TorchDispatchMode):
         # An address can have a new owner before the death of the last one is on the books.
         return record if record is not None and record() is storage else None
 
-    def _add(self, storage, role: str | None, forward: bool) -> None:
-        record = _Storage(storage, self._dead.append, self.block_bytes, len(self._operators) - 1, role, forward)
+    def _add(self, storage, role: str | None, made_in: str) -> None:
+        record = _Storage(storage, self._dead.append, self.block_bytes, len(self._operators) - 1, role, made_in)
         self._by_address[record.key] = record
         self._records.append(record)
         self._live += record.bytes
@@ -366,7 +370,7 @@ class MemoryMeter(TorchDispatchMode):
         state = self._get_rng_state()
         with self._lock:
             self._bury()
-            self._add(state.untyped_storage(), None, forward=False)
+            self._add(state.untyped_storage(), None, "formula")
             if self._live > self.peak_bytes:
                 self.peak_bytes, self._peak_index = self._live, len(self._operators) - 1
         return state

@@ -162,7 +162,7 @@ def timelines(
     height = panel_height * len(steps) + (0.45 if title is None else 1.0)
     drawn, axes = figure(title, rows=len(steps), width=width, height=height, sharex=share_x, sharey=True)
     axes = [axes] if len(steps) == 1 else list(axes)
-    top = max(step.peak for step in steps) * 1.22  # room for the figure at the peak
+    top = max(step.peak for step in steps) * (1.22 if panel_height >= 2 else 1.45)  # room for the figure at the peak
     axes[0].set_ylim(0, top / 1e6)
     for panel, step in zip(axes, steps, strict=True):
         _draw_step(panel, step)
