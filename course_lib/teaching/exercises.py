@@ -236,5 +236,187 @@ def check_swiglu_bytes(answer: Any) -> Verdict:
     )
 
 
+# Lesson 02 ------------------------------------------------------------------------------------------------------------
+
+
+def check_checkpoint(function: Any) -> Verdict:
+    """Lesson 02: a checkpoint `function(block, x)` of one's own: equal gradients, two runs, only the input kept."""
+    import torch
+
+    from course_lib.memory import saved_tensors
+
+    weight = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
+    x = torch.linspace(0, 1, 32).view(4, 8).requires_grad_()
+    runs = []
+
+    def block(x):
+        runs.append(1)
+        y = x @ weight
+        for _ in range(8):
+            y = y.sin().tanh().exp().sub(1)
+        return y
+
+    hint = (
+        "Forward without a graph, or with hooks that keep nothing; in backward run the block again with a graph.",
+        "前向时不记录计算图，或者挂上什么也不留的钩子；反向时带着计算图再跑一遍。",
+    )
+    try:
+        expected = torch.autograd.grad(block(x).sum(), (x, weight))
+        runs.clear()
+        output = function(block, x)
+        before = len(runs)
+        output.sum().backward()
+        found, after = (x.grad, weight.grad), len(runs)
+        if any(one is None for one in found):
+            return Verdict(False, ("A gradient is missing.", "缺少梯度。"), hint)
+        if not all(torch.allclose(one, other) for one, other in zip(found, expected, strict=True)):
+            return Verdict(False, ("The gradients differ from autograd's.", "梯度与 autograd 算出的不同。"), hint)
+        if (before, after) != (1, 2):
+            message = (
+                f"Runs of the block before backward: {before}, in all: {after}. It takes 1 and 2.",
+                f"块在反向之前运行了 {before} 次，总共 {after} 次；应当是 1 次和 2 次。",
+            )
+            return Verdict(False, message, hint)
+        kept = saved_tensors(lambda x: function(block, x), x).total_bytes
+        if kept > 4 * x.nbytes:  # the input itself may be kept in the context, unseen
+            return Verdict(False, (f"The graph still keeps {kept} bytes.", f"计算图仍保存着 {kept} 字节。"), hint)
+    except Exception as error:
+        return Verdict(False, (f"It raised {error!r}.", f"它抛出了 {error!r}。"), hint)
+    return Verdict(
+        True,
+        ("Right: equal gradients, two runs, nothing kept but the input.", "正确：梯度相等，运行两次，只留下输入。"),
+    )
+
+
+def check_dropout_checkpoint(function: Any) -> Verdict:
+    """Lesson 02: a checkpoint `function(block, x)` that draws the same mask again and disturbs nothing after it."""
+    import torch
+    from torch.nn import functional
+
+    hint = (
+        "See `torch.get_rng_state` and `torch.random.fork_rng`.",
+        "参见 `torch.get_rng_state` 和 `torch.random.fork_rng`。",
+    )
+    runs, before = [], []
+
+    def block(x):
+        runs.append(1)
+        return functional.dropout(x * 1.0, 0.5)
+
+    def after(run) -> tuple:
+        x = torch.ones(1000, requires_grad=True)
+        output = run(block, x)
+        before.append(len(runs))
+        output.sum().backward()
+        return torch.equal(output == 0, x.grad == 0), torch.rand(3)
+
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            _, expected = after(lambda block, x: block(x))
+            torch.manual_seed(0)
+            runs.clear()
+            same, found = after(function)
+    except Exception as error:
+        return Verdict(False, (f"It raised {error!r}.", f"它抛出了 {error!r}。"), hint)
+    if (before[-1], len(runs)) != (1, 2):
+        message = (
+            f"Runs of the block before backward: {before[-1]}, in all: {len(runs)}. It takes 1 and 2.",
+            f"块在反向之前运行了 {before[-1]} 次，总共 {len(runs)} 次；应当是 1 次和 2 次。",
+        )
+        return Verdict(False, message, hint)
+    if not same:
+        return Verdict(False, ("The second run drew another mask.", "第二次运行抽到了另一个掩码。"), hint)
+    if not torch.equal(found, expected):
+        return Verdict(False, ("The random numbers afterwards have changed.", "之后的随机数变了。"), hint)
+    return Verdict(
+        True, ("Right: the same mask, and undisturbed random numbers.", "正确：掩码相同，之后的随机数不受影响。")
+    )
+
+
+def check_policy(operators: Any) -> Verdict:
+    """Lesson 02: operators for a selective policy to keep: a peak of 70 MB and 1.2 times the FLOPs at most."""
+    from torch.nn import functional
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from course_lib.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    from course_lib.memory import MemoryMeter, symbolic
+    from course_lib.models import Decoder, random_tokens
+
+    hint = (
+        "Which operators do most of the FLOPs, and which of their results are large?",
+        "哪些算子占了大部分 FLOPs？其中哪些算子的结果很大？",
+    )
+    if operators is None or operators is ...:
+        return Verdict(False, ("Not answered yet.", "还没有作答。"), hint)
+    if not isinstance(operators, list | tuple | set):
+        return Verdict(False, ("Give a list of operators.", "请给出算子的列表。"), hint)
+
+    def loss(keep):
+        decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
+        tokens = random_tokens(4, 128, 2048)
+        x = decoder.tokens(tokens[:, :-1]) + decoder.positions.weight
+        for layer in decoder.layers:
+            options = {"context_fn": lambda: create_selective_checkpoint_contexts(list(keep))}
+            x = layer(x) if keep is None else checkpoint(layer, x, use_reentrant=False, **options)
+        return functional.cross_entropy(decoder.head(decoder.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def flops(keep) -> int:
+        with symbolic(), FlopCounterMode(display=False) as counter:
+            loss(keep).backward()
+        return counter.get_total_flops()
+
+    try:
+        with symbolic(), MemoryMeter() as meter:
+            loss(operators).backward()
+        ratio = flops(operators) / flops(None)
+    except Exception as error:
+        return Verdict(False, (f"The policy cannot be used: {error!r}.", f"这个策略用不了：{error!r}。"), hint)
+    figures = f"{meter.peak_bytes / 1e6:.1f} MB, {ratio:.3f} ×"
+    if meter.peak_bytes > 70e6:
+        return Verdict(False, (f"It keeps too much: {figures}.", f"保留得太多：{figures}。"), hint)
+    if ratio > 1.2:
+        return Verdict(False, (f"It computes too much again: {figures}.", f"重计算太多：{figures}。"), hint)
+    return Verdict(True, (f"Right: {figures}.", f"正确：{figures}。"))
+
+
+def check_head_chunk(answer: Any) -> Verdict:
+    """Lesson 02: the largest power of two for the loss head's chunk, for a peak of at most 150 MB."""
+    import torch
+
+    from course_lib.checkpoint import checkpointed_loss
+    from course_lib.memory import MemoryMeter, symbolic
+
+    budget = 150_000_000
+    number = _number(answer)
+    if number is None:
+        return expect_number(answer, 0, hint=("Measure a few chunks.", "换几种每份的 token 数，测一测。"))
+    if isinstance(number, float) or number != int(number) or int(number) not in [2**i for i in range(11)]:
+        return Verdict(False, ("A power of two from 1 to 1024 is wanted.", "需要 1 到 1024 之间的一个 2 的幂。"))
+
+    def peak(chunk: int) -> int:
+        with symbolic():
+            hidden = torch.randn(1024, 256, requires_grad=True)
+            vocabulary = torch.nn.Parameter(torch.randn(32000, 256))
+            targets = torch.randint(32000, (1024,))
+            with MemoryMeter() as meter:
+                checkpointed_loss(hidden, vocabulary, targets, chunk=chunk).backward()
+        return meter.peak_bytes
+
+    chunk = int(number)
+    here = peak(chunk)
+    if here > budget:
+        return Verdict(False, (f"Too large: {here:,} bytes.", f"太大：峰值 {here:,} 字节。"))
+    if chunk < 1024 and peak(2 * chunk) <= budget:
+        return Verdict(
+            False,
+            (
+                f"It fits, at {here:,} bytes, but so does twice as much.",
+                f"装得下，峰值 {here:,} 字节；但加倍也装得下。",
+            ),
+        )
+    return Verdict(True, (f"Right: {here:,} bytes.", f"正确：{here:,} 字节。"))
+
+
 # Everything public in here, so that a new check needs no second entry elsewhere.
 __all__ = ["Verdict", "expect_number", *sorted(name for name in globals() if name.startswith("check_"))]

@@ -31,6 +31,50 @@ _CLAIMS = {
             ("No. Linear keeps its input, GELU keeps its own.", "不对。Linear 存它的输入，GELU 也存自己的输入。"),
         ),
     ),
+    "02": (
+        (
+            ("One checkpointed layer saves memory.", "给一层加检查点就能省内存。"),
+            ("peak of one layer, and of four", "一层的峰值与四层的峰值"),
+            (
+                "No: while it is computed again, the whole layer is there. Several layers do.",
+                "不能：重计算时，整层的激活值都在。多层才省。",
+            ),
+        ),
+        (
+            ("Non-reentrant checkpointing brings memory from O(N) to O(1).", "非可重入检查点把内存从 O(N) 降到 O(1)。"),
+            ("saved bytes of a decoder, a checkpoint a layer", "解码器保存的字节，每层一个检查点"),
+            (
+                "No: one input a layer stays. O(N) with a smaller slope.",
+                "不对：每层留下一份输入，仍是 O(N)，只是斜率更小。",
+            ),
+        ),
+        (
+            ("The non-reentrant mode analyses a static graph.", "非可重入模式要分析静态图。"),
+            ("a function that takes another branch each call", "每次调用走不同分支的函数"),
+            ("No: it hooks saved tensors. Gradients are equal.", "不对：它只是给保存的张量挂钩子。梯度相等。"),
+        ),
+        (
+            ("The reentrant mode is more compatible.", "可重入模式兼容性更好。"),
+            ("rows that work, reentrant : non-reentrant", "正常工作的行数，可重入 : 非可重入"),
+            ("The other way round, but for functions that forbid hooks.", "恰好相反，只有不许挂钩子的函数除外。"),
+        ),
+        (
+            (
+                "`checkpoint_sequential` on the list of Linear layers equals the network.",
+                "对 Linear 层的列表用 `checkpoint_sequential`，结果与原来的网络相同。",
+            ),
+            ("outputs compared", "比较输出"),
+            ("No: the activation functions between them are gone.", "不对：中间的激活函数没有了。"),
+        ),
+        (
+            ("It trains.", "用了它，网络照样能训练。"),
+            (
+                "reentrant, three segments, an input that needs no gradient: layers with gradients",
+                "可重入，三段，输入不需要梯度：得到梯度的层数",
+            ),
+            ("Only the last segment does, and nothing fails.", "只有最后一段在训练，而且不报错。"),
+        ),
+    ),
 }
 
 

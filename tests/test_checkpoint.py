@@ -1,0 +1,1416 @@
+"""Checkpointing against plain autograd, against `torch.utils.checkpoint`, and against the meter."""
+
+import gc
+import inspect
+import warnings
+import weakref
+from collections import Counter
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+
+import pytest
+import torch
+import torch.utils.checkpoint as reference
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+import course_lib.checkpoint as ours
+from course_lib.checkpoint import (
+    CheckpointError,
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    checkpointed_loss,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+)
+from course_lib.memory import MemoryMeter, symbolic
+from course_lib.models import DecoderLayer, Dropout, deep_mlp
+
+aten = torch.ops.aten
+both_modes = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+both_stops = pytest.mark.parametrize("early_stop", [True, False])
+not_reentrant = partial(checkpoint, use_reentrant=False)
+
+
+@pytest.fixture(autouse=True)
+def clean_start_and_clean_end():
+    """The same random numbers for each test; and none may leave a mode, a hook or an autocast behind."""
+    torch.manual_seed(0)
+    yield
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
+    assert not _get_current_dispatch_mode_stack()
+    assert not _get_current_function_mode_stack()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert ours._overrides == {"early_stop": None, "debug": None}
+
+
+def leaf(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+@contextmanager
+def no_gc():
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Cube(torch.autograd.Function):
+    """x**3, with what it needs saved by hand: an input, and an intermediate."""
+
+    @staticmethod
+    def forward(ctx, x):
+        square = x * x
+        ctx.save_for_backward(x, square)
+        return square * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        _x, square = ctx.saved_tensors
+        return 3 * square * grad
+
+
+# ---- the same outputs and gradients as plain autograd and as PyTorch's own checkpoint
+
+PARAMETER = torch.nn.Parameter(torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+
+
+def same_tensor_twice(x, y):
+    return (x * y).exp()
+
+
+def nested_outputs(x, y):
+    z = (x * y).tanh()
+    return z, 3, "text", None, z.sin()
+
+
+def detached_inside(x, y):
+    return (x * y.detach()).sin() * x.detach().cos()
+
+
+def parameter_inside(x, y):
+    return (x * PARAMETER).sin() + y * PARAMETER
+
+
+def in_place_on_its_own(x, y):
+    z = x * y
+    z.mul_(2)
+    return z.sigmoid_().sin()
+
+
+def views(x, y):
+    return (x.view(2, 2) @ y.view(2, 2).mT).reshape(4)[1:].sin()
+
+
+def drops(x, y):
+    return F.dropout(x * y, 0.5).sin() + torch.rand_like(x) * x + F.dropout(y, 0.3).exp()
+
+
+def custom_function(x, y):
+    return Cube.apply(x * y).sin()
+
+
+def no_gradient_inside(x, y):
+    with torch.no_grad():
+        scale = x.norm() + y.exp().sum()
+    return (x * y).sin() / scale
+
+
+CASES = [
+    same_tensor_twice,
+    nested_outputs,
+    detached_inside,
+    parameter_inside,
+    in_place_on_its_own,
+    views,
+    drops,
+    custom_function,
+    no_gradient_inside,
+]
+
+
+def gradients(function, x, y, run):
+    """Outputs, gradients and the next random number after a forward and a backward pass from the same seed."""
+    leaves = [t for t in (x, y, PARAMETER) if t.requires_grad]
+    for t in leaves:
+        t.grad = None
+    torch.manual_seed(7)
+    out = run(function, x * 1, y)
+    tensors = [t for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor)]
+    sum((t * t).sum() for t in tensors).backward()
+    return [t.detach() for t in tensors], [t.grad for t in leaves], torch.rand(3)
+
+
+@both_modes
+@pytest.mark.parametrize("second", ["other", "same", "without gradients"])
+@pytest.mark.parametrize("function", CASES)
+def test_outputs_gradients_and_random_numbers_are_those_of_autograd_and_of_pytorch(function, second, use_reentrant):
+    x = leaf(4)
+    y = {"other": leaf(4), "same": x, "without gradients": leaf(4).detach()}[second]
+    plain = gradients(function, x, y, lambda f, *args: f(*args))
+    found = gradients(function, x, y, partial(checkpoint, use_reentrant=use_reentrant))
+    theirs = gradients(function, x, y, partial(reference.checkpoint, use_reentrant=use_reentrant))
+    assert_close(found, plain, rtol=0, atol=0)
+    assert_close(found, theirs, rtol=0, atol=0)
+
+
+@both_modes
+def test_a_decoder_layer_gets_the_gradients_of_the_plain_one(use_reentrant):
+    layer, x = DecoderLayer(16, 2, dropout=0.2).double(), leaf(2, 5, 16)
+    results = []
+    for run in (lambda f, x: f(x), partial(checkpoint, use_reentrant=use_reentrant)):
+        torch.manual_seed(3)
+        layer.zero_grad()
+        x.grad = None
+        run(layer, x).square().sum().backward()
+        results.append([x.grad, *(p.grad for p in layer.parameters())])
+    assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_any_splitting_of_any_stack_gives_the_plain_gradients():
+    hypothesis = pytest.importorskip("hypothesis")
+    st = hypothesis.strategies
+
+    @hypothesis.settings(max_examples=30, deadline=None)
+    @hypothesis.given(depth=st.integers(1, 6), data=st.data())
+    def check(depth, data):
+        segments = data.draw(st.integers(1, depth))
+        mode = data.draw(st.booleans())
+        model, x = deep_mlp(depth, 3).double(), leaf(2, 3)
+        expected = torch.autograd.grad(model(x).sum(), (x, *model.parameters()))
+        x.grad = None
+        model.zero_grad()
+        checkpoint_sequential(list(model), segments, x, use_reentrant=mode).sum().backward()
+        assert_close([x.grad, *(p.grad for p in model.parameters())], list(expected), rtol=0, atol=0)
+
+    check()
+
+
+def test_keyword_arguments_reach_both_runs_and_get_gradients():
+    a, b = leaf(3), leaf(3)
+
+    def function(a, *, scale, shift=0.0):
+        return (a * scale).sin() + shift
+
+    found = torch.autograd.grad(not_reentrant(function, a, scale=b, shift=1.0).sum(), (a, b))
+    expected = torch.autograd.grad(function(a, scale=b, shift=1.0).sum(), (a, b))
+    assert_close(found, expected)
+
+
+def test_tensors_in_nested_arguments_get_gradients_without_reentry():
+    a, b, c = leaf(3), leaf(3), leaf(3)
+
+    def function(pair, table, text):
+        assert text == "text"
+        return {"z": [(pair[0] * pair[1][0]).exp() * table["c"].sin()]}
+
+    out = not_reentrant(function, (a, [b]), {"c": c}, "text")["z"][0]
+    found = torch.autograd.grad(out.sum(), (a, b, c))
+    assert_close(found, torch.autograd.grad(function((a, [b]), {"c": c}, "text")["z"][0].sum(), (a, b, c)))
+
+
+def test_nested_arguments_pass_through_the_reentrant_mode_too():
+    a, b = leaf(3), leaf(3).detach()
+    out, rest = checkpoint(lambda a, pair: ((a * pair[0]).exp(), pair[1]), a, (b, "text"), use_reentrant=True)
+    assert rest == "text"
+    out.sum().backward()
+    assert_close(a.grad, b * (a * b).exp())
+
+
+def test_parameters_get_gradients_although_no_input_needs_them():
+    model, x = deep_mlp(2, 4), torch.randn(3, 4)
+    not_reentrant(model, x).sum().backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).sum().backward()
+    assert_close(found, [p.grad for p in model.parameters()])
+
+
+def test_a_parameter_used_inside_and_outside_gets_both_contributions():
+    w, x = leaf(3), leaf(3)
+    found = torch.autograd.grad((not_reentrant(lambda x: (x * w).sin(), x) * w).sum(), w)
+    assert_close(found, torch.autograd.grad(((x * w).sin() * w).sum(), w))
+
+
+def test_left_out_use_reentrant_means_false_and_warns_as_pytorch_does():
+    x = leaf(3)
+    with pytest.warns(UserWarning, match="the use_reentrant parameter should be passed explicitly") as caught:
+        out = checkpoint(torch.sin, x)
+    assert caught[0].filename == __file__
+    assert torch.autograd.grad(out.sum(), x)  # which the reentrant mode cannot
+    with pytest.warns(UserWarning, match=r"checkpoint_sequential: the use_reentrant parameter should") as caught:
+        out = checkpoint_sequential([torch.sin, torch.cos], 2, x)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint(torch.sin, x, use_reentrant=False)
+
+
+def test_public_names_arguments_and_defaults_are_pytorchs():
+    names = set(reference.__all__) - ({"GraphExecGroup"} if not hasattr(reference, "GraphExecGroup") else set())
+    assert all(hasattr(ours, name) for name in names)
+    for name in ("checkpoint", "checkpoint_sequential", "create_selective_checkpoint_contexts", "set_device_states"):
+        mine, theirs = (inspect.signature(getattr(m, name)).parameters for m in (ours, reference))
+        assert list(mine) == list(theirs)
+        assert [p.kind for p in mine.values()] == [p.kind for p in theirs.values()]
+        for p, q in zip(mine.values(), theirs.values(), strict=True):
+            assert p.default == q.default or callable(p.default)
+    assert {p.name: p.value for p in reference.CheckpointPolicy}.items() <= {
+        p.name: p.value for p in CheckpointPolicy
+    }.items()
+
+
+# ---- random numbers, autocast, devices
+
+
+@both_modes
+def test_dropout_masks_are_equal_in_forward_pass_and_recomputation(use_reentrant):
+    masks, x = [], torch.ones(1000, requires_grad=True)
+
+    def function(x):
+        y = F.dropout(x, 0.5)
+        masks.append(y.detach() != 0)
+        return y.sin() * torch.rand(1000)
+
+    out = checkpoint(function, x, use_reentrant=use_reentrant, **({} if use_reentrant else {"early_stop": False}))
+    torch.rand(17)  # others draw numbers between the two runs
+    state = torch.get_rng_state()
+    out.sum().backward()
+    assert len(masks) == 2
+    assert torch.equal(*masks)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@both_modes
+def test_without_preserved_state_the_masks_differ(use_reentrant):
+    masks, x = [], torch.ones(1000, requires_grad=True)
+
+    def function(x):
+        y = F.dropout(x, 0.5)
+        masks.append(y.detach() != 0)
+        return y.sin()
+
+    checkpoint(function, x, use_reentrant=use_reentrant, preserve_rng_state=False).sum().backward()
+    assert not torch.equal(*masks)
+
+
+@pytest.mark.gpu
+@both_modes
+@pytest.mark.parametrize("argument_on", ["cuda", "cpu"])
+def test_dropout_masks_on_cuda_are_equal_wherever_the_argument_is(use_reentrant, argument_on):
+    torch.cuda.init()
+    masks, x = [], torch.ones(1000, requires_grad=True, device=argument_on)
+
+    def function(x):
+        y = F.dropout(x.to("cuda"), 0.5)
+        masks.append(y.detach() != 0)
+        return y.sin() * torch.rand(1000, device="cuda") * F.dropout(x, 0.5).to("cuda")
+
+    out = checkpoint(function, x, use_reentrant=use_reentrant)
+    torch.rand(17, device="cuda")
+    before = torch.cuda.get_rng_state()
+    out.sum().backward()
+    assert torch.equal(*masks)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def _autocast_seen(device):
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+
+
+@both_modes
+@pytest.mark.parametrize("enabled, cached", [(True, True), (True, False), (False, True)])
+def test_autocast_in_the_recomputation_is_that_of_the_forward_pass(use_reentrant, enabled, cached):
+    seen, x = [], torch.randn(4, 4, requires_grad=True)
+
+    def function(x):
+        seen.append(_autocast_seen("cpu"))
+        return (x @ x).sin()
+
+    with torch.autocast("cpu", enabled=enabled, dtype=torch.bfloat16, cache_enabled=cached):
+        out = checkpoint(function, x, use_reentrant=use_reentrant)
+    assert out.dtype is (torch.bfloat16 if enabled else torch.float32)
+    with torch.autocast("cpu", enabled=not enabled, dtype=torch.float16, cache_enabled=not cached):
+        out.float().sum().backward()
+        assert _autocast_seen("cpu") == (not enabled, torch.float16, not cached)
+    assert seen[0] == seen[1] == (enabled, torch.bfloat16, cached)
+
+
+@pytest.mark.gpu
+@both_modes
+def test_autocast_on_cuda_in_the_recomputation_is_that_of_the_forward_pass(use_reentrant):
+    seen, x = [], torch.randn(4, 4, requires_grad=True, device="cuda")
+
+    def function(x):
+        seen.append((_autocast_seen("cuda"), _autocast_seen("cpu")))
+        return (x @ x).sin()
+
+    with torch.autocast("cuda", dtype=torch.float16), torch.autocast("cpu", dtype=torch.bfloat16):
+        out = checkpoint(function, x, use_reentrant=use_reentrant)
+    out.float().sum().backward()
+    assert seen[0] == seen[1]
+    assert seen[0][0][:2] == (True, torch.float16)
+
+
+@both_modes
+def test_the_default_device_in_the_recomputation_is_that_of_the_forward_pass(use_reentrant):
+    seen, x = [], leaf(3)
+
+    def function(x):
+        seen.append(torch.empty(0).device.type)
+        return x.sin()
+
+    with torch.device("meta"):
+        out = checkpoint(function, x, use_reentrant=use_reentrant)
+        with torch.device("cpu"):
+            out.sum().backward()
+        assert torch.empty(0).device.type == "meta"
+    assert seen == ["meta", "meta"]
+    assert torch.empty(0).device.type == "cpu"
+
+
+def test_device_states_of_the_cpu_and_of_meta_tensors_are_empty():
+    assert ours.get_device_states(torch.ones(1), {"a": [torch.ones(1)]}, 3) == ([], [])
+    assert ours.get_device_states({"a": torch.ones(1, device="meta")}) == ([], [])
+    assert ours._infer_device_type([{"a": torch.ones(1, device="meta")}]) == "meta"
+    ours.set_device_states([], [], device_type="meta")
+
+
+@pytest.mark.gpu
+def test_device_states_on_cuda_can_be_read_and_set():
+    x = torch.ones(1, device="cuda")
+    devices, states = ours.get_device_states({"a": [x]}, x)
+    first = torch.rand(3, device="cuda")
+    ours.set_device_states(devices, states, device_type="cuda")
+    assert devices == [0]
+    assert torch.equal(first, torch.rand(3, device="cuda"))
+
+
+def test_the_default_device_type_can_be_set():
+    before = ours.DefaultDeviceType._default_device_type
+    try:
+        ours.DefaultDeviceType.set_device_type("meta")
+        assert ours.DefaultDeviceType.get_device_type() == "meta"
+        assert ours._infer_device_type(torch.ones(1)) == "meta"
+    finally:
+        ours.DefaultDeviceType._default_device_type = before
+
+
+# ---- ways to go backward
+
+
+def test_without_reentry_autograd_grad_second_backward_and_retain_graph_work():
+    x, runs = leaf(3), []
+
+    def function(x):
+        runs.append(1)
+        return x.sin().exp()
+
+    out = not_reentrant(function, x).sum()
+    first = torch.autograd.grad(out, x, retain_graph=True)
+    second = torch.autograd.grad(out, x, retain_graph=True)
+    out.backward()
+    assert_close(first[0], x.cos() * x.sin().exp())
+    assert_close(first, second)
+    assert_close(first[0], x.grad)
+    assert len(runs) == 4
+    with pytest.raises(RuntimeError, match=r"second time|already been freed"):
+        out.backward()
+
+
+def test_without_reentry_second_derivatives_are_right():
+    x = leaf(3)
+
+    def function(x):
+        return (x.sin() * x.exp()).tanh()
+
+    def second(run):
+        (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), x)
+
+    assert_close(second(partial(not_reentrant, function)), second(function))
+    assert torch.autograd.gradgradcheck(partial(not_reentrant, function), x)
+
+
+@pytest.mark.parametrize("how", ["grad", "inputs"])
+def test_reentrant_with_autograd_grad_or_inputs_says_what_to_do(how):
+    x = leaf(3)
+    out = checkpoint(torch.sin, x, use_reentrant=True).sum()
+    with pytest.raises(RuntimeError, match=r"torch.utils.checkpoint is incompatible.*use_reentrant=False"):
+        torch.autograd.grad(out, x) if how == "grad" else out.backward(inputs=[x])
+
+
+def test_a_saved_tensor_is_recomputed_each_time_somebody_looks_at_it_outside_of_backward():
+    runs, x = [], leaf(3)
+
+    def function(x):
+        runs.append(1)
+        return x.sin().exp()
+
+    out = not_reentrant(function, x)
+    assert_close(out.grad_fn._saved_result, out)
+    assert_close(out.grad_fn._saved_result, out)
+    assert len(runs) == 3
+    out.sum().backward()
+    assert len(runs) == 4
+    with pytest.raises(RuntimeError, match="already been freed"):
+        out.grad_fn._saved_result  # noqa: B018
+
+
+def test_looking_at_a_saved_tensor_keeps_none_of_the_others():
+    made = []
+
+    def function(x):
+        for _ in range(4):
+            x = x.exp()
+            made.append(weakref.ref(x.untyped_storage()))
+        return x.sum()
+
+    with no_gc():
+        out = not_reentrant(function, leaf(5))
+        made.clear()
+        out.grad_fn.next_functions[0][0]._saved_result  # noqa: B018
+        assert len(made) == 3  # the last one stops the recomputation
+        assert not any(ref() for ref in made)
+
+
+def test_saved_tensors_read_twice_in_one_backward_are_an_error_that_says_so():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            with pytest.raises(CheckpointError, match="already unpacked once"):
+                ctx.saved_tensors  # noqa: B018
+            return grad * x
+
+    x = leaf(3)
+    not_reentrant(lambda x: Twice.apply(x.sin()), x).sum().backward()
+    assert_close(x.grad, x.sin() * x.cos())
+
+
+def test_a_saved_tensor_that_needs_no_gradient_is_the_same_object():
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            ctx.save_for_backward(x, y)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(ctx.saved_tensors)
+            return grad, None
+
+    for module in (ours, reference):
+        x, y = leaf(3), leaf(3).detach()
+        module.checkpoint(Look.apply, x, y, use_reentrant=False).sum().backward()
+        (saved_x, saved_y) = seen.pop()
+        assert saved_y is y
+        assert saved_x is not x
+        assert saved_x.data_ptr() == x.data_ptr()
+
+
+@both_stops
+def test_backward_inside_the_function_works(early_stop):
+    def function(x, again):
+        y = x.sin()
+        z = y.cos()
+        (slope,) = torch.autograd.grad(z.sum(), x, retain_graph=again)
+        return x.cos() * slope.detach(), z
+
+    for again in (True, False):
+        x = leaf(3)
+        with set_checkpoint_early_stop(early_stop):
+            found = torch.autograd.grad(not_reentrant(function, x, again)[0].sum(), x)
+        assert_close(found, torch.autograd.grad(function(x, again)[0].sum(), x))
+
+
+@both_stops
+def test_a_hook_may_go_backward_through_the_same_region(early_stop):
+    x, kept = leaf(3), []
+    with set_checkpoint_early_stop(early_stop):
+        middle, out = not_reentrant(lambda x: ((y := x.sin().cos()), y.sin()), x)
+    ones = torch.ones_like(middle)
+    out.grad_fn.register_hook(lambda *_: kept.append(torch.autograd.grad(middle, x, ones, retain_graph=True)[0]))
+    out.sum().backward(retain_graph=True)
+    assert_close(kept[0], -x.sin().sin() * x.cos())
+    assert_close(x.grad, x.sin().cos().cos() * kept[0])
+
+
+@both_stops
+def test_checkpoints_in_checkpoints_give_the_plain_gradients_to_second_order(early_stop):
+    def f(x):
+        return x.sin().exp().sin()
+
+    def g(x, scale=1.0):
+        return (x * scale).cos().sin().exp()
+
+    def plain(x, w):
+        return g(g(f(x), scale=w))
+
+    def nested(x, w):
+        inner = not_reentrant(lambda x: not_reentrant(g, not_reentrant(f, x), scale=w), x)  # two children, kwargs
+        return not_reentrant(g, inner)
+
+    def slopes(run):
+        first = torch.autograd.grad(run(x, w).sum(), (x, w), create_graph=True)
+        return [*first, *torch.autograd.grad(sum(t.square().sum() for t in first), (x, w))]
+
+    x, w = leaf(3), leaf(3)
+    with set_checkpoint_early_stop(early_stop):
+        assert_close(slopes(nested), slopes(plain))
+        assert_close(slopes(partial(not_reentrant, nested)), slopes(plain))
+
+
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_modes_may_be_nested_in_one_another(outer, inner):
+    def run(x):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # inside a reentrant forward pass nothing requires gradients
+            return checkpoint(lambda x: (x.sin() * x).exp(), x * 2, use_reentrant=inner).cos()
+
+    x = leaf(3)
+    checkpoint(run, x, use_reentrant=outer).sum().backward()
+    (expected,) = torch.autograd.grad((2 * x * (2 * x).sin()).exp().cos().sum(), x)
+    assert_close(x.grad, expected)
+
+
+def test_a_nested_checkpoint_keeps_only_the_outermost_input():
+    kept = []
+
+    def block(x):
+        y = x.exp()
+        kept.append(weakref.ref(y.untyped_storage()))
+        return not_reentrant(lambda y: y.sin().cos(), y).sin()
+
+    with no_gc():
+        out = not_reentrant(block, leaf(4))
+        assert kept[0]() is None
+    out.sum().backward()
+
+
+def test_inputs_go_through_the_hooks_of_an_enclosing_save_on_cpu_and_kwargs_as_well():
+    packed, x, y = [], leaf(3), leaf(3)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        out = not_reentrant(lambda x, y: (x * y).exp(), x, y=y)
+    assert [t.data_ptr() for t in packed] == [x.data_ptr(), y.data_ptr()]
+    with save_on_cpu():
+        z = x * 1
+        z.add_(0)
+        outs = [
+            not_reentrant(lambda z, y: (z * y).exp(), z, y),
+            checkpoint(lambda z, y: (z * y).exp(), z, y, use_reentrant=True),
+        ]
+    for result in (out, *outs):
+        x.grad = None
+        result.sum().backward(retain_graph=True)
+        assert_close(x.grad, y * (x * y).exp())
+
+
+@pytest.mark.skipif(ours.GraphExecGroup is None, reason="torch has it from 2.10 on")
+def test_under_a_graph_exec_group_two_backward_passes_share_one_recomputation():
+    runs, x = [], leaf(3)
+
+    def function(x):
+        runs.append(1)
+        return x.sin().cos(), x.exp()
+
+    a, b = not_reentrant(function, x)
+    with ours.GraphExecGroup():
+        a.sum().backward()
+        b.sum().backward()
+    assert len(runs) == 2
+    assert_close(x.grad, -x.sin().sin() * x.cos() + x.exp())
+
+
+# ---- early stop, errors inside, contexts
+
+
+def test_recomputation_stops_when_it_has_what_it_needs():
+    def clones(runs, **options):
+        def function(x):
+            y = x.sin().cos()
+            runs.append(1)
+            return y.clone()
+
+        return checkpoint(function, leaf(3), use_reentrant=False, **options)
+
+    for outer, options, expected in [
+        (None, {}, 1),
+        (None, {"early_stop": False}, 2),
+        (False, {"early_stop": True}, 2),
+        (True, {"early_stop": False}, 1),
+    ]:
+        runs = []
+        with set_checkpoint_early_stop(outer) if outer is not None else nullcontext():
+            out = clones(runs, **options)
+        out.sum().backward()
+        assert len(runs) == expected
+    with set_checkpoint_early_stop(False), set_checkpoint_early_stop(True):
+        out = clones(runs := [])
+    out.sum().backward()
+    assert len(runs) == 1
+
+
+def test_early_stop_saves_the_last_operator_and_nothing_runs_where_nothing_was_saved():
+    x, runs = leaf(3), []
+    with Operators() as operators:
+        not_reentrant(lambda x: x.sin(), x).sum().backward()
+    assert operators.counts[aten.sin.default] == 1
+    with set_checkpoint_early_stop(False), Operators() as operators:
+        not_reentrant(lambda x: x.sin(), x).sum().backward()
+    assert operators.counts[aten.sin.default] == 2
+    not_reentrant(lambda x: runs.append(1) or x.clone(), x).sum().backward()
+    assert len(runs) == 1
+
+
+def test_handlers_of_the_function_do_not_catch_the_early_stop():
+    caught, x = [], leaf(3)
+
+    def function(x):
+        try:
+            return x.sin().cos()
+        except Exception as error:
+            caught.append(error)
+            raise
+
+    not_reentrant(function, x).sum().backward()
+    assert not caught
+
+
+@both_modes
+@pytest.mark.parametrize("when", ["forward", "recomputation"])
+def test_after_an_error_inside_the_function_everything_is_as_it_was(use_reentrant, when):
+    calls, x = [], leaf(3)
+
+    def function(x):
+        calls.append(1)
+        y = F.dropout(x, 0.5).exp()
+        if len(calls) == (1 if when == "forward" else 2):
+            raise KeyError("mine")
+        return y.sin().cos()
+
+    def failing():
+        with torch.autocast("cpu"):
+            out = checkpoint(function, x, use_reentrant=use_reentrant)
+        state = torch.get_rng_state()
+        try:
+            out.sum().backward()
+        finally:
+            assert torch.equal(torch.get_rng_state(), state)
+
+    with pytest.raises(KeyError, match="mine"):
+        failing()
+    assert not torch.is_autocast_enabled("cpu")
+    y = x.exp()
+    assert y.grad_fn._saved_result.data_ptr() == y.data_ptr()  # no hook is left
+    checkpoint(function, x, use_reentrant=use_reentrant).sum().backward()  # and it works the next time
+
+
+def test_context_fn_gives_each_run_its_context():
+    seen, x = [], leaf(3)
+
+    @contextmanager
+    def noted(name):
+        seen.append(f"enter {name}")
+        yield
+        seen.append(f"leave {name}")
+
+    out = not_reentrant(lambda x: x.sin().cos(), x, context_fn=lambda: (noted("forward"), noted("recompute")))
+    assert seen == ["enter forward", "leave forward"]
+    out.sum().backward()
+    assert seen[2:] == ["enter recompute", "leave recompute"]
+    assert_close(x.grad, -x.sin().sin() * x.cos())
+    assert ours.noop_context_fn() is not None
+
+
+def test_a_forward_context_that_swallows_an_exception_is_an_error():
+    def function(x):
+        raise KeyError("mine")
+
+    with pytest.raises(RuntimeError, match="suppressed an exception"):
+        not_reentrant(function, leaf(3), context_fn=lambda: (suppress(KeyError), nullcontext()))
+
+
+def test_without_gradients_the_function_just_runs():
+    calls = []
+    with torch.no_grad():
+        out = not_reentrant(lambda x: calls.append(1) or x.sin(), leaf(3))
+    assert not out.requires_grad
+    assert calls == [1]
+
+
+# ---- determinism check
+
+
+def changing(first, second):
+    calls = []
+
+    def function(x):
+        calls.append(1)
+        return first(x) if len(calls) == 1 else second(x)
+
+    return function
+
+
+@both_stops
+def test_fewer_saved_tensors_in_the_recomputation_are_an_error(early_stop):
+    function = changing(lambda x: x.sin().cos().exp(), lambda x: x.sin().cos())
+    out = not_reentrant(function, leaf(3), early_stop=early_stop)
+    with pytest.raises(CheckpointError, match=r"A different number of tensors was saved[^$]*forward: 3[^$]*: 2"):
+        out.sum().backward()
+
+
+def test_more_saved_tensors_in_the_recomputation_are_an_error_where_it_runs_that_far():
+    def out(**options):
+        return not_reentrant(changing(lambda x: x.sin().cos(), lambda x: x.sin().cos().exp()), leaf(3), **options).sum()
+
+    with pytest.raises(CheckpointError, match="trying to save more tensors during recomputation"):
+        out(early_stop=False).backward()
+    out().backward()  # as in PyTorch, what comes after the last needed tensor is not run
+
+
+@pytest.mark.parametrize(
+    "change, shown",
+    [
+        (lambda x: x[:2], ["torch.Size([3])", "torch.Size([2])"]),
+        (lambda x: x.float(), ["torch.float64", "torch.float32"]),
+        (lambda x: x.to("meta"), ["device(type='cpu')", "device(type='meta')"]),
+    ],
+)
+def test_other_metadata_in_the_recomputation_are_shown_beside_the_saved(change, shown):
+    function = changing(lambda x: (x * 1).exp(), lambda x: change(x * 1).exp())
+    out = not_reentrant(function, leaf(3)).sum()
+    with pytest.raises(CheckpointError, match="different metadata") as caught:
+        out.backward()
+    text = str(caught.value)
+    before, after = (text[text.index(name) :].splitlines()[0] for name in ("saved metadata", "recomputed metadata"))
+    assert shown[0] in before
+    assert shown[1] in after
+    assert "tensor at position 0" in text
+    assert "debug=True" in text
+
+
+def test_determinism_check_none_compares_numbers_only():
+    function = changing(lambda x: x.exp(), lambda x: x.float().exp())
+    not_reentrant(function, leaf(3), determinism_check="none").sum().backward()
+    with pytest.raises(ValueError, match=r"should be one of \['default', 'none'\], but got all"):
+        not_reentrant(torch.sin, leaf(3), determinism_check="all")
+
+
+def test_checkpoint_errors_are_pytorchs_too():
+    out = not_reentrant(changing(lambda x: x.exp(), lambda x: x.float().exp()), leaf(3)).sum()
+    with pytest.raises(reference.CheckpointError):
+        out.backward()
+
+
+@pytest.mark.parametrize("how", ["argument", "context"])
+def test_debug_lists_the_operators_of_both_runs_with_their_places(how):
+    function = changing(lambda x: x.sin().cos().exp(), lambda x: x.sin().tanh())
+    with set_checkpoint_debug_enabled(True) if how == "context" else nullcontext():
+        out = not_reentrant(function, leaf(3), debug=how == "argument")
+    with pytest.raises(CheckpointError, match="you passed `debug=True` to checkpoint") as caught:
+        out.sum().backward()
+    forward, recomputation = str(caught.value).split("Operations executed during recomputation")
+    assert "aten.cos.default(float64[3]) -> float64[3]" in forward
+    assert "aten.tanh.default" in recomputation
+    assert "aten.cos.default" not in recomputation
+    assert __file__ in forward
+    assert __file__ in recomputation
+
+
+def test_debug_can_be_switched_off_from_outside():
+    with set_checkpoint_debug_enabled(False):
+        out = not_reentrant(changing(lambda x: x.sin().cos(), lambda x: x.sin()), leaf(3), debug=True)
+    with pytest.raises(CheckpointError) as caught:
+        out.sum().backward()
+    assert "Operations executed" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change, shown", [(lambda x: x[:2].exp(), r"\(3,\)[^$]*\(2,\)"), (lambda x: (x, x), "1 values[^$]*2, with")]
+)
+def test_other_outputs_in_a_reentrant_recomputation_are_an_error(change, shown):
+    out = checkpoint(changing(torch.exp, change), leaf(3), use_reentrant=True).sum()
+    with pytest.raises(CheckpointError, match=shown):
+        out.backward()
+
+
+# ---- bad input
+
+
+def test_reentrant_without_an_input_that_needs_gradients_warns_and_says_what_to_do():
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True.*use_reentrant=False"):
+        out = checkpoint(deep_mlp(1, 3), torch.randn(2, 3), use_reentrant=True)
+    assert not out.requires_grad
+
+
+def test_reentrant_output_without_gradient_is_an_error():
+    out = checkpoint(lambda x: x.detach().sin(), leaf(3), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="none of output has requires_grad=True"):
+        out.sum().backward()
+
+
+@both_modes
+@pytest.mark.parametrize("when", ["inside", "after"])
+def test_an_input_changed_in_place_is_an_error_that_names_the_function(use_reentrant, when):
+    def doubled_in_place(x):
+        return (x.mul_(2) if when == "inside" else x * 2).exp().sin()
+
+    x = leaf(3)
+    y = x * 1
+    out = checkpoint(doubled_in_place, y, use_reentrant=use_reentrant)
+    if when == "after":
+        y.mul_(2)
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match=r"doubled_in_place has been modified by an inplace operation.*clone"):
+        out.sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_arguments_that_do_not_go_together_are_errors():
+    x = leaf(3)
+    with pytest.raises(ValueError, match="Unexpected keyword arguments: scale"):
+        checkpoint(torch.sin, x, use_reentrant=True, scale=1)
+    for options in ({"debug": True}, {"context_fn": lambda: (nullcontext(), nullcontext())}):
+        with pytest.raises(ValueError, match="only supported when use_reentrant=False"):
+            checkpoint(torch.sin, x, use_reentrant=True, **options)
+    with pytest.raises(ValueError, match="debug=True is incompatible with non-default context_fn"):
+        not_reentrant(torch.sin, x, debug=True, context_fn=lambda: (nullcontext(), nullcontext()))
+
+
+def test_detach_variable_takes_tuples_and_keeps_what_requires_gradients():
+    x, y = leaf(3) * 1, leaf(3).detach()
+    a, b, text = ours.detach_variable((x, y, "text"))
+    assert a.is_leaf
+    assert a.requires_grad
+    assert not b.requires_grad
+    assert text == "text"
+    with pytest.raises(RuntimeError, match=r"Only tuple of tensors is supported.*list"):
+        ours.detach_variable([x])
+
+
+# ---- memory
+
+
+@both_modes
+def test_no_cycle_keeps_anything_alive_once_the_graph_is_gone(use_reentrant):
+    kept = []
+
+    def function(x, y):
+        z = F.dropout(x * y, 0.5).exp()
+        kept.append(weakref.ref(z.untyped_storage()))
+        return not_reentrant(lambda z: z.sin(), z).cos().exp()  # exp saves its own output
+
+    with no_gc():
+        for backward in (False, True):
+            x, y = leaf(3), leaf(3)
+            refs = [weakref.ref(x), weakref.ref(y)]
+            out = checkpoint(function, x, y, use_reentrant=use_reentrant)
+            refs += [weakref.ref(out)]
+            if backward:
+                out.sum().backward(retain_graph=not use_reentrant)
+            del out, x, y
+            assert [ref() for ref in refs + kept] == [None] * len(refs + kept)
+        assert len(kept) == 3
+
+
+def test_what_nobody_will_read_any_more_is_not_kept_when_recomputed():
+    made = []
+
+    def function(x):
+        other = (x * 2).exp()
+        made.append(weakref.ref(other.untyped_storage()))
+        return x.sin().cos(), other
+
+    with no_gc():
+        out, other = not_reentrant(function, leaf(3))
+        del other
+        out.sum().backward(retain_graph=True)
+        assert [ref() for ref in made] == [None, None]
+
+
+def test_the_reentrant_forward_pass_builds_no_graph():
+    seen = []
+    out = checkpoint(lambda x: seen.append(torch.is_grad_enabled()) or x.sin(), leaf(3), use_reentrant=True)
+    assert out.grad_fn.name() == "CheckpointFunctionBackward"
+    out.sum().backward()
+    assert seen == [False, True]
+
+
+def test_no_cycle_is_left_by_an_error():
+    with no_gc():
+        x = leaf(3)
+        ref = weakref.ref(x)
+        out = not_reentrant(changing(lambda x: x.sin().cos(), lambda x: x.sin()), x)
+        with suppress(CheckpointError):
+            out.sum().backward()
+        del out, x
+        assert ref() is None
+
+
+def test_recomputed_tensors_are_freed_as_soon_as_they_are_used():
+    alive, storages, x = [], [], leaf(3)
+
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            alive.append(sum(ref() is not None for ref in storages))
+            return grad
+
+    def function(x):
+        storages.clear()
+        for _ in range(4):
+            x = x.exp()
+            storages.append(weakref.ref(x.untyped_storage()))
+            x = Note.apply(x)
+        return x
+
+    with no_gc():
+        out = not_reentrant(function, x).sum()
+        assert not any(ref() for ref in storages)
+        out.backward(retain_graph=True)
+    assert alive == [0, 3, 2, 1]  # each exp frees its own
+    assert not any(ref() for ref in storages)
+
+
+def _peak(module, how):
+    torch.manual_seed(0)
+    layers = [DecoderLayer(32, 4, dropout=0.1, seed=2 * i) for i in range(3)]
+    model, x = nn.Sequential(*layers), torch.randn(2, 16, 32, requires_grad=True)
+    options = {"use_reentrant": how == "reentrant"}
+    if how == "selective":
+        products = [aten.mm.default, aten.addmm.default, aten.bmm.default]
+        options["context_fn"] = partial(module.create_selective_checkpoint_contexts, products)
+    with MemoryMeter(model) as meter:
+        y = x
+        for layer in layers:
+            y = module.checkpoint(layer, y, **options)
+        y.square().mean().backward()
+    return meter.peak_bytes, meter.live_bytes
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "selective"])
+def test_peak_bytes_equal_those_of_pytorch_to_the_byte(how):
+    assert _peak(ours, how) == _peak(reference, how)
+
+
+def test_peaks_fall_from_plain_to_selective_to_full():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[DecoderLayer(32, 4, dropout=0.1, seed=2 * i) for i in range(3)])
+    x = torch.randn(2, 16, 32, requires_grad=True)
+    with MemoryMeter(model) as plain:
+        model(x).square().mean().backward()
+    assert plain.peak_bytes > _peak(ours, "selective")[0] > _peak(ours, "not reentrant")[0]
+
+
+@both_modes
+def test_a_symbolic_step_peaks_where_the_real_one_does(use_reentrant):
+    def peak():
+        model, x = deep_mlp(4, 32), torch.randn(8, 32, requires_grad=True)
+        with MemoryMeter(model) as meter:
+            checkpoint_sequential(model, 2, x, use_reentrant=use_reentrant).sum().backward()
+        return meter.peak_bytes
+
+    real = peak()
+    with symbolic():
+        assert peak() == real
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "selective"])
+def test_cuda_allocator_peaks_equal_those_of_pytorch(how):
+    def peak(module):
+        torch.manual_seed(0)
+        layers = [DecoderLayer(128, 4, dropout=0.1, seed=2 * i).cuda() for i in range(3)]
+        x = torch.randn(4, 128, 128, requires_grad=True, device="cuda")
+        options = {"use_reentrant": how == "reentrant"}
+        if how == "selective":
+            options["context_fn"] = partial(module.create_selective_checkpoint_contexts, [aten.addmm.default])
+        for _ in range(2):
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            y = x
+            for layer in layers:
+                y = module.checkpoint(layer, y, **options)
+            y.square().mean().backward()
+            del y
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(ours) == peak(reference)
+
+
+# ---- selective checkpointing
+
+
+def selective(policy, **options):
+    return {"context_fn": partial(create_selective_checkpoint_contexts, policy, **options), "use_reentrant": False}
+
+
+def keep(*operators, policy=CheckpointPolicy.MUST_SAVE):
+    return lambda context, op, *args, **kwargs: policy if op in operators else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def product(x, y):
+    return torch.mm(x.cos(), y).sin().sum()
+
+
+@pytest.mark.parametrize(
+    "policy, products",
+    [
+        ([aten.mm.default], 3),
+        (keep(aten.mm.default), 3),
+        (keep(aten.mm.default, policy=CheckpointPolicy.PREFER_SAVE), 3),
+        (keep(aten.mm.default, policy=CheckpointPolicy.MUST_CPU_OFFLOAD), 3),
+        (keep(aten.mm.default, policy=CheckpointPolicy.PREFER_CPU_OFFLOAD), 3),
+        (keep(aten.mm.default, policy=reference.CheckpointPolicy.MUST_SAVE), 3),
+        (lambda context, op, *args, **kwargs: op is aten.mm.default, 3),
+        (keep(aten.mm.default, policy=CheckpointPolicy.MUST_RECOMPUTE), 4),
+        (keep(aten.mm.default, policy=CheckpointPolicy.PREFER_RECOMPUTE), 4),
+        (lambda context, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE, 3),
+    ],
+)
+def test_a_policy_decides_what_is_computed_again(policy, products):
+    x, y = leaf(4, 4), leaf(4, 4)
+    with Operators() as operators:
+        checkpoint(product, x, y, **selective(policy)).backward()
+    assert operators.counts[aten.mm.default] == products
+    assert_close((x.grad, y.grad), torch.autograd.grad(product(x, y), (x, y)), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_cpu_offload_takes_the_bytes_off_the_gpu_and_brings_them_back():
+    def run(policy):
+        x = torch.randn(512, 512, device="cuda", requires_grad=True)
+        with Operators() as operators:
+            before = torch.cuda.memory_allocated()
+            out = checkpoint(lambda x: torch.mm(x, x).sin().sum(), x, **selective(keep(aten.mm.default, policy=policy)))
+            kept = torch.cuda.memory_allocated() - before
+            out.backward()
+        return kept, operators.counts[aten.mm.default], x
+
+    saved, products, x = run(CheckpointPolicy.MUST_SAVE)
+    offloaded, products_offloaded, x = run(CheckpointPolicy.MUST_CPU_OFFLOAD)
+    assert products == products_offloaded == 3
+    assert saved - offloaded == 512 * 512 * 4
+    assert_close(x.grad, torch.autograd.grad(torch.mm(x, x).sin().sum(), x)[0])
+
+
+def test_random_numbers_after_a_kept_random_operator_are_those_of_the_forward_pass():
+    def function(x):
+        kept = torch.native_dropout(x, 0.5, True)[0]
+        return (torch.native_dropout(kept.sin(), 0.4, True)[0] * torch.rand_like(x)).exp().sum()
+
+    def only_the_first():
+        seen = []
+        return lambda c, op, *args, **kwargs: op is aten.native_dropout.default and not seen and not seen.append(1)
+
+    x = leaf(50)
+    torch.manual_seed(5)
+    found = torch.autograd.grad(checkpoint(function, x, **selective(only_the_first())), x)
+    torch.manual_seed(5)
+    assert_close(found, torch.autograd.grad(function(x), x), rtol=0, atol=0)
+
+
+def test_a_policy_is_asked_once_an_operator_and_may_have_a_state():
+    asked = []
+
+    class EveryOther:
+        def __call__(self, context, op, *args, **kwargs):
+            assert context.is_recompute is False
+            asked.append((op, context.op_output.shape))
+            return len(asked) % 2 == 0
+
+    x = leaf(3)
+    with Operators() as operators:
+        checkpoint(lambda x: x.sin().sin().sin().sin().cos(), x, **selective(EveryOther())).sum().backward()
+    assert asked == [(aten.sin.default, (3,))] * 4 + [(aten.cos.default, (3,))]
+    assert operators.counts[aten.sin.default] - 1 == 4 + 2  # cos's gradient is a sine; two of four are recomputed
+
+
+def test_operators_with_several_outputs_other_outputs_and_views_can_be_kept():
+    def function(x):
+        deviation, mean = torch.var_mean(x.view(2, 3), dim=1)
+        return (deviation * mean * x.view(2, 3).mT.sum()).sin() * x.new_empty(x.stride(0)).dim()
+
+    x = leaf(6)
+    everything = lambda context, op, *args, **kwargs: True  # noqa: E731
+    for policy in ([aten.var_mean.correction], [aten.view.default, aten.transpose.int], everything):
+        found = torch.autograd.grad(checkpoint(function, x, **selective(policy)).sum(), x)
+        assert_close(found, torch.autograd.grad(function(x).sum(), x))
+
+
+def test_outputs_that_are_no_tensors_can_be_kept():
+    runs = []
+
+    @torch.library.custom_op("course_checkpoint::sine_and_number", mutates_args=())
+    def sine_and_number(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        runs.append(1)
+        return x.sin(), 2
+
+    def setup(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+
+    sine_and_number.register_autograd(lambda ctx, g, _: g * ctx.saved_tensors[0].cos(), setup_context=setup)
+
+    def function(x):
+        sine, number = sine_and_number(x)
+        return (sine * number * x.exp()).sin()
+
+    x = leaf(3)
+    policy = [torch.ops.course_checkpoint.sine_and_number.default]
+    found = torch.autograd.grad(checkpoint(function, x, **selective(policy)).sum(), x)
+    assert len(runs) == 1
+    assert_close(found, torch.autograd.grad(function(x).sum(), x))
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_change_in_place_of_what_was_kept_is_an_error_unless_allowed(view):
+    def function(x):
+        y = x.sin()
+        (y.view(3, 1) if view else y).mul_(2)
+        return y.cos().exp()
+
+    x = leaf(3)
+    out = checkpoint(function, x, **selective([aten.sin.default]))
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        out.sum().backward()
+    checkpoint(function, x, **selective([aten.sin.default], allow_cache_entry_mutation=True)).sum().backward()
+
+
+def test_what_was_kept_serves_one_backward_pass():
+    out = checkpoint(lambda x: x.sin().cos().exp(), leaf(3), **selective([aten.sin.default])).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="Trying to backward an extra time"):
+        out.backward()
+
+
+def test_what_was_kept_is_freed_when_used_and_with_the_graph():
+    kept = []
+
+    def function(x):
+        y = x.sin()
+        kept.append(weakref.ref(y.untyped_storage()))
+        return y.cos().exp().sum()
+
+    with no_gc():
+        for backward in (False, True):
+            out = checkpoint(function, leaf(3), **selective([aten.sin.default]))
+            assert kept[0]() is not None
+            if backward:
+                out.backward(retain_graph=True)
+            else:
+                del out
+            assert kept.pop(0)() is None
+            kept.clear()
+
+
+@pytest.mark.parametrize("answer", [None, "save", 0, CheckpointPolicy])
+def test_a_policy_that_returns_nonsense_is_an_error_that_names_the_operator(answer):
+    with pytest.raises(TypeError, match=r"the policy returned .* for aten.cos.default; it takes a CheckpointPolicy"):
+        checkpoint(product, leaf(2, 2), leaf(2, 2), **selective(lambda *args, **kwargs: answer))
+
+
+def test_policies_that_are_no_policies_are_errors():
+    with pytest.raises(ValueError, match="Expected op in `op_list` to be an OpOverload but got: 2"):
+        create_selective_checkpoint_contexts([2])
+    with pytest.raises(ValueError, match="update the OpOverloadPacket to a specific OpOverload"):
+        create_selective_checkpoint_contexts([aten.sin])
+    with pytest.raises(TypeError, match="either a function or a list of ops"):
+        create_selective_checkpoint_contexts(2)
+
+
+def test_an_operator_that_the_forward_pass_did_not_run_is_an_error():
+    function = changing(lambda x: x.sin().cos(), lambda x: x.tan().cos())
+    out = checkpoint(function, leaf(3), **selective([aten.sin.default]))
+    with pytest.raises(RuntimeError, match=r"aten.tan.default encountered during backward but not found"):
+        out.sum().backward()
+
+
+# ---- sequences
+
+
+@both_modes
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList, list])
+@pytest.mark.parametrize("segments", [1, 2, 3, 6])
+def test_a_sequence_gives_the_plain_gradients_in_every_container(kind, segments, use_reentrant):
+    layers, x = [*deep_mlp(3, 4)], torch.randn(2, 4, requires_grad=True)
+    functions = nn.Sequential(*layers) if kind is nn.Sequential else kind(layers)
+    out = checkpoint_sequential(functions, segments, x, use_reentrant=use_reentrant)
+    out.sum().backward()
+    (expected,) = torch.autograd.grad(nn.Sequential(*layers)(x).sum(), x)
+    assert_close(x.grad, expected)
+
+
+def test_all_segments_but_the_last_are_run_twice():
+    runs, x = Counter(), leaf(3)
+
+    def layer(i):
+        return lambda x: runs.update([i]) or x.sin()
+
+    checkpoint_sequential([layer(i) for i in range(7)], 3, x, use_reentrant=False).sum().backward()
+    assert runs == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1}
+
+
+def test_a_sequence_may_leave_random_numbers_alone():
+    x, masks = torch.ones(1000, requires_grad=True), []
+
+    def drop(x):
+        y = F.dropout(x, 0.5)
+        masks.append(y.detach() != 0)
+        return y.sin()
+
+    checkpoint_sequential([drop, torch.sin], 2, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
+    assert not torch.equal(*masks)
+
+
+@pytest.mark.parametrize("segments, count", [(0, 3), (4, 3), (-1, 3), (1, 0)])
+def test_segments_of_zero_or_more_than_functions_are_an_error(segments, count):
+    with pytest.raises(ValueError, match=f"segments is {segments}; for {count} functions it takes 1 to {count}"):
+        checkpoint_sequential([torch.sin] * count, segments, leaf(3), use_reentrant=False)
+
+
+def test_a_sequence_takes_one_input_and_no_other_options():
+    with pytest.raises(TypeError, match="one input"):
+        checkpoint_sequential([torch.sin], 1, leaf(3), leaf(3))
+    with pytest.raises(TypeError, match="input"):
+        checkpoint_sequential([torch.sin], 1)
+    with pytest.raises(ValueError, match="Unexpected keyword arguments: debug"):
+        checkpoint_sequential([torch.sin], 1, leaf(3), use_reentrant=False, debug=True)
+
+
+# ---- the loss in chunks
+
+
+def loss_case(tokens=7, h=5, v=11, ignored=()):
+    hidden, weight, targets = leaf(tokens, h), leaf(v, h), torch.randint(v, (tokens,))
+    targets[list(ignored)] = -100
+    return hidden, weight, targets
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize("ignored", [(), (0, 1, 2), (3, 6)])
+def test_the_loss_in_chunks_is_cross_entropy_with_its_gradients(chunk, ignored, reduction):
+    hidden, weight, targets = loss_case(ignored=ignored)
+    found = checkpointed_loss(hidden, weight, targets, chunk=chunk, reduction=reduction)
+    expected = F.cross_entropy(hidden @ weight.T, targets, reduction=reduction)
+    assert_close(found, expected)
+    leaves = (hidden, weight)
+    assert_close(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves))
+
+
+def test_the_loss_in_chunks_takes_another_ignore_index_low_precision_and_no_tokens():
+    hidden, weight, targets = loss_case()
+    assert_close(
+        checkpointed_loss(hidden, weight, targets, chunk=2, ignore_index=int(targets[0])),
+        F.cross_entropy(hidden @ weight.T, targets, ignore_index=int(targets[0])),
+    )
+    low = [t.detach().bfloat16() for t in (hidden, weight)]
+    found = checkpointed_loss(*low, targets, chunk=2)
+    assert found.dtype is torch.bfloat16
+    assert_close(found, F.cross_entropy(low[0] @ low[1].T, targets))
+    for reduction in ("mean", "sum"):
+        none = hidden[:0], weight, targets[:0]
+        expected = F.cross_entropy(none[0] @ weight.T, none[2], reduction=reduction)
+        assert_close(checkpointed_loss(*none, chunk=2, reduction=reduction), expected, equal_nan=True)
+
+
+def test_the_logits_never_exist_whole():
+    tokens, v, chunk = 256, 1000, 32
+    hidden, weight = torch.randn(tokens, 8, requires_grad=True), torch.randn(v, 8, requires_grad=True)
+    targets = torch.randint(v, (tokens,))
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, (tuple, list)) else (out,):
+                self.numel = max(self.numel, t.numel() if isinstance(t, torch.Tensor) else 0)
+            return out
+
+    with Largest() as largest, MemoryMeter() as meter:
+        checkpointed_loss(hidden, weight, targets, chunk=chunk).backward()
+    assert largest.numel == chunk * v
+    with MemoryMeter() as plain:
+        F.cross_entropy(hidden @ weight.T, targets).backward()
+    assert plain.peak_bytes > 2 * tokens * v * 4
+    assert meter.peak_bytes < 4 * chunk * v * 4
+
+
+@pytest.mark.parametrize(
+    "change, error, shown",
+    [
+        ({"chunk": 0}, ValueError, "chunk is 0"),
+        ({"chunk": 1.5}, TypeError, "integer"),
+        ({"reduction": "none"}, ValueError, "reduction is 'none'; it takes 'mean' or 'sum'"),
+        ({"targets": torch.zeros(6, dtype=torch.int64)}, ValueError, r"hidden is \(7, 5\).*targets \(6,\)"),
+        ({"weight": torch.zeros(11, 4)}, ValueError, r"weight \(11, 4\)"),
+        ({"hidden": torch.zeros(1, 7, 5)}, ValueError, r"hidden is \(1, 7, 5\)"),
+        ({"targets": torch.zeros(7, dtype=torch.int32)}, TypeError, "torch.int64"),
+    ],
+)
+def test_the_loss_in_chunks_says_what_is_wrong_with_its_arguments(change, error, shown):
+    hidden, weight, targets = loss_case()
+    with pytest.raises(error, match=shown):
+        checkpointed_loss(**{"hidden": hidden, "weight": weight, "targets": targets, "chunk": 2, **change})
+
+
+# ---- with other parts of PyTorch
+
+
+def test_dropout_layers_of_the_course_repeat_their_masks():
+    drop, x = Dropout(0.5), torch.ones(100, requires_grad=True)
+    out = not_reentrant(lambda x: drop(x).exp(), x)
+    out.sum().backward()
+    kept = out > 1
+    assert torch.equal(x.grad != 0, kept)
+
+
+def test_compiled_code_may_call_a_checkpoint():
+    torch.compiler.reset()
+    x = leaf(3)
+
+    def function(x):
+        return not_reentrant(lambda x: x.sin().exp(), x * 2).cos()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = torch.compile(function, backend="eager")(x)
+    assert_close(torch.autograd.grad(out.sum(), x), torch.autograd.grad(function(x).sum(), x))
