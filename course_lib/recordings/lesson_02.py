@@ -39,8 +39,8 @@ class _Checkpointed(nn.Module):
     },
 )
 def checkpointed_decoder(
-    *,
     device: torch.device,
+    *,
     vocabulary: int = 32000,
     hidden: int = 1024,
     heads: int = 16,
