@@ -1414,3 +1414,50 @@ def test_compiled_code_may_call_a_checkpoint():
         warnings.simplefilter("ignore")
         out = torch.compile(function, backend="eager")(x)
     assert_close(torch.autograd.grad(out.sum(), x), torch.autograd.grad(function(x).sum(), x))
+
+
+# ---- what you may have read: the claims of lesson 02
+
+
+def test_one_checkpointed_layer_saves_nothing_and_four_do():
+    x = torch.randn(4, 16, 64)
+
+    def peak(depth, checkpointed):
+        layers = nn.ModuleList(DecoderLayer(64, 4, norm_first=False, seed=2 * i) for i in range(depth))
+        for parameter in layers.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with MemoryMeter() as meter:
+            y = x
+            for layer in layers:
+                y = checkpoint(layer, y, use_reentrant=False) if checkpointed else layer(y)
+            y.square().mean().backward()
+        return meter.peak_bytes
+
+    rng_state = torch.get_rng_state().nbytes
+    assert abs(peak(1, True) - peak(1, False)) <= 2 * rng_state
+    assert peak(4, True) < 0.5 * peak(4, False)
+    assert peak(4, True) - peak(1, True) == 3 * (x.nbytes + rng_state)  # one input a layer: O(L), with a small slope
+
+
+def test_a_function_may_take_another_branch_in_every_step():
+    x = torch.linspace(0, 1, 5).requires_grad_()
+    for branch in (torch.sin, torch.cos):
+        (found,) = torch.autograd.grad(checkpoint(lambda x, f=branch: f(x) * x, x, use_reentrant=False).sum(), x)
+        (expected,) = torch.autograd.grad((branch(x) * x).sum(), x)
+        assert torch.equal(found, expected)
+
+
+def test_checkpoint_sequential_on_the_linear_layers_alone_is_another_network():
+    network, x = deep_mlp(depth=6, width=16), torch.randn(4, 16)
+    linears = [module for module in network if isinstance(module, nn.Linear)]
+    assert torch.equal(checkpoint_sequential(network, 3, x, use_reentrant=False), network(x))
+    assert not torch.allclose(checkpoint_sequential(linears, 3, x, use_reentrant=False), network(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_in_reentrant_segments_only_the_last_one_trains_if_the_input_needs_no_gradient():
+    for reentrant, expected in ((True, 2), (False, 6)):
+        network = deep_mlp(depth=6, width=16)
+        checkpoint_sequential(network, 3, torch.randn(4, 16), use_reentrant=reentrant).sum().backward()
+        linears = [module for module in network if isinstance(module, nn.Linear)]
+        assert sum(linear.weight.grad is not None for linear in linears) == expected

@@ -461,3 +461,37 @@ def test_matplotlib_is_needed_only_to_draw():
 def test_colours_do_not_need_the_meter():
     said = run_without("course_lib.memory", "from course_lib.teaching import COLORS; print(COLORS)")
     assert said.strip() == repr(teaching.COLORS)
+
+
+def test_the_checks_of_lesson_01_tell_right_from_wrong():
+    pytest.importorskip("torch")
+    for check, right, wrong in (
+        (exercises.check_optimizer_bytes, 84e9, [56e9, 84, None, "84e9"]),
+        (exercises.check_largest_batch, 26, [25, 27, 26.5, 0, -1, None]),
+        (exercises.check_swiglu_bytes, 8_912_896, [8_912_897, 8.912896, None]),
+    ):
+        assert check(right)
+        assert not any(check(answer) for answer in wrong)
+
+
+def test_the_checks_of_lesson_02_tell_right_from_wrong():
+    torch = pytest.importorskip("torch")
+    from course_lib.checkpoint import checkpoint
+
+    def right(block, x):
+        return checkpoint(block, x, use_reentrant=False)
+
+    def forgets_the_mask(block, x):
+        return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+
+    for wrong in (None, lambda block, x: block(x), lambda block, x: (block(x), block(x))[1], lambda block, x: x):
+        assert not exercises.check_checkpoint(wrong)
+        assert not exercises.check_dropout_checkpoint(wrong)
+    assert exercises.check_checkpoint(right) and exercises.check_checkpoint(forgets_the_mask)
+    assert exercises.check_dropout_checkpoint(right) and not exercises.check_dropout_checkpoint(forgets_the_mask)
+    aten = torch.ops.aten
+    assert exercises.check_policy([aten.bmm.default])
+    for wrong in (None, aten.bmm.default, [], [aten.addmm.default], ["bmm"]):
+        assert not exercises.check_policy(wrong)
+    assert exercises.check_head_chunk(256)
+    assert not any(exercises.check_head_chunk(wrong) for wrong in (None, 128, 512, 100, "256"))

@@ -251,10 +251,16 @@ rng_state = torch.get_rng_state().nbytes  # 5056 bytes, kept by each checkpoint 
 adds = {False: one_layer, True: 32 * 64 * 512 * 4 + rng_state}  # what a further layer adds
 peaks = {(depth, kind): stack_peak(depth, kind) for depth in (1, 2, 4) for kind in adds}
 names = {False: ("plain", "普通"), True: ("checkpointed", "检查点")}
+
+
+def predicted(depth, kind):
+    return None if depth == 1 else peaks[1, kind] + (depth - 1) * adds[kind]
+
+
 predictions(
     [
-        (tuple(f"{name}, L = {depth}" for name in names[kind]), peaks[1, kind] + (depth - 1) * adds[kind], peak)
-        for (depth, kind), peak in peaks.items()
+        (tuple(f"{name} (L = {d})" for name in names[kind]), predicted(d, kind), peak)
+        for (d, kind), peak in peaks.items()
     ]
 )
 
