@@ -718,9 +718,10 @@ _RECOMPUTE, _USED = object(), object()
 class _CachingTorchDispatchMode(TorchDispatchMode):
     """The forward pass: asks the policy, and keeps what it says. Named as PyTorch's, which other libraries look for."""
 
-    def __init__(self, policy: Callable, storage: dict[Any, list]):
+    def __init__(self, policy: Callable, storage: dict):
         super().__init__()
-        self.policy, self.storage = policy, storage  # operator -> what became of its first, second, ... output
+        # operator -> what became of its first, second, ... output; (operator, which) -> the RNG states after it
+        self.policy, self.storage = policy, storage
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -737,8 +738,9 @@ class _CachingTorchDispatchMode(TorchDispatchMode):
         policy = _policy(self.policy(context, func, *args, **kwargs), func).name
         entry = _RECOMPUTE
         if not policy.endswith("RECOMPUTE"):
-            states = _states_after(before, result) if random else None
-            entry = tree_map(lambda value: _Cached(value, policy.endswith("OFFLOAD")), result), states
+            entry = tree_map(lambda value: _Cached(value, policy.endswith("OFFLOAD")), result)
+            if random and (states := _states_after(before, result)) is not None:
+                self.storage[func, len(self.storage[func])] = states
         self.storage[func].append(entry)
         return result
 
@@ -764,7 +766,7 @@ def _policy(answer: Any, func: Any) -> CheckpointPolicy:
 class _CachedTorchDispatchMode(TorchDispatchMode):
     """The recomputation: returns what was kept, once, instead of computing it."""
 
-    def __init__(self, storage: dict[Any, list], allow_cache_entry_mutation: bool = False):
+    def __init__(self, storage: dict, allow_cache_entry_mutation: bool = False):
         super().__init__()
         self.storage, self.allow_cache_entry_mutation = storage, allow_cache_entry_mutation
 
@@ -795,12 +797,11 @@ class _CachedTorchDispatchMode(TorchDispatchMode):
                 "selective activation checkpoint: what it kept is freed as soon as it has been used"
             )
         entries[position] = _USED
-        values, states = entry
-        if states is not None:
-            cpu, devices, device_states, device_type = states
+        if (func, position) in self.storage:
+            cpu, devices, device_states, device_type = self.storage.pop((func, position))
             torch.set_rng_state(cpu)
             set_device_states(devices, device_states, device_type=device_type)
-        return tree_map(lambda cached: cached.get(self.allow_cache_entry_mutation), values)
+        return tree_map(lambda cached: cached.get(self.allow_cache_entry_mutation), entry)
 
 
 def create_selective_checkpoint_contexts(
@@ -831,6 +832,6 @@ def create_selective_checkpoint_contexts(
         policy = lambda context, op, *args, **kwargs: op in operators  # noqa: E731
     elif not callable(policy):
         raise TypeError("policy_fn_or_list must be either a function or a list of ops.")
-    storage: dict[Any, list] = defaultdict(list)
+    storage: dict = defaultdict(list)
     forward = _CachingTorchDispatchMode(policy, storage)
     return forward, _CachedTorchDispatchMode(storage, allow_cache_entry_mutation)
