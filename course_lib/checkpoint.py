@@ -82,8 +82,8 @@ def _infer_device_type(*args: Any) -> str:
     if len(types) > 1:
         warnings.warn(
             "Tensor arguments, excluding CPU tensors, are detected on at least two types of devices. Device state will "
-            f"only be saved for one of {sorted(types)} (CUDA, or else the first); what is random on the others will "
-            "differ in the recomputation, and gradients may be wrong",
+            "only be saved for one of them (CUDA, or else the first); what is random on the others will differ in the "
+            f"recomputation, and gradients may be wrong. Device types: {sorted(types)} first device type: {types[0]}",
             stacklevel=2,
         )
     return "cuda" if "cuda" in types else types[0] if types else DefaultDeviceType.get_device_type()
@@ -327,7 +327,7 @@ class _Region:
                 raise CheckpointError(
                     "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once, "
                     "and it was freed then. If you are calling ctx.saved_tensors in backward, make sure to do so only "
-                    "once. Under GraphExecGroup, two backward passes must not read the same tensor"
+                    "once. Performing two backward calls that overlap is not allowed under GraphExecGroup"
                 )
             return tensor
         except CheckpointError as error:
