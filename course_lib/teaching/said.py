@@ -50,7 +50,7 @@ _CLAIMS = {
         ),
         (
             ("The non-reentrant mode analyses a static graph.", "非可重入模式要分析静态图。"),
-            ("a function that takes another branch each call", "每次调用走不同分支的函数"),
+            ("a function that takes another branch each step", "每一步走不同分支的函数"),
             ("No: it hooks saved tensors. Gradients are equal.", "不对：它只是给保存的张量挂钩子。梯度相等。"),
         ),
         (
@@ -72,7 +72,7 @@ _CLAIMS = {
                 "reentrant, three segments, an input that needs no gradient: layers with gradients",
                 "可重入，三段，输入不需要梯度：得到梯度的层数",
             ),
-            ("Only the last segment does, and nothing fails.", "只有最后一段在训练，而且不报错。"),
+            ("Only the last segment does: there is a warning, but no error.", "只有最后一段在训练：有警告，但不报错。"),
         ),
     ),
 }

@@ -378,6 +378,24 @@ arms = {
 }
 compare(arms)
 
+# %% tags=["nbval-ignore-output", "shows-seconds"]
+seconds = [
+    (name, round(arm.seconds, 3), round(arm.seconds / arms["plain", "普通"].seconds, 2)) for name, arm in arms.items()
+]
+table(["", ("seconds", "秒"), ("of plain", "与普通之比")], seconds)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Seconds depend on the machine; FLOPs don't, and they can be predicted. A layer's products, the last of them skipped by each checkpoint, attention's own two, and the head:
+#
+# </div>
+# <div lang="zh">
+#
+# 秒数因机器而异，FLOPs 则不会，而且可以预测。要算的是：一层的乘法（每个检查点省去其中最后一次），注意力自己的两次乘法，以及输出头：
+#
+# </div>
+
 # %%
 rows = 4 * 128  # tokens in the batch
 last_product = 2 * rows * 1024 * 256
