@@ -495,3 +495,8 @@ def test_the_checks_of_lesson_02_tell_right_from_wrong():
         assert not exercises.check_policy(wrong)
     assert exercises.check_head_chunk(256)
     assert not any(exercises.check_head_chunk(wrong) for wrong in (None, 128, 512, 100, "256"))
+
+
+def test_without_jupyter_the_slider_says_what_it_needs():
+    program = "from course_lib.teaching import activation_playground\nactivation_playground()"
+    assert "JupyterLab" in run_without("IPython ipywidgets", program)

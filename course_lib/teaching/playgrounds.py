@@ -49,9 +49,13 @@ def draw_activation_bytes(sequence: int = 2048, layers: int = 32, heads: int = 3
 
 
 def activation_playground():
-    """`draw_activation_bytes` behind three sliders; needs a running kernel."""
-    from IPython.display import display
-    from ipywidgets import IntSlider, SelectionSlider, interact
+    """`draw_activation_bytes` behind three sliders; needs a running kernel. Without Jupyter it says so in a line."""
+    try:
+        from IPython.display import display
+        from ipywidgets import IntSlider, SelectionSlider, interact
+    except ImportError:
+        print(text("The sliders need JupyterLab.", "滑块需要在 JupyterLab 中使用。"))
+        return
 
     def draw(sequence: int, layers: int, heads: int) -> None:
         display(draw_activation_bytes(sequence, layers, heads))
