@@ -1,0 +1,626 @@
+"""course_lib.schedule: the referee, the schedules, the cheapest one under a budget, and running them."""
+
+import copy
+import heapq
+import itertools
+import math
+import pickle
+import random
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from course_lib.memory import MemoryMeter
+from course_lib.schedule import (
+    Backward,
+    Chain,
+    Cost,
+    Forward,
+    IllegalSchedule,
+    InfeasibleBudget,
+    Schedule,
+    ScheduledSequential,
+    Stage,
+    binomial,
+    frontier,
+    optimal,
+    recursive,
+    segments,
+    simulate,
+    sqrt_segments,
+    store_all,
+)
+
+
+def random_chain(length: int, seed: int, most: int = 4) -> Chain:
+    """Small whole costs, all different in kind."""
+    draw = random.Random(seed)
+    stages = []
+    for _ in range(length):
+        output = draw.randint(1, most)
+        stages.append(
+            Stage(
+                draw.randint(1, 5),
+                draw.randint(1, 5),
+                output,
+                output + draw.randint(0, most),
+                draw.choice([0, 0, draw.randint(1, most)]),
+                draw.choice([0, 0, draw.randint(1, most)]),
+                draw.choice([None, 0, draw.randint(1, 4 * most)]),
+            )
+        )
+    return Chain(tuple(stages), draw.randint(1, most))
+
+
+def cheapest_by_search(chain: Chain) -> list[tuple[int, float]]:
+    """All non-dominated (peak, time), by going through every persistent sequence of actions; its own accounting.
+
+    A state: which x_i are kept to the end, which one is passing, which S_i are there, which backward is next. What is
+    kept stays until its backward; only a passing value may be dropped.
+    """
+    stages, length = chain.stages, len(chain)
+    size = [chain.input_bytes] + [stage.output_bytes for stage in stages]
+
+    def live(kept, passing, saved, due):
+        here = kept | ({passing} if passing is not None else set())
+        gradient = size[due + 1] if due < length - 1 else 0
+        return sum(size[i] for i in here) + sum(stages[i].saved_bytes for i in saved) + gradient
+
+    def moves(kept, passing, saved, due):
+        for i in range(due + 1):
+            by_itself = i in kept or i == passing
+            if not by_itself and i - 1 not in saved:
+                continue
+            stage, before = stages[i], live(kept, passing, saved, due)
+            # Anything that passes is used by this action, or lost.
+            fixed = kept | ({i} if i == passing else set())
+            unsaved = stage.forward_overhead_bytes
+            if stage.unsaved_overhead_bytes is not None:
+                unsaved = stage.unsaved_overhead_bytes
+            if i not in saved:
+                peak = before + stage.saved_bytes + stage.forward_overhead_bytes
+                yield peak, stage.forward_seconds, (fixed - {i + 1}, None, saved | {i}, due)
+            if i + 1 not in kept and i + 1 <= due:
+                peak = before + size[i + 1] + unsaved
+                yield peak, stage.forward_seconds, (fixed, i + 1, saved, due)
+                if i == passing:
+                    yield peak, stage.forward_seconds, (kept, i + 1, saved, due)
+        if due in saved and (due in kept or due == passing or due - 1 in saved):
+            peak = live(kept, passing, saved, due) + stages[due].backward_overhead_bytes
+            peak += size[length] if due == length - 1 else 0
+            rest = None if passing in (due, due + 1) else passing
+            yield peak, stages[due].backward_seconds, (kept - {due, due + 1}, rest, saved - {due}, due - 1)
+
+    start = (frozenset({0}), None, frozenset(), length - 1)
+    queue, number, best, found = [(0, chain.input_bytes, 0, start)], itertools.count(1), {}, []
+    while queue:  # by rising time, so a state reached later matters only with a lower peak
+        seconds, peak, _, state = heapq.heappop(queue)
+        if best.get(state, math.inf) <= peak or (found and found[-1][0] <= peak):
+            continue
+        best[state] = peak
+        if state[3] < 0:
+            found.append((peak, seconds))
+            continue
+        for needed, time, (kept, passing, saved, due) in moves(*state):
+            after = (frozenset(kept), passing, frozenset(saved), due)
+            heapq.heappush(queue, (seconds + time, max(peak, needed), next(number), after))
+    return found[::-1]
+
+
+# ---- the referee
+
+
+def backwards(length: int) -> list[Backward]:
+    return [Backward(i) for i in reversed(range(length))]
+
+
+def test_the_referee_counts_a_small_schedule_as_one_does_by_hand():
+    chain = Chain((Stage(1, 2, 10, 30, 3, 5), Stage(4, 8, 20, 50, 1, 7)), 100)
+    # Forward 0: 100 + 30 + 3. Forward 1: 130 + 50 + 1. Backward 1: 180 + 20 + 7. Backward 0: 130 + 10 + 5.
+    assert simulate(store_all(chain), chain) == Cost(207, 15.0, 2)
+    # Forward 0: 100 + 10 + 3. Forward 1: 110 + 50 + 1. Backward 1: 160 + 20 + 7. Forward 0: 110 + 30 + 3.
+    assert simulate(segments(chain, 2), chain) == Cost(187, 16.0, 3)
+
+
+def test_an_overhead_of_its_own_counts_where_a_forward_does_not_keep_all():
+    chain = Chain((Stage(1, 1, 1, 1, 0, 0, 50), Stage(1, 1, 1, 1)), 1)
+    assert simulate(store_all(chain), chain).peak_bytes == 4
+    assert simulate(segments(chain, 2), chain).peak_bytes == 52
+
+
+def test_a_uniform_chain_that_stores_all_takes_its_input_every_output_and_one_gradient():
+    for length in range(1, 12):
+        assert simulate(store_all(Chain.uniform(length)), Chain.uniform(length)) == Cost(
+            length + 2, 3.0 * length, length
+        )
+
+
+def test_what_is_made_a_second_time_is_alive_once():
+    again = Schedule([Forward(0, "input"), Forward(0, "input"), Forward(0), Forward(0), Forward(1), *backwards(2)])
+    # x_0, then with x_1, with a second x_1 meanwhile, S_0 in its place, a second S_0 meanwhile, S_1, the gradient.
+    assert simulate(again, Chain.uniform(2)) == Cost(4, 9.0, 5)
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        ([Forward(1)], r"action 0, Forward\(stage=1, keep='all'\).*x_1 is not"),
+        ([Forward(0, "nothing"), Forward(0)], r"action 1.*input alive, and x_0 is not"),
+        ([Forward(0), Backward(0)], r"action 1, Backward\(stage=0\).*Backward\(1\) is due"),
+        ([Forward(0), Forward(1, "input"), Backward(1)], r"action 2.*stage 1's is not alive"),
+        ([Forward(0), Forward(1), Backward(1), Backward(1)], r"action 3.*Backward\(0\) is due"),
+        ([Forward(0), Forward(1), Backward(1), Backward(0), Backward(0)], r"action 4.*all have run"),
+        ([Forward(0, "nothing"), Forward(1), Backward(1), Backward(0)], r"action 3.*stage 0's is not alive"),
+        ([Forward(0), Forward(0, "nothing"), Forward(1), Backward(1), Backward(0)], r"action 4.*x_0 is not"),
+        ([Forward(0), Forward(1), Backward(1), Forward(1)], r"action 3.*does not run again after its backward"),
+        ([Forward(0), Forward(1), Backward(1)], r"ends after 3 actions.*Backward\(0\) has not run"),
+        ([], r"ends after 0 actions"),
+        ([Forward(2)], r"action 0.*stages 0 to 1"),
+        ([Forward(-1)], r"action 0.*stages 0 to 1"),
+    ],
+)
+def test_an_illegal_schedule_is_refused_with_the_action_and_the_rule(actions, message):
+    with pytest.raises(IllegalSchedule, match=message):
+        simulate(Schedule(actions), Chain.uniform(2))
+
+
+def test_a_schedule_for_another_length_is_refused():
+    with pytest.raises(IllegalSchedule, match="Backward\\(3\\) is due"):
+        simulate(store_all(Chain.uniform(3)), Chain.uniform(4))
+    with pytest.raises(IllegalSchedule, match="stages 0 to 2"):
+        simulate(store_all(Chain.uniform(4)), Chain.uniform(3))
+
+
+# ---- schedules by rule
+
+
+def test_segments_of_equal_stages_differ_by_at_most_one_stage():
+    for length in range(1, 15):
+        chain = Chain.uniform(length, saved_bytes=3)
+        for count in range(1, length + 1):
+            schedule = segments(chain, count)
+            # Each segment's backward pass starts where the last forward that keeps all was.
+            pairs = itertools.pairwise(schedule)
+            ends = [now.stage + 1 for before, now in pairs if before[1:] == ("all",) and isinstance(now, Backward)]
+            sizes = [end - start for start, end in itertools.pairwise([0, *reversed(ends)])]
+            assert len(sizes) == count and sum(sizes) == length and max(sizes) - min(sizes) <= 1
+            assert simulate(schedule, chain).forward_steps == length + length - sizes[-1]
+
+
+def test_segments_of_uneven_stages_have_the_least_peak_of_all_cuts():
+    from course_lib.schedule import _segmented
+
+    for seed in range(40):
+        length = 2 + seed % 6
+        chain = random_chain(length, seed, most=9)
+        for count in range(1, length + 1):
+            cuts = itertools.combinations(range(1, length), count - 1)
+            least = min(simulate(_segmented([0, *cut, length]), chain).peak_bytes for cut in cuts)
+            assert simulate(segments(chain, count), chain).peak_bytes == least
+
+
+@pytest.mark.parametrize("length", [16, 36, 64, 100])
+def test_the_square_root_of_the_length_is_the_best_count_where_a_boundary_costs_as_much_as_a_stage(length):
+    chain = Chain.uniform(length)
+    root = math.isqrt(length)
+    assert sqrt_segments(chain) == segments(chain, root)
+    peaks = [simulate(segments(chain, count), chain).peak_bytes for count in range(1, length + 1)]
+    assert simulate(sqrt_segments(chain), chain).peak_bytes - min(peaks) <= 2
+
+
+def test_the_recursive_schedule_takes_memory_that_grows_with_the_logarithm():
+    for length in range(1, 200):
+        cost = simulate(recursive(Chain.uniform(length)), Chain.uniform(length))
+        assert cost.peak_bytes <= math.ceil(math.log2(length)) + 4
+        assert cost.forward_steps <= length * (1 + math.ceil(math.log2(length)) / 2) + 1
+
+
+def test_binomial_schedules_take_as_many_extra_steps_as_the_closed_form_says():
+    for length in range(2, 61):
+        chain = Chain.uniform(length)
+        for slots in range(1, length):
+            schedule = binomial(length, slots)
+            r = next(r for r in itertools.count() if math.comb(slots + r, slots) >= length)
+            cost = simulate(schedule, chain)
+            assert cost.forward_steps - length == r * length - math.comb(slots + r, slots + 1)
+            assert len(schedule) == cost.forward_steps + length
+            assert cost.peak_bytes <= slots + 3  # the slots, one stage's saved bytes, its gradient, one passing
+
+
+def test_no_schedule_with_so_many_slots_takes_fewer_steps_than_the_binomial_one():
+    best: dict[tuple[int, int], int] = {}
+    for length in range(1, 40):
+        for slots in range(40):
+            if length == 1:
+                best[length, slots] = 0
+            elif slots:
+                ways = range(length - 1 if slots == 1 else 1, length)
+                best[length, slots] = min(p + best[length - p, slots - 1] + best[p, slots] for p in ways)
+                assert len(binomial(length, slots)) - 2 * length == best[length, slots]
+
+
+def test_a_binomial_schedule_is_lazy_and_can_be_indexed():
+    for length, slots in [(1, 1), (2, 1), (13, 1), (23, 3), (30, 29), (30, 100)]:
+        schedule, actions = binomial(length, slots), tuple(binomial(length, slots))
+        assert [schedule[i] for i in range(len(schedule))] == list(actions)
+        assert schedule[-1] == Backward(0) and schedule == Schedule(actions)
+        assert schedule[2:7] == Schedule(actions[2:7])
+        with pytest.raises(IndexError, match="this schedule has"):
+            schedule[len(schedule)]
+    large = binomial(100_000, 300)
+    assert len(large) == 2 * 100_000 + 3 * 100_000 - math.comb(303, 301)
+    assert large[len(large) // 2].stage < 100_000
+    assert sum(1 for _ in large) == len(large)
+
+
+# ---- the cheapest
+
+
+CHAINS = [
+    random_chain(length, seed)
+    for length, seeds in ((1, 4), (2, 15), (3, 30), (4, 30), (5, 20), (6, 4))
+    for seed in range(seeds)
+]
+
+
+def test_the_frontier_is_what_a_search_through_all_persistent_schedules_finds():
+    for chain in CHAINS:
+        assert [(cost.peak_bytes, cost.seconds) for cost in frontier(chain)] == cheapest_by_search(chain)
+
+
+def test_the_cheapest_schedule_for_every_budget_is_what_a_search_finds():
+    for chain in CHAINS:
+        points = cheapest_by_search(chain)
+        for budget in range(points[0][0], points[-1][0] + 3):
+            cost = simulate(optimal(chain, budget), chain)
+            assert cost.peak_bytes <= budget
+            assert cost.seconds == min(seconds for peak, seconds in points if peak <= budget)
+
+
+def test_every_point_of_the_frontier_is_reached_and_one_byte_less_costs_more():
+    for seed in range(6):
+        chain = random_chain(12, seed)
+        points = frontier(chain)
+        for before, point in zip([None, *points], points, strict=False):
+            cost = simulate(optimal(chain, point.peak_bytes), chain)
+            assert (cost.peak_bytes, cost.seconds) == (point.peak_bytes, point.seconds)
+            if before is not None:
+                assert simulate(optimal(chain, point.peak_bytes - 1), chain).seconds == before.seconds
+        assert points[-1].seconds == simulate(store_all(chain), chain).seconds
+
+
+def test_a_budget_that_is_too_small_is_refused_with_the_least_that_is_not():
+    for seed in range(20):
+        chain = random_chain(1 + seed % 9, seed)
+        least = frontier(chain)[0].peak_bytes
+        assert simulate(optimal(chain, least), chain).peak_bytes == least
+        for budget in (least - 1, 0, -5):
+            with pytest.raises(InfeasibleBudget, match=f"budget_bytes is {budget}.* at least {least}$") as error:
+                optimal(chain, budget)
+            assert error.value.least_bytes == least and error.value.budget_bytes == budget
+        assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+def test_rounding_never_takes_the_peak_over_the_budget():
+    for seed in range(8):
+        chain = random_chain(20, seed, most=100_003)
+        most, points = simulate(store_all(chain), chain).peak_bytes, []
+        with pytest.raises(InfeasibleBudget) as error:
+            optimal(chain, 1)
+        least = error.value.least_bytes
+        for budget in [least, least + 1, *(least + (most - least) * i // 7 for i in range(1, 7)), most, 10 * most]:
+            cost = simulate(optimal(chain, budget, slots=60), chain)
+            assert cost.peak_bytes <= budget
+            points.append(cost.seconds)
+        assert points[-1] == points[-2] == simulate(store_all(chain), chain).seconds
+        assert simulate(optimal(chain, most // 2, slots=500), chain).seconds >= min(points)
+
+
+def test_a_common_divisor_of_all_sizes_keeps_the_result_exact():
+    small = random_chain(8, 3)
+    stages = [
+        Stage(s.forward_seconds, s.backward_seconds, *(
+            None if size is None else size * 1_000_003
+            for size in (s.output_bytes, s.saved_bytes, s.forward_overhead_bytes, s.backward_overhead_bytes,
+                         s.unsaved_overhead_bytes)
+        ))
+        for s in small.stages
+    ]  # fmt: skip
+    large = Chain(tuple(stages), small.input_bytes * 1_000_003)
+    for point in frontier(small):
+        assert simulate(optimal(large, point.peak_bytes * 1_000_003), large).seconds == point.seconds
+
+
+def test_the_cheapest_schedule_is_never_slower_than_any_other_with_its_peak():
+    for seed in range(10):
+        chain = random_chain(14, seed)
+        for schedule in [
+            sqrt_segments(chain),
+            recursive(chain),
+            binomial(14, 4),
+            *(segments(chain, k) for k in (2, 5)),
+        ]:
+            cost = simulate(schedule, chain)
+            assert simulate(optimal(chain, cost.peak_bytes), chain).seconds <= cost.seconds
+
+
+# ---- execution
+
+
+class Shifted(nn.Module):
+    """A residual block with dropout, so that its random numbers matter."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.wide, self.narrow, self.drop = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return x + self.drop(self.narrow(torch.nn.functional.gelu(self.wide(x))))
+
+
+def mlp(width=16, depth=9):
+    return nn.Sequential(*(Shifted(width) for _ in range(depth))), torch.randn(8, width)
+
+
+def shared():
+    block = Shifted(16)
+    return nn.Sequential(block, nn.Tanh(), block, Shifted(16), block, nn.LayerNorm(16)), torch.randn(8, 16)
+
+
+def tokens():
+    layers = [nn.Embedding(50, 16), *(Shifted(16) for _ in range(4)), nn.Linear(16, 50)]
+    return nn.Sequential(*layers), torch.randint(50, (4, 6))
+
+
+def pyramid(size=16):
+    widths = [3, 8, 16, 32]
+    layers = []
+    for a, b in itertools.pairwise(widths):
+        layers += [nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers), torch.randn(4, 3, size, size)
+
+
+def schedules(length: int):
+    chain = random_chain(length, 1)
+    least = frontier(chain)[0].peak_bytes
+    yield from (store_all(chain), sqrt_segments(chain), recursive(chain), binomial(length, 2), binomial(length, 1))
+    yield from (segments(chain, length), optimal(chain, least), optimal(chain, least + 3))
+
+
+def step(module, x, passes=1):
+    """Outputs, gradients and buffers after some passes from one seed."""
+    torch.manual_seed(3)
+    module.zero_grad()
+    x = x.detach().clone().requires_grad_(x.requires_grad)
+    outputs = []
+    for _ in range(passes):
+        output = module(x)
+        output.square().sum().backward()
+        outputs.append(output.detach())
+    drawn = torch.rand(3)
+    return [*outputs, x.grad, *(p.grad for p in module.parameters()), *(b.clone() for b in module.buffers()), drawn]
+
+
+def assert_same_bits(left, right):
+    for a, b in zip(left, right, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("make", [mlp, shared, tokens, pyramid])
+def test_outputs_gradients_and_statistics_equal_the_plain_modules_to_the_bit(make, passes):
+    torch.manual_seed(0)
+    module, x = make()
+    for needs in (False, True)[: 1 + x.is_floating_point()]:
+        expected = step(copy.deepcopy(module), x.requires_grad_(needs) if needs else x, passes)
+        for schedule in schedules(len(module)):
+            assert_same_bits(step(ScheduledSequential(copy.deepcopy(module), schedule), x, passes), expected)
+
+
+def test_only_some_parameters_may_be_trained():
+    torch.manual_seed(0)
+    module, x = mlp()
+    for stage in (0, 1, 5):
+        module[stage].requires_grad_(False)
+    expected = step(copy.deepcopy(module), x)
+    for schedule in schedules(len(module)):
+        assert_same_bits(step(ScheduledSequential(module, schedule), x), expected)
+
+
+def test_gradients_of_some_parameters_can_be_asked_for():
+    torch.manual_seed(0)
+    module, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), torch.randn(2, 4)
+    expected = torch.autograd.grad(module(x).square().sum(), list(module[2].parameters()))
+    scheduled = ScheduledSequential(module, sqrt_segments(Chain.uniform(5)))
+    assert_same_bits(torch.autograd.grad(scheduled(x).square().sum(), list(module[2].parameters())), expected)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_autocast_of_the_first_run_holds_in_the_recomputation():
+    torch.manual_seed(0)
+    module, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))), torch.randn(4, 8)
+
+    def gradients(module):
+        module.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = module(x)
+        output.float().square().sum().backward()
+        return [output, *(parameter.grad for parameter in module.parameters())]
+
+    expected = gradients(copy.deepcopy(module))
+    for schedule in schedules(5):
+        assert_same_bits(gradients(ScheduledSequential(copy.deepcopy(module), schedule)), expected)
+
+
+def test_names_and_mode_are_those_of_the_plain_module_and_without_gradients_it_just_runs():
+    module = nn.Sequential()
+    module.add_module("first", nn.Linear(3, 3))
+    module.add_module("second", nn.BatchNorm1d(3))
+    module.eval()
+    scheduled = ScheduledSequential(module, store_all(Chain.uniform(2)))
+    assert list(scheduled.state_dict()) == list(module.state_dict())
+    assert not scheduled.training
+    with torch.no_grad():
+        assert torch.equal(scheduled(torch.ones(2, 3)), module(torch.ones(2, 3)))
+
+
+def giant(where: int):
+    """Six stages, one of which saves far more than the others."""
+
+    class Giant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 1024), nn.Linear(1024, 64)
+
+        def forward(self, x):
+            return self.down(torch.tanh(torch.sin(self.up(x))))
+
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
+    layers[where] = Giant()
+    return nn.Sequential(*layers), torch.randn(256, 64)
+
+
+def even():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12))), torch.randn(256, 64)
+
+
+def language_model():
+    class Block(Shifted):
+        def __init__(self):
+            super().__init__(32)
+            self.drop = nn.Identity()
+
+    return nn.Sequential(nn.Embedding(300, 32), *(Block() for _ in range(6)), nn.Linear(32, 300)), torch.randint(
+        300, (8, 64)
+    )
+
+
+def measured_peak(module, schedule, x) -> int:
+    scheduled = ScheduledSequential(module, schedule)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    weight = torch.ones_like(module(x)).detach()
+    with MemoryMeter() as meter:
+        (scheduled(x) * weight).sum().backward()  # the gradient of the output is as large as the output
+    return meter.peak_bytes + x.nbytes
+
+
+@pytest.mark.parametrize(
+    "make",
+    [even, language_model, partial(pyramid, 32), partial(giant, 0), partial(giant, 3), partial(giant, 5)],
+    ids=["even", "language model", "pyramid", "giant first", "giant in the middle", "giant last"],
+)
+def test_the_measured_peak_is_within_two_percent_of_the_simulated_one(make):
+    torch.manual_seed(0)
+    module, x = make()
+    chain = Chain.profile(module, x)
+    least = frontier(chain)[0].peak_bytes
+    most = simulate(store_all(chain), chain).peak_bytes
+    rules = [store_all(chain), segments(chain, 2), sqrt_segments(chain), recursive(chain), binomial(len(chain), 2)]
+    for schedule in [*rules, optimal(chain, least), optimal(chain, (least + most) // 2)]:
+        predicted = simulate(schedule, chain).peak_bytes
+        assert measured_peak(module, schedule, x) == pytest.approx(predicted, rel=0.02)
+
+
+def test_a_profile_counts_the_bytes_and_flops_of_each_stage():
+    module, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), torch.randn(2, 4)
+    linear, tanh = Chain.profile(module, x).stages
+    assert (linear.output_bytes, linear.saved_bytes, linear.forward_seconds) == (64, 64, 2 * 2 * 4 * 8)
+    assert (tanh.output_bytes, tanh.saved_bytes, tanh.forward_seconds) == (64, 64, 16)
+    assert Chain.profile(module, x) == Chain.profile(module, x)
+    assert all(stage.forward_seconds < 60 for stage in Chain.profile(module, x, clock=True).stages)
+
+
+def test_a_profile_leaves_module_and_random_numbers_as_they_were():
+    torch.manual_seed(0)
+    module, x = pyramid()
+    module.append(nn.Dropout())
+    before, state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    Chain.profile(module, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Stage(-1, 1, 1, 1), ValueError, "forward_seconds is -1; it takes a finite number"),
+        (lambda: Stage(1, math.nan, 1, 1), ValueError, "backward_seconds is nan"),
+        (lambda: Stage("1", 1, 1, 1), TypeError, "forward_seconds is '1'"),
+        (lambda: Stage(1, 1, 0, 1), ValueError, "output_bytes is 0; it takes 1 or more"),
+        (lambda: Stage(1, 1, 1.5, 1), TypeError, "output_bytes is 1.5; it takes a whole number"),
+        (lambda: Stage(1, 1, 4, 3), ValueError, "saved_bytes is 3; it includes the output, so it takes 4"),
+        (lambda: Stage(1, 1, 1, 1, -1), ValueError, "forward_overhead_bytes is -1"),
+        (lambda: Chain((), 1), ValueError, "the chain has no stages"),
+        (lambda: Chain((3,), 1), TypeError, r"stages\[0\] is 3"),
+        (lambda: Chain.uniform(0), ValueError, "length is 0"),
+        (lambda: segments(Chain.uniform(3), 0), ValueError, "count is 0; it takes 1 or more"),
+        (lambda: segments(Chain.uniform(3), 4), ValueError, "a chain of 3 stages takes 1 to 3 segments"),
+        (lambda: binomial(5, 0), ValueError, "slots is 0; it takes 1 or more"),
+        (lambda: binomial(5.0, 1), TypeError, "length is 5.0"),
+        (lambda: optimal(Chain.uniform(3), 5.5), TypeError, "budget_bytes is 5.5"),
+        (lambda: optimal([1], 5), TypeError, "chain is list; it takes a Chain"),
+        (lambda: Schedule([3]), TypeError, "action 0 is 3; it takes Forward"),
+        (lambda: Schedule([Forward(0, "some")]), ValueError, 'keep takes "all", "input" or "nothing"'),
+        (lambda: Chain.profile(nn.Linear(2, 2), torch.ones(2)), TypeError, "module is Linear; it takes an nn.Seq"),
+        (lambda: Chain.profile(nn.Sequential(), torch.ones(2)), ValueError, "module has no stages"),
+        (lambda: Chain.profile(nn.Sequential(nn.LSTM(2, 2)), torch.ones(2, 2)), TypeError, "stage 0 returned tuple"),
+        (lambda: ScheduledSequential(nn.Sequential(nn.Tanh()), [Forward(0)]), TypeError, "schedule is list"),
+        (
+            lambda: ScheduledSequential(nn.Sequential(nn.Tanh()), store_all(Chain.uniform(2))),
+            IllegalSchedule,
+            "stages 0 to 0",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_in_one_sentence(make, error, message):
+    with pytest.raises(error, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_second_backward_through_the_same_pass_is_refused():
+    scheduled = ScheduledSequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), segments(Chain.uniform(2), 2))
+    loss = scheduled(torch.ones(1, 2)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="this backward pass has run already"):
+        loss.backward()
+
+
+def test_a_stage_that_changes_its_input_is_refused():
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="stage 1 changed its input in place"):
+        ScheduledSequential(module, segments(Chain.uniform(3), 2))(torch.ones(1, 2))
+
+
+def test_a_stage_that_returns_another_shape_the_second_time_is_refused():
+    class Growing(nn.Module):
+        width = 1
+
+        def forward(self, x):
+            self.width += 1
+            return x.repeat(1, self.width)
+
+    module = nn.Sequential(nn.Linear(2, 2), Growing(), nn.Tanh())
+    loss = ScheduledSequential(module, segments(Chain.uniform(3), 3))(torch.ones(1, 2)).sum()
+    with pytest.raises(RuntimeError, match=r"stage 1 returned .* when it ran again"):
+        loss.backward()
+
+
+def test_a_schedule_draws_itself():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ax = recursive(Chain.uniform(6)).plot()
+    assert ax.get_ylim() == (-0.5, 5.5) and ax.get_xlabel() == "time"
+    assert ax.get_xlim()[1] == simulate(recursive(Chain.uniform(6)), Chain.uniform(6)).seconds
+    assert segments(Chain.uniform(4), 2).plot(ax, chain=Chain.uniform(4)) is ax
+    plt.close("all")
