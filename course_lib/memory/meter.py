@@ -308,9 +308,8 @@ class MemoryMeter(TorchDispatchMode):
                     # Data enters a step through an operator that has no tensor to start from.
                     enters = not sources - {storage._cdata} and self._operators[-1][1] == "forward"
                     self._add(storage, "input" if enters else None, made_in)
-        if (
-            tensors and made_in != "formula" and not hooks_active()
-        ):  # under hooks the graph holds what they made of the tensors
+        # Under hooks the graph holds not the tensors but what the hooks made of them.
+        if tensors and made_in != "formula" and not hooks_active():
             self._output = weakref.ref(tensors[0])
 
     def _settle(self) -> None:

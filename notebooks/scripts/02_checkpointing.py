@@ -96,12 +96,12 @@ y.sum().backward()
 # %% [markdown]
 # <div lang="en">
 #
-# First the three forward passes. Then backward comes to c, runs its forward again, finishes it, and goes on to b. At any time only one block's activations exist.
+# First the three forward passes. Then backward comes to c, runs its forward again, finishes it, and goes on to b. At any time at most one block's activations exist, besides the inputs.
 #
 # </div>
 # <div lang="zh">
 #
-# 先是三次前向。然后反向走到 c，把它的前向再跑一遍，做完它的反向，再去 b。任何时刻至多只有一个块的激活值存在。
+# 先是三次前向。然后反向走到 c，把它的前向再跑一遍，做完它的反向，再去 b。除了各块的输入，任何时刻至多只有一个块的激活值存在。
 #
 # </div>
 
