@@ -58,7 +58,7 @@ from torch.utils.checkpoint import checkpoint
 
 from course_lib.memory import CATEGORIES, MemoryMeter, measure
 from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import about_this_machine, compare, course_map, predictions, table, timelines
+from course_lib.teaching import about_this_machine, compare, course_map, table, timelines
 
 # %% [markdown]
 # ## 0.1 What is on this machine / 这台机器上有什么
@@ -238,16 +238,12 @@ compare(arms)
 
 # %%
 before, after = arms.values()
-predictions(
-    [
-        (("your guess: peak, MB", "你猜的峰值，MB"), my_guess_bytes, after.peak_bytes),
-        (
-            ("your guess: GFLOPs", "你猜的 GFLOPs"),
-            my_guess_flops and my_guess_flops * before.flops * 1e-3,
-            after.flops * 1e-3,
-        ),
-    ]
-)
+rows = [
+    (("peak, MB", "峰值，MB"), my_guess_bytes and my_guess_bytes / 1e6, after.peak_bytes / 1e6),
+    (("FLOPs, of plain", "FLOPs，与普通之比"), my_guess_flops, after.flops / before.flops),
+]
+headings = ["", ("your guess", "你的猜测"), ("measured", "实测")]
+table(headings, [(name, "–" if guess is None else f"{guess:.2f}", f"{measured:.2f}") for name, guess, measured in rows])
 
 # %% [markdown]
 # <div lang="en">

@@ -751,7 +751,8 @@ def predicted_peak(chunk):
     return 3 * logits if chunk == 1024 else of_hidden + max(3 * logits + of_vocabulary, 3 * of_vocabulary)
 
 
-predictions([(f"{chunk}", predicted_peak(chunk), peak) for chunk, (peak, _) in results.items()])
+names = {1024: ("plain", "普通")} | {n: (f"chunks of {n}", f"每块 {n} 个") for n in (512, 128, 32)}
+predictions([(names[chunk], predicted_peak(chunk), peak) for chunk, (peak, _) in results.items()])
 
 # %%
 (_, reference), *others = results.values()
