@@ -197,6 +197,51 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class _Embed(nn.Module):
+    def __init__(self, decoder: Decoder):
+        super().__init__()
+        self.tokens, self.positions = decoder.tokens, decoder.positions
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[-1]]  # (b, s, h)
+
+
+class _Residual(nn.Module):
+    def __init__(self, norm: nn.Module, inner: nn.Module):
+        super().__init__()
+        self.norm, self.inner = norm, inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+class _HeadLoss(nn.Module):
+    def __init__(self, decoder: Decoder, targets: Tensor):
+        super().__init__()
+        self.norm, self.head = decoder.norm, decoder.head
+        self.register_buffer("targets", targets.contiguous(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), self.targets.flatten())
+
+
+def loss_stages(decoder: Decoder, targets: Tensor) -> nn.Sequential:
+    """A decoder's loss as a chain: embedding, two stages a layer (attention, feed-forward), head with its loss.
+
+    `loss_stages(decoder, tokens[:, 1:])(tokens[:, :-1])` is `decoder.loss(tokens)`; the modules are shared, not copied.
+
+    Args:
+        targets: (b, s), what each position is to predict; `stages[-1].targets` takes those of another batch.
+
+    Returns:
+        2 * layers + 2 stages, each from one tensor to one: (b, s) -> (b, s, h) -> ... -> scalar.
+    """
+    stages: list[nn.Module] = [_Embed(decoder)]
+    for layer in decoder.layers:
+        stages += [_Residual(layer.norm1, layer.attention), _Residual(layer.norm2, layer.feedforward)]
+    return nn.Sequential(*stages, _HeadLoss(decoder, targets))
+
+
 def random_tokens(batch: int, sequence: int, vocabulary: int, *, seed: int = 0) -> Tensor:
     """Token numbers to train on: (batch, sequence + 1), int64, one more than goes in because each predicts the next."""
     _at_least_one(batch=batch, sequence=sequence, vocabulary=vocabulary)

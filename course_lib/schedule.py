@@ -200,7 +200,7 @@ def _profile_stage(i: int, stage: nn.Module, x: Tensor, needs: bool, clocked: in
 
     def forward() -> tuple[Tensor, list[Tensor]]:
         leaf = x.detach().requires_grad_(needs and _differentiable(x))
-        output = _call(i, stage, leaf, spare_buffers=True)
+        output = _call(i, stage, leaf.view_as(leaf), spare_buffers=True)
         return output, _wanted(stage, leaf)
 
     def backward(output: Tensor, wanted: list[Tensor], gradient: Tensor) -> None:
@@ -1002,7 +1002,8 @@ class ScheduledSequential(nn.Sequential):
     change in a stage's first run only. Autocast is as in the first run. Without gradients the stages just run.
 
     The bytes live are those that `simulate` counts for `Chain.profile`; on top come the states of the random number
-    generators of stages that draw and run again (5,056 bytes each on the CPU), and the gradients of parameters.
+    generators of stages that draw and run again (5,056 bytes each on the CPU), and the gradients of parameters. A
+    stage hands on the gradients of its own parameters together, at the end of its backward: that is in the profile.
 
     Args:
         module: the chain, an `nn.Sequential`; its stages are shared, under the same names. A stage takes one tensor and
@@ -1096,7 +1097,8 @@ class _Run:
         with torch.set_grad_enabled(keep == "all"):
             if keep == "all":
                 x = x.detach().requires_grad_(self.needs[i] and _differentiable(x))
-            output = self.call(i, x)
+            # A view, because FlopCounterMode's hook on a module's input may not meet a leaf inside autograd.grad.
+            output = self.call(i, x.view_as(x))
         if keep == "all":
             self.graphs[i] = (x, output)
             self.values.pop(i + 1, None)

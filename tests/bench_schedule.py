@@ -11,9 +11,9 @@ import time
 
 import numpy as np
 
-from course_lib.schedule import Chain, Stage, binomial, optimal, simulate, store_all
+from course_lib.schedule import Chain, Forward, Stage, binomial, optimal, simulate, store_all
 
-RATIO_BAR, BINOMIAL_BAR = 2.0, 1.0
+RATIO_BAR, BINOMIAL_BAR, REVOLVE_BAR = 2.0, 1.0, 100.0
 SLOTS, ROUNDS = 500, 3
 
 
@@ -54,6 +54,23 @@ def plain_dynamic_program(chain: Chain, budget: int) -> float:
     return float(cost[0, -1, -1])
 
 
+def revolve_steps(length: int, slots: int) -> int:
+    """How many stages the `checkpoint-schedules` package runs forward, adjoint preparation included."""
+    import checkpoint_schedules as peer
+
+    steps = 0
+    for action in peer.Revolve(length, slots):
+        if isinstance(action, peer.Forward):
+            steps += action.n1 - action.n0
+        elif isinstance(action, peer.EndReverse):
+            break
+    return steps
+
+
+def binomial_steps(length: int, slots: int) -> int:
+    return sum(isinstance(action, Forward) for action in binomial(length, slots))
+
+
 def timed(function, *args) -> tuple[float, object]:
     start = time.perf_counter()
     result = function(*args)
@@ -77,6 +94,14 @@ def main() -> None:
     seconds, steps = timed(lambda: sum(1 for _ in binomial(100_000, 300)))
     verdict = "met" if seconds <= BINOMIAL_BAR else "MISSED"
     print(f"binomial(100000, 300): {steps} actions in {seconds:.3f} s  bar {BINOMIAL_BAR} s: {verdict}")
+    ours = min(timed(binomial_steps, 1000, 32) for _ in range(ROUNDS))
+    peer = timed(revolve_steps, 1000, 32)
+    ratio = peer[0] / ours[0]
+    verdict = "met" if ratio >= REVOLVE_BAR and ours[1] == peer[1] else "MISSED"
+    print(
+        f"forward steps, 1000 stages, 32 slots: {ours[1]} in {ours[0]:.4f} s; checkpoint-schedules' Revolve: {peer[1]} "
+        f"in {peer[0]:.2f} s; ratio {ratio:.0f}  bar {REVOLVE_BAR:.0f}: {verdict}"
+    )
 
 
 if __name__ == "__main__":

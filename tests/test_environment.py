@@ -73,6 +73,7 @@ def conda_problems(environment, requirements, pins, requires_python):
     """Where environment.yml says something else than the other two files."""
     entries = yaml.safe_load(environment)["dependencies"]
     pip_lines = [line for entry in entries if isinstance(entry, dict) for line in entry["pip"]]
+    by_pip = {plain(Requirement(line).name) for line in pip_lines if not line.startswith("-")}
     conda = {}
     for entry in (Requirement(entry) for entry in entries if isinstance(entry, str)):
         conda[CONDA_NAMES.get(plain(entry.name), plain(entry.name))] = entry
@@ -91,7 +92,7 @@ def conda_problems(environment, requirements, pins, requires_python):
         if line not in pip_lines:
             problems.append(f"the pip section lacks {line!r}")
     for requirement in requirements:
-        if requirement.marker is None and plain(requirement.name) not in conda:
+        if requirement.marker is None and plain(requirement.name) not in {*conda, *by_pip}:
             problems.append(f"{requirement.name} is missing")
     return problems
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from course_lib.memory import MemoryMeter, symbolic
-from course_lib.models import Attention, Decoder, DecoderLayer, Dropout, deep_mlp, random_tokens, seeded
+from course_lib.models import Attention, Decoder, DecoderLayer, Dropout, deep_mlp, loss_stages, random_tokens, seeded
 
 SIZES = {"vocabulary": 50, "hidden": 16, "heads": 2, "layers": 2, "sequence": 8}
 
@@ -232,3 +232,19 @@ def test_a_decoder_can_be_trained_symbolically(fused):
     with symbolic():
         found = run()
     assert found == real
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_stages_of_a_decoder_compute_its_loss_and_share_its_weights(tied):
+    decoder, tokens = Decoder(**SIZES, tied=tied), random_tokens(3, 8, 50)
+    stages = loss_stages(decoder, tokens[:, 1:])
+    assert len(stages) == 2 * 2 + 2
+    assert set(map(id, stages.parameters())) == set(map(id, decoder.parameters()))
+    loss = stages(tokens[:, :-1])
+    assert torch.equal(loss, decoder.loss(tokens))
+    expected = torch.autograd.grad(decoder.loss(tokens), list(decoder.parameters()))
+    for found, wanted in zip(torch.autograd.grad(loss, list(decoder.parameters())), expected, strict=True):
+        assert torch.equal(found, wanted)
+    other = random_tokens(3, 8, 50, seed=1)
+    stages[-1].targets = other[:, 1:]
+    assert torch.equal(stages(other[:, :-1]), decoder.loss(other))

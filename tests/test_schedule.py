@@ -11,8 +11,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib.memory import MemoryMeter
+from course_lib.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
+from course_lib.memory import MemoryMeter, saved_tensors
+from course_lib.models import Decoder, deep_mlp, loss_stages, random_tokens
 from course_lib.schedule import (
     Backward,
     Chain,
@@ -227,6 +230,22 @@ def test_binomial_schedules_take_as_many_extra_steps_as_the_closed_form_says():
             assert cost.forward_steps - length == r * length - math.comb(slots + r, slots + 1)
             assert len(schedule) == cost.forward_steps + length
             assert cost.peak_bytes <= slots + 3  # the slots, one stage's saved bytes, its gradient, one passing
+
+
+@pytest.mark.parametrize(("length", "slots"), [(1, 1), (2, 1), (7, 1), (7, 2), (10, 3), (30, 5), (100, 10), (100, 200)])
+def test_binomial_schedules_take_as_many_steps_as_those_of_another_package(length, slots):
+    peer = pytest.importorskip("checkpoint_schedules", reason="compares with the package checkpoint-schedules")
+    steps, backwards = 0, 0
+    for action in peer.Revolve(length, min(slots, max(1, length - 1))):
+        if isinstance(action, peer.Forward):
+            steps += action.n1 - action.n0
+        elif isinstance(action, peer.Reverse):
+            backwards += action.n1 - action.n0
+        elif isinstance(action, peer.EndReverse):
+            break
+    ours = list(binomial(length, slots))
+    assert backwards == length
+    assert sum(isinstance(action, Forward) for action in ours) == steps
 
 
 def test_no_schedule_with_so_many_slots_takes_fewer_steps_than_the_binomial_one():
@@ -525,6 +544,16 @@ def test_the_measured_peak_is_within_two_percent_of_the_simulated_one(make):
         assert measured_peak(module, schedule, x) == pytest.approx(predicted, rel=0.02)
 
 
+def test_the_counted_flops_are_the_simulated_ones():
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(7)]
+    module, x = nn.Sequential(*layers), torch.randn(4, 8)
+    chain = Chain.profile(module, x)
+    for schedule in (store_all(chain), segments(chain, 3), recursive(chain), binomial(7, 2)):
+        with FlopCounterMode(display=False) as counter:
+            ScheduledSequential(module, schedule)(x).sum().backward()
+        assert counter.get_total_flops() == simulate(schedule, chain).seconds
+
+
 def test_a_profile_counts_the_bytes_and_flops_of_each_stage():
     module, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), torch.randn(2, 4)
     linear, tanh = Chain.profile(module, x).stages
@@ -624,3 +653,142 @@ def test_a_schedule_draws_itself():
     assert ax.get_xlim()[1] == simulate(recursive(Chain.uniform(6)), Chain.uniform(6)).seconds
     assert segments(Chain.uniform(4), 2).plot(ax, chain=Chain.uniform(4)) is ax
     plt.close("all")
+
+
+# ---- what you may have read: the claims of lesson 03, and what it says of segments and compilers
+
+B = 100_000  # bytes of one activation of these networks
+INPUT, ONES = torch.linspace(-1, 1, 25_000).view(1000, 25), torch.ones(1000, 25)
+
+
+def layered(depth: int, activation=nn.GELU) -> nn.Sequential:
+    modules = deep_mlp(depth=depth, width=25, activation=activation)
+    layers = nn.Sequential(*(nn.Sequential(*pair) for pair in zip(modules[::2], modules[1::2], strict=True)))
+    for parameter in layers.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return layers
+
+
+def peak_of(run) -> int:
+    with MemoryMeter() as meter:
+        (run(INPUT) * ONES).sum().backward()
+    return meter.peak_bytes
+
+
+def flops_of(run) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run(INPUT).sum().backward()
+    return counter.get_total_flops()
+
+
+def in_segments(layers, cuts, x):
+    *firsts, last = itertools.pairwise(cuts)
+    for start, end in firsts:
+        x = checkpoint(layers[start:end], x, use_reentrant=False, preserve_rng_state=False)
+    return layers[slice(*last)](x)
+
+
+def peak_of_cuts(cuts) -> int:
+    return max(j * B + (end - start) * 2 * B for j, (start, end) in enumerate(itertools.pairwise(cuts))) + B
+
+
+def test_the_peak_of_segments_is_what_the_lesson_predicts_for_any_cut():
+    layers = layered(12)
+    for seed in range(25):
+        draw = random.Random(seed)
+        cuts = [0, *sorted(draw.sample(range(1, 12), draw.randint(0, 7))), 12]
+        measured = peak_of(lambda x, cuts=cuts: in_segments(layers, cuts, x))
+        assert measured == pytest.approx(peak_of_cuts(cuts), abs=64)
+
+
+def test_segments_that_get_shorter_peak_lower_than_any_balanced_ones():
+    sizes = [10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1]  # as lesson 03 finds them for 100 layers
+    cuts = list(itertools.accumulate(sizes, initial=0))
+    layers = layered(100)
+    tapered = peak_of(lambda x: in_segments(layers, cuts, x))
+    balanced = []
+    for k in range(1, 101):
+        balanced.append(
+            peak_of_cuts(list(itertools.accumulate([100 // k + (j < 100 % k) for j in range(k)], initial=0)))
+        )
+    assert tapered == pytest.approx(21 * B, abs=64) and min(balanced) == 27 * B
+    extra = flops_of(lambda x: in_segments(layers, cuts, x)) / flops_of(layers)
+    assert 1.32 < extra < 4 / 3
+
+
+def test_ten_segments_of_a_hundred_layers_save_less_than_the_square_root_says_and_cost_more():
+    layers = layered(100, nn.Tanh)
+    ten = partial(checkpoint_sequential, layers, 10, use_reentrant=False, preserve_rng_state=False)
+    saving = 1 - peak_of(lambda x: ten(input=x)) / peak_of(layers)
+    assert saving < 1 - 2 / math.sqrt(100) < 1 - math.sqrt(100) / 100
+    extra = flops_of(lambda x: ten(input=x)) / flops_of(layers) - 1
+    assert 2 * math.sqrt(100) / 100 < extra < 1 / 3
+
+
+def test_detaching_the_output_of_a_segment_keeps_gradients_from_the_earlier_ones():
+    layers, x = layered(8), INPUT
+    layers.zero_grad()
+    for start in (0, 2, 4):
+        x = checkpoint(layers[start : start + 2], x, use_reentrant=False).detach().requires_grad_()
+    layers[6:](x).sum().backward()
+    assert [layer[0].weight.grad is not None for layer in layers] == [False] * 6 + [True] * 2
+
+
+def compiled(module, x, budget: float):
+    """The compiler's two graphs, run as they are, each value given up after its last use."""
+
+    def releasing(graph, _):
+        def run(values):
+            return torch.fx.Interpreter(graph).boxed_run(values)
+
+        run._boxed_call = True
+        return run
+
+    from torch._functorch.aot_autograd import aot_module
+    from torch._functorch.config import patch
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    with patch(activation_memory_budget=budget):
+        result = aot_module(module, releasing, releasing, min_cut_rematerialization_partition)
+        result(x).sum().backward()
+    return result
+
+
+def test_the_compilers_peak_rises_again_where_its_budget_gets_small():
+    layers = layered(16)
+    runs = [compiled(layers, INPUT, budget) for budget in (1, 0.75, 0.25, 0)]
+    saved = [saved_tensors(run, INPUT).total_bytes for run in runs]
+    peaks = [peak_of(run) for run in runs]
+    assert saved == sorted(saved, reverse=True) and saved[-1] == B
+    assert peaks[1] < peaks[2] < peaks[3] and peaks[3] == pytest.approx(peaks[0], rel=0.01)
+    assert peak_of(lambda x: in_segments(layers, [0, 4, 8, 12, 16], x)) < peaks[1]
+
+
+def test_whole_stages_end_at_the_frontier_and_single_operators_go_below():
+    tokens = random_tokens(2, 64, 256)
+    decoder = Decoder(vocabulary=256, hidden=64, heads=4, layers=4, sequence=64, tied=False)
+    module, x = loss_stages(decoder, tokens[:, 1:]), tokens[:, :-1].contiguous()
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    chain = Chain.profile(module, x)
+    points = frontier(chain)
+    # A scheduled stage hands on the gradients of its parameters together; plain backward one by one.
+    together = max(sum(parameter.nbytes for parameter in stage.parameters()) for stage in module)
+
+    def least_flops(peak_bytes):
+        return min((point.seconds for point in points if point.peak_bytes <= peak_bytes), default=math.inf)
+
+    def cost(run):
+        with MemoryMeter() as meter:
+            run(x).backward()
+        with FlopCounterMode(display=False) as counter:
+            run(x).backward()
+        return meter.peak_bytes + x.nbytes, counter.get_total_flops()
+
+    with set_checkpoint_early_stop(False):
+        for count in (1, 2, 3, 5, 10):
+            run = partial(checkpoint_sequential, module, count, use_reentrant=False, preserve_rng_state=False)
+            peak, flops = cost(lambda x, run=run: run(input=x))
+            assert flops >= least_flops(peak + together) * 0.999  # the embedding's elements are no FLOPs
+    peak, flops = cost(compiled(module, x, 0.5))
+    assert flops < least_flops(peak) * 0.99

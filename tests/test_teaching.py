@@ -503,6 +503,47 @@ def test_the_checks_of_lesson_02_tell_right_from_wrong():
     assert not any(exercises.check_head_chunk(wrong) for wrong in (None, 128, 512, 100, "256"))
 
 
-def test_without_jupyter_the_slider_says_what_it_needs():
-    program = "from course_lib.teaching import activation_playground\nactivation_playground()"
+def test_the_checks_of_lesson_03_tell_right_from_wrong():
+    from course_lib.schedule import Backward, Chain, Forward, optimal, segments, sqrt_segments, store_all
+
+    assert exercises.check_segment_count(24) and exercises.check_segment_count(24.0)
+    assert not any(exercises.check_segment_count(wrong) for wrong in (None, 8, 576, 8 / 3, "24"))
+    six = Chain.uniform(6, saved_bytes=2)
+    assert exercises.check_drawn_schedule(list(segments(six, 4)))
+    unfinished = [Forward(0, "input"), ...]
+    too_much, illegal = [store_all(six), segments(six, 3), segments(six, 5)], [[Backward(5)], [Forward(1, "all")], [3]]
+    for wrong in (None, [], unfinished, *too_much, *illegal):
+        assert not exercises.check_drawn_schedule(wrong)
+    assert "x_1" in exercises.check_drawn_schedule([Forward(1, "all")]).message[0]
+    chain = exercises.pyramid()
+    assert exercises.check_beats_sqrt(optimal(chain, 150_000_000))
+    slower = optimal(chain, 131_000_000)
+    for wrong in (None, sqrt_segments(chain), store_all(chain), slower, store_all(six), 3):
+        assert not exercises.check_beats_sqrt(wrong)
+
+
+def test_pictures_of_schedules_say_peak_and_time_and_share_one_scale():
+    from course_lib.schedule import Chain, recursive, store_all
+
+    chain = Chain.uniform(8)
+    pictures = {("all", "全部"): store_all(chain), ("halves", "对半"): recursive(chain)}
+    teaching.language("en")
+    drawn = teaching.schedule_pictures(pictures, chain, unit="b", scale=1)
+    first, second = drawn.axes
+    assert [ax.get_title(loc="left") for ax in (first, second)] == ["all · 10 b · 1.00 ×", "halves · 6 b · 1.50 ×"]
+    assert first.get_xlim() == second.get_xlim() == (0, 36)
+    assert drawn.legends[0].get_texts()[0].get_text() == "forward, keeps all"
+
+
+def test_the_schedule_under_a_slider_keeps_its_budget_or_says_what_it_takes():
+    teaching.language("en")
+    assert teaching.draw_schedule(360).get_suptitle() == "A budget of 360 MB costs 0 % more time"
+    assert teaching.draw_schedule(100).get_suptitle() == "100 MB is too little: it takes 131 MB"
+    title = teaching.draw_schedule(200).axes[0].get_title(loc="left")
+    assert float(title.split(" · ")[1].removesuffix(" MB")) <= 200
+
+
+@pytest.mark.parametrize("slider", ["activation_playground", "schedule_playground"])
+def test_without_jupyter_the_slider_says_what_it_needs(slider):
+    program = f"from course_lib.teaching import {slider}\n{slider}()"
     assert "JupyterLab" in run_without("IPython ipywidgets", program)

@@ -5,12 +5,12 @@ Works without IPython and pandas (then as plain text), and needs matplotlib only
 
 from . import exercises
 from .exercises import *  # noqa: F403 - every check_<exercise>
-from .figures import COLORS, category_label, figure, phase_label, predicted_and_measured, timelines
+from .figures import COLORS, category_label, figure, phase_label, predicted_and_measured, schedule_pictures, timelines
 from .gpu import on_gpu
 from .languages import language, text
 from .machine import about_this_machine
 from .maps import course_map
-from .playgrounds import activation_playground, draw_activation_bytes
+from .playgrounds import activation_playground, draw_activation_bytes, draw_schedule, schedule_playground
 from .said import what_you_may_have_read
 from .tables import Table, claims, compare, predictions, table
 
@@ -24,12 +24,15 @@ __all__ = [
     "compare",
     "course_map",
     "draw_activation_bytes",
+    "draw_schedule",
     "figure",
     "language",
     "on_gpu",
     "phase_label",
     "predicted_and_measured",
     "predictions",
+    "schedule_pictures",
+    "schedule_playground",
     "table",
     "text",
     "timelines",

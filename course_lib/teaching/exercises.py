@@ -418,5 +418,88 @@ def check_head_chunk(answer: Any) -> Verdict:
     return Verdict(True, (f"Right: {here:,} bytes.", f"正确：{here:,} 字节。"))
 
 
+# Lesson 03 ------------------------------------------------------------------------------------------------------------
+
+
+def check_segment_count(answer: Any) -> Verdict:
+    """Lesson 03: the best number of equal segments for 64 layers that save nine times a boundary each."""
+    return expect_number(
+        answer,
+        24,
+        wrong_answers={
+            8: (
+                "That is √L, right only where a layer saves as much as one boundary.",
+                "这是 √L，只有每层保存的恰好等于一个边界时才对。",
+            ),
+            64 * 9: ("Take the square root.", "还要开平方。"),
+            Fraction(8, 3): ("s and b are the wrong way round.", "s 与 b 放反了。"),
+        },
+        why=(
+            "24 boundaries, and 64/24 layers of nine each: 24 b + 24 b.",
+            "24 个边界，加上一段的 64/24 层、每层九份：24 b + 24 b。",
+        ),
+        hint=("The peak is k·b + (L/k)·s. Where are both parts equal?", "峰值是 k·b + (L/k)·s。两项何时相等？"),
+    )
+
+
+def check_drawn_schedule(actions: Any) -> Verdict:
+    """Lesson 03: a schedule for `Chain.uniform(6, saved_bytes=2)` with a peak of at most 7 and at most 11 forwards."""
+    from course_lib.schedule import Chain, IllegalSchedule, Schedule, simulate
+
+    hint = (
+        "Four segments whose sizes get shorter: keep what enters each, then work from the last to the first.",
+        "分四段，越来越短：留下每一段的输入，再从最后一段做到第一段。",
+    )
+    if actions is None or actions is ... or (isinstance(actions, list | tuple) and (... in actions or not actions)):
+        return Verdict(False, ("Not answered yet.", "还没有作答。"), hint)
+    try:
+        cost = simulate(Schedule(actions), Chain.uniform(6, saved_bytes=2))
+    except IllegalSchedule as refused:
+        return Verdict(False, (f"The referee says: {refused}.", f"裁判说：{refused}。"), hint)
+    except Exception as error:
+        return Verdict(False, (f"It cannot be simulated: {error!r}.", f"无法模拟：{error!r}。"), hint)
+    found = (
+        f"a peak of {cost.peak_bytes} and {cost.forward_steps} forwards",
+        f"峰值 {cost.peak_bytes}，前向 {cost.forward_steps} 次",
+    )
+    right = cost.peak_bytes <= 7 and cost.forward_steps <= 11
+    verdict = ("Right", "正确") if right else ("Legal, but too much", "合法，但超出了限制")
+    return Verdict(right, (f"{verdict[0]}: {found[0]}.", f"{verdict[1]}：{found[1]}。"), None if right else hint)
+
+
+def pyramid() -> Any:
+    """A `Chain` of twelve stages as in a convolution pyramid: maps shrink while channels grow; the head is small."""
+    from course_lib.schedule import Chain, Stage
+
+    sizes = [32, 32, 32, 16, 16, 16, 8, 8, 8, 4, 4, 1]  # MB of each stage's output
+    return Chain(tuple(Stage(4, 8, size * 10**6, 2 * size * 10**6) for size in sizes), 3 * 10**6)
+
+
+def check_beats_sqrt(schedule: Any) -> Verdict:
+    """Lesson 03: a schedule for `pyramid()` with a lower peak than `sqrt_segments`, in no more time."""
+    from course_lib.schedule import IllegalSchedule, Schedule, simulate, sqrt_segments
+
+    hint = (
+        "`optimal` takes a budget. Which one is a little below 163 MB?",
+        "`optimal` 接受一个预算。取多少才略低于 163 MB？",
+    )
+    if schedule is None or schedule is ...:
+        return Verdict(False, ("Not answered yet.", "还没有作答。"), hint)
+    chain = pyramid()
+    rule = simulate(sqrt_segments(chain), chain)
+    try:
+        cost = simulate(Schedule(schedule), chain)
+    except IllegalSchedule as refused:
+        return Verdict(False, (f"The referee says: {refused}.", f"裁判说：{refused}。"), hint)
+    except Exception as error:
+        return Verdict(False, (f"It cannot be simulated: {error!r}.", f"无法模拟：{error!r}。"), hint)
+    peaks = f"{cost.peak_bytes / 1e6:g} MB, {cost.seconds:g} s : {rule.peak_bytes / 1e6:g} MB, {rule.seconds:g} s"
+    if cost.peak_bytes >= rule.peak_bytes:
+        return Verdict(False, (f"The peak is not lower: {peaks}.", f"峰值并没有降低：{peaks}。"), hint)
+    if cost.seconds > rule.seconds:
+        return Verdict(False, (f"It takes longer: {peaks}.", f"时间更长：{peaks}。"), hint)
+    return Verdict(True, (f"Right: {peaks}.", f"正确：{peaks}。"))
+
+
 # Everything public in here, so that a new check needs no second entry elsewhere.
 __all__ = ["Verdict", "expect_number", *sorted(name for name in globals() if name.startswith("check_"))]

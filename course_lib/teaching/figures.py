@@ -180,6 +180,60 @@ def timelines(
     return shown_once(drawn)
 
 
+def schedule_pictures(
+    schedules: Mapping[Any, Any],
+    chain: Any,
+    *,
+    title: tuple[str, str] | str | None = None,
+    unit: str = "MB",
+    scale: float = 1e6,
+    panel_height: float = 1.25,
+) -> "Figure":
+    """Schedules for one chain, one below the other on one scale: time to the right, stages upwards.
+
+    Args:
+        schedules: name -> `course_lib.schedule.Schedule`.
+        chain: what they are for; times are drawn in units of its `store_all`.
+        unit, scale: of the peak, and how many bytes make one.
+
+    Returns:
+        The figure; each panel is headed by the name, the peak and the time.
+    """
+    from matplotlib.patches import Patch
+
+    from course_lib.schedule import COLORS as KEEP_COLORS
+    from course_lib.schedule import simulate, store_all
+
+    fastest = simulate(store_all(chain), chain).seconds
+    costs = {name: simulate(schedule, chain) for name, schedule in schedules.items()}
+    longest = max(cost.seconds for cost in costs.values())
+    drawn, axes = figure(
+        title, rows=len(schedules), height=1.3 + panel_height * len(schedules), sharex=True, sharey=True
+    )
+    panels = [axes] if len(schedules) == 1 else list(axes)
+    for ax, (name, schedule) in zip(panels, schedules.items(), strict=True):
+        schedule.plot(ax, chain=chain)
+        ax.get_legend().remove()
+        cost = costs[name]
+        ax.set_title(
+            f"{label(name)} · {cost.peak_bytes / scale:.4g} {unit} · {cost.seconds / fastest:.2f} ×", fontsize=9
+        )
+        ax.set(xlabel="", ylabel=text("stage", "级"), xlim=(0, longest))
+        ax.grid(False)
+    ticks = [fastest * i / 2 for i in range(int(2 * longest / fastest) + 1)]
+    panels[-1].set_xticks(ticks, [f"{tick / fastest:g}" for tick in ticks])
+    panels[-1].set_xlabel(text("time, in steps that store all", "时间，以全部保留的一步为单位"))
+    names = {
+        "all": ("forward, keeps all", "前向，全留"),
+        "input": ("keeps its input", "只留输入"),
+        "nothing": ("keeps nothing", "什么也不留"),
+        "backward": ("backward", "反向"),
+    }
+    handles = [Patch(color=KEEP_COLORS[kind], label=label(words)) for kind, words in names.items()]
+    drawn.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+    return shown_once(drawn)
+
+
 def shown_once(drawn: "Figure") -> "Figure":
     """Close a figure in a notebook, which else shows it twice: as the value of the cell and as an open figure."""
     import matplotlib

@@ -66,3 +66,48 @@ def activation_playground():
         layers=IntSlider(32, 1, 96, 1, description=text("layers", "层数", separator=" "), continuous_update=False),
         heads=SelectionSlider(options=[8, 16, 32, 64, 128], value=32, description=text("heads", "头数")),
     )
+
+
+def draw_schedule(budget: int = 200) -> "Figure":
+    """The fastest schedule of a chain of twelve uneven stages under a budget, drawn; or what it would need.
+
+    Args:
+        budget: MB.
+    """
+    from course_lib.schedule import InfeasibleBudget, frontier, optimal, simulate
+
+    from .exercises import pyramid
+    from .figures import schedule_pictures
+
+    chain = pyramid()
+    try:
+        schedule = optimal(chain, budget * 10**6)
+    except InfeasibleBudget as refused:
+        schedule, least = optimal(chain, refused.least_bytes), refused.least_bytes / 1e6
+        title = (f"{budget} MB is too little: it takes {least:g} MB", f"{budget} MB 不够：至少要 {least:g} MB")
+    else:
+        cost = simulate(schedule, chain)
+        extra = cost.seconds / frontier(chain)[-1].seconds - 1
+        title = (
+            f"A budget of {budget} MB costs {100 * extra:.0f} % more time",
+            f"预算 {budget} MB，时间多花 {100 * extra:.0f} %",
+        )
+    return schedule_pictures({("optimal", "最优"): schedule}, chain, title=title, panel_height=2.2)
+
+
+def schedule_playground():
+    """`draw_schedule` behind a slider for the budget; needs a running kernel. Without Jupyter it says so in a line."""
+    try:
+        from IPython.display import display
+        from ipywidgets import IntSlider, interact
+    except ImportError:
+        print(text("The sliders need JupyterLab.", "滑块需要在 JupyterLab 中使用。"))
+        return
+
+    def draw(budget: int) -> None:
+        display(draw_schedule(budget))
+
+    interact(
+        draw,
+        budget=IntSlider(200, 100, 360, 5, description=text("MB", "兆字节"), continuous_update=False),
+    )

@@ -75,6 +75,45 @@ _CLAIMS = {
             ("Only the last segment does: there is a warning, but no error.", "只有最后一段在训练：有警告，但不报错。"),
         ),
     ),
+    "03": (
+        (
+            (
+                "√L segments save 1 − √L/L of the memory: 90 % for 100 layers.",
+                "√L 段省下 1 − √L/L 的内存：100 层省 90 %。",
+            ),
+            ("100 × (Linear + Tanh), 10 segments", "100 ×（Linear + Tanh），10 段"),
+            (
+                "No: it forgets the segment that is being worked on. 1 − 2/√L at best.",
+                "不对：忘了正在处理的那一段。至多 1 − 2/√L。",
+            ),
+        ),
+        (
+            ("They cost 2√L/L of extra compute: 20 %.", "√L 段要多花 2√L/L 的计算：20 %。"),
+            ("FLOPs of the same", "同一网络的 FLOPs"),
+            (
+                "No: all but the last segment runs forward again, nearly a third of a step.",
+                "不对：除最后一段外都要再做一次前向，将近一步的三分之一。",
+            ),
+        ),
+        (
+            ("Recomputing doubles the compute.", "重计算使计算量翻倍。"),
+            ("FLOPs of a step, tapered segments", "一步的 FLOPs，渐短的段"),
+            ("No: one forward more, and backward is twice a forward.", "不对：只多一次前向，而反向是前向的两倍。"),
+        ),
+        (
+            ("√L equal segments are optimal.", "√L 个相等的段是最优的。"),
+            ("100 × (Linear + GELU), 10 segments → tapered", "100 ×（Linear + GELU），10 段 → 渐短的段"),
+            ("No: early segments may be longer, for 2 % more FLOPs.", "不对：前面的段可以更长，FLOPs 只多 2 %。"),
+        ),
+        (
+            (
+                "Detach each segment's output and set `requires_grad`.",
+                "把每一段的输出 detach，再设 `requires_grad`。",
+            ),
+            ("four segments: layers that get gradients", "四段：得到梯度的层数"),
+            ("It cuts the graph: only the last segment trains.", "这会切断计算图：只有最后一段在训练。"),
+        ),
+    ),
 }
 
 

@@ -1065,7 +1065,7 @@ exercises.check_head_chunk(max(n for n, peak in zip(chunks, peaks, strict=True) 
 # - Randomness, autocast and changed buffers must be taken care of; prefer the non-reentrant mode.
 # - The loss head is a block too, and often the largest.
 #
-# **Next:** lesson 03 asks which blocks to forget.
+# **Next:** [lesson 03](03_sqrt_schedule.ipynb) asks which blocks to forget.
 #
 # </div>
 # <div lang="zh">
@@ -1076,7 +1076,7 @@ exercises.check_head_chunk(max(n for n, peak in zip(chunks, peaks, strict=True) 
 # - 随机性、autocast 和被改动的缓冲区要小心处理；优先用非可重入模式。
 # - 损失头也是一个块，而且常常是最大的一块。
 #
-# **下一步：** 第 03 课讨论该忘掉哪些块。
+# **下一步：** [第 03 课](03_sqrt_schedule.ipynb)讨论该忘掉哪些块。
 #
 # </div>
 
