@@ -768,7 +768,7 @@ class _Sizes:
         return self.gradient[t] + self.through[s, s + 1 : t + 1]
 
 
-def optimal(chain: Chain, budget_bytes: int, *, slots: int = 500) -> Schedule:
+def optimal(chain: Chain, budget_bytes: int, *, slots: int | None = None) -> Schedule:
     """The fastest persistent schedule whose simulated peak is within the budget.
 
     Persistent: what is kept stays until its backward. Time[s, t, m], the least for stages s to t with m bytes beyond
@@ -783,7 +783,8 @@ def optimal(chain: Chain, budget_bytes: int, *, slots: int = 500) -> Schedule:
     Args:
         chain: L stages.
         budget_bytes: for all that `simulate` counts.
-        slots: how many units the budget has. The table takes 8 * L**2 * slots bytes: 160 MB for 200 stages and 500.
+        slots: how many units the budget has. The table takes 8 * L**2 * slots bytes: 160 MB for 200 stages and 500. If
+            left out, as many as a table of 64 MB holds, but 500 at least.
 
     Raises:
         InfeasibleBudget: no schedule fits; the least budget is named, exactly.
@@ -793,6 +794,7 @@ def optimal(chain: Chain, budget_bytes: int, *, slots: int = 500) -> Schedule:
     """
     _check_chain(chain)
     _check_int("budget_bytes", budget_bytes, None)
+    slots = max(500, 8_000_000 // len(chain) ** 2) if slots is None else slots
     _check_int("slots", slots, 1)
     fastest = store_all(chain)
     if simulate(fastest, chain).peak_bytes <= budget_bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 
 import numpy as np
 
@@ -84,7 +85,7 @@ def main() -> None:
         chain, ours, plain = uneven_chain(length), [], []
         budget = SLOTS if simulate(store_all(chain), chain).peak_bytes > SLOTS else SLOTS // 2
         for _ in range(ROUNDS):
-            ours.append(timed(optimal, chain, budget))
+            ours.append(timed(partial(optimal, slots=SLOTS), chain, budget))
             plain.append(timed(plain_dynamic_program, chain, budget))
         same = simulate(ours[0][1], chain).seconds == plain[0][1]
         seconds = [min(taken for taken, _ in arm) for arm in (ours, plain)]

@@ -764,6 +764,22 @@ def test_the_compilers_peak_rises_again_where_its_budget_gets_small():
     assert peak_of(lambda x: in_segments(layers, [0, 4, 8, 12, 16], x)) < peaks[1]
 
 
+def test_the_compilers_peak_depends_on_which_bytes_are_saved_not_on_how_many(monkeypatch):
+    from torch._functorch import partitioners
+
+    def spread(sizes, flops, most):
+        keep = list(range(1, len(sizes), 2))[:7]
+        return 0.0, keep, [i for i in range(len(sizes)) if i not in keep]
+
+    layers = layered(16)
+    solved = compiled(layers, INPUT, 0.25)
+    monkeypatch.setattr(partitioners, "dp_knapsack", spread)
+    evenly = compiled(layers, INPUT, 0.25)
+    assert saved_tensors(evenly, INPUT).total_bytes == saved_tensors(solved, INPUT).total_bytes
+    assert flops_of(evenly) == flops_of(solved)
+    assert peak_of(evenly) < 0.6 * peak_of(solved)
+
+
 def test_whole_stages_end_at_the_frontier_and_single_operators_go_below():
     tokens = random_tokens(2, 64, 256)
     decoder = Decoder(vocabulary=256, hidden=64, heads=4, layers=4, sequence=64, tied=False)

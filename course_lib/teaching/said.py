@@ -83,8 +83,8 @@ _CLAIMS = {
             ),
             ("100 × (Linear + Tanh), 10 segments", "100 ×（Linear + Tanh），10 段"),
             (
-                "No: it forgets the segment that is being worked on. 1 − 2/√L at best.",
-                "不对：忘了正在处理的那一段。至多 1 − 2/√L。",
+                "No: it forgets the segment that is being worked on. 1 − 2/√L with equal ones.",
+                "不对：忘了正在处理的那一段。各段相等时是 1 − 2/√L。",
             ),
         ),
         (

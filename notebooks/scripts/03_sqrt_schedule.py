@@ -13,14 +13,14 @@
 #
 # A network of 100 layers keeps 200 activations for backward. The advice since 2016: cut it into $\sqrt{100} = 10$ segments and checkpoint each. The peak falls from 201 activations to 30, for one more forward pass.
 #
-# Can the same extra forward pass buy more? In this lesson it buys 21.
+# Can one extra forward pass go lower? By the end of section 3.3 it does, to 21.
 #
 # </div>
 # <div lang="zh">
 #
 # 一个 100 层的网络要为反向留下 200 份激活值。2016 年以来的建议是：切成 $\sqrt{100} = 10$ 段，每段一个检查点。峰值从 201 份激活值降到 30 份，代价是多做一次前向。
 #
-# 同样只多做一次前向，能不能降得更多？这一课里能降到 21 份。
+# 同样只多做一次前向，能不能降得更多？到 3.3 节末尾能降到 21 份。
 #
 # </div>
 
@@ -32,14 +32,14 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (90 minutes). Derive the √L rule, and say when it is not the best. Read and write schedules. Predict the peak of any schedule to the byte. Find the cheapest schedule for a real decoder under a byte budget, run it, and know what a compiler does differently.
+# **Goals** (90 minutes). Derive the √L rule, and say when it is not the best. Read and write schedules. Predict the peak of any schedule to within a few bytes. Find the cheapest schedule for a real decoder under a byte budget, run it, and know what a compiler does differently.
 #
 # **What to know before**: lessons 01 and 02.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：推导 √L 法则，并说出它何时不是最好的；会读、会写调度；把任意调度的峰值精确预测到字节；在给定的字节预算内，为一个真实的解码器找出代价最小的调度并运行它；知道编译器的做法有何不同。
+# **目标**（90 分钟）：推导 √L 法则，并说出它何时不是最好的；会读、会写调度；预测任意调度的峰值，只差几个字节；在给定的字节预算内，为一个真实的解码器找出代价最小的调度并运行它；知道编译器的做法有何不同。
 #
 # **预备知识**：第 01、02 课。
 #
@@ -127,12 +127,12 @@ runs["checkpoint_sequential"] = lambda x: by_framework(hundred, 10, x)
 # %% [markdown]
 # <div lang="en">
 #
-# Now the peak for every number $k$ of segments. **Guess first:** $k$ boundaries and one segment of $L/k$ layers make $k\,b + (L/k)\,s$, a smooth curve, so the points will be smooth as well. Will they?
+# Now the peak for every number $k$ of segments. **Guess first:** $k - 1$ boundaries, the gradient that is passed on, and one segment of $L/k$ layers make $k\,b + (L/k)\,s$, a smooth curve, so the points will be smooth as well. Will they?
 #
 # </div>
 # <div lang="zh">
 #
-# 现在对每一个段数 $k$ 测峰值。**先猜**：$k$ 个边界加上一个 $L/k$ 层的段，共 $k\,b + (L/k)\,s$，是一条平滑的曲线，所以测得的点也会是平滑的。会吗？
+# 现在对每一个段数 $k$ 测峰值。**先猜**：$k - 1$ 个边界、正在往回传的梯度，再加一个 $L/k$ 层的段，共 $k\,b + (L/k)\,s$，是一条平滑的曲线，所以测得的点也会是平滑的。会吗？
 #
 # </div>
 
@@ -173,7 +173,7 @@ None
 # %% [markdown]
 # <div lang="en">
 #
-# They are not. With 100 layers and $k = 51$ the peak is 151, nearly three times that of $k = 50$. `checkpoint_sequential` puts $\lfloor L/k \rfloor$ layers into each segment and **all the rest into the last one**: for $k = 51$ fifty segments of one layer, and one of fifty. The last segment is not checkpointed, so it is there whole.
+# They are not. With 100 layers and $k = 51$ the peak is 151, nearly three times that of $k = 50$. `checkpoint_sequential` puts $\lfloor L/k \rfloor$ layers into each segment and **all the rest into the last one**: for $k = 51$ fifty segments of one layer, and one of fifty. Whichever segment is worked on is there whole, and this one has fifty layers.
 #
 # With that the peak can be predicted. While segment $j$ is worked on, counted from 0, there are $j$ boundaries, all that its $m_j$ layers save, and the gradient that is passed on: $\max_j (j\,b + m_j\,s) + b$.
 #
@@ -250,12 +250,12 @@ predictions(rows, unit="b", scale=b)
 # %% [markdown]
 # <div lang="en">
 #
-# The balanced cut has no saw teeth, and it is free: `checkpoint_sequential` with $k = 14$ needs 32, the balanced cut 28. And the rule is a little pessimistic where $k$ does not divide $L$: for 16 layers in 6 segments it says 11.3, and 10 is measured. Why less? The longer segments stand in front here, where fewer boundaries are alive.
+# The balanced cut has no such teeth: with $k = 14$ `checkpoint_sequential` needs 32, the balanced cut 28. And the rule is a little pessimistic where $k$ does not divide $L$: for 16 layers in 6 segments it says 11.3, and 10 is measured. Why less? The longer segments stand in front here, where fewer boundaries are alive.
 #
 # </div>
 # <div lang="zh">
 #
-# 均衡的切法没有锯齿，而且不花代价：$k = 14$ 时 `checkpoint_sequential` 需要 32，均衡的切法需要 28。$k$ 不能整除 $L$ 时，法则还略嫌悲观：16 层分 6 段，它给出 11.3，实测是 10。为什么更少？这里较长的段排在前面，那时存活的边界较少。
+# 均衡的切法没有这样的锯齿：$k = 14$ 时 `checkpoint_sequential` 需要 32，均衡的切法需要 28。$k$ 不能整除 $L$ 时，法则还略嫌悲观：16 层分 6 段，它给出 11.3，实测是 10。为什么更少？这里较长的段排在前面，那时存活的边界较少。
 #
 # </div>
 
@@ -268,7 +268,7 @@ predictions(rows, unit="b", scale=b)
 #
 # $$L \approx \sum_j \frac{P - j b}{s} \approx \frac{P^2}{2 s b}, \qquad P \approx \sqrt{2 \cdot L \cdot s \cdot b}$$
 #
-# instead of $2\sqrt{L \cdot s \cdot b}$: $1/\sqrt 2$ of it. **Guess first:** what is it for 100 layers?
+# instead of $2\sqrt{L \cdot s \cdot b}$: $1/\sqrt 2$ of it. **Guess first:** of 100 layers, how many go into the first segment, and how many into the last?
 #
 # </div>
 # <div lang="zh">
@@ -277,7 +277,7 @@ predictions(rows, unit="b", scale=b)
 #
 # $$L \approx \sum_j \frac{P - j b}{s} \approx \frac{P^2}{2 s b}, \qquad P \approx \sqrt{2 \cdot L \cdot s \cdot b}$$
 #
-# 而不是 $2\sqrt{L \cdot s \cdot b}$：只有它的 $1/\sqrt 2$。**先猜**：100 层时是多少？
+# 而不是 $2\sqrt{L \cdot s \cdot b}$：只有它的 $1/\sqrt 2$。**先猜**：100 层里，第一段分到几层，最后一段几层？
 #
 # </div>
 
@@ -320,6 +320,7 @@ ways = {
     ),
     ("19 tapered", "渐短 19 段"): lambda x: in_segments(hundred, tapered(100), x),
 }
+# %%
 arms = {name: (peak_of(way, hundred) / b, flops_of(way) / once) for name, way in ways.items()}
 table(
     ["", ("peak, b", "峰值，b"), ("FLOPs of plain", "FLOPs，与普通之比")],
@@ -329,12 +330,12 @@ table(
 # %% [markdown]
 # <div lang="en">
 #
-# From 30 to 21, for 2 % more FLOPs: the last segment, which is not recomputed, is shorter. This is as far as one extra forward pass goes with segments. To go lower, layers must run more than twice.
+# From 30 to 21, for 2 % more FLOPs: the last segment, which is not recomputed, is shorter. (The measured peaks are one above $P$: the gradient.) This is as far as one extra forward pass goes with segments. To go lower, layers must run more than twice.
 #
 # </div>
 # <div lang="zh">
 #
-# 从 30 降到 21，FLOPs 多 2 %：不用重计算的最后一段变短了。只多做一次前向，靠分段最多走到这里。要再往下，就得让有些层运行不止两次。
+# 从 30 降到 21，FLOPs 多 2 %：不用重计算的最后一段变短了。（实测峰值比 $P$ 多一份：梯度。）只多做一次前向，靠分段最多走到这里。要再往下，就得让有些层运行不止两次。
 #
 # </div>
 
@@ -343,12 +344,12 @@ table(
 #
 # <div lang="en">
 #
-# Say what runs, in which order, and what each forward keeps: **all** that its backward needs, its **input** only, or **nothing**. Such a list is a schedule, and `simulate` is its referee: it counts bytes, time and forward steps, and refuses what cannot run. Three stages that keep two units each:
+# Say what runs, in which order, and what each forward keeps: **all** that its backward needs, its **input** only, or **nothing**. Such a list is a schedule, and `simulate` is its referee: it counts bytes, time and forward steps, and refuses what cannot run. From here on the input counts as well, one $b$ more than before, and a backward takes as long as two forwards. Three stages that save two units each:
 #
 # </div>
 # <div lang="zh">
 #
-# 写明运行什么、按什么次序，以及每次前向留下什么：留下反向所需的**全部**（all），只留**输入**（input），还是什么也**不留**（nothing）。这样一张清单就是一个调度，`simulate` 是裁判：它清点字节、时间和前向次数，并拒绝无法运行的调度。下面是三个级，每级保存两个单位：
+# 写明运行什么、按什么次序，以及每次前向留下什么：留下反向所需的**全部**（all），只留**输入**（input），还是什么也**不留**（nothing）。这样一张清单就是一个调度，`simulate` 是裁判：它清点字节、时间和前向次数，并拒绝无法运行的调度。从这里起，输入也计入，比前面多一个 $b$；一次反向的时间等于两次前向。下面是三个级，每级保存两个单位：
 #
 # </div>
 
@@ -369,12 +370,12 @@ except IllegalSchedule as refused:
 # %% [markdown]
 # <div lang="en">
 #
-# A schedule draws itself: time to the right, stages upwards. Where all is kept the bar is green, where only an input is kept it is blue. What stands above one moment is what memory holds then. Sixteen stages, five schedules:
+# A schedule draws itself: time to the right, stages upwards. Behind what runs stands what is kept: green where all is kept, $2b$; blue for an input, $b$. The gradient on its way is not drawn. Sixteen stages, five schedules:
 #
 # </div>
 # <div lang="zh">
 #
-# 调度会把自己画出来：向右是时间，向上是级。全部保留的横条是绿色，只留输入的是蓝色；在某一时刻竖着看，看到的就是那时内存里有什么。十六个级，五种调度：
+# 调度会把自己画出来：向右是时间，向上是级。底色是留着的东西：全部保留处是绿色，即 $2b$；只留输入处是蓝色，即 $b$。正在往回传的梯度没有画出。十六个级，五种调度：
 #
 # </div>
 
@@ -386,21 +387,21 @@ five = {
     ("store all", "全部保留"): store_all(sixteen),
     ("4 segments", "4 段"): segments(sixteen, 4),
     ("recursive", "递归"): recursive(sixteen),
-    ("binomial, 3 slots", "二项式，3 个槽"): binomial(16, 3),
+    ("binomial, 4 slots", "二项式，4 个槽"): binomial(16, 4),
     ("optimal within 8 b", "8 b 之内最优"): optimal(sixteen, 8),
 }
-title = ("Less area above each moment, more time to the right", "竖着看占得越少，往右拖得越久")
+title = ("Fewer bytes cost more time; how much depends on the schedule", "字节越少，时间越长；长多少，要看调度")
 schedule_pictures(five, sixteen, title=title, unit="b", scale=1)
 
 # %% [markdown]
 # <div lang="en">
 #
-# The last picture has the same peak as the recursive one, 8, and takes 1.48 steps instead of 1.67. It mixes: inputs high up, whole segments further down, where fewer inputs are alive.
+# The last three all peak at 8, and take 1.67, 1.56 and 1.48 steps. The best one mixes: single inputs high up, whole segments further down, where fewer inputs are alive.
 #
 # </div>
 # <div lang="zh">
 #
-# 最后一幅与递归的峰值相同，都是 8，时间却是 1.48 步而不是 1.67 步。它是混合的：高处只留输入；往下存活的输入少了，就整段保留。
+# 后三种的峰值都是 8，时间分别是 1.67、1.56 和 1.48 步。最好的那种是混合的：高处只留单份输入；往下存活的输入少了，就整段保留。
 #
 # </div>
 
@@ -409,12 +410,12 @@ schedule_pictures(five, sixteen, title=title, unit="b", scale=1)
 #
 # <div lang="en">
 #
-# **Recursive**: keep the middle, do the right half, then the left; each half likewise. About $\log_2 L$ inputs are alive, and each stage runs about $\frac12 \log_2 L$ more times.
+# **Recursive**: keep the middle, do the right half, then the left; each half likewise. About $\log_2 L$ inputs are alive, and a stage runs $\frac12 \log_2 L$ more times on average: the first one $\log_2 L$ more, the last one none. (Here a layer saves one, $s = b$.)
 #
 # </div>
 # <div lang="zh">
 #
-# **递归**：留住中点，先做右半，再做左半；每一半也照此办理。同时留着的输入约有 $\log_2 L$ 份，每一级大约多运行 $\frac12 \log_2 L$ 次。
+# **递归**：留住中点，先做右半，再做左半；每一半也照此办理。同时留着的输入约有 $\log_2 L$ 份，每一级平均多运行 $\frac12 \log_2 L$ 次：第一级多 $\log_2 L$ 次，最后一级一次也不多。（这里一层只保存一份，$s = b$。）
 #
 # </div>
 
@@ -424,7 +425,8 @@ for power in (4, 6, 8, 10):
     depth = 2**power
     chain = Chain.uniform(depth)
     cost = simulate(recursive(chain), chain)
-    rows.append((depth, depth + 2, simulate(segments(chain, 2 ** (power // 2)), chain).peak_bytes, cost.peak_bytes))
+    peaks = [simulate(rule, chain).peak_bytes for rule in (store_all(chain), segments(chain, 2 ** (power // 2)))]
+    rows.append((depth, *peaks, cost.peak_bytes))
     rows[-1] += (round(cost.forward_steps / depth, 2), 1 + power / 2)
 headings = ["L", ("store all", "全部保留"), ("√L", "√L"), ("recursive", "递归")]
 table([*headings, ("forwards a stage", "每级前向次数"), ("predicted", "预测")], rows)
@@ -432,20 +434,20 @@ table([*headings, ("forwards a stage", "每级前向次数"), ("predicted", "预
 # %% [markdown]
 # <div lang="en">
 #
-# Halving is not the best. With $s$ slots for inputs, and every stage allowed to run ahead $r$ times, Griewank and Walther reverse
+# Halving is not the best, as the picture shows. A **slot** holds one input, and the chain's own takes one; a stage **runs ahead** when its forward does not keep all. With $s$ slots, and no stage running ahead more than $r$ times, Griewank and Walther reverse
 #
 # $$\beta(s, r) = \binom{s + r}{s}$$
 #
-# stages, and no schedule reverses more. Where to keep the next input? Try every place, for the right part with a slot less and then the left part:
+# stages, and they prove that no schedule reverses more. Where to keep the next input? Try every place, with a slot less for the right part, and then the left part:
 #
 # </div>
 # <div lang="zh">
 #
-# 对半分并不是最好的。有 $s$ 个槽存放输入，每一级允许提前运行 $r$ 次，Griewank 与 Walther 的调度可以反向走完
+# 图上已经看到，对半分并不是最好的。一个**槽**存放一份输入，链自己的输入也占一个；一次前向若不留下全部，就算这一级**提前运行**。有 $s$ 个槽，每一级提前运行不超过 $r$ 次，Griewank 与 Walther 的调度可以反向走完
 #
 # $$\beta(s, r) = \binom{s + r}{s}$$
 #
-# 级，没有哪个调度能走得更多。下一份输入该留在哪里？每个位置都试一遍：先做右边的部分，可用的槽少一个；再做左边的部分：
+# 级，并且证明了没有哪个调度能走得更多。下一份输入该留在哪里？每个位置都试一遍：先做右边的部分，可用的槽少一个；再做左边的部分：
 #
 # </div>
 
@@ -541,6 +543,18 @@ for name, schedule in five.items():
 predictions(rows, unit="bytes")
 
 # %% [markdown]
+# <div lang="en">
+#
+# Off by 8 bytes: the loss, which is no stage, and its gradient. But each is 1.03 b more than in section 3.4. In a real backward the old gradient and the new one are alive together for a moment, and a layer's weight gradients are made beside them. Ideal stages don't know that; measured ones do.
+#
+# </div>
+# <div lang="zh">
+#
+# 相差 8 字节：那是不属于任何一级的损失及其梯度。不过每个峰值都比 3.4 节多 1.03 b：真实的反向中，旧的梯度与新的梯度有一刻同时存活，旁边还要算出这一层的权重梯度。理想的级不知道这些，实测的级知道。
+#
+# </div>
+
+# %% [markdown]
 # ## 3.7 A real chain is uneven / 真实的链参差不齐
 #
 # <div lang="en">
@@ -578,12 +592,12 @@ table(columns, rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Storing all takes 127 MB. For a budget, `optimal` finds the fastest schedule among all that keep what they keep until its backward, by dynamic programming over bytes: it decides for each stretch of stages whether to keep the first stage's everything, or to run on and keep an input further up. Three budgets:
+# Storing all takes 127 MB. For a budget, `optimal` finds the fastest schedule among all that keep what they keep until its backward, by dynamic programming over bytes, with sizes rounded up to a fine grid: it decides for each stretch of stages whether to keep the first stage's everything, or to run on and keep an input further up. Three budgets:
 #
 # </div>
 # <div lang="zh">
 #
-# 全部保留要 127 MB。给定预算，`optimal` 以字节数为变量做动态规划，在“凡留下的都保留到其反向为止”的所有调度中找出最快的：对每一截连续的级，它要么留下第一级的全部，要么往前跑，在更高处留一份输入。三个预算：
+# 全部保留要 127 MB。给定预算，`optimal` 以字节数为变量做动态规划（大小向上取整到细密的格点），在“凡留下的都保留到其反向为止”的所有调度中找出最快的：对每一截连续的级，它要么留下第一级的全部，要么往前跑，在更高处留一份输入。三个预算：
 #
 # </div>
 
@@ -633,12 +647,12 @@ predictions([(name, promised[name].seconds, flops) for name, (_, flops) in execu
 # %% [markdown]
 # <div lang="en">
 #
-# Every peak is within its budget and where it was promised. And all budgets at once: the **Pareto frontier**, exact, with every point that no other beats on both axes. No schedule of whole stages that keeps what it keeps until its backward lies below.
+# Every peak is within its budget and where it was promised. And all budgets at once: the **Pareto frontier**, exact, with every point that no other equals or beats on both axes. No schedule of whole stages that keeps what it keeps until its backward lies below.
 #
 # </div>
 # <div lang="zh">
 #
-# 每个峰值都在预算之内，也与承诺的一致。所有预算一起看，就是**帕累托前沿**：它是精确的，凡是没有被别的点在两个轴上都胜过的点，都在其中。以整级为单位、凡留下的都保留到其反向为止的调度，没有一个在它下方。
+# 每个峰值都在预算之内，也与承诺的一致。所有预算一起看，就是**帕累托前沿**：它是精确的，凡是没有别的点在两个轴上都不逊于它的点，都在其中。以整级为单位、凡留下的都保留到其反向为止的调度，没有一个在它下方。
 #
 # </div>
 
@@ -725,7 +739,8 @@ for name, cuts in ((("4 segments", "4 段"), balanced(16, 4)), (("tapered", "渐
     peak, saved = peak_of(by_hand, sixteen_layers) / b, saved_tensors(by_hand, x).total_bytes / b
     rows.append((name, round(saved, 1), "–", round(peak, 1), round(flops_of(by_hand) / flops_of(sixteen_layers), 2)))
 headings = ["", ("saved, b", "保存，b"), ("peak, holding", "峰值，拿着"), ("peak, releasing", "峰值，放手")]
-table([*headings, ("FLOPs of plain", "FLOPs，与普通之比")], rows)
+headings.append(("FLOPs of plain", "FLOPs，与普通之比"))
+table(headings, rows)
 
 # %%
 [name for name in kept[0.25] if "addmm" in name or "gelu" in name]
@@ -733,24 +748,47 @@ table([*headings, ("FLOPs of plain", "FLOPs，与普通之比")], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# At 0.75 the peak falls from 33 to 18 for no FLOPs: only GELUs are computed again. Then saved bytes fall further, to 1, while the peak **rises again to 33**. The caller is hardly to blame: releasing saves up to 2.4 at large budgets and nothing at small ones. It is the choice. At 0.25 the solver keeps the results of the first seven Linears and nothing of the last nine layers: before the first backward step those are computed again in one go, and all are there at once. Its objective knows the bytes that cross the cut, and FLOPs; it does not know how long a tensor lives. Fewer saved bytes are not a lower peak.
+# At 0.75 the peak falls from 33 to 18 for no FLOPs: only GELUs are computed again, and those count as free (they take time all the same). Then saved bytes fall further, to 1, while the peak **rises again to 33**. The caller is hardly to blame: releasing saves up to 2.4 at large budgets and nothing at small ones. It is the choice: at 0.25 the solver keeps the results of the first seven Linears and nothing of the last nine layers. Before the first backward step those are computed again in one go, and all are there at once. To the solver all sixteen are alike: so many bytes, so many FLOPs. How long a tensor lives it does not know. What if seven are chosen for it, spread evenly?
 #
 # </div>
 # <div lang="zh">
 #
-# 0.75 时，峰值从 33 降到 18，一点 FLOPs 也不多花：重计算的只有 GELU。此后保存的字节继续降到 1，峰值却**又升回 33**。这几乎怪不得调用者：预算大时放手最多省 2.4 份，预算小时一份也不省。问题在于选了什么。0.25 时，求解器留下前七个 Linear 的结果，最后九层什么也不留：于是在反向的第一步之前，这些层要一口气重计算，同时全部在场。它的目标函数只知道跨过切口的字节和 FLOPs，不知道一个张量要活多久。保存得更少，不等于峰值更低。
+# 0.75 时，峰值从 33 降到 18，一点 FLOPs 也不多花：重计算的只有 GELU，它们不计 FLOPs（时间还是要花的）。此后保存的字节继续降到 1，峰值却**又升回 33**。这几乎怪不得调用者：预算大时放手最多省 2.4 份，预算小时一份也不省。问题在于选了什么：0.25 时，求解器留下前七个 Linear 的结果，最后九层什么也不留。于是在反向的第一步之前，这些层要一口气重计算，同时全部在场。在求解器看来，十六个都一样：同样多的字节，同样多的 FLOPs。张量活多久，它并不知道。如果替它选好七个，均匀分布呢？
 #
 # </div>
+
+
+# %%
+from unittest import mock
+
+
+def spread(sizes, flops, most):
+    keep = list(range(1, len(sizes), 2))[:7]
+    return 0.0, keep, [i for i in range(len(sizes)) if i not in keep]
+
+
+with mock.patch("torch._functorch.partitioners.dp_knapsack", spread):  # the compiler's solver
+    evenly = compiled(sixteen_layers, x, 0.25)
+saved, flops = saved_tensors(evenly, x).total_bytes, flops_of(evenly) / flops_of(sixteen_layers)
+name = ("budget 0.25, seven spread evenly", "budget 0.25，均匀分布的七个")
+table(
+    headings[:2] + headings[3:],
+    [(name, round(saved / b, 1), round(peak_of(evenly, sixteen_layers) / b, 1), round(flops, 2))],
+)
 
 # %% [markdown]
 # <div lang="en">
 #
-# On the decoder the picture is another one. **Guess first:** are the compiler's points above the frontier of section 3.7?
+# The same bytes saved, the same FLOPs, and half the peak. Fewer saved bytes are not a lower peak; **which** bytes decides.
+#
+# Now the decoder. **Guess first:** are the compiler's points above the frontier of section 3.7, or below?
 #
 # </div>
 # <div lang="zh">
 #
-# 换成解码器，情况又不同。**先猜**：编译器的点会落在 3.7 节的前沿上方吗？
+# 保存的字节相同，FLOPs 相同，峰值只有一半。保存得更少，不等于峰值更低；要看保存的是**哪些**。
+#
+# 现在轮到解码器。**先猜**：编译器的点会落在 3.7 节前沿的上方，还是下方？
 #
 # </div>
 
@@ -772,7 +810,7 @@ arms = {
 
 # %%
 title = (
-    "Whole stages end at the frontier; who forgets single operators goes below it",
+    "Whole stages end at the frontier; who forgets single operators can go below it",
     "以整级为单位，前沿就是尽头；以算子为单位，可以到它下面去",
 )
 drawn, ax = figure(title, height=4.0)
@@ -791,7 +829,7 @@ None
 #
 # The frontier holds for whole stages: with early stop off, the framework's segments lie on it or above. With early stop (lesson 02) each checkpoint leaves out its last product, and gets below.
 #
-# The compiler gets far below: 1.12 instead of 1.22 near 50 MB. It forgets single operators, cheap and large ones such as the attention probabilities, and keeps expensive and small ones, like lesson 02's selective checkpointing. At budget 0 all is back at once: 127 MB, for a third more FLOPs.
+# The compiler gets far below (its graphs release here): 1.12 instead of 1.22 near 50 MB. It forgets single operators: there, all attention probabilities, but not the products. That is lesson 02's selective checkpointing, found by a solver. FLOPs count products only, so softmaxes done again are free on this axis. At budget 0 all is back at once: 127 MB, for a third more FLOPs.
 #
 # So: a proof of optimality is a proof about a model. Cut finer, and the frontier moves.
 #
@@ -800,7 +838,7 @@ None
 #
 # 前沿对整级成立：不提前停时，框架的分段恰好落在线上，或在它上方。提前停（第 02 课）使每个检查点省去最后一次乘法，于是落到它下方。
 #
-# 编译器低得多：50 MB 附近是 1.12，而不是 1.22。它以单个算子为单位来忘：忘掉算起来便宜而占内存多的，例如注意力概率；留下算起来昂贵而占内存少的，正如第 02 课的选择性检查点。预算 0 时，一切同时回来：127 MB，FLOPs 还多三分之一。
+# 编译器低得多（这里它的图是放手的）：50 MB 附近是 1.12，而不是 1.22。它以单个算子为单位来忘：此处忘掉全部注意力概率，但不忘乘积。这就是第 02 课的选择性检查点，只不过由求解器找出。FLOPs 只计乘法，所以重做的 softmax 在这个轴上不花代价。预算 0 时，一切同时回来：127 MB，FLOPs 还多三分之一。
 #
 # 所以，证明了最优，只是证明了在某个模型之下最优。切得更细，前沿就会移动。
 #
@@ -967,7 +1005,7 @@ exercises.check_beats_sqrt(optimal(exercises.pyramid(), 150_000_000))
 # <div lang="en">
 #
 # - $k$ equal segments peak at about $k\,b + (L/k)\,s$, least at $k^* = \sqrt{L \cdot s / b}$. The framework's cut is uneven: its last segment takes the rest.
-# - Segments that get shorter towards the end need $1/\sqrt 2$ of that, still for one extra forward pass.
+# - Segments that get shorter towards the end approach $1/\sqrt 2$ of that as $L$ grows, still for one extra forward pass.
 # - Recursion goes down to $\log L$; binomial schedules need the fewest forwards for so many slots.
 # - For uneven chains, dynamic programming finds the best schedule of whole stages, and it runs as predicted.
 # - A compiler forgets single operators. It goes lower where operators differ, and its peak rises again where its budget gets small.
@@ -978,7 +1016,7 @@ exercises.check_beats_sqrt(optimal(exercises.pyramid(), 150_000_000))
 # <div lang="zh">
 #
 # - $k$ 个相等的段，峰值约为 $k\,b + (L/k)\,s$，在 $k^* = \sqrt{L \cdot s / b}$ 处最小。框架的切法并不均衡：余下的全归最后一段。
-# - 越往后越短的段，只需它的 $1/\sqrt 2$，仍然只多做一次前向。
+# - 越往后越短的段，随 $L$ 增大趋近它的 $1/\sqrt 2$，仍然只多做一次前向。
 # - 递归可以降到 $\log L$；槽数给定时，二项式调度的前向次数最少。
 # - 对参差不齐的链，动态规划找出以整级为单位的最好调度，运行起来与预测一致。
 # - 编译器以算子为单位来忘。算子差别大时它降得更低；预算变得很小时，它的峰值又会升高。
