@@ -232,6 +232,14 @@ def test_binomial_schedules_take_as_many_extra_steps_as_the_closed_form_says():
             assert cost.peak_bytes <= slots + 3  # the slots, one stage's saved bytes, its gradient, one passing
 
 
+def test_binomial_schedules_of_up_to_200_stages_are_as_long_as_the_closed_form_says():
+    for length in range(61, 201):
+        for slots in range(1, length):
+            r = next(r for r in itertools.count() if math.comb(slots + r, slots) >= length)
+            extra = r * length - math.comb(slots + r, slots + 1)
+            assert sum(1 for _ in binomial(length, slots)) == 2 * length + extra
+
+
 @pytest.mark.parametrize(("length", "slots"), [(1, 1), (2, 1), (7, 1), (7, 2), (10, 3), (30, 5), (100, 10), (100, 200)])
 def test_binomial_schedules_take_as_many_steps_as_those_of_another_package(length, slots):
     peer = pytest.importorskip("checkpoint_schedules", reason="compares with the package checkpoint-schedules")
