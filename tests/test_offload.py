@@ -1,0 +1,763 @@
+"""course_lib.offload: what goes down comes back the same, nothing leaks, and steps equal the plain optimizer's."""
+
+import copy
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import course_lib.checkpoint as ours
+from course_lib.memory import MemoryMeter
+from course_lib.models import Decoder, deep_mlp, random_tokens
+from course_lib.offload import DiskStore, HostStore, OffloadedOptimizer, Prefetcher, StoreFull, offload_activations
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def gradients(module, run, x):
+    module.zero_grad()
+    x = x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex())
+    run(x).sum().backward()
+    return [x.grad, *(p.grad for p in module.parameters())]
+
+
+def assert_same_bits(left, right):
+    for a, b in zip(left, right, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+def offloaded(module, **options):
+    def run(x):
+        with offload_activations(min_bytes=1, **options):
+            return module(x)
+
+    return run
+
+
+class Views(nn.Module):
+    """Saves views of every kind: a square transpose, a slice, overlapping windows, an expanded row, a permutation."""
+
+    def forward(self, x):
+        y = x * 2
+        square = y[:8, :8].t() * y[:8, :8].exp()
+        windows = y.flatten().unfold(0, 5, 2) * y.flatten().unfold(0, 5, 2).sin()
+        row = y[0].expand(8, -1) * y[1].expand(8, -1).cos()
+        permuted = y.view(2, -1, 3, 4).permute(3, 0, 2, 1).sin() * y.view(2, -1, 3, 4).permute(3, 0, 2, 1)
+        return square.sum() + windows.square().sum() + row.sum() + permuted.sum()
+
+
+class Squared(nn.Module):
+    """Saves a view that is conjugated lazily."""
+
+    def forward(self, x):
+        return torch.view_as_real(x.conj() * x)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4)
+        self.linear = parametrizations.weight_norm(nn.Linear(8, 8))
+
+    def forward(self, x):
+        return self.linear(self.norm(self.conv(x)).relu()).softmax(-1).log()
+
+
+def models():
+    torch.manual_seed(0)
+    yield "mlp", deep_mlp(6, 16), torch.randn(8, 16)
+    yield "views", Views(), torch.randn(12, 12)
+    yield "normed", Normed(), torch.randn(5, 4, 8)
+    yield "decoder", Decoder(vocabulary=50, hidden=16, heads=2, layers=2, sequence=8), torch.randint(50, (3, 8))
+    yield "half", deep_mlp(3, 16).to(torch.bfloat16), torch.randn(8, 16, dtype=torch.bfloat16)
+    yield "complex", nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64)), torch.randn(4, 8, dtype=torch.complex64)
+
+
+# ---- activations
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("index", range(6), ids=["mlp", "views", "normed", "decoder", "half", "complex"])
+def test_gradients_are_those_of_the_plain_module_to_the_bit(index, prefetch, device):
+    _, module, x = list(models())[index]
+    module, x = module.to(device), x.to(device)
+    if x.is_complex():
+        module = nn.Sequential(module, Squared())
+    expected = gradients(module, module, x)
+    for store in (DiskStore(), HostStore(), None):
+        assert_same_bits(expected, gradients(module, offloaded(module, store=store, prefetch=prefetch), x))
+
+
+@pytest.mark.parametrize("make", [DiskStore, HostStore])
+def test_a_storage_goes_down_once_however_many_views_of_it_are_saved(make):
+    store, x = make(), torch.randn(64, 64, requires_grad=True)
+    with offload_activations(store, min_bytes=100, prefetch=0):
+        y = x * 2
+        parts = [y[:32] * y[32:], y.t() @ y, y.sin(), y.cos()]
+        z = sum(part.sum() for part in parts)
+        last = z * torch.ones(64, 64, requires_grad=True).sin().sum()
+    views = store.stats.shared
+    assert views >= 4
+    z.backward(retain_graph=True)
+    assert store.stats.bytes_down % y.nbytes == 0 and store.stats.bytes_down <= 5 * y.nbytes
+    assert last is not None
+
+
+def test_parameters_and_buffers_stay_where_they_are_also_behind_views_and_parametrizations():
+    module = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), parametrizations.weight_norm(nn.Linear(32, 32)))
+    module.eval()
+    parametrize.register_parametrization(module[0], "bias", nn.Identity())
+    store, seen = DiskStore(), set()
+    write = store.write
+    store.write = lambda slot, data: (seen.add(data.data_ptr()), write(slot, data))[1]
+    with offload_activations(store, min_bytes=1, prefetch=0):
+        module(torch.randn(4, 32)).square().sum().backward()
+    assert seen
+    assert not seen & {tensor.data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
+
+
+def test_what_is_kept_or_small_or_saved_last_stays():
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def down(keep=(), min_bytes=1, prefetch=0):
+        store = DiskStore()
+        inner = x * 1
+        with offload_activations(store, min_bytes=min_bytes, prefetch=prefetch, keep=[inner] if keep else ()):
+            out = (inner.sin().sin().sin()).sum()
+        out.backward()
+        return store.stats.bytes_down // x.nbytes
+
+    assert down() == 2 and down(keep=True) == 1  # three are saved, the last one stays
+    assert down(prefetch=1) == 1 and down(prefetch=5) == 0
+    assert down(min_bytes=x.nbytes) == 2 and down(min_bytes=x.nbytes + 1) == 0
+    weight, store = torch.randn(64, 64), DiskStore()
+    with offload_activations(store, min_bytes=1, prefetch=0, keep=weight):
+        (x * 1).sin().mul(weight).cos().mul(weight).sum().backward()
+    assert store.stats.bytes_down == x.nbytes  # the input of sin; the weight is neither down nor among the last
+
+
+def test_a_graph_may_be_walked_through_several_times_and_differentiated_twice():
+    net, x = deep_mlp(4, 16), torch.randn(8, 16, requires_grad=True)
+    expected = torch.autograd.grad(net(x).sum(), x)[0]
+    store = DiskStore()
+    with offload_activations(store, min_bytes=1, prefetch=1):
+        out = net(x).sum()
+    for _ in range(3):
+        assert torch.equal(torch.autograd.grad(out, x, retain_graph=True)[0], expected)
+
+    def twice(context):
+        with context:
+            y = (x.sin() * x).tanh().sum()
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    from contextlib import nullcontext
+
+    assert torch.equal(twice(nullcontext()), twice(offload_activations(DiskStore(), min_bytes=1)))
+    del out
+    assert store.used_bytes == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("module", [ours, torch.utils.checkpoint], ids=["ours", "theirs"])
+def test_inputs_of_checkpointed_blocks_go_down(module, use_reentrant):
+    net, x = deep_mlp(8, 64), torch.randn(256, 64, requires_grad=True)
+    blocks = [net[i : i + 4] for i in range(0, 16, 4)]
+
+    def run(x):
+        for block in blocks:
+            x = module.checkpoint(block, x, use_reentrant=use_reentrant)
+        return x
+
+    expected, store = gradients(net, net, x), DiskStore()
+
+    def with_offload(x):
+        with offload_activations(store, min_bytes=1, prefetch=0):
+            return run(x)
+
+    assert_same_bits(expected, gradients(net, with_offload, x))
+    assert store.stats.bytes_down >= 2 * x.nbytes  # of the inputs of four blocks: not the caller's, not the last
+    assert store.used_bytes == 0
+
+
+def test_the_peak_falls_by_what_goes_down():
+    net, x = deep_mlp(16, 64), torch.randn(4096, 64)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with MemoryMeter() as plain:
+        net(x).sum().backward()
+    peaks = []
+    for prefetch in (0, 1, 2):
+        with MemoryMeter() as meter:
+            offloaded(net, prefetch=prefetch)(x).sum().backward()
+        peaks.append(meter.peak_bytes)
+    assert plain.peak_bytes > 32 * x.nbytes
+    assert peaks[0] < 6 * x.nbytes and peaks[2] < 8.5 * x.nbytes
+    assert peaks == sorted(peaks)
+
+
+def test_nothing_leaks_when_a_graph_is_dropped_or_a_pass_fails():
+    store, net, x = DiskStore(), deep_mlp(6, 16), torch.randn(8, 16)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ZeroDivisionError
+
+    def forward_fails():
+        with offload_activations(store, min_bytes=1):
+            net(x)
+            raise ZeroDivisionError
+
+    def backward_fails():
+        with offload_activations(store, min_bytes=1):
+            out = net[6:](Fails.apply(net[:6](x))).sum()
+        out.backward()
+
+    for fails in (forward_fails, backward_fails):
+        with pytest.raises(ZeroDivisionError):
+            fails()
+        gc.collect()
+        assert store.used_bytes == 0
+    with offload_activations(store, min_bytes=1):
+        net(x)
+    gc.collect()
+    assert store.used_bytes == 0
+    # The hooks are gone: nothing goes down outside.
+    before = store.stats.bytes_down
+    assert_same_bits(gradients(net, net, x), gradients(net, net, x))
+    assert store.stats.bytes_down == before
+    assert_same_bits(gradients(net, net, x), gradients(net, offloaded(net, store=store), x))
+
+
+def test_a_context_can_be_entered_inside_itself_and_again():
+    net, x, store = deep_mlp(6, 16), torch.randn(8, 16), DiskStore()
+    context = offload_activations(store, min_bytes=1)
+
+    def run(x):
+        with context:
+            y = net[:6](x)
+            with context:
+                return net[6:](y)
+
+    expected = gradients(net, net, x)
+    for _ in range(2):
+        assert_same_bits(expected, gradients(net, run, x))
+    assert store.used_bytes == 0
+
+
+def test_a_change_in_place_is_an_error_and_never_a_wrong_gradient():
+    for prefetch in (0, 3):  # on its way or below, and still here
+        x = torch.ones(64, requires_grad=True)
+        with offload_activations(DiskStore(), min_bytes=1, prefetch=prefetch):
+            y = x * 1
+            z = y.sin()
+            y.add_(1)
+            out = z.sin().sin().sum()
+        with pytest.raises(RuntimeError, match=r"shape \(64,\).*changed in place"):
+            out.backward()
+    small = torch.ones(4, requires_grad=True)
+    with offload_activations(DiskStore()):
+        y = small * 1
+        z = y.sin()
+        y.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        z.sum().backward()
+
+
+def test_a_full_tier_is_a_clear_error_and_what_was_saved_is_intact():
+    net, x = deep_mlp(6, 64), torch.randn(64, 64, requires_grad=True)
+    store = DiskStore(limit_bytes=3 * x.nbytes)
+    with pytest.raises(StoreFull, match=f"{x.nbytes} more are wanted, but limit_bytes is {3 * x.nbytes}"):
+        offloaded(net, store=store)(x)
+    gc.collect()
+    assert store.used_bytes == 0
+    expected = gradients(net[:4], net[:4], x)
+    assert_same_bits(expected, gradients(net[:4], offloaded(net[:4], store=store), x))
+    half = DiskStore(limit_bytes=x.nbytes)
+    with offload_activations(half, min_bytes=1, prefetch=0):
+        y = (x * 1).sin()
+        early = y.sin()
+        with pytest.raises(StoreFull):
+            early.sin().sin().sin()
+    early.sum().backward()
+    assert torch.allclose(x.grad, x.detach().sin().cos() * x.detach().cos())
+
+
+def test_a_write_that_fails_is_an_error_and_the_tensor_stays(monkeypatch):
+    store, x = DiskStore(), torch.randn(64, 64, requires_grad=True)
+
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(store, "_write", broken)
+    with pytest.raises(OSError, match="Input/output"), offload_activations(store, min_bytes=1, prefetch=0):
+        out = (x * 1).sin().sin().sum()
+    out.backward()
+    assert x.grad is not None
+    assert store.used_bytes == 0
+
+
+@pytest.mark.gpu
+def test_pinned_buffers_and_streams_are_used_again():
+    store, net = HostStore(), deep_mlp(8, 256).cuda()
+    x = torch.randn(1024, 256, device="cuda")
+    offloaded(net, store=store)(x).sum().backward()
+    pooled, streams = store.pooled_bytes, dict(store._streams)
+    for _ in range(3):
+        offloaded(net, store=store)(x).sum().backward()
+    assert (store.pooled_bytes, store._streams, store.used_bytes) == (pooled, streams, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_many_steps_on_a_device_stay_equal_to_plain_ones(checkpointed):
+    """Views whose storage is shared, under pressure: what a missing wait or an early release would spoil."""
+    torch.manual_seed(0)
+    model = Decoder(vocabulary=500, hidden=256, heads=4, layers=6, sequence=128).cuda()
+    tokens = random_tokens(8, 128, 500).cuda()
+    model.loss(tokens).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    if checkpointed:
+        for layer in model.layers:
+            layer.forward = (lambda inner: lambda x: ours.checkpoint(inner, x, use_reentrant=False))(layer.forward)
+    for _ in range(10):
+        model.zero_grad()
+        with offload_activations(min_bytes=1):
+            loss = model.loss(tokens)
+        loss.backward()
+        for parameter, wanted in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-6)
+
+
+# ---- the file
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int8])
+def test_a_store_gives_back_every_byte(dtype):
+    store = DiskStore()
+    tensor = (torch.randn(33, 7) * 50).to(dtype)
+    data = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), 0, (tensor.nbytes,), (1,))
+    slot = store.reserve(tensor.nbytes)
+    store.write(slot, data)()
+    reading = store.read(slot)
+    reading.wait()
+    assert torch.equal(reading.data, data)
+    assert store.stats.bytes_down == store.stats.bytes_up == tensor.nbytes
+
+
+def test_room_is_used_again_and_holes_that_meet_become_one():
+    store = DiskStore()
+    slots = [store.reserve(100) for _ in range(4)]
+    for slot in (slots[0], slots[2], slots[1]):
+        store.free(slot)
+    assert store.used_bytes == 100
+    assert store.reserve(300).place == 0 and store.file_bytes == 400
+
+
+def test_many_threads_write_and_read_their_own_bytes():
+    store, wrong = DiskStore(threads=4), []
+
+    def work(number):
+        data = torch.full((10_000,), number, dtype=torch.uint8)
+        for _ in range(20):
+            slot = store.reserve(data.nbytes)
+            store.write(slot, data)
+            reading = store.read(slot)
+            reading.wait()
+            if not torch.equal(reading.data, data):
+                wrong.append(number)
+            store.free(slot)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [] and store.used_bytes == 0
+
+
+@pytest.mark.parametrize("end", ["pass", "os._exit(1)", "os.kill(os.getpid(), 9)"])
+def test_the_file_is_gone_however_the_process_ends(end, tmp_path):
+    program = (
+        "import os, torch\nfrom course_lib.offload import DiskStore\n"
+        f"store = DiskStore({str(tmp_path)!r})\nslot = store.reserve(4096)\n"
+        f"store.write(slot, torch.zeros(4096, dtype=torch.uint8))()\n{end}\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], timeout=120)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_store_and_a_bad_directory_say_so(tmp_path):
+    store = DiskStore()
+    slot = store.reserve(8)
+    store.close()
+    for use in (lambda: store.reserve(1), lambda: store.read(slot), lambda: store.write(slot, torch.zeros(8))):
+        with pytest.raises(ValueError, match="this DiskStore is closed; make a new one"):
+            use()
+    with pytest.raises(OSError, match="takes a folder that can be written to"):
+        DiskStore(tmp_path / "missing")
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(OSError, match="takes a folder that can be written to"):
+        DiskStore(file)
+    with DiskStore(tmp_path) as store:
+        store.reserve(1)
+    with pytest.raises(ValueError, match="closed"):
+        store.reserve(1)
+
+
+# ---- the optimizer
+
+BASES = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+}
+
+
+def network(dtype=torch.float32, device="cpu"):
+    return deep_mlp(3, 16).to(dtype).to(device)
+
+
+def batches(count, dtype=torch.float32, device="cpu"):
+    torch.manual_seed(1)
+    return [torch.randn(8, 16, device=device).to(dtype) for _ in range(count)]
+
+
+class Masters:
+    """The reference for low precision: the plain optimizer on fp32 copies, rounded after each step."""
+
+    def __init__(self, parameters, base, **options):
+        self.parameters = list(parameters)
+        self.copies = [nn.Parameter(p.detach().float()) for p in self.parameters]
+        self.plain = base(self.copies, **options)
+
+    def step(self):
+        for p, master in zip(self.parameters, self.copies, strict=True):
+            master.grad = None if p.grad is None else p.grad.float()
+        self.plain.step()
+        with torch.no_grad():
+            for p, master in zip(self.parameters, self.copies, strict=True):
+                p.copy_(master)
+
+    def zero_grad(self):
+        for p in self.parameters:
+            p.grad = None
+
+
+def train(net, optimizer, data, between=lambda net: None):
+    for x in data:
+        optimizer.zero_grad()
+        net(x).square().sum().backward()
+        between(net)
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("fraction", [0, 0.4, 1.0])
+@pytest.mark.parametrize("base", BASES)
+def test_fp32_steps_are_those_of_the_plain_optimizer(base, fraction, overlap, device):
+    kind, options = BASES[base]
+    plain, moved = network(device=device), network(device=device)
+    expected = train(plain, kind(plain.parameters(), **options), batches(6, device=device))
+    optimizer = OffloadedOptimizer(moved.parameters(), kind, fraction=fraction, overlap=overlap, **options)
+    found = train(moved, optimizer, batches(6, device=device))
+    if device == "cpu":
+        assert_same_bits(expected, found)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fraction", [0, 0.5, 1.0])
+@pytest.mark.parametrize("base", ["momentum", "adam", "adamw"])
+def test_low_precision_steps_are_those_of_fp32_masters(base, fraction, dtype):
+    kind, options = BASES[base]
+    plain, moved = network(dtype), network(dtype)
+    expected = train(plain, Masters(plain.parameters(), kind, **options), batches(6, dtype))
+    found = train(moved, OffloadedOptimizer(moved.parameters(), kind, fraction=fraction, **options), batches(6, dtype))
+    assert_same_bits(expected, found)
+
+
+@pytest.mark.parametrize("chunk", [1, 3000])
+def test_pages_of_any_size_give_the_same(chunk, monkeypatch):
+    monkeypatch.setattr(OffloadedOptimizer, "CHUNK_BYTES", chunk)
+    plain, moved = network(), network()
+    expected = train(plain, torch.optim.Adam(plain.parameters()), batches(4))
+    assert_same_bits(expected, train(moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam), batches(4)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_clipping_accumulation_and_missing_gradients_count(device):
+    def clip(net):
+        for p in net[2].parameters():
+            p.grad = None  # no gradient, no update
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+
+    def accumulate(net, optimizer):
+        data = batches(6, device=device)
+        for first, second in zip(data[::2], data[1::2], strict=True):
+            optimizer.zero_grad()
+            net(first).square().sum().backward()
+            net(second).square().sum().backward()
+            clip(net)
+            optimizer.step()
+        return [p.detach().clone() for p in net.parameters()]
+
+    plain, moved = network(device=device), network(device=device)
+    before = moved[2].weight.clone()
+    expected = accumulate(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
+    found = accumulate(moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam, lr=0.01))
+    torch.testing.assert_close(
+        found, expected, rtol=0 if device == "cpu" else 1e-4, atol=0 if device == "cpu" else 1e-6
+    )
+    assert torch.equal(moved[2].weight, before)
+
+
+def test_groups_schedulers_and_added_groups_count():
+    def run(net, make):
+        optimizer = make([{"params": net[0].parameters(), "lr": 0.1}, {"params": net[2].parameters()}])
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        train(net, optimizer, batches(2))
+        scheduler.step()
+        optimizer.add_param_group({"params": net[4].parameters(), "lr": 0.05, "weight_decay": 0.2})
+        return train(net, optimizer, batches(3))
+
+    plain, moved = network(), network()
+    expected = run(plain, lambda groups: torch.optim.AdamW(groups, lr=0.01))
+    assert_same_bits(expected, run(moved, lambda groups: OffloadedOptimizer(groups, lr=0.01)))
+
+
+@pytest.mark.parametrize("write", ["load_state_dict", "copy_", "data"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_set_from_outside_win(dtype, write):
+    def between(net, optimizer):
+        train(net, optimizer, batches(2, dtype))
+        new = {name: torch.full_like(value, 0.25) for name, value in net.state_dict().items()}
+        if write == "load_state_dict":
+            net.load_state_dict(new)
+        else:
+            with torch.no_grad():
+                for name, p in net.named_parameters():
+                    (p if write == "copy_" else p.data).copy_(new[name])
+        if isinstance(optimizer, Masters):
+            for master in optimizer.copies:
+                master.data.fill_(0.25)
+        return train(net, optimizer, batches(2, dtype))
+
+    plain, moved = network(dtype), network(dtype)
+    reference = Masters(plain.parameters(), torch.optim.Adam, lr=0.01)
+    assert_same_bits(
+        between(plain, reference), between(moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam, lr=0.01))
+    )
+
+
+@pytest.mark.parametrize("base", ["momentum", "adam", "adamw"])
+def test_states_can_be_exchanged_with_the_plain_optimizer_both_ways(base):
+    kind, options = BASES[base]
+    first = network()
+    plain = kind(first.parameters(), **options)
+    train(first, plain, batches(3))
+    second = copy.deepcopy(first)
+    moved = OffloadedOptimizer(second.parameters(), kind, **options)
+    moved.load_state_dict(plain.state_dict())
+    third = copy.deepcopy(first)
+    back = kind(third.parameters(), **options)
+    written = moved.state_dict()
+    assert set(written) == {"state", "param_groups"}
+    for number, state in plain.state_dict()["state"].items():
+        assert set(written["state"][number]) == set(state)
+        for name, value in state.items():
+            assert torch.equal(torch.as_tensor(written["state"][number][name]), torch.as_tensor(value))
+    back.load_state_dict(written)
+    expected = train(first, plain, batches(3))
+    assert_same_bits(expected, train(second, moved, batches(3)))
+    assert_same_bits(expected, train(third, back, batches(3)))
+
+
+def test_a_low_precision_run_goes_on_where_it_stopped():
+    net = network(torch.bfloat16)
+    optimizer = OffloadedOptimizer(net.parameters(), torch.optim.Adam, lr=0.01)
+    train(net, optimizer, batches(3, torch.bfloat16))
+    other = copy.deepcopy(net)
+    resumed = OffloadedOptimizer(other.parameters(), torch.optim.Adam, lr=0.5)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed.param_groups[0]["lr"] == 0.01
+    expected = train(net, optimizer, batches(3, torch.bfloat16))
+    assert_same_bits(expected, train(other, resumed, batches(3, torch.bfloat16)))
+
+
+def test_a_closure_computes_the_loss_anew_and_its_value_is_returned():
+    net = network()
+    optimizer = OffloadedOptimizer(net.parameters(), lr=0.01)
+    (x,) = batches(1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = net(x).square().sum()
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert optimizer.step(closure) < first
+
+
+def test_the_bytes_of_the_state_leave_memory():
+    def held(optimizer, net):
+        """What is alive after three steps beside the parameters and their gradients."""
+        with MemoryMeter() as meter:
+            train_once(net, optimizer)
+            train_once(net, optimizer)
+            for p in net.parameters():
+                p.grad = None
+        return meter.live_bytes
+
+    def train_once(net, optimizer):
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    big = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4))
+    count = 4 * 256 * 256
+    assert held(torch.optim.Adam(big.parameters()), big) == pytest.approx(8 * count, abs=100)
+    assert held(OffloadedOptimizer(big.parameters(), torch.optim.Adam), big) < 100
+    half = OffloadedOptimizer(big.parameters(), torch.optim.Adam, fraction=0.5)
+    assert held(half, big) == pytest.approx(4 * count, abs=100)
+    low = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4)).to(torch.bfloat16)
+    mixed = OffloadedOptimizer(low.parameters(), torch.optim.Adam)
+    assert held(mixed, low) < 100
+    assert mixed.store.used_bytes == 12 * count
+
+
+def test_a_full_disk_leaves_the_parameters_as_they_were():
+    net = network()
+    before = [p.detach().clone() for p in net.parameters()]
+    optimizer = OffloadedOptimizer(net.parameters(), torch.optim.Adam, store=DiskStore(limit_bytes=3000))
+    with pytest.raises(StoreFull, match="limit_bytes is 3000"):
+        train(net, optimizer, batches(1))
+    assert_same_bits(before, list(net.parameters()))
+    assert optimizer.store.used_bytes == 0
+
+
+# ---- the next batch
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_prefetcher_gives_every_batch_once_in_order_and_again(device):
+    made = [{"x": torch.full((2,), i), "more": [torch.ones(i + 1), ("name", i)]} for i in range(5)]
+    prefetcher = Prefetcher(made, device)
+    assert len(prefetcher) == 5
+    for _ in range(2):
+        found = list(prefetcher)
+        assert [int(batch["x"][0]) for batch in found] == list(range(5))
+        assert all(batch["x"].device.type == device for batch in found)
+        assert [batch["more"][1] for batch in found] == [("name", i) for i in range(5)]
+    assert list(Prefetcher([], device)) == []
+
+
+def test_an_error_in_the_loader_comes_where_its_batch_would_have_come():
+    def loader():
+        yield torch.ones(1)
+        raise ZeroDivisionError("in the loader")
+
+    class Loader:
+        def __iter__(self):
+            return loader()
+
+    batches = iter(Prefetcher(Loader()))
+    assert next(batches) == 1
+    with pytest.raises(ZeroDivisionError, match="in the loader"):
+        next(batches)
+
+
+def test_leaving_the_loop_early_stops_the_thread():
+    for _ in Prefetcher(itertools.count(), depth=2):
+        break
+    gc.collect()
+    assert "prefetcher" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_next_batch_is_made_while_this_one_is_used():
+    made, go = [], threading.Event()
+
+    class Loader:
+        def __iter__(self):
+            for i in range(3):
+                made.append(i)
+                if i == 1:
+                    go.set()
+                yield torch.tensor(i)
+
+    for number, _ in enumerate(Prefetcher(Loader())):
+        if number == 0:
+            assert go.wait(10)  # the second is made although nobody has asked for it
+    assert made == [0, 1, 2]
+
+
+# ---- bad input
+
+ONE = [nn.Parameter(torch.ones(2))]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: offload_activations(min_bytes=-1), ValueError, "min_bytes is -1; it takes 0 or more"),
+        (lambda: offload_activations(prefetch=1.5), TypeError, "prefetch is 1.5; it takes a whole number"),
+        (lambda: offload_activations(store="/tmp"), TypeError, "store is str; it takes a HostStore or a DiskStore"),
+        (lambda: offload_activations(keep=["x"]), TypeError, "keep holds str; it takes tensors and modules"),
+        (lambda: OffloadedOptimizer(ONE, fraction=1.5), ValueError, "fraction is 1.5; it takes a number from 0 to 1"),
+        (lambda: OffloadedOptimizer(ONE, fraction="all"), TypeError, "fraction is 'all'; it takes a number"),
+        (lambda: OffloadedOptimizer(ONE, torch.optim.LBFGS), TypeError, "base is LBFGS, which has no state of its own"),
+        (lambda: OffloadedOptimizer(ONE, nn.Linear), TypeError, "it takes a class of optimizers"),
+        (lambda: OffloadedOptimizer(ONE, store=HostStore()), TypeError, "store is HostStore; it takes a DiskStore"),
+        (lambda: OffloadedOptimizer([], torch.optim.Adam), ValueError, "empty parameter list"),
+        (
+            lambda: OffloadedOptimizer([nn.Parameter(torch.ones(2, dtype=torch.complex64))]),
+            TypeError,
+            r"shape \(2,\) is complex; it takes real, dense ones",
+        ),
+        (lambda: Prefetcher(3), TypeError, "loader is int; it takes an iterable of batches"),
+        (lambda: Prefetcher([], depth=0), ValueError, "depth is 0; it takes a whole number, 1 or more"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_sparse_gradient_is_refused_before_anything_changes():
+    table, linear = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)
+    optimizer = OffloadedOptimizer([*linear.parameters(), *table.parameters()], torch.optim.SGD, lr=0.1)
+    linear(table(torch.tensor([1, 2]))).sum().backward()
+    before = linear.weight.clone()
+    with pytest.raises(TypeError, match=r"shape \(10, 4\) is sparse; it takes dense gradients"):
+        optimizer.step()
+    assert torch.equal(linear.weight, before)
+
+
+def test_temporary_files_go_to_a_disk_where_there_is_one():
+    store = DiskStore()
+    assert store.directory in (tempfile.gettempdir(), "/var/tmp")
+    assert os.path.isdir(store.directory)
