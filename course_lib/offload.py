@@ -11,6 +11,7 @@ import os
 import queue
 import tempfile
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["DiskStore", "HostStore", "OffloadedOptimizer", "Prefetcher", "StoreFull", "Traffic", "offload_activations"]
@@ -66,9 +67,10 @@ class _Reading:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor as uint8, sharing it."""
+    """The whole storage of a tensor as uint8, sharing it; out of sight of a meter, for which it would be new memory."""
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    with _disable_current_modes():
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class DiskStore:
@@ -135,7 +137,7 @@ class DiskStore:
         with self._lock:
             self._check_open()
             self.stats.bytes_down += data.nbytes
-            slot.last = self._pool.submit(self._write, slot, data, slot.last)
+            slot.last = self._pool.submit(self._write, slot, [data], slot.last)
         return slot.last.result
 
     def read(self, slot: _Slot, device: torch.device | str = "cpu") -> _Reading:
@@ -144,7 +146,7 @@ class DiskStore:
             self._check_open()
             data = torch.empty(slot.nbytes, dtype=torch.uint8)  # in this thread, so that a meter sees it
             self.stats.bytes_up += slot.nbytes
-            slot.last = self._pool.submit(self._read, slot, data, slot.last)
+            slot.last = self._pool.submit(self._read, slot, [data], slot.last)
         reading = _Reading(data, slot.last.result)
         if torch.device(device).type != "cpu":
             reading.wait()
@@ -183,17 +185,19 @@ class DiskStore:
         if self._file.closed:
             raise ValueError("this DiskStore is closed; make a new one")
 
-    def _write(self, slot: _Slot, data: Tensor, before: Future | None) -> None:
+    # Bytes come in a list and are taken out of it, so that no thread holds them any more when its copy is reported.
+
+    def _write(self, slot: _Slot, data: list[Tensor], before: Future | None) -> None:
         if before is not None:
             before.exception()  # in order; what it raised was its own caller's
-        view, done = memoryview(data.numpy()), 0
+        view, done = memoryview(data.pop().numpy()), 0
         while done < slot.nbytes:
             done += os.pwrite(self._file.fileno(), view[done:], slot.place + done)
 
-    def _read(self, slot: _Slot, data: Tensor, before: Future | None) -> None:
+    def _read(self, slot: _Slot, data: list[Tensor], before: Future | None) -> None:
         if before is not None:
             before.result()
-        view, done = memoryview(data.numpy()), 0
+        view, done = memoryview(data.pop().numpy()), 0
         while done < slot.nbytes:
             count = os.preadv(self._file.fileno(), [view[done:]], slot.place + done)
             if not count:
@@ -367,8 +371,8 @@ class _Region:
     def __init__(self, options: offload_activations):
         self.options, self.lock = options, threading.RLock()
         self.entries: list[_Entry] = []
-        self.known: dict[tuple[int, int], tuple[StorageWeakRef, _Entry]] = {}
-        self.staying: dict[int, StorageWeakRef] = {}  # the reference keeps the number from being given out again
+        self.known = _OfStorages()  # the latest entry of a storage
+        self.staying = _OfStorages()
         self.modules: set[int] = set()
         self.recent: deque[_Entry] = deque()  # on the device, and not going down yet
         self.going: deque[_Entry] = deque()  # on the device until their copy is complete
@@ -385,24 +389,21 @@ class _Region:
             tensors = [*thing.parameters(), *thing.buffers()]
         for tensor in tensors:
             if _has_storage(tensor):
-                reference = StorageWeakRef(tensor.untyped_storage())
-                self.staying[reference.cdata] = reference
+                self.staying.put(tensor.untyped_storage(), True)
 
     def pack(self, tensor: Tensor) -> _Kept | _Handle:
         if not _has_storage(tensor) or tensor.untyped_storage().nbytes() < max(1, self.options.min_bytes):
             return _Kept(tensor)
-        base = tensor._base if tensor._is_view() else tensor
-        reference = StorageWeakRef(tensor.untyped_storage())
-        if reference.cdata in self.staying or isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
+        base, storage = tensor._base if tensor._is_view() else tensor, tensor.untyped_storage()
+        if self.staying.get(storage) or isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
             return _Kept(tensor)
         with self.lock:
-            key = (reference.cdata, tensor._version)
-            _, entry = self.known.get(key, (None, None))
-            if entry is None or entry.gone:
+            entry = self.known.get(storage)
+            if entry is None or entry.gone or entry.version != tensor._version:
                 store = self.options.store or _default_store(tensor.device.type)
                 entry = _Entry(self, len(self.entries), tensor, store)
                 self.entries.append(entry)
-                self.known[key] = (reference, entry)
+                self.known.put(storage, entry)
                 self.recent.append(entry)
             else:
                 entry.store.stats.shared += 1
@@ -430,6 +431,21 @@ class _Region:
         with self.lock:
             while len(self.going) > most:
                 self.going.popleft().arrive()
+
+
+class _OfStorages:
+    """Something for each storage, as long as the storage lives: addresses are given out again, references are not."""
+
+    def __init__(self):
+        self._found: dict[int, tuple[weakref.ref, Any]] = {}
+
+    def put(self, storage: torch.UntypedStorage, value: Any) -> None:
+        key = storage._cdata
+        self._found[key] = (weakref.ref(storage, lambda _: self._found.pop(key, None)), value)
+
+    def get(self, storage: torch.UntypedStorage) -> Any:
+        reference, value = self._found.get(storage._cdata, (None, None))
+        return value if reference is not None and reference() is storage else None
 
 
 class _Kept:

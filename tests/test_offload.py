@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import course_lib.checkpoint as ours
-from course_lib.memory import MemoryMeter
+from course_lib.memory import MemoryMeter, saved_tensors
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import DiskStore, HostStore, OffloadedOptimizer, Prefetcher, StoreFull, offload_activations
 
@@ -761,3 +761,91 @@ def test_temporary_files_go_to_a_disk_where_there_is_one():
     store = DiskStore()
     assert store.directory in (tempfile.gettempdir(), "/var/tmp")
     assert os.path.isdir(store.directory)
+
+
+# ---- what you may have read: the claims of lesson 04
+
+
+def test_a_function_that_copies_its_input_frees_nothing_and_this_one_doubles_the_gradient():
+    class Offload(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.below = x.detach().to("cpu", copy=True)
+            return x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x = ctx.below.to(gradient.device).requires_grad_()
+            with torch.enable_grad():
+                x.clone().backward(gradient)
+            return gradient + x.grad
+
+    first, x = nn.Linear(64, 64), torch.randn(64, 64)
+
+    def run(apply):
+        return apply(first(x)).sin().square().sum()
+
+    (plain,) = torch.autograd.grad(run(lambda y: y), first.weight)
+    (doubled,) = torch.autograd.grad(run(Offload.apply), first.weight)
+    assert torch.equal(doubled, 2 * plain)
+    kept = [saved_tensors(lambda f=f: run(f)).total_bytes for f in (lambda y: y, Offload.apply)]
+    assert kept[0] == kept[1] > 0
+
+
+def test_moving_copies_of_the_state_leaves_the_state_where_it_is():
+    net = network()
+    adam = torch.optim.AdamW(net.parameters())
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    adam.step()
+
+    def places():
+        return [value.data_ptr() for state in adam.state.values() for value in state.values()]
+
+    before = places()
+    for state in adam.state.values():
+        for value in state.values():
+            value.to("cpu", copy=True)
+    assert places() == before
+
+
+def test_a_prefetcher_that_loads_before_it_has_an_iterator_cannot_be_made():
+    class Eager:
+        def __init__(self):
+            self.next = next(self.batches)
+
+        def __iter__(self):
+            self.batches = iter([1])
+            return self
+
+    with pytest.raises(AttributeError, match="batches"):
+        Eager()
+    assert [int(batch) for batch in Prefetcher([torch.tensor(1), torch.tensor(2)])] == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_a_mask_from_a_whole_transformer_makes_44_million_parameters_and_throws_them_away():
+    with MemoryMeter() as whole:
+        mask = nn.Transformer().generate_square_subsequent_mask(512)
+    with MemoryMeter() as alone:
+        same = nn.Transformer.generate_square_subsequent_mask(512)
+    assert torch.equal(mask, same)
+    assert whole.peak_bytes > 4 * 44_000_000 and alone.peak_bytes == 2 * mask.nbytes
+
+
+def test_the_peak_of_a_training_step_falls_by_eight_bytes_a_parameter():
+    peaks, losses = [], []
+    for kind in (torch.optim.AdamW, OffloadedOptimizer):
+        model = Decoder(vocabulary=500, hidden=64, heads=4, layers=2, sequence=16)
+        optimizer, tokens = kind(model.parameters(), lr=1e-3), random_tokens(1, 16, 500)
+        with MemoryMeter(model, optimizer) as meter:
+            for _ in range(3):
+                loss = model.loss(tokens)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        peaks.append(meter.peak_bytes)
+        losses.append(loss.item())
+    count = sum(p.numel() for p in model.parameters())
+    assert losses[0] == losses[1]
+    assert peaks[0] - peaks[1] > 0.5 * 8 * count  # small as it is, this one's peak may be in the optimizer's pages

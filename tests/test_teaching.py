@@ -522,6 +522,32 @@ def test_the_checks_of_lesson_03_tell_right_from_wrong():
         assert not exercises.check_beats_sqrt(wrong)
 
 
+def test_the_checks_of_lesson_04_tell_right_from_wrong():
+    torch = pytest.importorskip("torch")
+    from torch.autograd.graph import saved_tensors_hooks
+
+    assert exercises.check_hiding_intensity(6349) and exercises.check_hiding_intensity(400e12 / 63e9)
+    assert not any(exercises.check_hiding_intensity(wrong) for wrong in (None, 6.349, 15698, 3175))
+    assert exercises.check_what_goes_down({0, 2}) and exercises.check_what_goes_down([2, 0])
+    for wrong in (None, {0}, {0, 1, 2}, {0, 2, 4}, {7}, 3, {"0"}, set()):
+        assert not exercises.check_what_goes_down(wrong)
+
+    def keeps(copying, numbers=True):
+        def offloading(store):
+            def pack(tensor):
+                store.append(copying(tensor.detach()))
+                return len(store) - 1
+
+            return saved_tensors_hooks(pack, lambda number: store[number] if numbers else store[0])
+
+        return offloading
+
+    nothing = lambda store: saved_tensors_hooks(lambda t: t, lambda t: t)  # noqa: E731
+    assert exercises.check_offloading(keeps(torch.clone))
+    for wrong in (None, nothing, keeps(lambda t: t), keeps(torch.clone, numbers=False), keeps(torch.zeros_like)):
+        assert not exercises.check_offloading(wrong)
+
+
 def test_pictures_of_schedules_say_peak_and_time_and_share_one_scale():
     from course_lib.schedule import Chain, recursive, store_all
 

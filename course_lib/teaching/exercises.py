@@ -501,5 +501,106 @@ def check_beats_sqrt(schedule: Any) -> Verdict:
     return Verdict(True, (f"Right: {peaks}.", f"正确：{peaks}。"))
 
 
+# Lesson 04 ------------------------------------------------------------------------------------------------------------
+
+
+def check_hiding_intensity(answer: Any) -> Verdict:
+    """Lesson 04: the least FLOPs a byte at which copies over PCIe 5 (63 GB/s) hide behind 400 TFLOP/s."""
+    right = 400e12 / 63e9
+    return expect_number(
+        answer,
+        right,
+        tolerance=0.01,
+        wrong_answers={
+            1 / right: ("That is bytes a FLOP.", "这是每 FLOP 的字节数。"),
+            right / 1000: (
+                "Mind the units: TFLOP/s and GB/s differ by a thousand.",
+                "注意单位：TFLOP/s 与 GB/s 差一千倍。",
+            ),
+            right / 2: ("63 GB/s is one way already.", "63 GB/s 已经是单向带宽。"),
+            2 * right: ("63 GB/s is one way already.", "63 GB/s 已经是单向带宽。"),
+            989e12 / 63e9: ("That is for 989 TFLOP/s.", "这是 989 TFLOP/s 时的值。"),
+        },
+        why=("400e12 / 63e9: the rate over the bandwidth.", "400e12 / 63e9：算力除以带宽。"),
+        hint=("The copy takes m / w, the compute f / r.", "拷贝需要 m / w，计算需要 f / r。"),
+    )
+
+
+def check_what_goes_down(answer: Any) -> Verdict:
+    """Lesson 04: which of the storages of 40, 10, 30, 20, 10 MB go down, for 45 MB above and the fewest bytes moved."""
+    sizes, most, least = (40, 10, 30, 20, 10), 45, 70
+    hint = ("At least 65 MB must go. Which sum comes nearest?", "至少要搬走 65 MB。哪几份加起来最接近？")
+    if answer is None or answer is ...:
+        return Verdict(False, ("Not answered yet.", "还没有作答。"), hint)
+    try:
+        down = set(answer)
+        valid = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < len(sizes) for i in down)
+    except TypeError:
+        valid = False
+    if not valid:
+        return Verdict(False, ("Give a set of numbers from 0 to 4.", "请给出由 0 到 4 的编号组成的集合。"), hint)
+    if 4 in down:
+        return Verdict(
+            False, ("The last one must stay: backward needs it first.", "最后一份必须留下：反向最先用到它。"), hint
+        )
+    moved = sum(sizes[i] for i in down)
+    above = sum(sizes) - moved
+    if above > most:
+        return Verdict(False, (f"{above} MB are still above.", f"上面还有 {above} MB。"), hint)
+    if moved > least:
+        return Verdict(
+            False, (f"It fits, but {moved} MB move; fewer are enough.", f"装得下，但搬了 {moved} MB，可以更少。"), hint
+        )
+    return Verdict(True, (f"Right: {moved} MB move, {above} MB stay.", f"正确：搬走 {moved} MB，留下 {above} MB。"))
+
+
+def check_offloading(function: Any) -> Verdict:
+    """Lesson 04: `offloading(store)`, hooks that move what is saved into a list, with right gradients."""
+    import torch
+
+    hint = (
+        "Pack appends a copy and returns its place; unpack looks there.",
+        "pack 追加一份拷贝，返回它的位置；unpack 到那里去取。",
+    )
+    x = torch.linspace(-1, 1, 4096).view(64, 64).requires_grad_()
+
+    def run(context) -> Any:
+        with context:
+            y = x * 2
+            return (y.sin() * y.t().exp()).sum()
+
+    try:
+        (expected,) = torch.autograd.grad(run(torch.enable_grad()), x)
+        store: list = []
+        out = run(function(store))
+        before = len(store)
+        owned = [t.untyped_storage().data_ptr() for t in store if isinstance(t, torch.Tensor)]
+        copied = len(owned) == before and len(set(owned)) == before
+        out.backward()
+    except Exception as error:
+        return Verdict(False, (f"It raised {error!r}.", f"它抛出了 {error!r}。"), hint)
+    if not before:
+        return Verdict(
+            False,
+            ("Nothing is in the store; the graph keeps everything.", "store 里什么也没有，全留在计算图里。"),
+            hint,
+        )
+    if before < 4:
+        return Verdict(
+            False, (f"Only {before} tensors of 4 went into the store.", f"4 个张量只有 {before} 个进了 store。"), hint
+        )
+    if not copied:
+        message = (
+            "The store holds the very tensors, not copies: nothing could be freed.",
+            "store 里是原来的张量，不是拷贝：什么也释放不了。",
+        )
+        return Verdict(False, message, hint)
+    if x.grad is None or not torch.equal(x.grad, expected):
+        return Verdict(False, ("The gradient is wrong.", "梯度不对。"), hint)
+    return Verdict(
+        True, (f"Right: {before} tensors below, and the same gradient.", f"正确：{before} 个张量在下一级，梯度相同。")
+    )
+
+
 # Everything public in here, so that a new check needs no second entry elsewhere.
 __all__ = ["Verdict", "expect_number", *sorted(name for name in globals() if name.startswith("check_"))]

@@ -114,6 +114,52 @@ _CLAIMS = {
             ("It cuts the graph: only the last segment trains.", "这会切断计算图：只有最后一段在训练。"),
         ),
     ),
+    "04": (
+        (
+            (
+                "An autograd function that copies its input to the CPU offloads the activation.",
+                "把输入拷贝到 CPU 的 autograd 函数，就卸载了激活值。",
+            ),
+            (
+                "gradient against plain; bytes in the graph without it and with it",
+                "梯度与普通之比；不用它和用它时计算图里的字节",
+            ),
+            (
+                "No: the next operator keeps the same storage, and this one doubles the gradient.",
+                "不对：下一个算子仍持有同一份存储，这个函数还把梯度翻了倍。",
+            ),
+        ),
+        (
+            (
+                '`value.to("cpu")` over `optimizer.state` offloads the optimizer.',
+                '对 `optimizer.state` 逐个 `value.to("cpu")`，就卸载了优化器。',
+            ),
+            ("state tensors still at their old addresses", "状态张量是否都在原来的地址"),
+            ("No: `.to` returns a copy, and nobody keeps it.", "不对：`.to` 返回一份拷贝，没人留下它。"),
+        ),
+        (
+            (
+                "This prefetcher works: it loads the first batch in `__init__`.",
+                "这个预取器能用：它在 `__init__` 里就加载第一个批次。",
+            ),
+            ("what it says when it is made", "创建时的报错"),
+            (
+                "No: it asks an iterator that `__iter__` has yet to make.",
+                "不对：它要用的迭代器，`__iter__` 还没有创建。",
+            ),
+        ),
+        (
+            (
+                "Make the causal mask with `nn.Transformer().generate_square_subsequent_mask(n)`.",
+                "用 `nn.Transformer().generate_square_subsequent_mask(n)` 生成因果掩码。",
+            ),
+            ("peak of that, and of the static method alone, n = 512", "它的峰值，以及只用静态方法的峰值，n = 512"),
+            (
+                "It makes 44 million parameters and throws them away, at every call.",
+                "每次调用都会造出 4400 万个参数再扔掉。",
+            ),
+        ),
+    ),
 }
 
 

@@ -1010,7 +1010,7 @@ exercises.check_beats_sqrt(optimal(exercises.pyramid(), 150_000_000))
 # - For uneven chains, dynamic programming finds the best schedule of whole stages, and it runs as predicted.
 # - A compiler forgets single operators. It goes lower where operators differ, and its peak rises again where its budget gets small.
 #
-# **Next:** lesson 04 moves bytes elsewhere instead of forgetting them.
+# **Next:** [lesson 04](04_offload.ipynb) moves bytes elsewhere instead of forgetting them.
 #
 # </div>
 # <div lang="zh">
@@ -1021,7 +1021,7 @@ exercises.check_beats_sqrt(optimal(exercises.pyramid(), 150_000_000))
 # - 对参差不齐的链，动态规划找出以整级为单位的最好调度，运行起来与预测一致。
 # - 编译器以算子为单位来忘。算子差别大时它降得更低；预算变得很小时，它的峰值又会升高。
 #
-# **下一步**：第 04 课不忘掉字节，而是把它们搬到别处。
+# **下一步**：[第 04 课](04_offload.ipynb)不忘掉字节，而是把它们搬到别处。
 #
 # </div>
 

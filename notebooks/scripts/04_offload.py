@@ -1,0 +1,796 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 4 What if we move bytes down one tier instead? / 不忘掉，而是挪到下一级存储呢？
+#
+# <div lang="en">
+#
+# Sixteen layers of Linear and GELU keep 32 activations for backward: 66 MB here. Move each of them to a file as soon as the next ones are there, and fetch it when backward comes near: 6.4 MB. With 32 layers: 6.4 MB again. Not one FLOP is done twice.
+#
+# What does that cost, and when does it cost nothing?
+#
+# </div>
+# <div lang="zh">
+#
+# 十六层 Linear 加 GELU 要为反向留下 32 份激活值，这里是 66 MB。等后面的激活值出现，就把前面的挪进文件，反向快到时再取回来：6.4 MB。32 层呢？还是 6.4 MB。没有一个 FLOP 要算两遍。
+#
+# 代价是什么？什么时候没有代价？
+#
+# </div>
+
+# %%
+from course_lib.teaching import language
+
+language()
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Goals** (90 minutes). Say when a copy hides behind compute, for your own device. Write activation offload from nothing, and see why a well-known version of it does nothing. Keep the optimizer's state below, with steps equal to the bit. Know when prefetching helps.
+#
+# **What to know before**: lesson 01; lesson 02 for saved-tensor hooks.
+#
+# </div>
+# <div lang="zh">
+#
+# **目标**（90 分钟）：针对自己的设备，说出拷贝何时能被计算掩盖；从零写出激活值卸载，并看清一个流传很广的版本为何毫无作用；把优化器状态放到下一级，而更新逐位相等；知道预取何时有用。
+#
+# **预备知识**：第 01 课；第 02 课里给保存的张量挂的钩子。
+#
+# </div>
+
+# %%
+import tempfile
+import time
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from course_lib.memory import MemoryMeter, saved_tensors
+from course_lib.models import Decoder, deep_mlp, random_tokens
+from course_lib.teaching import COLORS, figure, predictions, table, text, timelines
+
+# %% [markdown]
+# ## 4.1 When does a copy hide? / 拷贝什么时候能被掩盖？
+#
+# <div lang="en">
+#
+# A copy of $m$ bytes over a link of $w$ bytes a second takes $m / w$. Meanwhile the device computes $f$ FLOPs at $r$ a second: $f / r$. The copy hides if
+#
+# $$\frac{m}{w} \le \frac{f}{r}, \qquad \text{that is} \qquad \frac{f}{m} \ge \frac{r}{w}$$
+#
+# Left: FLOPs done per byte moved, a matter of the network: its **arithmetic intensity** towards the tier below. Right: a threshold, a matter of the machine.
+#
+# **Guess first:** a GPU with 989 TFLOP/s behind PCIe 5, 63 GB/s one way. How many FLOPs must each byte bring?
+#
+# </div>
+# <div lang="zh">
+#
+# 在每秒 $w$ 字节的链路上拷贝 $m$ 字节，需要 $m / w$。同时设备以每秒 $r$ 的速率计算 $f$ 个 FLOPs：$f / r$。只要
+#
+# $$\frac{m}{w} \le \frac{f}{r}, \qquad \text{that is} \qquad \frac{f}{m} \ge \frac{r}{w}$$
+#
+# 拷贝就被掩盖。左边是每搬一个字节做多少 FLOPs，取决于网络：这是它对下一级存储的**算术强度**。右边是阈值，取决于机器。
+#
+# **先猜**：一块 989 TFLOP/s 的 GPU，经 PCIe 5 单向 63 GB/s。每个字节要带来多少 FLOPs？
+#
+# </div>
+
+# %%
+rate = 989e12  # H100 SXM, dense bf16, from its data sheet
+links = {"NVMe": 7e9, "PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLink-C2C": 450e9}  # bytes/s, one way
+{name: round(rate / bandwidth) for name, bandwidth in links.items()}
+
+# %% [markdown]
+# <div lang="en">
+#
+# What does a transformer layer offer? Per token its forward pass does about $24 h^2 + 4 s h$ FLOPs and saves $34 h$ bytes (lesson 01, without the part that a fused attention does not keep). Moving everything means few FLOPs a byte. Moving only the **inputs** of checkpointed layers means $2 h$ bytes, seventeen times fewer.
+#
+# </div>
+# <div lang="zh">
+#
+# 一个 transformer 层能给多少？每个 token 的前向大约做 $24 h^2 + 4 s h$ 个 FLOPs，保存 $34 h$ 字节（第 01 课，去掉融合注意力不保存的部分）。全部搬走，每字节的 FLOPs 很少。只搬检查点层的**输入**，是 $2 h$ 字节，少到十七分之一。
+#
+# </div>
+
+# %%
+widths = [512 * 2 ** (i / 4) for i in range(22)]
+per_token = [24 * h**2 + 4 * 4096 * h for h in widths]  # s = 4096
+title = (
+    "Everything hides on NVLink-C2C at best; inputs of checkpointed layers hide on PCIe",
+    "全部激活值至多能藏在 NVLink-C2C 后面；检查点层的输入在 PCIe 上也藏得住",
+)
+
+# %%
+drawn, ax = figure(title, height=3.8)
+ax.set(xscale="log", yscale="log", xlim=(512, 60000), ylim=(500, 2e6), xlabel=text("hidden size h", "隐藏维度 h"))
+ax.set(ylabel=text("FLOPs a byte", "每字节 FLOPs"), xticks=[1024, 4096, 16384], xticklabels=["1024", "4096", "16384"])
+arms = {("all that is saved, 34 h", "全部保存的，34 h"): (34, "activation")}
+arms[("checkpointed inputs, 2 h", "检查点输入，2 h")] = (2, "gradient")
+for name, (factor, category) in arms.items():
+    intensity = [flops / (factor * h) for flops, h in zip(per_token, widths, strict=True)]
+    ax.plot(widths, intensity, color=COLORS[category], label=text(*name))
+for name, bandwidth in links.items():
+    ax.axhline(rate / bandwidth, color="#888888", linewidth=0.8, linestyle="--")
+    ax.annotate(name, (30000, rate / bandwidth), xytext=(0, 2), textcoords="offset points", fontsize=8)
+ax.legend(loc="upper left", fontsize=8)
+None
+
+# %% [markdown]
+# <div lang="en">
+#
+# The lines are for 989 TFLOP/s, the data sheet's peak; real steps reach perhaps half of it, which halves the thresholds. And this machine? Its "device" is a CPU, the tier below a file. Measured now:
+#
+# </div>
+# <div lang="zh">
+#
+# 这些线对应 989 TFLOP/s，即数据手册上的峰值；真实的训练步大约只能达到一半，阈值也随之减半。这台机器呢？它的“设备”是 CPU，下一级是文件。现场测量：
+#
+# </div>
+
+# %% tags=["nbval-ignore-output", "shows-seconds"]
+from course_lib.offload import DiskStore
+
+block, store = torch.zeros(64 << 20, dtype=torch.uint8), DiskStore()
+start = time.perf_counter()
+store.write(store.reserve(block.nbytes), block)()
+bandwidth = block.nbytes / (time.perf_counter() - start)
+a = torch.randn(1024, 1024)
+start = time.perf_counter()
+for _ in range(5):
+    a @ a
+here = 5 * 2 * 1024**3 / (time.perf_counter() - start)
+f"{here / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s: {here / bandwidth:.0f} FLOP/byte"
+
+# %% [markdown]
+# ## 4.2 A function that offloads nothing / 一个什么也没卸载的函数
+#
+# <div lang="en">
+#
+# You may have met something like this. It takes an activation, keeps a copy below, and in backward brings it back. Does it offload? Three questions: is the gradient right, is anything freed, what does the graph keep?
+#
+# </div>
+# <div lang="zh">
+#
+# 你也许见过类似的写法：拿到激活值，在下一级留一份拷贝，反向时再取回来。它真的卸载了吗？三个问题：梯度对不对？有没有释放什么？计算图里还留着什么？
+#
+# </div>
+
+
+# %%
+class Offload(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.below = x.detach().to("cpu", copy=True)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.below.to(gradient.device).requires_grad_()
+        with torch.enable_grad():
+            x.clone().backward(gradient)  # "restore" the activation's gradient
+        return gradient + x.grad
+
+
+# %%
+first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+x = torch.linspace(-1, 1, 64 * 64).view(64, 64)
+
+
+def with_function(apply):
+    first.weight.grad = None
+    second(apply(first(x)).sin()).square().sum().backward()
+    return first.weight.grad
+
+
+plain, moved = with_function(lambda y: y), with_function(Offload.apply)
+ratio = (moved / plain).median().item()
+kept = [
+    saved_tensors(lambda x, f=f: second(f(first(x)).sin()).square().sum(), x).total_bytes
+    for f in (lambda y: y, Offload.apply)
+]
+ratio, kept
+
+# %% [markdown]
+# <div lang="en">
+#
+# The gradient is doubled, exactly: once as it came, once through the "restored" activation. And the graph keeps what it kept before: the next operator, `sin`, saves its own input, the very same storage. The copy below is one **more**. An activation is not freed by copying it, but by making everyone who holds it let go. Those who hold it are autograd's saved tensors.
+#
+# </div>
+# <div lang="zh">
+#
+# 梯度恰好翻倍：一次是原样传来的，一次来自“恢复”的激活值。计算图留着的和以前一样：下一个算子 `sin` 保存自己的输入，正是同一份存储。下面的拷贝是**多出来**的一份。拷贝并不能释放激活值；要让所有持有它的都放手才行。持有它的，是 autograd 保存的张量。
+#
+# </div>
+
+# %% [markdown]
+# ## 4.3 From nothing / 从零写起
+#
+# <div lang="en">
+#
+# So offload hooks into saved tensors (lesson 02). **pack** writes the bytes to a file and keeps a note of where; **unpack** reads them. Parameters stay: they live elsewhere anyway, and moving them frees nothing. A Linear saves its weight as a view, so we recognise **storages**.
+#
+# </div>
+# <div lang="zh">
+#
+# 因此，卸载要挂在保存的张量上（第 02 课）。**pack** 把字节写进文件，只记下位置；**unpack** 再读回来。参数留在原处：它们反正还在别处，搬走也释放不了什么。Linear 保存的权重是视图，所以我们认的是**存储**。
+#
+# </div>
+
+
+# %%
+def to_file(module, file):
+    stay = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() in stay:
+            return tensor.detach()
+        place = file.seek(0, 2)
+        file.write(tensor.contiguous().numpy())
+        return place, tensor.shape
+
+    def unpack(packed):
+        if isinstance(packed, torch.Tensor):
+            return packed
+        file.seek(packed[0])
+        return torch.frombuffer(bytearray(file.read(4 * packed[1].numel())), dtype=torch.float32).view(packed[1])
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+# %% [markdown]
+# <div lang="en">
+#
+# Gradients first, for the tiny version and for the library's `offload_activations`, which the rest of the lesson uses.
+#
+# </div>
+# <div lang="zh">
+#
+# 先看梯度：这个简易版，以及本课其余部分要用的库函数 `offload_activations`。
+#
+# </div>
+
+# %%
+from course_lib.offload import offload_activations
+
+network = deep_mlp(depth=16, width=256)
+batch = torch.linspace(-1, 1, 2000 * 256).view(2000, 256)
+b, w = batch.nbytes, 256 * 256 * 4  # an activation, and a weight's gradient
+
+
+def gradients(context):
+    network.zero_grad()
+    with context:
+        output = network(batch)
+    output.square().sum().backward()
+    return [parameter.grad for parameter in network.parameters()]
+
+
+file = tempfile.TemporaryFile()  # noqa: SIM115
+ways = {"from nothing": to_file(network, file), "library": offload_activations(min_bytes=1 << 16)}
+plain = gradients(torch.enable_grad())
+{name: all(map(torch.equal, plain, gradients(context))) for name, context in ways.items()}
+
+# %% [markdown]
+# ## 4.4 What is left above / 上面还剩什么
+#
+# <div lang="en">
+#
+# Now the peak. The last $p + 1$ storages stay, because backward needs them first; $p$ is `prefetch`, how many are fetched ahead. In forward two more are there: one on its way down, and the one that is being made. In backward likewise two: the gradient that comes and the one that is made; and a weight's gradient $w$. So
+#
+# $$(p + 3)\,b + w$$
+#
+# for **any** number of layers (and, with $p > 0$, a bias' gradient of 1 kB). Down go all others: $2L - (p + 1)$ storages.
+#
+# </div>
+# <div lang="zh">
+#
+# 再看峰值。最后 $p + 1$ 份存储留在上面，因为反向最先用到它们；$p$ 即 `prefetch`，预先取回几份。前向时另有两份在场：一份正往下搬，一份正在算。反向时同样另有两份：传来的梯度和正在算的梯度；外加一个权重的梯度 $w$。所以是
+#
+# $$(p + 3)\,b + w$$
+#
+# 与层数**无关**（$p > 0$ 时还有一个偏置的梯度，1 kB）。其余的都搬下去：$2L - (p + 1)$ 份存储。
+#
+# </div>
+
+
+# %%
+def peak(depth, prefetch):
+    network, store = deep_mlp(depth=depth, width=256), DiskStore()
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with MemoryMeter() as meter:
+        with offload_activations(store, min_bytes=1 << 16, prefetch=prefetch):
+            output = network(batch).sum()
+        output.backward()
+    return meter.peak_bytes, store.stats.bytes_down
+
+
+cases = {(depth, p): peak(depth, p) for depth in (8, 16, 32) for p in (0, 2)}
+predictions([(f"L = {depth}, p = {p}", (p + 3) * b + w, found) for (depth, p), (found, _) in cases.items()])
+
+# %%
+down = [(f"L = {depth}, p = {p}", (2 * depth - p - 1) * b, moved) for (depth, p), (_, moved) in cases.items()]
+predictions(down, unit="bytes")
+
+# %%
+contexts = {("plain", "普通"): torch.enable_grad()}
+contexts[("offload", "卸载")] = offload_activations(min_bytes=1 << 16, prefetch=0)
+meters = {}
+for name, context in contexts.items():
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with MemoryMeter() as meters[name]:
+        with context:
+            output = network(batch).sum()
+        output.backward()
+timelines(meters, title=("Sixteen layers, and nearly nothing above", "十六层，上面几乎什么也没有"), panel_height=1.9)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Down go bytes, though, and up again. Checkpointing forgets instead, and pays in FLOPs. Together, only the inputs of the checkpointed layers move:
+#
+# </div>
+# <div lang="zh">
+#
+# 不过字节要搬下去，再搬上来。检查点则是忘掉，用 FLOPs 付账。两者合用，搬的只有检查点层的输入：
+#
+# </div>
+
+# %%
+from course_lib.checkpoint import checkpoint
+
+
+def checkpointed(x):
+    for i in range(0, 32, 2):
+        x = checkpoint(network[i : i + 2], x, use_reentrant=False, preserve_rng_state=False)
+    return x
+
+
+# %%
+def arm(run, offload):
+    store = DiskStore()
+    context = offload_activations(store, min_bytes=1 << 16, prefetch=0) if offload else torch.enable_grad()
+    with MemoryMeter() as meter, FlopCounterMode(display=False) as counter:
+        with context:
+            output = run(batch).sum()
+        output.backward()
+    found = (meter.peak_bytes / 1e6, store.stats.bytes_down / 1e6, counter.get_total_flops() / 1e9)
+    return [round(value, 1) for value in found]
+
+
+# %%
+names = {("plain", "普通"): (network, False), ("offload", "卸载"): (network, True)}
+names |= {("checkpoint", "检查点"): (checkpointed, False), ("both", "合用"): (checkpointed, True)}
+columns = ["", ("peak, MB", "峰值，MB"), ("moved down, MB", "搬下，MB"), "GFLOPs"]
+table(columns, [(name, *arm(*way)) for name, way in names.items()])
+
+# %% [markdown]
+# ## 4.5 What the tiny version lacks / 简易版缺什么
+#
+# <div lang="en">
+#
+# One storage may be saved many times: as Q, K and V of one projection, or by two operators. The tiny version writes each view; the library writes each storage once, and hands back views. And hooks switch off autograd's own check: change a tensor in place after it was saved, and autograd would have refused. The tiny version copies at once, so its values are those of the moment of saving. A version that copies in the background may be too late; so the library checks, and refuses.
+#
+# </div>
+# <div lang="zh">
+#
+# 同一份存储可能被保存多次：例如一次投影得到的 Q、K、V，或者两个算子都保存它。简易版每个视图都写一遍；库对每份存储只写一次，取回时再给出视图。另外，钩子会关掉 autograd 自己的检查：张量保存之后又被原地修改，autograd 本来会拒绝。简易版当场就拷贝，所以留下的是保存那一刻的值。在后台拷贝的版本可能来不及，所以库会检查，并拒绝。
+#
+# </div>
+
+# %%
+source = torch.randn(1000, 256, requires_grad=True)
+
+
+def shared(context):
+    with context:
+        y = source * 1
+        return (y.sin() + y.cos() + y.t().exp().t().sin()).sum()
+
+
+file.seek(0, 2)
+before, store = file.tell(), DiskStore()
+shared(to_file(nn.Linear(1, 1), file)).backward()
+shared(offload_activations(store, min_bytes=1, prefetch=0)).backward()
+{"from nothing": file.seek(0, 2) - before, "library": store.stats.bytes_down, "one activation": source.nbytes}
+
+# %%
+with offload_activations(DiskStore(), min_bytes=1):
+    y = source * 1
+    z = y.sin()
+    y.add_(1)  # sin has saved y
+try:
+    z.sum().backward()
+except RuntimeError as refused:
+    print(refused)
+
+# %% [markdown]
+# ## 4.6 The optimizer's state / 优化器状态
+#
+# <div lang="en">
+#
+# Adam keeps 8 bytes a parameter and uses them once a step, and not one of them in forward or backward: the best thing to move. `OffloadedOptimizer` keeps the state of a **fraction** of the elements below, the largest parameters first, as Megatron-LM's hybrid optimizer does. On a GPU the update runs on the CPU, overlapped with copies; on a CPU the state is paged through memory from a file.
+#
+# Gradients and weights first: five steps, clipped, against plain AdamW.
+#
+# </div>
+# <div lang="zh">
+#
+# Adam 为每个参数留 8 字节，每一步只用一次，前向和反向都用不到：最适合搬走。`OffloadedOptimizer` 把一定**比例**（fraction）元素的状态放在下一级，最大的参数优先，与 Megatron-LM 的混合优化器相同。在 GPU 上，更新由 CPU 来做，与拷贝重叠；在 CPU 上，状态从文件分页读进内存。
+#
+# 先看权重：五步，带梯度裁剪，与普通的 AdamW 比较。
+#
+# </div>
+
+# %%
+from course_lib.offload import OffloadedOptimizer
+
+
+def trained(make):
+    model = deep_mlp(depth=8, width=256)
+    optimizer = make(model.parameters())
+    for step in range(5):
+        model(batch.roll(step, 0)).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
+plain = trained(torch.optim.AdamW)
+fractions = (0, 0.25, 0.5, 1.0)
+[all(map(torch.equal, plain, trained(lambda p, f=f: OffloadedOptimizer(p, fraction=f)))) for f in fractions]
+
+# %%
+model = deep_mlp(depth=8, width=256)
+elements = sum(parameter.numel() for parameter in model.parameters())
+
+
+def state_above(fraction):
+    optimizer = OffloadedOptimizer(model.parameters(), fraction=fraction)
+    with MemoryMeter() as meter:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    return meter.live_bytes, optimizer.store.stats
+
+
+# %%
+sweep = {fraction: state_above(fraction) for fraction in fractions}
+
+
+def stays(fraction):
+    down, above = 0, 4 * 16  # a step count for each of 16 tensors
+    for count in sorted((parameter.numel() for parameter in model.parameters()), reverse=True):
+        above += 0 if down < fraction * elements else 8 * count
+        down += count
+    return above
+
+
+predictions([(f"fraction {f}", stays(f), above) for f, (above, _) in sweep.items()], unit="bytes")
+
+# %% [markdown]
+# <div lang="en">
+#
+# What always stays are the step counts, 4 bytes for each parameter tensor. Tensors move as wholes, so at 0.25 three of the eight weights go. Each step reads 8 bytes a parameter and writes 8. In mixed precision the fp32 master weights go below too: 12 bytes a parameter.
+#
+# </div>
+# <div lang="zh">
+#
+# 始终留下的是步数计数，每个参数张量 4 字节。张量整个搬走，所以 0.25 时八个权重里搬走三个。每一步，每个参数要读 8 字节，写 8 字节。混合精度时，fp32 的主权重也放到下面：每个参数 12 字节。
+#
+# </div>
+
+# %% [markdown]
+# ## 4.7 A whole training script / 一个完整的训练脚本
+#
+# <div lang="en">
+#
+# A decoder with a vocabulary of 10,000, 512 features, 8 heads, 6 layers, sequences of 512 tokens; 24 million parameters. Everything that such scripts promise, and here it happens: batches prefetched (from pinned memory, on a GPU), TF32 allowed, autocast with a GradScaler, gradients clipped after unscaling, the optimizer's state below.
+#
+# **Guess first:** by how many bytes does the peak of the step fall?
+#
+# </div>
+# <div lang="zh">
+#
+# 一个解码器：词表 10,000，512 个特征，8 个头，6 层，序列长 512，共 2400 万个参数。这类脚本承诺的一切，这里都真的发生：批次预取（在 GPU 上来自锁页内存），允许 TF32，autocast 配 GradScaler，先还原缩放再裁剪梯度，优化器状态放在下一级。
+#
+# **先猜**：一步的峰值会降低多少字节？
+#
+# </div>
+
+# %%
+from course_lib.offload import Prefetcher
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dtype = torch.float16 if device == "cuda" else torch.bfloat16
+torch.backends.cuda.matmul.allow_tf32 = True
+loader = [random_tokens(1, 512, 10000, seed=seed) for seed in range(3)]
+
+
+def step(model, optimizer, scaler, tokens):
+    with torch.autocast(device, dtype):
+        loss = model.loss(tokens)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+# %%
+def training(make):
+    model = Decoder(vocabulary=10000, hidden=512, heads=8, layers=6, sequence=512).to(device)
+    optimizer, scaler = make(model.parameters()), torch.amp.GradScaler(device)
+    with MemoryMeter(model, optimizer) as meter:
+        losses = [step(model, optimizer, scaler, tokens) for tokens in Prefetcher(loader, device)]
+    return losses, meter.peak_bytes, sum(parameter.numel() for parameter in model.parameters())
+
+
+runs = [training(lambda p, kind=kind: kind(p, lr=3e-4)) for kind in (torch.optim.AdamW, OffloadedOptimizer)]
+(losses, above, parameters), (same, below, _) = runs
+print(losses == same)
+predictions(
+    [(("peak with AdamW, less 8 bytes a parameter", "AdamW 的峰值，减去每参数 8 字节"), above - 8 * parameters, below)]
+)
+
+# %% [markdown]
+# ## 4.8 The next batch / 下一个批次
+#
+# <div lang="en">
+#
+# A prefetcher makes batch $i + 1$ while batch $i$ is used. If making takes $t_1$ and using $t_2$, a loop takes $t_1 + t_2$ without it and $\max(t_1, t_2)$ with it. So it can halve the time at best, and it hides nothing where one of the two is small, nor where the making needs the same core (or Python's lock) as the using. Three cases, 10 batches each:
+#
+# </div>
+# <div lang="zh">
+#
+# 预取器在用第 $i$ 个批次时准备第 $i + 1$ 个。准备要 $t_1$，使用要 $t_2$，不预取时一轮是 $t_1 + t_2$，预取时是 $\max(t_1, t_2)$。所以至多省一半；其中一个很小时，什么也掩盖不了；准备与使用抢同一个核（或 Python 的锁）时也是如此。三种情形，各 10 个批次：
+#
+# </div>
+
+
+# %%
+def busy():
+    sum(range(1_000_000))  # about 20 ms, and it holds Python's lock
+
+
+def wait():
+    time.sleep(0.02)
+
+
+def loop(make, use, prefetch):
+    batches = (make() for _ in range(10))
+    start = time.perf_counter()
+    for _ in Prefetcher(batches) if prefetch else batches:
+        use()
+    return round(time.perf_counter() - start, 2)
+
+
+# %% tags=["nbval-ignore-output", "shows-seconds"]
+cases = {("both wait 20 ms", "都等待 20 毫秒"): (wait, wait)}
+cases[("both compute in Python", "都用 Python 计算")] = (busy, busy)
+cases[("made at once", "即得")] = (lambda: None, wait)
+rows = [(name, loop(*case, False), loop(*case, True)) for name, case in cases.items()]
+table(["", ("plain, s", "普通，秒"), ("prefetched, s", "预取，秒")], rows)
+
+# %% [markdown]
+# ## 4.9 What you may have read / 你可能读到过的说法
+#
+# <div lang="en">
+#
+# Four claims, from scripts that you may find.
+#
+# </div>
+# <div lang="zh">
+#
+# 四条说法，来自你可能找到的脚本。
+#
+# </div>
+
+# %%
+adam = torch.optim.AdamW(model.parameters())
+for parameter in model.parameters():
+    parameter.grad = torch.ones_like(parameter)
+adam.step()
+places = [value.data_ptr() for state in adam.state.values() for value in state.values()]
+for state in adam.state.values():
+    for value in state.values():
+        value.to("cpu", copy=True)  # "offload the optimizer"
+unmoved = places == [value.data_ptr() for state in adam.state.values() for value in state.values()]
+
+
+# %%
+class EagerPrefetcher:
+    def __init__(self, loader):
+        self.loader = loader
+        self.preload()
+
+    def preload(self):
+        self.next = next(self.batches)
+
+    def __iter__(self):
+        self.batches = iter(self.loader)
+        return self
+
+
+try:
+    EagerPrefetcher(loader)
+except AttributeError as refused:
+    said = str(refused)
+
+# %%
+import warnings
+
+with warnings.catch_warnings(), MemoryMeter() as whole:
+    warnings.simplefilter("ignore")
+    mask = nn.Transformer().generate_square_subsequent_mask(512)
+with MemoryMeter() as alone:
+    nn.Transformer.generate_square_subsequent_mask(512)
+whole.peak_bytes, alone.peak_bytes, mask.nbytes
+
+# %%
+from course_lib.teaching import what_you_may_have_read
+
+what_you_may_have_read(
+    "04",
+    f"{ratio:.1f} ×; {kept[0]} → {kept[1]} bytes",
+    f"{unmoved}",
+    said,
+    f"{whole.peak_bytes / 1e6:.0f} MB : {alone.peak_bytes / 1e6:.0f} MB",
+)
+
+# %% [markdown]
+# ## 4.10 On a GPU / 在 GPU 上
+#
+# <div lang="en">
+#
+# On CUDA the tier below is pinned host memory, and copies run on side streams. A non-blocking copy from memory that is **not** pinned is a blocking one in disguise; the experiment times both. If you have a GPU, this cell measures now.
+#
+# </div>
+# <div lang="zh">
+#
+# 在 CUDA 上，下一级是锁页内存，拷贝在旁路的流（stream）上进行。从**没有**锁页的内存做“非阻塞”拷贝，其实仍会阻塞；实验对两者计时。有 GPU 时，这个单元格会现场测量。
+#
+# </div>
+
+# %% tags=["nbval-ignore-output", "shows-device"]
+from course_lib.teaching import on_gpu
+
+on_gpu("04")
+
+# %% [markdown]
+# ## 4.11 Exercises / 练习
+#
+# <div lang="en">
+#
+# **Exercise 1.** What is the least number of FLOPs a byte at which copies over PCIe 5 (63 GB/s one way) hide behind 400 TFLOP/s?
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 1。** 设备算力 400 TFLOP/s，经 PCIe 5（单向 63 GB/s）拷贝，每字节至少要有多少 FLOPs，拷贝才能被掩盖？
+#
+# </div>
+
+# %%
+from course_lib.teaching import exercises
+
+answer = None  # FLOPs a byte
+exercises.check_hiding_intensity(answer)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+exercises.check_hiding_intensity(400e12 / 63e9)
+### END SOLUTION
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Exercise 2.** Five storages are saved, in this order, of 40, 10, 30, 20 and 10 MB. At the end of forward at most 45 MB may be above. Which ones (numbers from 0) go down, so that the fewest bytes move? The last one must stay.
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 2。** 依次保存五份存储：40、10、30、20、10 MB。前向结束时上面至多留 45 MB。把哪几份（从 0 编号）搬下去，搬的字节最少？最后一份必须留下。
+#
+# </div>
+
+# %%
+answer = None  # a set of numbers
+exercises.check_what_goes_down(answer)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+import itertools
+
+sizes, choices = [40, 10, 30, 20, 10], []
+for count in range(5):
+    choices += [set(c) for c in itertools.combinations(range(4), count)]
+fits = [choice for choice in choices if sum(sizes) - sum(sizes[i] for i in choice) <= 45]
+exercises.check_what_goes_down(min(fits, key=lambda choice: sum(sizes[i] for i in choice)))
+### END SOLUTION
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Exercise 3.** Mend section 4.2: write `offloading(store)`, a context manager made of saved-tensor hooks, where `store` is a list that stands for the tier below. Everything that is saved goes into the list, the graph keeps numbers only, and gradients are right.
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 3。** 修好 4.2 节：用挂在保存的张量上的钩子写出上下文管理器 `offloading(store)`，其中 `store` 是一个列表，代表下一级。凡保存的都进这个列表，计算图里只留编号，梯度要正确。
+#
+# </div>
+
+
+# %%
+def offloading(store):
+    return saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed)
+
+
+exercises.check_offloading(offloading)
+
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+def offloading(store):
+    def pack(tensor):
+        store.append(tensor.detach().clone())
+        return len(store) - 1
+
+    return saved_tensors_hooks(pack, lambda number: store[number])
+
+
+exercises.check_offloading(offloading)
+### END SOLUTION
+
+# %% [markdown]
+# ## 4.12 Summary / 小结
+#
+# <div lang="en">
+#
+# - A copy hides behind compute when the network does at least $r / w$ FLOPs for each byte moved. Checkpointed inputs do; all activations seldom do.
+# - An activation is freed when autograd lets go of it. A function that copies it frees nothing; saved-tensor hooks do.
+# - What is left above does not depend on the depth: $(p + 3)\,b + w$ here.
+# - Optimizer state is used once a step: 8 bytes a parameter, or 12, can live below, with equal steps.
+# - A prefetcher turns $t_1 + t_2$ into $\max(t_1, t_2)$, if the two don't need the same core.
+#
+# **Next:** lesson 05 lets the batch come in pieces.
+#
+# </div>
+# <div lang="zh">
+#
+# - 网络每搬一个字节至少做 $r / w$ 个 FLOPs，拷贝就被计算掩盖。检查点层的输入做得到，全部激活值很少做得到。
+# - 只有 autograd 放手，激活值才会释放。拷贝一份的函数什么也释放不了，给保存的张量挂钩子才行。
+# - 上面剩下多少与深度无关：这里是 $(p + 3)\,b + w$。
+# - 优化器状态每步只用一次：每参数 8 字节或 12 字节可以放在下一级，更新不变。
+# - 预取器把 $t_1 + t_2$ 变成 $\max(t_1, t_2)$，前提是两者不抢同一个核。
+#
+# **下一步：** 第 05 课把批次拆开来算。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Sources.** Rajbhandari et al. 2021, *ZeRO-Infinity*, arXiv:2104.07857 (bandwidth arithmetic). Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (the update on the CPU). Korthikanti et al. 2022, arXiv:2205.05198 ($34 h$). Megatron-LM's hybrid device optimizer (the fraction). NVIDIA's data sheets of H100 and GH200 (989 TFLOP/s; 900 GB/s both ways); PCI-SIG (16 lanes of PCIe 3, 4, 5). NVMe: a fast drive with four lanes of PCIe 4.
+#
+# </div>
+# <div lang="zh">
+#
+# **出处。** Rajbhandari et al. 2021，*ZeRO-Infinity*，arXiv:2104.07857（带宽算术）。Ren et al. 2021，*ZeRO-Offload*，arXiv:2101.06840（在 CPU 上更新）。Korthikanti et al. 2022，arXiv:2205.05198（$34 h$）。Megatron-LM 的 hybrid device optimizer（fraction）。NVIDIA 的 H100 与 GH200 数据手册（989 TFLOP/s；双向合计 900 GB/s）；PCI-SIG（PCIe 3、4、5 的 16 条通道）。NVMe：使用四条 PCIe 4 通道的高速固态盘。
+#
+# </div>
