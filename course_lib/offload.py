@@ -590,8 +590,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     Args:
         params: as for any optimizer.
         base: the class that does the steps; it updates each parameter by itself, with state of its own.
-        fraction: of the elements whose state is below, largest parameters first, as in Megatron-LM's hybrid optimizer;
-            the rest is updated where it is.
+        fraction: of the elements whose state is below, as in Megatron-LM's hybrid optimizer, but the largest parameters
+            first; the rest is updated where it is.
         overlap: copy during backward and while other parameters are updated; False: one thing after the other.
         store: for CPU parameters, a `DiskStore`.
         base_kwargs: for `base`: lr and so on.

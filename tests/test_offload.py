@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -207,8 +208,21 @@ def test_the_peak_falls_by_what_goes_down():
     assert peaks == sorted(peaks)
 
 
+def test_what_has_come_up_goes_again_although_the_graph_is_retained():
+    net, x = deep_mlp(8, 64), torch.randn(4096, 64)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with MemoryMeter() as meter:
+        out = offloaded(net, prefetch=1)(x).sum()
+        out.backward(retain_graph=True)
+        assert meter.live_bytes < 4 * x.nbytes
+        out.backward()
+    assert meter.peak_bytes < 7 * x.nbytes
+
+
 def test_nothing_leaks_when_a_graph_is_dropped_or_a_pass_fails():
     store, net, x = DiskStore(), deep_mlp(6, 16), torch.randn(8, 16)
+    hooks = len(torch.nn.modules.module._global_forward_pre_hooks)
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -234,6 +248,7 @@ def test_nothing_leaks_when_a_graph_is_dropped_or_a_pass_fails():
             fails()
         gc.collect()
         assert store.used_bytes == 0
+        assert len(torch.nn.modules.module._global_forward_pre_hooks) == hooks
     with offload_activations(store, min_bytes=1):
         net(x)
     gc.collect()
@@ -278,6 +293,21 @@ def test_a_change_in_place_is_an_error_and_never_a_wrong_gradient():
         y.add_(1)
     with pytest.raises(RuntimeError, match="changed in place"):
         z.sum().backward()
+
+
+def test_a_tensor_saved_again_after_a_change_is_another_one():
+    x, store = torch.ones(64, requires_grad=True), DiskStore()
+    with offload_activations(store, min_bytes=1, prefetch=0):
+        y = x * 1
+        before = y.sin()
+        y.add_(1)
+        after = y.sin()
+        more = after.cos().cos()
+    more.sum().backward()
+    y = torch.full((64,), 2.0)
+    assert torch.allclose(x.grad, y.sin().cos().sin() * y.sin().sin() * y.cos())
+    with pytest.raises(RuntimeError, match="changed in place"):
+        before.sum().backward()
 
 
 def test_a_full_tier_is_a_clear_error_and_what_was_saved_is_intact():
@@ -359,6 +389,17 @@ def test_a_store_gives_back_every_byte(dtype):
     reading.wait()
     assert torch.equal(reading.data, data)
     assert store.stats.bytes_down == store.stats.bytes_up == tensor.nbytes
+
+
+def test_a_slow_write_is_waited_for_before_its_slot_is_read(monkeypatch):
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *args: (time.sleep(0.1), write(*args))[1])
+    store, data = DiskStore(threads=2), torch.arange(64, dtype=torch.uint8)
+    slot = store.reserve(64)
+    store.write(slot, data)
+    reading = store.read(slot)
+    reading.wait()
+    assert torch.equal(reading.data, data)
 
 
 def test_room_is_used_again_and_holes_that_meet_become_one():
@@ -650,6 +691,15 @@ def test_the_bytes_of_the_state_leave_memory():
     assert mixed.store.used_bytes == 12 * count
 
 
+def test_the_largest_parameters_go_first():
+    parameters = [nn.Parameter(torch.ones(n)) for n in (10, 1000, 20)]
+    optimizer = OffloadedOptimizer(parameters, torch.optim.Adam, fraction=0.9)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.store.used_bytes == 8 * 1000
+
+
 def test_a_full_disk_leaves_the_parameters_as_they_were():
     net = network()
     before = [p.detach().clone() for p in net.parameters()]
@@ -836,8 +886,8 @@ def test_a_mask_from_a_whole_transformer_makes_44_million_parameters_and_throws_
 def test_the_peak_of_a_training_step_falls_by_eight_bytes_a_parameter():
     peaks, losses = [], []
     for kind in (torch.optim.AdamW, OffloadedOptimizer):
-        model = Decoder(vocabulary=500, hidden=64, heads=4, layers=2, sequence=16)
-        optimizer, tokens = kind(model.parameters(), lr=1e-3), random_tokens(1, 16, 500)
+        model = Decoder(vocabulary=500, hidden=64, heads=4, layers=3, sequence=32)
+        optimizer, tokens = kind(model.parameters(), lr=1e-3), random_tokens(16, 32, 500)
         with MemoryMeter(model, optimizer) as meter:
             for _ in range(3):
                 loss = model.loss(tokens)
@@ -848,4 +898,4 @@ def test_the_peak_of_a_training_step_falls_by_eight_bytes_a_parameter():
         losses.append(loss.item())
     count = sum(p.numel() for p in model.parameters())
     assert losses[0] == losses[1]
-    assert peaks[0] - peaks[1] > 0.5 * 8 * count  # small as it is, this one's peak may be in the optimizer's pages
+    assert peaks[0] - peaks[1] == pytest.approx(8 * count, rel=0.01)

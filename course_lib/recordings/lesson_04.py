@@ -69,8 +69,8 @@ def offloaded_activations(
 @experiment(
     "04",
     "offloaded_optimizer",
-    en="AdamW's step on a decoder: on the device, and with the state in host memory",
-    zh="解码器的 AdamW 更新：状态在设备上，以及状态在主机内存",
+    en="A training step of a decoder with AdamW: its state on the device, and in host memory",
+    zh="解码器用 AdamW 的一个训练步：状态在设备上，以及在主机内存里",
     small=SMALL,
     labels={
         "plain_peak_bytes": ("on the device: peak of tensors", "在设备上：张量峰值"),
@@ -113,14 +113,14 @@ def offloaded_optimizer(
     "04",
     "pinned_copies",
     en="A non-blocking copy up, from pinned and from pageable memory",
-    zh="非阻塞地向上拷贝：来自锁页内存与普通内存",
+    zh="向上的非阻塞拷贝：分别来自锁页内存和可分页内存",
     small={"megabytes": 1},
     labels={
         "copied_bytes": ("copied", "拷贝"),
-        "pinned_call_seconds": ("pinned: until the call returns", "锁页：调用返回"),
-        "pinned_seconds": ("pinned: until the copy is done", "锁页：拷贝完成"),
-        "pageable_call_seconds": ("pageable: until the call returns", "普通：调用返回"),
-        "pageable_seconds": ("pageable: until the copy is done", "普通：拷贝完成"),
+        "pinned_call_seconds": ("pinned: until the call returns", "锁页：到调用返回"),
+        "pinned_seconds": ("pinned: until the copy is done", "锁页：到拷贝完成"),
+        "pageable_call_seconds": ("pageable: until the call returns", "可分页：到调用返回"),
+        "pageable_seconds": ("pageable: until the copy is done", "可分页：到拷贝完成"),
     },
 )
 def pinned_copies(device: torch.device, *, megabytes: int = 256) -> dict[str, float]:

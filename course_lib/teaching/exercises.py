@@ -587,7 +587,7 @@ def check_offloading(function: Any) -> Verdict:
         )
     if before < 4:
         return Verdict(
-            False, (f"Only {before} tensors of 4 went into the store.", f"4 个张量只有 {before} 个进了 store。"), hint
+            False, (f"Only {before} tensors of 4 went into the store.", f"4 个张量中只有 {before} 个进了 store。"), hint
         )
     if not copied:
         message = (

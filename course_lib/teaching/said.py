@@ -118,24 +118,27 @@ _CLAIMS = {
         (
             (
                 "An autograd function that copies its input to the CPU offloads the activation.",
-                "把输入拷贝到 CPU 的 autograd 函数，就卸载了激活值。",
+                "用 autograd 函数把输入拷贝到 CPU，就卸载了激活值。",
             ),
             (
                 "gradient against plain; bytes in the graph without it and with it",
-                "梯度与普通之比；不用它和用它时计算图里的字节",
+                "梯度与普通做法之比；不用它和用它时计算图里的字节",
             ),
             (
                 "No: the next operator keeps the same storage, and this one doubles the gradient.",
-                "不对：下一个算子仍持有同一份存储，这个函数还把梯度翻了倍。",
+                "不对：下一个算子仍持有同一份存储，这个函数还使梯度翻倍。",
             ),
         ),
         (
             (
                 '`value.to("cpu")` over `optimizer.state` offloads the optimizer.',
-                '对 `optimizer.state` 逐个 `value.to("cpu")`，就卸载了优化器。',
+                '对 `optimizer.state` 里的值逐个调用 `value.to("cpu")`，就卸载了优化器。',
             ),
-            ("state tensors still at their old addresses", "状态张量是否都在原来的地址"),
-            ("No: `.to` returns a copy, and nobody keeps it.", "不对：`.to` 返回一份拷贝，没人留下它。"),
+            ("state tensors still at their old addresses", "状态张量是否都还在原来的地址"),
+            (
+                "No: on a GPU `.to` returns a copy (here: `copy=True`), and nobody keeps it.",
+                "不对：在 GPU 上 `.to` 返回一份拷贝（这里用 `copy=True`），却没有谁留住它。",
+            ),
         ),
         (
             (

@@ -32,14 +32,14 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (90 minutes). Say when a copy hides behind compute, for your own device. Write activation offload from nothing, and see why a well-known version of it does nothing. Keep the optimizer's state below, with steps equal to the bit. Know when prefetching helps.
+# **Goals** (90 minutes). Say when a copy hides behind compute, for your own device. Write activation offload from nothing, and see why a version that you may meet does nothing. Keep the optimizer's state below, with steps equal to the bit (fp32, on a CPU). Know when prefetching helps.
 #
 # **What to know before**: lesson 01; lesson 02 for saved-tensor hooks.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：针对自己的设备，说出拷贝何时能被计算掩盖；从零写出激活值卸载，并看清一个流传很广的版本为何毫无作用；把优化器状态放到下一级，而更新逐位相等；知道预取何时有用。
+# **目标**（90 分钟）：针对自己的设备，说出拷贝何时能被计算掩盖；从零写出激活值卸载，并看清一个你可能遇到的版本为何毫无作用；把优化器状态放到下一级，更新结果仍逐位相等（fp32，CPU）；知道预取何时有用。
 #
 # **预备知识**：第 01 课；第 02 课里给保存的张量挂的钩子。
 #
@@ -74,11 +74,11 @@ from course_lib.teaching import COLORS, figure, predictions, table, text, timeli
 # </div>
 # <div lang="zh">
 #
-# 在每秒 $w$ 字节的链路上拷贝 $m$ 字节，需要 $m / w$。同时设备以每秒 $r$ 的速率计算 $f$ 个 FLOPs：$f / r$。只要
+# 在每秒 $w$ 字节的链路上拷贝 $m$ 字节，耗时 $m / w$。同时，设备以每秒 $r$ 个的速率计算 $f$ 个 FLOPs，耗时 $f / r$。只要
 #
 # $$\frac{m}{w} \le \frac{f}{r}, \qquad \text{that is} \qquad \frac{f}{m} \ge \frac{r}{w}$$
 #
-# 拷贝就被掩盖。左边是每搬一个字节做多少 FLOPs，取决于网络：这是它对下一级存储的**算术强度**。右边是阈值，取决于机器。
+# 拷贝就能被掩盖。左边是每搬一个字节做多少 FLOPs，取决于网络：这是它相对于下一级的**算术强度**。右边是阈值，取决于机器。
 #
 # **先猜**：一块 989 TFLOP/s 的 GPU，经 PCIe 5 单向 63 GB/s。每个字节要带来多少 FLOPs？
 #
@@ -92,29 +92,29 @@ links = {"NVMe": 7e9, "PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLi
 # %% [markdown]
 # <div lang="en">
 #
-# What does a transformer layer offer? Per token its forward pass does about $24 h^2 + 4 s h$ FLOPs and saves $34 h$ bytes (lesson 01, without the part that a fused attention does not keep). Moving everything means few FLOPs a byte. Moving only the **inputs** of checkpointed layers means $2 h$ bytes, seventeen times fewer.
+# What does a transformer layer offer? We compare the copy down with the forward pass, for sequences of $s = 4096$; the copy up has the backward pass, which does twice the FLOPs, so down decides. Per token the forward pass does about $24 h^2 + 4 s h$ FLOPs and saves $34 h$ bytes (lesson 01, without the part that a fused attention does not keep). Moving everything means few FLOPs a byte. Moving only the **inputs** of checkpointed layers means $2 h$ bytes, seventeen times fewer.
 #
 # </div>
 # <div lang="zh">
 #
-# 一个 transformer 层能给多少？每个 token 的前向大约做 $24 h^2 + 4 s h$ 个 FLOPs，保存 $34 h$ 字节（第 01 课，去掉融合注意力不保存的部分）。全部搬走，每字节的 FLOPs 很少。只搬检查点层的**输入**，是 $2 h$ 字节，少到十七分之一。
+# 一个 transformer 层能给多少？我们拿向下的拷贝与前向相比，序列长 $s = 4096$；向上的拷贝对应反向，FLOPs 是前向的两倍，所以向下的那趟说了算。每个 token 的前向大约做 $24 h^2 + 4 s h$ 个 FLOPs，保存 $34 h$ 字节（第 01 课，去掉融合注意力不保存的部分）。全部搬走，每字节的 FLOPs 很少。只搬检查点层的**输入**，则是 $2 h$ 字节，只有前者的十七分之一。
 #
 # </div>
 
 # %%
-widths = [512 * 2 ** (i / 4) for i in range(22)]
+widths = [512 * 2 ** (i / 4) for i in range(27)]
 per_token = [24 * h**2 + 4 * 4096 * h for h in widths]  # s = 4096
 title = (
-    "Everything hides on NVLink-C2C at best; inputs of checkpointed layers hide on PCIe",
-    "全部激活值至多能藏在 NVLink-C2C 后面；检查点层的输入在 PCIe 上也藏得住",
+    "Where a line is above a link, its copies hide: checkpointed inputs long before all activations",
+    "曲线高过哪条链路，拷贝就能被掩盖：检查点层的输入远早于全部激活值",
 )
 
 # %%
 drawn, ax = figure(title, height=3.8)
 ax.set(xscale="log", yscale="log", xlim=(512, 60000), ylim=(500, 2e6), xlabel=text("hidden size h", "隐藏维度 h"))
 ax.set(ylabel=text("FLOPs a byte", "每字节 FLOPs"), xticks=[1024, 4096, 16384], xticklabels=["1024", "4096", "16384"])
-arms = {("all that is saved, 34 h", "全部保存的，34 h"): (34, "activation")}
-arms[("checkpointed inputs, 2 h", "检查点输入，2 h")] = (2, "gradient")
+arms = {("all that is saved, 34 h", "保存的全部，34 h"): (34, "activation")}
+arms[("checkpointed inputs, 2 h", "检查点层的输入，2 h")] = (2, "gradient")
 for name, (factor, category) in arms.items():
     intensity = [flops / (factor * h) for flops, h in zip(per_token, widths, strict=True)]
     ax.plot(widths, intensity, color=COLORS[category], label=text(*name))
@@ -127,27 +127,36 @@ None
 # %% [markdown]
 # <div lang="en">
 #
-# The lines are for 989 TFLOP/s, the data sheet's peak; real steps reach perhaps half of it, which halves the thresholds. And this machine? Its "device" is a CPU, the tier below a file. Measured now:
+# At the peak rate of the data sheet all activations hide on NVLink-C2C from $h = 2431$ on, checkpointed inputs on PCIe 5 from $h = 626$ on. Real steps reach perhaps half that rate, which halves the thresholds: all activations hide on PCIe 5 from $h = 10437$ on.
+#
+# And this machine? Its "device" is a CPU, the tier below a file. The write ends in the system's file cache, which is memory too; the disk follows later. So the figure varies from run to run, and the meter's bytes below count tensors, not the cache:
 #
 # </div>
 # <div lang="zh">
 #
-# 这些线对应 989 TFLOP/s，即数据手册上的峰值；真实的训练步大约只能达到一半，阈值也随之减半。这台机器呢？它的“设备”是 CPU，下一级是文件。现场测量：
+# 按数据手册的峰值算力，全部激活值从 $h = 2431$ 起在 NVLink-C2C 上能被掩盖，检查点层的输入从 $h = 626$ 起在 PCIe 5 上能被掩盖。真实的训练步大约只有一半的算力，阈值随之减半：全部激活值从 $h = 10437$ 起在 PCIe 5 上也能被掩盖。
+#
+# 这台机器呢？它的“设备”是 CPU，下一级是文件。写入先到系统的文件缓存，那也是内存，随后才到磁盘。所以这个数每次都会变；后面内存计量器数的是张量，不含缓存：
 #
 # </div>
 
 # %% tags=["nbval-ignore-output", "shows-seconds"]
 from course_lib.offload import DiskStore
 
-block, store = torch.zeros(64 << 20, dtype=torch.uint8), DiskStore()
-start = time.perf_counter()
-store.write(store.reserve(block.nbytes), block)()
-bandwidth = block.nbytes / (time.perf_counter() - start)
-a = torch.randn(1024, 1024)
-start = time.perf_counter()
-for _ in range(5):
-    a @ a
-here = 5 * 2 * 1024**3 / (time.perf_counter() - start)
+
+def median_seconds(run):
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[3]
+
+
+block, store, a = torch.zeros(32 << 20, dtype=torch.uint8), DiskStore(), torch.randn(1024, 1024)
+slot = store.reserve(block.nbytes)
+bandwidth = block.nbytes / median_seconds(lambda: store.write(slot, block)())
+here = 2 * 1024**3 / median_seconds(lambda: a @ a)
 f"{here / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s: {here / bandwidth:.0f} FLOP/byte"
 
 # %% [markdown]
@@ -202,12 +211,12 @@ ratio, kept
 # %% [markdown]
 # <div lang="en">
 #
-# The gradient is doubled, exactly: once as it came, once through the "restored" activation. And the graph keeps what it kept before: the next operator, `sin`, saves its own input, the very same storage. The copy below is one **more**. An activation is not freed by copying it, but by making everyone who holds it let go. Those who hold it are autograd's saved tensors.
+# The gradient is doubled, exactly: once as it came, once through the "restored" activation. And the graph keeps what it kept before: the next operator, `sin`, saves its own input, the very same storage. The copy below is one **more**. An activation is not freed by copying it, but by making everyone who holds it let go. Mostly that is autograd, in its saved tensors; a variable or a list of yours that still names it holds it too.
 #
 # </div>
 # <div lang="zh">
 #
-# 梯度恰好翻倍：一次是原样传来的，一次来自“恢复”的激活值。计算图留着的和以前一样：下一个算子 `sin` 保存自己的输入，正是同一份存储。下面的拷贝是**多出来**的一份。拷贝并不能释放激活值；要让所有持有它的都放手才行。持有它的，是 autograd 保存的张量。
+# 梯度恰好翻倍：一份是原样传来的，一份来自“恢复”的激活值。计算图里留着的和以前一样：下一个算子 `sin` 保存自己的输入，正是同一份存储。下一级的那份拷贝是**多出来**的。拷贝并不能释放激活值；要让所有持有者都放手才行。持有它的主要是 autograd，即它保存的张量；你自己仍指着它的变量或列表也算。
 #
 # </div>
 
@@ -221,7 +230,7 @@ ratio, kept
 # </div>
 # <div lang="zh">
 #
-# 因此，卸载要挂在保存的张量上（第 02 课）。**pack** 把字节写进文件，只记下位置；**unpack** 再读回来。参数留在原处：它们反正还在别处，搬走也释放不了什么。Linear 保存的权重是视图，所以我们认的是**存储**。
+# 因此，卸载要靠挂在保存的张量上的钩子（第 02 课）。**pack** 把字节写进文件，只记下位置；**unpack** 再读回来。参数留在原处：反正别处仍持有它们，搬走也释放不了什么。Linear 保存的权重是视图，所以我们认的是**存储**。
 #
 # </div>
 
@@ -288,16 +297,16 @@ plain = gradients(torch.enable_grad())
 #
 # $$(p + 3)\,b + w$$
 #
-# for **any** number of layers (and, with $p > 0$, a bias' gradient of 1 kB). Down go all others: $2L - (p + 1)$ storages.
+# for **any** number of layers (and, with $p > 0$, a bias' gradient of 1 kB). Down go all others: $2L - (p + 1)$ storages. One of them is the batch, which you hold anyway: `keep=[batch]` would spare that copy.
 #
 # </div>
 # <div lang="zh">
 #
-# 再看峰值。最后 $p + 1$ 份存储留在上面，因为反向最先用到它们；$p$ 即 `prefetch`，预先取回几份。前向时另有两份在场：一份正往下搬，一份正在算。反向时同样另有两份：传来的梯度和正在算的梯度；外加一个权重的梯度 $w$。所以是
+# 再看峰值。最后 $p + 1$ 份存储留在上面，因为反向最先用到它们；$p$ 即 `prefetch`，预先取回几份。前向时另有两份在场：一份正往下搬，一份正在算。反向时同样另有两份：传来的梯度和正在算的梯度；外加一个权重的梯度 $w$。所以峰值是
 #
 # $$(p + 3)\,b + w$$
 #
-# 与层数**无关**（$p > 0$ 时还有一个偏置的梯度，1 kB）。其余的都搬下去：$2L - (p + 1)$ 份存储。
+# 与层数**无关**（$p > 0$ 时还有一个偏置的梯度，1 kB）。其余的都搬下去：$2L - (p + 1)$ 份存储。其中一份是批次本身，反正你手里也拿着：`keep=[batch]` 可以省掉这次拷贝。
 #
 # </div>
 
@@ -357,34 +366,56 @@ def checkpointed(x):
 
 
 # %%
+def one_pass(run, store):
+    with offload_activations(store, min_bytes=1 << 16, prefetch=0) if store else torch.enable_grad():
+        output = run(batch).sum()
+    output.backward()
+
+
 def arm(run, offload):
-    store = DiskStore()
-    context = offload_activations(store, min_bytes=1 << 16, prefetch=0) if offload else torch.enable_grad()
-    with MemoryMeter() as meter, FlopCounterMode(display=False) as counter:
-        with context:
-            output = run(batch).sum()
-        output.backward()
-    found = (meter.peak_bytes / 1e6, store.stats.bytes_down / 1e6, counter.get_total_flops() / 1e9)
-    return [round(value, 1) for value in found]
+    store = DiskStore() if offload else None
+    with MemoryMeter() as meter:
+        one_pass(run, store)
+    down = store.stats.bytes_down if store else 0
+    with FlopCounterMode(display=False) as counter:  # apart: it holds tensors of its own
+        one_pass(run, None)
+    return [round(value, 1) for value in (meter.peak_bytes / 1e6, down / 1e6, counter.get_total_flops() / 1e9)]
 
 
 # %%
 names = {("plain", "普通"): (network, False), ("offload", "卸载"): (network, True)}
 names |= {("checkpoint", "检查点"): (checkpointed, False), ("both", "合用"): (checkpointed, True)}
-columns = ["", ("peak, MB", "峰值，MB"), ("moved down, MB", "搬下，MB"), "GFLOPs"]
+columns = ["", ("peak, MB", "峰值，MB"), ("moved down, MB", "搬下去，MB"), "GFLOPs"]
 table(columns, [(name, *arm(*way)) for name, way in names.items()])
+
+# %% [markdown]
+# <div lang="en">
+#
+# Together they move half the bytes, for one more forward pass. And in seconds? The rule of section 4.1 assumes that a copy takes nothing from the compute. GPUs have copy engines for that; here the same cores copy, so some of the time shows.
+#
+# </div>
+# <div lang="zh">
+#
+# 合用时搬的字节减半，代价是多一次前向。用秒来看呢？4.1 节的法则假设拷贝不占用计算。GPU 有专门的拷贝引擎；这里拷贝用的是同样的核，所以有一部分时间藏不住。
+#
+# </div>
+
+# %% tags=["nbval-ignore-output", "shows-seconds"]
+store = DiskStore()
+ways = {("plain", "普通"): lambda: one_pass(network, None), ("offload", "卸载"): lambda: one_pass(network, store)}
+table(["", ("seconds", "秒")], [(name, round(median_seconds(way), 3)) for name, way in ways.items()])
 
 # %% [markdown]
 # ## 4.5 What the tiny version lacks / 简易版缺什么
 #
 # <div lang="en">
 #
-# One storage may be saved many times: as Q, K and V of one projection, or by two operators. The tiny version writes each view; the library writes each storage once, and hands back views. And hooks switch off autograd's own check: change a tensor in place after it was saved, and autograd would have refused. The tiny version copies at once, so its values are those of the moment of saving. A version that copies in the background may be too late; so the library checks, and refuses.
+# One storage may be saved many times: as Q, K and V of one projection, or by two operators. The tiny version writes each view; the library writes each storage once, and hands back views. Below, four tensors are saved, views of two storages: the tiny version writes four. The library writes one, since the other was saved last and stays. And hooks switch off autograd's own check: change a tensor in place after it was saved, and autograd would have refused. The tiny version copies at once, so its values are those of the moment of saving. The library copies later, or not at all. If a tensor changes before its copy is complete, it refuses; here `y` is still above. After that a change does no harm.
 #
 # </div>
 # <div lang="zh">
 #
-# 同一份存储可能被保存多次：例如一次投影得到的 Q、K、V，或者两个算子都保存它。简易版每个视图都写一遍；库对每份存储只写一次，取回时再给出视图。另外，钩子会关掉 autograd 自己的检查：张量保存之后又被原地修改，autograd 本来会拒绝。简易版当场就拷贝，所以留下的是保存那一刻的值。在后台拷贝的版本可能来不及，所以库会检查，并拒绝。
+# 同一份存储可能被保存多次：例如一次投影得到的 Q、K、V，或者两个算子都保存它。简易版每个视图都写一遍；库对每份存储只写一次，取回时再给出视图。下面保存了四个张量，是两份存储的视图：简易版写四份；库只写一份，因为另一份最后才保存，留在上面。另外，钩子会关掉 autograd 自己的检查：张量保存之后又被原地修改，autograd 本来会拒绝。简易版当场就拷贝，所以留下的是保存那一刻的值。库的拷贝在后，甚至不拷贝。张量若在拷贝完成之前改动，库就拒绝；这里 `y` 还在上面。拷贝完成之后再改，就没有关系了。
 #
 # </div>
 
@@ -419,14 +450,14 @@ except RuntimeError as refused:
 #
 # <div lang="en">
 #
-# Adam keeps 8 bytes a parameter and uses them once a step, and not one of them in forward or backward: the best thing to move. `OffloadedOptimizer` keeps the state of a **fraction** of the elements below, the largest parameters first, as Megatron-LM's hybrid optimizer does. On a GPU the update runs on the CPU, overlapped with copies; on a CPU the state is paged through memory from a file.
+# Adam keeps 8 bytes a parameter and uses them once a step, and not one of them in forward or backward: the best thing to move. `OffloadedOptimizer` keeps the state of a **fraction** of the elements below, as Megatron-LM's hybrid optimizer does; here the largest parameters go first, there they go in their given order. On a GPU the update runs on the CPU, overlapped with copies; on a CPU the state is paged through memory from a file.
 #
-# Gradients and weights first: five steps, clipped, against plain AdamW.
+# Weights first: five steps, clipped, against plain AdamW.
 #
 # </div>
 # <div lang="zh">
 #
-# Adam 为每个参数留 8 字节，每一步只用一次，前向和反向都用不到：最适合搬走。`OffloadedOptimizer` 把一定**比例**（fraction）元素的状态放在下一级，最大的参数优先，与 Megatron-LM 的混合优化器相同。在 GPU 上，更新由 CPU 来做，与拷贝重叠；在 CPU 上，状态从文件分页读进内存。
+# Adam 为每个参数留 8 字节，每一步只用一次，前向和反向都用不到：最适合搬走。`OffloadedOptimizer` 把一定**比例**（fraction）元素的状态放在下一级，与 Megatron-LM 的混合优化器一样；这里最大的参数优先，那里则按给定的次序。在 GPU 上，更新由 CPU 来做，与拷贝重叠；在 CPU 上，状态在文件与内存之间分页换入换出。
 #
 # 先看权重：五步，带梯度裁剪，与普通的 AdamW 比较。
 #
@@ -483,12 +514,12 @@ predictions([(f"fraction {f}", stays(f), above) for f, (above, _) in sweep.items
 # %% [markdown]
 # <div lang="en">
 #
-# What always stays are the step counts, 4 bytes for each parameter tensor. Tensors move as wholes, so at 0.25 three of the eight weights go. Each step reads 8 bytes a parameter and writes 8. In mixed precision the fp32 master weights go below too: 12 bytes a parameter.
+# What always stays are the step counts, 4 bytes for each parameter tensor. Tensors move as wholes; two of the eight weights are 24.9 % of all elements, just short of 0.25, so three go. Each step writes 8 bytes a parameter and, from the second on, reads 8. Parameters that are bf16 or fp16 themselves have fp32 master weights, which go below too: 12 bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# 始终留下的是步数计数，每个参数张量 4 字节。张量整个搬走，所以 0.25 时八个权重里搬走三个。每一步，每个参数要读 8 字节，写 8 字节。混合精度时，fp32 的主权重也放到下面：每个参数 12 字节。
+# 始终留在上面的是步数，每个参数张量 4 字节。张量只能整个搬走；八个权重里的两个占全部元素的 24.9 %，差一点不到 0.25，所以搬走三个。每一步，每个参数写 8 字节，从第二步起再读 8 字节。若参数本身是 bf16 或 fp16，还有 fp32 的主权重，也放到下一级：共 12 字节。
 #
 # </div>
 
@@ -497,14 +528,14 @@ predictions([(f"fraction {f}", stays(f), above) for f, (above, _) in sweep.items
 #
 # <div lang="en">
 #
-# A decoder with a vocabulary of 10,000, 512 features, 8 heads, 6 layers, sequences of 512 tokens; 24 million parameters. Everything that such scripts promise, and here it happens: batches prefetched (from pinned memory, on a GPU), TF32 allowed, autocast with a GradScaler, gradients clipped after unscaling, the optimizer's state below.
+# A decoder with a vocabulary of 10,000, 512 features, 8 heads, 6 layers, sequences of 512 tokens; 24 million parameters. Everything that such scripts promise, and here it happens: batches prefetched (from pinned memory, on a GPU), TF32 allowed, autocast with a GradScaler, gradients clipped after unscaling, the optimizer's state below. (On a CPU three parts have little to do: TF32 is for GPUs, bf16 needs no scaling, and these batches are ready at once. Under autocast the parameters stay fp32.)
 #
 # **Guess first:** by how many bytes does the peak of the step fall?
 #
 # </div>
 # <div lang="zh">
 #
-# 一个解码器：词表 10,000，512 个特征，8 个头，6 层，序列长 512，共 2400 万个参数。这类脚本承诺的一切，这里都真的发生：批次预取（在 GPU 上来自锁页内存），允许 TF32，autocast 配 GradScaler，先还原缩放再裁剪梯度，优化器状态放在下一级。
+# 一个解码器：词表 10,000，512 个特征，8 个头，6 层，序列长 512，共 2400 万个参数。这类脚本承诺的，这里样样兑现：批次预取（在 GPU 上则从锁页内存拷贝），允许 TF32，autocast 配 GradScaler，先还原缩放再裁剪梯度，优化器状态放在下一级。（在 CPU 上有三样无事可做：TF32 是给 GPU 的，bf16 不需要缩放，这些批次本来就是现成的。autocast 之下，参数仍是 fp32。）
 #
 # **先猜**：一步的峰值会降低多少字节？
 #
@@ -543,28 +574,27 @@ def training(make):
 runs = [training(lambda p, kind=kind: kind(p, lr=3e-4)) for kind in (torch.optim.AdamW, OffloadedOptimizer)]
 (losses, above, parameters), (same, below, _) = runs
 print(losses == same)
-predictions(
-    [(("peak with AdamW, less 8 bytes a parameter", "AdamW 的峰值，减去每参数 8 字节"), above - 8 * parameters, below)]
-)
+rows = [(("the peak falls by 8 bytes a parameter", "峰值下降：每参数 8 字节"), 8 * parameters, above - below)]
+predictions([*rows, (("peak with the state below", "状态在下一级时的峰值"), above - 8 * parameters, below)])
 
 # %% [markdown]
 # ## 4.8 The next batch / 下一个批次
 #
 # <div lang="en">
 #
-# A prefetcher makes batch $i + 1$ while batch $i$ is used. If making takes $t_1$ and using $t_2$, a loop takes $t_1 + t_2$ without it and $\max(t_1, t_2)$ with it. So it can halve the time at best, and it hides nothing where one of the two is small, nor where the making needs the same core (or Python's lock) as the using. Three cases, 10 batches each:
+# A prefetcher makes batch $i + 1$ while batch $i$ is used. If making takes $t_1$ and using $t_2$, a loop takes $t_1 + t_2$ without it and $\max(t_1, t_2)$ with it. So it can halve the time at best. It hides the smaller of the two, so little where one is small, and nothing where the making needs the same core (or Python's lock) as the using. Three cases, 10 batches each:
 #
 # </div>
 # <div lang="zh">
 #
-# 预取器在用第 $i$ 个批次时准备第 $i + 1$ 个。准备要 $t_1$，使用要 $t_2$，不预取时一轮是 $t_1 + t_2$，预取时是 $\max(t_1, t_2)$。所以至多省一半；其中一个很小时，什么也掩盖不了；准备与使用抢同一个核（或 Python 的锁）时也是如此。三种情形，各 10 个批次：
+# 第 $i$ 个批次还在使用时，预取器就准备第 $i + 1$ 个。准备要 $t_1$，使用要 $t_2$，不预取时一轮是 $t_1 + t_2$，预取时是 $\max(t_1, t_2)$。所以时间至多省一半。它掩盖的是两者中较小的，其中一个很小时就省不了多少；准备与使用抢同一个核（或 Python 的锁）时，什么也掩盖不了。三种情形，各 10 个批次：
 #
 # </div>
 
 
 # %%
 def busy():
-    sum(range(1_000_000))  # about 20 ms, and it holds Python's lock
+    sum(range(1_000_000))  # 10 to 25 ms, and it holds Python's lock
 
 
 def wait():
@@ -582,7 +612,7 @@ def loop(make, use, prefetch):
 # %% tags=["nbval-ignore-output", "shows-seconds"]
 cases = {("both wait 20 ms", "都等待 20 毫秒"): (wait, wait)}
 cases[("both compute in Python", "都用 Python 计算")] = (busy, busy)
-cases[("made at once", "即得")] = (lambda: None, wait)
+cases[("made at once", "立即备好")] = (lambda: None, wait)
 rows = [(name, loop(*case, False), loop(*case, True)) for name, case in cases.items()]
 table(["", ("plain, s", "普通，秒"), ("prefetched, s", "预取，秒")], rows)
 
@@ -596,7 +626,7 @@ table(["", ("plain, s", "普通，秒"), ("prefetched, s", "预取，秒")], row
 # </div>
 # <div lang="zh">
 #
-# 四条说法，来自你可能找到的脚本。
+# 四条说法，来自你可能遇到的脚本。
 #
 # </div>
 
@@ -662,7 +692,7 @@ what_you_may_have_read(
 # </div>
 # <div lang="zh">
 #
-# 在 CUDA 上，下一级是锁页内存，拷贝在旁路的流（stream）上进行。从**没有**锁页的内存做“非阻塞”拷贝，其实仍会阻塞；实验对两者计时。有 GPU 时，这个单元格会现场测量。
+# 在 CUDA 上，下一级是锁页内存，拷贝在另外的流（stream）上进行。从**没有**锁页的内存做“非阻塞”拷贝，其实仍会阻塞；实验对两者计时。有 GPU 时，这个单元格会现场测量。
 #
 # </div>
 
@@ -762,10 +792,10 @@ exercises.check_offloading(offloading)
 #
 # <div lang="en">
 #
-# - A copy hides behind compute when the network does at least $r / w$ FLOPs for each byte moved. Checkpointed inputs do; all activations seldom do.
-# - An activation is freed when autograd lets go of it. A function that copies it frees nothing; saved-tensor hooks do.
+# - A copy hides behind compute when the network does at least $r / w$ FLOPs for each byte moved. Checkpointed inputs do so on PCIe at most widths; all activations only in wide models, or on a faster link.
+# - An activation is freed when all who hold it let go: autograd, and your own variables. A function that copies it frees nothing; saved-tensor hooks do.
 # - What is left above does not depend on the depth: $(p + 3)\,b + w$ here.
-# - Optimizer state is used once a step: 8 bytes a parameter, or 12, can live below, with equal steps.
+# - Optimizer state is used once a step: 8 bytes a parameter can live below with equal steps; with master weights, 12.
 # - A prefetcher turns $t_1 + t_2$ into $\max(t_1, t_2)$, if the two don't need the same core.
 #
 # **Next:** lesson 05 lets the batch come in pieces.
@@ -773,13 +803,13 @@ exercises.check_offloading(offloading)
 # </div>
 # <div lang="zh">
 #
-# - 网络每搬一个字节至少做 $r / w$ 个 FLOPs，拷贝就被计算掩盖。检查点层的输入做得到，全部激活值很少做得到。
-# - 只有 autograd 放手，激活值才会释放。拷贝一份的函数什么也释放不了，给保存的张量挂钩子才行。
+# - 只要网络每搬一个字节至少做 $r / w$ 个 FLOPs，拷贝就能被计算掩盖。检查点层的输入在 PCIe 上大多做得到；全部激活值只有在很宽的模型里，或在更快的链路上才做得到。
+# - 所有持有者都放手，激活值才会释放：autograd，以及你自己的变量。拷贝一份的函数什么也释放不了，给保存的张量挂钩子才行。
 # - 上面剩下多少与深度无关：这里是 $(p + 3)\,b + w$。
-# - 优化器状态每步只用一次：每参数 8 字节或 12 字节可以放在下一级，更新不变。
+# - 优化器状态每步只用一次：每参数 8 字节可以放在下一级，更新结果相等；有主权重时是 12 字节。
 # - 预取器把 $t_1 + t_2$ 变成 $\max(t_1, t_2)$，前提是两者不抢同一个核。
 #
-# **下一步：** 第 05 课把批次拆开来算。
+# **下一步**：第 05 课把批次拆开来算。
 #
 # </div>
 
@@ -791,6 +821,6 @@ exercises.check_offloading(offloading)
 # </div>
 # <div lang="zh">
 #
-# **出处。** Rajbhandari et al. 2021，*ZeRO-Infinity*，arXiv:2104.07857（带宽算术）。Ren et al. 2021，*ZeRO-Offload*，arXiv:2101.06840（在 CPU 上更新）。Korthikanti et al. 2022，arXiv:2205.05198（$34 h$）。Megatron-LM 的 hybrid device optimizer（fraction）。NVIDIA 的 H100 与 GH200 数据手册（989 TFLOP/s；双向合计 900 GB/s）；PCI-SIG（PCIe 3、4、5 的 16 条通道）。NVMe：使用四条 PCIe 4 通道的高速固态盘。
+# **出处。** Rajbhandari et al. 2021，*ZeRO-Infinity*，arXiv:2104.07857（带宽算术）。Ren et al. 2021，*ZeRO-Offload*，arXiv:2101.06840（在 CPU 上更新）。Korthikanti et al. 2022，arXiv:2205.05198（$34 h$）。Megatron-LM 的 hybrid device optimizer（fraction）。NVIDIA 的 H100 与 GH200 数据手册（989 TFLOP/s；双向合计 900 GB/s）；PCI-SIG（PCIe 3、4、5 的 16 条通道）。NVMe：使用四条 PCIe 4 通道的高速固态硬盘。
 #
 # </div>
