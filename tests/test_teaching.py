@@ -548,6 +548,39 @@ def test_the_checks_of_lesson_04_tell_right_from_wrong():
         assert not exercises.check_offloading(wrong)
 
 
+def test_the_checks_of_lesson_05_tell_right_from_wrong():
+    pytest.importorskip("torch")
+
+    def right(model, loss_sum, pieces):
+        total = 0
+        for piece in pieces:
+            loss, weight = loss_sum(model, piece)
+            loss.backward()
+            total += weight
+        for parameter in model.parameters():
+            parameter.grad /= total
+
+    def means(model, loss_sum, pieces):
+        for piece in pieces:
+            loss, weight = loss_sum(model, piece)
+            (loss / max(weight, 1) / len(pieces)).backward()
+
+    def last(model, loss_sum, pieces):
+        right(model, loss_sum, pieces[-1:])
+
+    assert exercises.check_accumulation(right)
+    for wrong in (None, means, last, lambda *_: None):
+        assert not exercises.check_accumulation(wrong)
+    assert exercises.check_largest_micro_batch(14) and exercises.check_fast_micro_batch(16)
+    assert not any(exercises.check_largest_micro_batch(wrong) for wrong in (None, 8, 14.5, 15, 25))
+    assert not any(exercises.check_fast_micro_batch(wrong) for wrong in (None, 8, 32, 64, "16"))
+
+
+def test_two_processes_reduce_the_gradients_once_or_for_every_micro_batch():
+    parameter_bytes, sent = teaching.ddp_bytes(micro_batches=3)
+    assert sent == {True: parameter_bytes, False: 3 * parameter_bytes}
+
+
 def test_pictures_of_schedules_say_peak_and_time_and_share_one_scale():
     from course_lib.schedule import Chain, recursive, store_all
 

@@ -13,6 +13,7 @@ from .maps import course_map
 from .playgrounds import activation_playground, draw_activation_bytes, draw_schedule, schedule_playground
 from .said import what_you_may_have_read
 from .tables import Table, claims, compare, predictions, table
+from .workers import ddp_bytes
 
 __all__ = [
     "COLORS",
@@ -23,6 +24,7 @@ __all__ = [
     "claims",
     "compare",
     "course_map",
+    "ddp_bytes",
     "draw_activation_bytes",
     "draw_schedule",
     "figure",

@@ -602,5 +602,77 @@ def check_offloading(function: Any) -> Verdict:
     )
 
 
+# Lesson 05 ------------------------------------------------------------------------------------------------------------
+
+
+def check_accumulation(function: Any) -> Verdict:
+    """Lesson 05: `accumulate(model, loss_sum, pieces)` leaves the full batch's gradient in `.grad`."""
+    import torch
+
+    hint = ("Add up sums; divide by all weights once, at the end.", "把总和加起来，最后除一次，除以全部权重。")
+    weight = torch.linspace(-1, 1, 6, dtype=torch.float64)
+    pieces = [torch.linspace(0, k + 1.0, 6 * k, dtype=torch.float64).view(k, 6) for k in (3, 1, 0, 4)]
+
+    def loss_sum(model, piece) -> tuple:
+        return (model(piece).sin() + 1).sum(), len(piece)
+
+    def made() -> Any:
+        model = torch.nn.Linear(6, 1, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            model.weight.copy_(weight)
+        return model
+
+    model = made()
+    (loss_sum(model, torch.cat(pieces))[0] / 8).backward()
+    expected, model = model.weight.grad, made()
+    try:
+        function(model, loss_sum, list(pieces))
+        found = model.weight.grad
+    except Exception as error:
+        return Verdict(False, (f"It raised {error!r}.", f"它抛出了 {error!r}。"), hint)
+    if found is None:
+        return Verdict(False, ("There is no gradient in `.grad`.", "`.grad` 里没有梯度。"), hint)
+    error = float((found - expected).norm() / expected.norm())
+    if not error < 1e-9:
+        message = (f"The gradient is off by {100 * error:.1f} %.", f"梯度差了 {100 * error:.1f} %。")
+        return Verdict(False, message, hint)
+    return Verdict(True, ("Right, a piece without tokens included.", "正确，没有 token 的那一份也算对了。"))
+
+
+def check_largest_micro_batch(answer: Any) -> Verdict:
+    """Lesson 05: the largest micro-batch under 1 GB, if 2 take 500 MB and 5 take 620 MB."""
+    return expect_number(
+        answer,
+        14,
+        wrong_answers={
+            4: ("That divides 1000 by 250: the floor does not grow.", "这是 1000 除以 250：下限不会增大。"),
+            8: ("That divides 1000 by 124: the floor does not grow.", "这是 1000 除以 124：下限不会增大。"),
+            14.5: ("Whole samples.", "样本数要取整数。"),
+            15: ("15 take 1020 MB.", "15 个要 1020 MB。"),
+            25: ("You forgot the floor of 420 MB.", "忘了 420 MB 的下限。"),
+        },
+        why=("420 MB of floor, 40 MB a sample: 14 take 980 MB.", "下限 420 MB，每个样本 40 MB：14 个要 980 MB。"),
+        hint=(
+            "Two points make a line: what is its slope, and where does it begin?",
+            "两点定一条直线：斜率是多少，从哪里开始？",
+        ),
+    )
+
+
+def check_fast_micro_batch(answer: Any) -> Verdict:
+    """Lesson 05: the smallest power of two that reaches 80 % of the largest's samples a second, at 5 + m ms each."""
+    return expect_number(
+        answer,
+        16,
+        wrong_answers={
+            8: ("8 in 13 ms is 66 % of 64 in 69 ms.", "13 毫秒 8 个，是 69 毫秒 64 个的 66 %。"),
+            32: ("16 are enough.", "16 就够了。"),
+            64: ("The largest reaches 100 %; a smaller one is enough.", "最大的是 100 %，更小的就够了。"),
+        },
+        why=("16 in 21 ms is 82 % of 64 in 69 ms.", "21 毫秒 16 个，是 69 毫秒 64 个的 82 %。"),
+        hint=("Samples a second: m / (5 + m).", "每秒样本数：m / (5 + m)。"),
+    )
+
+
 # Everything public in here, so that a new check needs no second entry elsewhere.
 __all__ = ["Verdict", "expect_number", *sorted(name for name in globals() if name.startswith("check_"))]

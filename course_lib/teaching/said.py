@@ -163,6 +163,32 @@ _CLAIMS = {
             ),
         ),
     ),
+    "05": (
+        (
+            ("Divide each micro-batch's loss by their number.", "把每个微批次的损失除以微批次的个数。"),
+            ("error of the gradient, 32 sequences in pieces of 4", "梯度的误差，32 个序列，每份 4 个"),
+            (
+                "Right only if all have as many tokens. Add up sums, divide once.",
+                "只有 token 数都相等时才对。应把总和加起来，只除一次。",
+            ),
+        ),
+        (
+            ("The last, partial group can be ignored.", "最后不满一组的可以不管。"),
+            ("samples whose gradients are never used", "梯度从未用上的样本数"),
+            (
+                "They are lost, or leak into the next epoch. Step on them too.",
+                "它们丢了，或者混进下一个 epoch。也要用它们更新一次。",
+            ),
+        ),
+        (
+            ("Accumulation saves memory in proportion.", "累积按比例节省内存。"),
+            ("peaks for micro-batches of 32 and 1", "微批次为 32 与 1 时的峰值"),
+            (
+                "Activations do. Weights, gradients and optimizer state stay.",
+                "激活值是这样。权重、梯度和优化器状态不变。",
+            ),
+        ),
+    ),
 }
 
 

@@ -798,7 +798,7 @@ exercises.check_offloading(offloading)
 # - Optimizer state is used once a step: 8 bytes a parameter can live below with equal steps; with master weights, 12.
 # - A prefetcher turns $t_1 + t_2$ into $\max(t_1, t_2)$, if the two don't need the same core.
 #
-# **Next:** lesson 05 lets the batch come in pieces.
+# **Next:** [lesson 05](05_gradient_accumulation.ipynb) lets the batch come in pieces.
 #
 # </div>
 # <div lang="zh">
@@ -809,7 +809,7 @@ exercises.check_offloading(offloading)
 # - 优化器状态每步只用一次：每参数 8 字节可以放在下一级，更新结果相等；有主权重时是 12 字节。
 # - 预取器把 $t_1 + t_2$ 变成 $\max(t_1, t_2)$，前提是两者不抢同一个核。
 #
-# **下一步**：第 05 课把批次拆开来算。
+# **下一步**：[第 05 课](05_gradient_accumulation.ipynb)把批次拆开来算。
 #
 # </div>
 

@@ -1,0 +1,725 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 5 What if the batch comes in pieces? / 把批次拆开来算呢？
+#
+# <div lang="en">
+#
+# A step on 32 sequences peaks at 91 MB. In pieces of one sequence, added up, the same step peaks at 16 MB: the same gradient, the same number of FLOPs. Nothing seems easier than adding.
+#
+# And yet the most used training library got it wrong for years, until late 2024 (see the sources). Where is the trap?
+#
+# </div>
+# <div lang="zh">
+#
+# 对 32 个序列做一步，峰值 91 MB。拆成一个一个序列来算、再加起来，同样的一步峰值只有 16 MB：梯度相同，FLOPs 也相同。看来没有比加法更容易的事了。
+#
+# 然而，最常用的训练库多年来一直算错，直到 2024 年底（见出处）。陷阱在哪里？
+#
+# </div>
+
+# %%
+from course_lib.teaching import language
+
+language()
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Goals** (75 minutes). Accumulate gradients that equal the full batch's, whatever the pieces. Predict the peak for any micro-batch, and say what does not shrink. Get the order right: scale, unscale, clip, step. Know why two other savings do not go together with this one.
+#
+# **What to know before**: lesson 01.
+#
+# </div>
+# <div lang="zh">
+#
+# **目标**（75 分钟）：不论怎样拆，累积出的梯度都与整批的相等；预测任意微批次的峰值，说出什么不会缩小；把次序做对：放大、还原、裁剪、更新；知道为什么有两种节省方法不能与它合用。
+#
+# **预备知识**：第 01 课。
+#
+# </div>
+
+# %%
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from course_lib.memory import MemoryMeter
+from course_lib.models import Decoder, random_tokens, seeded
+from course_lib.teaching import COLORS, category_label, figure, predictions, table, text
+
+# %% [markdown]
+# ## 5.1 Samples of unequal lengths / 长短不一的样本
+#
+# <div lang="en">
+#
+# Sequences in a batch are rarely of one length. Ours have between 4 and 64 tokens, padded with zeros. That will matter.
+#
+# A loss comes in two parts: the **sum** over tokens, and how many there are, the **weight**.
+#
+# </div>
+# <div lang="zh">
+#
+# 一个批次里的序列很少一样长。我们的序列有 4 到 64 个 token，用零补齐。这一点会很要紧。
+#
+# 损失分成两部分：对所有 token 的**总和**，以及 token 的个数，即**权重**。
+#
+# </div>
+
+# %%
+samples = random_tokens(32, 64, 127, seed=1) + 1  # (b, s + 1), numbers from 1 to 127
+with seeded(2):
+    lengths = torch.randint(4, 65, (32,))
+samples[torch.arange(65) > lengths[:, None]] = 0  # padding
+
+
+def decoder(hidden=64, layers=2):
+    return Decoder(vocabulary=128, hidden=hidden, heads=4, layers=layers, sequence=64)
+
+
+def loss_sum(model, tokens):
+    logits, targets = model(tokens[:, :-1]), tokens[:, 1:]  # (b, s, v), (b, s)
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0, reduction="sum")
+    return losses, int((targets != 0).sum())
+
+
+# %% [markdown]
+# ## 5.2 Two loops / 两种循环
+#
+# <div lang="en">
+#
+# The loop that one finds everywhere: take the mean of each micro-batch, divide by the number of micro-batches, add up. And another one: add up sums, divide once, at the end, by all tokens.
+#
+# **Guess first:** 32 sequences, in 8 micro-batches of 4. How far from the full batch's gradient is each?
+#
+# </div>
+# <div lang="zh">
+#
+# 到处都能找到的循环：每个微批次取平均，除以微批次的个数，再加起来。另一种循环：把总和加起来，最后除一次，除以全部 token 数。
+#
+# **先猜**：32 个序列，分成 8 个微批次，每个 4 个。它们与整批的梯度各差多少？
+#
+# </div>
+
+
+# %%
+def full(model, batch):
+    loss, weight = loss_sum(model, batch)
+    (loss / weight).backward()
+
+
+def mean_of_means(model, batch, size):
+    pieces = batch.split(size)
+    for piece in pieces:
+        loss, weight = loss_sum(model, piece)
+        (loss / weight / len(pieces)).backward()
+
+
+# %%
+def sum_of_sums(model, batch, size):
+    total = 0
+    for piece in batch.split(size):
+        loss, weight = loss_sum(model, piece)
+        loss.backward()
+        total += weight
+    for parameter in model.parameters():
+        parameter.grad /= total
+
+
+# %%
+def gradient(run, *args, dtype=torch.float32):
+    model = decoder().to(dtype)
+    run(model, *args)
+    return torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
+
+
+# %%
+def error(found, wanted):
+    return float((found - wanted).norm() / wanted.norm())
+
+
+# %%
+batch = samples
+exact = gradient(full, batch, dtype=torch.float64)
+errors = {run.__name__: error(gradient(run, batch, 4), exact) for run in (mean_of_means, sum_of_sums)}
+errors["full"] = error(gradient(full, batch), exact)
+{name: f"{100 * value:.0f} %" if value > 1e-3 else f"below 1e-6: {value < 1e-6}" for name, value in errors.items()}
+
+# %% [markdown]
+# <div lang="en">
+#
+# Against the full batch in float64: the sums are right to rounding, better than $10^{-6}$. The mean of means is wrong by 27 %. Each micro-batch's mean has the same say, however few tokens it has; a token in a short piece counts more than one in a long piece. With equal counts both agree, which is why the bug lived so long.
+#
+# The error grows with the spread of the token counts. Take eight pieces with counts between $(1 - \delta)$ and $(1 + \delta)$ times the mean:
+#
+# </div>
+# <div lang="zh">
+#
+# 与 float64 的整批相比：总和的做法只差舍入误差，小于 $10^{-6}$。平均的平均则错了 27 %。不论 token 多少，每个微批次的平均都占同样的份量；短的一份里，每个 token 就比长的一份里更重。token 数相等时两者一致，所以这个错误才能存在那么久。
+#
+# 误差随 token 数的离散程度增大。取八份，token 数在平均的 $(1 - \delta)$ 到 $(1 + \delta)$ 倍之间：
+#
+# </div>
+
+
+# %%
+def with_spread(delta):
+    batch = random_tokens(32, 64, 127, seed=3) + 1
+    for piece in range(8):
+        length = round(32 * (1 + delta * (2 * piece / 7 - 1)))
+        batch[4 * piece : 4 * piece + 4, length + 1 :] = 0
+    return batch
+
+
+deltas, by_delta = [0, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95], {mean_of_means: [], sum_of_sums: []}
+for delta in deltas:
+    spread = with_spread(delta)
+    right = gradient(full, spread, dtype=torch.float64)
+    for run, found in by_delta.items():
+        found.append(error(gradient(run, spread, 4), right))
+max(by_delta[sum_of_sums]) < 1e-6, [f"{100 * value:.0f} %" for value in by_delta[mean_of_means][1:]]
+
+# %%
+title = (
+    "Dividing by the number of micro-batches is as wrong as the counts are unequal",
+    "除以微批次的个数：token 数差得越多，就错得越多",
+)
+drawn, ax = figure(title, height=3.4)
+ax.set(yscale="log", ylim=(1e-8, 2), xlabel=text("spread of token counts δ", "token 数的离散程度 δ"))
+ax.set(ylabel=text("error of the gradient", "梯度的误差"))
+for run, name, color in (
+    (mean_of_means, ("mean of means", "平均的平均"), "gradient"),
+    (sum_of_sums, ("sum of sums", "总和的总和"), "activation"),
+):
+    ax.plot(deltas, by_delta[run], "o-", color=COLORS[color], label=text(*name))
+ax.axhline(1e-6, color="#888888", linestyle="--", linewidth=0.8)
+ax.legend(loc="center right")
+None
+
+# %% [markdown]
+# ## 5.3 The library's step / 库里的一步
+#
+# <div lang="en">
+#
+# `AccumulatedStep` is the second loop with all that belongs to it: one clip and one optimizer step, a scaler, autocast, the true mean loss, `no_sync` under DDP; and an error leaves gradients as they were. Whatever the pieces, the gradient is the full batch's:
+#
+# </div>
+# <div lang="zh">
+#
+# `AccumulatedStep` 就是第二种循环，外加应有的一切：只裁剪一次，优化器只更新一次，缩放器，autocast，真正的平均损失，DDP 下的 `no_sync`；出错时梯度保持原样。不论怎样拆，梯度都是整批的：
+#
+# </div>
+
+# %%
+from course_lib.accumulation import AccumulatedStep, split
+
+
+def by_library(batch, size):
+    model = decoder()
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.0), []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.flatten() for p in model.parameters()))
+    result = AccumulatedStep(model, optimizer, loss_sum)(split(batch, size))
+    return torch.cat(seen).double(), result
+
+
+sizes = (1, 3, 4, 7, 32)
+(
+    [error(by_library(batch, size)[0], exact) < 1e-6 for size in sizes],
+    by_library(batch, 7)[1].weight == int((batch[:, 1:] != 0).sum()),
+)
+
+# %% [markdown]
+# ## 5.4 What shrinks, and what doesn't / 什么会缩小，什么不会
+#
+# <div lang="en">
+#
+# One micro-batch is alive at a time. So the peak is a floor plus so many bytes a sample:
+#
+# $$\text{peak}(m) = \text{floor} + m \cdot a$$
+#
+# Weights, gradients and optimizer state are the floor: they don't care how the batch comes. Measure two sizes, predict the others. One case is different: a single piece. There the gradients arrive while activations leave, so a set of gradients, 3.3 MB, is not yet there at the peak.
+#
+# </div>
+# <div lang="zh">
+#
+# 同一时刻只有一个微批次存活。所以峰值是一个下限，加上每个样本若干字节：
+#
+# $$\text{peak}(m) = \text{floor} + m \cdot a$$
+#
+# 权重、梯度和优化器状态构成下限：它们不在乎批次怎样来。测两个大小，预测其余的。有一种情形不同：只有一份时，梯度到来之际激活值正在离开，所以峰值时刻还没有那一套梯度，即 3.3 MB。
+#
+# </div>
+
+
+# %%
+def step_meter(size):
+    model = decoder(hidden=128, layers=4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = AccumulatedStep(model, optimizer, loss_sum)
+    step(split(batch, size))  # Adam's state exists from the second step on
+    with MemoryMeter(model, optimizer) as meter:
+        step(split(batch, size))
+    return meter
+
+
+meters = {size: step_meter(size) for size in (1, 2, 4, 8, 16, 32)}
+peaks = {size: meter.peak_bytes for size, meter in meters.items()}
+slope = (peaks[8] - peaks[4]) / 4
+floor = peaks[4] - 4 * slope
+gradient_bytes = sum(parameter.nbytes for parameter in decoder(hidden=128, layers=4).parameters())
+predicted = {size: floor + slope * size - (gradient_bytes if size == 32 else 0) for size in peaks}
+predictions([(f"m = {size}", predicted[size], peak) for size, peak in peaks.items()])
+
+# %%
+title = ("Activations shrink with the micro-batch; the floor stays", "激活值随微批次缩小，下限不变")
+drawn, ax = figure(title, height=3.6)
+bottom = [0.0] * len(meters)
+for category in ("parameter", "optimizer", "gradient", "activation", "temporary", "input"):
+    part = [meter.at_peak()[category] / 1e6 for meter in meters.values()]
+    ax.bar(range(6), part, bottom=bottom, color=COLORS[category], width=0.6, label=category_label(category))
+    bottom = [below + more for below, more in zip(bottom, part, strict=True)]
+line = [value / 1e6 for value in predicted.values()]
+ax.plot(range(6), line, color=COLORS["predicted"], label=text("predicted", "预测"))
+ax.set_xticks(range(6), [str(size) for size in meters])
+ax.set(xlabel=text("micro-batch m", "微批次 m"), ylabel=text("peak, MB", "峰值，MB"))
+ax.legend(fontsize=8)
+None
+
+# %% [markdown]
+# <div lang="en">
+#
+# From 32 to 1 the micro-batch shrinks 32 times, the peak 5.7 times. "In proportion" it does not fall: below some size only the floor is left, and small pieces use a device badly.
+#
+# </div>
+# <div lang="zh">
+#
+# 微批次从 32 降到 1，缩小了 32 倍，峰值缩小了 5.7 倍。它并不“成比例”下降：小到一定程度就只剩下限了，而且太小的块也用不好设备。
+#
+# </div>
+
+# %% [markdown]
+# ## 5.5 Does it train the same? / 训练出来一样吗？
+#
+# <div lang="en">
+#
+# A real run, on text that is at hand: this repository's README, character by character, a line a sample. Thirty steps of AdamW on sixteen lines each, three ways. The full batch; pieces of two, accumulated; pieces of two, divided by their number.
+#
+# </div>
+# <div lang="zh">
+#
+# 真正训练一次，文本就用手边的：本仓库的 README，逐字符，一行一个样本。AdamW，三十步，每步十六行，三种做法。整批；每份两行，累积；每份两行，除以份数。
+#
+# </div>
+
+# %%
+readme = next(path for path in map(Path, ("README.md", "../README.md", "../../README.md")) if path.exists())
+lines = [line[:65] for line in readme.read_text(encoding="utf-8").splitlines() if len(line) > 3]
+numbers = [[min(ord(character), 127) for character in line] + [0] * (65 - len(line)) for line in lines]
+texts = torch.tensor(numbers)  # (lines, 65)
+
+
+def plain_step(model, optimizer, batch):
+    with torch.no_grad():
+        loss, weight = loss_sum(model, batch)
+    optimizer.zero_grad()
+    mean_of_means(model, batch, 2)
+    optimizer.step()
+    return float(loss / weight)
+
+
+# %% tags=["nbval-ignore-output", "shows-seconds"]
+from tqdm.auto import tqdm
+
+
+def train(kind, steps=30):
+    model, losses = decoder(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    accumulated = AccumulatedStep(model, optimizer, loss_sum)
+    for step in tqdm(range(steps), desc=kind):
+        lines = texts[torch.arange(16 * step, 16 * step + 16) % len(texts)]
+        if kind == "mean of means":
+            losses.append(plain_step(model, optimizer, lines))
+        else:
+            losses.append(accumulated(split(lines, 16 if kind == "full batch" else 2)).loss)
+    return losses
+
+
+runs = {kind: train(kind) for kind in ("full batch", "accumulated", "mean of means")}
+
+# %%
+away = {kind: [abs(a - b) for a, b in zip(runs[kind], runs["full batch"], strict=True)] for kind in runs}
+{"accumulated, within 1e-3": max(away["accumulated"]) < 1e-3, "mean of means": max(away["mean of means"]) < 1e-3}
+
+# %%
+title = (
+    "Accumulated follows the full batch; the mean of means goes its own way",
+    "累积的与整批一致；平均的平均走自己的路",
+)
+drawn, (left, right) = figure(title, columns=2, height=3.2)
+names = {"full batch": "整批", "accumulated": "累积", "mean of means": "平均的平均"}
+for kind, color in zip(names, ("predicted", "activation", "gradient"), strict=True):
+    left.plot(runs[kind], color=COLORS[color], label=text(kind, names[kind]))
+    right.plot(away[kind], color=COLORS[color])
+left.set(xlabel=text("step", "步"), ylabel=text("loss", "损失"))
+right.set(
+    yscale="log", ylim=(1e-8, 1), xlabel=text("step", "步"), ylabel=text("away from the full batch", "与整批之差")
+)
+left.legend(fontsize=8)
+None
+
+# %% [markdown]
+# ## 5.6 What is done once / 只做一次的事
+#
+# <div lang="en">
+#
+# Clipping belongs after the last micro-batch, and after unscaling. Clip each piece instead, and the result is another vector: neither its direction nor its norm is right. A scaler updates once; a step that it skips is reported, and a scheduler counts steps, not micro-batches.
+#
+# fp16 needs the scaler: its smallest number is $6 \cdot 10^{-8}$, and gradients below vanish. bf16 reaches as far down as fp32, and needs none.
+#
+# </div>
+# <div lang="zh">
+#
+# 裁剪要放在最后一个微批次之后，还原缩放之后。若每份各自裁剪，得到的就是另一个向量：方向和范数都不对。缩放器只更新一次；它跳过的更新会报告出来；学习率调度按更新次数计，不按微批次计。
+#
+# fp16 需要缩放器：它最小的数是 $6 \cdot 10^{-8}$，再小的梯度就消失了。bf16 能和 fp32 一样小，不需要缩放器。
+#
+# </div>
+
+
+# %%
+def clipped_per_piece(model, batch, size):
+    kept = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for piece in batch.split(size):
+        model.zero_grad()
+        full(model, piece)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch._foreach_add_(kept, [parameter.grad for parameter in model.parameters()])
+    for so_far, parameter in zip(kept, model.parameters(), strict=True):
+        parameter.grad = so_far / len(batch.split(size))
+
+
+each, right = gradient(clipped_per_piece, batch, 4), exact * min(1, 0.1 / float(exact.norm()))
+f"norm {float(each.norm()):.3f} instead of {float(right.norm()):.3f}; error {100 * error(each, right):.0f} %"
+
+
+# %%
+def vanished(dtype, scale):
+    weight = torch.ones(1000, dtype=dtype, requires_grad=True)
+    factors = torch.logspace(-11, -5, 1000)  # what the gradients should be
+    (scale * (weight.float() * factors).sum()).backward()
+    return int((weight.grad == 0).sum())
+
+
+cases = {"fp16": (torch.float16, 1), "fp16, scaled by 2^16": (torch.float16, 2.0**16), "bf16": (torch.bfloat16, 1)}
+{name: f"{vanished(*case)} of 1000 vanish" for name, case in cases.items()}
+
+# %% [markdown]
+# <div lang="en">
+#
+# What a micro-batch cannot know: BatchNorm takes mean and variance of **what it sees**. In pieces it sees pieces, and no division repairs that. Layers that treat samples one by one, such as LayerNorm, don't care.
+#
+# </div>
+# <div lang="zh">
+#
+# 有一件事微批次无从知道：BatchNorm 用**它看见的**样本求均值和方差。拆开之后它只看见一份，怎样除也补不回来。逐个处理样本的层，例如 LayerNorm，则不受影响。
+#
+# </div>
+
+
+# %%
+def norm_error(norm):
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 1)).double(), torch.randn(32, 8).double()
+
+    def found(size):
+        model.zero_grad()
+        for piece in data.split(size):
+            (model(piece).square().sum() / 32).backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    return error(found(4), found(32))
+
+
+{
+    type(norm).__name__: f"{norm_error(norm):.0e}" if norm_error(norm) > 1e-9 else "equal"
+    for norm in (nn.BatchNorm1d(8), nn.LayerNorm(8))
+}
+
+# %% [markdown]
+# ## 5.7 Gradients that never pile up / 不堆积的梯度
+#
+# <div lang="en">
+#
+# The floor holds a gradient for every parameter. One can update each parameter **as soon as its gradient is ready**, inside backward, and drop the gradient at once: then only a few gradients are alive. How much does that save, and can it be combined with accumulation?
+#
+# </div>
+# <div lang="zh">
+#
+# 下限里每个参数都有一份梯度。可以在反向之中，**梯度一就绪**就更新这个参数，立刻丢掉梯度：这样只有少数几份梯度存活。这样省多少？能与累积合用吗？
+#
+# </div>
+
+
+# %%
+def step_in_backward(model):
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def update(parameter):
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(update)
+
+
+# %%
+def trained_meter(in_backward, size):
+    model = decoder(hidden=128, layers=4)
+    if in_backward:
+        step_in_backward(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with MemoryMeter(model) as meter:
+        loss, weight = loss_sum(model, batch[:size])
+        (loss / weight).backward()
+        if not in_backward:
+            optimizer.step()
+    return meter, list(model.parameters())
+
+
+# %%
+(after, plain), (during, same) = trained_meter(False, 1), trained_meter(True, 1)
+print(all(map(torch.equal, plain, same)), sum(parameter.nbytes for parameter in plain))
+rows = [(("after backward", "反向之后"), after), (("in backward", "反向之中"), during)]
+columns = ["", ("peak, MB", "峰值，MB"), ("most gradients at once, MB", "同时存在的梯度，最多，MB")]
+table(columns, [(n, round(m.peak_bytes / 1e6, 2), round(max(m.series()["gradient"]) / 1e6, 2)) for n, m in rows])
+
+# %% [markdown]
+# <div lang="en">
+#
+# The same weights, and of 3.3 MB of gradients hardly any at a time. But with accumulation there is nothing to hook: the first micro-batch would already move the weights, and the second would compute its gradient at another place. The two don't go together. Neither does one clip over all gradients.
+#
+# </div>
+# <div lang="zh">
+#
+# 权重相同，而 3.3 MB 的梯度几乎从不同时存在。但它与累积合不到一起：第一个微批次就已经移动了权重，第二个便在另一个位置上求梯度。两者不能合用。对全部梯度一起裁剪，也做不到。
+#
+# </div>
+
+# %% [markdown]
+# ## 5.8 Two processes / 两个进程
+#
+# <div lang="en">
+#
+# Under DDP each backward pass sends all gradients. With 8 micro-batches that is 8 times, of which 7 are for nothing: `no_sync` skips them. Two processes on this machine, counting the bytes of each bucket that is reduced:
+#
+# </div>
+# <div lang="zh">
+#
+# 在 DDP 下，每次反向都要发送全部梯度。8 个微批次就发 8 次，其中 7 次是白发的：`no_sync` 可以跳过。在这台机器上开两个进程，数一数每个被归约的桶（bucket）有多少字节：
+#
+# </div>
+
+# %%
+from course_lib.teaching import ddp_bytes
+
+parameter_bytes, sent = ddp_bytes(micro_batches=8)
+rows = [
+    ("no_sync, AccumulatedStep", parameter_bytes, sent[True]),
+    (("synchronising each", "每次都同步"), 8 * parameter_bytes, sent[False]),
+]
+predictions(rows, unit="bytes")
+
+# %% [markdown]
+# <div lang="en">
+#
+# Across ranks the same trap waits: DDP averages the ranks' gradients, so ranks with few tokens count too much. `AccumulatedStep` adds up the weights of all ranks and scales accordingly; the library's tests compare two processes with one on the whole batch.
+#
+# </div>
+# <div lang="zh">
+#
+# 跨进程有同样的陷阱：DDP 对各进程的梯度取平均，token 少的进程就占得太重。`AccumulatedStep` 把所有进程的权重加起来，据此缩放；库的测试把两个进程与单进程处理整批做了比较。
+#
+# </div>
+
+# %% [markdown]
+# ## 5.9 What you may have read / 你可能读到过的说法
+#
+# <div lang="en">
+#
+# Three claims. For the second: 50 samples in micro-batches of 4, a step after every 4 of them.
+#
+# </div>
+# <div lang="zh">
+#
+# 三条说法。第二条：50 个样本，每个微批次 4 个，每 4 个微批次更新一次。
+#
+# </div>
+
+# %%
+counted, pending = 0, 0
+for number, piece in enumerate(torch.arange(50).split(4)):
+    pending += len(piece)
+    if (number + 1) % 4 == 0:
+        counted, pending = counted + pending, 0
+lost = pending
+
+# %%
+from course_lib.teaching import what_you_may_have_read
+
+what_you_may_have_read(
+    "05",
+    f"{100 * errors['mean_of_means']:.0f} %",
+    f"{lost} / 50",
+    f"32 → 1: {peaks[32] / 1e6:.0f} → {peaks[1] / 1e6:.0f} MB, 1/{peaks[32] / peaks[1]:.1f}",
+)
+
+# %% [markdown]
+# ## 5.10 On a GPU / 在 GPU 上
+#
+# <div lang="en">
+#
+# On a device small micro-batches leave units idle; the experiment takes the same batch in pieces of different sizes, with fp16, a scaler and clipping. If you have a GPU, this cell measures now.
+#
+# </div>
+# <div lang="zh">
+#
+# 在设备上，微批次太小会让计算单元闲着；实验用不同大小的块处理同一个批次，带 fp16、缩放器和裁剪。有 GPU 时，这个单元格会现场测量。
+#
+# </div>
+
+# %% tags=["nbval-ignore-output", "shows-device"]
+from course_lib.teaching import on_gpu
+
+on_gpu("05")
+
+# %% [markdown]
+# ## 5.11 Exercises / 练习
+#
+# <div lang="en">
+#
+# **Exercise 1.** This loop has a normalisation bug that equal batches hide. Mend it: `accumulate(model, loss_sum, pieces)` leaves the full batch's gradient in `.grad`. The check uses pieces of unequal weights, one of them zero.
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 1。** 这个循环的归一化有错，大小相等时看不出来。修好它：`accumulate(model, loss_sum, pieces)` 要在 `.grad` 里留下整批的梯度。检查用的各份权重不等，其中一份为零。
+#
+# </div>
+
+
+# %%
+def accumulate(model, loss_sum, pieces):
+    for piece in pieces:
+        loss, weight = loss_sum(model, piece)
+        (loss / max(weight, 1) / len(pieces)).backward()
+
+
+from course_lib.teaching import exercises
+
+exercises.check_accumulation(accumulate)
+
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+def accumulate(model, loss_sum, pieces):
+    total = 0
+    for piece in pieces:
+        loss, weight = loss_sum(model, piece)
+        loss.backward()
+        total += weight
+    for parameter in model.parameters():
+        parameter.grad /= total
+
+
+exercises.check_accumulation(accumulate)
+### END SOLUTION
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Exercise 2.** A step peaks at 500 MB with micro-batches of 2 and at 620 MB with micro-batches of 5. What is the largest micro-batch under 1 GB ($10^9$ bytes)?
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 2。** 微批次为 2 时一步的峰值是 500 MB，为 5 时是 620 MB。峰值不超过 1 GB（$10^9$ 字节），微批次最大是多少？
+#
+# </div>
+
+# %%
+answer = None  # samples
+exercises.check_largest_micro_batch(answer)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+slope = (620 - 500) // (5 - 2)
+exercises.check_largest_micro_batch((1000 - (500 - 2 * slope)) // slope)
+### END SOLUTION
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Exercise 3.** A micro-batch of $m$ samples takes $5 + m$ milliseconds: 5 for launching, 1 for each sample. A step has 64 samples. Which of the micro-batches 1, 2, 4, 8, 16, 32, 64 is the smallest that reaches at least 80 % of the samples a second of the largest?
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 3。** $m$ 个样本的微批次要 $5 + m$ 毫秒：5 毫秒用于启动，每个样本 1 毫秒。一步有 64 个样本。在 1、2、4、8、16、32、64 之中，哪个是最小的微批次，使每秒样本数至少达到最大者的 80 %？
+#
+# </div>
+
+# %%
+answer = None  # samples
+exercises.check_fast_micro_batch(answer)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+fast = [m for m in (1, 2, 4, 8, 16, 32, 64) if m / (5 + m) >= 0.8 * 64 / (5 + 64)]
+exercises.check_fast_micro_batch(min(fast))
+### END SOLUTION
+
+# %% [markdown]
+# ## 5.12 Summary / 小结
+#
+# <div lang="en">
+#
+# - Add up sums of losses, divide once by all tokens. The mean of means is wrong wherever counts differ.
+# - The peak is a floor plus a slope times the micro-batch. Weights, gradients and optimizer state don't shrink.
+# - Clip once, after unscaling; step once; update the scaler once; keep the remainder.
+# - BatchNorm sees pieces. Updating inside backward frees gradients, and excludes accumulation.
+# - Under DDP only the last micro-batch synchronises, and tokens are counted over all ranks.
+#
+# **Next:** lesson 06 lets the operator itself forget.
+#
+# </div>
+# <div lang="zh">
+#
+# - 把损失的总和加起来，除一次，除以全部 token 数。只要 token 数不等，平均的平均就是错的。
+# - 峰值是下限加上斜率乘以微批次。权重、梯度和优化器状态不会缩小。
+# - 还原缩放之后裁剪一次；更新一次；缩放器更新一次；不丢掉余下的。
+# - BatchNorm 看见的是一份一份的数据。在反向之中更新可以省下梯度，但不能与累积合用。
+# - 在 DDP 下，只有最后一个微批次同步，token 数要对所有进程统计。
+#
+# **下一步**：第 06 课让算子自己忘掉。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Sources.** Hugging Face 2024, *Fixing Gradient Accumulation*, huggingface.co/blog/gradient_accumulation. Li et al. 2020, *PyTorch Distributed*, arXiv:2006.15704 (`no_sync`). Micikevicius et al. 2018, *Mixed Precision Training*, arXiv:1710.03740 (loss scaling). PyTorch tutorial *How to save memory by fusing the optimizer step into the backward pass*.
+#
+# </div>
+# <div lang="zh">
+#
+# **出处。** Hugging Face 2024，*Fixing Gradient Accumulation*，huggingface.co/blog/gradient_accumulation。Li et al. 2020，*PyTorch Distributed*，arXiv:2006.15704（`no_sync`）。Micikevicius et al. 2018，*Mixed Precision Training*，arXiv:1710.03740（损失缩放）。PyTorch 教程 *How to save memory by fusing the optimizer step into the backward pass*。
+#
+# </div>
