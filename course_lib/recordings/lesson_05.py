@@ -22,7 +22,7 @@ def _loss_sum(model, tokens):
     "05",
     "pieces_of_a_batch",
     en="A step over one batch, in pieces of 1, a quarter, and all of its samples",
-    zh="对同一个批次做一步：每份 1 个样本、四分之一，以及全部",
+    zh="对同一个批次做一步：每份分别为 1 个样本、四分之一和全部样本",
     small={"vocabulary": 64, "hidden": 32, "heads": 2, "layers": 2, "sequence": 16, "batch": 4},
     labels={
         "one_peak_bytes": ("pieces of 1: peak of tensors", "每份 1 个：张量峰值"),

@@ -609,7 +609,7 @@ def check_accumulation(function: Any) -> Verdict:
     """Lesson 05: `accumulate(model, loss_sum, pieces)` leaves the full batch's gradient in `.grad`."""
     import torch
 
-    hint = ("Add up sums; divide by all weights once, at the end.", "把总和加起来，最后除一次，除以全部权重。")
+    hint = ("Add up sums; divide by all weights once, at the end.", "把总和加起来，最后只除一次，除以权重之和。")
     weight = torch.linspace(-1, 1, 6, dtype=torch.float64)
     pieces = [torch.linspace(0, k + 1.0, 6 * k, dtype=torch.float64).view(k, 6) for k in (3, 1, 0, 4)]
 
@@ -665,12 +665,12 @@ def check_fast_micro_batch(answer: Any) -> Verdict:
         answer,
         16,
         wrong_answers={
-            8: ("8 in 13 ms is 66 % of 64 in 69 ms.", "13 毫秒 8 个，是 69 毫秒 64 个的 66 %。"),
+            8: ("8 in 13 ms is 66 % of 64 in 69 ms.", "13 毫秒 8 个，速度是 69 毫秒 64 个的 66 %。"),
             32: ("16 are enough.", "16 就够了。"),
             64: ("The largest reaches 100 %; a smaller one is enough.", "最大的是 100 %，更小的就够了。"),
         },
-        why=("16 in 21 ms is 82 % of 64 in 69 ms.", "21 毫秒 16 个，是 69 毫秒 64 个的 82 %。"),
-        hint=("Samples a second: m / (5 + m).", "每秒样本数：m / (5 + m)。"),
+        why=("16 in 21 ms is 82 % of 64 in 69 ms.", "21 毫秒 16 个，速度是 69 毫秒 64 个的 82 %。"),
+        hint=("Samples a millisecond: m / (5 + m).", "每毫秒样本数：m / (5 + m)。"),
     )
 
 

@@ -176,8 +176,8 @@ _CLAIMS = {
             ("The last, partial group can be ignored.", "最后不满一组的可以不管。"),
             ("samples whose gradients are never used", "梯度从未用上的样本数"),
             (
-                "They are lost, or leak into the next epoch. Step on them too.",
-                "它们丢了，或者混进下一个 epoch。也要用它们更新一次。",
+                "They are lost; or, never zeroed, they join the next epoch's first step. Step on them too.",
+                "它们丢了；若不清零，就混进下一个 epoch 的第一步。也要用它们更新一次。",
             ),
         ),
         (

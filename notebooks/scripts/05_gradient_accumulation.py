@@ -13,14 +13,14 @@
 #
 # A step on 32 sequences peaks at 91 MB. In pieces of one sequence, added up, the same step peaks at 16 MB: the same gradient, the same number of FLOPs. Nothing seems easier than adding.
 #
-# And yet the most used training library got it wrong for years, until late 2024 (see the sources). Where is the trap?
+# And yet a widely used training library had it wrong until late 2024 (see the sources). Where is the trap?
 #
 # </div>
 # <div lang="zh">
 #
-# 对 32 个序列做一步，峰值 91 MB。拆成一个一个序列来算、再加起来，同样的一步峰值只有 16 MB：梯度相同，FLOPs 也相同。看来没有比加法更容易的事了。
+# 对 32 个序列做一步，峰值 91 MB。拆成一次一个序列来算，再加起来，同样的一步峰值只有 16 MB：梯度相同，FLOPs 也相同。做加法，看起来再容易不过了。
 #
-# 然而，最常用的训练库多年来一直算错，直到 2024 年底（见出处）。陷阱在哪里？
+# 然而，一个广为使用的训练库直到 2024 年底还算错（见出处）。陷阱在哪里？
 #
 # </div>
 
@@ -32,14 +32,14 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (75 minutes). Accumulate gradients that equal the full batch's, whatever the pieces. Predict the peak for any micro-batch, and say what does not shrink. Get the order right: scale, unscale, clip, step. Know why two other savings do not go together with this one.
+# **Goals** (75 minutes). Accumulate gradients that equal the full batch's, whatever the pieces. Predict the peak for any micro-batch, and say what does not shrink. Get the order right: scale, unscale, clip, step. Know why updating inside backward does not go together with it.
 #
 # **What to know before**: lesson 01.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（75 分钟）：不论怎样拆，累积出的梯度都与整批的相等；预测任意微批次的峰值，说出什么不会缩小；把次序做对：放大、还原、裁剪、更新；知道为什么有两种节省方法不能与它合用。
+# **目标**（75 分钟）：不论怎样拆，累积出的梯度都与整批的相等；预测任意微批次的峰值，说出什么不会缩小；把次序做对：放大、还原、裁剪、更新；知道为什么在反向之中更新不能与它合用。
 #
 # **预备知识**：第 01 课。
 #
@@ -68,9 +68,9 @@ from course_lib.teaching import COLORS, category_label, figure, predictions, tab
 # </div>
 # <div lang="zh">
 #
-# 一个批次里的序列很少一样长。我们的序列有 4 到 64 个 token，用零补齐。这一点会很要紧。
+# 一个批次里的序列很少一样长。我们的序列有 4 到 64 个 token，用零补齐。这一点后面很要紧。
 #
-# 损失分成两部分：对所有 token 的**总和**，以及 token 的个数，即**权重**。
+# 损失分成两部分：各 token 损失的**总和**，以及 token 的个数，即**权重**。
 #
 # </div>
 
@@ -103,7 +103,7 @@ def loss_sum(model, tokens):
 # </div>
 # <div lang="zh">
 #
-# 到处都能找到的循环：每个微批次取平均，除以微批次的个数，再加起来。另一种循环：把总和加起来，最后除一次，除以全部 token 数。
+# 随处可见的循环：每个微批次取平均，除以微批次的个数，再加起来。另一种循环：把总和加起来，最后只除一次，除以全部 token 数。
 #
 # **先猜**：32 个序列，分成 8 个微批次，每个 4 个。它们与整批的梯度各差多少？
 #
@@ -156,16 +156,16 @@ errors["full"] = error(gradient(full, batch), exact)
 # %% [markdown]
 # <div lang="en">
 #
-# Against the full batch in float64: the sums are right to rounding, better than $10^{-6}$. The mean of means is wrong by 27 %. Each micro-batch's mean has the same say, however few tokens it has; a token in a short piece counts more than one in a long piece. With equal counts both agree, which is why the bug lived so long.
+# Against the full batch in float64: the sums are right to rounding, better than $10^{-6}$. The mean of means is wrong by 27 %. Each micro-batch's mean has the same say, however few tokens it has; a token in a short piece counts more than one in a long piece. With equal counts both agree, so a test with equal counts finds nothing. (27 % is for random tokens and an untrained model; what it is for yours depends on how much the counts differ.)
 #
 # The error grows with the spread of the token counts. Take eight pieces with counts between $(1 - \delta)$ and $(1 + \delta)$ times the mean:
 #
 # </div>
 # <div lang="zh">
 #
-# 与 float64 的整批相比：总和的做法只差舍入误差，小于 $10^{-6}$。平均的平均则错了 27 %。不论 token 多少，每个微批次的平均都占同样的份量；短的一份里，每个 token 就比长的一份里更重。token 数相等时两者一致，所以这个错误才能存在那么久。
+# 与 float64 的整批相比：总和的做法只差舍入误差，小于 $10^{-6}$。平均的平均则差了 27 %。不论 token 多少，每个微批次的平均都占同样的份量；于是短的一份里，每个 token 的份量就比长的一份里更重。token 数相等时两者一致，所以用相等的 token 数来测，什么也测不出来。（27 % 是随机 token、未经训练的模型；你的情形如何，取决于 token 数差多少。）
 #
-# 误差随 token 数的离散程度增大。取八份，token 数在平均的 $(1 - \delta)$ 到 $(1 + \delta)$ 倍之间：
+# 误差随 token 数的离散程度增大。取八份，token 数在平均值的 $(1 - \delta)$ 到 $(1 + \delta)$ 倍之间：
 #
 # </div>
 
@@ -189,32 +189,32 @@ max(by_delta[sum_of_sums]) < 1e-6, [f"{100 * value:.0f} %" for value in by_delta
 
 # %%
 title = (
-    "Dividing by the number of micro-batches is as wrong as the counts are unequal",
+    "The more the counts differ, the more wrong is dividing by the number of micro-batches",
     "除以微批次的个数：token 数差得越多，就错得越多",
 )
 drawn, ax = figure(title, height=3.4)
-ax.set(yscale="log", ylim=(1e-8, 2), xlabel=text("spread of token counts δ", "token 数的离散程度 δ"))
+ax.set(ylim=(-0.05, 1.5), xlabel=text("spread of token counts δ", "token 数的离散程度 δ"))
 ax.set(ylabel=text("error of the gradient", "梯度的误差"))
-for run, name, color in (
-    (mean_of_means, ("mean of means", "平均的平均"), "gradient"),
-    (sum_of_sums, ("sum of sums", "总和的总和"), "activation"),
-):
+names = {
+    mean_of_means: ("mean of means", "平均的平均"),
+    sum_of_sums: ("sum of sums: below 1e-6", "总和的总和：低于 1e-6"),
+}
+for (run, name), color in zip(names.items(), ("gradient", "activation"), strict=True):
     ax.plot(deltas, by_delta[run], "o-", color=COLORS[color], label=text(*name))
-ax.axhline(1e-6, color="#888888", linestyle="--", linewidth=0.8)
-ax.legend(loc="center right")
+ax.legend(loc="upper left")
 None
 
 # %% [markdown]
-# ## 5.3 The library's step / 库里的一步
+# ## 5.3 The library's step / 库里的训练步
 #
 # <div lang="en">
 #
-# `AccumulatedStep` is the second loop with all that belongs to it: one clip and one optimizer step, a scaler, autocast, the true mean loss, `no_sync` under DDP; and an error leaves gradients as they were. Whatever the pieces, the gradient is the full batch's:
+# `AccumulatedStep` is the second loop with all that belongs to it: one clip and one optimizer step, a scaler, autocast, the true mean loss, `no_sync` under DDP; and an error leaves gradients as they were. If samples are treated one by one and nothing is drawn at random, the gradient is the full batch's, whatever the pieces:
 #
 # </div>
 # <div lang="zh">
 #
-# `AccumulatedStep` 就是第二种循环，外加应有的一切：只裁剪一次，优化器只更新一次，缩放器，autocast，真正的平均损失，DDP 下的 `no_sync`；出错时梯度保持原样。不论怎样拆，梯度都是整批的：
+# `AccumulatedStep` 就是第二种循环，外加应有的一切：只裁剪一次、优化器只更新一次、缩放器、autocast、真正的平均损失、DDP 下的 `no_sync`；出错时，梯度保持原样。只要逐个处理样本、不抽随机数，不论怎样拆，梯度都是整批的：
 #
 # </div>
 
@@ -245,7 +245,7 @@ sizes = (1, 3, 4, 7, 32)
 #
 # $$\text{peak}(m) = \text{floor} + m \cdot a$$
 #
-# Weights, gradients and optimizer state are the floor: they don't care how the batch comes. Measure two sizes, predict the others. One case is different: a single piece. There the gradients arrive while activations leave, so a set of gradients, 3.3 MB, is not yet there at the peak.
+# Weights, gradients and optimizer state are nearly all of the floor: they don't care how the batch comes. Measure two sizes, predict the others. One case is different: a single piece. There the gradients arrive while activations leave, so a set of gradients, 3.3 MB, is not yet there at the peak.
 #
 # </div>
 # <div lang="zh">
@@ -254,7 +254,7 @@ sizes = (1, 3, 4, 7, 32)
 #
 # $$\text{peak}(m) = \text{floor} + m \cdot a$$
 #
-# 权重、梯度和优化器状态构成下限：它们不在乎批次怎样来。测两个大小，预测其余的。有一种情形不同：只有一份时，梯度到来之际激活值正在离开，所以峰值时刻还没有那一套梯度，即 3.3 MB。
+# 权重、梯度和优化器状态几乎就是整个下限：批次怎样拆，都与它们无关。测两种大小，预测其余的。有一种情形不同：只有一份。这时梯度陆续到来，激活值也陆续释放，所以峰值时刻还没有那一整套梯度，即 3.3 MB。
 #
 # </div>
 
@@ -276,32 +276,33 @@ slope = (peaks[8] - peaks[4]) / 4
 floor = peaks[4] - 4 * slope
 gradient_bytes = sum(parameter.nbytes for parameter in decoder(hidden=128, layers=4).parameters())
 predicted = {size: floor + slope * size - (gradient_bytes if size == 32 else 0) for size in peaks}
-predictions([(f"m = {size}", predicted[size], peak) for size, peak in peaks.items()])
+names = {4: ("m = 4, measured first", "m = 4，先测"), 8: ("m = 8, measured first", "m = 8，先测")}
+predictions([(names.get(size, f"m = {size}"), predicted[size], peak) for size, peak in peaks.items()])
 
 # %%
 title = ("Activations shrink with the micro-batch; the floor stays", "激活值随微批次缩小，下限不变")
 drawn, ax = figure(title, height=3.6)
 bottom = [0.0] * len(meters)
-for category in ("parameter", "optimizer", "gradient", "activation", "temporary", "input"):
+for category in ("parameter", "optimizer", "gradient", "activation", "temporary"):
     part = [meter.at_peak()[category] / 1e6 for meter in meters.values()]
     ax.bar(range(6), part, bottom=bottom, color=COLORS[category], width=0.6, label=category_label(category))
     bottom = [below + more for below, more in zip(bottom, part, strict=True)]
 line = [value / 1e6 for value in predicted.values()]
 ax.plot(range(6), line, color=COLORS["predicted"], label=text("predicted", "预测"))
 ax.set_xticks(range(6), [str(size) for size in meters])
-ax.set(xlabel=text("micro-batch m", "微批次 m"), ylabel=text("peak, MB", "峰值，MB"))
+ax.set(xlabel=text("m, doubled each time", "m，每次加倍"), ylabel=text("peak, MB", "峰值，MB"), ylim=(0, 100))
 ax.legend(fontsize=8)
 None
 
 # %% [markdown]
 # <div lang="en">
 #
-# From 32 to 1 the micro-batch shrinks 32 times, the peak 5.7 times. "In proportion" it does not fall: below some size only the floor is left, and small pieces use a device badly.
+# From 32 to 1 the micro-batch shrinks 32 times, the peak 5.7 times. "In proportion" it does not fall: at $m = 1$ the floor is 84 % of the peak.
 #
 # </div>
 # <div lang="zh">
 #
-# 微批次从 32 降到 1，缩小了 32 倍，峰值缩小了 5.7 倍。它并不“成比例”下降：小到一定程度就只剩下限了，而且太小的块也用不好设备。
+# 微批次从 32 降到 1，相差 32 倍，峰值只差 5.7 倍。峰值并不“成比例”下降：$m = 1$ 时，下限占峰值的 84 %。
 #
 # </div>
 
@@ -310,12 +311,12 @@ None
 #
 # <div lang="en">
 #
-# A real run, on text that is at hand: this repository's README, character by character, a line a sample. Thirty steps of AdamW on sixteen lines each, three ways. The full batch; pieces of two, accumulated; pieces of two, divided by their number.
+# A real run, on text that is at hand: this repository's README, character by character: the first 65 of each line are a sample, and what is not ASCII is one symbol. Forty steps of AdamW on sixteen lines each, three ways. The full batch; pieces of one line, accumulated; pieces of one line, divided by their number.
 #
 # </div>
 # <div lang="zh">
 #
-# 真正训练一次，文本就用手边的：本仓库的 README，逐字符，一行一个样本。AdamW，三十步，每步十六行，三种做法。整批；每份两行，累积；每份两行，除以份数。
+# 真正训练一次，文本就用手边的：本仓库的 README，逐字符处理，每行的前 65 个字符是一个样本，非 ASCII 的都算作同一个符号。用 AdamW 训练四十步，每步十六行，三种做法：整批；每份一行，累积；每份一行，除以份数。
 #
 # </div>
 
@@ -330,7 +331,7 @@ def plain_step(model, optimizer, batch):
     with torch.no_grad():
         loss, weight = loss_sum(model, batch)
     optimizer.zero_grad()
-    mean_of_means(model, batch, 2)
+    mean_of_means(model, batch, 1)
     optimizer.step()
     return float(loss / weight)
 
@@ -339,16 +340,16 @@ def plain_step(model, optimizer, batch):
 from tqdm.auto import tqdm
 
 
-def train(kind, steps=30):
+def train(kind, steps=40):
     model, losses = decoder(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     accumulated = AccumulatedStep(model, optimizer, loss_sum)
     for step in tqdm(range(steps), desc=kind):
         lines = texts[torch.arange(16 * step, 16 * step + 16) % len(texts)]
         if kind == "mean of means":
             losses.append(plain_step(model, optimizer, lines))
         else:
-            losses.append(accumulated(split(lines, 16 if kind == "full batch" else 2)).loss)
+            losses.append(accumulated(split(lines, 16 if kind == "full batch" else 1)).loss)
     return losses
 
 
@@ -360,8 +361,8 @@ away = {kind: [abs(a - b) for a, b in zip(runs[kind], runs["full batch"], strict
 
 # %%
 title = (
-    "Accumulated follows the full batch; the mean of means goes its own way",
-    "累积的与整批一致；平均的平均走自己的路",
+    "Accumulated follows the full batch to rounding; the mean of means is another run",
+    "累积的与整批只差舍入误差；平均的平均是另一次训练",
 )
 drawn, (left, right) = figure(title, columns=2, height=3.2)
 names = {"full batch": "整批", "accumulated": "累积", "mean of means": "平均的平均"}
@@ -376,20 +377,32 @@ left.legend(fontsize=8)
 None
 
 # %% [markdown]
-# ## 5.6 What is done once / 只做一次的事
-#
 # <div lang="en">
 #
-# Clipping belongs after the last micro-batch, and after unscaling. Clip each piece instead, and the result is another vector: neither its direction nor its norm is right. A scaler updates once; a step that it skips is reported, and a scheduler counts steps, not micro-batches.
-#
-# fp16 needs the scaler: its smallest number is $6 \cdot 10^{-8}$, and gradients below vanish. bf16 reaches as far down as fp32, and needs none.
+# On the left the curves are close: the wrong one trains too, only another problem, in which short lines count more. That is how such a bug stays hidden. (Where a line breaks off on the right, the difference is exactly 0.)
 #
 # </div>
 # <div lang="zh">
 #
-# 裁剪要放在最后一个微批次之后，还原缩放之后。若每份各自裁剪，得到的就是另一个向量：方向和范数都不对。缩放器只更新一次；它跳过的更新会报告出来；学习率调度按更新次数计，不按微批次计。
+# 左图里几条曲线很接近：错的那种也在训练，只是训练的是另一个问题，短的行占得更重。这样的错误就是这样藏住的。（右图中曲线断开之处，差恰好为 0。）
 #
-# fp16 需要缩放器：它最小的数是 $6 \cdot 10^{-8}$，再小的梯度就消失了。bf16 能和 fp32 一样小，不需要缩放器。
+# </div>
+
+# %% [markdown]
+# ## 5.6 What is done once / 只做一次的事
+#
+# <div lang="en">
+#
+# A **scaler** multiplies the loss by a large number before backward, so that small gradients survive in fp16, and divides the gradients again before the step: **unscaling**. If one of them is inf or NaN, it skips the step and lowers the number. fp16's smallest number is $6 \cdot 10^{-8}$; what is below half of that becomes zero. bf16 has the exponent range of fp32, and needs none of this.
+#
+# Clipping belongs after the last micro-batch and after unscaling. Clip each piece instead, and every piece is cut to the bound; their mean is shorter, since they point in different directions, and large pieces lose their say.
+#
+# </div>
+# <div lang="zh">
+#
+# **缩放器**在反向之前把损失乘上一个很大的数，好让小的梯度在 fp16 里不消失；更新之前再把梯度除回去，这叫**还原缩放**。只要有一个梯度是 inf 或 NaN，它就跳过这次更新，并调低那个数。fp16 最小的正数是 $6 \cdot 10^{-8}$，小于它一半的都变成零。bf16 的指数范围与 fp32 相同，用不着这些。
+#
+# 裁剪要放在最后一个微批次之后，还原缩放之后。若每份各自裁剪，每份都被裁到上限；它们方向各异，平均之后就更短，而且大的份失去了应有的份量。
 #
 # </div>
 
@@ -421,13 +434,32 @@ def vanished(dtype, scale):
 cases = {"fp16": (torch.float16, 1), "fp16, scaled by 2^16": (torch.float16, 2.0**16), "bf16": (torch.bfloat16, 1)}
 {name: f"{vanished(*case)} of 1000 vanish" for name, case in cases.items()}
 
+
+# %%
+def scaled_step(scale):
+    model = decoder()
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    result = AccumulatedStep(model, optimizer, loss_sum, scaler=scaler, max_norm=0.1)(split(batch, 4))
+    if result.stepped:  # a scheduler counts steps: neither micro-batches nor skipped ones
+        schedule.step()
+    return {"stepped": result.stepped, "scale": scaler.get_scale() / scale, "schedule": schedule.last_epoch}
+
+
+scaled_step(2.0**16), scaled_step(2.0**127)
+
 # %% [markdown]
 # <div lang="en">
+#
+# At $2^{127}$ the gradients overflow: no step, half the scale, and the schedule waits. Before each step gradients are set to None, not to zero (`zero_grad(set_to_none=True)`, the default): a zero would take memory, and Adam would still move a parameter that nothing has touched.
 #
 # What a micro-batch cannot know: BatchNorm takes mean and variance of **what it sees**. In pieces it sees pieces, and no division repairs that. Layers that treat samples one by one, such as LayerNorm, don't care.
 #
 # </div>
 # <div lang="zh">
+#
+# 取 $2^{127}$ 时梯度溢出：不更新，缩放减半，学习率调度也等着。每一步之前，梯度设成 None 而不是零（`zero_grad(set_to_none=True)`，即默认）：零要占内存，而且 Adam 仍会移动一个谁也没碰过的参数。
 #
 # 有一件事微批次无从知道：BatchNorm 用**它看见的**样本求均值和方差。拆开之后它只看见一份，怎样除也补不回来。逐个处理样本的层，例如 LayerNorm，则不受影响。
 #
@@ -463,7 +495,7 @@ def norm_error(norm):
 # </div>
 # <div lang="zh">
 #
-# 下限里每个参数都有一份梯度。可以在反向之中，**梯度一就绪**就更新这个参数，立刻丢掉梯度：这样只有少数几份梯度存活。这样省多少？能与累积合用吗？
+# 下限里每个参数都有一份梯度。可以在反向之中，**梯度一就绪**就更新这个参数，立刻丢掉梯度：这样，同时存活的梯度只有少数几份。能省多少？能与累积合用吗？
 #
 # </div>
 
@@ -497,19 +529,28 @@ def trained_meter(in_backward, size):
 # %%
 (after, plain), (during, same) = trained_meter(False, 1), trained_meter(True, 1)
 print(all(map(torch.equal, plain, same)), sum(parameter.nbytes for parameter in plain))
-rows = [(("after backward", "反向之后"), after), (("in backward", "反向之中"), during)]
-columns = ["", ("peak, MB", "峰值，MB"), ("most gradients at once, MB", "同时存在的梯度，最多，MB")]
+(many_after, _), (many_during, _) = trained_meter(False, 8), trained_meter(True, 8)
+rows = [(("after backward, m = 1", "反向之后，m = 1"), after), (("in backward, m = 1", "反向之中，m = 1"), during)]
+rows += [
+    (("after backward, m = 8", "反向之后，m = 8"), many_after),
+    (("in backward, m = 8", "反向之中，m = 8"), many_during),
+]
+columns = ["", ("peak, MB", "峰值，MB"), ("most gradients at once, MB", "同时存在的梯度（最多），MB")]
 table(columns, [(n, round(m.peak_bytes / 1e6, 2), round(max(m.series()["gradient"]) / 1e6, 2)) for n, m in rows])
 
 # %% [markdown]
 # <div lang="en">
 #
-# The same weights, and of 3.3 MB of gradients hardly any at a time. But with accumulation there is nothing to hook: the first micro-batch would already move the weights, and the second would compute its gradient at another place. The two don't go together. Neither does one clip over all gradients.
+# The same weights, and at most 0.26 MB of gradients at a time instead of 3.27. The peak falls less, from 6.77 to 6.13 MB, and with 8 sequences not at all: it then lies where backward begins, before the gradients are there. It pays where weights outweigh activations.
+#
+# With accumulation the hook fires at every micro-batch: the first would already move the weights, and the second would compute its gradient elsewhere. One clip over all gradients is out too: its norm is known only when all are there.
 #
 # </div>
 # <div lang="zh">
 #
-# 权重相同，而 3.3 MB 的梯度几乎从不同时存在。但它与累积合不到一起：第一个微批次就已经移动了权重，第二个便在另一个位置上求梯度。两者不能合用。对全部梯度一起裁剪，也做不到。
+# 权重相同，同时存在的梯度至多 0.26 MB，而不是 3.27 MB。峰值降得没有那么多，从 6.77 到 6.13 MB；有 8 个序列时根本不降：那时峰值落在反向开始之处，梯度还没有来。权重比激活值大得多时，它才划算。
+#
+# 与累积合用时，钩子在每个微批次都会触发：第一个微批次就已经移动了权重，第二个便在另一个位置上求梯度。对全部梯度一起裁剪也不行：梯度都到齐了，才知道范数。
 #
 # </div>
 
@@ -518,12 +559,12 @@ table(columns, [(n, round(m.peak_bytes / 1e6, 2), round(max(m.series()["gradient
 #
 # <div lang="en">
 #
-# Under DDP each backward pass sends all gradients. With 8 micro-batches that is 8 times, of which 7 are for nothing: `no_sync` skips them. Two processes on this machine, counting the bytes of each bucket that is reduced:
+# Under DDP (one process, or **rank**, a device; each sees its own samples) each backward pass sends all gradients. With 8 micro-batches that is 8 times, of which 7 are for nothing: `no_sync` skips them. Two processes on this machine, counting the bytes of each bucket that is reduced:
 #
 # </div>
 # <div lang="zh">
 #
-# 在 DDP 下，每次反向都要发送全部梯度。8 个微批次就发 8 次，其中 7 次是白发的：`no_sync` 可以跳过。在这台机器上开两个进程，数一数每个被归约的桶（bucket）有多少字节：
+# 在 DDP 下，每次反向都要发送全部梯度。8 个微批次就发 8 次，其中 7 次是多余的：`no_sync` 可以跳过。在这台机器上开两个进程，数一数每个被归约的桶（bucket）有多少字节：
 #
 # </div>
 
@@ -540,12 +581,12 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# Across ranks the same trap waits: DDP averages the ranks' gradients, so ranks with few tokens count too much. `AccumulatedStep` adds up the weights of all ranks and scales accordingly; the library's tests compare two processes with one on the whole batch.
+# Across ranks the same trap waits. If each rank divides by its own tokens, DDP takes a mean of means. `AccumulatedStep` keeps sums, counts the tokens of all ranks, and multiplies by ranks / tokens; the library's tests compare two processes with one on the whole batch.
 #
 # </div>
 # <div lang="zh">
 #
-# 跨进程有同样的陷阱：DDP 对各进程的梯度取平均，token 少的进程就占得太重。`AccumulatedStep` 把所有进程的权重加起来，据此缩放；库的测试把两个进程与单进程处理整批做了比较。
+# 跨进程（rank）时，同样的陷阱也在等着。若每个进程除以自己的 token 数，DDP 求的就是平均的平均。`AccumulatedStep` 保留总和，统计所有进程的 token 数，再乘以 ranks / tokens；库的测试把两个进程与单进程处理整批做了比较。
 #
 # </div>
 
@@ -554,18 +595,18 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# Three claims. For the second: 50 samples in micro-batches of 4, a step after every 4 of them.
+# Three claims. For the second: 60 samples in micro-batches of 4, a step after every 4 of them.
 #
 # </div>
 # <div lang="zh">
 #
-# 三条说法。第二条：50 个样本，每个微批次 4 个，每 4 个微批次更新一次。
+# 三条说法。第二条：60 个样本，每个微批次 4 个，每 4 个微批次更新一次。
 #
 # </div>
 
 # %%
 counted, pending = 0, 0
-for number, piece in enumerate(torch.arange(50).split(4)):
+for number, piece in enumerate(torch.arange(60).split(4)):
     pending += len(piece)
     if (number + 1) % 4 == 0:
         counted, pending = counted + pending, 0
@@ -577,7 +618,7 @@ from course_lib.teaching import what_you_may_have_read
 what_you_may_have_read(
     "05",
     f"{100 * errors['mean_of_means']:.0f} %",
-    f"{lost} / 50",
+    f"{lost} / 60",
     f"32 → 1: {peaks[32] / 1e6:.0f} → {peaks[1] / 1e6:.0f} MB, 1/{peaks[32] / peaks[1]:.1f}",
 )
 
@@ -586,12 +627,12 @@ what_you_may_have_read(
 #
 # <div lang="en">
 #
-# On a device small micro-batches leave units idle; the experiment takes the same batch in pieces of different sizes, with fp16, a scaler and clipping. If you have a GPU, this cell measures now.
+# On a device small micro-batches can leave units idle; the experiment measures how much. It takes the same batch in pieces of different sizes, with fp16, a scaler and clipping. If you have a GPU, this cell measures now.
 #
 # </div>
 # <div lang="zh">
 #
-# 在设备上，微批次太小会让计算单元闲着；实验用不同大小的块处理同一个批次，带 fp16、缩放器和裁剪。有 GPU 时，这个单元格会现场测量。
+# 在设备上，微批次太小可能让计算单元闲着；这个实验测量闲置多少，它把同一个批次拆成大小不同的份，带 fp16、缩放器和裁剪。有 GPU 时，这个单元格会现场测量。
 #
 # </div>
 
@@ -610,7 +651,7 @@ on_gpu("05")
 # </div>
 # <div lang="zh">
 #
-# **练习 1。** 这个循环的归一化有错，大小相等时看不出来。修好它：`accumulate(model, loss_sum, pieces)` 要在 `.grad` 里留下整批的梯度。检查用的各份权重不等，其中一份为零。
+# **练习 1。** 这个循环的归一化有错，各份大小相等时看不出来。修好它：`accumulate(model, loss_sum, pieces)` 要在 `.grad` 里留下整批的梯度。检查用的各份权重不等，其中一份为零。
 #
 # </div>
 
@@ -672,7 +713,7 @@ exercises.check_largest_micro_batch((1000 - (500 - 2 * slope)) // slope)
 # </div>
 # <div lang="zh">
 #
-# **练习 3。** $m$ 个样本的微批次要 $5 + m$ 毫秒：5 毫秒用于启动，每个样本 1 毫秒。一步有 64 个样本。在 1、2、4、8、16、32、64 之中，哪个是最小的微批次，使每秒样本数至少达到最大者的 80 %？
+# **练习 3。** $m$ 个样本的微批次要 $5 + m$ 毫秒：5 毫秒用于启动，每个样本 1 毫秒。一步有 64 个样本。在 1、2、4、8、16、32、64 这些微批次之中，每秒样本数至少达到最大微批次的 80 % 的，最小是哪一个？
 #
 # </div>
 
@@ -695,20 +736,20 @@ exercises.check_fast_micro_batch(min(fast))
 # - The peak is a floor plus a slope times the micro-batch. Weights, gradients and optimizer state don't shrink.
 # - Clip once, after unscaling; step once; update the scaler once; keep the remainder.
 # - BatchNorm sees pieces. Updating inside backward frees gradients, and excludes accumulation.
-# - Under DDP only the last micro-batch synchronises, and tokens are counted over all ranks.
+# - Under DDP let only the last micro-batch synchronise (`no_sync`), and count tokens over all ranks.
 #
 # **Next:** lesson 06 lets the operator itself forget.
 #
 # </div>
 # <div lang="zh">
 #
-# - 把损失的总和加起来，除一次，除以全部 token 数。只要 token 数不等，平均的平均就是错的。
+# - 把损失的总和加起来，只除一次，除以全部 token 数。只要 token 数不等，平均的平均就是错的。
 # - 峰值是下限加上斜率乘以微批次。权重、梯度和优化器状态不会缩小。
-# - 还原缩放之后裁剪一次；更新一次；缩放器更新一次；不丢掉余下的。
-# - BatchNorm 看见的是一份一份的数据。在反向之中更新可以省下梯度，但不能与累积合用。
-# - 在 DDP 下，只有最后一个微批次同步，token 数要对所有进程统计。
+# - 还原缩放之后，只裁剪一次；优化器只更新一次；缩放器只更新一次；最后不满一组的，不要丢掉。
+# - BatchNorm 看见的是一份一份的数据。在反向之中更新，可以及时释放梯度，但不能与累积合用。
+# - 在 DDP 下，只让最后一个微批次同步（`no_sync`），token 数要对所有进程统计。
 #
-# **下一步**：第 06 课让算子自己忘掉。
+# **下一步**：第 06 课让算子自己来忘。
 #
 # </div>
 
