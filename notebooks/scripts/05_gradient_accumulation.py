@@ -280,14 +280,17 @@ names = {4: ("m = 4, measured first", "m = 4，先测"), 8: ("m = 8, measured fi
 predictions([(names.get(size, f"m = {size}"), predicted[size], peak) for size, peak in peaks.items()])
 
 # %%
+parts = ("parameter", "optimizer", "gradient", "activation", "temporary")
+stacks = {part: [meter.at_peak()[part] / 1e6 for meter in meters.values()] for part in parts}
+line = [value / 1e6 for value in predicted.values()]
 title = ("Activations shrink with the micro-batch; the floor stays", "激活值随微批次缩小，下限不变")
+
+# %%
 drawn, ax = figure(title, height=3.6)
 bottom = [0.0] * len(meters)
-for category in ("parameter", "optimizer", "gradient", "activation", "temporary"):
-    part = [meter.at_peak()[category] / 1e6 for meter in meters.values()]
-    ax.bar(range(6), part, bottom=bottom, color=COLORS[category], width=0.6, label=category_label(category))
-    bottom = [below + more for below, more in zip(bottom, part, strict=True)]
-line = [value / 1e6 for value in predicted.values()]
+for part, stack in stacks.items():
+    ax.bar(range(6), stack, bottom=bottom, color=COLORS[part], width=0.6, label=category_label(part))
+    bottom = [below + more for below, more in zip(bottom, stack, strict=True)]
 ax.plot(range(6), line, color=COLORS["predicted"], label=text("predicted", "预测"))
 ax.set_xticks(range(6), [str(size) for size in meters])
 ax.set(xlabel=text("m, doubled each time", "m，每次加倍"), ylabel=text("peak, MB", "峰值，MB"), ylim=(0, 100))
