@@ -270,6 +270,7 @@ def step_meter(size):
     return meter
 
 
+# %%
 meters = {size: step_meter(size) for size in (1, 2, 4, 8, 16, 32)}
 peaks = {size: meter.peak_bytes for size, meter in meters.items()}
 slope = (peaks[8] - peaks[4]) / 4
