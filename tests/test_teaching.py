@@ -576,6 +576,33 @@ def test_the_checks_of_lesson_05_tell_right_from_wrong():
     assert not any(exercises.check_fast_micro_batch(wrong) for wrong in (None, 8, 32, 64, "16"))
 
 
+def test_the_checks_of_lesson_06_tell_right_from_wrong():
+    torch = pytest.importorskip("torch")
+
+    def in_blocks(scores, block, rescale=True):
+        largest, total = scores.new_full(scores.shape[:1], float("-inf")), scores.new_zeros(scores.shape[:1])
+        for part in scores.split(block, dim=1):
+            new = torch.maximum(largest, part.amax(1))
+            total = total * ((largest - new).exp() if rescale else 1) + (part - new[:, None]).exp().sum(1)
+            largest = new
+        return largest + total.log()
+
+    assert exercises.check_log_sum_exp(in_blocks)
+    for wrong in (
+        None,
+        lambda scores, block: scores.exp().sum(1).log(),
+        lambda scores, block: torch.logsumexp(scores, 1),
+        lambda scores, block: in_blocks(scores, block, rescale=False),
+        lambda scores, block: 3,
+    ):
+        assert not exercises.check_log_sum_exp(wrong)
+    assert exercises.check_probabilities(lambda q, k, lse: (q @ k.T / q.shape[1] ** 0.5 - lse[:, None]).exp())
+    for wrong in (None, lambda q, k, lse: q @ k.T, lambda q, k, lse: (q @ k.T).softmax(1), lambda q, k, lse: lse):
+        assert not exercises.check_probabilities(wrong)
+    assert exercises.check_grouped_bytes(84_410_368)
+    assert not any(exercises.check_grouped_bytes(wrong) for wrong in (None, 83_886_080, 84_148_224, 84.410368))
+
+
 def test_two_processes_reduce_the_gradients_once_or_for_every_micro_batch():
     parameter_bytes, sent = teaching.ddp_bytes(micro_batches=3)
     assert sent == {True: parameter_bytes, False: 3 * parameter_bytes}

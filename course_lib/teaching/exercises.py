@@ -674,5 +674,90 @@ def check_fast_micro_batch(answer: Any) -> Verdict:
     )
 
 
+# Lesson 06 ------------------------------------------------------------------------------------------------------------
+
+
+def check_log_sum_exp(function: Any) -> Verdict:
+    """Lesson 06: the log-sum-exp of each row over blocks of columns, for large scores too, in one pass."""
+    import torch
+
+    hint = (
+        "Keep a running maximum and a running sum; rescale the sum when the maximum rises.",
+        "记住当前最大值和当前总和；最大值上升时，把总和重新缩放。",
+    )
+    scores = torch.linspace(-3, 3, 60).sin().view(4, 15) * torch.tensor([[1.0], [10.0], [500.0], [1000.0]])
+    widest = [0]
+
+    class Watched(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, operator, types, args=(), kwargs=None):
+            result = operator(*args, **(kwargs or {}))
+            if operator in (torch.exp, torch.Tensor.exp, torch.logsumexp, torch.Tensor.logsumexp):
+                widest[0] = max(widest[0], args[0].shape[-1] if args[0].ndim > 1 else 1)
+            return result
+
+    try:
+        with Watched():
+            found = function(scores.clone(), 4)
+    except Exception as error:
+        return Verdict(False, (f"It raised {error!r}.", f"它抛出了 {error!r}。"), hint)
+    if not isinstance(found, torch.Tensor) or found.numel() != 4:
+        return Verdict(False, ("One number a row is wanted.", "每一行应返回一个数。"), hint)
+    if not found.isfinite().all():
+        return Verdict(False, ("Large scores overflow.", "分数大时溢出了。"), hint)
+    if not torch.allclose(found.flatten(), torch.logsumexp(scores, 1), atol=1e-4):
+        return Verdict(False, ("The numbers are not the log-sum-exps.", "这些数不是对数求和指数。"), hint)
+    if widest[0] > 4:
+        message = ("Right numbers, but a whole row was taken at once.", "数是对的，但一次取了整行。")
+        return Verdict(False, message, hint)
+    return Verdict(True, ("Right, in blocks, and without overflow.", "正确，分块计算，也不溢出。"))
+
+
+def check_probabilities(function: Any) -> Verdict:
+    """Lesson 06: P of one head from Q, K and the log-sum-exp."""
+    import torch
+
+    hint = ("p = exp(s - lse), with s = q·k / √d.", "p = exp(s - lse)，其中 s = q·k / √d。")
+    q, k = (torch.linspace(-2, 2, 80).view(5, 16) * factor for factor in (1.0, -1.5))
+    scores = q @ k.T / 4
+    try:
+        found = function(q, k, torch.logsumexp(scores, 1))
+    except Exception as error:
+        return Verdict(False, (f"It raised {error!r}.", f"它抛出了 {error!r}。"), hint)
+    if not isinstance(found, torch.Tensor) or found.shape != (5, 5):
+        return Verdict(False, ("A matrix (n, n) is wanted.", "需要一个 (n, n) 的矩阵。"), hint)
+    if not torch.allclose(found, scores.softmax(1), atol=1e-5):
+        sums = found.sum(1)
+        if torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
+            return Verdict(False, ("Rows sum to 1, but the probabilities differ.", "每行和为 1，但概率不对。"), hint)
+        return Verdict(False, ("Rows do not sum to 1.", "每行的和不是 1。"), hint)
+    return Verdict(True, ("Right: softmax without a softmax.", "正确：不用 softmax 的 softmax。"))
+
+
+def check_grouped_bytes(answer: Any) -> Verdict:
+    """Lesson 06: bytes that flash attention keeps, 32 query heads on 8, d = 128, 4096 tokens, bf16."""
+    one = 4096 * 128 * 2
+    right = 80 * one + 32 * 4096 * 4
+    return expect_number(
+        answer,
+        right,
+        wrong_answers={
+            128 * one + 32 * 4096 * 4: ("K and V have 8 heads, not 32.", "K 和 V 有 8 个头，不是 32 个。"),
+            80 * one: ("The log-sum-exp is missing.", "漏了对数求和指数。"),
+            80 * one + 32 * 4096 * 2: ("The log-sum-exp is fp32.", "对数求和指数是 fp32。"),
+            80 * one + 2 * 32 * 4096 * 4: ("One number a row, not two.", "每行一个数，不是两个。"),
+            48 * one + 32 * 4096 * 4: ("The output is kept as well.", "输出也要保存。"),
+            right / 10**6: ("That is in MB. Give bytes.", "这是以 MB 为单位的数，请给出字节数。"),
+        },
+        why=(
+            "Q and O with 32 heads, K and V with 8, and 4 bytes a row.",
+            "Q 和 O 有 32 个头，K 和 V 有 8 个，再加每行 4 字节。",
+        ),
+        hint=(
+            "Which tensors does section 6.4 list, and how many heads has each?",
+            "6.4 节列出了哪些张量？各有几个头？",
+        ),
+    )
+
+
 # Everything public in here, so that a new check needs no second entry elsewhere.
 __all__ = ["Verdict", "expect_number", *sorted(name for name in globals() if name.startswith("check_"))]

@@ -189,6 +189,42 @@ _CLAIMS = {
             ),
         ),
     ),
+    "06": (
+        (
+            ("Flash keeps the maximum m and the sum l of each row.", "Flash 为每一行保存最大值 m 和总和 l。"),
+            ("vectors of one number a row among what is saved", "所保存的张量里，每行一个数的向量有几个"),
+            (
+                "The first paper's algorithm did. One is enough: their log-sum-exp.",
+                "第一篇论文的算法是这样。一个就够了：两者合成的对数求和指数。",
+            ),
+        ),
+        (
+            ("In half precision everything takes two bytes.", "半精度下，一切都是两个字节。"),
+            ("dtype of that vector for bf16 inputs", "输入为 bf16 时这个向量的 dtype"),
+            ("Not the statistics: four bytes a row.", "统计量不是：每行四个字节。"),
+        ),
+        (
+            ("Backward does twice the FLOPs of forward.", "反向的 FLOPs 是前向的两倍。"),
+            ("FLOPs of flash attention, backward against forward", "flash 注意力的 FLOPs，反向与前向之比"),
+            ("Five products instead of two: P is computed again.", "五次乘法对两次：P 要再算一遍。"),
+        ),
+        (
+            ("Checkpointed attention saves 50 to 80 %.", "给注意力加检查点，能省 50 到 80 %。"),
+            (
+                "share of the peak saved with 1 / 3 / 6 layers, a checkpoint each",
+                "1 / 3 / 6 层、每层一个检查点时，峰值省下的比例",
+            ),
+            (
+                "It depends on how many layers there are: with one, nothing (lesson 02).",
+                "取决于有几层：只有一层时，什么也不省（第 02 课）。",
+            ),
+        ),
+        (
+            ("FlashAttention takes linear time.", "FlashAttention 的时间是线性的。"),
+            ("twice the tokens: bytes kept / FLOPs", "token 数加倍：保存的字节 / FLOPs"),
+            ("Its memory is. FLOPs stay quadratic.", "线性的是内存。FLOPs 仍是平方级。"),
+        ),
+    ),
 }
 
 

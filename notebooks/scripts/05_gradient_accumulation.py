@@ -742,7 +742,7 @@ exercises.check_fast_micro_batch(min(fast))
 # - BatchNorm sees pieces. Updating inside backward frees gradients, and excludes accumulation.
 # - Under DDP let only the last micro-batch synchronise (`no_sync`), and count tokens over all ranks.
 #
-# **Next:** lesson 06 lets the operator itself forget.
+# **Next:** [lesson 06](06_flash_attention.ipynb) lets the operator itself forget.
 #
 # </div>
 # <div lang="zh">
@@ -753,7 +753,7 @@ exercises.check_fast_micro_batch(min(fast))
 # - BatchNorm 看见的是一份一份的数据。在反向之中更新，可以及时释放梯度，但不能与累积合用。
 # - 在 DDP 下，只让最后一个微批次同步（`no_sync`），token 数要对所有进程统计。
 #
-# **下一步**：第 06 课让算子自己来忘。
+# **下一步**：[第 06 课](06_flash_attention.ipynb)让算子自己来忘。
 #
 # </div>
 

@@ -1,0 +1,454 @@
+"""Flash attention in Triton: one kernel forward, three backward.
+
+A kernel runs as many copies of itself, called program instances. Each owns one block of rows, loads it once and walks
+over the other operand tile by tile. The scores live in one tile on the chip; no matrix of n_q x n_k numbers is written.
+
+    forward_kernel            one block of queries, walks over keys and values     writes O and the log-sum-exp
+    row_dots_kernel           one block of queries                                 writes D = rowsum(dO * O)
+    keys_backward_kernel      one block of keys, walks over queries                writes dK and dV
+    queries_backward_kernel   one block of queries, walks over keys and values     writes dQ
+
+Both backward walks compute the weights again, P = exp(scale * Q K^T - lse). From there, with dP = dO V^T,
+
+    dV = P^T dO        dS = P * (dP - D)        dQ = scale * dS K        dK = scale * dS^T Q
+
+Everything is counted in powers of two: exp(x) = 2^(x * log2(e)), with log2(e) folded into the scale, since the chip has
+an instruction for 2^x and none for e^x.
+
+Source: Dao 2023, arXiv:2307.08691, algorithms 1 and 2, but with dQ in a kernel of its own, so that no two instances
+write to the same place: no atomic additions, and the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # where there is no Triton this module still imports, and `why_not` says why nothing runs
+    triton = tl = None
+
+__all__ = ["backward", "forward", "why_not"]
+
+jit = triton.jit if triton else lambda function: function
+# With TRITON_INTERPRET=1 in the environment when Triton was imported, Triton's own functions are not compiled either.
+INTERPRETED = triton is not None and not isinstance(tl.sum, triton.JITFunction)
+# Kernels may read no variables from outside themselves but such constants.
+constant = tl.constexpr if triton else float
+WIDEN = constant(INTERPRETED)
+LOG2_E = constant(math.log2(math.e))
+LN_2 = constant(math.log(2))
+
+
+# ---- pieces that the kernels share; each is inlined where it is called
+
+
+@jit
+def tile_of(tensor, strides, batch, head, first, n, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Where rows first .. first + BLOCK of one head lie in a tensor (batch, heads, n, D), and which entries exist.
+
+    Both are (BLOCK, BLOCK_D); BLOCK_D is the next power of two from D on, as Triton wants it.
+    """
+    # 64 bits: an offset may pass 2^31 though every index is small.
+    start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+    start += tl.cast(first, tl.int64) * strides[2]
+    rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    within = rows.to(tl.int64)[:, None] * strides[2] + columns.to(tl.int64)[None, :] * strides[3]
+    return tensor + start + within, (first + rows < n)[:, None] & (columns < D)[None, :]
+
+
+@jit
+def load_tile(tensor, strides, batch, head, first, n, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """That tile, (BLOCK, BLOCK_D), with zeros for what does not exist."""
+    pointers, exists = tile_of(tensor, strides, batch, head, first, n, D, BLOCK, BLOCK_D)
+    return tl.load(pointers, mask=exists, other=0.0)
+
+
+@jit
+def store_tile(
+    tile, tensor, strides, batch, head, first, n, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """The converse of load_tile; what does not exist is dropped."""
+    pointers, exists = tile_of(tensor, strides, batch, head, first, n, D, BLOCK, BLOCK_D)
+    tl.store(pointers, tile.to(tensor.dtype.element_ty), mask=exists)
+
+
+@jit
+def row_offset(batch, head, heads, n):
+    """Where one head's rows start in a contiguous tensor (batch, heads, n)."""
+    return (tl.cast(batch, tl.int64) * heads + head) * n
+
+
+@jit
+def load_lse(lse, rows, n_q):
+    """Log-sum-exps of some rows, in powers of two; +inf where a row saw nothing or does not exist, so that P = 0."""
+    values = tl.load(lse + rows, mask=rows < n_q, other=float("inf"))
+    return tl.where(values == float("-inf"), float("inf"), values * LOG2_E)
+
+
+@jit
+def product(a, b, onto=None):
+    """The matrix product a b in fp32, added to `onto` if given."""
+    if WIDEN:  # the interpreter would multiply the bits of bf16 numbers as if they were integers
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    # "ieee": without it a GPU rounds fp32 operands to TF32, which keeps 10 bits of 23, and gradients show it. It is
+    # slower, and says nothing about fp16 and bf16, whose products are exact in fp32.
+    return tl.dot(a, b, onto, input_precision="ieee")
+
+
+@jit
+def visible(queries, keys, n_q, n_k, CAUSAL: tl.constexpr):
+    """Which keys exist and, if causal, are no later than the query, counting both from the end."""
+    if CAUSAL:
+        return (keys < n_k) & (keys <= queries + n_k - n_q)
+    else:
+        return keys < n_k
+
+
+@jit
+def keys_to_visit(first_q, n_q, n_k, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Keys 0 .. inner form whole tiles that each query of the block sees; keys inner .. end need a mask; later ones
+    are seen by none."""
+    if CAUSAL:
+        seen_by_first = tl.minimum(tl.maximum(first_q + 1 + n_k - n_q, 0), n_k)
+        seen_by_last = tl.minimum(tl.maximum(first_q + BLOCK_Q + n_k - n_q, 0), n_k)
+        return seen_by_first // BLOCK_K * BLOCK_K, seen_by_last
+    else:
+        return n_k // BLOCK_K * BLOCK_K, n_k
+
+
+@jit
+def queries_to_visit(first_k, n_q, n_k, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Queries before start see no key of the block; start .. inner need a mask; from inner on each sees all of it.
+
+    Keys past n_k need no mask here: they spoil their own rows of dK and dV only, which are not stored.
+    """
+    if CAUSAL:
+        first_seeing_one = tl.minimum(tl.maximum(first_k + n_q - n_k, 0), n_q)
+        first_seeing_all = tl.minimum(tl.maximum(first_k + BLOCK_K - 1 + n_q - n_k, 0), n_q)
+        return first_seeing_one // BLOCK_Q * BLOCK_Q, tl.cdiv(first_seeing_all, BLOCK_Q) * BLOCK_Q
+    else:
+        return 0, 0
+
+
+# ---- forward
+
+
+@jit
+def forward_kernel(
+    q, k, v, o, lse,
+    q_strides, k_strides, v_strides, o_strides,
+    n_q, n_k, group, scale_log2,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One instance: BLOCK_Q queries of one head.
+
+    Reads:   q (BLOCK_Q, D) once; k and v (n_k, D) in tiles (BLOCK_K, D), up to the diagonal if causal.
+    Writes:  o (BLOCK_Q, D) and lse (BLOCK_Q,), once, at the end.
+    On chip: the queries and one tile of keys and of values; scores and weights (BLOCK_Q, BLOCK_K); in fp32 the running
+             output (BLOCK_Q, D), maximum (BLOCK_Q,) and sum (BLOCK_Q,).
+    """
+    # Later queries see more keys: the longest walks start first, so that short ones fill the gaps at the end.
+    first_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
+    head, batch = tl.program_id(1), tl.program_id(2)
+    kv_head = head // group
+    query = load_tile(q, q_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
+    rows = first_q + tl.arange(0, BLOCK_Q)
+
+    out = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_Q,), tl.float32)
+
+    inner, end = keys_to_visit(first_q, n_q, n_k, CAUSAL, BLOCK_Q, BLOCK_K)
+    for EDGE in tl.static_range(2):  # written out twice by the compiler: tiles without a mask, then tiles with one
+        for first_k in range(inner if EDGE else 0, end if EDGE else inner, BLOCK_K):
+            key = load_tile(k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
+            value = load_tile(v, v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
+            scores = product(query, tl.trans(key)) * scale_log2  # (BLOCK_Q, BLOCK_K)
+            if EDGE:
+                columns = first_k + tl.arange(0, BLOCK_K)
+                seen = visible(rows[:, None], columns[None, :], n_q, n_k, CAUSAL)
+                scores = tl.where(seen, scores, float("-inf"))
+
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            # A row that has seen nothing yet has -inf here, and -inf - -inf is NaN: it subtracts 0 instead.
+            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            weights = tl.exp2(scores - shift[:, None])
+            shrink = tl.exp2(largest - shift)  # what the old sums are worth under the new maximum
+            total = total * shrink + tl.sum(weights, 1)
+            out = product(weights.to(value.dtype), value, out * shrink[:, None])
+            largest = new_largest
+
+    total = tl.where(total == 0.0, 1.0, total)  # a row that saw nothing: o = 0 / 1, lse = -inf + log2(1)
+    store_tile(out / total[:, None], o, o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
+    at = row_offset(batch, head, tl.num_programs(1), n_q)
+    tl.store(lse + at + rows, (largest + tl.log2(total)) * LN_2, mask=rows < n_q)
+
+
+# ---- backward
+
+
+@jit
+def row_dots_kernel(
+    grad_o, o, row_dots,
+    grad_o_strides, o_strides,
+    n_q,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """One instance: BLOCK_Q queries of one head.
+
+    Reads:   grad_o and o (BLOCK_Q, D).
+    Writes:  row_dots (BLOCK_Q,) = rowsum(grad_o * o): what the softmax's gradient takes off every score of a row.
+    On chip: both blocks.
+    """
+    first_q, head, batch = tl.program_id(0) * BLOCK_Q, tl.program_id(1), tl.program_id(2)
+    rows = first_q + tl.arange(0, BLOCK_Q)
+    grad = load_tile(grad_o, grad_o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
+    out = load_tile(o, o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
+    dots = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(row_dots + row_offset(batch, head, tl.num_programs(1), n_q) + rows, dots, mask=rows < n_q)
+
+
+@jit
+def keys_backward_kernel(
+    q, k, v, grad_o, lse, row_dots, grad_k, grad_v,
+    q_strides, k_strides, v_strides, grad_o_strides, grad_k_strides, grad_v_strides,
+    n_q, n_k, group, scale, scale_log2,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One instance: BLOCK_K keys of one key-value head, for all query heads that share it.
+
+    Reads:   k and v (BLOCK_K, D) once; for each of `group` query heads q and grad_o (n_q, D) in tiles (BLOCK_Q, D),
+             lse and row_dots (n_q,) in pieces (BLOCK_Q,); from the diagonal on if causal.
+    Writes:  grad_k and grad_v (BLOCK_K, D), once, at the end.
+    On chip: the keys and values, one tile of queries and of output gradients; weights, their gradients and those of
+             the scores (BLOCK_K, BLOCK_Q); in fp32 the running grad_k and grad_v (BLOCK_K, D).
+    """
+    first_k, kv_head, batch = tl.program_id(0) * BLOCK_K, tl.program_id(1), tl.program_id(2)
+    key = load_tile(k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
+    value = load_tile(v, v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
+    columns = first_k + tl.arange(0, BLOCK_K)
+
+    key_grad = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    value_grad = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+
+    start, inner = queries_to_visit(first_k, n_q, n_k, CAUSAL, BLOCK_Q, BLOCK_K)
+    for head in range(kv_head * group, (kv_head + 1) * group):
+        at = row_offset(batch, head, tl.num_programs(1) * group, n_q)
+        for EDGE in tl.static_range(2):
+            for first_q in range(start if EDGE else inner, inner if EDGE else n_q, BLOCK_Q):
+                rows = first_q + tl.arange(0, BLOCK_Q)
+                query = load_tile(q, q_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
+                out_grad = load_tile(grad_o, grad_o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
+                dots = tl.load(row_dots + at + rows, mask=rows < n_q, other=0.0)
+
+                # All transposed, keys down and queries across: the sums over queries are then plain products.
+                scores = product(key, tl.trans(query)) * scale_log2  # (BLOCK_K, BLOCK_Q)
+                if EDGE:
+                    seen = visible(rows[None, :], columns[:, None], n_q, n_k, CAUSAL)
+                    scores = tl.where(seen, scores, float("-inf"))
+                weights = tl.exp2(scores - load_lse(lse + at, rows, n_q)[None, :])
+                value_grad = product(weights.to(out_grad.dtype), out_grad, value_grad)
+
+                weight_grads = product(value, tl.trans(out_grad))
+                score_grads = weights * (weight_grads - dots[None, :])
+                key_grad = product(score_grads.to(query.dtype), query, key_grad)
+
+    store_tile(key_grad * scale, grad_k, grad_k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
+    store_tile(value_grad, grad_v, grad_v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
+
+
+@jit
+def queries_backward_kernel(
+    q, k, v, grad_o, lse, row_dots, grad_q,
+    q_strides, k_strides, v_strides, grad_o_strides, grad_q_strides,
+    n_q, n_k, group, scale, scale_log2,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One instance: BLOCK_Q queries of one head.
+
+    Reads:   q and grad_o (BLOCK_Q, D), lse and row_dots (BLOCK_Q,), once; k and v (n_k, D) in tiles (BLOCK_K, D), up
+             to the diagonal if causal.
+    Writes:  grad_q (BLOCK_Q, D), once, at the end.
+    On chip: the queries and output gradients, one tile of keys and of values; weights, their gradients and those of
+             the scores (BLOCK_Q, BLOCK_K); in fp32 the running grad_q (BLOCK_Q, D).
+    """
+    first_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q  # the longest walks first, as in the forward
+    head, batch = tl.program_id(1), tl.program_id(2)
+    kv_head = head // group
+    query = load_tile(q, q_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
+    out_grad = load_tile(grad_o, grad_o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
+    rows = first_q + tl.arange(0, BLOCK_Q)
+    at = row_offset(batch, head, tl.num_programs(1), n_q)
+    row_lse = load_lse(lse + at, rows, n_q)
+    dots = tl.load(row_dots + at + rows, mask=rows < n_q, other=0.0)
+
+    query_grad = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+
+    inner, end = keys_to_visit(first_q, n_q, n_k, CAUSAL, BLOCK_Q, BLOCK_K)
+    for EDGE in tl.static_range(2):
+        for first_k in range(inner if EDGE else 0, end if EDGE else inner, BLOCK_K):
+            key = load_tile(k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
+            value = load_tile(v, v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
+            scores = product(query, tl.trans(key)) * scale_log2  # (BLOCK_Q, BLOCK_K)
+            if EDGE:
+                columns = first_k + tl.arange(0, BLOCK_K)
+                seen = visible(rows[:, None], columns[None, :], n_q, n_k, CAUSAL)
+                scores = tl.where(seen, scores, float("-inf"))
+            weights = tl.exp2(scores - row_lse[:, None])
+            weight_grads = product(out_grad, tl.trans(value))
+            score_grads = weights * (weight_grads - dots[:, None])
+            query_grad = product(score_grads.to(key.dtype), key, query_grad)
+
+    store_tile(query_grad * scale, grad_q, grad_q_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
+
+
+# ---- block sizes
+
+
+def _fitting(configs: list, arguments: dict[str, Any], **options: Any) -> list:
+    """Those configurations whose tiles a GPU can be expected to hold, and the smallest in any case."""
+    itemsize = arguments["q"].element_size()
+
+    def fits(config: Any) -> bool:
+        rows = max(config.kwargs["BLOCK_Q"], config.kwargs["BLOCK_K"])
+        tile_bytes = rows * options["BLOCK_D"] * itemsize
+        # Exact fp32 products use no tensor cores: larger tiles spill registers and take half a minute to compile.
+        return tile_bytes <= 32 * 1024 if itemsize == 2 else tile_bytes <= 16 * 1024 and rows <= 32
+
+    return [config for config in configs if fits(config)] or configs[-1:]
+
+
+def _tuned(kernel: Any) -> Any:
+    """The kernel, with block sizes chosen by trying each configuration for each new size of problem.
+
+    A configuration is BLOCK_Q, BLOCK_K, warps (of 32 threads) an instance, and stages: how many tiles the loop has in
+    flight, so that it loads the next one while it computes with this one. Those that a GPU has no room for lose.
+    """
+    sizes = [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 4, 3),
+             (32, 32, 4, 2), (16, 16, 4, 1)]  # fmt: skip
+    configs = [
+        triton.Config({"BLOCK_Q": block_q, "BLOCK_K": block_k}, num_warps=warps, num_stages=stages)
+        for block_q, block_k, warps, stages in sizes
+    ]
+    key = ["n_q", "n_k", "D", "CAUSAL"]
+    return triton.autotune(configs, key, prune_configs_by={"early_config_prune": _fitting})(kernel)
+
+
+if triton and not INTERPRETED:
+    TUNED = {kernel: _tuned(kernel) for kernel in (forward_kernel, keys_backward_kernel, queries_backward_kernel)}
+
+
+def _with_blocks(kernel: Any, block_q: int | None, block_k: int | None) -> tuple[Any, dict[str, int]]:
+    """The kernel to launch and the options that say its block sizes; none for a kernel that tunes itself."""
+    for name, block in (("block_q", block_q), ("block_k", block_k)):
+        if block is not None and (block < 16 or block & (block - 1)):
+            raise ValueError(f"{name} is {block}, but the kernels need a power of two, at least 16")
+    if block_q is None and block_k is None and not INTERPRETED:
+        return TUNED[kernel], {}
+    block_q, block_k = block_q or 32, block_k or 32
+    warps = 8 if block_q + block_k > 128 else 4  # of 32 threads, which share the instance's tiles
+    return kernel, {"BLOCK_Q": block_q, "BLOCK_K": block_k, "num_warps": warps, "num_stages": 2}
+
+
+# ---- what the rest of the package calls
+
+
+def why_not(q: Tensor) -> str | None:
+    """Half a sentence on why the kernels can't run here on tensors like `q`, or None if they can."""
+    if triton is None:
+        return "Triton is not installed"
+    if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
+        return f"the tensors are on {q.device.type}, and Triton's interpreter is off (TRITON_INTERPRET=1 turns it on)"
+    if q.is_cuda and not INTERPRETED and not torch.version.hip and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "this GPU is older than compute capability 8.0, the oldest that Triton supports"
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the dtype is {str(q.dtype).removeprefix('torch.')}, and the kernels take float32, float16 and bfloat16"
+    if not 16 <= q.shape[-1] <= 256:
+        return f"the head dimension is {q.shape[-1]}, and the kernels take 16 to 256"
+    return None
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, block_q: int | None, block_k: int | None
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T) v, and each row's log-sum-exp.
+
+    Args:
+        q: (batch, heads, n_q, d), fp32, fp16 or bf16, with any strides.
+        k, v: (batch, kv_heads, n_k, d), of q's dtype; kv_heads divides heads.
+        causal: query i sees keys j <= i + n_k - n_q; a row that sees none gives o = 0 and lse = -inf.
+        scale: what the scores are multiplied by.
+        block_q, block_k: rows of a tile, powers of two from 16 on. If neither is given they are tuned on a GPU: the
+            first call for new lengths tries a few, which takes seconds and memory; don't measure that call.
+
+    Returns:
+        o (batch, heads, n_q, d), contiguous, of q's dtype, and lse (batch, heads, n_q), fp32, natural logarithm.
+
+    Raises:
+        ValueError: a block is no power of two, or below 16.
+    """
+    (batch, heads, n_q, d), (_, kv_heads, n_k, _) = q.shape, k.shape
+    kernel, options = _with_blocks(forward_kernel, block_q, block_k)
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    with _device_of(q):
+        kernel[lambda meta: (triton.cdiv(n_q, meta["BLOCK_Q"]), heads, batch)](
+            q, k, v, o, lse, q.stride(), k.stride(), v.stride(), o.stride(),
+            n_q, n_k, heads // kv_heads, scale * math.log2(math.e),
+            CAUSAL=bool(causal), D=d, BLOCK_D=triton.next_power_of_2(d), **options,
+        )  # fmt: skip
+    return o, lse
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    grad_o: Tensor,
+    causal: bool,
+    scale: float,
+    block_q: int | None,
+    block_k: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, contiguous, from that of o and from what `forward` took and returned.
+
+    Raises:
+        ValueError: a block is no power of two, or below 16.
+    """
+    (batch, heads, n_q, d), (_, kv_heads, n_k, _) = q.shape, k.shape
+    over_keys, options = _with_blocks(keys_backward_kernel, block_q, block_k)
+    over_queries, _ = _with_blocks(queries_backward_kernel, block_q, block_k)
+    lse = lse.contiguous()
+    row_dots = torch.empty_like(lse)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    shape = {"D": d, "BLOCK_D": triton.next_power_of_2(d)}
+    numbers = (n_q, n_k, heads // kv_heads, float(scale), scale * math.log2(math.e))
+    with _device_of(q):
+        row_dots_kernel[(triton.cdiv(n_q, 32), heads, batch)](
+            grad_o, o, row_dots, grad_o.stride(), o.stride(), n_q, **shape, BLOCK_Q=32
+        )
+        over_keys[lambda meta: (triton.cdiv(n_k, meta["BLOCK_K"]), kv_heads, batch)](
+            q, k, v, grad_o, lse, row_dots, dk, dv,
+            q.stride(), k.stride(), v.stride(), grad_o.stride(), dk.stride(), dv.stride(),
+            *numbers, CAUSAL=bool(causal), **shape, **options,
+        )  # fmt: skip
+        over_queries[lambda meta: (triton.cdiv(n_q, meta["BLOCK_Q"]), heads, batch)](
+            q, k, v, grad_o, lse, row_dots, dq,
+            q.stride(), k.stride(), v.stride(), grad_o.stride(), dq.stride(),
+            *numbers, CAUSAL=bool(causal), **shape, **options,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+def _device_of(q: Tensor) -> Any:
+    """Triton launches on the current GPU, which need not be the tensors'."""
+    return torch.cuda.device(q.device) if q.is_cuda else nullcontext()

@@ -1,0 +1,724 @@
+"""Tiled attention against float64, the framework's own, the saved-tensor list, the meter and the FLOP counter."""
+
+import math
+import sys
+import types
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import course_lib.attention
+from course_lib.attention import attention_cost, flash, flash_attention, online_softmax, standard_attention, tiled
+from course_lib.checkpoint import checkpoint
+from course_lib.memory import MemoryMeter, attention_saved_bytes, saved_tensors, symbolic
+
+few_examples = settings(max_examples=60, deadline=None)
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def inputs(n_q=7, n_k=None, *, batch=2, heads=4, kv_heads=None, d=8, dtype=torch.float32, size=1.0, seed=0, grad=True):
+    """q, k, v and a gradient of the output, from numbers that the dtype holds exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    n_k, kv_heads = n_k or n_q, kv_heads or heads
+    shapes = [(batch, heads, n_q, d), *[(batch, kv_heads, n_k, d)] * 2, (batch, heads, n_q, d)]
+    q, k, v, grad_o = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    return *((x * factor).requires_grad_(grad) for x, factor in ((q, size), (k, size), (v, 1))), grad_o
+
+
+def run(attention, q, k, v, grad_o, **options):
+    """The output and the gradients of q, k and v."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    o = attention(q, k, v, **options)
+    return o.detach(), *torch.autograd.grad(o, (q, k, v), grad_o)
+
+
+def reference(q, k, v, *, causal=False, scale=None):
+    """Attention written down once more: all scores, each head for itself, in the dtype of the inputs."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        p = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+        return p.nan_to_num(0.0) @ v if not seen.any(-1).all() else p @ v
+    return scores.softmax(-1) @ v
+
+
+def exact(q, k, v, grad_o, **options):
+    return run(reference, q.double(), k.double(), v.double(), grad_o.double(), **options)
+
+
+def relative_error(x, expected):
+    return ((x.double() - expected).norm() / expected.norm()).item()
+
+
+class Sizes(TorchDispatchMode):
+    """The elements of the largest storage that an operator returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, torch.Tensor):
+                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+# ---- the softmax over blocks
+
+
+@few_examples
+@given(n=st.integers(1, 40), block=st.integers(1, 45), size=st.sampled_from([1.0, 100.0]), seed=st.integers(0, 99))
+def test_a_softmax_in_one_pass_over_blocks_is_the_softmax(n, block, size, seed):
+    scores = size * torch.randn(3, 2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    assert_close(online_softmax(scores, block), scores.softmax(-1), rtol=1e-13, atol=1e-300)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_the_softmax_over_blocks_keeps_the_dtype_and_does_not_overflow(dtype):
+    scores = torch.tensor([[-3e4, 0.0, 3e4, 3e4], [-3e4] * 4, [0.0, 1.0, -math.inf, 2.0]], dtype=dtype)
+    p = online_softmax(scores, 3)
+    assert p.dtype == dtype
+    assert_close(p, scores.softmax(-1), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_sum_over_blocks_does_not_stall_in_half_precision(dtype):
+    assert_close(online_softmax(torch.zeros(2, 4096, dtype=dtype), 8), torch.full((2, 4096), 2.0**-12, dtype=dtype))
+
+
+def test_a_row_of_minus_infinity_has_no_probabilities():
+    scores = torch.full((2, 5), -math.inf)
+    scores[1, 3] = 0.0
+    assert online_softmax(scores, 2).tolist() == [[0.0] * 5, [0.0, 0.0, 0.0, 1.0, 0.0]]
+    assert online_softmax(torch.zeros(3, 0), 2).shape == (3, 0)
+
+
+def test_the_softmax_over_blocks_has_the_gradient_of_the_softmax():
+    scores = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: online_softmax(x, 3), scores)
+
+
+@pytest.mark.parametrize(
+    ("scores", "block", "error", "message"),
+    [
+        (torch.ones(3), 0, ValueError, "block is 0; it takes a whole number, 1 or more"),
+        (torch.ones(3), 2.0, TypeError, "block is 2.0; it takes a whole number"),
+        (torch.ones(3, dtype=torch.long), 2, TypeError, "scores is torch.int64 with 1 dimensions; it takes a floating"),
+        (torch.tensor(1.0), 2, TypeError, "scores is torch.float32 with 0 dimensions"),
+        ([1.0], 2, TypeError, "scores is list"),
+    ],
+)
+def test_scores_and_blocks_that_are_none_are_refused(scores, block, error, message):
+    with pytest.raises(error, match=message):
+        online_softmax(scores, block)
+
+
+# ---- the same attention
+
+
+shapes = st.fixed_dictionaries(
+    {
+        "n_q": st.integers(1, 40),
+        "n_k": st.integers(1, 40),
+        "batch": st.integers(1, 2),
+        "heads": st.sampled_from([1, 2, 6]),
+        "kv_heads": st.integers(1, 6),
+        "d": st.sampled_from([1, 5, 16, 64]),
+        "size": st.sampled_from([0.3, 1.0, 3.0]),
+        "seed": st.integers(0, 99),
+    }
+).filter(lambda shape: shape["heads"] % shape["kv_heads"] == 0)
+options = st.fixed_dictionaries({"causal": st.booleans(), "scale": st.sampled_from([None, 0.3, -1.0])})
+blocks = st.fixed_dictionaries({"block_q": st.integers(1, 45), "block_k": st.integers(1, 45)})
+
+
+@few_examples
+@given(shape=shapes, options=options, blocks=blocks)
+def test_tiles_of_any_size_give_the_attention_of_any_shape(shape, options, blocks):
+    case = inputs(dtype=torch.float64, **shape)
+    expected = exact(*case, **options)
+    for found in (run(flash_attention, *case, **options, **blocks), run(standard_attention, *case, **options)):
+        for x, y in zip(found, expected, strict=True):
+            assert_close(x, y, rtol=1e-9, atol=1e-10)
+
+
+def roundings(q, k, v, grad_o, causal):
+    """The norms of O, dQ, dK and dV with all that is added up taken as positive: what one rounding each may do.
+
+    Below a rounding of these an error says nothing: with one key, dQ is 0, and the standard error may be 0 by luck.
+    """
+    q, k, v, grad_o = (x.detach().double() for x in (q, k, v, grad_o))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    p = reference(q, k, torch.eye(k.shape[2], dtype=torch.float64).expand(*k.shape[:2], -1, -1), causal=causal)
+    p = p * (1 + q.abs() @ k.abs().mT * q.shape[3] ** -0.5)  # a relative error of exp is an absolute one of the score
+    dp = grad_o.abs() @ v.abs().mT
+    ds = p * (dp + (p * dp).sum(-1, keepdim=True)) * q.shape[3] ** -0.5
+    sums = p @ v.abs(), ds @ k.abs(), ds.mT @ q.abs(), p.mT @ grad_o.abs()
+    return [torch.finfo(torch.float64).tiny + x.norm().item() for x in sums]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@few_examples
+@given(shape=shapes, blocks=blocks, causal=st.booleans())
+def test_errors_are_at_most_twice_the_standard_ones_and_three_times_in_gradients(dtype, shape, blocks, causal):
+    case = inputs(dtype=dtype, **shape | {"size": 1.0})
+    expected = exact(*case, causal=causal)
+    standard = run(standard_attention, *case, causal=causal)
+    found = run(flash_attention, *case, causal=causal, **blocks)
+    for factor, x, y, z, sums in zip((2, 3, 3, 3), found, standard, expected, roundings(*case, causal), strict=True):
+        assert x.dtype == dtype
+        error, allowed = ((a.double() - z).norm().item() for a in (x, y))
+        assert error <= factor * allowed + torch.finfo(dtype).eps * sums
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_errors_at_a_length_of_many_tiles_are_no_larger_than_the_standard_ones_allow(dtype, causal):
+    case = inputs(300, batch=1, heads=2, d=32, dtype=dtype)
+    expected = exact(*case, causal=causal)
+    standard = run(standard_attention, *case, causal=causal)
+    found = run(flash_attention, *case, causal=causal, block_q=64, block_k=96)
+    for factor, x, y, z in zip((2, 3, 3, 3), found, standard, expected, strict=True):
+        assert relative_error(x, z) <= factor * relative_error(y, z)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2)])
+@pytest.mark.parametrize(("n_q", "n_k"), [(5, 5), (3, 6), (6, 3)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_gradient_is_the_numerical_one(n_q, n_k, causal, heads, kv_heads):
+    q, k, v, _ = inputs(n_q, n_k, batch=1, heads=heads, kv_heads=kv_heads, d=2, dtype=torch.float64)
+    for attention in (lambda *x: flash_attention(*x, causal=causal, block_q=2, block_k=4), standard_attention):
+        assert torch.autograd.gradcheck(attention, (q, k, v), fast_mode=True)
+
+
+@pytest.mark.parametrize(("n_q", "n_k"), [(33, 33), (20, 50), (1, 50)])
+def test_causal_is_aligned_to_the_bottom_right_as_the_frameworks_bias(n_q, n_k):
+    q, k, v, _ = inputs(n_q, n_k, grad=False)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(n_q, n_k))
+    assert_close(flash_attention(q, k, v, causal=True, block_q=8, block_k=16), expected)
+    assert_close(standard_attention(q, k, v, causal=True), expected)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_grouped_queries_share_keys_as_the_frameworks_do(kv_heads):
+    *case, grad_o = inputs(20, heads=4, kv_heads=kv_heads)
+    expected = run(F.scaled_dot_product_attention, *case, grad_o, enable_gqa=True)
+    assert_close(run(flash_attention, *case, grad_o, block_q=8), expected)
+    assert_close(run(standard_attention, *case, grad_o), expected)
+
+
+@pytest.mark.parametrize("attention", [flash_attention, standard_attention])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_that_see_no_key_give_zeros_and_take_no_part_in_gradients(attention, dtype):
+    case = inputs(9, 4, dtype=dtype)
+    o, dq, dk, dv = run(attention, *case, causal=True)
+    assert not o[:, :, :5].any() and not dq[:, :, :5].any() and o[:, :, 5:].all()
+    q, k, v, grad_o = case
+    below = run(attention, q[:, :, 5:], k, v, grad_o[:, :, 5:], causal=True)
+    assert_close((o[:, :, 5:], dq[:, :, 5:], dk, dv), below)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_scores_too_large_for_exp_or_for_the_dtype_do_not_overflow(dtype):
+    q, k, v, grad_o = inputs(20, d=64, dtype=dtype, size=200.0)
+    assert (q.double() @ k.double().mT).abs().max() > 65504 * 8
+    found = run(flash_attention, q, k, v, grad_o, causal=True, block_q=8, block_k=8)
+    assert all(x.isfinite().all() for x in found)
+    assert_close(found[0], exact(q, k, v, grad_o, causal=True)[0].to(dtype), rtol=0.02, atol=0.02)
+
+
+def test_a_block_may_hold_far_smaller_scores_than_one_before_or_after_it():
+    q = torch.ones(1, 1, 1, 1)
+    for k in ([500.0, -500.0, 400.0], [-500.0, 400.0, 500.0], [-1e30, -1e30, -1e30]):
+        k = torch.tensor(k).view(1, 1, 3, 1)
+        v = torch.tensor([1.0, 2.0, 4.0]).view(1, 1, 3, 1)
+        assert_close(flash_attention(q, k, v, block_k=1), reference(q, k, v))
+
+
+STRIDES = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "features first": lambda x: x.mT.contiguous().mT,
+    "every second row": lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2],
+    "a slice of features": lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]],
+}
+
+
+@pytest.mark.parametrize("name", STRIDES)
+@pytest.mark.parametrize("attention", [flash_attention, standard_attention])
+def test_strides_make_no_difference(name, attention):
+    case = inputs(20, 30, kv_heads=2)
+    strided = [STRIDES[name](x.detach()) for x in case]
+    assert name == "contiguous" or not any(x.is_contiguous() for x in strided)
+    assert_close(run(attention, *strided, causal=True), run(attention, *case, causal=True))
+
+
+@pytest.mark.parametrize("attention", [flash_attention, standard_attention])
+def test_expanded_inputs_get_the_sum_of_the_gradients(attention):
+    q, k, v, grad_o = inputs(20, grad=False)
+    small = [x[:1, :1].clone().requires_grad_() for x in (q, k, v)]
+    o = attention(*(x.expand(2, 4, 20, 8) for x in small))
+    found = torch.autograd.grad(o, small, grad_o)
+    _, *gradients = run(attention, *(x.detach().expand(2, 4, 20, 8).clone() for x in small), grad_o)
+    assert_close(found, tuple(x.sum((0, 1), keepdim=True) for x in gradients))
+    assert_close(run(attention, q, k, v, torch.ones(()).expand_as(q)), run(attention, q, k, v, torch.ones_like(q)))
+
+
+def test_many_heads_at_a_time_are_each_by_itself(monkeypatch):
+    case = inputs(30, 40, batch=3, heads=6, kv_heads=2)
+    expected = run(flash_attention, *case, causal=True)
+    for elements in (1, 2 * 3 * 30 * 40, 4 * 3 * 30 * 40):  # one head of keys, two, four and then two
+        monkeypatch.setitem(tiled.TILE_ELEMENTS, "cpu", elements)
+        assert_close(run(flash_attention, *case, causal=True), expected)
+
+
+def test_only_the_gradients_asked_for_are_given():
+    for i in range(3):
+        case = [x.detach() for x in inputs(20)[:3]]
+        case[i].requires_grad_()
+        flash_attention(*case).sum().backward()
+        assert [x.grad is not None for x in case] == [j == i for j in range(3)]
+    assert not flash_attention(*(x.detach() for x in case)).requires_grad
+    with torch.no_grad():
+        assert flash_attention(*case).grad_fn is None
+
+
+# ---- autocast, functional transforms, second derivatives
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("attention", [flash_attention, standard_attention])
+def test_autocast_casts_the_inputs_as_it_does_for_the_framework(attention, dtype):
+    case = inputs(40, d=16)
+    with torch.autocast("cpu", dtype):
+        found = run(attention, *case[:3], case[3].to(dtype))  # the backward pass under autocast too
+        framework = run(F.scaled_dot_product_attention, *case[:3], case[3].to(dtype))
+    cast = run(attention, *(x.to(dtype) for x in case))
+    assert [x.dtype for x in found] == [x.dtype for x in framework] == [dtype] + [torch.float32] * 3
+    assert_close(found, tuple(x.to(y.dtype) for x, y in zip(cast, found, strict=True)), rtol=0, atol=0)
+    for x, y in zip(found, exact(*case), strict=True):
+        assert relative_error(x, y) < 4 * torch.finfo(dtype).eps
+
+
+def test_autocast_takes_inputs_of_several_dtypes_and_leaves_float64_alone():
+    q, k, v, _ = inputs(20, grad=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flash_attention(q, k.bfloat16(), v.half()).dtype == torch.bfloat16
+        assert flash_attention(q.double(), k.double(), v.double()).dtype == torch.float64
+        inside = flash_attention(q, k, v)
+    assert torch.equal(inside, flash_attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+
+
+def test_vmap_is_refused_with_what_to_do_instead():
+    q, k, v, _ = inputs(grad=False)
+    with pytest.raises(RuntimeError, match=r"does not run under torch\.vmap; put what is mapped over into its"):
+        torch.vmap(flash_attention)(q[None], k[None], v[None])
+    with pytest.raises(RuntimeError, match=r"does not run under torch\.vmap"):
+        torch.func.jacrev(flash_attention)(q, k, v)
+
+
+def test_the_functional_gradient_is_the_gradient():
+    q, k, v, grad_o = inputs(20)
+    found = torch.func.grad(lambda *x: (flash_attention(*x) * grad_o).sum(), argnums=(0, 1, 2))(q, k, v)
+    assert_close(found, run(flash_attention, q, k, v, grad_o)[1:])
+
+
+def test_a_second_derivative_is_refused():
+    q, k, v, _ = inputs()
+    [dq] = torch.autograd.grad(flash_attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="flash_attention has no second derivative; standard_attention has"):
+        dq.sum().backward()
+
+    def slope(q):
+        return torch.func.grad(lambda q: flash_attention(q, k, v).square().sum())(q).sum()
+
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.func.grad(slope)(q)
+    assert torch.autograd.gradgradcheck(standard_attention, inputs(3, d=2, dtype=torch.float64)[:3], fast_mode=True)
+
+
+# ---- what is saved, what is live
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [33, 512])
+def test_saved_bytes_are_predicted_to_the_byte(n, dtype, kv_heads, causal):
+    q, k, v, _ = inputs(n, kv_heads=kv_heads, dtype=dtype, d=16)
+    for kind, attention in (("standard", standard_attention), ("flash", flash_attention)):
+        predicted = attention_saved_bytes(
+            sequence=n, batch=2, heads=4, kv_heads=kv_heads, head_dim=16, dtype_bytes=dtype.itemsize, kind=kind
+        )
+        saved = saved_tensors(lambda *x, attention=attention: attention(*x, causal=causal), q, k, v)
+        assert saved.total_bytes == sum(predicted.values())
+        found = sorted(row.bytes for row in saved if row.shared_with is None)
+        assert found == sorted(predicted.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_frameworks_fused_kernel_saves_as_many_bytes(dtype):
+    q, k, v, _ = inputs(512, dtype=dtype, d=16)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        fused = saved_tensors(F.scaled_dot_product_attention, q, k, v)
+    assert saved_tensors(flash_attention, q, k, v).total_bytes == fused.total_bytes
+
+
+def test_flash_saves_its_inputs_its_output_and_the_log_sum_exp_of_each_row():
+    q, k, v, _ = inputs(20, 30, kv_heads=2)
+    o = flash_attention(q, k, v, causal=True, block_q=8, block_k=8)
+    saved = o.grad_fn.saved_tensors
+    assert [x.data_ptr() for x in saved[:4]] == [x.data_ptr() for x in (q, k, v, o)] and len(saved) == 5
+    scores = q @ k.repeat_interleave(2, dim=1).mT / math.sqrt(8)
+    scores.masked_fill_(torch.ones(20, 30, dtype=torch.bool).triu(11), -math.inf)
+    assert saved[4].shape == (2, 4, 20) and saved[4].dtype == torch.float32
+    assert_close(saved[4], scores.logsumexp(-1))
+
+
+def test_nothing_is_copied_to_be_saved():
+    x = torch.randn(2, 50, 3, 4, 8, requires_grad=True)
+    q, k, v = x.permute(2, 0, 3, 1, 4)  # three views of one tensor
+    grouped = torch.randn(2, 1, 50, 8, requires_grad=True).expand(2, 4, 50, 8)
+    o_bytes, lse_bytes = q.nbytes, 2 * 4 * 50 * 4
+    assert saved_tensors(flash_attention, q, k, v).total_bytes == x.nbytes + o_bytes + lse_bytes
+    assert saved_tensors(flash_attention, q, grouped, grouped).total_bytes == (
+        x.nbytes + grouped.untyped_storage().nbytes() + o_bytes + lse_bytes
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_nothing_of_n_times_n_is_ever_live(causal):
+    n, d, block = 1024, 16, 128
+    case = inputs(n, batch=1, heads=2, d=d)
+    with MemoryMeter() as meter, Sizes() as sizes:
+        run(flash_attention, *case, causal=causal, block_q=block, block_k=block)
+    assert sizes.largest == max(2 * n * d, 2 * block * block) == case[0].numel()
+    outputs = 4 * case[0].nbytes + 2 * n * 4  # o, dq, dk, dv and the log-sum-exp
+    tiles = 3 * 2 * block * block * 4
+    assert meter.peak_bytes <= outputs + tiles + 3 * case[0].nbytes < 2 * n * n * 4 / 4
+    with Sizes() as sizes:
+        run(standard_attention, *case, causal=causal)
+    assert sizes.largest == 2 * n * n
+
+
+def test_tiles_do_not_grow_with_heads_or_batch():
+    def largest(batch, heads, n, kv_heads=None):
+        with Sizes() as sizes:
+            run(flash_attention, *inputs(n, batch=batch, heads=heads, kv_heads=kv_heads, d=1))
+        return sizes.largest
+
+    assert largest(1, 1, 512) == largest(2, 4, 512) == largest(1, 1, 1000) == largest(8, 8, 64) == 512 * 512
+    assert largest(1, 8, 512, kv_heads=1) == largest(2, 8, 600, kv_heads=2) == 512 * 512
+
+
+def test_the_peak_grows_with_n_and_not_with_its_square():
+    def peak(n, attention=flash_attention):
+        case = inputs(n, batch=1, heads=1, d=16)
+        with MemoryMeter() as meter:
+            run(attention, *case)
+        return meter.peak_bytes
+
+    assert peak(4096) - peak(2048) == 2 * (peak(2048) - peak(1024))
+    assert peak(1024, standard_attention) > 3.5 * peak(512, standard_attention)
+
+
+def test_symbolic_tensors_take_the_same_peak():
+    def peak():
+        q, k, v = (torch.ones(1, 2, 1030, 16, requires_grad=True) for _ in range(3))
+        with MemoryMeter() as meter:
+            flash_attention(q, k, v, causal=True).sum().backward()
+        return meter.peak_bytes
+
+    with symbolic():
+        counted = peak()
+    assert counted == peak()
+
+
+# ---- costs
+
+
+def counted_flops(attention, n, d=16, **options):
+    """FLOPs of the forward and of the backward pass of one head."""
+    q, k, v, grad_o = inputs(n, batch=1, heads=1, d=d)
+    with FlopCounterMode(display=False) as forward:
+        o = attention(q, k, v, **options)
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.grad(o, (q, k, v), grad_o)
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize("n", [50, 128])
+@pytest.mark.parametrize(("kind", "attention"), [("standard", standard_attention), ("flash", flash_attention)])
+def test_flops_are_those_that_are_counted(kind, attention, n):
+    predicted = [attention_cost(sequence=n, head_dim=16, kind=kind, pass_=p).flops for p in ("forward", "backward")]
+    assert list(counted_flops(attention, n)) == predicted
+    assert predicted == [4 * n * n * 16, (8 if kind == "standard" else 10) * n * n * 16]
+    many = attention_cost(sequence=n, head_dim=16, batch=3, heads=5, kind=kind)
+    one = attention_cost(sequence=n, head_dim=16, kind=kind)
+    assert (many.flops, many.moved_bytes) == (15 * one.flops, 15 * one.moved_bytes)
+
+
+@pytest.mark.parametrize(("n_q", "n_k"), [(96, 96), (64, 96), (96, 64)])
+def test_tiles_above_the_causal_diagonal_are_skipped(n_q, n_k):
+    q, k, v, grad_o = inputs(n_q, n_k, batch=1, heads=1)
+    with FlopCounterMode(display=False) as forward:
+        o = flash_attention(q, k, v, causal=True, block_q=16, block_k=16)
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.grad(o, (q, k, v), grad_o)
+    seen = torch.ones(n_q, n_k).tril(n_k - n_q)
+    tiles = seen.view(n_q // 16, 16, n_k // 16, 16).amax((1, 3)).sum().item()
+    assert forward.get_total_flops() == 4 * 16 * 16 * 8 * tiles
+    assert backward.get_total_flops() == 10 * 16 * 16 * 8 * tiles
+
+
+def test_standard_attention_moves_each_operators_inputs_and_outputs():
+    n, d = 100, 16
+    tensors = {"q": n * d, "k": n * d, "v": n * d, "o": n * d, "s": n * n, "p": n * n}
+    gradients = {f"d{name}": count for name, count in tensors.items()}
+    passes = {
+        "forward": ["q k s", "s p", "p v o"],
+        "backward": ["p do dv", "do v dp", "p dp ds", "ds k dq", "ds q dk"],
+    }
+    for pass_, operators in passes.items():
+        moved = sum((tensors | gradients)[name] for operator in operators for name in operator.split())
+        for dtype_bytes in (2, 4):
+            cost = attention_cost(sequence=n, head_dim=d, kind="standard", pass_=pass_, dtype_bytes=dtype_bytes)
+            assert cost.moved_bytes == dtype_bytes * moved
+            assert cost.arithmetic_intensity == cost.flops / cost.moved_bytes
+
+
+@pytest.mark.parametrize(("n", "d", "sram_bytes"), [(1000, 64, 192 * 1024), (512, 128, 100_000), (5, 64, 192 * 1024)])
+def test_flash_moves_what_a_walk_over_its_blocks_moves(n, d, sram_bytes):
+    def walk(rows_per_block, kept, streamed, numbers):
+        """Elements and fp32 numbers: `kept` tensors once, `streamed` tensors and `numbers` for each block."""
+        elements, statistics = kept * n * d, 0
+        for _ in range(0, n, rows_per_block):
+            elements, statistics = elements + streamed * n * d, statistics + numbers * n
+        return elements, statistics
+
+    cost = {p: attention_cost(sequence=n, head_dim=d, kind="flash", pass_=p, sram_bytes=sram_bytes)
+            for p in ("forward", "backward")}  # fmt: skip
+    elements, statistics = walk(sram_bytes // 2 // (4 * d), kept=2, streamed=2, numbers=0)
+    assert cost["forward"].moved_bytes == 2 * elements + 4 * (statistics + n)
+    elements, statistics = walk(sram_bytes // 2 // (8 * d), kept=2 + 4, streamed=4, numbers=2)
+    assert cost["backward"].moved_bytes == 2 * elements + 4 * (statistics + n)
+
+
+def test_the_leading_terms_of_the_bytes_moved_are_those_of_the_paper():
+    n, d, sram_bytes = 2**20, 64, 192 * 1024
+    m = sram_bytes // 2
+    leading = {
+        ("standard", "forward"): 4 * n * n,
+        ("standard", "backward"): 7 * n * n,
+        ("flash", "forward"): 8 * n * n * d * d / m,
+        ("flash", "backward"): 32 * n * n * d * d / m,
+    }
+    for (kind, pass_), elements in leading.items():
+        cost = attention_cost(sequence=n, head_dim=d, kind=kind, pass_=pass_, sram_bytes=sram_bytes)
+        assert cost.moved_bytes == pytest.approx(2 * elements, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"kind": "linear"}, ValueError, 'kind is \'linear\'; it takes "standard" or "flash"'),
+        ({"pass_": "both"}, ValueError, 'pass_ is \'both\'; it takes "forward" or "backward"'),
+        ({"sequence": 0}, ValueError, "sequence is 0; it takes a whole number, 1 or more"),
+        ({"heads": 1.5}, TypeError, "heads is 1.5; it takes a whole number"),
+        ({"sram_bytes": 100}, ValueError, "sram_bytes is 100, but head_dim = 64 takes 512 or more"),
+    ],
+)
+def test_costs_of_nothing_are_refused(change, error, message):
+    with pytest.raises(error, match=message):
+        attention_cost(**{"sequence": 64, "head_dim": 64, "kind": "flash", **change})
+
+
+# ---- backends
+
+
+class FakeKernels(types.ModuleType):
+    """Stands in for the Triton backend: the torch backend with a reason not to be used."""
+
+    forward, backward = staticmethod(tiled.forward), staticmethod(tiled.backward)
+
+    def __init__(self, reason):
+        super().__init__("course_lib.attention.kernels")
+        self.reason = reason
+
+    def why_not(self, q):
+        return self.reason
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    def install(module):
+        monkeypatch.setitem(sys.modules, "course_lib.attention.kernels", module)
+        monkeypatch.setattr(course_lib.attention, "kernels", module, raising=False)
+        if module is None:
+            monkeypatch.delattr(course_lib.attention, "kernels")
+        return module
+
+    return install
+
+
+def test_auto_takes_triton_for_cuda_tensors_where_it_can_run(kernels):
+    cpu, cuda = types.SimpleNamespace(is_cuda=False), types.SimpleNamespace(is_cuda=True)
+    usable = kernels(FakeKernels(None))
+    assert [flash._backend(name, cuda) for name in ("auto", "triton", "torch")] == [usable, usable, tiled]
+    assert [flash._backend(name, cpu) for name in ("auto", "triton", "torch")] == [tiled, usable, tiled]
+    kernels(FakeKernels("the head dimension is 7"))
+    assert flash._backend("auto", cuda) is tiled
+    kernels(None)
+    assert flash._backend("auto", cuda) is tiled
+
+
+def test_a_backend_asked_for_runs_forward_and_backward(kernels, monkeypatch):
+    calls = []
+    usable = kernels(FakeKernels(None))
+    for name in ("forward", "backward"):
+        function = getattr(tiled, name)
+        monkeypatch.setattr(
+            usable, name, lambda *args, name=name, function=function: (calls.append(name), function(*args))[1]
+        )
+    case = inputs(20)
+    assert_close(run(flash_attention, *case, backend="triton"), run(flash_attention, *case, backend="torch"))
+    assert calls == ["forward", "backward"]
+
+
+def test_triton_where_it_cannot_run_is_an_error_that_says_why_and_what_works(kernels):
+    q, k, v, _ = inputs()
+    kernels(FakeKernels("q is on a CPU"))
+    with pytest.raises(RuntimeError, match='backend is "triton", but q is on a CPU; backend="torch" works'):
+        flash_attention(q, k, v, backend="triton")
+    kernels(None)
+    with pytest.raises(RuntimeError, match=r'"triton", but Triton cannot be imported .*; backend="torch" works'):
+        flash_attention(q, k, v, backend="triton")
+    assert torch.equal(flash_attention(q, k, v), flash_attention(q, k, v, backend="torch"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_on_a_gpu_the_torch_backend_gives_the_same(dtype):
+    case = inputs(700, 900, kv_heads=2, d=64, dtype=dtype)
+    found = run(flash_attention, *(x.detach().cuda() for x in case), causal=True, backend="torch")
+    for x, y in zip(found, exact(*case, causal=True), strict=True):
+        assert relative_error(x.cpu(), y) < 4 * torch.finfo(dtype).eps
+
+
+# ---- what is refused
+
+X = torch.ones(2, 4, 6, 8)
+BAD = {
+    "three dimensions": ((X[0], X, X), {}, ValueError, r"q has shape \(4, 6, 8\); it takes 4 dimensions"),
+    "no tensor": ((X, None, X), {}, TypeError, r"k is a NoneType; it takes a tensor \(batch, heads, n, d\)"),
+    "no query": ((X[:, :, :0], X, X), {}, ValueError, r"q has shape \(2, 4, 0, 8\); every dimension takes 1 or more"),
+    "no key": ((X, X[:, :, :0], X[:, :, :0]), {}, ValueError, r"k has shape \(2, 4, 0, 8\); every dimension takes 1"),
+    "head dimension of k": ((X, X[..., :4], X[..., :4]), {}, ValueError, "k has head dimension 4, but q has 8"),
+    "head dimension of v": ((X, X, X[..., :4]), {}, ValueError, "v has head dimension 4, but q has 8; all three take"),
+    "heads that do not divide": ((X, X[:, :3], X[:, :3]), {}, ValueError, "k and v have 3 heads, .* divide q's 4"),
+    "more kv_heads than heads": ((X[:, :2], X, X), {}, ValueError, "k and v have 4 heads, which do not divide q's 2"),
+    "heads of v": ((X, X[:, :2], X), {}, ValueError, r"v has shape \(2, 4, 6, 8\), but k has \(2, 2, 6, 8\)"),
+    "keys and values": ((X, X, X[:, :, :5]), {}, ValueError, r"v has shape \(2, 4, 5, 8\), but k has \(2, 4, 6, 8\)"),
+    "batch": ((X, X[:1], X[:1]), {}, ValueError, "k has batch 1, but q has 2; all three take the same"),
+    "dtypes": ((X, X.half(), X), {}, ValueError, "k is in torch.float16, but q is in torch.float32; all three take"),
+    "whole numbers": ((X.long(), X, X), {}, TypeError, "q is in torch.int64; it takes float32, float64, bfloat16 or"),
+    "devices": ((X, X, X.to("meta")), {}, ValueError, "v is on meta, but q is on cpu; all three take one device"),
+    "infinite scale": ((X, X, X), {"scale": math.inf}, ValueError, "scale is inf; it takes a finite number, or None"),
+    "scale that is NaN": ((X, X, X), {"scale": math.nan}, ValueError, "scale is nan; it takes a finite number"),
+    "scale that is no number": ((X, X, X), {"scale": "1"}, TypeError, "scale is '1'; it takes a number, or None for"),
+    "causal that is no bool": ((X, X, X), {"causal": X}, TypeError, "causal is a Tensor; it takes True or False"),
+}
+BAD_OF_FLASH = {
+    "backend": ({"backend": "cuda"}, ValueError, 'backend is \'cuda\'; it takes "auto", "torch" or "triton"'),
+    "block_q": ({"block_q": 0}, ValueError, "block_q is 0; it takes a whole number, 1 or more"),
+    "block_k": ({"block_k": -1}, ValueError, "block_k is -1; it takes a whole number, 1 or more"),
+    "block that is no number": ({"block_k": 2.5}, TypeError, "block_k is 2.5; it takes a whole number, 1 or more"),
+    "mask": ({"attn_mask": None}, TypeError, "unexpected keyword argument 'attn_mask'"),
+}
+
+
+@pytest.mark.parametrize("attention", [flash_attention, standard_attention])
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_in_one_sentence(case, attention):
+    tensors, options, error, message = BAD[case]
+    with pytest.raises(error, match=message) as caught:
+        attention(*tensors, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", BAD_OF_FLASH)
+def test_bad_options_of_flash_attention_are_refused_in_one_sentence(case):
+    options, error, message = BAD_OF_FLASH[case]
+    with pytest.raises(error, match=message):
+        flash_attention(X, X, X, **options)
+
+
+# ---- what you may have read
+
+
+def test_one_number_a_row_suffices_and_it_is_fp32_where_the_rest_is_half():
+    q, k, v, grad_o = inputs(64, dtype=torch.bfloat16, d=16)
+    saved = saved_tensors(flash_attention, q, k, v)
+    assert [row.dtype for row in saved].count(torch.float32) == 1
+    [statistic] = [row for row in saved if row.dtype == torch.float32]
+    assert statistic.shape == (2, 4, 64) and statistic.bytes == 4 * 2 * 4 * 64
+    assert_close(run(flash_attention, q, k, v, grad_o), run(standard_attention, q, k, v, grad_o), rtol=0.05, atol=0.05)
+
+
+def test_the_backward_pass_takes_two_and_a_half_times_the_forwards_flops():
+    forward, backward = counted_flops(flash_attention, 256)
+    assert backward / forward == 2.5
+    forward, backward = counted_flops(standard_attention, 256)
+    assert backward / forward == 2.0
+
+
+def test_memory_is_linear_in_n_and_flops_are_quadratic():
+    short, long = (saved_tensors(flash_attention, *inputs(n, d=16)[:3]).total_bytes for n in (128, 256))
+    assert long == 2 * short
+    short, long = (sum(counted_flops(flash_attention, n)) for n in (128, 256))
+    assert long == 4 * short
+
+
+def test_checkpointed_attention_costs_more_flops_than_flash():
+    def checkpointed(q, k, v):
+        return checkpoint(standard_attention, q, k, v, use_reentrant=False, early_stop=False)
+
+    unit = 256 * 256 * 16
+    assert [sum(counted_flops(kind, 256)) // unit for kind in (standard_attention, checkpointed, flash_attention)] == [
+        12,
+        16,
+        14,
+    ]
+
+
+def test_checkpoints_save_nothing_of_one_attention_layers_peak_and_more_with_each_further_one():
+    from course_lib.checkpoint import checkpoint
+
+    inputs = [torch.randn(1, 4, 256, 16, requires_grad=True) for _ in range(3)]
+    for x in inputs:
+        x.grad = torch.zeros_like(x)
+
+    def peak(layer, depth):
+        with MemoryMeter() as meter:
+            o, k, v = inputs
+            for _ in range(depth):
+                o = layer(o, k, v)
+            o.sum().backward()
+        return meter.peak_bytes
+
+    def checkpointed(q, k, v):
+        return checkpoint(standard_attention, q, k, v, use_reentrant=False, preserve_rng_state=False)
+
+    savings = [1 - peak(checkpointed, depth) / peak(standard_attention, depth) for depth in (1, 2, 4, 8)]
+    assert abs(savings[0]) < 0.01
+    assert savings == sorted(savings) and 0.5 < savings[-1] < 0.8

@@ -1,0 +1,353 @@
+"""The Triton kernels against float64. Without a GPU Triton's interpreter runs them, in one process for all cases:
+this file, started as a program, prints what it found as JSON."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from course_lib.attention import kernels
+
+needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is not installed here")
+NAMES = ("o", "lse", "dq", "dk", "dv")
+
+# batch, heads, kv_heads, n_q, n_k, d, and what else is not as usual: fp32, full attention, blocks of 16 x 16
+CASES = {
+    "full": dict(shape=(2, 2, 2, 40, 40, 16)),
+    "whole blocks": dict(shape=(1, 1, 1, 32, 48, 16)),
+    "causal": dict(shape=(1, 2, 2, 37, 37, 24), causal=True),
+    "fewer queries than keys, causal": dict(shape=(1, 1, 1, 17, 53, 16), causal=True),
+    "more queries than keys, causal": dict(shape=(1, 1, 1, 70, 33, 64), causal=True),
+    "more queries than keys": dict(shape=(1, 1, 1, 53, 17, 16)),
+    "one query, one key": dict(shape=(1, 1, 1, 1, 1, 16), causal=True),
+    "one query": dict(shape=(1, 2, 1, 1, 37, 16), causal=True),
+    "grouped-query": dict(shape=(2, 4, 2, 33, 33, 16), causal=True),
+    "multi-query": dict(shape=(1, 3, 1, 20, 45, 16)),
+    "wide queries": dict(shape=(1, 1, 1, 70, 70, 16), causal=True, blocks=(64, 16)),
+    "wide keys": dict(shape=(1, 1, 1, 70, 70, 16), causal=True, blocks=(16, 64)),
+    "blocks not given": dict(shape=(1, 1, 1, 40, 50, 16), causal=True, blocks=(None, None)),
+    "head dim 200": dict(shape=(1, 1, 1, 17, 20, 200), causal=True),
+    "any strides": dict(shape=(2, 2, 2, 37, 37, 24), causal=True, strides="any"),
+    "large scores": dict(shape=(1, 1, 1, 33, 33, 16), scale=100.0),
+    "negative scale": dict(shape=(1, 1, 1, 33, 33, 16), scale=-0.5),
+    "scores all far below zero": dict(shape=(1, 1, 1, 20, 37, 16), shift=12.0, causal=True),
+    "fp16": dict(shape=(1, 4, 2, 37, 53, 24), causal=True, dtype="float16"),
+    "bf16": dict(shape=(1, 4, 2, 37, 53, 24), causal=True, dtype="bfloat16"),
+    "bf16, fully masked rows": dict(shape=(1, 1, 1, 50, 20, 64), causal=True, dtype="bfloat16"),
+}
+
+
+def inputs(shape, dtype="float32", strides="contiguous", shift=0.0, device="cpu", **_):
+    """q, k, v and the gradient of o."""
+    batch, heads, kv_heads, n_q, n_k, d = shape
+    generator = torch.Generator(device).manual_seed(sum(shape))
+
+    def normal(*size):
+        return torch.randn(*size, generator=generator, device=device).to(getattr(torch, dtype))
+
+    if strides == "any":
+        q = normal(batch, n_q, heads, d).transpose(1, 2)
+        k = normal(batch, kv_heads, d, 2 * n_k).mT[:, :, ::2]
+        v = normal(1, 1, n_k, d).expand(batch, kv_heads, n_k, d)
+        return q, k, v, normal(d).expand(batch, heads, n_q, d)
+    q, grad_o = normal(batch, heads, n_q, d) + shift, normal(batch, heads, n_q, d)
+    return q, normal(batch, kv_heads, n_k, d) - shift, normal(batch, kv_heads, n_k, d), grad_o
+
+
+def standard(q, k, v, grad_o, causal, scale):
+    """o, lse, dq, dk, dv, from the whole matrix of scores, in the dtype of the inputs."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    n_q, n_k, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, 1).mT * scale
+    if causal:
+        seen = torch.ones(n_q, n_k, dtype=torch.bool, device=q.device).tril(n_k - n_q)
+        scores = scores.masked_fill(~seen, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    o = weights @ v.repeat_interleave(group, 1)
+    return o.detach(), lse.detach(), *torch.autograd.grad(o, (q, k, v), grad_o)
+
+
+def run_case(case, device="cpu"):
+    q, k, v, grad_o = inputs(device=device, **case)
+    causal, scale, blocks = (
+        case.get("causal", False),
+        case.get("scale", q.shape[-1] ** -0.5),
+        case.get("blocks", (16, 16)),
+    )
+    o, lse = kernels.forward(q, k, v, causal, scale, *blocks)
+    got = (o, lse, *kernels.backward(q, k, v, o, lse, grad_o, causal, scale, *blocks))
+    want = standard(q.double(), k.double(), v.double(), grad_o.double(), causal, scale)
+    return (q, k, v, grad_o), got, want
+
+
+def error(got, want):
+    """The largest difference, as a part of the largest entry wanted; infinite where exactly one of both is."""
+    got = got.double()
+    if got.isnan().any() or not torch.equal(got == -torch.inf, want == -torch.inf):
+        return float("inf")
+    finite = want != -torch.inf
+    difference = (got - want)[finite].abs()
+    return (difference.max() / want[finite].abs().max().clamp(min=1.0)).item() if difference.numel() else 0.0
+
+
+# ---- what the program does
+
+
+def report_case(case):
+    (q, k, v, _), got, want = run_case(case)
+    blind = want[1] == -torch.inf
+    return {
+        "errors": {name: error(a, b) for name, a, b in zip(NAMES, got, want, strict=True)},
+        "dtypes": [str(x.dtype) for x in got] == [str(q.dtype), "torch.float32", *[str(q.dtype)] * 3],
+        "shapes": [x.shape for x in got] == [q.shape, q.shape[:-1], q.shape, k.shape, v.shape],
+        "contiguous": all(x.is_contiguous() for x in got),
+        "blind_rows": int(blind.sum()),
+        "blind_are_zero": not got[0][blind].any() and not got[2][blind].any(),
+    }
+
+
+def report_skipping():
+    """NaNs in v and grad_o where no visible tile reaches: 0 * NaN is NaN, so a tile that is visited shows."""
+    q, k, v, grad_o = inputs((1, 1, 1, 64, 64, 16))
+    v[:, :, 48:] = torch.nan
+    o, lse = kernels.forward(q, k, v, True, 0.25, 16, 16)
+    dq, _, _ = kernels.backward(q, k, v, o, lse, grad_o, True, 0.25, 16, 16)
+    early = grad_o.clone()
+    early[:, :, :16] = torch.nan
+    _, dk, dv = kernels.backward(q, k, inputs((1, 1, 1, 64, 64, 16))[2], o, lse, early, True, 0.25, 16, 16)
+    return {
+        "forward": bool(o[:, :, :48].isfinite().all() and o[:, :, 48:].isnan().all()),
+        "dq": bool(dq[:, :, :48].isfinite().all() and dq[:, :, 48:].isnan().all()),
+        "dk and dv": bool(
+            dv[:, :, 16:48].isfinite().all() and dv[:, :, :16].isnan().all() and dk[:, :, :16].isnan().all()
+        ),
+    }
+
+
+def report_refusals():
+    q = torch.zeros(1, 1, 4, 16)
+    messages = {}
+    for blocks in [(24, 16), (16, 8), (0, None), (None, 48)]:
+        for call in (
+            lambda blocks: kernels.forward(q, q, q, False, 1.0, *blocks),
+            lambda blocks: kernels.backward(q, q, q, q, q[..., 0], q, False, 1.0, *blocks),
+        ):
+            try:
+                call(blocks)
+            except ValueError as refusal:
+                messages.setdefault(str(blocks), []).append(str(refusal))
+    return messages
+
+
+def report_reasons():
+    sizes = {str(d): kernels.why_not(torch.zeros(1, 1, 4, d)) for d in (8, 15, 16, 200, 256, 257)}
+    dtypes = {
+        name: kernels.why_not(torch.zeros(1, 1, 4, 16, dtype=getattr(torch, name)))
+        for name in ("float32", "float16", "bfloat16", "float64")
+    }
+    return {**sizes, **dtypes, "meta": kernels.why_not(torch.zeros(1, 1, 4, 16, device="meta"))}
+
+
+def compile_for_an_absent_gpu():
+    """Everything but the launch: a driver that knows a GPU's name only, and a run that ends once it has compiled."""
+    from types import SimpleNamespace
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device=None: 0,
+        )
+    )
+    run, compiled = triton.JITFunction.run, []
+
+    def compile_only(kernel, *args, grid, warmup, **options):
+        binary = run(kernel, *args, grid=grid, warmup=True, **options)
+        compiled.append([kernel.fn.__name__, options.get("BLOCK_Q"), "wgmma" in binary.asm["ptx"]])
+
+    triton.JITFunction.run = compile_only
+    for tuned in kernels.TUNED.values():
+        tuned.configs = tuned.configs[-2:]
+        tuned._do_bench = lambda call, quantiles: call() or [1.0, 1.0, 1.0]
+
+    def both(case, block):
+        q, k, v, grad_o = inputs(**case)
+        o, lse = kernels.forward(q, k, v, True, 0.125, block, block)
+        kernels.backward(q, k, v, o, lse, grad_o, True, 0.125, block, block)
+
+    both(dict(shape=(1, 4, 2, 100, 200, 64), dtype="bfloat16"), 64)
+    both(dict(shape=(1, 1, 1, 1, 1, 24), dtype="float32", strides="any"), 16)
+    both(dict(shape=(1, 1, 1, 64, 64, 32), dtype="float16"), None)
+    return compiled
+
+
+if __name__ == "__main__":
+    if kernels.INTERPRETED:
+        report = {name: report_case(case) for name, case in CASES.items()}
+        reports = {"skipping": report_skipping(), "refusals": report_refusals(), "reasons": report_reasons()}
+        print(json.dumps({"cases": report, **reports}))
+    else:
+        print(json.dumps(compile_for_an_absent_gpu()))
+
+
+# ---- in the interpreter
+
+
+def start(**environment):
+    result = subprocess.run(
+        [sys.executable, __file__],
+        env={**{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}, **environment},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    return start(TRITON_INTERPRET="1")
+
+
+@needs_triton
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_agree_with_float64(interpreted, name):
+    report = interpreted["cases"][name]
+    # The interpreter cuts numbers off where a GPU rounds them to bf16.
+    allowed = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 1.5e-2}[CASES[name].get("dtype", "float32")]
+    if name in ("large scores", "scores all far below zero"):
+        allowed = 2e-4  # neighbours among fp32 numbers in the thousands lie 1.2e-4 apart; the exponential sees that
+    assert all(found <= (2e-6 if part == "lse" else allowed) for part, found in report["errors"].items()), report
+
+
+@needs_triton
+@pytest.mark.parametrize("name", CASES)
+def test_results_have_the_shapes_and_dtypes_promised_and_are_contiguous(interpreted, name):
+    report = interpreted["cases"][name]
+    assert report["shapes"] and report["dtypes"] and report["contiguous"]
+
+
+@needs_triton
+def test_rows_that_see_no_key_give_zeros(interpreted):
+    for name, rows in (("more queries than keys, causal", 37), ("bf16, fully masked rows", 30), ("causal", 0)):
+        report = interpreted["cases"][name]
+        assert report["blind_rows"] == rows
+        assert report["blind_are_zero"]
+
+
+@needs_triton
+def test_tiles_above_the_diagonal_are_not_visited(interpreted):
+    assert interpreted["skipping"] == {"forward": True, "dq": True, "dk and dv": True}
+
+
+@needs_triton
+def test_blocks_that_are_no_powers_of_two_from_16_on_are_refused(interpreted):
+    expected = {
+        "(24, 16)": "block_q is 24, but the kernels need a power of two, at least 16",
+        "(16, 8)": "block_k is 8, but the kernels need a power of two, at least 16",
+        "(0, None)": "block_q is 0, but the kernels need a power of two, at least 16",
+        "(None, 48)": "block_k is 48, but the kernels need a power of two, at least 16",
+    }
+    assert interpreted["refusals"] == {blocks: [message] * 2 for blocks, message in expected.items()}
+
+
+# ---- where they can't run
+
+
+@needs_triton
+def test_head_dims_and_dtypes_that_the_kernels_lack_are_named(interpreted):
+    reasons = interpreted["reasons"]
+    assert [d for d in ("8", "15", "16", "200", "256", "257") if reasons[d]] == ["8", "15", "257"]
+    assert reasons["257"] == "the head dimension is 257, and the kernels take 16 to 256"
+    assert not any(reasons[dtype] for dtype in ("float32", "float16", "bfloat16"))
+    assert reasons["float64"] == "the dtype is float64, and the kernels take float32, float16 and bfloat16"
+    assert reasons["meta"].startswith("the tensors are on meta")
+
+
+@needs_triton
+@pytest.mark.skipif(kernels.INTERPRETED, reason="TRITON_INTERPRET is set here")
+def test_tensors_on_the_cpu_need_the_interpreter():
+    reason = "the tensors are on cpu, and Triton's interpreter is off (TRITON_INTERPRET=1 turns it on)"
+    assert kernels.why_not(torch.zeros(1, 1, 4, 16)) == reason
+
+
+def test_without_triton_the_module_imports_and_says_why_it_can_not_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    spec = importlib.util.spec_from_file_location("kernels_without_triton", kernels.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.why_not(torch.zeros(1, 1, 4, 16)) == "Triton is not installed"
+
+
+# ---- for GPUs
+
+
+@needs_triton
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(tmp_path):
+    compiled = start(TRITON_CACHE_DIR=str(tmp_path))
+    assert len(compiled) == 4 + 4 + (2 * 3 + 3 + 1)  # two configurations tried and one run, for three tuned kernels
+    walks = [uses_tensor_cores for name, block, uses_tensor_cores in compiled[:4] if name != "row_dots_kernel"]
+    assert walks == [True] * 3
+
+
+GPU_CASES = [
+    dict(shape=(2, 4, 4, 1024, 1024, d), causal=causal, dtype=dtype, blocks=(None, None))
+    for d in (64, 128)
+    for causal in (False, True)
+    for dtype in ("bfloat16", "float16")
+] + [
+    dict(shape=(1, 8, 2, 777, 1000, 64), causal=True, dtype="bfloat16", blocks=(64, 64)),
+    dict(shape=(1, 4, 1, 1000, 333, 128), causal=True, dtype="bfloat16", blocks=(128, 64)),
+    dict(shape=(1, 2, 2, 300, 300, 256), causal=True, dtype="bfloat16", blocks=(None, None)),
+    dict(shape=(1, 2, 2, 300, 300, 96), causal=False, dtype="float16", blocks=(None, None)),
+    dict(shape=(2, 4, 4, 300, 300, 64), causal=True, dtype="bfloat16", blocks=(None, None), strides="any"),
+    dict(shape=(1, 2, 1, 500, 300, 64), causal=True, dtype="float32", blocks=(None, None)),
+    dict(shape=(1, 2, 1, 300, 300, 128), causal=False, dtype="float32", blocks=(16, 16)),
+    dict(shape=(1, 1, 1, 1, 1, 16), causal=True, dtype="float32", blocks=(32, 32)),
+]
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_on_a_gpu_errors_stay_near_those_of_standard_attention(case):
+    given, got, want = run_case(case, device="cuda")
+    same_precision = standard(*given, case["causal"], given[0].shape[-1] ** -0.5)
+    allowed = {"o": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
+    for name, mine, theirs, exact in zip(NAMES, got, same_precision, want, strict=True):
+        assert error(mine, exact) <= allowed[name] * error(theirs, exact) + 1e-6, name
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_on_a_gpu_rows_that_see_no_key_give_zeros():
+    _, (o, lse, dq, dk, dv), _ = run_case(dict(shape=(1, 2, 2, 500, 100, 64), causal=True, dtype="bfloat16"), "cuda")
+    assert (lse[:, :, :400] == -torch.inf).all() and not o[:, :, :400].any() and not dq[:, :, :400].any()
+    assert not any(x.isnan().any() for x in (o, lse, dq, dk, dv))
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_on_a_gpu_two_runs_give_the_same_bits():
+    case = dict(shape=(1, 8, 2, 1000, 1000, 64), causal=True, dtype="bfloat16", blocks=(64, 64))
+    (_, first, _), (_, second, _) = run_case(case, "cuda"), run_case(case, "cuda")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_kernels_run_on_the_tensors_gpu_not_the_current_one():
+    _, got, want = run_case(CASES["causal"], "cuda:1")
+    assert all(error(a, b) < 1e-5 for a, b in zip(got, want, strict=True))
