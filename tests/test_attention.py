@@ -615,6 +615,13 @@ def test_on_a_gpu_the_torch_backend_gives_the_same(dtype):
         assert relative_error(x.cpu(), y) < 4 * torch.finfo(dtype).eps
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_the_standard_probabilities_are_saved_in_autocasts_dtype():  # whose softmax is float32 by itself
+    q, k, v = (x.detach().cuda().bfloat16().requires_grad_() for x in inputs(64, d=16)[:3])
+    with torch.autocast("cuda", torch.bfloat16):
+        assert {row.dtype for row in saved_tensors(standard_attention, q, k, v)} == {torch.bfloat16}
+
+
 # ---- what is refused
 
 X = torch.ones(2, 4, 6, 8)
@@ -702,8 +709,6 @@ def test_checkpointed_attention_costs_more_flops_than_flash():
 
 
 def test_checkpoints_save_nothing_of_one_attention_layers_peak_and_more_with_each_further_one():
-    from course_lib.checkpoint import checkpoint
-
     inputs = [torch.randn(1, 4, 256, 16, requires_grad=True) for _ in range(3)]
     for x in inputs:
         x.grad = torch.zeros_like(x)

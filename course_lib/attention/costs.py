@@ -47,8 +47,7 @@ def attention_cost(
     - standard, forward: S = Q K^T reads 2 N d and writes N^2; P = softmax(S) reads and writes N^2; O = P V reads
       N^2 + N d and writes N d. Together 4 N^2 + 4 N d.
     - standard, backward: dV = P^T dO moves N^2 + 2 N d; dP = dO V^T as much; dS = P * (dP - rowsum(dP * P)) moves
-      3 N^2;
-      dQ = dS K and dK = dS^T Q move N^2 + 2 N d each. Together 7 N^2 + 8 N d.
+      3 N^2; dQ = dS K and dK = dS^T Q move N^2 + 2 N d each. Together 7 N^2 + 8 N d.
     - flash, forward: blocks of B = M / (4 d) rows of Q and of O stay on chip, M being the elements that `sram_bytes`
       hold; the other half is for short tiles of K, V and S. Q is read once, O and the log-sum-exp are written once, and
       K and V are read once for each of N / B blocks: 2 N d + N + 2 N d * N / B. Leading term: 8 N^2 d^2 / M.
@@ -56,7 +55,7 @@ def attention_cost(
       read or written once, 4 N d; for each of N / B blocks, Q and dO are read, dQ is read and written, the log-sum-exp
       and D are read: 4 N d + 2 N. Leading term: 32 N^2 d^2 / M.
 
-    Blocks are whole: B is rounded down (1 at least), N / B up. Elements have `dtype_bytes`, the log-sum-exp and D four.
+    Blocks are whole: B is rounded down, N / B up. Elements have `dtype_bytes`, the log-sum-exp and D four.
     A GPU moves fewer bytes than this where its L2 cache holds what several blocks read, and more where it masks or
     drops out in operators of their own.
 

@@ -51,10 +51,10 @@ def flash_attention(
 ) -> Tensor:
     """softmax(scale * Q K^T) V in tiles; Q, K, V, the output and one log-sum-exp a row are saved for backward.
 
-    No tensor of n_q x n_k elements is made, forward or backward. Masks are not supported, nor is dropout; `causal` and
-    `kv_heads` are what there is. Under `torch.autocast`, the inputs are cast to its dtype first, as for
-    `F.scaled_dot_product_attention`. Sums are in float32 (float64 for float64 inputs). A second derivative and
-    `torch.vmap` are refused.
+    Of the n_q x n_k scores there is one tile at a time, forward and backward. Masks are not supported, nor is dropout:
+    `causal` and `kv_heads` are what there is. Under `torch.autocast`, the inputs are cast to its dtype first, as for
+    `F.scaled_dot_product_attention`. Sums are in float32 (float64 for float64 inputs), and so is the log-sum-exp.
+    A second derivative and `torch.vmap` are refused.
 
     Args:
         q: (batch, heads, n_q, d), in float32, float64, bfloat16 or float16; of any strides, as k and v.

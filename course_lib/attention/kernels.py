@@ -104,9 +104,9 @@ def product(a, b, onto=None):
 
 @jit
 def visible(queries, keys, n_q, n_k, CAUSAL: tl.constexpr):
-    """Which keys exist and, if causal, are no later than the query, counting both from the end."""
+    """Which keys a query sees. If causal the last query sees the last key, so that none sees a key past n_k."""
     if CAUSAL:
-        return (keys < n_k) & (keys <= queries + n_k - n_q)
+        return keys <= queries + n_k - n_q
     else:
         return keys < n_k
 

@@ -103,7 +103,7 @@ def _forward(q, o, lse, k, v, causal, scale, block_q, block_k) -> None:
         rows = slice(i, i + block_q)
         group_and_rows = q[:, :, rows].shape[1:3]
         q_i = q[:, :, rows].to(work).flatten(1, 2)  # (h, g rows, d)
-        last = k.shape[1] if not causal else max(0, min(i + group_and_rows[1] + shift, k.shape[1]))
+        last = min(k.shape[1], i + group_and_rows[1] + shift) if causal else k.shape[1]  # < 1: these rows see no key
         acc = torch.zeros_like(q_i)  # sum of p v so far
         m = acc.new_full((*acc.shape[:2], 1), torch.finfo(work).min)  # maximum so far
         total = torch.zeros_like(m)  # sum of p so far
