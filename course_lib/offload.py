@@ -93,7 +93,14 @@ class DiskStore:
     """
 
     def __init__(self, directory: str | os.PathLike | None = None, *, limit_bytes: int | None = None, threads: int = 2):
+        for name, value, least in (("limit_bytes", limit_bytes, 0), ("threads", threads, 1)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name} is {value!r}; it takes a whole number")
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; it takes {least} or more")
         self.directory = os.fspath(directory) if directory is not None else _temporary_directory()
+        if not self.directory:
+            raise ValueError("directory is ''; it takes a folder that can be written to, or None")
         try:
             self._file = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115 - closed by close()
         except OSError as error:
@@ -104,6 +111,7 @@ class DiskStore:
         self.limit_bytes, self.file_bytes, self.stats = limit_bytes, 0, Traffic()
         self._free: list[tuple[int, int]] = []  # (offset, nbytes)
         self._pool, self._lock = ThreadPoolExecutor(threads, "disk-store"), threading.RLock()
+        self._process = os.getpid()
 
     def reserve(self, nbytes: int) -> _Slot:
         """Room for so many bytes: the tightest hole that is large enough, or new room at the end of the file."""
@@ -184,6 +192,8 @@ class DiskStore:
     def _check_open(self) -> None:
         if self._file.closed:
             raise ValueError("this DiskStore is closed; make a new one")
+        if self._process != os.getpid():
+            raise ValueError("this DiskStore belongs to the process that this one was forked from; make a new one")
 
     # Bytes come in a list and are taken out of it, so that no thread holds them any more when its copy is reported.
 
@@ -299,14 +309,15 @@ class HostStore:
             return self._streams[key]
 
 
-_default_stores: dict[str, Any] = {}
+_default_stores: dict[tuple[str, int], Any] = {}
 
 
 def _default_store(device_type: str):
     """One store for each kind of device, shared by all that name none, so that its room is used again."""
-    if device_type not in _default_stores:
-        _default_stores[device_type] = DiskStore() if device_type == "cpu" else HostStore()
-    return _default_stores[device_type]
+    key = (device_type, os.getpid())  # a forked process has neither the threads nor a file of its own
+    if key not in _default_stores:
+        _default_stores[key] = DiskStore() if device_type == "cpu" else HostStore()
+    return _default_stores[key]
 
 
 # ---- activations
@@ -619,6 +630,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._items: dict[nn.Parameter, _Item] = {}
         self._base: torch.optim.Optimizer | None = None
         self._adding = False
+        self._rooms: list[tuple[DiskStore, _Slot]] = []
+        weakref.finalize(self, _free_all, self._rooms).atexit = False
         super().__init__(params, defaults)
         self._adopt(self.param_groups)
         self._adding = True
@@ -655,6 +668,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self._base = self._base_class([masters], **self._base_kwargs)
             else:
                 self._base.add_param_group(masters)
+        for item in items:
+            if item.below and not item.p.is_cuda and item.master is not item.p:
+                item.master.data = torch.empty(0, dtype=item.master_dtype)  # below, from the first step on
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -714,19 +730,24 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _reserve(self, items: list[_Item]) -> None:
         """Room for everything that will go below, before anything changes."""
         made = []
+        if items:
+            self.store._check_open()
         try:
             for item in items:
                 if item.room is None:
                     each = item.master_dtype.itemsize * item.p.numel()
                     count = _state_tensors(self._base_class, self._base_kwargs) + (item.master is not item.p)
-                    item.room = [self.store.reserve(each) for _ in range(count)] if each else []
+                    item.room = []
                     made.append(item)
+                    for _ in range(count if each else 0):
+                        item.room.append(self.store.reserve(each))
         except StoreFull:
             for item in made:
                 for slot in item.room:
                     self.store.free(slot)
                 item.room = None
             raise
+        self._rooms += [(self.store, slot) for item in made for slot in item.room]
 
     def _update_from_file(self, items: list[_Item]) -> None:
         chunks: list[list[_Item]] = []
@@ -780,18 +801,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for name, tensor in tensors.items():
                 if name not in item.slots:
                     tensor = tensor.clone(memory_format=torch.contiguous_format) if _is_part(tensor) else tensor
-                    item.slots[name] = item.room_for(tensor.untyped_storage().nbytes(), self.store)
+                    item.slots[name] = item.room_for(tensor.untyped_storage().nbytes(), self.store, self._rooms)
                 item.kinds[name] = (tuple(tensor.shape), tensor.dtype, tensor.stride())
                 waits.append((item, name, tensor, self.store.write(item.slots[name], _bytes_of(tensor))))
 
         def finish() -> None:
+            failed = None
             for item, name, _, wait in waits:
-                wait()
+                try:
+                    wait()
+                except OSError as error:  # what was not written stays in memory, and goes down another time
+                    item.slots.pop(name).last, failed = None, error
+                    continue
                 if name == _MASTER:
-                    item.master.data = torch.empty(0)
+                    item.master.data = torch.empty(0, dtype=item.master_dtype)
                 else:
                     del self._base.state[item.master][name]
             waits.clear()
+            if failed is not None:
+                raise failed
 
         return finish
 
@@ -807,7 +835,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 master = item.master.data
                 self._page_in_copy(item, found)
                 master = found.pop(_MASTER, master)
-                if found and p.dtype != item.master_dtype:
+                rounded = p.dtype != item.master_dtype and master.shape == p.shape
+                if rounded and (found or not torch.equal(master, p.to(master))):
                     found["master"] = master.clone()
                 if found:
                     self.state[p] = found
@@ -825,6 +854,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `base`, or an `OffloadedOptimizer` of it, has written. The next steps are then the same."""
+        self._reserve([item for item in self._items.values() if item.below and not item.p.is_cuda])
         super().load_state_dict({**state_dict, "state": {}})  # the groups; it checks that they fit
         order = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -832,8 +862,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             item = self._items[p]
             loaded = dict(state_dict["state"].get(number, {}))
             master = loaded.pop("master", None)
-            if item.below and not p.is_cuda:
-                self._reserve([item])
             item.forget(self.store if item.slots else None)
             if item.master is not p:
                 item.master.data = (p if master is None else master).to(item.device, item.master_dtype, copy=True)
@@ -846,8 +874,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 state[name] = value
             if not state:
                 del self._base.state[item.master]
-            elif item.below and not p.is_cuda:
+            if item.below and not p.is_cuda and (state or master is not None):
                 self._page_out([item])()
+
+    def __getstate__(self):
+        raise TypeError("an OffloadedOptimizer cannot be copied or pickled; use its state_dict()")
+
+
+def _free_all(rooms: list[tuple[DiskStore, _Slot]]) -> None:
+    for store, slot in rooms:
+        store.free(slot)
 
 
 _MASTER = "the master weights"  # among the names of the state, where no optimizer uses it
@@ -864,7 +900,7 @@ class _Item:
         if p.dtype == self.master_dtype and not self.on_host:
             self.master = p
         elif below and not self.on_host:
-            self.master = nn.Parameter(torch.empty(0, dtype=self.master_dtype))  # below, from the first step on
+            self.master = nn.Parameter(torch.empty(p.shape, dtype=self.master_dtype))  # its shape, for `base` to see
         else:
             copy = p.detach().to(self.device, self.master_dtype, copy=True)
             self.master = nn.Parameter(copy.pin_memory() if self.on_host else copy)
@@ -883,11 +919,12 @@ class _Item:
     def state_bytes(self) -> int:
         return sum(slot.nbytes for slot in self.room or ())
 
-    def room_for(self, nbytes: int, store: DiskStore) -> _Slot:
+    def room_for(self, nbytes: int, store: DiskStore, rooms: list) -> _Slot:
         fitting = [slot for slot in self.room if slot.nbytes == nbytes and slot not in self.slots.values()]
         if fitting:
             return fitting[0]
         self.room.append(store.reserve(nbytes))  # a state of another shape than the parameter
+        rooms.append((store, self.room[-1]))
         return self.room[-1]
 
     def forget(self, store: DiskStore | None) -> None:

@@ -710,6 +710,91 @@ def test_a_full_disk_leaves_the_parameters_as_they_were():
     assert optimizer.store.used_bytes == 0
 
 
+def test_masters_of_an_optimizer_without_other_state_are_written_too():
+    net = network(torch.bfloat16)
+    optimizer = OffloadedOptimizer(net.parameters(), torch.optim.SGD, lr=1e-3)
+    train(net, optimizer, batches(5, torch.bfloat16))
+    other = copy.deepcopy(net)
+    resumed = OffloadedOptimizer(other.parameters(), torch.optim.SGD, lr=0.5)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    expected = train(net, optimizer, batches(5, torch.bfloat16))
+    assert_same_bits(expected, train(other, resumed, batches(5, torch.bfloat16)))
+
+
+def test_a_base_that_looks_at_its_parameters_when_it_is_made_sees_their_shapes():
+    plain, moved = network(torch.bfloat16), network(torch.bfloat16)
+    expected = train(plain, Masters(plain.parameters(), torch.optim.Adagrad, lr=0.01), batches(3, torch.bfloat16))
+    optimizer = OffloadedOptimizer(moved.parameters(), torch.optim.Adagrad, lr=0.01)
+    assert_same_bits(expected, train(moved, optimizer, batches(3, torch.bfloat16)))
+
+
+def test_a_closed_store_stops_a_step_before_anything_changes():
+    net, store = network(), DiskStore()
+    optimizer = OffloadedOptimizer(net.parameters(), lr=0.1, fraction=0.5, store=store)
+    before = train(net, optimizer, batches(1))
+    store.close()
+    with pytest.raises(ValueError, match="this DiskStore is closed"):
+        train(net, optimizer, batches(1))
+    assert_same_bits(before, list(net.parameters()))
+
+
+def test_a_full_disk_stops_a_load_before_anything_changes():
+    source = network()
+    plain = torch.optim.AdamW(source.parameters(), lr=5.0)
+    train(source, plain, batches(1))
+    optimizer = OffloadedOptimizer(network().parameters(), lr=0.1, store=DiskStore(limit_bytes=3000))
+    with pytest.raises(StoreFull):
+        optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.1 and optimizer.state_dict()["state"] == {}
+    assert optimizer.store.used_bytes == 0
+
+
+def test_a_write_that_fails_once_loses_no_state(monkeypatch):
+    plain, moved = network(), network()
+    adam, optimizer = torch.optim.Adam(plain.parameters()), OffloadedOptimizer(moved.parameters(), torch.optim.Adam)
+    train(plain, adam, batches(2))
+    train(moved, optimizer, batches(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            train(moved, optimizer, batches(2)[1:])
+    assert_same_bits(train(plain, adam, batches(2)), train(moved, optimizer, batches(2)))
+
+
+def test_an_optimizer_that_is_dropped_gives_its_room_back_and_cannot_be_copied():
+    store = DiskStore()
+    for _ in range(2):
+        net = network()
+        optimizer = OffloadedOptimizer(net.parameters(), store=store)
+        train(net, optimizer, batches(1))
+        with pytest.raises(TypeError, match="cannot be copied or pickled; use its state_dict"):
+            copy.deepcopy(optimizer)
+        assert store.used_bytes == 8 * sum(p.numel() for p in net.parameters())
+        del optimizer
+        gc.collect()
+        assert store.used_bytes == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks a process")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_forked_process_has_a_default_store_of_its_own():
+    program = (
+        "import os, torch\nfrom torch import nn\nfrom course_lib.offload import offload_activations\n"
+        "def run():\n"
+        "    x = torch.ones(512, 512, requires_grad=True)\n"
+        "    with offload_activations(prefetch=0):\n"
+        "        y = (x * 1).sin().sin().sin().sum()\n"
+        "    y.backward()\n"
+        "run()\nchild = os.fork()\n"
+        "if child == 0:\n    run(); os._exit(7)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[1], timeout=120, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "7", done.stderr
+
+
 # ---- the next batch
 
 
@@ -788,6 +873,9 @@ ONE = [nn.Parameter(torch.ones(2))]
             TypeError,
             r"shape \(2,\) is complex; it takes real, dense ones",
         ),
+        (lambda: DiskStore(limit_bytes=-1), ValueError, "limit_bytes is -1; it takes 0 or more"),
+        (lambda: DiskStore(threads=0), ValueError, "threads is 0; it takes 1 or more"),
+        (lambda: DiskStore(""), ValueError, "directory is ''; it takes a folder"),
         (lambda: Prefetcher(3), TypeError, "loader is int; it takes an iterable of batches"),
         (lambda: Prefetcher([], depth=0), ValueError, "depth is 0; it takes a whole number, 1 or more"),
     ],
