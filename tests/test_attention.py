@@ -650,7 +650,8 @@ BAD_OF_FLASH = {
     "block_q": ({"block_q": 0}, ValueError, "block_q is 0; it takes a whole number, 1 or more"),
     "block_k": ({"block_k": -1}, ValueError, "block_k is -1; it takes a whole number, 1 or more"),
     "block that is no number": ({"block_k": 2.5}, TypeError, "block_k is 2.5; it takes a whole number, 1 or more"),
-    "mask": ({"attn_mask": None}, TypeError, "unexpected keyword argument 'attn_mask'"),
+    "mask": ({"attn_mask": torch.ones(3, 3)}, TypeError, "masks are not supported; causal=True and kv_heads that"),
+    "mask as causal": ({"causal": torch.ones(3, 3)}, TypeError, "takes True or False, and masks are not supported"),
 }
 
 

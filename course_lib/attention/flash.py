@@ -48,6 +48,7 @@ def flash_attention(
     block_q: int | None = None,
     block_k: int | None = None,
     backend: str = "auto",
+    attn_mask: None = None,
 ) -> Tensor:
     """softmax(scale * Q K^T) V in tiles; Q, K, V, the output and one log-sum-exp a row are saved for backward.
 
@@ -65,6 +66,7 @@ def flash_attention(
         scale: 1 / sqrt(d) if left out.
         block_q, block_k: rows and columns of a tile; the backend's choice if left out.
         backend: "torch", "triton", or "auto": Triton for CUDA tensors where it can run, else torch.
+        attn_mask: None; it is here to be refused with a reason.
 
     Returns:
         (batch, heads, n_q, d), in the dtype of q.
@@ -75,6 +77,10 @@ def flash_attention(
 
     Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.
     """
+    if attn_mask is not None:
+        raise TypeError(
+            "attn_mask is given, but masks are not supported; causal=True and kv_heads that divide heads are"
+        )
     q, k, v, scale = _checked(q, k, v, causal, scale)
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block is not None:
@@ -146,6 +152,8 @@ def _checked(q: Any, k: Any, v: Any, causal: Any, scale: Any) -> tuple[Tensor, T
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it takes a tensor (batch, heads, n, d)")
+        if x.layout is not torch.strided or x.is_nested:
+            raise TypeError(f"{name} is sparse or nested; it takes a dense tensor (batch, heads, n, d)")
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it takes 4 dimensions, (batch, heads, n, d)")
         if 0 in x.shape:
@@ -170,7 +178,7 @@ def _checked(q: Any, k: Any, v: Any, causal: Any, scale: Any) -> tuple[Tensor, T
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"k and v have {k.shape[1]} heads, which do not divide q's {q.shape[1]}; they take a divisor")
     if not isinstance(causal, bool):
-        raise TypeError(f"causal is a {type(causal).__name__}; it takes True or False")
+        raise TypeError(f"causal is a {type(causal).__name__}; it takes True or False, and masks are not supported")
     if scale is None:
         return q, k, v, q.shape[3] ** -0.5
     if isinstance(scale, bool) or not isinstance(scale, Real):

@@ -490,11 +490,12 @@ elements = sum(parameter.numel() for parameter in model.parameters())
 def state_above(fraction):
     optimizer = OffloadedOptimizer(model.parameters(), fraction=fraction)
     with MemoryMeter() as meter:
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
-    return meter.live_bytes, optimizer.store.stats
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+    return meter.live_bytes, optimizer.store.stats if fraction else None
 
 
 # %%
@@ -510,6 +511,14 @@ def stays(fraction):
 
 
 predictions([(f"fraction {f}", stays(f), above) for f, (above, _) in sweep.items()], unit="bytes")
+
+# %%
+below = {f: 8 * elements + 4 * 16 - stays(f) for f in fractions[1:]}  # the state that pages
+rows = [
+    ((f"{f}: down, three steps", f"{f}：写下，三步"), 3 * size, sweep[f][1].bytes_down) for f, size in below.items()
+]
+rows += [((f"{f}: up, three steps", f"{f}：读上，三步"), 2 * size, sweep[f][1].bytes_up) for f, size in below.items()]
+predictions(rows, unit="bytes")
 
 # %% [markdown]
 # <div lang="en">

@@ -320,13 +320,14 @@ ax.legend(loc="upper left")
 None
 
 # %%
-standard = attention_saved_bytes(sequence=2048, batch=1, heads=12, head_dim=64)
-flash = attention_saved_bytes(sequence=2048, batch=1, heads=12, head_dim=64, kind="flash")
-names = sorted(standard | flash, key=["q", "k", "v", "o", "lse", "p"].index)
-table(
-    [("N = 2048, bytes", "N = 2048，字节"), ("standard", "标准"), "Flash"],
-    [(name, standard.get(name, "–"), flash.get(name, "–")) for name in names],
-)
+rows = []
+for name, function in list(kinds.items())[:2]:
+    kind = "standard" if function is standard_attention else "flash"
+    formula = attention_saved_bytes(sequence=2048, batch=1, heads=12, head_dim=64, kind=kind)
+    found = sorted(row.bytes for row in kept(function, 2048) if row.shared_with is None)
+    for (part, size), measured in zip(sorted(formula.items(), key=lambda item: item[1]), found, strict=True):
+        rows.append((tuple(f"{word}, {part}" for word in name), size, measured))
+predictions(rows, unit="bytes")
 
 # %% [markdown]
 # ## 6.5 What is computed, and what is moved / 计算了什么，搬运了什么
@@ -572,22 +573,31 @@ import inspect
 
 from course_lib.attention import kernels
 
-source = inspect.getsource(kernels.forward_kernel.fn).splitlines()
-start = next(i for i, line in enumerate(source) if "for first_k in" in line)
-end = next(i for i, line in enumerate(source) if "largest = new_largest" in line)
-print("\n".join(line[8:] for line in source[start : end + 1]))
+
+def loop(kernel, first, last):
+    source = inspect.getsource(kernel.fn).splitlines()
+    start = next(i for i, line in enumerate(source) if first in line)
+    end = next(i for i, line in enumerate(source) if last in line)
+    indent = len(source[start]) - len(source[start].lstrip())
+    print("\n".join(line[indent:] for line in source[start : end + 1]))
+
+
+loop(kernels.forward_kernel, "for first_k in", "largest = new_largest")
 
 # %% [markdown]
 # <div lang="en">
 #
-# Backward has two walks: one kernel keeps a block of keys and sums dK and dV over queries, the other keeps a block of queries and sums dQ over keys. So no two instances write to the same place. All of them, causal and not, beside the torch backend:
+# Backward has two walks: one kernel keeps a block of keys and sums dK and dV over queries, the other keeps a block of queries and sums dQ over keys. So no two instances write to the same place. The walk over queries, the heart of the first, and below it all kernels, causal and not, beside the torch backend:
 #
 # </div>
 # <div lang="zh">
 #
-# 反向要走两趟：一个核函数拿着一块键，对查询累加 dK 和 dV；另一个拿着一块查询，对键累加 dQ。这样，没有两个实例会写同一个地方。全部运行一遍，因果与非因果，与 torch 后端相比：
+# 反向要走两趟：一个核函数拿着一块键，对查询累加 dK 和 dV；另一个拿着一块查询，对键累加 dQ。这样，没有两个实例会写同一个地方。下面是前者的核心，即对查询走的那一趟；再往下把全部核函数运行一遍，因果与非因果，与 torch 后端相比：
 #
 # </div>
+
+# %%
+loop(kernels.keys_backward_kernel, "for first_q in", "key_grad = product")
 
 
 # %%
