@@ -246,7 +246,7 @@ class HostStore:
     """
 
     def __init__(self):
-        self.stats, self.used_bytes = Traffic(), 0
+        self.stats, self.used_bytes, self._most_used = Traffic(), 0, 0
         self._buffers: dict[int, list[_Slot]] = defaultdict(list)
         self._streams: dict[tuple[int, str], torch.cuda.Stream] = {}
         self._lock = threading.RLock()
@@ -258,6 +258,7 @@ class HostStore:
     def reserve(self, nbytes: int) -> _Slot:
         with self._lock:
             self.used_bytes += nbytes
+            self._most_used = max(self._most_used, self.used_bytes)
             if self._buffers[nbytes]:
                 return self._buffers[nbytes].pop()
         try:
@@ -269,6 +270,8 @@ class HostStore:
     def write(self, slot: _Slot, data: Tensor) -> Callable[[], None]:
         self.stats.bytes_down += data.nbytes
         if not data.is_cuda:
+            if slot.last is not None:
+                slot.last.synchronize()  # a CUDA tensor that had this buffer before may still be on its way
             slot.place.copy_(data)
             return lambda: None
         return self._copy(slot, slot.place, data, "down")
@@ -287,6 +290,9 @@ class HostStore:
         with self._lock:
             self.used_bytes -= slot.nbytes
             self._buffers[slot.nbytes].append(slot)  # `last` goes along: whoever writes next waits for it
+            for nbytes, slots in self._buffers.items():  # no more is kept than was ever in use at once
+                while slots and nbytes != slot.nbytes and self.pooled_bytes + self.used_bytes > self._most_used:
+                    slots.pop()
 
     def _copy(self, slot: _Slot, target: Tensor, source: Tensor, direction: str) -> Callable[[], None]:
         device = target.device if target.is_cuda else source.device
@@ -481,8 +487,9 @@ class _Handle:
         self.entry = entry
         self.dtype, self.shape, self.stride = tensor.dtype, tuple(tensor.shape), tensor.stride()
         self.offset, self.conjugated, self.negated = tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
-        entry.handles.add(id(self))
-        entry.wanted.add(id(self))
+        self.key = object()  # not the id, which may be given out again before a late `drop`
+        entry.handles.add(self.key)
+        entry.wanted.add(self.key)
 
     def tensor_again(self) -> Tensor:
         data = self.entry.data_again(self)
@@ -493,7 +500,13 @@ class _Handle:
         return torch._neg_view(view) if self.negated else view
 
     def __del__(self):
-        self.entry.drop(id(self))
+        # The collector calls this in any thread: also in a worker of the store, for which the lock's holder may wait.
+        region = self.entry.region
+        if region.lock._is_owned() or threading.current_thread().name.startswith("disk-store"):
+            with suppress(RuntimeError):  # the interpreter is going down
+                threading.Thread(target=self.entry.drop, args=(self.key,), daemon=True).start()
+        else:
+            self.entry.drop(self.key)
 
 
 class _Entry:
@@ -503,11 +516,12 @@ class _Entry:
         self.region, self.index, self.store = region, index, store
         self.held: Tensor | None = tensor.detach()  # shares the version counter
         self.version, self.changed, self.device = tensor._version, False, tensor.device
+        self.saved_on = self.fetched_on = _current_stream(self.device)
         self.slot: _Slot | None = None
         self.wait_down: Callable[[], None] | None = None
         self.coming: _Reading | None = None
-        self.handles: set[int] = set()
-        self.wanted: set[int] = set()  # handles that have not been unpacked since the storage came up
+        self.handles: set[object] = set()
+        self.wanted: set[object] = set()  # handles that have not been unpacked since the storage came up
 
     @property
     def gone(self) -> bool:
@@ -515,7 +529,8 @@ class _Entry:
 
     def go_down(self) -> None:
         self.slot = self.store.reserve(self.held.untyped_storage().nbytes())
-        self.wait_down = self.store.write(self.slot, _bytes_of(self.held))
+        with torch.cuda.stream(self.saved_on):  # not whichever stream saves the tensor that pushed this one out
+            self.wait_down = self.store.write(self.slot, _bytes_of(self.held))
 
     def arrive(self) -> None:
         """The copy down is complete: let go of the device's memory. If it failed, what is held stays."""
@@ -523,7 +538,8 @@ class _Entry:
         if wait is None:
             return
         try:
-            wait()
+            with torch.cuda.stream(self.saved_on):
+                wait()
         except BaseException:
             self.store.free(self.slot)
             self.slot = None
@@ -533,6 +549,7 @@ class _Entry:
 
     def start_up(self) -> None:
         if self.held is None and self.coming is None and self.slot is not None:
+            self.fetched_on = _current_stream(self.device)
             self.coming = self.store.read(self.slot, self.device)
 
     def data_again(self, handle: _Handle) -> Tensor:
@@ -545,12 +562,12 @@ class _Entry:
         data = self.coming.data
         if data.is_cuda:  # made on the stream of whoever fetched it ahead
             data.record_stream(torch.cuda.current_stream(data.device))
-        self.wanted.discard(id(handle))
+        self.wanted.discard(handle.key)
         if not self.wanted:
             self.coming, self.wanted = None, set(self.handles)
         return data
 
-    def drop(self, handle: int) -> None:
+    def drop(self, handle: object) -> None:
         with self.region.lock:
             self.handles.discard(handle)
             self.wanted.discard(handle)
@@ -569,9 +586,13 @@ class _Entry:
 
     def _let_go(self) -> None:
         if self.coming is not None:
-            with suppress(Exception):
+            with suppress(Exception), torch.cuda.stream(self.fetched_on):  # to whose pool it returns
                 self.coming.wait()  # memory that is still being written to must not be given away
             self.coming = None
+
+
+def _current_stream(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _has_storage(tensor: Tensor) -> bool:
@@ -660,7 +681,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         items = [_Item(p, p in chosen) for p in parameters]
         for item in items:
             self._items[item.p] = item
-            if item.below and item.p.is_cuda and self._overlap:
+            if item.below and item.p.is_cuda and item.p.requires_grad and self._overlap:
                 item.p.register_post_accumulate_grad_hook(item.gradient_down)
         for group in groups:
             masters = {**group, "params": [self._items[p].master for p in group["params"]]}
@@ -686,6 +707,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     f"the gradient of a parameter of shape {tuple(item.p.shape)} is sparse; "
                     "it takes dense gradients (for an embedding: sparse=False)"
                 )
+        marks = [(item, _mark(item.p.grad)) for item in due if item.gradient is not None and item.is_copied()]
+        fresh = {item for item, mark in marks if mark.item() == item.gradient[4].item()}  # here, not while others go up
+        for item in due:
+            if item.gradient is not None and item not in fresh:
+                item.gradient = (None, 0, *item.gradient[2:4], None)
+        for item in due:
+            if item.mark is not None and _mark(item.p).item() != item.mark.item():
+                item.seen = None  # set from outside in a way that autograd does not see
         below = [item for item in due if item.below and not item.p.is_cuda]
         self._reserve(below)
         self._update([item for item in due if not item.below])
@@ -915,6 +944,7 @@ class _Item:
     def stamp(self) -> None:
         """Remember what the parameter is now, to notice values from outside."""
         self.seen = (self.p.data_ptr(), self.p._version)
+        self.mark = _mark(self.p) if self.on_host else None
 
     def state_bytes(self) -> int:
         return sum(slot.nbytes for slot in self.room or ())
@@ -934,15 +964,23 @@ class _Item:
 
     def gradient_down(self, p: nn.Parameter) -> None:
         """After backward has accumulated: start copying the gradient to the host."""
+        if p.grad is None or p.grad.layout is not torch.strided:
+            return  # `step` says what is wrong
         host = self.gradient[2] if self.gradient else torch.empty(p.shape, dtype=p.grad.dtype, pin_memory=True)
+        mark = _mark(p.grad)
         side = _side_stream(p.device, "gradients")
         side.wait_stream(torch.cuda.current_stream(p.device))
         with torch.cuda.stream(side):
-            host.copy_(p.grad, non_blocking=True)
+            host.copy_(p.grad.detach(), non_blocking=True)
             event = torch.cuda.Event()
             event.record(side)
         p.grad.record_stream(side)
-        self.gradient = (p.grad, p.grad._version, host, event)
+        self.gradient = (weakref.ref(p.grad), p.grad._version, host, event, mark)
+
+    def is_copied(self) -> bool:
+        """Whether the gradient is the tensor whose copy went down, as far as autograd knows."""
+        reference, version, *_, mark = self.gradient
+        return mark is not None and reference() is self.p.grad and version == self.p.grad._version
 
     def take_gradient(self) -> None:
         """Give the master its gradient, and the parameter's value where that was set from outside."""
@@ -953,22 +991,19 @@ class _Item:
             self.copied.synchronize()  # what is on its way back must not change under it
         if master.shape != p.shape:
             master.data = p.detach().to(master.dtype, copy=True)
-        elif p.is_cuda:
-            if self.seen != (p.data_ptr(), p._version):
-                master.copy_(p)
-        else:
-            rounded = master.to(p.dtype)
-            if not torch.equal(rounded, p):
-                master.copy_(torch.where(rounded == p, master, p.to(master.dtype)))
+        elif not p.is_cuda or self.seen != (p.data_ptr(), p._version):
+            rounded, now = master.to(p.dtype), p.detach().to(master.device)
+            if not torch.equal(rounded, now):
+                master.copy_(torch.where(rounded == now, master, now.to(master.dtype)))
         gradient = p.grad
         if self.on_host and self.gradient is not None:
-            copied, version, host, event = self.gradient
-            if copied is gradient and version == gradient._version:  # neither clipped nor scaled since
+            _, _, host, event, mark = self.gradient
+            if mark is not None:  # `step` found that the gradient is what was copied
                 event.synchronize()
                 gradient = host
         master.grad = gradient.to(self.device, master.dtype)
         if self.gradient is not None:
-            self.gradient = (None, 0, *self.gradient[2:])  # the buffer stays, the gradient may go
+            self.gradient = (None, 0, *self.gradient[2:4], None)  # the buffer stays
 
     def drop_gradient(self) -> None:
         if self.master is not self.p:
@@ -994,6 +1029,12 @@ class _Item:
         else:
             self.p.copy_(self.master)
         self.stamp()
+
+
+def _mark(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bit patterns, on its device. Collectives, GradScaler and `.data` bump no version."""
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().view(kind).sum(dtype=torch.int64)
 
 
 _streams: dict[tuple[int, str], Any] = {}
@@ -1102,7 +1143,10 @@ class Prefetcher:
         return value.to(self.device) if isinstance(value, Tensor) else value
 
     def _over_stream(self) -> Iterator[Any]:
-        side = _side_stream(self.device, "batches")
+        device = self.device
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        side = _side_stream(device, "batches")
         batches = iter(self.loader)
 
         def fetch() -> tuple[Any, Any] | None:
@@ -1119,13 +1163,19 @@ class Prefetcher:
         coming = fetch()
         while coming is not None:
             moved, (event, _) = coming
-            compute = torch.cuda.current_stream(self.device)
+            compute = torch.cuda.current_stream(device)
             compute.wait_event(event)
             for value in tree_leaves(moved):
                 if isinstance(value, Tensor):
                     value.record_stream(compute)
-            coming = fetch()  # its copy runs while the caller computes with this one
+            failed = None
+            try:
+                coming = fetch()  # its copy runs while the caller computes with this one
+            except Exception as error:
+                failed = error
             yield moved
+            if failed is not None:
+                raise failed
 
     def _copied(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -260,6 +260,36 @@ def test_nothing_leaks_when_a_graph_is_dropped_or_a_pass_fails():
     assert_same_bits(gradients(net, net, x), gradients(net, offloaded(net, store=store), x))
 
 
+def test_a_graph_that_the_collector_drops_while_its_storage_is_written_is_no_deadlock():
+    program = (
+        "import gc, torch\nfrom course_lib.offload import DiskStore, offload_activations\n"
+        "store, write = DiskStore(), DiskStore._write\n"
+        "def collecting(*args):\n    gc.collect()\n    return write(store, *args)\n"
+        "store._write = collecting\n"
+        "for _ in range(3):\n"
+        "    with offload_activations(store, min_bytes=1, prefetch=0):\n"
+        "        y = torch.ones(64, 64, requires_grad=True) * 1\n"
+        "        for _ in range(6):\n"
+        "            y = y.sin()\n"
+        "            cycle = [y.cos()]\n"
+        "            cycle.append(cycle)\n"
+        "            del cycle\n"
+        "    y.sum().backward()\n"
+        "print('done')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[1], timeout=120, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "done", done.stderr
+
+
+def test_pinned_buffers_of_sizes_that_are_no_longer_used_are_given_up():
+    store = HostStore()
+    for nbytes in range(100, 200, 10):
+        store.free(store.reserve(nbytes))
+    assert store.used_bytes == 0 and store.pooled_bytes <= 190
+
+
 def test_a_context_can_be_entered_inside_itself_and_again():
     net, x, store = deep_mlp(6, 16), torch.randn(8, 16), DiskStore()
     context = offload_activations(store, min_bytes=1)
