@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks.default_hooks as hooks
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from properties import given, settings, st
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel

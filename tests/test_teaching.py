@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from properties import HealthCheck, given, settings, st
 
 from course_lib import teaching
 from course_lib.teaching import exercises, figures, languages
