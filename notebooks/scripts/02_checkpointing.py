@@ -68,7 +68,7 @@ from course_lib.teaching import compare, figure, predictions, table, text, timel
 # </div>
 # <div lang="zh">
 #
-# autograd 会留下反向要用的东西。检查点只留下这一块的**输入**，等反向到达时，把这一块的前向再跑一遍。让模块在运行时报一声，就能看见这个过程。**先猜：** 三个用了检查点的块，会按什么次序运行？
+# autograd 会留下反向要用的东西。检查点只留下这一块的**输入**，等反向到达时，把这一块的前向再跑一遍。让模块在运行时报一声，就能看见这个过程。**先猜**：三个用了检查点的块，会按什么次序运行？
 #
 # </div>
 
@@ -720,7 +720,7 @@ table(headings, [(name, *statistics(run)) for name, run in ways.items()])
 #
 # 第 01 课发现，峰值时刻有三个 logits 大小的张量。输出头连同损失也是一个块：把 token 切成小块，每块加检查点，完整的 logits 就从不出现。取 1024 个 token、256 个特征、词表 32,000：logits 占 $1024 \cdot 32000 \cdot 4$ 字节，即 131 MB。
 #
-# **先猜：** 普通做法的峰值是三份 logits，393 MB。每块 128 个 token 时峰值是多少？32 个呢？
+# **先猜**：普通做法的峰值是三份 logits，393 MB。每块 128 个 token 时峰值是多少？32 个呢？
 #
 # </div>
 
@@ -1076,7 +1076,7 @@ exercises.check_head_chunk(max(n for n, peak in zip(chunks, peaks, strict=True) 
 # - 随机性、autocast 和被改动的缓冲区要小心处理；优先用非可重入模式。
 # - 损失头也是一个块，而且常常是最大的一块。
 #
-# **下一步：** [第 03 课](03_sqrt_schedule.ipynb)讨论该忘掉哪些块。
+# **下一步**：[第 03 课](03_sqrt_schedule.ipynb)讨论该忘掉哪些块。
 #
 # </div>
 
