@@ -248,7 +248,6 @@ class HostStore:
     def __init__(self):
         self.stats, self.used_bytes, self._most_used = Traffic(), 0, 0
         self._buffers: dict[int, list[_Slot]] = defaultdict(list)
-        self._streams: dict[tuple[int, str], torch.cuda.Stream] = {}
         self._lock = threading.RLock()
 
     @property
@@ -296,7 +295,7 @@ class HostStore:
 
     def _copy(self, slot: _Slot, target: Tensor, source: Tensor, direction: str) -> Callable[[], None]:
         device = target.device if target.is_cuda else source.device
-        side = self._stream(device, direction)
+        side = _side_stream(device, direction)
         side.wait_stream(torch.cuda.current_stream(device))  # the source is computed, and the target's memory is ours
         if slot.last is not None:
             side.wait_event(slot.last)
@@ -307,12 +306,16 @@ class HostStore:
         slot.last = event
         return lambda: torch.cuda.current_stream(device).wait_event(event)
 
-    def _stream(self, device: torch.device, direction: str) -> torch.cuda.Stream:
-        with self._lock:
-            key = (device.index, direction)
-            if key not in self._streams:  # once: fresh streams each step would each get an allocator pool of their own
-                self._streams[key] = torch.cuda.Stream(device)
-            return self._streams[key]
+
+_streams: dict[tuple[int, str], torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device, name: str) -> torch.cuda.Stream:
+    """One stream for each device and purpose: fresh ones each step would each get an allocator pool of their own."""
+    key = (device.index, name)
+    if key not in _streams:
+        _streams[key] = torch.cuda.Stream(device)
+    return _streams[key]
 
 
 _default_stores: dict[tuple[str, int], Any] = {}
@@ -758,21 +761,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _reserve(self, items: list[_Item]) -> None:
         """Room for everything that will go below, before anything changes."""
-        made = []
         if items:
             self.store._check_open()
+        made = [item for item in items if item.room is None]
+        tensors = _state_tensors(self._base_class, self._base_kwargs) if made else 0
         try:
-            for item in items:
-                if item.room is None:
-                    each = item.master_dtype.itemsize * item.p.numel()
-                    count = _state_tensors(self._base_class, self._base_kwargs) + (item.master is not item.p)
-                    item.room = []
-                    made.append(item)
-                    for _ in range(count if each else 0):
-                        item.room.append(self.store.reserve(each))
+            for item in made:
+                item.room = []
+                each = item.master_dtype.itemsize * item.p.numel()
+                for _ in range(tensors + (item.master is not item.p) if each else 0):
+                    item.room.append(self.store.reserve(each))
         except StoreFull:
             for item in made:
-                for slot in item.room:
+                for slot in item.room or ():
                     self.store.free(slot)
                 item.room = None
             raise
@@ -787,21 +788,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 room = 0
             chunks[-1].append(item)
             room += item.state_bytes()
-        if not self._overlap or not chunks:
-            for chunk in chunks:
-                self._page_in(chunk)()
-                self._update(chunk)
-                self._page_out(chunk)()
-            return
-        ready = self._page_in(chunks[0])
-        written: Callable[[], None] = lambda: None  # noqa: E731
-        for chunk, following in zip(chunks, [*chunks[1:], None], strict=True):
-            ready()
-            ready = self._page_in(following) if following else None
+        failed, ready, writing = [], None, None
+        for chunk, following in zip(chunks, [*chunks[1:], None][: len(chunks)], strict=True):
+            (ready or self._page_in(chunk))()
+            ready = self._page_in(following) if following and self._overlap else None
             self._update(chunk)
-            written()
-            written = self._page_out(chunk)
-        written()
+            if writing is not None:
+                failed += writing()
+            writing = self._page_out(chunk)
+            if not self._overlap:
+                failed, writing = failed + writing(), None
+        failed += writing() if writing is not None else []
+        if failed:
+            raise failed[0]  # at the end: every parameter has had its step, and no state is lost
 
     def _page_in(self, chunk: list[_Item]) -> Callable[[], None]:
         """Start reading; the function returned puts the state where `base` looks for it."""
@@ -809,9 +808,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         def finish() -> None:
             for item, name, reading in readings:
-                reading.wait()
-                shape, dtype, stride = item.kinds[name]
-                tensor = torch.empty(0, dtype=dtype).set_(reading.data.untyped_storage(), 0, shape, stride)
+                tensor = item.state_tensor(name, reading)
                 if name == _MASTER:
                     item.master.data = tensor
                 else:
@@ -819,12 +816,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         return finish
 
-    def _page_out(self, chunk: list[_Item]) -> Callable[[], None]:
-        """Start writing; the function returned waits for the end and lets go of the memory."""
+    def _page_out(self, chunk: list[_Item]) -> Callable[[], list[OSError]]:
+        """Start writing; the function returned waits for the end, lets go of the memory, and says what went wrong."""
         waits = []
         for item in chunk:
             state = self._base.state[item.master]
-            tensors = {name: value for name, value in state.items() if _is_large(value, item.master)}
+            tensors = {name: value for name, value in state.items() if _is_large(value)}
             if item.master is not item.p:
                 tensors[_MASTER] = item.master.data
             for name, tensor in tensors.items():
@@ -834,21 +831,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 item.kinds[name] = (tuple(tensor.shape), tensor.dtype, tensor.stride())
                 waits.append((item, name, tensor, self.store.write(item.slots[name], _bytes_of(tensor))))
 
-        def finish() -> None:
-            failed = None
+        def finish() -> list[OSError]:
+            failed = []
             for item, name, _, wait in waits:
                 try:
                     wait()
                 except OSError as error:  # what was not written stays in memory, and goes down another time
-                    item.slots.pop(name).last, failed = None, error
+                    item.slots.pop(name).last = None
+                    failed.append(error)
                     continue
                 if name == _MASTER:
                     item.master.data = torch.empty(0, dtype=item.master_dtype)
                 else:
                     del self._base.state[item.master][name]
             waits.clear()
-            if failed is not None:
-                raise failed
+            return failed
 
         return finish
 
@@ -875,10 +872,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _page_in_copy(self, item: _Item, into: dict[str, Any]) -> None:
         for name, slot in item.slots.items():
-            reading = self.store.read(slot)
-            reading.wait()
-            shape, dtype, stride = item.kinds[name]
-            into[name] = torch.empty(0, dtype=dtype).set_(reading.data.untyped_storage(), 0, shape, stride)
+            into[name] = item.state_tensor(name, self.store.read(slot))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -886,25 +880,27 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._reserve([item for item in self._items.values() if item.below and not item.p.is_cuda])
         super().load_state_dict({**state_dict, "state": {}})  # the groups; it checks that they fit
         order = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters, failed = [p for group in self.param_groups for p in group["params"]], []
         for number, p in zip(order, parameters, strict=True):
             item = self._items[p]
             loaded = dict(state_dict["state"].get(number, {}))
             master = loaded.pop("master", None)
-            item.forget(self.store if item.slots else None)
+            item.forget()
             if item.master is not p:
                 item.master.data = (p if master is None else master).to(item.device, item.master_dtype, copy=True)
                 item.stamp()
             state = self._base.state[item.master] = {}
             for name, value in loaded.items():
                 if isinstance(value, Tensor):
-                    large = _is_large(value, item.master) and value.is_floating_point()
+                    large = _is_large(value) and value.is_floating_point()
                     value = value.to(item.device, item.master_dtype if large else value.dtype, copy=True)
                 state[name] = value
             if not state:
                 del self._base.state[item.master]
             if item.below and not p.is_cuda and (state or master is not None):
-                self._page_out([item])()
+                failed += self._page_out([item])()
+        if failed:
+            raise failed[0]
 
     def __getstate__(self):
         raise TypeError("an OffloadedOptimizer cannot be copied or pickled; use its state_dict()")
@@ -946,6 +942,12 @@ class _Item:
         self.seen = (self.p.data_ptr(), self.p._version)
         self.mark = _mark(self.p) if self.on_host else None
 
+    def state_tensor(self, name: str, reading: _Reading) -> Tensor:
+        """What was written under this name, once it has come up."""
+        reading.wait()
+        shape, dtype, stride = self.kinds[name]
+        return torch.empty(0, dtype=dtype).set_(reading.data.untyped_storage(), 0, shape, stride)
+
     def state_bytes(self) -> int:
         return sum(slot.nbytes for slot in self.room or ())
 
@@ -957,7 +959,7 @@ class _Item:
         rooms.append((store, self.room[-1]))
         return self.room[-1]
 
-    def forget(self, store: DiskStore | None) -> None:
+    def forget(self) -> None:
         self.slots.clear()  # the room stays reserved for what comes instead
         self.kinds.clear()
         self.gradient = None
@@ -1037,17 +1039,7 @@ def _mark(tensor: Tensor) -> Tensor:
     return tensor.detach().view(kind).sum(dtype=torch.int64)
 
 
-_streams: dict[tuple[int, str], Any] = {}
-
-
-def _side_stream(device: torch.device, name: str):
-    key = (device.index, name)
-    if key not in _streams:
-        _streams[key] = torch.cuda.Stream(device)
-    return _streams[key]
-
-
-def _is_large(value: Any, master: Tensor) -> bool:
+def _is_large(value: Any) -> bool:
     """Whether a piece of state goes below: a tensor with more than the single number that a step count is."""
     return isinstance(value, Tensor) and value.ndim > 0 and value.numel() > 1
 

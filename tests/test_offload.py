@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import course_lib.checkpoint as ours
+from course_lib import offload
 from course_lib.memory import MemoryMeter, saved_tensors
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import DiskStore, HostStore, OffloadedOptimizer, Prefetcher, StoreFull, offload_activations
@@ -378,10 +379,10 @@ def test_pinned_buffers_and_streams_are_used_again():
     store, net = HostStore(), deep_mlp(8, 256).cuda()
     x = torch.randn(1024, 256, device="cuda")
     offloaded(net, store=store)(x).sum().backward()
-    pooled, streams = store.pooled_bytes, dict(store._streams)
+    pooled, streams = store.pooled_bytes, dict(offload._streams)
     for _ in range(3):
         offloaded(net, store=store)(x).sum().backward()
-    assert (store.pooled_bytes, store._streams, store.used_bytes) == (pooled, streams, 0)
+    assert (store.pooled_bytes, offload._streams, store.used_bytes) == (pooled, streams, 0)
 
 
 @pytest.mark.gpu
@@ -779,9 +780,13 @@ def test_a_full_disk_stops_a_load_before_anything_changes():
     assert optimizer.store.used_bytes == 0
 
 
-def test_a_write_that_fails_once_loses_no_state(monkeypatch):
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("chunk", [1, 16 << 20])
+def test_a_write_that_fails_once_loses_no_state(monkeypatch, chunk, overlap):
+    monkeypatch.setattr(OffloadedOptimizer, "CHUNK_BYTES", chunk)
     plain, moved = network(), network()
-    adam, optimizer = torch.optim.Adam(plain.parameters()), OffloadedOptimizer(moved.parameters(), torch.optim.Adam)
+    adam = torch.optim.Adam(plain.parameters())
+    optimizer = OffloadedOptimizer(moved.parameters(), torch.optim.Adam, overlap=overlap)
     train(plain, adam, batches(2))
     train(moved, optimizer, batches(1))
     with monkeypatch.context() as patched:
