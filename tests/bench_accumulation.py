@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import gc
 import statistics
-import tempfile
-import time
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.distributed.algorithms.ddp_comm_hooks.default_hooks as hooks
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
+from turns import in_turns
 
 from course_lib.accumulation import AccumulatedStep, split
 from course_lib.models import Decoder, random_tokens
+from course_lib.teaching import ddp_bytes
 
 BAR, ROUNDS = 1.02, 30
 MICRO_BATCHES = 8
@@ -44,19 +40,6 @@ def by_hand(model, optimizer, batch, size, max_norm):
     nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
     return total.item() / weight
-
-
-def in_turns(arms: dict, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each arm, a call of each in every round, the order turned round from one round to the next."""
-    seconds = {name: [] for name in arms}
-    for run in arms.values():
-        run()  # warm up
-    for i in range(rounds):
-        for name in list(arms) if i % 2 else list(arms)[::-1]:
-            start = time.perf_counter()
-            arms[name]()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
 
 
 def times() -> None:
@@ -84,38 +67,12 @@ def times() -> None:
         )
 
 
-def on_rank(rank: int, folder: str) -> None:
-    """Bytes that one of two processes sends in a step: one that synchronises every backward pass, and ours."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
-    model = Decoder(vocabulary=500, hidden=128, heads=4, layers=6, sequence=64)
-    parameter_bytes, sent = sum(parameter.nbytes for parameter in model.parameters()), []
-    replica = DistributedDataParallel(model)
-    replica.register_comm_hook(
-        None, lambda _, bucket: sent.append(bucket.buffer().nbytes) or hooks.allreduce_hook(None, bucket)
-    )
-    optimizer, batch = torch.optim.AdamW(replica.parameters()), random_tokens(MICRO_BATCHES * 2, 64, 500, seed=rank)
-    found = {}
-    by_hand(replica, optimizer, batch, 2, 1.0)
-    found["by hand, without no_sync"] = sum(sent)
-    sent.clear()
-    AccumulatedStep(replica, optimizer, loss_sum, max_norm=1.0)(split(batch, 2))
-    found["course"] = sum(sent)
-    if rank == 0:
-        torch.save((parameter_bytes, found), f"{folder}/bytes.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def bytes_sent() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(on_rank, args=(folder,), nprocs=2)
-        parameter_bytes, found = torch.load(Path(folder) / "bytes.pt")
+    parameter_bytes, sent = ddp_bytes(MICRO_BATCHES)
     print(f"{'bytes a rank reduces in a step, DDP on 2':44}{'bytes':>14}{'of the parameters':>20}")
-    for name, count in found.items():
-        print(f"{name:44}{count:14,}{count / parameter_bytes:20.2f}")
-    verdict = "met" if found["course"] == parameter_bytes else "missed"
-    print(f"{'':44}{'':34}   bar 1.00: {verdict}")
+    for name, no_sync in (("by hand, without no_sync", False), ("course", True)):
+        print(f"{name:44}{sent[no_sync]:14,}{sent[no_sync] / parameter_bytes:20.2f}")
+    print(f"{'':44}{'':34}   bar 1.00: {'met' if sent[True] == parameter_bytes else 'missed'}")
 
 
 def main() -> None:

@@ -7,11 +7,11 @@ to other machines; peaks are the meter's, exact.
 from __future__ import annotations
 
 import statistics
-import time
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from turns import in_turns
 
 from course_lib.attention import attention_cost, flash_attention
 from course_lib.memory import MemoryMeter
@@ -41,18 +41,6 @@ def tensors(n: int, *, batch: int = 1, heads: int = HEADS, d: int = HEAD_DIM, **
 
 def step(attention, q, k, v, grad_o):
     return torch.autograd.grad(attention(q, k, v), (q, k, v), grad_o)
-
-
-def in_turns(arms: dict, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each arm, a call of each in every round, the order turned round from one round to the next."""
-    seconds = {name: [] for name in arms}
-    for i in range(-1, rounds):  # the first round warms up
-        for name in list(arms) if i % 2 else list(arms)[::-1]:
-            start = time.perf_counter()
-            arms[name]()
-            if i >= 0:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
 
 
 def peak_bytes(attention, *case) -> int:

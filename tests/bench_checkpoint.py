@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.utils.checkpoint as theirs
 from torch import nn
+from turns import in_turns
 
 import course_lib.checkpoint as ours
 from course_lib.memory import MemoryMeter
@@ -62,19 +62,6 @@ def decoder_step() -> tuple[nn.Module, Callable, Callable]:
         model.loss(tokens).backward()
 
     return model, choose, step
-
-
-def in_turns(arms: dict, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each arm, a call of each in every round, the order turned round from one round to the next."""
-    seconds = {name: [] for name in arms}
-    for run in arms.values():
-        run()  # warm up
-    for i in range(rounds):
-        for name in list(arms) if i % 2 else list(arms)[::-1]:
-            start = time.perf_counter()
-            arms[name]()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
 
 
 def report(label: str, seconds: dict[str, list[float]], bar: float) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from turns import in_turns
 
 from course_lib.memory import MemoryMeter
 from course_lib.models import deep_mlp
@@ -45,18 +46,8 @@ def synchronous_file(module: nn.Module):
     return saved_tensors_hooks(pack, unpack)
 
 
-def in_turns(arms: dict, step) -> dict[str, float]:
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for number in range(ROUNDS + 1):
-        for name, arm in arms.items():
-            wait()
-            start = time.perf_counter()
-            step(arm)
-            wait()
-            if number:  # the first one warms up
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+def medians(arms: dict) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in in_turns(arms, ROUNDS).items()}
 
 
 def activations(device: str) -> None:
@@ -74,7 +65,7 @@ def activations(device: str) -> None:
             output = net(x).sum()
         output.backward()
 
-    seconds = in_turns(arms, step)
+    seconds = medians({name: partial(step, context) for name, context in arms.items()})
     print(f"{depth} x (Linear({width}) + GELU), {tokens} rows, {device}")
     for name, context in arms.items():
         with MemoryMeter() as meter:
@@ -106,7 +97,7 @@ def optimizer(device: str) -> None:
             parameter.grad = torch.ones_like(parameter)
         optimizers[name].step()
 
-    seconds = in_turns({name: name for name in models}, step)
+    seconds = medians({name: partial(step, name) for name in models})
     count = sum(parameter.numel() for parameter in models["plain"].parameters())
     print(f"AdamW's step on {count / 1e6:.1f} M parameters, {device}: 8 bytes a parameter down and up each step")
     for name, taken in seconds.items():
