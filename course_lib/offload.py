@@ -21,12 +21,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["DiskStore", "HostStore", "OffloadedOptimizer", "Prefetcher", "StoreFull", "Traffic", "offload_activations"]
+__all__ = [
+    "DiskStore",
+    "HostStore",
+    "OffloadedOptimizer",
+    "Prefetcher",
+    "StoreFull",
+    "SymbolicStore",
+    "Traffic",
+    "offload_activations",
+]
 
 
 class StoreFull(OSError):
@@ -69,8 +79,18 @@ class _Reading:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """The whole storage of a tensor as uint8, sharing it; out of sight of a meter, for which it would be new memory."""
     storage = tensor.untyped_storage()
+    if isinstance(tensor, FakeTensor):
+        return tensor  # for a `SymbolicStore`, which looks at nothing
     with _disable_current_modes():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _view_of(data: Tensor, dtype: torch.dtype, shape: tuple, stride: tuple, offset: int = 0) -> Tensor:
+    """A tensor on the storage of `data`."""
+    if isinstance(data, FakeTensor):  # `set_` would keep a symbolic storage for ever
+        flat = data.detach().as_strided((data.untyped_storage().nbytes() // data.itemsize,), (1,), 0)
+        return flat.view(dtype).as_strided(shape, stride, offset)
+    return torch.empty(0, dtype=dtype, device=data.device).set_(data.untyped_storage(), offset, shape, stride)
 
 
 class DiskStore:
@@ -233,6 +253,35 @@ def _in_memory(path: str) -> bool:
     return bool(parts) and kinds[max(parts, key=len)] in ("tmpfs", "ramfs")
 
 
+class SymbolicStore(DiskStore):
+    """The tier below of symbolic tensors (`course_lib.memory.symbolic`): nothing is copied, every byte is counted."""
+
+    def __init__(self):
+        self.limit_bytes, self.file_bytes, self.stats = None, 0, Traffic()
+        self._free: list[tuple[int, int]] = []
+
+    def reserve(self, nbytes: int) -> _Slot:
+        self.file_bytes += nbytes
+        return _Slot(nbytes, None)
+
+    def write(self, slot: _Slot, data: Tensor) -> Callable[[], None]:
+        self.stats.bytes_down += slot.nbytes
+        return lambda: None
+
+    def read(self, slot: _Slot, device: torch.device | str = "cpu") -> _Reading:
+        self.stats.bytes_up += slot.nbytes
+        return _Reading(torch.empty(slot.nbytes, dtype=torch.uint8, device=device), lambda: None)
+
+    def free(self, slot: _Slot) -> None:
+        self.file_bytes -= slot.nbytes
+
+    def close(self) -> None:
+        """Nothing to do: there is no file."""
+
+    def _check_open(self) -> None:
+        pass
+
+
 class HostStore:
     """Host memory as the tier below: pinned, and kept for use again, since pinning is slow.
 
@@ -318,14 +367,15 @@ def _side_stream(device: torch.device, name: str) -> torch.cuda.Stream:
     return _streams[key]
 
 
-_default_stores: dict[tuple[str, int], Any] = {}
+_default_stores: dict[tuple[type, int], Any] = {}
 
 
-def _default_store(device_type: str):
-    """One store for each kind of device, shared by all that name none, so that its room is used again."""
-    key = (device_type, os.getpid())  # a forked process has neither the threads nor a file of its own
+def _default_store(tensor: Tensor):
+    """One store for each kind of tensor, shared by all that name none, so that its room is used again."""
+    kind = SymbolicStore if isinstance(tensor, FakeTensor) else HostStore if tensor.is_cuda else DiskStore
+    key = (kind, os.getpid())  # a forked process has neither the threads nor a file of its own
     if key not in _default_stores:
-        _default_stores[key] = DiskStore() if device_type == "cpu" else HostStore()
+        _default_stores[key] = kind()
     return _default_stores[key]
 
 
@@ -420,7 +470,7 @@ class _Region:
         with self.lock:
             entry = self.known.get(storage)
             if entry is None or entry.gone or entry.version != tensor._version:
-                store = self.options.store or _default_store(tensor.device.type)
+                store = self.options.store or _default_store(tensor)
                 entry = _Entry(self, len(self.entries), tensor, store)
                 self.entries.append(entry)
                 self.known.put(storage, entry)
@@ -496,8 +546,7 @@ class _Handle:
 
     def tensor_again(self) -> Tensor:
         data = self.entry.data_again(self)
-        view = torch.empty(0, dtype=self.dtype, device=data.device)
-        view.set_(data.untyped_storage(), self.offset, self.shape, self.stride)
+        view = _view_of(data, self.dtype, self.shape, self.stride, self.offset)
         if self.conjugated:
             view = torch._conj(view)
         return torch._neg_view(view) if self.negated else view
@@ -599,9 +648,9 @@ def _current_stream(device: torch.device) -> Any:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Whether a tensor is plain memory: no subclass, no sparse or quantised layout, nothing symbolic."""
+    """Whether a tensor is plain memory: no wrapper, no sparse or quantised layout."""
     return (
-        type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+        (type(tensor) in (Tensor, nn.Parameter, nn.Buffer) or isinstance(tensor, FakeTensor))
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and tensor.device.type in ("cpu", "cuda")
@@ -720,7 +769,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 item.seen = None  # set from outside in a way that autograd does not see
         below = [item for item in due if item.below and not item.p.is_cuda]
         self._reserve(below)
-        self._update([item for item in due if not item.below])
+        above = [item for item in due if not item.below]
+        self._update([item for item in above if item.master is item.p])
+        # In chunks, since the gradients of masters are fp32 copies, which would take as much as the masters do.
+        for chunk in self._chunks([item for item in above if item.master is not item.p], _Item.master_bytes):
+            self._update(chunk)
         for item in due:
             if item.below and item.p.is_cuda:  # one at a time, so that one comes back while the next is updated
                 self._update([item])
@@ -756,7 +809,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def store(self) -> DiskStore:
         """The file with the state of CPU parameters."""
         if self._store is None:
-            self._store = DiskStore()
+            symbolic = any(isinstance(p, FakeTensor) for p in self._items)
+            self._store = SymbolicStore() if symbolic else DiskStore()
         return self._store
 
     def _reserve(self, items: list[_Item]) -> None:
@@ -779,15 +833,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise
         self._rooms += [(self.store, slot) for item in made for slot in item.room]
 
-    def _update_from_file(self, items: list[_Item]) -> None:
+    def _chunks(self, items: list[_Item], bytes_of: Callable[[_Item], int]) -> list[list[_Item]]:
+        """Items in their order, in lists of CHUNK_BYTES at most, or of one item that is larger."""
         chunks: list[list[_Item]] = []
         room = 0
         for item in items:
-            if not chunks or room + item.state_bytes() > self.CHUNK_BYTES:
+            if not chunks or room + bytes_of(item) > self.CHUNK_BYTES:
                 chunks.append([])
                 room = 0
             chunks[-1].append(item)
-            room += item.state_bytes()
+            room += bytes_of(item)
+        return chunks
+
+    def _update_from_file(self, items: list[_Item]) -> None:
+        chunks = self._chunks(items, _Item.state_bytes)
         failed, ready, writing = [], None, None
         for chunk, following in zip(chunks, [*chunks[1:], None][: len(chunks)], strict=True):
             (ready or self._page_in(chunk))()
@@ -939,17 +998,20 @@ class _Item:
 
     def stamp(self) -> None:
         """Remember what the parameter is now, to notice values from outside."""
-        self.seen = (self.p.data_ptr(), self.p._version)
+        self.seen = (_address(self.p), self.p._version)
         self.mark = _mark(self.p) if self.on_host else None
 
     def state_tensor(self, name: str, reading: _Reading) -> Tensor:
         """What was written under this name, once it has come up."""
         reading.wait()
         shape, dtype, stride = self.kinds[name]
-        return torch.empty(0, dtype=dtype).set_(reading.data.untyped_storage(), 0, shape, stride)
+        return _view_of(reading.data, dtype, shape, stride)
 
     def state_bytes(self) -> int:
         return sum(slot.nbytes for slot in self.room or ())
+
+    def master_bytes(self) -> int:
+        return self.master_dtype.itemsize * self.p.numel()
 
     def room_for(self, nbytes: int, store: DiskStore, rooms: list) -> _Slot:
         fitting = [slot for slot in self.room if slot.nbytes == nbytes and slot not in self.slots.values()]
@@ -993,9 +1055,9 @@ class _Item:
             self.copied.synchronize()  # what is on its way back must not change under it
         if master.shape != p.shape:
             master.data = p.detach().to(master.dtype, copy=True)
-        elif not p.is_cuda or self.seen != (p.data_ptr(), p._version):
+        elif not p.is_cuda or self.seen != (_address(p), p._version):
             rounded, now = master.to(p.dtype), p.detach().to(master.device)
-            if not torch.equal(rounded, now):
+            if not isinstance(p, FakeTensor) and not torch.equal(rounded, now):
                 master.copy_(torch.where(rounded == now, master, now.to(master.dtype)))
         gradient = p.grad
         if self.on_host and self.gradient is not None:
@@ -1031,6 +1093,10 @@ class _Item:
         else:
             self.p.copy_(self.master)
         self.stamp()
+
+
+def _address(p: Tensor) -> int:
+    return 0 if isinstance(p, FakeTensor) else p.data_ptr()
 
 
 def _mark(tensor: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.memory import MemoryMeter
@@ -1115,7 +1116,7 @@ class _Run:
         if i not in self.kinds:
             states = _random_states(x) if self.left[i] else None
             output = _call(i, self.stages[i], x)
-            if states is not None and not all(map(torch.equal, states, _random_states(x))):
+            if states is not None and not _equal(states, _random_states(x)):
                 self.random[i] = states
             self.kinds[i] = _kind(output)
             return output
@@ -1192,6 +1193,11 @@ def _random_states(x: Tensor) -> list[Tensor]:
     if x.device.type in ("cpu", "meta") or not hasattr(device, "get_rng_state"):
         return [torch.get_rng_state()]
     return [torch.get_rng_state(), device.get_rng_state(x.device)]
+
+
+def _equal(states: list[Tensor], others: list[Tensor]) -> bool:
+    with _disable_current_modes():  # these are no symbolic tensors, even where the stages run on such
+        return all(map(torch.equal, states, others))
 
 
 def _set_random_states(x: Tensor, states: list[Tensor]) -> None:

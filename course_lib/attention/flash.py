@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from . import tiled
+from . import outline, tiled
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -65,7 +66,8 @@ def flash_attention(
             `torch.nn.attention.bias.causal_lower_right`. A query that sees no key gives zeros.
         scale: 1 / sqrt(d) if left out.
         block_q, block_k: rows and columns of a tile; the backend's choice if left out.
-        backend: "torch", "triton", or "auto": Triton for CUDA tensors where it can run, else torch.
+        backend: "torch", "triton", or "auto": Triton for CUDA tensors where it can run, else torch; for symbolic ones
+            an outline of torch, of the same bytes and FLOPs.
         attn_mask: None; it is here to be refused with a reason.
 
     Returns:
@@ -132,6 +134,8 @@ class _FlashBackward(torch.autograd.Function):
 def _backend(name: str, q: Tensor) -> ModuleType:
     if name not in ("auto", "torch", "triton"):
         raise ValueError(f'backend is {name!r}; it takes "auto", "torch" or "triton"')
+    if name == "auto" and isinstance(q, FakeTensor):
+        return outline
     if name == "torch" or (name == "auto" and not q.is_cuda):
         return tiled
     try:

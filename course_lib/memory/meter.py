@@ -241,7 +241,7 @@ class MemoryMeter(TorchDispatchMode):
             self._state = "closed"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "profiler":  # the optimizer marks its step for the profiler; no tensor is made
+        if func.namespace in ("profiler", "prim"):  # neither makes a tensor
             return func(*args, **(kwargs or {}))
         if not all(map(_is_plain, types)):
             return NotImplemented  # a wrapper subclass unwraps itself; its inner tensors then pass through here

@@ -1,0 +1,318 @@
+"""What a recipe takes: its step on symbolic tensors, under the meter; and the same step for real, to check it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from course_lib.accumulation import StepResult
+from course_lib.memory import PHASES, MemoryMeter, symbolic
+from course_lib.memory.show import Table
+from course_lib.offload import DiskStore, OffloadedOptimizer, SymbolicStore, Traffic
+
+from .recipe import Recipe
+from .step import build, check_model, default_dtype, pieces_of, run_pieces, samples_in
+
+TIERS = ("file", "host")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine does in a second, at the best; a step's cost is the sum of the seconds that result.
+
+    Attributes:
+        fp32_flops, bf16_flops: matrix products in each precision.
+        link_bytes: to or from the tier below.
+        source: where the figures are from.
+    """
+
+    fp32_flops: float
+    bf16_flops: float
+    link_bytes: float
+    source: str = ""
+
+    def __post_init__(self):
+        for name in ("fp32_flops", "bf16_flops", "link_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} is {value!r}; it takes a number a second")
+            if not value > 0:
+                raise ValueError(f"{name} is {value}; it takes a positive number a second")
+
+    def seconds(self, estimate: Estimate) -> float:
+        """FLOPs at the precision's rate, plus bytes moved down and up at the link's."""
+        flops = self.fp32_flops if estimate.recipe.precision == "fp32" else self.bf16_flops
+        return estimate.flops / flops + estimate.moved_bytes / self.link_bytes
+
+
+RATES = {
+    "laptop": Rates(1e11, 1e11, 1e9, "round figures: two cores of a CPU, a disk"),
+    "RTX 4090": Rates(82.6e12, 165.2e12, 32e9, "NVIDIA Ada whitepaper, dense, fp32 accumulate; PCIe 4.0 x16"),
+    "A100": Rates(19.5e12, 312e12, 32e9, "NVIDIA A100 datasheet, dense; PCIe 4.0 x16, one direction"),
+    "H100": Rates(67e12, 989e12, 64e9, "NVIDIA H100 SXM datasheet, dense; PCIe 5.0 x16, one direction"),
+    "H200": Rates(67e12, 989e12, 64e9, "NVIDIA H200 SXM datasheet, dense; PCIe 5.0 x16, one direction"),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate(Table):
+    """What one step by a recipe takes, from the second step on; the batch itself is not counted.
+
+    Attributes:
+        recipe: the recipe.
+        peak_bytes: most tensor bytes live at once: model, gradients, optimizer state, and all that the step makes.
+        at_peak: category -> bytes at that moment.
+        phase_peaks: phase ("forward", "backward", "optimizer") -> the most bytes live in it.
+        operator: the one that reaches the peak.
+        flops: of matrix products, forward, backward and recomputed.
+        bytes_down, bytes_up: moved to the tier below, and back.
+        tier: "file" (as a CPU does it) or "host" (as a GPU does it: the update runs below, so that only gradients go
+            down and parameters come up).
+    """
+
+    recipe: Recipe
+    peak_bytes: int
+    at_peak: dict[str, int]
+    phase_peaks: dict[str, int]
+    operator: str
+    flops: int
+    bytes_down: int
+    bytes_up: int
+    tier: str = "file"
+
+    columns = ("category", "MB at the peak")
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.bytes_down + self.bytes_up
+
+    def rows(self) -> list[Sequence]:
+        return [(name, f"{count / 1e6:,.1f}") for name, count in self.at_peak.items() if count]
+
+    def caption(self) -> str:
+        return (
+            f"{self.recipe}: peak {self.peak_bytes:,} bytes ({self.peak_bytes / 1e6:,.1f} MB) in {self.operator}, "
+            f"{self.flops / 1e12:,.3f} TFLOPs, {self.moved_bytes / 1e9:,.3f} GB moved"
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A step that was run: its `StepResult`, the meter that watched it, and what moved."""
+
+    result: StepResult
+    meter: MemoryMeter
+    traffic: Traffic
+
+
+def estimate(
+    make_model: Callable[[], nn.Module], make_batch: Callable[[], Any], recipe: Recipe, *, tier: str = "file"
+) -> Estimate:
+    """Run the step by the recipe on symbolic tensors, which take no memory, under the meter.
+
+    Of equal micro-batches two are run, since all after the first find the same memory. Flash attention goes through the
+    tiles of one group of heads, as all groups take the same. Everything else is the very step of `train_step`.
+
+    A step for real takes as many tensor bytes on a CPU. On top come, there and on a GPU, what operators allocate inside
+    themselves (`course_lib.memory.measure` reports it) and what the allocator rounds up; and on a GPU, flash attention
+    runs as a kernel and needs no tensors for its tiles.
+
+    Args:
+        make_model, make_batch: make the model in fp32, and a batch; called with symbolic tensors.
+        recipe: the recipe.
+        tier: what is below, for the optimizer: "file", as on a CPU, or "host", as on a GPU.
+
+    Raises:
+        ValueError: the model's step looks at values of its data, which symbolic tensors don't have; recipe, model and
+            batch do not go together.
+    """
+    if tier not in TIERS:
+        raise ValueError(f'tier is {tier!r}; it takes "file" or "host"')
+    for name, function in (("make_model", make_model), ("make_batch", make_batch)):
+        if not callable(function):
+            raise TypeError(f"{name} is a {type(function).__name__}; it takes a function without arguments")
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is a {type(recipe).__name__}; it takes a Recipe")
+    try:
+        with symbolic():
+            return _estimate(make_model, make_batch, recipe, tier)
+    except _NEEDS_DATA as error:
+        raise ValueError(
+            f"the step looks at values of its data ({str(error).splitlines()[0][:80]}), but an estimate runs on "
+            "symbolic tensors, which have shapes only; it takes a model and a batch that don't"
+        ) from error
+
+
+_fake = torch._subclasses.fake_tensor
+_NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
+
+
+def _estimate(make_model, make_batch, recipe: Recipe, tier: str) -> Estimate:
+    store = SymbolicStore()
+    if tier == "host" and recipe.offload_optimizer:
+        model, optimizer = _build_on_host(make_model, recipe, store)
+    else:
+        model, optimizer = build(make_model, recipe, store=store)
+    with default_dtype(recipe.dtype):
+        batch = make_batch()
+    pieces = pieces_of(batch, recipe.micro_batches)
+    shown, times = pieces, [1] * len(pieces)
+    equal = len(pieces) if samples_in(pieces[-1]) == samples_in(pieces[0]) else len(pieces) - 1
+    if equal > 2:
+        shown, times = [*pieces[:2], *pieces[equal:]], [1, equal - 1, 1][: 2 + len(pieces) - equal]
+    make_state(model, optimizer)
+    store.stats = Traffic()
+    marks: list[tuple[int, int, int]] = []
+
+    def watched() -> Iterator[Any]:
+        for piece in shown:
+            marks.append((flops.total, store.stats.bytes_down, store.stats.bytes_up))
+            yield piece
+        marks.append((flops.total, store.stats.bytes_down, store.stats.bytes_up))
+
+    with MemoryMeter(model, optimizer) as meter, _Flops() as flops:
+        run_pieces(model, optimizer, watched(), recipe, store)
+    end = (flops.total, store.stats.bytes_down, store.stats.bytes_up)
+    # Between two marks lies one micro-batch; after the last one, the optimizer.
+    spans = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(marks, [*marks[1:], end], strict=True)]
+    totals = [sum(n * span[i] for n, span in zip([*times, 1], spans, strict=True)) for i in range(3)]
+    peak = meter.peak_bytes, meter.at_peak(), phase_peaks(meter), operator_at_peak(meter)
+    return Estimate(recipe, *peak, *totals, tier)
+
+
+def run(
+    make_model: Callable[[], nn.Module],
+    make_batch: Callable[[], Any],
+    recipe: Recipe,
+    *,
+    budget_bytes: int | None = None,
+    store: DiskStore | None = None,
+) -> Run:
+    """The same step for real, under a meter: the model is made, the optimizer's state too, and one step is taken.
+
+    Args:
+        make_model, make_batch, recipe: as for `estimate`.
+        budget_bytes: the meter stops the operator that passes it.
+        store: the tier below; a file that is dropped afterwards if left out.
+
+    Raises:
+        course_lib.memory.MemoryBudgetExceeded: the step passed the budget; the operator is named.
+    """
+    own = store is None
+    store = DiskStore() if own else store
+    try:
+        model, optimizer = build(make_model, recipe, store=store)
+        batch = make_batch()
+        pieces = pieces_of(batch, recipe.micro_batches)
+        make_state(model, optimizer)
+        before = Traffic(**vars(store.stats))
+        with MemoryMeter(model, optimizer, budget_bytes=budget_bytes) as meter:
+            result = run_pieces(model, optimizer, pieces, recipe, store)
+        moved = Traffic(*(a - b for a, b in zip(vars(store.stats).values(), vars(before).values(), strict=True)))
+        return Run(result, meter, moved)
+    finally:
+        if own:
+            store.close()
+
+
+def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's state, as it is from the second step on, by steps on gradients of zero."""
+    for group in optimizer.param_groups:
+        group["lr"], group["_lr"] = 0.0, group["lr"]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    together = len(parameters) if detect_fake_mode() else 1  # for real, one at a time, to take little memory
+    for start in range(0, len(parameters), together):
+        for p in parameters[start : start + together]:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        for p in parameters[start : start + together]:
+            p.grad = None
+    for group in optimizer.param_groups:
+        group["lr"] = group.pop("_lr")
+
+
+def phase_peaks(meter: MemoryMeter) -> dict[str, int]:
+    """phase -> the most bytes live in it."""
+    live = sum(meter.series().values())
+    found = dict.fromkeys(PHASES, 0)
+    for phase, count in zip(meter.phases(), live.tolist(), strict=True):
+        found[phase] = max(found[phase], count)
+    return found
+
+
+def operator_at_peak(meter: MemoryMeter) -> str:
+    live = sum(meter.series().values())
+    if not len(live) or live.max() < meter.peak_bytes:
+        return "what model and optimizer hold on entry"
+    return meter.timeline[int(live.argmax())].operator
+
+
+class _Flops(TorchDispatchMode):
+    """FLOPs by the formulas of `FlopCounterMode`, which itself would keep tensors alive that a meter should see go."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+# ---- an optimizer whose offloaded part runs on the host
+
+
+def _build_on_host(make_model, recipe: Recipe, store: SymbolicStore) -> tuple[nn.Module, torch.optim.Optimizer]:
+    with default_dtype(recipe.dtype):
+        model = make_model()
+    check_model(model, recipe)
+    return model, _PartlyOnHost(model, recipe, store)
+
+
+class _PartlyOnHost(torch.optim.Optimizer):
+    """For symbolic steps: what `OffloadedOptimizer` takes on a GPU. The part below has its state and its update on the
+    host: on the device nothing is left of it, and its gradients go down and its parameters come up.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, store: SymbolicStore):
+        from .step import BASES
+
+        base, parameters = BASES[recipe.optimizer], [p for p in model.parameters() if p.requires_grad]
+        super().__init__(parameters, {"lr": 1e-3})
+        self.below, self.traffic = chosen_below(parameters, recipe.offload_optimizer), store
+        above = [p for p in parameters if p not in self.below]
+        settings = {"lr": 1e-3, "foreach": False}
+        self.rest = OffloadedOptimizer(above, base, fraction=0.0, **settings) if above else None
+        if self.rest is not None:
+            self.masters = [group["params"] for group in self.rest._base.param_groups]
+            self.state = self.rest._base.state
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.below:
+            if p.grad is not None:
+                self.traffic.stats.bytes_down += p.grad.nbytes
+                self.traffic.stats.bytes_up += p.nbytes
+        if self.rest is not None:
+            self.rest.step()
+
+
+def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
+    """The parameters whose state `OffloadedOptimizer` puts below: the largest first, until the fraction is reached."""
+    wanted, chosen = fraction * sum(p.numel() for p in parameters), set()
+    for p in sorted(parameters, key=lambda p: -p.numel()):
+        if wanted <= 0:
+            break
+        wanted -= p.numel()
+        chosen.add(p)
+    return chosen

@@ -1,0 +1,373 @@
+"""Which recipes fit a budget, the cheapest first."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from torch import nn
+
+import course_lib.schedule
+from course_lib.memory import symbolic
+from course_lib.memory.show import Table, bytes_text
+from course_lib.models import Attention
+
+from .estimating import RATES, Estimate, Rates, chosen_below, estimate
+from .recipe import ATTENTIONS, Recipe, pieces_allowed
+from .step import default_dtype, is_decoder, samples_in
+
+FRACTIONS = (0.0, 0.5, 1.0)
+HEAD_CHUNK = 512
+
+
+class InfeasibleBudget(ValueError):
+    """No recipe fits the budget.
+
+    Attributes:
+        budget_bytes: the budget.
+        least: the `Estimate` with the least peak that was found; None if none could be made.
+    """
+
+    def __init__(self, budget_bytes: int, least: Estimate | None):
+        told = (
+            f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
+            if least
+            else "none was found"
+        )
+        super().__init__(f"budget_bytes is {bytes_text(budget_bytes)}, but {told}")
+        self.budget_bytes, self.least = budget_bytes, least
+
+    def __reduce__(self):
+        return type(self), (self.budget_bytes, self.least)
+
+
+class Estimates(Table, list):
+    """A list of `Estimate`s that shows itself as a table."""
+
+    columns = ("peak, MB", "TFLOPs", "GB moved", "seconds", "recipe")
+
+    def __init__(self, found: Iterable[Estimate], rates: Rates, title: str = ""):
+        list.__init__(self, found)
+        self.rates, self.title = rates, title
+
+    def rows(self) -> list[Sequence]:
+        return [
+            (
+                f"{e.peak_bytes / 1e6:,.1f}",
+                f"{e.flops / 1e12:,.3f}",
+                f"{e.moved_bytes / 1e9:,.3f}",
+                f"{self.rates.seconds(e):,.3f}",
+                str(e.recipe),
+            )
+            for e in self
+        ]
+
+    def caption(self) -> str:
+        return self.title
+
+    __repr__ = Table.__str__
+
+
+def fit(
+    make_model: Callable[[], nn.Module],
+    make_batch: Callable[[], Any],
+    budget_bytes: int,
+    *,
+    recipes: Iterable[Recipe] | None = None,
+    base: Recipe | None = None,
+    rates: Rates | str = "laptop",
+    tier: str | None = None,
+    progress: bool = True,
+) -> Estimates:
+    """The recipes whose step fits the budget, cheapest first by `Rates.seconds`, then by fewer micro-batches.
+
+    Without `recipes`, combinations of the techniques that leave the training as it is: attention, checkpoints,
+    offload, chunks of the loss head, steps in backward, micro-batches. Precision and optimizer are those of `base`.
+    What comes out needs all that it uses: a technique that could be left out, with the rest as it is, is left out; and
+    micro-batches are as few as fit.
+
+    Not every combination is run. One whose parameters, state and gradients alone exceed the budget is passed over, and
+    so is one that adds to a combination that fits. The least number of micro-batches, and of segments, is found by
+    bisection, since each more takes less memory (from two micro-batches on, and up to the square root of the layers).
+
+    Args:
+        make_model, make_batch: as for `estimate`.
+        budget_bytes: for all tensors of the step, the batch aside.
+        recipes: to look among these alone.
+        base: precision and optimizer; fp32 and adam if left out.
+        rates: of the machine, or the name of one in `RATES`.
+        tier: as for `estimate`; if left out, "file" for "laptop" and "host" for all other machines.
+        progress: show a bar, where tqdm is installed.
+
+    Raises:
+        InfeasibleBudget: nothing fits; the least peak is named, with its recipe.
+        TypeError, ValueError: an argument is not of its kind, or out of its range.
+    """
+    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
+        raise TypeError(f"budget_bytes is {budget_bytes!r}; it takes a whole number of bytes, as an int")
+    if budget_bytes <= 0:
+        raise ValueError(f"budget_bytes is {budget_bytes}; it takes a positive number of bytes")
+    if tier is None:
+        tier = "file" if rates in ("laptop", RATES["laptop"]) else "host"
+    rates = rates_named(rates)
+    base = Recipe() if base is None else base
+    if not isinstance(base, Recipe):
+        raise TypeError(f"base is a {type(base).__name__}; it takes a Recipe")
+    search = _Search(make_model, make_batch, budget_bytes, base, tier, _bar(progress))
+    with search.bar:
+        found = search.among(recipes) if recipes is not None else search.all()
+    if not found:
+        raise InfeasibleBudget(budget_bytes, search.least)
+    found.sort(key=lambda e: (rates.seconds(e), e.recipe.micro_batches, e.peak_bytes))
+    return Estimates(
+        found,
+        rates,
+        f"{len(found)} {'recipe fits' if len(found) == 1 else 'recipes fit'} into {bytes_text(budget_bytes)}; {search.runs} were estimated",
+    )
+
+
+def rates_named(rates: Rates | str) -> Rates:
+    if isinstance(rates, Rates):
+        return rates
+    if rates not in RATES:
+        raise ValueError(f"rates is {rates!r}; it takes Rates, or one of {', '.join(map(repr, RATES))}")
+    return RATES[rates]
+
+
+class _Search:
+    """One search: what is known of the model, and the estimates made so far."""
+
+    def __init__(self, make_model, make_batch, budget_bytes: int, base: Recipe, tier: str, bar):
+        self.make_model, self.make_batch, self.budget, self.tier, self.bar = (
+            make_model,
+            make_batch,
+            budget_bytes,
+            tier,
+            bar,
+        )
+        self.known: dict[Recipe, Estimate] = {}
+        self.least: Estimate | None = None
+        self.base = Recipe(precision=base.precision, optimizer=base.optimizer)
+        plain = self.estimate(self.base)  # first of all, since it says what is wrong with model or batch
+        with symbolic(), default_dtype(base.dtype):
+            model, batch = make_model(), make_batch()
+            self.samples = samples_in(batch)
+            self.decoder, self.layers = is_decoder(model), len(getattr(model, "layers", ()))
+            attentions = [module for module in model.modules() if isinstance(module, Attention)]
+            flash = attentions and not any(module.drop_probabilities.p for module in attentions)
+            self.attentions = ATTENTIONS if flash else ATTENTIONS[:1]
+            self.trained = [p for p in model.parameters() if p.requires_grad]
+            self.parameter_bytes = sum(p.nbytes for p in model.parameters())
+        self.pieces = pieces_allowed(self.samples)
+        stateless = self.base.optimizer == "sgd" and self.base.precision == "fp32"
+        self.fractions = FRACTIONS[:1] if stateless else FRACTIONS
+        if flash:
+            with_flash = self.estimate(replace(self.base, attention="flash"))
+            if with_flash.flops <= plain.flops and with_flash.peak_bytes <= plain.peak_bytes:
+                self.attentions = ATTENTIONS[1:]  # better in all respects
+
+    @property
+    def runs(self) -> int:
+        return len(self.known)
+
+    def estimate(self, recipe: Recipe) -> Estimate:
+        if recipe not in self.known:
+            self.bar.set_postfix_str(str(recipe), refresh=False)
+            self.known[recipe] = estimate(self.make_model, self.make_batch, recipe, tier=self.tier)
+            self.bar.update()
+            if self.least is None or self.known[recipe].peak_bytes < self.least.peak_bytes:
+                self.least = self.known[recipe]
+        return self.known[recipe]
+
+    def fits(self, recipe: Recipe) -> bool:
+        return self.at_least_bytes(recipe) <= self.budget and self.estimate(recipe).peak_bytes <= self.budget
+
+    def at_least_bytes(self, recipe: Recipe) -> int:
+        """Forward and backward are the same wherever the state is, but for what of it is on the device."""
+        twins = (replace(recipe, offload_optimizer=fraction) for fraction in FRACTIONS)
+        found = [self.known[twin] for twin in twins if twin in self.known]
+        return max(
+            (
+                max(e.phase_peaks["forward"], e.phase_peaks["backward"])
+                + self.held_bytes(recipe)
+                - self.held_bytes(e.recipe)
+                for e in found
+            ),
+            default=0,
+        )
+
+    def among(self, recipes: Iterable[Recipe]) -> list[Estimate]:
+        return [self.estimate(recipe) for recipe in dict.fromkeys(recipes) if self.fits(recipe)]
+
+    def all(self) -> list[Estimate]:
+        found: list[Recipe] = []
+        for family in sorted(self.families(), key=_techniques):
+            if any(_adds_to(family, smaller) for smaller in found):
+                continue
+            best = self.best_of(family) if self.floor_bytes(family) <= self.budget else None
+            if best is not None:
+                found.append(best)
+        if not found:  # for the message: what takes the least, among those that use the most
+            keeps = ("none", "layers") if self.decoder else ("none",)
+            for fraction, inside, checkpoint in product(self.fractions[::-1], (False, True), keeps):
+                recipe = replace(
+                    self.base,
+                    attention=self.attentions[-1],
+                    checkpoint=checkpoint,
+                    offload_activations=True,
+                    offload_optimizer=fraction,
+                    head_chunk=HEAD_CHUNK if self.decoder else None,
+                    in_backward=inside,
+                    micro_batches=1 if inside else self.pieces[-1],
+                )
+                if max(self.floor_bytes(recipe), self.at_least_bytes(recipe)) < self.least.peak_bytes:
+                    self.estimate(recipe)
+        return [self.estimate(recipe) for recipe in found]
+
+    def families(self) -> Iterator[Recipe]:
+        """One recipe for each combination; how many micro-batches, segments and schedule bytes is found later."""
+        checkpoints = [{}, {"offload_activations": True}]
+        chunks: tuple[int | None, ...] = (None,)
+        if self.decoder:
+            chunks = (None, HEAD_CHUNK)
+            checkpoints += [{"checkpoint": "selective"}, {"checkpoint": "layers"}]
+            checkpoints += [{"checkpoint": "layers", "offload_activations": True}]
+            checkpoints += [{"checkpoint": "optimal", "schedule_bytes": 1}]
+            if self.layers > 3:
+                checkpoints += [{"checkpoint": "segments", "segments": 2}]
+        for attention, keeps, chunk, inside, fraction in product(
+            self.attentions, checkpoints, chunks, (False, True), self.fractions
+        ):
+            yield replace(
+                self.base,
+                attention=attention,
+                head_chunk=chunk,
+                in_backward=inside,
+                offload_optimizer=fraction,
+                **keeps,
+            )
+
+    def floor_bytes(self, recipe: Recipe) -> int:
+        """What is there at some moment of every step: parameters and the state above; gradients too, or the largest."""
+        gradients = [p.nbytes for p in self.trained]
+        return self.held_bytes(recipe) + (max(gradients) if recipe.in_backward else sum(gradients))
+
+    def held_bytes(self, recipe: Recipe) -> int:
+        below = chosen_below(self.trained, recipe.offload_optimizer)
+        count = sum(p.numel() for p in self.trained if p not in below)
+        masters = 4 if recipe.precision == "bf16" else 0
+        return self.parameter_bytes + count * (masters + (8 if recipe.optimizer == "adam" else 0))
+
+    def best_of(self, family: Recipe) -> Recipe | None:
+        """The cheapest of the family that fits."""
+        if family.checkpoint == "segments":
+            most = math.isqrt(self.layers)
+            if not self.fewest_pieces(replace(family, segments=most)):
+                return None
+            low, high = 1, most  # more than low, at most high
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if self.fewest_pieces(replace(family, segments=middle)) else (middle, high)
+            return self.fewest_pieces(replace(family, segments=high))
+        if family.checkpoint == "optimal":
+            return self.best_schedule(family)
+        return self.fewest_pieces(family)
+
+    def fewest_pieces(self, family: Recipe) -> Recipe | None:
+        """With as few micro-batches as fit. One has no full set of gradients beside its activations, so it is tried."""
+
+        def at(index: int) -> Recipe:
+            return replace(family, micro_batches=self.pieces[index])
+
+        last = 0 if family.in_backward else len(self.pieces) - 1
+        if self.fits(at(0)):
+            return at(0)
+        if last == 0 or not self.fits(at(last)):
+            return None
+        low, high = 0, last
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.fits(at(middle)) else (middle, high)
+        return at(high)
+
+    def best_schedule(self, family: Recipe) -> Recipe | None:
+        """Smaller micro-batches leave the schedule room for more layers: half as many, as long as it costs no more."""
+        best: Recipe | None = None
+        count = 1 if family.in_backward else self.samples
+        while count:
+            pieces = max(number for number in self.pieces if number <= count)
+            trial = self.with_schedule(replace(family, micro_batches=pieces))
+            if not self.fits(trial) or (best and self.estimate(trial).flops > self.estimate(best).flops):
+                break
+            best, count = trial, pieces // 2
+        return best
+
+    def with_schedule(self, recipe: Recipe) -> Recipe:
+        """What parameters, state and gradients leave is for the schedule; then what the estimate shows to be left."""
+        room = self.budget - self.held_bytes(recipe)
+        room -= 0 if recipe.in_backward else sum(p.nbytes for p in self.trained)
+        best: Recipe | None = None
+        for _ in range(3):
+            try:
+                trial = replace(recipe, schedule_bytes=max(1, room))
+                peak = self.estimate(trial).peak_bytes
+            except course_lib.schedule.InfeasibleBudget as error:
+                if best is not None:
+                    break
+                trial = replace(recipe, schedule_bytes=error.least_bytes)
+                self.estimate(trial)
+                return trial
+            if peak <= self.budget:
+                best = trial
+            spare = self.budget - peak
+            if 0 <= spare < self.budget // 200:
+                break
+            room += spare
+        return best or trial
+
+
+def _techniques(recipe: Recipe) -> float:
+    """How much a recipe adds to the plain step, for the order of the search."""
+    parts = (recipe.checkpoint != "none", recipe.offload_activations, recipe.head_chunk, recipe.in_backward)
+    return sum(map(bool, parts)) + recipe.offload_optimizer
+
+
+def _adds_to(recipe: Recipe, smaller: Recipe) -> bool:
+    """Whether a recipe uses all that the smaller one uses, micro-batches aside: more than is needed."""
+    return (
+        recipe.attention == smaller.attention
+        and smaller.checkpoint in ("none", recipe.checkpoint)
+        and recipe.offload_activations >= smaller.offload_activations
+        and bool(recipe.head_chunk) >= bool(smaller.head_chunk)
+        and recipe.in_backward >= smaller.in_backward
+        and recipe.offload_optimizer >= smaller.offload_optimizer
+    )
+
+
+def _bar(progress: bool):
+    if progress:
+        try:
+            from tqdm.auto import tqdm
+        except ImportError:
+            warnings.warn("tqdm is not installed, so fit shows no progress bar", stacklevel=3)
+        else:
+            return tqdm(unit=" recipes", leave=False)
+    return _NoBar()
+
+
+class _NoBar:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def update(self):
+        pass
+
+    def set_postfix_str(self, *_, **__):
+        pass

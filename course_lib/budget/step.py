@@ -1,0 +1,281 @@
+"""A recipe, applied: the model and optimizer it wants, its loss, and its training step."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from course_lib.accumulation import AccumulatedStep, StepResult, split
+from course_lib.attention import flash_attention
+from course_lib.checkpoint import (
+    checkpoint,
+    checkpoint_sequential,
+    checkpointed_loss,
+    create_selective_checkpoint_contexts,
+)
+from course_lib.models import Attention, Decoder, Dropout, loss_stages
+from course_lib.offload import OffloadedOptimizer, offload_activations
+from course_lib.schedule import Chain, Schedule, ScheduledSequential, optimal
+
+from .recipe import Recipe, pieces_allowed
+
+BASES = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
+PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]  # what "selective" keeps
+
+optimal = lru_cache(maxsize=64)(optimal)
+
+
+def build(
+    make_model: Callable[[], nn.Module], recipe: Recipe, *, lr: float = 1e-3, store=None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model in the recipe's precision, and its optimizer.
+
+    Args:
+        make_model: returns a model in fp32, as `torch.nn` makes it.
+        recipe: for `precision`, `optimizer` and `offload_optimizer`.
+        lr: of the optimizer.
+        store: for the offloaded part of the optimizer; `OffloadedOptimizer`'s own if left out.
+    """
+    if detect_fake_mode() is not None:  # symbolic parameters cannot be converted later
+        with default_dtype(recipe.dtype):
+            model = make_model()
+    else:
+        model = make_model()
+        if isinstance(model, nn.Module):
+            model.to(recipe.dtype)
+    check_model(model, recipe)
+    # foreach makes temporaries as large as all parameters together.
+    settings = {"lr": lr, "foreach": False}
+    base = BASES[recipe.optimizer]
+    if recipe.precision == "fp32" and not recipe.offload_optimizer:
+        return model, base(model.parameters(), **settings)
+    fraction = recipe.offload_optimizer
+    return model, OffloadedOptimizer(model.parameters(), base, fraction=fraction, store=store, **settings)
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, recipe: Recipe, *, store=None
+) -> StepResult:
+    """One step by the recipe; its gradient is the plain step's, within the recipe's precision.
+
+    Args:
+        model: in the recipe's precision, as from `build`; `model.loss(batch)` is a mean over samples of equal weight.
+        optimizer: as from `build`.
+        batch: what `course_lib.accumulation.split` takes; for a `Decoder`, tokens (b, s + 1).
+        recipe: what to use. All but precision, optimizer, `in_backward` and micro-batches takes a `Decoder`; flash
+            takes modules of `course_lib.models.Attention`.
+        store: for offloaded activations; the default of `offload_activations` if left out.
+
+    Returns:
+        A `StepResult`; its weight counts samples. Gradients are None afterwards.
+
+    Raises:
+        TypeError, ValueError: recipe, model and batch do not go together; the message says how.
+    """
+    check_model(model, recipe)
+    return run_pieces(model, optimizer, pieces_of(batch, recipe.micro_batches), recipe, store)
+
+
+def run_pieces(model, optimizer, pieces: Iterable[Any], recipe: Recipe, store=None) -> StepResult:
+    """`train_step` on micro-batches that are there already."""
+
+    def loss_sum(_, piece) -> tuple[Tensor, int]:
+        samples = samples_in(piece)
+        with offload_activations(store, keep=[model]) if recipe.offload_activations else nullcontext():
+            return loss_of(model, piece, recipe) * samples, samples
+
+    with applied(model, recipe):
+        if not recipe.in_backward:
+            return AccumulatedStep(model, optimizer, loss_sum)(pieces)
+        [piece] = pieces
+        return _step_in_backward(model, optimizer, loss_sum, piece)
+
+
+def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
+    """Each parameter is stepped, and its gradient dropped, as soon as backward has it."""
+
+    def step_now(parameter: Tensor) -> None:
+        optimizer.step()  # for the one parameter that has a gradient
+        parameter.grad = None
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for p in parameters:
+        p.grad = None
+    hooks = [p.register_post_accumulate_grad_hook(step_now) for p in parameters]
+    try:
+        loss, samples = loss_sum(model, piece)
+        (loss / samples).backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for p in parameters:
+            p.grad = None
+    value = math.nan if detect_fake_mode() is not None else float(loss.detach()) / samples
+    return StepResult(value, samples, None, True)
+
+
+# ---- one model, one micro-batch
+
+
+@contextmanager
+def applied(model: nn.Module, recipe: Recipe) -> Iterator[None]:
+    """Inside, the model's attention is the recipe's; afterwards it is as before."""
+    modules = [module for module in model.modules() if isinstance(module, Attention)]
+    fused = [module.fused for module in modules]
+    try:
+        for module in modules:
+            module.fused = False
+            if recipe.attention == "flash":
+                module.standard = partial(flash_attention, causal=module.causal)
+        yield
+    finally:
+        for module, before in zip(modules, fused, strict=True):
+            module.fused = before
+            module.__dict__.pop("standard", None)
+
+
+def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
+    """The mean loss of one micro-batch, with the recipe's checkpoints and loss head."""
+    if not is_decoder(model):
+        return model.loss(batch)
+    tokens, targets = batch[:, :-1], batch[:, 1:]
+    stages = loss_stages(model, targets)
+    if recipe.head_chunk:
+        stages[-1] = _ChunkedHead(model, targets, recipe.head_chunk)
+    if recipe.checkpoint == "optimal":
+        return ScheduledSequential(stages, schedule_of(stages, tokens, recipe.schedule_bytes))(tokens)
+    x = stages[0](tokens)
+    layers = [stages[i : i + 2] for i in range(1, len(stages) - 1, 2)]
+    options = {"use_reentrant": False, "preserve_rng_state": _draws(model)}
+    if recipe.checkpoint == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, PRODUCTS)
+    if recipe.checkpoint == "segments":
+        x = checkpoint_sequential(layers, recipe.segments, x, **options)
+    else:
+        for layer in layers:
+            x = layer(x) if recipe.checkpoint == "none" else checkpoint(layer, x, **options)
+    return stages[-1](x)
+
+
+class _ChunkedHead(nn.Module):
+    """The last stage of `loss_stages`, a few tokens at a time."""
+
+    def __init__(self, decoder: Decoder, targets: Tensor, chunk: int):
+        super().__init__()
+        self.norm, self.head, self.chunk = decoder.norm, decoder.head, chunk
+        self.register_buffer("targets", targets.flatten(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpointed_loss(self.norm(x).flatten(0, 1), self.head.weight, self.targets, chunk=self.chunk)
+
+
+def schedule_of(stages: nn.Sequential, tokens: Tensor, schedule_bytes: int) -> Schedule:
+    """The fastest schedule of `loss_stages` within so many bytes; raises `course_lib.schedule.InfeasibleBudget`."""
+    return optimal(chain_of(stages, tokens), schedule_bytes)
+
+
+def chain_of(stages: nn.Sequential, tokens: Tensor) -> Chain:
+    """What the stages take, found on symbolic copies and out of sight of meters. One layer stands for all."""
+    mode = detect_fake_mode()
+    probe = nn.Sequential(stages[0], *stages[1:3], stages[-1])
+    with _disable_current_modes():
+        if mode is None:
+            mode = FakeTensorMode()
+            with FakeCopyMode(mode):
+                probe, tokens = copy.deepcopy((probe, tokens.detach()))
+        with mode:
+            first, attention, feedforward, last = Chain.profile(probe, tokens).stages
+    layers = len(stages) // 2 - 1
+    return Chain((first, *(attention, feedforward) * layers, last), tokens.nbytes)
+
+
+# ---- batches and models
+
+
+def samples_in(batch: Any) -> int:
+    return len(next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)))
+
+
+def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
+    """The batch in so many pieces, equal but for the last.
+
+    Raises:
+        ValueError: it cannot be split so; the message says into how many it can.
+    """
+    whole = next(iter(split(batch, 1 << 62)), None)  # it also says what is wrong with a batch
+    samples = 0 if whole is None else samples_in(batch)
+    allowed = pieces_allowed(samples)
+    if micro_batches not in allowed:
+        raise ValueError(f"micro_batches is {micro_batches}; a batch of {samples} samples takes one of {allowed}")
+    return list(split(batch, math.ceil(samples / micro_batches)))
+
+
+def is_decoder(model: nn.Module) -> bool:
+    kind = type(model)
+    return isinstance(model, Decoder) and kind.forward is Decoder.forward and kind.loss is Decoder.loss
+
+
+def check_model(model: Any, recipe: Recipe) -> None:
+    """What the recipe asks of the model."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is a {type(recipe).__name__}; it takes a Recipe")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}; it takes a torch.nn.Module")
+    if not callable(getattr(model, "loss", None)):
+        raise TypeError(f"{type(model).__name__} has no method loss(batch), the mean over samples; it takes one")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameter that requires gradients; it takes one or more")
+    if not is_decoder(model):
+        for name in ("checkpoint", "head_chunk"):
+            if name in recipe.changed():
+                raise ValueError(
+                    f"{name} is {getattr(recipe, name)!r}, which takes a course_lib.models.Decoder, "
+                    f"but the model is a {type(model).__name__}"
+                )
+    if recipe.checkpoint == "segments" and recipe.segments > len(model.layers):
+        raise ValueError(f"segments is {recipe.segments}; this decoder takes 1 to {len(model.layers)}, its layers")
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    if recipe.attention == "flash":
+        if not attentions:
+            raise ValueError(
+                f'attention is "flash", which takes modules of course_lib.models.Attention, '
+                f"but {type(model).__name__} has none"
+            )
+        dropped = max(module.drop_probabilities.p for module in attentions)
+        if dropped:
+            raise ValueError(
+                f'attention is "flash", but the model drops probabilities out (p = {dropped}); flash takes 0'
+            )
+    for p in model.parameters():
+        if p.is_floating_point() and p.dtype != recipe.dtype:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} is {p.dtype}, but the recipe's precision is "
+                f'"{recipe.precision}"; make the model with build(make_model, recipe)'
+            )
+
+
+def _draws(model: nn.Module) -> bool:
+    """Whether a forward pass draws random numbers, which a checkpoint must then repeat."""
+    return any(isinstance(m, (Dropout, nn.Dropout)) and m.p > 0 and m.training for m in model.modules())
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
