@@ -9,6 +9,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+def _widgets_and_display():
+    """The module ipywidgets and IPython's `display`; without Jupyter a line that says so, and None."""
+    try:
+        import ipywidgets
+        from IPython.display import display
+    except ImportError:
+        print(text("The sliders need JupyterLab.", "滑块需要在 JupyterLab 中使用。"))
+        return None
+    return ipywidgets, display
+
+
 def draw_activation_bytes(sequence: int = 2048, layers: int = 32, heads: int = 32, hidden: int = 4096) -> "Figure":
     """Predicted activation bytes of one training sequence over its length: what grows with s, and what with s².
 
@@ -50,21 +61,19 @@ def draw_activation_bytes(sequence: int = 2048, layers: int = 32, heads: int = 3
 
 def activation_playground():
     """`draw_activation_bytes` behind three sliders; needs a running kernel. Without Jupyter it says so in a line."""
-    try:
-        from IPython.display import display
-        from ipywidgets import IntSlider, SelectionSlider, interact
-    except ImportError:
-        print(text("The sliders need JupyterLab.", "滑块需要在 JupyterLab 中使用。"))
+    if not (found := _widgets_and_display()):
         return
+    widgets, display = found
 
     def draw(sequence: int, layers: int, heads: int) -> None:
         display(draw_activation_bytes(sequence, layers, heads))
 
-    interact(
+    layers_name = text("layers", "层数", separator=" ")
+    widgets.interact(
         draw,
-        sequence=IntSlider(2048, 256, 8192, 256, description="s", continuous_update=False),
-        layers=IntSlider(32, 1, 96, 1, description=text("layers", "层数", separator=" "), continuous_update=False),
-        heads=SelectionSlider(options=[8, 16, 32, 64, 128], value=32, description=text("heads", "头数")),
+        sequence=widgets.IntSlider(2048, 256, 8192, 256, description="s", continuous_update=False),
+        layers=widgets.IntSlider(32, 1, 96, 1, description=layers_name, continuous_update=False),
+        heads=widgets.SelectionSlider(options=[8, 16, 32, 64, 128], value=32, description=text("heads", "头数")),
     )
 
 
@@ -97,17 +106,14 @@ def draw_schedule(budget: int = 200) -> "Figure":
 
 def schedule_playground():
     """`draw_schedule` behind a slider for the budget; needs a running kernel. Without Jupyter it says so in a line."""
-    try:
-        from IPython.display import display
-        from ipywidgets import IntSlider, interact
-    except ImportError:
-        print(text("The sliders need JupyterLab.", "滑块需要在 JupyterLab 中使用。"))
+    if not (found := _widgets_and_display()):
         return
+    widgets, display = found
 
     def draw(budget: int) -> None:
         display(draw_schedule(budget))
 
-    interact(
+    widgets.interact(
         draw,
-        budget=IntSlider(200, 100, 360, 5, description=text("MB", "兆字节"), continuous_update=False),
+        budget=widgets.IntSlider(200, 100, 360, 5, description=text("MB", "兆字节"), continuous_update=False),
     )
