@@ -229,18 +229,21 @@ f"{len(sweep)} peaks, largest error {100 * worst:.3f} %"
 
 
 # %%
+with_fifty = dict(sorted((networks | {50: network(50)}).items()))  # 50 is no perfect square
+
+
 def balanced(depth, k):
     sizes = [depth // k + (j < depth % k) for j in range(k)]
     return list(itertools.accumulate(sizes, initial=0))
 
 
 def cut_peak(depth, cuts):
-    layers = networks[depth]
+    layers = with_fifty[depth]
     return peak_of(lambda x: in_segments(layers, cuts, x), layers)
 
 
 rows = []
-for depth in networks:
+for depth in with_fifty:
     for k in sorted({round(depth**0.5), round((2 * depth) ** 0.5), 2 * round(depth**0.5)}):
         name, cuts = f"L = {depth}, k = {k}", balanced(depth, k)
         rule = (f"{name} (rule: {k + 2 * depth / k:.1f})", f"{name}（法则：{k + 2 * depth / k:.1f}）")
@@ -252,10 +255,14 @@ predictions(rows, unit="b", scale=b)
 #
 # The balanced cut has no such teeth: with $k = 14$ `checkpoint_sequential` needs 32, the balanced cut 28. And the rule is a little pessimistic where $k$ does not divide $L$: for 16 layers in 6 segments it says 11.3, and 10 is measured. Why less? The longer segments stand in front here, where fewer boundaries are alive.
 #
+# With 50 layers $\sqrt{L}$ lies between 7 and 8, and no $k$ equals it. Seven segments, one of 8 layers and six of 7, peak at 21. But $k^* = \sqrt{2 \cdot 50} = 10$ divides 50, and gives 20, as the rule says.
+#
 # </div>
 # <div lang="zh">
 #
 # 均衡的切法没有这样的锯齿：$k = 14$ 时 `checkpoint_sequential` 需要 32，均衡的切法需要 28。$k$ 不能整除 $L$ 时，法则还略嫌悲观：16 层分 6 段，它给出 11.3，实测是 10。为什么更少？这里较长的段排在前面，那时存活的边界较少。
+#
+# 层数是 50 时，$\sqrt{L}$ 在 7 与 8 之间，没有哪个 $k$ 与它相等。分 7 段，一段 8 层、其余六段各 7 层，峰值是 21。但 $k^* = \sqrt{2 \cdot 50} = 10$ 能整除 50，峰值是 20，与法则一致。
 #
 # </div>
 
@@ -295,11 +302,11 @@ def tapered(depth, s=2):  # s and the peak in units of b
 
 # %%
 rows = []
-for depth in networks:
+for depth in with_fifty:
     cuts = tapered(depth)
     rule = (2 * 2 * depth) ** 0.5  # sqrt(2 L s b) in units of b
     name = f"L = {depth}, k = {len(cuts) - 1}"
-    names = (f"{name} (√(2·L·s·b): {rule:.0f})", f"{name}（√(2·L·s·b)：{rule:.0f}）")
+    names = (f"{name} (√(2·L·s·b): {rule:.3g})", f"{name}（√(2·L·s·b)：{rule:.3g}）")
     rows.append((names, predicted_peak(cuts), cut_peak(depth, cuts)))
 predictions(rows, unit="b", scale=b)
 
@@ -330,12 +337,12 @@ table(
 # %% [markdown]
 # <div lang="en">
 #
-# From 30 to 21, for 2 % more FLOPs: the last segment, which is not recomputed, is shorter. (The measured peaks are one above $P$: the gradient.) This is as far as one extra forward pass goes with segments. To go lower, layers must run more than twice.
+# From 30 to 21, for 2 % more FLOPs: the last segment, which is not recomputed, is shorter. (The measured peaks are one above $P$: the gradient. For 50 layers $P$ is 15, the root rounded up.) This is as far as one extra forward pass goes with segments. To go lower, layers must run more than twice.
 #
 # </div>
 # <div lang="zh">
 #
-# 从 30 降到 21，FLOPs 多 2 %：不用重计算的最后一段变短了。（实测峰值比 $P$ 多一份：梯度。）只多做一次前向，靠分段最多走到这里。要再往下，就得让有些层运行不止两次。
+# 从 30 降到 21，FLOPs 多 2 %：不用重计算的最后一段变短了。（实测峰值比 $P$ 多一份：梯度。50 层时 $P$ 是 15，即根号的值向上取整。）只多做一次前向，靠分段最多走到这里。要再往下，就得让有些层运行不止两次。
 #
 # </div>
 
@@ -793,7 +800,8 @@ table(
 # </div>
 
 # %%
-by_compiler = {budget: cost_of(compiled(stages, inputs, budget)) for budget in (0.8, 0.5, 0.3, 0)}
+compiled_stages = {budget: compiled(stages, inputs, budget) for budget in (0.8, 0.5, 0.3, 0)}
+by_compiler = {budget: cost_of(run) for budget, run in compiled_stages.items()}
 counts = (2, 3, 6, 9, 18)
 by_checkpoints = {count: cost_of(lambda x, k=count: by_framework(stages, k, x)) for count in counts}
 with set_checkpoint_early_stop(False):
@@ -824,12 +832,29 @@ ax.set(ylabel=text("FLOPs of plain", "FLOPs，与普通之比"))
 ax.legend()
 None
 
+
+# %%
+def kept_by(run):
+    shapes = [tuple(row.shape) for row in saved_tensors(run, inputs)]
+    probabilities = shapes.count((4, 4, 256, 256))  # (batch, heads, s, s)
+    vectors = shapes.count((16, 256, 32)) + shapes.count((16, 32, 256))  # heads of Q, K, V; some transposed
+    return len(shapes), probabilities, vectors, shapes.count((1024, 512))  # the last: (batch · s, 4 h)
+
+
+headings = ["", ("peak, MB", "峰值，MB"), ("FLOPs of plain", "FLOPs，与普通之比"), ("saved tensors", "保存的张量")]
+headings += [("probabilities of 8", "概率（共 8）"), ("Q, K, V of 24", "Q、K、V（共 24）")]
+headings.append(("GELU inputs of 8", "GELU 输入（共 8）"))
+costs = {f"budget {budget}": (*by_compiler[budget], *kept_by(run)) for budget, run in compiled_stages.items()}
+costs["optimal, 50 MB", "最优，50 MB"] = (*executed["50 MB"], *("–" * 4))
+rows = [(name, round(cost[0] / 1e6, 1), round(cost[1] / plain_flops, 2), *cost[2:]) for name, cost in costs.items()]
+table(headings, rows)
+
 # %% [markdown]
 # <div lang="en">
 #
 # The frontier holds for whole stages: with early stop off, the framework's segments lie on it or above. With early stop (lesson 02) each checkpoint leaves out its last product, and gets below.
 #
-# The compiler gets far below (its graphs release here): 1.12 instead of 1.22 near 50 MB. It forgets single operators: there, all attention probabilities, but not the products. That is lesson 02's selective checkpointing, found by a solver. FLOPs count products only, so softmaxes done again are free on this axis. At budget 0 all is back at once: 127 MB, for a third more FLOPs.
+# The compiler gets far below (its graphs release here): 1.12 instead of 1.22 near 50 MB. It forgets single operators: at 0.5 seven of the eight attention probabilities, for 3 % more FLOPs; at 0.3 all eight and 18 of the 24 Q, K and V, but only two of the eight inputs of GELU. That is lesson 02's selective checkpointing, found by a solver. FLOPs count products only, so softmaxes done again are free on this axis. At budget 0 all is back at once: 127 MB, for a third more FLOPs.
 #
 # So: a proof of optimality is a proof about a model. Cut finer, and the frontier moves.
 #
@@ -838,7 +863,7 @@ None
 #
 # 前沿对整级成立：不提前停时，框架的分段恰好落在线上，或在它上方。提前停（第 02 课）使每个检查点省去最后一次乘法，于是落到它下方。
 #
-# 编译器低得多（这里它的图是放手的）：50 MB 附近是 1.12，而不是 1.22。它以单个算子为单位来忘：此处忘掉全部注意力概率，但不忘乘积。这就是第 02 课的选择性检查点，只不过由求解器找出。FLOPs 只计乘法，所以重做的 softmax 在这个轴上不花代价。预算 0 时，一切同时回来：127 MB，FLOPs 还多三分之一。
+# 编译器低得多（这里它的图是放手的）：50 MB 附近是 1.12，而不是 1.22。它以单个算子为单位来忘：0.5 时忘掉八份注意力概率中的七份，FLOPs 多 3 %；0.3 时八份全忘，24 份 Q、K、V 忘掉 18 份，GELU 的八份输入却只忘掉两份。这就是第 02 课的选择性检查点，只不过由求解器找出。FLOPs 只计乘法，所以重做的 softmax 在这个轴上不花代价。预算 0 时，一切同时回来：127 MB，FLOPs 还多三分之一。
 #
 # 所以，证明了最优，只是证明了在某个模型之下最优。切得更细，前沿就会移动。
 #
