@@ -46,6 +46,7 @@ language()
 # </div>
 
 # %%
+import math
 import tempfile
 import time
 
@@ -127,14 +128,40 @@ None
 # %% [markdown]
 # <div lang="en">
 #
-# At the peak rate of the data sheet all activations hide on NVLink-C2C from $h = 2431$ on, checkpointed inputs on PCIe 5 from $h = 626$ on. Real steps reach perhaps half that rate, which halves the thresholds: all activations hide on PCIe 5 from $h = 10437$ on.
+# Where do they cross? With $c$ bytes moved per token and feature, a copy hides if $(24 h + 4 s) / c \ge r / w$. Solved for $h$, at the peak rate of the data sheet and at half of it:
+#
+# </div>
+# <div lang="zh">
+#
+# 交点在哪里？设每个 token、每个特征要搬 $c$ 字节，$(24 h + 4 s) / c \ge r / w$ 时拷贝就能被掩盖。解出 $h$，分别取数据手册的峰值算力和它的一半：
+#
+# </div>
+
+# %%
+columns = [
+    ("least h that hides", "能被掩盖的最小 h"),
+    ("34 h, peak rate", "34 h，峰值算力"),
+    ("34 h, half", "34 h，一半"),
+    ("2 h, peak rate", "2 h，峰值算力"),
+    ("2 h, half", "2 h，一半"),
+]
+rows = []
+for name, bandwidth in links.items():
+    crossings = [(share * rate / bandwidth * c - 4 * 4096) / 24 for c in (34, 2) for share in (1, 0.5)]
+    rows.append((name, *(math.ceil(h) if h > 0 else ("any", "任意") for h in crossings)))
+table(columns, rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# At the peak rate of the data sheet all activations hide on NVLink-C2C from $h = 2431$ on, checkpointed inputs on PCIe 5 from $h = 626$ on. A step that reaches half that rate has half the threshold: all activations then hide on PCIe 5 from $h = 10438$ on.
 #
 # And this machine? Its "device" is a CPU, the tier below a file. The write ends in the system's file cache, which is memory too; the disk follows later. So the figure varies from run to run, and the meter's bytes below count tensors, not the cache:
 #
 # </div>
 # <div lang="zh">
 #
-# 按数据手册的峰值算力，全部激活值从 $h = 2431$ 起在 NVLink-C2C 上能被掩盖，检查点层的输入从 $h = 626$ 起在 PCIe 5 上能被掩盖。真实的训练步大约只有一半的算力，阈值随之减半：全部激活值从 $h = 10437$ 起在 PCIe 5 上也能被掩盖。
+# 按数据手册的峰值算力，全部激活值从 $h = 2431$ 起在 NVLink-C2C 上能被掩盖，检查点层的输入从 $h = 626$ 起在 PCIe 5 上能被掩盖。若训练步只达到一半的算力，阈值随之减半：全部激活值从 $h = 10438$ 起在 PCIe 5 上也能被掩盖。
 #
 # 这台机器呢？它的“设备”是 CPU，下一级是文件。写入先到系统的文件缓存，那也是内存，随后才到磁盘。所以这个数每次都会变；后面内存计量器数的是张量，不含缓存：
 #
