@@ -51,6 +51,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, random_tokens, seeded
@@ -297,6 +298,20 @@ ax.set_xticks(range(6), [str(size) for size in meters])
 ax.set(xlabel=text("m, doubled each time", "m，每次加倍"), ylabel=text("peak, MB", "峰值，MB"), ylim=(0, 100))
 ax.legend(fontsize=8)
 None
+
+
+# %%
+def step_flops(size):
+    model = decoder(hidden=128, layers=4)
+    step = AccumulatedStep(model, torch.optim.AdamW(model.parameters()), loss_sum)
+    with FlopCounterMode(display=False) as counter:  # apart from the meter: it holds tensors of its own
+        step(split(batch, size))
+    return counter.get_total_flops()
+
+
+rows = [(f"m = {m}", round(peaks[m] / 1e6, 1), f"{floor / peaks[m]:.0%}", step_flops(m) / 1e9) for m in (32, 1)]
+print(f"floor {floor / 1e6:.2f} MB; peaks {peaks[32] / peaks[1]:.1f} to 1; FLOPs equal: {rows[0][3] == rows[1][3]}")
+table(["", ("peak, MB", "峰值，MB"), ("floor / peak", "下限 / 峰值"), "GFLOPs"], rows)
 
 # %% [markdown]
 # <div lang="en">
