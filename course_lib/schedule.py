@@ -52,7 +52,8 @@ __all__ = [
 ]
 
 KEEPS = ("all", "input", "nothing")
-COLORS = {"all": "#228833", "input": "#4477AA", "nothing": "#BBBBBB", "backward": "#EE6677"}
+# Apart in lightness too, for readers who see no colours and for grey prints.
+COLORS = {"all": "#228833", "input": "#224488", "nothing": "#BBBBBB", "backward": "#EE6677"}
 
 
 class IllegalSchedule(ValueError):
@@ -328,12 +329,13 @@ class Schedule(Sequence):
             chain = Chain.uniform(1 + max(action.stage for action in self))
         ax = plt.subplots()[1] if ax is None else ax
         runs, kept = _drawing(self, chain)
-        for keep in ("all", "input"):
+        for keep, opacity in (("all", 0.25), ("input", 0.35)):
             bars = [Rectangle((start, i - 0.5), end - start, 1.0) for i, start, end, what in kept if what == keep]
-            ax.add_collection(PatchCollection(bars, facecolor=COLORS[keep], alpha=0.25, linewidth=0))
+            ax.add_collection(PatchCollection(bars, facecolor=COLORS[keep], alpha=opacity, linewidth=0))
         for what, color in COLORS.items():
             boxes = [Rectangle((start, i - 0.5), end - start, 1.0) for i, start, end, kind in runs if kind == what]
-            ax.add_collection(PatchCollection(boxes, facecolor=color, linewidth=0))
+            edge = {"edgecolor": "#888888", "linewidth": 0.6} if what == "nothing" else {"linewidth": 0}
+            ax.add_collection(PatchCollection(boxes, facecolor=color, **edge))
         ax.set(xlim=(0, max(end for _, _, end, _ in runs) or 1), ylim=(-0.5, len(chain) - 0.5))
         ax.set(xlabel="time", ylabel="stage")
         labels = {"all": "keep all", "input": "keep input", "nothing": "keep nothing", "backward": "backward"}

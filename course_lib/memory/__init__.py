@@ -8,12 +8,22 @@ from contextlib import AbstractContextManager
 
 from .formulas import attention_saved_bytes, training_state_bytes, transformer_activation_bytes
 from .measurement import Measurement, measure
-from .meter import CATEGORIES, CATEGORY_COLORS, PHASES, MemoryBudgetExceeded, MemoryMeter, Sample, Timeline
+from .meter import (
+    CATEGORIES,
+    CATEGORY_COLORS,
+    CATEGORY_HATCHES,
+    PHASES,
+    MemoryBudgetExceeded,
+    MemoryMeter,
+    Sample,
+    Timeline,
+)
 from .saved import SavedTensor, SavedTensors, saved_tensors
 
 __all__ = [
     "CATEGORIES",
     "CATEGORY_COLORS",
+    "CATEGORY_HATCHES",
     "PHASES",
     "Measurement",
     "MemoryBudgetExceeded",

@@ -34,6 +34,8 @@ CATEGORY_COLORS = {  # Paul Tol's "bright" scheme: colour-blind readers can tell
     "temporary": "#CCBB44",
     "input": "#BBBBBB",
 }
+# Of the categories that a grey print would show alike.
+CATEGORY_HATCHES = {"parameter": "////", "optimizer": "xxxx", "buffer": r"\\\\", "input": "...."}
 
 
 class MemoryBudgetExceeded(RuntimeError):
@@ -456,6 +458,8 @@ class MemoryMeter(TorchDispatchMode):
             *series.values(),
             labels=series.keys(),
             colors=[CATEGORY_COLORS[name] for name in series],
+            hatch=[CATEGORY_HATCHES.get(name) for name in series] or None,
+            edgecolor=(1, 1, 1, 0.35),
             step="post",
             linewidth=0,
         )

@@ -46,7 +46,8 @@ class Table:
             html = self.frame().map(_cell).to_html(index=False, border=0)
         except ImportError:
             return None  # the notebook falls back to the text
-        return f"{html}<p>{self.caption()}</p>"
+        # A section, because the course's language switch hides paragraphs and divs: this table is in English only.
+        return f'<section lang="en">{html}<p>{self.caption()}</p></section>'
 
 
 def _cell(value) -> str:

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .languages import label, text
+from .languages import label, parts, text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 try:
-    from course_lib.memory import CATEGORY_COLORS
-except ImportError:  # figures can be drawn where torch is missing; these are the same colours
+    from course_lib.memory import CATEGORY_COLORS, CATEGORY_HATCHES
+except ImportError:  # figures can be drawn where torch is missing; these are the same
     CATEGORY_COLORS = {
         "parameter": "#4477AA",
         "buffer": "#66CCEE",
@@ -26,10 +26,15 @@ except ImportError:  # figures can be drawn where torch is missing; these are th
         "temporary": "#CCBB44",
         "input": "#BBBBBB",
     }
+    CATEGORY_HATCHES = {"parameter": "////", "optimizer": "xxxx", "buffer": r"\\\\", "input": "...."}
 
 #: One colour, one meaning, in every lesson: seven categories of bytes, and `predicted` (a line), `measured` (points).
-#: Paul Tol's "bright" scheme and two more; told apart without colour vision too, where line and point do not help.
+#: Paul Tol's "bright" scheme and two more. Categories of equal grey differ in their hatching.
 COLORS = {**CATEGORY_COLORS, "predicted": "#333333", "measured": "#EE7733"}
+HATCHES = {**dict.fromkeys(CATEGORY_COLORS), **CATEGORY_HATCHES}
+_HATCH_COLOR = (1.0, 1.0, 1.0, 0.35)
+#: Of curves that are given no style of their own: they differ without their colours too.
+_LINE_STYLES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
 FONT = "Course Sans SC"
 _FONT_FILE = Path(__file__).parent / "fonts" / "CourseSansSC-Regular.otf"
@@ -105,6 +110,7 @@ def figure(
     height: float = 3.4,
     sharex: bool = False,
     sharey: bool = False,
+    alt: tuple[str, str] | None = None,
 ) -> "tuple[Figure, Any]":
     """A figure in the course's style, Chinese included.
 
@@ -114,6 +120,8 @@ def figure(
     Args:
         title: the message of the figure, not its axes; in both languages the English line stands above the Chinese one.
         width, height: inches, at 100 dots an inch.
+        alt: what the picture shows, in sentences, for readers who do not see it; the title is said before it. Left out,
+            kinds of drawing, axes and labels are said: write one where that is too little.
 
     Returns:
         The figure, and its axes: one `Axes`, or an array of them if there are several rows or columns.
@@ -124,6 +132,7 @@ def figure(
     )
     if title is not None:
         drawn.suptitle(label(title, separator="\n"), x=0.012, ha="left", linespacing=1.35)
+    drawn.course_alt = alt
     return drawn, axes
 
 
@@ -177,6 +186,11 @@ def timelines(
         _mark_peak(panel, step, None if step is steps[0] else steps[0])
     _name_the_rest(drawn, steps, named_somewhere)
 
+    said = [step.in_words() for step in steps]
+    drawn.course_alt = (
+        f"Live bytes, stacked by category, over the operators of a step. {' '.join(en for en, _ in said)}",
+        f"一步之中的存活字节，按类别堆叠，横轴是算子的执行顺序。{''.join(zh for _, zh in said)}",
+    )
     return shown_once(drawn)
 
 
@@ -229,6 +243,11 @@ def schedule_pictures(
         "nothing": ("keeps nothing", "什么也不留"),
         "backward": ("backward", "反向"),
     }
+    heads = [parts(ax.get_title("left")) for ax in panels]
+    drawn.course_alt = (
+        f"What runs and what is kept, over time and stages. Peak and time of each: {'; '.join(en for en, _ in heads)}.",
+        f"横轴是时间，纵轴是级，画出运行的和留着的。各调度的峰值与时间：{'；'.join(zh for _, zh in heads)}。",
+    )
     handles = [Patch(color=KEEP_COLORS[kind], label=label(words)) for kind, words in names.items()]
     drawn.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
     return shown_once(drawn)
@@ -305,6 +324,19 @@ class _Step:
             start = stop
         return found
 
+    def in_words(self) -> tuple[str, str]:
+        """(English, Chinese): the peak, its phase, and the categories that can be seen there, the largest first."""
+        at = int(self.total.argmax())
+        held = sorted(((int(series[at]), category) for category, series in self.bytes.items()), reverse=True)
+        seen = [(_CATEGORY_NAMES[name], f"{count / 1e6:,.1f} MB") for count, name in held if count > self.peak / 200]
+        en = ", ".join(f"{words[0]} {size}" for words, size in seen)
+        zh = "、".join(f"{words[1]} {size}" for words, size in seen)
+        name, phase, peak = parts(label(self.name)), _phase_names(self.phases[at]), f"{self.peak / 1e6:,.1f} MB"
+        return (
+            f"{name[0]}: peak {peak} in the {phase[0]} phase, of it {en}.",
+            f"{name[1]}：峰值 {peak}，出现在{phase[1]}阶段，其中{zh}。",
+        )
+
     def layers(self) -> list[tuple[str, Any, Any]]:
         """(category, lower edge, upper edge) in MB, from the bottom up."""
         found, below = [], self.total * 0.0
@@ -321,7 +353,8 @@ def _draw_step(panel: "Axes", step: _Step) -> None:
         # The last value is repeated, so that the last operator has a width. Without antialiasing no seams show.
         panel.fill_between(
             edges, [*below, below[-1]], [*above, above[-1]], step="post",
-            color=COLORS.get(category, "#777777"), linewidth=0, antialiased=False,
+            facecolor=COLORS.get(category, "#777777"), linewidth=0, antialiased=False,
+            hatch=HATCHES.get(category), edgecolor=_HATCH_COLOR,
         )  # fmt: skip
     # An area narrower than a pixel may be skipped, a line never is: the outline keeps a peak of one operator visible.
     panel.stairs(step.total / 1e6, edges, baseline=None, color="#444444", linewidth=0.5)
@@ -393,8 +426,12 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
 
 def _short_forms(phase: str) -> list[str]:
     """A phase's label, then shorter ones for a narrow stretch."""
-    words = _PHASE_NAMES.get(phase, (phase, phase))
+    words = _phase_names(phase)
     return [label(words), words[1] if label(words) != words[0] else words[0]]
+
+
+def _phase_names(phase: str) -> tuple[str, str]:
+    return _PHASE_NAMES.get(phase, (phase, phase))
 
 
 def _width_of(panel: "Axes", words: str, size: float) -> float:
@@ -445,7 +482,10 @@ def _name_the_rest(drawn: "Figure", steps: "Sequence[_Step]", named: set[str]) -
     visible = {c for step in steps for c, held in step.bytes.items() if held.max() > step.peak / 200}
     rest = [category for category in _STACK if category in visible - named]
     if rest:
-        patches = [Patch(color=COLORS[category], label=category_label(category)) for category in rest]
+        patches = [
+            Patch(facecolor=COLORS[name], hatch=HATCHES[name], edgecolor=_HATCH_COLOR, lw=0, label=category_label(name))
+            for name in rest
+        ]
         drawn.legend(
             handles=patches, loc="outside lower right", ncols=len(rest), fontsize=8.5,
             handlelength=0.9, handleheight=0.9, handletextpad=0.5, columnspacing=1.4,
@@ -461,10 +501,12 @@ def _name(names: Mapping[str, tuple[str, str]], name: str) -> tuple[str, str]:
 def _pyplot() -> Any:
     """matplotlib.pyplot, with the course's font and style in force."""
     import matplotlib
-    from matplotlib import font_manager, pyplot
+    from matplotlib import cycler, font_manager, pyplot
 
     if not any(entry.fname == str(_FONT_FILE) for entry in font_manager.fontManager.ttflist):
         font_manager.fontManager.addfont(_FONT_FILE)
     if FONT not in matplotlib.rcParams["font.family"]:  # the first figure, or the first after a reset
         matplotlib.rcParams.update(_STYLE)
+        colors = [COLORS[name] for name in ("parameter", "gradient", "activation", "optimizer", "buffer", "predicted")]
+        matplotlib.rcParams["axes.prop_cycle"] = cycler(color=colors) + cycler(linestyle=_LINE_STYLES)
     return pyplot

@@ -5,6 +5,7 @@ import os
 import re
 
 LANGUAGES = ("en", "zh", "both")
+_joined: dict[str, tuple[str, str]] = {}  # "en 中文" -> its two halves, for `parts`
 _chosen: str | None = None  # None until `language` is called; then `current` asks the environment each time
 
 # One rule per language hides the other. `.jp-Notebook` is one open notebook (JupyterLab, Notebook 7) or the whole of an
@@ -16,12 +17,14 @@ _RULE = (
     ".jp-Cell :is(div, span, p, td, th, li, tr, details, figure)[lang={hidden}] {{ display: none !important; }}"
 )
 _LOOK = """\
-.course-language { display: flex; flex-wrap: wrap; gap: 0 1.1em; align-items: center; margin: 0; padding: 0.15em 0;
+.course-language fieldset { display: flex; flex-wrap: wrap; gap: 0 1.1em; align-items: center;
+  border: 0; margin: 0; padding: 0.15em 0;
   font-family: var(--jp-ui-font-family, sans-serif); font-size: 13px; color: inherit; }
 .course-language label { display: inline-flex; gap: 0.35em; align-items: center; cursor: pointer; opacity: 0.75; }
 .course-language label:has(input:checked) { opacity: 1; }
 .course-language input { margin: 0; accent-color: var(--jp-brand-color1, #4477aa); }
-.course-language .course-language-title { opacity: 0.75; }"""
+.course-language input:focus-visible { outline: 2px solid currentColor; outline-offset: 2px; }
+.course-language legend { float: left; padding: 0; opacity: 0.75; }"""
 _OPTIONS = (("en", "English"), ("zh", "中文"), ("both", "both 双语"))
 
 
@@ -38,14 +41,14 @@ class _Switch:
         # A radio group ends at its <form>, so the name need not differ from notebook to notebook. method="dialog" makes
         # the Enter key do nothing; the data attribute keeps JupyterLab from taking the arrow keys for its own.
         buttons = "\n".join(
-            f'<label><input type="radio" name="course-language" value="{value}" data-lm-suppress-shortcuts="true"'
-            f"{' checked' * (value == self.chosen)}> {label}</label>"
-            for value, label in _OPTIONS
+            f'<label lang="{value if value in ("en", "zh") else "mul"}"><input type="radio" name="course-language" '
+            f'value="{value}" data-lm-suppress-shortcuts="true"{" checked" * (value == self.chosen)}> {words}</label>'
+            for value, words in _OPTIONS
         )
         rules = "\n".join(_RULE.format(shown=shown, hidden=hidden) for shown, hidden in (("en", "zh"), ("zh", "en")))
         return (
             '<form class="course-language" method="dialog" autocomplete="off">\n'
-            f'<span class="course-language-title">Language 语言</span>\n{buttons}\n</form>\n'
+            f'<fieldset>\n<legend lang="mul">Language 语言</legend>\n{buttons}\n</fieldset>\n</form>\n'
             f"<style>\n{rules}\n{_LOOK}\n</style>"
         )
 
@@ -62,6 +65,8 @@ def language(default: str = "both") -> None:
     Raises:
         ValueError: the environment variable or `default` is none of the three.
     """
+    from .alt import show_with_alt_text
+
     global _chosen
     _chosen = _from_environment() or _known(default, "default")
     switch = _Switch(_chosen)
@@ -71,6 +76,7 @@ def language(default: str = "both") -> None:
         print(switch)
     else:
         display(switch)
+        show_with_alt_text()
 
 
 def current() -> str:
@@ -80,7 +86,24 @@ def current() -> str:
 
 def text(en: str, zh: str, separator: str = " ") -> str:
     """A label in the current language; for both, "en 中文"."""
-    return {"en": en, "zh": zh, "both": en if en == zh else f"{en}{separator}{zh}"}[current()]
+    chosen = current()
+    if chosen != "both" or en == zh:
+        return zh if chosen == "zh" else en
+    joined = f"{en}{separator}{zh}"
+    _joined[joined] = (en, zh)
+    return joined
+
+
+def parts(words: str) -> tuple[str, str]:
+    """(English, Chinese) of words that `text` has made, alone or within longer ones; words of no language are in both.
+
+    So a label that was drawn in both languages can be said in each.
+    """
+    en = zh = words
+    for joined in sorted(filter(words.__contains__, _joined), key=len, reverse=True):
+        english, chinese = _joined[joined]
+        en, zh = en.replace(joined, english), zh.replace(joined, chinese)
+    return en, zh
 
 
 def label(words: "str | tuple[str, str]", separator: str = " ") -> str:

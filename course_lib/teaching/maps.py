@@ -21,6 +21,14 @@ _LESSONS = (
 )
 _ARROWS = ("01-02", "02-03", "01-04", "01-05", "05-06", "03-07", "04-07", "06-07", "07-08")
 _COLORS = {"01": "#DCE6F0", "07": "#F6DFE0", "08": "#F6DFE0"}
+_ALT = (
+    "A map of the lessons. Lesson 01 asks where the bytes go. Arrows lead from it to 02, forget and compute again, "
+    "with 03, which ones to forget; to 04, move them down a tier; and to 05, take the batch in pieces, with 06, let "
+    "the operator forget. All three ways lead to 07, fit a budget, and on to 08, beyond one device.",
+    "各课的地图。第 01 课问字节去了哪里。箭头从它出发，通向第 02 课（忘掉再算一遍）和第 03 课（该忘掉哪些），第 04 课"
+    "（挪到下一级存储），以及第 05 课（把批次拆开）和第 06 课（让算子自己忘掉）。三条路都通向第 07 课（装进预算），"
+    "再到第 08 课（不止一台设备）。",
+)
 _WIDTH, _HEIGHT = 0.82, 0.72
 
 
@@ -30,7 +38,7 @@ def course_map() -> "Figure":
         "Measure first; then the ways to save; then all of them together",
         "先测量；再看各种节省办法；最后合在一起用",
     )
-    drawn, ax = figure(title, height=3.6)
+    drawn, ax = figure(title, height=3.6, alt=_ALT)
     places = {number: (x, y) for number, x, y, _, _ in _LESSONS}
     for arrow in _ARROWS:
         (x, y), (to_x, to_y) = (places[number] for number in arrow.split("-"))

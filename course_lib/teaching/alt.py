@@ -1,0 +1,126 @@
+"""Figures in words: the alt text that a screen reader says in place of the picture, in the language in force.
+
+JupyterLab shows a picture's bytes without any alt text, whatever the output's metadata say, and so does nbconvert's
+own template. An `<img>` in HTML keeps its alt in both, and on a Sphinx page too: so that is how figures are shown.
+"""
+
+import html
+import re
+from typing import TYPE_CHECKING, Any
+
+from .languages import current, parts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_KINDS = {
+    "area": ("stacked areas", "堆叠面积"),
+    "bar": ("bars", "柱形"),
+    "box": ("boxes", "方块"),
+    "line": ("lines", "曲线"),
+    "point": ("points", "数据点"),
+    "tile": ("coloured tiles", "色块"),
+}
+
+
+def alt_text(drawn: "Figure") -> str:
+    """A figure's title, then what was given as `alt` when it was made, or else what can be read off its axes.
+
+    Only words and figures that are written in the picture: no coordinates, which may differ from machine to machine.
+    """
+    en, zh = _description(drawn)
+    return {"en": en, "zh": zh, "both": en if en == zh else f"{en} {zh}"}[current()]
+
+
+def show_with_alt_text() -> None:
+    """From now on figures are shown in notebooks as pictures with an alt text. Without IPython nothing happens."""
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return
+    if shell := get_ipython():
+        shell.display_formatter.ipython_display_formatter.for_type_by_name("matplotlib.figure", "Figure", _show)
+
+
+def _show(drawn: "Figure") -> None:
+    """Instead of IPython's own PNG, not beside it: twice would double the notebook's size."""
+    from IPython.core.pylabtools import print_figure
+    from IPython.display import display
+
+    bundle = {"text/plain": repr(drawn)}
+    if png := print_figure(drawn, base64=True):  # None for a figure without axes
+        language = {"both": "mul"}.get(current(), current())
+        source = f"data:image/png;base64,{png}"
+        bundle["text/html"] = f'<img lang="{language}" alt="{html.escape(alt_text(drawn))}" src="{source}">'
+    display(bundle, raw=True)
+
+
+def _description(drawn: "Figure") -> tuple[str, str]:
+    """(English, Chinese)."""
+    given = getattr(drawn, "course_alt", None)
+    if given is None:
+        panels = [_panel(ax) for ax in drawn.axes]
+        if shared := _shared(drawn):
+            panels.append(shared)
+        given = tuple(" ".join(dict.fromkeys(filter(None, side))) for side in zip(*panels, strict=True)) or ("", "")
+    en, zh = _said(drawn.get_suptitle())
+    return f"{en}. {given[0]}".strip(" .") + ".", f"{zh}。{given[1]}".strip("。") + "。"  # there may be no title
+
+
+def _panel(ax: "Axes") -> tuple[str, str]:
+    """One sentence: what is drawn, over which axes, with which words in it."""
+    kinds = _kinds(ax)
+    clauses = [(", ".join(_KINDS[kind][0] for kind in kinds), "、".join(_KINDS[kind][1] for kind in kinds))]
+    if ax.axison:
+        clauses += [_axis(("x axis", "横轴"), ax.xaxis), _axis(("y axis", "纵轴"), ax.yaxis)]
+    legend = ax.get_legend()
+    clauses.append(_labels([*(legend.get_texts() if legend else ()), *ax.texts]))
+    en, zh = ([clause[side] for clause in clauses if clause[side]] for side in (0, 1))
+    title = _said(ax.get_title(loc="left") or ax.get_title())
+    sentence = (f"{title[0]}: " if title[0] else "") + "; ".join(en)
+    return f"{sentence[:1].upper()}{sentence[1:]}.", (f"{title[1]}：" if title[1] else "") + f"{'；'.join(zh)}。"
+
+
+def _kinds(ax: "Axes") -> list[str]:
+    from matplotlib.collections import PatchCollection, PolyCollection
+
+    curves = [line for line in ax.lines if line.get_linestyle() != "None" and len(line.get_xdata()) > 2]
+    found = {
+        "tile": ax.images,
+        "bar": ax.containers,
+        "box": [item for item in ax.collections if isinstance(item, PatchCollection)],
+        "area": [item for item in ax.collections if isinstance(item, PolyCollection)],
+        "line": curves,
+        "point": [line for line in ax.lines if line.get_marker() not in ("None", None, "")],
+    }
+    return [kind for kind, artists in found.items() if artists]
+
+
+def _axis(name: tuple[str, str], axis: Any) -> tuple[str, str]:
+    en, zh = _said(axis.get_label_text())
+    log = (" (log scale)", "（对数）") if axis.get_scale() == "log" else ("", "")
+    return (f"{name[0]}: {en}{log[0]}", f"{name[1]}：{zh}{log[1]}") if en else ("", "")
+
+
+def _shared(drawn: "Figure") -> tuple[str, str] | None:
+    """Labels and legends that belong to all panels."""
+    items = [text for legend in drawn.legends for text in legend.get_texts()]
+    clauses = [_said(drawn.get_supxlabel()), _said(drawn.get_supylabel()), _labels(items)]
+    en, zh = ([clause[side] for clause in clauses if clause[side]] for side in (0, 1))
+    return (f"{'; '.join(en)}.", f"{'；'.join(zh)}。") if en else None
+
+
+def _labels(items: Any) -> tuple[str, str]:
+    """The words among texts: numbers alone say nothing without their place."""
+    written = (item.get_text() for item in items)
+    words = [_said(text) for text in dict.fromkeys(written) if any(character.isalpha() for character in text)]
+    if not words:
+        return "", ""
+    return "labels: " + ", ".join(f"“{en}”" for en, _ in words), "标注：" + "".join(f"“{zh}”" for _, zh in words)
+
+
+def _said(words: str) -> tuple[str, str]:
+    """Both languages of a label, on one line each and without the signs of math."""
+    en, zh = parts(words.replace("$", ""))
+    return " ".join(en.split()), " ".join(re.sub("(?<=[\u3000-\u9fff])\n", "", zh).split())
