@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from markup import spoken_problems
 
 nbformat = pytest.importorskip("nbformat")
 jupytext = pytest.importorskip("jupytext")
@@ -168,6 +169,17 @@ def glyph_problems(notebook):
         for text in output_texts(cell)
         if re.search(r"Glyph .* missing from", text)
     ]
+
+
+def picture_problems(notebook):
+    """Outputs that a screen reader cannot say: a PNG by itself has no alt text in JupyterLab, whatever its metadata."""
+    problems = []
+    for number, cell in cells_of(notebook, "code"):
+        for output in cell.outputs:
+            found = [f"{kind} instead of an <img>" for kind in output.get("data", {}) if kind.startswith("image/")]
+            found += spoken_problems(output.get("data", {}).get("text/html", ""))
+            problems += [f"cell {number}: {problem}" for problem in found]
+    return problems
 
 
 def comparison_problems(notebook):
@@ -438,6 +450,7 @@ def test_every_notebook_has_a_script_and_every_script_a_notebook():
         compile_problems,
         execution_problems,
         glyph_problems,
+        picture_problems,
         comparison_problems,
         solution_problems,
         long_cells,
@@ -538,6 +551,24 @@ def test_a_missing_glyph_is_found():
     warning = "UserWarning: Glyph 23792 (\\N{CJK UNIFIED IDEOGRAPH-5CF0}) missing from font(s) DejaVu Sans."
     assert glyph_problems(notebook_of(code(outputs=[stream(warning)])))
     assert glyph_problems(notebook_of(code(outputs=[stream("all glyphs are there")]))) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ({"text/html": '<img alt="A peak. 峰值。">'}, None),
+        ({"text/html": '<p>1<br>2</p><p lang="zh">峰 <code>值</code></p><p lang="mul">both 双语</p>'}, None),
+        ({"image/png": "iVBO", "text/plain": "<Figure>"}, "image/png instead of an <img>"),
+        ({"text/html": "<img>"}, "without an alt text in both languages: None"),
+        ({"text/html": '<img alt="A peak.">'}, "without an alt text in both languages"),
+        ({"text/html": '<img alt="峰值。">'}, "without an alt text in both languages"),
+        ({"text/html": '<p lang="zh">峰</p><p>值</p>'}, "Chinese marked as None: '值'"),
+        ({"text/html": '<p lang="en">peak 峰值</p>'}, "Chinese marked as en: 'peak 峰值'"),
+    ],
+)
+def test_an_output_that_a_screen_reader_cannot_say_is_found(data, problem):
+    problems = picture_problems(notebook_of(code(outputs=[nbformat.v4.new_output("display_data", data)])))
+    assert (problem or "") in "".join(problems) and bool(problems) == bool(problem)
 
 
 @pytest.mark.parametrize(

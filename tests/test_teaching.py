@@ -1,7 +1,9 @@
 """The language switch, figures, tables and exercise checks."""
 
 import importlib.util
+import itertools
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -11,10 +13,11 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+from markup import spoken_problems
 from properties import HealthCheck, given, settings, st
 
 from course_lib import teaching
-from course_lib.teaching import exercises, figures, languages
+from course_lib.teaching import alt, exercises, figures, languages
 from course_lib.teaching.exercises import Verdict, check_optimizer_bytes, expect_number
 
 FONTS = Path(teaching.__file__).parent / "fonts"
@@ -123,6 +126,46 @@ def test_the_switch_checks_exactly_the_language_in_force():
         assert before.rindex(f'value="{chosen}"') > before.rindex("<input")
 
 
+def test_the_switch_is_a_group_with_a_name_and_says_which_words_are_chinese():
+    markup = languages._Switch("both")._repr_html_()
+    assert markup.index("<form") < markup.index("<fieldset") < markup.index("<legend") < markup.index("<input")
+    assert spoken_problems(markup) == [] and ":focus-visible" in markup
+    # The switch hides what is marked as the other language, but never its own words.
+    hidden = next(line for line in markup.splitlines() if "display: none" in line)
+    assert "label" not in hidden and "legend" not in hidden
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium")
+    if path is None:
+        pytest.skip("needs Chromium: apt-get install chromium, or name one in CHROMIUM")
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.mark.browser
+def test_the_keyboard_reaches_the_switch_and_turns_it(chromium):
+    page = chromium.new_page()
+    cells = (languages._Switch("both")._repr_html_(), '<div lang="en">peak</div>', '<div lang="zh">峰值</div>')
+    body = "".join(f'<div class="jp-Cell">{cell}</div>' for cell in cells)
+    page.set_content(f'<body class="jp-Notebook"><a href="#">before</a>{body}</body>')
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    focused = page.locator("input:focus-visible")
+    assert focused.get_attribute("value") == "both"
+    assert focused.evaluate("button => getComputedStyle(button).outline").endswith("solid 2px")
+    assert page.get_by_role("group", name="Language 语言").count() == 1
+    for key, shown in (("ArrowLeft", ["zh"]), ("ArrowLeft", ["en"]), ("ArrowLeft", ["en", "zh"])):
+        page.keyboard.press(key)
+        assert [name for name in ("en", "zh") if page.locator(f"div[lang={name}]").is_visible()] == shown
+    page.keyboard.press("Tab")
+    assert page.locator("input:focus").count() == 0, "one Tab leads out of the group"
+
+
 # Figures --------------------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +239,160 @@ def test_the_colours_are_the_meters_colours():
     memory = pytest.importorskip("course_lib.memory")
     assert {name: teaching.COLORS[name] for name in memory.CATEGORY_COLORS} == memory.CATEGORY_COLORS
     assert len(set(teaching.COLORS.values())) == len(teaching.COLORS) == 9
+
+
+# Of linear RGB, severity 1: Machado, Oliveira and Fernandes, "A physiologically-based model for simulation of color
+# vision deficiency", 2009, table 1.
+VISION = {
+    "full": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]
+    ],
+}  # fmt: skip
+
+
+def lab(linear):
+    """CIE L*a*b* (D65) of linear sRGB."""
+    to_xyz = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+    xyz = numpy.array(to_xyz) @ numpy.clip(linear, 0, 1) / [0.95047, 1, 1.08883]
+    x, y, z = numpy.where(xyz > 216 / 24389, numpy.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
+    return numpy.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def differences(one, other):
+    """(smallest difference over the kinds of colour vision, difference in grey), CIE 1976."""
+    from matplotlib.colors import to_rgb
+
+    coded = numpy.array([to_rgb(one), to_rgb(other)])
+    pair = numpy.where(coded <= 0.04045, coded / 12.92, ((coded + 0.055) / 1.055) ** 2.4)
+    seen = (
+        numpy.linalg.norm(lab(matrix @ pair[0]) - lab(matrix @ pair[1])) for matrix in map(numpy.array, VISION.values())
+    )
+    return min(seen), abs(lab(pair[0])[0] - lab(pair[1])[0])
+
+
+def confusable(colors, hatches):
+    """Pairs that look alike: closer than 12 to somebody, or closer than 10 in grey and hatched alike."""
+    return [
+        (one, other)
+        for one, other in itertools.combinations(colors, 2)
+        for colored, grey in [differences(colors[one], colors[other])]
+        if colored < 12 or (grey < 10 and hatches.get(one) == hatches.get(other))
+    ]
+
+
+def test_the_colours_are_told_apart_without_colour_vision_and_in_grey():
+    schedule = pytest.importorskip("course_lib.schedule")
+    memory = pytest.importorskip("course_lib.memory")
+    assert confusable(memory.CATEGORY_COLORS, memory.CATEGORY_HATCHES) == []
+    assert confusable(schedule.COLORS, {}) == []
+    assert {name: memory.CATEGORY_HATCHES.get(name) for name in memory.CATEGORY_COLORS} == figures.HATCHES
+
+
+def test_colours_that_somebody_cannot_tell_apart_are_found():
+    assert confusable({"a": "#228833", "b": "#EE7733"}, {"a": "//"})  # green and orange: equal without red cones
+    assert confusable({"a": "#4477AA", "b": "#228833"}, {})  # blue and green: equal in grey
+    assert confusable({"a": "#4477AA", "b": "#228833"}, {"a": "//"}) == []
+
+
+def test_layers_are_hatched_and_curves_differ_in_style():
+    meter = FakeMeter(10**9, categories=("parameter", "optimizer", "activation"))
+    layers = teaching.timelines(plain=meter).axes[0].collections
+    assert {area.get_hatch() for area in layers} == {"////", "xxxx", None}
+    _, axes = teaching.figure()
+    curves = [axes.plot([0, 1, 2], color="#228833")[0] for _ in range(4)]
+    assert len({curve.get_linestyle() for curve in curves}) == 4
+
+
+# Figures in words -----------------------------------------------------------------------------------------------------
+
+
+def sample(**options):
+    drawn, axes = teaching.figure(("Peak falls", "峰值下降"), **options)
+    axes.set(
+        xlabel=teaching.text("layers $L$", "层数 $L$"), ylabel=f"{teaching.text('peak', '峰值')} (MB)", yscale="log"
+    )
+    teaching.predicted_and_measured(axes, [1, 2, 3], [1, 2, 3], [1, 2, 3], ("decoder", "解码器"))
+    axes.text(1, 1, "3.14")
+    return drawn
+
+
+ENGLISH = "Peak falls. Lines, points; x axis: layers L; y axis: peak (MB) (log scale); labels: “decoder”."
+CHINESE = "峰值下降。曲线、数据点；横轴：层数 L；纵轴：峰值 (MB)（对数）；标注：“解码器”。"
+
+
+@pytest.mark.parametrize(("chosen", "said"), [("en", ENGLISH), ("zh", CHINESE), ("both", f"{ENGLISH} {CHINESE}")])
+def test_a_figure_says_its_message_its_axes_and_its_labels_in_the_language_in_force(chosen, said):
+    teaching.language(chosen)
+    assert alt.alt_text(sample()) == said
+
+
+def test_words_given_for_a_figure_are_said_instead_of_its_axes():
+    assert alt.alt_text(sample(alt=("It halves.", "减半。"))) == "Peak falls. It halves. 峰值下降。减半。"
+
+
+def test_the_languages_of_a_label_are_told_apart_again():
+    composed = f"{teaching.text('peak', '峰值')} 3 MB, {teaching.text('live bytes at the peak', '峰值处的存活字节')}"
+    assert languages.parts(composed) == ("peak 3 MB, live bytes at the peak", "峰值 3 MB, 峰值处的存活字节")
+    assert languages.parts("GFLOPs") == ("GFLOPs", "GFLOPs")
+
+
+def test_timelines_say_each_peak_its_phase_and_what_it_holds():
+    said = alt.alt_text(teaching.timelines({("plain", "普通"): FakeMeter(200_000_000)}, title=("Half", "一半")))
+    assert "plain: peak 200.0 MB in the forward phase, of it temporary 75.0 MB, activation 75.0 MB" in said
+    assert "普通：峰值 200.0 MB，出现在前向阶段，其中临时张量 75.0 MB、激活值 75.0 MB" in said
+
+
+def test_every_figure_of_the_library_has_words_in_both_languages():
+    from course_lib.schedule import Chain, store_all
+
+    chain = Chain.uniform(4)
+    for drawn in (
+        teaching.course_map(),
+        teaching.draw_activation_bytes(),
+        teaching.schedule_pictures({("all", "全部"): store_all(chain)}, chain, title=("All", "全部")),
+        teaching.timelines(plain=FakeMeter(10**6)),
+    ):
+        en, zh = alt._description(drawn)
+        assert not en[0].islower() and en.endswith(".") and zh.endswith("。") and not set("。，、；：") & set(en)
+        assert len(en) > 80 and len(zh) > 40
+
+
+def test_a_figure_is_shown_as_a_picture_with_its_words(monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda bundle, raw: shown.append(bundle))
+    alt._show(sample(alt=('<b> & "b"', "乙")))
+    (bundle,) = shown
+    assert set(bundle) == {"text/html", "text/plain"}  # no second copy of the picture
+    assert '<img lang="mul" alt="Peak falls. &lt;b&gt; &amp; &quot;b&quot;.' in bundle["text/html"]
+    assert 'src="data:image/png;base64,iVBO' in bundle["text/html"]
+    from matplotlib.figure import Figure
+
+    alt._show(Figure())  # nothing to see: as IPython does it
+    assert set(shown[1]) == {"text/plain"}
+
+
+def test_figures_are_shown_with_their_words_once_the_language_is_chosen():
+    said = run_without(
+        "",
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "from traitlets.config import Config\n"
+        "import matplotlib\n"
+        "matplotlib.use('Agg')\n"
+        "shell = InteractiveShell.instance(config=Config(HistoryManager={'enabled': False}))\n"
+        "from course_lib.teaching import figure, language\n"
+        "from course_lib.teaching.alt import _show\n"
+        "language()\n"
+        "drawn, _ = figure()\n"
+        "print(shell.display_formatter.ipython_display_formatter.lookup(drawn) is _show)\n",
+    )
+    assert said.splitlines()[-1] == "True"
 
 
 def test_categories_and_phases_have_the_glossarys_names():
@@ -330,6 +527,28 @@ def test_tables_mark_both_languages_for_the_switch_and_keep_a_space_between_them
     assert '<span lang="en"' in markup and '<span lang="zh"' in markup
     assert "False 错误" in parsed(claims)[1] and "<code>x</code>" in markup
     assert markup == claims._repr_html_()
+
+
+def test_whatever_shows_itself_marks_its_chinese():
+    shown = [
+        teaching.about_this_machine(),
+        teaching.compare({("plain", "普通"): measurement(2)}, seconds=True, workspace=True),
+        teaching.predictions([(("peak", "峰值"), 1, 2)], unit="bytes"),
+        teaching.claims([(("It trains", "它能训练"), "run it", "2 of 6", ("False", "错误"))]),
+        teaching.on_gpu("01"),
+        *(getattr(exercises, name)(None) for name in exercises.__all__ if name.startswith("check_")),
+    ]
+    for item in shown:
+        markup = item._repr_html_()
+        assert spoken_problems(markup) == [] and 'lang="zh"' in markup and 'lang="en"' in markup
+
+
+def test_a_table_in_english_only_says_so_and_is_never_hidden():
+    torch = pytest.importorskip("torch")
+    memory = pytest.importorskip("course_lib.memory")
+    x = torch.ones(2, requires_grad=True)
+    assert memory.saved_tensors(lambda: x.exp())._repr_html_().startswith('<section lang="en">')
+    assert "section" not in languages._RULE
 
 
 def test_the_plain_text_of_a_table_lines_up_although_hanzi_are_wide():

@@ -122,5 +122,5 @@ def _labels(items: Any) -> tuple[str, str]:
 
 def _said(words: str) -> tuple[str, str]:
     """Both languages of a label, on one line each and without the signs of math."""
-    en, zh = parts(words.replace("$", ""))
+    en, zh = (side.replace("$", "") for side in parts(words))
     return " ".join(en.split()), " ".join(re.sub("(?<=[\u3000-\u9fff])\n", "", zh).split())

@@ -409,6 +409,8 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
             panel.text(stop, 1.155, words, ha="right", **look)  # too narrow to write in: name it above, once
             taken = stop
 
+    from matplotlib.patheffects import withStroke
+
     found = set()
     for category, below, above in step.layers():
         words, size = category_label(category) if category in _CATEGORY_NAMES else category, 9
@@ -419,6 +421,7 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
             panel.text(
                 x, y, words, fontsize=size, ha="center", va="center_baseline",
                 color="white" if category in ("parameter", "optimizer", "activation") else "#222222", zorder=7,
+                path_effects=[withStroke(linewidth=2.5, foreground=COLORS.get(category, "#777777"))],  # over hatching
             )  # fmt: skip
             found.add(category)
     return found

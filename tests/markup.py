@@ -1,0 +1,35 @@
+"""What a screen reader cannot say of an output's HTML: pictures without words, Chinese that is not marked as such."""
+
+import re
+from html.parser import HTMLParser
+
+_HAN = re.compile("[\u3400-\u9fff]")
+
+
+class _Reader(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.languages, self.problems = [("", None)], []
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if tag == "img" and not (_HAN.search(attrs.get("alt") or "") and re.search("[a-z]", attrs["alt"])):
+            self.problems.append(f"a picture without an alt text in both languages: {attrs.get('alt')!r}")
+        if tag not in ("img", "input", "br", "hr"):  # those have no end
+            self.languages.append((tag, attrs.get("lang", self.languages[-1][1])))
+
+    def handle_endtag(self, tag):
+        while self.languages.pop()[0] != tag:
+            pass
+
+    def handle_data(self, data):
+        tag, language = self.languages[-1]
+        if _HAN.search(data) and language not in ("zh", "mul") and tag != "style":
+            self.problems.append(f"Chinese marked as {language}: {data.strip()[:60]!r}")
+
+
+def spoken_problems(markup):
+    """Problems of a piece of HTML in the language `both`."""
+    reader = _Reader()
+    reader.feed(markup)
+    return reader.problems
