@@ -333,6 +333,15 @@ def test_a_figure_says_its_message_its_axes_and_its_labels_in_the_language_in_fo
     assert alt.alt_text(sample()) == said
 
 
+def test_panels_are_said_one_by_one_and_what_they_share_once():
+    drawn, (left, right) = teaching.figure(columns=2)
+    for axes, title in ((left, ("before", "之前")), (right, ("after", "之后"))):
+        axes.bar([1, 2], [1, 2])
+        axes.set_title(teaching.text(*title))
+    drawn.supylabel(teaching.text("bytes", "字节"))
+    assert alt.alt_text(drawn) == "Before: bars. After: bars. All panels: bytes. 之前：柱形。之后：柱形。各图：字节。"
+
+
 def test_words_given_for_a_figure_are_said_instead_of_its_axes():
     assert alt.alt_text(sample(alt=("It halves.", "减半。"))) == "Peak falls. It halves. 峰值下降。减半。"
 

@@ -5,7 +5,16 @@ Works without IPython and pandas (then as plain text), and needs matplotlib only
 
 from . import exercises
 from .exercises import *  # noqa: F403 - every check_<exercise>
-from .figures import COLORS, category_label, figure, phase_label, predicted_and_measured, schedule_pictures, timelines
+from .figures import (
+    COLORS,
+    category_label,
+    category_look,
+    figure,
+    phase_label,
+    predicted_and_measured,
+    schedule_pictures,
+    timelines,
+)
 from .gpu import on_gpu
 from .languages import language, text
 from .machine import about_this_machine
@@ -21,6 +30,7 @@ __all__ = [
     "about_this_machine",
     "activation_playground",
     "category_label",
+    "category_look",
     "claims",
     "compare",
     "course_map",

@@ -63,7 +63,7 @@ def _description(drawn: "Figure") -> tuple[str, str]:
         panels = [_panel(ax) for ax in drawn.axes]
         if shared := _shared(drawn):
             panels.append(shared)
-        given = tuple(" ".join(dict.fromkeys(filter(None, side))) for side in zip(*panels, strict=True)) or ("", "")
+        given = " ".join(en for en, _ in panels), "".join(zh for _, zh in panels)
     en, zh = _said(drawn.get_suptitle())
     return f"{en}. {given[0]}".strip(" .") + ".", f"{zh}。{given[1]}".strip("。") + "。"  # there may be no title
 
@@ -108,7 +108,7 @@ def _shared(drawn: "Figure") -> tuple[str, str] | None:
     items = [text for legend in drawn.legends for text in legend.get_texts()]
     clauses = [_said(drawn.get_supxlabel()), _said(drawn.get_supylabel()), _labels(items)]
     en, zh = ([clause[side] for clause in clauses if clause[side]] for side in (0, 1))
-    return (f"{'; '.join(en)}.", f"{'；'.join(zh)}。") if en else None
+    return (f"All panels: {'; '.join(en)}.", f"各图：{'；'.join(zh)}。") if en else None
 
 
 def _labels(items: Any) -> tuple[str, str]:

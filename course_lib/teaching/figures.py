@@ -92,6 +92,12 @@ def category_label(name: str) -> str:
     return label(_name({**_PHASE_NAMES, **_CATEGORY_NAMES}, name))
 
 
+def category_look(name: str) -> dict[str, Any]:
+    """Colour and hatching of a category of bytes, as arguments of matplotlib's areas, bars and patches."""
+    look = {"facecolor": COLORS.get(name, "#777777"), "hatch": HATCHES.get(name)}
+    return {**look, "edgecolor": _HATCH_COLOR, "linewidth": 0}
+
+
 def phase_label(name: str) -> str:
     """A phase of the training step in the current language: forward, backward or optimizer.
 
@@ -353,8 +359,7 @@ def _draw_step(panel: "Axes", step: _Step) -> None:
         # The last value is repeated, so that the last operator has a width. Without antialiasing no seams show.
         panel.fill_between(
             edges, [*below, below[-1]], [*above, above[-1]], step="post",
-            facecolor=COLORS.get(category, "#777777"), linewidth=0, antialiased=False,
-            hatch=HATCHES.get(category), edgecolor=_HATCH_COLOR,
+            antialiased=False, **category_look(category),
         )  # fmt: skip
     # An area narrower than a pixel may be skipped, a line never is: the outline keeps a peak of one operator visible.
     panel.stairs(step.total / 1e6, edges, baseline=None, color="#444444", linewidth=0.5)
@@ -485,10 +490,7 @@ def _name_the_rest(drawn: "Figure", steps: "Sequence[_Step]", named: set[str]) -
     visible = {c for step in steps for c, held in step.bytes.items() if held.max() > step.peak / 200}
     rest = [category for category in _STACK if category in visible - named]
     if rest:
-        patches = [
-            Patch(facecolor=COLORS[name], hatch=HATCHES[name], edgecolor=_HATCH_COLOR, lw=0, label=category_label(name))
-            for name in rest
-        ]
+        patches = [Patch(label=category_label(category), **category_look(category)) for category in rest]
         drawn.legend(
             handles=patches, loc="outside lower right", ncols=len(rest), fontsize=8.5,
             handlelength=0.9, handleheight=0.9, handletextpad=0.5, columnspacing=1.4,
