@@ -323,8 +323,8 @@ def sample(**options):
     return drawn
 
 
-ENGLISH = "Peak falls. Lines, points; x axis: layers L; y axis: peak (MB) (log scale); labels: “decoder”."
-CHINESE = "峰值下降。曲线、数据点；横轴：层数 L；纵轴：峰值 (MB)（对数）；标注：“解码器”。"
+ENGLISH = "Peak falls. Lines, points; x axis: layers L; y axis: peak (MB) (log scale); labels: “decoder” from 1 to 3."
+CHINESE = "峰值下降。曲线、数据点；横轴：层数 L；纵轴：峰值 (MB)（对数）；标注：“解码器”从 1 到 3。"
 
 
 @pytest.mark.parametrize(("chosen", "said"), [("en", ENGLISH), ("zh", CHINESE), ("both", f"{ENGLISH} {CHINESE}")])

@@ -27,7 +27,8 @@ _KINDS = {
 def alt_text(drawn: "Figure") -> str:
     """A figure's title, then what was given as `alt` when it was made, or else what can be read off its axes.
 
-    Only words and figures that are written in the picture: no coordinates, which may differ from machine to machine.
+    Only words and figures that are written in the picture, and the ends of measured curves: other coordinates may
+    differ from machine to machine.
     """
     en, zh = _description(drawn)
     return {"en": en, "zh": zh, "both": en if en == zh else f"{en} {zh}"}[current()]
@@ -113,11 +114,14 @@ def _shared(drawn: "Figure") -> tuple[str, str] | None:
 
 def _labels(items: Any) -> tuple[str, str]:
     """The words among texts: numbers alone say nothing without their place."""
-    written = (item.get_text() for item in items)
-    words = [_said(text) for text in dict.fromkeys(written) if any(character.isalpha() for character in text)]
-    if not words:
-        return "", ""
-    return "labels: " + ", ".join(f"“{en}”" for en, _ in words), "标注：" + "".join(f"“{zh}”" for _, zh in words)
+    found = {}  # each label once, in the order they were written
+    for item in items:
+        if any(character.isalpha() for character in item.get_text()):
+            (en, zh), ends = _said(item.get_text()), getattr(item, "course_ends", None)
+            found[f"“{en}”" + (f" from {ends[0]} to {ends[1]}" if ends else "")] = f"“{zh}”" + (
+                f"从 {ends[0]} 到 {ends[1]}" if ends else ""
+            )
+    return (f"labels: {', '.join(found)}", f"标注：{'、'.join(found.values())}") if found else ("", "")
 
 
 def _said(words: str) -> tuple[str, str]:

@@ -279,6 +279,8 @@ def predicted_and_measured(
 ) -> None:
     """Draw a prediction as a line and measurements as points, in one colour, with the name at the end of the line.
 
+    The alt text says the first and the last measurement, so measure what is the same everywhere: bytes, FLOPs.
+
     Args:
         ax: where to draw.
         x: positions of the points.
@@ -296,9 +298,10 @@ def predicted_and_measured(
         ax.plot(line_x, predicted, "-", color=color, alpha=0.55, zorder=2)
     ax.plot(x, measured, "o", color=color, zorder=3)
     end = (x[-1], measured[-1])
-    ax.annotate(
+    written = ax.annotate(
         label(name), end, xytext=(8, 0), textcoords="offset points", va="center", color=color, annotation_clip=False
     )
+    written.course_ends = (f"{measured[0]:,.4g}", f"{measured[-1]:,.4g}")
 
 
 class _Step:
