@@ -35,7 +35,7 @@ CATEGORY_COLORS = {  # Paul Tol's "bright" scheme: colour-blind readers can tell
     "input": "#BBBBBB",
 }
 # Of the categories that a grey print would show alike.
-CATEGORY_HATCHES = {"parameter": "////", "optimizer": "xxxx", "buffer": r"\\\\", "input": "...."}
+CATEGORY_HATCHES = {"parameter": "////", "optimizer": "xxxx", "buffer": r"\\\\", "input": "||||"}
 
 
 class MemoryBudgetExceeded(RuntimeError):

@@ -117,10 +117,10 @@ def _labels(items: Any) -> tuple[str, str]:
     found = {}  # each label once, in the order they were written
     for item in items:
         if any(character.isalpha() for character in item.get_text()):
-            (en, zh), ends = _said(item.get_text()), getattr(item, "course_ends", None)
-            found[f"“{en}”" + (f" from {ends[0]} to {ends[1]}" if ends else "")] = f"“{zh}”" + (
-                f"从 {ends[0]} 到 {ends[1]}" if ends else ""
-            )
+            en, zh = (f"“{words}”" for words in _said(item.get_text()))
+            if ends := getattr(item, "course_ends", None):
+                en, zh = f"{en} from {ends[0]} to {ends[1]}", f"{zh}从 {ends[0]} 到 {ends[1]}"
+            found[en] = zh
     return (f"labels: {', '.join(found)}", f"标注：{'、'.join(found.values())}") if found else ("", "")
 
 

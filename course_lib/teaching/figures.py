@@ -26,7 +26,7 @@ except ImportError:  # figures can be drawn where torch is missing; these are th
         "temporary": "#CCBB44",
         "input": "#BBBBBB",
     }
-    CATEGORY_HATCHES = {"parameter": "////", "optimizer": "xxxx", "buffer": r"\\\\", "input": "...."}
+    CATEGORY_HATCHES = {"parameter": "////", "optimizer": "xxxx", "buffer": r"\\\\", "input": "||||"}
 
 #: One colour, one meaning, in every lesson: seven categories of bytes, and `predicted` (a line), `measured` (points).
 #: Paul Tol's "bright" scheme and two more. Categories of equal grey differ in their hatching.
@@ -417,8 +417,6 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
             panel.text(stop, 1.155, words, ha="right", **look)  # too narrow to write in: name it above, once
             taken = stop
 
-    from matplotlib.patheffects import withStroke
-
     found = set()
     for category, below, above in step.layers():
         words, size = category_label(category) if category in _CATEGORY_NAMES else category, 9
@@ -429,7 +427,7 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
             panel.text(
                 x, y, words, fontsize=size, ha="center", va="center_baseline",
                 color="white" if category in ("parameter", "optimizer", "activation") else "#222222", zorder=7,
-                path_effects=[withStroke(linewidth=2.5, foreground=COLORS.get(category, "#777777"))],  # over hatching
+                bbox={"boxstyle": "square,pad=0.12", **category_look(category), "hatch": None},  # legible over hatching
             )  # fmt: skip
             found.add(category)
     return found
