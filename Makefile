@@ -15,7 +15,7 @@ TRUSTED   := $(VENV)/.course-trusted
 OVERRIDES := $(VENV)/share/jupyter/lab/settings/overrides.json
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help lab test bench gpu notebooks clean
+.PHONY: help lab test bench gpu notebooks site clean
 
 help: ## show this list / 显示本列表
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +37,9 @@ gpu: $(if $(GPU_PYTHON_GIVEN),,$(INSTALLED)) ## run the GPU tests, record the GP
 
 notebooks: $(INSTALLED) ## run notebooks/scripts again, store notebooks with outputs (ARGS="02 03") / 重新生成笔记本
 	$(BIN)/python notebooks/build.py $(ARGS)
+
+site: $(INSTALLED) ## the website, in build/site (ARGS="--output PLACE") / 生成网站
+	$(BIN)/python -m course_lib.teaching.editions.site $(ARGS)
 
 clean: ## remove caches and build files; the next target checks .venv again / 清理缓存
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(INSTALLED) $(TRUSTED)

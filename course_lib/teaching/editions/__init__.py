@@ -1,0 +1,1 @@
+"""Editions of the course: what is made from the stored notebooks."""
