@@ -88,10 +88,21 @@ def build(output: Path, root: Path = ROOT) -> list[str]:
         _write_sources(source, root, lessons)
         warnings = _run_sphinx(source, finished, Path(scratch, "doctrees"))
         (finished / STAMP).write_text("Made by an edition of the course, which replaces all of this folder.\n", "utf-8")
-        if output.exists():
-            output.rename(Path(scratch, "old"))
-        finished.rename(output)
+        _swap(finished, output, Path(scratch, "old"))
     return warnings
+
+
+def _swap(finished: Path, output: Path, old: Path) -> None:
+    """Put the finished site in its place; an earlier one stays there if that fails."""
+    replaces = output.exists()
+    if replaces:
+        output.rename(old)
+    try:
+        finished.rename(output)
+    except OSError:
+        if replaces:
+            old.rename(output)
+        raise
 
 
 # --- what is asked for before anything is written ---
@@ -121,7 +132,7 @@ def _check_output(output: Path) -> None:
         raise CannotBuild(f"{output} is a file, but the site needs a folder")
     if output.exists() and any(output.iterdir()) and not (output / STAMP).exists():
         raise CannotBuild(
-            f"{output} was not made by an edition of the course, and is left as it is: name another --output"
+            f"{output} was not made by an edition of the course and is left as it is: name another --output"
         )
 
 
@@ -141,37 +152,45 @@ def read_lessons(folder: Path) -> list[Lesson]:
 
 
 def _read_lesson(path: Path) -> Lesson:
+    again = f"`make notebooks ARGS={path.stem[:2]}` stores it again"
+    notebook = _read_notebook(path, again)
+    _check_twin(path, notebook, again)
+    _check_outputs(path, notebook, again)
+
+    title, claims_section, claims = path.stem, None, []
+    heading, section = path.stem, None  # the last one, and its cell
+    for number, cell in enumerate(notebook.cells, 1):
+        if cell.cell_type == "markdown" and (found := re.match(r"(#+) (.+)", cell.source)):
+            heading, section = found[2], cell
+            title = heading if found[1] == "#" else title
+        if cell.cell_type == "code":
+            _dress(cell, heading)
+        if cell.cell_type == "code" and section and re.search(r"^what_you_may_have_read\(", cell.source, re.M):
+            claims_section, claims = heading.split()[0], _claims(cell, f"{path}, cell {number}", again)
+            # A name for the section, so that the page of claims can link to it whatever its heading becomes.
+            section.source = f"(claims-{path.stem[:2]})=\n{section.source}"
+    return Lesson(path.stem, title, notebook, claims_section, claims)
+
+
+def _read_notebook(path: Path, again: str) -> Any:
     import nbformat
 
-    again = f"`make notebooks ARGS={path.stem[:2]}` stores it again"
     try:
         notebook = nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)
         nbformat.validate(notebook)
     except (ValueError, AttributeError, nbformat.ValidationError) as error:
-        reason = str(error).splitlines()[0].removesuffix(".")
+        reason = str(error).splitlines()[0].removesuffix(".")[:100]
         raise CannotBuild(f"{path} is no notebook ({reason}): {again}") from None
-    _check_twin(path, notebook, again)
+    return notebook
+
+
+def _check_outputs(path: Path, notebook: Any, again: str) -> None:
     code = [(number, cell) for number, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code"]
     never_run = [number for number, cell in code if cell.source.strip() and cell.execution_count is None]
-    if never_run or not any(cell.outputs for _, cell in code):
-        what = f"cell {never_run[0]} has never been run" if never_run else "no cell has an output"
-        raise CannotBuild(f"{path}: {what}, and the site runs none: {again}")
-
-    title, claims_section, claims, heading = path.stem, None, [], path.stem
-    for number, cell in enumerate(notebook.cells, 1):
-        found = re.search(r"^(#+) (.+)$", cell.source, re.M) if cell.cell_type == "markdown" else None
-        if found:
-            heading = found[2]
-            title = heading if found[1] == "#" else title
-        if cell.cell_type != "code":
-            continue
-        _dress(cell, heading)
-        if re.search(r"^what_you_may_have_read\(", cell.source, re.M):
-            claims_section, claims = heading.split()[0], _claims(cell, f"{path}, cell {number}", again)
-            # A name for the section, so that the page of claims can link to it whatever its heading becomes.
-            target = next(other for other in notebook.cells if heading in other.source)
-            target.source = f"(claims-{path.stem[:2]})=\n{target.source}"
-    return Lesson(path.stem, title, notebook, claims_section, claims)
+    if never_run:
+        raise CannotBuild(f"{path}: cell {never_run[0]} has never been run, and the site runs none: {again}")
+    if not any(cell.outputs for _, cell in code):
+        raise CannotBuild(f"{path} has no outputs, and the site runs no cell: {again}")
 
 
 def _check_twin(path: Path, notebook: Any, again: str) -> None:
@@ -334,7 +353,10 @@ Measured in [lesson {number}, section {section}]({link}).
 
 def _api_page(name: str) -> str:
     """A module's page; autodoc leaves out constants without a docstring, so these are named."""
-    module = importlib.import_module(f"course_lib.{name}")
+    try:
+        module = importlib.import_module(f"course_lib.{name}")
+    except Exception as error:  # whatever stops it, there would be an empty page
+        raise CannotBuild(f"course_lib.{name} cannot be imported ({error}), so it has no reference") from None
     public = {constant: getattr(module, constant) for constant in getattr(module, "__all__", ())}
     lines = [
         f".. automodule:: course_lib.{name}",
@@ -342,7 +364,7 @@ def _api_page(name: str) -> str:
     ]
     for constant, value in public.items():
         if isinstance(value, dict | tuple):
-            lines.append(f"\n.. py:data:: course_lib.{name}.{constant}\n   :value: {value!r}")
+            lines.append(f"\n.. py:data:: {constant}\n   :value: {value!r}")
     return f"# course_lib.{name}\n\n```{{eval-rst}}\n" + "\n".join(lines) + "\n```\n"
 
 
@@ -377,8 +399,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CannotBuild as problem:
         print(problem, file=sys.stderr)
         return 1
-    except OSError as error:  # no space, no permission
-        print(f"the site cannot be written: {error}", file=sys.stderr)
+    except OSError as error:  # no README.md, no space, no permission
+        print(f"the site cannot be built: {error}", file=sys.stderr)
         return 1
     for warning in warnings:
         print(warning, file=sys.stderr)

@@ -42,6 +42,7 @@ html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False
 html_search_language = "en"
+html_domain_indices = False  # the modules are in the sidebar
 html_sidebars = {
     "**": [
         "sidebar/brand.html",
@@ -70,12 +71,12 @@ def spoken(node: nodes.Node) -> str:
 
 def halves(children: list[nodes.Node]) -> tuple[list[nodes.Node], str, list[nodes.Node]] | None:
     """Nodes "English / 中文", or the two with a line break between: the English, what separates them, the Chinese."""
-    for place, child in enumerate(children):
+    for place, child in reversed(list(enumerate(children))):
         if isinstance(child, nodes.raw) and re.fullmatch(r"\s*<br\s*/?>\s*", child.astext()):
             candidates = [(children[:place], "\n", children[place + 1 :])]
         elif isinstance(child, nodes.Text):
             text = str(child)
-            cuts = [match.start() for match in re.finditer(" / ", text)]
+            cuts = [match.start() for match in re.finditer(" / ", text)][::-1]
             candidates = [
                 (
                     [*children[:place], nodes.Text(text[:cut])],
@@ -162,8 +163,14 @@ def tidy_signature(app, what, name, obj, options, signature, returns):
     return (signature and signature.replace("<factory>", "..."), returns)
 
 
+def skip_field(app, what, name, obj, skip, options):
+    """A named tuple's fields, of which Python itself says "Alias for field number 0"."""
+    return True if type(obj).__name__ == "_tuplegetter" else None
+
+
 def setup(app):
     app.add_transform(TwoLanguages)
     app.add_search_language(EnglishAndChinese)
     app.connect("autodoc-process-signature", tidy_signature)
+    app.connect("autodoc-skip-member", skip_field)
     next(field for field in PyObject.doc_field_types if field.name == "variable").label = "Attributes"

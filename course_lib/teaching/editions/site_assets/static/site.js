@@ -24,7 +24,9 @@
   const known = (language) => (LANGUAGES.includes(language) ? language : null);
 
   const asked = known(new URLSearchParams(location.search).get("lang"));
-  const chosen = asked || known(remembered());
+  // Going back to a page whose address has an earlier choice does not undo the last one.
+  const goesBack = performance.getEntriesByType("navigation")[0]?.type === "back_forward";
+  const chosen = (goesBack && known(remembered())) || asked || known(remembered());
   const readersOwn = (navigator.language || "").startsWith("zh") ? "zh" : "en";
   let title = null;
 
@@ -85,7 +87,7 @@
   }
 
   page.dataset.language = chosen || readersOwn;
-  if (asked) remember(asked);
+  if (chosen) remember(chosen);
 
   document.addEventListener("DOMContentLoaded", () => {
     translate();

@@ -1,0 +1,79 @@
+"""What the tests in a browser share: one headless Chromium, and pages that tell what went wrong in them.
+
+They need Chromium (the one that CHROMIUM names, or one on the PATH) and Playwright for Python. Where either is missing
+they are skipped, and say what to install. Nothing is downloaded.
+"""
+
+import os
+import shutil
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+# No sandbox: containers have none. The others keep a fresh Chromium from calling home.
+ARGUMENTS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+)
+
+
+def find_chromium():
+    """The path of a Chromium, None where there is none.
+
+    Raises:
+        FileNotFoundError: CHROMIUM names something that cannot be run.
+    """
+    named = os.environ.get("CHROMIUM")
+    if named and shutil.which(named) is None:
+        raise FileNotFoundError(f"CHROMIUM is {named!r}, but there is no such program")
+    return named or next(filter(None, map(shutil.which, NAMES)), None)
+
+
+@pytest.fixture(scope="session")
+def chromium_finder():
+    return find_chromium
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A headless Chromium, driven by Playwright."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="needs Playwright for Python: pip install playwright"
+    )
+    chromium = find_chromium()
+    if chromium is None:
+        pytest.skip("needs Chromium: install it (Debian and Ubuntu: apt install chromium) or name one in CHROMIUM")
+    with playwright.sync_playwright() as driver:
+        launched = driver.chromium.launch(executable_path=chromium, args=list(ARGUMENTS))
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """open_page(address, **options of the context): a page of its own; at the end it must have had no trouble.
+
+    Trouble is an error in the console or in a script, an answer that is an error, a request to another machine.
+    """
+    contexts, trouble = [], []
+
+    def open_one(address, **options):
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, "locale": "en-US", **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: message.type == "error" and trouble.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: trouble.append(f"script: {error}"))
+        page.on("response", lambda answer: answer.status >= 400 and trouble.append(f"{answer.status}: {answer.url}"))
+        page.on("request", lambda request: is_outside(request.url) and trouble.append(f"request to {request.url}"))
+        page.goto(address)
+        return page
+
+    yield open_one
+    for context in contexts:
+        context.close()
+    assert trouble == []
+
+
+def is_outside(address):
+    """Whether an address is on another machine."""
+    return not address.startswith(("http://127.0.0.1:", "ws://127.0.0.1:", "file:", "data:", "blob:", "about:"))
