@@ -8,6 +8,8 @@ import json
 import re
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -334,6 +336,7 @@ def drop_outputs(notebook):
         (lambda notebook: notebook["cells"].pop(), "differ from cell"),
         (lambda notebook: notebook.pop("cells"), "is no notebook"),
         (lambda notebook: notebook["cells"][0].pop("source"), "is no notebook"),
+        (lambda notebook: notebook.update(nbformat=3), "is no notebook"),
     ],
 )
 def test_a_broken_notebook_gives_one_sentence_and_leaves_the_old_site(small, old_site, capsys, change, says):
@@ -347,6 +350,14 @@ def test_a_file_that_is_no_json_gives_one_sentence(small, old_site, capsys, cont
     path = small / "notebooks/00_start_here.ipynb"
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
     assert "is no notebook" in fails(small, old_site, capsys)
+
+
+def test_the_command_prints_the_sentence_and_nothing_else(small, old_site):
+    edit(small, lambda notebook: notebook["cells"][0].pop("source"))
+    command = [sys.executable, "-m", site.__name__, "--root", str(small), "--output", str(old_site)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.count("\n") == 1 and "00_start_here.ipynb is no notebook" in done.stderr
 
 
 def test_a_lesson_without_its_script_gives_one_sentence(small, old_site, capsys):

@@ -176,9 +176,11 @@ def _read_notebook(path: Path, again: str) -> Any:
     import nbformat
 
     try:
-        notebook = nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)
+        notebook = nbformat.v4.reads(path.read_text(encoding="utf-8"))  # nbformat.read would only log what is wrong
+        if notebook.get("nbformat") != 4:
+            raise ValueError(f"its format is {notebook.get('nbformat')}, not 4")
         nbformat.validate(notebook)
-    except (ValueError, AttributeError, nbformat.ValidationError) as error:
+    except (ValueError, AttributeError, TypeError, nbformat.ValidationError) as error:
         reason = str(error).splitlines()[0].removesuffix(".")[:100]
         raise CannotBuild(f"{path} is no notebook ({reason}): {again}") from None
     return notebook
