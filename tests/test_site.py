@@ -214,6 +214,7 @@ def test_the_reference_lists_every_public_name(name, pages):
     public = getattr(module, "__all__", None) or [key for key in own if not key.startswith("_")]
     page = pages[f"api/{name}.html"]
     assert public and [each for each in public if f'id="course_lib.{name}.{each}"' not in page] == []
+    assert re.search(r'<section [^>]*lang="en-US"', page), "English, and never hidden"
 
 
 def test_the_search_finds_english_stems_and_pairs_of_chinese_characters(built):
@@ -374,7 +375,7 @@ def test_a_course_without_notebooks_or_front_page_gives_one_sentence(small, old_
 
 def test_a_link_of_the_front_page_that_leads_nowhere_gives_one_sentence(small, old_site, capsys):
     (small / "README.md").write_text("# Small / 小\n\n![map](notebooks/images/gone.svg)\n", "utf-8")
-    assert "links to notebooks/images/gone.svg" in fails(small, old_site, capsys)
+    assert "links to notebooks/images/gone.svg, which is no file" in fails(small, old_site, capsys)
 
 
 def test_a_claims_table_of_another_shape_gives_one_sentence(small, old_site, capsys):

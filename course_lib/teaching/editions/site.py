@@ -9,7 +9,6 @@ once it is whole.
 """
 
 import argparse
-import html
 import importlib
 import importlib.metadata
 import importlib.util
@@ -71,7 +70,8 @@ def build(output: Path, root: Path = ROOT) -> list[str]:
 
     Args:
         output: a folder that does not exist, is empty, or holds an earlier site.
-        root: the repository: README.md, LICENSE, notebooks/ with scripts/ and GLOSSARY.md.
+        root: where README.md with the files that it links to, notebooks/ and notebooks/scripts/ are. The reference is
+            that of the `course_lib` that is running.
 
     Returns:
         Sphinx's warnings, one a line.
@@ -122,7 +122,7 @@ def _check_packages() -> None:
 
 
 def _mathjax() -> Path:
-    """The folder of MathJax 3 as it is installed, 24 MB of which the site takes 2."""
+    """The folder of MathJax 3 as it is installed; of its 24 MB the site takes one script and the fonts."""
     package = importlib.metadata.distribution(MATHJAX_PACKAGE)
     return Path(str(package.locate_file("sphinx-mathjax-offline/static/mathjax")))
 
@@ -290,6 +290,7 @@ def _write_sources(source: Path, root: Path, lessons: Sequence[Lesson]) -> None:
     shutil.copy(mathjax / "tex-chtml.js", static / "mathjax")
     for font in (mathjax / fonts).iterdir():
         shutil.copy(font, static / "mathjax" / fonts)
+    shutil.copy(ROOT / "LICENSE", static / "mathjax")  # Apache-2.0, as the course's code is
 
 
 def _copy_linked_files(front: str, root: Path, source: Path) -> None:
@@ -299,7 +300,7 @@ def _copy_linked_files(front: str, root: Path, source: Path) -> None:
         if "://" in link or copy.exists():
             continue
         if not file.is_file():
-            raise CannotBuild(f"{root / 'README.md'} links to {link}, which is not there")
+            raise CannotBuild(f"{root / 'README.md'} links to {link}, which is no file")
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
 
@@ -316,15 +317,15 @@ def claims_page(lessons: Sequence[Lesson]) -> str:
     """The claims of all lessons, as MyST markdown: what is said, how it was tested, what came out, and the verdict."""
     parts = [_page("claims", count=sum(len(lesson.claims) for lesson in lessons))]
     for lesson in (lesson for lesson in lessons if lesson.claims):
-        number, link = int(lesson.number), f"{lesson.name}.ipynb#claims-{lesson.number}"
+        link = f"{lesson.name}.ipynb#claims-{lesson.number}"
         parts.append(f"## {lesson.title}")
-        parts.append(_CLAIMS_FROM.format(number=lesson.number, short=number, section=lesson.claims_section, link=link))
-        parts += [_claim_html(f"claim-{number}-{place}", claim) for place, claim in enumerate(lesson.claims, 1)]
+        parts.append(_CLAIMS_FROM.format(number=lesson.number, section=lesson.claims_section, link=link))
+        parts += [_claim_html(int(lesson.number), place, claim) for place, claim in enumerate(lesson.claims, 1)]
     return "\n\n".join(parts) + "\n"
 
 
-def _claim_html(name: str, claim: Claim) -> str:
-    label = html.escape(name.replace("claim-", "").replace("-", "."))
+def _claim_html(lesson: int, place: int, claim: Claim) -> str:
+    name = f"claim-{lesson}-{place}"
     rows = (
         ("verdict", "Verdict", "结论", claim.verdict),
         ("measured", "Measured", "实测", claim.measured),
@@ -335,7 +336,7 @@ def _claim_html(name: str, claim: Claim) -> str:
         for kind, en, zh, words in rows
     )
     return (
-        f'<div class="claim" id="{name}"><p class="said"><a class="claim-number" href="#{name}">{label}</a>'
+        f'<div class="claim" id="{name}"><p class="said"><a class="claim-number" href="#{name}">{lesson}.{place}</a>'
         f"<q>{claim.claim}</q></p><dl>{items}</dl></div>"
     )
 

@@ -3,6 +3,7 @@
 import re
 
 from docutils import nodes
+from sphinx.application import Sphinx
 from sphinx.domains.python import PyObject
 from sphinx.search.en import SearchEnglish
 from sphinx.transforms import SphinxTransform
@@ -125,6 +126,9 @@ class TwoLanguages(SphinxTransform):
             split(title)
         for dashes in list(self.document.findall(lambda node: node == " -- " and isinstance(node, nodes.Text))):
             dashes.parent.replace(dashes, nodes.Text(" – "))  # between an argument and what it is
+        if re.fullmatch(r"api/(?!index).*", self.env.docname):
+            # English in every language of the page; its screen readers shall know, and the button shall not hide it.
+            self.document[0]["classes"].append("language-en-US")
         if any("<div lang=" in raw.astext() for raw in self.document.findall(nodes.raw)):
             return  # this page says itself which language is where
         for paragraph in list(self.document.findall(nodes.paragraph)):
@@ -158,17 +162,20 @@ function splitQuery(query) {
         return words
 
 
-def tidy_signature(app, what, name, obj, options, signature, returns):
+def tidy_signature(
+    app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
     """A default that is made anew for each instance has no value to show, and Sphinx no way to read "<factory>"."""
     return (signature and signature.replace("<factory>", "..."), returns)
 
 
-def skip_field(app, what, name, obj, skip, options):
+def skip_field(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object) -> bool | None:
     """A named tuple's fields, of which Python itself says "Alias for field number 0"."""
     return True if type(obj).__name__ == "_tuplegetter" else None
 
 
-def setup(app):
+def setup(app: Sphinx) -> None:
+    """What Sphinx calls first."""
     app.add_transform(TwoLanguages)
     app.add_search_language(EnglishAndChinese)
     app.connect("autodoc-process-signature", tidy_signature)
