@@ -123,11 +123,9 @@ def fit(
     if not found:
         raise InfeasibleBudget(budget_bytes, search.least)
     found.sort(key=lambda e: (rates.seconds(e), e.recipe.micro_batches, e.peak_bytes))
-    return Estimates(
-        found,
-        rates,
-        f"{len(found)} {'recipe fits' if len(found) == 1 else 'recipes fit'} into {bytes_text(budget_bytes)}; {search.runs} were estimated",
-    )
+    fits = "recipe fits" if len(found) == 1 else "recipes fit"
+    title = f"{len(found)} {fits} into {bytes_text(budget_bytes)}; {search.runs} were estimated"
+    return Estimates(found, rates, title)
 
 
 def rates_named(rates: Rates | str) -> Rates:
