@@ -7,6 +7,7 @@ allows, and `train_step` runs one. Lesson 07 explains.
 from .estimating import RATES, Estimate, Rates, Run, estimate, run
 from .recipe import Recipe
 from .search import Estimates, InfeasibleBudget, fit
+from .show import steps_to, waterfall
 from .step import build, train_step
 
 __all__ = [
@@ -21,5 +22,7 @@ __all__ = [
     "estimate",
     "fit",
     "run",
+    "steps_to",
     "train_step",
+    "waterfall",
 ]

@@ -20,7 +20,7 @@ from .estimating import RATES, Estimate, Rates, chosen_below, estimate
 from .recipe import ATTENTIONS, Recipe, pieces_allowed
 from .step import default_dtype, is_decoder, samples_in
 
-FRACTIONS = (0.0, 0.5, 1.0)
+FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 HEAD_CHUNK = 512
 
 

@@ -1,0 +1,141 @@
+"""What fits a budget, from the command line; `python -m course_lib.budget --help` says how."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+
+from course_lib.memory import symbolic
+from course_lib.memory.show import bytes_text
+from course_lib.models import Decoder, random_tokens
+
+from .estimating import RATES, TIERS, estimate
+from .recipe import OPTIMIZERS, PRECISIONS, Recipe
+from .search import InfeasibleBudget, fit
+from .show import steps_to, waterfall
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+HEAD_DIM = 128
+
+
+def bytes_from(text: str) -> int:
+    """ "80GiB" -> 85899345920; 1 GB = 10**9 bytes, 1 GiB = 2**30."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    try:
+        number = float(match[1])
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; it takes one like 80GiB or 24GB") from None
+    if match[2].upper() not in UNITS:
+        raise argparse.ArgumentTypeError(
+            f"{match[2]!r} in {text!r} is no unit; it takes one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        )
+    return int(number * UNITS[match[2].upper()])
+
+
+def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
+    """hidden and layers of a decoder with about so many parameters: 12 h^2 a layer, and a layer for each 128 of h."""
+    hidden = max(HEAD_DIM, round((HEAD_DIM * parameters / 12) ** (1 / 3) / HEAD_DIM) * HEAD_DIM)
+    return hidden, max(1, round((parameters - vocabulary * hidden) / (12 * hidden**2)))
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m course_lib.budget",
+        description="Which recipes train a decoder within a byte budget, the cheapest first; nothing is taken or run.",
+    )
+    parser.add_argument("--parameters", type=_number, help="about so many, such as 7e9; sets hidden and layers")
+    parser.add_argument("--hidden", type=_count, help="width of the decoder")
+    parser.add_argument("--layers", type=_count)
+    parser.add_argument("--heads", type=_count, help="hidden / 128 if left out")
+    parser.add_argument("--vocabulary", type=_count, default=32_000)
+    parser.add_argument("--sequence", type=_count, required=True, help="tokens of a sample")
+    parser.add_argument("--batch", type=_count, required=True, help="samples of a step")
+    parser.add_argument("--budget", type=bytes_from, required=True, help="such as 80GiB or 24GB")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
+    parser.add_argument("--machine", choices=RATES, default="H100", help="whose rates the cost is stated in")
+    parser.add_argument("--tier", choices=TIERS, help="below: host memory, or a file (for the laptop)")
+    parser.add_argument("--plot", metavar="FILE", help="draw the way from the plain step to the best recipe")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = arguments()
+    given = parser.parse_args(argv)
+    hidden, layers = given.hidden, given.layers
+    if given.parameters is not None:
+        wanted = shape_of(given.parameters, given.vocabulary)
+        hidden, layers = hidden or wanted[0], layers or wanted[1]
+    if not hidden or not layers:
+        parser.error("the size is missing; it takes --parameters, or --hidden and --layers")
+    heads = given.heads or max(1, hidden // HEAD_DIM)
+
+    def make_model() -> Decoder:
+        sizes = {"vocabulary": given.vocabulary, "hidden": hidden, "layers": layers, "heads": heads}
+        return Decoder(**sizes, sequence=given.sequence)
+
+    def make_batch():
+        return random_tokens(given.batch, given.sequence, given.vocabulary)
+
+    rates, base = RATES[given.machine], Recipe(precision=given.precision, optimizer=given.optimizer)
+    try:
+        found = fit(make_model, make_batch, given.budget, base=base, rates=given.machine, tier=given.tier)
+        best = found[0]
+        steps = [estimate(make_model, make_batch, step, tier=best.tier) for step in steps_to(best.recipe)]
+    except InfeasibleBudget as error:
+        print(f"{error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        parser.error(str(error))
+    with symbolic():
+        count = sum(p.numel() for p in make_model().parameters())
+    print(
+        f"a decoder of {count / 1e9:,.2f} billion parameters: hidden {hidden}, {layers} layers, {heads} heads, "
+        f"vocabulary {given.vocabulary}; {given.batch} samples of {given.sequence} tokens\n"
+        f"seconds at {given.machine}'s rates, the best possible ({rates.source})\n"
+    )
+    print(found)
+    print(f"\nthe cheapest: {best.recipe!r}\nwhat is live at its peak, in {best.operator}:\n")
+    print(best)
+    if given.plot:
+        ax = waterfall(steps, budget_bytes=given.budget)
+        ax.set_title(f"{count / 1e9:,.1f} billion parameters into {bytes_text(given.budget)}")
+        ax.figure.savefig(given.plot, dpi=120)
+        print(f"\n{given.plot} shows the way from the plain step")
+    return 0
+
+
+def _count(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; it takes a whole number, 1 or more")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0
+    if not 1e4 <= number < 1e15:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters; it takes one like 7e9, from 1e4 on")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

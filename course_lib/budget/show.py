@@ -1,0 +1,108 @@
+"""From the plain step to a recipe, one technique at a time: the steps, and their figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from course_lib.memory import CATEGORIES, CATEGORY_COLORS, CATEGORY_HATCHES
+
+from .estimating import Estimate
+from .recipe import Recipe
+
+# What is cheap comes first; segments and schedule bytes go with their checkpoint.
+ORDER = (
+    ("attention",),
+    ("head_chunk",),
+    ("checkpoint", "segments", "schedule_bytes"),
+    ("micro_batches",),
+    ("in_backward",),
+    ("offload_optimizer",),
+    ("offload_activations",),
+)
+
+
+def steps_to(recipe: Recipe) -> list[Recipe]:
+    """The plain step in the recipe's precision and with its optimizer, then one technique more each time."""
+    steps, changed = [Recipe(precision=recipe.precision, optimizer=recipe.optimizer)], recipe.changed()
+    for names in ORDER:
+        values = {name: changed[name] for name in names if name in changed}
+        if values:
+            steps.append(replace(steps[-1], **values))
+    return steps
+
+
+def added(before: Recipe, after: Recipe) -> str:
+    """In words, what the second recipe has that the first one has not."""
+    had = str(before).split(", ")
+    return ", ".join(word for word in str(after).split(", ") if word not in had)
+
+
+def waterfall(
+    estimates: Sequence[Estimate],
+    *,
+    measured: Sequence[int | None] = (),
+    budget_bytes: int | None = None,
+    names: Sequence[str] = (),
+    labels: Mapping[str, str] | None = None,
+    ax=None,
+):
+    """Draw the predicted peaks as stacked bars, by category, with each step's price, and the measured ones as points.
+
+    Args:
+        estimates: of recipes, each with one technique more than the last.
+        measured: the peak of each in bytes; None for one that was not run.
+        budget_bytes: drawn as a line.
+        names: of the steps; what each adds, if left out.
+        labels: category -> its label.
+        ax: matplotlib axes; without them, new ones.
+
+    Returns:
+        The axes.
+    """
+    import matplotlib.pyplot as plt
+
+    ax = ax if ax is not None else plt.subplots(figsize=(9, 4.2), layout="constrained")[1]
+    unit, name = (1e9, "GB") if estimates[0].peak_bytes > 2e9 else (1e6, "MB")
+    steps, heights = range(len(estimates)), [0.0] * len(estimates)
+    for category in CATEGORIES:
+        values = [estimate.at_peak.get(category, 0) / unit for estimate in estimates]
+        if any(values):
+            look = {"facecolor": CATEGORY_COLORS[category], "hatch": CATEGORY_HATCHES.get(category)}
+            look["edgecolor"] = (1.0, 1.0, 1.0, 0.35)  # of the hatching
+            ax.bar(steps, values, 0.62, heights, label=(labels or {}).get(category, category), linewidth=0, **look)
+            heights = [a + b for a, b in zip(heights, values, strict=True)]
+    shown = [(i, count / unit) for i, count in enumerate(measured) if count is not None]
+    if shown:
+        ax.plot(*zip(*shown, strict=True), "kD", markersize=5, label=(labels or {}).get("measured", "measured"))
+    for i, (estimate, height) in enumerate(zip(estimates, heights, strict=True)):
+        price = [f"{height:,.{2 if unit == 1e9 else 0}f} {name}", f"{estimate.flops / estimates[0].flops:.2f} × FLOPs"]
+        if estimate.moved_bytes:
+            price.append(f"{estimate.moved_bytes / unit:,.1f} {name} ↕")
+        ax.annotate("\n".join(price), (i, height), (0, 5), textcoords="offset points", ha="center", fontsize=8)
+    if budget_bytes is not None:
+        ax.axhline(budget_bytes / unit, color="black", linewidth=1, linestyle="--")
+        word = (labels or {}).get("budget", "budget")
+        where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        text = f"{word} {budget_bytes / unit:,.{1 if unit == 1e9 else 0}f} {name}"
+        ax.annotate(text, (1, budget_bytes / unit), (-2, 3), ha="right", fontsize=8, **where)
+    pairs = pairwise(estimates)
+    names = names or [
+        str(estimates[0].recipe),
+        *(f"+ {added(before.recipe, after.recipe)}" for before, after in pairs),
+    ]
+    ax.set_xticks(list(steps), [_wrapped(str(each)) for each in names], fontsize=8)
+    ax.set_ylim(0, max(heights) * 1.25)
+    ax.set_ylabel(name)
+    ax.legend(frameon=False, fontsize=8, loc="upper right")
+    return ax
+
+
+def _wrapped(text: str, width: int = 16) -> str:
+    lines = [""]
+    for word in text.split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return "\n".join(lines)
