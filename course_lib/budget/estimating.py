@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from course_lib.accumulation import StepResult
@@ -173,13 +172,13 @@ def _estimate(make_model, make_batch, recipe: Recipe, tier: str) -> Estimate:
 
     def watched() -> Iterator[Any]:
         for piece in shown:
-            marks.append((flops.total, store.stats.bytes_down, store.stats.bytes_up))
+            marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
             yield piece
-        marks.append((flops.total, store.stats.bytes_down, store.stats.bytes_up))
+        marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
 
-    with MemoryMeter(model, optimizer) as meter, _Flops() as flops:
+    with _Watch(model, optimizer) as meter:
         run_pieces(model, optimizer, watched(), recipe, store)
-    end = (flops.total, store.stats.bytes_down, store.stats.bytes_up)
+    end = (meter.flops, store.stats.bytes_down, store.stats.bytes_up)
     # Between two marks lies one micro-batch; after the last one, the optimizer.
     spans = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(marks, [*marks[1:], end], strict=True)]
     totals = [sum(n * span[i] for n, span in zip([*times, 1], spans, strict=True)) for i in range(3)]
@@ -254,18 +253,16 @@ def operator_at_peak(meter: MemoryMeter) -> str:
     return meter.timeline[int(live.argmax())].operator
 
 
-class _Flops(TorchDispatchMode):
-    """FLOPs by the formulas of `FlopCounterMode`, which itself would keep tensors alive that a meter should see go."""
+class _Watch(MemoryMeter):
+    """A meter that also counts FLOPs by the formulas of `FlopCounterMode`, which itself would keep tensors alive."""
 
-    def __init__(self):
-        super().__init__()
-        self.total = 0
+    flops = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=result)
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
 
 

@@ -389,7 +389,7 @@ class MemoryMeter(TorchDispatchMode):
     def _after_step(self, optimizer, args, kwargs) -> None:
         self._step_node = False
         with self._lock:
-            for tensor in _held_by(optimizer):
+            for tensor in _held_by(optimizer, of_groups=True):
                 for storage in _storages(tensor):
                     self._assign(storage, "optimizer")
 
@@ -556,9 +556,16 @@ def _belongings(model, optimizer) -> Iterator[tuple[Tensor, str]]:
             yield tensor, "optimizer"
 
 
-def _held_by(optimizer) -> Iterator[Tensor]:
-    """An optimizer's state, and the master weights that it steps in place of the model's parameters."""
-    yield from _tensors_in(optimizer.state)
+def _held_by(optimizer, of_groups: bool = False) -> Iterator[Tensor]:
+    """An optimizer's state, and the master weights that it steps in place of the model's parameters.
+
+    With `of_groups`, only the state of the parameters in its groups: an optimizer may be stepped a few at a time.
+    """
+    if of_groups:
+        for group in optimizer.param_groups:
+            yield from _tensors_in([optimizer.state[p] for p in group["params"] if p in optimizer.state])
+    else:
+        yield from _tensors_in(optimizer.state)
     for group in optimizer.param_groups:
         yield from (p for p in group["params"] if not p.requires_grad and not isinstance(p, nn.Parameter))
 
