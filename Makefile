@@ -15,7 +15,7 @@ TRUSTED   := $(VENV)/.course-trusted
 OVERRIDES := $(VENV)/share/jupyter/lab/settings/overrides.json
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help lab test bench gpu notebooks site clean
+.PHONY: help lab test bench gpu notebooks site student clean
 
 help: ## show this list / 显示本列表
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,9 @@ notebooks: $(INSTALLED) ## run notebooks/scripts again, store notebooks with out
 
 site: $(INSTALLED) ## the website, in build/site (ARGS="--output PLACE") / 生成网站
 	$(BIN)/python -m course_lib.teaching.editions.site $(ARGS)
+
+student: $(INSTALLED) ## the notebooks without solutions, in build/student / 生成不含解答的学生版
+	$(BIN)/python -m course_lib.teaching.editions.student $(ARGS)
 
 clean: ## remove caches and build files; the next target checks .venv again / 清理缓存
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(INSTALLED) $(TRUSTED)

@@ -1,1 +1,8 @@
-"""Editions of the course: what is made from the stored notebooks."""
+"""Other editions of the notebooks, each a program that writes one folder.
+
+    python -m course_lib.teaching.editions.student   # no solutions, no outputs
+    python -m course_lib.teaching.editions.slides    # a deck per lesson and language
+
+They read the executed notebooks, write a folder next to the one asked for, and swap it in when all of it is there: an
+error leaves what was there before. `make student` and `make slides` call them.
+"""

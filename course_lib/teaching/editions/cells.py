@@ -1,0 +1,264 @@
+"""What the editions share: cells in one language, stubs for solutions, a folder that is written whole or not at all."""
+
+import argparse
+import ast
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+
+NOTEBOOKS = Path("notebooks")
+COMMENT_STUB = "# your solution / 你的解答"
+STUB_NAME = "NotImplementedError"
+STUB = f"raise {STUB_NAME}  {COMMENT_STUB}"
+# A folder with this file was made by an edition and may be replaced by the next one.
+STAMP = ".course-edition"
+
+_DIV = re.compile(r'<div lang="(en|zh)">\n(.*?)\n</div>', re.S)
+_MARKER = re.compile(r"^(\s*)### (BEGIN|END) SOLUTION\s*$")
+_SHORT = 20  # characters; a shorter statement, such as `peaks = []`, gives no solution away
+
+
+class EditionError(ValueError):
+    """A notebook or a folder that no edition can be made from; the message is one sentence."""
+
+
+# --- languages ---
+
+
+def in_language(source: str, language: str) -> str:
+    """A markdown cell in one language: its half of the heading, and what stands in its div, without the div.
+
+    Args:
+        source: a heading line in both languages at most, and a div a language.
+        language: "en", "zh", or "both" for the cell as it is.
+
+    Raises:
+        EditionError: a cell with text that lacks the language.
+    """
+    if language == "both":
+        return source
+    bodies = dict(_DIV.findall(source))
+    lines = []
+    for line in _DIV.sub("", source).splitlines():
+        mark, heading = re.fullmatch(r"(#{1,6} )?(.*)", line).groups()
+        if mark and " / " in heading:
+            heading = heading.split(" / ", 1)[language == "zh"]
+        lines.append((mark or "") + heading)
+    if bodies and language not in bodies:
+        raise EditionError(f'a markdown cell has no <div lang="{language}">, it starts {source[:60]!r}')
+    return "\n\n".join(part for part in ("\n".join(lines).strip(), bodies.get(language, "").strip()) if part)
+
+
+# --- solutions ---
+
+
+def is_solution(cell: NotebookNode) -> bool:
+    """Whether a cell is a solution and nothing else."""
+    return cell.cell_type == "code" and "### BEGIN SOLUTION" in cell.source and not _take_out(cell.source)[0].strip()
+
+
+def without_solutions(notebook: NotebookNode) -> NotebookNode:
+    """The notebook with stubs in place of the solutions, and without outputs.
+
+    A solution inside a function becomes `raise NotImplementedError`, which the checks report. A cell that is nothing
+    but a solution goes: the reader's own attempt, with its check, stands in the cell above it.
+
+    Raises:
+        EditionError: markers that are unbalanced or hidden in a line; a solution whose stub would stop the notebook,
+            whose exercise has no cell of its own, which a later cell needs, or which stands elsewhere as well.
+    """
+    notebook = deepcopy(notebook)
+    solutions, kept = [], []
+    for number, cell in enumerate(notebook.cells, 1):
+        before = [other.source for other in kept if other.cell_type == "code"]
+        with _in_cell(number):
+            solution = _replace_solution(cell, before[-1] if before else "")
+        if solution is None or cell.source.strip():
+            kept.append(cell)
+        if solution is not None:
+            solutions.append((number, solution))
+        elif cell.cell_type == "code":
+            _check_names(number, cell.source, before, solutions)
+    for cell in kept:
+        _check_leaks(cell, solutions)
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    notebook.cells = kept
+    return notebook
+
+
+@contextmanager
+def _in_cell(number: int) -> Iterator[None]:
+    try:
+        yield
+    except EditionError as error:
+        raise EditionError(f"cell {number}: {error}") from None
+
+
+def _take_out(source: str, stub: str = "") -> tuple[str, str]:
+    """(source with stubs instead of solutions, indented like their markers; the solutions)."""
+    kept, taken, inside = [], [], False
+    for line in source.splitlines():
+        marker = _MARKER.match(line)
+        if marker is None and "SOLUTION" in line:
+            raise EditionError(f"a solution marker is a line of its own, got {line.strip()!r}")
+        if marker is None:
+            (taken if inside else kept).append(line)
+            continue
+        if inside == (marker[2] == "BEGIN"):
+            raise EditionError(f"unbalanced solution markers, {marker[2]} SOLUTION follows {('END', 'BEGIN')[inside]}")
+        inside = not inside
+        if inside:
+            kept.append(marker[1] + stub)
+    if inside:
+        raise EditionError("unbalanced solution markers, BEGIN SOLUTION without END SOLUTION")
+    return "\n".join(kept), "\n".join(taken)
+
+
+def _replace_solution(cell: NotebookNode, attempt: str) -> str | None:
+    """Replace the solution in the cell, by nothing if that is all of it; say what it was, None if there was none."""
+    if "SOLUTION" not in cell.source:
+        return None
+    if cell.cell_type != "code":
+        raise EditionError("a solution marker in a cell that is no code")
+    rest, solution = _take_out(cell.source)
+    if not rest.strip():
+        lacking = _checks(solution) - _checks(attempt)
+        if lacking:
+            raise EditionError(f"the code cell above this solution must call {sorted(lacking)[0]} with an attempt")
+        cell.source = "" if _checks(solution) else COMMENT_STUB
+    else:
+        cell.source, _ = _take_out(cell.source, stub=STUB)
+        if STUB_NAME in {getattr(node, "id", None) for node in _run_at_once(_parse(cell.source))}:
+            raise EditionError(
+                "a solution outside of a function shares its cell with other code, where a stub would stop the "
+                "notebook: put it into a cell of its own"
+            )
+    cell.metadata.get("jupyter", {}).pop("source_hidden", None)
+    return solution
+
+
+def _run_at_once(node: ast.AST) -> Iterator[ast.AST]:
+    """What runs when the cell does: everything but the bodies of functions."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from _run_at_once(child)
+
+
+def _parse(source: str) -> ast.AST:
+    """The code as a tree; what is no Python by itself, such as a magic or half a function, is an empty one."""
+    try:
+        return ast.parse(source)
+    except SyntaxError:
+        return ast.Module([], [])
+
+
+def _checks(source: str) -> set[str]:
+    return set(re.findall(r"\bcheck_\w+", source))
+
+
+def _names(source: str) -> tuple[set[str], set[str]]:
+    """(names that the code binds, names that it reads)."""
+    bound, read = set(), set()
+    for node in ast.walk(_parse(source)):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+    return bound, read
+
+
+def _check_names(number: int, source: str, before: list[str], solutions: list[tuple[int, str]]) -> None:
+    """No cell reads a name that only a solution binds."""
+    bound, read = _names(source)
+    wanted = read - bound - set().union(*(_names(other)[0] for other in before))
+    for solution_number, solution in solutions:
+        for name in sorted(wanted & _names(solution)[0]):
+            raise EditionError(f"cell {number}: uses `{name}`, which only the solution in cell {solution_number} makes")
+
+
+def _check_leaks(cell: NotebookNode, solutions: list[tuple[int, str]]) -> None:
+    """No statement of a solution stands outside of its markers, in code or prose, imports and calls of checks aside."""
+    here = {ast.unparse(node) for node in ast.walk(_parse(cell.source)) if isinstance(node, ast.stmt)}
+    for number, solution in solutions:
+        for node in getattr(_parse(solution), "body", []):
+            statement = ast.unparse(node)
+            own_check = isinstance(node, ast.Expr) and re.fullmatch(r"[\w.]*check_\w+\(\w+\)", statement)
+            if isinstance(node, ast.Import | ast.ImportFrom) or own_check or len(statement) < _SHORT:
+                continue
+            if statement in here or (cell.cell_type == "markdown" and statement in cell.source):
+                line = statement.splitlines()[0]
+                raise EditionError(f"the solution in cell {number} stands outside of its markers as well: {line!r}")
+
+
+# --- files ---
+
+
+def read_lessons(folder: Path = NOTEBOOKS) -> dict[str, NotebookNode]:
+    """The executed notebooks by name.
+
+    Raises:
+        EditionError: no notebooks there, or a file that is none.
+    """
+    paths = sorted(folder.glob("[0-9]*.ipynb"))
+    if not paths:
+        raise EditionError(f"there are no lessons in {folder}: call this from the course's top folder")
+    lessons = {}
+    for path in paths:
+        try:
+            lessons[path.stem] = nbformat.read(path, as_version=4)
+        except Exception as error:
+            raise EditionError(f"{path} is no notebook: {str(error).splitlines()[0]}") from None
+    return lessons
+
+
+@contextmanager
+def output_folder(target: Path) -> Iterator[Path]:
+    """A new folder to write into; at the end of the block it takes the target's place, after an error it goes.
+
+    Raises:
+        EditionError: the target is there and was not made by an edition.
+    """
+    if target.exists() and not (target / STAMP).is_file() and not (target.is_dir() and not any(target.iterdir())):
+        raise EditionError(f"{target} is there and was not made by an edition of the course: name another --output")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as work:
+        new, old = Path(work) / "new", Path(work) / "old"
+        new.mkdir()
+        (new / STAMP).write_text("Made by an edition of the course, which replaces all of this folder.\n", "utf-8")
+        yield new
+        if target.exists():
+            target.rename(old)
+        new.rename(target)
+
+
+def copy_files(source: Path, target: Path, *patterns: str) -> None:
+    """Copy the files that match, under their names relative to the source."""
+    for path in sorted(path for pattern in patterns for path in source.glob(pattern)):
+        (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target / path.relative_to(source))
+
+
+def run_edition(build: Callable[[Path, Path], None], name: str, description: str) -> None:
+    """The command line of an edition: its folders, and errors in one sentence."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--notebooks", type=Path, default=NOTEBOOKS, help="folder of the executed notebooks")
+    parser.add_argument("--output", type=Path, default=Path("build") / name, help="folder that is made or replaced")
+    arguments = parser.parse_args()
+    try:
+        build(arguments.notebooks, arguments.output)
+    except EditionError as error:
+        sys.exit(f"{name}: {error}; {arguments.output} is left as it was")

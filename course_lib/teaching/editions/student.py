@@ -1,0 +1,61 @@
+"""The student edition: the notebooks with stubs instead of solutions, and without outputs.
+
+python -m course_lib.teaching.editions.student [--output build/student]
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+import nbformat
+
+from .cells import EditionError, copy_files, output_folder, read_lessons, run_edition, without_solutions
+
+_LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)|(?:src|href)=\"([^\"#]+)")
+
+
+def build(notebooks: Path, output: Path) -> None:
+    """Write the student edition of all lessons, with the files they link to.
+
+    Raises:
+        EditionError: a solution that cannot be taken out, or a link to a file that is not there.
+    """
+    lessons = read_lessons(notebooks)
+    with output_folder(output) as folder:
+        for name, notebook in lessons.items():
+            try:
+                nbformat.write(without_solutions(notebook), folder / f"{name}.ipynb")
+            except EditionError as error:
+                raise EditionError(f"{name}, {error}") from None
+        copy_files(notebooks, folder, "GLOSSARY.md", "images/*.svg", "images/*.png")
+        _copy_readme(notebooks.parent / "README.md", folder)
+        for name, notebook in lessons.items():
+            prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+            for target in _relative_links(prose):
+                if not (folder / target).exists():
+                    raise EditionError(f"{name} links to {target}, which is not in the student edition")
+    print(f"{len(lessons)} lessons without solutions in {output}")
+
+
+def _relative_links(prose: str) -> list[str]:
+    """Files that a markdown text links to."""
+    targets = [link or source for link, source in _LINK.findall(re.sub(r"`[^`\n]*`", "", prose))]
+    return [target for target in targets if not re.match(r"[a-z][a-z0-9+.-]*:", target)]
+
+
+def _copy_readme(readme: Path, folder: Path) -> None:
+    """The README, which a lesson reads too; its links lead to the notebooks beside it, and to copies of other files."""
+    if not readme.exists():
+        return
+    text = readme.read_text("utf-8")
+    for target in set(_relative_links(text)):
+        beside = target.removeprefix("notebooks/")
+        if beside == target:
+            beside = Path(target).name
+            shutil.copyfile(readme.parent / target, folder / beside)
+        text = text.replace(f"]({target}", f"]({beside}").replace(f'"{target}"', f'"{beside}"')
+    (folder / "README.md").write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    run_edition(build, "student", __doc__.splitlines()[0])
