@@ -15,7 +15,7 @@ TRUSTED   := $(VENV)/.course-trusted
 OVERRIDES := $(VENV)/share/jupyter/lab/settings/overrides.json
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help lab test bench gpu notebooks site student clean
+.PHONY: help lab test bench gpu notebooks site student slides clean
 
 help: ## show this list / 显示本列表
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,9 @@ notebooks: $(INSTALLED) ## run notebooks/scripts again, store notebooks with out
 
 site: $(INSTALLED) ## the website, in build/site (ARGS="--output PLACE") / 生成网站
 	$(BIN)/python -m course_lib.teaching.editions.site $(ARGS)
+
+slides: $(INSTALLED) ## a deck per lesson and language, in build/slides / 生成幻灯片
+	$(BIN)/python -m course_lib.teaching.editions.slides $(ARGS)
 
 student: $(INSTALLED) ## the notebooks without solutions, in build/student / 生成不含解答的学生版
 	$(BIN)/python -m course_lib.teaching.editions.student $(ARGS)

@@ -6,8 +6,9 @@ The decks are derived from the notebooks: prose is cut at paragraphs, code at st
 result appears after the code that made it. A cell's own `slideshow` metadata goes before that: `skip` leaves it out,
 `notes` makes it a speaker note, `slide` and `subslide` start a new slide with it.
 
-reveal.js 6.0.2 (MIT) is vendored, 240 kB: it is on no Python package index by itself, and asking for Node.js to build
-slides would be more than the slides are. Formulas become MathML, which browsers draw without a script.
+reveal.js 6.0.2 (MIT) is vendored, 240 kB: no Python package carries it alone, and asking for Node.js would be too much
+for a few files. Formulas become MathML, which browsers draw without a script; the font for them, 44 kB of STIX Two Math
+(OFL), is vendored too, since brackets stretch only with such a font. Both are written into every deck.
 """
 
 import ast
@@ -17,6 +18,7 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -385,7 +387,7 @@ def _cost_of_cut(lines: Sequence[str], start: int) -> float:
 
 @cache
 def _find_ruff() -> str:
-    found = shutil.which("ruff", path=str(Path(__import__("sys").executable).parent)) or shutil.which("ruff")
+    found = shutil.which("ruff", path=str(Path(sys.executable).parent)) or shutil.which("ruff")
     if found is None:
         raise EditionError("ruff, which breaks long lines of code for the slides, is not installed")
     return found
@@ -627,7 +629,9 @@ def _look() -> tuple[str, tuple[str, ...]]:
     reveal = _ASSETS / "reveal.js"
     licence = "/*! reveal.js 6.0.2, MIT\n" + (reveal / "LICENSE").read_text("utf-8") + "*/\n"
     highlighting = HtmlFormatter(style="tango").get_style_defs(".highlight")
+    font = base64.b64encode((_ASSETS / "math" / "CourseMath.woff").read_bytes()).decode()
     style = [
+        f'@font-face {{ font-family: "Course Math"; src: url("data:font/woff;base64,{font}"); }}',
         licence + (reveal / "reveal.css").read_text("utf-8"),
         highlighting.replace("background: #f8f8f8;", ""),
         (_ASSETS / "deck.css").read_text("utf-8"),

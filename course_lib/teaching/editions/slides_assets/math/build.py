@@ -1,0 +1,54 @@
+"""Build the decks' font for formulas: a subset of STIX Two Math.
+
+Browsers stretch brackets and roots with a font that has a MATH table, and not every machine has one. This is the script
+that made the subset; nobody needs to run it to build slides. Its input is the woff of STIX Two Math, as the npm package
+`@fontsource/stix-two-math` 5.3.0 has it; its only dependency is `fonttools`, which matplotlib brings along. The licence
+(OFL.txt) reserves no font name.
+
+    python course_lib/teaching/editions/slides_assets/math/build.py path/to/stix-two-math-latin-400-normal.woff
+"""
+
+import sys
+from pathlib import Path
+
+from fontTools import subset
+from fontTools.ttLib import TTFont
+
+# Ranges of code points: what the course's formulas use, and a little more.
+RANGES = (
+    (0x0020, 0x007E),  # ASCII
+    (0x00A0, 0x00A0),
+    (0x00B1, 0x00B1),  # ±
+    (0x00B7, 0x00B7),  # ·
+    (0x00D7, 0x00D7),  # ×
+    (0x0391, 0x03C9),  # Greek
+    (0x2032, 0x2033),  # primes
+    (0x210E, 0x210E),  # ℎ
+    (0x2113, 0x2113),  # ℓ
+    (0x2190, 0x2193),  # arrows
+    (0x2200, 0x2265),  # operators
+    (0x2308, 0x230B),  # ⌈ ⌉ ⌊ ⌋
+    (0x1D434, 0x1D467),  # italic letters
+    (0x1D6E2, 0x1D71B),  # italic Greek
+)
+
+
+def build(source: Path, output: Path) -> None:
+    """Write the subset of `source` to `output`."""
+    options = subset.Options()
+    options.flavor = "woff"
+    options.hinting = False
+    options.layout_features = ["ssty"]  # forms for superscripts
+    options.name_IDs = [0, 7, 13, 14]  # copyright, trademark, licence
+    options.notdef_outline = True
+    options.recalc_timestamp = False  # else two builds differ
+    font = TTFont(source)
+    subsetter = subset.Subsetter(options)
+    subsetter.populate(unicodes=[code for first, last in RANGES for code in range(first, last + 1)])
+    subsetter.subset(font)
+    font.flavor = "woff"
+    font.save(output)
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]), Path(__file__).with_name("CourseMath.woff"))

@@ -1,0 +1,108 @@
+"""The slides in a browser, from the file system and offline: each one fits, pages turn, and the speaker has notes."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("nbconvert")
+pytest.importorskip("latex2mathml")
+
+from course_lib.teaching.editions import slides  # noqa: E402 - after the checks for what a GPU machine lacks
+
+pytestmark = pytest.mark.browser
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+SCREEN = {"viewport": {"width": 1280, "height": 720}, "offline": True}
+LEAST_SIZE = 66  # percent: below it the words of a slide are too small for the back row
+
+# Every slide with all its fragments: how far its body reaches over, how much it was shrunk, what stands outside.
+LOOK_AT_ALL = """() => Reveal.getSlides().map((slide) => {
+  const place = Reveal.getIndices(slide);
+  Reveal.slide(place.h, place.v, 99);
+  const body = slide.querySelector(".body"), frame = slide.querySelector(".frame").getBoundingClientRect();
+  const outside = [...slide.querySelectorAll(".heading *, .body *:not(.notes, .notes *)")].filter((element) => {
+    const box = element.getBoundingClientRect();
+    return box.width > 0 && (box.left < frame.left - 1 || box.right > frame.right + 1
+      || box.top < frame.top - 1 || box.bottom > frame.bottom + 1);
+  });
+  return {
+    place: `${place.h}/${place.v} ${slide.querySelector(".heading").innerText}`,
+    over: Math.max(body.scrollHeight - body.clientHeight, body.scrollWidth - body.clientWidth),
+    size: Number(body.dataset.size),
+    outside: outside.length,
+  };
+})"""
+
+
+@pytest.fixture(scope="module")
+def folder(browser, tmp_path_factory):
+    output = tmp_path_factory.mktemp("decks") / "slides"
+    slides.build(NOTEBOOKS, output)
+    return output
+
+
+@pytest.fixture
+def open_deck(folder, open_page):
+    def open_one(language, name):
+        page = open_page((folder / language / f"{name}.html").as_uri(), **SCREEN)
+        page.wait_for_function("Reveal.isReady()")
+        return page
+
+    return open_one
+
+
+@pytest.mark.parametrize("language", slides.LANGUAGES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_slide_fits_the_screen_and_nothing_is_loaded(open_deck, name, language):
+    page = open_deck(language, name)
+    looks = page.evaluate(LOOK_AT_ALL)
+    assert len(looks) > 10
+    assert [look for look in looks if look["over"] > 0 or look["outside"] or look["size"] < LEAST_SIZE] == []
+    loaded = page.evaluate("performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert [address for address in loaded if not address.startswith("data:")] == []
+
+
+def test_the_space_bar_turns_every_page_in_order(open_deck):
+    page = open_deck("both", "00_start_here")
+    total = page.evaluate("Reveal.getTotalSlides()")
+    seen = [page.evaluate("Reveal.getSlidePastCount()")]
+    while not page.evaluate("Reveal.isLastSlide()") or page.evaluate("Reveal.availableFragments().next"):
+        page.keyboard.press("Space")
+        seen.append(page.evaluate("Reveal.getSlidePastCount()"))
+        assert len(seen) < 10 * total
+    assert sorted(set(seen)) == list(range(total)) and seen == sorted(seen)
+    page.keyboard.press("ArrowLeft")  # to the section before
+    assert page.evaluate("Reveal.getIndices().h") == page.evaluate("Reveal.getHorizontalSlides().length") - 2
+
+
+def test_a_result_waits_for_a_key(open_deck):
+    page = open_deck("en", "02_checkpointing")
+    places = "Reveal.getSlides().filter((s) => s.querySelector('.result.fragment')).map((s) => Reveal.getIndices(s))"
+    place = page.evaluate(places)[0]
+    page.evaluate("([h, v]) => Reveal.slide(h, v, -1)", [place["h"], place["v"]])
+    shown = "getComputedStyle(Reveal.getCurrentSlide().querySelector('.result.fragment')).visibility"
+    assert page.evaluate(shown) == "hidden"
+    page.keyboard.press("Space")
+    assert page.evaluate(shown) == "visible"
+
+
+def test_a_formula_stretches_its_brackets(open_deck):
+    page = open_deck("en", "01_memory_bottleneck")
+    bracket = page.evaluate("""() => {
+      for (const slide of Reveal.getSlides()) {
+        const found = [...slide.querySelectorAll('math[display=block] mo')].find((mo) => mo.textContent === '(');
+        if (found) { const at = Reveal.getIndices(slide); Reveal.slide(at.h, at.v); return [
+          found.getBoundingClientRect().height, parseFloat(getComputedStyle(found).fontSize)]; }
+      }
+    }""")
+    assert bracket[0] > 1.5 * bracket[1]
+
+
+def test_the_speaker_sees_minutes_and_a_question(open_deck):
+    page = open_deck("zh", "01_memory_bottleneck")
+    with page.expect_popup() as opened:
+        page.keyboard.press("s")
+    view = opened.value
+    view.wait_for_function("document.querySelector('.speaker-controls-notes .value')?.innerText.includes('提问')")
+    assert "分钟" in view.inner_text(".speaker-controls-notes .value")
