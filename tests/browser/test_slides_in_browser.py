@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("nbconvert")
 pytest.importorskip("latex2mathml")
 
-from course_lib.teaching.editions import slides  # noqa: E402 - after the checks for what a GPU machine lacks
+from course_lib.teaching.editions import slides
 
 pytestmark = pytest.mark.browser
 

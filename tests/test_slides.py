@@ -1,0 +1,372 @@
+"""The slides: how they are cut, what stands in them, and that nothing is loaded from elsewhere."""
+
+import base64
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+BeautifulSoup = pytest.importorskip("bs4").BeautifulSoup
+pytest.importorskip("nbconvert")
+pytest.importorskip("latex2mathml")
+
+from course_lib.teaching.editions import slides  # noqa: E402 - after the checks for what a GPU machine lacks
+from course_lib.teaching.editions.cells import EditionError, read_lessons  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = ROOT / "notebooks"
+NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+HAN = "[\u3400-\u9fff]"
+NOTE = slides.Note(5, {"en": "Why?", "zh": "为什么？"})
+TITLE = '# 9 Title / 题目\n\n<div lang="en">\n\nOpening.\n\n</div>\n<div lang="zh">\n\n开头。\n\n</div>'
+
+
+def both(en, zh, heading=""):
+    """The source of a prose cell in both languages."""
+    return f'{heading}\n\n<div lang="en">\n\n{en}\n\n</div>\n<div lang="zh">\n\n{zh}\n\n</div>'.strip()
+
+
+def lesson_of(*cells):
+    """A lesson: its title, then prose (a text with a div) and code (any other text, or (text, outputs))."""
+    made = [nbformat.v4.new_markdown_cell(TITLE)]
+    for cell in cells:
+        source, outputs = cell if isinstance(cell, tuple) else (cell, [])
+        if "<div" in source or re.match("##? ", source):
+            made.append(nbformat.v4.new_markdown_cell(source))
+        else:
+            made.append(nbformat.v4.new_code_cell(source, outputs=outputs))
+    return nbformat.v4.new_notebook(cells=made)
+
+
+def html_output(html):
+    return nbformat.v4.new_output("display_data", {"text/html": html})
+
+
+def text_output(text):
+    return nbformat.v4.new_output("execute_result", {"text/plain": text})
+
+
+def picture_output(height, ink=()):
+    """A white picture with black bands, (first row, one after the last)."""
+    image = pytest.importorskip("PIL.Image").new("RGB", (100, height), "white")
+    for top, bottom in ink:
+        image.paste("black", (10, top, 60, bottom))
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return nbformat.v4.new_output("display_data", {"image/png": base64.b64encode(stream.getvalue()).decode()})
+
+
+def page_of(notebook, language="en"):
+    html = slides.deck_html(notebook, "Title", language, {"9": NOTE, "9.1": NOTE})
+    return BeautifulSoup(html, "html.parser")
+
+
+# --- cutting ---
+
+LONG = "\n".join(["def f(x):", *(f"    x = x + {i}" for i in range(20)), "    return x", "", "g = f(1)", "h = f(2)"])
+
+
+@pytest.mark.parametrize("code", [LONG, "x = 1", "", "@cache\ndef f():\n" + "    pass\n" * 11 + "\n\ny = f()"])
+def test_code_is_cut_into_pieces_of_at_most_twelve_lines_and_nothing_is_lost(code):
+    pieces = slides.cut_code(code)
+    assert all(len(piece.splitlines()) <= slides.MOST_CODE_LINES for piece in pieces)
+    kept = [line for piece in pieces for line in piece.splitlines() if line.strip()]
+    assert kept == [line for line in code.splitlines() if line.strip()]
+
+
+def test_code_is_cut_between_statements_and_not_behind_a_header():
+    function = "def f{}():\n" + "    pass\n" * 7
+    assert [piece[:6] for piece in slides.cut_code(function.format(1) + "\n\n" + function.format(2))] == [
+        "def f1",
+        "def f2",
+    ]
+    nested = "class A:\n" + "    x = 1\n" * 10 + "    @property\n    def b(self):\n        return 1\n        # end"
+    assert not any(piece.splitlines()[-1].rstrip().endswith((":", "@property")) for piece in slides.cut_code(nested))
+
+
+def test_things_are_packed_in_order_into_the_fewest_groups_about_equally_full():
+    assert slides.pack([1, 1, 1, 1, 1, 1], room=4) == [[0, 1, 2], [3, 4, 5]]
+    assert slides.pack([9, 1], room=4) == [[0], [1]]  # one that is too large has a group of its own
+    assert slides.pack([], room=4) == []
+
+
+def test_a_paragraph_with_a_colon_keeps_the_next_one():
+    assert slides.paragraphs("One.\n\nThe sum is:\n\n$$x$$\n\nTwo.") == ["One.", "The sum is:\n\n$$x$$", "Two."]
+    assert slides.paragraphs("和是：\n\n$$x$$") == ["和是：\n\n$$x$$"]
+
+
+def test_long_prose_goes_over_several_slides():
+    paragraph = "Word " * 60
+    made = slides.lesson_slides(lesson_of(both("\n\n".join([paragraph] * 6), "\n\n".join(["字" * 120] * 6))), "en")
+    assert [slide.part for slide in made[1:]] == ["", "continued", "continued"]
+
+
+def test_a_long_table_is_cut_between_rows_and_keeps_its_headings():
+    rows = "".join(f"<tr><td>{i}</td></tr>" for i in range(28))
+    html = f"<div><table><thead><tr><th>n</th></tr></thead><tbody>{rows}</tbody></table><p>28 rows</p></div>"
+    parts = [
+        BeautifulSoup(part.data["text/html"], "html.parser") for part in slides._cut_table(html_output(html), "en")
+    ]
+    assert len(parts) == 2
+    assert [cell.text for part in parts for cell in part.select("td")] == [str(i) for i in range(28)]
+    assert all(part.th for part in parts) and [bool(part.p) for part in parts] == [False, True]
+
+
+def test_a_high_figure_is_cut_above_a_panels_title():
+    panels = picture_output(800, ink=[(20, 380), (440, 452), (470, 780)])  # a panel, a title, a panel
+    heights = []
+    image = pytest.importorskip("PIL.Image")
+    for part in slides._cut_figure(panels):
+        heights.append(image.open(io.BytesIO(base64.b64decode(part.data["image/png"]))).height)
+    assert heights == [410, 390]
+    assert slides._cut_figure(picture_output(800, ink=[(0, 800)])) == [picture_output(800, ink=[(0, 800)])]
+    assert len(slides._cut_figure(picture_output(400))) == 1
+
+
+# --- what becomes a slide ---
+
+
+def test_a_result_is_a_fragment_behind_its_code_and_so_is_what_explains_it():
+    made = slides.lesson_slides(lesson_of(("1 + 1", [text_output("2")]), both("Two.", "二。")), "en")
+    assert [[slides._slide_type(part) for part in slide.parts] for slide in made[1:]] == [
+        [None, "fragment", "fragment"]
+    ]
+
+
+def test_a_figure_stands_alone_and_its_message_is_its_alternative_text():
+    source = "figure(('Peak falls', '峰值下降'))"
+    page = page_of(lesson_of(both("Look.", "看。"), (source, [picture_output(50)]), both("So.", "所以。")), "zh")
+    (slide,) = page.select("section.is-figure")
+    assert slide.img["alt"] == "峰值下降" and len(slide.select_one(".body").find_all(recursive=False)) == 1
+
+
+def test_plumbing_is_not_shown():
+    plumbing = ["import torch", "guess = None", "from course_lib.teaching import exercises\nexercises.check_x(answer)"]
+    assert len(slides.lesson_slides(lesson_of(*plumbing), "en")) == 1
+    slider = text_output("interactive(children=(IntSlider(value=1),))")
+    switch = html_output('<form class="course-language"></form>')
+    assert [slides.output_in(output, "en") for output in (slider, switch, text_output(" "))] == [None] * 3
+
+
+def test_code_that_only_draws_or_tabulates_is_not_shown_and_imports_are_left_out():
+    table = html_output("<table><tr><td>1</td></tr></table>")
+    assert slides._shown_code("headings = [1]\nheadings += [2]\ntable(headings, rows)", [table]) == ""
+    assert slides._shown_code("import math\nrows = [1]\ntable(headings, rows)", [table]) != ""
+    assert "import" not in slides._shown_code("import math\nrows = [1]\ntable(headings, rows)", [table])
+
+
+def test_an_attempt_shows_no_verdict_and_the_solution_says_what_it_is():
+    attempt = ("def f():\n    return 0\n\n\nexercises.check_f(f)", [text_output("✗ Not yet.")])
+    solution = ("### BEGIN SOLUTION\nexercises.check_f(g)\n### END SOLUTION", [text_output("✓ Right.")])
+    page = page_of(lesson_of(attempt, solution))
+    assert "Not yet" not in page.text and "SOLUTION" not in page.text
+    (last,) = [section for section in page.select("section section") if "✓ Right." in section.text]
+    assert last.select_one(".part").text == "solution"
+
+
+def test_slide_metadata_of_a_cell_goes_before_the_rules():
+    notebook = lesson_of("x = 1", "y = 2", both("A note.", "备注。"), "z = 3")
+    for cell, kind in zip(notebook.cells[1:], ["-", "subslide", "notes", "skip"], strict=True):
+        cell.metadata.slideshow = {"slide_type": kind}
+    page = page_of(notebook)
+    assert [code.text.strip() for code in page.select(".code")] == ["x = 1", "y = 2"]
+    assert len(page.select("section section")) == 3  # the title and two; without metadata they share a slide
+    assert "A note." in page.select("section section")[-1].select_one(".notes").text
+    assert "z = 3" not in page.text
+
+
+def test_each_language_has_its_half_and_both_stand_beside_each_other():
+    section = both("English.", "中文。", heading="## 9.1 Bytes / 字节")
+    cell = ("table()", [html_output('<b lang="en">peak</b><b lang="zh">峰值</b>')])
+    texts = {
+        language: page_of(lesson_of(section, cell), language).select("section")[-1].text for language in ("en", "zh")
+    }
+    assert "English." in texts["en"] and "peak" in texts["en"] and not re.search(HAN, texts["en"])
+    assert "中文。" in texts["zh"] and "峰值" in texts["zh"] and "English" not in texts["zh"]
+    columns = page_of(lesson_of(section), "both").select("section")[-1].select(".prose .columns > div")
+    assert [column["lang"] for column in columns] == ["en", "zh"]
+
+
+def test_a_formula_becomes_mathml_and_keeps_its_punctuation():
+    page = page_of(lesson_of(both(r"So $\sqrt{L}$, and $$\frac{a}{b}$$", r"所以 $\sqrt{L}$，$$\frac{a}{b}$$")))
+    assert page.select_one(".whole math msqrt") and page.select_one('math[display="block"] mfrac')
+    assert "$" not in page.select("section")[-1].text
+    with pytest.raises(EditionError, match=r"a formula cannot be drawn, \$\\frac\$"):
+        page_of(lesson_of(both(r"$\frac$", r"$\frac$")))
+
+
+def test_long_lines_are_broken():
+    notebook = slides.with_short_lines(lesson_of("f(" + ", ".join(f"argument_{i}" for i in range(20)) + ")"))
+    assert max(map(len, notebook.cells[1].source.splitlines())) <= slides.CODE_WIDTH
+    with pytest.raises(EditionError, match="a code cell is no Python"):
+        slides.with_short_lines(lesson_of("f("))
+
+
+def test_a_lesson_without_a_title_is_refused():
+    notebook = lesson_of("x = 1")
+    del notebook.cells[0]
+    with pytest.raises(EditionError, match="a lesson starts with its title"):
+        slides.lesson_slides(notebook, "en")
+
+
+# --- notes ---
+
+
+def test_notes_are_read_by_section():
+    notes = slides.read_notes("| section | minutes |\n|---|---|\n| 2.1 | 5 | Why? | 为什么？ |\n")
+    assert notes == {"2.1": slides.Note(5, {"en": "Why?", "zh": "为什么？"})}
+    for row in ("| 2.1 | five | Why? | 为什么？ |", "| 2.1 | 5 | Why? |", "| 2.1 | 5 |  | 为什么？ |"):
+        with pytest.raises(EditionError, match=r"NOTES\.md needs"):
+            slides.read_notes(row)
+
+
+def test_the_clock_runs_through_the_sections():
+    notes = slides.deck_notebook(
+        slides.lesson_slides(lesson_of("## 9.1 A / 甲", "x = 1"), "en"), "en", {"9": NOTE, "9.1": NOTE}
+    )
+    texts = [cell.source for cell in notes.cells if slides._slide_type(cell) == "notes"]
+    assert [re.search(r"\d:\d\d–\d:\d\d", text)[0] for text in texts] == ["0:00–0:05", "0:05–0:10"]
+
+
+LESSONS = read_lessons(NOTEBOOKS)
+NOTES = slides.read_notes((NOTEBOOKS / slides.NOTES).read_text(encoding="utf-8"))
+
+
+def test_every_section_of_every_lesson_has_notes_and_no_other():
+    assert slides.missing_notes(LESSONS, NOTES) == []
+    assert set(NOTES) == {number for notebook in LESSONS.values() for number, _ in slides._sections(notebook)}
+    assert slides.missing_notes({"x": lesson_of("## 9.1 A / 甲")}, {"9": NOTE}) == ["9.1"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_minutes_of_the_sections_are_those_of_the_lesson(name):
+    announced = re.search(r"\((\d+) minutes\)", "\n".join(cell.source for cell in LESSONS[name].cells[:5]))
+    sections = [number for number, _ in slides._sections(LESSONS[name])]
+    assert sum(NOTES[number].minutes for number in sections) == int(announced[1])
+
+
+@pytest.mark.parametrize("section", NOTES)
+def test_a_question_is_asked_in_both_languages(section):
+    question = NOTES[section].question
+    assert re.search(r"[?.]$", question["en"]) and not re.search(HAN, question["en"])
+    assert re.search(r"[？。]$", question["zh"]) and re.search(HAN, question["zh"])
+
+
+# --- the course's decks ---
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    output = tmp_path_factory.mktemp("decks") / "slides"
+    slides.build(NOTEBOOKS, output)
+    return output
+
+
+@pytest.fixture(
+    scope="module", params=[(language, name) for language in slides.LANGUAGES for name in NAMES], ids="-".join
+)
+def deck(request, folder):
+    """(language, path, page) of one deck."""
+    language, name = request.param
+    path = folder / language / f"{name}.html"
+    return language, path, BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
+
+
+def loaded_addresses(page):
+    """What a browser would load when it opens the page."""
+    found = [tag[key] for key in ("src", "srcset", "poster", "data") for tag in page.find_all(attrs={key: True})]
+    found += [tag.get("href", "") for tag in page.find_all("link")]
+    styles = "\n".join(tag.text for tag in page.find_all("style")) + "".join(t["style"] for t in page.select("[style]"))
+    found += re.findall(r"url\(\s*['\"]?([^'\")]+)", styles) + re.findall(r"@import\s+['\"]([^'\"]+)", styles)
+    return [address for address in found if not address.startswith("data:")]
+
+
+def test_a_deck_loads_nothing(deck):
+    _, _, page = deck
+    assert loaded_addresses(page) == []
+    bad = '<link href="a.css"><script src="//b"></script><style>@import "c";p{background:url(d)}</style>'
+    assert sorted(loaded_addresses(BeautifulSoup(bad, "html.parser"))) == ["//b", "a.css", "c", "d"]
+
+
+def test_a_slide_has_at_most_twelve_lines_of_code(deck):
+    _, _, page = deck
+    for slide in page.select("section section"):
+        lines = sum(len(code.text.strip("\n").splitlines()) for code in slide.select(".code pre"))
+        assert lines <= slides.MOST_CODE_LINES, slide.select_one(".heading").text
+
+
+def test_a_deck_speaks_its_language(deck):
+    language, _, page = deck
+    assert page.html["lang"] == slides.LANGUAGES[language]
+    for tag in page.select(".code, script, style"):  # code is the same in every language
+        tag.decompose()
+    if language == "both":
+        assert page.select('[lang="en"]') and page.select('[lang="zh"]')
+        return
+    other = {"en": "zh", "zh": "en"}[language]
+    assert page.select(f'[lang="{other}"]') == []
+    words = [tag.get_text(" ") for tag in page.select(".heading, .prose p, .prose li, .notes p, .html, pre")]
+    if language == "en":
+        assert [text for text in words if re.search(HAN, text)] == []
+    else:
+        prose = [tag.get_text(" ") for tag in page.select(".heading, .prose p, .notes p")]
+        assert [text for text in prose if not re.search(HAN, text) and len(re.findall("[A-Za-z]{3,}", text)) > 3] == []
+
+
+def test_every_section_is_a_stack_that_begins_with_its_notes(deck):
+    _, path, page = deck
+    stacks = page.select(".slides > section")
+    assert len(stacks) == len(slides._sections(LESSONS[path.stem]))
+    assert all(stack.section.select_one(".notes") for stack in stacks)
+
+
+def test_every_figure_has_an_alternative_text(deck):
+    language, _, page = deck
+    texts = [image.get("alt", "") for image in page.find_all("img")]
+    assert texts and all(texts)
+    assert language == "both" or all(bool(re.search(HAN, text)) == (language == "zh") for text in texts)
+
+
+def test_links_between_lessons_lead_to_decks(deck):
+    _, path, page = deck
+    for link in page.select(".slides a[href]"):
+        assert "://" in link["href"] or (path.parent / link["href"]).exists(), link["href"]
+
+
+# --- bad input ---
+
+EMPTY = nbformat.writes(lesson_of())
+HALF = nbformat.writes(lesson_of('<div lang="en">\n\nOnly English.\n\n</div>'))
+ROW = "| 9 | 5 | Why? | 为什么？ |"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "there are no lessons in"),
+        ({"09_a.ipynb": EMPTY}, "NOTES.md with the speaker notes is missing"),
+        ({"09_a.ipynb": EMPTY, "NOTES.md": "none"}, "NOTES.md has no row for section 9"),
+        ({"09_a.ipynb": HALF, "NOTES.md": ROW}, '09_a: a markdown cell has no <div lang="zh">'),
+    ],
+)
+def test_the_program_says_what_is_wrong_in_one_sentence_and_builds_nothing(tmp_path, files, message):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    command = [sys.executable, "-m", "course_lib.teaching.editions.slides"]
+    command += ["--notebooks", str(tmp_path), "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
+
+
+def test_without_ruff_it_says_so(monkeypatch):
+    slides._find_ruff.cache_clear()
+    monkeypatch.setattr(slides.shutil, "which", lambda *args, **options: None)
+    with pytest.raises(EditionError, match="ruff, which breaks long lines of code for the slides, is not installed"):
+        slides.with_short_lines(lesson_of("x = 1"))
+    slides._find_ruff.cache_clear()
