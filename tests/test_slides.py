@@ -84,6 +84,8 @@ def test_code_is_cut_between_statements_and_not_behind_a_header():
         "def f1",
         "def f2",
     ]
+    loop = "def f():\n    x = 1\n    for i in x:\n" + "        g(i)\n" * 11
+    assert not slides.cut_code(loop)[0].endswith(":")
     nested = "class A:\n" + "    x = 1\n" * 10 + "    @property\n    def b(self):\n        return 1\n        # end"
     assert not any(piece.splitlines()[-1].rstrip().endswith((":", "@property")) for piece in slides.cut_code(nested))
 
@@ -117,12 +119,12 @@ def test_a_long_table_is_cut_between_rows_and_keeps_its_headings():
 
 
 def test_a_high_figure_is_cut_above_a_panels_title():
-    panels = picture_output(800, ink=[(20, 380), (440, 452), (470, 780)])  # a panel, a title, a panel
+    panels = picture_output(800, ink=[(20, 400), (412, 424), (460, 780)])  # a panel, a title, a panel
     heights = []
     image = pytest.importorskip("PIL.Image")
     for part in slides._cut_figure(panels):
         heights.append(image.open(io.BytesIO(base64.b64decode(part.data["image/png"]))).height)
-    assert heights == [410, 390]
+    assert heights == [406, 394]
     assert slides._cut_figure(picture_output(800, ink=[(0, 800)])) == [picture_output(800, ink=[(0, 800)])]
     assert len(slides._cut_figure(picture_output(400))) == 1
 
@@ -137,6 +139,11 @@ def test_a_result_is_a_fragment_behind_its_code_and_so_is_what_explains_it():
     ]
 
 
+def test_short_cells_share_a_slide_up_to_twelve_lines_of_code():
+    made = slides.lesson_slides(lesson_of("x = 1\n" * 8, "y = 2\n" * 4, "z = 3\n"), "en")
+    assert [slide.code_lines() for slide in made[1:]] == [12, 1]
+
+
 def test_a_figure_stands_alone_and_its_message_is_its_alternative_text():
     source = "figure(('Peak falls', '峰值下降'))"
     page = page_of(lesson_of(both("Look.", "看。"), (source, [picture_output(50)]), both("So.", "所以。")), "zh")
@@ -149,7 +156,9 @@ def test_plumbing_is_not_shown():
     assert len(slides.lesson_slides(lesson_of(*plumbing), "en")) == 1
     slider = text_output("interactive(children=(IntSlider(value=1),))")
     switch = html_output('<form class="course-language"></form>')
-    assert [slides.output_in(output, "en") for output in (slider, switch, text_output(" "))] == [None] * 3
+    progress = nbformat.v4.new_output("stream", text="plain:   0%|          | 0/40 [00:00<?, ?it/s]")
+    shown = [slides.output_in(output, "en") for output in (slider, switch, progress, text_output(" "))]
+    assert shown == [None] * 4
 
 
 def test_code_that_only_draws_or_tabulates_is_not_shown_and_imports_are_left_out():
@@ -200,7 +209,8 @@ def test_a_formula_becomes_mathml_and_keeps_its_punctuation():
 
 
 def test_long_lines_are_broken():
-    notebook = slides.with_short_lines(lesson_of("f(" + ", ".join(f"argument_{i}" for i in range(20)) + ")"))
+    line = "value = function_name(argument_one, argument_two, argument_three) + another_function(argument_four)"
+    notebook = slides.with_short_lines(lesson_of(line))
     assert max(map(len, notebook.cells[1].source.splitlines())) <= slides.CODE_WIDTH
     with pytest.raises(EditionError, match="a code cell is no Python"):
         slides.with_short_lines(lesson_of("f("))

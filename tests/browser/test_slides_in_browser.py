@@ -14,7 +14,7 @@ pytestmark = pytest.mark.browser
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 SCREEN = {"viewport": {"width": 1280, "height": 720}, "offline": True}
-LEAST_SIZE = 66  # percent: below it the words of a slide are too small for the back row
+LEAST_SIZE = 70  # percent: below it the words of a slide are too small for the back row
 
 # Every slide with all its fragments: how far its body reaches over, how much it was shrunk, what stands outside.
 LOOK_AT_ALL = """() => Reveal.getSlides().map((slide) => {

@@ -54,7 +54,8 @@ _WORDS = {
 }
 # A body's height in pixels, and what things take of it: estimates that decide where to cut. deck.js shrinks the rest.
 _ROOM = 560
-_CODE_LINE, _TEXT_LINE, _TABLE_ROW, _GAP = 31, 32, 42, 30
+_CODE_LINE, _TEXT_LINE, _TABLE_ROW, _TABLE_LINE, _GAP = 31, 32, 42, 28, 30
+_TABLE_WIDTH = 100  # letters in a row of a table, if its columns share the width well
 _MOST_FIGURE_HEIGHT = 560  # pixels of a picture; one of several panels that is higher is cut between them
 
 
@@ -243,7 +244,7 @@ def _height(text: str, width: int) -> float:
     lines = 0.0
     for line in text.splitlines():
         plain = re.sub(r"\$\$.*?\$\$|[*`]|\]\([^)]*\)|\\[a-z]+", "", line)
-        cells = sum(1 if ord(character) < 0x2E80 else 2 for character in plain)
+        cells = _width(plain)
         if line.startswith("$$"):
             lines += 2.6
         elif line.startswith("|"):
@@ -251,6 +252,11 @@ def _height(text: str, width: int) -> float:
         else:
             lines += math.ceil(cells / width) + (0.25 if line.startswith("- ") else 0)
     return lines + 0.45
+
+
+def _width(text: str) -> int:
+    """Latin letters that would be as wide."""
+    return sum(1 if ord(character) < 0x2E80 else 2 for character in text)
 
 
 def pack(heights: Sequence[float], room: float) -> list[list[int]]:
@@ -382,7 +388,7 @@ def _cost_of_cut(lines: Sequence[str], start: int) -> float:
     indent = len(line) - len(line.lstrip())
     inside = line.lstrip()[:1] in tuple(")]}") or before.rstrip()[-1:] in tuple("([{,")
     header = before.lstrip().startswith("@") or before.rstrip().endswith(":")
-    return 10.0 + indent + 12 * inside + 12 * header - 2 * (not before.strip())
+    return 10.0 + indent + 25 * inside + 12 * header - 2 * (not before.strip())
 
 
 @cache
@@ -408,7 +414,7 @@ def with_short_lines(notebook: NotebookNode, width: int = CODE_WIDTH) -> Noteboo
 
 
 def output_in(output: NotebookNode, language: str) -> NotebookNode | None:
-    """An output in the language; None if it shows nothing, as a slider does without a kernel."""
+    """An output in the language; None if it shows nothing, as a slider without a kernel or a progress bar."""
     output = deepcopy(output)
     data = output.get("data", {})
     if "text/html" in data:
@@ -421,7 +427,8 @@ def output_in(output: NotebookNode, language: str) -> NotebookNode | None:
         data["text/html"] = str(soup)
         return output
     text = output.get("text", "") or data.get("text/plain", "")
-    shows = "image/png" in data or (text.strip() and not re.match(r"(interactive|VBox|HBox|Output)\(", text))
+    nothing = not text.strip() or re.match(r"(interactive|VBox|HBox|Output)\(", text) or re.search(r"\d+%\|", text)
+    shows = "image/png" in data or not nothing
     return output if shows and output.output_type != "error" else None
 
 
@@ -435,7 +442,8 @@ def _output_height(output: NotebookNode, language: str) -> float:
     height = 0.0
     for row in soup.find_all("tr") or [soup]:
         double = language == "both" and row.select_one('[lang="zh"]') is not None
-        height += _TABLE_ROW * (1.8 if double else 1)
+        lines = max(1 + 0.8 * double, 1.35 * _width(row.get_text(" ", strip=True)) / _TABLE_WIDTH)
+        height += _TABLE_ROW + _TABLE_LINE * (lines - 1)
     return height + (2 * _TEXT_LINE if soup.select_one(".course-gpu, .course-verdict") else 0)
 
 
