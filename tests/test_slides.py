@@ -118,6 +118,12 @@ def test_a_long_table_is_cut_between_rows_and_keeps_its_headings():
     assert all(part.th for part in parts) and [bool(part.p) for part in parts] == [False, True]
 
 
+def test_a_table_with_long_texts_is_cut_too():
+    rows = f"<tr>{'<td>' + 'word ' * 40 + '</td>'}</tr>" * 10
+    table = html_output(f"<table><tbody>{rows}</tbody></table>")
+    assert [part.data["text/html"].count("<tr") for part in slides._cut_table(table, "en")] == [5, 5]
+
+
 def test_a_high_figure_is_cut_above_a_panels_title():
     panels = picture_output(800, ink=[(20, 400), (412, 424), (460, 780)])  # a panel, a title, a panel
     heights = []
