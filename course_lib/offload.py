@@ -803,6 +803,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for item in items:
             item.give_back(self._overlap)
 
+    def held_tensors(self) -> Iterator[Tensor]:
+        """What of the state and of the master weights is on the parameters' devices; a `MemoryMeter` asks."""
+        for p, item in self._items.items():
+            if not item.on_host:
+                yield from (value for value in self._base.state.get(item.master, {}).values() if _is_large(value))
+                if item.master is not p:
+                    yield item.master
+
     # ---- on a CPU: chunks of state, paged through memory
 
     @property

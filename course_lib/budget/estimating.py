@@ -290,9 +290,9 @@ class _PartlyOnHost(torch.optim.Optimizer):
         above = [p for p in parameters if p not in self.below]
         settings = {"lr": 1e-3, "foreach": False}
         self.rest = OffloadedOptimizer(above, base, fraction=0.0, **settings) if above else None
-        if self.rest is not None:
-            self.masters = [group["params"] for group in self.rest._base.param_groups]
-            self.state = self.rest._base.state
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        return self.rest.held_tensors() if self.rest is not None else iter(())
 
     @torch.no_grad()
     def step(self, closure=None):

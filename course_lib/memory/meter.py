@@ -559,8 +559,12 @@ def _belongings(model, optimizer) -> Iterator[tuple[Tensor, str]]:
 def _held_by(optimizer, of_groups: bool = False) -> Iterator[Tensor]:
     """An optimizer's state, and the master weights that it steps in place of the model's parameters.
 
-    With `of_groups`, only the state of the parameters in its groups: an optimizer may be stepped a few at a time.
+    With `of_groups`, only the state of the parameters in its groups: an optimizer may be stepped a few at a time. An
+    optimizer that keeps its state elsewhere says what it holds by a method `held_tensors`.
     """
+    if hasattr(optimizer, "held_tensors"):
+        yield from optimizer.held_tensors()
+        return
     if of_groups:
         for group in optimizer.param_groups:
             yield from _tensors_in([optimizer.state[p] for p in group["params"] if p in optimizer.state])
