@@ -90,9 +90,10 @@ def fit(
     What comes out needs all that it uses: a technique that could be left out, with the rest as it is, is left out; and
     micro-batches are as few as fit.
 
-    Not every combination is run. One whose parameters, state and gradients alone exceed the budget is passed over, and
-    so is one that adds to a combination that fits. The least number of micro-batches, and of segments, is found by
-    bisection, since each more takes less memory (from two micro-batches on, and up to the square root of the layers).
+    Not every combination is run. Passed over are: one whose parameters, state and gradients alone exceed the budget;
+    one that adds to a combination that fits; standard attention where flash does not fit. The least number of
+    micro-batches, and of segments, is found by bisection, since each more takes less memory (from two micro-batches on,
+    and up to the square root of the layers).
 
     Args:
         make_model, make_batch: as for `estimate`.
@@ -203,12 +204,17 @@ class _Search:
 
     def all(self) -> list[Estimate]:
         found: list[Recipe] = []
-        for family in sorted(self.families(), key=_techniques):
+        too_large: set[Recipe] = set()
+        for family in sorted(self.families(), key=lambda recipe: (_techniques(recipe), recipe.attention)):
             if any(_adds_to(family, smaller) for smaller in found):
                 continue
-            best = self.best_of(family) if self.floor_bytes(family) <= self.budget else None
+            if self.floor_bytes(family) > self.budget or replace(family, attention="flash") in too_large:
+                continue
+            best = self.best_of(family)
             if best is not None:
                 found.append(best)
+            else:
+                too_large.add(family)
         if not found:  # for the message: what takes the least, among those that use the most
             keeps = ("none", "layers") if self.decoder else ("none",)
             for fraction, inside, checkpoint in product(self.fractions[::-1], (False, True), keeps):
