@@ -774,9 +774,24 @@ def test_the_checks_of_lesson_04_tell_right_from_wrong():
     for wrong in (None, nothing, keeps(lambda t: t), keeps(torch.clone, numbers=False), keeps(torch.zeros_like)):
         assert not exercises.check_offloading(wrong)
 
+    def copies_and_keeps(store):
+        return saved_tensors_hooks(lambda t: store.append(t.detach().clone()) or t, lambda t: t)
+
+    def copies_and_hides(store, hidden={}):  # noqa: B006 - kept on purpose
+        def pack(tensor):
+            store.append(tensor.detach().clone())
+            hidden[len(store) - 1] = tensor
+            return len(store) - 1
+
+        return saved_tensors_hooks(pack, lambda number: store[number])
+
+    for wrong in (copies_and_keeps, copies_and_hides):
+        verdict = exercises.check_offloading(wrong)
+        assert not verdict and "nothing is freed" in verdict.message[0] and verdict.hint
+
 
 def test_the_checks_of_lesson_05_tell_right_from_wrong():
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
 
     def right(model, loss_sum, pieces):
         total = 0
@@ -795,9 +810,24 @@ def test_the_checks_of_lesson_05_tell_right_from_wrong():
     def last(model, loss_sum, pieces):
         right(model, loss_sum, pieces[-1:])
 
-    assert exercises.check_accumulation(right)
+    def counts_first(model, loss_sum, pieces):
+        total = sum(loss_sum(model, piece)[1] for piece in pieces)
+        for piece in filter(len, pieces):
+            (loss_sum(model, piece)[0] / total).backward()
+
+    def joined(model, loss_sum, pieces):
+        right(model, loss_sum, [torch.cat(pieces)])
+
+    def all_graphs_at_once(model, loss_sum, pieces):
+        losses, weights = zip(*(loss_sum(model, piece) for piece in pieces), strict=True)
+        (sum(losses) / sum(weights)).backward()
+
+    assert exercises.check_accumulation(right) and exercises.check_accumulation(counts_first)
     for wrong in (None, means, last, lambda *_: None):
         assert not exercises.check_accumulation(wrong)
+    for wrong in (joined, all_graphs_at_once):
+        verdict = exercises.check_accumulation(wrong)
+        assert not verdict and "saves no memory" in verdict.message[0] and verdict.hint
     assert exercises.check_largest_micro_batch(14) and exercises.check_fast_micro_batch(16)
     assert not any(exercises.check_largest_micro_batch(wrong) for wrong in (None, 8, 14.5, 15, 25))
     assert not any(exercises.check_fast_micro_batch(wrong) for wrong in (None, 8, 32, 64, "16"))
@@ -806,15 +836,44 @@ def test_the_checks_of_lesson_05_tell_right_from_wrong():
 def test_the_checks_of_lesson_06_tell_right_from_wrong():
     torch = pytest.importorskip("torch")
 
-    def in_blocks(scores, block, rescale=True):
+    def in_blocks(scores, block, rescale=True, step=1):
         largest, total = scores.new_full(scores.shape[:1], float("-inf")), scores.new_zeros(scores.shape[:1])
-        for part in scores.split(block, dim=1):
+        for part in scores.split(block, dim=1)[::step]:
             new = torch.maximum(largest, part.amax(1))
             total = total * ((largest - new).exp() if rescale else 1) + (part - new[:, None]).exp().sum(1)
             largest = new
         return largest + total.log()
 
-    assert exercises.check_log_sum_exp(in_blocks)
+    def padded(scores, block):
+        return in_blocks(torch.nn.functional.pad(scores, (0, -scores.shape[1] % block), value=float("-inf")), block)
+
+    def from_right_to_left(scores, block):
+        return in_blocks(scores, block, step=-1)
+
+    def of_transposed(scores, block):
+        parts = [part.logsumexp(0) for part in scores.T.split(block)]
+        return torch.stack(parts).logsumexp(0)
+
+    for correct in (in_blocks, padded, from_right_to_left, of_transposed):
+        assert exercises.check_log_sum_exp(correct)
+
+    def shifted(scores, block, largest):
+        return largest + sum((part - largest[:, None]).exp().sum(1) for part in scores.split(block, dim=1)).log()
+
+    def row_by_row(scores, block):
+        return torch.stack([shifted(row[None], block, row.max()[None])[0] for row in scores])
+
+    def two_passes(scores, block):
+        return shifted(scores, block, torch.stack([part.amax(1) for part in scores.split(block, dim=1)]).amax(0))
+
+    for wrong, reason in (
+        (lambda scores, block: shifted(scores, block, scores.amax(1)), "`amax` took more than a block"),
+        (lambda scores, block: shifted(scores, block, scores.sort(1).values[:, -1]), "`sort` took more than a block"),
+        (row_by_row, "`max` took more than a block"),
+        (two_passes, "second pass"),
+    ):
+        verdict = exercises.check_log_sum_exp(wrong)
+        assert not verdict and reason in verdict.message[0] and verdict.hint
     for wrong in (
         None,
         lambda scores, block: scores.exp().sum(1).log(),
@@ -826,6 +885,14 @@ def test_the_checks_of_lesson_06_tell_right_from_wrong():
     assert exercises.check_probabilities(lambda q, k, lse: (q @ k.T / q.shape[1] ** 0.5 - lse[:, None]).exp())
     for wrong in (None, lambda q, k, lse: q @ k.T, lambda q, k, lse: (q @ k.T).softmax(1), lambda q, k, lse: lse):
         assert not exercises.check_probabilities(wrong)
+
+    def by_hand(q, k, lse):
+        weights = (q @ k.T / 4 - lse[:, None]).exp()
+        return weights / weights.sum(1, keepdim=True)
+
+    for wrong in (lambda q, k, lse: (q @ k.T / 4).softmax(1), by_hand):
+        verdict = exercises.check_probabilities(wrong)
+        assert not verdict and "do not come from `lse`" in verdict.message[0] and verdict.hint
     assert exercises.check_grouped_bytes(84_410_368)
     assert not any(exercises.check_grouped_bytes(wrong) for wrong in (None, 83_886_080, 84_148_224, 84.410368))
 

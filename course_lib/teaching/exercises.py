@@ -1,7 +1,9 @@
 """Checks for the exercises: right or wrong, why, and a hint. They never raise, whatever the answer is."""
 
+import gc
 import math
 import numbers
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -555,7 +557,7 @@ def check_what_goes_down(answer: Any) -> Verdict:
 
 
 def check_offloading(function: Any) -> Verdict:
-    """Lesson 04: `offloading(store)`, hooks that move what is saved into a list, with right gradients."""
+    """Lesson 04: `offloading(store)`, hooks that move what is saved into a list and let it go, with right gradients."""
     import torch
 
     hint = (
@@ -563,11 +565,14 @@ def check_offloading(function: Any) -> Verdict:
         "pack 追加一份拷贝，返回它的位置；unpack 到那里去取。",
     )
     x = torch.linspace(-1, 1, 4096).view(64, 64).requires_grad_()
+    saved = []  # weak references to the storages: what nobody holds any longer is gone
 
     def run(context) -> Any:
         with context:
             y = x * 2
-            return (y.sin() * y.t().exp()).sum()
+            left, right = y.sin(), y.t().exp()
+            saved[:] = [weakref.ref(tensor.untyped_storage()) for tensor in (y, left, right)]
+            return (left * right).sum()
 
     try:
         (expected,) = torch.autograd.grad(run(torch.enable_grad()), x)
@@ -576,6 +581,8 @@ def check_offloading(function: Any) -> Verdict:
         before = len(store)
         owned = [t.untyped_storage().data_ptr() for t in store if isinstance(t, torch.Tensor)]
         copied = len(owned) == before and len(set(owned)) == before
+        gc.collect()  # the answer's own objects may refer to each other
+        held = sum(storage() is not None for storage in saved)
         out.backward()
     except Exception as error:
         return Verdict(False, (f"It raised {error!r}.", f"它抛出了 {error!r}。"), hint)
@@ -597,6 +604,16 @@ def check_offloading(function: Any) -> Verdict:
         return Verdict(False, message, hint)
     if x.grad is None or not torch.equal(x.grad, expected):
         return Verdict(False, ("The gradient is wrong.", "梯度不对。"), hint)
+    if held:
+        message = (
+            f"There are copies in the store, but {held} of 3 storages are still held after forward: nothing is freed.",
+            f"store 里有拷贝，但前向之后 3 份存储中仍有 {held} 份被持有：什么也没有释放。",
+        )
+        numbers_only = (
+            "What `pack` returns stays in the graph: return the place in the store, and keep the tensor nowhere else.",
+            "`pack` 返回什么，计算图就留下什么：只返回它在 store 里的位置，别处也不要留着这个张量。",
+        )
+        return Verdict(False, message, numbers_only)
     return Verdict(
         True, (f"Right: {before} tensors below, and the same gradient.", f"正确：{before} 个张量在下一级，梯度相同。")
     )
@@ -606,15 +623,21 @@ def check_offloading(function: Any) -> Verdict:
 
 
 def check_accumulation(function: Any) -> Verdict:
-    """Lesson 05: `accumulate(model, loss_sum, pieces)` leaves the full batch's gradient in `.grad`."""
+    """Lesson 05: `accumulate(model, loss_sum, pieces)` leaves the full batch's gradient; one graph at a time."""
     import torch
 
     hint = ("Add up sums; divide by all weights once, at the end.", "把总和加起来，最后只除一次，除以权重之和。")
     weight = torch.linspace(-1, 1, 6, dtype=torch.float64)
     pieces = [torch.linspace(0, k + 1.0, 6 * k, dtype=torch.float64).view(k, 6) for k in (3, 1, 0, 4)]
 
+    graphs: list[tuple[int, weakref.ref]] = []  # rows, and a storage that lives as long as their graph
+    most_rows = [0]
+
     def loss_sum(model, piece) -> tuple:
-        return (model(piece).sin() + 1).sum(), len(piece)
+        output = model(piece)
+        graphs.append((len(piece), weakref.ref(output.untyped_storage())))
+        most_rows[0] = max(most_rows[0], sum(rows for rows, storage in graphs if storage() is not None))
+        return (output.sin() + 1).sum(), len(piece)
 
     def made() -> Any:
         model = torch.nn.Linear(6, 1, bias=False, dtype=torch.float64)
@@ -625,6 +648,8 @@ def check_accumulation(function: Any) -> Verdict:
     model = made()
     (loss_sum(model, torch.cat(pieces))[0] / 8).backward()
     expected, model = model.weight.grad, made()
+    graphs.clear()
+    most_rows[0] = 0
     try:
         function(model, loss_sum, list(pieces))
         found = model.weight.grad
@@ -636,6 +661,18 @@ def check_accumulation(function: Any) -> Verdict:
     if not error < 1e-9:
         message = (f"The gradient is off by {100 * error:.1f} %.", f"梯度差了 {100 * error:.1f} %。")
         return Verdict(False, message, hint)
+    largest = max(map(len, pieces))
+    if most_rows[0] > largest:
+        message = (
+            f"Right gradient, but graphs of {most_rows[0]} rows were alive together, and the largest piece has "
+            f"{largest}: this saves no memory.",
+            f"梯度正确，但同时存活的计算图共有 {most_rows[0]} 行，而最大的一份只有 {largest} 行：这样不省内存。",
+        )
+        in_turn = (
+            "Forward and backward for one piece, and only then the next.",
+            "一份做完前向和反向，再做下一份。",
+        )
+        return Verdict(False, message, in_turn)
     return Verdict(True, ("Right, a piece without tokens included.", "正确，没有 token 的那一份也算对了。"))
 
 
@@ -677,37 +714,61 @@ def check_fast_micro_batch(answer: Any) -> Verdict:
 # Lesson 06 ------------------------------------------------------------------------------------------------------------
 
 
+#: Operators that only move numbers or make room for them: these may have all scores before them.
+_MOVES = ("_to_copy", "_unsafe_view", "cat", "clone", "constant_pad_nd", "copy_", "index", "index_select")
+_MAKES = ("new_", "empty", "full", "ones", "zeros")
+
+
 def check_log_sum_exp(function: Any) -> Verdict:
     """Lesson 06: the log-sum-exp of each row over blocks of columns, for large scores too, in one pass."""
     import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     hint = (
         "Keep a running maximum and a running sum; rescale the sum when the maximum rises.",
         "记住当前最大值和当前总和；最大值上升时，把总和重新缩放。",
     )
-    scores = torch.linspace(-3, 3, 60).sin().view(4, 15) * torch.tensor([[1.0], [10.0], [500.0], [1000.0]])
-    widest = [0]
+    rows, block = 4, 4
+    scores = torch.linspace(-3, 3, 60).sin().view(rows, 15) * torch.tensor([[1.0], [10.0], [500.0], [1000.0]])
+    given = scores.clone()
+    too_wide: list[str] = []
+    blocks_read: list[int] = []  # by their places in the scores, in the order in which they were computed with
 
-    class Watched(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, operator, types, args=(), kwargs=None):
-            result = operator(*args, **(kwargs or {}))
-            if operator in (torch.exp, torch.Tensor.exp, torch.logsumexp, torch.Tensor.logsumexp):
-                widest[0] = max(widest[0], args[0].shape[-1] if args[0].ndim > 1 else 1)
-            return result
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            name = operator.overloadpacket.__name__
+            if not (operator.is_view or name in _MOVES or name.startswith(_MAKES)):
+                flat = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else [arg])]
+                for tensor in (item for item in flat if isinstance(item, torch.Tensor)):
+                    if tensor.numel() > rows * block or max(tensor.shape, default=0) > block:
+                        too_wide.append(name)
+                    elif tensor.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
+                        if [tensor.storage_offset()] != blocks_read[-1:]:
+                            blocks_read.append(tensor.storage_offset())
+            return operator(*args, **(kwargs or {}))
 
     try:
         with Watched():
-            found = function(scores.clone(), 4)
+            found = function(given, block)
     except Exception as error:
         return Verdict(False, (f"It raised {error!r}.", f"它抛出了 {error!r}。"), hint)
-    if not isinstance(found, torch.Tensor) or found.numel() != 4:
+    if not isinstance(found, torch.Tensor) or found.numel() != rows:
         return Verdict(False, ("One number a row is wanted.", "每一行应返回一个数。"), hint)
     if not found.isfinite().all():
         return Verdict(False, ("Large scores overflow.", "分数大时溢出了。"), hint)
     if not torch.allclose(found.flatten(), torch.logsumexp(scores, 1), atol=1e-4):
         return Verdict(False, ("The numbers are not the log-sum-exps.", "这些数不是对数求和指数。"), hint)
-    if widest[0] > 4:
-        message = ("Right numbers, but a whole row was taken at once.", "数是对的，但一次取了整行。")
+    if too_wide:
+        message = (
+            f"Right numbers, but `{too_wide[0]}` took more than a block at once.",
+            f"数是对的，但 `{too_wide[0]}` 一次取的不止一块。",
+        )
+        return Verdict(False, message, hint)
+    if len(set(blocks_read)) < len(blocks_read):
+        message = (
+            "Right numbers, but in a second pass: the code comes back to a block that it had left.",
+            "数是对的，但多过了一遍：离开一块之后，又回头去取它。",
+        )
         return Verdict(False, message, hint)
     return Verdict(True, ("Right, in blocks, and without overflow.", "正确，分块计算，也不溢出。"))
 
@@ -719,8 +780,10 @@ def check_probabilities(function: Any) -> Verdict:
     hint = ("p = exp(s - lse), with s = q·k / √d.", "p = exp(s - lse)，其中 s = q·k / √d。")
     q, k = (torch.linspace(-2, 2, 80).view(5, 16) * factor for factor in (1.0, -1.5))
     scores = q @ k.T / 4
+    lse = torch.logsumexp(scores, 1)
     try:
-        found = function(q, k, torch.logsumexp(scores, 1))
+        found = function(q, k, lse)
+        halved = function(q, k, lse + math.log(2))  # as if each row had as much again elsewhere
     except Exception as error:
         return Verdict(False, (f"It raised {error!r}.", f"它抛出了 {error!r}。"), hint)
     if not isinstance(found, torch.Tensor) or found.shape != (5, 5):
@@ -730,6 +793,14 @@ def check_probabilities(function: Any) -> Verdict:
         if torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
             return Verdict(False, ("Rows sum to 1, but the probabilities differ.", "每行和为 1，但概率不对。"), hint)
         return Verdict(False, ("Rows do not sum to 1.", "每行的和不是 1。"), hint)
+    if not isinstance(halved, torch.Tensor) or not torch.allclose(2 * halved, found, atol=1e-5):
+        message = (
+            "Right numbers, but they do not come from `lse`: with `lse` greater by log 2 they should be halved. "
+            "Is there a softmax inside, or a sum over the row?",
+            "数是对的，但不是由 `lse` 得来的：`lse` 增加 log 2，它们应当减半。"
+            "里面是不是用了 softmax，或者又对整行求了和？",
+        )
+        return Verdict(False, message, hint)
     return Verdict(True, ("Right: softmax without a softmax.", "正确：不用 softmax 的 softmax。"))
 
 

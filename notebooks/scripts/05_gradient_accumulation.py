@@ -665,12 +665,12 @@ on_gpu("05")
 #
 # <div lang="en">
 #
-# **Exercise 1.** This loop has a normalisation bug that equal batches hide. Mend it: `accumulate(model, loss_sum, pieces)` leaves the full batch's gradient in `.grad`. The check uses pieces of unequal weights, one of them zero.
+# **Exercise 1.** This loop has a normalisation bug that equal batches hide. Mend it: `accumulate(model, loss_sum, pieces)` leaves the full batch's gradient in `.grad`, and only one piece's graph is alive at a time. The check uses pieces of unequal weights, one of them zero.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 1。** 这个循环的归一化有错，各份大小相等时看不出来。修好它：`accumulate(model, loss_sum, pieces)` 要在 `.grad` 里留下整批的梯度。检查用的各份权重不等，其中一份为零。
+# **练习 1。** 这个循环的归一化有错，各份大小相等时看不出来。修好它：`accumulate(model, loss_sum, pieces)` 要在 `.grad` 里留下整批的梯度，并且每一时刻只有一份的计算图存活。检查用的各份权重不等，其中一份为零。
 #
 # </div>
 
