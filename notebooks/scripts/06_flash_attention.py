@@ -58,7 +58,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.memory import MemoryMeter, attention_saved_bytes, saved_tensors, symbolic
-from course_lib.teaching import COLORS, figure, predictions, table, text
+from course_lib.teaching import COLORS, category_look, figure, predictions, table, text
 
 # %% [markdown]
 # ## 6.1 Softmax in one pass / 只过一遍的 softmax
@@ -225,7 +225,11 @@ errors = {
 
 # %%
 title = ("Causal: 36 of 64 tiles are computed, 8 of them with a mask", "因果：64 个分块只算 36 个，其中 8 个要加掩码")
-drawn, ax = figure(title, height=3.2, width=5.0)
+alt = (
+    "An 8 by 8 grid: the diagonal needs a mask, the 28 tiles below it none, those above are skipped.",
+    "8 × 8 的方格：对角线上的分块要加掩码，其下 28 块不用，其上的跳过。",
+)
+drawn, ax = figure(title, height=3.2, width=5.0, alt=alt)
 kinds = torch.tensor([[2.0 if i == j else 1.0 if j < i else 0.0 for j in range(8)] for i in range(8)])
 ax.imshow(kinds, cmap="Greens", vmax=3)
 for i in range(8):
@@ -307,10 +311,16 @@ all(predicted == found for _, predicted, found in rows)
 
 # %%
 title = ("Twice the tokens: nearly four times the bytes, or just twice", "token 数加倍：字节将近四倍，或恰好两倍")
-drawn, ax = figure(title, height=3.2)
-for number, (name, color) in enumerate(zip(list(kinds)[:2], ("gradient", "activation"), strict=True)):
-    heights = [saved[name, n] / 1e6 for n in lengths]
-    bars = ax.bar([i + 0.38 * number for i in range(5)], heights, width=0.36, color=COLORS[color], label=text(*name))
+alt = (
+    "From N = 512 to 8192: standard from 17.3 to 3,296.7 MB, flash from 6.3 to 101.1 MB.",
+    "N 从 512 到 8192：标准从 17.3 到 3,296.7 MB，flash 从 6.3 到 101.1 MB。",
+)
+
+# %%
+drawn, ax = figure(title, height=3.2, alt=alt)
+for number, (name, part) in enumerate(zip(list(kinds)[:2], ("gradient", "activation"), strict=True)):
+    heights, places = [saved[name, n] / 1e6 for n in lengths], [i + 0.38 * number for i in range(5)]
+    bars = ax.bar(places, heights, width=0.36, label=text(*name), **category_look(part))
     ax.bar_label(bars, [f"{height:,.0f}" for height in heights], fontsize=7)
 ax.set_xticks([i + 0.19 for i in range(5)], [str(n) for n in lengths])
 ax.set(
@@ -392,9 +402,9 @@ drawn, ax = figure(title, height=3.4)
 intensities = [2 ** (i / 4) for i in range(0, 57)]
 for (name, (rate, bandwidth)), style in zip(devices.items(), ("-", "--"), strict=True):
     ax.plot(intensities, [min(rate, bandwidth * x) / 1e12 for x in intensities], style, color="#555555", label=name)
-    for kind, color in (("standard", "gradient"), ("flash", "activation")):
+    for kind, color, marker in (("standard", "gradient", "o"), ("flash", "activation", "s")):
         x = costs[kind, "forward"].arithmetic_intensity
-        ax.plot(x, min(rate, bandwidth * x) / 1e12, "o", color=COLORS[color], label=None if style == "--" else kind)
+        ax.plot(x, min(rate, bandwidth * x) / 1e12, marker, color=COLORS[color], label=kind if style == "-" else None)
 ax.set(xscale="log", yscale="log", xlabel=text("FLOPs a byte", "每字节 FLOPs"), ylabel="TFLOP/s")
 ax.legend(fontsize=8)
 None
