@@ -175,7 +175,8 @@ def claim_problems(number, lesson, notebook):
         ["<br>".join(claim), figure, "<br>".join(verdict)]
         for (claim, _, verdict), figure in zip(claims, measured, strict=True)
     ]
-    found = rows_of(part_of(lesson, "Misconceptions"))
+    rows = rows_of(part_of(lesson, "Misconceptions"))
+    found = [[claim, figure.replace("<br>", " "), *rest] for claim, figure, *rest in rows]  # as a table joins the two
     return [f"claims: {row} instead of {want}" for row, want in zip(found, wanted, strict=False) if row != want] + (
         [f"{len(found)} claims, the lesson has {len(wanted)}"] if len(found) != len(wanted) else []
     )
@@ -255,6 +256,7 @@ Afterwards they save 42 MB, see section 2.1.
 | claim<br>说法 | measured<br>实测 | verdict<br>结论 |
 |---|---|---|
 | It trains.<br>它会训练。 | 2 / 6 | No.<br>不会。 |
+| It is equal.<br>它们相等。 | 0 of 4<br>4 中有 0 | Never.<br>从不相等。 |
 
 ### Discussion / 讨论
 
@@ -278,10 +280,13 @@ Afterwards they save 42 MB, see section 2.1.
 
 @pytest.fixture
 def notebook(monkeypatch):
-    monkeypatch.setattr(said, "_CLAIMS", {"02": ((("It trains.", "它会训练。"), ("", ""), ("No.", "不会。")),)})
+    claims = [(("It trains.", "它会训练。"), ("", ""), ("No.", "不会。"))]
+    claims.append((("It is equal.", "它们相等。"), ("", ""), ("Never.", "从不相等。")))
+    monkeypatch.setattr(said, "_CLAIMS", {"02": claims})
     cells = [nbformat.v4.new_markdown_cell(f"## 2.{k} A / 甲") for k in (1, 2)]
     cells.append(nbformat.v4.new_markdown_cell("**Goals** (13 minutes). **Exercise 1.** Save 42 MB."))
-    table = nbformat.v4.new_output("display_data", data={"text/plain": "measured 实测: 2 / 6\n100.700 MB"})
+    shown = "measured 实测: 2 / 6\nmeasured 实测: 0 of 4 4 中有 0\n100.700 MB"
+    table = nbformat.v4.new_output("display_data", data={"text/plain": shown})
     cells.append(nbformat.v4.new_code_cell("show()", outputs=[table]))
     return nbformat.v4.new_notebook(cells=cells)
 
@@ -305,7 +310,8 @@ def test_a_good_section_is_accepted(notebook):
         ("2. **When?** Now.<br>\n   **何时？** 现在。\n", "", "two to four questions"),
         ("| 2 / 6 |", "| 3 / 6 |", "claims:"),
         ("不会。", "会。", "claims:"),
-        ("| It trains.<br>它会训练。 | 2 / 6 | No.<br>不会。 |\n", "", "0 claims, the lesson has 1"),
+        ("4 中有 0", "4 中有 1", "claims:"),
+        ("| It trains.<br>它会训练。 | 2 / 6 | No.<br>不会。 |\n", "", "1 claims, the lesson has 2"),
     ],
 )
 def test_a_section_that_disagrees_with_its_notebook_is_found(notebook, old, new, problem):

@@ -6,7 +6,10 @@ second half shows that each check rejects a small bad example.
 
 import ast
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from decimal import Decimal
 from functools import lru_cache
@@ -469,6 +472,27 @@ def test_the_links_of_a_notebook_lead_somewhere(path):
 @each_notebook
 def test_a_notebook_is_a_small_file(path):
     assert path.stat().st_size < MOST_BYTES
+
+
+def test_the_section_about_triton_says_so_where_triton_is_missing():
+    cells = jupytext.read(FOLDER / "scripts" / "06_flash_attention.py", fmt="py:percent").cells
+    start = next(i for i, cell in enumerate(cells) if cell.source.startswith("## 6.8 "))
+    end = next(i for i, cell in enumerate(cells) if cell.source.startswith("## 6.9 "))
+    code = "\n".join(cell.source for cell in cells[start:end] if cell.cell_type == "code")
+    program = (
+        "import sys\n"
+        "sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from course_lib.attention import flash_attention\n"
+        "from course_lib.teaching import text\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "COURSE_LANG": "both"}
+    done = subprocess.run(
+        [sys.executable, "-c", program + code], capture_output=True, encoding="utf-8", env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no Triton here" in done.stdout and "没有 Triton" in done.stdout
+    assert "largest = new_largest" in done.stdout  # the library's kernel can be read all the same
 
 
 def test_no_file_holds_a_path_of_the_machine_it_was_made_on():

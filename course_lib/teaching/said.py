@@ -3,7 +3,7 @@
 The measured figures are not here: each lesson measures them and hands them in. A test repeats every experiment.
 """
 
-from .tables import Table, claims
+from .tables import Table, Words, claims
 
 _CLAIMS = {
     "01": (
@@ -228,8 +228,8 @@ _CLAIMS = {
 }
 
 
-def what_you_may_have_read(lesson: str, *measured: str) -> Table:
-    """The table of a lesson's claims, with what the lesson has measured for each.
+def what_you_may_have_read(lesson: str, *measured: Words) -> Table:
+    """The table of a lesson's claims, with what the lesson has measured for each: a string, or an (en, zh) pair.
 
     Raises:
         ValueError: there are not as many measured figures as claims.

@@ -878,7 +878,10 @@ what_you_may_have_read(
     "01",
     f"{after_forward.live_bytes / 1e6:.1f} MB < {peak.live_bytes / 1e6:.1f} MB",
     f"{naive_mlp[0] / 1e6:.1f} MB → {naive_mlp[1] / 1e6:.1f} MB",
-    f"{attention / 1e6:.1f} MB, not {with_scores / 1e6:.1f} MB",
+    (
+        f"{attention / 1e6:.1f} MB, not {with_scores / 1e6:.1f} MB",
+        f"{attention / 1e6:.1f} MB，不是 {with_scores / 1e6:.1f} MB",
+    ),
     f"{activations:g} = 2 × 20",
 )
 

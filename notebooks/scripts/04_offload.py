@@ -675,7 +675,8 @@ places = [value.data_ptr() for state in adam.state.values() for value in state.v
 for state in adam.state.values():
     for value in state.values():
         value.to("cpu", copy=True)  # "offload the optimizer"
-unmoved = places == [value.data_ptr() for state in adam.state.values() for value in state.values()]
+after = [value.data_ptr() for state in adam.state.values() for value in state.values()]
+unmoved = sum(here == there for here, there in zip(places, after, strict=True))
 
 
 # %%
@@ -695,7 +696,7 @@ class EagerPrefetcher:
 try:
     EagerPrefetcher(loader)
 except AttributeError as refused:
-    said = str(refused)
+    kind, missing = type(refused).__name__, refused.name
 
 # %%
 import warnings
@@ -712,9 +713,9 @@ from course_lib.teaching import what_you_may_have_read
 
 what_you_may_have_read(
     "04",
-    f"{ratio:.1f} ×; {kept[0]} → {kept[1]} bytes",
-    f"{unmoved}",
-    said,
+    (f"{ratio:.1f} ×; {kept[0]} → {kept[1]} bytes", f"{ratio:.1f} ×；{kept[0]} → {kept[1]} 字节"),
+    (f"{unmoved} of {len(places)} have not moved", f"{len(places)} 个中有 {unmoved} 个没有移动"),
+    (f"`{kind}`: there is no `{missing}` yet", f"`{kind}`：还没有 `{missing}`"),
     f"{whole.peak_bytes / 1e6:.0f} MB : {alone.peak_bytes / 1e6:.0f} MB",
 )
 

@@ -546,21 +546,28 @@ torch.allclose(ours, theirs, atol=1e-5), more_queries[0, 0].abs().sum(1).gt(0).t
 # </div>
 
 # %%
-import triton
-import triton.language as tl
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+    english = "There is no Triton here (it comes for Linux only): this section's kernels can be read, but not run."
+    print(text(english, "这里没有 Triton（它只有 Linux 版）：本节的核函数只能读，不能运行。"))
 
+# %%
+if triton:
 
-@triton.jit
-def look(q, k, seen, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # the queries of this instance
-    query = tl.load(q + rows[:, None] * D + tl.arange(0, D)[None, :])  # (BLOCK, D)
-    count = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, tl.program_id(0) * BLOCK + BLOCK, BLOCK):  # up to the diagonal
-        keys = first + tl.arange(0, BLOCK)
-        key = tl.load(k + keys[:, None] * D + tl.arange(0, D)[None, :])
-        scores = tl.where(keys[None, :] <= rows[:, None], tl.dot(query, tl.trans(key)), float("-inf"))
-        count += tl.sum((scores > float("-inf")).to(tl.int32), 1)
-    tl.store(seen + rows, count)
+    @triton.jit
+    def look(q, k, seen, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+        rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # the queries of this instance
+        query = tl.load(q + rows[:, None] * D + tl.arange(0, D)[None, :])  # (BLOCK, D)
+        count = tl.zeros((BLOCK,), tl.int32)
+        for first in range(0, tl.program_id(0) * BLOCK + BLOCK, BLOCK):  # up to the diagonal
+            keys = first + tl.arange(0, BLOCK)
+            key = tl.load(k + keys[:, None] * D + tl.arange(0, D)[None, :])
+            scores = tl.where(keys[None, :] <= rows[:, None], tl.dot(query, tl.trans(key)), float("-inf"))
+            count += tl.sum((scores > float("-inf")).to(tl.int32), 1)
+        tl.store(seen + rows, count)
 
 
 # %%
@@ -570,8 +577,9 @@ q, k, seen = (
     torch.randn(64, 16, device=device),
     torch.zeros(64, dtype=torch.int32, device=device),
 )
-look[(4,)](q, k, seen, N=64, D=16, BLOCK=16)
-seen.view(4, 16)[:, [0, 15]].tolist()  # keys seen by the first and the last query of each instance
+if triton:
+    look[(4,)](q, k, seen, N=64, D=16, BLOCK=16)
+seen.view(4, 16)[:, [0, 15]].tolist() if triton else None  # keys seen by the first and the last query of each instance
 
 # %% [markdown]
 # <div lang="en">
@@ -592,7 +600,7 @@ from course_lib.attention import kernels
 
 
 def loop(kernel, first, last):
-    source = inspect.getsource(kernel.fn).splitlines()
+    source = inspect.getsource(getattr(kernel, "fn", kernel)).splitlines()
     start = next(i for i, line in enumerate(source) if first in line)
     end = next(i for i, line in enumerate(source) if last in line)
     indent = len(source[start]) - len(source[start].lstrip())
@@ -625,7 +633,8 @@ def with_gradients(backend, causal):
     return [o.detach(), *torch.autograd.grad(o.square().sum(), inputs)]
 
 
-pairs = [(with_gradients("triton", causal), with_gradients("torch", causal)) for causal in (False, True)]
+cases = (False, True) if triton else ()
+pairs = [(with_gradients("triton", causal), with_gradients("torch", causal)) for causal in cases]
 [torch.allclose(a, b, atol=1e-4) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True)]
 
 # %% [markdown]
