@@ -902,6 +902,20 @@ def test_two_processes_reduce_the_gradients_once_or_for_every_micro_batch():
     assert sent == {True: parameter_bytes, False: 3 * parameter_bytes}
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
+def test_a_worker_leaves_no_thread_of_its_group_to_the_interpreters_end(tmp_path):
+    pytest.importorskip("torch")
+    said = run_without(
+        "",
+        "from pathlib import Path\n"
+        "from course_lib.teaching.workers import _on_rank\n"
+        f"_on_rank({str(tmp_path)!r}, 2, 1, 0)\n"
+        "names = [(thread / 'comm').read_text().strip() for thread in Path('/proc/self/task').iterdir()]\n"
+        "print([name for name in names if 'gloo' in name])\n",
+    )
+    assert said.strip() == "[]"
+
+
 def test_pictures_of_schedules_say_peak_and_time_and_share_one_scale():
     from course_lib.schedule import Chain, recursive, store_all
 

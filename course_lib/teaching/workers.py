@@ -1,5 +1,6 @@
 """Two processes under DistributedDataParallel, started from a notebook: how many bytes they reduce in a step."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -34,6 +35,7 @@ def _on_rank(folder: str, micro_batches: int, processes: int, rank: int) -> None
     import torch
     import torch.distributed as dist
     import torch.distributed.algorithms.ddp_comm_hooks.default_hooks as hooks
+    import torch.distributed.nn.functional  # before there is a group: its functions' defaults would hold it for ever
     from torch.nn import functional
     from torch.nn.parallel import DistributedDataParallel
 
@@ -64,6 +66,10 @@ def _on_rank(folder: str, micro_batches: int, processes: int, rank: int) -> None
     if rank == 0:
         figures = [sum(parameter.nbytes for parameter in model.parameters()), synchronised, sum(sent)]
         (Path(folder) / "bytes.json").write_text(json.dumps(figures))
+    # Nothing may hold the group when it is destroyed: only then do gloo's threads end here. Left to the interpreter's
+    # end, they now and then abort the process.
+    del model
+    gc.collect()
     dist.barrier()
     dist.destroy_process_group()
 
