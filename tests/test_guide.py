@@ -256,7 +256,7 @@ Afterwards they save 42 MB, see section 2.1.
 | claim<br>说法 | measured<br>实测 | verdict<br>结论 |
 |---|---|---|
 | It trains.<br>它会训练。 | 2 / 6 | No.<br>不会。 |
-| It is equal.<br>它们相等。 | 0 of 4<br>4 中有 0 | Never.<br>从不相等。 |
+| It is equal.<br>它们相等。 | 0 of 4 are<br>4 个中有 0 个 | Never.<br>从不相等。 |
 
 ### Discussion / 讨论
 
@@ -285,7 +285,7 @@ def notebook(monkeypatch):
     monkeypatch.setattr(said, "_CLAIMS", {"02": claims})
     cells = [nbformat.v4.new_markdown_cell(f"## 2.{k} A / 甲") for k in (1, 2)]
     cells.append(nbformat.v4.new_markdown_cell("**Goals** (13 minutes). **Exercise 1.** Save 42 MB."))
-    shown = "measured 实测: 2 / 6\nmeasured 实测: 0 of 4 4 中有 0\n100.700 MB"
+    shown = "measured 实测: 2 / 6\nmeasured 实测: 0 of 4 are 4 个中有 0 个\n100.700 MB"
     table = nbformat.v4.new_output("display_data", data={"text/plain": shown})
     cells.append(nbformat.v4.new_code_cell("show()", outputs=[table]))
     return nbformat.v4.new_notebook(cells=cells)
@@ -310,7 +310,7 @@ def test_a_good_section_is_accepted(notebook):
         ("2. **When?** Now.<br>\n   **何时？** 现在。\n", "", "two to four questions"),
         ("| 2 / 6 |", "| 3 / 6 |", "claims:"),
         ("不会。", "会。", "claims:"),
-        ("4 中有 0", "4 中有 1", "claims:"),
+        ("4 个中有 0 个", "4 个中有 1 个", "claims:"),
         ("| It trains.<br>它会训练。 | 2 / 6 | No.<br>不会。 |\n", "", "1 claims, the lesson has 2"),
     ],
 )
