@@ -92,7 +92,7 @@ def waterfall(
         str(estimates[0].recipe),
         *(f"+ {added(before.recipe, after.recipe)}" for before, after in pairs),
     ]
-    ax.set_xticks(list(steps), [_wrapped(str(each)) for each in names], fontsize=8)
+    ax.set_xticks(list(steps), ["\n".join(map(_wrapped, str(each).split("\n"))) for each in names], fontsize=8)
     ax.set_ylim(0, max(heights) * 1.25)
     ax.set_ylabel(name)
     ax.legend(frameon=False, fontsize=8, loc="upper right")

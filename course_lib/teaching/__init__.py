@@ -14,12 +14,20 @@ from .figures import (
     predicted_and_measured,
     schedule_pictures,
     timelines,
+    waterfall_picture,
 )
 from .gpu import on_gpu
 from .languages import language, text
 from .machine import about_this_machine
 from .maps import course_map
-from .playgrounds import activation_playground, draw_activation_bytes, draw_schedule, schedule_playground
+from .playgrounds import (
+    activation_playground,
+    budget_playground,
+    draw_activation_bytes,
+    draw_budget,
+    draw_schedule,
+    schedule_playground,
+)
 from .said import what_you_may_have_read
 from .tables import Table, claims, compare, predictions, table
 from .workers import ddp_bytes
@@ -29,6 +37,7 @@ __all__ = [
     "Table",
     "about_this_machine",
     "activation_playground",
+    "budget_playground",
     "category_label",
     "category_look",
     "claims",
@@ -36,6 +45,7 @@ __all__ = [
     "course_map",
     "ddp_bytes",
     "draw_activation_bytes",
+    "draw_budget",
     "draw_schedule",
     "figure",
     "language",
@@ -48,6 +58,7 @@ __all__ = [
     "table",
     "text",
     "timelines",
+    "waterfall_picture",
     "what_you_may_have_read",
     *exercises.__all__,
 ]

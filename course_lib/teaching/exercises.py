@@ -831,4 +831,114 @@ def check_grouped_bytes(answer: Any) -> Verdict:
 
 
 # Everything public in here, so that a new check needs no second entry elsewhere.
+
+
+# Lesson 07 ------------------------------------------------------------------------------------------------------------
+
+
+def check_forty_megabytes(recipe: Any) -> Verdict:
+    """Lesson 07: the small decoder within 40 MB, with no more FLOPs than plain, and nothing moved."""
+    hint = (
+        "The plain step keeps the activations of 8 sequences at once. Need it?",
+        "普通的一步同时留着 8 个序列的激活值。有必要吗？",
+    )
+    return _check_recipe(recipe, 40_000_000, hint, most_flops=1.0, moves=False)
+
+
+def check_fourteen_megabytes(recipe: Any) -> Verdict:
+    """Lesson 07: the small decoder within 14 MB, nothing moved."""
+    hint = (
+        "One sequence at a time is not enough: attention and layers must forget too.",
+        "一次一个序列还不够：注意力和各层也得会忘。",
+    )
+    return _check_recipe(recipe, 14_000_000, hint, moves=False)
+
+
+def check_eleven_megabytes(recipe: Any) -> Verdict:
+    """Lesson 07: the small decoder within 11 MB."""
+    hint = (
+        "Start from your recipe for 14 MB and try `offload_optimizer` from 0 to 1. More is not always less.",
+        "从 14 MB 的配方出发，把 `offload_optimizer` 从 0 试到 1。卸载得多，不一定占得少。",
+    )
+    return _check_recipe(recipe, 11_000_000, hint)
+
+
+def check_beats_the_lesson(recipe: Any) -> Verdict:
+    """Lesson 07: the large decoder within 550 MB, at a lower price than the lesson's recipe."""
+    from course_lib.budget import RATES, Recipe, estimate
+    from course_lib.models import Decoder, random_tokens
+
+    def make_model():
+        return Decoder(vocabulary=8192, hidden=640, heads=40, layers=19, sequence=384)
+
+    hint = (
+        "The last layer is recomputed right after its forward pass. Which `checkpoint` leaves the last piece alone?",
+        "最后一层刚做完前向就要再算一遍。哪一种 `checkpoint` 让最后一段不必再算？",
+    )
+    verdict, found = _estimated(recipe, make_model, lambda: random_tokens(2, 384, 8192), 550_000_000, hint)
+    if found is None:
+        return verdict
+    lesson = Recipe(attention="flash", checkpoint="layers", in_backward=True, offload_optimizer=1.0)
+    price = RATES["laptop"].seconds(estimate(make_model, lambda: random_tokens(2, 384, 8192), lesson))
+    yours = RATES["laptop"].seconds(found)
+    prices = f"{yours:.3f} s : {price:.3f} s"
+    if yours >= price:
+        return Verdict(False, (f"It fits, but is not cheaper: {prices}.", f"装得下，但并不更便宜：{prices}。"), hint)
+    peak = f"{found.peak_bytes / 1e6:,.1f} MB, {prices}"
+    return Verdict(True, (f"Right: {peak}.", f"正确：{peak}。"))
+
+
+def _check_recipe(
+    recipe: Any, budget: int, hint: Pair, *, most_flops: float | None = None, moves: bool = True
+) -> Verdict:
+    """Whether the small decoder of lesson 07 fits the budget by this recipe, in fp32 with Adam."""
+    from course_lib.budget import Recipe, estimate
+    from course_lib.models import Decoder, random_tokens
+
+    def make_model():
+        return Decoder(vocabulary=1024, hidden=128, heads=8, layers=2, sequence=256)
+
+    def make_batch():
+        return random_tokens(8, 256, 1024)
+
+    verdict, found = _estimated(recipe, make_model, make_batch, budget, hint)
+    if found is None:
+        return verdict
+    if not moves and found.moved_bytes:
+        moved = f"{found.moved_bytes / 1e6:,.1f} MB"
+        return Verdict(False, (f"It fits, but moves {moved}.", f"装得下，但搬运了 {moved}。"), hint)
+    if most_flops is not None:
+        ratio = found.flops / estimate(make_model, make_batch, Recipe()).flops
+        if ratio > most_flops:
+            message = f"It fits, but takes {ratio:.3f} times the FLOPs.", f"装得下，但 FLOPs 是原来的 {ratio:.3f} 倍。"
+            return Verdict(False, message, hint)
+    peak = f"{found.peak_bytes / 1e6:,.1f} MB"
+    return Verdict(True, (f"Right: {peak}.", f"正确：{peak}。"))
+
+
+def _estimated(recipe: Any, make_model: Any, make_batch: Any, budget: int, hint: Pair) -> tuple[Verdict, Any]:
+    """The estimate of a recipe that fits, or None and a verdict that says why there is none."""
+    from course_lib.budget import Recipe, estimate
+
+    if recipe is None or recipe is ...:
+        return Verdict(False, ("Not answered yet.", "还没有作答。"), hint), None
+    if not isinstance(recipe, Recipe):
+        kind = type(recipe).__name__
+        return Verdict(
+            False, (f"A `Recipe` is wanted; this is a `{kind}`.", f"需要一个 `Recipe`，这里是 `{kind}`。"), hint
+        ), None
+    plain = Recipe()
+    if (recipe.precision, recipe.optimizer) != (plain.precision, plain.optimizer):
+        message = "Precision and optimizer stay: fp32 and Adam.", "精度和优化器不许变：fp32 和 Adam。"
+        return Verdict(False, message, hint), None
+    try:
+        found = estimate(make_model, make_batch, recipe)
+    except Exception as error:
+        return Verdict(False, (f"It cannot be estimated: {error}.", f"无法估计：{error}。"), hint), None
+    if found.peak_bytes > budget:
+        peaks = f"{found.peak_bytes / 1e6:,.1f} MB > {budget / 1e6:,.0f} MB"
+        return Verdict(False, (f"It does not fit: {peaks}.", f"装不下：{peaks}。"), hint), None
+    return Verdict(True, ("", "")), found
+
+
 __all__ = ["Verdict", "expect_number", *sorted(name for name in globals() if name.startswith("check_"))]

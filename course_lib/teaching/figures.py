@@ -259,6 +259,43 @@ def schedule_pictures(
     return shown_once(drawn)
 
 
+def waterfall_picture(
+    names: Sequence[str | tuple[str, str]],
+    estimates: Sequence[Any],
+    measured: Sequence[int],
+    budget_bytes: int,
+    *,
+    title: tuple[str, str] | str,
+) -> "Figure":
+    """From the plain step to a recipe: predicted peaks as stacked bars with their price, measured ones as points.
+
+    Args:
+        names: of the steps.
+        estimates: a `course_lib.budget.Estimate` of each.
+        measured: peak of each, bytes.
+        budget_bytes: drawn as a line.
+    """
+    from course_lib.budget import waterfall
+
+    drawn, ax = figure(title, height=4.6)
+    labels = {name: label(words) for name, words in _CATEGORY_NAMES.items()}
+    labels |= {"measured": text("measured", "实测"), "budget": text("budget", "预算")}
+    shown = [label(name, separator="\n") for name in names]
+    waterfall(estimates, measured=measured, budget_bytes=budget_bytes, names=shown, labels=labels, ax=ax)
+    ax.grid(False)
+    peaks = [f"{estimate.peak_bytes / 1e6:,.0f}" for estimate in estimates]
+    pairs = [(name, name) if isinstance(name, str) else name for name in names]
+    drawn.course_alt = (
+        "Peaks in MB, predicted and measured: "
+        + ", ".join(f"{en} {peak}" for (en, _), peak in zip(pairs, peaks, strict=True))
+        + f"; the budget is {budget_bytes / 1e6:,.0f}.",
+        "峰值（MB），预测与实测一致："
+        + "，".join(f"{zh} {peak}" for (_, zh), peak in zip(pairs, peaks, strict=True))
+        + f"；预算为 {budget_bytes / 1e6:,.0f}。",
+    )
+    return shown_once(drawn)
+
+
 def shown_once(drawn: "Figure") -> "Figure":
     """Close a figure in a notebook, which else shows it twice: as the value of the cell and as an open figure."""
     import matplotlib

@@ -6,7 +6,11 @@ from .figures import COLORS, figure, shown_once
 from .languages import text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.figure import Figure
+
+    from course_lib.budget import Estimate
 
 
 def _widgets_and_display():
@@ -102,6 +106,51 @@ def draw_schedule(budget: int = 200) -> "Figure":
             f"预算 {budget} MB，时间多花 {100 * extra:.0f} %",
         )
     return schedule_pictures({("optimal", "最优"): schedule}, chain, title=title, panel_height=2.2)
+
+
+def draw_budget(estimates: "Sequence[Estimate]", budget: int = 30) -> "Figure":
+    """Recipes by peak and seconds, and a budget: those to its left fit, and the cheapest of them is named.
+
+    Args:
+        estimates: of `course_lib.budget.estimate`.
+        budget: MB.
+    """
+    from course_lib.budget import RATES
+
+    rates = RATES["laptop"]
+    points = [(e.peak_bytes / 1e6, rates.seconds(e), e) for e in estimates]
+    fitting = sorted((point for point in points if point[0] <= budget), key=lambda point: (point[1], point[0]))
+    if fitting:
+        best = str(fitting[0][2].recipe)
+        title = f"{budget} MB: {len(fitting)} fit; {best}", f"{budget} MB：装得下 {len(fitting)} 个；{best}"
+    else:
+        least = min(points)[0]
+        title = f"{budget} MB: none fits, the least is {least:.1f}", f"{budget} MB：都装不下，最小的要 {least:.1f}"
+    drawn, ax = figure(title, height=3.4)
+    for inside, color, name in (
+        (True, COLORS["measured"], text("fits", "装得下")),
+        (False, COLORS["input"], text("does not fit", "装不下")),
+    ):
+        some = [point for point in points if (point[0] <= budget) == inside]
+        ax.plot([x for x, *_ in some], [y for _, y, _ in some], "o" if inside else "x", color=color, label=name)
+    if fitting:
+        ax.plot(*fitting[0][:2], "o", markersize=13, markerfacecolor="none", markeredgecolor="black")
+    ax.axvline(budget, color="black", linestyle="--", linewidth=1)
+    ax.set(xscale="log", xlabel=text("peak, MB", "峰值，MB"), ylabel=text("seconds, laptop", "秒，笔记本电脑"))
+    ax.legend(loc="upper right")
+    return shown_once(drawn)
+
+
+def budget_playground(estimates: "Sequence[Estimate]"):
+    """`draw_budget` behind a slider; needs a running kernel. Without Jupyter it says so in a line."""
+    if not (found := _widgets_and_display()):
+        return
+    widgets, display = found
+
+    def draw(budget: int) -> None:
+        display(draw_budget(estimates, budget))
+
+    widgets.interact(draw, budget=widgets.IntSlider(30, 10, 110, 1, description="MB", continuous_update=False))
 
 
 def schedule_playground():

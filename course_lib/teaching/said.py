@@ -225,6 +225,46 @@ _CLAIMS = {
             ("Its memory is. FLOPs stay quadratic.", "线性的是内存。FLOPs 仍是平方级。"),
         ),
     ),
+    "07": (
+        (
+            ("Accumulation always lowers the peak.", "梯度累积总能降低峰值。"),
+            ("checkpointed layers, then two micro-batches on top", "每层一个检查点，再加两个微批次"),
+            (
+                "Not where activations are small already: it keeps a full set of gradients.",
+                "激活值已经很小时不行：它要留着一整套梯度。",
+            ),
+        ),
+        (
+            ("Savings add up.", "节省可以相加。"),
+            ("flash alone, checkpoints alone, both", "单用 flash、单用检查点、两样合用"),
+            (
+                "They shrink the same activations, and then something else is the peak.",
+                "两者缩小的是同样的激活值，之后撑起峰值的就是别的了。",
+            ),
+        ),
+        (
+            (
+                "Training 7 B with Adam takes 112 GB, 16 bytes a parameter.",
+                "用 Adam 训练 70 亿参数要 112 GB，每个参数 16 字节。",
+            ),
+            ("peak on the device, state on the host, steps in backward", "设备上的峰值，状态在主机，反向中更新"),
+            (
+                "On one device, all at once. Somewhere the state must be, and copies take their time.",
+                "这是全放在一台设备上的数。状态总得放在某处，拷贝也要花时间。",
+            ),
+        ),
+        (
+            ("FlashAttention does fewer FLOPs.", "FlashAttention 的 FLOPs 更少。"),
+            (
+                "FLOPs of the step with flash over plain, 384 tokens",
+                "384 个 token，用 flash 的一步与普通一步的 FLOPs 之比",
+            ),
+            (
+                "Backward computes the scores again. It saves bytes moved, and tiles that are masked as a whole.",
+                "反向要重算分数。它省的是搬运的字节；只有存在整块被遮住的分块时，才能跳过计算。",
+            ),
+        ),
+    ),
 }
 
 

@@ -1,0 +1,708 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 7 Given a byte budget, which of all these, and how much of each? / 给定字节预算，该用哪几样，各用多少？
+#
+# <div lang="en">
+#
+# This decoder has 99 million parameters. One plain training step, on two sequences, needs 2,793 MB. You have 550.
+#
+# Six lessons have given you attention that forgets, checkpoints, schedules, offload and micro-batches. Each has its price. Which ones do you need, and which only look as if they help?
+#
+# </div>
+# <div lang="zh">
+#
+# 这个解码器有 9900 万个参数。对两个序列做一个普通的训练步，要 2,793 MB。你只有 550 MB。
+#
+# 前六课给了你会忘的注意力、检查点、调度、卸载和微批次，各有各的代价。你需要哪几样？哪几样只是看起来有用？
+#
+# </div>
+
+# %%
+from course_lib.teaching import language
+
+language()
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Goals** (90 minutes). Predict the peak of a whole training step before running it. Combine techniques, and know why their savings don't add up. Meet a budget that the plain step misses by five times. Say what a single device of 24, 80 or 141 GB can train.
+#
+# **What to know before**: lessons 01 to 06.
+#
+# </div>
+# <div lang="zh">
+#
+# **目标**（90 分钟）：在运行之前预测整个训练步的峰值；把几种技术合起来用，并知道节省为什么不能直接相加；在普通做法超出五倍的预算里完成训练；说出一台 24、80 或 141 GB 的设备能训练什么。
+#
+# **预备知识**：第 01 课到第 06 课。
+#
+# </div>
+
+# %%
+import torch
+
+from course_lib.budget import RATES, InfeasibleBudget, Recipe, build, estimate, fit, run, train_step
+from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic
+from course_lib.models import Decoder, random_tokens
+from course_lib.teaching import predictions, table, text, waterfall_picture
+
+BUDGET = 550_000_000  # bytes
+
+
+def make_model():
+    return Decoder(vocabulary=8192, hidden=640, heads=40, layers=19, sequence=384)
+
+
+def make_batch():
+    return random_tokens(2, 384, 8192)  # two sequences of 384 tokens
+
+
+# %% [markdown]
+# ## 7.1 The plain step is stopped / 普通的一步被拦下
+#
+# <div lang="en">
+#
+# A meter with `budget_bytes` stops the operator that passes the budget. Let it watch the very first step, before Adam has any state.
+#
+# **Guess first:** where does it stop? In the forward pass, in the backward pass, in the optimizer? Which operator?
+#
+# </div>
+# <div lang="zh">
+#
+# 带 `budget_bytes` 的计量器会拦下让内存超出预算的那个算子。让它看着最初的一步，这时 Adam 还没有状态。
+#
+# **先猜**：它会停在哪里？前向、反向，还是优化器？是哪个算子？
+#
+# </div>
+
+# %%
+model, optimizer = build(make_model, Recipe())
+parameters = sum(p.numel() for p in model.parameters())
+try:
+    with MemoryMeter(model, optimizer, budget_bytes=BUDGET) as meter:
+        train_step(model, optimizer, make_batch(), Recipe())
+except MemoryBudgetExceeded as stopped:
+    print(f"{parameters:,} parameters, {len(meter.phases())} operators, in the {meter.phases()[-1]} pass:\n{stopped}")
+
+# %% [markdown]
+# <div lang="en">
+#
+# In the forward pass, before it has got far: a product with the scale of attention's scores. 396 MB are parameters; 140 MB were kept by the first layers and the operators before. Another 47 would be too many. Nothing is half done: no gradient is there, no parameter has changed. The step can be run again, with less.
+#
+# From the second step on it is worse. Then Adam's state is there before the first operator: parameters and state alone are 12 bytes a parameter, 1,188 MB, twice the budget. No checkpoint will help against that.
+#
+# </div>
+# <div lang="zh">
+#
+# 在前向，没走多远：停在注意力分数乘以缩放系数的那一步。396 MB 是参数，140 MB 是前几层和前面的算子留下的；再要 47 MB，就超了。没有留下半截的东西：没有梯度，参数也没有变。换个更省的做法，这一步还可以重来。
+#
+# 从第二步起就更糟了：第一个算子运行之前，Adam 的状态已经在那里。光是参数和状态，每个参数就要 12 字节，共 1,188 MB，是预算的两倍。对此，再多的检查点也没有用。
+#
+# </div>
+
+# %%
+[p.grad is None for p in model.parameters()].count(False), f"{12 * parameters / 1e6:,.0f} MB"
+
+# %% [markdown]
+# ## 7.2 Run it without running it / 不运行，也能先跑一遍
+#
+# <div lang="en">
+#
+# Symbolic tensors have shapes, dtypes and storages, but no memory (lesson 01). So the step itself can tell what it takes: let it run on such tensors, under the meter. Two steps, because Adam makes its state in the first one.
+#
+# </div>
+# <div lang="zh">
+#
+# 符号张量有形状、dtype 和存储，却不占内存（第 01 课）。所以这一步要多少内存，可以让它自己说：让它在计量器下用这样的张量跑一遍。跑两步，因为 Adam 在第一步里才建立状态。
+#
+# </div>
+
+# %%
+with symbolic():
+    shadow = make_model()
+    adam = torch.optim.AdamW(shadow.parameters(), foreach=False)
+    for _ in range(2):
+        with MemoryMeter(shadow, adam) as meter:
+            shadow.loss(make_batch()).backward()
+            adam.step()
+        adam.zero_grad()
+f"{meter.peak_bytes:,} bytes"
+
+# %% [markdown]
+# <div lang="en">
+#
+# That is the idea. The library's `estimate` does the same for any **recipe**: a value that says what a training step uses. `Recipe()` is the plain step.
+#
+# </div>
+# <div lang="zh">
+#
+# 思路就是这样。库里的 `estimate` 对任何**配方**都这么做。配方是一个值，写明一个训练步用了什么；`Recipe()` 就是普通的一步。
+#
+# </div>
+
+# %%
+plain = estimate(make_model, make_batch, Recipe())
+plain
+
+# %% [markdown]
+# <div lang="en">
+#
+# The two differ by 6,160 bytes: the batch, 2 × 385 numbers of 8 bytes, which `estimate` leaves out. The peak comes in the backward pass, at the first softmax that it meets: hardly any gradient is there yet, and all activations still are.
+#
+# </div>
+# <div lang="zh">
+#
+# 两个数差 6,160 字节：那是批次，2 × 385 个数，每个 8 字节，`estimate` 不计它。峰值出现在反向，落在它遇到的第一个 softmax 上：这时几乎还没有梯度，而激活值都还在。
+#
+# </div>
+
+# %% [markdown]
+# ## 7.3 Equal gradients first / 先看梯度是否相等
+#
+# <div lang="en">
+#
+# Before any claim of saving: do the recipes compute the same gradient? On a smaller decoder, against the gradient in float64. With SGD and a learning rate of 1, what a step subtracts is the gradient.
+#
+# </div>
+# <div lang="zh">
+#
+# 在说节省之前，先看各个配方算出的梯度是否相同。用一个小一些的解码器，与 float64 的梯度比较。用 SGD，学习率取 1，那么一步减去的就是梯度。
+#
+# </div>
+
+
+# %%
+def small():
+    return Decoder(vocabulary=256, hidden=256, heads=4, layers=3, sequence=128)
+
+
+tokens = random_tokens(8, 128, 256)
+exact = small().double()
+exact.loss(tokens).backward()
+wanted = torch.cat([p.grad.flatten() for p in exact.parameters()])
+
+
+def error(recipe):
+    model, optimizer = build(small, recipe, lr=1.0)
+    before = torch.cat([p.detach().flatten().double() for p in model.parameters()])
+    train_step(model, optimizer, tokens, recipe)
+    after = torch.cat([p.detach().flatten().double() for p in model.parameters()])
+    return float((before - after - wanted).norm() / wanted.norm())
+
+
+# %%
+sgd = {"optimizer": "sgd"}
+tested = [
+    Recipe(**sgd),
+    Recipe(**sgd, attention="flash"),
+    Recipe(**sgd, attention="flash", checkpoint="layers"),
+    Recipe(**sgd, attention="flash", checkpoint="layers", micro_batches=2),
+    Recipe(**sgd, attention="flash", checkpoint="layers", in_backward=True),
+    Recipe(**sgd, checkpoint="selective", head_chunk=64),
+    Recipe(**sgd, checkpoint="optimal", schedule_bytes=20_000_000),
+    Recipe(**sgd, checkpoint="layers", offload_activations=True),
+]
+table(
+    (("recipe", "配方"), ("error below 1e-5", "误差小于 1e-5")),
+    [(str(recipe), str(error(recipe) < 1e-5)) for recipe in tested],
+)
+
+# %% [markdown]
+# ## 7.4 One technique at a time / 一次加一样
+#
+# <div lang="en">
+#
+# Now to the budget. Add one technique at a time, in the order of the lessons' prices: flash attention, a checkpoint for every layer, micro-batches of one sequence. Then offload Adam's state, since nothing else touches it.
+#
+# **Guess first:** what does each save? Write down four numbers. The sum of your four and 550 MB should be 2,793 MB or more.
+#
+# </div>
+# <div lang="zh">
+#
+# 现在来对付预算。一次加一样，从便宜的开始：flash 注意力，每层一个检查点，每个微批次一个序列；最后卸载 Adam 的状态，因为别的都动不了它。
+#
+# **先猜**：每一样各省多少？写下四个数。四个数加上 550 MB，应当不少于 2,793 MB。
+#
+# </div>
+
+# %%
+forgetful = {"attention": "flash", "checkpoint": "layers"}
+steps = [
+    Recipe(),
+    Recipe(attention="flash"),
+    Recipe(**forgetful),
+    Recipe(**forgetful, micro_batches=2),
+    Recipe(**forgetful, micro_batches=2, offload_optimizer=1.0),
+]
+predicted = [plain, *(estimate(make_model, make_batch, recipe) for recipe in steps[1:])]
+
+
+# %%
+measured = [run(make_model, make_batch, recipe).meter.peak_bytes for recipe in steps]
+
+# %%
+names = [
+    ("plain", "普通"),
+    ("+ flash", "+ flash"),
+    ("+ checkpoints", "+ 检查点"),
+    ("+ micro-batches", "+ 微批次"),
+    ("+ state offloaded", "+ 卸载状态"),
+]
+predictions([(name, e.peak_bytes, found) for name, e, found in zip(names, predicted, measured, strict=True)], "bytes")
+
+# %% [markdown]
+# <div lang="en">
+#
+# Predicted to the byte. But look at the fourth row: the micro-batches made it *worse*, 1,652 MB instead of 1,627.
+#
+# Why? With checkpoints, activations are no longer what fills the peak: parameters, gradients and state are. With one piece, each gradient appears as the activations of its layer go; a full set is there only at the very end. With two pieces, the first one's gradients, all 396 MB of them, lie there while the second one runs.
+#
+# Nor do savings add up. Checkpoints alone save 1,061 MB, flash alone 888 MB; both together 1,167.
+#
+# </div>
+# <div lang="zh">
+#
+# 预测与实测一个字节也不差。但看第四行：加了微批次反而*更多*，1,652 MB，原来是 1,627 MB。
+#
+# 为什么？有了检查点，撑起峰值的不再是激活值，而是参数、梯度和状态。只有一份时，每个梯度出现之际，这一层的激活值正好离去；要到最后，才有一整套梯度。分成两份，则第二份运行时，第一份的梯度全都躺在那里，共 396 MB。
+#
+# 节省也不能相加。单用检查点省 1,061 MB，单用 flash 省 888 MB；两样合用，只省 1,167 MB。
+#
+# </div>
+
+# %%
+alone = estimate(make_model, make_batch, Recipe(checkpoint="layers"))
+[f"{(plain.peak_bytes - e.peak_bytes) / 1e6:,.0f} MB" for e in (alone, predicted[1], predicted[2])]
+
+# %% [markdown]
+# ## 7.5 Undo one, and arrive / 撤掉一样，就到了
+#
+# <div lang="en">
+#
+# With the state below, 891 MB are left, and 792 of them are parameters and gradients. So a full set of gradients must never exist. Micro-batches force one to exist: pieces must be added up before the step. Take them back, and let the optimizer step **inside** backward instead: each parameter is updated as soon as its gradient is there, and the gradient goes (lesson 05).
+#
+# </div>
+# <div lang="zh">
+#
+# 状态移到下一级之后，还剩 891 MB，其中 792 MB 是参数和梯度。所以，绝不能让一整套梯度同时存在。而微批次偏偏要求它存在：更新之前，各份的梯度必须先加起来。那就撤掉微批次，让优化器在反向**之中**更新：哪个参数的梯度一到，就更新哪个参数，梯度随即释放（第 05 课）。
+#
+# </div>
+
+# %%
+recipe = Recipe(**forgetful, in_backward=True, offload_optimizer=1.0)
+predicted.append(estimate(make_model, make_batch, recipe))
+within = run(make_model, make_batch, recipe, budget_bytes=BUDGET)
+measured.append(within.meter.peak_bytes)
+names.append(("micro-batches out, steps in backward", "撤微批次，反向中更新"))
+predictions([(names[-1], predicted[-1].peak_bytes, measured[-1])], "bytes")
+
+# %% [markdown]
+# <div lang="en">
+#
+# 521 MB, under a meter that would have stopped it at 550. The step that misses the budget by five times fits, with the same gradient. All the way, in one picture:
+#
+# </div>
+# <div lang="zh">
+#
+# 521 MB，而且是在超过 550 MB 就会拦下它的计量器之下跑完的。超出预算五倍的一步，装进去了，梯度不变。把整个过程画在一张图里：
+#
+# </div>
+
+# %%
+title = (
+    "From 2,793 to 521 MB: flash, checkpoints, state offloaded, steps in backward",
+    "从 2,793 MB 到 521 MB：flash、检查点、卸载状态、反向中更新",
+)
+drawn = waterfall_picture(names, predicted, measured, BUDGET, title=title)
+
+# %% [markdown]
+# ## 7.6 The price / 代价
+#
+# <div lang="en">
+#
+# FLOPs and bytes moved are exact. Seconds need a machine's rates, and even then they are a bound: as if every FLOP and every byte went at full speed, one after the other. On a laptop of 100 GFLOP/s and 1 GB/s:
+#
+# </div>
+# <div lang="zh">
+#
+# FLOPs 和搬运的字节数是精确的。要换算成秒，就得有机器的速率；即便如此，得到的也只是估计：假定每次运算、每个字节都以全速先后进行。对一台 100 GFLOP/s、1 GB/s 的笔记本电脑：
+#
+# </div>
+
+# %%
+table(
+    (("step", "做法"), ("TFLOPs", "TFLOPs"), ("GB moved", "搬运 GB"), ("seconds at these rates", "按此速率的秒数")),
+    [
+        (name, f"{e.flops / 1e12:.3f}", f"{e.moved_bytes / 1e9:.3f}", f"{RATES['laptop'].seconds(e):.2f}")
+        for name, e in zip(names, predicted, strict=True)
+    ],
+)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Flash attention takes 1 % more FLOPs here, not fewer: its backward pass computes the scores again, and with 384 tokens no tile lies wholly above the diagonal. The checkpoints cost 22 %. Adam's state, read and written in every step, moves 1.6 GB.
+#
+# </div>
+# <div lang="zh">
+#
+# 在这里，flash 注意力的 FLOPs 不是更少，而是多 1 %：它在反向时要把分数再算一遍，而 384 个 token 没有一块完全落在对角线之上。检查点多花 22 %。Adam 的状态每步读一遍写一遍，要搬 1.6 GB。
+#
+# </div>
+
+# %% [markdown]
+# ## 7.7 Let a search find it / 交给搜索
+#
+# <div lang="en">
+#
+# `fit` looks for all recipes that fit a budget and sorts them by price. It does not try every combination: what holds too many bytes from the start is passed over, and so is what adds to a recipe that fits already; micro-batches are found by bisection. To keep it quick, a smaller decoder; its plain step takes 101 MB, and the budget is 20.
+#
+# </div>
+# <div lang="zh">
+#
+# `fit` 找出装得进预算的全部配方，按代价排序。它并不逐一尝试所有组合：一开始就占得太多的，跳过；在已经装得下的配方上再加东西的，也跳过；微批次数用二分法找。为了快些，用一个小一点的解码器：它普通的一步要 101 MB，预算是 20 MB。
+#
+# </div>
+
+
+# %%
+def make_sister():
+    return Decoder(vocabulary=1024, hidden=128, heads=8, layers=2, sequence=256)
+
+
+def sister_batch():
+    return random_tokens(8, 256, 1024)
+
+
+found = fit(make_sister, sister_batch, 20_000_000, progress=False)
+found
+
+# %% [markdown]
+# <div lang="en">
+#
+# A budget below the least possible is refused, and the error says what the least is:
+#
+# </div>
+# <div lang="zh">
+#
+# 低于最小可能值的预算会被拒绝，错误信息会说出最小是多少：
+#
+# </div>
+
+# %%
+candidates = [Recipe(**forgetful, micro_batches=8, offload_optimizer=f) for f in (0.0, 0.5, 1.0)]
+try:
+    fit(make_sister, sister_batch, 5_000_000, recipes=candidates, progress=False)
+except InfeasibleBudget as refused:
+    print(refused)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Move the budget and see which of 24 recipes fit, and which of those is the cheapest.
+#
+# </div>
+# <div lang="zh">
+#
+# 移动预算，看 24 个配方里哪些装得下，其中哪个最便宜。
+#
+# </div>
+
+# %%
+tried = [
+    estimate(make_sister, sister_batch, Recipe(attention=attention, checkpoint=checkpoint, micro_batches=m))
+    for attention in ("standard", "flash")
+    for checkpoint in ("none", "selective", "layers")
+    for m in (1, 2, 4, 8)
+]
+
+# %%
+from course_lib.teaching import budget_playground
+
+budget_playground(tried)
+
+# %% [markdown]
+# ## 7.8 Seven and seventy billion / 七十亿与七百亿
+#
+# <div lang="en">
+#
+# The same functions on models that no machine here could hold: a decoder of 7 billion parameters (6.6 billion, exactly) and one of 70 billion (64.7 billion), bf16 with fp32 masters, Adam, one sequence of 4096 tokens. What is offloaded goes to the host's memory.
+#
+# **Guess first:** what is the smallest device that trains the smaller one? And the larger?
+#
+# </div>
+# <div lang="zh">
+#
+# 同样的函数，用在这里任何机器都装不下的模型上：一个 70 亿参数的解码器（确切说是 66 亿），一个 700 亿的（647 亿），bf16 加 fp32 主权重，Adam，一个 4096 个 token 的序列。卸载的东西去主机内存。
+#
+# **先猜**：能训练小的那个，设备最小要多大？大的呢？
+#
+# </div>
+
+
+# %%
+def large(hidden, layers):
+    return lambda: Decoder(vocabulary=32000, hidden=hidden, heads=hidden // 128, layers=layers, sequence=4096)
+
+
+forgetful = {"precision": "bf16", "attention": "flash", "checkpoint": "layers"}
+ways = {
+    ("plain", "普通"): Recipe(precision="bf16"),
+    ("flash, checkpoints", "flash、检查点"): Recipe(**forgetful),
+    ("+ state on the host", "+ 状态在主机"): Recipe(**forgetful, offload_optimizer=1.0),
+    ("+ steps in backward", "+ 反向中更新"): Recipe(**forgetful, offload_optimizer=1.0, in_backward=True),
+}
+sizes = {"7 B": large(4096, 32), "70 B": large(8192, 80)}
+
+# %%
+rows = {
+    (size, name): estimate(make, lambda: random_tokens(1, 4096, 32000), way, tier="host")
+    for size, make in sizes.items()
+    for name, way in ways.items()
+    if size == "7 B" or way.in_backward
+}
+
+
+# %%
+def on(device_bytes, e):
+    return "✓" if e.peak_bytes <= device_bytes else "–"
+
+
+columns = ("model", "模型"), ("recipe", "配方"), ("peak, GB", "峰值，GB"), "24 GB", "80 GB", "141 GB"
+columns += ("GB moved", "搬运 GB"), ("seconds, H100", "秒，H100")
+table(
+    columns,
+    [
+        (size, name, f"{e.peak_bytes / 1e9:.1f}", *(on(n * 10**9, e) for n in (24, 80, 141)),
+         f"{e.moved_bytes / 1e9:.0f}", f"{RATES['H100'].seconds(e):.2f}")
+        for (size, name), e in rows.items()
+    ],
+)  # fmt: skip
+
+# %% [markdown]
+# <div lang="en">
+#
+# 7 billion parameters train on a device of 24 GB, with 79 GB of state in the host's memory and 26 GB moved in every step. 70 billion, 129 GB of parameters alone, train on one of 141 GB: 137 GB at the peak.
+#
+# Can, not should. At the rates of the H100's datasheet, copying takes two thirds of the step; and one sequence a step is little. Nothing here counts workspace, the allocator's rounding or fragmentation: 137 of 141 GB leaves them 3 %. A larger batch spreads the copies over more tokens; lesson 08 spreads the bytes over more devices.
+#
+# </div>
+# <div lang="zh">
+#
+# 70 亿参数可以在一台 24 GB 的设备上训练，状态有 79 GB 放在主机内存里，每步搬运 26 GB。700 亿参数，光参数就有 129 GB，可以在一台 141 GB 的设备上训练：峰值 137 GB。
+#
+# 是能，不是该。按 H100 数据手册上的速率，一步有三分之二的时间在拷贝；而且一步只有一个序列，太少了。这里也没有算工作区、分配器的取整和碎片：141 GB 用掉 137 GB，只给它们留下 3 %。批次大一些，拷贝就能摊到更多 token 上；第 08 课则把字节摊到更多设备上。
+#
+# </div>
+
+# %%
+last = rows["70 B", ("+ steps in backward", "+ 反向中更新")]
+copying = last.moved_bytes / RATES["H100"].link_bytes / RATES["H100"].seconds(last)
+state = (rows["7 B", ("flash, checkpoints", "flash、检查点")]).at_peak["optimizer"]
+f"{100 * copying:.0f} %, {state / 1e9:.0f} GB, {100 * (1 - last.peak_bytes / 141e9):.0f} %"
+
+# %% [markdown]
+# <div lang="en">
+#
+# Outside a notebook the same search is a command:
+#
+# `python -m course_lib.budget --parameters 7e9 --sequence 4096 --batch 8 --budget 80GiB`
+#
+# It prints what fits and what the best takes; `--plot out.png` draws the way there.
+#
+# </div>
+# <div lang="zh">
+#
+# 在 notebook 之外，同样的搜索是一条命令：
+#
+# `python -m course_lib.budget --parameters 7e9 --sequence 4096 --batch 8 --budget 80GiB`
+#
+# 它打印哪些配方装得下、最好的一个占多少；`--plot out.png` 画出一路走来的过程。
+#
+# </div>
+
+# %% [markdown]
+# ## 7.9 What you may have read / 你可能读到过的说法
+#
+# <div lang="en">
+#
+# Four claims, with what this lesson measured.
+#
+# </div>
+# <div lang="zh">
+#
+# 四条说法，以及本课的测量结果。
+#
+# </div>
+
+# %%
+from course_lib.teaching import what_you_may_have_read
+
+savings = [plain.peak_bytes - e.peak_bytes for e in (predicted[1], alone, predicted[2])]
+seven = rows["7 B", ("+ steps in backward", "+ 反向中更新")]
+what_you_may_have_read(
+    "07",
+    f"{measured[2] / 1e6:,.0f} → {measured[3] / 1e6:,.0f} MB",
+    f"{savings[0] / 1e6:,.0f} + {savings[1] / 1e6:,.0f} → {savings[2] / 1e6:,.0f} MB",
+    f"{seven.peak_bytes / 1e9:.1f} GB, {seven.moved_bytes / 1e9:.0f} GB {text('moved', '搬运')}",
+    f"{predicted[1].flops / plain.flops:.3f}",
+)
+
+# %% [markdown]
+# ## 7.10 On a GPU / 在 GPU 上
+#
+# <div lang="en">
+#
+# There the allocator keeps its own books: it rounds up, and operators take workspace. The experiment runs three recipes and compares the estimate with what the allocator saw. If you have a GPU, this cell measures now.
+#
+# </div>
+# <div lang="zh">
+#
+# 在 GPU 上，分配器有自己的账：它会取整，算子还要工作区。这个实验运行三个配方，把估计值与分配器所见比较。有 GPU 时，这个单元格会现场测量。
+#
+# </div>
+
+# %% tags=["nbval-ignore-output", "shows-device"]
+from course_lib.teaching import on_gpu
+
+on_gpu("07")
+
+# %% [markdown]
+# ## 7.11 Exercises / 练习
+#
+# <div lang="en">
+#
+# **Exercise 1.** The smaller decoder of 7.7, 8 sequences, and 40 MB. Find a recipe that fits and takes no more FLOPs than the plain step, moving nothing. Put it into `recipe`; the check estimates it.
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 1。** 7.7 节的小解码器，8 个序列，40 MB。找一个装得下的配方，FLOPs 不多于普通的一步，也不搬运任何字节。把它写进 `recipe`，检查会做估计。
+#
+# </div>
+
+# %%
+recipe = None  # Recipe(...)
+
+from course_lib.teaching import exercises
+
+exercises.check_forty_megabytes(recipe)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+# Micro-batches cost nothing in FLOPs.
+exercises.check_forty_megabytes(Recipe(micro_batches=4))
+### END SOLUTION
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Exercise 2.** Now 14 MB, again without moving anything.
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 2。** 换成 14 MB，仍然不许搬运。
+#
+# </div>
+
+# %%
+recipe = None  # Recipe(...)
+exercises.check_fourteen_megabytes(recipe)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+# Parameters, gradients and state take 9.0 MB; a sequence at a time, with checkpoints, fits in the rest.
+exercises.check_fourteen_megabytes(Recipe(attention="flash", checkpoint="layers", micro_batches=8))
+### END SOLUTION
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Exercise 3.** And 11 MB, with anything you like. Careful: what is offloaded comes up page by page, and a page takes room too.
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 3。** 再换成 11 MB，用什么都行。小心：卸载的东西是一页一页取上来的，一页也要占地方。
+#
+# </div>
+
+# %%
+recipe = None  # Recipe(...)
+exercises.check_eleven_megabytes(recipe)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+# Half of the state below is enough. All of it gains little: each page of it must come up for the optimizer's step.
+half = {"offload_optimizer": 0.5, "micro_batches": 8}
+exercises.check_eleven_megabytes(Recipe(attention="flash", checkpoint="layers", **half))
+### END SOLUTION
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Exercise 4.** Beat the lesson. For the large decoder and 550 MB, 7.5 found a recipe of 0.615 TFLOPs and 1.585 GB moved. Find one that fits and costs less at the laptop's rates. (`fit` misses it too. Hint: which layer need not be computed again?)
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 4。** 胜过本课。对大的解码器和 550 MB，7.5 节找到的配方要 0.615 TFLOPs，搬运 1.585 GB。找一个装得下的，按笔记本电脑的速率代价更小。（`fit` 也漏掉了它。提示：哪一层不必再算一遍？）
+#
+# </div>
+
+# %%
+recipe = None  # Recipe(...)
+exercises.check_beats_the_lesson(recipe)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+# One segment a layer: as with a checkpoint a layer, but the last one, whose backward comes first, is not recomputed.
+cheaper = Recipe(attention="flash", checkpoint="segments", segments=19, in_backward=True, offload_optimizer=1.0)
+exercises.check_beats_the_lesson(cheaper)
+### END SOLUTION
+
+# %% [markdown]
+# ## 7.12 Summary / 小结
+#
+# <div lang="en">
+#
+# - A step's peak can be known to the byte without taking any: run the step on symbolic tensors.
+# - Look at what fills the peak before you choose. Checkpoints and flash shrink activations; offload shrinks state; stepping in backward removes gradients. Nothing shrinks parameters but fewer bits, or more devices.
+# - Savings don't add up, and one can undo another: micro-batches keep a full set of gradients.
+# - Every saving has a price in FLOPs or bytes moved, and a machine's rates say which is dearer.
+# - What fits need not be worth it: 70 billion parameters fit on one device, and spend two thirds of each step copying.
+#
+# **Next:** lesson 08, beyond one device (in preparation).
+#
+# </div>
+# <div lang="zh">
+#
+# - 一步的峰值不必占用内存就能知道，精确到字节：让这一步在符号张量上跑一遍。
+# - 先看是什么撑起了峰值，再做选择。检查点和 flash 缩小激活值，卸载移走状态，在反向之中更新去掉梯度。参数则什么也缩不了，除非减少位数，或者增加设备。
+# - 节省不能相加，一样还可能抵消另一样：微批次要留着一整套梯度。
+# - 每一处节省都有代价，不是 FLOPs，就是搬运的字节；哪个更贵，由机器的速率决定。
+# - 装得下不等于值得：700 亿参数装得进一台设备，而每一步三分之二的时间花在拷贝上。
+#
+# **下一步**：第 08 课，不止一台设备（编写中）。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Sources.** The techniques' own are in lessons 01 to 06. Rates: NVIDIA's datasheets of the A100, H100 and H200 and its Ada whitepaper, dense figures; PCIe 4.0 and 5.0, 16 lanes, one direction. Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes a parameter); Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (optimizer on the host); Lv et al. 2023, *LOMO*, arXiv:2306.09782 (steps in backward).
+#
+# </div>
+# <div lang="zh">
+#
+# **出处。** 各项技术的出处见第 01 到 06 课。速率：NVIDIA 的 A100、H100、H200 数据手册和 Ada 白皮书，取稠密算力；PCIe 4.0 和 5.0，16 通道，单向。Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（每个参数 16 字节）；Ren et al. 2021，*ZeRO-Offload*，arXiv:2101.06840（优化器在主机上）；Lv et al. 2023，*LOMO*，arXiv:2306.09782（在反向之中更新）。
+#
+# </div>
