@@ -804,12 +804,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             item.give_back(self._overlap)
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """What of the state and of the master weights is on the parameters' devices; a `MemoryMeter` asks."""
-        for p, item in self._items.items():
+        """Master weights and state that are where their parameters are, and not below: what a meter should count."""
+        for item in self._items.values():
             if not item.on_host:
-                yield from (value for value in self._base.state.get(item.master, {}).values() if _is_large(value))
-                if item.master is not p:
+                if item.master is not item.p:
                     yield item.master
+                yield from (x for x in self._base.state.get(item.master, {}).values() if isinstance(x, Tensor))
 
     # ---- on a CPU: chunks of state, paged through memory
 

@@ -443,6 +443,60 @@ def test_symbolic_tensors_take_the_same_peak():
     assert counted == peak()
 
 
+OUTLINED = [  # batch, heads, kv_heads, n_q, n_k, d, causal, blocks
+    (2, 4, 4, 64, 64, 8, True, (16, 16)),
+    (2, 4, 2, 64, 64, 8, True, (16, 16)),
+    (1, 4, 4, 300, 300, 16, True, (16, 64)),
+    (1, 4, 1, 300, 300, 16, False, (48, 32)),
+    (2, 3, 3, 2048, 2048, 64, True, (None, None)),
+    (1, 4, 2, 2100, 2100, 64, True, (None, None)),
+    (1, 2, 2, 700, 900, 64, True, (128, 128)),
+    (1, 2, 2, 900, 700, 64, True, (128, 64)),
+    (1, 3, 3, 600, 1300, 16, True, (None, None)),
+    (1, 12, 12, 1024, 1024, 64, False, (None, None)),
+    (3, 2, 1, 50, 70, 8, True, (None, None)),
+    (1, 6, 6, 130, 90, 8, True, (32, 32)),
+    (3, 7, 7, 200, 200, 32, True, (None, 50)),
+    (1, 1, 1, 5, 5, 4, True, (2, 2)),
+    (1, 1, 1, 1, 40, 4, True, (8, 8)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "layout"), [(torch.float32, "as in a model"), (torch.bfloat16, "contiguous")])
+@pytest.mark.parametrize("sizes", OUTLINED, ids=str)
+def test_the_outline_for_symbolic_tensors_takes_the_bytes_and_flops_of_all_tiles(sizes, dtype, layout):
+    batch, heads, kv_heads, n_q, n_k, d, causal, (block_q, block_k) = sizes
+
+    def taken(backend):
+        with symbolic():
+
+            def make(count, n):
+                if layout == "as in a model":
+                    return torch.empty(batch, n, 3, count, d, dtype=dtype).permute(2, 0, 3, 1, 4)[0].requires_grad_()
+                return torch.empty(batch, count, n, d, dtype=dtype, requires_grad=True)
+
+            q, k, v = make(heads, n_q), make(kv_heads, n_k), make(kv_heads, n_k)
+            peaks = []
+            with FlopCounterMode(display=False) as counter:
+                o = flash_attention(q, k, v, causal=causal, block_q=block_q, block_k=block_k, backend=backend)
+                forward = counter.get_total_flops()
+                o.sum().backward()
+            for backwards in (False, True):
+                with MemoryMeter() as meter:
+                    o = flash_attention(q, k, v, causal=causal, block_q=block_q, block_k=block_k, backend=backend)
+                    if backwards:
+                        o.transpose(1, 2).reshape(batch, n_q, heads * d).sum().backward()
+                        q.grad = k.grad = v.grad = None
+                peaks.append(meter.peak_bytes)
+                peaks.append(meter.live_bytes)
+                del o
+            return forward, counter.get_total_flops(), peaks, len(meter.timeline)
+
+    (*outline, short), (*tiles, long) = taken("auto"), taken("torch")
+    assert outline == tiles
+    assert short <= long + 25
+
+
 # ---- costs
 
 

@@ -18,9 +18,17 @@ from torch.nn.utils import parametrizations, parametrize
 
 import course_lib.checkpoint as ours
 from course_lib import offload
-from course_lib.memory import MemoryMeter, saved_tensors
+from course_lib.memory import MemoryMeter, saved_tensors, symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens
-from course_lib.offload import DiskStore, HostStore, OffloadedOptimizer, Prefetcher, StoreFull, offload_activations
+from course_lib.offload import (
+    DiskStore,
+    HostStore,
+    OffloadedOptimizer,
+    Prefetcher,
+    StoreFull,
+    SymbolicStore,
+    offload_activations,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -720,6 +728,85 @@ def test_the_bytes_of_the_state_leave_memory():
     mixed = OffloadedOptimizer(low.parameters(), torch.optim.Adam)
     assert held(mixed, low) < 100
     assert mixed.store.used_bytes == 12 * count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("fraction", "prefetch"), [(0.0, 0), (0.5, 1), (1.0, 2)])
+def test_a_symbolic_store_counts_what_a_file_counts(fraction, prefetch, dtype):
+    def moved(store):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            net, x = deep_mlp(6, 64), torch.randn(128, 64)
+        finally:
+            torch.set_default_dtype(before)
+        optimizer = OffloadedOptimizer(net.parameters(), fraction=fraction, store=store, lr=0.1)
+        found = []
+        for _ in range(3):
+            with offload_activations(store, min_bytes=1, prefetch=prefetch, keep=[net]):
+                loss = net(x).square().sum()
+            loss.backward()
+            with MemoryMeter(net, optimizer) as meter:
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((copy.copy(store.stats), store.used_bytes, meter.entry_bytes, meter.peak_bytes))
+        return found
+
+    with DiskStore() as store:
+        real = moved(store)
+    with symbolic():
+        guess = moved(SymbolicStore())
+    assert guess == real
+    assert real[-1][0].bytes_down > 0 and real[-1][0].bytes_up > 0
+
+
+def test_a_symbolic_step_offloads_to_a_symbolic_store_of_its_own():
+    with symbolic():
+        net, x = deep_mlp(3, 512), torch.randn(1024, 512)
+        optimizer = OffloadedOptimizer(net.parameters(), lr=0.1)
+        with offload_activations(keep=[net]):
+            loss = net(x).sum()
+        loss.backward()
+        optimizer.step()
+    assert type(optimizer.store) is SymbolicStore
+    assert optimizer.store.stats.bytes_down == 8 * sum(p.numel() for p in net.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_a_meter_counts_masters_and_state_that_stay(fraction, dtype):
+    net = deep_mlp(4, 64).to(dtype)
+    optimizer = OffloadedOptimizer(net.parameters(), fraction=fraction, lr=0.1)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    with MemoryMeter(net, optimizer) as meter:
+        pass
+    each, wanted = 8 if dtype == torch.float32 else 12, fraction * sum(p.numel() for p in net.parameters())
+    stays = 0
+    for p in sorted(net.parameters(), key=lambda p: -p.numel()):
+        stays += 4 + (each * p.numel() if wanted <= 0 else 0)  # a step count stays of every parameter
+        wanted -= p.numel()
+    assert meter.at_peak()["optimizer"] == stays
+    assert meter.at_peak()["parameter"] == sum(p.nbytes for p in net.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_masters_that_stay_are_made_a_chunk_at_a_time(dtype, monkeypatch):
+    net = deep_mlp(24, 64).to(dtype)
+    largest = 4 * 64 * 64
+    monkeypatch.setattr(OffloadedOptimizer, "CHUNK_BYTES", 3 * largest)
+    optimizer = OffloadedOptimizer(net.parameters(), fraction=0.0, lr=0.1, foreach=False)
+    for _ in range(2):
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        with MemoryMeter(net, optimizer) as meter:
+            optimizer.step()
+    held = meter.entry_bytes
+    # Of a chunk the gradients; of one parameter, what the update makes: numerator, denominator, rounded copies.
+    assert held + 2 * largest < meter.peak_bytes <= held + 3 * largest + 3 * largest
+    assert meter.peak_bytes < held + 4 * sum(p.numel() for p in net.parameters()) / 3
 
 
 def test_the_largest_parameters_go_first():

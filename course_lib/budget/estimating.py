@@ -17,7 +17,7 @@ from course_lib.memory.show import Table
 from course_lib.offload import DiskStore, OffloadedOptimizer, SymbolicStore, Traffic
 
 from .recipe import Recipe
-from .step import build, check_model, default_dtype, pieces_of, run_pieces, samples_in
+from .step import build, check_model, default_dtype, pieces_of, run_pieces, samples_in, trained
 
 TIERS = ("file", "host")
 
@@ -119,7 +119,8 @@ def estimate(
     Of equal micro-batches two are run, since all after the first find the same memory. Flash attention goes through the
     tiles of one group of heads, as all groups take the same. Everything else is the very step of `train_step`.
 
-    A step for real takes as many tensor bytes on a CPU. On top come, there and on a GPU, what operators allocate inside
+    A step for real takes as many tensor bytes on a CPU, but for the states of random generators (5,056 bytes each) that
+    an "optimal" schedule keeps where there is dropout. On top come, there and on a GPU, what operators allocate inside
     themselves (`course_lib.memory.measure` reports it) and what the allocator rounds up; and on a GPU, flash attention
     runs as a kernel and needs no tensors for its tiles.
 
@@ -134,11 +135,7 @@ def estimate(
     """
     if tier not in TIERS:
         raise ValueError(f'tier is {tier!r}; it takes "file" or "host"')
-    for name, function in (("make_model", make_model), ("make_batch", make_batch)):
-        if not callable(function):
-            raise TypeError(f"{name} is a {type(function).__name__}; it takes a function without arguments")
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is a {type(recipe).__name__}; it takes a Recipe")
+    _check_arguments(make_model, make_batch, recipe)
     try:
         with symbolic():
             return _estimate(make_model, make_batch, recipe, tier)
@@ -147,6 +144,14 @@ def estimate(
             f"the step looks at values of its data ({str(error).splitlines()[0][:80]}), but an estimate runs on "
             "symbolic tensors, which have shapes only; it takes a model and a batch that don't"
         ) from error
+
+
+def _check_arguments(make_model, make_batch, recipe) -> None:
+    for name, function in (("make_model", make_model), ("make_batch", make_batch)):
+        if not callable(function):
+            raise TypeError(f"{name} is a {type(function).__name__}; it takes a function without arguments")
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is a {type(recipe).__name__}; it takes a Recipe")
 
 
 _fake = torch._subclasses.fake_tensor
@@ -171,9 +176,13 @@ def _estimate(make_model, make_batch, recipe: Recipe, tier: str) -> Estimate:
     marks: list[tuple[int, int, int]] = []
 
     def watched() -> Iterator[Any]:
-        for piece in shown:
+        losses = None
+        for piece, count in zip(shown, times, strict=True):
             marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
+            if count > 1:  # each piece leaves its loss, also those that are not run
+                losses = torch.empty(count - 1, dtype=recipe.dtype)
             yield piece
+        del losses
         marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
 
     with _Watch(model, optimizer) as meter:
@@ -204,11 +213,13 @@ def run(
     Raises:
         course_lib.memory.MemoryBudgetExceeded: the step passed the budget; the operator is named.
     """
+    _check_arguments(make_model, make_batch, recipe)
     own = store is None
     store = DiskStore() if own else store
     try:
         model, optimizer = build(make_model, recipe, store=store)
-        batch = make_batch()
+        with default_dtype(recipe.dtype):
+            batch = make_batch()
         pieces = pieces_of(batch, recipe.micro_batches)
         make_state(model, optimizer)
         before = Traffic(**vars(store.stats))
@@ -225,7 +236,7 @@ def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The optimizer's state, as it is from the second step on, by steps on gradients of zero."""
     for group in optimizer.param_groups:
         group["lr"], group["_lr"] = 0.0, group["lr"]
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = trained(model)
     together = len(parameters) if detect_fake_mode() else 1  # for real, one at a time, to take little memory
     for start in range(0, len(parameters), together):
         for p in parameters[start : start + together]:
@@ -284,7 +295,7 @@ class _PartlyOnHost(torch.optim.Optimizer):
     def __init__(self, model: nn.Module, recipe: Recipe, store: SymbolicStore):
         from .step import BASES
 
-        base, parameters = BASES[recipe.optimizer], [p for p in model.parameters() if p.requires_grad]
+        base, parameters = BASES[recipe.optimizer], trained(model)
         super().__init__(parameters, {"lr": 1e-3})
         self.below, self.traffic = chosen_below(parameters, recipe.offload_optimizer), store
         above = [p for p in parameters if p not in self.below]

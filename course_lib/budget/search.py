@@ -18,7 +18,7 @@ from course_lib.models import Attention
 
 from .estimating import RATES, Estimate, Rates, chosen_below, estimate
 from .recipe import ATTENTIONS, Recipe, pieces_allowed
-from .step import default_dtype, is_decoder, samples_in
+from .step import default_dtype, is_decoder, samples_in, trained
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 HEAD_CHUNK = 512
@@ -118,6 +118,11 @@ def fit(
     base = Recipe() if base is None else base
     if not isinstance(base, Recipe):
         raise TypeError(f"base is a {type(base).__name__}; it takes a Recipe")
+    if recipes is not None:
+        recipes = list(recipes)
+        if not recipes or not all(isinstance(recipe, Recipe) for recipe in recipes):
+            got = next((f"holds a {type(r).__name__}" for r in recipes if not isinstance(r, Recipe)), "is empty")
+            raise TypeError(f"recipes {got}; it takes one Recipe or more")
     search = _Search(make_model, make_batch, budget_bytes, base, tier, _bar(progress))
     with search.bar:
         found = search.among(recipes) if recipes is not None else search.all()
@@ -132,7 +137,7 @@ def fit(
 def rates_named(rates: Rates | str) -> Rates:
     if isinstance(rates, Rates):
         return rates
-    if rates not in RATES:
+    if not isinstance(rates, str) or rates not in RATES:
         raise ValueError(f"rates is {rates!r}; it takes Rates, or one of {', '.join(map(repr, RATES))}")
     return RATES[rates]
 
@@ -155,11 +160,12 @@ class _Search:
         with symbolic(), default_dtype(base.dtype):
             model, batch = make_model(), make_batch()
             self.samples = samples_in(batch)
-            self.decoder, self.layers = is_decoder(model), len(getattr(model, "layers", ()))
+            self.decoder = is_decoder(model)
+            self.layers = len(model.layers) if self.decoder else 0
             attentions = [module for module in model.modules() if isinstance(module, Attention)]
             flash = attentions and not any(module.drop_probabilities.p for module in attentions)
             self.attentions = ATTENTIONS if flash else ATTENTIONS[:1]
-            self.trained = [p for p in model.parameters() if p.requires_grad]
+            self.trained = trained(model)
             self.parameter_bytes = sum(p.nbytes for p in model.parameters())
         self.pieces = pieces_allowed(self.samples)
         stateless = self.base.optimizer == "sgd" and self.base.precision == "fp32"
@@ -200,7 +206,11 @@ class _Search:
         )
 
     def among(self, recipes: Iterable[Recipe]) -> list[Estimate]:
-        return [self.estimate(recipe) for recipe in dict.fromkeys(recipes) if self.fits(recipe)]
+        recipes = list(dict.fromkeys(recipes))
+        found = [self.estimate(recipe) for recipe in recipes if self.fits(recipe)]
+        if not found:  # for the message
+            self.least = min(map(self.estimate, recipes), key=lambda e: e.peak_bytes)
+        return found
 
     def all(self) -> list[Estimate]:
         found: list[Recipe] = []

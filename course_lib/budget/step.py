@@ -58,11 +58,11 @@ def build(
     check_model(model, recipe)
     # foreach makes temporaries as large as all parameters together.
     settings = {"lr": lr, "foreach": False}
-    base = BASES[recipe.optimizer]
+    base, parameters = BASES[recipe.optimizer], trained(model)
     if recipe.precision == "fp32" and not recipe.offload_optimizer:
-        return model, base(model.parameters(), **settings)
+        return model, base(parameters, **settings)
     fraction = recipe.offload_optimizer
-    return model, OffloadedOptimizer(model.parameters(), base, fraction=fraction, store=store, **settings)
+    return model, OffloadedOptimizer(parameters, base, fraction=fraction, store=store, **settings)
 
 
 def train_step(
@@ -85,6 +85,8 @@ def train_step(
         TypeError, ValueError: recipe, model and batch do not go together; the message says how.
     """
     check_model(model, recipe)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; it takes a torch.optim.Optimizer")
     return run_pieces(model, optimizer, pieces_of(batch, recipe.micro_batches), recipe, store)
 
 
@@ -94,7 +96,7 @@ def run_pieces(model, optimizer, pieces: Iterable[Any], recipe: Recipe, store=No
     def loss_sum(_, piece) -> tuple[Tensor, int]:
         samples = samples_in(piece)
         with offload_activations(store, keep=[model]) if recipe.offload_activations else nullcontext():
-            return loss_of(model, piece, recipe) * samples, samples
+            return checked_loss(model, loss_of(model, piece, recipe)) * samples, samples
 
     with applied(model, recipe):
         if not recipe.in_backward:
@@ -110,19 +112,25 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
         optimizer.step()  # for the one parameter that has a gradient
         parameter.grad = None
 
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = trained(model)
+    if not {p for group in optimizer.param_groups for p in group["params"]} & set(parameters):
+        raise RuntimeError("no parameter of the optimizer is the model's; it takes an optimizer of this model")
+    gradients = [p.grad for p in parameters]  # to be put back after an error
     for p in parameters:
         p.grad = None
     hooks = [p.register_post_accumulate_grad_hook(step_now) for p in parameters]
     try:
         loss, samples = loss_sum(model, piece)
+        value = math.nan if detect_fake_mode() is not None else float(loss.detach()) / samples
+        if detect_fake_mode() is None and not math.isfinite(value):
+            raise ValueError(f"the loss is {value}; it takes a finite number")
         (loss / samples).backward()
+        gradients = [None] * len(parameters)
     finally:
         for hook in hooks:
             hook.remove()
-        for p in parameters:
-            p.grad = None
-    value = math.nan if detect_fake_mode() is not None else float(loss.detach()) / samples
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
     return StepResult(value, samples, None, True)
 
 
@@ -133,7 +141,9 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
 def applied(model: nn.Module, recipe: Recipe) -> Iterator[None]:
     """Inside, the model's attention is the recipe's; afterwards it is as before."""
     modules = [module for module in model.modules() if isinstance(module, Attention)]
-    fused = [module.fused for module in modules]
+    before = [
+        {name: module.__dict__[name] for name in ("fused", "standard") if name in vars(module)} for module in modules
+    ]
     try:
         for module in modules:
             module.fused = False
@@ -141,9 +151,9 @@ def applied(model: nn.Module, recipe: Recipe) -> Iterator[None]:
                 module.standard = partial(flash_attention, causal=module.causal)
         yield
     finally:
-        for module, before in zip(modules, fused, strict=True):
-            module.fused = before
+        for module, attributes in zip(modules, before, strict=True):
             module.__dict__.pop("standard", None)
+            module.__dict__.update(attributes)
 
 
 def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
@@ -204,6 +214,21 @@ def chain_of(stages: nn.Sequential, tokens: Tensor) -> Chain:
 # ---- batches and models
 
 
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def checked_loss(model: nn.Module, loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+        kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        grad = " without gradients" if isinstance(loss, Tensor) and not loss.requires_grad else ""
+        raise TypeError(
+            f"{type(model).__name__}.loss returned {kind}{grad}; it takes a scalar tensor that requires gradients, "
+            "the mean over samples"
+        )
+    return loss
+
+
 def samples_in(batch: Any) -> int:
     return len(next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)))
 
@@ -235,7 +260,7 @@ def check_model(model: Any, recipe: Recipe) -> None:
         raise TypeError(f"the model is a {type(model).__name__}; it takes a torch.nn.Module")
     if not callable(getattr(model, "loss", None)):
         raise TypeError(f"{type(model).__name__} has no method loss(batch), the mean over samples; it takes one")
-    if not any(p.requires_grad for p in model.parameters()):
+    if not trained(model):
         raise ValueError(f"{type(model).__name__} has no parameter that requires gradients; it takes one or more")
     if not is_decoder(model):
         for name in ("checkpoint", "head_chunk"):
