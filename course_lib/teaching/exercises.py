@@ -849,7 +849,7 @@ def check_fourteen_megabytes(recipe: Any) -> Verdict:
     """Lesson 07: the small decoder within 14 MB, nothing moved."""
     hint = (
         "One sequence at a time is not enough: attention and layers must forget too.",
-        "一次一个序列还不够：注意力和各层也得会忘。",
+        "一次一个序列还不够：注意力和各层也得忘掉一些。",
     )
     return _check_recipe(recipe, 14_000_000, hint, moves=False)
 
@@ -910,7 +910,10 @@ def _check_recipe(
     if most_flops is not None:
         ratio = found.flops / estimate(make_model, make_batch, Recipe()).flops
         if ratio > most_flops:
-            message = f"It fits, but takes {ratio:.3f} times the FLOPs.", f"装得下，但 FLOPs 是原来的 {ratio:.3f} 倍。"
+            message = (
+                f"It fits, but takes {ratio:.3f} times the FLOPs of the plain step.",
+                f"装得下，但 FLOPs 是普通一步的 {ratio:.3f} 倍。",
+            )
             return Verdict(False, message, hint)
     peak = f"{found.peak_bytes / 1e6:,.1f} MB"
     return Verdict(True, (f"Right: {peak}.", f"正确：{peak}。"))

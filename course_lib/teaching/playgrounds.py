@@ -125,7 +125,10 @@ def draw_budget(estimates: "Sequence[Estimate]", budget: int = 30) -> "Figure":
         title = f"{budget} MB: {len(fitting)} fit; {best}", f"{budget} MB：装得下 {len(fitting)} 个；{best}"
     else:
         least = min(points)[0]
-        title = f"{budget} MB: none fits, the least is {least:.1f}", f"{budget} MB：都装不下，最小的要 {least:.1f}"
+        title = (
+            f"{budget} MB: none fits, the least is {least:.1f} MB",
+            f"{budget} MB：都装不下，最小的也要 {least:.1f} MB",
+        )
     drawn, ax = figure(title, height=3.4)
     for inside, color, name in (
         (True, COLORS["measured"], text("fits", "装得下")),

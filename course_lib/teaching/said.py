@@ -231,7 +231,7 @@ _CLAIMS = {
             ("checkpointed layers, then two micro-batches on top", "每层一个检查点，再加两个微批次"),
             (
                 "Not where activations are small already: it keeps a full set of gradients.",
-                "激活值已经很小时不行：它要留着一整套梯度。",
+                "激活值本来就很小时则不然：它要留着一整套梯度。",
             ),
         ),
         (
@@ -260,8 +260,8 @@ _CLAIMS = {
                 "384 个 token，用 flash 的一步与普通一步的 FLOPs 之比",
             ),
             (
-                "Backward computes the scores again. It saves bytes moved, and tiles that are masked as a whole.",
-                "反向要重算分数。它省的是搬运的字节；只有存在整块被遮住的分块时，才能跳过计算。",
+                "Backward computes the scores again. It saves bytes moved, and the work of wholly masked tiles.",
+                "反向要重算分数。它省的是搬运的字节；至于计算，只有整块都被遮住的分块才能跳过。",
             ),
         ),
     ),

@@ -20,7 +20,7 @@
 #
 # 这个解码器有 9900 万个参数。对两个序列做一个普通的训练步，要 2,793 MB。你只有 550 MB。
 #
-# 前六课给了你会忘的注意力、检查点、调度、卸载和微批次，各有各的代价。你需要哪几样？哪几样只是看起来有用？
+# 前六课给了你自己会忘的注意力，还有检查点、调度、卸载和微批次，各有各的代价。你需要哪几样？哪几样只是看起来有用？
 #
 # </div>
 
@@ -39,7 +39,7 @@ language()
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：在运行之前预测整个训练步的峰值；把几种技术合起来用，并知道节省为什么不能直接相加；在普通做法超出五倍的预算里完成训练；说出一台 24、80 或 141 GB 的设备能训练什么。
+# **目标**（90 分钟）：在运行之前预测整个训练步的峰值；把几种技术合起来用，并知道节省为什么不能直接相加；在只有普通一步五分之一的预算里完成训练步；说出一台 24、80 或 141 GB 的设备能训练什么。
 #
 # **预备知识**：第 01 课到第 06 课。
 #
@@ -94,14 +94,14 @@ except MemoryBudgetExceeded as stopped:
 # %% [markdown]
 # <div lang="en">
 #
-# In the forward pass, before it has got far: a product with the scale of attention's scores. 396 MB are parameters; 140 MB were kept by the first layers and the operators before. Another 47 would be too many. Nothing is half done: no gradient is there, no parameter has changed. The step can be run again, with less.
+# In the forward pass, before it has got far: where the attention scores are multiplied by their scale. 396 MB are parameters; 140 MB were kept by the first layers and the operators before this one. Another 47 MB would be too many. Nothing is half done: no gradient is there, no parameter has changed. The step can be run again, with less.
 #
 # From the second step on it is worse. Then Adam's state is there before the first operator: parameters and state alone are 12 bytes a parameter, 1,188 MB, twice the budget. No checkpoint will help against that.
 #
 # </div>
 # <div lang="zh">
 #
-# 在前向，没走多远：停在注意力分数乘以缩放系数的那一步。396 MB 是参数，140 MB 是前几层和前面的算子留下的；再要 47 MB，就超了。没有留下半截的东西：没有梯度，参数也没有变。换个更省的做法，这一步还可以重来。
+# 在前向，没走多远：停在给注意力分数乘缩放系数的那个算子上。396 MB 是参数，140 MB 是前几层和前面的算子留下的；再要 47 MB，就超了。没有留下做了一半的东西：梯度还没有，参数也没有变。换个更省的做法，这一步还可以重来。
 #
 # 从第二步起就更糟了：第一个算子运行之前，Adam 的状态已经在那里。光是参数和状态，每个参数就要 12 字节，共 1,188 MB，是预算的两倍。对此，再多的检查点也没有用。
 #
@@ -143,7 +143,7 @@ f"{meter.peak_bytes:,} bytes"
 # </div>
 # <div lang="zh">
 #
-# 思路就是这样。库里的 `estimate` 对任何**配方**都这么做。配方是一个值，写明一个训练步用了什么；`Recipe()` 就是普通的一步。
+# 思路就是这样。库里的 `estimate` 对任何**配方**都这么做。一个配方就是一个值，写明一个训练步用了哪些技术；`Recipe()` 就是普通的一步。
 #
 # </div>
 
@@ -173,7 +173,7 @@ plain
 # </div>
 # <div lang="zh">
 #
-# 在说节省之前，先看各个配方算出的梯度是否相同。用一个小一些的解码器，与 float64 的梯度比较。用 SGD，学习率取 1，那么一步减去的就是梯度。
+# 在说节省之前，先看各个配方算出的梯度是否相同。用一个小一些的解码器，与 float64 的梯度比较。用 SGD，学习率取 1，于是一步更新所减去的正好就是梯度。
 #
 # </div>
 
@@ -219,7 +219,7 @@ table(
 #
 # <div lang="en">
 #
-# Now to the budget. Add one technique at a time, in the order of the lessons' prices: flash attention, a checkpoint for every layer, micro-batches of one sequence. Then offload Adam's state, since nothing else touches it.
+# Now to the budget. Add one technique at a time, the cheapest first: flash attention, a checkpoint for every layer, micro-batches of one sequence. Then offload Adam's state, since nothing else touches it.
 #
 # **Guess first:** what does each save? Write down four numbers. The sum of your four and 550 MB should be 2,793 MB or more.
 #
@@ -269,11 +269,11 @@ predictions([(name, e.peak_bytes, found) for name, e, found in zip(names, predic
 # </div>
 # <div lang="zh">
 #
-# 预测与实测一个字节也不差。但看第四行：加了微批次反而*更多*，1,652 MB，原来是 1,627 MB。
+# 预测与实测一个字节也不差。但看第四行：加了微批次反而**更高**：1,652 MB，原来是 1,627 MB。
 #
-# 为什么？有了检查点，撑起峰值的不再是激活值，而是参数、梯度和状态。只有一份时，每个梯度出现之际，这一层的激活值正好离去；要到最后，才有一整套梯度。分成两份，则第二份运行时，第一份的梯度全都躺在那里，共 396 MB。
+# 为什么？有了检查点，撑起峰值的不再是激活值，而是参数、梯度和状态。只有一份时，一层的梯度陆续到来，这一层的激活值也随之释放；要到最后，梯度才凑成一整套。分成两份，第二份运行的时候，第一份的梯度已经全在那里，共 396 MB。
 #
-# 节省也不能相加。单用检查点省 1,061 MB，单用 flash 省 888 MB；两样合用，只省 1,167 MB。
+# 各样省下的也不能直接相加。单用检查点省 1,061 MB，单用 flash 省 888 MB；两样合用，只省 1,167 MB。
 #
 # </div>
 
@@ -282,16 +282,16 @@ alone = estimate(make_model, make_batch, Recipe(checkpoint="layers"))
 [f"{(plain.peak_bytes - e.peak_bytes) / 1e6:,.0f} MB" for e in (alone, predicted[1], predicted[2])]
 
 # %% [markdown]
-# ## 7.5 Undo one, and arrive / 撤掉一样，就到了
+# ## 7.5 Take one back, and it fits / 撤掉一样，反而装下了
 #
 # <div lang="en">
 #
-# With the state below, 891 MB are left, and 792 of them are parameters and gradients. So a full set of gradients must never exist. Micro-batches force one to exist: pieces must be added up before the step. Take them back, and let the optimizer step **inside** backward instead: each parameter is updated as soon as its gradient is there, and the gradient goes (lesson 05).
+# With the state on the tier below, 891 MB are left, and 792 of them are parameters and gradients. So a full set of gradients must never exist. Micro-batches force one to exist: pieces must be added up before the step. Take them back, and let the optimizer step **inside** backward instead: each parameter is updated as soon as its gradient is there, and the gradient goes (lesson 05).
 #
 # </div>
 # <div lang="zh">
 #
-# 状态移到下一级之后，还剩 891 MB，其中 792 MB 是参数和梯度。所以，绝不能让一整套梯度同时存在。而微批次偏偏要求它存在：更新之前，各份的梯度必须先加起来。那就撤掉微批次，让优化器在反向**之中**更新：哪个参数的梯度一到，就更新哪个参数，梯度随即释放（第 05 课）。
+# 状态移到下一级存储之后，还剩 891 MB，其中 792 MB 是参数和梯度。所以，绝不能让一整套梯度同时存在。而微批次偏偏要求它存在：更新之前，各份的梯度必须先加起来。那就撤掉微批次，让优化器在反向**之中**更新：哪个参数的梯度一就绪，就更新哪个参数，梯度随即丢掉（第 05 课）。
 #
 # </div>
 
@@ -311,7 +311,7 @@ predictions([(names[-1], predicted[-1].peak_bytes, measured[-1])], "bytes")
 # </div>
 # <div lang="zh">
 #
-# 521 MB，而且是在超过 550 MB 就会拦下它的计量器之下跑完的。超出预算五倍的一步，装进去了，梯度不变。把整个过程画在一张图里：
+# 521 MB，而且有计量器看着：一旦超过 550 MB，就会被拦下。原本要五倍预算的一步，装进去了，梯度不变。把整个过程画在一张图里：
 #
 # </div>
 
@@ -327,12 +327,12 @@ drawn = waterfall_picture(names, predicted, measured, BUDGET, title=title)
 #
 # <div lang="en">
 #
-# FLOPs and bytes moved are exact. Seconds need a machine's rates, and even then they are a bound: as if every FLOP and every byte went at full speed, one after the other. On a laptop of 100 GFLOP/s and 1 GB/s:
+# FLOPs and bytes moved are exact. Seconds need a machine's rates, and even then they are only an estimate: as if every FLOP and every byte went at full speed, and no copy overlapped with computing. On a laptop of 100 GFLOP/s and 1 GB/s:
 #
 # </div>
 # <div lang="zh">
 #
-# FLOPs 和搬运的字节数是精确的。要换算成秒，就得有机器的速率；即便如此，得到的也只是估计：假定每次运算、每个字节都以全速先后进行。对一台 100 GFLOP/s、1 GB/s 的笔记本电脑：
+# FLOPs 和搬运的字节数是精确的。要换算成秒，就得有机器的速率；即便如此，得到的也只是估计：假定运算和搬运都以全速进行，而且一先一后、互不重叠。以一台 100 GFLOP/s、1 GB/s 的笔记本电脑为例：
 #
 # </div>
 
@@ -353,7 +353,7 @@ table(
 # </div>
 # <div lang="zh">
 #
-# 在这里，flash 注意力的 FLOPs 不是更少，而是多 1 %：它在反向时要把分数再算一遍，而 384 个 token 没有一块完全落在对角线之上。检查点多花 22 %。Adam 的状态每步读一遍写一遍，要搬 1.6 GB。
+# 在这里，flash 注意力的 FLOPs 不是更少，而是多 1 %：它在反向时要把分数再算一遍，而只有 384 个 token 时，没有一个分块完全落在对角线以上。检查点再多花 22 %。Adam 的状态每步读一遍写一遍，要搬 1.6 GB。
 #
 # </div>
 
@@ -362,12 +362,12 @@ table(
 #
 # <div lang="en">
 #
-# `fit` looks for all recipes that fit a budget and sorts them by price. It does not try every combination: what holds too many bytes from the start is passed over, and so is what adds to a recipe that fits already; micro-batches are found by bisection. To keep it quick, a smaller decoder; its plain step takes 101 MB, and the budget is 20.
+# `fit` looks for recipes that fit a budget and sorts them by price. It does not try every combination: what holds too many bytes from the start is passed over, and so is what adds to a recipe that fits already; micro-batches are found by bisection. To keep it quick, a smaller decoder; its plain step takes 101 MB, and the budget is 20.
 #
 # </div>
 # <div lang="zh">
 #
-# `fit` 找出装得进预算的全部配方，按代价排序。它并不逐一尝试所有组合：一开始就占得太多的，跳过；在已经装得下的配方上再加东西的，也跳过；微批次数用二分法找。为了快些，用一个小一点的解码器：它普通的一步要 101 MB，预算是 20 MB。
+# `fit` 寻找装得进预算的配方，按代价排序。它并不逐一尝试所有组合：一开始就占得太多的，跳过；在已经装得下的配方上再加东西的，也跳过；微批次数用二分法找。为了快些，用一个小一点的解码器：它普通的一步要 101 MB，预算是 20 MB。
 #
 # </div>
 
@@ -392,7 +392,7 @@ found
 # </div>
 # <div lang="zh">
 #
-# 低于最小可能值的预算会被拒绝，错误信息会说出最小是多少：
+# 预算若低于可能的最小值，就会被拒绝，错误信息会说明至少要多少：
 #
 # </div>
 
@@ -440,9 +440,9 @@ budget_playground(tried)
 # </div>
 # <div lang="zh">
 #
-# 同样的函数，用在这里任何机器都装不下的模型上：一个 70 亿参数的解码器（确切说是 66 亿），一个 700 亿的（647 亿），bf16 加 fp32 主权重，Adam，一个 4096 个 token 的序列。卸载的东西去主机内存。
+# 还是这些函数，换成我们手头哪台机器都装不下的模型：一个 70 亿参数的解码器（确切说是 66 亿），一个 700 亿的（647 亿），bf16 加 fp32 主权重，Adam，一个 4096 个 token 的序列。卸载的东西放进主机内存。
 #
-# **先猜**：能训练小的那个，设备最小要多大？大的呢？
+# **先猜**：要训练小的那个，至少得用多大的设备？大的呢？
 #
 # </div>
 
@@ -496,7 +496,7 @@ table(
 # </div>
 # <div lang="zh">
 #
-# 70 亿参数可以在一台 24 GB 的设备上训练，状态有 79 GB 放在主机内存里，每步搬运 26 GB。700 亿参数，光参数就有 129 GB，可以在一台 141 GB 的设备上训练：峰值 137 GB。
+# 70 亿参数的模型可以在一台 24 GB 的设备上训练：79 GB 的状态放在主机内存里，每步搬运 26 GB。700 亿参数的模型，光参数就占 129 GB，也能在一台 141 GB 的设备上训练：峰值 137 GB。
 #
 # 是能，不是该。按 H100 数据手册上的速率，一步有三分之二的时间在拷贝；而且一步只有一个序列，太少了。这里也没有算工作区、分配器的取整和碎片：141 GB 用掉 137 GB，只给它们留下 3 %。批次大一些，拷贝就能摊到更多 token 上；第 08 课则把字节摊到更多设备上。
 #
@@ -524,7 +524,7 @@ f"{100 * copying:.0f} %, {state / 1e9:.0f} GB, {100 * (1 - last.peak_bytes / 141
 #
 # `python -m course_lib.budget --parameters 7e9 --sequence 4096 --batch 8 --budget 80GiB`
 #
-# 它打印哪些配方装得下、最好的一个占多少；`--plot out.png` 画出一路走来的过程。
+# 它列出哪些配方装得下、其中最好的要占多少；`--plot out.png` 把怎样一步步走到那里画成图。
 #
 # </div>
 
@@ -565,7 +565,7 @@ what_you_may_have_read(
 # </div>
 # <div lang="zh">
 #
-# 在 GPU 上，分配器有自己的账：它会取整，算子还要工作区。这个实验运行三个配方，把估计值与分配器所见比较。有 GPU 时，这个单元格会现场测量。
+# 在 GPU 上，分配器有自己的账：它会向上取整，算子还要占用工作区。这个实验运行三个配方，把估计值与分配器的记录相比较。有 GPU 时，这个单元格会现场测量。
 #
 # </div>
 
@@ -654,7 +654,7 @@ exercises.check_eleven_megabytes(Recipe(attention="flash", checkpoint="layers", 
 # </div>
 # <div lang="zh">
 #
-# **练习 4。** 胜过本课。对大的解码器和 550 MB，7.5 节找到的配方要 0.615 TFLOPs，搬运 1.585 GB。找一个装得下的，按笔记本电脑的速率代价更小。（`fit` 也漏掉了它。提示：哪一层不必再算一遍？）
+# **练习 4。** 比本课做得更好。还是那个大的解码器，预算 550 MB，7.5 节找到的配方要 0.615 TFLOPs，搬运 1.585 GB。再找一个同样装得下、而按笔记本电脑的速率算代价更小的。（`fit` 也漏掉了它。提示：哪一层不必再算一遍？）
 #
 # </div>
 
@@ -674,7 +674,7 @@ exercises.check_beats_the_lesson(cheaper)
 #
 # <div lang="en">
 #
-# - A step's peak can be known to the byte without taking any: run the step on symbolic tensors.
+# - A step's peak can be known to the byte before a single byte is taken: run the step on symbolic tensors.
 # - Look at what fills the peak before you choose. Checkpoints and flash shrink activations; offload shrinks state; stepping in backward removes gradients. Nothing shrinks parameters but fewer bits, or more devices.
 # - Savings don't add up, and one can undo another: micro-batches keep a full set of gradients.
 # - Every saving has a price in FLOPs or bytes moved, and a machine's rates say which is dearer.
@@ -686,10 +686,10 @@ exercises.check_beats_the_lesson(cheaper)
 # <div lang="zh">
 #
 # - 一步的峰值不必占用内存就能知道，精确到字节：让这一步在符号张量上跑一遍。
-# - 先看是什么撑起了峰值，再做选择。检查点和 flash 缩小激活值，卸载移走状态，在反向之中更新去掉梯度。参数则什么也缩不了，除非减少位数，或者增加设备。
+# - 先看是什么撑起了峰值，再做选择。检查点和 flash 缩小激活值，卸载移走状态，在反向之中更新则免去整套梯度。参数却是哪一样也缩不了的，除非减少位数，或者增加设备。
 # - 节省不能相加，一样还可能抵消另一样：微批次要留着一整套梯度。
 # - 每一处节省都有代价，不是 FLOPs，就是搬运的字节；哪个更贵，由机器的速率决定。
-# - 装得下不等于值得：700 亿参数装得进一台设备，而每一步三分之二的时间花在拷贝上。
+# - 装得下不等于值得：700 亿参数装得进一台设备，但每一步有三分之二的时间花在拷贝上。
 #
 # **下一步**：第 08 课，不止一台设备（编写中）。
 #
