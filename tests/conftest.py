@@ -1,9 +1,15 @@
-"""What all tests share: GPU tests are skipped, and say so, where there is no GPU."""
+"""What all tests share: GPU tests are skipped, and say so, where there is no GPU; editions are built once."""
 
 import os
+import socket
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from editions import built_once
+
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 # The notebooks' outputs are stored with the default language; nbval's kernels inherit this environment.
 os.environ.pop("COURSE_LANG", None)
@@ -16,3 +22,32 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU; run `make gpu` on a machine that has one")
+
+
+@pytest.fixture(scope="session")
+def built_site(tmp_path_factory):
+    """The website's folder, built where there is no network; Sphinx's warnings stand in `warnings` beside it."""
+    from course_lib.teaching.editions import site
+
+    def refuse(*arguments):
+        raise AssertionError(f"the build connects to {arguments[1:]}")
+
+    def build(folder):
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            # the packages' own, of which they know
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", PendingDeprecationWarning)
+            patch.setattr(socket.socket, "connect", refuse)
+            patch.setattr(socket, "getaddrinfo", refuse)
+            said = site.build(NOTEBOOKS, folder)
+        (folder.parent / "warnings").write_text("\n".join(said), encoding="utf-8")
+
+    return built_once(tmp_path_factory, "site", build)
+
+
+@pytest.fixture(scope="session")
+def built_decks(tmp_path_factory):
+    """The folder of all decks."""
+    from course_lib.teaching.editions import slides
+
+    return built_once(tmp_path_factory, "slides", lambda folder: slides.build(NOTEBOOKS, folder))

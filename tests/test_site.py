@@ -7,15 +7,14 @@ import importlib.util
 import json
 import re
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from editions import failure
 
-from course_lib.teaching import said
+from course_lib.teaching import alt, said
 from course_lib.teaching.editions import site
+from course_lib.teaching.editions.cells import STAMP, run_edition
 
 nodes = pytest.importorskip("docutils.nodes", reason="the site's packages come with the extra `test`")
 BeautifulSoup = pytest.importorskip("bs4").BeautifulSoup
@@ -31,25 +30,9 @@ LESSONS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb")
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """(the site's folder, Sphinx's warnings), built where there is no network."""
-
-    def refuse(*arguments):
-        raise AssertionError(f"the build connects to {arguments[1:]}")
-
-    output = tmp_path_factory.mktemp("site") / "site"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket.socket, "connect", refuse)
-        patch.setattr(socket, "getaddrinfo", refuse)
-        warnings = site.build(output)
-    return output, warnings
-
-
-@pytest.fixture(scope="module")
-def pages(built):
+def pages(built_site):
     """Path relative to the site -> the page's HTML."""
-    folder, _ = built
-    return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in folder.rglob("*.html")}
+    return {path.relative_to(built_site).as_posix(): path.read_text("utf-8") for path in built_site.rglob("*.html")}
 
 
 def text_of(page):
@@ -60,8 +43,8 @@ def text_of(page):
 # --- the whole site ---
 
 
-def test_sphinx_has_nothing_to_complain_about(built):
-    assert built[1] == []
+def test_sphinx_has_nothing_to_complain_about(built_site):
+    assert (built_site.parent / "warnings").read_text("utf-8") == ""
 
 
 def outside_requests(page):
@@ -79,9 +62,9 @@ def outside_styles(css):
     return re.findall(r"(?:url\(|@import\s+)[\"']?((?:https?:)?//[^\"')\s]+)", css)
 
 
-def test_no_page_and_no_style_loads_anything_from_another_machine(built, pages):
+def test_no_page_and_no_style_loads_anything_from_another_machine(built_site, pages):
     assert {name: outside_requests(page) for name, page in pages.items() if outside_requests(page)} == {}
-    styles = {path.name: outside_styles(path.read_text("utf-8")) for path in built[0].rglob("*.css")}
+    styles = {path.name: outside_styles(path.read_text("utf-8")) for path in built_site.rglob("*.css")}
     assert styles and not any(styles.values())
 
 
@@ -99,8 +82,7 @@ def test_a_request_to_another_machine_is_found(bad):
     assert not outside_requests('<a href="https://example.org"> <script src="_static/a.js"> <link href="a.css">')
 
 
-def test_every_link_within_the_site_leads_somewhere(built, pages):
-    folder, _ = built
+def test_every_link_within_the_site_leads_somewhere(built_site, pages):
     names = {name: set(re.findall(r'\bid="([^"]+)"', page)) for name, page in pages.items()}
     dead = []
     for name, page in pages.items():
@@ -109,8 +91,8 @@ def test_every_link_within_the_site_leads_somewhere(built, pages):
             if re.match(r"[a-z]+:|//", address):
                 continue
             path, _, anchor = address.partition("#")
-            target = (folder / name).parent / path.partition("?")[0] if path else folder / name
-            other = target.resolve().relative_to(folder.resolve()).as_posix()
+            target = (built_site / name).parent / path.partition("?")[0] if path else built_site / name
+            other = target.resolve().relative_to(built_site.resolve()).as_posix()
             if not target.exists() or (anchor and other in names and anchor not in names[other]):
                 dead.append(f"{name}: {address}")
     assert dead == []
@@ -122,10 +104,10 @@ def test_every_picture_has_words(pages):
     assert [each for each in pictures if not re.search(r'alt="[^"]{9,}"', each[1])] == []
 
 
-def test_math_is_drawn_by_the_site_itself(built, pages):
+def test_math_is_drawn_by_the_site_itself(built_site, pages):
     assert 'src="../_static/mathjax/tex-chtml.js' in pages["notebooks/03_sqrt_schedule.html"]
-    assert (built[0] / "_static/mathjax/tex-chtml.js").stat().st_size > 10**6
-    assert len(list((built[0] / "_static/mathjax/output/chtml/fonts/woff-v2").glob("*.woff"))) > 20
+    assert (built_site / "_static/mathjax/tex-chtml.js").stat().st_size > 10**6
+    assert len(list((built_site / "_static/mathjax/output/chtml/fonts/woff-v2").glob("*.woff"))) > 20
 
 
 # --- the lessons ---
@@ -139,7 +121,9 @@ def test_every_notebook_is_a_page_with_its_prose_outputs_and_figures(lesson, pag
     for language in ("en", "zh"):
         assert page.count(f'<div lang="{language}">') >= prose.count(f'<div lang="{language}">') > 0
     outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
-    assert page.count("<img ") == sum("image/png" in data for data in outputs)
+    shown = [alt.picture_in("".join(data.get("text/html", ""))) for data in outputs]
+    pictures = BeautifulSoup(page, "html.parser").article.select("img.figure")
+    assert [(tag["data-en"], tag["data-zh"]) for tag in pictures] == [(each.en, each.zh) for each in shown if each]
     assert page.count("<table") >= sum("<table" in "".join(data.get("text/html", "")) for data in outputs)
 
 
@@ -217,14 +201,14 @@ def test_the_reference_lists_every_public_name(name, pages):
     assert re.search(r'<section [^>]*lang="en-US"', page), "English, and never hidden"
 
 
-def test_the_search_finds_english_stems_and_pairs_of_chinese_characters(built):
-    index = (built[0] / "searchindex.js").read_text("utf-8")
+def test_the_search_finds_english_stems_and_pairs_of_chinese_characters(built_site):
+    index = (built_site / "searchindex.js").read_text("utf-8")
     index = json.loads(index.removeprefix("Search.setIndex(").rstrip(";)\n"))
     lesson = index["docnames"].index("notebooks/02_checkpointing")
     for word in ("checkpoint", "recomput", "检查", "查点"):
         found = [index[part].get(word, []) for part in ("terms", "titleterms")]
         assert any(lesson in (numbers if isinstance(numbers, list) else [numbers]) for numbers in found), word
-    assert "function splitQuery" in (built[0] / "_static/language_data.js").read_text("utf-8")
+    assert "function splitQuery" in (built_site / "_static/language_data.js").read_text("utf-8")
 
 
 def test_the_front_page_is_the_readme_and_each_part_of_it_has_its_language(pages):
@@ -288,23 +272,14 @@ def small(tmp_path):
 
 def fails(root, output, capsys):
     """The one sentence with which the command line gives up; what stood in the output's folder still stands there."""
-    before = snapshot(output.parent)
-    assert site.main(["--root", str(root), "--output", str(output)]) == 1
-    printed = capsys.readouterr()
-    assert snapshot(output.parent) == before
-    assert not printed.out and printed.err.count("\n") == 1, printed.err
-    return printed.err.strip()
-
-
-def snapshot(folder):
-    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    return failure(site, root / "notebooks", output, capsys)
 
 
 @pytest.fixture
 def old_site(tmp_path):
     output = tmp_path / "build" / "site"
     output.mkdir(parents=True)
-    (output / site.STAMP).touch()
+    (output / STAMP).touch()
     (output / "index.html").write_text("old", "utf-8")
     return output
 
@@ -353,14 +328,6 @@ def test_a_file_that_is_no_json_gives_one_sentence(small, old_site, capsys, cont
     assert "is no notebook" in fails(small, old_site, capsys)
 
 
-def test_the_command_prints_the_sentence_and_nothing_else(small, old_site):
-    edit(small, lambda notebook: notebook["cells"][0].pop("source"))
-    command = [sys.executable, "-m", site.__name__, "--root", str(small), "--output", str(old_site)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and not done.stdout
-    assert done.stderr.count("\n") == 1 and "00_start_here.ipynb is no notebook" in done.stderr
-
-
 def test_a_lesson_without_its_script_gives_one_sentence(small, old_site, capsys):
     (small / "notebooks/scripts/00_start_here.py").unlink()
     assert "has no script" in fails(small, old_site, capsys)
@@ -370,7 +337,7 @@ def test_a_course_without_notebooks_or_front_page_gives_one_sentence(small, old_
     (small / "README.md").unlink()
     assert "README.md" in fails(small, old_site, capsys)
     (small / "notebooks/00_start_here.ipynb").unlink()
-    assert "there are no notebooks" in fails(small, old_site, capsys)
+    assert "there are no lessons" in fails(small, old_site, capsys)
 
 
 def test_a_link_of_the_front_page_that_leads_nowhere_gives_one_sentence(small, old_site, capsys):
@@ -423,18 +390,12 @@ def test_a_folder_that_is_no_site_is_not_replaced(small, tmp_path, capsys):
     precious.mkdir()
     (precious / "chapter.tex").touch()
     assert "was not made by an edition" in fails(small, precious, capsys)
-    assert "is a file" in fails(small, precious / "chapter.tex", capsys)
+    assert "was not made by an edition" in fails(small, precious / "chapter.tex", capsys)
 
 
 def test_a_new_site_replaces_the_old_one_and_leaves_nothing_beside_it(small, old_site, capsys, monkeypatch):
     monkeypatch.setattr(site, "MODULES", ())
-    assert site.main(["--root", str(small), "--output", str(old_site)]) == 0
-    assert re.fullmatch(r"\S+/index.html: [\d.]+ MB in \d+ s\n", capsys.readouterr().out)
+    run_edition(site.build, "site", "", ["--notebooks", str(small / "notebooks"), "--output", str(old_site)])
+    assert re.fullmatch(r"\S+/site: \d+ files, [\d.]+ MB, in \d+ s\n", capsys.readouterr().out)
     assert (old_site / "index.html").read_text("utf-8") != "old"
     assert [path.name for path in old_site.parent.iterdir()] == ["site"]
-
-
-def test_the_old_site_comes_back_if_the_new_one_cannot_take_its_place(old_site, tmp_path):
-    with pytest.raises(OSError):
-        site._swap(tmp_path / "never-built", old_site, tmp_path / "old")
-    assert (old_site / "index.html").read_text("utf-8") == "old"

@@ -3,11 +3,10 @@
 import base64
 import io
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from editions import failure, write_lesson
 
 nbformat = pytest.importorskip("nbformat")
 BeautifulSoup = pytest.importorskip("bs4").BeautifulSoup
@@ -50,14 +49,15 @@ def text_output(text):
     return nbformat.v4.new_output("execute_result", {"text/plain": text})
 
 
-def picture_output(height, ink=()):
-    """A white picture with black bands, (first row, one after the last)."""
+def picture_output(height, ink=(), alt="It falls. 它下降。"):
+    """A figure as a notebook shows it: white with black bands, (first row, one after the last)."""
     image = pytest.importorskip("PIL.Image").new("RGB", (100, height), "white")
     for top, bottom in ink:
         image.paste("black", (10, top, 60, bottom))
     stream = io.BytesIO()
     image.save(stream, "PNG")
-    return nbformat.v4.new_output("display_data", {"image/png": base64.b64encode(stream.getvalue()).decode()})
+    source = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+    return html_output(f'<img lang="mul" alt="{alt}" src="{source}">')
 
 
 def page_of(notebook, language="en"):
@@ -125,14 +125,15 @@ def test_a_table_with_long_texts_is_cut_too():
 
 
 def test_a_high_figure_is_cut_above_a_panels_title():
-    panels = picture_output(800, ink=[(20, 400), (412, 424), (460, 780)])  # a panel, a title, a panel
-    heights = []
+    def cut(output, language="en"):
+        return slides._cut_figure(slides.output_in(output, language))
+
+    parts = cut(picture_output(800, ink=[(20, 400), (412, 424), (460, 780)]))  # a panel, a title, a panel
     image = pytest.importorskip("PIL.Image")
-    for part in slides._cut_figure(panels):
-        heights.append(image.open(io.BytesIO(base64.b64decode(part.data["image/png"]))).height)
+    heights = [image.open(io.BytesIO(base64.b64decode(part.data["image/png"]))).height for part in parts]
     assert heights == [406, 394]
-    assert slides._cut_figure(picture_output(800, ink=[(0, 800)])) == [picture_output(800, ink=[(0, 800)])]
-    assert len(slides._cut_figure(picture_output(400))) == 1
+    assert [part.metadata.alt for part in parts] == ["It falls. (1/2)", "It falls. (2/2)"]
+    assert len(cut(picture_output(800, ink=[(0, 800)]))) == len(cut(picture_output(400))) == 1
 
 
 # --- what becomes a slide ---
@@ -150,11 +151,19 @@ def test_short_cells_share_a_slide_up_to_twelve_lines_of_code():
     assert [slide.code_lines() for slide in made[1:]] == [12, 1]
 
 
-def test_a_figure_stands_alone_and_its_message_is_its_alternative_text():
-    source = "figure(('Peak falls', '峰值下降'))"
-    page = page_of(lesson_of(both("Look.", "看。"), (source, [picture_output(50)]), both("So.", "所以。")), "zh")
+@pytest.mark.parametrize(("language", "words"), [("en", 'A "peak".'), ("zh", "峰值。"), ("both", 'A "peak". 峰值。')])
+def test_a_figure_stands_alone_and_its_words_are_in_the_decks_language(language, words):
+    drawn = picture_output(50, alt="A &quot;peak&quot;. 峰值。")
+    page = page_of(lesson_of(both("Look.", "看。"), ("draw()", [drawn]), both("So.", "所以。")), language)
     (slide,) = page.select("section.is-figure")
-    assert slide.img["alt"] == "峰值下降" and len(slide.select_one(".body").find_all(recursive=False)) == 1
+    assert slide.img["alt"] == words and slide.img.get("lang") == ("mul" if language == "both" else None)
+    assert len(slide.select_one(".body").find_all(recursive=False)) == 1
+
+
+def test_what_is_for_every_reader_stays_whatever_its_language():
+    kept = '<section lang="en">a <b lang="zh">b</b></section><label lang="zh">c</label>'
+    output = slides.output_in(html_output(kept + '<span lang="en">d</span>'), "zh")
+    assert output.data["text/html"] == kept
 
 
 def test_plumbing_is_not_shown():
@@ -196,7 +205,7 @@ def test_slide_metadata_of_a_cell_goes_before_the_rules():
 
 def test_each_language_has_its_half_and_both_stand_beside_each_other():
     section = both("English.", "中文。", heading="## 9.1 Bytes / 字节")
-    cell = ("table()", [html_output('<b lang="en">peak</b><b lang="zh">峰值</b>')])
+    cell = ("table()", [html_output('<td lang="en">peak</td><td lang="zh">峰值</td>')])
     texts = {
         language: page_of(lesson_of(section, cell), language).select("section")[-1].text for language in ("en", "zh")
     }
@@ -275,20 +284,13 @@ def test_a_question_is_asked_in_both_languages(section):
 # --- the course's decks ---
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    output = tmp_path_factory.mktemp("decks") / "slides"
-    slides.build(NOTEBOOKS, output)
-    return output
-
-
 @pytest.fixture(
     scope="module", params=[(language, name) for language in slides.LANGUAGES for name in NAMES], ids="-".join
 )
-def deck(request, folder):
+def deck(request, built_decks):
     """(language, path, page) of one deck."""
     language, name = request.param
-    path = folder / language / f"{name}.html"
+    path = built_decks / language / f"{name}.html"
     return language, path, BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
 
 
@@ -324,7 +326,7 @@ def test_a_deck_speaks_its_language(deck):
         assert page.select('[lang="en"]') and page.select('[lang="zh"]')
         return
     other = {"en": "zh", "zh": "en"}[language]
-    assert page.select(f'[lang="{other}"]') == []
+    assert page.find_all(slides.PER_LANGUAGE, lang=other) == []
     words = [tag.get_text(" ") for tag in page.select(".heading, .prose p, .prose li, .notes p, .html, pre")]
     if language == "en":
         assert [text for text in words if re.search(HAN, text)] == []
@@ -355,8 +357,20 @@ def test_links_between_lessons_lead_to_decks(deck):
 
 # --- bad input ---
 
-EMPTY = nbformat.writes(lesson_of())
-HALF = nbformat.writes(lesson_of('<div lang="en">\n\nOnly English.\n\n</div>'))
+RUN = ("1", [text_output("1")])
+
+
+def stored(*cells):
+    """A lesson as a file's text, its code run."""
+    notebook = lesson_of(*cells)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.execution_count = 1
+    return nbformat.writes(notebook)
+
+
+EMPTY = stored(RUN)
+HALF = stored('<div lang="en">\n\nOnly English.\n\n</div>', RUN)
 ROW = "| 9 | 5 | Why? | 为什么？ |"
 
 
@@ -364,20 +378,19 @@ ROW = "| 9 | 5 | Why? | 为什么？ |"
     ("files", "message"),
     [
         ({}, "there are no lessons in"),
+        ({"09_a.ipynb": stored()}, "09_a.ipynb has no outputs"),
         ({"09_a.ipynb": EMPTY}, "NOTES.md with the speaker notes is missing"),
         ({"09_a.ipynb": EMPTY, "NOTES.md": "none"}, "NOTES.md has no row for section 9"),
         ({"09_a.ipynb": HALF, "NOTES.md": ROW}, '09_a: a markdown cell has no <div lang="zh">'),
     ],
 )
-def test_the_program_says_what_is_wrong_in_one_sentence_and_builds_nothing(tmp_path, files, message):
+def test_the_program_says_what_is_wrong_in_one_sentence_and_builds_nothing(tmp_path, capsys, files, message):
     for name, content in files.items():
-        (tmp_path / name).write_text(content, encoding="utf-8")
-    command = [sys.executable, "-m", "course_lib.teaching.editions.slides"]
-    command += ["--notebooks", str(tmp_path), "--output", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1
-    assert message in done.stderr and len(done.stderr.splitlines()) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
+        if name.endswith(".ipynb"):
+            write_lesson(tmp_path / "notebooks", name.removesuffix(".ipynb"), content)
+        else:
+            (tmp_path / "notebooks" / name).write_text(content, encoding="utf-8")
+    assert message in failure(slides, tmp_path / "notebooks", tmp_path / "out", capsys)
 
 
 def test_without_ruff_it_says_so(monkeypatch):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from editions import failure, write_lesson
 
 nbformat = pytest.importorskip("nbformat")
 NotebookClient = pytest.importorskip("nbclient").NotebookClient
@@ -143,6 +144,22 @@ def test_a_failure_leaves_the_old_folder_as_it_was_and_nothing_beside_it(tmp_pat
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    with output_folder(target) as folder:
+        (folder / "old").touch()
+
+    def rename(path, place):
+        if path.name == "new":
+            raise OSError("no space left")
+        return os.rename(path, place)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match="no space left"), output_folder(target):
+        pass
+    assert (target / "old").exists() and list(tmp_path.iterdir()) == [target]
+
+
 def test_a_folder_that_no_edition_made_is_not_replaced(tmp_path):
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(EditionError, match="was not made by an edition"), output_folder(tmp_path):
@@ -153,20 +170,34 @@ def test_a_folder_that_no_edition_made_is_not_replaced(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("00_a.ipynb", "{", "00_a.ipynb is no notebook"),
-        ("00_a.ipynb", nbformat.writes(notebook_of(SOLUTION)), "00_a, cell 1: the code cell above"),
-        ("00_a.ipynb", nbformat.writes(notebook_of("# [gone](gone.md)")), "00_a links to gone.md"),
-        ("notes.txt", "", "there are no lessons in"),
+        ("00_a", "{", "00_a.ipynb is no notebook"),
+        ("00_a", nbformat.writes(notebook_of(SOLUTION)), "00_a, cell 1: the code cell above"),
+        ("00_a", nbformat.writes(notebook_of("# [gone](gone.md)")), "00_a links to gone.md"),
+        ("notes", "", "there are no lessons in"),
     ],
 )
-def test_the_program_says_what_is_wrong_in_one_sentence_and_builds_nothing(tmp_path, name, content, message):
-    (tmp_path / name).write_text(content, encoding="utf-8")
-    command = [sys.executable, "-m", "course_lib.teaching.editions.student"]
-    command += ["--notebooks", str(tmp_path), "--output", str(tmp_path / "out")]
+def test_the_program_says_what_is_wrong_in_one_sentence_and_builds_nothing(tmp_path, capsys, name, content, message):
+    write_lesson(tmp_path / "notebooks", name, content)
+    assert message in failure(student, tmp_path / "notebooks", tmp_path / "out", capsys)
+
+
+def test_a_notebook_that_its_script_does_not_know_is_one_sentence(tmp_path, capsys):
+    folder = tmp_path / "notebooks"
+    write_lesson(folder, "00_a", nbformat.writes(notebook_of("1 + 1")))
+    write_lesson(folder, "01_b", nbformat.writes(notebook_of("1 + 1", "2 + 2")))
+    script = folder / "scripts/01_b.py"
+    script.write_text(script.read_text("utf-8").replace("2 + 2", "2 + 3"), "utf-8")
+    assert "differ from cell 2 on: `make notebooks ARGS=01` stores" in failure(student, folder, tmp_path / "o", capsys)
+    script.unlink()
+    assert "01_b.ipynb has no script" in failure(student, folder, tmp_path / "o", capsys)
+
+
+def test_the_program_prints_the_sentence_and_nothing_else(tmp_path):
+    write_lesson(tmp_path, "00_a", "{")
+    command = [sys.executable, "-m", student.__name__, "--notebooks", str(tmp_path), "--output", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=NOTEBOOKS.parent)
-    assert done.returncode == 1
-    assert message in done.stderr and len(done.stderr.splitlines()) == 1
-    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert done.returncode == 1 and not done.stdout and not (tmp_path / "out").exists()
+    assert done.stderr.count("\n") == 1 and "00_a.ipynb is no notebook" in done.stderr
 
 
 # --- the course's lessons ---
@@ -184,6 +215,7 @@ def test_links_lead_to_files_of_the_edition(edition):
     targets = student._relative_links(readme)
     assert len(targets) > len(NAMES)
     assert [target for target in targets if not (edition / target).exists()] == []
+    assert "instructor's guide" in " ".join(readme.split()) and not (edition / "INSTRUCTORS.md").exists()
 
 
 def test_all_lessons_are_there_with_their_checks_and_without_solutions_or_outputs(edition):

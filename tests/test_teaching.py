@@ -383,8 +383,23 @@ def test_a_figure_is_shown_as_a_picture_with_its_words(monkeypatch):
     assert 'src="data:image/png;base64,iVBO' in bundle["text/html"]
     from matplotlib.figure import Figure
 
+    picture = alt.picture_in(bundle["text/html"])
+    assert (picture.en, picture.zh) == ('Peak falls. <b> & "b".', "峰值下降。乙。") and picture.png.startswith("iVBO")
     alt._show(Figure())  # nothing to see: as IPython does it
     assert set(shown[1]) == {"text/plain"}
+
+
+@pytest.mark.parametrize(
+    ("words", "halves"),
+    [
+        ("It falls. To 3.5 MB. 32 层，降到 3.5 MB。", ("It falls. To 3.5 MB.", "32 层，降到 3.5 MB。")),
+        ("Only English.", ("Only English.",) * 2),
+        ("只有中文。", ("只有中文。",) * 2),
+    ],
+)
+def test_the_languages_of_a_stored_alt_text_are_told_apart(words, halves):
+    assert alt.alt_parts(words) == halves
+    assert alt.picture_in(f'<p><img lang="mul" alt="{words}" src="data:image/png;base64,iVBO"></p>') is None
 
 
 def test_figures_are_shown_with_their_words_once_the_language_is_chosen():

@@ -46,7 +46,7 @@ class InfeasibleBudget(ValueError):
 
 
 class Estimates(Table, list):
-    """A list of `Estimate`s that shows itself as a table."""
+    """A list of `Estimate` values that shows itself as a table."""
 
     columns = ("peak, MB", "TFLOPs", "GB moved", "seconds", "recipe")
 

@@ -6,6 +6,7 @@ own template. An `<img>` in HTML keeps its alt in both, and on a Sphinx page too
 
 import html
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .languages import current, parts
@@ -42,6 +43,31 @@ def show_with_alt_text() -> None:
         return
     if shell := get_ipython():
         shell.display_formatter.ipython_display_formatter.for_type_by_name("matplotlib.figure", "Figure", _show)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure as it is stored in a notebook's output."""
+
+    png: str  # base64
+    en: str  # its alt text in each language; the same twice where they cannot be told apart
+    zh: str
+
+
+def picture_in(markup: str) -> Picture | None:
+    """The figure that an output's HTML is, None for any other HTML."""
+    found = re.fullmatch(r'<img lang="\w+" alt="([^"]*)" src="data:image/png;base64,([^"]*)">\s*', markup)
+    return Picture(found[2], *alt_parts(html.unescape(found[1]))) if found else None
+
+
+def alt_parts(words: str) -> tuple[str, str]:
+    """(English, Chinese) of an alt text in both languages, as `alt_text` makes it.
+
+    The Chinese begins behind the last English full stop before the first hanzi; it may itself begin with a number.
+    """
+    first = re.search("[\u3400-\u9fff]", words)
+    cut = words.rfind(". ", 0, first.start()) if first else -1
+    return (words[: cut + 1], words[cut + 2 :]) if cut >= 0 else (words, words)
 
 
 def _show(drawn: "Figure") -> None:

@@ -5,6 +5,9 @@ import os
 import re
 
 LANGUAGES = ("en", "zh", "both")
+# What stands once per language. Anything else with a `lang` is for every reader: a picture, the switch's own
+# labels, a section that is there in English only.
+PER_LANGUAGE = ("div", "span", "p", "td", "th", "li", "tr", "details", "figure")
 _joined: dict[str, tuple[str, str]] = {}  # "en 中文" -> its two halves, for `parts`
 _chosen: str | None = None  # None until `language` is called; then `current` asks the environment each time
 
@@ -14,7 +17,8 @@ _chosen: str | None = None  # None until `language` is called; then `current` as
 _RULE = (
     ".jp-Notebook:has(.course-language input[value={shown}]:checked)"
     ":not(:has(.course-language input:not([value={shown}]):checked)) "
-    ".jp-Cell :is(div, span, p, td, th, li, tr, details, figure)[lang={hidden}] {{ display: none !important; }}"
+    f".jp-Cell :is({', '.join(PER_LANGUAGE)})"
+    "[lang={hidden}] {{ display: none !important; }}"
 )
 _LOOK = """\
 .course-language fieldset { display: flex; flex-wrap: wrap; gap: 0 1.1em; align-items: center;

@@ -6,7 +6,8 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -208,21 +209,71 @@ def _check_leaks(cell: NotebookNode, solutions: list[tuple[int, str]]) -> None:
 
 
 def read_lessons(folder: Path = NOTEBOOKS) -> dict[str, NotebookNode]:
-    """The executed notebooks by name.
+    """The notebooks by name.
 
     Raises:
         EditionError: no notebooks there, or a file that is none.
     """
     paths = sorted(folder.glob("[0-9]*.ipynb"))
     if not paths:
-        raise EditionError(f"there are no lessons in {folder}: call this from the course's top folder")
-    lessons = {}
-    for path in paths:
+        raise EditionError(f"there are no lessons in {folder}: name the course's folder of notebooks")
+    return {path.stem: _read_notebook(path) for path in paths}
+
+
+def _read_notebook(path: Path) -> NotebookNode:
+    try:
+        notebook = nbformat.v4.reads(path.read_text(encoding="utf-8"))  # nbformat.read would only log what is wrong
+        if notebook.get("nbformat") != 4:
+            raise ValueError(f"its format is {notebook.get('nbformat')}, not 4")
+        nbformat.validate(notebook)
+    except (ValueError, AttributeError, TypeError, nbformat.ValidationError) as error:
+        reason = str(error).splitlines()[0].removesuffix(".")[:100]
+        raise EditionError(f"{path} is no notebook ({reason}): {stored_again(path)}") from None
+    return notebook
+
+
+def stored_again(path: Path) -> str:
+    """What to do about a notebook."""
+    return f"`make notebooks ARGS={path.stem[:2]}` stores it again"
+
+
+def check_twins(folder: Path, lessons: dict[str, NotebookNode]) -> None:
+    """An edition is made from what the scripts say, not from notebooks that were left behind.
+
+    Raises:
+        EditionError: a notebook without a script, or with one that is broken or says something else.
+    """
+    import jupytext
+
+    for name, notebook in lessons.items():
+        path, script = folder / f"{name}.ipynb", folder / "scripts" / f"{name}.py"
+        if not script.exists():
+            raise EditionError(f"{path} has no script {script}, which its text is kept in")
         try:
-            lessons[path.stem] = nbformat.read(path, as_version=4)
-        except Exception as error:
-            raise EditionError(f"{path} is no notebook: {str(error).splitlines()[0]}") from None
-    return lessons
+            twin = jupytext.read(script, fmt="py:percent")
+        except Exception as error:  # whatever its parser stumbles over
+            raise EditionError(f"{script} is no jupytext script: {error}") from None
+        here, there = ([(cell.cell_type, cell.source.strip()) for cell in book.cells] for book in (notebook, twin))
+        if here != there:
+            pairs = enumerate(zip(here, there, strict=False), 1)
+            number = next((number for number, (one, other) in pairs if one != other), min(len(here), len(there)) + 1)
+            raise EditionError(f"{path} and {script} differ from cell {number} on: {stored_again(path)}")
+
+
+def check_outputs(folder: Path, lessons: dict[str, NotebookNode]) -> None:
+    """An edition that shows results runs no cell.
+
+    Raises:
+        EditionError: a notebook that has never been run, or has no outputs.
+    """
+    for name, notebook in lessons.items():
+        path = folder / f"{name}.ipynb"
+        code = [(number, cell) for number, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code"]
+        never_run = [number for number, cell in code if cell.source.strip() and cell.execution_count is None]
+        if never_run:
+            raise EditionError(f"{path}: cell {never_run[0]} has never been run: {stored_again(path)}")
+        if not any(cell.outputs for _, cell in code):
+            raise EditionError(f"{path} has no outputs: {stored_again(path)}")
 
 
 @contextmanager
@@ -238,11 +289,17 @@ def output_folder(target: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as work:
         new, old = Path(work) / "new", Path(work) / "old"
         new.mkdir()
-        (new / STAMP).write_text("Made by an edition of the course, which replaces all of this folder.\n", "utf-8")
         yield new
-        if target.exists():
+        (new / STAMP).write_text("Made by an edition of the course, which replaces all of this folder.\n", "utf-8")
+        replaces = target.exists()
+        if replaces:
             target.rename(old)
-        new.rename(target)
+        try:
+            new.rename(target)
+        except OSError:
+            if replaces:
+                old.rename(target)
+            raise
 
 
 def copy_files(source: Path, target: Path, *patterns: str) -> None:
@@ -252,13 +309,26 @@ def copy_files(source: Path, target: Path, *patterns: str) -> None:
         shutil.copyfile(path, target / path.relative_to(source))
 
 
-def run_edition(build: Callable[[Path, Path], None], name: str, description: str) -> None:
-    """The command line of an edition: its folders, and errors in one sentence."""
+def run_edition(
+    build: Callable[[Path, Path], Sequence[str] | None], name: str, description: str, arguments: list[str] | None = None
+) -> None:
+    """The command line of an edition: its folders, errors in one sentence, warnings a line each, then size and time.
+
+    Args:
+        build: called with the folder of the notebooks and the one to write; it may return warnings.
+        arguments: those of the command line if left out.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--notebooks", type=Path, default=NOTEBOOKS, help="folder of the executed notebooks")
     parser.add_argument("--output", type=Path, default=Path("build") / name, help="folder that is made or replaced")
-    arguments = parser.parse_args()
+    chosen = parser.parse_args(arguments)
+    start = time.perf_counter()
     try:
-        build(arguments.notebooks, arguments.output)
-    except EditionError as error:
-        sys.exit(f"{name}: {error}; {arguments.output} is left as it was")
+        for warning in build(chosen.notebooks, chosen.output) or ():
+            print(warning, file=sys.stderr)
+    except (EditionError, OSError) as error:  # OSError: no README.md, no space, no permission
+        sys.exit(f"{name}: {error}; {chosen.output} is left as it was")
+    files = [path for path in chosen.output.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files) / 10**6
+    seconds = time.perf_counter() - start
+    print(f"{chosen.output}: {len(files)} files, {size:.1f} MB, in {seconds:.0f} s")

@@ -8,7 +8,7 @@ page, then notebooks/ and api/), so that links between files lead from page to p
 once it is whole.
 """
 
-import argparse
+import html
 import importlib
 import importlib.metadata
 import importlib.util
@@ -17,27 +17,24 @@ import re
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+from ..alt import Picture, picture_in
+from .cells import EditionError, check_outputs, check_twins, output_folder, read_lessons, run_edition, stored_again
+
+LICENCE = Path(__file__).resolve().parents[3] / "LICENSE"
 ASSETS = Path(__file__).resolve().parent / "site_assets"
 PACKAGES = {"sphinx": "sphinx", "myst_nb": "myst-nb", "furo": "furo", "bs4": "beautifulsoup4", "jupytext": "jupytext"}
-STAMP = ".course-edition"  # a folder with this file may be replaced
 MATHJAX_PACKAGE = "sphinx-mathjax-offline"
 # In the order of the lessons; a module that is not there yet has no page.
 MODULES = (
     *("memory", "models", "checkpoint", "schedule", "offload", "accumulation", "attention", "budget", "distributed"),
     "teaching",
 )
-
-
-class CannotBuild(Exception):
-    """What is wrong, in one sentence for the reader of the terminal."""
 
 
 @dataclass(frozen=True)
@@ -65,44 +62,29 @@ class Lesson:
         return self.name[:2]
 
 
-def build(output: Path, root: Path = ROOT) -> list[str]:
+def build(notebooks: Path, output: Path) -> list[str]:
     """Build the site into `output`, which is replaced only when all went well.
 
     Args:
+        notebooks: the folder of the notebooks and their scripts; README.md, the front page, stands beside it with the
+            files that it links to. The reference is that of the `course_lib` that is running.
         output: a folder that does not exist, is empty, or holds an earlier site.
-        root: where README.md with the files that it links to, notebooks/ and notebooks/scripts/ are. The reference is
-            that of the `course_lib` that is running.
 
     Returns:
         Sphinx's warnings, one a line.
 
     Raises:
-        CannotBuild: a package is missing, a notebook is broken or not executed, or `output` holds something else.
+        EditionError: a package is missing, a notebook is broken or not executed, or `output` holds something else.
     """
     _check_packages()
-    _check_output(output)
-    lessons = read_lessons(root / "notebooks")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".site-", dir=output.parent) as scratch:
-        source, finished = Path(scratch, "source"), Path(scratch, "site")
-        _write_sources(source, root, lessons)
-        warnings = _run_sphinx(source, finished, Path(scratch, "doctrees"))
-        (finished / STAMP).write_text("Made by an edition of the course, which replaces all of this folder.\n", "utf-8")
-        _swap(finished, output, Path(scratch, "old"))
-    return warnings
-
-
-def _swap(finished: Path, output: Path, old: Path) -> None:
-    """Put the finished site in its place; an earlier one stays there if that fails."""
-    replaces = output.exists()
-    if replaces:
-        output.rename(old)
-    try:
-        finished.rename(output)
-    except OSError:
-        if replaces:
-            old.rename(output)
-        raise
+    stored = read_lessons(notebooks)
+    check_twins(notebooks, stored)
+    check_outputs(notebooks, stored)
+    lessons = [_ready(notebooks / f"{name}.ipynb", notebook) for name, notebook in stored.items()]
+    with output_folder(output) as finished, tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch, "source")
+        _write_sources(source, notebooks, lessons)
+        return _run_sphinx(source, finished, Path(scratch, "doctrees"))
 
 
 # --- what is asked for before anything is written ---
@@ -115,7 +97,7 @@ def _check_packages() -> None:
     except importlib.metadata.PackageNotFoundError:
         missing.append(MATHJAX_PACKAGE)
     if missing:
-        raise CannotBuild(
+        raise EditionError(
             f"the site needs {', '.join(missing)}, not installed for {sys.executable}: "
             "pip install -e '.[course,test]' -c constraints.txt, or `make site`, installs all"
         )
@@ -127,36 +109,11 @@ def _mathjax() -> Path:
     return Path(str(package.locate_file("sphinx-mathjax-offline/static/mathjax")))
 
 
-def _check_output(output: Path) -> None:
-    if output.exists() and not output.is_dir():
-        raise CannotBuild(f"{output} is a file, but the site needs a folder")
-    if output.exists() and any(output.iterdir()) and not (output / STAMP).exists():
-        raise CannotBuild(
-            f"{output} was not made by an edition of the course and is left as it is: name another --output"
-        )
-
-
 # --- the lessons ---
 
 
-def read_lessons(folder: Path) -> list[Lesson]:
-    """All notebooks, checked against their scripts.
-
-    Raises:
-        CannotBuild: there is none; or one is no notebook, has no twin, differs from it, or has never been run.
-    """
-    paths = sorted(folder.glob("[0-9]*.ipynb"))
-    if not paths:
-        raise CannotBuild(f"there are no notebooks in {folder}")
-    return [_read_lesson(path) for path in paths]
-
-
-def _read_lesson(path: Path) -> Lesson:
-    again = f"`make notebooks ARGS={path.stem[:2]}` stores it again"
-    notebook = _read_notebook(path, again)
-    _check_twin(path, notebook, again)
-    _check_outputs(path, notebook, again)
-
+def _ready(path: Path, notebook: Any) -> Lesson:
+    """A notebook with its claims read and its cells dressed, in place."""
     title, claims_section, claims = path.stem, None, []
     heading, section = path.stem, None  # the last one, and its cell
     for number, cell in enumerate(notebook.cells, 1):
@@ -164,55 +121,15 @@ def _read_lesson(path: Path) -> Lesson:
             heading, section = found[2], cell
             title = heading if found[1] == "#" else title
         if cell.cell_type == "code":
-            _dress(cell, heading)
+            _dress(cell)
         if cell.cell_type == "code" and section and re.search(r"^what_you_may_have_read\(", cell.source, re.M):
-            claims_section, claims = heading.split()[0], _claims(cell, f"{path}, cell {number}", again)
+            claims_section, claims = heading.split()[0], _claims(cell, f"{path}, cell {number}", stored_again(path))
             # A name for the section, so that the page of claims can link to it whatever its heading becomes.
             section.source = f"(claims-{path.stem[:2]})=\n{section.source}"
     return Lesson(path.stem, title, notebook, claims_section, claims)
 
 
-def _read_notebook(path: Path, again: str) -> Any:
-    import nbformat
-
-    try:
-        notebook = nbformat.v4.reads(path.read_text(encoding="utf-8"))  # nbformat.read would only log what is wrong
-        if notebook.get("nbformat") != 4:
-            raise ValueError(f"its format is {notebook.get('nbformat')}, not 4")
-        nbformat.validate(notebook)
-    except (ValueError, AttributeError, TypeError, nbformat.ValidationError) as error:
-        reason = str(error).splitlines()[0].removesuffix(".")[:100]
-        raise CannotBuild(f"{path} is no notebook ({reason}): {again}") from None
-    return notebook
-
-
-def _check_outputs(path: Path, notebook: Any, again: str) -> None:
-    code = [(number, cell) for number, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code"]
-    never_run = [number for number, cell in code if cell.source.strip() and cell.execution_count is None]
-    if never_run:
-        raise CannotBuild(f"{path}: cell {never_run[0]} has never been run, and the site runs none: {again}")
-    if not any(cell.outputs for _, cell in code):
-        raise CannotBuild(f"{path} has no outputs, and the site runs no cell: {again}")
-
-
-def _check_twin(path: Path, notebook: Any, again: str) -> None:
-    import jupytext
-
-    script = path.parent / "scripts" / f"{path.stem}.py"
-    if not script.exists():
-        raise CannotBuild(f"{path} has no script {script}, which its text is kept in")
-    try:
-        twin = jupytext.read(script, fmt="py:percent")
-    except Exception as error:  # whatever its parser stumbles over
-        raise CannotBuild(f"{script} is no jupytext script: {error}") from None
-    here, there = ([(cell.cell_type, cell.source.strip()) for cell in book.cells] for book in (notebook, twin))
-    if here != there:
-        pairs = enumerate(zip(here, there, strict=False), 1)
-        number = next((number for number, (one, other) in pairs if one != other), min(len(here), len(there)) + 1)
-        raise CannotBuild(f"{path} and {script} differ from cell {number} on: {again}")
-
-
-def _dress(cell: Any, heading: str) -> None:
+def _dress(cell: Any) -> None:
     """A code cell for the site: no switch of its own, solutions folded, figures with words, sliders explained."""
     tags = cell.metadata.setdefault("tags", [])
     outputs = [output.get("data", {}) for output in cell.outputs]
@@ -224,12 +141,19 @@ def _dress(cell: Any, heading: str) -> None:
         "code_prompt_show": "Show the solution",
         "code_prompt_hide": "Hide the solution",
     }
-    for output, data in zip(cell.outputs, outputs, strict=True):
-        if "image/png" in data:
-            described = output.metadata.get("image/png", {}).get("alt") or output.metadata.get("alt")
-            cell.metadata["mystnb"]["image"] = {"alt": described or f"Figure / 图：{heading}"}
+    for data in outputs:
+        if picture := picture_in(data.get("text/html", "")):
+            data["text/html"] = _picture_html(picture)
         if data.get("text/plain", "").startswith("interactive("):
             data["text/html"] = _SLIDER
+
+
+def _picture_html(picture: Picture) -> str:
+    """A figure whose words site.js puts in the language of the page; without scripts they are in both."""
+    en, zh = html.escape(picture.en), html.escape(picture.zh)
+    both = " ".join(dict.fromkeys((en, zh)))
+    source = f"data:image/png;base64,{picture.png}"
+    return f'<img class="figure" lang="mul" alt="{both}" data-en="{en}" data-zh="{zh}" src="{source}">'
 
 
 _SLIDER = (
@@ -244,7 +168,7 @@ def _claims(cell: Any, where: str, again: str) -> list[Claim]:
     tables = [BeautifulSoup(output.get("data", {}).get("text/html", ""), "html.parser") for output in cell.outputs]
     rows = [row.find_all("td") for table in tables for row in table.select("tbody tr")]
     if not rows or any(len(row) != 4 for row in rows):
-        raise CannotBuild(f"{where}: the output holds no table of claims with four columns: {again}")
+        raise EditionError(f"{where}: the output holds no table of claims with four columns: {again}")
     return [Claim(*("".join(map(_plain_html, (cell.div or cell).contents)) for cell in row)) for row in rows]
 
 
@@ -258,7 +182,7 @@ def _plain_html(node: Any) -> str:
 # --- what Sphinx reads ---
 
 
-def _write_sources(source: Path, root: Path, lessons: Sequence[Lesson]) -> None:
+def _write_sources(source: Path, folder: Path, lessons: Sequence[Lesson]) -> None:
     """The folder that Sphinx reads, laid out as the repository is."""
     import nbformat
 
@@ -275,9 +199,10 @@ def _write_sources(source: Path, root: Path, lessons: Sequence[Lesson]) -> None:
         (api / f"{name}.md").write_text(_api_page(name), encoding="utf-8")
     (api / "index.md").write_text(_page("api", pages="\n".join(modules)), encoding="utf-8")
 
+    root = folder.parent
     front = (root / "README.md").read_text(encoding="utf-8")
     pages = [f"notebooks/{lesson.name}" for lesson in lessons] + ["notebooks/claims"]
-    for page in sorted((root / "notebooks").glob("[A-Z]*.md")):
+    for page in sorted(folder.glob("[A-Z]*.md")):
         shutil.copy(page, notebooks)
         pages.append(f"notebooks/{page.stem}")
     pages.append("api/index")
@@ -290,7 +215,7 @@ def _write_sources(source: Path, root: Path, lessons: Sequence[Lesson]) -> None:
     shutil.copy(mathjax / "tex-chtml.js", static / "mathjax")
     for font in (mathjax / fonts).iterdir():
         shutil.copy(font, static / "mathjax" / fonts)
-    shutil.copy(ROOT / "LICENSE", static / "mathjax")  # Apache-2.0, as the course's code is
+    shutil.copy(LICENCE, static / "mathjax")  # Apache-2.0, as the course's code is
 
 
 def _copy_linked_files(front: str, root: Path, source: Path) -> None:
@@ -300,7 +225,7 @@ def _copy_linked_files(front: str, root: Path, source: Path) -> None:
         if "://" in link or copy.exists():
             continue
         if not file.is_file():
-            raise CannotBuild(f"{root / 'README.md'} links to {link}, which is no file")
+            raise EditionError(f"{root / 'README.md'} links to {link}, which is no file")
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
 
@@ -359,7 +284,7 @@ def _api_page(name: str) -> str:
     try:
         module = importlib.import_module(f"course_lib.{name}")
     except Exception as error:  # whatever stops it, there would be an empty page
-        raise CannotBuild(f"course_lib.{name} cannot be imported ({error}), so it has no reference") from None
+        raise EditionError(f"course_lib.{name} cannot be imported ({error}), so it has no reference") from None
     public = {constant: getattr(module, constant) for constant in getattr(module, "__all__", ())}
     lines = [
         f".. automodule:: course_lib.{name}",
@@ -384,33 +309,12 @@ def _run_sphinx(source: Path, finished: Path, doctrees: Path) -> list[str]:
             app = Sphinx(source, source, finished, doctrees, "html", status=None, warning=warnings)
             app.build()
     except SphinxError as error:
-        raise CannotBuild(f"Sphinx gave up: {str(error).splitlines()[0]}") from error
+        raise EditionError(f"Sphinx gave up: {str(error).splitlines()[0]}") from error
     if app.statuscode:
-        raise CannotBuild(f"Sphinx gave up: {warnings.getvalue().strip()}")
+        raise EditionError(f"Sphinx gave up: {warnings.getvalue().strip()}")
     (finished / ".buildinfo").unlink(missing_ok=True)
     return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in warnings.getvalue().splitlines() if line.strip()]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--output", type=Path, default=ROOT / "build" / "site", help="the folder (%(default)s)")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the repository that the site is made from")
-    chosen = parser.parse_args(arguments)
-    start = time.perf_counter()
-    try:
-        warnings = build(chosen.output, chosen.root)
-    except CannotBuild as problem:
-        print(problem, file=sys.stderr)
-        return 1
-    except OSError as error:  # no README.md, no space, no permission
-        print(f"the site cannot be built: {error}", file=sys.stderr)
-        return 1
-    for warning in warnings:
-        print(warning, file=sys.stderr)
-    size = sum(file.stat().st_size for file in chosen.output.rglob("*") if file.is_file()) / 10**6
-    print(f"{chosen.output / 'index.html'}: {size:.1f} MB in {time.perf_counter() - start:.0f} s")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_edition(build, "site", __doc__.splitlines()[0])

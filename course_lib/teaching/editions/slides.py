@@ -35,7 +35,18 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
 from pygments.formatters import HtmlFormatter
 
-from .cells import EditionError, in_language, is_solution, output_folder, read_lessons, run_edition
+from ..alt import picture_in
+from ..languages import PER_LANGUAGE
+from .cells import (
+    EditionError,
+    check_outputs,
+    check_twins,
+    in_language,
+    is_solution,
+    output_folder,
+    read_lessons,
+    run_edition,
+)
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -291,7 +302,6 @@ def _code_slides(cell: NotebookNode, following: NotebookNode | None, language: s
     if following is not None and is_solution(following):  # an attempt: its verdict says only that it is one
         outputs = []
     code = _shown_code(cell.source, outputs)
-    alt = _title_of(cell.source, language)
     figures = [part for output in outputs if "image/png" in output.get("data", {}) for part in _cut_figure(output)]
     others = [output for output in outputs if "image/png" not in output.get("data", {})]
 
@@ -310,8 +320,7 @@ def _code_slides(cell: NotebookNode, following: NotebookNode | None, language: s
         else:
             slides.append(Slide("table", [result], solved or ("result" if slides else ""), height=height))
     for figure in figures:
-        part = nbformat.v4.new_code_cell(outputs=[figure], metadata={"deck": {"alt": alt}})
-        slides.append(Slide("figure", [part], "figure" if slides else ""))
+        slides.append(Slide("figure", [nbformat.v4.new_code_cell(outputs=[figure])], "figure" if slides else ""))
     return slides
 
 
@@ -414,22 +423,26 @@ def with_short_lines(notebook: NotebookNode, width: int = CODE_WIDTH) -> Noteboo
 
 
 def output_in(output: NotebookNode, language: str) -> NotebookNode | None:
-    """An output in the language; None if it shows nothing, as a slider without a kernel or a progress bar."""
+    """An output in the language; None if it shows nothing, as a slider without a kernel or a progress bar.
+
+    A figure becomes image/png data, its alt text the output's metadata.
+    """
     output = deepcopy(output)
     data = output.get("data", {})
+    if picture := picture_in(data.get("text/html", "")):
+        words = {"en": picture.en, "zh": picture.zh, "both": " ".join(dict.fromkeys((picture.en, picture.zh)))}
+        return nbformat.v4.new_output("display_data", {"image/png": picture.png}, metadata={"alt": words[language]})
     if "text/html" in data:
         soup = BeautifulSoup(data["text/html"], "html.parser")
         if soup.select_one(".course-language"):
             return None
-        for element in soup.select("[lang]") if language != "both" else []:
-            if element["lang"] != language:
-                element.decompose()
+        for element in soup.find_all(PER_LANGUAGE, lang={"en": "zh", "zh": "en", "both": "none"}[language]):
+            element.decompose()
         data["text/html"] = str(soup)
         return output
     text = output.get("text", "") or data.get("text/plain", "")
     nothing = not text.strip() or re.match(r"(interactive|VBox|HBox|Output)\(", text) or re.search(r"\d+%\|", text)
-    shows = "image/png" in data or not nothing
-    return output if shows and output.output_type != "error" else None
+    return None if nothing or output.output_type == "error" else output
 
 
 def _output_height(output: NotebookNode, language: str) -> float:
@@ -495,12 +508,13 @@ def _cut_figure(output: NotebookNode) -> list[NotebookNode]:
         cuts.append((top + bottom) // 2)
     if count == 1:
         return [output]
-    parts = []
+    parts: list[NotebookNode] = []
     for top, bottom in zip(cuts, [*cuts[1:], picture.height], strict=True):
         stream = io.BytesIO()
         picture.crop((0, top, picture.width, bottom)).save(stream, "PNG", optimize=True)
         part = deepcopy(output)
         part.data["image/png"] = base64.b64encode(stream.getvalue()).decode()
+        part.metadata.alt += f" ({len(parts) + 1}/{len(cuts)})"
         parts.append(part)
     return parts
 
@@ -514,20 +528,6 @@ def _empty_bands(picture: "Image.Image") -> list[tuple[int, int]]:
 
 _WHITE = ((255, 255),) * 3
 _TITLE_HEIGHT = 22  # pixels
-
-
-def _title_of(source: str, language: str) -> str:
-    """A figure's message, which its code gives as a pair of strings, as the picture's alternative text."""
-    pairs = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Tuple) and len(node.elts) == 2:
-            words = [element.value if isinstance(element, ast.Constant) else None for element in node.elts]
-            if all(isinstance(word, str) for word in words) and re.search(r"[\u4e00-\u9fff]", words[1]):
-                pairs.append(words)
-    if not pairs:
-        return ""
-    en, zh = max(pairs, key=lambda pair: len(pair[0]))  # labels of lines are shorter than the message
-    return {"en": en, "zh": zh, "both": f"{en} / {zh}"}[language]
 
 
 # --- writing a deck ---
@@ -595,9 +595,6 @@ def deck_notebook(slides: Sequence[Slide], language: str, notes: dict[str, Note]
             nbformat.v4.new_markdown_cell(text, metadata={"slideshow": {"slide_type": "notes"}}) for text in texts
         ]
         cells += [heading, *notes_cells, *deepcopy(slide.parts)]
-        for part in cells[-len(slide.parts) or len(cells) :]:
-            alt = part.metadata.get("deck", {}).get("alt") or _plain_heading(slide.heading, language)
-            part.metadata.setdefault("deck", {})["alt"] = alt
     return nbformat.v4.new_notebook(cells=cells)
 
 
@@ -676,6 +673,8 @@ def build(notebooks: Path, output: Path) -> None:
         EditionError: a notebook, a note or a tool that is missing or cannot be used.
     """
     lessons = read_lessons(notebooks)
+    check_twins(notebooks, lessons)
+    check_outputs(notebooks, lessons)
     if not (notebooks / NOTES).is_file():
         raise EditionError(f"{notebooks / NOTES} with the speaker notes is missing")
     notes = read_notes((notebooks / NOTES).read_text("utf-8"))
@@ -685,7 +684,6 @@ def build(notebooks: Path, output: Path) -> None:
         for language, name, page in decks(lessons, notes):
             (folder / language).mkdir(exist_ok=True)
             (folder / language / f"{name}.html").write_text(page, "utf-8")
-    print(f"{len(lessons)} lessons, each in {', '.join(LANGUAGES)}, in {output}")
 
 
 if __name__ == "__main__":

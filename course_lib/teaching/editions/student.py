@@ -9,7 +9,7 @@ from pathlib import Path
 
 import nbformat
 
-from .cells import EditionError, copy_files, output_folder, read_lessons, run_edition, without_solutions
+from .cells import EditionError, check_twins, copy_files, output_folder, read_lessons, run_edition, without_solutions
 
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)|(?:src|href)=\"([^\"#]+)")
 
@@ -21,6 +21,7 @@ def build(notebooks: Path, output: Path) -> None:
         EditionError: a solution that cannot be taken out, or a link to a file that is not there.
     """
     lessons = read_lessons(notebooks)
+    check_twins(notebooks, lessons)
     with output_folder(output) as folder:
         for name, notebook in lessons.items():
             try:
@@ -34,7 +35,6 @@ def build(notebooks: Path, output: Path) -> None:
             for target in _relative_links(prose):
                 if not (folder / target).exists():
                     raise EditionError(f"{name} links to {target}, which is not in the student edition")
-    print(f"{len(lessons)} lessons without solutions in {output}")
 
 
 def _relative_links(prose: str) -> list[str]:
@@ -44,7 +44,10 @@ def _relative_links(prose: str) -> list[str]:
 
 
 def _copy_readme(readme: Path, folder: Path) -> None:
-    """The README, which a lesson reads too; its links lead to the notebooks beside it, and to copies of other files."""
+    """The README, which a lesson reads too; its links lead to the notebooks beside it, and to copies of other files.
+
+    What the edition leaves out of the notebooks' folder, such as the instructor's guide, is named without a link.
+    """
     if not readme.exists():
         return
     text = readme.read_text("utf-8")
@@ -53,6 +56,8 @@ def _copy_readme(readme: Path, folder: Path) -> None:
         if beside == target:
             beside = Path(target).name
             shutil.copyfile(readme.parent / target, folder / beside)
+        elif not (folder / beside).exists():
+            text = re.sub(rf"\[([^\]]*)\]\({re.escape(target)}[^)]*\)", r"\1", text)
         text = text.replace(f"]({target}", f"]({beside}").replace(f'"{target}"', f'"{beside}"')
     (folder / "README.md").write_text(text, "utf-8")
 

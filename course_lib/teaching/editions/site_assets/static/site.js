@@ -42,6 +42,11 @@
     for (const button of document.querySelectorAll(".language-switch button")) {
       button.setAttribute("aria-pressed", String(button.value === language));
     }
+    for (const figure of document.querySelectorAll("img.figure")) {
+      figure.alt = { en: figure.dataset.en, zh: figure.dataset.zh }[language] ||
+        [...new Set([figure.dataset.en, figure.dataset.zh])].join(" ");
+      figure.lang = { en: "en", zh: "zh" }[language] || "mul";
+    }
     if (title) document.title = title[language];
     const box = document.querySelector(".sidebar-search");
     if (box) box.placeholder = { en: "Search", zh: "搜索", both: "Search 搜索" }[language];
