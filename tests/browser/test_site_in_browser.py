@@ -1,5 +1,6 @@
 """The website in a browser: the language button works, is remembered, and goes with the address."""
 
+import re
 import sys
 import threading
 from functools import partial
@@ -7,13 +8,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from course_lib.teaching.editions import site
-
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::PendingDeprecationWarning"),
-]
+pytestmark = pytest.mark.browser
 
 LESSON = "notebooks/03_sqrt_schedule.html"
 NARROW = {"viewport": {"width": 390, "height": 800}}
@@ -30,16 +25,9 @@ class Server(ThreadingHTTPServer):
 
 
 @pytest.fixture(scope="module")
-def folder(browser, tmp_path_factory):
-    output = tmp_path_factory.mktemp("site") / "site"
-    site.build(output)
-    return output
-
-
-@pytest.fixture(scope="module")
-def address(folder):
+def address(browser, built_site):
     """The site as a server gives it out."""
-    with Server(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
+    with Server(("127.0.0.1", 0), partial(Quiet, directory=built_site)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -176,6 +164,21 @@ def test_figures_have_a_light_ground_in_the_dark(address, open_page):
     assert luminance(page.locator("article img").first.evaluate(style)) > 0.9
 
 
+def test_figures_are_described_in_the_language_of_the_page_and_never_hidden(address, open_page):
+    page = open_page(f"{address}/{LESSON}")
+    figures = page.locator("article img.figure")
+    for language, english, chinese in (("en", True, False), ("zh", False, True), ("both", True, True)):
+        choose(page, language)
+        assert figures.count() > 2 and page.locator("article img.figure:visible").count() == figures.count()
+        for words in figures.evaluate_all("figures => figures.map((figure) => figure.alt)"):
+            assert (bool(re.match("[A-Z]", words)), bool(re.search("[\u3400-\u9fff]", words))) == (english, chinese)
+
+
+def test_a_table_in_english_only_stays_in_chinese(address, open_page):
+    page = open_page(f"{address}/notebooks/01_memory_bottleneck.html?lang=zh")
+    assert page.locator("article section[lang=en] table:visible").count() > 0
+
+
 def test_formulas_are_drawn(address, open_page):
     page = open_page(f"{address}/{LESSON}?lang=zh")
     page.locator("article mjx-container:visible").first.wait_for()
@@ -198,8 +201,8 @@ def test_a_link_from_a_claim_leads_to_the_section_that_measured_it(address, open
     assert page.locator("section#claims-03 > h2").is_visible()
 
 
-def test_the_site_works_from_the_file_system(folder, open_page):
-    page = open_page(f"{folder.as_uri()}/index.html?lang=zh")
+def test_the_site_works_from_the_file_system(built_site, open_page):
+    page = open_page(f"{built_site.as_uri()}/index.html?lang=zh")
     page.locator(".sidebar-tree a[href*=claims]").click()
     page.wait_for_url("**/claims.html*")
     assert pressed(page) == "zh" and shown(page, "article h1").startswith("常见说法与结论")

@@ -35,17 +35,10 @@ LOOK_AT_ALL = """() => Reveal.getSlides().map((slide) => {
 })"""
 
 
-@pytest.fixture(scope="module")
-def folder(browser, tmp_path_factory):
-    output = tmp_path_factory.mktemp("decks") / "slides"
-    slides.build(NOTEBOOKS, output)
-    return output
-
-
 @pytest.fixture
-def open_deck(folder, open_page):
+def open_deck(built_decks, open_page):
     def open_one(language, name):
-        page = open_page((folder / language / f"{name}.html").as_uri(), **SCREEN)
+        page = open_page((built_decks / language / f"{name}.html").as_uri(), **SCREEN)
         page.wait_for_function("Reveal.isReady()")
         return page
 

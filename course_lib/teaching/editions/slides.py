@@ -30,7 +30,8 @@ import nbformat
 from bs4 import BeautifulSoup
 from jinja2 import pass_context
 from latex2mathml.converter import convert as latex_to_mathml
-from nbconvert import SlidesExporter
+from nbconvert import HTMLExporter, SlidesExporter
+from nbconvert.filters.highlight import Highlight2HTML
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
 from pygments.formatters import HtmlFormatter
@@ -438,6 +439,8 @@ def output_in(output: NotebookNode, language: str) -> NotebookNode | None:
             return None
         for element in soup.find_all(PER_LANGUAGE, lang={"en": "zh", "zh": "en", "both": "none"}[language]):
             element.decompose()
+        for element in soup.find_all("section"):  # reveal.js would take it for a slide
+            element.name = "article"
         data["text/html"] = str(soup)
         return output
     text = output.get("text", "") or data.get("text/plain", "")
@@ -563,6 +566,11 @@ class DeckExporter(SlidesExporter):
 
     def __init__(self, **settings: object) -> None:
         super().__init__(template_name="deck", extra_template_basedirs=[str(_ASSETS)], **settings)
+        self.register_filter("highlight_code", Highlight2HTML(pygments_lexer="ipython3", parent=self))
+
+    def from_notebook_node(self, nb: NotebookNode, resources: dict | None = None, **kw: object) -> tuple[str, dict]:
+        """HTMLExporter's own would parse the page again, to look for pictures without words: half of all the time."""
+        return super(HTMLExporter, self).from_notebook_node(nb, self._init_resources(resources), **kw)
 
     @pass_context
     def markdown2html(self, context: object, source: str) -> str:
@@ -645,12 +653,18 @@ def _look() -> tuple[str, tuple[str, ...]]:
     return "\n".join(style), tuple(path.read_text("utf-8") for path in scripts)
 
 
+@cache
+def _exporter() -> DeckExporter:
+    """One for all decks, which keeps its templates."""
+    return DeckExporter()
+
+
 def deck_html(notebook: NotebookNode, title: str, language: str, notes: dict[str, Note]) -> str:
     """One deck as a page that needs nothing beyond itself."""
     style, scripts = _look()
     deck = {"language": language, "lang": LANGUAGES[language], "title": title, "css": style, "scripts": scripts}
     slides = deck_notebook(lesson_slides(notebook, language), language, notes)
-    html, _ = DeckExporter().from_notebook_node(slides, resources={"deck": deck})
+    html, _ = _exporter().from_notebook_node(slides, resources={"deck": deck})
     return html
 
 
