@@ -15,7 +15,7 @@ TRUSTED   := $(VENV)/.course-trusted
 OVERRIDES := $(VENV)/share/jupyter/lab/settings/overrides.json
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help lab test bench gpu notebooks site student slides clean
+.PHONY: help lab test browser bench gpu notebooks site student slides clean
 
 help: ## show this list / 显示本列表
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +27,9 @@ test: $(INSTALLED) ## lint, unit tests, and every notebook against its outputs /
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest $(ARGS)
+
+browser: $(INSTALLED) ## the tests in Chromium alone (CHROMIUM=path names one) / 只运行浏览器测试
+	$(BIN)/python -m pytest -o addopts= -p no:cacheprovider -q -m browser tests $(ARGS)
 
 bench: $(INSTALLED) ## run tests/bench_*.py, which print ratios / 运行性能对比
 	@for script in $(wildcard tests/bench_*.py); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done

@@ -3,7 +3,6 @@
 import importlib.util
 import itertools
 import os
-import shutil
 import subprocess
 import sys
 import warnings
@@ -133,37 +132,6 @@ def test_the_switch_is_a_group_with_a_name_and_says_which_words_are_chinese():
     # The switch hides what is marked as the other language, but never its own words.
     hidden = next(line for line in markup.splitlines() if "display: none" in line)
     assert "label" not in hidden and "legend" not in hidden
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
-    path = os.environ.get("CHROMIUM") or shutil.which("chromium")
-    if path is None:
-        pytest.skip("needs Chromium: apt-get install chromium, or name one in CHROMIUM")
-    with playwright.sync_playwright() as running:
-        browser = running.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        yield browser
-        browser.close()
-
-
-@pytest.mark.browser
-def test_the_keyboard_reaches_the_switch_and_turns_it(chromium):
-    page = chromium.new_page()
-    cells = (languages._Switch("both")._repr_html_(), '<div lang="en">peak</div>', '<div lang="zh">峰值</div>')
-    body = "".join(f'<div class="jp-Cell">{cell}</div>' for cell in cells)
-    page.set_content(f'<body class="jp-Notebook"><a href="#">before</a>{body}</body>')
-    page.keyboard.press("Tab")
-    page.keyboard.press("Tab")
-    focused = page.locator("input:focus-visible")
-    assert focused.get_attribute("value") == "both"
-    assert focused.evaluate("button => getComputedStyle(button).outline").endswith("solid 2px")
-    assert page.get_by_role("group", name="Language 语言").count() == 1
-    for key, shown in (("ArrowLeft", ["zh"]), ("ArrowLeft", ["en"]), ("ArrowLeft", ["en", "zh"])):
-        page.keyboard.press(key)
-        assert [name for name in ("en", "zh") if page.locator(f"div[lang={name}]").is_visible()] == shown
-    page.keyboard.press("Tab")
-    assert page.locator("input:focus").count() == 0, "one Tab leads out of the group"
 
 
 # Figures --------------------------------------------------------------------------------------------------------------

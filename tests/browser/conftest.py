@@ -1,7 +1,7 @@
 """What the tests in a browser share: one headless Chromium, and pages that tell what went wrong in them.
 
 They need Chromium (the one that CHROMIUM names, or one on the PATH) and Playwright for Python. Where either is missing
-they are skipped, and say what to install. Nothing is downloaded.
+they are skipped, and say what to install; `make browser`, which asks for them, stops there. Nothing is downloaded.
 """
 
 import os
@@ -15,6 +15,15 @@ ARGUMENTS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
 )
+
+
+NO_CHROMIUM = "needs Chromium: install it (Debian and Ubuntu: apt install chromium), or name one: CHROMIUM=path"
+
+
+def pytest_collection_modifyitems(config):
+    """Whoever asks for these tests alone learns in one sentence why there are none."""
+    if config.option.markexpr == "browser" and find_chromium() is None:
+        raise pytest.UsageError(f"`make browser` {NO_CHROMIUM}")
 
 
 def find_chromium():
@@ -42,7 +51,7 @@ def browser():
     )
     chromium = find_chromium()
     if chromium is None:
-        pytest.skip("needs Chromium: install it (Debian and Ubuntu: apt install chromium) or name one in CHROMIUM")
+        pytest.skip(NO_CHROMIUM)
     with playwright.sync_playwright() as driver:
         launched = driver.chromium.launch(executable_path=chromium, args=list(ARGUMENTS))
         yield launched

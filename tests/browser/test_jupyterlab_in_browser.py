@@ -1,0 +1,182 @@
+"""JupyterLab as `make lab` starts it: the switch, two lessons side by side, a kernel that runs a lesson, a slider.
+
+The server works on a copy of the notebooks, and keeps its settings, trust and kernels' files beside it.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jupyterlab", reason="JupyterLab comes with the extra `course`")
+
+pytestmark = pytest.mark.browser
+
+ROOT = Path(__file__).parents[2]
+LIGHT, LESSON = "00_start_here", "01_memory_bottleneck"
+SIZE = {"viewport": {"width": 1400, "height": 900}}
+
+
+def only_the_sliders(notebook):
+    """A lesson's imports, its switch and its sliders, without the minutes between them."""
+    shown = re.compile(r"^(language|\w+_playground)\(\)", re.M)
+    kept = [cell for cell in notebook["cells"] if shown.search("".join(cell["source"]))]
+    imports = [line for cell in notebook["cells"] for line in cell["source"] if re.match("from .*_playground", line)]
+    kept[0]["source"] = [*imports, *kept[0]["source"]]
+    return {**notebook, "cells": kept}
+
+
+@pytest.fixture(scope="module")
+def lab(browser, tmp_path_factory):
+    """The address of JupyterLab with a copy of the notebooks, trusted as `make lab` does."""
+    place = tmp_path_factory.mktemp("lab")
+    notebooks, settings = place / "course/notebooks", place / "settings"
+    shutil.copytree(ROOT / "notebooks", notebooks, ignore=shutil.ignore_patterns("scripts", ".ipynb_checkpoints"))
+    shutil.copy(ROOT / "README.md", notebooks.parent)
+    sliders = only_the_sliders(json.loads((notebooks / f"{LESSON}.ipynb").read_text("utf-8")))
+    (notebooks / "sliders.ipynb").write_text(json.dumps(sliders), "utf-8")
+    settings.mkdir()
+    shutil.copy(ROOT / "notebooks/overrides.json", settings)
+
+    folders = {"DATA": "data", "CONFIG": "config", "RUNTIME": "runtime"}
+    environment = {f"JUPYTER_{name}_DIR": str(place / folder) for name, folder in folders.items()}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, **environment, "IPYTHONDIR": str(place / "ipython"), "PYTHONPATH": path}
+    trusted = map(str, sorted(notebooks.glob("*.ipynb")))
+    subprocess.run([sys.executable, "-m", "jupyter", "trust", *trusted], env=environment, check=True)
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {
+        "ServerApp.port": port,
+        "ServerApp.port_retries": 0,
+        "ServerApp.root_dir": notebooks.parent,
+        "IdentityProvider.token": "",
+        "LabApp.app_settings_dir": settings,  # in the environment these are those of .venv/share
+        "LabApp.user_settings_dir": place / "user",
+        "LabApp.workspaces_dir": place / "workspaces",
+    }
+    command = [sys.executable, "-m", "jupyterlab", "--allow-root", "--no-browser", "--expose-app-in-browser"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    address = f"http://127.0.0.1:{port}"
+    with open(place / "log", "w") as log:
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        wait_for(f"{address}/api", server, place / "log")
+        yield f"{address}/lab/tree/notebooks"
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+def wait_for(address, server, log, seconds=60):
+    """Until the server answers."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            return urllib.request.urlopen(address, timeout=5)
+        except urllib.error.URLError:
+            time.sleep(0.2)
+    pytest.fail(f"JupyterLab does not answer:\n{log.read_text()[-2000:]}")
+
+
+@pytest.fixture
+def open_lesson(lab, open_page):
+    def open_one(name):
+        page = open_page(f"{lab}/{name}.ipynb?reset", **SIZE)
+        page.locator(".jp-Notebook .course-language").wait_for(timeout=60_000)
+        return page
+
+    return open_one
+
+
+def rendered(notebook):
+    """The notebook once its prose is there, which comes cell by cell."""
+    notebook.locator(".jp-MarkdownCell").last.locator("div[lang=zh]").wait_for(timeout=60_000)
+    return notebook
+
+
+def command(page, name, **arguments):
+    page.evaluate("([name, options]) => { jupyterapp.commands.execute(name, options); }", [name, arguments])
+
+
+def run_all(page):
+    """All cells of the notebook that is in front, once its kernel is there."""
+    kernel = "jupyterapp.shell.currentWidget.sessionContext.session?.kernel"
+    page.wait_for_function(f"{kernel}?.status === 'idle'", timeout=60_000)
+    command(page, "notebook:run-all-cells")
+
+
+def visible(notebook):
+    """The languages of which something can be seen."""
+    return [one for one in ("en", "zh") if notebook.locator(f".jp-Cell div[lang={one}]:visible").count()]
+
+
+def test_the_keyboard_reaches_the_switch_of_lesson_01_and_it_hides_and_shows_the_languages(open_lesson):
+    page = open_lesson(LESSON)
+    notebook = rendered(page.locator(".jp-Notebook"))
+    assert visible(notebook) == ["en", "zh"]
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.name") == "course-language":
+            break
+    figures = notebook.locator("img[alt]")
+    for key, chosen, shown in (("Left", "zh", ["zh"]), ("Left", "en", ["en"]), ("Right", "zh", ["zh"])):
+        page.keyboard.press(f"Arrow{key}")
+        assert page.evaluate("document.activeElement.value") == chosen
+        assert visible(notebook) == shown
+        assert notebook.locator("img[alt]:visible").count() == figures.count() > 2
+        assert notebook.locator(".course-language label:visible").count() == 3
+        assert notebook.locator("section[lang=en]:visible").count() > 0, "what is there in English only stays"
+
+
+def test_two_lessons_side_by_side_each_keep_their_language_and_one_runs_from_top_to_bottom(open_lesson):
+    page = open_lesson(LESSON)
+    command(page, "docmanager:open", path=f"notebooks/{LIGHT}.ipynb", options={"mode": "split-right"})
+    left, right = page.locator(".jp-Notebook").first, page.locator(".jp-Notebook").last
+    right.locator(".course-language").wait_for()
+    rendered(left)
+    rendered(right)
+    assert left.is_visible() and right.is_visible() and right.locator("h1").first.inner_text().startswith("0 ")
+    left.locator("input[value=zh]").check()
+    assert (visible(left), visible(right)) == (["zh"], ["en", "zh"])
+    right.locator("input[value=en]").check()
+    assert (visible(left), visible(right)) == (["zh"], ["en"])
+
+    cells = right.locator(".jp-CodeCell")
+    right.locator("h1").first.click()  # so that the command is meant for it
+    run_all(page)
+    last = cells.nth(cells.count() - 1).locator(".jp-InputPrompt")
+    page.wait_for_function(
+        "prompt => prompt.textContent.includes('*')", arg=last.element_handle(), timeout=60_000, polling=50
+    )
+    page.wait_for_function("prompt => /\\d/.test(prompt.textContent)", arg=last.element_handle(), timeout=90_000)
+    prompts = cells.locator(".jp-InputPrompt").all_inner_texts()
+    assert [text for text in prompts if not text.strip("[]: ").isdigit()] == []
+    assert right.locator("[data-mime-type*=error], [data-mime-type*=stderr]").count() == 0
+    assert right.locator("img[alt]").count() > 1
+    assert right.locator("input[value=both]").is_checked(), "the switch was made again"
+    assert visible(left) == ["zh"]
+
+
+def test_a_slider_moves_its_figure(open_lesson):
+    page = open_lesson("sliders")
+    run_all(page)
+    page.locator(".widget-slider").first.wait_for(timeout=60_000)
+    figure = page.locator(".widget-interact img")
+    figure.wait_for(timeout=60_000)
+    assert figure.get_attribute("alt").startswith("32 layers, 2048 tokens")
+    page.locator(".widget-slider .noUi-handle, .widget-slider .ui-slider-handle").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.locator(".widget-interact img[alt^='32 layers, 2304 tokens']").wait_for(timeout=30_000)
+    assert figure.count() == 1
