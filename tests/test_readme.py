@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -27,6 +29,18 @@ def test_every_link_of_the_readme_leads_to_a_file():
 def test_every_lesson_that_exists_is_linked_and_no_other():
     linked = set(re.findall(r"\]\(notebooks/(\w+)\.ipynb\)", README))
     assert linked == {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
+
+
+def test_the_map_has_the_words_of_the_figure_in_both_languages():
+    pytest.importorskip("matplotlib")
+    from course_lib.teaching import alt, course_map
+
+    assert f"![{alt.alt_text(course_map())}](notebooks/images/map.svg)" in README
+
+
+def test_every_target_of_the_makefile_that_the_readme_names_is_one():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
+    assert {"slides", "student", "site", "browser"} <= set(re.findall(r"(?:`|^)make (\w+)", README, re.M)) <= targets
 
 
 def test_the_example_of_the_readme_prints_what_it_says():
