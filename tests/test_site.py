@@ -170,10 +170,36 @@ def test_the_page_of_claims_has_every_claim_with_its_experiment_and_verdict(page
                 assert part in words, part
 
 
+def test_the_page_of_claims_sums_up_how_many_hold(pages):
+    each = [outcome for lesson in said._CLAIMS for outcome in said.outcomes(lesson)]
+    page = pages["notebooks/claims.html"]
+    assert re.findall(r'<div class="claim (\w+)"', page) == each and set(each) <= set(said.OUTCOMES)
+    sums = [each.count(outcome) for outcome in said.OUTCOMES]
+    for words in site._sums(*sums).values():
+        assert words in text_of(page)
+    assert site._sums(5, 4, 1) == {
+        "en": "5 fail, 4 hold in part, 1 holds as it stands.",
+        "zh": "5 条不成立，4 条部分成立，1 条完全成立。",
+    }
+    assert [site._sums(5, 4, n)["en"].split(", ")[2] for n in (0, 3)] == [
+        "none holds as it stands.",
+        "3 hold as they stand.",
+    ]
+
+
+def test_a_lesson_whose_claims_are_not_known_gives_one_sentence(monkeypatch):
+    lesson = site.Lesson("01_memory", "1 A / 甲", None, "1.2", [None] * 3)
+    with pytest.raises(site.EditionError, match=r"said has not the claims of 01_memory: 3 in the notebook, 4 there"):
+        site.claims_page([lesson])
+    monkeypatch.delitem(said._OUTCOMES, "01")
+    with pytest.raises(site.EditionError, match="0 outcomes for lesson 01, which tests 4 claims"):
+        site.claims_page([lesson])
+
+
 def test_every_claim_has_an_address_and_its_lesson_a_link(pages):
     page = pages["notebooks/claims.html"]
     expected = [f"claim-{int(key)}-{n}" for key, claims in said._CLAIMS.items() for n in range(1, len(claims) + 1)]
-    assert re.findall(r'<div class="claim" id="([^"]+)"', page) == expected
+    assert re.findall(r'<div class="claim \w+" id="([^"]+)"', page) == expected
     assert f"{len(expected)} sentences" in page
     for lesson in (lesson for lesson in LESSONS if lesson[:2] in said._CLAIMS):
         assert f'href="{lesson}.html#claims-{lesson[:2]}"' in page

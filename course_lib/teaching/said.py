@@ -268,6 +268,31 @@ _CLAIMS = {
 }
 
 
+OUTCOMES = ("fails", "partly", "holds")
+# What became of each claim, in order. One that is right in some cases, or at a price it does not name, holds partly.
+_OUTCOMES = {
+    "01": ("fails", "fails", "fails", "fails"),
+    "02": ("fails", "fails", "fails", "partly", "fails", "partly"),
+    "03": ("fails", "fails", "fails", "fails", "fails"),
+    "04": ("fails", "fails", "fails", "partly"),
+    "05": ("partly", "fails", "partly"),
+    "06": ("partly", "partly", "fails", "partly", "fails"),
+    "07": ("fails", "fails", "partly", "fails"),
+}
+
+
+def outcomes(lesson: str) -> tuple[str, ...]:
+    """For each claim of a lesson one of `OUTCOMES`.
+
+    Raises:
+        ValueError: there are not as many outcomes as claims.
+    """
+    found = _OUTCOMES.get(lesson, ())
+    if len(found) != len(_CLAIMS[lesson]):
+        raise ValueError(f"{len(found)} outcomes for lesson {lesson}, which tests {len(_CLAIMS[lesson])} claims")
+    return found
+
+
 def what_you_may_have_read(lesson: str, *measured: Words) -> Table:
     """The table of a lesson's claims, with what the lesson has measured for each: a string, or an (en, zh) pair.
 

@@ -22,8 +22,13 @@ NO_CHROMIUM = "needs Chromium: install it (Debian and Ubuntu: apt install chromi
 
 def pytest_collection_modifyitems(config):
     """Whoever asks for these tests alone learns in one sentence why there are none."""
-    if config.option.markexpr == "browser" and find_chromium() is None:
-        raise pytest.UsageError(f"`make browser` {NO_CHROMIUM}")
+    if config.option.markexpr != "browser":
+        return
+    try:
+        if find_chromium() is None:
+            raise pytest.UsageError(f"`make browser` {NO_CHROMIUM}")
+    except FileNotFoundError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def find_chromium():

@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..alt import Picture, picture_in
+from ..said import OUTCOMES, outcomes
 from .cells import EditionError, check_outputs, check_twins, output_folder, read_lessons, run_edition, stored_again
 
 LICENCE = Path(__file__).resolve().parents[3] / "LICENSE"
@@ -47,7 +49,7 @@ class Claim:
     verdict: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lesson:
     """A stored notebook, made ready for the site."""
 
@@ -240,29 +242,58 @@ def _page(name: str, **values: object) -> str:
 
 def claims_page(lessons: Sequence[Lesson]) -> str:
     """The claims of all lessons, as MyST markdown: what is said, how it was tested, what came out, and the verdict."""
-    parts = [_page("claims", count=sum(len(lesson.claims) for lesson in lessons))]
-    for lesson in (lesson for lesson in lessons if lesson.claims):
+    with_claims = {lesson: _outcomes(lesson) for lesson in lessons if lesson.claims}
+    found = Counter(outcome for each in with_claims.values() for outcome in each)
+    parts = [_page("claims", count=found.total(), **_sums(*(found[outcome] for outcome in OUTCOMES)))]
+    for lesson, became in with_claims.items():
         link = f"{lesson.name}.ipynb#claims-{lesson.number}"
         parts.append(f"## {lesson.title}")
         parts.append(_CLAIMS_FROM.format(number=lesson.number, section=lesson.claims_section, link=link))
-        parts += [_claim_html(int(lesson.number), place, claim) for place, claim in enumerate(lesson.claims, 1)]
+        for place, (claim, outcome) in enumerate(zip(lesson.claims, became, strict=True), 1):
+            parts.append(_claim_html(int(lesson.number), place, claim, outcome))
     return "\n\n".join(parts) + "\n"
 
 
-def _claim_html(lesson: int, place: int, claim: Claim) -> str:
+def _outcomes(lesson: Lesson) -> tuple[str, ...]:
+    try:
+        found = outcomes(lesson.number)
+        if len(found) != len(lesson.claims):
+            raise ValueError(f"{len(lesson.claims)} in the notebook, {len(found)} there")
+    except (ValueError, KeyError) as error:
+        raise EditionError(f"course_lib.teaching.said has not the claims of {lesson.name}: {error}") from None
+    return found
+
+
+def _sums(fail: int, partly: int, hold: int) -> dict[str, str]:
+    """How many claims had each outcome, in both languages."""
+    rest = {0: "none holds as it stands", 1: "1 holds as it stands"}.get(hold, f"{hold} hold as they stand")
+    return {
+        "en": f"{fail} fail, {partly} hold in part, {rest}.",
+        "zh": f"{fail} 条不成立，{partly} 条部分成立，{f'{hold} 条' if hold else '没有一条'}完全成立。",
+    }
+
+
+_OUTCOME_WORDS = {"fails": ("fails", "不成立"), "partly": ("holds in part", "部分成立"), "holds": ("holds", "成立")}
+
+
+def _claim_html(lesson: int, place: int, claim: Claim, outcome: str) -> str:
     name = f"claim-{lesson}-{place}"
     rows = (
         ("verdict", "Verdict", "结论", claim.verdict),
         ("measured", "Measured", "实测", claim.measured),
         ("experiment", "Experiment", "实验", claim.experiment),
     )
+    en, zh = _OUTCOME_WORDS[outcome]
     items = "".join(
-        f'<div class="{kind}"><dt><span lang="en">{en}</span> <span lang="zh">{zh}</span></dt><dd>{words}</dd></div>'
-        for kind, en, zh, words in rows
+        f'<div class="{kind}"><dt><span lang="en">{english}</span> <span lang="zh">{chinese}</span></dt>'
+        f"<dd>{words}</dd></div>"
+        for kind, english, chinese, words in rows
     )
     return (
-        f'<div class="claim" id="{name}"><p class="said"><a class="claim-number" href="#{name}">{lesson}.{place}</a>'
-        f"<q>{claim.claim}</q></p><dl>{items}</dl></div>"
+        f'<div class="claim {outcome}" id="{name}"><p class="said">'
+        f'<a class="claim-number" href="#{name}">{lesson}.{place}</a><q>{claim.claim}</q>'
+        f'<strong class="outcome"><span lang="en">{en}</span> <span lang="zh">{zh}</span></strong></p>'
+        f"<dl>{items}</dl></div>"
     )
 
 
