@@ -71,7 +71,8 @@ class Estimate(Table):
         phase_peaks: phase ("forward", "backward", "optimizer") -> the most bytes live in it.
         operator: the one that reaches the peak.
         flops: of matrix products, forward, backward and recomputed.
-        bytes_down, bytes_up: moved to the tier below, and back.
+        bytes_down: moved to the tier below.
+        bytes_up: moved back from it.
         tier: "file" (as a CPU does it) or "host" (as a GPU does it: the update runs below, so that only gradients go
             down and parameters come up).
     """
