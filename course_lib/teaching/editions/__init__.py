@@ -2,7 +2,8 @@
 
     python -m course_lib.teaching.editions.student   # no solutions, no outputs
     python -m course_lib.teaching.editions.slides    # a deck per lesson and language
+    python -m course_lib.teaching.editions.site      # the website, which Sphinx makes
 
 They read the executed notebooks, write a folder next to the one asked for, and swap it in when all of it is there: an
-error leaves what was there before. `make student` and `make slides` call them.
+error leaves what was there before. `make student`, `make slides` and `make site` call them.
 """
