@@ -801,7 +801,7 @@ exercises.check_grouped_bytes((32 + 8 + 8 + 32) * one_head + 32 * 4096 * 4)
 # - FLOPs stay quadratic, and backward does 2.5 times the forward; what falls is bytes moved.
 # - A checkpoint around standard attention forgets P as well, but P is back at the peak.
 #
-# **Next:** lesson 07 fits all of this into a budget.
+# **Next:** [lesson 07](07_fit_the_budget.ipynb) fits all of this into a budget.
 #
 # </div>
 # <div lang="zh">
@@ -811,7 +811,7 @@ exercises.check_grouped_bytes((32 + 8 + 8 + 32) * one_head + 32 * 4096 * 4)
 # - FLOPs 仍是平方级，反向是前向的 2.5 倍；减少的是搬运的字节。
 # - 给标准注意力套上检查点，也会忘掉 P，但峰值时 P 又回来了。
 #
-# **下一步**：第 07 课把这一切装进一个预算。
+# **下一步**：[第 07 课](07_fit_the_budget.ipynb)把这一切装进一个预算。
 #
 # </div>
 
