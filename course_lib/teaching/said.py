@@ -244,7 +244,7 @@ _CLAIMS = {
         ),
         (
             (
-                "Training 7 B with Adam takes 112 GB, 16 bytes a parameter.",
+                "Training 7 billion parameters with Adam takes 112 GB, 16 bytes a parameter.",
                 "用 Adam 训练 70 亿参数要 112 GB，每个参数 16 字节。",
             ),
             ("peak on the device, state on the host, steps in backward", "设备上的峰值，状态在主机，反向中更新"),
@@ -261,7 +261,7 @@ _CLAIMS = {
             ),
             (
                 "Backward computes the scores again. It saves bytes moved, and the work of wholly masked tiles.",
-                "反向要重算分数。它省的是搬运的字节；至于计算，只有整块都被遮住的分块才能跳过。",
+                "反向要把分数再算一遍。它省的是搬运的字节；至于计算，只有整块都被遮住的分块才能跳过。",
             ),
         ),
     ),
