@@ -15,7 +15,7 @@ import torch
 
 from course_lib import recordings
 from course_lib.memory import training_state_bytes
-from course_lib.recordings import lesson_01
+from course_lib.recordings import lesson_01, lesson_07
 from course_lib.teaching import languages, on_gpu
 
 ROOT = Path(__file__).parents[1]
@@ -126,6 +126,15 @@ def test_the_monitor_sees_each_phase_take_and_give_back_what_it_should():
     assert values["step_live_bytes"] - values["backward_live_bytes"] == moments
     assert values["step_live_bytes"] - values["zero_grad_live_bytes"] == weights
     assert values["forward_live_bytes"] > values["backward_live_bytes"] > values["model_live_bytes"] >= weights
+
+
+def test_the_three_recipes_of_lesson_07_peak_where_they_are_predicted():
+    values = small_run("07", "three_recipes")
+    for recipe in lesson_07.RECIPES:
+        assert values[f"{recipe}_peak_bytes"] == values[f"{recipe}_predicted_bytes"]
+        for figure in lesson_07.FIGURES:  # the allocator's come on a GPU only
+            assert HAN.search(recordings.label_of("07", "three_recipes", f"{recipe}_{figure}")[1])
+    assert values["least_peak_bytes"] < values["plain_peak_bytes"]
 
 
 @pytest.mark.parametrize(

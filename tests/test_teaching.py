@@ -1,5 +1,6 @@
 """The language switch, figures, tables and exercise checks."""
 
+import functools
 import importlib.util
 import itertools
 import os
@@ -920,7 +921,210 @@ def test_the_schedule_under_a_slider_keeps_its_budget_or_says_what_it_takes():
     assert float(title.split(" · ")[1].removesuffix(" MB")) <= 200
 
 
-@pytest.mark.parametrize("slider", ["activation_playground", "schedule_playground"])
+@pytest.mark.parametrize("slider", ["activation_playground()", "schedule_playground()", "budget_playground([])"])
 def test_without_jupyter_the_slider_says_what_it_needs(slider):
-    program = f"from course_lib.teaching import {slider}\n{slider}()"
+    program = f"from course_lib.teaching import *\n{slider}"
     assert "JupyterLab" in run_without("IPython ipywidgets", program)
+
+
+# Lesson 07 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def taken():
+    """recipe -> what it takes on four layers of lesson 07's decoder; estimated once."""
+    pytest.importorskip("torch")
+    from course_lib.budget import estimate
+    from course_lib.models import Decoder, random_tokens
+
+    def make_model():
+        return Decoder(vocabulary=8192, hidden=640, heads=40, layers=4, sequence=384)
+
+    return functools.cache(lambda recipe: estimate(make_model, lambda: random_tokens(2, 384, 8192), recipe))
+
+
+@pytest.fixture(scope="module")
+def small_steps():
+    """Three recipes on the smaller decoder of lesson 07, as estimates; the last one moves bytes."""
+    pytest.importorskip("torch")
+    from course_lib.budget import Recipe, estimate
+    from course_lib.models import Decoder, random_tokens
+
+    def make_model():
+        return Decoder(vocabulary=1024, hidden=128, heads=8, layers=2, sequence=256)
+
+    flash = {"attention": "flash"}
+    recipes = Recipe(), Recipe(**flash), Recipe(**flash, micro_batches=8, offload_optimizer=1.0)
+    return [estimate(make_model, lambda: random_tokens(8, 256, 1024), recipe) for recipe in recipes]
+
+
+def test_where_activations_are_small_a_second_micro_batch_raises_the_peak(taken):
+    from course_lib.budget import Recipe
+
+    forgetful = {"attention": "flash", "checkpoint": "layers"}
+    one, two = taken(Recipe(**forgetful)), taken(Recipe(**forgetful, micro_batches=2))
+    assert two.peak_bytes > one.peak_bytes and two.flops == one.flops
+    assert two.at_peak["gradient"] == two.at_peak["parameter"], "a full set of gradients is there"
+    assert two.phase_peaks["backward"] == two.peak_bytes
+    assert taken(Recipe(micro_batches=2)).peak_bytes < taken(Recipe()).peak_bytes, "it helps where they are large"
+
+
+def test_the_savings_of_flash_and_checkpoints_do_not_add_up(taken):
+    from course_lib.budget import Recipe
+
+    plain = taken(Recipe()).peak_bytes
+    techniques = {"attention": "flash"}, {"checkpoint": "layers"}, {"attention": "flash", "checkpoint": "layers"}
+    flash, checkpoints, both = (plain - taken(Recipe(**each)).peak_bytes for each in techniques)
+    assert max(flash, checkpoints) < both < flash + checkpoints
+
+
+def test_with_the_state_on_the_host_a_device_needs_less_than_16_bytes_a_parameter():
+    pytest.importorskip("torch")
+    from course_lib.budget import Recipe, estimate
+    from course_lib.memory import symbolic
+    from course_lib.models import Decoder, random_tokens
+
+    def make_model():  # four of the 32 layers
+        return Decoder(vocabulary=32000, hidden=4096, heads=32, layers=4, sequence=4096)
+
+    with symbolic():
+        parameters = sum(p.numel() for p in make_model().parameters())
+    forgetful = {"precision": "bf16", "attention": "flash", "checkpoint": "layers"}
+    on_device, on_host = (
+        estimate(make_model, lambda: random_tokens(1, 4096, 32000), Recipe(**forgetful, **more), tier="host")
+        for more in ({}, {"offload_optimizer": 1.0, "in_backward": True})
+    )
+    assert on_host.peak_bytes < 4 * parameters < 16 * parameters < on_device.peak_bytes
+    assert on_device.at_peak["optimizer"] >= 12 * parameters and on_host.at_peak["optimizer"] == 0
+    assert on_device.moved_bytes == 0 and on_host.moved_bytes == (2 + 2) * parameters  # gradients down, parameters up
+
+
+def test_flash_takes_more_flops_where_no_tile_is_masked_as_a_whole_and_fewer_elsewhere(taken):
+    from course_lib.attention.tiled import BLOCK
+    from course_lib.budget import Recipe, estimate
+    from course_lib.models import Decoder, random_tokens
+
+    flash = Recipe(attention="flash")
+    assert BLOCK > 384 and taken(flash).flops > taken(Recipe()).flops
+
+    def make_model():
+        return Decoder(vocabulary=64, hidden=32, heads=2, layers=1, sequence=2 * BLOCK)
+
+    ours, plain = (estimate(make_model, lambda: random_tokens(1, 2 * BLOCK, 64), r) for r in (flash, Recipe()))
+    assert ours.flops < plain.flops
+
+
+SMALL_CHECKS = "check_forty_megabytes", "check_fourteen_megabytes", "check_eleven_megabytes"
+ALL_CHECKS = (*SMALL_CHECKS, "check_beats_the_lesson")
+FORGETFUL = {"attention": "flash", "checkpoint": "layers"}
+LEAST = {**FORGETFUL, "micro_batches": 8}
+
+
+@pytest.mark.parametrize(
+    ("check", "fields", "said"),
+    [
+        ("check_forty_megabytes", {"micro_batches": 4}, "Right: 32.6 MB"),
+        ("check_forty_megabytes", {"micro_batches": 8}, "Right: "),
+        ("check_forty_megabytes", {"micro_batches": 2}, "does not fit: 56.2 MB > 40 MB"),
+        ("check_forty_megabytes", {"attention": "flash", "micro_batches": 4}, "takes 1.033 times the FLOPs"),
+        ("check_forty_megabytes", {"micro_batches": 4, "offload_optimizer": 0.25}, "fits, but moves"),
+        ("check_fourteen_megabytes", LEAST, "Right: 13.4 MB"),
+        ("check_fourteen_megabytes", {"attention": "flash", "micro_batches": 8}, "does not fit: 16.9 MB > 14 MB"),
+        ("check_fourteen_megabytes", {**LEAST, "offload_optimizer": 0.5}, "fits, but moves"),
+        ("check_eleven_megabytes", {**LEAST, "offload_optimizer": 0.5}, "Right: 10.8 MB"),
+        ("check_eleven_megabytes", {**LEAST, "offload_optimizer": 1.0}, "Right: 10.0 MB"),
+        ("check_eleven_megabytes", {**LEAST, "offload_optimizer": 0.25}, "does not fit: 11.9 MB > 11 MB"),
+    ],
+)
+def test_the_checks_of_lesson_07_tell_right_from_wrong(check, fields, said):
+    pytest.importorskip("torch")
+    from course_lib.budget import Recipe
+
+    verdict = getattr(exercises, check)(Recipe(**fields))
+    assert bool(verdict) == said.startswith("Right") and said in verdict.message[0]
+    assert verdict or verdict.hint
+
+
+def test_the_lesson_is_beaten_by_one_layer_less_to_compute_again_and_not_by_itself():
+    pytest.importorskip("torch")
+    from course_lib.budget import Recipe
+
+    below = {"attention": "flash", "in_backward": True, "offload_optimizer": 1.0}
+    better = exercises.check_beats_the_lesson(Recipe(**below, checkpoint="segments", segments=19))
+    assert better and "544.5 MB, 7.673 s : 7.731 s" in better.message[0]
+    itself = exercises.check_beats_the_lesson(Recipe(**below, checkpoint="layers"))
+    assert not itself and "not cheaper: 7.731 s : 7.731 s" in itself.message[0] and itself.hint
+    assert "does not fit" in exercises.check_beats_the_lesson(Recipe(**FORGETFUL)).message[0]
+
+
+@pytest.mark.parametrize("check", ALL_CHECKS)
+def test_what_is_no_recipe_for_lesson_07_is_refused_and_never_an_error(check):
+    pytest.importorskip("torch")
+    from course_lib.budget import Recipe
+
+    sgd, bf16, odd = {"optimizer": "sgd"}, {"precision": "bf16"}, {"micro_batches": 9}
+    for answer, said in (
+        (None, "Not answered yet."),
+        (..., "Not answered yet."),
+        ("micro_batches=4", "this is a `str`"),
+        (LEAST, "this is a `dict`"),
+        (Recipe, "this is a `type`"),
+        (Hostile(), "this is a `Hostile`"),
+        (Recipe(**sgd), "Precision and optimizer stay"),
+        (Recipe(**bf16), "Precision and optimizer stay"),
+        (Recipe(**odd), "cannot be estimated: micro_batches is 9"),
+    ):
+        verdict = getattr(exercises, check)(answer)
+        assert not verdict and said in verdict.message[0] and verdict.hint and verdict._repr_html_()
+
+
+def test_the_way_to_a_budget_is_drawn_in_bars_as_high_as_the_estimates(small_steps, tmp_path):
+    names = [("plain", "普通"), "+ flash", ("+ pieces, state below", "+ 分份，状态在下一级")]
+    measured = [estimate.peak_bytes + 3_000_000 for estimate in small_steps]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn = teaching.waterfall_picture(names, small_steps, measured, 20_000_000, title=("It fits", "装得下"))
+        drawn.savefig(tmp_path / "figure.png")
+    (axes,) = drawn.axes
+    steps = range(len(small_steps))
+    tops = [max(layer[i].get_y() + layer[i].get_height() for layer in axes.containers) for i in steps]
+    assert tops == pytest.approx([estimate.peak_bytes / 1e6 for estimate in small_steps])
+    (points,) = [line for line in axes.lines if line.get_marker() == "D"]
+    assert points.get_ydata() == pytest.approx([count / 1e6 for count in measured])
+    assert [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == "--"] == [20]
+    held = {category for estimate in small_steps for category, count in estimate.at_peak.items() if count}
+    assert {teaching.category_label(category) for category in held} <= set(words_in(axes.get_legend()).splitlines())
+    assert "1.03 × FLOPs" in words_in(drawn) and "MB ↕" in words_in(drawn)
+
+
+def test_the_way_to_a_budget_is_told_in_both_languages(small_steps):
+    names = [("plain", "普通"), "+ flash", ("+ pieces", "+ 分份")]
+    measured = [estimate.peak_bytes for estimate in small_steps]
+    drawn = teaching.waterfall_picture(names, small_steps, measured, 20_000_000, title=("It fits", "装得下"))
+    en, zh = alt._description(drawn)
+    peaks = [f"{estimate.peak_bytes / 1e6:,.0f}" for estimate in small_steps]
+    assert "plain {}, + flash {}, + pieces {}; the budget is 20.".format(*peaks) in en and "It fits" in en
+    assert "普通 {}，+ flash {}，+ 分份 {}；预算为 20。".format(*peaks) in zh and "装得下" in zh
+
+
+def test_the_budget_under_a_slider_names_the_cheapest_recipe_that_fits(small_steps, tmp_path):
+    teaching.language("en")
+    plain, flash, least = (estimate.recipe for estimate in small_steps)
+    for budget, title in (
+        (110, f"110 MB: 3 fit; {plain}"),
+        (80, f"80 MB: 2 fit; {flash}"),
+        (20, f"20 MB: 1 fit; {least}"),
+        (5, f"5 MB: none fits, the least is {small_steps[2].peak_bytes / 1e6:.1f}"),
+    ):
+        assert teaching.draw_budget(small_steps, budget).get_suptitle() == title
+    axes = teaching.draw_budget(small_steps, 80).axes[0]
+    count = {line.get_label(): len(line.get_xdata()) for line in axes.lines}
+    assert (count["fits"], count["does not fit"]) == (2, 1)
+    teaching.language("both")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for budget in (5, 80):
+            drawn = teaching.draw_budget(small_steps, budget)
+            drawn.savefig(tmp_path / "figure.png")
+            en, zh = alt._description(drawn)
+            assert f"{budget} MB" in en and f"{budget} MB" in zh and not set("。，、；：") & set(en)
