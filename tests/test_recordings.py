@@ -132,7 +132,7 @@ def test_the_three_recipes_of_lesson_07_peak_where_they_are_predicted():
     values = small_run("07", "three_recipes")
     for recipe in lesson_07.RECIPES:
         assert values[f"{recipe}_peak_bytes"] == values[f"{recipe}_predicted_bytes"]
-        for figure in lesson_07.FIGURES:  # the allocator's come on a GPU only
+        for figure in ("predicted_bytes", "peak_bytes", "allocator_peak_bytes"):  # the last comes on a GPU only
             assert HAN.search(recordings.label_of("07", "three_recipes", f"{recipe}_{figure}")[1])
     assert values["least_peak_bytes"] < values["plain_peak_bytes"]
 

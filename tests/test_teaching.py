@@ -1114,7 +1114,7 @@ def test_the_budget_under_a_slider_names_the_cheapest_recipe_that_fits(small_ste
         (110, f"110 MB: 3 fit; {plain}"),
         (80, f"80 MB: 2 fit; {flash}"),
         (20, f"20 MB: 1 fit; {least}"),
-        (5, f"5 MB: none fits, the least is {small_steps[2].peak_bytes / 1e6:.1f}"),
+        (5, f"5 MB: none fits, the least is {small_steps[2].peak_bytes / 1e6:.1f} MB"),
     ):
         assert teaching.draw_budget(small_steps, budget).get_suptitle() == title
     axes = teaching.draw_budget(small_steps, 80).axes[0]

@@ -61,9 +61,9 @@ def _groups(q: Tensor, k: Tensor, blocks: tuple[int, int], rows: tuple, columns:
 
 
 def _cut(q: Tensor, k: Tensor, block_q: int, block_k: int) -> int:
-    """How many rows and columns to leave out at the front: whole tiles, so that three each way are left."""
+    """How many rows and columns to leave out at the front: whole tiles, so that two each way are left."""
     step = math.lcm(block_q, block_k)
-    return max(0, min(q.shape[2], k.shape[1]) - 3 * max(block_q, block_k)) // step * step
+    return max(0, min(q.shape[2], k.shape[1]) - 2 * max(block_q, block_k)) // step * step
 
 
 def _make_up(products: int, q: Tensor, k: Tensor, area, q_done: Tensor, k_done: Tensor, causal: bool, blocks) -> None:

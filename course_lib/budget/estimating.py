@@ -53,10 +53,10 @@ class Rates:
 
 RATES = {
     "laptop": Rates(1e11, 1e11, 1e9, "round figures: two cores of a CPU, a disk"),
-    "RTX 4090": Rates(82.6e12, 165.2e12, 32e9, "NVIDIA Ada whitepaper, dense, fp32 accumulate; PCIe 4.0 x16"),
-    "A100": Rates(19.5e12, 312e12, 32e9, "NVIDIA A100 datasheet, dense; PCIe 4.0 x16, one direction"),
-    "H100": Rates(67e12, 989e12, 64e9, "NVIDIA H100 SXM datasheet, dense; PCIe 5.0 x16, one direction"),
-    "H200": Rates(67e12, 989e12, 64e9, "NVIDIA H200 SXM datasheet, dense; PCIe 5.0 x16, one direction"),
+    "RTX 4090": Rates(82.6e12, 165.2e12, 31.5e9, "NVIDIA Ada whitepaper, dense, fp32 accumulate; PCIe 4.0 x16"),
+    "A100": Rates(19.5e12, 312e12, 31.5e9, "NVIDIA A100 datasheet, dense; PCIe 4.0 x16, one direction"),
+    "H100": Rates(67e12, 989e12, 63e9, "NVIDIA H100 SXM datasheet, dense; PCIe 5.0 x16, one direction"),
+    "H200": Rates(67e12, 989e12, 63e9, "NVIDIA H200 SXM datasheet, dense; PCIe 5.0 x16, one direction"),
 }
 
 

@@ -51,7 +51,7 @@ def waterfall(
     """Draw the predicted peaks as stacked bars, by category, with each step's price, and the measured ones as points.
 
     Args:
-        estimates: of recipes, each with one technique more than the last.
+        estimates: of recipes, each with a change from the last.
         measured: the peak of each in bytes; None for one that was not run.
         budget_bytes: drawn as a line.
         names: of the steps; what each adds, if left out.

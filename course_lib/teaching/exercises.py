@@ -857,8 +857,8 @@ def check_fourteen_megabytes(recipe: Any) -> Verdict:
 def check_eleven_megabytes(recipe: Any) -> Verdict:
     """Lesson 07: the small decoder within 11 MB."""
     hint = (
-        "Start from your recipe for 14 MB and try `offload_optimizer` from 0 to 1. More is not always less.",
-        "从 14 MB 的配方出发，把 `offload_optimizer` 从 0 试到 1。卸载得多，不一定占得少。",
+        "Start from your recipe for 14 MB and try `offload_optimizer` from 0 to 1. At some point, more saves nothing.",
+        "从 14 MB 的配方出发，把 `offload_optimizer` 从 0 试到 1。到了某一点，再多也不省。",
     )
     return _check_recipe(recipe, 11_000_000, hint)
 

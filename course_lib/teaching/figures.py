@@ -286,10 +286,10 @@ def waterfall_picture(
     peaks = [f"{estimate.peak_bytes / 1e6:,.0f}" for estimate in estimates]
     pairs = [(name, name) if isinstance(name, str) else name for name in names]
     drawn.course_alt = (
-        "Peaks in MB, predicted and measured: "
+        "Predicted peaks in MB: "
         + ", ".join(f"{en} {peak}" for (en, _), peak in zip(pairs, peaks, strict=True))
         + f"; the budget is {budget_bytes / 1e6:,.0f}.",
-        "峰值（MB），预测与实测一致："
+        "各步的峰值（MB，预测值）："
         + "，".join(f"{zh} {peak}" for (_, zh), peak in zip(pairs, peaks, strict=True))
         + f"；预算为 {budget_bytes / 1e6:,.0f}。",
     )

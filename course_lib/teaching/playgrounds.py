@@ -117,6 +117,8 @@ def draw_budget(estimates: "Sequence[Estimate]", budget: int = 30) -> "Figure":
     """
     from course_lib.budget import RATES
 
+    if not estimates:
+        raise ValueError("estimates is empty; it takes one estimate or more")
     rates = RATES["laptop"]
     points = [(e.peak_bytes / 1e6, rates.seconds(e), e) for e in estimates]
     fitting = sorted((point for point in points if point[0] <= budget), key=lambda point: (point[1], point[0]))

@@ -51,7 +51,7 @@ import torch
 from course_lib.budget import RATES, InfeasibleBudget, Recipe, build, estimate, fit, run, train_step
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import predictions, table, text, waterfall_picture
+from course_lib.teaching import predictions, table, waterfall_picture
 
 BUDGET = 550_000_000  # bytes
 
@@ -108,7 +108,7 @@ except MemoryBudgetExceeded as stopped:
 # </div>
 
 # %%
-[p.grad is None for p in model.parameters()].count(False), f"{12 * parameters / 1e6:,.0f} MB"
+[p.grad for p in model.parameters() if p.grad is not None], f"{12 * parameters / 1e6:,.0f} MB"
 
 # %% [markdown]
 # ## 7.2 Run it without running it / 不运行，也能先跑一遍
@@ -219,14 +219,14 @@ table(
 #
 # <div lang="en">
 #
-# Now to the budget. Add one technique at a time, the cheapest first: flash attention, a checkpoint for every layer, micro-batches of one sequence. Then offload Adam's state, since nothing else touches it.
+# Now to the budget. Add one technique at a time: flash attention, a checkpoint for every layer, micro-batches of one sequence. Then offload Adam's state, since nothing else touches it.
 #
 # **Guess first:** what does each save? Write down four numbers. The sum of your four and 550 MB should be 2,793 MB or more.
 #
 # </div>
 # <div lang="zh">
 #
-# 现在来对付预算。一次加一样，从便宜的开始：flash 注意力，每层一个检查点，每个微批次一个序列；最后卸载 Adam 的状态，因为别的都动不了它。
+# 现在来对付预算。一次加一样：flash 注意力，每层一个检查点，每个微批次一个序列；最后卸载 Adam 的状态，因为别的都动不了它。
 #
 # **先猜**：每一样各省多少？写下四个数。四个数加上 550 MB，应当不少于 2,793 MB。
 #
@@ -348,12 +348,12 @@ table(
 # %% [markdown]
 # <div lang="en">
 #
-# Flash attention takes 1 % more FLOPs here, not fewer: its backward pass computes the scores again, and with 384 tokens no tile lies wholly above the diagonal. The checkpoints cost 22 %. Adam's state, read and written in every step, moves 1.6 GB.
+# Flash attention takes 1 % more FLOPs here, not fewer: its backward pass computes the scores again, and 384 tokens fit into a single tile, so there is none that the mask lets it skip. The checkpoints cost 22 %. Adam's state, read and written in every step, moves 1.6 GB.
 #
 # </div>
 # <div lang="zh">
 #
-# 在这里，flash 注意力的 FLOPs 不是更少，而是多 1 %：它在反向时要把分数再算一遍，而只有 384 个 token 时，没有一个分块完全落在对角线以上。检查点再多花 22 %。Adam 的状态每步读一遍写一遍，要搬 1.6 GB。
+# 在这里，flash 注意力的 FLOPs 不是更少，而是多 1 %：它在反向时要把分数再算一遍，而 384 个 token 只用一个分块，没有哪一块能因为掩码而跳过。检查点再多花 22 %。Adam 的状态每步读一遍写一遍，要搬 1.6 GB。
 #
 # </div>
 
@@ -362,7 +362,7 @@ table(
 #
 # <div lang="en">
 #
-# `fit` looks for recipes that fit a budget and sorts them by price. It does not try every combination: what holds too many bytes from the start is passed over, and so is what adds to a recipe that fits already; micro-batches are found by bisection. To keep it quick, a smaller decoder; its plain step takes 101 MB, and the budget is 20.
+# `fit` looks for recipes that fit a budget and sorts them by price. It does not try every combination: what holds too many bytes from the start is passed over, and so is what adds to a recipe that fits already; the number of micro-batches is found by halving. To keep it quick, a smaller decoder; its plain step takes 101 MB, and the budget is 20.
 #
 # </div>
 # <div lang="zh">
@@ -406,12 +406,12 @@ except InfeasibleBudget as refused:
 # %% [markdown]
 # <div lang="en">
 #
-# Move the budget and see which of 24 recipes fit, and which of those is the cheapest.
+# Move the budget and see which of 18 recipes fit, and which of those is the cheapest.
 #
 # </div>
 # <div lang="zh">
 #
-# 移动预算，看 24 个配方里哪些装得下，其中哪个最便宜。
+# 移动预算，看 18 个配方里哪些装得下，其中哪个最便宜。
 #
 # </div>
 
@@ -420,7 +420,7 @@ tried = [
     estimate(make_sister, sister_batch, Recipe(attention=attention, checkpoint=checkpoint, micro_batches=m))
     for attention in ("standard", "flash")
     for checkpoint in ("none", "selective", "layers")
-    for m in (1, 2, 4, 8)
+    for m in (1, 4, 8)
 ]
 
 # %%
@@ -489,16 +489,16 @@ table(
 # %% [markdown]
 # <div lang="en">
 #
-# 7 billion parameters train on a device of 24 GB, with 79 GB of state in the host's memory and 26 GB moved in every step. 70 billion, 129 GB of parameters alone, train on one of 141 GB: 137 GB at the peak.
+# 7 billion parameters train on a device of 24 GB, with 79 GB of state in the host's memory and 26 GB moved in every step. 70 billion, 129 GB of parameters alone, train on one of 141 GB: 137 GB at the peak, and 777 GB of state below.
 #
-# Can, not should. At the rates of the H100's datasheet, copying takes two thirds of the step; and one sequence a step is little. Nothing here counts workspace, the allocator's rounding or fragmentation: 137 of 141 GB leaves them 3 %. A larger batch spreads the copies over more tokens; lesson 08 spreads the bytes over more devices.
+# Can, not should. At the rates of the H100's datasheet, copying takes two thirds of the step, the host's own work aside; and one sequence a step is little. Nothing here counts workspace, the allocator's rounding or fragmentation: 137 of 141 GB leaves them 3 %. A larger batch spreads the copies over more tokens; lesson 08 spreads the bytes over more devices.
 #
 # </div>
 # <div lang="zh">
 #
-# 70 亿参数的模型可以在一台 24 GB 的设备上训练：79 GB 的状态放在主机内存里，每步搬运 26 GB。700 亿参数的模型，光参数就占 129 GB，也能在一台 141 GB 的设备上训练：峰值 137 GB。
+# 70 亿参数的模型可以在一台 24 GB 的设备上训练：79 GB 的状态放在主机内存里，每步搬运 26 GB。700 亿参数的模型，光参数就占 129 GB，也能在一台 141 GB 的设备上训练：峰值 137 GB，另有 777 GB 的状态在下面。
 #
-# 是能，不是该。按 H100 数据手册上的速率，一步有三分之二的时间在拷贝；而且一步只有一个序列，太少了。这里也没有算工作区、分配器的取整和碎片：141 GB 用掉 137 GB，只给它们留下 3 %。批次大一些，拷贝就能摊到更多 token 上；第 08 课则把字节摊到更多设备上。
+# 是能，不是该。按 H100 数据手册上的速率，一步有三分之二的时间在拷贝，主机自己的计算还没算进去；而且一步只有一个序列，太少了。这里也没有算工作区、分配器的取整和碎片：141 GB 用掉 137 GB，只给它们留下 3 %。批次大一些，拷贝就能摊到更多 token 上；第 08 课则把字节摊到更多设备上。
 #
 # </div>
 
@@ -506,7 +506,7 @@ table(
 last = rows["70 B", ("+ steps in backward", "+ 反向中更新")]
 copying = last.moved_bytes / RATES["H100"].link_bytes / RATES["H100"].seconds(last)
 state = (rows["7 B", ("flash, checkpoints", "flash、检查点")]).at_peak["optimizer"]
-f"{100 * copying:.0f} %, {state / 1e9:.0f} GB, {100 * (1 - last.peak_bytes / 141e9):.0f} %"
+f"{100 * copying:.0f} %, {state / 1e9:.0f} GB, {6 * last.at_peak['parameter'] / 1e9:.0f} GB below, {100 * (1 - last.peak_bytes / 141e9):.0f} %"
 
 # %% [markdown]
 # <div lang="en">
@@ -547,11 +547,12 @@ from course_lib.teaching import what_you_may_have_read
 
 savings = [plain.peak_bytes - e.peak_bytes for e in (predicted[1], alone, predicted[2])]
 seven = rows["7 B", ("+ steps in backward", "+ 反向中更新")]
+moved = f"{seven.moved_bytes / 1e9:.0f} GB"
 what_you_may_have_read(
     "07",
     f"{measured[2] / 1e6:,.0f} → {measured[3] / 1e6:,.0f} MB",
     f"{savings[0] / 1e6:,.0f} + {savings[1] / 1e6:,.0f} → {savings[2] / 1e6:,.0f} MB",
-    f"{seven.peak_bytes / 1e9:.1f} GB, {seven.moved_bytes / 1e9:.0f} GB {text('moved', '搬运')}",
+    (f"{seven.peak_bytes / 1e9:.1f} GB, {moved} moved", f"{seven.peak_bytes / 1e9:.1f} GB，搬运 {moved}"),
     f"{predicted[1].flops / plain.flops:.3f}",
 )
 
@@ -626,12 +627,12 @@ exercises.check_fourteen_megabytes(Recipe(attention="flash", checkpoint="layers"
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 3.** And 11 MB, with anything you like. Careful: what is offloaded comes up page by page, and a page takes room too.
+# **Exercise 3.** And 11 MB, with anything you like. Careful: what is offloaded comes up again for the optimizer's step, and takes room there too.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 3。** 再换成 11 MB，用什么都行。小心：卸载的东西是一页一页取上来的，一页也要占地方。
+# **练习 3。** 再换成 11 MB，用什么都行。小心：卸载的东西在优化器更新时要取上来，那时也占地方。
 #
 # </div>
 
@@ -675,7 +676,7 @@ exercises.check_beats_the_lesson(cheaper)
 # <div lang="en">
 #
 # - A step's peak can be known to the byte before a single byte is taken: run the step on symbolic tensors.
-# - Look at what fills the peak before you choose. Checkpoints and flash shrink activations; offload shrinks state; stepping in backward removes gradients. Nothing shrinks parameters but fewer bits, or more devices.
+# - Look at what fills the peak before you choose. Checkpoints and flash shrink activations; offload shrinks state; stepping in backward removes gradients. Parameters stay: against them help fewer bits, or more devices.
 # - Savings don't add up, and one can undo another: micro-batches keep a full set of gradients.
 # - Every saving has a price in FLOPs or bytes moved, and a machine's rates say which is dearer.
 # - What fits need not be worth it: 70 billion parameters fit on one device, and spend two thirds of each step copying.
@@ -686,7 +687,7 @@ exercises.check_beats_the_lesson(cheaper)
 # <div lang="zh">
 #
 # - 一步的峰值不必占用内存就能知道，精确到字节：让这一步在符号张量上跑一遍。
-# - 先看是什么撑起了峰值，再做选择。检查点和 flash 缩小激活值，卸载移走状态，在反向之中更新则免去整套梯度。参数却是哪一样也缩不了的，除非减少位数，或者增加设备。
+# - 先看是什么撑起了峰值，再做选择。检查点和 flash 缩小激活值，卸载移走状态，在反向之中更新则免去整套梯度。参数却不动：要缩小它们，得减少位数，或者增加设备。
 # - 节省不能相加，一样还可能抵消另一样：微批次要留着一整套梯度。
 # - 每一处节省都有代价，不是 FLOPs，就是搬运的字节；哪个更贵，由机器的速率决定。
 # - 装得下不等于值得：700 亿参数装得进一台设备，但每一步有三分之二的时间花在拷贝上。
