@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 from torch.utils.flop_counter import flop_registry
 
 from course_lib.accumulation import StepResult
@@ -17,7 +16,7 @@ from course_lib.memory.show import Table
 from course_lib.offload import DiskStore, OffloadedOptimizer, SymbolicStore, Traffic
 
 from .recipe import Recipe
-from .step import build, check_model, default_dtype, pieces_of, run_pieces, samples_in, trained
+from .step import build, check_model, default_dtype, make_state, pieces_of, run_pieces, samples_in, trained
 
 TIERS = ("file", "host")
 
@@ -231,22 +230,6 @@ def run(
     finally:
         if own:
             store.close()
-
-
-def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's state, as it is from the second step on, by steps on gradients of zero."""
-    for group in optimizer.param_groups:
-        group["lr"], group["_lr"] = 0.0, group["lr"]
-    parameters = trained(model)
-    together = len(parameters) if detect_fake_mode() else 1  # for real, one at a time, to take little memory
-    for start in range(0, len(parameters), together):
-        for p in parameters[start : start + together]:
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        for p in parameters[start : start + together]:
-            p.grad = None
-    for group in optimizer.param_groups:
-        group["lr"] = group.pop("_lr")
 
 
 def phase_peaks(meter: MemoryMeter) -> dict[str, int]:

@@ -38,7 +38,7 @@ optimal = lru_cache(maxsize=64)(optimal)
 
 
 def build(
-    make_model: Callable[[], nn.Module], recipe: Recipe, *, lr: float = 1e-3, store=None
+    make_model: Callable[[], nn.Module], recipe: Recipe, *, lr: float = 1e-3, store=None, state: bool = False
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model in the recipe's precision, and its optimizer.
 
@@ -47,6 +47,7 @@ def build(
         recipe: for `precision`, `optimizer` and `offload_optimizer`.
         lr: of the optimizer.
         store: for the offloaded part of the optimizer; `OffloadedOptimizer`'s own if left out.
+        state: make the optimizer's state too, by a step on gradients of zero; else the first step makes it.
     """
     if detect_fake_mode() is not None:  # symbolic parameters cannot be converted later
         with default_dtype(recipe.dtype):
@@ -60,9 +61,29 @@ def build(
     settings = {"lr": lr, "foreach": False}
     base, parameters = BASES[recipe.optimizer], trained(model)
     if recipe.precision == "fp32" and not recipe.offload_optimizer:
-        return model, base(parameters, **settings)
-    fraction = recipe.offload_optimizer
-    return model, OffloadedOptimizer(parameters, base, fraction=fraction, store=store, **settings)
+        optimizer = base(parameters, **settings)
+    else:
+        fraction = recipe.offload_optimizer
+        optimizer = OffloadedOptimizer(parameters, base, fraction=fraction, store=store, **settings)
+    if state:
+        make_state(model, optimizer)
+    return model, optimizer
+
+
+def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's state, as it is from the second step on, by steps on gradients of zero."""
+    for group in optimizer.param_groups:
+        group["lr"], group["_lr"] = 0.0, group["lr"]
+    parameters = trained(model)
+    together = len(parameters) if detect_fake_mode() else 1  # for real, one at a time, to take little memory
+    for start in range(0, len(parameters), together):
+        for p in parameters[start : start + together]:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        for p in parameters[start : start + together]:
+            p.grad = None
+    for group in optimizer.param_groups:
+        group["lr"] = group.pop("_lr")
 
 
 def train_step(

@@ -245,7 +245,16 @@ predicted = [plain, *(estimate(make_model, make_batch, recipe) for recipe in ste
 
 
 # %%
-measured = [run(make_model, make_batch, recipe).meter.peak_bytes for recipe in steps]
+def measured_peak(model, optimizer, recipe, batch):
+    with MemoryMeter(model, optimizer) as meter:
+        train_step(model, optimizer, batch, recipe)
+    return meter.peak_bytes
+
+
+model, optimizer = build(make_model, Recipe(), state=True)  # with Adam's state, as from the second step on
+measured = [measured_peak(model, optimizer, recipe, make_batch()) for recipe in steps[:4]]
+del model, optimizer  # the last one has an optimizer of its own
+measured.append(run(make_model, make_batch, steps[4]).meter.peak_bytes)
 
 # %%
 names = [
