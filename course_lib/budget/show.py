@@ -64,7 +64,7 @@ def waterfall(
     import matplotlib.pyplot as plt
 
     ax = ax if ax is not None else plt.subplots(figsize=(9, 4.2), layout="constrained")[1]
-    unit, name = (1e9, "GB") if estimates[0].peak_bytes > 2e9 else (1e6, "MB")
+    unit, name = (1e9, "GB") if estimates[0].peak_bytes > 2e10 else (1e6, "MB")
     steps, heights = range(len(estimates)), [0.0] * len(estimates)
     for category in CATEGORIES:
         values = [estimate.at_peak.get(category, 0) / unit for estimate in estimates]
@@ -85,8 +85,8 @@ def waterfall(
         ax.axhline(budget_bytes / unit, color="black", linewidth=1, linestyle="--")
         word = (labels or {}).get("budget", "budget")
         where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        text = f"{word} {budget_bytes / unit:,.{1 if unit == 1e9 else 0}f} {name}"
-        ax.annotate(text, (1, budget_bytes / unit), (-2, 3), ha="right", fontsize=8, **where)
+        text = f"{word}\n{budget_bytes / unit:,.{1 if unit == 1e9 else 0}f} {name}"
+        ax.annotate(text, (1, budget_bytes / unit), (4, 0), ha="left", va="center", fontsize=8, **where)
     pairs = pairwise(estimates)
     names = names or [
         str(estimates[0].recipe),

@@ -123,8 +123,11 @@ def draw_budget(estimates: "Sequence[Estimate]", budget: int = 30) -> "Figure":
     points = [(e.peak_bytes / 1e6, rates.seconds(e), e) for e in estimates]
     fitting = sorted((point for point in points if point[0] <= budget), key=lambda point: (point[1], point[0]))
     if fitting:
-        best = str(fitting[0][2].recipe)
-        title = f"{budget} MB: {len(fitting)} fit; {best}", f"{budget} MB：装得下 {len(fitting)} 个；{best}"
+        seconds = f"{fitting[0][1]:.3f} s"
+        title = (
+            f"{budget} MB: {len(fitting)} fit, the cheapest takes {seconds}",
+            f"{budget} MB：装得下 {len(fitting)} 个，最便宜的要 {seconds}",
+        )
     else:
         least = min(points)[0]
         title = (
@@ -139,6 +142,7 @@ def draw_budget(estimates: "Sequence[Estimate]", budget: int = 30) -> "Figure":
         some = [point for point in points if (point[0] <= budget) == inside]
         ax.plot([x for x, *_ in some], [y for _, y, _ in some], "o" if inside else "x", color=color, label=name)
     if fitting:
+        ax.set_title(str(fitting[0][2].recipe), loc="left", fontsize=9)
         ax.plot(*fitting[0][:2], "o", markersize=13, markerfacecolor="none", markeredgecolor="black")
     ax.axvline(budget, color="black", linestyle="--", linewidth=1)
     ax.set(xscale="log", xlabel=text("peak, MB", "峰值，MB"), ylabel=text("seconds, laptop", "秒，笔记本电脑"))

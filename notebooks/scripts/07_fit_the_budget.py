@@ -329,7 +329,7 @@ title = (
     "From 2,793 to 521 MB: flash, checkpoints, state offloaded, steps in backward",
     "从 2,793 MB 到 521 MB：flash、检查点、卸载状态、反向中更新",
 )
-drawn = waterfall_picture(names, predicted, measured, BUDGET, title=title)
+waterfall_picture(names, predicted, measured, BUDGET, title=title)
 
 # %% [markdown]
 # ## 7.6 The price / 代价
