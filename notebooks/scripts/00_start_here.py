@@ -269,7 +269,7 @@ table(headings, [(name, "–" if guess is None else f"{guess:.2f}", f"{measured:
 # | the whole course | 00 to 08 in order, with the exercises |
 # | a model that does not fit, today | lesson 01, then `course_lib` straight away |
 #
-# If you teach: after 01 each lesson stands alone, but for 03, which builds on 02. Lessons still in preparation are marked in the README.
+# If you teach: after 01 most lessons stand alone. But 03 builds on 02, 04 and 06 use one section of it each, and 07 needs all the others. Lessons still in preparation are marked in the README.
 #
 # </div>
 # <div lang="zh">
@@ -281,7 +281,7 @@ table(headings, [(name, "–" if guess is None else f"{guess:.2f}", f"{measured:
 # | 学完整门课的时间 | 从 00 到 08 依次学完，并做练习 |
 # | 一个眼下就要训练、却装不下的模型 | 第 01 课，然后直接用 `course_lib` |
 #
-# 如果你是教师：学过第 01 课之后，各课可以单独讲，只有 03 要以 02 为基础。仍在编写的课在 README 中有标注。
+# 如果你是教师：学过第 01 课之后，各课大多可以单独讲；不过 03 要以 02 为基础，04 和 06 各用到其中一处内容，07 则需要前面全部各课。仍在编写的课在 README 中有标注。
 #
 # </div>
 

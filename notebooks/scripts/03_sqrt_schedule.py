@@ -351,12 +351,12 @@ table(
 #
 # <div lang="en">
 #
-# Say what runs, in which order, and what each forward keeps: **all** that its backward needs, its **input** only, or **nothing**. Such a list is a schedule, and `simulate` is its referee: it counts bytes, time and forward steps, and refuses what cannot run. From here on the input counts as well, one $b$ more than before, and a backward takes as long as two forwards. Three stages that save two units each:
+# Say what runs, in which order, and what each forward keeps: **all** that its backward needs, its **input** only, or **nothing**. Such a list is a schedule, and `simulate` is its referee: it counts bytes, time and forward steps, and refuses what cannot run. From here on the input counts as well, one $b$ more than before, and a backward takes as long as two forwards. A link of the chain, here a layer, is a **stage**. Three stages that save two units each:
 #
 # </div>
 # <div lang="zh">
 #
-# 写明运行什么、按什么次序，以及每次前向留下什么：留下反向所需的**全部**（all），只留**输入**（input），还是什么也**不留**（nothing）。这样一张清单就是一个调度，`simulate` 是裁判：它清点字节、时间和前向次数，并拒绝无法运行的调度。从这里起，输入也计入，比前面多一个 $b$；一次反向的时间等于两次前向。下面是三个级，每级保存两个单位：
+# 写明运行什么、按什么次序，以及每次前向留下什么：留下反向所需的**全部**（all），只留**输入**（input），还是什么也**不留**（nothing）。这样一张清单就是一个调度，`simulate` 是裁判：它清点字节、时间和前向次数，并拒绝无法运行的调度。从这里起，输入也计入，比前面多一个 $b$；一次反向的时间等于两次前向。链上的一环叫做一**级**，这里就是一层。下面是三个级，每级保存两个单位：
 #
 # </div>
 
@@ -403,12 +403,12 @@ schedule_pictures(five, sixteen, title=title, unit="b", scale=1)
 # %% [markdown]
 # <div lang="en">
 #
-# The last three all peak at 8, and take 1.67, 1.56 and 1.48 steps. The best one mixes: single inputs high up, whole segments further down, where fewer inputs are alive.
+# The last three all peak at 8, and take 1.67, 1.56 and 1.48 times as long as storing all. The best one mixes: single inputs high up, whole segments further down, where fewer inputs are alive.
 #
 # </div>
 # <div lang="zh">
 #
-# 后三种的峰值都是 8，时间分别是 1.67、1.56 和 1.48 步。最好的那种是混合的：高处只留单份输入；往下存活的输入少了，就整段保留。
+# 后三种的峰值都是 8，时间分别是全部保留时的 1.67、1.56 和 1.48 倍。最好的那种是混合的：高处只留单份输入；往下存活的输入少了，就整段保留。
 #
 # </div>
 
@@ -441,7 +441,7 @@ table([*headings, ("forwards a stage", "每级前向次数"), ("predicted", "预
 # %% [markdown]
 # <div lang="en">
 #
-# Halving is not the best, as the picture shows. A **slot** holds one input, and the chain's own takes one; a stage **runs ahead** when its forward does not keep all. With $s$ slots, and no stage running ahead more than $r$ times, Griewank and Walther reverse
+# Halving is not the best, as the picture shows. A **slot** holds one input, and the chain's own takes one; a stage **runs ahead** when its forward does not keep all. With $s$ slots (in this section $s$ counts slots, no longer bytes), and no stage running ahead more than $r$ times, Griewank and Walther reverse
 #
 # $$\beta(s, r) = \binom{s + r}{s}$$
 #
@@ -450,7 +450,7 @@ table([*headings, ("forwards a stage", "每级前向次数"), ("predicted", "预
 # </div>
 # <div lang="zh">
 #
-# 图上已经看到，对半分并不是最好的。一个**槽**存放一份输入，链自己的输入也占一个；一次前向若不留下全部，就算这一级**提前运行**。有 $s$ 个槽，每一级提前运行不超过 $r$ 次，Griewank 与 Walther 的调度可以反向走完
+# 图上已经看到，对半分并不是最好的。一个**槽**存放一份输入，链自己的输入也占一个；一次前向若不留下全部，就算这一级**提前运行**。有 $s$ 个槽（本节里的 $s$ 是槽数，不再是字节数），每一级提前运行不超过 $r$ 次，Griewank 与 Walther 的调度可以反向走完
 #
 # $$\beta(s, r) = \binom{s + r}{s}$$
 #

@@ -70,7 +70,7 @@ from course_lib.teaching import COLORS, figure, predictions, table, text, timeli
 #
 # Left: FLOPs done per byte moved, a matter of the network: its **arithmetic intensity** towards the tier below. Right: a threshold, a matter of the machine.
 #
-# **Guess first:** a GPU with 989 TFLOP/s behind PCIe 5, 63 GB/s one way. How many FLOPs must each byte bring?
+# **Guess first:** a GPU with 989 TFLOP/s behind PCIe 5, the link to the CPU's memory, 63 GB/s one way. (Below, NVMe is a fast SSD, NVLink-C2C a faster link.) How many FLOPs must each byte bring?
 #
 # </div>
 # <div lang="zh">
@@ -81,7 +81,7 @@ from course_lib.teaching import COLORS, figure, predictions, table, text, timeli
 #
 # 拷贝就能被掩盖。左边是每搬一个字节做多少 FLOPs，取决于网络：这是它相对于下一级的**算术强度**。右边是阈值，取决于机器。
 #
-# **先猜**：一块 989 TFLOP/s 的 GPU，经 PCIe 5 单向 63 GB/s。每个字节要带来多少 FLOPs？
+# **先猜**：一块 989 TFLOP/s 的 GPU，经 PCIe 5（通往 CPU 内存的链路）单向 63 GB/s。（下面的 NVMe 是高速固态硬盘，NVLink-C2C 是更快的链路。）每个字节要带来多少 FLOPs？
 #
 # </div>
 
@@ -320,7 +320,7 @@ plain = gradients(torch.enable_grad())
 #
 # <div lang="en">
 #
-# Now the peak. The last $p + 1$ storages stay, because backward needs them first; $p$ is `prefetch`, how many are fetched ahead. In forward two more are there: one on its way down, and the one that is being made. In backward likewise two: the gradient that comes and the one that is made; and a weight's gradient $w$. So
+# Now the peak. The last $p + 1$ storages stay, because backward needs them first; $p$ is `prefetch`, how many are fetched ahead. In forward two more are there: one on its way down, and the one that is being made. In backward likewise two: the gradient that comes and the one that is made; and a weight's gradient. Call a storage's bytes $b$ and that gradient's $w$ (no longer the bandwidth of section 4.1). So
 #
 # $$(p + 3)\,b + w$$
 #
@@ -329,7 +329,7 @@ plain = gradients(torch.enable_grad())
 # </div>
 # <div lang="zh">
 #
-# 再看峰值。最后 $p + 1$ 份存储留在上面，因为反向最先用到它们；$p$ 即 `prefetch`，预先取回几份。前向时另有两份在场：一份正往下搬，一份正在算。反向时同样另有两份：传来的梯度和正在算的梯度；外加一个权重的梯度 $w$。所以峰值是
+# 再看峰值。最后 $p + 1$ 份存储留在上面，因为反向最先用到它们；$p$ 即 `prefetch`，预先取回几份。前向时另有两份在场：一份正往下搬，一份正在算。反向时同样另有两份：传来的梯度和正在算的梯度；外加一个权重的梯度。一份存储的字节数记作 $b$，这个梯度的记作 $w$（不再是 4.1 节的带宽）。所以峰值是
 #
 # $$(p + 3)\,b + w$$
 #
@@ -423,7 +423,7 @@ table(columns, [(name, *arm(*way)) for name, way in names.items()])
 # </div>
 # <div lang="zh">
 #
-# 合用时搬的字节减半，代价是多一次前向。用秒来看呢？4.1 节的法则假设拷贝不占用计算。GPU 有专门的拷贝引擎；这里拷贝用的是同样的核，所以有一部分时间藏不住。
+# 合用时搬的字节减半，代价是多一次前向。用秒来看呢？4.1 节的法则假设拷贝不占用计算。GPU 有专门的拷贝引擎；这里拷贝和计算用的是同一批 CPU 核，所以有一部分时间藏不住。
 #
 # </div>
 
@@ -564,14 +564,14 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# A decoder with a vocabulary of 10,000, 512 features, 8 heads, 6 layers, sequences of 512 tokens; 24 million parameters. Everything that such scripts promise, and here it happens: batches prefetched (from pinned memory, on a GPU), TF32 allowed, autocast with a GradScaler, gradients clipped after unscaling, the optimizer's state below. (On a CPU three parts have little to do: TF32 is for GPUs, bf16 needs no scaling, and these batches are ready at once. Under autocast the parameters stay fp32.)
+# A decoder with a vocabulary of 10,000, 512 features, 8 heads, 6 layers, sequences of 512 tokens; 24 million parameters. What training scripts promise, all of it done here: batches prefetched (on a GPU from pinned memory, which the system may not move, so that copies need not wait), TF32 allowed, autocast with a GradScaler (lesson 05 explains it), gradients clipped after unscaling, the optimizer's state below. (On a CPU three parts have little to do: TF32 is for GPUs, bf16 needs no scaling, and these batches are ready at once. Under autocast the parameters stay fp32.)
 #
 # **Guess first:** by how many bytes does the peak of the step fall?
 #
 # </div>
 # <div lang="zh">
 #
-# 一个解码器：词表 10,000，512 个特征，8 个头，6 层，序列长 512，共 2400 万个参数。这类脚本承诺的，这里样样兑现：批次预取（在 GPU 上则从锁页内存拷贝），允许 TF32，autocast 配 GradScaler，先还原缩放再裁剪梯度，优化器状态放在下一级。（在 CPU 上有三样无事可做：TF32 是给 GPU 的，bf16 不需要缩放，这些批次本来就是现成的。autocast 之下，参数仍是 fp32。）
+# 一个解码器：词表 10,000，512 个特征，8 个头，6 层，序列长 512，共 2400 万个参数。训练脚本承诺的，这里样样兑现：批次预取（在 GPU 上则从锁页内存拷贝；系统不能挪动它，拷贝也就不必等待），允许 TF32，autocast 配 GradScaler（第 05 课解释），先还原缩放再裁剪梯度，优化器状态放在下一级。（在 CPU 上有三样无事可做：TF32 是给 GPU 的，bf16 不需要缩放，这些批次本来就是现成的。autocast 之下，参数仍是 fp32。）
 #
 # **先猜**：一步的峰值会降低多少字节？
 #

@@ -127,14 +127,14 @@ None
 #
 # The output is a weighted sum of values, and it can be carried along like $\ell$: shrink what there is, add the block's part. So no score outlives its tile.
 #
-# Backward needs the probabilities again. It has Q, K and the log-sum-exp, so it makes them, tile by tile. With $dP = dO\,V^T$, softmax's gradient is $dS = P \circ (dP - D)$, where $D_i = \sum_j P_{ij}\,dP_{ij}$: a sum over the whole row, which a tile does not have. But that sum is $dO_i \cdot O_i$, so $D = \text{rowsum}(dO \circ O)$ is known before the walk. That is what O is kept for.
+# Backward needs the probabilities again. It has Q, K and the log-sum-exp, so it makes them, tile by tile. With $dP = dO\,V^T$, softmax's gradient is $dS = P \circ (dP - D)$, where $D_i = \sum_j P_{ij}\,dP_{ij}$: a sum over the whole row, which a tile does not have. But $dP_{ij} = dO_i \cdot V_j$ and $O_i = \sum_j P_{ij} V_j$, so that sum is $dO_i \cdot O_i$, and $D = \text{rowsum}(dO \circ O)$ is known before the walk. That is what O is kept for.
 #
 # </div>
 # <div lang="zh">
 #
 # 输出是值的加权和，可以像 $\ell$ 一样边走边累积：先把已有的缩小，再加上这一块的贡献。所以，一个分块算完，里面的分数就都不必留着了。
 #
-# 反向还要用到概率。它手里有 Q、K 和对数求和指数，就逐块重新算出概率。记 $dP = dO\,V^T$，softmax 的梯度是 $dS = P \circ (dP - D)$，其中 $D_i = \sum_j P_{ij}\,dP_{ij}$：要对整行求和，而一个分块手里没有整行。不过这个和就是 $dO_i \cdot O_i$，所以 $D = \text{rowsum}(dO \circ O)$ 在出发之前就能算出。保存 O 就是为了它。
+# 反向还要用到概率。它手里有 Q、K 和对数求和指数，就逐块重新算出概率。记 $dP = dO\,V^T$，softmax 的梯度是 $dS = P \circ (dP - D)$，其中 $D_i = \sum_j P_{ij}\,dP_{ij}$：要对整行求和，而一个分块手里没有整行。不过 $dP_{ij} = dO_i \cdot V_j$，而 $O_i = \sum_j P_{ij} V_j$，这个和就是 $dO_i \cdot O_i$，所以 $D = \text{rowsum}(dO \circ O)$ 在出发之前就能算出。保存 O 就是为了它。
 #
 # </div>
 
@@ -513,12 +513,12 @@ table(columns, [(name, *(seconds(layer, n) for n in (1024, 2048, 3072))) for nam
 #
 # <div lang="en">
 #
-# `flash_attention` takes what real models need: causal masks, queries and keys of different numbers, grouped queries, bf16 and fp16 with sums in fp32, rows that see nothing. The causal mask is aligned at the bottom right: the last query sees all keys, and with fewer keys than queries the first ones see none (the framework's `is_causal=True` aligns at the top left). With 8 query heads on 2 key heads, beside the framework; then 6 queries on 4 keys:
+# `flash_attention` takes what real models need: causal masks, queries and keys of different numbers, grouped queries (several query heads share one key and value head), bf16 and fp16 with sums in fp32, rows that see nothing. The causal mask is aligned at the bottom right: the last query sees all keys, and with fewer keys than queries the first ones see none (the framework's `is_causal=True` aligns at the top left). With 8 query heads on 2 key heads, beside the framework; then 6 queries on 4 keys:
 #
 # </div>
 # <div lang="zh">
 #
-# `flash_attention` 支持真实模型所需的种种情形：因果掩码、数目不同的查询与键、分组查询、bf16 与 fp16（求和用 fp32），以及什么也看不见的行。因果掩码在右下角对齐：最后一个查询看见所有的键；键比查询少时，最前面的查询什么也看不见（框架的 `is_causal=True` 在左上角对齐）。8 个查询头共用 2 个键头，与框架相比；然后是 6 个查询对 4 个键：
+# `flash_attention` 支持真实模型所需的种种情形：因果掩码、数目不同的查询与键、分组查询（几个查询头共用一个键值头）、bf16 与 fp16（求和用 fp32），以及什么也看不见的行。因果掩码在右下角对齐：最后一个查询看见所有的键；键比查询少时，最前面的查询什么也看不见（框架的 `is_causal=True` 在左上角对齐）。8 个查询头共用 2 个键头，与框架相比；然后是 6 个查询对 4 个键：
 #
 # </div>
 

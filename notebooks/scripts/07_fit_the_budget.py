@@ -138,12 +138,12 @@ f"{meter.peak_bytes:,} bytes"
 # %% [markdown]
 # <div lang="en">
 #
-# That is the idea. The library's `estimate` does the same for any **recipe**: a value that says what a training step uses. `Recipe()` is the plain step.
+# That is the idea. The library's `estimate` does the same for any **recipe**: a value that says what a training step uses. `Recipe()` is the plain step; `help(Recipe)` lists all that it can say.
 #
 # </div>
 # <div lang="zh">
 #
-# 思路就是这样。库里的 `estimate` 对任何**配方**都这么做。一个配方就是一个值，写明一个训练步用了哪些技术；`Recipe()` 就是普通的一步。
+# 思路就是这样。库里的 `estimate` 对任何**配方**都这么做。一个配方就是一个值，写明一个训练步用了哪些技术；`Recipe()` 就是普通的一步；`help(Recipe)` 列出全部可选项。
 #
 # </div>
 
@@ -433,8 +433,11 @@ tried = [
 ]
 
 # %%
-from course_lib.teaching import budget_playground
+from course_lib.teaching import budget_playground, draw_budget
 
+draw_budget(tried)
+
+# %% tags=["nbval-ignore-output", "shows-picture"]
 budget_playground(tried)
 
 # %% [markdown]
@@ -520,18 +523,14 @@ f"{100 * copying:.0f} %, {state / 1e9:.0f} GB, {6 * last.at_peak['parameter'] / 
 # %% [markdown]
 # <div lang="en">
 #
-# Outside a notebook the same search is a command:
-#
-# `python -m course_lib.budget --parameters 7e9 --sequence 4096 --batch 8 --budget 80GiB`
+# Outside a notebook the same search is a command, `python -m course_lib.budget --parameters 7e9 --sequence 4096 --batch 8 --budget 80GiB`.
 #
 # It prints what fits and what the best takes; `--plot out.png` draws the way there.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 notebook 之外，同样的搜索是一条命令：
-#
-# `python -m course_lib.budget --parameters 7e9 --sequence 4096 --batch 8 --budget 80GiB`
+# 在 notebook 之外，同样的搜索是一条命令：`python -m course_lib.budget --parameters 7e9 --sequence 4096 --batch 8 --budget 80GiB`。
 #
 # 它列出哪些配方装得下、其中最好的要占多少；`--plot out.png` 把怎样一步步走到那里画成图。
 #
@@ -594,7 +593,7 @@ on_gpu("07")
 # </div>
 # <div lang="zh">
 #
-# **练习 1。** 7.7 节的小解码器，8 个序列，40 MB。找一个装得下的配方，FLOPs 不多于普通的一步，也不搬运任何字节。把它写进 `recipe`，检查会做估计。
+# **练习 1。** 7.7 节的小解码器，8 个序列，40 MB。找一个装得下的配方，FLOPs 不多于普通的一步，也不搬运任何字节。把它写进 `recipe`，检查程序会估计它的峰值和代价。
 #
 # </div>
 
