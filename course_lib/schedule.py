@@ -4,6 +4,13 @@ A network is a `Chain`; a `Schedule` says which stage runs when and what its for
 that says what it costs. `optimal` finds the cheapest schedule under a byte budget, `ScheduledSequential` runs one under
 autograd. Lesson 03 explains.
 
+Example, with `net` an `nn.Sequential`::
+
+    chain = Chain.profile(net, x)
+    plan = optimal(chain, budget_bytes)
+    simulate(plan, chain)  # peak_bytes, seconds, forward_steps
+    ScheduledSequential(net, plan)(x).sum().backward()
+
 Source of the model: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains:
 how to train deep neural networks with limited memory" (Rotor), arXiv:1911.13214.
 """

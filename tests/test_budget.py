@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import pickle
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import course_lib.schedule
 from course_lib.budget import RATES, InfeasibleBudget, Rates, Recipe, build, estimate, fit, run, search, train_step
+from course_lib.budget import __main__ as command
 from course_lib.budget.estimating import make_state
 from course_lib.budget.recipe import CHECKPOINTS, pieces_allowed
 from course_lib.budget.step import pieces_of, run_pieces
@@ -981,3 +983,73 @@ def test_without_tqdm_the_search_says_that_it_shows_no_bar(monkeypatch):
         with nullcontext() if installed else pytest.warns(UserWarning, match="tqdm is not installed"):
             found = fit(tiny, tiny_batch, 10**9, recipes=[Recipe()], progress=True)
         assert len(found) == 1
+
+
+# --- the command ---
+
+SMALL = "--hidden 64 --layers 2 --heads 2 --vocabulary 100 --sequence 32 --batch 4 --precision fp32 --machine laptop"
+
+
+def test_the_command_prints_what_fits_and_draws_the_way_there(tmp_path, capsys):
+    pytest.importorskip("matplotlib").use("agg")
+    picture = tmp_path / "way.png"
+    assert command.main([*SMALL.split(), "--budget", "2.5MB", "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    with symbolic():
+        count = sum(p.numel() for p in Decoder(vocabulary=100, hidden=64, heads=2, layers=2, sequence=32).parameters())
+    assert f"{count / 1e6:,.1f} million parameters" in printed
+    best = re.search(r"the cheapest: (Recipe\(.*\))", printed)[1]
+    found = estimate(
+        lambda: Decoder(vocabulary=100, hidden=64, heads=2, layers=2, sequence=32),
+        lambda: random_tokens(4, 32, 100),
+        eval(best, {"Recipe": Recipe}),
+    )
+    assert found.peak_bytes <= 2_500_000 and f"{found.peak_bytes:,} bytes" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_says_what_the_least_is(capsys):
+    assert command.main([*SMALL.split(), "--budget", "1kB"]) == 1
+    assert "the least peak found is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("80GiB", 80 * 2**30), ("24GB", 24 * 10**9), ("1.5 kB", 1500), ("2e9", 2 * 10**9), ("7MiB", 7 * 2**20)],
+)
+def test_a_budget_has_a_unit_or_is_in_bytes(text, count):
+    assert command.bytes_from(text) == count
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ("--budget 80Gob", "no unit"),
+        ("--budget lots", "no number of bytes"),
+        ("--budget 60e400", "no budget"),
+        ("--budget 0MB", "no budget"),
+        ("--budget 1GB --layers 0", "no count"),
+        ("--budget 1GB --heads 3", "does not divide"),
+        ("--budget 1GB --plot way.foo", "no kind of picture"),
+        ("--budget 1GB --plot nowhere/way.png", "does not exist"),
+        ("--budget 1GB --parameters many", "no number of parameters"),
+    ],
+)
+def test_the_command_refuses_in_one_sentence(changed, told, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main([*SMALL.split(), *changed.split()])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and told in error.splitlines()[-1] and "Traceback" not in error
+
+
+def test_the_command_needs_a_size(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--sequence", "32", "--batch", "4", "--budget", "1GB"])
+    assert "the size is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parameters", [1e8, 7e9, 70e9])
+def test_the_shape_has_about_as_many_parameters_as_asked_for(parameters):
+    hidden, layers = command.shape_of(parameters, 32_000)
+    assert hidden % 128 == 0
+    assert 12 * layers * hidden**2 + 32_000 * hidden == pytest.approx(parameters, rel=0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from pathlib import Path
 
 from course_lib.memory import symbolic
 from course_lib.memory.show import bytes_text
@@ -41,7 +42,10 @@ def bytes_from(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{match[2]!r} in {text!r} is no unit; it takes one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
         )
-    return int(number * UNITS[match[2].upper()])
+    count = number * UNITS[match[2].upper()]
+    if not 1 <= count < 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r} is no budget; it takes from 1 byte to 1e18 bytes")
+    return int(count)
 
 
 def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
@@ -53,21 +57,27 @@ def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m course_lib.budget",
-        description="Which recipes train a decoder within a byte budget, the cheapest first; nothing is taken or run.",
+        description="Which recipes train the course's decoder (course_lib.models.Decoder) within a byte budget, the "
+        "cheapest first; nothing is taken or run. A size is --parameters, or --hidden and --layers.",
+        epilog="Example: python -m course_lib.budget --parameters 7e9 --sequence 4096 --batch 8 --budget 80GiB",
     )
-    parser.add_argument("--parameters", type=_number, help="about so many, such as 7e9; sets hidden and layers")
+    parser.add_argument("--parameters", type=_number, help="about so many; sets hidden and layers if left out")
     parser.add_argument("--hidden", type=_count, help="width of the decoder")
-    parser.add_argument("--layers", type=_count)
-    parser.add_argument("--heads", type=_count, help="hidden / 128 if left out")
-    parser.add_argument("--vocabulary", type=_count, default=32_000)
+    parser.add_argument("--layers", type=_count, help="decoder layers")
+    parser.add_argument(
+        "--heads", type=_count, help="a divisor of hidden; if left out, the one nearest to hidden / 128 from below"
+    )
+    parser.add_argument("--vocabulary", type=_count, default=32_000, help="different tokens (default %(default)s)")
     parser.add_argument("--sequence", type=_count, required=True, help="tokens of a sample")
     parser.add_argument("--batch", type=_count, required=True, help="samples of a step")
-    parser.add_argument("--budget", type=bytes_from, required=True, help="such as 80GiB or 24GB")
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    parser.add_argument("--budget", type=bytes_from, required=True, help="80GiB (2**30 each), 24GB (10**9), or bytes")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default %(default)s")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
-    parser.add_argument("--machine", choices=RATES, default="H100", help="whose rates the cost is stated in")
-    parser.add_argument("--tier", choices=TIERS, help="below: host memory, or a file (for the laptop)")
-    parser.add_argument("--plot", metavar="FILE", help="draw the way from the plain step to the best recipe")
+    parser.add_argument("--machine", choices=RATES, default="H100", help="whose rates are used (default %(default)s)")
+    parser.add_argument("--tier", choices=TIERS, help="below: default file for the laptop, else host (memory)")
+    parser.add_argument(
+        "--plot", type=_picture, metavar="FILE", help="draw the way to the best recipe (needs matplotlib)"
+    )
     return parser
 
 
@@ -80,7 +90,8 @@ def main(argv: list[str] | None = None) -> int:
         hidden, layers = hidden or wanted[0], layers or wanted[1]
     if not hidden or not layers:
         parser.error("the size is missing; it takes --parameters, or --hidden and --layers")
-    heads = given.heads or max(1, hidden // HEAD_DIM)
+    most = max(1, hidden // HEAD_DIM)
+    heads = given.heads or max(count for count in range(1, most + 1) if hidden % count == 0)
 
     def make_model() -> Decoder:
         sizes = {"vocabulary": given.vocabulary, "hidden": hidden, "layers": layers, "heads": heads}
@@ -102,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     with symbolic():
         count = sum(p.numel() for p in make_model().parameters())
     print(
-        f"a decoder of {count / 1e9:,.2f} billion parameters: hidden {hidden}, {layers} layers, {heads} heads, "
+        f"a decoder of {count / 1e6:,.1f} million parameters: hidden {hidden}, {layers} layers, {heads} heads, "
         f"vocabulary {given.vocabulary}; {given.batch} samples of {given.sequence} tokens\n"
         f"seconds at {given.machine}'s rates, the best possible ({rates.source})\n"
     )
@@ -111,10 +122,24 @@ def main(argv: list[str] | None = None) -> int:
     print(best)
     if given.plot:
         ax = waterfall(steps, budget_bytes=given.budget)
-        ax.set_title(f"{count / 1e9:,.1f} billion parameters into {bytes_text(given.budget)}")
+        ax.set_title(f"{count / 1e6:,.1f} million parameters into {bytes_text(given.budget)}")
         ax.figure.savefig(given.plot, dpi=120)
         print(f"\n{given.plot} shows the way from the plain step")
     return 0
+
+
+def _picture(text: str) -> str:
+    """A file that a figure can be written to; found out before a long search, not after it."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise argparse.ArgumentTypeError("a plot takes matplotlib, which is not installed") from None
+    kinds, path = sorted(FigureCanvasBase.get_supported_filetypes()), Path(text)
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise argparse.ArgumentTypeError(f"{text!r} is no kind of picture; it takes one of {', '.join(kinds)}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is in a folder that does not exist; it takes one that does")
+    return text
 
 
 def _count(text: str) -> int:

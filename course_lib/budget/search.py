@@ -105,7 +105,7 @@ def fit(
         progress: show a bar, where tqdm is installed.
 
     Raises:
-        InfeasibleBudget: nothing fits; the least peak is named, with its recipe.
+        InfeasibleBudget: nothing was found that fits; the least peak met in the search is named, with its recipe.
         TypeError, ValueError: an argument is not of its kind, or out of its range.
     """
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
@@ -226,20 +226,21 @@ class _Search:
             else:
                 too_large.add(family)
         if not found:  # for the message: what takes the least, among those that use the most
-            keeps = ("none", "layers") if self.decoder else ("none",)
+            keeps = ("none", "layers", "optimal") if self.decoder else ("none",)
             for fraction, inside, checkpoint in product(self.fractions[::-1], (False, True), keeps):
                 recipe = replace(
                     self.base,
                     attention=self.attentions[-1],
                     checkpoint=checkpoint,
-                    offload_activations=True,
+                    schedule_bytes=1 if checkpoint == "optimal" else None,
+                    offload_activations=checkpoint != "optimal",
                     offload_optimizer=fraction,
                     head_chunk=HEAD_CHUNK if self.decoder else None,
                     in_backward=inside,
                     micro_batches=1 if inside else self.pieces[-1],
                 )
                 if max(self.floor_bytes(recipe), self.at_least_bytes(recipe)) < self.least.peak_bytes:
-                    self.estimate(recipe)
+                    self.estimate(self.with_schedule(recipe) if checkpoint == "optimal" else recipe)
         return [self.estimate(recipe) for recipe in found]
 
     def families(self) -> Iterator[Recipe]:
