@@ -1,13 +1,11 @@
 """What all tests share: GPU tests are skipped, and say so, where there is no GPU; editions are built once."""
 
 import os
-import socket
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from editions import built_once
+from editions import built_once, take_network
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
@@ -29,16 +27,9 @@ def built_site(tmp_path_factory):
     """The website's folder, built where there is no network; Sphinx's warnings stand in `warnings` beside it."""
     from course_lib.teaching.editions import site
 
-    def refuse(*arguments):
-        raise AssertionError(f"the build connects to {arguments[1:]}")
-
     def build(folder):
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-            # the packages' own, of which they know
-            warnings.simplefilter("ignore", DeprecationWarning)
-            warnings.simplefilter("ignore", PendingDeprecationWarning)
-            patch.setattr(socket.socket, "connect", refuse)
-            patch.setattr(socket, "getaddrinfo", refuse)
+        with pytest.MonkeyPatch.context() as patch:
+            take_network(patch, folder.parent)
             said = site.build(NOTEBOOKS, folder)
         (folder.parent / "warnings").write_text("\n".join(said), encoding="utf-8")
 

@@ -48,3 +48,21 @@ def built_once(tmp_path_factory, name, build):
         if not folder.exists():
             build(folder)
     return folder
+
+
+# What Python runs first in a process whose PYTHONPATH leads to it.
+_OFFLINE = """
+import socket
+
+def refuse(*arguments):
+    raise AssertionError(f"the build connects to {arguments[1:]}")
+
+socket.socket.connect = socket.getaddrinfo = refuse
+"""
+
+
+def take_network(monkeypatch, folder):
+    """Processes started from here on cannot reach any machine."""
+    (folder / "offline").mkdir()
+    (folder / "offline" / "sitecustomize.py").write_text(_OFFLINE, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(folder / "offline"))

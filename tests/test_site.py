@@ -4,14 +4,16 @@ import html
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
-from editions import failure
+from editions import failure, take_network
 
+from course_lib.checkpoint import checkpoint
 from course_lib.teaching import alt, said
 from course_lib.teaching.editions import site
 from course_lib.teaching.editions.cells import STAMP, run_edition
@@ -408,7 +410,7 @@ def test_an_error_within_sphinx_gives_one_sentence(small, old_site, capsys, monk
     (assets / "conf.py").write_text("raise RuntimeError('broken')", "utf-8")
     monkeypatch.setattr(site, "ASSETS", assets)
     monkeypatch.setattr(site, "MODULES", ())
-    assert "Sphinx gave up" in fails(small, old_site, capsys)
+    assert "Sphinx gave up: RuntimeError: broken" in fails(small, old_site, capsys)
 
 
 def test_a_folder_that_is_no_site_is_not_replaced(small, tmp_path, capsys):
@@ -420,8 +422,21 @@ def test_a_folder_that_is_no_site_is_not_replaced(small, tmp_path, capsys):
 
 
 def test_a_new_site_replaces_the_old_one_and_leaves_nothing_beside_it(small, old_site, capsys, monkeypatch):
-    monkeypatch.setattr(site, "MODULES", ())
+    monkeypatch.setattr(site, "MODULES", ("checkpoint",))
     run_edition(site.build, "site", "", ["--notebooks", str(small / "notebooks"), "--output", str(old_site)])
     assert re.fullmatch(r"\S+/site: \d+ files, [\d.]+ MB, in \d+ s\n", capsys.readouterr().out)
     assert (old_site / "index.html").read_text("utf-8") != "old"
     assert [path.name for path in old_site.parent.iterdir()] == ["site"]
+    assert (old_site / "api" / "checkpoint.html").is_file()
+    assert inspect.signature(checkpoint).parameters["use_reentrant"].default is None  # autodoc would replace it
+
+
+def test_the_process_that_builds_has_no_network(small, old_site, capsys, monkeypatch):
+    assets = small / "assets"
+    shutil.copytree(site.ASSETS, assets)
+    with open(assets / "conf.py", "a", encoding="utf-8") as settings:
+        settings.write("import socket\nsocket.socket().connect(('127.0.0.1', 9))")
+    monkeypatch.setattr(site, "ASSETS", assets)
+    monkeypatch.setattr(site, "MODULES", ())
+    take_network(monkeypatch, small)
+    assert "the build connects to" in fails(small, old_site, capsys)

@@ -12,14 +12,14 @@ import html
 import importlib
 import importlib.metadata
 import importlib.util
-import io
+import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -331,20 +331,18 @@ def _api_page(name: str) -> str:
 
 
 def _run_sphinx(source: Path, finished: Path, doctrees: Path) -> list[str]:
-    from sphinx.application import Sphinx
-    from sphinx.errors import SphinxError
-
-    warnings = io.StringIO()
-    try:
-        with redirect_stdout(io.StringIO()):
-            app = Sphinx(source, source, finished, doctrees, "html", status=None, warning=warnings)
-            app.build()
-    except SphinxError as error:
-        raise EditionError(f"Sphinx gave up: {str(error).splitlines()[0]}") from error
-    if app.statuscode:
-        raise EditionError(f"Sphinx gave up: {warnings.getvalue().strip()}")
+    """In a process of its own, since autodoc changes the signatures of the functions that it describes."""
+    warnings = doctrees.parent / "warnings"
+    command = [sys.executable, "-W", "ignore", "-m", "sphinx", "-q", "--no-color", "-b", "html"]
+    command += ["-d", str(doctrees), "-w", str(warnings), str(source), str(finished)]
+    paths = [str(LICENCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # of the course_lib that is running
+    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(doctrees.parent)}
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, encoding="utf-8")
+    if done.returncode:
+        said = re.findall(r"^ *([\w.]+: .+)", done.stderr.partition("Traceback\n")[2], re.M)
+        raise EditionError(f"Sphinx gave up: {said[-1] if said else f'exit status {done.returncode}'}")
     (finished / ".buildinfo").unlink(missing_ok=True)
-    return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in warnings.getvalue().splitlines() if line.strip()]
+    return [line for line in warnings.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 if __name__ == "__main__":
