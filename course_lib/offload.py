@@ -13,7 +13,7 @@ import tempfile
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -724,12 +724,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if p.is_complex() or p.is_quantized or p.layout is not torch.strided:
                 kind = "complex" if p.is_complex() else "quantised" if p.is_quantized else "sparse"
                 raise TypeError(f"a parameter of shape {tuple(p.shape)} is {kind}; it takes real, dense ones")
-        wanted, chosen = self._fraction * sum(p.numel() for p in parameters), set()
-        for p in sorted(parameters, key=lambda p: -p.numel()):
-            if wanted <= 0:
-                break
-            wanted -= p.numel()
-            chosen.add(p)
+        chosen = chosen_below(parameters, self._fraction)
         items = [_Item(p, p in chosen) for p in parameters]
         for item in items:
             self._items[item.p] = item
@@ -971,6 +966,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self):
         raise TypeError("an OffloadedOptimizer cannot be copied or pickled; use its state_dict()")
+
+
+def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
+    """The parameters whose state goes below: the largest first, until the fraction is reached."""
+    wanted, chosen = fraction * sum(p.numel() for p in parameters), set()
+    for p in sorted(parameters, key=lambda p: -p.numel()):
+        if wanted <= 0:
+            break
+        wanted -= p.numel()
+        chosen.add(p)
+    return chosen
 
 
 def _free_all(rooms: list[tuple[DiskStore, _Slot]]) -> None:

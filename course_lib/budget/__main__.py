@@ -104,7 +104,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         found = fit(make_model, make_batch, given.budget, base=base, rates=given.machine, tier=given.tier)
         best = found[0]
-        steps = [estimate(make_model, make_batch, step, tier=best.tier) for step in steps_to(best.recipe)]
     except InfeasibleBudget as error:
         print(f"{error}", file=sys.stderr)
         return 1
@@ -121,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"\nthe cheapest: {best.recipe!r}\nwhat is live at its peak, in {best.operator}:\n")
     print(best)
     if given.plot:
+        steps = [estimate(make_model, make_batch, step, tier=best.tier) for step in steps_to(best.recipe)]
         ax = waterfall(steps, budget_bytes=given.budget)
         ax.set_title(f"{count / 1e6:,.1f} million parameters into {bytes_text(given.budget)}")
         ax.figure.savefig(given.plot, dpi=120)

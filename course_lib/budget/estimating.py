@@ -13,10 +13,22 @@ from torch.utils.flop_counter import flop_registry
 from course_lib.accumulation import StepResult
 from course_lib.memory import PHASES, MemoryMeter, symbolic
 from course_lib.memory.show import Table
-from course_lib.offload import DiskStore, OffloadedOptimizer, SymbolicStore, Traffic
+from course_lib.offload import DiskStore, OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
 
 from .recipe import Recipe
-from .step import build, check_model, default_dtype, make_state, pieces_of, run_pieces, samples_in, trained
+from .step import (
+    BASES,
+    SETTINGS,
+    build,
+    default_dtype,
+    make_state,
+    model_of,
+    optimizer_of,
+    pieces_of,
+    run_pieces,
+    samples_in,
+    trained,
+)
 
 TIERS = ("file", "host")
 
@@ -160,10 +172,11 @@ _NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeExcep
 
 def _estimate(make_model, make_batch, recipe: Recipe, tier: str) -> Estimate:
     store = SymbolicStore()
+    model = model_of(make_model, recipe)
     if tier == "host" and recipe.offload_optimizer:
-        model, optimizer = _build_on_host(make_model, recipe, store)
+        optimizer = _PartlyOnHost(model, recipe, store)
     else:
-        model, optimizer = build(make_model, recipe, store=store)
+        optimizer = optimizer_of(model, recipe, store=store)
     with default_dtype(recipe.dtype):
         batch = make_batch()
     pieces = pieces_of(batch, recipe.micro_batches)
@@ -191,7 +204,7 @@ def _estimate(make_model, make_batch, recipe: Recipe, tier: str) -> Estimate:
     # Between two marks lies one micro-batch; after the last one, the optimizer.
     spans = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(marks, [*marks[1:], end], strict=True)]
     totals = [sum(n * span[i] for n, span in zip([*times, 1], spans, strict=True)) for i in range(3)]
-    peak = meter.peak_bytes, meter.at_peak(), phase_peaks(meter), operator_at_peak(meter)
+    peak = meter.peak_bytes, meter.at_peak(), *peaks_in(meter)
     return Estimate(recipe, *peak, *totals, tier)
 
 
@@ -232,20 +245,15 @@ def run(
             store.close()
 
 
-def phase_peaks(meter: MemoryMeter) -> dict[str, int]:
-    """phase -> the most bytes live in it."""
+def peaks_in(meter: MemoryMeter) -> tuple[dict[str, int], str]:
+    """The most bytes live in each phase, and the operator that reaches the peak."""
     live = sum(meter.series().values())
-    found = dict.fromkeys(PHASES, 0)
+    phases = dict.fromkeys(PHASES, 0)
     for phase, count in zip(meter.phases(), live.tolist(), strict=True):
-        found[phase] = max(found[phase], count)
-    return found
-
-
-def operator_at_peak(meter: MemoryMeter) -> str:
-    live = sum(meter.series().values())
+        phases[phase] = max(phases[phase], count)
     if not len(live) or live.max() < meter.peak_bytes:
-        return "what model and optimizer hold on entry"
-    return meter.timeline[int(live.argmax())].operator
+        return phases, "what model and optimizer hold on entry"
+    return phases, meter.timeline[int(live.argmax())].operator
 
 
 class _Watch(MemoryMeter):
@@ -261,30 +269,18 @@ class _Watch(MemoryMeter):
         return result
 
 
-# ---- an optimizer whose offloaded part runs on the host
-
-
-def _build_on_host(make_model, recipe: Recipe, store: SymbolicStore) -> tuple[nn.Module, torch.optim.Optimizer]:
-    with default_dtype(recipe.dtype):
-        model = make_model()
-    check_model(model, recipe)
-    return model, _PartlyOnHost(model, recipe, store)
-
-
 class _PartlyOnHost(torch.optim.Optimizer):
     """For symbolic steps: what `OffloadedOptimizer` takes on a GPU. The part below has its state and its update on the
     host: on the device nothing is left of it, and its gradients go down and its parameters come up.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, store: SymbolicStore):
-        from .step import BASES
-
-        base, parameters = BASES[recipe.optimizer], trained(model)
-        super().__init__(parameters, {"lr": 1e-3})
+        parameters = trained(model)
+        super().__init__(parameters, {"lr": SETTINGS["lr"]})
         self.below, self.traffic = chosen_below(parameters, recipe.offload_optimizer), store
         above = [p for p in parameters if p not in self.below]
-        settings = {"lr": 1e-3, "foreach": False}
-        self.rest = OffloadedOptimizer(above, base, fraction=0.0, **settings) if above else None
+        base = BASES[recipe.optimizer]
+        self.rest = OffloadedOptimizer(above, base, fraction=0.0, **SETTINGS) if above else None
 
     def held_tensors(self) -> Iterator[Tensor]:
         return self.rest.held_tensors() if self.rest is not None else iter(())
@@ -297,14 +293,3 @@ class _PartlyOnHost(torch.optim.Optimizer):
                 self.traffic.stats.bytes_up += p.nbytes
         if self.rest is not None:
             self.rest.step()
-
-
-def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
-    """The parameters whose state `OffloadedOptimizer` puts below: the largest first, until the fraction is reached."""
-    wanted, chosen = fraction * sum(p.numel() for p in parameters), set()
-    for p in sorted(parameters, key=lambda p: -p.numel()):
-        if wanted <= 0:
-            break
-        wanted -= p.numel()
-        chosen.add(p)
-    return chosen

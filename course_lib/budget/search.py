@@ -15,8 +15,9 @@ import course_lib.schedule
 from course_lib.memory import symbolic
 from course_lib.memory.show import Table, bytes_text
 from course_lib.models import Attention
+from course_lib.offload import chosen_below
 
-from .estimating import RATES, Estimate, Rates, chosen_below, estimate
+from .estimating import RATES, Estimate, Rates, estimate
 from .recipe import ATTENTIONS, Recipe, pieces_allowed
 from .step import default_dtype, is_decoder, samples_in, trained
 

@@ -32,6 +32,7 @@ from course_lib.schedule import Chain, Schedule, ScheduledSequential, optimal
 from .recipe import Recipe, pieces_allowed
 
 BASES = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
+SETTINGS = {"lr": 1e-3, "foreach": False}  # foreach makes temporaries as large as all parameters together
 PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]  # what "selective" keeps
 
 optimal = lru_cache(maxsize=64)(optimal)
@@ -49,6 +50,15 @@ def build(
         store: for the offloaded part of the optimizer; `OffloadedOptimizer`'s own if left out.
         state: make the optimizer's state too, by a step on gradients of zero; else the first step makes it.
     """
+    model = model_of(make_model, recipe)
+    optimizer = optimizer_of(model, recipe, store=store, lr=lr)
+    if state:
+        make_state(model, optimizer)
+    return model, optimizer
+
+
+def model_of(make_model: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
+    """The model in the recipe's precision."""
     if detect_fake_mode() is not None:  # symbolic parameters cannot be converted later
         with default_dtype(recipe.dtype):
             model = make_model()
@@ -57,33 +67,36 @@ def build(
         if isinstance(model, nn.Module):
             model.to(recipe.dtype)
     check_model(model, recipe)
-    # foreach makes temporaries as large as all parameters together.
-    settings = {"lr": lr, "foreach": False}
-    base, parameters = BASES[recipe.optimizer], trained(model)
+    return model
+
+
+def optimizer_of(model: nn.Module, recipe: Recipe, *, store=None, lr: float = SETTINGS["lr"]) -> torch.optim.Optimizer:
+    """The recipe's optimizer, of the parameters that are trained."""
+    base, parameters, settings = BASES[recipe.optimizer], trained(model), {**SETTINGS, "lr": lr}
     if recipe.precision == "fp32" and not recipe.offload_optimizer:
-        optimizer = base(parameters, **settings)
-    else:
-        fraction = recipe.offload_optimizer
-        optimizer = OffloadedOptimizer(parameters, base, fraction=fraction, store=store, **settings)
-    if state:
-        make_state(model, optimizer)
-    return model, optimizer
+        return base(parameters, **settings)
+    return OffloadedOptimizer(parameters, base, fraction=recipe.offload_optimizer, store=store, **settings)
 
 
 def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The optimizer's state, as it is from the second step on, by steps on gradients of zero."""
-    for group in optimizer.param_groups:
-        group["lr"], group["_lr"] = 0.0, group["lr"]
+    rates = [group["lr"] for group in optimizer.param_groups]
     parameters = trained(model)
     together = len(parameters) if detect_fake_mode() else 1  # for real, one at a time, to take little memory
-    for start in range(0, len(parameters), together):
-        for p in parameters[start : start + together]:
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        for p in parameters[start : start + together]:
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        for start in range(0, len(parameters), together):
+            for p in parameters[start : start + together]:
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+            for p in parameters[start : start + together]:
+                p.grad = None
+    finally:
+        for p in parameters:
             p.grad = None
-    for group in optimizer.param_groups:
-        group["lr"] = group.pop("_lr")
+        for group, lr in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr
 
 
 def train_step(
@@ -95,8 +108,8 @@ def train_step(
         model: in the recipe's precision, as from `build`; `model.loss(batch)` is a mean over samples of equal weight.
         optimizer: as from `build`.
         batch: what `course_lib.accumulation.split` takes; for a `Decoder`, tokens (b, s + 1).
-        recipe: what to use. All but precision, optimizer, `in_backward` and micro-batches takes a `Decoder`; flash
-            takes modules of `course_lib.models.Attention`.
+        recipe: what to use. Checkpoints and `head_chunk` take a `Decoder`, flash takes modules of
+            `course_lib.models.Attention`; all else takes any model.
         store: for offloaded activations; the default of `offload_activations` if left out.
 
     Returns:
