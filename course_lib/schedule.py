@@ -794,7 +794,7 @@ def optimal(chain: Chain, budget_bytes: int, *, slots: int | None = None) -> Sch
         chain: L stages.
         budget_bytes: for all that `simulate` counts.
         slots: how many units the budget has. The table takes 8 * L**2 * slots bytes: 160 MB for 200 stages and 500. If
-            left out, as many as a table of 64 MB holds, but 500 at least.
+            left out, as many as a table of 64 MB holds, but 500 at least and 20,000 at most.
 
     Raises:
         InfeasibleBudget: no schedule fits; the least budget is named, exactly.
@@ -804,7 +804,7 @@ def optimal(chain: Chain, budget_bytes: int, *, slots: int | None = None) -> Sch
     """
     _check_chain(chain)
     _check_int("budget_bytes", budget_bytes, None)
-    slots = max(500, 8_000_000 // len(chain) ** 2) if slots is None else slots
+    slots = min(max(500, 8_000_000 // len(chain) ** 2), 20_000) if slots is None else slots
     _check_int("slots", slots, 1)
     fastest = store_all(chain)
     if simulate(fastest, chain).peak_bytes <= budget_bytes:

@@ -243,6 +243,8 @@ class MemoryMeter(TorchDispatchMode):
             self._state = "closed"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # autograd asks more often than operators run
+            return args[0].fake_device
         if func.namespace in ("profiler", "prim"):  # neither makes a tensor
             return func(*args, **(kwargs or {}))
         if not all(map(_is_plain, types)):
@@ -492,6 +494,7 @@ class MemoryMeter(TorchDispatchMode):
 
 # What `torch.tensor([...])` calls: it returns its input, and that is new. `torch.from_numpy` calls it too, but what
 # NumPy owns cannot be resized.
+_DEVICE = torch.ops.prim.device.default
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
