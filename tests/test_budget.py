@@ -1052,4 +1052,5 @@ def test_the_command_needs_a_size(capsys):
 def test_the_shape_has_about_as_many_parameters_as_asked_for(parameters):
     hidden, layers = command.shape_of(parameters, 32_000)
     assert hidden % 128 == 0
+    assert 12 * hidden**2 * (hidden / 128) == pytest.approx(parameters, rel=0.2)  # a layer for each 128 of hidden
     assert 12 * layers * hidden**2 + 32_000 * hidden == pytest.approx(parameters, rel=0.05)
