@@ -128,6 +128,7 @@ class DiskStore:
                 error.errno,
                 f"directory is {self.directory!r}; it takes a folder that can be written to ({error.strerror})",
             ) from error
+        weakref.finalize(self, self._file.close)  # a store that is dropped, as a default one is, goes without a warning
         self.limit_bytes, self.file_bytes, self.stats = limit_bytes, 0, Traffic()
         self._free: list[tuple[int, int]] = []  # (offset, nbytes)
         self._pool, self._lock = ThreadPoolExecutor(threads, "disk-store"), threading.RLock()

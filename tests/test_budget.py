@@ -739,7 +739,7 @@ def quick(monkeypatch):
 def combinations(base, layers, samples, fractions=(0.0,), schedules=()):
     """All of the techniques with one another, written down once more."""
     keeps = [{}, {"checkpoint": "selective"}, {"checkpoint": "layers"}]
-    keeps += [{"checkpoint": "segments", "segments": count} for count in range(2, math.isqrt(layers) + 1)]
+    keeps += [{"checkpoint": "segments", "segments": count} for count in {*range(2, math.isqrt(layers) + 1), layers}]
     keeps += [{"checkpoint": "optimal", "schedule_bytes": count} for count in schedules]
     for attention, keep, offload, chunk, inside, fraction in itertools.product(
         ("standard", "flash"), keeps, (False, True), (None, 32), (False, True), fractions
@@ -854,9 +854,11 @@ class TestSearch:
 @pytest.mark.usefixtures("quick")
 def test_segments_are_as_few_as_fit():
     make, family = partial(tiny, layers=9), Recipe(checkpoint="segments", segments=2, in_backward=True)
-    peaks = {count: remembered(make, tiny_batch, replace(family, segments=count)).peak_bytes for count in (2, 3)}
-    assert peaks[3] < peaks[2]
-    for budget, count in ((peaks[2], 2), (peaks[2] - 1, 3), (peaks[3], 3), (peaks[3] - 1, None)):
+    known = {count: remembered(make, tiny_batch, replace(family, segments=count)) for count in (2, 3, 9)}
+    peaks = {count: e.peak_bytes for count, e in known.items()}
+    assert peaks[9] < peaks[3] < peaks[2]
+    assert known[2].flops < known[3].flops < known[9].flops
+    for budget, count in ((peaks[2], 2), (peaks[2] - 1, 3), (peaks[3], 3), (peaks[3] - 1, 9), (peaks[9] - 1, None)):
         found = search._Search(make, tiny_batch, budget, Recipe(), "file", search._NoBar()).best_of(family)
         assert found == (count and replace(family, segments=count))
 

@@ -897,6 +897,15 @@ def test_an_optimizer_that_is_dropped_gives_its_room_back_and_cannot_be_copied()
         assert store.used_bytes == 0
 
 
+def test_a_store_that_is_dropped_closes_its_file():
+    store = DiskStore()
+    file, slot = store._file, store.reserve(100)
+    store.write(slot, torch.ones(100, dtype=torch.uint8))()
+    del store, slot
+    gc.collect()
+    assert file.closed
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks a process")
 @pytest.mark.filterwarnings("ignore:This process")
 def test_a_forked_process_has_a_default_store_of_its_own():

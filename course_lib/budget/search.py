@@ -93,8 +93,8 @@ def fit(
 
     Not every combination is run. Passed over are: one whose parameters, state and gradients alone exceed the budget;
     one that adds to a combination that fits; standard attention where flash does not fit. The least number of
-    micro-batches, and of segments, is found by bisection, since each more takes less memory (from two micro-batches on,
-    and up to the square root of the layers).
+    micro-batches, and of segments, is found by bisection, since each more takes less memory (from two micro-batches
+    on, and up to the square root of the layers; if those are too few, a segment a layer is tried).
 
     Args:
         make_model, make_batch: as for `estimate`.
@@ -253,7 +253,7 @@ class _Search:
             checkpoints += [{"checkpoint": "selective"}, {"checkpoint": "layers"}]
             checkpoints += [{"checkpoint": "layers", "offload_activations": True}]
             checkpoints += [{"checkpoint": "optimal", "schedule_bytes": 1}]
-            if self.layers > 3:
+            if self.layers > 1:
                 checkpoints += [{"checkpoint": "segments", "segments": 2}]
         for attention, keeps, chunk, inside, fraction in product(
             self.attentions, checkpoints, chunks, (False, True), self.fractions
@@ -281,14 +281,15 @@ class _Search:
     def best_of(self, family: Recipe) -> Recipe | None:
         """The cheapest of the family that fits."""
         if family.checkpoint == "segments":
-            most = math.isqrt(self.layers)
-            if not self.fewest_pieces(replace(family, segments=most)):
+            counts = [*range(2, math.isqrt(self.layers) + 1), self.layers]
+            low, high = -1, len(counts) - 1  # the one at low does not fit, the one at high does
+            if not self.fewest_pieces(replace(family, segments=counts[high])):
                 return None
-            low, high = 1, most  # more than low, at most high
             while high - low > 1:
                 middle = (low + high) // 2
-                low, high = (low, middle) if self.fewest_pieces(replace(family, segments=middle)) else (middle, high)
-            return self.fewest_pieces(replace(family, segments=high))
+                fits = self.fewest_pieces(replace(family, segments=counts[middle]))
+                low, high = (low, middle) if fits else (middle, high)
+            return self.fewest_pieces(replace(family, segments=counts[high]))
         if family.checkpoint == "optimal":
             return self.best_schedule(family)
         return self.fewest_pieces(family)

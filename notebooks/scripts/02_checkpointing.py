@@ -814,6 +814,18 @@ print(equal)
 predictions(rows)
 
 # %% [markdown]
+# <div lang="en">
+#
+# At 256 and 512 tokens the formula promises too much. There the checkpointed peak comes one pass later: backward begins with the third pass, and when it reaches the second, the weight gradients of the third already lie there. The formula leaves them out, and they don't grow with $s$.
+#
+# </div>
+# <div lang="zh">
+#
+# 256 和 512 个 token 时，公式许诺得多了些。这时检查点做法的峰值要晚一遍才到：反向从第三遍开始，轮到第二遍时，第三遍的权重梯度已经在那里了。公式没有计入它们，而它们并不随 $s$ 增长。
+#
+# </div>
+
+# %% [markdown]
 # ## 2.11 A training loop with a log, and a Sequential in segments / 带日志的训练循环，以及分段的 Sequential
 #
 # <div lang="en">

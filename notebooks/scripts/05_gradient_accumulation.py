@@ -340,19 +340,19 @@ table(["", ("peak, MB", "峰值，MB"), ("floor / peak", "下限 / 峰值"), "GF
 #
 # <div lang="en">
 #
-# A real run, on text that is at hand: this repository's README, character by character: the first 65 of each line are a sample, and what is not ASCII is one symbol. Forty steps of AdamW on sixteen lines each, three ways. The full batch; pieces of one line, accumulated; pieces of one line, divided by their number.
+# A real run, on text that is at hand: this repository's LICENSE, character by character: the first 65 of each line are a sample. Forty steps of AdamW on sixteen lines each, three ways. The full batch; pieces of one line, accumulated; pieces of one line, divided by their number.
 #
 # </div>
 # <div lang="zh">
 #
-# 真正训练一次，文本就用手边的：本仓库的 README，逐字符处理，每行的前 65 个字符是一个样本，非 ASCII 的都算作同一个符号。用 AdamW 训练四十步，每步十六行，三种做法：整批；每份一行，累积；每份一行，除以份数。
+# 真正训练一次，文本就用手边的：本仓库的 LICENSE，逐字符处理，每行的前 65 个字符是一个样本。用 AdamW 训练四十步，每步十六行，三种做法：整批；每份一行，累积；每份一行，除以份数。
 #
 # </div>
 
 # %%
-readme = next(path for path in map(Path, ("README.md", "../README.md", "../../README.md")) if path.exists())
-lines = [line[:65] for line in readme.read_text(encoding="utf-8").splitlines() if len(line) > 3]
-numbers = [[min(ord(character), 127) for character in line] + [0] * (65 - len(line)) for line in lines]
+licence = next(path for path in map(Path, ("LICENSE", "../LICENSE", "../../LICENSE")) if path.exists())
+lines = [line[:65] for line in licence.read_text(encoding="utf-8").splitlines() if len(line) > 3]
+numbers = [[ord(character) for character in line] + [0] * (65 - len(line)) for line in lines]
 texts = torch.tensor(numbers)  # (lines, 65)
 
 
@@ -400,7 +400,7 @@ for kind, color in zip(names, ("predicted", "activation", "gradient"), strict=Tr
     right.plot(away[kind], color=COLORS[color])
 left.set(xlabel=text("step", "步"), ylabel=text("loss", "损失"))
 right.set(
-    yscale="log", ylim=(1e-8, 1), xlabel=text("step", "步"), ylabel=text("away from the full batch", "与整批之差")
+    yscale="log", ylim=(1e-9, 1), xlabel=text("step", "步"), ylabel=text("away from the full batch", "与整批之差")
 )
 left.legend(fontsize=8)
 None
@@ -408,12 +408,12 @@ None
 # %% [markdown]
 # <div lang="en">
 #
-# On the left the curves are close: the wrong one trains too, only another problem, in which short lines count more. That is how such a bug stays hidden. (Where a line breaks off on the right, the difference is exactly 0.)
+# On the left the curves are close: the wrong one trains too, only another problem, in which short lines count more. That is how such a bug stays hidden. (The full batch is not on the right: from itself it differs by exactly 0, which a logarithmic axis cannot show.)
 #
 # </div>
 # <div lang="zh">
 #
-# 左图里几条曲线很接近：错的那种也在训练，只是训练的是另一个问题，短的行占得更重。这样的错误就是这样藏住的。（右图中曲线断开之处，差恰好为 0。）
+# 左图里几条曲线很接近：错的那种也在训练，只是训练的是另一个问题，短的行占得更重。这样的错误就是这样藏住的。（右图里没有整批：它与自己之差恰好为 0，对数坐标画不出来。）
 #
 # </div>
 

@@ -658,12 +658,12 @@ exercises.check_eleven_megabytes(Recipe(attention="flash", checkpoint="layers", 
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 4.** Beat the lesson. For the large decoder and 550 MB, 7.5 found a recipe of 0.615 TFLOPs and 1.585 GB moved. Find one that fits and costs less at the laptop's rates. (`fit` misses it too. Hint: which layer need not be computed again?)
+# **Exercise 4.** Beat the lesson. For the large decoder and 550 MB, 7.5 found a recipe of 0.615 TFLOPs and 1.585 GB moved. Find one that fits and costs less at the laptop's rates. (`fit` would find one; do without it first. Hint: which layer need not be computed again?)
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 4。** 比本课做得更好。还是那个大的解码器，预算 550 MB，7.5 节找到的配方要 0.615 TFLOPs，搬运 1.585 GB。再找一个同样装得下、而按笔记本电脑的速率算代价更小的。（`fit` 也漏掉了它。提示：哪一层不必再算一遍？）
+# **练习 4。** 比本课做得更好。还是那个大的解码器，预算 550 MB，7.5 节找到的配方要 0.615 TFLOPs，搬运 1.585 GB。再找一个同样装得下、而按笔记本电脑的速率算代价更小的。（用 `fit` 也能找到，先自己想想。提示：哪一层不必再算一遍？）
 #
 # </div>
 

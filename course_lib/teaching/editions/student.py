@@ -44,7 +44,7 @@ def _relative_links(prose: str) -> list[str]:
 
 
 def _copy_readme(readme: Path, folder: Path) -> None:
-    """The README, which a lesson reads too; its links lead to the notebooks beside it, and to copies of other files.
+    """The README; its links lead to the notebooks beside it, and to copies of other files, one of which a lesson reads.
 
     What the edition leaves out of the notebooks' folder, such as the instructor's guide, is named without a link.
     """
