@@ -779,12 +779,12 @@ all(torch.allclose(a, b, rtol=1e-4, atol=1e-8) for _, found in others for a, b i
 #
 # <div lang="en">
 #
-# An attention layer saves P, which grows with $s^2$; checkpointed, it saves its input. Three passes through one attention layer with shared weights: equal outputs, and the saving grows with the square once P is the larger part. What two of the three passes don't hold at the peak is $2 (5 s b h + a s^2 b)$ elements, less two inputs.
+# An attention layer saves P, which grows with $s^2$; checkpointed, it saves its input. Three passes through one attention layer with shared weights: equal outputs, and the saving grows with the square once P is the larger part. At the peak one pass is there in full, with checkpoints or without. Saved is what the other two would hold, $2 (5 s b h + a s^2 b)$ elements (lesson 01), less their two inputs, which stay.
 #
 # </div>
 # <div lang="zh">
 #
-# 注意力层要保存随 $s^2$ 增长的 P；用检查点时只保存输入。让同一个注意力层（共享权重）连做三遍：输出相等；P 占大头之后，省下的随平方增长。峰值时三遍之中有两遍不必保存 $2 (5 s b h + a s^2 b)$ 个元素，只留下两份输入。
+# 注意力层要保存随 $s^2$ 增长的 P；用检查点时只保存输入。让同一个注意力层（共享权重）连做三遍：输出相等；P 占大头之后，省下的随平方增长。用不用检查点，峰值时都有一遍是完整的；省下的是另外两遍原本要保存的 $2 (5 s b h + a s^2 b)$ 个元素（第 01 课），减去仍要留下的两份输入。
 #
 # </div>
 

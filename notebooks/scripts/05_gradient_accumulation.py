@@ -340,12 +340,12 @@ table(["", ("peak, MB", "峰值，MB"), ("floor / peak", "下限 / 峰值"), "GF
 #
 # <div lang="en">
 #
-# A real run, on text that is at hand: this repository's LICENSE, character by character: the first 65 of each line are a sample. Forty steps of AdamW on sixteen lines each, three ways. The full batch; pieces of one line, accumulated; pieces of one line, divided by their number.
+# A real run, on text that is at hand: this repository's LICENSE, character by character. The first 65 characters of a line are one sample. Forty steps of AdamW, sixteen lines a step, three ways: the full batch; pieces of one line, accumulated; pieces of one line, the mean of their means.
 #
 # </div>
 # <div lang="zh">
 #
-# 真正训练一次，文本就用手边的：本仓库的 LICENSE，逐字符处理，每行的前 65 个字符是一个样本。用 AdamW 训练四十步，每步十六行，三种做法：整批；每份一行，累积；每份一行，除以份数。
+# 真正训练一次，文本就用手边的：本仓库的 LICENSE，逐字符处理，每行的前 65 个字符是一个样本。用 AdamW 训练四十步，每步十六行，三种做法：整批；每份一行，累积；每份一行，取平均的平均。
 #
 # </div>
 
@@ -413,7 +413,7 @@ None
 # </div>
 # <div lang="zh">
 #
-# 左图里几条曲线很接近：错的那种也在训练，只是训练的是另一个问题，短的行占得更重。这样的错误就是这样藏住的。（右图里没有整批：它与自己之差恰好为 0，对数坐标画不出来。）
+# 左图里几条曲线很接近：错的那种也在训练，只是训练的是另一个问题，短的行占得更重。这类错误就是这样藏起来的。（右图里没有整批：它与自己之差恰好为 0，对数坐标画不出来。）
 #
 # </div>
 

@@ -20,7 +20,7 @@
 #
 # 这个解码器有 9900 万个参数。对两个序列做一个普通的训练步，要 2,793 MB。你只有 550 MB。
 #
-# 前六课给了你自己会忘的注意力，还有检查点、调度、卸载和微批次，各有各的代价。你需要哪几样？哪几样只是看起来有用？
+# 前六课里，你学到了会“忘”的注意力、检查点、调度、卸载和微批次，各有各的代价。你需要哪几样？哪几样只是看起来有用？
 #
 # </div>
 
@@ -32,7 +32,7 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (90 minutes). Predict the peak of a whole training step before running it. Combine techniques, and know why their savings don't add up. Meet a budget that the plain step misses by five times. Say what a single device of 24, 80 or 141 GB can train.
+# **Goals** (90 minutes). Predict the peak of a whole training step before running it. Combine techniques, and know why their savings don't add up. Meet a budget of a fifth of what the plain step takes. Say what a single device of 24, 80 or 141 GB can train.
 #
 # **What to know before**: lessons 01 to 06.
 #
@@ -94,16 +94,16 @@ except MemoryBudgetExceeded as stopped:
 # %% [markdown]
 # <div lang="en">
 #
-# In the forward pass, before it has got far: where the attention scores are multiplied by their scale. 396 MB are parameters; 140 MB were kept by the first layers and the operators before this one. Another 47 MB would be too many. Nothing is half done: no gradient is there, no parameter has changed. The step can be run again, with less.
+# In the forward pass, before it has got far: where the attention scores are multiplied by their scale. 396 MB are parameters; 140 MB are what the first layer keeps and what the second has made so far. Another 47 MB would be too many. Nothing is half done: no gradient is there, no parameter has changed. The step can be run again, with less.
 #
-# From the second step on it is worse. Then Adam's state is there before the first operator: parameters and state alone are 12 bytes a parameter, 1,188 MB, twice the budget. No checkpoint will help against that.
+# From the second step on it is worse. Then Adam's state is there before the first operator: parameters and state alone are 12 bytes a parameter, 1,188 MB, more than twice the budget. No checkpoint will help against that.
 #
 # </div>
 # <div lang="zh">
 #
-# 在前向，没走多远：停在给注意力分数乘缩放系数的那个算子上。396 MB 是参数，140 MB 是前几层和前面的算子留下的；再要 47 MB，就超了。没有留下做了一半的东西：梯度还没有，参数也没有变。换个更省的做法，这一步还可以重来。
+# 停在前向，而且没走多远：就停在给注意力分数乘缩放系数的那个算子上。396 MB 是参数，140 MB 是第一层留下的，加上第二层到此为止产生的；再要 47 MB，就超了。没有留下做了一半的东西：梯度还没有，参数也没有变。换个更省的做法，这一步还可以重来。
 #
-# 从第二步起就更糟了：第一个算子运行之前，Adam 的状态已经在那里。光是参数和状态，每个参数就要 12 字节，共 1,188 MB，是预算的两倍。对此，再多的检查点也没有用。
+# 从第二步起就更糟了：第一个算子运行之前，Adam 的状态已经在那里。光是参数和状态，每个参数就要 12 字节，共 1,188 MB，是预算的两倍多。对此，再多的检查点也没有用。
 #
 # </div>
 
@@ -154,12 +154,12 @@ plain
 # %% [markdown]
 # <div lang="en">
 #
-# The two differ by 6,160 bytes: the batch, 2 × 385 numbers of 8 bytes, which `estimate` leaves out. The peak comes in the backward pass, at the first softmax that it meets: hardly any gradient is there yet, and all activations still are.
+# The two differ by 6,160 bytes: the batch, 2 × 385 numbers of 8 bytes, which `estimate` leaves out. The peak comes in the backward pass, at the first softmax that it meets: hardly any gradient is there yet, and nearly all activations still are.
 #
 # </div>
 # <div lang="zh">
 #
-# 两个数差 6,160 字节：那是批次，2 × 385 个数，每个 8 字节，`estimate` 不计它。峰值出现在反向，落在它遇到的第一个 softmax 上：这时几乎还没有梯度，而激活值都还在。
+# 两个数差 6,160 字节：那是批次，2 × 385 个数，每个 8 字节，`estimate` 不计它。峰值出现在反向，落在它遇到的第一个 softmax 上：这时几乎还没有梯度，而激活值几乎都还在。
 #
 # </div>
 
@@ -221,14 +221,14 @@ table(
 #
 # Now to the budget. Add one technique at a time: flash attention, a checkpoint for every layer, micro-batches of one sequence. Then offload Adam's state, since nothing else touches it.
 #
-# **Guess first:** what does each save? Write down four numbers. The sum of your four and 550 MB should be 2,793 MB or more.
+# **Guess first:** what does each save? Write down four numbers. If the four are to be enough, they and the 550 MB must add up to 2,793 MB or more.
 #
 # </div>
 # <div lang="zh">
 #
 # 现在来对付预算。一次加一样：flash 注意力，每层一个检查点，每个微批次一个序列；最后卸载 Adam 的状态，因为别的都动不了它。
 #
-# **先猜**：每一样各省多少？写下四个数。四个数加上 550 MB，应当不少于 2,793 MB。
+# **先猜**：每一样各省多少？写下四个数。如果这四样就够，四个数加上 550 MB 应当不少于 2,793 MB。
 #
 # </div>
 
@@ -271,7 +271,7 @@ predictions([(name, e.peak_bytes, found) for name, e, found in zip(names, predic
 #
 # Predicted to the byte. But look at the fourth row: the micro-batches made it *worse*, 1,652 MB instead of 1,627.
 #
-# Why? With checkpoints, activations are no longer what fills the peak: parameters, gradients and state are. With one piece, each gradient appears as the activations of its layer go; a full set is there only at the very end. With two pieces, the first one's gradients, all 396 MB of them, lie there while the second one runs.
+# Why? With checkpoints, activations are no longer what fills the peak: parameters, gradients and state are. With one piece, each gradient appears as the activations of its layer go: a full set is there only at the very end, which is where the peak is, and by then no activation is left. With two pieces, the first one's gradients, all 396 MB of them, lie there while the second one runs, so its activations come on top of a full set.
 #
 # Nor do savings add up. Checkpoints alone save 1,061 MB, flash alone 888 MB; both together 1,167.
 #
@@ -280,7 +280,7 @@ predictions([(name, e.peak_bytes, found) for name, e, found in zip(names, predic
 #
 # 预测与实测一个字节也不差。但看第四行：加了微批次反而**更高**：1,652 MB，原来是 1,627 MB。
 #
-# 为什么？有了检查点，撑起峰值的不再是激活值，而是参数、梯度和状态。只有一份时，一层的梯度陆续到来，这一层的激活值也随之释放；要到最后，梯度才凑成一整套。分成两份，第二份运行的时候，第一份的梯度已经全在那里，共 396 MB。
+# 为什么？有了检查点，撑起峰值的不再是激活值，而是参数、梯度和状态。只有一份时，每算出一层的梯度，这一层的激活值也就释放了；要到最后，梯度才凑成一整套，峰值就在这里，而这时激活值已经一个不剩。分成两份，第二份运行的时候，第一份的梯度已经全在那里，共 396 MB，于是第二份的激活值要叠加在一整套梯度之上。
 #
 # 各样省下的也不能直接相加。单用检查点省 1,061 MB，单用 flash 省 888 MB；两样合用，只省 1,167 MB。
 #
@@ -291,7 +291,7 @@ alone = estimate(make_model, make_batch, Recipe(checkpoint="layers"))
 [f"{(plain.peak_bytes - e.peak_bytes) / 1e6:,.0f} MB" for e in (alone, predicted[1], predicted[2])]
 
 # %% [markdown]
-# ## 7.5 Take one back, and it fits / 撤掉一样，反而装下了
+# ## 7.5 Swap one, and it fits / 换掉一样，就装下了
 #
 # <div lang="en">
 #
@@ -315,7 +315,7 @@ predictions([(names[-1], predicted[-1].peak_bytes, measured[-1])], "bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# 521 MB, under a meter that would have stopped it at 550. The step that misses the budget by five times fits, with the same gradient. All the way, in one picture:
+# 521 MB, under a meter that would have stopped it at 550. The step that took five times the budget fits, with the same gradient. All the way, in one picture:
 #
 # </div>
 # <div lang="zh">
@@ -357,12 +357,12 @@ table(
 # %% [markdown]
 # <div lang="en">
 #
-# Flash attention takes 1 % more FLOPs here, not fewer: its backward pass computes the scores again, and 384 tokens fit into a single tile, so there is none that the mask lets it skip. The checkpoints cost 22 %. Adam's state, read and written in every step, moves 1.6 GB.
+# Flash attention takes 1 % more FLOPs here, not fewer: its backward pass computes the scores again, and 384 tokens fit into a single tile (the library's are 512 × 512), so there is none that the mask lets it skip. The checkpoints cost 22 %, not a third: each stops before its last product (lesson 02), and the loss head is not recomputed. Adam's state, read and written in every step, moves 1.6 GB.
 #
 # </div>
 # <div lang="zh">
 #
-# 在这里，flash 注意力的 FLOPs 不是更少，而是多 1 %：它在反向时要把分数再算一遍，而 384 个 token 只用一个分块，没有哪一块能因为掩码而跳过。检查点再多花 22 %。Adam 的状态每步读一遍写一遍，要搬 1.6 GB。
+# 在这里，flash 注意力的 FLOPs 不是更少，而是多 1 %：它在反向时要把分数再算一遍，而 384 个 token 只用一个分块（库里的分块是 512 × 512），没有哪一块能因为掩码而跳过。检查点再多花 22 %，而不是三分之一：每个检查点都在最后一次乘法之前停下（第 02 课），损失头也不做重计算。Adam 的状态每步读一遍写一遍，要搬 1.6 GB。
 #
 # </div>
 
@@ -371,12 +371,12 @@ table(
 #
 # <div lang="en">
 #
-# `fit` looks for recipes that fit a budget and sorts them by price. It does not try every combination: what holds too many bytes from the start is passed over, and so is what adds to a recipe that fits already; the number of micro-batches is found by halving. To keep it quick, a smaller decoder; its plain step takes 101 MB, and the budget is 20.
+# `fit` looks for recipes that fit a budget and sorts them by price: seconds, here at the laptop's rates. It does not try every combination: what holds too many bytes from the start is passed over, and so is what adds to a recipe that fits already; the number of micro-batches is found by bisection. To keep it quick, a smaller decoder; its plain step takes 101 MB, and the budget is 20.
 #
 # </div>
 # <div lang="zh">
 #
-# `fit` 寻找装得进预算的配方，按代价排序。它并不逐一尝试所有组合：一开始就占得太多的，跳过；在已经装得下的配方上再加东西的，也跳过；微批次数用二分法找。为了快些，用一个小一点的解码器：它普通的一步要 101 MB，预算是 20 MB。
+# `fit` 寻找装得进预算的配方，按代价排序：代价以秒计，这里用笔记本电脑的速率。它并不逐一尝试所有组合：一开始就占得太多的，跳过；在已经装得下的配方上再加东西的，也跳过；微批次数用二分法找。为了快些，用一个小一点的解码器：它普通的一步要 101 MB，预算是 20 MB。
 #
 # </div>
 
@@ -396,12 +396,12 @@ found
 # %% [markdown]
 # <div lang="en">
 #
-# A budget below the least possible is refused, and the error says what the least is:
+# If no recipe fits, `fit` refuses, and the error names the least peak that it found:
 #
 # </div>
 # <div lang="zh">
 #
-# 预算若低于可能的最小值，就会被拒绝，错误信息会说明至少要多少：
+# 如果没有一个配方装得下，`fit` 就拒绝，错误信息会给出它找到的最低峰值：
 #
 # </div>
 
@@ -445,14 +445,14 @@ budget_playground(tried)
 #
 # <div lang="en">
 #
-# The same functions on models that no machine here could hold: a decoder of 7 billion parameters (6.6 billion, exactly) and one of 70 billion (64.7 billion), bf16 with fp32 masters, Adam, one sequence of 4096 tokens. What is offloaded goes to the host's memory.
+# The same functions on models that no machine here could hold: a decoder of 7 billion parameters (6.6 billion, exactly) and one of 70 billion (64.7 billion), bf16 with fp32 master weights, Adam, one sequence of 4096 tokens. What is offloaded goes to the host's memory, and the host does the update (lesson 04): in each step the gradients go down and the parameters come up, 4 bytes a parameter; the state itself stays below.
 #
 # **Guess first:** what is the smallest device that trains the smaller one? And the larger?
 #
 # </div>
 # <div lang="zh">
 #
-# 还是这些函数，换成我们手头哪台机器都装不下的模型：一个 70 亿参数的解码器（确切说是 66 亿），一个 700 亿的（647 亿），bf16 加 fp32 主权重，Adam，一个 4096 个 token 的序列。卸载的东西放进主机内存。
+# 还是这些函数，换成我们手头哪台机器都装不下的模型：一个 70 亿参数的解码器（确切说是 66 亿），一个 700 亿的（647 亿），bf16 加 fp32 主权重，Adam，一个 4096 个 token 的序列。卸载的东西放进主机内存，更新也由主机来做（第 04 课）：每一步只有梯度下去、参数上来，每个参数共 4 字节；状态本身留在下面。
 #
 # **先猜**：要训练小的那个，至少得用多大的设备？大的呢？
 #
@@ -510,7 +510,7 @@ table(
 #
 # 70 亿参数的模型可以在一台 24 GB 的设备上训练：79 GB 的状态放在主机内存里，每步搬运 26 GB。700 亿参数的模型，光参数就占 129 GB，也能在一台 141 GB 的设备上训练：峰值 137 GB，另有 777 GB 的状态在下面。
 #
-# 是能，不是该。按 H100 数据手册上的速率，一步有三分之二的时间在拷贝，主机自己的计算还没算进去；而且一步只有一个序列，太少了。这里也没有算工作区、分配器的取整和碎片：141 GB 用掉 137 GB，只给它们留下 3 %。批次大一些，拷贝就能摊到更多 token 上；第 08 课则把字节摊到更多设备上。
+# 能训练，不等于该这样训练。按 H100 数据手册上的速率，一步有三分之二的时间在拷贝，主机自己的计算还没算进去；而且一步只有一个序列，太少了。这里也没有算工作区、分配器的取整和碎片：141 GB 用掉 137 GB，只给它们留下 3 %。批次大一些，拷贝就能摊到更多 token 上；第 08 课则把字节摊到更多设备上。
 #
 # </div>
 
@@ -588,12 +588,12 @@ on_gpu("07")
 #
 # <div lang="en">
 #
-# **Exercise 1.** The smaller decoder of 7.7, 8 sequences, and 40 MB. Find a recipe that fits and takes no more FLOPs than the plain step, moving nothing. Put it into `recipe`; the check estimates it.
+# **Exercise 1.** The smaller decoder of 7.7, 8 sequences, and 40 MB. Stay with fp32 and Adam; find a recipe that fits and takes no more FLOPs than the plain step, moving nothing. Put it into `recipe`; the check estimates it.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 1。** 7.7 节的小解码器，8 个序列，40 MB。找一个装得下的配方，FLOPs 不多于普通的一步，也不搬运任何字节。把它写进 `recipe`，检查程序会估计它的峰值和代价。
+# **练习 1。** 7.7 节的小解码器，8 个序列，40 MB。仍用 fp32 和 Adam，找一个装得下的配方，FLOPs 不多于普通的一步，也不搬运任何字节。把它写进 `recipe`，检查程序会估计它的峰值和代价。
 #
 # </div>
 
@@ -613,12 +613,12 @@ exercises.check_forty_megabytes(Recipe(micro_batches=4))
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 2.** Now 14 MB, again without moving anything.
+# **Exercise 2.** Now 14 MB, again without moving anything. FLOPs are free this time.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 2。** 换成 14 MB，仍然不许搬运。
+# **练习 2。** 换成 14 MB，仍然不许搬运，但这次 FLOPs 不限。
 #
 # </div>
 
@@ -684,7 +684,7 @@ exercises.check_beats_the_lesson(cheaper)
 # <div lang="en">
 #
 # - A step's peak can be known to the byte before a single byte is taken: run the step on symbolic tensors.
-# - Look at what fills the peak before you choose. Checkpoints and flash shrink activations; offload shrinks state; stepping in backward removes gradients. Parameters stay: against them help fewer bits, or more devices.
+# - Look at what fills the peak before you choose. Checkpoints and flash shrink activations; offload shrinks state; stepping in backward removes gradients. Parameters stay where they are with all of these; fewer bits would shrink them, or more devices share them.
 # - Savings don't add up, and one can undo another: micro-batches keep a full set of gradients.
 # - Every saving has a price in FLOPs or bytes moved, and a machine's rates say which is dearer.
 # - What fits need not be worth it: 70 billion parameters fit on one device, and spend two thirds of each step copying.
@@ -695,7 +695,7 @@ exercises.check_beats_the_lesson(cheaper)
 # <div lang="zh">
 #
 # - 一步的峰值不必占用内存就能知道，精确到字节：让这一步在符号张量上跑一遍。
-# - 先看是什么撑起了峰值，再做选择。检查点和 flash 缩小激活值，卸载移走状态，在反向之中更新则免去整套梯度。参数却不动：要缩小它们，得减少位数，或者增加设备。
+# - 先看是什么撑起了峰值，再做选择。检查点和 flash 缩小激活值，卸载移走状态，在反向之中更新则免去整套梯度。参数却始终留在原处：要缩小它们，得减少位数；要分摊它们，得增加设备。
 # - 节省不能相加，一样还可能抵消另一样：微批次要留着一整套梯度。
 # - 每一处节省都有代价，不是 FLOPs，就是搬运的字节；哪个更贵，由机器的速率决定。
 # - 装得下不等于值得：700 亿参数装得进一台设备，但每一步有三分之二的时间花在拷贝上。
