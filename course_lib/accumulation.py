@@ -132,7 +132,7 @@ class AccumulatedStep:
     ):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
-        _check_optimizer(optimizer)
+        check_optimizer(optimizer)
         if not callable(loss_sum):
             raise TypeError(f"loss_sum is a {type(loss_sum).__name__}; it takes a function (model, micro_batch)")
         if max_norm is not None and (isinstance(max_norm, bool) or not isinstance(max_norm, Real)):
@@ -163,8 +163,9 @@ class AccumulatedStep:
         """Run all micro-batches, then step once.
 
         The gradients begin from None and are None again afterwards; `optimizer.register_step_pre_hook` sees those that
-        the optimizer uses. After an error, gradients, scaler and `no_sync` are as before the call, and the optimizer
-        has not stepped unless its own step raised; what forward passes change (BatchNorm's averages) stays changed.
+        the optimizer uses. After an error, gradients, random generators, scaler and `no_sync` are as before the call,
+        and the optimizer has not stepped unless its own step raised; what forward passes change (BatchNorm's averages)
+        stays changed.
 
         Raises:
             TypeError: `loss_sum` did not return a scalar tensor and a number, or micro_batches is one batch.
@@ -183,9 +184,10 @@ class AccumulatedStep:
         try:
             for parameter in parameters:
                 parameter.grad = None
-            loss, weight = self._accumulate(micro_batches)
-            # What is in .grad: the gradient of (sum of losses) / unit; with DDP, the mean of that over the ranks.
-            grad_norm, stepped = self._step(self._unit * self.ranks / weight)
+            with random_numbers_undone():
+                loss, weight = self._accumulate(micro_batches)
+                # What is in .grad: the gradient of (sum of losses) / unit; with DDP, the mean of that over the ranks.
+                grad_norm, stepped = self._step(self._unit * self.ranks / weight)
             gradients = [None] * len(parameters)
         finally:
             for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -304,6 +306,22 @@ def _power_of_two(weight: float) -> float:
     return 2.0 ** round(math.log2(weight)) if 0 < weight < math.inf else 1.0
 
 
+@contextmanager
+def random_numbers_undone() -> Iterator[None]:
+    """After an error inside, the random generators are as before it."""
+    if _symbolic():
+        yield
+        return
+    state = torch.default_generator.get_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        yield
+    except BaseException:
+        torch.default_generator.set_state(state)
+        torch.cuda.set_rng_state_all(devices)
+        raise
+
+
 def _symbolic() -> bool:
     return torch._guards.detect_fake_mode() is not None
 
@@ -354,7 +372,7 @@ def _described(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)} and {value.dtype}{grad}"
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; it takes a torch.optim.Optimizer")
     _self, *arguments = inspect.signature(type(optimizer).step).parameters.values()

@@ -49,9 +49,17 @@ def bytes_from(text: str) -> int:
 
 
 def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
-    """hidden and layers of a decoder with about so many parameters: 12 h^2 a layer, and a layer for each 128 of h."""
-    hidden = max(HEAD_DIM, round((HEAD_DIM * parameters / 12) ** (1 / 3) / HEAD_DIM) * HEAD_DIM)
-    return hidden, max(1, round((parameters - vocabulary * hidden) / (12 * hidden**2)))
+    """hidden and layers of a decoder with about so many parameters: v h, 12 h^2 a layer, a layer for each 128 of h."""
+
+    def count(hidden: int, layers: int) -> int:
+        return vocabulary * hidden + 12 * layers * hidden**2
+
+    hidden = HEAD_DIM
+    while count(hidden + HEAD_DIM, hidden // HEAD_DIM + 1) <= parameters:
+        hidden += HEAD_DIM
+    # The number of layers is whole, so the width next to this one may come nearer.
+    shapes = [(h, max(1, round((parameters - vocabulary * h) / (12 * h**2)))) for h in (hidden, hidden + HEAD_DIM)]
+    return min(shapes, key=lambda shape: abs(count(*shape) - parameters))
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -107,8 +115,8 @@ def main(argv: list[str] | None = None) -> int:
     except InfeasibleBudget as error:
         print(f"{error}", file=sys.stderr)
         return 1
-    except ValueError as error:
-        parser.error(str(error))
+    except (ValueError, RuntimeError) as error:  # also of a size that no tensor can have
+        parser.error(str(error).splitlines()[0])
     with symbolic():
         count = sum(p.numel() for p in make_model().parameters())
     print(
@@ -123,7 +131,10 @@ def main(argv: list[str] | None = None) -> int:
         steps = [estimate(make_model, make_batch, step, tier=best.tier) for step in steps_to(best.recipe)]
         ax = waterfall(steps, budget_bytes=given.budget)
         ax.set_title(f"{count / 1e6:,.1f} million parameters into {bytes_text(given.budget)}")
-        ax.figure.savefig(given.plot, dpi=120)
+        try:
+            ax.figure.savefig(given.plot, dpi=120)
+        except OSError as error:
+            parser.error(f"--plot {given.plot!r} cannot be written ({error.strerror})")
         print(f"\n{given.plot} shows the way from the plain step")
     return 0
 
@@ -137,6 +148,8 @@ def _picture(text: str) -> str:
     kinds, path = sorted(FigureCanvasBase.get_supported_filetypes()), Path(text)
     if path.suffix.removeprefix(".").lower() not in kinds:
         raise argparse.ArgumentTypeError(f"{text!r} is no kind of picture; it takes one of {', '.join(kinds)}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; it takes a file")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is in a folder that does not exist; it takes one that does")
     return text
@@ -147,8 +160,8 @@ def _count(text: str) -> int:
         number = int(text)
     except ValueError:
         number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; it takes a whole number, 1 or more")
+    if not 1 <= number <= 10**7:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; it takes a whole number from 1 to 10,000,000")
     return number
 
 

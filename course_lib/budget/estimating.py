@@ -20,6 +20,8 @@ from .step import (
     BASES,
     SETTINGS,
     build,
+    check_function,
+    check_recipe,
     default_dtype,
     make_state,
     model_of,
@@ -142,8 +144,8 @@ def estimate(
         tier: what is below, for the optimizer: "file", as on a CPU, or "host", as on a GPU.
 
     Raises:
-        ValueError: the model's step looks at values of its data, which symbolic tensors don't have; recipe, model and
-            batch do not go together.
+        ValueError: the model's step looks at values of its data, which symbolic tensors don't have, or at tensors that
+            were there before; recipe, model and batch do not go together.
     """
     if tier not in TIERS:
         raise ValueError(f'tier is {tier!r}; it takes "file" or "host"')
@@ -156,14 +158,19 @@ def estimate(
             f"the step looks at values of its data ({str(error).splitlines()[0][:80]}), but an estimate runs on "
             "symbolic tensors, which have shapes only; it takes a model and a batch that don't"
         ) from error
+    except AssertionError as error:
+        if "FakeTensor" not in str(error):
+            raise
+        raise ValueError(
+            "make_model or make_batch uses a tensor that was there before, but an estimate runs on symbolic tensors; "
+            "it takes functions that make new ones"
+        ) from error
 
 
 def _check_arguments(make_model, make_batch, recipe) -> None:
-    for name, function in (("make_model", make_model), ("make_batch", make_batch)):
-        if not callable(function):
-            raise TypeError(f"{name} is a {type(function).__name__}; it takes a function without arguments")
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is a {type(recipe).__name__}; it takes a Recipe")
+    check_function("make_model", make_model)
+    check_function("make_batch", make_batch)
+    check_recipe(recipe)
 
 
 _fake = torch._subclasses.fake_tensor
@@ -227,6 +234,8 @@ def run(
         course_lib.memory.MemoryBudgetExceeded: the step passed the budget; the operator is named.
     """
     _check_arguments(make_model, make_batch, recipe)
+    if store is not None and not isinstance(store, DiskStore):
+        raise TypeError(f"store is a {type(store).__name__}; it takes a DiskStore, or None")
     own = store is None
     store = DiskStore() if own else store
     try:
@@ -256,12 +265,20 @@ def peaks_in(meter: MemoryMeter) -> tuple[dict[str, int], str]:
     return phases, meter.timeline[int(live.argmax())].operator
 
 
+_UNSEEN = {torch.ops.aten.mkldnn_rnn_layer.default}  # nn.LSTM on a CPU: its workspace outlives it
+
+
 class _Watch(MemoryMeter):
     """A meter that also counts FLOPs by the formulas of `FlopCounterMode`, which itself would keep tensors alive."""
 
     flops = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in _UNSEEN:
+            raise ValueError(
+                f"the step runs {func}, which keeps memory that symbolic tensors do not show; an estimate takes it, "
+                "as the step itself then must run, under torch.backends.mkldnn.flags(enabled=False)"
+            )
         result = super().__torch_dispatch__(func, types, args, kwargs)
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -19,7 +20,7 @@ from course_lib.offload import chosen_below
 
 from .estimating import RATES, Estimate, Rates, estimate
 from .recipe import ATTENTIONS, Recipe, pieces_allowed
-from .step import default_dtype, is_decoder, samples_in, trained
+from .step import default_dtype, drop_probability, is_decoder, model_of, samples_in, trained
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 HEAD_CHUNK = 512
@@ -92,7 +93,8 @@ def fit(
     micro-batches are as few as fit.
 
     Not every combination is run. Passed over are: one whose parameters, state and gradients alone exceed the budget;
-    one that adds to a combination that fits; standard attention where flash does not fit. The least number of
+    one that adds to a combination that fits; standard attention where flash, if it is the smaller, does not fit. The
+    least number of
     micro-batches, and of segments, is found by bisection, since each more takes less memory (from two micro-batches
     on, and up to the square root of the layers; if those are too few, a segment a layer is tried).
 
@@ -120,6 +122,8 @@ def fit(
     if not isinstance(base, Recipe):
         raise TypeError(f"base is a {type(base).__name__}; it takes a Recipe")
     if recipes is not None:
+        if not isinstance(recipes, Iterable):
+            raise TypeError(f"recipes is a {type(recipes).__name__}; it takes several, as in a list")
         recipes = list(recipes)
         if not recipes or not all(isinstance(recipe, Recipe) for recipe in recipes):
             got = next((f"holds a {type(r).__name__}" for r in recipes if not isinstance(r, Recipe)), "is empty")
@@ -157,23 +161,26 @@ class _Search:
         self.known: dict[Recipe, Estimate] = {}
         self.least: Estimate | None = None
         self.base = Recipe(precision=base.precision, optimizer=base.optimizer)
-        plain = self.estimate(self.base)  # first of all, since it says what is wrong with model or batch
+        self.estimate(self.base)  # first of all, since it says what is wrong with model or batch
         with symbolic(), default_dtype(base.dtype):
-            model, batch = make_model(), make_batch()
+            model, batch = model_of(make_model, self.base), make_batch()
             self.samples = samples_in(batch)
             self.decoder = is_decoder(model)
             self.layers = len(model.layers) if self.decoder else 0
             attentions = [module for module in model.modules() if isinstance(module, Attention)]
-            flash = attentions and not any(module.drop_probabilities.p for module in attentions)
-            self.attentions = ATTENTIONS if flash else ATTENTIONS[:1]
+            flash = attentions and not drop_probability(attentions)
             self.trained = trained(model)
             self.parameter_bytes = sum(p.nbytes for p in model.parameters())
         self.pieces = pieces_allowed(self.samples)
         stateless = self.base.optimizer == "sgd" and self.base.precision == "fp32"
         self.fractions = FRACTIONS[:1] if stateless else FRACTIONS
-        if flash:
-            with_flash = self.estimate(replace(self.base, attention="flash"))
-            if with_flash.flops <= plain.flops and with_flash.peak_bytes <= plain.peak_bytes:
+        self.attentions, self.flash_is_less = ATTENTIONS[: 2 if flash else 1], False
+        if flash:  # flash is the smaller one where it is so at both ends: the whole batch, and as little as can be
+            keep = {"checkpoint": "layers"} if self.decoder else {}
+            ends = (self.base, replace(self.base, micro_batches=self.pieces[-1], **keep))
+            pairs = [[self.estimate(replace(end, attention=name)) for name in ATTENTIONS] for end in ends]
+            self.flash_is_less = all(new.peak_bytes <= old.peak_bytes for old, new in pairs)
+            if self.flash_is_less and all(new.flops <= old.flops for old, new in pairs):
                 self.attentions = ATTENTIONS[1:]  # better in all respects
 
     @property
@@ -201,6 +208,7 @@ class _Search:
                 max(e.phase_peaks["forward"], e.phase_peaks["backward"])
                 + self.held_bytes(recipe)
                 - self.held_bytes(e.recipe)
+                - 4 * len(self.trained)  # Adam's step counters, which may be below
                 for e in found
             ),
             default=0,
@@ -208,9 +216,14 @@ class _Search:
 
     def among(self, recipes: Iterable[Recipe]) -> list[Estimate]:
         recipes = list(dict.fromkeys(recipes))
-        found = [self.estimate(recipe) for recipe in recipes if self.fits(recipe)]
+        found, possible = [], []
+        for recipe in recipes:
+            with suppress(course_lib.schedule.InfeasibleBudget):  # of the recipe's own schedule_bytes
+                if self.fits(recipe):
+                    found.append(self.estimate(recipe))
+                possible.append(recipe)
         if not found:  # for the message
-            self.least = min(map(self.estimate, recipes), key=lambda e: e.peak_bytes)
+            self.least = min(map(self.estimate, possible), key=lambda e: e.peak_bytes, default=None)
         return found
 
     def all(self) -> list[Estimate]:
@@ -219,7 +232,9 @@ class _Search:
         for family in sorted(self.families(), key=lambda recipe: (_techniques(recipe), recipe.attention)):
             if any(_adds_to(family, smaller) for smaller in found):
                 continue
-            if self.floor_bytes(family) > self.budget or replace(family, attention="flash") in too_large:
+            if self.floor_bytes(family) > self.budget:
+                continue
+            if self.flash_is_less and replace(family, attention="flash") in too_large:
                 continue
             best = self.best_of(family)
             if best is not None:
@@ -228,10 +243,11 @@ class _Search:
                 too_large.add(family)
         if not found:  # for the message: what takes the least, among those that use the most
             keeps = ("none", "layers", "optimal") if self.decoder else ("none",)
-            for fraction, inside, checkpoint in product(self.fractions[::-1], (False, True), keeps):
+            kinds = self.attentions[-1:] if self.flash_is_less else self.attentions
+            for attention, fraction, inside, checkpoint in product(kinds, self.fractions[::-1], (False, True), keeps):
                 recipe = replace(
                     self.base,
-                    attention=self.attentions[-1],
+                    attention=attention,
                     checkpoint=checkpoint,
                     schedule_bytes=1 if checkpoint == "optimal" else None,
                     offload_activations=checkpoint != "optimal",
@@ -281,7 +297,7 @@ class _Search:
     def best_of(self, family: Recipe) -> Recipe | None:
         """The cheapest of the family that fits."""
         if family.checkpoint == "segments":
-            counts = [*range(2, math.isqrt(self.layers) + 1), self.layers]
+            counts = sorted({2, *range(2, math.isqrt(self.layers) + 1), self.layers})
             low, high = -1, len(counts) - 1  # the one at low does not fit, the one at high does
             if not self.fewest_pieces(replace(family, segments=counts[high])):
                 return None

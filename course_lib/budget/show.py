@@ -60,9 +60,14 @@ def waterfall(
 
     Returns:
         The axes.
+
+    Raises:
+        ValueError: there is no estimate.
     """
     import matplotlib.pyplot as plt
 
+    if not estimates:
+        raise ValueError("estimates is empty; it takes one Estimate or more")
     ax = ax if ax is not None else plt.subplots(figsize=(9, 4.2), layout="constrained")[1]
     unit, name = (1e9, "GB") if estimates[0].peak_bytes > 2e10 else (1e6, "MB")
     steps, heights = range(len(estimates)), [0.0] * len(estimates)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from course_lib.accumulation import AccumulatedStep, StepResult, split
+from course_lib.accumulation import AccumulatedStep, StepResult, check_optimizer, random_numbers_undone, split
 from course_lib.attention import flash_attention
 from course_lib.checkpoint import (
     checkpoint,
@@ -25,7 +25,7 @@ from course_lib.checkpoint import (
     checkpointed_loss,
     create_selective_checkpoint_contexts,
 )
-from course_lib.models import Attention, Decoder, Dropout, loss_stages
+from course_lib.models import Attention, Decoder, DecoderLayer, Dropout, loss_stages
 from course_lib.offload import OffloadedOptimizer, offload_activations
 from course_lib.schedule import Chain, Schedule, ScheduledSequential, optimal
 
@@ -59,15 +59,26 @@ def build(
 
 def model_of(make_model: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
     """The model in the recipe's precision."""
-    if detect_fake_mode() is not None:  # symbolic parameters cannot be converted later
-        with default_dtype(recipe.dtype):
-            model = make_model()
-    else:
-        model = make_model()
-        if isinstance(model, nn.Module):
-            model.to(recipe.dtype)
+    check_function("make_model", make_model)
+    check_recipe(recipe)
+    model = make_model()
+    if isinstance(model, nn.Module):
+        _cast(model, recipe.dtype) if detect_fake_mode() else model.to(recipe.dtype)
     check_model(model, recipe)
     return model
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """`model.to(dtype)` for symbolic tensors, which cannot be given other data: new ones take their place."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, old in [*module._parameters.items(), *module._buffers.items()]:
+            if old is None or not old.is_floating_point() or old.dtype == dtype:
+                continue
+            if old not in made:
+                new = old.detach().to(dtype)
+                made[old] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+            setattr(module, name, made[old])
 
 
 def optimizer_of(model: nn.Module, recipe: Recipe, *, store=None, lr: float = SETTINGS["lr"]) -> torch.optim.Optimizer:
@@ -119,8 +130,7 @@ def train_step(
         TypeError, ValueError: recipe, model and batch do not go together; the message says how.
     """
     check_model(model, recipe)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}; it takes a torch.optim.Optimizer")
+    check_optimizer(optimizer)
     return run_pieces(model, optimizer, pieces_of(batch, recipe.micro_batches), recipe, store)
 
 
@@ -136,7 +146,8 @@ def run_pieces(model, optimizer, pieces: Iterable[Any], recipe: Recipe, store=No
         if not recipe.in_backward:
             return AccumulatedStep(model, optimizer, loss_sum)(pieces)
         [piece] = pieces
-        return _step_in_backward(model, optimizer, loss_sum, piece)
+        with random_numbers_undone():
+            return _step_in_backward(model, optimizer, loss_sum, piece)
 
 
 def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
@@ -145,20 +156,23 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
     def step_now(parameter: Tensor) -> None:
         optimizer.step()  # for the one parameter that has a gradient
         parameter.grad = None
+        stepped.add(parameter)
 
-    parameters = trained(model)
-    if not {p for group in optimizer.param_groups for p in group["params"]} & set(parameters):
-        raise RuntimeError("no parameter of the optimizer is the model's; it takes an optimizer of this model")
+    optimized, stepped = {p for group in optimizer.param_groups for p in group["params"]}, set()
+    parameters = [*{*model.parameters(), *optimized}]
     gradients = [p.grad for p in parameters]  # to be put back after an error
-    for p in parameters:
-        p.grad = None
-    hooks = [p.register_post_accumulate_grad_hook(step_now) for p in parameters]
+    hooks = []
     try:
+        for p in parameters:
+            p.grad = None
+        hooks += [p.register_post_accumulate_grad_hook(step_now) for p in trained(model)]
         loss, samples = loss_sum(model, piece)
         value = math.nan if detect_fake_mode() is not None else float(loss.detach()) / samples
         if detect_fake_mode() is None and not math.isfinite(value):
             raise ValueError(f"the loss is {value}; it takes a finite number")
         (loss / samples).backward()
+        if not stepped & optimized:
+            raise RuntimeError("no parameter of the optimizer got a gradient; it takes an optimizer of this model")
         gradients = [None] * len(parameters)
     finally:
         for hook in hooks:
@@ -192,7 +206,7 @@ def applied(model: nn.Module, recipe: Recipe) -> Iterator[None]:
 
 def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
     """The mean loss of one micro-batch, with the recipe's checkpoints and loss head."""
-    if not is_decoder(model):
+    if recipe.checkpoint == "none" and not recipe.head_chunk:
         return model.loss(batch)
     tokens, targets = batch[:, :-1], batch[:, 1:]
     stages = loss_stages(model, targets)
@@ -282,26 +296,55 @@ def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
 
 
 def is_decoder(model: nn.Module) -> bool:
-    kind = type(model)
-    return isinstance(model, Decoder) and kind.forward is Decoder.forward and kind.loss is Decoder.loss
+    """Whether the model's loss is that of `loss_stages`, so that it can be taken apart."""
+    return isinstance(model, Decoder) and not _altered(model)
+
+
+def _altered(decoder: Decoder) -> str:
+    """What of a decoder is not as `Decoder` makes it; "" if all is."""
+    for name in ("forward", "loss"):
+        if getattr(type(decoder), name) is not getattr(Decoder, name) or name in vars(decoder):
+            return f"{name} is its own"
+    if type(decoder.head) is not nn.Linear or decoder.head.bias is not None:
+        return "head is not a Linear without bias"
+    for name, layer in decoder.layers.named_children():
+        if type(layer) is not DecoderLayer or "forward" in vars(layer):
+            return f"layers.{name} is a {type(layer).__name__} with a forward of its own"
+        if not layer.norm_first:
+            return f"layers.{name} has norm_first=False"
+    for module in (decoder, *decoder.layers):
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{type(module).__name__} has forward hooks, which would not run"
+    return ""
+
+
+def check_function(name: str, function: Any) -> None:
+    if not callable(function) or isinstance(function, nn.Module):
+        raise TypeError(f"{name} is a {type(function).__name__}; it takes a function without arguments")
+
+
+def check_recipe(recipe: Any) -> None:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is a {type(recipe).__name__}; it takes a Recipe")
 
 
 def check_model(model: Any, recipe: Recipe) -> None:
     """What the recipe asks of the model."""
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is a {type(recipe).__name__}; it takes a Recipe")
+    check_recipe(recipe)
+    kind = type(model).__name__
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is a {type(model).__name__}; it takes a torch.nn.Module")
+        raise TypeError(f"the model is a {kind}; it takes a torch.nn.Module")
     if not callable(getattr(model, "loss", None)):
-        raise TypeError(f"{type(model).__name__} has no method loss(batch), the mean over samples; it takes one")
+        raise TypeError(f"{kind} has no method loss(batch), the mean over samples; it takes one")
     if not trained(model):
-        raise ValueError(f"{type(model).__name__} has no parameter that requires gradients; it takes one or more")
+        raise ValueError(f"{kind} has no parameter that requires gradients; it takes one or more")
     if not is_decoder(model):
         for name in ("checkpoint", "head_chunk"):
             if name in recipe.changed():
+                altered = isinstance(model, Decoder) and f"this one is altered: {_altered(model)}"
                 raise ValueError(
                     f"{name} is {getattr(recipe, name)!r}, which takes a course_lib.models.Decoder, "
-                    f"but the model is a {type(model).__name__}"
+                    f"but {altered or f'the model is a {kind}'}"
                 )
     if recipe.checkpoint == "segments" and recipe.segments > len(model.layers):
         raise ValueError(f"segments is {recipe.segments}; this decoder takes 1 to {len(model.layers)}, its layers")
@@ -309,10 +352,9 @@ def check_model(model: Any, recipe: Recipe) -> None:
     if recipe.attention == "flash":
         if not attentions:
             raise ValueError(
-                f'attention is "flash", which takes modules of course_lib.models.Attention, '
-                f"but {type(model).__name__} has none"
+                f'attention is "flash", which takes modules of course_lib.models.Attention, but {kind} has none'
             )
-        dropped = max(module.drop_probabilities.p for module in attentions)
+        dropped = drop_probability(attentions)
         if dropped:
             raise ValueError(
                 f'attention is "flash", but the model drops probabilities out (p = {dropped}); flash takes 0'
@@ -323,6 +365,11 @@ def check_model(model: Any, recipe: Recipe) -> None:
                 f"a parameter of shape {tuple(p.shape)} is {p.dtype}, but the recipe's precision is "
                 f'"{recipe.precision}"; make the model with build(make_model, recipe)'
             )
+
+
+def drop_probability(attentions: Iterable[Attention]) -> float:
+    drops = [module.drop_probabilities for module in attentions]
+    return max((drop.p for drop in drops if drop.training), default=0.0)
 
 
 def _draws(model: nn.Module) -> bool:
