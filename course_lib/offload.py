@@ -48,7 +48,8 @@ class Traffic:
     """What has moved.
 
     Attributes:
-        bytes_down, bytes_up: copied to the tier below, and back.
+        bytes_down: copied to the tier below.
+        bytes_up: copied back.
         shared: how often a storage was saved again that is below already, or on its way.
     """
 

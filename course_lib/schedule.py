@@ -91,7 +91,8 @@ class Stage:
     """One link of a chain.
 
     Attributes:
-        forward_seconds, backward_seconds: times, in any one unit.
+        forward_seconds: of its forward pass, in any unit.
+        backward_seconds: of its backward pass, in the same unit.
         output_bytes: of its output; the gradient of the output takes as many.
         saved_bytes: all that its forward keeps for its backward, its output included, its input not.
         forward_overhead_bytes: what a forward that keeps all takes on top of that, while it runs.

@@ -431,6 +431,12 @@ def test_a_new_site_replaces_the_old_one_and_leaves_nothing_beside_it(small, old
     assert inspect.signature(checkpoint).parameters["use_reentrant"].default is None  # autodoc would replace it
 
 
+def test_every_attribute_of_the_reference_stands_by_its_own_name(pages):
+    for path, page in pages.items():
+        if path.startswith("api/"):
+            assert not re.search(r"\(\w+,\) –", text_of(page)), path
+
+
 def test_the_process_that_builds_has_no_network(small, old_site, capsys, monkeypatch):
     assets = small / "assets"
     shutil.copytree(site.ASSETS, assets)

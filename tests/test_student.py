@@ -23,7 +23,8 @@ from course_lib.teaching.editions.cells import (  # noqa: E402
     without_solutions,
 )
 
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = ROOT / "notebooks"
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 ATTEMPT = "answer = None\ncheck_sum(answer)"
 SOLUTION = "### BEGIN SOLUTION\nanswer = sum([10, 20, 12])\ncheck_sum(answer)\n### END SOLUTION"
@@ -239,3 +240,21 @@ def test_a_lesson_runs_from_top_to_bottom_with_nothing_solved(edition, name, mon
     checks = sum(len(re.findall(r"check_\w+\(", cell.source)) for cell in notebook.cells if cell.cell_type == "code")
     assert len(verdicts(notebook)) == checks
     assert all(verdict.startswith("✗") for verdict in verdicts(notebook))
+
+
+@pytest.mark.parametrize(
+    ("edition", "package"),
+    [("slides", "latex2mathml"), ("slides", "jupytext"), ("student", "nbformat"), ("student", "jupytext"),
+     ("site", "nbformat")],
+)  # fmt: skip
+def test_a_missing_package_is_one_sentence_that_names_it(edition, package, tmp_path):
+    """The package is missing for Python itself: `python -m` imports it before any code of the edition's runs."""
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{package!r}] = None", "utf-8")
+    command = [sys.executable, "-m", f"course_lib.teaching.editions.{edition}", "--output", str(tmp_path / "out")]
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert package in done.stderr and f"`make {edition}` installs" in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -67,7 +67,8 @@ def arguments() -> argparse.ArgumentParser:
         "python -m course_lib.budget",
         description="Which recipes train the course's decoder (course_lib.models.Decoder) within a byte budget, the "
         "cheapest first; nothing is taken or run. A size is --parameters, or --hidden and --layers.",
-        epilog="Example: python -m course_lib.budget --parameters 7e9 --sequence 4096 --batch 8 --budget 80GiB",
+        epilog="Example: python -m course_lib.budget --parameters 7e9 --sequence 4096 --batch 8 --budget 80GiB "
+        "(a tight budget like this one takes some minutes)",
     )
     parser.add_argument("--parameters", type=_number, help="about so many; sets hidden and layers if left out")
     parser.add_argument("--hidden", type=_count, help="width of the decoder")

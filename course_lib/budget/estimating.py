@@ -40,7 +40,8 @@ class Rates:
     """What a machine does in a second, at the best; a step's cost is the sum of the seconds that result.
 
     Attributes:
-        fp32_flops, bf16_flops: matrix products in each precision.
+        fp32_flops: of matrix products in fp32.
+        bf16_flops: of matrix products in bf16.
         link_bytes: to or from the tier below.
         source: where the figures are from.
     """

@@ -25,7 +25,8 @@ class SavedTensor:
     Attributes:
         operator: the autograd node that holds it, for example "AddmmBackward0".
         argument: which of the operator's tensors it is: "mat1", "result", ...
-        shape, dtype: of the saved tensor, which may be a view.
+        shape: of the saved tensor, which may be a view.
+        dtype: of its elements.
         bytes: of the storage it keeps alive, however small the view.
         shared_with: number of the first row with the same storage; None if this is the first.
     """

@@ -15,6 +15,8 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
+from . import not_installed
+
 NOTEBOOKS = Path("notebooks")
 COMMENT_STUB = "# your solution / 你的解答"
 STUB_NAME = "NotImplementedError"
@@ -328,6 +330,8 @@ def run_edition(
             print(warning, file=sys.stderr)
     except (EditionError, OSError) as error:  # OSError: no README.md, no space, no permission
         sys.exit(f"{name}: {error}; {chosen.output} is left as it was")
+    except ImportError as error:
+        sys.exit(f"{not_installed(name, error)}; {chosen.output} is left as it was")
     files = [path for path in chosen.output.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files) / 10**6
     seconds = time.perf_counter() - start

@@ -24,9 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..alt import Picture, picture_in
-from ..said import OUTCOMES, outcomes
-from .cells import EditionError, check_outputs, check_twins, output_folder, read_lessons, run_edition, stored_again
+from . import not_installed
+
+try:
+    from ..alt import Picture, picture_in
+    from ..said import OUTCOMES, outcomes
+    from .cells import EditionError, check_outputs, check_twins, output_folder, read_lessons, run_edition, stored_again
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(not_installed("site", error))
 
 LICENCE = Path(__file__).resolve().parents[3] / "LICENSE"
 ASSETS = Path(__file__).resolve().parent / "site_assets"

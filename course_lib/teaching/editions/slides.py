@@ -26,28 +26,35 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import nbformat
-from bs4 import BeautifulSoup
-from jinja2 import pass_context
-from latex2mathml.converter import convert as latex_to_mathml
-from nbconvert import HTMLExporter, SlidesExporter
-from nbconvert.filters.highlight import Highlight2HTML
-from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
-from nbformat import NotebookNode
-from pygments.formatters import HtmlFormatter
+from . import not_installed
 
-from ..alt import picture_in
-from ..languages import PER_LANGUAGE
-from .cells import (
-    EditionError,
-    check_outputs,
-    check_twins,
-    in_language,
-    is_solution,
-    output_folder,
-    read_lessons,
-    run_edition,
-)
+try:
+    import nbformat
+    from bs4 import BeautifulSoup
+    from jinja2 import pass_context
+    from latex2mathml.converter import convert as latex_to_mathml
+    from nbconvert import HTMLExporter, SlidesExporter
+    from nbconvert.filters.highlight import Highlight2HTML
+    from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+    from nbformat import NotebookNode
+    from pygments.formatters import HtmlFormatter
+
+    from ..alt import picture_in
+    from ..languages import PER_LANGUAGE
+    from .cells import (
+        EditionError,
+        check_outputs,
+        check_twins,
+        in_language,
+        is_solution,
+        output_folder,
+        read_lessons,
+        run_edition,
+    )
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(not_installed("slides", error))
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -5,11 +5,27 @@ python -m course_lib.teaching.editions.student [--output build/student]
 
 import re
 import shutil
+import sys
 from pathlib import Path
 
-import nbformat
+from . import not_installed
 
-from .cells import EditionError, check_twins, copy_files, output_folder, read_lessons, run_edition, without_solutions
+try:
+    import nbformat
+
+    from .cells import (
+        EditionError,
+        check_twins,
+        copy_files,
+        output_folder,
+        read_lessons,
+        run_edition,
+        without_solutions,
+    )
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(not_installed("student", error))
 
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)|(?:src|href)=\"([^\"#]+)")
 
