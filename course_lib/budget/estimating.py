@@ -137,7 +137,8 @@ def estimate(
     A step for real takes as many tensor bytes on a CPU, but for the states of random generators (5,056 bytes each) that
     an "optimal" schedule keeps where there is dropout. On top come, there and on a GPU, what operators allocate inside
     themselves (`course_lib.memory.measure` reports it) and what the allocator rounds up; and on a GPU, flash attention
-    runs as a kernel and needs no tensors for its tiles.
+    runs as a kernel and needs no tensors for its tiles. nn.LSTM, whose fused operator on a CPU keeps a workspace, is
+    refused; without oneDNN it is not fused.
 
     Args:
         make_model, make_batch: make the model in fp32, and a batch; called with symbolic tensors.

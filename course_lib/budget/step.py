@@ -119,12 +119,15 @@ def train_step(
         model: in the recipe's precision, as from `build`; `model.loss(batch)` is a mean over samples of equal weight.
         optimizer: as from `build`.
         batch: what `course_lib.accumulation.split` takes; for a `Decoder`, tokens (b, s + 1).
-        recipe: what to use. Checkpoints and `head_chunk` take a `Decoder`, flash takes modules of
-            `course_lib.models.Attention`; all else takes any model.
+        recipe: what to use. Checkpoints and `head_chunk` take a `Decoder` as it is made, without forward hooks; flash
+            takes modules of `course_lib.models.Attention`; all else takes any model. `in_backward` steps a parameter
+            each time that autograd hands over its gradient, which under reentrant checkpoints of the model's own may
+            be in parts.
         store: for offloaded activations; the default of `offload_activations` if left out.
 
     Returns:
-        A `StepResult`; its weight counts samples. Gradients are None afterwards.
+        A `StepResult`; its weight counts samples. Gradients are None afterwards. After an error they and the random
+        generators are as before, and no parameter has changed, but for those that `in_backward` has stepped.
 
     Raises:
         TypeError, ValueError: recipe, model and batch do not go together; the message says how.
@@ -159,7 +162,7 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
         stepped.add(parameter)
 
     optimized, stepped = {p for group in optimizer.param_groups for p in group["params"]}, set()
-    parameters = [*{*model.parameters(), *optimized}]
+    parameters = list({*model.parameters(), *optimized})
     gradients = [p.grad for p in parameters]  # to be put back after an error
     hooks = []
     try:
