@@ -672,6 +672,22 @@ def test_an_iterator_or_an_optimizer_that_raises_leaves_gradients_and_scaler_as_
     check_error([ONES], good, MemoryError, "no room", scaled=scaled, step_error=broken)
 
 
+def test_after_an_error_the_random_numbers_go_on_as_if_nothing_had_been():
+    def draws_then_fails(model, x):
+        if len(x) == 1:
+            raise RuntimeError("a micro-batch that fails")
+        return F.dropout(model(x), 0.5).sum(), len(x)
+
+    model = nn.Linear(3, 2)
+    step = AccumulatedStep(model, torch.optim.SGD(model.parameters(), lr=0.1), draws_then_fails)
+    random = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="a micro-batch that fails"):
+        step([torch.ones(4, 3), torch.ones(1, 3)])
+    assert torch.equal(torch.get_rng_state(), random)
+    step([torch.ones(4, 3)])
+    assert not torch.equal(torch.get_rng_state(), random)
+
+
 def test_gradients_that_are_not_finite_are_an_error_where_they_would_be_clipped_without_a_scaler():
     def infinite(model, x):
         return (model(x) * 0).sqrt().sum(), 3

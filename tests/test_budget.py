@@ -36,6 +36,7 @@ from course_lib.budget import (
 from course_lib.budget import __main__ as command
 from course_lib.budget.estimating import make_state
 from course_lib.budget.recipe import ATTENTIONS, CHECKPOINTS, pieces_allowed
+from course_lib.budget.show import steps_to
 from course_lib.budget.step import pieces_of, run_pieces
 from course_lib.memory import CATEGORIES, MemoryBudgetExceeded, MemoryMeter, symbolic
 from course_lib.models import Attention, Decoder, DecoderLayer, random_tokens
@@ -1174,6 +1175,15 @@ def test_the_command_prints_what_fits_and_draws_the_way_there(tmp_path, capsys):
     )
     assert found.peak_bytes <= 2_500_000 and f"{found.peak_bytes:,} bytes" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_way_to_a_schedule_is_one_that_can_be_gone():
+    recipe = Recipe(checkpoint="optimal", schedule_bytes=200_000, micro_batches=5, offload_optimizer=1.0)
+    with pytest.raises(course_lib.schedule.InfeasibleBudget):
+        estimate(tiny, tiny_batch, replace(recipe, micro_batches=1))
+    steps = steps_to(recipe)
+    assert steps[0] == Recipe() and steps[-1] == recipe and len(steps) == 4
+    assert all(estimate(tiny, tiny_batch, step) for step in steps)
 
 
 def test_the_command_says_what_the_least_is(capsys):

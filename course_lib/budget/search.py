@@ -94,9 +94,8 @@ def fit(
 
     Not every combination is run. Passed over are: one whose parameters, state and gradients alone exceed the budget;
     one that adds to a combination that fits; standard attention where flash, if it is the smaller, does not fit. The
-    least number of
-    micro-batches, and of segments, is found by bisection, since each more takes less memory (from two micro-batches
-    on, and up to the square root of the layers; if those are too few, a segment a layer is tried).
+    least number of micro-batches, and of segments, is found by bisection, since each more takes less memory (from two
+    micro-batches on, and up to the square root of the layers; if those are too few, a segment a layer is tried).
 
     Args:
         make_model, make_batch: as for `estimate`.

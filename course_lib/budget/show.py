@@ -26,7 +26,9 @@ ORDER = (
 def steps_to(recipe: Recipe) -> list[Recipe]:
     """The plain step in the recipe's precision and with its optimizer, then one technique more each time."""
     steps, changed = [Recipe(precision=recipe.precision, optimizer=recipe.optimizer)], recipe.changed()
-    for names in ORDER:
+    # A schedule's bytes are meant for its micro-batches: it need not fit the whole batch.
+    first = [("micro_batches",)] if recipe.checkpoint == "optimal" else []
+    for names in dict.fromkeys([*first, *ORDER]):
         values = {name: changed[name] for name in names if name in changed}
         if values:
             steps.append(replace(steps[-1], **values))

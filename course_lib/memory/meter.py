@@ -492,9 +492,9 @@ class MemoryMeter(TorchDispatchMode):
 
 # ---- tensors and their storages
 
+_DEVICE = torch.ops.prim.device.default
 # What `torch.tensor([...])` calls: it returns its input, and that is new. `torch.from_numpy` calls it too, but what
 # NumPy owns cannot be resized.
-_DEVICE = torch.ops.prim.device.default
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
