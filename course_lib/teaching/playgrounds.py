@@ -115,6 +115,8 @@ def draw_budget(estimates: "Sequence[Estimate]", budget: int = 30) -> "Figure":
         estimates: of `course_lib.budget.estimate`.
         budget: MB.
     """
+    from matplotlib.ticker import LogLocator
+
     from course_lib.budget import RATES
 
     if not estimates:
@@ -146,7 +148,10 @@ def draw_budget(estimates: "Sequence[Estimate]", budget: int = 30) -> "Figure":
         ax.plot(*fitting[0][:2], "o", markersize=13, markerfacecolor="none", markeredgecolor="black")
     ax.axvline(budget, color="black", linestyle="--", linewidth=1)
     ax.set(xscale="log", xlabel=text("peak, MB", "峰值，MB"), ylabel=text("seconds, laptop", "秒，笔记本电脑"))
-    ax.legend(loc="upper right")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter("{x:.0f}")
+    ax.xaxis.set_minor_formatter("")
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)  # above: every corner may hold a point
     return shown_once(drawn)
 
 
