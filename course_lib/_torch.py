@@ -1,0 +1,151 @@
+"""PyTorch's own state that several modules need: tensors in containers, random numbers, autocast, symbolic tensors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+# ---- tensors in containers
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples, mappings and dataclasses, in order; other objects are not looked into."""
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for item in _items(value):
+            yield from tensors_in(item)
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """`value` with `function(tensor)` in place of each of its tensors; what holds none is the same object."""
+    if isinstance(value, Tensor):
+        return function(value)
+    old = list(_items(value))
+    new = [map_tensors(function, item) for item in old]
+    return value if all(a is b for a, b in zip(old, new, strict=True)) else _rebuilt(value, new)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return ()
+
+
+def _rebuilt(value: Any, items: list) -> Any:
+    """A container like `value` with these items; `value` itself is not changed."""
+    if isinstance(value, tuple):
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    made = copy.copy(value)  # keeps the type, and what else the object holds
+    if isinstance(value, list):
+        made[:] = items
+    elif isinstance(value, Mapping):  # first, since a Hugging Face output is a dataclass too
+        for key, item in zip(value, items, strict=True):
+            made[key] = item
+    else:
+        for field, item in zip(dataclasses.fields(value), items, strict=True):
+            object.__setattr__(made, field.name, item)
+    return made
+
+
+# ---- symbolic tensors
+
+
+def is_symbolic(*tensors: Any) -> bool:
+    """Whether one of them is symbolic (`course_lib.memory.symbolic`); without arguments, whether new tensors are."""
+    if not tensors:
+        return torch._guards.detect_fake_mode() is not None
+    return any(isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+# ---- random numbers
+
+
+class RandomState:
+    """The states of the CPU's generator and of some devices' generators.
+
+    Args:
+        devices: of which the generators are looked at besides the CPU's; those of all CUDA devices in use if left out.
+            The CPU and devices without generators may be among them.
+    """
+
+    def __init__(self, devices: Iterable[torch.device] | None = None):
+        if devices is None:
+            count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+            devices = [torch.device("cuda", index) for index in range(count)]
+        self.cpu = torch.get_rng_state()
+        self.devices = {}
+        for device in dict.fromkeys(devices):
+            module = getattr(torch, device.type, None)
+            if device.type not in ("cpu", "meta") and hasattr(module, "get_rng_state"):
+                self.devices[device] = module.get_rng_state(device)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        for device, state in self.devices.items():
+            getattr(torch, device.type).set_rng_state(state, device)
+
+    def __eq__(self, other) -> bool:
+        if not isinstance(other, RandomState):
+            return NotImplemented
+        same = self.devices.keys() == other.devices.keys() and torch.equal(self.cpu, other.cpu)
+        return same and all(torch.equal(state, other.devices[device]) for device, state in self.devices.items())
+
+    __hash__ = None
+
+
+@contextmanager
+def random_numbers_undone() -> Iterator[None]:
+    """After an error inside the block, the generators are as they were before it."""
+    state = RandomState()
+    try:
+        yield
+    except BaseException:
+        state.restore()
+        raise
+
+
+# ---- autocast
+
+
+class AutocastState:
+    """What `torch.autocast` is set to, for the CPU and the types of some devices; `as_then` sets it again."""
+
+    def __init__(self, device_types: Iterable[str] = ()):
+        kinds = {kind for kind in ("cpu", *device_types) if torch.amp.is_autocast_available(kind)}
+        self.states = {kind: _autocast(kind) for kind in sorted(kinds)}
+
+    @contextmanager
+    def as_then(self, *, cache_enabled: bool | None = None) -> Iterator[None]:
+        """Inside the block, autocast is as it was; `cache_enabled` overrides whether casts are cached."""
+        with ExitStack() as stack:
+            for kind, (enabled, dtype, cached) in self.states.items():
+                wanted = (enabled, dtype, cached if cache_enabled is None else cache_enabled)
+                if wanted != _autocast(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, wanted[0], cache_enabled=wanted[2]))
+            yield
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+
+
+# ---- devices
+
+
+def wait_for(device: torch.device | str) -> None:
+    """Until the device has done all that it was given; at once for a CPU."""
+    device = torch.device(device)
+    if device.type not in ("cpu", "meta"):
+        getattr(torch, device.type).synchronize(device)
