@@ -1,16 +1,22 @@
 # Works with GNU make 4 and with macOS's make 3.81.
 # make lab PYTHON=python3.12     the Python that .venv is made from
 # make lab VENV=~/envs/course    another place for the environment
+# make lab TORCH=cpu             torch without CUDA, which is gigabytes smaller on Linux; .venv keeps to it from then on
 # make lab ARGS="--no-browser --port 8899"
 
 # `make gpu PYTHON=python3` runs with a machine's own Python and installs nothing; without PYTHON it uses .venv.
 GPU_PYTHON_GIVEN := $(PYTHON)
 PYTHON ?= python3
 VENV   ?= .venv
+TORCH  ?=
 ARGS   ?=
+
+$(if $(filter-out cpu,$(TORCH)),$(error TORCH is "$(TORCH)"; it takes cpu, or nothing for the build that pip takes))
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.course-installed
+CPU_TORCH := $(VENV)/.course-torch-cpu
 TRUSTED   := $(VENV)/.course-trusted
 OVERRIDES := $(VENV)/share/jupyter/lab/settings/overrides.json
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
@@ -55,13 +61,21 @@ clean: ## remove caches and build files; the next target checks .venv again / æ¸
 	find course_lib notebooks tests \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
 
 # pip is the last thing `python -m venv` puts in place, so a creation that was interrupted is done again.
-$(INSTALLED): pyproject.toml constraints.txt
-	@test -x $(BIN)/pip || $(PYTHON) -c '' 2>/dev/null || \
+$(BIN)/pip:
+	@$(PYTHON) -c '' 2>/dev/null || \
 	  { echo "There is no '$(PYTHON)' here: install Python 3.11, 3.12 or 3.13, or name one, as in make lab PYTHON=python3.12" >&2; exit 1; }
-	@test -x $(BIN)/pip || $(PYTHON) -c 'import sys; (3, 11) <= sys.version_info[:2] < (3, 14) or sys.exit("$(PYTHON) is Python %d.%d, but the course needs 3.11, 3.12 or 3.13: name one, as in make lab PYTHON=python3.12" % sys.version_info[:2])'
-	@test -x $(BIN)/pip || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info[:2] < (3, 14) or sys.exit("$(PYTHON) is Python %d.%d, but the course needs 3.11, 3.12 or 3.13: name one, as in make lab PYTHON=python3.12" % sys.version_info[:2])'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "$(PYTHON) cannot make environments: install its venv package (python3-venv on Debian and Ubuntu)" >&2; exit 1; }
-	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV)
+
+# torch alone comes from PyTorch's index, and what it needs from where all else does: 2.13.0+cpu is torch==2.13.0 to pip.
+$(CPU_TORCH): constraints.txt | $(BIN)/pip
+	$(BIN)/python -m pip install --upgrade --no-deps --index-url $(TORCH_INDEX) $(shell sed -n 's/^\(torch==[^;# ]*\).*/\1/p' constraints.txt)
+	@touch $@
+
+# An environment that once got the CPU build keeps to it, whether or not TORCH is named again.
+$(INSTALLED): pyproject.toml constraints.txt $(if $(TORCH),$(CPU_TORCH),$(wildcard $(CPU_TORCH))) | $(BIN)/pip
 	$(BIN)/python -m pip install -e '.[course,test]' -c constraints.txt
 	@touch $@
 
