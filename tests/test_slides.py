@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -96,17 +97,6 @@ def test_things_are_packed_in_order_into_the_fewest_groups_about_equally_full():
     assert slides.pack([], room=4) == []
 
 
-def test_a_paragraph_with_a_colon_keeps_the_next_one():
-    assert slides.paragraphs("One.\n\nThe sum is:\n\n$$x$$\n\nTwo.") == ["One.", "The sum is:\n\n$$x$$", "Two."]
-    assert slides.paragraphs("和是：\n\n$$x$$") == ["和是：\n\n$$x$$"]
-
-
-def test_long_prose_goes_over_several_slides():
-    paragraph = "Word " * 60
-    made = slides.lesson_slides(lesson_of(both("\n\n".join([paragraph] * 6), "\n\n".join(["字" * 120] * 6))), "en")
-    assert [slide.part for slide in made[1:]] == ["", "continued", "continued"]
-
-
 def test_a_long_table_is_cut_between_rows_and_keeps_its_headings():
     rows = "".join(f"<tr><td>{i}</td></tr>" for i in range(28))
     html = f"<div><table><thead><tr><th>n</th></tr></thead><tbody>{rows}</tbody></table><p>28 rows</p></div>"
@@ -116,12 +106,6 @@ def test_a_long_table_is_cut_between_rows_and_keeps_its_headings():
     assert len(parts) == 2
     assert [cell.text for part in parts for cell in part.select("td")] == [str(i) for i in range(28)]
     assert all(part.th for part in parts) and [bool(part.p) for part in parts] == [False, True]
-
-
-def test_a_table_with_long_texts_is_cut_too():
-    rows = f"<tr>{'<td>' + 'word ' * 40 + '</td>'}</tr>" * 10
-    table = html_output(f"<table><tbody>{rows}</tbody></table>")
-    assert [part.data["text/html"].count("<tr") for part in slides._cut_table(table, "en")] == [5, 5]
 
 
 def test_a_high_figure_is_cut_above_a_panels_title():
@@ -160,12 +144,6 @@ def test_a_figure_stands_alone_and_its_words_are_in_the_decks_language(language,
     assert len(slide.select_one(".body").find_all(recursive=False)) == 1
 
 
-def test_what_is_for_every_reader_stays_whatever_its_language():
-    kept = '<section lang="en">a <b lang="zh">b</b></section><label lang="zh">c</label>'
-    output = slides.output_in(html_output(kept + '<span lang="en">d</span>'), "zh")
-    assert output.data["text/html"] == kept.replace("section", "article"), "a section would be a slide"
-
-
 def test_plumbing_is_not_shown():
     plumbing = ["import torch", "guess = None", "from course_lib.teaching import exercises\nexercises.check_x(answer)"]
     assert len(slides.lesson_slides(lesson_of(*plumbing), "en")) == 1
@@ -174,13 +152,6 @@ def test_plumbing_is_not_shown():
     progress = nbformat.v4.new_output("stream", text="plain:   0%|          | 0/40 [00:00<?, ?it/s]")
     shown = [slides.output_in(output, "en") for output in (slider, switch, progress, text_output(" "))]
     assert shown == [None] * 4
-
-
-def test_code_that_only_draws_or_tabulates_is_not_shown_and_imports_are_left_out():
-    table = html_output("<table><tr><td>1</td></tr></table>")
-    assert slides._shown_code("headings = [1]\nheadings += [2]\ntable(headings, rows)", [table]) == ""
-    assert slides._shown_code("import math\nrows = [1]\ntable(headings, rows)", [table]) != ""
-    assert "import" not in slides._shown_code("import math\nrows = [1]\ntable(headings, rows)", [table])
 
 
 def test_an_attempt_shows_no_verdict_and_the_solution_says_what_it_is():
@@ -219,7 +190,7 @@ def test_a_formula_becomes_mathml_and_keeps_its_punctuation():
     page = page_of(lesson_of(both(r"So $\sqrt{L}$, and $$\frac{a}{b}$$", r"所以 $\sqrt{L}$，$$\frac{a}{b}$$")))
     assert page.select_one(".whole math msqrt") and page.select_one('math[display="block"] mfrac')
     assert "$" not in page.select("section")[-1].text
-    with pytest.raises(EditionError, match=r"a formula cannot be drawn, \$\\frac\$"):
+    with pytest.raises(EditionError, match=r"\$\\frac\$"):
         page_of(lesson_of(both(r"$\frac$", r"$\frac$")))
 
 
@@ -227,15 +198,8 @@ def test_long_lines_are_broken():
     line = "value = function_name(argument_one, argument_two, argument_three) + another_function(argument_four)"
     notebook = slides.with_short_lines(lesson_of(line))
     assert max(map(len, notebook.cells[1].source.splitlines())) <= slides.CODE_WIDTH
-    with pytest.raises(EditionError, match="a code cell is no Python"):
+    with pytest.raises(EditionError):
         slides.with_short_lines(lesson_of("f("))
-
-
-def test_a_lesson_without_a_title_is_refused():
-    notebook = lesson_of("x = 1")
-    del notebook.cells[0]
-    with pytest.raises(EditionError, match="a lesson starts with its title"):
-        slides.lesson_slides(notebook, "en")
 
 
 # --- notes ---
@@ -245,16 +209,8 @@ def test_notes_are_read_by_section():
     notes = slides.read_notes("| section | minutes |\n|---|---|\n| 2.1 | 5 | Why? | 为什么？ |\n")
     assert notes == {"2.1": slides.Note(5, {"en": "Why?", "zh": "为什么？"})}
     for row in ("| 2.1 | five | Why? | 为什么？ |", "| 2.1 | 5 | Why? |", "| 2.1 | 5 |  | 为什么？ |"):
-        with pytest.raises(EditionError, match=r"NOTES\.md needs"):
+        with pytest.raises(EditionError, match=r"NOTES\.md"):
             slides.read_notes(row)
-
-
-def test_the_clock_runs_through_the_sections():
-    notes = slides.deck_notebook(
-        slides.lesson_slides(lesson_of("## 9.1 A / 甲", "x = 1"), "en"), "en", {"9": NOTE, "9.1": NOTE}
-    )
-    texts = [cell.source for cell in notes.cells if slides._slide_type(cell) == "notes"]
-    assert [re.search(r"\d:\d\d–\d:\d\d", text)[0] for text in texts] == ["0:00–0:05", "0:05–0:10"]
 
 
 LESSONS = read_lessons(NOTEBOOKS)
@@ -274,19 +230,11 @@ def test_the_minutes_of_the_sections_are_those_of_the_lesson(name):
     assert sum(NOTES[number].minutes for number in sections) == int(announced[1])
 
 
-@pytest.mark.parametrize("section", NOTES)
-def test_a_question_is_asked_in_both_languages(section):
-    question = NOTES[section].question
-    assert re.search(r"[?.]$", question["en"]) and not re.search(HAN, question["en"])
-    assert re.search(r"[？。]$", question["zh"]) and re.search(HAN, question["zh"])
-
-
 # --- the course's decks ---
 
 
-@pytest.fixture(
-    scope="module", params=[(language, name) for language in slides.LANGUAGES for name in NAMES], ids="-".join
-)
+# Every lesson in one of the languages, in turns; all are built.
+@pytest.fixture(scope="module", params=list(zip(cycle(slides.LANGUAGES), NAMES)), ids="-".join)
 def deck(request, built_decks):
     """(language, path, page) of one deck."""
     language, name = request.param
@@ -303,18 +251,25 @@ def loaded_addresses(page):
     return [address for address in found if not address.startswith("data:")]
 
 
-def test_a_deck_loads_nothing(deck):
-    _, _, page = deck
-    assert loaded_addresses(page) == []
+def test_what_a_page_would_load_is_found():
     bad = '<link href="a.css"><script src="//b"></script><style>@import "c";p{background:url(d)}</style>'
     assert sorted(loaded_addresses(BeautifulSoup(bad, "html.parser"))) == ["//b", "a.css", "c", "d"]
 
 
-def test_a_slide_has_at_most_twelve_lines_of_code(deck):
-    _, _, page = deck
+def test_a_deck_is_whole_and_loads_nothing(deck):
+    language, path, page = deck
+    assert loaded_addresses(page) == []
+    stacks = page.select(".slides > section")
+    assert len(stacks) == len(slides._sections(LESSONS[path.stem]))
+    assert all(stack.section.select_one(".notes") for stack in stacks)
     for slide in page.select("section section"):
         lines = sum(len(code.text.strip("\n").splitlines()) for code in slide.select(".code pre"))
         assert lines <= slides.MOST_CODE_LINES, slide.select_one(".heading").text
+    links = [link["href"] for link in page.select(".slides a[href]")]
+    assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
+    texts = [image.get("alt", "") for image in page.find_all("img")]
+    assert texts and all(texts)
+    assert language == "both" or all(bool(re.search(HAN, text)) == (language == "zh") for text in texts)
 
 
 def test_a_deck_speaks_its_language(deck):
@@ -325,8 +280,7 @@ def test_a_deck_speaks_its_language(deck):
     if language == "both":
         assert page.select('[lang="en"]') and page.select('[lang="zh"]')
         return
-    other = {"en": "zh", "zh": "en"}[language]
-    assert page.find_all(slides.PER_LANGUAGE, lang=other) == []
+    assert page.find_all(slides.PER_LANGUAGE, lang={"en": "zh", "zh": "en"}[language]) == []
     words = [tag.get_text(" ") for tag in page.select(".heading, .prose p, .prose li, .notes p, .html, pre")]
     if language == "en":
         assert [text for text in words if re.search(HAN, text)] == []
@@ -335,29 +289,7 @@ def test_a_deck_speaks_its_language(deck):
         assert [text for text in prose if not re.search(HAN, text) and len(re.findall("[A-Za-z]{3,}", text)) > 3] == []
 
 
-def test_every_section_is_a_stack_that_begins_with_its_notes(deck):
-    _, path, page = deck
-    stacks = page.select(".slides > section")
-    assert len(stacks) == len(slides._sections(LESSONS[path.stem]))
-    assert all(stack.section.select_one(".notes") for stack in stacks)
-
-
-def test_every_figure_has_an_alternative_text(deck):
-    language, _, page = deck
-    texts = [image.get("alt", "") for image in page.find_all("img")]
-    assert texts and all(texts)
-    assert language == "both" or all(bool(re.search(HAN, text)) == (language == "zh") for text in texts)
-
-
-def test_links_between_lessons_lead_to_decks(deck):
-    _, path, page = deck
-    for link in page.select(".slides a[href]"):
-        assert "://" in link["href"] or (path.parent / link["href"]).exists(), link["href"]
-
-
 # --- bad input ---
-
-RUN = ("1", [text_output("1")])
 
 
 def stored(*cells):
@@ -369,33 +301,21 @@ def stored(*cells):
     return nbformat.writes(notebook)
 
 
-EMPTY = stored(RUN)
-HALF = stored('<div lang="en">\n\nOnly English.\n\n</div>', RUN)
-ROW = "| 9 | 5 | Why? | 为什么？ |"
+RUN = ("1", [text_output("1")])
+HALF = '<div lang="en">\n\nOnly English.\n\n</div>'
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
+    ("lesson", "notes", "named"),
     [
-        ({}, "there are no lessons in"),
-        ({"09_a.ipynb": stored()}, "09_a.ipynb has no outputs"),
-        ({"09_a.ipynb": EMPTY}, "NOTES.md with the speaker notes is missing"),
-        ({"09_a.ipynb": EMPTY, "NOTES.md": "none"}, "NOTES.md has no row for section 9"),
-        ({"09_a.ipynb": HALF, "NOTES.md": ROW}, '09_a: a markdown cell has no <div lang="zh">'),
+        (stored(), None, "09_a.ipynb"),  # no outputs
+        (stored(RUN), None, "NOTES.md"),
+        (stored(RUN), "none", "NOTES.md"),
+        (stored(HALF, RUN), "| 9 | 5 | Why? | 为什么？ |", '09_a: a markdown cell has no <div lang="zh">'),
     ],
 )
-def test_the_program_says_what_is_wrong_in_one_sentence_and_builds_nothing(tmp_path, capsys, files, message):
-    for name, content in files.items():
-        if name.endswith(".ipynb"):
-            write_lesson(tmp_path / "notebooks", name.removesuffix(".ipynb"), content)
-        else:
-            (tmp_path / "notebooks" / name).write_text(content, encoding="utf-8")
-    assert message in failure(slides, tmp_path / "notebooks", tmp_path / "out", capsys)
-
-
-def test_without_ruff_it_says_so(monkeypatch):
-    slides._find_ruff.cache_clear()
-    monkeypatch.setattr(slides.shutil, "which", lambda *args, **options: None)
-    with pytest.raises(EditionError, match="ruff, which breaks long lines of code for the slides, is not installed"):
-        slides.with_short_lines(lesson_of("x = 1"))
-    slides._find_ruff.cache_clear()
+def test_the_program_names_what_is_wrong_in_one_sentence_and_builds_nothing(tmp_path, capsys, lesson, notes, named):
+    write_lesson(tmp_path / "notebooks", "09_a", lesson)
+    if notes:
+        (tmp_path / "notebooks/NOTES.md").write_text(notes, encoding="utf-8")
+    assert named in failure(slides, tmp_path / "notebooks", tmp_path / "out", capsys)
