@@ -1,8 +1,13 @@
-"""The three files that say what to install do not contradict each other, nor the environment that runs."""
+"""What to install is said once, and the environment that runs agrees with it; the wheel is whole."""
 
 import importlib.metadata
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,8 +17,6 @@ Requirement = pytest.importorskip("packaging.requirements").Requirement
 Version = pytest.importorskip("packaging.version").Version
 
 ROOT = Path(__file__).parents[1]
-CONDA_NAMES = {"pytorch": "torch", "matplotlib-base": "matplotlib"}
-ELSEWHERE = {"pip", "python"}  # conda installs these, pip does not
 
 
 def plain(name):
@@ -34,66 +37,19 @@ def read_pins(constraints):
     return {plain(pin.name): pin for pin in (Requirement(line) for line in lines if line)}
 
 
-def pinned_version(pin):
-    (specifier,) = pin.specifier
-    return specifier.version
-
-
-def bad_pins(pins):
-    """Lines of constraints.txt that do not name one public version."""
-    return [
-        f"{pin}: not one exact version without a local label"
-        for pin in pins.values()
-        if not re.fullmatch(r"==[0-9][0-9a-z.]*", str(pin.specifier))
+def pin_problems(requirements, pins):
+    """Every requirement has one exact public version, within its range and for the same platforms."""
+    problems = [
+        f"{pin} is not exact" for pin in pins.values() if not re.fullmatch(r"==\d[\da-z.]*", str(pin.specifier))
     ]
-
-
-def unpinned(requirements, pins):
-    return [f"{r.name} has no line in constraints.txt" for r in requirements if plain(r.name) not in pins]
-
-
-def out_of_range(requirements, pins):
-    return [
-        f"{pins[plain(r.name)]} is outside of pyproject.toml's {r}"
-        for r in requirements
-        if plain(r.name) in pins and not r.specifier.contains(pinned_version(pins[plain(r.name)]), prereleases=True)
-    ]
-
-
-def markers_that_differ(requirements, pins):
-    """A pin for fewer platforms than the requirement would leave some of them with any version."""
-    return [
-        f"{pins[plain(r.name)]} and pyproject.toml's {r} are for different platforms"
-        for r in requirements
-        if plain(r.name) in pins and str(pins[plain(r.name)].marker) != str(r.marker)
-    ]
-
-
-def conda_problems(environment, requirements, pins, requires_python):
-    """Where environment.yml says something else than the other two files."""
-    entries = yaml.safe_load(environment)["dependencies"]
-    pip_lines = [line for entry in entries if isinstance(entry, dict) for line in entry["pip"]]
-    by_pip = {plain(Requirement(line).name) for line in pip_lines if not line.startswith("-")}
-    conda = {}
-    for entry in (Requirement(entry) for entry in entries if isinstance(entry, str)):
-        conda[CONDA_NAMES.get(plain(entry.name), plain(entry.name))] = entry
-
-    problems = []
-    if set(str(conda["python"].specifier).split(",")) != set(requires_python.split(",")):
-        problems.append(f"{conda['python']}, but pyproject.toml asks for {requires_python}")
-    for name, entry in conda.items():
-        if name in ELSEWHERE:
-            continue
-        if name not in pins:
-            problems.append(f"{entry} has no line in constraints.txt")
-        elif str(entry.specifier) != str(pins[name].specifier):
-            problems.append(f"{entry}, but constraints.txt has {pins[name]}")
-    for line in ("-c constraints.txt", "-e .[course,test]"):
-        if line not in pip_lines:
-            problems.append(f"the pip section lacks {line!r}")
     for requirement in requirements:
-        if requirement.marker is None and plain(requirement.name) not in {*conda, *by_pip}:
-            problems.append(f"{requirement.name} is missing")
+        pin = pins.get(plain(requirement.name))
+        if pin is None:
+            problems.append(f"{requirement.name} has no line in constraints.txt")
+        elif not requirement.specifier.contains(str(pin.specifier).lstrip("=>~"), prereleases=True):
+            problems.append(f"{pin} is outside of pyproject.toml's {requirement}")
+        elif str(pin.marker) != str(requirement.marker):
+            problems.append(f"{pin} and pyproject.toml's {requirement} are for different platforms")
     return problems
 
 
@@ -106,32 +62,21 @@ def running_problems(requirements, pins, version_of=importlib.metadata.version):
         try:
             installed = Version(version_of(requirement.name)).public
         except importlib.metadata.PackageNotFoundError:
-            problems.append(f"{requirement.name} is not installed")
-            continue
+            installed = "nothing"
         pin = pins.get(plain(requirement.name))
-        if pin is None or installed != pinned_version(pin):
-            problems.append(f"{requirement.name} {installed} is installed, constraints.txt has {pin}")
+        if pin is None or f"=={installed}" != str(pin.specifier):
+            problems.append(f"{requirement.name}: {installed} is installed, constraints.txt has {pin}")
     return problems
 
-
-# --- the course's own files ---
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 REQUIREMENTS = read_requirements(PYPROJECT)
 PINS = read_pins((ROOT / "constraints.txt").read_text(encoding="utf-8"))
 
 
-def test_every_line_of_the_constraints_is_one_exact_version():
-    assert bad_pins(PINS) == []
-
-
-def test_every_dependency_is_pinned():
-    assert unpinned(REQUIREMENTS, PINS) == []
-
-
-def test_every_pin_is_in_range_and_for_the_same_platforms():
-    assert out_of_range(REQUIREMENTS, PINS) == []
-    assert markers_that_differ(REQUIREMENTS, PINS) == []
+def test_every_dependency_is_pinned_to_one_version_and_that_one_runs():
+    assert pin_problems(REQUIREMENTS, PINS) == []
+    assert running_problems(REQUIREMENTS, PINS) == []
 
 
 def test_torch_and_triton_are_the_pair_that_belongs_together():
@@ -139,69 +84,93 @@ def test_torch_and_triton_are_the_pair_that_belongs_together():
     assert str(PINS["triton"]) == 'triton==3.7.1; sys_platform == "linux"'
 
 
-def test_the_conda_environment_agrees():
-    requires_python = tomllib.loads(PYPROJECT)["project"]["requires-python"]
-    environment = (ROOT / "environment.yml").read_text(encoding="utf-8")
-    assert conda_problems(environment, REQUIREMENTS, PINS, requires_python) == []
+def test_conda_gives_python_and_pip_and_pip_all_the_rest():
+    *conda, by_pip = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))["dependencies"]
+    assert conda == ["python" + tomllib.loads(PYPROJECT)["project"]["requires-python"], "pip"]
+    assert by_pip == {"pip": ["-c constraints.txt", "-e .[course,test]"]}
 
-
-def test_the_running_environment_agrees():
-    assert running_problems(REQUIREMENTS, PINS) == []
-
-
-# --- each check rejects a small bad example, and accepts a good one ---
 
 SMALL = read_requirements('[project]\ndependencies = ["torch>=2.9"]\noptional-dependencies.test = ["pytest>=8,<10"]')
-GOOD = read_pins("# a comment\ntorch==2.13.0\npytest==9.2.0\n")
-CONDA = """
-dependencies:
-  ["python>=3.11,<3.14", pip, pytorch==2.13.0, pytest==9.2.0, pip: [-c constraints.txt, "-e .[course,test]"]]
-"""
-
-
-@pytest.mark.parametrize("line", ["torch>=2.13.0", "torch==2.13.0+cpu", "torch==2.13.*", "torch"])
-def test_a_line_that_is_no_exact_version_is_found(line):
-    assert bad_pins(read_pins(line)) and not bad_pins(GOOD)
-
-
-def test_a_missing_pin_is_found():
-    assert unpinned(SMALL, read_pins("torch==2.13.0")) == ["pytest has no line in constraints.txt"]
-    assert not unpinned(SMALL, GOOD)
-
-
-@pytest.mark.parametrize("pins", ["torch==2.8.0", "pytest==10.0.0"])
-def test_a_pin_outside_of_its_range_is_found(pins):
-    assert out_of_range(SMALL, read_pins(pins)) and not out_of_range(SMALL, GOOD)
-
-
-def test_a_pin_for_fewer_platforms_is_found():
-    assert markers_that_differ(SMALL, read_pins('torch==2.13.0; sys_platform == "linux"'))
-    assert not markers_that_differ(SMALL, GOOD)
+GOOD = "torch==2.13.0\npytest==9.2.0\n"
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("pytorch==2.13.0", "pytorch==2.12.0"),
-        ("pytest==9.2.0", "pytest>=9.2.0"),
-        ("pytest==9.2.0,", ""),
-        ("<3.14", "<3.15"),
-        ("pip,", "pip, unheard-of==1.0,"),
-        ("-c constraints.txt, ", ""),
+        ("torch==2.13.0", "torch>=2.13.0"),
+        ("torch==2.13.0", "torch==2.13.0+cpu"),
+        ("torch==2.13.0", "torch==2.13.*"),
+        ("torch==2.13.0", "torch==2.8.0"),
+        ("pytest==9.2.0", "pytest==10.0.0"),
+        ("pytest==9.2.0", ""),
+        ("torch==2.13.0", 'torch==2.13.0; sys_platform == "linux"'),
     ],
 )
-def test_a_conda_environment_that_differs_is_found(old, new):
-    assert old in CONDA
-    assert not conda_problems(CONDA, SMALL, GOOD, ">=3.11,<3.14")
-    assert conda_problems(CONDA.replace(old, new), SMALL, GOOD, ">=3.11,<3.14")
+def test_a_wrong_pin_is_found(old, new):
+    assert pin_problems(SMALL, read_pins(GOOD)) == []
+    assert pin_problems(SMALL, read_pins(GOOD.replace(old, new)))
 
 
-def test_an_environment_with_another_version_is_found():
+def test_another_version_than_the_pinned_one_is_found():
     versions = {"torch": "2.13.0+cpu", "pytest": "9.2.0"}
-    assert not running_problems(SMALL, GOOD, versions.__getitem__)
-    assert running_problems(SMALL, GOOD, (versions | {"torch": "2.12.1"}).__getitem__)
+    assert running_problems(SMALL, read_pins(GOOD), versions.__getitem__) == []
+    assert len(running_problems(SMALL, read_pins(GOOD), (versions | {"torch": "2.12.1"}).__getitem__)) == 1
 
-    def nothing_installed(name):
-        raise importlib.metadata.PackageNotFoundError(name)
 
-    assert running_problems(SMALL, GOOD, nothing_installed) == ["torch is not installed", "pytest is not installed"]
+# --- the Makefile ---
+
+
+def commands(place, *arguments):
+    """What `make` would run for an environment at that place; a failure is its last line."""
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "TORCH")}
+    command = ["make", "-n", f"{place}/.course-installed", f"VENV={place}", f"PYTHON={sys.executable}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else done.stderr
+
+
+CPU = "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0"
+
+
+def test_make_takes_torch_without_cuda_first_where_it_is_asked_to(tmp_path):
+    said = commands(tmp_path / "new", "TORCH=cpu")
+    assert -1 < said.index("-m venv") < said.index(CPU) < said.index("-e '.[course,test]' -c constraints.txt")
+    assert CPU not in commands(tmp_path / "new")
+    assert re.search('TORCH is "gpu"; it takes cpu', commands(tmp_path / "new", "TORCH=gpu"))
+
+
+def test_an_environment_that_has_torch_without_cuda_keeps_to_it(tmp_path):
+    (tmp_path / "bin").mkdir()
+    stamps = [tmp_path / name for name in ("bin/pip", ".course-torch-cpu", ".course-installed")]
+    for stamp in stamps:
+        stamp.touch()
+    assert "pip install" not in commands(tmp_path) + commands(tmp_path, "TORCH=cpu")
+    stamps[2].unlink()  # as after `make clean`
+    assert CPU not in commands(tmp_path) and "-c constraints.txt" in commands(tmp_path)
+    os.utime(stamps[1], (0, 0))  # other constraints since
+    assert CPU in commands(tmp_path)
+    stamps[1].unlink()  # an environment with CUDA
+    stamps[2].touch()
+    assert "pip install" not in commands(tmp_path)
+    assert CPU in commands(tmp_path, "TORCH=cpu")
+
+
+# --- the wheel ---
+
+
+def test_the_wheel_holds_every_file_of_the_library(tmp_path):
+    """Built where it may write, with the setuptools that is here: nothing is downloaded."""
+    setuptools = pytest.importorskip("setuptools")
+    if Version(setuptools.__version__) < Version("77"):
+        pytest.skip("needs setuptools 77 or newer")
+    unwanted = shutil.ignore_patterns("__pycache__", ".*")
+    shutil.copytree(ROOT / "course_lib", tmp_path / "course_lib", ignore=unwanted)
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    there = {path.relative_to(tmp_path).as_posix() for path in (tmp_path / "course_lib").rglob("*") if path.is_file()}
+    assert there - set(zipfile.ZipFile(wheel).namelist()) == set()
