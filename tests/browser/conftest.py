@@ -44,11 +44,6 @@ def find_chromium():
 
 
 @pytest.fixture(scope="session")
-def chromium_finder():
-    return find_chromium
-
-
-@pytest.fixture(scope="session")
 def browser():
     """A headless Chromium, driven by Playwright."""
     playwright = pytest.importorskip(

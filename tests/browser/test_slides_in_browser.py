@@ -1,5 +1,6 @@
 """The slides in a browser, from the file system and offline: each one fits, pages turn, and the speaker has notes."""
 
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,15 @@ def open_deck(built_decks, open_page):
     return open_one
 
 
-@pytest.mark.parametrize("language", slides.LANGUAGES)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_slide_fits_the_screen_and_nothing_is_loaded(open_deck, name, language):
+def pytest_generate_tests(metafunc):
+    """`make browser` opens every deck, `make test` every lesson's in one of the languages, in turns."""
+    if "name" in metafunc.fixturenames:
+        all_of_them = metafunc.config.option.markexpr == "browser"
+        decks = product(slides.LANGUAGES, NAMES) if all_of_them else zip(cycle(slides.LANGUAGES), NAMES)
+        metafunc.parametrize(("language", "name"), list(decks))
+
+
+def test_every_slide_fits_the_screen_and_nothing_is_loaded(open_deck, language, name):
     page = open_deck(language, name)
     looks = page.evaluate(LOOK_AT_ALL)
     assert len(looks) > 10
