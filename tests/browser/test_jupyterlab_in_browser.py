@@ -139,7 +139,7 @@ def test_the_keyboard_turns_the_switch_and_two_lessons_side_by_side_each_keep_th
         assert left.locator(".course-language label:visible").count() == 3
 
     command(page, "docmanager:open", path="notebooks/sliders.ipynb", options={"mode": "split-right"})
-    right = page.locator(".jp-Notebook").last
+    right = page.locator(".jp-Notebook").nth(1)
     right.locator(".course-language").wait_for()
     right.locator("input[value=en]").check()
     assert (left.locator("input[value=zh]").is_checked(), visible(left)) == (True, ["zh"])
