@@ -17,6 +17,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
+# These take seconds; at the end they fill what one worker has left to do when the other is through.
+QUICK = {"test_environment", "test_guide", "test_models", "test_notebooks", "test_readme", "test_slides", "test_student"}
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem in QUICK)
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU; run `make gpu` on a machine that has one")
