@@ -18,7 +18,15 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 # These take seconds; at the end they fill what one worker has left to do when the other is through.
-QUICK = {"test_environment", "test_guide", "test_models", "test_notebooks", "test_readme", "test_slides", "test_student"}
+QUICK = {
+    "test_environment",
+    "test_guide",
+    "test_models",
+    "test_notebooks",
+    "test_readme",
+    "test_slides",
+    "test_student",
+}
 
 
 def pytest_collection_modifyitems(items):

@@ -69,17 +69,10 @@ def test_no_page_and_no_style_loads_anything_from_another_machine(built_site, pa
     assert styles and not any(styles.values())
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        '<script async src="https://example.org/a.js">',
-        '<link rel="stylesheet" href="//example.org/a.css">',
-        "<style>@import 'https://example.org/a.css'</style>",
-        '<div style="background: url(https://example.org/a.png)">',
-    ],
-)
-def test_a_request_to_another_machine_is_found(bad):
-    assert outside_requests(bad)
+def test_a_request_to_another_machine_is_found():
+    bad = ['<script async src="https://a/b">', '<link href="//a/b">', "<style>@import 'https://a'</style>"]
+    bad += ['<div style="background: url(https://a/b.png)">']
+    assert all(map(outside_requests, bad))
     assert not outside_requests('<a href="https://example.org"> <script src="_static/a.js"> <link href="a.css">')
 
 

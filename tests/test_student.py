@@ -93,12 +93,6 @@ def test_what_cannot_be_taken_out_names_its_cell(sources, cell):
         without_solutions(notebook_of(*sources))
 
 
-def test_short_statements_imports_and_the_check_itself_are_no_leak():
-    solution = SOLUTION.replace("answer = sum", "from itertools import accumulate\npeaks = []\nanswer = sum")
-    elsewhere = "from itertools import accumulate\npeaks = []"
-    assert len(without_solutions(notebook_of(ATTEMPT, solution, elsewhere)).cells) == 2
-
-
 # --- one language ---
 
 
