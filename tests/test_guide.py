@@ -27,7 +27,8 @@ from test_notebooks import (
     take_apart,
 )
 
-from course_lib.teaching import exercises, said
+from course_lib import lessons as course_lessons
+from course_lib.teaching import Claim
 
 GUIDE = (FOLDER / "INSTRUCTORS.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -109,7 +110,9 @@ def outputs_of(notebook):
 def figures_of(notebook):
     """Every number that a notebook shows, its code and the checks of its exercises included."""
     text = "\n".join([*(cell.source for cell in notebook.cells), *outputs_of(notebook)])
-    checks = [getattr(exercises, name) for name in set(re.findall(r"\bexercises\.(check_\w+)", text))]
+    modules = map(course_lessons.lesson, course_lessons.LESSONS)
+    checks = [check for module in modules for name, check in vars(module).items() if name.startswith("check_")]
+    checks = [check for check in checks if f"{check.__name__}(" in text]
     return set().union(*(numbers_in(source) for source in [text, *map(inspect.getsource, checks)]))
 
 
@@ -170,10 +173,10 @@ def lesson_problems(number, lesson, notebook, minutes):
 def claim_problems(number, lesson, notebook):
     """The claims are the lesson's, with its verdicts and with the figures that the notebook stores."""
     measured = re.findall(r"^measured 实测: (.+)$", "\n".join(outputs_of(notebook)), re.M)
-    claims = said._CLAIMS.get(number, ())
+    claims = course_lessons.claims_of(number)
     wanted = [
-        ["<br>".join(claim), figure, "<br>".join(verdict)]
-        for (claim, _, verdict), figure in zip(claims, measured, strict=True)
+        ["<br>".join(each.claim), figure, "<br>".join(each.verdict)]
+        for each, figure in zip(claims, measured, strict=True)
     ]
     rows = rows_of(part_of(lesson, "Misconceptions"))
     found = [[claim, figure.replace("<br>", " "), *rest] for claim, figure, *rest in rows]  # as a table joins the two
@@ -280,9 +283,9 @@ Afterwards they save 42 MB, see section 2.1.
 
 @pytest.fixture
 def notebook(monkeypatch):
-    claims = [(("It trains.", "它会训练。"), ("", ""), ("No.", "不会。"))]
-    claims.append((("It is equal.", "它们相等。"), ("", ""), ("Never.", "从不相等。")))
-    monkeypatch.setattr(said, "_CLAIMS", {"02": claims})
+    claims = [Claim(("It trains.", "它会训练。"), ("", ""), ("No.", "不会。"), "fails")]
+    claims.append(Claim(("It is equal.", "它们相等。"), ("", ""), ("Never.", "从不相等。"), "fails"))
+    monkeypatch.setattr(course_lessons, "claims_of", lambda number: claims if number == "02" else ())
     cells = [nbformat.v4.new_markdown_cell(f"## 2.{k} A / 甲") for k in (1, 2)]
     cells.append(nbformat.v4.new_markdown_cell("**Goals** (13 minutes). **Exercise 1.** Save 42 MB."))
     shown = "measured 实测: 2 / 6\nmeasured 实测: 0 of 4 are 4 个中有 0 个\n100.700 MB"

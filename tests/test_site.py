@@ -14,6 +14,8 @@ import pytest
 from editions import failure, take_network
 
 from course_lib.checkpoint import checkpoint
+from course_lib.lessons import LESSONS as LESSON_NUMBERS
+from course_lib.lessons import claims_of
 from course_lib.teaching import alt, said
 from course_lib.teaching.editions import site
 from course_lib.teaching.editions.cells import STAMP, run_edition
@@ -29,6 +31,7 @@ pytestmark = [  # the packages' own, of which they know
 ]
 ROOT = Path(__file__).parents[1]
 LESSONS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"))
+CLAIMS = {number: claims_of(number) for number in LESSON_NUMBERS if claims_of(number)}
 
 
 @pytest.fixture(scope="module")
@@ -166,14 +169,14 @@ def test_sliders_that_need_a_kernel_are_explained(pages):
 
 def test_the_page_of_claims_has_every_claim_with_its_experiment_and_verdict(pages):
     words = text_of(pages["notebooks/claims.html"])
-    for claims in said._CLAIMS.values():
+    for claims in CLAIMS.values():
         for claim in claims:
-            for part in (part.replace("`", "") for pair in claim for part in pair):
+            for part in (part.replace("`", "") for part in (*claim.claim, *claim.experiment, *claim.verdict)):
                 assert part in words, part
 
 
 def test_the_page_of_claims_sums_up_how_many_hold(pages):
-    each = [outcome for lesson in said._CLAIMS for outcome in said.outcomes(lesson)]
+    each = [claim.outcome for claims in CLAIMS.values() for claim in claims]
     page = pages["notebooks/claims.html"]
     assert re.findall(r'<div class="claim (\w+)"', page) == each and set(each) <= set(said.OUTCOMES)
     sums = [each.count(outcome) for outcome in said.OUTCOMES]
@@ -189,30 +192,30 @@ def test_the_page_of_claims_sums_up_how_many_hold(pages):
     ]
 
 
-def test_a_lesson_whose_claims_are_not_known_gives_one_sentence(monkeypatch):
+def test_a_lesson_whose_claims_are_not_known_gives_one_sentence():
     lesson = site.Lesson("01_memory", "1 A / 甲", None, "1.2", [None] * 3)
-    with pytest.raises(site.EditionError, match=r"said has not the claims of 01_memory: 3 in the notebook, 4 there"):
+    with pytest.raises(site.EditionError, match=r"lessons has not the claims of 01_memory: 3 in the notebook, 4 there"):
         site.claims_page([lesson])
-    monkeypatch.delitem(said._OUTCOMES, "01")
-    with pytest.raises(site.EditionError, match="0 outcomes for lesson 01, which tests 4 claims"):
-        site.claims_page([lesson])
+    unknown = site.Lesson("99_nothing", "99 A / 甲", None, "99.2", [None])
+    with pytest.raises(site.EditionError, match="not the claims of 99_nothing: 1 in the notebook, 0 there"):
+        site.claims_page([unknown])
 
 
 def test_every_claim_has_an_address_and_its_lesson_a_link(pages):
     page = pages["notebooks/claims.html"]
-    expected = [f"claim-{int(key)}-{n}" for key, claims in said._CLAIMS.items() for n in range(1, len(claims) + 1)]
+    expected = [f"claim-{int(key)}-{n}" for key, claims in CLAIMS.items() for n in range(1, len(claims) + 1)]
     assert re.findall(r'<div class="claim \w+" id="([^"]+)"', page) == expected
     assert f"{len(expected)} sentences" in page
-    for lesson in (lesson for lesson in LESSONS if lesson[:2] in said._CLAIMS):
+    for lesson in (lesson for lesson in LESSONS if lesson[:2] in CLAIMS):
         assert f'href="{lesson}.html#claims-{lesson[:2]}"' in page
         assert f'id="claims-{lesson[:2]}"' in pages[f"notebooks/{lesson}.html"]
 
 
 def test_the_figures_of_the_claims_are_those_of_the_notebook(pages):
     measured = re.findall(r'<div class="measured">.*?<dd>(.*?)</dd>', pages["notebooks/claims.html"], re.S)
-    assert len(measured) == sum(map(len, said._CLAIMS.values())) and all(map(text_of, measured))
+    assert len(measured) == sum(map(len, CLAIMS.values())) and all(map(text_of, measured))
     notebook = (ROOT / "notebooks/03_sqrt_schedule.ipynb").read_text("utf-8")
-    first_of_lesson_03 = measured[len(said._CLAIMS["01"]) + len(said._CLAIMS["02"])]
+    first_of_lesson_03 = measured[len(CLAIMS["01"]) + len(CLAIMS["02"])]
     assert text_of(first_of_lesson_03) in notebook
 
 

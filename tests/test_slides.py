@@ -13,7 +13,7 @@ BeautifulSoup = pytest.importorskip("bs4").BeautifulSoup
 pytest.importorskip("nbconvert")
 pytest.importorskip("latex2mathml")
 
-from course_lib.teaching.editions import slides  # noqa: E402 - after the checks for what a GPU machine lacks
+from course_lib.teaching.editions import cutting, lesson_slides, slides  # noqa: E402 - after the checks for what a GPU machine lacks
 from course_lib.teaching.editions.cells import EditionError, read_lessons  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -72,38 +72,40 @@ LONG = "\n".join(["def f(x):", *(f"    x = x + {i}" for i in range(20)), "    re
 
 @pytest.mark.parametrize("code", [LONG, "x = 1", "", "@cache\ndef f():\n" + "    pass\n" * 11 + "\n\ny = f()"])
 def test_code_is_cut_into_pieces_of_at_most_twelve_lines_and_nothing_is_lost(code):
-    pieces = slides.cut_code(code)
-    assert all(len(piece.splitlines()) <= slides.MOST_CODE_LINES for piece in pieces)
+    pieces = cutting.cut_code(code)
+    assert all(len(piece.splitlines()) <= cutting.MOST_CODE_LINES for piece in pieces)
     kept = [line for piece in pieces for line in piece.splitlines() if line.strip()]
     assert kept == [line for line in code.splitlines() if line.strip()]
 
 
 def test_code_is_cut_between_statements_and_not_behind_a_header():
     function = "def f{}():\n" + "    pass\n" * 7
-    assert [piece[:6] for piece in slides.cut_code(function.format(1) + "\n\n" + function.format(2))] == [
+    assert [piece[:6] for piece in cutting.cut_code(function.format(1) + "\n\n" + function.format(2))] == [
         "def f1",
         "def f2",
     ]
     loop = "def f():\n    x = 1\n    for i in x:\n" + "        g(i)\n" * 11
-    assert not slides.cut_code(loop)[0].endswith(":")
+    assert not cutting.cut_code(loop)[0].endswith(":")
     nested = "class A:\n" + "    x = 1\n" * 10 + "    @property\n    def b(self):\n        return 1\n        # end"
-    assert not any(piece.splitlines()[-1].rstrip().endswith((":", "@property")) for piece in slides.cut_code(nested))
+    assert not any(piece.splitlines()[-1].rstrip().endswith((":", "@property")) for piece in cutting.cut_code(nested))
 
 
 def test_things_are_packed_in_order_into_the_fewest_groups_about_equally_full():
-    assert slides.pack([1, 1, 1, 1, 1, 1], room=4) == [[0, 1, 2], [3, 4, 5]]
-    assert slides.pack([9, 1], room=4) == [[0], [1]]  # one that is too large has a group of its own
-    assert slides.pack([], room=4) == []
+    assert cutting.pack([1, 1, 1, 1, 1, 1], room=4) == [[0, 1, 2], [3, 4, 5]]
+    assert cutting.pack([9, 1], room=4) == [[0], [1]]  # one that is too large has a group of its own
+    assert cutting.pack([], room=4) == []
 
 
 def test_a_paragraph_with_a_colon_keeps_the_next_one():
-    assert slides.paragraphs("One.\n\nThe sum is:\n\n$$x$$\n\nTwo.") == ["One.", "The sum is:\n\n$$x$$", "Two."]
-    assert slides.paragraphs("和是：\n\n$$x$$") == ["和是：\n\n$$x$$"]
+    assert cutting.paragraphs("One.\n\nThe sum is:\n\n$$x$$\n\nTwo.") == ["One.", "The sum is:\n\n$$x$$", "Two."]
+    assert cutting.paragraphs("和是：\n\n$$x$$") == ["和是：\n\n$$x$$"]
 
 
 def test_long_prose_goes_over_several_slides():
     paragraph = "Word " * 60
-    made = slides.lesson_slides(lesson_of(both("\n\n".join([paragraph] * 6), "\n\n".join(["字" * 120] * 6))), "en")
+    made = lesson_slides.lesson_slides(
+        lesson_of(both("\n\n".join([paragraph] * 6), "\n\n".join(["字" * 120] * 6))), "en"
+    )
     assert [slide.part for slide in made[1:]] == ["", "continued", "continued"]
 
 
@@ -111,7 +113,7 @@ def test_a_long_table_is_cut_between_rows_and_keeps_its_headings():
     rows = "".join(f"<tr><td>{i}</td></tr>" for i in range(28))
     html = f"<div><table><thead><tr><th>n</th></tr></thead><tbody>{rows}</tbody></table><p>28 rows</p></div>"
     parts = [
-        BeautifulSoup(part.data["text/html"], "html.parser") for part in slides._cut_table(html_output(html), "en")
+        BeautifulSoup(part.data["text/html"], "html.parser") for part in cutting.cut_table(html_output(html), "en")
     ]
     assert len(parts) == 2
     assert [cell.text for part in parts for cell in part.select("td")] == [str(i) for i in range(28)]
@@ -121,12 +123,12 @@ def test_a_long_table_is_cut_between_rows_and_keeps_its_headings():
 def test_a_table_with_long_texts_is_cut_too():
     rows = f"<tr>{'<td>' + 'word ' * 40 + '</td>'}</tr>" * 10
     table = html_output(f"<table><tbody>{rows}</tbody></table>")
-    assert [part.data["text/html"].count("<tr") for part in slides._cut_table(table, "en")] == [5, 5]
+    assert [part.data["text/html"].count("<tr") for part in cutting.cut_table(table, "en")] == [5, 5]
 
 
 def test_a_high_figure_is_cut_above_a_panels_title():
     def cut(output, language="en"):
-        return slides._cut_figure(slides.output_in(output, language))
+        return cutting.cut_figure(cutting.output_in(output, language))
 
     parts = cut(picture_output(800, ink=[(20, 400), (412, 424), (460, 780)]))  # a panel, a title, a panel
     image = pytest.importorskip("PIL.Image")
@@ -140,14 +142,14 @@ def test_a_high_figure_is_cut_above_a_panels_title():
 
 
 def test_a_result_is_a_fragment_behind_its_code_and_so_is_what_explains_it():
-    made = slides.lesson_slides(lesson_of(("1 + 1", [text_output("2")]), both("Two.", "二。")), "en")
-    assert [[slides._slide_type(part) for part in slide.parts] for slide in made[1:]] == [
+    made = lesson_slides.lesson_slides(lesson_of(("1 + 1", [text_output("2")]), both("Two.", "二。")), "en")
+    assert [[lesson_slides.slide_type(part) for part in slide.parts] for slide in made[1:]] == [
         [None, "fragment", "fragment"]
     ]
 
 
 def test_short_cells_share_a_slide_up_to_twelve_lines_of_code():
-    made = slides.lesson_slides(lesson_of("x = 1\n" * 8, "y = 2\n" * 4, "z = 3\n"), "en")
+    made = lesson_slides.lesson_slides(lesson_of("x = 1\n" * 8, "y = 2\n" * 4, "z = 3\n"), "en")
     assert [slide.code_lines() for slide in made[1:]] == [12, 1]
 
 
@@ -162,30 +164,30 @@ def test_a_figure_stands_alone_and_its_words_are_in_the_decks_language(language,
 
 def test_what_is_for_every_reader_stays_whatever_its_language():
     kept = '<section lang="en">a <b lang="zh">b</b></section><label lang="zh">c</label>'
-    output = slides.output_in(html_output(kept + '<span lang="en">d</span>'), "zh")
+    output = cutting.output_in(html_output(kept + '<span lang="en">d</span>'), "zh")
     assert output.data["text/html"] == kept.replace("section", "article"), "a section would be a slide"
 
 
 def test_plumbing_is_not_shown():
-    plumbing = ["import torch", "guess = None", "from course_lib.teaching import exercises\nexercises.check_x(answer)"]
-    assert len(slides.lesson_slides(lesson_of(*plumbing), "en")) == 1
+    plumbing = ["import torch", "guess = None", "from course_lib.lessons.lesson_01 import check_x\ncheck_x(answer)"]
+    assert len(lesson_slides.lesson_slides(lesson_of(*plumbing), "en")) == 1
     slider = text_output("interactive(children=(IntSlider(value=1),))")
     switch = html_output('<form class="course-language"></form>')
     progress = nbformat.v4.new_output("stream", text="plain:   0%|          | 0/40 [00:00<?, ?it/s]")
-    shown = [slides.output_in(output, "en") for output in (slider, switch, progress, text_output(" "))]
+    shown = [cutting.output_in(output, "en") for output in (slider, switch, progress, text_output(" "))]
     assert shown == [None] * 4
 
 
 def test_code_that_only_draws_or_tabulates_is_not_shown_and_imports_are_left_out():
     table = html_output("<table><tr><td>1</td></tr></table>")
-    assert slides._shown_code("headings = [1]\nheadings += [2]\ntable(headings, rows)", [table]) == ""
-    assert slides._shown_code("import math\nrows = [1]\ntable(headings, rows)", [table]) != ""
-    assert "import" not in slides._shown_code("import math\nrows = [1]\ntable(headings, rows)", [table])
+    assert cutting.shown_code("headings = [1]\nheadings += [2]\ntable(headings, rows)", [table]) == ""
+    assert cutting.shown_code("import math\nrows = [1]\ntable(headings, rows)", [table]) != ""
+    assert "import" not in cutting.shown_code("import math\nrows = [1]\ntable(headings, rows)", [table])
 
 
 def test_an_attempt_shows_no_verdict_and_the_solution_says_what_it_is():
-    attempt = ("def f():\n    return 0\n\n\nexercises.check_f(f)", [text_output("✗ Not yet.")])
-    solution = ("### BEGIN SOLUTION\nexercises.check_f(g)\n### END SOLUTION", [text_output("✓ Right.")])
+    attempt = ("def f():\n    return 0\n\n\ncheck_f(f)", [text_output("✗ Not yet.")])
+    solution = ("### BEGIN SOLUTION\ncheck_f(g)\n### END SOLUTION", [text_output("✓ Right.")])
     page = page_of(lesson_of(attempt, solution))
     assert "Not yet" not in page.text and "SOLUTION" not in page.text
     (last,) = [section for section in page.select("section section") if "✓ Right." in section.text]
@@ -225,17 +227,17 @@ def test_a_formula_becomes_mathml_and_keeps_its_punctuation():
 
 def test_long_lines_are_broken():
     line = "value = function_name(argument_one, argument_two, argument_three) + another_function(argument_four)"
-    notebook = slides.with_short_lines(lesson_of(line))
-    assert max(map(len, notebook.cells[1].source.splitlines())) <= slides.CODE_WIDTH
+    notebook = cutting.with_short_lines(lesson_of(line))
+    assert max(map(len, notebook.cells[1].source.splitlines())) <= cutting.CODE_WIDTH
     with pytest.raises(EditionError, match="a code cell is no Python"):
-        slides.with_short_lines(lesson_of("f("))
+        cutting.with_short_lines(lesson_of("f("))
 
 
 def test_a_lesson_without_a_title_is_refused():
     notebook = lesson_of("x = 1")
     del notebook.cells[0]
     with pytest.raises(EditionError, match="a lesson starts with its title"):
-        slides.lesson_slides(notebook, "en")
+        lesson_slides.lesson_slides(notebook, "en")
 
 
 # --- notes ---
@@ -251,9 +253,9 @@ def test_notes_are_read_by_section():
 
 def test_the_clock_runs_through_the_sections():
     notes = slides.deck_notebook(
-        slides.lesson_slides(lesson_of("## 9.1 A / 甲", "x = 1"), "en"), "en", {"9": NOTE, "9.1": NOTE}
+        lesson_slides.lesson_slides(lesson_of("## 9.1 A / 甲", "x = 1"), "en"), "en", {"9": NOTE, "9.1": NOTE}
     )
-    texts = [cell.source for cell in notes.cells if slides._slide_type(cell) == "notes"]
+    texts = [cell.source for cell in notes.cells if lesson_slides.slide_type(cell) == "notes"]
     assert [re.search(r"\d:\d\d–\d:\d\d", text)[0] for text in texts] == ["0:00–0:05", "0:05–0:10"]
 
 
@@ -314,7 +316,7 @@ def test_a_slide_has_at_most_twelve_lines_of_code(deck):
     _, _, page = deck
     for slide in page.select("section section"):
         lines = sum(len(code.text.strip("\n").splitlines()) for code in slide.select(".code pre"))
-        assert lines <= slides.MOST_CODE_LINES, slide.select_one(".heading").text
+        assert lines <= cutting.MOST_CODE_LINES, slide.select_one(".heading").text
 
 
 def test_a_deck_speaks_its_language(deck):
@@ -326,7 +328,7 @@ def test_a_deck_speaks_its_language(deck):
         assert page.select('[lang="en"]') and page.select('[lang="zh"]')
         return
     other = {"en": "zh", "zh": "en"}[language]
-    assert page.find_all(slides.PER_LANGUAGE, lang=other) == []
+    assert page.find_all(cutting.PER_LANGUAGE, lang=other) == []
     words = [tag.get_text(" ") for tag in page.select(".heading, .prose p, .prose li, .notes p, .html, pre")]
     if language == "en":
         assert [text for text in words if re.search(HAN, text)] == []
@@ -394,8 +396,8 @@ def test_the_program_says_what_is_wrong_in_one_sentence_and_builds_nothing(tmp_p
 
 
 def test_without_ruff_it_says_so(monkeypatch):
-    slides._find_ruff.cache_clear()
-    monkeypatch.setattr(slides.shutil, "which", lambda *args, **options: None)
+    cutting.find_ruff.cache_clear()
+    monkeypatch.setattr(cutting.shutil, "which", lambda *args, **options: None)
     with pytest.raises(EditionError, match="ruff, which breaks long lines of code for the slides, is not installed"):
-        slides.with_short_lines(lesson_of("x = 1"))
-    slides._find_ruff.cache_clear()
+        cutting.with_short_lines(lesson_of("x = 1"))
+    cutting.find_ruff.cache_clear()

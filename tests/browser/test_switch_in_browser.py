@@ -2,14 +2,14 @@
 
 import pytest
 
-from course_lib.teaching import languages
+from course_lib.teaching.switch import Switch
 
 pytestmark = pytest.mark.browser
 
 
 def test_the_keyboard_reaches_the_switch_and_turns_it(open_page):
     page = open_page("about:blank")
-    cells = (languages._Switch("both")._repr_html_(), '<div lang="en">peak</div>', '<div lang="zh">峰值</div>')
+    cells = (Switch("both")._repr_html_(), '<div lang="en">peak</div>', '<div lang="zh">峰值</div>')
     body = "".join(f'<div class="jp-Cell">{cell}</div>' for cell in cells)
     page.set_content(f'<body class="jp-Notebook"><a href="#">before</a>{body}</body>')
     page.keyboard.press("Tab")
