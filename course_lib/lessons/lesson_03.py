@@ -1,7 +1,6 @@
 """Lesson 03: its exercises, its claims, its pictures of schedules, and schedules of a decoder run on a GPU."""
 
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,13 +84,14 @@ def check_segment_count(answer: Any) -> Verdict:
     return expect_number(
         answer,
         24,
+        tolerance=1e-9,
         wrong_answers={
             8: (
                 "That is √L, right only where a layer saves as much as one boundary.",
                 "这是 √L，只有每层保存的恰好等于一个边界时才对。",
             ),
             64 * 9: ("Take the square root.", "还要开平方。"),
-            Fraction(8, 3): ("s and b are the wrong way round.", "s 与 b 放反了。"),
+            8 / 3: ("s and b are the wrong way round.", "s 与 b 放反了。"),
         },
         why=(
             "24 boundaries, and 64/24 layers of nine each: 24 b + 24 b.",

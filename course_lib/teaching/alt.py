@@ -31,7 +31,7 @@ def alt_text(drawn: "Figure") -> str:
     Only words and figures that are written in the picture, and the ends of measured curves: other coordinates may
     differ from machine to machine.
     """
-    en, zh = _description(drawn)
+    en, zh = description(drawn)
     return {"en": en, "zh": zh, "both": en if en == zh else f"{en} {zh}"}[current()]
 
 
@@ -83,7 +83,7 @@ def _show(drawn: "Figure") -> None:
     display(bundle, raw=True)
 
 
-def _description(drawn: "Figure") -> tuple[str, str]:
+def description(drawn: "Figure") -> tuple[str, str]:
     """(English, Chinese)."""
     given = getattr(drawn, "course_alt", None)
     if given is None:
