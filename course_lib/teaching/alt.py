@@ -42,7 +42,7 @@ def show_with_alt_text() -> None:
     except ImportError:
         return
     if shell := get_ipython():
-        shell.display_formatter.ipython_display_formatter.for_type_by_name("matplotlib.figure", "Figure", _show)
+        shell.display_formatter.ipython_display_formatter.for_type_by_name("matplotlib.figure", "Figure", show)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def alt_parts(words: str) -> tuple[str, str]:
     return (words[: cut + 1], words[cut + 2 :]) if cut >= 0 else (words, words)
 
 
-def _show(drawn: "Figure") -> None:
+def show(drawn: "Figure") -> None:
     """Instead of IPython's own PNG, not beside it: twice would double the notebook's size."""
     from IPython.core.pylabtools import print_figure
     from IPython.display import display

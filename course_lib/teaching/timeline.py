@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # From the bottom: what stays all the time first, so that what comes and goes draws the outline.
-_STACK = ("parameter", "buffer", "optimizer", "gradient", "input", "activation", "temporary")
+STACK = ("parameter", "buffer", "optimizer", "gradient", "input", "activation", "temporary")
 _PHASE_COLORS = {"forward": "#DCE6F0", "backward": "#F6DFE0", "optimizer": "#EBDDE8"}
 
 
@@ -84,10 +84,10 @@ class _Step:
         self.length = len(self.phases)
         if self.length == 0:
             raise ValueError(f"the meter of {label(name)!r} recorded no operator: run a step inside its `with` block")
-        known = [category for category in _STACK if category in series]
+        known = [category for category in STACK if category in series]
         self.bytes = {
             category: series[category]
-            for category in [*known, *(other for other in series if other not in _STACK)]
+            for category in [*known, *(other for other in series if other not in STACK)]
             if series[category].any()
         }
         self.total = sum(self.bytes.values())
@@ -259,7 +259,7 @@ def _name_the_rest(drawn: "Figure", steps: "Sequence[_Step]", named: set[str]) -
     from matplotlib.patches import Patch
 
     visible = {c for step in steps for c, held in step.bytes.items() if held.max() > step.peak / 200}
-    rest = [category for category in _STACK if category in visible - named]
+    rest = [category for category in STACK if category in visible - named]
     if rest:
         patches = [Patch(label=category_label(category), **category_look(category)) for category in rest]
         drawn.legend(
