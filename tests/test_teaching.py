@@ -178,16 +178,6 @@ def test_what_the_reader_changes_after_the_first_figure_stays():
     assert matplotlib.rcParams["font.size"] == 17.0
 
 
-def test_a_title_in_both_languages_has_the_english_line_first():
-    drawn, _ = teaching.figure(("Peak falls", "峰值下降"))
-    assert drawn.get_suptitle() == "Peak falls\n峰值下降"
-
-
-def test_figure_gives_one_axes_or_an_array():
-    assert hasattr(teaching.figure()[1], "plot")
-    assert teaching.figure(rows=2, columns=3)[1].shape == (2, 3)
-
-
 # Of linear RGB, severity 1: Machado, Oliveira and Fernandes, "A physiologically-based model for simulation of color
 # vision deficiency", 2009, table 1.
 VISION = {
@@ -277,15 +267,6 @@ CHINESE = "峰值下降。曲线、数据点；横轴：层数 L；纵轴：峰�
 def test_a_figure_says_its_message_its_axes_and_its_labels_in_the_language_in_force(chosen, said):
     teaching.language(chosen)
     assert alt.alt_text(sample()) == said
-
-
-def test_panels_are_said_one_by_one_and_what_they_share_once():
-    drawn, (left, right) = teaching.figure(columns=2)
-    for axes, title in ((left, ("before", "之前")), (right, ("after", "之后"))):
-        axes.bar([1, 2], [1, 2])
-        axes.set_title(teaching.text(*title))
-    drawn.supylabel(teaching.text("bytes", "字节"))
-    assert alt.alt_text(drawn) == "Before: bars. After: bars. All panels: bytes. 之前：柱形。之后：柱形。各图：字节。"
 
 
 def test_words_given_for_a_figure_are_said_instead_of_its_axes():
@@ -518,7 +499,7 @@ class Hostile:
 anything = st.one_of(
     *(st.none(), st.booleans(), st.integers(), st.floats(), st.decimals(), st.fractions(), st.complex_numbers()),
     *(st.text(), st.binary(), st.lists(st.integers()), st.dates(), st.functions(), st.just(10**5000)),
-    *(st.just(odd) for odd in (Hostile, numpy.zeros((2, 2)), numpy.array(["x"]), numpy.float32("nan"))),
+    *(st.just(odd) for odd in (Hostile, Hostile(), numpy.zeros((2, 2)), numpy.array(["x"]), numpy.float32("nan"))),
 )
 
 
@@ -527,11 +508,6 @@ anything = st.one_of(
 def test_a_check_never_raises_whatever_the_answer(answer, tolerance):
     verdict = expect_number(answer, 84, tolerance=tolerance, wrong_answers={12: ("a", "b")}, hint=("c", "d"))
     assert isinstance(verdict, Verdict) and repr(verdict) and verdict._repr_html_()
-
-
-def test_not_even_an_answer_that_fails_at_everything_makes_a_check_raise():
-    verdict = expect_number(Hostile(), 84)
-    assert not verdict and "`Hostile`" in verdict.message[0]
 
 
 @pytest.mark.parametrize("answer", [84, 84.0, numpy.float64(84), numpy.array([84]), torch.tensor(84.0), Fraction(84)])
