@@ -499,7 +499,7 @@ class Hostile:
 anything = st.one_of(
     *(st.none(), st.booleans(), st.integers(), st.floats(), st.decimals(), st.fractions(), st.complex_numbers()),
     *(st.text(), st.binary(), st.lists(st.integers()), st.dates(), st.functions(), st.just(10**5000)),
-    *(st.just(odd) for odd in (Hostile, Hostile(), numpy.zeros((2, 2)), numpy.array(["x"]), numpy.float32("nan"))),
+    *(st.just(odd) for odd in (Hostile, numpy.zeros((2, 2)), numpy.array(["x"]), numpy.float32("nan"))),
 )
 
 
@@ -508,6 +508,11 @@ anything = st.one_of(
 def test_a_check_never_raises_whatever_the_answer(answer, tolerance):
     verdict = expect_number(answer, 84, tolerance=tolerance, wrong_answers={12: ("a", "b")}, hint=("c", "d"))
     assert isinstance(verdict, Verdict) and repr(verdict) and verdict._repr_html_()
+
+
+def test_not_even_an_answer_that_fails_at_everything_makes_a_check_raise():
+    verdict = expect_number(Hostile(), 84)
+    assert not verdict and "`Hostile`" in verdict.message[0]
 
 
 @pytest.mark.parametrize("answer", [84, 84.0, numpy.float64(84), numpy.array([84]), torch.tensor(84.0), Fraction(84)])
