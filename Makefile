@@ -42,7 +42,7 @@ bench: $(INSTALLED) ## run tests/bench_*.py, which print ratios / 运行性能�
 
 gpu: $(if $(GPU_PYTHON_GIVEN),,$(INSTALLED)) ## run the GPU tests, record the GPU figures / 运行 GPU 测试并记录结果
 	PYTHONPATH=. $(or $(GPU_PYTHON_GIVEN),$(BIN)/python) -m pytest -o addopts= -p no:cacheprovider -rs -m gpu tests
-	PYTHONPATH=. $(or $(GPU_PYTHON_GIVEN),$(BIN)/python) -m course_lib.recordings
+	PYTHONPATH=. $(or $(GPU_PYTHON_GIVEN),$(BIN)/python) -m course_lib.lessons $(ARGS)
 
 notebooks: $(INSTALLED) ## run notebooks/scripts again, store notebooks with outputs (ARGS="02 03") / 重新生成笔记本
 	$(BIN)/python notebooks/build.py $(ARGS)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from turns import in_turns
 
 from course_lib.accumulation import AccumulatedStep, split
+from course_lib.lessons.lesson_05 import ddp_bytes
 from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import ddp_bytes
 
 BAR, ROUNDS = 1.02, 30
 MICRO_BATCHES = 8

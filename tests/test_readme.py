@@ -20,7 +20,8 @@ def test_every_link_of_the_readme_leads_to_a_file_and_every_lesson_is_linked():
 
 def test_the_map_has_the_words_of_the_figure_in_both_languages():
     pytest.importorskip("matplotlib")
-    from course_lib.teaching import alt, course_map
+    from course_lib.lessons.lesson_00 import course_map
+    from course_lib.teaching import alt
 
     assert f"![{alt.alt_text(course_map())}](notebooks/images/map.svg)" in README
 

@@ -1,4 +1,4 @@
-"""The lessons' GPU experiments, their recordings, and how a lesson shows them."""
+"""GPU experiments: their figures and labels, recordings of them, and how a lesson shows them."""
 
 import json
 import math
@@ -13,22 +13,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from course_lib import recordings
-from course_lib.memory import training_state_bytes
-from course_lib.recordings import lesson_01, lesson_07
-from course_lib.teaching import languages, on_gpu
+from course_lib import lessons
+from course_lib.lessons import __main__ as command
+from course_lib.teaching import languages
+from course_lib.teaching.experiments import TINY, UNITS, Experiment, check_figure, experiment
+from course_lib.teaching.recorded import FOLDER, figures, record
 
 ROOT = Path(__file__).parents[1]
-EXPERIMENTS = recordings.experiments()
+EXPERIMENTS = lessons.experiments()
+NAMED = {f"{item.lesson}.{item.name}": item for item in EXPERIMENTS}
 FIELDS = {"gpu", "gpu_memory_bytes", "driver", "torch", "date", "command", "figures"}
 HAN = re.compile(r"[\u4e00-\u9fff]")
-each = pytest.mark.parametrize("item", EXPERIMENTS, ids=[f"{item.lesson}-{item.name}" for item in EXPERIMENTS])
+each = pytest.mark.parametrize("item", EXPERIMENTS, ids=list(NAMED))
+RUN = Experiment.run
 
 
 @cache
-def small_run(lesson, name):
+def small_run(name):
     """The figures of an experiment on the CPU at its small sizes; made once, because all tests only read them."""
-    return recordings.run(lesson, name, "cpu", small=True)
+    return RUN(NAMED[name], "cpu", small=True)
 
 
 @pytest.fixture
@@ -39,31 +42,29 @@ def no_gpu(monkeypatch):
 @pytest.fixture
 def gpu_called(monkeypatch):
     """Pretends that there is a GPU of that name, whose figures are those of small runs on the CPU."""
-    for item in EXPERIMENTS:
-        small_run(item.lesson, item.name)  # before torch is told that there is a GPU
+    for name in NAMED:
+        small_run(name)  # before torch is told that there is a GPU
 
     def pretend(name):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(total_memory=24 * 10**9))
-        monkeypatch.setattr(recordings, "run", small_run)
+        monkeypatch.setattr(Experiment, "run", lambda item: small_run(f"{item.lesson}.{item.name}"))
 
     return pretend
 
 
-@pytest.fixture
-def folder(monkeypatch, tmp_path):
-    """An empty folder for recordings, which lessons read from too."""
-    read = recordings.figures
-    monkeypatch.setattr(recordings, "figures", lambda lesson, name: read(lesson, name, folder=tmp_path))
-    return tmp_path
-
-
-def store(folder, gpu="Some GPU", day="2026-01-02", **figures):
+def store(folder, gpu="Some GPU", day="2026-01-02", **named):
     """A recording of lesson 01 as `record` writes it: experiment=figures."""
     recording = {"gpu": gpu, "torch": "2.11.0", "date": day, "driver": "1", "command": "c", "gpu_memory_bytes": 1}
     path = folder / f"{gpu.lower().replace(' ', '-')}.json"
-    path.write_text(json.dumps(recording | {"figures": {"01": figures}}), encoding="utf-8")
+    path.write_text(json.dumps(recording | {"figures": {"01": named}}), encoding="utf-8")
+
+
+def command_line(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["lessons", *map(str, arguments)])
+    command.main()
 
 
 # The experiments ------------------------------------------------------------------------------------------------------
@@ -71,18 +72,15 @@ def store(folder, gpu="Some GPU", day="2026-01-02", **figures):
 
 @each
 def test_an_experiment_gives_finite_numbers_with_units_in_their_names(item):
-    values = small_run(item.lesson, item.name)
-    assert values
-    for name, value in values.items():
-        assert name.rpartition("_")[2] in recordings.UNITS
-        assert math.isfinite(value)
+    values = small_run(f"{item.lesson}.{item.name}")
+    assert values and all(name.rpartition("_")[2] in UNITS and math.isfinite(value) for name, value in values.items())
     json.dumps(values, allow_nan=False)
 
 
 @each
-def test_an_experiment_and_its_figures_have_names_in_both_languages(item):
-    values = small_run(item.lesson, item.name)
-    labels = [recordings.label_of(item.lesson, item.name, name) for name in values]
+def test_an_experiment_and_its_figures_have_names_of_their_own_in_both_languages(item):
+    values = small_run(f"{item.lesson}.{item.name}")
+    labels = [item.label_of(name) for name in values]
     assert len(set(labels)) == len(values)
     assert HAN.search(item.title[1]) and not HAN.search(item.title[0])
     for name, (en, zh) in zip(values, labels, strict=True):
@@ -90,55 +88,17 @@ def test_an_experiment_and_its_figures_have_names_in_both_languages(item):
         assert HAN.search(zh)
 
 
-@each
-def test_an_experiment_leaves_no_random_number_drawn(item):
+def test_an_experiment_draws_the_same_random_numbers_every_time_and_leaves_none_drawn():
+    item = replace(EXPERIMENTS[0], function=lambda device: {"drawn_seconds": torch.rand(()).item()}, small={})
     state = torch.get_rng_state()
-    recordings.run(item.lesson, item.name, "cpu", small=True)
+    first = item.run("cpu", small=True)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_the_decoder_step_counts_the_same_peak_with_the_meter_and_with_measure():
-    sizes = lesson_01.SMALL_GPT
-    values = small_run("01", "decoder_step")
-    model, _ = lesson_01.decoder(torch.device("cpu"), sizes)
-    assert values["parameter_count"] == sum(p.numel() for p in model.parameters())
-    assert values["meter_peak_bytes"] + values["workspace_bytes"] == values["allocator_peak_bytes"]
-    assert values["meter_blocks_peak_bytes"] >= values["meter_peak_bytes"]
-    assert values["meter_peak_bytes"] > sum(training_state_bytes(values["parameter_count"], "fp32-sgd").values())
-
-
-def test_the_formula_of_korthikanti_is_met_to_the_byte():
-    values = small_run("01", "korthikanti")
-    assert values["difference_bytes"] == 0
-    assert values["saved_bytes"] == values["predicted_bytes"] > values["paper_bytes"]
-
-
-def test_fused_attention_peaks_lower_than_standard_attention():
-    values = small_run("01", "attention_sequence")
-    assert values["fused_32_tensors_bytes"] < values["standard_32_tensors_bytes"]
-
-
-def test_the_monitor_sees_each_phase_take_and_give_back_what_it_should():
-    values = small_run("01", "monitor")
-    model, _ = lesson_01.decoder(torch.device("cpu"), lesson_01.SMALL_GPT)
-    weights = sum(p.nbytes for p in model.parameters())
-    moments = 2 * weights + 4 * len(list(model.parameters()))  # and a step counter each
-    assert values["step_live_bytes"] - values["backward_live_bytes"] == moments
-    assert values["step_live_bytes"] - values["zero_grad_live_bytes"] == weights
-    assert values["forward_live_bytes"] > values["backward_live_bytes"] > values["model_live_bytes"] >= weights
-
-
-def test_the_three_recipes_of_lesson_07_peak_where_they_are_predicted():
-    values = small_run("07", "three_recipes")
-    for recipe in lesson_07.RECIPES:
-        assert values[f"{recipe}_peak_bytes"] == values[f"{recipe}_predicted_bytes"]
-        for figure in ("predicted_bytes", "peak_bytes", "allocator_peak_bytes"):  # the last comes on a GPU only
-            assert HAN.search(recordings.label_of("07", "three_recipes", f"{recipe}_{figure}")[1])
-    assert values["least_peak_bytes"] < values["plain_peak_bytes"]
+    torch.rand(3)
+    assert item.run("cpu", small=True) == first
 
 
 @pytest.mark.parametrize(
-    ("figures", "complaint"),
+    ("values", "complaint"),
     [
         ({"peak": 1}, "does not say its unit"),
         ({"peak_bytes": 1.5}, "takes a whole number"),
@@ -148,37 +108,40 @@ def test_the_three_recipes_of_lesson_07_peak_where_they_are_predicted():
         ({"step_seconds": math.inf}, "takes a finite number"),
     ],
 )
-def test_a_figure_that_is_no_number_of_its_unit_is_refused(monkeypatch, figures, complaint):
-    item = replace(EXPERIMENTS[0], function=lambda device: figures, small={})
-    monkeypatch.setitem(recordings._experiments, (item.lesson, item.name), item)
+def test_a_figure_that_is_no_number_of_its_unit_is_refused(values, complaint):
+    item = replace(EXPERIMENTS[0], function=lambda device: values, small={})
     with pytest.raises(ValueError, match=complaint):
-        recordings.run(item.lesson, item.name, "cpu", small=True)
+        item.run("cpu", small=True)
 
 
-def test_two_experiments_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="lesson 01 has two experiments called 'monitor'"):
-        recordings.experiment("01", "monitor", en="again", zh="再来", small={})(lambda device: {})
+def test_an_arms_figures_are_labelled_by_arm_and_quantity():
+    @experiment(
+        title=("a", "甲"), sizes={}, small=TINY, arms={"plain": ("plain", "普通")}, labels={"x_{}_bytes": ("x {}",) * 2}
+    )
+    def made(device):
+        return {}
+
+    assert (made.name, made.small) == ("made", TINY)
+    assert made.label_of("plain_allocator_peak_bytes") == ("plain: allocator's peak", "普通：分配器峰值")
+    assert made.label_of("plain_peak_bytes") == ("plain: peak of tensors", "普通：张量峰值")
+    assert made.label_of("x_512_bytes") == ("x 512", "x 512")
+    assert made.label_of("other_bytes") == ("`other_bytes`",) * 2
 
 
 @pytest.mark.parametrize(("lesson", "name"), [("99", "monitor"), ("01", "no_such")])
 def test_an_unknown_experiment_is_an_error_that_names_the_known_ones(lesson, name):
-    with pytest.raises(ValueError, match=r"GPU experiments (are in 01|of lesson 01 are decoder_step, korthikanti)"):
-        recordings.figures(lesson, name)
-    with pytest.raises(ValueError, match="GPU experiments"):
-        on_gpu(lesson, name)
+    with pytest.raises(ValueError, match=r"takes one of 00, 01|of lesson 01 are decoder_step, korthikanti"):
+        lessons.on_gpu(lesson, name)
 
 
 # Recordings -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_the_command_writes_is_what_figures_reads(gpu_called, tmp_path, monkeypatch):
-    from course_lib.recordings import __main__ as command
-
+def test_what_the_command_writes_is_what_a_lesson_reads(gpu_called, tmp_path, monkeypatch):
     gpu_called("NVIDIA Example 9000 (24 GB)")
-    monkeypatch.setattr(command, "run", recordings.run)
-    monkeypatch.setattr(sys, "argv", ["recordings", "--folder", str(tmp_path)])
-    command.main()
-    (path,) = tmp_path.iterdir()
+    folder = tmp_path / "not" / "there"
+    command_line(monkeypatch, "--folder", folder)
+    (path,) = folder.iterdir()
     assert path.name == "nvidia-example-9000-24-gb.json"
     written = json.loads(path.read_text(encoding="utf-8"))
     assert set(written) == FIELDS
@@ -187,100 +150,135 @@ def test_what_the_command_writes_is_what_figures_reads(gpu_called, tmp_path, mon
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for item in EXPERIMENTS:
-        found = recordings.figures(item.lesson, item.name, folder=tmp_path)
+        found = figures(item, folder)
         assert (found.source, found.gpu) == ("recorded", "NVIDIA Example 9000 (24 GB)")
         assert (found.torch, found.date, found.problem) == (str(torch.__version__), written["date"], None)
         assert found.values == written["figures"][item.lesson][item.name]
 
 
+def test_an_experiment_that_fails_is_named_and_the_others_are_written(gpu_called, tmp_path, monkeypatch, capsys):
+    gpu_called("Example")
+
+    def run(item):
+        if item.name == "monitor":
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return small_run(f"{item.lesson}.{item.name}")
+
+    monkeypatch.setattr(Experiment, "run", run)
+    with pytest.raises(SystemExit, match=r"failed: 01\.monitor$"):
+        command_line(monkeypatch, "--folder", tmp_path, "--only", "01")
+    assert "01.monitor failed: OutOfMemoryError: CUDA out of memory" in capsys.readouterr().err
+    written = json.loads((tmp_path / "example.json").read_text(encoding="utf-8"))["figures"]
+    assert set(written) == {"01"} and set(written["01"]) == {i.name for i in lessons.experiments("01")} - {"monitor"}
+
+
+def test_a_part_is_added_to_what_was_recorded_with_the_same_torch_and_driver(gpu_called, tmp_path, monkeypatch):
+    gpu_called("Example")
+    command_line(monkeypatch, "--folder", tmp_path, "--only", "01.korthikanti")
+    command_line(monkeypatch, "--folder", tmp_path, "--only", "01.mon", "06", "07", "--skip", "07.three")
+    path = tmp_path / "example.json"
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert {lesson: set(names) for lesson, names in written["figures"].items()} == {
+        "01": {"korthikanti", "monitor"},
+        "06": {"attention_forward_and_backward"},
+    }
+    path.write_text(json.dumps(written | {"torch": "2.9.0"}), encoding="utf-8")
+    command_line(monkeypatch, "--folder", tmp_path, "--only", "06")
+    assert set(json.loads(path.read_text(encoding="utf-8"))["figures"]) == {"06"}, "older ones would be called new"
+
+
 def test_the_same_figures_give_the_same_bytes_in_any_order(gpu_called, tmp_path):
     gpu_called("Example")
-    one = {"01": {"a": {"x_bytes": 1, "y_bytes": 2}, "b": {"z_bytes": 3}}}
-    other = {"01": {"b": {"z_bytes": 3}, "a": {"y_bytes": 2, "x_bytes": 1}}}
-    first = recordings.record(one, command="c", folder=tmp_path).read_bytes()
-    assert recordings.record(other, command="c", folder=tmp_path).read_bytes() == first
+    one, other = NAMED["01.monitor"], NAMED["07.three_recipes"]
+
+    def written(*pairs):
+        for item, values in pairs:
+            path = record(item, values, command="c", folder=tmp_path)
+        found = path.read_bytes()
+        path.unlink()
+        return found
+
+    first = written((one, {"x_bytes": 1, "y_bytes": 2}), (other, {"z_bytes": 3}))
+    assert written((other, {"z_bytes": 3}), (one, {"y_bytes": 2, "x_bytes": 1})) == first
     assert first.endswith(b"}\n")
 
 
 def test_live_figures_and_recorded_ones_stand_in_the_same_order(gpu_called, tmp_path, monkeypatch):
     gpu_called("Example")
     for item in EXPERIMENTS:
-        live = recordings.figures(item.lesson, item.name, folder=tmp_path)
+        live = figures(item, tmp_path)
         assert live.source == "live"
-        recordings.record({item.lesson: {item.name: live.values}}, command="c", folder=tmp_path)
+        record(item, live.values, command="c", folder=tmp_path)
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: False)
-            recorded = recordings.figures(item.lesson, item.name, folder=tmp_path)
-        assert list(recorded.values) == list(live.values)
+            assert list(figures(item, tmp_path).values) == list(live.values)
 
 
 def test_figures_are_ordered_by_number_not_by_letter(no_gpu, tmp_path):
     store(tmp_path, attention_sequence={f"fused_{n}_tensors_bytes": n for n in (1024, 2048, 512)})
-    found = recordings.figures("01", "attention_sequence", folder=tmp_path)
-    assert list(found.values.values()) == [512, 1024, 2048]
+    assert list(figures(NAMED["01.attention_sequence"], tmp_path).values.values()) == [512, 1024, 2048]
 
 
 def test_of_several_recordings_the_latest_counts(no_gpu, tmp_path):
     store(tmp_path, "A GPU", "2026-03-01", monitor={"model_live_bytes": 1})
     store(tmp_path, "B GPU", "2026-05-01", monitor={"model_live_bytes": 2})
     store(tmp_path, "C GPU", "2026-09-01", korthikanti={"saved_bytes": 3})
-    found = recordings.figures("01", "monitor", folder=tmp_path)
+    found = figures(NAMED["01.monitor"], tmp_path)
     assert (found.gpu, found.values) == ("B GPU", {"model_live_bytes": 2})
 
 
 @each
-def test_a_missing_recording_says_so_and_shows_no_figure(no_gpu, folder, item):
-    found = recordings.figures(item.lesson, item.name)
+def test_a_missing_recording_says_so_and_shows_no_figure(no_gpu, tmp_path, item):
+    found = figures(item, tmp_path / "nothing")
     assert (found.source, found.values, found.gpu, found.date) == ("none", {}, None, None)
-    shown = on_gpu(item.lesson, item.name)
+    shown = lessons.on_gpu(item.lesson, item.name, folder=tmp_path / "nothing")
     for text in (repr(shown), re.sub("<[^>]*>", "", shown._repr_html_())):
         assert "No recording yet" in text and "还没有记录" in text and "make gpu" in text
         assert "MB" not in text and not re.search(r"\b0\b", text)
 
 
-def test_a_gpu_that_cannot_run_an_experiment_is_named_beside_the_recording(gpu_called, folder, monkeypatch):
-    store(folder, monitor={"model_live_bytes": 12_345_678})
+def test_a_gpu_that_cannot_run_an_experiment_is_named_beside_the_recording(gpu_called, tmp_path, monkeypatch):
+    store(tmp_path, monitor={"model_live_bytes": 12_345_678})
     gpu_called("Tiny GPU")
 
-    def too_large(lesson, name):
+    def too_large(item):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    monkeypatch.setattr(recordings, "run", too_large)
-    found = recordings.figures("01", "monitor")
-    assert (found.source, found.gpu) == ("recorded", "Some GPU")
-    assert found.problem == "Tiny GPU: CUDA out of memory"
-    assert "could not run it (Tiny GPU: CUDA out of memory)" in repr(on_gpu("01", "monitor"))
+    monkeypatch.setattr(Experiment, "run", too_large)
+    found = figures(NAMED["01.monitor"], tmp_path)
+    assert (found.source, found.gpu, found.problem) == ("recorded", "Some GPU", "Tiny GPU: CUDA out of memory")
+    assert "could not run it (Tiny GPU: CUDA out of memory)" in repr(lessons.on_gpu("01", "monitor", folder=tmp_path))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_the_command_says_one_sentence_and_writes_nothing(tmp_path):
-    command = [sys.executable, "-m", "course_lib.recordings", "--folder", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+@pytest.mark.parametrize(("arguments", "said"), [([], "no CUDA GPU"), (["--only", "nothing"], "No experiment")])
+def test_where_there_is_nothing_to_run_the_command_says_one_sentence_and_writes_nothing(arguments, said, tmp_path):
+    given = [sys.executable, "-m", "course_lib.lessons", "--folder", str(tmp_path), *arguments]
+    result = subprocess.run(given, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode != 0 and result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1 and "no CUDA GPU" in result.stderr
+    assert len(result.stderr.splitlines()) == 1 and said in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_recordings_import_with_torch_and_numpy_alone():
+def test_the_experiments_import_with_torch_and_numpy_alone():
     check = (
-        "import sys; from course_lib import recordings; recordings.experiments(); "
-        "print(*{'pandas', 'matplotlib', 'IPython', 'course_lib.teaching'} & set(sys.modules))"
+        "import sys\nfor name in ('pandas', 'matplotlib', 'IPython', 'ipywidgets'): sys.modules[name] = None\n"
+        "from course_lib import lessons; lessons.experiments()"
     )
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, cwd=ROOT)
-    assert (result.returncode, result.stdout.split(), result.stderr) == (0, [], "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 def stored_problems(recording):
     """What a recording lacks, or holds and should not."""
     problems = [f"no {field}" for field in sorted(FIELDS) if not recording.get(field)]
-    known = {(item.lesson, item.name) for item in EXPERIMENTS}
     for lesson, named in recording.get("figures", {}).items():
         for name, values in named.items():
-            if (lesson, name) not in known:
+            if f"{lesson}.{name}" not in NAMED:
                 problems.append(f"{lesson} {name} is no experiment")
             for figure, value in values.items():
                 try:
-                    recordings._check(figure, value)
+                    check_figure(figure, value)
                 except ValueError as error:
                     problems.append(str(error))
     if not re.fullmatch(r"\d{4}-\d\d-\d\d", str(recording.get("date"))):
@@ -289,7 +287,7 @@ def stored_problems(recording):
 
 
 def test_every_stored_recording_has_all_its_fields():
-    stored = sorted(recordings.FOLDER.glob("*.json"))
+    stored = sorted(FOLDER.glob("*.json"))
     if not stored:
         pytest.skip("no recording is stored yet; `make gpu` makes one on a machine with a GPU")
     problems = {path.name: stored_problems(json.loads(path.read_text(encoding="utf-8"))) for path in stored}
@@ -301,8 +299,8 @@ def test_a_stored_recording_that_lacks_something_is_found():
     assert stored_problems(good) == []
     for field in FIELDS:
         assert stored_problems({key: value for key, value in good.items() if key != field})
-    for figures in ({"02": {"monitor": {}}}, {"01": {"monitor": {"a_bytes": None}}}, {"01": {"monitor": {"a": 1}}}):
-        assert stored_problems(good | {"figures": figures})
+    for named in ({"02": {"monitor": {}}}, {"01": {"monitor": {"a_bytes": None}}}, {"01": {"monitor": {"a": 1}}}):
+        assert stored_problems(good | {"figures": named})
     assert stored_problems(good | {"date": "yesterday"})
 
 
@@ -313,40 +311,30 @@ def test_a_stored_recording_that_lacks_something_is_found():
     ("chosen", "has", "lacks"), [("en", "Recorded on", "上的记录"), ("zh", "上的记录", "Recorded")]
 )
 def test_recorded_figures_are_labelled_as_recorded_in_the_language_chosen(
-    no_gpu, folder, monkeypatch, chosen, has, lacks
+    no_gpu, tmp_path, monkeypatch, chosen, has, lacks
 ):
     monkeypatch.setattr(languages, "_chosen", chosen)
-    store(folder, korthikanti={"saved_bytes": 12_345_678, "statistic_bytes": 4})
-    text = repr(on_gpu("01", "korthikanti"))
+    store(tmp_path, korthikanti={"saved_bytes": 12_345_678, "statistic_bytes": 4})
+    text = repr(lessons.on_gpu("01", "korthikanti", folder=tmp_path))
     assert has in text and lacks not in text
     assert all(part in text for part in ("Some GPU", "2.11.0", "2026-01-02", "12.346 MB", "12,345,678", "4 B"))
 
 
-def test_a_page_has_both_languages_in_elements_of_their_own(no_gpu, folder):
-    pytest.importorskip("pandas")
-    store(folder, korthikanti={"saved_bytes": 12_345_678})
-    html = on_gpu("01", "korthikanti")._repr_html_()
-    assert html.count('lang="en"') == html.count('lang="zh"') == 6  # title, origin, three headings, one label
-    for words in ('lang="en" style="display: block">Recorded on', 'lang="zh" style="display: block">Some GPU 上的记录'):
-        assert words in html
-    assert "12.346 MB" in html and "<table" in html and "not measured on this machine" in html
-
-
-def test_live_figures_are_labelled_as_measured_now(gpu_called, folder):
+def test_live_figures_are_labelled_as_measured_now(gpu_called, tmp_path):
     gpu_called("This GPU")
-    shown = on_gpu("01", "korthikanti")
+    shown = lessons.on_gpu("01", "korthikanti", folder=tmp_path)
     assert "Measured now on This GPU" in repr(shown) and "刚刚在 This GPU 上测得" in repr(shown)
     assert shown.figures["korthikanti"].values["difference_bytes"] == 0
 
 
-def test_all_experiments_of_a_lesson_are_shown_if_none_is_named(no_gpu, folder):
-    assert list(on_gpu("01").figures) == [item.name for item in recordings.experiments("01")]
-    assert list(on_gpu("01", "monitor", "korthikanti").figures) == ["monitor", "korthikanti"]
+def test_all_experiments_of_a_lesson_are_shown_if_none_is_named(no_gpu, tmp_path):
+    assert list(lessons.on_gpu("01", folder=tmp_path).figures) == [item.name for item in lessons.experiments("01")]
+    assert list(lessons.on_gpu("01", "monitor", "korthikanti").figures) == ["monitor", "korthikanti"]
 
 
-def test_figures_are_shown_in_the_unit_of_their_name(no_gpu, folder):
-    store(folder, decoder_step={"step_seconds": 0.0125, "step_flops": 3_000_000_000, "parameter_count": 1_000_000})
-    text = repr(on_gpu("01", "decoder_step"))
+def test_figures_are_shown_in_the_unit_of_their_name(no_gpu, tmp_path):
+    store(tmp_path, decoder_step={"step_seconds": 0.0125, "step_flops": 3_000_000_000, "parameter_count": 1_000_000})
+    text = repr(lessons.on_gpu("01", "decoder_step", folder=tmp_path))
     assert all(part in text for part in ("12.50 ms", "3.000 GFLOPs", "1,000,000"))
 
 
@@ -355,24 +343,20 @@ def test_figures_are_shown_in_the_unit_of_their_name(no_gpu, folder):
 
 @pytest.mark.gpu
 def test_on_a_gpu_every_experiment_runs_at_full_size_and_is_read_back(tmp_path, monkeypatch):
-    values = {}
-    for item in EXPERIMENTS:
-        values.setdefault(item.lesson, {})[item.name] = recordings.run(item.lesson, item.name)
-    path = recordings.record(values, command="make gpu", folder=tmp_path)
+    values = {name: item.run() for name, item in NAMED.items()}
+    for name, item in NAMED.items():
+        path = record(item, values[name], command="make gpu", folder=tmp_path)
     assert stored_problems(json.loads(path.read_text(encoding="utf-8"))) == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for item in EXPERIMENTS:
-        assert recordings.figures(item.lesson, item.name, folder=tmp_path).source == "recorded"
+    assert all(figures(item, tmp_path).source == "recorded" for item in EXPERIMENTS)
 
-    step, lesson = values["01"]["decoder_step"], values["01"]
+    step, sequence, monitor = (values[f"01.{name}"] for name in ("decoder_step", "attention_sequence", "monitor"))
     assert step["meter_peak_bytes"] <= step["max_memory_allocated_bytes"] <= step["max_memory_reserved_bytes"]
     assert step["allocated_between_operators_bytes"] == pytest.approx(step["meter_blocks_peak_bytes"], rel=0.01)
-    assert lesson["korthikanti"]["difference_bytes"] == 0
-    assert lesson["korthikanti"]["statistic_bytes"] == 4
+    assert values["01.korthikanti"]["difference_bytes"] == 0
+    assert values["01.korthikanti"]["statistic_bytes"] == 4
     for length in (512, 1024, 2048, 4096):
-        sequence = lesson["attention_sequence"]
         assert sequence[f"fused_{length}_tensors_bytes"] < sequence[f"standard_{length}_tensors_bytes"]
-    monitor = lesson["monitor"]
     assert monitor["empty_cache_reserved_bytes"] < monitor["zero_grad_reserved_bytes"]
     for after in ("model", "forward", "backward", "step", "zero_grad", "empty_cache"):
         assert monitor[f"{after}_allocated_bytes"] <= monitor[f"{after}_reserved_bytes"]

@@ -14,7 +14,7 @@ BeautifulSoup = pytest.importorskip("bs4").BeautifulSoup
 pytest.importorskip("nbconvert")
 pytest.importorskip("latex2mathml")
 
-from course_lib.teaching.editions import slides  # noqa: E402 - after the checks for what a GPU machine lacks
+from course_lib.teaching.editions import cutting, lesson_slides, slides  # noqa: E402 - after the checks for what a GPU machine lacks
 from course_lib.teaching.editions.cells import EditionError, read_lessons  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -73,8 +73,8 @@ LONG = "\n".join(["def f(x):", *(f"    x = x + {i}" for i in range(20)), "    re
 
 @pytest.mark.parametrize("code", [LONG, "x = 1", "", "@cache\ndef f():\n" + "    pass\n" * 11 + "\n\ny = f()"])
 def test_code_is_cut_into_pieces_of_at_most_twelve_lines_and_nothing_is_lost(code):
-    pieces = slides.cut_code(code)
-    assert all(len(piece.splitlines()) <= slides.MOST_CODE_LINES for piece in pieces)
+    pieces = cutting.cut_code(code)
+    assert all(len(piece.splitlines()) <= cutting.MOST_CODE_LINES for piece in pieces)
     kept = [line for piece in pieces for line in piece.splitlines() if line.strip()]
     assert kept == [line for line in code.splitlines() if line.strip()]
 
@@ -82,7 +82,7 @@ def test_code_is_cut_into_pieces_of_at_most_twelve_lines_and_nothing_is_lost(cod
 def test_a_long_table_is_cut_between_rows_and_keeps_its_headings():
     rows = "".join(f"<tr><td>{i}</td></tr>" for i in range(28))
     html = f"<div><table><thead><tr><th>n</th></tr></thead><tbody>{rows}</tbody></table><p>28 rows</p></div>"
-    cut = slides._cut_table(html_output(html), "en")
+    cut = cutting.cut_table(html_output(html), "en")
     parts = [BeautifulSoup(part.data["text/html"], "html.parser") for part in cut]
     assert len(parts) == 2
     assert [cell.text for part in parts for cell in part.select("td")] == [str(i) for i in range(28)]
@@ -91,7 +91,7 @@ def test_a_long_table_is_cut_between_rows_and_keeps_its_headings():
 
 def test_a_high_figure_is_cut_above_a_panels_title():
     def cut(output, language="en"):
-        return slides._cut_figure(slides.output_in(output, language))
+        return cutting.cut_figure(cutting.output_in(output, language))
 
     parts = cut(picture_output(800, ink=[(20, 400), (412, 424), (460, 780)]))  # a panel, a title, a panel
     image = pytest.importorskip("PIL.Image")
@@ -105,8 +105,8 @@ def test_a_high_figure_is_cut_above_a_panels_title():
 
 
 def test_a_result_is_a_fragment_behind_its_code_and_so_is_what_explains_it():
-    made = slides.lesson_slides(lesson_of(("1 + 1", [text_output("2")]), both("Two.", "二。")), "en")
-    (parts,) = [[slides._slide_type(part) for part in slide.parts] for slide in made[1:]]
+    made = lesson_slides.lesson_slides(lesson_of(("1 + 1", [text_output("2")]), both("Two.", "二。")), "en")
+    (parts,) = [[lesson_slides.slide_type(part) for part in slide.parts] for slide in made[1:]]
     assert parts == [None, "fragment", "fragment"]
 
 
@@ -120,18 +120,18 @@ def test_a_figure_stands_alone_and_its_words_are_in_the_decks_language(language,
 
 
 def test_plumbing_is_not_shown():
-    plumbing = ["import torch", "guess = None", "from course_lib.teaching import exercises\nexercises.check_x(answer)"]
-    assert len(slides.lesson_slides(lesson_of(*plumbing), "en")) == 1
+    plumbing = ["import torch", "guess = None", "from course_lib.lessons.lesson_01 import check_x\ncheck_x(answer)"]
+    assert len(lesson_slides.lesson_slides(lesson_of(*plumbing), "en")) == 1
     slider = text_output("interactive(children=(IntSlider(value=1),))")
     switch = html_output('<form class="course-language"></form>')
     progress = nbformat.v4.new_output("stream", text="plain:   0%|          | 0/40 [00:00<?, ?it/s]")
-    shown = [slides.output_in(output, "en") for output in (slider, switch, progress, text_output(" "))]
+    shown = [cutting.output_in(output, "en") for output in (slider, switch, progress, text_output(" "))]
     assert shown == [None] * 4
 
 
 def test_an_attempt_shows_no_verdict_and_the_solution_says_what_it_is():
-    attempt = ("def f():\n    return 0\n\n\nexercises.check_f(f)", [text_output("✗ Not yet.")])
-    solution = ("### BEGIN SOLUTION\nexercises.check_f(g)\n### END SOLUTION", [text_output("✓ Right.")])
+    attempt = ("def f():\n    return 0\n\n\ncheck_f(f)", [text_output("✗ Not yet.")])
+    solution = ("### BEGIN SOLUTION\ncheck_f(g)\n### END SOLUTION", [text_output("✓ Right.")])
     page = page_of(lesson_of(attempt, solution))
     assert "Not yet" not in page.text and "SOLUTION" not in page.text
     (last,) = [section for section in page.select("section section") if "✓ Right." in section.text]
@@ -171,10 +171,10 @@ def test_a_formula_becomes_mathml_and_keeps_its_punctuation():
 
 def test_long_lines_are_broken():
     line = "value = function_name(argument_one, argument_two, argument_three) + another_function(argument_four)"
-    notebook = slides.with_short_lines(lesson_of(line))
-    assert max(map(len, notebook.cells[1].source.splitlines())) <= slides.CODE_WIDTH
+    notebook = cutting.with_short_lines(lesson_of(line))
+    assert max(map(len, notebook.cells[1].source.splitlines())) <= cutting.CODE_WIDTH
     with pytest.raises(EditionError):
-        slides.with_short_lines(lesson_of("f("))
+        cutting.with_short_lines(lesson_of("f("))
 
 
 # --- notes ---
@@ -239,7 +239,7 @@ def test_a_deck_is_whole_and_loads_nothing(deck):
     assert all(stack.section.select_one(".notes") for stack in stacks)
     for slide in page.select("section section"):
         lines = sum(len(code.text.strip("\n").splitlines()) for code in slide.select(".code pre"))
-        assert lines <= slides.MOST_CODE_LINES, slide.select_one(".heading").text
+        assert lines <= cutting.MOST_CODE_LINES, slide.select_one(".heading").text
     links = [link["href"] for link in page.select(".slides a[href]")]
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
     texts = [image.get("alt", "") for image in page.find_all("img")]
@@ -255,7 +255,7 @@ def test_a_deck_speaks_its_language(deck):
     if language == "both":
         assert page.select('[lang="en"]') and page.select('[lang="zh"]')
         return
-    assert page.find_all(slides.PER_LANGUAGE, lang={"en": "zh", "zh": "en"}[language]) == []
+    assert page.find_all(cutting.PER_LANGUAGE, lang={"en": "zh", "zh": "en"}[language]) == []
     words = [tag.get_text(" ") for tag in page.select(".heading, .prose p, .prose li, .notes p, .html, pre")]
     if language == "en":
         assert [text for text in words if re.search(HAN, text)] == []

@@ -31,7 +31,7 @@ def alt_text(drawn: "Figure") -> str:
     Only words and figures that are written in the picture, and the ends of measured curves: other coordinates may
     differ from machine to machine.
     """
-    en, zh = _description(drawn)
+    en, zh = description(drawn)
     return {"en": en, "zh": zh, "both": en if en == zh else f"{en} {zh}"}[current()]
 
 
@@ -42,7 +42,7 @@ def show_with_alt_text() -> None:
     except ImportError:
         return
     if shell := get_ipython():
-        shell.display_formatter.ipython_display_formatter.for_type_by_name("matplotlib.figure", "Figure", _show)
+        shell.display_formatter.ipython_display_formatter.for_type_by_name("matplotlib.figure", "Figure", show)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def alt_parts(words: str) -> tuple[str, str]:
     return (words[: cut + 1], words[cut + 2 :]) if cut >= 0 else (words, words)
 
 
-def _show(drawn: "Figure") -> None:
+def show(drawn: "Figure") -> None:
     """Instead of IPython's own PNG, not beside it: twice would double the notebook's size."""
     from IPython.core.pylabtools import print_figure
     from IPython.display import display
@@ -83,7 +83,7 @@ def _show(drawn: "Figure") -> None:
     display(bundle, raw=True)
 
 
-def _description(drawn: "Figure") -> tuple[str, str]:
+def description(drawn: "Figure") -> tuple[str, str]:
     """(English, Chinese)."""
     given = getattr(drawn, "course_alt", None)
     if given is None:

@@ -1,59 +1,37 @@
 """GPU figures in a lesson: measured now where there is a GPU, else recorded ones labelled as such, else none."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from .experiments import Experiment
 from .languages import label, label_html
-from .tables import Table, _Figure
-
-if TYPE_CHECKING:
-    from course_lib.recordings import Figures
+from .recorded import Figures
+from .tables import NumberText, Table
 
 Pair = tuple[str, str]
 
 
-def on_gpu(lesson: str, *names: str) -> "GpuFigures":
-    """A lesson's GPU experiments, as an object that shows itself. Where there is a GPU they are run now.
-
-    Tag the cell `shows-device`: what it shows depends on the machine.
-
-    Args:
-        lesson: two digits.
-        names: which experiments; all of the lesson's if none is named.
-
-    Raises:
-        ValueError: no such lesson or experiment.
-    """
-    from course_lib import recordings  # here, so that figures can be drawn where torch is missing
-
-    chosen = [item for item in recordings.experiments(lesson) if not names or item.name in names]
-    titles = {item.name: item.title for item in chosen}
-    parts = [recordings.figures(lesson, name) for name in names or titles]
-    labels = {part.name: {key: recordings.label_of(lesson, part.name, key) for key in part.values} for part in parts}
-    return GpuFigures([(titles[part.name], part, labels[part.name]) for part in parts])
-
-
 class GpuFigures:
-    """Experiments with their titles, where the figures are from, and the figures.
+    """Experiments with their titles, where the figures are from, and the figures; it shows itself.
 
     Attributes:
-        figures: experiment -> `course_lib.recordings.Figures`, for what a lesson does with the numbers.
+        figures: experiment -> `course_lib.teaching.recorded.Figures`, for what a lesson does with the numbers.
     """
 
-    def __init__(self, parts: "list[tuple[Pair, Figures, dict[str, Pair]]]") -> None:
-        self.figures = {found.name: found for _, found, _ in parts}
+    def __init__(self, parts: Sequence[tuple[Experiment, Figures]]) -> None:
+        self.figures = {item.name: found for item, found in parts}
         self._parts = parts
 
     def __repr__(self) -> str:
         texts = []
-        for titles, found, labels in self._blocks():
+        for titles, item, found in self._blocks():
             lines = [*map(label, titles), *(label(line, separator="\n") for line in _origin(found))]
-            texts.append("\n".join([*lines, repr(_table(found, labels))] if found.values else lines))
+            texts.append("\n".join([*lines, repr(_table(item, found))] if found.values else lines))
         return "\n\n".join(texts)
 
     def _repr_html_(self) -> str | None:
         texts = []
-        for titles, found, labels in self._blocks():
-            table = _table(found, labels)._repr_html_() if found.values else ""
+        for titles, item, found in self._blocks():
+            table = _table(item, found)._repr_html_() if found.values else ""
             if table is None:
                 return None  # no pandas here: the text is shown instead
             heads = "".join(f"<div><strong>{label_html(title)}</strong></div>" for title in titles)
@@ -61,19 +39,18 @@ class GpuFigures:
             texts.append(f'<div style="margin: 0.6em 0">{heads}{origin}{table}</div>')
         return f'<div class="course-gpu">{"".join(texts)}</div>'
 
-    def _blocks(self) -> "list[tuple[list[Pair], Figures, dict[str, Pair]]]":
+    def _blocks(self) -> list[tuple[list[Pair], Experiment, Figures]]:
         """Each experiment by itself; those without figures for the same reason together."""
-        blocks: list[tuple[list[Pair], Figures, dict[str, Pair]]] = []
-        for title, found, labels in self._parts:
-            last = blocks[-1][1] if blocks else None
-            if last is not None and not last.values and not found.values and _origin(last) == _origin(found):
-                blocks[-1][0].append(title)
+        blocks: list[tuple[list[Pair], Experiment, Figures]] = []
+        for item, found in self._parts:
+            if blocks and not found.values and blocks[-1][2] == found:
+                blocks[-1][0].append(item.title)
             else:
-                blocks.append(([title], found, labels))
+                blocks.append(([item.title], item, found))
         return blocks
 
 
-def _origin(found: "Figures") -> list[Pair]:
+def _origin(found: Figures) -> list[Pair]:
     """Where the figures are from."""
     lines: list[Pair] = []
     if found.problem is not None:
@@ -92,9 +69,9 @@ def _origin(found: "Figures") -> list[Pair]:
     return [*lines, (en, zh)]
 
 
-def _table(found: "Figures", labels: dict[str, Pair]) -> Table:
+def _table(item: Experiment, found: Figures) -> Table:
     columns = [("figure", "项目"), ("value", "数值"), ("bytes", "字节")]
-    rows = [(labels[name], *map(_Figure, _cells(name, value))) for name, value in found.values.items()]
+    rows = [(item.label_of(name), *map(NumberText, _cells(name, value))) for name, value in found.values.items()]
     values = [(name, value, value if name.endswith("bytes") else None) for name, value in found.values.items()]
     return Table(columns, rows, values=values)
 

@@ -5,6 +5,8 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from course_lib.memory import show
+
 from .languages import label, label_html
 
 Words = str | tuple[str, str]
@@ -15,8 +17,8 @@ _UNITS = {
 _CHINESE_UNITS = {"bytes": "字节"}
 
 
-class Table:
-    """A table that shows itself: HTML in a notebook, aligned text elsewhere.
+class Table(show.Table):
+    """A table that shows itself in both languages: HTML in a notebook, aligned text elsewhere.
 
     Args:
         columns: headings, each a string or an (English, Chinese) pair.
@@ -30,25 +32,26 @@ class Table:
     def __init__(
         self, columns: Sequence[Words], rows: Iterable[Sequence[Any]], *, values: Iterable[Sequence[Any]] | None = None
     ) -> None:
-        self.columns = list(columns)
-        self.rows = [list(row) for row in rows]
-        self._values = self.rows if values is None else [list(row) for row in values]
-        for row in [*self.rows, *self._values]:
-            if len(row) != len(self.columns):
-                raise ValueError(f"a row has {len(row)} cells, but there are {len(self.columns)} columns: {row!r}")
+        self._headings = list(columns)
+        self._shown = [list(row) for row in rows]
+        self._values = self._shown if values is None else [list(row) for row in values]
+        for row in [*self._shown, *self._values]:
+            if len(row) != len(self._headings):
+                raise ValueError(f"a row has {len(row)} cells, but there are {len(self._headings)} columns: {row!r}")
+        self.columns = [heading[0] if isinstance(heading, tuple) else heading for heading in self._headings]
+
+    def rows(self) -> list[Sequence]:
+        """The unrounded values."""
+        return [[_in_words(cell) if isinstance(cell, tuple) else cell for cell in row] for row in self._values]
 
     @property
     def data(self) -> Any:
         """A pandas DataFrame of the unrounded values; the columns carry their English headings."""
-        import pandas
+        return self.frame()
 
-        headings = [column[0] if isinstance(column, tuple) else column for column in self.columns]
-        rows = [[label(cell) if isinstance(cell, tuple) else cell for cell in row] for row in self._values]
-        return pandas.DataFrame(rows, columns=headings)
-
-    def __repr__(self) -> str:
-        headings = [label(column) for column in self.columns]
-        rows = [[_shown(cell) for cell in row] for row in self.rows]
+    def __str__(self) -> str:
+        headings = [label(heading) for heading in self._headings]
+        rows = [[_in_words(cell) for cell in row] for row in self._shown]
         if any(len(cell) > 60 for row in rows for cell in row):  # sentences: one below the other, not side by side
             items = ("\n".join(f"{name}: {cell}" for name, cell in zip(headings, row, strict=True)) for row in rows)
             return "\n\n".join(items)
@@ -61,23 +64,25 @@ class Table:
         with pandas.option_context(*options):
             return pandas.DataFrame(rows, columns=headings).to_string(index=False)
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str | None:
         try:
             import pandas
         except ImportError:
             return None  # the text is shown instead
         numeric = [
-            all(_is_number(row[column]) for row in self.rows) if self.rows else False
-            for column in range(len(self.columns))
+            bool(self._shown) and all(_is_number(row[column]) for row in self._shown)
+            for column in range(len(self._headings))
         ]
-        headings = [_cell(heading, right) for heading, right in zip(self.columns, numeric, strict=True)]
-        rows = [[_cell(cell, right) for cell, right in zip(row, numeric, strict=True)] for row in self.rows]
+        headings = [_cell(heading, right) for heading, right in zip(self._headings, numeric, strict=True)]
+        rows = [[_cell(cell, right) for cell, right in zip(row, numeric, strict=True)] for row in self._shown]
         frame = pandas.DataFrame(rows, columns=headings)
         with pandas.option_context("display.max_colwidth", None):
             return frame.to_html(index=False, escape=False, border=0, classes="course-table")
 
 
-class _Figure(str):
+class NumberText(str):
     """A number that has been made into text; it still belongs at the right of its column."""
 
 
@@ -128,7 +133,7 @@ def compare(
         if workspace:
             row += [_scaled(arm.workspace_bytes, 10**6), _scaled(arm.allocator_peak_bytes, 10**6)]
         if seconds:
-            row += [(arm.seconds, _Figure(f"{arm.seconds:.4f}")), (arm.device, str(arm.device))]
+            row += [(arm.seconds, NumberText(f"{arm.seconds:.4f}")), (arm.device, str(arm.device))]
         values.append([value for value, _ in row])
         shown.append([cell for _, cell in row])
     return Table(columns, shown, values=values)
@@ -168,19 +173,13 @@ def predictions(
     return Table(columns, shown, values=values)
 
 
-def claims(rows: Iterable[tuple[Words, Words, Words, Words]]) -> Table:
-    """The table of "What you may have read": (claim, experiment, measured, verdict), each a string or a pair."""
-    columns = [("claim", "说法"), ("experiment", "实验"), ("measured", "实测"), ("verdict", "结论")]
-    return Table(columns, rows)
-
-
 def _scaled(value: float | None, scale: float) -> tuple[float | None, str]:
     """The value in its unit, and the text for it: whole numbers to the last digit, others with three decimals."""
     if value is None or not math.isfinite(value):
-        return None, _Figure("–")
+        return None, NumberText("–")
     if scale == 1 and value == int(value):
-        return int(value), _Figure(f"{int(value):,}")
-    return value / scale, _Figure(f"{value / scale:,.3f}")
+        return int(value), NumberText(f"{int(value):,}")
+    return value / scale, NumberText(f"{value / scale:,.3f}")
 
 
 def _ratio(value: float, first: float) -> float | None:
@@ -188,7 +187,7 @@ def _ratio(value: float, first: float) -> float | None:
 
 
 def _times(ratio: float | None) -> str:
-    return _Figure("–" if ratio is None else f"{ratio:.3f}×")
+    return NumberText("–" if ratio is None else f"{ratio:.3f}×")
 
 
 def _error_percent(predicted: float | None, measured: float | None) -> float | None:
@@ -201,24 +200,24 @@ def _error_percent(predicted: float | None, measured: float | None) -> float | N
 
 def _percent(error: float | None) -> str:
     if error is None or not math.isfinite(error):
-        return _Figure("–")
+        return NumberText("–")
     if error == 0:
-        return _Figure("0")  # equal to the byte; what merely rounds to nothing keeps its digits
+        return NumberText("0")  # equal to the byte; what merely rounds to nothing keeps its digits
     digits = max(2, -math.floor(math.log10(abs(error))))
-    return _Figure(f"{error:+.{digits}f}".replace("-", "−"))
+    return NumberText(f"{error:+.{digits}f}".replace("-", "−"))
 
 
 def _plain_number(cell: Any) -> Any:
     if isinstance(cell, numbers.Integral) and not isinstance(cell, bool):
-        return _Figure(f"{int(cell):,}")
-    return _Figure(f"{float(cell):g}") if isinstance(cell, numbers.Real) and not isinstance(cell, bool) else cell
+        return NumberText(f"{int(cell):,}")
+    return NumberText(f"{float(cell):g}") if isinstance(cell, numbers.Real) and not isinstance(cell, bool) else cell
 
 
 def _is_number(cell: Any) -> bool:
-    return isinstance(cell, _Figure) or (isinstance(cell, numbers.Real) and not isinstance(cell, bool))
+    return isinstance(cell, NumberText) or (isinstance(cell, numbers.Real) and not isinstance(cell, bool))
 
 
-def _shown(cell: Any) -> str:
+def _in_words(cell: Any) -> str:
     return label(cell) if isinstance(cell, tuple) else str(cell)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import matplotlib
 from step import save_small
 
-from course_lib.teaching import course_map
+from course_lib.lessons.lesson_00 import course_map
 from course_lib.teaching.alt import alt_text
 
 matplotlib.use("Agg")

@@ -56,9 +56,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from course_lib.lessons.lesson_00 import about_this_machine, course_map
 from course_lib.memory import CATEGORIES, MemoryMeter, measure
 from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import about_this_machine, compare, course_map, table, timelines
+from course_lib.teaching import compare, table, timelines
 
 # %% [markdown]
 # ## 0.1 What is on this machine / 这台机器上有什么

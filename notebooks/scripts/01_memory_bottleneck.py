@@ -868,7 +868,7 @@ table(headings, rows)
 fair_mlp[0] == fair_mlp[1], fair_decoder[0] == fair_decoder[1]  # `measure` finds no difference
 
 # %%
-from course_lib.teaching import what_you_may_have_read
+from course_lib.lessons import what_you_may_have_read
 
 q, k, v = (torch.randn(1, 12, 512, 64, requires_grad=True) for _ in range(3))
 attention = saved_tensors(lambda q, k, v: (q @ k.mT * 64**-0.5).softmax(dim=-1) @ v, q, k, v).total_bytes
@@ -912,7 +912,7 @@ what_you_may_have_read(
 # </div>
 
 # %% tags=["nbval-ignore-output", "shows-device"]
-from course_lib.teaching import on_gpu
+from course_lib.lessons import on_gpu
 
 on_gpu("01")
 
@@ -931,7 +931,7 @@ on_gpu("01")
 # </div>
 
 # %%
-from course_lib.teaching import activation_playground, draw_activation_bytes
+from course_lib.lessons.lesson_01 import activation_playground, draw_activation_bytes
 
 draw_activation_bytes()
 
@@ -953,15 +953,15 @@ activation_playground()
 # </div>
 
 # %%
-from course_lib.teaching import exercises
+from course_lib.lessons.lesson_01 import check_largest_batch, check_optimizer_bytes, check_swiglu_bytes
 
 answer = None  # bytes
-exercises.check_optimizer_bytes(answer)
+check_optimizer_bytes(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 answer = 7_000_000_000 * (4 + 4 + 4)
-exercises.check_optimizer_bytes(answer)
+check_optimizer_bytes(answer)
 ### END SOLUTION
 
 # %% [markdown]
@@ -978,7 +978,7 @@ exercises.check_optimizer_bytes(answer)
 
 # %%
 answer = None  # sequences
-exercises.check_largest_batch(answer)
+check_largest_batch(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
@@ -994,7 +994,7 @@ for size in (4, 8):
     peaks.append(batch_meter.peak_bytes)
 each = (peaks[1] - peaks[0]) // 4
 answer = 4 + (500_000_000 - peaks[0]) // each
-exercises.check_largest_batch(answer)
+check_largest_batch(answer)
 ### END SOLUTION
 
 # %% [markdown]
@@ -1011,7 +1011,7 @@ exercises.check_largest_batch(answer)
 
 # %%
 answer = None  # bytes
-exercises.check_swiglu_bytes(answer)
+check_swiglu_bytes(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
@@ -1020,7 +1020,7 @@ answer = 4 * 512 * (256 + 4 * 1024)
 gate, up, down = nn.Linear(256, 1024), nn.Linear(256, 1024), nn.Linear(1024, 256)
 swiglu = saved_tensors(lambda x: down(F.silu(gate(x)) * up(x)), torch.randn(512, 256))
 assert swiglu.total_bytes == answer
-exercises.check_swiglu_bytes(answer)
+check_swiglu_bytes(answer)
 ### END SOLUTION
 
 # %% [markdown]

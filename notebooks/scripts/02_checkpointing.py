@@ -933,7 +933,7 @@ for function in (torch.sin, torch.cos):
 score = [sum(row[column] == "yes" for row in answers) for column in (1, 2)]
 
 # %%
-from course_lib.teaching import what_you_may_have_read
+from course_lib.lessons import what_you_may_have_read
 
 what_you_may_have_read(
     "02",
@@ -960,7 +960,7 @@ what_you_may_have_read(
 # </div>
 
 # %% tags=["nbval-ignore-output", "shows-device"]
-from course_lib.teaching import on_gpu
+from course_lib.lessons import on_gpu
 
 on_gpu("02")
 
@@ -979,18 +979,18 @@ on_gpu("02")
 # </div>
 
 # %%
-from course_lib.teaching import exercises
+from course_lib.lessons.lesson_02 import check_checkpoint, check_dropout_checkpoint, check_head_chunk, check_policy
 
 
 def my_checkpoint(function, x):
     return function(x)
 
 
-exercises.check_checkpoint(my_checkpoint)
+check_checkpoint(my_checkpoint)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-exercises.check_checkpoint(Reentrant.apply)
+check_checkpoint(Reentrant.apply)
 ### END SOLUTION
 
 # %% [markdown]
@@ -1006,7 +1006,7 @@ exercises.check_checkpoint(Reentrant.apply)
 # </div>
 
 # %%
-exercises.check_dropout_checkpoint(my_checkpoint)
+check_dropout_checkpoint(my_checkpoint)
 
 
 # %% jupyter={"source_hidden": true}
@@ -1023,7 +1023,7 @@ def careful_checkpoint(function, x):
     return Reentrant.apply(with_old_numbers, x)
 
 
-exercises.check_dropout_checkpoint(careful_checkpoint)
+check_dropout_checkpoint(careful_checkpoint)
 ### END SOLUTION
 
 # %% [markdown]
@@ -1040,11 +1040,11 @@ exercises.check_dropout_checkpoint(careful_checkpoint)
 
 # %%
 operators = None
-exercises.check_policy(operators)
+check_policy(operators)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-exercises.check_policy([torch.ops.aten.bmm.default])
+check_policy([torch.ops.aten.bmm.default])
 ### END SOLUTION
 
 # %% [markdown]
@@ -1061,13 +1061,13 @@ exercises.check_policy([torch.ops.aten.bmm.default])
 
 # %%
 answer = None  # tokens
-exercises.check_head_chunk(answer)
+check_head_chunk(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 chunks = [64, 128, 256, 512, 1024]
 peaks = [head_peak(lambda n=n: checkpointed_loss(hidden, vocabulary, targets, chunk=n))[0] for n in chunks]
-exercises.check_head_chunk(max(n for n, peak in zip(chunks, peaks, strict=True) if peak <= 150_000_000))
+check_head_chunk(max(n for n, peak in zip(chunks, peaks, strict=True) if peak <= 150_000_000))
 ### END SOLUTION
 
 # %% [markdown]

@@ -54,9 +54,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
+from course_lib.lessons.lesson_03 import schedule_pictures
 from course_lib.memory import MemoryMeter, saved_tensors
 from course_lib.models import Decoder, deep_mlp, loss_stages, random_tokens
-from course_lib.teaching import COLORS, figure, predictions, schedule_pictures, table, text
+from course_lib.teaching import COLORS, figure, predictions, table, text
 
 # %% [markdown]
 # ## 3.1 Every number of segments / 把每一种段数都试一遍
@@ -884,7 +885,7 @@ table(headings, rows)
 # </div>
 
 # %%
-from course_lib.teaching import draw_schedule, schedule_playground
+from course_lib.lessons.lesson_03 import draw_schedule, schedule_playground
 
 draw_schedule(200)
 
@@ -922,7 +923,7 @@ layers[12:](value).sum().backward()
 trained = sum(layer[0].weight.grad is not None for layer in layers)
 
 # %%
-from course_lib.teaching import what_you_may_have_read
+from course_lib.lessons import what_you_may_have_read
 
 what_you_may_have_read(
     "03",
@@ -948,7 +949,7 @@ what_you_may_have_read(
 # </div>
 
 # %% tags=["nbval-ignore-output", "shows-device"]
-from course_lib.teaching import on_gpu
+from course_lib.lessons import on_gpu
 
 on_gpu("03")
 
@@ -967,14 +968,14 @@ on_gpu("03")
 # </div>
 
 # %%
-from course_lib.teaching import exercises
+from course_lib.lessons.lesson_03 import check_beats_sqrt, check_drawn_schedule, check_segment_count, pyramid
 
 answer = None  # segments
-exercises.check_segment_count(answer)
+check_segment_count(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-exercises.check_segment_count((64 * 9) ** 0.5)
+check_segment_count((64 * 9) ** 0.5)
 ### END SOLUTION
 
 # %% [markdown]
@@ -991,7 +992,7 @@ exercises.check_segment_count((64 * 9) ** 0.5)
 
 # %%
 actions = [Forward(0, "input"), Forward(1, "nothing"), ...]
-exercises.check_drawn_schedule(actions)
+check_drawn_schedule(actions)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
@@ -1000,28 +1001,28 @@ actions = [Forward(i, keep) for i, keep in enumerate(keeps)]
 for start, end in ((5, 6), (4, 5), (2, 4), (0, 2)):
     actions += [Forward(i, "all") for i in range(start, end)]
     actions += [Backward(i) for i in reversed(range(start, end))]
-exercises.check_drawn_schedule(actions)
+check_drawn_schedule(actions)
 ### END SOLUTION
 
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 3.** The chain of section 3.9 is `exercises.pyramid()`. Its √(L·s/b) segments peak at 163 MB. Find a schedule that peaks lower and takes no more time.
+# **Exercise 3.** The chain of section 3.9 is `pyramid()`. Its √(L·s/b) segments peak at 163 MB. Find a schedule that peaks lower and takes no more time.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 3。** 3.9 节的链是 `exercises.pyramid()`。按 √(L·s/b) 分段，峰值是 163 MB。找一个峰值更低、用时又不更多的调度。
+# **练习 3。** 3.9 节的链是 `pyramid()`。按 √(L·s/b) 分段，峰值是 163 MB。找一个峰值更低、用时又不更多的调度。
 #
 # </div>
 
 # %%
 schedule = None
-exercises.check_beats_sqrt(schedule)
+check_beats_sqrt(schedule)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-exercises.check_beats_sqrt(optimal(exercises.pyramid(), 150_000_000))
+check_beats_sqrt(optimal(pyramid(), 150_000_000))
 ### END SOLUTION
 
 # %% [markdown]

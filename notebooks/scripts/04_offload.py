@@ -709,7 +709,7 @@ with MemoryMeter() as alone:
 whole.peak_bytes, alone.peak_bytes, mask.nbytes
 
 # %%
-from course_lib.teaching import what_you_may_have_read
+from course_lib.lessons import what_you_may_have_read
 
 what_you_may_have_read(
     "04",
@@ -734,7 +734,7 @@ what_you_may_have_read(
 # </div>
 
 # %% tags=["nbval-ignore-output", "shows-device"]
-from course_lib.teaching import on_gpu
+from course_lib.lessons import on_gpu
 
 on_gpu("04")
 
@@ -753,14 +753,14 @@ on_gpu("04")
 # </div>
 
 # %%
-from course_lib.teaching import exercises
+from course_lib.lessons.lesson_04 import check_hiding_intensity, check_offloading, check_what_goes_down
 
 answer = None  # FLOPs a byte
-exercises.check_hiding_intensity(answer)
+check_hiding_intensity(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-exercises.check_hiding_intensity(400e12 / 63e9)
+check_hiding_intensity(400e12 / 63e9)
 ### END SOLUTION
 
 # %% [markdown]
@@ -777,7 +777,7 @@ exercises.check_hiding_intensity(400e12 / 63e9)
 
 # %%
 answer = None  # a set of numbers
-exercises.check_what_goes_down(answer)
+check_what_goes_down(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
@@ -787,7 +787,7 @@ sizes, choices = [40, 10, 30, 20, 10], []
 for count in range(5):
     choices += [set(c) for c in itertools.combinations(range(4), count)]
 fits = [choice for choice in choices if sum(sizes) - sum(sizes[i] for i in choice) <= 45]
-exercises.check_what_goes_down(min(fits, key=lambda choice: sum(sizes[i] for i in choice)))
+check_what_goes_down(min(fits, key=lambda choice: sum(sizes[i] for i in choice)))
 ### END SOLUTION
 
 # %% [markdown]
@@ -808,7 +808,7 @@ def offloading(store):
     return saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed)
 
 
-exercises.check_offloading(offloading)
+check_offloading(offloading)
 
 
 # %% jupyter={"source_hidden": true}
@@ -821,7 +821,7 @@ def offloading(store):
     return saved_tensors_hooks(pack, lambda number: store[number])
 
 
-exercises.check_offloading(offloading)
+check_offloading(offloading)
 ### END SOLUTION
 
 # %% [markdown]

@@ -598,7 +598,7 @@ table(columns, [(n, round(m.peak_bytes / 1e6, 2), round(max(m.series()["gradient
 # </div>
 
 # %%
-from course_lib.teaching import ddp_bytes
+from course_lib.lessons.lesson_05 import ddp_bytes
 
 parameter_bytes, sent = ddp_bytes(micro_batches=8)
 rows = [
@@ -642,7 +642,7 @@ for number, piece in enumerate(torch.arange(60).split(4)):
 lost = pending
 
 # %%
-from course_lib.teaching import what_you_may_have_read
+from course_lib.lessons import what_you_may_have_read
 
 what_you_may_have_read(
     "05",
@@ -666,7 +666,7 @@ what_you_may_have_read(
 # </div>
 
 # %% tags=["nbval-ignore-output", "shows-device"]
-from course_lib.teaching import on_gpu
+from course_lib.lessons import on_gpu
 
 on_gpu("05")
 
@@ -692,9 +692,9 @@ def accumulate(model, loss_sum, pieces):
         (loss / max(weight, 1) / len(pieces)).backward()
 
 
-from course_lib.teaching import exercises
+from course_lib.lessons.lesson_05 import check_accumulation, check_fast_micro_batch, check_largest_micro_batch
 
-exercises.check_accumulation(accumulate)
+check_accumulation(accumulate)
 
 
 # %% jupyter={"source_hidden": true}
@@ -709,7 +709,7 @@ def accumulate(model, loss_sum, pieces):
         parameter.grad /= total
 
 
-exercises.check_accumulation(accumulate)
+check_accumulation(accumulate)
 ### END SOLUTION
 
 # %% [markdown]
@@ -726,12 +726,12 @@ exercises.check_accumulation(accumulate)
 
 # %%
 answer = None  # samples
-exercises.check_largest_micro_batch(answer)
+check_largest_micro_batch(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 slope = (620 - 500) // (5 - 2)
-exercises.check_largest_micro_batch((1000 - (500 - 2 * slope)) // slope)
+check_largest_micro_batch((1000 - (500 - 2 * slope)) // slope)
 ### END SOLUTION
 
 # %% [markdown]
@@ -748,12 +748,12 @@ exercises.check_largest_micro_batch((1000 - (500 - 2 * slope)) // slope)
 
 # %%
 answer = None  # samples
-exercises.check_fast_micro_batch(answer)
+check_fast_micro_batch(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 fast = [m for m in (1, 2, 4, 8, 16, 32, 64) if m / (5 + m) >= 0.8 * 64 / (5 + 64)]
-exercises.check_fast_micro_batch(min(fast))
+check_fast_micro_batch(min(fast))
 ### END SOLUTION
 
 # %% [markdown]

@@ -670,7 +670,7 @@ def peak(layer, depth):
 savings = [1 - peak(checkpointed, depth) / peak(standard_attention, depth) for depth in (1, 3, 6)]
 
 # %%
-from course_lib.teaching import what_you_may_have_read
+from course_lib.lessons import what_you_may_have_read
 
 what_you_may_have_read(
     "06",
@@ -696,7 +696,7 @@ what_you_may_have_read(
 # </div>
 
 # %% tags=["nbval-ignore-output", "shows-device"]
-from course_lib.teaching import on_gpu
+from course_lib.lessons import on_gpu
 
 on_gpu("06")
 
@@ -715,14 +715,14 @@ on_gpu("06")
 # </div>
 
 # %%
-from course_lib.teaching import exercises
+from course_lib.lessons.lesson_06 import check_grouped_bytes, check_log_sum_exp, check_probabilities
 
 
 def log_sum_exp_in_blocks(scores, block):
     return scores.exp().sum(1).log()
 
 
-exercises.check_log_sum_exp(log_sum_exp_in_blocks)
+check_log_sum_exp(log_sum_exp_in_blocks)
 
 
 # %% jupyter={"source_hidden": true}
@@ -736,7 +736,7 @@ def log_sum_exp_in_blocks(scores, block):
     return largest + total.log()
 
 
-exercises.check_log_sum_exp(log_sum_exp_in_blocks)
+check_log_sum_exp(log_sum_exp_in_blocks)
 ### END SOLUTION
 
 # %% [markdown]
@@ -757,7 +757,7 @@ def probabilities(q, k, lse):
     return q @ k.T
 
 
-exercises.check_probabilities(probabilities)
+check_probabilities(probabilities)
 
 
 # %% jupyter={"source_hidden": true}
@@ -766,7 +766,7 @@ def probabilities(q, k, lse):
     return (q @ k.T * q.shape[1] ** -0.5 - lse[:, None]).exp()
 
 
-exercises.check_probabilities(probabilities)
+check_probabilities(probabilities)
 ### END SOLUTION
 
 # %% [markdown]
@@ -783,12 +783,12 @@ exercises.check_probabilities(probabilities)
 
 # %%
 answer = None  # bytes
-exercises.check_grouped_bytes(answer)
+check_grouped_bytes(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 one_head = 4096 * 128 * 2
-exercises.check_grouped_bytes((32 + 8 + 8 + 32) * one_head + 32 * 4096 * 4)
+check_grouped_bytes((32 + 8 + 8 + 32) * one_head + 32 * 4096 * 4)
 ### END SOLUTION
 
 # %% [markdown]

@@ -49,9 +49,10 @@ language()
 import torch
 
 from course_lib.budget import RATES, InfeasibleBudget, Recipe, build, estimate, fit, run, train_step
+from course_lib.lessons.lesson_07 import waterfall_picture
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import predictions, table, waterfall_picture
+from course_lib.teaching import predictions, table
 
 BUDGET = 550_000_000  # bytes
 
@@ -433,7 +434,7 @@ tried = [
 ]
 
 # %%
-from course_lib.teaching import budget_playground, draw_budget
+from course_lib.lessons.lesson_07 import budget_playground, draw_budget
 
 draw_budget(tried)
 
@@ -551,7 +552,7 @@ f"{100 * copying:.0f} %, {state / 1e9:.0f} GB, {6 * last.at_peak['parameter'] / 
 # </div>
 
 # %%
-from course_lib.teaching import what_you_may_have_read
+from course_lib.lessons import what_you_may_have_read
 
 savings = [plain.peak_bytes - e.peak_bytes for e in (predicted[1], alone, predicted[2])]
 seven = rows["7 B", ("+ steps in backward", "+ 反向中更新")]
@@ -579,7 +580,7 @@ what_you_may_have_read(
 # </div>
 
 # %% tags=["nbval-ignore-output", "shows-device"]
-from course_lib.teaching import on_gpu
+from course_lib.lessons import on_gpu
 
 on_gpu("07")
 
@@ -600,14 +601,19 @@ on_gpu("07")
 # %%
 recipe = None  # Recipe(...)
 
-from course_lib.teaching import exercises
+from course_lib.lessons.lesson_07 import (
+    check_beats_the_lesson,
+    check_eleven_megabytes,
+    check_forty_megabytes,
+    check_fourteen_megabytes,
+)
 
-exercises.check_forty_megabytes(recipe)
+check_forty_megabytes(recipe)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 # Micro-batches cost nothing in FLOPs.
-exercises.check_forty_megabytes(Recipe(micro_batches=4))
+check_forty_megabytes(Recipe(micro_batches=4))
 ### END SOLUTION
 
 # %% [markdown]
@@ -624,12 +630,12 @@ exercises.check_forty_megabytes(Recipe(micro_batches=4))
 
 # %%
 recipe = None  # Recipe(...)
-exercises.check_fourteen_megabytes(recipe)
+check_fourteen_megabytes(recipe)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 # Parameters, gradients and state take 9.0 MB; a sequence at a time, with checkpoints, fits in the rest.
-exercises.check_fourteen_megabytes(Recipe(attention="flash", checkpoint="layers", micro_batches=8))
+check_fourteen_megabytes(Recipe(attention="flash", checkpoint="layers", micro_batches=8))
 ### END SOLUTION
 
 # %% [markdown]
@@ -646,13 +652,13 @@ exercises.check_fourteen_megabytes(Recipe(attention="flash", checkpoint="layers"
 
 # %%
 recipe = None  # Recipe(...)
-exercises.check_eleven_megabytes(recipe)
+check_eleven_megabytes(recipe)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 # Half of the state below is enough. All of it gains little: each page of it must come up for the optimizer's step.
 half = {"offload_optimizer": 0.5, "micro_batches": 8}
-exercises.check_eleven_megabytes(Recipe(attention="flash", checkpoint="layers", **half))
+check_eleven_megabytes(Recipe(attention="flash", checkpoint="layers", **half))
 ### END SOLUTION
 
 # %% [markdown]
@@ -669,13 +675,13 @@ exercises.check_eleven_megabytes(Recipe(attention="flash", checkpoint="layers", 
 
 # %%
 recipe = None  # Recipe(...)
-exercises.check_beats_the_lesson(recipe)
+check_beats_the_lesson(recipe)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 # One segment a layer: as with a checkpoint a layer, but the last one, whose backward comes first, is not recomputed.
 cheaper = Recipe(attention="flash", checkpoint="segments", segments=19, in_backward=True, offload_optimizer=1.0)
-exercises.check_beats_the_lesson(cheaper)
+check_beats_the_lesson(cheaper)
 ### END SOLUTION
 
 # %% [markdown]

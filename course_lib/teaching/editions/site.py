@@ -27,8 +27,10 @@ from typing import Any
 from . import not_installed
 
 try:
+    from course_lib.lessons import claims_of
+
     from ..alt import Picture, picture_in
-    from ..said import OUTCOMES, outcomes
+    from ..said import OUTCOMES
     from .cells import EditionError, check_outputs, check_twins, output_folder, read_lessons, run_edition, stored_again
 except ImportError as error:
     if __name__ != "__main__":
@@ -261,13 +263,16 @@ def claims_page(lessons: Sequence[Lesson]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _outcomes(lesson: Lesson) -> tuple[str, ...]:
+def _outcomes(lesson: Lesson) -> list[str]:
     try:
-        found = outcomes(lesson.number)
-        if len(found) != len(lesson.claims):
-            raise ValueError(f"{len(lesson.claims)} in the notebook, {len(found)} there")
-    except (ValueError, KeyError) as error:
-        raise EditionError(f"course_lib.teaching.said has not the claims of {lesson.name}: {error}") from None
+        found = [each.outcome for each in claims_of(lesson.number)]
+    except ValueError:  # there is no such lesson
+        found = []
+    if len(found) != len(lesson.claims):
+        raise EditionError(
+            f"course_lib.lessons has not the claims of {lesson.name}: "
+            f"{len(lesson.claims)} in the notebook, {len(found)} there"
+        )
     return found
 
 

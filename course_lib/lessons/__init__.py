@@ -1,0 +1,75 @@
+"""What belongs to one lesson alone: its exercises' checks, its claims, its GPU experiments, its own pictures.
+
+    from course_lib.lessons.lesson_05 import check_accumulation    # in lesson 05
+    python -m course_lib.lessons                                   # all GPU experiments; `make gpu` runs it
+
+A lesson's module may have `CLAIMS`, what its learners may have read, and `Experiment`s. This module finds them by the
+lesson's number.
+"""
+
+import importlib
+import pkgutil
+from pathlib import Path
+from types import ModuleType
+
+from course_lib.teaching import said
+from course_lib.teaching.experiments import Experiment
+from course_lib.teaching.gpu import GpuFigures
+from course_lib.teaching.recorded import FOLDER, figures
+from course_lib.teaching.tables import Table, Words
+
+__all__ = ["LESSONS", "claims_of", "experiments", "lesson", "on_gpu", "what_you_may_have_read"]
+
+#: The numbers of the lessons, two digits each.
+LESSONS = sorted(found.name[-2:] for found in pkgutil.iter_modules(__path__) if found.name.startswith("lesson_"))
+
+
+def lesson(number: str) -> ModuleType:
+    """What belongs to a lesson.
+
+    Raises:
+        ValueError: there is no such lesson.
+    """
+    if number not in LESSONS:
+        raise ValueError(f"lesson is {number!r}; it takes one of {', '.join(LESSONS)}")
+    return importlib.import_module(f"{__name__}.lesson_{number}")
+
+
+def claims_of(number: str) -> tuple[said.Claim, ...]:
+    """The claims that a lesson tests; none for one that tests none."""
+    return getattr(lesson(number), "CLAIMS", ())
+
+
+def what_you_may_have_read(number: str, *measured: Words) -> Table:
+    """The table of a lesson's claims, with what the lesson has measured for each: a string, or an (en, zh) pair.
+
+    Raises:
+        ValueError: there is no such lesson, or there are not as many measured figures as claims.
+    """
+    return said.what_you_may_have_read(claims_of(number), *measured)
+
+
+def experiments(number: str | None = None) -> list[Experiment]:
+    """The GPU experiments of one lesson, or of all, in the order in which they are written."""
+    modules = [lesson(each) for each in (LESSONS if number is None else [number])]
+    return [found for module in modules for found in vars(module).values() if isinstance(found, Experiment)]
+
+
+def on_gpu(number: str, *names: str, folder: Path = FOLDER) -> GpuFigures:
+    """A lesson's GPU experiments, as an object that shows itself. Where there is a GPU they are run now.
+
+    Tag the cell `shows-device`: what it shows depends on the machine.
+
+    Args:
+        number: two digits.
+        names: which experiments; all of the lesson's if none is named.
+        folder: where the recordings are.
+
+    Raises:
+        ValueError: no such lesson or experiment.
+    """
+    known = {item.name: item for item in experiments(number)}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"name is {name!r}; the GPU experiments of lesson {number} are {', '.join(known)}")
+    return GpuFigures([(known[name], figures(known[name], folder)) for name in names or known])

@@ -1,0 +1,195 @@
+"""A lesson as slides: what stands on each, under which heading."""
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import nbformat
+from nbformat import NotebookNode
+
+from .cells import EditionError, in_language, is_solution
+from .cutting import (
+    CODE_LINE,
+    GAP,
+    MOST_CODE_LINES,
+    ROOM,
+    cut_code,
+    cut_figure,
+    output_height,
+    output_in,
+    pack,
+    paragraphs,
+    result_groups,
+    shown_code,
+    text_height,
+)
+
+
+@dataclass
+class Slide:
+    """A slide before it is written: its kind, what stands under its heading, and whether a section starts with it."""
+
+    kind: str  # title, prose, code, figure, table; heading: nothing below it so far
+    parts: list[NotebookNode] = field(default_factory=list)
+    part: str = ""  # a key of `slides.WORDS`, written small behind the heading
+    starts: bool = False
+    section: str = ""
+    heading: str = ""
+    notes: list[str] = field(default_factory=list)
+    height: float = 0.0  # pixels that the parts are expected to take
+
+    def code_lines(self) -> int:
+        """Lines of code on it."""
+        return sum(len(part.source.splitlines()) for part in self.parts if part.cell_type == "code")
+
+
+def lesson_slides(notebook: NotebookNode, language: str) -> list[Slide]:
+    """The slides of one lesson in one language, or in both.
+
+    Raises:
+        EditionError: a cell before the lesson's title, or a cell that lacks the language.
+    """
+    slides: list[Slide] = []
+    section = heading = ""
+    cells = [cell for cell in notebook.cells if slide_type(cell) != "skip"]
+    for cell, following in zip(cells, [*cells[1:], None], strict=True):
+        found = re.match(r"(##?) ([\d.]+) ([^\n]*)\n*", cell.source) if cell.cell_type == "markdown" else None
+        if found:
+            section, heading = found[2], found[3]
+        if not heading:
+            raise EditionError(f"a lesson starts with its title, '# 2 English / 中文', got {cell.source[:60]!r}")
+        if slide_type(cell) == "notes":
+            slides[-1].notes.append(_text_in(cell.source, language))
+            continue
+        if cell.cell_type == "markdown":
+            body = cell.source[found.end() :] if found else cell.source
+            new = _prose_slides(body, language, kind="title" if found and found[1] == "#" else "prose")
+        else:
+            new = _code_slides(cell, following, language)
+        if found and not new:
+            new = [Slide("heading")]
+        for slide in new:
+            slide.section, slide.heading = section, heading
+        if found:
+            new[0].starts = True
+        elif slide_type(cell) not in ("slide", "subslide"):
+            new = _joined(slides, new)
+        slides += new
+    return [slide for slide in slides if slide.parts or slide.kind == "title"]
+
+
+def slide_type(cell: NotebookNode) -> str | None:
+    return cell.metadata.get("slideshow", {}).get("slide_type")
+
+
+def _joined(slides: list[Slide], new: list[Slide]) -> list[Slide]:
+    """The last slide takes what follows if there is room: a few words and the code they speak of, a result and why."""
+    last = slides[-1]
+    while new and (last.kind == "heading" or _fit_together(last, new[0])):
+        taken = new.pop(0)
+        if _has_fragment(last):  # what explains a result comes after it
+            for part in taken.parts:
+                part.metadata.slideshow = {"slide_type": "fragment"}
+        if last.kind == "heading":
+            last.part = taken.part
+        last.kind = taken.kind
+        last.parts += taken.parts
+        last.height += taken.height + GAP
+    return new
+
+
+def _fit_together(last: Slide, following: Slide) -> bool:
+    """Whether two slides may be one; titles, figures and solutions stay alone."""
+    alone = {"title", "figure"}
+    if {last.kind, following.kind} & alone or "solution" in (last.part, following.part) or following.notes:
+        return False
+    if following.kind == "code" and _has_fragment(last):  # new code under an old result would be taken for its cause
+        return False
+    return last.height + following.height <= ROOM - 60 and last.code_lines() + following.code_lines() <= MOST_CODE_LINES
+
+
+def _has_fragment(slide: Slide) -> bool:
+    return any(slide_type(part) == "fragment" for part in slide.parts)
+
+
+def _text_in(source: str, language: str) -> str:
+    """A cell in the language, or in both, as plain markdown."""
+    if language == "both":
+        return "\n\n".join(in_language(source, one) for one in ("en", "zh"))
+    return in_language(source, language)
+
+
+def _prose_slides(source: str, language: str, kind: str) -> list[Slide]:
+    bodies = [paragraphs(in_language(source, one)) for one in (("en", "zh") if language == "both" else (language,))]
+    if not any(bodies):
+        return [Slide(kind)] if kind == "title" else []
+    if len({len(body) for body in bodies}) > 1:  # no pairs of paragraphs: all of it on one slide
+        bodies = [["\n\n".join(body)] for body in bodies]
+    width, room = (46, 15.5) if language == "both" else (76, 12.0)
+    if kind == "title":
+        room -= 3
+    rows = list(zip(*bodies, strict=True))
+    heights = [max(text_height(text, width) for text in row) for row in rows]
+    slides = []
+    for group in pack(heights, room):
+        chosen = [rows[index] for index in group]
+        columns = ["\n\n".join(column) for column in zip(*chosen, strict=True)]
+        slides.append(Slide(kind if not slides else "prose", [nbformat.v4.new_markdown_cell(columns_of(columns))]))
+        slides[-1].part = "continued" if len(slides) > 1 else ""
+        slides[-1].height = ROOM / room * sum(heights[index] for index in group)
+    return slides
+
+
+def columns_of(texts: Sequence[str]) -> str:
+    """One text as it is, two beside each other, English and Chinese."""
+    if len(texts) == 1:
+        return texts[0]
+    divs = [f'<div lang="{name}">\n\n{text}\n\n</div>' for name, text in zip(("en", "zh"), texts, strict=True)]
+    return '<div class="columns">\n' + "\n".join(divs) + "\n</div>"
+
+
+def _code_slides(cell: NotebookNode, following: NotebookNode | None, language: str) -> list[Slide]:
+    if _is_plumbing(cell.source):
+        return []
+    outputs = [shown for output in cell.outputs if (shown := output_in(output, language)) is not None]
+    solved = "solution" if is_solution(cell) else ""
+    if following is not None and is_solution(following):  # an attempt: its verdict says only that it is one
+        outputs = []
+    code = shown_code(cell.source, outputs)
+    figures = [part for output in outputs if "image/png" in output.get("data", {}) for part in cut_figure(output)]
+    others = [output for output in outputs if "image/png" not in output.get("data", {})]
+
+    slides = []
+    for number, chunk in enumerate(cut_code(code)):
+        part = nbformat.v4.new_code_cell(chunk)
+        slides.append(Slide("code", [part], solved or ("continued" if number else "")))
+        slides[-1].height = CODE_LINE * len(chunk.splitlines()) + GAP
+    for group in result_groups(others, language):
+        result = nbformat.v4.new_code_cell(outputs=group)
+        height = sum(output_height(output, language) for output in group)
+        if slides and slides[-1].height + height <= ROOM and slides[-1].kind == "code":
+            result.metadata.slideshow = {"slide_type": "fragment"}
+            slides[-1].parts.append(result)
+            slides[-1].height += height
+        else:
+            slides.append(Slide("table", [result], solved or ("result" if slides else ""), height=height))
+    for figure in figures:
+        slides.append(Slide("figure", [nbformat.v4.new_code_cell(outputs=[figure])], "figure" if slides else ""))
+    return slides
+
+
+def _is_plumbing(source: str) -> bool:
+    """Imports, the language switch, and places for guesses: nothing to show."""
+    statements = ast.parse(source).body
+
+    def is_plumbing(node: ast.stmt) -> bool:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            return True
+        if isinstance(node, ast.Assign):
+            return isinstance(node.value, ast.Constant) and node.value.value is None
+        call = node.value if isinstance(node, ast.Expr) else None
+        name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+        return name == "language" or name.startswith("check_")
+
+    return "### BEGIN SOLUTION" not in source and all(map(is_plumbing, statements))

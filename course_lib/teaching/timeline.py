@@ -1,0 +1,268 @@
+"""The course's signature figure: the byte timeline of a training step."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .figures import CATEGORY_NAMES, PHASE_NAMES, category_label, category_look, figure, shown_once
+from .languages import label, parts, text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# From the bottom: what stays all the time first, so that what comes and goes draws the outline.
+STACK = ("parameter", "buffer", "optimizer", "gradient", "input", "activation", "temporary")
+_PHASE_COLORS = {"forward": "#DCE6F0", "backward": "#F6DFE0", "optimizer": "#EBDDE8"}
+
+
+def timelines(
+    meters: "Mapping[str | tuple[str, str], Any] | None" = None,
+    /,
+    *,
+    title: tuple[str, str] | str | None = None,
+    share_x: bool = True,
+    width: float = 7.2,
+    panel_height: float = 2.2,
+    **named: Any,
+) -> "Figure":
+    """Byte timelines of several training steps, one above the other, on one scale.
+
+    The first one's peak is drawn through the others as a dashed line, so that what is saved can be seen.
+
+    Args:
+        meters: label -> `MemoryMeter` after its block; a label is a string or an (English, Chinese) pair.
+        title: the message of the figure.
+        share_x: one x scale too, so that a step with more operators is longer.
+        width, panel_height: inches.
+        named: label=meter.
+
+    Returns:
+        The figure. In a notebook it is shown as the value of the cell, so let it be the last line.
+
+    Raises:
+        ValueError: no meter, or one that recorded nothing.
+    """
+    arms = {**(meters or {}), **named}
+    if not arms:
+        raise ValueError('timelines needs at least one meter, as in timelines({"plain": meter})')
+    steps = [_Step(name, meter) for name, meter in arms.items()]
+
+    height = panel_height * len(steps) + (0.45 if title is None else 1.0)
+    drawn, axes = figure(title, rows=len(steps), width=width, height=height, sharex=share_x, sharey=True)
+    axes = [axes] if len(steps) == 1 else list(axes)
+    top = max(step.peak for step in steps) * (1.22 if panel_height >= 2 else 1.45)  # room for the figure at the peak
+    axes[0].set_ylim(0, top / 1e6)
+    for panel, step in zip(axes, steps, strict=True):
+        _draw_step(panel, step)
+    if share_x:
+        axes[0].set_xlim(0, max(step.length for step in steps))
+    axes[-1].set_xlabel(text("operators, in the order they ran", "算子（按执行顺序）"))
+    drawn.supylabel(f"{text('live bytes', '存活字节')} (MB)", fontsize=9.5, color="#333333")
+
+    drawn.draw_without_rendering()  # settles the layout: the labels below need to know their size in data units
+    named_somewhere = set().union(*(_label_areas(panel, step) for panel, step in zip(axes, steps, strict=True)))
+    for panel, step in zip(axes, steps, strict=True):
+        _mark_peak(panel, step, None if step is steps[0] else steps[0])
+    _name_the_rest(drawn, steps, named_somewhere)
+
+    said = [step.in_words() for step in steps]
+    drawn.course_alt = (
+        f"Live bytes, stacked by category, over the operators of a step. {' '.join(en for en, _ in said)}",
+        f"一步之中的存活字节，按类别堆叠，横轴是算子的执行顺序。{''.join(zh for _, zh in said)}",
+    )
+    return shown_once(drawn)
+
+
+class _Step:
+    """What a meter recorded, as arrays."""
+
+    def __init__(self, name: "str | tuple[str, str]", meter: Any) -> None:
+        self.name, self.meter = name, meter
+        series = meter.series()
+        self.phases: list[str] = list(meter.phases())
+        self.length = len(self.phases)
+        if self.length == 0:
+            raise ValueError(f"the meter of {label(name)!r} recorded no operator: run a step inside its `with` block")
+        known = [category for category in STACK if category in series]
+        self.bytes = {
+            category: series[category]
+            for category in [*known, *(other for other in series if other not in STACK)]
+            if series[category].any()
+        }
+        self.total = sum(self.bytes.values())
+        self.peak: int = meter.peak_bytes
+        self.peak_at = int(self.total.argmax()) + 0.5  # the middle of the operator
+
+    def runs(self) -> list[tuple[str, int, int]]:
+        """(phase, first operator, one past the last) for each stretch of one phase."""
+        found, start = [], 0
+        for phase, stretch in itertools.groupby(self.phases):
+            stop = start + len(list(stretch))
+            found.append((phase, start, stop))
+            start = stop
+        return found
+
+    def in_words(self) -> tuple[str, str]:
+        """(English, Chinese): the peak, its phase, and the categories that can be seen there, the largest first."""
+        at = int(self.total.argmax())
+        held = sorted(((int(series[at]), category) for category, series in self.bytes.items()), reverse=True)
+        seen = [(CATEGORY_NAMES[name], f"{count / 1e6:,.1f} MB") for count, name in held if count > self.peak / 200]
+        en = ", ".join(f"{words[0]} {size}" for words, size in seen)
+        zh = "、".join(f"{words[1]} {size}" for words, size in seen)
+        name, phase, peak = parts(label(self.name)), _phase_names(self.phases[at]), f"{self.peak / 1e6:,.1f} MB"
+        return (
+            f"{name[0]}: peak {peak} in the {phase[0]} phase, of it {en}.",
+            f"{name[1]}：峰值 {peak}，出现在{phase[1]}阶段，其中{zh}。",
+        )
+
+    def layers(self) -> list[tuple[str, Any, Any]]:
+        """(category, lower edge, upper edge) in MB, from the bottom up."""
+        found, below = [], self.total * 0.0
+        for category, held in self.bytes.items():
+            above = below + held / 1e6
+            found.append((category, below, above))
+            below = above
+        return found
+
+
+def _draw_step(panel: "Axes", step: _Step) -> None:
+    edges = range(step.length + 1)
+    for category, below, above in step.layers():
+        # The last value is repeated, so that the last operator has a width. Without antialiasing no seams show.
+        panel.fill_between(
+            edges, [*below, below[-1]], [*above, above[-1]], step="post",
+            antialiased=False, **category_look(category),
+        )  # fmt: skip
+    # An area narrower than a pixel may be skipped, a line never is: the outline keeps a peak of one operator visible.
+    panel.stairs(step.total / 1e6, edges, baseline=None, color="#444444", linewidth=0.5)
+    panel.set_xlim(0, step.length)
+    panel.set_title(label(step.name), pad=17, color="#222222")
+    panel.grid(visible=False)
+    panel.tick_params(length=3)
+
+    # Phases: a band above the panel, and a thin line down through it where one ends.
+    across = panel.get_xaxis_transform()  # x in operators, y from 0 to 1 over the panel
+    from matplotlib.patches import Rectangle
+
+    for phase, start, stop in step.runs():
+        band = Rectangle(
+            (start, 1.0), stop - start, 0.095, transform=across, clip_on=False, linewidth=0,
+            facecolor=_PHASE_COLORS.get(phase, "#EEEEEE"),
+        )  # fmt: skip
+        panel.add_patch(band)
+        if start:
+            panel.plot([start, start], [1, 1.095], transform=across, clip_on=False, color="white", linewidth=1.2)
+            panel.plot([start, start], [0, 1], transform=across, color="#999999", linewidth=0.6, linestyle=(0, (1, 2)))
+            panel.vlines(start, 0, step.total[start] / 1e6, color="white", linewidth=0.9, alpha=0.7)
+
+
+def _label_areas(panel: "Axes", step: _Step) -> set[str]:
+    """Write phases and categories where there is room for them, and say which categories found room."""
+    per_point = panel.figure.dpi / 72
+    box = panel.get_window_extent()
+    operators_per_pixel = (panel.get_xlim()[1] - panel.get_xlim()[0]) / box.width
+    mb_per_pixel = panel.get_ylim()[1] / box.height
+
+    def room(words: str, size: float) -> tuple[float, float]:
+        """Width in operators and height in MB that the words need."""
+        width = _width_of(panel, words, size) + 6 * per_point
+        return width * operators_per_pixel, (size * 1.15 + 1) * per_point * mb_per_pixel
+
+    across = panel.get_xaxis_transform()
+    look: dict[str, Any] = {"transform": across, "fontsize": 8, "color": "#444444", "va": "center_baseline"}
+    unnamed: dict[str, int] = {}
+    for phase, start, stop in step.runs():
+        for words in _short_forms(phase):
+            if room(words, 8)[0] <= stop - start:
+                panel.text((start + stop) / 2, 1.045, words, ha="center", **look)
+                unnamed[phase] = -1
+                break
+        else:
+            unnamed.setdefault(phase, stop)
+    taken = room(label(step.name), 10)[0]  # the panel's own title stands at the left
+    for phase, stop in unnamed.items():
+        words = _short_forms(phase)[0]
+        if stop >= 0 and stop - room(words, 8)[0] > taken:
+            panel.text(stop, 1.155, words, ha="right", **look)  # too narrow to write in: name it above, once
+            taken = stop
+
+    found = set()
+    for category, below, above in step.layers():
+        words, size = category_label(category) if category in CATEGORY_NAMES else category, 9
+        width, height = room(words, size)
+        place = _roomiest(below, above, max(1, round(width)))
+        if place is not None and place[2] >= height:
+            x, y, _ = place
+            panel.text(
+                x, y, words, fontsize=size, ha="center", va="center_baseline",
+                color="white" if category in ("parameter", "optimizer", "activation") else "#222222", zorder=7,
+                bbox={"boxstyle": "square,pad=0.12", **category_look(category), "hatch": None},  # legible over hatching
+            )  # fmt: skip
+            found.add(category)
+    return found
+
+
+def _short_forms(phase: str) -> list[str]:
+    """A phase's label, then shorter ones for a narrow stretch."""
+    words = _phase_names(phase)
+    return [label(words), words[1] if label(words) != words[0] else words[0]]
+
+
+def _phase_names(phase: str) -> tuple[str, str]:
+    return PHASE_NAMES.get(phase, (phase, phase))
+
+
+def _width_of(panel: "Axes", words: str, size: float) -> float:
+    """Pixels."""
+    trial = panel.text(0, 0, words, fontsize=size)
+    width = trial.get_window_extent().width
+    trial.remove()
+    return width
+
+
+def _roomiest(below: Any, above: Any, width: int) -> tuple[float, float, float] | None:
+    """(centre x, centre y, height) of the highest box, `width` operators wide, that lies within a layer."""
+    from numpy.lib.stride_tricks import sliding_window_view
+
+    if width > len(below):
+        return None
+    floor = sliding_window_view(below, width).max(axis=1)
+    ceiling = sliding_window_view(above, width).min(axis=1)
+    height = ceiling - floor
+    if height.max() <= 0:
+        return None
+    # Of equally high places take the middle one: a layer that never changes is named in the middle of the figure.
+    high = (height >= 0.98 * height.max()).nonzero()[0]
+    best = high[len(high) // 2]
+    return best + width / 2, (ceiling[best] + floor[best]) / 2, height[best]
+
+
+def _mark_peak(panel: "Axes", step: _Step, first: _Step | None) -> None:
+    peak = step.peak / 1e6
+    words = f"{text('peak', '峰值')} {peak:,.1f} MB"
+    if first is not None and first.peak > 0:
+        panel.axhline(first.peak / 1e6, color="#444444", linewidth=1.0, linestyle=(0, (4, 3)))
+        if step.peak != first.peak:
+            words += f"  ({(step.peak / first.peak - 1) * 100:+.0f} %)".replace("-", "−")
+    panel.plot([step.peak_at], [peak], "o", color="#222222", markersize=4.5, clip_on=False, zorder=8)
+    left = step.peak_at > 0.55 * panel.get_xlim()[1]
+    panel.annotate(
+        words, (step.peak_at, peak), xytext=(5 if left else -4, 5), textcoords="offset points",
+        ha="right" if left else "left", va="bottom", fontsize=9.5, color="#222222", zorder=8,
+        bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+    )  # fmt: skip
+
+
+def _name_the_rest(drawn: "Figure", steps: "Sequence[_Step]", named: set[str]) -> None:
+    """A line of swatches below the figure for the categories whose areas are too thin to write in."""
+    from matplotlib.patches import Patch
+
+    visible = {c for step in steps for c, held in step.bytes.items() if held.max() > step.peak / 200}
+    rest = [category for category in STACK if category in visible - named]
+    if rest:
+        patches = [Patch(label=category_label(category), **category_look(category)) for category in rest]
+        drawn.legend(
+            handles=patches, loc="outside lower right", ncols=len(rest), fontsize=8.5,
+            handlelength=0.9, handleheight=0.9, handletextpad=0.5, columnspacing=1.4,
+        )  # fmt: skip

@@ -1,0 +1,185 @@
+"""The library's rooms: dependencies point one way, and no file, class or function outgrows its screen."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = ROOT / "course_lib"
+MOST_LINES, MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FUNCTION = 400, 150, 55  # of a function without its docstring
+
+# A room -> the rooms whose modules it may import; its own are always allowed.
+BELOW_ALL = {"_check", "_torch"}
+TECHNIQUES = {"checkpoint", "schedule", "offload", "accumulation", "attention"}
+CORE = {"memory", "models", *TECHNIQUES, "distributed", "budget", *BELOW_ALL}
+ALLOWED = {
+    "_check": set(),
+    "_torch": {"_check"},
+    "labels": set(),
+    "models": BELOW_ALL,
+    "memory": BELOW_ALL,
+    **{name: {"memory", *BELOW_ALL} for name in TECHNIQUES},
+    "schedule": {"memory", "checkpoint", *BELOW_ALL},
+    "distributed": {"memory", *TECHNIQUES, *BELOW_ALL},
+    "budget": CORE,
+    "teaching": {*CORE, "labels"},
+    "lessons": {*CORE, "labels", "teaching"},
+    "teaching.editions": {*CORE, "labels", "teaching", "lessons"},  # made from the lessons, so above them
+}
+
+
+def room_of(module):
+    """`course_lib.teaching.editions.site` -> `teaching.editions`; None for the package itself and for others."""
+    parts = module.split(".")[1:]
+    names = [".".join(parts[:2]), parts[0]] if parts else []
+    return next((name for name in names if name in ALLOWED), None) if module.startswith("course_lib") else None
+
+
+@cache
+def modules():
+    """Name -> tree of every module of the library."""
+    found = {}
+    for path in sorted(LIBRARY.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if "_assets" in str(path) or "fonts" in parts:
+            continue  # scripts that made a font
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text("utf-8"))
+    return found
+
+
+def for_types_only(tree):
+    """The imports that stand under `if TYPE_CHECKING:`."""
+    guarded = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
+    return {id(inner) for node in guarded for inner in ast.walk(node)}
+
+
+def imports(name, tree=None):
+    """(module, names taken from it) of every import of the library that runs, lazy ones included."""
+    tree = modules()[name] if tree is None else tree
+    package = name if (LIBRARY.parent / Path(*name.split("."))).is_dir() else name.rpartition(".")[0]
+    skipped = for_types_only(tree)
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found += [(alias.name, []) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = (
+                importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                if node.level
+                else node.module
+            )
+            for alias in node.names:
+                submodule = f"{start}.{alias.name}"
+                found.append((submodule, []) if submodule in modules() else (start, [alias.name]))
+    return [(module, names) for module, names in found if module.split(".")[0] == "course_lib"]
+
+
+def wrong_ways(name, tree=None):
+    here = room_of(name)
+    return [
+        f"{name} imports {module}"
+        for module, _ in imports(name, tree)
+        if (there := room_of(module)) is not None and there != here and there not in ALLOWED.get(here, set())
+    ]
+
+
+def private_names(name, tree=None):
+    """Underscored names, and modules other than those below all, that are taken from another room."""
+    here, found = room_of(name), []
+    for module, names in imports(name, tree):
+        if room_of(module) == here:
+            continue
+        parts = [*module.split(".")[1:], *names]
+        found += [
+            f"{name} imports {module} {names}"
+            for part in parts
+            if part[:1] == "_" and part not in BELOW_ALL | {"__all__"}
+        ]
+    return found
+
+
+def circles(edges):
+    """Modules that reach themselves."""
+
+    def reached(start):
+        seen, todo = set(), list(edges[start])
+        while todo:
+            if (module := todo.pop()) not in seen:
+                seen.add(module)
+                todo += edges.get(module, [])
+        return seen
+
+    return sorted(name for name in edges if name in reached(name))
+
+
+def lengths(path):
+    """What in a file is longer than it may be."""
+    source = path.read_text("utf-8")
+    name, found = path.relative_to(ROOT).as_posix(), []
+    if (count := len(source.splitlines())) > MOST_LINES:
+        found.append(f"{name}: {count} lines")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            count = node.end_lineno - node.lineno + 1
+            limit = MOST_LINES_OF_A_CLASS
+            if isinstance(node, ast.FunctionDef):
+                limit = MOST_LINES_OF_A_FUNCTION
+                if ast.get_docstring(node):
+                    count -= node.body[0].end_lineno - node.body[0].lineno + 1
+            if count > limit:
+                found.append(f"{name}: {node.name} has {count} lines")
+    return found
+
+
+def test_every_module_has_a_room():
+    assert [name for name in modules() if name != "course_lib" and room_of(name) is None] == []
+
+
+def test_dependencies_point_one_way():
+    assert [problem for name in modules() for problem in wrong_ways(name)] == []
+
+
+def test_no_module_reaches_itself_through_its_imports():
+    edges = {name: {module for module, _ in imports(name) if module in modules()} for name in modules()}
+    assert circles(edges) == []
+
+
+def test_no_private_name_crosses_from_one_room_to_another():
+    assert [problem for name in modules() for problem in private_names(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "finds"),
+    [
+        ("course_lib.memory.meter", "from course_lib.checkpoint import checkpoint", wrong_ways),
+        ("course_lib.memory.meter", "def f():\n    import course_lib.offload", wrong_ways),
+        ("course_lib.offload", "from course_lib.schedule import Chain", wrong_ways),
+        ("course_lib.budget.search", "from course_lib.teaching import figure", wrong_ways),
+        ("course_lib.teaching.gpu", "from .. import lessons", wrong_ways),
+        ("course_lib.schedule", "from course_lib.memory.meter import _storages", private_names),
+        ("course_lib.lessons.lesson_01", "from course_lib.teaching.tables import _cell", private_names),
+    ],
+)
+def test_an_import_that_goes_the_wrong_way_is_found(module, source, finds):
+    assert finds(module, ast.parse(source))
+    assert not finds("course_lib.schedule", ast.parse("from course_lib.checkpoint import checkpoint"))
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+
+
+def test_measuring_needs_neither_matplotlib_nor_ipython():
+    program = "import sys, course_lib.memory; print({'matplotlib', 'IPython', 'pandas'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_no_file_class_or_function_outgrows_its_screen():
+    assert [problem for path in sorted(LIBRARY.rglob("*.py")) for problem in lengths(path)] == []

@@ -1,0 +1,578 @@
+"""What belongs to one lesson: its checks, its claims, its pictures, what its GPU experiments find on a CPU."""
+
+import functools
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from markup import spoken_problems
+from torch.autograd.graph import saved_tensors_hooks
+
+from course_lib import lessons
+from course_lib.attention.tiled import BLOCK
+from course_lib.budget import Recipe, estimate
+from course_lib.checkpoint import checkpoint
+from course_lib.lessons import lesson_00, lesson_01, lesson_03, lesson_05, lesson_07
+from course_lib.memory import symbolic, training_state_bytes
+from course_lib.models import Decoder, random_tokens
+from course_lib.schedule import Backward, Chain, Forward, optimal, recursive, segments, sqrt_segments, store_all
+from course_lib.teaching import Verdict, alt, category_label, language, languages, said
+from course_lib.teaching.experiments import TINY, decoder_and_tokens
+
+ROOT = Path(__file__).parents[1]
+CHECKS = {
+    f"{number}.{name.removeprefix('check_')}": check
+    for number in lessons.LESSONS
+    for name, check in vars(lessons.lesson(number)).items()
+    if name.startswith("check_")
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """No language chosen, and no window."""
+    import matplotlib
+    from matplotlib import pyplot
+
+    monkeypatch.delenv("COURSE_LANG", raising=False)
+    monkeypatch.setattr(languages, "_chosen", None)
+    with matplotlib.rc_context():
+        matplotlib.use("Agg")
+        yield
+        pyplot.close("all")
+
+
+class Hostile:
+    """Fails at whatever is asked of it."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+    __eq__ = __float__ = __repr__ = __bool__ = __len__ = __hash__ = __call__ = lambda *_: 1 / 0
+
+
+# Answers --------------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_of(**options):
+    return lambda block, x: checkpoint(block, x, use_reentrant=False, **options)
+
+
+def hides(block, x):
+    """Keeps everything where nobody looks, and computes nothing again."""
+    kept = []
+    with saved_tensors_hooks(lambda t: kept.append(t) or len(kept) - 1, lambda i: kept[i]):
+        return block(x)
+
+
+no_checkpoints = [lambda block, x: block(x), lambda block, x: (block(x), block(x))[1], lambda block, x: x, hides]
+aten = torch.ops.aten
+six = Chain.uniform(6, saved_bytes=2)
+pyramid = lesson_03.pyramid()
+
+
+def keeps(copying, *, right_place=True, hold=None):
+    """Hooks that keep copies in the store; `hold` keeps the tensors themselves as well."""
+
+    def offloading(store):
+        def pack(tensor):
+            store.append(copying(tensor.detach()))
+            if hold is not None:
+                hold[len(store)] = tensor
+            return len(store) - 1
+
+        return saved_tensors_hooks(pack, lambda place: store[place if right_place else 0])
+
+    return offloading
+
+
+def copies_and_keeps(store):
+    return saved_tensors_hooks(lambda t: store.append(t.detach().clone()) or t, lambda t: t)
+
+
+def accumulate(model, loss_sum, pieces):
+    total = 0
+    for piece in pieces:
+        loss, weight = loss_sum(model, piece)
+        loss.backward()
+        total += weight
+    for parameter in model.parameters():
+        parameter.grad /= total
+
+
+def counts_first(model, loss_sum, pieces):
+    total = sum(loss_sum(model, piece)[1] for piece in pieces)
+    for piece in filter(len, pieces):
+        (loss_sum(model, piece)[0] / total).backward()
+
+
+def means(model, loss_sum, pieces):
+    for piece in pieces:
+        loss, weight = loss_sum(model, piece)
+        (loss / max(weight, 1) / len(pieces)).backward()
+
+
+def all_graphs_at_once(model, loss_sum, pieces):
+    losses, weights = zip(*(loss_sum(model, piece) for piece in pieces), strict=True)
+    (sum(losses) / sum(weights)).backward()
+
+
+def in_blocks(scores, block, rescale=True, step=1):
+    largest, total = scores.new_full(scores.shape[:1], float("-inf")), scores.new_zeros(scores.shape[:1])
+    for part in scores.split(block, dim=1)[::step]:
+        new = torch.maximum(largest, part.amax(1))
+        total = total * ((largest - new).exp() if rescale else 1) + (part - new[:, None]).exp().sum(1)
+        largest = new
+    return largest + total.log()
+
+
+def padded(scores, block):
+    return in_blocks(torch.nn.functional.pad(scores, (0, -scores.shape[1] % block), value=float("-inf")), block)
+
+
+def of_transposed(scores, block):
+    return torch.stack([part.logsumexp(0) for part in scores.T.split(block)]).logsumexp(0)
+
+
+def shifted(scores, block, largest):
+    return largest + sum((part - largest[:, None]).exp().sum(1) for part in scores.split(block, dim=1)).log()
+
+
+def row_by_row(scores, block):
+    return torch.stack([shifted(row[None], block, row.max()[None])[0] for row in scores])
+
+
+def two_passes(scores, block):
+    return shifted(scores, block, torch.stack([part.amax(1) for part in scores.split(block, dim=1)]).amax(0))
+
+
+def probabilities(q, k, lse):
+    return (q @ k.T / q.shape[1] ** 0.5 - lse[:, None]).exp()
+
+
+def normalised(q, k, lse):
+    weights = probabilities(q, k, lse)
+    return weights / weights.sum(1, keepdim=True)
+
+
+FORGETFUL = {"attention": "flash", "checkpoint": "layers"}
+LEAST = {**FORGETFUL, "micro_batches": 8}
+LESSON = {"attention": "flash", "in_backward": True, "offload_optimizer": 1.0}
+
+# check -> right answers, and wrong ones, each alone or with a part of what it is told
+ANSWERS = {
+    "01.optimizer_bytes": (
+        [84_000_000_000, 84e9],
+        [(56e9, "two moments"), (112e9, "all 16"), (28e9, "keeps three"), (84, "in GB"), (1, "small"), (9e99, "large")],
+    ),
+    "01.largest_batch": (
+        [26, 26.0],
+        [(25, "so does 26"), (27, "27 peaks at 511,202,520"), *((n, "1 to 10,000") for n in (26.5, 0, -1, "26"))],
+    ),
+    "01.swiglu_bytes": ([8_912_896], [8_912_897, (8.912896, "in MB"), (8_912_896 / 4, "number of elements")]),
+    "02.checkpoint": ([checkpoint_of(), checkpoint_of(preserve_rng_state=False)], no_checkpoints),
+    "02.dropout_checkpoint": (
+        [checkpoint_of()],
+        [*no_checkpoints, (checkpoint_of(preserve_rng_state=False), "another mask")],
+    ),
+    "02.policy": (
+        [[aten.bmm.default]],
+        [(aten.bmm.default, "list"), ([], "too much again"), [aten.addmm.default], (["bmm"], "cannot be used")],
+    ),
+    "02.head_chunk": (
+        [256],
+        [(128, "so does 256"), (512, "Too large"), (100, "power of two"), ("256", "power of two")],
+    ),
+    "03.segment_count": ([24, 24.0], [8, 576, (8 / 3, "wrong way round"), "24"]),
+    "03.drawn_schedule": (
+        [list(segments(six, 4))],
+        [
+            *(([], "Not answered"), ([Forward(0, "input"), ...], "Not answered")),
+            *((schedule, "too much") for schedule in (store_all(six), segments(six, 3), segments(six, 5))),
+            *(([Backward(5)], "referee"), ([Forward(1, "all")], "x_1"), [3]),
+        ],
+    ),
+    "03.beats_sqrt": (
+        [optimal(pyramid, 150_000_000)],
+        [
+            *((sqrt_segments(pyramid), "not lower"), (optimal(pyramid, 131_000_000), "longer")),
+            *(store_all(pyramid), (store_all(six), "referee"), (3, "cannot be simulated")),
+        ],
+    ),
+    "04.hiding_intensity": ([6349, 400e12 / 63e9], [6.349, (15698, "989"), 3175]),
+    "04.what_goes_down": (
+        [{0, 2}, [2, 0]],
+        [
+            *(({0}, "still above"), ({0, 1, 2}, "fewer"), ({0, 2, 4}, "must stay")),
+            *((odd, "numbers from 0 to 4") for odd in ({7}, 3, {"0"}, [[1]], {True})),
+            set(),
+        ],
+    ),
+    "04.offloading": (
+        [keeps(torch.clone)],
+        [
+            (lambda store: saved_tensors_hooks(lambda t: t, lambda t: t), "Nothing is in the store"),
+            (keeps(lambda t: t), "not copies"),
+            *((keeps(torch.clone, right_place=False), None), (keeps(torch.zeros_like), "gradient is wrong")),
+            *((copies_and_keeps, "nothing is freed"), (keeps(torch.clone, hold={}), "nothing is freed")),
+        ],
+    ),
+    "05.accumulation": (
+        [accumulate, counts_first],
+        [
+            *((means, "off by"), lambda model, loss_sum, pieces: accumulate(model, loss_sum, pieces[-1:])),
+            (lambda *_: None, "no gradient"),
+            (lambda model, loss_sum, pieces: accumulate(model, loss_sum, [torch.cat(pieces)]), "saves no memory"),
+            (all_graphs_at_once, "saves no memory"),
+        ],
+    ),
+    "05.largest_micro_batch": ([14], [8, (14.5, "Whole"), 15, (25, "floor")]),
+    "05.fast_micro_batch": ([16], [8, 32, 64, "16"]),
+    "06.log_sum_exp": (
+        [in_blocks, padded, functools.partial(in_blocks, step=-1), of_transposed],
+        [
+            (lambda scores, block: shifted(scores, block, scores.amax(1)), "`amax` took more than a block"),
+            (lambda scores, block: shifted(scores, block, scores.sort(1).values[:, -1]), "`sort` took more"),
+            *((row_by_row, "`max` took more than a block"), (two_passes, "second pass")),
+            (lambda scores, block: scores.exp().sum(1).log(), "overflow"),
+            lambda scores, block: torch.logsumexp(scores, 1),
+            functools.partial(in_blocks, rescale=False),
+            (lambda scores, block: 3, "One number a row"),
+        ],
+    ),
+    "06.probabilities": (
+        [probabilities],
+        [
+            *((lambda q, k, lse: q @ k.T, "not sum to 1"), (lambda q, k, lse: (q @ k.T).softmax(1), "differ")),
+            *(
+                (lambda q, k, lse: lse, "matrix"),
+                (lambda q, k, lse: (q @ k.T / 4).softmax(1), "do not come from `lse`"),
+            ),
+            (normalised, "do not come from `lse`"),
+        ],
+    ),
+    "06.grouped_bytes": ([84_410_368], [(83_886_080, "missing"), (84_148_224, "fp32"), (84.410368, "in MB")]),
+    "07.forty_megabytes": (
+        [Recipe(micro_batches=4), Recipe(micro_batches=8)],
+        [
+            (Recipe(micro_batches=2), "does not fit: 56.2 MB > 40 MB"),
+            (Recipe(attention="flash", micro_batches=4), "takes 1.033 times the FLOPs"),
+            (Recipe(micro_batches=4, offload_optimizer=0.25), "fits, but moves"),
+        ],
+    ),
+    "07.fourteen_megabytes": (
+        [Recipe(**LEAST)],
+        [
+            (Recipe(attention="flash", micro_batches=8), "does not fit: 16.9 MB > 14 MB"),
+            (Recipe(**LEAST, offload_optimizer=0.5), "fits, but moves"),
+        ],
+    ),
+    "07.eleven_megabytes": (
+        [Recipe(**LEAST, offload_optimizer=0.5), Recipe(**LEAST, offload_optimizer=1.0)],
+        [(Recipe(**LEAST, offload_optimizer=0.25), "does not fit: 11.9 MB > 11 MB")],
+    ),
+    "07.beats_the_lesson": (
+        [Recipe(**LESSON, checkpoint="segments", segments=19)],
+        [
+            (Recipe(**LESSON, checkpoint="layers"), "not cheaper: 7.731 s : 7.731 s"),
+            (Recipe(**FORGETFUL), "does not fit"),
+        ],
+    ),
+}
+NO_RECIPES = [
+    *(("micro_batches=4", "this is a `str`"), (LEAST, "this is a `dict`"), (Recipe, "this is a `type`")),
+    *((Recipe(optimizer="sgd"), "optimizer stay"), (Recipe(precision="bf16"), "optimizer stay")),
+    (Recipe(micro_batches=9), "cannot be estimated: micro_batches is 9"),
+]
+
+
+def test_every_check_has_answers_here():
+    assert ANSWERS.keys() == CHECKS.keys()
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_accepts_right_answers(name):
+    for answer in ANSWERS[name][0]:
+        verdict = CHECKS[name](answer)
+        assert verdict and verdict.hint is None, verdict
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_refuses_wrong_answers_says_why_and_gives_a_hint(name):
+    wrong = [*ANSWERS[name][1], *(NO_RECIPES if name.startswith("07") else ())]
+    for case in wrong:
+        answer, reason = case if isinstance(case, tuple) else (case, None)
+        verdict = CHECKS[name](answer)
+        assert not verdict and verdict.hint, (case, verdict)
+        assert (reason or "") in verdict.message[0], verdict
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_survives_nonsense(name):
+    for answer in (None, ...):
+        verdict = CHECKS[name](answer)
+        assert not verdict and verdict.message == ("Not answered yet.", "还没有作答。") and verdict.hint
+    assert spoken_problems(verdict._repr_html_()) == []
+    for answer in (Hostile(), Hostile, object(), "x", {}, [Hostile()], lambda *_: 1 / 0, float("nan"), 10**5000):
+        verdict = CHECKS[name](answer)
+        assert isinstance(verdict, Verdict) and not verdict and verdict.hint and repr(verdict)
+
+
+# Claims ---------------------------------------------------------------------------------------------------------------
+
+WITH_CLAIMS = [number for number in lessons.LESSONS if lessons.claims_of(number)]
+
+
+def test_every_lesson_with_an_idea_tests_claims():
+    assert [number for number in lessons.LESSONS if number != "00"] == WITH_CLAIMS
+
+
+@pytest.mark.parametrize("number", WITH_CLAIMS)
+def test_the_table_of_claims_takes_a_figure_for_each(number):
+    claims = lessons.claims_of(number)
+    figures = [f"{place} of 9" for place in range(len(claims))]
+    shown = repr(lessons.what_you_may_have_read(number, *figures))
+    assert all(word in shown for each in claims for word in (*each.claim, *each.experiment, *each.verdict))
+    assert all(figure in shown for figure in figures)
+    with pytest.raises(ValueError, match=f"there are 1 figures for {len(claims)} claims"):
+        lessons.what_you_may_have_read(number, "1")
+
+
+def test_a_claim_has_one_of_three_outcomes():
+    with pytest.raises(ValueError, match="outcome is 'maybe'; it takes one of fails, partly, holds"):
+        said.Claim(("a", "甲"), ("b", "乙"), ("c", "丙"), "maybe")
+
+
+def test_an_unknown_lesson_is_an_error_that_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"lesson is '99'; it takes one of 00, 01, 02"):
+        lessons.claims_of("99")
+
+
+# Lesson 00 ------------------------------------------------------------------------------------------------------------
+
+
+def test_this_machine_is_named_and_measured_in_both_languages():
+    shown = lesson_00.about_this_machine()
+    assert torch.__version__ in repr(shown) and "处理器核数" in repr(shown)
+    assert spoken_problems(shown._repr_html_()) == []
+
+
+def test_figures_of_the_lessons_have_words_in_both_languages():
+    chain = Chain.uniform(4)
+    for drawn in (
+        lesson_00.course_map(),
+        lesson_01.draw_activation_bytes(),
+        lesson_03.schedule_pictures({("all", "全部"): store_all(chain)}, chain, title=("All", "全部")),
+    ):
+        en, zh = alt.description(drawn)
+        assert not en[0].islower() and en.endswith(".") and zh.endswith("。") and not set("。，、；：") & set(en)
+        assert len(en) > 80 and len(zh) > 40
+
+
+# Lesson 01: on a GPU, and here ----------------------------------------------------------------------------------------
+
+
+def small_run(item):
+    return item.run("cpu", small=True)
+
+
+def test_the_decoder_step_counts_the_same_peak_with_the_meter_and_with_measure():
+    values = small_run(lesson_01.decoder_step)
+    model, _ = decoder_and_tokens(torch.device("cpu"), **TINY)
+    assert values["parameter_count"] == sum(p.numel() for p in model.parameters())
+    assert values["meter_peak_bytes"] + values["workspace_bytes"] == values["allocator_peak_bytes"]
+    assert values["meter_blocks_peak_bytes"] >= values["meter_peak_bytes"]
+    assert values["meter_peak_bytes"] > sum(training_state_bytes(values["parameter_count"], "fp32-sgd").values())
+
+
+def test_the_formula_of_korthikanti_is_met_to_the_byte():
+    values = small_run(lesson_01.korthikanti)
+    assert values["difference_bytes"] == 0
+    assert values["saved_bytes"] == values["predicted_bytes"] > values["paper_bytes"]
+
+
+def test_fused_attention_peaks_lower_than_standard_attention():
+    values = small_run(lesson_01.attention_sequence)
+    assert values["fused_32_tensors_bytes"] < values["standard_32_tensors_bytes"]
+
+
+def test_the_monitor_sees_each_phase_take_and_give_back_what_it_should():
+    values = small_run(lesson_01.monitor)
+    model, _ = decoder_and_tokens(torch.device("cpu"), **TINY)
+    weights = sum(p.nbytes for p in model.parameters())
+    moments = 2 * weights + 4 * len(list(model.parameters()))  # and a step counter each
+    assert values["step_live_bytes"] - values["backward_live_bytes"] == moments
+    assert values["step_live_bytes"] - values["zero_grad_live_bytes"] == weights
+    assert values["forward_live_bytes"] > values["backward_live_bytes"] > values["model_live_bytes"] >= weights
+
+
+# Lesson 03: pictures --------------------------------------------------------------------------------------------------
+
+
+def test_pictures_of_schedules_say_peak_and_time_and_share_one_scale():
+    chain = Chain.uniform(8)
+    language("en")
+    drawn = lesson_03.schedule_pictures({"all": store_all(chain), "halves": recursive(chain)}, chain, unit="b", scale=1)
+    first, second = drawn.axes
+    assert [ax.get_title(loc="left") for ax in (first, second)] == ["all · 10 b · 1.00 ×", "halves · 6 b · 1.50 ×"]
+    assert first.get_xlim() == second.get_xlim() == (0, 36)
+
+
+def test_the_schedule_under_a_slider_keeps_its_budget_or_says_what_it_takes():
+    language("en")
+    assert lesson_03.draw_schedule(360).get_suptitle() == "A budget of 360 MB costs 0 % more time"
+    assert lesson_03.draw_schedule(100).get_suptitle() == "100 MB is too little: it takes 131 MB"
+    title = lesson_03.draw_schedule(200).axes[0].get_title(loc="left")
+    assert float(title.split(" · ")[1].removesuffix(" MB")) <= 200
+
+
+# Lesson 05: two processes ---------------------------------------------------------------------------------------------
+
+
+def test_two_processes_reduce_the_gradients_once_or_for_every_micro_batch():
+    parameter_bytes, sent = lesson_05.ddp_bytes(micro_batches=3)
+    assert sent == {True: parameter_bytes, False: 3 * parameter_bytes}
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
+def test_a_process_leaves_no_thread_of_its_group_to_the_interpreters_end(tmp_path):
+    program = (
+        "import runpy, sys\nfrom pathlib import Path\n"
+        f"sys.argv = ['lesson_05', {str(tmp_path)!r}, '2', '1', '0']\n"
+        "runpy.run_module('course_lib.lessons.lesson_05', run_name='__main__')\n"
+        "names = [(thread / 'comm').read_text().strip() for thread in Path('/proc/self/task').iterdir()]\n"
+        "print([name for name in names if 'gloo' in name])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+# Lesson 07: claims and pictures ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def taken():
+    """recipe -> what it takes on four layers of lesson 07's decoder; estimated once."""
+
+    def make_model():
+        return Decoder(vocabulary=8192, hidden=640, heads=40, layers=4, sequence=384)
+
+    return functools.cache(lambda recipe: estimate(make_model, lambda: random_tokens(2, 384, 8192), recipe))
+
+
+@pytest.fixture(scope="module")
+def small_steps():
+    """Three recipes on the smaller decoder of lesson 07, as estimates; the last one moves bytes."""
+
+    def make_model():
+        return Decoder(vocabulary=1024, hidden=128, heads=8, layers=2, sequence=256)
+
+    flash = {"attention": "flash"}
+    recipes = Recipe(), Recipe(**flash), Recipe(**flash, micro_batches=8, offload_optimizer=1.0)
+    return [estimate(make_model, lambda: random_tokens(8, 256, 1024), recipe) for recipe in recipes]
+
+
+def test_where_activations_are_small_a_second_micro_batch_raises_the_peak(taken):
+    one, two = taken(Recipe(**FORGETFUL)), taken(Recipe(**FORGETFUL, micro_batches=2))
+    assert two.peak_bytes > one.peak_bytes and two.flops == one.flops
+    assert two.at_peak["gradient"] == two.at_peak["parameter"], "a full set of gradients is there"
+    assert two.phase_peaks["backward"] == two.peak_bytes
+    assert taken(Recipe(micro_batches=2)).peak_bytes < taken(Recipe()).peak_bytes, "it helps where they are large"
+
+
+def test_the_savings_of_flash_and_checkpoints_do_not_add_up(taken):
+    plain = taken(Recipe()).peak_bytes
+    techniques = {"attention": "flash"}, {"checkpoint": "layers"}, FORGETFUL
+    flash, checkpoints, both = (plain - taken(Recipe(**each)).peak_bytes for each in techniques)
+    assert max(flash, checkpoints) < both < flash + checkpoints
+
+
+def test_with_the_state_on_the_host_a_device_needs_less_than_16_bytes_a_parameter():
+    def make_model():  # four of the 32 layers
+        return Decoder(vocabulary=32000, hidden=4096, heads=32, layers=4, sequence=4096)
+
+    with symbolic():
+        parameters = sum(p.numel() for p in make_model().parameters())
+    on_device, on_host = (
+        estimate(make_model, lambda: random_tokens(1, 4096, 32000), Recipe("bf16", **FORGETFUL, **more), tier="host")
+        for more in ({}, {"offload_optimizer": 1.0, "in_backward": True})
+    )
+    assert on_host.peak_bytes < 4 * parameters < 16 * parameters < on_device.peak_bytes
+    assert on_device.at_peak["optimizer"] >= 12 * parameters and on_host.at_peak["optimizer"] == 0
+    assert on_device.moved_bytes == 0 and on_host.moved_bytes == (2 + 2) * parameters  # gradients down, parameters up
+
+
+def test_flash_takes_more_flops_where_no_tile_is_masked_as_a_whole_and_fewer_elsewhere(taken):
+    flash = Recipe(attention="flash")
+    assert BLOCK > 384 and taken(flash).flops > taken(Recipe()).flops
+
+    def make_model():
+        return Decoder(vocabulary=64, hidden=32, heads=2, layers=1, sequence=2 * BLOCK)
+
+    ours, plain = (estimate(make_model, lambda: random_tokens(1, 2 * BLOCK, 64), r) for r in (flash, Recipe()))
+    assert ours.flops < plain.flops
+
+
+def test_the_three_recipes_of_the_gpu_experiment_peak_where_they_are_predicted():
+    values = small_run(lesson_07.three_recipes)
+    for recipe in lesson_07.RECIPES:
+        assert values[f"{recipe}_peak_bytes"] == values[f"{recipe}_predicted_bytes"]
+    assert values["least_peak_bytes"] < values["plain_peak_bytes"]
+
+
+def test_the_way_to_a_budget_is_drawn_in_bars_as_high_as_the_estimates(small_steps, tmp_path):
+    names = [("plain", "普通"), "+ flash", ("+ pieces, state below", "+ 分份，状态在下一级")]
+    measured = [each.peak_bytes + 3_000_000 for each in small_steps]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn = lesson_07.waterfall_picture(names, small_steps, measured, 20_000_000, title=("It fits", "装得下"))
+        drawn.savefig(tmp_path / "figure.png")
+    (axes,) = drawn.axes
+    steps = range(len(small_steps))
+    tops = [max(layer[i].get_y() + layer[i].get_height() for layer in axes.containers) for i in steps]
+    assert tops == pytest.approx([each.peak_bytes / 1e6 for each in small_steps])
+    (points,) = [line for line in axes.lines if line.get_marker() == "D"]
+    assert points.get_ydata() == pytest.approx([count / 1e6 for count in measured])
+    assert [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == "--"] == [20]
+    held = {category for each in small_steps for category, count in each.at_peak.items() if count}
+    legend = {item.get_text() for item in axes.get_legend().get_texts()}
+    assert {category_label(category) for category in held} <= legend
+    en, zh = alt.description(drawn)
+    for each in small_steps:
+        assert f" {each.peak_bytes / 1e6:,.0f}" in en and f" {each.peak_bytes / 1e6:,.0f}" in zh
+
+
+def test_the_budget_under_a_slider_names_the_cheapest_recipe_that_fits(small_steps):
+    language("en")
+    for budget, fitting, cheapest in ((110, 3, 0), (80, 2, 1), (20, 1, 2)):
+        drawn = lesson_07.draw_budget(small_steps, budget)
+        assert drawn.get_suptitle().startswith(f"{budget} MB: {fitting} fit, the cheapest takes ")
+        assert drawn.axes[0].get_title("left") == str(small_steps[cheapest].recipe)
+        count = {line.get_label(): len(line.get_xdata()) for line in drawn.axes[0].lines}
+        assert (count["fits"], count["does not fit"]) == (fitting, 3 - fitting)
+    none = f"5 MB: none fits, the least is {small_steps[2].peak_bytes / 1e6:.1f} MB"
+    assert lesson_07.draw_budget(small_steps, 5).get_suptitle() == none
+
+
+# Sliders --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("play", "arguments"),
+    [
+        (lesson_01.activation_playground, {"sequence": 2048, "layers": 32, "heads": 32}),
+        (lesson_03.schedule_playground, {"budget": 200}),
+        (lambda: lesson_07.budget_playground([1]), {"budget": 30}),
+    ],
+)
+def test_sliders_begin_where_the_picture_does(play, arguments, monkeypatch):
+    widgets = pytest.importorskip("ipywidgets")
+    shown = []
+    monkeypatch.setattr(widgets, "interact", lambda draw, **sliders: shown.append(sliders))
+    play()
+    assert {name: slider.value for name, slider in shown[0].items()} == arguments
