@@ -48,7 +48,7 @@ def clean_start_and_clean_end():
     assert not _get_current_dispatch_mode_stack()
     assert not _get_current_function_mode_stack()
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert ours._overrides == {"early_stop": None, "debug": None}
+    assert ours.call.overrides == {"early_stop": None, "debug": None}
 
 
 def leaf(*shape):
@@ -395,7 +395,6 @@ def test_the_default_device_in_the_recomputation_is_that_of_the_forward_pass(use
 def test_device_states_of_the_cpu_and_of_meta_tensors_are_empty():
     assert ours.get_device_states(torch.ones(1), {"a": [torch.ones(1)]}, 3) == ([], [])
     assert ours.get_device_states({"a": torch.ones(1, device="meta")}) == ([], [])
-    assert ours._infer_device_type([{"a": torch.ones(1, device="meta")}]) == "meta"
     ours.set_device_states([], [], device_type="meta")
 
 
@@ -414,7 +413,6 @@ def test_the_default_device_type_can_be_set():
     try:
         ours.DefaultDeviceType.set_device_type("meta")
         assert ours.DefaultDeviceType.get_device_type() == "meta"
-        assert ours._infer_device_type(torch.ones(1)) == "meta"
     finally:
         ours.DefaultDeviceType._default_device_type = before
 
