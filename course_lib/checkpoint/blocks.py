@@ -59,8 +59,9 @@ def checkpoint_blocks(
     kind("model", model, nn.Module, "an nn.Module")
     every = whole("every", every, 1)
     first = None if first is None else whole("first", first, 1)
+    kind("policy", policy, (list, Callable, type(None)), "a list of operators to keep, a policy function, or None")
     if policy is not None:
-        create_selective_checkpoint_contexts(policy)  # says what is wrong with it
+        create_selective_checkpoint_contexts(policy)  # says what is wrong with a list
     names = _like_modules(model) if blocks is None else _matching(model, blocks)
     names = names[:first][every - 1 :: every]
     if not names:

@@ -46,7 +46,7 @@ class _Stop(BaseException):
 
 
 class _Keep(torch.autograd.Function):
-    """A node that keeps tensors as any operator does: by the hooks of an enclosing checkpoint, with versions watched."""
+    """A node that keeps tensors as any operator does: by the hooks of an enclosing checkpoint, versions watched."""
 
     @staticmethod
     def forward(ctx, anchor, tensors):

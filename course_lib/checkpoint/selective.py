@@ -53,8 +53,7 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Where the function calls something compiled, it runs compiled. Without this line the compiler steps aside while
-        # a mode is on, and the policy would be asked about what is inside.
+        # Where the function calls something compiled, it runs compiled; else the compiler steps aside for a mode.
         return True
 
 
@@ -91,7 +90,7 @@ def _policy(answer: Any, func: Any) -> str:
     if isinstance(answer, bool):
         return "MUST_SAVE" if answer else "PREFER_RECOMPUTE"
     if not isinstance(answer, CheckpointPolicy):
-        raise TypeError(f"the policy returned {answer!r} for {func}; it takes a CheckpointPolicy or a bool")
+        raise TypeError(f"policy's answer for {func} is {answer!r}; it takes a CheckpointPolicy or a bool")
     return answer.name
 
 
