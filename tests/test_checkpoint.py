@@ -1139,7 +1139,7 @@ def compiled(function, backend):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("backward", ["outside", "inside"])
 def test_compiled_code_may_call_a_checkpoint(backend, backward):
-    block, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+    block, x = DecoderLayer(16, 2), torch.randn(2, 5, 16)
 
     def step(x):
         loss = not_reentrant(block, x * 2).cos().sum()
