@@ -30,15 +30,15 @@ class _Kept:
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 value = value.detach()
             self.version = version(value)
-        self.value = value
+        self.val = value
 
     def get(self, allow_mutation: bool) -> Any:
-        if self.version is not None and self.value._version != self.version and not allow_mutation:
+        if self.version is not None and self.val._version != self.version and not allow_mutation:
             raise RuntimeError(
                 "Tensor cached during selective activation checkpoint has been mutated: its shape is "
-                f"{tuple(self.value.shape)}. Use an operator that makes a new tensor, or let the policy recompute it"
+                f"{tuple(self.val.shape)}. Use an operator that makes a new tensor, or let the policy recompute it"
             )
-        return self.value if self.device is None else self.value.to(self.device)
+        return self.val if self.device is None else self.val.to(self.device)
 
 
 _RECOMPUTE, _USED = object(), object()
