@@ -152,16 +152,18 @@ def _itself(value: Any) -> Any:
 
 
 def _matching(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
-    patterns = [blocks] if isinstance(blocks, str) else list(blocks)
+    patterns = list(blocks) if isinstance(blocks, (list, tuple)) else [blocks]
     for pattern in patterns:
         kind("blocks", pattern, str, "names with wildcards, or None")
-    names = [name for name, _ in model.named_modules() if name]
+    # An nn.ModuleList has no forward of its own: nobody calls it, so nothing would be forgotten.
+    runs = [name for name, module in model.named_modules() if type(module).forward is not nn.Module.forward]
+    names = [name for name in runs if name]
     found = [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
     if not found:
         lists = [f"{name}.*" for name, _ in _lists(model)]
         raise ValueError(
-            f"blocks is {' or '.join(map(repr, patterns))}, which no module is called; it takes names such as "
-            f"{', '.join(map(repr, (lists or names)[:5]))}"
+            f"blocks is {' or '.join(map(repr, patterns))}, the name of no module that is called; it takes names such "
+            f"as {', '.join(map(repr, (lists or names)[:5]))}"
         )
     return found
 

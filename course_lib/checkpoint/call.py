@@ -60,19 +60,15 @@ def checkpoint(
 
     Args:
         function: must do the same in both runs.
-        use_reentrant: True runs the function without a graph, and then again as a whole, with a backward pass inside
-            the backward pass: an input must require gradients, and `torch.autograd.grad` cannot be used. False builds
-            the graph in the forward pass and leaves its saved tensors out: all ways to go backward work. The remaining
-            arguments are for False only.
+        use_reentrant: True runs the function without a graph, and then again with a backward pass inside the backward
+            pass: an input must require gradients, and `torch.autograd.grad` cannot be used. False builds the graph and
+            leaves its saved tensors out: all ways to go backward work. The remaining arguments are for False only.
         context_fn: returns two contexts, one for each run.
         determinism_check: "default" compares shapes, dtypes and devices of what both runs save; "none" only counts.
         debug: let a `CheckpointError` list the operators of both runs.
         early_stop: end the second run as soon as everything needed is there.
         **kwargs: the function's (for use_reentrant=False), and `preserve_rng_state` (default True): give the second
             run the random numbers of the first, on the CPU, the devices of the inputs and the current device.
-
-    Returns:
-        What the function returns.
 
     Raises:
         ValueError: arguments that don't go together.
