@@ -46,7 +46,7 @@ def _items(value: Any) -> Iterable[Any]:
 def _rebuilt(value: Any, items: list) -> Any:
     """A container like `value` with these items; `value` itself is not changed."""
     if isinstance(value, tuple):
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # torch.return_types too
     made = copy.copy(value)  # keeps the type, and what else the object holds
     if isinstance(value, list):
         made[:] = items

@@ -1,0 +1,69 @@
+"""Forget activations in the forward pass, and compute them again in the backward pass.
+
+A drop-in for `torch.utils.checkpoint`: the same names, arguments, warnings and errors, written to be read. Replace the
+import and nothing else; what is no idea of its own (enums, helpers) is PyTorch's. What differs, and why:
+
+- `use_reentrant` left out means False. The old default silently trains nothing when no input requires gradients.
+- A tensor that was changed in place is an error in both modes, wherever in the arguments it is; PyTorch's reentrant
+  mode, and both of its modes for tensors in containers and keyword arguments, recompute from the new values.
+- A policy that keeps a random operator's output keeps the random numbers after it too; in PyTorch the recomputation
+  draws others from there on. CPU offload does what its name says, where eager PyTorch recomputes; a policy's answer
+  that means nothing is an error.
+- The random numbers of all devices of the inputs are repeated, and those of the current device even if no argument
+  lives there.
+- `torch.compile` puts PyTorch's own function into its graphs; around this one it breaks the graph, and what is inside
+  runs as it is.
+- Inside `torch.func`'s transforms the function is run as if there were no checkpoint, with a warning; there PyTorch's
+  forward pass works, its backward pass is an error.
+
+As in PyTorch, buffers are the function's own business: the recomputation updates BatchNorm's running statistics a
+second time. Lesson 02 shows this and a `context_fn` that prevents it, and builds both modes from nothing.
+
+`checkpoint_blocks` checkpoints the blocks of any model, `checkpointed_loss` an output head with its loss.
+"""
+
+import torch.utils.checkpoint
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointError,
+    CheckpointPolicy,
+    DefaultDeviceType,
+    SelectiveCheckpointContext,
+    check_backward_validity,
+    detach_variable,
+    get_device_states,
+    noop_context_fn,
+    set_device_states,
+)
+
+from .blocks import CheckpointedBlocks, checkpoint_blocks
+from .call import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
+from .loss_head import checkpointed_loss
+from .reentrant import CheckpointFunction
+from .selective import create_selective_checkpoint_contexts
+from .sequential import checkpoint_sequential
+
+GraphExecGroup = getattr(torch.utils.checkpoint, "GraphExecGroup", None)  # from torch 2.10 on
+
+__all__ = [
+    "SAC_IGNORED_OPS",
+    "CheckpointError",
+    "CheckpointFunction",
+    "CheckpointPolicy",
+    "CheckpointedBlocks",
+    "DefaultDeviceType",
+    "GraphExecGroup",
+    "SelectiveCheckpointContext",
+    "check_backward_validity",
+    "checkpoint",
+    "checkpoint_blocks",
+    "checkpoint_sequential",
+    "checkpointed_loss",
+    "create_selective_checkpoint_contexts",
+    "detach_variable",
+    "get_device_states",
+    "noop_context_fn",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
+    "set_device_states",
+]

@@ -1,0 +1,57 @@
+"""The output head with its loss, a chunk of tokens at a time: the logits never exist whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .._check import one_of, whole
+from .call import checkpoint
+
+
+def checkpointed_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk: int, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    """`F.cross_entropy(hidden @ weight.T, targets)`, without ever holding all the logits.
+
+    Each chunk of tokens has a checkpoint of its own, so that at no time more than chunk * v logits, and what one step
+    makes of them, are alive. One more product hidden @ weight.T is the price.
+
+    Args:
+        hidden: (tokens, h). weight: (v, h). targets: (tokens,), int64.
+        chunk: tokens at a time, at least 1; the last chunk may be smaller.
+        ignore_index: targets of this value don't count.
+        reduction: "mean" over the targets that count, or "sum".
+
+    Returns:
+        The loss, a scalar, as `F.cross_entropy` gives it; summed in float32 at least.
+
+    Raises:
+        ValueError: shapes that don't go together, a chunk below 1, or another reduction.
+        TypeError: targets are not int64.
+    """
+    together = hidden.dim() == weight.dim() == 2 and hidden.shape[1:] == weight.shape[1:]
+    if not together or targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)}; "
+            "it takes (tokens, h), (v, h) and (tokens,)"
+        )
+    if targets.dtype != torch.int64:
+        raise TypeError(f"targets is {targets.dtype}; it takes class indices in torch.int64")
+    chunk = whole("chunk", chunk, 1, of="tokens")
+    one_of("reduction", reduction, ("mean", "sum"))
+    total = 0.0
+    for start in range(0, max(len(hidden), 1), chunk):  # no tokens: one empty chunk
+        inputs = hidden[start : start + chunk], weight, targets[start : start + chunk], ignore_index
+        losses = checkpoint(_token_losses, *inputs, use_reentrant=False, preserve_rng_state=False)
+        # bfloat16 has 8 bits: a sum of thousands of losses would stand still where one more is less than half a unit.
+        total = total + losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
+    if reduction == "mean":
+        total = total / (targets != ignore_index).sum()
+    return total.to(losses.dtype)
+
+
+def _token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    logits = hidden @ weight.T  # (chunk, v)
+    return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")  # (chunk,)

@@ -1,0 +1,161 @@
+"""Selective checkpointing: keep what some operators return, recompute the rest."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
+
+from .._torch import RandomState, tensors_in
+from .surroundings import version
+
+
+class _Kept:
+    """One value that an operator returned, kept."""
+
+    def __init__(self, value: Any, offload: bool):
+        self.device = self.version = None
+        if isinstance(value, Tensor) and offload and value.device.type != "cpu":
+            self.device, value = value.device, value.to("cpu")
+        elif isinstance(value, Tensor):
+            # Detached, since the value itself will get a history that leads back here. With this dispatch key on,
+            # the alias shares the version counter, by which a change in place is noticed.
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                value = value.detach()
+            self.version = version(value)
+        self.val = value
+
+    def get(self, allow_mutation: bool) -> Any:
+        if self.version is not None and self.val._version != self.version and not allow_mutation:
+            raise RuntimeError(
+                "Tensor cached during selective activation checkpoint has been mutated: its shape is "
+                f"{tuple(self.val.shape)}. Use an operator that makes a new tensor, or let the policy recompute it"
+            )
+        return self.val if self.device is None else self.val.to(self.device)
+
+
+_RECOMPUTE, _USED = object(), object()
+
+
+class _Mode(TorchDispatchMode):
+    """Both runs see the same operators, and share what the first one writes down.
+
+    `storage` maps an operator to what became of its first, second, ... output; and (operator, which) to the random
+    numbers after it.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Where the function calls something compiled, it runs compiled; else the compiler steps aside for a mode.
+        return True
+
+
+class _CachingTorchDispatchMode(_Mode):
+    """The forward pass: asks the policy, and keeps what it says. Named as PyTorch's, which other libraries look for."""
+
+    def __init__(self, policy: Callable, storage: dict):
+        super().__init__()
+        self.policy, self.storage = policy, storage
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in SAC_IGNORED_OPS:  # the hooks detach and look at shapes, not equally often in both runs
+            return func(*args, **kwargs)
+        random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        before = torch.get_rng_state() if random else None
+        result = func(*args, **kwargs)
+        context = SelectiveCheckpointContext(is_recompute=False)
+        context.op_output = result  # an argument from torch 2.12 on
+        policy = _policy(self.policy(context, func, *args, **kwargs), func)
+        entry = _RECOMPUTE
+        if not policy.endswith("RECOMPUTE"):
+            entry = tree_map(lambda value: _Kept(value, policy.endswith("OFFLOAD")), result)
+            if random:
+                after = RandomState(tensor.device for tensor in tensors_in(result))
+                if after.devices or not torch.equal(before, after.cpu):  # those that a run without it must go on with
+                    self.storage[func, len(self.storage[func])] = after
+        self.storage[func].append(entry)
+        return result
+
+
+def _policy(answer: Any, func: Any) -> str:
+    """A policy's answer as the name of a `CheckpointPolicy`; those for offload exist in newer versions only."""
+    if isinstance(answer, bool):
+        return "MUST_SAVE" if answer else "PREFER_RECOMPUTE"
+    if not isinstance(answer, CheckpointPolicy):
+        raise TypeError(f"policy's answer for {func} is {answer!r}; it takes a CheckpointPolicy or a bool")
+    return answer.name
+
+
+class _CachedTorchDispatchMode(_Mode):
+    """The recomputation: returns what was kept, once, instead of computing it."""
+
+    def __init__(self, storage: dict, allow_cache_entry_mutation: bool = False):
+        super().__init__()
+        self.storage, self.allow_cache_entry_mutation = storage, allow_cache_entry_mutation
+
+    def __enter__(self):
+        self.counts: dict[Any, int] = defaultdict(int)
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **(kwargs or {}))
+        entries, position = self.storage.get(func, ()), self.counts[func]
+        self.counts[func] += 1
+        if position >= len(entries):
+            raise RuntimeError(
+                f"{func} encountered during backward but not found in storage: the forward pass ran it {len(entries)} "
+                "times. The function must do the same whenever it is run"
+            )
+        entry = entries[position]
+        if entry is _RECOMPUTE:
+            return func(*args, **(kwargs or {}))
+        if entry is _USED:
+            raise RuntimeError(
+                "Trying to backward an extra time. You are only allowed to backward once on any region computed under "
+                "selective activation checkpoint"
+            )
+        entries[position] = _USED
+        if (func, position) in self.storage:
+            self.storage.pop((func, position)).restore()
+        return tree_map(lambda kept: kept.get(self.allow_cache_entry_mutation), entry)
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: Callable | list, allow_cache_entry_mutation: bool = False
+) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Two contexts, for `checkpoint(..., context_fn=partial(create_selective_checkpoint_contexts, policy))`.
+
+    Args:
+        policy_fn_or_list: `policy(context, operator, *args, **kwargs)` with a `SelectiveCheckpointContext`, which
+            returns a `CheckpointPolicy` (or a bool: keep it?); or a list of operators to keep, such as
+            `[torch.ops.aten.mm.default]`. Asked in the forward pass only.
+        allow_cache_entry_mutation: don't check whether what was kept has been changed in place.
+
+    Raises:
+        ValueError: something in the list is not an `OpOverload`.
+        TypeError: neither a list nor a function; or (in the forward pass) a policy's answer that means nothing.
+    """
+    policy = policy_fn_or_list
+    if isinstance(policy, list):
+        for op in policy:
+            if not isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+                raise ValueError(
+                    f"Expected op in `op_list` to be an OpOverload but got: {op} of type {type(op)}. Please update the "
+                    "OpOverloadPacket to a specific OpOverload: not `torch.ops.aten.mm` but `torch.ops.aten.mm.default`"
+                )
+        operators = frozenset(policy)
+        policy = lambda context, op, *args, **kwargs: op in operators  # noqa: E731
+    elif not callable(policy):
+        raise TypeError("policy_fn_or_list must be either a function or a list of ops.")
+    storage: dict = defaultdict(list)
+    forward = _CachingTorchDispatchMode(policy, storage)
+    return forward, _CachedTorchDispatchMode(storage, allow_cache_entry_mutation)

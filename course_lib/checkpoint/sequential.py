@@ -1,0 +1,50 @@
+"""A checkpoint around each segment of a chain of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .._check import whole
+from .call import checkpoint, warn_not_explicit
+
+
+def checkpoint_sequential(functions, segments: int, input: Tensor, use_reentrant: bool | None = None, **kwargs) -> Any:
+    """Run functions one after the other, with a checkpoint around each segment of them but the last.
+
+    Args:
+        functions: a `torch.nn.Sequential`, or a list (or `ModuleList`) of modules or functions.
+        segments: from 1 to the number of functions. All have the same length; the last takes what is left over.
+        input: what the first function takes.
+        use_reentrant, preserve_rng_state: as for `checkpoint`.
+
+    Raises:
+        ValueError: there are no functions, or fewer than segments; other keyword arguments.
+        TypeError: more than one input.
+    """
+    if isinstance(use_reentrant, Tensor):
+        raise TypeError("checkpoint_sequential takes one input, but a second tensor was passed (as use_reentrant)")
+    if use_reentrant is None:
+        warn_not_explicit("torch.utils.checkpoint.checkpoint_sequential")
+    preserve_rng_state = kwargs.pop("preserve_rng_state", True)
+    if kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    functions = list(functions)
+    if not functions:
+        raise ValueError("functions is empty; it takes at least one module or function")
+    size = len(functions) // whole("segments", segments, 1, len(functions))
+    options = {"use_reentrant": bool(use_reentrant), "preserve_rng_state": preserve_rng_state}
+    for start in range(0, size * (segments - 1), size):
+        input = checkpoint(_in_a_row(functions[start : start + size]), input, **options)
+    return _in_a_row(functions[size * (segments - 1) :])(input)
+
+
+def _in_a_row(functions: list) -> Callable:
+    def forward(x):
+        for function in functions:
+            x = function(x)
+        return x
+
+    return forward

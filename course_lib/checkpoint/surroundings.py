@@ -1,0 +1,94 @@
+"""What decides what a function returns: its inputs, and what is global around it, as it was when the function ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils.checkpoint import DefaultDeviceType
+
+from .._torch import AutocastState, RandomState, map_tensors
+
+# ---- inputs: containers without their tensors, which autograd keeps and watches
+
+_PLACE = torch.empty(0, device="cpu")
+
+
+def without_tensors(value: Any) -> Any:
+    """`value` with a place in each of its containers for each of its tensors."""
+    return map_tensors(lambda tensor: _PLACE, value)
+
+
+def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """`value` with tensors in the places, in the order of `tensors_in`."""
+    return map_tensors(lambda place: next(tensors), value)
+
+
+def kept_inputs(node: Any, function: Callable, changed: bool = False) -> tuple[Tensor, ...]:
+    """The inputs that a node has saved; an error if they are not what they were."""
+    try:
+        if not changed:
+            return node.saved_tensors
+        error = None
+    except RuntimeError as caught:
+        if "inplace operation" not in str(caught):
+            raise
+        error = caught
+    name = getattr(function, "__qualname__", type(function).__name__)
+    raise RuntimeError(
+        f"checkpoint: an input of {name} has been modified by an inplace operation since the forward pass began, so "
+        "the recomputation would start from other values. Let the function work on a copy: x = x.clone()"
+    ) from error
+
+
+def version(tensor: Tensor) -> int | None:
+    """How often a tensor was changed in place; None where nobody counts."""
+    return None if tensor.is_inference() else tensor._version
+
+
+# ---- surroundings: random numbers, autocast, the default device
+
+
+class Surroundings:
+    """What is global and decides what a function returns, as it was when the function ran first."""
+
+    def __init__(self, tensors: list[Tensor], preserve_rng_state: bool):
+        devices = {tensor.device for tensor in tensors}
+        self.default_type = DefaultDeviceType.get_device_type()
+        kinds = {self.default_type, *(device.type for device in devices)}
+        self.autocast = AutocastState(kinds)
+        modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+        self.default_device = modes[-1].device if modes else nullcontext()
+        self.default_in_use, self.random = _in_use(self.default_type), None
+        if preserve_rng_state:
+            used = [kind for kind in kinds if _in_use(kind)]  # asking a device that nobody has used yet would start it
+            current = [torch.device(kind, getattr(torch, kind).current_device()) for kind in used]
+            self.random = RandomState([*current, *(device for device in devices if device.type in used)])
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """As it was then, inside the block; as it is now, after it."""
+        with ExitStack() as stack:
+            if self.random is not None:
+                stack.callback(RandomState(self.random.devices).restore)
+                self.random.restore()
+            stack.enter_context(self.autocast.as_then())
+            stack.enter_context(self.default_device)
+            yield
+
+    def check_device(self) -> None:
+        """Raise if the function was the first to use the device: what its random numbers were before, nobody knows."""
+        if self.random is not None and not self.default_in_use and _in_use(self.default_type):
+            raise RuntimeError(
+                "PyTorch's device state was initialized in the forward pass of a Checkpoint, which is not allowed: its "
+                f"RNG state could not be kept. Call torch.{self.default_type}.init() before the first checkpoint"
+            )
+
+
+def _in_use(device_type: str) -> bool:
+    return getattr(getattr(torch, device_type, None), "_initialized", False)
