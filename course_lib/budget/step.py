@@ -6,8 +6,9 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,10 @@ from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
-from course_lib.accumulation import AccumulatedStep, StepResult, check_optimizer, random_numbers_undone, split
+from course_lib._check import function, kind, shown
+from course_lib._torch import is_symbolic, random_numbers_undone, tensors_in
+from course_lib.accumulation import AccumulatedStep, StepResult, check_loss_sum, check_optimizer, split
 from course_lib.attention import flash_attention
 from course_lib.checkpoint import (
     checkpoint,
@@ -35,7 +37,7 @@ BASES = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
 SETTINGS = {"lr": 1e-3, "foreach": False}  # foreach makes temporaries as large as all parameters together
 PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]  # what "selective" keeps
 
-optimal = lru_cache(maxsize=64)(optimal)
+LossSum = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
 
 
 def build(
@@ -111,46 +113,56 @@ def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, recipe: Recipe, *, store=None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    recipe: Recipe,
+    *,
+    loss_sum: LossSum | None = None,
+    store=None,
 ) -> StepResult:
     """One step by the recipe; its gradient is the plain step's, within the recipe's precision.
 
     Args:
-        model: in the recipe's precision, as from `build`; `model.loss(batch)` is a mean over samples of equal weight.
+        model: in the recipe's precision, as from `build`.
         optimizer: as from `build`.
         batch: what `course_lib.accumulation.split` takes; for a `Decoder`, tokens (b, s + 1).
-        recipe: what to use. Checkpoints and `head_chunk` take a `Decoder` as it is made, without forward hooks; flash
-            takes modules of `course_lib.models.Attention`; all else takes any model. `in_backward` steps a parameter
-            each time that autograd hands over its gradient, which under reentrant checkpoints of the model's own may
-            be in parts.
+        recipe: what to use. Checkpoints and `head_chunk` take a `Decoder` as it is made, without forward hooks, and its
+            own loss; flash takes modules of `course_lib.models.Attention`; all else takes any model. `in_backward`
+            steps a parameter each time that autograd hands over its gradient, which under reentrant checkpoints of the
+            model's own may be in parts.
+        loss_sum: (model, batch) -> (sum of losses, weight), as for `course_lib.accumulation.AccumulatedStep`. Left out,
+            it is `model.loss_sum(batch)`, else `model.loss(batch)`, a mean, which takes one micro-batch: over how many
+            tokens or samples it goes is not known, so that those of several cannot be added up.
         store: for offloaded activations; the default of `offload_activations` if left out.
 
     Returns:
-        A `StepResult`; its weight counts samples. Gradients are None afterwards. After an error they and the random
-        generators are as before, and no parameter has changed, but for those that `in_backward` has stepped.
+        A `StepResult`; with `model.loss` alone its weight counts samples. Gradients are None afterwards. After an error
+        they and the random generators are as before, and no parameter has changed, but for those that `in_backward` has
+        stepped.
 
     Raises:
         TypeError, ValueError: recipe, model and batch do not go together; the message says how.
     """
     check_model(model, recipe)
+    check_loss(model, recipe, loss_sum)
     check_optimizer(optimizer)
-    return run_pieces(model, optimizer, pieces_of(batch, recipe.micro_batches), recipe, store)
+    return run_pieces(model, optimizer, pieces_of(batch, recipe.micro_batches), recipe, loss_sum, store)
 
 
-def run_pieces(model, optimizer, pieces: Iterable[Any], recipe: Recipe, store=None) -> StepResult:
+def run_pieces(model, optimizer, pieces: Iterable[Any], recipe: Recipe, loss_sum=None, store=None) -> StepResult:
     """`train_step` on micro-batches that are there already."""
 
-    def loss_sum(_, piece) -> tuple[Tensor, int]:
-        samples = samples_in(piece)
+    def offloading(_, piece) -> tuple[Tensor, float | Tensor]:
         with offload_activations(store, keep=[model]) if recipe.offload_activations else nullcontext():
-            return checked_loss(model, loss_of(model, piece, recipe)) * samples, samples
+            return loss_of(model, piece, recipe, loss_sum)
 
     with applied(model, recipe):
         if not recipe.in_backward:
-            return AccumulatedStep(model, optimizer, loss_sum)(pieces)
+            return AccumulatedStep(model, optimizer, offloading)(pieces)
         [piece] = pieces
         with random_numbers_undone():
-            return _step_in_backward(model, optimizer, loss_sum, piece)
+            return _step_in_backward(model, optimizer, offloading, piece)
 
 
 def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
@@ -169,11 +181,12 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
         for p in parameters:
             p.grad = None
         hooks += [p.register_post_accumulate_grad_hook(step_now) for p in trained(model)]
-        loss, samples = loss_sum(model, piece)
-        value = math.nan if detect_fake_mode() is not None else float(loss.detach()) / samples
-        if detect_fake_mode() is None and not math.isfinite(value):
-            raise ValueError(f"the loss is {value}; it takes a finite number")
-        (loss / samples).backward()
+        loss, weight = check_loss_sum(loss_sum(model, piece))
+        mean = loss / weight
+        value, weight = (math.nan, math.nan) if is_symbolic() else (float(loss.detach()), float(weight))
+        if not is_symbolic() and not (math.isfinite(value) and 0 < weight < math.inf):
+            raise ValueError(f"loss {value}, weight {weight}; it takes finite numbers, the weight above 0")
+        mean.backward()
         if not stepped & optimized:
             raise RuntimeError("no parameter of the optimizer got a gradient; it takes an optimizer of this model")
         gradients = [None] * len(parameters)
@@ -182,7 +195,7 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
             hook.remove()
         for p, gradient in zip(parameters, gradients, strict=True):
             p.grad = gradient
-    return StepResult(value, samples, None, True)
+    return StepResult(value / weight, weight, None, True)
 
 
 # ---- one model, one micro-batch
@@ -207,16 +220,33 @@ def applied(model: nn.Module, recipe: Recipe) -> Iterator[None]:
             module.__dict__.update(attributes)
 
 
-def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
-    """The mean loss of one micro-batch, with the recipe's checkpoints and loss head."""
-    if recipe.checkpoint == "none" and not recipe.head_chunk:
-        return model.loss(batch)
+def loss_of(model: nn.Module, batch: Any, recipe: Recipe, loss_sum=None) -> tuple[Tensor, float | Tensor]:
+    """The sum of losses of one micro-batch and its weight, with the recipe's checkpoints and loss head."""
+    if loss_sum is not None:
+        return loss_sum(model, batch)
+    if recipe.checkpoint != "none" or recipe.head_chunk:
+        return taken_apart(model, batch, recipe) * batch[:, 1:].numel(), batch[:, 1:].numel()
+    if has_loss_sum(model):
+        return model.loss_sum(batch)
+    return checked_loss(model, model.loss(batch)) * samples_in(batch), samples_in(batch)
+
+
+def has_loss_sum(model: nn.Module) -> bool:
+    """Whether the model says what its loss is a mean over; not so if a newer `loss` hides an older `loss_sum`."""
+    for names in (vars(model), *map(vars, type(model).__mro__)):
+        if "loss_sum" in names or "loss" in names:
+            return "loss_sum" in names
+    return False
+
+
+def taken_apart(model: Decoder, batch: Tensor, recipe: Recipe) -> Tensor:
+    """The mean loss of a decoder, stage by stage."""
     tokens, targets = batch[:, :-1], batch[:, 1:]
     stages = loss_stages(model, targets)
     if recipe.head_chunk:
         stages[-1] = _ChunkedHead(model, targets, recipe.head_chunk)
     if recipe.checkpoint == "optimal":
-        return ScheduledSequential(stages, schedule_of(stages, tokens, recipe.schedule_bytes))(tokens)
+        return ScheduledSequential(stages, schedule_of(model, stages, tokens, recipe))(tokens)
     x = stages[0](tokens)
     layers = [stages[i : i + 2] for i in range(1, len(stages) - 1, 2)]
     options = {"use_reentrant": False, "preserve_rng_state": _draws(model)}
@@ -242,9 +272,22 @@ class _ChunkedHead(nn.Module):
         return checkpointed_loss(self.norm(x).flatten(0, 1), self.head.weight, self.targets, chunk=self.chunk)
 
 
-def schedule_of(stages: nn.Sequential, tokens: Tensor, schedule_bytes: int) -> Schedule:
-    """The fastest schedule of `loss_stages` within so many bytes; raises `course_lib.schedule.InfeasibleBudget`."""
-    return optimal(chain_of(stages, tokens), schedule_bytes)
+_schedules: WeakKeyDictionary[nn.Module, dict[Any, Schedule]] = WeakKeyDictionary()
+
+
+def schedule_of(model: Decoder, stages: nn.Sequential, tokens: Tensor, recipe: Recipe) -> Schedule:
+    """The fastest schedule of `loss_stages` within the recipe's bytes, found once for all that is alike.
+
+    Raises:
+        InfeasibleBudget: no schedule fits.
+    """
+    parameters = tuple((p.shape, p.dtype, p.requires_grad) for p in model.parameters())
+    autocast = torch.is_autocast_enabled(tokens.device.type) and torch.get_autocast_dtype(tokens.device.type)
+    key = recipe, tokens.shape, tokens.device, parameters, autocast, _draws(model)
+    known = _schedules.setdefault(model, {})
+    if key not in known:
+        known[key] = optimal(chain_of(stages, tokens), recipe.schedule_bytes)
+    return known[key]
 
 
 def chain_of(stages: nn.Sequential, tokens: Tensor) -> Chain:
@@ -281,7 +324,7 @@ def checked_loss(model: nn.Module, loss: Any) -> Tensor:
 
 
 def samples_in(batch: Any) -> int:
-    return len(next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)))
+    return len(next(tensors_in(batch)))
 
 
 def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
@@ -321,53 +364,56 @@ def _altered(decoder: Decoder) -> str:
     return ""
 
 
-def check_function(name: str, function: Any) -> None:
-    if not callable(function) or isinstance(function, nn.Module):
-        raise TypeError(f"{name} is a {type(function).__name__}; it takes a function without arguments")
+def check_function(name: str, made: Any) -> None:
+    if isinstance(made, nn.Module) or not callable(made):
+        raise TypeError(f"{name} is {shown(made)}; it takes a function without arguments")
 
 
 def check_recipe(recipe: Any) -> None:
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is a {type(recipe).__name__}; it takes a Recipe")
+    kind("recipe", recipe, Recipe, "a Recipe")
 
 
 def check_model(model: Any, recipe: Recipe) -> None:
     """What the recipe asks of the model."""
     check_recipe(recipe)
-    kind = type(model).__name__
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is a {kind}; it takes a torch.nn.Module")
-    if not callable(getattr(model, "loss", None)):
-        raise TypeError(f"{kind} has no method loss(batch), the mean over samples; it takes one")
+    kind("model", model, nn.Module, "a torch.nn.Module")
     if not trained(model):
-        raise ValueError(f"{kind} has no parameter that requires gradients; it takes one or more")
+        raise ValueError(f"model is {shown(model)} without parameters that require gradients; it takes one or more")
     if not is_decoder(model):
         for name in ("checkpoint", "head_chunk"):
             if name in recipe.changed():
-                altered = isinstance(model, Decoder) and f"this one is altered: {_altered(model)}"
-                raise ValueError(
-                    f"{name} is {getattr(recipe, name)!r}, which takes a course_lib.models.Decoder, "
-                    f"but {altered or f'the model is a {kind}'}"
-                )
+                got = f"altered Decoder ({_altered(model)})" if isinstance(model, Decoder) else type(model).__name__
+                takes = "a course_lib.models.Decoder as it is made"
+                raise ValueError(f"{name} is {getattr(recipe, name)!r} and the model is a {got}; it takes {takes}")
     if recipe.checkpoint == "segments" and recipe.segments > len(model.layers):
-        raise ValueError(f"segments is {recipe.segments}; this decoder takes 1 to {len(model.layers)}, its layers")
-    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+        raise ValueError(f"segments is {recipe.segments}; it takes 1 to {len(model.layers)}, as there are layers")
     if recipe.attention == "flash":
-        if not attentions:
-            raise ValueError(
-                f'attention is "flash", which takes modules of course_lib.models.Attention, but {kind} has none'
-            )
-        dropped = drop_probability(attentions)
-        if dropped:
-            raise ValueError(
-                f'attention is "flash", but the model drops probabilities out (p = {dropped}); flash takes 0'
-            )
+        attentions = [module for module in model.modules() if isinstance(module, Attention)]
+        if not attentions or drop_probability(attentions):
+            problem = "with dropout of probabilities" if attentions else "without course_lib.models.Attention"
+            raise ValueError(f"attention is 'flash' and the model is {shown(model)} {problem}; it takes 'standard'")
     for p in model.parameters():
         if p.is_floating_point() and p.dtype != recipe.dtype:
             raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} is {p.dtype}, but the recipe's precision is "
-                f'"{recipe.precision}"; make the model with build(make_model, recipe)'
+                f"precision is {recipe.precision!r} and the model has {shown(p)}; it takes a model as from build"
             )
+
+
+def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
+    """Whether there is a loss, and its weight is known where micro-batches are to be added up."""
+    told = (
+        "it takes one with a method loss_sum(batch), or a function loss_sum(model, batch), -> (sum of losses, weight)"
+    )
+    if loss_sum is not None:
+        function("loss_sum", loss_sum, "a function (model, batch) -> (sum of losses, weight)")
+        for name in ("checkpoint", "head_chunk"):
+            if name in recipe.changed():
+                raise ValueError(f"{name} is {getattr(recipe, name)!r} with a loss_sum; it takes a decoder's own loss")
+    elif not has_loss_sum(model) and not callable(getattr(model, "loss", None)):
+        raise TypeError(f"model is {shown(model)} without a loss; {told}")
+    elif not has_loss_sum(model) and recipe.micro_batches > 1:
+        got = f"micro_batches is {recipe.micro_batches} and {type(model).__name__}.loss is a mean of unknown weight"
+        raise ValueError(f"{got}; {told}")
 
 
 def drop_probability(attentions: Iterable[Attention]) -> float:
