@@ -206,7 +206,8 @@ class AccumulatedStep:
         scale = self.scaler.get_scale()
         try:
             self.scaler.unscale_(self.optimizer)
-            torch._foreach_div_(others, scale)
+            for gradient in others:
+                gradient.div_(scale)
             grad_norm = _clip(parameters, self.max_norm, finite=not self.scaler.is_enabled())
             self.scaler.step(self.optimizer)
         except BaseException:
@@ -280,8 +281,9 @@ def _fp32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter
 
 
 def _take_mean(parameters: list[nn.Parameter], sums: dict[nn.Parameter, Tensor], factor: float) -> None:
-    if factor != 1.0:  # writing would make stale what an optimizer has copied from the gradients already
-        torch._foreach_mul_([*_gradients(parameters), *sums.values()], factor)
+    gradients = [*_gradients(parameters), *sums.values()]
+    if gradients and factor != 1.0:  # writing would make stale what an optimizer has copied from them already
+        torch._foreach_mul_(gradients, factor)
     for parameter in list(sums):
         parameter.grad = sums.pop(parameter).to(parameter.dtype)
 

@@ -17,24 +17,20 @@ from course_lib.memory import PHASES, MemoryMeter, symbolic
 from course_lib.memory.show import Table
 from course_lib.offload import DiskStore, OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
 
+from .loss import LossSum, check_loss, loss_of, samples_in, trained
 from .recipe import Recipe
 from .step import (
     BASES,
     SETTINGS,
-    LossSum,
     build,
     check_function,
-    check_loss,
     check_recipe,
     default_dtype,
-    loss_of,
     make_state,
     model_of,
     optimizer_of,
     pieces_of,
     run_pieces,
-    samples_in,
-    trained,
 )
 
 TIERS = ("file", "host")

@@ -1,43 +1,28 @@
-"""A recipe, applied: the model and optimizer it wants, its loss, and its training step."""
+"""A recipe, applied: the model and optimizer it wants, and its training step."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import FakeCopyMode
-from torch.utils._python_dispatch import _disable_current_modes
 
-from course_lib._check import function, kind, shown
-from course_lib._torch import is_symbolic, random_numbers_undone, tensors_in
+from course_lib._check import kind, shown
+from course_lib._torch import is_symbolic, random_numbers_undone
 from course_lib.accumulation import AccumulatedStep, StepResult, check_loss_sum, check_optimizer, split
 from course_lib.attention import flash_attention
-from course_lib.checkpoint import (
-    checkpoint,
-    checkpoint_sequential,
-    checkpointed_loss,
-    create_selective_checkpoint_contexts,
-)
-from course_lib.models import Attention, Decoder, DecoderLayer, Dropout, loss_stages
+from course_lib.models import Attention, Decoder
 from course_lib.offload import OffloadedOptimizer, offload_activations
-from course_lib.schedule import Chain, Schedule, ScheduledSequential, optimal
 
+from .loss import LossSum, altered, check_loss, drop_probability, is_decoder, loss_of, samples_in, trained
 from .recipe import Recipe, pieces_allowed
 
 BASES = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
 SETTINGS = {"lr": 1e-3, "foreach": False}  # foreach makes temporaries as large as all parameters together
-PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]  # what "selective" keeps
-
-LossSum = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
 
 
 def build(
@@ -65,7 +50,7 @@ def model_of(make_model: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
     check_recipe(recipe)
     model = make_model()
     if isinstance(model, nn.Module):
-        _cast(model, recipe.dtype) if detect_fake_mode() else model.to(recipe.dtype)
+        _cast(model, recipe.dtype) if is_symbolic() else model.to(recipe.dtype)
     check_model(model, recipe)
     return model
 
@@ -95,7 +80,7 @@ def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The optimizer's state, as it is from the second step on, by steps on gradients of zero."""
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = trained(model)
-    together = len(parameters) if detect_fake_mode() else 1  # for real, one at a time, to take little memory
+    together = len(parameters) if is_symbolic() else 1  # for real, one at a time, to take little memory
     try:
         for group in optimizer.param_groups:
             group["lr"] = 0.0
@@ -198,9 +183,6 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
     return StepResult(value / weight, weight, None, True)
 
 
-# ---- one model, one micro-batch
-
-
 @contextmanager
 def applied(model: nn.Module, recipe: Recipe) -> Iterator[None]:
     """Inside, the model's attention is the recipe's; afterwards it is as before."""
@@ -220,113 +202,6 @@ def applied(model: nn.Module, recipe: Recipe) -> Iterator[None]:
             module.__dict__.update(attributes)
 
 
-def loss_of(model: nn.Module, batch: Any, recipe: Recipe, loss_sum=None) -> tuple[Tensor, float | Tensor]:
-    """The sum of losses of one micro-batch and its weight, with the recipe's checkpoints and loss head."""
-    if loss_sum is not None:
-        return loss_sum(model, batch)
-    if recipe.checkpoint != "none" or recipe.head_chunk:
-        return taken_apart(model, batch, recipe) * batch[:, 1:].numel(), batch[:, 1:].numel()
-    if has_loss_sum(model):
-        return model.loss_sum(batch)
-    return checked_loss(model, model.loss(batch)) * samples_in(batch), samples_in(batch)
-
-
-def has_loss_sum(model: nn.Module) -> bool:
-    """Whether the model says what its loss is a mean over; not so if a newer `loss` hides an older `loss_sum`."""
-    for names in (vars(model), *map(vars, type(model).__mro__)):
-        if "loss_sum" in names or "loss" in names:
-            return "loss_sum" in names
-    return False
-
-
-def taken_apart(model: Decoder, batch: Tensor, recipe: Recipe) -> Tensor:
-    """The mean loss of a decoder, stage by stage."""
-    tokens, targets = batch[:, :-1], batch[:, 1:]
-    stages = loss_stages(model, targets)
-    if recipe.head_chunk:
-        stages[-1] = _ChunkedHead(model, targets, recipe.head_chunk)
-    if recipe.checkpoint == "optimal":
-        return ScheduledSequential(stages, schedule_of(model, stages, tokens, recipe))(tokens)
-    x = stages[0](tokens)
-    layers = [stages[i : i + 2] for i in range(1, len(stages) - 1, 2)]
-    options = {"use_reentrant": False, "preserve_rng_state": _draws(model)}
-    if recipe.checkpoint == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, PRODUCTS)
-    if recipe.checkpoint == "segments":
-        x = checkpoint_sequential(layers, recipe.segments, x, **options)
-    else:
-        for layer in layers:
-            x = layer(x) if recipe.checkpoint == "none" else checkpoint(layer, x, **options)
-    return stages[-1](x)
-
-
-class _ChunkedHead(nn.Module):
-    """The last stage of `loss_stages`, a few tokens at a time."""
-
-    def __init__(self, decoder: Decoder, targets: Tensor, chunk: int):
-        super().__init__()
-        self.norm, self.head, self.chunk = decoder.norm, decoder.head, chunk
-        self.register_buffer("targets", targets.flatten(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpointed_loss(self.norm(x).flatten(0, 1), self.head.weight, self.targets, chunk=self.chunk)
-
-
-_schedules: WeakKeyDictionary[nn.Module, dict[Any, Schedule]] = WeakKeyDictionary()
-
-
-def schedule_of(model: Decoder, stages: nn.Sequential, tokens: Tensor, recipe: Recipe) -> Schedule:
-    """The fastest schedule of `loss_stages` within the recipe's bytes, found once for all that is alike.
-
-    Raises:
-        InfeasibleBudget: no schedule fits.
-    """
-    parameters = tuple((p.shape, p.dtype, p.requires_grad) for p in model.parameters())
-    autocast = torch.is_autocast_enabled(tokens.device.type) and torch.get_autocast_dtype(tokens.device.type)
-    key = recipe, tokens.shape, tokens.device, parameters, autocast, _draws(model)
-    known = _schedules.setdefault(model, {})
-    if key not in known:
-        known[key] = optimal(chain_of(stages, tokens), recipe.schedule_bytes)
-    return known[key]
-
-
-def chain_of(stages: nn.Sequential, tokens: Tensor) -> Chain:
-    """What the stages take, found on symbolic copies and out of sight of meters. One layer stands for all."""
-    mode = detect_fake_mode()
-    probe = nn.Sequential(stages[0], *stages[1:3], stages[-1])
-    with _disable_current_modes():
-        if mode is None:
-            mode = FakeTensorMode()
-            with FakeCopyMode(mode):
-                probe, tokens = copy.deepcopy((probe, tokens.detach()))
-        with mode:
-            first, attention, feedforward, last = Chain.profile(probe, tokens).stages
-    layers = len(stages) // 2 - 1
-    return Chain((first, *(attention, feedforward) * layers, last), tokens.nbytes)
-
-
-# ---- batches and models
-
-
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-def checked_loss(model: nn.Module, loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-        kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        grad = " without gradients" if isinstance(loss, Tensor) and not loss.requires_grad else ""
-        raise TypeError(
-            f"{type(model).__name__}.loss returned {kind}{grad}; it takes a scalar tensor that requires gradients, "
-            "the mean over samples"
-        )
-    return loss
-
-
-def samples_in(batch: Any) -> int:
-    return len(next(tensors_in(batch)))
-
-
 def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
     """The batch in so many pieces, equal but for the last.
 
@@ -341,27 +216,7 @@ def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
     return list(split(batch, math.ceil(samples / micro_batches)))
 
 
-def is_decoder(model: nn.Module) -> bool:
-    """Whether the model's loss is that of `loss_stages`, so that it can be taken apart."""
-    return isinstance(model, Decoder) and not _altered(model)
-
-
-def _altered(decoder: Decoder) -> str:
-    """What of a decoder is not as `Decoder` makes it; "" if all is."""
-    for name in ("forward", "loss"):
-        if getattr(type(decoder), name) is not getattr(Decoder, name) or name in vars(decoder):
-            return f"{name} is its own"
-    if type(decoder.head) is not nn.Linear or decoder.head.bias is not None:
-        return "head is not a Linear without bias"
-    for name, layer in decoder.layers.named_children():
-        if type(layer) is not DecoderLayer or "forward" in vars(layer):
-            return f"layers.{name} is a {type(layer).__name__} with a forward of its own"
-        if not layer.norm_first:
-            return f"layers.{name} has norm_first=False"
-    for module in (decoder, *decoder.layers):
-        if module._forward_hooks or module._forward_pre_hooks:
-            return f"{type(module).__name__} has forward hooks, which would not run"
-    return ""
+# ---- what goes together
 
 
 def check_function(name: str, made: Any) -> None:
@@ -382,7 +237,7 @@ def check_model(model: Any, recipe: Recipe) -> None:
     if not is_decoder(model):
         for name in ("checkpoint", "head_chunk"):
             if name in recipe.changed():
-                got = f"altered Decoder ({_altered(model)})" if isinstance(model, Decoder) else type(model).__name__
+                got = f"altered Decoder ({altered(model)})" if isinstance(model, Decoder) else type(model).__name__
                 takes = "a course_lib.models.Decoder as it is made"
                 raise ValueError(f"{name} is {getattr(recipe, name)!r} and the model is a {got}; it takes {takes}")
     if recipe.checkpoint == "segments" and recipe.segments > len(model.layers):
@@ -397,33 +252,6 @@ def check_model(model: Any, recipe: Recipe) -> None:
             raise ValueError(
                 f"precision is {recipe.precision!r} and the model has {shown(p)}; it takes a model as from build"
             )
-
-
-def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
-    """Whether there is a loss, and its weight is known where micro-batches are to be added up."""
-    told = (
-        "it takes one with a method loss_sum(batch), or a function loss_sum(model, batch), -> (sum of losses, weight)"
-    )
-    if loss_sum is not None:
-        function("loss_sum", loss_sum, "a function (model, batch) -> (sum of losses, weight)")
-        for name in ("checkpoint", "head_chunk"):
-            if name in recipe.changed():
-                raise ValueError(f"{name} is {getattr(recipe, name)!r} with a loss_sum; it takes a decoder's own loss")
-    elif not has_loss_sum(model) and not callable(getattr(model, "loss", None)):
-        raise TypeError(f"model is {shown(model)} without a loss; {told}")
-    elif not has_loss_sum(model) and recipe.micro_batches > 1:
-        got = f"micro_batches is {recipe.micro_batches} and {type(model).__name__}.loss is a mean of unknown weight"
-        raise ValueError(f"{got}; {told}")
-
-
-def drop_probability(attentions: Iterable[Attention]) -> float:
-    drops = [module.drop_probabilities for module in attentions]
-    return max((drop.p for drop in drops if drop.training), default=0.0)
-
-
-def _draws(model: nn.Module) -> bool:
-    """Whether a forward pass draws random numbers, which a checkpoint must then repeat."""
-    return any(isinstance(m, (Dropout, nn.Dropout)) and m.p > 0 and m.training for m in model.modules())
 
 
 @contextmanager
