@@ -33,9 +33,8 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
     """Cut a batch into micro-batches along the first dimension of its tensors.
 
     Args:
-        batch: a tensor, or tuples, lists, mappings and dataclasses with tensors, nested as you like, so also the
-            batches of Hugging Face. All tensors have the same first dimension, the samples. What else it holds, such as
-            numbers, texts and None, goes into every piece as it is.
+        batch: a tensor, or tuples, lists, mappings and dataclasses with tensors, nested as you like. The first
+            dimension of all tensors is the samples; what else there is goes into every piece as it is.
         micro_batch_size: samples in each piece.
 
     Returns:
@@ -43,8 +42,7 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
         remainder, so it may be smaller; a batch without samples has no pieces.
 
     Raises:
-        TypeError: the batch holds no tensor, or micro_batch_size is no int.
-        ValueError: the tensors have different numbers of samples, or none; micro_batch_size is below 1.
+        TypeError, ValueError: the batch holds no tensor, or tensors with different numbers of samples.
     """
     size = whole("micro_batch_size", micro_batch_size, 1, of="samples")
     samples = {tuple(tensor.shape[:1]) for tensor in tensors_in(batch)}
@@ -76,14 +74,13 @@ class StepResult:
 
 
 class AccumulatedStep:
-    """One optimizer step over micro-batches, with the gradient of the full batch's mean loss.
+    """One optimizer step over micro-batches, with the gradient of the full batch's mean loss, up to rounding.
 
-    Equal up to rounding for any split, if the model treats samples independently: BatchNorm in training mode sees
-    micro-batches, and dropout draws other numbers.
+    That takes a model that treats samples independently: BatchNorm sees micro-batches, dropout draws other numbers.
 
     With `DistributedDataParallel`, each rank has a step of its own, and `loss_sum` calls the DDP model. Only the last
     micro-batch synchronises, so ranks may have different numbers of them, at least one each; the iterator is asked for
-    one ahead. Bad losses and weights raise on all ranks; another error on one leaves the others waiting, as always.
+    one ahead. Bad losses raise on all ranks; another error on one leaves the others waiting, as always.
 
     Args:
         model: what `loss_sum` gets.
@@ -91,8 +88,7 @@ class AccumulatedStep:
         loss_sum: (model, micro_batch) -> (sum of losses, weight): a scalar tensor that requires gradients, and over how
             many tokens or samples it sums, a number or a scalar tensor; zero if all are masked.
         scaler: scales the losses, and is updated once a step; a disabled one counts as None.
-        max_norm: clip the gradient to this norm, once, after unscaling; `math.inf` only measures the norm. Without a
-            scaler a norm that is inf or NaN is an error.
+        max_norm: clip the gradient to this norm, once, after unscaling; `math.inf` only measures the norm.
         autocast_dtype: torch.bfloat16 or torch.float16, for the forward passes.
         accumulate: "fp32" adds the gradients of parameters in bf16 or fp16 up in fp32, 4 bytes a parameter more
             instead of 2, and casts their mean once; None adds in the parameters' dtype, where many small pieces drift.
@@ -102,9 +98,7 @@ class AccumulatedStep:
     Example::
 
         step = AccumulatedStep(model, optimizer, loss_sum, max_norm=1.0)
-        result = step(split(batch, 8))
-        if result.stepped:
-            scheduler.step()
+        loss = step(split(batch, 8)).loss
     """
 
     def __init__(
@@ -137,21 +131,18 @@ class AccumulatedStep:
         The gradients of the optimizer's parameters begin from None and are None again afterwards;
         `register_step_pre_hook` sees those that it uses. To gradients of other parameters of the model the mean's is
         added, as backward does, so that another optimizer may use them. After an error, gradients, random generators,
-        scaler and `no_sync` are as before the call, and no optimizer has stepped unless a step itself raised; what
-        forward passes change (BatchNorm's averages) stays changed.
+        scaler and `no_sync` are as before the call; what forward passes change (BatchNorm's averages) stays changed.
 
         Raises:
-            TypeError: `loss_sum` did not return a scalar tensor and a number, or micro_batches is one batch.
-            ValueError: there is no micro-batch, a loss does not require gradients or is inf or NaN, a weight is
-                negative, inf or NaN, or all weights are zero.
+            TypeError, ValueError: micro_batches is one batch, or empty; `loss_sum` returned something else than a
+                finite sum that requires gradients, and a weight, 0 or more; all weights are zero.
             RuntimeError: no parameter of the optimizer got a gradient; the norm of the gradients is inf or NaN;
                 `loss_sum` did not call the DDP model.
         """
         _check_micro_batches(micro_batches)
         own = dict.fromkeys(_optimized(self.optimizer))
         others = [parameter for parameter in self.model.parameters() if parameter not in own]
-        in_buckets = self.replica is not None and self.replica.gradient_as_bucket_view
-        with random_numbers_undone(), _gradients_apart([*own], others, in_buckets):
+        with random_numbers_undone(), _gradients_apart([*own], others, self.replica):
             with _fp32_sums([*own, *others] if self.accumulate else []) as sums:
                 loss, weight = self._accumulate(micro_batches)
             # What is in .grad: the gradient of (sum of losses) / unit; with DDP, the mean of that over the ranks.
@@ -173,8 +164,11 @@ class AccumulatedStep:
         if not losses:
             raise ValueError("micro_batches is empty; it takes one micro-batch or more (an iterator serves only once)")
         # Read at the end: a GPU would be waited for at every micro-batch otherwise.
-        losses, weights = _values(losses), [_value(weight) for weight in weights]
-        problem = "" if is_symbolic() else _problem(losses, weights)
+        losses, weights = _values(losses), [math.nan if is_symbolic(weight) else float(weight) for weight in weights]
+        problem = ""
+        for i, (loss, weight) in enumerate(() if is_symbolic() else zip(losses, weights, strict=True)):
+            if not (math.isfinite(loss) and 0 <= weight < math.inf) and not problem:
+                problem = f"micro-batch {i}: loss {loss}, weight {weight}; it takes finite ones, the weight 0 or more"
         loss, weight = self._over_ranks(math.fsum(losses), math.nan if problem else math.fsum(weights))
         if problem or (math.isnan(weight) and not is_symbolic()):
             raise ValueError(problem or "another rank had a loss or weight that is refused; its own error says which")
@@ -190,7 +184,7 @@ class AccumulatedStep:
         if not calls:
             raise RuntimeError("loss_sum did not call the DDP model, so nothing would synchronise; it takes model(...)")
         if self._unit is None:
-            self._unit = _power_of_two(self._over_ranks(_value(weight))[0])
+            self._unit = _power_of_two(*self._over_ranks(math.nan if is_symbolic(weight) else float(weight)))
         # The weight of the mean is known only after the last forward pass, so .grad holds the gradients of sums until
         # then; of sums over a unit near that weight, since those of plain sums are so much larger that fp16 overflows
         # at the scale that suits means. A power of two divides without rounding. All ranks have the same unit.
@@ -237,15 +231,12 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 @contextmanager
-def _gradients_apart(own: list[nn.Parameter], others: list[nn.Parameter], in_buckets: bool) -> Iterator[None]:
-    """Inside, gradients begin from None; then `own` have none, and the others' are added to what was there before.
-
-    After an error all are as before.
-    """
+def _gradients_apart(own: list[nn.Parameter], others: list[nn.Parameter], replica: nn.Module | None) -> Iterator[None]:
+    """Inside, gradients begin from None; then `own` have none, others' are added to those before; errors undo all."""
     parameters = [*own, *others]
     before = [parameter.grad for parameter in parameters]
-    if in_buckets:  # DDP would write into them
-        before = [None if gradient is None else gradient.clone() for gradient in before]
+    if replica is not None and replica.gradient_as_bucket_view:  # DDP would write into them
+        before = [gradient if gradient is None else gradient.clone() for gradient in before]
     try:
         for parameter in parameters:
             parameter.grad = None
@@ -265,11 +256,8 @@ def _fp32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter
     sums: dict[nn.Parameter, Tensor] = {}
 
     def add(parameter: nn.Parameter) -> None:
-        if parameter in sums:
-            sums[parameter] += parameter.grad
-        else:
-            sums[parameter] = parameter.grad.float()
-        parameter.grad = None
+        gradient, parameter.grad = parameter.grad, None
+        sums[parameter] = sums[parameter].add_(gradient) if parameter in sums else gradient.float()
 
     narrow = [p for p in parameters if p.requires_grad and p.dtype in NARROW]
     hooks = [parameter.register_post_accumulate_grad_hook(add) for parameter in narrow]
@@ -301,20 +289,18 @@ def _clip(parameters: list[nn.Parameter], max_norm: float | None, *, finite: boo
     return grad_norm
 
 
-# ---- small things
-
-
 @contextmanager
 def _calls(model: nn.Module | None) -> Iterator[list]:
     """A list that stays empty if the model is not called inside; no model, or a compiled one, is not watched."""
-    watched = model is not None and model._compiled_call_impl is None
-    calls = [] if watched else [True]
-    hook = model.register_forward_pre_hook(lambda *_: calls.append(True)) if watched else None
+    if model is None or model._compiled_call_impl is not None:
+        yield [True]
+        return
+    calls: list[bool] = []
+    hook = model.register_forward_pre_hook(lambda *_: calls.append(True))
     try:
         yield calls
     finally:
-        if hook:
-            hook.remove()
+        hook.remove()
 
 
 def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
@@ -328,10 +314,6 @@ def _power_of_two(weight: float) -> float:
     return 2.0 ** round(math.log2(weight)) if 0 < weight < math.inf else 1.0
 
 
-def _value(weight: float | Tensor) -> float:
-    return math.nan if is_symbolic(weight) else float(weight)
-
-
 def _values(scalars: list[Tensor]) -> list[float]:
     return [math.nan] * len(scalars) if is_symbolic() else torch.stack(scalars).tolist()
 
@@ -339,15 +321,8 @@ def _values(scalars: list[Tensor]) -> list[float]:
 # ---- what is refused
 
 
-def _problem(losses: list[float], weights: list[float]) -> str:
-    for i, (loss, weight) in enumerate(zip(losses, weights, strict=True)):
-        if not (math.isfinite(loss) and 0 <= weight < math.inf):
-            return f"micro-batch {i}: loss {loss}, weight {weight}; it takes finite numbers, the weight 0 or more"
-    return ""
-
-
 def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, float | Tensor]:
-    """What a `loss_sum` returned for a batch, if it is (sum of losses, weight)."""
+    """What a `loss_sum` returned, if it is (sum of losses, weight)."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{name}: loss_sum returned {shown(pair)}; it takes (sum of losses, weight), and not a mean")
     loss, weight = pair
@@ -355,14 +330,13 @@ def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, float | 
         raise TypeError(f"{name}: the sum of losses is {shown(loss)}; it takes a scalar tensor, with gradients")
     if not loss.requires_grad:
         raise ValueError(f"{name}: the sum of losses is without gradients; it takes one computed from the parameters")
-    scalar = not (weight.dim() or weight.requires_grad) if isinstance(weight, Tensor) else isinstance(weight, Real)
-    if not scalar:
+    if not isinstance(weight, (Tensor, Real)) or (torch.is_tensor(weight) and (weight.dim() or weight.requires_grad)):
         raise TypeError(f"{name}: the weight is {shown(weight)}; it takes a number, or such a tensor without gradients")
     return loss, weight
 
 
 def _check_micro_batches(given: Any) -> None:
-    """A pair (x, y) looks like two micro-batches, and would be iterated over in silence; so would a dict's names."""
+    """A pair (x, y) looks like two micro-batches, and would be iterated over in silence."""
     pair = isinstance(given, tuple) and any(isinstance(item, Tensor) for item in given)
     if pair or isinstance(given, (Tensor, Mapping)):
         got = f"{shown(given)}{' of tensors' if pair else ''}, which may be one batch"
@@ -409,7 +383,7 @@ def _replica(model: nn.Module) -> DistributedDataParallel | None:
     found = [module for module in model.modules() if any(hasattr(module, mark) for mark in marks)]
     if len(found) > 1 or not all(isinstance(module, DistributedDataParallel) for module in found):
         raise TypeError(
-            f"model is one with {', '.join(map(shown, found))}; it takes one DDP module, or none that syncs"
+            f"model is one with {', '.join(map(shown, found))}; it takes one DDP, or none that synchronises"
         )
     return found[0] if found else None
 
