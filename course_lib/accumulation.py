@@ -382,9 +382,7 @@ def _replica(model: nn.Module) -> DistributedDataParallel | None:
     marks = ("no_sync", "set_requires_gradient_sync")  # of DDP, FSDP and FSDP2
     found = [module for module in model.modules() if any(hasattr(module, mark) for mark in marks)]
     if len(found) > 1 or not all(isinstance(module, DistributedDataParallel) for module in found):
-        raise TypeError(
-            f"model is one with {', '.join(map(shown, found))}; it takes one DDP, or none that synchronises"
-        )
+        raise TypeError(f"model is one with {', '.join(map(shown, found))}; it takes one DDP, or none that syncs")
     return found[0] if found else None
 
 
