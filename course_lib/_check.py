@@ -28,6 +28,15 @@ def number(name: str, value: Any, least: float | None = None, most: float | None
     return float(value)
 
 
+def positive(name: str, value: Any) -> float:
+    """`value` as a float above 0; infinity is one."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {shown(value)}; it takes a number above 0")
+    if not value > 0:
+        raise ValueError(f"{name} is {value}; it takes a number above 0")
+    return float(value)
+
+
 def one_of(name: str, value: Any, options: Collection) -> Any:
     """`value`, which is one of the options."""
     if not any(value is option or (type(value) is type(option) and value == option) for option in options):

@@ -78,13 +78,14 @@ class RandomState:
     Args:
         devices: of which the generators are looked at besides the CPU's; those of all CUDA devices in use if left out.
             The CPU and devices without generators may be among them.
+        counted: whether meters see the CPU's state, as of `torch.get_rng_state`, which they count.
     """
 
-    def __init__(self, devices: Iterable[torch.device] | None = None):
+    def __init__(self, devices: Iterable[torch.device] | None = None, *, counted: bool = True):
         if devices is None:
             count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
             devices = [torch.device("cuda", index) for index in range(count)]
-        self.cpu = torch.get_rng_state()
+        self.cpu = torch.get_rng_state() if counted else torch.default_generator.get_state()
         self.devices = {}
         for device in dict.fromkeys(devices):
             module = getattr(torch, device.type, None)
@@ -108,7 +109,7 @@ class RandomState:
 @contextmanager
 def random_numbers_undone() -> Iterator[None]:
     """After an error inside the block, the generators are as they were before it."""
-    state = RandomState()
+    state = RandomState(counted=False)  # no part of what the block takes
     try:
         yield
     except BaseException:

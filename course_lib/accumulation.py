@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -20,17 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-__all__ = ["AccumulatedStep", "StepResult", "split"]
+from course_lib._check import function, kind, one_of, positive, shown, whole
+from course_lib._torch import is_symbolic, map_tensors, random_numbers_undone, tensors_in
+
+__all__ = ["AccumulatedStep", "StepResult", "check_loss_sum", "check_optimizer", "split"]
+
+NARROW = (torch.bfloat16, torch.float16)
 
 
 def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
     """Cut a batch into micro-batches along the first dimension of its tensors.
 
     Args:
-        batch: a tensor, or tuples, named tuples, lists and dicts of tensors, nested as you like; None may stand for a
-            tensor that is absent. All tensors have the same first dimension, the samples.
+        batch: a tensor, or tuples, lists, mappings and dataclasses with tensors, nested as you like. The first
+            dimension of all tensors is the samples; what else there is goes into every piece as it is.
         micro_batch_size: samples in each piece.
 
     Returns:
@@ -38,42 +42,26 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
         remainder, so it may be smaller; a batch without samples has no pieces.
 
     Raises:
-        TypeError: the batch holds something else, or micro_batch_size is no int.
-        ValueError: the tensors have different numbers of samples, or none; micro_batch_size is below 1.
+        TypeError, ValueError: the batch holds no tensor, or tensors with different numbers of samples.
     """
-    if isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, int):
-        raise TypeError(f"micro_batch_size is {micro_batch_size!r}; it takes a whole number of samples")
-    if micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size is {micro_batch_size}; it takes 1 sample or more")
-    leaves, structure = tree_flatten_with_path(batch)
-    first = None
-    for path, leaf in leaves:
-        where = f"batch{keystr(path)}"
-        if leaf is None:
-            continue
-        if not isinstance(leaf, Tensor):
-            raise TypeError(f"{where} is a {type(leaf).__name__}; split takes tensors, in tuples, lists and dicts")
-        if leaf.dim() == 0:
-            raise ValueError(f"{where} is a tensor without dimensions; split takes samples along the first dimension")
-        first = first or (where, len(leaf))
-        if len(leaf) != first[1]:
-            raise ValueError(f"{where} has {len(leaf)} samples, but {first[0]} has {first[1]}; split takes equal ones")
-    if first is None:
-        raise ValueError(f"the batch, a {type(batch).__name__}, holds no tensor; split takes one or more")
-
-    def piece(start: int) -> Any:
-        end = start + micro_batch_size
-        return tree_unflatten([None if leaf is None else leaf[start:end] for _, leaf in leaves], structure)
-
-    return map(piece, range(0, first[1], micro_batch_size))
+    size = whole("micro_batch_size", micro_batch_size, 1, of="samples")
+    samples = {tuple(tensor.shape[:1]) for tensor in tensors_in(batch)}
+    if not samples:
+        raise TypeError(f"batch is {shown(batch)} without tensors; it takes a tensor, or a container with tensors")
+    if len(samples) > 1 or () in samples:
+        counts = ", ".join("no" if not length else str(*length) for length in sorted(samples))
+        raise ValueError(f"batch is {shown(batch)} of tensors with {counts} samples; it takes equally many in each")
+    [[length]] = samples
+    starts = range(0, length, size)
+    return (map_tensors(lambda tensor, start=start: tensor[start : start + size], batch) for start in starts)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one `AccumulatedStep` did.
+    """What one `AccumulatedStep` did. Symbolic tensors have no values: NaN stands for what was computed from them.
 
     Attributes:
-        loss: the mean: the losses of all micro-batches (and ranks) over their weight. NaN for symbolic tensors.
+        loss: the mean: the losses of all micro-batches (and ranks) over their weight.
         weight: tokens or samples, of all micro-batches (and ranks).
         grad_norm: of the gradient of that mean over the optimizer's parameters, before clipping; None without max_norm.
         stepped: False where the scaler skipped the optimizer's step because gradients were inf or NaN.
@@ -86,112 +74,80 @@ class StepResult:
 
 
 class AccumulatedStep:
-    """One optimizer step over micro-batches, with the gradient of the full batch's mean loss.
+    """One optimizer step over micro-batches, with the gradient of the full batch's mean loss, up to rounding.
 
-    Equal up to rounding for any split, however the weights differ, if the model treats samples independently: BatchNorm
-    in training mode sees micro-batches, and dropout draws other numbers. Parameters in bf16 or fp16 accumulate in that
-    dtype: keep them in fp32 and give autocast_dtype instead.
+    That takes a model that treats samples independently: BatchNorm sees micro-batches, dropout draws other numbers.
 
-    With `DistributedDataParallel`, give each rank's micro-batches to its own `AccumulatedStep` and let `loss_sum` call
-    the DDP model. Only the last micro-batch synchronises, so ranks may have different numbers of them, at least one
-    each. The iterator is asked for one micro-batch ahead. An error on one rank alone leaves the others waiting, as
-    always with DDP; bad losses and weights raise on all ranks.
+    With `DistributedDataParallel`, each rank has a step of its own, and `loss_sum` calls the DDP model. Only the last
+    micro-batch synchronises, so ranks may have different numbers of them, at least one each; the iterator is asked for
+    one ahead. Bad losses raise on all ranks; another error on one leaves the others waiting, as always.
 
     Args:
         model: what `loss_sum` gets.
-        optimizer: steps without a closure.
-        loss_sum: (model, micro_batch) -> (sum of losses, weight): a scalar tensor that requires gradients, and the
-            number of tokens or samples that it sums over, a number or a scalar tensor; zero if all are masked.
+        optimizer: steps without a closure; several, in a list, are clipped together and step together or not at all.
+        loss_sum: (model, micro_batch) -> (sum of losses, weight): a scalar tensor that requires gradients, and over how
+            many tokens or samples it sums, a number or a scalar tensor; zero if all are masked.
         scaler: scales the losses, and is updated once a step; a disabled one counts as None.
-        max_norm: clip the gradient to this norm, once, after unscaling; `math.inf` only measures the norm. Without a
-            scaler a norm that is inf or NaN is an error.
+        max_norm: clip the gradient to this norm, once, after unscaling; `math.inf` only measures the norm.
         autocast_dtype: torch.bfloat16 or torch.float16, for the forward passes.
-
-    Raises:
-        TypeError, ValueError: an argument is not of its kind, or out of its range; the message names it.
+        accumulate: "fp32" adds the gradients of parameters in bf16 or fp16 up in fp32, 4 bytes a parameter more
+            instead of 2, and casts their mean once; None adds in the parameters' dtype, where many small pieces drift.
 
     Source: why sums and not means of means, "Fixing Gradient Accumulation", huggingface.co/blog/gradient_accumulation.
 
     Example::
 
         step = AccumulatedStep(model, optimizer, loss_sum, max_norm=1.0)
-        result = step(split(batch, 8))
-        if result.stepped:
-            scheduler.step()
+        loss = step(split(batch, 8)).loss
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         loss_sum: Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]],
         *,
         scaler: torch.amp.GradScaler | None = None,
         max_norm: float | None = None,
         autocast_dtype: torch.dtype | None = None,
+        accumulate: str | None = None,
     ):
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
-        check_optimizer(optimizer)
-        if not callable(loss_sum):
-            raise TypeError(f"loss_sum is a {type(loss_sum).__name__}; it takes a function (model, micro_batch)")
-        if max_norm is not None and (isinstance(max_norm, bool) or not isinstance(max_norm, Real)):
-            raise TypeError(f"max_norm is {max_norm!r}; it takes a number, or None not to clip")
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm is {max_norm}; it takes a positive number, or None not to clip")
-        if autocast_dtype not in (None, torch.bfloat16, torch.float16):
-            raise ValueError(f"autocast_dtype is {autocast_dtype!r}; it takes torch.bfloat16, torch.float16 or None")
-        first = next(model.parameters(), None)
-        if first is None:
-            raise ValueError("the model has no parameters; it takes one that can be trained")
-        self.device_type = first.device.type
-        self.scaler = _checked_scaler(scaler, optimizer, self.device_type)
-        if autocast_dtype == torch.float16 and self.scaler is None:
-            warnings.warn(
-                "autocast_dtype is torch.float16 without a scaler: small gradients become zero in the backward pass. "
-                f"Pass scaler=torch.amp.GradScaler({self.device_type!r}), or take torch.bfloat16, which needs none",
-                stacklevel=2,
-            )
-        replica = _checked_replica(model)
-        self.model, self.optimizer, self.loss_sum = model, optimizer, loss_sum
-        self.max_norm, self.autocast_dtype = max_norm, autocast_dtype
-        self.replica = replica
-        self.ranks = 1 if replica is None else torch.distributed.get_world_size(replica.process_group)
+        self.model = kind("model", model, nn.Module, "a torch.nn.Module")
+        self.replica = _replica(model)
+        self.optimizer = _one_optimizer(optimizer)
+        self.loss_sum = function("loss_sum", loss_sum, "a function (model, micro_batch) -> (sum of losses, weight)")
+        self.max_norm = None if max_norm is None else positive("max_norm", max_norm)
+        self.autocast_dtype = one_of("autocast_dtype", autocast_dtype, (None, *NARROW))
+        parameters = _optimized(self.optimizer)
+        self.device_type = parameters[0].device.type
+        self.scaler = _checked_scaler(scaler, parameters, self.device_type, autocast_dtype)
+        self.accumulate = one_of("accumulate", accumulate, (None,) if self.replica else (None, "fp32"))
+        self.ranks = 1 if self.replica is None else torch.distributed.get_world_size(self.replica.process_group)
         self._unit: float | None = None  # what each sum of losses is divided by before its backward pass
 
     def __call__(self, micro_batches: Iterable[Any]) -> StepResult:
         """Run all micro-batches, then step once.
 
-        The gradients begin from None and are None again afterwards; `optimizer.register_step_pre_hook` sees those that
-        the optimizer uses. After an error, gradients, random generators, scaler and `no_sync` are as before the call,
-        and the optimizer has not stepped unless its own step raised; what forward passes change (BatchNorm's averages)
-        stays changed.
+        The gradients of the optimizer's parameters begin from None and are None again afterwards;
+        `register_step_pre_hook` sees those that it uses. To gradients of other parameters of the model the mean's is
+        added, as backward does, so that another optimizer may use them. After an error, gradients, random generators,
+        scaler and `no_sync` are as before the call; what forward passes change (BatchNorm's averages) stays changed.
 
         Raises:
-            TypeError: `loss_sum` did not return a scalar tensor and a number, or micro_batches is one batch.
-            ValueError: there is no micro-batch, a loss does not require gradients or is inf or NaN, a weight is
-                negative, inf or NaN, or all weights are zero.
+            TypeError, ValueError: micro_batches is one batch, or empty; `loss_sum` returned something else than a
+                finite sum that requires gradients, and a weight, 0 or more; all weights are zero.
             RuntimeError: no parameter of the optimizer got a gradient; the norm of the gradients is inf or NaN;
                 `loss_sum` did not call the DDP model.
         """
-        if isinstance(micro_batches, (Tensor, dict)):
-            kind = type(micro_batches).__name__
-            raise TypeError(f"micro_batches is a {kind}; it takes an iterable of micro-batches, as of split(batch, 8)")
-        parameters = list(dict.fromkeys([*self.model.parameters(), *self._optimized()]))
-        gradients = [parameter.grad for parameter in parameters]  # to be put back after an error
-        if self.replica is not None and self.replica.gradient_as_bucket_view:  # DDP would write into them
-            gradients = [None if gradient is None else gradient.clone() for gradient in gradients]
-        try:
-            for parameter in parameters:
-                parameter.grad = None
-            with random_numbers_undone():
+        _check_micro_batches(micro_batches)
+        own = dict.fromkeys(_optimized(self.optimizer))
+        others = [parameter for parameter in self.model.parameters() if parameter not in own]
+        with random_numbers_undone(), _gradients_apart([*own], others, self.replica):
+            with _fp32_sums([*own, *others] if self.accumulate else []) as sums:
                 loss, weight = self._accumulate(micro_batches)
-                # What is in .grad: the gradient of (sum of losses) / unit; with DDP, the mean of that over the ranks.
-                grad_norm, stepped = self._step(self._unit * self.ranks / weight)
-            gradients = [None] * len(parameters)
-        finally:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+            # What is in .grad: the gradient of (sum of losses) / unit; with DDP, the mean of that over the ranks.
+            _take_mean([*own, *others], sums, self._unit * self.ranks / weight)
+            grad_norm, stepped = self._step(_gradients(others))
         # The next step's weight will be similar, and is not known before its last forward pass.
         self._unit = _power_of_two(weight)
         return StepResult(loss / weight, weight, grad_norm, stepped)
@@ -208,80 +164,51 @@ class AccumulatedStep:
         if not losses:
             raise ValueError("micro_batches is empty; it takes one micro-batch or more (an iterator serves only once)")
         # Read at the end: a GPU would be waited for at every micro-batch otherwise.
-        losses, weights = _values(losses), [float(weight) for weight in weights]
-        problems = [] if _symbolic() else filter(None, map(_problem, range(len(losses)), losses, weights))
-        problem = next(iter(problems), None)
+        losses, weights = _values(losses), [math.nan if is_symbolic(weight) else float(weight) for weight in weights]
+        problem = ""
+        for i, (loss, weight) in enumerate(() if is_symbolic() else zip(losses, weights, strict=True)):
+            if not (math.isfinite(loss) and 0 <= weight < math.inf) and not problem:
+                problem = f"micro-batch {i}: loss {loss}, weight {weight}; it takes finite ones, the weight 0 or more"
         loss, weight = self._over_ranks(math.fsum(losses), math.nan if problem else math.fsum(weights))
-        if problem or math.isnan(weight):
+        if problem or (math.isnan(weight) and not is_symbolic()):
             raise ValueError(problem or "another rank had a loss or weight that is refused; its own error says which")
         if weight == 0:
-            raise ValueError("the weights of all micro-batches are 0; a mean takes one token or sample that counts")
+            raise ValueError("the weight of all micro-batches is 0; it takes one token or sample that counts")
         return loss, weight
 
     def _backward(self, micro_batch: Any, name: str, last: bool) -> tuple[Tensor, float | Tensor]:
         """Add the gradient of one micro-batch's sum of losses, over the unit, to .grad: the sum, and its weight."""
         autocast = torch.autocast(self.device_type, self.autocast_dtype) if self.autocast_dtype else nullcontext()
-        with autocast, self._calls_of_replica(last) as calls:
-            loss, weight = _checked_pair(self.loss_sum(self.model, micro_batch), name)
+        with autocast, _calls(self.model if last and self.model is self.replica else None) as calls:
+            loss, weight = check_loss_sum(self.loss_sum(self.model, micro_batch), name)
         if not calls:
-            raise RuntimeError(
-                "loss_sum did not call the DDP model, so nothing synchronises; it takes model(...) itself"
-            )
+            raise RuntimeError("loss_sum did not call the DDP model, so nothing would synchronise; it takes model(...)")
         if self._unit is None:
-            self._unit = _power_of_two(self._over_ranks(float(weight))[0])
+            self._unit = _power_of_two(*self._over_ranks(math.nan if is_symbolic(weight) else float(weight)))
         # The weight of the mean is known only after the last forward pass, so .grad holds the gradients of sums until
         # then; of sums over a unit near that weight, since those of plain sums are so much larger that fp16 overflows
         # at the scale that suits means. A power of two divides without rounding. All ranks have the same unit.
-        scaled = self.scaler.scale(loss) if self.scaler else loss
+        scaled = self.scaler.scale(loss)
         scaled.backward(torch.full_like(scaled, 1 / self._unit))  # the gradient of scaled / unit
         return loss.detach(), weight
 
-    def _step(self, factor: float) -> tuple[float | None, bool]:
-        """Unscale, take the mean, clip, step, update the scaler: the norm, and whether the optimizer has stepped."""
-        if all(parameter.grad is None for parameter in self._optimized()):
+    def _step(self, others: list[Tensor]) -> tuple[float | None, bool]:
+        """Unscale, clip, step, update the scaler: the norm, and whether the optimizer has stepped."""
+        parameters = _optimized(self.optimizer)
+        if not _gradients(parameters):
             raise RuntimeError("no parameter of the optimizer got a gradient; it takes an optimizer of this model")
-        if self.scaler is None:
-            grad_norm = self._mean_and_clip(factor)
-            self.optimizer.step()
-            return grad_norm, True
         scale = self.scaler.get_scale()
         try:
             self.scaler.unscale_(self.optimizer)
-            grad_norm = self._mean_and_clip(factor)
+            for gradient in others:
+                gradient.div_(scale)
+            grad_norm = _clip(parameters, self.max_norm, finite=not self.scaler.is_enabled())
             self.scaler.step(self.optimizer)
         except BaseException:
             self.scaler.update(scale)  # keeps the scale, forgets that gradients were unscaled
             raise
         self.scaler.update()
         return grad_norm, self.scaler.get_scale() >= scale > 0  # it shrinks where gradients were inf or NaN, only there
-
-    def _mean_and_clip(self, factor: float) -> float | None:
-        gradients = [parameter.grad for parameter in self._optimized() if parameter.grad is not None]
-        torch._foreach_mul_(gradients, factor)
-        if self.max_norm is None:
-            return None
-        norm = nn.utils.get_total_norm(gradients)
-        [grad_norm] = _values([norm])
-        if self.scaler is None and not _symbolic() and not math.isfinite(grad_norm):
-            raise RuntimeError(f"the norm of the gradients is {grad_norm}; clipping takes a finite one, or a scaler")
-        nn.utils.clip_grads_with_norm_(list(self._optimized()), self.max_norm, norm)
-        return grad_norm
-
-    def _optimized(self) -> Iterator[nn.Parameter]:
-        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-
-    @contextmanager
-    def _calls_of_replica(self, last: bool) -> Iterator[list]:
-        """A list that stays empty if the DDP model is to be called in the block and is not (compiled: not watched)."""
-        if not last or self.model is not self.replica or self.model._compiled_call_impl is not None:
-            yield [True]
-            return
-        calls: list[bool] = []
-        hook = self.replica.register_forward_pre_hook(lambda *_: calls.append(True))
-        try:
-            yield calls
-        finally:
-            hook.remove()
 
     def _over_ranks(self, *values: float) -> list[float]:
         """The sums of the values over the ranks of the DDP model; without one, the values."""
@@ -292,7 +219,88 @@ class AccumulatedStep:
         return sums.tolist()
 
 
-# ---- small things, and what is refused
+# ---- gradients
+
+
+def _optimized(optimizer: torch.optim.Optimizer | _Together) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+@contextmanager
+def _gradients_apart(own: list[nn.Parameter], others: list[nn.Parameter], replica: nn.Module | None) -> Iterator[None]:
+    """Inside, gradients begin from None; then `own` have none, others' are added to those before; errors undo all."""
+    parameters = [*own, *others]
+    before = [parameter.grad for parameter in parameters]
+    if replica is not None and replica.gradient_as_bucket_view:  # DDP would write into them
+        before = [gradient if gradient is None else gradient.clone() for gradient in before]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+        before[: len(own)] = [None] * len(own)
+        for i, parameter in enumerate(others, len(own)):
+            if parameter.grad is not None:
+                before[i] = parameter.grad if before[i] is None else before[i].add_(parameter.grad)
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+@contextmanager
+def _fp32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, Tensor]]:
+    """Parameter -> the sum of its gradients: what backward hands over inside goes into it, and is dropped at once."""
+    sums: dict[nn.Parameter, Tensor] = {}
+
+    def add(parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        sums[parameter] = sums[parameter].add_(gradient) if parameter in sums else gradient.float()
+
+    narrow = [p for p in parameters if p.requires_grad and p.dtype in NARROW]
+    hooks = [parameter.register_post_accumulate_grad_hook(add) for parameter in narrow]
+    try:
+        yield sums
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _take_mean(parameters: list[nn.Parameter], sums: dict[nn.Parameter, Tensor], factor: float) -> None:
+    gradients = [*_gradients(parameters), *sums.values()]
+    if gradients and factor != 1.0:  # writing would make stale what an optimizer has copied from them already
+        torch._foreach_mul_(gradients, factor)
+    for parameter in list(sums):
+        parameter.grad = sums.pop(parameter).to(parameter.dtype)
+
+
+def _clip(parameters: list[nn.Parameter], max_norm: float | None, *, finite: bool) -> float | None:
+    """The norm of the gradients, before it is brought down to max_norm."""
+    if max_norm is None:
+        return None
+    norm = nn.utils.get_total_norm(_gradients(parameters))
+    [grad_norm] = _values([norm])
+    if finite and not is_symbolic() and not math.isfinite(grad_norm):
+        raise RuntimeError(f"the norm of the gradients is {grad_norm}; clipping takes a finite one, or a scaler")
+    if not grad_norm <= max_norm:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return grad_norm
+
+
+@contextmanager
+def _calls(model: nn.Module | None) -> Iterator[list]:
+    """A list that stays empty if the model is not called inside; no model, or a compiled one, is not watched."""
+    if model is None or model._compiled_call_impl is not None:
+        yield [True]
+        return
+    calls: list[bool] = []
+    hook = model.register_forward_pre_hook(lambda *_: calls.append(True))
+    try:
+        yield calls
+    finally:
+        hook.remove()
 
 
 def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
@@ -306,112 +314,87 @@ def _power_of_two(weight: float) -> float:
     return 2.0 ** round(math.log2(weight)) if 0 < weight < math.inf else 1.0
 
 
-@contextmanager
-def random_numbers_undone() -> Iterator[None]:
-    """After an error inside, the random generators are as before it."""
-    if _symbolic():
-        yield
-        return
-    state = torch.default_generator.get_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    try:
-        yield
-    except BaseException:
-        torch.default_generator.set_state(state)
-        torch.cuda.set_rng_state_all(devices)
-        raise
-
-
-def _symbolic() -> bool:
-    return torch._guards.detect_fake_mode() is not None
-
-
 def _values(scalars: list[Tensor]) -> list[float]:
-    """Their numbers; symbolic tensors (`course_lib.memory.symbolic`) have none, so NaN."""
-    return [math.nan] * len(scalars) if _symbolic() else torch.stack(scalars).tolist()
+    return [math.nan] * len(scalars) if is_symbolic() else torch.stack(scalars).tolist()
 
 
-def _problem(number: int, loss: float, weight: float) -> str | None:
-    if not 0 <= weight < math.inf:
-        return f"micro-batch {number}: its weight is {weight}; it takes a number of tokens or samples, 0 or more"
-    if not math.isfinite(loss):
-        return f"micro-batch {number}: its sum of losses is {loss}; it takes a finite number"
-    return None
+# ---- what is refused
 
 
-def _checked_pair(pair: Any, name: str) -> tuple[Tensor, float | Tensor]:
+def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, float | Tensor]:
+    """What a `loss_sum` returned, if it is (sum of losses, weight)."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(
-            f"{name}: loss_sum returned a {type(pair).__name__}; it takes (sum of losses, weight), since a mean does "
-            "not say how many tokens or samples it is over"
-        )
+        raise TypeError(f"{name}: loss_sum returned {shown(pair)}; it takes (sum of losses, weight), and not a mean")
     loss, weight = pair
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        raise TypeError(f"{name}: loss_sum returned {_described(loss)} as loss; it takes the sum, a scalar tensor")
-    if isinstance(weight, Tensor):
-        usable = weight.dim() == 0 and not (weight.requires_grad or weight.is_complex() or weight.dtype == torch.bool)
-    else:
-        usable = isinstance(weight, Real) and not isinstance(weight, bool)
-    if not usable:
-        raise TypeError(
-            f"{name}: loss_sum returned {_described(weight)} as weight; it takes a number, or a scalar tensor without "
-            "gradients"
-        )
+        raise TypeError(f"{name}: the sum of losses is {shown(loss)}; it takes a scalar tensor, with gradients")
     if not loss.requires_grad:
-        raise ValueError(
-            f"{name}: the loss does not require gradients; it takes one that was computed from the model's parameters, "
-            "with gradients enabled"
-        )
+        raise ValueError(f"{name}: the sum of losses is without gradients; it takes one computed from the parameters")
+    if not isinstance(weight, (Tensor, Real)) or (torch.is_tensor(weight) and (weight.dim() or weight.requires_grad)):
+        raise TypeError(f"{name}: the weight is {shown(weight)}; it takes a number, or such a tensor without gradients")
     return loss, weight
 
 
-def _described(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    grad = ", with gradients," if value.requires_grad else ""
-    return f"a tensor of shape {tuple(value.shape)} and {value.dtype}{grad}"
+def _check_micro_batches(given: Any) -> None:
+    """A pair (x, y) looks like two micro-batches, and would be iterated over in silence."""
+    pair = isinstance(given, tuple) and any(isinstance(item, Tensor) for item in given)
+    if pair or isinstance(given, (Tensor, Mapping)):
+        got = f"{shown(given)}{' of tensors' if pair else ''}, which may be one batch"
+        raise TypeError(f"micro_batches is {got}; it takes several, as from split(batch, 8) or in a list")
 
 
 def check_optimizer(optimizer: Any) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}; it takes a torch.optim.Optimizer")
+    """Refuse what is no optimizer, or steps only with a closure, which would run the batch again."""
+    kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     _self, *arguments = inspect.signature(type(optimizer).step).parameters.values()
     if any(a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD) for a in arguments):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}, whose step takes a closure that runs the batch again; "
-            "micro-batches are seen once, so it takes an optimizer that steps without one, such as AdamW"
-        )
+        raise TypeError(f"optimizer is {shown(optimizer)}, whose step takes a closure; it takes one that steps without")
 
 
-def _checked_replica(model: nn.Module) -> DistributedDataParallel | None:
+class _Together:
+    """Several optimizers as one, so that a scaler lets all of them step, or none."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def _one_optimizer(given: Any) -> torch.optim.Optimizer | _Together:
+    optimizers = given if isinstance(given, (list, tuple)) else [given]
+    for optimizer in optimizers:
+        check_optimizer(optimizer)
+    together = optimizers[0] if len(optimizers) == 1 else _Together(optimizers)
+    parameters = _optimized(together)
+    if not parameters or len(set(parameters)) < len(parameters):
+        raise ValueError(f"optimizer is {shown(given)} that share parameters, or have none; it takes some for each")
+    return together
+
+
+def _replica(model: nn.Module) -> DistributedDataParallel | None:
     """The DDP model: the model itself, or inside it where it is compiled."""
-    replicas = []
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            replicas.append(module)
-        elif hasattr(module, "no_sync") or hasattr(module, "set_requires_gradient_sync"):
-            raise TypeError(
-                f"the model holds a {type(module).__name__}, which averages gradients over ranks without regard to "
-                "token counts; it takes a model on one process, or in DistributedDataParallel"
-            )
-    if len(replicas) > 1:
-        raise ValueError(f"the model holds {len(replicas)} DistributedDataParallel modules; it takes one at most")
-    return replicas[0] if replicas else None
+    marks = ("no_sync", "set_requires_gradient_sync")  # of DDP, FSDP and FSDP2
+    found = [module for module in model.modules() if any(hasattr(module, mark) for mark in marks)]
+    if len(found) > 1 or not all(isinstance(module, DistributedDataParallel) for module in found):
+        raise TypeError(f"model is one with {', '.join(map(shown, found))}; it takes one DDP, or none that syncs")
+    return found[0] if found else None
 
 
-def _checked_scaler(scaler: Any, optimizer: torch.optim.Optimizer, device_type: str) -> torch.amp.GradScaler | None:
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler is a {type(scaler).__name__}; it takes a torch.amp.GradScaler, or None")
-    if scaler is None or not scaler.is_enabled():
-        return None
-    if scaler._device != device_type:
-        raise ValueError(
-            f"scaler is for {scaler._device}, but the model is on {device_type}; it takes "
-            f"torch.amp.GradScaler({device_type!r})"
-        )
-    if any(parameter.dtype == torch.float16 for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError(
-            "scaler is given, but the optimizer has parameters in torch.float16, whose gradients it cannot unscale; it "
-            "takes parameters in torch.float32, with autocast_dtype=torch.float16"
-        )
+def _checked_scaler(scaler: Any, parameters: list[Tensor], device: str, autocast_dtype: torch.dtype | None):
+    """The scaler; without one a disabled one, which does nothing but step."""
+    if scaler is None or not kind("scaler", scaler, torch.amp.GradScaler, "a torch.amp.GradScaler").is_enabled():
+        if autocast_dtype == torch.float16:
+            told = "autocast_dtype is torch.float16 without a scaler: small gradients become zero in the backward pass"
+            warnings.warn(f"{told}; pass scaler=torch.amp.GradScaler({device!r})", stacklevel=3)
+        return torch.amp.GradScaler(device, enabled=False)
+    if scaler._device != device:
+        raise ValueError(f"scaler is for {scaler._device}; it takes one for the model's device, {device}")
+    if any(parameter.dtype == torch.float16 for parameter in parameters):
+        raise ValueError("scaler is given for parameters in torch.float16; it takes torch.float32, and autocast_dtype")
     return scaler

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from course_lib._check import whole
+from course_lib._torch import is_symbolic
+
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Random numbers from `seed` inside the block; the generators are as they were after it."""
-    if torch._guards.detect_fake_mode() is not None:  # symbolic tensors have no values to repeat
+    if is_symbolic():  # no values to repeat
         yield
         return
     with torch.random.fork_rng():
@@ -71,7 +74,7 @@ class Attention(nn.Module):
         super().__init__()
         _at_least_one(hidden=hidden, heads=heads)
         if hidden % heads:
-            raise ValueError(f"heads is {heads}, which does not divide hidden = {hidden}")
+            raise ValueError(f"heads is {heads}; it takes a divisor of hidden, which is {hidden}")
         self.heads, self.causal, self.fused = heads, causal, fused
         with seeded(seed):
             self.qkv = nn.Linear(hidden, 3 * hidden)
@@ -185,7 +188,7 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         longest = self.positions.num_embeddings
         if tokens.shape[-1] > longest:
-            raise ValueError(f"tokens are {tokens.shape[-1]} long; this decoder takes sequences of up to {longest}")
+            raise ValueError(f"tokens is a sequence of {tokens.shape[-1]}; it takes {longest} at most")
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[-1]]  # (b, s, h)
         for layer in self.layers:
             x = layer(x)
@@ -195,6 +198,11 @@ class Decoder(nn.Module):
         """Mean cross-entropy of each next token: (b, s + 1) -> scalar."""
         logits = self(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def loss_sum(self, tokens: Tensor) -> tuple[Tensor, int]:
+        """The sum of the cross-entropies whose mean `loss` is, and over how many tokens it goes."""
+        logits, targets = self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        return F.cross_entropy(logits, targets, reduction="sum"), targets.numel()
 
 
 class _Embed(nn.Module):
@@ -251,7 +259,4 @@ def random_tokens(batch: int, sequence: int, vocabulary: int, *, seed: int = 0) 
 
 def _at_least_one(**sizes: int) -> None:
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name} is {size!r}; it takes a whole number")
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it takes 1 or more")
+        whole(name, size, 1)

@@ -16,9 +16,11 @@ Example, with `Decoder` and `random_tokens` of `course_lib.models`::
     train_step(model, optimizer, make_batch(), best)
 """
 
+from course_lib._check import InfeasibleBudget
+
 from .estimating import RATES, Estimate, Rates, Run, estimate, run
 from .recipe import Recipe
-from .search import Estimates, InfeasibleBudget, fit
+from .search import Estimates, fit
 from .show import steps_to, waterfall
 from .step import build, train_step
 

@@ -7,13 +7,14 @@ import re
 import sys
 from pathlib import Path
 
+from course_lib._check import InfeasibleBudget
 from course_lib.memory import symbolic
 from course_lib.memory.show import bytes_text
 from course_lib.models import Decoder, random_tokens
 
 from .estimating import RATES, TIERS, estimate
 from .recipe import OPTIMIZERS, PRECISIONS, Recipe
-from .search import InfeasibleBudget, fit
+from .search import fit
 from .show import steps_to, waterfall
 
 UNITS = {

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from course_lib._check import kind, one_of, positive
+from course_lib._torch import tensors_in
 from course_lib.accumulation import StepResult
 from course_lib.memory import PHASES, MemoryMeter, symbolic
 from course_lib.memory.show import Table
 from course_lib.offload import DiskStore, OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
 
+from .loss import LossSum, check_loss, loss_of, samples_in, trained
 from .recipe import Recipe
 from .step import (
     BASES,
@@ -28,8 +31,6 @@ from .step import (
     optimizer_of,
     pieces_of,
     run_pieces,
-    samples_in,
-    trained,
 )
 
 TIERS = ("file", "host")
@@ -53,11 +54,7 @@ class Rates:
 
     def __post_init__(self):
         for name in ("fp32_flops", "bf16_flops", "link_bytes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} is {value!r}; it takes a number a second")
-            if not value > 0:
-                raise ValueError(f"{name} is {value}; it takes a positive number a second")
+            positive(name, getattr(self, name))
 
     def seconds(self, estimate: Estimate) -> float:
         """FLOPs at the precision's rate, plus bytes moved down and up at the link's."""
@@ -93,8 +90,8 @@ class Estimate(Table):
 
     recipe: Recipe
     peak_bytes: int
-    at_peak: dict[str, int]
-    phase_peaks: dict[str, int]
+    at_peak: dict[str, int] = field(hash=False)
+    phase_peaks: dict[str, int] = field(hash=False)
     operator: str
     flops: int
     bytes_down: int
@@ -127,7 +124,12 @@ class Run:
 
 
 def estimate(
-    make_model: Callable[[], nn.Module], make_batch: Callable[[], Any], recipe: Recipe, *, tier: str = "file"
+    make_model: Callable[[], nn.Module],
+    make_batch: Callable[[], Any],
+    recipe: Recipe,
+    *,
+    loss_sum: LossSum | None = None,
+    tier: str = "file",
 ) -> Estimate:
     """Run the step by the recipe on symbolic tensors, which take no memory, under the meter.
 
@@ -143,18 +145,19 @@ def estimate(
     Args:
         make_model, make_batch: make the model in fp32, and a batch; called with symbolic tensors.
         recipe: the recipe.
+        loss_sum: as for `train_step`. A weight that is counted in the batch must stay a tensor, since symbolic ones
+            have no numbers.
         tier: what is below, for the optimizer: "file", as on a CPU, or "host", as on a GPU.
 
     Raises:
         ValueError: the model's step looks at values of its data, which symbolic tensors don't have, or at tensors that
             were there before; recipe, model and batch do not go together.
     """
-    if tier not in TIERS:
-        raise ValueError(f'tier is {tier!r}; it takes "file" or "host"')
+    one_of("tier", tier, TIERS)
     _check_arguments(make_model, make_batch, recipe)
     try:
         with symbolic():
-            return _estimate(make_model, make_batch, recipe, tier)
+            return _estimate(make_model, make_batch, recipe, loss_sum, tier)
     except _NEEDS_DATA as error:
         raise ValueError(
             f"the step looks at values of its data ({str(error).splitlines()[0][:80]}), but an estimate runs on "
@@ -179,9 +182,10 @@ _fake = torch._subclasses.fake_tensor
 _NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
 
 
-def _estimate(make_model, make_batch, recipe: Recipe, tier: str) -> Estimate:
+def _estimate(make_model, make_batch, recipe: Recipe, loss_sum, tier: str) -> Estimate:
     store = SymbolicStore()
     model = model_of(make_model, recipe)
+    check_loss(model, recipe, loss_sum)
     if tier == "host" and recipe.offload_optimizer:
         optimizer = _PartlyOnHost(model, recipe, store)
     else:
@@ -196,19 +200,26 @@ def _estimate(make_model, make_batch, recipe: Recipe, tier: str) -> Estimate:
     make_state(model, optimizer)
     store.stats = Traffic()
     marks: list[tuple[int, int, int]] = []
+    left = 0  # bytes that a piece leaves until the optimizer's step: its loss, and its weight if that is a tensor
+
+    def noted(model, piece):
+        nonlocal left
+        pair = loss_of(model, piece, recipe, loss_sum)
+        left = sum(tensor.nbytes for tensor in tensors_in(pair))
+        return pair
 
     def watched() -> Iterator[Any]:
-        losses = None
+        unseen = None
         for piece, count in zip(shown, times, strict=True):
             marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
-            if count > 1:  # each piece leaves its loss, also those that are not run
-                losses = torch.empty(count - 1, dtype=recipe.dtype)
+            if count > 1:  # also those that are not run
+                unseen = torch.empty((count - 1) * left, dtype=torch.uint8)
             yield piece
-        del losses
+        del unseen
         marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
 
     with _Watch(model, optimizer) as meter:
-        run_pieces(model, optimizer, watched(), recipe, store)
+        run_pieces(model, optimizer, watched(), recipe, noted, store)
     end = (meter.flops, store.stats.bytes_down, store.stats.bytes_up)
     # Between two marks lies one micro-batch; after the last one, the optimizer.
     spans = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(marks, [*marks[1:], end], strict=True)]
@@ -222,13 +233,14 @@ def run(
     make_batch: Callable[[], Any],
     recipe: Recipe,
     *,
+    loss_sum: LossSum | None = None,
     budget_bytes: int | None = None,
     store: DiskStore | None = None,
 ) -> Run:
     """The same step for real, under a meter: the model is made, the optimizer's state too, and one step is taken.
 
     Args:
-        make_model, make_batch, recipe: as for `estimate`.
+        make_model, make_batch, recipe, loss_sum: as for `estimate`.
         budget_bytes: the meter stops the operator that passes it.
         store: the tier below; a file that is dropped afterwards if left out.
 
@@ -236,19 +248,19 @@ def run(
         course_lib.memory.MemoryBudgetExceeded: the step passed the budget; the operator is named.
     """
     _check_arguments(make_model, make_batch, recipe)
-    if store is not None and not isinstance(store, DiskStore):
-        raise TypeError(f"store is a {type(store).__name__}; it takes a DiskStore, or None")
     own = store is None
+    kind("store", store, (DiskStore, type(None)), "a DiskStore, or None")
     store = DiskStore() if own else store
     try:
         model, optimizer = build(make_model, recipe, store=store)
+        check_loss(model, recipe, loss_sum)
         with default_dtype(recipe.dtype):
             batch = make_batch()
         pieces = pieces_of(batch, recipe.micro_batches)
         make_state(model, optimizer)
         before = Traffic(**vars(store.stats))
         with MemoryMeter(model, optimizer, budget_bytes=budget_bytes) as meter:
-            result = run_pieces(model, optimizer, pieces, recipe, store)
+            result = run_pieces(model, optimizer, pieces, recipe, loss_sum, store)
         moved = Traffic(*(a - b for a, b in zip(vars(store.stats).values(), vars(before).values(), strict=True)))
         return Run(result, meter, moved)
     finally:

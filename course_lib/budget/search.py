@@ -12,39 +12,20 @@ from typing import Any
 
 from torch import nn
 
-import course_lib.schedule
+from course_lib._check import InfeasibleBudget, kind, one_of, whole
 from course_lib.memory import symbolic
 from course_lib.memory.show import Table, bytes_text
 from course_lib.models import Attention
 from course_lib.offload import chosen_below
+from course_lib.schedule import InfeasibleBudget as InfeasibleSchedule
 
 from .estimating import RATES, Estimate, Rates, estimate
+from .loss import LossSum, drop_probability, has_loss_sum, is_decoder, samples_in, trained
 from .recipe import ATTENTIONS, Recipe, pieces_allowed
-from .step import default_dtype, drop_probability, is_decoder, model_of, samples_in, trained
+from .step import default_dtype, model_of
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 HEAD_CHUNK = 512
-
-
-class InfeasibleBudget(ValueError):
-    """No recipe fits the budget.
-
-    Attributes:
-        budget_bytes: the budget.
-        least: the `Estimate` with the least peak that was found; None if none could be made.
-    """
-
-    def __init__(self, budget_bytes: int, least: Estimate | None):
-        told = (
-            f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
-            if least
-            else "none was found"
-        )
-        super().__init__(f"budget_bytes is {bytes_text(budget_bytes)}, but {told}")
-        self.budget_bytes, self.least = budget_bytes, least
-
-    def __reduce__(self):
-        return type(self), (self.budget_bytes, self.least)
 
 
 class Estimates(Table, list):
@@ -79,6 +60,7 @@ def fit(
     make_batch: Callable[[], Any],
     budget_bytes: int,
     *,
+    loss_sum: LossSum | None = None,
     recipes: Iterable[Recipe] | None = None,
     base: Recipe | None = None,
     rates: Rates | str = "laptop",
@@ -98,7 +80,7 @@ def fit(
     micro-batches on, and up to the square root of the layers; if those are too few, a segment a layer is tried).
 
     Args:
-        make_model, make_batch: as for `estimate`.
+        make_model, make_batch, loss_sum: as for `estimate`; micro-batches are tried where the loss's weight is known.
         budget_bytes: for all tensors of the step, the batch aside.
         recipes: to look among these alone.
         base: precision and optimizer; fp32 and adam if left out.
@@ -110,28 +92,23 @@ def fit(
         InfeasibleBudget: nothing was found that fits; the least peak met in the search is named, with its recipe.
         TypeError, ValueError: an argument is not of its kind, or out of its range.
     """
-    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
-        raise TypeError(f"budget_bytes is {budget_bytes!r}; it takes a whole number of bytes, as an int")
-    if budget_bytes <= 0:
-        raise ValueError(f"budget_bytes is {budget_bytes}; it takes a positive number of bytes")
+    whole("budget_bytes", budget_bytes, 1, of="bytes")
     if tier is None:
         tier = "file" if rates in ("laptop", RATES["laptop"]) else "host"
     rates = rates_named(rates)
-    base = Recipe() if base is None else base
-    if not isinstance(base, Recipe):
-        raise TypeError(f"base is a {type(base).__name__}; it takes a Recipe")
+    base = kind("base", Recipe() if base is None else base, Recipe, "a Recipe")
     if recipes is not None:
-        if not isinstance(recipes, Iterable):
-            raise TypeError(f"recipes is a {type(recipes).__name__}; it takes several, as in a list")
-        recipes = list(recipes)
-        if not recipes or not all(isinstance(recipe, Recipe) for recipe in recipes):
-            got = next((f"holds a {type(r).__name__}" for r in recipes if not isinstance(r, Recipe)), "is empty")
-            raise TypeError(f"recipes {got}; it takes one Recipe or more")
-    search = _Search(make_model, make_batch, budget_bytes, base, tier, _bar(progress))
+        recipes = list(kind("recipes", recipes, Iterable, "several recipes, as in a list"))
+        for recipe in recipes or [None]:
+            kind("recipes", recipe, Recipe, "one Recipe or more")
+    search = _Search(make_model, make_batch, loss_sum, budget_bytes, base, tier, _bar(progress))
     with search.bar:
         found = search.among(recipes) if recipes is not None else search.all()
     if not found:
-        raise InfeasibleBudget(budget_bytes, search.least)
+        least, told = search.least, "none was found"
+        if least:
+            told = f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
+        raise InfeasibleBudget(budget_bytes, least and least.peak_bytes, told, least)
     found.sort(key=lambda e: (rates.seconds(e), e.recipe.micro_batches, e.peak_bytes))
     fits = "recipe fits" if len(found) == 1 else "recipes fit"
     title = f"{len(found)} {fits} into {bytes_text(budget_bytes)}; {search.runs} were estimated"
@@ -139,24 +116,15 @@ def fit(
 
 
 def rates_named(rates: Rates | str) -> Rates:
-    if isinstance(rates, Rates):
-        return rates
-    if not isinstance(rates, str) or rates not in RATES:
-        raise ValueError(f"rates is {rates!r}; it takes Rates, or one of {', '.join(map(repr, RATES))}")
-    return RATES[rates]
+    return rates if isinstance(rates, Rates) else RATES[one_of("rates", rates, RATES)]
 
 
 class _Search:
     """One search: what is known of the model, and the estimates made so far."""
 
-    def __init__(self, make_model, make_batch, budget_bytes: int, base: Recipe, tier: str, bar):
-        self.make_model, self.make_batch, self.budget, self.tier, self.bar = (
-            make_model,
-            make_batch,
-            budget_bytes,
-            tier,
-            bar,
-        )
+    def __init__(self, make_model, make_batch, loss_sum, budget_bytes: int, base: Recipe, tier: str, bar):
+        self.make_model, self.make_batch, self.loss_sum, self.tier = make_model, make_batch, loss_sum, tier
+        self.budget, self.bar = budget_bytes, bar
         self.known: dict[Recipe, Estimate] = {}
         self.least: Estimate | None = None
         self.base = Recipe(precision=base.precision, optimizer=base.optimizer)
@@ -164,13 +132,14 @@ class _Search:
         with symbolic(), default_dtype(base.dtype):
             model, batch = model_of(make_model, self.base), make_batch()
             self.samples = samples_in(batch)
-            self.decoder = is_decoder(model)
+            self.decoder = is_decoder(model) and loss_sum is None
+            weighed = loss_sum is not None or has_loss_sum(model)
             self.layers = len(model.layers) if self.decoder else 0
             attentions = [module for module in model.modules() if isinstance(module, Attention)]
             flash = attentions and not drop_probability(attentions)
             self.trained = trained(model)
             self.parameter_bytes = sum(p.nbytes for p in model.parameters())
-        self.pieces = pieces_allowed(self.samples)
+        self.pieces = pieces_allowed(self.samples) if weighed else [1]
         stateless = self.base.optimizer == "sgd" and self.base.precision == "fp32"
         self.fractions = FRACTIONS[:1] if stateless else FRACTIONS
         self.attentions, self.flash_is_less = ATTENTIONS[: 2 if flash else 1], False
@@ -189,7 +158,8 @@ class _Search:
     def estimate(self, recipe: Recipe) -> Estimate:
         if recipe not in self.known:
             self.bar.set_postfix_str(str(recipe), refresh=False)
-            self.known[recipe] = estimate(self.make_model, self.make_batch, recipe, tier=self.tier)
+            options = {"loss_sum": self.loss_sum, "tier": self.tier}
+            self.known[recipe] = estimate(self.make_model, self.make_batch, recipe, **options)
             self.bar.update()
             if self.least is None or self.known[recipe].peak_bytes < self.least.peak_bytes:
                 self.least = self.known[recipe]
@@ -217,7 +187,7 @@ class _Search:
         recipes = list(dict.fromkeys(recipes))
         found, possible = [], []
         for recipe in recipes:
-            with suppress(course_lib.schedule.InfeasibleBudget):  # of the recipe's own schedule_bytes
+            with suppress(InfeasibleSchedule):  # of the recipe's own schedule_bytes
                 if self.fits(recipe):
                     found.append(self.estimate(recipe))
                 possible.append(recipe)
@@ -329,7 +299,7 @@ class _Search:
     def best_schedule(self, family: Recipe) -> Recipe | None:
         """Smaller micro-batches leave the schedule room for more layers: half as many, as long as it costs no more."""
         best: Recipe | None = None
-        count = 1 if family.in_backward else self.samples
+        count = 1 if family.in_backward else self.pieces[-1]
         while count:
             pieces = max(number for number in self.pieces if number <= count)
             trial = self.with_schedule(replace(family, micro_batches=pieces))
@@ -347,7 +317,7 @@ class _Search:
             try:
                 trial = replace(recipe, schedule_bytes=max(1, room))
                 peak = self.estimate(trial).peak_bytes
-            except course_lib.schedule.InfeasibleBudget as error:
+            except InfeasibleSchedule as error:
                 if best is not None:
                     break
                 trial = replace(recipe, schedule_bytes=error.least_bytes)
