@@ -1,0 +1,204 @@
+"""Which category a storage belongs to, told from what operators, the autograd graph and optimizers do with it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .graph import AccumulateGrad, hooks_active, saved_by
+from .storages import held_by, storages_of, tensors_among
+from .timeline import Ledger, Record
+
+_ADD = torch.ops.aten.add.Tensor
+# What `torch.tensor([...])` calls: it returns its input, and that is new. `torch.from_numpy` calls it too, but what
+# NumPy owns cannot be resized.
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
+_FROM_STORAGE = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
+
+
+class Usage:
+    """Writes into the ledger what operators read and make, and what the graph keeps."""
+
+    def __init__(self, ledger: Ledger, leaves_are_parameters: bool):
+        self.ledger = ledger
+        self.leaves_are_parameters = leaves_are_parameters
+        self.node = None  # the autograd node that ran the last operator ...
+        self.node_began = 0  # ... and the number of its first one
+        self._read: list[Record] = []  # what that node has read so far
+        self._output: weakref.ref | None = None  # of the last operator: its autograd node can be seen after it
+
+    def enter(self, node) -> str:
+        """The next operator runs in `node`: says where what it makes is made."""
+        self.settle()
+        if node is not self.node:
+            self.release()
+            self.node, self.node_began = node, len(self.ledger.operators)
+        # In backward, gradients are on only where the forward pass is computed again.
+        return "forward" if node is None else "recomputation" if torch.is_grad_enabled() else "elsewhere"
+
+    def inputs(self, func, args, kwargs, made_in: str) -> set[int]:
+        """The addresses of the input storages. What backward reads of the forward pass had been kept for it."""
+        sources = {args[1]._cdata} if func in _FROM_STORAGE else set()
+        for tensor in tensors_among(args, kwargs):
+            for storage in storages_of(tensor):
+                sources.add(storage._cdata)
+                record = self.ledger.find(storage)
+                if record is None:
+                    continue
+                if record.role in (None, "input") and self._is_parameter(tensor, record):
+                    record.role, record.since = "parameter", record.born
+                kept = record.made_in == "forward" or (record.made_in == "recomputation" and made_in == "elsewhere")
+                if self.node is not None and kept and record.read_by is not self.node:
+                    if record.saved is None:  # held by other means than the graph, as checkpointing does
+                        record.saved = record.born
+                    record.released, record.read_by = None, self.node
+                    self._read.append(record)
+        return sources
+
+    def _is_parameter(self, tensor: Tensor, record: Record) -> bool:
+        if type(tensor) is nn.Parameter:
+            return True
+        return self.leaves_are_parameters and record.role == "input" and tensor.requires_grad and tensor.is_leaf
+
+    def outputs(self, func, result, sources: set[int], made_in: str) -> None:
+        ledger, tensors = self.ledger, tensors_among((result,))
+        for tensor in tensors:
+            if tensor.is_meta:
+                continue
+            for storage in storages_of(tensor):
+                record = ledger.find(storage)
+                if record is not None:
+                    if record.nbytes != storage.nbytes():
+                        ledger.resize(record, storage)
+                elif storage._cdata not in sources or (func is _LIFT_FRESH and storage.resizable()):
+                    # Data enters a step through an operator that has no tensor to start from.
+                    enters = not sources - {storage._cdata} and ledger.operators[-1][1] == "forward"
+                    ledger.add(storage, "input" if enters else None, made_in)
+                    ledger.devices.add(tensor.device)
+        # Under hooks the graph holds not the tensors but what the hooks made of them.
+        watched = tensors and made_in != "elsewhere" and not hooks_active()
+        self._output = weakref.ref(tensors[0]) if watched else None
+
+    def settle(self) -> None:
+        """What the last operator's autograd node saved, or accumulated, can be seen once the operator is through."""
+        now = len(self.ledger.operators) - 1
+        output = self._output and self._output()
+        if output is not None and output.grad_fn is not None:
+            for _, tensor in saved_by(output.grad_fn):
+                for storage in storages_of(tensor):
+                    record = self.ledger.find(storage)
+                    if record is not None and record.saved is None:
+                        record.saved = now
+        if isinstance(self.node, AccumulateGrad) and self.node.variable.grad is not None:
+            for storage in storages_of(self.node.variable.grad):
+                self.ledger.assign(storage, "gradient", now)
+
+    def release(self) -> None:
+        """The autograd node that read these is through with them."""
+        for record in self._read:
+            record.released, record.read_by = len(self.ledger.operators), None
+        self._read.clear()
+        self.node = None
+
+    def added_in_place(self, func, args, kwargs) -> Record | None:
+        """The storage that would take up the sum if no dispatch mode were active: that of gradients that met before.
+
+        Autograd adds gradients that meet at a node in place, unless a mode is active, and then it calls `add`. The
+        meter is a mode; so that it reports what the program takes without it, it counts such a sum as that first
+        summand. Autograd's own additions are told from others by who calls (no Python function), and by the
+        first summand: autograd alone holds it, and the node now running did not make it in its formula.
+
+        Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`).
+        """
+        if func is not _ADD or kwargs or self.node is None or torch.is_grad_enabled() or not _called_by_autograd():
+            return None
+        total, new = args
+        plain = all(isinstance(t, Tensor) and t.layout is torch.strided for t in args) and total.shape == new.shape
+        if not plain or not _is_dense(total):
+            return None
+        (storage,), (other,) = storages_of(total), storages_of(new)
+        record = self.ledger.find(storage)
+        held_once = _holders(total) == _ONE_HOLDER and total._use_count() <= new._use_count()
+        if record is None or storage is other or not held_once:
+            return None
+        # Two gradients of one node can meet: those of z in z * z.
+        edges = self.node.next_functions
+        return record if record.born < self.node_began or len(set(edges)) < len(edges) else None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order of dimensions, each once."""
+    elements = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != elements:
+            return False
+        elements *= size
+    return True
+
+
+def _holders(tensor: Tensor) -> int:
+    """Of its storage: the tensors that share it, and the storage's Python object."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_ONE_HOLDER = _holders(torch.empty(0))
+
+
+def _called_by_autograd() -> bool:
+    """True if no Python code but dispatch modes stands between the operator and autograd's engine."""
+    frame = sys._getframe(3)  # beyond added_in_place and the mode that asks
+    while frame is not None and (
+        frame.f_code.co_name in _WRAPPERS or isinstance(frame.f_locals.get("self"), TorchDispatchMode)
+    ):
+        frame = frame.f_back
+    return frame is None or frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+
+
+_WRAPPERS = ("_fn", "inner")  # what PyTorch puts around a mode's method
+
+
+class Steps:
+    """Knows when an optimizer steps: within another optimizer's step, only the outermost opens and closes the phase."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+        self._stepping: list[torch.optim.Optimizer] = []  # from the outermost in
+        self._node: Any = None  # the autograd node that called the outermost
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+
+    def running(self, node) -> bool:
+        # With gradients on, or in another node, a step's closure runs: the forward and backward passes of LBFGS.
+        return bool(self._stepping) and node is self._node and not torch.is_grad_enabled()
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._stepping, self._node = [], None
+
+    def _before(self, optimizer, args, kwargs) -> None:
+        self._end(optimizer)  # a step of its own that failed has not been ended
+        if not self._stepping:
+            self._node = torch._C._current_autograd_node()
+        self._stepping.append(optimizer)
+
+    def _after(self, optimizer, args, kwargs) -> None:
+        self._end(optimizer)
+        with self.ledger.lock:
+            for tensor in held_by(optimizer, of_groups=True):
+                for storage in storages_of(tensor):
+                    self.ledger.assign(storage, "optimizer")
+
+    def _end(self, optimizer) -> None:
+        for i, other in enumerate(self._stepping):
+            if other is optimizer:
+                del self._stepping[i:]
+                break
