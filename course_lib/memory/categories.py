@@ -33,17 +33,14 @@ class Usage:
         self._read: list[Record] = []  # what that node has read so far
         self._output: weakref.ref | None = None  # of the last operator: its autograd node can be seen after it
 
-    def enter(self, node) -> str:
-        """The next operator runs in `node`: says where what it makes is made."""
+    def inputs(self, func, args, kwargs, node) -> tuple[str, set[int]]:
+        """Before an operator: where it runs, and the addresses of its input storages."""
         self.settle()
         if node is not self.node:
-            self.release()
+            self._release()
             self.node, self.node_began = node, len(self.ledger.operators)
         # In backward, gradients are on only where the forward pass is computed again.
-        return "forward" if node is None else "recomputation" if torch.is_grad_enabled() else "elsewhere"
-
-    def inputs(self, func, args, kwargs, made_in: str) -> set[int]:
-        """The addresses of the input storages. What backward reads of the forward pass had been kept for it."""
+        made_in = "forward" if node is None else "recomputation" if torch.is_grad_enabled() else "elsewhere"
         sources = {args[1]._cdata} if func in _FROM_STORAGE else set()
         for tensor in tensors_among(args, kwargs):
             for storage in storages_of(tensor):
@@ -53,13 +50,14 @@ class Usage:
                     continue
                 if record.role in (None, "input") and self._is_parameter(tensor, record):
                     record.role, record.since = "parameter", record.born
+                # What backward reads of the forward pass had been kept for it.
                 kept = record.made_in == "forward" or (record.made_in == "recomputation" and made_in == "elsewhere")
-                if self.node is not None and kept and record.read_by is not self.node:
+                if node is not None and kept and record.read_by is not node:
                     if record.saved is None:  # held by other means than the graph, as checkpointing does
                         record.saved = record.born
-                    record.released, record.read_by = None, self.node
+                    record.released, record.read_by = None, node
                     self._read.append(record)
-        return sources
+        return made_in, sources
 
     def _is_parameter(self, tensor: Tensor, record: Record) -> bool:
         if type(tensor) is nn.Parameter:
@@ -74,8 +72,7 @@ class Usage:
             for storage in storages_of(tensor):
                 record = ledger.find(storage)
                 if record is not None:
-                    if record.nbytes != storage.nbytes():
-                        ledger.resize(record, storage)
+                    ledger.resized(storage)
                 elif storage._cdata not in sources or (func is _LIFT_FRESH and storage.resizable()):
                     # Data enters a step through an operator that has no tensor to start from.
                     enters = not sources - {storage._cdata} and ledger.operators[-1][1] == "forward"
@@ -96,15 +93,19 @@ class Usage:
                     if record is not None and record.saved is None:
                         record.saved = now
         if isinstance(self.node, AccumulateGrad) and self.node.variable.grad is not None:
-            for storage in storages_of(self.node.variable.grad):
-                self.ledger.assign(storage, "gradient", now)
+            self.ledger.assign(self.node.variable.grad, "gradient", now)
 
-    def release(self) -> None:
+    def finish(self) -> None:
+        """No more operators follow."""
+        self.settle()
+        self._release()
+        self.node = None
+
+    def _release(self) -> None:
         """The autograd node that read these is through with them."""
         for record in self._read:
             record.released, record.read_by = len(self.ledger.operators), None
         self._read.clear()
-        self.node = None
 
     def added_in_place(self, func, args, kwargs) -> Record | None:
         """The storage that would take up the sum if no dispatch mode were active: that of gradients that met before.
@@ -194,8 +195,7 @@ class Steps:
         self._end(optimizer)
         with self.ledger.lock:
             for tensor in held_by(optimizer, of_groups=True):
-                for storage in storages_of(tensor):
-                    self.ledger.assign(storage, "optimizer")
+                self.ledger.assign(tensor, "optimizer")
 
     def _end(self, optimizer) -> None:
         for i, other in enumerate(self._stepping):

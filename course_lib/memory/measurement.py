@@ -149,7 +149,7 @@ def _metered(runs: _Runs, warmup: int, needs_gradient: bool) -> tuple[MemoryMete
                 "step leaves no gradient: no operator ran in a backward pass; it takes a step that calls backward() on "
                 "a loss that depends on parameters (needs_gradient=False measures a step that is meant to have none)"
             )
-        found = meter.operators(), meter.peak_bytes
+        found = meter.timeline.operators, meter.peak_bytes
         if number >= warmup and found == before:
             return meter, True
         before = found

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from .._check import kind
 from .._torch import tensors_in
@@ -96,27 +97,32 @@ def check_model_and_optimizer(model, optimizer) -> None:
 
 
 @contextmanager
-def storages_without_operators(made: Callable, resized: Callable) -> Iterator[None]:
-    """Tell of the storages that Python makes or resizes past the dispatcher: `made(storage)`, `resized(storage)`.
+def storages_without_operators(mode: TorchDispatchMode, made: Callable, resized: Callable) -> Iterator[None]:
+    """Tell of the storages that Python makes or resizes past a mode: `made(storage)`, `resized(storage)`.
 
     They are the states of random number generators (5,056 bytes, which a checkpoint keeps until backward), copies by
-    `copy.deepcopy`, and the storages that FSDP empties and fills.
+    `copy.deepcopy`, and the storages that FSDP empties and fills. Threads in which the mode is not active don't count.
     """
+
+    def tell(of: Callable, storage) -> None:
+        if mode in _get_current_dispatch_mode_stack():
+            of(storage)
+
     get_rng_state, init, resize = torch.get_rng_state, UntypedStorage.__init__, UntypedStorage.resize_
 
     def counted_rng_state() -> Tensor:
         state = get_rng_state()
-        made(state.untyped_storage())
+        tell(made, state.untyped_storage())
         return state
 
     def counted_init(storage, *args, **kwargs) -> None:
         if init is not object.__init__:  # which refuses arguments; then it is another meter's
             init(storage, *args, **kwargs)
-        made(storage)
+        tell(made, storage)
 
     def counted_resize(storage, size):
         result = resize(storage, size)
-        resized(storage)
+        tell(resized, storage)
         return result
 
     with (

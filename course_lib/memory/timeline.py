@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from .storages import storages_of
 
 CATEGORIES = ("parameter", "buffer", "gradient", "optimizer", "activation", "temporary", "input")
 PHASES = ("forward", "backward", "optimizer")
@@ -33,15 +36,15 @@ class Timeline(Sequence):
     """One `Sample` per operator, made when asked for."""
 
     def __init__(self, operators: list[tuple[Any, str]], series: dict[str, np.ndarray]):
-        self._operators, self._series = operators, series
+        self.operators, self._series = operators, series  # (operator, phase) of each sample
 
     def __len__(self) -> int:
-        return len(self._operators)
+        return len(self.operators)
 
     def __getitem__(self, index):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        operator, phase = self._operators[index]
+        operator, phase = self.operators[index]
         return Sample(str(operator), phase, {name: int(values[index]) for name, values in self._series.items()})
 
 
@@ -108,6 +111,7 @@ class Ledger:
         self._by_address: dict[int, Record] = {}
         self._dead: deque[Record] = deque()  # filled by the weak references, in whichever thread a storage dies
         self._expected: Record | None = None  # taken for dead
+        self._final: dict[str, np.ndarray] | None = None  # the history, once no more follows
 
     def find(self, storage) -> Record | None:
         record = self._by_address.get(storage._cdata)
@@ -119,17 +123,45 @@ class Ledger:
         self._records.append(record)
         self._enter(record)
 
-    def assign(self, storage, role: str, since: int = 0) -> None:
-        """The storage takes this role, if it has none; what entered as an input may turn out to have another."""
-        record = self.find(storage)
-        if record is not None and record.role in (None, "input"):
-            record.role, record.since = role, max(since, record.born)
+    def add_all(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
+        """Count (tensor, role) that were there before."""
+        for tensor, role in tensors:
+            for storage in storages_of(tensor):
+                if self.find(storage) is None and not tensor.is_meta:
+                    self.add(storage, role, "elsewhere")
+                    self.devices.add(tensor.device)
+        self.note_peak()
 
-    def resize(self, record: Record, storage) -> None:
-        """One life ends, another begins."""
-        self._dead.append(record)
+    def assign(self, tensor: Tensor, role: str, since: int = 0) -> None:
+        """The tensor takes this role, if it has none; what entered as an input may turn out to have another."""
+        for storage in storages_of(tensor):
+            record = self.find(storage)
+            if record is not None and record.role in (None, "input"):
+                record.role, record.since = role, max(since, record.born)
+
+    def close(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
+        """No more operators follow; some (tensor, role) may only now be known."""
         self.bury()
-        self.add(storage, record.role, record.made_in)
+        for tensor, role in tensors:
+            self.assign(tensor, role)
+        self.closed = True
+
+    def made(self, storage) -> None:
+        """A storage that no operator made."""
+        with self.lock:
+            self.bury()
+            self.add(storage, None, "elsewhere")
+            self.note_peak()
+
+    def resized(self, storage) -> None:
+        """Where the size has changed, one life ends and another begins."""
+        with self.lock:
+            record = self.find(storage)
+            if record is not None and record.nbytes != storage.nbytes():
+                self._dead.append(record)
+                self.bury()
+                self.add(storage, record.role, record.made_in)
+                self.note_peak()
 
     def bury(self) -> None:
         """Take the dead off the books. They were alive up to the last operator."""
@@ -155,13 +187,17 @@ class Ledger:
 
     def history(self) -> dict[str, np.ndarray]:
         """category -> live bytes on entry and after each operator."""
+        if self._final is not None:
+            return self._final
         end = len(self.operators)
         change = {name: np.zeros(end + 1, dtype=np.int64) for name in CATEGORIES}
         for record in self._records:
             for start, stop, category in record.spans(end):
                 change[category][start] += record.bytes
                 change[category][stop] -= record.bytes
-        return {name: np.cumsum(values)[:-1] for name, values in change.items()}
+        history = {name: np.cumsum(values)[:-1] for name, values in change.items()}
+        self._final = history if self.closed else None
+        return history
 
     def _enter(self, record: Record) -> None:
         self._by_address[record.key] = record
