@@ -1,6 +1,7 @@
 """The meter against the allocator, `saved_tensors` against hooks, and the formulas against both."""
 
 import copy
+import dataclasses
 import gc
 import os
 import pickle
@@ -11,6 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
+from contextlib import nullcontext
 from itertools import accumulate
 
 import numpy as np
@@ -28,6 +30,7 @@ from course_lib.memory import (
     MemoryBudgetExceeded,
     MemoryMeter,
     attention_saved_bytes,
+    cast,
     measure,
     saved_tensors,
     symbolic,
@@ -396,6 +399,30 @@ def test_a_symbolic_model_of_seven_billion_parameters_takes_no_memory():
     assert at_end(meter)["parameter"] == at_end(meter)["gradient"] == 4 * parameters
 
 
+class HalfTied(TiedLanguageModel):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.tokens.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("context", [nullcontext, symbolic])
+def test_cast_converts_as_the_modules_own_method_does(context):
+    expected = HalfTied().to(torch.bfloat16).state_dict()
+    with context():
+        model = HalfTied()
+        assert cast(model, torch.bfloat16) is model
+        found = model.state_dict()
+        assert {n: (v.shape, v.dtype) for n, v in found.items()} == {n: (v.shape, v.dtype) for n, v in expected.items()}
+        assert model.head.weight is model.tokens.weight and isinstance(model.head.weight, nn.Parameter)
+        assert not model.head.weight.requires_grad and model.hidden.weight.requires_grad
+        assert model.norm.num_batches_tracked.dtype is torch.long
+        with MemoryMeter(model) as meter:
+            pass
+        parameters = sum(p.numel() for p in model.parameters())
+    assert meter.at_peak()["parameter"] == 2 * parameters
+
+
 def test_measure_of_a_symbolic_step_has_bytes_and_flops_and_no_seconds():
     def run():
         model = deep_mlp(3, 32)
@@ -606,6 +633,57 @@ def test_an_optimizer_that_steps_in_a_hook_of_backward_is_in_its_own_phase():
     assert meter.series()["gradient"].max() < bytes_of(model.parameters())  # they never live all at once
 
 
+class Wraps(torch.optim.Optimizer):
+    """Another optimizer does its step, between work of its own; its state is there and shows here as nothing."""
+
+    def __init__(self, params, base=torch.optim.Adam):
+        super().__init__(params, {"lr": 0.1})
+        self.base = base(self.param_groups[0]["params"], lr=0.1, foreach=False)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        copies = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        self.base.step()
+        torch._foreach_mul_(copies, 2.0)
+
+    def held_tensors(self):
+        return (v for state in self.base.state.values() for v in state.values())
+
+    def state_dict(self):
+        return self.base.state_dict()
+
+    def load_state_dict(self, content):
+        self.base.load_state_dict(content)
+
+
+def test_an_optimizer_within_an_optimizer_does_not_end_its_phase():
+    model, optimizer, step = train(deep_mlp(2, 16), torch.randn(4, 16), optimizer=Wraps)
+    with MemoryMeter(model, optimizer) as meter:
+        step()
+        with torch.no_grad():
+            model(torch.ones(1, 16))
+    phases = meter.phases()
+    turns = [phase for i, phase in enumerate(phases) if i == 0 or phase != phases[i - 1]]
+    assert turns == ["forward", "backward", "optimizer", "forward"]
+    assert {s.phase for s in meter.timeline if s.operator.startswith("aten._foreach_mul_")} == {"optimizer"}
+    assert at_end(meter)["optimizer"] == bytes_of(v for v in optimizer.held_tensors())
+
+
+def test_after_a_step_that_failed_the_next_one_ends_its_phase():
+    model = deep_mlp(2, 16)
+    optimizer = Wraps(model.parameters())
+    with MemoryMeter(model, optimizer) as meter:
+        model(torch.ones(1, 16)).sum().backward()
+        optimizer.base.step = None  # calling it fails, within the outer step
+        with pytest.raises(TypeError):
+            optimizer.step()
+        del optimizer.base.step
+        optimizer.step()
+        with torch.no_grad():
+            model(torch.ones(1, 16))
+    assert meter.phases()[-1] == "forward"
+
+
 def test_the_closure_of_an_optimizer_is_forward_and_backward():
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
@@ -628,6 +706,160 @@ def test_a_sample_names_its_operator_and_the_timeline_can_be_sliced():
     assert [sample.operator for sample in meter.timeline] == ["aten.ones.default", "aten.add.Tensor"]
     assert meter.timeline[-1].bytes["temporary"] == x.nbytes
     assert [sample.live_bytes for sample in meter.timeline[0:2]] == [40, 80]
+
+
+# ---- what a dispatch mode changes: gradients that meet
+
+
+def shared_weight(uses, like=torch.tanh):
+    weight, x = nn.Parameter(torch.randn(64, 64) / 8), torch.randn(16, 64)
+
+    def step():
+        y = x
+        for _ in range(uses):
+            y = like(y @ weight)
+        y.sum().backward()
+
+    return [weight], step
+
+
+def rnn():
+    inner, outer = (nn.Parameter(torch.randn(64, 64) / 8) for _ in range(2))
+    xs = torch.randn(6, 8, 64)
+
+    def step():
+        h = torch.zeros(8, 64)
+        for x in xs:
+            h = torch.tanh(x @ inner + h @ outer)
+        h.sum().backward()
+
+    return [inner, outer], step
+
+
+def uses_of(function):
+    """A parameter of which `function` makes something, in which gradients meet or are added otherwise."""
+
+    def make():
+        weight = nn.Parameter(torch.randn(64, 64))
+        return [weight], lambda: function(weight * 2).sum().backward()
+
+    return make
+
+
+class AddsGradients(torch.autograd.Function):
+    """Its formula's own sum, out of place, takes a tensor more than a gradient that meets another."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + gradient * 2
+
+
+def with_hook(y):
+    y.register_hook(lambda gradient: gradient + gradient * 2)
+    return y * 3
+
+
+def with_kept_gradient(y):
+    y.retain_grad()
+    return y.exp() + y.tanh() + y.sin()
+
+
+MEETINGS = {
+    "a weight twice": lambda: shared_weight(2),
+    "a weight four times": lambda: shared_weight(4),
+    "an RNN": rnn,
+    "a product with itself": uses_of(lambda y: y * y),
+    "a product of a sum with itself": uses_of(lambda y: (z := y + y) * z),
+    "a sum with itself": uses_of(lambda y: (y + y).exp()),
+    "three uses": uses_of(lambda y: y.exp() + y.tanh() + y.sin()),
+    "attention to itself": uses_of(lambda y: (y @ y.mT).softmax(-1) @ y),
+    "views": uses_of(lambda y: y[:32].exp().sum() + y[32:].exp().sum() + y.t().tanh().sum()),
+    "an expanded tensor": uses_of(lambda y: (y + y[0]) * y[0]),
+    "a formula that adds": uses_of(lambda y: AddsGradients.apply(y) * 3),
+    "a hook that adds": uses_of(with_hook),
+    "a gradient that is kept": uses_of(with_kept_gradient),
+    "double backward": uses_of(
+        lambda y: torch.autograd.grad((y.tanh() ** 3).sum(), y, create_graph=True)[0] ** 2 + y.tanh()
+    ),
+    "layers, whose gradients meet in views": lambda: shared_layer(4),
+}
+
+
+def shared_layer(uses):
+    layer, x = nn.Linear(64, 64), torch.randn(16, 64)
+
+    def step():
+        y = x
+        for _ in range(uses):
+            y = torch.tanh(layer(y))
+        y.sum().backward()
+
+    return list(layer.parameters()), step
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_gradients_that_meet_are_counted_as_autograd_alone_adds_them(name):
+    leaves, step = MEETINGS[name]()
+    step()
+    gradients = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    with MemoryMeter() as meter:
+        step()
+        one_more_sample()
+    assert all(torch.equal(leaf.grad, gradient) for leaf, gradient in zip(leaves, gradients, strict=True))
+    for leaf in leaves:
+        leaf.grad = None
+    scalars = 16  # bytes of Python numbers that operators take
+    assert 0 <= max(accumulate(allocations(step))) - meter.peak_bytes <= scalars
+    assert sum(meter.series().values()).max() == meter.peak_bytes
+    assert at_end(meter) == dict.fromkeys(CATEGORIES, 0) | {"gradient": bytes_of(leaves)}
+
+
+def test_a_symbolic_steps_gradients_meet_in_the_same_bytes():
+    def run():
+        _, step = shared_weight(4)
+        with MemoryMeter() as outer, MemoryMeter() as inner:
+            step()
+        assert outer.peak_bytes == inner.peak_bytes
+        return outer.peak_bytes
+
+    real = run()
+    with symbolic():
+        assert run() == real
+
+
+def test_a_budget_does_not_count_what_autograd_alone_would_not_take():
+    leaves, step = shared_weight(4)
+    with MemoryMeter() as meter:
+        step()
+    leaves[0].grad = None
+    with MemoryMeter(budget_bytes=meter.peak_bytes):
+        step()
+
+
+def test_a_peak_above_the_allocators_is_explained():
+    weight, first = nn.Parameter(torch.randn(256, 256)), torch.zeros(256, 1, dtype=torch.long)
+    found = measure(lambda: (weight * 2).gather(1, first).sum().backward(), repeats=1)
+    assert found.workspace_bytes == found.allocator_peak_bytes - found.peak_bytes < -4 * 256 * 255
+    assert f"the meter counts {-found.workspace_bytes:,} bytes more than the allocator" in found.caption()
+    assert measure(lambda: (weight * 2).exp().sum().backward(), repeats=1).notes == ()
+
+
+def test_the_allocators_run_is_under_no_mode():
+    weight, depths = nn.Parameter(torch.randn(8, 8)), []
+
+    def step():
+        profiled = torch.autograd.profiler._is_profiler_enabled
+        depths.append((profiled, len(torch.utils._python_dispatch._get_current_dispatch_mode_stack())))
+        (weight * 2).sum().backward()
+
+    measure(step)
+    assert (True, 0) in depths
 
 
 # ---- the meter changes nothing
@@ -719,6 +951,44 @@ def test_no_tensor_is_kept_alive():
         del model
         torch.ones(1)
         assert weight() is None
+
+
+def test_a_meter_that_is_done_lets_go_of_model_and_optimizer():
+    model, optimizer, step = mlp()
+    with MemoryMeter(model, optimizer) as meter:
+        step()
+    gone = [weakref.ref(model[0].weight), weakref.ref(optimizer), weakref.ref(model)]
+    held = meter.live_bytes
+    del model, optimizer, step
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+    assert held > 0 == meter.live_bytes
+    assert sum(meter.at_peak().values()) == meter.peak_bytes
+
+
+def test_reading_the_live_bytes_changes_no_category():
+    class Reads(torch.autograd.Function):
+        reading = False
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.kept = x * 2
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            found = gradient * ctx.kept
+            if Reads.reading:
+                assert meter.live_bytes and meter.series() and meter.at_peak()
+            return found * 3
+
+    found = []
+    for Reads.reading in (False, True):
+        x = torch.ones(1000, requires_grad=True)
+        with MemoryMeter() as meter:
+            Reads.apply(x).backward()
+        found.append([list(values) for values in meter.series().values()])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -985,6 +1255,74 @@ def test_memory_that_no_operator_makes_is_not_counted():
         assert meter.live_bytes == z.nbytes
 
 
+def test_a_storage_that_was_there_is_not_new_under_another_tensor():
+    x = torch.ones(1000)
+    with MemoryMeter() as meter:
+        again = torch.empty(0).set_(x.untyped_storage(), 0, (10,))
+        another = torch.empty(0).set_(x.untyped_storage())
+        assert meter.live_bytes == 0
+        made = torch.empty(0).set_(torch.UntypedStorage(100))
+        assert meter.live_bytes == 100
+        twin = copy.deepcopy(x)
+        assert meter.live_bytes == 100 + x.nbytes
+        del again, another, made, twin
+        assert meter.live_bytes == 0
+    assert {"__init__", "resize_"}.isdisjoint(vars(torch.UntypedStorage))
+
+
+def test_tensors_on_the_meta_device_take_no_bytes():
+    model = nn.Linear(1000, 1000, device="meta")
+    with MemoryMeter(model) as meter:
+        (model(torch.empty(8, 1000, device="meta")) * 2).sum().backward()
+    assert meter.peak_bytes == 0
+
+
+@pytest.fixture
+def one_process():
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_fully_sharded_model_is_measured_as_the_allocator_sees_it(one_process):
+    from torch.distributed.fsdp import fully_shard
+
+    model, x = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))), torch.randn(8, 128)
+    held = bytes_of(model.parameters())
+    for layer in model:
+        fully_shard(layer, mesh=one_process)
+    fully_shard(model, mesh=one_process)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+
+    def step():
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    with MemoryMeter(model, optimizer) as meter:
+        entered = meter.at_peak()
+        step()
+    assert entered["parameter"] == held and entered["optimizer"] == 2 * held + 4 * 8
+    seen = meter.entry_bytes + max(accumulate(allocations(step)))
+    assert meter.peak_bytes == pytest.approx(seen, rel=0.02)
+    found = measure(step, model=model, optimizer=optimizer, repeats=1)
+    assert found.peak_bytes <= found.allocator_peak_bytes and found.notes == ()
+    assert saved_tensors(model, x).total_bytes > 0
+
+
+def test_a_storage_that_python_resizes_is_noticed_at_once():
+    with MemoryMeter() as meter:
+        x = torch.zeros(100)
+        x.untyped_storage().resize_(0)
+        assert meter.live_bytes == 0
+        x.untyped_storage().resize_(4000)
+        assert meter.live_bytes == meter.peak_bytes == 4000
+        del x
+
+
 def test_a_state_of_the_random_number_generator_counts():
     with MemoryMeter() as meter:
         state = torch.get_rng_state()
@@ -1173,6 +1511,95 @@ def test_measure_leaves_everything_as_it_was(stepped, fails):
     assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
     after = [value for state in optimizer.state.values() for value in state.values()]
     assert all(a is b for a, b in zip(moments, after, strict=True))
+
+
+def optimizers_with_state_elsewhere():
+    from course_lib.offload import OffloadedOptimizer
+
+    return {"in another optimizer": Wraps, "in a file": lambda parameters: OffloadedOptimizer(parameters, lr=0.1)}
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("kind", optimizers_with_state_elsewhere())
+def test_measure_leaves_the_state_of_an_optimizer_that_keeps_it_elsewhere(kind, stepped, warmup):
+    model = deep_mlp(2, 16)
+    optimizer = optimizers_with_state_elsewhere()[kind](model.parameters())
+
+    def step():
+        square_mean(model(torch.ones(4, 16))).backward()
+        optimizer.step()
+
+    if stepped:
+        step()
+    before = copy.deepcopy(optimizer.state_dict())
+    weights = copy.deepcopy(model.state_dict())
+    found = measure(step, model=model, optimizer=optimizer, repeats=1, warmup=warmup)
+    assert found.changed_parameters == 0 and found.notes == ()
+    assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert_close(after["state"], before["state"], rtol=0, atol=0)
+
+
+def test_measure_warms_up_until_two_runs_take_the_same():
+    x, runs = nn.Parameter(torch.randn(64, 64)), []
+
+    def step():
+        runs.append(1)
+        size = 2 if len(runs) < 4 else 1  # the first three runs take more
+        (x.repeat(size, 1) * 2).sum().backward()
+
+    found = measure(step, repeats=1)
+    assert found.notes == () and found.workspace_bytes >= 0
+    assert found.peak_bytes == measure(step, repeats=1).peak_bytes
+
+
+def test_a_step_that_never_takes_the_same_twice_is_noted():
+    x, runs = nn.Parameter(torch.randn(8, 8)), []
+
+    def step():
+        runs.append(1)
+        (x.repeat(len(runs), 1) * 2).sum().backward()
+
+    found = measure(step, repeats=1)
+    assert len(runs) < 12
+    assert "no two runs took the same" in str(found)
+
+
+def test_a_distributed_model_is_measured_with_its_buckets_as_they_stay(one_process):
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))
+    x = torch.randn(8, 64)
+    found = measure(lambda: model(x).sum().backward(), model=model, repeats=1)
+    assert 0 <= found.workspace_bytes < 0.01 * found.peak_bytes and found.notes == ()
+
+
+def test_results_can_be_kept_in_sets():
+    model, optimizer, step = mlp()
+    found = measure(step, model=model, optimizer=optimizer, repeats=1)
+    with MemoryMeter(model) as meter:
+        step()
+    assert found in {found} and meter.timeline[0] in {meter.timeline[0]}
+
+
+def test_the_device_is_where_the_tensors_are_that_the_step_makes():
+    def step():
+        torch.empty(4, device="cuda")  # symbolic: no such device is needed
+
+    with symbolic():
+        assert measure(step, repeats=1, needs_gradient=False).device.startswith("cuda")
+
+
+def test_a_leaf_that_the_step_makes_is_not_kept_alive_by_measure():
+    made = []
+
+    def step():
+        assert all(leaf() is None for leaf in made)
+        x = torch.ones(8, requires_grad=True)
+        made.append(weakref.ref(x))
+        (x * 2).sum().backward()
+
+    measure(step, repeats=1)
 
 
 def test_without_a_model_measure_puts_gradients_back_and_says_what_changed():
@@ -1511,6 +1938,23 @@ def test_saved_tensors_keeps_nothing_alive():
         saved_tensors(function, x)
         assert results[0]() is None
         assert meter.live_bytes == 0
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    states: tuple
+
+
+def test_keyword_arguments_are_listed_and_outputs_in_dataclasses_are_followed():
+    def function(scale, *, x, parts):
+        return Output(loss=(x**2).sum() * scale, states=(parts["y"].exp(),))
+
+    x, y = torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(5))
+    found = saved_tensors(function, 2.0, x=x, parts={"y": y})
+    assert {(row.operator, row.shape) for row in found} == {("PowBackward0", (3,)), ("ExpBackward0", (5,))}
+    (row,) = saved_tensors(lambda parts: (parts["y"] ** 2).sum(), parts={"y": y})
+    assert row.bytes == y.nbytes  # a parameter, but given
 
 
 def test_results_in_containers_are_followed():

@@ -155,13 +155,13 @@ def _called_by_autograd() -> bool:
     """True if no Python code but dispatch modes stands between the operator and autograd's engine."""
     frame = sys._getframe(3)  # beyond added_in_place and the mode that asks
     while frame is not None and (
-        frame.f_code.co_name in _WRAPPERS or isinstance(frame.f_locals.get("self"), TorchDispatchMode)
+        frame.f_globals.get("__name__") in _WRAPPERS or isinstance(frame.f_locals.get("self"), TorchDispatchMode)
     ):
         frame = frame.f_back
     return frame is None or frame.f_code is torch.autograd.graph._engine_run_backward.__code__
 
 
-_WRAPPERS = ("_fn", "inner")  # what PyTorch puts around a mode's method
+_WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame", "torch._ops")  # what PyTorch puts around modes
 
 
 class Steps:
