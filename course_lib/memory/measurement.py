@@ -173,8 +173,8 @@ def _notes(changed: int, steady: bool, above: int) -> tuple[str, ...]:
         notes.append("no two runs took the same: the figures are those of different steps")
     elif above > 0:
         notes.append(
-            f"the meter counts {above:,} bytes more than the allocator: while a dispatch mode is active, "
-            "PyTorch computes out of place what it adds in place without one"
+            f"the meter counts {above:,} bytes more than the allocator: while a dispatch mode, such as the meter, "
+            "is active, PyTorch computes some gradients out of place (gather's or cumprod's, for instance)"
         )
     return tuple(notes)
 

@@ -1,9 +1,12 @@
 """A meter for live tensor bytes: exact, and the same on every machine.
 
 It stands at the dispatcher and sees what every operator returns. It keeps no tensor alive and installs no autograd
-hook: a saved-tensor hook would switch off PyTorch's check for in-place changes and forbid `torch.func`. One thing
-changes where a dispatch mode is active: gradients that meet are added out of place. The meter counts them as autograd
-alone would have added them, in place (`Usage.added_in_place`).
+hook: a saved-tensor hook would switch off PyTorch's check for in-place changes and forbid `torch.func`.
+
+Yet who measures, changes: while a dispatch mode is active, PyTorch adds gradients that meet out of place, and so work
+the gradient formulas of some operators (`gather`, `cumprod`, `prod`). The former are counted as autograd alone would
+have added them (`Usage.added_in_place`); the latter are counted as they run, and where that raises the peak above the
+allocator's, `measure` says so.
 """
 
 from __future__ import annotations
