@@ -731,7 +731,13 @@ def uses_of(function):
 
     def make():
         weight = nn.Parameter(torch.randn(64, 64))
-        return [weight], lambda: function(weight * 2).sum().backward()
+
+        def step():
+            used = weight * 2
+            made = function(used)  # both stay, so that the peak is where gradients meet
+            made.sum().backward()
+
+        return [weight], step
 
     return make
 
@@ -770,6 +776,7 @@ MEETINGS = {
     "views": uses_of(lambda y: y[:32].exp().sum() + y[32:].exp().sum() + y.t().tanh().sum()),
     "an expanded tensor": uses_of(lambda y: (y + y[0]) * y[0]),
     "a formula that adds": uses_of(lambda y: AddsGradients.apply(y) * 3),
+    "a formula that adds, in C++": uses_of(lambda y: torch.stack(torch.var_mean(y, 0)).exp()),
     "a hook that adds": uses_of(with_hook),
     "a gradient that is kept": uses_of(with_kept_gradient),
     "double backward": uses_of(

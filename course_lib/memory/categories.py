@@ -113,34 +113,23 @@ class Usage:
         Autograd adds gradients that meet at a node in place, unless a mode is active, and then it calls `add`. The
         meter is a mode; so that it reports what the program takes without it, it counts such a sum as that first
         summand. Autograd's own additions are told from others by who calls (no Python function), and by the
-        first summand: autograd alone holds it, and the node now running did not make it in its formula.
+        first summand: one tensor alone holds its storage, which it fills, the node now running did not make it in its
+        formula, and it dies with the sum (`Ledger.expect_end`).
 
         Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`).
         """
         if func is not _ADD or kwargs or self.node is None or torch.is_grad_enabled() or not _called_by_autograd():
             return None
         total, new = args
-        plain = all(isinstance(t, Tensor) and t.layout is torch.strided for t in args) and total.shape == new.shape
-        if not plain or not _is_dense(total):
+        if not all(isinstance(t, Tensor) and t.layout is torch.strided for t in args) or total.shape != new.shape:
             return None
         (storage,), (other,) = storages_of(total), storages_of(new)
         record = self.ledger.find(storage)
-        held_once = _holders(total) == _ONE_HOLDER and total._use_count() <= new._use_count()
-        if record is None or storage is other or not held_once:
+        if record is None or storage is other or _holders(total) != _ONE_HOLDER or record.nbytes != total.nbytes:
             return None
         # Two gradients of one node can meet: those of z in z * z.
         edges = self.node.next_functions
         return record if record.born < self.node_began or len(set(edges)) < len(edges) else None
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order of dimensions, each once."""
-    elements = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != elements:
-            return False
-        elements *= size
-    return True
 
 
 def _holders(tensor: Tensor) -> int:
