@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .. import _check
+
 _RECIPES = {  # bytes a parameter: (parameter, gradient, optimizer)
     "fp32-sgd": (4, 4, 0),
     "fp32-momentum": (4, 4, 4),
@@ -26,10 +28,9 @@ def training_state_bytes(parameters: int, recipe: str) -> dict[str, int]:
 
     Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, section 3.1.
     """
-    parameters = _positive("parameters", parameters)
-    if recipe not in _RECIPES:
-        raise ValueError(f"recipe is {recipe!r}; it takes one of {', '.join(map(repr, _RECIPES))}")
-    return dict(zip(("parameter", "gradient", "optimizer"), (parameters * n for n in _RECIPES[recipe]), strict=True))
+    (parameters,) = _counts(parameters=parameters)
+    each = _RECIPES[_check.one_of("recipe", recipe, _RECIPES)]
+    return dict(zip(("parameter", "gradient", "optimizer"), (parameters * n for n in each), strict=True))
 
 
 def transformer_activation_bytes(
@@ -66,12 +67,11 @@ def transformer_activation_bytes(
 
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
     """
-    s, b = _positive("sequence", sequence), _positive("batch", batch)
-    h, a = _positive("hidden", hidden), _positive("heads", heads)
-    layers, e = _positive("layers", layers), _positive("dtype_bytes", dtype_bytes)
-    m, statistic = _natural("mask_bytes", mask_bytes), _natural("statistic_bytes", statistic_bytes)
+    s, b, h, a = _counts(sequence=sequence, batch=batch, hidden=hidden, heads=heads)
+    layers, e = _counts(layers=layers, dtype_bytes=dtype_bytes)
+    m, statistic = _counts(0, mask_bytes=mask_bytes, statistic_bytes=statistic_bytes)
     if h % a:
-        raise ValueError(f"heads is {a}, which does not divide hidden = {h}; each head takes hidden / heads features")
+        raise ValueError(f"heads is {a}; it takes a divisor of hidden = {h}")
     attention = 5 * e + m  # inputs of the projections (2), Q, K, V; the mask of the output's dropout
     core = a * s * ((2 * e + m) if m else e)  # softmax output, its mask, the dropped-out probabilities
     feed_forward = (1 + 4 + 4) * e + m  # inputs of both products and of GELU; the mask
@@ -81,9 +81,7 @@ def transformer_activation_bytes(
         "selective": s * b * (h * (attention + feed_forward + norms) + 4 * statistic),
         "full": s * b * h * e,
     }
-    if recompute not in kept:
-        raise ValueError(f"recompute is {recompute!r}; it takes 'none', 'selective' or 'full'")
-    return layers * kept[recompute]
+    return layers * kept[_check.one_of("recompute", recompute, kept)]
 
 
 def attention_saved_bytes(
@@ -116,34 +114,19 @@ def attention_saved_bytes(
 
     Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691, section 3.1 for the log-sum-exp.
     """
-    n, b = _positive("sequence", sequence), _positive("batch", batch)
-    heads, d = _positive("heads", heads), _positive("head_dim", head_dim)
-    e, kv_heads = _positive("dtype_bytes", dtype_bytes), _positive("kv_heads", heads if kv_heads is None else kv_heads)
+    n, b, heads, d = _counts(sequence=sequence, batch=batch, heads=heads, head_dim=head_dim)
+    e, kv_heads = _counts(dtype_bytes=dtype_bytes, kv_heads=heads if kv_heads is None else kv_heads)
     if heads % kv_heads:
-        raise ValueError(f"kv_heads is {kv_heads}, which does not divide heads = {heads}")
+        raise ValueError(f"kv_heads is {kv_heads}; it takes a divisor of heads = {heads}")
     q, kv = b * heads * n * d * e, b * kv_heads * n * d * e
     kept = {
         "standard": {"q": q, "k": kv, "v": kv, "p": b * heads * n * n * e},
         "flash": {"q": q, "k": kv, "v": kv, "o": q, "lse": b * heads * n * 4},
     }
-    if kind not in kept:
-        raise ValueError(f"kind is {kind!r}; it takes 'standard' or 'flash'")
-    return kept[kind]
+    return kept[_check.one_of("kind", kind, kept)]
 
 
-def _positive(name: str, value: int) -> int:
-    return _whole(name, value, least=1)
-
-
-def _natural(name: str, value: int) -> int:
-    return _whole(name, value, least=0)
-
-
-def _whole(name: str, value: int, least: int) -> int:
-    """7e9 is as good a whole number as 7_000_000_000."""
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if not whole or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it takes a whole number, {least} or more")
-    if value < least:
-        raise ValueError(f"{name} is {value}; it takes a whole number, {least} or more")
-    return int(value)
+def _counts(least: int = 1, **counts: float) -> tuple[int, ...]:
+    """The counts as ints; 7e9 is as good a whole number as 7_000_000_000."""
+    whole = (int(n) if isinstance(n, float) and n.is_integer() else n for n in counts.values())
+    return tuple(_check.whole(name, n, least) for name, n in zip(counts, whole, strict=True))

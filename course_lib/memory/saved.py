@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,9 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import _check
+from .._torch import tensors_in
 from .graph import AccumulateGrad, saved_names
-from .meter import _storages, _tensors, _tensors_in
 from .show import Table, bytes_text
+from .storages import storages_of, tensors_among
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,13 @@ class SavedTensors(Table, tuple):
         return f"{len(self)} saved tensors, {bytes_text(self.total_bytes)} in storages counted once"
 
 
-def saved_tensors(function: Callable[..., Any], *args: Any, parameters: bool = False) -> SavedTensors:
-    """Run `function(*args)` and list what its result keeps for backward.
+def saved_tensors(function: Callable[..., Any], *args: Any, parameters: bool = False, **kwargs: Any) -> SavedTensors:
+    """Run `function(*args, **kwargs)` and list what its result keeps for backward.
 
     Args:
-        function: a module or a function that returns tensors (in containers, if need be) with a graph.
-        args: its arguments. Those that are saved are listed.
+        function: a module or a function that returns tensors with a graph; also in lists, tuples, mappings and
+            dataclasses, such as the outputs of Hugging Face models.
+        args, kwargs: its arguments. Those that are saved are listed.
         parameters: True to list parameters too, and the buffers of modules. They are told by storage, because a
             Linear layer saves not its weight but a view of it.
 
@@ -80,8 +83,7 @@ def saved_tensors(function: Callable[..., Any], *args: Any, parameters: bool = F
         TypeError: `function` is not callable.
         ValueError: nothing in the result requires a gradient.
     """
-    if not callable(function):
-        raise TypeError(f"function is {function!r}; it takes a module or a function that returns tensors")
+    _check.function("function", function, "a module or a function that returns tensors")
     packed: list[weakref.ref[_Held]] = []  # weak: what the graph has dropped is gone
 
     def pack(tensor: Tensor) -> _Held:
@@ -90,44 +92,32 @@ def saved_tensors(function: Callable[..., Any], *args: Any, parameters: bool = F
         return item
 
     with _Belongings() as met, saved_tensors_hooks(pack, _Held.unpack):
-        result = function(*args)
-    roots = [tensor.grad_fn for tensor in _tensors_in(result) if tensor.grad_fn is not None]
+        result = function(*args, **kwargs)
+    roots = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
     if not roots:
         raise ValueError("function returned nothing that requires a gradient, so autograd keeps nothing")
-
-    own = {storage._cdata for value in args if isinstance(value, Tensor) for storage in _storages(value)}
-    hidden = set() if parameters else met.storages - own
     held = [item for item in (ref() for ref in packed) if item is not None]
-    by_number: dict[int, list[_Held]] = {}
-    for item in held:
-        by_number.setdefault(item.number, []).append(item)
-    for node in _nodes(roots):
-        if isinstance(node, AccumulateGrad):
-            if not parameters:
-                hidden |= {storage._cdata for storage in _storages(node.variable)} - own
-        elif node._sequence_nr() in by_number:
-            _name(node, by_number[node._sequence_nr()])
+    leaves = _name_items(roots, held)
+    own = {storage._cdata for tensor in tensors_in((args, kwargs)) for storage in storages_of(tensor)}
+    return _table(held, set() if parameters else (met.storages | leaves) - own)
 
+
+def _table(held: list[_Held], hidden: set[int]) -> SavedTensors:
+    """One row for each saved tensor; storages whose addresses are hidden are left out."""
     first: dict[int, int] = {}
     rows, total, total_packed = [], 0, 0
     for item in held:
-        storages = [storage for storage in _storages(item.tensor) if storage._cdata not in hidden]
+        tensor, storages = item.tensor, [s for s in storages_of(item.tensor) if s._cdata not in hidden]
         if not storages:
             continue
+        kept = sum(storage.nbytes() for storage in storages)
         known = [first[storage._cdata] for storage in storages if storage._cdata in first]
         total += sum(storage.nbytes() for storage in storages if storage._cdata not in first)
-        total_packed += item.tensor.nbytes if item.tensor.layout is torch.strided else sum(s.nbytes() for s in storages)
-        first.update((storage._cdata, len(rows)) for storage in storages if storage._cdata not in first)
-        rows.append(
-            SavedTensor(
-                item.operator,
-                item.argument,
-                tuple(item.tensor.shape),
-                item.tensor.dtype,
-                sum(storage.nbytes() for storage in storages),
-                known[0] if known else None,
-            )
-        )
+        total_packed += tensor.nbytes if tensor.layout is torch.strided else kept
+        for storage in storages:
+            first.setdefault(storage._cdata, len(rows))
+        shared_with = known[0] if known else None
+        rows.append(SavedTensor(item.operator, item.argument, tuple(tensor.shape), tensor.dtype, kept, shared_with))
     table = SavedTensors(rows)
     table.total_bytes, table.packed_bytes = total, total_packed
     return table
@@ -149,6 +139,25 @@ class _Held:
         return self.tensor
 
 
+def _name_items(roots: list, held: list[_Held]) -> set[int]:
+    """Give saved tensors the names of their nodes and arguments; returns the addresses of the leaves' storages."""
+    by_number: dict[int, list[_Held]] = {}
+    for item in held:
+        by_number.setdefault(item.number, []).append(item)
+    leaves: set[int] = set()
+    waiting, seen = list(roots), set(roots)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, AccumulateGrad):
+            leaves.update(storage._cdata for storage in storages_of(node.variable))
+        elif node._sequence_nr() in by_number:
+            _name(node, by_number[node._sequence_nr()])
+        above = {function for function, _ in node.next_functions if function is not None} - seen
+        seen |= above
+        waiting.extend(above)
+    return leaves
+
+
 def _name(node, items: list[_Held]) -> None:
     """Give the saved tensors of a node its name, and those of the operator's arguments."""
     function = isinstance(node, torch.autograd.function.BackwardCFunction)
@@ -160,18 +169,6 @@ def _name(node, items: list[_Held]) -> None:
     for item in items:
         item.operator = node.name().removeprefix("torch::autograd::")
     _Held.asked.clear()
-
-
-def _nodes(roots: list) -> Iterator:
-    """Every node of the graph above the roots, once."""
-    waiting, seen = list(roots), set(roots)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for above, _ in node.next_functions:
-            if above is not None and above not in seen:
-                seen.add(above)
-                waiting.append(above)
 
 
 class _Belongings(TorchDispatchMode):
@@ -190,12 +187,12 @@ class _Belongings(TorchDispatchMode):
         self.hook.remove()
 
     def meet(self, module: nn.Module, inputs) -> None:
-        self.storages.update(storage._cdata for buffer in module.buffers() for storage in _storages(buffer))
+        self.storages.update(storage._cdata for buffer in module.buffers() for storage in storages_of(buffer))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for tensor in _tensors(args, kwargs):
+        for tensor in tensors_among(args, kwargs):
             if isinstance(tensor, nn.Parameter):
-                self.storages.update(storage._cdata for storage in _storages(tensor))
+                self.storages.update(storage._cdata for storage in storages_of(tensor))
         return func(*args, **(kwargs or {}))
 
 

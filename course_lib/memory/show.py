@@ -1,8 +1,22 @@
-"""Bytes and tables as text; tables as HTML where pandas is installed."""
+"""How results show themselves: bytes and tables as text, tables as HTML where pandas is installed, timelines drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+CATEGORY_COLORS = {  # Paul Tol's "bright" scheme: colour-blind readers can tell them apart
+    "parameter": "#4477AA",
+    "buffer": "#66CCEE",
+    "gradient": "#EE6677",
+    "optimizer": "#AA3377",
+    "activation": "#228833",
+    "temporary": "#CCBB44",
+    "input": "#BBBBBB",
+}
+# Of the categories that a grey print would show alike.
+CATEGORY_HATCHES = {"parameter": "////", "optimizer": "xxxx", "buffer": r"\\\\", "input": "||||"}
 
 
 def bytes_text(count: int) -> str:
@@ -60,3 +74,37 @@ def _cell(value) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     return str(value)
+
+
+def draw_timeline(history: Mapping[str, np.ndarray], peak_index: int, ax=None):
+    """Live MB (10**6 bytes) of each category, stacked, over operators; the peak is marked.
+
+    Args:
+        history: category -> live bytes on entry and after each operator.
+        peak_index: where the peak is.
+        ax: matplotlib axes; without them, new ones.
+
+    Returns:
+        The axes.
+    """
+    import matplotlib.pyplot as plt
+
+    ax = ax if ax is not None else plt.subplots(figsize=(7.2, 3.2), layout="constrained")[1]
+    series = {name: values / 1e6 for name, values in history.items() if values.any()}
+    steps = np.arange(len(history["parameter"]))
+    ax.stackplot(
+        steps,
+        *series.values(),
+        labels=series.keys(),
+        colors=[CATEGORY_COLORS[name] for name in series],
+        hatch=[CATEGORY_HATCHES.get(name) for name in series] or None,
+        edgecolor=(1, 1, 1, 0.35),
+        step="post",
+        linewidth=0,
+    )
+    peak = sum(int(values[peak_index]) for values in history.values()) / 1e6
+    ax.plot(peak_index, peak, "kv", markersize=5)
+    ax.annotate(f"{peak:,.2f} MB", (peak_index, peak), xytext=(0, 6), textcoords="offset points", ha="center")
+    ax.set(xlabel="operators", ylabel="live MB", xlim=(0, len(steps)), ylim=(0, max(peak * 1.15, 1e-6)))
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return ax

@@ -1,0 +1,127 @@
+"""What the allocator saw of a step: on a CPU through the profiler, on CUDA through its own statistics."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Callable
+from itertools import accumulate
+
+import torch
+from torch._C._profiler import _EventType
+from torch.autograd.profiler import record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_MARK = "course_lib.memory: "
+
+
+def allocator_peak(run: Callable, device: torch.device) -> int:
+    """The most bytes allocated at once while `run` runs the step, above what was there before; under no mode.
+
+    Args:
+        run: takes context managers and runs the step inside them.
+        device: whose allocator.
+    """
+    if device.type == "cuda":
+        watch = _CudaPeak(device)
+        run(watch)
+        return watch.peak_bytes
+    changes, _ = _profiled(run)
+    return max(accumulate(change for _, change in changes), default=0)
+
+
+def workspace_by_operator(run: Callable, device: torch.device) -> dict[str, int]:
+    """operator -> the most bytes that one call of it held beyond what it found and what it left, largest first."""
+    if device.type == "cuda":
+        mode = _CudaWorkspace(device)
+        run(mode)
+        taken = mode.taken
+    else:
+        taken = _cpu_workspace(run)
+    return dict(sorted(taken.items(), key=lambda item: -item[1]))
+
+
+# ---- on a CPU
+
+
+def _profiled(run: Callable, *modes) -> tuple[list[tuple[int, int]], list[tuple[str, int, int]]]:
+    """(time, change of bytes) of each allocation and its release, and (operator, start, stop) of each `_Named` call."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler's start and stop are announced on stderr
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    run(profile, *modes)
+    moves, calls = [], []
+    waiting = list(profile.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.typed[0] == _EventType.Allocation:
+            moves.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        elif event.name.startswith(_MARK):
+            calls.append((event.name.removeprefix(_MARK), event.start_time_ns, event.end_time_ns))
+    changes, mine = [], set()
+    for moment, address, change in sorted(moves, key=lambda move: move[0]):
+        if change > 0:
+            mine.add(address)
+        elif address in mine:
+            mine.remove(address)
+        else:
+            continue  # made before this run: its release would hide as much of what the run makes
+        changes.append((moment, change))
+    return changes, calls
+
+
+def _cpu_workspace(run: Callable) -> dict[str, int]:
+    changes, calls = _profiled(run, _Named())
+    times = [moment for moment, _ in changes]
+    live = [0, *accumulate(change for _, change in changes)]
+    taken: dict[str, int] = {}
+    for name, start, stop in calls:
+        first, last = bisect_left(times, start), bisect_left(times, stop)
+        extra = max(live[first : last + 1]) - max(live[first], live[last])
+        if extra > 0:
+            taken[name] = max(extra, taken.get(name, 0))
+    return taken
+
+
+class _Named(TorchDispatchMode):
+    """Puts each operator's name into the profile, around all that it does inside."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with record_function(f"{_MARK}{func}"):
+            return func(*args, **(kwargs or {}))
+
+
+# ---- on CUDA
+
+
+class _CudaPeak:
+    """The CUDA allocator's own peak inside the block, above what was there before it."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.peak_bytes = 0
+
+    def __enter__(self) -> _CudaPeak:
+        self.before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - self.before
+
+
+class _CudaWorkspace(TorchDispatchMode):
+    """Asks the CUDA allocator before and after each operator; its counts need no synchronisation."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+        self.taken: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with _CudaPeak(self.device) as watch:
+            result = func(*args, **(kwargs or {}))
+        left = max(0, torch.cuda.memory_allocated(self.device) - watch.before)
+        if watch.peak_bytes > left:
+            self.taken[str(func)] = max(watch.peak_bytes - left, self.taken.get(str(func), 0))
+        return result

@@ -1,0 +1,193 @@
+"""Which category a storage belongs to, told from what operators, the autograd graph and optimizers do with it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .graph import AccumulateGrad, hooks_active, saved_by
+from .storages import held_by, storages_of, tensors_among
+from .timeline import Ledger, Record
+
+_ADD = torch.ops.aten.add.Tensor
+# What `torch.tensor([...])` calls: it returns its input, and that is new. `torch.from_numpy` calls it too, but what
+# NumPy owns cannot be resized.
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
+_FROM_STORAGE = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
+
+
+class Usage:
+    """Writes into the ledger what operators read and make, and what the graph keeps."""
+
+    def __init__(self, ledger: Ledger, leaves_are_parameters: bool):
+        self.ledger = ledger
+        self.leaves_are_parameters = leaves_are_parameters
+        self.node = None  # the autograd node that ran the last operator ...
+        self.node_began = 0  # ... and the number of its first one
+        self._read: list[Record] = []  # what that node has read so far
+        self._output: weakref.ref | None = None  # of the last operator: its autograd node can be seen after it
+
+    def inputs(self, func, args, kwargs, node) -> tuple[str, set[int]]:
+        """Before an operator: where it runs, and the addresses of its input storages."""
+        self.settle()
+        if node is not self.node:
+            self._release()
+            self.node, self.node_began = node, len(self.ledger.operators)
+        # In backward, gradients are on only where the forward pass is computed again.
+        made_in = "forward" if node is None else "recomputation" if torch.is_grad_enabled() else "elsewhere"
+        sources = {args[1]._cdata} if func in _FROM_STORAGE else set()
+        for tensor in tensors_among(args, kwargs):
+            for storage in storages_of(tensor):
+                sources.add(storage._cdata)
+                record = self.ledger.find(storage)
+                if record is None:
+                    continue
+                if record.role in (None, "input") and self._is_parameter(tensor, record):
+                    record.role, record.since = "parameter", record.born
+                # What backward reads of the forward pass had been kept for it.
+                kept = record.made_in == "forward" or (record.made_in == "recomputation" and made_in == "elsewhere")
+                if node is not None and kept and record.read_by is not node:
+                    if record.saved is None:  # held by other means than the graph, as checkpointing does
+                        record.saved = record.born
+                    record.released, record.read_by = None, node
+                    self._read.append(record)
+        return made_in, sources
+
+    def _is_parameter(self, tensor: Tensor, record: Record) -> bool:
+        if type(tensor) is nn.Parameter:
+            return True
+        return self.leaves_are_parameters and record.role == "input" and tensor.requires_grad and tensor.is_leaf
+
+    def outputs(self, func, result, sources: set[int], made_in: str) -> None:
+        ledger, tensors = self.ledger, tensors_among((result,))
+        for tensor in tensors:
+            if tensor.is_meta:
+                continue
+            for storage in storages_of(tensor):
+                record = ledger.find(storage)
+                if record is not None:
+                    ledger.resized(storage)
+                elif storage._cdata not in sources or (func is _LIFT_FRESH and storage.resizable()):
+                    # Data enters a step through an operator that has no tensor to start from.
+                    enters = not sources - {storage._cdata} and ledger.operators[-1][1] == "forward"
+                    ledger.add(storage, "input" if enters else None, made_in)
+                    ledger.devices.add(tensor.device)
+        # Under hooks the graph holds not the tensors but what the hooks made of them.
+        watched = tensors and made_in != "elsewhere" and not hooks_active()
+        self._output = weakref.ref(tensors[0]) if watched else None
+
+    def settle(self) -> None:
+        """What the last operator's autograd node saved, or accumulated, can be seen once the operator is through."""
+        now = len(self.ledger.operators) - 1
+        output = self._output and self._output()
+        if output is not None and output.grad_fn is not None:
+            for _, tensor in saved_by(output.grad_fn):
+                for storage in storages_of(tensor):
+                    record = self.ledger.find(storage)
+                    if record is not None and record.saved is None:
+                        record.saved = now
+        if isinstance(self.node, AccumulateGrad) and self.node.variable.grad is not None:
+            self.ledger.assign(self.node.variable.grad, "gradient", now)
+
+    def finish(self) -> None:
+        """No more operators follow."""
+        self.settle()
+        self._release()
+        self.node = None
+
+    def _release(self) -> None:
+        """The autograd node that read these is through with them."""
+        for record in self._read:
+            record.released, record.read_by = len(self.ledger.operators), None
+        self._read.clear()
+
+    def added_in_place(self, func, args, kwargs) -> Record | None:
+        """The storage that would take up the sum if no dispatch mode were active: that of gradients that met before.
+
+        Autograd adds gradients that meet at a node in place, unless a mode is active, and then it calls `add`. The
+        meter is a mode; so that it reports what the program takes without it, it counts such a sum as that first
+        summand. Autograd's own additions are told from others by who calls (no Python function), and by the
+        first summand: one tensor alone holds its storage, which it fills, the node now running did not make it in its
+        formula, and it dies with the sum (`Ledger.expect_end`).
+
+        Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`).
+        """
+        if func is not _ADD or kwargs or self.node is None or torch.is_grad_enabled() or not _called_by_autograd():
+            return None
+        total, new = args
+        if not all(isinstance(t, Tensor) and t.layout is torch.strided for t in args) or total.shape != new.shape:
+            return None
+        (storage,), (other,) = storages_of(total), storages_of(new)
+        record = self.ledger.find(storage)
+        if record is None or storage is other or _holders(total) != _ONE_HOLDER or record.nbytes != total.nbytes:
+            return None
+        # Two gradients of one node can meet: those of z in z * z.
+        edges = self.node.next_functions
+        return record if record.born < self.node_began or len(set(edges)) < len(edges) else None
+
+
+def _holders(tensor: Tensor) -> int:
+    """Of its storage: the tensors that share it, and the storage's Python object."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_ONE_HOLDER = _holders(torch.empty(0))
+
+
+def _called_by_autograd() -> bool:
+    """True if no Python code but dispatch modes stands between the operator and autograd's engine."""
+    frame = sys._getframe(3)  # beyond added_in_place and the mode that asks
+    while frame is not None and (
+        frame.f_globals.get("__name__") in _WRAPPERS or isinstance(frame.f_locals.get("self"), TorchDispatchMode)
+    ):
+        frame = frame.f_back
+    return frame is None or frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+
+
+_WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame", "torch._ops")  # what PyTorch puts around modes
+
+
+class Steps:
+    """Knows when an optimizer steps: within another optimizer's step, only the outermost opens and closes the phase."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+        self._stepping: list[torch.optim.Optimizer] = []  # from the outermost in
+        self._node: Any = None  # the autograd node that called the outermost
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+
+    def running(self, node) -> bool:
+        # With gradients on, or in another node, a step's closure runs: the forward and backward passes of LBFGS.
+        return bool(self._stepping) and node is self._node and not torch.is_grad_enabled()
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._stepping, self._node = [], None
+
+    def _before(self, optimizer, args, kwargs) -> None:
+        self._end(optimizer)  # a step of its own that failed has not been ended
+        if not self._stepping:
+            self._node = torch._C._current_autograd_node()
+        self._stepping.append(optimizer)
+
+    def _after(self, optimizer, args, kwargs) -> None:
+        self._end(optimizer)
+        with self.ledger.lock:
+            for tensor in held_by(optimizer, of_groups=True):
+                self.ledger.assign(tensor, "optimizer")
+
+    def _end(self, optimizer) -> None:
+        for i, other in enumerate(self._stepping):
+            if other is optimizer:
+                del self._stepping[i:]
+                break

@@ -1,0 +1,146 @@
+"""What holds a tensor's bytes, and which tensors belong to a model, an optimizer or an operator's call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from .._check import kind
+from .._torch import tensors_in
+
+
+def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
+    """The storages that hold a tensor's bytes: one, or one for each part of a sparse or wrapper tensor.
+
+    Raises:
+        NotImplementedError: they cannot be seen (oneDNN's opaque layout).
+    """
+    if tensor.layout is torch.strided:
+        if type(tensor) is Tensor or type(tensor) is nn.Parameter or holds_bytes(type(tensor)):
+            return (tensor.untyped_storage(),)
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # of a DTensor, the mesh too
+    elif tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    else:
+        raise NotImplementedError(
+            f"MemoryMeter cannot see the bytes of a tensor with layout {tensor.layout}; it sees strided and sparse ones"
+        )
+    return tuple(storage for part in parts if isinstance(part, Tensor) for storage in storages_of(part))
+
+
+def holds_bytes(tensor_type: type) -> bool:
+    """True for tensors whose own storage is what they hold: all but wrapper subclasses."""
+    plain = tensor_type.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return plain or issubclass(tensor_type, FakeTensor)
+
+
+def tensors_among(args, kwargs: Mapping | None = None) -> list[Tensor]:
+    """The tensors among an operator's arguments, in lists too; quicker than `tensors_in`, which looks deeper."""
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found.extend(item for item in value if isinstance(item, Tensor))
+    return found
+
+
+def belongings(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Tensor, str]]:
+    """What model and optimizer hold, with the category of each."""
+    if model is not None:
+        for parameter in model.parameters():
+            yield parameter, "parameter"
+            if parameter.grad is not None:
+                yield parameter.grad, "gradient"
+        for buffer in model.buffers():
+            yield buffer, "buffer"
+    if optimizer is not None:
+        for tensor in held_by(optimizer):
+            yield tensor, "optimizer"
+
+
+def held_by(optimizer: torch.optim.Optimizer, of_groups: bool = False) -> Iterator[Tensor]:
+    """An optimizer's state, and the master weights that it steps in place of the model's parameters.
+
+    With `of_groups`, only the state of the parameters in its groups: an optimizer may be stepped a few at a time. An
+    optimizer that keeps its state elsewhere says what it holds by a method `held_tensors`.
+    """
+    if keeps_state_elsewhere(optimizer):
+        yield from optimizer.held_tensors()
+        return
+    if of_groups:
+        for group in optimizer.param_groups:
+            yield from tensors_in([optimizer.state[p] for p in group["params"] if p in optimizer.state])
+    else:
+        yield from tensors_in(optimizer.state)
+    for group in optimizer.param_groups:
+        yield from (p for p in group["params"] if not p.requires_grad and not isinstance(p, nn.Parameter))
+
+
+def keeps_state_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
+    """True where `optimizer.state` is not what a step changes, such as state in a file: it has `held_tensors`."""
+    return hasattr(optimizer, "held_tensors")
+
+
+def check_model_and_optimizer(model, optimizer) -> None:
+    kind("model", model, (nn.Module, type(None)), "a torch.nn.Module or None")
+    kind("optimizer", optimizer, (torch.optim.Optimizer, type(None)), "a torch.optim.Optimizer or None")
+
+
+@contextmanager
+def storages_without_operators(mode: TorchDispatchMode, made: Callable, resized: Callable) -> Iterator[None]:
+    """Tell of the storages that Python makes or resizes past a mode: `made(storage)`, `resized(storage)`.
+
+    They are the states of random number generators (5,056 bytes, which a checkpoint keeps until backward), copies by
+    `copy.deepcopy`, and the storages that FSDP empties and fills. Threads in which the mode is not active don't count.
+    """
+
+    def tell(of: Callable, storage) -> None:
+        if mode in _get_current_dispatch_mode_stack():
+            of(storage)
+
+    get_rng_state, init, resize = torch.get_rng_state, UntypedStorage.__init__, UntypedStorage.resize_
+
+    def counted_rng_state() -> Tensor:
+        state = get_rng_state()
+        tell(made, state.untyped_storage())
+        return state
+
+    def counted_init(storage, *args, **kwargs) -> None:
+        if init is not object.__init__:  # which refuses arguments; then it is another meter's
+            init(storage, *args, **kwargs)
+        tell(made, storage)
+
+    def counted_resize(storage, size):
+        result = resize(storage, size)
+        tell(resized, storage)
+        return result
+
+    with (
+        _replaced(torch, "get_rng_state", counted_rng_state),
+        _replaced(UntypedStorage, "__init__", counted_init),
+        _replaced(UntypedStorage, "resize_", counted_resize),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(owner, name: str, value) -> Iterator[None]:
+    own = vars(owner).get(name)  # None where it is inherited
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

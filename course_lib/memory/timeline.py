@@ -1,0 +1,210 @@
+"""The accounts of a meter: which storages live when, how many bytes that is, and in which category."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .storages import storages_of
+
+CATEGORIES = ("parameter", "buffer", "gradient", "optimizer", "activation", "temporary", "input")
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was live right after one operator."""
+
+    operator: str  # "aten.addmm.default"
+    phase: str  # one of PHASES
+    bytes: dict[str, int] = field(hash=False)  # every one of CATEGORIES -> bytes
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+
+class Timeline(Sequence):
+    """One `Sample` per operator, made when asked for."""
+
+    def __init__(self, operators: list[tuple[Any, str]], series: dict[str, np.ndarray]):
+        self.operators, self._series = operators, series  # (operator, phase) of each sample
+
+    def __len__(self) -> int:
+        return len(self.operators)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        operator, phase = self.operators[index]
+        return Sample(str(operator), phase, {name: int(values[index]) for name, values in self._series.items()})
+
+
+class Record(weakref.ref):
+    """The life of one storage, and the weak reference that notices its end.
+
+    Times are operator numbers. Only later is it known whether a storage was an activation or a temporary, so
+    a record keeps dates, and `spans` works out the categories when somebody asks.
+    """
+
+    __slots__ = ("born", "bytes", "died", "key", "made_in", "nbytes", "read_by", "released", "role", "saved", "since")
+
+    def __new__(cls, storage, callback, *dates):
+        return super().__new__(cls, storage, callback)
+
+    def __init__(self, storage, callback, block_bytes: int, born: int, role: str | None, made_in: str):
+        super().__init__(storage, callback)
+        self.key: int = storage._cdata
+        self.nbytes: int = storage.nbytes()
+        self.bytes: int = -(-self.nbytes // block_bytes) * block_bytes
+        self.born = born
+        self.died: int | None = None
+        self.role = role  # parameter, buffer, gradient, optimizer, input; None: activation or temporary
+        self.since = born  # when it took that role
+        self.made_in = made_in  # "forward", "recomputation" (in backward, with gradients on) or "elsewhere"
+        self.saved: int | None = None  # held for backward from here ...
+        self.released: int | None = None  # ... to here: the end of the last autograd node that read it
+        self.read_by = None  # the node that is reading it now
+
+    def spans(self, end: int) -> Iterator[tuple[int, int, str]]:
+        """(from, until, category) through the storage's life; `until` is exclusive."""
+        end = end if self.died is None else self.died
+        starts = [(self.born, "temporary")]
+        if self.saved is not None:
+            starts.append((self.saved, "activation"))
+            if self.released is not None:
+                starts.append((self.released, "temporary"))
+        if self.role is not None:
+            starts = [start for start in starts if start[0] < self.since] + [(self.since, self.role)]
+        for (start, category), (stop, _) in zip(starts, [*starts[1:], (end, "")], strict=True):
+            if start < min(stop, end):
+                yield start, min(stop, end), category
+
+
+class Ledger:
+    """Every storage that is counted, operator by operator.
+
+    Attributes:
+        operators: (operator, phase); the state on entry is number 0.
+        live_bytes, peak_bytes: now, and the most so far.
+        peak_index: the operator at the peak.
+        devices: of the tensors that are counted.
+        lock: for all that follows; autograd runs one thread per device.
+    """
+
+    def __init__(self, block_bytes: int):
+        self.block_bytes = block_bytes
+        self.operators: list[tuple[Any, str]] = [("(entry)", "forward")]
+        self.live_bytes = self.peak_bytes = self.peak_index = 0
+        self.devices: set[torch.device] = set()
+        self.lock = threading.RLock()
+        self.closed = False
+        self._records: list[Record] = []
+        self._by_address: dict[int, Record] = {}
+        self._dead: deque[Record] = deque()  # filled by the weak references, in whichever thread a storage dies
+        self._expected: Record | None = None  # taken for dead
+        self._final: dict[str, np.ndarray] | None = None  # the history, once no more follows
+
+    def find(self, storage) -> Record | None:
+        record = self._by_address.get(storage._cdata)
+        # An address can have a new owner before the death of the last one is on the books.
+        return record if record is not None and record() is storage else None
+
+    def add(self, storage, role: str | None, made_in: str) -> None:
+        record = Record(storage, self._dead.append, self.block_bytes, len(self.operators) - 1, role, made_in)
+        self._records.append(record)
+        self._enter(record)
+
+    def add_all(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
+        """Count (tensor, role) that were there before."""
+        for tensor, role in tensors:
+            for storage in storages_of(tensor):
+                if self.find(storage) is None and not tensor.is_meta:
+                    self.add(storage, role, "elsewhere")
+                    self.devices.add(tensor.device)
+        self.note_peak()
+
+    def assign(self, tensor: Tensor, role: str, since: int = 0) -> None:
+        """The tensor takes this role, if it has none; what entered as an input may turn out to have another."""
+        for storage in storages_of(tensor):
+            record = self.find(storage)
+            if record is not None and record.role in (None, "input"):
+                record.role, record.since = role, max(since, record.born)
+
+    def close(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
+        """No more operators follow; some (tensor, role) may only now be known."""
+        self.bury()
+        for tensor, role in tensors:
+            self.assign(tensor, role)
+        self.closed = True
+
+    def made(self, storage) -> None:
+        """A storage that no operator made."""
+        with self.lock:
+            self.bury()
+            self.add(storage, None, "elsewhere")
+            self.note_peak()
+
+    def resized(self, storage) -> None:
+        """Where the size has changed, one life ends and another begins."""
+        with self.lock:
+            record = self.find(storage)
+            if record is not None and record.nbytes != storage.nbytes():
+                self._dead.append(record)
+                self.bury()
+                self.add(storage, record.role, record.made_in)
+                self.note_peak()
+
+    def bury(self) -> None:
+        """Take the dead off the books. They were alive up to the last operator."""
+        if self._expected is not None:
+            expected, self._expected = self._expected, None
+            if expected() is not None:
+                expected.died = None
+                self._enter(expected)
+                self.note_peak()
+        while self._dead:
+            record = self._dead.popleft()
+            if record.died is None:
+                self._leave(record, len(self.operators) if not self.closed else None)
+
+    def expect_end(self, record: Record) -> None:
+        """The storage is taken for dead since the operator before the last; if it lives on, `bury` takes that back."""
+        self._leave(record, len(self.operators) - 1)
+        self._expected = record
+
+    def note_peak(self) -> None:
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_index = self.live_bytes, len(self.operators) - 1
+
+    def history(self) -> dict[str, np.ndarray]:
+        """category -> live bytes on entry and after each operator."""
+        if self._final is not None:
+            return self._final
+        end = len(self.operators)
+        change = {name: np.zeros(end + 1, dtype=np.int64) for name in CATEGORIES}
+        for record in self._records:
+            for start, stop, category in record.spans(end):
+                change[category][start] += record.bytes
+                change[category][stop] -= record.bytes
+        history = {name: np.cumsum(values)[:-1] for name, values in change.items()}
+        self._final = history if self.closed else None
+        return history
+
+    def _enter(self, record: Record) -> None:
+        self._by_address[record.key] = record
+        self.live_bytes += record.bytes
+
+    def _leave(self, record: Record, died: int | None) -> None:
+        self.live_bytes -= record.bytes
+        record.died = died
+        if self._by_address.get(record.key) is record:
+            del self._by_address[record.key]
