@@ -1,8 +1,8 @@
 """Tiled attention beside the framework's math and fused kernels: time, peak bytes, and on a GPU TFLOP/s.
 
 Run as a script: `python tests/bench_attention.py`. Ratios of times taken in one run, in turns, so that they carry over
-to other machines: with one thread, with as many as by default, and so beside a process that keeps a core busy. Peaks are
-the meter's, exact.
+to other machines: with one thread, with as many as by default, and so beside a process that keeps a core busy. Peaks
+are the meter's, exact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from turns import in_turns  # beside this file
+from turns import in_turns
 
 from course_lib.attention import attention_cost, flash_attention
 from course_lib.memory import MemoryMeter, symbolic

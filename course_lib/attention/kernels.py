@@ -171,9 +171,9 @@ def forward_kernel(
 
             new_largest = tl.maximum(largest, tl.max(scores, 1))
             # A row that has seen nothing yet has -inf here, and -inf - -inf is NaN: it subtracts 0 instead.
-            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            weights = tl.exp2(scores - shift[:, None])
-            shrink = tl.exp2(largest - shift)  # what the old sums are worth under the new maximum
+            base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            weights = tl.exp2(scores - base[:, None])
+            shrink = tl.exp2(largest - base)  # what the old sums are worth under the new maximum
             total = total * shrink + tl.sum(weights, 1)
             out = product(weights.to(value.dtype), value, out * shrink[:, None])
             largest = new_largest

@@ -43,14 +43,9 @@ def _alone(function: Callable, inference: bool, part: Iterable) -> None:
 
 def _watched() -> bool:
     """Whether somebody listens to operators or alters them, which reaches no other thread: a mode (the meter, the
-    FLOP counter), a functional transform, the profiler, a compiler."""
+    FLOP counter), the profiler, a compiler."""
     return bool(
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack()
-        or torch.autograd._profiler_enabled()
+        torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled()
     )
 
 
