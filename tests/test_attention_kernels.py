@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from course_lib.attention import kernels, launching
+from course_lib.attention.tiled import Options
 
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is not installed here")
 
@@ -92,8 +93,9 @@ def standard(q, k, v, grad_o, shift, scale):
 def run_case(case, device="cpu"):
     q, k, v, grad_o = inputs(device=device, **case)
     shift, scale, blocks = shift_of(case), case.get("scale", q.shape[-1] ** -0.5), case.get("blocks", (16, 16))
-    o, lse = launching.forward(q, k, v, shift, scale, *blocks)
-    got = (o, lse, *launching.backward(q, k, v, o, lse, grad_o, shift, scale, *blocks))
+    options = Options(shift, scale, *blocks)
+    o, lse = launching.forward(q, k, v, options)
+    got = (o, lse, *launching.backward(q, k, v, o, lse, grad_o, options))
     want = standard(q.double(), k.double(), v.double(), grad_o.double(), shift, scale)
     return (q, k, v, grad_o), got, want
 
@@ -128,11 +130,11 @@ def report_skipping():
     """NaNs in v and grad_o where no visible tile reaches: 0 * NaN is NaN, so a tile that is visited shows."""
     q, k, v, grad_o = inputs((1, 1, 1, 64, 64, 16))
     v[:, :, 48:] = torch.nan
-    o, lse = launching.forward(q, k, v, 0, 0.25, 16, 16)
-    dq, _, _ = launching.backward(q, k, v, o, lse, grad_o, 0, 0.25, 16, 16)
+    o, lse = launching.forward(q, k, v, Options(0, 0.25, 16, 16))
+    dq, _, _ = launching.backward(q, k, v, o, lse, grad_o, Options(0, 0.25, 16, 16))
     early = grad_o.clone()
     early[:, :, :16] = torch.nan
-    _, dk, dv = launching.backward(q, k, inputs((1, 1, 1, 64, 64, 16))[2], o, lse, early, 0, 0.25, 16, 16)
+    _, dk, dv = launching.backward(q, k, inputs((1, 1, 1, 64, 64, 16))[2], o, lse, early, Options(0, 0.25, 16, 16))
     return {
         "forward": bool(o[:, :, :48].isfinite().all() and o[:, :, 48:].isnan().all()),
         "dq": bool(dq[:, :, :48].isfinite().all() and dq[:, :, 48:].isnan().all()),
@@ -147,8 +149,8 @@ def report_refusals():
     messages = {}
     for blocks in [(24, 16), (16, 8), (0, None), (None, 48)]:
         for call in (
-            lambda blocks: launching.forward(q, q, q, None, 1.0, *blocks),
-            lambda blocks: launching.backward(q, q, q, q, q[..., 0], q, None, 1.0, *blocks),
+            lambda blocks: launching.forward(q, q, q, Options(None, 1.0, *blocks)),
+            lambda blocks: launching.backward(q, q, q, q, q[..., 0], q, Options(None, 1.0, *blocks)),
         ):
             try:
                 call(blocks)
@@ -192,8 +194,8 @@ def compile_for_an_absent_gpu():
 
     def both(case, block):
         q, k, v, grad_o = inputs(**case)
-        o, lse = launching.forward(q, k, v, 0, 0.125, block, block)
-        launching.backward(q, k, v, o, lse, grad_o, 0, 0.125, block, block)
+        o, lse = launching.forward(q, k, v, Options(0, 0.125, block, block))
+        launching.backward(q, k, v, o, lse, grad_o, Options(0, 0.125, block, block))
 
     both(dict(shape=(1, 4, 2, 100, 200, 64), dtype="bfloat16"), 64)
     both(dict(shape=(1, 1, 1, 1, 1, 24), dtype="float32", strides="any"), 16)

@@ -106,25 +106,25 @@ def flash_attention(
         block if block is None else _check.whole(name, block, 1)
         for name, block in (("block_q", block_q), ("block_k", block_k))
     )
-    return _Flash.apply(q, k, v, shift, scale, block_q, block_k, _backend(backend, q, k, v))[0]
+    return _Flash.apply(q, k, v, tiled.Options(shift, scale, block_q, block_k), _backend(backend, q, k, v))[0]
 
 
 class _Flash(torch.autograd.Function):
     @staticmethod
-    def forward(q, k, v, shift, scale, block_q, block_k, backend):
+    def forward(q, k, v, options, backend):
         with torch.autocast(q.device.type, enabled=False):
-            return backend.forward(q, k, v, shift, scale, block_q, block_k)
+            return backend.forward(q, k, v, options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, *ctx.options, ctx.backend = inputs
+        q, k, v, ctx.options, ctx.backend = inputs
         o, lse = output
         ctx.mark_non_differentiable(lse)
         ctx.save_for_backward(q, k, v, o, lse)
 
     @staticmethod
     def backward(ctx, grad_o, _):
-        return *_FlashBackward.apply(*ctx.saved_tensors, grad_o, *ctx.options, ctx.backend), *[None] * 5
+        return *_FlashBackward.apply(*ctx.saved_tensors, grad_o, ctx.options, ctx.backend), None, None
 
     @staticmethod
     def vmap(info, in_dims, *args):
@@ -135,9 +135,9 @@ class _FlashBackward(torch.autograd.Function):
     """A function of its own, so that a second derivative is refused also in `torch.func`, not taken for zero."""
 
     @staticmethod
-    def forward(q, k, v, o, lse, grad_o, shift, scale, block_q, block_k, backend):
+    def forward(q, k, v, o, lse, grad_o, options, backend):
         with torch.autocast(q.device.type, enabled=False):
-            return backend.backward(q, k, v, o, lse, grad_o, shift, scale, block_q, block_k)
+            return backend.backward(q, k, v, o, lse, grad_o, options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -17,6 +17,7 @@ from .kernels import (
     row_dots_kernel,
     triton,
 )
+from .tiled import Options
 
 
 def _fitting(configs: list, arguments: dict[str, Any], **options: Any) -> list:
@@ -81,18 +82,14 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, shift: int | None, scale: float, block_q: int | None, block_k: int | None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v, and each row's log-sum-exp.
 
     Args:
         q: (batch, heads, n_q, d), fp32, fp16 or bf16, with any strides.
         k, v: (batch, kv_heads, n_k, d), of q's dtype; kv_heads divides heads.
-        shift: query i sees keys j <= i + shift; a row that sees none gives o = 0 and lse = -inf. None: it sees all.
-        scale: what the scores are multiplied by.
-        block_q, block_k: rows of a tile, powers of two from 16 on. If neither is given they are tuned on a GPU: the
-            first call for new lengths tries a few, which takes seconds and memory; don't measure that call.
+        options: blocks are powers of two from 16 on. If neither is given they are tuned on a GPU: the first call for
+            new lengths tries a few, which takes seconds and memory; don't measure that call.
 
     Returns:
         o (batch, heads, n_q, d), contiguous, of q's dtype, and lse (batch, heads, n_q), fp32, natural logarithm.
@@ -101,29 +98,21 @@ def forward(
         ValueError: a block is no power of two, or below 16.
     """
     (batch, heads, n_q, d), (_, kv_heads, n_k, _) = q.shape, k.shape
-    kernel, options = _with_blocks(forward_kernel, block_q, block_k)
+    shift, scale, *blocks = options
+    kernel, launch = _with_blocks(forward_kernel, *blocks)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     with _device_of(q):
         kernel[lambda meta: (triton.cdiv(n_q, meta["BLOCK_Q"]), heads, batch)](
             q, k, v, o, lse, q.stride(), k.stride(), v.stride(), o.stride(),
             n_q, n_k, shift or 0, heads // kv_heads, scale * math.log2(math.e),
-            CAUSAL=shift is not None, D=d, BLOCK_D=triton.next_power_of_2(d), **options,
+            CAUSAL=shift is not None, D=d, BLOCK_D=triton.next_power_of_2(d), **launch,
         )  # fmt: skip
     return o, lse
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    grad_o: Tensor,
-    shift: int | None,
-    scale: float,
-    block_q: int | None,
-    block_k: int | None,
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, contiguous, from that of o and from what `forward` took and returned.
 
@@ -131,8 +120,9 @@ def backward(
         ValueError: a block is no power of two, or below 16.
     """
     (batch, heads, n_q, d), (_, kv_heads, n_k, _) = q.shape, k.shape
-    over_keys, options = _with_blocks(keys_backward_kernel, block_q, block_k)
-    over_queries, _ = _with_blocks(queries_backward_kernel, block_q, block_k)
+    shift, scale, *blocks = options
+    over_keys, launch = _with_blocks(keys_backward_kernel, *blocks)
+    over_queries, _ = _with_blocks(queries_backward_kernel, *blocks)
     lse = lse.contiguous()
     row_dots = torch.empty_like(lse)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -145,12 +135,12 @@ def backward(
         over_keys[lambda meta: (triton.cdiv(n_k, meta["BLOCK_K"]), kv_heads, batch)](
             q, k, v, grad_o, lse, row_dots, dk, dv,
             q.stride(), k.stride(), v.stride(), grad_o.stride(), dk.stride(), dv.stride(),
-            *numbers, CAUSAL=shift is not None, **shape, **options,
+            *numbers, CAUSAL=shift is not None, **shape, **launch,
         )  # fmt: skip
         over_queries[lambda meta: (triton.cdiv(n_q, meta["BLOCK_Q"]), heads, batch)](
             q, k, v, grad_o, lse, row_dots, dq,
             q.stride(), k.stride(), v.stride(), grad_o.stride(), dq.stride(),
-            *numbers, CAUSAL=shift is not None, **shape, **options,
+            *numbers, CAUSAL=shift is not None, **shape, **launch,
         )  # fmt: skip
     return dq, dk, dv
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,21 @@ BLOCK = 512  # rows and columns of a tile, if nothing else is asked for
 TILE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
 HEADS_AT_ONCE = 2  # at least, even if that is more elements: one for each of two threads
 LOG2_E = math.log2(math.e)
+
+
+class Options(NamedTuple):
+    """How queries see keys, for all backends.
+
+    Attributes:
+        shift: query i sees the keys up to i + shift; all of them if None.
+        scale: what the scores are multiplied by.
+        block_q, block_k: rows and columns of a tile; the backend's choice if None.
+    """
+
+    shift: int | None
+    scale: float
+    block_q: int | None = None
+    block_k: int | None = None
 
 
 def online_softmax(scores: Tensor, block: int) -> Tensor:
@@ -59,52 +75,38 @@ def online_softmax(scores: Tensor, block: int) -> Tensor:
     return ((x - m).exp() / total.clamp(min=1)).to(scores.dtype)  # total >= 1, but where all is -inf
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, shift: int | None, scale: float, block_q: int | None, block_k: int | None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Attention's output, and the log-sum-exp of each row of scores.
 
     Args:
         q: (batch, heads, n_q, d).
         k: (batch, kv_heads, n_k, d).
         v: (batch, kv_heads, n_k, d_v).
-        shift: row i sees the columns up to i + shift; all of them if None.
-        scale, block_q, block_k: as for `flash_attention`.
 
     Returns:
         o, (batch, heads, n_q, d_v), in the dtype of q; lse, (batch, heads, n_q), in float32 (float64 for float64):
         natural logarithms, -inf for a row that sees no key, whose output is zero.
     """
     o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=work_dtype(q))
-    blocks = block_sizes(q, k, block_q, block_k)
-    _by_heads(forward_tiles, (q, o, lse), (k, v), shift, scale, *blocks)
+    _by_heads(forward_tiles, (q, o, lse), (k, v), options)
     return o, lse
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    grad_o: Tensor,
-    shift: int | None,
-    scale: float,
-    block_q: int | None,
-    block_k: int | None,
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients dq, dk and dv, in the shapes and dtypes of q, k and v; arguments as returned by `forward`."""
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    blocks = block_sizes(q, k, block_q, block_k)
-    _by_heads(backward_tiles, (q, o, lse, grad_o, dq), (k, v, dk, dv), shift, scale, *blocks)
+    _by_heads(backward_tiles, (q, o, lse, grad_o, dq), (k, v, dk, dv), options)
     return dq, dk, dv
 
 
-def forward_tiles(q, o, lse, k, v, shift, scale, block_q, block_k) -> None:
+def forward_tiles(q, o, lse, k, v, options) -> None:
     """Writes o and lse, for h heads of keys with g heads of queries each.
 
     q (h, g, n_q, d), o (h, g, n_q, d_v), lse (h, g, n_q); k (h, n_k, d), v (h, n_k, d_v).
     """
+    shift, scale, block_q, block_k = options
     work, n_k = lse.dtype, k.shape[1]
     for i in range(0, q.shape[2], block_q):
         rows = slice(i, i + block_q)
@@ -129,11 +131,12 @@ def forward_tiles(q, o, lse, k, v, shift, scale, block_q, block_k) -> None:
         o[:, :, rows] = acc.div_(total.clamp_(min=1)).view_as(o[:, :, rows])  # total >= 1, but where no key is seen
 
 
-def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, shift, scale, block_q, block_k) -> None:
+def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
     """As for `forward_tiles`; dq, dk and dv are written.
 
     Tiles lie keys down, queries across: the sums over queries, dV and dK, are then plain products.
     """
+    shift, scale, block_q, block_k = options
     work = lse.dtype
     delta = (grad_o.to(work) * o).sum(-1)  # D = rowsum(dO * O) = rowsum(dP * P), (h, g, n_q)
     dq_sum = torch.zeros_like(q, dtype=work, memory_format=torch.contiguous_format)
@@ -158,15 +161,16 @@ def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, shift, scale, block_q, b
     dq.copy_(dq_sum)
 
 
-def block_sizes(q: Tensor, k: Tensor, block_q: int | None, block_k: int | None) -> tuple[int, int]:
+def with_blocks(options: Options, q: Tensor, k: Tensor) -> Options:
     """Heads of queries that share keys are stacked in a tile, so each has its part of the rows."""
-    return block_q or max(1, BLOCK * k.shape[1] // max(1, q.shape[1])), block_k or BLOCK
+    block_q = options.block_q or max(1, BLOCK * k.shape[1] // max(1, q.shape[1]))
+    return options._replace(block_q=block_q, block_k=options.block_k or BLOCK)
 
 
-def heads_at_once(q: Tensor, k: Tensor, block_q: int, block_k: int) -> int:
+def heads_at_once(q: Tensor, k: Tensor, options: Options) -> int:
     """How many heads of keys are worked on at a time; by shape alone, so that the bytes are the same everywhere."""
     (batch, heads, n_q), (kv_heads, n_k) = q.shape[:3], k.shape[1:3]
-    tile = heads // max(1, kv_heads) * min(block_q, n_q) * min(block_k, n_k)
+    tile = heads // max(1, kv_heads) * min(options.block_q, n_q) * min(options.block_k, n_k)
     at_once = max(HEADS_AT_ONCE, TILE_ELEMENTS.get(q.device.type, 2**24) // max(1, tile))
     return max(1, min(batch * kv_heads, at_once))
 
@@ -183,12 +187,13 @@ def split_heads(queries: tuple, keys: tuple, size: int) -> Iterator[list[Tensor]
         yield [x[start : start + size] for x in flat]
 
 
-def _by_heads(tiles: Callable, queries: tuple, keys: tuple, *options) -> None:
+def _by_heads(tiles: Callable, queries: tuple, keys: tuple, options: Options) -> None:
     """`tiles` for all heads. Threads share what would be worked on at a time, so that they take no more bytes."""
     q, k = queries[0], keys[0]
-    at_once = heads_at_once(q, k, *options[-2:])
+    options = with_blocks(options, q, k)
+    at_once = heads_at_once(q, k, options)
     count = threads.workers(q, q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2], at_once)
-    threads.run(lambda *part: tiles(*part, *options), split_heads(queries, keys, at_once // count), count)
+    threads.run(lambda *part: tiles(*part, options), split_heads(queries, keys, at_once // count), count)
 
 
 def _exp_(x: Tensor) -> Tensor:
