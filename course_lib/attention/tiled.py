@@ -149,9 +149,10 @@ def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
             lse_i, delta_i = (x[:, :, rows].flatten(1, 2).unsqueeze(1) for x in (lse, delta))  # (h, 1, g rows)
             p = _exp_(torch.baddbmm(lse_i, k_j, q_i.mT, beta=-1, alpha=scale))  # (h, columns, g rows)
             if shift is not None and j + k_j.shape[1] > i + shift + 1:
-                group_and_rows = q[:, :, rows].shape[1:3]
-                hidden = p.new_ones(k_j.shape[1], group_and_rows[1], dtype=torch.bool).tril(j - i - shift - 1)
-                p.unflatten(2, group_and_rows).masked_fill_(hidden.unsqueeze(1), 0)
+                group, n = q[:, :, rows].shape[1:3]
+                hidden = p.new_ones(k_j.shape[1], n, dtype=torch.bool).tril(j - i - shift - 1)
+                p.unflatten(2, (group, n)).masked_fill_(hidden.unsqueeze(1), 0)
+                del hidden
             dv_j = torch.baddbmm(dv_j, p, do_i)
             ds = torch.baddbmm(delta_i, v_j, do_i.mT, beta=-1).mul_(p)  # dS = P * (dP - D)
             dk_j = torch.baddbmm(dk_j, ds, q_i, alpha=scale)
