@@ -1,9 +1,13 @@
 """Tiled attention against float64, the framework's own, the saved-tensor list, the meter and the FLOP counter."""
 
 import math
+import os
+import subprocess
 import sys
+import threading
 import types
 
+import numpy
 import pytest
 import torch
 from properties import given, settings, st
@@ -15,7 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import course_lib.attention
-from course_lib.attention import attention_cost, flash, flash_attention, online_softmax, standard_attention, tiled
+from course_lib.attention import (
+    attention_cost,
+    flash,
+    flash_attention,
+    online_softmax,
+    standard_attention,
+    threads,
+    tiled,
+)
 from course_lib.checkpoint import checkpoint
 from course_lib.memory import MemoryMeter, attention_saved_bytes, saved_tensors, symbolic
 
@@ -23,11 +35,13 @@ few_examples = settings(max_examples=60, deadline=None)
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def inputs(n_q=7, n_k=None, *, batch=2, heads=4, kv_heads=None, d=8, dtype=torch.float32, size=1.0, seed=0, grad=True):
+def inputs(
+    n_q=7, n_k=None, *, batch=2, heads=4, kv_heads=None, d=8, d_v=None, dtype=torch.float32, size=1.0, seed=0, grad=True
+):
     """q, k, v and a gradient of the output, from numbers that the dtype holds exactly."""
     generator = torch.Generator().manual_seed(seed)
-    n_k, kv_heads = n_k or n_q, kv_heads or heads
-    shapes = [(batch, heads, n_q, d), *[(batch, kv_heads, n_k, d)] * 2, (batch, heads, n_q, d)]
+    n_k, kv_heads, d_v = n_k or n_q, kv_heads or heads, d_v or d
+    shapes = [(batch, heads, n_q, d), (batch, kv_heads, n_k, d), (batch, kv_heads, n_k, d_v), (batch, heads, n_q, d_v)]
     q, k, v, grad_o = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
     return *((x * factor).requires_grad_(grad) for x, factor in ((q, size), (k, size), (v, 1))), grad_o
 
@@ -39,13 +53,13 @@ def run(attention, q, k, v, grad_o, **options):
     return o.detach(), *torch.autograd.grad(o, (q, k, v), grad_o)
 
 
-def reference(q, k, v, *, causal=False, scale=None):
+def reference(q, k, v, *, causal=False, is_causal=False, scale=None):
     """Attention written down once more: all scores, each head for itself, in the dtype of the inputs."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+    if causal or is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(0 if is_causal else k.shape[2] - q.shape[2])
         p = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
         return p.nan_to_num(0.0) @ v if not seen.any(-1).all() else p @ v
     return scores.softmax(-1) @ v
@@ -107,21 +121,6 @@ def test_the_softmax_over_blocks_has_the_gradient_of_the_softmax():
     assert torch.autograd.gradcheck(lambda x: online_softmax(x, 3), scores)
 
 
-@pytest.mark.parametrize(
-    ("scores", "block", "error", "message"),
-    [
-        (torch.ones(3), 0, ValueError, "block is 0; it takes a whole number, 1 or more"),
-        (torch.ones(3), 2.0, TypeError, "block is 2.0; it takes a whole number"),
-        (torch.ones(3, dtype=torch.long), 2, TypeError, "scores is torch.int64 with 1 dimensions; it takes a floating"),
-        (torch.tensor(1.0), 2, TypeError, "scores is torch.float32 with 0 dimensions"),
-        ([1.0], 2, TypeError, "scores is list"),
-    ],
-)
-def test_scores_and_blocks_that_are_none_are_refused(scores, block, error, message):
-    with pytest.raises(error, match=message):
-        online_softmax(scores, block)
-
-
 # ---- the same attention
 
 
@@ -133,11 +132,14 @@ shapes = st.fixed_dictionaries(
         "heads": st.sampled_from([1, 2, 6]),
         "kv_heads": st.integers(1, 6),
         "d": st.sampled_from([1, 5, 16, 64]),
+        "d_v": st.sampled_from([None, 3, 24]),
         "size": st.sampled_from([0.3, 1.0, 3.0]),
         "seed": st.integers(0, 99),
     }
 ).filter(lambda shape: shape["heads"] % shape["kv_heads"] == 0)
-options = st.fixed_dictionaries({"causal": st.booleans(), "scale": st.sampled_from([None, 0.3, -1.0])})
+options = st.fixed_dictionaries(
+    {"scale": st.sampled_from([None, 0.3, -1.0])}, optional={"causal": st.booleans(), "is_causal": st.just(False)}
+) | st.just({"is_causal": True})
 blocks = st.fixed_dictionaries({"block_q": st.integers(1, 45), "block_k": st.integers(1, 45)})
 
 
@@ -216,6 +218,55 @@ def test_grouped_queries_share_keys_as_the_frameworks_do(kv_heads):
     assert_close(run(standard_attention, *case, grad_o), expected)
 
 
+# ---- the framework's arguments
+
+
+@few_examples
+@given(shape=shapes, is_causal=st.booleans(), scale=st.sampled_from([None, 0.3]), blocks=blocks)
+def test_the_frameworks_arguments_give_the_frameworks_results(shape, is_causal, scale, blocks):
+    case = inputs(dtype=torch.float64, **shape)
+    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": True, "attn_mask": None, "dropout_p": 0.0}
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = run(F.scaled_dot_product_attention, *case, **options)
+    for found in (run(flash_attention, *case, **options, **blocks), run(standard_attention, *case, **options)):
+        for x, y in zip(found, expected, strict=True):
+            assert_close(x, y, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("attention", [flash_attention, standard_attention])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("q", "k", "v"),
+    [
+        ((0, 3, 4, 8), (0, 3, 5, 8), (0, 3, 5, 8)),
+        ((2, 0, 4, 8), (2, 0, 5, 8), (2, 0, 5, 8)),
+        ((2, 0, 4, 8), (2, 3, 5, 8), (2, 3, 5, 8)),
+        ((2, 3, 0, 8), (2, 3, 5, 8), (2, 3, 5, 8)),
+        ((2, 4, 4, 8), (2, 2, 0, 8), (2, 2, 0, 8)),
+        ((2, 3, 4, 0), (2, 3, 5, 0), (2, 3, 5, 8)),
+        ((2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 0)),
+    ],
+)
+def test_empty_tensors_give_the_frameworks_results(q, k, v, is_causal, attention):
+    case = [torch.randn(shape) for shape in (q, k, v, (*q[:3], v[3]))]
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = run(F.scaled_dot_product_attention, *case, is_causal=is_causal, enable_gqa=True)
+    assert_close(run(attention, *case, is_causal=is_causal), expected)
+    with symbolic():
+        found = run(attention, *(torch.empty(x.shape) for x in case), is_causal=is_causal)
+    assert [x.shape for x in found] == [x.shape for x in expected]
+
+
+@pytest.mark.parametrize("attention", [flash_attention, standard_attention])
+def test_a_flag_may_be_numpys(attention):
+    q, k, v, _ = inputs(grad=False)
+    assert torch.equal(attention(q, k, v, causal=numpy.True_), attention(q, k, v, causal=True))
+    assert torch.equal(attention(q, k, v, is_causal=numpy.False_), attention(q, k, v))
+
+
+# ---- what is in the way of exact sums
+
+
 @pytest.mark.parametrize("attention", [flash_attention, standard_attention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_queries_that_see_no_key_give_zeros_and_take_no_part_in_gradients(attention, dtype):
@@ -276,6 +327,7 @@ def test_expanded_inputs_get_the_sum_of_the_gradients(attention):
 def test_many_heads_at_a_time_are_each_by_itself(monkeypatch):
     case = inputs(30, 40, batch=3, heads=6, kv_heads=2)
     expected = run(flash_attention, *case, causal=True)
+    monkeypatch.setattr(tiled, "HEADS_AT_ONCE", 1)
     for elements in (1, 2 * 3 * 30 * 40, 4 * 3 * 30 * 40):  # one head of keys, two, four and then two
         monkeypatch.setitem(tiled.TILE_ELEMENTS, "cpu", elements)
         assert_close(run(flash_attention, *case, causal=True), expected)
@@ -416,8 +468,9 @@ def test_tiles_do_not_grow_with_heads_or_batch():
             run(flash_attention, *inputs(n, batch=batch, heads=heads, kv_heads=kv_heads, d=1))
         return sizes.largest
 
-    assert largest(1, 1, 512) == largest(2, 4, 512) == largest(1, 1, 1000) == largest(8, 8, 64) == 512 * 512
-    assert largest(1, 8, 512, kv_heads=1) == largest(2, 8, 600, kv_heads=2) == 512 * 512
+    assert largest(1, 1, 512) == largest(1, 1, 1000) == largest(8, 8, 64) == 512 * 512
+    assert largest(1, 8, 512, kv_heads=1) == 512 * 512
+    assert largest(2, 4, 512) == largest(1, 2, 1000) == largest(2, 8, 600, kv_heads=2) == 2 * 512 * 512
 
 
 def test_the_peak_grows_with_n_and_not_with_its_square():
@@ -443,58 +496,166 @@ def test_symbolic_tensors_take_the_same_peak():
     assert counted == peak()
 
 
-OUTLINED = [  # batch, heads, kv_heads, n_q, n_k, d, causal, blocks
-    (2, 4, 4, 64, 64, 8, True, (16, 16)),
-    (2, 4, 2, 64, 64, 8, True, (16, 16)),
-    (1, 4, 4, 300, 300, 16, True, (16, 64)),
-    (1, 4, 1, 300, 300, 16, False, (48, 32)),
-    (2, 3, 3, 2048, 2048, 64, True, (None, None)),
-    (1, 4, 2, 2100, 2100, 64, True, (None, None)),
-    (1, 2, 2, 700, 900, 64, True, (128, 128)),
-    (1, 2, 2, 900, 700, 64, True, (128, 64)),
-    (1, 3, 3, 600, 1300, 16, True, (None, None)),
-    (1, 12, 12, 1024, 1024, 64, False, (None, None)),
-    (3, 2, 1, 50, 70, 8, True, (None, None)),
-    (1, 6, 6, 130, 90, 8, True, (32, 32)),
-    (3, 7, 7, 200, 200, 32, True, (None, 50)),
-    (1, 1, 1, 5, 5, 4, True, (2, 2)),
-    (1, 1, 1, 1, 40, 4, True, (8, 8)),
+OUTLINED = [  # batch, heads, kv_heads, n_q, n_k, d, d_v, mask, blocks
+    (2, 4, 4, 64, 64, 8, 8, "causal", (16, 16)),
+    (2, 4, 2, 64, 64, 8, 8, "causal", (16, 16)),
+    (1, 4, 4, 130, 130, 16, 16, "causal", (8, 32)),
+    (1, 4, 1, 200, 200, 16, 8, None, (48, 32)),
+    (2, 3, 3, 2048, 2048, 64, 64, "causal", (None, None)),
+    (1, 4, 2, 2100, 2100, 64, 64, "causal", (None, None)),
+    (1, 2, 2, 700, 900, 64, 64, "causal", (128, 128)),
+    (1, 2, 2, 900, 700, 64, 64, "causal", (128, 64)),
+    (1, 3, 3, 600, 1300, 16, 24, "causal", (None, None)),
+    (1, 12, 12, 1024, 1024, 64, 64, None, (None, None)),
+    (3, 2, 1, 50, 70, 8, 8, "causal", (None, None)),
+    (1, 6, 6, 130, 90, 8, 8, "is_causal", (32, 32)),
+    (1, 6, 3, 140, 300, 8, 8, "is_causal", (32, 32)),
+    (1, 3, 3, 300, 140, 8, 12, "is_causal", (32, 16)),
+    (3, 7, 7, 200, 200, 32, 32, "causal", (None, 50)),
+    (1, 1, 1, 5, 5, 4, 4, "causal", (2, 2)),
+    (1, 1, 1, 1, 40, 4, 4, "causal", (8, 8)),
 ]
 
 
 @pytest.mark.parametrize(("dtype", "layout"), [(torch.float32, "as in a model"), (torch.bfloat16, "contiguous")])
 @pytest.mark.parametrize("sizes", OUTLINED, ids=str)
 def test_the_outline_for_symbolic_tensors_takes_the_bytes_and_flops_of_all_tiles(sizes, dtype, layout):
-    batch, heads, kv_heads, n_q, n_k, d, causal, (block_q, block_k) = sizes
+    batch, heads, kv_heads, n_q, n_k, d, d_v, mask, (block_q, block_k) = sizes
+    options = {"block_q": block_q, "block_k": block_k, **({mask: True} if mask else {})}
+
+    def make(count, n, d):
+        if layout == "as in a model":
+            return torch.empty(batch, n, 3, count, d, dtype=dtype).permute(2, 0, 3, 1, 4)[0].requires_grad_()
+        return torch.empty(batch, count, n, d, dtype=dtype, requires_grad=True)
 
     def taken(backend):
         with symbolic():
-
-            def make(count, n):
-                if layout == "as in a model":
-                    return torch.empty(batch, n, 3, count, d, dtype=dtype).permute(2, 0, 3, 1, 4)[0].requires_grad_()
-                return torch.empty(batch, count, n, d, dtype=dtype, requires_grad=True)
-
-            q, k, v = make(heads, n_q), make(kv_heads, n_k), make(kv_heads, n_k)
-            peaks = []
-            with FlopCounterMode(display=False) as counter:
-                o = flash_attention(q, k, v, causal=causal, block_q=block_q, block_k=block_k, backend=backend)
-                forward = counter.get_total_flops()
-                o.sum().backward()
+            q, k, v = make(heads, n_q, d), make(kv_heads, n_k, d), make(kv_heads, n_k, d_v)
+            flops, peaks = [], []
             for backwards in (False, True):
-                with MemoryMeter() as meter:
-                    o = flash_attention(q, k, v, causal=causal, block_q=block_q, block_k=block_k, backend=backend)
+                with MemoryMeter() as meter, FlopCounterMode(display=False) as counter:
+                    o = flash_attention(q, k, v, backend=backend, **options)
                     if backwards:
-                        o.transpose(1, 2).reshape(batch, n_q, heads * d).sum().backward()
+                        o.transpose(1, 2).reshape(batch, n_q, heads * d_v).sum().backward()
                         q.grad = k.grad = v.grad = None
-                peaks.append(meter.peak_bytes)
-                peaks.append(meter.live_bytes)
+                peaks += [meter.peak_bytes, meter.live_bytes]
+                flops.append(counter.get_total_flops())
                 del o
-            return forward, counter.get_total_flops(), peaks, len(meter.timeline)
+            return flops, peaks, len(meter.timeline)
 
     (*outline, short), (*tiles, long) = taken("auto"), taken("torch")
     assert outline == tiles
     assert short <= long + 25
+
+
+# ---- threads
+
+
+@pytest.fixture
+def two_threads(monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    monkeypatch.setattr(threads, "WORTH_IT", 0)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """The names of the threads that tiles are computed in."""
+    names = set()
+    for name in ("forward_tiles", "backward_tiles"):
+        function = getattr(tiled, name)
+
+        def noted(*args, function=function):
+            names.add(threading.current_thread().name.split("_")[0])
+            return function(*args)
+
+        monkeypatch.setattr(tiled, name, noted)
+    return names
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 3), (3, 3)])
+def test_heads_in_threads_give_the_same(two_threads, names, heads, kv_heads, causal):
+    case = inputs(70, 90, heads=heads, kv_heads=kv_heads, dtype=torch.float64)
+    found = run(flash_attention, *case, causal=causal, block_q=16, block_k=32)
+    assert names == {"attention"} and torch.get_num_threads() == 2
+    assert_close(found, exact(*case, causal=causal))
+
+
+def test_threads_take_no_more_bytes_than_heads_together(two_threads, names, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(tiled, "_exp_", lambda x, exp=tiled._exp_: (sizes.append(x.numel()), exp(x))[1])
+    case = inputs(40, batch=1, heads=6)
+    run(flash_attention, *case)
+    in_threads = 2 * max(sizes)
+    sizes.clear()
+    with MemoryMeter():
+        run(flash_attention, *case)
+    assert in_threads == max(sizes) == 6 * 40 * 40
+
+
+def test_an_operator_that_is_watched_runs_in_the_thread_that_is_watched(two_threads, names):
+    q, k, v, grad_o = inputs(40)
+    for watcher in (MemoryMeter(), FlopCounterMode(display=False), torch.profiler.profile()):
+        with watcher:
+            run(flash_attention, q, k, v, grad_o)
+    assert names == {"MainThread"}
+
+
+def test_threads_serve_functional_gradients(two_threads, names):
+    q, k, v, grad_o = inputs(40)
+    found = torch.func.grad(lambda *x: (flash_attention(*x) * grad_o).sum(), argnums=(0, 1, 2))(q, k, v)
+    assert_close(found, run(standard_attention, q, k, v, grad_o)[1:])
+    assert names == {"attention"}
+
+
+def test_threads_compute_in_inference_mode_and_without_gradients_too(two_threads, names):
+    q, k, v, _ = inputs(40)
+    expected = reference(q, k, v)
+    for mode in (torch.inference_mode(), torch.no_grad(), torch.enable_grad()):
+        with mode:
+            assert_close(flash_attention(q, k, v), expected)
+    with torch.inference_mode():
+        q = q.clone()
+        assert_close(flash_attention(q, q, q), reference(q, q, q))
+    assert names == {"attention"}
+
+
+def test_new_threads_have_as_many_threads_as_before(two_threads):
+    threads._pool.cache_clear()
+    flash_attention(*inputs(40)[:3])
+    found = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert found == [2]
+
+
+def test_an_error_in_a_thread_is_raised(two_threads, monkeypatch):
+    def fail(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(tiled, "forward_tiles", fail)
+    with pytest.raises(MemoryError, match="no room"):
+        flash_attention(*inputs(40)[:3])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_has_threads_of_its_own():
+    program = """if True:
+        import os, torch
+        from course_lib.attention import flash_attention
+        torch.set_num_threads(2)
+        x = torch.randn(1, 4, 512, 8)
+        expected = flash_attention(x, x, x)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.allclose(flash_attention(x, x, x), expected) else 1)
+        raise SystemExit(os.waitpid(child, 0)[1])
+    """
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 
 # ---- costs
@@ -581,82 +742,40 @@ def test_the_leading_terms_of_the_bytes_moved_are_those_of_the_paper():
         assert cost.moved_bytes == pytest.approx(2 * elements, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"kind": "linear"}, ValueError, 'kind is \'linear\'; it takes "standard" or "flash"'),
-        ({"pass_": "both"}, ValueError, 'pass_ is \'both\'; it takes "forward" or "backward"'),
-        ({"sequence": 0}, ValueError, "sequence is 0; it takes a whole number, 1 or more"),
-        ({"heads": 1.5}, TypeError, "heads is 1.5; it takes a whole number"),
-        ({"sram_bytes": 100}, ValueError, "sram_bytes is 100, but head_dim = 64 takes 512 or more"),
-    ],
-)
-def test_costs_of_nothing_are_refused(change, error, message):
-    with pytest.raises(error, match=message):
-        attention_cost(**{"sequence": 64, "head_dim": 64, "kind": "flash", **change})
-
-
 # ---- backends
 
 
-class FakeKernels(types.ModuleType):
-    """Stands in for the Triton backend: the torch backend with a reason not to be used."""
-
-    forward, backward = staticmethod(tiled.forward), staticmethod(tiled.backward)
-
-    def __init__(self, reason):
-        super().__init__("course_lib.attention.kernels")
-        self.reason = reason
-
-    def why_not(self, q):
-        return self.reason
-
-
 @pytest.fixture
-def kernels(monkeypatch):
-    def install(module):
-        monkeypatch.setitem(sys.modules, "course_lib.attention.kernels", module)
-        monkeypatch.setattr(course_lib.attention, "kernels", module, raising=False)
-        if module is None:
-            monkeypatch.delattr(course_lib.attention, "kernels")
-        return module
-
-    return install
-
-
-def test_auto_takes_triton_for_cuda_tensors_where_it_can_run(kernels):
-    cpu, cuda = types.SimpleNamespace(is_cuda=False), types.SimpleNamespace(is_cuda=True)
-    usable = kernels(FakeKernels(None))
-    assert [flash._backend(name, cuda) for name in ("auto", "triton", "torch")] == [usable, usable, tiled]
-    assert [flash._backend(name, cpu) for name in ("auto", "triton", "torch")] == [tiled, usable, tiled]
-    kernels(FakeKernels("the head dimension is 7"))
-    assert flash._backend("auto", cuda) is tiled
-    kernels(None)
-    assert flash._backend("auto", cuda) is tiled
+def triton(monkeypatch):
+    """Stands in for the Triton backend: the torch backend with a reason not to be used."""
+    module = types.ModuleType("course_lib.attention.launching")
+    module.calls, module.reason = [], None
+    module.why_not = lambda q, v: module.reason
+    module.forward = lambda *args: (module.calls.append("forward"), tiled.forward(*args))[1]
+    module.backward = lambda *args: (module.calls.append("backward"), tiled.backward(*args))[1]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(course_lib.attention, "launching", module, raising=False)
+    return module
 
 
-def test_a_backend_asked_for_runs_forward_and_backward(kernels, monkeypatch):
-    calls = []
-    usable = kernels(FakeKernels(None))
-    for name in ("forward", "backward"):
-        function = getattr(tiled, name)
-        monkeypatch.setattr(
-            usable, name, lambda *args, name=name, function=function: (calls.append(name), function(*args))[1]
-        )
+def test_auto_takes_triton_for_cuda_tensors_where_it_can_run(triton):
+    cpu, cuda = (types.SimpleNamespace(is_cuda=is_cuda, shape=(1, 1, 1, 1)) for is_cuda in (False, True))
+    assert [flash._backend(name, *[cuda] * 3) for name in ("auto", "triton", "torch")] == [triton, triton, tiled]
+    assert [flash._backend(name, *[cpu] * 3) for name in ("auto", "triton", "torch")] == [tiled, triton, tiled]
+    triton.reason = "the head dimension is 7"
+    assert flash._backend("auto", *[cuda] * 3) is tiled
+
+
+def test_a_backend_asked_for_runs_forward_and_backward(triton):
     case = inputs(20)
     assert_close(run(flash_attention, *case, backend="triton"), run(flash_attention, *case, backend="torch"))
-    assert calls == ["forward", "backward"]
+    assert triton.calls == ["forward", "backward"]
 
 
-def test_triton_where_it_cannot_run_is_an_error_that_says_why_and_what_works(kernels):
-    q, k, v, _ = inputs()
-    kernels(FakeKernels("q is on a CPU"))
+def test_triton_where_it_cannot_run_is_an_error_that_says_why_and_what_works(triton):
+    triton.reason = "q is on a CPU"
     with pytest.raises(RuntimeError, match='backend is "triton", but q is on a CPU; backend="torch" works'):
-        flash_attention(q, k, v, backend="triton")
-    kernels(None)
-    with pytest.raises(RuntimeError, match=r'"triton", but Triton cannot be imported .*; backend="torch" works'):
-        flash_attention(q, k, v, backend="triton")
-    assert torch.equal(flash_attention(q, k, v), flash_attention(q, k, v, backend="torch"))
+        flash_attention(*inputs()[:3], backend="triton")
 
 
 @pytest.mark.gpu
@@ -665,7 +784,7 @@ def test_on_a_gpu_the_torch_backend_gives_the_same(dtype):
     case = inputs(700, 900, kv_heads=2, d=64, dtype=dtype)
     found = run(flash_attention, *(x.detach().cuda() for x in case), causal=True, backend="torch")
     for x, y in zip(found, exact(*case, causal=True), strict=True):
-        assert relative_error(x.cpu(), y) < 4 * torch.finfo(dtype).eps
+        assert relative_error(x.cpu(), y) < (16 if dtype == torch.float32 else 4) * torch.finfo(dtype).eps
 
 
 @pytest.mark.gpu
@@ -678,50 +797,63 @@ def test_on_a_gpu_the_standard_probabilities_are_saved_in_autocasts_dtype():  # 
 # ---- what is refused
 
 X = torch.ones(2, 4, 6, 8)
-BAD = {
-    "three dimensions": ((X[0], X, X), {}, ValueError, r"q has shape \(4, 6, 8\); it takes 4 dimensions"),
-    "no tensor": ((X, None, X), {}, TypeError, r"k is a NoneType; it takes a tensor \(batch, heads, n, d\)"),
-    "no query": ((X[:, :, :0], X, X), {}, ValueError, r"q has shape \(2, 4, 0, 8\); every dimension takes 1 or more"),
-    "no key": ((X, X[:, :, :0], X[:, :, :0]), {}, ValueError, r"k has shape \(2, 4, 0, 8\); every dimension takes 1"),
-    "head dimension of k": ((X, X[..., :4], X[..., :4]), {}, ValueError, "k has head dimension 4, but q has 8"),
-    "head dimension of v": ((X, X, X[..., :4]), {}, ValueError, "v has head dimension 4, but q has 8; all three take"),
-    "heads that do not divide": ((X, X[:, :3], X[:, :3]), {}, ValueError, "k and v have 3 heads, .* divide q's 4"),
-    "more kv_heads than heads": ((X[:, :2], X, X), {}, ValueError, "k and v have 4 heads, which do not divide q's 2"),
-    "heads of v": ((X, X[:, :2], X), {}, ValueError, r"v has shape \(2, 4, 6, 8\), but k has \(2, 2, 6, 8\)"),
-    "keys and values": ((X, X, X[:, :, :5]), {}, ValueError, r"v has shape \(2, 4, 5, 8\), but k has \(2, 4, 6, 8\)"),
-    "batch": ((X, X[:1], X[:1]), {}, ValueError, "k has batch 1, but q has 2; all three take the same"),
-    "dtypes": ((X, X.half(), X), {}, ValueError, "k is in torch.float16, but q is in torch.float32; all three take"),
-    "whole numbers": ((X.long(), X, X), {}, TypeError, "q is in torch.int64; it takes float32, float64, bfloat16 or"),
-    "devices": ((X, X, X.to("meta")), {}, ValueError, "v is on meta, but q is on cpu; all three take one device"),
-    "infinite scale": ((X, X, X), {"scale": math.inf}, ValueError, "scale is inf; it takes a finite number, or None"),
-    "scale that is NaN": ((X, X, X), {"scale": math.nan}, ValueError, "scale is nan; it takes a finite number"),
-    "scale that is no number": ((X, X, X), {"scale": "1"}, TypeError, "scale is '1'; it takes a number, or None for"),
-    "causal that is no bool": ((X, X, X), {"causal": X}, TypeError, "causal is a Tensor; it takes True or False"),
+SHARED = X[:, :2]
+REFUSED = {  # the argument that is named, and what else is not as in flash_attention(X, X, X)
+    "three dimensions": ("q", {"q": X[0]}),
+    "no tensor": ("k", {"k": None}),
+    "sparse": ("v", {"v": X.to_sparse()}),
+    "nested": ("q", {"q": torch.nested.nested_tensor([X[0], X[0]], layout=torch.jagged)}),
+    "head dimension of k": ("k", {"k": X[..., :4]}),
+    "heads that do not divide": ("k", {"k": X[:, :3], "v": X[:, :3]}),
+    "no heads for some": ("k", {"k": X[:, :0], "v": X[:, :0]}),
+    "more kv_heads than heads": ("k", {"q": SHARED}),
+    "heads of v": ("v", {"k": SHARED}),
+    "keys and values": ("v", {"v": X[:, :, :5]}),
+    "batch": ("k", {"k": X[:1]}),
+    "batch of v": ("v", {"v": X[:1]}),
+    "dtypes": ("k", {"k": X.half()}),
+    "whole numbers": ("q", {"q": X.long()}),
+    "devices": ("v", {"v": X.to("meta")}),
+    "infinite scale": ("scale", {"scale": math.inf}),
+    "scale that is NaN": ("scale", {"scale": math.nan}),
+    "scale that is no number": ("scale", {"scale": "1"}),
+    "mask as causal": ("causal", {"causal": torch.ones(3, 3)}),
+    "is_causal that is no bool": ("is_causal", {"is_causal": 1}),
+    "two alignments": ("is_causal", {"is_causal": True, "causal": True}),
+    "mask": ("attn_mask", {"attn_mask": torch.ones(6, 6)}),
+    "dropout": ("dropout_p", {"dropout_p": 0.1}),
+    "shared keys without enable_gqa": ("k", {"k": SHARED, "v": SHARED, "enable_gqa": False}),
+    "enable_gqa that is no bool": ("enable_gqa", {"enable_gqa": "yes"}),
 }
-BAD_OF_FLASH = {
-    "backend": ({"backend": "cuda"}, ValueError, 'backend is \'cuda\'; it takes "auto", "torch" or "triton"'),
-    "block_q": ({"block_q": 0}, ValueError, "block_q is 0; it takes a whole number, 1 or more"),
-    "block_k": ({"block_k": -1}, ValueError, "block_k is -1; it takes a whole number, 1 or more"),
-    "block that is no number": ({"block_k": 2.5}, TypeError, "block_k is 2.5; it takes a whole number, 1 or more"),
-    "mask": ({"attn_mask": torch.ones(3, 3)}, TypeError, "masks are not supported; causal=True and kv_heads that"),
-    "mask as causal": ({"causal": torch.ones(3, 3)}, TypeError, "takes True or False, and masks are not supported"),
+REFUSED_BY_FLASH = {
+    "backend": ("backend", {"backend": "cuda"}),
+    "block_q": ("block_q", {"block_q": 0}),
+    "block_k": ("block_k", {"block_k": 2.5}),
 }
+COST = {"sequence": 64, "head_dim": 64, "kind": "flash"}
+CALLS = {
+    **{f"flash, {case}": (flash_attention, {**dict.fromkeys("qkv", X), **change}, name)
+       for case, (name, change) in (REFUSED | REFUSED_BY_FLASH).items()},
+    **{f"standard, {case}": (standard_attention, {**dict.fromkeys("qkv", X), **change}, name)
+       for case, (name, change) in REFUSED.items()},
+    **{f"cost, {name}": (attention_cost, {**COST, name: value}, name)
+       for name, value in {"kind": "linear", "pass_": "both", "sequence": 0, "heads": 1.5, "sram_bytes": 511}.items()},
+    **{f"softmax, {name} {value}": (online_softmax, {"scores": torch.ones(3), "block": 2, name: value}, name)
+       for name, value in (("block", 0), ("block", 2.0), ("scores", torch.ones(3, dtype=torch.long)),
+                           ("scores", torch.tensor(1.0)), ("scores", [1.0]))},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("attention", [flash_attention, standard_attention])
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_in_one_sentence(case, attention):
-    tensors, options, error, message = BAD[case]
-    with pytest.raises(error, match=message) as caught:
-        attention(*tensors, **options)
+@pytest.mark.parametrize("case", CALLS)
+def test_each_refusal_names_its_argument_what_it_got_and_what_it_takes(case):
+    function, arguments, name = CALLS[case]
+    with pytest.raises((TypeError, ValueError), match=rf"^{name} is .*; it takes .+") as caught:
+        function(**arguments)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("case", BAD_OF_FLASH)
-def test_bad_options_of_flash_attention_are_refused_in_one_sentence(case):
-    options, error, message = BAD_OF_FLASH[case]
-    with pytest.raises(error, match=message):
-        flash_attention(X, X, X, **options)
+def test_the_least_on_chip_memory_is_a_row_of_each_block():
+    assert attention_cost(**COST, sram_bytes=512).moved_bytes > attention_cost(**COST, sram_bytes=1024).moved_bytes
 
 
 # ---- what you may have read

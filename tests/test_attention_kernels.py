@@ -1,7 +1,6 @@
 """The Triton kernels against float64. Without a GPU Triton's interpreter runs them, in one process for all cases:
 this file, started as a program, prints what it found as JSON."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from course_lib.attention import kernels
+from course_lib.attention import kernels, launching
+from course_lib.attention.tiled import Options
 
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is not installed here")
 
 
 def old_interpreter() -> bool:
-    """Triton 3.5's interpreter turns arrays of one number into indices, which today's NumPy refuses."""
+    """Up to Triton 3.6 the interpreter turns arrays of one number into indices, which today's NumPy refuses."""
     version = getattr(kernels.triton, "__version__", "0.0").split(".")
-    return (int(version[0]), int(version[1])) < (3, 6)
+    return (int(version[0]), int(version[1])) < (3, 7)
 
 
 NAMES = ("o", "lse", "dq", "dk", "dv")
@@ -27,6 +27,8 @@ NAMES = ("o", "lse", "dq", "dk", "dv")
 # batch, heads, kv_heads, n_q, n_k, d, and what else is not as usual: fp32, full attention, blocks of 16 x 16
 CASES = {
     "full": dict(shape=(2, 2, 2, 40, 40, 16)),
+    "top-left causal, fewer queries": dict(shape=(1, 2, 1, 17, 53, 16), top_left=True),
+    "top-left causal, more queries": dict(shape=(1, 2, 1, 70, 33, 16), top_left=True, blocks=(16, 32)),
     "whole blocks": dict(shape=(1, 1, 1, 32, 48, 16)),
     "causal": dict(shape=(1, 2, 2, 37, 37, 24), causal=True),
     "fewer queries than keys, causal": dict(shape=(1, 1, 1, 17, 53, 16), causal=True),
@@ -67,13 +69,20 @@ def inputs(shape, dtype="float32", strides="contiguous", shift=0.0, device="cpu"
     return q, normal(batch, kv_heads, n_k, d) - shift, normal(batch, kv_heads, n_k, d), grad_o
 
 
-def standard(q, k, v, grad_o, causal, scale):
+def shift_of(case):
+    """Row i sees the columns up to i + shift; all of them if None."""
+    if case.get("top_left"):
+        return 0
+    return case["shape"][4] - case["shape"][3] if case.get("causal") else None
+
+
+def standard(q, k, v, grad_o, shift, scale):
     """o, lse, dq, dk, dv, from the whole matrix of scores, in the dtype of the inputs."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
     n_q, n_k, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).mT * scale
-    if causal:
-        seen = torch.ones(n_q, n_k, dtype=torch.bool, device=q.device).tril(n_k - n_q)
+    if shift is not None:
+        seen = torch.ones(n_q, n_k, dtype=torch.bool, device=q.device).tril(shift)
         scores = scores.masked_fill(~seen, -torch.inf)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
@@ -83,14 +92,11 @@ def standard(q, k, v, grad_o, causal, scale):
 
 def run_case(case, device="cpu"):
     q, k, v, grad_o = inputs(device=device, **case)
-    causal, scale, blocks = (
-        case.get("causal", False),
-        case.get("scale", q.shape[-1] ** -0.5),
-        case.get("blocks", (16, 16)),
-    )
-    o, lse = kernels.forward(q, k, v, causal, scale, *blocks)
-    got = (o, lse, *kernels.backward(q, k, v, o, lse, grad_o, causal, scale, *blocks))
-    want = standard(q.double(), k.double(), v.double(), grad_o.double(), causal, scale)
+    shift, scale, blocks = shift_of(case), case.get("scale", q.shape[-1] ** -0.5), case.get("blocks", (16, 16))
+    options = Options(shift, scale, *blocks)
+    o, lse = launching.forward(q, k, v, options)
+    got = (o, lse, *launching.backward(q, k, v, o, lse, grad_o, options))
+    want = standard(q.double(), k.double(), v.double(), grad_o.double(), shift, scale)
     return (q, k, v, grad_o), got, want
 
 
@@ -124,11 +130,11 @@ def report_skipping():
     """NaNs in v and grad_o where no visible tile reaches: 0 * NaN is NaN, so a tile that is visited shows."""
     q, k, v, grad_o = inputs((1, 1, 1, 64, 64, 16))
     v[:, :, 48:] = torch.nan
-    o, lse = kernels.forward(q, k, v, True, 0.25, 16, 16)
-    dq, _, _ = kernels.backward(q, k, v, o, lse, grad_o, True, 0.25, 16, 16)
+    o, lse = launching.forward(q, k, v, Options(0, 0.25, 16, 16))
+    dq, _, _ = launching.backward(q, k, v, o, lse, grad_o, Options(0, 0.25, 16, 16))
     early = grad_o.clone()
     early[:, :, :16] = torch.nan
-    _, dk, dv = kernels.backward(q, k, inputs((1, 1, 1, 64, 64, 16))[2], o, lse, early, True, 0.25, 16, 16)
+    _, dk, dv = launching.backward(q, k, inputs((1, 1, 1, 64, 64, 16))[2], o, lse, early, Options(0, 0.25, 16, 16))
     return {
         "forward": bool(o[:, :, :48].isfinite().all() and o[:, :, 48:].isnan().all()),
         "dq": bool(dq[:, :, :48].isfinite().all() and dq[:, :, 48:].isnan().all()),
@@ -143,8 +149,8 @@ def report_refusals():
     messages = {}
     for blocks in [(24, 16), (16, 8), (0, None), (None, 48)]:
         for call in (
-            lambda blocks: kernels.forward(q, q, q, False, 1.0, *blocks),
-            lambda blocks: kernels.backward(q, q, q, q, q[..., 0], q, False, 1.0, *blocks),
+            lambda blocks: launching.forward(q, q, q, Options(None, 1.0, *blocks)),
+            lambda blocks: launching.backward(q, q, q, q, q[..., 0], q, Options(None, 1.0, *blocks)),
         ):
             try:
                 call(blocks)
@@ -154,12 +160,11 @@ def report_refusals():
 
 
 def report_reasons():
-    sizes = {str(d): kernels.why_not(torch.zeros(1, 1, 4, d)) for d in (8, 15, 16, 200, 256, 257)}
-    dtypes = {
-        name: kernels.why_not(torch.zeros(1, 1, 4, 16, dtype=getattr(torch, name)))
-        for name in ("float32", "float16", "bfloat16", "float64")
-    }
-    return {**sizes, **dtypes, "meta": kernels.why_not(torch.zeros(1, 1, 4, 16, device="meta"))}
+    x, wide = torch.zeros(1, 1, 4, 16), torch.zeros(1, 1, 4, 24)
+    cases = {str(d): torch.zeros(1, 1, 4, d) for d in (8, 15, 16, 200, 256, 257)}
+    cases |= {name: x.to(getattr(torch, name)) for name in ("float32", "float16", "bfloat16", "float64")}
+    cases["meta"] = x.to("meta")
+    return {**{name: launching.why_not(x, x) for name, x in cases.items()}, "wide": launching.why_not(x, wide)}
 
 
 def compile_for_an_absent_gpu():
@@ -183,14 +188,14 @@ def compile_for_an_absent_gpu():
         compiled.append([kernel.fn.__name__, options.get("BLOCK_Q"), "wgmma" in binary.asm["ptx"]])
 
     triton.JITFunction.run = compile_only
-    for tuned in kernels.TUNED.values():
+    for tuned in launching.TUNED.values():
         tuned.configs = tuned.configs[-2:]
         tuned._do_bench = lambda call, quantiles: call() or [1.0, 1.0, 1.0]
 
     def both(case, block):
         q, k, v, grad_o = inputs(**case)
-        o, lse = kernels.forward(q, k, v, True, 0.125, block, block)
-        kernels.backward(q, k, v, o, lse, grad_o, True, 0.125, block, block)
+        o, lse = launching.forward(q, k, v, Options(0, 0.125, block, block))
+        launching.backward(q, k, v, o, lse, grad_o, Options(0, 0.125, block, block))
 
     both(dict(shape=(1, 4, 2, 100, 200, 64), dtype="bfloat16"), 64)
     both(dict(shape=(1, 1, 1, 1, 1, 24), dtype="float32", strides="any"), 16)
@@ -226,7 +231,7 @@ def start(**environment):
 @pytest.fixture(scope="module")
 def interpreted():
     if old_interpreter():
-        pytest.skip("Triton's interpreter needs Triton 3.6 or later here")
+        pytest.skip("Triton's interpreter needs Triton 3.7 or later here")
     return start(TRITON_INTERPRET="1")
 
 
@@ -283,21 +288,33 @@ def test_head_dims_and_dtypes_that_the_kernels_lack_are_named(interpreted):
     assert not any(reasons[dtype] for dtype in ("float32", "float16", "bfloat16"))
     assert reasons["float64"] == "the dtype is float64, and the kernels take float32, float16 and bfloat16"
     assert reasons["meta"].startswith("the tensors are on meta")
+    assert reasons["wide"] == "v's head dimension is 24, and the kernels take q's, 16"
 
 
 @needs_triton
 @pytest.mark.skipif(kernels.INTERPRETED, reason="TRITON_INTERPRET is set here")
 def test_tensors_on_the_cpu_need_the_interpreter():
     reason = "the tensors are on cpu, and Triton's interpreter is off (TRITON_INTERPRET=1 turns it on)"
-    assert kernels.why_not(torch.zeros(1, 1, 4, 16)) == reason
+    assert launching.why_not(*[torch.zeros(1, 1, 4, 16)] * 2) == reason
 
 
-def test_without_triton_the_module_imports_and_says_why_it_can_not_run(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    spec = importlib.util.spec_from_file_location("kernels_without_triton", kernels.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.why_not(torch.zeros(1, 1, 4, 16)) == "Triton is not installed"
+def test_without_triton_the_kernels_import_and_what_is_asked_for_them_says_why_they_can_not_run():
+    program = """if True:
+        import sys, torch
+        sys.modules["triton"] = None
+        from course_lib.attention import flash_attention, launching
+        x = torch.zeros(1, 1, 4, 16)
+        print(launching.why_not(x, x))
+        try:
+            flash_attention(x, x, x, backend="triton")
+        except RuntimeError as error:
+            print(error)
+    """
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100).stdout
+    assert told.splitlines() == [
+        "Triton is not installed",
+        'backend is "triton", but Triton is not installed; backend="torch" works',
+    ]
 
 
 # ---- for GPUs
@@ -333,7 +350,7 @@ GPU_CASES = [
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_on_a_gpu_errors_stay_near_those_of_standard_attention(case):
     given, got, want = run_case(case, device="cuda")
-    same_precision = standard(*given, case["causal"], given[0].shape[-1] ** -0.5)
+    same_precision = standard(*given, shift_of(case), given[0].shape[-1] ** -0.5)
     allowed = {"o": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
     for name, mine, theirs, exact in zip(NAMES, got, same_precision, want, strict=True):
         assert error(mine, exact) <= allowed[name] * error(theirs, exact) + 1e-6, name

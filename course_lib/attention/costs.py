@@ -1,10 +1,35 @@
-"""What attention costs: FLOPs, and bytes moved to and from the slow memory."""
+"""What attention costs: FLOPs, and bytes moved to and from the slow memory.
+
+FLOPs of a head with N positions of d features: each product of (N, d) and (d, N), or (N, N) and (N, d), takes
+2 N^2 d. Forward has two of them, 4 N^2 d, in both kinds. Backward has four, 8 N^2 d (dV, dP, dQ, dK); flash makes
+the scores again, 10 N^2 d. exp, maximum and sums are not counted: they are O(N^2).
+
+Elements moved, where each operator reads its inputs once and writes its output once:
+
+- standard, forward: S = Q K^T reads 2 N d and writes N^2; P = softmax(S) reads and writes N^2; O = P V reads
+  N^2 + N d and writes N d. Together 4 N^2 + 4 N d.
+- standard, backward: dV = P^T dO moves N^2 + 2 N d; dP = dO V^T as much; dS = P * (dP - rowsum(dP * P)) moves
+  3 N^2; dQ = dS K and dK = dS^T Q move N^2 + 2 N d each. Together 7 N^2 + 8 N d.
+- flash, forward: blocks of B = M / (4 d) rows of Q and of O stay on chip, M being the elements that `sram_bytes`
+  hold; the other half is for short tiles of K, V and S. Q is read once, O and the log-sum-exp are written once, and
+  K and V are read once for each of N / B blocks: 2 N d + N + 2 N d * N / B. Leading term: 8 N^2 d^2 / M.
+- flash, backward: D = rowsum(dO * O) moves 2 N d + N. Blocks of B = M / (8 d) rows of K, V, dK and dV stay on chip,
+  read or written once, 4 N d; for each of N / B blocks, Q and dO are read, dQ is read and written, the log-sum-exp
+  and D are read: 4 N d + 2 N. Leading term: 32 N^2 d^2 / M.
+
+Blocks are whole: B is rounded down, N / B up. Elements have `dtype_bytes`, the log-sum-exp and D four.
+A GPU moves fewer bytes than this where its L2 cache holds what several blocks read, and more where it masks or
+drops out in operators of their own.
+
+Source: Dao et al. 2022, arXiv:2205.14135, theorem 2 (standard attention Theta(N d + N^2), flash Theta(N^2 d^2 / M)) and
+appendix B; the order of the loops and the log-sum-exp are those of Dao 2023, arXiv:2307.08691.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-KINDS, PASSES = ("standard", "flash"), ("forward", "backward")
+from course_lib import _check
 
 
 @dataclass(frozen=True)
@@ -38,26 +63,7 @@ def attention_cost(
 ) -> AttentionCost:
     """FLOPs and bytes moved of one pass of attention, not causal, with as many keys as queries.
 
-    FLOPs of a head with N positions of d features: each product of (N, d) and (d, N), or (N, N) and (N, d), takes
-    2 N^2 d. Forward has two of them, 4 N^2 d, in both kinds. Backward has four, 8 N^2 d (dV, dP, dQ, dK); flash makes
-    the scores again, 10 N^2 d. exp, maximum and sums are not counted: they are O(N^2).
-
-    Elements moved, where each operator reads its inputs once and writes its output once:
-
-    - standard, forward: S = Q K^T reads 2 N d and writes N^2; P = softmax(S) reads and writes N^2; O = P V reads
-      N^2 + N d and writes N d. Together 4 N^2 + 4 N d.
-    - standard, backward: dV = P^T dO moves N^2 + 2 N d; dP = dO V^T as much; dS = P * (dP - rowsum(dP * P)) moves
-      3 N^2; dQ = dS K and dK = dS^T Q move N^2 + 2 N d each. Together 7 N^2 + 8 N d.
-    - flash, forward: blocks of B = M / (4 d) rows of Q and of O stay on chip, M being the elements that `sram_bytes`
-      hold; the other half is for short tiles of K, V and S. Q is read once, O and the log-sum-exp are written once, and
-      K and V are read once for each of N / B blocks: 2 N d + N + 2 N d * N / B. Leading term: 8 N^2 d^2 / M.
-    - flash, backward: D = rowsum(dO * O) moves 2 N d + N. Blocks of B = M / (8 d) rows of K, V, dK and dV stay on chip,
-      read or written once, 4 N d; for each of N / B blocks, Q and dO are read, dQ is read and written, the log-sum-exp
-      and D are read: 4 N d + 2 N. Leading term: 32 N^2 d^2 / M.
-
-    Blocks are whole: B is rounded down, N / B up. Elements have `dtype_bytes`, the log-sum-exp and D four.
-    A GPU moves fewer bytes than this where its L2 cache holds what several blocks read, and more where it masks or
-    drops out in operators of their own.
+    The head of this module has the count.
 
     Args:
         sequence, head_dim: N and d.
@@ -70,21 +76,12 @@ def attention_cost(
     Raises:
         TypeError, ValueError: a count that is not a positive whole number; an unknown kind or pass; sram_bytes that
             hold no row of each block.
-
-    Source: Dao et al. 2022, arXiv:2205.14135, theorem 2 (standard attention Theta(N d + N^2), flash
-    Theta(N^2 d^2 / M)) and appendix B; the order of the loops and the log-sum-exp are those of Dao 2023,
-    arXiv:2307.08691.
     """
     counts = {"sequence": sequence, "head_dim": head_dim, "batch": batch, "heads": heads}
     for name, value in {**counts, "sram_bytes": sram_bytes, "dtype_bytes": dtype_bytes}.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} is {value!r}; it takes a whole number, 1 or more")
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it takes a whole number, 1 or more")
-    if kind not in KINDS:
-        raise ValueError(f'kind is {kind!r}; it takes "standard" or "flash"')
-    if pass_ not in PASSES:
-        raise ValueError(f'pass_ is {pass_!r}; it takes "forward" or "backward"')
+        _check.whole(name, value, 1)
+    _check.one_of("kind", kind, ("standard", "flash"))
+    _check.one_of("pass_", pass_, ("forward", "backward"))
     n, d = sequence, head_dim
     products = {"forward": 2, "backward": 4 if kind == "standard" else 5}[pass_]
     flops = products * 2 * n * n * d
@@ -93,11 +90,8 @@ def attention_cost(
         moved = elements * dtype_bytes
     else:
         tensors = 4 if pass_ == "forward" else 8  # B = M / (tensors * d)
-        rows = sram_bytes // (tensors * d * dtype_bytes)
-        if rows < 1:
-            least = tensors * d * dtype_bytes
-            raise ValueError(f"sram_bytes is {sram_bytes}, but head_dim = {d} takes {least} or more")
-        blocks = -(-n // rows)
+        row_bytes = tensors * d * dtype_bytes
+        blocks = -(-n // (_check.whole("sram_bytes", sram_bytes, row_bytes) // row_bytes))
         if pass_ == "forward":
             moved = (2 * n * d + 2 * n * d * blocks) * dtype_bytes + 4 * n
         else:

@@ -22,19 +22,12 @@ write to the same place: no atomic additions, and the same bits in every run.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
-from typing import Any
-
-import torch
-from torch import Tensor
 
 try:
     import triton
     import triton.language as tl
-except ImportError:  # where there is no Triton this module still imports, and `why_not` says why nothing runs
+except ImportError:  # where there is no Triton this module still imports, and `launching.why_not` says that
     triton = tl = None
-
-__all__ = ["backward", "forward", "why_not"]
 
 jit = triton.jit if triton else lambda function: function
 # With TRITON_INTERPRET=1 in the environment when Triton was imported, Triton's own functions are not compiled either.
@@ -103,35 +96,35 @@ def product(a, b, onto=None):
 
 
 @jit
-def visible(queries, keys, n_q, n_k, CAUSAL: tl.constexpr):
-    """Which keys a query sees. If causal the last query sees the last key, so that none sees a key past n_k."""
+def visible(queries, keys, n_k, shift, CAUSAL: tl.constexpr):
+    """Which keys a query sees: if causal, query i those up to i + shift."""
     if CAUSAL:
-        return keys <= queries + n_k - n_q
+        return (keys <= queries + shift) & (keys < n_k)
     else:
         return keys < n_k
 
 
 @jit
-def keys_to_visit(first_q, n_q, n_k, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+def keys_to_visit(first_q, n_k, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     """Keys 0 .. inner form whole tiles that each query of the block sees; keys inner .. end need a mask; later ones
     are seen by none."""
     if CAUSAL:
-        seen_by_first = tl.minimum(tl.maximum(first_q + 1 + n_k - n_q, 0), n_k)
-        seen_by_last = tl.minimum(tl.maximum(first_q + BLOCK_Q + n_k - n_q, 0), n_k)
+        seen_by_first = tl.minimum(tl.maximum(first_q + 1 + shift, 0), n_k)
+        seen_by_last = tl.minimum(tl.maximum(first_q + BLOCK_Q + shift, 0), n_k)
         return seen_by_first // BLOCK_K * BLOCK_K, seen_by_last
     else:
         return n_k // BLOCK_K * BLOCK_K, n_k
 
 
 @jit
-def queries_to_visit(first_k, n_q, n_k, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+def queries_to_visit(first_k, n_q, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     """Queries before start see no key of the block; start .. inner need a mask; from inner on each sees all of it.
 
     Keys past n_k need no mask here: they spoil their own rows of dK and dV only, which are not stored.
     """
     if CAUSAL:
-        first_seeing_one = tl.minimum(tl.maximum(first_k + n_q - n_k, 0), n_q)
-        first_seeing_all = tl.minimum(tl.maximum(first_k + BLOCK_K - 1 + n_q - n_k, 0), n_q)
+        first_seeing_one = tl.minimum(tl.maximum(first_k - shift, 0), n_q)
+        first_seeing_all = tl.minimum(tl.maximum(first_k + BLOCK_K - 1 - shift, 0), n_q)
         return first_seeing_one // BLOCK_Q * BLOCK_Q, tl.cdiv(first_seeing_all, BLOCK_Q) * BLOCK_Q
     else:
         return 0, 0
@@ -144,7 +137,7 @@ def queries_to_visit(first_k, n_q, n_k, CAUSAL: tl.constexpr, BLOCK_Q: tl.conste
 def forward_kernel(
     q, k, v, o, lse,
     q_strides, k_strides, v_strides, o_strides,
-    n_q, n_k, group, scale_log2,
+    n_q, n_k, shift, group, scale_log2,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One instance: BLOCK_Q queries of one head.
@@ -165,7 +158,7 @@ def forward_kernel(
     largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
 
-    inner, end = keys_to_visit(first_q, n_q, n_k, CAUSAL, BLOCK_Q, BLOCK_K)
+    inner, end = keys_to_visit(first_q, n_k, shift, CAUSAL, BLOCK_Q, BLOCK_K)
     for EDGE in tl.static_range(2):  # written out twice by the compiler: tiles without a mask, then tiles with one
         for first_k in range(inner if EDGE else 0, end if EDGE else inner, BLOCK_K):
             key = load_tile(k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
@@ -173,14 +166,14 @@ def forward_kernel(
             scores = product(query, tl.trans(key)) * scale_log2  # (BLOCK_Q, BLOCK_K)
             if EDGE:
                 columns = first_k + tl.arange(0, BLOCK_K)
-                seen = visible(rows[:, None], columns[None, :], n_q, n_k, CAUSAL)
+                seen = visible(rows[:, None], columns[None, :], n_k, shift, CAUSAL)
                 scores = tl.where(seen, scores, float("-inf"))
 
             new_largest = tl.maximum(largest, tl.max(scores, 1))
             # A row that has seen nothing yet has -inf here, and -inf - -inf is NaN: it subtracts 0 instead.
-            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            weights = tl.exp2(scores - shift[:, None])
-            shrink = tl.exp2(largest - shift)  # what the old sums are worth under the new maximum
+            base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            weights = tl.exp2(scores - base[:, None])
+            shrink = tl.exp2(largest - base)  # what the old sums are worth under the new maximum
             total = total * shrink + tl.sum(weights, 1)
             out = product(weights.to(value.dtype), value, out * shrink[:, None])
             largest = new_largest
@@ -219,7 +212,7 @@ def row_dots_kernel(
 def keys_backward_kernel(
     q, k, v, grad_o, lse, row_dots, grad_k, grad_v,
     q_strides, k_strides, v_strides, grad_o_strides, grad_k_strides, grad_v_strides,
-    n_q, n_k, group, scale, scale_log2,
+    n_q, n_k, shift, group, scale, scale_log2,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One instance: BLOCK_K keys of one key-value head, for all query heads that share it.
@@ -238,7 +231,7 @@ def keys_backward_kernel(
     key_grad = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     value_grad = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
 
-    start, inner = queries_to_visit(first_k, n_q, n_k, CAUSAL, BLOCK_Q, BLOCK_K)
+    start, inner = queries_to_visit(first_k, n_q, shift, CAUSAL, BLOCK_Q, BLOCK_K)
     for head in range(kv_head * group, (kv_head + 1) * group):
         at = row_offset(batch, head, tl.num_programs(1) * group, n_q)
         for EDGE in tl.static_range(2):
@@ -251,7 +244,7 @@ def keys_backward_kernel(
                 # All transposed, keys down and queries across: the sums over queries are then plain products.
                 scores = product(key, tl.trans(query)) * scale_log2  # (BLOCK_K, BLOCK_Q)
                 if EDGE:
-                    seen = visible(rows[None, :], columns[:, None], n_q, n_k, CAUSAL)
+                    seen = visible(rows[None, :], columns[:, None], n_k, shift, CAUSAL)
                     scores = tl.where(seen, scores, float("-inf"))
                 weights = tl.exp2(scores - load_lse(lse + at, rows, n_q)[None, :])
                 value_grad = product(weights.to(out_grad.dtype), out_grad, value_grad)
@@ -268,7 +261,7 @@ def keys_backward_kernel(
 def queries_backward_kernel(
     q, k, v, grad_o, lse, row_dots, grad_q,
     q_strides, k_strides, v_strides, grad_o_strides, grad_q_strides,
-    n_q, n_k, group, scale, scale_log2,
+    n_q, n_k, shift, group, scale, scale_log2,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One instance: BLOCK_Q queries of one head.
@@ -291,7 +284,7 @@ def queries_backward_kernel(
 
     query_grad = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
 
-    inner, end = keys_to_visit(first_q, n_q, n_k, CAUSAL, BLOCK_Q, BLOCK_K)
+    inner, end = keys_to_visit(first_q, n_k, shift, CAUSAL, BLOCK_Q, BLOCK_K)
     for EDGE in tl.static_range(2):
         for first_k in range(inner if EDGE else 0, end if EDGE else inner, BLOCK_K):
             key = load_tile(k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
@@ -299,7 +292,7 @@ def queries_backward_kernel(
             scores = product(query, tl.trans(key)) * scale_log2  # (BLOCK_Q, BLOCK_K)
             if EDGE:
                 columns = first_k + tl.arange(0, BLOCK_K)
-                seen = visible(rows[:, None], columns[None, :], n_q, n_k, CAUSAL)
+                seen = visible(rows[:, None], columns[None, :], n_k, shift, CAUSAL)
                 scores = tl.where(seen, scores, float("-inf"))
             weights = tl.exp2(scores - row_lse[:, None])
             weight_grads = product(out_grad, tl.trans(value))
@@ -307,148 +300,3 @@ def queries_backward_kernel(
             query_grad = product(score_grads.to(key.dtype), key, query_grad)
 
     store_tile(query_grad * scale, grad_q, grad_q_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
-
-
-# ---- block sizes
-
-
-def _fitting(configs: list, arguments: dict[str, Any], **options: Any) -> list:
-    """Those configurations whose tiles a GPU can be expected to hold, and the smallest in any case."""
-    itemsize = arguments["q"].element_size()
-
-    def fits(config: Any) -> bool:
-        rows = max(config.kwargs["BLOCK_Q"], config.kwargs["BLOCK_K"])
-        tile_bytes = rows * options["BLOCK_D"] * itemsize
-        # Exact fp32 products use no tensor cores: larger tiles spill registers and take half a minute to compile.
-        return tile_bytes <= 32 * 1024 if itemsize == 2 else tile_bytes <= 16 * 1024 and rows <= 32
-
-    return [config for config in configs if fits(config)] or configs[-1:]
-
-
-def _tuned(kernel: Any) -> Any:
-    """The kernel, with block sizes chosen by trying each configuration for each new size of problem.
-
-    A configuration is BLOCK_Q, BLOCK_K, warps (of 32 threads) an instance, and stages: how many tiles the loop has in
-    flight, so that it loads the next one while it computes with this one. Those that a GPU has no room for lose.
-    """
-    sizes = [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 4, 3),
-             (32, 32, 4, 2), (16, 16, 4, 1)]  # fmt: skip
-    configs = [
-        triton.Config({"BLOCK_Q": block_q, "BLOCK_K": block_k}, num_warps=warps, num_stages=stages)
-        for block_q, block_k, warps, stages in sizes
-    ]
-    key = ["n_q", "n_k", "D", "CAUSAL"]
-    return triton.autotune(configs, key, prune_configs_by={"early_config_prune": _fitting})(kernel)
-
-
-if triton and not INTERPRETED:
-    TUNED = {kernel: _tuned(kernel) for kernel in (forward_kernel, keys_backward_kernel, queries_backward_kernel)}
-
-
-def _with_blocks(kernel: Any, block_q: int | None, block_k: int | None) -> tuple[Any, dict[str, int]]:
-    """The kernel to launch and the options that say its block sizes; none for a kernel that tunes itself."""
-    for name, block in (("block_q", block_q), ("block_k", block_k)):
-        if block is not None and (block < 16 or block & (block - 1)):
-            raise ValueError(f"{name} is {block}, but the kernels need a power of two, at least 16")
-    if block_q is None and block_k is None and not INTERPRETED:
-        return TUNED[kernel], {}
-    block_q, block_k = block_q or 32, block_k or 32
-    warps = 8 if block_q + block_k > 128 else 4  # of 32 threads, which share the instance's tiles
-    return kernel, {"BLOCK_Q": block_q, "BLOCK_K": block_k, "num_warps": warps, "num_stages": 2}
-
-
-# ---- what the rest of the package calls
-
-
-def why_not(q: Tensor) -> str | None:
-    """Half a sentence on why the kernels can't run here on tensors like `q`, or None if they can."""
-    if triton is None:
-        return "Triton is not installed"
-    if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
-        return f"the tensors are on {q.device.type}, and Triton's interpreter is off (TRITON_INTERPRET=1 turns it on)"
-    if q.is_cuda and not INTERPRETED and not torch.version.hip and torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "this GPU is older than compute capability 8.0, the oldest that Triton supports"
-    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"the dtype is {str(q.dtype).removeprefix('torch.')}, and the kernels take float32, float16 and bfloat16"
-    if not 16 <= q.shape[-1] <= 256:
-        return f"the head dimension is {q.shape[-1]}, and the kernels take 16 to 256"
-    return None
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, block_q: int | None, block_k: int | None
-) -> tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T) v, and each row's log-sum-exp.
-
-    Args:
-        q: (batch, heads, n_q, d), fp32, fp16 or bf16, with any strides.
-        k, v: (batch, kv_heads, n_k, d), of q's dtype; kv_heads divides heads.
-        causal: query i sees keys j <= i + n_k - n_q; a row that sees none gives o = 0 and lse = -inf.
-        scale: what the scores are multiplied by.
-        block_q, block_k: rows of a tile, powers of two from 16 on. If neither is given they are tuned on a GPU: the
-            first call for new lengths tries a few, which takes seconds and memory; don't measure that call.
-
-    Returns:
-        o (batch, heads, n_q, d), contiguous, of q's dtype, and lse (batch, heads, n_q), fp32, natural logarithm.
-
-    Raises:
-        ValueError: a block is no power of two, or below 16.
-    """
-    (batch, heads, n_q, d), (_, kv_heads, n_k, _) = q.shape, k.shape
-    kernel, options = _with_blocks(forward_kernel, block_q, block_k)
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    with _device_of(q):
-        kernel[lambda meta: (triton.cdiv(n_q, meta["BLOCK_Q"]), heads, batch)](
-            q, k, v, o, lse, q.stride(), k.stride(), v.stride(), o.stride(),
-            n_q, n_k, heads // kv_heads, scale * math.log2(math.e),
-            CAUSAL=bool(causal), D=d, BLOCK_D=triton.next_power_of_2(d), **options,
-        )  # fmt: skip
-    return o, lse
-
-
-def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    grad_o: Tensor,
-    causal: bool,
-    scale: float,
-    block_q: int | None,
-    block_k: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, contiguous, from that of o and from what `forward` took and returned.
-
-    Raises:
-        ValueError: a block is no power of two, or below 16.
-    """
-    (batch, heads, n_q, d), (_, kv_heads, n_k, _) = q.shape, k.shape
-    over_keys, options = _with_blocks(keys_backward_kernel, block_q, block_k)
-    over_queries, _ = _with_blocks(queries_backward_kernel, block_q, block_k)
-    lse = lse.contiguous()
-    row_dots = torch.empty_like(lse)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    shape = {"D": d, "BLOCK_D": triton.next_power_of_2(d)}
-    numbers = (n_q, n_k, heads // kv_heads, float(scale), scale * math.log2(math.e))
-    with _device_of(q):
-        row_dots_kernel[(triton.cdiv(n_q, 32), heads, batch)](
-            grad_o, o, row_dots, grad_o.stride(), o.stride(), n_q, **shape, BLOCK_Q=32
-        )
-        over_keys[lambda meta: (triton.cdiv(n_k, meta["BLOCK_K"]), kv_heads, batch)](
-            q, k, v, grad_o, lse, row_dots, dk, dv,
-            q.stride(), k.stride(), v.stride(), grad_o.stride(), dk.stride(), dv.stride(),
-            *numbers, CAUSAL=bool(causal), **shape, **options,
-        )  # fmt: skip
-        over_queries[lambda meta: (triton.cdiv(n_q, meta["BLOCK_Q"]), heads, batch)](
-            q, k, v, grad_o, lse, row_dots, dq,
-            q.stride(), k.stride(), v.stride(), grad_o.stride(), dq.stride(),
-            *numbers, CAUSAL=bool(causal), **shape, **options,
-        )  # fmt: skip
-    return dq, dk, dv
-
-
-def _device_of(q: Tensor) -> Any:
-    """Triton launches on the current GPU, which need not be the tensors'."""
-    return torch.cuda.device(q.device) if q.is_cuda else nullcontext()

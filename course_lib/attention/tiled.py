@@ -8,16 +8,37 @@ Source: Dao 2023 (FlashAttention-2), arXiv:2307.08691, algorithms 1 and 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from course_lib import _check
+
+from . import threads
 
 BLOCK = 512  # rows and columns of a tile, if nothing else is asked for
 # Elements of the tiles that are worked on at a time: short sequences go through many heads at once. In float32, 1 MiB,
 # which stays in a core's cache; a GPU needs more at a time to be busy.
 TILE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
+HEADS_AT_ONCE = 2  # at least, even if that is more elements: one for each of two threads
 LOG2_E = math.log2(math.e)
+
+
+class Options(NamedTuple):
+    """How queries see keys, for all backends.
+
+    Attributes:
+        shift: query i sees the keys up to i + shift; all of them if None.
+        scale: what the scores are multiplied by.
+        block_q, block_k: rows and columns of a tile; the backend's choice if None.
+    """
+
+    shift: int | None
+    scale: float
+    block_q: int | None = None
+    block_k: int | None = None
 
 
 def online_softmax(scores: Tensor, block: int) -> Tensor:
@@ -39,11 +60,12 @@ def online_softmax(scores: Tensor, block: int) -> Tensor:
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3.
     """
-    if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.dim() == 0:
-        got = f"{scores.dtype} with {scores.dim()} dimensions" if isinstance(scores, Tensor) else type(scores).__name__
-        raise TypeError(f"scores is {got}; it takes a floating-point tensor with one dimension or more")
-    check_block("block", block)
-    x = scores.to(_work_dtype(scores))
+    takes = "a floating-point tensor with one dimension or more"
+    _check.kind("scores", scores, Tensor, takes)
+    if not scores.is_floating_point() or scores.dim() == 0:
+        raise TypeError(f"scores is {_check.shown(scores)}; it takes {takes}")
+    block = _check.whole("block", block, 1)
+    x = scores.to(work_dtype(scores))
     m = x.new_full((*x.shape[:-1], 1), torch.finfo(x.dtype).min)  # finite: -inf - (-inf) would be NaN
     total = torch.zeros_like(m)
     for columns in x.split(block, dim=-1) if x.numel() else ():
@@ -53,64 +75,51 @@ def online_softmax(scores: Tensor, block: int) -> Tensor:
     return ((x - m).exp() / total.clamp(min=1)).to(scores.dtype)  # total >= 1, but where all is -inf
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, block_q: int | None, block_k: int | None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Attention's output, and the log-sum-exp of each row of scores.
 
     Args:
         q: (batch, heads, n_q, d).
-        k, v: (batch, kv_heads, n_k, d).
-        causal, scale, block_q, block_k: as for `flash_attention`.
+        k: (batch, kv_heads, n_k, d).
+        v: (batch, kv_heads, n_k, d_v).
 
     Returns:
-        o, (batch, heads, n_q, d), in the dtype of q; lse, (batch, heads, n_q), in float32 (float64 for float64):
+        o, (batch, heads, n_q, d_v), in the dtype of q; lse, (batch, heads, n_q), in float32 (float64 for float64):
         natural logarithms, -inf for a row that sees no key, whose output is zero.
     """
-    o = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:3], dtype=_work_dtype(q))
-    blocks = _blocks(q, k, block_q, block_k)
-    for part in _heads(*blocks, (q, o, lse), (k, v)):
-        _forward(*part, causal, scale, *blocks)
+    o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=work_dtype(q))
+    _by_heads(forward_tiles, (q, o, lse), (k, v), options)
     return o, lse
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    grad_o: Tensor,
-    causal: bool,
-    scale: float,
-    block_q: int | None,
-    block_k: int | None,
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients dq, dk and dv, in the shapes and dtypes of q, k and v; arguments as returned by `forward`."""
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    blocks = _blocks(q, k, block_q, block_k)
-    for part in _heads(*blocks, (q, o, lse, grad_o, dq), (k, v, dk, dv)):
-        _backward(*part, causal, scale, *blocks)
+    _by_heads(backward_tiles, (q, o, lse, grad_o, dq), (k, v, dk, dv), options)
     return dq, dk, dv
 
 
-def _forward(q, o, lse, k, v, causal, scale, block_q, block_k) -> None:
-    """q, o (h, g, n_q, d) and lse (h, g, n_q); k, v (h, n_k, d): h heads of keys, each with g heads of queries."""
-    work = lse.dtype
-    shift = k.shape[1] - q.shape[2]  # row i sees the columns up to i + shift
+def forward_tiles(q, o, lse, k, v, options) -> None:
+    """Writes o and lse, for h heads of keys with g heads of queries each.
+
+    q (h, g, n_q, d), o (h, g, n_q, d_v), lse (h, g, n_q); k (h, n_k, d), v (h, n_k, d_v).
+    """
+    shift, scale, block_q, block_k = options
+    work, n_k = lse.dtype, k.shape[1]
     for i in range(0, q.shape[2], block_q):
         rows = slice(i, i + block_q)
         group_and_rows = q[:, :, rows].shape[1:3]
         q_i = q[:, :, rows].to(work).flatten(1, 2)  # (h, g rows, d)
-        last = min(k.shape[1], i + group_and_rows[1] + shift) if causal else k.shape[1]  # < 1: these rows see no key
-        acc = torch.zeros_like(q_i)  # sum of p v so far
+        last = n_k if shift is None else min(n_k, i + group_and_rows[1] + shift)  # < 1: these rows see no key
+        acc = q_i.new_zeros(*q_i.shape[:2], v.shape[2])  # sum of p v so far
         m = acc.new_full((*acc.shape[:2], 1), torch.finfo(work).min)  # maximum so far
         total = torch.zeros_like(m)  # sum of p so far
         for j in range(0, last, block_k):
             k_j, v_j = (x[:, j : min(j + block_k, last)].to(work) for x in (k, v))
             s = torch.baddbmm(m, q_i, k_j.mT, beta=0, alpha=scale)  # (h, g rows, columns)
-            if causal and j + k_j.shape[1] > i + shift + 1:
+            if shift is not None and j + k_j.shape[1] > i + shift + 1:
                 hidden = s.new_ones(group_and_rows[1], k_j.shape[1], dtype=torch.bool).triu(i + shift - j + 1)
                 s.unflatten(1, group_and_rows).masked_fill_(hidden, -math.inf)
             new_m = torch.maximum(m, s.amax(-1, keepdim=True))
@@ -122,49 +131,70 @@ def _forward(q, o, lse, k, v, causal, scale, block_q, block_k) -> None:
         o[:, :, rows] = acc.div_(total.clamp_(min=1)).view_as(o[:, :, rows])  # total >= 1, but where no key is seen
 
 
-def _backward(q, o, lse, grad_o, dq, k, v, dk, dv, causal, scale, block_q, block_k) -> None:
-    """As for `_forward`; dq, dk and dv are written."""
+def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
+    """As for `forward_tiles`; dq, dk and dv are written.
+
+    Tiles lie keys down, queries across: the sums over queries, dV and dK, are then plain products.
+    """
+    shift, scale, block_q, block_k = options
     work = lse.dtype
-    shift = k.shape[1] - q.shape[2]
-    delta = (grad_o.to(work) * o).sum(-1, keepdim=True)  # D = rowsum(dO * O) = rowsum(dP * P), (h, g, n_q, 1)
-    lse = lse.unsqueeze(-1)
+    delta = (grad_o.to(work) * o).sum(-1)  # D = rowsum(dO * O) = rowsum(dP * P), (h, g, n_q)
     dq_sum = torch.zeros_like(q, dtype=work, memory_format=torch.contiguous_format)
     for j in range(0, k.shape[1], block_k):
         k_j, v_j = (x[:, j : j + block_k].to(work) for x in (k, v))
         dk_j, dv_j = torch.zeros_like(k_j), torch.zeros_like(v_j)
-        for i in range(max(0, j - shift) if causal else 0, q.shape[2], block_q):  # from the first row that sees j
+        for i in range(0 if shift is None else max(0, j - shift), q.shape[2], block_q):  # from the first that sees j
             rows = slice(i, i + block_q)
-            q_i, do_i, lse_i, delta_i = (x[:, :, rows].to(work).flatten(1, 2) for x in (q, grad_o, lse, delta))
-            p = _exp_(torch.baddbmm(lse_i, q_i, k_j.mT, beta=-1, alpha=scale))  # (h, g rows, columns)
-            if causal and j + k_j.shape[1] > i + shift + 1:
-                p.unflatten(1, dq[:, :, rows].shape[1:3]).tril_(i + shift - j)
-            dv_j = torch.baddbmm(dv_j, p.mT, do_i)
-            ds = torch.baddbmm(delta_i, do_i, v_j.mT, beta=-1).mul_(p)  # dS = P * (dP - D)
-            dk_j = torch.baddbmm(dk_j, ds.mT, q_i, alpha=scale)
+            q_i, do_i = (x[:, :, rows].to(work).flatten(1, 2) for x in (q, grad_o))  # (h, g rows, ...)
+            lse_i, delta_i = (x[:, :, rows].flatten(1, 2).unsqueeze(1) for x in (lse, delta))  # (h, 1, g rows)
+            p = _exp_(torch.baddbmm(lse_i, k_j, q_i.mT, beta=-1, alpha=scale))  # (h, columns, g rows)
+            if shift is not None and j + k_j.shape[1] > i + shift + 1:
+                group, n = q[:, :, rows].shape[1:3]
+                hidden = p.new_ones(k_j.shape[1], n, dtype=torch.bool).tril(j - i - shift - 1)
+                p.unflatten(2, (group, n)).masked_fill_(hidden.unsqueeze(1), 0)
+                del hidden
+            dv_j = torch.baddbmm(dv_j, p, do_i)
+            ds = torch.baddbmm(delta_i, v_j, do_i.mT, beta=-1).mul_(p)  # dS = P * (dP - D)
+            dk_j = torch.baddbmm(dk_j, ds, q_i, alpha=scale)
             dq_i = dq_sum[:, :, rows]
-            dq_i.add_(torch.bmm(ds, k_j).view_as(dq_i), alpha=scale)
+            dq_i.add_(torch.bmm(ds.mT, k_j).view_as(dq_i), alpha=scale)
         dk[:, j : j + block_k], dv[:, j : j + block_k] = dk_j, dv_j
     dq.copy_(dq_sum)
 
 
-def _blocks(q: Tensor, k: Tensor, block_q: int | None, block_k: int | None) -> tuple[int, int]:
+def with_blocks(options: Options, q: Tensor, k: Tensor) -> Options:
     """Heads of queries that share keys are stacked in a tile, so each has its part of the rows."""
-    return block_q or max(1, BLOCK * k.shape[1] // q.shape[1]), block_k or BLOCK
+    block_q = options.block_q or max(1, BLOCK * k.shape[1] // max(1, q.shape[1]))
+    return options._replace(block_q=block_q, block_k=options.block_k or BLOCK)
 
 
-def _heads(block_q: int, block_k: int, queries: tuple, keys: tuple) -> Iterator[list[Tensor]]:
-    """Some heads of keys and their heads of queries at a time: views (h, g, n_q, ...) and (h, n_k, d).
+def heads_at_once(q: Tensor, k: Tensor, options: Options) -> int:
+    """How many heads of keys are worked on at a time; by shape alone, so that the bytes are the same everywhere."""
+    (batch, heads, n_q), (kv_heads, n_k) = q.shape[:3], k.shape[1:3]
+    tile = heads // max(1, kv_heads) * min(options.block_q, n_q) * min(options.block_k, n_k)
+    at_once = max(HEADS_AT_ONCE, TILE_ELEMENTS.get(q.device.type, 2**24) // max(1, tile))
+    return max(1, min(batch * kv_heads, at_once))
+
+
+def split_heads(queries: tuple, keys: tuple, size: int) -> Iterator[list[Tensor]]:
+    """`size` heads of keys and their heads of queries at a time: views (h, g, n_q, ...) and (h, n_k, ...).
 
     An input whose heads are not one stride apart throughout the batch is copied first, which takes n d elements a head.
     """
-    (batch, heads, n_q), (kv_heads, n_k) = queries[0].shape[:3], keys[0].shape[1:3]
-    group = heads // kv_heads
-    tile = group * min(block_q, n_q) * min(block_k, n_k)
-    at_once = max(1, TILE_ELEMENTS.get(queries[0].device.type, 2**24) // tile)
-    flat = [x.reshape(batch * kv_heads, group, *x.shape[2:]) for x in queries]
+    (batch, heads), kv_heads = queries[0].shape[:2], keys[0].shape[1]
+    flat = [x.reshape(batch * kv_heads, heads // max(1, kv_heads), *x.shape[2:]) for x in queries]
     flat += [x.reshape(batch * kv_heads, *x.shape[2:]) for x in keys]
-    for start in range(0, batch * kv_heads, at_once):
-        yield [x[start : start + at_once] for x in flat]
+    for start in range(0, batch * kv_heads, size):
+        yield [x[start : start + size] for x in flat]
+
+
+def _by_heads(tiles: Callable, queries: tuple, keys: tuple, options: Options) -> None:
+    """`tiles` for all heads. Threads share what would be worked on at a time, so that they take no more bytes."""
+    q, k = queries[0], keys[0]
+    options = with_blocks(options, q, k)
+    at_once = heads_at_once(q, k, options)
+    count = threads.workers(q, q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2], at_once)
+    threads.run(lambda *part: tiles(*part, options), split_heads(queries, keys, at_once // count), count)
 
 
 def _exp_(x: Tensor) -> Tensor:
@@ -176,12 +206,5 @@ def _exp_(x: Tensor) -> Tensor:
     return x.mul_(LOG2_E).exp2_()
 
 
-def _work_dtype(x: Tensor) -> torch.dtype:
+def work_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def check_block(name: str, block: int) -> None:
-    if isinstance(block, bool) or not isinstance(block, int):
-        raise TypeError(f"{name} is {block!r}; it takes a whole number, 1 or more")
-    if block < 1:
-        raise ValueError(f"{name} is {block}; it takes a whole number, 1 or more")

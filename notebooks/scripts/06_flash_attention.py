@@ -513,12 +513,12 @@ table(columns, [(name, *(seconds(layer, n) for n in (1024, 2048, 3072))) for nam
 #
 # <div lang="en">
 #
-# `flash_attention` takes what real models need: causal masks, queries and keys of different numbers, grouped queries (several query heads share one key and value head), bf16 and fp16 with sums in fp32, rows that see nothing. The causal mask is aligned at the bottom right: the last query sees all keys, and with fewer keys than queries the first ones see none (the framework's `is_causal=True` aligns at the top left). With 8 query heads on 2 key heads, beside the framework; then 6 queries on 4 keys:
+# `flash_attention` takes what real models need: causal masks, queries and keys of different numbers, grouped queries (several query heads share one key and value head), bf16 and fp16 with sums in fp32, rows that see nothing. The causal mask is aligned at the bottom right: the last query sees all keys, and with fewer keys than queries the first ones see none (`is_causal=True` aligns at the top left, as the framework's does). With 8 query heads on 2 key heads, beside the framework; then 6 queries on 4 keys:
 #
 # </div>
 # <div lang="zh">
 #
-# `flash_attention` 支持真实模型所需的种种情形：因果掩码、数目不同的查询与键、分组查询（几个查询头共用一个键值头）、bf16 与 fp16（求和用 fp32），以及什么也看不见的行。因果掩码在右下角对齐：最后一个查询看见所有的键；键比查询少时，最前面的查询什么也看不见（框架的 `is_causal=True` 在左上角对齐）。8 个查询头共用 2 个键头，与框架相比；然后是 6 个查询对 4 个键：
+# `flash_attention` 支持真实模型所需的种种情形：因果掩码、数目不同的查询与键、分组查询（几个查询头共用一个键值头）、bf16 与 fp16（求和用 fp32），以及什么也看不见的行。因果掩码在右下角对齐：最后一个查询看见所有的键；键比查询少时，最前面的查询什么也看不见（`is_causal=True` 与框架一样，在左上角对齐）。8 个查询头共用 2 个键头，与框架相比；然后是 6 个查询对 4 个键：
 #
 # </div>
 
