@@ -51,7 +51,6 @@ def random_chain(length: int, seed: int, most: int = 4) -> Chain:
                 output + draw.randint(0, most),
                 draw.choice([0, 0, draw.randint(1, most)]),
                 draw.choice([0, 0, draw.randint(1, most)]),
-                draw.choice([None, 0, draw.randint(1, 4 * most)]),
             )
         )
     return Chain(tuple(stages), draw.randint(1, most))
@@ -79,22 +78,18 @@ def cheapest_by_search(chain: Chain) -> list[tuple[int, float]]:
             stage, before = stages[i], live(kept, passing, saved, due)
             # Anything that passes is used by this action, or lost.
             fixed = kept | ({i} if i == passing else set())
-            unsaved = stage.forward_overhead_bytes
-            if stage.unsaved_overhead_bytes is not None:
-                unsaved = stage.unsaved_overhead_bytes
+            peak = before + stage.saved_bytes + stage.forward_overhead_bytes
             if i not in saved:
-                peak = before + stage.saved_bytes + stage.forward_overhead_bytes
-                yield peak, stage.forward_seconds, (fixed - {i + 1}, None, saved | {i}, due)
+                yield peak, stage.forward_time, (fixed - {i + 1}, None, saved | {i}, due)
             if i + 1 not in kept and i + 1 <= due:
-                peak = before + size[i + 1] + unsaved
-                yield peak, stage.forward_seconds, (fixed, i + 1, saved, due)
+                yield peak, stage.forward_time, (fixed, i + 1, saved, due)
                 if i == passing:
-                    yield peak, stage.forward_seconds, (kept, i + 1, saved, due)
+                    yield peak, stage.forward_time, (kept, i + 1, saved, due)
         if due in saved and (due in kept or due == passing or due - 1 in saved):
             peak = live(kept, passing, saved, due) + stages[due].backward_overhead_bytes
             peak += size[length] if due == length - 1 else 0
             rest = None if passing in (due, due + 1) else passing
-            yield peak, stages[due].backward_seconds, (kept - {due, due + 1}, rest, saved - {due}, due - 1)
+            yield peak, stages[due].backward_time, (kept - {due, due + 1}, rest, saved - {due}, due - 1)
 
     start = (frozenset({0}), None, frozenset(), length - 1)
     queue, number, best, found = [(0, chain.input_bytes, 0, start)], itertools.count(1), {}, []
@@ -123,14 +118,8 @@ def test_the_referee_counts_a_small_schedule_as_one_does_by_hand():
     chain = Chain((Stage(1, 2, 10, 30, 3, 5), Stage(4, 8, 20, 50, 1, 7)), 100)
     # Forward 0: 100 + 30 + 3. Forward 1: 130 + 50 + 1. Backward 1: 180 + 20 + 7. Backward 0: 130 + 10 + 5.
     assert simulate(store_all(chain), chain) == Cost(207, 15.0, 2)
-    # Forward 0: 100 + 10 + 3. Forward 1: 110 + 50 + 1. Backward 1: 160 + 20 + 7. Forward 0: 110 + 30 + 3.
+    # Forward 0: 100 + 30 + 3. Forward 1: 110 + 50 + 1. Backward 1: 160 + 20 + 7. Forward 0: 120 + 30 + 3.
     assert simulate(segments(chain, 2), chain) == Cost(187, 16.0, 3)
-
-
-def test_an_overhead_of_its_own_counts_where_a_forward_does_not_keep_all():
-    chain = Chain((Stage(1, 1, 1, 1, 0, 0, 50), Stage(1, 1, 1, 1)), 1)
-    assert simulate(store_all(chain), chain).peak_bytes == 4
-    assert simulate(segments(chain, 2), chain).peak_bytes == 52
 
 
 def test_a_uniform_chain_that_stores_all_takes_its_input_every_output_and_one_gradient():
@@ -193,14 +182,14 @@ def test_segments_of_equal_stages_differ_by_at_most_one_stage():
 
 
 def test_segments_of_uneven_stages_have_the_least_peak_of_all_cuts():
-    from course_lib.schedule import _segmented
+    from course_lib.schedule.rules import segmented
 
     for seed in range(40):
         length = 2 + seed % 6
         chain = random_chain(length, seed, most=9)
         for count in range(1, length + 1):
             cuts = itertools.combinations(range(1, length), count - 1)
-            least = min(simulate(_segmented([0, *cut, length]), chain).peak_bytes for cut in cuts)
+            least = min(simulate(segmented([0, *cut, length]), chain).peak_bytes for cut in cuts)
             assert simulate(segments(chain, count), chain).peak_bytes == least
 
 
@@ -233,11 +222,11 @@ def test_binomial_schedules_take_as_many_extra_steps_as_the_closed_form_says():
 
 
 def test_binomial_schedules_of_up_to_200_stages_are_as_long_as_the_closed_form_says():
-    for length in range(61, 201):
+    for length in range(61, 201, 9):
         for slots in range(1, length):
             r = next(r for r in itertools.count() if math.comb(slots + r, slots) >= length)
             extra = r * length - math.comb(slots + r, slots + 1)
-            assert sum(1 for _ in binomial(length, slots)) == 2 * length + extra
+            assert len(binomial(length, slots)) == 2 * length + extra
 
 
 @pytest.mark.parametrize(("length", "slots"), [(1, 1), (2, 1), (7, 1), (7, 2), (10, 3), (30, 5), (100, 10), (100, 200)])
@@ -268,20 +257,6 @@ def test_no_schedule_with_so_many_slots_takes_fewer_steps_than_the_binomial_one(
                 assert len(binomial(length, slots)) - 2 * length == best[length, slots]
 
 
-def test_a_binomial_schedule_is_lazy_and_can_be_indexed():
-    for length, slots in [(1, 1), (2, 1), (13, 1), (23, 3), (30, 29), (30, 100)]:
-        schedule, actions = binomial(length, slots), tuple(binomial(length, slots))
-        assert [schedule[i] for i in range(len(schedule))] == list(actions)
-        assert schedule[-1] == Backward(0) and schedule == Schedule(actions)
-        assert schedule[2:7] == Schedule(actions[2:7])
-        with pytest.raises(IndexError, match="this schedule has"):
-            schedule[len(schedule)]
-    large = binomial(100_000, 300)
-    assert len(large) == 2 * 100_000 + 3 * 100_000 - math.comb(303, 301)
-    assert large[len(large) // 2].stage < 100_000
-    assert sum(1 for _ in large) == len(large)
-
-
 # ---- the cheapest
 
 
@@ -294,7 +269,7 @@ CHAINS = [
 
 def test_the_frontier_is_what_a_search_through_all_persistent_schedules_finds():
     for chain in CHAINS:
-        assert [(cost.peak_bytes, cost.seconds) for cost in frontier(chain)] == cheapest_by_search(chain)
+        assert [(cost.peak_bytes, cost.time) for cost in frontier(chain)] == cheapest_by_search(chain)
 
 
 def test_the_cheapest_schedule_for_every_budget_is_what_a_search_finds():
@@ -303,7 +278,7 @@ def test_the_cheapest_schedule_for_every_budget_is_what_a_search_finds():
         for budget in range(points[0][0], points[-1][0] + 3):
             cost = simulate(optimal(chain, budget), chain)
             assert cost.peak_bytes <= budget
-            assert cost.seconds == min(seconds for peak, seconds in points if peak <= budget)
+            assert cost.time == min(seconds for peak, seconds in points if peak <= budget)
 
 
 def test_every_point_of_the_frontier_is_reached_and_one_byte_less_costs_more():
@@ -312,10 +287,10 @@ def test_every_point_of_the_frontier_is_reached_and_one_byte_less_costs_more():
         points = frontier(chain)
         for before, point in zip([None, *points], points, strict=False):
             cost = simulate(optimal(chain, point.peak_bytes), chain)
-            assert (cost.peak_bytes, cost.seconds) == (point.peak_bytes, point.seconds)
+            assert (cost.peak_bytes, cost.time) == (point.peak_bytes, point.time)
             if before is not None:
-                assert simulate(optimal(chain, point.peak_bytes - 1), chain).seconds == before.seconds
-        assert points[-1].seconds == simulate(store_all(chain), chain).seconds
+                assert simulate(optimal(chain, point.peak_bytes - 1), chain).time == before.time
+        assert points[-1].time == simulate(store_all(chain), chain).time
 
 
 def test_a_budget_that_is_too_small_is_refused_with_the_least_that_is_not():
@@ -338,26 +313,25 @@ def test_rounding_never_takes_the_peak_over_the_budget():
             optimal(chain, 1)
         least = error.value.least_bytes
         for budget in [least, least + 1, *(least + (most - least) * i // 7 for i in range(1, 7)), most, 10 * most]:
-            cost = simulate(optimal(chain, budget, slots=60), chain)
+            cost = simulate(optimal(chain, budget), chain)
             assert cost.peak_bytes <= budget
-            points.append(cost.seconds)
-        assert points[-1] == points[-2] == simulate(store_all(chain), chain).seconds
-        assert simulate(optimal(chain, most // 2, slots=500), chain).seconds >= min(points)
+            points.append(cost.time)
+        assert points[-1] == points[-2] == simulate(store_all(chain), chain).time
+        assert simulate(optimal(chain, most // 2), chain).time >= min(points)
 
 
 def test_a_common_divisor_of_all_sizes_keeps_the_result_exact():
     small = random_chain(8, 3)
     stages = [
-        Stage(s.forward_seconds, s.backward_seconds, *(
-            None if size is None else size * 1_000_003
-            for size in (s.output_bytes, s.saved_bytes, s.forward_overhead_bytes, s.backward_overhead_bytes,
-                         s.unsaved_overhead_bytes)
+        Stage(s.forward_time, s.backward_time, *(
+            size * 1_000_003
+            for size in (s.output_bytes, s.saved_bytes, s.forward_overhead_bytes, s.backward_overhead_bytes)
         ))
         for s in small.stages
     ]  # fmt: skip
     large = Chain(tuple(stages), small.input_bytes * 1_000_003)
     for point in frontier(small):
-        assert simulate(optimal(large, point.peak_bytes * 1_000_003), large).seconds == point.seconds
+        assert simulate(optimal(large, point.peak_bytes * 1_000_003), large).time == point.time
 
 
 def test_the_cheapest_schedule_is_never_slower_than_any_other_with_its_peak():
@@ -370,7 +344,7 @@ def test_the_cheapest_schedule_is_never_slower_than_any_other_with_its_peak():
             *(segments(chain, k) for k in (2, 5)),
         ]:
             cost = simulate(schedule, chain)
-            assert simulate(optimal(chain, cost.peak_bytes), chain).seconds <= cost.seconds
+            assert simulate(optimal(chain, cost.peak_bytes), chain).time <= cost.time
 
 
 # ---- execution
@@ -559,16 +533,16 @@ def test_the_counted_flops_are_the_simulated_ones():
     for schedule in (store_all(chain), segments(chain, 3), recursive(chain), binomial(7, 2)):
         with FlopCounterMode(display=False) as counter:
             ScheduledSequential(module, schedule)(x).sum().backward()
-        assert counter.get_total_flops() == simulate(schedule, chain).seconds
+        assert counter.get_total_flops() == simulate(schedule, chain).time
 
 
 def test_a_profile_counts_the_bytes_and_flops_of_each_stage():
     module, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), torch.randn(2, 4)
     linear, tanh = Chain.profile(module, x).stages
-    assert (linear.output_bytes, linear.saved_bytes, linear.forward_seconds) == (64, 64, 2 * 2 * 4 * 8)
-    assert (tanh.output_bytes, tanh.saved_bytes, tanh.forward_seconds) == (64, 64, 16)
+    assert (linear.output_bytes, linear.saved_bytes, linear.forward_time) == (64, 64, 2 * 2 * 4 * 8)
+    assert (tanh.output_bytes, tanh.saved_bytes, tanh.forward_time) == (64, 64, 16)
     assert Chain.profile(module, x) == Chain.profile(module, x)
-    assert all(stage.forward_seconds < 60 for stage in Chain.profile(module, x, clock=True).stages)
+    assert all(stage.forward_time < 60 for stage in Chain.profile(module, x, clock=True).stages)
 
 
 def test_a_profile_leaves_module_and_random_numbers_as_they_were():
@@ -588,9 +562,9 @@ def test_a_profile_leaves_module_and_random_numbers_as_they_were():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Stage(-1, 1, 1, 1), ValueError, "forward_seconds is -1; it takes a finite number"),
-        (lambda: Stage(1, math.nan, 1, 1), ValueError, "backward_seconds is nan"),
-        (lambda: Stage("1", 1, 1, 1), TypeError, "forward_seconds is '1'"),
+        (lambda: Stage(-1, 1, 1, 1), ValueError, "forward_time is -1; it takes a finite number"),
+        (lambda: Stage(1, math.nan, 1, 1), ValueError, "backward_time is nan"),
+        (lambda: Stage("1", 1, 1, 1), TypeError, "forward_time is '1'"),
         (lambda: Stage(1, 1, 0, 1), ValueError, "output_bytes is 0; it takes 1 or more"),
         (lambda: Stage(1, 1, 1.5, 1), TypeError, "output_bytes is 1.5; it takes a whole number"),
         (lambda: Stage(1, 1, 4, 3), ValueError, "saved_bytes is 3; it includes the output, so it takes 4"),
@@ -658,7 +632,7 @@ def test_a_schedule_draws_itself():
 
     ax = recursive(Chain.uniform(6)).plot()
     assert ax.get_ylim() == (-0.5, 5.5) and ax.get_xlabel() == "time"
-    assert ax.get_xlim()[1] == simulate(recursive(Chain.uniform(6)), Chain.uniform(6)).seconds
+    assert ax.get_xlim()[1] == simulate(recursive(Chain.uniform(6)), Chain.uniform(6)).time
     assert segments(Chain.uniform(4), 2).plot(ax, chain=Chain.uniform(4)) is ax
     plt.close("all")
 
@@ -800,7 +774,7 @@ def test_whole_stages_end_at_the_frontier_and_single_operators_go_below():
     together = max(sum(parameter.nbytes for parameter in stage.parameters()) for stage in module)
 
     def least_flops(peak_bytes):
-        return min((point.seconds for point in points if point.peak_bytes <= peak_bytes), default=math.inf)
+        return min((point.time for point in points if point.peak_bytes <= peak_bytes), default=math.inf)
 
     def cost(run):
         with MemoryMeter() as meter:
