@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import kind
-from course_lib._torch import AutocastState, RandomState
+from course_lib._torch import AutocastState, RandomState, is_symbolic
 
 from .actions import Backward, Forward, Schedule
 from .chain import Chain
@@ -77,7 +77,7 @@ class ScheduledSequential(nn.Sequential):
         for i, stage in enumerate(stages):
             link = _StageNode.apply(run, i, link, *trained(stage))
         output = run.kept[self._length - 1].output
-        return with_tensor(output, _Output.apply(run, the_tensor(output), link))
+        return with_tensor(output, _Output.apply(run, the_tensor(output).detach(), link))
 
 
 class _StageNode(torch.autograd.Function):
@@ -210,15 +210,16 @@ class _Watch:
     def __init__(self, stage: nn.Module, x: Tensor):
         self.stage, self.devices = stage, [x.device]
         self.random = RandomState(self.devices)
-        self.buffers = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in stage.named_buffers()}
+        self.buffers = {name: (buffer, buffer.clone()) for name, buffer in stage.named_buffers()}
 
     def changed(self) -> tuple[RandomState | None, dict[str, Tensor]]:
-        with _disable_current_modes():  # these are no symbolic tensors, even where the stages run on such
-            drew = self.random != RandomState(self.devices)
         after = dict(self.stage.named_buffers())
-        buffers = {
-            name: copy
-            for name, (buffer, version, copy) in self.buffers.items()
-            if after.get(name) is not buffer or buffer._version != version
-        }
+        with _disable_current_modes():  # random states are no symbolic tensors, even where the stages run on such
+            drew = self.random != RandomState(self.devices)
+            # By value: batch_norm changes its statistics without counting that as a change in place.
+            buffers = {
+                name: copy
+                for name, (buffer, copy) in self.buffers.items()
+                if after.get(name) is not buffer or not (is_symbolic(copy) or torch.equal(buffer, copy))
+            }
         return self.random if drew else None, buffers
