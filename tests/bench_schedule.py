@@ -1,4 +1,4 @@
-"""Solver times: `optimal` beside a plain NumPy dynamic program over the same slots, and `binomial` for a long chain.
+"""Solver times: `optimal` beside a plain NumPy dynamic program over the same bytes, and `binomial` for a long chain.
 
 Run as a script: `python tests/bench_schedule.py`. Ratios of times taken in one run, in turns, carry over to other
 machines; costs are exact.
@@ -46,7 +46,7 @@ def plain_dynamic_program(chain: Chain, budget: int) -> float:
                 best[needed:] = cost[s + 1, t, needed - saved : units + 1 - saved] + own
             passing = 0
             for e in range(s + 1, t + 1):
-                passing = max(passing, value[e] + (value[e - 1] if e - 1 > s else 0))
+                passing = max(passing, stages[e - 1].saved_bytes + (value[e - 1] if e - 1 > s else 0))
                 low = max(value[e], gradient + passing)
                 if low <= units:
                     split = cost[e, t, low - value[e] : units + 1 - value[e]] + cost[s, e - 1, low:]

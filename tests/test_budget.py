@@ -805,7 +805,7 @@ def quick(monkeypatch):
     def once(make_model, make_batch, recipe, *, tier):
         found = remembered(make_model, make_batch, recipe, tier)
         if isinstance(found, Exception):
-            raise course_lib.schedule.InfeasibleBudget(found.budget_bytes, found.least_bytes)
+            raise course_lib.schedule.InfeasibleBudget(found.budget_bytes, found.least_bytes, found.told)
         return found
 
     monkeypatch.setattr(search, "HEAD_CHUNK", 32)

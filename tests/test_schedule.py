@@ -29,6 +29,7 @@ from course_lib.schedule import (
     binomial,
     frontier,
     optimal,
+    planning,
     recursive,
     segments,
     simulate,
@@ -305,19 +306,44 @@ def test_a_budget_that_is_too_small_is_refused_with_the_least_that_is_not():
         assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
-def test_rounding_never_takes_the_peak_over_the_budget():
+def test_rounding_never_takes_the_peak_over_the_budget(monkeypatch):
     for seed in range(8):
         chain = random_chain(20, seed, most=100_003)
-        most, points = simulate(store_all(chain), chain).peak_bytes, []
+        most, costs = simulate(store_all(chain), chain).peak_bytes, []
         with pytest.raises(InfeasibleBudget) as error:
             optimal(chain, 1)
         least = error.value.least_bytes
-        for budget in [least, least + 1, *(least + (most - least) * i // 7 for i in range(1, 7)), most, 10 * most]:
-            cost = simulate(optimal(chain, budget), chain)
-            assert cost.peak_bytes <= budget
-            points.append(cost.time)
-        assert points[-1] == points[-2] == simulate(store_all(chain), chain).time
-        assert simulate(optimal(chain, most // 2), chain).time >= min(points)
+        budgets = [least, least + 1, *(least + (most - least) * i // 7 for i in range(1, 7)), most - 1, most]
+        for levels in (60, 3000):
+            monkeypatch.setattr(planning, "CELLS", 0)
+            monkeypatch.setattr(planning, "LEAST_LEVELS", levels)
+            costs.append([simulate(optimal(chain, budget), chain) for budget in budgets])
+            assert all(cost.peak_bytes <= budget for cost, budget in zip(costs[-1], budgets, strict=True))
+            points = frontier(chain)
+            assert points[0].peak_bytes == least and points[-1] == simulate(store_all(chain), chain)
+        coarse, fine = ([cost.time for cost in row] for row in costs)
+        assert sum(fine) < sum(coarse) and fine[-1] == coarse[-1] == simulate(store_all(chain), chain).time
+
+
+def test_a_long_regular_chain_loses_little_by_rounding(monkeypatch):
+    stages = [Stage(3, 6, 1000, 9000, 10, 1500), Stage(5, 10, 1000, 14000, 20, 3000)] * 10
+    chain = Chain((Stage(1, 1, 1000, 1000), *stages, Stage(7, 14, 4, 40_001, 100, 40_003)), 100)
+    points = frontier(chain)
+    monkeypatch.setattr(planning, "CELLS", 0)
+    monkeypatch.setattr(planning, "LEAST_LEVELS", 300)
+    for point in points:
+        assert simulate(optimal(chain, round(point.peak_bytes * 1.03)), chain).time <= point.time
+
+
+def test_times_that_are_no_whole_numbers_make_no_points_of_their_own():
+    draw, even = random.Random(0), []
+    for _ in range(12):
+        output = draw.randint(1, 3)
+        even.append((draw.randint(1, 9), draw.randint(1, 9), output, output + draw.randint(0, 3)))
+    whole = Chain(tuple(Stage(*sizes) for sizes in even), 2)
+    tenths = Chain(tuple(Stage(f / 10, b / 10, output, saved) for f, b, output, saved in even), 2)
+    expected = [(point.peak_bytes, point.forward_steps) for point in frontier(whole)]
+    assert [(point.peak_bytes, point.forward_steps) for point in frontier(tenths)] == expected
 
 
 def test_a_common_divisor_of_all_sizes_keeps_the_result_exact():
@@ -499,31 +525,107 @@ def language_model():
     )
 
 
-def measured_peak(module, schedule, x) -> int:
-    scheduled = ScheduledSequential(module, schedule)
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    weight = torch.ones_like(module(x)).detach()
+def decoder():
+    tokens = random_tokens(2, 64, 256)
+    model = Decoder(vocabulary=256, hidden=64, heads=4, layers=4, sequence=64, tied=False)
+    return loss_stages(model, tokens[:, 1:]), tokens[:, :-1].contiguous()
+
+
+def funnel(*widths):
+    """Stages whose inputs, outputs and insides all differ in size."""
+    pairs = itertools.pairwise(widths)
+    layers = (nn.Sequential(nn.Linear(a, 96), nn.GELU(), nn.Linear(96, b), nn.Sigmoid()) for a, b in pairs)
+    return nn.Sequential(*layers), torch.randn(64, widths[0])
+
+
+LOSS_BYTES = 8  # the loss, which is no stage, and its gradient
+
+
+def measured_peak(run, x) -> int:
+    """Of one pass, gradients of parameters being there, with the input, and without the loss."""
+    output = run(x)
+    output.backward(torch.ones_like(output))
+    weight = torch.ones_like(output).detach()
+    del output
     with MemoryMeter() as meter:
-        (scheduled(x) * weight).sum().backward()  # the gradient of the output is as large as the output
-    return meter.peak_bytes + x.nbytes
+        output = run(x)
+        if output.dim():
+            output = (output * weight).sum()  # the gradient of the output is as large as the output
+        output.backward()
+    return meter.peak_bytes + x.nbytes - LOSS_BYTES
 
 
 @pytest.mark.parametrize(
     "make",
-    [even, language_model, partial(pyramid, 32), partial(giant, 0), partial(giant, 3), partial(giant, 5)],
-    ids=["even", "language model", "pyramid", "giant first", "giant in the middle", "giant last"],
+    [
+        even,
+        language_model,
+        decoder,
+        partial(giant, 0),
+        partial(giant, 3),
+        partial(giant, 5),
+        partial(funnel, 4, 16, 64, 256, 256, 512),
+        partial(funnel, 512, 32, 256, 4, 4, 128),
+    ],
+    ids=["even", "language model", "decoder", "giant first", "in the middle", "last", "widening", "uneven"],
 )
-def test_the_measured_peak_is_within_two_percent_of_the_simulated_one(make):
+def test_a_run_peaks_where_the_referee_says_to_the_byte(make):
     torch.manual_seed(0)
     module, x = make()
     chain = Chain.profile(module, x)
-    least = frontier(chain)[0].peak_bytes
-    most = simulate(store_all(chain), chain).peak_bytes
+    points = frontier(chain)
     rules = [store_all(chain), segments(chain, 2), sqrt_segments(chain), recursive(chain), binomial(len(chain), 2)]
-    for schedule in [*rules, optimal(chain, least), optimal(chain, (least + most) // 2)]:
-        predicted = simulate(schedule, chain).peak_bytes
-        assert measured_peak(module, schedule, x) == pytest.approx(predicted, rel=0.02)
+    plans = [optimal(chain, point.peak_bytes) for point in points[:: max(1, len(points) // 5)]]
+    for schedule in [*rules, *plans]:
+        assert measured_peak(ScheduledSequential(module, schedule), x) == simulate(schedule, chain).peak_bytes
+
+
+def test_copies_of_buffers_that_change_come_on_top_of_what_the_referee_says():
+    module, x = pyramid(32)
+    chain, buffers = Chain.profile(module, x), sum(buffer.nbytes for buffer in module.buffers())
+    for schedule in (segments(chain, 3), recursive(chain), binomial(len(chain), 2)):
+        more = measured_peak(ScheduledSequential(module, schedule), x) - simulate(schedule, chain).peak_bytes
+        assert 0 < more <= buffers
+
+
+def residual():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+        def forward(self, x):
+            return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+    return nn.Sequential(*(Block() for _ in range(12))), torch.randn(512, 32)
+
+
+def tanhs():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12))), torch.randn(256, 64)
+
+
+@pytest.mark.parametrize("make", [even, tanhs, residual])
+def test_referee_run_and_checkpoint_sequential_agree_on_segments(make):
+    torch.manual_seed(0)
+    module, x = make()
+    chain = Chain.profile(module, x)
+    for count in (1, 2, 3, 4, 6, 12):
+        framework = partial(checkpoint_sequential, module, count, use_reentrant=False, preserve_rng_state=False)
+        expected = measured_peak(lambda x, framework=framework: framework(input=x), x)
+        schedule = segments(chain, count)
+        assert simulate(schedule, chain).peak_bytes == expected
+        assert measured_peak(ScheduledSequential(module, schedule), x) == expected
+
+
+def test_casts_of_weights_do_not_outlive_their_stage():
+    module, x = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))), torch.randn(16, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        chain = Chain.profile(module, x)
+        for schedule in (store_all(chain), segments(chain, 2), recursive(chain)):
+            run = ScheduledSequential(module, schedule)
+            peak = measured_peak(lambda x, run=run: run(x).float(), x)
+            # What becomes float32 outside of the chain, 4 bytes a number, is there with its gradient of 2 bytes.
+            assert abs(peak - simulate(schedule, chain).peak_bytes) <= 16 * 64 * 8
 
 
 def test_the_counted_flops_are_the_simulated_ones():
@@ -542,7 +644,9 @@ def test_a_profile_counts_the_bytes_and_flops_of_each_stage():
     assert (linear.output_bytes, linear.saved_bytes, linear.forward_time) == (64, 64, 2 * 2 * 4 * 8)
     assert (tanh.output_bytes, tanh.saved_bytes, tanh.forward_time) == (64, 64, 16)
     assert Chain.profile(module, x) == Chain.profile(module, x)
-    assert all(stage.forward_time < 60 for stage in Chain.profile(module, x, clock=True).stages)
+    clocked = Chain.profile(module, x, clock=True).stages
+    assert [stage.saved_bytes for stage in clocked] == [64, 64]
+    assert all(0 < time < 1 for stage in clocked for time in (stage.forward_time, stage.backward_time))
 
 
 def test_a_profile_leaves_module_and_random_numbers_as_they_were():
@@ -556,45 +660,174 @@ def test_a_profile_leaves_module_and_random_numbers_as_they_were():
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+# ---- modules, functions, tuples, constants
+
+
+class Masked(nn.Module):
+    """As a layer of Hugging Face's: takes a mask by name, returns a tuple."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+
+    def forward(self, x, mask=None):
+        return (x + self.norm(torch.where(mask, self.linear(x), 0.0)), None)
+
+
+def one_after_the_other(stages, x, **kwargs):
+    for stage in stages:
+        x = stage(x, **kwargs)
+        x = x[0] if isinstance(x, tuple) else x
+    return x
+
+
+def test_layers_that_take_masks_and_return_tuples_can_be_stages():
+    torch.manual_seed(0)
+    layers, mask = nn.ModuleList(Masked(8) for _ in range(6)), torch.rand(4, 8) > 0.3
+    x = torch.randn(4, 8, requires_grad=True)
+    expected = one_after_the_other(layers, x, mask=mask)
+    inputs = [x, *layers.parameters()]
+    gradients = torch.autograd.grad(expected.square().sum(), inputs)
+    chain = Chain.profile(layers, x, kwargs={"mask": mask})
+    for stages in (layers, list(layers)):
+        for schedule in (store_all(chain), segments(chain, 3), recursive(chain), optimal(chain, 10**6)):
+            run = ScheduledSequential(stages, schedule)
+            output = run(x, mask=mask)
+            assert torch.equal(output, expected)
+            assert_same_bits(torch.autograd.grad(output.square().sum(), inputs), gradients)
+            with torch.no_grad():
+                assert torch.equal(run(x, mask=mask), expected)
+
+
+def test_what_goes_with_the_floating_tensor_goes_through_all_stages():
+    def stage(linear, pair):
+        return {"x": linear(pair["x"]).sin(), "where": pair["where"], "name": "pair"}
+
+    torch.manual_seed(0)
+    linears = [nn.Linear(5, 5) for _ in range(4)]
+    parameters = [parameter for linear in linears for parameter in linear.parameters()]
+    stages = [partial(stage, linear) for linear in linears]
+    pair = {"x": torch.randn(3, 5, requires_grad=True), "where": torch.arange(3), "name": "pair"}
+    expected = one_after_the_other(stages, pair)
+    gradients = torch.autograd.grad(expected["x"].sum(), [pair["x"], *parameters])
+    chain = Chain.profile(stages, pair)
+    for schedule in (store_all(chain), recursive(chain)):
+        output = ScheduledSequential(stages, schedule)(pair)
+        assert torch.equal(output["x"], expected["x"]) and output["where"] is pair["where"]
+        assert_same_bits(torch.autograd.grad(output["x"].sum(), [pair["x"], *parameters]), gradients)
+
+
+def test_functions_train_what_they_hold_and_nothing_else_in_silence():
+    torch.manual_seed(0)
+    linear, scale, x = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), torch.randn(2, 4)
+    stages = [
+        lambda x: linear(x).tanh(),
+        lambda x, scale=scale: x * scale,
+        partial(torch.add, torch.ones(4)),
+        linear.forward,
+    ]
+    run = ScheduledSequential(stages, recursive(Chain.uniform(4)))
+    assert {*run.parameters()} == {*linear.parameters(), scale}
+    run(x).sum().backward()
+    found = [parameter.grad.clone() for parameter in (*linear.parameters(), scale)]
+    expected = torch.autograd.grad(one_after_the_other(stages, x).sum(), [*linear.parameters(), scale])
+    assert_same_bits(found, expected)
+
+    hidden = torch.ones(4, requires_grad=True)
+    run = ScheduledSequential([linear, lambda x: x * hidden], store_all(Chain.uniform(2)))
+    with pytest.raises(RuntimeError, match="stage 1 uses a tensor that requires a gradient"):
+        run(x)
+
+
+def test_a_stage_that_cuts_the_gradient_leaves_those_before_it_without_any():
+    class Cut(nn.Module):
+        def forward(self, x):
+            return x.detach()
+
+    module, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Cut(), nn.Linear(3, 3)), torch.randn(2, 3)
+    ScheduledSequential(module, segments(Chain.uniform(4), 2))(x).sum().backward()
+    assert [parameter.grad is None for parameter in module.parameters()] == [True] * 4 + [False] * 2
+
+
+def test_buffers_are_as_before_the_first_run_when_a_stage_runs_again():
+    torch.manual_seed(0)
+
+    def block():
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.BatchNorm1d(8), nn.Tanh())
+
+    module, x = nn.Sequential(*(block() for _ in range(5))), torch.randn(16, 8)
+    for passes in (1, 2):
+        expected = step(copy.deepcopy(module), x, passes)
+        for schedule in schedules(5):
+            assert_same_bits(step(ScheduledSequential(copy.deepcopy(module), schedule), x, passes), expected)
+
+
+def test_two_passes_at_once_each_find_their_own_buffers():
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(3)))
+    xs = torch.randn(2, 4, 8)
+
+    def gradients(module):
+        first, second = module(xs[0]), module(xs[1])
+        first.square().sum().backward()
+        second.square().sum().backward()
+        return [*(p.grad for p in module.parameters()), *module.buffers()]
+
+    expected = gradients(copy.deepcopy(module))
+    assert_same_bits(gradients(ScheduledSequential(copy.deepcopy(module), recursive(Chain.uniform(3)))), expected)
+
+
 # ---- bad input
+
+ONE = nn.Sequential(nn.Tanh())
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("name", "make"),
     [
-        (lambda: Stage(-1, 1, 1, 1), ValueError, "forward_time is -1; it takes a finite number"),
-        (lambda: Stage(1, math.nan, 1, 1), ValueError, "backward_time is nan"),
-        (lambda: Stage("1", 1, 1, 1), TypeError, "forward_time is '1'"),
-        (lambda: Stage(1, 1, 0, 1), ValueError, "output_bytes is 0; it takes 1 or more"),
-        (lambda: Stage(1, 1, 1.5, 1), TypeError, "output_bytes is 1.5; it takes a whole number"),
-        (lambda: Stage(1, 1, 4, 3), ValueError, "saved_bytes is 3; it includes the output, so it takes 4"),
-        (lambda: Stage(1, 1, 1, 1, -1), ValueError, "forward_overhead_bytes is -1"),
-        (lambda: Chain((), 1), ValueError, "the chain has no stages"),
-        (lambda: Chain((3,), 1), TypeError, r"stages\[0\] is 3"),
-        (lambda: Chain.uniform(0), ValueError, "length is 0"),
-        (lambda: segments(Chain.uniform(3), 0), ValueError, "count is 0; it takes 1 or more"),
-        (lambda: segments(Chain.uniform(3), 4), ValueError, "a chain of 3 stages takes 1 to 3 segments"),
-        (lambda: binomial(5, 0), ValueError, "slots is 0; it takes 1 or more"),
-        (lambda: binomial(5.0, 1), TypeError, "length is 5.0"),
-        (lambda: optimal(Chain.uniform(3), 5.5), TypeError, "budget_bytes is 5.5"),
-        (lambda: optimal([1], 5), TypeError, "chain is list; it takes a Chain"),
-        (lambda: Schedule([3]), TypeError, "action 0 is 3; it takes Forward"),
-        (lambda: Schedule([Forward(0, "some")]), ValueError, 'keep takes "all", "input" or "nothing"'),
-        (lambda: Chain.profile(nn.Linear(2, 2), torch.ones(2)), TypeError, "module is Linear; it takes an nn.Seq"),
-        (lambda: Chain.profile(nn.Sequential(), torch.ones(2)), ValueError, "module has no stages"),
-        (lambda: Chain.profile(nn.Sequential(nn.LSTM(2, 2)), torch.ones(2, 2)), TypeError, "stage 0 returned tuple"),
-        (lambda: ScheduledSequential(nn.Sequential(nn.Tanh()), [Forward(0)]), TypeError, "schedule is list"),
-        (
-            lambda: ScheduledSequential(nn.Sequential(nn.Tanh()), store_all(Chain.uniform(2))),
-            IllegalSchedule,
-            "stages 0 to 0",
-        ),
+        ("forward_time", lambda: Stage(-1, 1, 1, 1)),
+        ("forward_time", lambda: Stage("1", 1, 1, 1)),
+        ("backward_time", lambda: Stage(1, math.nan, 1, 1)),
+        ("output_bytes", lambda: Stage(1, 1, 0, 1)),
+        ("output_bytes", lambda: Stage(1, 1, 1.5, 1)),
+        ("saved_bytes", lambda: Stage(1, 1, 4, 3)),
+        ("forward_overhead_bytes", lambda: Stage(1, 1, 1, 1, -1)),
+        ("backward_overhead_bytes", lambda: Stage(1, 1, 1, 1, 0, -1)),
+        ("the number of stages", lambda: Chain((), 1)),
+        (r"stages\[0\]", lambda: Chain((3,), 1)),
+        ("input_bytes", lambda: Chain(Chain.uniform(1).stages, 0)),
+        ("length", lambda: Chain.uniform(0)),
+        ("count", lambda: segments(Chain.uniform(3), 0)),
+        ("count", lambda: segments(Chain.uniform(3), 4)),
+        ("slots", lambda: binomial(5, 0)),
+        ("length", lambda: binomial(5.0, 1)),
+        ("budget_bytes", lambda: optimal(Chain.uniform(3), 5.5)),
+        ("chain", lambda: optimal([1], 5)),
+        ("chain", lambda: frontier([1])),
+        ("chain", lambda: simulate([], 3)),
+        ("action 0", lambda: Schedule([3])),
+        ("the stage of action 0", lambda: Schedule([Forward(1.0)])),
+        ("keep of action 1", lambda: Schedule([Forward(0), Forward(0, "some")])),
+        ("stages", lambda: Chain.profile(nn.Linear(2, 2), torch.ones(2))),
+        ("stage 1", lambda: Chain.profile([nn.Tanh(), 3], torch.ones(2))),
+        ("the number of stages", lambda: Chain.profile(nn.Sequential(), torch.ones(2))),
+        ("repeats", lambda: Chain.profile(ONE, torch.ones(2), repeats=0)),
+        ("x", lambda: Chain.profile(ONE, 3)),
+        ("mask", lambda: Chain.profile(ONE, torch.ones(2), kwargs={"mask": torch.ones(2, requires_grad=True)})),
+        ("what stage 0 returns", lambda: Chain.profile([nn.LSTM(2, 2)], torch.ones(2, 2))),
+        ("schedule", lambda: ScheduledSequential(ONE, [Forward(0)])),
+        ("stages", lambda: ScheduledSequential(nn.Tanh(), store_all(Chain.uniform(1)))),
+        ("mask", lambda: ScheduledSequential(ONE, store_all(Chain.uniform(1)))(torch.ones(2), mask=nn.Parameter(torch.ones(2)))),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_in_one_sentence(make, error, message):
-    with pytest.raises(error, match=message) as caught:
+def test_every_refusal_names_its_argument_what_it_got_and_what_it_takes(name, make):
+    with pytest.raises((TypeError, ValueError), match=rf"^{name} is [^\n]*; it takes [^\n]+$"):
         make()
-    assert "\n" not in str(caught.value)
+
+
+def test_a_schedule_for_another_number_of_stages_does_not_run():
+    with pytest.raises(IllegalSchedule, match="stages 0 to 0"):
+        ScheduledSequential(ONE, store_all(Chain.uniform(2)))
 
 
 def test_a_second_backward_through_the_same_pass_is_refused():

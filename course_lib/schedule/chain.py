@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib._check import kind, number, whole
@@ -163,7 +163,10 @@ def _profile(i: int, stage: nn.Module, value: Any, kwargs: dict, needs: bool, cl
     del kept
 
     if clocked:
-        times = [statistics.median(run) for run in zip(*(_seconds(device, forward, backward) for _ in range(clocked)), strict=True)]
+        times = [
+            statistics.median(run)
+            for run in zip(*(_seconds(device, forward, backward) for _ in range(clocked)), strict=True)
+        ]
     measured = Stage(
         *times,
         output.nbytes,

@@ -170,7 +170,9 @@ def _levels(sizes: Sizes, most: int) -> np.ndarray:
     for i in range(sizes.length):
         levels = np.unique(levels[levels <= most])
         if len(levels) > limit:
-            step = -(-most // limit)
+            least, kept = -(-most // limit), np.append(sizes.values, sizes.saved)
+            steps = np.linspace(least, 2 * least, 100).astype(np.int64)
+            step = min(steps, key=lambda step: np.sum(-kept % step))  # by which least is lost in rounding
             return np.arange(most % step, most + 1, step)
         if i > 0:  # x_i may be kept, or all of the stage before, which it is part of
             levels = np.concatenate([levels, levels + sizes.values[i], levels + sizes.saved[i - 1]])

@@ -495,10 +495,10 @@ def check_beats_sqrt(schedule: Any) -> Verdict:
         return Verdict(False, (f"The referee says: {refused}.", f"裁判说：{refused}。"), hint)
     except Exception as error:
         return Verdict(False, (f"It cannot be simulated: {error!r}.", f"无法模拟：{error!r}。"), hint)
-    peaks = f"{cost.peak_bytes / 1e6:g} MB, {cost.seconds:g} s : {rule.peak_bytes / 1e6:g} MB, {rule.seconds:g} s"
+    peaks = f"{cost.peak_bytes / 1e6:g} MB, {cost.time:g} : {rule.peak_bytes / 1e6:g} MB, {rule.time:g}"
     if cost.peak_bytes >= rule.peak_bytes:
         return Verdict(False, (f"The peak is not lower: {peaks}.", f"峰值并没有降低：{peaks}。"), hint)
-    if cost.seconds > rule.seconds:
+    if cost.time > rule.time:
         return Verdict(False, (f"It takes longer: {peaks}.", f"时间更长：{peaks}。"), hint)
     return Verdict(True, (f"Right: {peaks}.", f"正确：{peaks}。"))
 

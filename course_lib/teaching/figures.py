@@ -224,9 +224,9 @@ def schedule_pictures(
     from course_lib.schedule import COLORS as KEEP_COLORS
     from course_lib.schedule import simulate, store_all
 
-    fastest = simulate(store_all(chain), chain).seconds
+    fastest = simulate(store_all(chain), chain).time
     costs = {name: simulate(schedule, chain) for name, schedule in schedules.items()}
-    longest = max(cost.seconds for cost in costs.values())
+    longest = max(cost.time for cost in costs.values())
     drawn, axes = figure(
         title, rows=len(schedules), height=1.3 + panel_height * len(schedules), sharex=True, sharey=True
     )
@@ -235,9 +235,7 @@ def schedule_pictures(
         schedule.plot(ax, chain=chain)
         ax.get_legend().remove()
         cost = costs[name]
-        ax.set_title(
-            f"{label(name)} · {cost.peak_bytes / scale:.4g} {unit} · {cost.seconds / fastest:.2f} ×", fontsize=9
-        )
+        ax.set_title(f"{label(name)} · {cost.peak_bytes / scale:.4g} {unit} · {cost.time / fastest:.2f} ×", fontsize=9)
         ax.set(xlabel="", ylabel=text("stage", "级"), xlim=(0, longest))
         ax.grid(False)
     ticks = [fastest * i / 2 for i in range(int(2 * longest / fastest) + 1)]

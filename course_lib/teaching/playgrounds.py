@@ -100,7 +100,7 @@ def draw_schedule(budget: int = 200) -> "Figure":
         title = (f"{budget} MB is too little: it takes {least:g} MB", f"{budget} MB 不够：至少要 {least:g} MB")
     else:
         cost = simulate(schedule, chain)
-        extra = cost.seconds / frontier(chain)[-1].seconds - 1
+        extra = cost.time / frontier(chain)[-1].time - 1
         title = (
             f"A budget of {budget} MB costs {100 * extra:.0f} % more time",
             f"预算 {budget} MB，时间多花 {100 * extra:.0f} %",

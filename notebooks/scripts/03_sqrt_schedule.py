@@ -593,7 +593,7 @@ rows = []
 for i, name in kinds.items():
     stage = chain.stages[i]
     sizes = (stage.output_bytes, stage.saved_bytes, stage.backward_overhead_bytes)
-    rows.append((name, *(round(size / 1e6, 2) for size in sizes), round(stage.forward_seconds / 1e9, 3)))
+    rows.append((name, *(round(size / 1e6, 2) for size in sizes), round(stage.forward_time / 1e9, 3)))
 table(columns, rows)
 
 # %% [markdown]
@@ -649,7 +649,7 @@ promised = {name: simulate(plan, chain) for name, plan in plans.items()}
 predictions([(name, promised[name].peak_bytes, peak) for name, (peak, _) in executed.items()])
 
 # %%
-predictions([(name, promised[name].seconds, flops) for name, (_, flops) in executed.items()], unit="GFLOPs")
+predictions([(name, promised[name].time, flops) for name, (_, flops) in executed.items()], unit="GFLOPs")
 
 # %% [markdown]
 # <div lang="en">
@@ -667,14 +667,14 @@ predictions([(name, promised[name].seconds, flops) for name, (_, flops) in execu
 from course_lib.schedule import frontier
 
 points = frontier(chain)
-fastest = points[-1].seconds
-f"{len(points)} points, from {points[0].peak_bytes / 1e6:.1f} MB ({points[0].seconds / fastest:.2f} ×) to {points[-1].peak_bytes / 1e6:.1f} MB"
+fastest = points[-1].time
+f"{len(points)} points, from {points[0].peak_bytes / 1e6:.1f} MB ({points[0].time / fastest:.2f} ×) to {points[-1].peak_bytes / 1e6:.1f} MB"
 
 # %%
 rows = []
 for count in (2, 3, 4, 6, 9):
     cost = simulate(segments(chain, count), chain)
-    lower = min(point.peak_bytes for point in points if point.seconds <= cost.seconds)
+    lower = min(point.peak_bytes for point in points if point.time <= cost.time)
     less = f"{100 * (1 - lower / cost.peak_bytes):.1f} %"
     rows.append((count, round(cost.peak_bytes / 1e6, 1), round(lower / 1e6, 1), less))
 headings = [("segments, cut for the least peak", "段数（按峰值最小来切）"), ("peak, MB", "峰值，MB")]
@@ -822,7 +822,7 @@ title = (
     "以整级为单位，前沿就是尽头；以算子为单位，可以到它下面去",
 )
 drawn, ax = figure(title, height=4.0)
-line = [(point.peak_bytes / 1e6, point.seconds / fastest) for point in points]
+line = [(point.peak_bytes / 1e6, point.time / fastest) for point in points]
 ax.step(*zip(*line, strict=True), where="post", color=COLORS["predicted"], label=text("frontier", "前沿"))
 for (english, chinese), (costs, marker, color) in arms.items():
     across, up = zip(*((peak / 1e6, flops / plain_flops) for peak, flops in costs.values()), strict=True)
