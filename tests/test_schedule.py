@@ -223,7 +223,7 @@ def test_binomial_schedules_take_as_many_extra_steps_as_the_closed_form_says():
 
 
 def test_binomial_schedules_of_up_to_200_stages_are_as_long_as_the_closed_form_says():
-    for length in range(61, 201, 9):
+    for length in (61, 90, 128, 163, 200):
         for slots in range(1, length):
             r = next(r for r in itertools.count() if math.comb(slots + r, slots) >= length)
             extra = r * length - math.comb(slots + r, slots + 1)
@@ -307,7 +307,7 @@ def test_a_budget_that_is_too_small_is_refused_with_the_least_that_is_not():
 
 
 def test_rounding_never_takes_the_peak_over_the_budget(monkeypatch):
-    for seed in range(8):
+    for seed in range(3):
         chain = random_chain(20, seed, most=100_003)
         most, costs = simulate(store_all(chain), chain).peak_bytes, []
         with pytest.raises(InfeasibleBudget) as error:
@@ -342,8 +342,8 @@ def test_times_that_are_no_whole_numbers_make_no_points_of_their_own():
         even.append((draw.randint(1, 9), draw.randint(1, 9), output, output + draw.randint(0, 3)))
     whole = Chain(tuple(Stage(*sizes) for sizes in even), 2)
     tenths = Chain(tuple(Stage(f / 10, b / 10, output, saved) for f, b, output, saved in even), 2)
-    expected = [(point.peak_bytes, point.forward_steps) for point in frontier(whole)]
-    assert [(point.peak_bytes, point.forward_steps) for point in frontier(tenths)] == expected
+    expected = [(point.peak_bytes, point.time) for point in frontier(whole)]
+    assert [(point.peak_bytes, round(10 * point.time)) for point in frontier(tenths)] == expected
 
 
 def test_a_common_divisor_of_all_sizes_keeps_the_result_exact():
@@ -612,7 +612,7 @@ def test_referee_run_and_checkpoint_sequential_agree_on_segments(make):
     for count in (1, 2, 3, 4, 6, 12):
         framework = partial(checkpoint_sequential, module, count, use_reentrant=False, preserve_rng_state=False)
         expected = measured_peak(lambda x, framework=framework: framework(input=x), x)
-        schedule = segments(chain, count)
+        schedule = segments(Chain.uniform(12), count)
         assert simulate(schedule, chain).peak_bytes == expected
         assert measured_peak(ScheduledSequential(module, schedule), x) == expected
 
@@ -720,12 +720,8 @@ def test_what_goes_with_the_floating_tensor_goes_through_all_stages():
 def test_functions_train_what_they_hold_and_nothing_else_in_silence():
     torch.manual_seed(0)
     linear, scale, x = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), torch.randn(2, 4)
-    stages = [
-        lambda x: linear(x).tanh(),
-        lambda x, scale=scale: x * scale,
-        partial(torch.add, torch.ones(4)),
-        linear.forward,
-    ]
+    stages = [lambda x: linear(x).tanh(), lambda x, scale=scale: x * scale, partial(torch.add, torch.ones(4))]
+    stages.append(linear.forward)
     run = ScheduledSequential(stages, recursive(Chain.uniform(4)))
     assert {*run.parameters()} == {*linear.parameters(), scale}
     run(x).sum().backward()
@@ -780,6 +776,7 @@ def test_two_passes_at_once_each_find_their_own_buffers():
 # ---- bad input
 
 ONE = nn.Sequential(nn.Tanh())
+PLAIN = ScheduledSequential(ONE, store_all(Chain.uniform(1)))
 
 
 @pytest.mark.parametrize(
@@ -817,7 +814,7 @@ ONE = nn.Sequential(nn.Tanh())
         ("what stage 0 returns", lambda: Chain.profile([nn.LSTM(2, 2)], torch.ones(2, 2))),
         ("schedule", lambda: ScheduledSequential(ONE, [Forward(0)])),
         ("stages", lambda: ScheduledSequential(nn.Tanh(), store_all(Chain.uniform(1)))),
-        ("mask", lambda: ScheduledSequential(ONE, store_all(Chain.uniform(1)))(torch.ones(2), mask=nn.Parameter(torch.ones(2)))),
+        ("mask", lambda: PLAIN(torch.ones(2), mask=torch.ones(2, requires_grad=True))),
     ],
 )  # fmt: skip
 def test_every_refusal_names_its_argument_what_it_got_and_what_it_takes(name, make):

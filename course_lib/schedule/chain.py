@@ -163,10 +163,8 @@ def _profile(i: int, stage: nn.Module, value: Any, kwargs: dict, needs: bool, cl
     del kept
 
     if clocked:
-        times = [
-            statistics.median(run)
-            for run in zip(*(_seconds(device, forward, backward) for _ in range(clocked)), strict=True)
-        ]
+        runs = [_seconds(device, forward, backward) for _ in range(clocked)]
+        times = [statistics.median(seconds) for seconds in zip(*runs, strict=True)]
     measured = Stage(
         *times,
         output.nbytes,

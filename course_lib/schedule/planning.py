@@ -98,7 +98,7 @@ class _Table:
         return np.searchsorted(self.levels, count, side="right") - 1
 
     def needs(self, s: int, t: int) -> np.ndarray:
-        """The bytes beyond x_s, at least: first for keeping all of stage s, then for running on to x_e, e = s+1 to t."""
+        """The least bytes beyond x_s: first to keep all of stage s, then to run on to x_e, for e = s+1 to t."""
         sizes = self.sizes
         needed = np.empty(t - s + 1, dtype=np.int64)
         needed[0] = max(sizes.gradient[t] + sizes.forward[s], sizes.backward[s])
