@@ -17,7 +17,7 @@ how to train deep neural networks with limited memory" (Rotor), arXiv:1911.13214
 
 from course_lib._check import InfeasibleBudget
 
-from .actions import Action, Backward, Forward, Schedule
+from .actions import Backward, Forward, Schedule
 from .chain import Chain, Stage
 from .pictures import COLORS
 from .planning import frontier, optimal
@@ -27,7 +27,6 @@ from .running import ScheduledSequential
 
 __all__ = [
     "COLORS",
-    "Action",
     "Backward",
     "Chain",
     "Cost",
