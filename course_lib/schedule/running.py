@@ -133,7 +133,7 @@ class _Run:
 
     def to_next_backward(self) -> None:
         """Run the forwards up to the next backward; `due` is then its stage."""
-        # Without a cache: casts of weights would stay in it, and in older versions of torch lack the way to their gradients.
+        # Without a cache: casts of weights would stay in it, and in older torch lack the way to their gradients.
         with self.autocast.as_then(cache_enabled=False):
             for action in self.actions:
                 if isinstance(action, Backward):
