@@ -1,4 +1,4 @@
-"""Solver times: `optimal` beside a plain NumPy dynamic program over the same slots, and `binomial` for a long chain.
+"""Solver times: `optimal` beside a plain NumPy dynamic program over the same bytes, and `binomial` for a long chain.
 
 Run as a script: `python tests/bench_schedule.py`. Ratios of times taken in one run, in turns, carry over to other
 machines; costs are exact.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import time
-from functools import partial
 
 import numpy as np
 
@@ -32,14 +31,14 @@ def plain_dynamic_program(chain: Chain, budget: int) -> float:
     """The least time: the recurrence as it stands in the paper, vectorised over slots only."""
     stages, length = chain.stages, len(chain)
     value = [chain.input_bytes] + [stage.output_bytes for stage in stages]
-    elapsed = np.concatenate([[0.0], np.cumsum([stage.forward_seconds for stage in stages])])
+    elapsed = np.concatenate([[0.0], np.cumsum([stage.forward_time for stage in stages])])
     units = budget - chain.input_bytes
     cost = np.full((length, length, units + 1), np.inf)
     for t in range(length):
         gradient = value[t + 1] if t < length - 1 else 0
         for s in reversed(range(t + 1)):
             stage, best = stages[s], cost[s, t]
-            own, saved = stage.forward_seconds + stage.backward_seconds, stage.saved_bytes
+            own, saved = stage.forward_time + stage.backward_time, stage.saved_bytes
             needed = saved + max(gradient, value[s + 1])
             if s == t:
                 best[needed:] = own
@@ -47,7 +46,7 @@ def plain_dynamic_program(chain: Chain, budget: int) -> float:
                 best[needed:] = cost[s + 1, t, needed - saved : units + 1 - saved] + own
             passing = 0
             for e in range(s + 1, t + 1):
-                passing = max(passing, value[e] + (value[e - 1] if e - 1 > s else 0))
+                passing = max(passing, stages[e - 1].saved_bytes + (value[e - 1] if e - 1 > s else 0))
                 low = max(value[e], gradient + passing)
                 if low <= units:
                     split = cost[e, t, low - value[e] : units + 1 - value[e]] + cost[s, e - 1, low:]
@@ -85,14 +84,14 @@ def main() -> None:
         chain, ours, plain = uneven_chain(length), [], []
         budget = SLOTS if simulate(store_all(chain), chain).peak_bytes > SLOTS else SLOTS // 2
         for _ in range(ROUNDS):
-            ours.append(timed(partial(optimal, slots=SLOTS), chain, budget))
+            ours.append(timed(optimal, chain, budget))
             plain.append(timed(plain_dynamic_program, chain, budget))
-        same = simulate(ours[0][1], chain).seconds == plain[0][1]
+        same = simulate(ours[0][1], chain).time == plain[0][1]
         seconds = [min(taken for taken, _ in arm) for arm in (ours, plain)]
         ratio = seconds[1] / seconds[0]
         verdict = "" if length < 200 else f"  bar {RATIO_BAR}: {'met' if ratio >= RATIO_BAR else 'MISSED'}"
         print(f"{length:6} {seconds[0]:8.3f} s {seconds[1]:8.3f} s {ratio:6.2f}  {same}{verdict}")
-    seconds, steps = timed(lambda: sum(1 for _ in binomial(100_000, 300)))
+    seconds, steps = timed(lambda: len(binomial(100_000, 300)))
     verdict = "met" if seconds <= BINOMIAL_BAR else "MISSED"
     print(f"binomial(100000, 300): {steps} actions in {seconds:.3f} s  bar {BINOMIAL_BAR} s: {verdict}")
     ours = min(timed(binomial_steps, 1000, 32) for _ in range(ROUNDS))

@@ -17,7 +17,6 @@ from course_lib.memory import symbolic
 from course_lib.memory.show import Table, bytes_text
 from course_lib.models import Attention
 from course_lib.offload import chosen_below
-from course_lib.schedule import InfeasibleBudget as InfeasibleSchedule
 
 from .estimating import RATES, Estimate, Rates, estimate
 from .loss import LossSum, drop_probability, has_loss_sum, is_decoder, samples_in, trained
@@ -187,7 +186,7 @@ class _Search:
         recipes = list(dict.fromkeys(recipes))
         found, possible = [], []
         for recipe in recipes:
-            with suppress(InfeasibleSchedule):  # of the recipe's own schedule_bytes
+            with suppress(InfeasibleBudget):  # of the recipe's own schedule_bytes
                 if self.fits(recipe):
                     found.append(self.estimate(recipe))
                 possible.append(recipe)
@@ -317,7 +316,7 @@ class _Search:
             try:
                 trial = replace(recipe, schedule_bytes=max(1, room))
                 peak = self.estimate(trial).peak_bytes
-            except InfeasibleSchedule as error:
+            except InfeasibleBudget as error:
                 if best is not None:
                     break
                 trial = replace(recipe, schedule_bytes=error.least_bytes)

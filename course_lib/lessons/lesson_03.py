@@ -135,10 +135,10 @@ def check_beats_sqrt(schedule: Any) -> Verdict:
     """A schedule for `pyramid()` with a lower peak than `sqrt_segments`, in no more time."""
     chain = pyramid()
     rule, cost = simulate(sqrt_segments(chain), chain), _simulated(schedule, chain)
-    peaks = f"{cost.peak_bytes / 1e6:g} MB, {cost.seconds:g} s : {rule.peak_bytes / 1e6:g} MB, {rule.seconds:g} s"
+    peaks = f"{cost.peak_bytes / 1e6:g} MB, {cost.time:g} : {rule.peak_bytes / 1e6:g} MB, {rule.time:g}"
     if cost.peak_bytes >= rule.peak_bytes:
         return wrong(f"The peak is not lower: {peaks}.", f"峰值并没有降低：{peaks}。")
-    if cost.seconds > rule.seconds:
+    if cost.time > rule.time:
         return wrong(f"It takes longer: {peaks}.", f"时间更长：{peaks}。")
     return right(f"Right: {peaks}.", f"正确：{peaks}。")
 
@@ -176,9 +176,9 @@ def schedule_pictures(
     """
     from matplotlib.patches import Patch
 
-    fastest = simulate(store_all(chain), chain).seconds
+    fastest = simulate(store_all(chain), chain).time
     costs = {name: simulate(schedule, chain) for name, schedule in schedules.items()}
-    longest = max(cost.seconds for cost in costs.values())
+    longest = max(cost.time for cost in costs.values())
     drawn, axes = figure(
         title, rows=len(schedules), height=1.3 + panel_height * len(schedules), sharex=True, sharey=True
     )
@@ -187,9 +187,7 @@ def schedule_pictures(
         schedule.plot(ax, chain=chain)
         ax.get_legend().remove()
         cost = costs[name]
-        ax.set_title(
-            f"{label(name)} · {cost.peak_bytes / scale:.4g} {unit} · {cost.seconds / fastest:.2f} ×", fontsize=9
-        )
+        ax.set_title(f"{label(name)} · {cost.peak_bytes / scale:.4g} {unit} · {cost.time / fastest:.2f} ×", fontsize=9)
         ax.set(xlabel="", ylabel=text("stage", "级"), xlim=(0, longest))
         ax.grid(False)
     ticks = [fastest * i / 2 for i in range(int(2 * longest / fastest) + 1)]
@@ -225,7 +223,7 @@ def draw_schedule(budget: int = 200) -> "Figure":
         title = (f"{budget} MB is too little: it takes {least:g} MB", f"{budget} MB 不够：至少要 {least:g} MB")
     else:
         cost = simulate(schedule, chain)
-        extra = cost.seconds / frontier(chain)[-1].seconds - 1
+        extra = cost.time / frontier(chain)[-1].time - 1
         title = (
             f"A budget of {budget} MB costs {100 * extra:.0f} % more time",
             f"预算 {budget} MB，时间多花 {100 * extra:.0f} %",

@@ -500,17 +500,17 @@ table(headings, [(s, *(reached(s, r) for r in (1, 2, 3))) for s in range(1, 5)])
 # %% [markdown]
 # <div lang="en">
 #
-# Four slots and three repeats reverse $\binom{7}{4} = 35$ stages; 1000 stages with 32 slots need only 2.4 extra forwards a stage. The library's `binomial` is lazy: a chain of a million stages costs nothing until it runs.
+# Four slots and three repeats reverse $\binom{7}{4} = 35$ stages; 1000 stages with 32 slots need only 2.4 extra forwards a stage:
 #
 # </div>
 # <div lang="zh">
 #
-# 四个槽、重复三次，可以反向走完 $\binom{7}{4} = 35$ 级；1000 级、32 个槽，每级只需多做 2.4 次前向。库里的 `binomial` 是惰性的：一百万级的链，运行之前不花任何代价。
+# 四个槽、重复三次，可以反向走完 $\binom{7}{4} = 35$ 级；1000 级、32 个槽，每级只需多做 2.4 次前向：
 #
 # </div>
 
 # %%
-round(extra_steps(1000, 32) / 1000, 2), len(binomial(10**6, 300))
+round(extra_steps(1000, 32) / 1000, 2)
 
 # %% [markdown]
 # ## 3.6 Run them / 真的跑起来
@@ -553,12 +553,12 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# Off by 8 bytes: the loss, which is no stage, and its gradient. But each is 1.03 b more than in section 3.4. In a real backward the old gradient and the new one are alive together for a moment, and a layer's weight gradients are made beside them. Ideal stages don't know that; measured ones do.
+# Off by 8 bytes: the loss, which is no stage, and its gradient. And each peak is the one of section 3.4, to the byte, although in a real backward the old gradient and the new one are alive together for a moment, and weight gradients are made beside them. They find room: a stage's output and the gradient that came in are given up after their last use. So the four segments peak at 13 b, the 12 b of section 3.2 and the input.
 #
 # </div>
 # <div lang="zh">
 #
-# 相差 8 字节：那是不属于任何一级的损失及其梯度。不过每个峰值都比 3.4 节多 1.03 b：真实的反向中，旧的梯度与新的梯度有一刻同时存活，旁边还要算出这一层的权重梯度。理想的级不知道这些，实测的级知道。
+# 相差 8 字节：那是不属于任何一级的损失及其梯度。而且每个峰值都与 3.4 节的一字节不差，尽管真实的反向中，旧的梯度与新的梯度有一刻同时存活，旁边还要算出权重梯度。它们有地方放：一级的输出和传进来的梯度，最后一次用完就释放。所以四段的峰值是 13 b，即 3.2 节的 12 b 加上输入。
 #
 # </div>
 
@@ -594,18 +594,18 @@ rows = []
 for i, name in kinds.items():
     stage = chain.stages[i]
     sizes = (stage.output_bytes, stage.saved_bytes, stage.backward_overhead_bytes)
-    rows.append((name, *(round(size / 1e6, 2) for size in sizes), round(stage.forward_seconds / 1e9, 3)))
+    rows.append((name, *(round(size / 1e6, 2) for size in sizes), round(stage.forward_time / 1e9, 3)))
 table(columns, rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Storing all takes 127 MB. For a budget, `optimal` finds the fastest schedule among all that keep what they keep until its backward, by dynamic programming over bytes, with sizes rounded up to a fine grid: it decides for each stretch of stages whether to keep the first stage's everything, or to run on and keep an input further up. Three budgets:
+# Storing all takes 127 MB. For a budget, `optimal` finds the fastest schedule among all that keep what they keep until its backward, by dynamic programming over bytes: it decides for each stretch of stages whether to keep the first stage's everything, or to run on and keep an input further up. Three budgets:
 #
 # </div>
 # <div lang="zh">
 #
-# 全部保留要 127 MB。给定预算，`optimal` 以字节数为变量做动态规划（大小向上取整到细密的格点），在“凡留下的都保留到其反向为止”的所有调度中找出最快的：对每一截连续的级，它要么留下第一级的全部，要么往前跑，在更高处留一份输入。三个预算：
+# 全部保留要 127 MB。给定预算，`optimal` 以字节数为变量做动态规划，在“凡留下的都保留到其反向为止”的所有调度中找出最快的：对每一截连续的级，它要么留下第一级的全部，要么往前跑，在更高处留一份输入。三个预算：
 #
 # </div>
 
@@ -650,7 +650,7 @@ promised = {name: simulate(plan, chain) for name, plan in plans.items()}
 predictions([(name, promised[name].peak_bytes, peak) for name, (peak, _) in executed.items()])
 
 # %%
-predictions([(name, promised[name].seconds, flops) for name, (_, flops) in executed.items()], unit="GFLOPs")
+predictions([(name, promised[name].time, flops) for name, (_, flops) in executed.items()], unit="GFLOPs")
 
 # %% [markdown]
 # <div lang="en">
@@ -668,14 +668,14 @@ predictions([(name, promised[name].seconds, flops) for name, (_, flops) in execu
 from course_lib.schedule import frontier
 
 points = frontier(chain)
-fastest = points[-1].seconds
-f"{len(points)} points, from {points[0].peak_bytes / 1e6:.1f} MB ({points[0].seconds / fastest:.2f} ×) to {points[-1].peak_bytes / 1e6:.1f} MB"
+fastest = points[-1].time
+f"{len(points)} points, from {points[0].peak_bytes / 1e6:.1f} MB ({points[0].time / fastest:.2f} ×) to {points[-1].peak_bytes / 1e6:.1f} MB"
 
 # %%
 rows = []
 for count in (2, 3, 4, 6, 9):
     cost = simulate(segments(chain, count), chain)
-    lower = min(point.peak_bytes for point in points if point.seconds <= cost.seconds)
+    lower = min(point.peak_bytes for point in points if point.time <= cost.time)
     less = f"{100 * (1 - lower / cost.peak_bytes):.1f} %"
     rows.append((count, round(cost.peak_bytes / 1e6, 1), round(lower / 1e6, 1), less))
 headings = [("segments, cut for the least peak", "段数（按峰值最小来切）"), ("peak, MB", "峰值，MB")]
@@ -823,7 +823,7 @@ title = (
     "以整级为单位，前沿就是尽头；以算子为单位，可以到它下面去",
 )
 drawn, ax = figure(title, height=4.0)
-line = [(point.peak_bytes / 1e6, point.seconds / fastest) for point in points]
+line = [(point.peak_bytes / 1e6, point.time / fastest) for point in points]
 ax.step(*zip(*line, strict=True), where="post", color=COLORS["predicted"], label=text("frontier", "前沿"))
 for (english, chinese), (costs, marker, color) in arms.items():
     across, up = zip(*((peak / 1e6, flops / plain_flops) for peak, flops in costs.values()), strict=True)

@@ -1,0 +1,47 @@
+"""Which activations to forget: schedules for a chain of stages, their exact cost, and their execution.
+
+A network is a `Chain`; a `Schedule` says which stage runs when and what its forward keeps; `simulate` is the referee
+that says what it costs. `optimal` finds the cheapest schedule under a byte budget, `ScheduledSequential` runs one under
+autograd. Lesson 03 explains.
+
+Example, with `net` an `nn.Sequential`::
+
+    chain = Chain.profile(net, x)
+    plan = optimal(chain, budget_bytes)
+    simulate(plan, chain)  # peak_bytes, time, forward_steps
+    ScheduledSequential(net, plan)(x).sum().backward()
+
+Source of the model: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains:
+how to train deep neural networks with limited memory" (Rotor), arXiv:1911.13214.
+"""
+
+from course_lib._check import InfeasibleBudget
+
+from .actions import Backward, Forward, Schedule
+from .chain import Chain, Stage
+from .pictures import COLORS
+from .planning import frontier, optimal
+from .referee import Cost, IllegalSchedule, simulate
+from .rules import binomial, recursive, segments, sqrt_segments, store_all
+from .running import ScheduledSequential
+
+__all__ = [
+    "COLORS",
+    "Backward",
+    "Chain",
+    "Cost",
+    "Forward",
+    "IllegalSchedule",
+    "InfeasibleBudget",
+    "Schedule",
+    "ScheduledSequential",
+    "Stage",
+    "binomial",
+    "frontier",
+    "optimal",
+    "recursive",
+    "segments",
+    "simulate",
+    "sqrt_segments",
+    "store_all",
+]

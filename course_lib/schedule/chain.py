@@ -1,0 +1,186 @@
+"""A network as a chain of stages: what each takes and costs, given or measured."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from course_lib._check import kind, number, whole
+from course_lib._torch import AutocastState, RandomState, wait_for
+from course_lib.memory import MemoryMeter
+
+from .stages import Kept, as_modules, check_constants, handed_on, the_tensor, trained, with_tensor
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One link of a chain.
+
+    Attributes:
+        forward_time: of its forward pass, in any unit.
+        backward_time: of its backward pass, in the same unit.
+        output_bytes: of its output; the gradient of the output takes as many.
+        saved_bytes: all that its forward keeps for its backward, its output included, its input not.
+        forward_overhead_bytes: what a forward takes on top of that while it runs, whether it keeps all or not.
+        backward_overhead_bytes: what its backward takes, while it runs, on top of its input, `saved_bytes` and the
+            gradient of its output: temporaries, the gradients of its parameters, and that of its input, where there is
+            no room yet in what the backward has given up.
+
+    Raises:
+        TypeError, ValueError: a field is not of its kind, or out of its range; the message names it.
+    """
+
+    forward_time: float
+    backward_time: float
+    output_bytes: int
+    saved_bytes: int
+    forward_overhead_bytes: int = 0
+    backward_overhead_bytes: int = 0
+
+    def __post_init__(self):
+        number("forward_time", self.forward_time, 0)
+        number("backward_time", self.backward_time, 0)
+        whole("output_bytes", self.output_bytes, 1)
+        whole("saved_bytes", self.saved_bytes, self.output_bytes)  # which it includes
+        whole("forward_overhead_bytes", self.forward_overhead_bytes, 0)
+        whole("backward_overhead_bytes", self.backward_overhead_bytes, 0)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Stages 0 to L-1, one after the other; stage i turns x_i into x_{i+1}.
+
+    Attributes:
+        stages: the L stages.
+        input_bytes: of x_0.
+
+    Raises:
+        TypeError, ValueError: there is no stage, one is no `Stage`, or `input_bytes` is not positive.
+    """
+
+    stages: tuple[Stage, ...]
+    input_bytes: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "stages", tuple(self.stages))
+        whole("the number of stages", len(self.stages), 1)
+        for i, stage in enumerate(self.stages):
+            kind(f"stages[{i}]", stage, Stage, "a Stage")
+        whole("input_bytes", self.input_bytes, 1)
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    @classmethod
+    def uniform(
+        cls,
+        length: int,
+        *,
+        activation_bytes: int = 1,
+        saved_bytes: int | None = None,
+        forward_time: float = 1.0,
+        backward_time: float = 2.0,
+    ) -> Chain:
+        """`length` equal stages; `saved_bytes` is `activation_bytes` (the output alone) if left out."""
+        whole("length", length, 1)
+        saved = activation_bytes if saved_bytes is None else saved_bytes
+        return cls((Stage(forward_time, backward_time, activation_bytes, saved),) * length, activation_bytes)
+
+    @classmethod
+    def profile(
+        cls,
+        stages: Sequence[Callable],
+        x: Any,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        clock: bool = False,
+        repeats: int = 5,
+    ) -> Chain:
+        """Measure the stages, each by itself, as `ScheduledSequential` runs them.
+
+        Bytes are the meter's: exact, and without the gradients of parameters that persist (make them beforehand, as
+        from the second step on, to measure the same in a run). Buffers and random numbers are as before afterwards.
+
+        Args:
+            stages: as for `ScheduledSequential`.
+            x: the input, of the size to be trained with; it tells whether a gradient of the input is needed.
+            kwargs: constants that each stage gets as keyword arguments.
+            clock: False for times that repeat: FLOPs of matrix products and convolutions, and for a stage without
+                any, the number of elements of its output. True for seconds, the median of `repeats` runs.
+
+        Raises:
+            TypeError, ValueError: an argument is not of its kind; a stage returns no tensor, or several that train.
+        """
+        modules, kwargs, clocked = as_modules(stages), dict(kwargs or {}), whole("repeats", repeats, 1) * clock
+        check_constants(kwargs)
+        value = handed_on("x", x)
+        first, measured = the_tensor(value), []
+        value, needs, random = with_tensor(value, first.detach()), first.requires_grad, RandomState([first.device])
+        try:
+            for i, stage in enumerate(modules.values()):
+                costs, value = _profile(i, stage, value, kwargs, needs, clocked)
+                needs = needs or bool(trained(stage))
+                measured.append(costs)
+        finally:
+            random.restore()
+        return cls(tuple(measured), first.nbytes)
+
+
+def _profile(i: int, stage: nn.Module, value: Any, kwargs: dict, needs: bool, clocked: int) -> tuple[Stage, Any]:
+    """One stage's costs, and what it hands on."""
+    device = the_tensor(value).device
+    buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}  # they stand in for the stage's own
+    autocast = AutocastState([device.type])
+
+    def forward() -> Kept:
+        with autocast.as_then(cache_enabled=False):
+            return Kept(i, stage, value, kwargs, needs, buffers, [])
+
+    def backward(kept: Kept) -> None:
+        kept.box.append(torch.ones_like(the_tensor(kept.output)))
+        kept.backward()
+
+    with FlopCounterMode(display=False) as forward_flops:
+        kept = forward()
+    result = with_tensor(kept.output, the_tensor(kept.output).detach())
+    with FlopCounterMode(display=False) as backward_flops:
+        backward(kept)
+    output = the_tensor(result)
+    times = [float(flops.get_total_flops() or output.numel()) for flops in (forward_flops, backward_flops)]
+
+    with MemoryMeter() as meter:  # one block for both: backward frees what forward saved as it goes
+        kept = forward()
+        saved, operators = max(meter.live_bytes, output.nbytes), len(meter.phases())
+        backward(kept)
+    live = sum(meter.series().values())
+    del kept
+
+    if clocked:
+        runs = [_seconds(device, forward, backward) for _ in range(clocked)]
+        times = [statistics.median(seconds) for seconds in zip(*runs, strict=True)]
+    measured = Stage(
+        *times,
+        output.nbytes,
+        saved,
+        int(live[:operators].max(initial=saved)) - saved,
+        max(0, int(live[operators:].max(initial=0)) - saved - output.nbytes),
+    )
+    return measured, result
+
+
+def _seconds(device: torch.device, forward, backward) -> tuple[float, float]:
+    wait_for(device)
+    start = time.perf_counter()
+    kept = forward()
+    wait_for(device)
+    middle = time.perf_counter()
+    backward(kept)
+    wait_for(device)
+    return middle - start, time.perf_counter() - middle

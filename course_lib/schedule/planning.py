@@ -1,0 +1,179 @@
+"""The cheapest schedule under a budget, and all of them: one dynamic program."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from course_lib._check import InfeasibleBudget, whole
+
+from .actions import Action, Backward, Forward, Schedule
+from .chain import Chain
+from .referee import Cost, simulate
+from .rules import advance, store_all
+from .sizes import MANY, Sizes
+
+CELLS, LEAST_LEVELS = 8_000_000, 500  # a table of 64 MB; of 160 MB for 200 stages
+
+
+def optimal(chain: Chain, budget_bytes: int) -> Schedule:
+    """The fastest persistent schedule whose simulated peak is within the budget.
+
+    Persistent: what is kept stays until its backward. Time[s, t](m), the least for stages s to t with m bytes beyond
+    x_s, is the lesser of: keep all of stage s, and do s+1 to t with `saved_bytes` less; or run on from x_s to some x_e,
+    keep it, do e to t with its bytes less, and then s to e-1 with m again.
+
+    That is a step function of m. Its steps are at sums of the chain's sizes; where there are no more of these than the
+    table has levels (8,000,000 / L**2, but 500 at least), the result is exact. Else the levels are as many multiples of
+    one size, and m is rounded down to one at each step: the result is within the budget, and may be slower than the
+    best by what so little less memory costs.
+
+    Args:
+        chain: L stages.
+        budget_bytes: for all that `simulate` counts.
+
+    Raises:
+        InfeasibleBudget: no schedule fits; the least budget is named, exactly.
+        TypeError, ValueError: an argument is not of its kind.
+
+    Source: Beaumont et al., arXiv:1911.13214, theorem 1.
+    """
+    fastest = store_all(chain)
+    if simulate(fastest, chain).peak_bytes <= whole("budget_bytes", budget_bytes, of="bytes"):
+        return fastest
+    table = _Table(chain, budget_bytes - chain.input_bytes)
+    least_bytes = chain.input_bytes + int(table.need[0, -1])
+    if budget_bytes < least_bytes:
+        raise InfeasibleBudget(budget_bytes, least_bytes, f"this chain needs at least {least_bytes}")
+    return table.schedule(budget_bytes - chain.input_bytes)
+
+
+def frontier(chain: Chain) -> list[Cost]:
+    """Every non-dominated (peak_bytes, time) of a persistent schedule, from the least peak to the least time.
+
+    Exact where `optimal` is. Else all are costs of schedules, the first has the least peak, and others may be missing.
+
+    Args:
+        chain: L stages.
+
+    Returns:
+        Costs with rising `peak_bytes` and falling `time`; the last one has `store_all`'s time.
+    """
+    fastest = simulate(store_all(chain), chain)
+    table = _Table(chain, fastest.peak_bytes - chain.input_bytes)
+    times = table.time[0, -1, :-1]
+    steps = table.levels[times < np.append(np.inf, times[:-1])]
+    budgets = [int(table.need[0, -1]), *map(int, steps)]
+    costs = {simulate(table.schedule(budget), chain) for budget in budgets} | {fastest}
+    found: list[Cost] = []
+    for cost in sorted(costs, key=lambda cost: (cost.peak_bytes, cost.time, cost.forward_steps)):
+        if not found or cost.time < found[-1].time:
+            found.append(cost)
+    return found
+
+
+class _Table:
+    """need[s, t], the least bytes beyond x_s for stages s to t, exactly; time[s, t, k], the least time with levels[k].
+
+    The last column of `time` is infinite: an index of -1 stands for less than the first level.
+    """
+
+    def __init__(self, chain: Chain, most_bytes: int):
+        self.sizes, length = Sizes(chain), len(chain)
+        self.levels = _levels(self.sizes, most_bytes)
+        self.need = np.full((length, length), MANY)
+        self.time = np.empty((length, length, len(self.levels) + 1))
+        self.room = np.empty((length, len(self.levels) + 1))
+        after_value, self.after_saved = (
+            np.array([self.at(np.append(self.levels, -1) - size) for size in kind])
+            for kind in (self.sizes.values, self.sizes.saved)
+        )
+        for t in range(length):
+            right = np.empty_like(self.room)  # right[e]: the time for e to t with x_e to be kept, and to get to x_e
+            for s in reversed(range(t + 1)):
+                self.fill(s, t, right)
+                np.add(self.time[s, t, after_value[s]], self.sizes.elapsed[s], out=right[s])
+
+    def at(self, count: np.ndarray) -> np.ndarray:
+        """The level within so many bytes."""
+        return np.searchsorted(self.levels, count, side="right") - 1
+
+    def needs(self, s: int, t: int) -> np.ndarray:
+        """The least bytes beyond x_s: first to keep all of stage s, then to run on to x_e, for e = s+1 to t."""
+        sizes = self.sizes
+        needed = np.empty(t - s + 1, dtype=np.int64)
+        needed[0] = max(sizes.gradient[t] + sizes.forward[s], sizes.backward[s])
+        if s < t:
+            needed[0] = max(needed[0], sizes.saved[s] + self.need[s + 1, t])
+            right = self.need[s + 1 : t + 1, t] + sizes.values[s + 1 : t + 1]
+            running = sizes.gradient[t] + sizes.through[s, s + 1 : t + 1]
+            needed[1:] = np.maximum(np.maximum(self.need[s, s:t], right), running)
+        return needed
+
+    def fill(self, s: int, t: int, right: np.ndarray) -> None:
+        needed, best = self.needs(s, t), self.time[s, t]
+        self.need[s, t] = needed.min()
+        if s < t:
+            total = np.add(self.time[s, s:t], right[s + 1 : t + 1], out=self.room[: t - s])
+            reached = np.maximum(self.need[s, s:t], self.need[s + 1 : t + 1, t] + self.sizes.values[s + 1 : t + 1])
+            for e in np.flatnonzero(needed[1:] > reached):  # where running there takes more than both parts
+                total[e, : np.searchsorted(self.levels, needed[e + 1])] = np.inf
+            np.minimum.reduce(total, axis=0, out=best)
+            best -= self.sizes.elapsed[s]
+            keep = self.time[s + 1, t, self.after_saved[s]]
+            keep += self.sizes.own_time[s]
+        else:
+            best.fill(np.inf)
+            keep = np.full_like(best, self.sizes.own_time[s])
+        first = np.searchsorted(self.levels, needed[0])
+        np.minimum(best[first:-1], keep[first:-1], out=best[first:-1])
+
+    def schedule(self, budget: int) -> Schedule:
+        """What the table says, for so many bytes beyond x_0."""
+        actions: list[Action] = []
+        waiting: list[Action | tuple[int, int, int]] = [(0, self.sizes.length - 1, budget)]
+        while waiting:  # a stack, since chains may be long
+            if isinstance(waiting[-1], Backward):
+                actions.append(waiting.pop())
+                continue
+            s, t, m = waiting.pop()
+            e = s + self.choice(s, t, m)
+            if e > s:
+                actions += advance(s, e)
+                waiting += [(s, e - 1, m), (e, t, m - int(self.sizes.values[e]))]
+            else:
+                actions.append(Forward(s, "all"))
+                waiting.append(Backward(s))
+                if s < t:
+                    waiting.append((s + 1, t, m - int(self.sizes.saved[s])))
+        return Schedule(actions)
+
+    def choice(self, s: int, t: int, m: int) -> int:
+        """How far to run on with m bytes; 0: keep all of stage s."""
+        sizes, needed, ends = self.sizes, self.needs(s, t), np.arange(s + 1, t + 1)
+        times = np.empty(len(needed))
+        times[0] = sizes.own_time[s]
+        if s < t:
+            times[0] += self.time[s + 1, t, self.at(m - sizes.saved[s])]
+            times[1:] = self.time[ends, t, self.at(m - sizes.values[ends])] + self.time[s, s:t, self.at(m)]
+            times[1:] += sizes.elapsed[ends] - sizes.elapsed[s]
+        times[needed > m] = np.inf
+        # The levels may be too coarse for any of them, but what needs least always fits.
+        return int(times.argmin() if np.isfinite(times.min()) else needed.argmin())
+
+
+def _levels(sizes: Sizes, most: int) -> np.ndarray:
+    """All bytes up to `most` at which a least time may change; if there are too many, equal steps up to `most`."""
+    limit = max(LEAST_LEVELS, CELLS // sizes.length**2)
+    gradients, through = np.unique(sizes.gradient), np.unique(sizes.through[sizes.through > 0])
+    ends = np.maximum(sizes.forward[:, None] + gradients, sizes.backward[:, None])
+    levels = np.append(ends, through[:, None] + gradients)
+    for i in range(sizes.length):
+        levels = np.unique(levels[levels <= most])
+        if len(levels) > limit:
+            least, kept = -(-most // limit), np.append(sizes.values, sizes.saved)
+            steps = np.linspace(least, 2 * least, 100).astype(np.int64)
+            step = min(steps, key=lambda step: np.sum(-kept % step))  # by which least is lost in rounding
+            return np.arange(most % step, most + 1, step)
+        if i > 0:  # x_i may be kept, or all of the stage before, which it is part of
+            levels = np.concatenate([levels, levels + sizes.values[i], levels + sizes.saved[i - 1]])
+    return np.unique(levels[levels <= most])

@@ -1,0 +1,189 @@
+"""Schedules by rule: each a few lines, from the one that keeps all to the one with the fewest forwards."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from course_lib._check import kind, whole
+
+from .actions import Action, Backward, Forward, Schedule
+from .chain import Chain
+from .sizes import MANY, Sizes
+
+
+def store_all(chain: Chain) -> Schedule:
+    """Keep everything: each forward once, then each backward. No schedule is faster.
+
+    Args:
+        chain: L stages.
+    """
+    return Schedule(_keep_all(0, _length(chain)))
+
+
+def segments(chain: Chain, count: int) -> Schedule:
+    """Cut the chain into `count` segments, keep what enters each, and keep all of one segment at a time.
+
+    Equal stages: the sizes of the segments differ by at most one, the larger ones first (while fewer inputs are kept
+    when these are recomputed). Uneven stages: the cut whose simulated peak is least.
+
+    Args:
+        chain: L stages.
+        count: of segments, 1 (the same as `store_all`) to L.
+
+    Returns:
+        A schedule with one extra forward per stage that is not in the last segment.
+
+    Raises:
+        TypeError, ValueError: `count` is not between 1 and L.
+
+    Source: Chen et al. 2016, arXiv:1604.06174, section 4; the least peak by a dynamic program over cuts.
+    """
+    length = _length(chain)
+    whole("count", count, 1, length)
+    if len(set(chain.stages)) > 1:
+        return segmented(_best_cuts(chain, count))
+    size, larger = divmod(length, count)
+    return segmented(list(accumulate([size + (j < larger) for j in range(count)], initial=0)))
+
+
+def sqrt_segments(chain: Chain) -> Schedule:
+    """Cut the chain into k* segments and keep only what enters each.
+
+    With s bytes saved per stage and b bytes at a boundary, holding k boundaries and one segment of L/k stages costs
+    k*b + (L/k)*s bytes, least at k* = sqrt(L*s/b). Of the whole numbers around k*, the one for which this is less.
+
+    Args:
+        chain: L stages; s and b are the means of their `saved_bytes` and `output_bytes`.
+
+    Returns:
+        A schedule with one extra forward per stage that is not in the last segment.
+
+    Source: Chen et al. 2016, arXiv:1604.06174, section 4, for s = b.
+    """
+    length = _length(chain)
+    s = sum(stage.saved_bytes for stage in chain.stages) / length
+    b = sum(stage.output_bytes for stage in chain.stages) / length
+    best = math.sqrt(length * s / b)
+    counts = {min(max(1, count), length) for count in (math.floor(best), math.ceil(best))}
+    return segments(chain, min(sorted(counts), key=lambda k: k * b + length / k * s))
+
+
+def recursive(chain: Chain) -> Schedule:
+    """Halve the chain, keep what enters the second half, finish that half, then the first; each half likewise.
+
+    At most ceil(log2 L) + 1 inputs and one stage's saved bytes are alive at once, for about (L/2) * log2 L extra
+    forwards.
+
+    Args:
+        chain: L stages.
+
+    Source: Chen et al. 2016, arXiv:1604.06174, section 4.4.
+    """
+    actions: list[Action] = []
+    waiting = [(0, _length(chain))]  # a stack: the right half runs before the left one
+    while waiting:
+        start, end = waiting.pop()
+        if end - start == 1:
+            actions += _keep_all(start, end)
+            continue
+        middle = (start + end) // 2
+        actions += advance(start, middle)
+        waiting += [(start, middle), (middle, end)]
+    return Schedule(actions)
+
+
+def binomial(length: int, slots: int) -> Schedule:
+    """The fewest forwards for equal stages when at most `slots` inputs are kept at once, x_0 among them.
+
+    Every stage's forward that keeps all runs just before its backward. The forwards beyond these L number
+    r*L - C(s+r, s+1), with s slots and r the least number for which C(s+r, s) >= L.
+
+    Args:
+        length: L, the number of stages.
+        slots: s, 1 or more; more than L - 1 change nothing.
+
+    Raises:
+        TypeError, ValueError: an argument is not a positive whole number.
+
+    Source: Griewank and Walther 2000, "Algorithm 799: revolve", ACM TOMS 26(1).
+    """
+    whole("length", length, 1)
+    whole("slots", slots, 1)
+    passing = [Forward(i, "nothing") for i in range(length)]
+    actions: list[Action] = []
+    waiting = [(0, length, slots)]
+    while waiting:
+        start, length, slots = waiting.pop()
+        if length == 1:
+            actions += _keep_all(start, start + 1)
+            continue
+        split = _binomial_split(length, min(slots, length - 1))
+        actions.append(Forward(start, "input"))
+        actions += passing[start + 1 : start + split]
+        waiting += [(start, split, slots), (start + split, length - split, slots - 1)]
+    return Schedule(actions)
+
+
+@lru_cache(maxsize=1 << 16)
+def _binomial_split(length: int, slots: int) -> int:
+    """How far to run before the next input is kept: the largest distance that keeps both parts within r repeats."""
+    if slots == 1:
+        return length - 1
+    r, reach = 0, 1
+    while reach < length:  # the least r with C(s+r, s) >= L: no stage runs ahead more often
+        r += 1
+        reach = reach * (slots + r) // r
+    return min(math.comb(slots + r - 1, slots), length - math.comb(slots + r - 2, slots - 1))
+
+
+def _length(chain: Chain) -> int:
+    return len(kind("chain", chain, Chain, "a Chain"))
+
+
+def _keep_all(start: int, end: int) -> list[Action]:
+    return [Forward(i, "all") for i in range(start, end)] + [Backward(i) for i in reversed(range(start, end))]
+
+
+def advance(start: int, end: int) -> list[Action]:
+    """From x_start to x_end, keeping x_start."""
+    return [Forward(start, "input"), *(Forward(i, "nothing") for i in range(start + 1, end))]
+
+
+def segmented(cuts: list[int]) -> Schedule:
+    """Segments from each cut to the next."""
+    pairs = list(pairwise(cuts))
+    actions: list[Action] = []
+    for start, end in pairs[:-1]:
+        actions += advance(start, end)
+    for start, end in reversed(pairs):
+        actions += _keep_all(start, end)
+    return Schedule(actions)
+
+
+def _best_cuts(chain: Chain, count: int) -> list[int]:
+    """The boundaries 0 = c_0 < ... < c_count = L for which the peak of `segmented` is least.
+
+    need[a] is the least that the stages from a on take, beyond what is kept before a and x_a, with so many segments:
+    the first of them ends at some b, and takes its own, or else leaves x_b kept for the rest.
+    """
+    sizes, length = Sizes(chain), len(chain)
+    own = np.full((length, length + 1), MANY, dtype=np.int64)  # what segment a..b-1 takes
+    for a in range(length):
+        before = np.cumsum(sizes.saved[a:]) - sizes.saved[a:]
+        forward = np.maximum.accumulate(before + sizes.forward[a:])
+        backward = np.maximum.accumulate(before + sizes.backward[a:])
+        own[a, a + 1 :] = np.maximum(forward + sizes.gradient[a:], backward)
+        own[a, a + 1 : length] = np.maximum(own[a, a + 1 : length], sizes.through[a, a + 1 : length])
+    need, chosen = own[:, length], []
+    for _ in range(count - 1):
+        taken = np.maximum(own[:, :length], (sizes.values[:length] + need)[None, :])
+        chosen.append(taken.argmin(axis=1))
+        need = taken.min(axis=1)
+    cuts = [0]
+    for ends in reversed(chosen):
+        cuts.append(int(ends[cuts[-1]]))
+    return [*cuts, length]

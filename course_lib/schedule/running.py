@@ -1,0 +1,225 @@
+"""Running a schedule under autograd."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
+
+from course_lib._check import kind
+from course_lib._torch import AutocastState, RandomState, is_symbolic
+
+from .actions import Backward, Forward, Schedule
+from .chain import Chain
+from .referee import simulate
+from .stages import Kept, as_modules, check_constants, handed_on, run_stage, the_tensor, trained, with_tensor
+
+
+class ScheduledSequential(nn.Sequential):
+    """Run stages by a schedule, under autograd: outputs and gradients are those of running one after the other.
+
+    Every stage is one node of the graph, so gradients accumulate in the same order as without a schedule. Random
+    numbers and buffers: a stage that runs again draws the same numbers and finds its buffers as before its first run,
+    and leaves both as they are; buffers change in a stage's first run only. Autocast is as in the first run. Without
+    gradients the stages just run.
+
+    The bytes live are those that `simulate` counts for `Chain.profile`. On top come, for stages that run again, copies
+    of their buffers (of all during the first run, then of those that it changed), and the states of the random number
+    generators (5,056 bytes on the CPU) of those that draw; and the gradients of parameters. A stage hands on the
+    gradients of its own parameters together, at the end of its backward: that is in the profile.
+
+    Args:
+        module: the chain: an `nn.Sequential`, or a list of modules and functions; modules are shared, under the same
+            names. A function trains the parameters that it holds: in its closure and defaults, or as a `partial`. A
+            stage takes what the one before returns, a tensor or a container in which one tensor is floating; a tuple of
+            one tensor and Nones becomes that tensor. Gradients flow through that tensor only. A stage does not change
+            it in place, and computes the same each time.
+        schedule: legal for as many stages.
+
+    Call it with the chain's input; keyword arguments go to every stage, and are constants.
+
+    Raises:
+        IllegalSchedule: the schedule is not legal for so many stages.
+        TypeError, ValueError: an argument is not of its kind; a stage returns no tensor, or several that train.
+        RuntimeError: a stage changes its input in place, uses a tensor that trains and is not its own, or returns
+            another shape or dtype when it runs again; the backward pass runs a second time, or is itself to be
+            differentiated.
+    """
+
+    def __init__(self, module: Sequence[Callable], schedule: Schedule):
+        stages = as_modules(module)
+        kind("schedule", schedule, Schedule, "a Schedule")
+        simulate(schedule, Chain.uniform(len(stages)))
+        super().__init__()
+        for name, stage in stages.items():
+            self.add_module(name, stage)
+        self.training = getattr(module, "training", True)
+        self.schedule, self._length = schedule, len(stages)
+
+    def forward(self, x: Any, **kwargs) -> Any:
+        stages, value = list(self), handed_on("x", x)
+        if len(stages) != self._length:
+            raise ValueError(f"this module has {len(stages)} stages now, but its schedule is for {self._length}")
+        if not torch.is_grad_enabled():
+            for i, stage in enumerate(stages):
+                value = run_stage(i, stage, value, kwargs)
+            return value
+        check_constants(kwargs)
+        run = _Run(stages, self.schedule, value, kwargs)
+        run.to_next_backward()
+        link = the_tensor(value)
+        for i, stage in enumerate(stages):
+            link = _StageNode.apply(run, i, link, *trained(stage))
+        output = run.kept[self._length - 1].output
+        return with_tensor(output, _Output.apply(run, the_tensor(output).detach(), link))
+
+
+class _StageNode(torch.autograd.Function):
+    """A stage in the outer graph. Between two of them nothing goes that has memory: values and gradients are the run's,
+    since autograd would hold a gradient for as long as its node's backward takes."""
+
+    @staticmethod
+    def forward(ctx, run: _Run, i: int, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.run, ctx.i = run, i
+        return torch.empty(0, device=x.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, nothing: Tensor):
+        x_gradient, gradients = ctx.run.backward(ctx.i)
+        if ctx.i > 0:
+            ctx.run.gradient[:] = [x_gradient]
+            x_gradient = nothing
+        return None, None, x_gradient, *gradients
+
+
+class _Output(torch.autograd.Function):
+    """Where the outer graph ends: the output comes in from the run, and its gradient goes there."""
+
+    @staticmethod
+    def forward(ctx, run: _Run, output: Tensor, link: Tensor) -> Tensor:
+        ctx.run = run
+        return output.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        ctx.run.gradient[:] = [gradient]
+        return None, None, torch.empty(0, device=gradient.device)
+
+
+class _Run:
+    """What one forward and backward pass holds: the values, graphs and random states alive between actions."""
+
+    def __init__(self, stages: list[nn.Module], schedule: Schedule, value: Any, kwargs: dict):
+        x = the_tensor(value)
+        self.stages, self.kwargs, self.actions = stages, kwargs, iter(schedule)
+        self.due: int | None = None  # the stage whose backward comes next, once all before it has run
+        self.left = Counter(action.stage for action in schedule if isinstance(action, Forward))  # runs to come
+        self.values: dict[int, Any] = {0: with_tensor(value, x.detach())}
+        self.kept: dict[int, Kept] = {}  # of stages that keep all
+        self.gradient: list[Tensor | None] = []  # of the output of the stage that is due
+        self.kinds: dict[int, tuple] = {}  # (shape, dtype, device) of each stage's output
+        self.before: dict[int, tuple[RandomState | None, dict[str, Tensor]]] = {}  # the first run, for the others
+        trains = [bool(trained(stage)) for stage in stages]
+        self.needs = list(accumulate(trains, lambda before, now: before or now, initial=x.requires_grad))
+        self.autocast = AutocastState([x.device.type])
+
+    def to_next_backward(self) -> None:
+        """Run the forwards up to the next backward; `due` is then its stage."""
+        # Without a cache: casts of weights would stay in it, and in older torch lack the way to their gradients.
+        with self.autocast.as_then(cache_enabled=False):
+            for action in self.actions:
+                if isinstance(action, Backward):
+                    self.due = action.stage
+                    return
+                self.forward(*action)
+
+    def forward(self, i: int, keep: str) -> None:
+        value = self.values.get(i)
+        if value is None:
+            output = self.kept[i - 1].output
+            value = with_tensor(output, the_tensor(output).detach())
+        result = self.run(i, value, keep)
+        if keep == "all":
+            self.kept[i] = result
+            self.values.pop(i + 1, None)
+        else:
+            self.values[i + 1] = result
+            if keep == "nothing":
+                self.values.pop(i, None)
+
+    def run(self, i: int, value: Any, keep: str) -> Any:
+        """Stage i with the random numbers and buffers of its first run: a `Kept`, or what it hands on."""
+        self.left[i] -= 1
+        first, now, random, buffers = i not in self.kinds, None, None, {}
+        if not first:
+            random, buffers = self.before[i] if self.left[i] else self.before.pop(i)
+            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        elif self.left[i]:
+            watch = _Watch(self.stages[i], the_tensor(value))
+        if random is not None:
+            now = RandomState([the_tensor(value).device])
+            random.restore()
+        try:
+            if keep == "all":
+                result = Kept(i, self.stages[i], value, self.kwargs, self.needs[i], buffers, self.gradient)
+            else:
+                with torch.no_grad():
+                    result = run_stage(i, self.stages[i], value, self.kwargs, buffers)
+        finally:
+            if now is not None:
+                now.restore()
+        output = the_tensor(result.output if keep == "all" else result)
+        kind = tuple(output.shape), output.dtype, output.device
+        if first and self.left[i]:
+            self.before[i] = watch.changed()
+        if self.kinds.setdefault(i, kind) != kind:
+            raise RuntimeError(
+                f"stage {i} returned {kind} when it ran again, but {self.kinds[i]} at first; "
+                "a schedule takes stages that compute the same each time"
+            )
+        return result
+
+    def backward(self, i: int) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The gradients of the input of stage i and of its parameters."""
+        if self.due is None:
+            self.to_next_backward()
+        if self.due != i:
+            self.gradient.clear()
+            raise RuntimeError(
+                "this backward pass has run already, and what the schedule kept for it is gone: "
+                "call the module again instead of backward() with retain_graph=True"
+            )
+        self.due = None
+        self.values.pop(i + 1, None)
+        found = self.kept.pop(i).backward()
+        self.values.pop(i, None)
+        return found
+
+
+class _Watch:
+    """What a stage changes in its first run besides its output: random numbers and buffers, as they were before."""
+
+    def __init__(self, stage: nn.Module, x: Tensor):
+        self.stage, self.devices = stage, [x.device]
+        self.random = RandomState(self.devices)
+        self.buffers = {name: (buffer, buffer.clone()) for name, buffer in stage.named_buffers()}
+
+    def changed(self) -> tuple[RandomState | None, dict[str, Tensor]]:
+        after = dict(self.stage.named_buffers())
+        with _disable_current_modes():  # random states are no symbolic tensors, even where the stages run on such
+            drew = self.random != RandomState(self.devices)
+            # By value: batch_norm changes its statistics without counting that as a change in place.
+            buffers = {
+                name: copy
+                for name, (buffer, copy) in self.buffers.items()
+                if after.get(name) is not buffer or not (is_symbolic(copy) or torch.equal(buffer, copy))
+            }
+        return self.random if drew else None, buffers

@@ -1,0 +1,175 @@
+"""One stage under autograd: what may be one, its run, and its backward pass, which gives up what it has used."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course_lib._check import function, kind, shown, whole
+from course_lib._torch import map_tensors, tensors_in
+
+# ---- what may be a stage, and what goes from one to the next
+
+
+def as_modules(stages: Sequence[Callable]) -> dict[str, nn.Module]:
+    """The stages by name, as modules."""
+    takes = "an nn.Sequential, or a list of modules and functions"
+    kind("stages", stages, (nn.Sequential, nn.ModuleList, list, tuple), takes)
+    whole("the number of stages", len(stages), 1)
+    named = stages._modules if isinstance(stages, nn.Module) else {str(i): stage for i, stage in enumerate(stages)}
+    for name, stage in named.items():
+        function(f"stage {name}", stage, "a module or a function")
+    return {name: stage if isinstance(stage, nn.Module) else _Function(stage) for name, stage in named.items()}
+
+
+class _Function(nn.Module):
+    """A function as a module, with the modules and parameters that it holds as its own."""
+
+    def __init__(self, function: Callable):
+        super().__init__()
+        self.function, held = function, list(dict.fromkeys(_held(function)))
+        self.modules_held = nn.ModuleList(value for value in held if isinstance(value, nn.Module))
+        self.parameters_held = nn.ParameterList(value for value in held if isinstance(value, nn.Parameter))
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+def _held(value: Any) -> Iterator[nn.Module | nn.Parameter]:
+    """In a partial's arguments, a method's object, a function's closure and defaults, and lists and dicts of these."""
+    if isinstance(value, (nn.Module, nn.Parameter)):
+        yield value
+        return
+    parts: list[Any] = []
+    if isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif inspect.ismethod(value):
+        parts = [value.__self__]
+    elif inspect.isfunction(value):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != type(cell)()]
+        parts = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    elif isinstance(value, (list, tuple, dict)):
+        parts = list(value.values()) if isinstance(value, dict) else list(value)
+    for part in parts:
+        yield from _held(part)
+
+
+def handed_on(name: str, value: Any) -> Any:
+    """What the next stage gets; a tuple of one tensor and Nones, as Hugging Face layers return, is that tensor."""
+    tensors = list(tensors_in(value))
+    if len(tensors) != 1 and len([tensor for tensor in tensors if differentiable(tensor)]) != 1:
+        raise TypeError(
+            f"{name} is {shown(value)} with {len(tensors)} tensors; "
+            "it takes one tensor, or a container in which one tensor is floating"
+        )
+    alone = isinstance(value, tuple) and all(item is None or item is tensors[0] for item in value)
+    return tensors[0] if alone else value
+
+
+def the_tensor(value: Any) -> Tensor:
+    """The one that gradients go through, in what goes from stage to stage."""
+    tensors = list(tensors_in(value))
+    return tensors[0] if len(tensors) == 1 else next(filter(differentiable, tensors))
+
+
+def with_tensor(value: Any, new: Tensor) -> Any:
+    """`value` with another tensor in place of the one that gradients go through."""
+    old = the_tensor(value)
+    return map_tensors(lambda tensor: new if tensor is old else tensor, value)
+
+
+def differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def check_constants(kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if any(tensor.requires_grad for tensor in tensors_in(value)):
+            raise ValueError(f"{name} is {shown(value)} that requires a gradient; it takes a constant")
+
+
+# ---- forward
+
+
+def run_stage(i: int, stage: nn.Module, value: Any, kwargs: dict, buffers: dict[str, Tensor] | None = None) -> Any:
+    """Stage i on what stage i-1 handed on; with `buffers`, those stand in for its own, which stay as they are."""
+    versions = [tensor._version for tensor in tensors_in(value)]
+    if buffers:
+        output = torch.func.functional_call(stage, buffers, (value,), kwargs)
+    else:
+        output = stage(value, **kwargs)
+    if [tensor._version for tensor in tensors_in(value)] != versions:
+        raise RuntimeError(
+            f"stage {i} changed its input in place, but a schedule may need it again; make it out of place"
+        )
+    return handed_on(f"what stage {i} returns", output)
+
+
+# ---- backward
+
+
+class Kept:
+    """What a forward that keeps all leaves: the stage's graph, to which backward brings the gradient in `box`.
+
+    Autograd frees each tensor after its last use, but for those that its callers hold. So nobody holds the gradient of
+    the output here but the box, out of which a node of the graph takes it, and the output is let go of first.
+    """
+
+    def __init__(self, i: int, stage: nn.Module, value: Any, kwargs: dict, needs: bool, buffers, box: list):
+        x = the_tensor(value)
+        with torch.enable_grad():
+            self.x = x.detach().requires_grad_(needs and differentiable(x))
+            # A view, because FlopCounterMode's hook on a module's input may not meet a leaf inside autograd.grad.
+            self.output = run_stage(i, stage, with_tensor(value, self.x.view_as(self.x)), kwargs, buffers)
+            self.end = _TakeGradient.apply(the_tensor(self.output), box)
+        self.box, self.parameters = box, trained(stage)
+        if not {*map(id, _leaves(self.end))} <= {*map(id, (self.x, *self.parameters))}:
+            raise RuntimeError(
+                f"stage {i} uses a tensor that requires a gradient and is neither its input nor a parameter that it "
+                "holds; make it a parameter of a module that is the stage, or detach it"
+            )
+
+    def backward(self) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The gradients of the input, if one is needed, and of the stage's parameters."""
+        self.output = None
+        wanted = [tensor for tensor in (self.x, *self.parameters) if tensor.requires_grad]
+        if not self.end.requires_grad or self.box[0] is None:
+            self.box.clear()
+            found = [None] * len(wanted)
+        else:
+            found = torch.autograd.grad(self.end, wanted, torch.empty_like(self.end), allow_unused=True)
+        return (found[0], list(found[1:])) if self.x.requires_grad else (None, list(found))
+
+
+class _TakeGradient(torch.autograd.Function):
+    """The end of a stage's graph, without memory. Backward from it starts with the gradient in the box."""
+
+    @staticmethod
+    def forward(ctx, output: Tensor, box: list) -> Tensor:
+        ctx.box = box
+        return output.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.box.pop(), None
+
+
+def trained(stage: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in stage.parameters() if parameter.requires_grad]
+
+
+def _leaves(end: Tensor) -> Iterator[Tensor]:
+    """The leaves that backward from `end` comes to."""
+    waiting, seen = [end.grad_fn], {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                yield node.variable
