@@ -93,10 +93,10 @@ class Guard:
 
 
 class Room:
-    """So many bytes below. `place` is the store's own business, and so is `last`: the latest copies."""
+    """So many bytes below, until `free`, or until the room is dropped. `place` and `last` are the store's own."""
 
     def __init__(self, store: Store, nbytes: int, place: Any = None):
-        self.store, self.nbytes, self.place, self.last = store, nbytes, place, None
+        self.store, self.nbytes, self.place, self.last, self.freed = store, nbytes, place, None, False
 
     def put(self, tensor: Tensor) -> Room:
         """Start copying down a tensor that fills its storage. `wait` waits for the end, and raises what went wrong."""
@@ -120,7 +120,11 @@ class Room:
 
     def free(self, *until: Any) -> None:
         """Give the room back, without waiting. Tensors that are still being copied are held `until` it is safe."""
-        self.store.guard.later(lambda: (self.store.release(self), until))
+        if not self.freed:
+            self.freed = True
+            self.store.guard.later(lambda: (self.store.release(self), until))
+
+    __del__ = free
 
 
 class Store:
@@ -168,9 +172,6 @@ class Store:
 
     def check_open(self) -> None:
         """Raise an error if nothing can be stored here any more."""
-
-    def close(self) -> None:
-        """Drop what is below."""
 
 
 class SymbolicStore(Store):
