@@ -81,7 +81,8 @@ class offload_activations:
         hooks.__exit__(kind, value, trace)
         seen.remove()
         try:
-            region.settle(0)
+            with region.guard:
+                region.settle(0)
         except Exception:
             if kind is None:
                 raise
@@ -144,7 +145,7 @@ class _Region:
                 if (oldest := self.recent.popleft()).handles:
                     oldest.go_down()
                     self.going.append(oldest)
-            self._settle(self._ahead(self.options.in_flight, entry))
+            self.settle(self._ahead(self.options.in_flight, entry))
             return handle
 
     def _stays(self, tensor: Tensor) -> bool:
@@ -174,10 +175,6 @@ class _Region:
 
     def settle(self, most: int) -> None:
         """Let go of the device's memory behind all but the latest copies down."""
-        with self.guard:
-            self._settle(most)
-
-    def _settle(self, most: int) -> None:
         while len(self.going) > most:
             self.going.popleft().arrive()
 

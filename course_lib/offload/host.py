@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
@@ -21,9 +21,8 @@ class OnHost(Master):
 
     def send(self) -> None:
         """Start copying the gradient down."""
-        if self.coming is None:
-            host = self.device.pinned(self.p.grad.shape, self.p.grad.dtype)
-            self.coming = host, self.device.copy(host, self.p.grad.detach(), "gradients")
+        host = self.device.pinned(self.p.grad.shape, self.p.grad.dtype)
+        self.coming = host, self.device.copy(host, self.p.grad.detach(), "gradients")
 
     def settle(self) -> None:
         """Wait until the weights have gone up: they must not change under the copy."""
@@ -36,7 +35,8 @@ class OnHost(Master):
         super().take()
 
     def gradient(self) -> Tensor:
-        self.send()
+        if self.coming is None:
+            self.send()
         (gradient, event), self.coming = self.coming, None
         self.device.finish(event)
         return gradient
@@ -57,17 +57,3 @@ class OnHost(Master):
 
     def held(self) -> Iterator[Tensor]:
         return iter(())
-
-
-def update_on_host(masters: list[OnHost], update: Callable[[list], None], overlap: bool) -> None:
-    """One at a time, so that one goes up, and another gradient comes down, while the next is updated."""
-    try:
-        for i, master in enumerate(masters):
-            for near in masters[i : i + 2] if overlap else ():
-                near.send()
-            update([master])
-            if not overlap:
-                master.settle()
-    finally:
-        for master in masters:
-            master.coming = None

@@ -112,3 +112,35 @@ class Master:
 def is_large(value: Any) -> bool:
     """Whether a piece of state moves: a tensor with more than the single number that a step count is."""
     return isinstance(value, Tensor) and value.ndim > 0 and value.numel() > 1
+
+
+def chunks(masters: list[Master], most: int) -> list[list[Master]]:
+    """Masters in their order, in lists of `most` bytes, or of one that is larger."""
+    found, room = [], 0
+    for master in masters:
+        if not found or room + master.nbytes() > most:
+            found.append([])
+            room = 0
+        found[-1].append(master)
+        room += master.nbytes()
+    return found
+
+
+def update_with(base: torch.optim.Optimizer, groups: list[dict], masters: list[Master]) -> None:
+    """Let `base` do its step for these masters alone, with the settings of `groups`."""
+    if not masters:
+        return
+    chosen, all_groups, mine = {master.weights for master in masters}, base.param_groups, []
+    for ours, theirs in zip(groups, all_groups, strict=True):
+        members = [weights for weights in theirs["params"] if weights in chosen]
+        if members:
+            mine.append({**theirs, **ours, "params": members})
+    try:
+        for master in masters:
+            master.take()
+        base.param_groups = mine
+        base.step()
+    finally:  # also where it was interrupted: parameters and state are then those that `base` would have left
+        base.param_groups = all_groups
+        for master in masters:
+            master.give()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from course_lib._check import kind, number, shown
 from course_lib._torch import is_symbolic
 
 from .device import Device
-from .host import OnHost, update_on_host
-from .masters import Master, is_large
+from .host import OnHost
+from .masters import Master, chunks, is_large, update_with
 from .paged import Paged, reserve, update_paged, written
 from .stores import DiskStore, Store, SymbolicStore
 
@@ -26,8 +26,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     `base` on fp32 copies, rounded afterwards.
 
     A CPU keeps the state in a file and pages it through memory in chunks, the next one read and the last one written
-    while one is updated. For CUDA parameters the state lives in host memory and the update runs on the CPU; the next
-    gradient comes down and the last parameter goes up meanwhile.
+    while one is updated. For CUDA parameters the state lives in host memory and the update runs on the CPU; other
+    gradients come down and parameters go up meanwhile.
 
     Between `backward` and `step` gradients may be changed in any way: clipped, unscaled, summed up between processes.
     Parameters may be given new values from outside at any time, and these win. On CUDA, where there are master weights
@@ -64,6 +64,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._masters: dict[nn.Parameter, Master] = {}
         self._states = _States(self._masters, self._write)
         self._base: torch.optim.Optimizer | None = None
+        self._names: list[str] | None = None  # of the state that is as large as its parameter
         super().__init__(params, _per_parameter_defaults(base, base_kwargs))
         self._adopt(self.param_groups)
 
@@ -79,9 +80,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _adopt(self, groups: list[dict]) -> None:
         parameters = [p for group in groups for p in group["params"]]
         for p in parameters:
-            if p.is_complex() or p.is_quantized or p.layout is not torch.strided:
-                odd = "complex" if p.is_complex() else "quantised" if p.is_quantized else "sparse"
+            if p.is_complex() or p.is_quantized:
+                odd = "complex" if p.is_complex() else "quantised"
                 raise TypeError(f"a parameter of shape {tuple(p.shape)} is {odd}; it takes real, dense ones")
+            _check_dense("a parameter", p)
         chosen = chosen_below(parameters, self._fraction)
         masters = {p: (OnHost if Device.of(p).apart else Paged)(p) if p in chosen else Master(p) for p in parameters}
         for group in groups:
@@ -105,50 +107,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         due = [master for master in self._masters.values() if master.p.grad is not None]
         for master in due:
-            if master.p.grad.layout is not torch.strided:
-                raise TypeError(
-                    f"the gradient of a parameter of shape {tuple(master.p.shape)} is sparse; "
-                    "it takes dense gradients (for an embedding: sparse=False)"
-                )
+            _check_dense("the gradient of a parameter", master.p.grad)
         here, on_host, paged = ([master for master in due if type(master) is way] for way in (Master, OnHost, Paged))
         self._reserve(paged)
-        self._update([master for master in here if master.weights is master.p])
+        update = partial(update_with, self._base, self.param_groups)
+        update([master for master in here if master.weights is master.p])
         # In chunks, since their gradients are fp32 copies, which would take as much as the weights do.
-        for chunk in self._chunks([master for master in here if master.weights is not master.p]):
-            self._update(chunk)
-        update_on_host(on_host, self._update, self._overlap)
-        update_paged(self._chunks(paged), self._update, self.store if paged else None, self._overlap)
+        for chunk in chunks([master for master in here if master.weights is not master.p], self.CHUNK_BYTES):
+            update(chunk)
+        for master in on_host if self._overlap else ():
+            master.send()
+        for master in on_host:  # one at a time, so that one goes up while the next is updated
+            update([master])
+            if not self._overlap:
+                master.settle()
+        update_paged(chunks(paged, self.CHUNK_BYTES), update, self.store if paged else None, self._overlap)
         return loss
-
-    def _chunks(self, masters: list[Master]) -> list[list[Master]]:
-        """Masters in their order, in lists of CHUNK_BYTES at most, or of one that is larger."""
-        chunks, room = [], 0
-        for master in masters:
-            if not chunks or room + master.nbytes() > self.CHUNK_BYTES:
-                chunks.append([])
-                room = 0
-            chunks[-1].append(master)
-            room += master.nbytes()
-        return chunks
-
-    def _update(self, masters: list[Master]) -> None:
-        """Let `base` do its step for these parameters alone."""
-        if not masters:
-            return
-        chosen, groups, mine = {master.weights for master in masters}, self._base.param_groups, []
-        for ours, theirs in zip(self.param_groups, groups, strict=True):
-            members = [weights for weights in theirs["params"] if weights in chosen]
-            if members:
-                mine.append({**theirs, **ours, "params": members})
-        try:
-            for master in masters:
-                master.take()
-            self._base.param_groups = mine
-            self._base.step()
-        finally:  # also where it was interrupted: parameters and state are then those that `base` would have left
-            self._base.param_groups = groups
-            for master in masters:
-                master.give()
 
     @property
     def store(self) -> Store:
@@ -161,17 +135,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Room for everything that will go below, before anything changes."""
         if paged:
             self.store.check_open()
-            reserve(paged, self._large_names, self.store)
-
-    @cached_property
-    def _large_names(self) -> list[str]:
-        """The names of the tensors as large as the parameter that `base` keeps: found by one step on a small one."""
-        p = nn.Parameter(torch.zeros(2, 2))
-        p.grad = torch.zeros(2, 2)
-        optimizer = self._base_class([p], **self._base_kwargs)
-        with torch.enable_grad():
-            optimizer.step()
-        return [name for name, value in optimizer.state[p].items() if is_large(value) and value.shape == p.shape]
+            if self._names is None:
+                self._names = _large_names(self._base_class, self._base_kwargs)
+            reserve(paged, self._names, self.store)
 
     # ---- looking at the state, saving and loading it
 
@@ -197,9 +163,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for master in self._masters.values():
             yield from master.held()
 
-    def _write(self, masters: list[Paged]) -> None:
-        self._reserve(masters)
-        for error in written([master.page_out(self.store) for master in masters]):
+    def _write(self, master: Paged) -> None:
+        self._reserve([master])
+        for error in written([master.page_out(self.store)]):
             raise error
 
     @torch.no_grad()
@@ -218,7 +184,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 class _States(MutableMapping):
     """The state of each parameter that has some, read and written where it is."""
 
-    def __init__(self, masters: dict[nn.Parameter, Master], write: Callable[[list[Paged]], None]):
+    def __init__(self, masters: dict[nn.Parameter, Master], write: Callable[[Paged], None]):
         self._masters, self._write = masters, write
 
     def __getitem__(self, p: nn.Parameter) -> dict[str, Any]:
@@ -231,7 +197,7 @@ class _States(MutableMapping):
         master = self._masters[p]
         master.load(state)
         if isinstance(master, Paged) and state:
-            self._write([master])
+            self._write(master)
 
     @torch.no_grad()
     def __delitem__(self, p: nn.Parameter) -> None:
@@ -269,3 +235,19 @@ def _per_parameter_defaults(base: Any, base_kwargs: dict) -> dict:
         takes = "a class of optimizers that keep a state for each dense parameter, such as torch.optim.AdamW"
         raise TypeError(f"base is {shown(base)}; it takes {takes}")
     return base([nn.Parameter(torch.zeros(2, 2))], **base_kwargs).defaults
+
+
+def _large_names(base: type, base_kwargs: dict) -> list[str]:
+    """The names of the tensors as large as the parameter that `base` keeps for it: found by one step on a small one."""
+    p = nn.Parameter(torch.zeros(2, 2))
+    p.grad = torch.zeros(2, 2)
+    optimizer = base([p], **base_kwargs)
+    with torch.enable_grad():
+        optimizer.step()
+    return [name for name, value in optimizer.state[p].items() if is_large(value) and value.shape == p.shape]
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} of shape {tuple(tensor.shape)} is sparse; it takes a dense one (of an embedding: "
+                        "sparse=False)")  # fmt: skip

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -40,46 +39,41 @@ class Prefetcher:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        made: queue.Queue = queue.Queue(self.depth)
-        stop = threading.Event()
-
-        def put(*item: Any) -> None:
-            while not stop.is_set():
-                with suppress(queue.Full):
-                    made.put(item, timeout=0.05)
-                    return
-
-        thread = threading.Thread(target=self._make, args=(put, stop), name="prefetcher", daemon=True)
-        thread.start()
+        made, wanted, stop = queue.SimpleQueue(), threading.Semaphore(self.depth), threading.Event()
+        make = threading.Thread(target=self._make, args=(made, wanted, stop), name="prefetcher", daemon=True)
+        make.start()
         try:
             while True:
-                what, value, event = made.get()
-                if what == "end":
+                batch, event, error = made.get()
+                if error is not None:
+                    raise error
+                if event is _END:
                     return
-                if what == "error":
-                    raise value
+                wanted.release()
                 device = Device.at(self.device)
                 device.wait(event)
-                for tensor in tensors_in(value):
+                for tensor in tensors_in(batch):
                     device.used(tensor)
-                yield value
+                yield batch
         finally:
             stop.set()
-            thread.join(timeout=0.1)  # not longer: a loader that waits would hold up Ctrl-C
+            wanted.release()
+            make.join(timeout=0.1)  # not longer: a loader that waits would hold up Ctrl-C
 
-    def _make(self, put: Callable, stop: threading.Event) -> None:
+    def _make(self, made: queue.SimpleQueue, wanted: threading.Semaphore, stop: threading.Event) -> None:
         try:
             device = Device.at(self.device)
             for batch in self.loader:
                 with device.on(device.side("batches")):
                     moved, event = self._moved(batch, device), device.event()
-                put("batch", moved, event)
-                device.finish(event)  # the loader may use its memory again
+                wanted.acquire()
                 if stop.is_set():
                     return
-            put("end", None, None)
+                made.put((moved, event, None))
+                device.finish(event)  # the loader may use its memory again
+            made.put((None, _END, None))
         except BaseException as error:
-            put("error", error, None)
+            made.put((None, None, error))
 
     def _moved(self, batch: Any, device: Device) -> Any:
         if not isinstance(batch, Tensor) and callable(getattr(batch, "to", None)):
@@ -89,3 +83,6 @@ class Prefetcher:
                 f"a batch is {shown(batch)}; it takes tensors, containers of them, or what has `to(device)`"
             )
         return map_tensors(device.up, batch)
+
+
+_END = object()
