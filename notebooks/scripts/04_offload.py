@@ -181,8 +181,8 @@ def median_seconds(run):
 
 
 block, store, a = torch.zeros(32 << 20, dtype=torch.uint8), DiskStore(), torch.randn(1024, 1024)
-slot = store.reserve(block.nbytes)
-bandwidth = block.nbytes / median_seconds(lambda: store.write(slot, block)())
+room = store.reserve(block.nbytes)
+bandwidth = block.nbytes / median_seconds(lambda: room.put(block).wait())
 here = 2 * 1024**3 / median_seconds(lambda: a @ a)
 f"{here / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s: {here / bandwidth:.0f} FLOP/byte"
 
@@ -637,10 +637,15 @@ def wait():
     time.sleep(0.02)
 
 
+def batches(make):
+    for _ in range(10):
+        make()
+        yield torch.zeros(1)
+
+
 def loop(make, use, prefetch):
-    batches = (make() for _ in range(10))
     start = time.perf_counter()
-    for _ in Prefetcher(batches) if prefetch else batches:
+    for _ in Prefetcher(batches(make)) if prefetch else batches(make):
         use()
     return round(time.perf_counter() - start, 2)
 

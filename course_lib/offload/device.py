@@ -1,0 +1,126 @@
+"""All that is asked of a device: streams, events, pinned memory, copies. Whatever has these methods can be one."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_lib._torch import is_symbolic
+
+
+class Device:
+    """A CPU: its memory is the host's, and a copy is complete when the call returns."""
+
+    apart = False  # whether its memory is another than the host's
+    ahead = 1  # how many copies of activations are under way in one direction, unless the user says so
+
+    @staticmethod
+    def of(tensor: Tensor) -> Device:
+        """The device that holds a tensor. Symbolic tensors are held by none, so nothing need be waited for."""
+        return Device.at(torch.device("cpu") if is_symbolic(tensor) else tensor.device)
+
+    @staticmethod
+    def at(device: torch.device) -> Device:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device not in _devices:
+            _devices[device] = Cuda(device) if device.type == "cuda" else Device(device)
+        return _devices[device]
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def current(self) -> Any:
+        """The stream on which operators run now."""
+        return None
+
+    def on(self, stream: Any) -> AbstractContextManager:
+        """Inside, operators run on this stream."""
+        return nullcontext()
+
+    def side(self, name: str) -> Any:
+        """A stream beside the current one, the same for each call."""
+        return None
+
+    def event(self) -> Any:
+        """A mark behind all that the current stream was given so far."""
+        return None
+
+    def wait(self, event: Any) -> None:
+        """The current stream goes on after the event; the host does not wait."""
+
+    def finish(self, event: Any) -> None:
+        """The host goes on after the event."""
+
+    def used(self, tensor: Tensor) -> Tensor:
+        """The current stream uses a tensor that was made on another one: its memory is not given away before."""
+        return tensor
+
+    def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        """Host memory that the device can copy from and to by itself."""
+        return torch.empty(shape, dtype=dtype)
+
+    def up(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host on this device; the current stream copies it."""
+        return tensor.to(self.device)
+
+    def copy(self, target: Tensor, source: Tensor, name: str) -> Any:
+        """Copy on a side stream, after what the current one was given so far; the event is the copy's end."""
+        target.copy_(source)
+
+
+class Cuda(Device):
+    """A GPU: it works through its streams, each in order, while the host goes on."""
+
+    apart = True
+    ahead = 2
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self._sides: dict[str, torch.cuda.Stream] = {}
+
+    def current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager:
+        return torch.cuda.stream(stream)
+
+    def side(self, name: str) -> torch.cuda.Stream:
+        if name not in self._sides:  # a new one each time would each get memory of its own from the allocator
+            self._sides[name] = torch.cuda.Stream(self.device)
+        return self._sides[name]
+
+    def event(self) -> torch.cuda.Event:
+        return self.current().record_event()
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        self.current().wait_event(event)
+
+    def finish(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def used(self, tensor: Tensor) -> Tensor:
+        tensor.record_stream(self.current())
+        return tensor
+
+    def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        # PyTorch keeps pinned memory for use again, and gives none away that a copy has not left yet.
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def up(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def copy(self, target: Tensor, source: Tensor, name: str) -> torch.cuda.Event:
+        side = self.side(name)
+        side.wait_stream(self.current())
+        with self.on(side):
+            target.copy_(source, non_blocking=True)
+            return self.event()
+
+
+_devices: dict[torch.device, Device] = {}

@@ -1,0 +1,146 @@
+"""What an optimizer steps in place of a parameter, and where its state is: here, where the parameter is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course_lib._torch import is_symbolic
+
+from .device import Device
+
+
+class Master:
+    """One parameter, and what `base` steps in its place: the parameter itself, or a copy in fp32.
+
+    Attributes:
+        weights: what `base` steps.
+        states: the state of `base`, by weights.
+    """
+
+    def __init__(self, p: nn.Parameter):
+        self.p, self.device = p, Device.of(p)
+        self.dtype = torch.float32 if p.dtype in (torch.bfloat16, torch.float16) else p.dtype
+        self.weights = self.made()
+        self.states: dict[Tensor, dict[str, Any]] = {}
+        self.stamp()
+
+    def made(self) -> nn.Parameter:
+        return self.p if self.p.dtype == self.dtype else nn.Parameter(self.p.detach().to(self.dtype, copy=True))
+
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * self.p.numel()
+
+    # ---- a step
+
+    def take(self) -> None:
+        """Before `base` steps: the gradient, and values that the parameter was given from outside."""
+        if self.weights is not self.p:
+            self.take_values()
+            self.weights.grad = self.gradient().to(self.dtype)
+
+    def take_values(self) -> None:
+        if self.device.apart and self.seen == (self.p.data_ptr(), self.p._version):
+            return  # to look would make the device wait
+        now = self.values()
+        rounded = self.weights.to(now.dtype)
+        if not is_symbolic(now) and not torch.equal(rounded, now):
+            self.weights.copy_(torch.where(rounded == now, self.weights, now.to(self.dtype)))
+
+    def give(self) -> None:
+        """After `base` has stepped: the parameter takes the weights, rounded."""
+        if self.weights is not self.p and self.weights.grad is not None:
+            self.weights.grad = None
+            self.give_values()
+            self.stamp()
+
+    def stamp(self) -> None:
+        """Remember the parameter's values, as far as PyTorch counts their changes."""
+        self.seen = (self.p.data_ptr(), self.p._version) if self.device.apart else None
+
+    def values(self) -> Tensor:
+        """The parameter's values, where the weights are."""
+        return self.p.detach()
+
+    def gradient(self) -> Tensor:
+        return self.p.grad
+
+    def give_values(self) -> None:
+        self.p.copy_(self.weights)
+
+    # ---- the state as `base` would hold it, with "master" for weights that the parameter does not hold
+
+    def has_state(self) -> bool:
+        if self.states.get(self.weights):
+            return True
+        return self.p.dtype != self.dtype and not torch.equal(self.weights, self.values().to(self.dtype))
+
+    def state(self) -> dict[str, Any]:
+        """The state itself where the parameter holds the weights, else a copy of the dict."""
+        state = self.states.get(self.weights, {})
+        return state if self.p.dtype == self.dtype else {**state, "master": self.weights.detach().clone()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take a copy of a state; {} for none."""
+        state = dict(state)
+        self.load_weights(state.pop("master", self.p.detach()))
+        self.states.pop(self.weights, None)
+        if state:
+            self.states[self.weights] = {name: self._copied(value) for name, value in state.items()}
+
+    def load_weights(self, values: Tensor) -> None:
+        if self.weights is not self.p:
+            self.weights.copy_(values)
+            self.stamp()
+
+    def _copied(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        dtype = self.dtype if is_large(value) and value.is_floating_point() else value.dtype
+        return value.to(self.weights.device if is_large(value) else value.device, dtype, copy=True)
+
+    def held(self) -> Iterator[Tensor]:
+        """Tensors that are where the parameter is."""
+        if self.weights is not self.p:
+            yield self.weights
+        yield from (value for value in self.states.get(self.weights, {}).values() if isinstance(value, Tensor))
+
+
+def is_large(value: Any) -> bool:
+    """Whether a piece of state moves: a tensor with more than the single number that a step count is."""
+    return isinstance(value, Tensor) and value.ndim > 0 and value.numel() > 1
+
+
+def chunks(masters: list[Master], most: int) -> list[list[Master]]:
+    """Masters in their order, in lists of `most` bytes, or of one that is larger."""
+    found, room = [], 0
+    for master in masters:
+        if not found or room + master.nbytes() > most:
+            found.append([])
+            room = 0
+        found[-1].append(master)
+        room += master.nbytes()
+    return found
+
+
+def update_with(base: torch.optim.Optimizer, groups: list[dict], masters: list[Master]) -> None:
+    """Let `base` do its step for these masters alone, with the settings of `groups`."""
+    if not masters:
+        return
+    chosen, all_groups, mine = {master.weights for master in masters}, base.param_groups, []
+    for ours, theirs in zip(groups, all_groups, strict=True):
+        members = [weights for weights in theirs["params"] if weights in chosen]
+        if members:
+            mine.append({**theirs, **ours, "params": members})
+    try:
+        for master in masters:
+            master.take()
+        base.param_groups = mine
+        base.step()
+    finally:  # also where it was interrupted: parameters and state are then those that `base` would have left
+        base.param_groups = all_groups
+        for master in masters:
+            master.give()

@@ -1,0 +1,253 @@
+"""An optimizer whose state lives one tier down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course_lib._check import kind, number, shown
+from course_lib._torch import is_symbolic
+
+from .device import Device
+from .host import OnHost
+from .masters import Master, chunks, is_large, update_with
+from .paged import Paged, reserve, update_paged, written
+from .stores import DiskStore, Store, SymbolicStore
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state lives one tier down, with fp32 master weights for parameters of lower precision.
+
+    Each step equals that of `base`: to the bit for fp32 parameters on a CPU; for bf16 and fp16 ones it is the step of
+    `base` on fp32 copies, rounded afterwards.
+
+    A CPU keeps the state in a file and pages it through memory in chunks, the next one read and the last one written
+    while one is updated. For CUDA parameters the state lives in host memory and the update runs on the CPU; other
+    gradients come down and parameters go up meanwhile.
+
+    Between `backward` and `step` gradients may be changed in any way: clipped, unscaled, summed up between processes.
+    Parameters may be given new values from outside at any time, and these win. On CUDA, where there are master weights
+    or the state is below, PyTorch must have counted the change: `p.copy_(...)` without gradients and `load_state_dict`
+    are counted, changes in place through `p.data` and collectives are not; call
+    `torch.autograd.graph.increment_version(p)` after those.
+
+    `state` reads what is below when it is asked for, and writes what is put there: what it returns for a parameter is
+    a copy where the state is in a file. `load_state_dict(state_dict())` changes no bit.
+
+    Args:
+        params: as for any optimizer.
+        base: the class that does the steps; it updates each parameter by itself, with state of its own.
+        fraction: of the elements whose state is below, as in Megatron-LM's hybrid optimizer, but the largest parameters
+            first; the rest is updated where it is.
+        overlap: copy while other parameters are updated; False: one thing after the other.
+        store: for CPU parameters, a `DiskStore` or another `Store`.
+        base_kwargs: for `base`: lr and so on.
+
+    Raises:
+        TypeError, ValueError: an argument is not of its kind; `base` has no per-parameter state; a parameter is
+            complex, quantised or sparse; a gradient is sparse (from `step`, before anything has changed).
+        StoreFull: the state found no room; the parameters are as before.
+    """
+
+    CHUNK_BYTES = 16 << 20
+
+    def __init__(
+        self, params, base=torch.optim.AdamW, *, fraction: float = 1.0, overlap: bool = True, store=None, **base_kwargs
+    ):
+        self._fraction, self._overlap = number("fraction", fraction, 0, 1), overlap
+        self._store = kind("store", store, (Store, type(None)), "a DiskStore or another Store")
+        self._base_class, self._base_kwargs = base, base_kwargs
+        self._masters: dict[nn.Parameter, Master] = {}
+        self._states = _States(self._masters, self._write)
+        self._base: torch.optim.Optimizer | None = None
+        self._names: list[str] | None = None  # of the state that is as large as its parameter
+        super().__init__(params, _per_parameter_defaults(base, base_kwargs))
+        self._adopt(self.param_groups)
+
+    def add_param_group(self, param_group: dict) -> None:
+        super().add_param_group(param_group)
+        if self._base is not None:  # not from the constructor, which chooses among all groups at once
+            try:
+                self._adopt(self.param_groups[-1:])
+            except BaseException:
+                self.param_groups.pop()
+                raise
+
+    def _adopt(self, groups: list[dict]) -> None:
+        parameters = [p for group in groups for p in group["params"]]
+        for p in parameters:
+            if p.is_complex() or p.is_quantized:
+                odd = "complex" if p.is_complex() else "quantised"
+                raise TypeError(f"a parameter of shape {tuple(p.shape)} is {odd}; it takes real, dense ones")
+            _check_dense("a parameter", p)
+        chosen = chosen_below(parameters, self._fraction)
+        masters = {p: (OnHost if Device.of(p).apart else Paged)(p) if p in chosen else Master(p) for p in parameters}
+        for group in groups:
+            theirs = {**group, "params": [masters[p].weights for p in group["params"]]}
+            if self._base is None:
+                self._base = self._base_class([theirs], **self._base_kwargs)
+            else:
+                self._base.add_param_group(theirs)
+        for master in masters.values():
+            master.states = self._base.state
+            if isinstance(master, Paged):
+                master.begin()
+        self._masters.update(masters)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step. The closure, if there is one, computes the loss anew; its value is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        due = [master for master in self._masters.values() if master.p.grad is not None]
+        for master in due:
+            _check_dense("the gradient of a parameter", master.p.grad)
+        here, on_host, paged = ([master for master in due if type(master) is way] for way in (Master, OnHost, Paged))
+        self._reserve(paged)
+        update = partial(update_with, self._base, self.param_groups)
+        update([master for master in here if master.weights is master.p])
+        # In chunks, since their gradients are fp32 copies, which would take as much as the weights do.
+        for chunk in chunks([master for master in here if master.weights is not master.p], self.CHUNK_BYTES):
+            update(chunk)
+        for master in on_host if self._overlap else ():
+            master.send()
+        for master in on_host:  # one at a time, so that one goes up while the next is updated
+            update([master])
+            if not self._overlap:
+                master.settle()
+        update_paged(chunks(paged, self.CHUNK_BYTES), update, self.store if paged else None, self._overlap)
+        return loss
+
+    @property
+    def store(self) -> Store:
+        """The file with the state of CPU parameters."""
+        if self._store is None:
+            self._store = SymbolicStore() if is_symbolic(*self._masters) else DiskStore()
+        return self._store
+
+    def _reserve(self, paged: list[Paged]) -> None:
+        """Room for everything that will go below, before anything changes."""
+        if paged:
+            self.store.check_open()
+            if self._names is None:
+                self._names = _large_names(self._base_class, self._base_kwargs)
+            reserve(paged, self._names, self.store)
+
+    # ---- looking at the state, saving and loading it
+
+    @property
+    def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
+        """parameter -> its state, as `base` would hold it; with "master" for parameters of low precision."""
+        return self._states
+
+    @state.setter
+    def state(self, value) -> None:
+        self._states.clear()
+        failed = []
+        for p, state in value.items():
+            try:
+                self._states[p] = state
+            except OSError as error:  # it stays in memory, and goes down another time
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Master weights and state that are where their parameters are, and not below: what a meter should count."""
+        for master in self._masters.values():
+            yield from master.held()
+
+    def _write(self, master: Paged) -> None:
+        self._reserve([master])
+        for error in written([master.page_out(self.store)]):
+            raise error
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `base`, or an `OffloadedOptimizer` of it, has written. The next steps are then the same."""
+        self._reserve([master for master in self._masters.values() if isinstance(master, Paged)])
+        super().load_state_dict({**state_dict, "state": {}})  # the groups; it checks that they fit
+        order = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters, states = [p for group in self.param_groups for p in group["params"]], state_dict["state"]
+        self.state = {p: states[index] for index, p in zip(order, parameters, strict=True) if index in states}
+
+    def __getstate__(self):
+        raise TypeError("an OffloadedOptimizer cannot be copied or pickled; use its state_dict()")
+
+
+class _States(MutableMapping):
+    """The state of each parameter that has some, read and written where it is."""
+
+    def __init__(self, masters: dict[nn.Parameter, Master], write: Callable[[Paged], None]):
+        self._masters, self._write = masters, write
+
+    def __getitem__(self, p: nn.Parameter) -> dict[str, Any]:
+        if p not in self:
+            raise KeyError(p)
+        return self._masters[p].state()
+
+    @torch.no_grad()
+    def __setitem__(self, p: nn.Parameter, state: dict[str, Any]) -> None:
+        master = self._masters[p]
+        master.load(state)
+        if isinstance(master, Paged) and state:
+            self._write(master)
+
+    @torch.no_grad()
+    def __delitem__(self, p: nn.Parameter) -> None:
+        self._masters[p].load({})
+
+    def __contains__(self, p: object) -> bool:
+        return p in self._masters and self._masters[p].has_state()
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (p for p, master in self._masters.items() if master.has_state())
+
+    def __len__(self) -> int:
+        return sum(master.has_state() for master in self._masters.values())
+
+    def clear(self) -> None:
+        for p in list(self):
+            del self[p]
+
+
+def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
+    """The parameters whose state goes below: the largest first, until the fraction is reached."""
+    wanted, chosen = fraction * sum(p.numel() for p in parameters), set()
+    for p in sorted(parameters, key=lambda p: -p.numel()):
+        if wanted <= 0:
+            break
+        wanted -= p.numel()
+        chosen.add(p)
+    return chosen
+
+
+def _per_parameter_defaults(base: Any, base_kwargs: dict) -> dict:
+    """The default settings of `base`; an error if it is no optimizer that updates each parameter by itself."""
+    good = isinstance(base, type) and issubclass(base, torch.optim.Optimizer)
+    if not good or issubclass(base, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+        takes = "a class of optimizers that keep a state for each dense parameter, such as torch.optim.AdamW"
+        raise TypeError(f"base is {shown(base)}; it takes {takes}")
+    return base([nn.Parameter(torch.zeros(2, 2))], **base_kwargs).defaults
+
+
+def _large_names(base: type, base_kwargs: dict) -> list[str]:
+    """The names of the tensors as large as the parameter that `base` keeps for it: found by one step on a small one."""
+    p = nn.Parameter(torch.zeros(2, 2))
+    p.grad = torch.zeros(2, 2)
+    optimizer = base([p], **base_kwargs)
+    with torch.enable_grad():
+        optimizer.step()
+    return [name for name, value in optimizer.state[p].items() if is_large(value) and value.shape == p.shape]
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} of shape {tuple(tensor.shape)} is sparse; it takes a dense one (of an embedding: "
+                        "sparse=False)")  # fmt: skip

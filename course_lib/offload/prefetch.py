@@ -1,0 +1,88 @@
+"""The next batch on its way while this one is used."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_lib._check import kind, shown, whole
+from course_lib._torch import map_tensors, tensors_in
+
+from .device import Device
+
+
+class Prefetcher:
+    """Iterate over a loader in a background thread, which also moves the batches: to CUDA from pinned memory, on a side
+    stream.
+
+    Args:
+        loader: any iterable of batches: tensors, or nested tuples, lists, mappings and dataclasses of them; or objects
+            that have a method `to(device)`.
+        device: where the batches go.
+        depth: how many batches are made ahead.
+
+    Each `iter` starts the loader anew. What the loader raises is raised where its batch would have come, and so is a
+    TypeError for a batch that holds no tensors. Leaving the loop early stops the thread, once the loader has handed
+    over the batch that it is making.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: torch.device | str = "cpu", *, depth: int = 1):
+        self.loader = kind("loader", loader, Iterable, "an iterable of batches")
+        self.device, self.depth = torch.device(device), whole("depth", depth, 1)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        made, wanted, stop = queue.SimpleQueue(), threading.Semaphore(self.depth), threading.Event()
+        make = threading.Thread(target=self._make, args=(made, wanted, stop), name="prefetcher", daemon=True)
+        make.start()
+        try:
+            while True:
+                batch, event, error = made.get()
+                if error is not None:
+                    raise error
+                if event is _END:
+                    return
+                wanted.release()
+                device = Device.at(self.device)
+                device.wait(event)
+                for tensor in tensors_in(batch):
+                    device.used(tensor)
+                yield batch
+        finally:
+            stop.set()
+            wanted.release()
+            make.join(timeout=0.1)  # not longer: a loader that waits would hold up Ctrl-C
+
+    def _make(self, made: queue.SimpleQueue, wanted: threading.Semaphore, stop: threading.Event) -> None:
+        try:
+            device = Device.at(self.device)
+            for batch in self.loader:
+                with device.on(device.side("batches")):
+                    moved, event = self._moved(batch, device), device.event()
+                wanted.acquire()
+                if stop.is_set():
+                    return
+                made.put((moved, event, None))
+                device.finish(event)  # the loader may use its memory again
+            made.put((None, _END, None))
+        except BaseException as error:
+            made.put((None, None, error))
+
+    def _moved(self, batch: Any, device: Device) -> Any:
+        if not isinstance(batch, Tensor) and callable(getattr(batch, "to", None)):
+            return batch.to(self.device)
+        if next(tensors_in(batch), None) is None:
+            raise TypeError(
+                f"a batch is {shown(batch)}; it takes tensors, containers of them, or what has `to(device)`"
+            )
+        return map_tensors(device.up, batch)
+
+
+_END = object()
