@@ -1030,6 +1030,36 @@ def test_a_grad_scaler_unscales_and_skips_steps_as_for_the_plain_optimizer():
     assert_same_bits(expected, run(moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam, lr=0.01)))
 
 
+class Apart(Device):
+    """A device in the books alone: its memory counts as another than the host's, and copies are done at once."""
+
+    apart, ahead = True, 2
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_on_the_host_gives_the_steps_of_fp32_masters(dtype, overlap, monkeypatch):
+    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: Apart(tensor.device)))
+
+    def run(net, optimizer, masters=()):
+        train(net, optimizer, batches(2, dtype))
+        with torch.no_grad():
+            for p in (*net[0].parameters(), *masters[:2]):
+                p.fill_(0.25)  # counted: the optimizer must notice
+        return train(net, optimizer, batches(2, dtype))
+
+    plain, moved = network(dtype), network(dtype)
+    reference = Masters(plain.parameters(), torch.optim.Adam, lr=0.01)
+    optimizer = OffloadedOptimizer(moved.parameters(), torch.optim.Adam, lr=0.01, overlap=overlap)
+    assert_same_bits(run(plain, reference, reference.copies), run(moved, optimizer))
+    assert list(optimizer.held_tensors()) == []
+    before = snapshot(moved, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_same_state(snapshot(moved, optimizer), before)
+    expected = train(plain, reference, batches(1, dtype))
+    assert_same_bits(expected, train(moved, optimizer, batches(1, dtype)))
+
+
 def test_the_store_of_an_optimizer_may_be_ones_own():
     class Memory(Store):
         def write(self, room, data):
