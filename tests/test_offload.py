@@ -266,6 +266,7 @@ def test_a_storage_whose_first_graph_is_gone_can_be_saved_again():
     with offload_activations(store, min_bytes=1, prefetch=0):
         y = x * 1
         for function in (torch.sin, torch.cos):
+            out = None  # the first graph goes here
             out = function(y).sin().sin().sum()
     out.backward()
     assert torch.equal(x.grad, torch.autograd.grad(x.cos().sin().sin().sum(), x)[0])
