@@ -266,6 +266,7 @@ def test_a_storage_whose_first_graph_is_gone_can_be_saved_again():
     with offload_activations(store, min_bytes=1, prefetch=0):
         y = x * 1
         for function in (torch.sin, torch.cos):
+            out = None  # the first graph goes here
             out = function(y).sin().sin().sum()
     out.backward()
     assert torch.equal(x.grad, torch.autograd.grad(x.cos().sin().sin().sum(), x)[0])
@@ -417,10 +418,10 @@ def finishes(work, seconds=60):
 
 def test_a_graph_that_the_collector_drops_while_its_storage_is_written_is_no_deadlock(monkeypatch):
     write, store, done = os.pwrite, DiskStore(), []
-    monkeypatch.setattr(os, "pwrite", lambda *args: (gc.collect(), write(*args))[1])
+    monkeypatch.setattr(os, "pwrite", lambda *args: (gc.collect(0), write(*args))[1])
 
     def work():
-        for _ in range(3):
+        for _ in range(2):
             with offload_activations(store, min_bytes=1, prefetch=0):
                 y = torch.ones(64, 64, requires_grad=True) * 1
                 for _ in range(6):
@@ -1028,6 +1029,36 @@ def test_a_grad_scaler_unscales_and_skips_steps_as_for_the_plain_optimizer():
     plain, moved = network(), network()
     expected = run(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
     assert_same_bits(expected, run(moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam, lr=0.01)))
+
+
+class Apart(Device):
+    """A device in the books alone: its memory counts as another than the host's, and copies are done at once."""
+
+    apart, ahead = True, 2
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_on_the_host_gives_the_steps_of_fp32_masters(dtype, overlap, monkeypatch):
+    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: Apart(tensor.device)))
+
+    def run(net, optimizer, masters=()):
+        train(net, optimizer, batches(2, dtype))
+        with torch.no_grad():
+            for p in (*net[0].parameters(), *masters[:2]):
+                p.fill_(0.25)  # counted: the optimizer must notice
+        return train(net, optimizer, batches(2, dtype))
+
+    plain, moved = network(dtype), network(dtype)
+    reference = Masters(plain.parameters(), torch.optim.Adam, lr=0.01)
+    optimizer = OffloadedOptimizer(moved.parameters(), torch.optim.Adam, lr=0.01, overlap=overlap)
+    assert_same_bits(run(plain, reference, reference.copies), run(moved, optimizer))
+    assert list(optimizer.held_tensors()) == []
+    before = snapshot(moved, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_same_state(snapshot(moved, optimizer), before)
+    expected = train(plain, reference, batches(1, dtype))
+    assert_same_bits(expected, train(moved, optimizer, batches(1, dtype)))
 
 
 def test_the_store_of_an_optimizer_may_be_ones_own():

@@ -78,14 +78,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 raise
 
     def _adopt(self, groups: list[dict]) -> None:
-        parameters = [p for group in groups for p in group["params"]]
-        for p in parameters:
-            if p.is_complex() or p.is_quantized:
-                odd = "complex" if p.is_complex() else "quantised"
-                raise TypeError(f"a parameter of shape {tuple(p.shape)} is {odd}; it takes real, dense ones")
-            _check_dense("a parameter", p)
-        chosen = chosen_below(parameters, self._fraction)
-        masters = {p: (OnHost if Device.of(p).apart else Paged)(p) if p in chosen else Master(p) for p in parameters}
+        masters = _masters_of([p for group in groups for p in group["params"]], self._fraction)
         for group in groups:
             theirs = {**group, "params": [masters[p].weights for p in group["params"]]}
             if self._base is None:
@@ -101,10 +94,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """One step. The closure, if there is one, computes the loss anew; its value is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         due = [master for master in self._masters.values() if master.p.grad is not None]
         for master in due:
             _check_dense("the gradient of a parameter", master.p.grad)
@@ -226,6 +216,16 @@ def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
         wanted -= p.numel()
         chosen.add(p)
     return chosen
+
+
+def _masters_of(parameters: list[nn.Parameter], fraction: float) -> dict[nn.Parameter, Master]:
+    for p in parameters:
+        if p.is_complex() or p.is_quantized:
+            odd = "complex" if p.is_complex() else "quantised"
+            raise TypeError(f"a parameter of shape {tuple(p.shape)} is {odd}; it takes real, dense ones")
+        _check_dense("a parameter", p)
+    chosen = chosen_below(parameters, fraction)
+    return {p: (OnHost if Device.of(p).apart else Paged)(p) if p in chosen else Master(p) for p in parameters}
 
 
 def _per_parameter_defaults(base: Any, base_kwargs: dict) -> dict:

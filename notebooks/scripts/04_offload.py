@@ -324,7 +324,7 @@ plain = gradients(torch.enable_grad())
 #
 # $$(p + 3)\,b + w$$
 #
-# for **any** number of layers (and, with $p > 0$, a bias' gradient of 1 kB). Down go all others: $2L - (p + 1)$ storages. One of them is the batch, which you hold anyway: `keep=[batch]` would spare that copy.
+# for **any** number of layers (and a bias' gradient of 1 kB). Down go all others: $2L - (p + 1)$ storages. One of them is the batch, which you hold anyway: `keep=[batch]` would spare that copy.
 #
 # </div>
 # <div lang="zh">
@@ -333,7 +333,7 @@ plain = gradients(torch.enable_grad())
 #
 # $$(p + 3)\,b + w$$
 #
-# 与层数**无关**（$p > 0$ 时还有一个偏置的梯度，1 kB）。其余的都搬下去：$2L - (p + 1)$ 份存储。其中一份是批次本身，反正你手里也拿着：`keep=[batch]` 可以省掉这次拷贝。
+# 与层数**无关**（还有一个偏置的梯度，1 kB）。其余的都搬下去：$2L - (p + 1)$ 份存储。其中一份是批次本身，反正你手里也拿着：`keep=[batch]` 可以省掉这次拷贝。
 #
 # </div>
 
