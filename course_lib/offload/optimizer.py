@@ -13,8 +13,7 @@ from course_lib._check import kind, number, shown
 from course_lib._torch import is_symbolic
 
 from .device import Device
-from .host import OnHost
-from .masters import Master, chunks, is_large, update_with
+from .masters import Master, OnHost, chunks, is_large, update_with
 from .paged import Paged, reserve, update_paged, written
 from .stores import DiskStore, Store, SymbolicStore
 
@@ -49,7 +48,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError, ValueError: an argument is not of its kind; `base` has no per-parameter state; a parameter is
-            complex, quantised or sparse; a gradient is sparse (from `step`, before anything has changed).
+            complex or sparse; a gradient is sparse (from `step`, before anything has changed).
         StoreFull: the state found no room; the parameters are as before.
     """
 
@@ -139,14 +138,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, value) -> None:
         self._states.clear()
-        failed = []
-        for p, state in value.items():
-            try:
-                self._states[p] = state
-            except OSError as error:  # it stays in memory, and goes down another time
-                failed.append(error)
-        if failed:
-            raise failed[0]
+        self._states.update(value)
 
     def held_tensors(self) -> Iterator[Tensor]:
         """Master weights and state that are where their parameters are, and not below: what a meter should count."""
@@ -200,7 +192,7 @@ class _States(MutableMapping):
         return (p for p, master in self._masters.items() if master.has_state())
 
     def __len__(self) -> int:
-        return sum(master.has_state() for master in self._masters.values())
+        return sum(1 for _ in self)
 
     def clear(self) -> None:
         for p in list(self):
@@ -220,9 +212,6 @@ def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
 
 def _masters_of(parameters: list[nn.Parameter], fraction: float) -> dict[nn.Parameter, Master]:
     for p in parameters:
-        if p.is_complex() or p.is_quantized:
-            odd = "complex" if p.is_complex() else "quantised"
-            raise TypeError(f"a parameter of shape {tuple(p.shape)} is {odd}; it takes real, dense ones")
         _check_dense("a parameter", p)
     chosen = chosen_below(parameters, fraction)
     return {p: (OnHost if Device.of(p).apart else Paged)(p) if p in chosen else Master(p) for p in parameters}
@@ -248,6 +237,6 @@ def _large_names(base: type, base_kwargs: dict) -> list[str]:
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} of shape {tuple(tensor.shape)} is sparse; it takes a dense one (of an embedding: "
-                        "sparse=False)")  # fmt: skip
+    if tensor.layout is not torch.strided or tensor.is_complex():
+        odd = "complex" if tensor.is_complex() else "sparse"
+        raise TypeError(f"{name} of shape {tuple(tensor.shape)} is {odd}; it takes a real, dense one")
