@@ -63,8 +63,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._masters: dict[nn.Parameter, Master] = {}
         self._states = _States(self._masters, self._write)
         self._base: torch.optim.Optimizer | None = None
-        self._names: list[str] | None = None  # of the state that is as large as its parameter
-        super().__init__(params, _per_parameter_defaults(base, base_kwargs))
+        defaults, self._names = _defaults_and_names(base, base_kwargs)
+        super().__init__(params, defaults)
         self._adopt(self.param_groups)
 
     def add_param_group(self, param_group: dict) -> None:
@@ -124,8 +124,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Room for everything that will go below, before anything changes."""
         if paged:
             self.store.check_open()
-            if self._names is None:
-                self._names = _large_names(self._base_class, self._base_kwargs)
             reserve(paged, self._names, self.store)
 
     # ---- looking at the state, saving and loading it
@@ -217,23 +215,21 @@ def _masters_of(parameters: list[nn.Parameter], fraction: float) -> dict[nn.Para
     return {p: (OnHost if Device.of(p).apart else Paged)(p) if p in chosen else Master(p) for p in parameters}
 
 
-def _per_parameter_defaults(base: Any, base_kwargs: dict) -> dict:
-    """The default settings of `base`; an error if it is no optimizer that updates each parameter by itself."""
+def _defaults_and_names(base: Any, base_kwargs: dict) -> tuple[dict[str, Any], list[str]]:
+    """The default settings of `base`, and the names of the tensors as large as a parameter that it keeps for it.
+
+    Found by one step on a small parameter; an error if `base` is no optimizer that updates each by itself.
+    """
     good = isinstance(base, type) and issubclass(base, torch.optim.Optimizer)
     if not good or issubclass(base, (torch.optim.LBFGS, torch.optim.SparseAdam)):
         takes = "a class of optimizers that keep a state for each dense parameter, such as torch.optim.AdamW"
         raise TypeError(f"base is {shown(base)}; it takes {takes}")
-    return base([nn.Parameter(torch.zeros(2, 2))], **base_kwargs).defaults
-
-
-def _large_names(base: type, base_kwargs: dict) -> list[str]:
-    """The names of the tensors as large as the parameter that `base` keeps for it: found by one step on a small one."""
     p = nn.Parameter(torch.zeros(2, 2))
     p.grad = torch.zeros(2, 2)
     optimizer = base([p], **base_kwargs)
-    with torch.enable_grad():
-        optimizer.step()
-    return [name for name, value in optimizer.state[p].items() if is_large(value) and value.shape == p.shape]
+    optimizer.step()
+    names = [name for name, value in optimizer.state[p].items() if is_large(value) and value.shape == p.shape]
+    return optimizer.defaults, names
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:
