@@ -21,7 +21,7 @@ from course_lib.memory import MemoryMeter
 from course_lib.models import deep_mlp
 from course_lib.offload import DiskStore, OffloadedOptimizer, offload_activations
 
-ROUNDS, OVERHEAD_BAR, PEER_BAR = 5, 1.05, 2.0
+ROUNDS, OVERHEAD_BAR, PEER_BAR = 15, 1.05, 2.0
 
 
 def synchronous_file(module: nn.Module):
@@ -51,7 +51,7 @@ def medians(arms: dict) -> dict[str, float]:
 
 
 def activations(device: str) -> None:
-    width, tokens, depth = (8192, 16384, 8) if device == "cuda" else (1024, 2048, 16)
+    width, tokens, depth = (8192, 16384, 8) if device == "cuda" else (512, 2048, 16)
     net, x = deep_mlp(depth, width).to(device), torch.randn(tokens, width, device=device)
     store = None if device == "cuda" else DiskStore()
     arms = {"plain": nullcontext, "offload_activations": lambda: offload_activations(store)}

@@ -7,13 +7,10 @@ import itertools
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import UserDict
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import course_lib.checkpoint as ours
-from course_lib.accumulation import AccumulatedStep, split
-from course_lib.memory import MemoryMeter, measure, saved_tensors, symbolic
+from course_lib.memory import MemoryMeter, measure, symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import (
     Device,
@@ -98,6 +94,27 @@ def models():
     yield "decoder", Decoder(vocabulary=50, hidden=16, heads=2, layers=2, sequence=8), torch.randint(50, (3, 8))
     yield "half", deep_mlp(3, 16).to(torch.bfloat16), torch.randn(8, 16, dtype=torch.bfloat16)
     yield "complex", nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64)), torch.randn(4, 8, dtype=torch.complex64)
+
+
+class Memory(Store):
+    """A store of one's own."""
+
+    def write(self, room, data):
+        room.place = data.clone()
+        return lambda: None
+
+    def read(self, room, data):
+        data.copy_(room.place)
+        return lambda: None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_to_collect():
+    """The collector leaves alone what other modules have made: it would look through all of it again and again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 # ---- activations
@@ -181,8 +198,7 @@ def test_a_graph_may_be_walked_through_several_times_and_differentiated_twice():
     assert store.used_bytes == 0
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("module", [ours, torch.utils.checkpoint], ids=["ours", "theirs"])
+@pytest.mark.parametrize(("module", "use_reentrant"), [(ours, False), (ours, True), (torch.utils.checkpoint, False)])
 def test_inputs_of_checkpointed_blocks_go_down(module, use_reentrant):
     net, x = deep_mlp(8, 64), torch.randn(256, 64, requires_grad=True)
     blocks = [net[i : i + 4] for i in range(0, 16, 4)]
@@ -211,24 +227,6 @@ def test_a_batch_that_is_a_slice_does_not_take_the_data_set_along():
     activation = data[:1].nbytes
     assert store.stats.bytes_down == 6 * activation  # of eight inputs: neither the batch nor the last one
     assert_same_bits(gradients(net, net, data[:1]), gradients(net, offloaded(net, prefetch=0), data[:1]))
-
-
-@pytest.mark.parametrize("size", [1, 5])
-def test_pieces_of_a_split_batch_never_move_the_batch(size):
-    data, net = torch.randn(8, 64, 256), deep_mlp(4, 256)
-    peaks, stores = [], [None, DiskStore()]
-    for store in stores:
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-
-        def loss_sum(net, piece, store=store):
-            with offload_activations(store, min_bytes=1024, prefetch=0) if store else nullcontext():
-                return net(piece).square().sum(), len(piece)
-
-        with MemoryMeter() as meter:
-            AccumulatedStep(net, optimizer, loss_sum)(split(data, size))
-        peaks.append(meter.peak_bytes)
-    assert peaks[1] <= peaks[0]
-    assert stores[1].stats.bytes_down <= 7 * data.nbytes  # seven storages a piece; never the whole batch for one
 
 
 def test_views_that_together_are_their_storage_go_down_as_one():
@@ -306,20 +304,16 @@ def test_compiled_code_fetches_what_it_saved_once():
 
 @pytest.mark.parametrize("in_flight", [0, 3])
 def test_as_many_copies_are_under_way_as_asked_for(in_flight):
-    class Slow(Store):
+    class Slow(Memory):
         """Counts copies down that are not waited for yet."""
 
         under_way = most = 0
 
         def write(self, room, data):
-            room.place = data.clone()
+            super().write(room, data)
             self.under_way += 1
             self.most = max(self.most, self.under_way)
             return lambda: setattr(self, "under_way", self.under_way - 1)
-
-        def read(self, room, data):
-            data.copy_(room.place)
-            return lambda: None
 
     store, net, x = Slow(), deep_mlp(6, 16), torch.randn(8, 16)
     run = offloaded(net, store=store, prefetch=0, in_flight=in_flight)
@@ -401,11 +395,9 @@ def test_nothing_leaks_when_a_graph_is_dropped_or_a_pass_fails():
         net(x)
     gc.collect()
     assert store.used_bytes == 0
-    # The hooks are gone: nothing goes down outside.
     before = store.stats.bytes_down
-    assert_same_bits(gradients(net, net, x), gradients(net, net, x))
+    net(x)  # outside
     assert store.stats.bytes_down == before
-    assert_same_bits(gradients(net, net, x), gradients(net, offloaded(net, store=store), x))
 
 
 def finishes(work, seconds=60):
@@ -592,7 +584,7 @@ def blocks(store):
     return os.fstat(store._file.fileno()).st_blocks
 
 
-def test_room_is_used_again_and_the_end_of_the_file_is_given_back():
+def test_room_is_used_again_and_the_end_of_the_file_is_given_back_once_it_is_half():
     store = DiskStore()
     rooms = [store.reserve(1 << 20) for _ in range(4)]
     assert blocks(store) * 512 >= 4 << 20
@@ -600,7 +592,11 @@ def test_room_is_used_again_and_the_end_of_the_file_is_given_back():
     assert store.used_bytes == 3 << 20 and store.file_bytes == 4 << 20
     again = store.reserve(1 << 20)
     assert again.place == 1 << 20 and store.file_bytes == 4 << 20
-    for room in (rooms[2], rooms[0], again, rooms[3], rooms[3]):
+    rooms[3].free()
+    assert store.file_bytes == 4 << 20  # a little of the end is kept
+    rooms[2].free()
+    assert store.file_bytes == 2 << 20 and blocks(store) * 512 < 4 << 20
+    for room in (rooms[0], again, again):
         room.free()
     assert (store.used_bytes, store.file_bytes, blocks(store)) == (0, 0, 0)
 
@@ -637,32 +633,18 @@ def test_many_threads_write_and_read_their_own_bytes():
     assert right == [True] * 160 and store.used_bytes == 0
 
 
-def test_the_file_is_gone_when_the_process_is_killed(tmp_path):
-    program = (
-        "import os, torch\nfrom course_lib.offload import DiskStore\n"
-        f"store = DiskStore({str(tmp_path)!r})\nstore.put(torch.zeros(4096)).wait()\nos.kill(os.getpid(), 9)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], timeout=120)
-    assert done.returncode == -signal.SIGKILL and list(tmp_path.iterdir()) == []
+def test_the_file_has_no_name_that_could_outlive_the_process(tmp_path):
+    with DiskStore(tmp_path) as store:
+        store.put(torch.zeros(4096)).wait()
+        assert list(tmp_path.iterdir()) == []
 
 
-def test_a_closed_store_and_a_bad_directory_say_so(tmp_path):
-    store = DiskStore()
-    room = store.put(torch.zeros(8))
-    store.close()
+def test_a_closed_store_says_so(tmp_path):
+    with DiskStore(tmp_path) as store:
+        room = store.put(torch.zeros(8))
     for use in (lambda: store.reserve(1), room.get, lambda: room.put(torch.zeros(8))):
         with pytest.raises(ValueError, match="this DiskStore is closed; make a new one"):
             use()
-    with pytest.raises(OSError, match="takes a folder that can be written to"):
-        DiskStore(tmp_path / "missing")
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(OSError, match="takes a folder that can be written to"):
-        DiskStore(file)
-    with DiskStore(tmp_path) as store:
-        store.reserve(1)
-    with pytest.raises(ValueError, match="closed"):
-        store.reserve(1)
 
 
 # ---- the optimizer
@@ -674,6 +656,7 @@ BASES = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
     "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.01}),  # has a state as soon as it is made
 }
 
 
@@ -738,7 +721,7 @@ def test_fp32_steps_are_those_of_the_plain_optimizer(base, fraction, overlap, de
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fraction", [0, 0.5, 1.0])
-@pytest.mark.parametrize("base", ["momentum", "adam", "adamw"])
+@pytest.mark.parametrize("base", ["sgd", "momentum", "adamw", "adagrad"])
 def test_low_precision_steps_are_those_of_fp32_masters(base, fraction, dtype):
     kind, options = BASES[base]
     plain, moved = network(dtype), network(dtype)
@@ -776,9 +759,8 @@ def test_clipping_accumulation_and_missing_gradients_count(device):
     before = moved[2].weight.clone()
     expected = accumulate(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
     found = accumulate(moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam, lr=0.01))
-    torch.testing.assert_close(
-        found, expected, rtol=0 if device == "cpu" else 1e-4, atol=0 if device == "cpu" else 1e-6
-    )
+    rtol, atol = (0, 0) if device == "cpu" else (1e-4, 1e-6)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
     assert torch.equal(moved[2].weight, before)
 
 
@@ -796,31 +778,23 @@ def test_groups_schedulers_and_added_groups_count():
     assert_same_bits(expected, run(moved, lambda groups: OffloadedOptimizer(groups, lr=0.01)))
 
 
-@pytest.mark.parametrize("write", ["load_state_dict", "copy_", "data"])
+@pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_set_from_outside_win(dtype, write):
+def test_weights_set_from_outside_win(dtype, counted):
     def between(net, optimizer):
         train(net, optimizer, batches(2, dtype))
-        new = {name: torch.full_like(value, 0.25) for name, value in net.state_dict().items()}
-        if write == "load_state_dict":
-            net.load_state_dict(new)
-        else:
-            with torch.no_grad():
-                for name, p in net.named_parameters():
-                    (p if write == "copy_" else p.data).copy_(new[name])
-        if isinstance(optimizer, Masters):
-            for master in optimizer.copies:
-                master.data.fill_(0.25)
+        with torch.no_grad():
+            for p in [*net.parameters(), *getattr(optimizer, "copies", ())]:
+                (p if counted else p.data).fill_(0.25)
         return train(net, optimizer, batches(2, dtype))
 
     plain, moved = network(dtype), network(dtype)
     reference = Masters(plain.parameters(), torch.optim.Adam, lr=0.01)
-    assert_same_bits(
-        between(plain, reference), between(moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam, lr=0.01))
-    )
+    optimizer = OffloadedOptimizer(moved.parameters(), torch.optim.Adam, lr=0.01)
+    assert_same_bits(between(plain, reference), between(moved, optimizer))
 
 
-@pytest.mark.parametrize("base", ["momentum", "adam", "adamw"])
+@pytest.mark.parametrize("base", ["momentum", "adamw"])
 def test_states_can_be_exchanged_with_the_plain_optimizer_both_ways(base):
     kind, options = BASES[base]
     first = network()
@@ -833,26 +807,11 @@ def test_states_can_be_exchanged_with_the_plain_optimizer_both_ways(base):
     back = kind(third.parameters(), **options)
     written = moved.state_dict()
     assert set(written) == {"state", "param_groups"}
-    for number, state in plain.state_dict()["state"].items():
-        assert set(written["state"][number]) == set(state)
-        for name, value in state.items():
-            assert torch.equal(torch.as_tensor(written["state"][number][name]), torch.as_tensor(value))
+    assert_same_state(written["state"], plain.state_dict()["state"])
     back.load_state_dict(written)
     expected = train(first, plain, batches(3))
     assert_same_bits(expected, train(second, moved, batches(3)))
     assert_same_bits(expected, train(third, back, batches(3)))
-
-
-def test_a_low_precision_run_goes_on_where_it_stopped():
-    net = network(torch.bfloat16)
-    optimizer = OffloadedOptimizer(net.parameters(), torch.optim.Adam, lr=0.01)
-    train(net, optimizer, batches(3, torch.bfloat16))
-    other = copy.deepcopy(net)
-    resumed = OffloadedOptimizer(other.parameters(), torch.optim.Adam, lr=0.5)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert resumed.param_groups[0]["lr"] == 0.01
-    expected = train(net, optimizer, batches(3, torch.bfloat16))
-    assert_same_bits(expected, train(other, resumed, batches(3, torch.bfloat16)))
 
 
 def snapshot(net, optimizer):
@@ -885,37 +844,25 @@ def test_state_is_what_the_plain_optimizer_would_hold(dtype, fraction):
         optimizer.state[nn.Parameter(torch.ones(1))]
 
 
+@pytest.mark.parametrize("base", ["sgd", "adam"])
 @pytest.mark.parametrize(("dtype", "fraction"), KINDS)
-def test_a_state_that_is_loaded_from_itself_or_put_back_is_the_same_to_the_bit(dtype, fraction):
+def test_a_state_that_is_loaded_from_itself_or_put_back_is_the_same_to_the_bit(dtype, fraction, base):
+    kind, options = BASES[base]
     net = network(dtype)
-    optimizer = OffloadedOptimizer(net.parameters(), torch.optim.Adam, fraction=fraction, lr=0.01)
+    optimizer = OffloadedOptimizer(net.parameters(), kind, fraction=fraction, **options)
     train(net, optimizer, batches(3, dtype))
     before = snapshot(net, optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
     assert_same_state(snapshot(net, optimizer), before)
-    kept = dict(optimizer.state)
-    saved = copy.deepcopy(before)
-    train(net, optimizer, batches(2, dtype))
-    with torch.no_grad():
-        for p, value in zip(net.parameters(), saved[0], strict=True):
-            p.copy_(value)
-    optimizer.load_state_dict(saved[1])
-    assert_same_state(snapshot(net, optimizer), before)
+    kept = copy.deepcopy(dict(optimizer.state))
     optimizer.state.clear()
     assert not optimizer.state and optimizer.state_dict()["state"] == {}
-    optimizer.state.update(kept if fraction == 1 else dict(zip(kept, saved[1]["state"].values(), strict=True)))
+    optimizer.state.update(zip(net.parameters(), kept.values(), strict=False))
     assert_same_state(snapshot(net, optimizer), before)
-    assert_same_bits(train(net, optimizer, batches(2, dtype)), train(*resumed(before, dtype), batches(2, dtype)))
-
-
-def resumed(saved, dtype):
-    net = network(dtype)
-    with torch.no_grad():
-        for p, value in zip(net.parameters(), saved[0], strict=True):
-            p.copy_(value)
-    optimizer = OffloadedOptimizer(net.parameters(), torch.optim.Adam, lr=0.5)
-    optimizer.load_state_dict(saved[1])
-    return net, optimizer
+    other = copy.deepcopy(net)
+    resumed = OffloadedOptimizer(other.parameters(), kind, fraction=1 - fraction, lr=0.5)
+    resumed.load_state_dict(before[1])
+    assert_same_bits(train(net, optimizer, batches(2, dtype)), train(other, resumed, batches(2, dtype)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -938,7 +885,7 @@ def test_pytorchs_distributed_checkpoint_reads_the_state_and_leaves_it_alone(bas
     assert_same_state(fresh.state_dict()["state"], before[1]["state"])
 
 
-@pytest.mark.parametrize(("dtype", "fraction"), KINDS)
+@pytest.mark.parametrize(("dtype", "fraction"), [(torch.float32, 1.0), (torch.bfloat16, 0.5)])
 def test_measuring_a_step_leaves_model_and_state_as_they_were(dtype, fraction):
     net, x = network(dtype), batches(1, dtype)[0]
     optimizer = OffloadedOptimizer(net.parameters(), torch.optim.Adam, fraction=fraction, lr=0.01)
@@ -1013,24 +960,6 @@ def test_gradients_may_be_changed_after_backward_behind_autograds_back(dtype):
     assert_same_bits(expected, found)
 
 
-def test_a_grad_scaler_unscales_and_skips_steps_as_for_the_plain_optimizer():
-    def run(net, optimizer):
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for number, x in enumerate(batches(5)):
-            optimizer.zero_grad()
-            scaler.scale(net(x).square().sum()).backward()
-            if number == 2:
-                net[0].weight.grad[0, 0] = float("inf")
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        return list(net.parameters())
-
-    plain, moved = network(), network()
-    expected = run(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
-    assert_same_bits(expected, run(moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam, lr=0.01)))
-
-
 class Apart(Device):
     """A device in the books alone: its memory counts as another than the host's, and copies are done at once."""
 
@@ -1061,77 +990,35 @@ def test_state_on_the_host_gives_the_steps_of_fp32_masters(dtype, overlap, monke
     assert_same_bits(expected, train(moved, optimizer, batches(1, dtype)))
 
 
-def test_the_store_of_an_optimizer_may_be_ones_own():
-    class Memory(Store):
-        def write(self, room, data):
-            room.place = data.clone()
-            return lambda: None
-
-        def read(self, room, data):
-            data.copy_(room.place)
-            return lambda: None
-
-    plain = network()
+@pytest.mark.parametrize("store", [Memory(), HostStore()])
+def test_the_store_of_an_optimizer_may_be_ones_own(store):
+    plain, moved = network(), network()
     expected = train(plain, torch.optim.Adam(plain.parameters()), batches(3))
-    for store in (Memory(), HostStore()):
-        moved = network()
-        found = train(moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam, store=store), batches(3))
-        assert_same_bits(expected, found)
-        assert store.used_bytes == 8 * sum(p.numel() for p in moved.parameters())
+    found = train(moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam, store=store), batches(3))
+    assert_same_bits(expected, found)
+    assert store.used_bytes == 8 * sum(p.numel() for p in moved.parameters())
 
 
 def test_a_closure_computes_the_loss_anew_and_its_value_is_returned():
-    net = network()
-    optimizer = OffloadedOptimizer(net.parameters(), lr=0.01)
-    (x,) = batches(1)
+    p = nn.Parameter(torch.ones(2))
+    optimizer = OffloadedOptimizer([p], torch.optim.SGD, lr=0.25)
 
     def closure():
-        optimizer.zero_grad()
-        loss = net(x).square().sum()
+        p.grad = None
+        loss = p.square().sum()
         loss.backward()
         return loss
 
-    first = optimizer.step(closure)
-    assert optimizer.step(closure) < first
+    assert optimizer.step(closure) == 2 and optimizer.step(closure) == 0.5
 
 
-def test_the_bytes_of_the_state_leave_memory():
-    def held(optimizer, net):
-        """What is alive after three steps beside the parameters and their gradients."""
-        with MemoryMeter() as meter:
-            train_once(net, optimizer)
-            train_once(net, optimizer)
-            for p in net.parameters():
-                p.grad = None
-        return meter.live_bytes
-
-    def train_once(net, optimizer):
-        for p in net.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-
-    big = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4))
-    count = 4 * 256 * 256
-    assert held(torch.optim.Adam(big.parameters()), big) == pytest.approx(8 * count, abs=100)
-    assert held(OffloadedOptimizer(big.parameters(), torch.optim.Adam), big) < 100
-    half = OffloadedOptimizer(big.parameters(), torch.optim.Adam, fraction=0.5)
-    assert held(half, big) == pytest.approx(4 * count, abs=100)
-    low = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4)).to(torch.bfloat16)
-    mixed = OffloadedOptimizer(low.parameters(), torch.optim.Adam)
-    assert held(mixed, low) < 100
-    assert mixed.store.used_bytes == 12 * count
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("fraction", "prefetch"), [(0.0, 0), (0.5, 1), (1.0, 2)])
+@pytest.mark.parametrize(
+    ("fraction", "prefetch", "dtype"), [(0.0, 0, torch.bfloat16), (0.5, 1, torch.bfloat16), (1.0, 2, torch.float32)]
+)
 def test_a_symbolic_store_counts_what_a_file_counts(fraction, prefetch, dtype):
     def moved(store):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            net, x = deep_mlp(6, 64), torch.randn(128, 64)
-        finally:
-            torch.set_default_dtype(before)
+        layers = [(nn.Linear(64, 64, dtype=dtype), nn.GELU()) for _ in range(6)]  # symbolic ones cannot be cast
+        net, x = nn.Sequential(*itertools.chain(*layers)), torch.randn(128, 64, dtype=dtype)
         optimizer = OffloadedOptimizer(net.parameters(), fraction=fraction, store=store, lr=0.1)
         found = []
         for _ in range(3):
@@ -1181,12 +1068,13 @@ def test_a_meter_counts_masters_and_state_that_stay(fraction, dtype):
         stays += 4 + (each * p.numel() if wanted <= 0 else 0)  # a step count stays of every parameter
         wanted -= p.numel()
     assert meter.at_peak()["optimizer"] == stays
+    state = each * sum(p.numel() for p in net.parameters()) + 4 * len(list(net.parameters()))
+    assert optimizer.store.used_bytes == state - stays
     assert meter.at_peak()["parameter"] == sum(p.nbytes for p in net.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_masters_that_stay_are_made_a_chunk_at_a_time(dtype, monkeypatch):
-    net = deep_mlp(24, 64).to(dtype)
+def test_gradients_of_masters_that_stay_are_made_a_chunk_at_a_time(monkeypatch):
+    net = deep_mlp(24, 64).to(torch.bfloat16)
     largest = 4 * 64 * 64
     monkeypatch.setattr(OffloadedOptimizer, "CHUNK_BYTES", 3 * largest)
     optimizer = OffloadedOptimizer(net.parameters(), fraction=0.0, lr=0.1, foreach=False)
@@ -1201,51 +1089,17 @@ def test_gradients_of_masters_that_stay_are_made_a_chunk_at_a_time(dtype, monkey
     assert meter.peak_bytes < held + 4 * sum(p.numel() for p in net.parameters()) / 3
 
 
-def test_the_largest_parameters_go_first():
-    parameters = [nn.Parameter(torch.ones(n)) for n in (10, 1000, 20)]
-    optimizer = OffloadedOptimizer(parameters, torch.optim.Adam, fraction=0.9)
-    for p in parameters:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert optimizer.store.used_bytes == 8 * 1000
-
-
-def test_a_full_disk_leaves_the_parameters_as_they_were():
-    net = network()
+@pytest.mark.parametrize(("broken", "match"), [(StoreFull, "limit_bytes is 3000"), (ValueError, "is closed")])
+def test_a_store_that_is_full_or_closed_stops_a_step_before_anything_changes(broken, match):
+    net, store = network(), DiskStore(limit_bytes=3000)
     before = [p.detach().clone() for p in net.parameters()]
-    optimizer = OffloadedOptimizer(net.parameters(), torch.optim.Adam, store=DiskStore(limit_bytes=3000))
-    with pytest.raises(StoreFull, match="limit_bytes is 3000"):
+    optimizer = OffloadedOptimizer(net.parameters(), fraction=0.5, store=store)
+    if broken is ValueError:
+        store.close()
+    with pytest.raises(broken, match=match):
         train(net, optimizer, batches(1))
     assert_same_bits(before, list(net.parameters()))
-    assert optimizer.store.used_bytes == 0
-
-
-def test_masters_of_an_optimizer_without_other_state_are_written_too():
-    net = network(torch.bfloat16)
-    optimizer = OffloadedOptimizer(net.parameters(), torch.optim.SGD, lr=1e-3)
-    train(net, optimizer, batches(5, torch.bfloat16))
-    other = copy.deepcopy(net)
-    resumed = OffloadedOptimizer(other.parameters(), torch.optim.SGD, lr=0.5)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    expected = train(net, optimizer, batches(5, torch.bfloat16))
-    assert_same_bits(expected, train(other, resumed, batches(5, torch.bfloat16)))
-
-
-def test_a_base_that_looks_at_its_parameters_when_it_is_made_sees_their_shapes():
-    plain, moved = network(torch.bfloat16), network(torch.bfloat16)
-    expected = train(plain, Masters(plain.parameters(), torch.optim.Adagrad, lr=0.01), batches(3, torch.bfloat16))
-    optimizer = OffloadedOptimizer(moved.parameters(), torch.optim.Adagrad, lr=0.01)
-    assert_same_bits(expected, train(moved, optimizer, batches(3, torch.bfloat16)))
-
-
-def test_a_closed_store_stops_a_step_before_anything_changes():
-    net, store = network(), DiskStore()
-    optimizer = OffloadedOptimizer(net.parameters(), lr=0.1, fraction=0.5, store=store)
-    before = train(net, optimizer, batches(1))
-    store.close()
-    with pytest.raises(ValueError, match="this DiskStore is closed"):
-        train(net, optimizer, batches(1))
-    assert_same_bits(before, list(net.parameters()))
+    assert store.used_bytes == 0
 
 
 def test_a_full_disk_stops_a_load_before_anything_changes():
@@ -1463,16 +1317,14 @@ ONE = [nn.Parameter(torch.ones(2))]
         (lambda: OffloadedOptimizer([nn.Parameter(torch.ones(2, dtype=torch.complex64))]), "a parameter"),
         (lambda: DiskStore(limit_bytes=-1), "limit_bytes"),
         (lambda: DiskStore(threads=0), "threads"),
-        (lambda: DiskStore(""), "directory"),
-        (lambda: DiskStore(3), "directory"),
         (lambda: Prefetcher(3), "loader"),
         (lambda: Prefetcher([], depth=0), "depth"),
     ],
 )
 def test_every_refusal_names_the_argument_what_it_got_and_what_it_takes(make, name):
-    with pytest.raises((TypeError, ValueError, OSError)) as refused:
+    with pytest.raises((TypeError, ValueError)) as refused:
         make()
-    assert re.match(rf"^(\[Errno \d+\] )?{name} .*is .*; it takes .+", str(refused.value))
+    assert re.match(rf"^{name} .*is .*; it takes .+", str(refused.value))
 
 
 def test_a_sparse_gradient_is_refused_before_anything_changes():
@@ -1489,76 +1341,6 @@ def test_the_file_is_made_where_the_environment_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     assert DiskStore().directory == str(tmp_path)
-
-
-# ---- what you may have read: the claims of lesson 04
-
-
-def test_a_function_that_copies_its_input_frees_nothing_and_this_one_doubles_the_gradient():
-    class Offload(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.below = x.detach().to("cpu", copy=True)
-            return x
-
-        @staticmethod
-        def backward(ctx, gradient):
-            x = ctx.below.to(gradient.device).requires_grad_()
-            with torch.enable_grad():
-                x.clone().backward(gradient)
-            return gradient + x.grad
-
-    first, x = nn.Linear(64, 64), torch.randn(64, 64)
-
-    def run(apply):
-        return apply(first(x)).sin().square().sum()
-
-    (plain,) = torch.autograd.grad(run(lambda y: y), first.weight)
-    (doubled,) = torch.autograd.grad(run(Offload.apply), first.weight)
-    assert torch.equal(doubled, 2 * plain)
-    kept = [saved_tensors(lambda f=f: run(f)).total_bytes for f in (lambda y: y, Offload.apply)]
-    assert kept[0] == kept[1] > 0
-
-
-def test_moving_copies_of_the_state_leaves_the_state_where_it_is():
-    net = network()
-    adam = torch.optim.AdamW(net.parameters())
-    for p in net.parameters():
-        p.grad = torch.ones_like(p)
-    adam.step()
-
-    def places():
-        return [value.data_ptr() for state in adam.state.values() for value in state.values()]
-
-    before = places()
-    for state in adam.state.values():
-        for value in state.values():
-            value.to("cpu", copy=True)
-    assert places() == before
-
-
-def test_a_prefetcher_that_loads_before_it_has_an_iterator_cannot_be_made():
-    class Eager:
-        def __init__(self):
-            self.next = next(self.batches)
-
-        def __iter__(self):
-            self.batches = iter([1])
-            return self
-
-    with pytest.raises(AttributeError, match="batches"):
-        Eager()
-    assert [int(batch) for batch in Prefetcher([torch.tensor(1), torch.tensor(2)])] == [1, 2]
-
-
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-def test_a_mask_from_a_whole_transformer_makes_44_million_parameters_and_throws_them_away():
-    with MemoryMeter() as whole:
-        mask = nn.Transformer().generate_square_subsequent_mask(512)
-    with MemoryMeter() as alone:
-        same = nn.Transformer.generate_square_subsequent_mask(512)
-    assert torch.equal(mask, same)
-    assert whole.peak_bytes > 4 * 44_000_000 and alone.peak_bytes == 2 * mask.nbytes
 
 
 def test_the_peak_of_a_training_step_falls_by_eight_bytes_a_parameter():

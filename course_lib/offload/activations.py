@@ -236,12 +236,7 @@ class _Entry:
 
     def go_down(self) -> None:
         with self.device.on(self.stream):  # not whichever saves the tensor that pushed this one out
-            room = self.store.reserve(self.held.untyped_storage().nbytes())
-            try:
-                self.room = room.put(bytes_of(self.held))
-            except BaseException:
-                room.free()
-                raise
+            self.room = self.store.put(bytes_of(self.held))
 
     def arrive(self) -> None:
         """The copy down is complete: let go of the device's memory. If it failed, what is held stays."""
@@ -251,7 +246,6 @@ class _Entry:
             with self.device.on(self.stream):
                 self.room.wait()
         except BaseException:
-            self.room.free()
             self.room = None
             raise
         self.changed |= self.held._version != self.version

@@ -13,8 +13,7 @@ from course_lib._check import kind, number, shown
 from course_lib._torch import is_symbolic
 
 from .device import Device
-from .host import OnHost
-from .masters import Master, chunks, is_large, update_with
+from .masters import Master, OnHost, chunks, is_large, update_with
 from .paged import Paged, reserve, update_paged, written
 from .stores import DiskStore, Store, SymbolicStore
 
@@ -49,7 +48,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError, ValueError: an argument is not of its kind; `base` has no per-parameter state; a parameter is
-            complex, quantised or sparse; a gradient is sparse (from `step`, before anything has changed).
+            complex or sparse; a gradient is sparse (from `step`, before anything has changed).
         StoreFull: the state found no room; the parameters are as before.
     """
 
@@ -64,8 +63,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._masters: dict[nn.Parameter, Master] = {}
         self._states = _States(self._masters, self._write)
         self._base: torch.optim.Optimizer | None = None
-        self._names: list[str] | None = None  # of the state that is as large as its parameter
-        super().__init__(params, _per_parameter_defaults(base, base_kwargs))
+        defaults, self._names = _defaults_and_names(base, base_kwargs)
+        super().__init__(params, defaults)
         self._adopt(self.param_groups)
 
     def add_param_group(self, param_group: dict) -> None:
@@ -125,8 +124,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Room for everything that will go below, before anything changes."""
         if paged:
             self.store.check_open()
-            if self._names is None:
-                self._names = _large_names(self._base_class, self._base_kwargs)
             reserve(paged, self._names, self.store)
 
     # ---- looking at the state, saving and loading it
@@ -139,14 +136,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, value) -> None:
         self._states.clear()
-        failed = []
-        for p, state in value.items():
-            try:
-                self._states[p] = state
-            except OSError as error:  # it stays in memory, and goes down another time
-                failed.append(error)
-        if failed:
-            raise failed[0]
+        self._states.update(value)
 
     def held_tensors(self) -> Iterator[Tensor]:
         """Master weights and state that are where their parameters are, and not below: what a meter should count."""
@@ -200,7 +190,7 @@ class _States(MutableMapping):
         return (p for p, master in self._masters.items() if master.has_state())
 
     def __len__(self) -> int:
-        return sum(master.has_state() for master in self._masters.values())
+        return sum(1 for _ in self)
 
     def clear(self) -> None:
         for p in list(self):
@@ -220,34 +210,29 @@ def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
 
 def _masters_of(parameters: list[nn.Parameter], fraction: float) -> dict[nn.Parameter, Master]:
     for p in parameters:
-        if p.is_complex() or p.is_quantized:
-            odd = "complex" if p.is_complex() else "quantised"
-            raise TypeError(f"a parameter of shape {tuple(p.shape)} is {odd}; it takes real, dense ones")
         _check_dense("a parameter", p)
     chosen = chosen_below(parameters, fraction)
     return {p: (OnHost if Device.of(p).apart else Paged)(p) if p in chosen else Master(p) for p in parameters}
 
 
-def _per_parameter_defaults(base: Any, base_kwargs: dict) -> dict:
-    """The default settings of `base`; an error if it is no optimizer that updates each parameter by itself."""
+def _defaults_and_names(base: Any, base_kwargs: dict) -> tuple[dict[str, Any], list[str]]:
+    """The default settings of `base`, and the names of the tensors as large as a parameter that it keeps for it.
+
+    Found by one step on a small parameter; an error if `base` is no optimizer that updates each by itself.
+    """
     good = isinstance(base, type) and issubclass(base, torch.optim.Optimizer)
     if not good or issubclass(base, (torch.optim.LBFGS, torch.optim.SparseAdam)):
         takes = "a class of optimizers that keep a state for each dense parameter, such as torch.optim.AdamW"
         raise TypeError(f"base is {shown(base)}; it takes {takes}")
-    return base([nn.Parameter(torch.zeros(2, 2))], **base_kwargs).defaults
-
-
-def _large_names(base: type, base_kwargs: dict) -> list[str]:
-    """The names of the tensors as large as the parameter that `base` keeps for it: found by one step on a small one."""
     p = nn.Parameter(torch.zeros(2, 2))
     p.grad = torch.zeros(2, 2)
     optimizer = base([p], **base_kwargs)
-    with torch.enable_grad():
-        optimizer.step()
-    return [name for name, value in optimizer.state[p].items() if is_large(value) and value.shape == p.shape]
+    optimizer.step()
+    names = [name for name, value in optimizer.state[p].items() if is_large(value) and value.shape == p.shape]
+    return optimizer.defaults, names
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} of shape {tuple(tensor.shape)} is sparse; it takes a dense one (of an embedding: "
-                        "sparse=False)")  # fmt: skip
+    if tensor.layout is not torch.strided or tensor.is_complex():
+        odd = "complex" if tensor.is_complex() else "sparse"
+        raise TypeError(f"{name} of shape {tuple(tensor.shape)} is {odd}; it takes a real, dense one")

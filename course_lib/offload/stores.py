@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from course_lib._check import kind, whole
+from course_lib._check import whole
 from course_lib._torch import is_symbolic
 
 from .device import Device
@@ -220,7 +220,8 @@ class DiskStore(Store):
         threads: that copy at the same time.
 
     Attributes:
-        file_bytes: how large the file is. Room is used again for the same size; what is free at the end is given back.
+        file_bytes: how large the file is. Room is used again for the same size; once the half at the end is free,
+            it is given back to the disk.
 
     Raises:
         OSError: no file can be made in the directory.
@@ -232,17 +233,8 @@ class DiskStore(Store):
         super().__init__()
         whole("threads", threads, 1)
         self.limit_bytes = None if limit_bytes is None else whole("limit_bytes", limit_bytes, 0, of="bytes")
-        takes = "a folder that can be written to"
-        self.directory = os.fspath(
-            kind("directory", _folder() if directory is None else directory, (str, os.PathLike), takes)
-        )
-        try:
-            if not self.directory:
-                raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
-            self._file = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115 - closed by close()
-        except OSError as error:
-            told = f"directory is {self.directory!r}; it takes {takes} ({error.strerror})"
-            raise OSError(error.errno, told) from error
+        self.directory = os.fspath(_folder() if directory is None else directory)
+        self._file = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115 - closed by close()
         weakref.finalize(self, self._file.close)  # a store that is dropped, as a default one is, goes without a warning
         self.file_bytes = 0
         self._free: dict[int, int] = {}  # end -> start, of rooms that are free
@@ -274,12 +266,16 @@ class DiskStore(Store):
             room.last.add_done_callback(lambda _: self.guard.later(partial(self._give_back, start, room.nbytes)))
 
     def _give_back(self, start: int, nbytes: int) -> None:
-        if nbytes and not self._file.closed:
-            self._free[start + nbytes] = start
-            if self.file_bytes in self._free:
-                while self.file_bytes in self._free:
-                    self.file_bytes = self._free.pop(self.file_bytes)
-                self._file.truncate(self.file_bytes)
+        if not nbytes or self._file.closed:
+            return
+        self._free[start + nbytes] = start
+        end = self.file_bytes
+        while end in self._free:
+            end = self._free[end]
+        if 2 * end <= self.file_bytes:  # not a little at each call: that is slow, and so is to get it again
+            while self.file_bytes > end:
+                self.file_bytes = self._free.pop(self.file_bytes)
+            self._file.truncate(end)
 
     def write(self, room: Room, data: Tensor) -> Callable[[], None]:
         return self._started(room, self._write, data.cpu())
