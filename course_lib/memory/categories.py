@@ -87,7 +87,7 @@ class Usage:
         now = len(self.ledger.operators) - 1
         output = self._output and self._output()
         if output is not None and output.grad_fn is not None:
-            for _, tensor in saved_by(output.grad_fn):
+            for tensor in saved_by(output.grad_fn):
                 for storage in storages_of(tensor):
                     record = self.ledger.find(storage)
                     if record is not None and record.saved is None:

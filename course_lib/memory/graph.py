@@ -7,6 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .storages import tensors_among
+
 AccumulateGrad = torch._C._functions.AccumulateGrad
 
 
@@ -21,24 +23,15 @@ def saved_names(kind: type) -> tuple[str, ...]:
     return tuple(name[len("_raw_saved_") :] for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def saved_by(node) -> list[tuple[str, Tensor]]:
-    """(name, tensor) for each tensor that a node of the graph has saved for backward.
+def saved_by(node) -> list[Tensor]:
+    """What a node of the graph has saved for backward; nothing if it has been freed or one of them was changed.
 
     Args:
-        node: a `grad_fn`, not freed, made outside saved-tensor hooks (else asking would run them).
-
-    Returns:
-        Names are those of the operator's arguments ("self", "mat2", "result"), or "saved_tensors" for a
-        `torch.autograd.Function`. A node that has been freed, or whose saved tensor was changed, gives nothing.
+        node: a `grad_fn` made outside saved-tensor hooks (else asking would run them).
     """
-    found = []
     try:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            found = [("saved_tensors", value) for value in node.saved_tensors]
-        else:
-            for name in saved_names(type(node)):
-                value = getattr(node, f"_saved_{name}")
-                found.extend((name, item) for item in (value if isinstance(value, list | tuple) else (value,)))
+            return tensors_among(node.saved_tensors)
+        return tensors_among([getattr(node, f"_saved_{name}") for name in saved_names(type(node))])
     except RuntimeError:
-        pass
-    return [(name, value) for name, value in found if isinstance(value, Tensor)]
+        return []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -104,43 +105,20 @@ def storages_without_operators(mode: TorchDispatchMode, made: Callable, resized:
     `copy.deepcopy`, and the storages that FSDP empties and fills. Threads in which the mode is not active don't count.
     """
 
-    def tell(of: Callable, storage) -> None:
-        if mode in _get_current_dispatch_mode_stack():
-            of(storage)
+    def telling(function: Callable, tell: Callable) -> Callable:
+        def call(*args):
+            result = function(*args)
+            if mode in _get_current_dispatch_mode_stack():
+                tell(result.untyped_storage() if isinstance(result, Tensor) else result)
+            return result
 
-    get_rng_state, init, resize = torch.get_rng_state, UntypedStorage.__init__, UntypedStorage.resize_
+        return call
 
-    def counted_rng_state() -> Tensor:
-        state = get_rng_state()
-        tell(made, state.untyped_storage())
-        return state
-
-    def counted_init(storage, *args, **kwargs) -> None:
-        if init is not object.__init__:  # which refuses arguments; then it is another meter's
-            init(storage, *args, **kwargs)
-        tell(made, storage)
-
-    def counted_resize(storage, size):
-        result = resize(storage, size)
-        tell(resized, storage)
-        return result
-
-    with (
-        _replaced(torch, "get_rng_state", counted_rng_state),
-        _replaced(UntypedStorage, "__init__", counted_init),
-        _replaced(UntypedStorage, "resize_", counted_resize),
-    ):
+    with ExitStack() as stack:
+        for owner, name, tell in (
+            (torch, "get_rng_state", made),
+            (UntypedStorage, "clone", made),
+            (UntypedStorage, "resize_", resized),
+        ):
+            stack.enter_context(patch.object(owner, name, telling(getattr(owner, name), tell)))
         yield
-
-
-@contextmanager
-def _replaced(owner, name: str, value) -> Iterator[None]:
-    own = vars(owner).get(name)  # None where it is inherited
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
