@@ -14,9 +14,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import _check
 from .._torch import tensors_in
-from .graph import AccumulateGrad, saved_names
 from .show import Table, bytes_text
-from .storages import storages_of
+from .storages import AccumulateGrad, saved_names, storages_of
 
 
 @dataclass(frozen=True)

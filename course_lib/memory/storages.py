@@ -1,9 +1,10 @@
-"""What holds a tensor's bytes, and which tensors belong to a model, an optimizer or an operator's call."""
+"""What holds a tensor's bytes, and which tensors belong to a model, an optimizer, an operator's call or the graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from unittest.mock import patch
 
 import torch
@@ -13,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from .._check import kind
 from .._torch import tensors_in
+
+AccumulateGrad = torch._C._functions.AccumulateGrad
 
 
 def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
@@ -90,6 +93,31 @@ def held_by(optimizer: torch.optim.Optimizer, of_groups: bool = False) -> Iterat
 def keeps_state_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     """True where `optimizer.state` is not what a step changes, such as state in a file: it has `held_tensors`."""
     return hasattr(optimizer, "held_tensors")
+
+
+def hooks_active() -> bool:
+    """True inside saved-tensor hooks, such as those of non-reentrant checkpointing or of offloading."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@cache
+def saved_names(kind: type) -> tuple[str, ...]:
+    """What a kind of node saves, such as ("mat1", "mat2")."""
+    return tuple(name[len("_raw_saved_") :] for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def saved_by(node) -> list[Tensor]:
+    """What a node of the graph has saved for backward; nothing if it has been freed or one of them was changed.
+
+    Args:
+        node: a `grad_fn` made outside saved-tensor hooks (else asking would run them).
+    """
+    try:
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return tensors_among(node.saved_tensors)
+        return tensors_among([getattr(node, f"_saved_{name}") for name in saved_names(type(node))])
+    except RuntimeError:
+        return []
 
 
 def check_model_and_optimizer(model, optimizer) -> None:
