@@ -84,8 +84,8 @@ def measure(
 
     Every run starts from empty gradients and the same random numbers; the warm-up makes the optimizer's state, so
     that no arm of a comparison pays for it, and lasts until two runs take the same (DDP arranges its buckets in the
-    second). Then one run is for the allocator, under no dispatch mode, one for its view of each operator, one for the
-    FLOPs and `repeats` for the clock, with garbage collection off so that the figures repeat.
+    second). Then one run is for the FLOPs, one for the allocator, under no dispatch mode, one for its view of each
+    operator and `repeats` for the clock, with garbage collection off so that the figures repeat.
 
     Parameters, buffers, gradients, optimizer state and random number generators are as they were afterwards, also
     when the step fails; for that, copies of parameters, buffers and optimizer state are held meanwhile, which the
@@ -113,14 +113,13 @@ def measure(
         meter, steady = _metered(runs, warmup, needs_gradient)
         # Where its tensors are, but for those that it keeps on the CPU.
         device = min(meter.devices, key=lambda device: (device.type == "cpu", str(device)), default=torch.device("cpu"))
+        counter = FlopCounterMode(display=False)
+        counter.mod_tracker = _NoModules()
+        runs.run(counter)
         allocator, workspace, seconds = None, {}, None
         if not is_symbolic():
             allocator = meter.entry_bytes + allocator_peak(runs.run, device)
             workspace = workspace_by_operator(runs.run, device)
-        counter = FlopCounterMode(display=False)
-        counter.mod_tracker = _NoModules()
-        runs.run(counter)
-        if not is_symbolic():
             times: list[float] = []
             for _ in range(repeats):
                 runs.run(_timed(device, times))
