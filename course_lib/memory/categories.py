@@ -174,7 +174,7 @@ class Steps:
         self._outermost = self._node = None
 
     def _before(self, optimizer, args, kwargs) -> None:
-        if self._outermost in (None, optimizer):  # its own, if its last step failed
+        if self._outermost is None:
             self._outermost, self._node = optimizer, torch._C._current_autograd_node()
 
     def _after(self, optimizer, args, kwargs) -> None:
