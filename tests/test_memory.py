@@ -1,18 +1,16 @@
 """The meter against the allocator, `saved_tensors` against hooks, and the formulas against both."""
 
 import copy
-import dataclasses
 import gc
 import os
 import pickle
 import random
-import shutil
 import subprocess
 import sys
 import threading
-import warnings
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -47,8 +45,6 @@ def one_thread():
     """So that no workspace depends on the number of cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # what is imported need not be looked through before each of measure's runs
     yield
     gc.unfreeze()
     torch.set_num_threads(threads)
@@ -57,6 +53,7 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def same_random_numbers():
     torch.manual_seed(0)
+    gc.freeze()  # what is there need not be looked through before each of measure's runs
 
 
 # ---- workloads: each makes (model, optimizer, step)
@@ -187,25 +184,15 @@ NO_WORKSPACE = {
     "post-norm, checkpoint": lambda: decoder(False, False),
     "post-norm, reentrant checkpoint": lambda: decoder(False, True),
     "pre-norm": lambda: decoder(True, None),
-    "pre-norm, checkpoint": lambda: decoder(True, False),
-    "pre-norm, reentrant checkpoint": lambda: decoder(True, True),
     "this library's decoder": own_decoder,
     "batch norm and pooling": batch_norm_and_pooling,
     "embedding, tied head, cross-entropy": tied_language_model,
     "in-place, views, expands": in_place_views_and_expands,
     "double backward": double_backward,
-    **{
-        f"{kind.__name__}, {'foreach' if foreach else 'one by one'}": (
-            lambda kind=kind, options=options, foreach=foreach: optimizer_step(kind, foreach=foreach, **options)
-        )
-        for kind, options in (
-            (torch.optim.Adam, {}),
-            (torch.optim.AdamW, {}),
-            (torch.optim.NAdam, {}),
-            (torch.optim.SGD, {"momentum": 0.9}),
-        )
-        for foreach in (False, True)
-    },
+    "NAdam, one by one": lambda: optimizer_step(torch.optim.NAdam, foreach=False),
+    "NAdam, foreach": lambda: optimizer_step(torch.optim.NAdam, foreach=True),
+    "SGD, one by one": lambda: optimizer_step(torch.optim.SGD, foreach=False, momentum=0.9),
+    "SGD, foreach": lambda: optimizer_step(torch.optim.SGD, foreach=True, momentum=0.9),
 }
 # What the allocator sees and no operator makes: the numbers of an optimizer's Python scalars, and under a checkpoint
 # one state of the random number generator, while it is put back.
@@ -227,24 +214,9 @@ def convolutions():
     return train(model, torch.randn(4, 3, 32, 32))
 
 
-def fused_attention():
-    model = Decoder(vocabulary=50, hidden=64, heads=4, layers=1, sequence=64, fused=True)
-    return train(model, random_tokens(4, 64, 50)[:, :-1])
-
-
-def half_precision():
-    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))).bfloat16()
-    return train(model, torch.randn(256, 128).bfloat16())
-
-
 WORKSPACE = {
     "convolutions": (convolutions, "aten.convolution"),
     "LSTM": (lambda: train(LSTM(), torch.randn(16, 8, 32)), "aten.mkldnn_rnn_layer"),
-    "fused attention": (
-        fused_attention,
-        "aten._scaled_dot_product_flash_attention_for_cpu",
-    ),
-    "half precision": (half_precision, None),
 }
 
 
@@ -293,7 +265,7 @@ def test_the_meters_peak_is_the_allocators_where_operators_take_no_workspace(nam
         assert meter.peak_bytes == seen
 
 
-@pytest.mark.parametrize("name", ["mlp", "post-norm, checkpoint", "batch norm and pooling", "double backward"])
+@pytest.mark.parametrize("name", ["post-norm, checkpoint", "double backward"])
 def test_measure_reports_the_allocators_peak(name):
     model, optimizer, step = NO_WORKSPACE[name]()
     found = measure(step, model=model, optimizer=optimizer, repeats=1)
@@ -310,7 +282,7 @@ def test_workspace_is_what_the_allocator_sees_above_the_tensors(name):
     model, optimizer, step = make()
     found = measure(step, model=model, optimizer=optimizer, repeats=1)
     assert 0 <= found.workspace_bytes == found.allocator_peak_bytes - found.peak_bytes
-    if operator is not None and torch.backends.mkldnn.is_available():
+    if torch.backends.mkldnn.is_available():
         assert any(name.startswith(operator) for name in found.workspace_by_operator)
     taken = list(found.workspace_by_operator.values())
     assert taken == sorted(taken, reverse=True)
@@ -332,44 +304,32 @@ def test_categories_sum_to_the_live_bytes_at_every_sample(name):
         assert min(values.min() for values in series.values()) >= 0
         assert total.max() == meter.peak_bytes == sum(meter.at_peak().values())
         assert total[-1] == live
-        assert len(total) == len(meter.timeline) == len(meter.phases())
-        assert set(meter.phases()) <= set(PHASES)
-        for i, sample in enumerate(meter.timeline):
-            assert sample.live_bytes == total[i]
-            assert sample.phase == meter.phases()[i]
+        assert [sample.live_bytes for sample in meter.timeline] == list(total)
+        assert [sample.phase for sample in meter.timeline] == meter.phases()
 
 
 # ---- symbolic
 
 
-def symbolic_arms():
-    def of(make_model, make_batch, optimizer=torch.optim.Adam):
-        def run():
-            model = make_model()
-            return train(model, make_batch(), optimizer=optimizer)
-
-        return run
-
-    return {
-        "mlp": of(lambda: deep_mlp(4, 64), lambda: torch.ones(32, 64)),
-        "decoder": of(
-            lambda: Decoder(vocabulary=50, hidden=32, heads=4, layers=2, sequence=16, dropout=0.1),
-            lambda: torch.zeros(2, 16, dtype=torch.long),
-        ),
-        "post-norm, checkpoint": of(
-            lambda: Stack(norm_first=False, reentrant=False, layers=2, hidden=32), lambda: torch.ones(2, 16, 32)
-        ),
-        "batch norm": of(
-            lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)), lambda: torch.ones(8, 16), torch.optim.SGD
-        ),
-    }
+SYMBOLIC = {
+    "decoder": (
+        lambda: Decoder(vocabulary=50, hidden=32, heads=4, layers=2, sequence=16, dropout=0.1),
+        lambda: torch.zeros(2, 16, dtype=torch.long),
+    ),
+    "post-norm, checkpoint": (
+        lambda: Stack(norm_first=False, reentrant=False, layers=2, hidden=32),
+        lambda: torch.ones(2, 16, 32),
+    ),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)), lambda: torch.ones(8, 16)),
+}
 
 
-@pytest.mark.parametrize("name", symbolic_arms())
+@pytest.mark.parametrize("name", SYMBOLIC)
 def test_a_symbolic_step_has_the_same_peak_and_the_same_categories(name):
     def run():
+        make_model, make_batch = SYMBOLIC[name]
         with sdpa_kernel(SDPBackend.MATH):
-            model, optimizer, step = symbolic_arms()[name]()
+            model, optimizer, step = train(make_model(), make_batch(), optimizer=torch.optim.Adam)
             with MemoryMeter(model, optimizer) as meter:
                 step()
         return meter.peak_bytes, meter.at_peak(), meter.live_bytes
@@ -406,24 +366,17 @@ def test_cast_converts_as_the_modules_own_method_does(context):
         assert {n: (v.shape, v.dtype) for n, v in found.items()} == {n: (v.shape, v.dtype) for n, v in expected.items()}
         assert model.head.weight is model.tokens.weight and isinstance(model.head.weight, nn.Parameter)
         assert not model.head.weight.requires_grad and model.hidden.weight.requires_grad
-        assert model.norm.num_batches_tracked.dtype is torch.long
-        with MemoryMeter(model) as meter:
-            pass
-        parameters = sum(p.numel() for p in model.parameters())
-    assert meter.at_peak()["parameter"] == 2 * parameters
 
 
 def test_measure_of_a_symbolic_step_has_bytes_and_flops_and_no_seconds():
-    def run():
-        model = deep_mlp(3, 32)
-        model, optimizer, step = train(model, torch.ones(8, 32), optimizer=torch.optim.Adam)
-        return measure(step, model=model, optimizer=optimizer, repeats=1)
-
-    real = run()
-    with symbolic():
-        found = run()
-    assert (found.peak_bytes, found.flops, found.at_peak) == (real.peak_bytes, real.flops, real.at_peak)
-    assert (found.allocator_peak_bytes, found.workspace_bytes, found.seconds) == (None, None, None)
+    found = []
+    for context in (nullcontext(), symbolic()):
+        with context:
+            model, optimizer, step = train(deep_mlp(3, 32), torch.ones(8, 32), optimizer=torch.optim.Adam)
+            found.append(measure(step, model=model, optimizer=optimizer, repeats=1))
+    real, free = found
+    assert hash(real) and (free.peak_bytes, free.flops, free.at_peak) == (real.peak_bytes, real.flops, real.at_peak)
+    assert (free.allocator_peak_bytes, free.workspace_bytes, free.seconds) == (None, None, None)
 
 
 # ---- categories, against figures worked out by hand
@@ -557,15 +510,10 @@ def test_what_an_autograd_function_saves_is_an_activation():
     x = torch.randn(BATCH, WIDTH, requires_grad=True)
     with MemoryMeter() as meter:
         y = Keeps.apply(x)
-        z = y.detach().clone()
-    assert at_end(meter)["activation"] == ONE  # save_for_backward: seen at once
-    assert at_end(meter)["temporary"] == y.nbytes + z.nbytes + ONE
-    with MemoryMeter() as meter:
-        y = Keeps.apply(x)
+        y.sum()
+        assert at_end(meter)["activation"] == ONE  # save_for_backward: seen at once
         y.sum().backward()
-    assert (
-        after("aten.sum.default", meter)["activation"] == 2 * ONE
-    )  # an attribute: known once the backward pass has read it
+    assert after("aten.sum.default", meter)["activation"] == 2 * ONE  # an attribute: once backward has read it
 
 
 def test_without_gradients_everything_is_temporary():
@@ -694,20 +642,20 @@ def test_a_sample_names_its_operator_and_the_timeline_can_be_sliced():
     with MemoryMeter() as meter:
         x = torch.ones(10) + 1
     assert [sample.operator for sample in meter.timeline] == ["aten.ones.default", "aten.add.Tensor"]
-    assert meter.timeline[-1].bytes["temporary"] == x.nbytes
+    assert meter.timeline[-1].bytes["temporary"] == x.nbytes and hash(meter.timeline[-1])
     assert [sample.live_bytes for sample in meter.timeline[0:2]] == [40, 80]
 
 
 # ---- what a dispatch mode changes: gradients that meet
 
 
-def shared_weight(uses, like=torch.tanh):
+def shared_weight(uses):
     weight, x = nn.Parameter(torch.randn(64, 64) / 8), torch.randn(16, 64)
 
     def step():
         y = x
         for _ in range(uses):
-            y = like(y @ weight)
+            y = torch.tanh(y @ weight)
         y.sum().backward()
 
     return [weight], step
@@ -765,13 +713,10 @@ def with_kept_gradient(y):
 
 
 MEETINGS = {
-    "a weight twice": lambda: shared_weight(2),
     "a weight four times": lambda: shared_weight(4),
     "an RNN": rnn,
     "a product with itself": uses_of(lambda y: y * y),
     "a product of a sum with itself": uses_of(lambda y: (z := y + y) * z),
-    "a sum with itself": uses_of(lambda y: (y + y).exp()),
-    "three uses": uses_of(lambda y: y.exp() + y.tanh() + y.sin()),
     "attention to itself": uses_of(lambda y: (y @ y.mT).softmax(-1) @ y),
     "views": uses_of(lambda y: y[:32].exp().sum() + y[32:].exp().sum() + y.t().tanh().sum()),
     "an expanded tensor": uses_of(lambda y: (y + y[0]) * y[0]),
@@ -841,16 +786,14 @@ def test_the_meter_keeps_nothing_alive_of_a_function_that_adds_in_backward():
 
 
 def test_a_symbolic_steps_gradients_meet_in_the_same_bytes():
-    def run():
-        _, step = shared_weight(4)
-        with MemoryMeter() as outer, MemoryMeter() as inner:
-            step()
-        assert outer.peak_bytes == inner.peak_bytes
-        return outer.peak_bytes
-
-    real = run()
-    with symbolic():
-        assert run() == real
+    found = []
+    for context in (nullcontext(), symbolic()):
+        with context:
+            _, step = shared_weight(4)
+            with MemoryMeter() as outer, MemoryMeter() as inner:
+                step()
+        found += [outer.peak_bytes, inner.peak_bytes]
+    assert found == [found[0]] * 4
 
 
 def test_a_budget_does_not_count_what_autograd_alone_would_not_take():
@@ -905,21 +848,17 @@ def test_function_transforms_work():
     assert meter.peak_bytes > 0
 
 
-@pytest.mark.parametrize("name", ["mlp", "post-norm, checkpoint", "post-norm, reentrant checkpoint", "double backward"])
+@pytest.mark.parametrize("name", ["post-norm, checkpoint", "post-norm, reentrant checkpoint"])
 def test_gradients_are_the_same_to_the_bit(name):
     model, _, step = NO_WORKSPACE[name]()
-    start = copy.deepcopy(model.state_dict())
-    found = []
-    for given in (None, (model,)):
+    start, found = copy.deepcopy(model.state_dict()), []
+    for context in (nullcontext(), MemoryMeter(model)):
         model.load_state_dict(start)
         empty_gradients(model)
         torch.manual_seed(1)
-        if given is None:
+        with context:
             step()
-        else:
-            with MemoryMeter(*given):
-                step()
-        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        found.append([p.grad for p in model.parameters()])
     for plain, metered in zip(*found, strict=True):
         assert torch.equal(plain, metered)
 
@@ -938,39 +877,16 @@ def test_a_checkpoint_is_computed_again_once_and_only_in_backward():
     assert calls == [False, True]
 
 
-def test_offloaded_tensors_are_fetched_only_in_backward():
-    fetched = []
-    x = torch.randn(4, 16, requires_grad=True)
-    with MemoryMeter() as meter:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: fetched.append(1) or t):
-            y = x.exp()
-        z = y + 1
-        assert meter.live_bytes > 0
-        assert not fetched
-        z.sum().backward()
-    assert len(fetched) == 1
-
-
 def test_no_tensor_is_kept_alive():
-    x = torch.randn(8, 8, requires_grad=True)
+    model, x = nn.Linear(8, 8), torch.randn(8, 8, requires_grad=True)
     with MemoryMeter():
-        y = x.exp()
-        saved = weakref.ref(y.untyped_storage())
-        z = y.sum()
-        z.backward()
-        gradient = weakref.ref(x.grad.untyped_storage())
-        del y, z
-        assert saved() is None
+        y = model(x.exp())
+        y.sum().backward()
+        held = [weakref.ref(tensor.untyped_storage()) for tensor in (y, x.grad, model.weight, torch.ones(3))]
         x.grad = None
-        assert gradient() is None
-        dead = weakref.ref(torch.ones(3).untyped_storage())
-        assert dead() is None
-        model = nn.Linear(4, 4)
-        model(torch.ones(1, 4)).sum().backward()
-        weight = weakref.ref(model.weight.untyped_storage())
-        del model
+        del y, model
         torch.ones(1)
-        assert weight() is None
+        assert [storage() for storage in held] == [None] * 4
 
 
 def test_a_meter_that_is_done_lets_go_of_model_and_optimizer():
@@ -988,25 +904,22 @@ def test_a_meter_that_is_done_lets_go_of_model_and_optimizer():
 
 def test_reading_the_live_bytes_changes_no_category():
     class Reads(torch.autograd.Function):
-        reading = False
-
         @staticmethod
-        def forward(ctx, x):
-            ctx.kept = x * 2
+        def forward(ctx, x, reading):
+            ctx.kept, ctx.reading = x * 2, reading
             return x.sum()
 
         @staticmethod
         def backward(ctx, gradient):
             found = gradient * ctx.kept
-            if Reads.reading:
+            if ctx.reading:
                 assert meter.live_bytes and meter.series() and meter.at_peak()
-            return found * 3
+            return found * 3, None
 
     found = []
-    for Reads.reading in (False, True):
-        x = torch.ones(1000, requires_grad=True)
+    for reading in (False, True):
         with MemoryMeter() as meter:
-            Reads.apply(x).backward()
+            Reads.apply(torch.ones(1000, requires_grad=True), reading).backward()
         found.append([list(values) for values in meter.series().values()])
     assert found[0] == found[1]
 
@@ -1050,66 +963,38 @@ def test_meters_nest():
 
 def test_a_meter_is_entered_once():
     meter = MemoryMeter()
-    with meter:
-        with pytest.raises(RuntimeError, match=r"has been entered already \(active\); make a new one"), meter:
-            pass
-        x = torch.ones(10)
+    with meter, pytest.raises(RuntimeError, match=r"has been entered already \(active\); make a new one"), meter:
+        pass
     with pytest.raises(RuntimeError, match=r"has been entered already \(closed\)"), meter:
         pass
-    assert meter.live_bytes == x.nbytes
 
 
-def everything_is_undone(hooks_before):
-    from torch.optim import optimizer as module
+@contextmanager
+def everything_undone_afterwards():
+    from torch.optim import optimizer
 
-    assert torch.get_rng_state is original_rng_state
-    assert (len(module._global_optimizer_pre_hooks), len(module._global_optimizer_post_hooks)) == hooks_before
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    def state():
+        hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        return torch.get_rng_state, *map(len, hooks), len(modes), dict(vars(torch.UntypedStorage))
 
-
-original_rng_state = torch.get_rng_state
-
-
-def global_hooks():
-    from torch.optim import optimizer as module
-
-    return len(module._global_optimizer_pre_hooks), len(module._global_optimizer_post_hooks)
+    before = state()
+    yield
+    assert state() == before
 
 
 def test_an_exception_in_the_block_undoes_everything():
-    before = global_hooks()
-    with pytest.raises(ZeroDivisionError), MemoryMeter() as meter:
-        assert torch.get_rng_state is not original_rng_state
-        x = torch.ones(10)
-        1 / 0  # noqa: B018
-    everything_is_undone(before)
-    assert meter.live_bytes == x.nbytes
-    del x
-    assert meter.live_bytes == 0
-
-
-def test_a_meter_made_in_one_block_and_used_after_it_undoes_everything():
-    before = global_hooks()
-    with MemoryMeter():
+    with everything_undone_afterwards():
+        with pytest.raises(ZeroDivisionError), MemoryMeter() as meter:
+            state, x = torch.get_rng_state(), torch.ones(10)
+            assert meter.live_bytes == meter.peak_bytes == state.nbytes + x.nbytes
+            1 / 0  # noqa: B018
         later = MemoryMeter()
-    with later:
-        pass
-    everything_is_undone(before)
-
-
-def test_an_optimizer_step_that_fails_ends_the_optimizers_phase():
-    model = nn.Linear(4, 4)
-
-    class Fails(torch.optim.SGD):
-        def step(self, closure=None):
-            raise ZeroDivisionError
-
-    with MemoryMeter(model) as meter:
-        model(torch.ones(1, 4)).sum().backward()
-        with pytest.raises(ZeroDivisionError):
-            Fails(model.parameters()).step()
-        model(torch.ones(1, 4)).sum().backward()
-    assert set(meter.phases()) == {"forward", "backward"}
+        with MemoryMeter(), later:
+            pass
+    assert meter.live_bytes == state.nbytes + x.nbytes
+    del x
+    assert meter.live_bytes == state.nbytes
 
 
 def test_tensors_that_outlive_the_block_are_taken_off_when_they_die():
@@ -1123,38 +1008,27 @@ def test_tensors_that_outlive_the_block_are_taken_off_when_they_die():
         assert np.array_equal(values, series[name])  # the record of the block does not change
 
 
-def test_a_storage_resized_in_place_counts_with_its_new_size():
+def test_a_storage_that_is_resized_counts_with_its_new_size_at_once():
     with MemoryMeter() as meter:
         x = torch.zeros(100)
         x.resize_(1000)
-        assert meter.live_bytes == 4000
+        assert meter.live_bytes == meter.peak_bytes == 4000
         x.untyped_storage().resize_(0)
-        x.detach()  # the next operator that meets it
         assert meter.live_bytes == 0
-    assert meter.peak_bytes == 4000
+        x.untyped_storage().resize_(8000)
+        assert meter.live_bytes == meter.peak_bytes == 8000
 
 
 def test_a_thread_of_ones_own_is_not_counted_and_does_no_harm():
-    model, _, step = NO_WORKSPACE["mlp"]()
+    (model, _, step), (other, _, other_step) = mlp(), mlp()
     with MemoryMeter(model) as alone:
         step()
     empty_gradients(model)
-    other, _, other_step = NO_WORKSPACE["mlp"]()
-    failed = []
-
-    def work():
-        try:
-            for _ in range(3):
-                other_step()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=other_step)
     with MemoryMeter(model) as meter:
         thread.start()
         step()
         thread.join()
-    assert not failed
     assert meter.at_peak()["gradient"] == alone.at_peak()["gradient"]
     assert all(parameter.grad is not None for parameter in other.parameters())
 
@@ -1170,20 +1044,15 @@ def test_storages_that_die_in_another_thread_are_taken_off():
         assert meter.live_bytes == 0
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_sparse_tensors_count_with_their_indices_and_values():
     with MemoryMeter() as meter:
         coo = torch.eye(8).to_sparse()
         assert meter.live_bytes == coo._indices().nbytes + coo._values().nbytes == 8 * 2 * 8 + 8 * 4
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "Sparse CSR tensor support is in beta state"
-        with MemoryMeter() as meter:
-            csr = torch.eye(8).to_sparse_csr()
-            assert meter.live_bytes == sum(
-                part.untyped_storage().nbytes() for part in (csr.crow_indices(), csr.col_indices(), csr.values())
-            )
-
-
-def test_a_sparse_gradient_counts():
+        del coo
+        csr = torch.eye(8).to_sparse_csr()
+        parts = csr.crow_indices(), csr.col_indices(), csr.values()
+        assert meter.live_bytes == sum(part.untyped_storage().nbytes() for part in parts)
     embedding = nn.Embedding(100, 4, sparse=True)
     with MemoryMeter(embedding) as meter:
         embedding(torch.tensor([1, 2, 3])).sum().backward()
@@ -1191,21 +1060,11 @@ def test_a_sparse_gradient_counts():
     assert at_end(meter)["gradient"] == 3 * 8 + 3 * 4 * 4
 
 
-def test_a_quantised_tensor_counts_one_byte_an_element():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with MemoryMeter() as meter:
-            quantised = torch.quantize_per_tensor(torch.randn(100), 0.1, 0, torch.qint8)
-            assert meter.live_bytes == quantised.nbytes == 100
-
-
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 def test_an_opaque_tensor_is_a_clear_error_after_which_everything_is_undone():
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("this build of torch has no oneDNN")
-    before = global_hooks()
-    with pytest.raises(NotImplementedError, match=r"cannot see .* with layout torch\._mkldnn"), MemoryMeter():
+    refused = pytest.raises(NotImplementedError, match=r"cannot see .* with layout torch\._mkldnn")
+    with everything_undone_afterwards(), refused, MemoryMeter():
         torch.randn(4, 4).to_mkldnn()
-    everything_is_undone(before)
 
 
 def test_the_inner_tensors_of_a_wrapper_subclass_count():
@@ -1228,40 +1087,16 @@ def test_the_inner_tensors_of_a_wrapper_subclass_count():
 
 def test_a_function_compiled_with_aot_eager_counts():
     model, x = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), torch.randn(16, 32)
-    compiled = torch.compile(model, backend="aot_eager")
     found = []
-    for function in (compiled, model):
+    for function in (torch.compile(model, backend="aot_eager"), model):
         function(x).sum().backward()
         empty_gradients(model)
         with MemoryMeter(model) as meter:
             function(x).sum().backward()
-        found.append((meter.peak_bytes, at_end(meter)))
+        found.append(at_end(meter))
         empty_gradients(model)
     torch._dynamo.reset()
-    assert found[0][1] == found[1][1]
-    assert found[0][0] == pytest.approx(found[1][0], rel=0.5)
-
-
-def test_what_a_generated_kernel_allocates_is_not_counted():
-    if sys.platform != "linux" or not (shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("torch.compile needs a C++ compiler here")
-
-    def function(x):
-        return ((x.sin() + 1).cos() * x).sum(dim=1)
-
-    x = torch.randn(256, 256)
-    compiled = torch.compile(function)
-    try:
-        expected = compiled(x)
-    except Exception as error:
-        pytest.skip(f"torch.compile does not work here: {type(error).__name__}")
-    with MemoryMeter() as meter:
-        found = compiled(x)
-    with MemoryMeter() as eager:
-        function(x)
-    torch._dynamo.reset()
-    assert_close(found, expected)
-    assert meter.peak_bytes <= eager.peak_bytes
+    assert found[0] == found[1]
 
 
 def test_memory_that_no_operator_makes_is_not_counted():
@@ -1281,13 +1116,11 @@ def test_a_storage_that_was_there_is_not_new_under_another_tensor():
         again = torch.empty(0).set_(x.untyped_storage(), 0, (10,))
         another = torch.empty(0).set_(x.untyped_storage())
         assert meter.live_bytes == 0
-        made = torch.empty(0).set_(torch.UntypedStorage(100))
-        assert meter.live_bytes == 100
         twin = copy.deepcopy(x)
-        assert meter.live_bytes == 100 + x.nbytes
-        del again, another, made, twin
+        assert meter.live_bytes == x.nbytes
+        del again, another, twin
         assert meter.live_bytes == 0
-    assert {"__init__", "resize_"}.isdisjoint(vars(torch.UntypedStorage))
+    assert "clone" not in vars(torch.UntypedStorage)
 
 
 def test_tensors_on_the_meta_device_take_no_bytes():
@@ -1333,24 +1166,6 @@ def test_a_fully_sharded_model_is_measured_as_the_allocator_sees_it(one_process)
     assert saved_tensors(model, x).total_bytes > 0
 
 
-def test_a_storage_that_python_resizes_is_noticed_at_once():
-    with MemoryMeter() as meter:
-        x = torch.zeros(100)
-        x.untyped_storage().resize_(0)
-        assert meter.live_bytes == 0
-        x.untyped_storage().resize_(4000)
-        assert meter.live_bytes == meter.peak_bytes == 4000
-        del x
-
-
-def test_a_state_of_the_random_number_generator_counts():
-    with MemoryMeter() as meter:
-        state = torch.get_rng_state()
-        assert meter.live_bytes == meter.peak_bytes == state.nbytes
-        del state
-        assert meter.live_bytes == 0
-
-
 def test_blocks_are_rounded_up():
     with MemoryMeter(block_bytes=512) as meter:
         x, y = torch.ones(1), torch.ones(129)
@@ -1376,10 +1191,9 @@ def test_the_operator_that_takes_live_bytes_over_the_budget_raises(phase):
     highest = list(accumulate(live, max))
     moments = [i for i in range(1, len(live)) if live[i] > highest[i - 1] and free.phases()[i - 1] == phase]
     for moment in (moments[0], moments[-1]):
-        before = global_hooks()
         model, optimizer, step = fresh_step()
         meter = MemoryMeter(model, optimizer, budget_bytes=live[moment] - 1)
-        with pytest.raises(MemoryBudgetExceeded) as caught, meter:
+        with everything_undone_afterwards(), pytest.raises(MemoryBudgetExceeded) as caught, meter:
             step()
         error = caught.value
         assert error.operator == free.timeline[moment - 1].operator
@@ -1388,21 +1202,17 @@ def test_the_operator_that_takes_live_bytes_over_the_budget_raises(phase):
         assert meter.phases()[-1] == phase
         for part in (error.operator, f"{error.wanted_bytes:,}", f"{error.live_bytes:,}", f"{error.budget_bytes:,}"):
             assert part in str(error)
-        everything_is_undone(before)
-
-        model, optimizer, step = fresh_step()  # the process goes on normally
-        with MemoryMeter(model, optimizer, budget_bytes=free.peak_bytes) as meter:
-            step()
-        assert meter.peak_bytes == free.peak_bytes
+    model, optimizer, step = fresh_step()
+    with MemoryMeter(model, optimizer, budget_bytes=free.peak_bytes) as meter:
+        step()
+    assert meter.peak_bytes == free.peak_bytes
 
 
 def test_after_the_error_the_same_model_trains_on_with_the_right_gradients():
     model, x = deep_mlp(3, 32), torch.ones(16, 32)
-    square_mean(model(x)).backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
-    empty_gradients(model)
     with MemoryMeter(model) as free:
         square_mean(model(x)).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
     empty_gradients(model)
     with MemoryMeter(model, budget_bytes=free.peak_bytes - 1):
         with pytest.raises(MemoryBudgetExceeded):
@@ -1410,8 +1220,7 @@ def test_after_the_error_the_same_model_trains_on_with_the_right_gradients():
         empty_gradients(model)
         model(x[:1])  # in the same block too
     square_mean(model(x)).backward()
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(parameter.grad, gradient)
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), expected, strict=True))
 
 
 def test_what_the_refused_operator_made_is_gone():
@@ -1424,13 +1233,12 @@ def test_what_the_refused_operator_made_is_gone():
 
 
 def test_a_budget_below_what_the_model_holds_raises_on_entry():
-    model, before = nn.Linear(16, 16), global_hooks()
+    model = nn.Linear(16, 16)
     held = bytes_of(model.parameters())
     meter = MemoryMeter(model, budget_bytes=held - 1)
-    with pytest.raises(MemoryBudgetExceeded, match="what model and optimizer hold on entry") as caught, meter:
+    with everything_undone_afterwards(), pytest.raises(MemoryBudgetExceeded, match="on entry") as caught, meter:
         pytest.fail("the block ran")
     assert (caught.value.live_bytes, caught.value.wanted_bytes) == (0, held)
-    everything_is_undone(before)
     with MemoryMeter(model, budget_bytes=held):
         pass
 
@@ -1521,8 +1329,7 @@ def optimizers_with_state_elsewhere():
     return {"in another optimizer": Wraps, "in a file": lambda parameters: OffloadedOptimizer(parameters, lr=0.1)}
 
 
-@pytest.mark.parametrize("warmup", [0, 1])
-@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize(("stepped", "warmup"), [(False, 0), (True, 1)])
 @pytest.mark.parametrize("kind", optimizers_with_state_elsewhere())
 def test_measure_leaves_the_state_of_an_optimizer_that_keeps_it_elsewhere(kind, stepped, warmup):
     model = deep_mlp(2, 16)
@@ -1574,14 +1381,6 @@ def test_a_distributed_model_is_measured_with_its_buckets_as_they_stay(one_proce
     x = torch.randn(8, 64)
     found = measure(lambda: model(x).sum().backward(), model=model, repeats=1)
     assert 0 <= found.workspace_bytes < 0.01 * found.peak_bytes and found.notes == ()
-
-
-def test_results_can_be_kept_in_sets():
-    model, optimizer, step = mlp()
-    found = measure(step, model=model, optimizer=optimizer, repeats=1)
-    with MemoryMeter(model) as meter:
-        step()
-    assert found in {found} and meter.timeline[0] in {meter.timeline[0]}
 
 
 def test_the_device_is_where_the_tensors_are_that_the_step_makes():
@@ -1644,20 +1443,12 @@ def test_warmup_0_measures_the_first_step_ever(warmup):
         assert found.at_peak == first.at_peak()
 
 
-def test_measuring_twice_gives_the_same_exact_figures():
-    model, optimizer, step = NO_WORKSPACE["pre-norm, checkpoint"]()
-    first, second = (measure(step, model=model, optimizer=optimizer, repeats=1) for _ in range(2))
-    for name in ("peak_bytes", "allocator_peak_bytes", "workspace_bytes", "flops", "at_peak", "workspace_by_operator"):
-        assert getattr(first, name) == getattr(second, name)
-
-
 @pytest.mark.parametrize("enabled", [False, True])
 def test_measure_leaves_garbage_collection_as_it_was(enabled):
-    model, x = nn.Linear(4, 4), torch.ones(1, 4)
-    was = gc.isenabled()
+    model, was = nn.Linear(4, 4), gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
-        measure(lambda: model(x).sum().backward(), repeats=1)
+        measure(lambda: model(torch.ones(1, 4)).sum().backward(), repeats=1)
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if was else gc.disable)()
@@ -1673,66 +1464,28 @@ def test_the_flops_of_an_mlp_are_those_of_its_matrix_products():
     assert forward.flops == depth * 2 * batch * width * width
 
 
-@pytest.mark.parametrize("step", [lambda: None, lambda: torch.ones(3).sum(), lambda: nn.Linear(2, 2)(torch.ones(1, 2))])
-def test_a_step_that_leaves_no_gradient_is_an_error(step):
+def test_a_step_that_leaves_no_gradient_is_an_error():
     with pytest.raises(ValueError, match="step leaves no gradient"):
-        measure(step, repeats=1)
+        measure(lambda: nn.Linear(2, 2)(torch.ones(1, 2)), repeats=1)
 
 
 # ---- "Run plain first, then the other, and compare"
 
 
-def deep_relu_mlp():
-    layers = [layer for _ in range(19) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(1024, 10))
-
-
-def test_the_second_run_looks_dearer_because_it_carries_adams_state():
-    def forward_and_backward(model, optimizer):
-        empty_gradients(model)
-        with MemoryMeter(model, optimizer) as meter:
-            square_mean(model(x)).backward()
-        return meter
-
-    with symbolic():
-        model, x = deep_relu_mlp(), torch.zeros(32, 1024)
-        optimizer = torch.optim.Adam(model.parameters())
-        first = forward_and_backward(model, optimizer)
-        optimizer.step()
-        second = forward_and_backward(model, optimizer)
-        with MemoryMeter(model, optimizer) as now:
-            pass
-    weights = bytes_of(model.parameters())
-    assert weights == 79_810_600  # 79.8 MB
-    assert 19 * 32 * 1024 * 4 == 2_490_368  # 2.5 MB of activations; the loss keeps the output, 1,280 bytes
-    assert after("aten.mean.default", first)["activation"] == 2_490_368 + 1_280
-    assert second.peak_bytes - first.peak_bytes == 2 * weights + 4 * 40  # what two equal arms differ by
-    assert now.entry_bytes - now.at_peak()["gradient"] == 3 * weights + 4 * 40 == 239_431_960  # 239 MB
-
-
 def test_measure_finds_the_same_whichever_arm_comes_first():
-    def arms():
+    def measured(order):
         model, x = deep_mlp(6, 64), torch.randn(64, 64)
         optimizer = torch.optim.Adam(model.parameters())
 
-        def plain():
-            square_mean(model(x)).backward()
+        def step(forward):
+            square_mean(forward(x)).backward()
             optimizer.step()
 
-        def forgetful():
-            square_mean(checkpoint(model, x, use_reentrant=False)).backward()
-            optimizer.step()
+        arms = {"plain": model, "forgetful": lambda x: checkpoint(model, x, use_reentrant=False)}
+        found = {n: measure(lambda n=n: step(arms[n]), model=model, optimizer=optimizer, repeats=1) for n in order}
+        return {name: replace(one, seconds=0) for name, one in found.items()}
 
-        return model, optimizer, plain, forgetful
-
-    found = []
-    for order in ((2, 3), (3, 2)):
-        arm = arms()
-        found.append({i: measure(arm[i], model=arm[0], optimizer=arm[1], repeats=1) for i in order})
-    for i in (2, 3):
-        assert found[0][i].peak_bytes == found[1][i].peak_bytes
-        assert found[0][i].at_peak == found[1][i].at_peak
-        assert found[0][i].flops == found[1][i].flops
+    assert measured(["plain", "forgetful"]) == measured(["forgetful", "plain"])
 
 
 # ---- saved_tensors
@@ -1801,35 +1554,6 @@ def test_a_storage_that_several_operators_save_counts_once():
     assert (found.total_bytes, found.packed_bytes) == (x.nbytes, 3 * x.nbytes)
 
 
-class SeparateProjections(nn.Module):
-    """A pre-norm layer whose Q, K and V are three Linear layers of one input."""
-
-    def __init__(self, hidden, heads):
-        super().__init__()
-        self.heads = heads
-        self.query, self.key, self.value, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.feedforward = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
-
-    def forward(self, x):
-        b, s, h = x.shape
-        y = self.norm1(x)
-        q, k, v = (f(y).view(b, s, self.heads, -1).transpose(1, 2) for f in (self.query, self.key, self.value))
-        p = (q @ k.mT * (h // self.heads) ** -0.5).softmax(-1)
-        x = x + self.out((p @ v).transpose(1, 2).reshape(b, s, h))
-        return x + self.feedforward(self.norm2(x))
-
-
-def test_adding_up_packs_counts_a_fifth_too_much_on_a_layer_with_separate_projections():
-    s, h, a = 128, 512, 8
-    found = saved_tensors(SeparateProjections(h, a), torch.randn(1, s, h))
-    # A token keeps 16 h + a s numbers and 4 statistics; the norm's output is packed three times, and the
-    # probabilities twice: by softmax and by the product with V.
-    assert found.total_bytes == s * 4 * (16 * h + a * s + 4)
-    assert found.packed_bytes - found.total_bytes == s * 4 * (2 * h + a * s)
-    assert found.packed_bytes / found.total_bytes - 1 == pytest.approx(0.222, abs=5e-4)
-
-
 def test_parameters_are_told_by_storage():
     x = torch.randn(4, 8, requires_grad=True)
     layer = nn.Linear(8, 8)
@@ -1863,10 +1587,13 @@ def test_what_is_given_as_an_argument_is_listed_even_if_it_is_a_parameter():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_keeps_its_input(reentrant):
-    model, x = deep_mlp(4, 8), torch.randn(4, 8, requires_grad=True)
-    found = saved_tensors(lambda x: checkpoint(model, x, use_reentrant=reentrant), x)
-    assert [(row.shape, row.bytes) for row in found if row.bytes] == [((4, 8), x.nbytes)]  # torch 2.9: and an empty one
+def test_a_checkpoint_keeps_its_input_as_the_formula_says(reentrant):
+    layer, x = DecoderLayer(32, 4, dropout=0.1), torch.randn(2, 16, 32, requires_grad=True)
+    found = saved_tensors(lambda x: checkpoint(layer, x, use_reentrant=reentrant), x)
+    rows = [row for row in found if row.bytes]  # torch 2.9: and an empty one
+    assert [(row.shape, row.bytes) for row in rows] == [(x.shape, x.nbytes)]
+    shape = {"sequence": 16, "batch": 2, "hidden": 32, "heads": 4}
+    assert found.total_bytes == transformer_activation_bytes(**shape, recompute="full", dtype_bytes=4)
 
 
 def test_an_autograd_function_lists_what_it_saves_for_backward():
@@ -1925,7 +1652,7 @@ def test_saved_tensors_keeps_nothing_alive():
         assert meter.live_bytes == 0
 
 
-@dataclasses.dataclass
+@dataclass
 class Output:
     loss: torch.Tensor
     states: tuple
@@ -1938,14 +1665,10 @@ def test_keyword_arguments_are_listed_and_outputs_in_dataclasses_are_followed():
     x, y = torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(5))
     found = saved_tensors(function, 2.0, x=x, parts={"y": y})
     assert {(row.operator, row.shape) for row in found} == {("PowBackward0", (3,)), ("ExpBackward0", (5,))}
-    (row,) = saved_tensors(lambda parts: (parts["y"] ** 2).sum(), parts={"y": y})
-    assert row.bytes == y.nbytes  # a parameter, but given
-
-
-def test_results_in_containers_are_followed():
-    x = torch.ones(3, requires_grad=True)
     found = saved_tensors(lambda x: {"a": [x.exp()], "b": (x.tanh(), 3)}, x)
     assert {row.operator for row in found} == {"ExpBackward0", "TanhBackward0"}
+    (row,) = saved_tensors(lambda parts: (parts["y"] ** 2).sum(), parts={"y": y})
+    assert row.bytes == y.nbytes  # a parameter, but given
 
 
 def test_saved_tensors_says_what_is_wrong():
@@ -1975,22 +1698,15 @@ RECIPES = {"fp32-sgd": 8, "fp32-momentum": 12, "fp32-adam": 16, "mixed-adam": 16
 
 @pytest.mark.parametrize(
     ("recipe", "make"),
-    [
-        ("fp32-sgd", lambda p: torch.optim.SGD(p, lr=0.1)),
-        ("fp32-momentum", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
-        ("fp32-adam", lambda p: torch.optim.Adam(p)),
-    ],
+    [("fp32-momentum", lambda p: torch.optim.SGD(p, momentum=0.9)), ("fp32-adam", torch.optim.Adam)],
 )
 def test_a_recipes_bytes_are_those_that_the_meter_finds(recipe, make):
-    model = deep_mlp(2, 32)
-    optimizer = make(model.parameters())
+    model, optimizer, step = train(deep_mlp(2, 32), torch.ones(1, 32), optimizer=make)
     with MemoryMeter(model, optimizer) as meter:
-        model(torch.ones(1, 32)).sum().backward()
-        optimizer.step()
-    steps = 4 * len(list(model.parameters())) if recipe == "fp32-adam" else 0  # Adam's step counts
-    found = {name: count for name, count in at_end(meter).items() if name in ("parameter", "gradient", "optimizer")}
-    found["optimizer"] -= steps
-    assert found == training_state_bytes(sum(p.numel() for p in model.parameters()), recipe)
+        step()
+    expected = training_state_bytes(sum(p.numel() for p in model.parameters()), recipe)
+    expected["optimizer"] += 4 * 4 if recipe == "fp32-adam" else 0  # Adam's step counts
+    assert {name: at_end(meter)[name] for name in expected} == expected
 
 
 def layer_saves(s, b, h, a, dtype, **options):
@@ -2002,7 +1718,7 @@ def test_a_layers_formula_is_exact_for_any_shape():
     hypothesis = pytest.importorskip("hypothesis")
     shapes = hypothesis.strategies
 
-    @hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
+    @hypothesis.settings(max_examples=20, deadline=None, derandomize=True, database=None)
     @hypothesis.given(
         s=shapes.integers(2, 12),
         b=shapes.integers(1, 3),
@@ -2037,14 +1753,6 @@ def test_the_formula_is_that_of_the_paper():
         for recompute in ("none", "selective", "full"):
             one = transformer_activation_bytes(**shape, recompute=recompute)
             assert transformer_activation_bytes(**shape, layers=7, recompute=recompute) == 7 * one
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_full_recomputation_keeps_a_layers_input(reentrant):
-    layer, x = DecoderLayer(32, 4, dropout=0.1), torch.randn(2, 16, 32, requires_grad=True)
-    found = saved_tensors(lambda x: checkpoint(layer, x, use_reentrant=reentrant), x)
-    shape = {"sequence": 16, "batch": 2, "hidden": 32, "heads": 4}
-    assert found.total_bytes == transformer_activation_bytes(**shape, recompute="full", dtype_bytes=4)
 
 
 def test_masks_in_the_activations_dtype_cost_an_eighth_more(monkeypatch):
@@ -2120,7 +1828,6 @@ STATE = {"parameters": 1, "recipe": "fp32-sgd"}
         (measure, {"step": print}, {"step": [3], "model": ["m"], "optimizer": ["adam"], "warmup": [-1, 0.5]}),
         (measure, {"step": print}, {"repeats": [0, True]}),
         (saved_tensors, {}, {"function": [3]}),
-        (cast, {"module": nn.Linear(1, 1), "dtype": torch.half}, {"module": [3], "dtype": ["half", torch.long]}),
         (transformer_activation_bytes, LAYER, {"heads": [5, True], "layers": [0], "batch": [-2], "mask_bytes": [-1]}),
         (transformer_activation_bytes, LAYER, {"sequence": [1.5], "hidden": ["64", float("nan")], "recompute": ["x"]}),
         (attention_saved_bytes, HEADS, {"kv_heads": [0, 3], "head_dim": [0], "kind": ["fast"]}),
@@ -2137,33 +1844,23 @@ def test_a_refusal_names_the_argument_what_it_got_and_what_it_takes(function, go
 # ---- showing
 
 
-def run_python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
-
-
-def test_importing_the_library_imports_nothing_that_draws():
+def test_the_library_imports_nothing_that_draws_and_works_without():
     code = """
 import sys
-import course_lib.memory, course_lib.models
-print([name for name in ("matplotlib", "IPython", "pandas", "course_lib.teaching") if name in sys.modules])
-"""
-    assert run_python(code).strip() == "[]"
-
-
-def test_the_library_works_without_pandas_and_matplotlib():
-    code = """
-import sys
-sys.modules["pandas"] = sys.modules["matplotlib"] = sys.modules["IPython"] = None
-import torch
-from course_lib.memory import MemoryMeter, measure, saved_tensors
+from course_lib.memory import measure, saved_tensors
 from course_lib.models import deep_mlp
+extras = ("matplotlib", "IPython", "pandas", "course_lib.teaching")
+print(*(name for name in extras if name in sys.modules))
+sys.modules.update(dict.fromkeys(extras))  # importing them fails from here on
+import torch
 model, x = deep_mlp(2, 8), torch.ones(4, 8)
 table = saved_tensors(model, x)
 print(table._repr_html_(), "4 saved tensors, 512 bytes" in str(table))
 found = measure(lambda: model(x).sum().backward(), model=model, repeats=1)
 print(found._repr_html_(), "peak of live tensors" in repr(found))
 """
-    assert run_python(code).split() == ["None", "True", "None", "True"]
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.split() == ["None", "True", "None", "True"]
 
 
 def test_the_plot_marks_the_peak():
@@ -2231,7 +1928,9 @@ def test_on_a_gpu_the_meter_is_within_a_percent_of_the_allocator_less_workspace(
 @pytest.mark.gpu
 def test_on_a_gpu_measure_reports_the_device_and_the_allocators_figures():
     model, optimizer, step = gpu_decoder()
+    before = torch.cuda.get_rng_state()
     found = measure(step, model=model, optimizer=optimizer, repeats=1)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
     assert found.device.startswith("cuda")
     assert found.allocator_peak_bytes > 0
     assert found.workspace_bytes == found.allocator_peak_bytes - found.peak_bytes
@@ -2252,36 +1951,17 @@ def test_on_a_gpu_the_backward_pass_of_autograds_own_thread_is_counted():
     assert at_end(meter)["activation"] == 0
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_measure_leaves_the_random_numbers_as_they_were():
-    model, optimizer, step = gpu_decoder()
-    before = torch.cuda.get_rng_state()
-    measure(step, model=model, optimizer=optimizer, repeats=1)
-    assert torch.equal(torch.cuda.get_rng_state(), before)
+@pytest.mark.parametrize("size", [1_000, 10_000, 100_000])
+def test_what_was_made_before_a_run_and_dies_in_it_does_not_lower_the_allocators_peak(size):
+    x = torch.randn(size, requires_grad=True)
 
+    def step():
+        x.grad = None  # frees what the last run has made; some such blocks an earlier profile has seen being made
+        (x * 2).sum().backward()
 
-def test_what_was_made_before_a_run_and_dies_in_it_does_not_lower_the_allocators_peak():
-    for size in (1_000, 10_000, 100_000):
-        x = torch.randn(8, size // 8, requires_grad=True)
-
-        def step(x=x):
-            x.grad = None  # frees what the last run has made; some such blocks an earlier profile has seen being made
-            (x * 2).sum().backward()
-
-        for _ in range(6):
-            found = measure(step, model=nn.Linear(2, 2))
-            assert found.peak_bytes <= found.allocator_peak_bytes <= found.peak_bytes + 64
-
-
-def test_a_decoders_peak_is_in_backward_and_above_the_end_of_forward():
-    model, tokens = Decoder(vocabulary=4096, hidden=64, heads=4, layers=2, sequence=32), random_tokens(2, 32, 4096)
-    with MemoryMeter(model) as meter:
-        model.loss(tokens).backward()
-    phases, live = meter.phases(), sum(meter.series().values())
-    after_forward = int(live[phases.index("backward") - 1])
-    logits = 2 * 32 * 4096 * 4
-    assert phases[int(live.argmax())] == "backward"
-    assert after_forward + logits < meter.peak_bytes < after_forward + 3 * logits
+    for _ in range(6):  # which ones, addresses decide
+        found = measure(step, model=nn.Linear(2, 2), repeats=1)
+        assert found.peak_bytes <= found.allocator_peak_bytes <= found.peak_bytes + 64
 
 
 def test_what_a_recomputation_reads_was_an_activation_since_the_forward_pass():

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .graph import AccumulateGrad, hooks_active, saved_by
-from .storages import held_by, storages_of, tensors_among
+from .storages import AccumulateGrad, held_by, hooks_active, saved_by, storages_of, tensors_among
 from .timeline import Ledger, Record
 
 _ADD = torch.ops.aten.add.Tensor
@@ -87,7 +86,7 @@ class Usage:
         now = len(self.ledger.operators) - 1
         output = self._output and self._output()
         if output is not None and output.grad_fn is not None:
-            for _, tensor in saved_by(output.grad_fn):
+            for tensor in saved_by(output.grad_fn):
                 for storage in storages_of(tensor):
                     record = self.ledger.find(storage)
                     if record is not None and record.saved is None:
@@ -163,8 +162,8 @@ class Steps:
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
-        self._stepping: list[torch.optim.Optimizer] = []  # from the outermost in
-        self._node: Any = None  # the autograd node that called the outermost
+        self._outermost: torch.optim.Optimizer | None = None
+        self._node: Any = None  # the autograd node that called it
         self._hooks = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -172,27 +171,20 @@ class Steps:
 
     def running(self, node) -> bool:
         # With gradients on, or in another node, a step's closure runs: the forward and backward passes of LBFGS.
-        return bool(self._stepping) and node is self._node and not torch.is_grad_enabled()
+        return self._outermost is not None and node is self._node and not torch.is_grad_enabled()
 
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._stepping, self._node = [], None
+        self._outermost = self._node = None
 
     def _before(self, optimizer, args, kwargs) -> None:
-        self._end(optimizer)  # a step of its own that failed has not been ended
-        if not self._stepping:
-            self._node = torch._C._current_autograd_node()
-        self._stepping.append(optimizer)
+        if self._outermost is None:
+            self._outermost, self._node = optimizer, torch._C._current_autograd_node()
 
     def _after(self, optimizer, args, kwargs) -> None:
-        self._end(optimizer)
+        if self._outermost is optimizer:
+            self._outermost = None
         with self.ledger.lock:
             for tensor in held_by(optimizer, of_groups=True):
                 self.ledger.assign(tensor, "optimizer")
-
-    def _end(self, optimizer) -> None:
-        for i, other in enumerate(self._stepping):
-            if other is optimizer:
-                del self._stepping[i:]
-                break

@@ -84,8 +84,8 @@ def measure(
 
     Every run starts from empty gradients and the same random numbers; the warm-up makes the optimizer's state, so
     that no arm of a comparison pays for it, and lasts until two runs take the same (DDP arranges its buckets in the
-    second). Then one run is for the allocator, under no dispatch mode, one for its view of each operator, one for the
-    FLOPs and `repeats` for the clock, with garbage collection off so that the figures repeat.
+    second). Then one run is for the FLOPs, one for the allocator, under no dispatch mode, one for its view of each
+    operator and `repeats` for the clock, with garbage collection off so that the figures repeat.
 
     Parameters, buffers, gradients, optimizer state and random number generators are as they were afterwards, also
     when the step fails; for that, copies of parameters, buffers and optimizer state are held meanwhile, which the
@@ -111,19 +111,19 @@ def measure(
     runs = _Runs(step, model, optimizer, first_step=warmup == 0)
     with runs, _without_garbage_collection():
         meter, steady = _metered(runs, warmup, needs_gradient)
-        device = _device(meter, runs.snapshot.leaves)
+        # Where its tensors are, but for those that it keeps on the CPU.
+        device = min(meter.devices, key=lambda device: (device.type == "cpu", str(device)), default=torch.device("cpu"))
+        counter = FlopCounterMode(display=False)
+        counter.mod_tracker = _NoModules()
+        runs.run(counter)
         allocator, workspace, seconds = None, {}, None
         if not is_symbolic():
             allocator = meter.entry_bytes + allocator_peak(runs.run, device)
             workspace = workspace_by_operator(runs.run, device)
-        counter = FlopCounterMode(display=False)
-        counter.mod_tracker = _NoModules()
-        runs.run(counter)
-        if not is_symbolic():
-            clock = _Clock(device)
+            times: list[float] = []
             for _ in range(repeats):
-                runs.run(clock)
-            seconds = statistics.median(clock.seconds)
+                runs.run(_timed(device, times))
+            seconds = statistics.median(times)
     return Measurement(
         peak_bytes=meter.peak_bytes,
         allocator_peak_bytes=allocator,
@@ -154,12 +154,6 @@ def _metered(runs: _Runs, warmup: int, needs_gradient: bool) -> tuple[MemoryMete
             return meter, True
         before = found
     return meter, False
-
-
-def _device(meter: MemoryMeter, leaves: list[torch.Tensor]) -> torch.device:
-    """Where the step runs: where its tensors are, but for those that it keeps on the CPU."""
-    devices = [*(leaf.device for leaf in leaves), *sorted(meter.devices, key=str)]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _notes(changed: int, steady: bool, above: int) -> tuple[str, ...]:
@@ -223,20 +217,13 @@ class _NoModules(nullcontext):
     parents = ("Global",)
 
 
-class _Clock:
-    """Times its block, again and again; waits for the device on both ends."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.seconds: list[float] = []
-
-    def __enter__(self) -> None:
-        wait_for(self.device)
-        self.start = time.perf_counter()
-
-    def __exit__(self, *exception) -> None:
-        wait_for(self.device)
-        self.seconds.append(time.perf_counter() - self.start)
+@contextmanager
+def _timed(device: torch.device, seconds: list[float]) -> Iterator[None]:
+    wait_for(device)
+    start = time.perf_counter()
+    yield
+    wait_for(device)
+    seconds.append(time.perf_counter() - start)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _check
 from .._torch import tensors_in
-from .graph import AccumulateGrad, saved_names
 from .show import Table, bytes_text
-from .storages import storages_of, tensors_among
+from .storages import AccumulateGrad, saved_names, storages_of
 
 
 @dataclass(frozen=True)
@@ -91,15 +89,20 @@ def saved_tensors(function: Callable[..., Any], *args: Any, parameters: bool = F
         packed.append(weakref.ref(item))
         return item
 
-    with _Belongings() as met, saved_tensors_hooks(pack, _Held.unpack):
+    belongings: set[int] = set()  # addresses of the storages of called modules' parameters and buffers
+
+    def meet(module: nn.Module, inputs) -> None:
+        belongings.update(_addresses([*module.parameters(), *module.buffers()]))
+
+    with register_module_forward_pre_hook(meet), saved_tensors_hooks(pack, _Held.unpack):
         result = function(*args, **kwargs)
     roots = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
     if not roots:
         raise ValueError("function returned nothing that requires a gradient, so autograd keeps nothing")
     held = [item for item in (ref() for ref in packed) if item is not None]
     leaves = _name_items(roots, held)
-    own = {storage._cdata for tensor in tensors_in((args, kwargs)) for storage in storages_of(tensor)}
-    return _table(held, set() if parameters else (met.storages | leaves) - own)
+    given = _addresses(tensors_in((args, kwargs)))
+    return _table(held, set() if parameters else (belongings | leaves) - given)
 
 
 def _table(held: list[_Held], hidden: set[int]) -> SavedTensors:
@@ -149,7 +152,7 @@ def _name_items(roots: list, held: list[_Held]) -> set[int]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, AccumulateGrad):
-            leaves.update(storage._cdata for storage in storages_of(node.variable))
+            leaves |= _addresses([node.variable])
         elif node._sequence_nr() in by_number:
             _name(node, by_number[node._sequence_nr()])
         above = {function for function, _ in node.next_functions if function is not None} - seen
@@ -171,29 +174,9 @@ def _name(node, items: list[_Held]) -> None:
     _Held.asked.clear()
 
 
-class _Belongings(TorchDispatchMode):
-    """Collects the storages of parameters that operators meet, trained or frozen, and of called modules' buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages: set[int] = set()
-
-    def __enter__(self) -> _Belongings:
-        self.hook = register_module_forward_pre_hook(self.meet)
-        return super().__enter__()
-
-    def __exit__(self, *exception) -> None:
-        super().__exit__(*exception)
-        self.hook.remove()
-
-    def meet(self, module: nn.Module, inputs) -> None:
-        self.storages.update(storage._cdata for buffer in module.buffers() for storage in storages_of(buffer))
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for tensor in tensors_among(args, kwargs):
-            if isinstance(tensor, nn.Parameter):
-                self.storages.update(storage._cdata for storage in storages_of(tensor))
-        return func(*args, **(kwargs or {}))
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Of their storages."""
+    return {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
 
 
 def _shape(shape: tuple[int, ...]) -> str:

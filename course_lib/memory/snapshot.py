@@ -39,11 +39,6 @@ class Snapshot:
         for parameter in parameters:
             self.set_aside(parameter)
 
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        """Whose gradients were set aside."""
-        return list(self._gradients)
-
     def set_aside(self, parameter: torch.Tensor) -> None:
         """Keep a parameter's gradient; it has none from here on."""
         if parameter not in self._gradients:

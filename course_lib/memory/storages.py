@@ -1,9 +1,11 @@
-"""What holds a tensor's bytes, and which tensors belong to a model, an optimizer or an operator's call."""
+"""What holds a tensor's bytes, and which tensors belong to a model, an optimizer, an operator's call or the graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -12,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from .._check import kind
 from .._torch import tensors_in
+
+AccumulateGrad = torch._C._functions.AccumulateGrad
 
 
 def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
@@ -91,6 +95,31 @@ def keeps_state_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(optimizer, "held_tensors")
 
 
+def hooks_active() -> bool:
+    """True inside saved-tensor hooks, such as those of non-reentrant checkpointing or of offloading."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@cache
+def saved_names(kind: type) -> tuple[str, ...]:
+    """What a kind of node saves, such as ("mat1", "mat2")."""
+    return tuple(name[len("_raw_saved_") :] for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def saved_by(node) -> list[Tensor]:
+    """What a node of the graph has saved for backward; nothing if it has been freed or one of them was changed.
+
+    Args:
+        node: a `grad_fn` made outside saved-tensor hooks (else asking would run them).
+    """
+    try:
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return tensors_among(node.saved_tensors)
+        return tensors_among([getattr(node, f"_saved_{name}") for name in saved_names(type(node))])
+    except RuntimeError:
+        return []
+
+
 def check_model_and_optimizer(model, optimizer) -> None:
     kind("model", model, (nn.Module, type(None)), "a torch.nn.Module or None")
     kind("optimizer", optimizer, (torch.optim.Optimizer, type(None)), "a torch.optim.Optimizer or None")
@@ -104,43 +133,20 @@ def storages_without_operators(mode: TorchDispatchMode, made: Callable, resized:
     `copy.deepcopy`, and the storages that FSDP empties and fills. Threads in which the mode is not active don't count.
     """
 
-    def tell(of: Callable, storage) -> None:
-        if mode in _get_current_dispatch_mode_stack():
-            of(storage)
+    def telling(function: Callable, tell: Callable) -> Callable:
+        def call(*args):
+            result = function(*args)
+            if mode in _get_current_dispatch_mode_stack():
+                tell(result.untyped_storage() if isinstance(result, Tensor) else result)
+            return result
 
-    get_rng_state, init, resize = torch.get_rng_state, UntypedStorage.__init__, UntypedStorage.resize_
+        return call
 
-    def counted_rng_state() -> Tensor:
-        state = get_rng_state()
-        tell(made, state.untyped_storage())
-        return state
-
-    def counted_init(storage, *args, **kwargs) -> None:
-        if init is not object.__init__:  # which refuses arguments; then it is another meter's
-            init(storage, *args, **kwargs)
-        tell(made, storage)
-
-    def counted_resize(storage, size):
-        result = resize(storage, size)
-        tell(resized, storage)
-        return result
-
-    with (
-        _replaced(torch, "get_rng_state", counted_rng_state),
-        _replaced(UntypedStorage, "__init__", counted_init),
-        _replaced(UntypedStorage, "resize_", counted_resize),
-    ):
+    with ExitStack() as stack:
+        for owner, name, tell in (
+            (torch, "get_rng_state", made),
+            (UntypedStorage, "clone", made),
+            (UntypedStorage, "resize_", resized),
+        ):
+            stack.enter_context(patch.object(owner, name, telling(getattr(owner, name), tell)))
         yield
-
-
-@contextmanager
-def _replaced(owner, name: str, value) -> Iterator[None]:
-    own = vars(owner).get(name)  # None where it is inherited
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)

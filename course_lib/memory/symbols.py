@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from .._check import kind
 from .._torch import is_symbolic
 
 
@@ -43,23 +42,15 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
     Returns:
         The module.
-
-    Raises:
-        TypeError: `module` is no module, or `dtype` not a floating or complex dtype.
     """
-    kind("module", module, nn.Module, "a torch.nn.Module")
-    kind("dtype", dtype, torch.dtype, "a floating or complex torch.dtype")
-    if not (dtype.is_floating_point or dtype.is_complex):
-        raise TypeError(f"dtype is {dtype}; it takes a floating or complex torch.dtype")
     if not is_symbolic(*module.parameters(), *module.buffers()):
         return module.to(dtype)
     made: dict[Tensor, Tensor] = {}
+    for old in (*module.parameters(), *module.buffers()):  # each once
+        if (old.is_floating_point() or old.is_complex()) and old.dtype != dtype:
+            new = old.detach().to(dtype)
+            made[old] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
-            for name, old in tensors.items():
-                if old is not None and (old.is_floating_point() or old.is_complex()) and old.dtype != dtype:
-                    if old not in made:
-                        new = old.detach().to(dtype)
-                        made[old] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-                    tensors[name] = made[old]
+            tensors.update({name: made[old] for name, old in tensors.items() if old in made})
     return module
