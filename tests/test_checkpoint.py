@@ -56,7 +56,7 @@ def clean_start_and_clean_end():
     assert not _get_current_dispatch_mode_stack()
     assert not _get_current_function_mode_stack()
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert ours.call.overrides == {"early_stop": None, "debug": None}
+    assert ours.nonreentrant.overrides == {"early_stop": None, "debug": None}
 
 
 def leaf(*shape):

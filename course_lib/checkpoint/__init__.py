@@ -37,8 +37,8 @@ from torch.utils.checkpoint import (
 )
 
 from .blocks import CheckpointedBlocks, checkpoint_blocks
-from .call import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 from .loss_head import checkpointed_loss
+from .nonreentrant import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 from .reentrant import CheckpointFunction
 from .selective import create_selective_checkpoint_contexts
 from .sequential import checkpoint_sequential

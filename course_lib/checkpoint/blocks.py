@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
 from .._check import kind, whole
-from .call import checkpoint
+from .nonreentrant import checkpoint
 from .selective import create_selective_checkpoint_contexts
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
 from .._torch import RandomState, tensors_in
-from .surroundings import version
+from .reentrant import version
 
 
 class _Kept:
