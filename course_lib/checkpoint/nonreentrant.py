@@ -34,6 +34,7 @@ from torch.utils.checkpoint import CheckpointError, noop_context_fn
 from .._torch import tensors_in
 from .reentrant import CheckpointFunction, Surroundings, kept_inputs, with_tensors, without_tensors
 
+
 class _Slot:
     """Stands in the graph for a tensor that was not kept, and holds it from its recomputation until it is read."""
 
