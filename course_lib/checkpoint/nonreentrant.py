@@ -92,7 +92,7 @@ class Region:
                 "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised "
                 "during the checkpointed forward"
             )
-        self.surroundings.check_device()
+        self.surroundings.check_devices()
         return result
 
     def pack(self, tensor: Tensor) -> _Slot:

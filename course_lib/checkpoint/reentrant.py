@@ -64,14 +64,14 @@ class Surroundings:
 
     def __init__(self, tensors: list[Tensor], preserve_rng_state: bool):
         devices = {tensor.device for tensor in tensors}
-        self.default_type = DefaultDeviceType.get_device_type()
-        kinds = {self.default_type, *(device.type for device in devices)}
+        kinds = {DefaultDeviceType.get_device_type(), *(device.type for device in devices)} - {"cpu"}
         self.autocast = AutocastState(kinds)
         modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
         self.default_device = modes[-1].device if modes else nullcontext()
-        self.default_in_use, self.random = _in_use(self.default_type), None
+        self.random, self.unused = None, set()
         if preserve_rng_state:
-            used = [kind for kind in kinds if _in_use(kind)]  # asking a device that nobody has used yet would start it
+            used = {kind for kind in kinds if _in_use(kind)}  # asking a device that nobody has used yet would start it
+            self.unused = kinds - used
             current = [torch.device(kind, getattr(torch, kind).current_device()) for kind in used]
             self.random = RandomState([*current, *(device for device in devices if device.type in used)])
 
@@ -88,13 +88,14 @@ class Surroundings:
             if now is not None:
                 now.restore()
 
-    def check_device(self) -> None:
-        """Raise if the function was the first to use the device: what its random numbers were before, nobody knows."""
-        if self.random is not None and not self.default_in_use and _in_use(self.default_type):
-            raise RuntimeError(
-                "PyTorch's device state was initialized in the forward pass of a Checkpoint, which is not allowed: its "
-                f"RNG state could not be kept. Call torch.{self.default_type}.init() before the first checkpoint"
-            )
+    def check_devices(self) -> None:
+        """Raise if the function was the first to use a device: what its random numbers were before, nobody knows."""
+        for kind in self.unused:
+            if _in_use(kind):
+                raise RuntimeError(
+                    "PyTorch's device state was initialized in the forward pass of a Checkpoint, which is not allowed: "
+                    f"its RNG state could not be kept. Call torch.{kind}.init() before the first checkpoint"
+                )
 
 
 def _in_use(device_type: str) -> bool:

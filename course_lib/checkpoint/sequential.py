@@ -26,12 +26,13 @@ def checkpoint_sequential(functions, segments: int, input: Tensor, use_reentrant
     """
     if use_reentrant is None:
         warnings.warn(f"torch.utils.checkpoint.checkpoint_sequential: {NOT_EXPLICIT}", stacklevel=2)
+        use_reentrant = False
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
     functions = list(functions)
     size = len(functions) // whole("segments", segments, 1, len(functions))
-    options = {"use_reentrant": bool(use_reentrant), "preserve_rng_state": preserve_rng_state}
+    options = {"use_reentrant": use_reentrant, "preserve_rng_state": preserve_rng_state}
     for start in range(0, size * (segments - 1), size):
         input = checkpoint(_in_a_row(functions[start : start + size]), input, **options)
     return _in_a_row(functions[size * (segments - 1) :])(input)
