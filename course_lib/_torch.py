@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -28,16 +29,16 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """`value` with `function(tensor)` in place of each of its tensors; what holds none is the same object."""
     if isinstance(value, Tensor):
         return function(value)
-    old = list(_items(value))
+    old = _items(value)
     new = [map_tensors(function, item) for item in old]
-    return value if all(a is b for a, b in zip(old, new, strict=True)) else _rebuilt(value, new)
+    return value if all(map(operator.is_, old, new)) else _rebuilt(value, new)
 
 
 def _items(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
     if isinstance(value, (list, tuple)):
         return value
+    if isinstance(value, Mapping):
+        return value.values()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     return ()
@@ -87,10 +88,9 @@ class RandomState:
             devices = [torch.device("cuda", index) for index in range(count)]
         self.cpu = torch.get_rng_state() if counted else torch.default_generator.get_state()
         self.devices = {}
-        for device in dict.fromkeys(devices):
-            module = getattr(torch, device.type, None)
-            if device.type not in ("cpu", "meta") and hasattr(module, "get_rng_state"):
-                self.devices[device] = module.get_rng_state(device)
+        for device in set(devices):
+            if device.type not in ("cpu", "meta") and hasattr(getattr(torch, device.type, None), "get_rng_state"):
+                self.devices[device] = getattr(torch, device.type).get_rng_state(device)
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
@@ -124,8 +124,8 @@ class AutocastState:
     """What `torch.autocast` is set to, for the CPU and the types of some devices; `as_then` sets it again."""
 
     def __init__(self, device_types: Iterable[str] = ()):
-        kinds = {kind for kind in ("cpu", *device_types) if torch.amp.is_autocast_available(kind)}
-        self.states = {kind: _autocast(kind) for kind in sorted(kinds)}
+        kinds = {"cpu", *device_types}
+        self.states = {kind: _autocast(kind) for kind in kinds if torch.amp.is_autocast_available(kind)}
 
     @contextmanager
     def as_then(self, *, cache_enabled: bool | None = None) -> Iterator[None]:

@@ -6,7 +6,7 @@ import inspect
 import pickle
 import warnings
 import weakref
-from collections import Counter, OrderedDict, namedtuple
+from collections import Counter, namedtuple
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +56,7 @@ def clean_start_and_clean_end():
     assert not _get_current_dispatch_mode_stack()
     assert not _get_current_function_mode_stack()
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert ours.call.overrides == {"early_stop": None, "debug": None}
+    assert ours.nonreentrant.overrides == {"early_stop": None, "debug": None}
 
 
 def leaf(*shape):
@@ -65,8 +65,8 @@ def leaf(*shape):
 
 @contextmanager
 def no_gc():
+    """Inside the block only reference counts free."""
     not_reentrant(torch.sin, leaf(1))  # the first call loads the compiler, and that leaves a cycle
-    gc.collect()
     gc.disable()
     try:
         yield
@@ -185,32 +185,16 @@ def test_outputs_gradients_and_random_numbers_are_those_of_autograd_and_of_pytor
     assert_close(found, theirs, rtol=0, atol=0)
 
 
-def test_any_splitting_of_any_stack_gives_the_plain_gradients():
-    hypothesis = pytest.importorskip("hypothesis")
-    st = hypothesis.strategies
-
-    @hypothesis.settings(max_examples=30, deadline=None)
-    @hypothesis.given(depth=st.integers(1, 6), data=st.data())
-    def check(depth, data):
-        segments = data.draw(st.integers(1, depth))
-        mode = data.draw(st.booleans())
-        model, x = deep_mlp(depth, 3).double(), leaf(2, 3)
-        expected = torch.autograd.grad(model(x).sum(), (x, *model.parameters()))
+@both_modes
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_any_splitting_of_any_stack_gives_the_plain_gradients(depth, use_reentrant):
+    model, x = deep_mlp(depth, 3).double(), leaf(2, 3)
+    expected = torch.autograd.grad(model(x).sum(), (x, *model.parameters()))
+    for segments in range(1, len(model) + 1):
         x.grad = None
         model.zero_grad()
-        checkpoint_sequential(list(model), segments, x, use_reentrant=mode).sum().backward()
+        checkpoint_sequential(list(model), segments, x, use_reentrant=use_reentrant).sum().backward()
         assert_close([x.grad, *(p.grad for p in model.parameters())], list(expected), rtol=0, atol=0)
-
-    check()
-
-
-def test_parameters_get_gradients_although_no_input_needs_them():
-    model, x = deep_mlp(2, 4), torch.randn(3, 4)
-    not_reentrant(model, x).sum().backward()
-    found = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    model(x).sum().backward()
-    assert_close(found, [p.grad for p in model.parameters()])
 
 
 def test_left_out_use_reentrant_means_false_and_warns_as_pytorch_does():
@@ -229,8 +213,7 @@ def test_left_out_use_reentrant_means_false_and_warns_as_pytorch_does():
 
 
 def test_public_names_arguments_and_defaults_are_pytorchs():
-    names = set(reference.__all__) - ({"GraphExecGroup"} if not hasattr(reference, "GraphExecGroup") else set())
-    assert all(hasattr(ours, name) for name in names)
+    assert set(reference.__all__) < set(ours.__all__)
     for name in ("checkpoint", "checkpoint_sequential", "create_selective_checkpoint_contexts", "set_device_states"):
         mine, theirs = (inspect.signature(getattr(m, name)).parameters for m in (ours, reference))
         assert list(mine) == list(theirs)
@@ -246,7 +229,8 @@ def test_public_names_arguments_and_defaults_are_pytorchs():
 
 
 @both_modes
-def test_dropout_masks_are_equal_in_forward_pass_and_recomputation(use_reentrant):
+@pytest.mark.parametrize("preserved", [True, False])
+def test_dropout_masks_are_equal_in_forward_pass_and_recomputation_unless_told(use_reentrant, preserved):
     masks, x = [], torch.ones(1000, requires_grad=True)
 
     def function(x):
@@ -254,26 +238,12 @@ def test_dropout_masks_are_equal_in_forward_pass_and_recomputation(use_reentrant
         masks.append(y.detach() != 0)
         return y.sin() * torch.rand(1000)
 
-    out = checkpoint(function, x, use_reentrant=use_reentrant, **({} if use_reentrant else {"early_stop": False}))
+    out = checkpoint(function, x, use_reentrant=use_reentrant, preserve_rng_state=preserved)
     torch.rand(17)  # others draw numbers between the two runs
     state = torch.get_rng_state()
     out.sum().backward()
     assert len(masks) == 2
-    assert torch.equal(*masks)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@both_modes
-def test_without_preserved_state_the_masks_differ(use_reentrant):
-    masks, x = [], torch.ones(1000, requires_grad=True)
-
-    def function(x):
-        y = F.dropout(x, 0.5)
-        masks.append(y.detach() != 0)
-        return y.sin()
-
-    checkpoint(function, x, use_reentrant=use_reentrant, preserve_rng_state=False).sum().backward()
-    assert not torch.equal(*masks)
+    assert torch.equal(*masks) == torch.equal(torch.get_rng_state(), state) == preserved
 
 
 @pytest.mark.gpu
@@ -357,52 +327,27 @@ def test_without_reentry_autograd_grad_second_backward_and_retain_graph_work():
         out.backward()
 
 
-def test_without_reentry_second_derivatives_are_right():
-    x = leaf(3)
-
-    def function(x):
-        return (x.sin() * x.exp()).tanh()
-
-    def second(run):
-        (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
-        return torch.autograd.grad(slope.square().sum(), x)
-
-    assert_close(second(partial(not_reentrant, function)), second(function))
-    assert torch.autograd.gradgradcheck(partial(not_reentrant, function), x)
-
-
-def test_a_saved_tensor_is_recomputed_each_time_somebody_looks_at_it_outside_of_backward():
-    runs, x = [], leaf(3)
+def test_a_saved_tensor_is_recomputed_each_time_somebody_looks_at_it_outside_of_backward_and_none_is_kept():
+    made, runs = [], []
 
     def function(x):
         runs.append(1)
-        return x.sin().exp()
-
-    out = not_reentrant(function, x)
-    assert_close(out.grad_fn._saved_result, out)
-    assert_close(out.grad_fn._saved_result, out)
-    assert len(runs) == 3
-    out.sum().backward()
-    assert len(runs) == 4
-    with pytest.raises(RuntimeError, match="already been freed"):
-        out.grad_fn._saved_result  # noqa: B018
-
-
-def test_looking_at_a_saved_tensor_keeps_none_of_the_others():
-    made = []
-
-    def function(x):
         for _ in range(4):
             x = x.exp()
             made.append(weakref.ref(x.untyped_storage()))
         return x.sum()
 
     with no_gc():
-        out = not_reentrant(function, leaf(5))
+        x = leaf(5)
+        out = not_reentrant(function, x)
         made.clear()
-        out.grad_fn.next_functions[0][0]._saved_result  # noqa: B018
-        assert len(made) == 3  # the last one stops the recomputation
+        for _ in range(2):
+            assert_close(out.grad_fn.next_functions[0][0]._saved_result, x.exp().exp().exp().exp())
+        assert len(runs) == 3
+        assert len(made) == 2 * 3  # the last one stops the recomputation
         assert not any(ref() for ref in made)
+    out.backward()
+    assert len(runs) == 4
 
 
 def test_saved_tensors_read_twice_in_one_backward_are_an_error_that_says_so():
@@ -510,7 +455,7 @@ def test_inputs_go_through_the_hooks_of_an_enclosing_save_on_cpu_and_kwargs_as_w
         assert_close(x.grad, y * (x * y).exp())
 
 
-@pytest.mark.skipif(ours.GraphExecGroup is None, reason="torch has it from 2.10 on")
+@pytest.mark.skipif(not hasattr(ours, "GraphExecGroup"), reason="torch has it from 2.10 on")
 def test_under_a_graph_exec_group_two_backward_passes_share_one_recomputation():
     runs, x = [], leaf(3)
 
@@ -552,18 +497,6 @@ def test_recomputation_stops_when_it_has_what_it_needs():
     with set_checkpoint_early_stop(False), set_checkpoint_early_stop(True):
         out = clones(runs := [])
     out.sum().backward()
-    assert len(runs) == 1
-
-
-def test_early_stop_saves_the_last_operator_and_nothing_runs_where_nothing_was_saved():
-    x, runs = leaf(3), []
-    with Operators() as operators:
-        not_reentrant(lambda x: x.sin(), x).sum().backward()
-    assert operators.counts[aten.sin.default] == 1
-    with set_checkpoint_early_stop(False), Operators() as operators:
-        not_reentrant(lambda x: x.sin(), x).sum().backward()
-    assert operators.counts[aten.sin.default] == 2
-    not_reentrant(lambda x: runs.append(1) or x.clone(), x).sum().backward()
     assert len(runs) == 1
 
 
@@ -679,13 +612,11 @@ def test_debug_lists_the_operators_of_both_runs_with_their_places(how):
     assert __file__ in recomputation
 
 
-@pytest.mark.parametrize(
-    "change, shown", [(lambda x: x[:2].exp(), r"\(3,\)[^$]*\(2,\)"), (lambda x: (x, x), "1 values[^$]*2, with")]
-)
-def test_other_outputs_in_a_reentrant_recomputation_are_an_error(change, shown):
-    out = checkpoint(changing(torch.exp, change), leaf(3), use_reentrant=True).sum()
-    with pytest.raises(CheckpointError, match=shown):
-        out.backward()
+def test_other_outputs_in_a_reentrant_recomputation_are_an_error():
+    for change, shown in ((lambda x: x[:2].exp(), r"Mismatch in shape"), (lambda x: (x, x), "1 values[^$]* 2")):
+        out = checkpoint(changing(torch.exp, change), leaf(3), use_reentrant=True).sum()
+        with pytest.raises(RuntimeError, match=shown):
+            out.backward()
 
 
 # ---- what the function is given
@@ -1148,30 +1079,21 @@ def test_the_logits_never_exist_whole():
 # ---- with other parts of PyTorch
 
 
-def compiled(function, backend):
-    if backend == "inductor":
-        pytest.importorskip("torch._inductor.cpp_builder")
-        from torch._inductor.cpp_builder import get_cpp_compiler
-
-        try:
-            get_cpp_compiler()
-        except Exception:
-            pytest.skip("inductor needs a C++ compiler")
+def compiled(function, backend="aot_eager"):
     torch.compiler.reset()
     return torch.compile(function, backend=backend)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("backward", ["outside", "inside"])
-def test_compiled_code_may_call_a_checkpoint(backend, backward):
+def test_compiled_code_may_call_a_checkpoint(backward):
     block, x = DecoderLayer(16, 2), torch.randn(2, 5, 16)
 
     def step(x):
         loss = not_reentrant(block, x * 2).cos().sum()
         return loss.backward() if backward == "inside" else loss
 
-    loss = compiled(step, backend)(x)
+    loss = compiled(step)(x)
     if backward == "outside":
         loss.backward()
     expected = torch.autograd.grad(block(x * 2).cos().sum(), block.parameters())
@@ -1264,9 +1186,7 @@ REFUSALS = {
     "chunk": (TypeError, lambda: checkpointed_loss(*loss_case(), chunk=1.5)),
     "reduction": (ValueError, lambda: checkpointed_loss(*loss_case(), chunk=1, reduction="none")),
     "hidden": (ValueError, lambda: checkpointed_loss(torch.zeros(1, 7, 5), *loss_case()[1:], chunk=1)),
-    "targets": (TypeError, lambda: checkpointed_loss(*loss_case()[:2], torch.zeros(7), chunk=1)),
     "segments": (ValueError, lambda: checkpoint_sequential([torch.sin] * 3, 4, leaf(3), use_reentrant=False)),
-    "functions": (ValueError, lambda: checkpoint_sequential([], 1, leaf(3), use_reentrant=False)),
     "policy's answer for aten.sin.default": (
         TypeError,
         lambda: checkpoint(torch.sin, leaf(3), **selective(lambda *args, **kwargs: None)),
@@ -1274,8 +1194,7 @@ REFUSALS = {
     "model": (TypeError, lambda: checkpoint_blocks(torch.sin)),
     "every": (ValueError, lambda: checkpoint_blocks(decoder(), every=4)),
     "first": (ValueError, lambda: checkpoint_blocks(decoder(), first=0)),
-    "policy": (TypeError, lambda: checkpoint_blocks(decoder(), policy="mm")),
-    "blocks": (TypeError, lambda: checkpoint_blocks(decoder(), ["layers.*", 3])),
+    "blocks": (TypeError, lambda: checkpoint_blocks(decoder(), 3)),
 }
 
 
@@ -1366,11 +1285,10 @@ def trained(name, model, around=nullcontext, wrap=lambda model: model):
     return (loss.detach(), gradients, names, torch.rand(1)), meter.peak_bytes
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("policy", [None, [aten.addmm.default], keep(aten.addmm.default)])
+@pytest.mark.parametrize("policy", [None, [aten.addmm.default]])
 @pytest.mark.parametrize("name", MODELS)
-def test_checkpointed_blocks_give_the_gradients_of_the_plain_model_in_fewer_bytes(name, policy, training):
-    model, blocks = MODELS[name][0]().train(training), MODELS[name][1]
+def test_checkpointed_blocks_give_the_gradients_of_the_plain_model_in_fewer_bytes(name, policy):
+    model, blocks = MODELS[name][0](), MODELS[name][1]
     plain, plain_peak = trained(name, model)
     found, peak = trained(name, model, lambda model: checkpoint_blocks(model, blocks, policy=policy))
     assert_close(found, plain, rtol=0, atol=0)
@@ -1412,30 +1330,27 @@ def test_the_longest_lists_of_like_modules_are_found_but_not_those_inside_their_
     model = nn.ModuleDict({"encoder": stack(3), "decoder": stack(3), "heads": stack(2), "other": deep_mlp(4, 2)})
     names = checkpoint_blocks(model, None).names
     assert names == tuple(f"{part}.{i}" for part in ("encoder", "decoder") for i in range(3))
+    assert checkpoint_blocks(nn.Sequential(*stack(2)), None).names == ("0", "1")
 
 
-def test_names_that_do_not_exist_are_an_error_that_tells_some_that_do():
-    with pytest.raises(ValueError, match=r"^blocks is 'h\.\*' or 'blocks\.\*', .* it takes names such as 'layers\.\*'"):
-        checkpoint_blocks(decoder(), ["h.*", "blocks.*"])
-    with pytest.raises(ValueError, match=r"'layers.0', 'layers.0.attention'|'norm'"):
-        checkpoint_blocks(nn.Sequential(OrderedDict(norm=nn.LayerNorm(2), linear=nn.Linear(2, 2))))
-    with pytest.raises(ValueError, match="'layers', the name of no module that is called"):
-        checkpoint_blocks(decoder(), "layers")
+@pytest.mark.parametrize("blocks", [["h.*", "blocks.*"], "layers"])  # nobody calls a ModuleList
+def test_names_that_do_not_exist_are_an_error_that_tells_some_that_do(blocks):
+    with pytest.raises(ValueError, match=r"^blocks is .*; it takes names such as .*'layers\.0'"):
+        checkpoint_blocks(decoder(), blocks)
+
+
+def test_a_model_without_a_list_of_like_modules_is_refused():
     with pytest.raises(ValueError, match="no list of like modules"):
         checkpoint_blocks(nn.Linear(2, 2), None)
 
 
-@pytest.mark.parametrize("again", ["layers.*", "layers.0.attention", "layers.0.feedforward.*"])
-def test_blocks_are_checkpointed_once(again):
+def test_blocks_are_checkpointed_once():
     model = decoder()
-    with checkpoint_blocks(model, "layers.[01]"), pytest.raises(ValueError, match="is checkpointed too; it takes"):
-        checkpoint_blocks(model, again)
-    with pytest.raises(ValueError, match="is checkpointed too; it takes"):
-        checkpoint_blocks(model, ["layers.1", "layers.1.norm*"])
-    with checkpoint_blocks(model, "layers.0.norm1"), pytest.raises(ValueError, match="is checkpointed too; it takes"):
-        checkpoint_blocks(model)
-    with checkpoint_blocks(model, "layers.[01]"), checkpoint_blocks(model, "layers.2") as second:
-        assert second.names == ("layers.2",)
+    with checkpoint_blocks(model, "layers.[01]"):
+        with pytest.raises(ValueError, match="checkpointed already; it takes"):
+            checkpoint_blocks(model)
+        checkpoint_blocks(model, "layers.2").remove()
+    assert not any("forward" in vars(layer) for layer in model.layers)
 
 
 def test_hooks_on_a_block_run_once_a_forward_pass_and_once_a_backward_pass():
@@ -1513,9 +1428,7 @@ def test_a_forward_that_others_replaced_before_or_after_goes_on_working():
 def test_blocks_of_a_compiled_and_of_a_parallel_model_train_alike():
     plain, _ = trained("decoder", decoder())
     model = decoder()
-    found, _ = trained(
-        "decoder", model, checkpoint_blocks, lambda model: SimpleNamespace(loss=compiled(model.loss, "aot_eager"))
-    )
+    found, _ = trained("decoder", model, checkpoint_blocks, lambda model: SimpleNamespace(loss=compiled(model.loss)))
     assert_close(found, plain)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

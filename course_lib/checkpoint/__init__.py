@@ -22,48 +22,15 @@ second time. Lesson 02 shows this and a `context_fn` that prevents it, and build
 `checkpoint_blocks` checkpoints the blocks of any model, `checkpointed_loss` an output head with its loss.
 """
 
+# ruff: noqa: F401, F403
 import torch.utils.checkpoint
-from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
-    CheckpointError,
-    CheckpointPolicy,
-    DefaultDeviceType,
-    SelectiveCheckpointContext,
-    check_backward_validity,
-    detach_variable,
-    get_device_states,
-    noop_context_fn,
-    set_device_states,
-)
+from torch.utils.checkpoint import *  # all that this version of torch has, before what is written here
 
 from .blocks import CheckpointedBlocks, checkpoint_blocks
-from .call import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 from .loss_head import checkpointed_loss
+from .nonreentrant import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 from .reentrant import CheckpointFunction
 from .selective import create_selective_checkpoint_contexts
 from .sequential import checkpoint_sequential
 
-GraphExecGroup = getattr(torch.utils.checkpoint, "GraphExecGroup", None)  # from torch 2.10 on
-
-__all__ = [
-    "SAC_IGNORED_OPS",
-    "CheckpointError",
-    "CheckpointFunction",
-    "CheckpointPolicy",
-    "CheckpointedBlocks",
-    "DefaultDeviceType",
-    "GraphExecGroup",
-    "SelectiveCheckpointContext",
-    "check_backward_validity",
-    "checkpoint",
-    "checkpoint_blocks",
-    "checkpoint_sequential",
-    "checkpointed_loss",
-    "create_selective_checkpoint_contexts",
-    "detach_variable",
-    "get_device_states",
-    "noop_context_fn",
-    "set_checkpoint_debug_enabled",
-    "set_checkpoint_early_stop",
-    "set_device_states",
-]
+__all__ = [*torch.utils.checkpoint.__all__, "CheckpointedBlocks", "checkpoint_blocks", "checkpointed_loss"]

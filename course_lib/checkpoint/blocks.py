@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
 from .._check import kind, whole
-from .call import checkpoint
+from .nonreentrant import checkpoint
 from .selective import create_selective_checkpoint_contexts
 
 
@@ -45,7 +45,7 @@ def checkpoint_blocks(
         A handle with the `names` of the blocks. `handle.remove()` undoes; so does leaving a `with` block.
 
     Raises:
-        ValueError: no module has such a name; or one of them, or a module around or inside it, is checkpointed already.
+        ValueError: no module that is called has such a name, or one is checkpointed already.
         TypeError: arguments of other types.
 
     Example::
@@ -59,15 +59,15 @@ def checkpoint_blocks(
     kind("model", model, nn.Module, "an nn.Module")
     every = whole("every", every, 1)
     first = None if first is None else whole("first", first, 1)
-    kind("policy", policy, (list, Callable, type(None)), "a list of operators to keep, a policy function, or None")
+    context_fn = noop_context_fn
     if policy is not None:
-        create_selective_checkpoint_contexts(policy)  # says what is wrong with a list
-    names = _like_modules(model) if blocks is None else _matching(model, blocks)
+        context_fn = partial(create_selective_checkpoint_contexts, policy)
+        context_fn()  # says what is wrong with a policy
+    names = _longest_lists(model) if blocks is None else _matching(model, blocks)
     names = names[:first][every - 1 :: every]
     if not names:
         raise ValueError(f"every is {every}; it takes the number of blocks or less")
-    _refuse_overlaps(model, names)
-    return CheckpointedBlocks(model, names, policy)
+    return CheckpointedBlocks(model, names, context_fn)
 
 
 class CheckpointedBlocks:
@@ -77,12 +77,14 @@ class CheckpointedBlocks:
         names: of the blocks, as in `model.named_modules()`.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str], policy: Callable | list | None):
-        context_fn = noop_context_fn if policy is None else partial(create_selective_checkpoint_contexts, policy)
+    def __init__(self, model: nn.Module, names: Sequence[str], context_fn: Callable):
         self.names = tuple(names)
-        self._forwards = [_Forward(model.get_submodule(name), context_fn) for name in names]
-        for forward in self._forwards:
-            forward.block().forward = forward
+        blocks = [model.get_submodule(name) for name in names]
+        if any(isinstance(block.forward, _Forward) for block in blocks):
+            raise ValueError(f"blocks is {', '.join(names)}, checkpointed already; it takes blocks that are not")
+        self._forwards = [_Forward(block, context_fn) for block in blocks]
+        for block, forward in zip(blocks, self._forwards, strict=True):
+            block.forward = forward
 
     def remove(self) -> None:
         """The blocks are as they were; a second call does nothing."""
@@ -94,9 +96,6 @@ class CheckpointedBlocks:
 
     def __exit__(self, *error: Any) -> None:
         self.remove()
-
-    def __repr__(self) -> str:
-        return f"CheckpointedBlocks({', '.join(self.names)})"
 
 
 class _Forward:
@@ -110,61 +109,41 @@ class _Forward:
         self.before = vars(block).get("forward")  # others may have replaced it before us, as accelerate does
         self.active = True
 
-    def plain(self) -> Callable:
-        if self.before is not None:
-            return self.before
-        block = self.block()
-        return type(block).forward.__get__(block)
-
     def __call__(self, *args, **kwargs):
-        forward = self.plain()
+        block = self.block()
+        forward = self.before or type(block).forward.__get__(block)
         if not self.active:
             return forward(*args, **kwargs)
-        run = partial(_run, forward)  # args and kwargs as they are: no name of the block's is taken for an option
-        run.__qualname__ = type(self.block()).__qualname__  # for errors
+
+        @wraps(forward)  # its name, for errors
+        def run(args, kwargs):  # as they are: no name of the block's is taken for an option
+            return forward(*args, **kwargs)
+
         return checkpoint(run, args, kwargs, use_reentrant=False, context_fn=self.context_fn)
 
     def undo(self) -> None:
         block, self.active = self.block(), False
-        if block is None or vars(block).get("forward") is not self:
-            return  # somebody has replaced it after us, and calls this one: it steps aside
-        if self.before is None:
+        if block is not None and vars(block).get("forward") is self:  # else others call it, and it steps aside
             del block.forward
-        else:
-            block.forward = self.before
+            if self.before is not None:
+                block.forward = self.before
 
     def __reduce__(self):
-        """In a copy of the block stands what the block would have had: a policy cannot be pickled."""
-        if self.before is not None:
-            return _itself, (self.before,)
-        return getattr, (self.block(), "forward")  # of a copy that has no attributes yet: the class's
-
-
-def _run(forward: Callable, args: tuple, kwargs: dict) -> Any:
-    return forward(*args, **kwargs)
-
-
-def _itself(value: Any) -> Any:
-    return value
+        """In a copy of the block stands the method of its class; a policy cannot be pickled."""
+        return getattr, (self.block(), "forward")  # of a copy that has no attributes yet
 
 
 # ---- which blocks
 
 
 def _matching(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
-    patterns = list(blocks) if isinstance(blocks, (list, tuple)) else [blocks]
-    for pattern in patterns:
-        kind("blocks", pattern, str, "names with wildcards, or None")
+    patterns = [blocks] if isinstance(blocks, str) else kind("blocks", blocks, (list, tuple), "names, or None")
     # An nn.ModuleList has no forward of its own: nobody calls it, so nothing would be forgotten.
     runs = [name for name, module in model.named_modules() if type(module).forward is not nn.Module.forward]
-    names = [name for name in runs if name]
-    found = [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
+    found = [name for name in runs if name and any(_matches(name, pattern) for pattern in patterns)]
     if not found:
-        lists = [f"{name}.*" for name, _ in _lists(model)]
-        raise ValueError(
-            f"blocks is {' or '.join(map(repr, patterns))}, the name of no module that is called; it takes names such "
-            f"as {', '.join(map(repr, (lists or names)[:5]))}"
-        )
+        some = ", ".join(map(repr, filter(None, runs[:6])))
+        raise ValueError(f"blocks is {blocks!r}, the name of no module that is called; it takes names such as {some}")
     return found
 
 
@@ -172,30 +151,19 @@ def _matches(name: str, pattern: str) -> bool:
     return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
 
 
-def _lists(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """The lists of at least two modules of one type: the list's name, and those of its modules."""
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and len(set(map(type, module))) == 1:
-            yield name, [f"{name}.{child}".lstrip(".") for child, _ in module.named_children()]
-
-
-def _like_modules(model: nn.Module) -> list[str]:
-    outermost: dict[str, list[str]] = {}
-    for name, children in _lists(model):  # a list comes before those inside its modules
-        if not any(name.startswith(f"{outer}.") for outer in outermost):
-            outermost[name] = children
-    longest = max(map(len, outermost.values()), default=0)
-    if not longest:
+def _longest_lists(model: nn.Module) -> list[str]:
+    lists = list(_lists(model))
+    if not lists:
         raise ValueError("blocks is None, but the model has no list of like modules; it takes names with wildcards")
-    return [name for children in outermost.values() if len(children) == longest for name in children]
+    longest = max(map(len, lists))
+    return [name for names in lists if len(names) == longest for name in names]
 
 
-def _refuse_overlaps(model: nn.Module, names: list[str]) -> None:
-    taken = [name for name, module in model.named_modules() if isinstance(vars(module).get("forward"), _Forward)]
-    for name in names:
-        for other in (*taken, *(set(names) - {name})):
-            if f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
-                raise ValueError(
-                    f"blocks is {name!r} and others, and {other!r} is checkpointed too; it takes modules that are not, "
-                    "and lie in none that is"
-                )
+def _lists(module: nn.Module, prefix: str = "") -> Iterator[list[str]]:
+    """The names in each list of at least two modules of one type; what is inside these modules is not looked at."""
+    children = {f"{prefix}{name}": child for name, child in module.named_children()}
+    if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1 and len({*map(type, module)}) == 1:
+        yield list(children)
+    else:
+        for name, child in children.items():
+            yield from _lists(child, f"{name}.")

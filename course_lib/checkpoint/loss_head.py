@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._check import one_of, whole
-from .call import checkpoint
+from .nonreentrant import checkpoint
 
 
 def checkpointed_loss(
@@ -29,16 +29,10 @@ def checkpointed_loss(
 
     Raises:
         ValueError: shapes that don't go together, a chunk below 1, or another reduction.
-        TypeError: targets are not int64.
     """
-    together = hidden.dim() == weight.dim() == 2 and hidden.shape[1:] == weight.shape[1:]
-    if not together or targets.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)}; "
-            "it takes (tokens, h), (v, h) and (tokens,)"
-        )
-    if targets.dtype != torch.int64:
-        raise TypeError(f"targets is {targets.dtype}; it takes class indices in torch.int64")
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+        shapes = tuple(hidden.shape), tuple(targets.shape)
+        raise ValueError(f"hidden is {shapes[0]} and targets {shapes[1]}; it takes (tokens, h) and (tokens,)")
     chunk = whole("chunk", chunk, 1, of="tokens")
     one_of("reduction", reduction, ("mean", "sum"))
     total = 0.0

@@ -11,25 +11,28 @@ What a maintainer should know before changing a line here:
 - **Nesting.** The inputs of an inner checkpoint are saved as those of any operator in the outer function are: they are
   slots of the outer region. Reading one recomputes the outer function first, and with it the inner forward pass.
 - **Early stop.** Once as many tensors were saved as in the first run, the rest of the function is not needed.
-- **The compiler.** Both runs are hidden from `torch.compile` (see `uncompiled` and `call.checkpoint`): one run compiled
+- **The compiler.** Both runs are hidden from `torch.compile` (see `uncompiled` and `checkpoint`): one run compiled
   and one not would save different tensors.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointError
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
 from .._torch import tensors_in
-from .report import with_operators
-from .surroundings import Surroundings, kept_inputs, with_tensors, without_tensors
+from .reentrant import CheckpointFunction, Surroundings, kept_inputs, with_tensors, without_tensors
 
 
 class _Slot:
@@ -89,7 +92,7 @@ class Region:
                 "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised "
                 "during the checkpointed forward"
             )
-        self.surroundings.check_device()
+        self.surroundings.check_devices()
         return result
 
     def pack(self, tensor: Tensor) -> _Slot:
@@ -99,25 +102,22 @@ class Region:
         return slot
 
     def unpack(self, slot: _Slot) -> Tensor:
-        group, number = _group(), torch._C._current_graph_task_id()
-        key = number if group is None else group  # the same key for backward passes that share a recomputation
-        try:
-            if key == -1:  # no backward pass, somebody looks at the graph: recompute, return this one, keep nothing
-                return _Recomputation(self, key, only=slot).run()
-            if key not in slot.tensors:
-                _Recomputation(self, key).run()
-            tensor, slot.tensors[key] = slot.tensors[key], None
-            if tensor is None:
-                raise CheckpointError(
-                    "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once. "
-                    "Read ctx.saved_tensors only once in backward. Performing two backward calls that overlap is not "
-                    "allowed under GraphExecGroup"
-                )
-            return tensor
-        except CheckpointError as error:
-            if self.logs is None:
-                raise
-            raise with_operators(error, *self.logs) from error
+        key = _group()  # the same for backward passes that share a recomputation
+        if key is None:
+            key = torch._C._current_graph_task_id()
+        if key not in slot.tensors:
+            _Recomputation(self, key).run()
+        tensor, slot.tensors[key] = slot.tensors[key], None
+        if tensor is None:
+            raise CheckpointError(
+                "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once. "
+                "Read ctx.saved_tensors only once in backward. Performing two backward calls that overlap is not "
+                "allowed under GraphExecGroup"
+            )
+        if key == -1:  # no backward pass, somebody looks at the graph: keep nothing
+            for other in filter(None, (ref() for ref in self.slots)):
+                other.tensors.pop(key, None)
+        return tensor
 
 
 class _Recomputation:
@@ -125,17 +125,16 @@ class _Recomputation:
 
     Args:
         key: the backward pass that it is for.
-        only: fill no slot, but return the tensor that belongs to this one.
     """
 
-    def __init__(self, region: Region, key: Any, only: _Slot | None = None):
-        self.region, self.key, self.only, self.found = region, key, only, None
+    def __init__(self, region: Region, key: Any):
+        self.region, self.key = region, key
         self.count, self.differences = 0, ""
 
-    def run(self) -> Tensor | None:
+    def run(self) -> None:
         region = self.region
         tensors = kept_inputs(region.kept.grad_fn, region.function) if region.kept is not None else ()
-        args, kwargs = with_tensors(region.inputs, iter(tensors))
+        args, kwargs = with_tensors(region.inputs, tensors)
         hooks = saved_tensors_hooks(self.pack, lambda tensor: tensor)
         with hooks, torch.enable_grad(), region.surroundings.restored(), region.context, suppress(_Stop):
             uncompiled(region.function, args, kwargs)
@@ -149,7 +148,6 @@ class _Recomputation:
             self.fail(
                 "Recomputed values for the following tensors have different metadata than during the forward pass."
             )
-        return self.found
 
     def pack(self, tensor: Tensor) -> Tensor:
         region, position = self.region, self.count
@@ -157,9 +155,14 @@ class _Recomputation:
         tensor = tensor.detach() if tensor.requires_grad else tensor
         self.count += 1
         if position < len(region.slots):
-            slot = region.slots[position]()
+            slot, saved = region.slots[position](), region.saved[position]
             if slot is not None:  # else nobody will read it
-                self.fill(slot, tensor, position)
+                slot.tensors[self.key] = tensor
+                if saved is not None and saved != _metadata(tensor):
+                    self.differences += (
+                        f"tensor at position {position}:\nsaved metadata: {_shown(saved)}\n"
+                        f"recomputed metadata: {_shown(_metadata(tensor))}\n"
+                    )
             if region.early_stop and self.count == len(region.slots):
                 raise _Stop
         elif region.complete and not region.early_stop:  # if not complete: a backward pass inside the function
@@ -169,22 +172,11 @@ class _Recomputation:
             )
         return tensor  # the graph of the recomputation holds it too, for a backward pass inside the function
 
-    def fill(self, slot: _Slot, tensor: Tensor, position: int) -> None:
-        saved = self.region.saved[position]
-        if saved is not None and saved != _metadata(tensor):
-            saved, found = (dict(zip(("shape", "dtype", "device"), x, strict=True)) for x in (saved, _metadata(tensor)))
-            self.differences += (
-                f"tensor at position {position}:\nsaved metadata: {saved}\nrecomputed metadata: {found}\n"
-            )
-        if self.only is None:
-            slot.tensors[self.key] = tensor
-        elif slot is self.only:
-            self.found = tensor
-
     def fail(self, what: str) -> None:
+        logs = self.region.logs
         raise CheckpointError(
-            f"torch.utils.checkpoint: {what}\n{self.differences}The function must do the same whenever it is run. For "
-            "the operators of both runs, pass `debug=True` or use `set_checkpoint_debug_enabled(True)`"
+            f"torch.utils.checkpoint: {what}\n{self.differences}The function must do the same whenever it is run. "
+            + (_operators(*logs) if logs else "For the operators of both runs, pass `debug=True` to checkpoint")
         )
 
 
@@ -201,3 +193,136 @@ def uncompiled(function: Callable, args: tuple, kwargs: dict) -> Any:
 
 def _metadata(tensor: Tensor) -> tuple:
     return tensor.shape, tensor.dtype, tensor.device
+
+
+def _shown(metadata: tuple) -> dict:
+    return dict(zip(("shape", "dtype", "device"), metadata, strict=True))
+
+
+# ---- for `debug=True`: the operators of both runs
+
+_NOT_THE_USERS = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
+
+
+class OperatorLog(TorchDispatchMode):
+    """Writes down each operator, with the line of code that called it."""
+
+    def __enter__(self):
+        self.lines: list[str] = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+            frame = frame.f_back
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}"
+        self.lines.append(f"  {func}({_brief(args)}) -> {_brief(result)}\n      {place}")
+        return result
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return ", ".join(map(_brief, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _operators(forward: OperatorLog, recomputation: OperatorLog) -> str:
+    hint = (
+        "You are seeing this error because you passed `debug=True` to checkpoint: look for the first operator that "
+        "differs. `detach` may, and the recomputation ends as soon as it has what it needs."
+    )
+    ran = "Operations executed during"
+    lines = [hint, f"{ran} the original forward:", *forward.lines, f"{ran} recomputation:", *recomputation.lines]
+    return "\n".join(lines)
+
+
+# ---- the public functions: what they take, and which mode runs it
+
+NOT_EXPLICIT = (
+    "the use_reentrant parameter should be passed explicitly. use_reentrant=False is recommended, and is what leaving "
+    "it out means here; in PyTorch it means True, or is an error, depending on the version."
+)
+
+overrides: dict[str, bool | None] = {"early_stop": None, "debug": None}
+
+
+@contextmanager
+def _override(name: str, value: bool | None) -> Iterator[None]:
+    before, overrides[name] = overrides[name], value
+    try:
+        yield
+    finally:
+        overrides[name] = before
+
+
+def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager:
+    """Overrides `early_stop` of every checkpoint whose forward pass runs inside the block."""
+    return _override("early_stop", enable)
+
+
+def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager:
+    """Overrides `debug` of every checkpoint whose forward pass runs inside the block; None leaves it as passed."""
+    return _override("debug", enabled)
+
+
+# The compiler does not look inside: it would break its graph at the hooks, but then compile the frames of the function,
+# and its graphs save other tensors than the recomputation, which runs as it is. This decorator loads the compiler when
+# the function is first called; `torch.compiler.disable` does so when this module is imported.
+@torch._disable_dynamo
+def checkpoint(
+    function: Callable,
+    *args,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], tuple[AbstractContextManager, AbstractContextManager]] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    **kwargs,
+) -> Any:
+    """Run `function(*args, **kwargs)`, keep its inputs instead of its activations, and run it again for backward.
+
+    Args:
+        function: must do the same in both runs.
+        use_reentrant: True runs the function without a graph, and then again with a backward pass inside the backward
+            pass: an input must require gradients, and `torch.autograd.grad` cannot be used. False builds the graph and
+            leaves its saved tensors out: all ways to go backward work. The remaining arguments are for False only.
+        context_fn: returns two contexts, one for each run.
+        determinism_check: "default" compares shapes, dtypes and devices of what both runs save; "none" only counts.
+        debug: let a `CheckpointError` list the operators of both runs.
+        early_stop: end the second run as soon as everything needed is there.
+        **kwargs: the function's (for use_reentrant=False), and `preserve_rng_state` (default True): give the second
+            run the random numbers of the first, on the CPU, the devices of the inputs and the current device.
+
+    Raises:
+        ValueError: arguments that don't go together.
+        CheckpointError: (in the backward pass) both runs did not save the same.
+        RuntimeError: (in the backward pass) an input was changed in place.
+
+    Source: Chen et al. 2016, arXiv:1604.06174; behaviour as of torch 2.13.
+    """
+    if use_reentrant is None:
+        warnings.warn(f"torch.utils.checkpoint: {NOT_EXPLICIT}", stacklevel=4)  # two frames are the decorator's
+    preserve_rng_state = kwargs.pop("preserve_rng_state", True)
+    if use_reentrant:
+        if kwargs:
+            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+        if context_fn is not noop_context_fn or debug is not False:
+            raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
+        return CheckpointFunction.apply(function, preserve_rng_state, *args)
+
+    if determinism_check not in ("default", "none"):
+        raise ValueError(f"determinism_check should be one of ['default', 'none'], but got {determinism_check}")
+    early_stop = early_stop if overrides["early_stop"] is None else overrides["early_stop"]
+    debug = debug if overrides["debug"] is None else overrides["debug"]
+    if debug and context_fn is not noop_context_fn:
+        raise ValueError("debug=True is incompatible with non-default context_fn")
+    logs = (OperatorLog(), OperatorLog()) if debug else None
+    forward_context, recompute_context = logs or context_fn()
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if torch._C._are_functorch_transforms_active():
+        warnings.warn("checkpoint: inside a transform of torch.func, activations are kept", stacklevel=4)
+        return function(*args, **kwargs)
+    how = preserve_rng_state, early_stop, determinism_check == "default", recompute_context, logs
+    return Region(function, args, kwargs, *how).forward(args, kwargs, forward_context)

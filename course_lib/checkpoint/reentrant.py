@@ -1,13 +1,108 @@
-"""The reentrant mode: one autograd node that runs the function again, and a backward pass inside the backward pass."""
+"""The reentrant mode: one autograd node that runs the function again, and a backward pass inside the backward pass.
+
+First, what both modes need: whatever decides what a function returns (its inputs, and what is global around it), as it
+was when the function ran first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointError, check_backward_validity, detach_variable
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils.checkpoint import CheckpointError, DefaultDeviceType, check_backward_validity, detach_variable
 
-from .._torch import tensors_in
-from .surroundings import Surroundings, kept_inputs, version, with_tensors, without_tensors
+from .._torch import AutocastState, RandomState, map_tensors, tensors_in
+
+# ---- inputs: containers without their tensors, which autograd keeps and watches
+
+_PLACE = torch.empty(0, device="cpu")
+
+
+def without_tensors(value: Any) -> Any:
+    """`value` with a place in each of its containers for each of its tensors."""
+    return map_tensors(lambda tensor: _PLACE, value)
+
+
+def with_tensors(value: Any, tensors: tuple[Tensor, ...]) -> Any:
+    """`value` with tensors in the places, in the order of `tensors_in`."""
+    rest = iter(tensors)
+    return map_tensors(lambda place: next(rest), value)
+
+
+def kept_inputs(node: Any, function: Callable, changed: bool = False) -> tuple[Tensor, ...]:
+    """The inputs that a node has saved; an error if they are not what they were."""
+    error = None
+    try:
+        if not changed:
+            return node.saved_tensors
+    except RuntimeError as caught:
+        if "inplace operation" not in str(caught):
+            raise
+        error = caught
+    name = getattr(function, "__qualname__", type(function).__name__)
+    raise RuntimeError(
+        f"checkpoint: an input of {name} has been modified by an inplace operation since the forward pass began, so "
+        "the recomputation would start from other values. Let the function work on a copy: x = x.clone()"
+    ) from error
+
+
+def version(tensor: Tensor) -> int | None:
+    """How often a tensor was changed in place; None where nobody counts."""
+    return None if tensor.is_inference() else tensor._version
+
+
+# ---- surroundings: random numbers, autocast, the default device
+
+
+class Surroundings:
+    """What is global and decides what a function returns, as it was when the function ran first."""
+
+    def __init__(self, tensors: list[Tensor], preserve_rng_state: bool):
+        devices = {tensor.device for tensor in tensors}
+        kinds = {DefaultDeviceType.get_device_type(), *(device.type for device in devices)} - {"cpu"}
+        self.autocast = AutocastState(kinds)
+        modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+        self.default_device = modes[-1].device if modes else nullcontext()
+        self.random, self.unused = None, set()
+        if preserve_rng_state:
+            used = {kind for kind in kinds if _in_use(kind)}  # asking a device that nobody has used yet would start it
+            self.unused = kinds - used
+            current = [torch.device(kind, getattr(torch, kind).current_device()) for kind in used]
+            self.random = RandomState([*current, *(device for device in devices if device.type in used)])
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """As it was then, inside the block; as it is now, after it."""
+        now = None if self.random is None else RandomState(self.random.devices)
+        try:
+            if now is not None:
+                self.random.restore()
+            with self.autocast.as_then(), self.default_device:
+                yield
+        finally:
+            if now is not None:
+                now.restore()
+
+    def check_devices(self) -> None:
+        """Raise if the function was the first to use a device: what its random numbers were before, nobody knows."""
+        for kind in self.unused:
+            if _in_use(kind):
+                raise RuntimeError(
+                    "PyTorch's device state was initialized in the forward pass of a Checkpoint, which is not allowed: "
+                    f"its RNG state could not be kept. Call torch.{kind}.init() before the first checkpoint"
+                )
+
+
+def _in_use(device_type: str) -> bool:
+    return getattr(getattr(torch, device_type, None), "_initialized", False)
+
+
+# ---- the mode
 
 
 class CheckpointFunction(torch.autograd.Function):
@@ -37,20 +132,17 @@ class CheckpointFunction(torch.autograd.Function):
                 "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` "
                 "parameter to .backward(). Set use_reentrant=False, or call .backward() without it"
             )
-        tensors = iter(kept_inputs(ctx, ctx.run_function, ctx.changed))
         # Leaves, whose gradients are to be returned; tensors in containers keep their history.
-        inputs = detach_variable(with_tensors(ctx.args, tensors))
+        inputs = detach_variable(with_tensors(ctx.args, kept_inputs(ctx, ctx.run_function, ctx.changed)))
         with torch.enable_grad(), ctx.surroundings.restored():
             outputs = ctx.run_function(*inputs)
         outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-        pairs = [(y, g) for y, g in zip(outputs, grads, strict=False) if isinstance(y, Tensor) and y.requires_grad]
-        before = [tuple(grad.shape) for y, grad in pairs if grad is not None]
-        after = [tuple(y.shape) for y, grad in pairs if grad is not None]
-        if len(outputs) != len(grads) or before != after:
+        if len(outputs) != len(grads):
             raise CheckpointError(
-                f"checkpoint: the forward pass returned {len(grads)} values, tensors of shapes {before} among them; "
-                f"the recomputation {len(outputs)}, with {after}. The function must do the same whenever it is run"
+                f"checkpoint: the forward pass returned {len(grads)} values, the recomputation {len(outputs)}. The "
+                "function must do the same whenever it is run"
             )
+        pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if isinstance(y, Tensor) and y.requires_grad]
         if not pairs:
             raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
         torch.autograd.backward(*zip(*pairs, strict=True))

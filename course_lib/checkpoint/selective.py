@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
 from .._torch import RandomState, tensors_in
-from .surroundings import version
+from .reentrant import version
 
 
 class _Kept:
@@ -36,7 +36,7 @@ class _Kept:
         if self.version is not None and self.val._version != self.version and not allow_mutation:
             raise RuntimeError(
                 "Tensor cached during selective activation checkpoint has been mutated: its shape is "
-                f"{tuple(self.val.shape)}. Use an operator that makes a new tensor, or let the policy recompute it"
+                f"{tuple(self.val.shape)}. Change a copy in place, or let the policy recompute it"
             )
         return self.val if self.device is None else self.val.to(self.device)
 
@@ -74,14 +74,15 @@ class _CachingTorchDispatchMode(_Mode):
         context = SelectiveCheckpointContext(is_recompute=False)
         context.op_output = result  # an argument from torch 2.12 on
         policy = _policy(self.policy(context, func, *args, **kwargs), func)
-        entry = _RECOMPUTE
-        if not policy.endswith("RECOMPUTE"):
-            entry = tree_map(lambda value: _Kept(value, policy.endswith("OFFLOAD")), result)
-            if random:
-                after = RandomState(tensor.device for tensor in tensors_in(result))
-                if after.devices or not torch.equal(before, after.cpu):  # those that a run without it must go on with
-                    self.storage[func, len(self.storage[func])] = after
-        self.storage[func].append(entry)
+        entries = self.storage[func]
+        if policy.endswith("RECOMPUTE"):
+            entries.append(_RECOMPUTE)
+            return result
+        if random:
+            after = RandomState(tensor.device for tensor in tensors_in(result))
+            if after.devices or not torch.equal(before, after.cpu):  # those that a run without it must go on with
+                self.storage[func, len(entries)] = after
+        entries.append(tree_map(lambda value: _Kept(value, policy.endswith("OFFLOAD")), result))
         return result
 
 

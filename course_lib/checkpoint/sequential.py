@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from .._check import whole
-from .call import checkpoint, warn_not_explicit
+from .nonreentrant import NOT_EXPLICIT, checkpoint
 
 
 def checkpoint_sequential(functions, segments: int, input: Tensor, use_reentrant: bool | None = None, **kwargs) -> Any:
@@ -21,21 +22,17 @@ def checkpoint_sequential(functions, segments: int, input: Tensor, use_reentrant
         use_reentrant, preserve_rng_state: as for `checkpoint`.
 
     Raises:
-        ValueError: there are no functions, or fewer than segments; other keyword arguments.
-        TypeError: more than one input.
+        ValueError: more segments than functions; other keyword arguments.
     """
-    if isinstance(use_reentrant, Tensor):
-        raise TypeError("checkpoint_sequential takes one input, but a second tensor was passed (as use_reentrant)")
     if use_reentrant is None:
-        warn_not_explicit("torch.utils.checkpoint.checkpoint_sequential")
+        warnings.warn(f"torch.utils.checkpoint.checkpoint_sequential: {NOT_EXPLICIT}", stacklevel=2)
+        use_reentrant = False
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
     functions = list(functions)
-    if not functions:
-        raise ValueError("functions is empty; it takes at least one module or function")
     size = len(functions) // whole("segments", segments, 1, len(functions))
-    options = {"use_reentrant": bool(use_reentrant), "preserve_rng_state": preserve_rng_state}
+    options = {"use_reentrant": use_reentrant, "preserve_rng_state": preserve_rng_state}
     for start in range(0, size * (segments - 1), size):
         input = checkpoint(_in_a_row(functions[start : start + size]), input, **options)
     return _in_a_row(functions[size * (segments - 1) :])(input)
