@@ -222,14 +222,6 @@ def test_binomial_schedules_take_as_many_extra_steps_as_the_closed_form_says():
             assert cost.peak_bytes <= slots + 3  # the slots, one stage's saved bytes, its gradient, one passing
 
 
-def test_binomial_schedules_of_up_to_200_stages_are_as_long_as_the_closed_form_says():
-    for length in (61, 90, 128, 163, 200):
-        for slots in range(1, length):
-            r = next(r for r in itertools.count() if math.comb(slots + r, slots) >= length)
-            extra = r * length - math.comb(slots + r, slots + 1)
-            assert len(binomial(length, slots)) == 2 * length + extra
-
-
 @pytest.mark.parametrize(("length", "slots"), [(1, 1), (2, 1), (7, 1), (7, 2), (10, 3), (30, 5), (100, 10), (100, 200)])
 def test_binomial_schedules_take_as_many_steps_as_those_of_another_package(length, slots):
     peer = pytest.importorskip("checkpoint_schedules", reason="compares with the package checkpoint-schedules")
@@ -359,19 +351,6 @@ def test_a_common_divisor_of_all_sizes_keeps_the_result_exact():
     large = Chain(tuple(stages), small.input_bytes * 1_000_003)
     for point in frontier(small):
         assert simulate(optimal(large, point.peak_bytes * 1_000_003), large).time == point.time
-
-
-def test_the_cheapest_schedule_is_never_slower_than_any_other_with_its_peak():
-    for seed in range(10):
-        chain = random_chain(14, seed)
-        for schedule in [
-            sqrt_segments(chain),
-            recursive(chain),
-            binomial(14, 4),
-            *(segments(chain, k) for k in (2, 5)),
-        ]:
-            cost = simulate(schedule, chain)
-            assert simulate(optimal(chain, cost.peak_bytes), chain).time <= cost.time
 
 
 # ---- execution
@@ -840,20 +819,6 @@ def test_a_stage_that_changes_its_input_is_refused():
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match="stage 1 changed its input in place"):
         ScheduledSequential(module, segments(Chain.uniform(3), 2))(torch.ones(1, 2))
-
-
-def test_a_stage_that_returns_another_shape_the_second_time_is_refused():
-    class Growing(nn.Module):
-        width = 1
-
-        def forward(self, x):
-            self.width += 1
-            return x.repeat(1, self.width)
-
-    module = nn.Sequential(nn.Linear(2, 2), Growing(), nn.Tanh())
-    loss = ScheduledSequential(module, segments(Chain.uniform(3), 3))(torch.ones(1, 2)).sum()
-    with pytest.raises(RuntimeError, match=r"stage 1 returned .* when it ran again"):
-        loss.backward()
 
 
 def test_a_schedule_draws_itself():
