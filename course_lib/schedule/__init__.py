@@ -17,11 +17,9 @@ how to train deep neural networks with limited memory" (Rotor), arXiv:1911.13214
 
 from course_lib._check import InfeasibleBudget
 
-from .actions import Backward, Forward, Schedule
+from .actions import COLORS, Backward, Cost, Forward, IllegalSchedule, Schedule, simulate
 from .chain import Chain, Stage
-from .pictures import COLORS
 from .planning import frontier, optimal
-from .referee import Cost, IllegalSchedule, simulate
 from .rules import binomial, recursive, segments, sqrt_segments, store_all
 from .running import ScheduledSequential
 

@@ -1,12 +1,18 @@
-"""Schedules: lists of what runs when, and of what each forward keeps."""
+"""Schedules: what runs when, and what each forward keeps; the referee, which says what that costs; a picture of it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from course_lib._check import kind, one_of, whole
 
+from .chain import Chain
+
+# Apart in lightness too, for readers who see no colours and for grey prints.
+COLORS = {"all": "#228833", "input": "#224488", "nothing": "#BBBBBB", "backward": "#EE6677"}
 KEEPS = ("all", "input", "nothing")
 
 
@@ -26,15 +32,6 @@ class Backward(NamedTuple):
 Action = Forward | Backward
 
 
-def check_action(number: int, action: Action) -> None:
-    if type(action) is Forward and type(action.stage) is int and action.keep in KEEPS:
-        return  # the common case at once: schedules may be long
-    kind(f"action {number}", action, (Forward, Backward), "a Forward(stage, keep) or a Backward(stage)")
-    whole(f"the stage of action {number}", action.stage)
-    if isinstance(action, Forward):
-        one_of(f"keep of action {number}", action.keep, KEEPS)
-
-
 class Schedule(Sequence):
     """An immutable sequence of `Forward` and `Backward` actions. `simulate` says whether it is legal for a chain.
 
@@ -45,7 +42,12 @@ class Schedule(Sequence):
     def __init__(self, actions: Iterable[Action]):
         self._actions = tuple(actions)
         for number, action in enumerate(self._actions):
-            check_action(number, action)
+            if type(action) is Forward and type(action.stage) is int and action.keep in KEEPS:
+                continue  # the common case at once: schedules may be long
+            kind(f"action {number}", action, (Forward, Backward), "a Forward(stage, keep) or a Backward(stage)")
+            whole(f"the stage of action {number}", action.stage)
+            if isinstance(action, Forward):
+                one_of(f"keep of action {number}", action.keep, KEEPS)
 
     def __len__(self) -> int:
         return len(self._actions)
@@ -76,6 +78,185 @@ class Schedule(Sequence):
         Returns:
             The axes.
         """
-        from .pictures import draw
+        return _draw(self, ax, chain)
 
-        return draw(self, ax, chain)
+
+# ---- what it costs
+
+
+class IllegalSchedule(ValueError):
+    """An action of a schedule breaks a rule of `simulate`; the message says which action and which rule."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a schedule costs on a chain.
+
+    Attributes:
+        peak_bytes: the most bytes live during an action.
+        time: the sum of the actions' times, in the chain's unit.
+        forward_steps: how many of the actions are forwards.
+    """
+
+    peak_bytes: int
+    time: float
+    forward_steps: int
+
+
+def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
+    """Check that a schedule is legal for a chain, and count what it costs.
+
+    What can be alive, and its bytes: the value x_i (`input_bytes` for i = 0, else `output_bytes` of stage i-1); the
+    set S_i of all that stage i saved (`saved_bytes`; x_{i+1} is in it); one gradient d_i (as large as x_i).
+    At the start x_0 is alive. "x_i is alive" below means: by itself, or in S_{i-1}.
+
+    - `Forward(i, "all")` needs x_i alive; makes S_i (x_{i+1} by itself, if alive, ends: it is in S_i now).
+    - `Forward(i, "input")` needs x_i alive; makes x_{i+1}.
+    - `Forward(i, "nothing")` needs x_i alive; makes x_{i+1}; then x_i by itself ends (in S_{i-1} it stays).
+    - `Backward(i)` needs S_i, x_i and d_{i+1} alive, so each runs once, from L-1 down to 0; then S_i, d_{i+1}, and x_i
+      and x_{i+1} by themselves end, and d_i is there. d_L comes from outside at the beginning of Backward(L-1).
+
+    Live during an action is all that is alive before it, plus what it makes, plus its overhead. A forward takes
+    `saved_bytes` and `forward_overhead_bytes` while it runs, whatever it keeps, also if the same is alive already. A
+    backward makes d_i in place of what it ends; where a real one needs more, that is `backward_overhead_bytes`. The
+    gradients of parameters count there, until the stage's backward is done.
+
+    Args:
+        schedule: the actions.
+        chain: the chain they are for.
+
+    Raises:
+        IllegalSchedule: an action breaks a rule, or stages are left without their backward.
+
+    Source: Beaumont et al., arXiv:1911.13214, section 3; but d_L counts only from Backward(L-1) on, since the loss is
+    not a stage here.
+    """
+    referee = _Referee(chain)
+    for action in schedule if isinstance(schedule, Schedule) else Schedule(schedule):
+        referee.take(action)
+    if referee.next_backward >= 0:
+        raise IllegalSchedule(
+            f"the schedule ends after {referee.number} actions, but each stage needs its backward and "
+            f"Backward({referee.next_backward}) has not run"
+        )
+    return Cost(referee.peak_bytes, math.fsum(referee.times), referee.forward_steps)
+
+
+class _Referee:
+    """What is alive while a schedule runs."""
+
+    def __init__(self, chain: Chain):
+        self.stages = kind("chain", chain, Chain, "a Chain").stages
+        self.value_bytes = [chain.input_bytes, *(stage.output_bytes for stage in chain.stages)]
+        self.inputs = {0}  # i: x_i is alive by itself
+        self.saved: set[int] = set()  # i: S_i is alive
+        self.next_backward = len(chain) - 1
+        self.live_bytes = self.peak_bytes = chain.input_bytes
+        self.times: list[float] = []
+        self.forward_steps = self.number = 0
+
+    def take(self, action: Action) -> None:
+        i = action.stage
+        if not 0 <= i < len(self.stages):
+            self.refuse(action, f"this chain has the stages 0 to {len(self.stages) - 1}")
+        if isinstance(action, Forward):
+            self.forward(action, i)
+        else:
+            self.backward(action, i)
+        self.number += 1
+
+    def forward(self, action: Forward, i: int) -> None:
+        if i > self.next_backward:
+            self.refuse(action, "a stage does not run again after its backward")
+        if i not in self.inputs and i - 1 not in self.saved:
+            self.refuse(action, f"a stage runs only with its input alive, and x_{i} is not")
+        stage = self.stages[i]
+        self.count(stage.saved_bytes + stage.forward_overhead_bytes)
+        self.drop(i + 1)
+        if action.keep == "all":
+            self.live_bytes += 0 if i in self.saved else stage.saved_bytes
+            self.saved.add(i)
+        else:
+            self.live_bytes += stage.output_bytes
+            self.inputs.add(i + 1)
+            if action.keep == "nothing":
+                self.drop(i)
+        self.times.append(stage.forward_time)
+        self.forward_steps += 1
+
+    def backward(self, action: Backward, i: int) -> None:
+        if i != self.next_backward:
+            due = f"Backward({self.next_backward}) is due" if self.next_backward >= 0 else "all have run"
+            self.refuse(action, f"backwards run once each, from the last stage to the first, and {due}")
+        if i not in self.saved:
+            self.refuse(action, f"a backward needs what a forward that keeps all saved, and stage {i}'s is not alive")
+        if i not in self.inputs and i - 1 not in self.saved:
+            self.refuse(action, f"a backward needs its stage's input alive, and x_{i} is not")
+        stage = self.stages[i]
+        if i == len(self.stages) - 1:
+            self.live_bytes += stage.output_bytes  # the gradient comes from outside
+        self.count(stage.backward_overhead_bytes)
+        self.saved.remove(i)
+        self.drop(i)
+        self.drop(i + 1)
+        self.live_bytes += self.value_bytes[i] - stage.saved_bytes - stage.output_bytes
+        self.next_backward -= 1
+        self.times.append(stage.backward_time)
+
+    def count(self, more_bytes: int) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + more_bytes)
+
+    def drop(self, i: int) -> None:
+        if i in self.inputs:
+            self.inputs.remove(i)
+            self.live_bytes -= self.value_bytes[i]
+
+    def refuse(self, action: Action, rule: str) -> None:
+        raise IllegalSchedule(f"action {self.number}, {action!r}, is illegal: {rule}")
+
+
+# ---- as a picture
+
+
+def _draw(schedule: Schedule, ax, chain: Chain | None):
+    """`Schedule.plot`."""
+    import matplotlib.pyplot as plt
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Patch, Rectangle
+
+    def boxes(spans: list[tuple], kind: str, **look) -> None:
+        found = [Rectangle((start, i - 0.5), end - start, 1.0) for i, start, end, what in spans if what == kind]
+        ax.add_collection(PatchCollection(found, facecolor=COLORS[kind], **look))
+
+    if chain is None:
+        chain = Chain.uniform(1 + max(action.stage for action in schedule))
+    ax = plt.subplots()[1] if ax is None else ax
+    runs, kept = _spans(schedule, chain)
+    boxes(kept, "all", alpha=0.25, linewidth=0)
+    boxes(kept, "input", alpha=0.35, linewidth=0)
+    for what in COLORS:
+        edge = {"edgecolor": "#888888", "linewidth": 0.6} if what == "nothing" else {"linewidth": 0}
+        boxes(runs, what, **edge)
+    ax.set(xlim=(0, max(end for _, _, end, _ in runs) or 1), ylim=(-0.5, len(chain) - 0.5))
+    ax.set(xlabel="time", ylabel="stage")
+    labels = {"all": "keep all", "input": "keep input", "nothing": "keep nothing", "backward": "backward"}
+    ax.legend(handles=[Patch(color=COLORS[what], label=label) for what, label in labels.items()], fontsize="small")
+    return ax
+
+
+def _spans(schedule: Schedule, chain: Chain) -> tuple[list[tuple], list[tuple]]:
+    """(stage, start, end, kind) of what runs; (stage, start, end, "all" or "input") of what is kept meanwhile."""
+    referee, now, runs, kept = _Referee(chain), 0.0, [], []
+    since: dict[tuple[int, str], float] = {}
+    for action in schedule:
+        referee.take(action)
+        start, now = now, now + referee.times[-1]
+        runs.append((action.stage, start, now, "backward" if isinstance(action, Backward) else action.keep))
+        # x_L belongs to no stage as an input; it is drawn with the last stage's "all".
+        alive = {(i, "input") for i in referee.inputs if i < len(chain)} | {(i, "all") for i in referee.saved}
+        for value in alive - since.keys():
+            since[value] = start
+        for value in since.keys() - alive:
+            kept.append((value[0], since.pop(value), now, value[1]))
+    kept += [(i, start, now, what) for (i, what), start in since.items()]
+    return runs, kept

@@ -6,11 +6,9 @@ import numpy as np
 
 from course_lib._check import InfeasibleBudget, whole
 
-from .actions import Action, Backward, Forward, Schedule
+from .actions import Action, Backward, Cost, Forward, Schedule, simulate
 from .chain import Chain
-from .referee import Cost, simulate
-from .rules import advance, store_all
-from .sizes import MANY, Sizes
+from .rules import MANY, Sizes, advance, store_all
 
 CELLS, LEAST_LEVELS = 8_000_000, 500  # a table of 64 MB; of 160 MB for 200 stages
 

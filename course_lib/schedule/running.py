@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from course_lib._check import kind
 from course_lib._torch import AutocastState, RandomState, is_symbolic
 
-from .actions import Backward, Forward, Schedule
+from .actions import Backward, Forward, Schedule, simulate
 from .chain import Chain
-from .referee import simulate
 from .stages import Kept, as_modules, check_constants, handed_on, run_stage, the_tensor, trained, with_tensor
 
 
@@ -47,9 +46,8 @@ class ScheduledSequential(nn.Sequential):
     Raises:
         IllegalSchedule: the schedule is not legal for so many stages.
         TypeError, ValueError: an argument is not of its kind; a stage returns no tensor, or several that train.
-        RuntimeError: a stage changes its input in place, uses a tensor that trains and is not its own, or returns
-            another shape or dtype when it runs again; the backward pass runs a second time, or is itself to be
-            differentiated.
+        RuntimeError: a stage changes its input in place, or uses a tensor that trains and is not its own; the backward
+            pass runs a second time, or is itself to be differentiated.
     """
 
     def __init__(self, module: Sequence[Callable], schedule: Schedule):
@@ -125,7 +123,6 @@ class _Run:
         self.values: dict[int, Any] = {0: with_tensor(value, x.detach())}
         self.kept: dict[int, Kept] = {}  # of stages that keep all
         self.gradient: list[Tensor | None] = []  # of the output of the stage that is due
-        self.kinds: dict[int, tuple] = {}  # (shape, dtype, device) of each stage's output
         self.before: dict[int, tuple[RandomState | None, dict[str, Tensor]]] = {}  # the first run, for the others
         trains = [bool(trained(stage)) for stage in stages]
         self.needs = list(accumulate(trains, lambda before, now: before or now, initial=x.requires_grad))
@@ -158,14 +155,14 @@ class _Run:
     def run(self, i: int, value: Any, keep: str) -> Any:
         """Stage i with the random numbers and buffers of its first run: a `Kept`, or what it hands on."""
         self.left[i] -= 1
-        first, now, random, buffers = i not in self.kinds, None, None, {}
-        if not first:
+        device, random, buffers, watch = the_tensor(value).device, None, {}, None
+        if i in self.before:
             random, buffers = self.before[i] if self.left[i] else self.before.pop(i)
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
         elif self.left[i]:
-            watch = _Watch(self.stages[i], the_tensor(value))
+            watch = _Watch(self.stages[i], device)
         if random is not None:
-            now = RandomState([the_tensor(value).device])
+            now = RandomState([device])
             random.restore()
         try:
             if keep == "all":
@@ -174,17 +171,10 @@ class _Run:
                 with torch.no_grad():
                     result = run_stage(i, self.stages[i], value, self.kwargs, buffers)
         finally:
-            if now is not None:
+            if random is not None:
                 now.restore()
-        output = the_tensor(result.output if keep == "all" else result)
-        kind = tuple(output.shape), output.dtype, output.device
-        if first and self.left[i]:
+        if watch is not None:
             self.before[i] = watch.changed()
-        if self.kinds.setdefault(i, kind) != kind:
-            raise RuntimeError(
-                f"stage {i} returned {kind} when it ran again, but {self.kinds[i]} at first; "
-                "a schedule takes stages that compute the same each time"
-            )
         return result
 
     def backward(self, i: int) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -207,8 +197,8 @@ class _Run:
 class _Watch:
     """What a stage changes in its first run besides its output: random numbers and buffers, as they were before."""
 
-    def __init__(self, stage: nn.Module, x: Tensor):
-        self.stage, self.devices = stage, [x.device]
+    def __init__(self, stage: nn.Module, device: torch.device):
+        self.stage, self.devices = stage, [device]
         self.random = RandomState(self.devices)
         self.buffers = {name: (buffer, buffer.clone()) for name, buffer in stage.named_buffers()}
 
