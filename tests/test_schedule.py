@@ -797,6 +797,20 @@ def test_a_stage_that_changes_its_input_is_refused():
         ScheduledSequential(module, segments(Chain.uniform(3), 2))(torch.ones(1, 2))
 
 
+@pytest.mark.parametrize("other", [lambda x: x[:1], torch.Tensor.double], ids=["a shape that broadcasts", "a dtype"])
+def test_a_stage_that_returns_something_else_the_second_time_is_refused(other):
+    runs = []
+
+    def changing(x):
+        runs.append(x)
+        return x * 2 if len(runs) == 1 else other(x * 2)
+
+    stages = [nn.Linear(2, 2), changing, torch.tanh]
+    loss = ScheduledSequential(stages, segments(Chain.uniform(3), 3))(torch.ones(2, 2)).sum()
+    with pytest.raises(RuntimeError, match=r"stage 1 returned .* when it ran again"):
+        loss.backward()
+
+
 def test_a_schedule_draws_itself():
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")

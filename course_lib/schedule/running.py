@@ -46,8 +46,9 @@ class ScheduledSequential(nn.Sequential):
     Raises:
         IllegalSchedule: the schedule is not legal for so many stages.
         TypeError, ValueError: an argument is not of its kind; a stage returns no tensor, or several that train.
-        RuntimeError: a stage changes its input in place, or uses a tensor that trains and is not its own; the backward
-            pass runs a second time, or is itself to be differentiated.
+        RuntimeError: a stage changes its input in place, uses a tensor that trains and is not its own, or returns
+            another shape or dtype when it runs again; the backward pass runs a second time, or is itself to be
+            differentiated.
     """
 
     def __init__(self, module: Sequence[Callable], schedule: Schedule):
@@ -123,6 +124,7 @@ class _Run:
         self.values: dict[int, Any] = {0: with_tensor(value, x.detach())}
         self.kept: dict[int, Kept] = {}  # of stages that keep all
         self.gradient: list[Tensor | None] = []  # of the output of the stage that is due
+        self.kinds: dict[int, tuple] = {}  # (shape, dtype, device) of each stage's output
         self.before: dict[int, tuple[RandomState | None, dict[str, Tensor]]] = {}  # the first run, for the others
         trains = [bool(trained(stage)) for stage in stages]
         self.needs = list(accumulate(trains, lambda before, now: before or now, initial=x.requires_grad))
@@ -175,6 +177,13 @@ class _Run:
                 now.restore()
         if watch is not None:
             self.before[i] = watch.changed()
+        output = the_tensor(result.output if keep == "all" else result)
+        found = tuple(output.shape), output.dtype, output.device
+        if self.kinds.setdefault(i, found) != found:  # a shape that broadcasts, or a dtype, would pass in silence
+            raise RuntimeError(
+                f"stage {i} returned {found} when it ran again, but {self.kinds[i]} at first; "
+                "a schedule takes stages that compute the same each time"
+            )
         return result
 
     def backward(self, i: int) -> tuple[Tensor | None, list[Tensor | None]]:
