@@ -817,6 +817,29 @@ def test_gradients_that_meet_are_counted_as_autograd_alone_adds_them(name):
     assert at_end(meter) == dict.fromkeys(CATEGORIES, 0) | {"gradient": bytes_of(leaves)}
 
 
+class _SumsInBackward(torch.autograd.Function):
+    """Whose backward lets go of each tensor as soon as the next one is made."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        value = gradient * 2
+        value = value + 1
+        value = value.exp()
+        return value.sin()
+
+
+def test_the_meter_keeps_nothing_alive_of_a_function_that_adds_in_backward():
+    x = torch.ones(1000, requires_grad=True)
+    with MemoryMeter() as meter:
+        _SumsInBackward.apply(x).sum().backward()
+    exp = next(sample for sample in meter.timeline if sample.operator == "aten.exp.default")
+    assert exp.live_bytes == 4 * (1 + 1000 + 1000 + 1)  # the loss and its gradient, what was added, and its exponential
+
+
 def test_a_symbolic_steps_gradients_meet_in_the_same_bytes():
     def run():
         _, step = shared_weight(4)

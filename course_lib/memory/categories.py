@@ -143,11 +143,16 @@ _ONE_HOLDER = _holders(torch.empty(0))
 def _called_by_autograd() -> bool:
     """True if no Python code but dispatch modes stands between the operator and autograd's engine."""
     frame = sys._getframe(3)  # beyond added_in_place and the mode that asks
-    while frame is not None and (
-        frame.f_globals.get("__name__") in _WRAPPERS or isinstance(frame.f_locals.get("self"), TorchDispatchMode)
-    ):
+    while frame is not None and (frame.f_globals.get("__name__") in _WRAPPERS or _of_a_mode(frame)):
         frame = frame.f_back
     return frame is None or frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+
+
+def _of_a_mode(frame) -> bool:
+    """Told by names: to look at a frame's `f_locals` copies them, and keeps alive what its function lets go of."""
+    owner, _, name = frame.f_code.co_qualname.rpartition(".")
+    found = frame.f_globals.get(owner)
+    return name == "__torch_dispatch__" or (isinstance(found, type) and issubclass(found, TorchDispatchMode))
 
 
 _WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame", "torch._ops")  # what PyTorch puts around modes

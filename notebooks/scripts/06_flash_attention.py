@@ -480,14 +480,14 @@ table(columns, [(name, *found) for name, found in figures.items()])
 # %% [markdown]
 # <div lang="en">
 #
-# Both forget P, and both hold little after forward (Q, K and V, 6.3 MB, were there before and are not counted). But when backward reaches a checkpointed layer, P is back, and the gradients of P and of the scores beside it: three matrices of $N^2$ numbers a head, $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, 101 of the 109 MB. Flash never has them. In FLOPs they cost the same: each does one product again, $Q K^T$ (the checkpoint stops early). The framework's kernel works in memory of its own, which the meter does not see, and the counter does not know it.
+# Both forget P, and both hold little after forward (Q, K and V, 6.3 MB, were there before and are not counted). But when backward reaches a checkpointed layer, P is back, and the gradients of P and of the scores beside it: three matrices of $N^2$ numbers a head, $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, 101 of the 107 MB. Flash never has them. In FLOPs they cost the same: each does one product again, $Q K^T$ (the checkpoint stops early). The framework's kernel works in memory of its own, which the meter does not see, and the counter does not know it.
 #
 # Does it pay on a CPU, in seconds?
 #
 # </div>
 # <div lang="zh">
 #
-# 两者都忘掉了 P，前向之后都只持有很少（Q、K、V 共 6.3 MB，事先就在，不计）。但反向走到一个检查点层时，P 回来了，旁边还有 P 的梯度和分数的梯度：每个头三个 $N^2$ 个数的矩阵，共 $3 \cdot 8 \cdot 1024^2 \cdot 4$ 字节，占 109 MB 中的 101 MB。flash 从来没有这样的矩阵。FLOPs 上两者相同：都重做一次乘法 $Q K^T$（检查点提前停下了）。框架的核在自己的内存里工作，内存计量器看不见，计数器也不认识它。
+# 两者都忘掉了 P，前向之后都只持有很少（Q、K、V 共 6.3 MB，事先就在，不计）。但反向走到一个检查点层时，P 回来了，旁边还有 P 的梯度和分数的梯度：每个头三个 $N^2$ 个数的矩阵，共 $3 \cdot 8 \cdot 1024^2 \cdot 4$ 字节，占 107 MB 中的 101 MB。flash 从来没有这样的矩阵。FLOPs 上两者相同：都重做一次乘法 $Q K^T$（检查点提前停下了）。框架的核在自己的内存里工作，内存计量器看不见，计数器也不认识它。
 #
 # 用秒来看，在 CPU 上划算吗？
 #

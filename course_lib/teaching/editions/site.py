@@ -328,15 +328,32 @@ def _api_page(name: str) -> str:
         module = importlib.import_module(f"course_lib.{name}")
     except Exception as error:  # whatever stops it, there would be an empty page
         raise EditionError(f"course_lib.{name} cannot be imported ({error}), so it has no reference") from None
-    public = {constant: getattr(module, constant) for constant in getattr(module, "__all__", ())}
+    public = {each: getattr(module, each) for each in getattr(module, "__all__", ())}
+    borrowed = {each: home for each, value in public.items() if (home := _described_elsewhere(value, name))}
     lines = [
         f".. automodule:: course_lib.{name}",
         *("   :members:", "   :show-inheritance:", "   :member-order: bysource"),
+        *([f"   :exclude-members: {', '.join(borrowed)}"] if borrowed else []),
     ]
-    for constant, value in public.items():
+    for each, value in public.items():
         if isinstance(value, dict | tuple):
-            lines.append(f"\n.. py:data:: {constant}\n   :value: {value!r}")
+            lines.append(f"\n.. py:data:: {each}\n   :value: {value!r}")
+    for home in dict.fromkeys(borrowed.values()):
+        names = ", ".join(f"``{each}``" for each, place in borrowed.items() if place == home)
+        lines.append(f"\nThe same as in ``{home}``: {names}.")
     return f"# course_lib.{name}\n\n```{{eval-rst}}\n" + "\n".join(lines) + "\n```\n"
+
+
+def _described_elsewhere(value: object, name: str) -> str:
+    """Where else the reference has it: in PyTorch's, or on the page of an earlier module of ours; "" if nowhere."""
+    home = getattr(value, "__module__", None) or ("torch.utils.checkpoint" if isinstance(value, set) else "")
+    if home.startswith("torch"):
+        return home
+    for earlier in MODULES[: MODULES.index(name)]:
+        if importlib.util.find_spec(f"course_lib.{earlier}"):
+            if any(value is other for other in vars(importlib.import_module(f"course_lib.{earlier}")).values()):
+                return f"course_lib.{earlier}"
+    return ""
 
 
 # --- Sphinx ---
