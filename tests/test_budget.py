@@ -918,7 +918,7 @@ def every(recipes=EVERY):
 @pytest.mark.usefixtures("quick")
 class TestSearch:
     def test_nothing_is_cheaper_than_what_is_found(self):
-        budget = int(0.6 * remembered(searched, searched_batch, SGD).peak_bytes)
+        budget = int(0.75 * remembered(searched, searched_batch, SGD).peak_bytes)
         fitting = [e for e in every().values() if e.peak_bytes <= budget]
         found = fit(searched, searched_batch, budget, base=SGD, rates=RATE, tier="file", progress=False)
         assert all(e.peak_bytes <= budget for e in found)
@@ -954,21 +954,21 @@ class TestSearch:
             fit(searched, searched_batch, 1000, recipes=[inside], tier="file", progress=False)
         assert caught.value.least.recipe == inside
 
-    def test_a_budget_below_the_least_names_the_least_and_its_recipe(self, base=SGD):
+    def test_a_budget_below_the_least_names_the_least_and_its_recipe(self):
+        base, four = SGD, partial(random_tokens, 4, 32, 200)
         with pytest.raises(InfeasibleBudget) as caught:
-            fit(searched, searched_batch, 1000, base=base, tier="file", progress=False)
+            fit(searched, four, 1000, base=base, tier="file", progress=False)
         error = caught.value
-        assert estimate(searched, searched_batch, error.least.recipe).peak_bytes == error.least.peak_bytes
+        assert estimate(searched, four, error.least.recipe).peak_bytes == error.least.peak_bytes
         assert f"{error.least.peak_bytes:,} bytes" in str(error) and repr(error.least.recipe) in str(error)
         assert "\n" not in str(error) and str(error).startswith("budget_bytes is ")
         assert error.budget_bytes == 1000 and error.least_bytes == error.least.peak_bytes
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
-        found = fit(searched, searched_batch, error.least.peak_bytes, base=base, tier="file", progress=False)
+        found = fit(searched, four, error.least.peak_bytes, base=base, tier="file", progress=False)
         assert found[0].peak_bytes <= error.least.peak_bytes
-        assert error.least.peak_bytes <= min(e.peak_bytes for e in every().values())
 
     def test_all_that_fits_by_the_search_fits_when_it_is_run(self):
-        budget = int(0.6 * remembered(searched, searched_batch, SGD).peak_bytes)
+        budget = int(0.75 * remembered(searched, searched_batch, SGD).peak_bytes)
         found = fit(searched, searched_batch, budget, base=SGD, rates=RATE, tier="file", progress=False)
         assert found
         for e in found:

@@ -223,21 +223,24 @@ class _Search:
         room -= 0 if recipe.in_backward else sum(p.nbytes for p in self.trained)
         best: Recipe | None = None
         for _ in range(3):
+            trial = replace(recipe, schedule_bytes=max(1, room))
             try:
-                trial = replace(recipe, schedule_bytes=max(1, room))
                 peak = self.estimate(trial).peak_bytes
-            except InfeasibleBudget as error:
-                if best is None:
-                    best = replace(recipe, schedule_bytes=error.least_bytes)
-                    self.estimate(best)
-                return best
+            except InfeasibleBudget:
+                break
             if peak <= self.budget:
                 best = trial
             spare = self.budget - peak
             if 0 <= spare < self.budget // 200:
                 break
             room += spare
-        return best or trial
+        if best is None:
+            try:
+                self.estimate(replace(recipe, schedule_bytes=1))
+            except InfeasibleBudget as error:  # which says what the least schedule takes
+                best = replace(recipe, schedule_bytes=error.least_bytes)
+                self.estimate(best)
+        return best
 
 
 def _first(recipes: Sequence[Recipe], fits: Callable[[Recipe], Any]) -> Recipe | None:
