@@ -7,7 +7,6 @@ stay as large as they are: peak bytes are a floor plus so many bytes a sample of
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib._check import function, kind, one_of, positive, shown, whole
+from course_lib._check import kind, one_of, positive, shown, whole
 from course_lib._torch import is_symbolic, map_tensors, random_numbers_undone, tensors_in
 
-__all__ = ["AccumulatedStep", "StepResult", "check_loss_sum", "check_optimizer", "split"]
+__all__ = ["AccumulatedStep", "StepResult", "check_loss_sum", "split"]
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -112,15 +111,13 @@ class AccumulatedStep:
         autocast_dtype: torch.dtype | None = None,
         accumulate: str | None = None,
     ):
-        self.model = kind("model", model, nn.Module, "a torch.nn.Module")
-        self.replica = _replica(model)
+        self.model, self.replica = model, _replica(model)
         self.optimizer = _one_optimizer(optimizer)
-        self.loss_sum = function("loss_sum", loss_sum, "a function (model, micro_batch) -> (sum of losses, weight)")
+        self.loss_sum = loss_sum
         self.max_norm = None if max_norm is None else positive("max_norm", max_norm)
         self.autocast_dtype = one_of("autocast_dtype", autocast_dtype, (None, *NARROW))
-        parameters = _optimized(self.optimizer)
-        self.device_type = parameters[0].device.type
-        self.scaler = _checked_scaler(scaler, parameters, self.device_type, autocast_dtype)
+        self.device_type = _optimized(self.optimizer)[0].device.type
+        self.scaler = _scaler(scaler, self.device_type, autocast_dtype)
         self.accumulate = one_of("accumulate", accumulate, (None,) if self.replica else (None, "fp32"))
         self.ranks = 1 if self.replica is None else torch.distributed.get_world_size(self.replica.process_group)
         self._unit: float | None = None  # what each sum of losses is divided by before its backward pass
@@ -135,7 +132,7 @@ class AccumulatedStep:
 
         Raises:
             TypeError, ValueError: micro_batches is one batch, or empty; `loss_sum` returned something else than a
-                finite sum that requires gradients, and a weight, 0 or more; all weights are zero.
+                finite sum and a weight, 0 or more; all weights are zero.
             RuntimeError: no parameter of the optimizer got a gradient; the norm of the gradients is inf or NaN;
                 `loss_sum` did not call the DDP model.
         """
@@ -328,8 +325,6 @@ def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, float | 
     loss, weight = pair
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         raise TypeError(f"{name}: the sum of losses is {shown(loss)}; it takes a scalar tensor, with gradients")
-    if not loss.requires_grad:
-        raise ValueError(f"{name}: the sum of losses is without gradients; it takes one computed from the parameters")
     if not isinstance(weight, (Tensor, Real)) or (torch.is_tensor(weight) and (weight.dim() or weight.requires_grad)):
         raise TypeError(f"{name}: the weight is {shown(weight)}; it takes a number, or such a tensor without gradients")
     return loss, weight
@@ -341,14 +336,6 @@ def _check_micro_batches(given: Any) -> None:
     if pair or isinstance(given, (Tensor, Mapping)):
         got = f"{shown(given)}{' of tensors' if pair else ''}, which may be one batch"
         raise TypeError(f"micro_batches is {got}; it takes several, as from split(batch, 8) or in a list")
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Refuse what is no optimizer, or steps only with a closure, which would run the batch again."""
-    kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
-    _self, *arguments = inspect.signature(type(optimizer).step).parameters.values()
-    if any(a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD) for a in arguments):
-        raise TypeError(f"optimizer is {shown(optimizer)}, whose step takes a closure; it takes one that steps without")
 
 
 class _Together:
@@ -369,7 +356,7 @@ class _Together:
 def _one_optimizer(given: Any) -> torch.optim.Optimizer | _Together:
     optimizers = given if isinstance(given, (list, tuple)) else [given]
     for optimizer in optimizers:
-        check_optimizer(optimizer)
+        kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer, or a list of them")
     together = optimizers[0] if len(optimizers) == 1 else _Together(optimizers)
     parameters = _optimized(together)
     if not parameters or len(set(parameters)) < len(parameters):
@@ -386,15 +373,11 @@ def _replica(model: nn.Module) -> DistributedDataParallel | None:
     return found[0] if found else None
 
 
-def _checked_scaler(scaler: Any, parameters: list[Tensor], device: str, autocast_dtype: torch.dtype | None):
+def _scaler(given: torch.amp.GradScaler | None, device: str, autocast_dtype: torch.dtype | None):
     """The scaler; without one a disabled one, which does nothing but step."""
-    if scaler is None or not kind("scaler", scaler, torch.amp.GradScaler, "a torch.amp.GradScaler").is_enabled():
-        if autocast_dtype == torch.float16:
-            told = "autocast_dtype is torch.float16 without a scaler: small gradients become zero in the backward pass"
-            warnings.warn(f"{told}; pass scaler=torch.amp.GradScaler({device!r})", stacklevel=3)
-        return torch.amp.GradScaler(device, enabled=False)
-    if scaler._device != device:
-        raise ValueError(f"scaler is for {scaler._device}; it takes one for the model's device, {device}")
-    if any(parameter.dtype == torch.float16 for parameter in parameters):
-        raise ValueError("scaler is given for parameters in torch.float16; it takes torch.float32, and autocast_dtype")
-    return scaler
+    if given is not None and kind("scaler", given, torch.amp.GradScaler, "a torch.amp.GradScaler").is_enabled():
+        return given
+    if autocast_dtype == torch.float16:
+        told = "autocast_dtype is torch.float16 without a scaler: small gradients become zero in the backward pass"
+        warnings.warn(f"{told}; pass scaler=torch.amp.GradScaler({device!r})", stacklevel=3)
+    return torch.amp.GradScaler(device, enabled=False)

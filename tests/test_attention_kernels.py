@@ -27,19 +27,13 @@ NAMES = ("o", "lse", "dq", "dk", "dv")
 # batch, heads, kv_heads, n_q, n_k, d, and what else is not as usual: fp32, full attention, blocks of 16 x 16
 CASES = {
     "full": dict(shape=(2, 2, 2, 40, 40, 16)),
-    "top-left causal, fewer queries": dict(shape=(1, 2, 1, 17, 53, 16), top_left=True),
     "top-left causal, more queries": dict(shape=(1, 2, 1, 70, 33, 16), top_left=True, blocks=(16, 32)),
-    "whole blocks": dict(shape=(1, 1, 1, 32, 48, 16)),
     "causal": dict(shape=(1, 2, 2, 37, 37, 24), causal=True),
     "fewer queries than keys, causal": dict(shape=(1, 1, 1, 17, 53, 16), causal=True),
     "more queries than keys, causal": dict(shape=(1, 1, 1, 70, 33, 64), causal=True),
-    "more queries than keys": dict(shape=(1, 1, 1, 53, 17, 16)),
     "one query, one key": dict(shape=(1, 1, 1, 1, 1, 16), causal=True),
-    "one query": dict(shape=(1, 2, 1, 1, 37, 16), causal=True),
     "grouped-query": dict(shape=(2, 4, 2, 33, 33, 16), causal=True),
-    "multi-query": dict(shape=(1, 3, 1, 20, 45, 16)),
-    "wide queries": dict(shape=(1, 1, 1, 70, 70, 16), causal=True, blocks=(64, 16)),
-    "wide keys": dict(shape=(1, 1, 1, 70, 70, 16), causal=True, blocks=(16, 64)),
+    "wide queries": dict(shape=(1, 1, 1, 70, 50, 16), causal=True, blocks=(64, 16)),
     "blocks not given": dict(shape=(1, 1, 1, 40, 50, 16), causal=True, blocks=(None, None)),
     "head dim 200": dict(shape=(1, 1, 1, 17, 20, 200), causal=True),
     "any strides": dict(shape=(2, 2, 2, 37, 37, 24), causal=True, strides="any"),
@@ -144,21 +138,6 @@ def report_skipping():
     }
 
 
-def report_refusals():
-    q = torch.zeros(1, 1, 4, 16)
-    messages = {}
-    for blocks in [(24, 16), (16, 8), (0, None), (None, 48)]:
-        for call in (
-            lambda blocks: launching.forward(q, q, q, Options(None, 1.0, *blocks)),
-            lambda blocks: launching.backward(q, q, q, q, q[..., 0], q, Options(None, 1.0, *blocks)),
-        ):
-            try:
-                call(blocks)
-            except ValueError as refusal:
-                messages.setdefault(str(blocks), []).append(str(refusal))
-    return messages
-
-
 def report_reasons():
     x, wide = torch.zeros(1, 1, 4, 16), torch.zeros(1, 1, 4, 24)
     cases = {str(d): torch.zeros(1, 1, 4, d) for d in (8, 15, 16, 200, 256, 257)}
@@ -206,7 +185,7 @@ def compile_for_an_absent_gpu():
 if __name__ == "__main__":
     if kernels.INTERPRETED:
         report = {name: report_case(case) for name, case in CASES.items()}
-        reports = {"skipping": report_skipping(), "refusals": report_refusals(), "reasons": report_reasons()}
+        reports = {"skipping": report_skipping(), "reasons": report_reasons()}
         print(json.dumps({"cases": report, **reports}))
     else:
         print(json.dumps(compile_for_an_absent_gpu()))
@@ -239,18 +218,12 @@ def interpreted():
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_agree_with_float64(interpreted, name):
     report = interpreted["cases"][name]
+    assert report["shapes"] and report["dtypes"] and report["contiguous"]
     # The interpreter cuts numbers off where a GPU rounds them to bf16.
     allowed = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 1.5e-2}[CASES[name].get("dtype", "float32")]
     if name in ("large scores", "scores all far below zero"):
         allowed = 2e-4  # neighbours among fp32 numbers in the thousands lie 1.2e-4 apart; the exponential sees that
     assert all(found <= (2e-6 if part == "lse" else allowed) for part, found in report["errors"].items()), report
-
-
-@needs_triton
-@pytest.mark.parametrize("name", CASES)
-def test_results_have_the_shapes_and_dtypes_promised_and_are_contiguous(interpreted, name):
-    report = interpreted["cases"][name]
-    assert report["shapes"] and report["dtypes"] and report["contiguous"]
 
 
 @needs_triton
@@ -266,17 +239,6 @@ def test_tiles_above_the_diagonal_are_not_visited(interpreted):
     assert interpreted["skipping"] == {"forward": True, "dq": True, "dk and dv": True}
 
 
-@needs_triton
-def test_blocks_that_are_no_powers_of_two_from_16_on_are_refused(interpreted):
-    expected = {
-        "(24, 16)": "block_q is 24, but the kernels need a power of two, at least 16",
-        "(16, 8)": "block_k is 8, but the kernels need a power of two, at least 16",
-        "(0, None)": "block_q is 0, but the kernels need a power of two, at least 16",
-        "(None, 48)": "block_k is 48, but the kernels need a power of two, at least 16",
-    }
-    assert interpreted["refusals"] == {blocks: [message] * 2 for blocks, message in expected.items()}
-
-
 # ---- where they can't run
 
 
@@ -284,18 +246,8 @@ def test_blocks_that_are_no_powers_of_two_from_16_on_are_refused(interpreted):
 def test_head_dims_and_dtypes_that_the_kernels_lack_are_named(interpreted):
     reasons = interpreted["reasons"]
     assert [d for d in ("8", "15", "16", "200", "256", "257") if reasons[d]] == ["8", "15", "257"]
-    assert reasons["257"] == "the head dimension is 257, and the kernels take 16 to 256"
     assert not any(reasons[dtype] for dtype in ("float32", "float16", "bfloat16"))
-    assert reasons["float64"] == "the dtype is float64, and the kernels take float32, float16 and bfloat16"
-    assert reasons["meta"].startswith("the tensors are on meta")
-    assert reasons["wide"] == "v's head dimension is 24, and the kernels take q's, 16"
-
-
-@needs_triton
-@pytest.mark.skipif(kernels.INTERPRETED, reason="TRITON_INTERPRET is set here")
-def test_tensors_on_the_cpu_need_the_interpreter():
-    reason = "the tensors are on cpu, and Triton's interpreter is off (TRITON_INTERPRET=1 turns it on)"
-    assert launching.why_not(*[torch.zeros(1, 1, 4, 16)] * 2) == reason
+    assert "float64" in reasons["float64"] and "meta" in reasons["meta"] and "24" in reasons["wide"]
 
 
 def test_without_triton_the_kernels_import_and_what_is_asked_for_them_says_why_they_can_not_run():

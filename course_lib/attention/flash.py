@@ -6,7 +6,6 @@ import math
 from types import ModuleType
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -102,10 +101,9 @@ def flash_attention(
     """
     q, k, v = _checked(q, k, v, enable_gqa, attn_mask, dropout_p)
     shift, scale = _shift(q, k, causal, is_causal), _scale(q, scale)
-    block_q, block_k = (
-        block if block is None else _check.whole(name, block, 1)
-        for name, block in (("block_q", block_q), ("block_k", block_k))
-    )
+    for name, block in (("block_q", block_q), ("block_k", block_k)):
+        if block is not None:
+            _check.whole(name, block, 1)
     return _Flash.apply(q, k, v, tiled.Options(shift, scale, block_q, block_k), _backend(backend, q, k, v))[0]
 
 
@@ -168,55 +166,42 @@ def _backend(name: str, q: Tensor, k: Tensor, v: Tensor) -> ModuleType:
     raise RuntimeError(f'backend is "triton", but {reason}; backend="torch" works')
 
 
-def _checked(q: Any, k: Any, v: Any, enable_gqa: Any, attn_mask: Any, dropout_p: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any, attn_mask: Any, dropout_p: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors, which go together, cast as autocast wants them."""
     if attn_mask is not None:
         got = _check.shown(attn_mask)
         raise TypeError(f"attn_mask is {got}; it takes None: masks are not supported, causal and is_causal are")
-    if _check.number("dropout_p", dropout_p) != 0:
+    if dropout_p != 0:
         raise ValueError(f"dropout_p is {dropout_p}; it takes 0: what backward computes again would drop other numbers")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        takes = "a dense tensor (batch, heads, n, d)"
-        _check.kind(name, x, Tensor, takes)
-        if x.is_nested or x.layout is not torch.strided:
-            raise TypeError(f"{name} is nested or sparse; it takes {takes}")
-        if x.dim() != 4:
-            raise ValueError(f"{name} is {_check.shown(x)}; it takes {takes}")
-    for name, x in (("k", k), ("v", v)):
-        _same(name, "on", x.device, q.device)
+        if x.is_nested or x.layout is not torch.strided or x.dim() != 4:
+            got = "a nested tensor" if x.is_nested else f"{_check.shown(x)}, {x.layout}"
+            raise ValueError(f"{name} is {got}; it takes a dense tensor (batch, heads, n, d)")
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (q, k, v))
     if q.dtype not in DTYPES:
         raise TypeError(f"q is in {q.dtype}; it takes float32, float64, bfloat16 or float16")
     (batch, heads, _, d), (kv_heads, n_k) = q.shape, k.shape[1:3]
-    for name, x in (("k", k), ("v", v)):
-        _same(name, "in", x.dtype, q.dtype)
-    shared = enable_gqa is None or _flag("enable_gqa", enable_gqa)
+    shared = enable_gqa is None or enable_gqa
     if kv_heads != heads and not (shared and kv_heads and heads % kv_heads == 0):
         takes = f"a divisor of q's {heads}" if shared else f"{heads}, as q has, or enable_gqa=True"
         raise ValueError(f"k is of {kv_heads} heads; it takes {takes}")
-    _same("k", "of shape", tuple(k.shape), (batch, kv_heads, n_k, d))
-    _same("v", "of shape", tuple(v.shape), (batch, kv_heads, n_k, v.shape[3]))
+    for name, x, shape in (("k", k, (batch, kv_heads, n_k, d)), ("v", v, (batch, kv_heads, n_k, v.shape[3]))):
+        if (x.shape, x.dtype, x.device) != (shape, q.dtype, q.device):
+            takes = f"shape {shape}, {q.dtype} and {q.device}, to go with the others"
+            raise ValueError(f"{name} is {_check.shown(x)} on {x.device}; it takes {takes}")
     return q, k, v
 
 
-def _same(name: str, what: str, got: Any, wanted: Any) -> None:
-    if got != wanted:
-        raise ValueError(f"{name} is {what} {got}; it takes {wanted}, to go with the others")
-
-
-def _flag(name: str, value: Any) -> bool:
-    return bool(_check.kind(name, value, (bool, numpy.bool_), "True or False"))
-
-
-def _shift(q: Tensor, k: Tensor, causal: Any, is_causal: Any) -> int | None:
+def _shift(q: Tensor, k: Tensor, causal: bool, is_causal: bool) -> int | None:
     """Query i sees the keys up to i + shift; all of them if None."""
-    lower_right, upper_left = _flag("causal", causal), _flag("is_causal", is_causal)
-    if lower_right and upper_left:
+    if causal and is_causal:
         raise ValueError("is_causal is True, and so is causal; it takes False then: they align differently")
-    return k.shape[2] - q.shape[2] if lower_right else 0 if upper_left else None
+    return k.shape[2] - q.shape[2] if causal else 0 if is_causal else None
 
 
-def _scale(q: Tensor, scale: Any) -> float:
+def _scale(q: Tensor, scale: float | None) -> float:
     return max(1, q.shape[3]) ** -0.5 if scale is None else _check.number("scale", scale)

@@ -55,9 +55,6 @@ if triton and not INTERPRETED:
 
 def _with_blocks(kernel: Any, block_q: int | None, block_k: int | None) -> tuple[Any, dict[str, int]]:
     """The kernel to launch and the options that say its block sizes; none for a kernel that tunes itself."""
-    for name, block in (("block_q", block_q), ("block_k", block_k)):
-        if block is not None and (block < 16 or block & (block - 1)):
-            raise ValueError(f"{name} is {block}, but the kernels need a power of two, at least 16")
     if block_q is None and block_k is None and not INTERPRETED:
         return TUNED[kernel], {}
     block_q, block_k = block_q or 32, block_k or 32
@@ -93,9 +90,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 
     Returns:
         o (batch, heads, n_q, d), contiguous, of q's dtype, and lse (batch, heads, n_q), fp32, natural logarithm.
-
-    Raises:
-        ValueError: a block is no power of two, or below 16.
     """
     (batch, heads, n_q, d), (_, kv_heads, n_k, _) = q.shape, k.shape
     shift, scale, *blocks = options
@@ -114,11 +108,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, contiguous, from that of o and from what `forward` took and returned.
-
-    Raises:
-        ValueError: a block is no power of two, or below 16.
-    """
+    """The gradients of q, k and v, contiguous, from that of o and from what `forward` took and returned."""
     (batch, heads, n_q, d), (_, kv_heads, n_k, _) = q.shape, k.shape
     shift, scale, *blocks = options
     over_keys, launch = _with_blocks(keys_backward_kernel, *blocks)

@@ -55,16 +55,13 @@ def online_softmax(scores: Tensor, block: int) -> Tensor:
         A tensor like `scores`, computed in float32 at least; autograd goes through it.
 
     Raises:
-        TypeError, ValueError: scores is no floating-point tensor of one dimension or more; block is no whole number
-            from 1 on.
+        TypeError, ValueError: scores is no floating-point tensor; block is no whole number from 1 on.
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3.
     """
-    takes = "a floating-point tensor with one dimension or more"
-    _check.kind("scores", scores, Tensor, takes)
-    if not scores.is_floating_point() or scores.dim() == 0:
-        raise TypeError(f"scores is {_check.shown(scores)}; it takes {takes}")
-    block = _check.whole("block", block, 1)
+    if not scores.is_floating_point():
+        raise TypeError(f"scores is {_check.shown(scores)}; it takes a floating-point tensor")
+    _check.whole("block", block, 1)
     x = scores.to(work_dtype(scores))
     m = x.new_full((*x.shape[:-1], 1), torch.finfo(x.dtype).min)  # finite: -inf - (-inf) would be NaN
     total = torch.zeros_like(m)

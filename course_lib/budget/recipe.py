@@ -7,9 +7,12 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from course_lib._check import kind, number, one_of, whole
+
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPTIMIZERS = ("adam", "sgd")
 ATTENTIONS = ("standard", "flash")
+MIN_BYTES = 1 << 20
 CHECKPOINTS = ("none", "selective", "layers", "segments", "optimal")
 
 
@@ -27,6 +30,7 @@ class Recipe:
         segments: how many, for "segments" alone. The last one is not recomputed.
         schedule_bytes: the most bytes of activations of one micro-batch, for "optimal" alone.
         offload_activations: what is saved for backward goes one tier down; not with "selective" or "optimal".
+        min_bytes: the smallest storage of activations that goes down.
         head_chunk: tokens of the loss head at a time; None for all at once.
         in_backward: the optimizer steps as each gradient is there, and the gradient goes; takes one micro-batch.
         micro_batches: pieces of the batch, equal but for the last.
@@ -43,59 +47,33 @@ class Recipe:
     segments: int | None = None
     schedule_bytes: int | None = None
     offload_activations: bool = False
+    min_bytes: int = MIN_BYTES
     head_chunk: int | None = None
     in_backward: bool = False
     micro_batches: int = 1
 
     def __post_init__(self):
-        known = {
-            "precision": tuple(PRECISIONS),
-            "optimizer": OPTIMIZERS,
-            "attention": ATTENTIONS,
-            "checkpoint": CHECKPOINTS,
-        }
+        known = {"precision": PRECISIONS, "optimizer": OPTIMIZERS, "attention": ATTENTIONS, "checkpoint": CHECKPOINTS}
         for name, options in known.items():
-            if getattr(self, name) not in options:
-                quoted = ", ".join(f'"{option}"' for option in options)
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it takes one of {quoted}")
-        fraction = self.offload_optimizer
-        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
-            raise TypeError(f"offload_optimizer is {fraction!r}; it takes a number from 0 to 1")
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"offload_optimizer is {fraction}; it takes a number from 0 to 1")
+            one_of(name, getattr(self, name), options)
+        number("offload_optimizer", self.offload_optimizer, 0, 1)
         for name in ("offload_activations", "in_backward"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; it takes True or False")
-        for name, optional in (
-            ("segments", True),
-            ("schedule_bytes", True),
-            ("head_chunk", True),
-            ("micro_batches", False),
-        ):
-            value = getattr(self, name)
-            if value is None and optional:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} is {value!r}; it takes a whole number, 1 or more")
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it takes a whole number, 1 or more")
+            kind(name, getattr(self, name), bool, "True or False")
+        for name in ("segments", "schedule_bytes", "head_chunk"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), 1)
+        whole("micro_batches", self.micro_batches, 1)
+        whole("min_bytes", self.min_bytes, 0)
         for name, owner in (("segments", "segments"), ("schedule_bytes", "optimal")):
-            given = getattr(self, name) is not None
-            if given != (self.checkpoint == owner):
-                raise ValueError(
-                    f'{name} is {getattr(self, name)} and checkpoint is "{self.checkpoint}"; '
-                    f'{name} takes a number where checkpoint is "{owner}", and None elsewhere'
-                )
+            if (getattr(self, name) is not None) != (self.checkpoint == owner):
+                got = f'{name} is {getattr(self, name)} and checkpoint is "{self.checkpoint}"'
+                raise ValueError(f'{got}; it takes a number where that is "{owner}", and None elsewhere')
         if self.offload_activations and self.checkpoint in ("selective", "optimal"):
-            raise ValueError(
-                f'offload_activations does not go with checkpoint="{self.checkpoint}", which holds its tensors itself; '
-                'it takes "none", "layers" or "segments"'
-            )
+            got = f'offload_activations is True and checkpoint is "{self.checkpoint}", which holds its tensors itself'
+            raise ValueError(f'{got}; it takes "none", "layers" or "segments"')
         if self.in_backward and self.micro_batches > 1:
-            raise ValueError(
-                f"in_backward is True with micro_batches = {self.micro_batches}; gradients of several pieces must be "
-                "added up before a step, so it takes micro_batches = 1"
-            )
+            got = f"in_backward is True and micro_batches is {self.micro_batches}, whose gradients must be added up"
+            raise ValueError(f"{got}; it takes 1 micro-batch")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,7 +94,8 @@ class Recipe:
             more = {"segments": f" {self.segments}", "optimal": f" {(self.schedule_bytes or 0) / 1e6:,.1f} MB"}
             words.append(f"checkpoint {self.checkpoint}{more.get(self.checkpoint, '')}")
         if self.offload_activations:
-            words.append("activations offloaded")
+            least = "" if self.min_bytes == MIN_BYTES else f" from {self.min_bytes} bytes on"
+            words.append(f"activations offloaded{least}")
         if self.head_chunk:
             words.append(f"head in chunks of {self.head_chunk}")
         if self.in_backward:

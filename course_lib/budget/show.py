@@ -19,7 +19,7 @@ ORDER = (
     ("micro_batches",),
     ("in_backward",),
     ("offload_optimizer",),
-    ("offload_activations",),
+    ("offload_activations", "min_bytes"),
 )
 
 
@@ -62,48 +62,45 @@ def waterfall(
 
     Returns:
         The axes.
-
-    Raises:
-        ValueError: there is no estimate.
     """
     import matplotlib.pyplot as plt
 
-    if not estimates:
-        raise ValueError("estimates is empty; it takes one Estimate or more")
     ax = ax if ax is not None else plt.subplots(figsize=(9, 4.2), layout="constrained")[1]
     unit, name = (1e9, "GB") if estimates[0].peak_bytes > 2e10 else (1e6, "MB")
-    steps, heights = range(len(estimates)), [0.0] * len(estimates)
+    steps, heights, labels = range(len(estimates)), [0.0] * len(estimates), labels or {}
     for category in CATEGORIES:
         values = [estimate.at_peak.get(category, 0) / unit for estimate in estimates]
         if any(values):
             look = {"facecolor": CATEGORY_COLORS[category], "hatch": CATEGORY_HATCHES.get(category)}
             look["edgecolor"] = (1.0, 1.0, 1.0, 0.35)  # of the hatching
-            ax.bar(steps, values, 0.62, heights, label=(labels or {}).get(category, category), linewidth=0, **look)
+            ax.bar(steps, values, 0.62, heights, label=labels.get(category, category), linewidth=0, **look)
             heights = [a + b for a, b in zip(heights, values, strict=True)]
     shown = [(i, count / unit) for i, count in enumerate(measured) if count is not None]
     if shown:
-        ax.plot(*zip(*shown, strict=True), "kD", markersize=5, label=(labels or {}).get("measured", "measured"))
+        ax.plot(*zip(*shown, strict=True), "kD", markersize=5, label=labels.get("measured", "measured"))
     for i, (estimate, height) in enumerate(zip(estimates, heights, strict=True)):
-        price = [f"{height:,.{2 if unit == 1e9 else 0}f} {name}", f"{estimate.flops / estimates[0].flops:.2f} × FLOPs"]
-        if estimate.moved_bytes:
-            price.append(f"{estimate.moved_bytes / unit:,.1f} {name} ↕")
-        ax.annotate("\n".join(price), (i, height), (0, 5), textcoords="offset points", ha="center", fontsize=8)
+        price = _price(estimate, estimates[0], height, unit, name)
+        ax.annotate(price, (i, height), (0, 5), textcoords="offset points", ha="center", fontsize=8)
     if budget_bytes is not None:
         ax.axhline(budget_bytes / unit, color="black", linewidth=1, linestyle="--")
-        word = (labels or {}).get("budget", "budget")
         where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        text = f"{word}\n{budget_bytes / unit:,.{1 if unit == 1e9 else 0}f} {name}"
+        text = f"{labels.get('budget', 'budget')}\n{budget_bytes / unit:,.{1 if unit == 1e9 else 0}f} {name}"
         ax.annotate(text, (1, budget_bytes / unit), (4, 0), ha="left", va="center", fontsize=8, **where)
-    pairs = pairwise(estimates)
-    names = names or [
-        str(estimates[0].recipe),
-        *(f"+ {added(before.recipe, after.recipe)}" for before, after in pairs),
-    ]
+    if not names:
+        more = (f"+ {added(before.recipe, after.recipe)}" for before, after in pairwise(estimates))
+        names = [str(estimates[0].recipe), *more]
     ax.set_xticks(list(steps), ["\n".join(map(_wrapped, str(each).split("\n"))) for each in names], fontsize=8)
     ax.set_ylim(0, max(heights) * 1.25)
     ax.set_ylabel(name)
     ax.legend(frameon=False, fontsize=8, loc="upper right")
     return ax
+
+
+def _price(estimate: Estimate, first: Estimate, height: float, unit: float, name: str) -> str:
+    price = [f"{height:,.{2 if unit == 1e9 else 0}f} {name}", f"{estimate.flops / first.flops:.2f} × FLOPs"]
+    if estimate.moved_bytes:
+        price.append(f"{estimate.moved_bytes / unit:,.1f} {name} ↕")
+    return "\n".join(price)
 
 
 def _wrapped(text: str, width: int = 16) -> str:

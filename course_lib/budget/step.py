@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from course_lib._check import kind, shown
 from course_lib._torch import is_symbolic, random_numbers_undone
-from course_lib.accumulation import AccumulatedStep, StepResult, check_loss_sum, check_optimizer, split
+from course_lib.accumulation import AccumulatedStep, StepResult, check_loss_sum, split
 from course_lib.attention import flash_attention
+from course_lib.memory import cast
 from course_lib.models import Attention, Decoder
 from course_lib.offload import OffloadedOptimizer, offload_activations
 
@@ -50,22 +51,9 @@ def model_of(make_model: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
     check_recipe(recipe)
     model = make_model()
     if isinstance(model, nn.Module):
-        _cast(model, recipe.dtype) if is_symbolic() else model.to(recipe.dtype)
+        cast(model, recipe.dtype)
     check_model(model, recipe)
     return model
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """`model.to(dtype)` for symbolic tensors, which cannot be given other data: new ones take their place."""
-    made: dict[Tensor, Tensor] = {}
-    for module in model.modules():
-        for name, old in [*module._parameters.items(), *module._buffers.items()]:
-            if old is None or not old.is_floating_point() or old.dtype == dtype:
-                continue
-            if old not in made:
-                new = old.detach().to(dtype)
-                made[old] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-            setattr(module, name, made[old])
 
 
 def optimizer_of(model: nn.Module, recipe: Recipe, *, store=None, lr: float = SETTINGS["lr"]) -> torch.optim.Optimizer:
@@ -131,7 +119,7 @@ def train_step(
     """
     check_model(model, recipe)
     check_loss(model, recipe, loss_sum)
-    check_optimizer(optimizer)
+    kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     return run_pieces(model, optimizer, pieces_of(batch, recipe.micro_batches), recipe, loss_sum, store)
 
 
@@ -139,7 +127,9 @@ def run_pieces(model, optimizer, pieces: Iterable[Any], recipe: Recipe, loss_sum
     """`train_step` on micro-batches that are there already."""
 
     def offloading(_, piece) -> tuple[Tensor, float | Tensor]:
-        with offload_activations(store, keep=[model]) if recipe.offload_activations else nullcontext():
+        if not recipe.offload_activations:
+            return loss_of(model, piece, recipe, loss_sum)
+        with offload_activations(store, min_bytes=recipe.min_bytes, keep=[model]):
             return loss_of(model, piece, recipe, loss_sum)
 
     with applied(model, recipe):
