@@ -1269,6 +1269,7 @@ def test_ctrl_c_does_not_wait_for_a_loader_that_does():
             time.sleep(0.01)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of the tests ignores it
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -1276,6 +1277,7 @@ def test_ctrl_c_does_not_wait_for_a_loader_that_does():
         assert not go.is_set()
         assert "prefetcher" in [thread.name for thread in threading.enumerate()]  # left behind, for the loader to end
     finally:
+        signal.signal(signal.SIGINT, before)
         go.set()
 
 
