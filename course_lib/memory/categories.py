@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .storages import AccumulateGrad, held_by, hooks_active, saved_by, storages_of, tensors_among
 from .timeline import Ledger, Record
 
-_ADD = torch.ops.aten.add.Tensor
+ADD = torch.ops.aten.add.Tensor
 # What `torch.tensor([...])` calls: it returns its input, and that is new. `torch.from_numpy` calls it too, but what
 # NumPy owns cannot be resized.
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
@@ -71,7 +71,8 @@ class Usage:
             for storage in storages_of(tensor):
                 record = ledger.find(storage)
                 if record is not None:
-                    ledger.resized(storage)
+                    if record.nbytes != storage.nbytes():
+                        ledger.resized(storage)
                 elif storage._cdata not in sources or (func is _LIFT_FRESH and storage.resizable()):
                     # Data enters a step through an operator that has no tensor to start from.
                     enters = not sources - {storage._cdata} and ledger.operators[-1][1] == "forward"
@@ -106,7 +107,7 @@ class Usage:
             record.released, record.read_by = len(self.ledger.operators), None
         self._read.clear()
 
-    def added_in_place(self, func, args, kwargs) -> Record | None:
+    def added_in_place(self, args, kwargs) -> Record | None:
         """The storage that would take up the sum if no dispatch mode were active: that of gradients that met before.
 
         Autograd adds gradients that meet at a node in place, unless a mode is active, and then it calls `add`. The
@@ -117,7 +118,7 @@ class Usage:
 
         Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`).
         """
-        if func is not _ADD or kwargs or self.node is None or torch.is_grad_enabled() or not _called_by_autograd():
+        if kwargs or self.node is None or torch.is_grad_enabled() or not _called_by_autograd():
             return None
         total, new = args
         if not all(isinstance(t, Tensor) and t.layout is torch.strided for t in args) or total.shape != new.shape:

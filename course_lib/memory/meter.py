@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._check import whole
-from .categories import Steps, Usage
+from .categories import ADD, Steps, Usage
 from .show import bytes_text, draw_timeline
 from .storages import belongings, check_model_and_optimizer, holds_bytes, storages_without_operators
 from .timeline import Ledger, Timeline
@@ -136,7 +136,7 @@ class MemoryMeter(TorchDispatchMode):
         ledger, usage, node = self._ledger, self._usage, torch._C._current_autograd_node()
         with ledger.lock:
             made_in, sources = usage.inputs(func, args, kwargs, node)
-            taken_over = usage.added_in_place(func, args, kwargs)
+            taken_over = usage.added_in_place(args, kwargs) if func is ADD else None
         result = func(*args, **kwargs) if kwargs else func(*args)
         with ledger.lock:
             ledger.bury()
