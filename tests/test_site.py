@@ -10,17 +10,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-from editions import failure, write_lesson
-
-from course_lib.checkpoint import checkpoint
-from course_lib.teaching import alt
-from course_lib.teaching.editions import site
-from course_lib.teaching.editions.cells import STAMP
 
 nodes = pytest.importorskip("docutils.nodes", reason="the site's packages come with the extra `test`")
 BeautifulSoup = pytest.importorskip("bs4").BeautifulSoup
-for package in ("sphinx", "myst_nb", "furo", "jupytext"):
+for package in ("sphinx", "myst_nb", "furo", "jupytext", "nbformat"):
     pytest.importorskip(package, reason="the site's packages come with the extra `test`")
+
+from editions import failure, write_lesson  # noqa: E402 - after the checks for what a GPU machine lacks
+
+from course_lib.checkpoint import checkpoint  # noqa: E402
+from course_lib.teaching import alt  # noqa: E402
+from course_lib.teaching.editions import site  # noqa: E402
+from course_lib.teaching.editions.cells import STAMP  # noqa: E402
 
 pytestmark = [  # the packages' own, of which they know
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
