@@ -58,3 +58,19 @@ def built_decks(tmp_path_factory):
     from course_lib.teaching.editions import slides
 
     return built_once(tmp_path_factory, "slides", lambda folder: slides.build(NOTEBOOKS, folder))
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """No language chosen yet, no window, and matplotlib as the test found it."""
+    import matplotlib
+    from matplotlib import pyplot
+
+    from course_lib.teaching import languages
+
+    monkeypatch.delenv("COURSE_LANG", raising=False)
+    monkeypatch.setattr(languages, "_chosen", None)
+    with matplotlib.rc_context():
+        matplotlib.use("Agg")
+        yield
+        pyplot.close("all")

@@ -20,7 +20,7 @@ from course_lib.lessons import lesson_00, lesson_01, lesson_03, lesson_05, lesso
 from course_lib.memory import symbolic, training_state_bytes
 from course_lib.models import Decoder, random_tokens
 from course_lib.schedule import Backward, Chain, Forward, optimal, recursive, segments, sqrt_segments, store_all
-from course_lib.teaching import Verdict, alt, category_label, language, languages, said
+from course_lib.teaching import Verdict, alt, category_label, language, said
 from course_lib.teaching.experiments import TINY, decoder_and_tokens
 
 ROOT = Path(__file__).parents[1]
@@ -32,18 +32,7 @@ CHECKS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    """No language chosen, and no window."""
-    import matplotlib
-    from matplotlib import pyplot
-
-    monkeypatch.delenv("COURSE_LANG", raising=False)
-    monkeypatch.setattr(languages, "_chosen", None)
-    with matplotlib.rc_context():
-        matplotlib.use("Agg")
-        yield
-        pyplot.close("all")
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 class Hostile:

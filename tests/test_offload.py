@@ -1318,6 +1318,7 @@ ONE = [nn.Parameter(torch.ones(2))]
         (lambda: OffloadedOptimizer(ONE, store="/tmp"), "store"),
         (lambda: OffloadedOptimizer([nn.Parameter(torch.ones(2, dtype=torch.complex64))]), "a parameter"),
         (lambda: DiskStore(limit_bytes=-1), "limit_bytes"),
+        (lambda: DiskStore(""), "directory"),
         (lambda: DiskStore(threads=0), "threads"),
         (lambda: Prefetcher(3), "loader"),
         (lambda: Prefetcher([], depth=0), "depth"),

@@ -30,19 +30,7 @@ FONTS = Path(teaching.__file__).parent / "fonts"
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    """No language chosen yet, no window, and matplotlib as the test found it."""
-    import matplotlib
-
-    monkeypatch.delenv("COURSE_LANG", raising=False)
-    monkeypatch.setattr(languages, "_chosen", None)
-    with matplotlib.rc_context():
-        matplotlib.use("Agg")
-        yield
-        from matplotlib import pyplot
-
-        pyplot.close("all")
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 class FakeMeter:

@@ -234,6 +234,8 @@ class DiskStore(Store):
         whole("threads", threads, 1)
         self.limit_bytes = None if limit_bytes is None else whole("limit_bytes", limit_bytes, 0, of="bytes")
         self.directory = os.fspath(_folder() if directory is None else directory)
+        if not self.directory:  # Python would take the current folder
+            raise ValueError("directory is ''; it takes a folder that can be written to, or None")
         self._file = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115 - closed by close()
         weakref.finalize(self, self._file.close)  # a store that is dropped, as a default one is, goes without a warning
         self.file_bytes = 0
