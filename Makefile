@@ -21,10 +21,16 @@ TRUSTED   := $(VENV)/.course-trusted
 OVERRIDES := $(VENV)/share/jupyter/lab/settings/overrides.json
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help lab test browser bench gpu notebooks site student slides clean
+GPU_PYTHON = PYTHONPATH=. $(or $(GPU_PYTHON_GIVEN),$(BIN)/python)
+GPU_NEEDS  = $(if $(GPU_PYTHON_GIVEN),,$(INSTALLED))
+# Several workers where pytest-xdist is: tests/conftest.py says how many.
+WORKERS    = $(if $(shell $(GPU_PYTHON) -c 'import xdist' 2>&1),,-n auto)
+OUT       ?= build/gpu
+
+.PHONY: help lab test browser bench gpu gpu-tests gpu-record gpu-bench notebooks site student slides clean
 
 help: ## show this list / 显示本列表
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 lab: $(INSTALLED) $(OVERRIDES) $(TRUSTED) ## open the course in JupyterLab / 在 JupyterLab 中打开课程
 	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) $(wildcard notebooks/00_start_here.ipynb)
@@ -40,9 +46,26 @@ browser: $(INSTALLED) ## the tests in Chromium alone (CHROMIUM=path names one) /
 bench: $(INSTALLED) ## run tests/bench_*.py, which print ratios / 运行性能对比
 	@for script in $(wildcard tests/bench_*.py); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
-gpu: $(if $(GPU_PYTHON_GIVEN),,$(INSTALLED)) ## run the GPU tests, record the GPU figures / 运行 GPU 测试并记录结果
-	PYTHONPATH=. $(or $(GPU_PYTHON_GIVEN),$(BIN)/python) -m pytest -o addopts= -p no:cacheprovider -rs -m gpu tests
-	PYTHONPATH=. $(or $(GPU_PYTHON_GIVEN),$(BIN)/python) -m course_lib.lessons $(ARGS)
+gpu: $(GPU_NEEDS) ## the next three, also if one of them fails; ARGS is for gpu-record / 依次运行以下三项，一项失败也继续
+	@$(GPU_PYTHON) -m course_lib.lessons --check
+	@failed=; $(MAKE) gpu-tests ARGS= || failed="$$failed gpu-tests"; \
+	$(MAKE) gpu-record || failed="$$failed gpu-record"; \
+	$(MAKE) gpu-bench ARGS= || failed="$$failed gpu-bench"; \
+	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+gpu-tests: $(GPU_NEEDS) ## the GPU tests (ARGS="-k offload") / 运行 GPU 测试
+	@$(GPU_PYTHON) -m course_lib.lessons --check
+	$(GPU_PYTHON) -m pytest -o addopts= -p no:cacheprovider -rs --durations=10 -m gpu $(WORKERS) tests $(ARGS)
+
+gpu-record: $(GPU_NEEDS) ## the lessons' GPU figures (ARGS="--only 04 06.attention --skip 07") / 记录各课的 GPU 数据
+	@$(GPU_PYTHON) -m course_lib.lessons $(ARGS)
+
+gpu-bench: $(GPU_NEEDS) ## the benches that have a GPU part (OUT=build/gpu) / 运行 GPU 性能对比
+	@$(GPU_PYTHON) -m course_lib.lessons --check
+	@mkdir -p $(OUT)
+	@failed=; for bench in attention offload; do echo "== $$bench"; \
+	  $(GPU_PYTHON) tests/bench_$$bench.py --output $(OUT)/$$bench.json $(ARGS) || failed="$$failed $$bench"; \
+	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 notebooks: $(INSTALLED) ## run notebooks/scripts again, store notebooks with outputs (ARGS="02 03") / 重新生成笔记本
 	$(BIN)/python notebooks/build.py $(ARGS)

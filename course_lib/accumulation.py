@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from numbers import Real
@@ -139,9 +139,9 @@ class AccumulatedStep:
         _check_micro_batches(micro_batches)
         own = dict.fromkeys(_optimized(self.optimizer))
         others = [parameter for parameter in self.model.parameters() if parameter not in own]
-        with random_numbers_undone(), _gradients_apart([*own], others, self.replica):
+        with random_numbers_undone(), _gradients_apart([*own], others, self.replica), ExitStack() as sending:
             with _fp32_sums([*own, *others] if self.accumulate else []) as sums:
-                loss, weight = self._accumulate(micro_batches)
+                loss, weight = self._accumulate(micro_batches, sending)
             # What is in .grad: the gradient of (sum of losses) / unit; with DDP, the mean of that over the ranks.
             _take_mean([*own, *others], sums, self._unit * self.ranks / weight)
             grad_norm, stepped = self._step(_gradients(others))
@@ -149,15 +149,14 @@ class AccumulatedStep:
         self._unit = _power_of_two(weight)
         return StepResult(loss / weight, weight, grad_norm, stepped)
 
-    def _accumulate(self, micro_batches: Iterable[Any]) -> tuple[float, float]:
+    def _accumulate(self, micro_batches: Iterable[Any], sending: ExitStack) -> tuple[float, float]:
         """Forward and backward passes of all micro-batches: the sums of their losses and weights, over all ranks."""
-        losses, weights = [], []
-        marked = _with_last(micro_batches) if self.replica else ((item, True) for item in micro_batches)
+        losses, weights, senders = [], [], _senders(self)
+        marked = _with_last(micro_batches) if senders or self.replica else ((item, True) for item in micro_batches)
         for micro_batch, last in marked:
-            with nullcontext() if last else self.replica.no_sync():
-                loss, weight = self._backward(micro_batch, f"micro-batch {len(losses)}", last)
+            with self.replica.no_sync() if self.replica and not last else nullcontext():
+                loss = self._backward(micro_batch, last, weights, senders if last else [], sending)
             losses.append(loss)
-            weights.append(weight)
         if not losses:
             raise ValueError("micro_batches is empty; it takes one micro-batch or more (an iterator serves only once)")
         # Read at the end: a GPU would be waited for at every micro-batch otherwise.
@@ -173,8 +172,9 @@ class AccumulatedStep:
             raise ValueError("the weight of all micro-batches is 0; it takes one token or sample that counts")
         return loss, weight
 
-    def _backward(self, micro_batch: Any, name: str, last: bool) -> tuple[Tensor, float | Tensor]:
-        """Add the gradient of one micro-batch's sum of losses, over the unit, to .grad: the sum, and its weight."""
+    def _backward(self, micro_batch: Any, last: bool, weights: list, senders: list, sending: ExitStack) -> Tensor:
+        """Add the gradient of one micro-batch's sum of losses, over the unit, to .grad, and its weight to the list."""
+        name = f"micro-batch {len(weights)}"
         autocast = torch.autocast(self.device_type, self.autocast_dtype) if self.autocast_dtype else nullcontext()
         with autocast, _calls(self.model if last and self.model is self.replica else None) as calls:
             loss, weight = check_loss_sum(self.loss_sum(self.model, micro_batch), name)
@@ -186,8 +186,11 @@ class AccumulatedStep:
         # then; of sums over a unit near that weight, since those of plain sums are so much larger that fp16 overflows
         # at the scale that suits means. A power of two divides without rounding. All ranks have the same unit.
         scaled = self.scaler.scale(loss)
+        weights.append(weight)
+        for optimizer in senders if _is_sum(weights, self._unit) else ():  # nothing will change the gradients
+            sending.enter_context(optimizer.sending())
         scaled.backward(torch.full_like(scaled, 1 / self._unit))  # the gradient of scaled / unit
-        return loss.detach(), weight
+        return loss.detach()
 
     def _step(self, others: list[Tensor]) -> tuple[float | None, bool]:
         """Unscale, clip, step, update the scaler: the norm, and whether the optimizer has stepped."""
@@ -213,7 +216,7 @@ class AccumulatedStep:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64, device=next(self.replica.parameters()).device)
         torch.distributed.all_reduce(sums, group=self.replica.process_group)
-        return sums.tolist()
+        return list(values) if is_symbolic(sums) else sums.tolist()
 
 
 # ---- gradients
@@ -305,6 +308,20 @@ def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     end = object()
     for item, following in pairwise(chain(items, [end])):
         yield item, following is end
+
+
+def _senders(step: AccumulatedStep) -> list[Any]:
+    """Optimizers to which gradients may go down during backward, if they need no change afterwards."""
+    changed = step.replica or step.scaler.is_enabled() or step.max_norm is not None or step.accumulate
+    optimizers = getattr(step.optimizer, "optimizers", [step.optimizer])
+    if changed or any(optimizer._optimizer_step_pre_hooks for optimizer in optimizers):
+        return []
+    return [optimizer for optimizer in optimizers if getattr(optimizer, "state_on_host", False)]
+
+
+def _is_sum(weights: list[float | Tensor], unit: float) -> bool:
+    """Whether the weights add up to the unit; not if some are tensors, which a GPU might have to be waited for."""
+    return all(isinstance(weight, Real) for weight in weights) and math.fsum(weights) == unit
 
 
 def _power_of_two(weight: float) -> float:

@@ -1,21 +1,26 @@
-"""Tiled attention beside the framework's math and fused kernels: time, peak bytes, and on a GPU TFLOP/s.
+"""Flash attention beside the framework's: time and peak bytes on a CPU, or, where there is one, TFLOP/s on a GPU.
 
-Run as a script: `python tests/bench_attention.py`. Ratios of times taken in one run, in turns, so that they carry over
-to other machines: with one thread, with as many as by default, and so beside a process that keeps a core busy. Peaks
-are the meter's, exact.
+    python tests/bench_attention.py [--output FILE]     what is measured goes into FILE too, after each row, as JSON
+    python tests/bench_attention.py --compile           registers and shared memory of the Triton kernels on an H100
+
+Ratios of times taken in one run, in turns, so that they carry over to other machines: on a CPU with one thread, with as
+many as by default, and so beside a process that keeps a core busy. Peaks are the meter's, exact.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from turns import in_turns
+from turns import Results, in_turns
 
 from course_lib.attention import attention_cost, flash_attention
 from course_lib.memory import MemoryMeter, symbolic
@@ -24,6 +29,9 @@ from course_lib.memory import MemoryMeter, symbolic
 BARS = {"quiet": {1024: 0.90, 2048: 0.75, 4096: 0.65}, "beside a busy process": dict.fromkeys((1024, 2048, 4096), 1.0)}
 PEAK_BAR, LONGEST = 0.05, 8192
 HEADS, HEAD_DIM = 4, 64
+FUSED = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")  # the framework's, on a GPU
+GPU_SECONDS = 480  # after which no further row is begun
+H100 = 232_448  # bytes of shared memory that an instance can have
 ROUNDS = {1024: 21, 2048: 11, 4096: 5}
 
 
@@ -67,7 +75,7 @@ def busy_process(busy: bool):
             process.wait()
 
 
-def on_cpu() -> None:
+def on_cpu(results: Results) -> None:
     columns = ("seconds", "of math", "least", "of math", "bar")
     print(f"{'fp32, forward + backward':44}{'':>8}" + "".join(f"{column:>9}" for column in columns))
     default = torch.get_num_threads()
@@ -76,11 +84,11 @@ def on_cpu() -> None:
         with busy_process(state != "quiet"):
             for n, rounds in ROUNDS.items():
                 bar = BARS[state][n] if threads == default else None
-                report_times(f"{threads} threads, {state}, N {n}", n, rounds, bar)
+                report_times(results, f"{threads} threads, {state}, N {n}", n, rounds, bar)
     torch.set_num_threads(default)
 
 
-def report_times(label: str, n: int, rounds: int, bar: float | None) -> None:
+def report_times(results: Results, label: str, n: int, rounds: int, bar: float | None) -> None:
     case = tensors(n)
     seconds = in_turns({name: lambda a=arm: step(a, *case) for name, arm in ARMS.items()}, rounds)
     medians, least = ({name: of(taken) for name, taken in seconds.items()} for of in (statistics.median, min))
@@ -92,81 +100,149 @@ def report_times(label: str, n: int, rounds: int, bar: float | None) -> None:
             f"{verdict}",
             flush=True,
         )
+    results.add(case=label, n=n, seconds=medians, least=least)
 
 
-def peaks() -> None:
+def peaks(results: Results) -> None:
     with symbolic():
         for n in (*ROUNDS, LONGEST):
             course, plain = (peak_bytes(ARMS[name], *tensors(n)) for name in ("course", "math"))
             verdict = f", bar {PEAK_BAR:.2f}: {'met' if course <= PEAK_BAR * plain else 'missed'}" * (n == LONGEST)
             print(f"peak at N {n:5}: {course / 1e6:7.1f} MB, {course / plain:.4f} of math{verdict}")
+            results.add(case="peak", n=n, bytes={"course": course, "math": plain})
 
 
-def milliseconds(function, rounds: int = 20) -> float:
-    """The median by CUDA's own clock."""
-    taken = []
-    for _ in range(rounds + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        taken.append(start.elapsed_time(end))
-    return statistics.median(taken[3:])
+def on_gpu(results: Results) -> None:
+    from course_lib.attention import launching
 
-
-def on_gpu() -> None:
-    print(
-        f"{torch.cuda.get_device_name()}, bf16, TFLOP/s of the FLOPs that the algorithm needs (half of them if causal)"
-    )
-    print(f"{'':34}{'forward':>24}{'':10}{'backward':>24}")
-    print(f"{'':34}{'course':>12}{'sdpa flash':>12}{'ratio':>10}{'course':>12}{'sdpa flash':>12}{'ratio':>10}")
+    name, began = torch.cuda.get_device_name(), time.monotonic()
+    results.facts |= {"gpu": name, "cuda": torch.version.cuda, "triton": getattr(launching.triton, "__version__", None)}
+    print(f"{name}, CUDA {torch.version.cuda}, Triton {results.facts['triton']}, bf16, in turns")
+    print("TFLOP/s of the FLOPs that the algorithm needs (half of them if causal): 2 products forward, 5 backward.")
+    print("The course's backward pass computes 7, so as to add nothing up in memory: the same bits in every run.")
     for d in (64, 128):
         for causal in (False, True):
             for n in (1024, 2048, 4096, 8192, 16384):
-                batch, heads = 16384 // n, 2048 // d
-                case = tensors(n, batch=batch, heads=heads, d=d, dtype=torch.bfloat16, device="cuda")
-                rates = {name: gpu_rates(name, causal, *case) for name in ("course", "framework")}
-                line = f"d {d}, N {n}, batch {batch}{', causal' if causal else ''}"
-                print(f"{line:34}", end="")
-                for ours, theirs in zip(rates["course"], rates["framework"], strict=True):
-                    print(f"{ours:12.1f}{theirs:12.1f}{ours / theirs:10.2f}", end="")
-                print(flush=True)
+                if time.monotonic() - began > GPU_SECONDS:
+                    return print(f"{GPU_SECONDS} s are over; what is left is left out")
+                gpu_rows(results, launching, n, d, causal)
 
 
-def gpu_rates(name: str, causal: bool, q, k, v, grad_o) -> list[float]:
-    """TFLOP/s of the forward and of the backward pass."""
-
-    def forward():
-        if name == "course":
-            return flash_attention(q, k, v, causal=causal)
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    o = forward()
-    taken = {
-        "forward": milliseconds(forward),
-        "backward": milliseconds(lambda: torch.autograd.grad(o, (q, k, v), grad_o, retain_graph=True)),
-    }
-    batch, heads, n, d = q.shape
-    rates = []
-    for pass_, ms in taken.items():
+def gpu_rows(results: Results, launching, n: int, d: int, causal: bool) -> None:
+    batch, heads = 16384 // n, 2048 // d
+    q, k, v, grad_o = tensors(n, batch=batch, heads=heads, d=d, dtype=torch.bfloat16, device="cuda")
+    own_choice = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=causal)).name
+    arms = {"course": lambda: flash_attention(q, k, v, causal=causal, backend="triton")}
+    arms |= {backend: lambda b=backend: fused_attention(b, q, k, v, causal) for backend in FUSED}
+    passes, missing = {"forward": {}, "backward": {}}, {}
+    for arm, forward in arms.items():
+        try:
+            o = forward()
+            torch.autograd.grad(o, (q, k, v), grad_o, retain_graph=True)
+        except (
+            Exception
+        ) as error:  # no such kernel here, or none for these tensors: the others are measured all the same
+            missing[arm] = f"{type(error).__name__}: {error}".splitlines()[0]
+        else:
+            passes["forward"][arm] = forward
+            passes["backward"][arm] = lambda o=o: torch.autograd.grad(o, (q, k, v), grad_o, retain_graph=True)
+    print(f"d {d}, N {n}, batch {batch}, heads {heads}{', causal' if causal else ''}; SDPA's own choice: {own_choice}")
+    for pass_, functions in passes.items():
+        taken = gpu_milliseconds(functions)
         cost = attention_cost(sequence=n, head_dim=d, batch=batch, heads=heads, kind="flash", pass_=pass_)
-        rates.append(cost.flops / (2 if causal else 1) / ms / 1e9)
-    return rates
+        rates = {arm: cost.flops / (2 if causal else 1) / ms / 1e9 for arm, ms in taken.items()}
+        others = (f"{arm} {r:7.1f} ({rates.get('course', 0) / r:.2f})" for arm, r in rates.items() if arm != "course")
+        print(f"    {pass_:8} course {rates.get('course', 0):7.1f}, of", ", ".join(others), flush=True)
+        results.add(pass_=pass_, d=d, n=n, batch=batch, heads=heads, causal=causal, own_choice=own_choice,
+                    milliseconds=taken, tflops=rates, missing=missing, blocks=blocks_in_use(launching))  # fmt: skip
+    for arm, why in missing.items():
+        print(f"    {arm} is not available: {why}", flush=True)
+
+
+def fused_attention(backend: str, q, k, v, causal: bool):
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def gpu_milliseconds(functions: dict, rounds: int = 15) -> dict[str, float]:
+    """Medians by CUDA's own clock, a call of each in every round, the first ones left out.
+
+    The GPU sleeps first, until the launches are all queued: otherwise short kernels take as long as Python.
+    """
+    taken = {name: [] for name in functions}
+    cycles = 2_000_000  # a millisecond
+    for i in range(rounds + 3):
+        for name in list(functions) if i % 2 else list(functions)[::-1]:
+            while True:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(cycles)
+                start.record()
+                functions[name]()
+                end.record()
+                awake = start.query()  # before the launches were through
+                torch.cuda.synchronize()
+                if not awake or cycles > 100_000_000:
+                    break
+                cycles *= 2
+            taken[name].append(start.elapsed_time(end))
+    return {name: statistics.median(ms[3:]) for name, ms in taken.items()}
+
+
+def blocks_in_use(launching) -> dict[str, str]:
+    """What the kernels were last launched with."""
+    tuned = getattr(launching, "TUNED", {})
+    return {kernel.__name__: str(getattr(each, "best_config", None)) for kernel, each in tuned.items()}
+
+
+def on_absent_gpu() -> None:
+    """All configurations that the tuner may try, compiled for an H100."""
+    from absent_gpu import compile_only
+
+    from course_lib.attention import launching
+    from course_lib.attention.tiled import Options
+
+    compiled = compile_only(90, H100)
+    for tuned in launching.TUNED.values():
+        tuned._do_bench = lambda call, quantiles: call() or [1.0, 1.0, 1.0]
+    print(f"{'bf16':48}{'registers':>10}{'stack':>8}{'shared':>8}")
+    lists = {kernel: dict(sizes) for kernel, sizes in launching.CANDIDATES.items()}
+    for d in (64, 128, 256):
+        q, k, v, grad_o = (torch.empty(1, 4, 1000, d, dtype=torch.bfloat16) for _ in range(4))
+        for shift in (None, 0):
+            for i in range(max(len(sizes[d]) for sizes in lists.values())):
+                sizes = {kernel: lists[kernel][d][min(i, len(lists[kernel][d]) - 1)] for kernel in lists}
+                for kernel, tuned in launching.TUNED.items():
+                    launching.CANDIDATES[kernel][d] = [sizes[kernel]]
+                    tuned.cache.clear()
+                o, lse = launching.forward(q, k, v, Options(shift, 0.125))
+                launching.backward(q, k, v, o, lse, grad_o, Options(shift, 0.125))
+                rows = {row["kernel"]: row for row in compiled}
+                for kernel, size in sizes.items():
+                    row, label = rows[kernel.__name__], f"d {d}{', causal' if shift == 0 else ''}, {kernel.__name__}"
+                    if i < len(lists[kernel][d]):
+                        print(
+                            f"{label:40}{size!s:>20}{row['registers']:5}{row['stack']:8}{row['shared']:8}", flush=True
+                        )
+                compiled.clear()
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Times of the course's attention beside the framework's.")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="what is measured, as JSON, written after each row")
+    parser.add_argument("--compile", action="store_true", help="registers of the Triton kernels on an H100, no times")
+    options = parser.parse_args()
+    if options.compile:
+        return on_absent_gpu()
+    results = Results(options.output)
     print(f"course_lib.attention beside F.scaled_dot_product_attention, torch {torch.__version__}, in turns")
-    print(f"on a CPU with {torch.get_num_threads()} threads; peaks above inputs, output and gradients")
-    on_cpu()
-    print()
-    peaks()
-    print()
     if torch.cuda.is_available():
-        on_gpu()
-    else:
-        print("no CUDA GPU here: TFLOP/s not measured")
+        return on_gpu(results)
+    print(f"on a CPU with {torch.get_num_threads()} threads; peaks above inputs, output and gradients")
+    on_cpu(results)
+    print()
+    peaks(results)
+    print()
+    print("no CUDA GPU here: TFLOP/s not measured")
 
 
 if __name__ == "__main__":

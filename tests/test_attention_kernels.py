@@ -22,6 +22,7 @@ def old_interpreter() -> bool:
     return (int(version[0]), int(version[1])) < (3, 7)
 
 
+H100 = 232_448  # bytes of shared memory that an instance can have
 NAMES = ("o", "lse", "dq", "dk", "dv")
 
 # batch, heads, kv_heads, n_q, n_k, d, and what else is not as usual: fp32, full attention, blocks of 16 x 16
@@ -39,6 +40,8 @@ CASES = {
     "any strides": dict(shape=(2, 2, 2, 37, 37, 24), causal=True, strides="any"),
     "large scores": dict(shape=(1, 1, 1, 33, 33, 16), scale=100.0),
     "negative scale": dict(shape=(1, 1, 1, 33, 33, 16), scale=-0.5),
+    "negative scale, causal": dict(shape=(1, 2, 1, 70, 33, 24), scale=-0.5, causal=True),
+    "scale zero": dict(shape=(1, 1, 1, 40, 33, 16), scale=0.0, causal=True),
     "scores all far below zero": dict(shape=(1, 1, 1, 20, 37, 16), shift=12.0, causal=True),
     "fp16": dict(shape=(1, 4, 2, 37, 53, 24), causal=True, dtype="float16"),
     "bf16": dict(shape=(1, 4, 2, 37, 53, 24), causal=True, dtype="bfloat16"),
@@ -147,39 +150,33 @@ def report_reasons():
 
 
 def compile_for_an_absent_gpu():
-    """Everything but the launch: a driver that knows a GPU's name only, and a run that ends once it has compiled."""
-    from types import SimpleNamespace
+    from absent_gpu import compile_only
 
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    triton.runtime.driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: GPUTarget("cuda", 90, 32),
-            get_current_device=lambda: 0,
-            get_current_stream=lambda device=None: 0,
-        )
-    )
-    run, compiled = triton.JITFunction.run, []
-
-    def compile_only(kernel, *args, grid, warmup, **options):
-        binary = run(kernel, *args, grid=grid, warmup=True, **options)
-        compiled.append([kernel.fn.__name__, options.get("BLOCK_Q"), "wgmma" in binary.asm["ptx"]])
-
-    triton.JITFunction.run = compile_only
+    compiled = compile_only(90, H100)
     for tuned in launching.TUNED.values():
-        tuned.configs = tuned.configs[-2:]
         tuned._do_bench = lambda call, quantiles: call() or [1.0, 1.0, 1.0]
 
-    def both(case, block):
+    def both(case, block, shift=0):
         q, k, v, grad_o = inputs(**case)
-        o, lse = launching.forward(q, k, v, Options(0, 0.125, block, block))
-        launching.backward(q, k, v, o, lse, grad_o, Options(0, 0.125, block, block))
+        o, lse = launching.forward(q, k, v, Options(shift, 0.125, block, block))
+        launching.backward(q, k, v, o, lse, grad_o, Options(shift, 0.125, block, block))
+        found = compiled.copy()
+        compiled.clear()
+        return found
 
-    both(dict(shape=(1, 4, 2, 100, 200, 64), dtype="bfloat16"), 64)
-    both(dict(shape=(1, 1, 1, 1, 1, 24), dtype="float32", strides="any"), 16)
-    both(dict(shape=(1, 1, 1, 64, 64, 32), dtype="float16"), None)
-    return compiled
+    given = both(dict(shape=(1, 4, 2, 100, 200, 64), dtype="bfloat16"), 64)
+    odd = both(dict(shape=(1, 1, 1, 1, 1, 24), dtype="float32", strides="any"), 16)
+    for sizes in launching.CANDIDATES.values():
+        sizes.update({d: tried[:1] for d, tried in sizes.items()})
+    first, choices = [], []
+    for d in (64, 128):
+        for shift in (0, None):
+            first += both(dict(shape=(1, 2, 2, 1000, 1000, d), dtype="bfloat16"), None, shift)
+    for n in (600, 500):
+        choices.append([len(tuned.cache) for tuned in launching.TUNED.values()])
+        both(dict(shape=(1, 2, 2, n, n, 128), dtype="bfloat16"), None, None)
+    choices.append([len(tuned.cache) for tuned in launching.TUNED.values()])
+    return {"given": given, "odd": odd, "first": first, "choices": choices}
 
 
 if __name__ == "__main__":
@@ -272,12 +269,74 @@ def test_without_triton_the_kernels_import_and_what_is_asked_for_them_says_why_t
 # ---- for GPUs
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return start(TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")))
+
+
+def walks(rows):
+    return [row for row in rows if row["kernel"] != "rows_kernel"]
+
+
 @needs_triton
-def test_the_kernels_compile_for_a_gpu_that_is_not_here(tmp_path):
-    compiled = start(TRITON_CACHE_DIR=str(tmp_path))
-    assert len(compiled) == 4 + 4 + (2 * 3 + 3 + 1)  # two configurations tried and one run, for three tuned kernels
-    walks = [uses_tensor_cores for name, block, uses_tensor_cores in compiled[:4] if name != "row_dots_kernel"]
-    assert walks == [True] * 3
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(compiled):
+    assert [row["tensor cores"] for row in walks(compiled["given"])] == [True] * 3
+    assert len(compiled["odd"]) == 4
+
+
+@needs_triton
+def test_the_configurations_tried_first_keep_all_in_registers_and_fit_an_h100(compiled):
+    first = walks(compiled["first"])
+    assert len(first) >= 4 * 3
+    assert all(row["stack"] == 0 and row["tensor cores"] and row["shared"] <= H100 for row in first)
+
+
+@needs_triton
+def test_a_length_between_the_same_powers_of_two_is_not_tuned_again(compiled):
+    assert compiled["choices"] == [[4] * 3, [4] * 3, [5] * 3]  # after 1000, after 600, after 500
+
+
+@needs_triton
+def test_small_configurations_are_tried_only_where_no_larger_one_is_sure_to_fit():
+    for kernel, by_d in launching.CANDIDATES.items():
+        for d, larger in by_d.items():
+            assert launching._sizes(kernel, d, 2, H100) == larger and len(larger) <= 4
+            assert launching._sizes(kernel, d, 2, 1024) == [(16, 16, 4, 1)]
+    forward = launching.forward_kernel
+    assert launching._sizes(forward, 64, 2, 101_376) == launching.CANDIDATES[forward][64]
+    assert launching._sizes(forward, 256, 2, 101_376) == [(64, 64, 8, 2), (32, 32, 4, 2)]  # the first may need too much
+
+
+@needs_triton
+@pytest.mark.parametrize("block", [8, 48, 256])
+def test_a_block_that_the_kernels_do_not_take_is_refused(block):
+    x = torch.zeros(1, 1, 4, 16)
+    for name in ("block_q", "block_k"):
+        options = Options(None, 1.0)._replace(**{name: block})
+        with pytest.raises(ValueError, match=rf"^{name} is {block}; it takes .+"):
+            launching._launch(launching.forward_kernel, None, x, options)
+
+
+@needs_triton
+def test_blocks_that_do_not_fit_are_refused_with_some_that_do():
+    class Full:
+        def __getitem__(self, grid):
+            return self
+
+        def __call__(self, *arguments, BLOCK_Q, BLOCK_K, **options):
+            raise launching.OutOfResources(2 * (BLOCK_Q + BLOCK_K) * 256, 101_376, "shared memory")
+
+    with pytest.raises(ValueError, match=r"^block_q is 128, .*; it takes 64 and 64 .* 131072 .* 101376$"):
+        launching._launch(Full(), None, torch.zeros(1, 1, 4, 128), Options(None, 1.0, 128, 128))
+
+
+@needs_triton
+def test_a_tensor_whose_heads_reach_further_than_32_bits_count_is_copied():
+    def rows(n, apart):
+        return torch.empty_strided((1, 1, n, 64), (2**40, 2**40, apart, 1), device="meta")
+
+    far, near = rows(2**16 + 1, 2**15), rows(2**16, 2**15)
+    assert launching._near(near) is near and launching._near(far).is_contiguous()
 
 
 GPU_CASES = [
@@ -291,6 +350,7 @@ GPU_CASES = [
     dict(shape=(1, 2, 2, 300, 300, 256), causal=True, dtype="bfloat16", blocks=(None, None)),
     dict(shape=(1, 2, 2, 300, 300, 96), causal=False, dtype="float16", blocks=(None, None)),
     dict(shape=(2, 4, 4, 300, 300, 64), causal=True, dtype="bfloat16", blocks=(None, None), strides="any"),
+    dict(shape=(1, 2, 2, 300, 300, 64), causal=True, dtype="bfloat16", blocks=(None, None), scale=-0.2),
     dict(shape=(1, 2, 1, 500, 300, 64), causal=True, dtype="float32", blocks=(None, None)),
     dict(shape=(1, 2, 1, 300, 300, 128), causal=False, dtype="float32", blocks=(16, 16)),
     dict(shape=(1, 1, 1, 1, 1, 16), causal=True, dtype="float32", blocks=(32, 32)),
@@ -302,7 +362,7 @@ GPU_CASES = [
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_on_a_gpu_errors_stay_near_those_of_standard_attention(case):
     given, got, want = run_case(case, device="cuda")
-    same_precision = standard(*given, shift_of(case), given[0].shape[-1] ** -0.5)
+    same_precision = standard(*given, shift_of(case), case.get("scale", given[0].shape[-1] ** -0.5))
     allowed = {"o": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
     for name, mine, theirs, exact in zip(NAMES, got, same_precision, want, strict=True):
         assert error(mine, exact) <= allowed[name] * error(theirs, exact) + 1e-6, name

@@ -85,7 +85,7 @@ def flash_attention(
         is_causal: query i sees the keys up to i, as in `F.scaled_dot_product_attention`.
         scale: 1 / sqrt(d) if left out.
         enable_gqa: False refuses kv_heads other than heads, as the framework does; None and True don't.
-        block_q, block_k: rows and columns of a tile; the backend's choice if left out.
+        block_q, block_k: rows and columns of a tile, for Triton 16, 32, 64 or 128; the backend's choice if left out.
         backend: "torch", "triton", or "auto": Triton for CUDA tensors where it can run, else torch; for symbolic ones
             an outline of torch, of the same bytes and FLOPs.
         attn_mask, dropout_p: None and 0; they are here to be refused with a reason.

@@ -13,10 +13,11 @@ Both backward walks compute the weights again, P = exp(scale * Q K^T - lse). Fro
     dV = P^T dO        dS = P * (dP - D)        dQ = scale * dS K        dK = scale * dS^T Q
 
 Everything is counted in powers of two: exp(x) = 2^(x * log2(e)), with log2(e) folded into the scale, since the chip has
-an instruction for 2^x and none for e^x.
+an instruction for 2^x and none for e^x. A `setting` means nothing to a kernel, but to its tuner (launching).
 
 Source: Dao 2023, arXiv:2307.08691, algorithms 1 and 2, but with dQ in a kernel of its own, so that no two instances
-write to the same place: no atomic additions, and the same bits in every run.
+write to the same place: no atomic additions, and the same bits in every run. Its price is 7 products of matrices in
+the backward pass where algorithm 2 has 5: both walks need Q K^T and dO V^T.
 """
 
 from __future__ import annotations
@@ -48,19 +49,24 @@ def tile_of(tensor, strides, batch, head, first, n, D: tl.constexpr, BLOCK: tl.c
 
     Both are (BLOCK, BLOCK_D); BLOCK_D is the next power of two from D on, as Triton wants it.
     """
-    # 64 bits: an offset may pass 2^31 though every index is small.
+    # 64 bits up to the head: an offset may pass 2^31 though no index does. 32 bits in it, which `launching` sees to.
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
-    start += tl.cast(first, tl.int64) * strides[2]
     rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-    within = rows.to(tl.int64)[:, None] * strides[2] + columns.to(tl.int64)[None, :] * strides[3]
+    within = (first + rows)[:, None] * strides[2] + columns[None, :] * strides[3]
     return tensor + start + within, (first + rows < n)[:, None] & (columns < D)[None, :]
 
 
 @jit
-def load_tile(tensor, strides, batch, head, first, n, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """That tile, (BLOCK, BLOCK_D), with zeros for what does not exist."""
+def load_tile(
+    tensor, strides, batch, head, first, n,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr = False,
+):  # fmt: skip
+    """That tile, (BLOCK, BLOCK_D), with zeros for what does not exist; all of a WHOLE tile's rows do."""
     pointers, exists = tile_of(tensor, strides, batch, head, first, n, D, BLOCK, BLOCK_D)
-    return tl.load(pointers, mask=exists, other=0.0)
+    if WHOLE and D == BLOCK_D:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=exists, other=0.0)
 
 
 @jit
@@ -79,13 +85,6 @@ def row_offset(batch, head, heads, n):
 
 
 @jit
-def load_lse(lse, rows, n_q):
-    """Log-sum-exps of some rows, in powers of two; +inf where a row saw nothing or does not exist, so that P = 0."""
-    values = tl.load(lse + rows, mask=rows < n_q, other=float("inf"))
-    return tl.where(values == float("-inf"), float("inf"), values * LOG2_E)
-
-
-@jit
 def product(a, b, onto=None):
     """The matrix product a b in fp32, added to `onto` if given."""
     if WIDEN:  # the interpreter would multiply the bits of bf16 numbers as if they were integers
@@ -96,12 +95,9 @@ def product(a, b, onto=None):
 
 
 @jit
-def visible(queries, keys, n_k, shift, CAUSAL: tl.constexpr):
-    """Which keys a query sees: if causal, query i those up to i + shift."""
-    if CAUSAL:
-        return (keys <= queries + shift) & (keys < n_k)
-    else:
-        return keys < n_k
+def last_key(queries, n_k, shift, CAUSAL: tl.constexpr):
+    """The last key that each query sees: if causal, query i those up to i + shift."""
+    return tl.minimum(queries + shift, n_k - 1) if CAUSAL else tl.zeros_like(queries) + n_k - 1
 
 
 @jit
@@ -118,16 +114,18 @@ def keys_to_visit(first_q, n_k, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constex
 
 @jit
 def queries_to_visit(first_k, n_q, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Queries before start see no key of the block; start .. inner need a mask; from inner on each sees all of it.
+    """Queries before start see no key of the block; inner .. outer form whole tiles that see all of it; the tiles
+    between start and inner, and from outer on, need a mask.
 
-    Keys past n_k need no mask here: they spoil their own rows of dK and dV only, which are not stored.
+    Keys past n_k need none here: they spoil their own rows of dK and dV only, which are not stored.
     """
+    start, inner, outer = 0, 0, n_q // BLOCK_Q * BLOCK_Q
     if CAUSAL:
         first_seeing_one = tl.minimum(tl.maximum(first_k - shift, 0), n_q)
         first_seeing_all = tl.minimum(tl.maximum(first_k + BLOCK_K - 1 - shift, 0), n_q)
-        return first_seeing_one // BLOCK_Q * BLOCK_Q, tl.cdiv(first_seeing_all, BLOCK_Q) * BLOCK_Q
-    else:
-        return 0, 0
+        start = first_seeing_one // BLOCK_Q * BLOCK_Q
+        inner = tl.cdiv(first_seeing_all, BLOCK_Q) * BLOCK_Q
+    return start, inner, tl.maximum(inner, outer)
 
 
 # ---- forward
@@ -137,7 +135,7 @@ def queries_to_visit(first_k, n_q, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.cons
 def forward_kernel(
     q, k, v, o, lse,
     q_strides, k_strides, v_strides, o_strides,
-    n_q, n_k, shift, group, scale_log2,
+    n_q, n_k, shift, group, scale_log2, setting,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One instance: BLOCK_Q queries of one head.
@@ -153,6 +151,7 @@ def forward_kernel(
     kv_head = head // group
     query = load_tile(q, q_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
     rows = first_q + tl.arange(0, BLOCK_Q)
+    last = last_key(rows, n_k, shift, CAUSAL)
 
     out = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
@@ -160,19 +159,18 @@ def forward_kernel(
 
     inner, end = keys_to_visit(first_q, n_k, shift, CAUSAL, BLOCK_Q, BLOCK_K)
     for EDGE in tl.static_range(2):  # written out twice by the compiler: tiles without a mask, then tiles with one
-        for first_k in range(inner if EDGE else 0, end if EDGE else inner, BLOCK_K):
-            key = load_tile(k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
-            value = load_tile(v, v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
-            scores = product(query, tl.trans(key)) * scale_log2  # (BLOCK_Q, BLOCK_K)
+        for first_k in tl.range(inner if EDGE else 0, end if EDGE else inner, BLOCK_K, num_stages=1 if EDGE else None):
+            key = load_tile(k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, EDGE == 0)
+            value = load_tile(v, v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, EDGE == 0)
+            scores = product(query, tl.trans(key))  # (BLOCK_Q, BLOCK_K), not scaled yet
             if EDGE:
                 columns = first_k + tl.arange(0, BLOCK_K)
-                seen = visible(rows[:, None], columns[None, :], n_k, shift, CAUSAL)
-                scores = tl.where(seen, scores, float("-inf"))
+                scores = tl.where(columns[None, :] <= last[:, None], scores, float("-inf"))
 
-            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            new_largest = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
             # A row that has seen nothing yet has -inf here, and -inf - -inf is NaN: it subtracts 0 instead.
             base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            weights = tl.exp2(scores - base[:, None])
+            weights = tl.exp2(scores * scale_log2 - base[:, None])  # one instruction scales and subtracts
             shrink = tl.exp2(largest - base)  # what the old sums are worth under the new maximum
             total = total * shrink + tl.sum(weights, 1)
             out = product(weights.to(value.dtype), value, out * shrink[:, None])
@@ -188,16 +186,17 @@ def forward_kernel(
 
 
 @jit
-def row_dots_kernel(
-    grad_o, o, row_dots,
+def rows_kernel(
+    grad_o, o, lse, row_dots, lse_log2,
     grad_o_strides, o_strides,
-    n_q,
+    n_q, padded_q,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """One instance: BLOCK_Q queries of one head.
 
-    Reads:   grad_o and o (BLOCK_Q, D).
-    Writes:  row_dots (BLOCK_Q,) = rowsum(grad_o * o): what the softmax's gradient takes off every score of a row.
+    Reads:   grad_o and o (BLOCK_Q, D), lse (BLOCK_Q,).
+    Writes:  row_dots (BLOCK_Q,) = rowsum(grad_o * o): what the softmax's gradient takes off every score of a row;
+             lse_log2 (BLOCK_Q,): lse in powers of two. Both are of padded_q rows a head, a multiple of any BLOCK_Q.
     On chip: both blocks.
     """
     first_q, head, batch = tl.program_id(0) * BLOCK_Q, tl.program_id(1), tl.program_id(2)
@@ -205,14 +204,18 @@ def row_dots_kernel(
     grad = load_tile(grad_o, grad_o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
     out = load_tile(o, o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
     dots = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
-    tl.store(row_dots + row_offset(batch, head, tl.num_programs(1), n_q) + rows, dots, mask=rows < n_q)
+    at = row_offset(batch, head, tl.num_programs(1), padded_q)
+    tl.store(row_dots + at + rows, dots)
+    # +inf where a row saw nothing or does not exist, so that P = 0 there.
+    sums = tl.load(lse + row_offset(batch, head, tl.num_programs(1), n_q) + rows, mask=rows < n_q, other=float("-inf"))
+    tl.store(lse_log2 + at + rows, tl.where(sums == float("-inf"), float("inf"), sums * LOG2_E))
 
 
 @jit
 def keys_backward_kernel(
-    q, k, v, grad_o, lse, row_dots, grad_k, grad_v,
+    q, k, v, grad_o, lse_log2, row_dots, grad_k, grad_v,
     q_strides, k_strides, v_strides, grad_o_strides, grad_k_strides, grad_v_strides,
-    n_q, n_k, shift, group, scale, scale_log2,
+    n_q, padded_q, n_k, shift, group, scale, scale_log2, setting,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One instance: BLOCK_K keys of one key-value head, for all query heads that share it.
@@ -231,26 +234,28 @@ def keys_backward_kernel(
     key_grad = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     value_grad = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
 
-    start, inner = queries_to_visit(first_k, n_q, shift, CAUSAL, BLOCK_Q, BLOCK_K)
+    start, inner, outer = queries_to_visit(first_k, n_q, shift, CAUSAL, BLOCK_Q, BLOCK_K)
     for head in range(kv_head * group, (kv_head + 1) * group):
-        at = row_offset(batch, head, tl.num_programs(1) * group, n_q)
+        at = row_offset(batch, head, tl.num_programs(1) * group, padded_q)
         for EDGE in tl.static_range(2):
-            for first_q in range(start if EDGE else inner, inner if EDGE else n_q, BLOCK_Q):
+            begin, end = (start, n_q - (outer - inner)) if EDGE else (inner, outer)
+            for first_q in tl.range(begin, end, BLOCK_Q, num_stages=1 if EDGE else None):
+                if EDGE:  # over what lies between the two parts
+                    first_q = tl.where(first_q < inner, first_q, first_q + (outer - inner))
                 rows = first_q + tl.arange(0, BLOCK_Q)
-                query = load_tile(q, q_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
-                out_grad = load_tile(grad_o, grad_o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
-                dots = tl.load(row_dots + at + rows, mask=rows < n_q, other=0.0)
+                query = load_tile(q, q_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D, EDGE == 0)
+                out_grad = load_tile(grad_o, grad_o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D, EDGE == 0)
 
                 # All transposed, keys down and queries across: the sums over queries are then plain products.
-                scores = product(key, tl.trans(query)) * scale_log2  # (BLOCK_K, BLOCK_Q)
-                if EDGE:
-                    seen = visible(rows[None, :], columns[:, None], n_k, shift, CAUSAL)
-                    scores = tl.where(seen, scores, float("-inf"))
-                weights = tl.exp2(scores - load_lse(lse + at, rows, n_q)[None, :])
-                value_grad = product(weights.to(out_grad.dtype), out_grad, value_grad)
-
+                scores = product(key, tl.trans(query))  # (BLOCK_K, BLOCK_Q), not scaled yet
+                scores = scores * scale_log2 - tl.load(lse_log2 + at + rows)[None, :]
+                if EDGE and CAUSAL:
+                    scores = tl.where(columns[:, None] <= rows[None, :] + shift, scores, float("-inf"))
+                weights = tl.exp2(scores)
                 weight_grads = product(value, tl.trans(out_grad))
-                score_grads = weights * (weight_grads - dots[None, :])
+                score_grads = weights * (weight_grads - tl.load(row_dots + at + rows)[None, :])
+                # Both sums last: with the first of them right after the weights, an H100 has too few registers.
+                value_grad = product(weights.to(out_grad.dtype), out_grad, value_grad)
                 key_grad = product(score_grads.to(query.dtype), query, key_grad)
 
     store_tile(key_grad * scale, grad_k, grad_k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
@@ -259,9 +264,9 @@ def keys_backward_kernel(
 
 @jit
 def queries_backward_kernel(
-    q, k, v, grad_o, lse, row_dots, grad_q,
+    q, k, v, grad_o, lse_log2, row_dots, grad_q,
     q_strides, k_strides, v_strides, grad_o_strides, grad_q_strides,
-    n_q, n_k, shift, group, scale, scale_log2,
+    n_q, padded_q, n_k, shift, group, scale, scale_log2, setting,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One instance: BLOCK_Q queries of one head.
@@ -278,23 +283,23 @@ def queries_backward_kernel(
     query = load_tile(q, q_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
     out_grad = load_tile(grad_o, grad_o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
     rows = first_q + tl.arange(0, BLOCK_Q)
-    at = row_offset(batch, head, tl.num_programs(1), n_q)
-    row_lse = load_lse(lse + at, rows, n_q)
-    dots = tl.load(row_dots + at + rows, mask=rows < n_q, other=0.0)
+    last = last_key(rows, n_k, shift, CAUSAL)
+    at = row_offset(batch, head, tl.num_programs(1), padded_q)
+    sums, dots = tl.load(lse_log2 + at + rows), tl.load(row_dots + at + rows)
 
     query_grad = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
 
     inner, end = keys_to_visit(first_q, n_k, shift, CAUSAL, BLOCK_Q, BLOCK_K)
     for EDGE in tl.static_range(2):
-        for first_k in range(inner if EDGE else 0, end if EDGE else inner, BLOCK_K):
-            key = load_tile(k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
-            value = load_tile(v, v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
-            scores = product(query, tl.trans(key)) * scale_log2  # (BLOCK_Q, BLOCK_K)
+        for first_k in tl.range(inner if EDGE else 0, end if EDGE else inner, BLOCK_K, num_stages=1 if EDGE else None):
+            key = load_tile(k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, EDGE == 0)
+            value = load_tile(v, v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, EDGE == 0)
+            scores = product(query, tl.trans(key))  # (BLOCK_Q, BLOCK_K), not scaled yet
+            scores = scores * scale_log2 - sums[:, None]
             if EDGE:
                 columns = first_k + tl.arange(0, BLOCK_K)
-                seen = visible(rows[:, None], columns[None, :], n_k, shift, CAUSAL)
-                scores = tl.where(seen, scores, float("-inf"))
-            weights = tl.exp2(scores - row_lse[:, None])
+                scores = tl.where(columns[None, :] <= last[:, None], scores, float("-inf"))
+            weights = tl.exp2(scores)
             weight_grads = product(out_grad, tl.trans(value))
             score_grads = weights * (weight_grads - dots[:, None])
             query_grad = product(score_grads.to(key.dtype), key, query_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -14,52 +15,133 @@ from .kernels import (
     forward_kernel,
     keys_backward_kernel,
     queries_backward_kernel,
-    row_dots_kernel,
+    rows_kernel,
     triton,
 )
 from .tiled import Options
 
+# What the tuner tries, by BLOCK_D of at most: BLOCK_Q, BLOCK_K, warps (of 32 threads) an instance, and stages: how many
+# tiles the loop has in flight, so that it loads the next ones while it computes with this one. Compiled for an H100,
+# up to 128 numbers a row, the first of each list keeps all it has in registers, and the others all but a few bytes.
+CANDIDATES = {
+    forward_kernel: {
+        64: [(128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)],
+        128: [(128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 4, 3)],
+        256: [(128, 64, 8, 2), (64, 64, 8, 2)],
+    },
+    keys_backward_kernel: {
+        64: [(64, 128, 8, 2), (64, 64, 4, 3), (32, 64, 4, 3)],
+        128: [(64, 128, 8, 3), (64, 64, 4, 2), (32, 128, 8, 3), (32, 64, 4, 3)],
+        256: [(16, 64, 8, 3), (32, 64, 8, 2)],
+    },
+    queries_backward_kernel: {
+        64: [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3)],
+        128: [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)],
+        256: [(64, 16, 8, 3), (128, 32, 8, 2)],
+    },
+}
+# From large to small; the first that is sure to fit is tried too where none of those is.
+SMALL = [(64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)]
+# Exact fp32 products use no tensor cores: larger tiles spill registers and take half a minute to compile.
+SINGLE = [(32, 32, 4, 2), (16, 16, 4, 1)]
+# Once measured on a GPU, the fastest stand here and are taken untried, for 16 bits a number:
+# {(kernel, BLOCK_D, capability, causal): (BLOCK_Q, BLOCK_K, warps, stages)}.
+MEASURED: dict[tuple[Any, int, tuple[int, int], bool], tuple[int, int, int, int]] = {}
+OutOfResources = triton.runtime.OutOfResources if triton else ()
+LARGEST = 128  # rows of a block
 
-def _fitting(configs: list, arguments: dict[str, Any], **options: Any) -> list:
-    """Those configurations whose tiles a GPU can be expected to hold, and the smallest in any case."""
-    itemsize = arguments["q"].element_size()
 
-    def fits(config: Any) -> bool:
-        rows = max(config.kwargs["BLOCK_Q"], config.kwargs["BLOCK_K"])
-        tile_bytes = rows * options["BLOCK_D"] * itemsize
-        # Exact fp32 products use no tensor cores: larger tiles spill registers and take half a minute to compile.
-        return tile_bytes <= 32 * 1024 if itemsize == 2 else tile_bytes <= 16 * 1024 and rows <= 32
+def _tile_bytes(kernel: Any, block_q: int, block_k: int, tiles: int, row_bytes: int) -> int:
+    """Shared memory for an instance's own tiles, and for so many of each tensor that it walks over."""
+    own, walked = (block_k, block_q) if kernel is keys_backward_kernel else (block_q, block_k)
+    return ((1 if kernel is forward_kernel else 2) * own + 2 * tiles * walked) * row_bytes
 
-    return [config for config in configs if fits(config)] or configs[-1:]
+
+def _sizes(kernel: Any, block_d: int, itemsize: int, shared: int) -> list[tuple[int, int, int, int]]:
+    """What to try on a GPU that has so much shared memory an instance."""
+    if itemsize == 4:
+        return SINGLE if block_d <= 128 else SINGLE[1:]
+
+    def sure(block_q: int, block_k: int, _: int, stages: int) -> bool:
+        return _tile_bytes(kernel, block_q, block_k, stages, block_d * itemsize) + 4096 <= shared
+
+    def possible(block_q: int, block_k: int, _: int, stages: int) -> bool:  # before Hopper one tile less is in flight
+        return _tile_bytes(kernel, block_q, block_k, stages - 1, block_d * itemsize) <= shared
+
+    tried = [size for size in CANDIDATES[kernel][max(block_d, 64)] if possible(*size)]
+    if any(sure(*size) for size in tried):
+        return tried
+    return tried + ([size for size in SMALL if sure(*size)] or SMALL[-1:])[:1]
+
+
+def _config(size: tuple[int, int, int, int]) -> Any:
+    block_q, block_k, warps, stages = size
+    return triton.Config({"BLOCK_Q": block_q, "BLOCK_K": block_k}, num_warps=warps, num_stages=stages)
 
 
 def _tuned(kernel: Any) -> Any:
-    """The kernel, with block sizes chosen by trying each configuration for each new size of problem.
+    """The kernel, in blocks found by trying some for each new `_setting`; what was found is kept on disk too."""
 
-    A configuration is BLOCK_Q, BLOCK_K, warps (of 32 threads) an instance, and stages: how many tiles the loop has in
-    flight, so that it loads the next one while it computes with this one. Those that a GPU has no room for lose.
-    """
-    sizes = [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 4, 3),
-             (32, 32, 4, 2), (16, 16, 4, 1)]  # fmt: skip
-    configs = [
-        triton.Config({"BLOCK_Q": block_q, "BLOCK_K": block_k}, num_warps=warps, num_stages=stages)
-        for block_q, block_k, warps, stages in sizes
-    ]
-    key = ["n_q", "n_k", "D", "CAUSAL"]
-    return triton.autotune(configs, key, prune_configs_by={"early_config_prune": _fitting})(kernel)
+    def prune(_: list, arguments: dict[str, Any], **constants: Any) -> list:
+        shared, itemsize = arguments["setting"][0], arguments["q"].element_size()
+        return [_config(size) for size in _sizes(kernel, constants["BLOCK_D"], itemsize, shared)]
+
+    key = ["setting", "BLOCK_D", "CAUSAL"]
+    configs = [_config(size) for size in SMALL]  # only for `prune` to put others in their place
+    return triton.autotune(configs, key, prune_configs_by={"early_config_prune": prune}, cache_results=True)(kernel)
 
 
 if triton and not INTERPRETED:
-    TUNED = {kernel: _tuned(kernel) for kernel in (forward_kernel, keys_backward_kernel, queries_backward_kernel)}
+    TUNED = {kernel: _tuned(kernel) for kernel in CANDIDATES}
 
 
-def _with_blocks(kernel: Any, block_q: int | None, block_k: int | None) -> tuple[Any, dict[str, int]]:
-    """The kernel to launch and the options that say its block sizes; none for a kernel that tunes itself."""
-    if block_q is None and block_k is None and not INTERPRETED:
-        return TUNED[kernel], {}
-    block_q, block_k = block_q or 32, block_k or 32
-    warps = 8 if block_q + block_k > 128 else 4  # of 32 threads, which share the instance's tiles
-    return kernel, {"BLOCK_Q": block_q, "BLOCK_K": block_k, "num_warps": warps, "num_stages": 2}
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one instance can have."""
+    if INTERPRETED:
+        return 0
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+
+
+def _setting(q: Tensor, k: Tensor) -> tuple[int, int, int]:
+    """What the choice depends on, so that a new length seldom means a new choice: the GPU's memory, and between which
+    powers of two lie the queries of all heads and the keys; more than fill a GPU are all the same."""
+    numbers = (q.shape[:3].numel(), 2**15), (k.shape[2], 2**13)
+    return _shared_memory(q.device), *(min(max(triton.next_power_of_2(n), 512), most) for n, most in numbers)
+
+
+def _launch(kernel: Any, grid: Any, q: Tensor, options: Options, *arguments: Any) -> None:
+    """Runs a kernel in the blocks that are given, else in those measured, else in those that the tuner finds."""
+    d, causal = q.shape[-1], options.shift is not None
+    block_d = triton.next_power_of_2(d)
+    for name in ("block_q", "block_k"):
+        block = getattr(options, name)
+        if block not in (None, 16, 32, 64, LARGEST):
+            raise ValueError(f"{name} is {block}; it takes 16, 32, 64 or {LARGEST} where the backend is Triton")
+    size = None
+    if options.block_q or options.block_k or INTERPRETED:
+        block_q, block_k = options.block_q or 32, options.block_k or 32
+        size = block_q, block_k, 8 if block_q + block_k > 128 else 4, 2
+    elif q.element_size() == 2 and q.is_cuda:
+        size = MEASURED.get((kernel, block_d, torch.cuda.get_device_capability(q.device), causal))
+    launched, blocks = (kernel, _config(size).all_kwargs()) if size else (TUNED[kernel], {})
+    try:
+        launched[grid](*arguments, CAUSAL=causal, D=d, BLOCK_D=block_d, **blocks)
+    except OutOfResources as error:
+        if not (options.block_q or options.block_k):
+            raise
+        raise _too_large(error, kernel, block_q, block_k, d) from error
+
+
+def _too_large(error: Any, kernel: Any, block_q: int, block_k: int, d: int) -> ValueError:
+    fit_q, fit_k = block_q, block_k
+    limit = error.limit / error.required * _tile_bytes(kernel, block_q, block_k, 2, 1)
+    while max(fit_q, fit_k) > 16 and max(_tile_bytes(each, fit_q, fit_k, 2, 1) for each in CANDIDATES) > limit:
+        fit_q, fit_k = (fit_q // 2, fit_k) if fit_q >= fit_k else (fit_q, fit_k // 2)
+    return ValueError(
+        f"block_q is {block_q}, block_k is {block_k}; it takes {fit_q} and {fit_k} for rows of {d} numbers: "
+        f"they need {error.required} bytes of {error.name}, and this GPU has {error.limit}"
+    )
 
 
 def why_not(q: Tensor, v: Tensor) -> str | None:
@@ -85,22 +167,25 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     Args:
         q: (batch, heads, n_q, d), fp32, fp16 or bf16, with any strides.
         k, v: (batch, kv_heads, n_k, d), of q's dtype; kv_heads divides heads.
-        options: blocks are powers of two from 16 on. If neither is given they are tuned on a GPU: the first call for
-            new lengths tries a few, which takes seconds and memory; don't measure that call.
+        options: blocks are 16, 32, 64 or 128. If neither is given they are tuned on a GPU: the first call for lengths
+            of another power of two tries a few, which takes seconds and memory; don't measure that call.
 
     Returns:
         o (batch, heads, n_q, d), contiguous, of q's dtype, and lse (batch, heads, n_q), fp32, natural logarithm.
     """
-    (batch, heads, n_q, d), (_, kv_heads, n_k, _) = q.shape, k.shape
-    shift, scale, *blocks = options
-    kernel, launch = _with_blocks(forward_kernel, *blocks)
+    (batch, heads, n_q, _), (_, kv_heads, n_k, _) = q.shape, k.shape
+    shift, scale = options.shift, options.scale
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    q, k, v = (_near(x) for x in (q, k, v))
+    # The kernel takes the largest score before it scales: the scale has to be above zero, if only just.
+    q, scale = (-q, -scale) if scale < 0 else (q, scale)
+    scale_log2 = max(scale * math.log2(math.e), torch.finfo(torch.float32).tiny)
     with _device_of(q):
-        kernel[lambda meta: (triton.cdiv(n_q, meta["BLOCK_Q"]), heads, batch)](
+        _launch(
+            forward_kernel, lambda meta: (triton.cdiv(n_q, meta["BLOCK_Q"]), heads, batch), q, options,
             q, k, v, o, lse, q.stride(), k.stride(), v.stride(), o.stride(),
-            n_q, n_k, shift or 0, heads // kv_heads, scale * math.log2(math.e),
-            CAUSAL=shift is not None, D=d, BLOCK_D=triton.next_power_of_2(d), **launch,
+            n_q, n_k, shift or 0, heads // kv_heads, scale_log2, _setting(q, k),
         )  # fmt: skip
     return o, lse
 
@@ -110,29 +195,35 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, contiguous, from that of o and from what `forward` took and returned."""
     (batch, heads, n_q, d), (_, kv_heads, n_k, _) = q.shape, k.shape
-    shift, scale, *blocks = options
-    over_keys, launch = _with_blocks(keys_backward_kernel, *blocks)
-    over_queries, _ = _with_blocks(queries_backward_kernel, *blocks)
-    lse = lse.contiguous()
-    row_dots = torch.empty_like(lse)
+    shift, scale = options.shift, options.scale
+    q, k, v, grad_o, lse = (*(_near(x) for x in (q, k, v, grad_o)), lse.contiguous())
+    padded_q = triton.cdiv(n_q, LARGEST) * LARGEST  # so that the kernels read their rows without a mask
+    lse_log2, row_dots = lse.new_empty((2, batch, heads, padded_q))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    shape = {"D": d, "BLOCK_D": triton.next_power_of_2(d)}
-    numbers = (n_q, n_k, shift or 0, heads // kv_heads, float(scale), scale * math.log2(math.e))
+    numbers = n_q, padded_q, n_k, shift or 0, heads // kv_heads, float(scale), scale * math.log2(math.e)
+    numbers += (_setting(q, k),)
     with _device_of(q):
-        row_dots_kernel[(triton.cdiv(n_q, 32), heads, batch)](
-            grad_o, o, row_dots, grad_o.stride(), o.stride(), n_q, **shape, BLOCK_Q=32
-        )
-        over_keys[lambda meta: (triton.cdiv(n_k, meta["BLOCK_K"]), kv_heads, batch)](
-            q, k, v, grad_o, lse, row_dots, dk, dv,
-            q.stride(), k.stride(), v.stride(), grad_o.stride(), dk.stride(), dv.stride(),
-            *numbers, CAUSAL=shift is not None, **shape, **launch,
+        rows_kernel[(padded_q // 32, heads, batch)](
+            grad_o, o, lse, row_dots, lse_log2, grad_o.stride(), o.stride(), n_q, padded_q,
+            D=d, BLOCK_D=triton.next_power_of_2(d), BLOCK_Q=32,
         )  # fmt: skip
-        over_queries[lambda meta: (triton.cdiv(n_q, meta["BLOCK_Q"]), heads, batch)](
-            q, k, v, grad_o, lse, row_dots, dq,
-            q.stride(), k.stride(), v.stride(), grad_o.stride(), dq.stride(),
-            *numbers, CAUSAL=shift is not None, **shape, **launch,
+        _launch(
+            keys_backward_kernel, lambda meta: (triton.cdiv(n_k, meta["BLOCK_K"]), kv_heads, batch), q, options,
+            q, k, v, grad_o, lse_log2, row_dots, dk, dv,
+            q.stride(), k.stride(), v.stride(), grad_o.stride(), dk.stride(), dv.stride(), *numbers,
+        )  # fmt: skip
+        _launch(
+            queries_backward_kernel, lambda meta: (triton.cdiv(n_q, meta["BLOCK_Q"]), heads, batch), q, options,
+            q, k, v, grad_o, lse_log2, row_dots, dq,
+            q.stride(), k.stride(), v.stride(), grad_o.stride(), dq.stride(), *numbers,
         )  # fmt: skip
     return dq, dk, dv
+
+
+def _near(x: Tensor) -> Tensor:
+    """The tensor, copied if entries of a head lie 2^31 or more apart: within a head, kernels count in 32 bits."""
+    farthest = (x.shape[2] - 1) * x.stride(2) + (x.shape[3] - 1) * x.stride(3)
+    return x if farthest < 2**31 else x.contiguous()
 
 
 def _device_of(q: Tensor) -> Any:

@@ -1,27 +1,34 @@
 """What `tiled` takes, without its long loops: for symbolic tensors, which have shapes but no memory.
 
-One group of heads stands for the others, which would take the same after it, and its last tiles for those before
-them: the bytes are the same. The FLOPs of what is left out are counted by an operator that does nothing else.
+One operator stands for all the tiles: it takes as many bytes as they do at their peak, and has their FLOPs. The bytes
+are found once for all that is alike, out of sight of meters, by running some tiles: one group of heads stands for the
+others, which would take the same after it, and its last tiles for those before them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
+
+from course_lib.memory import MemoryMeter
 
 from . import tiled
 from .tiled import Options
 
 _library = torch.library.Library("course_lib", "FRAGMENT")
-_library.define("skipped_tiles(Tensor like, int flops) -> ()")
-_library.impl("skipped_tiles", lambda like, flops: None, "CompositeExplicitAutograd")
+_library.define("tiles(Tensor like, int nbytes, int flops, str operator) -> Tensor")
+_library.impl("tiles", lambda like, nbytes, *_: like.new_empty(nbytes, dtype=torch.uint8), "CompositeExplicitAutograd")
+# What is alike -> the bytes at the peak, and the operator that reaches it.
+_known: dict[tuple, tuple[int, str]] = {}
 
 
-@register_flop_formula(torch.ops.course_lib.skipped_tiles)
-def _flops_of_skipped_tiles(like, flops, **_) -> int:
+@register_flop_formula(torch.ops.course_lib.tiles)
+def _flops_of_tiles(like, nbytes, flops, operator, **_) -> int:
     return flops
 
 
@@ -29,9 +36,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     """Arguments and result as for `tiled.forward`."""
     o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=tiled.work_dtype(q))
     options = tiled.with_blocks(options, q, k)
-    last, _ = _last_tiles((q, o, lse), (k, v), options)
-    tiled.forward_tiles(*last, options)
-    _count_skipped(q.shape[3] + v.shape[3], q, k, last[0], last[3], _area_by_rows, options)
+    scores = q.shape[0] * q.shape[1] * _area_by_rows(q.shape[2], k.shape[2], options)
+    _stand_in(_some_forward, 2 * (q.shape[3] + v.shape[3]) * scores, (q, o, lse), (k, v), options)
     return o, lse
 
 
@@ -41,15 +47,39 @@ def backward(
     """Arguments and result as for `tiled.backward`."""
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     options = tiled.with_blocks(options, q, k)
-    last, first = _last_tiles((q, o, lse, grad_o, dq), (k, v, dk, dv), options)
+    scores = q.shape[0] * q.shape[1] * _area_by_columns(q.shape[2], k.shape[2], options)
+    flops = 2 * (3 * q.shape[3] + 2 * v.shape[3]) * scores
+    _stand_in(_some_backward, flops, (q, o, lse, grad_o, dq), (k, v, dk, dv), options)
+    return dq, dk, dv
+
+
+def _stand_in(some: Callable, flops: int, queries: tuple, keys: tuple, options: Options) -> None:
+    """Take what the tiles take, for as long as an operator runs."""
+    q = queries[0]
+    key = some, options, *((x.shape, x.stride(), x.dtype, x.device) for x in (*queries, *keys))
+    if key not in _known:
+        with _disable_current_modes(), q.fake_mode, MemoryMeter(device=q.device) as meter:
+            some(queries, keys, options)
+        live = sum(meter.series().values())
+        _known[key] = meter.peak_bytes, meter.timeline[int(live.argmax())].operator if len(live) else ""
+    nbytes, operator = _known[key]
+    torch.ops.course_lib.tiles(q, nbytes, flops, operator)
+
+
+def _some_forward(queries: tuple, keys: tuple, options: Options) -> None:
+    last, _ = _last_tiles(queries, keys, options)
+    tiled.forward_tiles(*last, options)
+
+
+def _some_backward(queries: tuple, keys: tuple, options: Options) -> None:
+    last, first = _last_tiles(queries, keys, options)
+    lse = first[2]
     delta = (first[3].to(lse.dtype) * first[1]).sum(-1)  # as `tiled` begins, for all of the rows
     cut = first[0].shape[2] - last[0].shape[2]
-    before = delta.new_empty(*delta.shape[:2], cut), delta.new_empty(*delta.shape[:2], cut, q.shape[3])  # and dq's sum
+    before = delta.new_empty(*delta.shape[:2], cut), delta.new_empty(*delta.shape[:2], cut, first[0].shape[3])  # dq's
     del delta
     tiled.backward_tiles(*last, options)
     del before
-    _count_skipped(3 * q.shape[3] + 2 * v.shape[3], q, k, last[0], last[5], _area_by_columns, options)
-    return dq, dk, dv
 
 
 def _last_tiles(queries: tuple, keys: tuple, options: Options) -> tuple[list[Tensor], list[Tensor]]:
@@ -60,13 +90,6 @@ def _last_tiles(queries: tuple, keys: tuple, options: Options) -> tuple[list[Ten
     cut = max(0, min(q.shape[2], k.shape[2]) - 2 * max(blocks)) // math.lcm(*blocks) * math.lcm(*blocks)
     last = [x[:, :, cut:] for x in group[: len(queries)]] + [x[:, cut:] for x in group[len(queries) :]]
     return last, group
-
-
-def _count_skipped(features: int, q: Tensor, k: Tensor, q_done: Tensor, k_done: Tensor, area, options) -> None:
-    """The FLOPs of the tiles that were left out: each score takes products over `features` in all."""
-    wanted = q.shape[0] * q.shape[1] * area(q.shape[2], k.shape[2], options)
-    done = q_done.shape[0] * q_done.shape[1] * area(q_done.shape[2], k_done.shape[1], options)
-    torch.ops.course_lib.skipped_tiles(q, 2 * features * (wanted - done))
 
 
 def _area_by_rows(n_q: int, n_k: int, options: Options) -> int:

@@ -8,6 +8,7 @@ from .activations import offload_activations
 from .device import Device
 from .optimizer import OffloadedOptimizer, chosen_below
 from .prefetch import Prefetcher
+from .simulated import Race, SimulatedDevice
 from .stores import DiskStore, HostStore, Room, Store, StoreFull, SymbolicStore, Traffic
 
 __all__ = [
@@ -16,7 +17,9 @@ __all__ = [
     "HostStore",
     "OffloadedOptimizer",
     "Prefetcher",
+    "Race",
     "Room",
+    "SimulatedDevice",
     "Store",
     "StoreFull",
     "SymbolicStore",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,14 +16,19 @@ class Device:
 
     apart = False  # whether its memory is another than the host's
     ahead = 1  # how many copies of activations are under way in one direction, unless the user says so
+    guests: ClassVar[list[Device]] = []  # devices whose tensors look like those of a CPU
 
     @staticmethod
     def of(tensor: Tensor) -> Device:
         """The device that holds a tensor. Symbolic tensors are held by none, so nothing need be waited for."""
-        return Device.at(torch.device("cpu") if is_symbolic(tensor) else tensor.device)
+        if is_symbolic(tensor):
+            return Device.at(torch.device("cpu"))
+        return next((guest for guest in Device.guests if guest.holds(tensor)), None) or Device.at(tensor.device)
 
     @staticmethod
-    def at(device: torch.device) -> Device:
+    def at(device: torch.device | Device) -> Device:
+        if isinstance(device, Device):
+            return device
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         if device not in _devices:
@@ -61,15 +66,23 @@ class Device:
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
         """Host memory that the device can copy from and to by itself."""
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def up(self, tensor: Tensor) -> Tensor:
         """A tensor of the host on this device; the current stream copies it."""
         return tensor.to(self.device)
 
+    def transfer(self, target: Tensor, source: Tensor) -> None:
+        """The current stream copies between this device and the host; the host does not wait if its side is pinned."""
+        target.copy_(source, non_blocking=True)
+
     def copy(self, target: Tensor, source: Tensor, name: str) -> Any:
         """Copy on a side stream, after what the current one was given so far; the event is the copy's end."""
-        target.copy_(source)
+        now = self.event()
+        with self.on(self.side(name)):
+            self.wait(now)
+            self.transfer(target, source)
+            return self.event()
 
 
 class Cuda(Device):
@@ -108,19 +121,12 @@ class Cuda(Device):
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
         # PyTorch keeps pinned memory for use again, and gives none away that a copy has not left yet.
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)  # also where another one is the default
 
     def up(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu" and not tensor.is_pinned():
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
-
-    def copy(self, target: Tensor, source: Tensor, name: str) -> torch.cuda.Event:
-        side = self.side(name)
-        side.wait_stream(self.current())
-        with self.on(side):
-            target.copy_(source, non_blocking=True)
-            return self.event()
 
 
 _devices: dict[torch.device, Device] = {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -112,13 +113,14 @@ class Master:
 class OnHost(Master):
     """State in host memory, where the CPU updates it; for parameters on a device that has a memory of its own.
 
-    The weights are a pinned copy of the parameter. Gradients go down in the step, not in backward: what clips,
-    unscales or sums them up between processes may change them in ways that PyTorch does not count.
+    The weights are a pinned copy of the parameter. They do not change under their copy up: something comes down before
+    they change, and that comes after what went up. Gradients go down in the step, unless somebody says that nothing
+    will change them: what clips, unscales or adds them up over processes may do so in ways that PyTorch does not count.
     """
 
     def made(self) -> nn.Parameter:
         self.coming: tuple | None = None  # (gradient on the host, its copy's event)
-        self.going = None  # the event of the parameter's copy up
+        self.going = None  # the event of the parameter's last copy up
         return nn.Parameter(self.device.pinned(self.p.shape, self.dtype).copy_(self.p.detach()))
 
     def send(self) -> None:
@@ -126,15 +128,11 @@ class OnHost(Master):
         host = self.device.pinned(self.p.grad.shape, self.p.grad.dtype)
         self.coming = host, self.device.copy(host, self.p.grad.detach(), "gradients")
 
-    def settle(self) -> None:
-        """Wait until the weights have gone up: they must not change under the copy."""
-        if self.going is not None:
-            self.device.finish(self.going)
-            self.going = None
-
-    def take(self) -> None:
-        self.settle()
-        super().take()
+    def unsend(self) -> None:
+        """The gradient is not wanted, and may be freed: its memory must not be written under the copy."""
+        if self.coming is not None:
+            self.device.wait(self.coming[1])
+            self.coming = None
 
     def gradient(self) -> Tensor:
         if self.coming is None:
@@ -153,12 +151,38 @@ class OnHost(Master):
         self.going = self.device.copy(self.p.detach(), source, "parameters")
         self.device.wait(self.going)
 
-    def load_weights(self, values: Tensor) -> None:
-        self.settle()
-        super().load_weights(values)
-
     def held(self) -> Iterator[Tensor]:
         return iter(())
+
+
+def update_on_host(masters: list[OnHost], update: Callable[[list], None], overlap: bool) -> None:
+    """One at a time, so that others come down and go up while one is updated."""
+    try:
+        for master in masters if overlap else ():
+            if master.coming is None:
+                master.send()
+        for master in masters:
+            update([master])
+            if not overlap:
+                master.device.finish(master.going)
+    finally:
+        for master in masters:
+            master.unsend()
+
+
+@contextmanager
+def sending(masters: list[OnHost]) -> Iterator[None]:
+    """Inside, gradients go down as soon as backward has made them.
+
+    One to which a backward pass within backward adds goes down again, and what went before is not used.
+    """
+    hooks = [master.p.register_post_accumulate_grad_hook(lambda p, master=master: master.send()) for master in masters]
+    try:
+        yield
+    finally:
+        for hook, master in zip(hooks, masters, strict=True):
+            hook.remove()
+            master.unsend()
 
 
 def is_large(value: Any) -> bool:
@@ -178,8 +202,8 @@ def chunks(masters: list[Master], most: int) -> list[list[Master]]:
     return found
 
 
-def update_with(base: torch.optim.Optimizer, groups: list[dict], masters: list[Master]) -> None:
-    """Let `base` do its step for these masters alone, with the settings of `groups`."""
+def update_with(base: torch.optim.Optimizer, groups: list[dict], masters: list[Master], *, fused: bool = False) -> None:
+    """Let `base` do its step for these masters alone, with the settings of `groups`; fused if they leave it open."""
     if not masters:
         return
     chosen, all_groups, mine = {master.weights for master in masters}, base.param_groups, []
@@ -187,6 +211,8 @@ def update_with(base: torch.optim.Optimizer, groups: list[dict], masters: list[M
         members = [weights for weights in theirs["params"] if weights in chosen]
         if members:
             mine.append({**theirs, **ours, "params": members})
+            if fused and ours.get("fused", False) is None and not ours.get("foreach"):
+                mine[-1]["fused"] = True  # on a CPU about four times as fast as a loop
     try:
         for master in masters:
             master.take()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from course_lib._check import kind, number, shown
 from course_lib._torch import is_symbolic
 
 from .device import Device
-from .masters import Master, OnHost, chunks, is_large, update_with
+from .masters import Master, OnHost, chunks, is_large, sending, update_on_host, update_with
 from .paged import Paged, reserve, update_paged, written
 from .stores import DiskStore, Store, SymbolicStore
 
@@ -25,8 +26,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     `base` on fp32 copies, rounded afterwards.
 
     A CPU keeps the state in a file and pages it through memory in chunks, the next one read and the last one written
-    while one is updated. For CUDA parameters the state lives in host memory and the update runs on the CPU; other
-    gradients come down and parameters go up meanwhile.
+    while one is updated. For CUDA parameters the state lives in host memory and the update runs on the CPU, as that of
+    `base` with `fused=True` where it has that and neither `fused` nor `foreach=True` is given; other gradients come
+    down and parameters go up meanwhile.
 
     Between `backward` and `step` gradients may be changed in any way: clipped, unscaled, summed up between processes.
     Parameters may be given new values from outside at any time, and these win. On CUDA, where there are master weights
@@ -104,14 +106,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         # In chunks, since their gradients are fp32 copies, which would take as much as the weights do.
         for chunk in chunks([master for master in here if master.weights is not master.p], self.CHUNK_BYTES):
             update(chunk)
-        for master in on_host if self._overlap else ():
-            master.send()
-        for master in on_host:  # one at a time, so that one goes up while the next is updated
-            update([master])
-            if not self._overlap:
-                master.settle()
+        update_on_host(on_host, partial(update, fused=True), self._overlap)
         update_paged(chunks(paged, self.CHUNK_BYTES), update, self.store if paged else None, self._overlap)
         return loss
+
+    @property
+    def state_on_host(self) -> bool:
+        """Whether gradients go down to host memory."""
+        return any(isinstance(master, OnHost) for master in self._masters.values())
+
+    def sending(self) -> AbstractContextManager:
+        """Inside, gradients go down as soon as backward has made them, and `step` uses what went down.
+
+        For the last backward pass before a step and the step, and only where nothing changes gradients in between:
+        clipping, unscaling, collectives and `.data` would do so unseen. `AccumulatedStep` does this where it can.
+        """
+        return sending([master for master in self._masters.values() if isinstance(master, OnHost)])
 
     @property
     def store(self) -> Store:

@@ -23,7 +23,7 @@ class Prefetcher:
     Args:
         loader: any iterable of batches: tensors, or nested tuples, lists, mappings and dataclasses of them; or objects
             that have a method `to(device)`.
-        device: where the batches go.
+        device: where the batches go; a `Device` may be named too.
         depth: how many batches are made ahead.
 
     Each `iter` starts the loader anew. What the loader raises is raised where its batch would have come, and so is a
@@ -31,9 +31,10 @@ class Prefetcher:
     over the batch that it is making.
     """
 
-    def __init__(self, loader: Iterable[Any], device: torch.device | str = "cpu", *, depth: int = 1):
+    def __init__(self, loader: Iterable[Any], device: torch.device | str | Device = "cpu", *, depth: int = 1):
         self.loader = kind("loader", loader, Iterable, "an iterable of batches")
-        self.device, self.depth = torch.device(device), whole("depth", depth, 1)
+        self.device = device if isinstance(device, Device) else torch.device(device)
+        self.depth = whole("depth", depth, 1)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -77,7 +78,7 @@ class Prefetcher:
 
     def _moved(self, batch: Any, device: Device) -> Any:
         if not isinstance(batch, Tensor) and callable(getattr(batch, "to", None)):
-            return batch.to(self.device)
+            return batch.to(device.device)
         if next(tensors_in(batch), None) is None:
             raise TypeError(
                 f"a batch is {shown(batch)}; it takes tensors, containers of them, or what has `to(device)`"

@@ -132,11 +132,17 @@ class Store:
 
     Attributes:
         stats: a `Traffic`.
-        used_bytes: what is reserved now.
     """
 
     def __init__(self):
-        self.stats, self.used_bytes, self.guard = Traffic(), 0, Guard()
+        self.stats, self.guard, self._used_bytes = Traffic(), Guard(), 0
+
+    @property
+    def used_bytes(self) -> int:
+        """What is reserved now."""
+        with self.guard:  # which another thread may just hold: what was dropped meanwhile is released on the way out
+            pass
+        return self._used_bytes
 
     def reserve(self, nbytes: int) -> Room:
         """Room for so many bytes.
@@ -147,7 +153,7 @@ class Store:
         self.check_open()
         with self.guard:
             room = Room(self, nbytes, self.claim(nbytes))
-            self.used_bytes += nbytes
+            self._used_bytes += nbytes
         return room
 
     def put(self, tensor: Tensor) -> Room:
@@ -167,7 +173,7 @@ class Store:
 
     def release(self, room: Room) -> None:
         """A room is given up. This must not wait for copies: it runs where rooms are dropped."""
-        self.used_bytes -= room.nbytes
+        self._used_bytes -= room.nbytes
         room.place = None
 
     def check_open(self) -> None:
