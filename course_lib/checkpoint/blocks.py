@@ -23,6 +23,7 @@ def checkpoint_blocks(
     every: int = 1,
     first: int | None = None,
     policy: Callable | list | None = None,
+    preserve_rng_state: bool = True,
 ) -> CheckpointedBlocks:
     """Let the blocks of a model forget their activations: in place, until the handle is removed.
 
@@ -40,6 +41,7 @@ def checkpoint_blocks(
         first: look at the first blocks only. At the peak, when backward starts, the last block is there in full anyway.
         policy: None forgets everything; a list of operators, or a policy as for `create_selective_checkpoint_contexts`,
             says what to keep.
+        preserve_rng_state: keep the states of random generators too, for blocks that draw numbers.
 
     Returns:
         A handle with the `names` of the blocks. `handle.remove()` undoes; so does leaving a `with` block.
@@ -67,7 +69,7 @@ def checkpoint_blocks(
     names = names[:first][every - 1 :: every]
     if not names:
         raise ValueError(f"every is {every}; it takes the number of blocks or less")
-    return CheckpointedBlocks(model, names, context_fn)
+    return CheckpointedBlocks(model, names, {"context_fn": context_fn, "preserve_rng_state": preserve_rng_state})
 
 
 class CheckpointedBlocks:
@@ -77,12 +79,12 @@ class CheckpointedBlocks:
         names: of the blocks, as in `model.named_modules()`.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str], context_fn: Callable):
+    def __init__(self, model: nn.Module, names: Sequence[str], options: dict[str, Any]):
         self.names = tuple(names)
         blocks = [model.get_submodule(name) for name in names]
         if any(isinstance(block.forward, _Forward) for block in blocks):
             raise ValueError(f"blocks is {', '.join(names)}, checkpointed already; it takes blocks that are not")
-        self._forwards = [_Forward(block, context_fn) for block in blocks]
+        self._forwards = [_Forward(block, options) for block in blocks]
         for block, forward in zip(blocks, self._forwards, strict=True):
             block.forward = forward
 
@@ -104,8 +106,8 @@ class _Forward:
     It knows the block weakly: a block that held itself would live until the garbage collector comes.
     """
 
-    def __init__(self, block: nn.Module, context_fn: Callable):
-        self.block, self.context_fn = weakref.ref(block), context_fn
+    def __init__(self, block: nn.Module, options: dict[str, Any]):
+        self.block, self.options = weakref.ref(block), options
         self.before = vars(block).get("forward")  # others may have replaced it before us, as accelerate does
         self.active = True
 
@@ -119,7 +121,7 @@ class _Forward:
         def run(args, kwargs):  # as they are: no name of the block's is taken for an option
             return forward(*args, **kwargs)
 
-        return checkpoint(run, args, kwargs, use_reentrant=False, context_fn=self.context_fn)
+        return checkpoint(run, args, kwargs, use_reentrant=False, **self.options)
 
     def undo(self) -> None:
         block, self.active = self.block(), False
@@ -152,18 +154,22 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _longest_lists(model: nn.Module) -> list[str]:
-    lists = list(_lists(model))
+    lists = list(_lists(model)) or list(_lists(model, least=1))
     if not lists:
         raise ValueError("blocks is None, but the model has no list of like modules; it takes names with wildcards")
     longest = max(map(len, lists))
     return [name for names in lists if len(names) == longest for name in names]
 
 
-def _lists(module: nn.Module, prefix: str = "") -> Iterator[list[str]]:
-    """The names in each list of at least two modules of one type; what is inside these modules is not looked at."""
+def _lists(module: nn.Module, prefix: str = "", least: int = 2) -> Iterator[list[str]]:
+    """The names in each list of at least two modules of one type; what is inside these modules is not looked at.
+
+    With `least=1` also in an `nn.ModuleList` of one module, for a model of one layer.
+    """
     children = {f"{prefix}{name}": child for name, child in module.named_children()}
-    if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1 and len({*map(type, module)}) == 1:
+    kinds = (nn.ModuleList, nn.Sequential) if least > 1 else nn.ModuleList
+    if isinstance(module, kinds) and len(children) >= least and len({*map(type, module)}) == 1:
         yield list(children)
     else:
         for name, child in children.items():
-            yield from _lists(child, f"{name}.")
+            yield from _lists(child, f"{name}.", least)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,7 +13,14 @@ from .nonreentrant import checkpoint
 
 
 def checkpointed_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk: int, ignore_index: int = -100, reduction: str = "mean"
+    hidden: Tensor,
+    weight: Tensor | Callable[[Tensor], Tensor],
+    targets: Tensor,
+    *,
+    chunk: int,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    preserve_rng_state: bool = False,
 ) -> Tensor:
     """`F.cross_entropy(hidden @ weight.T, targets)`, without ever holding all the logits.
 
@@ -19,10 +28,12 @@ def checkpointed_loss(
     makes of them, are alive. One more product hidden @ weight.T is the price.
 
     Args:
-        hidden: (tokens, h). weight: (v, h). targets: (tokens,), int64.
+        hidden: (tokens, h). targets: (tokens,), int64.
+        weight: (v, h), or the head itself: a function of each token alone, (chunk, h) -> (chunk, v).
         chunk: tokens at a time, at least 1; the last chunk may be smaller.
         ignore_index: targets of this value don't count.
         reduction: "mean" over the targets that count, or "sum".
+        preserve_rng_state: for a head that draws random numbers.
 
     Returns:
         The loss, a scalar, as `F.cross_entropy` gives it; summed in float32 at least.
@@ -38,7 +49,7 @@ def checkpointed_loss(
     total = 0.0
     for start in range(0, max(len(hidden), 1), chunk):  # no tokens: one empty chunk
         inputs = hidden[start : start + chunk], weight, targets[start : start + chunk], ignore_index
-        losses = checkpoint(_token_losses, *inputs, use_reentrant=False, preserve_rng_state=False)
+        losses = checkpoint(_token_losses, *inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state)
         # bfloat16 has 8 bits: a sum of thousands of losses would stand still where one more is less than half a unit.
         total = total + losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
     if reduction == "mean":
@@ -46,6 +57,6 @@ def checkpointed_loss(
     return total.to(losses.dtype)
 
 
-def _token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    logits = hidden @ weight.T  # (chunk, v)
+def _token_losses(hidden: Tensor, weight, targets: Tensor, ignore_index: int) -> Tensor:
+    logits = weight(hidden) if callable(weight) else hidden @ weight.T  # (chunk, v)
     return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")  # (chunk,)

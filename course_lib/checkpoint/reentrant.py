@@ -7,7 +7,7 @@ was when the function ran first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,8 +66,10 @@ class Surroundings:
         devices = {tensor.device for tensor in tensors}
         kinds = {DefaultDeviceType.get_device_type(), *(device.type for device in devices)} - {"cpu"}
         self.autocast = AutocastState(kinds)
-        modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+        active = _get_current_function_mode_stack()
+        modes = [mode for mode in active if isinstance(mode, DeviceContext)]
         self.default_device = modes[-1].device if modes else nullcontext()
+        self.modes = [mode for mode in active if getattr(mode, "when_recomputed", False)]  # those that ask for it
         self.random, self.unused = None, set()
         if preserve_rng_state:
             used = {kind for kind in kinds if _in_use(kind)}  # asking a device that nobody has used yet would start it
@@ -82,7 +84,9 @@ class Surroundings:
         try:
             if now is not None:
                 self.random.restore()
-            with self.autocast.as_then(), self.default_device:
+            with self.autocast.as_then(), self.default_device, ExitStack() as stack:
+                for mode in self.modes:
+                    stack.enter_context(mode)
                 yield
         finally:
             if now is not None:

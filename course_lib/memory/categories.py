@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -59,15 +60,13 @@ class Usage:
         return made_in, sources
 
     def _is_parameter(self, tensor: Tensor, record: Record) -> bool:
-        if type(tensor) is nn.Parameter:
+        if type(tensor) is nn.Parameter or (type(tensor) is FakeTensor and hasattr(tensor, "_is_param")):
             return True
         return self.leaves_are_parameters and record.role == "input" and tensor.requires_grad and tensor.is_leaf
 
     def outputs(self, func, result, sources: set[int], made_in: str) -> None:
         ledger, tensors = self.ledger, tensors_among((result,))
         for tensor in tensors:
-            if tensor.is_meta:
-                continue
             for storage in storages_of(tensor):
                 record = ledger.find(storage)
                 if record is not None:
@@ -76,10 +75,11 @@ class Usage:
                 elif storage._cdata not in sources or (func is _LIFT_FRESH and storage.resizable()):
                     # Data enters a step through an operator that has no tensor to start from.
                     enters = not sources - {storage._cdata} and ledger.operators[-1][1] == "forward"
-                    ledger.add(storage, "input" if enters else None, made_in)
-                    ledger.devices.add(tensor.device)
-        # Under hooks the graph holds not the tensors but what the hooks made of them.
+                    ledger.add(storage, ledger.account(tensor.device), "input" if enters else None, made_in)
+        # Under hooks the graph holds not the tensors but what the hooks made of them. After a change in place, a view's
+        # node is made anew by whoever asks first: symbolically by an operator, and to ask within that would never end.
         watched = tensors and made_in != "elsewhere" and not hooks_active()
+        watched = watched and not (func._schema.is_mutable and tensors[0]._is_view())
         self._output = weakref.ref(tensors[0]) if watched else None
 
     def settle(self) -> None:
@@ -165,10 +165,7 @@ class Steps:
         self.ledger = ledger
         self._outermost: torch.optim.Optimizer | None = None
         self._node: Any = None  # the autograd node that called it
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        self._hooks = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
 
     def running(self, node) -> bool:
         # With gradients on, or in another node, a step's closure runs: the forward and backward passes of LBFGS.

@@ -21,7 +21,7 @@ from .allocator import allocator_peak, workspace_by_operator
 from .meter import MemoryMeter
 from .show import Table
 from .snapshot import Snapshot
-from .storages import check_model_and_optimizer, tensors_among
+from .storages import AccumulateGrad, check_model_and_optimizer, tensors_among
 
 _MOST_METERED = 4  # runs beyond the warm-up that may pass until two agree
 
@@ -37,7 +37,7 @@ class Measurement(Table):
             step. Below zero only where `notes` say why.
         flops: floating-point operations of the step's matrix products and convolutions.
         seconds: median over the repeats; None for a symbolic step.
-        device: "cpu", "cuda:0", ...
+        device: whose bytes these are: "cpu", "cuda:0", ...
         at_peak: category -> bytes at the peak.
         workspace_by_operator: operator -> the most workspace that one call of it took, largest first.
         changed_parameters: how many parameters the step changed that `measure` was not given and could not put back.
@@ -60,10 +60,8 @@ class Measurement(Table):
     def rows(self):
         rows = [("peak of live tensors, bytes", self.peak_bytes)]
         rows += [(f"  {name}", count) for name, count in self.at_peak.items() if count]
-        rows += [
-            ("peak of the allocator, bytes", self.allocator_peak_bytes),
-            ("workspace, bytes", self.workspace_bytes),
-        ]
+        rows += [("peak of the allocator, bytes", self.allocator_peak_bytes)]
+        rows += [("workspace, bytes", self.workspace_bytes)]
         rows += [(f"  {name}", count) for name, count in list(self.workspace_by_operator.items())[:3]]
         return [*rows, ("FLOPs", self.flops), ("seconds, median", self.seconds)]
 
@@ -79,6 +77,7 @@ def measure(
     warmup: int = 1,
     repeats: int = 3,
     needs_gradient: bool = True,
+    device: torch.device | str | None = None,
 ) -> Measurement:
     """Run a training step several times and say what it takes.
 
@@ -100,6 +99,7 @@ def measure(
             `optimizer` is needed where the step has one.
         repeats: timed runs.
         needs_gradient: False to measure something that computes no gradient, such as inference.
+        device: the device whose bytes are counted; left out, the first accelerator that the step is met on, or the CPU.
 
     Raises:
         ValueError: the step runs no backward pass, so that it leaves no gradient.
@@ -110,14 +110,13 @@ def measure(
     warmup, repeats = _check.whole("warmup", warmup, 0), _check.whole("repeats", repeats, 1)
     runs = _Runs(step, model, optimizer, first_step=warmup == 0)
     with runs, _without_garbage_collection():
-        meter, steady = _metered(runs, warmup, needs_gradient)
-        # Where its tensors are, but for those that it keeps on the CPU.
-        device = min(meter.devices, key=lambda device: (device.type == "cpu", str(device)), default=torch.device("cpu"))
+        meter, steady = _metered(runs, warmup, needs_gradient, device)
+        device = meter.device
         counter = FlopCounterMode(display=False)
         counter.mod_tracker = _NoModules()
         runs.run(counter)
         allocator, workspace, seconds = None, {}, None
-        if not is_symbolic():
+        if not is_symbolic() and device.type != "meta":
             allocator = meter.entry_bytes + allocator_peak(runs.run, device)
             workspace = workspace_by_operator(runs.run, device)
             times: list[float] = []
@@ -138,11 +137,11 @@ def measure(
     )
 
 
-def _metered(runs: _Runs, warmup: int, needs_gradient: bool) -> tuple[MemoryMeter, bool]:
+def _metered(runs: _Runs, warmup: int, needs_gradient: bool, device) -> tuple[MemoryMeter, bool]:
     """The meter of the run that counts, and whether it took the same as the run before it."""
     before = None
     for number in range(warmup + _MOST_METERED):
-        meter = MemoryMeter(runs.model, runs.optimizer)
+        meter = MemoryMeter(runs.model, runs.optimizer, device=device)
         runs.run(meter, *runs.leaves)
         if needs_gradient and number >= warmup and "backward" not in meter.phases():
             raise ValueError(
@@ -197,17 +196,20 @@ class _Runs:
 
 
 class _Leaves(TorchDispatchMode):
-    """Tells of the leaves that require gradients, when an operator first meets them."""
+    """Tells of the leaves that require gradients, when an operator meets them or before they get their gradient."""
 
     def __init__(self, meet: Callable[[torch.Tensor], None]):
         super().__init__()
         self.meet = meet
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if torch._C._current_autograd_node() is None:
-            for tensor in tensors_among(args, kwargs):
-                if tensor.requires_grad and tensor.is_leaf:
-                    self.meet(tensor)
+        node = torch._C._current_autograd_node()
+        if node is None:
+            met = [tensor for tensor in tensors_among(args, kwargs) if tensor.requires_grad and tensor.is_leaf]
+        else:  # what an autograd function took may have met no operator; its gradient goes there next
+            met = [above.variable for above, _ in node.next_functions if isinstance(above, AccumulateGrad)]
+        for leaf in met:
+            self.meet(leaf)
         return func(*args, **(kwargs or {}))
 
 

@@ -38,14 +38,10 @@ class Table:
     def __str__(self) -> str:
         cells = [list(self.columns)] + [[_cell(value) for value in row] for row in self.rows()]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        right = [all(isinstance(row[i], int | float | None) for row in self.rows()) for i in range(len(widths))]
-        lines = [
-            "  ".join(
-                cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True)
-            ).rstrip()
-            for row in cells
-        ]
-        return "\n".join([*lines, self.caption()]).rstrip()
+        numbers = [all(isinstance(row[i], int | float | None) for row in self.rows()) for i in range(len(widths))]
+        puts = [str.rjust if number else str.ljust for number in numbers]
+        lines = ["  ".join(put(cell, w) for put, cell, w in zip(puts, row, widths, strict=True)) for row in cells]
+        return "\n".join([*map(str.rstrip, lines), self.caption()]).rstrip()
 
     __repr__ = __str__
 
@@ -67,13 +63,9 @@ class Table:
 def _cell(value) -> str:
     if value is None:
         return "–"
-    if isinstance(value, bool | str):
-        return str(value)
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return str(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def draw_timeline(history: Mapping[str, np.ndarray], peak_index: int, ax=None):

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import RandomState
-from .storages import keeps_state_elsewhere
 
 
 class Snapshot:
@@ -34,7 +33,8 @@ class Snapshot:
         self._optimizer = None
         if optimizer is not None:
             parameters += (parameter for group in optimizer.param_groups for parameter in group["params"])
-            self._optimizer = (_StateElsewhere if keeps_state_elsewhere(optimizer) else _OwnState)(optimizer)
+            # With `held_tensors`, `state` is not all that a step changes, which may be in a file.
+            self._optimizer = (_StateElsewhere if hasattr(optimizer, "held_tensors") else _OwnState)(optimizer)
         self._gradients = WeakTensorKeyDictionary()  # parameter -> (its gradient, its version)
         for parameter in parameters:
             self.set_aside(parameter)

@@ -78,7 +78,7 @@ def held_by(optimizer: torch.optim.Optimizer, of_groups: bool = False) -> Iterat
     With `of_groups`, only the state of the parameters in its groups: an optimizer may be stepped a few at a time. An
     optimizer that keeps its state elsewhere says what it holds by a method `held_tensors`.
     """
-    if keeps_state_elsewhere(optimizer):
+    if hasattr(optimizer, "held_tensors"):
         yield from optimizer.held_tensors()
         return
     if of_groups:
@@ -88,11 +88,6 @@ def held_by(optimizer: torch.optim.Optimizer, of_groups: bool = False) -> Iterat
         yield from tensors_in(optimizer.state)
     for group in optimizer.param_groups:
         yield from (p for p in group["params"] if not p.requires_grad and not isinstance(p, nn.Parameter))
-
-
-def keeps_state_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
-    """True where `optimizer.state` is not what a step changes, such as state in a file: it has `held_tensors`."""
-    return hasattr(optimizer, "held_tensors")
 
 
 def hooks_active() -> bool:
@@ -127,7 +122,7 @@ def check_model_and_optimizer(model, optimizer) -> None:
 
 @contextmanager
 def storages_without_operators(mode: TorchDispatchMode, made: Callable, resized: Callable) -> Iterator[None]:
-    """Tell of the storages that Python makes or resizes past a mode: `made(storage)`, `resized(storage)`.
+    """Tell of the storages that Python makes or resizes past a mode: `made(storage)`, `resized(storage, was_empty)`.
 
     They are the states of random number generators (5,056 bytes, which a checkpoint keeps until backward), copies by
     `copy.deepcopy`, and the storages that FSDP empties and fills. Threads in which the mode is not active don't count.
@@ -135,18 +130,16 @@ def storages_without_operators(mode: TorchDispatchMode, made: Callable, resized:
 
     def telling(function: Callable, tell: Callable) -> Callable:
         def call(*args):
+            empty = [True] if tell is resized and not args[0].nbytes() else []
             result = function(*args)
             if mode in _get_current_dispatch_mode_stack():
-                tell(result.untyped_storage() if isinstance(result, Tensor) else result)
+                tell(result.untyped_storage() if isinstance(result, Tensor) else result, *empty)
             return result
 
         return call
 
     with ExitStack() as stack:
-        for owner, name, tell in (
-            (torch, "get_rng_state", made),
-            (UntypedStorage, "clone", made),
-            (UntypedStorage, "resize_", resized),
-        ):
+        told = (torch, "get_rng_state", made), (UntypedStorage, "clone", made), (UntypedStorage, "resize_", resized)
+        for owner, name, tell in told:
             stack.enter_context(patch.object(owner, name, telling(getattr(owner, name), tell)))
         yield

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 
-from .._torch import is_symbolic
+from .._torch import RandomState, is_symbolic
+from .known import Symbolic
 
 
-def symbolic() -> AbstractContextManager:
+@contextmanager
+def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
     """A context in which tensors have shapes, dtypes and storages, but no memory: build a model and step it for free.
 
     A `MemoryMeter` inside counts the bytes that the same step would take for real. Everything that the step uses must
-    be made inside the context; `module.to(dtype)` fails on modules with such parameters, `cast` converts them.
+    be made inside the context, but for tensors of whole numbers; `module.to(dtype)` fails on modules whose parameters
+    are of another dtype, `cast` converts them.
+
+    Tensors of whole numbers and truth values, such as tokens, labels and masks, are real on the CPU up to 4 MiB each,
+    so that a step that looks at them goes the way that it goes for real: a mask that is all ones is dropped, say. What
+    depends on other values is unknown, and to look at it raises PyTorch's own error, which names the operator. Where
+    layers are dropped at random, one draw is taken; the generators of random numbers are put back in the end.
+
+    Args:
+        mode: what an earlier `with symbolic() as mode` gave, to go on with its tensors.
+
     PyTorch's own counterpart of a meter in this context is `torch.distributed._tools.mem_tracker.MemTracker`.
 
     Example::
@@ -27,7 +40,24 @@ def symbolic() -> AbstractContextManager:
 
     Source: `torch._subclasses.FakeTensorMode`.
     """
-    return FakeTensorMode()
+    state = RandomState(counted=False)  # tokens, say, are drawn for real
+    try:
+        # It draws again what lies outside, and looks for that; symbolic weights need no values.
+        without_values = patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
+        with without_values, patch.object(nn.Module, "_apply", _applied), mode or Symbolic() as mode:
+            yield mode
+    finally:
+        state.restore()
+
+
+_apply = nn.Module._apply
+
+
+def _applied(module: nn.Module, function: Callable, recurse: bool = True) -> nn.Module:
+    """What `module.to` calls: symbolic tensors cannot be given other data, but need none where all are as asked."""
+    tensors = [*module.parameters(recurse), *module.buffers(recurse)]
+    same = is_symbolic(*tensors) and all(function(tensor) is tensor for tensor in tensors) if tensors else False
+    return module if same else _apply(module, function, recurse)
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -17,6 +17,7 @@ from .storages import storages_of
 
 CATEGORIES = ("parameter", "buffer", "gradient", "optimizer", "activation", "temporary", "input")
 PHASES = ("forward", "backward", "optimizer")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,14 @@ class Timeline(Sequence):
         return Sample(str(operator), phase, {name: int(values[index]) for name, values in self._series.items()})
 
 
+class Account:
+    """The bytes live on one device: on entry, before the operator now running, now, and the most so far, at which."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.entry_bytes = self.before_bytes = self.live_bytes = self.peak_bytes = self.peak_index = 0
+
+
 class Record(weakref.ref):
     """The life of one storage, and the weak reference that notices its end.
 
@@ -55,13 +64,15 @@ class Record(weakref.ref):
     a record keeps dates, and `spans` works out the categories when somebody asks.
     """
 
-    __slots__ = ("born", "bytes", "died", "key", "made_in", "nbytes", "read_by", "released", "role", "saved", "since")
+    __slots__ = ("account", "born", "bytes", "died", "key", "made_in",
+                 "nbytes", "read_by", "released", "role", "saved", "since")  # fmt: skip
 
     def __new__(cls, storage, callback, *dates):
         return super().__new__(cls, storage, callback)
 
-    def __init__(self, storage, callback, block_bytes: int, born: int, role: str | None, made_in: str):
+    def __init__(self, storage, callback, account, block_bytes: int, born: int, role: str | None, made_in: str):
         super().__init__(storage, callback)
+        self.account: Account = account
         self.key: int = storage._cdata
         self.nbytes: int = storage.nbytes()
         self.bytes: int = -(-self.nbytes // block_bytes) * block_bytes
@@ -94,17 +105,18 @@ class Ledger:
 
     Attributes:
         operators: (operator, phase); the state on entry is number 0.
-        live_bytes, peak_bytes: now, and the most so far.
-        peak_index: the operator at the peak.
-        devices: of the tensors that are counted.
+        accounts: by device.
+        named, main: whether a device was named, and the account that figures are of.
         lock: for all that follows; autograd runs one thread per device.
     """
 
-    def __init__(self, block_bytes: int):
+    def __init__(self, block_bytes: int, device: torch.device | str | None):
         self.block_bytes = block_bytes
         self.operators: list[tuple[Any, str]] = [("(entry)", "forward")]
-        self.live_bytes = self.peak_bytes = self.peak_index = 0
-        self.devices: set[torch.device] = set()
+        self.accounts: dict[torch.device, Account] = {}
+        self.named = device is not None
+        # A tensor there knows that "cuda" is "cuda:0", or that there is no such device.
+        self.main = self.account(CPU if device is None else torch.empty(0, device=device).device)
         self.lock = threading.RLock()
         self.closed = False
         self._records: list[Record] = []
@@ -113,24 +125,33 @@ class Ledger:
         self._expected: Record | None = None  # taken for dead
         self._final: dict[str, np.ndarray] | None = None  # the history, once no more follows
 
+    def account(self, device: torch.device) -> Account:
+        """That of a device; the first accelerator's becomes the main one, unless another device was named."""
+        device = CPU if device.type == "cpu" else device  # a symbolic tensor can be on "cpu:0"
+        if device not in self.accounts:
+            self.accounts[device] = Account(device)
+            if not self.named and device.type not in ("cpu", "meta") and self.main.device == CPU:
+                self.main = self.accounts[device]
+        return self.accounts[device]
+
     def find(self, storage) -> Record | None:
         record = self._by_address.get(storage._cdata)
         # An address can have a new owner before the death of the last one is on the books.
         return record if record is not None and record() is storage else None
 
-    def add(self, storage, role: str | None, made_in: str) -> None:
-        record = Record(storage, self._dead.append, self.block_bytes, len(self.operators) - 1, role, made_in)
+    def add(self, storage, account: Account, role: str | None, made_in: str) -> None:
+        record = Record(storage, self._dead.append, account, self.block_bytes, len(self.operators) - 1, role, made_in)
         self._records.append(record)
         self._enter(record)
 
     def add_all(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
-        """Count (tensor, role) that were there before."""
+        """Count (tensor, role) that are there on entry."""
         for tensor, role in tensors:
             for storage in storages_of(tensor):
-                if self.find(storage) is None and not tensor.is_meta:
-                    self.add(storage, role, "elsewhere")
-                    self.devices.add(tensor.device)
-        self.note_peak()
+                if self.find(storage) is None:
+                    self.add(storage, self.account(tensor.device), role, "elsewhere")
+        for account in self.accounts.values():
+            account.entry_bytes = account.peak_bytes = account.live_bytes
 
     def assign(self, tensor: Tensor, role: str, since: int = 0) -> None:
         """The tensor takes this role, if it has none; what entered as an input may turn out to have another."""
@@ -150,17 +171,19 @@ class Ledger:
         """A storage that no operator made."""
         with self.lock:
             self.bury()
-            self.add(storage, None, "elsewhere")
+            self.add(storage, self.account(storage.device), None, "elsewhere")
             self.note_peak()
 
-    def resized(self, storage) -> None:
-        """Where the size has changed, one life ends and another begins."""
+    def resized(self, storage, was_empty: bool = False) -> None:
+        """Where the size has changed, one life ends and another begins; one that was empty may be from before."""
         with self.lock:
             record = self.find(storage)
-            if record is not None and record.nbytes != storage.nbytes():
+            if record is None and was_empty:
+                self.made(storage)
+            elif record is not None and record.nbytes != storage.nbytes():
                 self._dead.append(record)
                 self.bury()
-                self.add(storage, record.role, record.made_in)
+                self.add(storage, record.account, record.role, record.made_in)
                 self.note_peak()
 
     def bury(self) -> None:
@@ -182,16 +205,17 @@ class Ledger:
         self._expected = record
 
     def note_peak(self) -> None:
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_index = self.live_bytes, len(self.operators) - 1
+        for account in self.accounts.values():
+            if account.live_bytes > account.peak_bytes:
+                account.peak_bytes, account.peak_index = account.live_bytes, len(self.operators) - 1
 
     def history(self) -> dict[str, np.ndarray]:
-        """category -> live bytes on entry and after each operator."""
+        """category -> live bytes of the main account on entry and after each operator."""
         if self._final is not None:
             return self._final
         end = len(self.operators)
         change = {name: np.zeros(end + 1, dtype=np.int64) for name in CATEGORIES}
-        for record in self._records:
+        for record in (record for record in self._records if record.account is self.main):
             for start, stop, category in record.spans(end):
                 change[category][start] += record.bytes
                 change[category][stop] -= record.bytes
@@ -201,10 +225,10 @@ class Ledger:
 
     def _enter(self, record: Record) -> None:
         self._by_address[record.key] = record
-        self.live_bytes += record.bytes
+        record.account.live_bytes += record.bytes
 
     def _leave(self, record: Record, died: int | None) -> None:
-        self.live_bytes -= record.bytes
+        record.account.live_bytes -= record.bytes
         record.died = died
         if self._by_address.get(record.key) is record:
             del self._by_address[record.key]

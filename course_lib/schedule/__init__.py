@@ -17,7 +17,7 @@ how to train deep neural networks with limited memory" (Rotor), arXiv:1911.13214
 
 from course_lib._check import InfeasibleBudget
 
-from .actions import COLORS, Backward, Cost, Forward, IllegalSchedule, Schedule, simulate
+from .actions import COLORS, Backward, Cost, Forward, IllegalSchedule, Schedule, live_bytes, simulate
 from .chain import Chain, Stage
 from .planning import frontier, optimal
 from .rules import binomial, recursive, segments, sqrt_segments, store_all
@@ -36,6 +36,7 @@ __all__ = [
     "Stage",
     "binomial",
     "frontier",
+    "live_bytes",
     "optimal",
     "recursive",
     "segments",

@@ -151,7 +151,7 @@ class _Referee:
         self.inputs = {0}  # i: x_i is alive by itself
         self.saved: set[int] = set()  # i: S_i is alive
         self.next_backward = len(chain) - 1
-        self.live_bytes = self.peak_bytes = chain.input_bytes
+        self.live_bytes = self.peak_bytes = self.during_bytes = chain.input_bytes
         self.times: list[float] = []
         self.forward_steps = self.number = 0
 
@@ -204,7 +204,8 @@ class _Referee:
         self.times.append(stage.backward_time)
 
     def count(self, more_bytes: int) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + more_bytes)
+        self.during_bytes = self.live_bytes + more_bytes
+        self.peak_bytes = max(self.peak_bytes, self.during_bytes)
 
     def drop(self, i: int) -> None:
         if i in self.inputs:
@@ -216,6 +217,20 @@ class _Referee:
 
 
 # ---- as a picture
+
+
+def live_bytes(schedule: Sequence[Action], chain: Chain) -> list[tuple[float, float, int]]:
+    """(start, end, bytes live meanwhile) of each action, in the chain's time; the most of them is `simulate`'s peak.
+
+    Raises:
+        IllegalSchedule: an action breaks a rule.
+    """
+    referee, now, found = _Referee(chain), 0.0, []
+    for action in schedule:
+        referee.take(action)
+        start, now = now, now + referee.times[-1]
+        found.append((start, now, referee.during_bytes))
+    return found
 
 
 def _draw(schedule: Schedule, ax, chain: Chain | None):

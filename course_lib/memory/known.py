@@ -1,0 +1,153 @@
+"""Symbolic tensors, but small ones of whole numbers, which are real: steps look at those."""
+
+from __future__ import annotations
+
+from functools import partial
+from inspect import unwrap
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .._torch import map_tensors, tensors_in
+from .storages import tensors_among
+
+MOST_BYTES = 1 << 22  # of a real storage, so that a symbolic model takes no memory: tokens of 128 samples of 4,096
+_aten = torch.ops.aten
+_WITHOUT_VALUES = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+_FILLED = {_aten.zeros: 0, _aten.ones: 1}  # floating masks are made so
+_LOOKED_AT = {_aten.rand, _aten.linspace}  # layers are dropped at random, at rising rates
+_LOOKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
+_GROUPED = _aten._grouped_mm.default
+_LAYER_NORM_BACKWARD = _aten.native_layer_norm_backward.default
+# Without the guards against compilation that PyTorch puts around modes: a third of a symbolic operator's time.
+_fake = unwrap(FakeTensorMode.__torch_dispatch__)
+
+
+class Symbolic(FakeTensorMode):
+    """Tensors are symbolic, but those of whole numbers and truth values on the CPU are real as long as they are small.
+
+    Steps look at those: Hugging Face models drop an attention mask that is all ones, but do not ask a symbolic one. An
+    operator runs for real where all that it reads is real and what it makes is to be. If one of its inputs is symbolic,
+    so are its outputs; what it writes into a real tensor is unknown from there on, and to look at that is refused, as
+    with symbolic tensors.
+
+    A single floating number that is drawn or computed from real tensors, and the numbers of `torch.linspace`, are
+    symbolic and yet known, as PyTorch has it for `torch.tensor(0.5)`: `item` answers. What `torch.ones` and
+    `torch.zeros` make is known until it is written to: converted to whole numbers, it becomes real.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self):
+        super().__init__()
+        self._unknown: WeakSet[torch.UntypedStorage] = WeakSet()  # of real tensors
+        self._filled: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()  # of symbolic ones: with what
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        met = tensors_among(args, kwargs)
+        real = [tensor for tensor in met if not isinstance(tensor, FakeTensor)]
+        if not isinstance(func, OpOverload) or not all(map(_is_whole, real)):
+            return _fake(self, func, types, args, kwargs)
+        if len(real) < len(met):
+            value = self._filled.get(met[0].untyped_storage()) if func is _aten._to_copy.default else None
+            if value is None or not _is_whole(kwargs.get("dtype")):
+                return self._symbolically(func, types, args, kwargs)
+            options = {"dtype": kwargs["dtype"], "device": kwargs.get("device", met[0].device)}
+            return self._for_real(_aten.full.default, (), (met[0].shape, value), options)
+        if func.is_view or torch.Tag.inplace_view in func.tags:  # of known values or not
+            return func(*args, **kwargs)
+        if any(tensor.untyped_storage() in self._unknown for tensor in real):
+            return self._symbolically(func, types, args, kwargs)
+        return self._for_real(func, types, args, kwargs)
+
+    def _for_real(self, func, types, args, kwargs) -> Any:
+        """The operator itself, if its outputs are to be real: the outline of others is enough."""
+        if func._schema.is_mutable or _LOOKING & set(func.tags):
+            return func(*args, **kwargs)
+        outline, kind = self._symbolically(func, types, args, kwargs), func.overloadpacket
+        made = tensors_among((outline,))
+        if kind in _WITHOUT_VALUES or any(tensor.device.type != "cpu" for tensor in made):
+            return outline
+        if all(_is_whole(tensor) and tensor.untyped_storage().nbytes() <= MOST_BYTES for tensor in made):
+            return func(*args, **kwargs)
+        if kind in _FILLED:
+            self._filled[outline.untyped_storage()] = _FILLED[kind]
+        number = isinstance(outline, Tensor) and outline.is_floating_point() and outline.numel() == 1
+        if kind in _LOOKED_AT or (number and tensors_among(args, kwargs)):
+            return self.fake_tensor_converter.from_real_tensor(self, func(*args, **kwargs), make_constant=True)
+        return outline
+
+    def _symbolically(self, func, types, args, kwargs) -> Any:
+        """The operator with symbolic tensors in place of real ones."""
+        dispatch = partial(_fake, self)
+        in_place_of: dict[Tensor, Tensor] = {}
+
+        def symbolic(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, FakeTensor):
+                return tensor
+            if tensor not in in_place_of:
+                in_place_of[tensor] = _made(dispatch, tensor.size(), tensor.stride(), tensor)
+            return in_place_of[tensor]
+
+        if func.overloadpacket in _INDEXING:  # a mask that is known selects known places
+            args = args[0], self._places(args[1]), *args[2:]
+        result = _outline(dispatch, func, types, *map_tensors(symbolic, (args, kwargs)))
+        if not func._schema.is_mutable:
+            return result
+        written = list(tensors_in(_written(func, args, kwargs)))
+        for tensor in written:
+            self._filled.pop(tensor.untyped_storage(), None)
+        back = {in_place_of[tensor]: tensor for tensor in written if tensor in in_place_of}
+        self._unknown.update(tensor.untyped_storage() for tensor in back.values())
+        return map_tensors(lambda tensor: back.get(tensor, tensor), result)
+
+    def _places(self, indices) -> list[Tensor | None]:
+        found = []
+        for index in indices:
+            mask = index is not None and index.dtype in (torch.bool, torch.uint8) and not isinstance(index, FakeTensor)
+            known = mask and index.untyped_storage() not in self._unknown
+            found += index.nonzero().unbind(1) if known else [index]
+        return found
+
+
+def _outline(dispatch, func, types, args, kwargs) -> Any:
+    """What an operator makes of symbolic tensors; where PyTorch has it otherwise than for real, as it is for real."""
+    if func is _GROUPED and args[0].dtype != torch.bfloat16:  # refused, but for real it runs
+        in_bf16 = [_made(dispatch, t.size(), t.stride(), t, torch.bfloat16) for t in args[:2]]
+        result = dispatch(func, types, (*in_bf16, *args[2:]), kwargs)
+        return _made(dispatch, result.size(), None, args[0])
+    result = dispatch(func, types, args, kwargs)
+    if func is _LAYER_NORM_BACKWARD and result[0] is not None:  # contiguous, whatever the strides of what it is given
+        return _made(dispatch, result[0].size(), None, result[0]), *result[1:]
+    return result
+
+
+def _made(dispatch, size, strides, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A symbolic tensor; contiguous without strides."""
+    options = {"dtype": dtype or like.dtype, "device": like.device}
+    if strides is None:
+        return dispatch(_aten.empty.memory_format, (), (size,), options)
+    return dispatch(_aten.empty_strided.default, (), (size, strides), options)
+
+
+def _is_whole(given: Tensor | torch.dtype | None) -> bool:
+    """Whether it is an ordinary tensor of whole numbers or truth values, or their dtype."""
+    if isinstance(given, Tensor):
+        return type(given) in (Tensor, nn.Parameter, FakeTensor) and _is_whole(given.dtype)
+    return given is not None and not given.is_floating_point and not given.is_complex
+
+
+def _written(func, args, kwargs) -> list:
+    """The arguments that an operator changes."""
+    arguments = func._schema.arguments
+    given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+    return [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
