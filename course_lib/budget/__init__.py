@@ -18,7 +18,8 @@ Example, with `Decoder` and `random_tokens` of `course_lib.models`::
 
 from course_lib._check import InfeasibleBudget
 
-from .estimating import RATES, Estimate, Rates, Run, estimate, run
+from .estimating import Estimate, Run, estimate, run
+from .rates import RATES, Rates, measured_rates, this_machine
 from .recipe import Recipe
 from .search import Estimates, fit
 from .show import steps_to, waterfall
@@ -35,8 +36,10 @@ __all__ = [
     "build",
     "estimate",
     "fit",
+    "measured_rates",
     "run",
     "steps_to",
+    "this_machine",
     "train_step",
     "waterfall",
 ]

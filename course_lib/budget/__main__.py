@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
-from course_lib._check import InfeasibleBudget
-from course_lib.memory import symbolic
-from course_lib.memory.show import bytes_text
-from course_lib.models import Decoder, random_tokens
+import torch
 
-from .estimating import RATES, TIERS, estimate
+from course_lib._check import InfeasibleBudget
+from course_lib.memory.show import bytes_text
+
+from .asked import Asked, asked
+from .checking import check
+from .estimating import TIERS, Estimate
+from .rates import ALLOWANCE, RATES, Rates, allowance_bytes, this_machine
 from .recipe import OPTIMIZERS, PRECISIONS, Recipe
-from .search import fit
-from .show import steps_to, waterfall
+from .search import Estimates, fit
+from .show import Way, waterfall
 
 UNITS = {
     "": 1,
@@ -29,7 +35,7 @@ UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-HEAD_DIM = 128
+THIS = "this"
 
 
 def bytes_from(text: str) -> int:
@@ -49,28 +55,18 @@ def bytes_from(text: str) -> int:
     return int(count)
 
 
-def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
-    """hidden and layers of a decoder with about so many parameters: v h, 12 h^2 a layer, a layer for each 128 of h."""
-
-    def count(hidden: int, layers: int) -> int:
-        return vocabulary * hidden + 12 * layers * hidden**2
-
-    hidden = HEAD_DIM
-    while count(hidden + HEAD_DIM, hidden // HEAD_DIM + 1) <= parameters:
-        hidden += HEAD_DIM
-    # The number of layers is whole, so the width next to this one may come nearer.
-    shapes = [(h, max(1, round((parameters - vocabulary * h) / (12 * h**2)))) for h in (hidden, hidden + HEAD_DIM)]
-    return min(shapes, key=lambda shape: abs(count(*shape) - parameters))
-
-
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m course_lib.budget",
-        description="Which recipes train the course's decoder (course_lib.models.Decoder) within a byte budget, the "
-        "cheapest first; nothing is taken or run. A size is --parameters, or --hidden and --layers.",
-        epilog="Example: python -m course_lib.budget --parameters 7e9 --sequence 4096 --batch 8 --budget 80GiB "
-        "(a tight budget like this one takes some minutes)",
+        description="Which recipes train a model within a byte budget, the cheapest first; nothing is taken or run, "
+        "unless by --check. The model is that of a Hugging Face config.json, what a function returns, or the course's "
+        "decoder (course_lib.models.Decoder) of a size: --parameters, or --hidden and --layers.",
+        epilog="Example: python -m course_lib.budget --config config.json --sequence 4096 --batch 8 --budget 80GiB. "
+        "The exit status is 0 where something fits, 1 where nothing does, 2 where the question cannot be answered.",
     )
+    parser.add_argument("--config", metavar="FILE", help="a config.json (gpt2, llama, mistral, mixtral, qwen2, qwen3)")
+    parser.add_argument("--model", metavar="PACKAGE:FUNCTION", help="a function that returns a model in fp32")
+    parser.add_argument("--batch-from", metavar="PACKAGE:FUNCTION", help="returns a batch; else --model's .make_batch")
     parser.add_argument("--parameters", type=_number, help="about so many; sets hidden and layers if left out")
     parser.add_argument("--hidden", type=_count, help="width of the decoder")
     parser.add_argument("--layers", type=_count, help="decoder layers")
@@ -78,13 +74,22 @@ def arguments() -> argparse.ArgumentParser:
         "--heads", type=_count, help="a divisor of hidden; if left out, the one nearest to hidden / 128 from below"
     )
     parser.add_argument("--vocabulary", type=_count, default=32_000, help="different tokens (default %(default)s)")
-    parser.add_argument("--sequence", type=_count, required=True, help="tokens of a sample")
-    parser.add_argument("--batch", type=_count, required=True, help="samples of a step")
-    parser.add_argument("--budget", type=bytes_from, required=True, help="80GiB (2**30 each), 24GB (10**9), or bytes")
+    parser.add_argument("--sequence", type=_count, help="tokens of a sample; not with --model")
+    parser.add_argument("--batch", type=_count, help="samples of a step; not with --model")
+    parser.add_argument(
+        "--budget", type=bytes_from, help="80GiB (2**30 each), 24GB (10**9), or bytes; else the device's memory"
+    )
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default %(default)s")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
-    parser.add_argument("--machine", choices=RATES, default="H100", help="whose rates are used (default %(default)s)")
-    parser.add_argument("--tier", choices=TIERS, help="below: default file for the laptop, else host (memory)")
+    parser.add_argument(
+        "--device",
+        "--machine",
+        choices=[*RATES, THIS],
+        help="whose rates are used, and whose memory where no budget is given (default H100); this: measured here",
+    )
+    parser.add_argument("--tier", choices=TIERS, help="below: default file for a CPU, else host (memory)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for other programs")
+    parser.add_argument("--check", action="store_true", help="take the cheapest step for real on this machine")
     parser.add_argument(
         "--plot", type=_picture, metavar="FILE", help="draw the way to the best recipe (needs matplotlib)"
     )
@@ -94,51 +99,88 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     parser = arguments()
     given = parser.parse_args(argv)
-    hidden, layers = given.hidden, given.layers
-    if given.parameters is not None:
-        wanted = shape_of(given.parameters, given.vocabulary)
-        hidden, layers = hidden or wanted[0], layers or wanted[1]
-    if not hidden or not layers:
-        parser.error("the size is missing; it takes --parameters, or --hidden and --layers")
-    most = max(1, hidden // HEAD_DIM)
-    heads = given.heads or max(count for count in range(1, most + 1) if hidden % count == 0)
-
-    def make_model() -> Decoder:
-        sizes = {"vocabulary": given.vocabulary, "hidden": hidden, "layers": layers, "heads": heads}
-        return Decoder(**sizes, sequence=given.sequence)
-
-    def make_batch():
-        return random_tokens(given.batch, given.sequence, given.vocabulary)
-
-    rates, base = RATES[given.machine], Recipe(precision=given.precision, optimizer=given.optimizer)
+    told: dict = {}
     try:
-        found = fit(make_model, make_batch, given.budget, base=base, rates=given.machine, tier=given.tier)
-        best = found[0]
+        model = asked(given)
+        rates, tier = _rates(given)
+        budget = given.budget or _budget(given, rates)
+        told = {"model": model.name, "batch": model.batch, "device": given.device or "H100", "budget_bytes": budget}
+        base = Recipe(precision=given.precision, optimizer=given.optimizer)
+        options = {"loss_sum": model.loss_sum, "tier": tier}
+        found = fit(model.make_model, model.make_batch, budget, base=base, rates=rates, **options)
+        way = found.way()
+        checked = check(model, found[0].recipe) if given.check else None
     except InfeasibleBudget as error:
-        print(f"{error}", file=sys.stderr)
+        if given.json:
+            print(json.dumps({**told, "recipes": [], "error": str(error), "least_bytes": error.least_bytes}, indent=1))
+        else:
+            print(f"{error}", file=sys.stderr)
         return 1
-    except (ValueError, RuntimeError) as error:  # also of a size that no tensor can have
+    except (TypeError, ValueError, RuntimeError, MemoryError) as error:  # also of a size that no tensor can have
         parser.error(str(error).splitlines()[0])
-    with symbolic():
-        count = sum(p.numel() for p in make_model().parameters())
-    print(
-        f"a decoder of {count / 1e6:,.1f} million parameters: hidden {hidden}, {layers} layers, {heads} heads, "
-        f"vocabulary {given.vocabulary}; {given.batch} samples of {given.sequence} tokens\n"
-        f"seconds at {given.machine}'s rates, the best possible ({rates.source})\n"
-    )
-    print(found)
-    print(f"\nthe cheapest: {best.recipe!r}\nwhat is live at its peak, in {best.operator}:\n")
-    print(best)
+    if given.json:
+        told |= {"parameters": model.parameters(), "rates": _plain(rates), "recipes": [_told(e, rates) for e in found]}
+        told |= {"way": [_told(e, rates) for e in way], "check": checked and checked.as_dict()}
+        told["allowance_bytes"] = rates.memory_bytes and allowance_bytes(rates.memory_bytes)
+        print(json.dumps(told, indent=1, allow_nan=False))
+    else:
+        _print(given, model, rates, found, way)
+        if checked:
+            print(f"\n{checked}")
     if given.plot:
-        steps = [estimate(make_model, make_batch, step, tier=best.tier) for step in steps_to(best.recipe)]
-        ax = waterfall(steps, budget_bytes=given.budget)
-        ax.set_title(f"{count / 1e6:,.1f} million parameters into {bytes_text(given.budget)}")
-        try:
-            ax.figure.savefig(given.plot, dpi=120)
-        except OSError as error:
-            parser.error(f"--plot {given.plot!r} cannot be written ({error.strerror})")
-        print(f"\n{given.plot} shows the way from the plain step")
+        _plot(parser, given, model, way, budget)
     return 0
+
+
+def _rates(given: argparse.Namespace) -> tuple[Rates, str]:
+    """The rates, and what is below."""
+    if given.device == THIS:
+        return this_machine(), given.tier or ("host" if torch.cuda.is_available() else "file")
+    return RATES[given.device or "H100"], given.tier or ("file" if given.device == "laptop" else "host")
+
+
+def _budget(given: argparse.Namespace, rates: Rates) -> int:
+    """The memory of the device, if it was named and has one, without the allowance."""
+    if given.device is None or rates.memory_bytes is None:
+        raise ValueError("--budget is missing; it takes bytes like 80GiB, or a --device that has a memory of its own")
+    return rates.memory_bytes - allowance_bytes(rates.memory_bytes)
+
+
+def _told(estimate: Estimate, rates: Rates) -> dict:
+    values = {**asdict(estimate), "in_words": str(estimate.recipe), "seconds": rates.seconds(estimate)}
+    return {**values, "recipe": estimate.recipe.changed(), "seconds_of": rates.parts(estimate)}
+
+
+def _plain(rates: Rates) -> dict:
+    """JSON has no infinity: None stands for what is left out."""
+    return {name: None if value == math.inf else value for name, value in asdict(rates).items()}
+
+
+def _print(given: argparse.Namespace, model: Asked, rates: Rates, found: Estimates, way: Way) -> None:
+    best = found[0]
+    shares = f"{rates.flops_share:.0%} of the FLOPs and {rates.link_share:.0%} of the link"
+    print(f"{model.name}: {model.parameters():,} parameters; {model.batch}\n")
+    print(f"{found}\n\nseconds at the rates of {given.device or 'H100'}, {shares} ({rates.source})\n")
+    print(f"the cheapest: {best.recipe!r}\nwhat is live at its peak, in {best.operator}:\n\n{best}\n")
+    print(f"the way there:\n\n{way}\n")
+    if best.tier == "host":
+        said = "not in these figures: CUDA's context, operators' workspace, the allocator's rounding and fragments"
+        if rates.memory_bytes:
+            left, part = rates.memory_bytes - best.peak_bytes, bytes_text(allowance_bytes(rates.memory_bytes))
+            said += f"; allow {part}, {ALLOWANCE:.0%} of the device, as vLLM's default does (not measured here); of "
+            said += f"{bytes_text(rates.memory_bytes)} the cheapest leaves {bytes_text(max(0, left))}"
+        print(said)
+
+
+def _plot(parser, given: argparse.Namespace, model: Asked, way: Way, budget: int) -> None:
+    ax = waterfall(way, budget_bytes=budget)
+    ax.set_title(f"{model.parameters() / 1e6:,.1f} million parameters into {bytes_text(budget)}")
+    try:
+        ax.figure.savefig(given.plot, dpi=120)
+    except OSError as error:
+        parser.error(f"--plot {given.plot!r} cannot be written ({error.strerror})")
+    if not given.json:
+        print(f"\n{given.plot} shows the way from the plain step")
 
 
 def _picture(text: str) -> str:

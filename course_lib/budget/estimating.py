@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from course_lib._check import kind, one_of, positive
+from course_lib._check import kind, one_of
 from course_lib._torch import tensors_in
 from course_lib.accumulation import StepResult
 from course_lib.memory import PHASES, MemoryMeter, symbolic
@@ -18,10 +20,9 @@ from course_lib.memory.show import Table
 from course_lib.offload import DiskStore, OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
 
 from .loss import LossSum, check_loss, loss_of, samples_in, trained
+from .optimizers import LR, base_of
 from .recipe import Recipe
 from .step import (
-    BASES,
-    SETTINGS,
     build,
     check_function,
     check_recipe,
@@ -34,41 +35,6 @@ from .step import (
 )
 
 TIERS = ("file", "host")
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a machine does in a second, at the best; a step's cost is the sum of the seconds that result.
-
-    Attributes:
-        fp32_flops: of matrix products in fp32.
-        bf16_flops: of matrix products in bf16.
-        link_bytes: to or from the tier below.
-        source: where the figures are from.
-    """
-
-    fp32_flops: float
-    bf16_flops: float
-    link_bytes: float
-    source: str = ""
-
-    def __post_init__(self):
-        for name in ("fp32_flops", "bf16_flops", "link_bytes"):
-            positive(name, getattr(self, name))
-
-    def seconds(self, estimate: Estimate) -> float:
-        """FLOPs at the precision's rate, plus bytes moved down and up at the link's."""
-        flops = self.fp32_flops if estimate.recipe.precision == "fp32" else self.bf16_flops
-        return estimate.flops / flops + estimate.moved_bytes / self.link_bytes
-
-
-RATES = {
-    "laptop": Rates(1e11, 1e11, 1e9, "round figures: two cores of a CPU, a disk"),
-    "RTX 4090": Rates(82.6e12, 165.2e12, 31.5e9, "NVIDIA Ada whitepaper, dense, fp32 accumulate; PCIe 4.0 x16"),
-    "A100": Rates(19.5e12, 312e12, 31.5e9, "NVIDIA A100 datasheet, dense; PCIe 4.0 x16, one direction"),
-    "H100": Rates(67e12, 989e12, 63e9, "NVIDIA H100 SXM datasheet, dense; PCIe 5.0 x16, one direction"),
-    "H200": Rates(67e12, 989e12, 63e9, "NVIDIA H200 SXM datasheet, dense; PCIe 5.0 x16, one direction"),
-}
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,6 +52,7 @@ class Estimate(Table):
         bytes_up: moved back from it.
         tier: "file" (as a CPU does it) or "host" (as a GPU does it: the update runs below, so that only gradients go
             down and parameters come up).
+        host_parameters: how many parameters the host updates, with "host" below.
     """
 
     recipe: Recipe
@@ -97,6 +64,7 @@ class Estimate(Table):
     bytes_down: int
     bytes_up: int
     tier: str = "file"
+    host_parameters: int = 0
 
     columns = ("category", "MB at the peak")
 
@@ -154,10 +122,16 @@ def estimate(
             were there before; recipe, model and batch do not go together.
     """
     one_of("tier", tier, TIERS)
-    _check_arguments(make_model, make_batch, recipe)
+    check_arguments(make_model, make_batch, recipe)
+    with symbolic(), explained():
+        return _estimate(make_model, make_batch, recipe, loss_sum, tier)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Says of symbolic tensors why a step cannot run on them."""
     try:
-        with symbolic():
-            return _estimate(make_model, make_batch, recipe, loss_sum, tier)
+        yield
     except _NEEDS_DATA as error:
         raise ValueError(
             f"the step looks at values of its data ({str(error).splitlines()[0][:80]}), but an estimate runs on "
@@ -172,7 +146,7 @@ def estimate(
         ) from error
 
 
-def _check_arguments(make_model, make_batch, recipe) -> None:
+def check_arguments(make_model, make_batch, recipe) -> None:
     check_function("make_model", make_model)
     check_function("make_batch", make_batch)
     check_recipe(recipe)
@@ -186,18 +160,28 @@ def _estimate(make_model, make_batch, recipe: Recipe, loss_sum, tier: str) -> Es
     store = SymbolicStore()
     model = model_of(make_model, recipe)
     check_loss(model, recipe, loss_sum)
-    if tier == "host" and recipe.offload_optimizer:
-        optimizer = _PartlyOnHost(model, recipe, store)
-    else:
-        optimizer = optimizer_of(model, recipe, store=store)
+    optimizer = symbolic_optimizer(model, recipe, store, tier)
     with default_dtype(recipe.dtype):
         batch = make_batch()
     pieces = pieces_of(batch, recipe.micro_batches)
+    make_state(model, optimizer)
+    meter, totals = watched(model, optimizer, pieces, recipe, loss_sum, store)
+    peak = meter.peak_bytes, meter.at_peak(), *peaks_in(meter)
+    return Estimate(recipe, *peak, *totals, tier, sum(p.numel() for p in getattr(optimizer, "below", ())))
+
+
+def symbolic_optimizer(model: nn.Module, recipe: Recipe, store: SymbolicStore, tier: str) -> torch.optim.Optimizer:
+    if tier == "host" and recipe.offload_optimizer:
+        return _PartlyOnHost(model, recipe, store)
+    return optimizer_of(model, recipe, store=store)
+
+
+def watched(model, optimizer, pieces: list[Any], recipe: Recipe, loss_sum, store: SymbolicStore) -> tuple[Watch, list]:
+    """The step under a meter, and its totals: FLOPs, bytes down, bytes up. Of equal pieces two stand for all."""
     shown, times = pieces, [1] * len(pieces)
     equal = len(pieces) if samples_in(pieces[-1]) == samples_in(pieces[0]) else len(pieces) - 1
     if equal > 2:
         shown, times = [*pieces[:2], *pieces[equal:]], [1, equal - 1, 1][: 2 + len(pieces) - equal]
-    make_state(model, optimizer)
     store.stats = Traffic()
     marks: list[tuple[int, int, int]] = []
     left = 0  # bytes that a piece leaves until the optimizer's step: its loss, and its weight if that is a tensor
@@ -208,7 +192,7 @@ def _estimate(make_model, make_batch, recipe: Recipe, loss_sum, tier: str) -> Es
         left = sum(tensor.nbytes for tensor in tensors_in(pair))
         return pair
 
-    def watched() -> Iterator[Any]:
+    def marked() -> Iterator[Any]:
         unseen = None
         for piece, count in zip(shown, times, strict=True):
             marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
@@ -218,14 +202,12 @@ def _estimate(make_model, make_batch, recipe: Recipe, loss_sum, tier: str) -> Es
         del unseen
         marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
 
-    with _Watch(model, optimizer) as meter:
-        run_pieces(model, optimizer, watched(), recipe, noted, store)
+    with Watch(model, optimizer) as meter:
+        run_pieces(model, optimizer, marked(), recipe, noted, store)
     end = (meter.flops, store.stats.bytes_down, store.stats.bytes_up)
     # Between two marks lies one micro-batch; after the last one, the optimizer.
     spans = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(marks, [*marks[1:], end], strict=True)]
-    totals = [sum(n * span[i] for n, span in zip([*times, 1], spans, strict=True)) for i in range(3)]
-    peak = meter.peak_bytes, meter.at_peak(), *peaks_in(meter)
-    return Estimate(recipe, *peak, *totals, tier)
+    return meter, [sum(n * span[i] for n, span in zip([*times, 1], spans, strict=True)) for i in range(3)]
 
 
 def run(
@@ -247,7 +229,7 @@ def run(
     Raises:
         course_lib.memory.MemoryBudgetExceeded: the step passed the budget; the operator is named.
     """
-    _check_arguments(make_model, make_batch, recipe)
+    check_arguments(make_model, make_batch, recipe)
     own = store is None
     kind("store", store, (DiskStore, type(None)), "a DiskStore, or None")
     store = DiskStore() if own else store
@@ -279,13 +261,19 @@ def peaks_in(meter: MemoryMeter) -> tuple[dict[str, int], str]:
     return phases, meter.timeline[int(live.argmax())].operator
 
 
+_metered = unwrap(MemoryMeter.__torch_dispatch__)
+_TILES = torch.ops.course_lib.tiles.default
 _UNSEEN = {torch.ops.aten.mkldnn_rnn_layer.default}  # nn.LSTM on a CPU: its workspace outlives it
 
 
-class _Watch(MemoryMeter):
+class Watch(MemoryMeter):
     """A meter that also counts FLOPs by the formulas of `FlopCounterMode`, which itself would keep tensors alive."""
 
     flops = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # no guards against compilation: symbolic steps take less time without
+        return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in _UNSEEN:
@@ -293,7 +281,9 @@ class _Watch(MemoryMeter):
                 f"the step runs {func}, which keeps memory that symbolic tensors do not show; an estimate takes it, "
                 "as the step itself then must run, under torch.backends.mkldnn.flags(enabled=False)"
             )
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = _metered(self, func, types, args, kwargs)
+        if func is _TILES:  # it stands for many, and tells which of them takes the most
+            self._ledger.operators[-1] = args[3], self._ledger.operators[-1][1]
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
@@ -307,11 +297,11 @@ class _PartlyOnHost(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, recipe: Recipe, store: SymbolicStore):
         parameters = trained(model)
-        super().__init__(parameters, {"lr": SETTINGS["lr"]})
+        super().__init__(parameters, {"lr": LR})
         self.below, self.traffic = chosen_below(parameters, recipe.offload_optimizer), store
         above = [p for p in parameters if p not in self.below]
-        base = BASES[recipe.optimizer]
-        self.rest = OffloadedOptimizer(above, base, fraction=0.0, **SETTINGS) if above else None
+        base, settings = base_of(recipe)
+        self.rest = OffloadedOptimizer(above, base, fraction=0.0, lr=LR, **settings) if above else None
 
     def held_tensors(self) -> Iterator[Tensor]:
         return self.rest.held_tensors() if self.rest is not None else iter(())

@@ -10,8 +10,11 @@ import torch
 from course_lib._check import kind, number, one_of, whole
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-OPTIMIZERS = ("adam", "sgd")
+OPTIMIZERS = ("adam", "sgd", "momentum", "adafactor", "adam8bit")
+ALL_ABOVE = ("adafactor", "adam8bit")  # whose state is small, and is not offloaded
+UPDATES = ("loop", "foreach", "fused")
 ATTENTIONS = ("standard", "flash")
+SWITCHED = ("eager", "sdpa")  # by a model's own switch
 MIN_BYTES = 1 << 20
 CHECKPOINTS = ("none", "selective", "layers", "segments", "optimal")
 
@@ -21,49 +24,86 @@ class Recipe:
     """All that a training step uses to save memory. The default is the plain step.
 
     Attributes:
-        precision: "fp32"; or "bf16" for parameters, gradients and activations, with fp32 master weights.
-        optimizer: "adam" (AdamW) or "sgd" (without momentum).
+        precision: "fp32"; or "bf16" for parameters, gradients and activations, with fp32 master weights; None leaves
+            the model in the dtypes that it has, without master weights unless the optimizer is offloaded.
+        optimizer: "adam" (AdamW), "sgd", "momentum" (SGD with momentum 0.9) or "adafactor"; or "adam8bit", which is
+            estimated by a formula of what its state takes, and cannot be run.
+        update: "loop" updates one parameter after the other; "foreach" all at once, with temporaries as large as all of
+            them; "fused" in one operator, which Adafactor has not.
         offload_optimizer: the fraction of the optimizer's state, masters included, that lives one tier down.
-        attention: "standard" saves the scores' softmax, "flash" one number a row.
-        checkpoint: "none"; "layers", of every layer the input; "selective", of every layer its matrix products;
-            "segments", of so many runs of layers the input; "optimal", what the fastest schedule keeps.
+        attention: "flash" saves one number a row of scores, in any model that calls `F.scaled_dot_product_attention`
+            without masks or dropout, or is made of `course_lib.models.Attention`. "standard" has the latter save the
+            scores' softmax, and leaves other models as they are; None leaves all as they are. "eager" and "sdpa" are
+            for the switch of Hugging Face models (`set_attn_implementation`).
+        checkpoint: "none"; "layers", of every block the input; "selective", of every block its matrix products; and for
+            a `Decoder` "segments", of so many runs of layers the input; "optimal", what the fastest schedule keeps.
+        blocks: what "layers" and "selective" checkpoint: a name with wildcards, such as "model.layers.*", or several;
+            None takes the longest list of like modules (see `course_lib.checkpoint.checkpoint_blocks`).
+        first_blocks: checkpoint only so many, the first ones; None for all.
         segments: how many, for "segments" alone. The last one is not recomputed.
         schedule_bytes: the most bytes of activations of one micro-batch, for "optimal" alone.
         offload_activations: what is saved for backward goes one tier down; not with "selective" or "optimal".
         min_bytes: the smallest storage of activations that goes down.
         head_chunk: tokens of the loss head at a time; None for all at once.
         in_backward: the optimizer steps as each gradient is there, and the gradient goes; takes one micro-batch.
+        accumulate: "fp32" adds up the gradients of parameters in 16 bits in fp32, 4 bytes a parameter in place of 2;
+            None in the parameters' dtype.
         micro_batches: pieces of the batch, equal but for the last.
 
     Raises:
         TypeError, ValueError: a field is not of its kind, out of its range, or does not go with another one.
     """
 
-    precision: str = "fp32"
+    precision: str | None = "fp32"
     optimizer: str = "adam"
+    update: str = "loop"
     offload_optimizer: float = 0.0
-    attention: str = "standard"
+    attention: str | None = "standard"
     checkpoint: str = "none"
+    blocks: str | tuple[str, ...] | None = None
+    first_blocks: int | None = None
     segments: int | None = None
     schedule_bytes: int | None = None
     offload_activations: bool = False
     min_bytes: int = MIN_BYTES
     head_chunk: int | None = None
     in_backward: bool = False
+    accumulate: str | None = None
     micro_batches: int = 1
 
     def __post_init__(self):
-        known = {"precision": PRECISIONS, "optimizer": OPTIMIZERS, "attention": ATTENTIONS, "checkpoint": CHECKPOINTS}
+        known = {
+            "precision": (*PRECISIONS, None),
+            "optimizer": OPTIMIZERS,
+            "update": UPDATES,
+            "attention": (*ATTENTIONS, *SWITCHED, None),
+            "checkpoint": CHECKPOINTS,
+            "accumulate": ("fp32", None),
+        }
         for name, options in known.items():
             one_of(name, getattr(self, name), options)
         number("offload_optimizer", self.offload_optimizer, 0, 1)
         for name in ("offload_activations", "in_backward"):
             kind(name, getattr(self, name), bool, "True or False")
-        for name in ("segments", "schedule_bytes", "head_chunk"):
+        for name in ("segments", "schedule_bytes", "head_chunk", "first_blocks"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), 1)
         whole("micro_batches", self.micro_batches, 1)
         whole("min_bytes", self.min_bytes, 0)
+        self._check_blocks()
+        self._check_together()
+
+    def _check_blocks(self) -> None:
+        if isinstance(self.blocks, list):
+            object.__setattr__(self, "blocks", tuple(self.blocks))  # a recipe can be hashed
+        for name in self.blocks if isinstance(self.blocks, tuple) and self.blocks else [self.blocks]:
+            kind("blocks", name, (str, type(None)), "a name with wildcards, several, or None")
+        for name in ("blocks", "first_blocks"):
+            if getattr(self, name) is not None and self.checkpoint not in ("layers", "selective"):
+                got = f'{name} is {getattr(self, name)!r} and checkpoint is "{self.checkpoint}"'
+                raise ValueError(f'{got}; it takes None unless that is "layers" or "selective"')
+
+    def _check_together(self) -> None:
         for name, owner in (("segments", "segments"), ("schedule_bytes", "optimal")):
             if (getattr(self, name) is not None) != (self.checkpoint == owner):
                 got = f'{name} is {getattr(self, name)} and checkpoint is "{self.checkpoint}"'
@@ -74,25 +114,45 @@ class Recipe:
         if self.in_backward and self.micro_batches > 1:
             got = f"in_backward is True and micro_batches is {self.micro_batches}, whose gradients must be added up"
             raise ValueError(f"{got}; it takes 1 micro-batch")
+        if self.in_backward and self.accumulate:
+            raise ValueError('accumulate is "fp32" and in_backward is True, which adds nothing up; it takes None')
+        updates = {"adafactor": ("loop", "foreach"), "adam8bit": ("loop",)}.get(self.optimizer, UPDATES)
+        if self.update not in updates:
+            got = f'update is "{self.update}" and optimizer is "{self.optimizer}"'
+            raise ValueError(f"{got}; it takes {' or '.join(map(repr, updates))}")
+        if self.optimizer in ALL_ABOVE and self.offload_optimizer:
+            got = f'offload_optimizer is {self.offload_optimizer} and optimizer is "{self.optimizer}", of a small state'
+            raise ValueError(f"{got}; it takes 0")
 
     @property
     def dtype(self) -> torch.dtype:
-        return PRECISIONS[self.precision]
+        """Of the model; the default one where the model is left as it is."""
+        return PRECISIONS.get(self.precision, torch.get_default_dtype())
 
     def __repr__(self) -> str:
         return f"Recipe({', '.join(f'{name}={value!r}' for name, value in self.changed().items())})"
 
     def __str__(self) -> str:
         """In words: "bf16, adam, flash attention, checkpoint layers, 4 micro-batches"."""
-        words = [self.precision, self.optimizer]
+        words = [self.precision or "own precision", self.optimizer]
+        if self.optimizer == "adam8bit":
+            words[-1] += " (by a formula)"
+        if self.update != "loop":
+            words[-1] += f" {self.update}"
         if self.offload_optimizer:
             share = "" if self.offload_optimizer == 1 else f"{self.offload_optimizer:.0%} of "
             words.append(f"{share}optimizer offloaded")
-        if self.attention == "flash":
-            words.append("flash")
+        if self.attention not in ("standard", None):
+            words.append(self.attention)
         if self.checkpoint != "none":
             more = {"segments": f" {self.segments}", "optimal": f" {(self.schedule_bytes or 0) / 1e6:,.1f} MB"}
-            words.append(f"checkpoint {self.checkpoint}{more.get(self.checkpoint, '')}")
+            which = "" if self.first_blocks is None else f" first {self.first_blocks}"
+            which += (
+                ""
+                if self.blocks is None
+                else f" of {self.blocks if isinstance(self.blocks, str) else ' '.join(self.blocks)}"
+            )
+            words.append(f"checkpoint {self.checkpoint}{more.get(self.checkpoint, which)}")
         if self.offload_activations:
             least = "" if self.min_bytes == MIN_BYTES else f" from {self.min_bytes} bytes on"
             words.append(f"activations offloaded{least}")
@@ -100,6 +160,8 @@ class Recipe:
             words.append(f"head in chunks of {self.head_chunk}")
         if self.in_backward:
             words.append("steps in backward")
+        if self.accumulate:
+            words.append("fp32 sums")
         if self.micro_batches > 1:
             words.append(f"{self.micro_batches} micro-batches")
         return ", ".join(words)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -10,21 +9,24 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from course_lib._check import InfeasibleBudget, kind, one_of, whole
-from course_lib.memory import symbolic
 from course_lib.memory.show import Table, bytes_text
-from course_lib.models import Attention
 from course_lib.offload import chosen_below
 
-from .estimating import RATES, Estimate, Rates, estimate
-from .loss import LossSum, drop_probability, has_loss_sum, is_decoder, samples_in, trained
-from .recipe import ATTENTIONS, Recipe, pieces_allowed
-from .step import default_dtype, model_of
+from .attention import attentions_of, drop_probability
+from .cheapest import best_of, fewest_blocks, with_schedule
+from .composing import Composing
+from .estimating import TIERS, Estimate
+from .loss import LossSum, has_loss_sum, is_decoder, mixes_samples, samples_in
+from .rates import RATES, Rates
+from .recipe import ALL_ABOVE, ATTENTIONS, Recipe, pieces_allowed
+from .show import Way, steps_to
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 HEAD_CHUNK = 512
+STATE = {"adam": 2, "momentum": 1}  # numbers for each parameter
 
 
 class Estimates(Table, list):
@@ -32,9 +34,13 @@ class Estimates(Table, list):
 
     columns = ("peak, MB", "TFLOPs", "GB moved", "seconds", "recipe")
 
-    def __init__(self, found: Iterable[Estimate], rates: Rates, title: str = ""):
+    def __init__(self, found: Iterable[Estimate], rates: Rates, title: str = "", estimate: Callable | None = None):
         list.__init__(self, found)
-        self.rates, self.title = rates, title
+        self.rates, self.title, self.estimate = rates, title, estimate
+
+    def way(self) -> Way:
+        """From the plain step to the cheapest, one technique at a time, by the search's own estimates."""
+        return Way(map(self.estimate, steps_to(self[0].recipe)))
 
     def rows(self) -> list[Sequence]:
         return [
@@ -75,8 +81,13 @@ def fit(
 
     Not every combination is run. Passed over are: one whose parameters, state and gradients alone exceed the budget;
     one that adds to a combination that fits; standard attention where flash, if it is the smaller, does not fit. The
-    least number of micro-batches, and of segments, is found by bisection, since each more takes less memory (from two
-    micro-batches on, and up to the square root of the layers; if those are too few, a segment a layer is tried).
+    least number of micro-batches is found by bisection, since from two on each more takes less memory; of segments up
+    to the square root of the layers, and a segment a layer, the fewest that fit; of blocks with checkpoints all, and as
+    few of the first as fit where that may be the cheapest.
+
+    An estimate is put together from the step with few of the model's equal blocks, where it has such and grows evenly
+    with them, and from updates of single parameters (`course_lib.budget.composing`); it equals that of the whole step.
+    The cheapest is confirmed by the whole step; where that takes something else, so does the search for all.
 
     Args:
         make_model, make_batch, loss_sum: as for `estimate`; micro-batches are tried where the loss's weight is known.
@@ -94,55 +105,55 @@ def fit(
     whole("budget_bytes", budget_bytes, 1, of="bytes")
     if tier is None:
         tier = "file" if rates in ("laptop", RATES["laptop"]) else "host"
+    one_of("tier", tier, TIERS)
     rates = rates if isinstance(rates, Rates) else RATES[one_of("rates", rates, RATES)]
     base = kind("base", Recipe() if base is None else base, Recipe, "a Recipe")
     if recipes is not None:
         recipes = list(kind("recipes", recipes, Iterable, "several recipes, as in a list"))
         for recipe in recipes or [None]:
             kind("recipes", recipe, Recipe, "one Recipe or more")
-    with _progress(progress) as watch:
+    with _progress(progress) as watch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "no activation was moved")  # nothing was large enough: the search finds out
         search = _Search(make_model, make_batch, loss_sum, budget_bytes, base, tier, watch)
-        found = _all(search) if recipes is None else _among(search, recipes)
+        found = _found(search, recipes, rates)
     if not found:
         least, told = search.least, "none was found"
         if least:
             told = f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
         raise InfeasibleBudget(budget_bytes, least and least.peak_bytes, told, least)
-    found.sort(key=lambda e: (rates.seconds(e), e.recipe.micro_batches, e.peak_bytes))
     fits = "recipe fits" if len(found) == 1 else "recipes fit"
     title = f"{len(found)} {fits} into {bytes_text(budget_bytes)}; {len(search.known)} were estimated"
-    return Estimates(found, rates, title)
+    return Estimates(found, rates, title, lambda recipe: search.known.get(recipe) or search.estimates(recipe))
 
 
 class _Search:
     """One search: what is known of the model, and the estimates made so far."""
 
     def __init__(self, make_model, make_batch, loss_sum, budget_bytes: int, base: Recipe, tier: str, watch=None):
-        self.make_model, self.make_batch, self.loss_sum, self.tier = make_model, make_batch, loss_sum, tier
         self.budget, self.watch = budget_bytes, watch or (lambda recipe: None)
+        self.base = Recipe(precision=base.precision, optimizer=base.optimizer, update=base.update)
         self.known: dict[Recipe, Estimate] = {}
         self.least: Estimate | None = None
-        self.base = Recipe(precision=base.precision, optimizer=base.optimizer)
+        self.estimates = Composing(make_model, make_batch, self.base, loss_sum, tier)
         self.estimate(self.base)  # first of all, since it says what is wrong with model or batch
-        with symbolic(), default_dtype(base.dtype):
-            model, batch = model_of(make_model, self.base), make_batch()
-            self.decoder = is_decoder(model) and loss_sum is None
-            weighed = loss_sum is not None or has_loss_sum(model)
-            self.pieces = pieces_allowed(samples_in(batch)) if weighed else [1]
-            self.layers = len(model.layers) if self.decoder else 0
-            attentions = [module for module in model.modules() if isinstance(module, Attention)]
-            self.trained = trained(model)
-            self.parameter_bytes = sum(p.nbytes for p in model.parameters())
-        stateless = self.base.optimizer == "sgd" and self.base.precision == "fp32"
+        composer = self.estimates.composer_of(self.base)
+        model = composer.model
+        self.decoder = is_decoder(model) and loss_sum is None
+        weighed = (loss_sum is not None or has_loss_sum(model)) and not mixes_samples(model)
+        self.pieces = pieces_allowed(samples_in(composer.batch)) if weighed else [1]
+        self.layers = len(model.layers) if self.decoder else 0
+        self.trained = composer.trained
+        self.parameter_bytes = sum(p.nbytes for p in model.parameters())
+        stateless = self.base.optimizer in ALL_ABOVE or (self.base.optimizer, self.base.precision) == ("sgd", "fp32")
         self.fractions = FRACTIONS[:1] if stateless else FRACTIONS
         self.attentions, self.flash_is_less = ATTENTIONS[:1], False
-        if attentions and not drop_probability(attentions):
-            self.attentions = ATTENTIONS
+        if drop_probability(attentions_of(model)) == 0 and _goes_with(self, attention="flash"):
             self.compare_attentions()
 
     def compare_attentions(self) -> None:
         """Flash is the smaller one where it is so at both ends: the whole batch, and as little as can be."""
-        keep = {"checkpoint": "layers"} if self.decoder else {}
+        keep = {"checkpoint": "layers"} if _goes_with(self, checkpoint="layers") else {}
+        self.attentions = ATTENTIONS
         ends = (self.base, replace(self.base, micro_batches=self.pieces[-1], **keep))
         pairs = [[self.estimate(replace(end, attention=name)) for name in ATTENTIONS] for end in ends]
         self.flash_is_less = all(new.peak_bytes <= old.peak_bytes for old, new in pairs)
@@ -152,13 +163,19 @@ class _Search:
     def estimate(self, recipe: Recipe) -> Estimate:
         if recipe not in self.known:
             self.watch(recipe)
-            options = {"loss_sum": self.loss_sum, "tier": self.tier}
-            with warnings.catch_warnings():  # that nothing was large enough to go down is what the search is to find
-                warnings.filterwarnings("ignore", "no activation was moved")
-                self.known[recipe] = estimate(self.make_model, self.make_batch, recipe, **options)
+            self.known[recipe] = self.estimates(recipe)
             if self.least is None or self.known[recipe].peak_bytes < self.least.peak_bytes:
                 self.least = self.known[recipe]
         return self.known[recipe]
+
+    def confirms(self, best: Estimate | None) -> bool:
+        """Whether the best estimate is what the whole step takes; if not, the search begins again, with whole steps."""
+        if best is None or not self.estimates.composing:
+            return True
+        self.watch(best.recipe)
+        if not self.estimates.confirms(best):
+            self.known, self.least = {}, None
+        return bool(self.known)
 
     def fits(self, recipe: Recipe) -> bool:
         return self.at_least_bytes(recipe) <= self.budget and self.estimate(recipe).peak_bytes <= self.budget
@@ -183,75 +200,25 @@ class _Search:
         return self.held_bytes(recipe) + (max(gradients) if recipe.in_backward else sum(gradients))
 
     def held_bytes(self, recipe: Recipe) -> int:
-        below = chosen_below(self.trained, recipe.offload_optimizer)
-        count = sum(p.numel() for p in self.trained if p not in below)
-        masters = 4 if recipe.precision == "bf16" else 0
-        return self.parameter_bytes + count * (masters + (8 if recipe.optimizer == "adam" else 0))
-
-    # ---- the cheapest of one combination
-
-    def best_of(self, family: Recipe) -> Recipe | None:
-        """The cheapest of the family that fits."""
-        if family.checkpoint == "optimal":
-            return self.best_schedule(family)
-        if family.checkpoint != "segments":
-            return self.fewest_pieces(family)
-        counts = sorted({2, *range(2, math.isqrt(self.layers) + 1), self.layers})
-        family = _first([replace(family, segments=count) for count in counts], self.fewest_pieces)
-        return family and self.fewest_pieces(family)
-
-    def fewest_pieces(self, family: Recipe) -> Recipe | None:
-        """With as few micro-batches as fit. One has no full set of gradients beside its activations, so it is tried."""
-        one, *more = [replace(family, micro_batches=count) for count in ([1] if family.in_backward else self.pieces)]
-        return one if self.fits(one) else _first(more, self.fits)
-
-    def best_schedule(self, family: Recipe) -> Recipe | None:
-        """Smaller micro-batches leave the schedule room for more layers: half as many, as long as it costs no more."""
-        best: Recipe | None = None
-        count = 1 if family.in_backward else self.pieces[-1]
-        while count:
-            pieces = max(number for number in self.pieces if number <= count)
-            trial = self.with_schedule(replace(family, micro_batches=pieces))
-            if not self.fits(trial) or (best and self.estimate(trial).flops > self.estimate(best).flops):
-                break
-            best, count = trial, pieces // 2
-        return best
-
-    def with_schedule(self, recipe: Recipe) -> Recipe:
-        """What parameters, state and gradients leave is for the schedule; then what the estimate shows to be left."""
-        room = self.budget - self.held_bytes(recipe)
-        room -= 0 if recipe.in_backward else sum(p.nbytes for p in self.trained)
-        best: Recipe | None = None
-        for _ in range(3):
-            trial = replace(recipe, schedule_bytes=max(1, room))
-            try:
-                peak = self.estimate(trial).peak_bytes
-            except InfeasibleBudget:
-                break
-            if peak <= self.budget:
-                best = trial
-            spare = self.budget - peak
-            if 0 <= spare < self.budget // 200:
-                break
-            room += spare
-        if best is None:
-            try:
-                self.estimate(replace(recipe, schedule_bytes=1))
-            except InfeasibleBudget as error:  # which says what the least schedule takes
-                best = replace(recipe, schedule_bytes=error.least_bytes)
-                self.estimate(best)
-        return best
+        return self.parameter_bytes + _state_above(self.trained, recipe)
 
 
-def _first(recipes: Sequence[Recipe], fits: Callable[[Recipe], Any]) -> Recipe | None:
-    """The first one that fits, by bisection: where one fits, all after it do."""
-    if not recipes or not fits(recipes[-1]):
-        return None
-    low, high = -1, len(recipes) - 1  # the one at low does not fit, the one at high does
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(recipes[middle]) else (middle, high)
-    return recipes[high]
+def _state_above(parameters: Sequence[Tensor], recipe: Recipe) -> int:
+    """Bytes of state and master weights that are where the parameters are."""
+    below = chosen_below(parameters, recipe.offload_optimizer)
+    masters = recipe.precision == "bf16" or recipe.offload_optimizer > 0  # of parameters in 16 bits
+    size = 4 * STATE.get(recipe.optimizer, 0)
+    each = {p: size + 4 if masters and p.itemsize < 4 else size * p.itemsize // 4 for p in parameters if p not in below}
+    return sum(p.numel() * nbytes for p, nbytes in each.items())
+
+
+def _found(search: _Search, recipes: Iterable[Recipe] | None, rates: Rates) -> list[Estimate]:
+    """What fits, the cheapest first, which is confirmed."""
+    while True:
+        found = _among(search, recipes) if recipes is not None else _with_few_checkpoints(search, _all(search), rates)
+        found.sort(key=lambda e: (rates.seconds(e), e.recipe.micro_batches, e.peak_bytes))
+        if search.confirms(found[0] if found else search.least):
+            return found
 
 
 def _among(search: _Search, recipes: Iterable[Recipe]) -> list[Estimate]:
@@ -277,7 +244,7 @@ def _all(search: _Search) -> list[Estimate]:
             or (search.flash_is_less and flash in too_large)
         ):
             continue
-        best = search.best_of(family)
+        best = best_of(search, family)
         if best is not None:
             found.append(best)
         else:
@@ -287,15 +254,31 @@ def _all(search: _Search) -> list[Estimate]:
     return [search.estimate(recipe) for recipe in found]
 
 
+def _with_few_checkpoints(search: _Search, found: list[Estimate], rates: Rates) -> list[Estimate]:
+    """What was found, and checkpoints around the first blocks only, where that may be the cheapest of all.
+
+    It costs no less than the step without checkpoints.
+    """
+    cheapest = min(map(rates.seconds, found), default=0)
+    for e in [e for e in found if e.recipe.checkpoint == "layers"]:
+        most = replace(e.recipe, micro_batches=1 if e.recipe.in_backward else search.pieces[-1])
+        bound = search.estimate(replace(most, checkpoint="none"))
+        if rates.seconds(bound) < cheapest and (fewest := fewest_blocks(search, most, bound.peak_bytes)):
+            found.append(search.estimate(fewest))
+            cheapest = min(cheapest, rates.seconds(found[-1]))
+    return found
+
+
 def _families(search: _Search) -> Iterator[Recipe]:
     """One recipe for each combination; how many micro-batches, segments and schedule bytes is found later."""
     keeps: list[dict[str, Any]] = [{}, {"offload_activations": True}]
-    if search.decoder:
+    if _goes_with(search, checkpoint="layers"):
         keeps += [{"checkpoint": "selective"}, {"checkpoint": "layers"}]
         keeps += [{"checkpoint": "layers", "offload_activations": True}]
+    if search.decoder:
         keeps += [{"checkpoint": "optimal", "schedule_bytes": 1}]
         keeps += [{"checkpoint": "segments", "segments": 2}] if search.layers > 1 else []
-    chunks = (None, HEAD_CHUNK) if search.decoder else (None,)
+    chunks = (None, HEAD_CHUNK) if _goes_with(search, head_chunk=HEAD_CHUNK) else (None,)
     for attention, keep, chunk, inside, fraction in product(
         search.attentions, keeps, chunks, (False, True), search.fractions
     ):
@@ -303,19 +286,29 @@ def _families(search: _Search) -> Iterator[Recipe]:
         yield replace(search.base, offload_optimizer=fraction, **techniques)
 
 
+def _goes_with(search: _Search, **technique: Any) -> bool:
+    """Whether the model has blocks to be checkpointed, a head that runs in chunks, attention that can be flash."""
+    try:
+        return search.decoder or bool(search.estimate(replace(search.base, **technique)))
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
 def _find_least(search: _Search) -> None:
     """For the message: what takes the least, among those that use the most."""
-    chunk = HEAD_CHUNK if search.decoder else None
+    chunk = HEAD_CHUNK if _goes_with(search, head_chunk=HEAD_CHUNK) else None
     keeps: list[dict[str, Any]] = [{"offload_activations": True}]
+    if _goes_with(search, checkpoint="layers"):
+        keeps += [{"offload_activations": True, "checkpoint": "layers"}]
     if search.decoder:
-        keeps += [{"offload_activations": True, "checkpoint": "layers"}, {"checkpoint": "optimal", "schedule_bytes": 1}]
+        keeps += [{"checkpoint": "optimal", "schedule_bytes": 1}]
     kinds = search.attentions[-1:] if search.flash_is_less else search.attentions
     for attention, fraction, inside, keep in product(kinds, search.fractions[::-1], (False, True), keeps):
         pieces = 1 if inside else search.pieces[-1]
         techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, "micro_batches": pieces}
         recipe = replace(search.base, offload_optimizer=fraction, **techniques, **keep)
         if max(search.floor_bytes(recipe), search.at_least_bytes(recipe)) < search.least.peak_bytes:
-            search.estimate(search.with_schedule(recipe) if recipe.checkpoint == "optimal" else recipe)
+            search.estimate(with_schedule(search, recipe) if recipe.checkpoint == "optimal" else recipe)
 
 
 def _techniques(recipe: Recipe) -> float:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from course_lib.memory import CATEGORIES, CATEGORY_COLORS, CATEGORY_HATCHES
+from course_lib.memory.show import Table
 
 from .estimating import Estimate
 from .recipe import Recipe
 
-# What is cheap comes first; segments and schedule bytes go with their checkpoint.
+# What is cheap comes first; which blocks, segments and schedule bytes go with their checkpoint.
 ORDER = (
     ("attention",),
     ("head_chunk",),
-    ("checkpoint", "segments", "schedule_bytes"),
-    ("micro_batches",),
+    ("checkpoint", "blocks", "first_blocks", "segments", "schedule_bytes"),
+    ("micro_batches", "accumulate"),
     ("in_backward",),
     ("offload_optimizer",),
     ("offload_activations", "min_bytes"),
@@ -25,9 +26,10 @@ ORDER = (
 
 def steps_to(recipe: Recipe) -> list[Recipe]:
     """The plain step in the recipe's precision and with its optimizer, then one technique more each time."""
-    steps, changed = [Recipe(precision=recipe.precision, optimizer=recipe.optimizer)], recipe.changed()
+    base = {"precision": recipe.precision, "optimizer": recipe.optimizer, "update": recipe.update}
+    steps, changed = [Recipe(**base)], recipe.changed()
     # A schedule's bytes are meant for its micro-batches: it need not fit the whole batch.
-    first = [("micro_batches",)] if recipe.checkpoint == "optimal" else []
+    first = [ORDER[3]] if recipe.checkpoint == "optimal" else []
     for names in dict.fromkeys([*first, *ORDER]):
         values = {name: changed[name] for name in names if name in changed}
         if values:
@@ -39,6 +41,24 @@ def added(before: Recipe, after: Recipe) -> str:
     """In words, what the second recipe has that the first one has not."""
     had = str(before).split(", ")
     return ", ".join(word for word in str(after).split(", ") if word not in had)
+
+
+class Way(Table, list):
+    """Estimates of recipes, each with a change from the last, as a table."""
+
+    columns = ("step", "peak, MB", "× FLOPs", "GB moved")
+
+    def __init__(self, estimates: Iterable[Estimate]):
+        list.__init__(self, estimates)
+
+    def rows(self) -> list[Sequence]:
+        names = [str(self[0].recipe), *(f"+ {added(a.recipe, b.recipe)}" for a, b in pairwise(self))]
+        return [
+            (name, f"{e.peak_bytes / 1e6:,.1f}", f"{e.flops / self[0].flops:.2f}", f"{e.moved_bytes / 1e9:,.3f}")
+            for name, e in zip(names, self, strict=True)
+        ]
+
+    __repr__ = Table.__str__
 
 
 def waterfall(
@@ -86,9 +106,7 @@ def waterfall(
         where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         text = f"{labels.get('budget', 'budget')}\n{budget_bytes / unit:,.{1 if unit == 1e9 else 0}f} {name}"
         ax.annotate(text, (1, budget_bytes / unit), (4, 0), ha="left", va="center", fontsize=8, **where)
-    if not names:
-        more = (f"+ {added(before.recipe, after.recipe)}" for before, after in pairwise(estimates))
-        names = [str(estimates[0].recipe), *more]
+    names = names or [name for name, *_ in Way(estimates).rows()]
     ax.set_xticks(list(steps), ["\n".join(map(_wrapped, str(each).split("\n"))) for each in names], fontsize=8)
     ax.set_ylim(0, max(heights) * 1.25)
     ax.set_ylabel(name)

@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from course_lib._check import kind, shown
 from course_lib._torch import is_symbolic, random_numbers_undone
 from course_lib.accumulation import AccumulatedStep, StepResult, check_loss_sum, split
-from course_lib.attention import flash_attention
+from course_lib.checkpoint import CheckpointedBlocks, checkpoint_blocks
 from course_lib.memory import cast
-from course_lib.models import Attention, Decoder
+from course_lib.models import Decoder
 from course_lib.offload import OffloadedOptimizer, offload_activations
 
-from .loss import LossSum, altered, check_loss, drop_probability, is_decoder, loss_of, samples_in, trained
+from .attention import attention_of, check_attention
+from .head import chunked_head, head_of
+from .loss import CHAINED, LossSum, altered, check_loss, draws, is_decoder, loss_of, samples_in, trained, without_cache
+from .optimizers import LR, base_of
 from .recipe import Recipe, pieces_allowed
 
-BASES = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
-SETTINGS = {"lr": 1e-3, "foreach": False}  # foreach makes temporaries as large as all parameters together
+PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]  # what "selective" keeps
 
 
 def build(
-    make_model: Callable[[], nn.Module], recipe: Recipe, *, lr: float = 1e-3, store=None, state: bool = False
+    make_model: Callable[[], nn.Module], recipe: Recipe, *, lr: float = LR, store=None, state: bool = False
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model in the recipe's precision, and its optimizer.
 
     Args:
         make_model: returns a model in fp32, as `torch.nn` makes it.
-        recipe: for `precision`, `optimizer` and `offload_optimizer`.
+        recipe: for `precision`, `optimizer`, `update` and `offload_optimizer`.
         lr: of the optimizer.
         store: for the offloaded part of the optimizer; `OffloadedOptimizer`'s own if left out.
         state: make the optimizer's state too, by a step on gradients of zero; else the first step makes it.
@@ -49,19 +51,37 @@ def model_of(make_model: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
     """The model in the recipe's precision."""
     check_function("make_model", make_model)
     check_recipe(recipe)
-    model = make_model()
-    if isinstance(model, nn.Module):
+    with _CopiesOfSymbolic() if is_symbolic() else nullcontext():
+        model = make_model()
+    if isinstance(model, nn.Module) and recipe.precision is not None:
         cast(model, recipe.dtype)
     check_model(model, recipe)
     return model
 
 
-def optimizer_of(model: nn.Module, recipe: Recipe, *, store=None, lr: float = SETTINGS["lr"]) -> torch.optim.Optimizer:
+class _CopiesOfSymbolic(TorchFunctionMode):
+    """Inside, `copy.deepcopy` of a symbolic tensor, as `nn.TransformerEncoder` does it with its layer, is another one.
+
+    PyTorch would copy along the mode that the tensor belongs to.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not Tensor.__deepcopy__ or not is_symbolic(args[0]):
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            copied = tensor.detach().clone()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+        return memo[id(tensor)]
+
+
+def optimizer_of(model: nn.Module, recipe: Recipe, *, store=None, lr: float = LR) -> torch.optim.Optimizer:
     """The recipe's optimizer, of the parameters that are trained."""
-    base, parameters, settings = BASES[recipe.optimizer], trained(model), {**SETTINGS, "lr": lr}
-    if recipe.precision == "fp32" and not recipe.offload_optimizer:
-        return base(parameters, **settings)
-    return OffloadedOptimizer(parameters, base, fraction=recipe.offload_optimizer, store=store, **settings)
+    parameters, (base, settings) = trained(model), base_of(recipe)
+    if recipe.precision != "bf16" and not recipe.offload_optimizer:
+        return base(parameters, lr=lr, **settings)
+    return OffloadedOptimizer(parameters, base, fraction=recipe.offload_optimizer, store=store, lr=lr, **settings)
 
 
 def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -92,6 +112,7 @@ def train_step(
     recipe: Recipe,
     *,
     loss_sum: LossSum | None = None,
+    max_norm: float | None = None,
     store=None,
 ) -> StepResult:
     """One step by the recipe; its gradient is the plain step's, within the recipe's precision.
@@ -100,13 +121,15 @@ def train_step(
         model: in the recipe's precision, as from `build`.
         optimizer: as from `build`.
         batch: what `course_lib.accumulation.split` takes; for a `Decoder`, tokens (b, s + 1).
-        recipe: what to use. Checkpoints and `head_chunk` take a `Decoder` as it is made, without forward hooks, and its
-            own loss; flash takes modules of `course_lib.models.Attention`; all else takes any model. `in_backward`
+        recipe: what to use, on any model: nothing of it is taken apart, but for the checkpoints "segments" and
+            "optimal", which take a `Decoder` as it is made, without forward hooks, and its own loss. `in_backward`
             steps a parameter each time that autograd hands over its gradient, which under reentrant checkpoints of the
             model's own may be in parts.
         loss_sum: (model, batch) -> (sum of losses, weight), as for `course_lib.accumulation.AccumulatedStep`. Left out,
-            it is `model.loss_sum(batch)`, else `model.loss(batch)`, a mean, which takes one micro-batch: over how many
-            tokens or samples it goes is not known, so that those of several cannot be added up.
+            it is `model.loss_sum(batch)`; else `model.loss(batch)`, a mean, which takes one micro-batch: over how many
+            tokens or samples it goes is not known, so that those of several cannot be added up; else, for a Hugging
+            Face model and a dict with labels, the loss of `model(**batch)`, weighed by the labels that it counts.
+        max_norm: clip the gradient to this norm, as `AccumulatedStep` does.
         store: for offloaded activations; the default of `offload_activations` if left out.
 
     Returns:
@@ -120,24 +143,31 @@ def train_step(
     check_model(model, recipe)
     check_loss(model, recipe, loss_sum)
     kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
-    return run_pieces(model, optimizer, pieces_of(batch, recipe.micro_batches), recipe, loss_sum, store)
+    return run_pieces(model, optimizer, pieces_of(batch, recipe.micro_batches), recipe, loss_sum, store, max_norm)
 
 
-def run_pieces(model, optimizer, pieces: Iterable[Any], recipe: Recipe, loss_sum=None, store=None) -> StepResult:
+def run_pieces(
+    model, optimizer, pieces: Iterable[Any], recipe: Recipe, loss_sum=None, store=None, max_norm=None
+) -> StepResult:
     """`train_step` on micro-batches that are there already."""
+    if max_norm is not None and recipe.in_backward:
+        got = f"max_norm is {max_norm} and in_backward is True, where the norm of all gradients is never known"
+        raise ValueError(f"{got}; it takes None")
 
-    def offloading(_, piece) -> tuple[Tensor, float | Tensor]:
-        if not recipe.offload_activations:
-            return loss_of(model, piece, recipe, loss_sum)
-        with offload_activations(store, min_bytes=recipe.min_bytes, keep=[model]):
-            return loss_of(model, piece, recipe, loss_sum)
+    def loss(_, piece) -> tuple[Tensor, float | Tensor]:
+        options = {"min_bytes": recipe.min_bytes, "keep": [model]}
+        with offload_activations(store, **options) if recipe.offload_activations else nullcontext():
+            pair = loss_of(model, piece, recipe, loss_sum)
+        check()
+        return pair
 
-    with applied(model, recipe):
+    with applied(model, recipe) as check:
         if not recipe.in_backward:
-            return AccumulatedStep(model, optimizer, offloading)(pieces)
+            step = AccumulatedStep(model, optimizer, loss, max_norm=max_norm, accumulate=recipe.accumulate)
+            return step(pieces)
         [piece] = pieces
         with random_numbers_undone():
-            return _step_in_backward(model, optimizer, offloading, piece)
+            return _step_in_backward(model, optimizer, loss, piece)
 
 
 def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
@@ -174,22 +204,53 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
 
 
 @contextmanager
-def applied(model: nn.Module, recipe: Recipe) -> Iterator[None]:
-    """Inside, the model's attention is the recipe's; afterwards it is as before."""
-    modules = [module for module in model.modules() if isinstance(module, Attention)]
-    before = [
-        {name: module.__dict__[name] for name in ("fused", "standard") if name in vars(module)} for module in modules
-    ]
+def applied(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
+    """Inside, the model does what the recipe says, in place; afterwards it is as before.
+
+    What is yielded is to be called after a forward pass: it raises if that has gone by what was put in.
+    """
+    checks = []
+    with ExitStack() as stack:
+        stack.enter_context(without_cache(model))
+        checks.append(stack.enter_context(attention_of(model, recipe.attention)))
+        if recipe.checkpoint not in CHAINED:  # whose last stage does it itself
+            checks.append(stack.enter_context(chunked_head(model, recipe.head_chunk)))
+        if recipe.checkpoint in ("layers", "selective"):
+            handle = stack.enter_context(checkpointed(model, recipe))
+            checks.append(stack.enter_context(statistics_kept(model, handle.names)))
+        yield lambda: [check() for check in checks]
+
+
+def checkpointed(model: nn.Module, recipe: Recipe) -> CheckpointedBlocks:
+    policy = PRODUCTS if recipe.checkpoint == "selective" else None
+    random = draws(model) if is_decoder(model) else True  # others may call F.dropout, which nobody sees from here
+    options = {"first": recipe.first_blocks, "policy": policy, "preserve_rng_state": random}
+    return checkpoint_blocks(model, _names(recipe), **options)
+
+
+def _names(recipe: Recipe) -> str | list[str] | None:
+    return list(recipe.blocks) if isinstance(recipe.blocks, tuple) else recipe.blocks
+
+
+@contextmanager
+def statistics_kept(model: nn.Module, names: Iterable[str]) -> Iterator[Callable[[], None]]:
+    """Norms in these blocks change their running statistics in the forward pass, and not again when it is repeated.
+
+    What is yielded is to be called after the forward pass.
+    """
+    modules = {module for name in names for module in model.get_submodule(name).modules()}
+    norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+
     try:
-        for module in modules:
-            module.fused = False
-            if recipe.attention == "flash":
-                module.standard = partial(flash_attention, causal=module.causal)
-        yield
+        yield lambda: kept.extend((buffer, buffer.clone()) for norm in norms for buffer in norm.buffers())
     finally:
-        for module, attributes in zip(modules, before, strict=True):
-            module.__dict__.pop("standard", None)
-            module.__dict__.update(attributes)
+        put_back()
 
 
 def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
@@ -224,24 +285,41 @@ def check_model(model: Any, recipe: Recipe) -> None:
     kind("model", model, nn.Module, "a torch.nn.Module")
     if not trained(model):
         raise ValueError(f"model is {shown(model)} without parameters that require gradients; it takes one or more")
-    if not is_decoder(model):
-        for name in ("checkpoint", "head_chunk"):
-            if name in recipe.changed():
-                got = f"altered Decoder ({altered(model)})" if isinstance(model, Decoder) else type(model).__name__
-                takes = "a course_lib.models.Decoder as it is made"
-                raise ValueError(f"{name} is {getattr(recipe, name)!r} and the model is a {got}; it takes {takes}")
-    if recipe.checkpoint == "segments" and recipe.segments > len(model.layers):
-        raise ValueError(f"segments is {recipe.segments}; it takes 1 to {len(model.layers)}, as there are layers")
-    if recipe.attention == "flash":
-        attentions = [module for module in model.modules() if isinstance(module, Attention)]
-        if not attentions or drop_probability(attentions):
-            problem = "with dropout of probabilities" if attentions else "without course_lib.models.Attention"
-            raise ValueError(f"attention is 'flash' and the model is {shown(model)} {problem}; it takes 'standard'")
+    if recipe.checkpoint in CHAINED:
+        check_chain(model, recipe)
+    elif recipe.checkpoint != "none":
+        check_blocks(model, recipe)
+    if recipe.head_chunk:
+        head_of(model, recipe.head_chunk)
+    check_attention(model, recipe.attention)
     for p in model.parameters():
-        if p.is_floating_point() and p.dtype != recipe.dtype:
+        if recipe.precision is not None and p.is_floating_point() and p.dtype != recipe.dtype:
             raise ValueError(
                 f"precision is {recipe.precision!r} and the model has {shown(p)}; it takes a model as from build"
             )
+
+
+def check_chain(model: nn.Module, recipe: Recipe) -> None:
+    if not is_decoder(model):
+        got = f"altered Decoder ({altered(model)})" if isinstance(model, Decoder) else type(model).__name__
+        takes = 'a course_lib.models.Decoder as it is made; "layers" and "selective" take any model'
+        raise ValueError(f"checkpoint is {recipe.checkpoint!r} and the model is a {got}; it takes {takes}")
+    if recipe.checkpoint == "segments" and recipe.segments > len(model.layers):
+        raise ValueError(f"segments is {recipe.segments}; it takes 1 to {len(model.layers)}, as there are layers")
+
+
+def check_blocks(model: nn.Module, recipe: Recipe) -> None:
+    """The blocks are of one kind for each name, and as many as are to be checkpointed."""
+    blocks, count = _names(recipe), 0
+    for name in blocks if isinstance(blocks, list) else [blocks]:
+        with checkpoint_blocks(model, name) as handle:
+            kinds = sorted({type(model.get_submodule(found)).__name__ for found in handle.names})
+            count += len(handle.names)
+        if len(kinds) > 1:
+            got = f"blocks is {name!r}, modules of the kinds {', '.join(kinds)}"
+            raise ValueError(f"{got}; it takes a name of one kind, or several names")
+    if recipe.first_blocks is not None and recipe.first_blocks > count:
+        raise ValueError(f"first_blocks is {recipe.first_blocks}; it takes 1 to {count}, as there are blocks")
 
 
 @contextmanager

@@ -1,0 +1,135 @@
+"""What the command is asked about: a model and a batch, from a config.json, a function of the user's, or sizes."""
+
+from __future__ import annotations
+
+import importlib
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from course_lib._check import shown
+from course_lib.configs import model_from, read_config
+from course_lib.memory import symbolic
+from course_lib.models import Decoder, random_tokens
+
+from .loss import samples_in
+
+HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model and its batch, as `fit` takes them, and what they are in words."""
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[], Any]
+    loss_sum: Callable | None
+    name: str
+    batch: str
+
+    def parameters(self) -> int:
+        with symbolic():
+            return sum(p.numel() for p in self.make_model().parameters())
+
+
+def asked(given: Namespace) -> Asked:
+    """By --config, --model, or else by sizes.
+
+    Raises:
+        ValueError: something is missing, cannot be found, or does not go together; in one sentence.
+    """
+    sizes = [name for name in ("parameters", "hidden", "layers", "heads") if getattr(given, name) is not None]
+    ways = [name for name in ("config", "model") if getattr(given, name) is not None] + sizes[:1]
+    if len(ways) != 1:
+        got = " and ".join(f"--{name}" for name in ways) or "missing"
+        raise ValueError(
+            f"the model is {got}; it takes --config, or --model, or --parameters, or --hidden and --layers"
+        )
+    if given.model:
+        return _by_function(given)
+    for name in ("sequence", "batch"):
+        if getattr(given, name) is None:
+            raise ValueError(f"--{name} is missing; it takes a whole number")
+    return _by_config(given) if given.config else _by_sizes(given)
+
+
+def _by_config(given: Namespace) -> Asked:
+    config = read_config(given.config)
+
+    def make_model() -> nn.Module:
+        return model_from(config, sequence=given.sequence)
+
+    with symbolic():  # it says what is wrong with the config
+        model = model_from({**config, "num_hidden_layers": 1, "n_layer": 1}, sequence=given.sequence)
+    vocabulary = model.tokens.num_embeddings
+    name = f"{given.config} ({config['model_type']}, in this course's plain implementation of its shapes)"
+    return Asked(make_model, *_tokens(given, vocabulary), name, _samples(given))
+
+
+def _by_function(given: Namespace) -> Asked:
+    make_model = _found("--model", given.model)
+    make_batch = getattr(make_model, "make_batch", None)
+    if given.batch_from:
+        make_batch = _found("--batch-from", given.batch_from)
+    if make_batch is None:
+        got = f"--batch-from is missing and {given.model} has no attribute make_batch"
+        raise ValueError(f"{got}; it takes a function, as package:function, that returns a batch")
+    with symbolic():
+        count = samples_in(make_batch())
+    return Asked(make_model, make_batch, getattr(make_model, "loss_sum", None), given.model, f"{count} samples")
+
+
+def _by_sizes(given: Namespace) -> Asked:
+    hidden, layers = given.hidden, given.layers
+    if given.parameters is not None:
+        wanted = shape_of(given.parameters, given.vocabulary)
+        hidden, layers = hidden or wanted[0], layers or wanted[1]
+    if not hidden or not layers:
+        raise ValueError("the size is missing; it takes --parameters, or --hidden and --layers")
+    most = max(1, hidden // HEAD_DIM)
+    heads = given.heads or max(count for count in range(1, most + 1) if hidden % count == 0)
+    sizes = {"vocabulary": given.vocabulary, "hidden": hidden, "layers": layers, "heads": heads}
+    name = f"a decoder: hidden {hidden}, {layers} layers, {heads} heads, vocabulary {given.vocabulary}"
+    return Asked(
+        lambda: Decoder(**sizes, sequence=given.sequence), *_tokens(given, given.vocabulary), name, _samples(given)
+    )
+
+
+def _tokens(given: Namespace, vocabulary: int) -> tuple[Callable[[], Any], None]:
+    return lambda: random_tokens(given.batch, given.sequence, vocabulary), None
+
+
+def _samples(given: Namespace) -> str:
+    return f"{given.batch} sample{'s' * (given.batch > 1)} of {given.sequence} tokens"
+
+
+def _found(option: str, name: str) -> Callable:
+    """The function that "package.module:function" names."""
+    module, _, attribute = name.partition(":")
+    takes = "it takes package.module:function, which can be imported from here"
+    try:
+        found = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise ValueError(f"{option} is {name!r}, which is not found ({error}); {takes}") from None
+    if isinstance(found, nn.Module) or not callable(found):
+        raise ValueError(f"{option} is {name!r}, {shown(found)}; {takes}")
+    return found
+
+
+def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
+    """hidden and layers of a decoder with about so many parameters: v h, 12 h^2 a layer, a layer for each 128 of h."""
+
+    def count(hidden: int, layers: int) -> int:
+        return vocabulary * hidden + 12 * layers * hidden**2
+
+    hidden = HEAD_DIM
+    while count(hidden + HEAD_DIM, hidden // HEAD_DIM + 1) <= parameters:
+        hidden += HEAD_DIM
+    # The number of layers is whole, so the width next to this one may come nearer.
+    shapes = [(h, max(1, round((parameters - vocabulary * h) / (12 * h**2)))) for h in (hidden, hidden + HEAD_DIM)]
+    return min(shapes, key=lambda shape: abs(count(*shape) - parameters))

@@ -1,0 +1,149 @@
+"""A recipe's attention, put into any model for a while: by its own switch, or where it calls PyTorch's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from course_lib._check import shown
+from course_lib.attention import flash_attention
+from course_lib.models import Attention
+
+from .recipe import SWITCHED
+
+
+@contextmanager
+def attention_of(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], None]]:
+    """Inside, the model's attention is the wanted one; what is yielded raises if a forward pass has not used it."""
+    own = attentions_of(model)
+    with ExitStack() as stack:
+        calls: list[bool] = []
+        if own:
+            stack.enter_context(_own(own, wanted))
+        elif wanted in SWITCHED:
+            stack.enter_context(_switched(model, wanted))
+        elif wanted == "flash":
+            stack.enter_context(_switched(model, "sdpa"))
+            stack.enter_context(_Flash(calls))
+
+        def check() -> None:
+            if wanted == "flash" and not own and not calls:
+                got = f"attention is 'flash' and the model is {shown(model)} that calls no attention of PyTorch's"
+                raise ValueError(f"{got} (F.scaled_dot_product_attention); it takes 'standard'")
+
+        yield check
+
+
+def check_attention(model: nn.Module, wanted: str | None) -> None:
+    """What can be said before the model runs."""
+    own = attentions_of(model)
+    if wanted in SWITCHED and (own or not _with_switch(model)):
+        got = f"attention is {wanted!r} and the model is {shown(model)} without set_attn_implementation"
+        raise ValueError(f"{got}; it takes 'standard', 'flash' or None")
+    if wanted == "flash" and drop_probability(own):
+        raise ValueError(
+            f"attention is 'flash' and the model is {shown(model)} with dropout of probabilities; it takes 'standard'"
+        )
+
+
+def attentions_of(model: nn.Module) -> list[Attention]:
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
+def drop_probability(attentions: Iterable[Attention]) -> float:
+    drops = [module.drop_probabilities for module in attentions]
+    return max((drop.p for drop in drops if drop.training), default=0.0)
+
+
+@contextmanager
+def _own(modules: list[Attention], wanted: str | None) -> Iterator[None]:
+    """`course_lib.models.Attention`, by its attributes."""
+    before = [
+        {name: module.__dict__[name] for name in ("fused", "standard") if name in vars(module)} for module in modules
+    ]
+    try:
+        for module in modules if wanted is not None else ():
+            module.fused = False
+            if wanted == "flash":
+                module.standard = partial(flash_attention, causal=module.causal)
+        yield
+    finally:
+        for module, attributes in zip(modules, before, strict=True):
+            module.__dict__.pop("standard", None)
+            module.__dict__.update(attributes)
+
+
+# ---- Hugging Face models
+
+
+def _with_switch(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules that have a switch, which sets those inside too."""
+    if callable(getattr(model, "set_attn_implementation", None)):
+        return [model]
+    return [found for child in model.children() for found in _with_switch(child)]
+
+
+@contextmanager
+def _switched(model: nn.Module, wanted: str) -> Iterator[None]:
+    configs = configs_of(model, "_attn_implementation")
+    before = [config._attn_implementation for config in configs]
+    try:
+        for module in _with_switch(model):
+            problem = None
+            try:
+                module.set_attn_implementation(wanted)
+            except (ValueError, ImportError) as error:
+                problem = error
+            if problem or module.config._attn_implementation != wanted:
+                got = f"attention is {wanted!r} and the model is {shown(module)}, whose switch refuses it"
+                raise ValueError(f"{got}; it takes {module.config._attn_implementation!r} or None") from problem
+        yield
+    finally:
+        for config, value in zip(configs, before, strict=True):  # outer ones first, which set the inner ones too
+            config._attn_implementation = value
+
+
+def configs_of(model: nn.Module, name: str) -> list[Any]:
+    """The configurations of the modules, each once, that have such an attribute."""
+    found = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(config): config for config in found if hasattr(config, name)}.values())
+
+
+# ---- modules that call PyTorch's attention
+
+
+class _Flash(TorchFunctionMode):
+    """Inside, `F.scaled_dot_product_attention` is `flash_attention`, which refuses the masks and dropout it gets."""
+
+    when_recomputed = True  # nor is it inside `backward`, where checkpoints enter it again
+
+    def __init__(self, calls: list[bool]):
+        super().__init__()
+        self.calls = calls
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            return self.attention(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:  # a mode is not active inside itself, and does not see what it calls
+            before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, self.attention
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                F.scaled_dot_product_attention = before
+        return func(*args, **(kwargs or {}))
+
+    def attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -> Tensor:
+        self.calls.append(True)
+        for name, got, plain in (("attn_mask", attn_mask, None), ("dropout_p", dropout_p, 0.0)):
+            if got is not plain and not (name == "dropout_p" and got == plain):
+                raise ValueError(
+                    f"attention is 'flash' and {name} of F.scaled_dot_product_attention is {shown(got)}; it takes "
+                    f"{plain}, with is_causal or without"
+                )
+        return flash_attention(query, key, value, is_causal=is_causal, **options)

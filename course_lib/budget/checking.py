@@ -1,0 +1,83 @@
+"""A recipe's step for real on this machine: predicted, measured, and what the allocator saw."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+
+import torch
+
+from course_lib.memory import MemoryMeter
+from course_lib.memory.allocator import allocator_peak
+from course_lib.memory.show import Table, bytes_text
+
+from .asked import Asked
+from .estimating import estimate
+from .recipe import Recipe
+from .step import build, default_dtype, train_step
+
+
+@dataclass(frozen=True, repr=False)
+class Check(Table):
+    """What a step was predicted to take and took.
+
+    Attributes:
+        predicted_bytes: by `estimate`, for this machine's tier.
+        measured_bytes: of tensors, by the meter.
+        allocator_bytes: the allocator's peak in another step, without a meter: workspace and rounding included.
+        device: where it ran.
+    """
+
+    predicted_bytes: int
+    measured_bytes: int
+    allocator_bytes: int
+    device: str
+
+    columns = ("peak", "bytes", "of the prediction")
+
+    def rows(self):
+        found = [("predicted", self.predicted_bytes), ("measured", self.measured_bytes)]
+        found += [("the allocator's", self.allocator_bytes)]
+        return [(name, f"{count:,}", f"{count / self.predicted_bytes:.4f}") for name, count in found]
+
+    def caption(self) -> str:
+        note = "; there flash attention and the optimizer take fewer tensors than on a CPU" * (self.device != "cpu")
+        return f"the step, taken on this machine ({self.device}){note}"
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def check(asked: Asked, recipe: Recipe) -> Check:
+    """Take the step: once under a meter, once for the allocator.
+
+    Raises:
+        MemoryError: the machine has less memory than is predicted.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tier = "host" if device.type == "cuda" else "file"
+    options = {"loss_sum": asked.loss_sum}
+    predicted = estimate(asked.make_model, asked.make_batch, recipe, tier=tier, **options).peak_bytes
+    if predicted > (there := _memory(device)):
+        raise MemoryError(f"the step takes {bytes_text(predicted)}; this machine has {bytes_text(there)}")
+    with torch.device(device):
+        model, optimizer = build(asked.make_model, recipe, state=True)
+        with default_dtype(recipe.dtype):
+            batch = asked.make_batch()
+
+    def step(*modes) -> None:
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            train_step(model, optimizer, batch, recipe, **options)
+
+    with MemoryMeter(model, optimizer) as meter:
+        step()
+    return Check(predicted, meter.peak_bytes, meter.entry_bytes + allocator_peak(step, device), str(device))
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 1 << 62

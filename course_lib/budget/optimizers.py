@@ -1,0 +1,81 @@
+"""The optimizers that a recipe names: a class and its settings, and how each runs on symbolic tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from course_lib._torch import is_symbolic
+
+from .recipe import Recipe
+
+LR = 1e-3
+UPDATES = {
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+
+class _AnyNumber(TorchFunctionMode):
+    """Inside, a symbolic tensor has a value, so that a program that asks for one runs on."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.item and isinstance(args[0], FakeTensor):
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+class Adafactor(torch.optim.Adafactor):
+    """PyTorch's, which scales its steps by norms that it reads; what it takes does not depend on them."""
+
+    def step(self, closure=None):
+        with _AnyNumber():
+            return super().step(closure)
+
+
+class Adam8bit(torch.optim.Optimizer):
+    """What Adam with moments in 8 bits holds, by a formula; it takes no step, and makes no temporaries.
+
+    A byte an element for each of the two moments, and a scale in fp32 for each 256 of them; small parameters keep
+    theirs in fp32.
+
+    Source: Dettmers et al. 2022, arXiv:2110.02861, section 2; the limit is that of bitsandbytes.
+    """
+
+    BLOCK, SMALL = 256, 4096
+
+    def __init__(self, params, lr: float = LR, **_):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            if not is_symbolic(p):
+                got = 'optimizer is "adam8bit", which is known by a formula of its bytes alone'
+                raise ValueError(f"{got}; it takes another one for a step that is run")
+            if not self.state[p]:
+                state, small = self.state[p], p.numel() < self.SMALL
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    state[moment] = torch.zeros_like(p, dtype=torch.float32 if small else torch.uint8)
+                    if not small:
+                        state[f"{moment}_scales"] = p.new_zeros(-(-p.numel() // self.BLOCK), dtype=torch.float32)
+
+
+BASES = {
+    "adam": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "momentum": torch.optim.SGD,
+    "adafactor": Adafactor,
+    "adam8bit": Adam8bit,
+}
+
+
+def base_of(recipe: Recipe) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The optimizer's class and its settings but for lr."""
+    momentum = {"momentum": 0.9} if recipe.optimizer == "momentum" else {}
+    return BASES[recipe.optimizer], {**UPDATES[recipe.update], **momentum}

@@ -1,0 +1,234 @@
+"""What a machine does in a second, and what a step then costs: stated for some devices, measured for this one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from course_lib._check import number, positive, whole
+from course_lib._torch import wait_for
+
+if TYPE_CHECKING:
+    from .estimating import Estimate
+
+# Bytes through the host's memory for each parameter that it updates: gradient, weights and state are read, weights and
+# state written, in fp32; with masters the gradient comes in bf16, and the parameter is written in bf16 as well.
+UPDATE_BYTES = {"adam": 28, "momentum": 20, "sgd": 12}  # the others' state stays on the device
+# Of a device's memory, for what is no tensor: the CUDA context, what operators take inside themselves, the allocator's
+# rounding (to 512 bytes, and 2 MiB a segment) and fragments. Not measured here: vLLM's default leaves as much
+# (gpu_memory_utilization = 0.9).
+ALLOWANCE = 0.1
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine does in a second. A step's cost is the seconds that result, by `seconds`.
+
+    Attributes:
+        fp32_flops: of matrix products in fp32.
+        bf16_flops: of matrix products in bf16.
+        link_bytes: to or from the tier below.
+        source: where the figures are from.
+        host_bytes: read and written by the host in its memory, for the optimizer's update there; infinity leaves that
+            work out.
+        memory_bytes: what the device has; None if that is not known.
+        flops_share: of the FLOPs, what a training step reaches.
+        link_share: of the link, what a copy reaches.
+    """
+
+    fp32_flops: float
+    bf16_flops: float
+    link_bytes: float
+    source: str = ""
+    host_bytes: float = math.inf
+    memory_bytes: int | None = None
+    flops_share: float = 1.0
+    link_share: float = 1.0
+
+    def __post_init__(self):
+        for name in ("fp32_flops", "bf16_flops", "link_bytes", "host_bytes", "flops_share", "link_share"):
+            positive(name, getattr(self, name))
+        for name in ("flops_share", "link_share"):
+            number(name, getattr(self, name), 0, 1)
+        if self.memory_bytes is not None:
+            whole("memory_bytes", self.memory_bytes, 1, of="bytes")
+
+    def parts(self, estimate: Estimate) -> dict[str, float]:
+        """The seconds of each part, as if each ran alone: "compute", copies "down" and "up", "update" on the host.
+
+        Copies for the optimizer's state on the host are "gradients" and "parameters", apart from those of activations.
+        """
+        recipe, link = estimate.recipe, self.link_bytes * self.link_share
+        flops = self.flops_share * (self.fp32_flops if recipe.dtype == torch.float32 else self.bf16_flops)
+        sent = estimate.host_parameters * recipe.dtype.itemsize  # gradients down, and as many bytes of parameters up
+        return {
+            "compute": estimate.flops / flops,
+            "down": max(0, estimate.bytes_down - sent) / link,
+            "up": max(0, estimate.bytes_up - sent) / link,
+            "gradients": sent / link,
+            "update": estimate.host_parameters * UPDATE_BYTES.get(recipe.optimizer, 0) / self.host_bytes,
+            "parameters": sent / link,
+        }
+
+    def seconds(self, estimate: Estimate) -> float:
+        """What the step takes: parts that overlap count as the longest of them, the others as their sum.
+
+        With a file below, nothing overlaps. With the host below, activations are copied in both directions beside the
+        compute, and in the optimizer's step gradients, update and parameters follow one another for different
+        parameters; not so for steps in backward, which have one parameter at a time.
+        """
+        part = self.parts(estimate)
+        if estimate.tier == "file":
+            return part["compute"] + estimate.moved_bytes / (self.link_bytes * self.link_share)
+        rest = part["gradients"], part["update"], part["parameters"]
+        step = sum(rest) if estimate.recipe.in_backward else max(rest)
+        return max(part["compute"], part["down"], part["up"]) + step
+
+
+def allowance_bytes(memory_bytes: int) -> int:
+    """What to leave on a device beside the tensors: an allowance, `ALLOWANCE`, not a measurement."""
+    return math.ceil(ALLOWANCE * memory_bytes)
+
+
+MIB = 1 << 20
+_DENSE = "NVIDIA {}, dense, at 40 % as Llama 3 reached on H100s (38 to 43 %, arXiv:2407.21783)"
+_PCIE4 = "PCIe 4.0 x16, 24.8 of 31.5 GB/s as nvbandwidth measures on an A100"
+_PCIE5 = "PCIe 5.0 x16, 55.6 of 63 GB/s as in NVIDIA's article on nvbandwidth"
+_XEON = "host memory of one Xeon 8480C, 8 channels of DDR5-4800"
+_SIZE = "memory as nvidia-smi shows it"
+_SLOW = {"link_share": 24.8 / 31.5, "flops_share": 0.4}
+_FAST = {"link_share": 55.6 / 63, "flops_share": 0.4, "host_bytes": 307.2e9}
+_A100 = f"{_DENSE.format('A100 datasheet')}; {_PCIE4}; host memory of one EPYC 7742, 8 channels of DDR4-3200; {_SIZE}"
+
+RATES = {
+    "laptop": Rates(1e11, 1e11, 1e9, "round figures: two cores of a CPU, a disk; all at the best"),
+    "RTX 4090": Rates(
+        82.6e12,
+        165.2e12,
+        31.5e9,
+        f"{_DENSE.format('Ada whitepaper, fp32 accumulate')}; {_PCIE4}; host memory of a desktop, 2 channels of "
+        f"DDR5-5600; {_SIZE}",
+        host_bytes=89.6e9,
+        memory_bytes=24_564 * MIB,
+        **_SLOW,
+    ),
+    "A100": Rates(19.5e12, 312e12, 31.5e9, _A100, host_bytes=204.8e9, memory_bytes=81_920 * MIB, **_SLOW),
+    "A100 40GB": Rates(19.5e12, 312e12, 31.5e9, _A100, host_bytes=204.8e9, memory_bytes=40_960 * MIB, **_SLOW),
+    "H100": Rates(
+        67e12,
+        989e12,
+        63e9,
+        f"{_DENSE.format('H100 SXM datasheet')}; {_PCIE5}; {_XEON}; {_SIZE}",
+        memory_bytes=81_559 * MIB,
+        **_FAST,
+    ),
+    "H200": Rates(
+        67e12,
+        989e12,
+        63e9,
+        f"{_DENSE.format('H200 SXM datasheet')}; {_PCIE5}; {_XEON}; {_SIZE}",
+        memory_bytes=143_771 * MIB,
+        **_FAST,
+    ),
+}
+
+
+# ---- this machine
+
+
+def this_machine(file: Path | str | None = None) -> Rates:
+    """The rates of this machine, as they were measured by the first call; `file` keeps them as JSON.
+
+    Left out, the file is `course_lib/rates.json` in the user's cache folder (XDG_CACHE_HOME, else ~/.cache). Delete it
+    to have them measured again. What was measured on another device, or by another torch, is not used.
+    """
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    file, here = Path(file or Path(folder, "course_lib", "rates.json")), _here()
+    try:
+        kept = json.loads(file.read_text("utf-8"))
+        if kept.pop("measured_on") == here:
+            return Rates(**kept)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none yet, or one that cannot be read
+        pass
+    rates = measured_rates()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"measured_on": here, **asdict(rates)}, indent=1), encoding="utf-8")
+    except OSError:  # not kept, then
+        pass
+    return rates
+
+
+def measured_rates(seconds: float = 2.0) -> Rates:
+    """This machine's rates, measured in about so many seconds; on CUDA with its link to the host, else with a file.
+
+    Matrix products in both precisions, a copy to the tier below and back, and an addition that reads two large tensors
+    and writes a third in the host's memory. They are what such a loop reaches, and a training step reaches less.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size, turn = (8192, seconds / 5) if device.type == "cuda" else (1024, seconds / 5)
+    flops = []
+    for dtype in (torch.float32, torch.bfloat16):
+        a = torch.ones(size, size, dtype=dtype, device=device)
+        out = torch.empty_like(a)
+        flops.append(2 * size**3 / _fastest(lambda a=a, out=out: torch.mm(a, a, out=out), turn, device))
+    a, b, out = (torch.ones(1 << 23) for _ in range(3))  # 32 MiB each: more than caches hold
+    host = 3 * a.nbytes / _fastest(lambda: torch.add(a, b, out=out), turn, torch.device("cpu"))
+    link = _link(device, turn)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return Rates(*flops, link, f"measured on this machine, {_here()}", host_bytes=host, memory_bytes=memory)
+
+
+def _link(device: torch.device, seconds: float) -> float:
+    """Bytes a second to the tier below and back."""
+    count = 1 << 26
+    if device.type == "cuda":
+        above, below = torch.ones(count, dtype=torch.uint8, device=device), torch.ones(count, dtype=torch.uint8)
+        below = below.pin_memory()
+
+        def there_and_back() -> None:
+            below.copy_(above, non_blocking=True)
+            above.copy_(below, non_blocking=True)
+
+        return 2 * count / _fastest(there_and_back, seconds, device)
+    data = bytes(count)
+    with tempfile.TemporaryFile() as file:
+
+        def written_and_read() -> None:
+            file.seek(0)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            file.seek(0)
+            file.read()
+
+        return 2 * count / _fastest(written_and_read, seconds, torch.device("cpu"))
+
+
+def _fastest(work: Callable[[], object], seconds: float, device: torch.device) -> float:
+    """The seconds of the quickest of several runs, the first one aside."""
+    work()
+    best, end = math.inf, time.perf_counter() + seconds
+    while best == math.inf or time.perf_counter() < end:
+        wait_for(device)
+        start = time.perf_counter()
+        work()
+        wait_for(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _here() -> str:
+    name = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else f"a CPU with {torch.get_num_threads()} threads"
+    )
+    return f"{name}, torch {torch.__version__}"

@@ -1,0 +1,288 @@
+"""Models in the shapes of a Hugging Face `config.json`, of plain modules: nothing of them is downloaded or imported.
+
+Every parameter has the shape of the published one, so their number is the published number. What a step keeps for its
+backward pass is that of the plain formulas below, within a percent of what transformers keeps with eager attention;
+fused kernels keep less. Attention is causal over all tokens (no sliding window), there is no dropout, the rotation of
+positions is not scaled, and a router is taken to balance its experts.
+
+Shapes use b for batch, s for sequence, h for hidden, a for heads, d for the features of a head and e for experts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from course_lib._check import whole
+from course_lib.models import Attention, Decoder, Dropout, seeded
+
+LLAMAS = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+KNOWN = ("gpt2", *LLAMAS)
+
+
+def read_config(file: Path | str) -> dict[str, Any]:
+    """What stands in a `config.json`.
+
+    Raises:
+        ValueError: the file cannot be read, or holds no JSON object.
+    """
+    try:
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"config is {str(file)!r}, which cannot be read ({error.strerror}); it takes a file") from None
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise ValueError(f"config is {str(file)!r}, which holds no JSON object; it takes a config.json")
+    return config
+
+
+def model_from(config: Mapping[str, Any], *, sequence: int, seed: int = 0) -> Decoder | Llama:
+    """The model that a Hugging Face configuration describes, with random weights, in fp32.
+
+    Args:
+        config: its `model_type` is one of `KNOWN`.
+        sequence: the tokens of a sample that it is to take.
+
+    Raises:
+        ValueError: the kind of model is not known, a size is missing or of the wrong kind, or the model takes shorter
+            sequences.
+    """
+    name = config.get("model_type")
+    if name not in KNOWN:
+        raise ValueError(f"model_type is {name!r}; it takes one of {', '.join(KNOWN)}, whose shapes are known here")
+    sequence = whole("sequence", sequence, 1)
+    longest = config.get("n_positions" if name == "gpt2" else "max_position_embeddings") or sequence
+    if sequence > longest:
+        raise ValueError(f"sequence is {sequence}; it takes {longest} or less, the config's longest")
+    return _gpt2(config, seed) if name == "gpt2" else _llama(config, name, seed)
+
+
+def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"config is without {name}; it takes that of a {config['model_type']} model")
+    return whole(name, value, 1)
+
+
+def _expect(config: Mapping[str, Any], name: str, *values: Any) -> None:
+    if config.get(name, values[0]) not in values:
+        raise ValueError(f"{name} is {config[name]!r}; it takes {' or '.join(map(repr, values))}")
+
+
+def _gpt2(config: Mapping[str, Any], seed: int) -> Decoder:
+    hidden = _size(config, "n_embd")
+    _expect(config, "n_inner", None, 4 * hidden)
+    sizes = {"vocabulary": "vocab_size", "heads": "n_head", "layers": "n_layer", "sequence": "n_positions"}
+    tied = config.get("tie_word_embeddings", True)
+    return Decoder(hidden=hidden, tied=tied, seed=seed, **{name: _size(config, key) for name, key in sizes.items()})
+
+
+def _llama(config: Mapping[str, Any], name: str, seed: int) -> Llama:
+    _expect(config, "hidden_act", "silu")
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    bias = bool(config.get("attention_bias", False))
+    return Llama(
+        vocabulary=_size(config, "vocab_size"),
+        hidden=hidden,
+        layers=_size(config, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=_size(config, "num_key_value_heads", heads),
+        head_dim=_size(config, "head_dim", 128 if name == "qwen3" else hidden // heads),
+        feedforward=_size(config, "intermediate_size"),
+        experts=_size(config, "num_local_experts") if name == "mixtral" else 0,
+        experts_used=_size(config, "num_experts_per_tok") if name == "mixtral" else 0,
+        qkv_bias=bias or name == "qwen2",
+        out_bias=bias,
+        feedforward_bias=bool(config.get("mlp_bias", False)),
+        head_norms=name == "qwen3",
+        tied=bool(config.get("tie_word_embeddings", False)),
+        seed=seed,
+    )
+
+
+# ---- the parts
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²)) in fp32, times a weight. Source: Zhang and Sennrich 2019, arXiv:1910.07467."""
+
+    def __init__(self, size: int, eps: float = 1e-6):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
+
+
+def rotated(x: Tensor, base: float = 10_000.0) -> Tensor:
+    """Each pair of features turned by an angle that grows with the position: (..., s, d) -> (..., s, d).
+
+    Source: Su et al. 2021, arXiv:2104.09864; pairs are d/2 apart, as Llama's are in Hugging Face's layout.
+    """
+    s, d = x.shape[-2:]
+    speeds = base ** (-torch.arange(0, d, 2, dtype=torch.float32, device=x.device) / d)
+    angles = torch.outer(torch.arange(s, dtype=torch.float32, device=x.device), speeds).repeat(1, 2)  # (s, d)
+    first, second = x.chunk(2, dim=-1)
+    return x * angles.cos().to(x.dtype) + torch.cat([-second, first], dim=-1) * angles.sin().to(x.dtype)
+
+
+class GroupedAttention(Attention):
+    """Causal attention in which several query heads share one head of keys and values: (b, s, h) -> (b, s, h).
+
+    Source: Ainslie et al. 2023, arXiv:2305.13245.
+    """
+
+    def __init__(
+        self, hidden: int, heads: int, kv_heads: int, head_dim: int, *, qkv_bias: bool, out_bias: bool, head_norms: bool
+    ):
+        nn.Module.__init__(self)  # an `Attention` has one projection for all three
+        if heads % kv_heads:
+            raise ValueError(f"num_key_value_heads is {kv_heads}; it takes a divisor of the {heads} heads")
+        self.head_dim, self.causal, self.fused = head_dim, True, False
+        self.q = nn.Linear(hidden, heads * head_dim, bias=qkv_bias)
+        self.k = nn.Linear(hidden, kv_heads * head_dim, bias=qkv_bias)
+        self.v = nn.Linear(hidden, kv_heads * head_dim, bias=qkv_bias)
+        self.out = nn.Linear(heads * head_dim, hidden, bias=out_bias)
+        self.norm_q, self.norm_k = (RMSNorm(head_dim) if head_norms else nn.Identity() for _ in range(2))
+        self.drop_probabilities = Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (part(x).view(b, s, -1, self.head_dim).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k = rotated(self.norm_q(q)), rotated(self.norm_k(k))  # (b, a, s, d)
+        if self.fused:
+            context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        else:
+            context = self.standard(q, k, v)
+        return self.out(context.transpose(1, 2).reshape(b, s, -1))
+
+    def standard(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if (times := q.shape[1] // k.shape[1]) > 1:
+            k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
+        s = q.shape[-2]
+        ahead = torch.full((s, s), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+        scores = q @ k.mT * self.head_dim**-0.5 + ahead  # (b, a, s, s)
+        return scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+class GatedFeedForward(nn.Module):
+    """down(silu(gate(x)) * up(x)). Source: Shazeer 2020, arXiv:2002.05202."""
+
+    def __init__(self, hidden: int, feedforward: int, bias: bool):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(hidden, feedforward, bias=bias) for _ in range(2))
+        self.down = nn.Linear(feedforward, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(nn.Module):
+    """Gated networks, of which each token uses a few: (b, s, h) -> (b, s, h).
+
+    Each expert takes the tokens that want it most, an equal share each: shapes are static, bytes and FLOPs those of a
+    router in balance. Source: Zhou et al. 2022, arXiv:2202.09368 (experts choose); Jiang et al. 2024, arXiv:2401.04088
+    (Mixtral, whose tokens choose).
+    """
+
+    def __init__(self, hidden: int, feedforward: int, experts: int, used: int):
+        super().__init__()
+        if used > experts:
+            raise ValueError(f"num_experts_per_tok is {used}; it takes the {experts} experts or fewer")
+        self.used, self.router = used, nn.Linear(hidden, experts, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * feedforward, hidden))
+        self.down = nn.Parameter(torch.empty(experts, hidden, feedforward))
+        for weight in (self.gate_up, self.down):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)  # (b s, h)
+        shares = self.router(tokens).softmax(-1, dtype=torch.float32).to(x.dtype)  # (b s, e)
+        count = -(-len(tokens) * self.used // len(self.gate_up))  # of an expert's tokens
+        shares, chosen = shares.t().topk(count)  # (e, count)
+        gate, up = (tokens[chosen] @ self.gate_up.mT).chunk(2, dim=-1)
+        out = (F.silu(gate) * up) @ self.down.mT * shares[..., None]  # (e, count, h)
+        return torch.zeros_like(tokens).index_add(0, chosen.flatten(), out.flatten(0, 1)).view(x.shape)
+
+
+class LlamaLayer(nn.Module):
+    """Attention and a feed-forward network, each with a norm before it and a residual connection around it."""
+
+    def __init__(self, hidden: int, attention: GroupedAttention, feedforward: nn.Module):
+        super().__init__()
+        self.norm1, self.attention = RMSNorm(hidden), attention
+        self.norm2, self.feedforward = RMSNorm(hidden), feedforward
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.feedforward(self.norm2(x))
+
+
+class Llama(nn.Module):
+    """A decoder as Llama and its relatives are: tokens (b, s) -> logits (b, s, v).
+
+    Norms, softmax and loss are in fp32, whatever the parameters are in. Source: Touvron et al. 2023, arXiv:2302.13971,
+    and its code.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        hidden: int,
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        feedforward: int,
+        experts: int = 0,
+        experts_used: int = 0,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        feedforward_bias: bool = False,
+        head_norms: bool = False,
+        tied: bool = False,
+        seed: int = 0,
+    ):
+        super().__init__()
+        biases = {"qkv_bias": qkv_bias, "out_bias": out_bias, "head_norms": head_norms}
+
+        def layer() -> LlamaLayer:
+            attention = GroupedAttention(hidden, heads, kv_heads, head_dim, **biases)
+            if experts:
+                return LlamaLayer(hidden, attention, Experts(hidden, feedforward, experts, experts_used))
+            return LlamaLayer(hidden, attention, GatedFeedForward(hidden, feedforward, feedforward_bias))
+
+        with seeded(seed):
+            self.tokens = nn.Embedding(vocabulary, hidden)
+            nn.init.normal_(self.tokens.weight, std=0.02)
+            self.layers = nn.ModuleList(layer() for _ in range(layers))
+            self.norm = RMSNorm(hidden)
+            self.head = nn.Linear(hidden, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)  # (b, s, h)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))  # (b, s, v)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Mean cross-entropy of each next token: (b, s + 1) -> scalar."""
+        total, count = self.loss_sum(tokens)
+        return total / count
+
+    def loss_sum(self, tokens: Tensor) -> tuple[Tensor, int]:
+        """The sum of the cross-entropies whose mean `loss` is, and over how many tokens it goes."""
+        logits, targets = self(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten()
+        return F.cross_entropy(logits, targets, reduction="sum"), targets.numel()

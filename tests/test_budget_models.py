@@ -1,0 +1,698 @@
+"""course_lib.budget on models that this course did not write: plain gradients, and estimates that are measured."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from course_lib.budget import Recipe, build, estimate, run, train_step
+from course_lib.memory import cast
+from course_lib.models import seeded
+
+VOCABULARY, WIDTH, LENGTH, IGNORED = 53, 32, 12, -100
+
+
+class Encoder(nn.Module):
+    """PyTorch's own encoder, causal or not, with a head that has a bias; the loss of a dict."""
+
+    def __init__(self, dropout=0.0, causal=True, norm=nn.LayerNorm):
+        super().__init__()
+        with seeded(0):
+            layer = nn.TransformerEncoderLayer(WIDTH, 4, 48, dropout, batch_first=True, norm_first=True)
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+            self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.causal = causal
+
+    def forward(self, tokens):
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1]) if self.causal else None
+        return self.head(self.encoder(self.embedding(tokens), mask, is_causal=self.causal))
+
+    def loss_sum(self, batch):
+        logits, labels = self(batch["tokens"]).view(-1, VOCABULARY), batch["labels"].flatten()
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
+
+
+class Grouped(nn.Module):
+    """A block that takes and returns tuples, with keyword arguments, whose queries share keys and values."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.norm, self.q, self.kv = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out, self.dropout = nn.Linear(WIDTH, WIDTH), dropout
+
+    def forward(self, state, *, scale):
+        x, count = state
+        (b, s, _), n = x.shape, self.norm(x)
+        q = self.q(n).view(b, s, 4, 8).transpose(1, 2)
+        k, v = self.kv(n).view(b, s, 2, 16).transpose(1, 2).chunk(2, -1)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        o = F.dropout(F.silu(self.out(o.transpose(1, 2).reshape(b, s, WIDTH))), self.dropout, self.training)
+        return x + o, count + 1
+
+
+class Decoder(nn.Module):
+    """Blocks in a place of their own, and a head that is tied to the embedding."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        with seeded(1):
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+            self.body = nn.ModuleDict({"blocks": nn.ModuleList(Grouped(dropout) for _ in range(3))})
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def hidden(self, tokens):
+        state = self.embedding(tokens), 0
+        for block in self.body["blocks"]:
+            state = block(state, scale=0.3)
+        assert state[1] == 3
+        return state[0]
+
+    def logits(self, tokens):
+        return self.head(self.hidden(tokens))
+
+    def loss_sum(self, batch):
+        logits, labels = self.logits(batch["tokens"])[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten()
+        if next(self.parameters()).dtype == torch.float64:
+            logits = self.logits(batch["tokens"])[:, :-1].flatten(0, 1)
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
+
+
+class LowRank(nn.Module):
+    """A frozen Linear and what is learned beside it."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.down = nn.Linear(linear.in_features, 2, bias=False)
+        self.up = nn.Linear(2, linear.out_features, bias=False)
+
+    def forward(self, x):
+        return self.linear(x) + self.up(self.down(x))
+
+
+def adapted():
+    model = Decoder().requires_grad_(False)
+    with seeded(2):
+        for block in model.body["blocks"]:
+            block.q, block.out = LowRank(block.q), LowRank(block.out)
+    return model
+
+
+class Pictures(nn.Module):
+    """Convolutions with BatchNorm, a frozen one among them."""
+
+    def __init__(self):
+        super().__init__()
+        with seeded(3):
+            self.stem = nn.Conv2d(3, 8, 3, padding=1)
+            self.stages = nn.ModuleList(
+                nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)
+            )
+            self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for stage in self.stages:
+            x = x + stage(x)
+        return self.head(x.mean((2, 3)))
+
+    def loss_sum(self, batch):
+        return F.cross_entropy(self(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
+
+
+def sentences(samples=6):
+    with seeded(5):
+        tokens = torch.randint(VOCABULARY, (samples, LENGTH))
+        lengths = torch.arange(3, 3 + samples)[:, None]
+    return {"tokens": tokens, "labels": tokens.masked_fill(torch.arange(LENGTH) >= lengths, IGNORED)}
+
+
+def pictures():
+    with seeded(5):
+        return {"x": torch.randn(6, 3, 8, 8), "y": torch.arange(6) % 5}
+
+
+# ---- the same gradient
+
+
+def gradients_of(make, batch, recipe, **options):
+    """What the optimizer saw, and the mean loss."""
+    model, optimizer = build(make, replace(recipe, optimizer="sgd"), lr=0.0)
+    names, seen = {p: name for name, p in model.named_parameters()}, {}
+
+    def look(opt, *_):
+        found = {names[p]: p.grad.clone() for g in opt.param_groups for p in g["params"] if p.grad is not None}
+        assert not found.keys() & seen.keys()
+        seen.update(found)
+
+    optimizer.register_step_pre_hook(look)
+    return seen, train_step(model, optimizer, batch, replace(recipe, optimizer="sgd"), **options)
+
+
+def expected_of(make, batch, loss_sum=None):
+    """The same by autograd alone, in float64."""
+    model = make().double()
+    batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+    total, weight = loss_sum(model, batch) if loss_sum else model.loss_sum(batch)
+    (total / weight).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, (total / weight).item()
+
+
+def assert_plain(make, batch, recipe, expected=None, **options):
+    gradients, loss = expected or expected_of(make, batch)
+    seen, result = gradients_of(make, batch, recipe, **options)
+    assert seen.keys() == gradients.keys()
+    for name, gradient in seen.items():
+        assert_close(gradient.double(), gradients[name], rtol=2e-4, atol=1e-6)
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+
+
+DOWN = {"offload_activations": True, "min_bytes": 1000}
+LEVERS = [
+    Recipe(),
+    Recipe(precision=None, attention=None),
+    Recipe(checkpoint="layers"),
+    Recipe(checkpoint="selective", micro_batches=2),
+    Recipe(checkpoint="layers", first_blocks=2, in_backward=True),
+    Recipe(attention="flash"),
+    Recipe(attention="flash", checkpoint="layers", head_chunk=7, micro_batches=3),
+    Recipe(head_chunk=16, in_backward=True, attention=None),
+    Recipe(**DOWN, checkpoint="layers"),
+    Recipe(micro_batches=6, head_chunk=5, accumulate="fp32"),
+]
+MODELS = {
+    "encoder": Encoder,
+    "encoder without a mask": partial(Encoder, causal=False),
+    "grouped queries": Decoder,
+    "adapters": adapted,
+}
+CHOSEN = [(name, recipe) for i, name in enumerate(MODELS) for recipe in LEVERS[:: 1 + i % 2]]  # all, or each second
+EACH = [(MODELS[name], recipe) for name, recipe in CHOSEN]
+IDS = [f"{name}: {recipe}" for name, recipe in CHOSEN]
+
+
+@pytest.mark.parametrize(("make", "recipe"), EACH, ids=IDS)
+def test_the_gradient_of_every_recipe_is_the_plain_one(make, recipe):
+    assert_plain(make, sentences(), recipe)
+
+
+@pytest.mark.parametrize("make", [partial(Encoder, dropout=0.2), partial(Decoder, dropout=0.2)], ids=["module", "F"])
+def test_with_dropout_a_block_draws_the_same_numbers_again(make):
+    def seen(recipe):
+        torch.manual_seed(7)
+        return gradients_of(make, sentences(), recipe)[0]
+
+    plain = seen(Recipe())
+    for keep in ({"checkpoint": "layers"}, {"checkpoint": "selective"}, DOWN, {"head_chunk": 9}):
+        for name, gradient in seen(Recipe(**keep)).items():
+            assert_close(gradient, plain[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("checkpoint", ["layers", "selective"])
+def test_running_statistics_change_once_a_step(checkpoint):
+    def stepped(recipe):
+        model, optimizer = build(Pictures, recipe)
+        for _ in range(2):
+            train_step(model, optimizer, pictures(), recipe)
+        return dict(model.named_buffers())
+
+    plain, found = stepped(Recipe()), stepped(Recipe(checkpoint=checkpoint))
+    for name, value in plain.items():
+        assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+    assert_plain(Pictures, pictures(), Recipe(checkpoint=checkpoint))
+
+
+# ---- estimates
+
+
+@pytest.mark.parametrize(("make", "recipe"), EACH, ids=IDS)
+def test_bytes_are_those_that_are_measured(make, recipe):
+    assert_measured(make, sentences, recipe)
+
+
+def assert_measured(make, make_batch, recipe, **options):
+    guess, real = estimate(make, make_batch, recipe, **options), run(make, make_batch, recipe, **options)
+    assert guess.peak_bytes == real.meter.peak_bytes
+    assert (guess.bytes_down, guess.bytes_up) == (real.traffic.bytes_down, real.traffic.bytes_up)
+    return guess
+
+
+OPTIMIZERS = [
+    Recipe(optimizer=name, update=update)
+    for name in ("adam", "sgd", "momentum", "adafactor")
+    for update in ("loop", "foreach", "fused")
+    if (name, update) != ("adafactor", "fused")
+]
+
+
+@pytest.mark.parametrize("recipe", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_bytes_of_each_optimizer_are_those_that_are_measured(recipe, precision):
+    recipe = replace(recipe, precision=precision)
+    assert_measured(adapted, sentences, recipe)
+    assert_measured(partial(Encoder, causal=False), sentences, replace(recipe, micro_batches=2, accumulate="fp32"))
+    if recipe.optimizer != "adafactor" and precision != "bf16":
+        assert_measured(adapted, sentences, replace(recipe, in_backward=True, offload_optimizer=0.5))
+
+
+def test_adam_in_8_bits_is_estimated_by_a_formula_and_not_run():
+    def make():
+        return nn.Sequential(nn.Linear(128, 100, bias=False), nn.Linear(100, 1))
+
+    def square(model, batch):
+        return model(batch).square().sum(), len(batch)
+
+    recipe, make_batch = Recipe(optimizer="adam8bit"), partial(torch.ones, 4, 128)
+    guess = estimate(make, make_batch, recipe, loss_sum=square)
+    assert guess.at_peak["optimizer"] == 2 * (12_800 + 4 * 50) + 8 * 101 and "by a formula" in str(guess)
+    for attempt in (lambda: run(make, make_batch, recipe, loss_sum=square), lambda: build(make, recipe, state=True)):
+        with pytest.raises(ValueError, match=r'^optimizer is "adam8bit", [^\n]*; it takes [^\n]+$'):
+            attempt()
+
+
+@pytest.mark.parametrize("recipe", OPTIMIZERS, ids=str)
+def test_each_optimizer_steps_as_pytorchs_does(recipe):
+    classes = {"adam": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
+    options = {"momentum": 0.9} if recipe.optimizer == "momentum" else {}
+    expected = Encoder()
+    plain = classes.get(recipe.optimizer, torch.optim.SGD)(expected.parameters(), lr=1e-2, **options)
+    model, optimizer = build(Encoder, recipe, lr=1e-2)
+    for group in (*plain.param_groups, *optimizer.param_groups):
+        if recipe.optimizer == "adam":
+            group["eps"] = 1e-3  # gradients that are zero but for rounding, such as those of keys' biases, stay small
+    for _ in range(3):
+        plain.zero_grad()
+        total, weight = expected.loss_sum(sentences())
+        (total / weight).backward()
+        plain.step()
+        train_step(model, optimizer, sentences(), recipe)
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+def test_updating_all_at_once_takes_temporaries_and_sums_in_fp32_take_four_bytes_a_parameter():
+    loop, foreach = (estimate(Encoder, partial(sentences, 1), Recipe(update=way)) for way in ("loop", "foreach"))
+    size = sum(p.nbytes for p in Encoder().parameters())
+    assert foreach.phase_peaks["optimizer"] >= loop.phase_peaks["optimizer"] + 0.5 * size
+    half = Recipe(precision="bf16", optimizer="sgd", micro_batches=2)
+    plain, summed = (estimate(Encoder, partial(sentences, 2), replace(half, accumulate=way)) for way in (None, "fp32"))
+    assert summed.phase_peaks["backward"] - plain.phase_peaks["backward"] == size // 2  # 4 bytes in place of 2
+
+
+def test_a_model_left_as_it_is_has_no_master_weights():
+    def make():
+        return cast(Decoder(), torch.bfloat16)
+
+    recipe = Recipe(precision=None)
+    model, optimizer = build(make, recipe, state=True)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and type(optimizer) is torch.optim.AdamW
+    assert (
+        assert_measured(make, sentences, recipe).peak_bytes
+        < assert_measured(make, sentences, replace(recipe, precision="bf16")).peak_bytes
+    )
+
+
+# ---- models that are known by what they have: a config, and dicts with labels
+
+
+class Config:
+    use_cache, _attn_implementation = True, "eager"
+
+
+class Tiny(nn.Module):
+    """As a model of Hugging Face, with its own switch of attention; `kind` says how the labels are read."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.config, self.kind, self.decoder = Config(), kind, Decoder()
+        with seeded(4):
+            self.wide = nn.Linear(WIDTH, 5) if kind == "classes" else None
+
+    def set_attn_implementation(self, name):
+        if name not in ("eager", "sdpa"):
+            raise ValueError(f"no {name}")
+        self.config._attn_implementation = name
+
+    def get_output_embeddings(self):
+        return self.decoder.head
+
+    def forward(self, input_ids, labels=None, extra=None):
+        assert not self.config.use_cache
+        hidden = self.decoder.hidden(input_ids)
+        if self.config._attn_implementation == "eager":
+            hidden = hidden * 1
+        if self.kind == "classes":
+            return {"loss": F.cross_entropy(self.wide(hidden.mean(1)), labels)}
+        logits = self.decoder.head(hidden)
+        if labels is None:
+            return {"loss": None, "logits": logits}
+        if self.kind == "capped":
+            logits = 3 * torch.tanh(logits / 3)
+        if self.kind == "causal":
+            labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        loss = nn.CrossEntropyLoss()(logits.view(-1, VOCABULARY), labels.reshape(-1))
+        return {"loss": loss + 0.1 * hidden.square().mean() if self.kind == "more" else loss, "logits": logits}
+
+
+TinyForCausalLM = type("TinyForCausalLM", (Tiny,), {})
+TinyForSequenceClassification = type("TinyForSequenceClassification", (Tiny,), {})
+KINDS = [partial(TinyForCausalLM, kind) for kind in ("causal", "masked")]
+KINDS.append(partial(TinyForSequenceClassification, "classes"))
+
+
+def labelled(make, samples=6):
+    batch = sentences(samples)
+    labels = torch.where(batch["labels"] == IGNORED, IGNORED, (7 * batch["tokens"] + 3) % VOCABULARY)
+    labels = batch["tokens"][:, 0] % 5 if make.args == ("classes",) else labels
+    return {"input_ids": batch["tokens"], "labels": labels, "extra": "as it is"}
+
+
+def mean_of(make, batch):
+    """What the plain step's loss and gradients are."""
+    model = make().double()
+    model.config.use_cache = False
+    loss = model(**batch)["loss"]
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, loss.item()
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.args[0])
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(), Recipe(micro_batches=6), Recipe(micro_batches=2, checkpoint="layers"), Recipe(in_backward=True)],
+)
+def test_labels_are_weighed_as_the_model_counts_them(make, recipe):
+    batch = labelled(make)
+    if make.args != ("classes",) and recipe.micro_batches == 6:
+        batch["labels"][2] = IGNORED  # a micro-batch in which nothing counts
+    assert_plain(make, batch, recipe, mean_of(make, batch))
+    assert_measured(make, partial(labelled, make), recipe)
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 1000])
+@pytest.mark.parametrize("make", KINDS[:2], ids=lambda make: make.args[0])
+def test_a_chunked_head_keeps_the_loss_that_the_model_computes(make, chunk):
+    batch = labelled(make)
+    for pieces in (1, 2):
+        assert_plain(make, batch, Recipe(head_chunk=chunk, micro_batches=pieces), mean_of(make, batch))
+
+
+def test_a_chunked_head_never_has_all_logits_at_once():
+    make, few = KINDS[0], {"vocabulary": 0}
+    plain, chunked = (estimate(make, partial(labelled, make, 64), Recipe(**o)) for o in ({}, {"head_chunk": 8}))
+    assert few and plain.peak_bytes - chunked.peak_bytes > 64 * LENGTH * VOCABULARY * 4
+
+
+class DroppingHead(nn.Linear):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.3, self.training)
+
+
+def test_a_chunked_head_draws_the_same_numbers_again():
+    def make():
+        model = Encoder()
+        with seeded(9):
+            model.head = DroppingHead(WIDTH, VOCABULARY)
+        return model
+
+    def seen(recipe):
+        torch.manual_seed(7)
+        return gradients_of(make, sentences(), recipe)[0]
+
+    plain = seen(Recipe())
+    for name, gradient in seen(Recipe(head_chunk=1000)).items():  # one chunk, which draws as the whole does
+        assert_close(gradient, plain[name], rtol=1e-4, atol=1e-7)
+
+
+def test_a_chunked_head_has_its_loss_in_the_dtype_that_the_model_converts_logits_to():
+    half = Recipe(precision="bf16")
+    plain, chunked = (gradients_of(Decoder, sentences(), replace(half, head_chunk=n))[1].loss for n in (None, 7))
+    assert chunked == pytest.approx(plain, rel=1e-5)
+
+
+def test_the_first_blocks_and_the_products_that_are_kept_take_fewer_flops_and_more_bytes():
+    many = partial(sentences, 60)
+    keeps = [
+        {"checkpoint": "layers"},
+        {"checkpoint": "layers", "first_blocks": 2},
+        {"checkpoint": "layers", "first_blocks": 1, "blocks": "body.blocks.*"},
+        {},
+    ]
+    found = [estimate(Decoder, many, Recipe(**keep)) for keep in keeps]
+    assert [e.flops for e in found] == sorted({e.flops for e in found}, reverse=True)
+    saved = found[-1].flops - found[-2].flops, found[0].flops - found[-1].flops
+    assert saved[1] == -3 * saved[0]  # one block of three is as good as another
+    peaks = [e.phase_peaks["forward"] for e in found]
+    assert peaks == sorted(set(peaks))
+    selective = estimate(Decoder, many, Recipe(checkpoint="selective"))
+    assert selective.flops < found[0].flops and peaks[0] < selective.phase_peaks["forward"] < peaks[-1]
+
+
+def test_switches_and_caches_are_as_before_afterwards_also_after_an_error():
+    model, optimizer = build(KINDS[0], Recipe())
+    head, block = model.decoder.head, model.decoder.body["blocks"][0]
+    recipe = Recipe(attention="flash", checkpoint="layers", head_chunk=8, micro_batches=2)
+    batch = labelled(KINDS[0])
+    assert train_step(model, optimizer, batch, recipe).stepped
+    for wrong in ({**batch, "labels": None}, {**batch, "input_ids": batch["input_ids"] + VOCABULARY}):
+        with pytest.raises((ValueError, IndexError)):
+            train_step(model, optimizer, wrong, recipe)
+    assert model.config.use_cache and model.config._attn_implementation == "eager"
+    assert "forward" not in vars(head) and "forward" not in vars(block)
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+# ---- what is refused
+
+
+class Masked(Decoder):
+    """Attention as a model with padding calls it."""
+
+    def hidden(self, tokens):
+        x = self.embedding(tokens)[:, None]
+        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask, dropout_p=0.0)[:, 0]
+
+
+class Dropping(Decoder):
+    def hidden(self, tokens):
+        x = self.embedding(tokens)[:, None]
+        return F.scaled_dot_product_attention(x, x, x, None, 0.1, True)[:, 0]
+
+
+class Smoothed(Decoder):
+    def loss_sum(self, batch):
+        logits = self.logits(batch["tokens"]).flatten(0, 1)
+        return F.cross_entropy(logits, batch["tokens"].flatten(), reduction="sum", label_smoothing=0.1), 1
+
+
+class Unseen(Decoder):
+    def loss_sum(self, batch):
+        self.logits(batch["tokens"])
+        return self.hidden(batch["tokens"]).square().sum(), 1
+
+
+class Branching(Decoder):
+    def loss_sum(self, batch):
+        total, weight = super().loss_sum(batch)
+        return (total * 2 if total > 1 else total), weight
+
+
+@pytest.mark.parametrize(
+    ("make", "recipe", "told"),
+    [
+        (Masked, Recipe(attention="flash"), r"attention is 'flash' and attn_mask .*Tensor of shape \(12, 12\)"),
+        (Dropping, Recipe(attention="flash"), r"attention is 'flash' and dropout_p .* is 0.1"),
+        (Pictures, Recipe(attention="flash"), r"attention is 'flash' .* Pictures .*scaled_dot_product_attention"),
+        (partial(TinyForCausalLM, "causal"), Recipe(attention="eager"), None),
+        (Decoder, Recipe(attention="sdpa"), "attention is 'sdpa' and the model is a Decoder"),
+        (partial(TinyForCausalLM, "capped"), Recipe(head_chunk=8), "head_chunk is 8 .* through .*div"),
+        (Smoothed, Recipe(head_chunk=8), "head_chunk is 8 .* label_smoothing"),
+        (Unseen, Recipe(head_chunk=8), "head_chunk is 8 .* come to no loss"),
+        (
+            partial(TinyForCausalLM, "more"),
+            Recipe(micro_batches=2),
+            "micro_batches is 2 and the loss of TinyForCausalLM",
+        ),
+        (partial(Tiny, "causal"), Recipe(micro_batches=2), "micro_batches is 2 and Tiny"),
+        (Pictures, Recipe(micro_batches=2), "micro_batches is 2 .* BatchNorm"),
+        (Decoder, Recipe(checkpoint="layers", blocks="layers.*"), r"blocks is 'layers.\*'"),
+        (Decoder, Recipe(checkpoint="layers", blocks="*"), "blocks is '\\*', modules of the kinds Embedding, Linear"),
+        (Decoder, Recipe(checkpoint="layers", first_blocks=4), "first_blocks is 4"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_the_model_is_said_in_one_sentence(make, recipe, told):
+    make_batch = {Pictures: pictures}.get(make, sentences)
+    make_batch = partial(labelled, make) if getattr(make, "args", None) else make_batch
+    model, optimizer = build(make, replace(recipe, attention=None, checkpoint="none", blocks=None, first_blocks=None,
+                                           head_chunk=None))  # fmt: skip
+    before = [p.clone() for p in model.parameters()]
+    for attempt in (
+        lambda: train_step(model, optimizer, make_batch(), recipe),
+        lambda: estimate(make, make_batch, recipe),
+        lambda: run(make, make_batch, recipe),
+    ):
+        if told is None:
+            assert attempt()
+        else:
+            with pytest.raises(ValueError, match=rf"^{told}[^\n]*; it takes [^\n]+$"):
+                attempt()
+            assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_control_flow_that_looks_at_data_is_said_with_its_operator():
+    with pytest.raises(ValueError, match=r"^the step looks at values of its data \(aten._local_scalar_dense"):
+        estimate(Branching, sentences, Recipe())
+    assert run(Branching, sentences, Recipe()).result.stepped
+
+
+def test_frozen_batch_norm_takes_micro_batches():
+    class Frozen(Pictures):
+        def train(self, mode=True):
+            super().train(mode)
+            for module in self.modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    module.eval()
+            return self
+
+    def make():
+        return Frozen().train()
+
+    assert_plain(make, pictures(), Recipe(micro_batches=3, checkpoint="layers"))
+
+
+# ---- the step
+
+
+def test_gradients_are_clipped_once_over_all_micro_batches():
+    expected, _ = expected_of(Decoder, sentences())
+    norm = torch.stack([g.square().sum() for g in expected.values()]).sum().sqrt()
+    recipe = Recipe(micro_batches=3, checkpoint="layers")
+    seen, result = gradients_of(Decoder, sentences(), recipe, max_norm=0.1)
+    assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    for name, gradient in seen.items():
+        assert_close(gradient.double(), expected[name] * 0.1 / norm, rtol=1e-3, atol=1e-7)
+    with pytest.raises(ValueError, match=r"^max_norm is 0.1 [^\n]*; it takes None$"):
+        gradients_of(Decoder, sentences(), Recipe(in_backward=True), max_norm=0.1)
+
+
+@pytest.mark.parametrize("recipe", [Recipe(micro_batches=2), Recipe(in_backward=True, checkpoint="layers")], ids=str)
+def test_parameter_groups_and_schedulers_keep_their_rates(recipe):
+    def make():
+        model = Decoder()
+        head, rest = model.head.weight, [p for p in model.parameters() if p is not model.head.weight]
+        optimizer = torch.optim.AdamW([{"params": rest, "lr": 1e-2}, {"params": [head], "weight_decay": 0.0}], eps=1e-3)
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    plain, optimizer, scheduler = make()
+    model, own, own_scheduler = make()
+    for _ in range(3):
+        total, weight = plain.loss_sum(sentences())
+        (total / weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        train_step(model, own, sentences(), recipe)
+        own_scheduler.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+# ---- Hugging Face models, from configurations
+
+
+def config_of(name, **options):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    small = {"vocab_size": VOCABULARY, **sizes}
+    kinds = {
+        "LlamaForCausalLM": {**small, "num_key_value_heads": 2},
+        "GPT2LMHeadModel": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32,
+                            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        "BertForMaskedLM": {**small, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        "T5ForConditionalGeneration": {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2,
+                                       "num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+        "ViTForImageClassification": {**sizes, "image_size": 16, "patch_size": 8, "num_labels": 5,
+                                      "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    }  # fmt: skip
+    made = getattr(transformers, name)
+    return made, made.config_class(**kinds[name], **options)
+
+
+def hugging_face(name, **options):
+    made, config = config_of(name, **options)
+    with seeded(6):
+        return made(config).train()
+
+
+def arguments(name, padded=True):
+    if name.startswith("ViT"):
+        return {
+            "pixel_values": torch.linspace(-1, 1, 6 * 3 * 16 * 16).view(6, 3, 16, 16),
+            "labels": torch.arange(6) % 5,
+        }
+    batch = sentences()
+    labels = torch.where(batch["labels"] == IGNORED, IGNORED, (7 * batch["tokens"] + 3) % VOCABULARY)
+    mask = {"attention_mask": (batch["labels"] != IGNORED).long()} if padded else {}
+    return {"input_ids": batch["tokens"], "labels": labels, **mask}
+
+
+HUGGING_FACE = [
+    "LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "ViTForImageClassification"
+]  # fmt: skip
+
+
+def plain_of(name, batch):
+    model = hugging_face(name).double()
+    batch = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
+    loss = model(**batch).loss
+    loss.backward()
+    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}, loss.item()
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_face_models_have_the_plain_gradient_in_every_recipe(name):
+    batch = arguments(name)
+    expected = plain_of(name, batch)
+    recipes = [
+        Recipe(),
+        Recipe(micro_batches=3, checkpoint="layers"),
+        Recipe(micro_batches=6, checkpoint="selective", first_blocks=1),
+        Recipe(attention="eager", in_backward=True),
+        Recipe(**DOWN),
+    ]
+    if not name.startswith("ViT"):
+        recipes += [Recipe(head_chunk=16, micro_batches=2), Recipe(head_chunk=7, checkpoint="layers")]
+    for recipe in recipes:
+        assert_plain(partial(hugging_face, name), batch, recipe, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in HUGGING_FACE if not name.startswith("T5")])
+def test_hugging_face_models_take_flash_attention_without_masks_and_refuse_it_with_them(name):
+    make, batch = partial(hugging_face, name), arguments(name, padded=False)
+    assert_plain(make, batch, Recipe(attention="flash", checkpoint="layers", micro_batches=2), plain_of(name, batch))
+    if "input_ids" in batch:
+        with pytest.raises(ValueError, match=r"^attention is 'flash' and attn_mask [^\n]*; it takes None"):
+            gradients_of(make, arguments(name), Recipe(attention="flash"))
+
+
+def test_a_switch_that_refuses_is_named():
+    make = partial(hugging_face, "T5ForConditionalGeneration")
+    blocks = ("encoder.block.*", "decoder.block.*")
+    assert gradients_of(make, arguments("T5"), Recipe(checkpoint="layers", blocks=blocks))[1].stepped
+    with pytest.raises(ValueError, match=r"^attention is 'flash' [^\n]*; it takes [^\n]+$"):  # a bias as its mask
+        gradients_of(make, arguments("T5", padded=False), Recipe(attention="flash"))
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(checkpoint="layers", head_chunk=16, micro_batches=2)], ids=str)
+@pytest.mark.parametrize("name", HUGGING_FACE[:-1])
+def test_bytes_of_hugging_face_models_with_explicit_attention_are_those_that_are_measured(name, recipe):
+    make = partial(hugging_face, name, attn_implementation="eager")
+    assert_measured(make, partial(arguments, name, padded=False), recipe)

@@ -1,0 +1,224 @@
+"""course_lib.configs: a Hugging Face config.json becomes a model with the published tensors."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from course_lib.budget import Recipe, estimate, fit, run
+from course_lib.configs import KNOWN, Experts, Llama, model_from, read_config
+from course_lib.memory import symbolic
+from course_lib.models import Decoder, random_tokens
+
+LLAMA_3_8B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False,
+}  # fmt: skip
+MISTRAL_7B = {**LLAMA_3_8B, "model_type": "mistral", "vocab_size": 32000, "max_position_embeddings": 32768}
+MIXTRAL = {**MISTRAL_7B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN_25_7B = {
+    "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 32768,
+}  # fmt: skip
+QWEN_25_HALF_B = {
+    **QWEN_25_7B, "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN_3_8B = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 40960,
+}  # fmt: skip
+GPT_2 = {
+    "model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024
+}  # fmt: skip
+
+PUBLISHED = [
+    ("Llama 3 8B", LLAMA_3_8B, 8_030_261_248),
+    ("Mistral 7B", MISTRAL_7B, 7_241_732_096),
+    ("Mixtral 8x7B", MIXTRAL, 46_702_792_704),
+    ("Qwen2.5 7B", QWEN_25_7B, 7_615_616_512),
+    ("Qwen2.5 0.5B", QWEN_25_HALF_B, 494_032_768),
+    ("Qwen3 8B", QWEN_3_8B, 8_190_735_360),
+    ("GPT-2", GPT_2, 124_439_808),
+]
+SMALL = {
+    "vocab_size": 97, "hidden_size": 64, "n_embd": 64, "intermediate_size": 112, "num_hidden_layers": 2, "n_layer": 2,
+    "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+    "n_positions": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "count"), [case[1:] for case in PUBLISHED], ids=[case[0] for case in PUBLISHED])
+def test_a_model_has_as_many_parameters_as_are_published(config, count):
+    with symbolic():
+        model = model_from(config, sequence=1024)
+        assert sum(p.numel() for p in model.parameters()) == count
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def small(config):
+    return {**config, **{name: value for name, value in SMALL.items() if name in config or name == "head_dim"}}
+
+
+@pytest.mark.parametrize("config", [LLAMA_3_8B, QWEN_25_7B, QWEN_3_8B, MIXTRAL, GPT_2], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(),
+        Recipe(precision="bf16", attention="flash", micro_batches=2),
+        Recipe(in_backward=True, offload_optimizer=1.0),
+        Recipe(checkpoint="layers", head_chunk=16),
+        Recipe(precision="bf16", attention="flash", checkpoint="selective", head_chunk=16),
+    ],
+    ids=str,
+)
+def test_an_estimate_of_such_a_model_is_what_its_step_takes(config, recipe):
+    make, batch = partial(model_from, small(config), sequence=32), partial(random_tokens, 4, 32, 97)
+    guess, real = estimate(make, batch, recipe), run(make, batch, recipe)
+    assert guess.peak_bytes == real.meter.peak_bytes
+    assert (guess.bytes_down, guess.bytes_up) == (real.traffic.bytes_down, real.traffic.bytes_up)
+
+
+NAMES = [  # ours, theirs
+    ("tokens.", "model.embed_tokens."), ("norm.", "model.norm."), ("head.", "lm_head."), ("layers.", "model.layers."),
+]  # fmt: skip
+PARTS = [
+    ("norm1", "input_layernorm"), ("norm2", "post_attention_layernorm"), ("attention.norm_q", "self_attn.q_norm"),
+    ("attention.norm_k", "self_attn.k_norm"), ("attention.q.", "self_attn.q_proj."),
+    ("attention.k.", "self_attn.k_proj."), ("attention.v.", "self_attn.v_proj."),
+    ("attention.out.", "self_attn.o_proj."), ("feedforward.gate.", "mlp.gate_proj."),
+    ("feedforward.up.", "mlp.up_proj."), ("feedforward.down.", "mlp.down_proj."),
+]  # fmt: skip
+
+
+def theirs(name):
+    for ours, other in NAMES:
+        if name.startswith(ours):
+            name = other + name[len(ours) :]
+            break
+    for ours, other in PARTS:
+        name = name.replace(ours, other)
+    return name
+
+
+@pytest.mark.parametrize("config", [LLAMA_3_8B, MISTRAL_7B, QWEN_25_7B, QWEN_3_8B], ids=lambda c: c["model_type"])
+def test_with_the_same_weights_the_logits_are_those_of_transformers(config):
+    transformers = pytest.importorskip("transformers")
+    config = {**small(config), "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
+    other = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).eval()
+    model = model_from(config, sequence=32)
+    weights = other.state_dict()
+    assert sorted(p.shape for p in other.parameters()) == sorted(p.shape for p in model.parameters())
+    model.load_state_dict({name: weights[theirs(name)] for name in model.state_dict()})
+    tokens = random_tokens(2, 31, 97)
+    expected = other(input_ids=tokens).logits
+    for fused in (False, True):
+        for layer in model.layers:
+            layer.attention.fused = fused
+        torch.testing.assert_close(model(tokens), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_tensors_are_those_of_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    config = small(next(config for _, config, _ in PUBLISHED if config["model_type"] == name))
+    with symbolic():
+        other = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+        shapes = [[sorted(p.shape) for p in model.parameters()] for model in (other, model_from(config, sequence=32))]
+    assert sorted(shapes[0]) == sorted(shapes[1])  # sorted within, too: GPT-2 there has its matrices transposed
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("config", [LLAMA_3_8B, MISTRAL_7B, QWEN_25_7B, QWEN_3_8B], ids=lambda c: c["model_type"])
+def test_a_step_takes_what_that_of_transformers_takes(config, precision):
+    transformers = pytest.importorskip("transformers")
+    config = {**small(config), "vocab_size": 2000, "hidden_size": 128, "head_dim": 32, "intermediate_size": 352}
+
+    def theirs():
+        settings = transformers.AutoConfig.for_model(**config, use_cache=False)
+        return transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
+
+    def labelled():
+        tokens = torch.ones(2, 64, dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens}
+
+    plain = Recipe(precision=precision)
+    expected = estimate(theirs, labelled, replace(plain, attention=None)).peak_bytes
+    found = estimate(partial(model_from, config, sequence=64), partial(random_tokens, 2, 64, 2000), plain).peak_bytes
+    assert found == pytest.approx(expected, rel=0.01)
+
+
+def test_experts_take_equal_shares_and_weigh_what_they_return():
+    torch.manual_seed(0)
+    experts = Experts(8, 16, experts=4, used=4)  # as many as there are: all of them see every token
+    x = torch.randn(2, 3, 8)
+    shares = experts.router(x).softmax(-1)
+    expected = torch.zeros_like(x)
+    for i in range(4):
+        gate, up = (x @ experts.gate_up[i].T).chunk(2, dim=-1)
+        expected += shares[..., i, None] * ((torch.nn.functional.silu(gate) * up) @ experts.down[i].T)
+    torch.testing.assert_close(experts(x), expected)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as all_of_them:
+        experts(x)
+    experts.used = 1
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as one:
+        experts(x)
+    router, rest = 2 * 6 * 8 * 4, 2 * 6 * 3 * 8 * 16  # of one expert with all tokens
+    assert all_of_them.get_total_flops() == router + 4 * rest
+    assert one.get_total_flops() == router + 4 * rest * 2 // 6  # 2 of the 6 tokens each, as 6 / 4 is rounded up
+
+
+def test_a_tied_head_and_biases_are_as_the_config_says():
+    assert model_from(small(QWEN_25_HALF_B), sequence=8).head.weight.shape == (97, 64)
+    options = {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+    model = model_from({**small(LLAMA_3_8B), **options}, sequence=8)
+    assert model.head.weight is model.tokens.weight
+    assert isinstance(model, Llama)
+    biases = {name for name, _ in model.layers[0].named_parameters() if name.endswith("bias")}
+    assert biases == {f"attention.{x}.bias" for x in ("q", "k", "v", "out")} | {
+        f"feedforward.{x}.bias" for x in ("gate", "up", "down")
+    }
+    assert isinstance(model_from(GPT_2 | {"n_layer": 1}, sequence=8), Decoder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"model_type": "t5"}, "model_type"),
+        ({"model_type": None}, "model_type"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"num_hidden_layers": None}, "config"),
+        ({"num_hidden_layers": "32"}, "num_hidden_layers"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"max_position_embeddings": 16}, "sequence"),
+        ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok"),
+        ({**SMALL, "model_type": "gpt2", "n_inner": 100}, "n_inner"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_refused_in_one_sentence_that_names_what_is_wrong(changes, name):
+    with pytest.raises((TypeError, ValueError), match=rf"^{name} is [^\n]*; it takes [^\n]+$"), symbolic():
+        model_from({**small(LLAMA_3_8B), **changes}, sequence=32)
+
+
+def test_a_file_that_holds_no_config_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GPT_2), encoding="utf-8")
+    assert read_config(path) == GPT_2
+    path.write_text("[1, 2]", encoding="utf-8")
+    for wrong in (path, tmp_path / "none.json", tmp_path):
+        with pytest.raises(ValueError, match=r"^config is [^\n]*; it takes [^\n]+$"):
+            read_config(wrong)
+
+
+def test_a_search_finds_checkpoints_and_chunks_of_the_head_for_it():
+    config = {**small(LLAMA_3_8B), "num_hidden_layers": 3, "vocab_size": 4099, "max_position_embeddings": 1024}
+    make, batch = partial(model_from, config, sequence=1024), partial(random_tokens, 1, 1024, 4099)
+    wanted = Recipe(optimizer="sgd", attention="flash", checkpoint="layers", head_chunk=512, in_backward=True)
+    peak = estimate(make, batch, wanted).peak_bytes
+    found = fit(make, batch, peak, base=Recipe(optimizer="sgd"), tier="file", progress=False)
+    assert all(e.recipe.checkpoint == "layers" and e.recipe.head_chunk for e in found)
+    assert run(make, batch, found[0].recipe, budget_bytes=peak).meter.peak_bytes == found[0].peak_bytes

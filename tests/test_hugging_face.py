@@ -1,0 +1,167 @@
+"""course_lib.budget on Hugging Face models, made from configurations: what is estimated is what the run takes."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from course_lib.budget import Recipe, estimate, fit, run
+
+transformers = pytest.importorskip("transformers", reason="transformers comes with the extras `models` and `test`")
+
+WORDS, IGNORED = 99, -100
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {**SIZES, "vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SHARED = {**TEXT, "num_key_value_heads": 2}  # keys and values of two heads for queries of four
+PAIR = {"vocab_size": WORDS, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2}
+PAIR |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+T5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+T5 |= {"decoder_start_token_id": 0}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+
+
+def mask_of(kind, samples, length):
+    """None; 1 for all tokens; or 0 for the last tokens of every sample but the first, as padding has it."""
+    if kind == "none":
+        return None
+    lengths = torch.tensor([length - (i if kind == "padded" else 0) for i in range(samples)])
+    return (torch.arange(length) < lengths[:, None]).long()
+
+
+def text(kind="ones", samples=4, length=16, answer=None):
+    tokens, mask = torch.randint(3, WORDS, (samples, length)), mask_of(kind, samples, length)
+    labels = torch.randint(3, WORDS, (samples, answer)) if answer else tokens.clone()
+    if mask is None:
+        return {"input_ids": tokens, "labels": labels}
+    if not answer:
+        labels = labels.masked_fill(mask == 0, IGNORED)
+    return {"input_ids": tokens.where(mask == 1, 0), "attention_mask": mask, "labels": labels}
+
+
+def images():
+    return {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(0, 2, (4,))}
+
+
+def waves():
+    np.random.seed(0)  # spans of time are masked at random: for real the same ones
+    mask = torch.ones(4, 2000, dtype=torch.long)
+    return {"input_values": torch.randn(4, 2000), "attention_mask": mask, "labels": torch.randint(0, 2, (4,))}
+
+
+def made(name, **options):
+    """A function that makes a model of a class, `ConfigOf:Class`, from a configuration of these options."""
+    config, of = name.split(":")
+    return lambda: getattr(transformers, of)(getattr(transformers, config + "Config")(**options))
+
+
+WAVES = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_feat_extract_layers": 2}
+WAVES |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0}  # else a random depth
+ARCHITECTURES = {
+    "decoder, grouped queries": (made("Llama:LlamaForCausalLM", **SHARED), text),
+    "decoder, tied head": (made("GPT2:GPT2LMHeadModel", vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4), text),
+    "decoder, one key, tied head": (made("Gemma:GemmaForCausalLM", **TEXT, num_key_value_heads=1, head_dim=8), text),
+    "decoder, learned positions": (
+        made("OPT:OPTForCausalLM", **TEXT, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64),
+        text,
+    ),
+    "experts, grouped": (made("Mixtral:MixtralForCausalLM", **SHARED, num_local_experts=4), text),
+    "experts, batched, and a shared one": (
+        made(
+            "Qwen2Moe:Qwen2MoeForCausalLM",
+            **{**SHARED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            shared_expert_intermediate_size=24,
+            experts_implementation="batched_mm",
+        ),
+        text,
+    ),
+    "encoder": (made("Bert:BertForMaskedLM", **TEXT), text),
+    "encoder and decoder, relative positions": (
+        made("T5:T5ForConditionalGeneration", **T5),
+        partial(text, answer=12),
+    ),
+    "encoder and decoder": (made("Bart:BartForConditionalGeneration", **PAIR, **SPECIAL), partial(text, answer=12)),
+    "vision": (made("ViT:ViTForImageClassification", **SIZES, image_size=32, patch_size=8), images),
+    "speech": (made("Wav2Vec2:Wav2Vec2ForSequenceClassification", **SIZES, **WAVES), waves),
+    "state space": (
+        made("Mamba:MambaForCausalLM", vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, state_size=4),
+        text,
+    ),
+}  # fmt: skip
+RECIPES = [
+    Recipe(),
+    Recipe(precision="bf16", in_backward=True),
+    Recipe(optimizer="sgd", micro_batches=2),
+    Recipe(offload_optimizer=1.0, offload_activations=True, min_bytes=512),
+    Recipe(precision="bf16", checkpoint="layers", head_chunk=8),
+]
+
+
+def both(make_model, make_batch, recipe, **options):
+    """The peak as estimated, and that of the run."""
+    guess = estimate(make_model, make_batch, recipe, **options)
+    real = run(make_model, make_batch, recipe, **options).meter
+    assert guess.at_peak == real.at_peak()
+    return guess.peak_bytes, real.peak_bytes
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_what_is_estimated_is_what_the_run_takes_to_the_byte(name, recipe):
+    if name in ("speech", "encoder and decoder"):
+        recipe = replace(recipe, head_chunk=None)  # their logits don't go straight to the loss
+    if name == "encoder and decoder" and recipe.checkpoint != "none":
+        recipe = replace(recipe, blocks=("model.encoder.layers.*", "model.decoder.layers.*"))
+    guess, real = both(*ARCHITECTURES[name], recipe)
+    assert guess == real
+
+
+MASKED = {
+    "Llama": (made("Llama:LlamaForCausalLM", **{**SHARED, "num_hidden_layers": 1}), text),
+    "BART": (
+        made("Bart:BartForConditionalGeneration", **{**PAIR, **SPECIAL, "encoder_layers": 1, "decoder_layers": 1}),
+        partial(text, answer=12),
+    ),
+}
+
+
+@pytest.mark.parametrize(("samples", "length"), [(2, 8), (3, 50)])
+@pytest.mark.parametrize("name", MASKED)
+def test_an_attention_mask_is_dropped_where_the_run_drops_it_and_kept_where_it_keeps_it(name, samples, length):
+    make_model, make_batch = MASKED[name]
+    found = {}
+    for kind in ("none", "ones", "padded"):
+        batch = partial(make_batch, kind, samples=samples, length=length)
+        found[kind], real = both(make_model, batch, Recipe(optimizer="sgd"))
+        assert found[kind] == real
+    mask_bytes = samples * length * 8
+    assert found["ones"] <= found["none"] + 2 * mask_bytes
+    if name == "Llama":  # keys and values are repeated for a mask, not without one
+        assert found["padded"] > found["ones"] + 2 * mask_bytes
+
+
+def test_a_batch_that_is_there_is_looked_at_as_it_is():
+    make_model = MASKED["Llama"][0]
+    for kind in ("ones", "padded"):
+        batch = text(kind)
+        guess, real = both(make_model, lambda batch=batch: batch, Recipe())
+        assert guess == real
+
+
+def test_experts_that_look_where_tokens_go_are_refused_by_the_name_of_the_operator():
+    make = made("Mixtral:MixtralForCausalLM", **SHARED, num_local_experts=4, experts_implementation="eager")
+    with pytest.raises(
+        ValueError, match=r"^the step looks at values of its data \(aten\.nonzero\.default\)[^\n]*don't$"
+    ):
+        estimate(make, text, Recipe())
+    assert run(make, text, Recipe()).result.stepped
+
+
+def test_a_search_puts_flash_into_a_model_that_keeps_its_scores():
+    make_model = made("Llama:LlamaForCausalLM", **SHARED, attn_implementation="eager")
+    make_batch = partial(text, "ones", 2, 128)
+    plain = estimate(make_model, make_batch, Recipe(optimizer="sgd"))
+    found = fit(make_model, make_batch, plain.peak_bytes * 6 // 10, base=Recipe(optimizer="sgd"), progress=False)
+    assert {"flash"} <= {e.recipe.attention for e in found}
+    assert all(e.peak_bytes == run(make_model, make_batch, e.recipe).meter.peak_bytes for e in found)
