@@ -1,0 +1,140 @@
+"""Train on several ranks, by torchrun; or predict what each would take, without. `--help` says how."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from course_lib._check import whole
+
+from .formulas import MODES, SYNCS
+from .predicting import predict
+from .running import process_group, resumed, train
+from .tasks import Task, check_divides, task_of
+
+RANK = int(os.environ.get("RANK", 0))
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m torch.distributed.run --standalone --nproc-per-node 2 -m course_lib.distributed",
+        description="Train a model on several ranks: the course's decoder, that of a config.json, or a function's. "
+        "Prints what each rank held, predicted and measured, and what it communicated.",
+        epilog="Modes: " + ", ".join(MODES) + ". fsdp-cpu takes GPUs.",
+    )
+    parser.error = _refuse
+    parser.add_argument("--mode", default="ddp", help="one, or several with commas between; default %(default)s")
+    parser.add_argument("--steps", type=int, default=10, help="of each mode; default %(default)s")
+    parser.add_argument("--config", metavar="FILE", help="a Hugging Face config.json")
+    parser.add_argument("--model", metavar="PACKAGE:FUNCTION", help="returns a model; its .make_batch returns a batch")
+    parser.add_argument("--batch", type=int, help="samples of all ranks together; default 8")
+    parser.add_argument("--sequence", type=int, help="tokens of a sample; default 128")
+    parser.add_argument("--unequal", action="store_true", help="samples, and so ranks, with unequal numbers of tokens")
+    parser.add_argument("--micro-batches", type=int, default=1, help="pieces of a rank's batch; default %(default)s")
+    parser.add_argument("--sync", choices=SYNCS, default="last", help="reduce gradients with which of them")
+    parser.add_argument("--wrapper", action="store_true", help="checkpoint by the framework's checkpoint_wrapper")
+    parser.add_argument("--save", metavar="DIR", help="a checkpoint after the last step, in DIR/mode")
+    parser.add_argument("--every", type=int, metavar="N", help="and after each N steps")
+    parser.add_argument("--resume", metavar="DIR", help="from the last complete checkpoint of --save DIR")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default nccl with a GPU for each rank, else gloo")
+    parser.add_argument("--ranks", type=int, metavar="N", help="predict for N ranks, without torchrun, and start none")
+    parser.add_argument("--json", action="store_true", help="one line of JSON a mode")
+    parser.add_argument("--details", action="store_true", help="with --json: what was live at each rank's peak, too")
+    return parser
+
+
+@record  # a traceback goes to torchrun, which ends the other ranks
+def main() -> None:
+    given = arguments().parse_args()
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    try:
+        modes = _modes(given.mode)
+        for name in ("steps", "micro_batches", "every", "ranks"):
+            if getattr(given, name) is not None:
+                whole(f"--{name.replace('_', '-')}", getattr(given, name), 1)
+        task = task_of(given.config, given.model, batch=given.batch, sequence=given.sequence, unequal=given.unequal)
+        if given.ranks is not None:
+            _predict(given, task, modes)
+            return
+        if "WORLD_SIZE" in os.environ:
+            _check_sizes(task, int(os.environ["WORLD_SIZE"]), given.micro_batches)
+        checkpoints = {mode: resumed(given.resume, mode, task) if given.resume else None for mode in modes}
+        group = process_group(given.backend)
+        device = group.__enter__()
+        if "fsdp-cpu" in modes and device.type == "cpu":
+            raise ValueError("mode is 'fsdp-cpu' without a device to offload from; it takes NCCL, a GPU a rank")
+    except (TypeError, ValueError) as error:
+        _refuse(str(error))
+    options = {"micro_batches": given.micro_batches, "sync": given.sync, "wrapper": given.wrapper, "device": device}
+    for mode in modes:
+        options |= {"save_to": given.save and Path(given.save) / mode, "every": given.every}
+        run = train(
+            task,
+            mode,
+            given.steps,
+            resume=checkpoints[mode],
+            say=partial(print, file=sys.stderr, flush=True),
+            **options,
+        )
+        if RANK == 0:
+            print(json.dumps(run.as_dict(given.details)) if given.json else run, flush=True)
+    group.__exit__(None, None, None)
+
+
+def _modes(text: str) -> list[str]:
+    modes = text.split(",")
+    for mode in modes:
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}; it takes one or several of {', '.join(MODES)}")
+    return modes
+
+
+def _check_sizes(task: Task, ranks: int, micro_batches: int) -> None:
+    check_divides(task.samples, ranks)
+    each = task.samples // ranks
+    if each % micro_batches:
+        raise ValueError(f"--micro-batches is {micro_batches}; a rank's {each} samples take a divisor of {each}")
+
+
+def _predict(given: argparse.Namespace, task: Task, modes: list[str]) -> None:
+    _check_sizes(task, given.ranks, given.micro_batches)
+    part = partial(task.part, 0, given.ranks, 0)
+    options = {"micro_batches": given.micro_batches, "sync": given.sync, "wrapper": given.wrapper}
+    for mode in modes:
+        began = time.perf_counter()
+        taken = predict(task.make_model, part, task.loss_sum, mode, given.ranks, **options)
+        seconds = time.perf_counter() - began
+        told = {"mode": mode, "ranks": given.ranks, "predicted": taken.held, "peak_bytes": taken.peak_bytes}
+        told |= {"at_peak": taken.at_peak, "communicated": {"predicted": taken.sent_bytes}, "seconds": seconds}
+        print(json.dumps(told), flush=True)
+
+
+def _refuse(sentence: str) -> NoReturn:
+    """Say it once, on rank 0; the others wait until torchrun ends them, which it does when the first has ended."""
+    if RANK:
+        time.sleep(60)
+    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def end_with(parent: int) -> None:
+    """A rank whose torchrun was killed ends too."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        os._exit(130)  # torchrun says it

@@ -1,0 +1,138 @@
+"""ZeRO's formulas to the byte: what each rank holds and sends, from the shapes of a model's parameters alone.
+
+Ψ parameters in fp32, trained by Adam on N ranks, hold in bytes a rank (parameter + gradient + optimizer):
+
+    ddp      4Ψ   + 4Ψ   + 8Ψ      every rank holds everything
+    zero1    4Ψ   + 4Ψ   + 8Ψ/N    each parameter's Adam state is on one rank
+    fsdp     4Ψ/N + 4Ψ/N + 8Ψ/N    each parameter, gradient and state is cut into N along its first dimension
+
+Exact are these up to Adam's step counters (4 bytes a parameter tensor), to zero1's shares (whole tensors, so unequal)
+and to fsdp's padding: a first dimension that N does not divide is cut as `torch.chunk` cuts it, and the storages of
+parameters and gradients are as long on every rank as on the first. Adam's state has no padding.
+
+Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, sections 5 and 7; `torch.distributed.fsdp.fully_shard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from course_lib._check import one_of, whole
+from course_lib.checkpoint import checkpoint_blocks
+
+REPLICATED = ("ddp", "zero1")
+SHARDED = ("fsdp", "fsdp-keep", "fsdp-checkpoint", "fsdp-bf16", "fsdp-cpu")
+MODES = (*REPLICATED, *SHARDED)
+STATE = ("parameter", "gradient", "optimizer")
+SYNCS = ("last", "each")
+STEP_BYTES = 4  # Adam's counter of a parameter tensor: one fp32 number
+GATHERED_BYTES = {"fsdp-bf16": 2}  # of a number that is gathered, where that is not the parameters' own
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The shape of one parameter: rows along its first dimension, numbers in each, bytes of a number."""
+
+    rows: int
+    columns: int
+    item_bytes: int
+    trained: bool
+
+    @property
+    def numbers(self) -> int:
+        return self.rows * self.columns
+
+    def share(self, ranks: int, rank: int = 0) -> int:
+        """Numbers on a rank, without padding; the first rank's share is what all storages are padded to."""
+        most = -(-self.rows // ranks)
+        return max(0, min(most, self.rows - rank * most)) * self.columns
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The parameters of a model, each once: those of each block, and those of no block, which are the root's."""
+
+    root: tuple[Weight, ...]
+    blocks: tuple[tuple[Weight, ...], ...]
+
+    @property
+    def all(self) -> tuple[Weight, ...]:
+        return (*self.root, *(weight for block in self.blocks for weight in block))
+
+    @property
+    def numbers(self) -> int:
+        """Ψ, each shared parameter once."""
+        return sum(weight.numbers for weight in self.all)
+
+
+def blocks_of(model: nn.Module, blocks: str | list[str] | None = None) -> tuple[str, ...]:
+    """The names of the blocks that are sharded one by one; None takes the longest list of like modules."""
+    with checkpoint_blocks(model, blocks) as handle:
+        return handle.names
+
+
+def shapes_of(model: nn.Module, blocks: str | list[str] | None = None) -> Shapes:
+    """The shapes of a model's parameters; the model is a plain one, real or symbolic."""
+    names = blocks_of(model, blocks)
+    groups: dict[str, list[Weight]] = {name: [] for name in ("", *names)}
+    for name, p in model.named_parameters():
+        rows = len(p) if p.dim() else 1
+        block = next((block for block in names if name.startswith(f"{block}.")), "")
+        groups[block].append(Weight(rows, p.numel() // max(1, rows), p.itemsize, p.requires_grad))
+    return Shapes(tuple(groups.pop("")), tuple(map(tuple, groups.values())))
+
+
+def held_bytes(shapes: Shapes, mode: str, ranks: int) -> list[dict[str, int]]:
+    """What each rank holds when its optimizer steps, with AdamW: a dict of `STATE` for each rank."""
+    ranks, cut = whole("ranks", ranks, 1), one_of("mode", mode, MODES) in SHARDED
+    parts = ranks if cut else 1
+    parameter = sum(w.share(parts) * w.item_bytes for w in shapes.all)
+    gradient = sum(w.share(parts) * w.item_bytes for w in shapes.all if w.trained)
+    trained = [w for w in shapes.all if w.trained]
+    if mode == "zero1":
+        moments = [_moments((w, w.numbers) for w in own) for own in zero1_parts(trained, ranks)]
+    else:
+        moments = [_moments((w, w.share(parts, rank if cut else 0)) for w in trained) for rank in range(ranks)]
+    return [{"parameter": parameter, "gradient": gradient, "optimizer": state} for state in moments]
+
+
+def zero1_parts(weights: Iterable[Weight], ranks: int) -> list[list[Weight]]:
+    """Which parameters' state is on which rank: the largest first, each to the rank that has the least so far."""
+    parts: list[list[Weight]] = [[] for _ in range(ranks)]
+    for weight in sorted(weights, key=lambda w: -w.numbers):
+        min(parts, key=lambda part: sum(w.numbers for w in part)).append(weight)
+    return parts
+
+
+def sent_bytes(shapes: Shapes, mode: str, ranks: int, *, micro_batches: int = 1, sync: str = "last") -> int:
+    """What a rank communicates in a step, as `Communicated` counts it: 2Ψ numbers for DDP, 3Ψ for FSDP that reshards.
+
+    An all-reduce of n bytes is 2n, all else n. zero1 broadcasts each updated parameter, Ψ more. FSDP gathers a block
+    for its forward and, resharded, again for its backward pass; the root (embedding, last norm, head) is not resharded,
+    since backward begins there. On one rank nothing is sent.
+
+    Args:
+        sync: "last" reduces gradients with the last micro-batch only (`no_sync`), "each" with every one.
+    """
+    ranks, pieces = whole("ranks", ranks, 1), whole("micro_batches", micro_batches, 1)
+    reductions = pieces if one_of("sync", sync, SYNCS) == "each" else 1
+    if one_of("mode", mode, MODES) in REPLICATED:
+        ways = 2 * reductions * sum(w.numbers * w.item_bytes for w in shapes.all if w.trained)
+        updated = sum(w.numbers * w.item_bytes for w in shapes.all) if mode == "zero1" else 0
+        return (ways + updated) if ranks > 1 else 0
+
+    def gathered(weights: Iterable[Weight]) -> int:
+        return sum(w.share(ranks) * ranks * GATHERED_BYTES.get(mode, w.item_bytes) for w in weights)
+
+    times = 1 if mode == "fsdp-keep" else 2
+    gathers = gathered(shapes.root) + times * sum(map(gathered, shapes.blocks))
+    scattered = sum(w.share(ranks) * ranks * w.item_bytes for w in shapes.all if w.trained)
+    return pieces * gathers + reductions * scattered if ranks > 1 else 0
+
+
+def _moments(shares: Iterable[tuple[Weight, int]]) -> int:
+    """Adam's state of so many numbers of each weight: two moments, and a step counter."""
+    return sum(2 * numbers * weight.item_bytes + STEP_BYTES for weight, numbers in shares)

@@ -1,0 +1,118 @@
+"""What a rank of N will take, without starting any: one symbolic rank, and a process group that sends nothing."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from course_lib._check import whole
+from course_lib.memory import symbolic
+
+from .formulas import REPLICATED
+from .modes import LossSum, Trainer
+from .watching import Taken, Watch
+
+
+def predict(
+    make_model: Callable[[], nn.Module],
+    make_batch: Callable[[], Any],
+    loss_sum: LossSum,
+    mode: str,
+    ranks: int,
+    *,
+    rank: int = 0,
+    **options: Any,
+) -> Taken:
+    """What one rank's steady step takes, on a machine that has none of these ranks nor their memory.
+
+    The step is that of `Trainer` itself, on symbolic tensors, by rank `rank` of a fake process group; the first rank's
+    share is never smaller than another's, but for zero1. On a GPU, gathers that run ahead of their use add to the peak.
+
+    Args:
+        make_model: builds the plain model, in fp32.
+        make_batch: this rank's batch.
+        options: as for `Trainer`.
+
+    Raises:
+        RuntimeError: a process group is there already.
+    """
+    ranks, rank = whole("ranks", ranks, 1), whole("rank", rank, 0, ranks - 1)
+    with _fake_rank(ranks, rank), Watch(model := make_model()) as watch:
+        trainer = Trainer(mode, model, loss_sum, **options)
+        if isinstance(trainer.run, DistributedDataParallel):
+            _without_answers(trainer.run)
+        _make_state(trainer)
+        batch = make_batch()
+        for _ in range(2 if mode in REPLICATED else 1):  # DDP's buckets are known for gradients from the second on
+            with watch.step(trainer):
+                trainer(batch)
+    return watch.taken
+
+
+def _make_state(trainer: Trainer) -> None:
+    """Adam's state, as every step but the first finds it.
+
+    Likewise, DTensor has tried out by then, on tensors of the full size, each operator that gradients meet.
+    """
+    parameters = [p for p in trainer.model.parameters() if p.requires_grad]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    torch._foreach_mul_([p.grad for p in parameters], 1.0)  # as `AccumulatedStep` does
+    trainer.local.step()
+    for p in parameters:
+        p.grad = None
+
+
+@contextmanager
+def _fake_rank(ranks: int, rank: int) -> Iterator[None]:
+    """Symbolic tensors, and a group that sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("a process group is there already; predict takes a process without one")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    # When DDP is made, it compares shapes and copies weights from rank 0 in C++, which looks at values.
+    ddp = "torch.nn.parallel.distributed"
+    collecting = gc.isenabled()
+    gc.disable()  # it would look through all symbolic tensors again and again, a third of the time
+    try:
+        with patch(f"{ddp}._verify_param_shape_across_processes"), patch(f"{ddp}._sync_module_states"), symbolic():
+            yield
+    finally:
+        dist.destroy_process_group()
+        if collecting:
+            gc.enable()
+
+
+def _without_answers(run: DistributedDataParallel) -> None:
+    """The reducer waits for what a fake all-reduce does not return, and agrees on the order of buckets by values."""
+
+    def reduce(_, bucket):  # DDP reads annotations
+        dist.all_reduce(bucket.buffer())
+        done: torch.futures.Future = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    run.register_comm_hook(None, reduce)
+    run.reducer = _AsItIs(run.reducer)
+
+
+class _AsItIs:
+    """A reducer whose buckets stay as they were made; they hold the same bytes in another order."""
+
+    def __init__(self, reducer):
+        self._reducer = reducer
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)

@@ -1,0 +1,177 @@
+"""A run on the ranks that torchrun has started, and torchrun started from Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from course_lib.memory import symbolic
+
+from .formulas import STATE, held_bytes, sent_bytes, shapes_of
+from .modes import Trainer
+from .saving import check_fits, last_complete, load, save
+from .tasks import Task
+from .watching import Taken, Watch
+
+METERED = 3  # steps; the first makes Adam's state and the second DDP's buckets, so that the third is as all after it
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a mode did on all ranks; bytes are of the last metered step.
+
+    Attributes:
+        losses: the mean over the tokens of all ranks, of each step.
+        predicted: `STATE` -> bytes by ZeRO's formulas, of the rank that holds most.
+        taken: of each rank.
+        predicted_sent: bytes a rank communicates, by formula.
+    """
+
+    mode: str
+    ranks: int
+    losses: list[float]
+    predicted: dict[str, int]
+    taken: list[Taken]
+    predicted_sent: int
+
+    def as_dict(self, details: bool = False) -> dict[str, Any]:
+        measured = {name: [taken.held[name] for taken in self.taken] for name in STATE}
+        sent = {"predicted": self.predicted_sent, "measured": max(taken.sent_bytes for taken in self.taken)}
+        told = {"mode": self.mode, "ranks": self.ranks, "losses": self.losses}
+        told |= {"predicted": self.predicted, "measured": measured, "communicated": sent}
+        return told | {"taken": [asdict(taken) for taken in self.taken]} if details else told
+
+    def __str__(self) -> str:
+        told = self.as_dict()
+        rows = [(name, f"{told['predicted'][name]:,}", told["measured"][name]) for name in STATE]
+        rows += [("communicated", f"{self.predicted_sent:,}", [taken.sent_bytes for taken in self.taken])]
+        rows += [("peak", "", [taken.peak_bytes for taken in self.taken])]
+        names = self.taken[0].at_peak
+        rows += [(f"  {name}", "", values) for name in names if any(values := [t.at_peak[name] for t in self.taken])]
+        lines = [f"{self.mode} on {self.ranks} ranks: bytes{'predicted':>20}   measured, rank by rank"]
+        for name, predicted, values in rows:
+            lines.append(f"  {name:<18}{predicted:>26}   " + "  ".join(f"{value:,}" for value in values))
+        return "\n".join([*lines, "  losses " + " ".join(f"{loss:.4f}" for loss in self.losses)])
+
+
+def train(
+    task: Task,
+    mode: str,
+    steps: int,
+    *,
+    device: torch.device | str = "cpu",
+    save_to: Path | str | None = None,
+    every: int | None = None,
+    resume: Path | str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    **options: Any,
+) -> Run:
+    """Train so many steps on all ranks of the process group; called by each of them.
+
+    Args:
+        save_to: a folder for checkpoints, after each `every` steps and the last.
+        resume: a checkpoint, from which steps are counted on.
+        say: is called with a line of progress after each step, on rank 0.
+        options: as for `Trainer`.
+    """
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    model, losses = task.make_model(), []
+    shapes, watch = shapes_of(model, options.get("blocks")), Watch(model, device)
+    most = {name: max(each[name] for each in held_bytes(shapes, mode, ranks)) for name in STATE}
+    with ExitStack() as watching:
+        watching.enter_context(watch)
+        trainer = Trainer(mode, model, task.loss_sum, device=device, **options)
+        start = load(Path(resume), trainer) if resume is not None else 0
+        for step in range(start, start + steps):
+            batch = task.part(step, ranks, rank, device)
+            with watch.step(trainer) if step - start < METERED else nullcontext():
+                losses.append(trainer(batch))
+            if step - start + 1 == min(steps, METERED):
+                watching.close()
+            if rank == 0:
+                say(f"{mode} on {ranks} ranks: step {step + 1 - start} of {steps}, loss {losses[-1]:.4f}")
+            if save_to is not None and (step + 1 == start + steps or (every and (step + 1) % every == 0)):
+                save(save_to, trainer, step + 1)
+    taken: list[Any] = [None] * ranks
+    dist.all_gather_object(taken, watch.taken)
+    sent = sent_bytes(shapes, mode, ranks, micro_batches=trainer.micro_batches, sync=trainer.sync)
+    return Run(mode, ranks, losses, most, taken, sent)
+
+
+def resumed(folder: Path | str, mode: str, task: Task) -> Path:
+    """The checkpoint to resume from: the last complete one that the mode saved in the folder, or that lies in it.
+
+    Raises:
+        ValueError: there is none, or it is of another model.
+    """
+    checkpoint = last_complete(own if (own := Path(folder) / mode).is_dir() else folder)
+    with symbolic():
+        check_fits(checkpoint, task.make_model())
+    return checkpoint
+
+
+@contextmanager
+def process_group(backend: str | None = None):
+    """The group of the ranks that torchrun started, and this rank's device: a GPU each, or CPUs; on one machine alone,
+    all traffic stays on the loopback interface.
+
+    Raises:
+        ValueError: torchrun has started nothing, or NCCL is asked for without a GPU for each rank.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        takes = "it takes python -m torch.distributed.run --standalone --nproc-per-node 2 -m course_lib.distributed"
+        raise ValueError(f"started without torchrun; {takes}, or --ranks N to predict without starting any")
+    local, of = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= of
+    backend = backend or ("nccl" if enough else "gloo")
+    if backend == "nccl" and not enough:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise ValueError(f"backend is 'nccl' with {count} GPUs for {of} ranks; it takes a GPU a rank, or 'gloo'")
+    if of == int(os.environ["WORLD_SIZE"]):
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
+            os.environ[variable] = loopback
+    device = torch.device("cuda", local) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo")
+    yield device
+    dist.destroy_process_group()  # not after an error: the others may not answer
+
+
+def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[dict[str, Any]]:
+    """Run the script by torchrun with `--json`, as from a shell; what it prints, a dict a mode.
+
+    Args:
+        ranks: processes on this machine.
+        arguments: of the script, such as "--mode", "ddp,fsdp".
+        timeout: seconds.
+
+    Raises:
+        RuntimeError: it failed; its last words are in the message. All processes have ended.
+        subprocess.TimeoutExpired: it took longer; all processes have ended.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*torchrun, "-m", "course_lib.distributed", *arguments, "--json"]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen(command, **pipes) as running:
+        try:
+            out, told = running.communicate(timeout=timeout)
+        except BaseException:
+            running.terminate()  # torchrun ends its ranks
+            raise
+    if running.returncode:
+        raise RuntimeError(f"torchrun ended with {running.returncode}: {told[-4000:]}")
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]

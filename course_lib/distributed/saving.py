@@ -1,0 +1,83 @@
+"""Sharded checkpoints by `torch.distributed.checkpoint`: each rank writes its part, any number of ranks reads them.
+
+A checkpoint is made in a folder `step-00000010.incomplete`, which is renamed once all ranks have written: whatever is
+killed before leaves no folder with a complete one's name, and the one before it is used.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as states
+from torch import nn
+
+from .modes import Trainer
+
+# By parameter names, so that ranks with other shares (zero1's) find theirs.
+_BY_NAME = states.StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def save(folder: Path | str, trainer: Trainer, step: int) -> Path:
+    """Write a checkpoint after so many steps; called by all ranks, which see the same folder."""
+    done = Path(folder) / f"step-{step:08}"
+    making = done.with_suffix(".incomplete")
+    if dist.get_rank() == 0:
+        shutil.rmtree(making, ignore_errors=True)
+        making.mkdir(parents=True)
+    dist.barrier()
+    dcp.save({**_state(trainer), "step": step}, checkpoint_id=making)
+    dist.barrier()  # all have written
+    if dist.get_rank() == 0:
+        shutil.rmtree(done, ignore_errors=True)
+        making.rename(done)
+    dist.barrier()
+    return done
+
+
+def last_complete(folder: Path | str) -> Path:
+    """The newest checkpoint that was written to its end.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = sorted(path for path in Path(folder).glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
+    if not found:
+        raise ValueError(f"resume is {str(folder)!r}, without a complete checkpoint; it takes a folder of save's")
+    return found[-1]
+
+
+def check_fits(checkpoint: Path, model: nn.Module) -> None:
+    """Whether a checkpoint is of this model, a plain one, real or symbolic.
+
+    Raises:
+        ValueError: names or shapes differ; the message says where first.
+    """
+    saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    there = {name.removeprefix("model."): tuple(it.size) for name, it in saved.items() if name.startswith("model.")}
+    here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name in sorted({*there, *here}):
+        if there.get(name) != here.get(name):
+            got, takes = (f"{shapes[name]}" if name in shapes else "nothing" for shapes in (there, here))
+            raise ValueError(f"resume is {str(checkpoint)!r}, of another model: {name} is {got}; it takes {takes}")
+
+
+def load(checkpoint: Path, trainer: Trainer) -> int:
+    """Read a checkpoint, made by any number of ranks; after how many steps it was made."""
+    state = {**_state(trainer), "step": 0}
+    dcp.load(state, checkpoint_id=checkpoint)
+    states.set_model_state_dict(trainer.model, state["model"])
+    states.set_optimizer_state_dict(trainer.model, trainer.local, state["optimizer"], options=_BY_NAME)
+    return state["step"]
+
+
+def _state(trainer: Trainer) -> dict[str, Any]:
+    """Sharded where the trainer's is; Adam's is made if there is none yet."""
+    with torch.no_grad():
+        optimizer = states.get_optimizer_state_dict(trainer.model, trainer.local, options=_BY_NAME)
+        return {"model": states.get_model_state_dict(trainer.model), "optimizer": optimizer}

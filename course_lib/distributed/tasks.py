@@ -1,0 +1,127 @@
+"""What is trained: the course's decoder, the model of a Hugging Face config.json, or what a function returns."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from course_lib._check import shown, whole
+from course_lib._torch import map_tensors, tensors_in
+from course_lib.accumulation import split
+from course_lib.configs import model_from, read_config
+from course_lib.memory import symbolic
+from course_lib.models import Decoder, random_tokens
+
+DECODER = {"vocabulary": 2048, "hidden": 256, "heads": 8, "layers": 8}
+SEQUENCE, BATCH = 128, 8
+IGNORED = -100  # cross_entropy's own
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and its batches.
+
+    Attributes:
+        make_model: builds the plain model, with the same values each time.
+        make_batch: step -> the batch of all ranks.
+        loss_sum: (model, micro-batch) -> (sum of losses, weight).
+        samples: in a batch of all ranks.
+    """
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[int], Any]
+    loss_sum: Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
+    samples: int
+
+    def part(self, step: int, ranks: int, rank: int, device: torch.device | str = "cpu") -> Any:
+        """A rank's samples of the batch.
+
+        Raises:
+            ValueError: the ranks do not divide the batch.
+        """
+        check_divides(self.samples, ranks)
+        pieces = list(split(self.make_batch(step), self.samples // ranks))
+        return map_tensors(lambda tensor: tensor.to(device), pieces[rank])
+
+
+def check_divides(samples: int, ranks: int) -> None:
+    if samples % ranks:
+        divisors = ", ".join(str(n) for n in range(1, samples + 1) if samples % n == 0)
+        raise ValueError(f"the number of ranks is {ranks}; a batch of {samples} samples takes one of {divisors}")
+
+
+def task_of(
+    config: str | None = None,
+    model: str | None = None,
+    *,
+    batch: int | None = None,
+    sequence: int | None = None,
+    unequal: bool = False,
+) -> Task:
+    """The task of a `config.json`, of a function, or else the course's decoder.
+
+    Args:
+        config: a file, as `course_lib.configs` reads it.
+        model: "package:function"; its attribute `make_batch`, a function, returns the batch of all ranks, and
+            `loss_sum` its loss if the model has no method of that name.
+        batch, sequence: of tokens; 8 samples of 128 if left out; not with `model`.
+        unequal: samples of unequal lengths, so that ranks have unequal numbers of tokens.
+
+    Raises:
+        ValueError: something cannot be found, or does not go together.
+    """
+    given = [n for n, v in (("config", config), ("batch", batch), ("sequence", sequence), ("unequal", unequal)) if v]
+    if model is not None:
+        if given:
+            raise ValueError(f"--model comes with --{given[0]}; it takes neither sizes nor a config, but its own batch")
+        return _by_function(model)
+    sizes = whole("batch", BATCH if batch is None else batch, 1), whole("sequence", sequence or SEQUENCE, 1)
+    if config is None:
+        make, vocabulary = partial(Decoder, **DECODER, sequence=sizes[1]), DECODER["vocabulary"]
+    else:
+        make = partial(model_from, read_config(config), sequence=sizes[1])
+        with symbolic():
+            vocabulary = make().tokens.num_embeddings
+    return Task(make, partial(_batch, *sizes, vocabulary, unequal), token_loss_sum, sizes[0])
+
+
+def token_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The sum of the cross-entropies of {"tokens": (b, s), "labels": (b, s)}, and over how many labels it goes."""
+    logits, labels = model(batch["tokens"]).flatten(0, 1).float(), batch["labels"].flatten()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
+
+
+def _batch(samples: int, sequence: int, vocabulary: int, unequal: bool, step: int) -> dict[str, Tensor]:
+    tokens = random_tokens(samples, sequence, vocabulary, seed=step)
+    labels = tokens[:, 1:].clone()
+    for i in range(samples if unequal else 0):  # the last samples are the shortest
+        labels[i, sequence - sequence * i // samples :] = IGNORED
+    return {"tokens": tokens[:, :-1].contiguous(), "labels": labels}
+
+
+def _by_function(name: str) -> Task:
+    takes = "it takes package.module:function, which can be imported from here"
+    try:
+        make_model = pkgutil.resolve_name(name)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise ValueError(f"--model is {name!r}, which is not found ({error}); {takes}") from None
+    make_batch = getattr(make_model, "make_batch", None)
+    if isinstance(make_model, nn.Module) or not callable(make_model) or not callable(make_batch):
+        raise ValueError(f"--model is {name!r}, {shown(make_model)}; {takes}, with an attribute make_batch")
+    with symbolic():
+        loss_sum = getattr(make_model, "loss_sum", None) or (hasattr(make_model(), "loss_sum") and _own_loss_sum)
+        samples = len(next(tensors_in(make_batch())))
+    if not loss_sum:
+        raise ValueError(f"--model is {name!r}, without a loss; it takes a method loss_sum(batch) of the model's")
+    return Task(make_model, lambda step: make_batch(), loss_sum, samples)
+
+
+def _own_loss_sum(model: nn.Module, batch: Any) -> tuple[Tensor, float | Tensor]:
+    return model.loss_sum(batch)

@@ -1,0 +1,516 @@
+"""course_lib.distributed: one launch on 2 and one on 4 processes, shared by what they are asked; symbolic ranks."""
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_lib.distributed import (
+    MODES,
+    Communicated,
+    Trainer,
+    Watch,
+    held_bytes,
+    last_complete,
+    launch,
+    load,
+    predict,
+    save,
+    sent_bytes,
+    shapes_of,
+    task_of,
+    train,
+)
+from course_lib.distributed import __main__ as command
+from course_lib.distributed.saving import check_fits
+from course_lib.memory import MemoryMeter, symbolic
+
+ON_CPU = [mode for mode in MODES if mode != "fsdp-cpu"]
+STEPS, MORE = 10, 3
+# Neither 2 nor 4 divides the vocabulary, 4 not the width: what is sharded is padded.
+CONFIG = {"model_type": "gpt2", "vocab_size": 515, "n_embd": 66, "n_head": 2, "n_layer": 2, "n_positions": 32}
+BF16 = 5e-3  # of a loss: products in bf16 keep 8 bits
+
+FAULTY = """
+import os
+from course_lib.models import Decoder, random_tokens
+
+
+def small():
+    return Decoder(vocabulary=97, hidden=32, heads=2, layers=2, sequence=16)
+
+
+def failing():
+    model, calls = small(), []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == 2 and os.environ.get("RANK") == "1":
+            raise ArithmeticError("rank 1 gives up")
+
+    model.register_forward_pre_hook(fail)
+    return model
+
+
+def halting():
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    write = FileSystemWriter.write_data
+
+    def halt(self, *arguments):
+        if os.environ["RANK"] == "1" and "step-00000004" in str(self.path):
+            print("rank 1 halts", file=sys.stderr, flush=True)
+            time.sleep(1000)
+        return write(self, *arguments)
+
+    FileSystemWriter.write_data = halt
+    return small()
+
+
+for function in (small, failing, halting):
+    function.make_batch = lambda: random_tokens(4, 16, 97)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "faulty.py").write_text(FAULTY)
+    sys.path.insert(0, str(folder))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), str(Path(__file__).parents[1]), *filter(None, [before])])
+    yield folder
+    sys.path.remove(str(folder))
+    os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+
+
+@pytest.fixture(scope="module")
+def task(folder):
+    return task_of(str(folder / "config.json"), sequence=32, unequal=True)
+
+
+@pytest.fixture(scope="module")
+def options(folder):
+    return ["--config", str(folder / "config.json"), "--sequence", "32", "--unequal", "--details"]
+
+
+@pytest.fixture(scope="module")
+def two(folder, options):
+    """All modes on 2 processes, 10 steps, saved in the end."""
+    asked = ["--mode", ",".join(ON_CPU), "--steps", str(STEPS), "--save", str(folder / "saved")]
+    return {line["mode"]: line for line in launch(2, *options, *asked, timeout=300)}
+
+
+@pytest.fixture(scope="module")
+def four(folder, options, two):
+    """What 2 processes saved, resumed on 4, each with 2 micro-batches."""
+    asked = ["--mode", "zero1,fsdp", "--steps", str(MORE), "--resume", str(folder / "saved"), "--micro-batches", "2"]
+    return {line["mode"]: line for line in launch(4, *options, *asked, timeout=300)}
+
+
+@pytest.fixture(scope="module")
+def alone(task):
+    """The losses of one process on the whole batch, by a loop written by hand."""
+    model, losses = task.make_model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS + MORE):
+        batch = task.make_batch(step)
+        logits, labels = model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
+        loss = nn.functional.cross_entropy(logits, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def cut(parameters, ranks):
+    """Numbers of each rank's chunks along the first dimension, and of the first rank's, to which all are padded."""
+    chunks = [[len(c) * c[0].numel() for c in torch.chunk(p, ranks)] for p in parameters]
+    return [sum(c[rank] if rank < len(c) else 0 for c in chunks) for rank in range(ranks)], sum(c[0] for c in chunks)
+
+
+# ---- on 2 and 4 processes
+
+
+def test_ranks_have_unequal_numbers_of_tokens(task):
+    counts = [int((task.part(0, 2, rank)["labels"] >= 0).sum()) for rank in range(2)]
+    assert counts[0] > counts[1] > 0
+
+
+@pytest.mark.parametrize("mode", ON_CPU)
+def test_two_ranks_follow_the_losses_of_one_process_on_the_whole_batch(two, alone, mode):
+    differences = [abs(a - b) for a, b in zip(two[mode]["losses"], alone[:STEPS], strict=True)]
+    assert max(differences) < (BF16 if mode == "fsdp-bf16" else 1e-5)
+
+
+@pytest.mark.parametrize("mode", ["zero1", "fsdp"])
+def test_four_ranks_go_on_from_where_two_were_saved_and_add_micro_batches_up(four, alone, mode):
+    assert four[mode]["losses"] == pytest.approx(alone[STEPS:], abs=1e-5, rel=0)
+
+
+def test_a_line_of_json_has_its_fields(two):
+    assert list(two) == ON_CPU
+    for line in two.values():
+        assert set(line) - {"taken"} == {"mode", "ranks", "losses", "predicted", "measured", "communicated"}
+        assert set(line["predicted"]) == set(line["measured"]) == {"parameter", "gradient", "optimizer"}
+        assert line["ranks"] == 2 and all(len(ranks) == 2 for ranks in line["measured"].values())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_holds_what_zero_says_with_padding(request, task, ranks):
+    found, parameters = request.getfixturevalue({2: "two", 4: "four"}[ranks]), list(task.make_model().parameters())
+    numbers, tensors = sum(p.numel() for p in parameters), len(parameters)
+    own, padded = cut(parameters, ranks)
+    assert padded > own[-1] and sum(own) == numbers
+    for mode, line in found.items():
+        measured, whole = line["measured"], mode in ("ddp", "zero1")
+        assert measured["parameter"] == measured["gradient"] == [4 * (numbers if whole else padded)] * ranks
+        if mode == "ddp":
+            assert measured["optimizer"] == [8 * numbers + 4 * tensors] * ranks
+        elif mode == "zero1":
+            assert sum(measured["optimizer"]) == 8 * numbers + 4 * tensors
+        else:
+            assert measured["optimizer"] == [8 * share + 4 * tensors for share in own]
+        assert line["predicted"] == {name: max(values) for name, values in measured.items()}
+        each = held_bytes(shapes_of(task.make_model()), mode, ranks)
+        assert {name: [held[name] for held in each] for name in measured} == measured
+
+
+def test_what_is_communicated_is_counted_and_predicted(two, four, task):
+    model = task.make_model()
+    numbers = sum(p.numel() for p in model.parameters())
+    padded, blocks = (2 * cut(part.parameters(), 2)[1] for part in (model, model.layers))
+    expected = {
+        "ddp": 4 * 2 * numbers,
+        "zero1": 4 * 3 * numbers,  # its all-reduce, and a broadcast of each parameter
+        "fsdp": 4 * (2 * padded + blocks),  # the root is gathered once
+        "fsdp-keep": 4 * 2 * padded,
+        "fsdp-checkpoint": 4 * (2 * padded + blocks),
+        "fsdp-bf16": 2 * (padded + blocks) + 4 * padded,
+    }
+    for mode, line in two.items():
+        assert line["communicated"] == {"predicted": expected[mode], "measured": expected[mode]}
+    padded, blocks = (4 * cut(part.parameters(), 4)[1] for part in (model, model.layers))
+    both = 4 * (2 * (padded + blocks) + padded)  # gathered for each of two micro-batches, reduced with the last
+    assert four["fsdp"]["communicated"] == {"predicted": both, "measured": both}
+    assert four["zero1"]["communicated"] == {"predicted": expected["zero1"], "measured": expected["zero1"]}
+
+
+@pytest.mark.parametrize("mode", ["zero1", "fsdp"])
+def test_a_symbolic_rank_of_four_takes_to_the_byte_what_a_real_one_takes(four, task, mode):
+    found, taken = at(task, mode, 4, micro_batches=2), four[mode]["taken"][0]
+    assert (found.held, found.peak_bytes, found.sent_bytes, found.at_peak) == tuple(
+        taken[name] for name in ("held", "peak_bytes", "sent_bytes", "at_peak")
+    )
+
+
+@pytest.mark.parametrize("mode", ON_CPU)
+def test_a_symbolic_rank_takes_to_the_byte_what_a_real_one_takes(two, task, mode):
+    for rank in (0, 1) if mode in ("zero1", "fsdp") else (0,):
+        found = predict(task.make_model, lambda rank=rank: task.part(0, 2, rank), task.loss_sum, mode, 2, rank=rank)
+        taken = two[mode]["taken"][rank]
+        assert found.held == taken["held"] and found.sent_bytes == taken["sent_bytes"]
+        assert found.peak_bytes == taken["peak_bytes"] == sum(found.at_peak.values())
+        assert found.at_peak == taken["at_peak"]
+
+
+def test_the_parameters_gathered_at_the_peak_are_told_apart(two, task):
+    model = task.make_model()
+    root = cut([p for name, p in model.named_parameters() if "layers" not in name], 2)[1]
+    of_all, block = (cut(part.parameters(), 2)[1] for part in (model, model.layers[0]))
+    gathered = {mode: line["taken"][0]["at_peak"]["gathered"] for mode, line in two.items()}
+    assert gathered["ddp"] == gathered["zero1"] == 0
+    assert gathered["fsdp"] == 4 * 2 * root and gathered["fsdp-bf16"] == 2 * 2 * root
+    assert gathered["fsdp-keep"] == 4 * 2 * of_all
+    assert gathered["fsdp-checkpoint"] in (4 * 2 * root, 4 * 2 * (root + block))
+    activations = {mode: line["taken"][0]["at_peak"]["activation"] for mode, line in two.items()}
+    assert activations["fsdp-checkpoint"] < activations["fsdp-bf16"] < activations["fsdp"] == activations["ddp"]
+
+
+# ---- symbolic ranks
+
+
+def at(task, mode, ranks=2, **options):
+    return predict(task.make_model, lambda: task.part(0, ranks, 0), task.loss_sum, mode, ranks, **options)
+
+
+def test_no_sync_saves_traffic_and_costs_fsdp_the_whole_gradient(task):
+    shapes, found = shapes_of(task.make_model()), {}
+    for mode in ("ddp", "fsdp"):
+        for sync in ("each", "last"):
+            taken = found[mode, sync] = at(task, mode, micro_batches=2, sync=sync)
+            assert taken.sent_bytes == sent_bytes(shapes, mode, 2, micro_batches=2, sync=sync)
+    numbers = shapes.numbers
+    assert found["ddp", "each"].sent_bytes - found["ddp", "last"].sent_bytes == 2 * 4 * numbers
+    # Pieces that are not reduced add up beside DDP's buckets, into which they are copied in the end.
+    assert found["ddp", "last"].peak_bytes - found["ddp", "each"].peak_bytes == 4 * numbers
+    padded = 2 * cut(task.make_model().parameters(), 2)[1]
+    assert found["fsdp", "each"].sent_bytes - found["fsdp", "last"].sent_bytes == 4 * padded
+    costs = found["fsdp", "last"].peak_bytes - found["fsdp", "each"].peak_bytes
+    assert 0.4 * 4 * numbers < costs <= 4 * numbers  # whole gradients, in place of shares
+
+
+def test_the_framework_s_wrapper_takes_what_checkpoint_blocks_takes(task):
+    ours, wrapper = (at(task, "fsdp-checkpoint", wrapper=wrapper) for wrapper in (False, True))
+    assert ours.held == wrapper.held and ours.sent_bytes == wrapper.sent_bytes
+    assert ours.peak_bytes == pytest.approx(wrapper.peak_bytes, rel=0.02)
+
+
+def test_eight_ranks_hold_an_eighth_and_none_is_started(task):
+    with symbolic():
+        shapes = shapes_of(task_of().make_model())
+    whole = 4 * 6_875_648  # the course's decoder, of 100 parameter tensors
+    assert (
+        held_bytes(shapes, "fsdp", 8)
+        == [{"parameter": whole // 8, "gradient": whole // 8, "optimizer": whole // 4 + 4 * 100}] * 8
+    )
+    assert at(task, "fsdp", 8).held == held_bytes(shapes_of(task.make_model()), "fsdp", 8)[0]
+    assert not dist.is_initialized()
+
+
+def test_one_rank_sends_nothing_and_holds_all(one_process, task, alone):
+    for mode in ("ddp", "zero1", "fsdp", "fsdp-checkpoint"):
+        run = train(task, mode, 3)
+        assert run.losses == pytest.approx(alone[:3], abs=1e-5, rel=0)
+        assert run.taken[0].sent_bytes == run.predicted_sent == 0
+        assert [run.taken[0].held] == held_bytes(shapes_of(task.make_model()), mode, 1)
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state(one_process, task):
+    def make_model():
+        model = task.make_model()
+        model.layers.requires_grad_(False)
+        return model
+
+    model = make_model()
+    with Watch(model) as watch:
+        trainer = Trainer("fsdp", model, task.loss_sum)
+        with watch.step(trainer):
+            trainer(task.part(0, 1, 0))
+    assert [watch.taken.held] == held_bytes(shapes_of(make_model()), "fsdp", 1)
+
+
+# ---- what goes wrong
+
+
+def below(pid):
+    """The processes that one has started."""
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in children for child in file.read_text().split()]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_rank_that_fails_ends_all_with_its_traceback(folder):
+    with pytest.raises(RuntimeError, match="rank 1 gives up") as error:
+        launch(2, "--model", "faulty:failing", "--mode", "fsdp", "--steps", "50", timeout=120)
+    told = str(error.value)
+    assert "in fail" in told and "Root Cause" in told
+
+
+@pytest.fixture(scope="module")
+def interrupted(folder):
+    """What an interrupt left behind that came while rank 1 was in the middle of its second checkpoint."""
+    saved = folder / "interrupted"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    asked = ["--model", "faulty:halting", "--mode", "fsdp", "--steps", "9", "--every", "2", "--save", str(saved)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": socket.if_nameindex()[-1][1]}  # not lo, where there is another
+    started = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True, "env": environment}
+    with subprocess.Popen([*torchrun, "-m", "course_lib.distributed", *asked], **started) as running:
+        assert any("rank 1 halts" in line for line in running.stderr)
+        ranks = below(running.pid)
+        assert len(ranks) == 2 and all(map(alive, ranks))
+        elsewhere = [address for pid in ranks for address in not_loopback(pid)]
+        running.send_signal(signal.SIGINT)
+        patience = time.monotonic() + 20  # torchrun kills after 30 what does not end by itself
+        while any(map(alive, ranks)) and time.monotonic() < patience:
+            time.sleep(0.1)
+        left = [pid for pid in ranks if alive(pid)]
+        running.stderr.close()
+    return saved / "fsdp", left, elsewhere
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+
+
+@needs_proc
+def test_after_an_end_in_the_middle_of_saving_the_last_complete_checkpoint_is_used(interrupted, one_process):
+    saved = interrupted[0]
+    assert sorted(path.name for path in saved.iterdir()) == ["step-00000002", "step-00000004.incomplete"]
+    task = task_of(model="faulty:small")
+    straight = train(task, "ddp", 4)
+    resumed = train(task, "ddp", 2, resume=last_complete(saved))  # by another mode, on one rank
+    assert resumed.losses == pytest.approx(straight.losses[2:], abs=1e-5, rel=0)
+
+
+@needs_proc
+def test_an_interrupt_leaves_no_process_and_ranks_talk_on_the_loopback_alone(interrupted):
+    assert interrupted[1:] == ([], [])
+
+
+def test_a_rank_whose_torchrun_was_killed_ends(monkeypatch):
+    ended, parents = [], iter([7, 7, 1])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    command.end_with(7)
+    assert ended == [1] and list(parents) == []  # after as long as its parent was there
+
+
+def not_loopback(pid):
+    """The addresses beyond 127.0.0.1 and ::1 to which a rank is connected."""
+    inodes = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
+    found = []
+    for name, local in (("tcp", ("0100007F",)), ("tcp6", ("0" * 24 + "01000000", "0000000000000000FFFF00000100007F"))):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if f"socket:[{fields[9]}]" in inodes and fields[1].split(":")[0] not in local:
+                found.append(fields[1])
+    return found
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys, folder):
+    """The sentence with which the command, as rank 0 of so many, refuses its arguments."""
+
+    class Ended(BaseException):
+        pass
+
+    def end(status):
+        raise Ended(status)
+
+    def ask(*arguments, ranks=2, rank=0, torchrun=True):
+        with monkeypatch.context() as patch:
+            patch.setattr(command, "RANK", rank)
+            patch.setattr(os, "_exit", end)
+            patch.setattr(time, "sleep", end)
+            patch.setattr(command.threading, "Thread", lambda **_: type("None", (), {"start": lambda _: None})())
+            patch.setattr(sys, "argv", ["course_lib.distributed", *map(str, arguments)])
+            if torchrun:
+                for name, value in (("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", ranks), ("LOCAL_RANK", rank)):
+                    patch.setenv(name, str(value))
+                patch.setenv("TORCHELASTIC_RUN_ID", "none")
+            with pytest.raises(Ended):
+                command.main()
+        return capsys.readouterr().err
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "says"),
+    [
+        ([], 3, "the number of ranks is 3; a batch of 8 samples takes one of 1, 2, 4, 8"),
+        (["--mode", "ddp,zero3"], 2, "mode is 'zero3'; it takes one or several of ddp, zero1, fsdp,"),
+        (["--backend", "nccl"], 2, "backend is 'nccl' with 0 GPUs for 2 ranks; it takes a GPU a rank, or 'gloo'"),
+        (["--backend", "mpi"], 2, "invalid choice: 'mpi'"),
+        (["--steps", "0"], 2, "--steps is 0; it takes a whole number, 1 or more"),
+        (["--micro-batches", "3"], 2, "--micro-batches is 3; a rank's 4 samples take a divisor of 4"),
+        (["--config", "nowhere.json"], 2, "config is 'nowhere.json', which cannot be read"),
+        (["--model", "nowhere:model"], 2, "--model is 'nowhere:model', which is not found"),
+        (["--model", "faulty:small", "--batch", "8"], 2, "--model comes with --batch; it takes neither sizes"),
+        (["--resume", "nowhere"], 2, "resume is 'nowhere', without a complete checkpoint"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(refused, monkeypatch, arguments, ranks, says):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told = refused(*arguments, ranks=ranks)
+    assert told.startswith("error: ") and says in told and told.count("\n") == 1
+    assert refused(*arguments, ranks=ranks, rank=1) == ""  # on rank 0 alone
+
+
+def test_without_torchrun_the_command_says_how_to_start_it(refused, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    told = refused(torchrun=False)
+    assert "started without torchrun; it takes python -m torch.distributed.run" in told and told.count("\n") == 1
+
+
+def test_a_checkpoint_of_another_model_is_refused(one_process, task, tmp_path):
+    trainer = Trainer("fsdp", task.make_model(), task.loss_sum)
+    saved = save(tmp_path, trainer, 1)
+    check_fits(saved, task.make_model())
+    with pytest.raises(ValueError, match=r"of another model: head.weight is \(515, 66\); it takes \(2048, 256\)"):
+        check_fits(saved, task_of().make_model())
+
+
+def test_saved_and_loaded_a_trainer_is_the_same(one_process, task, tmp_path):
+    first, second = (Trainer(mode, task.make_model(), task.loss_sum) for mode in ("fsdp", "zero1"))
+    for step in range(2):
+        first(task.part(step, 1, 0))
+    assert load(save(tmp_path, first, 2), second) == 2
+    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other)
+        moments = first.optimizer.state[one]["exp_avg_sq"].full_tensor()
+        assert torch.equal(moments, second.local.state[other]["exp_avg_sq"])
+
+
+def test_two_predictions_at_once_are_refused(one_process, task):
+    with pytest.raises(RuntimeError, match="a process group is there already"):
+        at(task, "fsdp")
+
+
+@pytest.fixture
+def one_of_four():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # these names are those of older versions too
+def test_what_is_sent_is_counted_by_kind(one_of_four):
+    with Communicated() as sent:
+        dist.all_reduce(torch.ones(10))
+        dist.all_reduce(torch.ones(10, dtype=torch.float64))  # not of parameters
+        assert sent.bytes == 2 * 40
+        dist.all_gather_into_tensor(torch.ones(40), torch.ones(10))
+        assert sent.bytes == 2 * 40 + 160
+        dist.reduce_scatter_tensor(torch.ones(10), torch.ones(40))
+        dist.broadcast(torch.ones(10), 0)
+    assert sent.bytes == 2 * 40 + 160 + 160 + 40
+
+
+def test_a_meter_sees_parameters_gathered_into_storages_from_before_it(one_of_four, task):
+    trainer = Trainer("fsdp-keep", task.make_model(), task.loss_sum)
+    for _ in range(2):
+        with MemoryMeter(trainer.model, trainer.optimizer) as meter:
+            trainer(task.part(0, 4, 0))
+    own, padded = held_bytes(shapes_of(task.make_model()), "fsdp", 4)[0], cut(task.make_model().parameters(), 4)[1]
+    assert meter.at_peak()["parameter"] == own["parameter"] + 4 * 4 * padded
+
+
+@pytest.mark.gpu
+def test_on_gpus_the_same_script_trains_by_nccl(options):
+    ranks = min(2, torch.cuda.device_count())
+    lines = launch(ranks, *options, "--mode", ",".join(MODES), "--backend", "nccl", "--steps", "3", timeout=600)
+    first = lines[0]["losses"]
+    for line in lines:
+        assert line["losses"] == pytest.approx(first, abs=BF16 if line["mode"] == "fsdp-bf16" else 1e-3, rel=0)
+        assert all(math.isfinite(loss) for loss in line["losses"])
+        if line["mode"] != "fsdp-cpu":
+            assert line["predicted"] == {name: max(values) for name, values in line["measured"].items()}
+        assert line["communicated"]["predicted"] == line["communicated"]["measured"]
