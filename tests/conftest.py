@@ -1,5 +1,6 @@
 """What all tests share: GPU tests are skipped, and say so, where there is no GPU; editions are built once."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 # The notebooks' outputs are stored with the default language; nbval's kernels inherit this environment.
 os.environ.pop("COURSE_LANG", None)
+os.environ["COURSE_LABELS"] = "strict"  # a label that is shown without Chinese is an error, as in notebooks/build.py
 
 # Two workers with a thread for every core each would wait for one another most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,6 +38,13 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU; run `make gpu` on a machine that has one")
+
+
+@pytest.hookimpl(optionalhook=True)  # there is no such hook where there is no xdist
+def pytest_xdist_auto_num_workers():
+    """For `-n auto`, as `make gpu-tests` has it: each worker may take some 5 GB of the GPU."""
+    if torch.cuda.is_available():
+        return max(1, min(8, os.cpu_count(), torch.cuda.get_device_properties(0).total_memory // (5 * 10**9)))
 
 
 @pytest.fixture(scope="session")
@@ -66,11 +75,21 @@ def fresh(monkeypatch):
     import matplotlib
     from matplotlib import pyplot
 
-    from course_lib.teaching import languages
+    from course_lib import labels
 
     monkeypatch.delenv("COURSE_LANG", raising=False)
-    monkeypatch.setattr(languages, "_chosen", None)
+    monkeypatch.delenv("COURSE_LABELS", raising=False)
+    monkeypatch.setattr(labels, "_chosen", None)
     with matplotlib.rc_context():
         matplotlib.use("Agg")
         yield
         pyplot.close("all")
+
+
+@pytest.fixture(scope="module")
+def little_to_collect():
+    """The collector leaves alone what other modules have made: it would look through all of it again and again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -16,10 +16,11 @@ BeautifulSoup = pytest.importorskip("bs4").BeautifulSoup
 for package in ("sphinx", "myst_nb", "furo", "jupytext", "nbformat"):
     pytest.importorskip(package, reason="the site's packages come with the extra `test`")
 
+import nbformat  # noqa: E402
 from editions import failure, write_lesson  # noqa: E402 - after the checks for what a GPU machine lacks
 
 from course_lib.checkpoint import checkpoint  # noqa: E402
-from course_lib.teaching import alt  # noqa: E402
+from course_lib.teaching import pictures  # noqa: E402
 from course_lib.teaching.editions import site  # noqa: E402
 from course_lib.teaching.editions.cells import STAMP  # noqa: E402
 
@@ -115,9 +116,11 @@ def test_every_notebook_is_a_page_with_its_prose_outputs_and_figures(lesson, pag
     for language in ("en", "zh"):
         assert page.count(f'<div lang="{language}">') >= prose.count(f'<div lang="{language}">') > 0
     outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
-    shown = [alt.picture_in("".join(data.get("text/html", ""))) for data in outputs]
-    pictures = BeautifulSoup(page, "html.parser").article.select("img.figure")
-    assert [(tag["data-en"], tag["data-zh"]) for tag in pictures] == [(each.en, each.zh) for each in shown if each]
+    stored = [pictures.pictures_in("".join(data.get("text/html", ""))) for data in outputs]
+    shown = BeautifulSoup(page, "html.parser").article.select("figure[lang] > img")
+    assert [(tag.parent["lang"], tag["alt"]) for tag in shown] == [
+        (language, each.alt) for found in stored for language, each in found.items()
+    ]
     assert page.count("<table") >= sum("<table" in "".join(data.get("text/html", "")) for data in outputs)
 
 
@@ -139,6 +142,19 @@ def test_a_lessons_page_has_two_languages_in_its_headings_one_switch_and_folded_
     assert "interactive(children" not in page, "a slider without a kernel"
 
 
+@pytest.mark.parametrize(
+    ("source", "tag", "prompt"),
+    [
+        ("draw()", "hide-input", "Show the code"),
+        ("### BEGIN SOLUTION\ndraw()\n### END SOLUTION", "hide-cell", "Show the solution"),
+    ],
+)
+def test_a_folded_cell_hides_its_code_and_a_solution_its_output_too(source, tag, prompt):
+    cell = nbformat.v4.new_code_cell(source, metadata={"jupyter": {"source_hidden": True}})
+    site._dress(cell)
+    assert cell.metadata.tags == [tag] and cell.metadata.mystnb["code_prompt_show"] == prompt
+
+
 # --- the claims ---
 
 
@@ -148,7 +164,7 @@ def test_the_page_of_claims_has_every_claim_of_the_lessons_with_a_link_to_its_se
     for lesson in LESSONS:
         cells = json.loads((ROOT / "notebooks" / f"{lesson}.ipynb").read_text("utf-8"))["cells"]
         texts = ["".join(o.get("data", {}).get("text/plain", "")) for cell in cells for o in cell.get("outputs", [])]
-        claims = [claim for text in texts for claim in re.findall(r"^claim 说法: (.+?[.?]) ", text, re.M)]
+        claims = [claim for text in texts for claim in re.findall(r"^claim(?: 说法)?: (.+?[.?])(?: |$)", text, re.M)]
         there += [f"claim-{int(lesson[:2])}-{place}" for place in range(1, len(claims) + 1)]
         assert [claim for claim in claims if claim.replace("`", "") not in words] == []
         if claims:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from editions import failure, write_lesson
+from test_notebooks import agreement_problems, chinese_problems, english_problems, glossary_problems
+from test_pace import core
 
 nbformat = pytest.importorskip("nbformat")
 BeautifulSoup = pytest.importorskip("bs4").BeautifulSoup
@@ -50,7 +52,7 @@ def text_output(text):
     return nbformat.v4.new_output("execute_result", {"text/plain": text})
 
 
-def picture_output(height, ink=(), alt="It falls. 它下降。"):
+def picture_output(height, ink=(), alt="It falls.", zh="它下降。"):
     """A figure as a notebook shows it: white with black bands, (first row, one after the last)."""
     image = pytest.importorskip("PIL.Image").new("RGB", (100, height), "white")
     for top, bottom in ink:
@@ -58,11 +60,13 @@ def picture_output(height, ink=(), alt="It falls. 它下降。"):
     stream = io.BytesIO()
     image.save(stream, "PNG")
     source = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
-    return html_output(f'<img lang="mul" alt="{alt}" src="{source}">')
+    pictures = {language: f'<img alt="{words}" src="{source}">' for language, words in (("en", alt), ("zh", zh))}
+    figures = (f'<figure lang="{name}" style="margin: 0">{picture}</figure>' for name, picture in pictures.items())
+    return html_output("\n".join(figures))
 
 
 def page_of(notebook, language="en"):
-    html = slides.deck_html(notebook, "Title", language, {"9": NOTE, "9.1": NOTE})
+    html = slides.deck_html(notebook, "Title", language, dict.fromkeys(("9", "9.1", "9.2"), NOTE))
     return BeautifulSoup(html, "html.parser")
 
 
@@ -91,7 +95,7 @@ def test_a_long_table_is_cut_between_rows_and_keeps_its_headings():
 
 def test_a_high_figure_is_cut_above_a_panels_title():
     def cut(output, language="en"):
-        return cutting.cut_figure(cutting.output_in(output, language))
+        return cutting.cut_figure(*cutting.outputs_in(output, language))
 
     parts = cut(picture_output(800, ink=[(20, 400), (412, 424), (460, 780)]))  # a panel, a title, a panel
     image = pytest.importorskip("PIL.Image")
@@ -110,23 +114,35 @@ def test_a_result_is_a_fragment_behind_its_code_and_so_is_what_explains_it():
     assert parts == [None, "fragment", "fragment"]
 
 
-@pytest.mark.parametrize(("language", "words"), [("en", 'A "peak".'), ("zh", "峰值。"), ("both", 'A "peak". 峰值。')])
-def test_a_figure_stands_alone_and_its_words_are_in_the_decks_language(language, words):
-    drawn = picture_output(50, alt="A &quot;peak&quot;. 峰值。")
+@pytest.mark.parametrize(
+    ("language", "words"), [("en", ['A "peak".']), ("zh", ["峰值。"]), ("both", ['A "peak".', "峰值。"])]
+)
+def test_a_figure_stands_alone_and_is_the_picture_of_the_decks_language(language, words):
+    drawn = picture_output(50, alt="A &quot;peak&quot;.", zh="峰值。")
     page = page_of(lesson_of(both("Look.", "看。"), ("draw()", [drawn]), both("So.", "所以。")), language)
-    (slide,) = page.select("section.is-figure")
-    assert slide.img["alt"] == words and slide.img.get("lang") == ("mul" if language == "both" else None)
-    assert len(slide.select_one(".body").find_all(recursive=False)) == 1
+    found = page.select("section.is-figure")
+    assert [slide.img["alt"] for slide in found] == words
+    assert [slide.img["lang"] for slide in found] == (["en", "zh"] if language == "both" else [language])
+    assert all(len(slide.select_one(".body").find_all(recursive=False)) == 1 for slide in found)
 
 
 def test_plumbing_is_not_shown():
     plumbing = ["import torch", "guess = None", "from course_lib.lessons.lesson_01 import check_x\ncheck_x(answer)"]
+    plumbing.append("from course_lib.lessons import lesson_01\nlesson_01.check_x(answer)")
     assert len(lesson_slides.lesson_slides(lesson_of(*plumbing), "en")) == 1
     slider = text_output("interactive(children=(IntSlider(value=1),))")
     switch = html_output('<form class="course-language"></form>')
     progress = nbformat.v4.new_output("stream", text="plain:   0%|          | 0/40 [00:00<?, ?it/s]")
-    shown = [cutting.output_in(output, "en") for output in (slider, switch, progress, text_output(" "))]
-    assert shown == [None] * 4
+    shown = [cutting.outputs_in(output, "en") for output in (slider, switch, progress, text_output(" "))]
+    assert shown == [[]] * 4
+
+
+def test_a_folded_cell_shows_its_result_and_not_the_code():
+    notebook = lesson_of(both("Look.", "看。"), ("y = falling(2)\ny", [text_output("It falls.")]))
+    assert "falling(2)" in page_of(notebook).text
+    notebook.cells[-1].metadata.jupyter = {"source_hidden": True}
+    page = page_of(notebook)
+    assert "falling(2)" not in page.text and "It falls." in page.text
 
 
 def test_an_attempt_shows_no_verdict_and_the_solution_says_what_it_is():
@@ -147,6 +163,41 @@ def test_slide_metadata_of_a_cell_goes_before_the_rules():
     assert len(page.select("section section")) == 3  # the title and two; without metadata they share a slide
     assert "A note." in page.select("section section")[-1].select_one(".notes").text
     assert "z = 3" not in page.text
+
+
+def told_lesson():
+    """A lesson that says what is shown: its second section a question, and of two cells the result and the code."""
+    cells = [
+        both("Hidden.", "不显示。", "## 9.1 A / 甲"),
+        both("Long prose.", "长文。", "## 9.2 B / 乙"),
+        both("More.", "再来。"),
+    ]
+    notebook = lesson_of(*cells, ("x = 2\nx", [text_output("2")]), ("y = 3\ny", [text_output("3")]), "z = 4")
+    for cell, wanted in zip(notebook.cells[3:], [{"en": "Why?", "zh": "为什么？"}, "result", "code"], strict=False):
+        cell.metadata.slide = wanted
+    return notebook
+
+
+def test_a_lesson_that_says_what_is_shown_shows_that_and_speaks_its_prose():
+    page = page_of(told_lesson())
+    found = page.select("section section")
+    assert [slide.h2.text if slide.h2 else slide.h1.text for slide in found] == ["9 Title", "9.2 B", "9.2 B"]
+    assert [slide.select_one(".prose, .code").text.strip() for slide in found[1:]] == ["Why?", "y = 3\ny"]
+    assert found[1].select_one(".result.fragment").text.strip() == "2"
+    notes = found[1].text
+    assert "Long prose." in notes and "More." in notes and "Hidden." not in page.text and "Opening." in found[0].text
+    assert "为什么？" in page_of(told_lesson(), "zh").text
+    assert len(page_of(told_lesson(), "both").select(".columns")) > 1
+
+
+@pytest.mark.parametrize(
+    ("cell", "wrong"), [(4, "answer"), (4, {"en": "Why?", "zh": "为什么？"}), (3, "result"), (3, {"en": "Why?"})]
+)
+def test_slide_metadata_of_another_kind_is_named(cell, wrong):
+    notebook = told_lesson()  # its cell 3 is prose, its cell 4 code
+    notebook.cells[cell].metadata.slide = wrong
+    with pytest.raises(EditionError, match="`slide` is"):
+        page_of(notebook)
 
 
 def test_each_language_has_its_half_and_both_stand_beside_each_other():
@@ -201,11 +252,43 @@ def test_every_section_of_every_lesson_has_notes_and_no_other():
 @pytest.mark.parametrize("name", NAMES)
 def test_the_minutes_of_the_sections_are_those_of_the_lesson(name):
     announced = re.search(r"\((\d+) minutes\)", "\n".join(cell.source for cell in LESSONS[name].cells[:5]))
-    sections = [number for number, _ in slides._sections(LESSONS[name])]
+    sections = [number for number, _ in slides._sections(nbformat.v4.new_notebook(cells=core(LESSONS[name])))]
     assert sum(NOTES[number].minutes for number in sections) == int(announced[1])
 
 
 # --- the course's decks ---
+
+
+TOLD = {name: notebook for name, notebook in LESSONS.items() if lesson_slides.is_told(notebook)}
+each_told = pytest.mark.parametrize("name", TOLD)
+
+
+@each_told
+def test_a_lesson_that_says_what_is_shown_has_a_speakers_number_of_slides(name):
+    with_short = cutting.with_short_lines(TOLD[name])
+    counts = [len(lesson_slides.lesson_slides(with_short, language)) for language in ("en", "zh")]
+    fewest, most = (10, 14) if name.startswith("00") else (25, 35)
+    assert fewest <= min(counts) <= max(counts) <= most
+
+
+@each_told
+def test_every_picture_of_the_core_is_on_a_slide(name):
+    drawn = [
+        cell
+        for cell in core(TOLD[name])
+        if any("<img" in output.get("data", {}).get("text/html", "") for output in cell.get("outputs", []))
+    ]
+    assert drawn and [cell.source for cell in drawn if cell.metadata.get("slide") not in ("result", "both")] == []
+
+
+@each_told
+def test_a_slides_text_is_short_and_the_same_in_both_languages(name):
+    texts = [cell.metadata.slide for cell in TOLD[name].cells if isinstance(cell.metadata.get("slide"), dict)]
+    for text in texts:
+        words = re.sub(r"\$[^$]*\$", "x", text["en"]).split()
+        assert len(words) <= 25 and len(re.findall(HAN, text["zh"])) <= 60, text
+        assert agreement_problems(text["en"], text["zh"]) == [] and chinese_problems(text["zh"]) == [], text
+        assert english_problems(text["en"]) == [] and glossary_problems(text["en"], text["zh"]) == [], text
 
 
 # Every lesson in one of the languages, in turns; all are built.
@@ -235,11 +318,14 @@ def test_a_deck_is_whole_and_loads_nothing(deck):
     language, path, page = deck
     assert loaded_addresses(page) == []
     stacks = page.select(".slides > section")
-    assert len(stacks) == len(slides._sections(LESSONS[path.stem]))
+    told = lesson_slides.is_told(LESSONS[path.stem])  # sections that such a lesson shows nothing of have no slides
+    assert len(stacks) == len(slides._sections(LESSONS[path.stem])) or told
     assert all(stack.section.select_one(".notes") for stack in stacks)
     for slide in page.select("section section"):
         lines = sum(len(code.text.strip("\n").splitlines()) for code in slide.select(".code pre"))
-        assert lines <= cutting.MOST_CODE_LINES, slide.select_one(".heading").text
+        assert lines <= (cutting.MOST_CHOSEN_LINES if told else cutting.MOST_CODE_LINES), slide.select_one(
+            ".heading"
+        ).text
     links = [link["href"] for link in page.select(".slides a[href]")]
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
     texts = [image.get("alt", "") for image in page.find_all("img")]

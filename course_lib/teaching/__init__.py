@@ -4,9 +4,10 @@ Works without IPython and pandas (then as plain text), and needs matplotlib only
 alone stands in `course_lib.lessons`.
 """
 
+from course_lib.labels import say, text
+
 from .exercises import Verdict, expect_number
 from .figures import COLORS, category_label, category_look, figure, phase_label, predicted_and_measured
-from .languages import text
 from .playgrounds import playground
 from .said import Claim
 from .switch import language
@@ -28,6 +29,7 @@ __all__ = [
     "playground",
     "predicted_and_measured",
     "predictions",
+    "say",
     "table",
     "text",
     "timelines",

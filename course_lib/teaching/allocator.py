@@ -6,24 +6,31 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+def release(device: torch.device) -> None:
+    """Give back all that nothing holds any more: of a GPU also cuBLAS's workspaces, and memory kept for later."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.init()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        getattr(torch._C, "_host_emptyCache", lambda: None)()  # pinned
+
+
 class Allocator:
-    """The CUDA allocator's counters, above what they were when this was made; needs no GPU until it is asked."""
+    """The CUDA allocator's counters, above what was allocated when this was made; needs no GPU until it is asked."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.allocated_before = self.reserved_before = self.requested_before = 0
-        gc.collect()
+        self.allocated_before = self.requested_before = 0
+        release(device)
         if device.type == "cuda":
-            torch.cuda.init()
-            torch.cuda.empty_cache()
-            self.allocated_before, self.reserved_before = self.allocated(), self.reserved()
-            self.requested_before = self.requested()
+            self.allocated_before, self.requested_before = self.allocated(), self.requested()
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device) - self.allocated_before
 
     def reserved(self) -> int:
-        return torch.cuda.memory_reserved(self.device) - self.reserved_before
+        return torch.cuda.memory_reserved(self.device) - self.allocated_before
 
     def requested(self) -> int:
         """The same as allocated, without what the allocator adds to each request."""
@@ -38,7 +45,7 @@ class Allocator:
         requested = torch.cuda.memory_stats(self.device)["requested_bytes.all.peak"]
         return {
             "max_memory_allocated_bytes": torch.cuda.max_memory_allocated(self.device) - self.allocated_before,
-            "max_memory_reserved_bytes": torch.cuda.max_memory_reserved(self.device) - self.reserved_before,
+            "max_memory_reserved_bytes": torch.cuda.max_memory_reserved(self.device) - self.allocated_before,
             "max_memory_requested_bytes": requested - self.requested_before,
         }
 

@@ -1,112 +1,56 @@
-"""Figures in words: the alt text that a screen reader says in place of the picture, in the language in force.
+"""Figures in words: the alt text that a screen reader says in place of the picture."""
 
-JupyterLab shows a picture's bytes without any alt text, whatever the output's metadata say, and so does nbconvert's
-own template. An `<img>` in HTML keeps its alt in both, and on a Sphinx page too: so that is how figures are shown.
-"""
-
-import html
-import re
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .languages import current, parts
+from course_lib.labels import both, listed, of, text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _KINDS = {
-    "area": ("stacked areas", "堆叠面积"),
-    "bar": ("bars", "柱形"),
-    "box": ("boxes", "方块"),
-    "line": ("lines", "曲线"),
-    "point": ("points", "数据点"),
-    "tile": ("coloured tiles", "色块"),
+    "area": "stacked areas",
+    "bar": "bars",
+    "box": "boxes",
+    "line": "lines",
+    "point": "data points",
+    "tile": "coloured tiles",
 }
 
 
-def alt_text(drawn: "Figure") -> str:
+def alt_text(drawn: "Figure", language: str) -> str:
     """A figure's title, then what was given as `alt` when it was made, or else what can be read off its axes.
 
     Only words and figures that are written in the picture, and the ends of measured curves: other coordinates may
-    differ from machine to machine.
+    differ from machine to machine. The figure's texts are in the language already.
     """
-    en, zh = description(drawn)
-    return {"en": en, "zh": zh, "both": en if en == zh else f"{en} {zh}"}[current()]
+    if (given := getattr(drawn, "course_alt", None)) is not None:
+        said = in_language(given, language)
+    else:
+        sentences = [*(_panel(ax, language) for ax in drawn.axes), *_shared(drawn, language)]
+        said = (" " if language == "en" else "").join(sentences)
+    title = _plain(drawn.get_suptitle())
+    return in_language(text("{title}. {said}", title=title, said=said), language) if title else said
 
 
-def show_with_alt_text() -> None:
-    """From now on figures are shown in notebooks as pictures with an alt text. Without IPython nothing happens."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return
-    if shell := get_ipython():
-        shell.display_formatter.ipython_display_formatter.for_type_by_name("matplotlib.figure", "Figure", show)
+def in_language(words: str, language: str) -> str:
+    """The words in one language."""
+    return str(of(words)) if language == "en" else both(words)[1]
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A figure as it is stored in a notebook's output."""
-
-    png: str  # base64
-    en: str  # its alt text in each language; the same twice where they cannot be told apart
-    zh: str
-
-
-def picture_in(markup: str) -> Picture | None:
-    """The figure that an output's HTML is, None for any other HTML."""
-    found = re.fullmatch(r'<img lang="\w+" alt="([^"]*)" src="data:image/png;base64,([^"]*)">\s*', markup)
-    return Picture(found[2], *alt_parts(html.unescape(found[1]))) if found else None
-
-
-def alt_parts(words: str) -> tuple[str, str]:
-    """(English, Chinese) of an alt text in both languages, as `alt_text` makes it.
-
-    The Chinese begins behind the last English full stop before the first hanzi; it may itself begin with a number.
-    """
-    first = re.search("[\u3400-\u9fff]", words)
-    cut = words.rfind(". ", 0, first.start()) if first else -1
-    return (words[: cut + 1], words[cut + 2 :]) if cut >= 0 else (words, words)
-
-
-def show(drawn: "Figure") -> None:
-    """Instead of IPython's own PNG, not beside it: twice would double the notebook's size."""
-    from IPython.core.pylabtools import print_figure
-    from IPython.display import display
-
-    bundle = {"text/plain": repr(drawn)}
-    if png := print_figure(drawn, base64=True):  # None for a figure without axes
-        language = {"both": "mul"}.get(current(), current())
-        source = f"data:image/png;base64,{png}"
-        bundle["text/html"] = f'<img lang="{language}" alt="{html.escape(alt_text(drawn))}" src="{source}">'
-    display(bundle, raw=True)
-
-
-def description(drawn: "Figure") -> tuple[str, str]:
-    """(English, Chinese)."""
-    given = getattr(drawn, "course_alt", None)
-    if given is None:
-        panels = [_panel(ax) for ax in drawn.axes]
-        if shared := _shared(drawn):
-            panels.append(shared)
-        given = " ".join(en for en, _ in panels), "".join(zh for _, zh in panels)
-    en, zh = _said(drawn.get_suptitle())
-    return f"{en}. {given[0]}".strip(" .") + ".", f"{zh}。{given[1]}".strip("。") + "。"  # there may be no title
-
-
-def _panel(ax: "Axes") -> tuple[str, str]:
+def _panel(ax: "Axes", language: str) -> str:
     """One sentence: what is drawn, over which axes, with which words in it."""
-    kinds = _kinds(ax)
-    clauses = [(", ".join(_KINDS[kind][0] for kind in kinds), "、".join(_KINDS[kind][1] for kind in kinds))]
+    clauses = [listed(_KINDS[kind] for kind in _kinds(ax))]
     if ax.axison:
-        clauses += [_axis(("x axis", "横轴"), ax.xaxis), _axis(("y axis", "纵轴"), ax.yaxis)]
+        clauses += [_axis("x axis: {label}", ax.xaxis), _axis("y axis: {label}", ax.yaxis)]
     legend = ax.get_legend()
-    clauses.append(_labels([*(legend.get_texts() if legend else ()), *ax.texts]))
-    en, zh = ([clause[side] for clause in clauses if clause[side]] for side in (0, 1))
-    title = _said(ax.get_title(loc="left") or ax.get_title())
-    sentence = (f"{title[0]}: " if title[0] else "") + "; ".join(en)
-    return f"{sentence[:1].upper()}{sentence[1:]}.", (f"{title[1]}：" if title[1] else "") + f"{'；'.join(zh)}。"
+    clauses.append(_written([*(legend.get_texts() if legend else ()), *ax.texts]))
+    said = listed(filter(None, clauses), "; ")
+    if title := _plain(ax.get_title(loc="left") or ax.get_title()):
+        said = text("{title}: {said}", title=title, said=said)
+    sentence = in_language(text("{said}.", said=said), language)
+    return sentence[:1].upper() + sentence[1:]
 
 
 def _kinds(ax: "Axes") -> list[str]:
@@ -124,33 +68,36 @@ def _kinds(ax: "Axes") -> list[str]:
     return [kind for kind, artists in found.items() if artists]
 
 
-def _axis(name: tuple[str, str], axis: Any) -> tuple[str, str]:
-    en, zh = _said(axis.get_label_text())
-    log = (" (log scale)", "（对数）") if axis.get_scale() == "log" else ("", "")
-    return (f"{name[0]}: {en}{log[0]}", f"{name[1]}：{zh}{log[1]}") if en else ("", "")
+def _axis(template: str, axis: Any) -> str:
+    label = _plain(axis.get_label_text())
+    if label and axis.get_scale() == "log":
+        label = text("{label} (log scale)", label=label)
+    return text(template, label=label) if label else ""
 
 
-def _shared(drawn: "Figure") -> tuple[str, str] | None:
-    """Labels and legends that belong to all panels."""
-    items = [text for legend in drawn.legends for text in legend.get_texts()]
-    clauses = [_said(drawn.get_supxlabel()), _said(drawn.get_supylabel()), _labels(items)]
-    en, zh = ([clause[side] for clause in clauses if clause[side]] for side in (0, 1))
-    return (f"All panels: {'; '.join(en)}.", f"各图：{'；'.join(zh)}。") if en else None
+def _shared(drawn: "Figure", language: str) -> list[str]:
+    """Labels and legends that belong to all panels, as a sentence if there are any."""
+    items = [item for legend in drawn.legends for item in legend.get_texts()]
+    clauses = [_plain(drawn.get_supxlabel()), _plain(drawn.get_supylabel()), _written(items)]
+    said = listed(filter(None, clauses), "; ")
+    return [in_language(text("All panels: {said}.", said=said), language)] if said else []
 
 
-def _labels(items: Any) -> tuple[str, str]:
-    """The words among texts: numbers alone say nothing without their place."""
-    found = {}  # each label once, in the order they were written
+def _written(items: Iterable[Any]) -> str:
+    """The words among texts, each once, in the order they were written: numbers say nothing without a place."""
+    found = {}
     for item in items:
         if any(character.isalpha() for character in item.get_text()):
-            en, zh = (f"“{words}”" for words in _said(item.get_text()))
+            words = f"“{_plain(item.get_text())}”"
             if ends := getattr(item, "course_ends", None):
-                en, zh = f"{en} from {ends[0]} to {ends[1]}", f"{zh}从 {ends[0]} 到 {ends[1]}"
-            found[en] = zh
-    return (f"labels: {', '.join(found)}", f"标注：{'、'.join(found.values())}") if found else ("", "")
+                words = text("{words} from {first} to {last}", words=words, first=ends[0], last=ends[1])
+            found[words] = None
+    return text("labels: {labels}", labels=listed(found)) if found else ""
 
 
-def _said(words: str) -> tuple[str, str]:
-    """Both languages of a label, on one line each and without the signs of math."""
-    en, zh = (side.replace("$", "") for side in parts(words))
-    return " ".join(en.split()), " ".join(re.sub("(?<=[\u3000-\u9fff])\n", "", zh).split())
+def _plain(words: str) -> str:
+    """On one line, without the signs of math; Chinese has no spaces where a line breaks."""
+    lines = [line.strip() for line in words.replace("$", "").splitlines()]
+    return "".join(
+        line if not i or "\u3000" <= lines[i - 1][-1:] <= "\u9fff" else f" {line}" for i, line in enumerate(lines)
+    )

@@ -9,66 +9,63 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from .languages import label, label_html
+from course_lib.labels import markup, of, say, text
 
-Pair = tuple[str, str]
+Words = str | tuple[str, str]  # PAIRS
 _COLORS = {True: "#228833", False: "#EE7733"}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check says about an answer; it shows itself, and is true if the answer is right."""
+    """What a check says about an answer, in labels; it shows itself, and is true if the answer is right."""
 
     correct: bool
-    message: Pair  # (English, Chinese)
-    hint: Pair | None = None
+    message: str
+    hint: str | None = None
 
     def __bool__(self) -> bool:
         return self.correct
 
     def __repr__(self) -> str:
-        parts = [self._marked()] if self.hint is None else [self._marked(), self._labelled_hint()]
-        return "\n".join(label(part, separator="\n") for part in parts)
+        return "\n".join(say(part, separator="\n") for part in self._parts())
 
     def _repr_html_(self) -> str:
-        parts = [f"<div>{label_html(self._marked())}</div>"]
-        if self.hint is not None:
-            parts.append(f'<div style="opacity: 0.8; margin-top: 0.4em">{label_html(self._labelled_hint())}</div>')
+        message, *hint = (markup(part) for part in self._parts())
+        hints = "".join(f'<div style="opacity: 0.8; margin-top: 0.4em">{part}</div>' for part in hint)
         look = f"border-left: 4px solid {_COLORS[self.correct]}; padding: 0.3em 0.8em; max-width: 50em"
-        return f'<div class="course-verdict" style="{look}">{"".join(parts)}</div>'
+        return f'<div class="course-verdict" style="{look}"><div>{message}</div>{hints}</div>'
 
-    def _marked(self) -> Pair:
-        mark = "✓" if self.correct else "✗"
-        return f"{mark} {self.message[0]}", f"{mark} {self.message[1]}"
-
-    def _labelled_hint(self) -> Pair:
-        assert self.hint is not None
-        return f"Hint: {self.hint[0]}", f"提示：{self.hint[1]}"
+    def _parts(self) -> list[str]:
+        message = text("{mark} {message}", mark="✓" if self.correct else "✗", message=self.message)
+        return [message] if self.hint is None else [message, text("Hint: {hint}", hint=self.hint)]
 
 
-def right(en: str, zh: str) -> Verdict:
-    return Verdict(True, (en, zh))
+def right(message: str, *pair: str) -> Verdict:
+    """A right answer's verdict."""
+    return Verdict(True, of((message, *pair)) if pair else message)  # PAIRS
 
 
-def wrong(en: str, zh: str, hint: Pair | None = None) -> Verdict:
-    """A hint given here goes before the exercise's own."""
-    return Verdict(False, (en, zh), hint)
+def wrong(message: str, *pair: Any, hint: Words | None = None) -> Verdict:
+    """A wrong answer's; a hint given here goes before the exercise's own."""
+    if pair:  # PAIRS: the Chinese, and perhaps the hint
+        message, hint = of((message, pair[0])), pair[1] if len(pair) > 1 else hint
+    return Verdict(False, message, None if hint is None else of(hint))
 
 
-def not_answered(hint: Pair | None = None) -> Verdict:
-    return wrong("Not answered yet.", "还没有作答。", hint)
+def not_answered(hint: Words | None = None) -> Verdict:
+    return wrong("Not answered yet.", hint=hint)
 
 
 class Refused(Exception):
     """Ends a check from within a function that it calls; takes what `wrong` takes."""
 
-    def __init__(self, en: str, zh: str, hint: Pair | None = None) -> None:
-        super().__init__(en)
-        self.verdict = wrong(en, zh, hint)
+    def __init__(self, *message: Any, hint: Words | None = None) -> None:
+        super().__init__(message[0])
+        self.verdict = wrong(*message, hint=hint)
 
 
 def exercise(
-    hint: Pair, *, raised: Pair = ("It raised {}.", "它抛出了 {}。")
+    hint: Words, *, raised: Words = "It raised {error}."
 ) -> Callable[[Callable[[Any], Verdict]], Callable[[Any], Verdict]]:
     """Make the function below it a check, which takes an answer and returns a `Verdict`, whatever the answer is.
 
@@ -76,7 +73,7 @@ def exercise(
 
     Args:
         hint: shown with a wrong answer that is given no hint of its own.
-        raised: what is said of an exception, with `{}` for it.
+        raised: what is said of an exception, with `{error}` for it.
     """
 
     def made(check: Callable[[Any], Verdict]) -> Callable[[Any], Verdict]:
@@ -89,13 +86,18 @@ def exercise(
             except Refused as refused:
                 verdict = refused.verdict
             except Exception as error:
-                said = _said(error)
-                verdict = wrong(raised[0].format(said), raised[1].format(said))
-            return verdict if verdict or verdict.hint else replace(verdict, hint=hint)
+                verdict = wrong(_filled(raised, _said(error)))
+            return verdict if verdict or verdict.hint else replace(verdict, hint=of(hint))
 
         return checked
 
     return made
+
+
+def _filled(raised: Words, error: str) -> str:
+    if isinstance(raised, tuple):  # PAIRS, with {} in both
+        return text(raised[0].format(error), raised[1].format(error))
+    return text(raised, error=error)
 
 
 def _said(error: Exception) -> str:
@@ -106,7 +108,7 @@ def _said(error: Exception) -> str:
 
 
 def largest_that_fits(
-    answer: Any, sizes: Sequence[int], peak: Callable[[int], int], budget_bytes: int, wanted: Pair
+    answer: Any, sizes: Sequence[int], peak: Callable[[int], int], budget_bytes: int, wanted: Words
 ) -> tuple[int, int, int | None]:
     """Check that the answer is the largest of the sizes, in ascending order, whose peak is within the budget.
 
@@ -118,18 +120,20 @@ def largest_that_fits(
     """
     number = _number(answer)
     if number not in sizes:
-        raise Refused(*wanted)
+        raise Refused(of(wanted))
     place = sizes.index(number)
     size, here = sizes[place], peak(sizes[place])
     if here > budget_bytes:
-        raise Refused(f"Too large: {size} peaks at {here:,} bytes.", f"太大：取 {size} 时峰值是 {here:,} 字节。")
+        raise Refused(text("Too large: {size} peaks at {here:,} bytes.", size=size, here=here))
     if place + 1 == len(sizes):
         return size, here, None
     above = peak(sizes[place + 1])
     if above <= budget_bytes:
         raise Refused(
-            f"It fits, at {here:,} bytes, but so does {sizes[place + 1]}, at {above:,}.",
-            f"装得下，峰值 {here:,} 字节；但取 {sizes[place + 1]} 也装得下，峰值 {above:,} 字节。",
+            text(
+                "It fits, at {here:,} bytes, but so does {next}, at {above:,}.",
+                **{"here": here, "next": sizes[place + 1], "above": above},
+            )
         )
     return size, here, above
 
@@ -139,9 +143,9 @@ def expect_number(
     expected: float,
     *,
     tolerance: float = 0.0,
-    wrong_answers: Mapping[float, Pair] | None = None,
-    why: Pair | None = None,
-    hint: Pair | None = None,
+    wrong_answers: Mapping[float, Words] | None = None,
+    why: Words | None = None,
+    hint: Words | None = None,
 ) -> Verdict:
     """Check a number. Never raises for any answer.
 
@@ -149,7 +153,7 @@ def expect_number(
         answer: a number of any kind, a tensor with one element included; `None` and `...` mean not answered yet.
         expected: the right answer.
         tolerance: relative, for the right answer and the wrong ones.
-        wrong_answers: wrong number -> what went wrong, (English, Chinese).
+        wrong_answers: wrong number -> what went wrong.
         why: why the right answer is right; shown only with it.
         hint: shown with a wrong answer.
     """
@@ -158,15 +162,13 @@ def expect_number(
     number = _number(answer)
     if number is None:
         kind = type(answer).__name__
-        return wrong(f"One number is wanted; this is a `{kind}`.", f"需要一个数，这里得到的是 `{kind}`。", hint)
+        return wrong(text("One number is wanted; this is a `{kind}`.", kind=kind), hint=hint)
     if _close(number, expected, tolerance):
-        return right("Right.", "正确。") if why is None else right(f"Right. {why[0]}", f"正确。{why[1]}")
+        return right("Right." if why is None else text("Right. {why}", why=of(why)))
     for mistaken, reason in (wrong_answers or {}).items():
         if _close(number, mistaken, tolerance):
-            return wrong(f"Not yet. {reason[0]}", f"还不对。{reason[1]}", hint)
-    if number < expected:
-        return wrong("Not yet: too small.", "还不对：太小了。", hint)
-    return wrong("Not yet: too large.", "还不对：太大了。", hint)
+            return wrong(text("Not yet. {reason}", reason=of(reason)), hint=hint)
+    return wrong("Not yet: too small." if number < expected else "Not yet: too large.", hint=hint)
 
 
 def _number(answer: Any) -> Fraction | float | None:

@@ -1,34 +1,63 @@
-"""The lessons' GPU experiments: functions of a device and sizes that return a flat dict of numbers.
+"""The lessons' GPU experiments: functions of a device and sizes that yield flat dicts of numbers, each once measured.
 
-Every number's name ends in its unit. The functions run on a CPU too, where what only the CUDA allocator knows is left
-out: so tests run them, at small sizes.
+Every number's name ends in its unit; a string says how they were measured (which attention kernel ran). The functions
+run on a CPU too, where what only the CUDA allocator knows is left out: so tests run them, at small sizes.
 """
 
-import gc
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from course_lib._torch import wait_for
+from course_lib.labels import of, text
 from course_lib.memory import measure
 from course_lib.models import Decoder, random_tokens, seeded
 
+from .allocator import release
+
 Number = int | float
-Pair = tuple[str, str]
+Part = dict[str, Number | str]
+Words = str | tuple[str, str]  # PAIRS
 UNITS = ("bytes", "flops", "count", "seconds", "percent")  # the last word of a figure's name; the first three are whole
 
 #: What is measured of an arm: the figure is called `<arm>_<quantity>`, its label is "arm: quantity".
 QUANTITIES = {
-    "predicted_bytes": ("predicted peak", "预测峰值"),
-    "peak_bytes": ("peak of tensors", "张量峰值"),
-    "allocator_peak_bytes": ("allocator's peak", "分配器峰值"),
-    "seconds": ("time", "时间"),
+    "predicted_bytes": "predicted peak",
+    "peak_bytes": "peak of tensors",
+    "allocator_peak_bytes": "allocator's peak",
+    "seconds": "time",
 }
 #: A decoder whose step takes a second on any device, for the tests.
 TINY = {"vocabulary": 64, "hidden": 32, "heads": 2, "layers": 2, "sequence": 16, "batch": 2}
+
+
+#: What is halved where there is no room, the first of these that is above its small size.
+HALVED = ("batch", "megabytes", "lengths", "layers", "sequence")
+#: The GPU spins for so long, 20 ms or so, while Python queues up what is timed.
+SPIN_CYCLES = 40_000_000
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an experiment has found so far.
+
+    Attributes:
+        figures: name -> number.
+        sizes: what it was run with.
+        notes: name -> what else there is to know of the figures.
+    """
+
+    figures: dict[str, Number]
+    sizes: dict[str, Any]
+    notes: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -36,38 +65,83 @@ class Experiment:
     """One GPU experiment of a lesson.
 
     Attributes:
-        function: takes a device, and sizes by keyword; returns name -> number.
-        title: (English, Chinese).
-        labels: name of a figure -> (English, Chinese); a `{}` stands for whatever the name has there.
+        function: takes a device, and sizes by keyword; yields name -> number, or string.
+        title: a label.
+        labels: name of a figure -> its label; a placeholder in the name is whatever stands there, and in the label too.
         sizes, small: what it is run with; small ones take a second on any device.
     """
 
     lesson: str
     name: str
-    function: Callable[..., dict[str, Number]]
-    title: Pair
-    labels: dict[str, Pair]
+    function: Callable[..., Iterator[Part]]
+    title: Words
+    labels: dict[str, Words]
     sizes: dict[str, Any]
     small: dict[str, Any]
 
-    def run(self, device: str | torch.device = "cuda", *, small: bool = False) -> dict[str, Number]:
+    def run(
+        self, device: str | torch.device = "cuda", *, small: bool = False, found: Callable[[Run], object] | None = None
+    ) -> Run:
         """Its figures, from the same random numbers every time; the generators are as they were after it.
 
+        Where there is no room for it, it starts again with half the batch, then with fewer layers, then shorter.
+
+        Args:
+            found: called with all that has been found whenever there is more of it.
+
         Raises:
+            MemoryError: there is no room for it at any size.
             ValueError: one of the figures has no unit, or is no finite number of its unit's kind.
         """
-        with seeded(0):
-            values = self.function(torch.device(device), **(self.small if small else self.sizes))
-        for name, value in values.items():
-            check_figure(f"{self.lesson} {self.name}: {name}", value)
-        return values
+        device, sizes = torch.device(device), self.small if small else self.sizes
+        while True:
+            try:
+                release(device)
+                with seeded(0):
+                    for run in self._parts(device, sizes):
+                        if found is not None:
+                            found(run)
+                return run
+            except (MemoryError, RuntimeError) as error:
+                if not _is_lack_of_memory(error):
+                    raise
+                problem, less = in_short(error), self._less(sizes)
+                if less is None:
+                    raise MemoryError(f"there is no room for it at any size ({problem})") from None
+            finally:
+                release(device)
+            sizes = less  # here, because the error in hand above holds the tensors of the failed attempt
 
-    def label_of(self, figure: str) -> Pair:
-        """What a figure is called in both languages; its name as `code` where nobody has said."""
-        for pattern, (en, zh) in self.labels.items():
+    def _parts(self, device: torch.device, sizes: dict[str, Any]) -> Iterator[Run]:
+        figures: dict[str, Number] = {}
+        notes: dict[str, str] = {}
+        for part in self.function(device, **sizes):
+            for name, value in part.items():
+                if isinstance(value, str):
+                    notes[name] = value
+                else:
+                    check_figure(f"{self.lesson} {self.name}: {name}", value)
+                    figures[name] = value
+            yield Run(dict(figures), sizes, dict(notes))
+
+    def _less(self, sizes: dict[str, Any]) -> dict[str, Any] | None:
+        """The next smaller sizes; None if they are small."""
+        for name in HALVED:
+            if name in sizes:
+                given = sizes[name]
+                half = tuple(n // 2 for n in given) if isinstance(given, tuple) else given // 2
+                if half >= self.small[name]:
+                    return {**sizes, name: half}
+        return None
+
+    def label_of(self, figure: str) -> str:
+        """What a figure is called; its name as `code` where nobody has said."""
+        for pattern, words in self.labels.items():
             if match := _match(pattern, figure):
-                return en.format(*match.groups()), zh.format(*match.groups())
-        return f"`{figure}`", f"`{figure}`"
+                if isinstance(words, tuple):  # PAIRS, with {} in both
+                    return text(words[0].format(*match.groups()), words[1].format(*match.groups()))
+                return text(words, **match.groupdict())
+        return f"`{figure}`"
 
     def in_order(self, values: dict[str, Number]) -> dict[str, Number]:
         """Sorted by label, then by the numbers in the name (512 before 1024): a recording is sorted by letters."""
@@ -80,43 +154,120 @@ class Experiment:
 
 
 def experiment(
-    *, title: Pair, sizes: dict, small: dict, arms: dict[str, Pair] | None = None, labels: dict[str, Pair] | None = None
+    *,
+    title: Words,
+    sizes: dict,
+    small: dict,
+    arms: dict[str, Words] | None = None,
+    labels: dict[str, Words] | None = None,
 ) -> Callable[[Callable], Experiment]:
     """Make the function below it a GPU experiment of the lesson in whose module it stands, under its own name.
 
     Args:
         title, sizes, small, labels: as in `Experiment`.
-        arms: name -> (English, Chinese) of each arm, for labels of its `QUANTITIES`.
+        arms: name -> label of each arm, for labels of its `QUANTITIES`.
     """
     derived = {
-        f"{arm}_{quantity}": (f"{en}: {what[0]}", f"{zh}：{what[1]}")
-        for arm, (en, zh) in (arms or {}).items()
+        f"{arm}_{quantity}": text("{arm}: {quantity}", arm=of(words), quantity=what)
+        for arm, words in (arms or {}).items()
         for quantity, what in QUANTITIES.items()
     }
 
-    def made(function: Callable[..., dict[str, Number]]) -> Experiment:
-        lesson = function.__module__[-2:]
+    def made(function: Callable[..., Iterator[Part]]) -> Experiment:
+        lesson = function.__module__.rpartition("lesson_")[2][:2]  # of a package's part, too
         return Experiment(lesson, function.__name__, function, title, {**(labels or {}), **derived}, sizes, small)
 
     return made
 
 
-def measured(arm: str, step: Callable[[], object], **held: object) -> dict[str, Number]:
-    """The figures of one arm: `measure(step)`, whose keyword arguments may follow."""
-    found = measure(step, **held)
-    return {
-        f"{arm}_peak_bytes": found.peak_bytes,
-        f"{arm}_allocator_peak_bytes": found.allocator_peak_bytes,
-        f"{arm}_seconds": found.seconds,
-    }
+def peaks(arm: str, step: Callable[[], object], **held: object) -> dict[str, Number]:
+    """The peaks of one arm, as `measure(step)` finds them, whose keyword arguments may follow."""
+    found = measure(step, repeats=1, **held)
+    return {f"{arm}_peak_bytes": found.peak_bytes, f"{arm}_allocator_peak_bytes": found.allocator_peak_bytes}
+
+
+def seconds(device: torch.device, arms: Mapping[str, Callable[[], object]], rounds: int = 5) -> dict[str, Number]:
+    """The median seconds of each arm: in turns, a call of each in every round, from either end; the first warms up."""
+    taken: dict[str, list[float]] = {arm: [] for arm in arms}
+    for i in range(rounds + 1):
+        for arm in list(arms)[:: 1 if i % 2 else -1]:
+            taken[arm].append(_clocked(device, arms[arm]))
+    return {f"{arm}_seconds": statistics.median(times[1:]) for arm, times in taken.items()}
+
+
+def compared(device: torch.device, arms: Mapping[str, Callable[[], object]], **held: object) -> Iterator[Part]:
+    """The `peaks` of each arm, one after the other, and then the `seconds` of all."""
+    for arm, step in arms.items():
+        yield peaks(arm, step, **held)
+    yield seconds(device, arms)
+
+
+def _clocked(device: torch.device, step: Callable[[], object]) -> float:
+    """Seconds of a step; on CUDA from when the GPU begins, so that Python is not timed where it runs ahead."""
+    wait_for(device)
+    if device.type != "cuda":
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SPIN_CYCLES)
+    began.record()
+    step()
+    wait_for(device)  # for copies in other streams as well
+    ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
+
+
+class AttentionKernels(TorchDispatchMode):
+    """Which kernels `F.scaled_dot_product_attention` has run inside the block: `str()` of it names them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if match := re.fullmatch(r"aten::_scaled_dot_product_(\w+_attention)(_for_cpu)?", func.name()):
+            self.seen[match[1].upper()] = None
+        return func(*args, **(kwargs or {}))
+
+    def __str__(self) -> str:
+        return ", ".join(self.seen) or "MATH"
 
 
 def decoder_and_tokens(device: torch.device, *, batch: int, **sizes: Any) -> tuple[Decoder, torch.Tensor]:
-    """A decoder and the tokens of one step, on the device."""
-    model = Decoder(**sizes).to(device)
-    tokens = random_tokens(batch, sizes["sequence"], sizes["vocabulary"]).to(device)
-    gc.collect()  # the parameters' CPU twins, where modules refer to each other
-    return model, tokens
+    """A decoder and the tokens of one step, made on the device."""
+    with device:
+        model = Decoder(**sizes)
+    return model, random_tokens(batch, sizes["sequence"], sizes["vocabulary"]).to(device)
+
+
+def need_host_memory(count: int) -> None:
+    """Refuse to pin so many bytes where there are not as many: the system would end the process instead.
+
+    Raises:
+        MemoryError: as said.
+    """
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
+    except OSError:  # not Linux
+        return
+    free = 1024 * int(found[1]) if found else count
+    if count > free:
+        raise MemoryError(f"it pins {count / 1e9:.0f} GB of host memory, of which {free / 1e9:.0f} GB are free")
+
+
+def in_short(error: BaseException) -> str:
+    """An error's first sentence, with its kind."""
+    said = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {said[0].split('. ')[0]}"
+
+
+def _is_lack_of_memory(error: BaseException) -> bool:
+    """Also what cuBLAS, and the driver for pinned memory, say in other words."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        words in str(error) for words in ("out of memory", "ALLOC_FAILED")
+    )
 
 
 def check_figure(name: str, value: object) -> None:
@@ -134,4 +285,5 @@ def check_figure(name: str, value: object) -> None:
 
 
 def _match(pattern: str, figure: str) -> re.Match | None:
-    return re.fullmatch(re.escape(pattern).replace(r"\{\}", "(.+)"), figure)
+    named = re.sub(r"\\{(\w*)\\}", lambda found: f"(?P<{found[1]}>.+)" if found[1] else "(.+)", re.escape(pattern))
+    return re.fullmatch(named, figure)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from course_lib import labels
 from course_lib.memory import CATEGORY_COLORS, CATEGORY_HATCHES
-
-from .languages import label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,25 +54,17 @@ _STYLE = {
     "savefig.dpi": "figure",
 }
 
-CATEGORY_NAMES = {
-    "parameter": ("parameter", "参数"),
-    "buffer": ("buffer", "缓冲区"),
-    "gradient": ("gradient", "梯度"),
-    "optimizer": ("optimizer state", "优化器状态"),
-    "activation": ("activation", "激活值"),
-    "temporary": ("temporary", "临时张量"),
-    "input": ("input", "输入"),
-}
-PHASE_NAMES = {"forward": ("forward", "前向"), "backward": ("backward", "反向"), "optimizer": ("optimizer", "优化器")}
+CATEGORY_NAMES = {**{name: name for name in CATEGORY_COLORS}, "optimizer": "optimizer state"}
+PHASE_NAMES = {name: name for name in ("forward", "backward", "optimizer")}
 
 
-def category_label(name: str) -> str:
-    """A category of bytes, or a phase, in the current language ("optimizer" is the optimizer state here).
+def category_label(name: str) -> labels.Label:
+    """The label of a category of bytes, or of a phase ("optimizer" is the optimizer state here).
 
     Raises:
         ValueError: an unknown name.
     """
-    return label(_name({**PHASE_NAMES, **CATEGORY_NAMES}, name))
+    return _label({**PHASE_NAMES, **CATEGORY_NAMES}, name)
 
 
 def category_look(name: str) -> dict[str, Any]:
@@ -82,17 +73,17 @@ def category_look(name: str) -> dict[str, Any]:
     return {**look, "edgecolor": _HATCH_COLOR, "linewidth": 0}
 
 
-def phase_label(name: str) -> str:
-    """A phase of the training step in the current language: forward, backward or optimizer.
+def phase_label(name: str) -> labels.Label:
+    """The label of a phase of the training step: forward, backward or optimizer.
 
     Raises:
         ValueError: an unknown name.
     """
-    return label(_name(PHASE_NAMES, name))
+    return _label(PHASE_NAMES, name)
 
 
 def figure(
-    title: tuple[str, str] | str | None = None,
+    title: str | None = None,
     *,
     rows: int = 1,
     columns: int = 1,
@@ -100,15 +91,17 @@ def figure(
     height: float = 3.4,
     sharex: bool = False,
     sharey: bool = False,
-    alt: tuple[str, str] | None = None,
+    alt: str | None = None,
 ) -> "tuple[Figure, Any]":
-    """A figure in the course's style, Chinese included.
+    """A figure in the course's style, which a notebook shows once in each language.
+
+    It is drawn with English labels; those in Chinese are put in their places when it is shown.
 
     The first figure puts the style into matplotlib's `rcParams`, because labels that are set later take their font from
     there; change them after that, and your changes stay.
 
     Args:
-        title: the message of the figure, not its axes; in both languages the English line stands above the Chinese one.
+        title: the message of the figure, not its axes.
         width, height: inches, at 100 dots an inch.
         alt: what the picture shows, in sentences, for readers who do not see it; the title is said before it. Left out,
             kinds of drawing, axes and labels are said: write one where that is too little.
@@ -121,7 +114,7 @@ def figure(
         rows, columns, figsize=(width, height), dpi=100, sharex=sharex, sharey=sharey, layout="constrained"
     )
     if title is not None:
-        drawn.suptitle(label(title, separator="\n"), x=0.012, ha="left", linespacing=1.35)
+        drawn.suptitle(labels.of(title), x=0.012, ha="left", linespacing=1.35)
     drawn.course_alt = alt
     return drawn, axes
 
@@ -140,7 +133,7 @@ def predicted_and_measured(
     x: Sequence[float],
     predicted: Callable[[int], float] | Sequence[float] | None,
     measured: Sequence[float],
-    name: str | tuple[str, str],
+    name: str,
     *,
     color: str | None = None,
 ) -> None:
@@ -153,7 +146,7 @@ def predicted_and_measured(
         x: positions of the points.
         predicted: values of the line, or the formula itself for a smooth one; None to draw the points only.
         measured: values of the points, in the same unit.
-        name: English, or an (English, Chinese) pair.
+        name: the label of the points.
         color: instead of the course's colour for measurements; the line is the same, lighter.
     """
     color = color or COLORS["measured"]
@@ -166,15 +159,15 @@ def predicted_and_measured(
     ax.plot(x, measured, "o", color=color, zorder=3)
     end = (x[-1], measured[-1])
     written = ax.annotate(
-        label(name), end, xytext=(8, 0), textcoords="offset points", va="center", color=color, annotation_clip=False
+        labels.of(name), end, xytext=(8, 0), textcoords="offset points", va="center", color=color, annotation_clip=False
     )
     written.course_ends = (f"{measured[0]:,.4g}", f"{measured[-1]:,.4g}")
 
 
-def _name(names: Mapping[str, tuple[str, str]], name: str) -> tuple[str, str]:
+def _label(names: Mapping[str, str], name: str) -> labels.Label:
     if name not in names:
         raise ValueError(f"{name!r} is none of {', '.join(names)}")
-    return names[name]
+    return labels.text(names[name])
 
 
 def _pyplot() -> Any:

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-from .experiments import Experiment
-from .languages import label, label_html
-from .recorded import Figures
-from .tables import NumberText, Table
+from course_lib.labels import Label, markup, say, text
 
-Pair = tuple[str, str]
+from .experiments import Experiment
+from .recorded import Figures
+from .tables import NumberText, Table, Words
 
 
 class GpuFigures:
@@ -24,7 +23,7 @@ class GpuFigures:
     def __repr__(self) -> str:
         texts = []
         for titles, item, found in self._blocks():
-            lines = [*map(label, titles), *(label(line, separator="\n") for line in _origin(found))]
+            lines = [*map(say, titles), *(say(line, separator="\n") for line in _origin(found))]
             texts.append("\n".join([*lines, repr(_table(item, found))] if found.values else lines))
         return "\n\n".join(texts)
 
@@ -34,14 +33,14 @@ class GpuFigures:
             table = _table(item, found)._repr_html_() if found.values else ""
             if table is None:
                 return None  # no pandas here: the text is shown instead
-            heads = "".join(f"<div><strong>{label_html(title)}</strong></div>" for title in titles)
-            origin = "".join(f"<div>{label_html(line)}</div>" for line in _origin(found))
+            heads = "".join(f"<div><strong>{markup(title)}</strong></div>" for title in titles)
+            origin = "".join(f"<div>{markup(line)}</div>" for line in _origin(found))
             texts.append(f'<div style="margin: 0.6em 0">{heads}{origin}{table}</div>')
         return f'<div class="course-gpu">{"".join(texts)}</div>'
 
-    def _blocks(self) -> list[tuple[list[Pair], Experiment, Figures]]:
+    def _blocks(self) -> list[tuple[list[Words], Experiment, Figures]]:
         """Each experiment by itself; those without figures for the same reason together."""
-        blocks: list[tuple[list[Pair], Experiment, Figures]] = []
+        blocks: list[tuple[list[Words], Experiment, Figures]] = []
         for item, found in self._parts:
             if blocks and not found.values and blocks[-1][2] == found:
                 blocks[-1][0].append(item.title)
@@ -50,27 +49,29 @@ class GpuFigures:
         return blocks
 
 
-def _origin(found: Figures) -> list[Pair]:
+def _origin(found: Figures) -> list[Label]:
     """Where the figures are from."""
-    lines: list[Pair] = []
+    lines = []
+    measured = {"gpu": found.gpu, "torch": found.torch, "date": found.date}
     if found.problem is not None:
-        lines.append(
-            (f"The GPU here could not run it ({found.problem}).", f"本机的 GPU 无法运行这项实验（{found.problem}）。")
-        )
+        lines.append(text("The GPU here could not run it ({problem}).", problem=found.problem))
     if found.source == "live":
-        en = f"Measured now on {found.gpu}, torch {found.torch}, {found.date}."
-        zh = f"刚刚在 {found.gpu} 上测得，torch {found.torch}，{found.date}。"
+        lines.append(text("Measured now on {gpu}, torch {torch}, {date}.", **measured))
     elif found.source == "recorded":
-        en = f"Recorded on {found.gpu}, torch {found.torch}, {found.date}; not measured on this machine."
-        zh = f"{found.gpu} 上的记录，torch {found.torch}，{found.date}；不是在本机上测得的。"
+        lines.append(text("Recorded on {gpu}, torch {torch}, {date}; not measured on this machine.", **measured))
     else:
-        en = "No recording yet: run `make gpu` on a machine with a GPU."
-        zh = "还没有记录：请在有 GPU 的机器上运行 `make gpu`。"
-    return [*lines, (en, zh)]
+        lines.append(text("No recording yet: run `make gpu` on a machine with a GPU."))
+    if found.smaller:
+        sizes = ", ".join(f"{name} {value}" for name, value in found.smaller.items())
+        lines.append(text("Made smaller, to fit: {sizes}.", sizes=sizes))
+    if found.notes:
+        notes = ", ".join(f"{name}: {value}" for name, value in found.notes.items())
+        lines.append(text("What ran: {notes}.", notes=notes))
+    return lines
 
 
 def _table(item: Experiment, found: Figures) -> Table:
-    columns = [("figure", "项目"), ("value", "数值"), ("bytes", "字节")]
+    columns = ["figure", "value", "bytes"]
     rows = [(item.label_of(name), *map(NumberText, _cells(name, value))) for name, value in found.values.items()]
     values = [(name, value, value if name.endswith("bytes") else None) for name, value in found.values.items()]
     return Table(columns, rows, values=values)

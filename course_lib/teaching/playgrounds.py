@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .languages import text
+from course_lib.labels import say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -14,16 +14,20 @@ def playground(draw: Callable[..., "Figure"], sliders: Callable[[Any], dict[str,
 
     Args:
         draw: makes the picture.
-        sliders: from the module `ipywidgets` to a widget for each of the picture's arguments.
+        sliders: from the module `ipywidgets` to a widget for each of the picture's arguments; their descriptions are
+            labels, said in the language in force.
     """
     try:
         import ipywidgets
         from IPython.display import display
     except ImportError:
-        print(text("The sliders need JupyterLab.", "滑块需要在 JupyterLab 中使用。"))
+        print(say("The sliders need JupyterLab."))
         return
 
     def show(**chosen: Any) -> None:
         display(draw(**chosen))
 
-    ipywidgets.interact(show, **sliders(ipywidgets))
+    made = sliders(ipywidgets)
+    for widget in made.values():
+        widget.description = say(widget.description)
+    ipywidgets.interact(show, **made)

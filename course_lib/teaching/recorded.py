@@ -3,16 +3,22 @@
 A recording is `course_lib/recordings/<gpu>.json`; the folder holds nothing else.
 """
 
+import importlib.metadata
 import json
+import os
+import platform
 import re
 import subprocess
+import time
 from dataclasses import dataclass, field
 from datetime import date
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from .experiments import Experiment, Number
+from .experiments import Experiment, Number, Run, in_short
 
 FOLDER = Path(__file__).parents[1] / "recordings"
 
@@ -26,6 +32,8 @@ class Figures:
         values: name -> number, in the order of the experiment's labels; empty if there are none.
         gpu, torch, date: of the measurement; None if there is none.
         problem: the GPU here and why it could not run the experiment; None if it could, or if there is no GPU.
+        smaller: the sizes that had to be smaller than the experiment's own.
+        notes: what else is said of the figures, such as which attention kernel ran.
     """
 
     source: str
@@ -34,6 +42,8 @@ class Figures:
     torch: str | None = None
     date: str | None = None
     problem: str | None = None
+    smaller: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
 
 
 def figures(item: Experiment, folder: Path = FOLDER) -> Figures:
@@ -46,55 +56,133 @@ def figures(item: Experiment, folder: Path = FOLDER) -> Figures:
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_name()
         try:
-            return Figures("live", item.in_order(item.run()), gpu, str(torch.__version__), _today())
-        except RuntimeError as error:  # too little memory, too old for this torch: a lesson goes on, and says so
-            problem = f"{gpu}: {str(error).splitlines()[0].split('. ')[0]}"
-    recordings = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
-    for recording in sorted(recordings, key=lambda each: each["date"], reverse=True):
-        if values := recording["figures"].get(item.lesson, {}).get(item.name):
-            origin = (recording["gpu"], recording["torch"], recording["date"])
-            return Figures("recorded", item.in_order(values), *origin, problem)
-    return Figures("none", problem=problem)
+            run = item.run()
+        except (RuntimeError, MemoryError) as error:  # no room, too old for this torch: a lesson goes on, and says so
+            problem = f"{gpu}: {in_short(error)}"
+        else:
+            found = {"figures": run.figures, "sizes": run.sizes, "notes": run.notes}
+            return _as_figures(item, found | {"torch": str(torch.__version__), "date": _today()}, "live", gpu)
+    latest: tuple[str, str, dict] | None = None
+    for path in sorted(Path(folder).glob("*.json")):
+        recording = json.loads(path.read_text(encoding="utf-8"))
+        found = recording["experiments"].get(item.lesson, {}).get(item.name)
+        if found and (latest is None or found["date"] > latest[0]):
+            latest = found["date"], recording["gpu"], found
+    if latest is None:
+        return Figures("none", problem=problem)
+    return _as_figures(item, latest[2], "recorded", latest[1], problem)
 
 
-def record(item: Experiment, values: dict[str, Number], *, command: str, folder: Path = FOLDER) -> Path:
+def _as_figures(item: Experiment, found: dict, source: str, gpu: str, problem: str | None = None) -> Figures:
+    smaller = {name: value for name, value in _plain(found["sizes"]).items() if value != _plain(item.sizes).get(name)}
+    values = item.in_order(found["figures"])
+    return Figures(source, values, gpu, found["torch"], found["date"], problem, smaller, found["notes"])
+
+
+def record(
+    item: Experiment, run: Run, *, command: str, folder: Path = FOLDER, device: str = "cuda", finished: bool = True
+) -> Path:
     """Write an experiment's figures to `folder`/<gpu>.json, with all that says where they are from.
 
-    Figures of other experiments that the file has stay, if they were made with the same torch and driver.
+    What the file has of other experiments stays. What it has of this one is replaced once this run is `finished`; until
+    then new figures are added to it if sizes and software are the same, and stand under "unfinished" if they are not.
+    The file is replaced as a whole, so that an interrupt leaves the old one or the new one.
 
     Args:
         command: what was run.
+        device: "cpu" for tests, whose figures belong to no GPU.
 
     Returns:
         The file. The same figures give the same bytes, whatever their order.
     """
-    gpu = torch.cuda.get_device_name()
+    gpu, total = "CPU", 0
+    if torch.device(device).type == "cuda":
+        gpu, total = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
     path = Path(folder) / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
-    recording = {
-        "gpu": gpu,
-        "gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory,
-        "driver": _driver(),
-        "torch": str(torch.__version__),
-    }
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    same_machine = recording.items() <= before.items()
-    kept = before["figures"] if same_machine else {}
-    found = kept | {item.lesson: kept.get(item.lesson, {}) | {item.name: values}}
-    recording |= {"date": _today(), "command": command, "figures": found}
+    recording = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"experiments": {}}
+    same = {"sizes": _plain(run.sizes), **provenance(device)}
+    entry = same | {"figures": run.figures, "notes": run.notes, "date": _today(), "command": command}
+    before = recording["experiments"].get(item.lesson, {}).get(item.name)
+    measured = {"link_bytes_per_second"}  # a little different every time
+    added = before is None or all(before[key] == value for key, value in same.items() if key not in measured)
+    if added and before and not finished:
+        entry["figures"] = before["figures"] | run.figures
+    recording.get("unfinished", {}).pop(f"{item.lesson}.{item.name}", None)
+    if added or finished:
+        recording["experiments"].setdefault(item.lesson, {})[item.name] = entry
+    else:
+        recording.setdefault("unfinished", {})[f"{item.lesson}.{item.name}"] = entry
+    recording |= {"gpu": gpu, "gpu_memory_bytes": total}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(recording, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
+    new = path.with_suffix(".new")
+    try:
+        new.write_text(json.dumps(recording, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
     return path
+
+
+@cache
+def provenance(device: str = "cuda") -> dict[str, Any]:
+    """The software and the machine, as far as figures may depend on them; asked once in a process."""
+    cuda = torch.device(device).type == "cuda"
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": _said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        "commit": _said_by("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"),
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "link_bytes_per_second": _link(torch.device(device)) if cuda else None,
+    }
+
+
+def _plain(sizes: dict[str, Any]) -> dict[str, Any]:
+    """As they come back from a recording: with lists for tuples."""
+    return json.loads(json.dumps(sizes))
 
 
 def _today() -> str:
     return date.today().isoformat()
 
 
-def _driver() -> str:
-    """The version of the GPU's driver; "unknown" where it does not tell."""
+def _version(package: str) -> str | None:
     try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        answer = []
-    return answer[0] if answer else "unknown"
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _said_by(*command: str) -> str | None:
+    """The first word that a program prints; None where it cannot."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def _cpu() -> str:
+    try:
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        found = None
+    return f"{found[1] if found else platform.machine()}, {os.cpu_count()} threads"
+
+
+def _link(device: torch.device) -> dict[str, int]:
+    """Bytes a second of one large copy each way between pinned host memory and the GPU, to three digits."""
+    below = torch.empty(256 * 10**6, dtype=torch.uint8, pin_memory=True)
+    above = torch.empty_like(below, device=device)
+    rates = {}
+    for way, target, source in (("up", above, below), ("down", below, above)):
+        for _ in range(3):  # the last one counts
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(device)
+            rates[way] = int(float(f"{below.nbytes / (time.perf_counter() - start):.3g}"))
+    return rates

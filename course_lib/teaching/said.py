@@ -15,16 +15,18 @@ OUTCOMES = ("fails", "partly", "holds")
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim; all but the outcome in both languages, (English, Chinese).
+    """One claim; all but the outcome are labels, the source as it is cited: left out, the teaching documents that the
+    course grew from.
 
     Raises:
         ValueError: the outcome is none of `OUTCOMES`.
     """
 
-    claim: tuple[str, str]
-    experiment: tuple[str, str]
-    verdict: tuple[str, str]
+    claim: Words
+    experiment: Words
+    verdict: Words
     outcome: str
+    source: str = "teaching documents"
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:
@@ -32,13 +34,16 @@ class Claim:
 
 
 def what_you_may_have_read(claims: Sequence[Claim], *measured: Words) -> Table:
-    """The table of claims, with what has been measured for each: a string, or an (English, Chinese) pair.
+    """The table of claims, with what has been measured for each, as labels.
 
     Raises:
         ValueError: there are not as many measured figures as claims.
     """
     if len(measured) != len(claims):
         raise ValueError(f"there are {len(measured)} figures for {len(claims)} claims")
-    columns = [("claim", "说法"), ("experiment", "实验"), ("measured", "实测"), ("verdict", "结论")]
-    rows = [(each.claim, each.experiment, figure, each.verdict) for each, figure in zip(claims, measured, strict=True)]
+    columns = ["claim", "source", "experiment", "measured", "verdict"]
+    rows = [
+        (each.claim, each.source, each.experiment, figure, each.verdict)
+        for each, figure in zip(claims, measured, strict=True)
+    ]
     return Table(columns, rows)

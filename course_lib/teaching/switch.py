@@ -1,7 +1,8 @@
 """The language switch in a notebook's first cell."""
 
-from .alt import show_with_alt_text
-from .languages import choose
+from course_lib.labels import choose
+
+from .pictures import show_in_both_languages
 
 # What stands once per language. Anything else with a `lang` is for every reader: a picture, the switch's own
 # labels, a section that is there in English only.
@@ -53,11 +54,11 @@ class Switch:
         )
 
 
-def language(default: str = "both") -> None:
-    """Show the language switch, and set the language of `text`, figures and plain tables.
+def language(default: str = "en") -> None:
+    """Show the language switch, and set the language of plain text.
 
-    The switch works on the cells of its own notebook, without a kernel. It cannot redraw a figure: figures and plain
-    text keep the language they were made in. Without IPython one line is printed instead.
+    The switch works on the cells of its own notebook, without a kernel; from now on figures are shown in a notebook
+    once in each language. Plain text keeps the language it was printed in. Without IPython one line is printed instead.
 
     Args:
         default: "en", "zh" or "both"; the environment variable COURSE_LANG, where set, goes before it.
@@ -72,4 +73,4 @@ def language(default: str = "both") -> None:
         print(switch)
     else:
         display(switch)
-        show_with_alt_text()
+        show_in_both_languages()

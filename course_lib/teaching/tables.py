@@ -1,28 +1,27 @@
 """Tables of results: pandas lays them out, this module says what stands in them, in both languages."""
 
+import html
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from course_lib.labels import markup, of, say, text
 from course_lib.memory import show
 
-from .languages import label, label_html
-
-Words = str | tuple[str, str]
+Words = str | tuple[str, str]  # PAIRS
 _UNITS = {
     "bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30,
     "FLOPs": 1, "MFLOPs": 10**6, "GFLOPs": 10**9, "TFLOPs": 10**12,
 }  # fmt: skip
-_CHINESE_UNITS = {"bytes": "字节"}
 
 
 class Table(show.Table):
     """A table that shows itself in both languages: HTML in a notebook, aligned text elsewhere.
 
     Args:
-        columns: headings, each a string or an (English, Chinese) pair.
-        rows: cells as they are to be shown: strings or pairs; numbers are shown as they are.
+        columns: headings.
+        rows: cells as they are to be shown: labels; numbers are shown as they are.
         values: what `data` holds, where that is more than what is shown; `rows` if left out.
 
     Raises:
@@ -38,11 +37,11 @@ class Table(show.Table):
         for row in [*self._shown, *self._values]:
             if len(row) != len(self._headings):
                 raise ValueError(f"a row has {len(row)} cells, but there are {len(self._headings)} columns: {row!r}")
-        self.columns = [heading[0] if isinstance(heading, tuple) else heading for heading in self._headings]
+        self.columns = [str(of(heading)) for heading in self._headings]
 
     def rows(self) -> list[Sequence]:
         """The unrounded values."""
-        return [[_in_words(cell) if isinstance(cell, tuple) else cell for cell in row] for row in self._values]
+        return [[say(cell) if isinstance(cell, str | tuple) else cell for cell in row] for row in self._values]
 
     @property
     def data(self) -> Any:
@@ -50,8 +49,8 @@ class Table(show.Table):
         return self.frame()
 
     def __str__(self) -> str:
-        headings = [label(heading) for heading in self._headings]
-        rows = [[_in_words(cell) for cell in row] for row in self._shown]
+        headings = [say(heading) for heading in self._headings]
+        rows = [[_said(cell) for cell in row] for row in self._shown]
         if any(len(cell) > 60 for row in rows for cell in row):  # sentences: one below the other, not side by side
             items = ("\n".join(f"{name}: {cell}" for name, cell in zip(headings, row, strict=True)) for row in rows)
             return "\n\n".join(items)
@@ -87,7 +86,7 @@ class NumberText(str):
 
 
 def table(columns: Sequence[Words], rows: Iterable[Sequence[Any]]) -> Table:
-    """Any table: headings and cells are strings, numbers or (English, Chinese) pairs."""
+    """Any table: headings and cells are labels or numbers; names from code stand in `backquotes`."""
     rows = [list(row) for row in rows]
     return Table(columns, ([_plain_number(cell) for cell in row] for row in rows), values=rows)
 
@@ -98,7 +97,7 @@ def compare(
     """Measurements side by side, each against the first.
 
     Args:
-        measurements: name -> measurement, for names in two languages: `compare({("plain", "普通"): plain})`.
+        measurements: label -> measurement, for labels that are no names in Python.
         seconds: also show time and device. They differ from run to run: the cell needs `nbval-ignore-output`.
         workspace: also show what the operators' own workspace adds to the peak; it differs from machine to machine.
         named: name=measurement.
@@ -113,17 +112,11 @@ def compare(
     if not arms:
         raise ValueError("compare needs at least one measurement, as in compare(plain=measure(step))")
     first = next(iter(arms.values()))
-    columns: list[Words] = [
-        ("", ""),
-        ("peak, MB", "峰值，MB"),
-        ("vs first", "与首行之比"),
-        ("GFLOPs", "GFLOPs"),
-        ("FLOPs vs first", "FLOPs 与首行之比"),
-    ]
+    columns: list[Words] = ["", "peak, MB", "vs first", "GFLOPs", "FLOPs vs first"]
     if workspace:
-        columns += [("workspace, MB", "工作区，MB"), ("allocator's peak, MB", "分配器峰值，MB")]
+        columns += ["workspace, MB", "allocator's peak, MB"]
     if seconds:
-        columns += [("seconds", "秒"), ("device", "设备")]
+        columns += ["seconds", "device"]
 
     shown, values = [], []
     for name, arm in arms.items():
@@ -157,13 +150,7 @@ def predictions(
         if unit not in _UNITS:
             raise ValueError(f"unit is {unit!r}, but must be one of {', '.join(_UNITS)}; or give `scale`")
         scale = _UNITS[unit]
-    chinese = _CHINESE_UNITS.get(unit, unit)
-    columns: list[Words] = [
-        ("", ""),
-        (f"predicted, {unit}", f"预测，{chinese}"),
-        (f"measured, {unit}", f"实测，{chinese}"),
-        ("error, %", "误差，%"),
-    ]
+    columns: list[Words] = ["", text("predicted, {unit}", unit=unit), text("measured, {unit}", unit=unit), "error, %"]
     shown, values = [], []
     for name, predicted, measured in rows:
         error = _error_percent(predicted, measured)
@@ -217,11 +204,11 @@ def _is_number(cell: Any) -> bool:
     return isinstance(cell, NumberText) or (isinstance(cell, numbers.Real) and not isinstance(cell, bool))
 
 
-def _in_words(cell: Any) -> str:
-    return label(cell) if isinstance(cell, tuple) else str(cell)
+def _said(cell: Any) -> str:
+    return str(cell) if isinstance(cell, NumberText) else say(cell)
 
 
 def _cell(cell: Any, right: bool) -> str:
     """A table cell's HTML. The <div> carries the alignment, because pandas gives its cells no style of their own."""
     look = "text-align: right; white-space: nowrap" if right else "text-align: left; max-width: 28em"
-    return f'<div style="{look}">{label_html(cell if isinstance(cell, tuple) else str(cell))}</div>'
+    return f'<div style="{look}">{html.escape(cell) if isinstance(cell, NumberText) else markup(cell)}</div>'

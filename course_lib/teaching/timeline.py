@@ -4,8 +4,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from course_lib.labels import Label, listed, of, text
+
 from .figures import CATEGORY_NAMES, PHASE_NAMES, category_label, category_look, figure, shown_once
-from .languages import label, parts, text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,10 +18,10 @@ _PHASE_COLORS = {"forward": "#DCE6F0", "backward": "#F6DFE0", "optimizer": "#EBD
 
 
 def timelines(
-    meters: "Mapping[str | tuple[str, str], Any] | None" = None,
+    meters: "Mapping[str, Any] | None" = None,
     /,
     *,
-    title: tuple[str, str] | str | None = None,
+    title: str | None = None,
     share_x: bool = True,
     width: float = 7.2,
     panel_height: float = 2.2,
@@ -31,7 +32,7 @@ def timelines(
     The first one's peak is drawn through the others as a dashed line, so that what is saved can be seen.
 
     Args:
-        meters: label -> `MemoryMeter` after its block; a label is a string or an (English, Chinese) pair.
+        meters: label -> `MemoryMeter` after its block.
         title: the message of the figure.
         share_x: one x scale too, so that a step with more operators is longer.
         width, panel_height: inches.
@@ -48,7 +49,7 @@ def timelines(
         raise ValueError('timelines needs at least one meter, as in timelines({"plain": meter})')
     steps = [_Step(name, meter) for name, meter in arms.items()]
 
-    height = panel_height * len(steps) + (0.45 if title is None else 1.0)
+    height = panel_height * len(steps) + (0.45 if title is None else 0.75)
     drawn, axes = figure(title, rows=len(steps), width=width, height=height, sharex=share_x, sharey=True)
     axes = [axes] if len(steps) == 1 else list(axes)
     top = max(step.peak for step in steps) * (1.22 if panel_height >= 2 else 1.45)  # room for the figure at the peak
@@ -57,8 +58,8 @@ def timelines(
         _draw_step(panel, step)
     if share_x:
         axes[0].set_xlim(0, max(step.length for step in steps))
-    axes[-1].set_xlabel(text("operators, in the order they ran", "算子（按执行顺序）"))
-    drawn.supylabel(f"{text('live bytes', '存活字节')} (MB)", fontsize=9.5, color="#333333")
+    axes[-1].set_xlabel(text("operators, in the order they ran"))
+    drawn.supylabel(text("live bytes (MB)"), fontsize=9.5, color="#333333")
 
     drawn.draw_without_rendering()  # settles the layout: the labels below need to know their size in data units
     named_somewhere = set().union(*(_label_areas(panel, step) for panel, step in zip(axes, steps, strict=True)))
@@ -66,10 +67,9 @@ def timelines(
         _mark_peak(panel, step, None if step is steps[0] else steps[0])
     _name_the_rest(drawn, steps, named_somewhere)
 
-    said = [step.in_words() for step in steps]
-    drawn.course_alt = (
-        f"Live bytes, stacked by category, over the operators of a step. {' '.join(en for en, _ in said)}",
-        f"一步之中的存活字节，按类别堆叠，横轴是算子的执行顺序。{''.join(zh for _, zh in said)}",
+    drawn.course_alt = text(
+        "Live bytes, stacked by category, over the operators of a step. {steps}",
+        steps=listed([step.in_words() for step in steps], " "),
     )
     return shown_once(drawn)
 
@@ -77,13 +77,15 @@ def timelines(
 class _Step:
     """What a meter recorded, as arrays."""
 
-    def __init__(self, name: "str | tuple[str, str]", meter: Any) -> None:
-        self.name, self.meter = name, meter
+    def __init__(self, name: str, meter: Any) -> None:
+        self.name, self.meter = of(name), meter
         series = meter.series()
         self.phases: list[str] = list(meter.phases())
         self.length = len(self.phases)
         if self.length == 0:
-            raise ValueError(f"the meter of {label(name)!r} recorded no operator: run a step inside its `with` block")
+            raise ValueError(
+                f"the meter of {str(self.name)!r} recorded no operator: run a step inside its `with` block"
+            )
         known = [category for category in STACK if category in series]
         self.bytes = {
             category: series[category]
@@ -103,17 +105,19 @@ class _Step:
             start = stop
         return found
 
-    def in_words(self) -> tuple[str, str]:
-        """(English, Chinese): the peak, its phase, and the categories that can be seen there, the largest first."""
+    def in_words(self) -> Label:
+        """The peak, its phase, and the categories that can be seen there, the largest first."""
         at = int(self.total.argmax())
         held = sorted(((int(series[at]), category) for category, series in self.bytes.items()), reverse=True)
-        seen = [(CATEGORY_NAMES[name], f"{count / 1e6:,.1f} MB") for count, name in held if count > self.peak / 200]
-        en = ", ".join(f"{words[0]} {size}" for words, size in seen)
-        zh = "、".join(f"{words[1]} {size}" for words, size in seen)
-        name, phase, peak = parts(label(self.name)), _phase_names(self.phases[at]), f"{self.peak / 1e6:,.1f} MB"
-        return (
-            f"{name[0]}: peak {peak} in the {phase[0]} phase, of it {en}.",
-            f"{name[1]}：峰值 {peak}，出现在{phase[1]}阶段，其中{zh}。",
+        seen = [
+            text("{category} {size} MB", category=CATEGORY_NAMES.get(name, name), size=f"{count / 1e6:,.1f}")
+            for count, name in held
+            if count > self.peak / 200
+        ]
+        return text(
+            "{name}: peak {peak} MB in the {phase} phase, of it {held}.",
+            **{"name": self.name, "peak": f"{self.peak / 1e6:,.1f}"},
+            **{"phase": _phase_name(self.phases[at]), "held": listed(seen)},
         )
 
     def layers(self) -> list[tuple[str, Any, Any]]:
@@ -137,7 +141,7 @@ def _draw_step(panel: "Axes", step: _Step) -> None:
     # An area narrower than a pixel may be skipped, a line never is: the outline keeps a peak of one operator visible.
     panel.stairs(step.total / 1e6, edges, baseline=None, color="#444444", linewidth=0.5)
     panel.set_xlim(0, step.length)
-    panel.set_title(label(step.name), pad=17, color="#222222")
+    panel.set_title(step.name, pad=17, color="#222222")
     panel.grid(visible=False)
     panel.tick_params(length=3)
 
@@ -173,16 +177,15 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
     look: dict[str, Any] = {"transform": across, "fontsize": 8, "color": "#444444", "va": "center_baseline"}
     unnamed: dict[str, int] = {}
     for phase, start, stop in step.runs():
-        for words in _short_forms(phase):
-            if room(words, 8)[0] <= stop - start:
-                panel.text((start + stop) / 2, 1.045, words, ha="center", **look)
-                unnamed[phase] = -1
-                break
+        words = _phase_name(phase)
+        if room(words, 8)[0] <= stop - start:
+            panel.text((start + stop) / 2, 1.045, words, ha="center", **look)
+            unnamed[phase] = -1
         else:
             unnamed.setdefault(phase, stop)
-    taken = room(label(step.name), 10)[0]  # the panel's own title stands at the left
+    taken = room(step.name, 10)[0]  # the panel's own title stands at the left
     for phase, stop in unnamed.items():
-        words = _short_forms(phase)[0]
+        words = _phase_name(phase)
         if stop >= 0 and stop - room(words, 8)[0] > taken:
             panel.text(stop, 1.155, words, ha="right", **look)  # too narrow to write in: name it above, once
             taken = stop
@@ -203,14 +206,8 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
     return found
 
 
-def _short_forms(phase: str) -> list[str]:
-    """A phase's label, then shorter ones for a narrow stretch."""
-    words = _phase_names(phase)
-    return [label(words), words[1] if label(words) != words[0] else words[0]]
-
-
-def _phase_names(phase: str) -> tuple[str, str]:
-    return PHASE_NAMES.get(phase, (phase, phase))
+def _phase_name(phase: str) -> str:
+    return text(PHASE_NAMES.get(phase, phase))
 
 
 def _width_of(panel: "Axes", words: str, size: float) -> float:
@@ -240,11 +237,12 @@ def _roomiest(below: Any, above: Any, width: int) -> tuple[float, float, float] 
 
 def _mark_peak(panel: "Axes", step: _Step, first: _Step | None) -> None:
     peak = step.peak / 1e6
-    words = f"{text('peak', '峰值')} {peak:,.1f} MB"
+    words = text("peak {size} MB", size=f"{peak:,.1f}")
     if first is not None and first.peak > 0:
         panel.axhline(first.peak / 1e6, color="#444444", linewidth=1.0, linestyle=(0, (4, 3)))
         if step.peak != first.peak:
-            words += f"  ({(step.peak / first.peak - 1) * 100:+.0f} %)".replace("-", "−")
+            change = f"{(step.peak / first.peak - 1) * 100:+.0f}%".replace("-", "−")
+        words = text("{peak}  ({change})", peak=words, change=change)
     panel.plot([step.peak_at], [peak], "o", color="#222222", markersize=4.5, clip_on=False, zorder=8)
     left = step.peak_at > 0.55 * panel.get_xlim()[1]
     panel.annotate(

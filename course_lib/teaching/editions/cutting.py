@@ -18,7 +18,7 @@ import nbformat
 from bs4 import BeautifulSoup
 from nbformat import NotebookNode
 
-from ..alt import picture_in
+from ..pictures import pictures_in
 from ..switch import PER_LANGUAGE
 from .cells import EditionError
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MOST_CODE_LINES = 12
+MOST_CHOSEN_LINES = 18  # of code that a lesson chose to show: all that fits
 CODE_WIDTH = 86  # characters that fit beside each other
 # A body's height in pixels, and what things take of it: estimates that decide where to cut. deck.js shrinks the rest.
 ROOM = 560
@@ -174,29 +175,32 @@ def with_short_lines(notebook: NotebookNode, width: int = CODE_WIDTH) -> Noteboo
 # --- results ---
 
 
-def output_in(output: NotebookNode, language: str) -> NotebookNode | None:
-    """An output in the language; None if it shows nothing, as a slider without a kernel or a progress bar.
+def outputs_in(output: NotebookNode, language: str) -> list[NotebookNode]:
+    """An output in the language; nothing if it shows nothing, as a slider without a kernel or a progress bar.
 
-    A figure becomes image/png data, its alt text the output's metadata.
+    A figure becomes image/png data, with its alt text in the metadata; for both languages it becomes two.
     """
     output = deepcopy(output)
     data = output.get("data", {})
-    if picture := picture_in(data.get("text/html", "")):
-        words = {"en": picture.en, "zh": picture.zh, "both": " ".join(dict.fromkeys((picture.en, picture.zh)))}
-        return nbformat.v4.new_output("display_data", {"image/png": picture.png}, metadata={"alt": words[language]})
+    if pictures := pictures_in(data.get("text/html", "")):
+        return [
+            nbformat.v4.new_output("display_data", {"image/png": each.png}, metadata={"alt": each.alt, "lang": spoken})
+            for spoken, each in pictures.items()
+            if language in (spoken, "both")
+        ]
     if "text/html" in data:
         soup = BeautifulSoup(data["text/html"], "html.parser")
         if soup.select_one(".course-language"):
-            return None
+            return []
         for element in soup.find_all(PER_LANGUAGE, lang={"en": "zh", "zh": "en", "both": "none"}[language]):
             element.decompose()
         for element in soup.find_all("section"):  # reveal.js would take it for a slide
             element.name = "article"
         data["text/html"] = str(soup)
-        return output
+        return [output]
     text = output.get("text", "") or data.get("text/plain", "")
     nothing = not text.strip() or re.match(r"(interactive|VBox|HBox|Output)\(", text) or re.search(r"\d+%\|", text)
-    return None if nothing or output.output_type == "error" else output
+    return [] if nothing or output.output_type == "error" else [output]
 
 
 def output_height(output: NotebookNode, language: str) -> float:

@@ -12,12 +12,13 @@ from .cells import EditionError, in_language, is_solution
 from .cutting import (
     CODE_LINE,
     GAP,
+    MOST_CHOSEN_LINES,
     MOST_CODE_LINES,
     ROOM,
     cut_code,
     cut_figure,
     output_height,
-    output_in,
+    outputs_in,
     pack,
     paragraphs,
     result_groups,
@@ -25,12 +26,14 @@ from .cutting import (
     text_height,
 )
 
+_POINT_HEIGHT = 200  # pixels of a slide's own text above a table: the same in all languages
+
 
 @dataclass
 class Slide:
     """A slide before it is written: its kind, what stands under its heading, and whether a section starts with it."""
 
-    kind: str  # title, prose, code, figure, table; heading: nothing below it so far
+    kind: str  # title, prose, point, code, figure, table; heading: nothing below it so far
     parts: list[NotebookNode] = field(default_factory=list)
     part: str = ""  # a key of `slides.WORDS`, written small behind the heading
     starts: bool = False
@@ -45,38 +48,68 @@ class Slide:
 
 
 def lesson_slides(notebook: NotebookNode, language: str) -> list[Slide]:
-    """The slides of one lesson in one language, or in both.
+    """The slides of one lesson in one language, or in both: what its cells' `slide` metadata names, or all of it.
+
+    `slide={"en": "short text", "zh": "短文"}` on prose shows that text, and the prose becomes speaker notes. On code,
+    `slide="code"`, `"result"` or `"both"` says what is shown of the cell.
 
     Raises:
-        EditionError: a cell before the lesson's title, or a cell that lacks the language.
+        EditionError: a cell before the title, a cell that lacks the language, `slide` metadata of another kind.
     """
     slides: list[Slide] = []
     section = heading = ""
     cells = [cell for cell in notebook.cells if slide_type(cell) != "skip"]
+    told = is_told(notebook)
     for cell, following in zip(cells, [*cells[1:], None], strict=True):
         found = re.match(r"(##?) ([\d.]+) ([^\n]*)\n*", cell.source) if cell.cell_type == "markdown" else None
         if found:
             section, heading = found[2], found[3]
         if not heading:
             raise EditionError(f"a lesson starts with its title, '# 2 English / 中文', got {cell.source[:60]!r}")
+        kind = "title" if found and found[1] == "#" else "prose"
+        body = cell.source[found.end() :] if found else cell.source
         if slide_type(cell) == "notes":
             slides[-1].notes.append(_text_in(cell.source, language))
             continue
-        if cell.cell_type == "markdown":
-            body = cell.source[found.end() :] if found else cell.source
-            new = _prose_slides(body, language, kind="title" if found and found[1] == "#" else "prose")
+        if told:
+            new = _told_slides(cell, following, language)
+        elif cell.cell_type == "markdown":
+            new = _prose_slides(body, language, kind)
         else:
             new = _code_slides(cell, following, language)
-        if found and not new:
+        if (found or (told and cell.source.startswith("## "))) and not new:
             new = [Slide("heading")]
         for slide in new:
             slide.section, slide.heading = section, heading
+        if told and cell.cell_type == "markdown":
+            (new or slides)[-1].notes.append(_text_in(body, language))
         if found:
             new[0].starts = True
+            new[0].kind = kind if kind == "title" else new[0].kind
         elif slide_type(cell) not in ("slide", "subslide"):
             new = _joined(slides, new)
         slides += new
     return [slide for slide in slides if slide.parts or slide.kind == "title"]
+
+
+def is_told(notebook: NotebookNode) -> bool:
+    """Whether the lesson says which slides it has; all others are derived from its cells."""
+    return any("slide" in cell.metadata for cell in notebook.cells)
+
+
+def _told_slides(cell: NotebookNode, following: NotebookNode | None, language: str) -> list[Slide]:
+    wanted = cell.metadata.get("slide")
+    if wanted is None:
+        return []
+    if cell.cell_type == "code" and wanted in ("code", "result", "both"):
+        return _code_slides(cell, following, language, shown=wanted)
+    if cell.cell_type == "code" or not isinstance(wanted, dict) or set(wanted) != {"en", "zh"}:
+        raise EditionError(
+            f'`slide` is "code", "result" or "both" on code, {{"en": text, "zh": text}} on prose, got {wanted!r} '
+            f"on {cell.cell_type} that starts {cell.source[:40]!r}"
+        )
+    texts = [wanted[one] for one in (("en", "zh") if language == "both" else (language,))]
+    return [Slide("point", [nbformat.v4.new_markdown_cell(columns_of(texts))], height=_POINT_HEIGHT)]
 
 
 def slide_type(cell: NotebookNode) -> str | None:
@@ -88,13 +121,15 @@ def _joined(slides: list[Slide], new: list[Slide]) -> list[Slide]:
     last = slides[-1]
     while new and (last.kind == "heading" or _fit_together(last, new[0])):
         taken = new.pop(0)
-        if _has_fragment(last):  # what explains a result comes after it
+        if _has_fragment(last) or (taken.kind == "table" and last.kind in ("point", "code")):
+            # what explains a result comes after it, and a result after the question
             for part in taken.parts:
                 part.metadata.slideshow = {"slide_type": "fragment"}
         if last.kind == "heading":
             last.part = taken.part
         last.kind = taken.kind
         last.parts += taken.parts
+        last.notes += taken.notes
         last.height += taken.height + GAP
     return new
 
@@ -103,6 +138,8 @@ def _fit_together(last: Slide, following: Slide) -> bool:
     """Whether two slides may be one; titles, figures and solutions stay alone."""
     alone = {"title", "figure"}
     if {last.kind, following.kind} & alone or "solution" in (last.part, following.part) or following.notes:
+        return False
+    if last.kind == "point" and following.kind != "table":
         return False
     if following.kind == "code" and _has_fragment(last):  # new code under an old result would be taken for its cause
         return False
@@ -115,9 +152,7 @@ def _has_fragment(slide: Slide) -> bool:
 
 def _text_in(source: str, language: str) -> str:
     """A cell in the language, or in both, as plain markdown."""
-    if language == "both":
-        return "\n\n".join(in_language(source, one) for one in ("en", "zh"))
-    return in_language(source, language)
+    return "\n\n".join(in_language(source, one) for one in (("en", "zh") if language == "both" else (language,)))
 
 
 def _prose_slides(source: str, language: str, kind: str) -> list[Slide]:
@@ -149,19 +184,24 @@ def columns_of(texts: Sequence[str]) -> str:
     return '<div class="columns">\n' + "\n".join(divs) + "\n</div>"
 
 
-def _code_slides(cell: NotebookNode, following: NotebookNode | None, language: str) -> list[Slide]:
-    if _is_plumbing(cell.source):
+def _code_slides(cell: NotebookNode, following: NotebookNode | None, language: str, shown: str = "") -> list[Slide]:
+    """The code and its outputs; `shown` may ask for "code", "result" or "both", whatever they are."""
+    if not shown and _is_plumbing(cell.source):
         return []
-    outputs = [shown for output in cell.outputs if (shown := output_in(output, language)) is not None]
+    outputs = [each for output in cell.outputs for each in outputs_in(output, language)]
     solved = "solution" if is_solution(cell) else ""
     if following is not None and is_solution(following):  # an attempt: its verdict says only that it is one
         outputs = []
-    code = shown_code(cell.source, outputs)
+    if shown == "code":
+        outputs = []
+    code = "" if shown == "result" else shown_code(cell.source, [] if shown else outputs)
     figures = [part for output in outputs if "image/png" in output.get("data", {}) for part in cut_figure(output)]
     others = [output for output in outputs if "image/png" not in output.get("data", {})]
 
     slides = []
-    for number, chunk in enumerate(cut_code(code)):
+    folded = not solved and cell.metadata.get("jupyter", {}).get("source_hidden")  # what it shows is seen, not the code
+    most = MOST_CHOSEN_LINES if shown else MOST_CODE_LINES
+    for number, chunk in enumerate([] if folded else cut_code(code, most)):
         part = nbformat.v4.new_code_cell(chunk)
         slides.append(Slide("code", [part], solved or ("continued" if number else "")))
         slides[-1].height = CODE_LINE * len(chunk.splitlines()) + GAP
@@ -190,6 +230,6 @@ def _is_plumbing(source: str) -> bool:
             return isinstance(node.value, ast.Constant) and node.value.value is None
         call = node.value if isinstance(node, ast.Expr) else None
         name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
-        return name == "language" or name.startswith("check_")
+        return name == "language" or name.split(".")[-1].startswith("check_")
 
     return "### BEGIN SOLUTION" not in source and all(map(is_plumbing, statements))

@@ -8,7 +8,6 @@ page, then notebooks/ and api/), so that links between files lead from page to p
 once it is whole.
 """
 
-import html
 import importlib
 import importlib.metadata
 import importlib.util
@@ -24,14 +23,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from course_lib.labels import both, markup, text
+
 from . import not_installed
 
 try:
     from course_lib.lessons import claims_of
 
-    from ..alt import Picture, picture_in
     from ..said import OUTCOMES
-    from .cells import EditionError, check_outputs, check_twins, output_folder, read_lessons, run_edition, stored_again
+    from .cells import (
+        EditionError,
+        check_outputs,
+        check_twins,
+        output_folder,
+        read_lessons,
+        run_edition,
+        stored_again,
+    )
 except ImportError as error:
     if __name__ != "__main__":
         raise
@@ -53,6 +61,7 @@ class Claim:
     """One row of a lesson's "What you may have read", as HTML in both languages."""
 
     claim: str
+    source: str
     experiment: str
     measured: str
     verdict: str
@@ -141,36 +150,22 @@ def _ready(path: Path, notebook: Any) -> Lesson:
 
 
 def _dress(cell: Any) -> None:
-    """A code cell for the site: no switch of its own, solutions folded, figures with words, sliders explained."""
+    """A code cell for the site: no switch of its own, solutions folded, sliders explained."""
     tags = cell.metadata.setdefault("tags", [])
     outputs = [output.get("data", {}) for output in cell.outputs]
     if any("course-language" in "".join(data.get("text/html", "")) for data in outputs):
         tags.append("remove-cell")
+    solved = "### BEGIN SOLUTION" in cell.source
     if cell.metadata.get("jupyter", {}).get("source_hidden"):
-        tags.append("hide-cell")
-    cell.metadata["mystnb"] = {
-        "code_prompt_show": "Show the solution",
-        "code_prompt_hide": "Hide the solution",
-    }
+        tags.append("hide-cell" if solved else "hide-input")  # a figure is seen, the code that draws it is not
+    what = "solution" if solved else "code"
+    cell.metadata["mystnb"] = {"code_prompt_show": f"Show the {what}", "code_prompt_hide": f"Hide the {what}"}
     for data in outputs:
-        if picture := picture_in(data.get("text/html", "")):
-            data["text/html"] = _picture_html(picture)
         if data.get("text/plain", "").startswith("interactive("):
             data["text/html"] = _SLIDER
 
 
-def _picture_html(picture: Picture) -> str:
-    """A figure whose words site.js puts in the language of the page; without scripts they are in both."""
-    en, zh = html.escape(picture.en), html.escape(picture.zh)
-    both = " ".join(dict.fromkeys((en, zh)))
-    source = f"data:image/png;base64,{picture.png}"
-    return f'<img class="figure" lang="mul" alt="{both}" data-en="{en}" data-zh="{zh}" src="{source}">'
-
-
-_SLIDER = (
-    '<p class="slider" lang="en">In JupyterLab (<code>make lab</code>) there is a slider here.</p>'
-    '<p class="slider" lang="zh">在 JupyterLab（<code>make lab</code>）里，这里有一个滑块。</p>'
-)
+_SLIDER = f'<p class="slider">{markup(text("In JupyterLab (`make lab`) there is a slider here."))}</p>'
 
 
 def _claims(cell: Any, where: str, again: str) -> list[Claim]:
@@ -178,8 +173,8 @@ def _claims(cell: Any, where: str, again: str) -> list[Claim]:
 
     tables = [BeautifulSoup(output.get("data", {}).get("text/html", ""), "html.parser") for output in cell.outputs]
     rows = [row.find_all("td") for table in tables for row in table.select("tbody tr")]
-    if not rows or any(len(row) != 4 for row in rows):
-        raise EditionError(f"{where}: the output holds no table of claims with four columns: {again}")
+    if not rows or any(len(row) != 5 for row in rows):
+        raise EditionError(f"{where}: the output holds no table of claims with five columns: {again}")
     return [Claim(*("".join(map(_plain_html, (cell.div or cell).contents)) for cell in row)) for row in rows]
 
 
@@ -257,7 +252,10 @@ def claims_page(lessons: Sequence[Lesson]) -> str:
     for lesson, became in with_claims.items():
         link = f"{lesson.name}.ipynb#claims-{lesson.number}"
         parts.append(f"## {lesson.title}")
-        parts.append(_CLAIMS_FROM.format(number=lesson.number, section=lesson.claims_section, link=link))
+        source = text(_CLAIMS_FROM, number=lesson.number, section=lesson.claims_section, link=link)
+        parts += [
+            f'<div lang="{one}">\n\n{said}\n\n</div>' for one, said in zip(("en", "zh"), both(source), strict=True)
+        ]
         for place, (claim, outcome) in enumerate(zip(lesson.claims, became, strict=True), 1):
             parts.append(_claim_html(int(lesson.number), place, claim, outcome))
     return "\n\n".join(parts) + "\n"
@@ -278,48 +276,35 @@ def _outcomes(lesson: Lesson) -> list[str]:
 
 def _sums(fail: int, partly: int, hold: int) -> dict[str, str]:
     """How many claims had each outcome, in both languages."""
-    rest = {0: "none holds as it stands", 1: "1 holds as it stands"}.get(hold, f"{hold} hold as they stand")
-    return {
-        "en": f"{fail} fail, {partly} hold in part, {rest}.",
-        "zh": f"{fail} 条不成立，{partly} 条部分成立，{f'{hold} 条' if hold else '没有一条'}完全成立。",
-    }
+    rest = {0: "none holds as it stands", 1: "1 holds as it stands"}.get(hold)
+    rest = rest or text("{hold} hold as they stand", hold=hold)
+    said = text("{fail} fail, {partly} hold in part, {rest}.", fail=fail, partly=partly, rest=rest)
+    return dict(zip(("en", "zh"), both(said), strict=True))
 
 
-_OUTCOME_WORDS = {"fails": ("fails", "不成立"), "partly": ("holds in part", "部分成立"), "holds": ("holds", "成立")}
+_SAID = ("verdict", "measured", "experiment", "source")  # labels, as those of the outcomes
+_OUTCOME_WORDS = {"fails": "fails", "partly": "holds in part", "holds": "holds"}
 
 
 def _claim_html(lesson: int, place: int, claim: Claim, outcome: str) -> str:
     name = f"claim-{lesson}-{place}"
-    rows = (
-        ("verdict", "Verdict", "结论", claim.verdict),
-        ("measured", "Measured", "实测", claim.measured),
-        ("experiment", "Experiment", "实验", claim.experiment),
-    )
-    en, zh = _OUTCOME_WORDS[outcome]
     items = "".join(
-        f'<div class="{kind}"><dt><span lang="en">{english}</span> <span lang="zh">{chinese}</span></dt>'
-        f"<dd>{words}</dd></div>"
-        for kind, english, chinese, words in rows
+        f'<div class="{kind}"><dt>{_spans(kind)}</dt><dd>{words}</dd></div>'
+        for kind, words in zip(_SAID, (claim.verdict, claim.measured, claim.experiment, claim.source), strict=True)
     )
     return (
         f'<div class="claim {outcome}" id="{name}"><p class="said">'
         f'<a class="claim-number" href="#{name}">{lesson}.{place}</a><q>{claim.claim}</q>'
-        f'<strong class="outcome"><span lang="en">{en}</span> <span lang="zh">{zh}</span></strong></p>'
+        f'<strong class="outcome">{_spans(_OUTCOME_WORDS[outcome])}</strong></p>'
         f"<dl>{items}</dl></div>"
     )
 
 
-_CLAIMS_FROM = """\
-<div lang="en">
+def _spans(label: str) -> str:
+    return " ".join(f'<span lang="{one}">{said}</span>' for one, said in zip(("en", "zh"), both(label), strict=True))
 
-Measured in [lesson {number}, section {section}]({link}).
 
-</div>
-<div lang="zh">
-
-实测见[第 {number} 课 {section} 节]({link})。
-
-</div>"""
+_CLAIMS_FROM = "Measured in [lesson {number}, section {section}]({link})."
 
 
 def _api_page(name: str) -> str:

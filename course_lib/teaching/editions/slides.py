@@ -2,9 +2,10 @@
 
     python -m course_lib.teaching.editions.slides [--output build/slides]
 
-The decks are derived from the notebooks: prose is cut at paragraphs, code at statements, a figure stands alone, and a
-result appears after the code that made it. A cell's own `slideshow` metadata goes before that: `skip` leaves it out,
-`notes` makes it a speaker note, `slide` and `subslide` start a new slide with it.
+A lesson says in its cells' `slide` metadata what is shown: a short text in both languages, code, a result; its prose
+becomes speaker notes. The deck of a lesson that says nothing is derived: prose is cut at paragraphs, code at
+statements, a figure stands alone, and a result appears after the code that made it. A cell's own `slideshow` metadata
+goes before that: `skip` leaves it out, `notes` makes it a speaker note, `slide` and `subslide` start a new slide.
 
 reveal.js 6.0.2 (MIT) is vendored, 240 kB: no Python package carries it alone, and asking for Node.js would be too much
 for a few files. Formulas become MathML, which browsers draw without a script; the font for them, 44 kB of STIX Two Math
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from course_lib import labels
+
 from . import not_installed
 
 try:
@@ -34,7 +37,7 @@ try:
 
     from .cells import EditionError, check_outputs, check_twins, output_folder, read_lessons, run_edition
     from .cutting import with_short_lines
-    from .lesson_slides import Slide, columns_of, lesson_slides
+    from .lesson_slides import Slide, columns_of, is_told, lesson_slides
 except ImportError as error:
     if __name__ != "__main__":
         raise
@@ -44,12 +47,7 @@ LANGUAGES = {"en": "en", "zh": "zh-CN", "both": "en"}  # the deck's language -> 
 NOTES = "NOTES.md"
 
 _ASSETS = Path(__file__).parent / "slides_assets"
-WORDS = {
-    "continued": ("continued", "续"),
-    "result": ("result", "结果"),
-    "figure": ("figure", "图"),
-    "solution": ("solution", "解答"),
-}
+WORDS = {"continued": "continued", "result": "result", "figure": "picture", "solution": "solution"}  # labels
 
 
 # --- notes ---
@@ -180,17 +178,15 @@ def _heading(slide: Slide, language: str) -> str:
 
 
 def _word(key: str, language: str) -> str:
-    en, zh = WORDS[key]
+    en, zh = labels.both(WORDS[key])
     return {"en": en, "zh": zh, "both": f"{en} {zh}"}[language]
 
 
 def _note_text(note: Note, minutes_before: int, language: str) -> str:
     clock = "{}:{:02d}–{}:{:02d}".format(*divmod(minutes_before, 60), *divmod(minutes_before + note.minutes, 60))
-    texts = {
-        "en": f"**{note.minutes} minutes**, {clock}.\n\nAsk: {note.question['en']}",
-        "zh": f"**{note.minutes} 分钟**，{clock}。\n\n提问：{note.question['zh']}",
-    }
-    return columns_of([texts[one] for one in ("en", "zh")]) if language == "both" else texts[language]
+    lead = labels.text("**{minutes} minutes**, {clock}.\n\nAsk: ", minutes=note.minutes, clock=clock)
+    texts = {one: said + note.question[one] for one, said in zip(("en", "zh"), labels.both(lead), strict=True)}
+    return columns_of(list(texts.values())) if language == "both" else texts[language]
 
 
 @cache
@@ -220,6 +216,7 @@ def deck_html(notebook: NotebookNode, title: str, language: str, notes: dict[str
     """One deck as a page that needs nothing beyond itself."""
     style, scripts = _look()
     deck = {"language": language, "lang": LANGUAGES[language], "title": title, "css": style, "scripts": scripts}
+    deck["told"] = is_told(notebook)
     slides = deck_notebook(lesson_slides(notebook, language), language, notes)
     html, _ = _exporter().from_notebook_node(slides, resources={"deck": deck})
     return html

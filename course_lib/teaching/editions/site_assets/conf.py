@@ -8,7 +8,7 @@ from sphinx.domains.python import PyObject
 from sphinx.search.en import SearchEnglish
 from sphinx.transforms import SphinxTransform
 
-EN, ZH = "Memory-saving training in PyTorch", "PyTorch 省内存训练"
+EN, ZH = "Memory-saving training in PyTorch", "PyTorch 省显存训练"
 
 project = f"{EN} / {ZH}"
 html_title = f'<span lang="en">{EN}</span><span class="both-languages"> / </span><span lang="zh">{ZH}</span>'

@@ -8,6 +8,7 @@
     "Next": "下一页", "Previous": "上一页", "Home": "首页", "On this page": "本页内容", "Back to top": "回到顶部",
     "Skip to content": "跳到正文", "Index": "索引", "Search": "搜索",
     "Show the solution": "显示答案", "Hide the solution": "收起答案",
+    "Show the code": "显示代码", "Hide the code": "收起代码",
   };
   // What Sphinx's search says.
   const MESSAGES = {
@@ -41,11 +42,6 @@
     page.lang = language === "zh" ? "zh-Hans" : "en";
     for (const button of document.querySelectorAll(".language-switch button")) {
       button.setAttribute("aria-pressed", String(button.value === language));
-    }
-    for (const figure of document.querySelectorAll("img.figure")) {
-      figure.alt = { en: figure.dataset.en, zh: figure.dataset.zh }[language] ||
-        [...new Set([figure.dataset.en, figure.dataset.zh])].join(" ");
-      figure.lang = { en: "en", zh: "zh" }[language] || "mul";
     }
     if (title) document.title = title[language];
     const box = document.querySelector(".sidebar-search");

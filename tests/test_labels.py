@@ -1,0 +1,163 @@
+"""Labels: English in code, Chinese in one catalog, which has what is shown and nothing else."""
+
+import ast
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from course_lib import labels
+from course_lib.labels import CATALOG, LabelError, both, chinese, entries, listed, markup, say, text
+
+ROOT = Path(__file__).parents[1]
+HAN = re.compile("[\u3400-\u9fff]")
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+# The course's own labels ----------------------------------------------------------------------------------------------
+
+
+@cache
+def trees():
+    """Every script of a lesson and every module, as a tree."""
+    paths = [*(ROOT / "course_lib").rglob("*.py"), *(ROOT / "notebooks").rglob("*.py")]
+    return {path.relative_to(ROOT): ast.parse(path.read_text("utf-8")) for path in sorted(paths)}
+
+
+def constants(tree):
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def labels_in(tree):
+    """(line, first argument) of each call of `text` whose label is written there, pairs aside."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("text", "labels.text"):
+            first, *more = node.args or [None]
+            if isinstance(first, ast.Constant) and not more:  # PAIRS: `more` is the Chinese
+                yield node.lineno, first.value
+
+
+def without_chinese(tree):
+    known = labels.catalog()
+    return [f"line {n}: {label!r}" for n, label in labels_in(tree) if labels.is_english(label) and label not in known]
+
+
+def unused(catalog, trees):
+    shown = set().union(*map(constants, trees))
+    return [english for english in catalog if english not in shown]
+
+
+def test_every_label_that_is_written_in_code_has_its_chinese():
+    assert {str(path): found for path, tree in trees().items() if (found := without_chinese(tree))} == {}
+
+
+def test_every_entry_of_the_catalog_is_shown_somewhere():
+    built = {f"{{first}}{mark}{{rest}}" for mark in (", ", "; ", " ")}  # made by `listed`
+    assert [english for english in unused(labels.catalog(), trees().values()) if english not in built] == []
+
+
+def test_the_chinese_of_the_catalog_is_chinese_and_its_punctuation_too():
+    catalog = labels.catalog()
+    assert [english for english in catalog if HAN.search(english)] == []
+    odd = re.compile(r"[\u3400-\u9fff][,;:?!(]|[\u3400-\u9fff]\.(?=\s|$)|[,;:?!)][\u3400-\u9fff]")
+    close = re.compile(r"[\u3400-\u9fff](?=[A-Za-z0-9])|[A-Za-z0-9](?=[\u3400-\u9fff])")
+    words = {zh: re.sub(r"`[^`]*`|\$[^$]*\$", "", zh) for zh in catalog.values()}
+    assert [zh for zh, plain in words.items() if odd.search(plain) or close.search(plain)] == []
+
+
+def test_the_catalog_has_a_section_for_the_library_and_one_a_lesson():
+    sections = tomllib.loads(CATALOG.read_text("utf-8"))
+    lessons = {f"lesson {path.name[:2]}" for path in (ROOT / "notebooks/scripts").glob("*.py")}
+    assert set(sections) - {"same", "library"} <= lessons
+
+
+def test_an_unused_entry_and_a_label_without_chinese_are_found():
+    tree = ast.parse("text('Right.')\ntext('Nobody has said this.')\ntext('GB')\ntext('a pair', '一对')")
+    assert without_chinese(tree) == ["line 2: 'Nobody has said this.'"]
+    assert unused({"Right.": "正确。", "Never shown.": "从不出现。"}, [tree]) == ["Never shown."]
+
+
+@pytest.mark.parametrize(
+    ("sections", "complaint"),
+    [
+        ({"library": {"{n} tokens": "{m} 个 token"}}, r"placeholders of '\{n\} tokens' in \[library\]"),
+        ({"library": {"{n} tokens": "token"}}, "placeholders of"),
+        ({"library": {"a": "甲"}, "lesson 01": {"a": "乙"}}, r"'a' stands in \[lesson 01\] and in a section before"),
+    ],
+)
+def test_an_entry_with_other_placeholders_or_in_two_sections_is_refused(sections, complaint):
+    with pytest.raises(LabelError, match=complaint):
+        entries(sections)
+
+
+# What a label is ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def more(monkeypatch):
+    """A few entries beside the course's own, and no label made so far."""
+    more = {"{n:,} tokens": "{n:,} 个 token", "a step of {arm}": "{arm}的一步", "slow": "慢"}
+    found = {**labels.catalog(), **more}
+    monkeypatch.setattr(labels, "_made", {})
+    monkeypatch.setattr(labels, "catalog", lambda: found)
+
+
+def test_a_label_is_english_and_is_said_in_chinese_with_its_values(more):
+    label = text("{n:,} tokens", n=1024)
+    assert label == "1,024 tokens" and chinese(label) == "1,024 个 token"
+    assert both("slow") == ("slow", "慢") and both(3) == ("3", "3")
+
+
+def test_a_value_may_be_a_label(more):
+    assert both(text("a step of {arm}", arm="slow")) == ("a step of slow", "慢的一步")
+    assert both(text("a step of {arm}", arm=text("{n:,} tokens", n=2))) == ("a step of 2 tokens", "2 个 token的一步")
+
+
+def test_a_label_is_known_again_after_it_was_copied_or_put_into_longer_words(more):
+    label = text("{n:,} tokens", n=7)
+    assert chinese("".join(list(label))) == "7 个 token"
+    assert chinese(f"{label} · 3 MB · {text('slow')}") == "7 个 token · 3 MB · 慢"
+    assert chinese(f"nobody knows {label}") is None, "half a translation is none"
+    assert chinese(f"{text('slow')}er") is None, "part of another word"
+
+
+def test_lists_of_labels_have_the_marks_of_their_language(more):
+    assert both(listed(["slow", "slow"])) == ("slow, slow", "慢、慢")
+    assert both(listed(["slow", "slow", "slow"], "; ")) == ("slow; slow; slow", "慢；慢；慢")
+    assert listed([]) == ""
+
+
+def test_markup_has_an_element_a_language_escaped_with_code(more):
+    shown = markup(text("a step of {arm}", arm="`x<y`"))
+    assert shown.count("<code>x&lt;y</code>") == 2 and 'lang="en"' in shown and 'lang="zh"' in shown
+    assert markup("GFLOPs") == "GFLOPs" and markup("<b>") == "&lt;b&gt;"
+    assert text("slow")._repr_html_() == f"<div>{markup('slow')}</div>"
+
+
+def test_values_that_do_not_fit_the_placeholders_are_refused(more):
+    with pytest.raises(LabelError, match=r"'\{n\} tokens' has placeholders \['n'\], but got \['m'\]"):
+        text("{n} tokens", m=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "english"),
+    [
+        *((words, True) for words in ("peak", "Peak, MB", "vs first", "{n} tokens", "a `code` word")),
+        *((words, False) for words in ("GFLOPs", "MB", "fp32", "`nn.Linear`", "torch.mm", "$x \\leq y$", "Adam", "n")),
+        *((words, False) for words in ("2.13.0+cpu", "d_model", "{n} MB", "12,345", "–", "")),
+    ],
+)
+def test_english_words_are_told_from_code_units_and_numbers(words, english):
+    assert labels.is_english(words) == english
+
+
+def test_a_label_without_chinese_is_an_error_only_where_the_course_is_built(more, monkeypatch):
+    assert both("my own label") == ("my own label",) * 2 and say("my own label") == "my own label"
+    monkeypatch.setenv("COURSE_LABELS", "strict")
+    for show in (say, markup, both):
+        with pytest.raises(LabelError, match=r"'my own label' has no Chinese: give it an entry in zh\.toml"):
+            show("my own label")
+    assert say("`my own label`") and say("slow")
