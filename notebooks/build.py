@@ -24,7 +24,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 HERE = Path(__file__).resolve().parent
-KEPT_CELL_METADATA = {"tags", "slideshow", "lang", "jupyter"}
+KEPT_CELL_METADATA = {"tags", "slideshow", "lang", "jupyter", "slide", "minutes"}
 VARYING_TAGS = {"shows-seconds", "shows-device"}
 METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
@@ -91,6 +91,7 @@ def main():
     parser.add_argument("--force", action="store_true", help="store notebooks in which only seconds or devices changed")
     arguments = parser.parse_args()
     os.environ.pop("COURSE_LANG", None)  # notebooks are stored in the default language
+    os.environ["COURSE_LABELS"] = "strict"  # a label without Chinese is an error
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # on a busy machine threads that wait for one another take far longer
 
     names = [Path(name).stem for name in arguments.names] or [""]

@@ -2,8 +2,9 @@
 
     python -m course_lib.lessons                                    # all of them
     python -m course_lib.lessons --only 04 06.attention --skip 07   # by lesson, or by the beginning of a name
+    python -m course_lib.lessons --check                            # run nothing, and say whether it could run
 
-The file is written after every experiment. One that fails is named, and the others go on.
+Figures are written as soon as they are measured. An experiment that fails is named, and the others go on.
 """
 
 import argparse
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from course_lib.teaching.recorded import FOLDER, record
+from course_lib.teaching.experiments import Experiment, Run, in_short
+from course_lib.teaching.recorded import FOLDER, provenance, record
 
 from . import experiments
 
@@ -25,29 +27,59 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where <gpu>.json goes")
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="the beginnings of their names")
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--check", action="store_true")
+    # For tests: small sizes, and a folder of one's own.
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help=argparse.SUPPRESS)
     given = parser.parse_args()
     named = {f"{item.lesson}.{item.name}": item for item in experiments()}
     chosen = [name for name in named if name.startswith(tuple(given.only)) and not name.startswith(tuple(given.skip))]
     if not chosen:
         sys.exit("No experiment has such a name: nothing was run.")
-    if not torch.cuda.is_available():
-        sys.exit("There is no CUDA GPU that torch can use here, so there is nothing to record: nothing was written.")
-
-    failed, path = [], None
-    for name in chosen:
-        start = time.perf_counter()
-        try:
-            values = named[name].run()
-        except Exception as error:  # too little memory for one is no reason to lose the others
-            failed.append(name)
-            print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)
-        else:
-            path = record(named[name], values, command="python -m course_lib.lessons", folder=given.folder)
-            print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
-        torch.cuda.empty_cache()
-    print(f"written: {path}" if path else "nothing was written")
+    if problem := what_is_missing(given.device, given.folder):
+        sys.exit(f"{problem}: nothing was run.")
+    if given.check:
+        return
+    if given.device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(0.95 * free / total)  # other processes keep what they have
+    try:
+        provenance(given.device)  # before anything else is on the GPU
+        failed = [name for name in chosen if not ran(name, named[name], given.device, given.folder)]
+    except KeyboardInterrupt:
+        print("interrupted: the figures measured until now are kept", file=sys.stderr)
+        sys.exit(130)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
+
+
+def what_is_missing(device: str, folder: Path) -> str | None:
+    """Why nothing can be run here; None if it can."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
+        return f"torch is {torch.__version__}, and the course takes 2.9 or newer"
+    if device == "cpu":
+        return "A CPU's figures are no recordings and take a --folder of their own" if folder == FOLDER else None
+    if not torch.cuda.is_available():
+        return "There is no CUDA GPU that torch can use here"
+    return None
+
+
+def ran(name: str, item: Experiment, device: str, folder: Path) -> bool:
+    """Run an experiment, write each figure at once, and say how it went."""
+    start = time.perf_counter()
+
+    def write(run: Run, finished: bool = False) -> Path:
+        command = "python -m course_lib.lessons"
+        return record(item, run, command=command, folder=folder, device=device, finished=finished)
+
+    try:
+        run = item.run(device, small=device == "cpu", found=write)
+        path = write(run, finished=True)
+    except Exception as error:  # too little memory for one is no reason to lose the others
+        print(f"{name} failed: {in_short(error)}", file=sys.stderr, flush=True)
+        return False
+    sizes = "" if run.sizes in (item.sizes, item.small) else f", with {run.sizes}"
+    print(f"{name}: {time.perf_counter() - start:.1f} s, {len(run.figures)} figures in {path.name}{sizes}", flush=True)
+    return True
 
 
 if __name__ == "__main__":

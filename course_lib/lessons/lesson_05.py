@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +18,28 @@ from torch.nn import functional
 
 from course_lib.accumulation import AccumulatedStep, split
 from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import Claim, Verdict, expect_number
+from course_lib.teaching import Claim, Verdict, expect_number, text
 from course_lib.teaching.exercises import exercise, right, wrong
-from course_lib.teaching.experiments import TINY, Number, decoder_and_tokens, experiment, measured
+from course_lib.teaching.experiments import TINY, Part, compared, decoder_and_tokens, experiment
 
 #: What learners may have read.
 CLAIMS = (
     Claim(
-        ("Divide each micro-batch's loss by their number.", "把每个微批次的损失除以微批次的个数。"),
-        ("error of the gradient, 32 sequences in pieces of 4", "梯度的误差，32 个序列，每份 4 个"),
-        (
-            "Right only if all have as many tokens. Add up sums, divide once.",
-            "只有 token 数都相等时才对。应把总和加起来，只除一次。",
-        ),
+        "Divide each micro-batch's loss by their number.",
+        "error of the gradient, 32 sequences in pieces of 4",
+        "Right only if all have as many tokens. Add up sums, divide once.",
         outcome="partly",
     ),
     Claim(
-        ("The last, partial group can be ignored.", "最后不满一组的可以不管。"),
-        ("samples whose gradients are never used", "梯度从未用上的样本数"),
-        (
-            "They are lost; or, never zeroed, they join the next epoch's first step. Step on them too.",
-            "它们丢了；若不清零，就混进下一个 epoch 的第一步。也要用它们更新一次。",
-        ),
+        "The last, partial group can be ignored.",
+        "samples whose gradients are never used",
+        "They are lost; or, never zeroed, they join the next epoch's first step. Step on them too.",
         outcome="fails",
     ),
     Claim(
-        ("Accumulation saves memory in proportion.", "累积按比例节省内存。"),
-        ("peaks for micro-batches of 32 and 1", "微批次为 32 与 1 时的峰值"),
-        (
-            "Activations do. Weights, gradients and optimizer state stay.",
-            "激活值是这样。权重、梯度和优化器状态不变。",
-        ),
+        "Accumulation saves memory in proportion.",
+        "peaks for micro-batches of 32 and 1",
+        "Activations do. Weights, gradients and optimizer state stay.",
         outcome="partly",
     ),
 )
@@ -55,7 +47,7 @@ CLAIMS = (
 # Exercises ------------------------------------------------------------------------------------------------------------
 
 
-@exercise(hint=("Add up sums; divide by all weights once, at the end.", "把总和加起来，最后只除一次，除以权重之和。"))
+@exercise(hint="Add up sums; divide by all weights once, at the end.")
 def check_accumulation(function: Any) -> Verdict:
     """`accumulate(model, loss_sum, pieces)` leaves the full batch's gradient; one graph at a time."""
     weight = torch.linspace(-1, 1, 6, dtype=torch.float64)
@@ -83,18 +75,21 @@ def check_accumulation(function: Any) -> Verdict:
     function(model, loss_sum, list(pieces))
     found, largest = model.weight.grad, max(map(len, pieces))
     if found is None:
-        return wrong("There is no gradient in `.grad`.", "`.grad` 里没有梯度。")
+        return wrong("There is no gradient in `.grad`.")
     error = float((found - expected).norm() / expected.norm())
     if not error < 1e-9:
-        return wrong(f"The gradient is off by {100 * error:.1f} %.", f"梯度差了 {100 * error:.1f} %。")
+        return wrong(text("The gradient is off by {error:.1f} %.", error=100 * error))
     if (most := max(rows_alive, default=0)) > largest:
         return wrong(
-            f"Right gradient, but graphs of {most} rows were alive together, and the largest piece has {largest}: "
-            "this saves no memory.",
-            f"梯度正确，但同时存活的计算图共有 {most} 行，而最大的一份只有 {largest} 行：这样不省内存。",
-            ("Forward and backward for one piece, and only then the next.", "一份做完前向和反向，再做下一份。"),
+            text(
+                "Right gradient, but graphs of {most} rows were alive together, and the largest piece has "
+                "{largest}: this saves no memory.",
+                most=most,
+                largest=largest,
+            ),
+            hint="Forward and backward for one piece, and only then the next.",
         )
-    return right("Right, a piece without tokens included.", "正确，没有 token 的那一份也算对了。")
+    return right("Right, a piece without tokens included.")
 
 
 def check_largest_micro_batch(answer: Any) -> Verdict:
@@ -103,17 +98,14 @@ def check_largest_micro_batch(answer: Any) -> Verdict:
         answer,
         14,
         wrong_answers={
-            4: ("That divides 1000 by 250: the floor does not grow.", "这是 1000 除以 250：下限不会增大。"),
-            8: ("That divides 1000 by 124: the floor does not grow.", "这是 1000 除以 124：下限不会增大。"),
-            14.5: ("Whole samples.", "样本数要取整数。"),
-            15: ("15 take 1020 MB.", "15 个要 1020 MB。"),
-            25: ("You forgot the floor of 420 MB.", "忘了 420 MB 的下限。"),
+            4: "That divides 1000 by 250: the floor does not grow.",
+            8: "That divides 1000 by 124: the floor does not grow.",
+            14.5: "Whole samples.",
+            15: "15 take 1020 MB.",
+            25: "You forgot the floor of 420 MB.",
         },
-        why=("420 MB of floor, 40 MB a sample: 14 take 980 MB.", "下限 420 MB，每个样本 40 MB：14 个要 980 MB。"),
-        hint=(
-            "Two points make a line: what is its slope, and where does it begin?",
-            "两点定一条直线：斜率是多少，从哪里开始？",
-        ),
+        why="420 MB of floor, 40 MB a sample: 14 take 980 MB.",
+        hint="Two points make a line: what is its slope, and where does it begin?",
     )
 
 
@@ -123,12 +115,12 @@ def check_fast_micro_batch(answer: Any) -> Verdict:
         answer,
         16,
         wrong_answers={
-            8: ("8 in 13 ms is 66 % of 64 in 69 ms.", "13 毫秒 8 个，速度是 69 毫秒 64 个的 66 %。"),
-            32: ("16 are enough.", "16 就够了。"),
-            64: ("The largest reaches 100 %; a smaller one is enough.", "最大的是 100 %，更小的就够了。"),
+            8: "8 in 13 ms is 66 % of 64 in 69 ms.",
+            32: "16 are enough.",
+            64: "The largest reaches 100 %; a smaller one is enough.",
         },
-        why=("16 in 21 ms is 82 % of 64 in 69 ms.", "21 毫秒 16 个，速度是 69 毫秒 64 个的 82 %。"),
-        hint=("Samples a millisecond: m / (5 + m).", "每毫秒样本数：m / (5 + m)。"),
+        why="16 in 21 ms is 82 % of 64 in 69 ms.",
+        hint="Samples a millisecond: m / (5 + m).",
     )
 
 
@@ -141,19 +133,16 @@ def _loss_sum(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tenso
 
 
 @experiment(
-    title=(
-        "A step over one batch, in pieces of 1, a quarter, and all of its samples",
-        "对同一个批次做一步：每份分别为 1 个样本、四分之一和全部样本",
-    ),
-    sizes={"vocabulary": 8192, "hidden": 1024, "heads": 16, "layers": 8, "sequence": 512, "batch": 32},
+    title="A step over one batch, in pieces of 1, a quarter, and all of its samples",
+    sizes={"vocabulary": 8192, "hidden": 1024, "heads": 16, "layers": 8, "sequence": 512, "batch": 16},
     small={**TINY, "batch": 4},
     arms={
-        "one": ("pieces of 1", "每份 1 个"),
-        "quarter": ("a quarter each", "每份四分之一"),
-        "all": ("all at once", "一次全部"),
+        "one": "pieces of 1",
+        "quarter": "a quarter each",
+        "all": "all at once",
     },
 )
-def pieces_of_a_batch(device: torch.device, **sizes: int) -> dict[str, Number]:
+def pieces_of_a_batch(device: torch.device, **sizes: int) -> Iterator[Part]:
     model, tokens = decoder_and_tokens(device, **sizes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     step = AccumulatedStep(
@@ -164,10 +153,9 @@ def pieces_of_a_batch(device: torch.device, **sizes: int) -> dict[str, Number]:
         max_norm=1.0,
         autocast_dtype=torch.float16 if device.type == "cuda" else torch.bfloat16,
     )
-    values: dict[str, Number] = {}
-    for name, size in (("one", 1), ("quarter", len(tokens) // 4), ("all", len(tokens))):
-        values |= measured(name, lambda size=size: step(split(tokens, size)), model=model, optimizer=optimizer)
-    return values
+    pieces = {"one": 1, "quarter": len(tokens) // 4, "all": len(tokens)}
+    arms = {name: lambda size=size: step(split(tokens, size)) for name, size in pieces.items()}
+    yield from compared(device, arms, model=model, optimizer=optimizer)
 
 
 # Two processes --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Draw map.svg, the README's map of the course.
+"""Draw map.en.svg and map.zh.svg, the README's map of the course.
 
     python notebooks/images/map.py
 
@@ -9,10 +9,10 @@ picture are printed.
 from pathlib import Path
 
 import matplotlib
-from step import save_small
+from step import save_in_each_language
 
 from course_lib.lessons.lesson_00 import course_map
-from course_lib.teaching.alt import alt_text
+from course_lib.teaching.pictures import description
 
 matplotlib.use("Agg")
 
@@ -20,9 +20,8 @@ matplotlib.use("Agg")
 def main() -> None:
     matplotlib.rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "map"})
     drawn = course_map()
-    path = Path(__file__).with_suffix(".svg")
-    save_small(drawn, path)
-    print(f"{alt_text(drawn)}\n{path.name}: {path.stat().st_size:,} bytes")
+    print("\n".join(description(drawn)))
+    save_in_each_language(drawn, Path(__file__))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draw step.svg, the README's picture: one training step of a decoder, plain and checkpointed, from real meters.
+"""Draw step.en.svg and step.zh.svg for the README: a training step of a decoder, plain and checkpointed, measured.
 
     python notebooks/images/step.py
 
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import timelines
+from course_lib.teaching.pictures import LANGUAGES, drawn_in
 
 matplotlib.use("Agg")
 DRAWN = (Outline.MOVETO, Outline.LINETO)
@@ -64,21 +65,24 @@ def save_small(drawn: Figure, path: Path) -> None:
     path.write_text("\n".join(line.strip() for line in svg.splitlines()) + "\n", encoding="utf-8")
 
 
+def save_in_each_language(drawn: Figure, script: Path) -> None:
+    """Save as the script's name with .en.svg and .zh.svg."""
+    for language in LANGUAGES:
+        path = script.with_suffix(f".{language}.svg")
+        with drawn_in(drawn, language):
+            save_small(drawn, path)
+        print(f"{path.name}: {path.stat().st_size:,} bytes")
+
+
 def main() -> None:
     (plain, gradients), (checkpointed, same_gradients) = step(checkpointed=False), step(checkpointed=True)
     assert all(map(torch.equal, gradients, same_gradients))
-    arms = {("plain", "普通"): plain, ("every layer checkpointed", "每层都用激活检查点"): checkpointed}
-    for (name, _), meter in arms.items():
+    arms = {"plain": plain, "every layer checkpointed": checkpointed}
+    for name, meter in arms.items():
         print(f"{name}: {meter}")
     matplotlib.rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "step"})
-    title = (
-        "The same step, the same gradients: forget activations, compute them again",
-        "同一个训练步、同样的梯度：忘掉激活值，用时再算",
-    )
-    drawn = timelines(arms, title=title)
-    path = Path(__file__).with_suffix(".svg")
-    save_small(drawn, path)
-    print(f"{path.name}: {path.stat().st_size:,} bytes")
+    title = "The same step, the same gradients: forget activations, compute them again"
+    save_in_each_language(timelines(arms, title=title), Path(__file__))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 #     name: python3
 # ---
 
-# %% [markdown]
+# %% [markdown] slide={"en": "27.5 MB of weights; a training step holds 277.7 MB.\n\nWith one function call around each layer, less than half will do. How?", "zh": "权重 27.5 MB，一个训练步却要占 277.7 MB。\n\n每一层外面包一个函数调用，峰值就降到一半以下。怎么做到的？"}
 # # 0 Start here / 从这里开始
 #
 # <div lang="en">
@@ -18,7 +18,7 @@
 # </div>
 # <div lang="zh">
 #
-# 这里有一个小解码器：八层，权重共 27.5 MB。它的一个训练步，最吃紧的时刻要占 277.7 MB。把每一层都包进一个函数调用，同样的一步用不到一半，而梯度逐位相同。
+# 这里有一个小解码器：八层，权重共 27.5 MB。它的一个训练步，最吃紧的时刻要占 277.7 MB。把每一层都包进一个函数调用，同样的一步，峰值就降到一半以下，而梯度逐比特相同。
 #
 # 少掉的字节去了哪里？又付出了什么代价？不等读完这一页，你就会在自己的机器上看到这两个答案，有没有 GPU 都行。
 #
@@ -32,7 +32,7 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# The three buttons above choose the language of every page of text and every table; they work without running anything. Figures are drawn with both languages.
+# The three buttons above choose the language of every page of text and every table; they work without running anything. So do the figures: each is drawn once in either language.
 #
 # **In this lesson** (20 minutes): what is on your machine, how a lesson works, one minute of memory, and which route to take.
 #
@@ -41,7 +41,7 @@ language()
 # </div>
 # <div lang="zh">
 #
-# 上面的三个按钮用来切换全部正文和表格的语言，不运行代码也能用。图里两种语言都有。
+# 上面的三个按钮用来切换全部正文和表格的语言，不运行代码也能用。图也随之切换：每张图都按两种语言各画了一遍。
 #
 # **本课内容**（20 分钟）：看看你的机器，了解每一课怎么上，花一分钟看看内存，再选一条路线。
 #
@@ -59,7 +59,7 @@ from torch.utils.checkpoint import checkpoint
 from course_lib.lessons.lesson_00 import about_this_machine, course_map
 from course_lib.memory import CATEGORIES, MemoryMeter, measure
 from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import compare, table, timelines
+from course_lib.teaching import category_label, compare, table, timelines
 
 # %% [markdown]
 # ## 0.1 What is on this machine / 这台机器上有什么
@@ -67,19 +67,19 @@ from course_lib.teaching import compare, table, timelines
 # %% tags=["nbval-ignore-output", "shows-device"]
 about_this_machine()
 
-# %% [markdown]
+# %% [markdown] slide={"en": "No GPU needed. We count what every CPU agrees on: **bytes** of live tensors, and **FLOPs**. From seconds we conclude nothing.", "zh": "不需要 GPU。我们数的是在任何 CPU 上都一样的东西：存活张量的**字节**，以及 **FLOPs**。不从秒数下结论。"}
 # <div lang="en">
 #
-# A missing GPU is no obstacle. This course counts two things that are the same on every machine: the bytes of live tensors, and the floating-point operations (FLOPs). Seconds are shown here and there, but nothing is concluded from them. Where a GPU adds something, the lesson shows it live if you have one.
+# A missing GPU is no obstacle. This course counts two things that are the same on every CPU: the bytes of live tensors, and the floating-point operations (FLOPs). Seconds are shown here and there, but nothing is concluded from them. A GPU differs in places: some of its kernels keep other tensors for backward, and its Adam makes a copy more. The lessons say where, and show it live if you have one.
 #
 # </div>
 # <div lang="zh">
 #
-# 没有 GPU 不碍事。本课程数的是两样在任何机器上都一样的东西：存活张量的字节数，以及浮点运算次数（FLOPs）。运行时间偶尔也会给出，但不据此下结论。GPU 能带来新内容的地方，只要你有 GPU，课里就会现场演示。
+# 没有 GPU 不碍事。本课程数的是两样在任何 CPU 上都一样的东西：存活张量的字节数，以及浮点运算次数（FLOPs）。运行时间偶尔也会给出，但不据此下结论。本课程在 CPU 上测量，所以统称“内存”；换到 GPU 上，指的就是显存。GPU 上有些地方不同：它的某些核函数为反向保存的张量不一样，它的 Adam 还要多一份副本。遇到这种地方，课里会说明，你有 GPU 就现场演示。
 #
 # </div>
 
-# %% [markdown]
+# %% [markdown] slide={"en": "**Predict** a number. **Build** the idea. Show that the gradients are **equal**. Only then **measure**.\n\nA wrong guess is where the lesson happens.", "zh": "先**预测**一个数，再把想法**实现**出来，验证梯度**相等**，然后才**测量**。\n\n猜错的地方，正是能学到东西的地方。"}
 # ## 0.2 How a lesson works / 每一课怎么上
 #
 # <div lang="en">
@@ -97,23 +97,60 @@ about_this_machine()
 #
 # </div>
 
-# %%
+# %% slide="result"
 course_map()
+
 # %% [markdown]
-# ## 0.3 One minute of memory / 一分钟看内存
-#
 # <div lang="en">
 #
-# A decoder, its optimizer, and a batch of 8 sequences. While the forward pass runs, autograd keeps what the backward pass will need: these bytes are called **activations**. Checkpointing keeps only what enters each layer, and computes the rest again when backward gets there.
+# A letter means one thing in the whole course:
+#
+# | letter | means | first in |
+# |---|---|---|
+# | $b$, $s$ | sequences in a batch, tokens in a sequence | 01 |
+# | $h$, $a$, $d$ | hidden size, heads, size of a head: $d = h / a$ | 01 |
+# | $v$, $L$ | words in the vocabulary, layers (or stages of a chain) | 01 |
+# | Q, K, V, S, P, O | queries, keys, values, scores, probabilities, output of attention | 01 |
+# | $k$, $A$, $B$ | segments; bytes that a stage keeps; bytes at a boundary | 03 |
+# | $p$ | how many are fetched ahead | 04 |
+# | $m$ | micro-batches | 05 |
+# | $M$ | numbers that fit on the chip | 06 |
+# | $\Psi$, $N$ | parameters, ranks | 08 |
 #
 # </div>
 # <div lang="zh">
 #
-# 一个解码器、它的优化器，以及 8 个序列组成的批次。前向传播时，autograd 会保存反向传播要用到的数据，这些字节叫做**激活值**。检查点只保存每一层的输入，等反向走到这一层时，再把其余的重新算出来。
+# 一个字母在整门课里只有一个意思：
+#
+# | 字母 | 意思 | 初见于 |
+# |---|---|---|
+# | $b$、$s$ | 批次里的序列数、序列里的 token 数 | 01 |
+# | $h$、$a$、$d$ | 隐藏维度、头数、头维度：$d = h / a$ | 01 |
+# | $v$、$L$ | 词表大小、层数（或链的级数） | 01 |
+# | Q、K、V、S、P、O | 注意力的查询、键、值、分数、概率、输出 | 01 |
+# | $k$、$A$、$B$ | 段数；一级保存的字节；边界上的字节 | 03 |
+# | $p$ | 提前取回几个 | 04 |
+# | $m$ | 微批次数 | 05 |
+# | $M$ | 片上放得下多少个数 | 06 |
+# | $\Psi$、$N$ | 参数个数、进程数 | 08 |
 #
 # </div>
 
-# %%
+# %% [markdown] slide={"en": "**Activations** are what forward keeps for backward.\n\n**Checkpointing** keeps only what enters each layer, and computes the rest again.", "zh": "**激活值**：前向为反向保存的数据。\n\n**检查点**：只保存每一层的输入，其余的用到时重新算出来。"}
+# ## 0.3 One minute of memory / 一分钟看内存
+#
+# <div lang="en">
+#
+# A decoder, its optimizer, and a batch of 8 sequences. While the forward pass runs, autograd keeps what the backward pass will need: these bytes are called **activations**. **Activation checkpointing** (also called gradient checkpointing or recomputation; not the weights that are saved to disk) keeps only what enters each layer, and computes the rest again when backward gets there.
+#
+# </div>
+# <div lang="zh">
+#
+# 一个解码器、它的优化器，以及 8 条序列组成的批次。前向传播时，autograd 会保存反向传播要用到的数据，这些数据叫做**激活值**。**激活检查点**（activation checkpointing，又称梯度检查点、激活重计算；不是指存盘的模型权重；下文简称检查点）只保存每一层的输入，等反向走到这一层时，再把其余的重新算出来。
+#
+# </div>
+
+# %% slide="code"
 tokens = random_tokens(batch=8, sequence=128, vocabulary=2048)  # (8, 129): the last one is only predicted
 plain = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
 
@@ -130,7 +167,7 @@ class Checkpointed(nn.Module):
 forgetful = copy.deepcopy(plain)
 forgetful.layers = nn.ModuleList(Checkpointed(layer) for layer in forgetful.layers)
 
-# %% [markdown]
+# %% [markdown] slide={"en": "**Guess first.** Plain: 277.7 MB, of which 82.5 MB are weights and state.\n\nHow high is the peak with checkpoints? How much more work?", "zh": "**先猜**：普通做法 277.7 MB，其中 82.5 MB 是权重和优化器状态。\n\n用检查点，峰值是多少？计算量增加多少？"}
 # <div lang="en">
 #
 # **Guess first.** Plain, one step peaks at 277.7 MB. Of these, 82.5 MB are weights and optimizer state, which no checkpoint can touch. What will the checkpointed step peak at? And by how much does the work grow, if every layer runs forward twice?
@@ -159,7 +196,7 @@ my_guess_flops = None  # its FLOPs in terms of the plain step's, such as 2.0
 # </div>
 
 
-# %%
+# %% slide="both"
 def gradients(decoder):
     decoder.zero_grad()
     decoder.loss(tokens).backward()
@@ -177,7 +214,7 @@ all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(forgetful), st
 # </div>
 # <div lang="zh">
 #
-# 逐位相等。现在用计量器：它在每个算子之后数出全部存活张量的字节。优化器状态在第一步里才建立，所以计量的是第二步。
+# 逐比特相等。现在用计量器：它在每个算子之后数出全部存活张量的字节。优化器状态在第一步里才建立，所以计量的是第二步。
 #
 # </div>
 
@@ -193,22 +230,16 @@ def metered(decoder):
     return meter
 
 
-meters = {("plain", "普通"): metered(plain), ("checkpointed", "检查点"): metered(forgetful)}
+meters = {"plain": metered(plain), "checkpointed": metered(forgetful)}
 
-# %%
-timelines(
-    meters,
-    title=(
-        "Checkpointing cuts the peak by half: activations go, a second forward comes",
-        "检查点让峰值减半：激活值少了，前向多跑一遍",
-    ),
-)
+# %% slide="result"
+timelines(meters, title="Checkpointing cuts the peak by half: activations go, a second forward comes")
 
-# %%
-table(
-    [("at the peak, MB", "峰值时，MB"), ("plain", "普通"), ("checkpointed", "检查点")],
-    [(category, *(round(meter.at_peak()[category] / 1e6, 1) for meter in meters.values())) for category in CATEGORIES],
-)
+# %% slide="result"
+rows = [
+    [category_label(name), *(round(meter.at_peak()[name] / 1e6, 1) for meter in meters.values())] for name in CATEGORIES
+]
+table(["at the peak, MB", *meters], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -234,31 +265,52 @@ def step_of(decoder):
     return measure(step, model=decoder, optimizer=adam)
 
 
-arms = {("plain", "普通"): step_of(plain), ("checkpointed", "检查点"): step_of(forgetful)}
+arms = {"plain": step_of(plain), "checkpointed": step_of(forgetful)}
 compare(arms)
 
 # %%
 before, after = arms.values()
 rows = [
-    (("peak, MB", "峰值，MB"), my_guess_bytes and my_guess_bytes / 1e6, after.peak_bytes / 1e6),
-    (("FLOPs, of plain", "FLOPs，与普通之比"), my_guess_flops, after.flops / before.flops),
+    ("peak, MB", my_guess_bytes and my_guess_bytes / 1e6, after.peak_bytes / 1e6),
+    ("FLOPs, of plain", my_guess_flops, after.flops / before.flops),
 ]
-headings = ["", ("your guess", "你的猜测"), ("measured", "实测")]
+headings = ["", "your guess", "measured"]
 table(headings, [(name, "–" if guess is None else f"{guess:.2f}", f"{measured:.2f}") for name, guess, measured in rows])
 
-# %% [markdown]
+# %% [markdown] slide={"en": "Peak: 0.48 of what it was. FLOPs: 1.21, not 2.\n\nAll weights trained, a step is three forwards: one more adds at most a third.", "zh": "峰值降到 0.48 倍，FLOPs 是 1.21 倍，而不是 2 倍。\n\n全部权重都训练时，一步相当于三次前向，多一次至多增加三分之一。"}
 # <div lang="en">
 #
-# The peak falls to 0.48 of what it was, and the FLOPs rise to 1.21. Not a doubling: a backward pass costs two forward passes, so one forward more adds a third at most. Here it is less, because the head is not recomputed, and because recomputation stops as soon as the last saved tensor is back, which spares each layer its last matrix product. Lesson 01 finds out where the bytes were; lesson 02 takes the trick apart.
+# The peak falls to 0.48 of what it was, and the FLOPs rise to 1.21. Not a doubling: for each product in forward, backward makes two, one for the gradient of the input and one for the gradient of the weight. A step is three forwards, and one more adds a third at most, as long as all weights are trained. (Frozen weights need no gradient: then a step is nearer to two forwards, and one more adds up to a half.)
+#
+# Here it is less than a third, because the head is not recomputed, and because recomputation stops as soon as the last tensor to be saved is there, which spares each layer its last product.
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值降到原来的 0.48 倍，FLOPs 升到 1.21 倍。并没有翻倍：一次反向的计算量等于两次前向，所以多一次前向至多增加三分之一。这里还不到，因为输出头不用重计算，而且重计算在取回最后一个保存的张量时就停下，每一层省去了最后一次矩阵乘法。第 01 课弄清这些字节原本在哪里，第 02 课把这个办法拆开来看。
+# 峰值降到原来的 0.48 倍，FLOPs 升到 1.21 倍。并没有翻倍：前向里的每次矩阵乘法，反向要做两次，一次求输入的梯度，一次求权重的梯度。一步相当于三次前向，所以只要全部权重都参与训练，多一次前向至多增加三分之一。（冻结的权重不求梯度，那时一步更接近两次前向，多一次前向最多增加一半。）
+#
+# 这里还不到三分之一，因为输出头不用重计算，而且重计算一算出最后一个要保存的张量就停下（提前停），每一层都省去了最后一次矩阵乘法。
 #
 # </div>
 
-# %% [markdown]
+# %% [markdown] slide={"en": "This step comes back in every lesson.\n\nThe course's **ledger**: the same step, one technique a row.", "zh": "这一步，每一课都会回来。\n\n课程的**账本**：同样的一步，一种技术一行。"}
+# <div lang="en">
+#
+# This step, with this decoder, comes back in every lesson. Each ends with one row in the course's **ledger**: the same step with that lesson's technique alone. Here is the first row. Lesson 01 finds out where its bytes are; lesson 02 takes the trick apart.
+#
+# </div>
+# <div lang="zh">
+#
+# 这个解码器的这一步，每一课都会回来。每课的最后都在课程的**账本**上添一行：同样的一步，只用这一课的技术。下面是第一行。第 01 课弄清这些字节在哪里，第 02 课把检查点拆开来看。
+#
+# </div>
+
+# %% slide="result"
+from course_lib.lessons.ledger import ledger
+
+ledger("00", "plain", before)
+
+# %% [markdown] slide={"en": "An hour, a day, or the whole course?\n\nWhich model of yours did not fit last?", "zh": "一小时、一天，还是整门课？\n\n你最近一次装不下的是什么模型？"}
 # ## 0.4 Which route / 选哪条路线
 #
 # <div lang="en">
@@ -267,7 +319,7 @@ table(headings, [(name, "–" if guess is None else f"{guess:.2f}", f"{measured:
 # |---|---|
 # | an hour | this page, then sections 1.1 to 1.4 of lesson 01 |
 # | a day | lessons 01 and 02 whole, the summaries of the others |
-# | the whole course | 00 to 08 in order, with the exercises |
+# | the whole course | 00 to 09 in order, with the exercises |
 # | a model that does not fit, today | lesson 01, then `course_lib` straight away |
 #
 # If you teach: after 01 most lessons stand alone. But 03 builds on 02, 04 and 06 use one section of it each, and 07 needs all the others. Lessons still in preparation are marked in the README.
@@ -279,10 +331,10 @@ table(headings, [(name, "–" if guess is None else f"{guess:.2f}", f"{measured:
 # |---|---|
 # | 一小时 | 本页，然后是第 01 课的 1.1 到 1.4 节 |
 # | 一天 | 第 01、02 课全部，加上其余各课的小结 |
-# | 学完整门课的时间 | 从 00 到 08 依次学完，并做练习 |
+# | 足够学完全部课程的时间 | 从 00 到 09 依次学完，并做练习 |
 # | 一个眼下就要训练、却装不下的模型 | 第 01 课，然后直接用 `course_lib` |
 #
-# 如果你是教师：学过第 01 课之后，各课大多可以单独讲；不过 03 要以 02 为基础，04 和 06 各用到其中一处内容，07 则需要前面全部各课。仍在编写的课在 README 中有标注。
+# 如果你是教师：学过第 01 课之后，各课大多可以单独讲；不过 03 要以 02 为基础，04 和 06 各用到 02 中的一节，07 则需要前面全部各课。仍在编写的课在 README 中有标注。
 #
 # </div>
 
@@ -308,7 +360,7 @@ table(headings, [(name, "–" if guess is None else f"{guess:.2f}", f"{measured:
 #
 # </div>
 
-# %% [markdown]
+# %% [markdown] slide={"en": "277.7 MB → 134.0 MB, with equal gradients, for 1.21 times the FLOPs.\n\nNext: where were those bytes?", "zh": "277.7 MB → 134.0 MB，梯度相等，FLOPs 是 1.21 倍。\n\n下一课：这些字节原本在哪里？"}
 # ## 0.6 Next / 下一步
 #
 # <div lang="en">

@@ -11,16 +11,16 @@
 #
 # <div lang="en">
 #
-# Four decoder layers, 32 sequences of 64 tokens, 512 features: forward and backward peak at 302 MB. Checkpoint each layer and the peak is 101 MB. So far, so good. Now do the same with one layer: 88.1 MB without, 88.1 MB with.
+# Eight layers keep 168 MB of activations in the step of lesson 01. One line makes the decoder forget them and compute them again: the peak falls from 277.7 to 134.0 MB, the gradients are equal to the last bit, and it costs a fifth more FLOPs.
 #
-# The same technique saves two thirds, and nothing. Why?
+# Put the same line around the last of eight layers, and it saves nothing at all. Why?
 #
 # </div>
 # <div lang="zh">
 #
-# 四个解码器层，32 个 64 token 的序列，512 个特征：前向加反向的峰值是 302 MB。给每一层加上检查点，峰值变成 101 MB。到此一切顺利。现在对单独一层做同样的事：不用检查点 88.1 MB，用了还是 88.1 MB。
+# 在第 01 课的训练步里，八层保存了 168 MB 的激活值。加一行代码，解码器就把它们忘掉，用时再算：峰值从 277.7 MB 降到 134.0 MB，梯度逐比特相等，代价是多五分之一的 FLOPs。
 #
-# 同一种技术，有时省下三分之二，有时什么也不省。为什么？
+# 八层里只给最后一层加上同一行代码，却什么也省不下来。为什么？
 #
 # </div>
 
@@ -32,649 +32,810 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (90 minutes). Write both kinds of checkpoint from nothing. Say what each lacks, and see the library close each gap. Predict what a checkpointed network saves, and what it costs in FLOPs. Choose what to keep.
+# **Goals** (75 minutes). Write a checkpoint yourself. Predict the peak of a checkpointed step, and find where your formula ends. Say which block is worth a checkpoint and which is not. Choose what to keep, by bytes and by FLOPs. Take the loss in pieces, so that the logits never exist whole.
 #
-# **What to know before**: lesson 01. Saved tensors, storages, and the timeline of a step.
+# **What to know before**: lesson 01. What a layer saves, storages, and the timeline of a step.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：从零写出两种检查点；说出它们各缺什么，并看库怎样逐一补上；预测用检查点的网络能省多少字节、多花多少 FLOPs；学会选择保留什么。
+# **目标**（75 分钟）：自己写一个检查点；预测用了检查点的训练步峰值，并找出公式在哪里失效；说出给哪一块加检查点划算、给哪一块不划算；按字节和 FLOPs 选择保留什么；把损失分段计算，让完整的 logits 从不出现。
 #
-# **预备知识**：第 01 课，即保存的张量、存储，以及一个训练步的时间线。
+# **预备知识**：第 01 课，即一层保存什么、存储区，以及一个训练步的时间线。
 #
 # </div>
 
 # %%
-import warnings
+import itertools
+from functools import partial
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from course_lib.checkpoint import checkpoint, checkpoint_sequential
-from course_lib.memory import MemoryMeter, measure, saved_tensors, transformer_activation_bytes
-from course_lib.models import Decoder, DecoderLayer, deep_mlp, random_tokens
-from course_lib.teaching import compare, figure, predictions, table, text, timelines
+from course_lib.lessons import lesson_02, what_you_may_have_read
+from course_lib.lessons.ledger import ledger
+from course_lib.memory import MemoryMeter, symbolic
+from course_lib.models import Decoder, DecoderLayer, random_tokens
+from course_lib.teaching import predictions, table, timelines
 
 # %% [markdown]
 # ## 2.1 Watch it run / 看它怎样运行
 #
 # <div lang="en">
 #
-# Autograd keeps what backward will need. A checkpoint keeps the block's **input** only, and when backward arrives, runs the block's forward pass once more. A module that says when it runs makes this visible. **Guess first:** in which order do three checkpointed blocks run?
+# Autograd keeps what backward will need. **Activation checkpointing** (also gradient checkpointing or activation recomputation; not a file of weights; from here on, a checkpoint) keeps a block's **input** only. When backward arrives at the block, its forward pass runs once more.
+#
+# In PyTorch that is `torch.utils.checkpoint.checkpoint(block, x)`. A block that tells when it runs makes it visible. **Guess first:** in which order do three checkpointed blocks a, b, c run, forward and backward?
 #
 # </div>
 # <div lang="zh">
 #
-# autograd 会留下反向要用的东西。检查点只留下这一块的**输入**，等反向到达时，把这一块的前向再跑一遍。让模块在运行时报一声，就能看见这个过程。**先猜**：三个用了检查点的块，会按什么次序运行？
+# autograd 会留下反向要用的东西。**激活检查点**（activation checkpointing，又称梯度检查点、激活重计算；不是指存盘的模型权重；下文简称检查点）只留下一个块的**输入**。反向走到这个块时，把它的前向再跑一遍。
+#
+# 在 PyTorch 里就是 `torch.utils.checkpoint.checkpoint(block, x)`。让块在运行时报一声，就能看见这个过程。**先猜**：三个加了检查点的块 a、b、c，前向和反向按什么次序运行？
 #
 # </div>
 
 
 # %%
+heard, x = [], torch.randn(2, 4, requires_grad=True)
+
+
 class Echo(nn.Module):
-    def __init__(self, name, heard):
+    def __init__(self, name):
         super().__init__()
-        self.name, self.heard, self.linear = name, heard, nn.Linear(4, 4)
+        self.name, self.linear = name, nn.Linear(4, 4)
 
     def forward(self, x):
-        self.heard.append(f"forward {self.name}")
+        heard.append(f"forward {self.name}")
         return self.linear(x).tanh()
 
+    def backward_done(self, gradient):
+        heard.append(f"backward {self.name} done")
 
-heard = []
-y = torch.randn(2, 4, requires_grad=True)
-for name in "abc":
-    y = y * 1
-    y.register_hook(lambda gradient, name=name: heard.append(f"backward {name} done"))
-    y = checkpoint(Echo(name, heard), y, use_reentrant=False)
-y.sum().backward()
+
+# %%
+for block in (Echo("a"), Echo("b"), Echo("c")):
+    x.register_hook(block.backward_done)  # called when the gradient of x has come
+    x = checkpoint(block, x, use_reentrant=False)
+x.sum().backward()
 " · ".join(heard)
 
 # %% [markdown]
 # <div lang="en">
 #
-# First the three forward passes. Then backward comes to c, runs its forward again, finishes it, and goes on to b. At any time at most one block's activations exist, besides the inputs.
+# First three forward passes. Then backward comes to c, runs its forward again, finishes it, and goes on to b. Besides the inputs, only one block's activations exist at a time.
 #
 # </div>
 # <div lang="zh">
 #
-# 先是三次前向。然后反向走到 c，把它的前向再跑一遍，做完它的反向，再去 b。除了各块的输入，任何时刻至多只有一个块的激活值存在。
+# 先是三次前向。然后反向走到 c，把它的前向再跑一遍，做完它的反向，再去 b。除了各块的输入，任何时刻只有一个块的激活值存在。
 #
 # </div>
 
 # %% [markdown]
-# ## 2.2 Reentrant, from nothing / 从零写可重入的检查点
+# ## 2.2 Write it / 自己写
 #
 # <div lang="en">
 #
-# The older way is a `torch.autograd.Function`: forward runs the block without recording a graph; backward runs it again with a graph and calls autograd inside autograd. That call is why it is named reentrant.
+# You need a `torch.autograd.Function`: two functions, of which backward is yours to write. Five tools: `torch.no_grad()`, `torch.enable_grad()`, `context.save_for_backward(x)` with `context.saved_tensors`, `x.detach().requires_grad_()`, and `torch.autograd.backward(output, gradient)`, which goes through a graph and leaves gradients in `.grad`.
+#
+# **Exercise 1.** Fill in the two functions. The check runs a block whose activations are large, compares the gradients of its input and of its weight, counts the runs, and looks at the bytes that are live between forward and backward.
 #
 # </div>
 # <div lang="zh">
 #
-# 较老的做法是写一个 `torch.autograd.Function`：前向时运行这个块而不记录计算图；反向时带着计算图再跑一遍，并在 autograd 里面调用 autograd。“可重入”一名由此而来。
+# 要写的是一个 `torch.autograd.Function`：它有两个函数，其中反向由你来定。工具有五样：`torch.no_grad()`、`torch.enable_grad()`、`context.save_for_backward(x)` 和与之配对的 `context.saved_tensors`、`x.detach().requires_grad_()`，以及 `torch.autograd.backward(output, gradient)`，它沿计算图反向走一遍，把梯度放进 `.grad`。
+#
+# **练习 1。** 写出这两个函数。检查会运行一个激活值很大的块，比较它的输入和权重的梯度，数运行次数，并看前向与反向之间还有多少字节存活。
 #
 # </div>
 
 
-# %%
-class Reentrant(torch.autograd.Function):
+# %% minutes=12
+class MyCheckpoint(torch.autograd.Function):
     @staticmethod
-    def forward(context, function, x):
-        context.function, context.x = function, x
-        with torch.no_grad():
-            return function(x)
+    def forward(context, block, x):
+        context.block = block
+        return x  # in its place: the block's output, without a graph
 
     @staticmethod
     def backward(context, gradient):
-        x = context.x.detach().requires_grad_()
-        with torch.enable_grad():
-            output = context.function(x)
-        torch.autograd.backward(output, gradient)  # autograd inside autograd
-        return None, x.grad
+        return None, gradient  # for block, which has none; in its place: that of x
 
+
+lesson_02.check_checkpoint(MyCheckpoint)
+
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+class MyCheckpoint(torch.autograd.Function):
+    @staticmethod
+    def forward(context, block, x):
+        context.block = block
+        context.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(context, gradient):
+        (x,) = context.saved_tensors
+        again = x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = context.block(again)
+        torch.autograd.backward(output, gradient)  # autograd inside autograd
+        return None, again.grad
+
+
+lesson_02.check_checkpoint(MyCheckpoint)
+### END SOLUTION
 
 # %% [markdown]
-# ## 2.3 Non-reentrant, from nothing / 从零写非可重入的检查点
+# ## 2.3 The other way: leave the graph, take what it holds / 另一种写法：留下计算图，拿走它持有的东西
 #
 # <div lang="en">
 #
-# The newer way leaves the graph in place and replaces only what it holds. Saved-tensor hooks see every tensor that autograd wants to keep: **pack** keeps a number instead, and **unpack**, when backward asks, runs the block again and collects what that run saves, in the same order.
+# Yours is PyTorch's older mode, `use_reentrant=True`: autograd runs inside autograd. The newer one leaves the graph in place. Saved-tensor hooks see each tensor that autograd wants to keep: the first hook keeps a number in its place; the second, when backward asks for the tensor, runs the block again and collects what that run saves, in the same order.
 #
 # </div>
 # <div lang="zh">
 #
-# 较新的做法让计算图留在原处，只换掉它持有的东西。挂在“保存的张量”上的钩子能看到 autograd 想保存的每一个张量：**pack** 只留下一个编号；反向来取时，**unpack** 把这个块再跑一遍，按同样的次序收集这一遍所保存的张量。
+# 你写的是 PyTorch 较老的模式 `use_reentrant=True`（可重入）：在 autograd 里面运行 autograd。较新的模式让计算图留在原处。挂在“保存的张量”上的钩子，能看到 autograd 想保存的每个张量：第一个钩子只留下一个编号；第二个钩子在反向来要张量时，把块再跑一遍，按同样的次序收集这一遍所保存的。
 #
 # </div>
 
 
 # %%
-def nonreentrant(function, x):
-    count, found = [0], []
+def with_hooks(block, x):
+    numbers, found = itertools.count(), []
 
-    def pack(tensor):
-        count[0] += 1
-        return count[0] - 1
+    def forget(tensor):
+        return next(numbers)
 
-    def unpack(number):
+    def collect(tensor):
+        found.append(tensor.detach())
+
+    def bring_back(number):
         if not found:
-            again = x.detach().requires_grad_(x.requires_grad)
-            with torch.enable_grad(), saved_tensors_hooks(lambda t: found.append(t.detach()), lambda _: None):
-                function(again)
+            with torch.enable_grad(), saved_tensors_hooks(collect, bring_back):
+                block(x.detach().requires_grad_(x.requires_grad))
         return found[number]
 
-    with saved_tensors_hooks(pack, unpack):
-        return function(x)
+    with saved_tensors_hooks(forget, bring_back):
+        return block(x)
 
 
 # %% [markdown]
 # <div lang="en">
 #
-# Before any claim of saving: are the gradients equal, for the input and for every parameter?
+# Before any claim of saving: are the gradients equal, for the input and for every parameter? Four checkpoints on one decoder layer: the two in fifteen lines, PyTorch's, and `course_lib.checkpoint`, which has the same names and arguments as `torch.utils.checkpoint` and is written to be read. You can exchange one for the other.
 #
 # </div>
 # <div lang="zh">
 #
-# 谈节省之前先问：输入和每个参数的梯度，都与不用检查点时相等吗？
+# 谈节省之前先问：输入和每个参数的梯度都相等吗？拿四种检查点来跑一个解码器层：两个十五行的、PyTorch 的，以及 `course_lib.checkpoint`。后者的名字和参数都与 `torch.utils.checkpoint` 相同，只是写得便于阅读，两者可以互换。
 #
 # </div>
 
 # %%
-block = DecoderLayer(512, 8, norm_first=False)
-x = torch.randn(4, 64, 512, requires_grad=True)
+from course_lib.checkpoint import checkpoint as readable
+from course_lib.checkpoint import checkpoint_blocks
+
+block, x = DecoderLayer(256, 8), torch.randn(2, 128, 256, requires_grad=True)  # (b, s, h)
 
 
-def gradients(run):
-    block.zero_grad()
+def gradients(output):
     x.grad = None
-    run(block, x).square().mean().backward()
+    block.zero_grad()
+    output.sum().backward()
     return [x.grad, *(parameter.grad for parameter in block.parameters())]
 
 
 # %%
-def library(use_reentrant):
-    return lambda *args, **options: checkpoint(*args, use_reentrant=use_reentrant, **options)
-
-
-plain = gradients(lambda function, x: function(x))
-runs = {"Reentrant": Reentrant.apply, "nonreentrant": nonreentrant}
-runs |= {"library, reentrant": library(True), "library, non-reentrant": library(False)}
-{name: all(map(torch.equal, plain, gradients(run))) for name, run in runs.items()}
+runs = {"`MyCheckpoint`": MyCheckpoint.apply, "`with_hooks`": with_hooks}
+for name, library in {"`torch`": checkpoint, "`course_lib`": readable}.items():
+    runs[name] = partial(library, use_reentrant=False)
+expected = gradients(block(x))
+{name: all(map(torch.equal, expected, gradients(run(block, x)))) for name, run in runs.items()}
 
 # %% [markdown]
-# ## 2.4 What it saves, and when it saves nothing / 省多少，何时什么也不省
-#
 # <div lang="en">
 #
-# Post-norm layers, as in 2017. Without checkpoints, each further layer adds all that it saves: the formula of lesson 01. With checkpoints it adds its input only, because in backward the layers come back one at a time: the peak holds $L$ inputs **and one whole layer**. For $L = 1$ nothing has been gained.
-#
-# Gradients exist from the start here, as in every step that doesn't drop them; else they arrive while inputs leave, and blur the picture.
+# Fifteen lines are right on a friendly block. With dropout they would draw another mask, and one of them keeps more than it should: sections 2.13 and 2.14 put all four to the test.
 #
 # </div>
 # <div lang="zh">
 #
-# 用 2017 年式的后归一化层。不用检查点时，每多一层，就增加它所保存的全部，即第 01 课的公式。用检查点时只增加它的输入，因为反向时各层是一次一层地回来的：峰值里有 $L$ 份输入，**外加完整的一层**。$L = 1$ 时什么也没赚到。
-#
-# 这里的梯度从一开始就在，就像不清掉梯度的训练步那样；否则一边释放输入，一边产生梯度，两者混在一起，峰值就不好解释了。
+# 遇到规矩的块，这十五行是对的。有 dropout 时，它们会抽到另一个掩码；其中一个还保存得太多。2.13 和 2.14 节会逐项检验这四种。
 #
 # </div>
 
+# %% [markdown]
+# ## 2.4 The whole decoder in one line / 一行代码，整个解码器
+#
+# <div lang="en">
+#
+# `checkpoint_blocks` puts a checkpoint around each block with such a name, in any model. The step is that of lesson 01: Adam, the second step, and gradients that are gone when it begins, so that they **arrive during backward**. That is the convention from here on.
+#
+# </div>
+# <div lang="zh">
+#
+# `checkpoint_blocks` 给模型里所有叫这种名字的块各加一个检查点，什么模型都行。训练步与第 01 课相同：Adam，取第二步；开始时梯度已清空，**在反向中才陆续到来**。以下都按这个约定。
+#
+# </div>
+
+
 # %%
-batch = torch.randn(32, 64, 512)  # (b, s, h)
+def make_decoder(**changes):
+    sizes = {"vocabulary": 2048, "hidden": 256, "heads": 8, "layers": 8, "sequence": 128}
+    return Decoder(**{**sizes, **changes})
 
 
-def stack_peak(depth, checkpointed):
-    layers = nn.Sequential(*(DecoderLayer(512, 8, norm_first=False, seed=2 * i) for i in range(depth)))
-    for parameter in layers.parameters():
+def metered_step(decoder):
+    tokens = random_tokens(batch=8, sequence=128, vocabulary=2048)  # (8, 129)
+    adam = torch.optim.Adam(decoder.parameters())
+    for parameter in decoder.parameters():
         parameter.grad = torch.zeros_like(parameter)
+    adam.step()  # makes its state
+    decoder.zero_grad()
+    with MemoryMeter(decoder, adam) as meter:
+        decoder.loss(tokens).backward()
+        adam.step()
+    return meter
 
-    def loss():
-        y = batch
-        for layer in layers:
-            y = checkpoint(layer, y, use_reentrant=False) if checkpointed else layer(y)
-        return y.square().mean()
 
-    with MemoryMeter() as meter:
-        loss().backward()
+# %%
+plain, forgetful = make_decoder(), make_decoder()
+checkpoint_blocks(forgetful, "layers.*")
+meters = {"plain": metered_step(plain), "checkpointed": metered_step(forgetful)}
+all(map(torch.equal, plain.parameters(), forgetful.parameters()))
+
+# %%
+timelines(meters, title="The mountain becomes eight teeth; the peak moves to the end of backward")
+
+# %% [markdown]
+# <div lang="en">
+#
+# Each tooth is one layer that has come back. Now predict. A checkpoint keeps its layer's input, $b s h$ numbers, and the state of the random number generator, 5,056 bytes, for a second run with the same dropout. All other 20,987,904 bytes of the layer (your sum in lesson 01) are gone when backward starts, and that is when the plain step peaks, at 277,682,584 bytes.
+#
+# **Exercise 2.** With checkpoints around the first $k$ of the eight layers: what is the peak?
+#
+# </div>
+# <div lang="zh">
+#
+# 每个齿就是一层，刚刚重新算出来。现在来预测。检查点留下这一层的输入，即 $b s h$ 个数，外加随机数发生器的状态 5,056 字节，好让第二遍抽到同样的 dropout。这一层一共 20,987,904 字节（第 01 课你算出的总和），其余的在反向开始时都不在了；而普通一步的峰值 277,682,584 字节正出现在那一刻。
+#
+# **练习 2。** 八层里前 $k$ 层加检查点，峰值是多少？
+#
+# </div>
+
+
+# %% minutes=6
+def predicted_peak(k):
+    return None  # bytes
+
+
+lesson_02.check_peak_formula(predicted_peak)
+
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+def predicted_peak(k):
+    one_input = 4 * 8 * 128 * 256
+    return 277_682_584 - k * (20_987_904 - one_input - 5_056)
+
+
+lesson_02.check_peak_formula(predicted_peak)
+### END SOLUTION
+
+# %%
+peaks = {0: meters["plain"].peak_bytes, 8: meters["checkpointed"].peak_bytes}
+for k in (1, 7):
+    with symbolic():
+        decoder = make_decoder()
+        checkpoint_blocks(decoder, "layers.*", first=k)
+        peaks[k] = metered_step(decoder).peak_bytes
+predictions([(f"k = {k}", predicted_peak(k), peaks[k]) for k in (0, 1, 7, 8)], unit="bytes")
+
+# %% [markdown]
+# <div lang="en">
+#
+# Exact to the byte, until the last row: 16 MB are missing. Your formula follows one moment, the start of backward. The last checkpoint lowers it so far that another moment stands higher: the end of backward, where a single layer is back in full, and nearly all gradients have come.
+#
+# </div>
+# <div lang="zh">
+#
+# 一字节不差，除了最后一行：差 16 MB。你的公式盯住的是一个时刻，即反向开始时。最后一个检查点把这一刻压得太低，于是另一个时刻成了最高点：反向快结束时，只有一层的激活值在，但梯度几乎都到齐了。
+#
+# </div>
+
+# %% [markdown]
+# ## 2.5 Which block? / 给哪一块？
+#
+# <div lang="en">
+#
+# If there is room for one checkpoint only: around which of the eight layers? Two networks: the eight layers alone, with a mean of squares as loss; and the decoder with its head. Forward and backward, without an optimizer.
+#
+# **Guess first:** in each of the two, which layer saves the least?
+#
+# </div>
+# <div lang="zh">
+#
+# 如果只加一个检查点，该给八层里的哪一层？看两个网络：一个只有这八层，以平方的均值作损失；另一个是带输出头的解码器。只做前向和反向，没有优化器。
+#
+# **先猜**：两者里各是哪一层省得最少？
+#
+# </div>
+
+
+# %%
+def peak_of(blocks, layers=8, head=True):
+    with symbolic():
+        decoder, tokens = make_decoder(layers=layers), random_tokens(8, 128, 2048)
+        alone, x = nn.Sequential(*decoder.layers), torch.randn(8, 128, 256)
+        if blocks:
+            checkpoint_blocks(decoder, blocks)
+        with MemoryMeter(decoder) as meter:
+            (decoder.loss(tokens) if head else alone(x).square().mean()).backward()
     return meter.peak_bytes
 
 
 # %%
-one_layer = transformer_activation_bytes(
-    sequence=64, batch=32, hidden=512, heads=8, dtype_bytes=4, mask_bytes=0, statistic_bytes=4
-)
-rng_state = torch.get_rng_state().nbytes  # 5056 bytes, kept by each checkpoint for the second run
-adds = {False: one_layer, True: 32 * 64 * 512 * 4 + rng_state}  # what a further layer adds
-peaks = {(depth, kind): stack_peak(depth, kind) for depth in (1, 2, 4) for kind in adds}
-names = {False: ("plain", "普通"), True: ("checkpointed", "检查点")}
+none, *each = [None, *(f"layers.{i}" for i in range(8))]
+alone = [peak_of(place, head=False) for place in (none, *each)]
+whole = [peak_of(place) for place in (none, each[0], each[4], each[7])]
+only_one = [peak_of(place, layers=1, head=False) for place in (none, each[0])]
 
+# %%
+lesson_02.draw_which_block(alone, whole)
 
-def predicted(depth, kind):
-    return None if depth == 1 else peaks[1, kind] + (depth - 1) * adds[kind]
-
-
-predictions(
-    [
-        (tuple(f"{name} (L = {d})" for name in names[kind]), predicted(d, kind), peak)
-        for (d, kind), peak in peaks.items()
-    ]
-)
+# %%
+[alone[0] - alone[1], alone[0] - alone[8], only_one[0] - only_one[1]]  # saved, bytes
 
 # %% [markdown]
 # <div lang="en">
 #
-# That was the riddle of the first paragraph. Checkpointing pays when there is something else to forget while one block is being worked on. Nor does it give "constant memory": one input a layer stays. What the graph of a decoder keeps after the forward pass, predicted from two layers on:
+# A checkpoint saves what is absent **at the peak**. Backward begins with the last layer, so that layer comes back while all others are still there: alone, it saves nothing, and costs 5,056 bytes for the generator's state. The only layer of a network is its last one. Around any of layers 0 to 5, the saving is a layer less its input. (Layer 6 saves 2 MB less: when it comes back, the last layer's gradients have arrived.)
+#
+# In the decoder even the last layer saves: the peak was not its own. Three tensors of the logits' size, 25 MB, stood there before it came back. Ask first when the peak is, then what is alive at that moment.
 #
 # </div>
 # <div lang="zh">
 #
-# 这就是开头的谜底。处理一个块的时候，另有别的东西可以忘掉，检查点才划算。它也给不出“常数内存”：每层仍要留下一份输入。解码器在前向之后计算图里还留着多少，从两层起往上预测：
+# 检查点省下的，是**峰值那一刻**不在的东西。反向从最后一层开始，它重新算出来时，其余各层都还在：八层单独成网络时，给它加检查点什么也省不了，反而多 5,056 字节的发生器状态。只有一层的网络，那一层就是最后一层。给第 0 到第 5 层中的任何一层加，省下的都是一层减去它的输入。（第 6 层少省 2 MB：它重新算出来时，最后一层的梯度已经到了。）
+#
+# 在解码器里，给最后一层加也能省：峰值本来就不是它造成的。它重新算出来之前，那里曾有三个 logits 大小的张量，共 25 MB。先问峰值在何时，再问那一刻有什么。
 #
 # </div>
 
-# %%
-tokens = random_tokens(batch=4, sequence=128, vocabulary=2048)
-one_input = 4 * 128 * 256 * 4  # (b, s, h) in fp32
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return checkpoint(self.layer, x, use_reentrant=False)
-
-
-# %%
-def kept_bytes(depth):
-    decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=depth, sequence=128)
-    decoder.layers = nn.ModuleList(Checkpointed(layer) for layer in decoder.layers)
-    return saved_tensors(decoder.loss, tokens).total_bytes
-
-
-kept = {depth: kept_bytes(depth) for depth in (2, 4, 8, 16)}
-predictions([(f"L = {depth}", kept[2] + (depth - 2) * one_input, kept[depth]) for depth in (4, 8, 16)], unit="bytes")
-
 # %% [markdown]
-# ## 2.5 What to keep: five policies, one scale / 保留什么：五种策略，同一标尺
+# ## 2.6 What to keep: policies on one scale / 保留什么：同一标尺上的几种策略
 #
 # <div lang="en">
 #
-# The same eight-layer decoder, five ways: plain; a checkpoint a layer; one for every two layers; **selective checkpointing**, which keeps the results of the linear layers' products and recomputes the rest; and one checkpoint around everything.
+# Six ways to run the same step. **Selective checkpointing** keeps the results of some operators and computes the rest again; here it keeps the products of the linear layers (`addmm`). **Guess first:** what costs one more forward pass of a whole step, in FLOPs? Backward makes two products for each one of forward, for the gradient of the input and for that of the weight.
 #
 # </div>
 # <div lang="zh">
 #
-# 同一个八层解码器，五种做法：普通；每层一个检查点；每两层一个；**选择性检查点**，保留线性层矩阵乘法的结果，其余的重计算；以及所有层合用一个检查点。
+# 同一步的六种做法。**选择性检查点**保留一部分算子的结果，其余的再算一遍；这里保留的是线性层的乘积（`addmm`）。**先猜**：整个训练步多做一次前向，FLOPs 增加多少？前向的每一次乘法，反向要做两次：一次求输入的梯度，一次求权重的梯度。
 #
 # </div>
 
-# %%
-from course_lib.checkpoint import create_selective_checkpoint_contexts
 
+# %%
+def decoder_with(group=1, layers=8, **options):
+    decoder = make_decoder(layers=layers)
+    each = list(decoder.layers)
+    parts = (each[i : i + group] for i in range(0, layers, group))
+    decoder.layers = nn.ModuleList(nn.Sequential(*part) for part in parts)
+    checkpoint_blocks(decoder, "layers.*", **options)
+    return decoder
+
+
+# %%
 products = [torch.ops.aten.addmm.default]  # what nn.Linear calls
+measured = lesson_02.measured_step  # symbolic: its peak, and the FLOPs of forward and backward
+arms = {"plain": measured(make_decoder), "each layer": measured(decoder_with)}
+arms["all but the last"] = measured(decoder_with, first=7)
+arms["products kept"] = measured(decoder_with, policy=products)
+arms["two layers as one"] = measured(decoder_with, group=2)
+arms["eight layers as one"] = measured(decoder_with, group=8)
+lesson_02.draw_policies(arms)
 
-
-def keep_products():
-    return create_selective_checkpoint_contexts(products)
-
-
-def run_layers(policy, layers, x):
-    if policy in ("plain", "layer", "selective"):
-        groups = [[layer] for layer in layers]
-    else:
-        groups = [layers[i : i + 2] for i in range(0, 8, 2)] if policy == "two" else [layers]
-    options = {"context_fn": keep_products} if policy == "selective" else {}
-    for group in groups:
-        part = nn.Sequential(*group)
-        x = part(x) if policy == "plain" else checkpoint(part, x, use_reentrant=False, **options)
-    return x
-
-
-# %%
-decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
-
-
-def loss_with(policy):
-    x = decoder.tokens(tokens[:, :-1]) + decoder.positions.weight  # (b, s, h)
-    logits = decoder.head(decoder.norm(run_layers(policy, list(decoder.layers), x)))  # (b, s, v)
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def policy_gradients(policy):
-    decoder.zero_grad()
-    loss_with(policy).backward()
-    return [parameter.grad for parameter in decoder.parameters()]
-
-
-policies = {"plain": "普通", "layer": "每层", "two": "每两层", "selective": "选择性", "one for all": "整体一个"}
-expected = policy_gradients("plain")
-{policy: all(map(torch.equal, expected, policy_gradients(policy))) for policy in policies}
-
-# %%
-meters = {}
-for policy, chinese in policies.items():
-    decoder.zero_grad()
-    with MemoryMeter(decoder) as meters[(policy, chinese)]:
-        loss_with(policy).backward()
-timelines(
-    meters,
-    title=(
-        "Per layer or selective; one for all brings everything back at once",
-        "每层，或选择性；整体一个则一下子全回来",
-    ),
-    panel_height=1.7,
-)
-
-# %%
-arms = {
-    (p, zh): measure(lambda p=p: loss_with(p).backward(), model=decoder, warmup=0, repeats=1)
-    for p, zh in policies.items()
-}
-compare(arms)
+# %% [markdown]
+# <div lang="en">
+#
+# One more forward pass is a third of a step at most, if all weights are trained (with frozen ones backward is cheaper, and it is up to a half). It is 1.21 here: the head is not done again, and recomputation stops when the last saved tensor is back (**early stop**), so that each checkpoint skips its last product.
+#
+# All but the last: 4 MB more, and an eighth of the extra work less. Products kept: almost no FLOPs, for which it saves 84 MB. All eight as one come back at once: 19 MB saved, for the highest price. And in seconds?
+#
+# </div>
+# <div lang="zh">
+#
+# 全部权重都训练时，多一次前向至多是一步的三分之一（有冻结的权重时，反向更省，最多可到二分之一）。这里是 1.21 倍：输出头不用重做；而且重计算一算出最后一个要保存的张量就停下（**提前停**），每个检查点都省去最后一次乘法。
+#
+# 除最后一层外都加：只多 4 MB，额外的计算少八分之一。保留乘积：几乎不多花 FLOPs，却省下 84 MB。八层合成一个：全部同时重新出现，代价最高，只省 19 MB。那么秒数呢？
+#
+# </div>
 
 # %% tags=["nbval-ignore-output", "shows-seconds"]
-seconds = [
-    (name, round(arm.seconds, 3), round(arm.seconds / arms["plain", "普通"].seconds, 2)) for name, arm in arms.items()
-]
-table(["", ("seconds", "秒"), ("of plain", "与普通之比")], seconds)
+decoders = {"plain": make_decoder(), "each layer": decoder_with()}
+decoders["products kept"] = decoder_with(policy=products)
+lesson_02.seconds_beside_flops(decoders, arms)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Seconds depend on the machine; FLOPs don't, and they can be predicted. A layer's products, the last of them skipped by each checkpoint, attention's own two, and the head:
+# The seconds are this machine's. Keeping the products is dearer in time than its 1.02: what it does again are softmax, GELU, LayerNorm and additions. They have next to no FLOPs, but each reads and writes whole tensors: they are bound by memory. **FLOPs are not time.** The policy's share also grows with the length, since attention's own two products grow with $s^2$.
 #
 # </div>
 # <div lang="zh">
 #
-# 秒数因机器而异，FLOPs 则不会，而且可以预测。要算的是：一层的乘法（每个检查点省去其中最后一次），注意力自己的两次乘法，以及输出头：
-#
-# </div>
-
-# %%
-rows = 4 * 128  # tokens in the batch
-last_product = 2 * rows * 1024 * 256
-attention = 2 * (2 * 4 * 128 * 128 * 256)
-layer_flops = 2 * rows * 12 * 256**2 + attention
-step_flops = 3 * (8 * layer_flops + 2 * rows * 256 * 2048)
-again = {"plain": 0, "layer": 8 * (layer_flops - last_product), "two": 8 * layer_flops - 4 * last_product}
-again |= {"selective": 8 * attention, "one for all": 8 * layer_flops - last_product}
-flops_rows = [(name, step_flops + again[name[0]], arm.flops) for name, arm in arms.items()]
-predictions(flops_rows, unit="FLOPs")
-
-# %%
-title = (
-    "Per layer and selective are worth it; two and one for all lose on both axes",
-    "每层与选择性值得；每两层与整体一个两头都输",
-)
-alt = (
-    "Plain 22.5 GFLOPs and 125.1 MB; layer 27.4 and 65.9; two 28.5 and 73.2; selective 23.1 and 83.1; one for all 29.3 and 117.2.",
-    "普通 22.5 GFLOPs、125.1 MB；每层 27.4、65.9；每两层 28.5、73.2；选择性 23.1、83.1；整体一个 29.3、117.2。",
-)
-drawn, ax = figure(title, height=3.2, alt=alt)
-ax.set(xlabel="GFLOPs", xlim=(22, 30.5), ylim=(0, 140), ylabel=text("peak, MB", "峰值，MB"))
-ax.grid(True, axis="x")
-for (english, chinese), arm in arms.items():
-    point = (arm.flops / 1e9, arm.peak_bytes / 1e6)
-    ax.plot(*point, "o", color="#EE7733")
-    ax.annotate(text(english, chinese), point, xytext=(7, 4), textcoords="offset points")
-
-# %% [markdown]
-# <div lang="en">
-#
-# Computing every layer once more is one more forward pass, a third of a step: not a doubling. It is a little less than that, because the head is not done again, and because recomputation stops once the last saved tensor is back, so each checkpoint skips its last product. Per layer: 1.21.
-#
-# Selective checkpointing keeps the results of the linear layers, and does only attention's two products again: 1.02, and it still saves 42 MB.
-#
-# Two layers together skip fewer last products and bring back twice as much: worse on both axes. One checkpoint around everything saves 8 MB: when backward starts, all eight layers come back at once.
-#
-# </div>
-# <div lang="zh">
-#
-# 每一层都再算一遍，就是多一次前向，即一步的三分之一，并不是翻倍。实际还要少一点：输出头不用重做；而且取回最后一个保存的张量后，重计算就停下，每个检查点都省去最后一次乘法。每层一个检查点：1.21 倍。
-#
-# 选择性检查点留下线性层的结果，只重做注意力的两次乘法：1.02 倍，却仍省下 42 MB。
-#
-# 两层合用一个，省去的最后一次乘法更少，带回来的却多一倍：两头都输。整体只用一个检查点，只省 8 MB：反向一开始，八层的激活值就一起回来了。
+# 秒数只代表这台机器。保留乘积的做法，在时间上的代价高于它的 1.02：它重做的是 softmax、GELU、LayerNorm 和加法。它们几乎没有 FLOPs，却都要把整个张量读一遍、写一遍，受限于内存带宽。**FLOPs 不是时间。** 序列变长时，这个策略的代价还会上升，因为注意力自己的两次乘法随 $s^2$ 增长。
 #
 # </div>
 
 # %% [markdown]
-# ## 2.6 What the tiny versions lack / 简易版缺什么
+# ## 2.7 Groups, and gradients that are there / 分组，以及早已在场的梯度
 #
 # <div lang="en">
 #
-# Fifteen lines give equal gradients on a friendly block. Now unfriendly ones. First randomness: with dropout, the second forward draws another mask, and the gradient belongs to a network that never ran. The test: where the output was dropped, the input's gradient must be zero, and nowhere else.
+# Two layers as one lost on both axes. Is that a rule? With gradients there from the start, as in the later micro-batches of accumulation (lesson 05), the peak stays at the last layers, and the sum is simple: a pair brings back one layer more, and saves the inputs of half the layers. 20.0 inputs are one layer. **Guess first:** from which depth on do pairs win?
 #
 # </div>
 # <div lang="zh">
 #
-# 十五行代码在听话的块上梯度相等。现在换不听话的块。首先是随机性：有 dropout 时，第二次前向抽到另一个掩码，算出的梯度属于一个从未运行过的网络。检验方法：输出被丢弃的地方，输入的梯度必须为零，别处都不为零。
+# 两层合成一个，两头都输。这是规律吗？如果梯度从一开始就在，例如累积梯度时后面的微批次（第 05 课），峰值就一直留在最后几层，账也简单：成对时多恢复一层，但少存一半的输入。一层相当于 20.0 份输入。**先猜**：从多深开始，成对更省？
+#
+# </div>
+
+# %%
+rows = []
+for layers, group in itertools.product((8, 48), (1, 2)):
+    peak = lesson_02.peak_with_gradients(decoder_with, layers=layers, group=group)
+    rows.append((layers, group, round(peak / 1e6, 1)))
+table(["layers", "layers in a checkpoint", "peak, MB"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Pairs win from 40 layers on, *with this convention*. Where gradients arrive during backward, as in our step, they take more room than the inputs that leave, and pairs lose at any depth here. How to cut a deep network best is the question of lesson 03.
+#
+# </div>
+# <div lang="zh">
+#
+# *按这种约定*，超过 40 层成对就更省。像我们的训练步那样，梯度在反向中才到来，它们占的地方比离开的输入更大，那么在这里无论多深，成对都是输。深层网络怎样切最好，是第 03 课的问题。
+#
+# </div>
+
+# %% [markdown]
+# ## 2.8 The loss, in pieces / 把损失分段计算
+#
+# <div lang="en">
+#
+# The head with its loss is a block too, and often the largest: three tensors of the logits' size at the peak. Take 1024 tokens and a vocabulary of 32,000: logits of 131 MB. Cut the tokens into **chunks**, with a checkpoint each: then the logits never exist whole.
+#
+# **Exercise 3.** Write it, in about eight lines: the same loss as `F.cross_entropy(hidden @ weight.T, targets)`, a mean over all tokens, whatever the size of the last chunk.
+#
+# </div>
+# <div lang="zh">
+#
+# 输出头与损失合在一起也是一个块，而且常常是最大的：峰值时有三个 logits 大小的张量。取 1024 个 token、词表 32,000，logits 就有 131 MB。把 token 切成**小段**（chunk），每段加一个检查点，完整的 logits 就从不出现。
+#
+# **练习 3。** 用八行左右写出来：损失要与 `F.cross_entropy(hidden @ weight.T, targets)` 相同，即对全部 token 取均值，不论最后一段有多长。
+#
+# </div>
+
+
+# %% minutes=8
+def loss_in_pieces(hidden, weight, targets, chunk):  # (n, h), (v, h), (n,)
+    return hidden.sum()  # in its place: the loss
+
+
+lesson_02.check_loss_in_pieces(loss_in_pieces)
+
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+def loss_of_chunk(hidden, weight, targets):
+    return F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+
+
+def loss_in_pieces(hidden, weight, targets, chunk):
+    total = 0
+    for rows, answers in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        total = total + checkpoint(loss_of_chunk, rows, weight, answers, use_reentrant=False)
+    return total / len(targets)
+
+
+lesson_02.check_loss_in_pieces(loss_in_pieces)
+### END SOLUTION
+
+# %% [markdown]
+# <div lang="en">
+#
+# In one backward pass over all chunks, the gradient of the vocabulary's matrix, 33 MB, exists three times: what has been added up, what is to be added, and their sum. That is a floor, three times the matrix. But why wait? Go backward after each chunk, and its gradient is added in place:
+#
+# </div>
+# <div lang="zh">
+#
+# 各小段合在一次反向里，词表矩阵的梯度（33 MB）会有三份：已经加好的、正要加上的，以及两者之和。这就是下限：矩阵的三倍。可是何必等？每个小段做完就反向，梯度便就地累加：
 #
 # </div>
 
 
 # %%
-def same_mask(run, **options):
+def one_backward(hidden, weight, targets, chunk):
+    loss_in_pieces(hidden, weight, targets, chunk).backward()
+
+
+def backward_by_chunk(hidden, weight, targets, chunk):
+    hidden.grad = torch.zeros_like(hidden)
+    parts = (hidden.detach(), targets, hidden.grad)
+    for rows, answers, slope in zip(*(part.split(chunk) for part in parts), strict=True):
+        rows.requires_grad_()
+        loss = F.cross_entropy(rows @ weight.T, answers, reduction="sum") / len(targets)
+        loss.backward()  # no checkpoint: a chunk's logits are gone before the next chunk comes
+        slope.copy_(rows.grad)
+
+
+# %%
+def head_peak(run, chunk):
+    with symbolic():
+        hidden = torch.randn(1024, 256, requires_grad=True)
+        weight = nn.Parameter(torch.randn(32_000, 256))
+        with MemoryMeter() as meter:
+            run(hidden, weight, torch.randint(32_000, (1024,)), chunk)
+    return meter.peak_bytes / weight.nbytes
+
+
+# %%
+ways, sizes = (one_backward, backward_by_chunk), (1024, 256, 128, 32)
+rows = [(n, *(round(head_peak(way, n), 2) for way in ways)) for n in sizes]
+table(["tokens in a chunk", "one backward", "backward by chunk"], rows)  # peaks, of the matrix
+
+# %% [markdown]
+# <div lang="en">
+#
+# One piece is the plain head: 12 times the matrix, 393 MB. Down the table the chunks get smaller: the first column stops at 3, the second goes on toward 2, the sum and what is to be added, and computes nothing twice: no checkpoint is left in it. That is how fused losses do it, such as Liger's: they make the gradient already in the forward pass.
+#
+# </div>
+# <div lang="zh">
+#
+# 只有一段就是普通做法：矩阵的 12 倍，393 MB。越往下，每小段的 token 越少：第一列停在 3；第二列继续降向 2，即加好的和正要加上的；而且什么也不用算两遍，里面已经没有检查点了。Liger 之类的融合损失就是这样做的：在前向里就把梯度算好。
+#
+# </div>
+
+# %% [markdown]
+# ## 2.9 What you type / 你会敲的代码
+#
+# <div lang="en">
+#
+# `checkpoint(block, x, use_reentrant=False)`, section 2.1, is PyTorch's own. What torchtitan does before FSDP2's `fully_shard`, PyTorch does in two lines, and here they run:
+#
+# </div>
+# <div lang="zh">
+#
+# 2.1 节的 `checkpoint(block, x, use_reentrant=False)` 就是 PyTorch 自己的。torchtitan 在 FSDP2 的 `fully_shard` 之前所做的，用 PyTorch 只要两行，这里就来运行：
+#
+# </div>
+
+# %%
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+wrapped = make_decoder()
+for i, layer in enumerate(wrapped.layers):
+    wrapped.layers[i] = checkpoint_wrapper(layer)
+metered_step(wrapped).peak_bytes, peaks[8]
+
+# %% [markdown]
+# <div lang="en">
+#
+# | where | not run here |
+# |---|---|
+# | Hugging Face | `model.gradient_checkpointing_enable()`, or `TrainingArguments(gradient_checkpointing=True)`; train with `use_cache=False` |
+# | torchtitan | activation checkpoint mode `"full"` or `"selective"` in the training configuration |
+# | Megatron-LM | `--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`; or `--recompute-granularity selective` |
+# | TRL, DeepSpeed | `gradient_checkpointing=True`; `deepspeed.checkpointing.checkpoint(block, x)` |
+#
+# Megatron's "selective" computes the middle of attention again, from the scores to the context, and keeps the rest: another choice than section 2.6's.
+#
+# </div>
+# <div lang="zh">
+#
+# | 在哪里 | 此处未运行 |
+# |---|---|
+# | Hugging Face | `model.gradient_checkpointing_enable()`，或 `TrainingArguments(gradient_checkpointing=True)`；训练时设 `use_cache=False` |
+# | torchtitan | 训练配置里的激活检查点模式 `"full"` 或 `"selective"` |
+# | Megatron-LM | `--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`；或 `--recompute-granularity selective` |
+# | TRL、DeepSpeed | `gradient_checkpointing=True`；`deepspeed.checkpointing.checkpoint(block, x)` |
+#
+# Megatron 的 “selective” 只重计算注意力的中间部分（从分数到上下文），其余保留，与 2.6 节的选法不同。
+#
+# </div>
+
+# %% [markdown]
+# ## 2.10 What you may have read / 你可能读到过的说法
+#
+# <div lang="en">
+#
+# Four sentences that people meet, tried on the step of section 2.6 and on the layers of section 2.5.
+#
+# </div>
+# <div lang="zh">
+#
+# 四句常见的说法，用 2.6 节的训练步和 2.5 节的各层来检验。
+#
+# </div>
+
+# %%
+what_you_may_have_read("02", *lesson_02.figures_of_claims(arms, alone))
+
+# %% [markdown]
+# ## 2.11 The ledger / 账本
+#
+# <div lang="en">
+#
+# The same step of the same decoder, with one technique alone. This lesson's row:
+#
+# </div>
+# <div lang="zh">
+#
+# 同一个解码器的同一步，只用一种技术。这是本课的一行：
+#
+# </div>
+
+# %%
+ledger("02", "checkpoint each layer", arms["each layer"])
+
+# %% [markdown]
+# ## 2.12 Summary / 小结
+#
+# <div lang="en">
+#
+# - A checkpoint keeps a block's input and computes its activations again in backward. Gradients are equal.
+# - It saves what is absent at the peak. Alone, the last layer's checkpoint saves nothing; that of nearly any other saves a layer less its input. A formula for one moment ends where another moment is higher.
+# - One more forward pass is at most a third of a step if all weights are trained; early stop makes it less. Selective checkpointing costs next to no FLOPs, and more in time.
+# - Whether groups of layers pay depends on depth, and on gradients: arriving, or there.
+# - The loss is a block, too: in chunks, with backward after each, it needs twice the gradient of its matrix.
+#
+# **Next:** [lesson 03](03_sqrt_schedule.ipynb) asks which blocks to forget.
+#
+# </div>
+# <div lang="zh">
+#
+# - 检查点只留下一个块的输入，激活值到反向时再算一遍，梯度相等。
+# - 省下的，是峰值那一刻不在的东西。只有各层时，给最后一层加检查点，什么也不省；给别的层加，几乎都省下一层减去它的输入。公式针对的是一个时刻，别的时刻更高时就不再成立。
+# - 全部权重都训练时，多一次前向至多是一步的三分之一，提前停还能再少一点。选择性检查点几乎不多花 FLOPs，时间上则要多一些。
+# - 几层合成一个检查点是否划算，取决于深度，也取决于梯度是陆续到来还是早已在场。
+# - 损失也是一个块：切成小段、每段做完就反向，只需要其矩阵梯度的两倍。
+#
+# **下一步**：[第 03 课](03_sqrt_schedule.ipynb)讨论该忘掉哪些块。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Sources.** Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174. Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*, arXiv:2205.05198 (selective recomputation). Hsu et al. 2024, *Liger Kernel*, arXiv:2410.10989, and Wijmans et al. 2024, *Cut Your Losses in Large-Vocabulary Language Models*, arXiv:2411.09009 (the loss in pieces). PyTorch documentation of `torch.utils.checkpoint`.
+#
+# </div>
+# <div lang="zh">
+#
+# **出处。** Chen et al. 2016，*Training Deep Nets with Sublinear Memory Cost*，arXiv:1604.06174。Korthikanti et al. 2022，*Reducing Activation Recomputation in Large Transformer Models*，arXiv:2205.05198（选择性重计算）。Hsu et al. 2024，*Liger Kernel*，arXiv:2410.10989，以及 Wijmans et al. 2024，*Cut Your Losses in Large-Vocabulary Language Models*，arXiv:2411.09009（分段计算损失）。PyTorch 文档中的 `torch.utils.checkpoint`。
+#
+# </div>
+
+# %% [markdown]
+# ## In depth / 深入
+#
+# <div lang="en">
+#
+# From here on nothing is needed for the other lessons. Each section stands alone; it uses the names that were defined above.
+#
+# </div>
+# <div lang="zh">
+#
+# 以下内容学其他课时都用不到。各节互相独立，只用到前面正文里定义过的名字。
+#
+# </div>
+
+# %% [markdown]
+# ## 2.13 What fifteen lines lack / 十五行还缺什么
+#
+# <div lang="en">
+#
+# The four checkpoints of section 2.3 on unfriendly blocks; the experiments stand in `course_lib.lessons.lesson_02.modes`. In a course on memory the first row comes first: the version with hooks keeps all that came back until the whole block is done, the libraries let each tensor go once it has been used.
+#
+# </div>
+# <div lang="zh">
+#
+# 拿 2.3 节的四种检查点来跑几个不规矩的块；实验代码在 `course_lib.lessons.lesson_02.modes`。这是一门讲内存的课，所以先看第一行：带钩子的那个版本，会把重新算出来的张量全部留到整个块做完；两个库则是用完一个放掉一个。
+#
+# </div>
+
+# %%
+lesson_02.gaps(runs)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Without the generator's state, dropout draws another mask, and the gradient belongs to a network that never ran. Autocast must be the same in the second run. Asked for one gradient, `MyCheckpoint` quietly adds to the weights' as well.
+#
+# Our `save_for_backward` notices an input that was changed in place; `with_hooks` keeps the tensor itself and returns a wrong gradient without a word. A saved tensor of another shape may broadcast: then only a comparison of shapes finds it. The last row is ✗ for all: nobody compares values. A block must compute the same thing twice.
+#
+# </div>
+# <div lang="zh">
+#
+# 不保存发生器的状态，dropout 就会抽到另一个掩码，算出的梯度属于一个从未运行过的网络。第二遍的 autocast 也必须相同。只求一个梯度时，`MyCheckpoint` 会悄悄往权重的梯度里也加上一份。
+#
+# 我们的 `save_for_backward` 能发现输入被就地改动；`with_hooks` 持有的是张量本身，会一声不响地返回错误的梯度。保存的张量换了形状，可能恰好可以广播，只有核对形状才能发现。最后一行全是 ✗：谁也不比较数值。一个块必须两遍都算出同样的东西。
+#
+# </div>
+
+# %% [markdown]
+# ## 2.14 Reentrant or not: a table of experiments / 可重入与否：一张由实验填成的表
+#
+# <div lang="en">
+#
+# Many texts call the reentrant mode "more compatible". In each row ✓ means that the function ran twice, and that the gradient equals the one without a checkpoint. With `torch.utils.checkpoint` in place of the library's the answers are the same.
+#
+# </div>
+# <div lang="zh">
+#
+# 许多文章说可重入模式“兼容性更好”。每一行的 ✓ 表示函数运行了两次，并且梯度与不用检查点时相等。把库换成 `torch.utils.checkpoint`，答案也一样。
+#
+# </div>
+
+# %%
+answers = lesson_02.modes(readable)
+table(["does it work", "reentrant", "non-reentrant"], answers)
+
+# %%
+all(a == b for a, b in zip(answers, lesson_02.modes(checkpoint), strict=True))
+
+# %% [markdown]
+# <div lang="en">
+#
+# The reentrant mode has one row of its own: functions that forbid saved-tensor hooks, such as `torch.func.grad`, run inside it. Five rows go to the other mode alone. It is cheaper, too, since only the non-reentrant mode stops early.
+#
+# </div>
+# <div lang="zh">
+#
+# 可重入模式只在一行上胜出：禁止给保存的张量挂钩子的函数，例如 `torch.func.grad`，可以在它里面运行。有五行只有另一种模式做得到。它的开销也更小，因为只有非可重入模式会提前停。
+#
+# </div>
+
+# %% [markdown]
+# ## 2.15 Randomness, and BatchNorm counts twice / 随机性，以及 BatchNorm 统计两次
+#
+# <div lang="en">
+#
+# `preserve_rng_state=False` leaves out the generators' state, for speed; autocast is restored all the same. Where the output was dropped, the input's gradient must be zero, and nowhere else.
+#
+# A block that changes a buffer changes it twice: BatchNorm's running statistics move two steps for one batch. The remedy is a context for the recomputation in which they stand still.
+#
+# </div>
+# <div lang="zh">
+#
+# `preserve_rng_state=False` 不保存发生器的状态，以换取速度；autocast 照样会恢复。检验方法：输出被丢弃的地方，输入的梯度必须为零，别处都不为零。
+#
+# 一个块若改动缓冲区，就会改动两次：同一个批次让 BatchNorm 的滑动统计量走了两步。补救办法是让重计算在一个使统计量保持不动的上下文里进行。
+#
+# </div>
+
+# %%
+same = {}
+for preserve in (True, False):
     x = torch.ones(1000, requires_grad=True)
-    output = run(lambda x: F.dropout(x, 0.5), x, **options)
+    output = checkpoint(nn.Dropout(0.5), x, use_reentrant=False, preserve_rng_state=preserve)
     output.sum().backward()
-    return torch.equal(output == 0, x.grad == 0)
-
-
-def same_autocast(run):
-    seen, x, linear = [], torch.ones(2, 4, requires_grad=True), nn.Linear(4, 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        output = run(lambda x: seen.append(linear(x).dtype) or linear(x).tanh(), x)
-    output.float().sum().backward()
-    return len(seen) == 2 and set(seen) == {torch.bfloat16}
-
-
-# %%
-def only_the_gradient_asked_for(run):
-    x, weight = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    (slope,) = torch.autograd.grad(run(lambda x: (x * weight).exp().sum(), x), x)
-    return torch.equal(slope, torch.ones(3).exp()) and weight.grad is None
-
-
-def notices(first, second):
-    def test(run):
-        functions = iter((first, second, second))
-        x = torch.ones(4, requires_grad=True)
-        try:
-            run(lambda x: next(functions)(x), x).sum().backward()
-        except Exception:
-            return True
-        return False
-
-    return test
-
-
-# %%
-def outcome(test, run):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return "yes" if test(run) else "no"
-        except Exception:
-            return "error"
-
-
-# %%
-tests = {
-    ("same dropout mask", "dropout 掩码相同"): same_mask,
-    ("same autocast", "autocast 相同"): same_autocast,
-    ("`autograd.grad` touches nothing else", "`autograd.grad` 不碰别的梯度"): only_the_gradient_asked_for,
-    ("notices another output shape", "能发现输出形状变了"): notices(torch.exp, lambda x: x[:2].exp()),
-    ("notices another saved shape", "能发现所存形状变了"): notices(
-        lambda x: x.exp().sum(), lambda x: x[:2].exp().sum()
-    ),
-    ("notices other values", "能发现数值变了"): notices(torch.exp, lambda x: (3 * x).exp()),
-}
-rows = [(name, *(outcome(test, run) for run in runs.values())) for name, test in tests.items()]
-table([("does it", "能否做到"), *runs], rows)
-
-# %% [markdown]
-# <div lang="en">
-#
-# The library saves and restores the random number generators and autocast in both modes (`preserve_rng_state=False` gives that up, for speed). Asked for one gradient, the tiny reentrant version quietly adds to the weights' gradients as well; the library refuses.
-#
-# The last row is "no" for all: nobody compares values. A block must compute the same thing twice. Where shapes tell, the library says what was saved and what came back:
-#
-# </div>
-# <div lang="zh">
-#
-# 库在两种模式下都会保存并恢复随机数发生器和 autocast（`preserve_rng_state=False` 会放弃这一点，换取速度）。只要一个梯度时，简易的可重入版会悄悄地往权重的梯度里也加上一份，库则会拒绝。
-#
-# 最后一行全是 “no”：谁也不比较数值。一个块必须两次都算出同样的东西。凡是形状看得出来的，库会说明当初保存了什么、回来的又是什么：
-#
-# </div>
-
-# %%
-from course_lib.checkpoint import CheckpointError
-
-lengths = iter((4, 2))
-x = torch.ones(4, requires_grad=True)
-try:
-    checkpoint(lambda x: x[: next(lengths)].exp().sum(), x, use_reentrant=False).backward()
-except CheckpointError as error:
-    print(str(error).splitlines()[0], *str(error).splitlines()[2:5], sep="\n")
-
-# %%
-outcome(same_mask, lambda function, x: checkpoint(function, x, use_reentrant=False, preserve_rng_state=False))
-
-# %% [markdown]
-# ## 2.7 Reentrant or not: a table of experiments / 可重入与否：一张由实验填成的表
-#
-# <div lang="en">
-#
-# Many texts call the reentrant mode "more compatible". Each row below is an experiment: "yes" means that the function ran twice, and that the gradient equals the one without a checkpoint.
-#
-# </div>
-# <div lang="zh">
-#
-# 许多文章说可重入模式“兼容性更好”。下表每一行都是一个实验：“yes” 表示函数运行了两次，并且梯度与不用检查点时相等。
-#
-# </div>
-
-
-# %%
-def input_without_gradient(c, x, weight):
-    c(lambda x: (x * weight).exp(), torch.ones(3)).sum().backward()
-    return weight.grad
-
-
-def keyword_arguments(c, x, weight):
-    c(lambda x, scale: (x * scale * weight).exp(), x, scale=weight).sum().backward()
-    return weight.grad
-
-
-def tensors_in_a_list_only(c, x, weight):
-    c(lambda pair: (pair[0] * pair[1]).exp(), [x, weight]).sum().backward()
-    return x.grad
-
-
-def some_inputs_only(c, x, weight):
-    c(lambda x: (x * weight).exp(), x).sum().backward(inputs=[x])
-    return x.grad
-
-
-# %%
-def second_derivative(c, x, weight):
-    c(lambda x: (x * weight) ** 3, x).sum().backward(create_graph=True)
-    return torch.autograd.grad(x.grad.sum(), x)[0]
-
-
-def backward_twice(c, x, weight):
-    loss = c(lambda x: (x * weight).exp(), x).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return x.grad
-
-
-def nested(c, x, weight):
-    c(lambda x: c(lambda y: (y * weight).exp(), x.sin()), x).sum().backward()
-    return weight.grad
-
-
-def transforms_inside(c, x, weight):
-    slope = torch.func.grad(lambda z: z.sin().sum())
-    c(lambda x: (x * slope(x.detach())).exp(), x).sum().backward()
-    return x.grad
-
-
-# %%
-def works(case):
-    def test(mode):
-        calls = []
-
-        def counted(function, *args, **options):
-            return mode(lambda *a, **o: (calls.append(1), function(*a, **o))[1], *args, **options)
-
-        def fresh():
-            return torch.tensor([0.5, 1.0, 2.0], requires_grad=True), nn.Parameter(torch.ones(3))
-
-        expected = case(lambda function, *args, **options: function(*args, **options), *fresh())
-        return torch.equal(case(counted, *fresh()), expected) and len(calls) >= 2
-
-    return test
-
-
-# %%
-cases = {
-    ("input needs no gradient", "输入不需要梯度"): input_without_gradient,
-    ("keyword arguments", "关键字参数"): keyword_arguments,
-    ("tensors only in a list", "张量只在列表里"): tensors_in_a_list_only,
-    ("`backward(inputs=...)`", "`backward(inputs=...)`"): some_inputs_only,
-    ("second derivative", "二阶导数"): second_derivative,
-    ("backward twice", "反向两次"): backward_twice,
-    ("checkpoint in checkpoint", "检查点里套检查点"): nested,
-    ("`torch.func.grad` inside", "内部用 `torch.func.grad`"): transforms_inside,
-}
-modes = [library(True), library(False)]
-answers = [(name, *(outcome(works(case), mode) for mode in modes)) for name, case in cases.items()]
-table([("does it work", "能否工作"), ("reentrant", "可重入"), ("non-reentrant", "非可重入")], answers)
-
-# %% [markdown]
-# <div lang="en">
-#
-# The reentrant mode has one row of its own: functions that forbid saved-tensor hooks, such as `torch.func.grad`, run inside it. Five rows go to the non-reentrant mode alone, which is why this library uses it when you don't choose. It is cheaper, too: only the non-reentrant mode stops early.
-#
-# </div>
-# <div lang="zh">
-#
-# 可重入模式只在一行上胜出：禁止给保存的张量挂钩子的函数，例如 `torch.func.grad`，可以在它里面运行。有五行只有非可重入模式做得到，所以你不指定时，本库就用它。它也更便宜：只有非可重入模式会提早停下。
-#
-# </div>
-
-
-# %%
-def last_steps(mode):
-    ends = []
-    mode(lambda x: (x.exp().mul(2), ends.append("end"))[0], torch.ones(3, requires_grad=True)).sum().backward()
-    return len(ends)  # how often the function came to its end, in two runs
-
-
-[last_steps(mode) for mode in modes]
-
-# %% [markdown]
-# ## 2.8 BatchNorm counts twice / BatchNorm 会统计两次
-#
-# <div lang="en">
-#
-# A block that changes a buffer in its forward pass changes it twice. BatchNorm's running statistics then move two steps for one batch. The remedy is a context for the recomputation in which they stand still.
-#
-# </div>
-# <div lang="zh">
-#
-# 一个块若在前向里改动缓冲区，用了检查点就会改动两次。于是，同一个批次让 BatchNorm 的滑动统计量走了两步。补救办法是让重计算在一个使统计量保持不动的上下文里进行。
-#
-# </div>
+    same[preserve] = torch.equal(output == 0, x.grad == 0)
+same
 
 # %%
 from contextlib import contextmanager, nullcontext
@@ -691,114 +852,58 @@ def standing_still(norm):
         norm.num_batches_tracked.copy_(count)
 
 
-def statistics(run):
+# %%
+def plainly(norm, images):
+    return norm(images)
+
+
+def checkpointed(norm, images):
+    return checkpoint(norm, images, use_reentrant=False)
+
+
+def with_remedy(norm, images):
+    def contexts():
+        return nullcontext(), standing_still(norm)  # for the first run, for the second
+
+    return checkpoint(norm, images, use_reentrant=False, context_fn=contexts)
+
+
+# %%
+rows = []
+ways = {"plain": plainly, "checkpointed": checkpointed, "with the remedy": with_remedy}
+for name, run in ways.items():
     norm, images = nn.BatchNorm1d(4), torch.linspace(1, 2, 32).view(8, 4).requires_grad_()
     run(norm, images).exp().sum().backward()
-    return round(float((norm.running_mean / images.detach().mean(0)).mean()), 3), int(norm.num_batches_tracked)
-
-
-# %%
-def with_remedy(norm, x):
-    return checkpoint(norm, x, use_reentrant=False, context_fn=lambda: (nullcontext(), standing_still(norm)))
-
-
-ways = {
-    ("plain", "普通"): lambda norm, x: norm(x),
-    ("checkpointed", "检查点"): library(False),
-    ("with the remedy", "加补救"): with_remedy,
-}
-headings = ["", ("running mean, in means of the batch", "滑动均值，以批次均值计"), ("batches counted", "计入的批次数")]
-table(headings, [(name, *statistics(run)) for name, run in ways.items()])
+    mean = norm.running_mean / images.detach().mean(0)
+    rows.append((name, round(float(mean.mean()), 3), int(norm.num_batches_tracked)))
+table(["", "running mean, in means of the batch", "batches counted"], rows)
 
 # %% [markdown]
-# ## 2.9 The loss head, in pieces / 把输出头连同损失拆开
+# ## 2.16 Attention over longer sequences / 更长序列上的注意力
 #
 # <div lang="en">
 #
-# Lesson 01 found three tensors of the size of the logits at the peak. The head with its loss is a block like any other: cut the tokens into chunks, checkpoint each, and the logits never exist whole. Take 1024 tokens, 256 features, a vocabulary of 32,000: logits are $1024 \cdot 32000 \cdot 4$ bytes, 131 MB.
-#
-# **Guess first:** the plain head peaks at three of them, 393 MB. At what does it peak in chunks of 128 tokens? And of 32?
+# One attention layer, used three times with the same weights: equal outputs with and without checkpoints, and a saving that grows with the square once P is the larger part. Predicted is what two of the three passes would hold, $2 (5 s b h + a s^2 b)$ elements, less their inputs, which stay. With short sequences it comes later: by then weight gradients lie there, and the formula leaves them out.
 #
 # </div>
 # <div lang="zh">
 #
-# 第 01 课发现，峰值时刻有三个 logits 大小的张量。输出头连同损失也是一个块：把 token 切成小块，每块加检查点，完整的 logits 就从不出现。取 1024 个 token、256 个特征、词表 32,000：logits 占 $1024 \cdot 32000 \cdot 4$ 字节，即 131 MB。
-#
-# **先猜**：普通做法的峰值是三份 logits，393 MB。每块 128 个 token 时峰值是多少？32 个呢？
-#
-# </div>
-
-# %%
-from course_lib.checkpoint import checkpointed_loss
-
-hidden = torch.randn(1024, 256, requires_grad=True)  # (tokens, h)
-vocabulary = nn.Parameter(torch.randn(32000, 256) * 0.02)  # (v, h)
-targets = torch.randint(32000, (1024,))
-heads = {1024: lambda: F.cross_entropy(hidden @ vocabulary.T, targets)}
-heads |= {n: lambda n=n: checkpointed_loss(hidden, vocabulary, targets, chunk=n) for n in (512, 128, 32)}
-
-
-def head_peak(loss):
-    hidden.grad = vocabulary.grad = None
-    with MemoryMeter() as meter:
-        loss().backward()
-    return meter.peak_bytes, (hidden.grad, vocabulary.grad)
-
-
-# %%
-results = {chunk: head_peak(loss) for chunk, loss in heads.items()}
-of_vocabulary, of_hidden = vocabulary.nbytes, hidden.nbytes  # a gradient is as large as what it belongs to
-
-
-def predicted_peak(chunk):
-    logits = chunk * 32000 * 4
-    return 3 * logits if chunk == 1024 else of_hidden + max(3 * logits + of_vocabulary, 3 * of_vocabulary)
-
-
-names = {1024: ("plain", "普通")} | {n: (f"chunks of {n}", f"每块 {n} 个") for n in (512, 128, 32)}
-predictions([(names[chunk], predicted_peak(chunk), peak) for chunk, (peak, _) in results.items()])
-
-# %%
-(_, reference), *others = results.values()
-all(torch.allclose(a, b, rtol=1e-4, atol=1e-8) for _, found in others for a, b in zip(reference, found, strict=True))
-
-# %% [markdown]
-# <div lang="en">
-#
-# The gradients are equal up to rounding. Below some chunk size nothing more is gained: the floor is the gradient of the vocabulary's matrix, 33 MB, three times: what has been added up, what is to be added, and their sum. No chunk gets below these 98 MB. The price is one more product of `hidden` and the vocabulary.
-#
-# </div>
-# <div lang="zh">
-#
-# 梯度在舍入误差之内相等。小到一定程度，再切也省不了：下限是词表矩阵的梯度，33 MB，共三份：已经加好的、正要加上的，以及两者之和。怎么切也低不过这 98 MB。代价是 `hidden` 与词表多乘一次。
-#
-# </div>
-
-# %% [markdown]
-# ## 2.10 Longer sequences / 更长的序列
-#
-# <div lang="en">
-#
-# An attention layer saves P, which grows with $s^2$; checkpointed, it saves its input. Three passes through one attention layer with shared weights: equal outputs, and the saving grows with the square once P is the larger part. At the peak one pass is there in full, with checkpoints or without. Saved is what the other two would hold, $2 (5 s b h + a s^2 b)$ elements (lesson 01), less their two inputs, which stay.
-#
-# </div>
-# <div lang="zh">
-#
-# 注意力层要保存随 $s^2$ 增长的 P；用检查点时只保存输入。让同一个注意力层（共享权重）连做三遍：输出相等；P 占大头之后，省下的随平方增长。用不用检查点，峰值时都有一遍是完整的；省下的是另外两遍原本要保存的 $2 (5 s b h + a s^2 b)$ 个元素（第 01 课），减去仍要留下的两份输入。
+# 同一个注意力层，用同样的权重连做三遍：用不用检查点，输出相等；P 占大头之后，省下的随平方增长。预测的是三遍中两遍原本要保存的 $2 (5 s b h + a s^2 b)$ 个元素，减去仍要留下的输入。序列短时，峰值来得晚一些：那时权重的梯度已经在了，公式没有计入它们。
 #
 # </div>
 
 # %%
 from course_lib.models import Attention
 
-attention_layer = Attention(256, 8)
+attention = Attention(256, 8)
 
 
-def three_passes(run, length):
-    y = torch.linspace(-1, 1, length * 256).view(1, length, 256)
+def three_passes(length, checkpointed):
+    y = torch.linspace(-1, 1, length * 256).view(1, length, 256)  # (b, s, h)
+    attention.zero_grad()
     with MemoryMeter() as meter:
         for _ in range(3):
-            y = run(attention_layer, y)
+            y = checkpoint(attention, y, use_reentrant=False) if checkpointed else attention(y)
         y.sum().backward()
     return meter.peak_bytes, y
 
@@ -806,36 +911,24 @@ def three_passes(run, length):
 # %%
 rows, equal = [], []
 for length in (256, 512, 1024):
-    (peak, output), (lower, same) = (three_passes(run, length) for run in (lambda f, y: f(y), library(False)))
+    (peak, output), (lower, again) = three_passes(length, False), three_passes(length, True)
     predicted = 4 * 2 * (5 * length * 256 + 8 * length**2 - length * 256)
-    rows.append((tuple(f"{length} {word}" for word in ("tokens", "个 token")), predicted, peak - lower))
-    equal.append(torch.equal(output, same))
+    rows.append((f"s = {length}", predicted, peak - lower))
+    equal.append(torch.equal(output, again))
 print(equal)
 predictions(rows)
 
 # %% [markdown]
+# ## 2.17 A training loop with its log / 带日志的训练循环
+#
 # <div lang="en">
 #
-# At 256 and 512 tokens the formula promises too much. There the checkpointed peak comes one pass later: backward begins with the third pass, and when it reaches the second, the weight gradients of the third already lie there. The formula leaves them out, and they don't grow with $s$.
+# A post-norm layer, as in 2017, behind a checkpoint: model size 512, 8 heads, a feed-forward network four times as wide, Adam, a mean squared error, and a log that names file, function and line. With and without the checkpoint the losses agree to the last bit.
 #
 # </div>
 # <div lang="zh">
 #
-# 256 和 512 个 token 时，公式许诺得多了些。这时检查点做法的峰值要晚一遍才到：反向从第三遍开始，轮到第二遍时，第三遍的权重梯度已经在那里了。公式没有计入它们，而它们并不随 $s$ 增长。
-#
-# </div>
-
-# %% [markdown]
-# ## 2.11 A training loop with a log, and a Sequential in segments / 带日志的训练循环，以及分段的 Sequential
-#
-# <div lang="en">
-#
-# Everything together: post-norm layers under checkpoints, Adam, a mean squared error, and a log that names file, function and line. The losses with and without checkpoints agree to the last bit. And for a plain `nn.Sequential` there is `checkpoint_sequential`: how many segments are best is the question of lesson 03.
-#
-# </div>
-# <div lang="zh">
-#
-# 全部合在一起：加了检查点的后归一化层、Adam、均方误差，以及一份注明文件、函数和行号的日志。用与不用检查点，损失逐位一致。对普通的 `nn.Sequential`，还有 `checkpoint_sequential`：分几段最好，是第 03 课的问题。
+# 一个加了检查点的 post-norm（后置归一化）层，2017 年的样式：模型维度 512，8 个头，前馈（feed-forward）网络宽四倍，用 Adam 和均方误差，日志注明文件、函数和行号。用与不用检查点，损失逐比特一致。
 #
 # </div>
 
@@ -848,114 +941,116 @@ place = "%(filename)s, %(funcName)s, line %(lineno)d"
 logging.basicConfig(stream=log, level=logging.INFO, format=f"{place}: %(message)s", force=True)
 
 
-def forward(layers, x, run):
-    for layer in layers:
-        x = run(layer, x)
-    return x
-
-
 # %%
-def train(run, steps=3):
-    layers = nn.ModuleList(DecoderLayer(64, 4, norm_first=False, seed=2 * i) for i in range(3))
-    adam, x, losses = torch.optim.Adam(layers.parameters()), torch.linspace(-1, 1, 2 * 16 * 64).view(2, 16, 64), []
-    for step in range(steps):
-        loss = F.mse_loss(forward(layers, x, run), x.flip(1))
+def train(checkpointed):
+    layer = DecoderLayer(512, 8, norm_first=False)
+    adam, losses = torch.optim.Adam(layer.parameters()), []
+    x = torch.linspace(-1, 1, 4 * 16 * 512).view(4, 16, 512)  # (b, s, h)
+    for step in (1, 2, 3):
+        y = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+        loss = F.mse_loss(y, x.flip(1))
         loss.backward()
         adam.step()
         adam.zero_grad()
         losses.append(loss.item())
-        logging.info("step %d: loss %.3f", step + 1, loss.item())
+        logging.info("step %d: loss %.3f", step, losses[-1])
     return losses
 
 
-same_losses = train(lambda layer, x: layer(x)) == train(library(False))
-same_losses
+# %%
+train(checkpointed=True), train(checkpointed=False)
 
 # %%
-[line.partition(", ")[2] for line in log.getvalue().splitlines()[-3:]]  # without the file, which here is a number
-
-# %%
-network = deep_mlp(depth=16, width=256)
-images = torch.randn(512, 256)
-ways = {("plain", "普通"): lambda: network(images)}
-ways |= {
-    (f"{k} segments", f"{k} 段"): lambda k=k: checkpoint_sequential(network, k, images, use_reentrant=False)
-    for k in (2, 4, 8)
-}
-rows = []
-for name, forward_pass in ways.items():
-    network.zero_grad()
-    with MemoryMeter(network) as mlp_meter:
-        forward_pass().square().mean().backward()
-    rows.append((name, round(mlp_meter.peak_bytes / 1e6, 1)))
-table([("16 × (Linear + GELU)", "16 ×（Linear + GELU）"), ("peak, MB", "峰值，MB")], rows)
+[line.partition(", ")[2] for line in log.getvalue().splitlines()[:3]]  # the file is a number here
 
 # %% [markdown]
-# ## 2.12 What you may have read / 你可能读到过的说法
+# ## 2.18 `checkpoint_sequential`, and older claims / `checkpoint_sequential`，以及更早的说法
 #
 # <div lang="en">
 #
-# Six claims. For the last two: a network of six Linear layers with activations between them, in three segments.
+# For a plain `nn.Sequential` there is `checkpoint_sequential`. It cuts the network into segments, all but the last one checkpointed. How many are best is the question of lesson 03.
 #
 # </div>
 # <div lang="zh">
 #
-# 六条说法。最后两条用的网络有六个 Linear 层，层间是激活函数，分成三段。
+# 对普通的 `nn.Sequential`，有 `checkpoint_sequential`。它把网络切成几段，除最后一段外各加一个检查点。切几段最好，是第 03 课的问题。
 #
 # </div>
 
 # %%
-network = deep_mlp(depth=6, width=16)
-data = torch.randn(4, 16)
+from torch.utils.checkpoint import checkpoint_sequential
+
+from course_lib.models import deep_mlp
+
+network, data, rows = deep_mlp(depth=16, width=256), torch.randn(512, 256), []
+for segments in (1, 2, 4, 8):
+    network.zero_grad()
+    with MemoryMeter(network) as meter:
+        output = checkpoint_sequential(network, segments, data, use_reentrant=False)
+        output.square().mean().backward()
+    rows.append((segments, round(meter.peak_bytes / 1e6, 1)))
+table(["segments", "peak, MB"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# It has two traps. Given a list of the Linear layers, it runs those and nothing between them. In the old mode, with an input that needs no gradient, as data do, the checkpointed segments are cut off: they get no gradients, with a warning and no error.
+#
+# </div>
+# <div lang="zh">
+#
+# 它有两个陷阱。只给它 Linear 层的列表，它就只运行这些，不管中间的激活函数。用旧模式、输入又不需要梯度（数据就是如此），加了检查点的各段便与计算图断开：得不到梯度，只有警告，不报错。
+#
+# </div>
+
+# %%
+import warnings
+
+network, data = deep_mlp(depth=6, width=16), torch.randn(4, 16)
 linears = [module for module in network if isinstance(module, nn.Linear)]
 skipped = checkpoint_sequential(linears, 3, data, use_reentrant=False)
-equal_outputs = int((skipped == network(data)).sum())
-
-network.zero_grad()
+equal_numbers = int((skipped == network(data)).sum())
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     checkpoint_sequential(network, 3, data, use_reentrant=True).sum().backward()
 trained = sum(linear.weight.grad is not None for linear in linears)
 
-# %%
-branches = iter((torch.sin, torch.sin, torch.cos, torch.cos))
-
-
-def branching(x):
-    return next(branches)(x) * x
-
-
-dynamic = []
-for function in (torch.sin, torch.cos):
-    x = torch.linspace(0, 1, 5).requires_grad_()
-    (by_checkpoint,) = torch.autograd.grad(checkpoint(branching, x, use_reentrant=False).sum(), x)
-    dynamic.append(torch.equal(by_checkpoint, torch.autograd.grad((function(x) * x).sum(), x)[0]))
-score = [sum(row[column] == "yes" for row in answers) for column in (1, 2)]
 
 # %%
-from course_lib.lessons import what_you_may_have_read
+def gradient_of(function, checkpointed):
+    x, branches = torch.linspace(0, 1, 5).requires_grad_(), [torch.sin, torch.cos]
 
-what_you_may_have_read(
-    "02",
-    " / ".join(f"{peaks[depth, False] / 1e6:.1f} → {peaks[depth, True] / 1e6:.1f} MB" for depth in (1, 4)),
-    f"L = 4: {kept[4] / 1e6:.1f} MB; L = 16: {kept[16] / 1e6:.1f} MB",
-    (f"equal gradients in {sum(dynamic)} of {len(dynamic)} steps", f"{len(dynamic)} 步中有 {sum(dynamic)} 步梯度相等"),
-    f"{score[0]} : {score[1]}",
-    (f"{equal_outputs} of {skipped.numel()} numbers are equal", f"{skipped.numel()} 个数中有 {equal_outputs} 个相等"),
-    f"{trained} / 6",
-)
+    def block(x):
+        return branches[function](x) * x  # another branch each step
+
+    output = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
+    return torch.autograd.grad(output.sum(), x)[0]
+
+
+dynamic = sum(torch.equal(gradient_of(i, True), gradient_of(i, False)) for i in (0, 1))
+
+# %%
+from course_lib.memory import saved_tensors
+
+kept = {}
+for layers in (4, 16):
+    with symbolic():
+        decoder, tokens = decoder_with(layers=layers), random_tokens(8, 128, 2048)
+        kept[layers] = saved_tensors(decoder.loss, tokens).total_bytes
+score = [sum(row[column] == "✓" for row in answers) for column in (1, 2)]
+lesson_02.older_claims(kept, (dynamic, 2), score, (equal_numbers, skipped.numel()), trained)
 
 # %% [markdown]
-# ## 2.13 On a GPU / 在 GPU 上
+# ## 2.19 On a GPU / 在 GPU 上
 #
 # <div lang="en">
 #
-# The same code runs on CUDA, where the state of every device's random number generator is kept as well. If you have a GPU, this cell measures now.
+# The same code runs on CUDA, where the random number generators of the current device and of the inputs' devices are kept as well. With a GPU this cell measures now; otherwise it shows a recording, or says that there is none.
 #
 # </div>
 # <div lang="zh">
 #
-# 同样的代码可以在 CUDA 上运行，并会保存每个设备的随机数发生器状态。有 GPU 时，这个单元格会现场测量。
+# 同样的代码可以在 CUDA 上运行，还会保存当前设备和各输入所在设备的随机数发生器状态。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示预先记录的数据；连记录也没有，会注明。
 #
 # </div>
 
@@ -965,145 +1060,83 @@ from course_lib.lessons import on_gpu
 on_gpu("02")
 
 # %% [markdown]
-# ## 2.14 Exercises / 练习
+# ## 2.20 More exercises / 更多练习
 #
 # <div lang="en">
 #
-# **Exercise 1.** Write `my_checkpoint(function, x)` in twelve lines, your own way. The check compares gradients, counts runs, and looks at what is saved.
+# **Exercise 4.** Make a checkpoint that is right for a block with dropout: the second run draws the same mask, and the random numbers after it are as if it had not happened.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 1。** 用自己的办法，在十二行之内写出 `my_checkpoint(function, x)`。检查程序会比较梯度、数运行次数，并看保存了什么。
+# **练习 4。** 写一个对带 dropout 的块也正确的检查点：第二遍抽到同样的掩码，并且之后的随机数要与没有这一遍时一样。
 #
 # </div>
 
-# %%
-from course_lib.lessons.lesson_02 import check_checkpoint, check_dropout_checkpoint, check_head_chunk, check_policy
+# %% minutes=6
+careful_checkpoint = None  # a function of block and x
+lesson_02.check_dropout_checkpoint(careful_checkpoint)
 
-
-def my_checkpoint(function, x):
-    return function(x)
-
-
-check_checkpoint(my_checkpoint)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-check_checkpoint(Reentrant.apply)
+class Careful(MyCheckpoint):
+    @staticmethod
+    def forward(context, block, x):
+        context.state = torch.get_rng_state()
+        return MyCheckpoint.forward(context, block, x)
+
+    @staticmethod
+    def backward(context, gradient):
+        with torch.random.fork_rng():  # puts the state back at the end
+            torch.set_rng_state(context.state)
+            return MyCheckpoint.backward(context, gradient)
+
+
+lesson_02.check_dropout_checkpoint(Careful.apply)
 ### END SOLUTION
 
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 2.** Make it right for a block with dropout: the second run must draw the same mask, and the random numbers after it must be as if it had not happened.
+# **Exercise 5.** Forward and backward of the decoder, without an optimizer, may peak at 110 MB (222.7 MB plain) and do at most 1.2 times the FLOPs. Which operators must a selective policy keep? Predict before you try: the head's moment has 63.2 MB with nothing kept, and each kept result adds eight times its bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 2。** 让它对带 dropout 的块也正确：第二次运行要抽到同样的掩码，并且之后的随机数要与没有这次运行时一样。
+# **练习 5。** 解码器的前向加反向，不带优化器，峰值不得超过 110 MB（普通做法 222.7 MB），FLOPs 不得超过 1.2 倍。选择性策略必须保留哪些算子？先预测再试：什么都不保留时，输出头那一刻有 63.2 MB，每保留一种结果，就加上它的字节数的八倍。
 #
 # </div>
 
-# %%
-check_dropout_checkpoint(my_checkpoint)
-
+# %% minutes=4
+operators = None  # a list, such as [torch.ops.aten.gelu.default]
+lesson_02.check_policy(operators)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-def careful_checkpoint(function, x):
-    state = torch.get_rng_state()
-
-    def with_old_numbers(x):
-        with torch.random.fork_rng(enabled=torch.is_grad_enabled()):
-            if torch.is_grad_enabled():  # the second run
-                torch.set_rng_state(state)
-            return function(x)
-
-    return Reentrant.apply(with_old_numbers, x)
-
-
-check_dropout_checkpoint(careful_checkpoint)
+# The results of attention's two products: S, a·s²·b numbers, and the context, s·b·h: 5.2 MB a layer.
+lesson_02.check_policy([torch.ops.aten.bmm.default])
 ### END SOLUTION
 
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 3.** The decoder of section 2.5 may peak at 70 MB, forward and backward, and may do at most 1.2 times the plain FLOPs. Which operators must a selective policy keep? Give a list, such as `[torch.ops.aten.gelu.default]`.
+# **Exercise 6.** The loss of section 2.8, in one backward over all chunks, may peak at 150 MB. What is the largest chunk, if it is a power of 2? Three tensors of a chunk's logits and one gradient of the matrix are there at once.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 3。** 2.5 节的解码器，前向加反向的峰值不得超过 70 MB，FLOPs 不得超过普通做法的 1.2 倍。选择性策略必须保留哪些算子？给出一个列表，例如 `[torch.ops.aten.gelu.default]`。
+# **练习 6。** 2.8 节的损失，各小段合在一次反向里，峰值不得超过 150 MB。每小段最多可以有多少个 token（取 2 的幂）？同时存在的，是一小段的三份 logits 和一份矩阵的梯度。
 #
 # </div>
 
-# %%
-operators = None
-check_policy(operators)
-
-# %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-check_policy([torch.ops.aten.bmm.default])
-### END SOLUTION
-
-# %% [markdown]
-# <div lang="en">
-#
-# **Exercise 4.** The head of section 2.9 may peak at 150 MB. What is the largest chunk, if it is a power of 2?
-#
-# </div>
-# <div lang="zh">
-#
-# **练习 4。** 2.9 节的损失头，峰值不得超过 150 MB。每块最多可以有多少个 token（取 2 的幂）？
-#
-# </div>
-
-# %%
+# %% minutes=2
 answer = None  # tokens
-check_head_chunk(answer)
+lesson_02.check_head_chunk(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-chunks = [64, 128, 256, 512, 1024]
-peaks = [head_peak(lambda n=n: checkpointed_loss(hidden, vocabulary, targets, chunk=n))[0] for n in chunks]
-check_head_chunk(max(n for n, peak in zip(chunks, peaks, strict=True) if peak <= 150_000_000))
+matrix, hidden_bytes = 4 * 32_000 * 256, 4 * 1024 * 256
+fits = [n for n in (64, 128, 256, 512) if 3 * 4 * n * 32_000 + matrix + hidden_bytes <= 150e6]
+lesson_02.check_head_chunk(max(fits))
 ### END SOLUTION
-
-# %% [markdown]
-# ## 2.15 Summary / 小结
-#
-# <div lang="en">
-#
-# - A checkpoint keeps a block's input, and its saved tensors come back in backward: the peak holds every input and one whole block.
-# - It costs one more forward pass, at most a third of a step; selective checkpointing keeps the products and costs next to nothing.
-# - Neither one block nor one checkpoint around everything saves much.
-# - Randomness, autocast and changed buffers must be taken care of; prefer the non-reentrant mode.
-# - The loss head is a block too, and often the largest.
-#
-# **Next:** [lesson 03](03_sqrt_schedule.ipynb) asks which blocks to forget.
-#
-# </div>
-# <div lang="zh">
-#
-# - 检查点只留下一个块的输入，块里保存的张量在反向时又回来：峰值里有每一块的输入和完整的一块。
-# - 代价是多一次前向，至多一步的三分之一；选择性检查点留下线性层的乘积，几乎没有代价。
-# - 只有一个块，或者整体只用一个检查点，都省不了多少。
-# - 随机性、autocast 和被改动的缓冲区要小心处理；优先用非可重入模式。
-# - 损失头也是一个块，而且常常是最大的一块。
-#
-# **下一步**：[第 03 课](03_sqrt_schedule.ipynb)讨论该忘掉哪些块。
-#
-# </div>
-
-# %% [markdown]
-# <div lang="en">
-#
-# **Sources.** Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174. Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*, arXiv:2205.05198 (selective recomputation). PyTorch documentation of `torch.utils.checkpoint`.
-#
-# </div>
-# <div lang="zh">
-#
-# **出处。** Chen et al. 2016，*Training Deep Nets with Sublinear Memory Cost*，arXiv:1604.06174。Korthikanti et al. 2022，*Reducing Activation Recomputation in Large Transformer Models*，arXiv:2205.05198（选择性重计算）。PyTorch 文档中的 `torch.utils.checkpoint`。
-#
-# </div>

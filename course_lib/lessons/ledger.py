@@ -1,0 +1,63 @@
+"""The ledger: one step of one decoder, with one technique at a time. Every lesson adds its row.
+
+The decoder of lesson 00: vocabulary 2048, hidden size 256, 8 heads, 8 layers; 8 sequences of 128 tokens, fp32, Adam,
+the second step. A lesson measures its own row and shows it under those of the lessons before it, which stand here;
+tests/test_ledger.py measures each of them again.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from course_lib.teaching import Table
+from course_lib.teaching.tables import NumberText
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a lesson's technique makes of the step; `moved_bytes` to another tier or another rank, both ways."""
+
+    lesson: str
+    technique: str
+    peak_bytes: int
+    flops: int
+    moved_bytes: int = 0
+
+
+ROWS = (
+    Row("00", "plain", 277_682_584, 45_097_156_608),
+    Row("01", "autocast, bf16", 215_292_312, 45_097_156_608),
+    Row("02", "checkpoint each layer", 134_006_104, 54_760_833_024),
+    Row("03", "optimal schedule, half the activations", 180_083_096, 52_613_349_376),
+)
+
+
+def ledger(lesson: str, technique: str, measured: Any, *, moved_bytes: int = 0) -> Table:
+    """The rows of the lessons before this one, and its own, each against the plain step.
+
+    Args:
+        lesson: two digits.
+        technique: a label.
+        measured: a `Measurement` of the step, or anything with `peak_bytes` and `flops`.
+        moved_bytes: to another tier or another rank, both ways.
+    """
+    own = Row(lesson, technique, measured.peak_bytes, measured.flops, moved_bytes)
+    rows = [*(row for row in ROWS if row.lesson < lesson), own]
+    plain = rows[0]
+    columns = ["lesson", "technique", "peak, MB", "of plain", "FLOPs of plain", "bytes moved, MB"]
+    shown = [
+        (
+            row.lesson,
+            row.technique,
+            NumberText(f"{row.peak_bytes / 1e6:,.1f}"),
+            NumberText(f"{row.peak_bytes / plain.peak_bytes:.2f}"),
+            NumberText(f"{row.flops / plain.flops:.2f}"),
+            NumberText(f"{row.moved_bytes / 1e6:,.1f}" if row.moved_bytes else "–"),
+        )
+        for row in rows
+    ]
+    values = [
+        (row.lesson, row.technique, row.peak_bytes / 1e6, row.peak_bytes / plain.peak_bytes, row.flops / plain.flops,
+         row.moved_bytes / 1e6)
+        for row in rows
+    ]  # fmt: skip
+    return Table(columns, shown, values=values)

@@ -1,0 +1,206 @@
+"""The GPU experiments of lesson 01."""
+
+from collections.abc import Iterator
+
+import torch
+
+from course_lib.memory import MemoryMeter, measure, saved_tensors, transformer_activation_bytes
+from course_lib.models import Attention, DecoderLayer, seeded
+from course_lib.teaching.allocator import Allocator, BetweenOperators
+from course_lib.teaching.experiments import TINY, AttentionKernels, Part, decoder_and_tokens, experiment
+
+_GPT = {"vocabulary": 32_000, "hidden": 768, "heads": 12, "layers": 12, "sequence": 512, "batch": 4}
+
+
+@experiment(
+    title=(
+        "A decoder's training step with Adam: the meter beside the CUDA allocator",
+        "解码器的一个训练步（Adam）：计量器与 CUDA 分配器对照",
+    ),
+    sizes=_GPT,
+    small=TINY,
+    labels={
+        "parameter_count": ("parameters", "参数个数"),
+        "meter_peak_bytes": ("meter: peak of live tensors", "计量器：存活张量的峰值"),
+        "meter_blocks_peak_bytes": ("meter: the same in blocks of 512 bytes", "计量器：按 512 字节的块取整"),
+        "allocator_peak_bytes": ("allocator: peak, workspace included", "分配器：峰值，含工作区"),
+        "workspace_bytes": ("what workspace adds to the peak", "工作区使峰值增加"),
+        "workspace_of_{}_bytes": ("workspace of `{}`", "`{}` 的工作区"),
+        "allocated_between_operators_bytes": (
+            "allocator: most between two operators, no workspace",
+            "分配器：算子之间的最大值，不含工作区",
+        ),
+        "kept_by_libraries_bytes": ("kept by cuBLAS from step to step", "cuBLAS 跨训练步保留"),
+        "max_memory_requested_bytes": ("allocator: peak as asked for", "分配器：峰值，按请求的字节计"),
+        "max_memory_allocated_bytes": ("`torch.cuda.max_memory_allocated`", "`torch.cuda.max_memory_allocated`"),
+        "max_memory_reserved_bytes": ("`torch.cuda.max_memory_reserved`", "`torch.cuda.max_memory_reserved`"),
+        "step_flops": ("FLOPs of a step", "一步的 FLOPs"),
+        "step_seconds": ("time of a step", "一步用时"),
+    },
+)
+def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
+    """A pre-norm decoder in fp32 with Adam, second step: what the meter, `measure` and the CUDA allocator say of it.
+
+    `max_memory_*` are the allocator's own, above what it held before the model was made.
+    `allocated_between_operators_bytes` is looked up after each operator, when its workspace is free again, without the
+    tokens and what libraries keep, so that `meter_blocks_peak_bytes` can be held against it. The allocator may hand out
+    up to 1 MB more than a large block needs.
+    """
+    allocator = Allocator(device)
+    model, tokens = decoder_and_tokens(device, **sizes)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model.loss(tokens).backward()
+        optimizer.step()
+
+    step()  # makes the optimizer's state
+    yield {"parameter_count": sum(p.numel() for p in model.parameters())}
+    for name, block in (("meter_peak_bytes", 1), ("meter_blocks_peak_bytes", 512)):
+        optimizer.zero_grad()
+        with MemoryMeter(model, optimizer, block_bytes=block) as meter:
+            step()
+        yield {name: meter.peak_bytes}
+    if device.type == "cuda":
+        optimizer.zero_grad()
+        own = [*model.parameters(), *(t for state in optimizer.state.values() for t in state.values()), tokens]
+        kept = allocator.requested() - sum(tensor.nbytes for tensor in own if tensor.is_cuda)
+        with BetweenOperators(allocator) as between:
+            step()
+        yield {"kept_by_libraries_bytes": kept}
+        yield {"allocated_between_operators_bytes": between.peak_bytes - kept - tokens.nbytes}
+        optimizer.zero_grad()
+        allocator.reset()
+        step()
+        yield allocator.peaks()
+    optimizer.zero_grad()
+    found = measure(step, model=model, optimizer=optimizer)
+    yield {f"workspace_of_{name}_bytes": count for name, count in list(found.workspace_by_operator.items())[:5]}
+    yield {"allocator_peak_bytes": found.allocator_peak_bytes, "workspace_bytes": found.workspace_bytes}
+    yield {"step_flops": found.flops, "step_seconds": found.seconds}
+
+
+@experiment(
+    title=(
+        "What a decoder layer saves in bf16: formula beside measurement",
+        "解码器层在 bf16 下为反向保存的字节：公式与实测对照",
+    ),
+    sizes={"sequence": 1024, "batch": 4, "hidden": 1024, "heads": 16},
+    small={"sequence": 32, "batch": 2, "hidden": 64, "heads": 4},
+    labels={
+        "saved_bytes": ("saved for backward, measured", "为反向保存，实测"),
+        "predicted_bytes": ("formula with LayerNorm statistics", "公式，计入 LayerNorm 统计量"),
+        "paper_bytes": ("formula of the paper, without them", "论文公式，不计统计量"),
+        "difference_bytes": ("measured minus predicted", "实测减预测"),
+        "statistic_bytes": ("one LayerNorm statistic", "每个 LayerNorm 统计量"),
+    },
+)
+def korthikanti(device: torch.device, **size: int) -> Iterator[Part]:
+    """Bytes that one layer with dropout saves, beside s*b*h*(34 + 5*a*s/h) and the LayerNorm statistics.
+
+    CUDA keeps those statistics in fp32 whatever the activations' dtype; a CPU keeps them in bf16.
+    """
+    layer = DecoderLayer(size["hidden"], size["heads"], dropout=0.1).to(device, torch.bfloat16)
+    x = torch.zeros(size["batch"], size["sequence"], size["hidden"], device=device, dtype=torch.bfloat16)
+    saved = saved_tensors(layer, x)
+    (statistic_bytes,) = {
+        row.dtype.itemsize for row in saved if row.operator.startswith("NativeLayerNorm") and row.shape[-1] == 1
+    }
+    predicted = transformer_activation_bytes(**size, statistic_bytes=statistic_bytes)
+    yield {
+        "saved_bytes": saved.total_bytes,
+        "predicted_bytes": predicted,
+        "difference_bytes": saved.total_bytes - predicted,
+        "paper_bytes": transformer_activation_bytes(**size),
+        "statistic_bytes": statistic_bytes,
+    }
+
+
+@experiment(
+    title=(
+        "Attention over sequence lengths, bf16: peak of forward and backward",
+        "注意力随序列长度的变化（bf16）：前向加反向的峰值",
+    ),
+    sizes={"lengths": (512, 1024, 2048, 4096), "hidden": 768, "heads": 12},
+    small={"lengths": (16, 32), "hidden": 32, "heads": 4},
+    labels={
+        f"{kind}_{{}}_{figure}_bytes": (f"{en}, N = {{}}: {figure_en}", f"{zh}，N = {{}}：{figure_zh}")
+        for kind, en, zh in (("standard", "standard", "标准"), ("fused", "fused", "融合"))
+        for figure, figure_en, figure_zh in (
+            ("tensors", "live tensors", "存活张量"),
+            ("allocator", "allocator", "分配器"),
+        )
+    },
+)
+def attention_sequence(device: torch.device, *, lengths: tuple[int, ...], hidden: int, heads: int) -> Iterator[Part]:
+    """Peaks of an attention layer, standard and fused, for each sequence length N: its tensors', the allocator's."""
+    kernels = AttentionKernels()
+    for kind in ("standard", "fused"):
+        layer = Attention(hidden, heads, fused=kind == "fused").to(device, torch.bfloat16)
+        for length in lengths:
+            with seeded(0):
+                x = torch.randn(1, length, hidden).to(device, torch.bfloat16)
+            found = measure(lambda layer=layer, x=x: layer(x).sum().backward(), model=layer, repeats=1)
+            yield {f"{kind}_{length}_tensors_bytes": found.peak_bytes}
+            yield {f"{kind}_{length}_allocator_bytes": found.allocator_peak_bytes}
+            with kernels:  # which sees none where attention is standard
+                layer(x)
+    yield {"attention": str(kernels)}
+
+
+@experiment(
+    title=(
+        "The memory monitor: live, allocated and reserved through a step",
+        "显存监视器：一个训练步中的存活、已分配与已预留",
+    ),
+    sizes=_GPT,
+    small=TINY,
+    labels={
+        f"{after}_{kind}_bytes": (f"after {en}: {kind_en}", f"{zh}之后：{kind_zh}")
+        for after, en, zh in (
+            ("model", "making the model", "建立模型"),
+            ("forward", "forward", "前向"),
+            ("backward", "backward", "反向"),
+            ("step", "the optimizer's step", "优化器更新"),
+            ("zero_grad", "zero_grad", "zero_grad "),
+            ("empty_cache", "empty_cache", "empty_cache "),
+        )
+        for kind, kind_en, kind_zh in (
+            ("live", "live", "存活"),
+            ("allocated", "allocated", "已分配"),
+            ("reserved", "reserved", "已预留"),
+        )
+    },
+)
+def monitor(device: torch.device, **sizes: int) -> Iterator[Part]:
+    """The first training step, phase by phase: bytes of live tensors, bytes allocated, bytes reserved.
+
+    Allocated and reserved are above what was allocated before; they are the CUDA allocator's, so a CPU has none.
+    """
+    allocator = Allocator(device)
+    values: Part = {}
+
+    with MemoryMeter() as meter:
+
+        def note(after: str) -> None:
+            values[f"{after}_live_bytes"] = meter.live_bytes
+            if device.type == "cuda":
+                values[f"{after}_allocated_bytes"] = allocator.allocated()
+                values[f"{after}_reserved_bytes"] = allocator.reserved()
+
+        model, tokens = decoder_and_tokens(device, **sizes)
+        optimizer = torch.optim.Adam(model.parameters())
+        note("model")
+        loss = model.loss(tokens)
+        note("forward")
+        loss.backward()
+        note("backward")
+        optimizer.step()
+        note("step")
+        optimizer.zero_grad()
+        note("zero_grad")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            note("empty_cache")
+    yield values

@@ -1,0 +1,190 @@
+"""What lesson 01 shows: its own table, the giants, adapters, the slider."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from course_lib.memory import MemoryMeter, SavedTensors, symbolic, transformer_activation_bytes
+from course_lib.models import Decoder, random_tokens
+from course_lib.teaching import COLORS, Table, figure, playground, predicted_and_measured, table, text
+from course_lib.teaching.figures import shown_once
+from course_lib.teaching.tables import NumberText
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_ROWS = {  # (operator, argument or width of the last dimension) -> row of the formula
+    "NativeLayerNormBackward0": {"input": "norms", "result1": "statistics", "result2": "statistics"},
+    "SoftmaxBackward0": {"result": "probabilities"},
+    "GeluBackward0": {"self": "feed-forward"},
+}
+
+
+def rows_of_the_formula(kept: SavedTensors) -> Table:
+    """What a decoder layer has saved, each tensor beside the row of the formula that it belongs to."""
+    shown, after_attention = [], False
+    for row in kept:
+        name = _ROWS.get(row.operator, {}).get(row.argument, "attention")
+        after_attention |= name == "norms" and bool(shown)
+        if name == "attention" and after_attention:
+            name = "feed-forward"
+        if row.shared_with is not None:
+            name, count = text("seen before, in row {number}", number=row.shared_with), NumberText("–")
+        else:
+            count = NumberText(f"{row.bytes:,}")
+        shape = " × ".join(map(str, row.shape))
+        shown.append((len(shown), f"`{row.operator}`", f"`{row.argument}`", shape, count, name))
+    return table(["#", "operator", "argument", "shape", "bytes", "row of the formula"], shown)
+
+
+def parts_of_the_peak(meter: MemoryMeter, one_layer: Mapping[str, int]) -> Table:
+    """The peak of the decoder's step, cut into what the lesson has predicted, and the lesson that goes for each."""
+    peak, p, logits = meter.at_peak(), one_layer["probabilities"], 4 * 8 * 128 * 2048
+    layers = 8 * sum(one_layer.values())
+    parts = [
+        ("parameters", peak["parameter"], "08"),
+        ("optimizer state", peak["optimizer"], "04, 08"),
+        ("eight layers without P", layers - 8 * p, "02, 03, 04, 05"),
+        ("P of eight layers", 8 * p, "06"),
+        ("logits, three times", 3 * logits, "02"),
+        ("norm, and the head's input", peak["activation"] - layers - logits, "02, 05"),
+        ("loss and its gradient", peak["temporary"] - 2 * logits, "–"),
+    ]
+    return table(["part of the peak", "bytes", "lesson"], [*parts, ("peak", sum(part[1] for part in parts), "")])
+
+
+def draw_lengths(
+    lengths: Sequence[int], layer_mb: Sequence[float], p_mb: Sequence[float], formula: Callable[..., Mapping[str, int]]
+) -> "Figure":
+    """What a layer saves over the sequence length: the reader's formula as lines, measurements as points."""
+    drawn, ax = figure("P outweighs all the rest from 512 tokens on", height=3.2)
+    ax.set(xlim=(0, 2400), ylim=(0, 1450), xlabel=text("sequence length s, tokens"))
+    ax.set_ylabel(text("saved by one layer, MB"))
+    ax.axvline(512, color="#888888", linewidth=0.8, linestyle="--")
+
+    def predicted(length: int, *, p: bool, rest: bool) -> float:
+        rows = formula(8, length, 256, 8)
+        return sum(count for row, count in rows.items() if (p if row == "probabilities" else rest)) / 1e6
+
+    rest_mb = [layer - part for layer, part in zip(layer_mb, p_mb, strict=True)]
+    curves = [(layer_mb, "the layer", True, True), (p_mb, "P", True, False), (rest_mb, "the rest", False, True)]
+    for (measured, name, p, rest), color in zip(curves, (COLORS["measured"], "#009988", "#555555"), strict=True):
+        predicted_and_measured(ax, lengths, partial(predicted, p=p, rest=rest), measured, name, color=color)
+    return shown_once(drawn)
+
+
+@dataclass(frozen=True)
+class Giant:
+    """What a step of a large model holds: parameters counted one by one, all else in bytes."""
+
+    parameters: int
+    most_activation_bytes: int
+    peak_bytes: int
+    phase: str
+
+
+class _MixedAdam:
+    """Adam with fp32 master weights, one parameter after the other."""
+
+    def __init__(self, model: nn.Module):
+        self.pairs = [(p, torch.optim.Adam([p.detach().float()])) for p in model.parameters()]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, adam in self.pairs:
+            (master,) = adam.param_groups[0]["params"]
+            master.grad = parameter.grad.float()
+            adam.step()
+            parameter.copy_(master)
+            master.grad = None
+
+
+def mixed_precision_step(hidden: int, heads: int, layers: int) -> Giant:
+    """The second step of a decoder in bf16: fused attention, one sequence of 2048 tokens, 32,000 words; symbolic."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with symbolic(), MemoryMeter() as meter:
+            model = Decoder(vocabulary=32_000, hidden=hidden, heads=heads, layers=layers, sequence=2048, fused=True)
+            optimizer, tokens = _MixedAdam(model), random_tokens(1, 2048, 32_000)
+            for _ in range(2):  # the second step has the optimizer's state from the start
+                model.zero_grad()
+                model.loss(tokens).backward()
+                optimizer.step()
+    finally:
+        torch.set_default_dtype(before)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    phase = max(meter.timeline, key=lambda sample: sample.live_bytes).phase
+    return Giant(parameters, int(meter.series()["activation"].max()), meter.peak_bytes, phase)
+
+
+class _Adapter(nn.Module):
+    """A frozen Linear and a trained product of two thin matrices beside it (LoRA: Hu et al. 2021, arXiv:2106.09685)."""
+
+    def __init__(self, frozen: nn.Linear, rank: int):
+        super().__init__()
+        self.frozen = frozen
+        self.down = nn.Linear(frozen.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, frozen.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.up(self.down(x))
+
+
+def with_adapters(decoder: Decoder, rank: int) -> Decoder:
+    """The decoder, frozen, with adapters at both projections of each attention."""
+    decoder.requires_grad_(False)
+    for layer in decoder.layers:
+        layer.attention.qkv = _Adapter(layer.attention.qkv, rank)
+        layer.attention.out = _Adapter(layer.attention.out, rank)
+    return decoder
+
+
+def draw_activation_bytes(sequence: int = 2048, layers: int = 32, heads: int = 32, hidden: int = 4096) -> "Figure":
+    """Predicted activation bytes of one training sequence over its length: what grows with s, and what with s².
+
+    Args:
+        sequence: marked on the curve.
+        layers, heads, hidden: of the transformer; bf16, with dropout, nothing recomputed.
+    """
+    lengths = [256 * i for i in range(1, 33)]
+    sizes = {"batch": 1, "hidden": hidden, "heads": heads, "layers": layers}
+
+    def gigabytes(length: int, recompute: str) -> float:
+        return transformer_activation_bytes(sequence=length, recompute=recompute, **sizes) / 1e9
+
+    total = gigabytes(sequence, "none")
+    share = f"{100 * (1 - gigabytes(sequence, 'selective') / total):.0f} %"
+    title = (
+        f"{layers} layers, {sequence} tokens: {total:,.1f} GB, of which {share} grow with s²",
+        f"{layers} 层、{sequence} 个 token：{total:,.1f} GB，其中 {share} 随 s² 增长",
+    )
+    drawn, ax = figure(title, height=3.2)
+    everything, proportional = ([gigabytes(n, kind) for n in lengths] for kind in ("none", "selective"))
+    look = {"alpha": 0.75, "linewidth": 0}
+    name, square_name = text("grows with s", "随 s 增长"), text("grows with s²", "随 s² 增长")
+    ax.fill_between(lengths, 0, proportional, color=COLORS["activation"], label=name, **look)
+    ax.fill_between(lengths, proportional, everything, color=COLORS["temporary"], label=square_name, **look)
+    ax.plot(lengths, everything, color=COLORS["predicted"])
+    ax.plot(sequence, total, "o", color=COLORS["predicted"])
+    ax.set(xlim=(256, 8192), ylim=(0, max(everything) * 1.08), ylabel=text("activations, GB", "激活值，GB"))
+    ax.set_xlabel(text("sequence length s, tokens", "序列长度 s（token 数）"))
+    ax.legend(loc="upper left", reverse=True)
+    return shown_once(drawn)
+
+
+def activation_playground() -> None:
+    """`draw_activation_bytes` behind three sliders."""
+    playground(
+        draw_activation_bytes,
+        lambda widgets: {
+            "sequence": widgets.IntSlider(2048, 256, 8192, 256, description="s", continuous_update=False),
+            "layers": widgets.IntSlider(32, 1, 96, 1, description=text("layers", "层数"), continuous_update=False),
+            "heads": widgets.SelectionSlider(options=[8, 16, 32, 64, 128], value=32, description=text("heads", "头数")),
+        },
+    )

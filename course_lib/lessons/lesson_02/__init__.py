@@ -1,0 +1,144 @@
+"""Lesson 02: its claims, checks, pictures, experiments on both modes, and checkpoints on a GPU."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from course_lib.teaching import Claim, Table, text
+from course_lib.teaching.said import what_you_may_have_read
+
+from .checks import (
+    check_checkpoint,
+    check_dropout_checkpoint,
+    check_head_chunk,
+    check_loss_in_pieces,
+    check_peak_formula,
+    check_policy,
+)
+from .gpu import checkpointed_decoder
+from .modes import gaps, modes
+from .shown import draw_policies, draw_which_block, measured_step, peak_with_gradients, seconds_beside_flops
+
+__all__ = [
+    "CLAIMS",
+    "OLDER_CLAIMS",
+    "check_checkpoint",
+    "check_dropout_checkpoint",
+    "check_head_chunk",
+    "check_loss_in_pieces",
+    "check_peak_formula",
+    "check_policy",
+    "checkpointed_decoder",
+    "draw_policies",
+    "draw_which_block",
+    "figures_of_claims",
+    "gaps",
+    "measured_step",
+    "modes",
+    "older_claims",
+    "peak_with_gradients",
+    "seconds_beside_flops",
+]
+
+#: What learners may have read.
+CLAIMS = (
+    Claim(
+        "Training will be about 20% slower.",
+        "FLOPs of the step, a checkpoint a layer",
+        "Partly: 21% more FLOPs here, at most a third if all weights are trained. Seconds are another matter.",
+        outcome="partly",
+        source="Hugging Face Transformers documentation, Gradient checkpointing",
+    ),
+    Claim(
+        "Full recomputation makes a layer 30% dearer, since its whole forward runs again.",
+        "what eight layers compute, with and without",
+        "Partly: 23% here. Early stop leaves out the last product of each layer; without it, a third.",
+        outcome="partly",
+        source="NVIDIA Megatron Bridge documentation, Activation Recomputation",
+    ),
+    Claim(
+        "Selective recomputation takes away over 90% of the overhead.",
+        "FLOPs done again, selective against each layer",
+        "Partly: 89% of the FLOPs here, with products kept. Of the seconds less: the rest is bound by memory.",
+        outcome="partly",
+        source="Korthikanti et al. 2022, abstract",
+    ),
+    Claim(
+        "A checkpoint around one layer saves memory.",
+        "peak of eight layers alone, and of one",
+        "Partly: it depends on which. Around the last, or the only one, it saves nothing.",
+        outcome="partly",
+    ),
+)
+#: Those that only the teaching documents say, from which the course grew; in depth.
+OLDER_CLAIMS = (
+    Claim(
+        "Non-reentrant checkpointing brings memory from O(N) to O(1).",
+        "bytes saved by the decoder, a checkpoint a layer",
+        "No: one input a layer stays. O(N) with a smaller slope.",
+        outcome="fails",
+    ),
+    Claim(
+        "The non-reentrant mode analyses a static graph.",
+        "a function that takes another branch each step",
+        "No: it hooks saved tensors. Gradients are equal.",
+        outcome="fails",
+    ),
+    Claim(
+        "The reentrant mode is more compatible.",
+        "rows that work, reentrant : non-reentrant",
+        "The other way round, but for functions that forbid hooks.",
+        outcome="partly",
+    ),
+    Claim(
+        "`checkpoint_sequential` on the list of Linear layers equals the network.",
+        "outputs compared",
+        "No: the activation functions between them are gone.",
+        outcome="fails",
+    ),
+    Claim(
+        "With `checkpoint_sequential` in its old mode, the network still trains.",
+        "three segments, an input that needs no gradient: layers with gradients",
+        "Only the last segment does: there is a warning, but no error.",
+        outcome="partly",
+    ),
+)
+
+
+def figures_of_claims(arms: Mapping[str, Any], alone: Sequence[int]) -> list[str]:
+    """What was measured for each of `CLAIMS`.
+
+    Args:
+        arms: the policies, with "plain", "each layer" and "products kept" among them: their `flops`.
+        alone: peaks of eight layers without a head, in bytes: without a checkpoint, then around each layer by itself.
+    """
+    plain, layer, kept = (arms[name].flops for name in ("plain", "each layer", "products kept"))
+    head = 3 * 2 * 1024 * 256 * 2048  # the head's products, which no policy does again
+    peaks = " / ".join(f"{peak / 1e6:.1f}" for peak in (alone[0], alone[1], alone[8]))
+    return [
+        f"+{layer / plain - 1:.0%}",
+        f"+{(layer - plain) / (plain - head):.0%}",
+        f"−{1 - (kept - plain) / (layer - plain):.0%}",
+        text("none / first / last: {peaks} MB", peaks=peaks),
+    ]
+
+
+def older_claims(
+    kept: Mapping[int, int], dynamic: tuple[int, int], score: tuple[int, int], equal: tuple[int, int], trained: int
+) -> Table:
+    """The table of the claims in depth.
+
+    Args:
+        kept: depth -> bytes saved by a checkpointed decoder.
+        dynamic: steps with equal gradients, of how many.
+        score: experiments that work in the reentrant mode, and in the other one.
+        equal: equal numbers, of how many.
+        trained: layers with gradients, of six.
+    """
+    return what_you_may_have_read(
+        OLDER_CLAIMS,
+        "; ".join(f"L = {depth}: {count / 1e6:.1f} MB" for depth, count in kept.items()),
+        text("equal gradients in {n} of {all} steps", n=dynamic[0], all=dynamic[1]),
+        f"{score[0]} : {score[1]}",
+        text("{n} of {all} numbers are equal", n=equal[0], all=equal[1]),
+        f"{trained} / 6",
+    )

@@ -1,0 +1,227 @@
+"""The exercises of lesson 02."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
+from course_lib.memory import MemoryMeter, symbolic
+from course_lib.models import Decoder, random_tokens
+from course_lib.teaching import Verdict, expect_number, text
+from course_lib.teaching.exercises import Refused, exercise, largest_that_fits, right, wrong
+
+PLAIN, LAYER, INPUT, RNG = 277_682_584, 20_987_904, 1_048_576, 5_056  # bytes, of the course's decoder
+
+
+@exercise(
+    hint="Forward: run the block under `no_grad`, keep x. Backward: run it again with a graph, and go through that."
+)
+def check_checkpoint(function: Any) -> Verdict:
+    """A checkpoint `function(block, x)`, or a Function of these: equal gradients, two runs, only the input kept."""
+    function = getattr(function, "apply", function)
+    weight = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
+    x = torch.linspace(0, 1, 2**15).view(-1, 8).requires_grad_()  # far larger than the state of a generator
+    runs = []
+
+    def block(x: Tensor) -> Tensor:
+        runs.append(1)
+        y = x @ weight
+        for _ in range(8):
+            y = y.sin().tanh().exp().sub(1)
+        return y
+
+    expected = torch.autograd.grad(block(x).sum(), (x, weight))
+    runs.clear()
+    with MemoryMeter() as meter:
+        output = function(block, x)
+        if output is None or output is ...:
+            return wrong("Not answered yet.")
+        kept = meter.live_bytes - output.nbytes
+    before = len(runs)
+    output.sum().backward()
+    _two_runs(before, len(runs))
+    if weight.grad is None:
+        return wrong("The block's weight has no gradient: `torch.autograd.grad` gives only what it is asked for.")
+    if x.grad is None:
+        return wrong("The input has no gradient.")
+    if torch.allclose(x.grad, 2 * expected[0]):
+        return wrong("The gradient of the input is counted twice: the second run needs an input of its own, detached.")
+    if not all(torch.allclose(one.grad, other) for one, other in zip((x, weight), expected, strict=True)):
+        return wrong("The gradients differ from autograd's.")
+    if kept > 2 * x.nbytes:  # a copy of the input may be among them
+        return wrong(
+            text(
+                "Between forward and backward {kept:,} bytes more are live; the input has {input:,}.",
+                kept=kept,
+                input=x.nbytes,
+            )
+        )
+    return right("Right: equal gradients, two runs, nothing kept but the input.")
+
+
+def _two_runs(before: int, after: int) -> None:
+    if (before, after) != (1, 2):
+        raise Refused(
+            text(
+                "Runs of the block before backward: {before}, in all: {after}. It takes 1 and 2.",
+                before=before,
+                after=after,
+            )
+        )
+
+
+@exercise(hint="Start from the plain peak. What does a checkpointed layer no longer keep, and what does it still keep?")
+def check_peak_formula(answer: Any) -> Verdict:
+    """A function of k: the step's peak with checkpoints around the first k layers, for k below 8."""
+    for k in (0, 1, 4, 7):
+        given = answer(k)
+        if given is None or given is ...:
+            return wrong("Not answered yet.")
+        verdict = expect_number(
+            given,
+            PLAIN - k * (LAYER - INPUT - RNG),
+            wrong_answers={
+                PLAIN - k * LAYER: "Each checkpoint keeps its layer's input.",
+                PLAIN - k * (LAYER - INPUT): "Each checkpoint keeps the state of the random number generator, too.",
+                PLAIN - k * (LAYER - RNG): "Each checkpoint keeps its layer's input, b · s · h numbers.",
+                PLAIN - k * (LAYER - INPUT // 4 - RNG): "The input's elements take 4 bytes each.",
+                PLAIN - 8 * (LAYER - INPUT - RNG): "Only k of the eight layers have a checkpoint.",
+            },
+        )
+        if not verdict:
+            return wrong(text("For k = {k}: {message}", k=k, message=verdict.message))
+    return right("Right for k = 0, 1, 4 and 7: each checkpoint takes away a layer's bytes and leaves its input.")
+
+
+@exercise(hint="A function for the summed loss of a chunk; a checkpoint around each call; add up, divide at the end.")
+def check_loss_in_pieces(function: Any) -> Verdict:
+    """`function(hidden, weight, targets, chunk)`: the mean loss, equal gradients, and at no time all the logits."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(240, 32, generator=generator, requires_grad=True)
+    weight = torch.randn(2000, 32, generator=generator, requires_grad=True)
+    targets = torch.randint(2000, (240,), generator=generator)
+    losses = functional.cross_entropy(hidden @ weight.T, targets, reduction="none")
+    expected = torch.autograd.grad(losses.mean(), (hidden, weight))
+    logits = 4 * 240 * 2000
+    with MemoryMeter() as meter:
+        loss = function(hidden, weight, targets, 64)
+        if loss is None or loss is ...:
+            return wrong("Not answered yet.")
+        kept = meter.live_bytes
+        if not torch.allclose(loss, losses.mean(), rtol=1e-4):
+            return _another_loss(float(loss.detach()), losses.detach())
+        loss.backward()
+    for name, tensor, gradient in zip(("hidden", "weight"), (hidden, weight), expected, strict=True):
+        if tensor.grad is None or not torch.allclose(tensor.grad, gradient, rtol=1e-3, atol=1e-6):
+            return wrong(text("The gradient of {name} differs from that of the plain loss.", name=f"`{name}`"))
+    sizes = {"kept": kept, "peak": meter.peak_bytes, "logits": logits}
+    if kept > logits // 2:
+        message = "Between forward and backward {kept:,} bytes are live: each chunk's graph keeps its log-softmax."
+        return wrong(text(message, kept=kept), hint="Put a checkpoint around each chunk.")
+    if meter.peak_bytes > 1.5 * logits:
+        message = "At the peak {peak:,} bytes are live. All the logits have {logits:,}: they exist whole somewhere."
+        return wrong(text(message, peak=sizes["peak"], logits=logits))
+    return right(
+        text(
+            "Right: {kept:,} bytes are kept and {peak:,} live at the peak, where all the logits have {logits:,}.",
+            **sizes,
+        )
+    )
+
+
+def _another_loss(loss: float, losses: Tensor) -> Verdict:
+    parts = losses.split(64)
+    reasons = {
+        float(torch.stack([part.mean() for part in parts]).mean()): "It is a mean of means: the last chunk is shorter, "
+        "and would count for more.",
+        float(losses.sum()): "It is the sum of the losses; the mean is wanted.",
+        float(losses[:192].mean()): "The last chunk is missing.",
+        float(losses[:192].sum() / 240): "The last chunk is missing.",
+    }
+    for mistaken, reason in reasons.items():
+        if abs(loss - mistaken) < 1e-4 * abs(mistaken):
+            return wrong(text("The loss differs: {reason}", reason=text(reason)))
+    return wrong(
+        text("The loss is {found}; it takes {wanted}.", found=f"{loss:.4f}", wanted=f"{float(losses.mean()):.4f}")
+    )
+
+
+@exercise(hint="See `torch.get_rng_state` and `torch.random.fork_rng`.")
+def check_dropout_checkpoint(function: Any) -> Verdict:
+    """A checkpoint `function(block, x)` that draws the same mask again and disturbs nothing after it."""
+    runs, before = [], []
+
+    def block(x: Tensor) -> Tensor:
+        runs.append(1)
+        return functional.dropout(x * 1.0, 0.5)
+
+    def after(run: Callable) -> tuple:
+        x = torch.ones(1000, requires_grad=True)
+        output = run(block, x)
+        before.append(len(runs))
+        output.sum().backward()
+        return torch.equal(output == 0, x.grad == 0), torch.rand(3)
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        _, expected = after(lambda block, x: block(x))
+        torch.manual_seed(0)
+        runs.clear()
+        same, found = after(function)
+    _two_runs(before[-1], len(runs))
+    if not same:
+        return wrong("The second run drew another mask.")
+    if not torch.equal(found, expected):
+        return wrong("The random numbers afterwards have changed.")
+    return right("Right: the same mask, and undisturbed random numbers.")
+
+
+@exercise(
+    hint="Each kept result adds its bytes, times eight layers. Which results save most FLOPs for their bytes?",
+    raised="The policy cannot be used: {error}.",
+)
+def check_policy(operators: Any) -> Verdict:
+    """Operators for a selective policy to keep: 110 MB for forward and backward, and 1.2 times the FLOPs at most."""
+    if not isinstance(operators, list | tuple | set):
+        return wrong("Give a list of operators.")
+
+    with symbolic():
+        decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
+        tokens = random_tokens(8, 128, 2048)
+        checkpoint_blocks(decoder, "layers.*", policy=list(operators))
+        with MemoryMeter(decoder) as meter:
+            decoder.loss(tokens).backward()
+        with FlopCounterMode(display=False) as counter:  # it holds tensors, so in a run of its own
+            decoder.loss(tokens).backward()
+    peak, flops = meter.peak_bytes, counter.get_total_flops()
+    ratio = flops / 45_097_156_608
+    took = {"peak": f"{peak / 1e6:.1f} MB", "times": f"{ratio:.3f} ×"}
+    if peak > 110e6:
+        return wrong(text("It keeps too much: {peak}, {times}.", **took))
+    if ratio > 1.2:
+        return wrong(text("It computes too much again: {peak}, {times}.", **took))
+    return right(
+        text("Right: {peak}, {times}. Attention's products are small at 128 tokens; they grow with s².", **took)
+    )
+
+
+@exercise(hint="Add up what is there in a chunk's backward: three tensors of its logits' size, and gradients.")
+def check_head_chunk(answer: Any) -> Verdict:
+    """The largest power of two for the loss head's chunk, for a peak of at most 150 MB."""
+
+    def peak(chunk: int) -> int:
+        with symbolic():
+            hidden = torch.randn(1024, 256, requires_grad=True)
+            vocabulary = torch.nn.Parameter(torch.randn(32000, 256))
+            targets = torch.randint(32000, (1024,))
+            with MemoryMeter() as meter:
+                checkpointed_loss(hidden, vocabulary, targets, chunk=chunk).backward()
+        return meter.peak_bytes
+
+    wanted = "A power of two from 1 to 1024 is wanted."
+    _, here, _ = largest_that_fits(answer, [2**i for i in range(11)], peak, 150_000_000, wanted)
+    return right(text("Right: {here:,} bytes.", here=here))

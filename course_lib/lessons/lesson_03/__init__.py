@@ -1,0 +1,116 @@
+"""Lesson 03: its claims, checks, pictures of schedules, and schedules of a decoder run on a GPU."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from course_lib.teaching import Claim, Table
+from course_lib.teaching.said import what_you_may_have_read
+
+from .checks import (
+    B,
+    check_beats_sqrt,
+    check_best_count,
+    check_drawn_schedule,
+    check_predicted_peak,
+    check_recurrence,
+    every_schedule,
+    pyramid,
+)
+from .gpu import scheduled_decoder
+from .shown import (
+    draw_frontier,
+    draw_schedule,
+    draw_sweep,
+    draw_sweeps,
+    schedule_pictures,
+    schedule_playground,
+    stages_of_a_decoder,
+)
+
+__all__ = [
+    "CLAIMS",
+    "OLDER_CLAIMS",
+    "check_beats_sqrt",
+    "check_best_count",
+    "check_drawn_schedule",
+    "check_predicted_peak",
+    "check_recurrence",
+    "draw_frontier",
+    "draw_schedule",
+    "draw_sweep",
+    "draw_sweeps",
+    "every_schedule",
+    "figures_of_claims",
+    "older_claims",
+    "pyramid",
+    "schedule_pictures",
+    "schedule_playground",
+    "scheduled_decoder",
+    "stages_of_a_decoder",
+]
+
+#: What learners may have read.
+CLAIMS = (
+    Claim(
+        "O(√n) memory for n layers costs one extra forward pass.",
+        "tapered segments of 25 and of 100 layers",
+        "Yes: four times the layers, less than twice the peak, and all but the last segment runs again.",
+        outcome="holds",
+        source="Chen et al., arXiv:1604.06174, 2016",
+    ),
+    Claim(
+        "The optimal choice is to mark every √n-th node as a checkpoint.",
+        "100 × (Linear + GELU): 10 segments, then tapered ones",
+        "Partly: the order is right. Which number is best depends on A/B, and equal segments are not the best.",
+        outcome="partly",
+        source="README of cybertronai/gradient-checkpointing, 2018",
+    ),
+    Claim(
+        "When memory is short, more layers in a group (`--recompute-num-layers`) reduce it.",
+        "the course's decoder in groups of 1, 2 and 4 layers: bytes beyond weights, gradients and optimizer state",
+        "Partly: less is kept after forward, but in backward a group is there whole. "
+        "It pays where √(L·A/B) is below L.",
+        outcome="partly",
+        source="README of Megatron-LM",
+    ),
+)
+#: Those that only the teaching documents say, from which the course grew; in depth.
+OLDER_CLAIMS = (
+    Claim(
+        "√L segments save 1 − √L/L of the memory: 90% for 100 layers.",
+        "100 × (Linear + Tanh), 10 segments",
+        "No: it forgets the segment that is being worked on. 1 − 2/√L with equal ones.",
+        outcome="fails",
+    ),
+    Claim(
+        "They cost 2√L/L of extra compute: 20%.",
+        "FLOPs of the same",
+        "No: all but the last segment runs forward again, nearly a third of a step.",
+        outcome="fails",
+    ),
+    Claim(
+        "Recomputing doubles the compute.",
+        "FLOPs of a step, tapered segments",
+        "No: one forward more, and backward is twice a forward.",
+        outcome="fails",
+    ),
+    Claim(
+        "Detach each segment's output and set `requires_grad`.",
+        "four segments: layers that get gradients",
+        "It cuts the graph: only the last segment trains.",
+        outcome="fails",
+    ),
+)
+
+
+def figures_of_claims(
+    peak: Callable[[Sequence[int]], int], tapered: Callable[[int], list[int]], groups: Mapping
+) -> list[str]:
+    """What was found for each of `CLAIMS`: from the reader's two functions, and from peaks of groups in bytes."""
+    shorter, equal, longer = (peak(cuts) // B for cuts in (tapered(25), range(0, 101, 10), tapered(100)))
+    measured = " → ".join(f"{count / 1e6:.1f}" for count in groups.values())
+    return [f"{shorter} B → {longer} B", f"{equal} B → {longer} B", f"{measured} MB"]
+
+
+def older_claims(*measured: str) -> Table:
+    """The table of the claims in depth, with what was measured for each."""
+    return what_you_may_have_read(OLDER_CLAIMS, *measured)

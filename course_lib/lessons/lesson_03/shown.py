@@ -1,0 +1,222 @@
+"""What lesson 03 draws: sweeps of segments, schedules with their bytes, frontiers, the slider."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from course_lib.labels import listed
+from course_lib.schedule import COLORS as KEEP_COLORS
+from course_lib.schedule import (
+    Chain,
+    Cost,
+    InfeasibleBudget,
+    Schedule,
+    frontier,
+    live_bytes,
+    optimal,
+    simulate,
+    store_all,
+)
+from course_lib.teaching import COLORS, Table, figure, playground, table, text
+from course_lib.teaching.figures import shown_once
+from course_lib.teaching.tables import NumberText
+
+from .checks import A, B, pyramid
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_NAMES = {
+    "all": "runs and keeps all",
+    "input": "keeps its input",
+    "nothing": "keeps nothing",
+    "backward": "runs backward",
+}
+
+
+def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -> "Figure":
+    """The smooth rule and the measured peaks over the number of segments, with two of them named.
+
+    Args:
+        depth: L.
+        measured: number of segments -> peak in bytes.
+        marked: two numbers of segments, before and after the jump.
+    """
+    drawn, ax = figure("From 50 to 51 segments the peak nearly triples", height=3.6)
+    _sweep(ax, depth, measured)
+    before, after = marked
+    ax.annotate(
+        "", (after, measured[after] / B), xytext=(before, measured[before] / B),
+        arrowprops={"arrowstyle": "->", "color": "#222222"},
+    )  # fmt: skip
+    for k, side in ((before, "right"), (after, "left")):
+        ax.annotate(
+            text("k = {k}: {peak} B", k=k, peak=f"{measured[k] / B:.0f}"), (k, measured[k] / B),
+            xytext=(-6, -11) if side == "right" else (9, 0), textcoords="offset points", ha=side, va="center",
+        )  # fmt: skip
+    ax.legend()
+    return shown_once(drawn)
+
+
+def draw_sweeps(sweeps: Mapping[int, Mapping[int, int]], predicted: Callable[[int, int], int]) -> "Figure":
+    """The same for several depths, a panel each, with the reader's prediction as a line."""
+    drawn, axes = figure("Every number of segments, predicted and measured", columns=len(sweeps), width=8.2, height=3.2)
+    for ax, (depth, measured) in zip(axes, sweeps.items(), strict=True):
+        exact = [predicted(depth, k) / B for k in measured]
+        ax.plot(list(measured), exact, color=COLORS["predicted"], alpha=0.6, label=text("predicted"))
+        _points(ax, measured)
+        ax.set(title=f"L = {depth}", xlim=(0, depth + 1), ylim=(0, None), xlabel=text("segments k"))
+    axes[0].set_ylabel(text("peak, in units of B"))
+    axes[0].legend()
+    return shown_once(drawn)
+
+
+def _sweep(ax: "Axes", depth: int, measured: Mapping[int, int]) -> None:
+    ks = range(1, depth + 1)
+    rule = [(k * B + depth / k * A + B) / B for k in ks]
+    ax.plot(ks, rule, color=COLORS["predicted"], alpha=0.6, label=text("the rule, k·B + (L/k)·A + B"))
+    _points(ax, measured)
+    ax.set(xlim=(0, depth + 1), ylim=(0, 2.1 * depth), xlabel=text("segments k"), ylabel=text("peak, in units of B"))
+
+
+def _points(ax: "Axes", measured: Mapping[int, int]) -> None:
+    ax.plot(
+        list(measured), [peak / B for peak in measured.values()], ".", color=COLORS["measured"], label=text("measured")
+    )
+
+
+def stages_of_a_decoder(chain: Chain) -> Table:
+    """What the kinds of stages of `loss_stages` give to the next, keep, and take."""
+    names = {0: "embedding", 1: "attention", 2: "feed-forward", len(chain) - 1: "output head and loss"}
+    rows = []
+    for i, name in names.items():
+        stage = chain.stages[i]
+        counts = (stage.output_bytes, stage.saved_bytes, stage.backward_overhead_bytes)
+        rows.append(
+            (name, *(NumberText(f"{n / 1e6:.2f}") for n in counts), NumberText(f"{stage.forward_time / 1e9:.3f}"))
+        )
+    return table(["stage", "output B, MB", "keeps A, MB", "its backward takes, MB", "GFLOPs"], rows)
+
+
+# Schedules ------------------------------------------------------------------------------------------------------------
+
+
+def schedule_pictures(
+    schedules: Mapping[str, Schedule],
+    chain: Chain,
+    *,
+    title: str | None = None,
+    unit: str = "MB",
+    scale: float = 1e6,
+    panel_height: float = 1.25,
+) -> "Figure":
+    """Schedules for one chain, one below the other on one scale: time to the right, stages upwards, bytes below.
+
+    Args:
+        schedules: label -> schedule.
+        chain: what they are for; times are drawn in units of its `store_all`.
+        unit, scale: of the bytes, and how many make one.
+
+    Returns:
+        The figure; each pair of panels is headed by the label, the peak and the time.
+    """
+    fastest = simulate(store_all(chain), chain).time
+    costs = {name: simulate(schedule, chain) for name, schedule in schedules.items()}
+    longest, most = max(cost.time for cost in costs.values()), max(cost.peak_bytes for cost in costs.values())
+    count = len(schedules)
+    drawn, axes = figure(title, rows=2 * count, height=1.3 + (panel_height + 0.75) * count, sharex=True)
+    axes[0].get_gridspec().set_height_ratios([panel_height, 0.6] * count)
+    said = []
+    for (name, schedule), above, below in zip(schedules.items(), axes[::2], axes[1::2], strict=True):
+        schedule.plot(above, chain=chain)
+        above.get_legend().remove()
+        cost = costs[name]
+        values = {"peak": f"{cost.peak_bytes / scale:.4g}", "unit": unit, "time": f"{cost.time / fastest:.2f}"}
+        head = text("{name} · {peak} {unit} · {time} ×", name=text(name), **values)
+        said.append(head)
+        above.set_title(head, fontsize=9)
+        above.set(xlabel="", ylabel=text("stage"), xlim=(0, longest))
+        above.grid(visible=False)
+        _draw_bytes(below, schedule, chain, most, scale, unit)
+    ticks = [fastest * i / 2 for i in range(int(2 * longest / fastest) + 1)]
+    axes[-1].set_xticks(ticks, [f"{tick / fastest:g}" for tick in ticks])
+    axes[-1].set_xlabel(text("time, in steps that store all"))
+    _legend(drawn)
+    drawn.course_alt = text(
+        "What runs and what is kept, over time and stages; below, the bytes that are live. Peak and time: {costs}.",
+        costs=listed(said, "; "),
+    )
+    return shown_once(drawn)
+
+
+def _draw_bytes(ax: "Axes", schedule: Schedule, chain: Chain, most: int, scale: float, unit: str) -> None:
+    """The bytes that are live during each action, its peak marked."""
+    spans = live_bytes(schedule, chain)
+    edges = [start for start, _, _ in spans] + [spans[-1][1]]
+    heights = [count / scale for _, _, count in spans]
+    ax.stairs(heights, edges, fill=True, color="#888888", alpha=0.35)
+    ax.stairs(heights, edges, baseline=None, color="#444444", linewidth=0.8)
+    start, end, peak = max(spans, key=lambda span: span[2])
+    ax.plot([(start + end) / 2], [peak / scale], "o", color="#222222", markersize=4, clip_on=False)
+    ax.set(ylim=(0, 1.1 * most / scale), ylabel=unit)
+    ax.set_yticks([0, round(peak / scale)])
+
+
+def _legend(drawn: "Figure") -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=KEEP_COLORS[kind], label=text(words)) for kind, words in _NAMES.items()]
+    handles += [Patch(color=KEEP_COLORS["all"], alpha=0.25, label=text("all of it is kept"))]
+    handles += [Patch(color=KEEP_COLORS["input"], alpha=0.35, label=text("its input is kept"))]
+    drawn.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
+
+
+def draw_frontier(
+    title: str, points: Sequence[Cost], arms: Mapping[str, tuple[Mapping, str, str]], *, xlim: tuple[float, float]
+) -> "Figure":
+    """A frontier as a line, and what was run as points: peak on x, FLOPs on y.
+
+    Args:
+        points: of the frontier.
+        arms: label -> (name -> (peak in bytes, FLOPs), marker, colour); a name is written at its point if it has words.
+    """
+    plain = points[-1].time
+    drawn, ax = figure(title, height=4.0)
+    line = [(point.peak_bytes / 1e6, point.time / plain) for point in points]
+    ax.step(*zip(*line, strict=True), where="post", color=COLORS["predicted"], label=text("frontier"))
+    for name, (costs, marker, color) in arms.items():
+        across, up = zip(*((peak / 1e6, flops / plain) for peak, flops in costs.values()), strict=True)
+        ax.plot(across, up, marker, color=color, label=text(name))
+        for word, x, y in zip(costs, across, up, strict=True):
+            if isinstance(word, str):
+                place = (6, 4) if marker == "o" else (6, -11)  # those on the line above it
+                ax.annotate(text(word), (x, y), xytext=place, textcoords="offset points", fontsize=8, color=color)
+    ax.set(xlim=xlim, ylim=(0.98, 1.72), xlabel=text("peak, MB"), ylabel=text("FLOPs of plain"))
+    ax.legend()
+    return shown_once(drawn)
+
+
+def draw_schedule(budget: int = 200) -> "Figure":
+    """The fastest schedule of a chain of twelve uneven stages under a budget, drawn; or what it would need.
+
+    Args:
+        budget: MB.
+    """
+    chain = pyramid()
+    try:
+        schedule = optimal(chain, budget * 10**6)
+    except InfeasibleBudget as refused:
+        schedule, least = optimal(chain, refused.least_bytes), refused.least_bytes / 1e6
+        title = text("{budget} MB is too little: it takes {least} MB", budget=budget, least=f"{least:g}")
+    else:
+        extra = simulate(schedule, chain).time / frontier(chain)[-1].time - 1
+        title = text("A budget of {budget} MB costs {extra}% more time", budget=budget, extra=f"{100 * extra:.0f}")
+    return schedule_pictures({"optimal": schedule}, chain, title=title, panel_height=2.2)
+
+
+def schedule_playground() -> None:
+    """`draw_schedule` behind a slider for the budget."""
+    playground(
+        draw_schedule,
+        lambda widgets: {"budget": widgets.IntSlider(200, 100, 360, 5, description="MB", continuous_update=False)},
+    )

@@ -1,0 +1,71 @@
+"""The ledger: every row that stands in the library is measured again."""
+
+import pytest
+import torch
+
+from course_lib.checkpoint import checkpoint_blocks
+from course_lib.lessons.ledger import ROWS, ledger
+from course_lib.memory import measure, symbolic
+from course_lib.models import Decoder, loss_stages, random_tokens
+from course_lib.schedule import Chain, ScheduledSequential, optimal, simulate, store_all
+
+
+def plain(decoder, tokens):
+    decoder.loss(tokens).backward()
+
+
+def autocast(decoder, tokens):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = decoder.loss(tokens)
+    loss.backward()
+
+
+def checkpointed(decoder, tokens):
+    with checkpoint_blocks(decoder, "layers.*"):
+        decoder.loss(tokens).backward()
+
+
+plans = {}
+
+
+def scheduled(decoder, tokens):
+    stages, x = loss_stages(decoder, tokens[:, 1:]), tokens[:, :-1].contiguous()
+    if not plans:  # made in the first step, which is not measured
+        chain = Chain.profile(stages, x)
+        plans["half"] = optimal(chain, simulate(store_all(chain), chain).peak_bytes // 2)
+    ScheduledSequential(stages, plans["half"])(x).backward()
+
+
+TECHNIQUES = {
+    "plain": plain,
+    "autocast, bf16": autocast,
+    "checkpoint each layer": checkpointed,
+    "optimal schedule, half the activations": scheduled,
+}
+
+
+def test_every_row_is_measured_here():
+    assert [row.technique for row in ROWS] == list(TECHNIQUES)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.lesson)
+def test_a_row_is_what_the_step_takes(row):
+    with symbolic():
+        decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
+        tokens, adam = random_tokens(8, 128, 2048), torch.optim.Adam(decoder.parameters())
+
+        def step():
+            TECHNIQUES[row.technique](decoder, tokens)
+            adam.step()
+
+        found = measure(step, model=decoder, optimizer=adam)
+    assert (found.peak_bytes, found.flops, row.moved_bytes) == (row.peak_bytes, row.flops, 0)
+
+
+def test_a_lesson_shows_its_own_row_under_the_earlier_ones():
+    first = ROWS[0]
+    assert ledger("00", "plain", first).data["technique"].tolist() == ["plain"]
+    half = type(first)("09", "`mine`", first.peak_bytes // 2, 2 * first.flops)
+    shown = ledger("09", "`mine`", half, moved_bytes=3_000_000).data
+    assert shown["technique"].tolist() == [*(row.technique for row in ROWS), "`mine`"]
+    assert shown.iloc[-1].tolist()[2:] == [first.peak_bytes / 2e6, 0.5, 2.0, 3.0]
