@@ -26,6 +26,9 @@ from test_notebooks import (
     printed_asterisks,
     take_apart,
 )
+from test_pace import core, sections
+
+BeautifulSoup = pytest.importorskip("bs4").BeautifulSoup
 
 GUIDE = (FOLDER / "INSTRUCTORS.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -90,16 +93,6 @@ def readme_minutes(readme):
     return {number: int(cell) if cell.isdecimal() else 0 for number, cell in rows}
 
 
-def sections_of(notebook):
-    """The numbers of a notebook's sections, "2.1", in order."""
-    return [
-        number
-        for cell in notebook.cells
-        if cell.cell_type == "markdown"
-        for number in re.findall(r"^## (\d+\.\d+) ", cell.source, re.M)
-    ]
-
-
 def outputs_of(notebook):
     return [text for cell in notebook.cells for text in output_texts(cell)]
 
@@ -149,38 +142,50 @@ def language_problems(guide):
 def lesson_problems(lesson, notebook, minutes):
     """A lesson's section against its notebook, whose minutes are those of the README."""
     problems = [f"has no part {title!r}" for title in PARTS if not part_of(lesson, title).strip()]
-    sections = sections_of(notebook)
+    there = sections(notebook.cells)
     rows = rows_of(part_of(lesson, "Minutes"))
     timed = [found for row in rows for found in SECTION_MINUTES.findall(row[0])]
-    if [section for section, _ in timed] != sections:
-        problems.append(f"minutes are given for {[section for section, _ in timed]}, the notebook has {sections}")
+    if [section for section, _ in timed] != there:
+        problems.append(f"minutes are given for {[section for section, _ in timed]}, the notebook has {there}")
     for row in rows:
         added_up = sum(int(time) for _, time in SECTION_MINUTES.findall(row[0]))
         if str(added_up) != row[1]:
             problems.append(f"{row[0]} makes {added_up} minutes, not {row[1]}")
-    if sum(int(time) for _, time in timed) != minutes:
-        problems.append(f"{sum(int(time) for _, time in timed)} minutes, the README says {minutes}")
+    in_core = sections(core(notebook))
+    if (taken := sum(int(time) for section, time in timed if section in in_core)) != minutes:
+        problems.append(f"{taken} minutes, the README says {minutes}")
     if not any(f"({minutes} minutes)" in cell.source for cell in notebook.cells):
         problems.append(f"the notebook does not say ({minutes} minutes)")
     for match in NAMED_SECTIONS.finditer(lesson):
-        if (match[1] or match[2]) not in sections:
+        if (match[1] or match[2]) not in there:
             problems.append(f"{match[0]!r}: the notebook has no such section")
-    there = {int(found) for cell in notebook.cells for found in re.findall(r"\*\*Exercise (\d)\.\*\*", cell.source)}
+    set_there = {int(found) for cell in notebook.cells for found in re.findall(r"\*\*Exercise (\d)\.\*\*", cell.source)}
     graded = [int(row[0]) for row in rows_of(part_of(lesson, "Grading"))]
-    if graded != sorted(there):
-        problems.append(f"grades exercises {graded}, the notebook has {sorted(there)}")
+    if graded != sorted(set_there):
+        problems.append(f"grades exercises {graded}, the notebook has {sorted(set_there)}")
     if not 2 <= len(re.findall(r"^\d\. ", part_of(lesson, "Discussion"), re.M)) <= 4:
         problems.append("needs two to four questions for discussion")
     return problems + claim_problems(lesson, notebook)
 
 
-# One claim of a lesson's table, as its plain text has it.
-CLAIM = re.compile(r"^claim 说法: (.+)\nexperiment 实验: .+\nmeasured 实测: (.+)\nverdict 结论: (.+)$", re.M)
+def claims_of(notebook):
+    """(claim, measured figure, verdict) of each row of a lesson's tables of claims, English before Chinese."""
+    tables = [text for text in outputs_of(notebook) if 'class="dataframe' in text and ">claim<" in text]
+    found = []
+    for table in (BeautifulSoup(html, "html.parser") for html in tables):
+        for code in table.find_all("code"):
+            code.replace_with(f"`{code.text}`")
+        names = [cell.text.split()[0] for cell in table.select("th")]
+        for row in table.select("tbody tr"):
+            cells = dict(zip(names, row.find_all("td"), strict=True))
+            texts = (cells[name].select("[lang]") or [cells[name]] for name in ("claim", "measured", "verdict"))
+            found.append(tuple(" ".join(part.text.strip() for part in parts) for parts in texts))
+    return found
 
 
 def claim_problems(lesson, notebook):
     """The claims are the lesson's, with the figures and verdicts that the notebook stores."""
-    there = CLAIM.findall("\n".join(outputs_of(notebook)))
+    there = claims_of(notebook)
     rows = [tuple(cell.replace("<br>", " ") for cell in row) for row in rows_of(part_of(lesson, "Misconceptions"))]
     return [f"claims: {row}" for row in rows if row not in there] + [
         f"claims lack {row}" for row in there if row not in rows

@@ -14,22 +14,23 @@ LIBRARY = ROOT / "course_lib"
 MOST_LINES, MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FUNCTION = 400, 150, 55  # of a function without its docstring
 
 # A room -> the rooms whose modules it may import; its own are always allowed.
-BELOW_ALL = {"_check", "_torch"}
+BELOW_ALL = {"_check", "_torch", "labels"}
 TECHNIQUES = {"checkpoint", "schedule", "offload", "accumulation", "attention"}
-CORE = {"memory", "models", *TECHNIQUES, "distributed", "budget", *BELOW_ALL}
+CORE = {"memory", "models", "configs", *TECHNIQUES, "distributed", "budget", *BELOW_ALL}
 ALLOWED = {
     "_check": set(),
     "_torch": {"_check"},
     "labels": set(),
     "models": BELOW_ALL,
+    "configs": {"models", *BELOW_ALL},
     "memory": BELOW_ALL,
     **{name: {"memory", *BELOW_ALL} for name in TECHNIQUES},
     "schedule": {"memory", "checkpoint", *BELOW_ALL},
-    "distributed": {"memory", *TECHNIQUES, *BELOW_ALL},
+    "distributed": {"memory", "models", "configs", *TECHNIQUES, *BELOW_ALL},
     "budget": CORE,
-    "teaching": {*CORE, "labels"},
-    "lessons": {*CORE, "labels", "teaching"},
-    "teaching.editions": {*CORE, "labels", "teaching", "lessons"},  # made from the lessons, so above them
+    "teaching": CORE,
+    "lessons": {*CORE, "teaching"},
+    "teaching.editions": {*CORE, "teaching", "lessons"},  # made from the lessons, so above them
 }
 
 

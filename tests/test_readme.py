@@ -21,9 +21,10 @@ def test_every_link_of_the_readme_leads_to_a_file_and_every_lesson_is_linked():
 def test_the_map_has_the_words_of_the_figure_in_both_languages():
     pytest.importorskip("matplotlib")
     from course_lib.lessons.lesson_00 import course_map
-    from course_lib.teaching import alt
+    from course_lib.teaching import pictures
 
-    assert f"![{alt.alt_text(course_map())}](notebooks/images/map.svg)" in README
+    for language, words in zip(pictures.LANGUAGES, pictures.description(course_map()), strict=True):
+        assert f"![{words}](notebooks/images/map.{language}.svg)" in README
 
 
 def test_every_target_of_the_makefile_that_the_readme_names_is_one():
