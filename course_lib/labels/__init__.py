@@ -74,23 +74,22 @@ class Label(str):
 
     template: str
     values: dict[str, object]
-    given: str | None  # PAIRS: the Chinese of a pair
 
     def in_chinese(self) -> str | None:
         """None if the template has no Chinese."""
-        zh = self.given or catalog().get(self.template)
+        zh = catalog().get(self.template)
         if zh is None:
             if is_english(self.template):
                 return None
             zh = self.template
-        values = {name: chinese(value) or value for name, value in self.values.items()}
+        values = {name: value if value == self else chinese(value) or value for name, value in self.values.items()}
         return zh.format(**values) if values else zh
 
     def _repr_html_(self) -> str:
         return f"<div>{markup(self)}</div>"
 
 
-def text(english: str, given: str | None = None, /, separator: str = "", **values: object) -> Label:
+def text(english: str, /, **values: object) -> Label:
     """A label: English, with values in its placeholders as `str.format` puts them; values may be labels themselves.
 
     Raises:
@@ -103,7 +102,7 @@ def text(english: str, given: str | None = None, /, separator: str = "", **value
     if isinstance(english, Label):
         return english
     label = Label(english.format(**values) if values else english)
-    label.template, label.values, label.given = english, values, given
+    label.template, label.values = english, values
     _made[str(label)] = label
     return label
 
@@ -111,14 +110,12 @@ def text(english: str, given: str | None = None, /, separator: str = "", **value
 def listed(words: Iterable[object], separator: str = ", ") -> str:
     """Labels in a row; Chinese has its own marks for ", ", "; " and the space between two sentences."""
     template = f"{{first}}{separator}{{rest}}"
-    items = [of(each) for each in words]
+    items = [str(each) if not isinstance(each, str) else each for each in words]
     return reduce(lambda first, rest: text(template, first=first, rest=rest), items) if items else ""
 
 
 def chinese(words: object) -> str | None:
     """The Chinese of a label, of words that `text` has made, or of words that contain such; None if there is none."""
-    if isinstance(words, tuple):  # PAIRS
-        words = of(words)
     if not isinstance(words, str):
         return None
     made = words if isinstance(words, Label) else _made.get(words)
@@ -133,7 +130,7 @@ def both(words: object) -> tuple[str, str]:
         LabelError: there is none although the words are English, and the environment variable COURSE_LABELS is
             "strict". A learner's own labels are no error, so it is set only to build and to test the course.
     """
-    words = of(words)
+    words = words if isinstance(words, str) else str(words)
     zh = chinese(words)
     if zh is None and os.environ.get("COURSE_LABELS") == "strict" and is_english(words):
         raise LabelError(f"{words!r} has no Chinese: give it an entry in {CATALOG.name}, or `backquotes` if it is code")
@@ -153,19 +150,6 @@ def markup(words: object) -> str:
         return en
     # The space keeps the two apart where a viewer strips the styles.
     return f'<span lang="en" style="display: block">{en}</span> <span lang="zh" style="display: block">{zh}</span>'
-
-
-def of(words: object, separator: str = "") -> str:
-    """A label from whatever a caller may give for one.
-
-    Raises:
-        ValueError: a tuple.
-    """
-    if isinstance(words, tuple):  # PAIRS: ("English", "中文")
-        if len(words) != 2:
-            raise ValueError(f"a label is a string or an (English, Chinese) pair, got {len(words)}: {words!r}")
-        return text(str(words[0]), str(words[1]))
-    return words if isinstance(words, str) else str(words)
 
 
 def _piecewise(words: str) -> str | None:

@@ -16,7 +16,7 @@ from course_lib.teaching import said
 from course_lib.teaching.experiments import Experiment
 from course_lib.teaching.gpu import GpuFigures
 from course_lib.teaching.recorded import FOLDER, figures
-from course_lib.teaching.tables import Table, Words
+from course_lib.teaching.tables import Table
 
 __all__ = ["LESSONS", "claims_of", "experiments", "lesson", "on_gpu", "what_you_may_have_read"]
 
@@ -40,8 +40,8 @@ def claims_of(number: str) -> tuple[said.Claim, ...]:
     return getattr(lesson(number), "CLAIMS", ())
 
 
-def what_you_may_have_read(number: str, *measured: Words) -> Table:
-    """The table of a lesson's claims, with what the lesson has measured for each: a string, or an (en, zh) pair.
+def what_you_may_have_read(number: str, *measured: str) -> Table:
+    """The table of a lesson's claims, with what the lesson has measured for each.
 
     Raises:
         ValueError: there is no such lesson, or there are not as many measured figures as claims.
@@ -52,7 +52,8 @@ def what_you_may_have_read(number: str, *measured: Words) -> Table:
 def experiments(number: str | None = None) -> list[Experiment]:
     """The GPU experiments of one lesson, or of all, in the order in which they are written."""
     modules = [lesson(each) for each in (LESSONS if number is None else [number])]
-    return [found for module in modules for found in vars(module).values() if isinstance(found, Experiment)]
+    own = [getattr(module, "gpu", module) for module in modules]  # a package has them in a module of their own
+    return [found for module in own for found in vars(module).values() if isinstance(found, Experiment)]
 
 
 def on_gpu(number: str, *names: str, folder: Path = FOLDER) -> GpuFigures:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from course_lib.labels import both, listed, of, text
+from course_lib.labels import both, listed, text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ def alt_text(drawn: "Figure", language: str) -> str:
 
 def in_language(words: str, language: str) -> str:
     """The words in one language."""
-    return str(of(words)) if language == "en" else both(words)[1]
+    return str(words) if language == "en" else both(words)[1]
 
 
 def _panel(ax: "Axes", language: str) -> str:

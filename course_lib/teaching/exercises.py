@@ -9,9 +9,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from course_lib.labels import markup, of, say, text
+from course_lib.labels import markup, say, text
 
-Words = str | tuple[str, str]  # PAIRS
 _COLORS = {True: "#228833", False: "#EE7733"}
 
 
@@ -40,32 +39,30 @@ class Verdict:
         return [message] if self.hint is None else [message, text("Hint: {hint}", hint=self.hint)]
 
 
-def right(message: str, *pair: str) -> Verdict:
+def right(message: str) -> Verdict:
     """A right answer's verdict."""
-    return Verdict(True, of((message, *pair)) if pair else message)  # PAIRS
+    return Verdict(True, message)
 
 
-def wrong(message: str, *pair: Any, hint: Words | None = None) -> Verdict:
+def wrong(message: str, *, hint: str | None = None) -> Verdict:
     """A wrong answer's; a hint given here goes before the exercise's own."""
-    if pair:  # PAIRS: the Chinese, and perhaps the hint
-        message, hint = of((message, pair[0])), pair[1] if len(pair) > 1 else hint
-    return Verdict(False, message, None if hint is None else of(hint))
+    return Verdict(False, message, hint)
 
 
-def not_answered(hint: Words | None = None) -> Verdict:
+def not_answered(hint: str | None = None) -> Verdict:
     return wrong("Not answered yet.", hint=hint)
 
 
 class Refused(Exception):
     """Ends a check from within a function that it calls; takes what `wrong` takes."""
 
-    def __init__(self, *message: Any, hint: Words | None = None) -> None:
-        super().__init__(message[0])
-        self.verdict = wrong(*message, hint=hint)
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.verdict = wrong(message, hint=hint)
 
 
 def exercise(
-    hint: Words, *, raised: Words = "It raised {error}."
+    hint: str, *, raised: str = "It raised {error}."
 ) -> Callable[[Callable[[Any], Verdict]], Callable[[Any], Verdict]]:
     """Make the function below it a check, which takes an answer and returns a `Verdict`, whatever the answer is.
 
@@ -86,18 +83,12 @@ def exercise(
             except Refused as refused:
                 verdict = refused.verdict
             except Exception as error:
-                verdict = wrong(_filled(raised, _said(error)))
-            return verdict if verdict or verdict.hint else replace(verdict, hint=of(hint))
+                verdict = wrong(text(raised, error=_said(error)))
+            return verdict if verdict or verdict.hint else replace(verdict, hint=hint)
 
         return checked
 
     return made
-
-
-def _filled(raised: Words, error: str) -> str:
-    if isinstance(raised, tuple):  # PAIRS, with {} in both
-        return text(raised[0].format(error), raised[1].format(error))
-    return text(raised, error=error)
 
 
 def _said(error: Exception) -> str:
@@ -108,7 +99,7 @@ def _said(error: Exception) -> str:
 
 
 def largest_that_fits(
-    answer: Any, sizes: Sequence[int], peak: Callable[[int], int], budget_bytes: int, wanted: Words
+    answer: Any, sizes: Sequence[int], peak: Callable[[int], int], budget_bytes: int, wanted: str
 ) -> tuple[int, int, int | None]:
     """Check that the answer is the largest of the sizes, in ascending order, whose peak is within the budget.
 
@@ -120,7 +111,7 @@ def largest_that_fits(
     """
     number = _number(answer)
     if number not in sizes:
-        raise Refused(of(wanted))
+        raise Refused(wanted)
     place = sizes.index(number)
     size, here = sizes[place], peak(sizes[place])
     if here > budget_bytes:
@@ -143,9 +134,9 @@ def expect_number(
     expected: float,
     *,
     tolerance: float = 0.0,
-    wrong_answers: Mapping[float, Words] | None = None,
-    why: Words | None = None,
-    hint: Words | None = None,
+    wrong_answers: Mapping[float, str] | None = None,
+    why: str | None = None,
+    hint: str | None = None,
 ) -> Verdict:
     """Check a number. Never raises for any answer.
 
@@ -164,10 +155,10 @@ def expect_number(
         kind = type(answer).__name__
         return wrong(text("One number is wanted; this is a `{kind}`.", kind=kind), hint=hint)
     if _close(number, expected, tolerance):
-        return right("Right." if why is None else text("Right. {why}", why=of(why)))
+        return right("Right." if why is None else text("Right. {why}", why=why))
     for mistaken, reason in (wrong_answers or {}).items():
         if _close(number, mistaken, tolerance):
-            return wrong(text("Not yet. {reason}", reason=of(reason)), hint=hint)
+            return wrong(text("Not yet. {reason}", reason=reason), hint=hint)
     return wrong("Not yet: too small." if number < expected else "Not yet: too large.", hint=hint)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib._torch import wait_for
-from course_lib.labels import of, text
+from course_lib.labels import text
 from course_lib.memory import measure
 from course_lib.models import Decoder, random_tokens, seeded
 
@@ -25,7 +25,6 @@ from .allocator import release
 
 Number = int | float
 Part = dict[str, Number | str]
-Words = str | tuple[str, str]  # PAIRS
 UNITS = ("bytes", "flops", "count", "seconds", "percent")  # the last word of a figure's name; the first three are whole
 
 #: What is measured of an arm: the figure is called `<arm>_<quantity>`, its label is "arm: quantity".
@@ -74,8 +73,8 @@ class Experiment:
     lesson: str
     name: str
     function: Callable[..., Iterator[Part]]
-    title: Words
-    labels: dict[str, Words]
+    title: str
+    labels: dict[str, str]
     sizes: dict[str, Any]
     small: dict[str, Any]
 
@@ -138,8 +137,6 @@ class Experiment:
         """What a figure is called; its name as `code` where nobody has said."""
         for pattern, words in self.labels.items():
             if match := _match(pattern, figure):
-                if isinstance(words, tuple):  # PAIRS, with {} in both
-                    return text(words[0].format(*match.groups()), words[1].format(*match.groups()))
                 return text(words, **match.groupdict())
         return f"`{figure}`"
 
@@ -155,11 +152,11 @@ class Experiment:
 
 def experiment(
     *,
-    title: Words,
+    title: str,
     sizes: dict,
     small: dict,
-    arms: dict[str, Words] | None = None,
-    labels: dict[str, Words] | None = None,
+    arms: dict[str, str] | None = None,
+    labels: dict[str, str] | None = None,
 ) -> Callable[[Callable], Experiment]:
     """Make the function below it a GPU experiment of the lesson in whose module it stands, under its own name.
 
@@ -168,7 +165,7 @@ def experiment(
         arms: name -> label of each arm, for labels of its `QUANTITIES`.
     """
     derived = {
-        f"{arm}_{quantity}": text("{arm}: {quantity}", arm=of(words), quantity=what)
+        f"{arm}_{quantity}": text("{arm}: {quantity}", arm=words, quantity=what)
         for arm, words in (arms or {}).items()
         for quantity, what in QUANTITIES.items()
     }
@@ -285,5 +282,4 @@ def check_figure(name: str, value: object) -> None:
 
 
 def _match(pattern: str, figure: str) -> re.Match | None:
-    named = re.sub(r"\\{(\w*)\\}", lambda found: f"(?P<{found[1]}>.+)" if found[1] else "(.+)", re.escape(pattern))
-    return re.fullmatch(named, figure)
+    return re.fullmatch(re.sub(r"\\{(\w+)\\}", r"(?P<\1>.+)", re.escape(pattern)), figure)

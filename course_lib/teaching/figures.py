@@ -114,7 +114,7 @@ def figure(
         rows, columns, figsize=(width, height), dpi=100, sharex=sharex, sharey=sharey, layout="constrained"
     )
     if title is not None:
-        drawn.suptitle(labels.of(title), x=0.012, ha="left", linespacing=1.35)
+        drawn.suptitle(title, x=0.012, ha="left", linespacing=1.35)
     drawn.course_alt = alt
     return drawn, axes
 
@@ -159,7 +159,7 @@ def predicted_and_measured(
     ax.plot(x, measured, "o", color=color, zorder=3)
     end = (x[-1], measured[-1])
     written = ax.annotate(
-        labels.of(name), end, xytext=(8, 0), textcoords="offset points", va="center", color=color, annotation_clip=False
+        name, end, xytext=(8, 0), textcoords="offset points", va="center", color=color, annotation_clip=False
     )
     written.course_ends = (f"{measured[0]:,.4g}", f"{measured[-1]:,.4g}")
 

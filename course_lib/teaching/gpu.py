@@ -6,7 +6,7 @@ from course_lib.labels import Label, markup, say, text
 
 from .experiments import Experiment
 from .recorded import Figures
-from .tables import NumberText, Table, Words
+from .tables import NumberText, Table
 
 
 class GpuFigures:
@@ -38,9 +38,9 @@ class GpuFigures:
             texts.append(f'<div style="margin: 0.6em 0">{heads}{origin}{table}</div>')
         return f'<div class="course-gpu">{"".join(texts)}</div>'
 
-    def _blocks(self) -> list[tuple[list[Words], Experiment, Figures]]:
+    def _blocks(self) -> list[tuple[list[str], Experiment, Figures]]:
         """Each experiment by itself; those without figures for the same reason together."""
-        blocks: list[tuple[list[Words], Experiment, Figures]] = []
+        blocks: list[tuple[list[str], Experiment, Figures]] = []
         for item, found in self._parts:
             if blocks and not found.values and blocks[-1][2] == found:
                 blocks[-1][0].append(item.title)

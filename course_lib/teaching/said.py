@@ -7,7 +7,7 @@ in. A test repeats every experiment.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .tables import Table, Words
+from .tables import Table
 
 #: What becomes of a claim. One that is right in some cases, or at a price that it does not name, holds partly.
 OUTCOMES = ("fails", "partly", "holds")
@@ -22,9 +22,9 @@ class Claim:
         ValueError: the outcome is none of `OUTCOMES`.
     """
 
-    claim: Words
-    experiment: Words
-    verdict: Words
+    claim: str
+    experiment: str
+    verdict: str
     outcome: str
     source: str = "teaching documents"
 
@@ -33,7 +33,7 @@ class Claim:
             raise ValueError(f"outcome is {self.outcome!r}; it takes one of {', '.join(OUTCOMES)}")
 
 
-def what_you_may_have_read(claims: Sequence[Claim], *measured: Words) -> Table:
+def what_you_may_have_read(claims: Sequence[Claim], *measured: str) -> Table:
     """The table of claims, with what has been measured for each, as labels.
 
     Raises:

@@ -6,10 +6,9 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from course_lib.labels import markup, of, say, text
+from course_lib.labels import markup, say, text
 from course_lib.memory import show
 
-Words = str | tuple[str, str]  # PAIRS
 _UNITS = {
     "bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30,
     "FLOPs": 1, "MFLOPs": 10**6, "GFLOPs": 10**9, "TFLOPs": 10**12,
@@ -29,7 +28,7 @@ class Table(show.Table):
     """
 
     def __init__(
-        self, columns: Sequence[Words], rows: Iterable[Sequence[Any]], *, values: Iterable[Sequence[Any]] | None = None
+        self, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, values: Iterable[Sequence[Any]] | None = None
     ) -> None:
         self._headings = list(columns)
         self._shown = [list(row) for row in rows]
@@ -37,11 +36,11 @@ class Table(show.Table):
         for row in [*self._shown, *self._values]:
             if len(row) != len(self._headings):
                 raise ValueError(f"a row has {len(row)} cells, but there are {len(self._headings)} columns: {row!r}")
-        self.columns = [str(of(heading)) for heading in self._headings]
+        self.columns = [str(heading) for heading in self._headings]
 
     def rows(self) -> list[Sequence]:
         """The unrounded values."""
-        return [[say(cell) if isinstance(cell, str | tuple) else cell for cell in row] for row in self._values]
+        return [[say(cell) if isinstance(cell, str) else cell for cell in row] for row in self._values]
 
     @property
     def data(self) -> Any:
@@ -85,14 +84,14 @@ class NumberText(str):
     """A number that has been made into text; it still belongs at the right of its column."""
 
 
-def table(columns: Sequence[Words], rows: Iterable[Sequence[Any]]) -> Table:
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
     """Any table: headings and cells are labels or numbers; names from code stand in `backquotes`."""
     rows = [list(row) for row in rows]
     return Table(columns, ([_plain_number(cell) for cell in row] for row in rows), values=rows)
 
 
 def compare(
-    measurements: Mapping[Words, Any] | None = None, /, *, seconds: bool = False, workspace: bool = False, **named: Any
+    measurements: Mapping[str, Any] | None = None, /, *, seconds: bool = False, workspace: bool = False, **named: Any
 ) -> Table:
     """Measurements side by side, each against the first.
 
@@ -112,7 +111,7 @@ def compare(
     if not arms:
         raise ValueError("compare needs at least one measurement, as in compare(plain=measure(step))")
     first = next(iter(arms.values()))
-    columns: list[Words] = ["", "peak, MB", "vs first", "GFLOPs", "FLOPs vs first"]
+    columns: list[str] = ["", "peak, MB", "vs first", "GFLOPs", "FLOPs vs first"]
     if workspace:
         columns += ["workspace, MB", "allocator's peak, MB"]
     if seconds:
@@ -133,7 +132,7 @@ def compare(
 
 
 def predictions(
-    rows: Iterable[tuple[Words, float | None, float | None]], unit: str = "MB", *, scale: float | None = None
+    rows: Iterable[tuple[str, float | None, float | None]], unit: str = "MB", *, scale: float | None = None
 ) -> Table:
     """Predicted beside measured, with the error in per cent of what was measured.
 
@@ -150,7 +149,7 @@ def predictions(
         if unit not in _UNITS:
             raise ValueError(f"unit is {unit!r}, but must be one of {', '.join(_UNITS)}; or give `scale`")
         scale = _UNITS[unit]
-    columns: list[Words] = ["", text("predicted, {unit}", unit=unit), text("measured, {unit}", unit=unit), "error, %"]
+    columns: list[str] = ["", text("predicted, {unit}", unit=unit), text("measured, {unit}", unit=unit), "error, %"]
     shown, values = [], []
     for name, predicted, measured in rows:
         error = _error_percent(predicted, measured)

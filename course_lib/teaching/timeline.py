@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.labels import Label, listed, of, text
+from course_lib.labels import Label, listed, text
 
 from .figures import CATEGORY_NAMES, PHASE_NAMES, category_label, category_look, figure, shown_once
 
@@ -78,7 +78,7 @@ class _Step:
     """What a meter recorded, as arrays."""
 
     def __init__(self, name: str, meter: Any) -> None:
-        self.name, self.meter = of(name), meter
+        self.name, self.meter = name, meter
         series = meter.series()
         self.phases: list[str] = list(meter.phases())
         self.length = len(self.phases)

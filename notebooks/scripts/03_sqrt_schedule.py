@@ -161,7 +161,7 @@ lesson_03.draw_sweep(100, sweep, marked=(50, 51))
 # </div>
 
 
-# %%
+# %% minutes=8
 def predicted_peak(cuts):
     return None  # bytes, from A and B; `pairwise(cuts)` gives the start and the end of each segment
 
@@ -220,7 +220,7 @@ predictions(rows, unit="B", scale=B)
 # </div>
 
 
-# %%
+# %% minutes=5
 def best_count(L, A, B):
     return None  # segments
 
@@ -443,7 +443,7 @@ lesson_03.schedule_pictures(plans, sixteen, title=title, unit="B", scale=1)
 # </div>
 
 
-# %%
+# %% minutes=12
 @cache
 def fastest(stages, room):
     if not stages:
@@ -1154,7 +1154,7 @@ on_gpu("03")
 #
 # </div>
 
-# %%
+# %% minutes=6
 actions = [Forward(0, "input"), Forward(1, "nothing"), ...]
 lesson_03.check_drawn_schedule(actions)
 
@@ -1180,7 +1180,7 @@ lesson_03.check_drawn_schedule(actions)
 #
 # </div>
 
-# %%
+# %% minutes=4
 schedule = None
 lesson_03.check_beats_sqrt(schedule)
 

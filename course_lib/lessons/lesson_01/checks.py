@@ -110,46 +110,30 @@ def check_optimizer_bytes(answer: Any) -> Verdict:
         answer,
         84 * billion,
         wrong_answers={
-            84: ("That is in GB. Give bytes.", "这是以 GB 为单位的数，请给出字节数。"),
-            84 * 2**30: ("That is 84 GiB; GB means 10⁹ bytes here.", "这是 84 GiB；这里的 GB 指 10⁹ 字节。"),
-            12: ("That is per parameter. There are 7 billion.", "这是每个参数的字节数，模型有 70 亿个参数。"),
-            56 * billion: (
-                "Those are the two moments. The fp32 master weights are kept by the optimizer as well.",
-                "这只是一阶、二阶两个矩。优化器还保存一份 fp32 主权重。",
-            ),
+            84: "That is in GB. Give bytes.",
+            84 * 2**30: "That is 84 GiB; GB means 10⁹ bytes here.",
+            12: "That is per parameter. There are 7 billion.",
+            56 * billion: "Those are the two moments. The fp32 master weights are kept by the optimizer as well.",
             112 * billion: (
-                "That is all 16 bytes a parameter; the bf16 weight (2) and its gradient (2) are not the optimizer's.",
-                "这是每个参数的全部 16 字节：其中 bf16 权重的 2 字节和梯度的 2 字节不属于优化器。",
+                "That is all 16 bytes a parameter; the bf16 weight (2) and its gradient (2) are not the optimizer's."
             ),
-            28 * billion: (
-                "That is one fp32 number a parameter. The optimizer keeps three.",
-                "这相当于每个参数只存一个 fp32 数，而优化器存了三个。",
-            ),
+            28 * billion: "That is one fp32 number a parameter. The optimizer keeps three.",
         },
-        why=(
-            "Master weight, first and second moment: 3 × 4 = 12 bytes for each of 7 billion parameters, 84 GB.",
-            "主权重、一阶矩、二阶矩：每个参数 3 × 4 = 12 字节，70 亿个参数共 84 GB。",
-        ),
-        hint=(
-            "How many fp32 numbers does the optimizer keep for each parameter, and what is each of them for?",
-            "优化器为每个参数保存几个 fp32 数？各有什么用？",
-        ),
+        why="Master weight, first and second moment: 3 × 4 = 12 bytes for each of 7 billion parameters, 84 GB.",
+        hint="How many fp32 numbers does the optimizer keep for each parameter, and what is each of them for?",
     )
 
 
-@exercise(
-    hint=(
-        "One measurement gives the part that does not grow, a second one the bytes a sequence adds.",
-        "测一次得到不随批次变化的部分，再测一次得到每增加一条序列所增加的字节。",
-    )
-)
+@exercise(hint="One measurement gives the part that does not grow, a second one the bytes a sequence adds.")
 def check_largest_batch(answer: Any) -> Verdict:
     """The largest batch of the lesson's decoder (with Adam) whose step stays within 500 MB."""
-    wanted = ("A whole number from 1 to 10,000 is wanted.", "需要一个 1 到 10,000 之间的整数。")
+    wanted = "A whole number from 1 to 10,000 is wanted."
     batch, here, above = largest_that_fits(answer, range(1, 10_001), _peak_with_adam, 500_000_000, wanted)
     return right(
-        f"Right. {batch} sequences peak at {here:,} bytes, {batch + 1} would take {above:,}.",
-        f"正确。批次为 {batch} 时峰值是 {here:,} 字节，为 {batch + 1} 时则需要 {above:,} 字节。",
+        text(
+            "Right. {batch} sequences peak at {here:,} bytes, {next} would take {above:,}.",
+            **{"batch": batch, "here": here, "next": batch + 1, "above": above},
+        )
     )
 
 
@@ -174,33 +158,19 @@ def check_swiglu_bytes(answer: Any) -> Verdict:
         answer,
         one + 4 * wide,
         wrong_answers={
-            2 * one + 4 * wide: (
-                "You counted the input twice. Both projections read it, but it is one storage.",
-                "输入算了两次。两个投影都读它，但它只是一个存储区。",
-            ),
+            2 * one + 4 * wide: "You counted the input twice. Both projections read it, but it is one storage.",
             one + 3 * wide: (
                 "One tensor of the wide ones is missing: the product keeps both of its factors, SiLU keeps its input, "
-                "and the last projection keeps its own input.",
-                "少了一个宽张量：乘法保存两个因子，SiLU 保存自己的输入，最后的投影也保存自己的输入。",
+                "and the last projection keeps its own input."
             ),
-            4 * wide: ("The input of the two projections is saved as well.", "两个投影的输入也会被保存。"),
+            4 * wide: "The input of the two projections is saved as well.",
             one + 5 * wide: (
-                "One wide tensor too many: SiLU keeps its input, the product both factors, the last layer its input.",
-                "宽张量多算了一个：SiLU 保存它的输入，乘法保存两个因子，最后的投影保存它的输入。",
+                "One wide tensor too many: SiLU keeps its input, the product both factors, the last layer its input."
             ),
-            (one + 4 * wide) / 10**6: ("That is in MB. Give bytes.", "这是以 MB 为单位的数，请给出字节数。"),
-            (one + 4 * wide) // 4: (
-                "That is the number of elements. fp32 takes 4 bytes each.",
-                "这是元素个数，fp32 每个占 4 字节。",
-            ),
-            3 * one + 4 * wide: ("The output is not saved by the MLP itself.", "MLP 自身不保存输出。"),
+            (one + 4 * wide) / 10**6: "That is in MB. Give bytes.",
+            (one + 4 * wide) // 4: "That is the number of elements. fp32 takes 4 bytes each.",
+            3 * one + 4 * wide: "The output is not saved by the MLP itself.",
         },
-        why=(
-            "The input once, and four wide tensors: SiLU's input, both factors of the product, the product.",
-            "输入一份，宽张量四个：SiLU 的输入、乘法的两个因子、乘积本身。",
-        ),
-        hint=(
-            "Go through the operators one by one: what does each need for its gradient?",
-            "逐个算子地想：它求梯度时需要什么？",
-        ),
+        why="The input once, and four wide tensors: SiLU's input, both factors of the product, the product.",
+        hint="Go through the operators one by one: what does each need for its gradient?",
     )

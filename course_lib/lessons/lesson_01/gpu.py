@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from course_lib.labels import text
 from course_lib.memory import MemoryMeter, measure, saved_tensors, transformer_activation_bytes
 from course_lib.models import Attention, DecoderLayer, seeded
 from course_lib.teaching.allocator import Allocator, BetweenOperators
@@ -13,29 +14,23 @@ _GPT = {"vocabulary": 32_000, "hidden": 768, "heads": 12, "layers": 12, "sequenc
 
 
 @experiment(
-    title=(
-        "A decoder's training step with Adam: the meter beside the CUDA allocator",
-        "解码器的一个训练步（Adam）：计量器与 CUDA 分配器对照",
-    ),
+    title="A decoder's training step with Adam: the meter beside the CUDA allocator",
     sizes=_GPT,
     small=TINY,
     labels={
-        "parameter_count": ("parameters", "参数个数"),
-        "meter_peak_bytes": ("meter: peak of live tensors", "计量器：存活张量的峰值"),
-        "meter_blocks_peak_bytes": ("meter: the same in blocks of 512 bytes", "计量器：按 512 字节的块取整"),
-        "allocator_peak_bytes": ("allocator: peak, workspace included", "分配器：峰值，含工作区"),
-        "workspace_bytes": ("what workspace adds to the peak", "工作区使峰值增加"),
-        "workspace_of_{}_bytes": ("workspace of `{}`", "`{}` 的工作区"),
-        "allocated_between_operators_bytes": (
-            "allocator: most between two operators, no workspace",
-            "分配器：算子之间的最大值，不含工作区",
-        ),
-        "kept_by_libraries_bytes": ("kept by cuBLAS from step to step", "cuBLAS 跨训练步保留"),
-        "max_memory_requested_bytes": ("allocator: peak as asked for", "分配器：峰值，按请求的字节计"),
-        "max_memory_allocated_bytes": ("`torch.cuda.max_memory_allocated`", "`torch.cuda.max_memory_allocated`"),
-        "max_memory_reserved_bytes": ("`torch.cuda.max_memory_reserved`", "`torch.cuda.max_memory_reserved`"),
-        "step_flops": ("FLOPs of a step", "一步的 FLOPs"),
-        "step_seconds": ("time of a step", "一步用时"),
+        "parameter_count": "parameters",
+        "meter_peak_bytes": "meter: peak of live tensors",
+        "meter_blocks_peak_bytes": "meter: the same in blocks of 512 bytes",
+        "allocator_peak_bytes": "allocator: peak, workspace included",
+        "workspace_bytes": "what workspace adds to the peak",
+        "workspace_of_{name}_bytes": "workspace of `{name}`",
+        "allocated_between_operators_bytes": "allocator: most between two operators, no workspace",
+        "kept_by_libraries_bytes": "kept by cuBLAS from step to step",
+        "max_memory_requested_bytes": "allocator: peak as asked for",
+        "max_memory_allocated_bytes": "`torch.cuda.max_memory_allocated`",
+        "max_memory_reserved_bytes": "`torch.cuda.max_memory_reserved`",
+        "step_flops": "FLOPs of a step",
+        "step_seconds": "time of a step",
     },
 )
 def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
@@ -82,18 +77,15 @@ def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
 
 
 @experiment(
-    title=(
-        "What a decoder layer saves in bf16: formula beside measurement",
-        "解码器层在 bf16 下为反向保存的字节：公式与实测对照",
-    ),
+    title="What a decoder layer saves in bf16: formula beside measurement",
     sizes={"sequence": 1024, "batch": 4, "hidden": 1024, "heads": 16},
     small={"sequence": 32, "batch": 2, "hidden": 64, "heads": 4},
     labels={
-        "saved_bytes": ("saved for backward, measured", "为反向保存，实测"),
-        "predicted_bytes": ("formula with LayerNorm statistics", "公式，计入 LayerNorm 统计量"),
-        "paper_bytes": ("formula of the paper, without them", "论文公式，不计统计量"),
-        "difference_bytes": ("measured minus predicted", "实测减预测"),
-        "statistic_bytes": ("one LayerNorm statistic", "每个 LayerNorm 统计量"),
+        "saved_bytes": "saved for backward, measured",
+        "predicted_bytes": "formula with LayerNorm statistics",
+        "paper_bytes": "formula of the paper, without them",
+        "difference_bytes": "measured minus predicted",
+        "statistic_bytes": "one LayerNorm statistic",
     },
 )
 def korthikanti(device: torch.device, **size: int) -> Iterator[Part]:
@@ -118,19 +110,14 @@ def korthikanti(device: torch.device, **size: int) -> Iterator[Part]:
 
 
 @experiment(
-    title=(
-        "Attention over sequence lengths, bf16: peak of forward and backward",
-        "注意力随序列长度的变化（bf16）：前向加反向的峰值",
-    ),
+    title="Attention over sequence lengths, bf16: peak of forward and backward",
     sizes={"lengths": (512, 1024, 2048, 4096), "hidden": 768, "heads": 12},
     small={"lengths": (16, 32), "hidden": 32, "heads": 4},
     labels={
-        f"{kind}_{{}}_{figure}_bytes": (f"{en}, N = {{}}: {figure_en}", f"{zh}，N = {{}}：{figure_zh}")
-        for kind, en, zh in (("standard", "standard", "标准"), ("fused", "fused", "融合"))
-        for figure, figure_en, figure_zh in (
-            ("tensors", "live tensors", "存活张量"),
-            ("allocator", "allocator", "分配器"),
-        )
+        "standard_{n}_tensors_bytes": "standard, N = {n}: live tensors",
+        "standard_{n}_allocator_bytes": "standard, N = {n}: allocator",
+        "fused_{n}_tensors_bytes": "fused, N = {n}: live tensors",
+        "fused_{n}_allocator_bytes": "fused, N = {n}: allocator",
     },
 )
 def attention_sequence(device: torch.device, *, lengths: tuple[int, ...], hidden: int, heads: int) -> Iterator[Part]:
@@ -150,27 +137,20 @@ def attention_sequence(device: torch.device, *, lengths: tuple[int, ...], hidden
 
 
 @experiment(
-    title=(
-        "The memory monitor: live, allocated and reserved through a step",
-        "显存监视器：一个训练步中的存活、已分配与已预留",
-    ),
+    title="The memory monitor: live, allocated and reserved through a step",
     sizes=_GPT,
     small=TINY,
     labels={
-        f"{after}_{kind}_bytes": (f"after {en}: {kind_en}", f"{zh}之后：{kind_zh}")
-        for after, en, zh in (
-            ("model", "making the model", "建立模型"),
-            ("forward", "forward", "前向"),
-            ("backward", "backward", "反向"),
-            ("step", "the optimizer's step", "优化器更新"),
-            ("zero_grad", "zero_grad", "zero_grad "),
-            ("empty_cache", "empty_cache", "empty_cache "),
-        )
-        for kind, kind_en, kind_zh in (
-            ("live", "live", "存活"),
-            ("allocated", "allocated", "已分配"),
-            ("reserved", "reserved", "已预留"),
-        )
+        f"{after}_{kind}_bytes": text("after {phase}: {kind}", phase=phase, kind=kind)
+        for after, phase in {
+            "model": text("making the model"),
+            "forward": text("forward"),
+            "backward": text("backward"),
+            "step": text("the optimizer's step"),
+            "zero_grad": "`zero_grad`",
+            "empty_cache": "`empty_cache`",
+        }.items()
+        for kind in map(text, ("live", "allocated", "reserved"))
     },
 )
 def monitor(device: torch.device, **sizes: int) -> Iterator[Part]:

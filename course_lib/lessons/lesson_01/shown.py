@@ -160,20 +160,20 @@ def draw_activation_bytes(sequence: int = 2048, layers: int = 32, heads: int = 3
 
     total = gigabytes(sequence, "none")
     share = f"{100 * (1 - gigabytes(sequence, 'selective') / total):.0f} %"
-    title = (
-        f"{layers} layers, {sequence} tokens: {total:,.1f} GB, of which {share} grow with s²",
-        f"{layers} 层、{sequence} 个 token：{total:,.1f} GB，其中 {share} 随 s² 增长",
+    title = text(
+        "{layers} layers, {sequence} tokens: {total:,.1f} GB, of which {share} grow with s²",
+        **{"layers": layers, "sequence": sequence, "total": total, "share": share},
     )
     drawn, ax = figure(title, height=3.2)
     everything, proportional = ([gigabytes(n, kind) for n in lengths] for kind in ("none", "selective"))
     look = {"alpha": 0.75, "linewidth": 0}
-    name, square_name = text("grows with s", "随 s 增长"), text("grows with s²", "随 s² 增长")
+    name, square_name = text("grows with s"), text("grows with s²")
     ax.fill_between(lengths, 0, proportional, color=COLORS["activation"], label=name, **look)
     ax.fill_between(lengths, proportional, everything, color=COLORS["temporary"], label=square_name, **look)
     ax.plot(lengths, everything, color=COLORS["predicted"])
     ax.plot(sequence, total, "o", color=COLORS["predicted"])
-    ax.set(xlim=(256, 8192), ylim=(0, max(everything) * 1.08), ylabel=text("activations, GB", "激活值，GB"))
-    ax.set_xlabel(text("sequence length s, tokens", "序列长度 s（token 数）"))
+    ax.set(xlim=(256, 8192), ylim=(0, max(everything) * 1.08), ylabel=text("activations, GB"))
+    ax.set_xlabel(text("sequence length s, tokens"))
     ax.legend(loc="upper left", reverse=True)
     return shown_once(drawn)
 
@@ -184,7 +184,7 @@ def activation_playground() -> None:
         draw_activation_bytes,
         lambda widgets: {
             "sequence": widgets.IntSlider(2048, 256, 8192, 256, description="s", continuous_update=False),
-            "layers": widgets.IntSlider(32, 1, 96, 1, description=text("layers", "层数"), continuous_update=False),
-            "heads": widgets.SelectionSlider(options=[8, 16, 32, 64, 128], value=32, description=text("heads", "头数")),
+            "layers": widgets.IntSlider(32, 1, 96, 1, description=text("layers"), continuous_update=False),
+            "heads": widgets.SelectionSlider(options=[8, 16, 32, 64, 128], value=32, description=text("heads")),
         },
     )

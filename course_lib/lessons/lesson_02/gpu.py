@@ -10,13 +10,10 @@ from course_lib.teaching.experiments import TINY, Part, compared, decoder_and_to
 
 
 @experiment(
-    title=(
-        "A decoder's forward and backward pass, plain and with a checkpoint a layer",
-        "解码器的前向与反向：普通，以及每层一个检查点",
-    ),
+    title="A decoder's forward and backward pass, plain and with a checkpoint a layer",
     sizes={"vocabulary": 32000, "hidden": 1024, "heads": 16, "layers": 12, "sequence": 1024, "batch": 4},
     small=TINY,
-    arms={"plain": ("plain", "普通"), "checkpointed": ("checkpointed", "检查点")},
+    arms={"plain": "plain", "checkpointed": "checkpointed"},
 )
 def checkpointed_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
     model, tokens = decoder_and_tokens(device, **sizes)
