@@ -34,6 +34,7 @@ from course_lib.budget import (
     search,
     train_step,
 )
+from course_lib.budget.cheapest import best_of
 from course_lib.budget.estimating import make_state
 from course_lib.budget.recipe import ATTENTIONS, CHECKPOINTS, pieces_allowed
 from course_lib.budget.show import steps_to
@@ -1044,7 +1045,7 @@ def test_segments_are_as_few_as_fit():
     assert peaks[9] < peaks[3] < peaks[2]
     assert known[2].flops < known[3].flops < known[9].flops
     for budget, count in ((peaks[2], 2), (peaks[2] - 1, 3), (peaks[3], 3), (peaks[3] - 1, 9), (peaks[9] - 1, None)):
-        found = search._Search(make, tiny_batch, None, budget, Recipe(), "file").best_of(family)
+        found = best_of(search._Search(make, tiny_batch, None, budget, Recipe(), "file"), family)
         assert found == (count and replace(family, segments=count))
 
 

@@ -36,8 +36,8 @@ def lesson(number: str) -> ModuleType:
 
 
 def claims_of(number: str) -> tuple[said.Claim, ...]:
-    """The claims that a lesson tests; none for one that tests none."""
-    return getattr(lesson(number), "CLAIMS", ())
+    """The claims that a lesson tests, those of its optional sections last; none for one that tests none."""
+    return getattr(lesson(number), "CLAIMS", ()) + getattr(lesson(number), "OLDER_CLAIMS", ())
 
 
 def what_you_may_have_read(number: str, *measured: str) -> Table:
@@ -46,7 +46,7 @@ def what_you_may_have_read(number: str, *measured: str) -> Table:
     Raises:
         ValueError: there is no such lesson, or there are not as many measured figures as claims.
     """
-    return said.what_you_may_have_read(claims_of(number), *measured)
+    return said.what_you_may_have_read(lesson(number).CLAIMS, *measured)
 
 
 def experiments(number: str | None = None) -> list[Experiment]:

@@ -163,7 +163,7 @@ lesson_03.draw_sweep(100, sweep, marked=(50, 51))
 
 # %% minutes=8
 def predicted_peak(cuts):
-    return None  # bytes, from A and B; `pairwise(cuts)` gives the start and the end of each segment
+    return 0  # bytes, from A and B; `pairwise(cuts)` gives the start and the end of each segment
 
 
 lesson_03.check_predicted_peak(predicted_peak)

@@ -28,9 +28,10 @@ SIZE = {"viewport": {"width": 1400, "height": 900}}
 
 def only_the_sliders(notebook):
     """A lesson's imports, its switch and its sliders, without the minutes between them."""
-    shown = re.compile(r"^(language|\w+_playground)\(\)", re.M)
+    shown = re.compile(r"^(language|(lesson_\d\d\.)?\w+_playground)\(\)", re.M)
     kept = [cell for cell in notebook["cells"] if shown.search("".join(cell["source"]))]
-    imports = [line for cell in notebook["cells"] for line in cell["source"] if re.match("from .*_playground", line)]
+    wanted = re.compile(r"from .*(_playground|import lesson_)")
+    imports = [line for cell in notebook["cells"] for line in cell["source"] if wanted.match(line)]
     kept[0]["source"] = [*imports, *kept[0]["source"]]
     return {**notebook, "cells": kept}
 
@@ -102,7 +103,7 @@ def open_lesson(lab, open_page):
 
 def rendered(notebook):
     """The notebook once its prose is there, which comes cell by cell."""
-    notebook.locator(".jp-MarkdownCell").last.locator("div[lang=zh]").wait_for(timeout=60_000)
+    notebook.locator(".jp-MarkdownCell").last.locator("div[lang=zh]").wait_for(timeout=60_000, state="attached")
     return notebook
 
 

@@ -80,9 +80,9 @@ def test_the_button_turns_prose_headings_contents_and_figures_and_the_keyboard_r
 def test_the_language_is_remembered_on_the_next_page_and_after_a_reload(address, open_page):
     page = open_page(f"{address}/index.html")
     choose(page, "zh")
-    page.locator("article a[href*='01_memory']").click()
-    page.wait_for_url("**/notebooks/01_memory_bottleneck.html*")
-    assert pressed(page) == "zh" and re.match("1 [\u3400-\u9fff]", shown(page, "article h1"))
+    page.locator("article a[href*='06_flash']").click()
+    page.wait_for_url("**/notebooks/06_flash_attention.html*")
+    assert pressed(page) == "zh" and re.match("6 [\u3400-\u9fff]", shown(page, "article h1"))
     assert page.locator("article section[lang=en] table:visible").count() > 0, "a table in English only stays"
     page.goto(f"{address}/api/memory.html")
     assert pressed(page) == "zh" and page.evaluate("document.documentElement.lang") == "zh-Hans"

@@ -52,7 +52,7 @@ def check_layer_formula(answer: Any) -> Verdict:
         given = answer(**sizes)
         if not isinstance(given, Mapping) or set(given) != set(rows):
             return wrong("The function gives a dictionary with the five rows of the table above.")
-        if all(count is None for count in given.values()):
+        if not any(given.values()):
             return wrong("Not answered yet.")
         for name, formula in rows.items():
             verdict = expect_number(given[name], formula(**sizes), wrong_answers=_slips(name, formula(**sizes), sizes))

@@ -55,7 +55,7 @@ def check_predicted_peak(answer: Any) -> Verdict:
     """A function of cuts that gives the peak of segments in bytes, tried on cuts that tell the slips apart."""
     tried = [range(0, 101, 10), [*range(51), 100], [0, 100], [0, 40, 70, 90, 100], [0, 1, 2, 9]]
     given = [answer(cuts) for cuts in tried]
-    if None in given:
+    if not any(given):
         return not_answered()
     if all(map(_same, given, map(_peak, tried))):
         return right("Right, for equal segments and for others.")

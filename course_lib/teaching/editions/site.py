@@ -74,8 +74,7 @@ class Lesson:
     name: str  # "03_sqrt_schedule"
     title: str  # "3 Which ones should we forget? / 该忘掉哪些？"
     notebook: Any
-    claims_section: str | None  # "3.10", where the claims are
-    claims: list[Claim]
+    claims: dict[str, list[Claim]]  # by section, "3.10", of which a lesson may have two: the older ones are in depth
 
     @property
     def number(self) -> str:
@@ -134,7 +133,7 @@ def _mathjax() -> Path:
 
 def _ready(path: Path, notebook: Any) -> Lesson:
     """A notebook with its claims read and its cells dressed, in place."""
-    title, claims_section, claims = path.stem, None, []
+    title, claims = path.stem, {}
     heading, section = path.stem, None  # the last one, and its cell
     for number, cell in enumerate(notebook.cells, 1):
         if cell.cell_type == "markdown" and (found := re.match(r"(#+) (.+)", cell.source)):
@@ -142,11 +141,20 @@ def _ready(path: Path, notebook: Any) -> Lesson:
             title = heading if found[1] == "#" else title
         if cell.cell_type == "code":
             _dress(cell)
-        if cell.cell_type == "code" and section and re.search(r"^what_you_may_have_read\(", cell.source, re.M):
-            claims_section, claims = heading.split()[0], _claims(cell, f"{path}, cell {number}", stored_again(path))
+        if (
+            cell.cell_type == "code"
+            and section
+            and re.search(r"^(what_you_may_have_read|\w+\.older_claims)\(", cell.source, re.M)
+        ):
+            found = _claims(cell, f"{path}, cell {number}", stored_again(path))
+            claims[heading.split()[0]] = found
             # A name for the section, so that the page of claims can link to it whatever its heading becomes.
-            section.source = f"(claims-{path.stem[:2]})=\n{section.source}"
-    return Lesson(path.stem, title, notebook, claims_section, claims)
+            section.source = f"({_anchor(path.stem, len(claims))})=\n{section.source}"
+    return Lesson(path.stem, title, notebook, claims)
+
+
+def _anchor(lesson: str, place: int) -> str:
+    return f"claims-{lesson[:2]}" if place == 1 else f"claims-{lesson[:2]}-{place}"
 
 
 def _dress(cell: Any) -> None:
@@ -250,14 +258,13 @@ def claims_page(lessons: Sequence[Lesson]) -> str:
     found = Counter(outcome for each in with_claims.values() for outcome in each)
     parts = [_page("claims", count=found.total(), **_sums(*(found[outcome] for outcome in OUTCOMES)))]
     for lesson, became in with_claims.items():
-        link = f"{lesson.name}.ipynb#claims-{lesson.number}"
         parts.append(f"## {lesson.title}")
-        source = text(_CLAIMS_FROM, number=lesson.number, section=lesson.claims_section, link=link)
-        parts += [
-            f'<div lang="{one}">\n\n{said}\n\n</div>' for one, said in zip(("en", "zh"), both(source), strict=True)
-        ]
-        for place, (claim, outcome) in enumerate(zip(lesson.claims, became, strict=True), 1):
-            parts.append(_claim_html(int(lesson.number), place, claim, outcome))
+        outcomes = iter(enumerate(became, 1))
+        for group, (section, claims) in enumerate(lesson.claims.items(), 1):
+            link = f"{lesson.name}.ipynb#{_anchor(lesson.name, group)}"
+            source = both(text(_CLAIMS_FROM, number=lesson.number, section=section, link=link))
+            parts += [f'<div lang="{one}">\n\n{said}\n\n</div>' for one, said in zip(("en", "zh"), source, strict=True)]
+            parts += [_claim_html(int(lesson.number), *next(outcomes), claim) for claim in claims]
     return "\n\n".join(parts) + "\n"
 
 
@@ -266,10 +273,9 @@ def _outcomes(lesson: Lesson) -> list[str]:
         found = [each.outcome for each in claims_of(lesson.number)]
     except ValueError:  # there is no such lesson
         found = []
-    if len(found) != len(lesson.claims):
+    if len(found) != (stored := sum(map(len, lesson.claims.values()))):
         raise EditionError(
-            f"course_lib.lessons has not the claims of {lesson.name}: "
-            f"{len(lesson.claims)} in the notebook, {len(found)} there"
+            f"course_lib.lessons has not the claims of {lesson.name}: {stored} in the notebook, {len(found)} there"
         )
     return found
 
@@ -286,7 +292,7 @@ _SAID = ("verdict", "measured", "experiment", "source")  # labels, as those of t
 _OUTCOME_WORDS = {"fails": "fails", "partly": "holds in part", "holds": "holds"}
 
 
-def _claim_html(lesson: int, place: int, claim: Claim, outcome: str) -> str:
+def _claim_html(lesson: int, place: int, outcome: str, claim: Claim) -> str:
     name = f"claim-{lesson}-{place}"
     items = "".join(
         f'<div class="{kind}"><dt>{_spans(kind)}</dt><dd>{words}</dd></div>'
