@@ -582,7 +582,7 @@ def test_an_unknown_lesson_is_an_error_that_names_the_known_ones():
 
 def test_this_machine_is_named_and_measured_in_both_languages():
     shown = lesson_00.about_this_machine()
-    assert torch.__version__ in repr(shown) and "处理器核数" in shown._repr_html_()
+    assert torch.__version__ in repr(shown) and "CPU 核心数" in shown._repr_html_()
     assert spoken_problems(shown._repr_html_()) == []
 
 
