@@ -791,7 +791,7 @@ class TestEstimatesOf100MillionParameters:
     @pytest.mark.parametrize(
         "recipe",
         [
-            Recipe(precision="bf16", optimizer="sgd", checkpoint="segments", segments=4, **DOWN),
+            Recipe(optimizer="sgd", checkpoint="segments", segments=4, **DOWN),  # bf16 is slow on many CPUs
         ],
         ids=repr,
     )
@@ -962,10 +962,10 @@ class TestSearch:
                 assert all(trial.peak_bytes > budget for trial in trials)
 
     def test_among_given_recipes_all_that_fit_are_found_in_order(self):
-        recipes = EVERY[::5]
+        recipes = EVERY[::9]
         known = every(recipes)
         peaks = sorted(e.peak_bytes for e in known.values())
-        for budget in (peaks[0], peaks[len(peaks) // 2], peaks[-1] - 1, peaks[-1]):
+        for budget in (peaks[0], peaks[len(peaks) // 2], peaks[-1]):
             found = fit(searched, searched_batch, budget, recipes=iter(recipes + recipes), rates=RATE, tier="file",
                         progress=False)  # fmt: skip
             expected = [e for e in known.values() if e.peak_bytes <= budget]
@@ -1044,8 +1044,10 @@ def test_segments_are_as_few_as_fit():
     peaks = {count: e.peak_bytes for count, e in known.items()}
     assert peaks[9] < peaks[3] < peaks[2]
     assert known[2].flops < known[3].flops < known[9].flops
+    searching = search._Search(make, tiny_batch, None, peaks[2], Recipe(), "file")
     for budget, count in ((peaks[2], 2), (peaks[2] - 1, 3), (peaks[3], 3), (peaks[3] - 1, 9), (peaks[9] - 1, None)):
-        found = best_of(search._Search(make, tiny_batch, None, budget, Recipe(), "file"), family)
+        searching.budget = budget
+        found = best_of(searching, family)
         assert found == (count and replace(family, segments=count))
 
 

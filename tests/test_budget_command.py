@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from course_lib import labels
 from course_lib.budget import RATES, Estimate, Rates, Recipe, estimate, measured_rates, this_machine
 from course_lib.budget import __main__ as command
 from course_lib.budget import rates as rates_module
@@ -244,6 +245,20 @@ def test_a_config_is_read_and_its_cheapest_step_is_taken(config, capsys):
 
 def namespace(config):
     return command.arguments().parse_args(["--config", config, *CHEAP])
+
+
+def test_the_command_speaks_the_language_that_is_asked_for(config, capsys, monkeypatch):
+    monkeypatch.setattr(labels, "_chosen", None)
+    monkeypatch.setenv("COURSE_LABELS", "strict")  # English that has no Chinese is an error
+    said = {}
+    for spoken in ("en", "zh"):
+        monkeypatch.setenv("COURSE_LANG", spoken)
+        assert command.main(["--config", config, *CHEAP, "--budget", "10MB", "--check", "--device", "RTX 4090"]) == 0
+        said[spoken] = capsys.readouterr().out
+    assert "the way there:" in said["en"] and "recipes fit into" in said["en"] and not re.search("[一-鿿]", said["en"])
+    assert "一步步怎样到达：" in said["zh"] and "种配方装得进" in said["zh"]
+    numbers = [re.findall(r"\d[\d,.]*\d", text) for text in said.values()]
+    assert sorted(numbers[0]) == sorted(numbers[1])
 
 
 def test_where_nothing_fits_programs_are_told_so_too(config, capsys):

@@ -773,12 +773,19 @@ def test_the_three_recipes_of_the_gpu_experiment_peak_where_they_are_predicted()
     assert values["least_peak_bytes"] < values["plain_peak_bytes"]
 
 
+def test_every_field_of_a_recipe_is_explained():
+    shown = lesson_07.recipe_fields()
+    assert lesson_07.FIELDS.keys() == Recipe().__dict__.keys()
+    assert shown.data["plain"].tolist() == [f"`{value!r}`" for value in Recipe().__dict__.values()]
+    assert spoken_problems(shown._repr_html_()) == []
+
+
 def test_the_way_to_a_budget_is_drawn_in_bars_as_high_as_the_estimates(small_steps, tmp_path):
-    names = [("plain", "普通"), "+ flash", ("+ pieces, state below", "+ 分份，状态在下一级")]
+    names = ["plain", "+ flash", "step"]
     measured = [each.peak_bytes + 3_000_000 for each in small_steps]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        drawn = lesson_07.waterfall_picture(names, small_steps, measured, 20_000_000, title=("It fits", "装得下"))
+        drawn = lesson_07.waterfall_picture(names, small_steps, measured, 20_000_000, title="budget")
         drawn.savefig(tmp_path / "figure.png")
     (axes,) = drawn.axes
     steps = range(len(small_steps))

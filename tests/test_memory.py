@@ -2174,12 +2174,12 @@ sys.modules.update(dict.fromkeys(extras))  # importing them fails from here on
 import torch
 model, x = deep_mlp(2, 8), torch.ones(4, 8)
 table = saved_tensors(model, x)
-print(table._repr_html_(), "4 saved tensors, 512 bytes" in str(table))
+print("<table" in table._repr_html_(), "4 saved tensors, 512 bytes" in str(table))
 found = measure(lambda: model(x).sum().backward(), model=model, repeats=1)
-print(found._repr_html_(), "peak of live tensors" in repr(found))
+print("<table" in found._repr_html_(), "peak of live tensors" in repr(found))
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert found.stdout.split() == ["None", "True", "None", "True"]
+    assert found.stdout.split() == ["True"] * 4
 
 
 def test_the_plot_marks_the_peak():

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from course_lib._check import InfeasibleBudget
+from course_lib.labels import say, text
 from course_lib.memory.show import bytes_text
 
 from .asked import Asked, asked
@@ -157,30 +158,48 @@ def _plain(rates: Rates) -> dict:
 
 
 def _print(given: argparse.Namespace, model: Asked, rates: Rates, found: Estimates, way: Way) -> None:
-    best = found[0]
-    shares = f"{rates.flops_share:.0%} of the FLOPs and {rates.link_share:.0%} of the link"
-    print(f"{model.name}: {model.parameters():,} parameters; {model.batch}\n")
-    print(f"{found}\n\nseconds at the rates of {given.device or 'H100'}, {shares} ({rates.source})\n")
-    print(f"the cheapest: {best.recipe!r}\nwhat is live at its peak, in {best.operator}:\n\n{best}\n")
-    print(f"the way there:\n\n{way}\n")
+    best, machine = found[0], {"device": given.device or "H100", "source": rates.source}
+    shares = {"flops": rates.flops_share, "link": rates.link_share}
+    parts = [
+        text("{model}: {count:,} parameters; {batch}", model=model.name, count=model.parameters(), batch=model.batch),
+        found,
+        text(
+            "seconds at the rates of {device}, {flops:.0%} of the FLOPs and {link:.0%} of the link ({source})",
+            **{**machine, **shares},
+        ),
+        text(
+            "the cheapest: {recipe}; what is live at its peak, in {operator}:",
+            **{"recipe": repr(best.recipe), "operator": best.operator},
+        ),
+        best,
+        text("the way there:"),
+        way,
+    ]
     if best.tier == "host":
-        said = "not in these figures: CUDA's context, operators' workspace, the allocator's rounding and fragments"
+        parts.append(
+            text("not in these figures: CUDA's context, operators' workspace, the allocator's rounding and fragments")
+        )
         if rates.memory_bytes:
-            left, part = rates.memory_bytes - best.peak_bytes, bytes_text(allowance_bytes(rates.memory_bytes))
-            said += f"; allow {part}, {ALLOWANCE:.0%} of the device, as vLLM's default does (not measured here); of "
-            said += f"{bytes_text(rates.memory_bytes)} the cheapest leaves {bytes_text(max(0, left))}"
-        print(said)
+            left = {"left": bytes_text(max(0, rates.memory_bytes - best.peak_bytes))}
+            parts[-1] = text(
+                "{said}; allow {part}, {share:.0%} of the device, as vLLM's default does (not measured here); of "
+                "{memory} the cheapest leaves {left}",
+                **{"said": parts[-1], "part": bytes_text(allowance_bytes(rates.memory_bytes)), "share": ALLOWANCE},
+                **{"memory": bytes_text(rates.memory_bytes), **left},
+            )
+    print("\n\n".join(say(part, "\n") if isinstance(part, str) else str(part) for part in parts))
 
 
 def _plot(parser, given: argparse.Namespace, model: Asked, way: Way, budget: int) -> None:
     ax = waterfall(way, budget_bytes=budget)
-    ax.set_title(f"{model.parameters() / 1e6:,.1f} million parameters into {bytes_text(budget)}")
+    values = {"millions": model.parameters() / 1e6, "budget": bytes_text(budget)}
+    ax.set_title(say(text("{millions:,.1f} million parameters into {budget}", **values)))
     try:
         ax.figure.savefig(given.plot, dpi=120)
     except OSError as error:
         parser.error(f"--plot {given.plot!r} cannot be written ({error.strerror})")
     if not given.json:
-        print(f"\n{given.plot} shows the way from the plain step")
+        print(f"\n{say(text('{file} shows the way from the plain step', file=given.plot))}")
 
 
 def _picture(text: str) -> str:

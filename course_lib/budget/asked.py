@@ -12,6 +12,7 @@ from torch import nn
 
 from course_lib._check import shown
 from course_lib.configs import model_from, read_config
+from course_lib.labels import text
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
 
@@ -65,7 +66,8 @@ def _by_config(given: Namespace) -> Asked:
     with symbolic():  # it says what is wrong with the config
         model = model_from({**config, "num_hidden_layers": 1, "n_layer": 1}, sequence=given.sequence)
     vocabulary = model.tokens.num_embeddings
-    name = f"{given.config} ({config['model_type']}, in this course's plain implementation of its shapes)"
+    said = "{file} ({kind}, in this course's plain implementation of its shapes)"
+    name = text(said, file=given.config, kind=config["model_type"])
     return Asked(make_model, *_tokens(given, vocabulary), name, _samples(given))
 
 
@@ -79,7 +81,9 @@ def _by_function(given: Namespace) -> Asked:
         raise ValueError(f"{got}; it takes a function, as package:function, that returns a batch")
     with symbolic():
         count = samples_in(make_batch())
-    return Asked(make_model, make_batch, getattr(make_model, "loss_sum", None), given.model, f"{count} samples")
+    return Asked(
+        make_model, make_batch, getattr(make_model, "loss_sum", None), given.model, text("{count} samples", count=count)
+    )
 
 
 def _by_sizes(given: Namespace) -> Asked:
@@ -92,7 +96,7 @@ def _by_sizes(given: Namespace) -> Asked:
     most = max(1, hidden // HEAD_DIM)
     heads = given.heads or max(count for count in range(1, most + 1) if hidden % count == 0)
     sizes = {"vocabulary": given.vocabulary, "hidden": hidden, "layers": layers, "heads": heads}
-    name = f"a decoder: hidden {hidden}, {layers} layers, {heads} heads, vocabulary {given.vocabulary}"
+    name = text("a decoder: hidden {hidden}, {layers} layers, {heads} heads, vocabulary {vocabulary}", **sizes)
     return Asked(
         lambda: Decoder(**sizes, sequence=given.sequence), *_tokens(given, given.vocabulary), name, _samples(given)
     )
@@ -103,7 +107,9 @@ def _tokens(given: Namespace, vocabulary: int) -> tuple[Callable[[], Any], None]
 
 
 def _samples(given: Namespace) -> str:
-    return f"{given.batch} sample{'s' * (given.batch > 1)} of {given.sequence} tokens"
+    one = "{count} sample of {sequence} tokens"
+    many = "{count} samples of {sequence} tokens"
+    return text(one if given.batch == 1 else many, count=given.batch, sequence=given.sequence)
 
 
 def _found(option: str, name: str) -> Callable:

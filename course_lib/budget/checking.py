@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from course_lib.labels import listed, text
 from course_lib.memory import MemoryMeter
 from course_lib.memory.allocator import allocator_peak
 from course_lib.memory.show import Table, bytes_text
@@ -37,13 +38,15 @@ class Check(Table):
     columns = ("peak", "bytes", "of the prediction")
 
     def rows(self):
-        found = [("predicted", self.predicted_bytes), ("measured", self.measured_bytes)]
-        found += [("the allocator's", self.allocator_bytes)]
+        found = [(text("predicted"), self.predicted_bytes), (text("measured"), self.measured_bytes)]
+        found += [(text("allocator's peak"), self.allocator_bytes)]
         return [(name, f"{count:,}", f"{count / self.predicted_bytes:.4f}") for name, count in found]
 
     def caption(self) -> str:
-        note = "; there flash attention and the optimizer take fewer tensors than on a CPU" * (self.device != "cpu")
-        return f"the step, taken on this machine ({self.device}){note}"
+        said = [text("the step, taken on this machine ({device})", device=self.device)]
+        if self.device != "cpu":
+            said.append(text("there flash attention and the optimizer take fewer tensors than on a CPU"))
+        return listed(said, "; ")
 
     def as_dict(self) -> dict:
         return asdict(self)

@@ -116,7 +116,8 @@ class Composer:
         count = len(self.blocks)
         alone = recipe.segments == count  # each block is a segment, and the last one is not recomputed
         if count >= MANY and not each and (recipe.checkpoint in ALIKE or alone):
-            few = FEW + alone
+            # Copies reach into the next block, or into the one after it where only its input is kept.
+            few = FEW + alone + recipe.offload_activations * (1 + (recipe.checkpoint == "layers"))
             try:
                 pair = (self.measured(replace(recipe, segments=n if alone else None), n) for n in (few, few + 1))
                 return composed(*pair, count - few, partial(self.at_the_end, few))

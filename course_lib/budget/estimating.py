@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from course_lib._check import kind, one_of
 from course_lib._torch import tensors_in
 from course_lib.accumulation import StepResult
+from course_lib.labels import text
 from course_lib.memory import PHASES, MemoryMeter, symbolic
 from course_lib.memory.show import Table
 from course_lib.offload import DiskStore, OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
@@ -73,12 +74,15 @@ class Estimate(Table):
         return self.bytes_down + self.bytes_up
 
     def rows(self) -> list[Sequence]:
-        return [(name, f"{count / 1e6:,.1f}") for name, count in self.at_peak.items() if count]
+        return [(text(name), f"{count / 1e6:,.1f}") for name, count in self.at_peak.items() if count]
 
     def caption(self) -> str:
-        return (
-            f"{self.recipe}: peak {self.peak_bytes:,} bytes ({self.peak_bytes / 1e6:,.1f} MB) in {self.operator}, "
-            f"{self.flops / 1e12:,.3f} TFLOPs, {self.moved_bytes / 1e9:,.3f} GB moved"
+        values = {"recipe": str(self.recipe), "peak": self.peak_bytes, "megabytes": self.peak_bytes / 1e6}
+        values |= {"operator": self.operator, "tera": self.flops / 1e12, "giga": self.moved_bytes / 1e9}
+        return text(
+            "{recipe}: peak {peak:,} bytes ({megabytes:,.1f} MB) in {operator}, {tera:,.3f} TFLOPs, "
+            "{giga:,.3f} GB moved",
+            **values,
         )
 
 

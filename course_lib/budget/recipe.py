@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from course_lib._check import kind, number, one_of, whole
+from course_lib.labels import listed, text
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPTIMIZERS = ("adam", "sgd", "momentum", "adafactor", "adam8bit")
@@ -133,38 +134,47 @@ class Recipe:
         return f"Recipe({', '.join(f'{name}={value!r}' for name, value in self.changed().items())})"
 
     def __str__(self) -> str:
-        """In words: "bf16, adam, flash attention, checkpoint layers, 4 micro-batches"."""
-        words = [self.precision or "own precision", self.optimizer]
+        """A label: "bf16, adam, flash, checkpoint layers, 4 micro-batches"."""
+        return listed(self.words())
+
+    def words(self) -> list[str]:
+        """Its parts, as labels."""
+        words = [self.precision or text("own precision"), self.optimizer]
         if self.optimizer == "adam8bit":
-            words[-1] += " (by a formula)"
+            words[-1] = text("{optimizer} (by a formula)", optimizer=self.optimizer)
         if self.update != "loop":
             words[-1] += f" {self.update}"
-        if self.offload_optimizer:
-            share = "" if self.offload_optimizer == 1 else f"{self.offload_optimizer:.0%} of "
-            words.append(f"{share}optimizer offloaded")
+        if self.offload_optimizer == 1:
+            words.append(text("optimizer offloaded"))
+        elif self.offload_optimizer:
+            words.append(text("{share:.0%} of optimizer offloaded", share=self.offload_optimizer))
         if self.attention not in ("standard", None):
             words.append(self.attention)
         if self.checkpoint != "none":
-            more = {"segments": f" {self.segments}", "optimal": f" {(self.schedule_bytes or 0) / 1e6:,.1f} MB"}
-            which = "" if self.first_blocks is None else f" first {self.first_blocks}"
-            which += (
-                ""
-                if self.blocks is None
-                else f" of {self.blocks if isinstance(self.blocks, str) else ' '.join(self.blocks)}"
-            )
-            words.append(f"checkpoint {self.checkpoint}{more.get(self.checkpoint, which)}")
-        if self.offload_activations:
-            least = "" if self.min_bytes == MIN_BYTES else f" from {self.min_bytes} bytes on"
-            words.append(f"activations offloaded{least}")
+            words.append(self._checkpoints())
+        if self.offload_activations and self.min_bytes == MIN_BYTES:
+            words.append(text("activations offloaded"))
+        elif self.offload_activations:
+            words.append(text("activations offloaded from {least} bytes on", least=self.min_bytes))
         if self.head_chunk:
-            words.append(f"head in chunks of {self.head_chunk}")
+            words.append(text("head in chunks of {tokens}", tokens=self.head_chunk))
         if self.in_backward:
-            words.append("steps in backward")
+            words.append(text("steps in backward"))
         if self.accumulate:
-            words.append("fp32 sums")
+            words.append(text("fp32 sums"))
         if self.micro_batches > 1:
-            words.append(f"{self.micro_batches} micro-batches")
-        return ", ".join(words)
+            words.append(text("{count} micro-batches", count=self.micro_batches))
+        return words
+
+    def _checkpoints(self) -> str:
+        more = {"segments": f" {self.segments}", "optimal": f" {(self.schedule_bytes or 0) / 1e6:,.1f} MB"}
+        words = text("checkpoint {kind}", kind=self.checkpoint + more.get(self.checkpoint, ""))
+        if self.first_blocks is not None:
+            words = text("{checkpoint} first {count}", checkpoint=words, count=self.first_blocks)
+        if self.blocks is not None:
+            blocks = self.blocks if isinstance(self.blocks, str) else " ".join(self.blocks)
+            words = text("{checkpoint} of {blocks}", checkpoint=words, blocks=blocks)
+        return words
 
     def changed(self) -> dict[str, object]:
         """The fields that are not as in the plain step."""

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from course_lib._check import InfeasibleBudget, kind, one_of, whole
+from course_lib.labels import text
 from course_lib.memory.show import Table, bytes_text
 from course_lib.offload import chosen_below
 
@@ -121,8 +122,12 @@ def fit(
         if least:
             told = f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
         raise InfeasibleBudget(budget_bytes, least and least.peak_bytes, told, least)
-    fits = "recipe fits" if len(found) == 1 else "recipes fit"
-    title = f"{len(found)} {fits} into {bytes_text(budget_bytes)}; {len(search.known)} were estimated"
+    title = text(
+        "{count} recipe fits into {budget}; {known} were estimated"
+        if len(found) == 1
+        else "{count} recipes fit into {budget}; {known} were estimated",
+        **{"count": len(found), "budget": bytes_text(budget_bytes), "known": len(search.known)},
+    )
     return Estimates(found, rates, title, lambda recipe: search.known.get(recipe) or search.estimates(recipe))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from course_lib.labels import listed, text
 from course_lib.memory import CATEGORIES, CATEGORY_COLORS, CATEGORY_HATCHES
 from course_lib.memory.show import Table
 
@@ -38,9 +39,9 @@ def steps_to(recipe: Recipe) -> list[Recipe]:
 
 
 def added(before: Recipe, after: Recipe) -> str:
-    """In words, what the second recipe has that the first one has not."""
-    had = str(before).split(", ")
-    return ", ".join(word for word in str(after).split(", ") if word not in had)
+    """A label: what the second recipe has that the first one has not."""
+    had = before.words()
+    return listed([word for word in after.words() if word not in had])
 
 
 class Way(Table, list):
@@ -52,7 +53,8 @@ class Way(Table, list):
         list.__init__(self, estimates)
 
     def rows(self) -> list[Sequence]:
-        names = [str(self[0].recipe), *(f"+ {added(a.recipe, b.recipe)}" for a, b in pairwise(self))]
+        more = [text("+ {added}", added=added(a.recipe, b.recipe)) for a, b in pairwise(self)]
+        names = [str(self[0].recipe), *more]
         return [
             (name, f"{e.peak_bytes / 1e6:,.1f}", f"{e.flops / self[0].flops:.2f}", f"{e.moved_bytes / 1e9:,.3f}")
             for name, e in zip(names, self, strict=True)

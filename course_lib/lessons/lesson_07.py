@@ -1,6 +1,7 @@
 """Lesson 07: its exercises, its claims, its pictures, and three recipes on a GPU: predicted, and as they ran."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ from course_lib.budget import RATES, Estimate, Recipe, build, estimate, train_st
 from course_lib.labels import listed
 from course_lib.memory import CATEGORIES, MemoryMeter
 from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import COLORS, Claim, Verdict, category_label, figure, playground, text
+from course_lib.teaching import COLORS, Claim, Table, Verdict, category_label, figure, playground, table, text
 from course_lib.teaching.allocator import Allocator
 from course_lib.teaching.exercises import Refused, exercise, right, wrong
 from course_lib.teaching.experiments import TINY, Part, decoder_and_tokens, experiment, need_host_memory
@@ -45,6 +46,33 @@ CLAIMS = (
         outcome="partly",
     ),
 )
+
+#: Field of a recipe -> what it says.
+FIELDS = {
+    "precision": "dtype of parameters, gradients, activations; `bf16` has fp32 master weights",
+    "optimizer": "`adam`, `sgd`, `momentum`, `adafactor`; `adam8bit` is only estimated",
+    "update": "`loop`: one parameter after the other; `foreach`: all at once; `fused`: in one operator",
+    "offload_optimizer": "the fraction of the optimizer's state that lives one tier down",
+    "attention": "`standard` keeps the scores' softmax, `flash` one number a row",
+    "checkpoint": "what is kept of the blocks: `layers`, `selective`, `segments`, `optimal`",
+    "blocks": "which blocks, by name; `None` finds them",
+    "first_blocks": "so many blocks, the first ones; `None`: all",
+    "segments": "how many, for `segments`",
+    "schedule_bytes": "the most bytes of activations, for `optimal`",
+    "offload_activations": "what is saved for backward goes one tier down",
+    "min_bytes": "the smallest storage that goes down",
+    "head_chunk": "tokens of the loss head at a time",
+    "in_backward": "the update comes with each gradient, which then goes",
+    "accumulate": "`fp32` adds up gradients of 16 bits in fp32",
+    "micro_batches": "pieces of the batch",
+}
+
+
+def recipe_fields() -> Table:
+    """What a recipe can say, field by field, with the plain step's value."""
+    rows = [(f"`{field.name}`", f"`{field.default!r}`", FIELDS[field.name]) for field in fields(Recipe)]
+    return table(["field", "plain", "what it says"], rows)
+
 
 # Exercises ------------------------------------------------------------------------------------------------------------
 

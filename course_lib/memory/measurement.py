@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from course_lib.labels import listed, text
+
 from .. import _check
 from .._torch import is_symbolic, wait_for
 from .allocator import allocator_peak, workspace_by_operator
@@ -58,15 +60,15 @@ class Measurement(Table):
     columns = ("quantity", "value")
 
     def rows(self):
-        rows = [("peak of live tensors, bytes", self.peak_bytes)]
-        rows += [(f"  {name}", count) for name, count in self.at_peak.items() if count]
-        rows += [("peak of the allocator, bytes", self.allocator_peak_bytes)]
-        rows += [("workspace, bytes", self.workspace_bytes)]
+        rows = [(text("peak of live tensors, bytes"), self.peak_bytes)]
+        rows += [(text("  {name}", name=name), count) for name, count in self.at_peak.items() if count]
+        rows += [(text("peak of the allocator, bytes"), self.allocator_peak_bytes)]
+        rows += [(text("workspace, bytes"), self.workspace_bytes)]
         rows += [(f"  {name}", count) for name, count in list(self.workspace_by_operator.items())[:3]]
-        return [*rows, ("FLOPs", self.flops), ("seconds, median", self.seconds)]
+        return [*rows, ("FLOPs", self.flops), (text("seconds, median"), self.seconds)]
 
     def caption(self) -> str:
-        return "; ".join([f"on {self.device}", *self.notes])
+        return listed([text("on {device}", device=self.device), *self.notes], "; ")
 
 
 def measure(
@@ -159,15 +161,21 @@ def _notes(changed: int, steady: bool, above: int) -> tuple[str, ...]:
     notes = []
     if changed:
         notes.append(
-            f"the step changed {changed} parameters that measure was not given: "
-            "pass model= and optimizer= to have them put back"
+            text(
+                "the step changed {changed} parameters that `measure` was not given: "
+                "pass `model=` and `optimizer=` to have them put back",
+                changed=changed,
+            )
         )
     if not steady:
-        notes.append("no two runs took the same: the figures are those of different steps")
+        notes.append(text("no two runs took the same: the figures are those of different steps"))
     elif above > 0:
         notes.append(
-            f"the meter counts {above:,} bytes more than the allocator: while a dispatch mode, such as the meter, "
-            "is active, PyTorch computes some gradients out of place (gather's or cumprod's, for instance)"
+            text(
+                "the meter counts {above:,} bytes more than the allocator: while a dispatch mode, such as the meter, "
+                "is active, PyTorch computes some gradients out of place (gather's or cumprod's, for instance)",
+                above=above,
+            )
         )
     return tuple(notes)
 

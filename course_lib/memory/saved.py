@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from course_lib.labels import text
+
 from .. import _check
 from .._torch import tensors_in
 from .show import Table, bytes_text
@@ -60,7 +62,10 @@ class SavedTensors(Table, tuple):
         ]  # fmt: skip
 
     def caption(self) -> str:
-        return f"{len(self)} saved tensors, {bytes_text(self.total_bytes)} in storages counted once"
+        return text(
+            "{count} saved tensors, {total} in storages counted once",
+            **{"count": len(self), "total": bytes_text(self.total_bytes)},
+        )
 
 
 def saved_tensors(function: Callable[..., Any], *args: Any, parameters: bool = False, **kwargs: Any) -> SavedTensors:

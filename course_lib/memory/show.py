@@ -1,10 +1,15 @@
-"""How results show themselves: bytes and tables as text, tables as HTML where pandas is installed, timelines drawn."""
+"""How results show themselves: bytes and tables as text, tables also as HTML, timelines drawn."""
 
 from __future__ import annotations
 
+import html
+import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+from course_lib.labels import Label, markup, say, text
 
 CATEGORY_COLORS = {  # Paul Tol's "bright" scheme: colour-blind readers can tell them apart
     "parameter": "#4477AA",
@@ -19,13 +24,18 @@ CATEGORY_COLORS = {  # Paul Tol's "bright" scheme: colour-blind readers can tell
 CATEGORY_HATCHES = {"parameter": "////", "optimizer": "xxxx", "buffer": r"\\\\", "input": "||||"}
 
 
-def bytes_text(count: int) -> str:
+def bytes_text(count: int) -> Label:
     """1234567 -> "1,234,567 bytes (1.23 MB)"; 1 MB = 10**6 bytes."""
-    return f"{count:,} bytes" + (f" ({count / 1e6:,.2f} MB)" if abs(count) >= 10_000 else "")
+    if abs(count) < 10_000:
+        return text("{count:,} bytes", count=count)
+    return text("{count:,} bytes ({megabytes:,.2f} MB)", count=count, megabytes=count / 1e6)
 
 
 class Table:
-    """Base of the results that show themselves: a subclass gives `columns`, `rows()` and a `caption()`."""
+    """Base of the results that show themselves: a subclass gives `columns`, `rows()` and a `caption()`.
+
+    Columns and caption are labels; of the cells those are that `text` has made, and the others are code or numbers.
+    """
 
     columns: Sequence[str] = ()
 
@@ -36,12 +46,11 @@ class Table:
         return ""
 
     def __str__(self) -> str:
-        cells = [list(self.columns)] + [[_cell(value) for value in row] for row in self.rows()]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        numbers = [all(isinstance(row[i], int | float | None) for row in self.rows()) for i in range(len(widths))]
-        puts = [str.rjust if number else str.ljust for number in numbers]
-        lines = ["  ".join(put(cell, w) for put, cell, w in zip(puts, row, widths, strict=True)) for row in cells]
-        return "\n".join([*map(str.rstrip, lines), self.caption()]).rstrip()
+        cells = [[*map(say, self.columns)]] + [[_cell(value) for value in row] for row in self.rows()]
+        widths = [max(map(_width, column)) for column in zip(*cells, strict=True)]
+        numbers = [all(re.fullmatch(r"[\d.,–-]*", row[i]) for row in cells[1:]) for i in range(len(widths))]
+        lines = ["  ".join(map(_padded, row, widths, numbers)) for row in cells]
+        return "\n".join([*map(str.rstrip, lines), say(self.caption())]).rstrip()
 
     __repr__ = __str__
 
@@ -51,13 +60,11 @@ class Table:
 
         return pd.DataFrame(self.rows(), columns=list(self.columns), dtype=object)
 
-    def _repr_html_(self) -> str | None:
-        try:
-            html = self.frame().map(_cell).to_html(index=False, border=0)
-        except ImportError:
-            return None  # the notebook falls back to the text
-        # A section, because the course's language switch hides paragraphs and divs: this table is in English only.
-        return f'<section lang="en">{html}<p>{self.caption()}</p></section>'
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{markup(column)}</th>" for column in self.columns)
+        rows = "\n".join(f"<tr>{''.join(map(_html, row))}</tr>" for row in self.rows())
+        table = f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>"
+        return f'<table class="dataframe">\n{table}\n</table><p>{markup(self.caption())}</p>'
 
 
 def _cell(value) -> str:
@@ -65,7 +72,23 @@ def _cell(value) -> str:
         return "–"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return say(value) if isinstance(value, Label) else str(value)
+
+
+def _html(value) -> str:
+    return f"<td>{markup(value) if isinstance(value, Label) else html.escape(_cell(value))}</td>"
+
+
+def _padded(cell: str, width: int, right: bool) -> str:
+    space = " " * (width - _width(cell))
+    return space + cell if right else cell + space
+
+
+def _width(words: str) -> int:
+    """Columns in a terminal, where Chinese takes two each."""
+    return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in words)
 
 
 def draw_timeline(history: Mapping[str, np.ndarray], peak_index: int, ax=None):

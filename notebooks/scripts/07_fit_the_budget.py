@@ -140,14 +140,17 @@ f"{meter.peak_bytes:,} bytes"
 # %% [markdown]
 # <div lang="en">
 #
-# That is the idea. The library's `estimate` does the same for any **recipe**: a value that says what a training step uses. `Recipe()` is the plain step; `help(Recipe)` lists all that it can say.
+# That is the idea. The library's `estimate` does the same for any **recipe**: a value that says what a training step uses. `Recipe()` is the plain step, and this is all that it can say:
 #
 # </div>
 # <div lang="zh">
 #
-# 思路就是这样。库里的 `estimate` 对任何**配方**都这么做。配方是一个不可变的对象（dataclass），写明一个训练步用了哪些技术；`Recipe()` 就是普通的一步；`help(Recipe)` 列出全部可选项。
+# 思路就是这样。库里的 `estimate` 对任何**配方**都这么做。配方是一个不可变的对象（dataclass），写明一个训练步用了哪些技术；`Recipe()` 就是普通的一步，它能写的全部内容如下：
 #
 # </div>
+
+# %%
+lesson_07.recipe_fields()
 
 # %%
 plain = estimate(make_model, make_batch, Recipe())
