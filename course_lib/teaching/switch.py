@@ -5,7 +5,7 @@ from course_lib.labels import choose
 from .pictures import show_in_both_languages
 
 # What stands once per language. Anything else with a `lang` is for every reader: a picture, the switch's own
-# labels, a section that is there in English only.
+# labels.
 PER_LANGUAGE = ("div", "span", "p", "td", "th", "li", "tr", "details", "figure")
 
 # One rule per language hides the other. `.jp-Notebook` is one open notebook (JupyterLab, Notebook 7) or the whole of an
