@@ -7,9 +7,9 @@ from course_lib.teaching import Claim, Table, text
 from course_lib.teaching.said import what_you_may_have_read
 
 from .checks import (
+    check_adapter_bytes,
     check_largest_batch,
     check_layer_formula,
-    check_optimizer_bytes,
     check_swiglu_bytes,
     check_training_state,
     check_whole_peak,
@@ -32,9 +32,9 @@ __all__ = [
     "Giant",
     "activation_playground",
     "attention_sequence",
+    "check_adapter_bytes",
     "check_largest_batch",
     "check_layer_formula",
-    "check_optimizer_bytes",
     "check_swiglu_bytes",
     "check_training_state",
     "check_whole_peak",
