@@ -139,7 +139,7 @@ meter = metered_step(decoder, tokens, adam)
 left = meter.timeline[-1].bytes  # when the step has ended
 predictions([(kind, mine[kind], left[kind]) for kind in mine], unit="bytes")
 
-# %% [markdown] slide={"en": "$4 + 4 + 8 = 16$ bytes a parameter, in fp32; mixed precision ends at 16 too.\n\n7 billion parameters: 112 GB before the first activation.", "zh": "fp32：每个参数 $4 + 4 + 8 = 16$ 字节；混合精度也是 16。\n\n70 亿个参数：还没算激活值，就要 112 GB。"}
+# %% [markdown] slide={"en": "$4 + 4 + 8 = 16$ bytes a parameter, in fp32; mixed precision with master weights ends at 16 too.\n\n7 billion parameters: 112 GB before the first activation.", "zh": "fp32：每个参数 $4 + 4 + 8 = 16$ 字节；带主权重的混合精度也是 16。\n\n70 亿个参数：还没算激活值，就要 112 GB。"}
 # <div lang="en">
 #
 # The 400 bytes: Adam also counts the steps, in 4 bytes for each of the 100 tensors.
@@ -284,7 +284,7 @@ predictions(rows)
 # %%
 where_is_the_peak(single)
 
-# %% [markdown] slide={"en": "Where the peak is decides what helps against it.\n\nThis second one lies at the end of backward, without any activation: checkpointing could not lower it.", "zh": "峰值在哪里，决定了什么办法管用。\n\n后一种峰值在反向的末尾，激活值一个也不剩：检查点帮不上忙。"}
+# %% [markdown] slide={"en": "Where the peak is decides what helps against it.\n\nThis one lies at the end of backward, without any activation: checkpointing could not lower it.", "zh": "峰值在哪里，决定了什么办法管用。\n\n后一种峰值在反向的末尾，激活值一个也不剩：检查点帮不上忙。"}
 # <div lang="en">
 #
 # 16% too much. This peak lies in backward as well, but at its end: not one activation is left. Where the peak is decides what helps against it: checkpointing could not lower this second one at all.
@@ -682,7 +682,7 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 #
 # <div lang="en">
 #
-# - Parameters, gradients and optimizer state don't depend on the batch: 16 bytes a parameter with Adam, in fp32 and in the usual mixed precision. Activations do.
+# - Parameters, gradients and optimizer state don't depend on the batch: 16 bytes a parameter with Adam, in fp32 and in the mixed precision of large models. Activations do.
 # - The kinds are not all there at once. Gradients come as activations go, so the peak lies where one of them is still whole: here at the start of backward, for a large model with one sequence in the optimizer.
 # - Count storages, not tensors.
 # - One layer of this decoder keeps $16 s b h + a s^2 b$ elements and its statistics. P outweighs the rest from $s = 16 h / a$ on.
@@ -693,7 +693,7 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 # </div>
 # <div lang="zh">
 #
-# - 参数、梯度和优化器状态与批次无关：用 Adam 时每个参数 16 字节，fp32 和通常的混合精度都是如此。激活值则随批次变化。
+# - 参数、梯度和优化器状态与批次无关：用 Adam 时每个参数 16 字节，fp32 如此，大模型常用的混合精度也如此。激活值则随批次变化。
 # - 各类字节并非同时都在。激活值释放，梯度才陆续到来，所以峰值出现在其中一方还完整的时候：这里是反向刚开始时，而只有一条序列的大模型则是在优化器里。
 # - 要数存储区，不要数张量。
 # - 这个解码器的一层保存 $16 s b h + a s^2 b$ 个元素，外加统计量。从 $s = 16 h / a$ 起，P 比其余的都大。
@@ -1109,12 +1109,12 @@ on_gpu("01")
 #
 # <div lang="en">
 #
-# The formula with dropout, $34 s b h + 5 a s^2 b$ bytes a layer: 32 layers, hidden size 4096, bf16, one sequence. Move the sliders (they need a running kernel): at what length does the parabola hold half of the bytes? With dropout P counts more, so it is not $16 h / a$.
+# The formula with dropout, $34 s b h + 5 a s^2 b$ bytes a layer: 32 layers, hidden size 4096, bf16, one sequence. Run the second cell below and move its sliders: at what length does the parabola hold half of the bytes? With dropout P counts more, so it is not $16 h / a$.
 #
 # </div>
 # <div lang="zh">
 #
-# 带 dropout 的公式，每层 $34 s b h + 5 a s^2 b$ 字节：32 层、隐藏维度 4096、bf16、一条序列。拖动滑块（需要正在运行的内核）：序列多长时，抛物线占到一半？带 dropout 时 P 的分量更重，所以不是 $16 h / a$。
+# 带 dropout 的公式，每层 $34 s b h + 5 a s^2 b$ 字节：32 层、隐藏维度 4096、bf16、一条序列。运行下面第二个单元格，拖动滑块：序列多长时，抛物线占到一半？带 dropout 时 P 的分量更重，所以不是 $16 h / a$。
 #
 # </div>
 
