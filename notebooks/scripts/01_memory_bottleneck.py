@@ -364,7 +364,7 @@ lesson_01.check_layer_formula(saved_by_one_layer)
 one_layer = saved_by_one_layer(b=8, s=128, h=256, a=8)
 predictions([("one layer", sum(one_layer.values()), kept.total_bytes)], unit="bytes")
 
-# %% [markdown] slide={"en": "$16 s b h + a s^2 b$ elements, and $4 s b$ for the statistics. In half precision, with dropout, the same count gives\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ bytes.}$$\n\nA formula holds for the operators it was counted for.", "zh": "$16 s b h + a s^2 b$ 个元素，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法得到\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ 字节。}$$\n\n公式只对它所针对的算子成立。"}
+# %% [markdown] slide={"en": "$16 s b h + a s^2 b$ elements, and $4 s b$ for the statistics. In half precision, with dropout, it gives\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ bytes.}$$\n\nA formula holds for the operators it was counted for.", "zh": "$16 s b h + a s^2 b$ 个元素，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法得到\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ 字节。}$$\n\n公式只对它所针对的算子成立。"}
 # <div lang="en">
 #
 # Not a byte off. In elements your formula says $16 s b h + a s^2 b$, and $4 s b$ for the statistics. In half precision and with dropout the same count gives the formula of Korthikanti et al., $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes: two bytes an element, one for each element of three masks, and two more for P after its dropout. A formula holds for the operators it was counted for, and for no others (section 1.14).
@@ -627,12 +627,12 @@ len(packed), sum(packed)  # tensors, not storages, and the parameters among them
 #
 # <div lang="en">
 #
-# Three sentences that people meet, each tried on this step. For the second: `torch.autocast` in bf16, the weights in fp32; symbolically, since many CPUs are slow in bf16.
+# Three sentences that people meet, each tried on this step. For the second: mixed precision, that is `torch.autocast` in bf16, the weights in fp32 (section 1.13 has all in bf16); symbolically, since many CPUs are slow in bf16.
 #
 # </div>
 # <div lang="zh">
 #
-# 三句常见的说法，都拿这一步来检验。第二句用 bf16 的 `torch.autocast`，权重仍是 fp32；这里用符号张量来数，因为许多 CPU 算 bf16 很慢。
+# 三句常见的说法，都拿这一步来检验。第二句用混合精度，即 bf16 的 `torch.autocast`，权重仍是 fp32（全用 bf16 的见 1.13 节）；这里用符号张量来数，因为许多 CPU 算 bf16 很慢。
 #
 # </div>
 

@@ -61,11 +61,11 @@ CLAIMS = (
         source="EleutherAI, Transformer Math 101, 2023",
     ),
     Claim(
-        "16-bit mixed precision lowers memory by up to half.",
+        "16-bit precision cuts memory by half.",
         "the same step under autocast in bf16",
         "Partly: 22% less here. Weights, gradients and states stay in fp32, and so do some activations.",
         outcome="partly",
-        source="PyTorch Lightning documentation, N-Bit Precision (Basic)",
+        source="PyTorch Lightning documentation, 16-bit training (older edition; now of true 16-bit only)",
     ),
     Claim(
         "Memory after the forward pass is the peak.",
