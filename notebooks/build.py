@@ -39,6 +39,8 @@ def read_script(path):
     seen = Counter()
     for cell in notebook.cells:
         cell.metadata = {key: value for key, value in cell.metadata.items() if key in KEPT_CELL_METADATA}
+        if "### BEGIN SOLUTION" in cell.source:  # what it shows would tell, too
+            cell.metadata["jupyter"] = {**cell.metadata.get("jupyter", {}), "outputs_hidden": True}
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
         seen[digest] += 1
         cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from course_lib.labels import both
+from course_lib.lessons import ledger
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -25,6 +28,20 @@ def test_the_map_has_the_words_of_the_figure_in_both_languages():
 
     for language, words in zip(pictures.LANGUAGES, pictures.description(course_map()), strict=True):
         assert f"![{words}](notebooks/images/map.{language}.svg)" in README
+
+
+def test_the_first_picture_and_the_table_below_it_are_the_first_rows_of_the_ledger():
+    rows = re.findall(r"^\| (\d\d) \| (.+?) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", README, re.M)
+    plain = ledger.ROWS[0]
+    expected = []
+    for row in ledger.ROWS:
+        technique = "<br>".join(dict.fromkeys(both(row.technique)))
+        ratios = (row.peak_bytes / plain.peak_bytes, row.flops / plain.flops)
+        expected.append((row.lesson, technique, f"{row.peak_bytes / 1e6:.1f}", *(f"{ratio:.2f}" for ratio in ratios)))
+    assert len(rows) > 2 and rows == expected[: len(rows)]
+    peaks = {row[0]: f"{row[2]} MB" for row in rows}
+    words = re.findall(r"!\[([^]]*)\]\(notebooks/images/step\.", README)
+    assert [re.findall(r"[\d.]+ MB", picture) for picture in words] == [[peaks["00"], peaks["02"]]] * 2
 
 
 def test_every_target_of_the_makefile_that_the_readme_names_is_one():

@@ -1,4 +1,4 @@
-"""Draw step.en.svg and step.zh.svg for the README: a training step of a decoder, plain and checkpointed, measured.
+"""Draw step.en.svg and step.zh.svg for the README: the course's training step, plain and checkpointed, measured.
 
     python notebooks/images/step.py
 
@@ -38,12 +38,12 @@ class Checkpointed(torch.nn.Module):
 
 
 def step(*, checkpointed: bool) -> tuple[MemoryMeter, list[torch.Tensor]]:
-    """The second training step with Adam of a decoder with six layers: its meter, and the gradients."""
-    model = Decoder(vocabulary=2000, hidden=256, heads=8, layers=6, sequence=256)
+    """The second training step with Adam of the course's decoder: its meter, and the gradients."""
+    model = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
     if checkpointed:
         model.layers = torch.nn.ModuleList(map(Checkpointed, model.layers))
-    optimizer = torch.optim.Adam(model.parameters(), foreach=True)  # few operators, as on a GPU
-    tokens = random_tokens(8, 256, 2000)
+    optimizer = torch.optim.Adam(model.parameters())
+    tokens = random_tokens(8, 128, 2048)
     for _ in range(2):  # the first step makes the optimizer's state
         optimizer.zero_grad()
         with MemoryMeter(model, optimizer) as meter:

@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "27.5 MB of weights; a training step holds 277.7 MB.\n\nWith one function call around each layer, less than half will do. How?", "zh": "权重 27.5 MB，一个训练步却要占 277.7 MB。\n\n每一层外面包一个函数调用，峰值就降到一半以下。怎么做到的？"}
+# %% [markdown] slide={"en": "27.5 MB of weights; a training step holds 277.7 MB.\n\nWith one function call around each layer, less than half will do. How?", "zh": "权重 27.5 MB，一个训练步却要占 277.7 MB。\n\n给每一层套上一个函数调用，峰值就降到一半以下。怎么做到的？"}
 # # 0 Start here / 从这里开始
 #
 # <div lang="en">
 #
 # Here is a small decoder: eight layers, 27.5 MB of weights. One training step of it holds 277.7 MB at its worst moment. Wrap each layer in one function call, and less than half of that will do. The gradients are the same, to the last bit.
 #
-# Where did the other bytes go? What did it cost? You will see both before this page ends, on your own machine, with or without a GPU.
+# Where were the bytes that are saved? What does it cost? You will see both before this page ends, on your own machine, with or without a GPU.
 #
 # </div>
 # <div lang="zh">
 #
-# 这里有一个小解码器：八层，权重共 27.5 MB。它的一个训练步，最吃紧的时刻要占 277.7 MB。把每一层都包进一个函数调用，同样的一步，峰值就降到一半以下，而梯度逐比特相同。
+# 这里有一个小解码器：八层，权重共 27.5 MB。它的一个训练步，最吃紧的时刻要占 277.7 MB。给每一层套上一个函数调用，同样的一步，峰值就降到一半以下，而梯度逐比特相同。
 #
-# 少掉的字节去了哪里？又付出了什么代价？不等读完这一页，你就会在自己的机器上看到这两个答案，有没有 GPU 都行。
+# 省下的字节原本在哪里？代价又是什么？读完这一页，你会在自己的机器上看到答案，有没有 GPU 都行。
 #
 # </div>
 
@@ -41,7 +41,7 @@ language()
 # </div>
 # <div lang="zh">
 #
-# 上面的三个按钮用来切换全部正文和表格的语言，不运行代码也能用。图也随之切换：每张图都按两种语言各画了一遍。
+# 上面的三个按钮用来切换全部正文和表格的语言，不运行代码也能用。图也随之切换：每张图都有中英文两个版本。
 #
 # **本课内容**（20 分钟）：看看你的机器，了解每一课怎么上，花一分钟看看内存，再选一条路线。
 #
@@ -57,7 +57,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.lessons.lesson_00 import about_this_machine, course_map
-from course_lib.memory import CATEGORIES, MemoryMeter, measure
+from course_lib.memory import MemoryMeter, measure
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import category_label, compare, table, timelines
 
@@ -70,12 +70,12 @@ about_this_machine()
 # %% [markdown] slide={"en": "No GPU needed. We count what every CPU agrees on: **bytes** of live tensors, and **FLOPs**. From seconds we conclude nothing.", "zh": "不需要 GPU。我们数的是在任何 CPU 上都一样的东西：存活张量的**字节**，以及 **FLOPs**。不从秒数下结论。"}
 # <div lang="en">
 #
-# A missing GPU is no obstacle. This course counts two things that are the same on every CPU: the bytes of live tensors, and the floating-point operations (FLOPs). Seconds are shown here and there, but nothing is concluded from them. A GPU differs in places: some of its kernels keep other tensors for backward, and its Adam makes a copy more. The lessons say where, and show it live if you have one.
+# A missing GPU is no obstacle. This course counts two things that are the same on every CPU with this version of PyTorch: the bytes of **live** tensors, those that are still in use, and the floating-point operations (FLOPs). Seconds are shown here and there, but nothing is concluded from them. A GPU differs in places: some of its operators keep other tensors for backward, and its Adam, by default, makes a copy more. The lessons say where, and show it live if you have one.
 #
 # </div>
 # <div lang="zh">
 #
-# 没有 GPU 不碍事。本课程数的是两样在任何 CPU 上都一样的东西：存活张量的字节数，以及浮点运算次数（FLOPs）。运行时间偶尔也会给出，但不据此下结论。本课程在 CPU 上测量，所以统称“内存”；换到 GPU 上，指的就是显存。GPU 上有些地方不同：它的某些核函数为反向保存的张量不一样，它的 Adam 还要多一份副本。遇到这种地方，课里会说明，你有 GPU 就现场演示。
+# 没有 GPU 不碍事。本课程数两样东西，只要 PyTorch 版本相同，它们在任何 CPU 上都一样：**存活**张量（还在使用、没有释放的张量）的字节数，以及浮点运算次数（FLOPs）。运行时间偶尔也会给出，但不据此下结论。本课程在 CPU 上测量，所以统称“内存”；换到 GPU 上，指的就是显存。GPU 上有些地方不同：有些算子为反向保存的张量不一样，Adam 默认还要多用一份副本。遇到这种地方，课里会说明；如果你有 GPU，还会现场测给你看。
 #
 # </div>
 
@@ -84,16 +84,20 @@ about_this_machine()
 #
 # <div lang="en">
 #
-# Each lesson asks one question and answers it in the same order. First you **predict** a number. Then you **build** the idea in a few lines. Then the gradients are proven **equal**, because a saving that changes the result is no saving. Only then do we **measure**, with the prediction beside it. A table of **claims** puts what you may have read elsewhere to the test, and exercises check your answers.
+# Each lesson asks one question and answers it in the same order. First you **predict** a number. Then you **build** the idea in a few lines. Then the gradients are shown to be **equal**, because a saving that changes the result is no saving. Only then do we **measure**, with the prediction beside it. A table of **claims** puts what you may have read elsewhere to the test.
 #
-# Make your guess before you run the cell. A wrong guess is where the lesson happens.
+# An **exercise** is a cell with `None` or `0` in it. Put your answer there and run the cell: the check below says what is wrong with it. The solution is folded under it: click on the three dots.
+#
+# The notebooks are stored with their results. To guess honestly, choose *Edit → Clear Outputs of All Cells* first, then run cell by cell. A wrong guess is where the lesson happens.
 #
 # </div>
 # <div lang="zh">
 #
-# 每一课只问一个问题，都按同样的次序回答。先**预测**一个数；再用几行代码把想法**实现**出来；然后验证梯度**相等**，因为改变了结果的节省不算节省；之后才**测量**，并把预测摆在旁边。最后有一张表，逐条检验你可能在别处读到的**说法**；还有练习，会检查你的答案。
+# 每一课只问一个问题，都按同样的次序回答。先**预测**一个数；再用几行代码把想法**实现**出来；然后验证梯度**相等**，因为改变了结果的节省不算节省；之后才**测量**，并把预测摆在旁边。临近结尾有一张表，逐条检验你可能在别处读到的**说法**。
 #
-# 运行单元格之前先猜一个数。猜错的地方，正是能学到东西的地方。
+# **练习**就是一个写着 `None` 或 `0` 的单元格：填上你的答案再运行，下面的检查会告诉你错在哪里。答案折叠在它下方，点那三个点就能展开。
+#
+# notebook 里存着运行结果。想真正自己猜，请先用菜单 *Edit → Clear Outputs of All Cells* 清掉结果，再逐个运行单元格。猜错的地方，正是能学到东西的地方。
 #
 # </div>
 
@@ -141,17 +145,17 @@ course_map()
 #
 # <div lang="en">
 #
-# A decoder, its optimizer, and a batch of 8 sequences. While the forward pass runs, autograd keeps what the backward pass will need: these bytes are called **activations**. **Activation checkpointing** (also called gradient checkpointing or recomputation; not the weights that are saved to disk) keeps only what enters each layer, and computes the rest again when backward gets there.
+# A decoder, its optimizer, and a batch of 8 sequences. While the forward pass runs, autograd keeps the tensors that the backward pass will need: they are called **activations**. **Activation checkpointing** (also called gradient checkpointing or recomputation; not the weights that are saved to disk) keeps only what enters each layer, and computes the rest again when backward gets there.
 #
 # </div>
 # <div lang="zh">
 #
-# 一个解码器、它的优化器，以及 8 条序列组成的批次。前向传播时，autograd 会保存反向传播要用到的数据，这些数据叫做**激活值**。**激活检查点**（activation checkpointing，又称梯度检查点、激活重计算；不是指存盘的模型权重；下文简称检查点）只保存每一层的输入，等反向走到这一层时，再把其余的重新算出来。
+# 一个解码器、它的优化器，以及 8 条序列组成的批次。前向传播时，autograd 会把反向传播要用到的张量保存下来，它们叫做**激活值**。**激活检查点**（activation checkpointing，又称梯度检查点、激活重计算；不是指存盘的模型权重；下文简称检查点）只保存每一层的输入，等反向走到这一层时，再把其余的重新算出来。
 #
 # </div>
 
 # %% slide="code"
-tokens = random_tokens(batch=8, sequence=128, vocabulary=2048)  # (8, 129): the last one is only predicted
+tokens = random_tokens(batch=8, sequence=128, vocabulary=2048)  # (8, 129), the last a target only
 plain = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
 
 
@@ -180,8 +184,8 @@ forgetful.layers = nn.ModuleList(Checkpointed(layer) for layer in forgetful.laye
 # </div>
 
 # %%
-my_guess_bytes = None  # the peak of the checkpointed step, such as 200e6
-my_guess_flops = None  # its FLOPs in terms of the plain step's, such as 2.0
+my_peak = None  # of the checkpointed step, in MB, such as 200
+my_flops = None  # how many times those of the plain step, such as 2.0
 
 # %% [markdown]
 # <div lang="en">
@@ -233,12 +237,14 @@ def metered(decoder):
 meters = {"plain": metered(plain), "checkpointed": metered(forgetful)}
 
 # %% slide="result"
-timelines(meters, title="Checkpointing cuts the peak by half: activations go, a second forward comes")
+title = "Checkpointing cuts the peak by half: activations go, a second forward comes"
+timelines(meters, title=title)
 
 # %% slide="result"
-rows = [
-    [category_label(name), *(round(meter.at_peak()[name] / 1e6, 1) for meter in meters.values())] for name in CATEGORIES
-]
+rows = []
+for kind in ("parameter", "gradient", "optimizer", "activation", "temporary"):
+    there = [meter.at_peak()[kind] / 1e6 for meter in meters.values()]
+    rows.append((category_label(kind), *(round(size, 1) for size in there)))
 table(["at the peak, MB", *meters], rows)
 
 # %% [markdown]
@@ -246,10 +252,14 @@ table(["at the peak, MB", *meters], rows)
 #
 # Read it from left to right, one operator at a time. Above, the green of the activations climbs until the forward pass ends, and melts away as backward uses them up. Below, there is hardly any green: in backward each layer's activations rise once more, are used, and go, one layer at a time. Those teeth are the recomputation.
 #
+# The meter gives bytes. `measure` runs the same step once more and counts its FLOPs, too.
+#
 # </div>
 # <div lang="zh">
 #
 # 从左往右看，一次看一个算子。上图中，代表激活值的绿色一路爬升，到前向结束为止，随后被反向逐渐用完而消退。下图几乎没有绿色：反向时，激活值一层接一层地重新升起，用完便消失。那些锯齿就是重计算。
+#
+# 计量器给出的是字节。`measure` 把同样的一步再跑一遍，连 FLOPs 也一起数。
 #
 # </div>
 
@@ -271,25 +281,25 @@ compare(arms)
 # %%
 before, after = arms.values()
 rows = [
-    ("peak, MB", my_guess_bytes and my_guess_bytes / 1e6, after.peak_bytes / 1e6),
-    ("FLOPs, of plain", my_guess_flops, after.flops / before.flops),
+    ("peak, MB", my_peak, after.peak_bytes / 1e6),
+    ("FLOPs, of plain", my_flops, after.flops / before.flops),
 ]
-headings = ["", "your guess", "measured"]
-table(headings, [(name, "–" if guess is None else f"{guess:.2f}", f"{measured:.2f}") for name, guess, measured in rows])
+shown = [(name, guess or "–", f"{measured:.2f}") for name, guess, measured in rows]
+table(["", "your guess", "measured"], shown)
 
 # %% [markdown] slide={"en": "Peak: 0.48 of what it was. FLOPs: 1.21, not 2.\n\nAll weights trained, a step is three forwards: one more adds at most a third.", "zh": "峰值降到 0.48 倍，FLOPs 是 1.21 倍，而不是 2 倍。\n\n全部权重都训练时，一步相当于三次前向，多一次至多增加三分之一。"}
 # <div lang="en">
 #
 # The peak falls to 0.48 of what it was, and the FLOPs rise to 1.21. Not a doubling: for each product in forward, backward makes two, one for the gradient of the input and one for the gradient of the weight. A step is three forwards, and one more adds a third at most, as long as all weights are trained. (Frozen weights need no gradient: then a step is nearer to two forwards, and one more adds up to a half.)
 #
-# Here it is less than a third, because the head is not recomputed, and because recomputation stops as soon as the last tensor to be saved is there, which spares each layer its last product.
+# Here it is less than a third, because the head (the last product, which makes the logits) is not recomputed, and because recomputation stops as soon as the last tensor to be saved is there, which spares each layer its last product.
 #
 # </div>
 # <div lang="zh">
 #
 # 峰值降到原来的 0.48 倍，FLOPs 升到 1.21 倍。并没有翻倍：前向里的每次矩阵乘法，反向要做两次，一次求输入的梯度，一次求权重的梯度。一步相当于三次前向，所以只要全部权重都参与训练，多一次前向至多增加三分之一。（冻结的权重不求梯度，那时一步更接近两次前向，多一次前向最多增加一半。）
 #
-# 这里还不到三分之一，因为输出头不用重计算，而且重计算一算出最后一个要保存的张量就停下（提前停），每一层都省去了最后一次矩阵乘法。
+# 这里还不到三分之一，因为输出头（产生 logits 的最后一次矩阵乘法）不用重计算，而且重计算一算出最后一个要保存的张量就停下（提前停），每一层都省去了最后一次矩阵乘法。
 #
 # </div>
 
@@ -320,7 +330,7 @@ ledger("00", "plain", before)
 # | an hour | this page, then sections 1.1 to 1.4 of lesson 01 |
 # | a day | lessons 01 and 02 whole, the summaries of the others |
 # | the whole course | 00 to 09 in order, with the exercises |
-# | a model that does not fit, today | lesson 01, then `course_lib` straight away |
+# | a model that does not fit, today | “What you type” in lesson 02, then `fit` in lesson 07 |
 #
 # If you teach: after 01 most lessons stand alone. But 03 builds on 02, 04 and 06 use one section of it each, and 07 needs all the others. Lessons still in preparation are marked in the README.
 #
@@ -332,7 +342,7 @@ ledger("00", "plain", before)
 # | 一小时 | 本页，然后是第 01 课的 1.1 到 1.4 节 |
 # | 一天 | 第 01、02 课全部，加上其余各课的小结 |
 # | 足够学完全部课程的时间 | 从 00 到 09 依次学完，并做练习 |
-# | 一个眼下就要训练、却装不下的模型 | 第 01 课，然后直接用 `course_lib` |
+# | 一个眼下就要训练、却装不下的模型 | 第 02 课的“你会敲的代码”，然后用第 07 课的 `fit` |
 #
 # 如果你是教师：学过第 01 课之后，各课大多可以单独讲；不过 03 要以 02 为基础，04 和 06 各用到 02 中的一节，07 则需要前面全部各课。仍在编写的课在 README 中有标注。
 #
@@ -343,6 +353,7 @@ ledger("00", "plain", before)
 #
 # <div lang="en">
 #
+# - **`NameError`.** A cell above has not run: choose *Run → Run All Above Selected Cell*.
 # - **No GPU.** Nothing to do. Cells about GPUs say so and show recorded figures where there are any.
 # - **Little memory.** Every lesson stays under 4 GB. Close other notebooks: each one runs a Python of its own.
 # - **A GPU that torch does not see.** `torch.version.cuda` is `None` in a CPU build: install the build for your driver, as the selector on the PyTorch site tells, then `make lab` again.
@@ -352,6 +363,7 @@ ledger("00", "plain", before)
 # </div>
 # <div lang="zh">
 #
+# - **出现 `NameError`。** 上面有单元格还没有运行：选菜单 *Run → Run All Above Selected Cell*。
 # - **没有 GPU。** 什么都不用做。涉及 GPU 的单元格会说明，有预先记录的数据就显示出来。
 # - **内存小。** 每一课都不超过 4 GB。请关掉其他 notebook：每开一个，就多运行一个 Python。
 # - **torch 看不到 GPU。** CPU 版 torch 的 `torch.version.cuda` 是 `None`：请按 PyTorch 网站上的选择器给出的命令，装上与驱动匹配的版本，再运行一次 `make lab`。
@@ -372,7 +384,7 @@ ledger("00", "plain", before)
 # </div>
 # <div lang="zh">
 #
-# 你看到了 277.7 MB 变成 134.0 MB，梯度相等，代价是 1.21 倍的 FLOPs。接下来，[第 01 课](01_memory_bottleneck.ipynb)追问训练步的字节去了哪里，并教你在用掉它们之前就预测出来。
+# 你看到了 277.7 MB 变成 134.0 MB，梯度相等，代价是 1.21 倍的 FLOPs。接下来，[第 01 课](01_memory_bottleneck.ipynb)追问训练步的字节去了哪里，并教你在运行之前就把它们预测出来。
 #
 # 这一技术的**出处**：Chen et al. 2016，*Training Deep Nets with Sublinear Memory Cost*，arXiv:1604.06174。
 #

@@ -72,9 +72,9 @@ from course_lib.teaching import predictions, table, timelines
 # | activations: kept for backward | forward | backward has used them |
 # | temporaries: all other tensors | any operator | nothing needs them any more |
 #
-# The first three don't depend on the data. Adam keeps two numbers for each weight, its first and its second moment. This decoder has 6,875,648 weights, and everything is fp32, 4 bytes a number.
+# The first three don't depend on the data. Adam keeps two numbers for each weight, its two **moments**: running means of its gradient and of the gradient's square. This decoder has 6,875,648 weights, and everything is fp32, 4 bytes a number.
 #
-# **Exercise 1.** How many bytes has each of the three kinds? Type them before you run the next cell.
+# **Exercise 1.** How many bytes has each of the three kinds? Type them into the next cell, and run it.
 #
 # </div>
 # <div lang="zh">
@@ -87,9 +87,9 @@ from course_lib.teaching import predictions, table, timelines
 # | 激活值：为反向而保存 | 前向 | 反向用完它时 |
 # | 临时张量：其余的张量 | 任何算子 | 不再有人需要时 |
 #
-# 前三类与数据无关。Adam 为每个权重各存两个数：一阶矩和二阶矩。这个解码器有 6,875,648 个权重，全部用 fp32，每个数 4 字节。
+# 前三类与数据无关。Adam 为每个权重存两个数，即两个**矩**：梯度的滑动平均，以及梯度平方的滑动平均。这个解码器有 6,875,648 个权重，全部用 fp32，每个数 4 字节。
 #
-# **练习 1。** 这三类各有多少字节？先填好，再运行下一个单元格。
+# **练习 1。** 这三类各有多少字节？填进下一个单元格，再运行它。
 #
 # </div>
 
@@ -112,7 +112,7 @@ lesson_01.check_training_state(mine)
 # </div>
 # <div lang="zh">
 #
-# 现在来测量。走两步：优化器状态在第一步里才建立，所以计量第二步，看它结束时留下了什么。
+# 现在来测量。跑两步：优化器状态在第一步里才建立，所以计量第二步，看它结束时留下了什么。
 #
 # </div>
 
@@ -139,19 +139,19 @@ meter = metered_step(decoder, tokens, adam)
 left = meter.timeline[-1].bytes  # when the step has ended
 predictions([(kind, mine[kind], left[kind]) for kind in mine], unit="bytes")
 
-# %% [markdown] slide={"en": "$4 + 4 + 8 = 16$ bytes a parameter, in fp32; mixed precision ends at 16 too.\n\n7 billion parameters: 112 GB before the first activation.", "zh": "fp32：每个参数 $4 + 4 + 8 = 16$ 字节；混合精度也是 16。\n\n70 亿个参数：还没算激活值，就要 112 GB。"}
+# %% [markdown] slide={"en": "$4 + 4 + 8 = 16$ bytes a parameter, in fp32; mixed precision with master weights ends at 16 too.\n\n7 billion parameters: 112 GB before the first activation.", "zh": "fp32：每个参数 $4 + 4 + 8 = 16$ 字节；带主权重的混合精度也是 16。\n\n70 亿个参数：还没算激活值，就要 112 GB。"}
 # <div lang="en">
 #
 # The 400 bytes: Adam also counts the steps, in 4 bytes for each of the 100 tensors.
 #
-# That is $4 + 4 + 8 = 16$ bytes a parameter. The usual mixed precision ends at 16 too: weight and gradient in bf16, 2 bytes each, and in the optimizer an fp32 master weight and two moments, $2 + 2 + 12$. So a model of 7 billion parameters, 14 GB of bf16 weights, needs 112 GB with this recipe before the first activation. Other recipes split it otherwise, and some go lower (section 1.12).
+# That is $4 + 4 + 8 = 16$ bytes a parameter. Mixed precision as large models are trained with it ends at 16 too: weight and gradient in bf16, 2 bytes each, and in the optimizer an fp32 copy of the weight (its **master weight**) and two moments, $2 + 2 + 12$. So a model of 7 billion parameters, 14 GB of bf16 weights, needs 112 GB with this recipe before the first activation. Other recipes split it otherwise, and some go lower (sections 1.12 and 1.13).
 #
 # </div>
 # <div lang="zh">
 #
 # 多出的 400 字节：Adam 还为 100 个张量各记一个步数，每个 4 字节。
 #
-# 合起来是每个参数 $4 + 4 + 8 = 16$ 字节。通常的混合精度也是 16 字节：权重和梯度用 bf16，各 2 字节；优化器里有 fp32 主权重和两个矩，即 $2 + 2 + 12$。因此一个 70 亿参数的模型，bf16 权重只有 14 GB，按这个配方还没算激活值就要占 112 GB。别的配方分法不同，有的更低（见 1.12 节）。
+# 合起来是每个参数 $4 + 4 + 8 = 16$ 字节。训练大模型时常用的混合精度也是 16 字节：权重和梯度用 bf16，各 2 字节；优化器里有权重的一份 fp32 副本（**主权重**）和两个矩，即 $2 + 2 + 12$。因此一个 70 亿参数的模型，bf16 权重只有 14 GB，按这个配方还没算激活值就要占 112 GB。别的配方分法不同，有的更低（见 1.12 节和 1.13 节）。
 #
 # </div>
 
@@ -162,14 +162,14 @@ predictions([(kind, mine[kind], left[kind]) for kind in mine], unit="bytes")
 #
 # How does the meter know? A tensor's bytes lie in its **storage**, and views share it. So stand behind every operator, look at the storages that came out and had not gone in, add their bytes, and subtract them when they die.
 #
-# Three tools do it. A `TorchDispatchMode` stands at the dispatcher, which every operator of PyTorch passes. `tree_leaves` takes lists and tuples apart. `weakref.finalize` calls a function when an object dies. (`_cdata` is the storage's address: the same for every view.)
+# Three tools do it. A `TorchDispatchMode` stands at the dispatcher, which every operator of PyTorch passes. `tree_leaves` takes lists and tuples apart. `weakref.finalize` calls a function when an object dies. (`_cdata` is the storage's address, the same for every view; as long as the storage lives, PyTorch hands out the same object for it.)
 #
 # </div>
 # <div lang="zh">
 #
-# 计量器是怎么知道的？张量的字节在它的**存储区**（storage）里，各个视图共用一份。所以只要守在每个算子后面：凡是出来时有、进去时没有的存储区，就加上它的字节；等它消亡，再减掉。
+# 计量器是怎么知道的？张量的字节在它的**存储区**（storage）里，各个视图共用一份。所以只要守在每个算子后面：凡是出来时有、进去时没有的存储区，就加上它的字节；等它释放，再减掉。
 #
-# 这要用到三样工具：`TorchDispatchMode` 守在**分发器**（dispatcher）处，PyTorch 的每个算子都要经过那里；`tree_leaves` 把列表和元组拆开；`weakref.finalize` 在对象消亡时调用一个函数。（`_cdata` 是存储区的地址，各个视图都一样。）
+# 这要用到三样工具：`TorchDispatchMode` 守在**分发器**（dispatcher）处，PyTorch 的每个算子都要经过那里；`tree_leaves` 把列表和元组拆开；`weakref.finalize` 在对象被回收时调用一个函数。（`_cdata` 是存储区的地址，各个视图都一样；存储区还在，PyTorch 给出的就是同一个对象。）
 #
 # </div>
 
@@ -210,12 +210,12 @@ table(["meter", "peak, bytes"], [("TinyMeter", tiny.peak), ("MemoryMeter", full.
 # %% [markdown]
 # <div lang="en">
 #
-# Equal to the byte. The library's `MemoryMeter` works the same way and adds what these lines lack: kinds of bytes, phases, operators by name, a budget, threads. One thing to remember for later: a meter that stands behind every operator is not wholly out of the way. Section 1.19 shows where that matters.
+# Equal to the byte (and without weights and state, 82.5 MB, which were there before). The library's `MemoryMeter` works the same way and adds what these lines lack: kinds of bytes, phases, operators by name, a budget, threads. One thing to remember for later: a meter that stands behind every operator is not wholly out of the way. Section 1.19 shows where that matters.
 #
 # </div>
 # <div lang="zh">
 #
-# 一字节不差。课程库的 `MemoryMeter` 也是这样工作的，只是补上了这几行所缺的：字节的种类、阶段、算子的名字、预算、多线程。有一点先记下：守在每个算子后面的计量器，并非毫无影响。1.19 节会说明什么时候要当心。
+# 一字节不差（不含权重和优化器状态的 82.5 MB，它们早就在了）。课程库的 `MemoryMeter` 也是这样工作的，只是补上了这几行所缺的：字节的种类、阶段、算子的名字、预算、多线程。有一点先记下：守在每个算子后面的计量器，并非毫无影响。1.19 节会说明什么时候要当心。
 #
 # </div>
 
@@ -231,7 +231,7 @@ table(["meter", "peak, bytes"], [("TinyMeter", tiny.peak), ("MemoryMeter", full.
 # </div>
 # <div lang="zh">
 #
-# 网上的计算器都是做加法：权重、梯度、优化器状态、激活值。前三项你已经知道，共 110.0 MB；这一步的激活值最多 178.4 MB。
+# 网上的显存计算器都是做加法：权重、梯度、优化器状态、激活值。前三项你已经知道，共 110.0 MB；这一步的激活值最多 178.4 MB。
 #
 # **先猜**：峰值是多少？在哪个阶段：前向、反向，还是优化器更新时？峰值那一刻，有多少字节的梯度？
 #
@@ -247,23 +247,28 @@ timelines({"one step": meter}, title="Gradients come as activations go: they nev
 then = meter.at_peak()["gradient"]
 predictions([("peak", my_peak, meter.peak_bytes), ("gradients then", my_gradients, then)])
 
+
 # %% slide="result"
-peak = max(meter.timeline, key=lambda sample: sample.live_bytes)
-peak.phase, peak.operator
+def where_is_the_peak(meter):
+    peak = max(meter.timeline, key=lambda sample: sample.live_bytes)
+    return peak.phase, peak.operator, meter.at_peak()["activation"]
+
+
+where_is_the_peak(meter)
 
 # %% [markdown] slide={"en": "At the peak: no gradients yet, all activations still. So the sum of all kinds is not the peak.\n\nAnd with a single sequence?", "zh": "峰值那一刻，梯度还没有，激活值全都在。所以各类相加并不是峰值。\n\n只有一条序列时呢？"}
 # <div lang="en">
 #
-# At the peak there is not a single byte of gradients. It lies at the very start of backward, where the gradient of the logits is made: all activations are still there, and no parameter has its gradient yet. From then on each layer gives back its activations and gets its gradients.
+# At the peak not one parameter has its gradient. It lies at the very start of backward, where the gradient of the logits is made, a temporary: all activations are still there. From then on each layer gives back its activations and gets its gradients.
 #
 # So the sum of all kinds, 288.4 MB, is not the peak, and its error depends on the batch. With a single sequence:
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值那一刻，梯度一个字节也没有。峰值就在反向刚开始、求 logits 的梯度的时候：激活值全都还在，而没有一个参数得到了梯度。此后每一层交还自己的激活值，换来自己的梯度。
+# 峰值那一刻，还没有一个参数得到梯度。峰值就在反向刚开始、求 logits 的梯度（一个临时张量）的时候：激活值全都还在。此后每一层交还自己的激活值，换来自己的梯度。
 #
-# 所以把各类相加得到的 288.4 MB 并不是峰值，误差有多大还要看批次。只有一个序列时：
+# 所以把各类相加得到的 288.4 MB 并不是峰值，误差有多大还要看批次。只有一条序列时：
 #
 # </div>
 
@@ -276,15 +281,18 @@ for name, found in {"8 sequences": meter, "1 sequence": single}.items():
     rows.append((name, added, found.peak_bytes))
 predictions(rows)
 
-# %% [markdown] slide={"en": "Where the peak is decides what helps against it.\n\nThis second one lies late in backward: checkpointing could not lower it by much.", "zh": "峰值在哪里，决定了什么办法管用。\n\n后一种峰值靠近反向的末尾：检查点帮不上多少忙。"}
+# %%
+where_is_the_peak(single)
+
+# %% [markdown] slide={"en": "Where the peak is decides what helps against it.\n\nThis one lies at the end of backward, without any activation: checkpointing could not lower it.", "zh": "峰值在哪里，决定了什么办法管用。\n\n后一种峰值在反向的末尾，激活值一个也不剩：检查点帮不上忙。"}
 # <div lang="en">
 #
-# 16% too much. That peak lies in backward as well, near its end: most gradients have come, most activations are gone. Where the peak is decides what helps against it: checkpointing could not lower this second one by much.
+# 16% too much. This peak lies in backward as well, but at its end: not one activation is left. Where the peak is decides what helps against it: checkpointing could not lower this second one at all.
 #
 # </div>
 # <div lang="zh">
 #
-# 多算了 16%。这时的峰值也在反向里，但靠近末尾：梯度大多已经到齐，激活值大多已经释放。峰值在哪里，决定了什么办法管用：对后一种峰值，检查点帮不上多少忙。
+# 多算了 16%。这时的峰值也在反向里，却在末尾：激活值一个也不剩。峰值在哪里，决定了什么办法管用：对后一种峰值，检查点一点忙也帮不上。
 #
 # </div>
 
@@ -293,12 +301,12 @@ predictions(rows)
 #
 # <div lang="en">
 #
-# The activations are the tall part. Which tensors are they? `saved_tensors` runs a function and lists what its graph holds for backward. Here is one layer of the decoder, with a row of the formula that you are about to write beside each tensor.
+# The activations are the tall part. Which tensors are they? `saved_tensors` runs a function and lists what its graph holds for backward. Here is one layer of the decoder; the last column names the row of the formula that you are about to write. (`Addmm` is a Linear layer, `mat1` its input. `Bmm` is a product for each sequence and head: 64 of them.)
 #
 # </div>
 # <div lang="zh">
 #
-# 最高的那部分是激活值。它们是哪些张量？`saved_tensors` 运行一个函数，列出它的计算图为反向保存的张量。下面是解码器的一层，每个张量旁边标着它属于公式的哪一行；公式马上由你来写。
+# 图中最高的一块是激活值。它们是哪些张量？`saved_tensors` 运行一个函数，列出它的计算图为反向保存的张量。下面是解码器的一层，最后一列是公式里的哪一行；公式马上由你来写。（`Addmm` 是线性层，`mat1` 是它的输入；`Bmm` 是每条序列、每个头各做一次的矩阵乘法，共 64 次。）
 #
 # </div>
 
@@ -356,19 +364,19 @@ lesson_01.check_layer_formula(saved_by_one_layer)
 one_layer = saved_by_one_layer(b=8, s=128, h=256, a=8)
 predictions([("one layer", sum(one_layer.values()), kept.total_bytes)], unit="bytes")
 
-# %% [markdown] slide={"en": "$16 s b h + a s^2 b$ elements, and $4 s b$ for the statistics. In half precision, with dropout:\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ bytes.}$$\n\nA formula holds for the operators it was counted for.", "zh": "$16 s b h + a s^2 b$ 个元素，统计量另计 $4 s b$。半精度、带 dropout 时：\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ 字节。}$$\n\n公式只对它所针对的算子成立。"}
+# %% [markdown] slide={"en": "$16 s b h + a s^2 b$ elements, and $4 s b$ for the statistics. In half precision, with dropout, it gives\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ bytes.}$$\n\nA formula holds for the operators it was counted for.", "zh": "$16 s b h + a s^2 b$ 个元素，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法得到\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ 字节。}$$\n\n公式只对它所针对的算子成立。"}
 # <div lang="en">
 #
-# Not a byte off. In elements your formula says $16 s b h + a s^2 b$, and $4 s b$ for the statistics. In half precision and with dropout the same count gives the formula of Korthikanti et al., $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes: two bytes an element, and one for each of three masks. A formula holds for the operators it was counted for, and for no others (section 1.14).
+# Not a byte off. In elements your formula says $16 s b h + a s^2 b$, and $4 s b$ for the statistics. In half precision and with dropout the same count gives the formula of Korthikanti et al., $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes: two bytes an element, one for each element of three masks, and two more for P after its dropout. A formula holds for the operators it was counted for, and for no others (section 1.14).
 #
 # </div>
 # <div lang="zh">
 #
-# 一字节不差。按元素个数，你的公式是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法就得到 Korthikanti 等人的公式：$s b h \left(34 + 5 \frac{a s}{h}\right)$ 字节，即每个元素两字节，三个掩码每个元素一字节。公式只对它所针对的算子成立，换了算子就不成立（见 1.14 节）。
+# 一字节不差。按元素个数，你的公式是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法就得到 Korthikanti 等人的公式：$s b h \left(34 + 5 \frac{a s}{h}\right)$ 字节：每个元素两字节，三个掩码每个元素一字节，dropout 之后的 P 再占两字节。公式只对它所针对的算子成立，换了算子就不成立（见 1.14 节）。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Each layer keeps its own: bytes grow with depth as a line.\n\n**Guess first.** What is its slope, and what its intercept?", "zh": "每一层各存各的：字节数随深度呈直线增长。\n\n**先猜**：斜率是什么？截距又是什么？"}
+# %% [markdown] slide={"en": "Each layer keeps its own: bytes grow with depth as a line.\n\n**Guess first.** What is its slope, and what its intercept?", "zh": "每一层各存各的：字节数随深度线性增长。\n\n**先猜**：斜率是什么？截距又是什么？"}
 # ## 1.5 Depth is a line, length a parabola / 深度是直线，长度是抛物线
 #
 # <div lang="en">
@@ -378,7 +386,7 @@ predictions([("one layer", sum(one_layer.values()), kept.total_bytes)], unit="by
 # </div>
 # <div lang="zh">
 #
-# 你的公式针对一层，而每一层各存各的：字节数随深度呈直线增长。斜率就是你算出的总和，截距是输出头及其损失所保存的。符号张量只有形状、没有数据，这样扫一遍一眨眼就完成。
+# 你的公式针对一层，而每一层各存各的：字节数随深度线性增长。斜率就是你算出的总和，截距是输出头及其损失所保存的。符号张量只有形状、没有数据，用它扫一遍只要一会儿。
 #
 # </div>
 
@@ -407,9 +415,7 @@ predictions(rows, unit="bytes")
 
 # %%
 my_length = None  # tokens
-
-# %%
-lengths, layer_mb, p_mb = [128, 256, 512, 1024, 2048], [], []
+lengths, layer_mb, p_mb = [128, 256, 512, 768, 1024], [], []
 with symbolic():
     for s in lengths:
         rows = saved_tensors(DecoderLayer(256, 8), torch.randn(8, s, 256))
@@ -417,12 +423,12 @@ with symbolic():
         p_mb.append(max(row.bytes for row in rows if row.operator == "SoftmaxBackward0") / 1e6)
 
 # %% slide="result"
-lesson_01.draw_lengths(lengths, layer_mb, p_mb, saved_by_one_layer)
+lesson_01.draw_lengths(lengths, layer_mb, p_mb, saved_by_one_layer, my_length)
 
 # %% [markdown] slide={"en": "They cross at $s = 16 h / a = 512$. With heads of 128, at 2048.\n\nBeyond it, attention is the memory problem.", "zh": "两者在 $s = 16 h / a = 512$ 处相交；头维度为 128 时，在 2048 处。\n\n过了交点，内存问题就是注意力问题。"}
 # <div lang="en">
 #
-# They cross at $s = 16 h / a = 512$: sixteen times the size of a head, here 32. Heads of 128, as in large models, move the crossing to 2048 tokens. Beyond it, attention is the memory problem. Lesson 06 makes P vanish.
+# They cross at $s = 16 h / a = 512$: sixteen times the size of a head, here 32. Heads of 128, as in many large models, move the crossing to 2048 tokens. Beyond it, attention is the memory problem. Lesson 06 makes P vanish.
 #
 # </div>
 # <div lang="zh">
@@ -436,7 +442,7 @@ lesson_01.draw_lengths(lengths, layer_mb, p_mb, saved_by_one_layer)
 #
 # <div lang="en">
 #
-# One part is missing: the head. It makes logits, one number for every word of the vocabulary at every position. The loss keeps their log-softmax. At the start of backward its gradient is made, and from that the gradient of the logits: **three tensors of one size**, one kept and two temporary. (Where a head upcasts bf16 logits to fp32, there are more.)
+# One part is missing: the head. It makes logits, one number for every word of the vocabulary at every position. The loss keeps the result of their log-softmax. The logits themselves are gone by then. At the start of backward the gradient of the log-softmax is made, and from that the gradient of the logits: **three tensors of one size**, one kept and two temporary. (Where a head upcasts bf16 logits to fp32, there are more.)
 #
 # The head keeps little else: the last LayerNorm's input and statistics, and the head's own input.
 #
@@ -445,11 +451,11 @@ lesson_01.draw_lengths(lengths, layer_mb, p_mb, saved_by_one_layer)
 # </div>
 # <div lang="zh">
 #
-# 还差一部分：输出头。它产生 logits，每个位置对词表里的每个词各有一个数。损失会保存它的 log-softmax；反向一开始，先求出后者的梯度，再由它算出 logits 的梯度：**三个一样大的张量**，一个是保存的，两个是临时的。（如果输出头把 bf16 的 logits 升到 fp32，还会更多。）
+# 还差一部分：输出头。它产生 logits，每个位置对词表里的每个词各有一个数。损失只保存 log-softmax 的结果，logits 本身随即释放。反向一开始，先求出 log-softmax 的梯度，再由它算出 logits 的梯度：**三个一样大的张量**，一个是保存的，两个是临时的。（如果输出头把 bf16 的 logits 转成 fp32，还会更多。）
 #
 # 除此之外，这里保存的很少：最后一个 LayerNorm 的输入和统计量，以及输出头自己的输入。
 #
-# **练习 3。** 把这一步的整个峰值加出来，以字节计：反向刚开始时有哪些字节？各部分你都有了。
+# **练习 3。** 算出这一步的整个峰值，以字节计：反向刚开始时有哪些字节？把各部分加起来，你手上都有了。
 #
 # </div>
 
@@ -461,23 +467,24 @@ lesson_01.check_whole_peak(my_sum)
 ### BEGIN SOLUTION
 b, s, h, v = 8, 128, 256, 2048
 logits = 4 * s * b * v
-head = 4 * s * b * h + 4 * 2 * s * b + 4 * s * b * h  # the norm's input and statistics, the head's input
-my_sum = left["parameter"] + left["optimizer"] + 8 * sum(one_layer.values()) + head + 3 * logits
+norm, head = 4 * s * b * h + 4 * 2 * s * b, 4 * s * b * h  # inputs, and the norm's statistics
+state = left["parameter"] + left["optimizer"]
+my_sum = state + 8 * sum(one_layer.values()) + norm + head + 3 * logits
 lesson_01.check_whole_peak(my_sum)
 ### END SOLUTION
 
 # %% slide="result"
 predictions([("the whole peak", my_sum, meter.peak_bytes)], unit="bytes")
 
-# %% [markdown] slide={"en": "The 8 bytes are the loss and its gradient.\n\nA vocabulary of 2048: logits make a tenth of the peak. And a real one?", "zh": "这 8 个字节是损失和它的梯度。\n\n词表只有 2048 时，logits 占峰值的十分之一。真实的词表呢？"}
+# %% [markdown] slide={"en": "The 8 bytes are the loss and its gradient.\n\nA vocabulary of 2048: logits make 9% of the peak. And a real one?", "zh": "这 8 个字节是损失和它的梯度。\n\n词表只有 2048 时，logits 占峰值的 9%。真实的词表呢？"}
 # <div lang="en">
 #
-# The 8 bytes are the loss and its gradient: two numbers. A tenth of this peak belongs to the logits, with a vocabulary of 2048. Real ones are larger:
+# The 8 bytes are the loss and its gradient: two numbers. With a vocabulary of 2048, 9% of this peak belongs to the logits. Real ones are larger:
 #
 # </div>
 # <div lang="zh">
 #
-# 这 8 个字节是损失和它的梯度：两个数。词表只有 2048 时，logits 占峰值的十分之一。真实的词表要大得多：
+# 这 8 个字节是损失和它的梯度：两个数。词表只有 2048 时，logits 占峰值的 9%。真实的词表要大得多：
 #
 # </div>
 
@@ -489,18 +496,20 @@ for vocabulary in (2048, 8192, 32768):
         with MemoryMeter(model) as found:
             model.loss(random_tokens(8, 128, vocabulary)).backward()
     logits, peak = 4 * 8 * 128 * vocabulary, found.peak_bytes
-    rows.append((vocabulary, round(peak / 1e6, 1), round(logits / 1e6, 1), f"{3 * logits / peak:.0%}"))
-table(["vocabulary", "peak without optimizer, MB", "logits, MB", "three of them"], rows)
+    sizes = [round(count / 1e6, 1) for count in (peak, logits)]
+    rows.append((vocabulary, *sizes, f"{3 * logits / peak:.0%}"))
+headings = ["vocabulary", "peak without optimizer, MB", "logits, MB", "three of them, of the peak"]
+table(headings, rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# With 32768 words nearly two thirds of the peak belong to one matrix product and its loss, on top of eight layers. Lesson 02 computes this loss in pieces, so that the logits never exist whole.
+# With 32768 words nearly two thirds of the peak belong to one matrix product and its loss, and the eight layers share the rest with the weights. Lesson 02 computes this loss in pieces, so that the logits never exist whole.
 #
 # </div>
 # <div lang="zh">
 #
-# 词表为 32768 时，峰值的将近三分之二属于一次矩阵乘法和它的损失，下面的八层加起来还没它多。第 02 课会把这个损失分段计算，让完整的 logits 从不出现。
+# 词表为 32768 时，峰值的将近三分之二属于一次矩阵乘法和它的损失，余下的才归八层和权重。第 02 课会把这个损失分段计算，让完整的 logits 从不出现。
 #
 # </div>
 
@@ -509,23 +518,21 @@ table(["vocabulary", "peak without optimizer, MB", "logits, MB", "three of them"
 #
 # <div lang="en">
 #
-# `symbolic()` is PyTorch's `FakeTensorMode` with storages that the meter can count. Nothing is computed, no memory is taken, and every operator of the real step goes by. So: mixed-precision Adam, one sequence of 2048 tokens, fused attention (`F.scaled_dot_product_attention`, which does not keep P).
+# `symbolic()` is PyTorch's `FakeTensorMode` with storages that the meter can count. Nothing is computed, no memory is taken, and every operator of the real step goes by. The recipe here: mixed-precision Adam, one sequence of 2048 tokens, fused attention (`F.scaled_dot_product_attention`, which does not keep P).
 #
 # **Guess first.** With 6.6 billion parameters at 16 bytes each, 105.3 GB, and 8.8 GB of activations at most: what is the peak, and in which phase?
 #
 # </div>
 # <div lang="zh">
 #
-# `symbolic()` 就是 PyTorch 的 `FakeTensorMode`，只是计量器能数出其中的存储区。什么都不计算，内存也不占用，而真实训练步的每个算子都会经过。于是：混合精度的 Adam，一个 2048 token 的序列，融合注意力（`F.scaled_dot_product_attention`，它不保存 P）。
+# `symbolic()` 就是 PyTorch 的 `FakeTensorMode`，只是计量器能数出其中的存储区。什么都不计算，内存也不占用，而真实训练步的每个算子都会走一遍。这里的配方是：混合精度的 Adam，一条 2048 个 token 的序列，融合注意力（`F.scaled_dot_product_attention`，它不保存 P）。
 #
 # **先猜**：66 亿个参数，每个 16 字节，共 105.3 GB；激活值最多 8.8 GB。峰值是多少？在哪个阶段？
 #
 # </div>
 
 # %%
-my_giant_peak = None  # bytes, such as 114e9
-
-# %%
+my_giant_peak = None  # of 7 B, in bytes, such as 114e9
 shapes = {"1 B": (2048, 16, 18), "7 B": (4096, 32, 32), "70 B": (8192, 64, 80)}  # h, a, layers
 giants = {name: lesson_01.mixed_precision_step(*shape) for name, shape in shapes.items()}
 
@@ -536,19 +543,22 @@ for name, giant in giants.items():
     rows.append((name, *(round(count / 1e9, 1) for count in counts), giant.phase))
 table(["model", "16 bytes a parameter, GB", "most activations, GB", "peak, GB", "peak in"], rows)
 
-# %% [markdown] slide={"en": "At this peak the activations of the 7 B model cost nothing.\n\nSo it is for a loop over parameters, and one sequence.", "zh": "7 B 模型的激活值，在这个峰值处分文不取。\n\n这是逐个参数循环更新、只有一条序列时的结论。"}
+# %%
+predictions([("7 B", my_giant_peak, giants["7 B"].peak_bytes)], unit="GB")
+
+# %% [markdown] slide={"en": "The activations of the 7 B model add nothing to this peak.\n\nSo it is for a loop over parameters, and one sequence.", "zh": "7 B 模型的激活值，对这个峰值毫无影响。\n\n这是逐个参数循环更新、只有一条序列时的结论。"}
 # <div lang="en">
 #
-# The activations of the 7 B model cost nothing at the peak: they are gone before the last gradients have come, and the peak waits in the optimizer, three temporaries above the 16 bytes. With the small model, or with more sequences, it is the other way round.
+# The activations of the 7 B model add nothing to the peak: they are gone before the last gradients have come, and the peak waits in the optimizer, above the 16 bytes by three fp32 temporaries of the largest parameter. With the small model it is the other way round.
 #
 # This holds for this recipe, a loop over parameters, and one sequence. No step of the largest model has ever run on this machine, and yet its bytes are counted operator by operator.
 #
 # </div>
 # <div lang="zh">
 #
-# 7 B 模型的激活值，在峰值处分文不取：最后的梯度还没到齐，它们已经释放；峰值要到优化器里才出现，只比 16 字节的部分多三个临时张量。模型小一些，或者序列多一些，情形就反过来。
+# 7 B 模型的激活值对峰值毫无影响：最后几个梯度还没到，它们就已释放；峰值要到优化器里才出现，只比 16 字节的部分多三个 fp32 临时张量，大小与最大的参数相同。模型小的那一行，情形正相反。
 #
-# 这只是这个配方（逐个参数循环更新）、一个序列时的结论。最大的模型从未在这台机器上真正跑过一步，它的字节却逐个算子数清了。
+# 这只是这个配方（逐个参数循环更新）、一条序列时的结论。最大的模型从未在这台机器上真正跑过一步，它的字节却逐个算子数清了。
 #
 # </div>
 
@@ -617,12 +627,12 @@ len(packed), sum(packed)  # tensors, not storages, and the parameters among them
 #
 # <div lang="en">
 #
-# Three sentences that people meet, each tried on this step. For the second: `torch.autocast` in bf16, the weights in fp32; symbolically, since many CPUs are slow in bf16.
+# Three sentences that people meet, each tried on this step. For the second: mixed precision, that is `torch.autocast` in bf16, the weights in fp32 (section 1.13 has all in bf16); symbolically, since many CPUs are slow in bf16.
 #
 # </div>
 # <div lang="zh">
 #
-# 三句常见的说法，都拿这一步来检验。第二句用 bf16 的 `torch.autocast`，权重仍是 fp32；这里用符号张量来数，因为许多 CPU 算 bf16 很慢。
+# 三句常见的说法，都拿这一步来检验。第二句用混合精度，即 bf16 的 `torch.autocast`，权重仍是 fp32（全用 bf16 的见 1.13 节）；这里用符号张量来数，因为许多 CPU 算 bf16 很慢。
 #
 # </div>
 
@@ -672,7 +682,7 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 #
 # <div lang="en">
 #
-# - Parameters, gradients and optimizer state don't depend on the batch: 16 bytes a parameter with Adam, in fp32 and in the usual mixed precision. Activations do.
+# - Parameters, gradients and optimizer state don't depend on the batch: 16 bytes a parameter with Adam, in fp32 and in the mixed precision of large models. Activations do.
 # - The kinds are not all there at once. Gradients come as activations go, so the peak lies where one of them is still whole: here at the start of backward, for a large model with one sequence in the optimizer.
 # - Count storages, not tensors.
 # - One layer of this decoder keeps $16 s b h + a s^2 b$ elements and its statistics. P outweighs the rest from $s = 16 h / a$ on.
@@ -683,8 +693,8 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 # </div>
 # <div lang="zh">
 #
-# - 参数、梯度和优化器状态与批次无关：用 Adam 时每个参数 16 字节，fp32 和通常的混合精度都是如此。激活值则随批次变化。
-# - 各类字节并非同时都在。激活值释放，梯度才陆续到来，所以峰值出现在其中一方还完整的时候：这里是反向刚开始时，而只有一个序列的大模型则是在优化器里。
+# - 参数、梯度和优化器状态与批次无关：用 Adam 时每个参数 16 字节，fp32 如此，大模型常用的混合精度也如此。激活值则随批次变化。
+# - 各类字节并非同时都在。激活值释放，梯度才陆续到来，所以峰值出现在其中一方还完整的时候：这里是反向刚开始时，而只有一条序列的大模型则是在优化器里。
 # - 要数存储区，不要数张量。
 # - 这个解码器的一层保存 $16 s b h + a s^2 b$ 个元素，外加统计量。从 $s = 16 h / a$ 起，P 比其余的都大。
 # - 峰值时，输出头占着三个与 logits 一样大的张量。
@@ -724,12 +734,12 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 #
 # <div lang="en">
 #
-# A loop over parameters needs temporaries as large as one parameter. `foreach=True`, PyTorch's default on CUDA, treats all parameters at once and makes a temporary as large as all of them: 4 bytes a parameter more, 28 GB for 7 billion. `fused=True` needs none. Here is the most that is live during `step()`:
+# A loop over parameters needs temporaries as large as one parameter. `foreach=True`, PyTorch's default on CUDA, treats all parameters at once and makes a temporary as large as all of them: in fp32 4 bytes a parameter more, 28 GB for 7 billion. `fused=True` needs none. Here is the most that is live during `step()`:
 #
 # </div>
 # <div lang="zh">
 #
-# 逐个参数循环更新时，临时张量只有一个参数那么大。`foreach=True` 是 PyTorch 在 CUDA 上的默认做法，它一次处理全部参数，要有一份与全部参数一样大的临时张量：每个参数多 4 字节，70 亿个参数就是 28 GB。`fused=True` 一份也不要。下面是 `step()` 期间最多存活的字节：
+# 逐个参数循环更新时，临时张量只有一个参数那么大。`foreach=True` 是 PyTorch 在 CUDA 上的默认做法，它一次处理全部参数，要有一份与全部参数一样大的临时张量：fp32 时每个参数多 4 字节，70 亿个参数就是 28 GB。`fused=True` 一份也不要。下面是 `step()` 期间最多存活的字节：
 #
 # </div>
 
@@ -742,45 +752,32 @@ for name in ("loop", "foreach", "fused"):
     found = metered_step(model, random_tokens(1, 128, 2048), update)
     in_step = max(sample.live_bytes for sample in found.timeline if sample.phase == "optimizer")
     rows.append((name, in_step, round(in_step / (4 * 6_875_648), 2), found.peak_bytes))
-table(["Adam", "most in step(), bytes", "of the parameters", "peak of the step, one sequence"], rows)
+headings = ["Adam", "most in step(), bytes", "of the parameters", "peak, one sequence"]
+table(headings, rows)
 
 # %% [markdown]
 # <div lang="en">
 #
 # With one sequence, `foreach` alone moves the peak into the optimizer and raises it by a fifth. Lower than 16 bytes a parameter go: 8-bit states (2 bytes in place of 8), an update inside backward (no gradients kept, lesson 05), adapters (next section), and sharding (lesson 08).
 #
-# **Exercise 4.** How many bytes of optimizer state does mixed-precision Adam keep for 7 billion parameters, the master weights included?
-#
 # </div>
 # <div lang="zh">
 #
-# 只有一个序列时，单是 `foreach` 就把峰值移到了优化器里，还抬高了五分之一。也有低于 16 字节的做法：8 位的状态（2 字节代替 8 字节）、在反向中就更新（不保留梯度，第 05 课）、适配器（下一节），以及分片（第 08 课）。
-#
-# **练习 4。** 对 70 亿个参数，混合精度的 Adam 要保存多少字节的优化器状态（含主权重）？
+# 只有一条序列时，单是 `foreach` 就把峰值移到了优化器里，还抬高了五分之一。也有每个参数不到 16 字节的做法：8 位的状态（2 字节代替 8 字节）、在反向中就更新（不保留梯度，第 05 课）、适配器（下一节），以及分片（第 08 课）。
 #
 # </div>
-
-# %% minutes=3
-answer = None  # bytes
-lesson_01.check_optimizer_bytes(answer)
-
-# %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-answer = 7_000_000_000 * (4 + 4 + 4)
-lesson_01.check_optimizer_bytes(answer)
-### END SOLUTION
 
 # %% [markdown]
 # ## 1.13 Half precision, and adapters / 半精度与适配器
 #
 # <div lang="en">
 #
-# `torch.autocast` leaves weights, gradients and states in fp32 and makes bf16 copies of the weights in forward; only activations shrink, and those of softmax, LayerNorm and loss stay in fp32. Weights in bf16 halve everything, and without fp32 master weights small updates are lost to rounding. LoRA trains two thin matrices beside each frozen one: gradients and states all but vanish, and of the activations only what frozen matrices would need for their own gradients.
+# `torch.autocast` leaves weights, gradients and states in fp32 and makes bf16 copies of the weights in forward; only activations shrink, and not all: LayerNorm and the loss keep fp32 (on a GPU softmax does, too). Weights in bf16 halve everything, but without fp32 master weights small updates are lost to rounding. LoRA (Hu et al. 2021, arXiv:2106.09685) trains two thin matrices beside each frozen one: gradients and states all but vanish, and of the activations only what frozen matrices would need for their own gradients.
 #
 # </div>
 # <div lang="zh">
 #
-# `torch.autocast` 让权重、梯度和状态留在 fp32，前向时另造一份 bf16 的权重；变小的只有激活值，而 softmax、LayerNorm 和损失的激活值仍是 fp32。权重也用 bf16，一切都减半，但没有 fp32 主权重，小的更新会被舍入掉。LoRA 在每个冻结的矩阵旁训练两个很窄的矩阵：梯度和状态几乎消失，激活值则只省下冻结矩阵为求自己的梯度才需要的那部分。
+# `torch.autocast` 让权重、梯度和状态留在 fp32，前向时另造一份 bf16 的权重；变小的只有激活值，而且不是全部：LayerNorm 和损失的仍是 fp32（在 GPU 上，softmax 的也是）。权重也用 bf16，一切都减半，但没有 fp32 主权重，小的更新会被舍入掉。LoRA（Hu et al. 2021，arXiv:2106.09685）在每个冻结的矩阵旁训练两个很窄的矩阵：梯度和状态几乎消失，激活值则只省下冻结矩阵为求自己的梯度才需要的那部分。
 #
 # </div>
 
@@ -792,19 +789,43 @@ trained = [parameter for parameter in model.parameters() if parameter.requires_g
 adapters = metered_step(model, tokens, torch.optim.Adam(trained))
 arms = {"plain": meter, "autocast, bf16": autocast, "all bf16, no master weights": all_bf16}
 arms["LoRA, rank 8, on attention"] = adapters
-table(["recipe", "peak, MB"], [(name, round(arm.peak_bytes / 1e6, 1)) for name, arm in arms.items()])
+rows = [(name, round(arm.peak_bytes / 1e6, 1)) for name, arm in arms.items()]
+table(["recipe", "peak, MB"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Exercise 4.** A model of 7 billion parameters is frozen in bf16, and adapters of 20 million parameters are trained with Adam, all in fp32. How many bytes do weights, gradients and state take together?
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 4。** 一个 70 亿参数的模型以 bf16 冻结，另用 Adam 训练 2000 万个参数的适配器，适配器全部用 fp32。权重、梯度和优化器状态共占多少字节？
+#
+# </div>
+
+# %% minutes=3
+answer = None  # bytes
+lesson_01.check_adapter_bytes(answer)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+frozen, trained = 7_000_000_000, 20_000_000
+answer = 2 * frozen + (4 + 4 + 8) * trained
+lesson_01.check_adapter_bytes(answer)
+### END SOLUTION
 
 # %% [markdown]
 # ## 1.14 A formula holds for its operators / 公式只管它那些算子
 #
 # <div lang="en">
 #
-# The formula of Korthikanti et al. against a layer with dropout, in bf16 and fp32, norm first and last. They leave out the LayerNorm statistics; with them it is exact. The statistics are bf16 on this CPU for a bf16 layer, and fp32 on a GPU.
+# The formula of Korthikanti et al. against a layer with dropout, in bf16 and fp32, with the norms before (pre-norm) and after (post-norm). They leave out the LayerNorm statistics; with them it is exact. The statistics are bf16 on this CPU for a bf16 layer, and fp32 on a GPU.
 #
 # </div>
 # <div lang="zh">
 #
-# 拿 Korthikanti 等人的公式，对照带 dropout 的一层：bf16 和 fp32，归一化在前和在后。他们略去了 LayerNorm 的统计量，补上之后分毫不差。bf16 的层，统计量在这里的 CPU 上是 bf16，在 GPU 上是 fp32。
+# 拿 Korthikanti 等人的公式，对照带 dropout 的一层：bf16 和 fp32，归一化在前（pre-norm）和在后（post-norm）。他们略去了 LayerNorm 的统计量，补上之后分毫不差。bf16 的层，统计量在这里的 CPU 上是 bf16，在 GPU 上是 fp32。
 #
 # </div>
 
@@ -842,11 +863,13 @@ class FactorDropout(torch.nn.Module):
 
 
 layer = DecoderLayer(512, 8, dropout=0.1).to(torch.bfloat16)
-layer.attention.drop_probabilities = layer.attention.drop_output = layer.feedforward[3] = FactorDropout()
+attention = layer.attention
+attention.drop_probabilities = attention.drop_output = layer.feedforward[3] = FactorDropout()
 factors = saved_tensors(layer, torch.randn(1, 512, 512, dtype=torch.bfloat16)).total_bytes
 booleans = transformer_activation_bytes(**sizes, statistic_bytes=2)
 predicted = transformer_activation_bytes(**sizes, mask_bytes=2, statistic_bytes=2)
-predictions([("one byte a mask's element", booleans, factors), ("two bytes", predicted, factors)], unit="bytes")
+rows = [("one byte a mask's element", booleans, factors), ("two bytes", predicted, factors)]
+predictions(rows, unit="bytes")
 
 # %% [markdown]
 # ## 1.15 What attention keeps / 注意力保存了什么
@@ -872,9 +895,10 @@ rows = []
 for s in (512, 1024, 2048, 4096):
     with symbolic():
         qkv = [torch.randn(1, 12, s, 64, requires_grad=True) for _ in range(3)]
-        plain, fused = saved_tensors(standard, *qkv), saved_tensors(F.scaled_dot_product_attention, *qkv)
-    with_scores = plain.total_bytes + 4 * 12 * s * s
-    rows.append((s, *(round(count / 1e6, 1) for count in (plain.total_bytes, with_scores, fused.total_bytes))))
+        plain = saved_tensors(standard, *qkv).total_bytes
+        fused = saved_tensors(F.scaled_dot_product_attention, *qkv).total_bytes
+    with_scores = plain + 4 * 12 * s * s
+    rows.append((s, *(round(count / 1e6, 1) for count in (plain, with_scores, fused))))
 table(["tokens", "standard, MB", "if S were kept, MB", "fused, MB"], rows)
 
 # %% [markdown]
@@ -908,7 +932,8 @@ with MemoryMeter(model, optimizer) as monitor:
 
 # %%
 rounded = [[round(reading, 1) for reading in row] for row in rows]
-table(["step", "before, MB", "forward, MB", "backward, MB", "step(), MB", "zero_grad(), MB"], rounded)
+headings = ["step", "before, MB", "forward, MB", "backward, MB", "step(), MB", "zero_grad(), MB"]
+table(headings, rounded)
 
 # %% [markdown]
 # <div lang="en">
@@ -927,12 +952,12 @@ table(["step", "before, MB", "forward, MB", "backward, MB", "step(), MB", "zero_
 #
 # <div lang="en">
 #
-# "Run plain first, then the other, and compare the growth." Compare a network with itself in this way; an honest method must find no difference. The network: a deep MLP, 84 MB of weights, a batch of 32.
+# "Run plain first, then the other, and compare the growth." Compare a network with itself in this way; a method that can be trusted finds no difference. The network: a deep MLP, 84 MB of weights, a batch of 32.
 #
 # </div>
 # <div lang="zh">
 #
-# “先跑普通的，再跑另一个，比较增量。”用这个办法拿一个网络与它自己比较；诚实的方法不应当看出差别。网络是一个深层 MLP：权重 84 MB，批次大小 32。
+# “先跑普通的，再跑另一个，比较增量。”用这个办法拿一个网络与它自己比较；靠得住的方法不该看出差别。网络是一个深层 MLP：权重 84 MB，批次大小 32。
 #
 # </div>
 
@@ -963,12 +988,12 @@ table(["method", "first run, bytes", "second run, bytes"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Doing nothing "saves" 65%: the first run pays for Adam's state. Where the peak lies in backward, the same mistake goes unpunished, which makes it worse. `measure` brings every arm into the same state before it counts. (The 20 pairs of Linear and GELU keep 40 activations, not 20: each keeps its own input.)
+# Doing nothing "saves" 65%: the first run pays for Adam's state. Where the peak lies in backward, as the decoder's does, the same mistake goes unnoticed, which makes it worse. `measure` brings every arm into the same state before it counts. (The 20 pairs of Linear and GELU keep 40 activations, not 20: each keeps its own input.)
 #
 # </div>
 # <div lang="zh">
 #
-# 什么都没做，就“省”了 65%：建立 Adam 状态的开销全算在了第一次头上。如果峰值在反向里，同样的错误就不会露馅，反而更糟。`measure` 先让各方处于同样的状态再计数。（20 对 Linear 和 GELU 保存 40 个激活值，不是 20 个：两者各存自己的输入。）
+# 什么都没做，就“省”了 65%：建立 Adam 状态的开销全算在了第一次头上。如果峰值像解码器那样在反向里，同样的错误就不会露馅，反而更糟。`measure` 先让各方处于同样的状态再计数。（20 对 Linear 和 GELU 保存 40 个激活值，不是 20 个：两者各存自己的输入。）
 #
 # </div>
 
@@ -1045,8 +1070,20 @@ weight.grad = None
 with MemoryMeter() as full:
     shared_weight()
 allocator = measure(shared_weight, repeats=1).allocator_peak_bytes
-rows = [("TinyMeter", tiny.peak), ("MemoryMeter", full.peak_bytes), ("allocator, no mode", allocator)]
-table(["meter", "peak, bytes"], rows)
+rows = [("TinyMeter", tiny.peak), ("MemoryMeter", full.peak_bytes)]
+table(["meter", "peak, bytes"], [*rows, ("allocator, no mode", allocator)])
+
+# %% [markdown]
+# <div lang="en">
+#
+# The allocator is nearer to `MemoryMeter`; what it has more is workspace of a matrix product (section 1.18).
+#
+# </div>
+# <div lang="zh">
+#
+# 分配器的数更接近 `MemoryMeter`；多出来的是矩阵乘法的工作区（见 1.18 节）。
+#
+# </div>
 
 # %% [markdown]
 # ## 1.20 On a GPU / 在 GPU 上
@@ -1072,12 +1109,12 @@ on_gpu("01")
 #
 # <div lang="en">
 #
-# The formula with dropout, $34 s b h + 5 a s^2 b$ bytes a layer: 32 layers, hidden size 4096, bf16, one sequence. Move the sliders (they need a running kernel): at what length does the parabola hold half of the bytes? With dropout P counts more, so it is not $16 h / a$.
+# The formula with dropout, $34 s b h + 5 a s^2 b$ bytes a layer: 32 layers, hidden size 4096, bf16, one sequence. Run the second cell below and move its sliders: at what length does the parabola hold half of the bytes? With dropout P counts more, so it is not $16 h / a$.
 #
 # </div>
 # <div lang="zh">
 #
-# 带 dropout 的公式，每层 $34 s b h + 5 a s^2 b$ 字节：32 层、隐藏维度 4096、bf16、一个序列。拖动滑块（需要正在运行的内核）：序列多长时，抛物线占到一半？带 dropout 时 P 的分量更重，所以不是 $16 h / a$。
+# 带 dropout 的公式，每层 $34 s b h + 5 a s^2 b$ 字节：32 层、隐藏维度 4096、bf16、一条序列。运行下面第二个单元格，拖动滑块：序列多长时，抛物线占到一半？带 dropout 时 P 的分量更重，所以不是 $16 h / a$。
 #
 # </div>
 
@@ -1097,7 +1134,7 @@ lesson_01.activation_playground()
 # </div>
 # <div lang="zh">
 #
-# **练习 5。** 这个解码器用 Adam 训练，限用 500 MB。批次最多能有多少个 128 token 的序列？测两次就够：一次得出不随批次增长的部分，一次得出每多一个序列增加多少。
+# **练习 5。** 这个解码器用 Adam 训练，限用 500 MB。批次最多能有多少条长度为 128 的序列？测两次就够：一次得出不随批次增长的部分，一次得出每多一条序列增加多少。
 #
 # </div>
 
@@ -1110,8 +1147,8 @@ lesson_01.check_largest_batch(answer)
 peaks = []
 for size in (4, 8):
     with symbolic():
-        model = make_decoder()
-        found = metered_step(model, random_tokens(size, 128, 2048), torch.optim.Adam(model.parameters()))
+        model, batch = make_decoder(), random_tokens(size, 128, 2048)
+        found = metered_step(model, batch, torch.optim.Adam(model.parameters()))
     peaks.append(found.peak_bytes)
 each = (peaks[1] - peaks[0]) // 4
 answer = 4 + (500_000_000 - peaks[0]) // each

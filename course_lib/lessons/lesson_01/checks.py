@@ -1,16 +1,27 @@
 """The exercises of lesson 01."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from course_lib.labels import listed
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import Verdict, expect_number, text
 from course_lib.teaching.exercises import exercise, largest_that_fits, right, wrong
 
 WEIGHTS = 6_875_648  # of the course's decoder
+
+
+def _as_read_off(count: int) -> dict[float, str]:
+    """The right count as it stands in a table: in MB, or rounded."""
+    rounded = "Right but for rounding: multiply whole numbers, to the byte."
+    return {
+        **{round(count, -digits): rounded for digits in range(3, 7)},
+        **{round(count / 10**6, digits): "That is in MB. Give bytes." for digits in range(7)},
+    }
 
 
 @exercise(hint="4 bytes a number. How many numbers of each kind does one weight have?")
@@ -25,16 +36,18 @@ def check_training_state(answer: Any) -> Verdict:
         reasons = {
             WEIGHTS: "That counts numbers. Each takes 4 bytes.",
             2 * WEIGHTS: "That is 2 bytes a number; here it is 4.",
+            8 * WEIGHTS: "That is two numbers a weight. One is enough here.",
         }
         if kind == "optimizer":
             reasons = {
                 2 * WEIGHTS: "That counts numbers. Each takes 4 bytes.",
                 4 * WEIGHTS: "That is one number a weight. Adam keeps two.",
                 12 * WEIGHTS: "Master weights are for weights in half precision; here the weights themselves are fp32.",
+                16 * WEIGHTS: "That is all three kinds together.",
             }
-        verdict = expect_number(answer[kind], count, wrong_answers=reasons)
+        verdict = expect_number(answer[kind], count, wrong_answers={**_as_read_off(count), **reasons})
         if not verdict and not (kind == "optimizer" and answer[kind] == count + 400):
-            return wrong(text("`{kind}`: {message}", kind=kind, message=verdict.message))
+            return wrong(text("{name}: {message}", name=f"`{kind}`", message=verdict.message))
     return right("Right: one number a weight, one for its gradient, two for Adam.")
 
 
@@ -48,79 +61,116 @@ def check_layer_formula(answer: Any) -> Verdict:
         "probabilities": lambda b, s, h, a: 4 * a * s * s * b,
         "feed-forward": lambda b, s, h, a: 36 * s * b * h,
     }
-    for sizes in ({"b": 8, "s": 128, "h": 256, "a": 8}, {"b": 3, "s": 40, "h": 64, "a": 4}):
-        given = answer(**sizes)
-        if not isinstance(given, Mapping) or set(given) != set(rows):
-            return wrong("The function gives a dictionary with the five rows of the table above.")
-        if not any(given.values()):
-            return wrong("Not answered yet.")
-        for name, formula in rows.items():
-            verdict = expect_number(given[name], formula(**sizes), wrong_answers=_slips(name, formula(**sizes), sizes))
-            if not verdict:
-                shown = ", ".join(f"{letter} = {size}" for letter, size in sizes.items())
-                return wrong(text("`{row}`, at {sizes}: {message}", row=name, sizes=shown, message=verdict.message))
+    shown = {"b": 8, "s": 128, "h": 256, "a": 8}  # of the list
+    other = {"b": 3, "s": 40, "h": 70, "a": 5}  # tells the letters apart
+    given, of_the_list = answer(**other), answer(**shown)
+    if not isinstance(given, Mapping) or set(given) != set(rows):
+        return wrong("The function gives a dictionary with the five rows of the table above.")
+    if not any(given.values()):
+        return wrong("Not answered yet.")
+    for name, formula in rows.items():
+        verdict = expect_number(given[name], formula(**other), wrong_answers=_slips(name, formula(**other), **other))
+        fits_the_list = bool(expect_number(of_the_list[name], formula(**shown)))
+        if bool(verdict) != fits_the_list:
+            sizes = listed(f"{letter} = {size}" for letter, size in other.items())
+            said = "{name} fits either the layer of the list or one with {sizes}, not both. Write it with the letters."
+            return wrong(text(said, name=f"`{name}`", sizes=sizes))
+        if not verdict:
+            return wrong(text("{name}: {message}", name=f"`{name}`", message=verdict.message))
     return right("Right, for two layers of different sizes: 16sbh + as²b elements, and 4sb for the statistics.")
 
 
-def _slips(row: str, count: int, sizes: Mapping[str, int]) -> dict[float, str]:
-    slips: dict[float, str] = {count // 4: "That counts elements; fp32 takes 4 bytes each."}
+def _slips(row: str, count: int, *, b: int, s: int, h: int, a: int) -> dict[float, str]:
+    """Wrong numbers of bytes for a row whose right one is `count`, and what went wrong."""
+    one = 4 * s * b * h  # bytes of a tensor (b, s, h)
+    slips: dict[float, str] = {
+        0: "This row is still empty.",
+        count // b: "Each of the b sequences has its own.",
+        count // 2: "That is 2 bytes a number; here it is 4.",
+        count // 4: "That counts elements; fp32 takes 4 bytes each.",
+    }
+    if row == "norms":
+        slips[one] = "There are two LayerNorms."
+    if row == "statistics":
+        slips[count // 2] = "Two numbers a token, and two LayerNorms."
     if row == "probabilities":
+        slips[count // a] = slips[count // a // b] = "There is one s × s matrix for each head."
         slips[2 * count] = "P is seen twice and is one storage."
-        slips[count // sizes["a"]] = "There is one s × s matrix for each head."
     if row == "attention":
-        slips[count * 4 // 5] = "One is missing: the input of the output projection is kept, too."
-        slips[count * 7 // 5] = "The projection's input is kept once: Q, K and V come out of one product."
+        slips[3 * one] = "Q, K and V are three; the inputs of the two projections are kept, too."
+        slips[4 * one] = "One is missing: the input of the output projection is kept, too."
+        slips[6 * one] = "One too many: the list has five tensors in this row."
+        slips[7 * one] = "The projection's input is kept once: Q, K and V come out of one product."
+        slips[5 * one + 4 * a * s * s * b] = "P has a row of its own."
     if row == "feed-forward":
-        slips[count * 5 // 9] = "Two tensors of it are 4h wide: GELU's input, and what the last product gets."
-        slips[count * 8 // 9] = "Its own input is kept, too: h wide."
-    if row in ("norms", "statistics"):
-        slips[count // 2] = (
-            "There are two LayerNorms." if row == "norms" else "Two numbers a token, and two LayerNorms."
-        )
+        for width in (3, 5, 6):
+            slips[width * one] = "Two tensors of it are 4h wide: GELU's input, and what the last product gets."
+        slips[8 * one] = "Its own input is kept, too: h wide."
+        slips[13 * one] = "GELU's output is the last product's input: one tensor, not two."
     return slips
 
 
 def check_whole_peak(answer: Any) -> Verdict:
     """The peak of the plain step of the course's decoder, added up from its parts: all but two numbers of 4 bytes."""
-    layers, head, logits = 8 * 20_987_904, 2 * 4 * 8 * 128 * 256 + 8 * 8 * 128, 4 * 8 * 128 * 2048
-    state = 12 * WEIGHTS + 400
-    exact = state + layers + head + 3 * logits
-    if isinstance(answer, int) and answer in (exact - 400, exact + 8):
-        answer = exact  # without the step counts of Adam; with the loss and its gradient
+    layers, logits, width, statistics = 8 * 20_987_904, 4 * 8 * 128 * 2048, 4 * 8 * 128 * 256, 8 * 8 * 128
+    norm = width + statistics
+    exact = 12 * WEIGHTS + 400 + layers + norm + width + 3 * logits
+    slips = {
+        4 * WEIGHTS: "No gradient of a parameter is there yet.",
+        -4 * WEIGHTS: "The weights are there all the time.",
+        -8 * WEIGHTS: "Adam's state is there all the time.",
+        -layers * 7 // 8: "There are eight layers.",
+        -2 * logits: "Backward has begun: two tensors of the logits' size have come.",
+        -logits: "Three tensors of the logits' size: one kept, two temporary.",
+        logits: "The logits themselves are gone: the gradient of log-softmax needs its result only.",
+        -norm - width: "The last norm's input and statistics and the head's input are kept, too.",
+        -norm: "One is missing: the last norm keeps its input and statistics, and the head keeps its own input.",
+        -width: "One is missing: the last norm keeps its input, and the head keeps its own.",
+        -statistics: "The last norm keeps its statistics, too: two numbers a token.",
+    }
+    small = (0, -400, 8, -392)  # Adam's counts of steps; the loss and its gradient
+    if isinstance(answer, int | float) and answer in [exact + change for change in small]:
+        answer = exact
+    reasons = _as_read_off(exact)
+    for change, (first, said) in itertools.product(small, slips.items()):
+        reasons[exact + change + first] = said
+    for change, (first, second) in itertools.product(small, itertools.combinations(slips, 2)):
+        reasons.setdefault(exact + change + first + second, listed([slips[first], slips[second]], " "))
     return expect_number(
         answer,
         exact,
-        wrong_answers={
-            exact + 4 * WEIGHTS: "No gradient of a parameter is there yet.",
-            exact - 2 * logits: "Backward has begun: two tensors of the logits' size have come.",
-            exact - logits: "Three tensors of the logits' size: one kept, two temporary.",
-            exact - head: "The last norm's input and statistics and the head's input are kept, too.",
-            exact - 8 * WEIGHTS - 400: "Adam's state is there all the time.",
-            exact - 7 * 20_987_904: "There are eight layers.",
-        },
+        wrong_answers=reasons,
         why="Weights and Adam's state, eight layers, what the head keeps, and three times the logits.",
         hint="Which of the five kinds are there when backward starts? The last exercise gave one layer.",
     )
 
 
-def check_optimizer_bytes(answer: Any) -> Verdict:
-    """Bytes that mixed-precision Adam keeps as optimizer state, master weights included, for 7e9 parameters."""
-    billion = 10**9
+def check_adapter_bytes(answer: Any) -> Verdict:
+    """Weights, gradients and Adam's state: 7e9 weights frozen in bf16, adapters of 2e7 trained in fp32."""
+    frozen, trained = 7 * 10**9, 2 * 10**7
+    exact = 2 * frozen + 16 * trained
     return expect_number(
         answer,
-        84 * billion,
+        exact,
         wrong_answers={
-            84: "That is in GB. Give bytes.",
-            84 * 2**30: "That is 84 GiB; GB means 10⁹ bytes here.",
-            12: "That is per parameter. There are 7 billion.",
-            56 * billion: "Those are the two moments. The fp32 master weights are kept by the optimizer as well.",
-            112 * billion: (
-                "That is all 16 bytes a parameter; the bf16 weight (2) and its gradient (2) are not the optimizer's."
+            **{
+                exact / 10**9: "That is in GB. Give bytes.",
+                round(exact, -8): "Right but for rounding: multiply whole numbers, to the byte.",
+            },
+            2 * frozen: "The adapters have weights, gradients and state, too.",
+            16 * trained: "The frozen weights are there, too.",
+            **dict.fromkeys(
+                (16 * frozen, 16 * (frozen + trained), 14 * frozen + 16 * trained),
+                "Frozen weights have no gradient and no state.",
             ),
-            28 * billion: "That is one fp32 number a parameter. The optimizer keeps three.",
+            4 * frozen + 16 * trained: "Frozen weights are bf16 here, 2 bytes each, and have no gradient.",
+            **dict.fromkeys(
+                (2 * frozen + count * trained for count in (2, 4, 8, 12)),
+                "A trained weight takes four fp32 numbers: itself, its gradient, and two moments.",
+            ),
         },
-        why="Master weight, first and second moment: 3 × 4 = 12 bytes for each of 7 billion parameters, 84 GB.",
-        hint="How many fp32 numbers does the optimizer keep for each parameter, and what is each of them for?",
+        why="2 bytes for each frozen weight and 16 for each trained one: 14.32 GB in place of 112.",
+        hint="What does a frozen weight need besides itself? And a trained one?",
     )
 
 
@@ -164,10 +214,11 @@ def check_swiglu_bytes(answer: Any) -> Verdict:
                 "and the last projection keeps its own input."
             ),
             4 * wide: "The input of the two projections is saved as well.",
+            one + 2 * wide: "The gate's branch keeps more: SiLU keeps its input, and the product both factors.",
             one + 5 * wide: (
                 "One wide tensor too many: SiLU keeps its input, the product both factors, the last layer its input."
             ),
-            (one + 4 * wide) / 10**6: "That is in MB. Give bytes.",
+            **_as_read_off(one + 4 * wide),
             (one + 4 * wide) // 4: "That is the number of elements. fp32 takes 4 bytes each.",
             3 * one + 4 * wide: "The output is not saved by the MLP itself.",
         },

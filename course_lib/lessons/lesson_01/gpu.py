@@ -114,14 +114,14 @@ def korthikanti(device: torch.device, **size: int) -> Iterator[Part]:
     sizes={"lengths": (512, 1024, 2048, 4096), "hidden": 768, "heads": 12},
     small={"lengths": (16, 32), "hidden": 32, "heads": 4},
     labels={
-        "standard_{n}_tensors_bytes": "standard, N = {n}: live tensors",
-        "standard_{n}_allocator_bytes": "standard, N = {n}: allocator",
-        "fused_{n}_tensors_bytes": "fused, N = {n}: live tensors",
-        "fused_{n}_allocator_bytes": "fused, N = {n}: allocator",
+        "standard_{n}_tensors_bytes": "standard, s = {n}: live tensors",
+        "standard_{n}_allocator_bytes": "standard, s = {n}: allocator",
+        "fused_{n}_tensors_bytes": "fused, s = {n}: live tensors",
+        "fused_{n}_allocator_bytes": "fused, s = {n}: allocator",
     },
 )
 def attention_sequence(device: torch.device, *, lengths: tuple[int, ...], hidden: int, heads: int) -> Iterator[Part]:
-    """Peaks of an attention layer, standard and fused, for each sequence length N: its tensors', the allocator's."""
+    """Peaks of an attention layer, standard and fused, for each sequence length s: its tensors', the allocator's."""
     kernels = AttentionKernels()
     for kind in ("standard", "fused"):
         layer = Attention(hidden, heads, fused=kind == "fused").to(device, torch.bfloat16)

@@ -17,10 +17,12 @@ from course_lib.teaching.tables import NumberText
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_P, _REST = "#009988", "#555555"  # what grows with s², and with s: both are activations
+
 _ROWS = {  # (operator, argument or width of the last dimension) -> row of the formula
-    "NativeLayerNormBackward0": {"input": "norms", "result1": "statistics", "result2": "statistics"},
-    "SoftmaxBackward0": {"result": "probabilities"},
-    "GeluBackward0": {"self": "feed-forward"},
+    "NativeLayerNormBackward0": {"input": "`norms`", "result1": "`statistics`", "result2": "`statistics`"},
+    "SoftmaxBackward0": {"result": "`probabilities`"},
+    "GeluBackward0": {"self": "`feed-forward`"},
 }
 
 
@@ -28,10 +30,10 @@ def rows_of_the_formula(kept: SavedTensors) -> Table:
     """What a decoder layer has saved, each tensor beside the row of the formula that it belongs to."""
     shown, after_attention = [], False
     for row in kept:
-        name = _ROWS.get(row.operator, {}).get(row.argument, "attention")
-        after_attention |= name == "norms" and bool(shown)
-        if name == "attention" and after_attention:
-            name = "feed-forward"
+        name = _ROWS.get(row.operator, {}).get(row.argument, "`attention`")
+        after_attention |= name == "`norms`" and bool(shown)
+        if name == "`attention`" and after_attention:
+            name = "`feed-forward`"
         if row.shared_with is not None:
             name, count = text("seen before, in row {number}", number=row.shared_with), NumberText("–")
         else:
@@ -58,13 +60,26 @@ def parts_of_the_peak(meter: MemoryMeter, one_layer: Mapping[str, int]) -> Table
 
 
 def draw_lengths(
-    lengths: Sequence[int], layer_mb: Sequence[float], p_mb: Sequence[float], formula: Callable[..., Mapping[str, int]]
+    lengths: Sequence[int],
+    layer_mb: Sequence[float],
+    p_mb: Sequence[float],
+    formula: Callable[..., Mapping[str, int]],
+    guess: float | None = None,
 ) -> "Figure":
-    """What a layer saves over the sequence length: the reader's formula as lines, measurements as points."""
+    """What a layer saves over the sequence length: the reader's formula as lines, measurements as points.
+
+    Args:
+        lengths, layer_mb, p_mb: measured: tokens, bytes of the layer, bytes of P.
+        formula: bytes of each row, for b, s, h and a.
+        guess: the reader's, of the length from which on P is larger than the rest.
+    """
     drawn, ax = figure("P outweighs all the rest from 512 tokens on", height=3.2)
-    ax.set(xlim=(0, 2400), ylim=(0, 1450), xlabel=text("sequence length s, tokens"))
+    ax.set(xlim=(0, 1.17 * lengths[-1]), ylim=(0, 1.08 * layer_mb[-1]), xlabel=text("sequence length s, tokens"))
     ax.set_ylabel(text("saved by one layer, MB"))
-    ax.axvline(512, color="#888888", linewidth=0.8, linestyle="--")
+    marks = {512: "16 h / a"} if guess is None else {512: "16 h / a", guess: "your guess"}
+    for number, (length, name) in enumerate(marks.items()):
+        ax.axvline(length, color="#888888", linewidth=0.8, linestyle=("--", ":")[number])
+        ax.text(length + 6, (0.97 - 0.09 * number) * ax.get_ylim()[1], text(name), va="top", color="#555555")
 
     def predicted(length: int, *, p: bool, rest: bool) -> float:
         rows = formula(8, length, 256, 8)
@@ -72,7 +87,7 @@ def draw_lengths(
 
     rest_mb = [layer - part for layer, part in zip(layer_mb, p_mb, strict=True)]
     curves = [(layer_mb, "the layer", True, True), (p_mb, "P", True, False), (rest_mb, "the rest", False, True)]
-    for (measured, name, p, rest), color in zip(curves, (COLORS["measured"], "#009988", "#555555"), strict=True):
+    for (measured, name, p, rest), color in zip(curves, (COLORS["measured"], _P, _REST), strict=True):
         predicted_and_measured(ax, lengths, partial(predicted, p=p, rest=rest), measured, name, color=color)
     return shown_once(drawn)
 
@@ -159,7 +174,7 @@ def draw_activation_bytes(sequence: int = 2048, layers: int = 32, heads: int = 3
         return transformer_activation_bytes(sequence=length, recompute=recompute, **sizes) / 1e9
 
     total = gigabytes(sequence, "none")
-    share = f"{100 * (1 - gigabytes(sequence, 'selective') / total):.0f} %"
+    share = f"{1 - gigabytes(sequence, 'selective') / total:.0%}"
     title = text(
         "{layers} layers, {sequence} tokens: {total:,.1f} GB, of which {share} grow with s²",
         **{"layers": layers, "sequence": sequence, "total": total, "share": share},
@@ -168,8 +183,8 @@ def draw_activation_bytes(sequence: int = 2048, layers: int = 32, heads: int = 3
     everything, proportional = ([gigabytes(n, kind) for n in lengths] for kind in ("none", "selective"))
     look = {"alpha": 0.75, "linewidth": 0}
     name, square_name = text("grows with s"), text("grows with s²")
-    ax.fill_between(lengths, 0, proportional, color=COLORS["activation"], label=name, **look)
-    ax.fill_between(lengths, proportional, everything, color=COLORS["temporary"], label=square_name, **look)
+    ax.fill_between(lengths, 0, proportional, color=_REST, label=name, **look)
+    ax.fill_between(lengths, proportional, everything, color=_P, label=square_name, **look)
     ax.plot(lengths, everything, color=COLORS["predicted"])
     ax.plot(sequence, total, "o", color=COLORS["predicted"])
     ax.set(xlim=(256, 8192), ylim=(0, max(everything) * 1.08), ylabel=text("activations, GB"))

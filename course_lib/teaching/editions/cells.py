@@ -145,7 +145,8 @@ def _replace_solution(cell: NotebookNode, attempt: str) -> str | None:
                 "a solution outside of a function shares its cell with other code, where a stub would stop the "
                 "notebook: put it into a cell of its own"
             )
-    cell.metadata.get("jupyter", {}).pop("source_hidden", None)
+    for folded in ("source_hidden", "outputs_hidden"):
+        cell.metadata.get("jupyter", {}).pop(folded, None)
     return solution
 
 
