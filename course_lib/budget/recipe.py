@@ -135,50 +135,52 @@ class Recipe:
 
     def __str__(self) -> str:
         """A label: "bf16, adam, flash, checkpoint layers, 4 micro-batches"."""
-        return listed(self.words())
-
-    def words(self) -> list[str]:
-        """Its parts, as labels."""
-        words = [self.precision or text("own precision"), self.optimizer]
-        if self.optimizer == "adam8bit":
-            words[-1] = text("{optimizer} (by a formula)", optimizer=self.optimizer)
-        if self.update != "loop":
-            words[-1] += f" {self.update}"
-        if self.offload_optimizer == 1:
-            words.append(text("optimizer offloaded"))
-        elif self.offload_optimizer:
-            words.append(text("{share:.0%} of optimizer offloaded", share=self.offload_optimizer))
-        if self.attention not in ("standard", None):
-            words.append(self.attention)
-        if self.checkpoint != "none":
-            words.append(self._checkpoints())
-        if self.offload_activations and self.min_bytes == MIN_BYTES:
-            words.append(text("activations offloaded"))
-        elif self.offload_activations:
-            words.append(text("activations offloaded from {least} bytes on", least=self.min_bytes))
-        if self.head_chunk:
-            words.append(text("head in chunks of {tokens}", tokens=self.head_chunk))
-        if self.in_backward:
-            words.append(text("steps in backward"))
-        if self.accumulate:
-            words.append(text("fp32 sums"))
-        if self.micro_batches > 1:
-            words.append(text("{count} micro-batches", count=self.micro_batches))
-        return words
-
-    def _checkpoints(self) -> str:
-        more = {"segments": f" {self.segments}", "optimal": f" {(self.schedule_bytes or 0) / 1e6:,.1f} MB"}
-        words = text("checkpoint {kind}", kind=self.checkpoint + more.get(self.checkpoint, ""))
-        if self.first_blocks is not None:
-            words = text("{checkpoint} first {count}", checkpoint=words, count=self.first_blocks)
-        if self.blocks is not None:
-            blocks = self.blocks if isinstance(self.blocks, str) else " ".join(self.blocks)
-            words = text("{checkpoint} of {blocks}", checkpoint=words, blocks=blocks)
-        return words
+        return listed(words_of(self))
 
     def changed(self) -> dict[str, object]:
         """The fields that are not as in the plain step."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+
+def words_of(recipe: Recipe) -> list[str]:
+    """A recipe's parts, as labels."""
+    words = [recipe.precision or text("own precision"), recipe.optimizer]
+    if recipe.optimizer == "adam8bit":
+        words[-1] = text("{optimizer} (by a formula)", optimizer=recipe.optimizer)
+    if recipe.update != "loop":
+        words[-1] += f" {recipe.update}"
+    if recipe.offload_optimizer == 1:
+        words.append(text("optimizer offloaded"))
+    elif recipe.offload_optimizer:
+        words.append(text("{share:.0%} of optimizer offloaded", share=recipe.offload_optimizer))
+    if recipe.attention not in ("standard", None):
+        words.append(recipe.attention)
+    if recipe.checkpoint != "none":
+        words.append(_checkpoints(recipe))
+    if recipe.offload_activations and recipe.min_bytes == MIN_BYTES:
+        words.append(text("activations offloaded"))
+    elif recipe.offload_activations:
+        words.append(text("activations offloaded from {least} bytes on", least=recipe.min_bytes))
+    if recipe.head_chunk:
+        words.append(text("head in chunks of {tokens}", tokens=recipe.head_chunk))
+    if recipe.in_backward:
+        words.append(text("steps in backward"))
+    if recipe.accumulate:
+        words.append(text("fp32 sums"))
+    if recipe.micro_batches > 1:
+        words.append(text("{count} micro-batches", count=recipe.micro_batches))
+    return words
+
+
+def _checkpoints(recipe: Recipe) -> str:
+    more = {"segments": f" {recipe.segments}", "optimal": f" {(recipe.schedule_bytes or 0) / 1e6:,.1f} MB"}
+    words = text("checkpoint {kind}", kind=recipe.checkpoint + more.get(recipe.checkpoint, ""))
+    if recipe.first_blocks is not None:
+        words = text("{checkpoint} first {count}", checkpoint=words, count=recipe.first_blocks)
+    if recipe.blocks is not None:
+        blocks = recipe.blocks if isinstance(recipe.blocks, str) else " ".join(recipe.blocks)
+        words = text("{checkpoint} of {blocks}", checkpoint=words, blocks=blocks)
+    return words
 
 
 def pieces_allowed(samples: int) -> list[int]:

@@ -11,7 +11,7 @@ from course_lib.memory import CATEGORIES, CATEGORY_COLORS, CATEGORY_HATCHES
 from course_lib.memory.show import Table
 
 from .estimating import Estimate
-from .recipe import Recipe
+from .recipe import Recipe, words_of
 
 # What is cheap comes first; which blocks, segments and schedule bytes go with their checkpoint.
 ORDER = (
@@ -40,8 +40,8 @@ def steps_to(recipe: Recipe) -> list[Recipe]:
 
 def added(before: Recipe, after: Recipe) -> str:
     """A label: what the second recipe has that the first one has not."""
-    had = before.words()
-    return listed([word for word in after.words() if word not in had])
+    had = words_of(before)
+    return listed([word for word in words_of(after) if word not in had])
 
 
 class Way(Table, list):
