@@ -52,7 +52,7 @@ import torch
 
 from course_lib.accumulation import split
 from course_lib.checkpoint import checkpoint_blocks
-from course_lib.distributed import launch, predict, task_of
+from course_lib.distributed import launch, predict, sent_bytes, shapes_of, task_of
 from course_lib.lessons import lesson_08
 from course_lib.lessons.ledger import ledger
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter
@@ -451,7 +451,7 @@ predictions(rows, unit="bytes")
 # </div>
 
 # %%
-modes = "ddp,zero1,fsdp,fsdp-checkpoint"
+modes = "zero1,fsdp,fsdp-checkpoint"
 runs = launch(4, "--mode", modes, "--steps", "2", "--details")
 four = {run["mode"]: run for run in runs}
 {mode: follows(run, losses[:2]) for mode, run in four.items()}
@@ -459,19 +459,19 @@ four = {run["mode"]: run for run in runs}
 # %% slide="result"
 lesson_08.draw_ranks(predicted, [*two.values(), *four.values()])
 
-# %% [markdown] slide={"en": "What is cut falls to an $N$-th, what isn't stays.\n\nTraffic hardly depends on the number of ranks.", "zh": "切开的降到 $N$ 分之一，没切开的不变。\n\n通信量几乎与进程数无关。"}
+# %% [markdown] slide={"en": "What is cut falls to an $N$-th, what isn't stays.\n\nThe traffic of a rank does not depend on their number.", "zh": "切开的降到 $N$ 分之一，没切开的不变。\n\n每个进程的通信量与进程数无关。"}
 # <div lang="en">
 #
-# Lines are your formulas, points are measured; the bytes that ZeRO 3 holds with checkpoints are the same, and so is its traffic. (No engine of PyTorch stops at ZeRO 2: its line has no points. Section 8.14 shows what comes near.)
+# Lines are your formulas, points are measured; with checkpoints ZeRO 3 holds and sends the same. DDP ran on two only: nothing of it would change. (No engine of PyTorch stops at ZeRO 2, so its line has no points. Section 8.14 shows what comes near.)
 #
-# What is cut halves with each doubling. What is not cut, stays: DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never falls below 55.0. The traffic of a rank hardly depends on their number at all.
+# What is cut halves with each doubling. What is not cut stays: DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never falls below 55.0. The traffic of a rank does not depend on their number.
 #
 # </div>
 # <div lang="zh">
 #
-# 线是你的公式，点是实测；ZeRO 3 加上检查点，持有的字节和通信量都不变。（PyTorch 里没有哪个引擎停在 ZeRO 2，所以那条线上没有点。8.14 节有一种接近它的做法。）
+# 线是你的公式，点是实测；ZeRO 3 加上检查点，持有的和发送的都不变。DDP 只在两个进程上运行过：换成四个，什么都不会变。（PyTorch 里没有哪个引擎停在 ZeRO 2，所以那条线上没有点。8.14 节有一种接近它的做法。）
 #
-# 切开的部分，进程数每翻一倍就减半。没切开的原封不动：不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。而每个进程的通信量几乎与进程数无关。
+# 切开的部分，进程数每翻一倍就减半。没切开的原封不动：不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。而每个进程的通信量与进程数无关。
 #
 # </div>
 
@@ -557,14 +557,14 @@ lesson_08.check_seven_billion(answer)
 #
 # With micro-batches (lesson 05), gradients need to be reduced with the last one only: DDP's `no_sync()`, FSDP2's `set_requires_gradient_sync(False)`. That saves traffic. What does it cost?
 #
-# To ask, no process need be started. `predict` runs one rank's step with symbolic tensors and a process group that sends nothing. Two ranks, two micro-batches each:
+# To ask, no process need be started. `predict` runs one rank's step with symbolic tensors and a process group that sends nothing, and `sent_bytes` is your formula of section 8.6 for all modes. Two ranks, two micro-batches each; the gradients reduced with each are those measured in section 8.3:
 #
 # </div>
 # <div lang="zh">
 #
 # 用微批次时（第 05 课），只需在最后一个微批次归约梯度：DDP 的 `no_sync()`，FSDP2 的 `set_requires_gradient_sync(False)`。通信省下来了，代价是什么？
 #
-# 要回答，一个进程也不用启动。`predict` 用符号张量和一个什么都不发送的进程组，运行一个进程的一步。两个进程，每个两个微批次：
+# 要回答，一个进程也不用启动。`predict` 用符号张量和一个什么都不发送的进程组，运行一个进程的一步；`sent_bytes` 就是你在 8.6 节写的公式，各种做法都能算。两个进程，每个两个微批次；每次都归约时的梯度，是 8.3 节测得的：
 #
 # </div>
 
@@ -574,23 +574,24 @@ def one_rank(mode, **more):
     return predict(task.make_model, lambda: task.part(0, 2, 0), task.loss_sum, mode, 2, **more)
 
 
-rows = []
+rows, shapes = [], shapes_of(task.make_model())
 for mode in ("ddp", "fsdp"):
-    for sync in ("each", "last"):
-        rank = one_rank(mode, micro_batches=2, sync=sync)
-        sent_mb, gradient_mb = rank.sent_bytes / 1e6, rank.at_peak["gradient"] / 1e6
-        rows.append((f"`{mode}`", sync, round(sent_mb, 1), round(gradient_mb, 1), rank.peak_bytes))
-table(["mode", "reduce with", "sent, MB", "gradients at the peak, MB", "peak, bytes"], rows)
+    counts = [sent_bytes(shapes, mode, 2, micro_batches=2, sync=sync) for sync in ("each", "last")]
+    counts.append(two[mode]["measured"]["gradient"][0])
+    counts.append(one_rank(mode, micro_batches=2).at_peak["gradient"])
+    rows.append((f"`{mode}`", *(round(count / 1e6, 1) for count in counts)))
+headings = ["sent with each, MB", "with the last, MB"]
+table(["mode", *headings, "gradients with each, MB", "with the last only, MB"], rows)
 
 # %% [markdown] slide={"en": "DDP: half the traffic, for a second set of gradients. FSDP2: whole gradients in place of a part.", "zh": "DDP：通信减半，多一份梯度。FSDP2：持有完整的梯度，而不是自己的一份。"}
 # <div lang="en">
 #
-# DDP sends half, and holds a second set of gradients: pieces that are not reduced yet add up beside the buckets. FSDP2 sends 17% less and holds whole gradients in place of its part, 13.7 MB more. With more ranks that grows towards 27.5. So the advice differs: `no_sync` for DDP unless memory is short; for FSDP2 only where the wire is slow and there is room.
+# DDP sends half, and holds a second set of gradients: pieces that are not reduced yet add up beside the buckets. FSDP2 sends 17% less and holds whole gradients in place of its part, 13.8 MB more. With more ranks that grows towards 27.5. So the advice differs: `no_sync` for DDP unless memory is short; for FSDP2 only where the wire is slow and there is room.
 #
 # </div>
 # <div lang="zh">
 #
-# DDP 的通信减半，却多持有一整份梯度：还没归约的各份，在桶之外另行累加。FSDP2 少发送 17%，却要持有完整的梯度，而不是自己的一份，多出 13.7 MB；进程越多，越接近 27.5。所以建议各不相同：用 DDP 时，只要内存不紧就用 `no_sync`；用 FSDP2 时，线路慢、内存又有富余才用。
+# DDP 的通信减半，却多持有一整份梯度：还没归约的各份，在桶之外另行累加。FSDP2 少发送 17%，却要持有完整的梯度，而不是自己的一份，多出 13.8 MB；进程越多，越接近 27.5。所以建议各不相同：用 DDP 时，只要内存不紧就用 `no_sync`；用 FSDP2 时，线路慢、内存又有富余才用。
 #
 # </div>
 
@@ -765,9 +766,8 @@ table(["2 ranks", "sent, MB", "gathered at the peak, MB", "peak, MB"], rows)
 # </div>
 
 # %%
-from course_lib.distributed import held_bytes, sent_bytes, shapes_of
+from course_lib.distributed import held_bytes
 
-shapes = shapes_of(task.make_model())
 rows = [(rank, *each.values()) for rank, each in enumerate(held_bytes(shapes, "fsdp", 3))]
 table(["rank", "weights", "gradients", "optimizer state"], rows)
 
