@@ -39,7 +39,7 @@ language()
 # </div>
 # <div lang="zh">
 #
-# **目标**（75 分钟）：写出 DDP 和 ZeRO 1 到 3 之下每个进程持有多少，与实测一字节不差；亲手写出 ZeRO 1 的一步；数清线上走了多少字节；训练一步单台设备装不下的模型。
+# **目标**（75 分钟）：写出 DDP 和 ZeRO 1 到 3 之下每个进程持有多少，与实测一字节不差；亲手写出 ZeRO 1 的一步；数清线上走了多少字节；训练单台设备装不下的一步。
 #
 # **预备知识**：第 01 课（一步的峰值），以及检查点的作用（第 02 课）。不需要第二台设备：在这里，一台设备就是 CPU 上的一个进程，换到 GPU 上代码不变。$\Psi$ 是参数个数，$N$ 是进程（rank）数。MB 指 $10^6$ 字节。
 #
@@ -358,12 +358,12 @@ lesson_08.check_sharded_step(sharded_step)
 # %% [markdown]
 # <div lang="en">
 #
-# Two numbers sent for each weight, as under DDP: the state is cut for nothing. PyTorch's `ZeroRedundancyOptimizer` sends three. It sits behind DDP, which has reduced all gradients on all ranks already, and then broadcasts each updated tensor. (DeepSpeed began like that, too, and told in the spring of 2020 how it came from 1.5 times to 1.)
+# Two numbers sent for each weight, as under DDP: cutting the state is free. PyTorch's `ZeroRedundancyOptimizer` sends three. It sits behind DDP, which has reduced all gradients on all ranks already, and then broadcasts each updated tensor. (DeepSpeed began like that, too, and told in the spring of 2020 how it came from 1.5 times to 1.)
 #
 # </div>
 # <div lang="zh">
 #
-# 每个权重发送两个数，与 DDP 一样：状态是白白切开的，不花代价。PyTorch 的 `ZeroRedundancyOptimizer` 却要发三个：它接在 DDP 后面，而 DDP 已经在每个进程上归约了全部梯度，之后它再把更新好的张量逐个广播出去。（DeepSpeed 起初也是这样，2020 年春撰文介绍了怎样从 1.5 倍降到 1 倍。）
+# 每个权重发送两个数，与 DDP 一样：切开状态，通信分文不加。PyTorch 的 `ZeroRedundancyOptimizer` 却要发三个：它接在 DDP 后面，而 DDP 已经在每个进程上归约了全部梯度，之后它再把更新好的张量逐个广播出去。（DeepSpeed 起初也是这样，2020 年春撰文介绍了怎样从 1.5 倍降到 1 倍。）
 #
 # </div>
 
@@ -420,7 +420,7 @@ my_sent = communicated(psi, root=557_568)
 rows = [("DDP", my_sent["DDP"], sent["ddp"]), ("FSDP2", my_sent["FSDP2"], sent["fsdp"])]
 predictions(rows, unit="bytes")
 
-# %% [markdown] slide={"en": "Half of the bytes held, for 46% more on the wire.\n\nWhen does that hide behind compute? Lesson 04's question.", "zh": "持有的字节减半，线上多走 46%。\n\n什么时候能藏在计算后面？这是第 04 课的问题。"}
+# %% [markdown] slide={"en": "Half of the bytes held, for 46% more on the wire.\n\nWhen does that hide behind compute? Lesson 04's question.", "zh": "持有的字节减半，线上多走 46%。\n\n什么时候能被计算掩盖？这是第 04 课的问题。"}
 # <div lang="en">
 #
 # So a rank of two holds half, and sends 46% more. On a GPU the gathering runs ahead of its use, in a stream of its own, and hides behind compute where the link is fast enough: the question of lesson 04, asked of a wire.
@@ -428,7 +428,7 @@ predictions(rows, unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# 可见两个进程时，每个进程持有一半，多发送 46%。在 GPU 上，收集在另一个流里提前进行，链路够快就能藏在计算后面：这正是第 04 课的问题，只是换成了网线。
+# 可见两个进程时，每个进程持有一半，多发送 46%。在 GPU 上，收集在另一个流里提前进行，链路够快就能被计算掩盖：这正是第 04 课的问题，只是换成了设备之间的线路。
 #
 # </div>
 
@@ -462,14 +462,14 @@ lesson_08.draw_ranks(predicted, [*two.values(), *four.values()])
 # %% [markdown] slide={"en": "What is cut falls to an $N$-th, what isn't stays.\n\nThe traffic of a rank does not depend on their number.", "zh": "切开的降到 $N$ 分之一，没切开的不变。\n\n每个进程的通信量与进程数无关。"}
 # <div lang="en">
 #
-# Lines are your formulas, points are measured; with checkpoints ZeRO 3 holds and sends the same. DDP ran on two only: nothing of it would change. (No engine of PyTorch stops at ZeRO 2, so its line has no points. Section 8.14 shows what comes near.)
+# Lines are your formulas, points are measured; with checkpoints ZeRO 3 holds and sends the same. DDP ran on two only: nothing of it would change. ZeRO 1 is PyTorch's class; your step of section 8.5 would send what DDP does. (No engine of PyTorch stops at ZeRO 2, so its line has no points. Section 8.14 shows what comes near.)
 #
 # What is cut halves with each doubling. What is not cut stays: DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never falls below 55.0. The traffic of a rank does not depend on their number.
 #
 # </div>
 # <div lang="zh">
 #
-# 线是你的公式，点是实测；ZeRO 3 加上检查点，持有的和发送的都不变。DDP 只在两个进程上运行过：换成四个，什么都不会变。（PyTorch 里没有哪个引擎停在 ZeRO 2，所以那条线上没有点。8.14 节有一种接近它的做法。）
+# 线是你的公式，点是实测；ZeRO 3 加上检查点，持有的和发送的都不变。DDP 只在两个进程上运行过：换成四个，什么都不会变。图中的 ZeRO 1 是 PyTorch 的类；你在 8.5 节写的那一步，发送的与 DDP 一样多。（PyTorch 里没有哪个引擎停在 ZeRO 2，所以那条线上没有点。8.14 节有一种接近它的做法。）
 #
 # 切开的部分，进程数每翻一倍就减半。没切开的原封不动：不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。而每个进程的通信量与进程数无关。
 #
@@ -480,12 +480,12 @@ lesson_08.draw_ranks(predicted, [*two.values(), *four.values()])
 #
 # <div lang="en">
 #
-# Suppose devices of 60 MB. The least that lessons 02 and 05 could make of this step on one of them: a single sequence, every layer checkpointed. A meter with a budget stops the operator that would pass it.
+# Suppose devices of 60 MB, with nothing beneath them to offload to. The least that lessons 02 and 05 make of this step on one of them: a single sequence, every layer checkpointed. A meter with a budget stops the operator that would pass it.
 #
 # </div>
 # <div lang="zh">
 #
-# 假设每台设备只有 60 MB。在一台设备上，第 02 课和第 05 课最多能把这一步缩到多小：只做一个序列，每一层都加检查点。带预算的计量器，会拦下第一个超出预算的算子。
+# 假设每台设备只有 60 MB，也没有别处可以卸载。在一台设备上，第 02 课和第 05 课最多能做到：只做一个序列，每一层都加检查点。带预算的计量器，会拦下第一个超出预算的算子。
 #
 # </div>
 
@@ -505,12 +505,12 @@ except MemoryBudgetExceeded as stopped:
 # %% [markdown]
 # <div lang="en">
 #
-# Forward and backward fit. Then Adam makes its state, and the device is full: weights, gradients and state are 110.0 MB, whatever the batch. Four such devices took the whole batch in section 8.7:
+# Forward and backward fit. Then Adam makes its state, and the device is full: weights, gradients and state are 110.0 MB, whatever the batch. Without the gradients, by an update inside backward (lesson 05), they would still be 82.5 MB. Four such devices took the whole batch in section 8.7:
 #
 # </div>
 # <div lang="zh">
 #
-# 前向和反向都装得下，轮到 Adam 建立状态时，设备满了：权重、梯度和状态共 110.0 MB，与批次无关。而在 8.7 节，四台这样的设备已经走完了整个批次：
+# 前向和反向都装得下，轮到 Adam 建立状态时，设备满了：权重、梯度和状态共 110.0 MB，与批次无关。就算在反向中更新、不留梯度（第 05 课），也还有 82.5 MB。而在 8.7 节，四台这样的设备已经走完了整个批次：
 #
 # </div>
 
@@ -580,8 +580,9 @@ for mode in ("ddp", "fsdp"):
     counts.append(two[mode]["measured"]["gradient"][0])
     counts.append(one_rank(mode, micro_batches=2).at_peak["gradient"])
     rows.append((f"`{mode}`", *(round(count / 1e6, 1) for count in counts)))
-headings = ["sent with each, MB", "with the last, MB"]
-table(["mode", *headings, "gradients with each, MB", "with the last only, MB"], rows)
+headings = ["with each: sent, MB", "with the last: sent, MB"]
+headings += ["with each: gradients, MB", "with the last: gradients, MB"]
+table(["mode", *headings], rows)
 
 # %% [markdown] slide={"en": "DDP: half the traffic, for a second set of gradients. FSDP2: whole gradients in place of a part.", "zh": "DDP：通信减半，多一份梯度。FSDP2：持有完整的梯度，而不是自己的一份。"}
 # <div lang="en">
@@ -607,10 +608,10 @@ table(["mode", *headings, "gradients with each, MB", "with the last only, MB"], 
 # | ZeRO 1 | `ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)` |
 # | ZeRO 3 | `for block in model.layers: fully_shard(block)`, then `fully_shard(model)` |
 # | keep from forward to backward | `fully_shard(block, reshard_after_forward=False)` |
-# | bf16, reduced in fp32 | `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` |
+# | bf16, reduced in fp32 | `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`: not run here |
 # | shards on the host | `CPUOffloadPolicy()`: needs a GPU, not run here |
 #
-# `course_lib/distributed/modes.py` holds these lines, and the runs above went through them. Elsewhere, not run here: Accelerate `fsdp_version: 2`; DeepSpeed `"zero_optimization": {"stage": 3}`, in TRL and the Hugging Face Trainer by the same file; Megatron-LM `--use-distributed-optimizer`, which is ZeRO 1 with the traffic of your step.
+# `course_lib/distributed/modes.py` holds these lines; the runs on this page go through them. Elsewhere, not run here either: Accelerate `fsdp_version: 2`; DeepSpeed `"zero_optimization": {"stage": 3}`, in TRL and the Hugging Face Trainer by the same file; Megatron-LM `--use-distributed-optimizer`, which is ZeRO 1 with the traffic of your step.
 #
 # </div>
 # <div lang="zh">
@@ -622,10 +623,10 @@ table(["mode", *headings, "gradients with each, MB", "with the last only, MB"], 
 # | ZeRO 1 | `ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)` |
 # | ZeRO 3 | `for block in model.layers: fully_shard(block)`，然后 `fully_shard(model)` |
 # | 从前向留到反向 | `fully_shard(block, reshard_after_forward=False)` |
-# | bf16，以 fp32 归约 | `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` |
+# | bf16，以 fp32 归约 | `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`：这里没有运行 |
 # | 分片放在主机上 | `CPUOffloadPolicy()`：需要 GPU，这里没有运行 |
 #
-# 这些写法都在 `course_lib/distributed/modes.py` 里，上面的运行用的就是它们。其他框架的写法，这里没有运行：Accelerate 的 `fsdp_version: 2`；DeepSpeed 的 `"zero_optimization": {"stage": 3}`，TRL 和 Hugging Face Trainer 用同一份配置；Megatron-LM 的 `--use-distributed-optimizer`，即 ZeRO 1，通信量与你写的那一步相同。
+# 这些写法都在 `course_lib/distributed/modes.py` 里，本页的运行用的就是它们。其他框架的写法，这里也没有运行：Accelerate 的 `fsdp_version: 2`；DeepSpeed 的 `"zero_optimization": {"stage": 3}`，TRL 和 Hugging Face Trainer 用同一份配置；Megatron-LM 的 `--use-distributed-optimizer`，即 ZeRO 1，通信量与你写的那一步相同。
 #
 # </div>
 
@@ -735,12 +736,12 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # <div lang="en">
 #
-# `reshard_after_forward=False` keeps gathered blocks from forward to backward. The traffic is that of ZeRO 2, and of DDP. Between steps the weights are cut, as in ZeRO 3; at the peak they are there whole, and the own part beside them: $4\Psi + 4\Psi/N$.
+# `reshard_after_forward=False` keeps gathered blocks from forward to backward. The traffic is that of ZeRO 2, and of DDP. Between steps the weights are cut, as in ZeRO 3; at the peak they are there whole, with the rank's own part beside them: $4\Psi + 4\Psi/N$.
 #
 # </div>
 # <div lang="zh">
 #
-# `reshard_after_forward=False` 把收集来的块从前向留到反向。通信量与 ZeRO 2 和 DDP 相同。两步之间权重是切开的，与 ZeRO 3 一样；峰值时则完整地都在，自己的一份也还在：$4\Psi + 4\Psi/N$。
+# `reshard_after_forward=False` 把收集来的块从前向留到反向。通信量与 ZeRO 2 和 DDP 相同。两步之间权重是切开的，与 ZeRO 3 一样；峰值时则完整地都在，本进程的一份也还在：$4\Psi + 4\Psi/N$。
 #
 # </div>
 
@@ -806,12 +807,12 @@ table(["model", "ranks", *headings], rows)
 #
 # <div lang="en">
 #
-# The two ranks of section 8.3 have saved their third step. Each wrote its own part with `torch.distributed.checkpoint`; who reads takes what it needs from all files, by the names of the parameters. So what two ranks of FSDP2 have written, one rank of DDP can go on with, in this very process:
+# The two ranks of section 8.3 have saved their third step. Each wrote its own part with `torch.distributed.checkpoint`; a process that reads takes what it needs from all files, by the names of the parameters. So what two ranks of FSDP2 have written, one rank of DDP can go on with, in this very process:
 #
 # </div>
 # <div lang="zh">
 #
-# 8.3 节的两个进程把第三步的结果存了盘。每个进程用 `torch.distributed.checkpoint` 写出自己的一份；读取时，按参数的名字从各个文件里取所需的部分。所以两个 FSDP2 进程写下的，一个 DDP 进程就能接着训练，就在眼下这个进程里：
+# 8.3 节的两个进程把第三步的结果存了盘。每个进程用 `torch.distributed.checkpoint` 写出自己的一份；读取的进程按参数的名字，从各个文件里取所需的部分。所以两个 FSDP2 进程写下的，一个 DDP 进程就能接着训练，就在眼下这个进程里：
 #
 # </div>
 
