@@ -36,7 +36,7 @@ def draw_ranks(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[
         lines: ranks -> stage -> bytes held, by the reader's formulas.
         runs: lines of `launch`.
     """
-    title = "What is cut falls to an n-th; the traffic of a rank stays"
+    title = "What is cut falls to an n-th; a rank's traffic stays the same"
     drawn, (left, right) = figure(title, columns=2, width=8.6, height=3.7)
     for stage, color in _COLORS.items():
         own = sorted((run["ranks"], held_by(run)) for run in runs if STAGE_OF[run["mode"]] == stage)
