@@ -11,14 +11,14 @@
 #
 # <div lang="en">
 #
-# On one device the step of lesson 01 holds 277.7 MB. Give it to two, half of the batch each, in PyTorch's usual way: each holds 207.6 MB. That is not half. It is more than half of the batch takes on a device alone, 180.1 MB. The other 27.5 MB are gradients, and they are there at the very moment at which lesson 01 found none.
+# On one device the step of lesson 01 holds 277.7 MB. Give it to two, half of the batch each, in PyTorch's usual way: each holds 207.6 MB. That is not half. It is more than half of the batch takes on a device alone, 180.1 MB. The other 27.5 MB are for gradients, and they are taken at the very moment at which lesson 01 found none.
 #
 # By the end of this page four devices of 60 MB take this step together, and you have predicted what each of them holds and sends.
 #
 # </div>
 # <div lang="zh">
 #
-# 第 01 课的那一步，在一台设备上要占 277.7 MB。按 PyTorch 最常用的办法交给两台，每台分半个批次：每台占 207.6 MB。这不是一半，甚至比一台设备单独做半个批次还多，那只要 180.1 MB。多出的 27.5 MB 是梯度，而且偏偏出现在第 01 课里一个梯度都没有的那一刻。
+# 第 01 课的那一步，在一台设备上要占 277.7 MB。按 PyTorch 最常用的办法交给两台，每台分半个批次：每台占 207.6 MB。这不是一半，甚至比一台设备单独做半个批次还多，那只要 180.1 MB。多出的 27.5 MB 是给梯度的，而且偏偏出现在第 01 课里一个梯度都没有的那一刻。
 #
 # 学完这一页，四台 60 MB 的设备会合力走完这一步，每台持有多少、发送多少，你都能预先算出来。
 #
@@ -267,22 +267,22 @@ predictions(guesses)
 at_peak = {"one device, 8 sequences": whole, "one device, 4 sequences": half}
 labels = {"ddp": "DDP, a rank of 2", "zero1": "ZeRO 1, a rank of 2", "fsdp": "FSDP2, a rank of 2"}
 at_peak |= {labels[mode]: run["taken"][0]["at_peak"] for mode, run in two.items()}
-title = "At the peak DDP holds all gradients; one device and FSDP2 hold none"
+title = "At the peak DDP holds room for all gradients; one device and FSDP2 hold none"
 lesson_08.draw_peaks(at_peak, title)
 
 # %% [markdown] slide={"en": "DDP writes gradients into **buckets**, made before the first step and never freed.\n\n“Gradients come as activations go” does not hold here.", "zh": "DDP 把梯度写进**桶**（bucket）：第一步之前建好，从不释放。\n\n“激活值释放，梯度才到来”在这里不成立。"}
 # <div lang="en">
 #
-# 207.6 MB: DDP holds all gradients at the peak, 27.5 MB of them. It makes **buckets** before the first step, into which backward writes the gradients, so that a full bucket can be sent while the next one fills. `zero_grad` drops the gradients, which are views of the buckets; the buckets stay. The rule of lesson 01, "gradients come as activations go", does not hold under DDP. ZeRO 1 has the same buckets.
+# 207.6 MB: at the peak DDP holds the bytes of all gradients, 27.5 MB, though not one has been computed yet. It makes **buckets** before the first step, into which backward writes the gradients, so that a full bucket can be sent while the next one fills. `zero_grad` drops the gradients, which are views of the buckets; the buckets stay. The rule of lesson 01, "gradients come as activations go", does not hold under DDP. ZeRO 1 has the same buckets.
 #
-# FSDP2 has none: it reduces a block's gradient as soon as it is whole, and keeps its own part. So at the peak it saves 66.5 MB against DDP, more than the 55.0 MB of the formula. The 2.2 MB that it holds beyond its half are the gathered root: embedding, last norm and head, which share a matrix.
+# FSDP2 has none: it reduces a block's gradient as soon as it is whole, and keeps its own part. So at the peak it saves 66.5 MB against DDP, more than the 55.0 MB of the formula. The 2.2 MB that it holds beyond its half are the gathered root: the embeddings, the last norm and the head, whose matrix is that of the token embedding.
 #
 # </div>
 # <div lang="zh">
 #
-# 207.6 MB：峰值时，DDP 持有全部梯度，共 27.5 MB。它在第一步之前就建好了**桶**（bucket），反向把梯度写进桶里，一个桶满了就发出去，同时填下一个。`zero_grad` 扔掉的梯度只是桶的视图，桶还在。第 01 课的规律“激活值释放，梯度才到来”，在 DDP 之下不成立。ZeRO 1 用的是同样的桶。
+# 207.6 MB：峰值时一个梯度都还没算出来，DDP 却已占着全部梯度的字节，27.5 MB。它在第一步之前就建好了**桶**（bucket），反向把梯度写进桶里，一个桶满了就发出去，同时填下一个。`zero_grad` 扔掉的梯度只是桶的视图，桶还在。第 01 课的规律“激活值释放，梯度才到来”，在 DDP 之下不成立。ZeRO 1 用的是同样的桶。
 #
-# FSDP2 没有桶：一个块的梯度一算齐就归约，只留自己那一份。所以峰值时它比 DDP 省 66.5 MB，比公式给出的 55.0 MB 还多。它在自己的一半之外多持有 2.2 MB，那是收集来的根：嵌入、最后的归一化和输出头（嵌入与输出头共用一个矩阵）。
+# FSDP2 没有桶：一个块的梯度一算齐就归约，只留自己那一份。所以峰值时它比 DDP 省 66.5 MB，比公式给出的 55.0 MB 还多。它在自己的一半之外多持有 2.2 MB，那是收集来的根：嵌入、最后的归一化和输出头（它与 token 嵌入共用一个矩阵）。
 #
 # </div>
 
@@ -423,7 +423,7 @@ predictions(rows, unit="bytes")
 # %% [markdown] slide={"en": "Half of the bytes held, for 46% more on the wire.\n\nWhen does that hide behind compute? Lesson 04's question.", "zh": "持有的字节减半，线上多走 46%。\n\n什么时候能被计算掩盖？这是第 04 课的问题。"}
 # <div lang="en">
 #
-# So a rank of two holds half, and sends 46% more. On a GPU the gathering runs ahead of its use, in a stream of its own, and hides behind compute where the link is fast enough: the question of lesson 04, asked of a wire.
+# So each of two ranks holds half, and sends 46% more. On a GPU the gathering runs ahead of its use, in a stream of its own, and hides behind compute where the link is fast enough: the question of lesson 04, asked of a wire.
 #
 # </div>
 # <div lang="zh">
@@ -459,19 +459,19 @@ four = {run["mode"]: run for run in runs}
 # %% slide="result"
 lesson_08.draw_ranks(predicted, [*two.values(), *four.values()])
 
-# %% [markdown] slide={"en": "What is cut falls to an $N$-th, what isn't stays.\n\nThe traffic of a rank does not depend on their number.", "zh": "切开的降到 $N$ 分之一，没切开的不变。\n\n每个进程的通信量与进程数无关。"}
+# %% [markdown] slide={"en": "What is cut falls to an $N$-th, what isn't stays.\n\nThe traffic of a rank is the same on four as on two.", "zh": "切开的降到 $N$ 分之一，没切开的不变。\n\n每个进程的通信量，四个与两个时相同。"}
 # <div lang="en">
 #
-# Lines are your formulas, points are measured; with checkpoints ZeRO 3 holds and sends the same. DDP ran on two only: nothing of it would change. ZeRO 1 is PyTorch's class; your step of section 8.5 would send what DDP does. (No engine of PyTorch stops at ZeRO 2, so its line has no points. Section 8.14 shows what comes near.)
+# Lines are your formulas, points are measured; with checkpoints ZeRO 3 holds and sends the same. DDP ran on two only. ZeRO 1 is PyTorch's class; your step of section 8.5 would send what DDP does. (No engine of PyTorch stops at ZeRO 2, so its line has no points. Section 8.14 shows what comes near.)
 #
-# What is cut halves with each doubling. What is not cut stays: DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never falls below 55.0. The traffic of a rank does not depend on their number.
+# What is cut halves with each doubling. What is not cut stays: by your formulas DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never falls below 55.0. The traffic of a rank is the same on four as on two.
 #
 # </div>
 # <div lang="zh">
 #
-# 线是你的公式，点是实测；ZeRO 3 加上检查点，持有的和发送的都不变。DDP 只在两个进程上运行过：换成四个，什么都不会变。图中的 ZeRO 1 是 PyTorch 的类；你在 8.5 节写的那一步，发送的与 DDP 一样多。（PyTorch 里没有哪个引擎停在 ZeRO 2，所以那条线上没有点。8.14 节有一种接近它的做法。）
+# 线是你的公式，点是实测；ZeRO 3 加上检查点，持有的和发送的都不变。DDP 只在两个进程上运行过。图中的 ZeRO 1 是 PyTorch 的类；你在 8.5 节写的那一步，发送的与 DDP 一样多。（PyTorch 里没有哪个引擎停在 ZeRO 2，所以那条线上没有点。8.14 节有一种接近它的做法。）
 #
-# 切开的部分，进程数每翻一倍就减半。没切开的原封不动：不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。而每个进程的通信量与进程数无关。
+# 切开的部分，进程数每翻一倍就减半。没切开的原封不动：按你的公式，不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。而每个进程的通信量，四个进程与两个进程时相同。
 #
 # </div>
 
@@ -681,7 +681,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # <div lang="en">
 #
 # - Data parallelism divides the activations; ZeRO divides what data parallelism holds $N$ times. In fp32: $16\Psi$, $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$, $16\Psi/N$ bytes.
-# - DDP's buckets hold all gradients at all times: its peak is 27.5 MB above that of one device with the same sequences.
+# - DDP's buckets take the bytes of all gradients at all times: its peak is 27.5 MB above that of one device with the same sequences.
 # - An all-reduce is a reduce-scatter and an all-gather. Between the two, each rank can update its own part: ZeRO 1 and 2 need send no more than DDP. ZeRO 3 sends half as much again, less the root.
 # - Sharding and checkpoints don't replace each other: together they brought 277.7 MB to 47.1 on four ranks.
 # - A symbolic rank tells all this before a machine is rented.
@@ -692,7 +692,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # <div lang="zh">
 #
 # - 数据并行分掉激活值；ZeRO 分掉数据并行存了 $N$ 遍的部分。fp32 时：$16\Psi$、$8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$、$16\Psi/N$ 字节。
-# - DDP 的桶始终装着全部梯度：序列相同时，它的峰值比单台设备高 27.5 MB。
+# - DDP 的桶始终占着全部梯度的字节：序列相同时，它的峰值比单台设备高 27.5 MB。
 # - all-reduce 就是 reduce-scatter 加 all-gather。在两者之间，每个进程可以只更新自己的一份：ZeRO 1 和 2 不必比 DDP 多发送。ZeRO 3 多发送一半，根的那部分除外。
 # - 分片与检查点互不替代：两者合用，四个进程把 277.7 MB 降到了 47.1。
 # - 还没租机器，一个用符号张量算出的进程就能告诉你这一切。
