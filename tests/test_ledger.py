@@ -5,6 +5,7 @@ import torch
 
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.lessons.ledger import ROWS, ledger
+from course_lib.lessons.lesson_08 import symbolic_rank
 from course_lib.memory import measure, symbolic
 from course_lib.models import Decoder, loss_stages, random_tokens
 from course_lib.schedule import Chain, ScheduledSequential, optimal, simulate, store_all
@@ -45,11 +46,14 @@ TECHNIQUES = {
 }
 
 
+RANKS = {"FSDP2, one rank of four": ("fsdp", 4)}
+
+
 def test_every_row_is_measured_here():
-    assert [row.technique for row in ROWS] == list(TECHNIQUES)
+    assert [row.technique for row in ROWS] == [*TECHNIQUES, *RANKS]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.lesson)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.technique in TECHNIQUES], ids=lambda row: row.lesson)
 def test_a_row_is_what_the_step_takes(row):
     with symbolic():
         decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
@@ -61,6 +65,12 @@ def test_a_row_is_what_the_step_takes(row):
 
         found = measure(step, model=decoder, optimizer=adam)
     assert (found.peak_bytes, found.flops, row.moved_bytes) == (row.peak_bytes, row.flops, 0)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.technique in RANKS], ids=lambda row: row.lesson)
+def test_a_row_of_one_rank_is_what_that_rank_takes_and_communicates(row):
+    found = symbolic_rank(*RANKS[row.technique])
+    assert (found.peak_bytes, found.flops, found.sent_bytes) == (row.peak_bytes, row.flops, row.moved_bytes)
 
 
 def test_a_lesson_shows_its_own_row_under_the_earlier_ones():

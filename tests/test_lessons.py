@@ -19,8 +19,9 @@ from course_lib import lessons
 from course_lib.attention.tiled import BLOCK
 from course_lib.budget import Recipe, estimate
 from course_lib.checkpoint import checkpoint, checkpointed_loss
+from course_lib.distributed import held_bytes, shapes_of, task_of
 from course_lib.labels import both
-from course_lib.lessons import lesson_00, lesson_01, lesson_03, lesson_05, lesson_07
+from course_lib.lessons import lesson_00, lesson_01, lesson_03, lesson_05, lesson_07, lesson_08
 from course_lib.memory import symbolic, training_state_bytes
 from course_lib.models import Decoder, random_tokens
 from course_lib.schedule import (
@@ -277,6 +278,61 @@ def state_of(parameter, gradient, optimizer):
     return {"parameter": parameter * weights, "gradient": gradient * weights, "optimizer": optimizer * weights}
 
 
+STAGES = ("DDP", "ZeRO 1", "ZeRO 2", "ZeRO 3")
+
+
+def stages(*formulas):
+    """An answer: bytes a rank for each of ZeRO's four, of psi and n."""
+    return lambda psi, n: {name: formula(psi, n) for name, formula in zip(STAGES, formulas, strict=True)}
+
+
+def but(place, formula):
+    """The right formulas, but for one of them."""
+    return stages(*(formula if i == place else right for i, right in enumerate(HELD)))
+
+
+HELD = (
+    lambda psi, n: 16 * psi,
+    lambda psi, n: 8 * psi + 8 * psi / n,
+    lambda psi, n: 4 * psi + 12 * psi / n,
+    lambda psi, n: 16 * psi / n,
+)
+
+
+def sevens(*billions):
+    return {name: count * 10**9 for name, count in zip(STAGES, billions, strict=True)}
+
+
+def sharded(weights, gradients, adams, wire, slip=None):
+    """ZeRO 1 by hand; with a slip, what somebody writes who makes it."""
+    n = len(weights)
+    if slip == "all-reduce":
+        sums = [total.chunk(n)[rank] for rank, total in enumerate(wire.all_reduce(gradients))]
+    elif slip == "no wire":
+        sums = list(sum(gradients).chunk(n))
+    else:
+        sums = wire.reduce_scatter(gradients)
+    pieces = [weight.chunk(n)[0 if slip == "first piece" else rank] for rank, weight in enumerate(weights)]
+    size = 1 if slip == "sum" else n
+    if slip == "whole state":
+        return [
+            adam(weight, total / n)
+            for adam, weight, total in zip(adams, weights, wire.all_reduce(gradients), strict=True)
+        ]
+    updated = [adam(piece, total / size) for adam, piece, total in zip(adams, pieces, sums, strict=True)]
+    return updated if slip == "no gather" else wire.all_gather(updated)
+
+
+SHARDED_SLIPS = {
+    "all-reduce": "3 numbers are sent",
+    "no wire": "Less is sent",
+    "first piece": "its own piece",
+    "sum": "sum of the gradients",
+    "whole state": "of Adam's state",
+    "no gather": "only its piece",
+}
+
+
 def layer(**changed):
     rows = {
         "norms": lambda b, s, h, a: 8 * s * b * h,
@@ -529,6 +585,63 @@ ANSWERS = {
         [
             (Recipe(**LESSON, checkpoint="layers"), "not cheaper: 2.667 s : 2.667 s"),
             (Recipe(**FORGETFUL), "does not fit"),
+        ],
+    ),
+    "08.held": (
+        [stages(*HELD), lambda psi, n: {**stages(*HELD)(psi, n), "ZeRO 3": 16 * psi // n}],
+        [
+            (lambda psi, n: dict.fromkeys(STAGES, 0), "Not answered"),
+            (lambda psi, n: 16 * psi, "keys"),
+            (but(0, lambda psi, n: 4 * psi), "counts numbers"),
+            (but(1, lambda psi, n: 4 * psi + 12 * psi / n), "Gradients stay whole"),
+            (but(1, lambda psi, n: 8 * psi + 4 * psi / n), "two numbers"),
+            (but(1, lambda psi, n: 16 * psi / n), "Only the optimizer's state"),
+            (but(2, lambda psi, n: 2 * psi + 14 * psi / n), "mixed precision"),
+            (but(2, lambda psi, n: 8 * psi + 8 * psi / n), "gradients are cut"),
+            (but(2, lambda psi, n: 16 * psi / n), "weights stay whole"),
+            (but(3, lambda psi, n: 4 * psi + 12 * psi / n), "weights are cut"),
+            (but(3, lambda psi, n: 8 * psi), "`ZeRO 3` on 4 ranks"),  # right for two alone
+        ],
+    ),
+    "08.seven_billion": (
+        [sevens(112, 38.5, 26.25, 14)],
+        [
+            ({name: None for name in STAGES}, "Not answered"),
+            ({"DDP": 112e9}, "keys"),
+            (sevens(14, 38.5, 26.25, 14), "cuts nothing"),
+            (sevens(112, 14, 26.25, 14), "Not all of it is cut"),
+            (sevens(112, 63, 38.5, 14), "for fp32"),
+            (sevens(112e-9, 38.5, 26.25, 14), "in GB"),
+            (sevens(112, 38.5, 26.25, 2e-9), "parameter's share"),
+            sevens(112, 38.5, 26.25, 15),
+        ],
+    ),
+    "08.sharded_step": (
+        [sharded, lambda *given: tuple(sharded(*given))],
+        [
+            *((functools.partial(sharded, slip=slip), reason) for slip, reason in SHARDED_SLIPS.items()),
+            (lambda *given: None, "Not answered"),
+            (lambda weights, *given: weights, "No Adam"),
+            (lambda weights, *given: weights[0], "one tensor a rank"),
+        ],
+    ),
+    "08.sent": (
+        [lambda psi, root: {"DDP": 8 * psi, "FSDP2": 12 * psi - 4 * root}],
+        [
+            (lambda psi, root: {"DDP": 0, "FSDP2": 0}, "Not answered"),
+            (lambda psi, root: 8 * psi, "keys"),
+            (lambda psi, root: {"DDP": 2 * psi, "FSDP2": 0}, "counts numbers"),
+            (lambda psi, root: {"DDP": 4 * psi, "FSDP2": 0}, "counts twice"),
+            *(
+                (lambda psi, root, f=formula: {"DDP": 8 * psi, "FSDP2": f(psi, root)}, reason)
+                for formula, reason in (
+                    (lambda psi, root: 12 * psi, "gathered once: it is not dropped"),
+                    (lambda psi, root: 12 * psi - 8 * root, "not never"),
+                    (lambda psi, root: 8 * psi, "gathered twice"),
+                    (lambda psi, root: 8 * psi - 4 * root, "gradients are sent"),
+                    (lambda psi, root: 16 * psi - 4 * root, "nobody gathers"),
+                )
+            ),
         ],
     ),
 }
@@ -838,6 +951,77 @@ def test_the_budget_under_a_slider_names_the_cheapest_recipe_that_fits(small_ste
         assert (count["fits"], count["does not fit"]) == (fitting, 3 - fitting)
     none = f"5 MB: none fits, the least is {small_steps[2].peak_bytes / 1e6:.1f} MB"
     assert lesson_07.draw_budget(small_steps, 5).get_suptitle() == none
+
+
+# Lesson 08: ranks, and the claims -------------------------------------------------------------------------------------
+
+
+def test_collectives_within_one_process_are_those_of_the_framework_and_count_as_it_counts():
+    wire, tensors = lesson_08.Wire(), [torch.arange(8.0) + rank for rank in range(4)]
+    parts = wire.reduce_scatter(tensors)
+    assert torch.equal(torch.cat(parts), sum(tensors)) and wire.sent_bytes == 32
+    assert all(torch.equal(each, sum(tensors)) for each in wire.all_gather(parts)) and wire.sent_bytes == 64
+    assert all(torch.equal(each, sum(tensors)) for each in wire.all_reduce(tensors)) and wire.sent_bytes == 128
+
+
+def test_the_adam_of_the_exercise_is_the_framework_s():
+    weight, ours = torch.nn.Parameter(torch.linspace(-1, 1, 8)), lesson_08.Adam()
+    adam, piece = torch.optim.Adam([weight], lr=1e-3), weight.detach().clone()
+    for step in range(3):
+        weight.grad = torch.linspace(-1, step, 8).sin()
+        piece = ours(piece, weight.grad)
+        adam.step()
+        assert torch.allclose(piece, weight, atol=1e-6)
+    assert ours.state_bytes == 2 * 8 * 4
+
+
+def test_the_framework_s_zero_1_communicates_half_as_much_again_as_ddp():
+    ddp, zero1 = (lesson_08.symbolic_rank(mode, 2).sent_bytes for mode in ("ddp", "zero1"))
+    assert zero1 == 1.5 * ddp
+
+
+def test_what_four_ranks_hold_is_a_quarter_and_their_peak_is_not():
+    with symbolic():
+        whole = sum(held_bytes(shapes_of(task_of().make_model()), "fsdp", 1)[0].values())
+        part = sum(held_bytes(shapes_of(task_of().make_model()), "fsdp", 4)[0].values())
+    assert part - 400 == (whole - 400) / 4
+    assert lesson_08.symbolic_rank("fsdp", 4).peak_bytes > 2 * part
+
+
+def test_views_of_buckets_lower_the_peak_at_the_end_of_backward_alone():
+    long, short = (
+        lesson_08.ddp_peak(tokens, view=False) - lesson_08.ddp_peak(tokens, view=True) for tokens in (128, 16)
+    )
+    assert long == 0 and 0.8 * 27_502_592 < short <= 27_502_592
+
+
+def a_run(mode, ranks, held, sent):
+    measured = {name: [held // 4] * ranks for name in ("parameter", "gradient")} | {"optimizer": [held // 2] * ranks}
+    return {"mode": mode, "ranks": ranks, "measured": measured, "communicated": {"predicted": sent, "measured": sent}}
+
+
+def test_bytes_over_ranks_are_drawn_where_they_were_measured_and_said_in_both_languages():
+    lines = {n: stages(*HELD)(6_875_648, n) for n in (1, 2, 4, 8)}
+    runs = [a_run(mode, n, 4_000_000 * n, 55_000_000) for mode in ("ddp", "zero1", "fsdp") for n in (2, 4)]
+    assert [lesson_08.held_by(run) for run in runs[:2]] == [8_000_000, 16_000_000]
+    drawn = lesson_08.draw_ranks(lines, runs)
+    left, right = drawn.axes
+    points = [line for line in left.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    assert [[*line.get_ydata()] for line in points] == [[8, 16]] * 3
+    assert len([line for line in left.lines if line.get_marker() != "o"]) == 4
+    assert {y for line in right.lines for y in line.get_ydata()} == {55}
+    en, zh = pictures.description(drawn)
+    assert "ZeRO 3 from 110.0 to 13.8 MB" in en and "ZeRO 3 从 110.0 到 13.8 MB" in zh
+
+
+def test_bars_of_a_peak_are_as_long_as_it_and_hold_what_was_gathered():
+    parts = dict.fromkeys(("parameter", "optimizer", "gradient", "activation", "temporary", "input"), 10_000_000)
+    drawn = lesson_08.draw_peaks({"one device": {**parts, "gathered": 5_000_000}}, "peak")
+    (ax,) = drawn.axes
+    assert sum(patch.get_width() for patch in ax.patches) == 65
+    assert {item.get_text() for item in ax.texts} == {"65.0"}
+    en, zh = pictures.description(drawn)
+    assert "one device: 65.0 MB" in en and "一台设备：65.0 MB" in zh
 
 
 # Sliders --------------------------------------------------------------------------------------------------------------
