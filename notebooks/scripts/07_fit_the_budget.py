@@ -690,7 +690,7 @@ lesson_07.check_beats_the_lesson(cheaper)
 # - Every saving has a price in FLOPs or bytes moved, and a machine's rates say which is dearer.
 # - What fits need not be worth it: 70 billion parameters fit on one device, and spend two thirds of each step on copies and the host's update.
 #
-# **Next:** lesson 08, beyond one device (in preparation).
+# **Next:** lesson 08, beyond one device.
 #
 # </div>
 # <div lang="zh">
@@ -701,7 +701,7 @@ lesson_07.check_beats_the_lesson(cheaper)
 # - 每一处节省都有代价，不是 FLOPs，就是搬运的字节；哪个更贵，由机器的速率决定。
 # - 装得下不等于值得：700 亿参数装得进一台设备，但每一步有三分之二的时间花在拷贝和主机的更新上。
 #
-# **下一步**：第 08 课，不止一台设备（编写中）。
+# **下一步**：第 08 课，不止一台设备。
 #
 # </div>
 
