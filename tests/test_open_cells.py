@@ -24,7 +24,6 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 NOT_YET = {
     "00": {"too_wide"},
     "01": {"too_wide"},
-    "03": {"too_wide"},
 }
 
 

@@ -49,10 +49,10 @@ def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -
         "", (after, measured[after] / B), xytext=(before, measured[before] / B),
         arrowprops={"arrowstyle": "->", "color": "#222222"},
     )  # fmt: skip
-    for k, side in ((before, "right"), (after, "left")):
+    for k, lower in ((before, -9), (after, 0)):
         ax.annotate(
             text("k = {k}: {peak} B", k=k, peak=f"{measured[k] / B:.0f}"), (k, measured[k] / B),
-            xytext=(-6, -11) if side == "right" else (9, 0), textcoords="offset points", ha=side, va="center",
+            xytext=(9, lower), textcoords="offset points", va="center",
         )  # fmt: skip
     ax.legend()
     return shown_once(drawn)
