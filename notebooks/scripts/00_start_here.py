@@ -151,7 +151,7 @@ course_map()
 # </div>
 
 # %% slide="code"
-tokens = random_tokens(batch=8, sequence=128, vocabulary=2048)  # (8, 129): the last one is only predicted
+tokens = random_tokens(batch=8, sequence=128, vocabulary=2048)  # (8, 129): the last is a target
 plain = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
 
 
@@ -233,12 +233,14 @@ def metered(decoder):
 meters = {"plain": metered(plain), "checkpointed": metered(forgetful)}
 
 # %% slide="result"
-timelines(meters, title="Checkpointing cuts the peak by half: activations go, a second forward comes")
+title = "Checkpointing cuts the peak by half: activations go, a second forward comes"
+timelines(meters, title=title)
 
 # %% slide="result"
-rows = [
-    [category_label(name), *(round(meter.at_peak()[name] / 1e6, 1) for meter in meters.values())] for name in CATEGORIES
-]
+rows = []
+for name in CATEGORIES:
+    sizes = [round(meter.at_peak()[name] / 1e6, 1) for meter in meters.values()]
+    rows.append([category_label(name), *sizes])
 table(["at the peak, MB", *meters], rows)
 
 # %% [markdown]
@@ -274,8 +276,10 @@ rows = [
     ("peak, MB", my_guess_bytes and my_guess_bytes / 1e6, after.peak_bytes / 1e6),
     ("FLOPs, of plain", my_guess_flops, after.flops / before.flops),
 ]
-headings = ["", "your guess", "measured"]
-table(headings, [(name, "–" if guess is None else f"{guess:.2f}", f"{measured:.2f}") for name, guess, measured in rows])
+shown = []
+for name, guess, found in rows:
+    shown.append((name, "–" if guess is None else f"{guess:.2f}", f"{found:.2f}"))
+table(["", "your guess", "measured"], shown)
 
 # %% [markdown] slide={"en": "Peak: 0.48 of what it was. FLOPs: 1.21, not 2.\n\nAll weights trained, a step is three forwards: one more adds at most a third.", "zh": "峰值降到 0.48 倍，FLOPs 是 1.21 倍，而不是 2 倍。\n\n全部权重都训练时，一步相当于三次前向，多一次至多增加三分之一。"}
 # <div lang="en">

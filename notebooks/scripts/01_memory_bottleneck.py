@@ -489,7 +489,8 @@ for vocabulary in (2048, 8192, 32768):
         with MemoryMeter(model) as found:
             model.loss(random_tokens(8, 128, vocabulary)).backward()
     logits, peak = 4 * 8 * 128 * vocabulary, found.peak_bytes
-    rows.append((vocabulary, round(peak / 1e6, 1), round(logits / 1e6, 1), f"{3 * logits / peak:.0%}"))
+    sizes = (round(peak / 1e6, 1), round(logits / 1e6, 1))
+    rows.append((vocabulary, *sizes, f"{3 * logits / peak:.0%}"))
 table(["vocabulary", "peak without optimizer, MB", "logits, MB", "three of them"], rows)
 
 # %% [markdown]
@@ -742,7 +743,8 @@ for name in ("loop", "foreach", "fused"):
     found = metered_step(model, random_tokens(1, 128, 2048), update)
     in_step = max(sample.live_bytes for sample in found.timeline if sample.phase == "optimizer")
     rows.append((name, in_step, round(in_step / (4 * 6_875_648), 2), found.peak_bytes))
-table(["Adam", "most in step(), bytes", "of the parameters", "peak of the step, one sequence"], rows)
+headings = ["Adam", "most in step(), bytes", "of the parameters", "peak of the step, one sequence"]
+table(headings, rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -792,7 +794,8 @@ trained = [parameter for parameter in model.parameters() if parameter.requires_g
 adapters = metered_step(model, tokens, torch.optim.Adam(trained))
 arms = {"plain": meter, "autocast, bf16": autocast, "all bf16, no master weights": all_bf16}
 arms["LoRA, rank 8, on attention"] = adapters
-table(["recipe", "peak, MB"], [(name, round(arm.peak_bytes / 1e6, 1)) for name, arm in arms.items()])
+rows = [(name, round(arm.peak_bytes / 1e6, 1)) for name, arm in arms.items()]
+table(["recipe", "peak, MB"], rows)
 
 # %% [markdown]
 # ## 1.14 A formula holds for its operators / 公式只管它那些算子
@@ -842,11 +845,13 @@ class FactorDropout(torch.nn.Module):
 
 
 layer = DecoderLayer(512, 8, dropout=0.1).to(torch.bfloat16)
-layer.attention.drop_probabilities = layer.attention.drop_output = layer.feedforward[3] = FactorDropout()
+layer.attention.drop_probabilities = layer.attention.drop_output = FactorDropout()
+layer.feedforward[3] = FactorDropout()
 factors = saved_tensors(layer, torch.randn(1, 512, 512, dtype=torch.bfloat16)).total_bytes
 booleans = transformer_activation_bytes(**sizes, statistic_bytes=2)
 predicted = transformer_activation_bytes(**sizes, mask_bytes=2, statistic_bytes=2)
-predictions([("one byte a mask's element", booleans, factors), ("two bytes", predicted, factors)], unit="bytes")
+rows = [("one byte a mask's element", booleans, factors), ("two bytes", predicted, factors)]
+predictions(rows, unit="bytes")
 
 # %% [markdown]
 # ## 1.15 What attention keeps / 注意力保存了什么
@@ -872,9 +877,10 @@ rows = []
 for s in (512, 1024, 2048, 4096):
     with symbolic():
         qkv = [torch.randn(1, 12, s, 64, requires_grad=True) for _ in range(3)]
-        plain, fused = saved_tensors(standard, *qkv), saved_tensors(F.scaled_dot_product_attention, *qkv)
-    with_scores = plain.total_bytes + 4 * 12 * s * s
-    rows.append((s, *(round(count / 1e6, 1) for count in (plain.total_bytes, with_scores, fused.total_bytes))))
+        plain = saved_tensors(standard, *qkv).total_bytes
+        fused = saved_tensors(F.scaled_dot_product_attention, *qkv).total_bytes
+    with_scores = plain + 4 * 12 * s * s
+    rows.append((s, *(round(count / 1e6, 1) for count in (plain, with_scores, fused))))
 table(["tokens", "standard, MB", "if S were kept, MB", "fused, MB"], rows)
 
 # %% [markdown]
@@ -908,7 +914,8 @@ with MemoryMeter(model, optimizer) as monitor:
 
 # %%
 rounded = [[round(reading, 1) for reading in row] for row in rows]
-table(["step", "before, MB", "forward, MB", "backward, MB", "step(), MB", "zero_grad(), MB"], rounded)
+headings = ["step", "before, MB", "forward, MB", "backward, MB", "step(), MB", "zero_grad(), MB"]
+table(headings, rounded)
 
 # %% [markdown]
 # <div lang="en">
@@ -1045,7 +1052,8 @@ weight.grad = None
 with MemoryMeter() as full:
     shared_weight()
 allocator = measure(shared_weight, repeats=1).allocator_peak_bytes
-rows = [("TinyMeter", tiny.peak), ("MemoryMeter", full.peak_bytes), ("allocator, no mode", allocator)]
+rows = [("TinyMeter", tiny.peak), ("MemoryMeter", full.peak_bytes)]
+rows.append(("allocator, no mode", allocator))
 table(["meter", "peak, bytes"], rows)
 
 # %% [markdown]

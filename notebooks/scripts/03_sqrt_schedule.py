@@ -46,7 +46,7 @@ language()
 # </div>
 
 # %%
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, count, pairwise
 from math import inf
 
@@ -56,7 +56,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkp
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.lessons import lesson_03
-from course_lib.memory import MemoryMeter, symbolic
+from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, deep_mlp, loss_stages, random_tokens
 from course_lib.teaching import predictions, table
 
@@ -516,6 +516,7 @@ table(["budget", "`fastest`", "best of 394", "`optimal`"], rows)
 #
 # </div>
 
+
 # %% slide="result"
 def make_stages(**changes):
     sizes = {"vocabulary": 2048, "hidden": 256, "heads": 8, "layers": 8, "sequence": 128}
@@ -574,30 +575,17 @@ for run in (stages, half):
 all(map(torch.equal, *found))
 
 
-# %%
+# %% slide="result"
 def scheduled(layers, schedule, x):
     return ScheduledSequential(layers, schedule)(x)
 
 
-def cost_of(run, cuts, **changes):
-    with symbolic():
-        layers, x = make_stages(**changes)
-        for parameter in layers.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        with MemoryMeter() as meter:
-            run(layers, cuts, x).backward()
-        with FlopCounterMode(display=False) as counter:
-            run(layers, cuts, x).backward()
-    return meter.peak_bytes + x.nbytes, counter.get_total_flops()
-
-
-# %% slide="result"
+cost_of = partial(lesson_03.cost_of, make_stages)  # symbolic: (peak, FLOPs) of forward and backward
 executed = {name: cost_of(scheduled, plans[name]) for name in ("half", "a quarter")}
-untied = cost_of(scheduled, plans["a quarter"], tied=False)
-found = {**executed, "a quarter, two matrices": untied}
-promised = {name: simulate(plan, chain).peak_bytes for name, plan in plans.items()}
-promised["a quarter, two matrices"] = promised["a quarter"]
-predictions([(name, promised[name], peak) for name, (peak, _) in found.items()], unit="bytes")
+rows = [(name, simulate(plans[name], chain).peak_bytes, executed[name][0]) for name in executed]
+untied, _ = cost_of(scheduled, plans["a quarter"], tied=False)
+rows.append(("a quarter, two matrices", rows[-1][1], untied))
+predictions(rows, unit="bytes")
 
 # %% [markdown] slide={"en": "All budgets at once: the **Pareto frontier**.\n\n**Guess first.** Is lesson 02's checkpoint around each layer above it, or below?", "zh": "所有预算一起看，就是**帕累托前沿**。\n\n**先猜**：第 02 课那样每层一个检查点，在它的上方还是下方？"}
 # <div lang="en">

@@ -17,6 +17,7 @@ from .checks import (
 )
 from .gpu import scheduled_decoder
 from .shown import (
+    cost_of,
     draw_frontier,
     draw_schedule,
     draw_sweep,
@@ -34,6 +35,7 @@ __all__ = [
     "check_drawn_schedule",
     "check_predicted_peak",
     "check_recurrence",
+    "cost_of",
     "draw_frontier",
     "draw_schedule",
     "draw_sweep",

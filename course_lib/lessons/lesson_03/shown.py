@@ -1,9 +1,14 @@
-"""What lesson 03 draws: sweeps of segments, schedules with their bytes, frontiers, the slider."""
+"""What lesson 03 measures and draws: sweeps of segments, schedules with their bytes, frontiers, the slider."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.labels import listed
+from course_lib.memory import MemoryMeter, symbolic
 from course_lib.schedule import COLORS as KEEP_COLORS
 from course_lib.schedule import (
     Chain,
@@ -96,6 +101,27 @@ def stages_of_a_decoder(chain: Chain) -> Table:
             (name, *(NumberText(f"{n / 1e6:.2f}") for n in counts), NumberText(f"{stage.forward_time / 1e9:.3f}"))
         )
     return table(["stage", "output B, MB", "keeps A, MB", "its backward takes, MB", "GFLOPs"], rows)
+
+
+def cost_of(
+    make: Callable[..., tuple[nn.Module, Tensor]], run: Callable[..., Tensor], how: Any, **changes: Any
+) -> tuple[int, int]:
+    """(peak in bytes, FLOPs) of `run(stages, how, x)` and its backward, symbolically; gradients are there, x counts.
+
+    Args:
+        make: gives stages that end in a loss, and their input x.
+        run: runs the stages as `how` says, such as cuts or a schedule.
+        changes: arguments of `make`.
+    """
+    with symbolic():
+        stages, x = make(**changes)
+        for parameter in stages.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with MemoryMeter() as meter:
+            run(stages, how, x).backward()
+        with FlopCounterMode(display=False) as counter:  # it holds tensors, so in a run of its own
+            run(stages, how, x).backward()
+    return meter.peak_bytes + x.nbytes, counter.get_total_flops()
 
 
 # Schedules ------------------------------------------------------------------------------------------------------------
