@@ -356,7 +356,7 @@ lesson_01.check_layer_formula(saved_by_one_layer)
 one_layer = saved_by_one_layer(b=8, s=128, h=256, a=8)
 predictions([("one layer", sum(one_layer.values()), kept.total_bytes)], unit="bytes")
 
-# %% [markdown] slide={"en": "$16 s b h + a s^2 b$ elements, and $4 s b$ for the statistics. In half precision, with dropout, the same count gives\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ bytes.}$$\n\nA formula holds for the operators it was counted for.", "zh": "$16 s b h + a s^2 b$ 个元素，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法得到\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ 字节。}$$\n\n公式只对它所针对的算子成立。"}
+# %% [markdown] slide={"en": "$16 s b h + a s^2 b$ elements, and $4 s b$ for the statistics. In half precision, with dropout, it gives\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ bytes.}$$\n\nA formula holds for the operators it was counted for.", "zh": "$16 s b h + a s^2 b$ 个元素，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法得到\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ 字节。}$$\n\n公式只对它所针对的算子成立。"}
 # <div lang="en">
 #
 # Not a byte off. In elements your formula says $16 s b h + a s^2 b$, and $4 s b$ for the statistics. In half precision and with dropout the same count gives the formula of Korthikanti et al., $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes: two bytes an element, and one for each of three masks. A formula holds for the operators it was counted for, and for no others (section 1.14).

@@ -598,7 +598,7 @@ ways, sizes = (one_backward, backward_by_chunk), (1024, 256, 128, 32)
 rows = [(n, *(round(head_peak(way, n), 2) for way in ways)) for n in sizes]
 table(["tokens in a chunk", "one backward", "backward by chunk"], rows)  # peaks, of the matrix
 
-# %% [markdown] slide={"en": "One backward stops at 3 times the matrix.\n\nBy chunk it goes on toward 2, and computes nothing twice.", "zh": "合为一次反向，停在矩阵的 3 倍。\n\n逐段反向，继续降向 2 倍，而且什么也不用算两遍。"}
+# %% [markdown] slide={"en": "One backward stops at 3 times the matrix.\n\nChunk by chunk it goes on toward 2, and computes nothing twice.", "zh": "合为一次反向，停在矩阵的 3 倍。\n\n逐个小段反向，继续降向 2 倍，而且什么也不用算两遍。"}
 # <div lang="en">
 #
 # One piece is the plain head: 12 times the matrix, 393 MB. Down the table the chunks get smaller: the first column stops at 3, the second goes on toward 2, the sum and what is to be added, and computes nothing twice: no checkpoint is left in it. That is how fused losses do it, such as Liger's: they make the gradient already in the forward pass.
@@ -701,7 +701,7 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # - It saves what is absent at the peak. Alone, the last layer's checkpoint saves nothing; that of nearly any other saves a layer less its input. A formula for one moment ends where another moment is higher.
 # - One more forward pass is at most a third of a step if all weights are trained; early stop makes it less. Selective checkpointing costs next to no FLOPs, and more in time.
 # - Whether groups of layers pay depends on depth, and on gradients: arriving, or there.
-# - The loss is a block, too: in chunks, with backward after each, it needs twice the gradient of its matrix.
+# - The loss is a block, too: in chunks, with backward after each, it needs little more than twice the gradient of its matrix.
 #
 # **Next:** [lesson 03](03_sqrt_schedule.ipynb) asks which blocks to forget.
 #
@@ -712,7 +712,7 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # - 省下的，是峰值那一刻不在的东西。只有各层时，给最后一层加检查点，什么也不省；给别的层加，几乎都省下一层减去它的输入。公式针对的是一个时刻，别的时刻更高时就不再成立。
 # - 全部权重都训练时，多一次前向至多是一步的三分之一，提前停还能再少一点。选择性检查点几乎不多花 FLOPs，时间上则要多一些。
 # - 几层合成一个检查点是否划算，取决于深度，也取决于梯度是陆续到来，还是一开始就在。
-# - 损失也是一个块：切成小段、每段做完就反向，只需要其矩阵梯度的两倍。
+# - 损失也是一个块：切成小段、每段做完就反向，只比其矩阵梯度的两倍多一点。
 #
 # **下一步**：[第 03 课](03_sqrt_schedule.ipynb)讨论该忘掉哪些块。
 #
@@ -766,14 +766,14 @@ lesson_02.gaps(runs)
 #
 # Without the generator's state, dropout draws another mask, and the gradient belongs to a network that never ran. Autocast must be the same in the second run. Asked for one gradient, `MyCheckpoint` quietly adds to the weights' as well.
 #
-# Our `save_for_backward` notices an input that was changed in place; `with_hooks` keeps the tensor itself and returns a wrong gradient without a word. A saved tensor of another shape may broadcast: then only a comparison of shapes finds it. The last row is ✗ for all: nobody compares values. A block must compute the same thing twice.
+# The `save_for_backward` of `MyCheckpoint` notices an input that was changed in place; `with_hooks` keeps the tensor itself and returns a wrong gradient without a word. A saved tensor of another shape may broadcast: then only a comparison of shapes finds it. The last row is ✗ for all: nobody compares values. A block must compute the same thing twice.
 #
 # </div>
 # <div lang="zh">
 #
 # 不保存发生器的状态，dropout 就会抽到另一个掩码，算出的梯度属于一个从未运行过的网络。第二遍的 autocast 也必须相同。只求一个梯度时，`MyCheckpoint` 会悄悄往权重的梯度里也加上一份。
 #
-# 我们的 `save_for_backward` 能发现输入被就地改动；`with_hooks` 持有的是张量本身，会一声不响地返回错误的梯度。保存的张量换了形状，可能恰好可以广播，只有核对形状才能发现。最后一行全是 ✗：谁也不比较数值。一个块必须两遍都算出同样的东西。
+# `MyCheckpoint` 里的 `save_for_backward` 能发现输入被就地改动；`with_hooks` 持有的是张量本身，会一声不响地返回错误的梯度。保存的张量换了形状，可能恰好可以广播，只有核对形状才能发现。最后一行全是 ✗：谁也不比较数值。一个块必须两遍都算出同样的东西。
 #
 # </div>
 

@@ -13,14 +13,14 @@
 #
 # A network of 100 layers keeps 200 activations for backward, and peaks at 202. The advice since 2016: cut it into $\sqrt{100} = 10$ segments and checkpoint each. The peak falls to 31, for one more forward pass.
 #
-# Can one extra forward pass go lower? By the end of section 3.3 it does, to 22, and at that price no schedule of whole layers goes below. Then you write the program that finds the best one for any network.
+# Can one extra forward pass go lower? By the end of section 3.3 it does, to 22, and at that price no schedule of whole layers goes below. Then you write the program that finds the best one for any chain of layers.
 #
 # </div>
 # <div lang="zh">
 #
 # 一个 100 层的网络要为反向保存 200 份激活值，峰值是 202 份。2016 年以来的建议是：切成 $\sqrt{100} = 10$ 段，每段一个检查点。峰值降到 31 份，代价是多做一次前向。
 #
-# 同样只多做一次前向，能不能降得更多？到 3.3 节末尾能降到 22 份，而在这个代价之下，以整层为单位的调度没有比它更低的。然后，你来写一个程序，为任意网络找出最好的调度。
+# 同样只多做一次前向，能不能降得更多？到 3.3 节末尾能降到 22 份，而在这个代价之下，以整层为单位的调度没有比它更低的。然后，你来写一个程序，为任意一条由层组成的链找出最好的调度。
 #
 # </div>
 
@@ -61,7 +61,7 @@ from course_lib.models import Decoder, deep_mlp, loss_stages, random_tokens
 from course_lib.teaching import predictions, table
 
 # %% [markdown] slide={"en": "A layer keeps $A = 2B$, a boundary $B$.\n\nWeights and gradients are there from the start: here they don't count.", "zh": "一层保存 $A = 2B$，一个边界 $B$。\n\n权重和梯度从一开始就在，这里不算。"}
-# ## 3.1 Every number of segments / 把每一种段数都试一遍
+# ## 3.1 How many segments? / 切成几段？
 #
 # <div lang="en">
 #
@@ -276,7 +276,7 @@ table(["segments k", "rule, B", "`checkpoint_sequential`, B", "balanced, B"], ro
 #
 # </div>
 
-# %% [markdown] slide={"en": "While the last segment is worked on, all inputs are kept; while the first is, only its own.\n\nSo how long may the first one be?", "zh": "处理最后一段时，所有输入都留着；处理第一段时，只有它自己的。\n\n那么第一段可以有多长？"}
+# %% [markdown] slide={"en": "While the last segment is worked on, all inputs are kept; while the first is, only its own.\n\nSo how long may the first be?", "zh": "处理最后一段时，所有输入都留着；处理第一段时，只有它自己的。\n\n那么第一段可以有多长？"}
 # ## 3.3 Equal segments are not the best / 各段相等并不是最好的
 #
 # <div lang="en">
@@ -351,12 +351,12 @@ min(cost.peak_bytes for cost in frontier(chain) if cost.time <= 300 + 99)
 # %% [markdown]
 # <div lang="en">
 #
-# 22: with one extra forward pass no schedule of whole layers peaks lower than the tapered cut. To go lower, layers must run more than twice (section 3.12).
+# 22: with one extra forward pass no such schedule of whole layers peaks lower than the tapered cut. To go lower, layers must run more than twice (section 3.12).
 #
 # </div>
 # <div lang="zh">
 #
-# 22：只多做一次前向，以整层为单位的调度，没有一个峰值比渐短的切法更低。要再往下，就得让有些层运行不止两次（3.12 节）。
+# 22：只多做一次前向，这样的、以整层为单位的调度，没有一个峰值比渐短的切法更低。要再往下，就得让有些层运行不止两次（3.12 节）。
 #
 # </div>
 
@@ -554,12 +554,12 @@ lesson_03.schedule_pictures(plans, chain, title=title, panel_height=1.6)
 # %% [markdown] slide={"en": "Half the bytes for 17% more time: attention goes first.\n\nThat is a promise. What happens under autograd?", "zh": "字节减半，时间多 17%：先忘掉注意力。\n\n这只是承诺。在 autograd 之下真正运行呢？"}
 # <div lang="en">
 #
-# Half the bytes for 17% more time. Attention goes first: it keeps as much as a feed-forward network, and costs 0.671 GFLOPs to run again instead of 1.074. Simulated bytes are a promise: `ScheduledSequential` runs a schedule under autograd. Gradients first, then bytes and FLOPs (with symbolic tensors, as in lesson 01).
+# Half the bytes for 17% more time. Attention goes first: it keeps as much as a feed-forward network, and costs 0.671 GFLOPs to run again instead of 1.074. Simulated bytes are a promise: `ScheduledSequential` runs a schedule under autograd. Gradients first, then bytes and FLOPs (with symbolic tensors, as in lesson 01; the ledger's row, in section 3.9, is a real step).
 #
 # </div>
 # <div lang="zh">
 #
-# 字节减半，时间多 17%。先忘掉的是注意力：它保存的与前馈网络一样多，重做一次前向只要 0.671 GFLOPs，而不是 1.074。模拟出来的字节数只是承诺：`ScheduledSequential` 在 autograd 之下真正运行一个调度。先看梯度，再看字节和 FLOPs（用符号张量，如第 01 课）。
+# 字节减半，时间多 17%。先忘掉的是注意力：它保存的与前馈网络一样多，重做一次前向只要 0.671 GFLOPs，而不是 1.074。模拟出来的字节数只是承诺：`ScheduledSequential` 在 autograd 之下真正运行一个调度。先看梯度，再看字节和 FLOPs（用符号张量，如第 01 课；3.9 节账本的那一行，是真正跑的一步）。
 #
 # </div>
 
@@ -777,7 +777,7 @@ def predicted_for(depth, k):
 
 sweeps = {}
 for depth in (16, 36):
-    ks = [*range(1, 11), *range(12, depth + 1, 4)]
+    ks = [*range(1, 10), *range(12, depth + 1, 4)]
     sweeps[depth] = {k: peak_of(framework, hundred[:depth], k) for k in ks}
 lesson_03.draw_sweeps(sweeps, predicted_for)
 

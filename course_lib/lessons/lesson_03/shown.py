@@ -65,10 +65,13 @@ def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -
 
 def draw_sweeps(sweeps: Mapping[int, Mapping[int, int]], predicted: Callable[[int, int], int]) -> "Figure":
     """The same for several depths, a panel each, with the reader's prediction as a line."""
-    drawn, axes = figure("Every number of segments, predicted and measured", columns=len(sweeps), width=8.2, height=3.2)
+    title = "The peak over the number of segments, predicted and measured"
+    drawn, axes = figure(title, columns=len(sweeps), width=8.2, height=3.2)
     for ax, (depth, measured) in zip(axes, sweeps.items(), strict=True):
-        exact = [predicted(depth, k) / B for k in measured]
-        ax.plot(list(measured), exact, color=COLORS["predicted"], alpha=0.6, label=text("predicted"))
+        ks = range(1, depth + 1)
+        ax.plot(
+            ks, [predicted(depth, k) / B for k in ks], color=COLORS["predicted"], alpha=0.6, label=text("predicted")
+        )
         _points(ax, measured)
         ax.set(title=f"L = {depth}", xlim=(0, depth + 1), ylim=(0, None), xlabel=text("segments k"))
     axes[0].set_ylabel(text("peak, in units of B"))
@@ -215,8 +218,10 @@ def draw_frontier(
         ax.plot(across, up, marker, color=color, label=text(name))
         for word, x, y in zip(costs, across, up, strict=True):
             if isinstance(word, str):
-                place = (6, 4) if marker == "o" else (6, -11)  # those on the line above it
-                ax.annotate(text(word), (x, y), xytext=place, textcoords="offset points", fontsize=8, color=color)
+                place, side = ((6, 4), "left") if marker == "o" else ((0, -14), "center")  # those on the line above it
+                ax.annotate(
+                    text(word), (x, y), xytext=place, textcoords="offset points", ha=side, fontsize=8, color=color
+                )
     ax.set(xlim=xlim, ylim=(0.98, 1.72), xlabel=text("peak, MB"), ylabel=text("FLOPs of plain"))
     ax.legend()
     return shown_once(drawn)
