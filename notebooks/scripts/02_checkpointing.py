@@ -100,7 +100,7 @@ class Echo(nn.Module):
 # %% slide="both"
 for block in (Echo("a"), Echo("b"), Echo("c")):
     x.register_hook(block.backward_done)  # called when the gradient of x has come
-    x = checkpoint(block, x, use_reentrant=False)  # the newer of two modes: section 2.3
+    x = checkpoint(block, x, use_reentrant=False)  # the newer mode: section 2.3
 x.sum().backward()
 " · ".join(heard)
 
@@ -201,7 +201,7 @@ def with_hooks(block, x):
     def bring_back(number):
         if not found:
             with torch.enable_grad(), saved_tensors_hooks(collect, bring_back):
-                block(x.detach().requires_grad_(x.requires_grad))  # its graph goes unused
+                block(x.detach().requires_grad_(x.requires_grad))  # graph not needed
         return found[number]
 
     with saved_tensors_hooks(forget, bring_back):
@@ -578,8 +578,8 @@ def backward_by_chunk(hidden, weight, targets, chunk):
     for start in range(0, len(targets), chunk):
         part = slice(start, start + chunk)
         rows = hidden.detach()[part].requires_grad_()
-        loss = F.cross_entropy(rows @ weight.T, targets[part], reduction="sum") / len(targets)
-        loss.backward()  # no checkpoint: a chunk's logits are gone before the next chunk comes
+        loss = F.cross_entropy(rows @ weight.T, targets[part], reduction="sum")
+        (loss / len(targets)).backward()  # no checkpoint: the logits are gone then
         hidden.grad[part] = rows.grad
 
 

@@ -83,9 +83,9 @@ from course_lib.teaching import predictions, table
 # </div>
 
 # %% slide="code"
-A, B = 200_000, 100_000  # bytes that a layer keeps, bytes at a boundary
+A, B = 200_000, 100_000  # bytes a layer (Linear, GELU) keeps, bytes at a boundary
 x, ones = torch.linspace(-1, 1, 25_000).view(1000, 25), torch.ones(1000, 25)
-hundred = nn.Sequential(*(deep_mlp(depth=1, width=25, seed=i) for i in range(100)))  # Linear, GELU
+hundred = nn.Sequential(*(deep_mlp(depth=1, width=25, seed=i) for i in range(100)))
 
 
 def in_segments(layers, cuts, x):
@@ -679,7 +679,7 @@ for n in (2, 4):
     groups[n], _ = cost_of(in_segments, [0, *range(1, 18, 2 * n), 18])
 what_you_may_have_read("03", *lesson_03.figures_of_claims(predicted_peak, tapered, groups))
 
-# %% [markdown] slide={"en": "The same step as ever, one technique a row.\n\nHalf the activations: what are the other 180.1 MB?", "zh": "还是那一步，一种技术一行。\n\n激活值减半，剩下的 180.1 MB 是什么？"}
+# %% [markdown] slide={"en": "The same step as ever, one technique a row.\n\nHalf the activations: what do these 180.1 MB consist of?", "zh": "还是那一步，一种技术一行。\n\n激活值减半：这 180.1 MB 由什么组成？"}
 # ## 3.9 The ledger / 账本
 #
 # <div lang="en">

@@ -218,10 +218,8 @@ def draw_frontier(
         ax.plot(across, up, marker, color=color, label=text(name))
         for word, x, y in zip(costs, across, up, strict=True):
             if isinstance(word, str):
-                place, side = ((6, 4), "left") if marker == "o" else ((0, -14), "center")  # those on the line above it
-                ax.annotate(
-                    text(word), (x, y), xytext=place, textcoords="offset points", ha=side, fontsize=8, color=color
-                )
+                place = (6, 4) if marker == "o" else (-8, -14)  # those on the line above it
+                ax.annotate(text(word), (x, y), xytext=place, textcoords="offset points", fontsize=8, color=color)
     ax.set(xlim=xlim, ylim=(0.98, 1.72), xlabel=text("peak, MB"), ylabel=text("FLOPs of plain"))
     ax.legend()
     return shown_once(drawn)
