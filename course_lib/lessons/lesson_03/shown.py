@@ -197,7 +197,17 @@ def _legend(drawn: "Figure") -> None:
     handles = [Patch(color=KEEP_COLORS[kind], label=text(words)) for kind, words in _NAMES.items()]
     handles += [Patch(color=KEEP_COLORS["all"], alpha=0.25, label=text("all of it is kept"))]
     handles += [Patch(color=KEEP_COLORS["input"], alpha=0.35, label=text("its input is kept"))]
-    drawn.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
+    handles += [
+        Patch(color=_over(KEEP_COLORS["input"], 0.35, _over(KEEP_COLORS["all"], 0.25)), label=text("both are kept"))
+    ]
+    drawn.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+
+
+def _over(color: str, alpha: float, below: Sequence[float] = (1, 1, 1)) -> tuple[float, ...]:
+    """A transparent colour upon another one, white at first."""
+    from matplotlib.colors import to_rgb
+
+    return tuple(alpha * above + (1 - alpha) * under for above, under in zip(to_rgb(color), below, strict=True))
 
 
 def draw_frontier(
