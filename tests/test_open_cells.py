@@ -1,8 +1,4 @@
-"""Open code cells show the idea: short, in English, without tricks, and with every name in sight.
-
-A lesson that does not meet a rule yet stands in `NOT_YET`, which may only shrink: the test also fails where an
-exception is no longer needed.
-"""
+"""Open code cells show the idea: short, in English, without tricks, and with every name in sight."""
 
 import ast
 import builtins
@@ -19,11 +15,6 @@ SCRIPTS = sorted((Path(__file__).parents[1] / "notebooks" / "scripts").glob("*.p
 MOST_LINES, MOST_COLUMNS = 15, 100
 HAN = re.compile("[\u3400-\u9fff]")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-
-#: Lesson -> rules that it does not meet yet.
-NOT_YET = {
-    "03": {"too_wide"},
-}
 
 
 # --- the rules: sources of a lesson's open cells -> what is wrong ---
@@ -132,10 +123,10 @@ RULES = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem[:2])
-def test_the_open_cells_of_a_lesson_keep_the_rules_but_those_it_does_not_meet_yet(script):
+def test_the_open_cells_of_a_lesson_keep_the_rules(script):
     sources = open_cells(script)
     found = {name: problems for name, rule in RULES.items() if (problems := rule(sources))}
-    assert set(found) == NOT_YET.get(script.stem[:2], set()), found
+    assert found == {}
 
 
 # --- each rule finds a fault ---

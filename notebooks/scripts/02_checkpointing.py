@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown]
+# %% [markdown] slide={"en": "Eight layers keep 168 MB. One line: the peak falls from 277.7 to 134.0 MB.\n\nEight layers alone, the last one checkpointed: nothing saved. Why?", "zh": "八层保存 168 MB。一行代码，峰值从 277.7 MB 降到 134.0 MB。\n\n只有这八层、只给最后一层加检查点：什么也不省。为什么？"}
 # # 2 What if we forget activations and compute them again? / 把激活值忘掉，用时再算，会怎样？
 #
 # <div lang="en">
 #
 # Eight layers keep 168 MB of activations in the step of lesson 01. One line makes the decoder forget them and compute them again: the peak falls from 277.7 to 134.0 MB, the gradients are equal to the last bit, and it costs a fifth more FLOPs.
 #
-# Put the same line around the last of eight layers, and it saves nothing at all. Why?
+# Now take the eight layers by themselves, and put the same line around the last one only: it saves nothing at all. Why?
 #
 # </div>
 # <div lang="zh">
 #
 # 在第 01 课的训练步里，八层保存了 168 MB 的激活值。加一行代码，解码器就把它们忘掉，用时再算：峰值从 277.7 MB 降到 134.0 MB，梯度逐比特相等，代价是多五分之一的 FLOPs。
 #
-# 八层里只给最后一层加上同一行代码，却什么也省不下来。为什么？
+# 再把这八层单独拿出来，只给最后一层加上同一行代码：什么也省不下来。为什么？
 #
 # </div>
 
@@ -61,7 +61,7 @@ from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, DecoderLayer, random_tokens
 from course_lib.teaching import predictions, table, timelines
 
-# %% [markdown]
+# %% [markdown] slide={"en": "Keep a block's **input** only; run its forward again in backward.\n\n**Guess first.** In which order do three blocks a, b, c run?", "zh": "只留一个块的**输入**，反向时把前向再跑一遍。\n\n**先猜**：三个块 a、b、c 按什么次序运行？"}
 # ## 2.1 Watch it run / 看它怎样运行
 #
 # <div lang="en">
@@ -97,45 +97,45 @@ class Echo(nn.Module):
         heard.append(f"backward {self.name} done")
 
 
-# %%
+# %% slide="both"
 for block in (Echo("a"), Echo("b"), Echo("c")):
     x.register_hook(block.backward_done)  # called when the gradient of x has come
-    x = checkpoint(block, x, use_reentrant=False)
+    x = checkpoint(block, x, use_reentrant=False)  # the newer mode: section 2.3
 x.sum().backward()
 " · ".join(heard)
 
-# %% [markdown]
+# %% [markdown] slide={"en": "Besides the inputs, one block's activations exist at a time.\n\nBut c had just run. Is its checkpoint good for anything?", "zh": "除了各块的输入，任何时刻只有一个块的激活值。\n\n可是 c 刚刚才跑过，给它加检查点有用吗？"}
 # <div lang="en">
 #
-# First three forward passes. Then backward comes to c, runs its forward again, finishes it, and goes on to b. Besides the inputs, only one block's activations exist at a time.
+# First three forward passes. Then backward comes to c, runs its forward again, finishes it, and goes on to b. Besides the inputs, only one block's activations exist at a time. (But c had only just run. Is its checkpoint good for anything? Section 2.5.)
 #
 # </div>
 # <div lang="zh">
 #
-# 先是三次前向。然后反向走到 c，把它的前向再跑一遍，做完它的反向，再去 b。除了各块的输入，任何时刻只有一个块的激活值存在。
+# 先是三次前向。然后反向走到 c，把它的前向再跑一遍，做完它的反向，再去 b。除了各块的输入，任何时刻只有一个块的激活值存在。（可是 c 刚刚才跑过，给它加检查点有用吗？见 2.5 节。）
 #
 # </div>
 
-# %% [markdown]
+# %% [markdown] slide={"en": "Forward without a graph; backward runs the block again.\n\n**Write it.** What must backward return, and what may not be live in between?", "zh": "前向不建计算图，反向把块再跑一遍。\n\n**自己写**：反向该返回什么？两者之间，什么不该存活？"}
 # ## 2.2 Write it / 自己写
 #
 # <div lang="en">
 #
-# You need a `torch.autograd.Function`: two functions, of which backward is yours to write. Five tools: `torch.no_grad()`, `torch.enable_grad()`, `context.save_for_backward(x)` with `context.saved_tensors`, `x.detach().requires_grad_()`, and `torch.autograd.backward(output, gradient)`, which goes through a graph and leaves gradients in `.grad`.
+# A `torch.autograd.Function` is a forward and a backward of your own. `MyCheckpoint.apply(block, x)` runs it; backward gets the output's gradient and returns one for each argument of forward. Five tools: `torch.no_grad()`, `torch.enable_grad()`, `context.save_for_backward(x)` with `context.saved_tensors`, `x.detach().requires_grad_()`, and `torch.autograd.backward(output, gradient)`, which goes through a graph and leaves gradients in `.grad`.
 #
 # **Exercise 1.** Fill in the two functions. The check runs a block whose activations are large, compares the gradients of its input and of its weight, counts the runs, and looks at the bytes that are live between forward and backward.
 #
 # </div>
 # <div lang="zh">
 #
-# 要写的是一个 `torch.autograd.Function`：它有两个函数，其中反向由你来定。工具有五样：`torch.no_grad()`、`torch.enable_grad()`、`context.save_for_backward(x)` 和与之配对的 `context.saved_tensors`、`x.detach().requires_grad_()`，以及 `torch.autograd.backward(output, gradient)`，它沿计算图反向走一遍，把梯度放进 `.grad`。
+# 在 `torch.autograd.Function` 里，前向和反向都由你来写。用 `MyCheckpoint.apply(block, x)` 来运行；反向拿到输出的梯度，要为前向的每个参数各返回一个梯度。工具有五样：`torch.no_grad()`、`torch.enable_grad()`、`context.save_for_backward(x)` 和与之配对的 `context.saved_tensors`、`x.detach().requires_grad_()`，以及 `torch.autograd.backward(output, gradient)`，它沿计算图反向走一遍，把梯度放进 `.grad`。
 #
 # **练习 1。** 写出这两个函数。检查会运行一个激活值很大的块，比较它的输入和权重的梯度，数运行次数，并看前向与反向之间还有多少字节存活。
 #
 # </div>
 
 
-# %% minutes=12
+# %% slide="code" minutes=12
 class MyCheckpoint(torch.autograd.Function):
     @staticmethod
     def forward(context, block, x):
@@ -150,7 +150,7 @@ class MyCheckpoint(torch.autograd.Function):
 lesson_02.check_checkpoint(MyCheckpoint)
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
 class MyCheckpoint(torch.autograd.Function):
     @staticmethod
@@ -173,7 +173,7 @@ class MyCheckpoint(torch.autograd.Function):
 lesson_02.check_checkpoint(MyCheckpoint)
 ### END SOLUTION
 
-# %% [markdown]
+# %% [markdown] slide={"en": "Leave the graph where it is. One hook keeps a **number** in place of each tensor; the other brings the tensor back.\n\nHow?", "zh": "计算图留在原处。一个钩子只留下**编号**，另一个把张量找回来。\n\n怎么找？"}
 # ## 2.3 The other way: leave the graph, take what it holds / 另一种写法：留下计算图，拿走它持有的东西
 #
 # <div lang="en">
@@ -188,7 +188,7 @@ lesson_02.check_checkpoint(MyCheckpoint)
 # </div>
 
 
-# %%
+# %% slide="code"
 def with_hooks(block, x):
     numbers, found = itertools.count(), []
 
@@ -201,14 +201,14 @@ def with_hooks(block, x):
     def bring_back(number):
         if not found:
             with torch.enable_grad(), saved_tensors_hooks(collect, bring_back):
-                block(x.detach().requires_grad_(x.requires_grad))
+                block(x.detach().requires_grad_(x.requires_grad))  # graph not needed
         return found[number]
 
     with saved_tensors_hooks(forget, bring_back):
         return block(x)
 
 
-# %% [markdown]
+# %% [markdown] slide={"en": "Before any claim of saving: are all gradients equal?\n\nFour checkpoints, one decoder layer.", "zh": "谈节省之前先问：梯度都相等吗？\n\n四种检查点，同一个解码器层。"}
 # <div lang="en">
 #
 # Before any claim of saving: are the gradients equal, for the input and for every parameter? Four checkpoints on one decoder layer: the two in fifteen lines, PyTorch's, and `course_lib.checkpoint`, which has the same names and arguments as `torch.utils.checkpoint` and is written to be read. You can exchange one for the other.
@@ -234,7 +234,7 @@ def gradients(output):
     return [x.grad, *(parameter.grad for parameter in block.parameters())]
 
 
-# %%
+# %% slide="result"
 runs = {"`MyCheckpoint`": MyCheckpoint.apply, "`with_hooks`": with_hooks}
 for name, library in {"`torch`": checkpoint, "`course_lib`": readable}.items():
     runs[name] = partial(library, use_reentrant=False)
@@ -253,17 +253,17 @@ expected = gradients(block(x))
 #
 # </div>
 
-# %% [markdown]
+# %% [markdown] slide={"en": "The whole decoder in one line.\n\n**Guess first.** How high is the peak now, and when?", "zh": "整个解码器，只要一行。\n\n**先猜**：现在峰值是多少？出现在何时？"}
 # ## 2.4 The whole decoder in one line / 一行代码，整个解码器
 #
 # <div lang="en">
 #
-# `checkpoint_blocks` puts a checkpoint around each block with such a name, in any model. The step is that of lesson 01: Adam, the second step, and gradients that are gone when it begins, so that they **arrive during backward**. That is the convention from here on.
+# `checkpoint_blocks` puts a checkpoint around each block with such a name, in any model. The step is that of lesson 01: Adam, the second step, and gradients that are gone when it begins, so that they **arrive during backward**. That is the convention from here on, but for section 2.7.
 #
 # </div>
 # <div lang="zh">
 #
-# `checkpoint_blocks` 给模型里所有叫这种名字的块各加一个检查点，什么模型都行。训练步与第 01 课相同：Adam，取第二步；开始时梯度已清空，**在反向中才陆续到来**。以下都按这个约定。
+# `checkpoint_blocks` 给模型里所有叫这种名字的块各加一个检查点，什么模型都行。训练步与第 01 课相同：Adam，取第二步；开始时梯度已清空，**在反向中才陆续到来**。以下都按这个约定，2.7 节除外。
 #
 # </div>
 
@@ -291,15 +291,15 @@ def metered_step(decoder):
 plain, forgetful = make_decoder(), make_decoder()
 checkpoint_blocks(forgetful, "layers.*")
 meters = {"plain": metered_step(plain), "checkpointed": metered_step(forgetful)}
-all(map(torch.equal, plain.parameters(), forgetful.parameters()))
+all(map(torch.equal, plain.parameters(), forgetful.parameters()))  # weights after the step
 
-# %%
+# %% slide="result"
 timelines(meters, title="The mountain becomes eight teeth; the peak moves to the end of backward")
 
-# %% [markdown]
+# %% [markdown] slide={"en": "A layer keeps 20,987,904 bytes; a checkpoint keeps its input and 5,056.\n\n**Guess first.** From 277,682,584 bytes, with $k$ checkpoints?", "zh": "一层保存 20,987,904 字节；一个检查点留下这一层的输入和 5,056 字节。\n\n**先猜**：原来 277,682,584 字节，加 $k$ 个检查点呢？"}
 # <div lang="en">
 #
-# Each tooth is one layer that has come back. Now predict. A checkpoint keeps its layer's input, $b s h$ numbers, and the state of the random number generator, 5,056 bytes, for a second run with the same dropout. All other 20,987,904 bytes of the layer (your sum in lesson 01) are gone when backward starts, and that is when the plain step peaks, at 277,682,584 bytes.
+# Each tooth is one layer that has come back. Now predict. A checkpoint keeps its layer's input, $b s h$ numbers, and the state of the random number generator, 5,056 bytes, for a second run with the same dropout. The rest of the layer's 20,987,904 bytes (your sum in lesson 01) is gone when backward starts, and that is when the plain step peaks, at 277,682,584 bytes.
 #
 # **Exercise 2.** With checkpoints around the first $k$ of the eight layers: what is the peak?
 #
@@ -331,16 +331,15 @@ def predicted_peak(k):
 lesson_02.check_peak_formula(predicted_peak)
 ### END SOLUTION
 
-# %%
+# %% slide="result"
 peaks = {0: meters["plain"].peak_bytes, 8: meters["checkpointed"].peak_bytes}
-for k in (1, 7):
-    with symbolic():
-        decoder = make_decoder()
-        checkpoint_blocks(decoder, "layers.*", first=k)
-        peaks[k] = metered_step(decoder).peak_bytes
-predictions([(f"k = {k}", predicted_peak(k), peaks[k]) for k in (0, 1, 7, 8)], unit="bytes")
+with symbolic():
+    seven = make_decoder()
+    checkpoint_blocks(seven, "layers.*", first=7)
+    peaks[7] = metered_step(seven).peak_bytes
+predictions([(f"k = {k}", predicted_peak(k), peaks[k]) for k in (0, 7, 8)], unit="bytes")
 
-# %% [markdown]
+# %% [markdown] slide={"en": "Exact, until the last row: 16 MB are missing.\n\nA formula follows one moment. Now another one stands higher.", "zh": "一字节不差，除了最后一行：差 16 MB。\n\n公式盯住的是一个时刻，现在另一个时刻更高。"}
 # <div lang="en">
 #
 # Exact to the byte, until the last row: 16 MB are missing. Your formula follows one moment, the start of backward. The last checkpoint lowers it so far that another moment stands higher: the end of backward, where a single layer is back in full, and nearly all gradients have come.
@@ -352,7 +351,7 @@ predictions([(f"k = {k}", predicted_peak(k), peaks[k]) for k in (0, 1, 7, 8)], u
 #
 # </div>
 
-# %% [markdown]
+# %% [markdown] slide={"en": "One checkpoint only.\n\n**Guess first.** Around which of eight layers does it save least? And in the decoder, with its head?", "zh": "只能加一个检查点。\n\n**先猜**：八层里，给哪一层加省得最少？带输出头的解码器呢？"}
 # ## 2.5 Which block? / 给哪一块？
 #
 # <div lang="en">
@@ -384,18 +383,19 @@ def peak_of(blocks, layers=8, head=True):
 
 
 # %%
-none, *each = [None, *(f"layers.{i}" for i in range(8))]
-alone = [peak_of(place, head=False) for place in (none, *each)]
-whole = [peak_of(place) for place in (none, each[0], each[4], each[7])]
-only_one = [peak_of(place, layers=1, head=False) for place in (none, each[0])]
+each = [f"layers.{i}" for i in range(8)]
+alone = [peak_of(place, head=False) for place in (None, *each)]
+whole = [peak_of(place) for place in (None, "layers.0", "layers.7")]
+only_one = [peak_of(place, layers=1, head=False) for place in (None, "layers.0")]
 
-# %%
+# %% slide="result"
 lesson_02.draw_which_block(alone, whole)
 
 # %%
-[alone[0] - alone[1], alone[0] - alone[8], only_one[0] - only_one[1]]  # saved, bytes
+saved = {"layer 0": alone[0] - alone[1], "layer 7": alone[0] - alone[8]}  # bytes
+saved | {"the only layer": only_one[0] - only_one[1]}
 
-# %% [markdown]
+# %% [markdown] slide={"en": "A checkpoint saves what is absent **at the peak**.\n\nAsk first when the peak is, then what is alive at that moment.", "zh": "检查点省下的，是**峰值那一刻**不在的东西。\n\n先问峰值在何时，再问那一刻有什么。"}
 # <div lang="en">
 #
 # A checkpoint saves what is absent **at the peak**. Backward begins with the last layer, so that layer comes back while all others are still there: alone, it saves nothing, and costs 5,056 bytes for the generator's state. The only layer of a network is its last one. Around any of layers 0 to 5, the saving is a layer less its input. (Layer 6 saves 2 MB less: when it comes back, the last layer's gradients have arrived.)
@@ -411,17 +411,17 @@ lesson_02.draw_which_block(alone, whole)
 #
 # </div>
 
-# %% [markdown]
+# %% [markdown] slide={"en": "Keep some results, compute the others again.\n\n**Guess first.** What share of a step's FLOPs is one more forward pass?", "zh": "保留一部分结果，其余的再算一遍。\n\n**先猜**：多做的一次前向，占训练步 FLOPs 的几分之几？"}
 # ## 2.6 What to keep: policies on one scale / 保留什么：同一标尺上的几种策略
 #
 # <div lang="en">
 #
-# Six ways to run the same step. **Selective checkpointing** keeps the results of some operators and computes the rest again; here it keeps the products of the linear layers (`addmm`). **Guess first:** what costs one more forward pass of a whole step, in FLOPs? Backward makes two products for each one of forward, for the gradient of the input and for that of the weight.
+# Six ways to run the same step. **Selective checkpointing** keeps the results of some operators and computes the rest again; here it keeps the products of the linear layers (`addmm`). **Guess first:** what share of a whole step's FLOPs is one more forward pass? Backward makes two products for each one of forward, for the gradient of the input and for that of the weight.
 #
 # </div>
 # <div lang="zh">
 #
-# 同一步的六种做法。**选择性检查点**保留一部分算子的结果，其余的再算一遍；这里保留的是线性层的乘积（`addmm`）。**先猜**：整个训练步多做一次前向，FLOPs 增加多少？前向的每一次乘法，反向要做两次：一次求输入的梯度，一次求权重的梯度。
+# 同一步的六种做法。**选择性检查点**保留一部分算子的结果，其余的再算一遍；这里保留的是线性层的乘积（`addmm`）。**先猜**：多做的一次前向，占整个训练步 FLOPs 的几分之几？前向的每一次乘法，反向要做两次：一次求输入的梯度，一次求权重的梯度。
 #
 # </div>
 
@@ -436,7 +436,7 @@ def decoder_with(group=1, layers=8, **options):
     return decoder
 
 
-# %%
+# %% slide="result"
 products = [torch.ops.aten.addmm.default]  # what nn.Linear calls
 measured = lesson_02.measured_step  # symbolic: its peak, and the FLOPs of forward and backward
 arms = {"plain": measured(make_decoder), "each layer": measured(decoder_with)}
@@ -446,7 +446,7 @@ arms["two layers as one"] = measured(decoder_with, group=2)
 arms["eight layers as one"] = measured(decoder_with, group=8)
 lesson_02.draw_policies(arms)
 
-# %% [markdown]
+# %% [markdown] slide={"en": "One forward more, all weights trained: a third at most. Here: 1.21.\n\nProducts kept: 84 MB saved, for almost no FLOPs. And in seconds?", "zh": "全部权重都训练，多一次前向至多三分之一，这里是 1.21 倍。\n\n保留乘积：省 84 MB，几乎不花 FLOPs。秒数呢？"}
 # <div lang="en">
 #
 # One more forward pass is a third of a step at most, if all weights are trained (with frozen ones backward is cheaper, and it is up to a half). It is 1.21 here: the head is not done again, and recomputation stops when the last saved tensor is back (**early stop**), so that each checkpoint skips its last product.
@@ -462,15 +462,15 @@ lesson_02.draw_policies(arms)
 #
 # </div>
 
-# %% tags=["nbval-ignore-output", "shows-seconds"]
+# %% slide="result" tags=["nbval-ignore-output", "shows-seconds"]
 decoders = {"plain": make_decoder(), "each layer": decoder_with()}
 decoders["products kept"] = decoder_with(policy=products)
 lesson_02.seconds_beside_flops(decoders, arms)
 
-# %% [markdown]
+# %% [markdown] slide={"en": "**FLOPs are not time.** Softmax, GELU and LayerNorm have next to none, but read and write whole tensors.", "zh": "**FLOPs 不是时间。** softmax、GELU 和 LayerNorm 几乎没有 FLOPs，却要把整个张量读一遍、写一遍。"}
 # <div lang="en">
 #
-# The seconds are this machine's. Keeping the products is dearer in time than its 1.02: what it does again are softmax, GELU, LayerNorm and additions. They have next to no FLOPs, but each reads and writes whole tensors: they are bound by memory. **FLOPs are not time.** The policy's share also grows with the length, since attention's own two products grow with $s^2$.
+# The seconds are this machine's. Keeping the products is dearer in time than its 1.02: what it does again are softmax, GELU, LayerNorm and additions. They have next to no FLOPs, but each reads and writes whole tensors: they are bound by memory. **FLOPs are not time.** What this policy does again also grows with the length, since attention's own two products grow with $s^2$.
 #
 # </div>
 # <div lang="zh">
@@ -479,8 +479,8 @@ lesson_02.seconds_beside_flops(decoders, arms)
 #
 # </div>
 
-# %% [markdown]
-# ## 2.7 Groups, and gradients that are there / 分组，以及早已在场的梯度
+# %% [markdown] slide={"en": "Pairs of layers lost. Always?\n\n**Guess first.** Gradients there from the start, a layer is 20.0 inputs: from which depth do pairs win?", "zh": "成对的层输了。总是这样吗？\n\n**先猜**：梯度一开始就在，一层是 20.0 份输入，多深以后成对更省？"}
+# ## 2.7 Groups, and gradients that are there / 分组，以及一开始就在的梯度
 #
 # <div lang="en">
 #
@@ -493,7 +493,7 @@ lesson_02.seconds_beside_flops(decoders, arms)
 #
 # </div>
 
-# %%
+# %% slide="result"
 rows = []
 for layers, group in itertools.product((8, 48), (1, 2)):
     peak = lesson_02.peak_with_gradients(decoder_with, layers=layers, group=group)
@@ -503,16 +503,16 @@ table(["layers", "layers in a checkpoint", "peak, MB"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Pairs win from 40 layers on, *with this convention*. Where gradients arrive during backward, as in our step, they take more room than the inputs that leave, and pairs lose at any depth here. How to cut a deep network best is the question of lesson 03.
+# Pairs win beyond 40 layers, *with this convention*. Where gradients arrive during backward, as in our step, they take more room than the inputs that leave, and pairs lose at any depth here. How to cut a deep network best is the question of lesson 03.
 #
 # </div>
 # <div lang="zh">
 #
-# *按这种约定*，超过 40 层成对就更省。像我们的训练步那样，梯度在反向中才到来，它们占的地方比离开的输入更大，那么在这里无论多深，成对都是输。深层网络怎样切最好，是第 03 课的问题。
+# *按这种约定*，超过 40 层，成对就更省。像我们的训练步那样，梯度在反向中才到来，它们占的地方比离开的输入更大，那么在这里无论多深，成对都是输。深层网络怎样切最好，是第 03 课的问题。
 #
 # </div>
 
-# %% [markdown]
+# %% [markdown] slide={"en": "1024 tokens, 32,000 words: logits of 131 MB, three times over.\n\nCut the tokens into chunks. How does the loss stay the same?", "zh": "1024 个 token，词表 32,000：logits 131 MB，而且有三份。\n\n把 token 切成小段，怎样让损失不变？"}
 # ## 2.8 The loss, in pieces / 把损失分段计算
 #
 # <div lang="en">
@@ -539,7 +539,7 @@ def loss_in_pieces(hidden, weight, targets, chunk):  # (n, h), (v, h), (n,)
 lesson_02.check_loss_in_pieces(loss_in_pieces)
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
 def loss_of_chunk(hidden, weight, targets):
     return F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
@@ -555,32 +555,32 @@ def loss_in_pieces(hidden, weight, targets, chunk):
 lesson_02.check_loss_in_pieces(loss_in_pieces)
 ### END SOLUTION
 
-# %% [markdown]
+# %% [markdown] slide={"en": "In one backward, the matrix's gradient, 33 MB, is there three times.\n\nWhy wait? Go backward after each chunk.", "zh": "合为一次反向，矩阵的梯度（33 MB）有三份。\n\n何必等？每个小段做完就反向。"}
 # <div lang="en">
 #
-# In one backward pass over all chunks, the gradient of the vocabulary's matrix, 33 MB, exists three times: what has been added up, what is to be added, and their sum. That is a floor, three times the matrix. But why wait? Go backward after each chunk, and its gradient is added in place:
+# In one backward pass over all chunks, the gradient of the vocabulary's matrix, 33 MB, exists three times: what has been added up, what is to be added, and their sum. That is a floor, three times the matrix. But why wait? Go backward after each chunk, and its gradient is added in place. (The layers below then go on from `hidden.grad`.)
 #
 # </div>
 # <div lang="zh">
 #
-# 各小段合在一次反向里，词表矩阵的梯度（33 MB）会有三份：已经加好的、正要加上的，以及两者之和。这就是下限：矩阵的三倍。可是何必等？每个小段做完就反向，梯度便就地累加：
+# 各小段合在一次反向里，词表矩阵的梯度（33 MB）会有三份：已经加好的、正要加上的，以及两者之和。这就是下限：矩阵的三倍。可是何必等？每个小段做完就反向，梯度便就地累加。（前面的各层再从 `hidden.grad` 接着反向。）
 #
 # </div>
 
 
-# %%
+# %% slide="code"
 def one_backward(hidden, weight, targets, chunk):
     loss_in_pieces(hidden, weight, targets, chunk).backward()
 
 
 def backward_by_chunk(hidden, weight, targets, chunk):
     hidden.grad = torch.zeros_like(hidden)
-    parts = (hidden.detach(), targets, hidden.grad)
-    for rows, answers, slope in zip(*(part.split(chunk) for part in parts), strict=True):
-        rows.requires_grad_()
-        loss = F.cross_entropy(rows @ weight.T, answers, reduction="sum") / len(targets)
-        loss.backward()  # no checkpoint: a chunk's logits are gone before the next chunk comes
-        slope.copy_(rows.grad)
+    for start in range(0, len(targets), chunk):
+        part = slice(start, start + chunk)
+        rows = hidden.detach()[part].requires_grad_()
+        loss = F.cross_entropy(rows @ weight.T, targets[part], reduction="sum")
+        (loss / len(targets)).backward()  # no checkpoint: the logits are gone then
+        hidden.grad[part] = rows.grad
 
 
 # %%
@@ -593,12 +593,12 @@ def head_peak(run, chunk):
     return meter.peak_bytes / weight.nbytes
 
 
-# %%
+# %% slide="result"
 ways, sizes = (one_backward, backward_by_chunk), (1024, 256, 128, 32)
 rows = [(n, *(round(head_peak(way, n), 2) for way in ways)) for n in sizes]
 table(["tokens in a chunk", "one backward", "backward by chunk"], rows)  # peaks, of the matrix
 
-# %% [markdown]
+# %% [markdown] slide={"en": "One backward stops at 3 times the matrix.\n\nChunk by chunk it goes on toward 2, and computes nothing twice.", "zh": "合为一次反向，停在矩阵的 3 倍。\n\n逐个小段反向，继续降向 2 倍，而且什么也不用算两遍。"}
 # <div lang="en">
 #
 # One piece is the plain head: 12 times the matrix, 393 MB. Down the table the chunks get smaller: the first column stops at 3, the second goes on toward 2, the sum and what is to be added, and computes nothing twice: no checkpoint is left in it. That is how fused losses do it, such as Liger's: they make the gradient already in the forward pass.
@@ -620,11 +620,11 @@ table(["tokens in a chunk", "one backward", "backward by chunk"], rows)  # peaks
 # </div>
 # <div lang="zh">
 #
-# 2.1 节的 `checkpoint(block, x, use_reentrant=False)` 就是 PyTorch 自己的。torchtitan 在 FSDP2 的 `fully_shard` 之前所做的，用 PyTorch 只要两行，这里就来运行：
+# 2.1 节的 `checkpoint(block, x, use_reentrant=False)` 就是 PyTorch 自己的。torchtitan 在 FSDP2 的 `fully_shard` 之前所做的，用 PyTorch 只要两行，下面就来运行：
 #
 # </div>
 
-# %%
+# %% slide="both"
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 wrapped = make_decoder()
@@ -658,7 +658,7 @@ metered_step(wrapped).peak_bytes, peaks[8]
 #
 # </div>
 
-# %% [markdown]
+# %% [markdown] slide={"en": "Four sentences that people meet. Hands up before each row: true, partly, or false?", "zh": "四句常见的说法。看每一行之前先举手：对，对一部分，还是不对？"}
 # ## 2.10 What you may have read / 你可能读到过的说法
 #
 # <div lang="en">
@@ -672,10 +672,10 @@ metered_step(wrapped).peak_bytes, peaks[8]
 #
 # </div>
 
-# %%
+# %% slide="result"
 what_you_may_have_read("02", *lesson_02.figures_of_claims(arms, alone))
 
-# %% [markdown]
+# %% [markdown] slide={"en": "The same step of the same decoder, one technique a row.\n\nWhat is the largest part of these 134.0 MB?", "zh": "同一个解码器的同一步，一种技术一行。\n\n这 134.0 MB 里，最大的是哪一部分？"}
 # ## 2.11 The ledger / 账本
 #
 # <div lang="en">
@@ -689,10 +689,10 @@ what_you_may_have_read("02", *lesson_02.figures_of_claims(arms, alone))
 #
 # </div>
 
-# %%
+# %% slide="result"
 ledger("02", "checkpoint each layer", arms["each layer"])
 
-# %% [markdown]
+# %% [markdown] slide={"en": "Keep the input, compute the rest again: it saves what is absent at the peak.\n\nFLOPs are not time. The loss is a block, too.", "zh": "留下输入，其余再算：省下的是峰值那一刻不在的东西。\n\nFLOPs 不是时间。损失也是一个块。"}
 # ## 2.12 Summary / 小结
 #
 # <div lang="en">
@@ -701,7 +701,7 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # - It saves what is absent at the peak. Alone, the last layer's checkpoint saves nothing; that of nearly any other saves a layer less its input. A formula for one moment ends where another moment is higher.
 # - One more forward pass is at most a third of a step if all weights are trained; early stop makes it less. Selective checkpointing costs next to no FLOPs, and more in time.
 # - Whether groups of layers pay depends on depth, and on gradients: arriving, or there.
-# - The loss is a block, too: in chunks, with backward after each, it needs twice the gradient of its matrix.
+# - The loss is a block, too: in chunks, with backward after each, it needs little more than twice the gradient of its matrix.
 #
 # **Next:** [lesson 03](03_sqrt_schedule.ipynb) asks which blocks to forget.
 #
@@ -711,8 +711,8 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # - 检查点只留下一个块的输入，激活值到反向时再算一遍，梯度相等。
 # - 省下的，是峰值那一刻不在的东西。只有各层时，给最后一层加检查点，什么也不省；给别的层加，几乎都省下一层减去它的输入。公式针对的是一个时刻，别的时刻更高时就不再成立。
 # - 全部权重都训练时，多一次前向至多是一步的三分之一，提前停还能再少一点。选择性检查点几乎不多花 FLOPs，时间上则要多一些。
-# - 几层合成一个检查点是否划算，取决于深度，也取决于梯度是陆续到来还是早已在场。
-# - 损失也是一个块：切成小段、每段做完就反向，只需要其矩阵梯度的两倍。
+# - 几层合成一个检查点是否划算，取决于深度，也取决于梯度是陆续到来，还是一开始就在。
+# - 损失也是一个块：切成小段、每段做完就反向，只比其矩阵梯度的两倍多一点。
 #
 # **下一步**：[第 03 课](03_sqrt_schedule.ipynb)讨论该忘掉哪些块。
 #
@@ -749,7 +749,7 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 #
 # <div lang="en">
 #
-# The four checkpoints of section 2.3 on unfriendly blocks; the experiments stand in `course_lib.lessons.lesson_02.modes`. In a course on memory the first row comes first: the version with hooks keeps all that came back until the whole block is done, the libraries let each tensor go once it has been used.
+# The four checkpoints of section 2.3 on unfriendly blocks; the experiments stand in `course_lib.lessons.lesson_02.modes`. This course is about memory, so look at the first row: the version with hooks keeps all that came back until the whole block is done, the libraries let each tensor go once it has been used.
 #
 # </div>
 # <div lang="zh">
@@ -766,14 +766,14 @@ lesson_02.gaps(runs)
 #
 # Without the generator's state, dropout draws another mask, and the gradient belongs to a network that never ran. Autocast must be the same in the second run. Asked for one gradient, `MyCheckpoint` quietly adds to the weights' as well.
 #
-# Our `save_for_backward` notices an input that was changed in place; `with_hooks` keeps the tensor itself and returns a wrong gradient without a word. A saved tensor of another shape may broadcast: then only a comparison of shapes finds it. The last row is ✗ for all: nobody compares values. A block must compute the same thing twice.
+# The `save_for_backward` of `MyCheckpoint` notices an input that was changed in place; `with_hooks` keeps the tensor itself and returns a wrong gradient without a word. A saved tensor of another shape may broadcast: then only a comparison of shapes finds it. The last row is ✗ for all: nobody compares values. A block must compute the same thing twice.
 #
 # </div>
 # <div lang="zh">
 #
 # 不保存发生器的状态，dropout 就会抽到另一个掩码，算出的梯度属于一个从未运行过的网络。第二遍的 autocast 也必须相同。只求一个梯度时，`MyCheckpoint` 会悄悄往权重的梯度里也加上一份。
 #
-# 我们的 `save_for_backward` 能发现输入被就地改动；`with_hooks` 持有的是张量本身，会一声不响地返回错误的梯度。保存的张量换了形状，可能恰好可以广播，只有核对形状才能发现。最后一行全是 ✗：谁也不比较数值。一个块必须两遍都算出同样的东西。
+# `MyCheckpoint` 里的 `save_for_backward` 能发现输入被就地改动；`with_hooks` 持有的是张量本身，会一声不响地返回错误的梯度。保存的张量换了形状，可能恰好可以广播，只有核对形状才能发现。最后一行全是 ✗：谁也不比较数值。一个块必须两遍都算出同样的东西。
 #
 # </div>
 
@@ -1038,6 +1038,7 @@ for layers in (4, 16):
     with symbolic():
         decoder, tokens = decoder_with(layers=layers), random_tokens(8, 128, 2048)
         kept[layers] = saved_tensors(decoder.loss, tokens).total_bytes
+answers = lesson_02.modes(readable)
 score = [sum(row[column] == "✓" for row in answers) for column in (1, 2)]
 lesson_02.older_claims(kept, (dynamic, 2), score, (equal_numbers, skipped.numel()), trained)
 

@@ -44,7 +44,7 @@ CLAIMS = (
     Claim(
         "Training will be about 20% slower.",
         "FLOPs of the step, a checkpoint a layer",
-        "Partly: 21% more FLOPs here, at most a third if all weights are trained. Seconds are another matter.",
+        "Partly: 21% more FLOPs here. Seconds are another matter.",
         outcome="partly",
         source="Hugging Face Transformers documentation, Gradient checkpointing",
     ),
@@ -58,7 +58,7 @@ CLAIMS = (
     Claim(
         "Selective recomputation takes away over 90% of the overhead.",
         "FLOPs done again, selective against each layer",
-        "Partly: 89% of the FLOPs here, with products kept. Of the seconds less: the rest is bound by memory.",
+        "Partly: 89% of the FLOPs here, but less of the seconds: the rest is bound by memory.",
         outcome="partly",
         source="Korthikanti et al. 2022, abstract",
     ),

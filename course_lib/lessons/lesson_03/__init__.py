@@ -17,6 +17,7 @@ from .checks import (
 )
 from .gpu import scheduled_decoder
 from .shown import (
+    cost_of,
     draw_frontier,
     draw_schedule,
     draw_sweep,
@@ -34,6 +35,7 @@ __all__ = [
     "check_drawn_schedule",
     "check_predicted_peak",
     "check_recurrence",
+    "cost_of",
     "draw_frontier",
     "draw_schedule",
     "draw_sweep",
@@ -66,9 +68,8 @@ CLAIMS = (
     ),
     Claim(
         "When memory is short, more layers in a group (`--recompute-num-layers`) reduce it.",
-        "the course's decoder in groups of 1, 2 and 4 layers: bytes beyond weights, gradients and optimizer state",
-        "Partly: less is kept after forward, but in backward a group is there whole. "
-        "It pays where √(L·A/B) is below L.",
+        "the decoder in groups of 1, 2 and 4 layers: bytes beyond weights, gradients and optimizer state",
+        "Partly: less is kept, but in backward a group is there whole. It pays where √(L·A/B) is below L.",
         outcome="partly",
         source="README of Megatron-LM",
     ),

@@ -1,9 +1,14 @@
-"""What lesson 03 draws: sweeps of segments, schedules with their bytes, frontiers, the slider."""
+"""What lesson 03 measures and draws: sweeps of segments, schedules with their bytes, frontiers, the slider."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.labels import listed
+from course_lib.memory import MemoryMeter, symbolic
 from course_lib.schedule import COLORS as KEEP_COLORS
 from course_lib.schedule import (
     Chain,
@@ -49,10 +54,10 @@ def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -
         "", (after, measured[after] / B), xytext=(before, measured[before] / B),
         arrowprops={"arrowstyle": "->", "color": "#222222"},
     )  # fmt: skip
-    for k, side in ((before, "right"), (after, "left")):
+    for k, lower in ((before, -9), (after, 0)):
         ax.annotate(
             text("k = {k}: {peak} B", k=k, peak=f"{measured[k] / B:.0f}"), (k, measured[k] / B),
-            xytext=(-6, -11) if side == "right" else (9, 0), textcoords="offset points", ha=side, va="center",
+            xytext=(9, lower), textcoords="offset points", va="center",
         )  # fmt: skip
     ax.legend()
     return shown_once(drawn)
@@ -60,10 +65,13 @@ def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -
 
 def draw_sweeps(sweeps: Mapping[int, Mapping[int, int]], predicted: Callable[[int, int], int]) -> "Figure":
     """The same for several depths, a panel each, with the reader's prediction as a line."""
-    drawn, axes = figure("Every number of segments, predicted and measured", columns=len(sweeps), width=8.2, height=3.2)
+    title = "The peak over the number of segments, predicted and measured"
+    drawn, axes = figure(title, columns=len(sweeps), width=8.2, height=3.2)
     for ax, (depth, measured) in zip(axes, sweeps.items(), strict=True):
-        exact = [predicted(depth, k) / B for k in measured]
-        ax.plot(list(measured), exact, color=COLORS["predicted"], alpha=0.6, label=text("predicted"))
+        ks = range(1, depth + 1)
+        ax.plot(
+            ks, [predicted(depth, k) / B for k in ks], color=COLORS["predicted"], alpha=0.6, label=text("predicted")
+        )
         _points(ax, measured)
         ax.set(title=f"L = {depth}", xlim=(0, depth + 1), ylim=(0, None), xlabel=text("segments k"))
     axes[0].set_ylabel(text("peak, in units of B"))
@@ -96,6 +104,27 @@ def stages_of_a_decoder(chain: Chain) -> Table:
             (name, *(NumberText(f"{n / 1e6:.2f}") for n in counts), NumberText(f"{stage.forward_time / 1e9:.3f}"))
         )
     return table(["stage", "output B, MB", "keeps A, MB", "its backward takes, MB", "GFLOPs"], rows)
+
+
+def cost_of(
+    make: Callable[..., tuple[nn.Module, Tensor]], run: Callable[..., Tensor], how: Any, **changes: Any
+) -> tuple[int, int]:
+    """(peak in bytes, FLOPs) of `run(stages, how, x)` and its backward, symbolically; gradients are there, x counts.
+
+    Args:
+        make: gives stages that end in a loss, and their input x.
+        run: runs the stages as `how` says, such as cuts or a schedule.
+        changes: arguments of `make`.
+    """
+    with symbolic():
+        stages, x = make(**changes)
+        for parameter in stages.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with MemoryMeter() as meter:
+            run(stages, how, x).backward()
+        with FlopCounterMode(display=False) as counter:  # it holds tensors, so in a run of its own
+            run(stages, how, x).backward()
+    return meter.peak_bytes + x.nbytes, counter.get_total_flops()
 
 
 # Schedules ------------------------------------------------------------------------------------------------------------
@@ -168,7 +197,17 @@ def _legend(drawn: "Figure") -> None:
     handles = [Patch(color=KEEP_COLORS[kind], label=text(words)) for kind, words in _NAMES.items()]
     handles += [Patch(color=KEEP_COLORS["all"], alpha=0.25, label=text("all of it is kept"))]
     handles += [Patch(color=KEEP_COLORS["input"], alpha=0.35, label=text("its input is kept"))]
-    drawn.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
+    handles += [
+        Patch(color=_over(KEEP_COLORS["input"], 0.35, _over(KEEP_COLORS["all"], 0.25)), label=text("both are kept"))
+    ]
+    drawn.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+
+
+def _over(color: str, alpha: float, below: Sequence[float] = (1, 1, 1)) -> tuple[float, ...]:
+    """A transparent colour upon another one, white at first."""
+    from matplotlib.colors import to_rgb
+
+    return tuple(alpha * above + (1 - alpha) * under for above, under in zip(to_rgb(color), below, strict=True))
 
 
 def draw_frontier(
@@ -189,7 +228,7 @@ def draw_frontier(
         ax.plot(across, up, marker, color=color, label=text(name))
         for word, x, y in zip(costs, across, up, strict=True):
             if isinstance(word, str):
-                place = (6, 4) if marker == "o" else (6, -11)  # those on the line above it
+                place = (6, 4) if marker == "o" else (-8, -14)  # those on the line above it
                 ax.annotate(text(word), (x, y), xytext=place, textcoords="offset points", fontsize=8, color=color)
     ax.set(xlim=xlim, ylim=(0.98, 1.72), xlabel=text("peak, MB"), ylabel=text("FLOPs of plain"))
     ax.legend()
