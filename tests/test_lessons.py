@@ -915,7 +915,7 @@ def test_the_three_recipes_of_the_gpu_experiment_peak_where_they_are_predicted()
 def test_every_field_of_a_recipe_is_explained():
     shown = lesson_07.recipe_fields()
     assert lesson_07.FIELDS.keys() == Recipe().__dict__.keys()
-    assert shown.data["plain"].tolist() == [f"`{value!r}`" for value in Recipe().__dict__.values()]
+    assert shown.data["field"].tolist() == [f"`{name}={value!r}`" for name, value in Recipe().__dict__.items()]
     assert spoken_problems(shown._repr_html_()) == []
 
 

@@ -70,8 +70,8 @@ FIELDS = {
 
 def recipe_fields() -> Table:
     """What a recipe can say, field by field, with the plain step's value."""
-    rows = [(f"`{field.name}`", f"`{field.default!r}`", FIELDS[field.name]) for field in fields(Recipe)]
-    return table(["field", "plain", "what it says"], rows)
+    rows = [(f"`{field.name}={field.default!r}`", FIELDS[field.name]) for field in fields(Recipe)]
+    return table(["field", "what it says"], rows)
 
 
 # Exercises ------------------------------------------------------------------------------------------------------------

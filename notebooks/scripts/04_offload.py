@@ -624,14 +624,14 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# A decoder with a vocabulary of 10,000, a hidden size of 512, 8 heads, 6 layers, sequences of 512 tokens; 24 million parameters. What training scripts promise, all of it done here: batches prefetched (on a GPU from pinned memory, which the system may not move, so that copies need not wait), TF32 allowed, autocast with a GradScaler (lesson 05 explains it), gradients clipped after unscaling, the optimizer's state one tier down. (On a CPU three parts have little to do: TF32 is for GPUs, bf16 needs no scaling, and these batches are ready at once. Under autocast the parameters stay fp32.)
+# A decoder with a vocabulary of 2048, a hidden size of 128, 8 heads, 4 layers, 8 sequences of 64 tokens; 1.06 million parameters (small, for many CPUs compute slowly in bf16). What training scripts promise, all of it done here: batches prefetched (on a GPU from pinned memory, which the system may not move, so that copies need not wait), TF32 allowed, autocast with a GradScaler (lesson 05 explains it), gradients clipped after unscaling, the optimizer's state one tier down. (On a CPU three parts have little to do: TF32 is for GPUs, bf16 needs no scaling, and these batches are ready at once. Under autocast the parameters stay fp32.)
 #
 # **Guess first:** by how many bytes does the peak of the step fall?
 #
 # </div>
 # <div lang="zh">
 #
-# 一个解码器：词表 10,000，隐藏维度 512，8 个头，6 层，序列长 512，共 2400 万个参数。训练脚本承诺的，这里样样兑现：批次预取（在 GPU 上则从锁页内存拷贝；系统不能挪动它，拷贝也就不必等待），允许 TF32，autocast 配 GradScaler（第 05 课解释），先还原缩放（unscale）再裁剪梯度，优化器状态放在下一层。（在 CPU 上有三样无事可做：TF32 是给 GPU 的，bf16 不需要缩放，这些批次本来就是现成的。autocast 之下，参数仍是 fp32。）
+# 一个解码器：词表 2048，隐藏维度 128，8 个头，4 层，8 条序列各 64 个 token，共 106 万个参数（规模取得小，因为许多 CPU 算 bf16 很慢）。训练脚本承诺的，这里样样兑现：批次预取（在 GPU 上则从锁页内存拷贝；系统不能挪动它，拷贝也就不必等待），允许 TF32，autocast 配 GradScaler（第 05 课解释），先还原缩放（unscale）再裁剪梯度，优化器状态放在下一层。（在 CPU 上有三样无事可做：TF32 是给 GPU 的，bf16 不需要缩放，这些批次本来就是现成的。autocast 之下，参数仍是 fp32。）
 #
 # **先猜**：一步的峰值会降低多少字节？
 #
@@ -643,7 +643,7 @@ from course_lib.offload import Prefetcher
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = torch.float16 if device == "cuda" else torch.bfloat16
 torch.backends.cuda.matmul.allow_tf32 = True
-loader = [random_tokens(1, 512, 10000, seed=seed) for seed in range(3)]
+loader = [random_tokens(8, 64, 2048, seed=seed) for seed in range(3)]
 
 
 def step(model, optimizer, scaler, tokens):
@@ -660,7 +660,7 @@ def step(model, optimizer, scaler, tokens):
 
 # %%
 def training(kind):
-    model = Decoder(vocabulary=10000, hidden=512, heads=8, layers=6, sequence=512).to(device)
+    model = Decoder(vocabulary=2048, hidden=128, heads=8, layers=4, sequence=64).to(device)
     optimizer, scaler = kind(model.parameters(), lr=3e-4), torch.amp.GradScaler(device)
     with MemoryMeter(model, optimizer) as meter:
         losses = [step(model, optimizer, scaler, tokens) for tokens in Prefetcher(loader, device)]

@@ -644,7 +644,7 @@ table(["mode", *headings], rows)
 #
 # </div>
 
-# %% slide="result"
+# %%
 from course_lib.lessons import what_you_may_have_read
 
 spared = []

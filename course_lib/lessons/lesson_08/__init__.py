@@ -30,23 +30,23 @@ __all__ = [
 #: What learners may have read.
 CLAIMS = (
     Claim(
-        "Cutting the optimizer's state costs no communication beyond data parallelism's.",
-        "communicated in a step: DDP and `ZeroRedundancyOptimizer` on 2 ranks",
-        "Partly: true of your step in section 8.5. PyTorch's class all-reduces gradients, then broadcasts weights.",
+        "Cutting the optimizer's state costs no more communication.",
+        "a step of DDP, of `ZeroRedundancyOptimizer`, 2 ranks",
+        "Partly: true of your step. PyTorch's class all-reduces, then broadcasts.",
         outcome="partly",
-        source="Rajbhandari et al., ZeRO, arXiv:1910.02054, 2020",
+        source="ZeRO, arXiv:1910.02054, 2020",
     ),
     Claim(
         "With the parameters cut as well, memory falls in proportion to the number of ranks.",
-        "FSDP2, a rank of 4 with 2 sequences, and one device with 2: what is held, and the peak",
-        "Partly: what is held, to the byte. A rank's activations, and the blocks that it gathers, are not cut.",
+        "FSDP2, a rank of 4, and one device, 2 sequences each",
+        "Partly: what is held. Activations and gathered blocks are not cut.",
         outcome="partly",
-        source="Rajbhandari et al., ZeRO, arXiv:1910.02054, 2020",
+        source="ZeRO, arXiv:1910.02054, 2020",
     ),
     Claim(
         "`gradient_as_bucket_view=True` can lower the peak by the size of all gradients.",
         "DDP with and without, 2 sequences of 128 tokens, then of 16",
-        "Partly: where the peak lies at the end of backward. At its start nothing is beside the buckets yet.",
+        "Partly: where the peak lies at the end of backward.",
         outcome="partly",
         source="PyTorch documentation, DistributedDataParallel",
     ),
