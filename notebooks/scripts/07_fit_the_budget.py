@@ -215,7 +215,7 @@ tested = [
     Recipe(**sgd, checkpoint="layers", offload_activations=True),
     Recipe("fp32", "momentum", **forgetful, in_backward=True, offload_optimizer=1.0),
 ]
-rows = [(f"`{recipe}`", "✓" if error(recipe) < 1e-5 else "✗") for recipe in tested]
+rows = [(str(recipe), "✓" if error(recipe) < 1e-5 else "✗") for recipe in tested]
 table(["recipe", "error below 1e-5"], rows)
 
 # %% [markdown]
