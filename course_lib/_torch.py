@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 # ---- tensors in containers
 
@@ -140,6 +141,14 @@ class AutocastState:
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+
+
+# ---- modes
+
+
+def modes_when_recomputed() -> list[TorchFunctionMode]:
+    """Those active now that ask, by an attribute `when_recomputed`, to be so too where a forward pass is repeated."""
+    return [mode for mode in _get_current_function_mode_stack() if getattr(mode, "when_recomputed", False)]
 
 
 # ---- devices

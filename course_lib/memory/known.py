@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from inspect import unwrap
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -14,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._torch import map_tensors, tensors_in
+from . import outlines
 from .storages import tensors_among
 
 MOST_BYTES = 1 << 22  # of a real storage, so that a symbolic model takes no memory: tokens of 128 samples of 4,096
@@ -25,8 +25,6 @@ _LOOKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 _GROUPED = _aten._grouped_mm.default
 _LAYER_NORM_BACKWARD = _aten.native_layer_norm_backward.default
-# Without the guards against compilation that PyTorch puts around modes: a third of a symbolic operator's time.
-_fake = unwrap(FakeTensorMode.__torch_dispatch__)
 
 
 class Symbolic(FakeTensorMode):
@@ -55,8 +53,12 @@ class Symbolic(FakeTensorMode):
         kwargs = kwargs or {}
         met = tensors_among(args, kwargs)
         real = [tensor for tensor in met if not isinstance(tensor, FakeTensor)]
-        if not isinstance(func, OpOverload) or not all(map(_is_whole, real)):
-            return _fake(self, func, types, args, kwargs)
+        if not isinstance(func, OpOverload):
+            return outlines.fake(self, func, types, args, kwargs)
+        if met and not real and not self._filled and func.overloadpacket not in _INDEXING:
+            return _outline(partial(outlines.of, self), func, types, args, kwargs)
+        if not all(map(_is_whole, real)):
+            return outlines.of(self, func, types, args, kwargs)
         if len(real) < len(met):
             value = self._filled.get(met[0].untyped_storage()) if func is _aten._to_copy.default else None
             if value is None or not _is_whole(kwargs.get("dtype")):
@@ -88,7 +90,7 @@ class Symbolic(FakeTensorMode):
 
     def _symbolically(self, func, types, args, kwargs) -> Any:
         """The operator with symbolic tensors in place of real ones."""
-        dispatch = partial(_fake, self)
+        dispatch = partial(outlines.of, self)
         in_place_of: dict[Tensor, Tensor] = {}
 
         def symbolic(tensor: Tensor) -> Tensor:

@@ -34,11 +34,11 @@ class Measurement(Table):
 
     Attributes:
         peak_bytes: the most bytes of tensors live at once, model and optimizer included where given.
-        allocator_peak_bytes: the same moment as the allocator saw it; None for a symbolic step.
-        workspace_bytes: the difference: what operators allocated and freed inside themselves; None for a symbolic
-            step. Below zero only where `notes` say why.
+        allocator_peak_bytes: the same moment as the allocator saw it; None for a symbolic step, or without repeats.
+        workspace_bytes: the difference: what operators allocated and freed inside themselves; None like the former.
+            Below zero only where `notes` say why.
         flops: floating-point operations of the step's matrix products and convolutions.
-        seconds: median over the repeats; None for a symbolic step.
+        seconds: median over the repeats; None like the former.
         device: whose bytes these are: "cpu", "cuda:0", ...
         at_peak: category -> bytes at the peak.
         workspace_by_operator: operator -> the most workspace that one call of it took, largest first.
@@ -85,8 +85,8 @@ def measure(
 
     Every run starts from empty gradients and the same random numbers; the warm-up makes the optimizer's state, so
     that no arm of a comparison pays for it, and lasts until two runs take the same (DDP arranges its buckets in the
-    second). Then one run is for the FLOPs, one for the allocator, under no dispatch mode, one for its view of each
-    operator and `repeats` for the clock, with garbage collection off so that the figures repeat.
+    second). Then one run is for the allocator, under no dispatch mode, one for its view of each operator and `repeats`
+    for the clock, with garbage collection off so that the figures repeat.
 
     Parameters, buffers, gradients, optimizer state and random number generators are as they were afterwards, also
     when the step fails; for that, copies of parameters, buffers and optimizer state are held meanwhile, which the
@@ -99,7 +99,7 @@ def measure(
         optimizer: what trains it; its state is part of the peak.
         warmup: the least number of runs before the one that counts; 0 makes every run the first step ever, for which
             `optimizer` is needed where the step has one.
-        repeats: timed runs.
+        repeats: timed runs; 0 asks for bytes and FLOPs alone, which the runs so far have shown.
         needs_gradient: False to measure something that computes no gradient, such as inference.
         device: the device whose bytes are counted; left out, the first accelerator that the step is met on, or the CPU.
 
@@ -109,16 +109,13 @@ def measure(
     """
     _check.function("step", step, "a function without arguments that runs one training step")
     check_model_and_optimizer(model, optimizer)
-    warmup, repeats = _check.whole("warmup", warmup, 0), _check.whole("repeats", repeats, 1)
+    warmup, repeats = _check.whole("warmup", warmup, 0), _check.whole("repeats", repeats, 0)
     runs = _Runs(step, model, optimizer, first_step=warmup == 0)
     with runs, _without_garbage_collection():
-        meter, steady = _metered(runs, warmup, needs_gradient, device)
+        meter, flops, steady = _metered(runs, warmup, needs_gradient, device)
         device = meter.device
-        counter = FlopCounterMode(display=False)
-        counter.mod_tracker = _NoModules()
-        runs.run(counter)
         allocator, workspace, seconds = None, {}, None
-        if not is_symbolic() and device.type != "meta":
+        if repeats and not is_symbolic() and device.type != "meta":
             allocator = meter.entry_bytes + allocator_peak(runs.run, device)
             workspace = workspace_by_operator(runs.run, device)
             times: list[float] = []
@@ -129,7 +126,7 @@ def measure(
         peak_bytes=meter.peak_bytes,
         allocator_peak_bytes=allocator,
         workspace_bytes=None if allocator is None else allocator - meter.peak_bytes,
-        flops=int(counter.get_total_flops()),
+        flops=flops,
         seconds=seconds,
         device=str(device),
         at_peak=meter.at_peak(),
@@ -139,22 +136,22 @@ def measure(
     )
 
 
-def _metered(runs: _Runs, warmup: int, needs_gradient: bool, device) -> tuple[MemoryMeter, bool]:
-    """The meter of the run that counts, and whether it took the same as the run before it."""
+def _metered(runs: _Runs, warmup: int, needs_gradient: bool, device) -> tuple[MemoryMeter, int, bool]:
+    """The meter of the run that counts, its FLOPs, and whether it took the same as the run before it."""
     before = None
     for number in range(warmup + _MOST_METERED):
-        meter = MemoryMeter(runs.model, runs.optimizer, device=device)
-        runs.run(meter, *runs.leaves)
+        meter, counter = MemoryMeter(runs.model, runs.optimizer, device=device), flop_counter()
+        runs.run(counter, meter, *runs.leaves)  # the meter sees each operator first, before the counter takes it apart
         if needs_gradient and number >= warmup and "backward" not in meter.phases():
             raise ValueError(
                 "step leaves no gradient: no operator ran in a backward pass; it takes a step that calls backward() on "
                 "a loss that depends on parameters (needs_gradient=False measures a step that is meant to have none)"
             )
-        found = meter.timeline.operators, meter.peak_bytes
+        found, flops = (meter.timeline.operators, meter.peak_bytes), int(counter.get_total_flops())
         if number >= warmup and found == before:
-            return meter, True
+            return meter, flops, True
         before = found
-    return meter, False
+    return meter, flops, False
 
 
 def _notes(changed: int, steady: bool, above: int) -> tuple[str, ...]:
@@ -221,8 +218,15 @@ class _Leaves(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def flop_counter() -> FlopCounterMode:
+    """A counter of FLOPs that holds no tensor, so that a meter may run inside it."""
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoModules()
+    return counter
+
+
 class _NoModules(nullcontext):
-    """Instead of the counter's module tracker, whose hooks make `torch.autograd.grad` fail."""
+    """Instead of the counter's module tracker, whose hooks hold tensors and make `torch.autograd.grad` fail."""
 
     parents = ("Global",)
 

@@ -1,0 +1,119 @@
+"""What operators make of symbolic tensors, remembered: shapes, strides and dtypes of what they are given decide it."""
+
+from __future__ import annotations
+
+from inspect import unwrap
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+MOST = 1 << 16  # outlines at a time
+# Without the guards against compilation that PyTorch puts around modes: a third of a symbolic operator's time.
+fake = unwrap(FakeTensorMode.__torch_dispatch__)
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_DEVICE = torch.ops.prim.device.default
+_known: dict[tuple, tuple | None] = {}
+
+
+class _Made(NamedTuple):
+    """A tensor that an operator returns; `of` says in which tensor's storage it lies, None for a new one."""
+
+    of: int | None
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def of(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
+    """What `FakeTensorMode` makes of an operator.
+
+    It remembers too, and by more than is asked here: what only sparse, constant or quantized tensors have, and whatever
+    else stands in the way of remembering, is left to it.
+    """
+    if func is _DEVICE:
+        return args[0].fake_device
+    odd = torch.is_inference_mode_enabled() or torch.Tag.inplace_view in func.tags or func._overloadname == "out"
+    given: list[Tensor] = []
+    key = None if odd else _key(func, args, kwargs, given)
+    if key is None:
+        return fake(mode, func, types, args, kwargs)
+    if key in _known and (made := _known[key]) is not None:
+        return _again(mode, made, given)
+    result = fake(mode, func, types, args, kwargs)
+    if key not in _known:
+        if len(_known) >= MOST:
+            _known.clear()
+        _known[key] = _seen(func, result, given)
+    return result
+
+
+def _key(func, args, kwargs, given: list[Tensor]) -> tuple | None:
+    """All that decides; the tensors among it go to `given`."""
+    try:
+        named = [(name, _look(value, given)) for name, value in sorted(kwargs.items())] if kwargs else ()
+        return func, torch.get_default_dtype(), *[_look(value, given) for value in args], *named
+    except TypeError:
+        return None
+
+
+def _look(value: Any, given: list[Tensor]) -> Any:
+    if type(value) is FakeTensor and _is_plain(value):
+        given.append(value)
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
+    if isinstance(value, (list, tuple)):
+        return tuple([_look(item, given) for item in value])
+    if not isinstance(value, _PLAIN):
+        raise TypeError
+    return type(value), value
+
+
+def _seen(func, result: Any, given: list[Tensor]) -> tuple | None:
+    """What is to be remembered of a result: of one tensor, or of a tuple or list; None of all that is not plain."""
+    kind = next((kind for kind in (tuple, list) if isinstance(result, kind)), None)
+    changes, storages, made = func._schema.is_mutable, [_storage(tensor) for tensor in given], []
+    for tensor in result if kind else [result]:
+        same = [i for i, other in enumerate(given) if other is tensor]
+        if bool(same) != changes or not _is_plain(tensor):
+            return None
+        of = same[0] if same else storages.index(_storage(tensor)) if _storage(tensor) in storages else None
+        own = of is not None or (tensor.untyped_storage().nbytes() == _extent(tensor) and not tensor.storage_offset())
+        if not own or (of is not None and of >= len(given)):  # a part of what no other tensor has, or of the last one
+            return None
+        made.append(of if same else _Made(of, *_look(tensor, [])))
+        storages.append(_storage(tensor))
+    return kind, made
+
+
+def _is_plain(tensor: Any) -> bool:
+    plain = type(tensor) is FakeTensor and tensor.constant is None and tensor.layout is torch.strided
+    return plain and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes of a storage of its own."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0
+
+
+def _again(mode: FakeTensorMode, known: tuple, given: list[Tensor]) -> Any:
+    kind, made = known
+    result = [given[x] if isinstance(x, int) else FakeTensor(mode, _bare(mode, x, given), x.device) for x in made]
+    return kind(result) if kind else result[0]
+
+
+def _bare(mode: FakeTensorMode, made: _Made, given: list[Tensor]) -> Tensor:
+    """As the symbolic tensor's own, without bytes."""
+    with in_kernel_invocation_manager(mode):
+        if made.of is None:
+            return torch.empty_strided(made.size, made.stride, dtype=made.dtype, device="meta")
+        empty = torch.empty(0, dtype=made.dtype, device="meta")
+        return empty.set_(given[made.of].untyped_storage(), made.offset, made.size, made.stride)
