@@ -31,6 +31,7 @@ from course_lib.schedule import (
     optimal,
     planning,
     recursive,
+    schedule_blocks,
     segments,
     simulate,
     sqrt_segments,
@@ -732,6 +733,43 @@ def test_two_passes_at_once_each_find_their_own_buffers():
 
     expected = gradients(copy.deepcopy(module))
     assert_same_bits(gradients(ScheduledSequential(copy.deepcopy(module), recursive(Chain.uniform(3)))), expected)
+
+
+# ---- the blocks of a model, in place
+
+
+def test_blocks_run_by_a_schedule_compute_what_they_do_without_it():
+    torch.manual_seed(0)
+    blocks, x = mlp()
+    model = nn.Sequential(nn.Linear(16, 16), blocks, nn.Linear(16, 3))
+    expected = step(copy.deepcopy(model), x, passes=2)
+    for schedule in schedules(len(blocks)):
+        with schedule_blocks(model, "1.*", schedule=schedule) as handle:
+            assert handle.names == tuple(f"1.{i}" for i in range(9))
+            assert_same_bits(step(model, x, passes=2), expected)
+            with torch.no_grad():
+                assert torch.equal(copy.deepcopy(model).eval()(x), model.eval()(x))
+            model.train()
+        assert all("forward" not in vars(block) for block in blocks)
+
+
+@pytest.mark.parametrize("make", [even, partial(giant, 3), partial(funnel, 4, 16, 64, 256, 256, 512)])
+def test_blocks_in_place_peak_where_the_referee_says_to_the_byte(make):
+    torch.manual_seed(0)
+    module, x = make()
+    chain = Chain.profile(module, x)
+    points = frontier(chain)
+    for point in (points[0], points[len(points) // 2]):
+        seen = []
+
+        def fastest(measured, budget=point.peak_bytes, seen=seen):
+            seen.append(measured)
+            return optimal(measured, budget)
+
+        with schedule_blocks(module, "*", schedule=fastest):
+            peak = measured_peak(module, x)
+        assert set(seen) == {chain}
+        assert peak == point.peak_bytes
 
 
 # ---- bad input

@@ -4,8 +4,9 @@ A drop-in for `torch.utils.checkpoint`: the same names, arguments, warnings and 
 import and nothing else; what is no idea of its own (enums, helpers) is PyTorch's. What differs, and why:
 
 - `use_reentrant` left out means False. The old default silently trains nothing when no input requires gradients.
-- A tensor that was changed in place is an error in both modes, wherever in the arguments it is; PyTorch's reentrant
-  mode, and both of its modes for tensors in containers and keyword arguments, recompute from the new values.
+- A tensor that was changed in place is an error in both modes, wherever in the arguments it is; PyTorch recomputes
+  from the new values where it is in a container or a keyword argument, and in its reentrant mode where the function
+  itself has changed it.
 - A policy that keeps a random operator's output keeps the random numbers after it too; in PyTorch the recomputation
   draws others from there on. CPU offload does what its name says, where eager PyTorch recomputes; a policy's answer
   that means nothing is an error.

@@ -65,28 +65,32 @@ def checkpoint_blocks(
     if policy is not None:
         context_fn = partial(create_selective_checkpoint_contexts, policy)
         context_fn()  # says what is wrong with a policy
-    names = _longest_lists(model) if blocks is None else _matching(model, blocks)
-    names = names[:first][every - 1 :: every]
+    names = names_of(model, blocks)[:first][every - 1 :: every]
     if not names:
         raise ValueError(f"every is {every}; it takes the number of blocks or less")
     return CheckpointedBlocks(model, names, {"context_fn": context_fn, "preserve_rng_state": preserve_rng_state})
 
 
-class CheckpointedBlocks:
-    """What `checkpoint_blocks` did, and how to undo it: `remove()`, or the end of a `with` block.
+# ---- a forward of its own
+
+
+class BlocksInPlace:
+    """Blocks that do something else for a while, and how to undo it: `remove()`, or the end of a `with` block.
 
     Attributes:
         names: of the blocks, as in `model.named_modules()`.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str], options: dict[str, Any]):
+    def __init__(self, model: nn.Module, names: Sequence[str]):
         self.names = tuple(names)
         blocks = [model.get_submodule(name) for name in names]
         if any(isinstance(block.forward, _Forward) for block in blocks):
             raise ValueError(f"blocks is {', '.join(names)}, checkpointed already; it takes blocks that are not")
-        self._forwards = [_Forward(block, options) for block in blocks]
-        for block, forward in zip(blocks, self._forwards, strict=True):
-            block.forward = forward
+        self._forwards = [_Forward(block, partial(self._call, i)) for i, block in enumerate(blocks)]
+
+    def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """In place of the forward of block i."""
+        raise NotImplementedError
 
     def remove(self) -> None:
         """The blocks are as they were; a second call does nothing."""
@@ -100,28 +104,41 @@ class CheckpointedBlocks:
         self.remove()
 
 
-class _Forward:
-    """Stands in a block's attributes as its `forward`, so that `block(...)` still runs the block's hooks around it.
+class CheckpointedBlocks(BlocksInPlace):
+    """What `checkpoint_blocks` did."""
 
-    It knows the block weakly: a block that held itself would live until the garbage collector comes.
-    """
+    def __init__(self, model: nn.Module, names: Sequence[str], options: dict[str, Any]):
+        super().__init__(model, names)
+        self._options = options
 
-    def __init__(self, block: nn.Module, options: dict[str, Any]):
-        self.block, self.options = weakref.ref(block), options
-        self.before = vars(block).get("forward")  # others may have replaced it before us, as accelerate does
-        self.active = True
-
-    def __call__(self, *args, **kwargs):
-        block = self.block()
-        forward = self.before or type(block).forward.__get__(block)
-        if not self.active:
-            return forward(*args, **kwargs)
-
+    def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         @wraps(forward)  # its name, for errors
         def run(args, kwargs):  # as they are: no name of the block's is taken for an option
             return forward(*args, **kwargs)
 
-        return checkpoint(run, args, kwargs, use_reentrant=False, **self.options)
+        return checkpoint(run, args, kwargs, use_reentrant=False, **self._options)
+
+
+class _Forward:
+    """Stands in a block's attributes as its `forward`, so that `block(...)` still runs the block's hooks around it.
+
+    It knows the block weakly: a block that held itself would live until the garbage collector comes.
+
+    Args:
+        around: (the block's own forward, args, kwargs) -> what the block returns.
+    """
+
+    def __init__(self, block: nn.Module, around: Callable[[Callable, tuple, dict], Any]):
+        self.block, self.around = weakref.ref(block), around
+        self.before = vars(block).get("forward")  # others may have replaced it before us, as accelerate does
+        self.active, block.forward = True, self
+
+    def own(self) -> Callable:
+        block = self.block()
+        return self.before or type(block).forward.__get__(block)
+
+    def __call__(self, *args, **kwargs):
+        return self.around(self.own(), args, kwargs) if self.active else self.own()(*args, **kwargs)
 
     def undo(self) -> None:
         block, self.active = self.block(), False
@@ -136,6 +153,10 @@ class _Forward:
 
 
 # ---- which blocks
+
+
+def names_of(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
+    return _longest_lists(model) if blocks is None else _matching(model, blocks)
 
 
 def _matching(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import CheckpointError, DefaultDeviceType, check_backward_validity, detach_variable
 
-from .._torch import AutocastState, RandomState, map_tensors, tensors_in
+from .._torch import AutocastState, RandomState, map_tensors, modes_when_recomputed, tensors_in
 
 # ---- inputs: containers without their tensors, which autograd keeps and watches
 
@@ -69,7 +69,7 @@ class Surroundings:
         active = _get_current_function_mode_stack()
         modes = [mode for mode in active if isinstance(mode, DeviceContext)]
         self.default_device = modes[-1].device if modes else nullcontext()
-        self.modes = [mode for mode in active if getattr(mode, "when_recomputed", False)]  # those that ask for it
+        self.modes = modes_when_recomputed()
         self.random, self.unused = None, set()
         if preserve_rng_state:
             used = {kind for kind in kinds if _in_use(kind)}  # asking a device that nobody has used yet would start it

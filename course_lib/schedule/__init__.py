@@ -2,7 +2,7 @@
 
 A network is a `Chain`; a `Schedule` says which stage runs when and what its forward keeps; `simulate` is the referee
 that says what it costs. `optimal` finds the cheapest schedule under a byte budget, `ScheduledSequential` runs one under
-autograd. Lesson 03 explains.
+autograd, and `schedule_blocks` the blocks of any model by one, in place. Lesson 03 explains.
 
 Example, with `net` an `nn.Sequential`::
 
@@ -18,6 +18,7 @@ how to train deep neural networks with limited memory" (Rotor), arXiv:1911.13214
 from course_lib._check import InfeasibleBudget
 
 from .actions import COLORS, Backward, Cost, Forward, IllegalSchedule, Schedule, live_bytes, simulate
+from .blocks import ScheduledBlocks, schedule_blocks
 from .chain import Chain, Stage
 from .planning import frontier, optimal
 from .rules import binomial, recursive, segments, sqrt_segments, store_all
@@ -32,6 +33,7 @@ __all__ = [
     "IllegalSchedule",
     "InfeasibleBudget",
     "Schedule",
+    "ScheduledBlocks",
     "ScheduledSequential",
     "Stage",
     "binomial",
@@ -39,6 +41,7 @@ __all__ = [
     "live_bytes",
     "optimal",
     "recursive",
+    "schedule_blocks",
     "segments",
     "simulate",
     "sqrt_segments",

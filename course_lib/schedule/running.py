@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from course_lib._check import kind
-from course_lib._torch import AutocastState, RandomState, is_symbolic
+from course_lib._torch import AutocastState, RandomState, is_symbolic, modes_when_recomputed
 
 from .actions import Backward, Forward, Schedule, simulate
 from .chain import Chain
@@ -70,21 +71,21 @@ class ScheduledSequential(nn.Sequential):
                 value = run_stage(i, stage, value, kwargs)
             return value
         check_constants(kwargs)
-        run = _Run(stages, self.schedule, value, kwargs)
+        run = Run(stages, self.schedule, value, kwargs)
         run.to_next_backward()
         link = the_tensor(value)
         for i, stage in enumerate(stages):
-            link = _StageNode.apply(run, i, link, *trained(stage))
+            link = StageNode.apply(run, i, link, *trained(stage))
         output = run.kept[self._length - 1].output
-        return with_tensor(output, _Output.apply(run, the_tensor(output).detach(), link))
+        return with_tensor(output, Output.apply(run, the_tensor(output).detach(), link))
 
 
-class _StageNode(torch.autograd.Function):
+class StageNode(torch.autograd.Function):
     """A stage in the outer graph. Between two of them nothing goes that has memory: values and gradients are the run's,
     since autograd would hold a gradient for as long as its node's backward takes."""
 
     @staticmethod
-    def forward(ctx, run: _Run, i: int, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx, run: Run, i: int, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.run, ctx.i = run, i
         return torch.empty(0, device=x.device)
 
@@ -98,11 +99,11 @@ class _StageNode(torch.autograd.Function):
         return None, None, x_gradient, *gradients
 
 
-class _Output(torch.autograd.Function):
+class Output(torch.autograd.Function):
     """Where the outer graph ends: the output comes in from the run, and its gradient goes there."""
 
     @staticmethod
-    def forward(ctx, run: _Run, output: Tensor, link: Tensor) -> Tensor:
+    def forward(ctx, run: Run, output: Tensor, link: Tensor) -> Tensor:
         ctx.run = run
         return output.detach()
 
@@ -113,7 +114,7 @@ class _Output(torch.autograd.Function):
         return None, None, torch.empty(0, device=gradient.device)
 
 
-class _Run:
+class Run:
     """What one forward and backward pass holds: the values, graphs and random states alive between actions."""
 
     def __init__(self, stages: list[nn.Module], schedule: Schedule, value: Any, kwargs: dict):
@@ -128,7 +129,15 @@ class _Run:
         self.before: dict[int, tuple[RandomState | None, dict[str, Tensor]]] = {}  # the first run, for the others
         trains = [bool(trained(stage)) for stage in stages]
         self.needs = list(accumulate(trains, lambda before, now: before or now, initial=x.requires_grad))
-        self.autocast = AutocastState([x.device.type])
+        self.autocast, self.modes = AutocastState([x.device.type]), modes_when_recomputed()
+
+    def first(self, i: int) -> Tensor:
+        """What stage i hands on in its first run, where the schedule has these one after the other."""
+        with self.autocast.as_then(cache_enabled=False):
+            self.forward(*next(self.actions))
+        if i == len(self.stages) - 1:
+            self.to_next_backward()
+        return the_tensor(self.kept[i].output if i in self.kept else self.values[i + 1]).detach()
 
     def to_next_backward(self) -> None:
         """Run the forwards up to the next backward; `due` is then its stage."""
@@ -170,7 +179,7 @@ class _Run:
             if keep == "all":
                 result = Kept(i, self.stages[i], value, self.kwargs, self.needs[i], buffers, self.gradient)
             else:
-                with torch.no_grad():
+                with torch.no_grad(), nullcontext() if watch is None else watch.drawing:
                     result = run_stage(i, self.stages[i], value, self.kwargs, buffers)
         finally:
             if random is not None:
@@ -189,7 +198,10 @@ class _Run:
     def backward(self, i: int) -> tuple[Tensor | None, list[Tensor | None]]:
         """The gradients of the input of stage i and of its parameters."""
         if self.due is None:
-            self.to_next_backward()
+            with ExitStack() as stack:
+                for mode in self.modes:
+                    stack.enter_context(mode)
+                self.to_next_backward()
         if self.due != i:
             self.gradient.clear()
             raise RuntimeError(
@@ -208,13 +220,14 @@ class _Watch:
 
     def __init__(self, stage: nn.Module, device: torch.device):
         self.stage, self.devices = stage, [device]
-        self.random = RandomState(self.devices)
+        self.random, self.drawing = RandomState(self.devices), _Drawing() if is_symbolic() else nullcontext()
         self.buffers = {name: (buffer, buffer.clone()) for name, buffer in stage.named_buffers()}
 
     def changed(self) -> tuple[RandomState | None, dict[str, Tensor]]:
         after = dict(self.stage.named_buffers())
         with _disable_current_modes():  # random states are no symbolic tensors, even where the stages run on such
-            drew = self.random != RandomState(self.devices)
+            symbolic = isinstance(self.drawing, _Drawing)
+            drew = self.drawing.seen if symbolic else self.random != RandomState(self.devices)
             # By value: batch_norm changes its statistics without counting that as a change in place.
             buffers = {
                 name: copy
@@ -222,3 +235,19 @@ class _Watch:
                 if after.get(name) is not buffer or not (is_symbolic(copy) or torch.equal(buffer, copy))
             }
         return self.random if drew else None, buffers
+
+
+class _Drawing(TorchDispatchMode):
+    """Sees operators that draw random numbers. Symbolic ones leave the generators as they are."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _without_dropout(func, args: tuple, kwargs: dict) -> bool:
+    """Whether this is attention that could drop out probabilities, and does not."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return "query" in given and not given.get("dropout_p")

@@ -1,0 +1,194 @@
+"""The blocks of any model, run by a schedule: in place, where each takes what the one before returned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeCopyMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from course_lib._check import function, kind, shown
+from course_lib._torch import tensors_in
+from course_lib.checkpoint.blocks import BlocksInPlace, names_of
+from course_lib.memory.known import Symbolic
+
+from .actions import Backward, Schedule, simulate
+from .chain import Chain
+from .running import Output, Run, StageNode
+from .stages import check_constants, differentiable, the_tensor, trained, with_tensor
+
+CHAIN = "it takes blocks that form a chain, each called once with what the one before returned"
+
+
+def schedule_blocks(
+    model: nn.Module, blocks: str | Sequence[str] | None = None, *, schedule: Schedule | Callable[[Chain], Schedule]
+) -> ScheduledBlocks:
+    """Let the blocks of a model run by a schedule: in place, until the handle is removed.
+
+    The blocks form a chain: in a forward pass each is called once, in the order of their names in the model, with what
+    the one before returned as its first argument: a tensor, or a container with one floating tensor in it. Nothing else
+    uses what a block but the last returns. Other arguments are constants. All else is as for `ScheduledSequential`, and
+    hooks as for `checkpoint_blocks`.
+
+    Args:
+        model: changed in place: its blocks get a `forward` of their own.
+        blocks: as for `checkpoint_blocks`.
+        schedule: for as many stages as there are blocks; or a function that makes one of the chain that they are, as
+            measured on symbolic copies in the forward pass: `lambda chain: optimal(chain, budget_bytes)`.
+
+    Returns:
+        A handle with the `names` of the blocks. `handle.remove()` undoes; so does leaving a `with` block.
+
+    Raises:
+        ValueError: no module that is called has such a name, or one is checkpointed already; in a forward or backward
+            pass, the blocks form no chain.
+        TypeError: arguments of other types.
+        IllegalSchedule: the schedule is not legal for so many stages.
+        RuntimeError: as for `ScheduledSequential`.
+    """
+    kind("model", model, nn.Module, "an nn.Module")
+    if not isinstance(schedule, Schedule):
+        function("schedule", schedule, "a Schedule, or a function of a Chain")
+    return ScheduledBlocks(model, names_of(model, blocks), schedule)
+
+
+class ScheduledBlocks(BlocksInPlace):
+    """What `schedule_blocks` did.
+
+    Args:
+        known: where chains are kept that were measured, for a schedule that is a function.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], schedule, known: dict | None = None):
+        self.schedule, self.known, self.run = schedule, {} if known is None else known, None
+        self.next, self.complete = 0, False  # the block that is to be called, and whether all have been
+        if isinstance(schedule, Schedule):
+            _check_schedule(schedule, len(names))
+        super().__init__(model, names)
+
+    def check(self) -> None:
+        """After a forward pass: raise if the schedule has not been gone through."""
+        if not self.complete:
+            raise ValueError(f"{self.names[self.next % len(self.names)]} was not called; {CHAIN}")
+
+    def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        check_constants({f"argument {i + 1}": value for i, value in enumerate(args[1:], 1)} | kwargs)
+        x = self._start(args, kwargs) if i == 0 else self._following(i, args)
+        run, self.complete = self.run, False
+        run.stages[i].arguments = with_tensor(args[0], x.new_empty(0)), args[1:], kwargs
+        output, self.next = run.first(i), i + 1
+        result = run.stages[i].result
+        self.link = StageNode.apply(run, i, x if i == 0 else self.link, *trained(run.stages[i]))
+        if self.next < len(self.names):
+            self.handed_on = _Between.apply(output, self.link, self.names[i])
+            return with_tensor(result, self.handed_on)
+        output = Output.apply(run, output, self.link)
+        self.run = self.link = self.handed_on = None
+        self.complete = True
+        return with_tensor(result, output)
+
+    def _start(self, args: tuple, kwargs: dict) -> Tensor:
+        stages = [_Stage(forward.block(), forward.own()) for forward in self._forwards]
+        x = _only(f"the first argument of {self.names[0]}", args[0] if args else None)
+        schedule = self.schedule
+        if not isinstance(schedule, Schedule):
+            schedule = schedule(self._chain(stages, args, kwargs))
+            _check_schedule(schedule, len(stages))
+        self.run = Run(stages, schedule, x, {})
+        return x
+
+    def _following(self, i: int, args: tuple) -> Tensor:
+        name, before = self.names[i], self.names[i - 1]
+        if self.run is None or self.next != i:
+            raise ValueError(f"{name} is called, but not once and after {before}; {CHAIN}")
+        x = _only(f"the first argument of {name}", args[0] if args else None)
+        if x is not self.handed_on:
+            raise ValueError(f"{name} is called with something else than what {before} returned; {CHAIN}")
+        return x
+
+    def _chain(self, stages: list[_Stage], args: tuple, kwargs: dict) -> Chain:
+        """What the blocks take, found on symbolic copies and out of sight of meters; one stands for all like it."""
+        like = stages[:2] if len({_look(stage) for stage in stages}) == 1 else stages
+        x, given = the_tensor(args[0]), tuple(map(_kind, tensors_in([args, kwargs])))
+        key = self.names, tuple(map(_look, like)), given, _autocast(x)
+        if key not in self.known:
+            for stage in like:
+                stage.arguments = with_tensor(args[0], x.new_empty(0)), args[1:], kwargs
+            mode, probe = detect_fake_mode(), (nn.ModuleList(like), x.detach().requires_grad_(x.requires_grad))
+            with _disable_current_modes():
+                if mode is None:
+                    mode = Symbolic()
+                    with FakeCopyMode(mode):
+                        probe = copy.deepcopy(probe)
+                with mode:
+                    measured = Chain.profile(*probe)
+            first, *others = measured.stages
+            count = len(stages) - len(others)
+            self.known[key] = Chain((first, *others, *others[-1:] * (count - 1)), measured.input_bytes)
+        return self.known[key]
+
+
+class _Stage(nn.Module):
+    """A block with the arguments of its call but for the tensor that goes through the chain."""
+
+    def __init__(self, block: nn.Module, own: Callable):
+        super().__init__()
+        self.block, self.own = block, own
+        self.arguments: tuple[Any, tuple, dict] | None = None
+        self.result: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, args, kwargs = self.arguments
+        result = self.own(with_tensor(first, x), *args, **kwargs)
+        output = _only("what a block returns", result)
+        self.result = with_tensor(result, output.new_empty(0))
+        return output
+
+
+class _Between(torch.autograd.Function):
+    """What a block hands on, for the eyes of the model: the next block takes its gradient another way."""
+
+    @staticmethod
+    def forward(ctx, output: Tensor, link: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        raise ValueError(f"what {ctx.name} returned is used by others than the next block; {CHAIN}")
+
+
+def _only(name: str, value: Any) -> Tensor:
+    """The one tensor that gradients go through."""
+    floating = [tensor for tensor in tensors_in(value) if differentiable(tensor)]
+    if len(floating) != 1:
+        raise ValueError(f"{name} is {shown(value)} with {len(floating)} floating tensors; {CHAIN}")
+    return floating[0]
+
+
+def _check_schedule(schedule: Any, count: int) -> None:
+    kind("schedule", schedule, Schedule, "a Schedule")
+    simulate(schedule, Chain.uniform(count))
+    first = [action.stage for action in schedule[: count + 1]]
+    if first != [*range(count), count - 1] or not isinstance(schedule[count], Backward):
+        raise ValueError("schedule runs a block twice before the first backward; it takes one that runs each once")
+
+
+def _look(stage: _Stage) -> tuple:
+    parts = ((name, type(part), part.training) for name, part in stage.named_modules())
+    return *parts, *((name, *_kind(tensor)) for name, tensor in (*stage.named_parameters(), *stage.named_buffers()))
+
+
+def _kind(tensor: Tensor) -> tuple:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _autocast(x: Tensor) -> Any:
+    return torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type)
