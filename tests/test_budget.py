@@ -320,7 +320,8 @@ def test_a_module_that_has_only_a_loss_does_all_that_takes_no_decoder(recipe):
     ("make", "recipe", "name"),
     [
         (Regression, Recipe(checkpoint="layers"), "blocks"),
-        (Regression, Recipe(checkpoint="optimal", schedule_bytes=9), "checkpoint"),
+        (Regression, Recipe(checkpoint="optimal", schedule_bytes=9), "blocks"),
+        (tiny, Recipe(checkpoint="segments", segments=2, blocks="blocks.*"), "blocks"),
         (tiny, Recipe(checkpoint="layers", blocks="blocks.*"), "blocks"),
         (tiny, Recipe(checkpoint="layers", blocks="*"), "blocks"),
         (tiny, Recipe(checkpoint="layers", first_blocks=4), "first_blocks"),
@@ -362,7 +363,7 @@ def altered(change):
     "change",
     ["layers.1 has norm_first=False", "loss is its own", "DecoderLayer has forward hooks"],
 )  # fmt: skip
-def test_a_decoder_that_was_altered_keeps_its_own_loss_in_every_recipe_that_takes_nothing_apart(change):
+def test_a_decoder_that_was_altered_keeps_its_own_loss_in_every_recipe(change):
     model = altered(change)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for recipe in (
@@ -371,16 +372,21 @@ def test_a_decoder_that_was_altered_keeps_its_own_loss_in_every_recipe_that_take
         Recipe(checkpoint="layers"),
         Recipe(checkpoint="selective", first_blocks=2),
         Recipe(head_chunk=8),
+        Recipe(checkpoint="segments", segments=2),
+        Recipe(checkpoint="optimal", schedule_bytes=10**9, head_chunk=8),
     ):
         if recipe.micro_batches > 1 and change == "loss is its own":  # over what it goes is not known then
             with pytest.raises(ValueError, match=r"^micro_batches is .*; it takes .+"):
                 train_step(model, optimizer, tiny_batch(), recipe)
             continue
+        if recipe.checkpoint in ("segments", "optimal") and change == "DecoderLayer has forward hooks":
+            with pytest.raises(
+                ValueError, match=r"^layers.1 is called with something else than what layers.0 returned"
+            ):
+                train_step(model, optimizer, tiny_batch(), recipe)
+            continue
         found = train_step(model, optimizer, tiny_batch(), recipe).loss
         assert found == pytest.approx(model.loss(tiny_batch()).item(), rel=1e-5)
-    for recipe in (Recipe(checkpoint="segments", segments=2), Recipe(checkpoint="optimal", schedule_bytes=10**9)):
-        with pytest.raises(ValueError, match=rf"altered Decoder \({change}[^\n]*; it takes"):
-            train_step(model, optimizer, tiny_batch(), recipe)
 
 
 def test_gradients_that_lie_about_are_not_stepped():
@@ -691,12 +697,7 @@ class TestEstimatesOfASmallDecoder:
     def test_bytes_are_those_that_are_measured_of_other_decoders_too(self, make, recipe):
         if recipe.checkpoint == "optimal":
             recipe = replace(recipe, schedule_bytes=600_000)
-        if recipe.checkpoint == "optimal" and make is DROPPING:  # the schedule keeps states of random generators
-            peaks = [f(make, partial(tiny_batch, 6), recipe) for f in (estimate, run)]
-            more = peaks[1].meter.peak_bytes - peaks[0].peak_bytes
-            assert 0 < more <= 8 * 5056 and more % 5056 == 0
-        else:
-            assert_measured(make, partial(tiny_batch, 6), recipe)
+        assert_measured(make, partial(tiny_batch, 6), recipe)
 
     @pytest.mark.parametrize(
         "recipe",

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib.budget import Recipe, build, estimate, run, train_step
+from course_lib.budget import Rates, Recipe, build, estimate, fit, run, train_step
 from course_lib.memory import cast
 from course_lib.models import seeded
 
@@ -185,6 +186,9 @@ LEVERS = [
     Recipe(head_chunk=16, in_backward=True, attention=None),
     Recipe(**DOWN, checkpoint="layers"),
     Recipe(micro_batches=6, head_chunk=5, accumulate="fp32"),
+    Recipe(checkpoint="segments", segments=2, micro_batches=2),
+    Recipe(checkpoint="segments", segments=3, attention=None, in_backward=True),
+    Recipe(checkpoint="optimal", schedule_bytes=250_000, attention="flash", head_chunk=9),
 ]
 MODELS = {
     "encoder": Encoder,
@@ -209,9 +213,11 @@ def test_with_dropout_a_block_draws_the_same_numbers_again(make):
         return gradients_of(make, sentences(), recipe)[0]
 
     plain = seen(Recipe())
-    for keep in ({"checkpoint": "layers"}, {"checkpoint": "selective"}, DOWN, {"head_chunk": 9}):
+    segments = {"checkpoint": "segments", "segments": 2}
+    for keep in ({"checkpoint": "layers"}, {"checkpoint": "selective"}, segments, DOWN, {"head_chunk": 9}):
         for name, gradient in seen(Recipe(**keep)).items():
             assert_close(gradient, plain[name], rtol=1e-4, atol=1e-7)
+    assert_measured(make, sentences, Recipe(**segments))  # with the states of random generators
 
 
 @pytest.mark.parametrize("checkpoint", ["layers", "selective"])
@@ -504,9 +510,55 @@ class Branching(Decoder):
         return (total * 2 if total > 1 else total), weight
 
 
+class Looking(Decoder):
+    """Something else than the next block uses what a block returns."""
+
+    def hidden(self, tokens):
+        first = self.body["blocks"][0]((self.embedding(tokens), 0), scale=0.3)
+        state = self.body["blocks"][1](first, scale=0.3)
+        return self.body["blocks"][2](state, scale=0.3)[0] + first[0]
+
+
+class Skipping(Decoder):
+    def hidden(self, tokens):
+        return self.body["blocks"][0]((self.embedding(tokens), 0), scale=0.3)[0]
+
+
+class Reversed(Decoder):
+    def hidden(self, tokens):
+        state = self.embedding(tokens), 0
+        for block in reversed(self.body["blocks"]):
+            state = block(state, scale=0.3)
+        return state[0]
+
+
+class Scaled(Decoder):
+    """The blocks' scale is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.3))
+
+    def hidden(self, tokens):
+        state = self.embedding(tokens), 0
+        for block in self.body["blocks"]:
+            state = block(state, scale=self.scale)
+        return state[0]
+
+
+SEGMENTS = Recipe(checkpoint="segments", segments=3)
+
+
 @pytest.mark.parametrize(
     ("make", "recipe", "told"),
     [
+        (Pictures, SEGMENTS, "stages.1 is called with something else than what stages.0 returned"),
+        (Looking, SEGMENTS, "what body.blocks.0 returned is used by others"),
+        (Skipping, SEGMENTS, "body.blocks.1 was not called"),
+        (Reversed, SEGMENTS, "body.blocks.2 is called, but not once and after body.blocks.1"),
+        (Scaled, SEGMENTS, "scale is .* requires a gradient"),
+        (Decoder, replace(SEGMENTS, segments=4), "segments is 4"),
+        (Decoder, replace(SEGMENTS, offload_activations=True), "offload_activations is True"),
         (Masked, Recipe(attention="flash"), r"attention is 'flash' and attn_mask .*Tensor of shape \(12, 12\)"),
         (Dropping, Recipe(attention="flash"), r"attention is 'flash' and dropout_p .* is 0.1"),
         (Pictures, Recipe(attention="flash"), r"attention is 'flash' .* Pictures .*scaled_dot_product_attention"),
@@ -532,7 +584,7 @@ def test_what_does_not_go_with_the_model_is_said_in_one_sentence(make, recipe, t
     make_batch = {Pictures: pictures}.get(make, sentences)
     make_batch = partial(labelled, make) if getattr(make, "args", None) else make_batch
     model, optimizer = build(make, replace(recipe, attention=None, checkpoint="none", blocks=None, first_blocks=None,
-                                           head_chunk=None))  # fmt: skip
+                                           head_chunk=None, segments=None))  # fmt: skip
     before = [p.clone() for p in model.parameters()]
     for attempt in (
         lambda: train_step(model, optimizer, make_batch(), recipe),
@@ -667,6 +719,7 @@ def test_hugging_face_models_have_the_plain_gradient_in_every_recipe(name):
         Recipe(micro_batches=6, checkpoint="selective", first_blocks=1),
         Recipe(attention="eager", in_backward=True),
         Recipe(**DOWN),
+        *([] if name.startswith("T5") else [Recipe(checkpoint="segments", segments=2, micro_batches=2)]),
     ]
     if not name.startswith("ViT"):
         recipes += [Recipe(head_chunk=16, micro_batches=2), Recipe(head_chunk=7, checkpoint="layers")]
@@ -696,3 +749,60 @@ def test_a_switch_that_refuses_is_named():
 def test_bytes_of_hugging_face_models_with_explicit_attention_are_those_that_are_measured(name, recipe):
     make = partial(hugging_face, name, attn_implementation="eager")
     assert_measured(make, partial(arguments, name, padded=False), recipe)
+
+
+class OneAttention(nn.Module):
+    def __init__(self, fused):
+        super().__init__()
+        self.qkv, self.fused = nn.Linear(WIDTH, 3 * WIDTH), fused
+
+    def loss_sum(self, x):
+        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        explicit = (q @ k.mT / 8**0.5).softmax(-1) @ v if not self.fused else None
+        return (F.scaled_dot_product_attention(q, k, v) if self.fused else explicit).square().sum(), len(x)
+
+
+def test_fused_attention_counts_its_products_on_a_cpu_too():
+    def points():
+        return torch.randn(3, LENGTH, WIDTH)
+
+    fused, explicit = (estimate(partial(OneAttention, fused), points, Recipe()).flops for fused in (True, False))
+    with FlopCounterMode(display=False) as counter:
+        OneAttention(False).loss_sum(points())[0].backward()
+    assert explicit == counter.get_total_flops()
+    assert fused - explicit == 2 * 3 * WIDTH * LENGTH**2  # its backward makes the scores again
+
+
+class Chained(nn.Module):
+    """Equal blocks between others; a chain, but for where `reach` uses what the first returned."""
+
+    def __init__(self, reach=False):
+        super().__init__()
+        self.first, self.last, self.reach = nn.Linear(8, 8), nn.Linear(8, 8), reach
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(5))
+
+    def loss(self, x):  # a mean, so that it takes one micro-batch
+        x = first = self.blocks[0](self.first(x))
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.last(x + first if self.reach else x).square().mean()
+
+
+def test_a_schedule_is_found_for_blocks_that_form_a_chain_and_for_no_others():
+    def points():
+        return torch.randn(300, 8)
+
+    base, rates = Recipe(optimizer="sgd"), Rates(1e9, 2e9, 1.0)  # moving takes for ever
+    known = {keep: estimate(Chained, points, replace(base, checkpoint=keep)) for keep in ("none", "layers")}
+    budget = (known["none"].peak_bytes + known["layers"].peak_bytes) // 2
+    options = {"base": base, "rates": rates, "tier": "file", "progress": False}
+    found = {e.recipe.checkpoint: e for e in fit(Chained, points, budget, **options)}
+    best = found["optimal"]
+    assert best.peak_bytes <= budget and best.flops > known["none"].flops
+    assert best == estimate(Chained, points, best.recipe)
+    assert run(Chained, points, best.recipe).meter.peak_bytes == best.peak_bytes
+    reaching = partial(Chained, True)
+    with pytest.raises(ValueError, match="form a chain"):
+        estimate(reaching, points, replace(base, checkpoint="optimal", schedule_bytes=10**9))
+    found = fit(reaching, points, budget, **options)
+    assert "optimal" not in {e.recipe.checkpoint for e in found}

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from course_lib.budget import InfeasibleBudget, Rates, Recipe, estimate, fit, search
+from course_lib.budget import InfeasibleBudget, Rates, Recipe, estimate, fit, run, search
 from course_lib.budget.composing import MANY, Composer, equal_blocks
 from course_lib.budget.recipe import pieces_allowed
+from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
+from course_lib.offload import chosen_below
 
 RATE = Rates(1e9, 2e9, 1e9)
 
@@ -90,6 +92,8 @@ COMPOSED = [
     Recipe(checkpoint="layers", micro_batches=3, offload_optimizer=0.75, **DOWN),
     Recipe(optimizer="sgd", in_backward=True, attention="flash"),
     Recipe(checkpoint="segments", segments=MANY + 1, micro_batches=3, attention="flash"),
+    Recipe(checkpoint="layers", first_blocks=2, attention="flash"),
+    Recipe(checkpoint="selective", first_blocks=5, micro_batches=3),
 ]
 ANY_MODEL = [
     Recipe(),
@@ -139,6 +143,94 @@ def test_what_is_composed_is_the_estimate_of_the_whole_step(name, precision, tie
     for recipe in recipes:
         recipe = replace(recipe, precision=precision)
         assert composer.estimate(recipe) == estimate(make, of, recipe, tier=tier), recipe
+
+
+@pytest.mark.parametrize("first", range(1, 2 * MANY))
+def test_of_two_kinds_of_blocks_there_may_be_any_number_of_each(first):
+    make, recipe = partial(deep, 2 * MANY), Recipe(checkpoint="layers", first_blocks=first, attention="flash")
+    composer = Composer(make, batch, Recipe(), None, "file")
+    assert composer.estimate(recipe) == estimate(make, batch, recipe)
+    assert max(count for _, count in composer._few) <= MANY  # of twelve blocks not all were run
+
+
+GROWN = [
+    Recipe(),
+    Recipe(in_backward=True),
+    Recipe(checkpoint="layers", micro_batches=3),
+    Recipe(**DOWN),
+    Recipe(checkpoint="layers", **DOWN),
+]
+
+
+@pytest.mark.parametrize("recipe", GROWN, ids=str)
+def test_what_is_composed_is_the_whole_step_moment_by_moment(recipe):
+    composer = Composer(partial(deep, 2 * MANY), batch, Recipe(), None, "file")
+    with symbolic(composer.mode):
+        composed, whole = composer.moments(recipe), composer.measured(recipe, 2 * MANY)
+    assert composer._few and composed.operators == whole.operators
+    assert (composed.live == whole.live).all() and (composed.totals == whole.totals).all()
+    if recipe.in_backward:
+        assert [[id(p) for p in due] for due in composed.due] == [[id(p) for p in due] for due in whole.due]
+
+
+class Wide(nn.Module):
+    """Many equal blocks with parameters large and small, of which the update takes the most."""
+
+    def __init__(self, blocks=9, width=2100):
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(blocks))
+
+    def loss_sum(self, batch):
+        x = self.first(batch)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum(), len(batch)
+
+
+@pytest.mark.parametrize("tier", ["file", "host"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_update_of_all_is_that_of_few_blocks_and_what_the_others_hold(precision, tier):
+    base, names = Recipe(precision=precision), []
+    composer = Composer(Wide, points, base, None, tier)
+    for fraction in (0.0, 0.2, 0.5, 0.8, 1.0):
+        recipe = replace(base, offload_optimizer=fraction)
+        below = chosen_below(composer.trained, fraction)
+        names.append(len(composer.updates.left_out(recipe, below)))
+        assert composer.estimate(recipe) == estimate(Wide, points, recipe, tier=tier)
+    assert min(names) > 0
+
+
+class Narrow(nn.Module):
+    """So many blocks of so few numbers each that the norms of their gradients take the most."""
+
+    def __init__(self, blocks=20):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(1, 1) for _ in range(blocks))
+
+    def loss_sum(self, batch):
+        return sum(block.weight.sum() + block.bias.sum() for block in self.blocks) * batch.sum(), len(batch)
+
+
+def test_a_step_that_clips_takes_its_norms_and_no_steps_in_backward():
+    of, recipe = partial(torch.ones, 2, 1), Recipe(optimizer="sgd")
+    guess, plain = (estimate(Narrow, of, recipe, max_norm=norm) for norm in (1e-3, None))
+    assert guess.peak_bytes == run(Narrow, of, recipe, max_norm=1e-3).meter.peak_bytes > plain.peak_bytes
+    for count in (2, MANY + 9):
+        for each in (recipe, Recipe(micro_batches=2)):
+            composer = Composer(partial(Narrow, count), of, Recipe(), None, "file", 1e-3)
+            assert composer.estimate(each) == estimate(partial(Narrow, count), of, each, max_norm=1e-3)
+    options = {"base": recipe, "max_norm": 1.0, "tier": "file", "progress": False}
+    make, of = partial(deep, 1), partial(batch, 1)
+    assert not any(e.recipe.in_backward for e in fit(make, of, 10**9, **options))
+    with pytest.raises(InfeasibleBudget) as told:
+        fit(make, of, 1, **options)
+    assert not told.value.least.recipe.in_backward
+    with pytest.raises(InfeasibleBudget) as told:
+        fit(make, of, 1, **{**options, "max_norm": None})
+    assert told.value.least.recipe.in_backward
+    with pytest.raises(ValueError, match=r"max_norm is 1\.0 and in_backward is True"):
+        estimate(deep, batch, Recipe(in_backward=True), max_norm=1.0)
 
 
 @pytest.mark.parametrize("keep", [{"checkpoint": "layers"}, DOWN, {"checkpoint": "layers", **DOWN}], ids=str)

@@ -117,6 +117,27 @@ def test_what_is_estimated_is_what_the_run_takes_to_the_byte(name, recipe):
     assert guess == real
 
 
+CHAINS = {name: case for name, case in ARCHITECTURES.items() if not name.startswith("encoder and decoder")}
+SEGMENTS = Recipe(checkpoint="segments", segments=2, micro_batches=2)
+OPTIMAL = Recipe(optimizer="sgd", checkpoint="optimal", schedule_bytes=220_000, in_backward=True)
+SCHEDULED = [*((name, SEGMENTS) for name in CHAINS), *((name, OPTIMAL) for name in list(CHAINS)[:5:4])]
+
+
+@pytest.mark.parametrize(("name", "recipe"), SCHEDULED, ids=str)
+def test_schedules_run_where_the_layers_form_a_chain_and_are_estimated_to_the_byte(name, recipe):
+    if name.startswith("experts"):
+        recipe = replace(recipe, schedule_bytes=recipe.schedule_bytes and 450_000)
+    guess, real = both(*CHAINS[name], recipe)
+    assert guess == real
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in CHAINS])
+def test_layers_that_share_more_than_what_they_hand_on_are_no_chain(name):
+    for attempt in (estimate, run):
+        with pytest.raises(ValueError, match=r"^(what a block returns|argument 3) is [^\n]*; it takes [^\n]+$"):
+            attempt(*ARCHITECTURES[name], SEGMENTS)
+
+
 MASKED = {
     "Llama": (made("Llama:LlamaForCausalLM", **{**SHARED, "num_hidden_layers": 1}), text),
     "BART": (

@@ -20,7 +20,7 @@ from .asked import Asked, asked
 from .checking import check
 from .estimating import TIERS, Estimate
 from .rates import ALLOWANCE, RATES, Rates, allowance_bytes, this_machine
-from .recipe import OPTIMIZERS, PRECISIONS, Recipe
+from .recipe import OPTIMIZERS, PRECISIONS, SHARDS, Recipe
 from .search import Estimates, fit
 from .show import Way, waterfall
 
@@ -88,6 +88,8 @@ def arguments() -> argparse.ArgumentParser:
         choices=[*RATES, THIS],
         help="whose rates are used, and whose memory where no budget is given (default H100); this: measured here",
     )
+    parser.add_argument("--ranks", type=_count, help="devices that share the batch; each way to shard is tried")
+    parser.add_argument("--shard", choices=SHARDS, help="with --ranks, this one alone")
     parser.add_argument("--tier", choices=TIERS, help="below: default file for a CPU, else host (memory)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for other programs")
     parser.add_argument("--check", action="store_true", help="take the cheapest step for real on this machine")
@@ -106,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         rates, tier = _rates(given)
         budget = given.budget or _budget(given, rates)
         told = {"model": model.name, "batch": model.batch, "device": given.device or "H100", "budget_bytes": budget}
-        base = Recipe(precision=given.precision, optimizer=given.optimizer)
+        base = _base(given)
         options = {"loss_sum": model.loss_sum, "tier": tier}
         found = fit(model.make_model, model.make_batch, budget, base=base, rates=rates, **options)
         way = found.way()
@@ -131,6 +133,14 @@ def main(argv: list[str] | None = None) -> int:
     if given.plot:
         _plot(parser, given, model, way, budget)
     return 0
+
+
+def _base(given: argparse.Namespace) -> Recipe:
+    ranks = given.ranks or 1
+    if given.check and ranks > 1:
+        raise ValueError(f"--check comes with --ranks {ranks}; python -m course_lib.distributed runs several ranks")
+    more = {"ranks": ranks, "shard": given.shard} if ranks > 1 or given.shard else {}
+    return Recipe(precision=given.precision, optimizer=given.optimizer, **more)
 
 
 def _rates(given: argparse.Namespace) -> tuple[Rates, str]:

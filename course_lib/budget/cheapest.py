@@ -18,18 +18,40 @@ if TYPE_CHECKING:
     from .search import _Search
 
 
-def best_of(search: _Search, family: Recipe) -> Recipe | None:
-    """The cheapest of the family that fits."""
-    if family.checkpoint == "optimal":
-        return best_schedule(search, family)
-    if family.checkpoint != "segments":
-        return fewest_pieces(search, family)
-    counts = sorted({2, *range(2, math.isqrt(search.layers) + 1), search.layers})
-    most = replace(family, segments=counts[-1], micro_batches=1 if family.in_backward else search.pieces[-1])
-    if not search.fits(most) and not search.fits(replace(most, micro_batches=1)):
+def best_of(search: _Search, family: Recipe, limit: float = math.inf) -> Recipe | None:
+    """The cheapest of the family that fits; segments only if they may take fewer FLOPs than the limit."""
+    if family.checkpoint == "segments":
+        return fewest_segments(search, family, limit)
+    return (best_schedule if family.checkpoint == "optimal" else fewest_pieces)(search, family)
+
+
+def fewest_segments(search: _Search, family: Recipe, limit: float) -> Recipe | None:
+    """As few as fit: of those up to the square root of the layers, where each more takes less memory; or one a layer.
+
+    A segment that is recomputed stops before its last product. Each of its layers costs no less than with a checkpoint
+    of its own.
+    """
+    layers, flops = search.layers, {}
+    for name in ("none", "layers"):
+        like = replace(family, checkpoint=name, segments=None, head_chunk=None)  # in chunks it takes more
+        flops[name] = next((e.flops for recipe, e in search.known.items() if _same_flops(recipe, like)), -math.inf)
+    each = max(0.0, flops["layers"] - flops["none"]) / layers
+    counts = sorted({2, *range(2, math.isqrt(layers) + 1), layers})
+    trials = [n for n in counts if flops["none"] + (n - 1) * (layers // n) * each < limit]
+
+    def fits(recipe: Recipe) -> bool:
+        most = 1 if family.in_backward else search.pieces[-1]
+        return search.fits(replace(recipe, micro_batches=most)) or search.fits(replace(recipe, micro_batches=1))
+
+    *few, most = [replace(family, segments=count) for count in trials or counts[-1:]]
+    if not trials or not fits(most):
         return None
-    trials = (fewest_pieces(search, replace(family, segments=count)) for count in counts)
-    return next(trial for trial in trials if trial)
+    return fewest_pieces(search, first_that_fits(few, fits) or most)
+
+
+def _same_flops(recipe: Recipe, other: Recipe) -> bool:
+    names = ("attention", "checkpoint", "first_blocks", "segments", "schedule_bytes", "head_chunk")
+    return all(getattr(recipe, name) == getattr(other, name) for name in names)
 
 
 def fewest_pieces(search: _Search, family: Recipe) -> Recipe | None:
@@ -86,15 +108,18 @@ def _scheduled(search: _Search, recipe: Recipe) -> Cost:
 
 def with_schedule(search: _Search, recipe: Recipe) -> Recipe:
     """What parameters, state and gradients leave is for the schedule; then what the estimate shows to be left."""
-    slack, best = search.budget // 200, None
-    room = search.budget - slack // 2 - search.held_bytes(recipe)
-    room -= 0 if recipe.in_backward else sum(p.nbytes for p in search.trained)
+    slack, best, seen = search.budget // 200, None, set()
+    gradients = sum(p.nbytes for p in search.trained)
+    room = search.budget - search.held_bytes(recipe) - (slack if recipe.in_backward else gradients + slack // 2)
     for _ in range(3):
         trial = replace(recipe, schedule_bytes=max(1, room))
         try:
             taken = _scheduled(search, trial).peak_bytes
         except InfeasibleBudget:
             break
+        if taken in seen:  # the same schedule
+            break
+        seen.add(taken)
         spare = search.budget - search.estimate(trial).peak_bytes
         best = trial if spare >= 0 else best
         if 0 <= spare < slack:

@@ -1,17 +1,15 @@
-"""Estimates of a model with many equal blocks, from its step with three of them and with four.
+"""Estimates of a model with many equal blocks, from its step with few of them and with one more.
 
 Moment by moment, what is live grows by as much with each block; so do FLOPs and what is moved. The optimizer's part of
-a step is put together from updates of single parameters, so that recipes that differ in it alone share the rest.
+a step is put together from updates of few parameters, so that recipes that differ in it alone share the rest.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import groupby, pairwise, takewhile
+from itertools import groupby, takewhile
 from typing import Any
 
 import numpy as np
@@ -20,20 +18,21 @@ from torch import Tensor, nn
 
 from course_lib._check import InfeasibleBudget
 from course_lib.memory import CATEGORIES, PHASES, symbolic
-from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
+from course_lib.offload import SymbolicStore, chosen_below
 from course_lib.schedule import Cost, simulate
 
 from .attention import attention_of
-from .estimating import Estimate, Watch, check_arguments, estimate, explained, peaks_in, symbolic_optimizer, watched
-from .loss import LossSum, check_loss, schedule_of, trained
+from .estimating import Estimate, check_arguments, estimate, explained, watched
+from .loss import LossSum, check_loss, fastest, is_taken_apart, schedule_of, trained
 from .recipe import Recipe
-from .step import check_model, default_dtype, make_state, model_of, pieces_of
+from .step import chain_of_blocks, check_model, default_dtype, model_of, pieces_of
+from .updates import Updates
 
 FEW = 2  # the first block and the last
 MANY = 2 * FEW + 2  # from so many blocks on, FEW and FEW + 1 of them are less work
 # Of the fields of a recipe, those that this module has been tried with, and the checkpoints that treat blocks alike.
 FIELDS = {"precision", "optimizer", "offload_optimizer", "attention", "checkpoint", "segments", "schedule_bytes"}
-FIELDS |= {"offload_activations", "min_bytes", "head_chunk", "in_backward", "micro_batches"}
+FIELDS |= {"first_blocks", "offload_activations", "min_bytes", "head_chunk", "in_backward", "micro_batches"}
 OPTIMIZERS, ALIKE = ("adam", "sgd"), ("none", "selective", "layers")
 
 
@@ -58,25 +57,23 @@ class Moments:
     totals: np.ndarray
 
 
-@dataclass
-class Update:
-    """What it takes to step some parameters: the state they hold, and, at the peak, how much more in each category."""
-
-    held: int
-    more: np.ndarray
-    operator: str = ""
-    moved: np.ndarray | None = None
-
-
 class Composer:
     """Makes estimates of one model and batch, equal to those of `estimate`, with less work.
 
     A model that does not run with fewer blocks may raise anything.
     """
 
-    def __init__(self, make_model: Callable, make_batch: Callable, base: Recipe, loss_sum: LossSum | None, tier: str):
+    def __init__(
+        self,
+        make_model: Callable,
+        make_batch: Callable,
+        base: Recipe,
+        loss_sum: LossSum | None,
+        tier: str,
+        max_norm: float | None = None,
+    ):
         check_arguments(make_model, make_batch, base)
-        self.loss_sum, self.tier = loss_sum, tier
+        self.loss_sum, self.tier, self.max_norm = loss_sum, tier, max_norm
         with symbolic() as self.mode:
             self.model = model_of(make_model, base)
             with default_dtype(base.dtype):
@@ -84,18 +81,27 @@ class Composer:
         self.trained, self.blocks = trained(self.model), equal_blocks(self.model)
         self.places = {p: (i, k) for i, block in enumerate(self.blocks) for k, p in enumerate(block.parameters())}
         self._moments: dict[Recipe, Moments] = {}
-        self._updates: dict[Any, Update] = {}
+        self._few: dict[tuple[Recipe, int], Moments] = {}
+        self.updates = Updates(self.trained, self.blocks, tier)
 
     def estimate(self, recipe: Recipe) -> Estimate:
+        key = replace(recipe, offload_optimizer=0.0)
+        with self.checked(recipe):
+            if key not in self._moments:
+                self._moments[key] = self.moments(key)
+            return self.with_optimizer(self._moments[key], recipe)
+
+    def whole(self, recipe: Recipe) -> Estimate:
+        """The same with all blocks in their places."""
+        with self.checked(recipe):
+            return self.with_optimizer(self.measured(replace(recipe, offload_optimizer=0.0), len(self.blocks)), recipe)
+
+    @contextmanager
+    def checked(self, recipe: Recipe) -> Iterator[None]:
         with symbolic(self.mode):
             check_model(self.model, recipe)
             check_loss(self.model, recipe, self.loss_sum)
-            # A file's pages take more than an update without them, and the last block that has some may be any.
-            each = recipe.in_backward and self.tier == "file" and 0 < recipe.offload_optimizer < 1
-            key = replace(recipe, offload_optimizer=0.0), each
-            if key not in self._moments:
-                self._moments[key] = self.moments(*key)
-            return self.with_optimizer(self._moments[key], recipe)
+            yield
 
     @staticmethod
     def takes(recipe: Recipe) -> bool:
@@ -107,29 +113,51 @@ class Composer:
         Raises:
             InfeasibleBudget: none fits into the recipe's bytes.
         """
-        with symbolic(self.mode), attention_of(self.model, recipe.attention):
-            return simulate(*schedule_of(self.model, pieces_of(self.batch, recipe.micro_batches)[0], recipe))
+        piece = pieces_of(self.batch, recipe.micro_batches)[0]
+        with symbolic(self.mode):
+            if not is_taken_apart(self.model, recipe):
+                chain = chain_of_blocks(self.model, piece, recipe, self.loss_sum)
+                return simulate(fastest(chain, recipe.schedule_bytes), chain)
+            with attention_of(self.model, recipe.attention):
+                return simulate(*schedule_of(self.model, piece, recipe))
 
     # ---- forward and backward
 
-    def moments(self, recipe: Recipe, each: bool) -> Moments:
-        count = len(self.blocks)
-        alone = recipe.segments == count  # each block is a segment, and the last one is not recomputed
-        if count >= MANY and not each and (recipe.checkpoint in ALIKE or alone):
-            # Copies reach into the next block, or into the one after it where only its input is kept.
-            few = FEW + alone + recipe.offload_activations * (1 + (recipe.checkpoint == "layers"))
-            try:
-                pair = (self.measured(replace(recipe, segments=n if alone else None), n) for n in (few, few + 1))
-                return composed(*pair, count - few, partial(self.at_the_end, few))
-            except Irregular:
-                pass
-        return self.measured(recipe, count)
+    def moments(self, recipe: Recipe) -> Moments:
+        count, first = len(self.blocks), recipe.first_blocks or 0
+        alone = recipe.segments == count and is_taken_apart(
+            self.model, recipe
+        )  # each block is a segment, and the last one is not recomputed
+        # Copies reach into the next block, or into the one after it where only its input is kept.
+        few = FEW + alone + recipe.offload_activations * (1 + (recipe.checkpoint == "layers"))
+        if count < MANY + 2 * bool(first) or not (recipe.checkpoint in ALIKE or alone):
+            return self.measured(recipe, count)
+
+        def grown(blocks: int, moments: Callable[[int], Moments]) -> Moments:
+            if blocks <= few + 1:
+                return moments(blocks)
+            return composed(moments(few), moments(few + 1), blocks - few, self.further)
+
+        def with_blocks(ones: int, others: int) -> Moments:
+            """So many with a checkpoint, and then so many without."""
+            fields = {"first_blocks": ones} if first else {"segments": others} if alone else {}
+            return self.few(replace(recipe, **fields), ones + others)
+
+        try:
+            return grown(count - first, lambda others: grown(first, lambda ones: with_blocks(ones, others)))
+        except Irregular:
+            return self.measured(recipe, count)
+
+    def few(self, recipe: Recipe, count: int) -> Moments:
+        if (recipe, count) not in self._few:
+            self._few[recipe, count] = self.measured(recipe, count)
+        return self._few[recipe, count]
 
     def measured(self, recipe: Recipe, count: int) -> Moments:
         store, optimizer = SymbolicStore(), _Noting(self.trained)
         with shortened(self.blocks, count):
             pieces = pieces_of(self.batch, recipe.micro_batches)
-            meter, totals = watched(self.model, optimizer, pieces, recipe, self.loss_sum, store)
+            meter, totals = watched(self.model, optimizer, pieces, recipe, self.loss_sum, store, self.max_norm)
         series, due = meter.series(), iter(optimizer.due)
         operators = meter.timeline.operators
         return Moments(
@@ -139,25 +167,25 @@ class Composer:
             np.array(totals),
         )
 
-    def at_the_end(self, few: int, p: Tensor) -> Tensor:
-        """The parameter that is as far from the end of the blocks as this one is where there are few."""
+    def further(self, p: Tensor, by: int) -> Tensor:
+        """The parameter in the same place, so many blocks further on."""
         if p not in self.places:
             return p
         i, k = self.places[p]
-        return list(self.blocks[len(self.blocks) - few + i].parameters())[k]
+        return list(self.blocks[i + by].parameters())[k]
 
     # ---- the optimizer
 
     def with_optimizer(self, moments: Moments, recipe: Recipe) -> Estimate:
         below = chosen_below(self.trained, recipe.offload_optimizer)
-        update = self.update_of_all(recipe, below)
+        update = self.updates.of_all(recipe, below)
         live = moments.live.copy()
         live[:, CATEGORIES.index("optimizer")] += update.held
         names = [func for func, _ in moments.operators]
         counted = np.ones(len(live), dtype=bool)
         for row, due in enumerate(moments.due):
             if due:
-                own = self.update_of(due[:1], recipe, due[0] in below) if recipe.in_backward else update
+                own = self.updates.of(due[0], recipe, due[0] in below) if recipe.in_backward else update
                 live[row], names[row], counted[row] = live[row] + own.more, own.operator, bool(own.operator)
         sums = live.sum(1) * counted
         phases = dict.fromkeys(PHASES, 0)
@@ -169,59 +197,12 @@ class Composer:
         totals, on_host = (int(flops), int(down), int(up)), sum(p.numel() for p in below) if self.tier == "host" else 0
         return Estimate(recipe, int(sums[peak]), at_peak, phases, str(names[peak]), *totals, self.tier, on_host)
 
-    def update_of_all(self, recipe: Recipe, below: set[Tensor]) -> Update:
-        """All are stepped one after the other; a file's pages, and chunks of what is small, lie side by side."""
-        key = recipe.offload_optimizer, recipe.optimizer
-        if key in self._updates:
-            return self._updates[key]
-        above = [p for p in self.trained if p not in below]
-        chunked = recipe.precision != "fp32" or recipe.offload_optimizer
-        largest = max((4 * p.numel() for p in above), default=math.inf)
-        if (below and self.tier == "file") or (chunked and largest < OffloadedOptimizer.CHUNK_BYTES):
-            found = self.stepped(self.trained, recipe)
-        else:
-            # In a loop over all of them, what was made last for one goes only as the same is made for the next.
-            runs = [(p,) for p in above] if chunked else [*pairwise(above), *zip(above[:1])]
-            each = [self.update_of(run, recipe, False) for run in runs]
-            first = max(each, key=lambda update: update.more.sum(), default=Update(0, np.zeros(len(CATEGORIES), int)))
-            held = sum(self.update_of((p,), recipe, False).held for p in above)
-            moved = sum(p.nbytes for p in below)
-            found = Update(held, first.more, first.operator, np.array([moved, moved]))
-        self._updates[key] = found
-        return found
-
-    def update_of(self, parameters: Sequence[Tensor], recipe: Recipe, below: bool) -> Update:
-        key = *((p.shape, p.dtype) for p in parameters), below, recipe.optimizer
-        if key not in self._updates:
-            self._updates[key] = self.stepped(parameters, replace(recipe, offload_optimizer=float(below)))
-        return self._updates[key]
-
-    def stepped(self, parameters: Sequence[Tensor], recipe: Recipe) -> Update:
-        """By a step of them alone."""
-        part, store = nn.ParameterList(parameters), SymbolicStore()
-        optimizer = symbolic_optimizer(part, recipe, store, self.tier)
-        make_state(part, optimizer)
-        store.stats = Traffic()
-        try:
-            for p in parameters:
-                p.grad = torch.empty_like(p)
-            with Watch(part, optimizer) as meter:
-                optimizer.step()
-        finally:
-            for p in parameters:
-                p.grad = None
-        given = sum(p.nbytes for p in parameters)
-        entry = {"parameter": given, "gradient": given, "optimizer": meter.entry_bytes - 2 * given}
-        more = np.array([count - entry.get(name, 0) for name, count in meter.at_peak().items()])
-        moved = np.array([store.stats.bytes_down, store.stats.bytes_up])
-        return Update(entry["optimizer"], more, peaks_in(meter)[1] if meter.phases() else "", moved)
-
 
 class Composing:
     """Estimates of one model and batch: composed, or of whole steps where the model does not allow it."""
 
-    def __init__(self, make_model: Callable, make_batch: Callable, base: Recipe, loss_sum: LossSum | None, tier: str):
-        self.given, self.base, self.options = (make_model, make_batch), base, {"loss_sum": loss_sum, "tier": tier}
+    def __init__(self, make_model: Callable, make_batch: Callable, base: Recipe, **options: Any):
+        self.given, self.base, self.options = (make_model, make_batch), base, options
         self.composing, self.composers = True, {}  # by precision
         with explained():
             self.composer_of(base)
@@ -245,11 +226,9 @@ class Composing:
         return estimate(*self.given, recipe, **self.options)
 
     def confirms(self, found: Estimate) -> bool:
-        """Whether an estimate is that of the whole step; if not, none will be composed any more."""
-        whole = estimate(*self.given, found.recipe, **self.options)
-        self.composing = all(
-            getattr(whole, name) == getattr(found, name) for name in ("peak_bytes", "flops", "moved_bytes")
-        )
+        """Whether an estimate is that of the step with all blocks; if not, none will be composed any more."""
+        if Composer.takes(found.recipe):
+            self.composing = self.composer_of(found.recipe).whole(found.recipe) == found
         return self.composing
 
 
@@ -300,16 +279,17 @@ def shortened(blocks: nn.ModuleList | nn.Sequential, count: int) -> Iterator[Non
 # ---- from few blocks to many
 
 
-def composed(few: Moments, more: Moments, blocks: int, at_the_end: Callable[[Tensor], Tensor]) -> Moments:
+def composed(few: Moments, more: Moments, blocks: int, further: Callable[[Tensor, int], Tensor]) -> Moments:
     """The moments of a step with so many blocks more than `few`, which has one less than `more`.
 
-    Each pass through the blocks is seen from its start and from its end: in the first blocks and in the last. There the
-    peak is, since what is live rises, or falls, evenly from block to block.
+    Each pass through the blocks is cut in two where they are alike, and as many as are to come are put in between.
+    What is live in the first part, or the second, grows as from `few` to `more`; of a block in between, with each block
+    that comes before it as in the second part, and with each that comes after it as in the first.
     """
     passes, longer = _passes(few.operators), _passes(more.operators)
     if len(passes) != len(longer):
         raise Irregular
-    rows, theirs, due = [], [], []
+    operators, live, due = [], [], []
     for (start, stop), (begin, end) in zip(passes, longer, strict=True):
         ours, others = few.operators[start:stop], more.operators[begin:end]
         block = len(others) - len(ours)
@@ -317,15 +297,22 @@ def composed(few: Moments, more: Moments, blocks: int, at_the_end: Callable[[Ten
         head, tail = (_alike(*pair) - block for pair in ((ours, others), (ours[::-1], others[::-1])))
         if min(block, head, tail) < 0 or head + tail < len(ours):
             raise Irregular
-        head = head if block else 0  # without a block in between, all is seen from the end
-        rows += [*range(start, start + head), *range(stop - tail, stop)]
-        theirs += [*range(begin, begin + head), *range(end - tail, end)]
+        cut = (head + len(ours) - tail) // 2 if block else 0
+        if block and not block <= cut <= len(ours) - block:
+            raise Irregular
+        a, b = few.live[start:stop], more.live[begin:end]
+        before, after = b[:cut] - a[:cut], b[cut + block :] - a[cut:]
+        operators += ours[:cut] + blocks * others[cut : cut + block] + ours[cut:]
+        between = b[cut : cut + block], before[cut - block :], after[:block]
+        live += [a[:cut] + blocks * before]
+        live += [between[0] + (blocks - 1 - i) * between[1] + i * between[2] for i in range(blocks if block else 0)]
+        live += [a[cut:] + blocks * after]
         # Backward comes from the end of the blocks.
-        due += [[at_the_end(p) for p in few.due[row]] for row in range(start, start + head)]
-        due += few.due[stop - tail : stop]
-    live = few.live[rows] + blocks * (more.live[theirs] - few.live[rows])
-    operators = [few.operators[row] for row in rows]
-    return Moments(operators, live, due, few.totals + blocks * (more.totals - few.totals))
+        due += [[further(p, blocks) for p in row] for row in few.due[start : start + cut]]
+        for i in range(blocks if block else 0):
+            due += [[further(p, blocks - 1 - i) for p in row] for row in more.due[begin + cut : begin + cut + block]]
+        due += few.due[start + cut : stop]
+    return Moments(operators, np.concatenate(live), due, few.totals + blocks * (more.totals - few.totals))
 
 
 def _passes(operators: list[tuple[Any, str]]) -> list[tuple[int, int]]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from course_lib._check import kind, one_of
 from course_lib._torch import tensors_in
 from course_lib.accumulation import StepResult
 from course_lib.labels import text
 from course_lib.memory import PHASES, MemoryMeter, symbolic
+from course_lib.memory.counting import CountingMeter
 from course_lib.memory.show import Table
 from course_lib.offload import DiskStore, OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
 
@@ -48,12 +47,13 @@ class Estimate(Table):
         at_peak: category -> bytes at that moment.
         phase_peaks: phase ("forward", "backward", "optimizer") -> the most bytes live in it.
         operator: the one that reaches the peak.
-        flops: of matrix products, forward, backward and recomputed.
+        flops: of matrix products, forward, backward and recomputed; those of fused attention among them.
         bytes_down: moved to the tier below.
         bytes_up: moved back from it.
         tier: "file" (as a CPU does it) or "host" (as a GPU does it: the update runs below, so that only gradients go
             down and parameters come up).
         host_parameters: how many parameters the host updates, with "host" below.
+        sent_bytes: communicated by a rank, as `course_lib.distributed.Communicated` counts.
     """
 
     recipe: Recipe
@@ -66,12 +66,14 @@ class Estimate(Table):
     bytes_up: int
     tier: str = "file"
     host_parameters: int = 0
+    sent_bytes: int = 0
 
     columns = ("category", "MB at the peak")
 
     @property
     def moved_bytes(self) -> int:
-        return self.bytes_down + self.bytes_up
+        """To another tier or another rank, both ways."""
+        return self.bytes_down + self.bytes_up + self.sent_bytes
 
     def rows(self) -> list[Sequence]:
         return [(text(name), f"{count / 1e6:,.1f}") for name, count in self.at_peak.items() if count]
@@ -101,6 +103,7 @@ def estimate(
     recipe: Recipe,
     *,
     loss_sum: LossSum | None = None,
+    max_norm: float | None = None,
     tier: str = "file",
 ) -> Estimate:
     """Run the step by the recipe on symbolic tensors, which take no memory, under the meter.
@@ -119,6 +122,7 @@ def estimate(
         recipe: the recipe.
         loss_sum: as for `train_step`. A weight that is counted in the batch must stay a tensor, since symbolic ones
             have no numbers.
+        max_norm: as for `train_step`. What is estimated is a step whose gradient is clipped.
         tier: what is below, for the optimizer: "file", as on a CPU, or "host", as on a GPU.
 
     Raises:
@@ -128,7 +132,7 @@ def estimate(
     one_of("tier", tier, TIERS)
     check_arguments(make_model, make_batch, recipe)
     with symbolic(), explained():
-        return _estimate(make_model, make_batch, recipe, loss_sum, tier)
+        return _estimate(make_model, make_batch, recipe, loss_sum, max_norm, tier)
 
 
 @contextmanager
@@ -160,7 +164,7 @@ _fake = torch._subclasses.fake_tensor
 _NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
 
 
-def _estimate(make_model, make_batch, recipe: Recipe, loss_sum, tier: str) -> Estimate:
+def _estimate(make_model, make_batch, recipe: Recipe, loss_sum, max_norm, tier: str) -> Estimate:
     store = SymbolicStore()
     model = model_of(make_model, recipe)
     check_loss(model, recipe, loss_sum)
@@ -169,7 +173,7 @@ def _estimate(make_model, make_batch, recipe: Recipe, loss_sum, tier: str) -> Es
         batch = make_batch()
     pieces = pieces_of(batch, recipe.micro_batches)
     make_state(model, optimizer)
-    meter, totals = watched(model, optimizer, pieces, recipe, loss_sum, store)
+    meter, totals = watched(model, optimizer, pieces, recipe, loss_sum, store, max_norm)
     peak = meter.peak_bytes, meter.at_peak(), *peaks_in(meter)
     return Estimate(recipe, *peak, *totals, tier, sum(p.numel() for p in getattr(optimizer, "below", ())))
 
@@ -180,7 +184,9 @@ def symbolic_optimizer(model: nn.Module, recipe: Recipe, store: SymbolicStore, t
     return optimizer_of(model, recipe, store=store)
 
 
-def watched(model, optimizer, pieces: list[Any], recipe: Recipe, loss_sum, store: SymbolicStore) -> tuple[Watch, list]:
+def watched(
+    model, optimizer, pieces: list[Any], recipe: Recipe, loss_sum, store: SymbolicStore, max_norm: float | None
+) -> tuple[Watch, list]:
     """The step under a meter, and its totals: FLOPs, bytes down, bytes up. Of equal pieces two stand for all."""
     shown, times = pieces, [1] * len(pieces)
     equal = len(pieces) if samples_in(pieces[-1]) == samples_in(pieces[0]) else len(pieces) - 1
@@ -207,7 +213,7 @@ def watched(model, optimizer, pieces: list[Any], recipe: Recipe, loss_sum, store
         marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
 
     with Watch(model, optimizer) as meter:
-        run_pieces(model, optimizer, marked(), recipe, noted, store)
+        run_pieces(model, optimizer, marked(), recipe, noted, store, max_norm)
     end = (meter.flops, store.stats.bytes_down, store.stats.bytes_up)
     # Between two marks lies one micro-batch; after the last one, the optimizer.
     spans = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(marks, [*marks[1:], end], strict=True)]
@@ -220,13 +226,14 @@ def run(
     recipe: Recipe,
     *,
     loss_sum: LossSum | None = None,
+    max_norm: float | None = None,
     budget_bytes: int | None = None,
     store: DiskStore | None = None,
 ) -> Run:
     """The same step for real, under a meter: the model is made, the optimizer's state too, and one step is taken.
 
     Args:
-        make_model, make_batch, recipe, loss_sum: as for `estimate`.
+        make_model, make_batch, recipe, loss_sum, max_norm: as for `estimate`.
         budget_bytes: the meter stops the operator that passes it.
         store: the tier below; a file that is dropped afterwards if left out.
 
@@ -246,7 +253,7 @@ def run(
         make_state(model, optimizer)
         before = Traffic(**vars(store.stats))
         with MemoryMeter(model, optimizer, budget_bytes=budget_bytes) as meter:
-            result = run_pieces(model, optimizer, pieces, recipe, loss_sum, store)
+            result = run_pieces(model, optimizer, pieces, recipe, loss_sum, store, max_norm)
         moved = Traffic(*(a - b for a, b in zip(vars(store.stats).values(), vars(before).values(), strict=True)))
         return Run(result, meter, moved)
     finally:
@@ -265,19 +272,12 @@ def peaks_in(meter: MemoryMeter) -> tuple[dict[str, int], str]:
     return phases, meter.timeline[int(live.argmax())].operator
 
 
-_metered = unwrap(MemoryMeter.__torch_dispatch__)
 _TILES = torch.ops.course_lib.tiles.default
 _UNSEEN = {torch.ops.aten.mkldnn_rnn_layer.default}  # nn.LSTM on a CPU: its workspace outlives it
 
 
-class Watch(MemoryMeter):
-    """A meter that also counts FLOPs by the formulas of `FlopCounterMode`, which itself would keep tensors alive."""
-
-    flops = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # no guards against compilation: symbolic steps take less time without
-        return False
+class Watch(CountingMeter):
+    """The meter of an estimate."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in _UNSEEN:
@@ -285,12 +285,9 @@ class Watch(MemoryMeter):
                 f"the step runs {func}, which keeps memory that symbolic tensors do not show; an estimate takes it, "
                 "as the step itself then must run, under torch.backends.mkldnn.flags(enabled=False)"
             )
-        result = _metered(self, func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if func is _TILES:  # it stands for many, and tells which of them takes the most
             self._ledger.operators[-1] = args[3], self._ledger.operators[-1][1]
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
 
 

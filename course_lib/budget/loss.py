@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -15,12 +14,10 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from course_lib._check import function, kind, shown
-from course_lib._torch import tensors_in
+from course_lib._check import function, shown
+from course_lib._losses import has_loss_sum, has_method, is_hugging_face, own_loss, samples_in  # noqa: F401 - for the package
 from course_lib.checkpoint import checkpoint_sequential, checkpointed_loss
 from course_lib.models import Decoder, DecoderLayer, Dropout, loss_stages
 from course_lib.schedule import Chain, Schedule, ScheduledSequential, optimal
@@ -28,7 +25,7 @@ from course_lib.schedule import Chain, Schedule, ScheduledSequential, optimal
 from .attention import configs_of
 from .recipe import Recipe
 
-CHAINED = ("segments", "optimal")  # checkpoints that run the stages of a decoder, and not its forward
+CHAINED = ("segments", "optimal")  # checkpoints that run a chain: the stages of a decoder, or a model's blocks
 LossSum = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
 
 
@@ -36,84 +33,9 @@ def loss_of(model: nn.Module, batch: Any, recipe: Recipe, loss_sum=None) -> tupl
     """The sum of losses of one micro-batch and its weight."""
     if loss_sum is not None:
         return loss_sum(model, batch)
-    if recipe.checkpoint in CHAINED:
+    if is_taken_apart(model, recipe):
         return taken_apart(model, batch, recipe) * batch[:, 1:].numel(), batch[:, 1:].numel()
-    if has_method(model, "loss_sum"):
-        return model.loss_sum(batch)
-    if has_method(model, "loss"):
-        return checked_loss(model, model.loss(batch)) * samples_in(batch), samples_in(batch)
-    return hugging_face_loss(model, batch, recipe)
-
-
-def has_loss_sum(model: nn.Module) -> bool:
-    """Whether it is known what the model's loss is a mean over."""
-    if has_method(model, "loss") or has_method(model, "loss_sum"):
-        return has_method(model, "loss_sum")
-    names = " ".join(kind.__name__ for kind in type(model).__mro__)
-    return is_hugging_face(model) and re.search(WEIGHED, names) is not None and not adds_to_loss(model)
-
-
-def has_method(model: nn.Module, name: str) -> bool:
-    """Whether the model has a `loss` or `loss_sum`; a newer `loss` hides an older `loss_sum`."""
-    for names in (vars(model), *map(vars, type(model).__mro__)):
-        if "loss_sum" in names or "loss" in names:
-            return "loss_sum" in names if name == "loss_sum" else callable(getattr(model, "loss", None))
-    return callable(getattr(model, name, None))  # of what it wraps, as torch.compile does
-
-
-# ---- Hugging Face models, known by what they have: this library does not need theirs
-
-# Their losses are means over labels or samples: of causal and masked language models, encoder-decoders, classifiers.
-WEIGHED = "CausalLM|LMHeadModel|MaskedLM|Seq2SeqLM|ForConditionalGeneration|For[A-Za-z]*Classification|MultipleChoice"
-
-
-def is_hugging_face(model: nn.Module) -> bool:
-    return hasattr(model, "config") and type(model).forward is not nn.Module.forward
-
-
-def adds_to_loss(model: nn.Module) -> bool:
-    """Whether the loss is more than a mean: experts' routers add one that is not over tokens."""
-    return bool(getattr(model.config, "output_router_logits", False))
-
-
-class _Means(TorchFunctionMode):
-    """Notes which means of losses a model takes, and over how many labels each goes."""
-
-    def __init__(self):
-        super().__init__()
-        self.means: list[tuple[Tensor, Tensor, int | None]] = []  # (mean, its labels, the label that does not count)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result, kwargs = func(*args, **(kwargs or {})), kwargs or {}
-        if func in (F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits):
-            target = kwargs["target"] if "target" in kwargs else args[1]
-            by_class = func is F.cross_entropy  # a mean over the labels that count, if all classes weigh the same
-            odd = by_class and (target.is_floating_point() or len(args) > 2 or kwargs.get("weight") is not None)
-            if kwargs.get("reduction", "mean") == "mean" and not odd:
-                self.means.append((result, target, kwargs.get("ignore_index", -100) if by_class else None))
-        return result
-
-
-def hugging_face_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, int | Tensor]:
-    """The model's own loss, a mean, times the number of labels that it goes over, as the model itself counts them."""
-    kind("batch", batch, Mapping, "a dict that is the model's arguments, labels among them")
-    with _Means() as noted:
-        output = model(**batch)
-    loss = output["loss"] if isinstance(output, Mapping) else output[0]
-    name = type(model).__name__
-    if loss is None or not isinstance(loss, Tensor) or loss.dim():
-        got = f"batch is {shown(batch)} of {', '.join(map(str, batch))}, for which {name} returns no loss"
-        raise ValueError(f"{got}; it takes labels too, or a loss_sum(model, batch)")
-    found = [(target, ignored) for mean, target, ignored in noted.means if mean is loss]
-    if not found and recipe.micro_batches > 1:
-        got = f"micro_batches is {recipe.micro_batches} and the loss of {name} is no mean over labels"
-        raise ValueError(f"{got}; it takes 1, or a loss_sum(model, batch) -> (sum of losses, weight)")
-    if not found:
-        return loss * samples_in(batch), samples_in(batch)
-    [(target, ignored)] = found
-    weight = target.numel() if ignored is None else (target != ignored).sum()
-    total = loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight  # 16 bits would round the weight
-    return total if ignored is None else torch.where(weight > 0, total, 0.0), weight  # a mean over none is NaN
+    return own_loss(model, batch, recipe.micro_batches)
 
 
 @contextmanager
@@ -162,8 +84,17 @@ class _ChunkedHead(nn.Module):
         return checkpointed_loss(self.norm(x).flatten(0, 1), self.head.weight, self.targets, chunk=self.chunk)
 
 
-_chains: WeakKeyDictionary[nn.Module, dict[Any, Chain]] = WeakKeyDictionary()
-_optimal = lru_cache(64)(optimal)
+def is_taken_apart(model: nn.Module, recipe: Recipe) -> bool:
+    return recipe.checkpoint in CHAINED and recipe.blocks is None and is_decoder(model)
+
+
+_chains: WeakKeyDictionary[nn.Module, dict[Any, Any]] = WeakKeyDictionary()
+fastest = lru_cache(64)(optimal)
+
+
+def chains_of(model: nn.Module, recipe: Recipe) -> dict[Any, Chain]:
+    """Where chains of the model's blocks are kept once they are measured."""
+    return _chains.setdefault(model, {}).setdefault(recipe.attention, {})
 
 
 def schedule_of(model: Decoder, batch: Tensor, recipe: Recipe) -> tuple[Schedule, Chain]:
@@ -179,7 +110,7 @@ def schedule_of(model: Decoder, batch: Tensor, recipe: Recipe) -> tuple[Schedule
     known = _chains.setdefault(model, {})
     if key not in known:
         known[key] = chain_of(stages_of(model, batch, recipe), tokens)
-    return _optimal(known[key], recipe.schedule_bytes), known[key]
+    return fastest(known[key], recipe.schedule_bytes), known[key]
 
 
 def chain_of(stages: nn.Sequential, tokens: Tensor) -> Chain:
@@ -199,17 +130,6 @@ def chain_of(stages: nn.Sequential, tokens: Tensor) -> Chain:
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
-
-
-def checked_loss(model: nn.Module, loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-        got = f"{type(model).__name__}.loss returned {shown(loss)}"
-        raise TypeError(f"{got}; it takes a scalar tensor with gradients, the mean over samples")
-    return loss
-
-
-def samples_in(batch: Any) -> int:
-    return len(next(tensors_in(batch)))
 
 
 def is_decoder(model: nn.Module) -> bool:
@@ -241,12 +161,16 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
     name, pieces = type(model).__name__, recipe.micro_batches
     if loss_sum is not None:
         function("loss_sum", loss_sum, "a function (model, batch) -> (sum of losses, weight)")
-        if recipe.checkpoint in CHAINED:
-            raise ValueError(f"checkpoint is {recipe.checkpoint!r} with a loss_sum; it takes a decoder's own loss")
+        if is_taken_apart(model, recipe):
+            got = f"checkpoint is {recipe.checkpoint!r} with a loss_sum"
+            raise ValueError(f'{got}; it takes a decoder\'s own loss, or blocks="layers.*"')
     elif not has_loss_sum(model) and not has_method(model, "loss") and not is_hugging_face(model):
         raise TypeError(f"model is {shown(model)} without a loss; {told}")
     elif not has_loss_sum(model) and pieces > 1:
         raise ValueError(f"micro_batches is {pieces} and {name}.loss is a mean of unknown weight; {told}")
+    if recipe.offload_activations and recipe.checkpoint in CHAINED and not is_taken_apart(model, recipe):
+        got = f"offload_activations is True and checkpoint is {recipe.checkpoint!r} and the model is a {name}"
+        raise ValueError(f'{got}, whose blocks\' inputs the schedule holds; it takes "none" or "layers"')
     if pieces > 1 and mixes_samples(model):
         got = f"micro_batches is {pieces} and the model is a {name} with BatchNorm in training, whose loss is no sum"
         raise ValueError(f"{got} over samples; it takes 1, or BatchNorm in eval mode")

@@ -43,6 +43,8 @@ class Rates:
         memory_bytes: what the device has; None if that is not known.
         flops_share: of the FLOPs, what a training step reaches.
         link_share: of the link, what a copy reaches.
+        peer_bytes: from one device to another, one way, within a machine of `peers`; infinity leaves that out.
+        network_bytes: likewise, where there are more ranks than `peers`.
     """
 
     fp32_flops: float
@@ -53,22 +55,30 @@ class Rates:
     memory_bytes: int | None = None
     flops_share: float = 1.0
     link_share: float = 1.0
+    peer_bytes: float = math.inf
+    network_bytes: float = math.inf
+    peers: int = 8
 
     def __post_init__(self):
         for name in ("fp32_flops", "bf16_flops", "link_bytes", "host_bytes", "flops_share", "link_share"):
             positive(name, getattr(self, name))
+        for name in ("peer_bytes", "network_bytes"):
+            positive(name, getattr(self, name))
+        whole("peers", self.peers, 1)
         for name in ("flops_share", "link_share"):
             number(name, getattr(self, name), 0, 1)
         if self.memory_bytes is not None:
             whole("memory_bytes", self.memory_bytes, 1, of="bytes")
 
     def parts(self, estimate: Estimate) -> dict[str, float]:
-        """The seconds of each part, as if each ran alone: "compute", copies "down" and "up", "update" on the host.
+        """The seconds of each part, as if each ran alone: "compute", copies "down" and "up", "update" on the host, and
+        what goes to other "ranks", of which a ring sends (N - 1)/N.
 
         Copies for the optimizer's state on the host are "gradients" and "parameters", apart from those of activations.
         """
         recipe, link = estimate.recipe, self.link_bytes * self.link_share
         flops = self.flops_share * (self.fp32_flops if recipe.dtype == torch.float32 else self.bf16_flops)
+        wire = self.peer_bytes if recipe.ranks <= self.peers else self.network_bytes
         sent = estimate.host_parameters * recipe.dtype.itemsize  # gradients down, and as many bytes of parameters up
         return {
             "compute": estimate.flops / flops,
@@ -77,21 +87,23 @@ class Rates:
             "gradients": sent / link,
             "update": estimate.host_parameters * UPDATE_BYTES.get(recipe.optimizer, 0) / self.host_bytes,
             "parameters": sent / link,
+            "ranks": estimate.sent_bytes * (1 - 1 / recipe.ranks) / wire,
         }
 
     def seconds(self, estimate: Estimate) -> float:
         """What the step takes: parts that overlap count as the longest of them, the others as their sum.
 
-        With a file below, nothing overlaps. With the host below, activations are copied in both directions beside the
-        compute, and in the optimizer's step gradients, update and parameters follow one another for different
-        parameters; not so for steps in backward, which have one parameter at a time.
+        With a file below, nothing overlaps. With the host below, activations are copied in both directions, and ranks
+        communicate, beside the compute; and in the optimizer's step gradients, update and parameters follow one another
+        for different parameters; not so for steps in backward, which have one parameter at a time.
         """
         part = self.parts(estimate)
         if estimate.tier == "file":
-            return part["compute"] + estimate.moved_bytes / (self.link_bytes * self.link_share)
+            copied = estimate.moved_bytes - estimate.sent_bytes
+            return part["compute"] + copied / (self.link_bytes * self.link_share) + part["ranks"]
         rest = part["gradients"], part["update"], part["parameters"]
         step = sum(rest) if estimate.recipe.in_backward else max(rest)
-        return max(part["compute"], part["down"], part["up"]) + step
+        return max(part["compute"], part["down"], part["up"], part["ranks"]) + step
 
 
 def allowance_bytes(memory_bytes: int) -> int:
@@ -107,10 +119,15 @@ _XEON = "host memory of one Xeon 8480C, 8 channels of DDR5-4800"
 _SIZE = "memory as nvidia-smi shows it"
 _SLOW = {"link_share": 24.8 / 31.5, "flops_share": 0.4}
 _FAST = {"link_share": 55.6 / 63, "flops_share": 0.4, "host_bytes": 307.2e9}
+_FAST |= {"peer_bytes": 450e9, "network_bytes": 50e9}  # one way, at best: NVLink 4, 400 Gb/s a GPU (DGX H100 datasheet)
+_NVLINK3 = {"peer_bytes": 300e9, "network_bytes": 25e9}  # NVLink 3, 200 Gb/s a GPU (DGX A100 datasheet)
+_ON_PCIE4 = {"peer_bytes": 31.5e9, "network_bytes": 12.5e9}  # no NVLink; 100 Gb/s a machine, a round figure
 _A100 = f"{_DENSE.format('A100 datasheet')}; {_PCIE4}; host memory of one EPYC 7742, 8 channels of DDR4-3200; {_SIZE}"
 
 RATES = {
-    "laptop": Rates(1e11, 1e11, 1e9, "round figures: two cores of a CPU, a disk; all at the best"),
+    "laptop": Rates(
+        1e11, 1e11, 1e9, "round figures: two cores of a CPU, a disk; all at the best", peer_bytes=1e9, network_bytes=1e9
+    ),
     "RTX 4090": Rates(
         82.6e12,
         165.2e12,
@@ -120,9 +137,12 @@ RATES = {
         host_bytes=89.6e9,
         memory_bytes=24_564 * MIB,
         **_SLOW,
+        **_ON_PCIE4,
     ),
-    "A100": Rates(19.5e12, 312e12, 31.5e9, _A100, host_bytes=204.8e9, memory_bytes=81_920 * MIB, **_SLOW),
-    "A100 40GB": Rates(19.5e12, 312e12, 31.5e9, _A100, host_bytes=204.8e9, memory_bytes=40_960 * MIB, **_SLOW),
+    "A100": Rates(19.5e12, 312e12, 31.5e9, _A100, host_bytes=204.8e9, memory_bytes=81_920 * MIB, **_SLOW, **_NVLINK3),
+    "A100 40GB": Rates(
+        19.5e12, 312e12, 31.5e9, _A100, host_bytes=204.8e9, memory_bytes=40_960 * MIB, **_SLOW, **_NVLINK3
+    ),
     "H100": Rates(
         67e12,
         989e12,

@@ -18,6 +18,7 @@ ATTENTIONS = ("standard", "flash")
 SWITCHED = ("eager", "sdpa")  # by a model's own switch
 MIN_BYTES = 1 << 20
 CHECKPOINTS = ("none", "selective", "layers", "segments", "optimal")
+SHARDS = ("ddp", "zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,20 +37,26 @@ class Recipe:
             without masks or dropout, or is made of `course_lib.models.Attention`. "standard" has the latter save the
             scores' softmax, and leaves other models as they are; None leaves all as they are. "eager" and "sdpa" are
             for the switch of Hugging Face models (`set_attn_implementation`).
-        checkpoint: "none"; "layers", of every block the input; "selective", of every block its matrix products; and for
-            a `Decoder` "segments", of so many runs of layers the input; "optimal", what the fastest schedule keeps.
-        blocks: what "layers" and "selective" checkpoint: a name with wildcards, such as "model.layers.*", or several;
+        checkpoint: "none"; "layers", of every block the input; "selective", of every block its matrix products;
+            "segments", of so many runs of blocks the input; "optimal", what the fastest schedule keeps. The last two
+            take a `Decoder`, or a model whose blocks form a chain: each has what the one before returned.
+        blocks: what is checkpointed: a name with wildcards, such as "model.layers.*", or several;
             None takes the longest list of like modules (see `course_lib.checkpoint.checkpoint_blocks`).
         first_blocks: checkpoint only so many, the first ones; None for all.
         segments: how many, for "segments" alone. The last one is not recomputed.
-        schedule_bytes: the most bytes of activations of one micro-batch, for "optimal" alone.
+        schedule_bytes: the most bytes of activations of one micro-batch, for "optimal" alone; in models other than a
+            `Decoder`, of its blocks.
         offload_activations: what is saved for backward goes one tier down; not with "selective" or "optimal".
         min_bytes: the smallest storage of activations that goes down.
         head_chunk: tokens of the loss head at a time; None for all at once.
         in_backward: the optimizer steps as each gradient is there, and the gradient goes; takes one micro-batch.
         accumulate: "fp32" adds up the gradients of parameters in 16 bits in fp32, 4 bytes a parameter in place of 2;
             None in the parameters' dtype.
-        micro_batches: pieces of the batch, equal but for the last.
+        micro_batches: pieces of the batch, equal but for the last; of a rank's batch where there are several.
+        ranks: devices that share the batch. Such a recipe is estimated, for the rank that holds most, and run by
+            `python -m course_lib.distributed`; its update is fused.
+        shard: what is cut among the ranks: "ddp" nothing, "zero1" the optimizer's state, "zero2" gradients too, and
+            "zero3" parameters too (see `course_lib.budget.sharding`); None leaves the choice to `fit`.
 
     Raises:
         TypeError, ValueError: a field is not of its kind, out of its range, or does not go with another one.
@@ -71,6 +78,8 @@ class Recipe:
     in_backward: bool = False
     accumulate: str | None = None
     micro_batches: int = 1
+    ranks: int = 1
+    shard: str | None = None
 
     def __post_init__(self):
         known = {
@@ -80,6 +89,7 @@ class Recipe:
             "attention": (*ATTENTIONS, *SWITCHED, None),
             "checkpoint": CHECKPOINTS,
             "accumulate": ("fp32", None),
+            "shard": (*SHARDS, None),
         }
         for name, options in known.items():
             one_of(name, getattr(self, name), options)
@@ -90,19 +100,21 @@ class Recipe:
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), 1)
         whole("micro_batches", self.micro_batches, 1)
+        whole("ranks", self.ranks, 1)
         whole("min_bytes", self.min_bytes, 0)
         self._check_blocks()
         self._check_together()
+        self._check_ranks()
 
     def _check_blocks(self) -> None:
         if isinstance(self.blocks, list):
             object.__setattr__(self, "blocks", tuple(self.blocks))  # a recipe can be hashed
         for name in self.blocks if isinstance(self.blocks, tuple) and self.blocks else [self.blocks]:
             kind("blocks", name, (str, type(None)), "a name with wildcards, several, or None")
-        for name in ("blocks", "first_blocks"):
-            if getattr(self, name) is not None and self.checkpoint not in ("layers", "selective"):
+        for name, takes in (("blocks", CHECKPOINTS[1:]), ("first_blocks", CHECKPOINTS[1:3])):
+            if getattr(self, name) is not None and self.checkpoint not in takes:
                 got = f'{name} is {getattr(self, name)!r} and checkpoint is "{self.checkpoint}"'
-                raise ValueError(f'{got}; it takes None unless that is "layers" or "selective"')
+                raise ValueError(f"{got}; it takes None unless that is {' or '.join(map(repr, takes))}")
 
     def _check_together(self) -> None:
         for name, owner in (("segments", "segments"), ("schedule_bytes", "optimal")):
@@ -124,6 +136,19 @@ class Recipe:
         if self.optimizer in ALL_ABOVE and self.offload_optimizer:
             got = f'offload_optimizer is {self.offload_optimizer} and optimizer is "{self.optimizer}", of a small state'
             raise ValueError(f"{got}; it takes 0")
+
+    def _check_ranks(self) -> None:
+        if self.ranks > 1 and self.update == "loop":
+            object.__setattr__(self, "update", "fused")
+        if self.ranks == 1 and self.shard:
+            raise ValueError(f'shard is "{self.shard}" and ranks is 1; it takes None, or 2 ranks or more')
+        known = {"precision": PRECISIONS, "optimizer": ("adam",), "checkpoint": ("none", "selective", "layers")}
+        known |= {"update": ("fused",), "offload_optimizer": (0,), "offload_activations": (False,)}
+        known |= {"in_backward": (False,), "head_chunk": (None,), "accumulate": (None,), "first_blocks": (None,)}
+        for name, values in known.items() if self.ranks > 1 else ():
+            if getattr(self, name) not in values:
+                got = f"{name} is {getattr(self, name)!r} and ranks is {self.ranks}"
+                raise ValueError(f"{got}; it takes {' or '.join(map(repr, values))}")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,6 +194,8 @@ def words_of(recipe: Recipe) -> list[str]:
         words.append(text("fp32 sums"))
     if recipe.micro_batches > 1:
         words.append(text("{count} micro-batches", count=recipe.micro_batches))
+    if recipe.ranks > 1:
+        words.append(text("{shard} on {count} ranks", shard=recipe.shard or "?", count=recipe.ranks))
     return words
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,10 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from course_lib._check import InfeasibleBudget, kind, one_of, whole
+from course_lib._torch import tensors_in
 from course_lib.labels import text
 from course_lib.memory.show import Table, bytes_text
 from course_lib.offload import chosen_below
 
+from . import sharding
 from .attention import attentions_of, drop_probability
 from .cheapest import best_of, fewest_blocks, with_schedule
 from .composing import Composing
@@ -26,7 +29,7 @@ from .recipe import ALL_ABOVE, ATTENTIONS, Recipe, pieces_allowed
 from .show import Way, steps_to
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
-HEAD_CHUNK = 512
+HEAD_CHUNK = 512  # tokens, or a sixteenth of the batch's where that is more: smaller ones save little
 STATE = {"adam": 2, "momentum": 1}  # numbers for each parameter
 
 
@@ -67,6 +70,7 @@ def fit(
     budget_bytes: int,
     *,
     loss_sum: LossSum | None = None,
+    max_norm: float | None = None,
     recipes: Iterable[Recipe] | None = None,
     base: Recipe | None = None,
     rates: Rates | str = "laptop",
@@ -82,19 +86,22 @@ def fit(
 
     Not every combination is run. Passed over are: one whose parameters, state and gradients alone exceed the budget;
     one that adds to a combination that fits; standard attention where flash, if it is the smaller, does not fit. The
-    least number of micro-batches is found by bisection, since from two on each more takes less memory; of segments up
-    to the square root of the layers, and a segment a layer, the fewest that fit; of blocks with checkpoints all, and as
-    few of the first as fit where that may be the cheapest.
+    least number of micro-batches is found by bisection, since from two on each more takes less memory; of blocks with
+    checkpoints all are tried, and as few of the first as fit where that may be the cheapest; segments where they may be
+    faster than the schedule that was found.
 
     An estimate is put together from the step with few of the model's equal blocks, where it has such and grows evenly
-    with them, and from updates of single parameters (`course_lib.budget.composing`); it equals that of the whole step.
-    The cheapest is confirmed by the whole step; where that takes something else, so does the search for all.
+    with them, and from updates of few parameters (`course_lib.budget.composing`); it equals that of the whole step.
+    The cheapest is confirmed by the step with all blocks; where that takes something else, all are searched again by
+    whole steps.
 
     Args:
         make_model, make_batch, loss_sum: as for `estimate`; micro-batches are tried where the loss's weight is known.
         budget_bytes: for all tensors of the step, the batch aside.
+        max_norm: clip the gradient to this norm, as `train_step` does; steps in backward are then passed over.
         recipes: to look among these alone.
-        base: precision and optimizer; fp32 and adam if left out.
+        base: precision and optimizer; fp32 and adam if left out; and `ranks`, for which each `shard` is tried unless
+            it names one.
         rates: of the machine, or the name of one in `RATES`.
         tier: as for `estimate`; if left out, "file" for "laptop" and "host" for all other machines.
         progress: show a bar, where tqdm is installed.
@@ -115,8 +122,9 @@ def fit(
             kind("recipes", recipe, Recipe, "one Recipe or more")
     with _progress(progress) as watch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no activation was moved")  # nothing was large enough: the search finds out
-        search = _Search(make_model, make_batch, loss_sum, budget_bytes, base, tier, watch)
-        found = _found(search, recipes, rates)
+        alone = replace(base, ranks=1, shard=None, update="loop") if base.ranks > 1 else base
+        search = _Search(make_model, make_batch, loss_sum, budget_bytes, alone, tier, watch, max_norm)
+        found = _found(search, recipes, rates, base)
     if not found:
         least, told = search.least, "none was found"
         if least:
@@ -128,25 +136,27 @@ def fit(
         else "{count} recipes fit into {budget}; {known} were estimated",
         **{"count": len(found), "budget": bytes_text(budget_bytes), "known": len(search.known)},
     )
-    return Estimates(found, rates, title, lambda recipe: search.known.get(recipe) or search.estimates(recipe))
+    return Estimates(found, rates, title, lambda recipe: search.known.get(recipe) or search.estimated(recipe))
 
 
 class _Search:
     """One search: what is known of the model, and the estimates made so far."""
 
-    def __init__(self, make_model, make_batch, loss_sum, budget_bytes: int, base: Recipe, tier: str, watch=None):
+    def __init__(self, make_model, make_batch, loss_sum, budget_bytes, base: Recipe, tier, watch=None, max_norm=None):
         self.budget, self.watch = budget_bytes, watch or (lambda recipe: None)
         self.base = Recipe(precision=base.precision, optimizer=base.optimizer, update=base.update)
         self.known: dict[Recipe, Estimate] = {}
         self.least: Estimate | None = None
-        self.estimates = Composing(make_model, make_batch, self.base, loss_sum, tier)
+        self.estimates = Composing(make_model, make_batch, self.base, loss_sum=loss_sum, tier=tier, max_norm=max_norm)
+        self.insides = (False, True) if max_norm is None else (False,)
         self.estimate(self.base)  # first of all, since it says what is wrong with model or batch
         composer = self.estimates.composer_of(self.base)
-        model = composer.model
+        model, tokens = composer.model, next(tensors_in(composer.batch))
+        self.chunk = HEAD_CHUNK if tokens.is_floating_point() else max(HEAD_CHUNK, tokens.numel() // 16)
         self.decoder = is_decoder(model) and loss_sum is None
         weighed = (loss_sum is not None or has_loss_sum(model)) and not mixes_samples(model)
         self.pieces = pieces_allowed(samples_in(composer.batch)) if weighed else [1]
-        self.layers = len(model.layers) if self.decoder else 0
+        self.layers = len(composer.blocks)
         self.trained = composer.trained
         self.parameter_bytes = sum(p.nbytes for p in model.parameters())
         stateless = self.base.optimizer in ALL_ABOVE or (self.base.optimizer, self.base.precision) == ("sgd", "fp32")
@@ -168,14 +178,22 @@ class _Search:
     def estimate(self, recipe: Recipe) -> Estimate:
         if recipe not in self.known:
             self.watch(recipe)
-            self.known[recipe] = self.estimates(recipe)
+            self.known[recipe] = self.estimated(recipe)
             if self.least is None or self.known[recipe].peak_bytes < self.least.peak_bytes:
                 self.least = self.known[recipe]
         return self.known[recipe]
 
+    def flops(self, recipe: Recipe) -> int:
+        return self.estimate(recipe).flops
+
+    def estimated(self, recipe: Recipe) -> Estimate:
+        if recipe.ranks > 1:
+            return sharding.estimate(*self.estimates.given, recipe, **self.estimates.options)
+        return self.estimates(recipe)
+
     def confirms(self, best: Estimate | None) -> bool:
         """Whether the best estimate is what the whole step takes; if not, the search begins again, with whole steps."""
-        if best is None or not self.estimates.composing:
+        if best is None or best.recipe.ranks > 1 or not self.estimates.composing:
             return True
         self.watch(best.recipe)
         if not self.estimates.confirms(best):
@@ -183,7 +201,8 @@ class _Search:
         return bool(self.known)
 
     def fits(self, recipe: Recipe) -> bool:
-        return self.at_least_bytes(recipe) <= self.budget and self.estimate(recipe).peak_bytes <= self.budget
+        possible = recipe.ranks > 1 or self.at_least_bytes(recipe) <= self.budget
+        return possible and self.estimate(recipe).peak_bytes <= self.budget
 
     # ---- what is known without an estimate
 
@@ -217,11 +236,16 @@ def _state_above(parameters: Sequence[Tensor], recipe: Recipe) -> int:
     return sum(p.numel() * nbytes for p, nbytes in each.items())
 
 
-def _found(search: _Search, recipes: Iterable[Recipe] | None, rates: Rates) -> list[Estimate]:
+def _found(search: _Search, recipes: Iterable[Recipe] | None, rates: Rates, base: Recipe) -> list[Estimate]:
     """What fits, the cheapest first, which is confirmed."""
     while True:
-        found = _among(search, recipes) if recipes is not None else _with_few_checkpoints(search, _all(search), rates)
-        found.sort(key=lambda e: (rates.seconds(e), e.recipe.micro_batches, e.peak_bytes))
+        if recipes is not None:
+            found = _among(search, recipes)
+        elif base.ranks > 1:
+            found = sharding.that_fit(search, base)
+        else:
+            found = _with_few_checkpoints(search, _all(search), rates)
+        found.sort(key=lambda e: (rates.seconds(e), e.recipe.micro_batches, e.sent_bytes, e.peak_bytes))
         if search.confirms(found[0] if found else search.least):
             return found
 
@@ -249,7 +273,7 @@ def _all(search: _Search) -> list[Estimate]:
             or (search.flash_is_less and flash in too_large)
         ):
             continue
-        best = best_of(search, family)
+        best = best_of(search, family, min(map(search.flops, _schedules(family, found)), default=math.inf))
         if best is not None:
             found.append(best)
         else:
@@ -257,6 +281,12 @@ def _all(search: _Search) -> list[Estimate]:
     if not found:
         _find_least(search)
     return [search.estimate(recipe) for recipe in found]
+
+
+def _schedules(family: Recipe, found: list[Recipe]) -> list[Recipe]:
+    """Those found that would do in place of the family's checkpoints, and need no more besides."""
+    scheduled = replace(family, checkpoint="optimal", segments=None, schedule_bytes=1, offload_activations=False)
+    return [recipe for recipe in found if recipe.checkpoint == "optimal" and _adds_to(scheduled, recipe)]
 
 
 def _with_few_checkpoints(search: _Search, found: list[Estimate], rates: Rates) -> list[Estimate]:
@@ -280,12 +310,12 @@ def _families(search: _Search) -> Iterator[Recipe]:
     if _goes_with(search, checkpoint="layers"):
         keeps += [{"checkpoint": "selective"}, {"checkpoint": "layers"}]
         keeps += [{"checkpoint": "layers", "offload_activations": True}]
-    if search.decoder:
+    if _goes_with(search, checkpoint="optimal", schedule_bytes=1 << 60):
         keeps += [{"checkpoint": "optimal", "schedule_bytes": 1}]
         keeps += [{"checkpoint": "segments", "segments": 2}] if search.layers > 1 else []
-    chunks = (None, HEAD_CHUNK) if _goes_with(search, head_chunk=HEAD_CHUNK) else (None,)
+    chunks = (None, search.chunk) if _goes_with(search, head_chunk=search.chunk) else (None,)
     for attention, keep, chunk, inside, fraction in product(
-        search.attentions, keeps, chunks, (False, True), search.fractions
+        search.attentions, keeps, chunks, search.insides, search.fractions
     ):
         techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, **keep}
         yield replace(search.base, offload_optimizer=fraction, **techniques)
@@ -301,14 +331,14 @@ def _goes_with(search: _Search, **technique: Any) -> bool:
 
 def _find_least(search: _Search) -> None:
     """For the message: what takes the least, among those that use the most."""
-    chunk = HEAD_CHUNK if _goes_with(search, head_chunk=HEAD_CHUNK) else None
+    chunk = search.chunk if _goes_with(search, head_chunk=search.chunk) else None
     keeps: list[dict[str, Any]] = [{"offload_activations": True}]
     if _goes_with(search, checkpoint="layers"):
         keeps += [{"offload_activations": True, "checkpoint": "layers"}]
-    if search.decoder:
+    if _goes_with(search, checkpoint="optimal", schedule_bytes=1 << 60):
         keeps += [{"checkpoint": "optimal", "schedule_bytes": 1}]
     kinds = search.attentions[-1:] if search.flash_is_less else search.attentions
-    for attention, fraction, inside, keep in product(kinds, search.fractions[::-1], (False, True), keeps):
+    for attention, fraction, inside, keep in product(kinds, search.fractions[::-1], search.insides, keeps):
         pieces = 1 if inside else search.pieces[-1]
         techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, "micro_batches": pieces}
         recipe = replace(search.base, offload_optimizer=fraction, **techniques, **keep)

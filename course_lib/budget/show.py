@@ -26,13 +26,19 @@ ORDER = (
 
 
 def steps_to(recipe: Recipe) -> list[Recipe]:
-    """The plain step in the recipe's precision and with its optimizer, then one technique more each time."""
-    base = {"precision": recipe.precision, "optimizer": recipe.optimizer, "update": recipe.update}
+    """The plain step in the recipe's precision and with its optimizer, then one technique more each time.
+
+    On several ranks it is that of "ddp".
+    """
+    base: dict = {"precision": recipe.precision, "optimizer": recipe.optimizer, "update": recipe.update}
+    base |= {"ranks": recipe.ranks, "shard": "ddp"} if recipe.ranks > 1 else {}
     steps, changed = [Recipe(**base)], recipe.changed()
     # A schedule's bytes are meant for its micro-batches: it need not fit the whole batch.
     first = [ORDER[3]] if recipe.checkpoint == "optimal" else []
+    if recipe.shard not in (None, "ddp"):
+        steps.append(replace(steps[-1], shard=recipe.shard))
     for names in dict.fromkeys([*first, *ORDER]):
-        values = {name: changed[name] for name in names if name in changed}
+        values = {name: changed[name] for name in names if name in changed and name not in base}
         if values:
             steps.append(replace(steps[-1], **values))
     return steps

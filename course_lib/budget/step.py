@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +17,27 @@ from course_lib._check import kind, shown
 from course_lib._torch import is_symbolic, random_numbers_undone
 from course_lib.accumulation import AccumulatedStep, StepResult, check_loss_sum, split
 from course_lib.checkpoint import CheckpointedBlocks, checkpoint_blocks
+from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import cast
-from course_lib.models import Decoder
 from course_lib.offload import OffloadedOptimizer, offload_activations
+from course_lib.schedule import Chain, ScheduledBlocks, segments
 
 from .attention import attention_of, check_attention
 from .head import chunked_head, head_of
-from .loss import CHAINED, LossSum, altered, check_loss, draws, is_decoder, loss_of, samples_in, trained, without_cache
+from .loss import (
+    CHAINED,
+    LossSum,
+    chains_of,
+    check_loss,
+    draws,
+    fastest,
+    is_decoder,
+    is_taken_apart,
+    loss_of,
+    samples_in,
+    trained,
+    without_cache,
+)
 from .optimizers import LR, base_of
 from .recipe import Recipe, pieces_allowed
 
@@ -122,9 +138,10 @@ def train_step(
         optimizer: as from `build`.
         batch: what `course_lib.accumulation.split` takes; for a `Decoder`, tokens (b, s + 1).
         recipe: what to use, on any model: nothing of it is taken apart, but for the checkpoints "segments" and
-            "optimal", which take a `Decoder` as it is made, without forward hooks, and its own loss. `in_backward`
-            steps a parameter each time that autograd hands over its gradient, which under reentrant checkpoints of the
-            model's own may be in parts.
+            "optimal" of a `Decoder` as it is made, without forward hooks, and with its own loss; in other models they
+            take blocks that form a chain (see `course_lib.schedule.schedule_blocks`). `in_backward` steps a parameter
+            each time that autograd hands over its gradient, which under reentrant checkpoints of the model's own may be
+            in parts.
         loss_sum: (model, batch) -> (sum of losses, weight), as for `course_lib.accumulation.AccumulatedStep`. Left out,
             it is `model.loss_sum(batch)`; else `model.loss(batch)`, a mean, which takes one micro-batch: over how many
             tokens or samples it goes is not known, so that those of several cannot be added up; else, for a Hugging
@@ -213,12 +230,42 @@ def applied(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
     with ExitStack() as stack:
         stack.enter_context(without_cache(model))
         checks.append(stack.enter_context(attention_of(model, recipe.attention)))
-        if recipe.checkpoint not in CHAINED:  # whose last stage does it itself
-            checks.append(stack.enter_context(chunked_head(model, recipe.head_chunk)))
+        if is_taken_apart(model, recipe):
+            yield lambda: None  # the last stage has the head in chunks
+            return
+        checks.append(stack.enter_context(chunked_head(model, recipe.head_chunk)))
+        if recipe.checkpoint in CHAINED:
+            checks.append(stack.enter_context(scheduled(model, recipe)).check)
         if recipe.checkpoint in ("layers", "selective"):
             handle = stack.enter_context(checkpointed(model, recipe))
             checks.append(stack.enter_context(statistics_kept(model, handle.names)))
         yield lambda: [check() for check in checks]
+
+
+def scheduled(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
+    names = names_of(model, _names(recipe))
+    if recipe.checkpoint == "segments":
+        return ScheduledBlocks(model, names, segments(Chain.uniform(len(names)), recipe.segments))
+    schedule = partial(fastest, budget_bytes=recipe.schedule_bytes)
+    return ScheduledBlocks(model, names, schedule, chains_of(model, recipe))
+
+
+def chain_of_blocks(model: nn.Module, piece: Any, recipe: Recipe, loss_sum: LossSum | None = None) -> Chain:
+    """What the blocks take of one micro-batch, as a forward pass finds it that goes no further than to the first."""
+    found: list[Chain] = []
+
+    def noted(chain: Chain) -> None:
+        found.append(chain)
+        raise _Found
+
+    names, plain = names_of(model, _names(recipe)), replace(recipe, checkpoint="none", schedule_bytes=None, blocks=None)
+    with suppress(_Found), applied(model, plain), ScheduledBlocks(model, names, noted, chains_of(model, recipe)):
+        loss_of(model, piece, plain, loss_sum)
+    return found[0]
+
+
+class _Found(Exception):
+    """What was asked for is there."""
 
 
 def checkpointed(model: nn.Module, recipe: Recipe) -> CheckpointedBlocks:
@@ -282,6 +329,9 @@ def check_recipe(recipe: Any) -> None:
 def check_model(model: Any, recipe: Recipe) -> None:
     """What the recipe asks of the model."""
     check_recipe(recipe)
+    if recipe.ranks > 1:
+        got = f"ranks is {recipe.ranks}, which one process cannot run"
+        raise ValueError(f"{got}; it takes 1, or python -m course_lib.distributed, started by torchrun")
     kind("model", model, nn.Module, "a torch.nn.Module")
     if not trained(model):
         raise ValueError(f"model is {shown(model)} without parameters that require gradients; it takes one or more")
@@ -300,12 +350,9 @@ def check_model(model: Any, recipe: Recipe) -> None:
 
 
 def check_chain(model: nn.Module, recipe: Recipe) -> None:
-    if not is_decoder(model):
-        got = f"altered Decoder ({altered(model)})" if isinstance(model, Decoder) else type(model).__name__
-        takes = 'a course_lib.models.Decoder as it is made; "layers" and "selective" take any model'
-        raise ValueError(f"checkpoint is {recipe.checkpoint!r} and the model is a {got}; it takes {takes}")
-    if recipe.checkpoint == "segments" and recipe.segments > len(model.layers):
-        raise ValueError(f"segments is {recipe.segments}; it takes 1 to {len(model.layers)}, as there are layers")
+    count = len(names_of(model, _names(recipe)))
+    if recipe.checkpoint == "segments" and recipe.segments > count:
+        raise ValueError(f"segments is {recipe.segments}; it takes 1 to {count}, as there are layers")
 
 
 def check_blocks(model: nn.Module, recipe: Recipe) -> None:

@@ -1,0 +1,109 @@
+"""The loss of any model by its own: a method `loss_sum`, a method `loss`, or what a Hugging Face model returns.
+
+A Hugging Face model is known by what it has: this library does not need theirs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ._check import kind, shown
+from ._torch import tensors_in
+
+
+def own_loss(model: nn.Module, batch: Any, micro_batches: int = 1) -> tuple[Tensor, float | Tensor]:
+    """The sum of losses of one of so many micro-batches, and its weight; a `loss` is a mean over samples."""
+    if has_method(model, "loss_sum"):
+        return model.loss_sum(batch)
+    if has_method(model, "loss"):
+        return checked_loss(model, model.loss(batch)) * samples_in(batch), samples_in(batch)
+    return hugging_face_loss(model, batch, micro_batches)
+
+
+def checked_loss(model: nn.Module, loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+        got = f"{type(model).__name__}.loss returned {shown(loss)}"
+        raise TypeError(f"{got}; it takes a scalar tensor with gradients, the mean over samples")
+    return loss
+
+
+def samples_in(batch: Any) -> int:
+    return len(next(tensors_in(batch)))
+
+
+def has_loss_sum(model: nn.Module) -> bool:
+    """Whether it is known what the model's loss is a mean over."""
+    if has_method(model, "loss") or has_method(model, "loss_sum"):
+        return has_method(model, "loss_sum")
+    names = " ".join(kind.__name__ for kind in type(model).__mro__)
+    return is_hugging_face(model) and re.search(WEIGHED, names) is not None and not adds_to_loss(model)
+
+
+def has_method(model: nn.Module, name: str) -> bool:
+    """Whether the model has a `loss` or `loss_sum`; a newer `loss` hides an older `loss_sum`."""
+    for names in (vars(model), *map(vars, type(model).__mro__)):
+        if "loss_sum" in names or "loss" in names:
+            return "loss_sum" in names if name == "loss_sum" else callable(getattr(model, "loss", None))
+    return callable(getattr(model, name, None))  # of what it wraps, as torch.compile does
+
+
+# ---- Hugging Face models
+
+# Their losses are means over labels or samples: of causal and masked language models, encoder-decoders, classifiers.
+WEIGHED = "CausalLM|LMHeadModel|MaskedLM|Seq2SeqLM|ForConditionalGeneration|For[A-Za-z]*Classification|MultipleChoice"
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    return hasattr(model, "config") and type(model).forward is not nn.Module.forward
+
+
+def adds_to_loss(model: nn.Module) -> bool:
+    """Whether the loss is more than a mean: experts' routers add one that is not over tokens."""
+    return bool(getattr(model.config, "output_router_logits", False))
+
+
+class _Means(TorchFunctionMode):
+    """Notes which means of losses a model takes, and over how many labels each goes."""
+
+    def __init__(self):
+        super().__init__()
+        self.means: list[tuple[Tensor, Tensor, int | None]] = []  # (mean, its labels, the label that does not count)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result, kwargs = func(*args, **(kwargs or {})), kwargs or {}
+        if func in (F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits):
+            target = kwargs["target"] if "target" in kwargs else args[1]
+            by_class = func is F.cross_entropy  # a mean over the labels that count, if all classes weigh the same
+            odd = by_class and (target.is_floating_point() or len(args) > 2 or kwargs.get("weight") is not None)
+            if kwargs.get("reduction", "mean") == "mean" and not odd:
+                self.means.append((result, target, kwargs.get("ignore_index", -100) if by_class else None))
+        return result
+
+
+def hugging_face_loss(model: nn.Module, batch: Any, micro_batches: int = 1) -> tuple[Tensor, int | Tensor]:
+    """The model's own loss, a mean, times the number of labels that it goes over, as the model itself counts them."""
+    kind("batch", batch, Mapping, "a dict that is the model's arguments, labels among them")
+    with _Means() as noted:
+        output = model(**batch)
+    loss = output["loss"] if isinstance(output, Mapping) else output[0]
+    name = type(model).__name__
+    if loss is None or not isinstance(loss, Tensor) or loss.dim():
+        got = f"batch is {shown(batch)} of {', '.join(map(str, batch))}, for which {name} returns no loss"
+        raise ValueError(f"{got}; it takes labels too, or a loss_sum(model, batch)")
+    found = [(target, ignored) for mean, target, ignored in noted.means if mean is loss]
+    if not found and micro_batches > 1:
+        got = f"micro_batches is {micro_batches} and the loss of {name} is no mean over labels"
+        raise ValueError(f"{got}; it takes 1, or a loss_sum(model, batch) -> (sum of losses, weight)")
+    if not found:
+        return loss * samples_in(batch), samples_in(batch)
+    [(target, ignored)] = found
+    weight = target.numel() if ignored is None else (target != ignored).sum()
+    total = loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight  # 16 bits would round the weight
+    return total if ignored is None else torch.where(weight > 0, total, 0.0), weight  # a mean over none is NaN

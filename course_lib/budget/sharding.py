@@ -1,0 +1,224 @@
+"""What one rank of several takes by a recipe: its share of the batch, by the engines of `course_lib.distributed`.
+
+None of the ranks is started: the step is that of `course_lib.distributed.Trainer` on symbolic tensors, with few of the
+model's equal blocks where it grows evenly with them. "zero2" is FSDP2 that keeps gathered parameters until backward has
+used them, since no engine of PyTorch stops at ZeRO 2: each rank's own part of the parameters is there beside them.
+
+The optimizer steps by one fused operator, without temporaries. With "bf16", "ddp" and "zero1" have fp32 masters beside
+parameters in bf16, "zero2" and "zero3" shards in fp32 that are gathered, and computed with, in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from course_lib._check import one_of
+from course_lib.accumulation import split
+from course_lib.distributed.formulas import REPLICATED, STEP_BYTES, Shapes, shapes_of, zero1_parts
+from course_lib.distributed.predicting import watched_rank
+from course_lib.memory import CATEGORIES, PHASES, symbolic
+
+from . import estimating
+from .cheapest import fewest_pieces
+from .composing import Irregular, Moments, composed, equal_blocks
+from .estimating import Estimate
+from .loss import LossSum, check_loss, has_loss_sum, loss_of, samples_in
+from .recipe import Recipe
+from .step import applied, check_model, default_dtype, model_of
+
+if TYPE_CHECKING:
+    from .search import _Search
+
+MODES = {"ddp": "ddp", "zero1": "ddp", "zero2": "fsdp-keep", "zero3": "fsdp"}  # zero1's forward and backward are ddp's
+FEW = 4  # blocks: one is gathered while another is used and the gradients of a third go
+MANY = 2 * FEW + 2
+SHOWN = 2  # micro-batches that are run: those after them find the same memory
+
+
+def rank_moments(make_model: Callable, make_batch: Callable, recipe: Recipe, loss_sum: LossSum | None) -> tuple:
+    """What is live after each operator of one rank's step, and the shapes of the whole model's parameters."""
+    with symbolic():
+        model = model_of(make_model, single(recipe))
+        check_model(model, single(recipe))
+        _check(model, recipe, loss_sum)
+        shapes, count = shapes_of(model, recipe.blocks), len(equal_blocks(model))
+        pieces(recipe, samples_in(make_batch()))  # says what does not divide
+    measured = partial(_measured, make_model, make_batch, recipe, loss_sum)
+    if count >= MANY:
+        try:
+            return composed(
+                measured(FEW, 2), measured(FEW + 1, 2), count - FEW, lambda parameter, by: parameter
+            ), shapes
+        except Irregular:
+            pass
+    return measured(count), shapes
+
+
+def _check(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) -> None:
+    check_loss(model, single(recipe), loss_sum)
+    if loss_sum is None and not has_loss_sum(model):
+        got = f"ranks is {recipe.ranks} and {type(model).__name__}.loss is a mean of unknown weight"
+        raise ValueError(f"{got}; it takes a loss_sum(model, batch), or such a method of the model")
+
+
+def _measured(make_model, make_batch, recipe: Recipe, loss_sum, count: int, steps: int = 1) -> Moments:
+    """The rank's step with so many of the equal blocks."""
+    alone = single(recipe)
+
+    def make_short() -> nn.Module:
+        model = model_of(make_model, alone)
+        del equal_blocks(model)[count:]
+        return model
+
+    def make_part() -> Any:
+        with default_dtype(alone.dtype):
+            batch = make_batch()
+        size = samples_in(batch) // recipe.ranks // recipe.micro_batches
+        return next(split(batch, size * min(recipe.micro_batches, SHOWN)))
+
+    sync = "last" if recipe.shard in REPLICATED else "each"
+    options = {"micro_batches": min(recipe.micro_batches, SHOWN), "sync": sync, "blocks": recipe.blocks}
+    watch = watched_rank(
+        make_short,
+        make_part,
+        lambda model, piece: loss_of(model, piece, alone, loss_sum),
+        MODES[recipe.shard],
+        recipe.ranks,
+        within=lambda model: applied(model, alone),
+        steps=steps,
+        bf16=recipe.precision == "bf16" and recipe.shard not in REPLICATED,
+        **options,
+    )
+    live = np.stack([values[watch.span] for values in (watch.meter.series()[name] for name in CATEGORIES)], axis=1)
+    operators = watch.meter.timeline.operators[watch.span]
+    taken = watch.taken
+    return Moments(operators, live, [()] * len(operators), np.array([taken.flops, taken.sent_bytes, 0]))
+
+
+def estimate(
+    make_model: Callable[[], nn.Module],
+    make_batch: Callable[[], Any],
+    recipe: Recipe,
+    *,
+    loss_sum: LossSum | None = None,
+    max_norm: float | None = None,
+    tier: str = "file",
+) -> Estimate:
+    """What one step by a recipe takes, on symbolic tensors, which take no memory: `course_lib.budget.estimating`.
+
+    Of a recipe with several `ranks` it is what the rank that holds most takes of its share of the batch, from the
+    second step on, to the byte what `course_lib.distributed` measures there, but for the losses of all micro-batches
+    after the second, some bytes each.
+
+    Args:
+        make_model, make_batch: make the model in fp32, and the batch of all ranks; called with symbolic tensors.
+        recipe: the recipe.
+        loss_sum, max_norm: as for `train_step`; several ranks take no max_norm.
+        tier: what is below, for the optimizer: "file", as on a CPU, or "host", as on a GPU.
+
+    Raises:
+        ValueError: as for one rank; the ranks do not divide the batch, or the gradient is to be clipped.
+    """
+    if not isinstance(recipe, Recipe) or recipe.ranks == 1:
+        return estimating.estimate(make_model, make_batch, recipe, loss_sum=loss_sum, max_norm=max_norm, tier=tier)
+    one_of("tier", tier, estimating.TIERS)
+    estimating.check_arguments(make_model, make_batch, recipe)
+    if recipe.shard is None:
+        raise ValueError(f"ranks is {recipe.ranks} and shard is None; it takes one of {', '.join(MODES)}")
+    if max_norm is not None:
+        raise ValueError(f"max_norm is {max_norm} and ranks is {recipe.ranks}; it takes None for several")
+    with estimating.explained():
+        return _estimate(*rank_moments(make_model, make_batch, recipe, loss_sum), recipe, tier)
+
+
+def _estimate(moments: Moments, shapes: Shapes, recipe: Recipe, tier: str) -> Estimate:
+    live = moments.live.copy()
+    live[:, CATEGORIES.index("optimizer")] = state_bytes(shapes, recipe)
+    sums = live.sum(1)
+    phases = dict.fromkeys(PHASES, 0)
+    for (_, phase), count in zip(moments.operators, sums.tolist(), strict=True):
+        phases[phase] = max(phases[phase], count)
+    row = int(sums.argmax())
+    at_peak = dict(zip(CATEGORIES, live[row].tolist(), strict=True))
+    repeats = recipe.micro_batches / min(recipe.micro_batches, SHOWN)
+    flops, sent, _ = (int(total) for total in moments.totals)
+    sent = int(sent * (1 if recipe.shard in REPLICATED else repeats))
+    if recipe.shard == "zero1":  # its updated parameters are broadcast
+        sent += sum(w.numbers * w.item_bytes for w in shapes.all)
+    operator, totals = str(moments.operators[row][0]), (int(flops * repeats), 0, 0)
+    return Estimate(recipe, int(sums[row]), at_peak, phases, operator, *totals, tier, sent_bytes=sent)
+
+
+def single(recipe: Recipe) -> Recipe:
+    """The recipe of one rank's own step; FSDP2 takes a model in fp32, whatever it computes in."""
+    sharded = recipe.shard not in REPLICATED
+    return replace(recipe, ranks=1, shard=None, micro_batches=1, **({"precision": "fp32"} if sharded else {}))
+
+
+def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
+    """Adam's state on the fullest rank, with the masters of parameters in bf16."""
+    trained = [weight for weight in shapes.all if weight.trained]
+    each = 12 if recipe.precision == "bf16" and recipe.shard in REPLICATED else 8
+    if recipe.shard == "zero1":
+        parts = zero1_parts(trained, recipe.ranks)
+        return max(sum(each * weight.numbers + STEP_BYTES for weight in part) for part in parts)
+    ranks = 1 if recipe.shard == "ddp" else recipe.ranks
+    return sum(each * weight.share(ranks) + STEP_BYTES for weight in trained)
+
+
+def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
+    """What the fullest rank holds when its optimizer steps."""
+    ranks = 1 if recipe.shard in REPLICATED else recipe.ranks
+    size = 2 if recipe.precision == "bf16" and recipe.shard in REPLICATED else 4
+    return sum((1 + w.trained) * size * w.share(ranks) for w in shapes.all) + state_bytes(shapes, recipe)
+
+
+def pieces(recipe: Recipe, samples: int) -> list[int]:
+    """The numbers of micro-batches that a rank's samples can be cut into.
+
+    Raises:
+        ValueError: the ranks do not divide the batch, or the micro-batches a rank's samples.
+    """
+    if samples % recipe.ranks:
+        divisors = ", ".join(str(n) for n in range(1, samples + 1) if samples % n == 0)
+        raise ValueError(f"ranks is {recipe.ranks}; a batch of {samples} samples takes one of {divisors}")
+    each = samples // recipe.ranks
+    allowed = [m for m in range(1, each + 1) if each % m == 0]
+    if recipe.micro_batches not in allowed:
+        got = f"micro_batches is {recipe.micro_batches}"
+        raise ValueError(f"{got}; a rank's {each} samples take one of {', '.join(map(str, allowed))}")
+    return allowed
+
+
+# ---- which recipe fits
+
+
+def that_fit(search: _Search, base: Recipe) -> list[Estimate]:
+    """The recipes for so many ranks that fit: each sharding, with the fewest micro-batches, and no idle technique."""
+    search.least = None  # of a single device
+    make_model, make_batch = search.estimates.given
+    with symbolic():
+        shapes = shapes_of(model_of(make_model, single(replace(base, shard="zero3"))))
+        samples = samples_in(make_batch())
+    search.pieces, found = pieces(replace(base, micro_batches=1), samples), []
+    for shard, keep, attention in product(MODES, ("none", "selective", "layers"), search.attentions):
+        family = replace(base, shard=shard, checkpoint=keep, attention=attention)
+        if base.shard not in (None, shard) or floor_bytes(shapes, family) > search.budget:
+            continue
+        if any(replace(e.recipe, micro_batches=1) == replace(family, checkpoint="none") for e in found):
+            continue  # it fits without checkpoints
+        with suppress(ValueError) if keep != "none" else nullcontext():  # a model without blocks
+            best = fewest_pieces(search, family)
+            found += [search.estimate(best)] if best else []
+    if not found and search.least is None:  # even weights, gradients and state do not fit
+        least = replace(base, shard=base.shard or "zero3", checkpoint="layers", attention=search.attentions[-1])
+        search.estimate(replace(least, micro_batches=search.pieces[-1]))
+    return found

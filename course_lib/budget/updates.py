@@ -1,0 +1,90 @@
+"""What an optimizer takes to update parameters, found by updates of few of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic
+
+from .estimating import Watch, peaks_in, symbolic_optimizer
+from .recipe import Recipe
+from .step import make_state
+
+
+@dataclass
+class Update:
+    """What it takes to step some parameters: the state they hold, and, at the peak, how much more in each category."""
+
+    held: int
+    more: np.ndarray
+    operator: str
+    moved: np.ndarray
+
+
+class Updates:
+    """Of the parameters of one model, with so many equal blocks, in symbolic mode."""
+
+    def __init__(self, trained: Sequence[Tensor], blocks: Sequence[nn.Module], tier: str):
+        self.trained, self.blocks, self.tier = trained, blocks, tier
+        self.known: dict[Any, Update] = {}
+
+    def of_all(self, recipe: Recipe, below: set[Tensor]) -> Update:
+        """One is stepped after the other, or in chunks. Of what is the same block after block few are stepped."""
+        key = recipe.offload_optimizer, recipe.optimizer
+        if key not in self.known:
+            left_out = self.left_out(recipe, below)
+            found = self.stepped([p for p in self.trained if p not in left_out], recipe, below)
+            each = [self.of(p, recipe, p in below) for p in left_out]
+            held, moved = found.held + sum(e.held for e in each), found.moved + sum(e.moved for e in each)
+            self.known[key] = Update(held, found.more, found.operator, moved)
+        return self.known[key]
+
+    def left_out(self, recipe: Recipe, below: set[Tensor]) -> set[Tensor]:
+        """Parameters of blocks with two like them before and two after, among those that go the same way.
+
+        What is small shares a chunk with its neighbours; where nothing large stands between them, none is left out.
+        """
+        chunked = recipe.precision != "fp32" or recipe.offload_optimizer
+        found = set()
+        for way in (True, False):
+            rows = [[p for p in block.parameters() if p.requires_grad and (p in below) == way] for block in self.blocks]
+            looks = [[p.shape for p in row] for row in rows]
+            for i in range(2, len(rows) - 2):
+                ends = not chunked or any(4 * p.numel() > OffloadedOptimizer.CHUNK_BYTES for p in rows[i])
+                if ends and all(look == looks[i] for look in looks[i - 2 : i + 3]):
+                    found.update(rows[i])
+        return found
+
+    def of(self, p: Tensor, recipe: Recipe, below: bool) -> Update:
+        key = p.shape, p.dtype, below, recipe.optimizer
+        if key not in self.known:
+            self.known[key] = self.stepped([p], replace(recipe, offload_optimizer=float(below)), {p} if below else ())
+        return self.known[key]
+
+    def stepped(self, parameters: Sequence[Tensor], recipe: Recipe, below: set[Tensor]) -> Update:
+        """By a step of them alone."""
+        size, of_all = (sum(p.numel() for p in parameters if p in group) for group in (below, set(parameters)))
+        recipe = replace(recipe, offload_optimizer=max(0.0, size - 0.5) / of_all)  # it takes the same ones then
+        part, store = nn.ParameterList(parameters), SymbolicStore()
+        optimizer = symbolic_optimizer(part, recipe, store, self.tier)
+        make_state(part, optimizer)
+        store.stats = Traffic()
+        try:
+            for p in parameters:
+                p.grad = torch.empty_like(p)
+            with Watch(part, optimizer) as meter:
+                optimizer.step()
+        finally:
+            for p in parameters:
+                p.grad = None
+        given = sum(p.nbytes for p in parameters)
+        entry = {"parameter": given, "gradient": given, "optimizer": meter.entry_bytes - 2 * given}
+        more = np.array([count - entry.get(name, 0) for name, count in meter.at_peak().items()])
+        moved = np.array([store.stats.bytes_down, store.stats.bytes_up])
+        return Update(entry["optimizer"], more, peaks_in(meter)[1] if meter.phases() else "", moved)

@@ -1,0 +1,172 @@
+"""course_lib.budget for several ranks: what is estimated is what `course_lib.distributed` takes, composed or whole."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from course_lib.budget import RATES, InfeasibleBudget, Rates, Recipe, estimate, fit, sharding, steps_to, train_step
+from course_lib.budget.__main__ import main
+from course_lib.distributed import held_bytes, predict, sent_bytes, shapes_of
+from course_lib.models import Decoder, random_tokens
+
+MODES = {"ddp": "ddp", "zero1": "zero1", "zero2": "fsdp-keep", "zero3": "fsdp"}
+LAYERS = 10  # enough to be composed from few
+
+
+def make_model():
+    return Decoder(vocabulary=515, hidden=66, heads=2, layers=LAYERS, sequence=32)  # 4 divides neither
+
+
+def make_batch():
+    return random_tokens(8, 32, 515)
+
+
+def of(shard, ranks=4, **fields):
+    return Recipe(ranks=ranks, shard=shard, **fields)
+
+
+def part():
+    return make_batch()[:2]
+
+
+def loss_sum(model, batch):
+    return model.loss_sum(batch)
+
+
+@pytest.mark.parametrize("shard", MODES)
+def test_a_rank_is_composed_from_few_blocks_to_the_byte_of_the_whole_and_of_a_prediction(monkeypatch, shard):
+    composed, counts = estimate(make_model, make_batch, of(shard)), []
+    monkeypatch.setattr(sharding, "MANY", LAYERS + 1)
+    measured = sharding._measured
+    monkeypatch.setattr(sharding, "_measured", lambda *given: (counts.append(given[4]), measured(*given))[1])
+    assert estimate(make_model, make_batch, of(shard)) == composed and counts == [LAYERS]
+    states = [each["optimizer"] for each in held_bytes(shapes_of(make_model()), MODES[shard], 4)]
+    rank = states.index(max(states))
+    found = predict(make_model, part, loss_sum, MODES[shard], 4, rank=rank)
+    assert (composed.peak_bytes, composed.flops, composed.sent_bytes) == (
+        found.peak_bytes, found.flops, found.sent_bytes
+    )  # fmt: skip
+    assert composed.sent_bytes == sent_bytes(shapes_of(make_model()), MODES[shard], 4) == composed.moved_bytes
+    assert composed.at_peak["optimizer"] == max(states)
+
+
+@pytest.mark.parametrize(("shard", "sync"), [("ddp", "last"), ("zero3", "each")])
+def test_micro_batches_of_a_rank_are_those_of_a_prediction_but_for_their_losses(shard, sync):
+    recipe = of(shard, 2, micro_batches=4)
+    found = estimate(make_model, make_batch, recipe)
+    whole = predict(make_model, lambda: make_batch()[:4], loss_sum, MODES[shard], 2, micro_batches=4, sync=sync)
+    assert (found.flops, found.sent_bytes) == (whole.flops, whole.sent_bytes)
+    assert 0 <= whole.peak_bytes - found.peak_bytes <= 4096
+
+
+def test_in_bf16_a_rank_of_ddp_has_fp32_masters_and_a_shard_is_in_fp32():
+    numbers = shapes_of(make_model()).numbers
+    copy, cut = (estimate(make_model, make_batch, of(shard, precision="bf16")) for shard in ("ddp", "zero3"))
+    assert copy.at_peak["parameter"] == 2 * numbers and copy.at_peak["gradient"] == 2 * numbers
+    assert copy.at_peak["optimizer"] == pytest.approx(12 * numbers, rel=1e-2)
+    assert cut.at_peak["optimizer"] == pytest.approx(8 * numbers / 4, rel=0.05)
+    assert cut.peak_bytes < copy.peak_bytes and copy.sent_bytes == 4 * numbers
+
+
+class Blocks(nn.Module):
+    """A few blocks, which take no time."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+    def loss_sum(self, x):
+        return self(x).square().sum(), len(x)
+
+
+def rows():
+    return torch.randn(16, 32)
+
+
+def test_fit_tries_each_sharding_and_leaves_out_what_is_not_needed():
+    peaks = {shard: estimate(Blocks, rows, of(shard)).peak_bytes for shard in MODES}
+    assert peaks["ddp"] > peaks["zero1"] > peaks["zero2"] > peaks["zero3"]
+    found = fit(Blocks, rows, peaks["zero2"], base=Recipe(ranks=4), rates="H100")
+    kinds = {(e.recipe.shard, e.recipe.checkpoint) for e in found}
+    assert {("zero2", "none"), ("zero3", "none")} <= kinds and ("zero3", "layers") not in kinds
+    assert all(e.peak_bytes <= peaks["zero2"] and e.recipe.ranks == 4 for e in found)
+    way = found.way()
+    assert way[0].recipe.shard == "ddp" and way[-1].recipe == found[0].recipe
+    alone = fit(Blocks, rows, peaks["ddp"], base=Recipe(ranks=4, shard="zero3"), rates="H100")
+    assert {e.recipe.shard for e in alone} == {"zero3"}
+    with pytest.raises(InfeasibleBudget, match=r"the least peak found is .* of Recipe\(.*ranks=4"):
+        fit(Blocks, rows, 10_000, base=Recipe(ranks=4))
+
+
+def test_the_way_to_a_recipe_for_ranks_begins_with_ddp():
+    recipe = of("zero3", attention="flash", checkpoint="layers")
+    shards = [(step.shard, step.attention, step.checkpoint) for step in steps_to(recipe)]
+    assert shards == [
+        ("ddp", "standard", "none"), ("zero3", "standard", "none"), ("zero3", "flash", "none"),
+        ("zero3", "flash", "layers"),
+    ]  # fmt: skip
+    assert len(steps_to(of("ddp"))) == 1
+
+
+def test_what_ranks_communicate_is_priced_by_the_wire_between_them():
+    found = estimate(make_model, make_batch, of("ddp"))
+    rates = Rates(1e12, 1e12, 1e9, peer_bytes=100.0, network_bytes=10.0, peers=8)
+    assert rates.parts(found)["ranks"] == found.sent_bytes * 3 / 4 / 100
+    assert rates.seconds(found) > rates.parts(found)["ranks"]  # a file below: nothing overlaps
+    assert replace(rates, peers=2).parts(found)["ranks"] == found.sent_bytes * 3 / 4 / 10
+    assert RATES["H100"].seconds(replace(found, tier="host")) < RATES["laptop"].seconds(found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"shard": "zero3"}, 'shard is "zero3" and ranks is 1'),
+        ({"ranks": 4, "shard": "zero4"}, "shard is 'zero4'"),
+        ({"ranks": 0}, "ranks is 0"),
+        ({"ranks": 4, "update": "foreach"}, "update is 'foreach' and ranks is 4; it takes 'fused'"),
+        ({"ranks": 4, "in_backward": True}, "in_backward is True and ranks is 4; it takes False"),
+        ({"ranks": 4, "head_chunk": 8}, "head_chunk is 8 and ranks is 4; it takes None"),
+    ],
+)
+def test_fields_that_do_not_go_with_ranks_are_refused(fields, says):
+    with pytest.raises(ValueError, match=says):
+        Recipe(**fields)
+
+
+def test_what_cannot_be_estimated_or_run_is_refused_in_one_sentence():
+    with pytest.raises(ValueError, match="ranks is 4 and shard is None; it takes one of ddp, zero1, zero2, zero3"):
+        estimate(make_model, make_batch, Recipe(ranks=4))
+    with pytest.raises(ValueError, match="ranks is 3; a batch of 8 samples takes one of 1, 2, 4, 8"):
+        estimate(make_model, make_batch, of("ddp", 3))
+    with pytest.raises(ValueError, match="micro_batches is 4; a rank's 2 samples take one of 1, 2"):
+        estimate(make_model, make_batch, of("ddp", micro_batches=4))
+    model = make_model()
+    with pytest.raises(ValueError, match=r"one process cannot run; it takes 1, or python -m course_lib.distributed"):
+        train_step(model, None, make_batch(), of("ddp"))
+
+    class Mean(nn.Linear):
+        def loss(self, batch):
+            return self(batch).mean()
+
+    with pytest.raises(ValueError, match="is a mean of unknown weight; it takes a loss_sum"):
+        estimate(lambda: Mean(2, 2), lambda: nn.Linear(2, 4).weight.detach(), of("ddp", 2))
+
+
+def test_the_command_asks_for_ranks(capsys):
+    sizes = ["--hidden", "64", "--layers", "1", "--vocabulary", "100", "--sequence", "16", "--batch", "4"]
+    assert main([*sizes, "--ranks", "4", "--budget", "2MB", "--precision", "fp32", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    recipes = [found["recipe"] for found in told["recipes"]]
+    assert recipes and all(recipe["ranks"] == 4 and recipe["update"] == "fused" for recipe in recipes)
+    assert all(found["sent_bytes"] > 0 for found in told["recipes"])
+    with pytest.raises(SystemExit):
+        main([*sizes, "--ranks", "4", "--budget", "2MB", "--check"])
+    assert "--check comes with --ranks 4" in capsys.readouterr().err
