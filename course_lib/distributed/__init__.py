@@ -14,11 +14,12 @@ from .predicting import predict
 from .running import launch, process_group, train
 from .saving import last_complete, load, save
 from .tasks import task_of
-from .watching import Communicated, Watch
+from .watching import Communicated, Taken, Watch
 
 __all__ = [
     "MODES",
     "Communicated",
+    "Taken",
     "Trainer",
     "Watch",
     "held_bytes",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -15,11 +18,11 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from course_lib._check import whole
-
-from .formulas import MODES, SYNCS
-from .predicting import predict
-from .running import process_group, resumed, train
-from .tasks import Task, check_divides, task_of
+from course_lib.distributed.formulas import MODES, SYNCS, held_bytes, shapes_of
+from course_lib.distributed.predicting import predict
+from course_lib.distributed.running import process_group, resumed, train
+from course_lib.distributed.tasks import Task, check_divides, task_of
+from course_lib.memory import symbolic
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -54,6 +57,7 @@ def arguments() -> argparse.ArgumentParser:
 
 @record  # a traceback goes to torchrun, which ends the other ranks
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's own, where it has forked this rank
     given = arguments().parse_args()
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     try:
@@ -61,6 +65,7 @@ def main() -> None:
         for name in ("steps", "micro_batches", "every", "ranks"):
             if getattr(given, name) is not None:
                 whole(f"--{name.replace('_', '-')}", getattr(given, name), 1)
+        _check_together(given)
         task = task_of(given.config, given.model, batch=given.batch, sequence=given.sequence, unequal=given.unequal)
         if given.ranks is not None:
             _predict(given, task, modes)
@@ -77,17 +82,23 @@ def main() -> None:
     options = {"micro_batches": given.micro_batches, "sync": given.sync, "wrapper": given.wrapper, "device": device}
     for mode in modes:
         options |= {"save_to": given.save and Path(given.save) / mode, "every": given.every}
-        run = train(
-            task,
-            mode,
-            given.steps,
-            resume=checkpoints[mode],
-            say=partial(print, file=sys.stderr, flush=True),
-            **options,
-        )
+        say = partial(print, file=sys.stderr, flush=True)
+        with _after_the_culprit():
+            run = train(task, mode, given.steps, resume=checkpoints[mode], say=say, **options)
         if RANK == 0:
             print(json.dumps(run.as_dict(given.details)) if given.json else run, flush=True)
     group.__exit__(None, None, None)
+
+
+@contextmanager
+def _after_the_culprit() -> Iterator[None]:
+    """A rank that has lost another waits: torchrun ends it when the other has failed, whose traceback is the cause."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "closed by peer" in str(error):
+            time.sleep(10)
+        raise
 
 
 def _modes(text: str) -> list[str]:
@@ -105,17 +116,36 @@ def _check_sizes(task: Task, ranks: int, micro_batches: int) -> None:
         raise ValueError(f"--micro-batches is {micro_batches}; a rank's {each} samples take a divisor of {each}")
 
 
+def _check_together(given: argparse.Namespace) -> None:
+    if given.every and not given.save:
+        raise ValueError(f"--every is {given.every} without --save; it takes a folder for checkpoints")
+    for name in ("save", "resume"):
+        if given.ranks is not None and getattr(given, name):
+            raise ValueError(f"--ranks comes with --{name}; it predicts one step, and starts none")
+
+
 def _predict(given: argparse.Namespace, task: Task, modes: list[str]) -> None:
     _check_sizes(task, given.ranks, given.micro_batches)
-    part = partial(task.part, 0, given.ranks, 0)
+    if "fsdp-cpu" in modes:
+        raise ValueError("mode is 'fsdp-cpu' with --ranks; it takes GPUs, and symbolic tensors have no pinned memory")
     options = {"micro_batches": given.micro_batches, "sync": given.sync, "wrapper": given.wrapper}
+    with symbolic():
+        shapes = shapes_of(task.make_model())
     for mode in modes:
         began = time.perf_counter()
-        taken = predict(task.make_model, part, task.loss_sum, mode, given.ranks, **options)
-        seconds = time.perf_counter() - began
+        held = [sum(each.values()) for each in held_bytes(shapes, mode, given.ranks)]
+        rank = held.index(max(held))  # the first, but for zero1
+        part = partial(task.part, 0, given.ranks, rank)
+        taken = predict(task.make_model, part, task.loss_sum, mode, given.ranks, rank=rank, **options)
         told = {"mode": mode, "ranks": given.ranks, "predicted": taken.held, "peak_bytes": taken.peak_bytes}
-        told |= {"at_peak": taken.at_peak, "communicated": {"predicted": taken.sent_bytes}, "seconds": seconds}
-        print(json.dumps(told), flush=True)
+        told |= {"at_peak": taken.at_peak, "flops": taken.flops, "communicated": {"predicted": taken.sent_bytes}}
+        if given.json:
+            print(json.dumps({**told, "seconds": time.perf_counter() - began}), flush=True)
+            continue
+        rows = [*taken.held.items(), ("communicated", taken.sent_bytes), ("peak", taken.peak_bytes)]
+        rows += [(f"  {name}", count) for name, count in taken.at_peak.items() if count]
+        print(f"{mode} on {given.ranks} ranks, predicted: bytes of the rank that holds most")
+        print("\n".join(f"  {name:<18}{count:>26,}" for name, count in rows), flush=True)
 
 
 def _refuse(sentence: str) -> NoReturn:

@@ -53,10 +53,15 @@ class Weight:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The parameters of a model, each once: those of each block, and those of no block, which are the root's."""
+    """The parameters of a model, each once: those of each block, and those of no block, which are the root's.
+
+    Attributes:
+        buffer_bytes: of buffers in floating point, which DDP broadcasts.
+    """
 
     root: tuple[Weight, ...]
     blocks: tuple[tuple[Weight, ...], ...]
+    buffer_bytes: int = 0
 
     @property
     def all(self) -> tuple[Weight, ...]:
@@ -82,7 +87,8 @@ def shapes_of(model: nn.Module, blocks: str | list[str] | None = None) -> Shapes
         rows = len(p) if p.dim() else 1
         block = next((block for block in names if name.startswith(f"{block}.")), "")
         groups[block].append(Weight(rows, p.numel() // max(1, rows), p.itemsize, p.requires_grad))
-    return Shapes(tuple(groups.pop("")), tuple(map(tuple, groups.values())))
+    buffers = sum(b.nbytes for b in model.buffers() if b.is_floating_point() and b.itemsize < 8)
+    return Shapes(tuple(groups.pop("")), tuple(map(tuple, groups.values())), buffers)
 
 
 def held_bytes(shapes: Shapes, mode: str, ranks: int) -> list[dict[str, int]]:
@@ -110,7 +116,8 @@ def zero1_parts(weights: Iterable[Weight], ranks: int) -> list[list[Weight]]:
 def sent_bytes(shapes: Shapes, mode: str, ranks: int, *, micro_batches: int = 1, sync: str = "last") -> int:
     """What a rank communicates in a step, as `Communicated` counts it: 2Ψ numbers for DDP, 3Ψ for FSDP that reshards.
 
-    An all-reduce of n bytes is 2n, all else n. zero1 broadcasts each updated parameter, Ψ more. FSDP gathers a block
+    An all-reduce of n bytes is 2n, all else n. DDP broadcasts buffers, too, where the model has some (a rotary
+    embedding's), and zero1 each updated parameter, Ψ more. FSDP gathers a block
     for its forward and, resharded, again for its backward pass; the root (embedding, last norm, head) is not resharded,
     since backward begins there. On one rank nothing is sent.
 
@@ -120,9 +127,9 @@ def sent_bytes(shapes: Shapes, mode: str, ranks: int, *, micro_batches: int = 1,
     ranks, pieces = whole("ranks", ranks, 1), whole("micro_batches", micro_batches, 1)
     reductions = pieces if one_of("sync", sync, SYNCS) == "each" else 1
     if one_of("mode", mode, MODES) in REPLICATED:
-        ways = 2 * reductions * sum(w.numbers * w.item_bytes for w in shapes.all if w.trained)
+        each = 2 * sum(w.numbers * w.item_bytes for w in shapes.all if w.trained) + shapes.buffer_bytes
         updated = sum(w.numbers * w.item_bytes for w in shapes.all) if mode == "zero1" else 0
-        return (ways + updated) if ranks > 1 else 0
+        return reductions * each + updated if ranks > 1 else 0
 
     def gathered(weights: Iterable[Weight]) -> int:
         return sum(w.share(ranks) * ranks * GATHERED_BYTES.get(mode, w.item_bytes) for w in weights)

@@ -54,6 +54,7 @@ class Trainer:
             `set_requires_gradient_sync(False)` before; "each": with every one.
         blocks: what is sharded, and checkpointed, one by one, as for `checkpoint_blocks`.
         wrapper: fsdp-checkpoint by the framework's `checkpoint_wrapper` in place of `checkpoint_blocks`.
+        bf16: the precision of fsdp-bf16 in another mode that shards.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Trainer:
         sync: str = "last",
         blocks: str | list[str] | None = None,
         wrapper: bool = False,
+        bf16: bool = False,
         lr: float = 1e-3,
     ):
         self.mode, self.model, self.device = one_of("mode", mode, MODES), model, torch.device(device)
@@ -78,7 +80,7 @@ class Trainer:
             if sync == "each":
                 run.no_sync = nullcontext
         else:
-            shard(model, mode, self.device, blocks, wrapper)
+            shard(model, mode, self.device, blocks, wrapper, bf16)
             run, loss = nn.Identity(), self._loss_of_all  # AccumulatedStep knows DDP only, and must not see FSDP
         self.run = run
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -116,13 +118,15 @@ class Trainer:
         return math.nan if is_symbolic(self._total) else self._total.item()
 
 
-def shard(model: nn.Module, mode: str, device: torch.device, blocks=None, wrapper: bool = False) -> None:
+def shard(
+    model: nn.Module, mode: str, device: torch.device, blocks=None, wrapper: bool = False, bf16: bool = False
+) -> None:
     """`fully_shard` at each block and at the root, in place."""
     names, mesh = blocks_of(model, blocks), init_device_mesh(device.type, (dist.get_world_size(),))
     if mode == "fsdp-checkpoint" and not wrapper:
         checkpoint_blocks(model, list(names))
     options: dict[str, Any] = {"mesh": mesh}
-    if mode == "fsdp-bf16":
+    if bf16 or mode == "fsdp-bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if mode == "fsdp-cpu":
         options["offload_policy"] = CPUOffloadPolicy()

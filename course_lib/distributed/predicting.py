@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -44,6 +44,25 @@ def predict(
     Raises:
         RuntimeError: a process group is there already.
     """
+    return watched_rank(make_model, make_batch, loss_sum, mode, ranks, rank=rank, **options).taken
+
+
+def watched_rank(
+    make_model: Callable[[], nn.Module],
+    make_batch: Callable[[], Any],
+    loss_sum: LossSum,
+    mode: str,
+    ranks: int,
+    *,
+    rank: int = 0,
+    within: Callable[[nn.Module], AbstractContextManager] = nullcontext,
+    steps: int = 1,
+    **options: Any,
+) -> Watch:
+    """The same, moment by moment; what `within` returns for the model is around its steps.
+
+    In FSDP's first step each block is prepared once, which takes nothing but operators; with 2 `steps` there are none.
+    """
     ranks, rank = whole("ranks", ranks, 1), whole("rank", rank, 0, ranks - 1)
     with _fake_rank(ranks, rank), Watch(model := make_model()) as watch:
         trainer = Trainer(mode, model, loss_sum, **options)
@@ -51,10 +70,10 @@ def predict(
             _without_answers(trainer.run)
         _make_state(trainer)
         batch = make_batch()
-        for _ in range(2 if mode in REPLICATED else 1):  # DDP's buckets are known for gradients from the second on
-            with watch.step(trainer):
+        for _ in range(2 if mode in REPLICATED else steps):  # DDP's buckets are known for gradients from the second on
+            with within(model), watch.step(trainer):
                 trainer(batch)
-    return watch.taken
+    return watch
 
 
 def _make_state(trainer: Trainer) -> None:
@@ -79,12 +98,19 @@ def _fake_rank(ranks: int, rank: int) -> Iterator[None]:
     if dist.is_initialized():
         raise RuntimeError("a process group is there already; predict takes a process without one")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    # Hooks on all modules, such as those of `FlopCounterMode`, hold the graph of what a checkpoint computes again, and
+    # with it all that was recomputed, until they are removed.
+    hooks = torch.nn.modules.module._global_forward_pre_hooks, torch.nn.modules.module._global_forward_hooks
     # When DDP is made, it compares shapes and copies weights from rank 0 in C++, which looks at values.
-    ddp = "torch.nn.parallel.distributed"
     collecting = gc.isenabled()
     gc.disable()  # it would look through all symbolic tensors again and again, a third of the time
     try:
-        with patch(f"{ddp}._verify_param_shape_across_processes"), patch(f"{ddp}._sync_module_states"), symbolic():
+        with ExitStack() as stack:
+            for found in hooks:
+                stack.enter_context(patch.dict(found, clear=True))
+            for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
+                stack.enter_context(patch(f"torch.nn.parallel.distributed.{name}"))
+            stack.enter_context(symbolic())
             yield
     finally:
         dist.destroy_process_group()

@@ -24,6 +24,7 @@ from .saving import check_fits, last_complete, load, save
 from .tasks import Task
 from .watching import Taken, Watch
 
+IMPORTED_ONCE = "course_lib.distributed", "torch.distributed.optim", "torch.distributed.run"
 METERED = 3  # steps; the first makes Adam's state and the second DDP's buckets, so that the third is as all after it
 
 
@@ -151,7 +152,9 @@ def process_group(backend: str | None = None):
 
 
 def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[dict[str, Any]]:
-    """Run the script by torchrun with `--json`, as from a shell; what it prints, a dict a mode.
+    """Run the script by torchrun with `--json`; what it prints, a dict a mode.
+
+    As from a shell, but that on Linux all is imported once, before torchrun forks its ranks.
 
     Args:
         ranks: processes on this machine.
@@ -162,9 +165,13 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
         RuntimeError: it failed; its last words are in the message. All processes have ended.
         subprocess.TimeoutExpired: it took longer; all processes have ended.
     """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*torchrun, "-m", "course_lib.distributed", *arguments, "--json"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    started = ["-m", "torch.distributed.run"]
+    script = ["-m", "course_lib.distributed"]
+    if sys.platform == "linux":
+        started = ["-c", f"import {', '.join(IMPORTED_ONCE)} as run; run.main()"]
+        script = ["--run-path", "--start-method", "fork", str(Path(__file__).with_name("__main__.py"))]
+    command = [sys.executable, *started, "--standalone", "--nproc-per-node", str(ranks), *script, *arguments, "--json"]
+    environment = {"OMP_NUM_THREADS": "1", "PYTORCH_JIT": "0", **os.environ}  # nothing here is compiled by torch.jit
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     with subprocess.Popen(command, **pipes) as running:
         try:
@@ -173,5 +180,6 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
             running.terminate()  # torchrun ends its ranks
             raise
     if running.returncode:
-        raise RuntimeError(f"torchrun ended with {running.returncode}: {told[-4000:]}")
+        first = told.rfind("Root Cause")  # torchrun's own words for the rank that failed first; its traceback follows
+        raise RuntimeError(f"torchrun ended with {running.returncode}: {told[first if first >= 0 else -4000:]}")
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]

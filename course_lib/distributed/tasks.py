@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from course_lib._check import shown, whole
-from course_lib._torch import map_tensors, tensors_in
+from course_lib._losses import has_loss_sum, own_loss, samples_in
+from course_lib._torch import map_tensors
 from course_lib.accumulation import split
 from course_lib.configs import model_from, read_config
 from course_lib.memory import symbolic
@@ -69,8 +70,9 @@ def task_of(
 
     Args:
         config: a file, as `course_lib.configs` reads it.
-        model: "package:function"; its attribute `make_batch`, a function, returns the batch of all ranks, and
-            `loss_sum` its loss if the model has no method of that name.
+        model: "package:function"; its attribute `make_batch`, a function, returns the batch of all ranks. The loss is
+            its attribute `loss_sum`, or the model's method of that name, or a Hugging Face model's own, weighed by its
+            labels.
         batch, sequence: of tokens; 8 samples of 128 if left out; not with `model`.
         unequal: samples of unequal lengths, so that ranks have unequal numbers of tokens.
 
@@ -115,13 +117,24 @@ def _by_function(name: str) -> Task:
     make_batch = getattr(make_model, "make_batch", None)
     if isinstance(make_model, nn.Module) or not callable(make_model) or not callable(make_batch):
         raise ValueError(f"--model is {name!r}, {shown(make_model)}; {takes}, with an attribute make_batch")
+    loss_sum = getattr(make_model, "loss_sum", None)
     with symbolic():
-        loss_sum = getattr(make_model, "loss_sum", None) or (hasattr(make_model(), "loss_sum") and _own_loss_sum)
-        samples = len(next(tensors_in(make_batch())))
-    if not loss_sum:
-        raise ValueError(f"--model is {name!r}, without a loss; it takes a method loss_sum(batch) of the model's")
-    return Task(make_model, lambda step: make_batch(), loss_sum, samples)
+        model, samples = make_model(), samples_in(make_batch())
+        if loss_sum is None and not has_loss_sum(model):
+            got = f"--model is {name!r}, whose loss is not a sum with a known weight"
+            raise ValueError(
+                f"{got}; it takes a loss_sum(model, batch) of the function's, or such a method of the model"
+            )
+    return Task(partial(_without_cache, make_model), lambda step: make_batch(), loss_sum or _own_loss, samples)
 
 
-def _own_loss_sum(model: nn.Module, batch: Any) -> tuple[Tensor, float | Tensor]:
-    return model.loss_sum(batch)
+def _own_loss(model: nn.Module, batch: Any) -> tuple[Tensor, float | Tensor]:
+    return own_loss(model, batch, micro_batches=2)  # a rank's batch is a piece: its weight must be known
+
+
+def _without_cache(make_model: Callable[[], nn.Module]) -> nn.Module:
+    """A Hugging Face model keeps keys and values for tokens to come, and a checkpoint would keep them twice."""
+    model = make_model()
+    if hasattr(getattr(model, "config", None), "use_cache"):
+        model.config.use_cache = False
+    return model

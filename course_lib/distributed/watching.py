@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib._torch import tensors_in
 from course_lib.memory import MemoryMeter
+from course_lib.memory.counting import CountingMeter
 
 from .formulas import STATE
 from .modes import Trainer
@@ -43,12 +44,20 @@ class Communicated(TorchDispatchMode):
         super().__init__()
         self.bytes = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # no guards against compilation: operators take less time without
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d" and func.overloadpacket in _COUNTED and dist.get_world_size() > 1:
-            times, which = _COUNTED[func.overloadpacket]
-            counted = [t.nbytes for t in tensors_in(args[which]) if t.is_floating_point() and t.itemsize < 8]
-            self.bytes += times * sum(counted)
+        self.bytes += _sent_by(func, args)
         return func(*args, **(kwargs or {}))
+
+
+def _sent_by(func, args) -> int:
+    if func.namespace != "c10d" or func.overloadpacket not in _COUNTED or dist.get_world_size() == 1:
+        return 0
+    times, which = _COUNTED[func.overloadpacket]
+    return times * sum(t.nbytes for t in tensors_in(args[which]) if t.is_floating_point() and t.itemsize < 8)
 
 
 @dataclass(frozen=True)
@@ -60,26 +69,40 @@ class Taken:
         peak_bytes: the most that was live at once in the step.
         at_peak: category -> bytes, those of the meter, and "gathered": parameters beyond this rank's own.
         sent_bytes: communicated, as `Communicated` counts.
+        flops: of this rank, by the formulas of `FlopCounterMode`.
     """
 
     held: dict[str, int]
     peak_bytes: int
     at_peak: dict[str, int]
     sent_bytes: int
+    flops: int
+
+
+class _Meter(CountingMeter):
+    """Counts what is communicated, too."""
+
+    sent_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.sent_bytes += _sent_by(func, args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Watch:
     """One meter from before a model is sharded, since what DDP and FSDP keep of their own must be seen being made.
 
-    Enter it with the plain model, make the `Trainer`, take steps within `step`, and leave it; `taken` is of the last.
+    Enter it with the plain model, make the `Trainer`, take steps within `step`, and leave it; `taken` is of the last,
+    and so is `span`, which of the meter's operators are its own.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str = "cpu"):
-        self._meter = MemoryMeter(model, device=device)
+        self.meter = _Meter(model, device=device)
+        self.span = slice(0)  # of the meter's operators: those of the last step
         self.taken: Taken | None = None
 
     def __enter__(self) -> Watch:
-        self._meter.__enter__()
+        self.meter.__enter__()
         return self
 
     @contextmanager
@@ -90,28 +113,28 @@ class Watch:
             gradients.update({p: p.grad for p in trainer.model.parameters() if p.grad is not None})
 
         hook = trainer.optimizer.register_step_pre_hook(keep)
-        began = len(self._meter.phases())
-        with Communicated() as sent:
-            yield
+        began, sent, flops = len(self.meter.phases()), self.meter.sent_bytes, self.meter.flops
+        yield
         hook.remove()
-        self._last = trainer, gradients, began, len(self._meter.phases()), sent
+        self.span = slice(began, len(self.meter.phases()))
+        self._last = trainer, gradients, self.meter.sent_bytes - sent, self.meter.flops - flops
 
     def __exit__(self, *error) -> None:
         if error[0] is not None:
-            self._meter.__exit__(*error)
+            self.meter.__exit__(*error)
             return
-        trainer, gradients, began, ended, sent = self._last
+        trainer, gradients, *totals = self._last
         for p, gradient in gradients.items():  # the meter finds them there
             p.grad = gradient
-        with MemoryMeter(trainer.model, trainer.local, device=self._meter.device) as now:
+        with MemoryMeter(trainer.model, trainer.local, device=self.meter.device) as now:
             pass
-        self._meter.__exit__(None, None, None)
+        self.meter.__exit__(None, None, None)
         for p in gradients:
             p.grad = None
         held = {name: now.at_peak()[name] for name in STATE}
-        series = {name: values[began:ended] for name, values in self._meter.series().items()}
+        series = {name: values[self.span] for name, values in self.meter.series().items()}
         live = sum(series.values())
         at_peak = {name: int(values[live.argmax()]) for name, values in series.items()}
         own = min(held["parameter"], at_peak["parameter"])
         at_peak |= {"parameter": own, "gathered": at_peak["parameter"] - own}
-        self.taken = Taken(held, int(live.max()), at_peak, sent.bytes)
+        self.taken = Taken(held, int(live.max()), at_peak, *totals)
