@@ -1,9 +1,9 @@
 """Peers of course_lib.budget, where they are installed: how far their predictions are from a step that is run for real,
 and what the checkpoints that they propose for a budget take, run for real.
 
-`pip install torch-kitsune accelerate ckptplan pulp pwlf` for all of them; what is missing is said. PyTorch's ILP
-(torch.distributed._tools.sac_ilp) asks a CUDA device for the time of each operator, and ckptplan for its bytes: on a
-CPU the first gets FLOPs and bytes at the laptop's rates instead, the second what autograd keeps for each layer.
+`pip install -e '.[peers]' -c constraints.txt` for all of them; what is missing or fails says so in its row. PyTorch's
+ILP (torch.distributed._tools.sac_ilp) asks a CUDA device for the time of each operator, and ckptplan for its bytes: on
+a CPU the first gets FLOPs and bytes at the laptop's rates instead, the second what autograd keeps for each layer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,18 @@ from course_lib.memory import MemoryMeter, saved_tensors
 from course_lib.memory.allocator import allocator_peak
 from course_lib.models import Decoder, deep_mlp, random_tokens
 
-MISSING = "not installed"
+
+def tried(found: Callable[[], str]) -> str:
+    """What is found, or why nothing is, and the seconds that it took."""
+    start = time.perf_counter()
+    try:
+        return found()
+    except ImportError as error:
+        return f"not installed ({error})"
+    except InfeasibleBudget:
+        return f"finds no plan{time.perf_counter() - start:50.2f} s"
+    except Exception as error:  # of a peer's own: the others are still to be seen
+        return f"fails: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:80]}"
 
 
 class Mlp(nn.Sequential):
@@ -123,14 +134,14 @@ def predictions() -> None:
         more = f"the allocator's peak {allocator:,}, {allocator / tensors - 1:+.2%}"
         print(f"\n{name}: {tensors:,} bytes; {more}")
         for peer, predict in PREDICTORS.items():
-            start = time.perf_counter()
-            try:
-                found = predict(make_model, make_batch, shape, samples)
-            except ImportError:
-                print(f"{peer:>20}  {MISSING}")
-                continue
-            taken = time.perf_counter() - start
-            print(f"{peer:>20}  {found:15,} bytes  {found / tensors - 1:+8.2%}  {taken:6.2f} s")
+            found = partial(run_prediction, predict, (make_model, make_batch, shape, samples), tensors)
+            print(f"{peer:>20}  {tried(found)}")
+
+
+def run_prediction(predict: Callable[..., int], case: tuple, tensors: int) -> str:
+    start = time.perf_counter()
+    found = predict(*case)
+    return f"{found:15,} bytes  {found / tensors - 1:+8.2%}  {time.perf_counter() - start:6.2f} s"
 
 
 # ---- plans
@@ -138,6 +149,7 @@ def predictions() -> None:
 SIZES = {"vocabulary": 512, "hidden": 256, "heads": 8, "layers": 8, "sequence": 256}
 make_decoder, make_tokens = partial(Decoder, **SIZES), partial(random_tokens, 4, 256, 512)
 SGD = Recipe(optimizer="sgd")
+Plan = tuple[nn.Module, Callable[[], object]]  # the model with the plan in it, and its step
 
 
 class Whole(nn.Module):
@@ -151,7 +163,8 @@ class Whole(nn.Module):
         return self.decoder.loss(tokens)
 
 
-def taken(model: nn.Module, step: Callable[[], None]) -> tuple[int, int]:
+def taken(model: nn.Module, step: Callable[[], object]) -> tuple[int, int]:
+    """Peak and FLOPs, run for real."""
     with MemoryMeter(model) as meter:
         step()
     model.zero_grad()
@@ -160,7 +173,7 @@ def taken(model: nn.Module, step: Callable[[], None]) -> tuple[int, int]:
     return meter.peak_bytes, counter.get_total_flops()
 
 
-def plan_of_course(budget: int) -> tuple[int, int]:
+def plan_of_course(budget: int) -> Plan:
     """The cheapest among its ways to checkpoint, as `fit` finds it."""
     room = budget - 8 * sum(p.numel() for p in make_decoder().parameters())
     ways = [{"checkpoint": "none"}, {"checkpoint": "selective"}, {"checkpoint": "layers"}]
@@ -172,10 +185,10 @@ def plan_of_course(budget: int) -> tuple[int, int]:
     best = fit(make_decoder, make_tokens, budget, recipes=recipes, progress=False)[0].recipe
     model, optimizer = build(make_decoder, best)
     batch = make_tokens()
-    return taken(model, lambda: train_step(model, optimizer, batch, best))
+    return model, lambda: train_step(model, optimizer, batch, best)
 
 
-def plan_of_ilp(budget: int) -> tuple[int, int]:
+def plan_of_ilp(budget: int) -> Plan:
     """Per module a share of its activations to forget; within the module, the operators that its other ILP chooses."""
     from torch.distributed._tools.ilp_utils import parse_module_info
     from torch.distributed._tools.sac_ilp import get_optimal_checkpointing_policy_per_module, sac_milp
@@ -192,7 +205,7 @@ def plan_of_ilp(budget: int) -> tuple[int, int]:
         kept = list(zip(found.func_names, decisions, strict=True))
         module = modules[name.removeprefix("Whole.")]
         module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=partial(contexts, kept))
-    return taken(model, lambda: model(tokens).backward())
+    return model, lambda: model(tokens).backward()
 
 
 def contexts(kept: list[tuple[str, int]]):
@@ -237,7 +250,7 @@ def milliseconds(func, args, kwargs):
     return out, 1e3 * made / 1e10
 
 
-def plan_of_ckptplan(budget: int) -> tuple[int, int]:
+def plan_of_ckptplan(budget: int) -> Plan:
     """Which of the layers are checkpointed whole, by dynamic programming."""
     import ckptplan
 
@@ -268,7 +281,7 @@ def plan_of_ckptplan(budget: int) -> tuple[int, int]:
     names = [decision.block_id for decision in plan.decisions if decision.checkpointed]
     if names:
         checkpoint_blocks(model, names)
-    return taken(model, lambda: model.loss(tokens).backward())
+    return model, lambda: model.loss(tokens).backward()
 
 
 PLANNERS = {"course_lib.budget": plan_of_course, "PyTorch SAC ILP": plan_of_ilp, "ckptplan": plan_of_ckptplan}
@@ -282,18 +295,16 @@ def plans() -> None:
         budget = int(share * plain.peak_bytes)
         print(f"\nbudget {budget:,} bytes, {share:.0%}")
         for peer, planned in PLANNERS.items():
-            start = time.perf_counter()
-            try:
-                peak, flops = planned(budget)
-            except ImportError as error:
-                print(f"{peer:>20}  {MISSING} ({error})")
-                continue
-            except InfeasibleBudget:
-                print(f"{peer:>20}  finds no plan")
-                continue
-            seconds = time.perf_counter() - start
-            verdict = "fits" if peak <= budget else f"over by {peak / budget - 1:.1%}"
-            print(f"{peer:>20}  {peak:15,} bytes, {verdict:13} {flops / plain.flops:5.2f} x FLOPs  {seconds:6.2f} s")
+            print(f"{peer:>20}  {tried(partial(run_plan, planned, budget, plain.flops))}")
+
+
+def run_plan(planned: Callable[[int], Plan], budget: int, plain_flops: int) -> str:
+    start = time.perf_counter()
+    plan = planned(budget)
+    seconds = time.perf_counter() - start
+    peak, flops = taken(*plan)
+    verdict = "fits" if peak <= budget else f"over by {peak / budget - 1:.1%}"
+    return f"{peak:15,} bytes, {verdict:13} {flops / plain_flops:5.2f} x FLOPs  {seconds:6.2f} s"
 
 
 def main() -> None:

@@ -27,24 +27,24 @@ NAMES = ("o", "lse", "dq", "dk", "dv")
 
 # batch, heads, kv_heads, n_q, n_k, d, and what else is not as usual: fp32, full attention, blocks of 16 x 16
 CASES = {
-    "full": dict(shape=(2, 2, 2, 40, 40, 16)),
+    "full": dict(shape=(2, 2, 2, 20, 40, 16)),
     "top-left causal, more queries": dict(shape=(1, 2, 1, 70, 33, 16), top_left=True, blocks=(16, 32)),
     "causal": dict(shape=(1, 2, 2, 37, 37, 24), causal=True),
     "fewer queries than keys, causal": dict(shape=(1, 1, 1, 17, 53, 16), causal=True),
     "more queries than keys, causal": dict(shape=(1, 1, 1, 70, 33, 64), causal=True),
     "one query, one key": dict(shape=(1, 1, 1, 1, 1, 16), causal=True),
-    "grouped-query": dict(shape=(2, 4, 2, 33, 33, 16), causal=True),
+    "grouped-query": dict(shape=(1, 4, 2, 33, 20, 16)),
     "wide queries": dict(shape=(1, 1, 1, 70, 50, 16), causal=True, blocks=(64, 16)),
     "blocks not given": dict(shape=(1, 1, 1, 40, 50, 16), causal=True, blocks=(None, None)),
     "head dim 200": dict(shape=(1, 1, 1, 17, 20, 200), causal=True),
-    "any strides": dict(shape=(2, 2, 2, 37, 37, 24), causal=True, strides="any"),
+    "any strides": dict(shape=(2, 2, 2, 20, 20, 24), causal=True, strides="any"),
     "large scores": dict(shape=(1, 1, 1, 33, 33, 16), scale=100.0),
     "negative scale": dict(shape=(1, 1, 1, 33, 33, 16), scale=-0.5),
     "negative scale, causal": dict(shape=(1, 2, 1, 70, 33, 24), scale=-0.5, causal=True),
     "scale zero": dict(shape=(1, 1, 1, 40, 33, 16), scale=0.0, causal=True),
     "scores all far below zero": dict(shape=(1, 1, 1, 20, 37, 16), shift=12.0, causal=True),
-    "fp16": dict(shape=(1, 4, 2, 37, 53, 24), causal=True, dtype="float16"),
-    "bf16": dict(shape=(1, 4, 2, 37, 53, 24), causal=True, dtype="bfloat16"),
+    "fp16": dict(shape=(1, 2, 1, 37, 53, 24), causal=True, dtype="float16"),
+    "bf16": dict(shape=(1, 2, 1, 37, 53, 24), causal=True, dtype="bfloat16"),
     "bf16, fully masked rows": dict(shape=(1, 1, 1, 50, 20, 64), causal=True, dtype="bfloat16"),
 }
 
@@ -164,17 +164,16 @@ def compile_for_an_absent_gpu():
         compiled.clear()
         return found
 
-    given = both(dict(shape=(1, 4, 2, 100, 200, 64), dtype="bfloat16"), 64)
+    given = both(dict(shape=(1, 4, 2, 100, 200, 64), dtype="bfloat16"), 64, None)
     odd = both(dict(shape=(1, 1, 1, 1, 1, 24), dtype="float32", strides="any"), 16)
     for sizes in launching.CANDIDATES.values():
         sizes.update({d: tried[:1] for d, tried in sizes.items()})
     first, choices = [], []
-    for d in (64, 128):
-        for shift in (0, None):
-            first += both(dict(shape=(1, 2, 2, 1000, 1000, d), dtype="bfloat16"), None, shift)
+    for d in (64, 128):  # causal: a mask takes registers too
+        first += both(dict(shape=(1, 2, 2, 1000, 1000, d), dtype="bfloat16"), None)
     for n in (600, 500):
         choices.append([len(tuned.cache) for tuned in launching.TUNED.values()])
-        both(dict(shape=(1, 2, 2, n, n, 128), dtype="bfloat16"), None, None)
+        both(dict(shape=(1, 2, 2, n, n, 128), dtype="bfloat16"), None)
     choices.append([len(tuned.cache) for tuned in launching.TUNED.values()])
     return {"given": given, "odd": odd, "first": first, "choices": choices}
 
@@ -287,13 +286,13 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here(compiled):
 @needs_triton
 def test_the_configurations_tried_first_keep_all_in_registers_and_fit_an_h100(compiled):
     first = walks(compiled["first"])
-    assert len(first) >= 4 * 3
+    assert len(first) >= 2 * 3
     assert all(row["stack"] == 0 and row["tensor cores"] and row["shared"] <= H100 for row in first)
 
 
 @needs_triton
 def test_a_length_between_the_same_powers_of_two_is_not_tuned_again(compiled):
-    assert compiled["choices"] == [[4] * 3, [4] * 3, [5] * 3]  # after 1000, after 600, after 500
+    assert compiled["choices"] == [[2] * 3, [2] * 3, [3] * 3]  # after 1000, after 600, after 500
 
 
 @needs_triton

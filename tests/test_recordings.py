@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
@@ -344,13 +343,16 @@ def test_a_gpu_that_cannot_run_an_experiment_is_named_beside_the_recording(gpu_c
         ),
     ],
 )
-def test_where_there_is_nothing_to_run_the_command_says_one_sentence_and_writes_nothing(arguments, version, said):
-    program = "import runpy, sys, torch; torch.__version__ = sys.argv.pop(1) or torch.__version__\n"
-    program += "runpy.run_module('course_lib.lessons', run_name='__main__', alter_sys=True)"
+def test_where_there_is_nothing_to_run_the_command_says_one_sentence_and_writes_nothing(
+    arguments, version, said, monkeypatch, capsys
+):
+    monkeypatch.setattr(torch, "__version__", version or torch.__version__)
+    monkeypatch.setattr(sys, "argv", ["course_lib.lessons", *arguments])
     before = FOLDER.exists() and sorted(FOLDER.iterdir())
-    given = [sys.executable, "-c", program, version or "", *arguments]
-    result = subprocess.run(given, capture_output=True, text=True, cwd=ROOT)
-    assert (result.returncode, result.stdout, result.stderr) == (1, "", f"{said}: nothing was run.\n")
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == f"{said}: nothing was run."  # which Python prints, and returns 1
+    assert capsys.readouterr() == ("", "")
     assert (FOLDER.exists() and sorted(FOLDER.iterdir())) == before
 
 
