@@ -32,16 +32,17 @@ ROWS = (
 )
 
 
-def ledger(lesson: str, technique: str, measured: Any, *, moved_bytes: int = 0) -> Table:
+def ledger(lesson: str, technique: str, measured: Any, *, flops: int | None = None, moved_bytes: int = 0) -> Table:
     """The rows of the lessons before this one, and its own, each against the plain step.
 
     Args:
         lesson: two digits.
         technique: a label.
         measured: a `Measurement` of the step, or anything with `peak_bytes` and `flops`.
+        flops: those of the step, where `measured` is a meter, which counts bytes alone.
         moved_bytes: to another tier or another rank, both ways.
     """
-    own = Row(lesson, technique, measured.peak_bytes, measured.flops, moved_bytes)
+    own = Row(lesson, technique, measured.peak_bytes, measured.flops if flops is None else flops, moved_bytes)
     rows = [*(row for row in ROWS if row.lesson < lesson), own]
     plain = rows[0]
     columns = ["lesson", "technique", "peak, MB", "of plain", "FLOPs of plain", "bytes moved, MB"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,9 +50,9 @@ CLAIMS = (
 
 #: Field of a recipe -> what it says.
 FIELDS = {
-    "precision": "dtype of parameters, gradients, activations; `bf16` has fp32 master weights",
+    "precision": "dtype of the step; `bf16` has fp32 master weights",
     "optimizer": "`adam`, `sgd`, `momentum`, `adafactor`; `adam8bit` is only estimated",
-    "update": "`loop`: one parameter after the other; `foreach`: all at once; `fused`: in one operator",
+    "update": "parameters one by one (`loop`), all at once (`foreach`), in one operator (`fused`)",
     "offload_optimizer": "the fraction of the optimizer's state that lives one tier down",
     "attention": "`standard` keeps the scores' softmax, `flash` one number a row",
     "checkpoint": "what is kept of the blocks: `layers`, `selective`, `segments`, `optimal`",
@@ -65,6 +66,8 @@ FIELDS = {
     "in_backward": "the update comes with each gradient, which then goes",
     "accumulate": "`fp32` adds up gradients of 16 bits in fp32",
     "micro_batches": "pieces of the batch",
+    "ranks": "how many processes share the batch (lesson 08)",
+    "shard": "how they share the rest: `ddp`, `zero1`, `zero2`, `zero3`",
 }
 
 
@@ -85,7 +88,8 @@ def check_forty_megabytes(recipe: Any) -> Verdict:
     ratio = found.flops / estimate(_small_decoder, _small_batch, Recipe()).flops
     if ratio > 1:
         return wrong(text("It fits, but takes {ratio:.3f} times the FLOPs of the plain step.", ratio=ratio))
-    return right(text("Right: {mb}.", mb=_mb(found.peak_bytes)))
+    message = "Right: {mb}. Pieces of the batch cost no FLOPs, and only one piece's activations are there at a time."
+    return right(text(message, mb=_mb(found.peak_bytes)))
 
 
 @exercise(hint="One sequence at a time is not enough: attention and layers must forget too.")
@@ -93,7 +97,9 @@ def check_fourteen_megabytes(recipe: Any) -> Verdict:
     """The small decoder within 14 MB, nothing moved."""
     found = _that_fits(recipe, _small_decoder, _small_batch, 14_000_000)
     _moves_nothing(found)
-    return right(text("Right: {mb}.", mb=_mb(found.peak_bytes)))
+    floor = _mb(4 * found.at_peak["parameter"])
+    message = "Right: {mb}. Parameters, gradients and Adam's state are {floor} of it, and no checkpoint lowers those."
+    return right(text(message, mb=_mb(found.peak_bytes), floor=floor))
 
 
 @exercise(
@@ -104,7 +110,8 @@ def check_fourteen_megabytes(recipe: Any) -> Verdict:
 def check_eleven_megabytes(recipe: Any) -> Verdict:
     """The small decoder within 11 MB."""
     found = _that_fits(recipe, _small_decoder, _small_batch, 11_000_000)
-    return right(text("Right: {mb}.", mb=_mb(found.peak_bytes)))
+    message = "Right: {mb}. More of the state below gains little: each chunk of it comes up again for the update."
+    return right(text(message, mb=_mb(found.peak_bytes)))
 
 
 @exercise(
@@ -113,20 +120,31 @@ def check_eleven_megabytes(recipe: Any) -> Verdict:
 def check_beats_the_lesson(recipe: Any) -> Verdict:
     """The large decoder within 270 MB, at a lower price than the lesson's recipe."""
 
-    def make_model() -> Decoder:
-        return Decoder(vocabulary=8192, hidden=640, heads=40, layers=6, sequence=384)
-
-    def make_batch() -> torch.Tensor:
-        return random_tokens(2, 384, 8192)
-
-    found = _that_fits(recipe, make_model, make_batch, 270_000_000)
-    lesson = Recipe(attention="flash", checkpoint="layers", in_backward=True, offload_optimizer=1.0)
-    price = RATES["laptop"].seconds(estimate(make_model, make_batch, lesson))
-    yours = RATES["laptop"].seconds(found)
+    found, theirs = _that_fits(recipe, _large_decoder, _large_batch, 270_000_000), _of_the_lesson()
+    price, yours = RATES["laptop"].seconds(theirs), RATES["laptop"].seconds(found)
     prices = f"{yours:.3f} s : {price:.3f} s"
     if yours >= price:
         return wrong(text("It fits, but is not cheaper: {prices}.", prices=prices))
-    return right(text("Right: {mb}, {prices}.", mb=_mb(found.peak_bytes), prices=prices))
+    message = "Right: {mb}, {prices}. Less of the state moves."
+    if found.flops < theirs.flops:
+        message = (
+            "Right: {mb}, {prices}. The last part runs backward right after its forward: forgetting it saves nothing."
+        )
+    return right(text(message, mb=_mb(found.peak_bytes), prices=prices))
+
+
+@cache
+def _of_the_lesson() -> Estimate:
+    lesson = Recipe(attention="flash", checkpoint="layers", in_backward=True, offload_optimizer=1.0)
+    return estimate(_large_decoder, _large_batch, lesson)
+
+
+def _large_decoder() -> Decoder:
+    return Decoder(vocabulary=8192, hidden=640, heads=40, layers=6, sequence=384)
+
+
+def _large_batch() -> torch.Tensor:
+    return random_tokens(2, 384, 8192)
 
 
 def _small_decoder() -> Decoder:

@@ -272,7 +272,7 @@ def step_of(decoder):
         decoder.loss(tokens).backward()
         adam.step()
 
-    return measure(step, model=decoder, optimizer=adam)
+    return measure(step, model=decoder, optimizer=adam, repeats=0)  # bytes and FLOPs, no seconds
 
 
 arms = {"plain": step_of(plain), "checkpointed": step_of(forgetful)}

@@ -782,8 +782,11 @@ table(headings, rows)
 # </div>
 
 # %%
-model = make_decoder().to(torch.bfloat16)
-all_bf16 = metered_step(model, tokens, torch.optim.Adam(model.parameters()))
+from course_lib.memory import cast
+
+with symbolic():  # many CPUs are slow in bf16
+    model, batch = cast(make_decoder(), torch.bfloat16), random_tokens(8, 128, 2048)
+    all_bf16 = metered_step(model, batch, torch.optim.Adam(model.parameters()))
 model = lesson_01.with_adapters(make_decoder(), rank=8)
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 adapters = metered_step(model, tokens, torch.optim.Adam(trained))
@@ -1051,7 +1054,7 @@ compare(arms, seconds=True, workspace=True)
 # </div>
 # <div lang="zh">
 #
-# 同一个张量的两份梯度相遇时，autograd 会把后一份就地加进前一份。而只要有分发模式在起作用，它就会为这个和新建一个张量。`MemoryMeter` 知道这一点，按没有模式时的情形来数；1.2 节的十五行则不知道。一个权重用四次：
+# 同一个张量的两份梯度相遇时，autograd 会把后一份原地加进前一份。而只要有分发模式在起作用，它就会为这个和新建一个张量。`MemoryMeter` 知道这一点，按没有模式时的情形来数；1.2 节的十五行则不知道。一个权重用四次：
 #
 # </div>
 

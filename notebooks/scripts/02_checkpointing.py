@@ -46,8 +46,8 @@ language()
 # </div>
 
 # %%
-import itertools
 from functools import partial
+from itertools import count
 
 import torch
 from torch import nn
@@ -81,26 +81,22 @@ from course_lib.teaching import predictions, table, timelines
 
 
 # %%
-heard, x = [], torch.randn(2, 4, requires_grad=True)
+heard, x = [], torch.randn(4, requires_grad=True)
 
 
-class Echo(nn.Module):
-    def __init__(self, name):
-        super().__init__()
-        self.name, self.linear = name, nn.Linear(4, 4)
+def block(name, x):
+    heard.append(f"forward {name}")
+    return x.sin().exp()
 
-    def forward(self, x):
-        heard.append(f"forward {self.name}")
-        return self.linear(x).tanh()
 
-    def backward_done(self, gradient):
-        heard.append(f"backward {self.name} done")
+def done(name, gradient):
+    heard.append(f"backward {name} done")
 
 
 # %% slide="both"
-for block in (Echo("a"), Echo("b"), Echo("c")):
-    x.register_hook(block.backward_done)  # called when the gradient of x has come
-    x = checkpoint(block, x, use_reentrant=False)  # the newer mode: section 2.3
+for name in ("a", "b", "c"):
+    x.register_hook(partial(done, name))  # called when the gradient of x has come
+    x = checkpoint(block, name, x, use_reentrant=False)  # the newer mode: section 2.3
 x.sum().backward()
 " · ".join(heard)
 
@@ -190,7 +186,7 @@ lesson_02.check_checkpoint(MyCheckpoint)
 
 # %% slide="code"
 def with_hooks(block, x):
-    numbers, found = itertools.count(), []
+    numbers, found = count(), []
 
     def forget(tensor):
         return next(numbers)
@@ -244,12 +240,12 @@ expected = gradients(block(x))
 # %% [markdown]
 # <div lang="en">
 #
-# Fifteen lines are right on a friendly block. With dropout they would draw another mask, and one of them keeps more than it should: sections 2.13 and 2.14 put all four to the test.
+# Fifteen lines are right on a friendly block. With dropout they would draw another mask, and one of them keeps more than it should: section 2.13 puts all four to the test.
 #
 # </div>
 # <div lang="zh">
 #
-# 遇到规矩的块，这十五行是对的。有 dropout 时，它们会抽到另一个掩码；其中一个还保存得太多。2.13 和 2.14 节会逐项检验这四种。
+# 遇到规矩的块，这十五行是对的。有 dropout 时，它们会抽到另一个掩码；其中一个还保存得太多。2.13 节会逐项检验这四种。
 #
 # </div>
 
@@ -258,12 +254,12 @@ expected = gradients(block(x))
 #
 # <div lang="en">
 #
-# `checkpoint_blocks` puts a checkpoint around each block with such a name, in any model. The step is that of lesson 01: Adam, the second step, and gradients that are gone when it begins, so that they **arrive during backward**. That is the convention from here on, but for section 2.7.
+# `checkpoint_blocks(model, "layers.*")` puts a checkpoint around every block whose name fits, in any model. The step is that of lesson 01: Adam, the second step, and gradients that are gone when it begins, so that they **arrive during backward**. That is the convention from here on, but for section 2.7.
 #
 # </div>
 # <div lang="zh">
 #
-# `checkpoint_blocks` 给模型里所有叫这种名字的块各加一个检查点，什么模型都行。训练步与第 01 课相同：Adam，取第二步；开始时梯度已清空，**在反向中才陆续到来**。以下都按这个约定，2.7 节除外。
+# `checkpoint_blocks(model, "layers.*")` 给模型里名称匹配的每个块各加一个检查点，什么模型都行。训练步与第 01 课相同：Adam，取第二步；开始时梯度已清空，**到反向中才陆续产生**。以下都按这个约定，2.7 节除外。
 #
 # </div>
 
@@ -333,10 +329,9 @@ lesson_02.check_peak_formula(predicted_peak)
 
 # %% slide="result"
 peaks = {0: meters["plain"].peak_bytes, 8: meters["checkpointed"].peak_bytes}
-with symbolic():
-    seven = make_decoder()
-    checkpoint_blocks(seven, "layers.*", first=7)
-    peaks[7] = metered_step(seven).peak_bytes
+seven = make_decoder()
+checkpoint_blocks(seven, "layers.*", first=7)
+peaks[7] = metered_step(seven).peak_bytes
 predictions([(f"k = {k}", predicted_peak(k), peaks[k]) for k in (0, 7, 8)], unit="bytes")
 
 # %% [markdown] slide={"en": "Exact, until the last row: 16 MB are missing.\n\nA formula follows one moment. Now another one stands higher.", "zh": "一字节不差，除了最后一行：差 16 MB。\n\n公式盯住的是一个时刻，现在另一个时刻更高。"}
@@ -347,7 +342,7 @@ predictions([(f"k = {k}", predicted_peak(k), peaks[k]) for k in (0, 7, 8)], unit
 # </div>
 # <div lang="zh">
 #
-# 一字节不差，除了最后一行：差 16 MB。你的公式盯住的是一个时刻，即反向开始时。最后一个检查点把这一刻压得太低，于是另一个时刻成了最高点：反向快结束时，只有一层的激活值在，但梯度几乎都到齐了。
+# 一字节不差，除了最后一行：差 16 MB。你的公式盯住的是一个时刻，即反向开始时。最后一个检查点把这一刻压得太低，于是另一个时刻成了最高点：反向快结束时，内存里只剩一层的激活值，梯度却几乎都有了。
 #
 # </div>
 
@@ -371,41 +366,40 @@ predictions([(f"k = {k}", predicted_peak(k), peaks[k]) for k in (0, 7, 8)], unit
 
 
 # %%
-def peak_of(blocks, layers=8, head=True):
+def peak_of(layer, layers=8, head=True):  # with a checkpoint around that layer, or None
     with symbolic():
         decoder, tokens = make_decoder(layers=layers), random_tokens(8, 128, 2048)
         alone, x = nn.Sequential(*decoder.layers), torch.randn(8, 128, 256)
-        if blocks:
-            checkpoint_blocks(decoder, blocks)
+        if layer is not None:
+            checkpoint_blocks(decoder, f"layers.{layer}")
         with MemoryMeter(decoder) as meter:
             (decoder.loss(tokens) if head else alone(x).square().mean()).backward()
     return meter.peak_bytes
 
 
 # %%
-each = [f"layers.{i}" for i in range(8)]
-alone = [peak_of(place, head=False) for place in (None, *each)]
-whole = [peak_of(place) for place in (None, "layers.0", "layers.7")]
-only_one = [peak_of(place, layers=1, head=False) for place in (None, "layers.0")]
+alone = {layer: peak_of(layer, head=False) for layer in (None, 0, 3, 5, 6, 7)}
+whole = {layer: peak_of(layer) for layer in (None, 0, 7)}
+one = {layer: peak_of(layer, layers=1, head=False) for layer in (None, 0)}
 
 # %% slide="result"
 lesson_02.draw_which_block(alone, whole)
 
 # %%
-saved = {"layer 0": alone[0] - alone[1], "layer 7": alone[0] - alone[8]}  # bytes
-saved | {"the only layer": only_one[0] - only_one[1]}
+# bytes saved around layer 0, around layer 7, and around the only layer of a network
+alone[None] - alone[0], alone[None] - alone[7], one[None] - one[0]
 
 # %% [markdown] slide={"en": "A checkpoint saves what is absent **at the peak**.\n\nAsk first when the peak is, then what is alive at that moment.", "zh": "检查点省下的，是**峰值那一刻**不在的东西。\n\n先问峰值在何时，再问那一刻有什么。"}
 # <div lang="en">
 #
-# A checkpoint saves what is absent **at the peak**. Backward begins with the last layer, so that layer comes back while all others are still there: alone, it saves nothing, and costs 5,056 bytes for the generator's state. The only layer of a network is its last one. Around any of layers 0 to 5, the saving is a layer less its input. (Layer 6 saves 2 MB less: when it comes back, the last layer's gradients have arrived.)
+# A checkpoint saves what is absent **at the peak**. Backward begins with the last layer, so that layer comes back while all others are still there: alone, it saves nothing, and costs 5,056 bytes for the generator's state. The only layer of a network is its last one. Around a layer up to 5, the saving is that layer less its input. (Layer 6 saves 2 MB less: when it comes back, the last layer's gradients have arrived.)
 #
 # In the decoder even the last layer saves: the peak was not its own. Three tensors of the logits' size, 25 MB, stood there before it came back. Ask first when the peak is, then what is alive at that moment.
 #
 # </div>
 # <div lang="zh">
 #
-# 检查点省下的，是**峰值那一刻**不在的东西。反向从最后一层开始，它重新算出来时，其余各层都还在：八层单独成网络时，给它加检查点什么也省不了，反而多 5,056 字节的发生器状态。只有一层的网络，那一层就是最后一层。给第 0 到第 5 层中的任何一层加，省下的都是一层减去它的输入。（第 6 层少省 2 MB：它重新算出来时，最后一层的梯度已经到了。）
+# 检查点省下的，是**峰值那一刻**不在的东西。反向从最后一层开始，它重新算出来时，其余各层都还在：八层单独成网络时，给它加检查点什么也省不了，反而多 5,056 字节的发生器状态。只有一层的网络，那一层就是最后一层。给第 5 层及以前的某一层加，省下的都是这一层减去它的输入。（第 6 层少省 2 MB：它重新算出来时，最后一层的梯度已经在内存里了。）
 #
 # 在解码器里，给最后一层加也能省：峰值本来就不是它造成的。它重新算出来之前，那里曾有三个 logits 大小的张量，共 25 MB。先问峰值在何时，再问那一刻有什么。
 #
@@ -416,21 +410,21 @@ saved | {"the only layer": only_one[0] - only_one[1]}
 #
 # <div lang="en">
 #
-# Six ways to run the same step. **Selective checkpointing** keeps the results of some operators and computes the rest again; here it keeps the products of the linear layers (`addmm`). **Guess first:** what share of a whole step's FLOPs is one more forward pass? Backward makes two products for each one of forward, for the gradient of the input and for that of the weight.
+# Five ways to run the same step. **Selective checkpointing** keeps the results of some operators and computes the rest again; here it keeps the products of the linear layers (`addmm`). **Guess first:** what share of a whole step's FLOPs is one more forward pass? Backward makes two products for each one of forward, for the gradient of the input and for that of the weight.
 #
 # </div>
 # <div lang="zh">
 #
-# 同一步的六种做法。**选择性检查点**保留一部分算子的结果，其余的再算一遍；这里保留的是线性层的乘积（`addmm`）。**先猜**：多做的一次前向，占整个训练步 FLOPs 的几分之几？前向的每一次乘法，反向要做两次：一次求输入的梯度，一次求权重的梯度。
+# 同一步的五种做法。**选择性检查点**保留一部分算子的结果，其余的再算一遍；这里保留的是线性层的乘积（`addmm`）。**先猜**：多做的一次前向，占整个训练步 FLOPs 的几分之几？前向的每一次乘法，反向要做两次：一次求输入的梯度，一次求权重的梯度。
 #
 # </div>
 
 
 # %%
-def decoder_with(group=1, layers=8, **options):
-    decoder = make_decoder(layers=layers)
+def decoder_with(group=1, decoder=None, **options):
+    decoder = decoder or make_decoder()
     each = list(decoder.layers)
-    parts = (each[i : i + group] for i in range(0, layers, group))
+    parts = (each[i : i + group] for i in range(0, len(each), group))
     decoder.layers = nn.ModuleList(nn.Sequential(*part) for part in parts)
     checkpoint_blocks(decoder, "layers.*", **options)
     return decoder
@@ -439,11 +433,10 @@ def decoder_with(group=1, layers=8, **options):
 # %% slide="result"
 products = [torch.ops.aten.addmm.default]  # what nn.Linear calls
 measured = lesson_02.measured_step  # symbolic: its peak, and the FLOPs of forward and backward
-arms = {"plain": measured(make_decoder), "each layer": measured(decoder_with)}
-arms["all but the last"] = measured(decoder_with, first=7)
-arms["products kept"] = measured(decoder_with, policy=products)
-arms["two layers as one"] = measured(decoder_with, group=2)
-arms["eight layers as one"] = measured(decoder_with, group=8)
+ways = {"each layer": {}, "products kept": {"policy": products}}
+ways |= {"two layers as one": {"group": 2}, "eight layers as one": {"group": 8}}
+arms = {"plain": measured(make_decoder)}
+arms |= {name: measured(decoder_with, **options) for name, options in ways.items()}
 lesson_02.draw_policies(arms)
 
 # %% [markdown] slide={"en": "One forward more, all weights trained: a third at most. Here: 1.21.\n\nProducts kept: 84 MB saved, for almost no FLOPs. And in seconds?", "zh": "全部权重都训练，多一次前向至多三分之一，这里是 1.21 倍。\n\n保留乘积：省 84 MB，几乎不花 FLOPs。秒数呢？"}
@@ -451,14 +444,14 @@ lesson_02.draw_policies(arms)
 #
 # One more forward pass is a third of a step at most, if all weights are trained (with frozen ones backward is cheaper, and it is up to a half). It is 1.21 here: the head is not done again, and recomputation stops when the last saved tensor is back (**early stop**), so that each checkpoint skips its last product.
 #
-# All but the last: 4 MB more, and an eighth of the extra work less. Products kept: almost no FLOPs, for which it saves 84 MB. All eight as one come back at once: 19 MB saved, for the highest price. And in seconds?
+# (Leave out the last layer's checkpoint, as section 2.4 did: 4 MB more, for an eighth less of the extra work.) Products kept: almost no FLOPs, for which it saves 84 MB. All eight as one come back at once: 19 MB saved, for the highest price. And in seconds?
 #
 # </div>
 # <div lang="zh">
 #
 # 全部权重都训练时，多一次前向至多是一步的三分之一（有冻结的权重时，反向更省，最多可到二分之一）。这里是 1.21 倍：输出头不用重做；而且重计算一算出最后一个要保存的张量就停下（**提前停**），每个检查点都省去最后一次乘法。
 #
-# 除最后一层外都加：只多 4 MB，额外的计算少八分之一。保留乘积：几乎不多花 FLOPs，却省下 84 MB。八层合成一个：全部同时重新出现，代价最高，只省 19 MB。那么秒数呢？
+# （像 2.4 节那样不给最后一层加：只多 4 MB，额外的计算少八分之一。）保留乘积：几乎不多花 FLOPs，却省下 84 MB。八层合成一个：全部同时重新出现，代价最高，只省 19 MB。那么秒数呢？
 #
 # </div>
 
@@ -470,45 +463,49 @@ lesson_02.seconds_beside_flops(decoders, arms)
 # %% [markdown] slide={"en": "**FLOPs are not time.** Softmax, GELU and LayerNorm have next to none, but read and write whole tensors.", "zh": "**FLOPs 不是时间。** softmax、GELU 和 LayerNorm 几乎没有 FLOPs，却要把整个张量读一遍、写一遍。"}
 # <div lang="en">
 #
-# The seconds are this machine's. Keeping the products is dearer in time than its 1.02: what it does again are softmax, GELU, LayerNorm and additions. They have next to no FLOPs, but each reads and writes whole tensors: they are bound by memory. **FLOPs are not time.** What this policy does again also grows with the length, since attention's own two products grow with $s^2$.
+# The seconds are this machine's, for four sequences. Keeping the products is dearer in time than its 1.02: what it does again are softmax, GELU, LayerNorm and additions. They have next to no FLOPs, but each reads and writes whole tensors: they are bound by memory. **FLOPs are not time.** What this policy does again also grows with the length, since attention's own two products grow with $s^2$.
 #
 # </div>
 # <div lang="zh">
 #
-# 秒数只代表这台机器。保留乘积的做法，在时间上的代价高于它的 1.02：它重做的是 softmax、GELU、LayerNorm 和加法。它们几乎没有 FLOPs，却都要把整个张量读一遍、写一遍，受限于内存带宽。**FLOPs 不是时间。** 序列变长时，这个策略的代价还会上升，因为注意力自己的两次乘法随 $s^2$ 增长。
+# 秒数只代表这台机器，算的是四条序列。保留乘积的做法，在时间上的代价高于它的 1.02：它重做的是 softmax、GELU、LayerNorm 和加法。它们几乎没有 FLOPs，却都要把整个张量读一遍、写一遍，受限于内存带宽。**FLOPs 不是时间。** 序列变长时，这个策略的代价还会上升，因为注意力自己的两次乘法随 $s^2$ 增长。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Pairs of layers lost. Always?\n\n**Guess first.** Gradients there from the start, a layer is 20.0 inputs: from which depth do pairs win?", "zh": "成对的层输了。总是这样吗？\n\n**先猜**：梯度一开始就在，一层是 20.0 份输入，多深以后成对更省？"}
+# %% [markdown] slide={"en": "Pairs of layers lost. Always?\n\n**Guess first.** Gradients there from the start, a layer is 20 inputs: from which depth do pairs win?", "zh": "成对的层输了。总是这样吗？\n\n**先猜**：梯度一开始就在，一层是 20 份输入，多深以后成对更省？"}
 # ## 2.7 Groups, and gradients that are there / 分组，以及一开始就在的梯度
 #
 # <div lang="en">
 #
-# Two layers as one lost on both axes. Is that a rule? With gradients there from the start, as in the later micro-batches of accumulation (lesson 05), the peak stays at the last layers, and the sum is simple: a pair brings back one layer more, and saves the inputs of half the layers. 20.0 inputs are one layer. **Guess first:** from which depth on do pairs win?
+# Two layers as one lost on both axes. Is that a rule? With gradients there from the start, as in the later micro-batches of accumulation (lesson 05), the peak stays at the last layers, and the sum is simple: a pair brings back one layer more, and saves the inputs of half the layers. 20 inputs are one layer. **Guess first:** from which depth on do pairs win? (So that 48 layers run in a moment, all is a quarter as large here: 512 words, hidden size 64, 32 tokens.)
 #
 # </div>
 # <div lang="zh">
 #
-# 两层合成一个，两头都输。这是规律吗？如果梯度从一开始就在，例如累积梯度时后面的微批次（第 05 课），峰值就一直留在最后几层，账也简单：成对时多恢复一层，但少存一半的输入。一层相当于 20.0 份输入。**先猜**：从多深开始，成对更省？
+# 两层合成一个，两头都输。这是规律吗？如果梯度从一开始就在，例如累积梯度时后面的微批次（第 05 课），峰值就一直留在最后几层，账也简单：成对时多恢复一层，但少存一半的输入。一层相当于 20 份输入。**先猜**：从多深开始，成对更省？（为了让 48 层很快跑完，这里一切都缩到四分之一：词表 512，隐藏维度 64，32 个 token。）
 #
 # </div>
 
+
 # %% slide="result"
-rows = []
-for layers, group in itertools.product((8, 48), (1, 2)):
-    peak = lesson_02.peak_with_gradients(decoder_with, layers=layers, group=group)
-    rows.append((layers, group, round(peak / 1e6, 1)))
-table(["layers", "layers in a checkpoint", "peak, MB"], rows)
+def peak_of_groups(layers, group):
+    decoder = make_decoder(vocabulary=512, hidden=64, sequence=32, layers=layers)
+    decoder = decoder_with(group, decoder, preserve_rng_state=False)
+    return round(lesson_02.peak_with_gradients(decoder) / 1e6, 2)
+
+
+rows = [(layers, peak_of_groups(layers, 1), peak_of_groups(layers, 2)) for layers in (8, 48)]
+table(["layers", "each layer", "two layers as one"], rows)  # peaks, MB
 
 # %% [markdown]
 # <div lang="en">
 #
-# Pairs win beyond 40 layers, *with this convention*. Where gradients arrive during backward, as in our step, they take more room than the inputs that leave, and pairs lose at any depth here. How to cut a deep network best is the question of lesson 03.
+# Pairs take more with 8 layers and less with 48; the two straight lines cross at 40. That is so *with this convention*. Where gradients arrive during backward, as in our step, they take more room than the inputs that leave, and pairs lose at any depth here. How to cut a deep network best is the question of lesson 03.
 #
 # </div>
 # <div lang="zh">
 #
-# *按这种约定*，超过 40 层，成对就更省。像我们的训练步那样，梯度在反向中才到来，它们占的地方比离开的输入更大，那么在这里无论多深，成对都是输。深层网络怎样切最好，是第 03 课的问题。
+# 8 层时成对更费，48 层时成对更省；两条直线在 40 层处相交。不过这只是*按这种约定*。像我们的训练步那样，梯度在反向中才产生，新增的梯度比省下的输入还大，那么在这里无论多深，成对都不划算。深层网络怎样切最好，是第 03 课的问题。
 #
 # </div>
 
@@ -563,7 +560,7 @@ lesson_02.check_loss_in_pieces(loss_in_pieces)
 # </div>
 # <div lang="zh">
 #
-# 各小段合在一次反向里，词表矩阵的梯度（33 MB）会有三份：已经加好的、正要加上的，以及两者之和。这就是下限：矩阵的三倍。可是何必等？每个小段做完就反向，梯度便就地累加。（前面的各层再从 `hidden.grad` 接着反向。）
+# 各小段合在一次反向里，词表矩阵的梯度（33 MB）会有三份：已经加好的、正要加上的，以及两者之和。这就是下限：矩阵的三倍。可是何必等？每个小段做完就反向，梯度便原地累加。（前面的各层再从 `hidden.grad` 接着反向。）
 #
 # </div>
 
@@ -615,12 +612,12 @@ table(["tokens in a chunk", "one backward", "backward by chunk"], rows)  # peaks
 #
 # <div lang="en">
 #
-# `checkpoint(block, x, use_reentrant=False)`, section 2.1, is PyTorch's own. What torchtitan does before FSDP2's `fully_shard`, PyTorch does in two lines, and here they run:
+# `checkpoint(block, x, use_reentrant=False)`, section 2.1, is PyTorch's own. torchtitan wraps each layer in a checkpoint before FSDP2's `fully_shard` takes it; with PyTorch that is one line, and here it runs:
 #
 # </div>
 # <div lang="zh">
 #
-# 2.1 节的 `checkpoint(block, x, use_reentrant=False)` 就是 PyTorch 自己的。torchtitan 在 FSDP2 的 `fully_shard` 之前所做的，用 PyTorch 只要两行，下面就来运行：
+# 2.1 节的 `checkpoint(block, x, use_reentrant=False)` 就是 PyTorch 自己的。torchtitan 在调用 FSDP2 的 `fully_shard` 之前，先给每一层套上检查点；用 PyTorch 只要一行，下面就来运行：
 #
 # </div>
 
@@ -628,8 +625,7 @@ table(["tokens in a chunk", "one backward", "backward by chunk"], rows)  # peaks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 wrapped = make_decoder()
-for i, layer in enumerate(wrapped.layers):
-    wrapped.layers[i] = checkpoint_wrapper(layer)
+wrapped.layers = nn.ModuleList(map(checkpoint_wrapper, wrapped.layers))
 metered_step(wrapped).peak_bytes, peaks[8]
 
 # %% [markdown]
@@ -637,6 +633,7 @@ metered_step(wrapped).peak_bytes, peaks[8]
 #
 # | where | not run here |
 # |---|---|
+# | PyTorch, products kept | `checkpoint(layer, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]))` |
 # | Hugging Face | `model.gradient_checkpointing_enable()`, or `TrainingArguments(gradient_checkpointing=True)`; train with `use_cache=False` |
 # | torchtitan | activation checkpoint mode `"full"` or `"selective"` in the training configuration |
 # | Megatron-LM | `--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`; or `--recompute-granularity selective` |
@@ -649,6 +646,7 @@ metered_step(wrapped).peak_bytes, peaks[8]
 #
 # | 在哪里 | 此处未运行 |
 # |---|---|
+# | PyTorch，保留乘积 | `checkpoint(layer, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]))` |
 # | Hugging Face | `model.gradient_checkpointing_enable()`，或 `TrainingArguments(gradient_checkpointing=True)`；训练时设 `use_cache=False` |
 # | torchtitan | 训练配置里的激活检查点模式 `"full"` 或 `"selective"` |
 # | Megatron-LM | `--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`；或 `--recompute-granularity selective` |
@@ -709,9 +707,9 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # <div lang="zh">
 #
 # - 检查点只留下一个块的输入，激活值到反向时再算一遍，梯度相等。
-# - 省下的，是峰值那一刻不在的东西。只有各层时，给最后一层加检查点，什么也不省；给别的层加，几乎都省下一层减去它的输入。公式针对的是一个时刻，别的时刻更高时就不再成立。
+# - 省下的，是峰值那一刻不在的东西。只有这些层、没有输出头时，给最后一层加检查点，什么也不省；给别的层加，几乎都省下一层减去它的输入。公式针对的是一个时刻，别的时刻更高时就不再成立。
 # - 全部权重都训练时，多一次前向至多是一步的三分之一，提前停还能再少一点。选择性检查点几乎不多花 FLOPs，时间上则要多一些。
-# - 几层合成一个检查点是否划算，取决于深度，也取决于梯度是陆续到来，还是一开始就在。
+# - 几层合成一个检查点是否划算，取决于深度，也取决于梯度是陆续产生，还是一开始就在。
 # - 损失也是一个块：切成小段、每段做完就反向，只比其矩阵梯度的两倍多一点。
 #
 # **下一步**：[第 03 课](03_sqrt_schedule.ipynb)讨论该忘掉哪些块。
@@ -773,7 +771,7 @@ lesson_02.gaps(runs)
 #
 # 不保存发生器的状态，dropout 就会抽到另一个掩码，算出的梯度属于一个从未运行过的网络。第二遍的 autocast 也必须相同。只求一个梯度时，`MyCheckpoint` 会悄悄往权重的梯度里也加上一份。
 #
-# `MyCheckpoint` 里的 `save_for_backward` 能发现输入被就地改动；`with_hooks` 持有的是张量本身，会一声不响地返回错误的梯度。保存的张量换了形状，可能恰好可以广播，只有核对形状才能发现。最后一行全是 ✗：谁也不比较数值。一个块必须两遍都算出同样的东西。
+# `MyCheckpoint` 里的 `save_for_backward` 能发现输入被原地改动；`with_hooks` 持有的是张量本身，会一声不响地返回错误的梯度。保存的张量换了形状，可能恰好可以广播，只有核对形状才能发现。最后一行全是 ✗：谁也不比较数值。一个块必须两遍都算出同样的东西。
 #
 # </div>
 
@@ -883,23 +881,23 @@ table(["", "running mean, in means of the batch", "batches counted"], rows)
 #
 # <div lang="en">
 #
-# One attention layer, used three times with the same weights: equal outputs with and without checkpoints, and a saving that grows with the square once P is the larger part. Predicted is what two of the three passes would hold, $2 (5 s b h + a s^2 b)$ elements, less their inputs, which stay. With short sequences it comes later: by then weight gradients lie there, and the formula leaves them out.
+# One attention layer, used three times with the same weights: equal outputs with and without checkpoints, and a saving that grows with the square once P is the larger part. Predicted is what two of the three passes would hold, $2 (5 s b h + a s^2 b)$ elements, less their inputs, which stay. With short sequences the peak comes later, when there are weight gradients, and these the formula leaves out.
 #
 # </div>
 # <div lang="zh">
 #
-# 同一个注意力层，用同样的权重连做三遍：用不用检查点，输出相等；P 占大头之后，省下的随平方增长。预测的是三遍中两遍原本要保存的 $2 (5 s b h + a s^2 b)$ 个元素，减去仍要留下的输入。序列短时，峰值来得晚一些：那时权重的梯度已经在了，公式没有计入它们。
+# 同一个注意力层，用同样的权重连做三遍：用不用检查点，输出相等；P 占大头之后，省下的随平方增长。预测的是三遍中两遍原本要保存的 $2 (5 s b h + a s^2 b)$ 个元素，减去仍要留下的输入。序列短时，峰值来得晚一些：那时已经有了权重的梯度，公式没有计入它们。
 #
 # </div>
 
 # %%
 from course_lib.models import Attention
 
-attention = Attention(256, 8)
+attention = Attention(128, 4)
 
 
 def three_passes(length, checkpointed):
-    y = torch.linspace(-1, 1, length * 256).view(1, length, 256)  # (b, s, h)
+    y = torch.linspace(-1, 1, length * 128).view(1, length, 128)  # (b, s, h)
     attention.zero_grad()
     with MemoryMeter() as meter:
         for _ in range(3):
@@ -912,7 +910,7 @@ def three_passes(length, checkpointed):
 rows, equal = [], []
 for length in (256, 512, 1024):
     (peak, output), (lower, again) = three_passes(length, False), three_passes(length, True)
-    predicted = 4 * 2 * (5 * length * 256 + 8 * length**2 - length * 256)
+    predicted = 4 * 2 * (5 * length * 128 + 4 * length**2 - length * 128)
     rows.append((f"s = {length}", predicted, peak - lower))
     equal.append(torch.equal(output, again))
 print(equal)
@@ -1036,7 +1034,7 @@ from course_lib.memory import saved_tensors
 kept = {}
 for layers in (4, 16):
     with symbolic():
-        decoder, tokens = decoder_with(layers=layers), random_tokens(8, 128, 2048)
+        decoder, tokens = decoder_with(1, make_decoder(layers=layers)), random_tokens(8, 128, 2048)
         kept[layers] = saved_tensors(decoder.loss, tokens).total_bytes
 answers = lesson_02.modes(readable)
 score = [sum(row[column] == "✓" for row in answers) for column in (1, 2)]
@@ -1116,7 +1114,6 @@ lesson_02.check_policy(operators)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-# The results of attention's two products: S, a·s²·b numbers, and the context, s·b·h: 5.2 MB a layer.
 lesson_02.check_policy([torch.ops.aten.bmm.default])
 ### END SOLUTION
 

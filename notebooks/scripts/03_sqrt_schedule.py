@@ -55,8 +55,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib.lessons import lesson_03
-from course_lib.memory import MemoryMeter
+from course_lib.lessons import lesson_03, what_you_may_have_read
+from course_lib.lessons.ledger import ledger
+from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, deep_mlp, loss_stages, random_tokens
 from course_lib.teaching import predictions, table
 
@@ -89,27 +90,23 @@ hundred = nn.Sequential(*(deep_mlp(depth=1, width=25, seed=i) for i in range(100
 
 
 def in_segments(layers, cuts, x):
-    *firsts, last = pairwise(cuts)
-    for start, end in firsts:
+    for start, end in pairwise(cuts[:-1]):
         x = checkpoint(layers[start:end], x, use_reentrant=False, preserve_rng_state=False)
-    start, end = last
-    return layers[start:end](x)
+    return layers[cuts[-2] :](x)
 
 
 # %%
-def framework(layers, k, x):
-    return checkpoint_sequential(layers, k, x, use_reentrant=False, preserve_rng_state=False)
+def gradients(run, layers, cuts, x):
+    layers.zero_grad()
+    run(layers, cuts, x).sum().backward()
+    return [parameter.grad for parameter in layers.parameters()]
 
 
-def gradients(run, cuts):
-    hundred.zero_grad()
-    run(hundred, cuts, x).square().sum().backward()
-    return [parameter.grad for parameter in hundred.parameters()]
-
-
-plain = gradients(in_segments, [0, 100])  # one segment: nothing is checkpointed
-ten = [gradients(in_segments, range(0, 101, 10)), gradients(framework, 10)]
-[all(map(torch.equal, plain, each)) for each in ten]
+framework = partial(checkpoint_sequential, use_reentrant=False, preserve_rng_state=False)
+plain = gradients(in_segments, hundred, [0, 100], x)  # one segment: nothing is checkpointed
+ours = gradients(in_segments, hundred, range(0, 101, 10), x)
+theirs = gradients(framework, hundred, 10, x)
+all(map(torch.equal, plain, ours)), all(map(torch.equal, plain, theirs))
 
 # %% [markdown] slide={"en": "$k B + \\frac{L}{k} A + B$ is a smooth curve.\n\n**Guess first.** Will the measured points be smooth, too?", "zh": "$k B + \\frac{L}{k} A + B$ 是一条平滑的曲线。\n\n**先猜**：测得的点也会平滑吗？"}
 # <div lang="en">
@@ -139,7 +136,7 @@ def peak_of(run, layers, cuts):  # for `framework`: the number of segments
 
 
 # %%
-ks = [1, 2, 3, 4, 6, 10, 12, 14, 17, 20, 25, 26, 33, 34, 50, 51, 75, 100]
+ks = [1, 4, 10, 14, 17, 20, 25, 26, 33, 34, 50, 51, 100]
 sweep = {k: peak_of(framework, hundred, k) for k in ks}
 
 # %% slide="result"
@@ -321,9 +318,8 @@ rows, once = [], flops_of(hundred, [0, 100])
 arms = {"10 equal segments": range(0, 101, 10), "17 balanced": balanced(100, 17)}
 arms["19 tapered"] = tapered(100)
 for name, cuts in arms.items():
-    measured = round(peak_of(in_segments, hundred, cuts) / B, 1)
-    flops = round(flops_of(hundred, cuts) / once, 3)
-    rows.append((name, predicted_peak(cuts) // B, measured, flops))
+    peak, flops = peak_of(in_segments, hundred, cuts) / B, flops_of(hundred, cuts) / once
+    rows.append((name, predicted_peak(cuts) // B, round(peak, 1), round(flops, 3)))
 table(["cut", "predicted, B", "measured, B", "FLOPs of plain"], rows)
 
 # %% [markdown] slide={"en": "From 31 to 22, for 2% more FLOPs.\n\nIs that the limit, for one more forward pass? Ask the frontier of **all** schedules.", "zh": "从 31 降到 22，FLOPs 只多 2%。\n\n只多做一次前向，这是极限吗？去问**所有**调度的前沿。"}
@@ -331,7 +327,7 @@ table(["cut", "predicted, B", "measured, B", "FLOPs of plain"], rows)
 #
 # From 31 to 22, for 2% more FLOPs: the last segment, which isn't run again, is shorter. (This cut is derived here; we have found it in no paper in this form.)
 #
-# Is that the limit? The library's `frontier` lists the best of **all** schedules that keep what they keep until its backward, not only of segments; section 3.5 has you write how it decides. A forward of a layer takes one unit of time, a backward two: 300 in all, and 99 for one more forward of all layers but the last.
+# Is that the limit? The library's `frontier` lists the best of **all** schedules that keep what they keep until its backward, not only of segments; how it decides, you write yourself in section 3.5. A forward of a layer takes one unit of time, a backward two: 300 in all, and 99 for one more forward of all layers but the last.
 #
 # </div>
 # <div lang="zh">
@@ -356,7 +352,7 @@ min(cost.peak_bytes for cost in frontier(chain) if cost.time <= 300 + 99)
 # </div>
 # <div lang="zh">
 #
-# 22：只多做一次前向，这样的、以整层为单位的调度，没有一个峰值比渐短的切法更低。要再往下，就得让有些层运行不止两次（3.12 节）。
+# 22：只多做一次前向时，这类以整层为单位的调度，没有一个的峰值低于渐短的切法。还要再降，就得让有些层运行不止两次（3.12 节）。
 #
 # </div>
 
@@ -507,12 +503,12 @@ table(["budget", "`fastest`", "best of 394", "`optimal`"], rows)
 #
 # <div lang="en">
 #
-# Now the decoder of lesson 01, as a chain of 18 stages: embedding, attention and feed-forward network of each layer, and the head with its loss. `Chain.profile` runs each stage forward and backward once under the meter. Its clock is FLOPs; for the embedding, which has no products, numbers made.
+# Now the decoder of lesson 01, as a chain of 18 stages: embedding, attention and feed-forward network of each layer, and the head with its loss. `Chain.profile` runs each stage forward and backward once under the meter, here on symbolic tensors. Its clock is FLOPs; for the embedding, which has no products, numbers made.
 #
 # </div>
 # <div lang="zh">
 #
-# 现在轮到第 01 课的解码器，它是一条 18 级的链：嵌入，各层的注意力与前馈网络，以及输出头与损失。`Chain.profile` 在计量器之下把每一级的前向和反向运行一次。时钟是 FLOPs；嵌入没有矩阵乘法，按产生的数的个数计。
+# 现在轮到第 01 课的解码器，它是一条 18 级的链：嵌入，各层的注意力与前馈网络，以及输出头与损失。`Chain.profile` 在计量器之下把每一级的前向和反向运行一次，这里用符号张量。时钟是 FLOPs；嵌入没有矩阵乘法，按产生的数的个数计。
 #
 # </div>
 
@@ -525,7 +521,8 @@ def make_stages(**changes):
 
 
 stages, inputs = make_stages()
-chain = Chain.profile(stages, inputs)
+with symbolic():
+    chain = Chain.profile(*make_stages())
 lesson_03.stages_of_a_decoder(chain)
 
 # %%
@@ -536,12 +533,12 @@ predictions([("the plain step", step, 277_682_584)], unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# So the chain is the activations' part of lesson 01's peak, to the 8 bytes of the loss: 195.2 MB. **Guess first:** for half of that, which stages would you forget, and how much more time does it take?
+# So the chain is the activations' part of lesson 01's peak, to the 8 bytes of the loss. It is 195.2 MB, as the first picture below says. **Guess first:** for half of that, which stages would you forget, and how much more time does it take?
 #
 # </div>
 # <div lang="zh">
 #
-# 可见这条链正是第 01 课的峰值里属于激活值的部分，只差损失的 8 字节：195.2 MB。**先猜**：要降到一半，你会忘掉哪些级？时间多花多少？
+# 可见这条链正是第 01 课的峰值里属于激活值的部分，只差损失的 8 字节。它是 195.2 MB，见下面第一幅图。**先猜**：要降到一半，你会忘掉哪些级？时间多花多少？
 #
 # </div>
 
@@ -566,20 +563,15 @@ lesson_03.schedule_pictures(plans, chain, title=title, panel_height=1.6)
 # %%
 from course_lib.schedule import ScheduledSequential
 
-half = ScheduledSequential(stages, plans["half"])
-found = []
-for run in (stages, half):
-    stages.zero_grad()
-    run(inputs).backward()
-    found.append([parameter.grad for parameter in stages.parameters()])
-all(map(torch.equal, *found))
 
-
-# %% slide="result"
 def scheduled(layers, schedule, x):
     return ScheduledSequential(layers, schedule)(x)
 
 
+plain = gradients(in_segments, stages, [0, 18], inputs)
+all(map(torch.equal, plain, gradients(scheduled, stages, plans["half"], inputs)))
+
+# %% slide="result"
 cost_of = partial(lesson_03.cost_of, make_stages)  # symbolic: (peak, FLOPs) of forward and backward
 executed = {name: cost_of(scheduled, plans[name]) for name in ("half", "a quarter")}
 rows = [(name, simulate(plans[name], chain).peak_bytes, executed[name][0]) for name in executed]
@@ -592,23 +584,23 @@ predictions(rows, unit="bytes")
 #
 # Half: 8 bytes, the loss. A quarter: 1.06 MB above the promise, and there is a reason. The head's matrix is the embedding's, and autograd holds the head's share of its gradient, 2.1 MB, until the embedding's share has come. A chain of stages knows nothing of that. With a matrix each, the last row, the error is 8 bytes.
 #
-# All budgets at once are the **Pareto frontier**: every point that no other equals or beats in both bytes and time. Beside it, what was run: both plans, equal segments of whole stages, and lesson 02's checkpoint around each layer.
+# All budgets at once are the **Pareto frontier**: every point that no other equals or beats in both bytes and time. Beside it, what was run: both plans, six equal segments of whole stages, and lesson 02's checkpoint around each layer.
 #
 # </div>
 # <div lang="zh">
 #
-# 一半时差 8 字节，即损失。四分之一时比承诺高 1.06 MB，这是有原因的：输出头的矩阵就是嵌入的矩阵，autograd 要把输出头那一份梯度（2.1 MB）一直留到嵌入那一份到来。由级组成的链不知道这件事。两者各用一个矩阵时（最后一行），误差就是 8 字节。
+# 降到一半时差 8 字节，就是损失。降到四分之一时，比承诺高 1.06 MB，这是有原因的：输出头的矩阵就是嵌入的矩阵，autograd 要把输出头那一份梯度（2.1 MB）一直留到嵌入那一份算出来。由级组成的链不知道这件事。两者各用一个矩阵时（最后一行），误差就是 8 字节。
 #
-# 所有预算一起看，就是**帕累托前沿**：它收录的每一点，都找不到另一点在字节和时间上都与它持平或更优。旁边是实际运行的：两个调度、以整级为单位的等分段，以及第 02 课那样每层一个检查点。
+# 所有预算一起看，就是**帕累托前沿**：它收录的每一点，都找不到另一点在字节和时间上都与它持平或更优。旁边是实际运行的：两个调度、以整级为单位的六个等长的段，以及第 02 课那样每层一个检查点。
 #
 # </div>
 
 # %% slide="result"
 with set_checkpoint_early_stop(False):  # so that whole stages run again
-    whole = {k: cost_of(in_segments, framework_cuts(18, k)) for k in (3, 6)}
+    whole = {6: cost_of(in_segments, framework_cuts(18, 6))}
 layers = {"each layer, as in lesson 02": cost_of(in_segments, [0, *range(1, 18, 2), 18])}
 arms = {"optimal, run": (executed, "o", "#228833")}
-arms["equal segments of stages"] = (whole, "s", "#4477AA")
+arms["6 equal segments"] = (whole, "s", "#4477AA")
 arms["early stop"] = (layers, "D", "#AA3377")
 title = "No schedule of whole stages lies below the frontier; lesson 02's checkpoints do"
 lesson_03.draw_frontier(title, frontier(chain), arms, xlim=(20, 205))
@@ -662,21 +654,18 @@ lesson_03.draw_frontier(title, frontier(chain), arms, xlim=(20, 205))
 #
 # <div lang="en">
 #
-# Three sentences from public pages. The third is tried on the decoder: a checkpoint around every 1, 2 or 4 of its layers.
+# Three sentences from public pages. The third is tried on the decoder: a checkpoint around each layer, and around every two.
 #
 # </div>
 # <div lang="zh">
 #
-# 三句公开出处的说法。第三句拿解码器来检验：每 1、2 或 4 层一个检查点。
+# 三句公开出处的说法。第三句拿解码器来检验：每层一个检查点，以及每两层一个。
 #
 # </div>
 
 # %% slide="result"
-from course_lib.lessons import what_you_may_have_read
-
-groups = {1: layers["each layer, as in lesson 02"][0]}  # layers to a checkpoint: peak
-for n in (2, 4):
-    groups[n], _ = cost_of(in_segments, [0, *range(1, 18, 2 * n), 18])
+pairs, _ = cost_of(in_segments, [0, *range(1, 18, 4), 18])  # two layers to a checkpoint
+groups = layers["each layer, as in lesson 02"][0], pairs
 what_you_may_have_read("03", *lesson_03.figures_of_claims(predicted_peak, tapered, groups))
 
 # %% [markdown] slide={"en": "The same step as ever, one technique a row.\n\nHalf the activations: what do these 180.1 MB consist of?", "zh": "还是那一步，一种技术一行。\n\n激活值减半：这 180.1 MB 由什么组成？"}
@@ -694,16 +683,13 @@ what_you_may_have_read("03", *lesson_03.figures_of_claims(predicted_peak, tapere
 # </div>
 
 # %% slide="result"
-from course_lib.lessons.ledger import Row, ledger
-
-adam = torch.optim.Adam(half.parameters())
+adam = torch.optim.Adam(stages.parameters())
 adam.step()  # with the gradients of section 3.6: makes its state
-half.zero_grad()
-with MemoryMeter(half, adam) as meter:
-    half(inputs).backward()
+stages.zero_grad()
+with MemoryMeter(stages, adam) as meter:
+    scheduled(stages, plans["half"], inputs).backward()
     adam.step()
-technique = "optimal schedule, half the activations"
-ledger("03", technique, Row("03", technique, meter.peak_bytes, executed["half"][1]))
+ledger("03", "optimal schedule, half the activations", meter, flops=executed["half"][1])
 
 # %% [markdown] slide={"en": "$k^* = \\sqrt{L \\cdot A / B}$; segments that get shorter go lower still.\n\nFor uneven chains, a recurrence of ten lines.", "zh": "$k^* = \\sqrt{L \\cdot A / B}$；段越往后越短，峰值更低。\n\n参差不齐的链，用十行的递推式。"}
 # ## 3.10 Summary / 小结
@@ -732,12 +718,12 @@ ledger("03", technique, Row("03", technique, meter.peak_bytes, executed["half"][
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174. Griewank 1992, *Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation*, Optimization Methods and Software 1. Griewank and Walther 2000, *Algorithm 799: revolve*, ACM TOMS 26(1). Beaumont et al. 2019, *Optimal checkpointing for heterogeneous chains*, arXiv:1911.13214 (the recurrence). Jain et al. 2019, *Checkmate*, arXiv:1910.02653. *Rockmate* and *HiRemate*, by the authors of the recurrence and others, cut finer than stages. PyTorch's `torch._functorch.partitioners`, read and run.
+# **Sources.** Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174. Griewank 1992, *Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation*, Optimization Methods and Software 1. Griewank and Walther 2000, *Algorithm 799: revolve*, ACM TOMS 26(1). Beaumont et al. 2019, *Optimal checkpointing for heterogeneous chains*, arXiv:1911.13214 (the recurrence). Jain et al. 2019, *Checkmate*, arXiv:1910.02653. *Rockmate* and *HiRemate*, by the authors of the recurrence and others, cut finer than stages. PyTorch's `torch._functorch.partitioners`, read and run. The READMEs of cybertronai/gradient-checkpointing (2018) and NVIDIA/Megatron-LM, on GitHub (claims two and three).
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** Chen et al. 2016，*Training Deep Nets with Sublinear Memory Cost*，arXiv:1604.06174。Griewank 1992，*Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation*，Optimization Methods and Software 1。Griewank 和 Walther 2000，*Algorithm 799: revolve*，ACM TOMS 26(1)。Beaumont et al. 2019，*Optimal checkpointing for heterogeneous chains*，arXiv:1911.13214（递推式）。Jain et al. 2019，*Checkmate*，arXiv:1910.02653。*Rockmate* 和 *HiRemate*，由递推式的作者与他人合作，切得比级更细。PyTorch 的 `torch._functorch.partitioners`（我们读过并运行过其源码）。
+# **出处。** Chen et al. 2016，*Training Deep Nets with Sublinear Memory Cost*，arXiv:1604.06174。Griewank 1992，*Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation*，Optimization Methods and Software 1。Griewank 和 Walther 2000，*Algorithm 799: revolve*，ACM TOMS 26(1)。Beaumont et al. 2019，*Optimal checkpointing for heterogeneous chains*，arXiv:1911.13214（递推式）。Jain et al. 2019，*Checkmate*，arXiv:1910.02653。*Rockmate* 和 *HiRemate*，由递推式的作者与他人合作，切得比级更细。PyTorch 的 `torch._functorch.partitioners`（我们读过并运行过其源码）。GitHub 上 cybertronai/gradient-checkpointing（2018）和 NVIDIA/Megatron-LM 的 README（第二、三条说法）。
 #
 # </div>
 
@@ -760,12 +746,12 @@ ledger("03", technique, Row("03", technique, meter.peak_bytes, executed["half"][
 #
 # <div lang="en">
 #
-# The same sweep for 16 and 36 layers, with your prediction as a line. And depths that are no squares: for 50 layers $\sqrt L$ lies between 7 and 8, while $k^* = \sqrt{2 \cdot 50} = 10$ divides 50.
+# The same sweep for 16, 36 and 64 layers, with your prediction for every $k$ as a line. And depths that are no squares: for 50 layers $\sqrt L$ lies between 7 and 8, while $k^* = \sqrt{2 \cdot 50} = 10$ divides 50.
 #
 # </div>
 # <div lang="zh">
 #
-# 对 16 层和 36 层同样扫一遍，线是你的预测。还有不是平方数的深度：50 层时 $\sqrt L$ 在 7 与 8 之间，而 $k^* = \sqrt{2 \cdot 50} = 10$ 能整除 50。
+# 对 16、36 和 64 层同样扫一遍，线是你对每个 $k$ 的预测。还有不是平方数的深度：50 层时 $\sqrt L$ 在 7 与 8 之间，而 $k^* = \sqrt{2 \cdot 50} = 10$ 能整除 50。
 #
 # </div>
 
@@ -775,9 +761,9 @@ def predicted_for(depth, k):
     return predicted_peak(framework_cuts(depth, k))
 
 
+tried = {16: (2, 4, 5, 6, 8, 16), 36: (3, 6, 8, 9, 12, 13, 36), 64: (4, 8, 11, 16, 22, 64)}
 sweeps = {}
-for depth in (16, 36):
-    ks = [*range(1, 10), *range(12, depth + 1, 4)]
+for depth, ks in tried.items():
     sweeps[depth] = {k: peak_of(framework, hundred[:depth], k) for k in ks}
 lesson_03.draw_sweeps(sweeps, predicted_for)
 
@@ -967,7 +953,7 @@ for budget in (1, 0.75, 0.5, 0.25, 0):
     released = compiled(layers16, x, budget)
     saved = round(saved_tensors(released, x).total_bytes / B, 1)
     peak, held = round(peak_of(run_compiled, layers16, released) / B, 1), "–"
-    if budget in (1, 0.25):
+    if budget == 0.25:
         graphs = compiled(layers16, x, budget, holding)
         held = f"{peak_of(run_compiled, layers16, graphs) / B:.1f}"
     flops = round(flops_of_graphs(released, x) / plain, 2)
@@ -985,7 +971,7 @@ table(["budget", "saved, B", "peak, holding", "peak, releasing", "FLOPs of plain
 # </div>
 # <div lang="zh">
 #
-# 0.75 时，峰值降低，一点 FLOPs 也不多花：重计算的只有 GELU，它们不计 FLOPs（时间还是要花的）。此后保存的字节继续减少，峰值却**又升回**起点。这几乎怪不得调用者。问题在于选了什么：0.25 时，求解器留下前七个 Linear 的结果，最后九层什么也不留，于是它们一口气全都回来。在求解器看来，十六层的结果都一样：同样多的字节，同样多的 FLOPs。张量活多久，它并不知道。先把它的选择打印出来，再替它选七个，均匀分布：
+# 0.75 时，峰值降低，一点 FLOPs 也不多花：重计算的只有 GELU，它们不计 FLOPs（时间还是要花的）。此后保存的字节继续减少，峰值却**又升回**起点。这几乎怪不得调用者。问题在于选了什么：0.25 时，求解器留下前七个 Linear 的结果，最后九层什么也不留，于是反向一开始，这九层要一次全部恢复。在求解器看来，十六层的结果都一样：同样多的字节，同样多的 FLOPs。张量活多久，它并不知道。先把它的选择打印出来，再替它选七个，均匀分布：
 #
 # </div>
 
@@ -1017,27 +1003,25 @@ table(["budget", "saved, B", "peak, releasing", "FLOPs of plain"], [row])
 #
 # The same bytes saved, the same FLOPs, and half the peak. Fewer saved bytes are not a lower peak; **which** bytes decides.
 #
-# Now two layers of the decoder (with a matrix of its own for the head, since this interface refuses tied weights). **Guess first:** are the compiler's points above the frontier, or below?
+# Now two layers of the decoder (with a matrix of its own for the head, since this interface refuses tied weights). **Guess first:** at a budget of 0.5, is the compiler above the frontier, or below?
 #
 # </div>
 # <div lang="zh">
 #
 # 保存的字节相同，FLOPs 相同，峰值只有一半。保存得更少，不等于峰值更低；要看保存的是**哪些**。
 #
-# 现在取解码器的两层（输出头用自己的矩阵，因为这个接口不接受共享权重）。**先猜**：编译器的点会落在前沿的上方，还是下方？
+# 现在取解码器的两层（输出头用自己的矩阵，因为这个接口不接受共享权重）。**先猜**：预算 0.5 时，编译器会落在前沿的上方，还是下方？
 #
 # </div>
 
 # %%
 small, inputs = make_stages(layers=2, tied=False)
-compiled_costs = {}
-for budget in (0.5, 0.3):
-    graphs = compiled(small, inputs, budget)  # this leaves gradients, which stay
-    with MemoryMeter() as meter:
-        graphs(inputs).backward()
-    compiled_costs[f"{budget}"] = meter.peak_bytes + inputs.nbytes, flops_of_graphs(graphs, inputs)
+graphs = compiled(small, inputs, 0.5)  # this leaves gradients, which stay
+with MemoryMeter() as meter:
+    graphs(inputs).backward()
+costs = {"0.5": (meter.peak_bytes + inputs.nbytes, flops_of_graphs(graphs, inputs))}
 checkpointed = cost_of(in_segments, [0, 1, 3, 5, 6], layers=2, tied=False)
-arms = {"compiler's budget": (compiled_costs, "^", "#AA3377")}
+arms = {"compiler's budget": (costs, "^", "#AA3377")}
 arms["early stop"] = ({"each layer": checkpointed}, "D", "#4477AA")
 title = "Who forgets single operators goes below the frontier of whole stages"
 lesson_03.draw_frontier(title, frontier(Chain.profile(small, inputs)), arms, xlim=(20, 75))

@@ -245,17 +245,17 @@ within, by_library(batch, 7)[1].weight == int((batch[:, 1:] != 0).sum())
 # %% [markdown]
 # <div lang="en">
 #
-# With parameters in bf16, gradients are bf16 too, and so are their sums: 8 bits of precision, to which ever smaller pieces are added. `accumulate="fp32"` adds up in fp32, for 4 bytes a parameter instead of 2. 256 sequences, errors in %:
+# With parameters in bf16, gradients are bf16 too, and so are their sums: 8 bits of precision, to which ever smaller pieces are added. `accumulate="fp32"` adds up in fp32, for 4 bytes a parameter instead of 2. 256 sequences of 16 tokens, errors in %:
 #
 # </div>
 # <div lang="zh">
 #
-# 参数是 bf16 时，梯度是 bf16，它们的和也是：只有 8 位精度，却要不断加上越来越小的份。`accumulate="fp32"` 则以 fp32 求和，每个参数占 4 字节而不是 2 字节。256 条序列，误差以 % 计：
+# 参数是 bf16 时，梯度是 bf16，它们的和也是：有效精度只有 8 位，加上去的每一份却越来越小。`accumulate="fp32"` 则以 fp32 求和，每个参数占 4 字节而不是 2 字节。256 条序列，每条 16 个 token，误差以 % 计：
 #
 # </div>
 
 # %%
-many = random_tokens(256, 64, 127, seed=1) + 1
+many = random_tokens(256, 16, 127, seed=3) + 1
 wanted, rows = gradient(full, many, dtype=torch.float64), []
 for name, accumulate in (("sums in bf16", None), ("sums in fp32", "fp32")):
     found = [by_library(many, size, torch.bfloat16, accumulate)[0] for size in (16, 1)]
@@ -276,11 +276,11 @@ table(["", "16 pieces", "256 pieces"], rows)
 # </div>
 # <div lang="zh">
 #
-# 同一时刻只有一个微批次存活。所以峰值 $P(m)$ 是一个下限 $P_0$，加上每个样本若干字节：
+# 同一时刻，内存里只有一个微批次。所以峰值 $P(m)$ 是一个下限 $P_0$，加上每个样本若干字节：
 #
 # $$P(m) = P_0 + m \cdot a$$
 #
-# 权重、梯度和优化器状态几乎就是整个下限：批次怎样拆，都与它们无关。测两种大小，预测其余的。有一种情形不同：只有一份。这时梯度陆续到来，激活值也陆续释放，所以峰值时刻还没有那一整套梯度，即 3.3 MB。
+# 权重、梯度和优化器状态几乎就是整个下限：批次怎样拆，都与它们无关。测两种大小，预测其余的。有一种情形不同：只有一份。这时梯度陆续产生，激活值陆续释放，所以峰值时刻还没有那一整套梯度，即 3.3 MB。
 #
 # </div>
 
@@ -450,7 +450,7 @@ None
 # </div>
 # <div lang="zh">
 #
-# **缩放器**在反向之前把损失乘上一个很大的数，好让小的梯度在 fp16 里不消失；更新之前再把梯度除回去，这叫**还原缩放**（unscale）。只要有一个梯度是 inf 或 NaN，它就跳过这次更新，并调低那个数。fp16 最小的正数是 $6 \cdot 10^{-8}$，小于它一半的都变成零。bf16 的指数范围与 fp32 相同，用不着这些。
+# **缩放器**在反向之前把损失乘上一个很大的数，使很小的梯度在 fp16 里不至于变成零；更新之前再把梯度除回去，这叫**还原缩放**（unscale）。只要有一个梯度是 inf 或 NaN，它就跳过这次更新，并调低那个数。fp16 最小的正数是 $6 \cdot 10^{-8}$，小于它一半的都变成零。bf16 的指数范围与 fp32 相同，用不着这些。
 #
 # 裁剪要放在最后一个微批次之后，还原缩放之后。若每份各自裁剪，每份都被裁到上限；它们方向各异，平均之后就更短，而且大的份失去了应有的份量。
 #
@@ -598,9 +598,9 @@ table(["", "peak, MB", "most gradients at once, MB"], rows)
 # </div>
 # <div lang="zh">
 #
-# 权重相同，同时存在的梯度至多 0.26 MB，而不是 3.27 MB。峰值降得没有那么多，从 6.77 到 6.13 MB；有 8 条序列时根本不降：那时峰值落在反向开始之处，梯度还没有来。
+# 权重相同，同时存在的梯度至多 0.26 MB，而不是 3.27 MB。峰值降得没有那么多，从 6.77 到 6.13 MB；有 8 条序列时根本不降：那时峰值落在反向刚开始的时候，梯度还没有产生。
 #
-# 与累积合用时，这个钩子在每个微批次都会触发：第一个微批次就已经移动了权重，第二个便在另一个位置上求梯度。（AdamA 则把每份梯度直接加进 Adam 的动量再丢掉，权重留到最后更新。）对全部梯度一起裁剪也不行：梯度都到齐了，才知道范数。
+# 与累积合用时，这个钩子在每个微批次都会触发：第一个微批次就已经改动了权重，第二个便对着另一组权重求梯度。（AdamA 则把每份梯度直接加进 Adam 的动量再丢掉，权重留到最后更新。）对全部梯度一起裁剪也不行：梯度都到齐了，才知道范数。
 #
 # </div>
 
@@ -678,7 +678,7 @@ what_you_may_have_read(
 # </div>
 # <div lang="zh">
 #
-# 在设备上，微批次太小可能让计算单元闲着；这个实验测量闲置多少，它把同一个批次拆成大小不同的份，带 fp16、缩放器和裁剪。有 GPU 时，这个单元格会现场测量。
+# 在设备上，微批次太小，计算单元就可能闲着。影响有多大？这个实验把同一个批次拆成大小不同的份来测，带 fp16、缩放器和裁剪。有 GPU 时，这个单元格会现场测量。
 #
 # </div>
 

@@ -413,7 +413,7 @@ except InfeasibleBudget as refused:
 # </div>
 # <div lang="zh">
 #
-# 移动预算，看 18 个配方里哪些装得下，其中哪个代价最小。
+# 改变预算，看 18 个配方里哪些装得下，其中哪个代价最小。
 #
 # </div>
 
@@ -443,7 +443,7 @@ lesson_07.budget_playground(tried)
 # </div>
 # <div lang="zh">
 #
-# 还是这些函数，换成我们手头哪台机器都装不下的模型：一个 70 亿参数的解码器（确切说是 66 亿），一个 700 亿的（647 亿），bf16 加 fp32 主权重，Adam，一条 4096 个 token 的序列。卸载的东西放进主机内存，更新也由主机来做（第 04 课）：每一步只有梯度下去、参数上来，每个参数共 4 字节；状态本身留在主机。
+# 还是这些函数，换成我们手头哪台机器都装不下的模型：一个 70 亿参数的解码器（确切说是 66 亿），一个 700 亿的（647 亿），bf16 加 fp32 主权重，Adam，一条 4096 个 token 的序列。卸载的东西放进主机内存，更新也由主机来做（第 04 课）：每一步只把梯度送到主机、把参数取回设备，每个参数共 4 字节；状态本身留在主机。
 #
 # **先猜**：要训练小的那个，至少得用多大的设备？大的呢？
 #
@@ -607,7 +607,6 @@ lesson_07.check_forty_megabytes(recipe)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-# Micro-batches cost nothing in FLOPs.
 lesson_07.check_forty_megabytes(Recipe(micro_batches=4))
 ### END SOLUTION
 
@@ -629,7 +628,6 @@ lesson_07.check_fourteen_megabytes(recipe)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-# Parameters, gradients and state take 9.0 MB; a sequence at a time, with checkpoints, fits in the rest.
 lesson_07.check_fourteen_megabytes(Recipe(attention="flash", checkpoint="layers", micro_batches=8))
 ### END SOLUTION
 
@@ -651,7 +649,6 @@ lesson_07.check_eleven_megabytes(recipe)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-# Half of the state in the file is enough. All of it gains little: each page of it must come up for the optimizer's step.
 half = {"offload_optimizer": 0.5, "micro_batches": 8}
 lesson_07.check_eleven_megabytes(Recipe(attention="flash", checkpoint="layers", **half))
 ### END SOLUTION
@@ -674,7 +671,6 @@ lesson_07.check_beats_the_lesson(recipe)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-# One segment a layer: as with a checkpoint a layer, but the last one, whose backward comes first, is not recomputed.
 cheaper = Recipe(attention="flash", checkpoint="segments", segments=6, in_backward=True, offload_optimizer=1.0)
 lesson_07.check_beats_the_lesson(cheaper)
 ### END SOLUTION

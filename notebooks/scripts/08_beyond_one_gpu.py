@@ -437,21 +437,21 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# Four ranks, two sequences each; and one mode more, FSDP2 with a checkpoint around each layer.
+# Four ranks, two sequences each. Two modes are new: `fsdp-keep`, FSDP2 that keeps the gathered weights from forward to backward, and FSDP2 with a checkpoint around each layer.
 #
 # **Guess first.** From two ranks to four: which of the numbers halve?
 #
 # </div>
 # <div lang="zh">
 #
-# 四个进程，每个两个序列；另外再加一种做法：FSDP2，每一层加检查点。
+# 四个进程，每个两个序列。新添两种做法：`fsdp-keep`，即收集来的权重从前向一直留到反向的 FSDP2；以及 FSDP2，每一层加检查点。
 #
 # **先猜**：从两个进程到四个，哪些数会减半？
 #
 # </div>
 
 # %%
-modes = "zero1,fsdp,fsdp-checkpoint"
+modes = "ddp,zero1,fsdp-keep,fsdp,fsdp-checkpoint"
 runs = launch(4, "--mode", modes, "--steps", "2", "--details")
 four = {run["mode"]: run for run in runs}
 {mode: follows(run, losses[:2]) for mode, run in four.items()}
@@ -462,14 +462,14 @@ lesson_08.draw_ranks(predicted, [*two.values(), *four.values()])
 # %% [markdown] slide={"en": "What is cut falls to an $N$-th, what isn't stays.\n\nThe traffic of a rank is the same on four as on two.", "zh": "切开的降到 $N$ 分之一，没切开的不变。\n\n每个进程的通信量，四个与两个时相同。"}
 # <div lang="en">
 #
-# Lines are your formulas, points are measured; with checkpoints ZeRO 3 holds and sends the same. DDP ran on two only. ZeRO 1 is PyTorch's class; your step of section 8.5 would send what DDP does. (No engine of PyTorch stops at ZeRO 2, so its line has no points. Section 8.14 shows what comes near.)
+# Lines are your formulas, points are measured; with checkpoints ZeRO 3 holds and sends the same. ZeRO 1 is PyTorch's class; your step of section 8.5 would send what DDP does. No engine of PyTorch stops at ZeRO 2. `fsdp-keep` comes near: the hollow point counts the weights that it keeps until backward, whole, beside the rank's own quarter. So it lies a quarter of the weights above the line, for the traffic of ZeRO 2, which is that of DDP.
 #
 # What is cut halves with each doubling. What is not cut stays: by your formulas DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never falls below 55.0. The traffic of a rank is the same on four as on two.
 #
 # </div>
 # <div lang="zh">
 #
-# 线是你的公式，点是实测；ZeRO 3 加上检查点，持有的和发送的都不变。DDP 只在两个进程上运行过。图中的 ZeRO 1 是 PyTorch 的类；你在 8.5 节写的那一步，发送的与 DDP 一样多。（PyTorch 里没有哪个引擎停在 ZeRO 2，所以那条线上没有点。8.14 节有一种接近它的做法。）
+# 线是你的公式，点是实测；ZeRO 3 加上检查点，持有的和发送的都不变。图中的 ZeRO 1 是 PyTorch 的类；你在 8.5 节写的那一步，发送的与 DDP 一样多。PyTorch 里没有哪个引擎停在 ZeRO 2，`fsdp-keep` 与它接近：空心点把留到反向的完整权重也算了进去，本进程自己的四分之一还在旁边，所以比线高出权重的四分之一；通信量则与 ZeRO 2 相同，也就是与 DDP 相同。
 #
 # 切开的部分，进程数每翻一倍就减半。没切开的原封不动：按你的公式，不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。而每个进程的通信量，四个进程与两个进程时相同。
 #
@@ -570,15 +570,15 @@ lesson_08.check_seven_billion(answer)
 
 
 # %% slide="result"
-def one_rank(mode, **more):
-    return predict(task.make_model, lambda: task.part(0, 2, 0), task.loss_sum, mode, 2, **more)
+def one_rank(mode, n, **more):
+    return predict(task.make_model, lambda: task.part(0, n, 0), task.loss_sum, mode, n, **more)
 
 
 rows, shapes = [], shapes_of(task.make_model())
 for mode in ("ddp", "fsdp"):
     counts = [sent_bytes(shapes, mode, 2, micro_batches=2, sync=sync) for sync in ("each", "last")]
     counts.append(two[mode]["measured"]["gradient"][0])
-    counts.append(one_rank(mode, micro_batches=2).at_peak["gradient"])
+    counts.append(one_rank(mode, 2, micro_batches=2).at_peak["gradient"])
     rows.append((f"`{mode}`", *(round(count / 1e6, 1) for count in counts)))
 headings = ["with each: sent, MB", "with the last: sent, MB"]
 headings += ["with each: gradients, MB", "with the last: gradients, MB"]
@@ -635,16 +635,16 @@ table(["mode", *headings], rows)
 #
 # <div lang="en">
 #
-# Three sentences, each from a paper or a documentation page, tried on this step. For the third: DDP in this process, a single rank, with and without the option, on 2 sequences of 128 tokens and of 16.
+# Three sentences, each from a paper or a documentation page, tried on this step. The first: what a step communicates, on two ranks; PyTorch's class all-reduces, then broadcasts. The second: 2 sequences each; held are 110.0 MB and 27.5, and the peaks 131.3 and 75.6, since activations and gathered blocks are not cut. The third: what the option saves under DDP, in this process, a single rank.
 #
 # </div>
 # <div lang="zh">
 #
-# 三句话，分别出自论文和文档，都拿这一步来检验。第三句：就在这个进程里用 DDP（只有一个进程），开与不开这个选项，各做 2 个序列，长度分别为 128 和 16 个 token。
+# 三句话，分别出自论文和文档，都拿这一步来检验。第一句：两个进程时，一步通信多少；PyTorch 的类先做 all-reduce，再做广播。第二句：各做 2 个序列，持有的是 110.0 MB 和 27.5，峰值是 131.3 和 75.6，因为激活值和收集来的块没有切开。第三句：就在这个进程里用 DDP（只有一个进程），这个选项省下多少。
 #
 # </div>
 
-# %%
+# %% slide="result"
 from course_lib.lessons import what_you_may_have_read
 
 spared = []
@@ -669,7 +669,7 @@ what_you_may_have_read("08", *figures)
 # </div>
 
 # %%
-rank = lesson_08.symbolic_rank("fsdp", 4)
+rank = one_rank("fsdp", 4)
 predictions([("peak", rank.peak_bytes, four["fsdp"]["taken"][0]["peak_bytes"])], unit="bytes")
 
 # %% slide="result"
@@ -746,11 +746,12 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # </div>
 
 # %%
-kept, dropped = one_rank("fsdp-keep"), two["fsdp"]["taken"][0]
-rows = [("`fsdp`", dropped["sent_bytes"], dropped["at_peak"]["gathered"], dropped["peak_bytes"])]
-rows += [("`fsdp-keep`", kept.sent_bytes, kept.at_peak["gathered"], kept.peak_bytes)]
-rows = [(name, *(round(count / 1e6, 1) for count in counts)) for name, *counts in rows]
-table(["2 ranks", "sent, MB", "gathered at the peak, MB", "peak, MB"], rows)
+rows = []
+for mode in ("fsdp", "fsdp-keep"):
+    taken = four[mode]["taken"][0]
+    counts = taken["sent_bytes"], taken["at_peak"]["gathered"], taken["peak_bytes"]
+    rows.append((f"`{mode}`", *(round(count / 1e6, 1) for count in counts)))
+table(["4 ranks", "sent, MB", "gathered at the peak, MB", "peak, MB"], rows)
 
 # %% [markdown]
 # ## 8.15 What does not divide / 除不尽怎么办
@@ -817,7 +818,7 @@ table(["model", "ranks", *headings], rows)
 # </div>
 
 # %%
-went_on = lesson_08.resumed_alone(f"{saved.name}/fsdp", steps=1)
+went_on = lesson_08.resumed_alone(f"{saved.name}/fsdp")
 saved.cleanup()
 follows({"losses": went_on}, losses[3:])
 

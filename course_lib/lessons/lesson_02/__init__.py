@@ -1,6 +1,6 @@
 """Lesson 02: its claims, checks, pictures, experiments on both modes, and checkpoints on a GPU."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from course_lib.teaching import Claim, Table, text
@@ -104,16 +104,16 @@ OLDER_CLAIMS = (
 )
 
 
-def figures_of_claims(arms: Mapping[str, Any], alone: Sequence[int]) -> list[str]:
+def figures_of_claims(arms: Mapping[str, Any], alone: Mapping[int | None, int]) -> list[str]:
     """What was measured for each of `CLAIMS`.
 
     Args:
         arms: the policies, with "plain", "each layer" and "products kept" among them: their `flops`.
-        alone: peaks of eight layers without a head, in bytes: without a checkpoint, then around each layer by itself.
+        alone: peaks of eight layers without a head, in bytes, by the layer with the checkpoint, or None.
     """
     plain, layer, kept = (arms[name].flops for name in ("plain", "each layer", "products kept"))
     head = 3 * 2 * 1024 * 256 * 2048  # the head's products, which no policy does again
-    peaks = " / ".join(f"{peak / 1e6:.1f}" for peak in (alone[0], alone[1], alone[8]))
+    peaks = " / ".join(f"{peak / 1e6:.1f}" for peak in (alone[None], alone[0], alone[7]))
     return [
         f"+{layer / plain - 1:.0%}",
         f"+{(layer - plain) / (plain - head):.0%}",

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
 from course_lib.memory import MemoryMeter, symbolic
+from course_lib.memory.measurement import flop_counter
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import Verdict, expect_number, text
 from course_lib.teaching.exercises import Refused, exercise, largest_that_fits, right, wrong
@@ -193,9 +193,7 @@ def check_policy(operators: Any) -> Verdict:
         decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
         tokens = random_tokens(8, 128, 2048)
         checkpoint_blocks(decoder, "layers.*", policy=list(operators))
-        with MemoryMeter(decoder) as meter:
-            decoder.loss(tokens).backward()
-        with FlopCounterMode(display=False) as counter:  # it holds tensors, so in a run of its own
+        with flop_counter() as counter, MemoryMeter(decoder) as meter:
             decoder.loss(tokens).backward()
     peak, flops = meter.peak_bytes, counter.get_total_flops()
     ratio = flops / 45_097_156_608
@@ -204,9 +202,12 @@ def check_policy(operators: Any) -> Verdict:
         return wrong(text("It keeps too much: {peak}, {times}.", **took))
     if ratio > 1.2:
         return wrong(text("It computes too much again: {peak}, {times}.", **took))
-    return right(
-        text("Right: {peak}, {times}. Attention's products are small at 128 tokens; they grow with s².", **took)
+    layer = f"{4 * (8 * 8 * 128**2 + 8 * 128 * 256) / 1e6:.1f} MB"  # S has a·s²·b numbers, the context s·b·h
+    message = (
+        "Right: {peak}, {times}. Attention's two products, the scores and the context, take {layer} a layer; "
+        "the scores grow with s²."
     )
+    return right(text(message, **took, layer=layer))
 
 
 @exercise(hint="Add up what is there in a chunk's backward: three tensors of its logits' size, and gradients.")

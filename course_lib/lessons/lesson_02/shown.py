@@ -1,14 +1,14 @@
 """What lesson 02 shows: measured policies, its two figures, and seconds."""
 
-from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
+from collections.abc import Callable, Mapping
+from time import process_time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.labels import listed
 from course_lib.memory import MemoryMeter, symbolic
+from course_lib.memory.measurement import flop_counter
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import COLORS, Table, figure, table, text
 from course_lib.teaching.figures import shown_once
@@ -28,25 +28,23 @@ def measured_step(make: Callable[..., Decoder], **options: Any) -> Arm:
     """A step of `make(**options)` with Adam, 8 sequences of 128 tokens, the second one; gradients come in backward."""
     with symbolic():
         decoder, tokens = make(**options), random_tokens(8, 128, 2048)
-        adam = torch.optim.Adam(decoder.parameters())
+        adam = torch.optim.Adam(decoder.parameters(), fused=True)  # one operator; no peak here is in this phase
         _give_gradients(decoder)
         adam.step()  # makes its state
         decoder.zero_grad()
-        with MemoryMeter(decoder, adam) as meter:
+        with flop_counter() as counter, MemoryMeter(decoder, adam) as meter:
             decoder.loss(tokens).backward()
             adam.step()
-        with FlopCounterMode(display=False) as counter:  # it holds tensors, so in a run of its own
-            decoder.loss(tokens).backward()
     return Arm(meter.peak_bytes, counter.get_total_flops())
 
 
-def peak_with_gradients(make: Callable[..., Decoder], **options: Any) -> int:
-    """Peak of forward and backward of `make(**options)`, whose gradients are there from the start."""
-    with symbolic():
-        decoder, tokens = make(**options), random_tokens(8, 128, 2048)
-        _give_gradients(decoder)
-        with MemoryMeter(decoder) as meter:
-            decoder.loss(tokens).backward()
+def peak_with_gradients(decoder: Decoder) -> int:
+    """Peak of forward and backward on 8 sequences, where the gradients are there from the start."""
+    vocabulary, sequence = len(decoder.tokens.weight), len(decoder.positions.weight)
+    tokens = random_tokens(8, sequence, vocabulary)
+    _give_gradients(decoder)
+    with MemoryMeter(decoder) as meter:
+        decoder.loss(tokens).backward()
     return meter.peak_bytes
 
 
@@ -55,37 +53,38 @@ def _give_gradients(decoder: Decoder) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-def draw_which_block(alone: Sequence[int], whole: Sequence[int]) -> "Figure":
-    """Peaks with one checkpoint, beside the peak without any, in bytes.
+def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None, int]) -> "Figure":
+    """Peaks with one checkpoint, beside the peak without any.
 
     Args:
-        alone: of eight layers and a mean of squares: without a checkpoint, then around each layer by itself.
-        whole: of the decoder, with its head and loss: without, then around layers 0 and 7.
+        alone: of eight layers and a mean of squares: layer with the checkpoint, or None -> bytes; 0 and 7 among them.
+        whole: the same of the decoder, with its head and loss.
     """
-    networks = {"Eight layers alone": (alone, range(8)), "The decoder, with its head": (whole, (0, 7))}
+    networks = {"Eight layers alone": alone, "The decoder, with its head": whole}
     said = "{name}: {none} MB without a checkpoint, {first} MB around layer 0, {last} MB around layer 7."
     alt = [
-        text(said, name=text(name), none=_mb(peaks[0]), first=_mb(peaks[1]), last=_mb(peaks[-1]))
-        for name, (peaks, _) in networks.items()
+        text(said, name=text(name), none=_mb(peaks[None]), first=_mb(peaks[0]), last=_mb(peaks[7]))
+        for name, peaks in networks.items()
     ]
     title = "By itself the last layer saves nothing; what counts is the moment of the peak"
     drawn, panels = figure(title, columns=2, height=3.0, sharey=True, alt=listed(alt, " "))
-    for ax, (name, (peaks, layers)) in zip(panels, networks.items(), strict=True):
-        plain, *one = [peak / 1e6 for peak in peaks]
+    for ax, (name, peaks) in zip(panels, networks.items(), strict=True):
+        plain, layers = peaks[None] / 1e6, [layer for layer in peaks if layer is not None]
+        one = [peaks[layer] / 1e6 for layer in layers]
         colors = [COLORS["measured"] if layer == 7 else COLORS["activation"] for layer in layers]
         ax.bar(layers, one, color=colors, width=0.8)
         ax.axhline(plain, color=COLORS["predicted"], linewidth=1, linestyle="--")
         ax.text(-0.4, plain + 3, text("none: {peak}", peak=f"{plain:.1f}"))
         for layer, peak in zip(layers, one, strict=True):
             ax.text(layer, peak - 4, f"{peak:.0f}", ha="center", va="top", color="white", fontsize=8)
-        ax.set(xticks=range(8), xlabel=text("layer with the checkpoint"), ylim=(0, 260), xlim=(-0.6, 7.6))
+        ax.set(xticks=layers, xlabel=text("layer with the checkpoint"), ylim=(0, 260), xlim=(-0.6, 7.6))
         ax.set_title(text(name))
     panels[0].set_ylabel(text("peak, MB"))
     return shown_once(drawn)
 
 
 #: Where the name of each policy stands beside its point: points to the right and up, and its side.
-_PLACES = {"each layer": (-8, 2, "right"), "all but the last": (-8, -11, "right")}
+_PLACES = {"each layer": (-8, 2, "right")}
 
 
 def draw_policies(arms: Mapping[str, Any]) -> "Figure":
@@ -106,18 +105,19 @@ def draw_policies(arms: Mapping[str, Any]) -> "Figure":
 
 
 def seconds_beside_flops(decoders: Mapping[str, Decoder], arms: Mapping[str, Any]) -> Table:
-    """Seconds of forward and backward, the best of two in turns, beside FLOPs; both also against the first row."""
-    tokens, seconds = random_tokens(8, 128, 2048), dict.fromkeys(decoders, float("inf"))
+    """CPU seconds of forward and backward on 4 sequences, the best of two in turns, beside FLOPs; both against the
+    first row."""
+    tokens, seconds = random_tokens(4, 128, 2048), dict.fromkeys(decoders, float("inf"))
     for name, decoder in 2 * list(decoders.items()):
-        start = perf_counter()
+        start = process_time()  # other programs on the machine do not count
         decoder.loss(tokens).backward()
-        seconds[name] = min(seconds[name], perf_counter() - start)
+        seconds[name] = min(seconds[name], process_time() - start)
     first = next(iter(decoders))
     rows = [
         (name, round(arms[name].flops / arms[first].flops, 3), round(took, 2), round(took / seconds[first], 2))
         for name, took in seconds.items()
     ]
-    return table(["policy", "FLOPs of plain", "seconds", "seconds of plain"], rows)
+    return table(["policy", "FLOPs of plain", "CPU seconds", "seconds of plain"], rows)
 
 
 def _mb(count: int) -> str:

@@ -1,6 +1,6 @@
 """Lesson 03: its claims, checks, pictures of schedules, and schedules of a decoder run on a GPU."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from course_lib.teaching import Claim, Table
 from course_lib.teaching.said import what_you_may_have_read
@@ -54,24 +54,24 @@ __all__ = [
 CLAIMS = (
     Claim(
         "O(√n) memory for n layers costs one extra forward pass.",
-        "tapered segments of 25 and of 100 layers",
-        "Yes: four times the layers, less than twice the peak, and all but the last segment runs again.",
+        "tapered segments, 25 and 100 layers",
+        "Yes: four times the layers, less than twice the peak.",
         outcome="holds",
-        source="Chen et al., arXiv:1604.06174, 2016",
+        source="arXiv:1604.06174",
     ),
     Claim(
-        "The optimal choice is to mark every √n-th node as a checkpoint.",
-        "100 × (Linear + GELU): 10 segments, then tapered ones",
-        "Partly: the order is right. Which number is best depends on A/B, and equal segments are not the best.",
+        "Marking every √n-th node as a checkpoint is optimal.",
+        "100 layers: 10 segments, then tapered",
+        "Partly: the order is right; A/B matters, and equal is not best.",
         outcome="partly",
-        source="README of cybertronai/gradient-checkpointing, 2018",
+        source="`gradient-checkpointing`",
     ),
     Claim(
-        "When memory is short, more layers in a group (`--recompute-num-layers`) reduce it.",
-        "the decoder in groups of 1, 2 and 4 layers: bytes beyond weights, gradients and optimizer state",
-        "Partly: less is kept, but in backward a group is there whole. It pays where √(L·A/B) is below L.",
+        "Larger groups (`--recompute-num-layers`) need less memory.",
+        "the decoder's activations at the peak, groups of 1 and 2",
+        "Partly: a group comes back whole. It pays where √(L·A/B) is below L.",
         outcome="partly",
-        source="README of Megatron-LM",
+        source="`Megatron-LM`",
     ),
 )
 #: Those that only the teaching documents say, from which the course grew; in depth.
@@ -104,11 +104,11 @@ OLDER_CLAIMS = (
 
 
 def figures_of_claims(
-    peak: Callable[[Sequence[int]], int], tapered: Callable[[int], list[int]], groups: Mapping
+    peak: Callable[[Sequence[int]], int], tapered: Callable[[int], list[int]], groups: Sequence[int]
 ) -> list[str]:
     """What was found for each of `CLAIMS`: from the reader's two functions, and from peaks of groups in bytes."""
     shorter, equal, longer = (peak(cuts) // B for cuts in (tapered(25), range(0, 101, 10), tapered(100)))
-    measured = " → ".join(f"{count / 1e6:.1f}" for count in groups.values())
+    measured = " → ".join(f"{count / 1e6:.1f}" for count in groups)
     return [f"{shorter} B → {longer} B", f"{equal} B → {longer} B", f"{measured} MB"]
 
 

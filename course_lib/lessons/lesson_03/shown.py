@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.labels import listed
 from course_lib.memory import MemoryMeter, symbolic
+from course_lib.memory.measurement import flop_counter
 from course_lib.schedule import COLORS as KEEP_COLORS
 from course_lib.schedule import (
     Chain,
@@ -120,9 +120,7 @@ def cost_of(
         stages, x = make(**changes)
         for parameter in stages.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        with MemoryMeter() as meter:
-            run(stages, how, x).backward()
-        with FlopCounterMode(display=False) as counter:  # it holds tensors, so in a run of its own
+        with flop_counter() as counter, MemoryMeter() as meter:
             run(stages, how, x).backward()
     return meter.peak_bytes + x.nbytes, counter.get_total_flops()
 

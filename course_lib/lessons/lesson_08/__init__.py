@@ -6,13 +6,12 @@ from typing import Any
 from course_lib.teaching import Claim, text
 
 from .checks import check_held, check_sent, check_seven_billion, check_sharded_step
-from .shown import Rank, ddp_peak, draw_peaks, draw_ranks, held_by, resumed_alone, symbolic_rank
+from .shown import ddp_peak, draw_peaks, draw_ranks, held_by, resumed_alone, symbolic_rank
 from .wire import Adam, Wire
 
 __all__ = [
     "CLAIMS",
     "Adam",
-    "Rank",
     "Wire",
     "check_held",
     "check_sent",
@@ -31,24 +30,24 @@ __all__ = [
 CLAIMS = (
     Claim(
         "Cutting the optimizer's state costs no more communication.",
-        "a step of DDP, of `ZeroRedundancyOptimizer`, 2 ranks",
-        "Partly: true of your step. PyTorch's class all-reduces, then broadcasts.",
+        "DDP, `ZeroRedundancyOptimizer`",
+        "Partly: your step.",
         outcome="partly",
-        source="ZeRO, arXiv:1910.02054, 2020",
+        source="ZeRO, arXiv:1910.02054",
     ),
     Claim(
-        "With the parameters cut as well, memory falls in proportion to the number of ranks.",
-        "FSDP2, a rank of 4, and one device, 2 sequences each",
-        "Partly: what is held. Activations and gathered blocks are not cut.",
+        "With the parameters cut too, memory falls in proportion to the ranks.",
+        "one device, a rank of 4 with FSDP2",
+        "Partly: what is held.",
         outcome="partly",
-        source="ZeRO, arXiv:1910.02054, 2020",
+        source="ZeRO, arXiv:1910.02054",
     ),
     Claim(
-        "`gradient_as_bucket_view=True` can lower the peak by the size of all gradients.",
-        "DDP with and without, 2 sequences of 128 tokens, then of 16",
-        "Partly: where the peak lies at the end of backward.",
+        "`gradient_as_bucket_view` can lower the peak by all gradients' size.",
+        "2 sequences of 128 tokens, of 16",
+        "Partly: at the end of backward.",
         outcome="partly",
-        source="PyTorch documentation, DistributedDataParallel",
+        source="PyTorch documentation, DDP",
     ),
 )
 
@@ -70,11 +69,9 @@ def figures_of_claims(
     return [
         f"{sent[0] / 1e6:.1f} → {sent[1] / 1e6:.1f} MB",
         text(
-            "held: {held} MB, {times}; peak: {peaks} MB, {fewer}",
-            held=f"{whole / 1e6:.1f} → {part / 1e6:.1f}",
-            times=f"{whole / part:.1f} ×",
-            peaks=f"{peaks[0] / 1e6:.1f} → {peaks[1] / 1e6:.1f}",
-            fewer=f"{peaks[0] / peaks[1]:.1f} ×",
+            "held {times}, peak {fewer}",
+            times=f"÷ {whole / part:.1f}",
+            fewer=f"÷ {peaks[0] / peaks[1]:.1f}",
         ),
         f"{saved[0] / 1e6:.1f} MB, {saved[1] / 1e6:.1f} MB",
     ]

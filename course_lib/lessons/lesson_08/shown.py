@@ -2,15 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib.distributed import last_complete, predict, task_of, train
+from course_lib.distributed import Taken, Trainer, last_complete, load, predict, task_of
 from course_lib.labels import listed
 from course_lib.memory import CATEGORIES, MemoryMeter
 from course_lib.teaching import COLORS, category_label, figure, text
@@ -20,13 +18,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-STAGE_OF = {"ddp": "DDP", "zero1": "ZeRO 1", "fsdp": "ZeRO 3", "fsdp-checkpoint": "ZeRO 3"}
+STAGE_OF = {"ddp": "DDP", "zero1": "ZeRO 1", "fsdp-keep": "ZeRO 2", "fsdp": "ZeRO 3", "fsdp-checkpoint": "ZeRO 3"}
 _COLORS = {"DDP": "#222222", "ZeRO 1": COLORS["parameter"], "ZeRO 2": "#888888", "ZeRO 3": COLORS["measured"]}
 
 
 def held_by(run: Mapping[str, Any]) -> int:
-    """What the fullest rank of a run holds when its optimizer steps: weights, gradients and state, in bytes."""
-    return max(map(sum, zip(*run["measured"].values(), strict=True)))
+    """What the fullest rank of a run holds when its optimizer steps: weights, gradients and state, in bytes.
+
+    Of `fsdp-keep` it is what it holds between forward and backward: the gathered weights come on top.
+    """
+    held = max(map(sum, zip(*run["measured"].values(), strict=True)))
+    return held + (run["taken"][0]["at_peak"]["gathered"] if run["mode"] == "fsdp-keep" else 0)
 
 
 def draw_ranks(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, Any]]) -> "Figure":
@@ -42,7 +44,8 @@ def draw_ranks(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[
         own = sorted((run["ranks"], held_by(run)) for run in runs if STAGE_OF[run["mode"]] == stage)
         ranks, counts = list(lines), [line[stage] / 1e6 for line in lines.values()]
         left.plot(ranks, counts, color=color, alpha=0.55, linestyle="--" if stage == "ZeRO 2" else "-")
-        left.plot([n for n, _ in own], [count / 1e6 for _, count in own], "o", color=color)
+        filled = "none" if stage == "ZeRO 2" else color
+        left.plot([n for n, _ in own], [count / 1e6 for _, count in own], "o", color=color, markerfacecolor=filled)
         left.annotate(
             stage, (ranks[-1], counts[-1]), xytext=(6, 0), textcoords="offset points", va="center", color=color
         )
@@ -53,7 +56,7 @@ def draw_ranks(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[
 
 
 def _draw_sent(ax: "Axes", runs: Sequence[Mapping[str, Any]]) -> None:
-    for (stage, color), above in zip(_COLORS.items(), (-8, 7, 0, -7), strict=True):
+    for (stage, color), above in zip(_COLORS.items(), (-8, 7, 7, -7), strict=True):
         own = [(run["ranks"], run["communicated"]) for run in runs if STAGE_OF[run["mode"]] == stage]
         if own:
             predicted = own[0][1]["predicted"] / 1e6
@@ -116,21 +119,10 @@ def _legend(drawn: "Figure", arms: Mapping[str, Mapping[str, int]]) -> None:
 # Measured here --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Rank:
-    """What a step takes on one rank of so many, none of which was started."""
-
-    peak_bytes: int
-    flops: int
-    sent_bytes: int
-
-
-def symbolic_rank(mode: str, ranks: int) -> Rank:
-    """A rank's part of the course's step: bytes and FLOPs."""
+def symbolic_rank(mode: str, ranks: int) -> Taken:
+    """What the course's step takes on one rank of so many, none of which is started."""
     task = task_of()
-    with FlopCounterMode(display=False) as counter:
-        taken = predict(task.make_model, lambda: task.part(0, ranks, 0), task.loss_sum, mode, ranks)
-    return Rank(taken.peak_bytes, counter.get_total_flops(), taken.sent_bytes)
+    return predict(task.make_model, lambda: task.part(0, ranks, 0), task.loss_sum, mode, ranks)
 
 
 @contextmanager
@@ -142,10 +134,12 @@ def _one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def resumed_alone(folder: str, steps: int) -> list[float]:
-    """The losses of steps that go on, by DDP on one rank, from what other ranks have saved by any mode."""
+def resumed_alone(folder: str) -> list[float]:
+    """The loss of a step that goes on, by DDP on one rank, from what other ranks have saved by any mode."""
+    task = task_of()
     with _one_rank():
-        return train(task_of(), "ddp", steps, resume=last_complete(folder)).losses
+        trainer = Trainer("ddp", task.make_model(), task.loss_sum)
+        return [trainer(task.make_batch(load(last_complete(folder), trainer)))]
 
 
 def ddp_peak(tokens: int, *, view: bool) -> int:
