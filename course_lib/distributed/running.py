@@ -181,5 +181,5 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
             raise
     if running.returncode:
         first = told.rfind("Root Cause")  # torchrun's own words for the rank that failed first; its traceback follows
-        raise RuntimeError(f"torchrun ended with {running.returncode}: {told[first if first >= 0 else -4000:]}")
+        raise RuntimeError(f"torchrun ended with {running.returncode}: {told[first if first >= 0 else -4000 :]}")
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
