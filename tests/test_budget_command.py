@@ -159,9 +159,12 @@ def test_the_command_prints_what_fits_and_draws_the_way_there(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_says_what_the_least_is(capsys):
+@pytest.mark.parametrize(("language", "words"), [("en", "the least peak found is"), ("zh", "找到的最小峰值是")])
+def test_the_command_says_what_the_least_is(language, words, capsys, monkeypatch):
+    monkeypatch.setenv("COURSE_LANG", language)
     assert command.main([*SMALL.split(), "--budget", "1kB", "--optimizer", "sgd", "--batch", "1"]) == 1
-    assert "the least peak found is" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert words in told and re.search(r"\d[\d,.]* (k|M)B", told) and "sgd" in told
 
 
 @pytest.mark.parametrize(

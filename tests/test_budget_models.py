@@ -1,5 +1,6 @@
 """course_lib.budget on models that this course did not write: plain gradients, and estimates that are measured."""
 
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -267,17 +268,51 @@ def test_bytes_of_each_optimizer_are_those_that_are_measured(recipe, precision):
         assert_measured(adapted, sentences, replace(recipe, in_backward=True, offload_optimizer=0.5))
 
 
-def test_adam_in_8_bits_is_estimated_by_a_formula_and_not_run():
-    def make():
-        return nn.Sequential(nn.Linear(128, 100, bias=False), nn.Linear(100, 1))
+def wide():
+    return nn.Sequential(nn.Linear(128, 100, bias=False), nn.Linear(100, 1), nn.Linear(1, 4100))
 
-    def square(model, batch):
-        return model(batch).square().sum(), len(batch)
 
-    recipe, make_batch = Recipe(optimizer="adam8bit"), partial(torch.ones, 4, 128)
-    guess = estimate(make, make_batch, recipe, loss_sum=square)
-    assert guess.at_peak["optimizer"] == 2 * (12_800 + 4 * 50) + 8 * 101 and "by a formula" in str(guess)
-    for attempt in (lambda: run(make, make_batch, recipe, loss_sum=square), lambda: build(make, recipe, state=True)):
+def square(model, batch):
+    return model(batch).square().sum(), len(batch)
+
+
+ADAM8BIT = Recipe(optimizer="adam8bit")
+
+
+def test_the_state_of_adam_in_8_bits_is_estimated_by_a_formula():
+    guess = estimate(wide, partial(torch.ones, 4, 128), ADAM8BIT, loss_sum=square)
+    large, tables = 2 * (12_800 + 4 * 50) + 2 * 2 * (4_100 + 4 * 17), 2 * 256 * 4
+    assert guess.at_peak["optimizer"] == large + tables + 8 * 101 and "by a formula" in str(guess)
+
+
+def test_a_step_of_adam_in_8_bits_is_that_of_bitsandbytes():
+    classes = pytest.importorskip("bitsandbytes").optim
+    expected, (model, optimizer) = wide(), build(wide, ADAM8BIT)
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        p.data.copy_(q.data)
+    plain, batch = classes.AdamW8bit(expected.parameters(), lr=1e-3), torch.randn(4, 128)
+    for _ in range(3):
+        plain.zero_grad()
+        total, weight = square(expected, batch)
+        (total / weight).backward()
+        plain.step()
+        train_step(model, optimizer, batch, ADAM8BIT, loss_sum=square)
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+
+
+@pytest.mark.parametrize("fields", [{}, {"in_backward": True}, {"micro_batches": 2}, {"precision": "bf16"}], ids=str)
+def test_bytes_of_adam_in_8_bits_are_those_that_are_measured(fields):
+    pytest.importorskip("bitsandbytes")
+    recipe, make_batch = replace(ADAM8BIT, **fields), partial(torch.ones, 4, 128)
+    guess, done = (f(wide, make_batch, recipe, loss_sum=square) for f in (estimate, run))
+    assert (done.meter.peak_bytes, done.meter.at_peak()) == (guess.peak_bytes, guess.at_peak)
+    assert_measured(Encoder, sentences, recipe)
+
+
+def test_adam_in_8_bits_is_not_run_without_bitsandbytes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    make_batch = partial(torch.ones, 4, 128)
+    for attempt in (lambda: run(wide, make_batch, ADAM8BIT, loss_sum=square), lambda: build(wide, ADAM8BIT)):
         with pytest.raises(ValueError, match=r'^optimizer is "adam8bit", [^\n]*; it takes [^\n]+$'):
             attempt()
 

@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         if given.json:
             print(json.dumps({**told, "recipes": [], "error": str(error), "least_bytes": error.least_bytes}, indent=1))
         else:
-            print(f"{error}", file=sys.stderr)
+            print(say(_nothing_fits(error)), file=sys.stderr)
         return 1
     except (TypeError, ValueError, RuntimeError, MemoryError) as error:  # also of a size that no tensor can have
         parser.error(str(error).splitlines()[0])
@@ -133,6 +133,16 @@ def main(argv: list[str] | None = None) -> int:
     if given.plot:
         _plot(parser, given, model, way, budget)
     return 0
+
+
+def _nothing_fits(error: InfeasibleBudget) -> str:
+    if error.least is None:
+        return text("nothing was found that fits into {budget}", budget=bytes_text(error.budget_bytes))
+    return text(
+        "nothing was found that fits into {budget}; the least peak found is {least}: {recipe}",
+        **{"budget": bytes_text(error.budget_bytes), "least": bytes_text(error.least_bytes)},
+        **{"recipe": str(error.least.recipe)},
+    )
 
 
 def _base(given: argparse.Namespace) -> Recipe:

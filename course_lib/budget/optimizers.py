@@ -39,31 +39,31 @@ class Adafactor(torch.optim.Adafactor):
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """What Adam with moments in 8 bits holds, by a formula; it takes no step, and makes no temporaries.
+    """On symbolic tensors, Adam with moments in 8 bits: it holds what that of bitsandbytes holds, by a formula.
 
-    A byte an element for each of the two moments, and a scale in fp32 for each 256 of them; small parameters keep
-    theirs in fp32.
+    A byte an element for each of the two moments, a scale in fp32 for each 256 of them, and a table of 256 numbers for
+    each moment; small parameters keep their moments in fp32. Its step makes nothing: it is one operator there.
 
     Source: Dettmers et al. 2022, arXiv:2110.02861, section 2; the limit is that of bitsandbytes.
     """
 
-    BLOCK, SMALL = 256, 4096
+    BLOCK, SMALL, LEVELS = 256, 4096, 256
 
     def __init__(self, params, lr: float = LR, **_):
         super().__init__(params, {"lr": lr})
+        self.tables: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure=None):
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            if not is_symbolic(p):
-                got = 'optimizer is "adam8bit", which is known by a formula of its bytes alone'
-                raise ValueError(f"{got}; it takes another one for a step that is run")
             if not self.state[p]:
                 state, small = self.state[p], p.numel() < self.SMALL
                 for moment in ("exp_avg", "exp_avg_sq"):
                     state[moment] = torch.zeros_like(p, dtype=torch.float32 if small else torch.uint8)
                     if not small:
                         state[f"{moment}_scales"] = p.new_zeros(-(-p.numel() // self.BLOCK), dtype=torch.float32)
+                        table = p.new_zeros(self.LEVELS, dtype=torch.float32)
+                        state[f"{moment}_table"] = self.tables.setdefault(moment, table)
 
 
 BASES = {
@@ -71,11 +71,25 @@ BASES = {
     "sgd": torch.optim.SGD,
     "momentum": torch.optim.SGD,
     "adafactor": Adafactor,
-    "adam8bit": Adam8bit,
 }
 
 
 def base_of(recipe: Recipe) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The optimizer's class and its settings but for lr."""
+    """The optimizer's class and its settings but for lr.
+
+    Raises:
+        ValueError: the class is another library's, which is not installed.
+    """
+    if recipe.optimizer == "adam8bit":
+        return Adam8bit if is_symbolic() else _of_bitsandbytes(), {}
     momentum = {"momentum": 0.9} if recipe.optimizer == "momentum" else {}
     return BASES[recipe.optimizer], {**UPDATES[recipe.update], **momentum}
+
+
+def _of_bitsandbytes() -> type[torch.optim.Optimizer]:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        got = 'optimizer is "adam8bit", whose step is that of bitsandbytes, which is not installed'
+        raise ValueError(f"{got}; it takes another one, or pip install bitsandbytes") from error
+    return AdamW8bit

@@ -51,7 +51,7 @@ CLAIMS = (
 #: Field of a recipe -> what it says.
 FIELDS = {
     "precision": "dtype of the step; `bf16` has fp32 master weights",
-    "optimizer": "`adam`, `sgd`, `momentum`, `adafactor`; `adam8bit` is only estimated",
+    "optimizer": "`adam`, `sgd`, `momentum`, `adafactor`; `adam8bit` runs where bitsandbytes is installed",
     "update": "parameters one by one (`loop`), all at once (`foreach`), in one operator (`fused`)",
     "offload_optimizer": "the fraction of the optimizer's state that lives one tier down",
     "attention": "`standard` keeps the scores' softmax, `flash` one number a row",
