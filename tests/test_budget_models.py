@@ -175,6 +175,7 @@ def assert_plain(make, batch, recipe, expected=None, **options):
     assert result.loss == pytest.approx(loss, rel=1e-5)
 
 
+SEGMENTS = Recipe(checkpoint="segments", segments=3)
 DOWN = {"offload_activations": True, "min_bytes": 1000}
 LEVERS = [
     Recipe(),
@@ -233,6 +234,62 @@ def test_running_statistics_change_once_a_step(checkpoint):
     for name, value in plain.items():
         assert_close(found[name], value, rtol=1e-5, atol=1e-6)
     assert_plain(Pictures, pictures(), Recipe(checkpoint=checkpoint))
+
+
+class Averaging(nn.Linear):
+    """Computes with an average that it goes on with."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        y = super().forward(x) - self.average
+        self.average.mul_(0.5).add_(y.detach().mean(0))
+        return y
+
+
+def averaged(kind):
+    def block():
+        linear = nn.Linear(WIDTH, WIDTH)
+        if kind == "spectral norm":
+            return nn.Sequential(nn.utils.parametrizations.spectral_norm(linear), nn.Tanh())
+        if kind == "average":
+            return nn.Sequential(Averaging(), nn.Tanh())
+        return nn.Sequential(linear, nn.BatchNorm1d(WIDTH), nn.Tanh())
+
+    with seeded(4):
+        return nn.Sequential(*(block() for _ in range(4)))
+
+
+def point():
+    with seeded(5):
+        return {"x": torch.randn(6, WIDTH)}
+
+
+def cube(model, batch):
+    return (model(batch["x"]) ** 3).sum(), len(batch["x"])
+
+
+@pytest.mark.parametrize("kind", ["spectral norm", "average", "batch norm"])
+def test_blocks_that_change_their_buffers_are_repeated_with_those_of_the_first_run_or_refused(kind):
+    make, options, buffers = partial(averaged, kind), {"loss_sum": cube}, {}
+    expected = expected_of(make, point(), cube)
+    for recipe in (Recipe(), SEGMENTS, replace(SEGMENTS, segments=4, in_backward=True)):
+        assert_plain(make, point(), recipe, expected, **options)
+        assert_measured(make, point, recipe, **options)
+        model, optimizer = build(make, recipe)
+        train_step(model, optimizer, point(), recipe, **options)
+        assert_close(buffers.setdefault("plain", dict(model.named_buffers())), dict(model.named_buffers()))
+    for keep in ("layers", "selective"):
+        if kind == "batch norm":
+            assert_plain(make, point(), Recipe(checkpoint=keep), expected, **options)
+            assert_measured(make, point, Recipe(checkpoint=keep), **options)
+        else:
+            with pytest.raises(
+                ValueError, match=rf"^checkpoint is '{keep}' and 0\.[^\n]* changes [^\n]*; it takes [^\n]+$"
+            ):
+                gradients_of(make, point(), Recipe(checkpoint=keep), **options)
 
 
 # ---- estimates
@@ -579,9 +636,6 @@ class Scaled(Decoder):
         for block in self.body["blocks"]:
             state = block(state, scale=self.scale)
         return state[0]
-
-
-SEGMENTS = Recipe(checkpoint="segments", segments=3)
 
 
 @pytest.mark.parametrize(
