@@ -207,7 +207,7 @@ def watched(
         for piece, count in zip(shown, times, strict=True):
             marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
             if count > 1:  # also those that are not run
-                unseen = torch.empty((count - 1) * left, dtype=torch.uint8)
+                unseen = next(tensors_in(piece)).new_empty((count - 1) * left, dtype=torch.uint8)
             yield piece
         del unseen
         marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
