@@ -1118,6 +1118,30 @@ def test_what_has_a_dtype_of_its_own_is_converted_as_for_real(dtype, precision):
     assert estimate(make, symbolic_points, recipe).peak_bytes == run(make, points, recipe).meter.peak_bytes
 
 
+class Rotated(Regression):
+    """Complex weights, and a complex table."""
+
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.polar(torch.ones(3), torch.ones(3)))
+        self.register_buffer("table", torch.polar(torch.ones(3), torch.ones(3)))
+
+    def loss(self, batch):
+        return super().loss(batch) * (self.turn * self.table).imag.sum()
+
+
+def test_complex_parameters_and_buffers_keep_their_imaginary_parts():
+    for precision in ("fp32", None):
+        model, optimizer = build(Rotated, Recipe(precision=precision))
+        assert all(map(torch.equal, (model.turn, model.table), (Rotated().turn, Rotated().table)))
+        assert train_step(model, optimizer, points(), Recipe(precision=precision)).stepped
+        guess, real = (f(Rotated, points, Recipe(precision=precision)) for f in (estimate, run))
+        assert guess.peak_bytes == real.meter.peak_bytes
+    for function in (estimate, run):
+        with pytest.raises(TypeError, match=r"^a parameter [^\n]*is complex; it takes [^\n]+$"):
+            function(Rotated, points, Recipe(precision="bf16"))
+
+
 def test_what_was_there_before_cannot_be_estimated():
     batch, model = points(), tiny()
     for make, of in ((Regression, lambda: batch), (lambda: model, tiny_batch)):

@@ -63,6 +63,8 @@ def _applied(module: nn.Module, function: Callable, recurse: bool = True) -> nn.
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert a module's floating parameters and buffers in place, as `module.to(dtype)` does; symbolic ones too.
 
+    Complex ones are left as they are, unless the dtype is complex: they would lose their imaginary parts.
+
     Symbolic tensors cannot be given other data, so new ones take their place, once for each that modules share; their
     gradients are dropped, and an optimizer is made afterwards.
 
@@ -73,11 +75,15 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     Returns:
         The module.
     """
+
+    def is_converted(tensor: Tensor) -> bool:
+        return tensor.is_floating_point() or (tensor.is_complex() and dtype.is_complex)
+
     if not is_symbolic(*module.parameters(), *module.buffers()):
-        return module.to(dtype)
+        return module._apply(lambda tensor: tensor.to(dtype) if is_converted(tensor) else tensor)
     made: dict[Tensor, Tensor] = {}
     for old in (*module.parameters(), *module.buffers()):  # each once
-        if (old.is_floating_point() or old.is_complex()) and old.dtype != dtype:
+        if is_converted(old) and old.dtype != dtype:
             new = old.detach().to(dtype)
             made[old] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
     for part in module.modules():
