@@ -175,7 +175,24 @@ def assert_plain(make, batch, recipe, expected=None, **options):
     assert result.loss == pytest.approx(loss, rel=1e-5)
 
 
+class Checkpointing(Decoder):
+    """Its own checkpoint is around each block."""
+
+    def hidden(self, tokens):
+        state = self.embedding(tokens), 0
+        for block in self.body["blocks"]:
+            state = torch.utils.checkpoint.checkpoint(block, state, scale=0.3, use_reentrant=False)
+        return state[0]
+
+
+def compiled():
+    model = Decoder()
+    model.body["blocks"] = nn.ModuleList(torch.compile(block, backend="eager") for block in model.body["blocks"])
+    return model
+
+
 SEGMENTS = Recipe(checkpoint="segments", segments=3)
+OPTIMAL = Recipe(checkpoint="optimal", schedule_bytes=10**9)
 DOWN = {"offload_activations": True, "min_bytes": 1000}
 LEVERS = [
     Recipe(),
@@ -647,6 +664,7 @@ class Scaled(Decoder):
         (Reversed, SEGMENTS, "body.blocks.2 is called, but not once and after body.blocks.1"),
         (Scaled, SEGMENTS, "scale is .* requires a gradient"),
         (Decoder, replace(SEGMENTS, segments=4), "segments is 4"),
+        (Checkpointing, OPTIMAL, "schedule is a function and body.blocks.0 runs inside hooks"),
         (Decoder, replace(SEGMENTS, offload_activations=True), "offload_activations is True"),
         (Masked, Recipe(attention="flash"), r"attention is 'flash' and attn_mask .*Tensor of shape \(12, 12\)"),
         (Dropping, Recipe(attention="flash"), r"attention is 'flash' and dropout_p .* is 0.1"),
@@ -673,7 +691,7 @@ def test_what_does_not_go_with_the_model_is_said_in_one_sentence(make, recipe, t
     make_batch = {Pictures: pictures}.get(make, sentences)
     make_batch = partial(labelled, make) if getattr(make, "args", None) else make_batch
     model, optimizer = build(make, replace(recipe, attention=None, checkpoint="none", blocks=None, first_blocks=None,
-                                           head_chunk=None, segments=None))  # fmt: skip
+                                           head_chunk=None, segments=None, schedule_bytes=None))  # fmt: skip
     before = [p.clone() for p in model.parameters()]
     for attempt in (
         lambda: train_step(model, optimizer, make_batch(), recipe),
@@ -895,3 +913,10 @@ def test_a_schedule_is_found_for_blocks_that_form_a_chain_and_for_no_others():
         estimate(reaching, points, replace(base, checkpoint="optimal", schedule_bytes=10**9))
     found = fit(reaching, points, budget, **options)
     assert "optimal" not in {e.recipe.checkpoint for e in found}
+
+
+def test_compiled_blocks_take_segments_and_no_schedule_that_is_found_by_a_copy():
+    model, optimizer = build(compiled, Recipe())
+    assert train_step(model, optimizer, sentences(), SEGMENTS).stepped
+    with pytest.raises(ValueError, match=r"^a copy of body\.blocks\.0 [^\n]*; it takes [^\n]+$"):
+        train_step(model, optimizer, sentences(), OPTIMAL)
