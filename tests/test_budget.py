@@ -1091,6 +1091,20 @@ class Nonzero(Regression):
         return super().loss(batch) + len(batch["y"].nonzero())
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_stepped_but_not_estimated(kind):
+    def make():
+        return kind(7, 3, sparse=True)
+
+    def batch():
+        return torch.arange(6).view(3, 2)
+
+    recipe, options = Recipe(optimizer="sgd"), {"loss_sum": lambda model, batch: (model(batch).square().sum(), 3)}
+    with pytest.raises(ValueError, match=r"^the step makes a sparse gradient[^\n]*; it takes sparse=False$"):
+        estimate(make, batch, recipe, **options)
+    assert run(make, batch, recipe, **options).result.stepped
+
+
 @pytest.mark.parametrize("kind", [Item, Nonzero])
 def test_a_loss_that_looks_at_data_runs_but_cannot_be_estimated(kind):
     for ask in (partial(estimate, recipe=Recipe()), partial(fit, budget_bytes=10**9, progress=False)):

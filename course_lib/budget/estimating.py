@@ -115,7 +115,7 @@ def estimate(
     an "optimal" schedule keeps where there is dropout. On top come, there and on a GPU, what operators allocate inside
     themselves (`course_lib.memory.measure` reports it) and what the allocator rounds up; and on a GPU, flash attention
     runs as a kernel and needs no tensors for its tiles. nn.LSTM, whose fused operator on a CPU keeps a workspace, is
-    refused; without oneDNN it is not fused.
+    refused; without oneDNN it is not fused. So are sparse gradients.
 
     Args:
         make_model, make_batch: make the model in fp32, and a batch; called with symbolic tensors.
@@ -274,6 +274,7 @@ def peaks_in(meter: MemoryMeter) -> tuple[dict[str, int], str]:
 
 _TILES = torch.ops.course_lib.tiles.default
 _UNSEEN = {torch.ops.aten.mkldnn_rnn_layer.default}  # nn.LSTM on a CPU: its workspace outlives it
+_SPARSE = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
 
 
 class Watch(CountingMeter):
@@ -284,6 +285,11 @@ class Watch(CountingMeter):
             raise ValueError(
                 f"the step runs {func}, which keeps memory that symbolic tensors do not show; an estimate takes it, "
                 "as the step itself then must run, under torch.backends.mkldnn.flags(enabled=False)"
+            )
+        if func is _SPARSE:
+            raise ValueError(
+                "the step makes a sparse gradient, whose bytes depend on its values, but an estimate runs on symbolic "
+                "tensors, which have shapes only; it takes sparse=False"
             )
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func is _TILES:  # it stands for many, and tells which of them takes the most

@@ -141,7 +141,7 @@ def train_step(
             "optimal" of a `Decoder` as it is made, without forward hooks, and with its own loss; in other models they
             take blocks that form a chain (see `course_lib.schedule.schedule_blocks`). `in_backward` steps a parameter
             each time that autograd hands over its gradient, which under reentrant checkpoints of the model's own may be
-            in parts.
+            in parts; blocks that are repeated after it, and use it detached, find the new one.
         loss_sum: (model, batch) -> (sum of losses, weight), as for `course_lib.accumulation.AccumulatedStep`. Left out,
             it is `model.loss_sum(batch)`; else `model.loss(batch)`, a mean, which takes one micro-batch: over how many
             tokens or samples it goes is not known, so that those of several cannot be added up; else, for a Hugging
@@ -151,8 +151,8 @@ def train_step(
 
     Returns:
         A `StepResult`; with `model.loss` alone its weight counts samples. Gradients are None afterwards. After an error
-        they and the random generators are as before, and no parameter has changed, but for those that `in_backward` has
-        stepped.
+        they and the random generators are as before, and no parameter has changed, but for those that `in_backward`, or
+        an optimizer that failed itself, has stepped.
 
     Raises:
         TypeError, ValueError: recipe, model and batch do not go together; the message says how.
