@@ -274,7 +274,6 @@ def peaks_in(meter: MemoryMeter) -> tuple[dict[str, int], str]:
 
 _TILES = torch.ops.course_lib.tiles.default
 _UNSEEN = {torch.ops.aten.mkldnn_rnn_layer.default}  # nn.LSTM on a CPU: its workspace outlives it
-_SPARSE = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
 
 
 class Watch(CountingMeter):
@@ -286,12 +285,12 @@ class Watch(CountingMeter):
                 f"the step runs {func}, which keeps memory that symbolic tensors do not show; an estimate takes it, "
                 "as the step itself then must run, under torch.backends.mkldnn.flags(enabled=False)"
             )
-        if func is _SPARSE:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if getattr(result, "layout", None) is torch.sparse_coo:
             raise ValueError(
                 "the step makes a sparse gradient, whose bytes depend on its values, but an estimate runs on symbolic "
                 "tensors, which have shapes only; it takes sparse=False"
             )
-        result = super().__torch_dispatch__(func, types, args, kwargs)
         if func is _TILES:  # it stands for many, and tells which of them takes the most
             self._ledger.operators[-1] = args[3], self._ledger.operators[-1][1]
         return result
