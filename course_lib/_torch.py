@@ -26,13 +26,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """`value` with `function(tensor)` in place of each of its tensors; what holds none is the same object."""
+def map_tensors(function: Callable[[Tensor], Any], value: Any, *, copied: tuple[type, ...] = ()) -> Any:
+    """`value` with `function(tensor)` in place of each of its tensors.
+
+    What holds none is the same object, but for containers of the types `copied`.
+    """
     if isinstance(value, Tensor):
         return function(value)
     old = _items(value)
-    new = [map_tensors(function, item) for item in old]
-    return value if all(map(operator.is_, old, new)) else _rebuilt(value, new)
+    new = [map_tensors(function, item, copied=copied) for item in old]
+    same = all(map(operator.is_, old, new)) and not isinstance(value, copied)
+    return value if same else _rebuilt(value, new)
 
 
 def _items(value: Any) -> Iterable[Any]:

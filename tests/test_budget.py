@@ -1091,6 +1091,20 @@ class Nonzero(Regression):
         return super().loss(batch) + len(batch["y"].nonzero())
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_stepped_but_not_estimated(kind):
+    def make():
+        return kind(7, 3, sparse=True)
+
+    def batch():
+        return torch.arange(6).view(3, 2)
+
+    recipe, options = Recipe(optimizer="sgd"), {"loss_sum": lambda model, batch: (model(batch).square().sum(), 3)}
+    with pytest.raises(ValueError, match=r"^the step makes a sparse gradient[^\n]*; it takes sparse=False$"):
+        estimate(make, batch, recipe, **options)
+    assert run(make, batch, recipe, **options).result.stepped
+
+
 @pytest.mark.parametrize("kind", [Item, Nonzero])
 def test_a_loss_that_looks_at_data_runs_but_cannot_be_estimated(kind):
     for ask in (partial(estimate, recipe=Recipe()), partial(fit, budget_bytes=10**9, progress=False)):
@@ -1116,6 +1130,30 @@ class WithBuffer(Regression):
 def test_what_has_a_dtype_of_its_own_is_converted_as_for_real(dtype, precision):
     make, recipe = partial(WithBuffer, dtype, torch.float32), Recipe(precision=precision)
     assert estimate(make, symbolic_points, recipe).peak_bytes == run(make, points, recipe).meter.peak_bytes
+
+
+class Rotated(Regression):
+    """Complex weights, and a complex table."""
+
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.polar(torch.ones(3), torch.ones(3)))
+        self.register_buffer("table", torch.polar(torch.ones(3), torch.ones(3)))
+
+    def loss(self, batch):
+        return super().loss(batch) * (self.turn * self.table).imag.sum()
+
+
+def test_complex_parameters_and_buffers_keep_their_imaginary_parts():
+    for precision in ("fp32", None):
+        model, optimizer = build(Rotated, Recipe(precision=precision))
+        assert all(map(torch.equal, (model.turn, model.table), (Rotated().turn, Rotated().table)))
+        assert train_step(model, optimizer, points(), Recipe(precision=precision)).stepped
+        guess, real = (f(Rotated, points, Recipe(precision=precision)) for f in (estimate, run))
+        assert guess.peak_bytes == real.meter.peak_bytes
+    for function in (estimate, run):
+        with pytest.raises(TypeError, match=r"^a parameter [^\n]*is complex; it takes [^\n]+$"):
+            function(Rotated, points, Recipe(precision="bf16"))
 
 
 def test_what_was_there_before_cannot_be_estimated():

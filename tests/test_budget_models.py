@@ -175,6 +175,24 @@ def assert_plain(make, batch, recipe, expected=None, **options):
     assert result.loss == pytest.approx(loss, rel=1e-5)
 
 
+class Checkpointing(Decoder):
+    """Its own checkpoint is around each block."""
+
+    def hidden(self, tokens):
+        state = self.embedding(tokens), 0
+        for block in self.body["blocks"]:
+            state = torch.utils.checkpoint.checkpoint(block, state, scale=0.3, use_reentrant=False)
+        return state[0]
+
+
+def compiled():
+    model = Decoder()
+    model.body["blocks"] = nn.ModuleList(torch.compile(block, backend="eager") for block in model.body["blocks"])
+    return model
+
+
+SEGMENTS = Recipe(checkpoint="segments", segments=3)
+OPTIMAL = Recipe(checkpoint="optimal", schedule_bytes=10**9)
 DOWN = {"offload_activations": True, "min_bytes": 1000}
 LEVERS = [
     Recipe(),
@@ -235,6 +253,62 @@ def test_running_statistics_change_once_a_step(checkpoint):
     assert_plain(Pictures, pictures(), Recipe(checkpoint=checkpoint))
 
 
+class Averaging(nn.Linear):
+    """Computes with an average that it goes on with."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        y = super().forward(x) - self.average
+        self.average.mul_(0.5).add_(y.detach().mean(0))
+        return y
+
+
+def averaged(kind):
+    def block():
+        linear = nn.Linear(WIDTH, WIDTH)
+        if kind == "spectral norm":
+            return nn.Sequential(nn.utils.parametrizations.spectral_norm(linear), nn.Tanh())
+        if kind == "average":
+            return nn.Sequential(Averaging(), nn.Tanh())
+        return nn.Sequential(linear, nn.BatchNorm1d(WIDTH), nn.Tanh())
+
+    with seeded(4):
+        return nn.Sequential(*(block() for _ in range(4)))
+
+
+def point():
+    with seeded(5):
+        return {"x": torch.randn(6, WIDTH)}
+
+
+def cube(model, batch):
+    return (model(batch["x"]) ** 3).sum(), len(batch["x"])
+
+
+@pytest.mark.parametrize("kind", ["spectral norm", "average", "batch norm"])
+def test_blocks_that_change_their_buffers_are_repeated_with_those_of_the_first_run_or_refused(kind):
+    make, options, buffers = partial(averaged, kind), {"loss_sum": cube}, {}
+    expected = expected_of(make, point(), cube)
+    for recipe in (Recipe(), SEGMENTS, replace(SEGMENTS, segments=4, in_backward=True)):
+        assert_plain(make, point(), recipe, expected, **options)
+        assert_measured(make, point, recipe, **options)
+        model, optimizer = build(make, recipe)
+        train_step(model, optimizer, point(), recipe, **options)
+        assert_close(buffers.setdefault("plain", dict(model.named_buffers())), dict(model.named_buffers()))
+    for keep in ("layers", "selective"):
+        if kind == "batch norm":
+            assert_plain(make, point(), Recipe(checkpoint=keep), expected, **options)
+            assert_measured(make, point, Recipe(checkpoint=keep), **options)
+        else:
+            with pytest.raises(
+                ValueError, match=rf"^checkpoint is '{keep}' and 0\.[^\n]* changes [^\n]*; it takes [^\n]+$"
+            ):
+                gradients_of(make, point(), Recipe(checkpoint=keep), **options)
+
+
 # ---- estimates
 
 
@@ -245,7 +319,7 @@ def test_bytes_are_those_that_are_measured(make, recipe):
 
 def assert_measured(make, make_batch, recipe, **options):
     guess, real = estimate(make, make_batch, recipe, **options), run(make, make_batch, recipe, **options)
-    assert guess.peak_bytes == real.meter.peak_bytes
+    assert (guess.peak_bytes, guess.at_peak) == (real.meter.peak_bytes, real.meter.at_peak())
     assert (guess.bytes_down, guess.bytes_up) == (real.traffic.bytes_down, real.traffic.bytes_up)
     return guess
 
@@ -581,9 +655,6 @@ class Scaled(Decoder):
         return state[0]
 
 
-SEGMENTS = Recipe(checkpoint="segments", segments=3)
-
-
 @pytest.mark.parametrize(
     ("make", "recipe", "told"),
     [
@@ -593,6 +664,7 @@ SEGMENTS = Recipe(checkpoint="segments", segments=3)
         (Reversed, SEGMENTS, "body.blocks.2 is called, but not once and after body.blocks.1"),
         (Scaled, SEGMENTS, "scale is .* requires a gradient"),
         (Decoder, replace(SEGMENTS, segments=4), "segments is 4"),
+        (Checkpointing, OPTIMAL, "schedule is a function and body.blocks.0 runs inside hooks"),
         (Decoder, replace(SEGMENTS, offload_activations=True), "offload_activations is True"),
         (Masked, Recipe(attention="flash"), r"attention is 'flash' and attn_mask .*Tensor of shape \(12, 12\)"),
         (Dropping, Recipe(attention="flash"), r"attention is 'flash' and dropout_p .* is 0.1"),
@@ -619,7 +691,7 @@ def test_what_does_not_go_with_the_model_is_said_in_one_sentence(make, recipe, t
     make_batch = {Pictures: pictures}.get(make, sentences)
     make_batch = partial(labelled, make) if getattr(make, "args", None) else make_batch
     model, optimizer = build(make, replace(recipe, attention=None, checkpoint="none", blocks=None, first_blocks=None,
-                                           head_chunk=None, segments=None))  # fmt: skip
+                                           head_chunk=None, segments=None, schedule_bytes=None))  # fmt: skip
     before = [p.clone() for p in model.parameters()]
     for attempt in (
         lambda: train_step(model, optimizer, make_batch(), recipe),
@@ -841,3 +913,10 @@ def test_a_schedule_is_found_for_blocks_that_form_a_chain_and_for_no_others():
         estimate(reaching, points, replace(base, checkpoint="optimal", schedule_bytes=10**9))
     found = fit(reaching, points, budget, **options)
     assert "optimal" not in {e.recipe.checkpoint for e in found}
+
+
+def test_compiled_blocks_take_segments_and_no_schedule_that_is_found_by_a_copy():
+    model, optimizer = build(compiled, Recipe())
+    assert train_step(model, optimizer, sentences(), SEGMENTS).stepped
+    with pytest.raises(ValueError, match=r"^a copy of body\.blocks\.0 [^\n]*; it takes [^\n]+$"):
+        train_step(model, optimizer, sentences(), OPTIMAL)

@@ -170,3 +170,26 @@ def test_the_command_asks_for_ranks(capsys):
     with pytest.raises(SystemExit):
         main([*sizes, "--ranks", "4", "--budget", "2MB", "--check"])
     assert "--check comes with --ranks 4" in capsys.readouterr().err
+
+
+class Around(Blocks):
+    """The loss calls the blocks, and a layer of its own, but not the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+
+    def loss_sum(self, x):
+        return self.forward(self.first(x)).square().sum(), len(x)
+
+
+def test_a_loss_that_does_not_call_the_model_is_refused_where_parameters_are_gathered_and_searched_elsewhere():
+    told = r'^shard is "zero[23]" and the loss computes [^\n]*; it takes a loss that calls the model[^\n]*$'
+    for shard in ("zero2", "zero3"):
+        with pytest.raises(ValueError, match=told):
+            estimate(Around, rows, of(shard))
+    plain = estimate(Around, rows, of("ddp")).peak_bytes
+    found = fit(Around, rows, plain - 1, base=Recipe(ranks=4), rates="H100")
+    assert {e.recipe.shard for e in found} <= {"ddp", "zero1"}
+    with pytest.raises(ValueError, match=told):
+        fit(Around, rows, plain, base=Recipe(ranks=4, shard="zero3"))

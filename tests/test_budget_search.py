@@ -307,3 +307,40 @@ def test_of_a_deep_model_nothing_is_cheaper_than_what_is_found(monkeypatch):
     found = fit(make, of, budget, base=base, rates=RATE, tier="file", progress=False)
     assert RATE.seconds(found[0]) <= min(RATE.seconds(e) for e in known if e.peak_bytes <= budget)
     assert all(estimate(make, of, e.recipe) == e for e in found[:3])
+
+
+class Block(nn.Module):
+    def __init__(self, experts=0):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(experts))
+
+    def forward(self, x):
+        hidden = self.up(x).relu_() * 1.5
+        for expert in self.experts:
+            x = x + expert(x)
+        return x + self.down(hidden.mul_(0.5))
+
+
+class Odd(nn.Module):
+    """Blocks that change in place what "selective" keeps; the same block often; or with more experts than blocks."""
+
+    def __init__(self, experts=0, shared=False):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block()] * 4 if shared else [Block(experts) for _ in range(3)])
+
+    def loss(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"shared": True}, {"experts": 6}], ids=str)
+def test_what_a_model_cannot_do_is_passed_over_and_the_rest_fits_when_it_is_run(options):
+    make, of, base = partial(Odd, **options), partial(torch.randn, 300, 8), Recipe(optimizer="sgd")
+    with pytest.raises(RuntimeError):
+        estimate(make, of, replace(base, checkpoint="selective"))
+    plain = estimate(make, of, base).peak_bytes
+    for budget in (plain * 3 // 4, plain // 2):
+        for found in fit(make, of, budget, base=base, tier="file", progress=False):
+            assert run(make, of, found.recipe).meter.peak_bytes == found.peak_bytes <= budget

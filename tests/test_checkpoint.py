@@ -668,6 +668,24 @@ def test_nested_arguments_pass_through_the_reentrant_mode_too():
     assert_close(a.grad, b * (a * b).exp())
 
 
+@both_modes
+@pytest.mark.parametrize("before", [[], ["text"], [[]]], ids=str)
+def test_what_the_function_puts_into_a_list_or_dict_is_there_once_and_not_when_it_runs_again(before, use_reentrant):
+    def collecting(x, losses, known):
+        losses.append(x.square().sum())
+        known["sine"] = known.get("sine", constant).sin()
+        return x * known["sine"]
+
+    x, constant, losses, known = leaf(3), torch.ones(3), list(before), {}
+    y = checkpoint(collecting, x, losses, known, use_reentrant=use_reentrant)
+    y = checkpoint(collecting, y, losses, known, use_reentrant=use_reentrant).sum()
+    for _ in range(1 if use_reentrant else 2):
+        x.grad = None
+        y.backward(retain_graph=not use_reentrant)
+        assert_close(x.grad, constant.sin().double() * constant.sin().sin())
+    assert len(losses) == len(before) + 2
+
+
 @pytest.mark.parametrize("when", ["inside", "after"])
 @pytest.mark.parametrize(
     "use_reentrant, way", [(mode, way) for mode in (True, False) for way in WAYS if not (mode and "keyword" in way)]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from course_lib.budget import Recipe, estimate, fit, run
+from course_lib.budget import Recipe, build, estimate, fit, run, train_step
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extras `models` and `test`")
 
@@ -186,3 +186,22 @@ def test_a_search_puts_flash_into_a_model_that_keeps_its_scores():
     found = fit(make_model, make_batch, plain.peak_bytes * 6 // 10, base=Recipe(optimizer="sgd"), progress=False)
     assert {"flash"} <= {e.recipe.attention for e in found}
     assert all(e.peak_bytes == run(make_model, make_batch, e.recipe).meter.peak_bytes for e in found)
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_flash_attention_is_there_too_where_the_model_checkpoints_its_own_layers(use_reentrant):
+    def checkpointing():
+        model = made("Llama:LlamaForCausalLM", **SHARED)()
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        return model.train()
+
+    torch.manual_seed(0)
+    batch, losses = text(), []
+    for recipe in (Recipe(attention=None), Recipe(attention="flash"), Recipe(attention="flash", in_backward=True)):
+        guess, real = both(checkpointing, text, recipe)
+        assert guess == real
+        torch.manual_seed(1)
+        model, optimizer = build(checkpointing, recipe, lr=1e-2)
+        losses.append([train_step(model, optimizer, batch, recipe).loss for _ in range(3)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)

@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
@@ -847,6 +848,36 @@ def test_a_stage_that_returns_something_else_the_second_time_is_refused(other):
     loss = ScheduledSequential(stages, segments(Chain.uniform(3), 3))(torch.ones(2, 2)).sum()
     with pytest.raises(RuntimeError, match=r"stage 1 returned .* when it ran again"):
         loss.backward()
+
+
+class Aside(nn.Linear):
+    """A layer with a loss of its own, beside what it returns."""
+
+    def forward(self, x):
+        self.losses = [super().forward(x).square().mean()]
+        return x + super().forward(x)
+
+
+def test_a_stage_that_leaves_a_loss_beside_what_it_returns_is_refused():
+    x = torch.randn(3, 8, requires_grad=True)
+    for schedule in schedules(4):
+        layers = nn.Sequential(*(Aside(8, 8) for _ in range(4)))
+        with pytest.raises(RuntimeError, match=r"^stage \d leaves a tensor with a gradient behind in losses[^\n]*$"):
+            ScheduledSequential(layers, schedule)(x).sum().backward()
+        with schedule_blocks(layers, "*", schedule=schedule), pytest.raises(RuntimeError, match="behind in losses"):
+            layers(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weights_that_hooks_compute_are_not_left_behind():
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    nn.utils.weight_norm(layers[0])
+    prune.l1_unstructured(layers[1], "weight", 0.5)
+    x = torch.randn(3, 8, requires_grad=True)
+    expected = step(layers, x)
+    for schedule in schedules(4):
+        with schedule_blocks(layers, "*", schedule=schedule):
+            assert_same_bits(step(layers, x), expected)
 
 
 def test_a_schedule_draws_itself():

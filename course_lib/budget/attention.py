@@ -130,7 +130,8 @@ class _Flash(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
             return self.attention(*args, **(kwargs or {}))
-        if func is F.multi_head_attention_forward:  # a mode is not active inside itself, and does not see what it calls
+        # A mode is not active inside itself, and does not see what these call: attention, a model's own checkpoints.
+        if func in (F.multi_head_attention_forward, Tensor.backward):
             before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, self.attention
             try:
                 return func(*args, **(kwargs or {}))

@@ -115,7 +115,7 @@ def estimate(
     an "optimal" schedule keeps where there is dropout. On top come, there and on a GPU, what operators allocate inside
     themselves (`course_lib.memory.measure` reports it) and what the allocator rounds up; and on a GPU, flash attention
     runs as a kernel and needs no tensors for its tiles. nn.LSTM, whose fused operator on a CPU keeps a workspace, is
-    refused; without oneDNN it is not fused.
+    refused; without oneDNN it is not fused. So are sparse gradients.
 
     Args:
         make_model, make_batch: make the model in fp32, and a batch; called with symbolic tensors.
@@ -207,7 +207,7 @@ def watched(
         for piece, count in zip(shown, times, strict=True):
             marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
             if count > 1:  # also those that are not run
-                unseen = torch.empty((count - 1) * left, dtype=torch.uint8)
+                unseen = next(tensors_in(piece)).new_empty((count - 1) * left, dtype=torch.uint8)
             yield piece
         del unseen
         marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
@@ -286,6 +286,11 @@ class Watch(CountingMeter):
                 "as the step itself then must run, under torch.backends.mkldnn.flags(enabled=False)"
             )
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if getattr(result, "layout", None) is torch.sparse_coo:
+            raise ValueError(
+                "the step makes a sparse gradient, whose bytes depend on its values, but an estimate runs on symbolic "
+                "tensors, which have shapes only; it takes sparse=False"
+            )
         if func is _TILES:  # it stands for many, and tells which of them takes the most
             self._ledger.operators[-1] = args[3], self._ledger.operators[-1][1]
         return result

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from course_lib._check import InfeasibleBudget, kind, one_of, whole
 from course_lib._torch import tensors_in
+from course_lib.checkpoint.blocks import names_of
 from course_lib.labels import text
 from course_lib.memory.show import Table, bytes_text
 from course_lib.offload import chosen_below
@@ -156,7 +157,9 @@ class _Search:
         self.decoder = is_decoder(model) and loss_sum is None
         weighed = (loss_sum is not None or has_loss_sum(model)) and not mixes_samples(model)
         self.pieces = pieces_allowed(samples_in(composer.batch)) if weighed else [1]
-        self.layers = len(composer.blocks)
+        self.layers = 0
+        with suppress(ValueError):  # without a list of like modules
+            self.layers = len(names_of(model, None))
         self.trained = composer.trained
         self.parameter_bytes = sum(p.nbytes for p in model.parameters())
         stateless = self.base.optimizer in ALL_ABOVE or (self.base.optimizer, self.base.precision) == ("sgd", "fp32")
@@ -273,7 +276,10 @@ def _all(search: _Search) -> list[Estimate]:
             or (search.flash_is_less and flash in too_large)
         ):
             continue
-        best = best_of(search, family, min(map(search.flops, _schedules(family, found)), default=math.inf))
+        try:
+            best = best_of(search, family, min(map(search.flops, _schedules(family, found)), default=math.inf))
+        except RuntimeError:  # the step does not run: it changes in place what "selective" has kept, say
+            continue
         if best is not None:
             found.append(best)
         else:

@@ -10,8 +10,8 @@ parameters in bf16, "zero2" and "zero3" shards in fp32 that are gathered, and co
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -135,8 +135,22 @@ def estimate(
         raise ValueError(f"ranks is {recipe.ranks} and shard is None; it takes one of {', '.join(MODES)}")
     if max_norm is not None:
         raise ValueError(f"max_norm is {max_norm} and ranks is {recipe.ranks}; it takes None for several")
-    with estimating.explained():
+    with estimating.explained(), _gathered(recipe):
         return _estimate(*rank_moments(make_model, make_batch, recipe, loss_sum), recipe, tier)
+
+
+@contextmanager
+def _gathered(recipe: Recipe) -> Iterator[None]:
+    """Says of parameters that are sharded why a loss cannot compute with them."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DTensor" not in str(error):
+            raise
+        got = (
+            f'shard is "{recipe.shard}" and the loss computes with parameters outside of model(...), which gathers them'
+        )
+        raise ValueError(f'{got}; it takes a loss that calls the model, or "ddp" or "zero1"') from error
 
 
 def _estimate(moments: Moments, shapes: Shapes, recipe: Recipe, tier: str) -> Estimate:
@@ -215,7 +229,10 @@ def that_fit(search: _Search, base: Recipe) -> list[Estimate]:
             continue
         if any(replace(e.recipe, micro_batches=1) == replace(family, checkpoint="none") for e in found):
             continue  # it fits without checkpoints
-        with suppress(ValueError) if keep != "none" else nullcontext():  # a model without blocks
+        optional = keep != "none" or (base.shard is None and shard not in REPLICATED)
+        with (
+            suppress(ValueError) if optional else nullcontext()
+        ):  # a model without blocks, or whose loss is not its own
             best = fewest_pieces(search, family)
             found += [search.estimate(best)] if best else []
     if not found and search.least is None:  # even weights, gradients and state do not fit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -141,7 +141,7 @@ def train_step(
             "optimal" of a `Decoder` as it is made, without forward hooks, and with its own loss; in other models they
             take blocks that form a chain (see `course_lib.schedule.schedule_blocks`). `in_backward` steps a parameter
             each time that autograd hands over its gradient, which under reentrant checkpoints of the model's own may be
-            in parts.
+            in parts; blocks that are repeated after it, and use it detached, find the new one.
         loss_sum: (model, batch) -> (sum of losses, weight), as for `course_lib.accumulation.AccumulatedStep`. Left out,
             it is `model.loss_sum(batch)`; else `model.loss(batch)`, a mean, which takes one micro-batch: over how many
             tokens or samples it goes is not known, so that those of several cannot be added up; else, for a Hugging
@@ -151,8 +151,8 @@ def train_step(
 
     Returns:
         A `StepResult`; with `model.loss` alone its weight counts samples. Gradients are None afterwards. After an error
-        they and the random generators are as before, and no parameter has changed, but for those that `in_backward` has
-        stepped.
+        they and the random generators are as before, and no parameter has changed, but for those that `in_backward`, or
+        an optimizer that failed itself, has stepped.
 
     Raises:
         TypeError, ValueError: recipe, model and batch do not go together; the message says how.
@@ -238,7 +238,7 @@ def applied(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
             checks.append(stack.enter_context(scheduled(model, recipe)).check)
         if recipe.checkpoint in ("layers", "selective"):
             handle = stack.enter_context(checkpointed(model, recipe))
-            checks.append(stack.enter_context(statistics_kept(model, handle.names)))
+            checks.append(stack.enter_context(statistics_kept(model, handle.names, recipe.checkpoint)))
         yield lambda: [check() for check in checks]
 
 
@@ -280,14 +280,28 @@ def _names(recipe: Recipe) -> str | list[str] | None:
 
 
 @contextmanager
-def statistics_kept(model: nn.Module, names: Iterable[str]) -> Iterator[Callable[[], None]]:
+def statistics_kept(model: nn.Module, names: Sequence[str], checkpoint: str) -> Iterator[Callable[[], None]]:
     """Norms in these blocks change their running statistics in the forward pass, and not again when it is repeated.
 
-    What is yielded is to be called after the forward pass.
+    What is yielded is to be called after the forward pass. It raises if other buffers have changed, since the block may
+    compute with them.
     """
     modules = {module for name in names for module in model.get_submodule(name).modules()}
     norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
-    kept: list[tuple[Tensor, Tensor]] = []
+    statistics, kept = {buffer for norm in norms for buffer in norm.buffers()}, list[tuple[Tensor, Tensor]]()
+
+    def others() -> dict[str, tuple[int, int]]:
+        found = {f"{name}.{key}": b for name in names for key, b in model.get_submodule(name).named_buffers()}
+        return {name: (id(b), b._version) for name, b in found.items() if b not in statistics}
+
+    def keep() -> None:
+        for name, found in others().items():
+            if found != before.get(name):
+                got = f"checkpoint is {checkpoint!r} and {name} changes in the forward pass, which is repeated"
+                raise ValueError(f"{got}; it takes 'none', 'segments' or 'optimal'")
+        kept.extend((buffer, buffer.clone()) for buffer in statistics)
+
+    before = others()
 
     def put_back() -> None:
         with torch.no_grad():
@@ -295,7 +309,7 @@ def statistics_kept(model: nn.Module, names: Iterable[str]) -> Iterator[Callable
                 buffer.copy_(value)
 
     try:
-        yield lambda: kept.extend((buffer, buffer.clone()) for norm in norms for buffer in norm.buffers())
+        yield keep
     finally:
         put_back()
 

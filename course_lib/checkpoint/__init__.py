@@ -7,6 +7,7 @@ import and nothing else; what is no idea of its own (enums, helpers) is PyTorch'
 - A tensor that was changed in place is an error in both modes, wherever in the arguments it is; PyTorch recomputes
   from the new values where it is in a container or a keyword argument, and in its reentrant mode where the function
   itself has changed it.
+- The recomputation gets lists and dicts as they were at first: what the function puts into them is there once.
 - A policy that keeps a random operator's output keeps the random numbers after it too; in PyTorch the recomputation
   draws others from there on. CPU offload does what its name says, where eager PyTorch recomputes; a policy's answer
   that means nothing is an error.

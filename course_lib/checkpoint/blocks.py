@@ -55,8 +55,9 @@ def checkpoint_blocks(
         with checkpoint_blocks(decoder, "layers.*"):
             decoder.loss(tokens).backward()
 
-    What a block changes besides its outputs, it changes twice: running statistics, and a key-value cache that grows
-    (with Hugging Face models, train with `use_cache=False`).
+    What a block changes besides its outputs, it changes twice, and the second time it computes with what it has
+    changed: running statistics, spectral norms, and a key-value cache that grows (with Hugging Face models, train with
+    `use_cache=False`).
     """
     kind("model", model, nn.Module, "an nn.Module")
     every = whole("every", every, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,17 +22,18 @@ from .._torch import AutocastState, RandomState, map_tensors, modes_when_recompu
 # ---- inputs: containers without their tensors, which autograd keeps and watches
 
 _PLACE = torch.empty(0, device="cpu")
+_copied = partial(map_tensors, copied=(list, dict))  # a function may put things into a list that it is given
 
 
 def without_tensors(value: Any) -> Any:
-    """`value` with a place in each of its containers for each of its tensors."""
-    return map_tensors(lambda tensor: _PLACE, value)
+    """`value` with a place in each of its containers for each of its tensors; lists and dicts are as they are now."""
+    return _copied(lambda tensor: _PLACE, value)
 
 
 def with_tensors(value: Any, tensors: tuple[Tensor, ...]) -> Any:
     """`value` with tensors in the places, in the order of `tensors_in`."""
     rest = iter(tensors)
-    return map_tensors(lambda place: next(rest), value)
+    return _copied(lambda place: next(rest), value)
 
 
 def kept_inputs(node: Any, function: Callable, changed: bool = False) -> tuple[Tensor, ...]:

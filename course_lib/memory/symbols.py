@@ -78,8 +78,9 @@ def _applied(module: nn.Module, function: Callable, recurse: bool = True) -> nn.
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert a module's floating parameters and buffers, as `module.to(dtype)` does; symbolic ones too.
 
-    In a symbolic module, new tensors take the place of the old ones; their gradients are dropped, and an optimizer is
-    made afterwards.
+    Complex ones are left as they are, unless the dtype is complex: they would lose their imaginary parts. In a symbolic
+    module, new tensors take the place of the old ones; their gradients are dropped, and an optimizer is made
+    afterwards.
 
     Args:
         module: its parameters and buffers are real or symbolic.
@@ -88,5 +89,10 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     Returns:
         The module.
     """
+
+    def converted(tensor: Tensor) -> Tensor:
+        wanted = tensor.is_floating_point() or (tensor.is_complex() and dtype.is_complex)
+        return tensor.to(dtype) if wanted else tensor
+
     with patch.object(nn.Module, "_apply", _applied):
-        return module.to(dtype)
+        return module._apply(converted)

@@ -16,6 +16,7 @@ from course_lib._check import function, kind, shown
 from course_lib._torch import tensors_in
 from course_lib.checkpoint.blocks import BlocksInPlace, names_of
 from course_lib.memory.known import Symbolic
+from course_lib.memory.storages import hooks_active
 
 from .actions import Backward, Schedule, simulate
 from .chain import Chain
@@ -115,6 +116,9 @@ class ScheduledBlocks(BlocksInPlace):
 
     def _chain(self, stages: list[_Stage], args: tuple, kwargs: dict) -> Chain:
         """What the blocks take, found on symbolic copies and out of sight of meters; one stands for all like it."""
+        if hooks_active():  # they would see what the copies save
+            got = f"schedule is a function and {self.names[0]} runs inside hooks on saved tensors, as of a checkpoint"
+            raise ValueError(f"{got}; it takes a Schedule, or blocks outside of such hooks")
         like = stages[:2] if len({_look(stage) for stage in stages}) == 1 else stages
         x, given = the_tensor(args[0]), tuple(map(_kind, tensors_in([args, kwargs])))
         key = self.names, tuple(map(_look, like)), given, _autocast(x)
@@ -127,8 +131,14 @@ class ScheduledBlocks(BlocksInPlace):
                     mode = Symbolic()
                     with FakeCopyMode(mode):
                         probe = copy.deepcopy(probe)
-                with mode:
-                    measured = Chain.profile(*probe)
+                try:
+                    with mode:
+                        measured = Chain.profile(*probe)
+                except AssertionError as error:
+                    if "FakeTensor" not in str(error):
+                        raise
+                    got = f"a copy of {self.names[0]} computes with the block's own tensors, as a compiled one does"
+                    raise ValueError(f"{got}; it takes a Schedule, or a forward of the block's class") from error
             first, *others = measured.stages
             count = len(stages) - len(others)
             self.known[key] = Chain((first, *others, *others[-1:] * (count - 1)), measured.input_bytes)

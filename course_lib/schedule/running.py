@@ -221,20 +221,26 @@ class _Watch:
     def __init__(self, stage: nn.Module, device: torch.device):
         self.stage, self.devices = stage, [device]
         self.random, self.drawing = RandomState(self.devices), _Drawing() if is_symbolic() else nullcontext()
-        self.buffers = {name: (buffer, buffer.clone()) for name, buffer in stage.named_buffers()}
+        self.buffers = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in stage.named_buffers()}
 
     def changed(self) -> tuple[RandomState | None, dict[str, Tensor]]:
         after = dict(self.stage.named_buffers())
         with _disable_current_modes():  # random states are no symbolic tensors, even where the stages run on such
             symbolic = isinstance(self.drawing, _Drawing)
             drew = self.drawing.seen if symbolic else self.random != RandomState(self.devices)
-            # By value: batch_norm changes its statistics without counting that as a change in place.
             buffers = {
                 name: copy
-                for name, (buffer, copy) in self.buffers.items()
-                if after.get(name) is not buffer or not (is_symbolic(copy) or torch.equal(buffer, copy))
+                for name, (buffer, version, copy) in self.buffers.items()
+                if after.get(name) is not buffer or self._is_changed(buffer, version, copy)
             }
         return self.random if drew else None, buffers
+
+    def _is_changed(self, buffer: Tensor, version: int, copy: Tensor) -> bool:
+        """By value: norms change their statistics without counting that as a change in place."""
+        if not is_symbolic(copy):
+            return not torch.equal(buffer, copy)
+        norms = [m for m in self.stage.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
+        return buffer._version != version or any(buffer is statistic for m in norms for statistic in m.buffers())
 
 
 class _Drawing(TorchDispatchMode):

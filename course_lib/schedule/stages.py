@@ -133,6 +133,11 @@ class Kept:
                 f"stage {i} uses a tensor that requires a gradient and is neither its input nor a parameter that it "
                 "holds; make it a parameter of a module that is the stage, or detach it"
             )
+        if left := next(_left_behind(stage), None):
+            raise RuntimeError(
+                f"stage {i} leaves a tensor with a gradient behind in {left}, and nothing else of a stage than what it "
+                "returns may be used; return it, or detach it"
+            )
 
     def backward(self) -> tuple[Tensor | None, list[Tensor | None]]:
         """The gradients of the input, if one is needed, and of the stage's parameters."""
@@ -161,6 +166,16 @@ class _TakeGradient(torch.autograd.Function):
 
 def trained(stage: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in stage.parameters() if parameter.requires_grad]
+
+
+def _left_behind(stage: nn.Module) -> Iterator[str]:
+    """Attributes with a tensor that a run has computed, but for weights that a hook computes before each run."""
+    for name, module in stage.named_modules():
+        hooks = module._forward_pre_hooks.values()
+        weights = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}  # normed or pruned
+        for key in vars(module).keys() - weights:
+            if any(tensor.grad_fn is not None for tensor in tensors_in(vars(module)[key])):
+                yield f"{name}.{key}".removeprefix("block.").removeprefix(".")
 
 
 def _leaves(end: Tensor) -> Iterator[Tensor]:
