@@ -13,14 +13,14 @@
 #
 # A network of 100 layers keeps 200 activations for backward, and peaks at 202. The advice since 2016: cut it into $\sqrt{100} = 10$ segments and checkpoint each. The peak falls to 31, for one more forward pass.
 #
-# Can one extra forward pass go lower? By the end of section 3.3 it does, to 22, and at that price no schedule of whole layers goes below. Then you write the program that finds the best one for any chain of layers.
+# Can one extra forward pass go lower? By the end of section 3.3 it does, to 22, and at that price no schedule of whole layers that the library searches goes below. Then you write the program that finds the best one for any chain of layers.
 #
 # </div>
 # <div lang="zh">
 #
 # 一个 100 层的网络要为反向保存 200 份激活值，峰值是 202 份。2016 年以来的建议是：切成 $\sqrt{100} = 10$ 段，每段一个检查点。峰值降到 31 份，代价是多做一次前向。
 #
-# 同样只多做一次前向，能不能降得更多？到 3.3 节末尾能降到 22 份，而在这个代价之下，以整层为单位的调度没有比它更低的。然后，你来写一个程序，为任意一条由层组成的链找出最好的调度。
+# 同样只多做一次前向，能不能降得更多？到 3.3 节末尾能降到 22 份，而在这个代价之下，库所搜索的以整层为单位的调度，没有比它更低的。然后，你来写一个程序，为任意一条由层组成的链找出最好的调度。
 #
 # </div>
 
@@ -424,7 +424,7 @@ lesson_03.schedule_pictures(plans, sixteen, title=title, unit="B", scale=1)
 # - **全部保留**第 $i$ 级，只要它和传进来的梯度放得下，即 $A_i + B \le m$；其余各级少用 $A_i$；最后做它的反向。时间是 $f_i + T_{i+1..n}(m - A_i) + g_i$；
 # - **往前跑**到后面的某一级 $e$，留住它的输入；做第 $e$ 到第 $n$ 级，少用 $B$；这时那份输入已经释放，第 $i$ 到第 $e - 1$ 级又有整个 $m$ 可用：$f_i + \dots + f_{e-1} + T_{e..n}(m - B) + T_{i..e-1}(m)$，每个 $e$ 都试。
 #
-# 其中最小的就是 $T_{i..n}(m)$。（这里各个边界相等，所以反向放得下时，空跑也放得下。）
+# 其中最小的就是 $T_{i..n}(m)$。（这里各个边界相等，所以反向放得下时，往前跑也放得下。）
 #
 # </div>
 
@@ -582,14 +582,14 @@ predictions(rows, unit="bytes")
 # %% [markdown] slide={"en": "All budgets at once: the **Pareto frontier**.\n\n**Guess first.** Is lesson 02's checkpoint around each layer above it, or below?", "zh": "所有预算一起看，就是**帕累托前沿**。\n\n**先猜**：第 02 课那样每层一个检查点，在它的上方还是下方？"}
 # <div lang="en">
 #
-# Half: 8 bytes, the loss. A quarter: 1.06 MB above the promise, and there is a reason. The head's matrix is the embedding's, and autograd holds the head's share of its gradient, 2.1 MB, until the embedding's share has come. A chain of stages knows nothing of that. With a matrix each, the last row, the error is 8 bytes.
+# Half: 8 bytes, the loss. A quarter: 1.06 MB above the promise, and there is a reason. The head's matrix is the embedding's, and autograd holds the head's share of its gradient, 2.1 MB, until the embedding's share has come: so the next moment, 1.04 MB lower in the simulation, is now the highest. A chain of stages knows nothing of that. With a matrix each, the last row, the error is 8 bytes.
 #
 # All budgets at once are the **Pareto frontier**: every point that no other equals or beats in both bytes and time. Beside it, what was run: both plans, six equal segments of whole stages, and lesson 02's checkpoint around each layer.
 #
 # </div>
 # <div lang="zh">
 #
-# 降到一半时差 8 字节，就是损失。降到四分之一时，比承诺高 1.06 MB，这是有原因的：输出头的矩阵就是嵌入的矩阵，autograd 要把输出头那一份梯度（2.1 MB）一直留到嵌入那一份算出来。由级组成的链不知道这件事。两者各用一个矩阵时（最后一行），误差就是 8 字节。
+# 降到一半时差 8 字节，就是损失。降到四分之一时，比承诺高 1.06 MB，这是有原因的：输出头的矩阵就是嵌入的矩阵，autograd 要把输出头那一份梯度（2.1 MB）一直留到嵌入那一份算出来，于是模拟中低 1.04 MB 的下一个时刻反而成了最高。由级组成的链不知道这件事。两者各用一个矩阵时（最后一行），误差就是 8 字节。
 #
 # 所有预算一起看，就是**帕累托前沿**：它收录的每一点，都找不到另一点在字节和时间上都与它持平或更优。旁边是实际运行的：两个调度、以整级为单位的六个等长的段，以及第 02 课那样每层一个检查点。
 #
@@ -640,8 +640,8 @@ lesson_03.draw_frontier(title, frontier(chain), arms, xlim=(20, 205))
 #
 # | 用途 | 代码 | 在这里 |
 # |---|---|---|
-# | 等分段 | `checkpoint_sequential(layers, k, x, use_reentrant=False)` | 3.1 节运行过 |
-# | 任意分段 | 在循环里用 `checkpoint(layers[i:j], x, use_reentrant=False)` | 3.1 节运行过 |
+# | 等长的段 | `checkpoint_sequential(layers, k, x, use_reentrant=False)` | 3.1 节运行过 |
+# | 任意的段 | 在循环里用 `checkpoint(layers[i:j], x, use_reentrant=False)` | 3.1 节运行过 |
 # | 给编译器一个预算 | `torch._functorch.config.activation_memory_budget = 0.5`，再 `torch.compile(model)` | 3.13 节运行了它的图 |
 # | 每组 N 层，Megatron-LM | `--recompute-granularity full --recompute-method uniform --recompute-num-layers N` | 3.8 节运行了同样的分组；没有用这些参数运行 |
 # | 每个流水线级（pipeline stage）的前 N 层，Megatron-LM | `--recompute-method block --recompute-num-layers N` | 没有运行 |
@@ -697,7 +697,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=executed["ha
 # <div lang="en">
 #
 # - $k$ equal segments peak at about $k B + \frac{L}{k} A + B$, least at $k^* = \sqrt{L \cdot A / B}$. The framework's cut is uneven: its last segment takes the rest.
-# - Segments that get shorter towards the end approach $1 / \sqrt 2$ of that as $L$ grows, still for one extra forward pass. At that price no schedule of whole layers goes lower, as the frontier of 100 equal layers shows.
+# - Segments that get shorter towards the end approach $1 / \sqrt 2$ of that as $L$ grows, still for one extra forward pass. At that price the frontier of 100 equal layers has no schedule of whole layers that goes lower.
 # - For uneven chains a recurrence of ten lines finds the fastest schedule of whole stages, and it runs as predicted.
 # - What is optimal depends on what may be forgotten. Single operators go below whole stages.
 #
@@ -707,7 +707,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=executed["ha
 # <div lang="zh">
 #
 # - $k$ 个相等的段，峰值约为 $k B + \frac{L}{k} A + B$，在 $k^* = \sqrt{L \cdot A / B}$ 处最小。框架的切法并不均衡：余下的全归最后一段。
-# - 让段越往后越短，随着 $L$ 增大，峰值趋近上述值的 $1 / \sqrt 2$，仍然只多做一次前向。在这个代价之下，以整层为单位的调度没有更低的，100 个相同层的前沿就是证明。
+# - 让段越往后越短，随着 $L$ 增大，峰值趋近上述值的 $1 / \sqrt 2$，仍然只多做一次前向。在这个代价之下，100 个相同层的前沿上，没有更低的以整层为单位的调度。
 # - 对参差不齐的链，十行的递推式就能找出以整级为单位的最快调度，运行起来与预测一致。
 # - 什么是最优，取决于允许忘掉什么。以单个算子为单位，可以低于以整级为单位。
 #

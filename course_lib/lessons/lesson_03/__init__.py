@@ -69,7 +69,7 @@ CLAIMS = (
     Claim(
         "Larger groups (`--recompute-num-layers`) need less memory.",
         "the decoder's activations at the peak, groups of 1 and 2",
-        "Partly: a group comes back whole. It pays where √(L·A/B) is below L.",
+        "Partly: a group comes back whole. Pairs pay where L is above 2·A/B.",
         outcome="partly",
         source="`Megatron-LM`",
     ),
