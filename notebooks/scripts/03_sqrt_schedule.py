@@ -191,12 +191,12 @@ predictions(rows, unit="bytes")
 # %% [markdown] slide={"en": "Off by 8 bytes: the loss and its gradient.\n\n$k B$ grows with $k$, $\\frac{L}{k} A$ falls. **Guess first.** Where is the sum least?", "zh": "只差 8 字节：损失和它的梯度。\n\n$k B$ 随 $k$ 增大，$\\frac{L}{k} A$ 减小。**先猜**：两项之和在哪里最小？"}
 # <div lang="en">
 #
-# Off by 8 bytes, the loss and its gradient. One subtlety: of a segment's $2m$ activations, one is the input of its first Linear. That is the boundary itself, and counted already: $2m - 1$ are left. But for a moment there are two gradients, while GELU's backward makes one from the other. Together that is $m A + B$.
+# Off by 8 bytes, the loss and its gradient. One subtlety: of a segment's $2 \ell$ activations, one is the input of its first Linear. That is the boundary itself, and counted already: $2 \ell - 1$ are left. But for a moment there are two gradients, while GELU's backward makes one from the other. Together that is $\ell A + B$.
 #
 # </div>
 # <div lang="zh">
 #
-# 只差 8 字节，即损失和它的梯度。有一处细节：一段的 $2m$ 份激活值里，有一份是第一个 Linear 的输入，也就是边界本身，已经算过了，所以剩下 $2m - 1$ 份；不过 GELU 的反向由一个梯度算出另一个时，有一刻两个梯度并存。合起来正是 $m A + B$。
+# 只差 8 字节，即损失和它的梯度。有一处细节：一段的 $2 \ell$ 份激活值里，有一份是第一个 Linear 的输入，也就是边界本身，已经算过了，所以剩下 $2 \ell - 1$ 份；不过 GELU 的反向由一个梯度算出另一个时，有一刻两个梯度并存。合起来正是 $\ell A + B$。
 #
 # </div>
 
@@ -278,18 +278,18 @@ table(["segments k", "rule, B", "`checkpoint_sequential`, B", "balanced, B"], ro
 #
 # <div lang="en">
 #
-# That is worth following up. While the **last** segment is worked on, all inputs are kept. While the **first** is, all the others are gone: it may be longer. Let every segment reach the same peak $P$ (the gradient comes on top): the one with $j$ inputs before its own gets $(P - (j + 1) B) / A$ layers. Sizes fall, and the sum over all segments is about
+# That is worth following up. While the **last** segment is worked on, all inputs are kept. While the **first** is, all the others are gone: it may be longer. Let every segment take the same room $R$ (the gradient comes on top): the one with $j$ inputs before its own gets $(R - (j + 1) B) / A$ layers. Sizes fall, and the sum over all segments is about
 #
-# $$L \approx \frac{P^2}{2 A B}, \qquad P \approx \sqrt{2 L A B}$$
+# $$L \approx \frac{R^2}{2 A B}, \qquad R \approx \sqrt{2 L A B}$$
 #
 # in place of $2 \sqrt{L A B}$: a factor of $1 / \sqrt 2$. **Guess first:** of 100 layers, how many go into the first segment, and how many into the last?
 #
 # </div>
 # <div lang="zh">
 #
-# 这一点值得深究。处理**最后**一段时，所有输入都留着。处理**第一**段时，其余的都已释放：所以它可以更长。让每一段都达到同一个峰值 $P$（梯度另计）：自己的输入之前还有 $j$ 个输入的那一段，分到 $(P - (j + 1) B) / A$ 层。段长递减，各段相加约为
+# 这一点值得深究。处理**最后**一段时，所有输入都留着。处理**第一**段时，其余的都已释放：所以它可以更长。让每一段都占到同样的 $R$ 字节（梯度另计）：自己的输入之前还有 $j$ 个输入的那一段，分到 $(R - (j + 1) B) / A$ 层。段长递减，各段相加约为
 #
-# $$L \approx \frac{P^2}{2 A B}, \qquad P \approx \sqrt{2 L A B}$$
+# $$L \approx \frac{R^2}{2 A B}, \qquad R \approx \sqrt{2 L A B}$$
 #
 # 而不是 $2 \sqrt{L A B}$：差一个因子 $1 / \sqrt 2$。**先猜**：100 层里，第一段分到几层，最后一段几层？
 #
@@ -409,22 +409,22 @@ lesson_03.schedule_pictures(plans, sixteen, title=title, unit="B", scale=1)
 #
 # <div lang="en">
 #
-# Real chains are uneven, and no rule fits them. Let $T_{i..n}(m)$ be the least time for stages $i$ to $n$, from the input of $i$, which others keep, with $m$ bytes beyond it. There are two ways:
+# Real chains are uneven, and no rule fits them. Let $T_{i..n}(R)$ be the least time for stages $i$ to $n$, from the input of $i$, which others keep, with $R$ bytes beyond it. There are two ways:
 #
-# - **keep all** of stage $i$, if that and the gradient that comes in fit, $A_i + B \le m$; do the others with $A_i$ less; then its backward. Times: $f_i + T_{i+1..n}(m - A_i) + g_i$;
-# - **run on** to a later stage $e$ and keep its input; do $e$ to $n$ with $B$ less; now that input is gone, and stages $i$ to $e - 1$ have all of $m$ again: $f_i + \dots + f_{e-1} + T_{e..n}(m - B) + T_{i..e-1}(m)$, for each $e$.
+# - **keep all** of stage $i$, if that and the gradient that comes in fit, $A_i + B \le R$; do the others with $A_i$ less; then its backward. Times: $f_i + T_{i+1..n}(R - A_i) + g_i$;
+# - **run on** to a later stage $e$ and keep its input; do $e$ to $n$ with $B$ less; now that input is gone, and stages $i$ to $e - 1$ have all of $R$ again: $f_i + \dots + f_{e-1} + T_{e..n}(R - B) + T_{i..e-1}(R)$, for each $e$.
 #
-# The least of all these is $T_{i..n}(m)$. (Boundaries are equal here, so whatever runs ahead fits where its backward does.)
+# The least of all these is $T_{i..n}(R)$. (Boundaries are equal here, so whatever runs ahead fits where its backward does.)
 #
 # </div>
 # <div lang="zh">
 #
-# 真实的链参差不齐，没有现成的法则。设 $T_{i..n}(m)$ 是第 $i$ 到第 $n$ 级的最短时间：从第 $i$ 级的输入出发（它由别处留着），除它之外还有 $m$ 字节可用。有两种做法：
+# 真实的链参差不齐，没有现成的法则。设 $T_{i..n}(R)$ 是第 $i$ 到第 $n$ 级的最短时间：从第 $i$ 级的输入出发（它由别处留着），除它之外还有 $R$ 字节可用。有两种做法：
 #
-# - **全部保留**第 $i$ 级，只要它和传进来的梯度放得下，即 $A_i + B \le m$；其余各级少用 $A_i$；最后做它的反向。时间是 $f_i + T_{i+1..n}(m - A_i) + g_i$；
-# - **往前跑**到后面的某一级 $e$，留住它的输入；做第 $e$ 到第 $n$ 级，少用 $B$；这时那份输入已经释放，第 $i$ 到第 $e - 1$ 级又有整个 $m$ 可用：$f_i + \dots + f_{e-1} + T_{e..n}(m - B) + T_{i..e-1}(m)$，每个 $e$ 都试。
+# - **全部保留**第 $i$ 级，只要它和传进来的梯度放得下，即 $A_i + B \le R$；其余各级少用 $A_i$；最后做它的反向。时间是 $f_i + T_{i+1..n}(R - A_i) + g_i$；
+# - **往前跑**到后面的某一级 $e$，留住它的输入；做第 $e$ 到第 $n$ 级，少用 $B$；这时那份输入已经释放，第 $i$ 到第 $e - 1$ 级又有整个 $R$ 可用：$f_i + \dots + f_{e-1} + T_{e..n}(R - B) + T_{i..e-1}(R)$，每个 $e$ 都试。
 #
-# 其中最小的就是 $T_{i..n}(m)$。（这里各个边界相等，所以反向放得下时，往前跑也放得下。）
+# 其中最小的就是 $T_{i..n}(R)$。（这里各个边界相等，所以反向放得下时，往前跑也放得下。）
 #
 # </div>
 

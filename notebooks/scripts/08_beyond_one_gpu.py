@@ -273,14 +273,14 @@ lesson_08.draw_peaks(at_peak, title)
 # %% [markdown] slide={"en": "DDP writes gradients into **buckets**, made before the first step and never freed.\n\n“Gradients come as activations go” does not hold here.", "zh": "DDP 把梯度写进**桶**（bucket）：第一步之前建好，从不释放。\n\n“激活值释放，梯度才到来”在这里不成立。"}
 # <div lang="en">
 #
-# 207.6 MB: at the peak DDP holds the bytes of all gradients, 27.5 MB, though not one has been computed yet. It makes **buckets** before the first step, into which backward writes the gradients, so that a full bucket can be sent while the next one fills. `zero_grad` drops the gradients, which are views of the buckets; the buckets stay. The rule of lesson 01, "gradients come as activations go", does not hold under DDP. ZeRO 1 has the same buckets: as many bytes as the half of Adam's state that it spares, hence 180.1 again.
+# 207.6 MB: at the peak DDP holds the bytes of all gradients, 27.5 MB, though none has been computed. It makes **buckets** before the first step, into which backward writes gradients, so that a full bucket can be sent while the next one fills. `zero_grad` drops the gradients, which are views of the buckets; the buckets stay. "Gradients come as activations go" (lesson 01) does not hold under DDP. ZeRO 1 has the same buckets: as many bytes as the half of Adam's state that it spares, hence 180.1 again.
 #
-# FSDP2 has none: it reduces a block's gradient as soon as it is whole, and keeps its own part. So at the peak it saves 66.5 MB against DDP, more than the 55.0 MB of the formula. The 2.2 MB that it holds beyond its half are the gathered root: the embeddings, the last norm and the head, whose matrix is that of the token embedding.
+# FSDP2 has none: it reduces a block's gradient as soon as it is whole, and keeps its own part. At the peak that saves 66.5 MB against DDP, more than the formula's 55.0 MB. The 2.2 MB beyond its half are the gathered root: embeddings, last norm and head, whose matrix is the token embedding's.
 #
 # </div>
 # <div lang="zh">
 #
-# 207.6 MB：峰值时一个梯度都还没算出来，DDP 却已占着全部梯度的字节，27.5 MB。它在第一步之前就建好了**桶**（bucket），反向把梯度写进桶里，一个桶满了就发出去，同时填下一个。`zero_grad` 扔掉的梯度只是桶的视图，桶还在。第 01 课的规律“激活值释放，梯度才到来”，在 DDP 之下不成立。ZeRO 1 用的是同样的桶，字节数恰好等于它省下的那一半 Adam 状态，所以又是 180.1。
+# 207.6 MB：峰值时一个梯度都还没算出来，DDP 却已占着全部梯度的字节，27.5 MB。它在第一步之前就建好了**桶**（bucket），反向把梯度写进桶里，一个桶满了就发出去，同时填下一个。`zero_grad` 扔掉的梯度只是桶的视图，桶还在。“激活值释放，梯度才到来”（第 01 课），在 DDP 之下不成立。ZeRO 1 用的是同样的桶，字节数与它省下的那一半 Adam 状态一样多，所以又是 180.1。
 #
 # FSDP2 没有桶：一个块的梯度一算齐就归约，只留自己那一份。所以峰值时它比 DDP 省 66.5 MB，比公式给出的 55.0 MB 还多。它在自己的一半之外多持有 2.2 MB，那是收集来的根：嵌入、最后的归一化和输出头（它与 token 嵌入共用一个矩阵）。
 #
@@ -291,7 +291,7 @@ lesson_08.draw_peaks(at_peak, title)
 #
 # <div lang="en">
 #
-# If each rank has an $N$-th of Adam's state, it can update an $N$-th of the weights. It needs the sum of all ranks' gradients for that part only, and in the end everybody needs all weights. Two collectives do just that:
+# If each rank has an $N$-th of Adam's state, it can update an $N$-th of the weights. It needs the sum of all ranks' gradients for that part only, and in the end everybody needs all weights. Two **collectives**, operations that all ranks call together, do just that:
 #
 # - **reduce-scatter**: adds the tensors of all ranks up, and gives rank $r$ the $r$-th part of the sum;
 # - **all-gather**: gives everybody all parts, one behind the other.
@@ -301,7 +301,7 @@ lesson_08.draw_peaks(at_peak, title)
 # </div>
 # <div lang="zh">
 #
-# 如果每个进程只有 Adam 状态的 $N$ 分之一，它就能更新权重的 $N$ 分之一。为此，它只需要全部进程的梯度之和中属于自己的那一份；最后，大家都要拿到全部权重。有两种集合通信恰好做这两件事：
+# 如果每个进程只有 Adam 状态的 $N$ 分之一，它就能更新权重的 $N$ 分之一。为此，它只需要全部进程的梯度之和中属于自己的那一份；最后，大家都要拿到全部权重。有两种**集合通信**（所有进程一起调用的操作）恰好做这两件事：
 #
 # - **reduce-scatter**（归约后分发）：把各个进程的张量加起来，第 $r$ 个进程得到和的第 $r$ 份；
 # - **all-gather**（全收集）：把各份依次拼好，人手一份。
