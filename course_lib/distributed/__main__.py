@@ -47,7 +47,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.error = _refuse
     parser.add_argument("--mode", default="ddp", help="one, or several with commas between; default %(default)s")
-    parser.add_argument("--steps", type=int, default=10, help="of each mode; default %(default)s")
+    parser.add_argument("--steps", type=int, default=10, help="of each mode; bytes are the third's; default 10")
     parser.add_argument("--config", metavar="FILE", help="a Hugging Face config.json")
     parser.add_argument("--model", metavar="PACKAGE:FUNCTION", help="returns a model; its .make_batch returns a batch")
     parser.add_argument("--batch", type=int, help="samples of all ranks together; default 8")
