@@ -663,10 +663,15 @@ lesson_03.draw_frontier(title, frontier(chain), arms, xlim=(20, 205))
 #
 # </div>
 
+
 # %% slide="result"
+def measured_peak(cuts):
+    return peak_of(in_segments, hundred[: cuts[-1]], cuts)
+
+
 pairs, _ = cost_of(in_segments, [0, *range(1, 18, 4), 18])  # two layers to a checkpoint
 groups = layers["each layer, as in lesson 02"][0], pairs
-what_you_may_have_read("03", *lesson_03.figures_of_claims(predicted_peak, tapered, groups))
+what_you_may_have_read("03", *lesson_03.figures_of_claims(measured_peak, tapered, groups))
 
 # %% [markdown] slide={"en": "The same step as ever, one technique a row.\n\nHalf the activations: what do these 180.1 MB consist of?", "zh": "还是那一步，一种技术一行。\n\n激活值减半：这 180.1 MB 由什么组成？"}
 # ## 3.9 The ledger / 账本
