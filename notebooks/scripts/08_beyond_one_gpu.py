@@ -464,14 +464,14 @@ lesson_08.draw_ranks(predicted, [*two.values(), *four.values()])
 #
 # Lines are your formulas, points are measured; with checkpoints ZeRO 3 holds and sends the same. ZeRO 1 is PyTorch's class; your step of section 8.5 would send what DDP does. Nothing in PyTorch is just ZeRO 2. `fsdp-keep` comes near: the hollow point counts the weights that it keeps until backward, whole, beside the rank's own quarter. So it lies a quarter of the weights above the line, for the traffic of ZeRO 2, which is that of DDP.
 #
-# What is cut halves with each doubling. What is not cut stays: by your formulas DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never falls below 55.0. As counted here, the traffic of a rank is the same on four as on two; in a ring it is $3/4$ of that instead of $1/2$.
+# What is cut halves with each doubling. What is not cut stays: by your formulas DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never falls below 55.0. As counted here, the traffic of a rank is the same on four as on two; what a ring sends goes from $1/2$ of it to $3/4$.
 #
 # </div>
 # <div lang="zh">
 #
 # 线是你的公式，点是实测；ZeRO 3 加上检查点，持有的和发送的都不变。图中的 ZeRO 1 是 PyTorch 的类；你在 8.5 节写的那一步，发送的与 DDP 一样多。PyTorch 没有恰好做到 ZeRO 2 的实现，`fsdp-keep` 与它接近：空心点把留到反向的完整权重也算了进去，本进程自己的四分之一还在旁边，所以比线高出权重的四分之一；通信量则与 ZeRO 2 相同，也就是与 DDP 相同。
 #
-# 切开的部分，进程数每翻一倍就减半。没切开的原封不动：按你的公式，不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。按这里的算法，每个进程的通信量，四个进程与两个进程时相同；在环上则是其中的 $3/4$，而不是 $1/2$。
+# 切开的部分，进程数每翻一倍就减半。没切开的原封不动：按你的公式，不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。按这里的算法，每个进程的通信量，四个进程与两个进程时相同；在环上，实际发送的由它的 $1/2$ 变为 $3/4$。
 #
 # </div>
 
