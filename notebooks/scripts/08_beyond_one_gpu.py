@@ -56,7 +56,7 @@ from course_lib.distributed import launch, predict, sent_bytes, shapes_of, task_
 from course_lib.lessons import lesson_08
 from course_lib.lessons.ledger import ledger
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter
-from course_lib.teaching import predictions, table
+from course_lib.teaching import predictions, table, text
 
 # %% [markdown] slide={"en": "**Data parallelism**: every rank has the whole model, and an $N$-th of the batch.\n\nAn **all-reduce** adds up the gradients.", "zh": "**数据并行**：每个进程都有完整的模型，各做批次的 $N$ 分之一。\n\n**all-reduce** 把梯度加起来。"}
 # ## 8.1 One process a device / 每台设备一个进程
@@ -165,7 +165,7 @@ psi = 6_875_648
 predicted = {n: held(psi, n) for n in range(1, 9)}
 names = list(predicted[1])
 rows = [(n, *(round(predicted[n][name] / 1e6, 1) for name in names)) for n in (1, 2, 4, 8)]
-table(["ranks", *(f"{name}, MB" for name in names)], rows)
+table(["ranks", *(text("{name}, MB", name=name) for name in names)], rows)
 
 # %% [markdown] slide={"en": "`torchrun` starts a process for each device, and ends all if one fails.\n\nDo the losses agree?", "zh": "`torchrun` 为每台设备启动一个进程；一个失败，全部结束。\n\n损失一致吗？"}
 # ## 8.3 Run it on two / 用两个进程跑一遍
