@@ -766,7 +766,8 @@ class TestEstimatesOfASmallDecoder:
         guess, same = (estimate(tiny, tiny_batch, Recipe(attention="flash")) for _ in range(2))
         assert guess == same and len({guess, same}) == 1
         assert f"{guess.peak_bytes:,} bytes" in str(guess) and guess.operator in str(guess)
-        assert {row[0] for row in guess.rows()} == {name for name, count in guess.at_peak.items() if count}
+        kinds = {name for name, count in guess.at_peak.items() if count}
+        assert {row[0] for row in guess.rows()} == kinds - {"optimizer"} | {"optimizer state"}
 
 
 def large():

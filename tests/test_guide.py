@@ -179,7 +179,7 @@ def claims_of(notebook):
         for row in table.select("tbody tr"):
             cells = dict(zip(names, row.find_all("td"), strict=True))
             texts = (cells[name].select("[lang]") or [cells[name]] for name in ("claim", "measured", "verdict"))
-            found.append(tuple(" ".join(part.text.strip() for part in parts) for parts in texts))
+            found.append(tuple(" ".join(part.text.strip().replace("\u00a0", " ") for part in parts) for parts in texts))
     return found
 
 

@@ -84,13 +84,19 @@ def test_code_is_cut_into_pieces_of_at_most_twelve_lines_and_nothing_is_lost(cod
 
 
 def test_a_long_table_is_cut_between_rows_and_keeps_its_headings():
-    rows = "".join(f"<tr><td>{i}</td></tr>" for i in range(28))
-    html = f"<div><table><thead><tr><th>n</th></tr></thead><tbody>{rows}</tbody></table><p>28 rows</p></div>"
+    rows = "".join(f"<tr><td>{i}</td></tr>" for i in range(24))
+    html = f"<div><table><thead><tr><th>n</th></tr></thead><tbody>{rows}</tbody></table><p>24 rows</p></div>"
     cut = cutting.cut_table(html_output(html), "en")
     parts = [BeautifulSoup(part.data["text/html"], "html.parser") for part in cut]
     assert len(parts) == 2
-    assert [cell.text for part in parts for cell in part.select("td")] == [str(i) for i in range(28)]
+    assert [cell.text for part in parts for cell in part.select("td")] == [str(i) for i in range(24)]
     assert all(part.th for part in parts) and [bool(part.p) for part in parts] == [False, True]
+
+
+def test_a_table_under_a_heading_in_both_languages_is_cut_earlier():
+    rows = "".join(f"<tr><td>{i}</td></tr>" for i in range(12))
+    output = html_output(f"<table><thead><tr><th>n</th></tr></thead><tbody>{rows}</tbody></table>")
+    assert [len(cutting.cut_table(output, language)) for language in ("en", "zh", "both")] == [1, 1, 2]
 
 
 def test_a_high_figure_is_cut_above_a_panels_title():

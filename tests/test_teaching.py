@@ -450,6 +450,26 @@ def test_tables_escape_what_they_are_given():
     assert evil in words
 
 
+def test_numbers_of_a_column_stand_at_the_right_with_as_many_decimals_each():
+    rows = [[1, 0.4, 2e-7, "0.50", "00"], [1024, 12, 3, "–", "01"]]
+    markup = teaching.table(["a", "b", "c", "d", "e"], rows)._repr_html_()
+    cells = re.findall(r"text-align: (right|left)[^>]*>([^<]*)</div></td>", markup)
+    first = [("right", "1"), ("right", "0.4"), ("right", "2e-07"), ("right", "0.50"), ("left", "00")]
+    second = [("right", "1,024"), ("right", "12.0"), ("right", "3"), ("right", "–"), ("left", "01")]
+    assert cells == first + second
+
+
+def test_a_number_keeps_its_unit_on_its_line():
+    markup = teaching.table(["x"], [["602 → 623 MB, 1.33 ×, 3 Bs"]])._repr_html_()
+    assert "602 → 623\u00a0MB, 1.33\u00a0×, 3 Bs" in markup
+
+
+def test_the_librarys_tables_have_numbers_at_the_right_and_words_at_the_left():
+    markup = saved_tensors(lambda: torch.ones(2, requires_grad=True).exp())._repr_html_()
+    sides = {tag: re.findall(f'<{tag} style="text-align: (\\w+)"', markup) for tag in ("th", "td")}
+    assert sides["th"] == sides["td"] and sides["th"][0] == "right" and "left" in sides["th"]
+
+
 def test_whatever_shows_itself_marks_both_languages_for_the_switch():
     for shown in (
         teaching.compare({"plain": measurement(2)}, seconds=True, workspace=True),

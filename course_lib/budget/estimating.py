@@ -77,7 +77,8 @@ class Estimate(Table):
         return self.bytes_down + self.bytes_up + self.sent_bytes
 
     def rows(self) -> list[Sequence]:
-        return [(text(name), f"{count / 1e6:,.1f}") for name, count in self.at_peak.items() if count]
+        named = {name: text("optimizer state" if name == "optimizer" else name) for name in self.at_peak}
+        return [(named[name], f"{count / 1e6:,.1f}") for name, count in self.at_peak.items() if count]
 
     def caption(self) -> str:
         values = {"recipe": str(self.recipe), "peak": self.peak_bytes, "megabytes": self.peak_bytes / 1e6}

@@ -202,6 +202,8 @@ def words_of(recipe: Recipe) -> list[str]:
 def _checkpoints(recipe: Recipe) -> str:
     more = {"segments": f" {recipe.segments}", "optimal": f" {(recipe.schedule_bytes or 0) / 1e6:,.1f} MB"}
     words = text("checkpoint {kind}", kind=recipe.checkpoint + more.get(recipe.checkpoint, ""))
+    if recipe.checkpoint == "layers":  # alone it is a label, and would be said in Chinese
+        words = text("checkpoint layers")
     if recipe.first_blocks is not None:
         words = text("{checkpoint} first {count}", checkpoint=words, count=recipe.first_blocks)
     if recipe.blocks is not None:

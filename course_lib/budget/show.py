@@ -108,7 +108,8 @@ def waterfall(
         ax.plot(*zip(*shown, strict=True), "kD", markersize=5, label=labels.get("measured", "measured"))
     for i, (estimate, height) in enumerate(zip(estimates, heights, strict=True)):
         price = _price(estimate, estimates[0], height, unit, name)
-        ax.annotate(price, (i, height), (0, 5), textcoords="offset points", ha="center", fontsize=8)
+        ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # the budget's line must not cross the words
+        ax.annotate(price, (i, height), (0, 7), textcoords="offset points", ha="center", fontsize=8, bbox=ground)
     if budget_bytes is not None:
         ax.axhline(budget_bytes / unit, color="black", linewidth=1, linestyle="--")
         where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Table:
     def __str__(self) -> str:
         cells = [[*map(say, self.columns)]] + [[_cell(value) for value in row] for row in self.rows()]
         widths = [max(map(_width, column)) for column in zip(*cells, strict=True)]
-        numbers = [all(re.fullmatch(r"[\d.,–-]*", row[i]) for row in cells[1:]) for i in range(len(widths))]
+        numbers = [_numeric(row[i] for row in cells[1:]) for i in range(len(widths))]
         lines = ["  ".join(map(_padded, row, widths, numbers)) for row in cells]
         return "\n".join([*map(str.rstrip, lines), say(self.caption())]).rstrip()
 
@@ -61,9 +61,11 @@ class Table:
         return pd.DataFrame(self.rows(), columns=list(self.columns), dtype=object)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{markup(column)}</th>" for column in self.columns)
-        rows = "\n".join(f"<tr>{''.join(map(_html, row))}</tr>" for row in self.rows())
-        table = f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>"
+        lines = [[*map(_html, row)] for row in self.rows()]
+        sides = ["right" if _numeric(line[i] for line in lines) else "left" for i in range(len(self.columns))]
+        head = _line("th", map(markup, self.columns), sides)
+        body = "\n".join(_line("td", line, sides) for line in lines)
+        table = f"<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>"
         return f'<table class="dataframe">\n{table}\n</table><p>{markup(self.caption())}</p>'
 
 
@@ -78,7 +80,17 @@ def _cell(value) -> str:
 
 
 def _html(value) -> str:
-    return f"<td>{markup(value) if isinstance(value, Label) else html.escape(_cell(value))}</td>"
+    return markup(value) if isinstance(value, Label) else html.escape(_cell(value))
+
+
+def _line(tag: str, cells: Iterable[str], sides: Sequence[str]) -> str:
+    """A row; each cell says its side, since notebooks have one of their own for tables."""
+    written = (f'<{tag} style="text-align: {side}">{cell}</{tag}>' for cell, side in zip(cells, sides, strict=True))
+    return f"<tr>{''.join(written)}</tr>"
+
+
+def _numeric(cells: Iterable[str]) -> bool:
+    return all(re.fullmatch(r"[\d.,–-]*", cell) for cell in cells)
 
 
 def _padded(cell: str, width: int, right: bool) -> str:

@@ -3,6 +3,7 @@
 import html
 import math
 import numbers
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,10 @@ _UNITS = {
     "bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30,
     "FLOPs": 1, "MFLOPs": 10**6, "GFLOPs": 10**9, "TFLOPs": 10**12,
 }  # fmt: skip
+
+
+#: A number that a lesson has written itself, such as 1,024, 0.50, 12% or a dash for none.
+_WRITTEN_NUMBER = re.compile(r"[+−-]?(?!0\d)[\d,]+(\.\d+)?( ?[%×])?|–")
 
 
 class Table(show.Table):
@@ -87,7 +92,9 @@ class NumberText(str):
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
     """Any table: headings and cells are labels or numbers; names from code stand in `backquotes`."""
     rows = [list(row) for row in rows]
-    return Table(columns, ([_plain_number(cell) for cell in row] for row in rows), values=rows)
+    decimals = [_decimals(column) for column in zip(*rows, strict=False)]
+    shown = ([_plain_number(cell, n) for cell, n in zip(row, decimals, strict=False)] for row in rows)
+    return Table(columns, shown, values=rows)
 
 
 def compare(
@@ -193,14 +200,28 @@ def _percent(error: float | None) -> str:
     return NumberText(f"{error:+.{digits}f}".replace("-", "−"))
 
 
-def _plain_number(cell: Any) -> Any:
-    if isinstance(cell, numbers.Integral) and not isinstance(cell, bool):
-        return NumberText(f"{int(cell):,}")
-    return NumberText(f"{float(cell):g}") if isinstance(cell, numbers.Real) and not isinstance(cell, bool) else cell
+def _decimals(column: Sequence[Any]) -> int | None:
+    """How many decimals the numbers of a column are shown with, all alike; None if powers of ten are among them."""
+    written = [f"{float(cell):g}" for cell in column if _is_real(cell) and not isinstance(cell, numbers.Integral)]
+    if any("e" in each for each in written):
+        return None
+    return max((len(each.partition(".")[2]) for each in written), default=0)
+
+
+def _plain_number(cell: Any, decimals: int | None) -> Any:
+    if not _is_real(cell):
+        return NumberText(cell) if isinstance(cell, str) and _WRITTEN_NUMBER.fullmatch(cell) else cell
+    if decimals is None:
+        return NumberText(f"{int(cell):,}" if isinstance(cell, numbers.Integral) else f"{float(cell):g}")
+    return NumberText(f"{cell:,.{decimals}f}")
+
+
+def _is_real(cell: Any) -> bool:
+    return isinstance(cell, numbers.Real) and not isinstance(cell, bool)
 
 
 def _is_number(cell: Any) -> bool:
-    return isinstance(cell, NumberText) or (isinstance(cell, numbers.Real) and not isinstance(cell, bool))
+    return isinstance(cell, NumberText) or _is_real(cell)
 
 
 def _said(cell: Any) -> str:
@@ -210,4 +231,6 @@ def _said(cell: Any) -> str:
 def _cell(cell: Any, right: bool) -> str:
     """A table cell's HTML. The <div> carries the alignment, because pandas gives its cells no style of their own."""
     look = "text-align: right; white-space: nowrap" if right else "text-align: left; max-width: 28em"
-    return f'<div style="{look}">{html.escape(cell) if isinstance(cell, NumberText) else markup(cell)}</div>'
+    words = html.escape(cell) if isinstance(cell, NumberText) else markup(cell)
+    words = re.sub(r"(?<=\d) (?=[kMG]?i?B\b|×(?! [\w(]))", "\u00a0", words)  # no line break before a unit
+    return f'<div style="{look}">{words}</div>'

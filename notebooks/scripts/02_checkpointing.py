@@ -231,8 +231,8 @@ def gradients(output):
 
 
 # %% slide="result"
-runs = {"`MyCheckpoint`": MyCheckpoint.apply, "`with_hooks`": with_hooks}
-for name, library in {"`torch`": checkpoint, "`course_lib`": readable}.items():
+runs = {"MyCheckpoint": MyCheckpoint.apply, "with_hooks": with_hooks}
+for name, library in {"torch": checkpoint, "course_lib": readable}.items():
     runs[name] = partial(library, use_reentrant=False)
 expected = gradients(block(x))
 {name: all(map(torch.equal, expected, gradients(run(block, x)))) for name, run in runs.items()}

@@ -960,7 +960,7 @@ for budget in (1, 0.75, 0.5, 0.25, 0):
     peak, held = round(peak_of(run_compiled, layers16, released) / B, 1), "–"
     if budget == 0.25:
         graphs = compiled(layers16, x, budget, holding)
-        held = f"{peak_of(run_compiled, layers16, graphs) / B:.1f}"
+        held = round(peak_of(run_compiled, layers16, graphs) / B, 1)
     flops = round(flops_of_graphs(released, x) / plain, 2)
     rows.append((f"`{budget}`", saved, held, peak, flops))
 for name, cuts in (("4 segments", balanced(16, 4)), ("tapered", tapered(16))):
@@ -1026,9 +1026,9 @@ with MemoryMeter() as meter:
     graphs(inputs).backward()
 costs = {"0.5": (meter.peak_bytes + inputs.nbytes, flops_of_graphs(graphs, inputs))}
 checkpointed = cost_of(in_segments, [0, 1, 3, 5, 6], layers=2, tied=False)
-arms = {"compiler's budget": (costs, "^", "#AA3377")}
-arms["early stop"] = ({"each layer": checkpointed}, "D", "#4477AA")
-title = "Who forgets single operators goes below the frontier of whole stages"
+arms = {"compiler's budget": (costs, "^", "#4477AA")}
+arms["early stop"] = ({"each layer": checkpointed}, "D", "#AA3377")
+title = "Forgetting single operators goes below the frontier of whole stages"
 lesson_03.draw_frontier(title, frontier(Chain.profile(small, inputs)), arms, xlim=(20, 75))
 
 # %% [markdown]

@@ -350,7 +350,7 @@ table(["technique", "TFLOPs", "GB moved", "seconds at these rates"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Flash attention takes 1 % more FLOPs here, not fewer: its backward pass computes the scores again, and 384 tokens fit into a single tile (the library's are 512 × 512), so there is none that the mask lets it skip. The checkpoints cost 20 %, not a third: each stops before its last product (lesson 02), and the loss head is not recomputed. Adam's state, read and written in every step, moves 0.56 GB.
+# Flash attention takes 1% more FLOPs here, not fewer: its backward pass computes the scores again, and 384 tokens fit into a single tile (the library's are 512 × 512), so there is none that the mask lets it skip. The checkpoints cost 20%, not a third: each stops before its last product (lesson 02), and the loss head is not recomputed. Adam's state, read and written in every step, moves 0.56 GB.
 #
 # </div>
 # <div lang="zh">
@@ -492,7 +492,7 @@ table(["model", "recipe", "peak, GB", *devices, "GB moved", "seconds, on the sma
 #
 # 7 billion parameters train on a device of 24 GB, with 79 GB of state in the host's memory and 26 GB moved in every step. 70 billion, 129 GB of parameters alone, train on one of 141 GB: 137 GB at the peak, and 777 GB of state on the host.
 #
-# Can, not should: practice would first train fewer parameters (LoRA) or keep a smaller state (8 bits, Adafactor). The seconds are at stated rates: 40 % of the datasheet's FLOPs, four fifths of the link or more, and 28 bytes a parameter through the memory of one host processor. On the H200, two thirds of the large model's step are copies and the host's update. Nothing here counts CUDA's context, workspace, rounding or fragmentation: 137 of the device's 150.8 GB leave them 9 %. A larger batch spreads the copies over more tokens; lesson 08 the bytes over more devices.
+# Can, not should: practice would first train fewer parameters (LoRA) or keep a smaller state (8 bits, Adafactor). The seconds are at stated rates: 40% of the datasheet's FLOPs, four fifths of the link or more, and 28 bytes a parameter through the memory of one host processor. On the H200, two thirds of the large model's step are copies and the host's update. Nothing here counts CUDA's context, workspace, rounding or fragmentation: 137 of the device's 150.8 GB leave them 9%. A larger batch spreads the copies over more tokens; lesson 08 the bytes over more devices.
 #
 # </div>
 # <div lang="zh">
@@ -704,7 +704,7 @@ lesson_07.check_beats_the_lesson(cheaper)
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** The techniques' own are in lessons 01 to 06. Rates: NVIDIA's datasheets of the H100 and H200 and its Ada whitepaper, dense figures, at 40 %: Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, reached 38 to 43 % on H100s; PCIe 4.0 and 5.0, 16 lanes, one direction, as nvbandwidth measures them; host memory of a desktop with two channels of DDR5-5600 and of a Xeon 8480C with eight of DDR5-4800; device memory as nvidia-smi shows it. Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes a parameter); Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (optimizer on the host); Lv et al. 2023, *LOMO*, arXiv:2306.09782 (steps in backward).
+# **Sources.** The techniques' own are in lessons 01 to 06. Rates: NVIDIA's datasheets of the H100 and H200 and its Ada whitepaper, dense figures, at 40%: Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, reached 38 to 43% on H100s; PCIe 4.0 and 5.0, 16 lanes, one direction, as nvbandwidth measures them; host memory of a desktop with two channels of DDR5-5600 and of a Xeon 8480C with eight of DDR5-4800; device memory as nvidia-smi shows it. Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes a parameter); Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (optimizer on the host); Lv et al. 2023, *LOMO*, arXiv:2306.09782 (steps in backward).
 #
 # </div>
 # <div lang="zh">

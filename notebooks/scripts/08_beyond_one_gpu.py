@@ -56,7 +56,7 @@ from course_lib.distributed import launch, predict, sent_bytes, shapes_of, task_
 from course_lib.lessons import lesson_08
 from course_lib.lessons.ledger import ledger
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter
-from course_lib.teaching import predictions, table
+from course_lib.teaching import predictions, table, text
 
 # %% [markdown] slide={"en": "**Data parallelism**: every rank has the whole model, and an $N$-th of the batch.\n\nAn **all-reduce** adds up the gradients.", "zh": "**数据并行**：每个进程都有完整的模型，各做批次的 $N$ 分之一。\n\n**all-reduce** 把梯度加起来。"}
 # ## 8.1 One process a device / 每台设备一个进程
@@ -72,7 +72,7 @@ from course_lib.teaching import predictions, table
 #
 # 每台设备有自己的一个**进程**（rank）。在**数据并行**（PyTorch 的 `DistributedDataParallel`，简称 DDP）之下，每个进程都有完整的模型，各做批次的 $N$ 分之一。反向时用一次 **all-reduce**（全归约）把各个进程的梯度加起来，于是大家走的是同一步。
 #
-# 下面不管怎么分，训练的都必须是同一个模型。所以先算出大家都要跟上的损失：一个进程，整个批次 8 个序列，第 00 课的解码器。计量器开着，顺便量出用来比较的峰值。
+# 下面不管怎么分，训练的都必须是同一个模型。所以先算出大家都要跟上的损失：一个进程，整个批次 8 条序列，第 00 课的解码器。计量器开着，顺便量出用来比较的峰值。
 #
 # </div>
 
@@ -165,7 +165,7 @@ psi = 6_875_648  # the decoder's parameters
 predicted = {n: held(psi, n) for n in range(1, 9)}
 names = list(predicted[1])
 rows = [(n, *(round(predicted[n][name] / 1e6, 1) for name in names)) for n in (1, 2, 4, 8)]
-table(["ranks", *(f"{name}, MB" for name in names)], rows)
+table(["ranks", *(text("{name}, MB", name=name) for name in names)], rows)
 
 # %% [markdown] slide={"en": "`torchrun` starts a process for each device, and ends all if one fails.\n\nDo the losses agree?", "zh": "`torchrun` 为每台设备启动一个进程；一个失败，全部结束。\n\n损失一致吗？"}
 # ## 8.3 Run it on two / 用两个进程跑一遍
@@ -175,7 +175,8 @@ table(["ranks", *(f"{name}, MB" for name in names)], rows)
 # In a terminal you would type this. `torchrun` starts two processes, tells each its number and where to find the other, and ends both if one fails:
 #
 # ```
-# python -m torch.distributed.run --standalone --nproc-per-node 2 -m course_lib.distributed --mode ddp,zero1,fsdp --steps 3
+# python -m torch.distributed.run --standalone --nproc-per-node 2 \
+#     -m course_lib.distributed --mode ddp,zero1,fsdp --steps 3
 # ```
 #
 # `launch` types it for us and reads what the ranks print. Three steps in each mode; the third is metered, as all after it would be. (`--details` adds what is live at the peak; `--save` is for section 8.17.)
@@ -183,13 +184,14 @@ table(["ranks", *(f"{name}, MB" for name in names)], rows)
 # </div>
 # <div lang="zh">
 #
-# 在终端里，你会敲下面这一行。`torchrun` 启动两个进程，告诉它们各自的编号、到哪里去找对方；有一个失败，就把两个都结束掉：
+# 在终端里，你会敲下面这条命令。`torchrun` 启动两个进程，告诉它们各自的编号、到哪里去找对方；有一个失败，就把两个都结束掉：
 #
 # ```
-# python -m torch.distributed.run --standalone --nproc-per-node 2 -m course_lib.distributed --mode ddp,zero1,fsdp --steps 3
+# python -m torch.distributed.run --standalone --nproc-per-node 2 \
+#     -m course_lib.distributed --mode ddp,zero1,fsdp --steps 3
 # ```
 #
-# `launch` 替我们敲这一行，再读取各个进程打印的结果。每种做法走三步，计量第三步，以后的各步都与它相同。（`--details` 附上峰值时存活的字节；`--save` 留给 8.17 节。）
+# `launch` 替我们敲这条命令，再读取各个进程打印的结果。每种做法走三步，计量第三步，以后的各步都与它相同。（`--details` 附上峰值时存活的字节；`--save` 留给 8.17 节。）
 #
 # </div>
 
@@ -237,7 +239,7 @@ predictions(rows, unit="bytes")
 #
 # </div>
 
-# %% [markdown] slide={"en": "4 sequences on one device peak at 180.1 MB, without a single gradient.\n\n**Guess first.** A DDP rank with 4 sequences? An FSDP2 rank?", "zh": "一台设备做 4 个序列，峰值 180.1 MB，此刻没有一个梯度。\n\n**先猜**：DDP 的一个进程做 4 个序列呢？FSDP2 呢？"}
+# %% [markdown] slide={"en": "4 sequences on one device peak at 180.1 MB, without a single gradient.\n\n**Guess first.** A DDP rank with 4 sequences? An FSDP2 rank?", "zh": "一台设备做 4 条序列，峰值 180.1 MB，此刻没有一个梯度。\n\n**先猜**：DDP 的一个进程做 4 条序列呢？FSDP2 呢？"}
 # ## 8.4 Where is the peak? / 峰值在哪里？
 #
 # <div lang="en">
@@ -251,7 +253,7 @@ predictions(rows, unit="bytes")
 #
 # 以上是持有的部分。峰值是另一回事：激活值还要算在上面，而批次的 $N$ 分之一，激活值也是 $N$ 分之一，哪种做法都如此。
 #
-# **先猜**：第 01 课发现峰值在反向刚开始时，激活值全都在，梯度一个也没有。一台设备做 4 个序列，权重和 Adam 的状态是 82.5 MB，其余 97.6 MB，共 180.1 MB。DDP 的一个进程做 4 个序列，峰值是多少？FSDP2 的进程，权重和状态少持有 41.3 MB，峰值又是多少？
+# **先猜**：第 01 课发现峰值在反向刚开始时，激活值全都在，梯度一个也没有。一台设备做 4 条序列，权重和 Adam 的状态是 82.5 MB，其余 97.6 MB，共 180.1 MB。DDP 的一个进程做 4 条序列，峰值是多少？FSDP2 的进程，权重和状态少持有 41.3 MB，峰值又是多少？
 #
 # </div>
 
@@ -432,7 +434,7 @@ predictions(rows, unit="bytes")
 #
 # </div>
 
-# %% [markdown] slide={"en": "Four ranks, two sequences each.\n\n**Guess first.** Which of the numbers halve?", "zh": "四个进程，每个两个序列。\n\n**先猜**：哪些数会减半？"}
+# %% [markdown] slide={"en": "Four ranks, two sequences each.\n\n**Guess first.** Which of the numbers halve?", "zh": "四个进程，每个进程两条序列。\n\n**先猜**：哪些数会减半？"}
 # ## 8.7 Four ranks / 四个进程
 #
 # <div lang="en">
@@ -444,7 +446,7 @@ predictions(rows, unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# 四个进程，每个两个序列。新添两种做法：`fsdp-keep`，即收集来的权重从前向一直留到反向的 FSDP2；以及 FSDP2，每一层加检查点。
+# 四个进程，每个进程两条序列。新添两种做法：`fsdp-keep`，即收集来的权重从前向一直留到反向的 FSDP2；以及 FSDP2，每一层加检查点。
 #
 # **先猜**：从两个进程到四个，哪些数会减半？
 #
@@ -475,7 +477,7 @@ lesson_08.draw_ranks(predicted, [*two.values(), *four.values()])
 #
 # </div>
 
-# %% [markdown] slide={"en": "Devices of 60 MB. One sequence, every layer checkpointed, on one of them:\n\nwhere does it stop?", "zh": "每台设备 60 MB。在一台上只做一个序列，每层都加检查点：\n\n会停在哪里？"}
+# %% [markdown] slide={"en": "Devices of 60 MB. One sequence, every layer checkpointed, on one of them:\n\nwhere does it stop?", "zh": "每台设备 60 MB。在一台上只做一条序列，每层都加检查点：\n\n会停在哪里？"}
 # ## 8.8 The step that no single device could take / 单台设备装不下的一步
 #
 # <div lang="en">
@@ -485,7 +487,7 @@ lesson_08.draw_ranks(predicted, [*two.values(), *four.values()])
 # </div>
 # <div lang="zh">
 #
-# 假设每台设备只有 60 MB，也没有别处可以卸载。在一台设备上，第 02 课和第 05 课最多能做到：只做一个序列，每一层都加检查点。带预算的计量器，会拦下第一个超出预算的算子。
+# 假设每台设备只有 60 MB，也没有别处可以卸载。在一台设备上，第 02 课和第 05 课最多能做到：只做一条序列，每一层都加检查点。带预算的计量器，会拦下第一个超出预算的算子。
 #
 # </div>
 
@@ -640,7 +642,7 @@ table(["mode", *headings], rows)
 # </div>
 # <div lang="zh">
 #
-# 三句话，分别出自论文和文档，都拿这一步来检验。第一句：两个进程时，一步通信多少；PyTorch 的类先做 all-reduce，再做广播。第二句：各做 2 个序列，持有的是 110.0 MB 和 27.5，峰值是 131.3 和 75.6，因为激活值和收集来的块没有切开。第三句：就在这个进程里用 DDP（只有一个进程），这个选项省下多少。
+# 三句话，分别出自论文和文档，都拿这一步来检验。第一句：两个进程时，一步通信多少；PyTorch 的类先做 all-reduce，再做广播。第二句：各做 2 条序列，持有的是 110.0 MB 和 27.5，峰值是 131.3 和 75.6，因为激活值和收集来的块没有切开。第三句：就在这个进程里用 DDP（只有一个进程），这个选项省下多少。
 #
 # </div>
 
@@ -870,7 +872,8 @@ follows({"losses": went_on}, losses[3:])
 # The same command, on a machine with a GPU a rank, takes NCCL by itself and adds `fsdp-cpu` to the modes:
 #
 # ```
-# torchrun --standalone --nproc-per-node 2 -m course_lib.distributed --mode ddp,zero1,fsdp,fsdp-checkpoint,fsdp-bf16,fsdp-cpu
+# torchrun --standalone --nproc-per-node 2 -m course_lib.distributed \
+#     --mode ddp,zero1,fsdp,fsdp-checkpoint,fsdp-bf16,fsdp-cpu
 # ```
 #
 # Bytes held and bytes communicated are the same. The peak is not quite: FSDP2 gathers the next block while this one runs, so that one more is there. NCCL has buffers of its own, which no tensor shows. Nothing of this has been recorded for this page.
@@ -881,7 +884,8 @@ follows({"losses": went_on}, losses[3:])
 # 在每个进程有一块 GPU 的机器上，同样的命令会自动选用 NCCL，还可以加上 `fsdp-cpu`：
 #
 # ```
-# torchrun --standalone --nproc-per-node 2 -m course_lib.distributed --mode ddp,zero1,fsdp,fsdp-checkpoint,fsdp-bf16,fsdp-cpu
+# torchrun --standalone --nproc-per-node 2 -m course_lib.distributed \
+#     --mode ddp,zero1,fsdp,fsdp-checkpoint,fsdp-bf16,fsdp-cpu
 # ```
 #
 # 持有的字节和通信的字节都不变，峰值略有不同：FSDP2 在运行这一块时就收集下一块，所以多一块在内存里。NCCL 还有自己的缓冲，张量里看不到。本页没有这方面的记录。

@@ -56,7 +56,7 @@ CLAIMS = (
     Claim(
         "Memory is weights + gradients + optimizer state + activations.",
         "the decoder's step, section 1.3",
-        "Partly: an upper bound, since they are not all there at once. 4% too much here, 16% with one sequence.",
+        "Partly: an upper bound: they are not all there at once. 4% too much here, 16% with one sequence.",
         outcome="partly",
         source="EleutherAI, Transformer Math 101, 2023",
     ),
@@ -65,7 +65,7 @@ CLAIMS = (
         "the same step under autocast in bf16",
         "Partly: 22% less here. Weights, gradients and states stay in fp32, and so do some activations.",
         outcome="partly",
-        source="PyTorch Lightning documentation, 16-bit training (older edition; now of true 16-bit only)",
+        source="PyTorch Lightning documentation, older edition (now of true 16-bit only)",
     ),
     Claim(
         "Memory after the forward pass is the peak.",

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from course_lib.labels import listed
 from course_lib.teaching import Claim, Table, text
 from course_lib.teaching.said import what_you_may_have_read
 
@@ -136,7 +137,10 @@ def older_claims(
     """
     return what_you_may_have_read(
         OLDER_CLAIMS,
-        "; ".join(f"L = {depth}: {count / 1e6:.1f} MB" for depth, count in kept.items()),
+        listed(
+            [text("L = {depth}: {size} MB", depth=depth, size=f"{count / 1e6:.1f}") for depth, count in kept.items()],
+            "; ",
+        ),
         text("equal gradients in {n} of {all} steps", n=dynamic[0], all=dynamic[1]),
         f"{score[0]} : {score[1]}",
         text("{n} of {all} numbers are equal", n=equal[0], all=equal[1]),

@@ -28,9 +28,9 @@ def gaps(runs: Mapping[str, Run]) -> Table:
         "notices another saved shape": partial(_notices, lambda x: x.exp().sum(), lambda x: x[:1].exp().sum()),
         "notices other values": partial(_notices, lambda x: x.exp(), lambda x: (3 * x).exp()),
     }
-    rows = [("peak of a block of four layers, MB", *(round(_peak(run) / 1e6, 2) for run in runs.values()))]
+    rows = [("peak of a block of four layers, MB", *(f"{_peak(run) / 1e6:.2f}" for run in runs.values()))]
     rows += [(name, *(_outcome(test, run) for run in runs.values())) for name, test in experiments.items()]
-    return table(["", *runs], rows)
+    return table(["", *(f"`{name}`" for name in runs)], rows)
 
 
 def modes(checkpoint: Callable) -> list[tuple[str, str, str]]:

@@ -53,6 +53,9 @@ def _give_gradients(decoder: Decoder) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
+_OTHER = "#F8C9AA"  # of what is measured, and not what the figure is about
+
+
 def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None, int]) -> "Figure":
     """Peaks with one checkpoint, beside the peak without any.
 
@@ -71,12 +74,12 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
     for ax, (name, peaks) in zip(panels, networks.items(), strict=True):
         plain, layers = peaks[None] / 1e6, [layer for layer in peaks if layer is not None]
         one = [peaks[layer] / 1e6 for layer in layers]
-        colors = [COLORS["measured"] if layer == 7 else COLORS["activation"] for layer in layers]
+        colors = [COLORS["measured"] if layer == 7 else _OTHER for layer in layers]
         ax.bar(layers, one, color=colors, width=0.8)
         ax.axhline(plain, color=COLORS["predicted"], linewidth=1, linestyle="--")
-        ax.text(-0.4, plain + 3, text("none: {peak}", peak=f"{plain:.1f}"))
+        ax.text(-0.4, plain + 5, text("none: {peak}", peak=f"{plain:.1f}"))
         for layer, peak in zip(layers, one, strict=True):
-            ax.text(layer, peak - 4, f"{peak:.0f}", ha="center", va="top", color="white", fontsize=8)
+            ax.text(layer, peak - 4, f"{peak:.0f}", ha="center", va="top", fontsize=8)
         ax.set(xticks=layers, xlabel=text("layer with the checkpoint"), ylim=(0, 260), xlim=(-0.6, 7.6))
         ax.set_title(text(name))
     panels[0].set_ylabel(text("peak, MB"))

@@ -47,7 +47,9 @@ def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -
         measured: number of segments -> peak in bytes.
         marked: two numbers of segments, before and after the jump.
     """
-    drawn, ax = figure("From 50 to 51 segments the peak nearly triples", height=3.6)
+    said = [text("k = {k}: {peak} B", k=k, peak=f"{peak / B:.0f}") for k, peak in measured.items()]
+    alt = text("Measured peaks by the number of segments: {peaks}.", peaks=listed(said))
+    drawn, ax = figure("From 50 to 51 segments the peak nearly triples", height=3.6, alt=alt)
     _sweep(ax, depth, measured)
     before, after = marked
     ax.annotate(
@@ -65,7 +67,7 @@ def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -
 
 def draw_sweeps(sweeps: Mapping[int, Mapping[int, int]], predicted: Callable[[int, int], int]) -> "Figure":
     """The same for several depths, a panel each, with the reader's prediction as a line."""
-    title = "The peak over the number of segments, predicted and measured"
+    title = "The same zigzag at every depth, as predicted"
     drawn, axes = figure(title, columns=len(sweeps), width=8.2, height=3.2)
     for ax, (depth, measured) in zip(axes, sweeps.items(), strict=True):
         ks = range(1, depth + 1)
@@ -219,6 +221,7 @@ def draw_frontier(
     """
     plain = points[-1].time
     drawn, ax = figure(title, height=4.0)
+    drawn.course_alt = _frontier_in_words(points, arms)
     line = [(point.peak_bytes / 1e6, point.time / plain) for point in points]
     ax.step(*zip(*line, strict=True), where="post", color=COLORS["predicted"], label=text("frontier"))
     for name, (costs, marker, color) in arms.items():
@@ -231,6 +234,23 @@ def draw_frontier(
     ax.set(xlim=xlim, ylim=(0.98, 1.72), xlabel=text("peak, MB"), ylabel=text("FLOPs of plain"))
     ax.legend()
     return shown_once(drawn)
+
+
+def _frontier_in_words(points: Sequence[Cost], arms: Mapping[str, tuple[Mapping, str, str]]) -> str:
+    least, most = points[0], points[-1]
+    ends = {"least": f"{least.peak_bytes / 1e6:.1f}", "most": f"{most.peak_bytes / 1e6:.1f}"}
+    said = [
+        text(
+            "The frontier runs from {least} MB at {times} times the FLOPs to {most} MB at 1",
+            times=f"{least.time / most.time:.2f}", **ends,
+        )
+    ]  # fmt: skip
+    for name, (costs, _, _) in arms.items():
+        for word, (peak, flops) in costs.items():
+            called = listed([name, word]) if isinstance(word, str) else name
+            values = {"peak": f"{peak / 1e6:.1f}", "times": f"{flops / most.time:.3f}"}
+            said.append(text("{name}: {peak} MB, {times} times the FLOPs", name=called, **values))
+    return text("{points}.", points=listed(said, "; "))
 
 
 def draw_schedule(budget: int = 200) -> "Figure":

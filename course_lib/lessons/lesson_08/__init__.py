@@ -73,5 +73,5 @@ def figures_of_claims(
             times=f"÷ {whole / part:.1f}",
             fewer=f"÷ {peaks[0] / peaks[1]:.1f}",
         ),
-        f"{saved[0] / 1e6:.1f} MB, {saved[1] / 1e6:.1f} MB",
+        f"{saved[0] / 1e6:.1f} / {saved[1] / 1e6:.1f} MB",
     ]

@@ -51,6 +51,7 @@ def draw_ranks(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[
         )
     left.set(xlim=(0.7, 8), ylim=(0, 122), xlabel=text("ranks"), ylabel=text("held by a rank, MB"), xticks=[1, 2, 4, 8])
     _draw_sent(right, runs)
+    drawn.get_layout_engine().set(wspace=0.06)  # room for the names at the ends of the lines
     drawn.course_alt = _alt(lines, runs)
     return shown_once(drawn)
 

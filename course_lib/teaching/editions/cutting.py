@@ -31,7 +31,8 @@ CODE_WIDTH = 86  # characters that fit beside each other
 # A body's height in pixels, and what things take of it: estimates that decide where to cut. deck.js shrinks the rest.
 ROOM = 560
 CODE_LINE, _TEXT_LINE, _TABLE_ROW, _TABLE_LINE, GAP = 31, 32, 42, 28, 30
-_TABLE_WIDTH = 100  # letters in a row of a table, if its columns share the width well
+_SECOND_HEADING = 60  # pixels that a heading in both languages takes more, and the air around it
+_TABLE_WIDTH = 80  # letters in a row of a table, if its columns share the width well
 _MOST_FIGURE_HEIGHT = 560  # pixels of a picture; one of several panels that is higher is cut between them
 _WHITE = ((255, 255),) * 3
 _TITLE_HEIGHT = 22  # pixels of a panel's title
@@ -213,7 +214,7 @@ def output_height(output: NotebookNode, language: str) -> float:
     height = 0.0
     for row in soup.find_all("tr") or [soup]:
         double = language == "both" and row.select_one('[lang="zh"]') is not None
-        lines = max(1 + 0.8 * double, 1.35 * _width(row.get_text(" ", strip=True)) / _TABLE_WIDTH)
+        lines = max(1 + double, 1.35 * _width(row.get_text(" ", strip=True)) / _TABLE_WIDTH)
         height += _TABLE_ROW + _TABLE_LINE * (lines - 1)
     return height + (2 * _TEXT_LINE if soup.select_one(".course-gpu, .course-verdict") else 0)
 
@@ -228,7 +229,7 @@ def cut_table(output: NotebookNode, language: str) -> list[NotebookNode]:
     """A table that is higher than a slide as several, each with the headings; what stands below it goes to the last."""
     soup = BeautifulSoup(output.get("data", {}).get("text/html", ""), "html.parser")
     rows = soup.select("tbody tr")
-    count = math.ceil(output_height(output, language) / (1.15 * ROOM))
+    count = math.ceil(output_height(output, language) / (ROOM - _SECOND_HEADING * (language == "both")))
     if len(soup.select("table")) != 1 or count < 2:
         return [output]
     size = math.ceil(len(rows) / count)
