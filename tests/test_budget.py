@@ -401,16 +401,23 @@ def test_gradients_that_lie_about_are_not_stepped():
         assert all(p.grad is None for p in (*model.parameters(), aside))
 
 
+def detached(model, batch):
+    loss, weight = model.loss_sum(batch)
+    return loss.detach(), weight
+
+
 @pytest.mark.parametrize(
     ("changes", "recipe", "error", "name"),
     [
         ({}, Recipe(precision="bf16"), ValueError, "precision"),
         ({}, Recipe(micro_batches=4), ValueError, "micro_batches"),
-        ({"batch": tiny_batch()[:0]}, Recipe(), ValueError, "micro_batches"),
+        ({"batch": tiny_batch()[:0]}, Recipe(), ValueError, "batch"),
         ({"batch": "tokens"}, Recipe(), TypeError, "batch"),
         ({}, {}, TypeError, "recipe"),
         ({"loss_sum": 3}, Recipe(), TypeError, "loss_sum"),
         ({"loss_sum": Decoder.loss_sum}, Recipe(checkpoint="optimal", schedule_bytes=9), ValueError, "checkpoint"),
+        *(({"loss_sum": detached}, recipe, TypeError, "[^:]*: the sum of losses is")
+          for recipe in (Recipe(), Recipe(in_backward=True))),
         ({"max_norm": 1.0}, Recipe(in_backward=True), ValueError, "max_norm"),
         *(({"optimizer": wrong}, recipe, error, name)
           for recipe in (Recipe(), Recipe(in_backward=True))
