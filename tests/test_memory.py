@@ -383,6 +383,44 @@ def test_a_symbolic_module_that_is_as_asked_stays_as_it_is():
     assert nn.Linear(2, 2).to(torch.bfloat16).weight.dtype == torch.bfloat16
 
 
+class Keeping(nn.Linear):
+    """A module that has its own way to be converted, as rotary embeddings have that keep their frequencies in fp32."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("frequencies", torch.ones(3))
+
+    def _apply(self, function, recurse=True):
+        kept = self.frequencies
+        super()._apply(function, recurse)
+        self.frequencies = kept
+        return self
+
+
+CONVERSIONS = {
+    "to": lambda model: model.to(torch.bfloat16),
+    "half": lambda model: model.half(),
+    "double": lambda model: model.double().float(),
+    "channels": lambda model: model.to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_a_symbolic_module_is_converted_as_for_real(convert):
+    def made():
+        model = nn.Sequential(HalfTied(), Keeping(), nn.Conv2d(2, 3, 3, bias=False), nn.LSTM(2, 2))
+        found = convert(model)
+        tensors = [*found.named_parameters(), *found.named_buffers()]
+        assert model[0].head.weight is model[0].tokens.weight and found is model
+        return [
+            (name, t.shape, t.stride(), t.dtype, t.requires_grad, isinstance(t, nn.Parameter)) for name, t in tensors
+        ]
+
+    expected = made()
+    with symbolic():
+        assert made() == expected
+
+
 def test_measure_of_a_symbolic_step_has_bytes_and_flops_and_no_seconds():
     found = []
     for context in (nullcontext(), symbolic()):
@@ -411,6 +449,7 @@ def looked_at():
         bool(torch.ones(3, 4).to(torch.bool).all()),
         torch.zeros(3, 4).long().sum().item(),
         [x.item() for x in torch.linspace(0, 0.3, 4)],
+        [x.item() for part in torch.linspace(0, 0.3, 6).split([2, 4]) for x in part],
         bool(torch.rand([]) < 0.0),
         (masked != -100).float().shape,
         torch.empty(2, dtype=torch.long).fill_(3).shape,
@@ -431,7 +470,23 @@ LOOKS = {
     "nonzero": lambda x: x.nonzero(),
     "a view": lambda x: x.flatten()[:1].item(),
     "a copy": lambda x: (x + 1).clone().max().item(),
+    "a part of what was written to": lambda x: rates_written_to(x.float().mean()),
 }
+
+
+def test_rates_of_dropped_layers_are_known_by_stages():
+    with symbolic():
+        rates = torch.linspace(0, 0.5, 6)
+        assert [rate for part in rates.split([2, 4]) for rate in part.tolist()] == pytest.approx(
+            [i / 10 for i in range(6)]
+        )
+
+
+def rates_written_to(value):
+    rates = torch.linspace(0, 1, 4)
+    part = rates[1:]
+    rates.add_(value)
+    return part.tolist()
 
 
 @pytest.mark.parametrize("look", LOOKS)

@@ -35,8 +35,8 @@ class Symbolic(FakeTensorMode):
     so are its outputs; what it writes into a real tensor is unknown from there on, and to look at that is refused, as
     with symbolic tensors.
 
-    A single floating number that is drawn or computed from real tensors, and the numbers of `torch.linspace`, are
-    symbolic and yet known, as PyTorch has it for `torch.tensor(0.5)`: `item` answers. What `torch.ones` and
+    A single floating number that is drawn or computed from real tensors, and the numbers of `torch.linspace` and of its
+    parts, are symbolic and yet known, as PyTorch has it for `torch.tensor(0.5)`: `item` answers. What `torch.ones` and
     `torch.zeros` make is known until it is written to: converted to whole numbers, it becomes real.
     """
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
+from .._torch import tensors_in
+
 MOST = 1 << 16  # outlines at a time
 # Without the guards against compilation that PyTorch puts around modes: a third of a symbolic operator's time.
 fake = unwrap(FakeTensorMode.__torch_dispatch__)
@@ -41,6 +43,8 @@ def of(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     given: list[Tensor] = []
     key = None if odd else _key(func, args, kwargs, given)
     if key is None:
+        if func.is_view and getattr(args[0], "constant", None) is not None:
+            return _part_of_known(mode, func, types, args, kwargs)
         return fake(mode, func, types, args, kwargs)
     if key in _known and (made := _known[key]) is not None:
         return _again(mode, made, given)
@@ -49,6 +53,20 @@ def of(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
         if len(_known) >= MOST:
             _known.clear()
         _known[key] = _seen(func, result, given)
+    return result
+
+
+def _part_of_known(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
+    """A view of a tensor whose numbers are known: its own are known, where PyTorch forgets those of both."""
+    whole, known = args[0], args[0].constant
+    whole.constant = None
+    try:
+        result = of(mode, func, types, args, kwargs)
+    finally:
+        whole.constant = known
+    for part, numbers in zip(tensors_in(result), tensors_in(func(known, *args[1:], **kwargs)), strict=True):
+        part.constant = numbers
+        mode.fake_tensor_converter.add_constant_storage_mapping(part)
     return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,7 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
     """A context in which tensors have shapes, dtypes and storages, but no memory: build a model and step it for free.
 
     A `MemoryMeter` inside counts the bytes that the same step would take for real. Everything that the step uses must
-    be made inside the context, but for tensors of whole numbers; `module.to(dtype)` fails on modules whose parameters
-    are of another dtype, `cast` converts them.
+    be made inside the context, but for tensors of whole numbers.
 
     Tensors of whole numbers and truth values, such as tokens, labels and masks, are real on the CPU up to 4 MiB each,
     so that a step that looks at them goes the way that it goes for real: a mask that is all ones is dropped, say. What
@@ -51,22 +51,36 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
 
 
 _apply = nn.Module._apply
+_converted: WeakKeyDictionary[Callable, dict[Tensor, Tensor]] = WeakKeyDictionary()  # by each that is being applied
 
 
 def _applied(module: nn.Module, function: Callable, recurse: bool = True) -> nn.Module:
-    """What `module.to` calls: symbolic tensors cannot be given other data, but need none where all are as asked."""
-    tensors = [*module.parameters(recurse), *module.buffers(recurse)]
-    same = is_symbolic(*tensors) and all(function(tensor) is tensor for tensor in tensors) if tensors else False
-    return module if same else _apply(module, function, recurse)
+    """What `module.to` calls. Symbolic tensors cannot be given other data: new ones take their place, one for all
+    modules that share it.
+    """
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    if not is_symbolic(module, *module._parameters.values(), *module._buffers.values()):
+        return _apply(module, function, recurse=False)
+    made = _converted.setdefault(function, {})
+    for tensors in (module._parameters, module._buffers):
+        for name, old in tensors.items():
+            if old is not None and old not in made:
+                given = old.detach()
+                new = function(given)
+                if isinstance(old, nn.Parameter):
+                    new = nn.Parameter(new, old.requires_grad) if new is not given else old
+                made[old] = old if new is given else new
+            tensors[name] = made.get(old)
+    return module
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Convert a module's floating parameters and buffers in place, as `module.to(dtype)` does; symbolic ones too.
+    """Convert a module's floating parameters and buffers, as `module.to(dtype)` does; symbolic ones too.
 
-    Complex ones are left as they are, unless the dtype is complex: they would lose their imaginary parts.
-
-    Symbolic tensors cannot be given other data, so new ones take their place, once for each that modules share; their
-    gradients are dropped, and an optimizer is made afterwards.
+    Complex ones are left as they are, unless the dtype is complex: they would lose their imaginary parts. In a symbolic
+    module, new tensors take the place of the old ones; their gradients are dropped, and an optimizer is made
+    afterwards.
 
     Args:
         module: its parameters and buffers are real or symbolic.
@@ -76,17 +90,9 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         The module.
     """
 
-    def is_converted(tensor: Tensor) -> bool:
-        return tensor.is_floating_point() or (tensor.is_complex() and dtype.is_complex)
+    def converted(tensor: Tensor) -> Tensor:
+        wanted = tensor.is_floating_point() or (tensor.is_complex() and dtype.is_complex)
+        return tensor.to(dtype) if wanted else tensor
 
-    if not is_symbolic(*module.parameters(), *module.buffers()):
-        return module._apply(lambda tensor: tensor.to(dtype) if is_converted(tensor) else tensor)
-    made: dict[Tensor, Tensor] = {}
-    for old in (*module.parameters(), *module.buffers()):  # each once
-        if is_converted(old) and old.dtype != dtype:
-            new = old.detach().to(dtype)
-            made[old] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-    for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            tensors.update({name: made[old] for name, old in tensors.items() if old in made})
-    return module
+    with patch.object(nn.Module, "_apply", _applied):
+        return module._apply(converted)
