@@ -11,7 +11,7 @@ import warnings
 import weakref
 from contextlib import nullcontext
 from dataclasses import FrozenInstanceError, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import pytest
 import torch
@@ -1168,6 +1168,20 @@ def test_what_was_there_before_cannot_be_estimated():
     for make, of in ((Regression, lambda: batch), (lambda: model, tiny_batch)):
         with pytest.raises(ValueError, match=r"^make_model or make_batch uses a tensor that was there before[^\n]*$"):
             estimate(make, of, Recipe())
+
+
+def test_a_step_that_meets_what_an_estimate_has_left_in_a_cache_says_so():
+    table = lru_cache(lambda: torch.linspace(0, 1, 9).sum())
+
+    class Cached(Regression):
+        def loss(self, batch):
+            return super().loss(batch) * table()
+
+    estimate(Cached, symbolic_points, Recipe())
+    with pytest.raises(ValueError, match=r"^the model's code has kept a symbolic tensor [^\n]*; it takes [^\n]+$"):
+        run(Cached, points, Recipe())
+    table.cache_clear()
+    assert run(Cached, points, Recipe()).result.stepped
 
 
 class Recurrent(nn.Module):
