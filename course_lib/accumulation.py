@@ -76,11 +76,10 @@ class AccumulatedStep:
     """One optimizer step over micro-batches, with the gradient of the full batch's mean loss, up to rounding.
 
     That takes a model that treats samples independently: BatchNorm sees micro-batches, dropout draws other numbers, and
-    buffers that a forward pass changes, as those of spectral norms, change with each micro-batch.
-
-    With `DistributedDataParallel`, each rank has a step of its own, and `loss_sum` calls the DDP model. Only the last
-    micro-batch synchronises, so ranks may have different numbers of them, at least one each; the iterator is asked for
-    one ahead. Bad losses raise on all ranks; another error on one leaves the others waiting, as always.
+    spectral norms change with each. With `DistributedDataParallel`, each rank has a step of its own, and `loss_sum`
+    calls the DDP model. Only the last micro-batch synchronises, so ranks may have different numbers of them, at least
+    one each; the iterator is asked for one ahead. Bad losses raise on all ranks; another error on one leaves the others
+    waiting, as always.
 
     Args:
         model: what `loss_sum` gets.
