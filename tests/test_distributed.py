@@ -502,6 +502,11 @@ def test_bad_input_is_refused_in_one_sentence(refused, monkeypatch, arguments, r
     assert refused(*arguments, ranks=ranks, rank=1) == ""  # on rank 0 alone
 
 
+def test_the_help_says_what_each_mode_is():
+    told = command.arguments().format_help()
+    assert [mode for mode in MODES if f"\n  {mode} " not in told] == []
+
+
 def test_without_torchrun_the_command_says_how_to_start_it(refused, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     told = refused(torchrun=False)

@@ -162,6 +162,32 @@ def test_an_attention_mask_is_dropped_where_the_run_drops_it_and_kept_where_it_k
         assert found["padded"] > found["ones"] + 2 * mask_bytes
 
 
+def padded(place, samples=4, length=32):
+    """One sample is shorter than the others."""
+    batch = text("ones", samples, length)
+    batch["attention_mask"][place, length // 2 :] = 0
+    batch["labels"][place, length // 2 :] = IGNORED
+    return batch
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), SEGMENTS], ids=repr)
+@pytest.mark.parametrize("place", range(4))
+def test_a_micro_batch_whose_mask_is_kept_does_not_stand_for_those_whose_mask_is_dropped(place, recipe):
+    model, _ = ARCHITECTURES["decoder, grouped queries"]
+    guess, real = both(model, partial(padded, place), replace(recipe, micro_batches=4))
+    assert guess == real
+
+
+def test_a_search_finds_schedules_for_the_micro_batch_that_takes_the_most():
+    model = made("GPTNeoX:GPTNeoXForCausalLM", **{**TEXT, "num_hidden_layers": 4})
+    make_batch, base = partial(padded, 1), Recipe(optimizer="sgd")
+    budget = 34 * estimate(model, make_batch, base).peak_bytes // 100
+    found = fit(model, make_batch, budget, base=base, progress=False)
+    assert {"optimal", "segments"} & {e.recipe.checkpoint for e in found}
+    for e in found:
+        assert run(model, make_batch, e.recipe).meter.peak_bytes == e.peak_bytes <= budget
+
+
 def test_a_batch_that_is_there_is_looked_at_as_it_is():
     make_model = MASKED["Llama"][0]
     for kind in ("ones", "padded"):

@@ -114,6 +114,23 @@ class KeepsItsGraph(Forgets):
         return None, context.x.grad.clone()
 
 
+class Rewinds(torch.autograd.Function):
+    """Draws the same mask again, and leaves the generator there."""
+
+    @staticmethod
+    def forward(context, block, x):
+        context.block, context.x, context.state = block, x, torch.get_rng_state()
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(context, gradient):
+        torch.set_rng_state(context.state)
+        x = context.x.detach().requires_grad_()
+        with torch.enable_grad():
+            return None, *torch.autograd.grad(context.block(x), x, gradient)
+
+
 def whole_loss(hidden, weight, targets, reduction="mean"):
     return F.cross_entropy(hidden @ weight.T, targets, reduction=reduction)
 
@@ -438,11 +455,13 @@ ANSWERS = {
     "02.loss_in_pieces": (
         [in_pieces, lambda *given: checkpointed_loss(*given[:3], chunk=given[3])],
         [
-            (functools.partial(in_pieces, forgets=False), "graph keeps its log-softmax"),
+            (functools.partial(in_pieces, forgets=False), "logits or log-softmax"),
             (lambda hidden, weight, targets, chunk: F.cross_entropy(hidden @ weight.T, targets), "log-softmax"),
             (lambda *given: checkpoint(whole_loss, *given[:3], use_reentrant=False), "exist whole"),
             (mean_of_means, "mean of means"),
-            (lambda *given: 240 * in_pieces(*given), "the sum"),
+            (lambda *given: 240 * in_pieces(*given), "is the sum"),
+            (lambda *given: mean_of_means(*given) * 4 / 240, "take the sum"),
+            (lambda *given: in_pieces(*given).item(), "with a graph"),
             (functools.partial(in_pieces, last=-1), "last chunk is missing"),
             (lambda *given: in_pieces(*given) + 1, "The loss is"),
             (lambda hidden, *given: in_pieces(hidden.detach(), *given), "gradient of `hidden`"),
@@ -451,7 +470,11 @@ ANSWERS = {
     ),
     "02.dropout_checkpoint": (
         [checkpoint_of()],
-        [*no_checkpoints, (checkpoint_of(preserve_rng_state=False), "another mask")],
+        [
+            *no_checkpoints,
+            (checkpoint_of(preserve_rng_state=False), "another mask"),
+            (Rewinds.apply, "random numbers afterwards"),
+        ],
     ),
     "02.policy": (
         [[aten.bmm.default]],
@@ -472,7 +495,8 @@ ANSWERS = {
             (lambda cuts: (len(cuts) + 2 * max_layers(cuts)) * 100_000, "the later ones are gone"),
             (lambda cuts: (len(cuts) + 2 * (cuts[-1] - cuts[-2])) * 100_000, "Any segment"),
             (lambda cuts: (len(cuts) + 2 * cuts[-1] / (len(cuts) - 1)) * 100_000, "Segments differ"),
-            *((lambda cuts: 3_100_000, "for the cuts"), (lambda cuts: None, "Not answered"), 31),
+            (lambda cuts: 3_100_000, "for the cuts [0, 40, 70, 90, 100] it is 8,200,000, not 3,100,000"),
+            *((lambda cuts: [3_100_000], "is a `list`"), (lambda cuts: None, "Not answered"), 31),
         ],
     ),
     "03.best_count": (
@@ -600,7 +624,8 @@ ANSWERS = {
             (but(2, lambda psi, n: 8 * psi + 8 * psi / n), "gradients are cut"),
             (but(2, lambda psi, n: 16 * psi / n), "weights stay whole"),
             (but(3, lambda psi, n: 4 * psi + 12 * psi / n), "weights are cut"),
-            (but(3, lambda psi, n: 8 * psi), "`ZeRO 3` on 4 ranks"),  # right for two alone
+            (but(3, lambda psi, n: 8 * psi), "`ZeRO 3` on 8 ranks"),  # right for two alone
+            *((but(0, lambda psi, n: 16 * psi / n), "cuts nothing"), (but(0, lambda psi, n: 12 * psi), "two numbers")),
         ],
     ),
     "08.seven_billion": (
@@ -611,6 +636,7 @@ ANSWERS = {
             (sevens(14, 38.5, 26.25, 14), "cuts nothing"),
             (sevens(112, 14, 26.25, 14), "Not all of it is cut"),
             (sevens(112, 63, 38.5, 14), "for fp32"),
+            (sevens(112, 38.5, 38.5, 14), "gradients are cut"),
             (sevens(112e-9, 38.5, 26.25, 14), "in GB"),
             (sevens(112, 38.5, 26.25, 2e-9), "parameter's share"),
             sevens(112, 38.5, 26.25, 15),
@@ -636,7 +662,8 @@ ANSWERS = {
                 (lambda psi, root, f=formula: {"DDP": 8 * psi, "FSDP2": f(psi, root)}, reason)
                 for formula, reason in (
                     (lambda psi, root: 12 * psi, "gathered once: it is not dropped"),
-                    (lambda psi, root: 12 * psi - 8 * root, "not never"),
+                    (lambda psi, root: 12 * psi - 8 * root, "scattered once"),
+                    (lambda psi, root: 12 * psi - 12 * root, "scattered once"),
                     (lambda psi, root: 8 * psi, "gathered twice"),
                     (lambda psi, root: 8 * psi - 4 * root, "gradients are sent"),
                     (lambda psi, root: 16 * psi - 4 * root, "nobody gathers"),

@@ -23,6 +23,7 @@ from course_lib.schedule import Cost, simulate
 
 from .attention import attention_of
 from .estimating import Estimate, check_arguments, estimate, explained, watched
+from .groups import groups_of
 from .loss import LossSum, check_loss, fastest, is_taken_apart, schedule_of, trained
 from .recipe import Recipe
 from .step import chain_of_blocks, check_model, default_dtype, model_of, pieces_of
@@ -82,6 +83,7 @@ class Composer:
         self.places = {p: (i, k) for i, block in enumerate(self.blocks) for k, p in enumerate(block.parameters())}
         self._moments: dict[Recipe, Moments] = {}
         self._few: dict[tuple[Recipe, int], Moments] = {}
+        self._groups: dict[int, list[list[int]]] = {}
         self.updates = Updates(self.trained, self.blocks, tier)
 
     def estimate(self, recipe: Recipe) -> Estimate:
@@ -113,13 +115,31 @@ class Composer:
         Raises:
             InfeasibleBudget: none fits into the recipe's bytes.
         """
-        piece = pieces_of(self.batch, recipe.micro_batches)[0]
+        pieces = pieces_of(self.batch, recipe.micro_batches)
         with symbolic(self.mode):
             if not is_taken_apart(self.model, recipe):
-                chain = chain_of_blocks(self.model, piece, recipe, self.loss_sum)
-                return simulate(fastest(chain, recipe.schedule_bytes), chain)
+                return self.dearest([pieces[group[0]] for group in self.groups(recipe)], recipe)
             with attention_of(self.model, recipe.attention):
-                return simulate(*schedule_of(self.model, piece, recipe))
+                return simulate(*schedule_of(self.model, pieces[0], recipe))
+
+    def dearest(self, pieces: Sequence[Any], recipe: Recipe) -> Cost:
+        """Of unlike micro-batches, what the one takes that takes the most."""
+        costs, errors = [], []
+        for piece in pieces:
+            chain = chain_of_blocks(self.model, piece, recipe, self.loss_sum)
+            try:
+                costs.append(simulate(fastest(chain, recipe.schedule_bytes), chain))
+            except InfeasibleBudget as error:
+                errors.append(error)
+        if errors:
+            raise max(errors, key=lambda error: error.least_bytes)
+        return max(costs, key=lambda cost: cost.peak_bytes)
+
+    def groups(self, recipe: Recipe) -> list[list[int]]:
+        """Of the recipe's micro-batches, those that are alike."""
+        if (count := recipe.micro_batches) not in self._groups:
+            self._groups[count] = groups_of(self.model, pieces_of(self.batch, count), self.loss_sum)
+        return self._groups[count]
 
     # ---- forward and backward
 
@@ -156,8 +176,9 @@ class Composer:
     def measured(self, recipe: Recipe, count: int) -> Moments:
         store, optimizer = SymbolicStore(), _Noting(self.trained)
         with shortened(self.blocks, count):
-            pieces = pieces_of(self.batch, recipe.micro_batches)
-            meter, totals = watched(self.model, optimizer, pieces, recipe, self.loss_sum, store, self.max_norm)
+            pieces, groups = pieces_of(self.batch, recipe.micro_batches), self.groups(recipe)
+            options = self.loss_sum, store, self.max_norm, groups
+            meter, totals = watched(self.model, optimizer, pieces, recipe, *options)
         series, due = meter.series(), iter(optimizer.due)
         operators = meter.timeline.operators
         return Moments(

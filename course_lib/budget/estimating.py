@@ -19,7 +19,8 @@ from course_lib.memory.counting import CountingMeter
 from course_lib.memory.show import Table
 from course_lib.offload import DiskStore, OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
 
-from .loss import LossSum, check_loss, loss_of, samples_in, trained
+from .groups import groups_of
+from .loss import LossSum, check_loss, loss_of, trained
 from .optimizers import LR, base_of
 from .recipe import Recipe
 from .step import (
@@ -108,8 +109,8 @@ def estimate(
 ) -> Estimate:
     """Run the step by the recipe on symbolic tensors, which take no memory, under the meter.
 
-    Of equal micro-batches two are run, since all after the first find the same memory. Flash attention goes through the
-    tiles of one group of heads, as all groups take the same. Everything else is the very step of `train_step`.
+    Of micro-batches that are alike two are run, since all after the first find the same memory. Flash attention goes
+    through the tiles of one group of heads, as all groups take the same. Everything else is the step of `train_step`.
 
     A step for real takes as many tensor bytes on a CPU, but for the states of random generators (5,056 bytes each) that
     an "optimal" schedule keeps where there is dropout. On top come, there and on a GPU, what operators allocate inside
@@ -185,13 +186,21 @@ def symbolic_optimizer(model: nn.Module, recipe: Recipe, store: SymbolicStore, t
 
 
 def watched(
-    model, optimizer, pieces: list[Any], recipe: Recipe, loss_sum, store: SymbolicStore, max_norm: float | None
+    model,
+    optimizer,
+    pieces: list[Any],
+    recipe: Recipe,
+    loss_sum,
+    store: SymbolicStore,
+    max_norm: float | None,
+    groups: list[list[int]] | None = None,
 ) -> tuple[Watch, list]:
-    """The step under a meter, and its totals: FLOPs, bytes down, bytes up. Of equal pieces two stand for all."""
-    shown, times = pieces, [1] * len(pieces)
-    equal = len(pieces) if samples_in(pieces[-1]) == samples_in(pieces[0]) else len(pieces) - 1
-    if equal > 2:
-        shown, times = [*pieces[:2], *pieces[equal:]], [1, equal - 1, 1][: 2 + len(pieces) - equal]
+    """The step under a meter, and its totals: FLOPs, bytes down, bytes up.
+
+    Of micro-batches that are alike the last one stands for all but the very first: it finds what the others have left.
+    """
+    groups = groups_of(model, pieces, loss_sum) if groups is None else groups
+    times = {0: 1} | {group[-1]: sum(map(bool, group)) for group in groups if group[-1]}
     store.stats = Traffic()
     marks: list[tuple[int, int, int]] = []
     left = 0  # bytes that a piece leaves until the optimizer's step: its loss, and its weight if that is a tensor
@@ -203,12 +212,13 @@ def watched(
         return pair
 
     def marked() -> Iterator[Any]:
-        unseen = None
-        for piece, count in zip(shown, times, strict=True):
+        unseen, before = [], -1
+        for i in sorted(times):
             marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
-            if count > 1:  # also those that are not run
-                unseen = next(tensors_in(piece)).new_empty((count - 1) * left, dtype=torch.uint8)
-            yield piece
+            if passed := i - before - 1:  # what is not run leaves as much
+                unseen.append(next(tensors_in(pieces[i])).new_empty(passed * left, dtype=torch.uint8))
+            yield pieces[i]
+            before = i
         del unseen
         marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
 
@@ -217,7 +227,8 @@ def watched(
     end = (meter.flops, store.stats.bytes_down, store.stats.bytes_up)
     # Between two marks lies one micro-batch; after the last one, the optimizer.
     spans = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(marks, [*marks[1:], end], strict=True)]
-    return meter, [sum(n * span[i] for n, span in zip([*times, 1], spans, strict=True)) for i in range(3)]
+    counts = [*(times[i] for i in sorted(times)), 1]
+    return meter, [sum(n * span[i] for n, span in zip(counts, spans, strict=True)) for i in range(3)]
 
 
 def run(

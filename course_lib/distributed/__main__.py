@@ -25,29 +25,40 @@ from course_lib.distributed.tasks import Task, check_divides, task_of
 from course_lib.memory import symbolic
 
 RANK = int(os.environ.get("RANK", 0))
+HELP = """Train a model on several ranks: the course's decoder, that of a config.json, or
+a function's. Prints what each rank held, predicted and measured, and what it
+communicated."""
+MODES_HELP = """modes:
+  ddp              every rank holds all
+  zero1            ddp, Adam's state cut
+  fsdp             FSDP2: weights, gradients and state cut (ZeRO 3)
+  fsdp-keep        fsdp, gathered weights kept from forward to backward
+  fsdp-checkpoint  fsdp, activations of each block computed again
+  fsdp-bf16        fsdp, gathered and computed in bf16
+  fsdp-cpu         fsdp, shards in host memory; takes GPUs"""
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m torch.distributed.run --standalone --nproc-per-node 2 -m course_lib.distributed",
-        description="Train a model on several ranks: the course's decoder, that of a config.json, or a function's. "
-        "Prints what each rank held, predicted and measured, and what it communicated.",
-        epilog="Modes: " + ", ".join(MODES) + ". fsdp-cpu takes GPUs.",
+        description=HELP,
+        epilog=MODES_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.error = _refuse
     parser.add_argument("--mode", default="ddp", help="one, or several with commas between; default %(default)s")
-    parser.add_argument("--steps", type=int, default=10, help="of each mode; default %(default)s")
+    parser.add_argument("--steps", type=int, default=10, help="of each mode; bytes are the third's; default 10")
     parser.add_argument("--config", metavar="FILE", help="a Hugging Face config.json")
     parser.add_argument("--model", metavar="PACKAGE:FUNCTION", help="returns a model; its .make_batch returns a batch")
     parser.add_argument("--batch", type=int, help="samples of all ranks together; default 8")
     parser.add_argument("--sequence", type=int, help="tokens of a sample; default 128")
     parser.add_argument("--unequal", action="store_true", help="samples, and so ranks, with unequal numbers of tokens")
     parser.add_argument("--micro-batches", type=int, default=1, help="pieces of a rank's batch; default %(default)s")
-    parser.add_argument("--sync", choices=SYNCS, default="last", help="reduce gradients with which of them")
-    parser.add_argument("--wrapper", action="store_true", help="checkpoint by the framework's checkpoint_wrapper")
-    parser.add_argument("--save", metavar="DIR", help="a checkpoint after the last step, in DIR/mode")
-    parser.add_argument("--every", type=int, metavar="N", help="and after each N steps")
-    parser.add_argument("--resume", metavar="DIR", help="from the last complete checkpoint of --save DIR")
+    parser.add_argument("--sync", choices=SYNCS, default="last", help="with which gradients are reduced; default last")
+    parser.add_argument("--wrapper", action="store_true", help="fsdp-checkpoint by PyTorch's checkpoint_wrapper")
+    parser.add_argument("--save", metavar="DIR", help="write the model and its state at the end, in DIR/MODE")
+    parser.add_argument("--every", type=int, metavar="N", help="with --save: and after each N steps")
+    parser.add_argument("--resume", metavar="DIR", help="go on from what --save DIR wrote last, complete")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default nccl with a GPU for each rank, else gloo")
     parser.add_argument("--ranks", type=int, metavar="N", help="predict for N ranks, without torchrun, and start none")
     parser.add_argument("--json", action="store_true", help="one line of JSON a mode")

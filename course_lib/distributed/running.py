@@ -60,9 +60,11 @@ class Run:
         rows += [("peak", "", [taken.peak_bytes for taken in self.taken])]
         names = self.taken[0].at_peak
         rows += [(f"  {name}", "", values) for name in names if any(values := [t.at_peak[name] for t in self.taken])]
-        lines = [f"{self.mode} on {self.ranks} ranks: bytes{'predicted':>20}   measured, rank by rank"]
+        head = f"{self.mode} on {self.ranks} ranks: bytes"
+        lines = [f"{head:<36}{'predicted':>10}   measured, rank by rank"]
+        width = max(len(f"{value:,}") for *_, values in rows for value in values)
         for name, predicted, values in rows:
-            lines.append(f"  {name:<18}{predicted:>26}   " + "  ".join(f"{value:,}" for value in values))
+            lines.append(f"  {name:<18}{predicted:>26}   " + "  ".join(f"{value:>{width},}" for value in values))
         return "\n".join([*lines, "  losses " + " ".join(f"{loss:.4f}" for loss in self.losses)])
 
 

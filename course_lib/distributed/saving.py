@@ -48,7 +48,7 @@ def last_complete(folder: Path | str) -> Path:
     """
     found = sorted(path for path in Path(folder).glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
     if not found:
-        raise ValueError(f"resume is {str(folder)!r}, without a complete checkpoint; it takes a folder of save's")
+        raise ValueError(f"resume is {str(folder)!r}, without a complete checkpoint; it takes a folder saved to")
     return found[-1]
 
 

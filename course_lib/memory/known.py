@@ -46,6 +46,7 @@ class Symbolic(FakeTensorMode):
 
     def __init__(self):
         super().__init__()
+        self.looks = 0  # how often the values of a real tensor were looked at
         self._unknown: WeakSet[torch.UntypedStorage] = WeakSet()  # of real tensors
         self._filled: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()  # of symbolic ones: with what
 
@@ -73,7 +74,9 @@ class Symbolic(FakeTensorMode):
 
     def _for_real(self, func, types, args, kwargs) -> Any:
         """The operator itself, if its outputs are to be real: the outline of others is enough."""
-        if func._schema.is_mutable or _LOOKING & set(func.tags):
+        looks = bool(_LOOKING & set(func.tags))
+        self.looks += looks
+        if func._schema.is_mutable or looks:
             return func(*args, **kwargs)
         outline, kind = self._symbolically(func, types, args, kwargs), func.overloadpacket
         made = tensors_among((outline,))

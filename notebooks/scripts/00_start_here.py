@@ -115,7 +115,7 @@ course_map()
 # | $h$, $a$, $d$ | hidden size, heads, size of a head: $d = h / a$ | 01 |
 # | $v$, $L$ | words in the vocabulary, layers (or stages of a chain) | 01 |
 # | Q, K, V, S, P, O | queries, keys, values, scores, probabilities, output of attention | 01 |
-# | $k$, $A$, $B$ | segments; bytes that a stage keeps; bytes at a boundary | 03 |
+# | $k$, $A$, $B$, $R$ | segments; bytes that a stage keeps; bytes at a boundary; bytes of room | 03 |
 # | $p$ | how many are fetched ahead | 04 |
 # | $m$ | micro-batches | 05 |
 # | $M$ | numbers that fit on the chip | 06 |
@@ -132,7 +132,7 @@ course_map()
 # | $h$、$a$、$d$ | 隐藏维度、头数、头维度：$d = h / a$ | 01 |
 # | $v$、$L$ | 词表大小、层数（或链的级数） | 01 |
 # | Q、K、V、S、P、O | 注意力的查询、键、值、分数、概率、输出 | 01 |
-# | $k$、$A$、$B$ | 段数；一级保存的字节；边界上的字节 | 03 |
+# | $k$、$A$、$B$、$R$ | 段数；一级保存的字节；边界上的字节；可用的字节 | 03 |
 # | $p$ | 提前取回几个 | 04 |
 # | $m$ | 微批次数 | 05 |
 # | $M$ | 片上放得下多少个数 | 06 |

@@ -696,7 +696,7 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # <div lang="en">
 #
 # - A checkpoint keeps a block's input and computes its activations again in backward. Gradients are equal.
-# - It saves what is absent at the peak. Alone, the last layer's checkpoint saves nothing; that of nearly any other saves a layer less its input. A formula for one moment ends where another moment is higher.
+# - It saves what is absent at the peak. In layers alone, without a head, the last one's checkpoint saves nothing; that of nearly any other saves a layer less its input. A formula for one moment ends where another moment is higher.
 # - One more forward pass is at most a third of a step if all weights are trained; early stop makes it less. Selective checkpointing costs next to no FLOPs, and more in time.
 # - Whether groups of layers pay depends on depth, and on gradients: arriving, or there.
 # - The loss is a block, too: in chunks, with backward after each, it needs little more than twice the gradient of its matrix.

@@ -13,14 +13,14 @@
 #
 # A network of 100 layers keeps 200 activations for backward, and peaks at 202. The advice since 2016: cut it into $\sqrt{100} = 10$ segments and checkpoint each. The peak falls to 31, for one more forward pass.
 #
-# Can one extra forward pass go lower? By the end of section 3.3 it does, to 22, and at that price no schedule of whole layers goes below. Then you write the program that finds the best one for any chain of layers.
+# Can one extra forward pass go lower? By the end of section 3.3 it does, to 22, and at that price no schedule of whole layers that the library searches goes below. Then you write the program that finds the best one for any chain of layers.
 #
 # </div>
 # <div lang="zh">
 #
 # 一个 100 层的网络要为反向保存 200 份激活值，峰值是 202 份。2016 年以来的建议是：切成 $\sqrt{100} = 10$ 段，每段一个检查点。峰值降到 31 份，代价是多做一次前向。
 #
-# 同样只多做一次前向，能不能降得更多？到 3.3 节末尾能降到 22 份，而在这个代价之下，以整层为单位的调度没有比它更低的。然后，你来写一个程序，为任意一条由层组成的链找出最好的调度。
+# 同样只多做一次前向，能不能降得更多？到 3.3 节末尾能降到 22 份，而在这个代价之下，库所搜索的以整层为单位的调度，没有比它更低的。然后，你来写一个程序，为任意一条由层组成的链找出最好的调度。
 #
 # </div>
 
@@ -191,12 +191,12 @@ predictions(rows, unit="bytes")
 # %% [markdown] slide={"en": "Off by 8 bytes: the loss and its gradient.\n\n$k B$ grows with $k$, $\\frac{L}{k} A$ falls. **Guess first.** Where is the sum least?", "zh": "只差 8 字节：损失和它的梯度。\n\n$k B$ 随 $k$ 增大，$\\frac{L}{k} A$ 减小。**先猜**：两项之和在哪里最小？"}
 # <div lang="en">
 #
-# Off by 8 bytes, the loss and its gradient. One subtlety: of a segment's $2m$ activations, one is the input of its first Linear. That is the boundary itself, and counted already: $2m - 1$ are left. But for a moment there are two gradients, while GELU's backward makes one from the other. Together that is $m A + B$.
+# Off by 8 bytes, the loss and its gradient. One subtlety: of a segment's $2 \ell$ activations, one is the input of its first Linear. That is the boundary itself, and counted already: $2 \ell - 1$ are left. But for a moment there are two gradients, while GELU's backward makes one from the other. Together that is $\ell A + B$.
 #
 # </div>
 # <div lang="zh">
 #
-# 只差 8 字节，即损失和它的梯度。有一处细节：一段的 $2m$ 份激活值里，有一份是第一个 Linear 的输入，也就是边界本身，已经算过了，所以剩下 $2m - 1$ 份；不过 GELU 的反向由一个梯度算出另一个时，有一刻两个梯度并存。合起来正是 $m A + B$。
+# 只差 8 字节，即损失和它的梯度。有一处细节：一段的 $2 \ell$ 份激活值里，有一份是第一个 Linear 的输入，也就是边界本身，已经算过了，所以剩下 $2 \ell - 1$ 份；不过 GELU 的反向由一个梯度算出另一个时，有一刻两个梯度并存。合起来正是 $\ell A + B$。
 #
 # </div>
 
@@ -278,18 +278,18 @@ table(["segments k", "rule, B", "`checkpoint_sequential`, B", "balanced, B"], ro
 #
 # <div lang="en">
 #
-# That is worth following up. While the **last** segment is worked on, all inputs are kept. While the **first** is, all the others are gone: it may be longer. Let every segment reach the same peak $P$ (the gradient comes on top): the one with $j$ inputs before its own gets $(P - (j + 1) B) / A$ layers. Sizes fall, and the sum over all segments is about
+# That is worth following up. While the **last** segment is worked on, all inputs are kept. While the **first** is, all the others are gone: it may be longer. Let every segment take the same room $R$ (the gradient comes on top): the one with $j$ inputs before its own gets $(R - (j + 1) B) / A$ layers. Sizes fall, and the sum over all segments is about
 #
-# $$L \approx \frac{P^2}{2 A B}, \qquad P \approx \sqrt{2 L A B}$$
+# $$L \approx \frac{R^2}{2 A B}, \qquad R \approx \sqrt{2 L A B}$$
 #
 # in place of $2 \sqrt{L A B}$: a factor of $1 / \sqrt 2$. **Guess first:** of 100 layers, how many go into the first segment, and how many into the last?
 #
 # </div>
 # <div lang="zh">
 #
-# 这一点值得深究。处理**最后**一段时，所有输入都留着。处理**第一**段时，其余的都已释放：所以它可以更长。让每一段都达到同一个峰值 $P$（梯度另计）：自己的输入之前还有 $j$ 个输入的那一段，分到 $(P - (j + 1) B) / A$ 层。段长递减，各段相加约为
+# 这一点值得深究。处理**最后**一段时，所有输入都留着。处理**第一**段时，其余的都已释放：所以它可以更长。让每一段都占到同样的 $R$ 字节（梯度另计）：自己的输入之前还有 $j$ 个输入的那一段，分到 $(R - (j + 1) B) / A$ 层。段长递减，各段相加约为
 #
-# $$L \approx \frac{P^2}{2 A B}, \qquad P \approx \sqrt{2 L A B}$$
+# $$L \approx \frac{R^2}{2 A B}, \qquad R \approx \sqrt{2 L A B}$$
 #
 # 而不是 $2 \sqrt{L A B}$：差一个因子 $1 / \sqrt 2$。**先猜**：100 层里，第一段分到几层，最后一段几层？
 #
@@ -409,22 +409,22 @@ lesson_03.schedule_pictures(plans, sixteen, title=title, unit="B", scale=1)
 #
 # <div lang="en">
 #
-# Real chains are uneven, and no rule fits them. Let $T_{i..n}(m)$ be the least time for stages $i$ to $n$, from the input of $i$, which others keep, with $m$ bytes beyond it. There are two ways:
+# Real chains are uneven, and no rule fits them. Let $T_{i..n}(R)$ be the least time for stages $i$ to $n$, from the input of $i$, which others keep, with $R$ bytes beyond it. There are two ways:
 #
-# - **keep all** of stage $i$, if that and the gradient that comes in fit, $A_i + B \le m$; do the others with $A_i$ less; then its backward. Times: $f_i + T_{i+1..n}(m - A_i) + g_i$;
-# - **run on** to a later stage $e$ and keep its input; do $e$ to $n$ with $B$ less; now that input is gone, and stages $i$ to $e - 1$ have all of $m$ again: $f_i + \dots + f_{e-1} + T_{e..n}(m - B) + T_{i..e-1}(m)$, for each $e$.
+# - **keep all** of stage $i$, if that and the gradient that comes in fit, $A_i + B \le R$; do the others with $A_i$ less; then its backward. Times: $f_i + T_{i+1..n}(R - A_i) + g_i$;
+# - **run on** to a later stage $e$ and keep its input; do $e$ to $n$ with $B$ less; now that input is gone, and stages $i$ to $e - 1$ have all of $R$ again: $f_i + \dots + f_{e-1} + T_{e..n}(R - B) + T_{i..e-1}(R)$, for each $e$.
 #
-# The least of all these is $T_{i..n}(m)$. (Boundaries are equal here, so whatever runs ahead fits where its backward does.)
+# The least of all these is $T_{i..n}(R)$. (Boundaries are equal here, so whatever runs ahead fits where its backward does.)
 #
 # </div>
 # <div lang="zh">
 #
-# 真实的链参差不齐，没有现成的法则。设 $T_{i..n}(m)$ 是第 $i$ 到第 $n$ 级的最短时间：从第 $i$ 级的输入出发（它由别处留着），除它之外还有 $m$ 字节可用。有两种做法：
+# 真实的链参差不齐，没有现成的法则。设 $T_{i..n}(R)$ 是第 $i$ 到第 $n$ 级的最短时间：从第 $i$ 级的输入出发（它由别处留着），除它之外还有 $R$ 字节可用。有两种做法：
 #
-# - **全部保留**第 $i$ 级，只要它和传进来的梯度放得下，即 $A_i + B \le m$；其余各级少用 $A_i$；最后做它的反向。时间是 $f_i + T_{i+1..n}(m - A_i) + g_i$；
-# - **往前跑**到后面的某一级 $e$，留住它的输入；做第 $e$ 到第 $n$ 级，少用 $B$；这时那份输入已经释放，第 $i$ 到第 $e - 1$ 级又有整个 $m$ 可用：$f_i + \dots + f_{e-1} + T_{e..n}(m - B) + T_{i..e-1}(m)$，每个 $e$ 都试。
+# - **全部保留**第 $i$ 级，只要它和传进来的梯度放得下，即 $A_i + B \le R$；其余各级少用 $A_i$；最后做它的反向。时间是 $f_i + T_{i+1..n}(R - A_i) + g_i$；
+# - **往前跑**到后面的某一级 $e$，留住它的输入；做第 $e$ 到第 $n$ 级，少用 $B$；这时那份输入已经释放，第 $i$ 到第 $e - 1$ 级又有整个 $R$ 可用：$f_i + \dots + f_{e-1} + T_{e..n}(R - B) + T_{i..e-1}(R)$，每个 $e$ 都试。
 #
-# 其中最小的就是 $T_{i..n}(m)$。（这里各个边界相等，所以反向放得下时，空跑也放得下。）
+# 其中最小的就是 $T_{i..n}(R)$。（这里各个边界相等，所以反向放得下时，往前跑也放得下。）
 #
 # </div>
 
@@ -582,14 +582,14 @@ predictions(rows, unit="bytes")
 # %% [markdown] slide={"en": "All budgets at once: the **Pareto frontier**.\n\n**Guess first.** Is lesson 02's checkpoint around each layer above it, or below?", "zh": "所有预算一起看，就是**帕累托前沿**。\n\n**先猜**：第 02 课那样每层一个检查点，在它的上方还是下方？"}
 # <div lang="en">
 #
-# Half: 8 bytes, the loss. A quarter: 1.06 MB above the promise, and there is a reason. The head's matrix is the embedding's, and autograd holds the head's share of its gradient, 2.1 MB, until the embedding's share has come. A chain of stages knows nothing of that. With a matrix each, the last row, the error is 8 bytes.
+# Half: 8 bytes, the loss. A quarter: 1.06 MB above the promise, and there is a reason. The head's matrix is the embedding's, and autograd holds the head's share of its gradient, 2.1 MB, until the embedding's share has come: so the next moment, 1.04 MB lower in the simulation, is now the highest. A chain of stages knows nothing of that. With a matrix each, the last row, the error is 8 bytes.
 #
 # All budgets at once are the **Pareto frontier**: every point that no other equals or beats in both bytes and time. Beside it, what was run: both plans, six equal segments of whole stages, and lesson 02's checkpoint around each layer.
 #
 # </div>
 # <div lang="zh">
 #
-# 降到一半时差 8 字节，就是损失。降到四分之一时，比承诺高 1.06 MB，这是有原因的：输出头的矩阵就是嵌入的矩阵，autograd 要把输出头那一份梯度（2.1 MB）一直留到嵌入那一份算出来。由级组成的链不知道这件事。两者各用一个矩阵时（最后一行），误差就是 8 字节。
+# 降到一半时差 8 字节，就是损失。降到四分之一时，比承诺高 1.06 MB，这是有原因的：输出头的矩阵就是嵌入的矩阵，autograd 要把输出头那一份梯度（2.1 MB）一直留到嵌入那一份算出来，于是模拟中低 1.04 MB 的下一个时刻反而成了最高。由级组成的链不知道这件事。两者各用一个矩阵时（最后一行），误差就是 8 字节。
 #
 # 所有预算一起看，就是**帕累托前沿**：它收录的每一点，都找不到另一点在字节和时间上都与它持平或更优。旁边是实际运行的：两个调度、以整级为单位的六个等长的段，以及第 02 课那样每层一个检查点。
 #
@@ -640,8 +640,8 @@ lesson_03.draw_frontier(title, frontier(chain), arms, xlim=(20, 205))
 #
 # | 用途 | 代码 | 在这里 |
 # |---|---|---|
-# | 等分段 | `checkpoint_sequential(layers, k, x, use_reentrant=False)` | 3.1 节运行过 |
-# | 任意分段 | 在循环里用 `checkpoint(layers[i:j], x, use_reentrant=False)` | 3.1 节运行过 |
+# | 等长的段 | `checkpoint_sequential(layers, k, x, use_reentrant=False)` | 3.1 节运行过 |
+# | 任意的段 | 在循环里用 `checkpoint(layers[i:j], x, use_reentrant=False)` | 3.1 节运行过 |
 # | 给编译器一个预算 | `torch._functorch.config.activation_memory_budget = 0.5`，再 `torch.compile(model)` | 3.13 节运行了它的图 |
 # | 每组 N 层，Megatron-LM | `--recompute-granularity full --recompute-method uniform --recompute-num-layers N` | 3.8 节运行了同样的分组；没有用这些参数运行 |
 # | 每个流水线级（pipeline stage）的前 N 层，Megatron-LM | `--recompute-method block --recompute-num-layers N` | 没有运行 |
@@ -663,10 +663,15 @@ lesson_03.draw_frontier(title, frontier(chain), arms, xlim=(20, 205))
 #
 # </div>
 
+
 # %% slide="result"
+def measured_peak(cuts):
+    return peak_of(in_segments, hundred[: cuts[-1]], cuts)
+
+
 pairs, _ = cost_of(in_segments, [0, *range(1, 18, 4), 18])  # two layers to a checkpoint
 groups = layers["each layer, as in lesson 02"][0], pairs
-what_you_may_have_read("03", *lesson_03.figures_of_claims(predicted_peak, tapered, groups))
+what_you_may_have_read("03", *lesson_03.figures_of_claims(measured_peak, tapered, groups))
 
 # %% [markdown] slide={"en": "The same step as ever, one technique a row.\n\nHalf the activations: what do these 180.1 MB consist of?", "zh": "还是那一步，一种技术一行。\n\n激活值减半：这 180.1 MB 由什么组成？"}
 # ## 3.9 The ledger / 账本
@@ -697,7 +702,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=executed["ha
 # <div lang="en">
 #
 # - $k$ equal segments peak at about $k B + \frac{L}{k} A + B$, least at $k^* = \sqrt{L \cdot A / B}$. The framework's cut is uneven: its last segment takes the rest.
-# - Segments that get shorter towards the end approach $1 / \sqrt 2$ of that as $L$ grows, still for one extra forward pass. At that price no schedule of whole layers goes lower, as the frontier of 100 equal layers shows.
+# - Segments that get shorter towards the end approach $1 / \sqrt 2$ of that as $L$ grows, still for one extra forward pass. At that price the frontier of 100 equal layers has no schedule of whole layers that goes lower.
 # - For uneven chains a recurrence of ten lines finds the fastest schedule of whole stages, and it runs as predicted.
 # - What is optimal depends on what may be forgotten. Single operators go below whole stages.
 #
@@ -707,7 +712,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=executed["ha
 # <div lang="zh">
 #
 # - $k$ 个相等的段，峰值约为 $k B + \frac{L}{k} A + B$，在 $k^* = \sqrt{L \cdot A / B}$ 处最小。框架的切法并不均衡：余下的全归最后一段。
-# - 让段越往后越短，随着 $L$ 增大，峰值趋近上述值的 $1 / \sqrt 2$，仍然只多做一次前向。在这个代价之下，以整层为单位的调度没有更低的，100 个相同层的前沿就是证明。
+# - 让段越往后越短，随着 $L$ 增大，峰值趋近上述值的 $1 / \sqrt 2$，仍然只多做一次前向。在这个代价之下，100 个相同层的前沿上，没有更低的以整层为单位的调度。
 # - 对参差不齐的链，十行的递推式就能找出以整级为单位的最快调度，运行起来与预测一致。
 # - 什么是最优，取决于允许忘掉什么。以单个算子为单位，可以低于以整级为单位。
 #

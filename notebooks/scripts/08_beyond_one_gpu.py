@@ -39,7 +39,7 @@ language()
 # </div>
 # <div lang="zh">
 #
-# **目标**（75 分钟）：写出 DDP 和 ZeRO 1 到 3 之下每个进程持有多少，与实测一字节不差；亲手写出 ZeRO 1 的一步；数清线上走了多少字节；训练单台设备装不下的一步。
+# **目标**（75 分钟）：写出 DDP 和 ZeRO 1 到 3 之下每个进程持有多少，与实测对照，精确到字节；亲手写出 ZeRO 1 的一步；数清通信了多少字节；训练单台设备装不下的一步。
 #
 # **预备知识**：第 01 课（一步的峰值），以及检查点的作用（第 02 课）。不需要第二台设备：在这里，一台设备就是 CPU 上的一个进程，换到 GPU 上代码不变。$\Psi$ 是参数个数，$N$ 是进程（rank）数。MB 指 $10^6$ 字节。
 #
@@ -161,7 +161,7 @@ lesson_08.check_held(held)
 ### END SOLUTION
 
 # %% slide="result"
-psi = 6_875_648
+psi = 6_875_648  # the decoder's parameters
 predicted = {n: held(psi, n) for n in range(1, 9)}
 names = list(predicted[1])
 rows = [(n, *(round(predicted[n][name] / 1e6, 1) for name in names)) for n in (1, 2, 4, 8)]
@@ -178,7 +178,7 @@ table(["ranks", *(f"{name}, MB" for name in names)], rows)
 # python -m torch.distributed.run --standalone --nproc-per-node 2 -m course_lib.distributed --mode ddp,zero1,fsdp --steps 3
 # ```
 #
-# `launch` types it for us and reads what the ranks print. Three steps in each mode; the third is metered, as all after it would be. (`--save` is for section 8.17.)
+# `launch` types it for us and reads what the ranks print. Three steps in each mode; the third is metered, as all after it would be. (`--details` adds what is live at the peak; `--save` is for section 8.17.)
 #
 # </div>
 # <div lang="zh">
@@ -189,7 +189,7 @@ table(["ranks", *(f"{name}, MB" for name in names)], rows)
 # python -m torch.distributed.run --standalone --nproc-per-node 2 -m course_lib.distributed --mode ddp,zero1,fsdp --steps 3
 # ```
 #
-# `launch` 替我们敲这一行，再读取各个进程打印的结果。每种做法走三步，计量第三步，以后的各步都与它相同。（`--save` 留给 8.17 节。）
+# `launch` 替我们敲这一行，再读取各个进程打印的结果。每种做法走三步，计量第三步，以后的各步都与它相同。（`--details` 附上峰值时存活的字节；`--save` 留给 8.17 节。）
 #
 # </div>
 
@@ -273,14 +273,14 @@ lesson_08.draw_peaks(at_peak, title)
 # %% [markdown] slide={"en": "DDP writes gradients into **buckets**, made before the first step and never freed.\n\n“Gradients come as activations go” does not hold here.", "zh": "DDP 把梯度写进**桶**（bucket）：第一步之前建好，从不释放。\n\n“激活值释放，梯度才到来”在这里不成立。"}
 # <div lang="en">
 #
-# 207.6 MB: at the peak DDP holds the bytes of all gradients, 27.5 MB, though not one has been computed yet. It makes **buckets** before the first step, into which backward writes the gradients, so that a full bucket can be sent while the next one fills. `zero_grad` drops the gradients, which are views of the buckets; the buckets stay. The rule of lesson 01, "gradients come as activations go", does not hold under DDP. ZeRO 1 has the same buckets.
+# 207.6 MB: at the peak DDP holds the bytes of all gradients, 27.5 MB, though none has been computed. It makes **buckets** before the first step, into which backward writes gradients, so that a full bucket can be sent while the next one fills. `zero_grad` drops the gradients, which are views of the buckets; the buckets stay. "Gradients come as activations go" (lesson 01) does not hold under DDP. ZeRO 1 has the same buckets: as many bytes as the half of Adam's state that it spares, hence 180.1 again.
 #
-# FSDP2 has none: it reduces a block's gradient as soon as it is whole, and keeps its own part. So at the peak it saves 66.5 MB against DDP, more than the 55.0 MB of the formula. The 2.2 MB that it holds beyond its half are the gathered root: the embeddings, the last norm and the head, whose matrix is that of the token embedding.
+# FSDP2 has none: it reduces a block's gradient as soon as it is whole, and keeps its own part. At the peak that saves 66.5 MB against DDP, more than the formula's 55.0 MB. The 2.2 MB beyond its half are the gathered root: embeddings, last norm and head, whose matrix is the token embedding's.
 #
 # </div>
 # <div lang="zh">
 #
-# 207.6 MB：峰值时一个梯度都还没算出来，DDP 却已占着全部梯度的字节，27.5 MB。它在第一步之前就建好了**桶**（bucket），反向把梯度写进桶里，一个桶满了就发出去，同时填下一个。`zero_grad` 扔掉的梯度只是桶的视图，桶还在。第 01 课的规律“激活值释放，梯度才到来”，在 DDP 之下不成立。ZeRO 1 用的是同样的桶。
+# 207.6 MB：峰值时一个梯度都还没算出来，DDP 却已占着全部梯度的字节，27.5 MB。它在第一步之前就建好了**桶**（bucket），反向把梯度写进桶里，一个桶满了就发出去，同时填下一个。`zero_grad` 扔掉的梯度只是桶的视图，桶还在。“激活值释放，梯度才到来”（第 01 课），在 DDP 之下不成立。ZeRO 1 用的是同样的桶，字节数与它省下的那一半 Adam 状态一样多，所以又是 180.1。
 #
 # FSDP2 没有桶：一个块的梯度一算齐就归约，只留自己那一份。所以峰值时它比 DDP 省 66.5 MB，比公式给出的 55.0 MB 还多。它在自己的一半之外多持有 2.2 MB，那是收集来的根：嵌入、最后的归一化和输出头（它与 token 嵌入共用一个矩阵）。
 #
@@ -291,7 +291,7 @@ lesson_08.draw_peaks(at_peak, title)
 #
 # <div lang="en">
 #
-# If each rank has an $N$-th of Adam's state, it can update an $N$-th of the weights. It needs the sum of all ranks' gradients for that part only, and in the end everybody needs all weights. Two collectives do just that:
+# If each rank has an $N$-th of Adam's state, it can update an $N$-th of the weights. It needs the sum of all ranks' gradients for that part only, and in the end everybody needs all weights. Two **collectives**, operations that all ranks call together, do just that:
 #
 # - **reduce-scatter**: adds the tensors of all ranks up, and gives rank $r$ the $r$-th part of the sum;
 # - **all-gather**: gives everybody all parts, one behind the other.
@@ -301,7 +301,7 @@ lesson_08.draw_peaks(at_peak, title)
 # </div>
 # <div lang="zh">
 #
-# 如果每个进程只有 Adam 状态的 $N$ 分之一，它就能更新权重的 $N$ 分之一。为此，它只需要全部进程的梯度之和中属于自己的那一份；最后，大家都要拿到全部权重。有两种集合通信恰好做这两件事：
+# 如果每个进程只有 Adam 状态的 $N$ 分之一，它就能更新权重的 $N$ 分之一。为此，它只需要全部进程的梯度之和中属于自己的那一份；最后，大家都要拿到全部权重。有两种**集合通信**（所有进程一起调用的操作）恰好做这两件事：
 #
 # - **reduce-scatter**（归约后分发）：把各个进程的张量加起来，第 $r$ 个进程得到和的第 $r$ 份；
 # - **all-gather**（全收集）：把各份依次拼好，人手一份。
@@ -363,7 +363,7 @@ lesson_08.check_sharded_step(sharded_step)
 # </div>
 # <div lang="zh">
 #
-# 每个权重发送两个数，与 DDP 一样：切开状态，通信分文不加。PyTorch 的 `ZeroRedundancyOptimizer` 却要发三个：它接在 DDP 后面，而 DDP 已经在每个进程上归约了全部梯度，之后它再把更新好的张量逐个广播出去。（DeepSpeed 起初也是这样，2020 年春撰文介绍了怎样从 1.5 倍降到 1 倍。）
+# 每个权重发送两个数，与 DDP 一样：切开状态，通信量并不增加。PyTorch 的 `ZeroRedundancyOptimizer` 却要发三个：它接在 DDP 后面，而 DDP 已经在每个进程上归约了全部梯度，之后它再把更新好的张量逐个广播出去。（DeepSpeed 起初也是这样，2020 年春撰文介绍了怎样从 1.5 倍降到 1 倍。）
 #
 # </div>
 
@@ -373,11 +373,11 @@ rows = [(stage_of[mode], count, round(count / (4 * psi), 2)) for mode, count in 
 table(["2 ranks", "communicated in a step, bytes", "numbers a weight"], rows)
 
 # %% [markdown] slide={"en": "FSDP2 gathers a block, runs it, drops it; and again in backward. Its root stays.\n\n**How many bytes in a step?**", "zh": "FSDP2 收集一个块，运行，丢掉；反向时再来一遍。根不丢。\n\n**一步之中通信多少字节？**"}
-# ## 8.6 What goes over the wire / 线上走多少字节
+# ## 8.6 What goes over the wire / 通信多少字节
 #
 # <div lang="en">
 #
-# All counts on this page are of what the collectives are called with: an all-reduce twice its tensor, all else once. A ring of $N$ ranks sends $(N - 1)/N$ of that.
+# All counts on this page are of the whole tensors that go through a collective: an all-reduce twice its tensor, all else once. A ring of $N$ ranks sends $(N - 1)/N$ of that.
 #
 # FSDP2 keeps no weights between steps but its own part. It gathers a block, runs it, and drops it; for backward it gathers the block again. Each gradient is reduce-scattered. One part is not dropped: the root, 557,568 parameters outside of the blocks, since backward begins where forward ended.
 #
@@ -386,7 +386,7 @@ table(["2 ranks", "communicated in a step, bytes", "numbers a weight"], rows)
 # </div>
 # <div lang="zh">
 #
-# 这一页数的，都是调用集合通信时传入的字节：all-reduce 算张量的两倍，其余算一倍。$N$ 个进程连成一个环时，实际发送其中的 $(N - 1)/N$。
+# 这一页数的，都是集合通信所处理的完整张量的字节：all-reduce 算张量的两倍，其余算一倍。$N$ 个进程连成一个环时，实际发送其中的 $(N - 1)/N$。
 #
 # 除了自己那一份，FSDP2 在两步之间不留权重。它收集一个块，运行，然后丢掉；反向时再收集一次。每个梯度做一次 reduce-scatter。有一部分不丢：根，即各块之外的 557,568 个参数，因为前向在哪里结束，反向就从哪里开始。
 #
@@ -420,7 +420,7 @@ my_sent = communicated(psi, root=557_568)
 rows = [("DDP", my_sent["DDP"], sent["ddp"]), ("FSDP2", my_sent["FSDP2"], sent["fsdp"])]
 predictions(rows, unit="bytes")
 
-# %% [markdown] slide={"en": "Half of the bytes held, for 46% more on the wire.\n\nWhen does that hide behind compute? Lesson 04's question.", "zh": "持有的字节减半，线上多走 46%。\n\n什么时候能被计算掩盖？这是第 04 课的问题。"}
+# %% [markdown] slide={"en": "Half of the bytes held, for 46% more sent.\n\nWhen does that hide behind compute? Lesson 04's question.", "zh": "持有的字节减半，通信多 46%。\n\n什么时候能被计算掩盖？这是第 04 课的问题。"}
 # <div lang="en">
 #
 # So each of two ranks holds half, and sends 46% more. On a GPU the gathering runs ahead of its use, in a stream of its own, and hides behind compute where the link is fast enough: the question of lesson 04, asked of a wire.
@@ -453,25 +453,25 @@ predictions(rows, unit="bytes")
 # %%
 modes = "ddp,zero1,fsdp-keep,fsdp,fsdp-checkpoint"
 runs = launch(4, "--mode", modes, "--steps", "2", "--details")
-four = {run["mode"]: run for run in runs}
+four = {run["mode"]: run for run in runs}  # a third step peaks as the second does
 {mode: follows(run, losses[:2]) for mode, run in four.items()}
 
 # %% slide="result"
 lesson_08.draw_ranks(predicted, [*two.values(), *four.values()])
 
-# %% [markdown] slide={"en": "What is cut falls to an $N$-th, what isn't stays.\n\nThe traffic of a rank is the same on four as on two.", "zh": "切开的降到 $N$ 分之一，没切开的不变。\n\n每个进程的通信量，四个与两个时相同。"}
+# %% [markdown] slide={"en": "What is cut falls to an $N$-th, what isn't stays.\n\nAs counted here, a rank's traffic is the same on four as on two.", "zh": "切开的降到 $N$ 分之一，没切开的不变。\n\n按这里的算法，每个进程的通信量，四个与两个时相同。"}
 # <div lang="en">
 #
-# Lines are your formulas, points are measured; with checkpoints ZeRO 3 holds and sends the same. ZeRO 1 is PyTorch's class; your step of section 8.5 would send what DDP does. No engine of PyTorch stops at ZeRO 2. `fsdp-keep` comes near: the hollow point counts the weights that it keeps until backward, whole, beside the rank's own quarter. So it lies a quarter of the weights above the line, for the traffic of ZeRO 2, which is that of DDP.
+# Lines are your formulas, points are measured; with checkpoints ZeRO 3 holds and sends the same. ZeRO 1 is PyTorch's class; your step of section 8.5 would send what DDP does. Nothing in PyTorch is just ZeRO 2. `fsdp-keep` comes near: the hollow point counts the weights that it keeps until backward, whole, beside the rank's own quarter. So it lies a quarter of the weights above the line, for the traffic of ZeRO 2, which is that of DDP.
 #
-# What is cut halves with each doubling. What is not cut stays: by your formulas DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never falls below 55.0. The traffic of a rank is the same on four as on two.
+# What is cut halves with each doubling. What is not cut stays: by your formulas DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never falls below 55.0. As counted here, the traffic of a rank is the same on four as on two; what a ring sends goes from $1/2$ of it to $3/4$.
 #
 # </div>
 # <div lang="zh">
 #
-# 线是你的公式，点是实测；ZeRO 3 加上检查点，持有的和发送的都不变。图中的 ZeRO 1 是 PyTorch 的类；你在 8.5 节写的那一步，发送的与 DDP 一样多。PyTorch 里没有哪个引擎停在 ZeRO 2，`fsdp-keep` 与它接近：空心点把留到反向的完整权重也算了进去，本进程自己的四分之一还在旁边，所以比线高出权重的四分之一；通信量则与 ZeRO 2 相同，也就是与 DDP 相同。
+# 线是你的公式，点是实测；ZeRO 3 加上检查点，持有的和发送的都不变。图中的 ZeRO 1 是 PyTorch 的类；你在 8.5 节写的那一步，发送的与 DDP 一样多。PyTorch 没有恰好做到 ZeRO 2 的实现，`fsdp-keep` 与它接近：空心点把留到反向的完整权重也算了进去，本进程自己的四分之一还在旁边，所以比线高出权重的四分之一；通信量则与 ZeRO 2 相同，也就是与 DDP 相同。
 #
-# 切开的部分，进程数每翻一倍就减半。没切开的原封不动：按你的公式，不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。而每个进程的通信量，四个进程与两个进程时相同。
+# 切开的部分，进程数每翻一倍就减半。没切开的原封不动：按你的公式，不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。按这里的算法，每个进程的通信量，四个进程与两个进程时相同；在环上，实际发送的由它的 $1/2$ 变为 $3/4$。
 #
 # </div>
 
@@ -592,7 +592,7 @@ table(["mode", *headings], rows)
 # </div>
 # <div lang="zh">
 #
-# DDP 的通信减半，却多持有一整份梯度：还没归约的各份，在桶之外另行累加。FSDP2 少发送 17%，却要持有完整的梯度，而不是自己的一份，多出 13.8 MB；进程越多，越接近 27.5。所以建议各不相同：用 DDP 时，只要内存不紧就用 `no_sync`；用 FSDP2 时，线路慢、内存又有富余才用。
+# DDP 的通信减半，却多持有一整份梯度：还没归约的各份，在桶之外另行累加。FSDP2 少发送 17%，却要持有完整的梯度，而不是自己的一份，多出 13.8 MB；进程越多，越接近 27.5。所以建议各不相同：用 DDP 时，只要内存不紧就用 `no_sync`；用 FSDP2 时，链路慢、内存又有富余才用。
 #
 # </div>
 
@@ -681,7 +681,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # <div lang="en">
 #
 # - Data parallelism divides the activations; ZeRO divides what data parallelism holds $N$ times. In fp32: $16\Psi$, $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$, $16\Psi/N$ bytes.
-# - DDP's buckets take the bytes of all gradients at all times: its peak is 27.5 MB above that of one device with the same sequences.
+# - DDP's buckets take the bytes of all gradients at all times: here its peak is 27.5 MB above that of one device with the same sequences.
 # - An all-reduce is a reduce-scatter and an all-gather. Between the two, each rank can update its own part: ZeRO 1 and 2 need send no more than DDP. ZeRO 3 sends half as much again, less the root.
 # - Sharding and checkpoints don't replace each other: together they brought 277.7 MB to 47.1 on four ranks.
 # - A symbolic rank tells all this before a machine is rented.
@@ -692,7 +692,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # <div lang="zh">
 #
 # - 数据并行分掉激活值；ZeRO 分掉数据并行存了 $N$ 遍的部分。fp32 时：$16\Psi$、$8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$、$16\Psi/N$ 字节。
-# - DDP 的桶始终占着全部梯度的字节：序列相同时，它的峰值比单台设备高 27.5 MB。
+# - DDP 的桶始终占着全部梯度的字节：这里，序列相同时，它的峰值比单台设备高 27.5 MB。
 # - all-reduce 就是 reduce-scatter 加 all-gather。在两者之间，每个进程可以只更新自己的一份：ZeRO 1 和 2 不必比 DDP 多发送。ZeRO 3 多发送一半，根的那部分除外。
 # - 分片与检查点互不替代：两者合用，四个进程把 277.7 MB 降到了 47.1。
 # - 还没租机器，一个用符号张量算出的进程就能告诉你这一切。
@@ -736,12 +736,12 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # <div lang="en">
 #
-# `reshard_after_forward=False` keeps gathered blocks from forward to backward. The traffic is that of ZeRO 2, and of DDP. Between steps the weights are cut, as in ZeRO 3; at the peak they are there whole, with the rank's own part beside them: $4\Psi + 4\Psi/N$.
+# `reshard_after_forward=False` keeps gathered blocks from forward to backward. The traffic is that of ZeRO 2, and of DDP. Between steps the weights are cut, as in ZeRO 3; at the peak they are there whole, with the rank's own part beside them: $4\Psi + 4\Psi/N$. What `fsdp` has gathered at its peak is the root and one block.
 #
 # </div>
 # <div lang="zh">
 #
-# `reshard_after_forward=False` 把收集来的块从前向留到反向。通信量与 ZeRO 2 和 DDP 相同。两步之间权重是切开的，与 ZeRO 3 一样；峰值时则完整地都在，本进程的一份也还在：$4\Psi + 4\Psi/N$。
+# `reshard_after_forward=False` 把收集来的块从前向留到反向。通信量与 ZeRO 2 和 DDP 相同。两步之间权重是切开的，与 ZeRO 3 一样；峰值时则完整地都在，本进程的一份也还在：$4\Psi + 4\Psi/N$。`fsdp` 在峰值时收集着的，是根和一个块。
 #
 # </div>
 
@@ -778,12 +778,12 @@ table(["rank", "weights", "gradients", "optimizer state"], rows)
 #
 # <div lang="en">
 #
-# The same two functions, for the decoders of lesson 01 on 8 and on 64 ranks, in fp32. Only shapes are needed: nothing is made. What is held by the largest of them falls to 16.2 GB on 64 ranks; it communicates 775 GB in each step, and so it would on 1000.
+# The same two functions, for the decoders of lesson 01 on 8 and on 64 ranks, in fp32. Only shapes are needed: nothing is made. What is held by the largest of them falls to 16.2 GB on 64 ranks; it communicates 775 GB in each step, and by this count so it would on 1000.
 #
 # </div>
 # <div lang="zh">
 #
-# 还是这两个函数，用于第 01 课的大解码器，8 个和 64 个进程，fp32。只用到形状，什么都不建立。最大的那个，在 64 个进程上每个只持有 16.2 GB，但每一步要通信 775 GB，换成 1000 个进程也是这么多。
+# 还是这两个函数，用于第 01 课的大解码器，8 个和 64 个进程，fp32。只用到形状，什么都不建立。最大的那个，在 64 个进程上每个只持有 16.2 GB，但每一步要通信 775 GB；按这里的算法，换成 1000 个进程也是这么多。
 #
 # </div>
 
@@ -849,14 +849,14 @@ follows({"losses": went_on}, losses[3:])
 #
 # <div lang="en">
 #
-# A collective waits for everybody. If a rank raises an error, the others would wait for ever; so `torchrun` watches its processes, ends them all when one fails, and prints the traceback of the first under "Root Cause". For that, `main` carries `@record`. What to look for: the first error, not the last; ranks that were ended by a signal are victims.
+# A collective waits for everybody. If a rank raises an error, the others would wait for ever; so `torchrun` watches its processes, ends them all when one fails, and prints the traceback of the first under "Root Cause". For that, the command's `main` carries `@record`. What to look for: the first error, not the last; ranks that were ended by a signal are victims.
 #
 # A rank that hangs gives no error. The process group's timeout ends it, after 30 minutes by default with gloo and 10 with NCCL. The library's tests do all this with a real rank: one that raises, and one that stands still while it saves.
 #
 # </div>
 # <div lang="zh">
 #
-# 集合通信要等所有人到齐。一个进程抛出错误，其余的会一直等下去；所以 `torchrun` 看着它的各个进程，一个失败就全部结束，并在 “Root Cause” 下打印最先出错的调用栈。为此，`main` 带有 `@record`。要找的是最先的错误，不是最后的；被信号结束的进程只是受害者。
+# 集合通信要等所有人到齐。一个进程抛出错误，其余的会一直等下去；所以 `torchrun` 看着它的各个进程，一个失败就全部结束，并在 “Root Cause” 下打印最先出错的调用栈。为此，这个命令的 `main` 函数带有 `@record`。要找的是最先的错误，不是最后的；被信号结束的进程只是受害者。
 #
 # 挂住不动的进程不报错，要等进程组超时才会结束：默认 gloo 是 30 分钟，NCCL 是 10 分钟。库的测试用真实的进程做了这些：一个抛出错误，一个在存盘时停住不动。
 #

@@ -46,14 +46,14 @@ CLAIMS = (
         "FLOPs of the step, a checkpoint a layer",
         "Partly: 21% more FLOPs here. Seconds are another matter.",
         outcome="partly",
-        source="Hugging Face Transformers documentation, Gradient checkpointing",
+        source="Hugging Face Transformers documentation, Gradient checkpointing, before 5.17",
     ),
     Claim(
         "Full recomputation makes a layer 30% dearer, since its whole forward runs again.",
         "what eight layers compute, with and without",
         "Partly: 23% here. Early stop leaves out the last product of each layer; without it, a third.",
         outcome="partly",
-        source="NVIDIA Megatron Bridge documentation, Activation Recomputation",
+        source="NVIDIA Megatron Bridge documentation, Activation Recomputation, before 0.5",
     ),
     Claim(
         "Selective recomputation takes away over 90% of the overhead.",

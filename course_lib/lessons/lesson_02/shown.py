@@ -66,7 +66,7 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
         text(said, name=text(name), none=_mb(peaks[None]), first=_mb(peaks[0]), last=_mb(peaks[7]))
         for name, peaks in networks.items()
     ]
-    title = "By itself the last layer saves nothing; what counts is the moment of the peak"
+    title = "Of eight layers alone the last saves nothing; what counts is the moment of the peak"
     drawn, panels = figure(title, columns=2, height=3.0, sharey=True, alt=listed(alt, " "))
     for ax, (name, peaks) in zip(panels, networks.items(), strict=True):
         plain, layers = peaks[None] / 1e6, [layer for layer in peaks if layer is not None]

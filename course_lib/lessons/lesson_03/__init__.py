@@ -69,7 +69,7 @@ CLAIMS = (
     Claim(
         "Larger groups (`--recompute-num-layers`) need less memory.",
         "the decoder's activations at the peak, groups of 1 and 2",
-        "Partly: a group comes back whole. It pays where √(L·A/B) is below L.",
+        "Partly: a group comes back whole. Pairs pay where L is above 2·A/B.",
         outcome="partly",
         source="`Megatron-LM`",
     ),
@@ -106,7 +106,13 @@ OLDER_CLAIMS = (
 def figures_of_claims(
     peak: Callable[[Sequence[int]], int], tapered: Callable[[int], list[int]], groups: Sequence[int]
 ) -> list[str]:
-    """What was found for each of `CLAIMS`: from the reader's two functions, and from peaks of groups in bytes."""
+    """What was measured for each of `CLAIMS`.
+
+    Args:
+        peak: cuts -> bytes, measured.
+        tapered: depth -> cuts.
+        groups: peaks of groups of one and of two layers, in bytes.
+    """
     shorter, equal, longer = (peak(cuts) // B for cuts in (tapered(25), range(0, 101, 10), tapered(100)))
     measured = " → ".join(f"{count / 1e6:.1f}" for count in groups)
     return [f"{shorter} B → {longer} B", f"{equal} B → {longer} B", f"{measured} MB"]

@@ -53,7 +53,7 @@ _PEAK_SLIPS = {
 )
 def check_predicted_peak(answer: Any) -> Verdict:
     """A function of cuts that gives the peak of segments in bytes, tried on cuts that tell the slips apart."""
-    tried = [range(0, 101, 10), [*range(51), 100], [0, 100], [0, 40, 70, 90, 100], [0, 1, 2, 9]]
+    tried = [[0, 40, 70, 90, 100], [0, 1, 2, 9], [0, 100], range(0, 101, 10), [*range(51), 100]]
     given = [answer(cuts) for cuts in tried]
     if not any(given):
         return not_answered()
@@ -62,8 +62,10 @@ def check_predicted_peak(answer: Any) -> Verdict:
     for slip, reason in _PEAK_SLIPS.items():
         if all(_same(one, _peak(cuts, slip)) for one, cuts in zip(given, tried, strict=True)):
             return wrong(text("Not yet. {reason}", reason=text(reason)))
-    cuts = next(cuts for one, cuts in zip(given, tried, strict=True) if not _same(one, _peak(cuts)))
-    return wrong(text("Not yet: for the cuts {cuts} it is another number.", cuts=f"{list(cuts)[:4]} …"))
+    one, cuts = next((one, cuts) for one, cuts in zip(given, tried, strict=True) if not _same(one, _peak(cuts)))
+    shown = f"{list(cuts)}" if len(cuts) < 6 else f"{list(cuts)[:4]} …"
+    values = {"cuts": shown, "wanted": f"{_peak(cuts):,}", "given": f"{float(one):,.0f}"}
+    return wrong(text("Not yet: for the cuts {cuts} it is {wanted}, not {given}.", **values))
 
 
 @exercise(hint="The peak is k·B + (L/k)·A + B. One part grows with k, one falls: where are they equal?")
@@ -79,7 +81,9 @@ def check_best_count(answer: Any) -> Verdict:
     slips = {
         "That is √L, right only where a layer keeps as much as one boundary.": [math.sqrt(size[0]) for size in tried],
         "Take the square root.": [k * k for k in wanted],
-        "A and B are the wrong way round.": [math.sqrt(layers * b / a) for layers, a, b in tried],
+        "A and B are the wrong way round: so many layers has a segment.": [
+            math.sqrt(layers * b / a) for layers, a, b in tried
+        ],
         "That is the peak there, not the number of segments.": [2 * math.sqrt(n * a * b) for n, a, b in tried],
     }
     for reason, numbers in slips.items():
@@ -89,7 +93,10 @@ def check_best_count(answer: Any) -> Verdict:
 
 
 def _same(given: Any, wanted: float) -> bool:
-    return math.isclose(float(given), wanted, rel_tol=1e-9)
+    try:
+        return math.isclose(float(given), wanted, rel_tol=1e-9)
+    except TypeError:
+        raise Refused(text("One number is wanted; this is a `{kind}`.", kind=type(given).__name__)) from None
 
 
 # The recurrence -------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ CLAIMS = (
     Claim(
         "Cutting the optimizer's state costs no more communication.",
         "DDP, `ZeroRedundancyOptimizer`",
-        "Partly: your step.",
+        "Partly: true of your step.",
         outcome="partly",
         source="ZeRO, arXiv:1910.02054",
     ),
@@ -45,7 +45,7 @@ CLAIMS = (
     Claim(
         "`gradient_as_bucket_view` can lower the peak by all gradients' size.",
         "2 sequences of 128 tokens, of 16",
-        "Partly: at the end of backward.",
+        "Partly: if the peak is at backward's end.",
         outcome="partly",
         source="PyTorch documentation, DDP",
     ),

@@ -30,10 +30,12 @@ def _mixed(psi: int, n: int) -> dict[str, float]:
 @exercise(hint="Weight 4, gradient 4, Adam 8 bytes. Which of the three does the stage cut into n?")
 def check_held(answer: Any) -> Verdict:
     """A function of psi and n: bytes a rank holds of weights, gradients and Adam's state, in fp32, for each stage."""
-    for psi, n in ((PSI, 4), (PSI, 2), (1_000_000, 8)):  # at 2, some slips give one number
+    for psi, n in ((PSI, 8), (PSI, 2), (1_000_000, 4)):  # at 2 and at 4, some slips give one number
         given = _four(answer(psi, n))
         for stage, count in _held(psi, n).items():
             slips = {count / 4: "That counts numbers; fp32 takes 4 bytes each."}
+            if stage == "DDP":
+                slips |= {12 * psi: "Adam keeps two numbers a weight.", 16 * psi / n: "DDP cuts nothing."}
             if stage == "ZeRO 1":
                 slips |= {
                     4 * psi + 12 * psi / n: "Gradients stay whole; in the paper's formula they are half as wide.",
@@ -63,10 +65,12 @@ def check_seven_billion(answer: Any) -> Verdict:
         if stage in ("ZeRO 1", "ZeRO 2"):
             slips[16 * psi / n] = "Not all of it is cut at this stage."
             slips[fp32[stage]] = "That is for fp32. Weights and gradients have 2 bytes a number here."
+        if stage == "ZeRO 2":  # who answers this has ZeRO 1 right, so it is no slip for fp32
+            slips[4 * psi + 12 * psi / n] = "The gradients are cut, too."
         if stage == "DDP":
             slips[14 * billion] = "DDP cuts nothing."
         _expect(given[stage], count, slips, stage, n)
-    return right("Right: 112, 38.5, 26.25 and 14 GB. Activations come on top, and on 8 GPUs they are each rank's own.")
+    return right("Right: 112, 38.5, 26.25 and 14 GB. Each rank's own activations come on top.")
 
 
 def _four(given: Any) -> Mapping[str, Any]:
@@ -170,7 +174,8 @@ def check_sent(answer: Any) -> Verdict:
             else:
                 slips |= {
                     12 * psi: "The root is gathered once: it is not dropped between forward and backward.",
-                    12 * psi - 8 * root: "The root is gathered once, not never.",
+                    12 * psi - 8 * root: "The root is gathered once, and its gradient scattered once.",
+                    12 * psi - 12 * root: "The root is gathered once, and its gradient scattered once.",
                     8 * psi: "Blocks are gathered twice: for forward, and again for backward.",
                     8 * psi - 4 * root: "The gradients are sent, too.",
                     16 * psi - 4 * root: "Gradients are scattered; nobody gathers them.",

@@ -1,0 +1,52 @@
+"""Which micro-batches are alike, so that one stands for the others in an estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from course_lib._torch import RandomState, tensors_in
+
+from .loss import LossSum, loss_of, samples_in, without_cache
+from .recipe import Recipe
+
+
+class _Way(TorchDispatchMode):
+    """The operators that run, and the shapes of what they make, as a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.seen = hash((self.seen, func, *[tensor.shape for tensor in tensors_in(result)]))
+        return result
+
+
+def groups_of(model: nn.Module, pieces: Sequence[Any], loss_sum: LossSum | None = None) -> list[list[int]]:
+    """The indices of micro-batches that are alike, in symbolic mode: they have as many samples, and where the model
+    looks at values, as at an attention mask, the same operators run in its forward pass. Up to two are not compared.
+    """
+    if len(pieces) < 3:
+        return [[i] for i in range(len(pieces))]
+    mode, random, groups = detect_fake_mode(), RandomState(counted=False), {}
+
+    def way_of(piece: Any) -> int:
+        with without_cache(model), _Way() as way:
+            loss_of(model, piece, Recipe(precision=None, micro_batches=len(pieces)), loss_sum)
+        return way.seen
+
+    try:
+        looks, ways = mode.looks, [way_of(pieces[0])]
+        looked = mode.looks > looks
+        ways += [way_of(piece) if looked else ways[0] for piece in pieces[1:]]
+        for i, piece in enumerate(pieces):
+            groups.setdefault((samples_in(piece), ways[i]), []).append(i)
+        return list(groups.values())
+    finally:
+        random.restore()
