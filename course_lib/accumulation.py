@@ -75,11 +75,11 @@ class StepResult:
 class AccumulatedStep:
     """One optimizer step over micro-batches, with the gradient of the full batch's mean loss, up to rounding.
 
-    That takes a model that treats samples independently: BatchNorm sees micro-batches, dropout draws other numbers.
-
-    With `DistributedDataParallel`, each rank has a step of its own, and `loss_sum` calls the DDP model. Only the last
-    micro-batch synchronises, so ranks may have different numbers of them, at least one each; the iterator is asked for
-    one ahead. Bad losses raise on all ranks; another error on one leaves the others waiting, as always.
+    That takes a model that treats samples independently: BatchNorm sees micro-batches, dropout draws other numbers, and
+    spectral norms change with each. With `DistributedDataParallel`, each rank has a step of its own, and `loss_sum`
+    calls the DDP model. Only the last micro-batch synchronises, so ranks may have different numbers of them, at least
+    one each; the iterator is asked for one ahead. Bad losses raise on all ranks; another error on one leaves the others
+    waiting, as always.
 
     Args:
         model: what `loss_sum` gets.
@@ -340,7 +340,7 @@ def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, float | 
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{name}: loss_sum returned {shown(pair)}; it takes (sum of losses, weight), and not a mean")
     loss, weight = pair
-    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point() or not loss.requires_grad:
         raise TypeError(f"{name}: the sum of losses is {shown(loss)}; it takes a scalar tensor, with gradients")
     if not isinstance(weight, (Tensor, Real)) or (torch.is_tensor(weight) and (weight.dim() or weight.requires_grad)):
         raise TypeError(f"{name}: the weight is {shown(weight)}; it takes a number, or such a tensor without gradients")

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from contextlib import nullcontext
 from dataclasses import FrozenInstanceError, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import pytest
 import torch
@@ -401,16 +401,23 @@ def test_gradients_that_lie_about_are_not_stepped():
         assert all(p.grad is None for p in (*model.parameters(), aside))
 
 
+def detached(model, batch):
+    loss, weight = model.loss_sum(batch)
+    return loss.detach(), weight
+
+
 @pytest.mark.parametrize(
     ("changes", "recipe", "error", "name"),
     [
         ({}, Recipe(precision="bf16"), ValueError, "precision"),
         ({}, Recipe(micro_batches=4), ValueError, "micro_batches"),
-        ({"batch": tiny_batch()[:0]}, Recipe(), ValueError, "micro_batches"),
+        ({"batch": tiny_batch()[:0]}, Recipe(), ValueError, "batch"),
         ({"batch": "tokens"}, Recipe(), TypeError, "batch"),
         ({}, {}, TypeError, "recipe"),
         ({"loss_sum": 3}, Recipe(), TypeError, "loss_sum"),
         ({"loss_sum": Decoder.loss_sum}, Recipe(checkpoint="optimal", schedule_bytes=9), ValueError, "checkpoint"),
+        *(({"loss_sum": detached}, recipe, TypeError, "[^:]*: the sum of losses is")
+          for recipe in (Recipe(), Recipe(in_backward=True))),
         ({"max_norm": 1.0}, Recipe(in_backward=True), ValueError, "max_norm"),
         *(({"optimizer": wrong}, recipe, error, name)
           for recipe in (Recipe(), Recipe(in_backward=True))
@@ -1162,6 +1169,20 @@ def test_what_was_there_before_cannot_be_estimated():
     for make, of in ((Regression, lambda: batch), (lambda: model, tiny_batch)):
         with pytest.raises(ValueError, match=r"^make_model or make_batch uses a tensor that was there before[^\n]*$"):
             estimate(make, of, Recipe())
+
+
+def test_a_step_that_meets_what_an_estimate_has_left_in_a_cache_says_so():
+    table = lru_cache(lambda: torch.linspace(0, 1, 9).sum())
+
+    class Cached(Regression):
+        def loss(self, batch):
+            return super().loss(batch) * table()
+
+    estimate(Cached, symbolic_points, Recipe())
+    with pytest.raises(ValueError, match=r"^the model's code has kept a symbolic tensor [^\n]*; it takes [^\n]+$"):
+        run(Cached, points, Recipe())
+    table.cache_clear()
+    assert run(Cached, points, Recipe()).result.stepped
 
 
 class Recurrent(nn.Module):

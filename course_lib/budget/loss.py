@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import function, shown
 from course_lib._losses import has_loss_sum, has_method, is_hugging_face, own_loss, samples_in  # noqa: F401 - for the package
+from course_lib._torch import is_symbolic
 from course_lib.checkpoint import checkpoint_sequential, checkpointed_loss
 from course_lib.models import Decoder, DecoderLayer, Dropout, loss_stages
 from course_lib.schedule import Chain, Schedule, ScheduledSequential, optimal
@@ -31,6 +32,16 @@ LossSum = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
 
 def loss_of(model: nn.Module, batch: Any, recipe: Recipe, loss_sum=None) -> tuple[Tensor, float | Tensor]:
     """The sum of losses of one micro-batch and its weight."""
+    try:
+        return _loss_of(model, batch, recipe, loss_sum)
+    except AssertionError as error:
+        if is_symbolic() or "FakeTensor" not in str(error):
+            raise
+        got = "the model's code has kept a symbolic tensor of an estimate, as in a cache outside of the model"
+        raise ValueError(f"{got}; it takes that cache emptied, or a process without estimates") from error
+
+
+def _loss_of(model, batch, recipe: Recipe, loss_sum) -> tuple[Tensor, float | Tensor]:
     if loss_sum is not None:
         return loss_sum(model, batch)
     if is_taken_apart(model, recipe):

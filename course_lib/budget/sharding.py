@@ -147,9 +147,7 @@ def _gathered(recipe: Recipe) -> Iterator[None]:
     except RuntimeError as error:
         if "DTensor" not in str(error):
             raise
-        got = (
-            f'shard is "{recipe.shard}" and the loss computes with parameters outside of model(...), which gathers them'
-        )
+        got = f'shard is "{recipe.shard}" and the loss computes outside of model(...), which gathers the parameters'
         raise ValueError(f'{got}; it takes a loss that calls the model, or "ddp" or "zero1"') from error
 
 
@@ -230,9 +228,7 @@ def that_fit(search: _Search, base: Recipe) -> list[Estimate]:
         if any(replace(e.recipe, micro_batches=1) == replace(family, checkpoint="none") for e in found):
             continue  # it fits without checkpoints
         optional = keep != "none" or (base.shard is None and shard not in REPLICATED)
-        with (
-            suppress(ValueError) if optional else nullcontext()
-        ):  # a model without blocks, or whose loss is not its own
+        with suppress(ValueError) if optional else nullcontext():  # a model without blocks, or a loss not by its call
             best = fewest_pieces(search, family)
             found += [search.estimate(best)] if best else []
     if not found and search.least is None:  # even weights, gradients and state do not fit

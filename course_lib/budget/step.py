@@ -321,7 +321,9 @@ def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
         ValueError: it cannot be split so; the message says into how many it can.
     """
     whole = next(iter(split(batch, 1 << 62)), None)  # it also says what is wrong with a batch
-    samples = 0 if whole is None else samples_in(batch)
+    if whole is None:
+        raise ValueError(f"batch is {shown(batch)} without samples; it takes one or more")
+    samples = samples_in(batch)
     allowed = pieces_allowed(samples)
     if micro_batches not in allowed:
         raise ValueError(f"micro_batches is {micro_batches}; a batch of {samples} samples takes one of {allowed}")
