@@ -118,22 +118,10 @@ class Composer:
         pieces = pieces_of(self.batch, recipe.micro_batches)
         with symbolic(self.mode):
             if not is_taken_apart(self.model, recipe):
-                return self.dearest([pieces[group[0]] for group in self.groups(recipe)], recipe)
+                unlike = [pieces[group[0]] for group in self.groups(recipe)]
+                return dearest(self.model, unlike, recipe, self.loss_sum)
             with attention_of(self.model, recipe.attention):
                 return simulate(*schedule_of(self.model, pieces[0], recipe))
-
-    def dearest(self, pieces: Sequence[Any], recipe: Recipe) -> Cost:
-        """Of unlike micro-batches, what the one takes that takes the most."""
-        costs, errors = [], []
-        for piece in pieces:
-            chain = chain_of_blocks(self.model, piece, recipe, self.loss_sum)
-            try:
-                costs.append(simulate(fastest(chain, recipe.schedule_bytes), chain))
-            except InfeasibleBudget as error:
-                errors.append(error)
-        if errors:
-            raise max(errors, key=lambda error: error.least_bytes)
-        return max(costs, key=lambda cost: cost.peak_bytes)
 
     def groups(self, recipe: Recipe) -> list[list[int]]:
         """Of the recipe's micro-batches, those that are alike."""
@@ -295,6 +283,20 @@ def shortened(blocks: nn.ModuleList | nn.Sequential, count: int) -> Iterator[Non
         yield
     finally:
         blocks.extend(rest)
+
+
+def dearest(model: nn.Module, pieces: Sequence[Any], recipe: Recipe, loss_sum: LossSum | None) -> Cost:
+    """Of unlike micro-batches, what a schedule of the blocks takes for the one that takes the most."""
+    costs, errors = [], []
+    for piece in pieces:
+        chain = chain_of_blocks(model, piece, recipe, loss_sum)
+        try:
+            costs.append(simulate(fastest(chain, recipe.schedule_bytes), chain))
+        except InfeasibleBudget as error:
+            errors.append(error)
+    if errors:
+        raise max(errors, key=lambda error: error.least_bytes)
+    return max(costs, key=lambda cost: cost.peak_bytes)
 
 
 # ---- from few blocks to many

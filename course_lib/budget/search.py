@@ -119,7 +119,9 @@ def fit(
     base = kind("base", Recipe() if base is None else base, Recipe, "a Recipe")
     if recipes is not None:
         recipes = list(kind("recipes", recipes, Iterable, "several recipes, as in a list"))
-        for recipe in recipes or [None]:
+        if not recipes:
+            raise ValueError("recipes is empty; it takes one Recipe or more, or None for all that the search knows")
+        for recipe in recipes:
             kind("recipes", recipe, Recipe, "one Recipe or more")
     with _progress(progress) as watch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no activation was moved")  # nothing was large enough: the search finds out
