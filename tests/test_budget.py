@@ -1212,7 +1212,7 @@ def test_an_operator_whose_memory_does_not_show_is_refused():
         ({"tier": "disk"}, ValueError),
         ({"rates": "B9000"}, ValueError),
         ({"base": "bf16"}, TypeError),
-        ({"recipes": []}, TypeError),
+        ({"recipes": []}, ValueError),
         ({"recipes": [Recipe(), "flash"]}, TypeError),
         ({"make_model": 3}, TypeError),
         ({"make_batch": tiny_batch()}, TypeError),
