@@ -744,7 +744,7 @@ class TestEstimatesOfASmallDecoder:
             return decoder
 
         estimate(make, partial(tiny_batch, 64), Recipe(micro_batches=64))
-        assert len(runs) == 2
+        assert len(runs) == 1 + 2  # and one to see whether the model looks at values
 
     def test_what_is_offloaded_is_not_on_the_device_where_the_tier_is_the_host(self, small=few, small_batch=few_batch):
         for precision, size in (("fp32", 4), ("bf16", 2)):

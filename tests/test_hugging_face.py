@@ -179,9 +179,9 @@ def test_a_micro_batch_whose_mask_is_kept_does_not_stand_for_those_whose_mask_is
 
 
 def test_a_search_finds_schedules_for_the_micro_batch_that_takes_the_most():
-    model = made("GPTNeoX:GPTNeoXForCausalLM", **{**TEXT, "num_hidden_layers": 4})
+    model = made("GPTNeoX:GPTNeoXForCausalLM", **{**TEXT, "num_hidden_layers": 2})
     make_batch, base = partial(padded, 1), Recipe(optimizer="sgd")
-    budget = 34 * estimate(model, make_batch, base).peak_bytes // 100
+    budget = 42 * estimate(model, make_batch, base).peak_bytes // 100
     found = fit(model, make_batch, budget, base=base, progress=False)
     assert {"optimal", "segments"} & {e.recipe.checkpoint for e in found}
     for e in found:
