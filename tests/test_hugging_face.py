@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from course_lib.budget import Recipe, build, estimate, fit, run, train_step
+from course_lib.budget import InfeasibleBudget, Recipe, build, estimate, fit, run, train_step
+from course_lib.budget.composing import Composing
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extras `models` and `test`")
 
@@ -186,6 +187,17 @@ def test_a_search_finds_schedules_for_the_micro_batch_that_takes_the_most():
     assert {"optimal", "segments"} & {e.recipe.checkpoint for e in found}
     for e in found:
         assert run(model, make_batch, e.recipe).meter.peak_bytes == e.peak_bytes <= budget
+
+
+def test_the_least_that_a_schedule_takes_is_enough_for_every_micro_batch():
+    (model, _), recipe = CHAINS["decoder, grouped queries"], replace(OPTIMAL, in_backward=False, micro_batches=4)
+    composer = Composing(model, partial(padded, 1), recipe, loss_sum=None, tier="file").composer_of(recipe)
+    with pytest.raises(InfeasibleBudget) as least:
+        composer.scheduled(replace(recipe, schedule_bytes=1))
+    enough = replace(recipe, schedule_bytes=least.value.least_bytes)
+    assert composer.scheduled(enough).peak_bytes <= enough.schedule_bytes
+    guess, real = both(model, partial(padded, 1), enough)
+    assert guess == real
 
 
 def test_a_batch_that_is_there_is_looked_at_as_it_is():
