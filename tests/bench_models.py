@@ -81,7 +81,9 @@ def main() -> None:
     hf.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     print("peak in bytes of the run, and what was estimated besides")
-    print(f"{'':12}" + "".join(f"{str(recipe)[:34]:>38}" for recipe in RECIPES))
+    for number, recipe in enumerate(RECIPES, 1):
+        print(f"  {number}: {recipe}")
+    print(f"{'':12}" + "".join(f"{number:>20}" for number in range(1, len(RECIPES) + 1)))
     equal = tried = 0
     start = time.perf_counter()
     for (config, of), options in MODELS.items():
@@ -92,7 +94,7 @@ def main() -> None:
             measured = run(make_model, make_batch, recipe).meter.peak_bytes
             cells.append(f"{measured:,} ({predicted - measured:+,})")
             equal, tried = equal + (predicted == measured), tried + 1
-        print(f"{config:12}" + "".join(f"{cell:>38}" for cell in cells), flush=True)
+        print(f"{config:12}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
     print(f"{equal} of {tried} equal, in {time.perf_counter() - start:.0f} s")
 
 
