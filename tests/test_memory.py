@@ -401,6 +401,7 @@ CONVERSIONS = {
     "to": lambda model: model.to(torch.bfloat16),
     "half": lambda model: model.half(),
     "double": lambda model: model.double().float(),
+    "all": lambda model: model._apply(torch.Tensor.double),  # whole numbers too
     "channels": lambda model: model.to(memory_format=torch.channels_last),
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -51,27 +50,38 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
 
 
 _apply = nn.Module._apply
-_converted: WeakKeyDictionary[Callable, dict[Tensor, Tensor]] = WeakKeyDictionary()  # by each that is being applied
+
+
+class _Once:
+    """A conversion that gives each symbolic tensor one other in its place, for all modules that share it."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        self.function, self.made = function, {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return self.function(tensor)
+
+    def in_place_of(self, old: Tensor) -> Tensor:
+        if old not in self.made:
+            given = old.detach()
+            new = self(given)
+            if new is given:
+                new = old
+            elif isinstance(old, nn.Parameter):
+                new = nn.Parameter(new, old.requires_grad)
+            self.made[old] = new
+        return self.made[old]
 
 
 def _applied(module: nn.Module, function: Callable, recurse: bool = True) -> nn.Module:
-    """What `module.to` calls. Symbolic tensors cannot be given other data: new ones take their place, one for all
-    modules that share it.
-    """
+    """What `module.to` calls: symbolic tensors cannot be given other data, so that new ones take their place."""
+    once = function if isinstance(function, _Once) else _Once(function)
     for child in module.children() if recurse else ():
-        child._apply(function)
+        child._apply(once)
     if not is_symbolic(module, *module._parameters.values(), *module._buffers.values()):
-        return _apply(module, function, recurse=False)
-    made = _converted.setdefault(function, {})
+        return _apply(module, once, recurse=False)
     for tensors in (module._parameters, module._buffers):
-        for name, old in tensors.items():
-            if old is not None and old not in made:
-                given = old.detach()
-                new = function(given)
-                if isinstance(old, nn.Parameter):
-                    new = nn.Parameter(new, old.requires_grad) if new is not given else old
-                made[old] = old if new is given else new
-            tensors[name] = made.get(old)
+        tensors.update({name: once.in_place_of(old) for name, old in tensors.items() if old is not None})
     return module
 
 
