@@ -384,7 +384,28 @@ def test_a_rank_that_fails_ends_all_with_its_traceback(folder):
         launch(2, "--model", "faulty:failing", "--mode", "fsdp", "--steps", "50", timeout=120)
     told = str(error.value)
     assert "in fail" in told and "Root Cause" in told
-    assert "closed by peer" not in told  # what the other rank saw
+    assert "gloo/transport" not in told  # what the other rank saw
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:{}] {} [127.0.0.1]:5083"
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [
+        (RuntimeError(GLOO.format(547, "Connection closed by peer")), True),
+        (RuntimeError(GLOO.format(537, "Read error") + ": Connection reset by peer"), True),
+        (RuntimeError(GLOO.format(457, "writev") + ": Broken pipe"), True),
+        (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
+        (RuntimeError("rank 1 gives up"), False),
+    ],
+)
+def test_a_rank_that_lost_another_lets_that_one_speak_first(monkeypatch, error, waits):
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    with pytest.raises(RuntimeError) as raised, command._after_the_culprit():
+        raise error
+    assert raised.value is error and bool(waited) == waits
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from course_lib._check import whole
@@ -107,8 +108,8 @@ def _after_the_culprit() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "closed by peer" in str(error):
-            time.sleep(10)
+        if isinstance(error, DistError) or "gloo/transport" in str(error):  # closed, reset, a broken pipe, ...
+            time.sleep(20)
         raise
 
 
