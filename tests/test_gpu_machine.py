@@ -53,7 +53,8 @@ def test_ctrl_c_ends_the_command_with_a_sentence_and_keeps_the_figures(tmp_path)
         assert process.stdout.readline().startswith("01.korthikanti: ")
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=60)[1]
-    assert (process.returncode, said) == (130, "interrupted: the figures measured until now are kept\n")
+    assert process.returncode == 130, said  # a finalizer of torch's that it met may speak before
+    assert said.endswith("interrupted: the figures measured until now are kept\n") and "failed" not in said
     assert json.loads((tmp_path / "cpu.json").read_text())["experiments"]["01"]["korthikanti"]["figures"]
 
 

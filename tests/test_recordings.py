@@ -1,8 +1,10 @@
 """GPU experiments: their figures and labels, recordings of them, and how a lesson shows them."""
 
+import contextlib
 import json
 import math
 import re
+import signal
 import sys
 from dataclasses import replace
 from functools import cache
@@ -223,6 +225,29 @@ def test_an_interrupt_keeps_what_was_there_and_what_was_measured(tmp_path, monke
     monkeypatch.undo()
     again = command_line(monkeypatch, tmp_path, "--only", "01.korthikanti")
     assert again["unfinished"] == {} and again["experiments"]["01"]["korthikanti"]["torch"] == str(torch.__version__)
+
+
+@pytest.mark.parametrize("comes_out", ["as another error", "not at all"])
+def test_an_interrupt_that_a_callback_of_torch_s_met_ends_the_command_too(tmp_path, monkeypatch, capsys, comes_out):
+    def unheard(device, **sizes):
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        if comes_out == "as another error":
+            raise RuntimeError("KeyboardInterrupt: <EMPTY MESSAGE>")
+        yield {"first_bytes": 1}
+
+    items = [replace(NAMED["01.monitor"], function=unheard), NAMED["07.three_recipes"]]
+    monkeypatch.setattr(command, "experiments", lambda: items)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of the tests ignores it
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            command_line(monkeypatch, tmp_path)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    told = capsys.readouterr()
+    assert (stopped.value.code, told.err) == (130, "interrupted: the figures measured until now are kept\n")
+    assert "07" not in told.out
 
 
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path, monkeypatch):

@@ -8,9 +8,12 @@ Figures are written as soon as they are measured. An experiment that fails is na
 """
 
 import argparse
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -18,6 +21,8 @@ from course_lib.teaching.experiments import Experiment, Run, in_short
 from course_lib.teaching.recorded import FOLDER, provenance, record
 
 from . import experiments
+
+STOP = threading.Event()  # ctrl-c: inside a callback of torch's, its KeyboardInterrupt becomes another error, or none
 
 
 def main() -> None:
@@ -42,14 +47,24 @@ def main() -> None:
     if given.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(0.95 * free / total)  # other processes keep what they have
+    STOP.clear()
+    if (before := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         provenance(given.device)  # before anything else is on the GPU
         failed = [name for name in chosen if not ran(name, named[name], given.device, given.folder)]
     except KeyboardInterrupt:
         print("interrupted: the figures measured until now are kept", file=sys.stderr)
         sys.exit(130)
+    finally:
+        signal.signal(signal.SIGINT, before)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
+
+
+def interrupt(*_) -> NoReturn:
+    STOP.set()
+    raise KeyboardInterrupt
 
 
 def what_is_missing(device: str, folder: Path) -> str | None:
@@ -75,10 +90,14 @@ def ran(name: str, item: Experiment, device: str, folder: Path) -> bool:
         run = item.run(device, small=device == "cpu", found=write)
         path = write(run, finished=True)
     except Exception as error:  # too little memory for one is no reason to lose the others
+        if STOP.is_set():
+            raise KeyboardInterrupt from error
         print(f"{name} failed: {in_short(error)}", file=sys.stderr, flush=True)
         return False
     sizes = "" if run.sizes in (item.sizes, item.small) else f", with {run.sizes}"
     print(f"{name}: {time.perf_counter() - start:.1f} s, {len(run.figures)} figures in {path.name}{sizes}", flush=True)
+    if STOP.is_set():
+        raise KeyboardInterrupt
     return True
 
 
