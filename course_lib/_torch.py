@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -73,6 +74,18 @@ def is_symbolic(*tensors: Any) -> bool:
     if not tensors:
         return torch._guards.detect_fake_mode() is not None
     return any(isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+@contextmanager
+def not_collecting() -> Iterator[None]:
+    """Inside, the garbage collector rests: it would look through all symbolic tensors again and again."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 # ---- random numbers

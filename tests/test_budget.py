@@ -1042,8 +1042,8 @@ def test_what_is_passed_over_could_not_have_fitted(tier):
             for fraction in (0.0, 1.0, 0.5)
         ]
         known.estimate(recipes[0])
-        for recipe in recipes:
-            assert known.at_least_bytes(recipe) <= known.estimate(recipe).peak_bytes
+        for recipe in recipes + [replace(recipe, in_backward=True) for recipe in recipes]:
+            assert 0 < known.at_least_bytes(recipe) <= known.estimate(recipe).peak_bytes
 
 
 @pytest.mark.usefixtures("quick")

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from course_lib.budget import InfeasibleBudget, Rates, Recipe, estimate, fit, run, search
+from course_lib.budget.cheapest import least_schedule, with_schedule
 from course_lib.budget.composing import MANY, Composer, equal_blocks
 from course_lib.budget.recipe import pieces_allowed
 from course_lib.memory import symbolic
@@ -246,6 +247,27 @@ def test_the_work_of_an_estimate_does_not_grow_with_the_blocks(keep):
     assert work[0] == work[1] > 0
 
 
+class InAChain(Uneven):
+    def loss_sum(self, batch):
+        x = batch
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(x, batch, reduction="sum"), len(batch)
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"in_backward": True}], ids=str)
+def test_a_segment_for_each_block_of_any_model_takes_the_work_of_a_few_blocks(options):
+    work = []
+    for layers in (MANY, MANY + 4):
+        make, recipe = partial(InAChain, [64] * layers), Recipe(checkpoint="segments", segments=layers, **options)
+        composer, calls = Composer(make, points, Recipe(), None, "file"), []
+        for block in composer.blocks:
+            block.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        assert composer.estimate(recipe) == estimate(make, points, recipe)
+        work.append(len(calls))
+    assert work[0] == work[1] > 0
+
+
 def test_recipes_that_differ_below_alone_share_their_step(monkeypatch):
     composer, steps = Composer(deep, batch, Recipe(), None, "host"), []
     monkeypatch.setattr(
@@ -291,6 +313,29 @@ def test_checkpoints_go_around_as_few_of_the_first_blocks_of_any_model_as_fit():
         found = fit(make, of, budget, base=base, rates=Rates(1e9, 2e9, 1.0), tier="file", progress=False)
         cheapest = min((e for e in known if e.peak_bytes <= budget), key=RATE.seconds)
         assert found[0] == cheapest and cheapest.recipe.first_blocks == count
+
+
+class WithAHead(InAChain):
+    """What comes after the blocks takes more than they do."""
+
+    def loss_sum(self, batch):
+        loss, weight = super().loss_sum(batch)
+        return loss + (batch.new_ones(99, 999) * loss).sin().sum(), weight
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_schedule_is_given_up_at_once_only_where_none_fits(inside):
+    make, recipe = partial(WithAHead, [64] * 6), Recipe(checkpoint="optimal", schedule_bytes=1, in_backward=inside)
+    searching = search._Search(make, points, None, 1, Recipe(), "file")
+    least = least_schedule(searching, recipe).schedule_bytes
+    peaks = [estimate(make, points, replace(recipe, schedule_bytes=least + 2000 * i)).peak_bytes for i in range(8)]
+    given_up = 0
+    for budget in range(min(peaks) - 9000, min(peaks) + 9000, 3000):
+        searching.budget, searching.known = budget, {}
+        found = with_schedule(searching, recipe)
+        assert (found is not None and searching.fits(found)) == (budget >= min(peaks))
+        given_up += found is None and len(searching.known) == 1
+    assert given_up
 
 
 def test_of_a_deep_model_nothing_is_cheaper_than_what_is_found(monkeypatch):

@@ -2420,7 +2420,8 @@ def _outlines(function, *shapes, **options):
         lies_in = [i for i, x in enumerate(given) if x.untyped_storage()._cdata == storage._cdata]
         same = [i for i, x in enumerate(given) if x is tensor]
         look = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, tensor._is_view()
-        found.append((*look, storage.nbytes(), lies_in, same))
+        kinds = torch._C._dispatch_keys(tensor), tensor.requires_grad, set(vars(tensor))
+        found.append((*look, storage.nbytes(), lies_in, same, *kinds))
     return found
 
 

@@ -97,7 +97,9 @@ def best_schedule(search: _Search, family: Recipe) -> Recipe | None:
     for time, trial in reversed(trials):
         if best is None or time < search.estimate(best).flops:
             found = with_schedule(search, trial)
-            if search.fits(found) and (best is None or search.estimate(found).flops < search.estimate(best).flops):
+            if found is None or not search.fits(found):
+                continue
+            if best is None or search.estimate(found).flops < search.estimate(best).flops:
                 best = found
     return best
 
@@ -106,8 +108,11 @@ def _scheduled(search: _Search, recipe: Recipe) -> Cost:
     return search.estimates.composer_of(recipe).scheduled(recipe)
 
 
-def with_schedule(search: _Search, recipe: Recipe) -> Recipe:
-    """What parameters, state and gradients leave is for the schedule; then what the estimate shows to be left."""
+def with_schedule(search: _Search, recipe: Recipe) -> Recipe | None:
+    """What parameters, state and gradients leave is for the schedule; then what the estimate shows to be left.
+
+    None if no schedule fits: what is there besides the activations is there by any of them.
+    """
     slack, best, seen = search.budget // 200, None, set()
     gradients = sum(p.nbytes for p in search.trained)
     room = search.budget - search.held_bytes(recipe) - (slack if recipe.in_backward else gradients + slack // 2)
@@ -122,16 +127,20 @@ def with_schedule(search: _Search, recipe: Recipe) -> Recipe:
         seen.add(taken)
         spare = search.budget - search.estimate(trial).peak_bytes
         best = trial if spare >= 0 else best
-        if 0 <= spare < slack:
-            break
+        if 0 <= spare < slack or spare + taken < 0:
+            return best
         room = (room if spare >= 0 else min(room, taken)) + spare
-    if best is None:
-        try:
-            _scheduled(search, replace(recipe, schedule_bytes=1))
-        except InfeasibleBudget as error:  # which says what the least schedule takes
-            best = replace(recipe, schedule_bytes=error.least_bytes)
-            search.estimate(best)
-    return best
+    return best or least_schedule(search, recipe)
+
+
+def least_schedule(search: _Search, recipe: Recipe) -> Recipe:
+    """With the schedule that takes the least memory."""
+    least = 1
+    try:
+        _scheduled(search, replace(recipe, schedule_bytes=least))
+    except InfeasibleBudget as error:
+        least = error.least_bytes
+    return replace(recipe, schedule_bytes=least)
 
 
 def first_that_fits(recipes: Sequence[Recipe], fits: Callable[[Recipe], Any]) -> Recipe | None:

@@ -133,9 +133,7 @@ class Composer:
 
     def moments(self, recipe: Recipe) -> Moments:
         count, first = len(self.blocks), recipe.first_blocks or 0
-        alone = recipe.segments == count and is_taken_apart(
-            self.model, recipe
-        )  # each block is a segment, and the last one is not recomputed
+        alone = recipe.segments == count  # each block is a segment, and the last one is not recomputed
         # Copies reach into the next block, or into the one after it where only its input is kept.
         few = FEW + alone + recipe.offload_activations * (1 + (recipe.checkpoint == "layers"))
         if count < MANY + 2 * bool(first) or not (recipe.checkpoint in ALIKE or alone):

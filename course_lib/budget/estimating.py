@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from course_lib._check import kind, one_of
-from course_lib._torch import tensors_in
+from course_lib._torch import not_collecting, tensors_in
 from course_lib.accumulation import StepResult
 from course_lib.labels import text
 from course_lib.memory import PHASES, MemoryMeter, symbolic
@@ -223,7 +224,7 @@ def watched(
         del unseen
         marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
 
-    with Watch(model, optimizer) as meter:
+    with not_collecting(), Watch(model, optimizer) as meter:
         run_pieces(model, optimizer, marked(), recipe, noted, store, max_norm)
     end = (meter.flops, store.stats.bytes_down, store.stats.bytes_up)
     # Between two marks lies one micro-batch; after the last one, the optimizer.
@@ -284,6 +285,7 @@ def peaks_in(meter: MemoryMeter) -> tuple[dict[str, int], str]:
     return phases, meter.timeline[int(live.argmax())].operator
 
 
+_DEVICE = torch.ops.prim.device.default
 _TILES = torch.ops.course_lib.tiles.default
 _UNSEEN = {torch.ops.aten.mkldnn_rnn_layer.default}  # nn.LSTM on a CPU: its workspace outlives it
 
@@ -292,6 +294,8 @@ class Watch(CountingMeter):
     """The meter of an estimate."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # autograd asks more often than operators run
+            return args[0].fake_device
         if func in _UNSEEN:
             raise ValueError(
                 f"the step runs {func}, which keeps memory that symbolic tensors do not show; an estimate takes it, "

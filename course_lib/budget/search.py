@@ -21,7 +21,7 @@ from course_lib.offload import chosen_below
 
 from . import sharding
 from .attention import attentions_of, drop_probability
-from .cheapest import best_of, fewest_blocks, with_schedule
+from .cheapest import best_of, fewest_blocks, least_schedule
 from .composing import Composing
 from .estimating import TIERS, Estimate
 from .loss import LossSum, has_loss_sum, is_decoder, mixes_samples, samples_in
@@ -212,16 +212,19 @@ class _Search:
     # ---- what is known without an estimate
 
     def at_least_bytes(self, recipe: Recipe) -> int:
-        """Forward and backward are the same wherever the state is, but for what of it is on the device."""
-        twins = (replace(recipe, offload_optimizer=fraction) for fraction in FRACTIONS)
+        """Forward and backward are the same wherever the state is, but for what of it is on the device.
+
+        Steps in backward leave out gradients, and nothing else.
+        """
         held = self.held_bytes(recipe) - 4 * len(self.trained)  # Adam's step counters, which may be below
-        return max(
-            (
-                max(e.phase_peaks["forward"], e.phase_peaks["backward"]) + held - self.held_bytes(e.recipe)
-                for e in (self.known[twin] for twin in twins if twin in self.known)
-            ),
-            default=0,
-        )
+        least = 0
+        for inside in {recipe.in_backward, False}:
+            gradients = (recipe.in_backward - inside) * sum(p.nbytes for p in self.trained)
+            twins = (replace(recipe, in_backward=inside, offload_optimizer=fraction) for fraction in FRACTIONS)
+            for e in (self.known[twin] for twin in twins if twin in self.known):
+                peak = max(e.phase_peaks["forward"], e.phase_peaks["backward"])
+                least = max(least, peak + held - self.held_bytes(e.recipe) - gradients)
+        return least
 
     def floor_bytes(self, recipe: Recipe) -> int:
         """What is there at some moment of every step: parameters and the state above; gradients too, or the largest."""
@@ -351,7 +354,7 @@ def _find_least(search: _Search) -> None:
         techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, "micro_batches": pieces}
         recipe = replace(search.base, offload_optimizer=fraction, **techniques, **keep)
         if max(search.floor_bytes(recipe), search.at_least_bytes(recipe)) < search.least.peak_bytes:
-            search.estimate(with_schedule(search, recipe) if recipe.checkpoint == "optimal" else recipe)
+            search.estimate(least_schedule(search, recipe) if recipe.checkpoint == "optimal" else recipe)
 
 
 def _techniques(recipe: Recipe) -> float:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import unwrap
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from .meter import MemoryMeter
@@ -31,5 +34,18 @@ class CountingMeter(MemoryMeter):
         result = _metered(self, func, types, args, kwargs)
         formula = flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket))
         if formula is not None and result is not NotImplemented:
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+            self.flops += _flops(formula, args, kwargs or {}, result)
         return result
+
+
+def _flops(formula: Callable[..., int], args: tuple, kwargs: dict, result: Any) -> int:
+    """By the formula, once for all tensors of these shapes: it takes longer than a symbolic operator."""
+    if kwargs or not all(isinstance(value, Tensor) for value in args):
+        return formula(*args, **kwargs, out_val=result)
+    key = formula, *[tensor.shape for tensor in args]
+    if key not in _known:
+        _known[key] = formula(*args, out_val=result)
+    return _known[key]
+
+
+_known: dict[tuple, int] = {}

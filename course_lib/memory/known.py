@@ -46,6 +46,7 @@ class Symbolic(FakeTensorMode):
 
     def __init__(self):
         super().__init__()
+        self.attributes: dict[torch.device, dict[str, Any]] = {}  # of the symbolic tensors of a device
         self.looks = 0  # how often the values of a real tensor were looked at
         self._unknown: WeakSet[torch.UntypedStorage] = WeakSet()  # of real tensors
         self._filled: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()  # of symbolic ones: with what

@@ -43,6 +43,8 @@ def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
 
 def holds_bytes(tensor_type: type) -> bool:
     """True for tensors whose own storage is what they hold: all but wrapper subclasses."""
+    if tensor_type is FakeTensor or tensor_type is Tensor:
+        return True
     plain = tensor_type.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
     return plain or issubclass(tensor_type, FakeTensor)
 
