@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from course_lib.budget import InfeasibleBudget, Rates, Recipe, estimate, fit, run, search
+from course_lib.budget import InfeasibleBudget, Rates, Recipe, cheapest, estimate, fit, run, search
 from course_lib.budget.cheapest import least_schedule, with_schedule
 from course_lib.budget.composing import MANY, Composer, equal_blocks
 from course_lib.budget.recipe import pieces_allowed
@@ -336,6 +336,9 @@ def test_a_schedule_is_given_up_at_once_only_where_none_fits(inside):
         assert (found is not None and searching.fits(found)) == (budget >= min(peaks))
         given_up += found is None and len(searching.known) == 1
     assert given_up
+    below = replace(recipe, offload_optimizer=1.0)
+    peaks = [estimate(make, points, replace(below, schedule_bytes=least + 2000 * i)).peak_bytes for i in range(3)]
+    assert 0 < cheapest._besides(searching, below) <= min(peaks)
 
 
 def test_of_a_deep_model_nothing_is_cheaper_than_what_is_found(monkeypatch):

@@ -116,6 +116,9 @@ def with_schedule(search: _Search, recipe: Recipe) -> Recipe | None:
     slack, best, seen = search.budget // 200, None, set()
     gradients = sum(p.nbytes for p in search.trained)
     room = search.budget - search.held_bytes(recipe) - (slack if recipe.in_backward else gradients + slack // 2)
+    if (left := search.budget - _besides(search, recipe)) < 0:
+        return None
+    room = min(room, left)
     for _ in range(3):
         trial = replace(recipe, schedule_bytes=max(1, room))
         try:
@@ -131,6 +134,17 @@ def with_schedule(search: _Search, recipe: Recipe) -> Recipe | None:
             return best
         room = (room if spare >= 0 else min(room, taken)) + spare
     return best or least_schedule(search, recipe)
+
+
+def _besides(search: _Search, recipe: Recipe) -> int:
+    """What is there besides the activations of a schedule, or less: as it was with other schedules."""
+    alike = replace(recipe, schedule_bytes=1, offload_optimizer=0.0)
+    least = 0
+    for other, e in search.known.items():
+        if other.checkpoint == "optimal" and replace(other, schedule_bytes=1, offload_optimizer=0.0) == alike:
+            peak = max(e.phase_peaks["forward"], e.phase_peaks["backward"]) - _scheduled(search, other).peak_bytes
+            least = max(least, peak + search.held_bytes(recipe) - search.held_bytes(other) - 4 * len(search.trained))
+    return least
 
 
 def least_schedule(search: _Search, recipe: Recipe) -> Recipe:
@@ -149,6 +163,6 @@ def first_that_fits(recipes: Sequence[Recipe], fits: Callable[[Recipe], Any]) ->
         return None
     low, high = -1, len(recipes) - 1  # the one at low does not fit, the one at high does
     while high - low > 1:
-        middle = (low + high) // 2
+        middle = (low + high + 1) // 2
         low, high = (low, middle) if fits(recipes[middle]) else (middle, high)
     return recipes[high]
