@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from course_lib.budget import InfeasibleBudget, Rates, Recipe, cheapest, estimate, fit, run, search
 from course_lib.budget.cheapest import least_schedule, with_schedule
-from course_lib.budget.composing import MANY, Composer, equal_blocks
+from course_lib.budget.composing import MANY, Composer, Composing, equal_blocks
 from course_lib.budget.recipe import pieces_allowed
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
@@ -284,6 +284,36 @@ def test_the_blocks_are_the_longest_list_of_equal_ones_and_are_all_there_afterwa
     before = list(composer.blocks)
     composer.estimate(Recipe())
     assert list(composer.blocks) == before and all(p.grad is None for p in composer.model.parameters())
+
+
+class Numbered(nn.Module):
+    """Blocks with a number, a rate and a setting, by which every other one takes more."""
+
+    class Block(nn.Module):
+        def __init__(self, layer_idx, wide):
+            super().__init__()
+            self.layer_idx, self.rate, self.wide, self.linear = layer_idx, 0.1 + 0.1 * layer_idx, wide, nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x) + (torch.cat([x] * 9).sin().sum() if self.wide else 0.0)
+
+    def __init__(self, alternating):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block(i, bool(i % 2) and alternating) for i in range(MANY + 1))
+
+    def loss_sum(self, batch):
+        x = batch
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum(), len(batch)
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+def test_blocks_that_are_set_otherwise_are_not_alike(alternating):
+    make = partial(Numbered, alternating)
+    assert len(equal_blocks(make())) == (0 if alternating else MANY + 1)
+    for recipe in (Recipe(), Recipe(checkpoint="layers", micro_batches=2)):
+        assert Composing(make, points, Recipe(), loss_sum=None, tier="file")(recipe) == estimate(make, points, recipe)
 
 
 # ---- nothing is lost

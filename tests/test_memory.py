@@ -2407,6 +2407,20 @@ def test_what_a_recomputation_reads_was_an_activation_since_the_forward_pass():
     assert meter.timeline[end_of_forward].bytes["activation"] == product
 
 
+def test_what_no_operator_made_has_a_moment_of_its_own_where_another_has_died():
+    for grow in (False, True):
+        with MemoryMeter() as meter:
+            x = torch.ones(1000)
+            y, empty = x * 2, x.new_empty(0).untyped_storage()
+            del y
+            if grow:
+                empty.resize_(5056)
+            else:
+                empty = torch.get_rng_state().untyped_storage()
+        assert meter.peak_bytes == sum(meter.at_peak().values()) == x.nbytes + empty.nbytes() == 4000 + 5056
+        assert [sample.live_bytes for sample in meter.timeline] == [4000, 8000, 8000, 9056]
+
+
 # ---- what symbolic operators make is remembered
 
 

@@ -6,10 +6,12 @@ a step is put together from updates of few parameters, so that recipes that diff
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ MANY = 2 * FEW + 2  # from so many blocks on, FEW and FEW + 1 of them are less w
 # Of the fields of a recipe, those that this module has been tried with, and the checkpoints that treat blocks alike.
 FIELDS = {"precision", "optimizer", "offload_optimizer", "attention", "checkpoint", "segments", "schedule_bytes"}
 FIELDS |= {"first_blocks", "offload_activations", "min_bytes", "head_chunk", "in_backward", "micro_batches"}
+NUMBERED = re.compile("idx|index|layer|number")  # attributes that say which block it is
 OPTIMIZERS, ALIKE = ("adam", "sgd"), ("none", "selective", "layers")
 
 
@@ -259,7 +262,7 @@ class _Noting(torch.optim.Optimizer):
 
 
 def equal_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:
-    """The longest list of blocks with the same modules and tensors; an empty one if there is none."""
+    """The longest list of blocks with the same modules, tensors and settings; an empty one if there is none."""
     lists = [part for part in model.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
     return max((part for part in lists if len(set(map(_look, part))) == 1), key=len, default=nn.ModuleList())
 
@@ -267,9 +270,24 @@ def equal_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:
 def _look(block: nn.Module) -> tuple:
     tensors = (*block.named_parameters(), *block.named_buffers())
     return (
-        *((name, type(part), part.training) for name, part in block.named_modules()),
+        *((name, type(part), *_settings(part)) for name, part in block.named_modules()),
         *((name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors),
     )
+
+
+def _settings(part: nn.Module) -> list[tuple[str, Any]]:
+    """What a module's own attributes say of how it runs, as where one layer of two has a sliding window.
+
+    Layers may be numbered, and dropped at rates that differ, as long as none is zero.
+    """
+
+    def told(name: str, value: Any) -> Any:
+        if type(value) is int and NUMBERED.search(name):
+            return int
+        return value == 0 if type(value) is float else value
+
+    simple = (str, int, float, NoneType)
+    return [(name, told(name, value)) for name, value in vars(part).items() if isinstance(value, simple)]
 
 
 @contextmanager

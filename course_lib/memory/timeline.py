@@ -170,7 +170,7 @@ class Ledger:
     def made(self, storage) -> None:
         """A storage that no operator made."""
         with self.lock:
-            self.bury()
+            self._moment()
             self.add(storage, self.account(storage.device), None, "elsewhere")
             self.note_peak()
 
@@ -181,10 +181,19 @@ class Ledger:
             if record is None and was_empty:
                 self.made(storage)
             elif record is not None and record.nbytes != storage.nbytes():
+                self._moment()
                 self._dead.append(record)
                 self.bury()
                 self.add(storage, record.account, record.role, record.made_in)
                 self.note_peak()
+
+    def _moment(self) -> None:
+        """One of its own for what comes without an operator, where something has died since the last operator."""
+        died = bool(self._dead)
+        self.bury()
+        if died:
+            node = torch._C._current_autograd_node()
+            self.operators.append(("(no operator)", "forward" if node is None else "backward"))
 
     def bury(self) -> None:
         """Take the dead off the books. They were alive up to the last operator."""
