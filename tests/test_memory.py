@@ -1477,7 +1477,7 @@ def test_the_device_is_the_cpu_until_the_first_accelerator_is_met():
         second, state = torch.ones(1000, device="cuda:1"), torch.get_rng_state()
         second.resize_(2000)
         assert meter.live_bytes == meter.peak_bytes == first.nbytes
-    assert [sample.live_bytes for sample in meter.timeline] == [0, 40, 40, 40]  # before it too, no other device's
+    assert [sample.live_bytes for sample in meter.timeline] == [0, 40, 40, 40, 40]  # before it too, no other device's
     found = {str(device): count for device, count in meter.peak_bytes_by_device.items()}
     assert found == {"cpu": on_cpu.nbytes + state.nbytes, "cuda:0": first.nbytes, "cuda:1": second.nbytes}
     assert str(meter.device) == "cuda:0"

@@ -132,7 +132,7 @@ def storages_without_operators(mode: TorchDispatchMode, made: Callable, resized:
 
     def telling(function: Callable, tell: Callable) -> Callable:
         def call(*args):
-            empty = [True] if tell is resized and not args[0].nbytes() else []
+            empty = [not args[0].nbytes()] if tell is resized else []
             result = function(*args)
             if mode in _get_current_dispatch_mode_stack():
                 tell(result.untyped_storage() if isinstance(result, Tensor) else result, *empty)

@@ -168,32 +168,33 @@ class Ledger:
         self.closed = True
 
     def made(self, storage) -> None:
-        """A storage that no operator made."""
+        """A storage that no operator made; it has a moment of its own, since others may have died before it."""
         with self.lock:
             self._moment()
             self.add(storage, self.account(storage.device), None, "elsewhere")
             self.note_peak()
 
-    def resized(self, storage, was_empty: bool = False) -> None:
-        """Where the size has changed, one life ends and another begins; one that was empty may be from before."""
+    def resized(self, storage, was_empty: bool | None = None) -> None:
+        """Where the size has changed, one life ends and another begins; one that was empty may be from before.
+
+        `was_empty` is None where an operator did it.
+        """
         with self.lock:
             record = self.find(storage)
             if record is None and was_empty:
                 self.made(storage)
             elif record is not None and record.nbytes != storage.nbytes():
-                self._moment()
+                if was_empty is not None:
+                    self._moment()
                 self._dead.append(record)
                 self.bury()
                 self.add(storage, record.account, record.role, record.made_in)
                 self.note_peak()
 
     def _moment(self) -> None:
-        """One of its own for what comes without an operator, where something has died since the last operator."""
-        died = bool(self._dead)
         self.bury()
-        if died:
-            node = torch._C._current_autograd_node()
-            self.operators.append(("(no operator)", "forward" if node is None else "backward"))
+        node = torch._C._current_autograd_node()
+        self.operators.append(("(no operator)", "forward" if node is None else "backward"))
 
     def bury(self) -> None:
         """Take the dead off the books. They were alive up to the last operator."""
