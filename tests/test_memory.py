@@ -2419,6 +2419,7 @@ def test_what_no_operator_made_has_a_moment_of_its_own_where_another_has_died():
                 empty = torch.get_rng_state().untyped_storage()
         assert meter.peak_bytes == sum(meter.at_peak().values()) == x.nbytes + empty.nbytes() == 4000 + 5056
         assert [sample.live_bytes for sample in meter.timeline] == [4000, 8000, 8000, 9056]
+        assert meter.timeline[-1].operator == "(no operator)" and meter.operator_count == 3
 
 
 # ---- what symbolic operators make is remembered

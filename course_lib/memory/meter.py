@@ -23,7 +23,7 @@ from .._check import kind, whole
 from .categories import ADD, Steps, Usage
 from .show import bytes_text, draw_timeline
 from .storages import belongings, check_model_and_optimizer, holds_bytes, storages_without_operators
-from .timeline import Ledger, Timeline
+from .timeline import NO_OPERATOR, Ledger, Timeline
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -78,16 +78,24 @@ class Figures:
         return {account.device: account.peak_bytes for account in self._ledger.accounts.values() if account.peak_bytes}
 
     def series(self) -> dict[str, np.ndarray]:
-        """category -> live bytes after each operator, int64 arrays of one length."""
+        """category -> live bytes at each sample of the timeline, int64 arrays of one length."""
         return {name: values[1:] for name, values in self._history().items()}
 
+    @property
+    def operator_count(self) -> int:
+        """How many operators ran."""
+        return sum(operator is not NO_OPERATOR for operator, _ in self._ledger.operators[1:])
+
     def phases(self) -> list[str]:
-        """The phase of each operator, one of `PHASES`."""
+        """The phase of each sample of the timeline, one of `PHASES`."""
         return [phase for _, phase in self._ledger.operators[1:]]
 
     @property
     def timeline(self) -> Timeline:
-        """One `Sample` per operator: its name, its phase, and the live bytes of each category right after it."""
+        """One `Sample` per operator: its name, its phase, and the live bytes of each category right after it.
+
+        What no operator makes, as the state of a generator, has a sample of its own, "(no operator)".
+        """
         return Timeline(self._ledger.operators[1:], self.series())
 
     def at_peak(self) -> dict[str, int]:
@@ -106,7 +114,7 @@ class Figures:
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {count:,}" for name, count in self.at_peak().items() if count)
-        return f"MemoryMeter(peak {bytes_text(self.peak_bytes)}: {parts or 'nothing'}; {len(self.phases())} operators)"
+        return f"MemoryMeter(peak {bytes_text(self.peak_bytes)}: {parts or 'nothing'}; {self.operator_count} operators)"
 
 
 class MemoryMeter(Figures, TorchDispatchMode):

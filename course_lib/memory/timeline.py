@@ -18,6 +18,7 @@ from .storages import storages_of
 CATEGORIES = ("parameter", "buffer", "gradient", "optimizer", "activation", "temporary", "input")
 PHASES = ("forward", "backward", "optimizer")
 CPU = torch.device("cpu")
+NO_OPERATOR = "(no operator)"
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class Ledger:
     def _moment(self) -> None:
         self.bury()
         node = torch._C._current_autograd_node()
-        self.operators.append(("(no operator)", "forward" if node is None else "backward"))
+        self.operators.append((NO_OPERATOR, "forward" if node is None else "backward"))
 
     def bury(self) -> None:
         """Take the dead off the books. They were alive up to the last operator."""

@@ -90,8 +90,8 @@ try:
     with MemoryMeter(model, optimizer, budget_bytes=BUDGET) as meter:
         train_step(model, optimizer, make_batch(), Recipe())
 except MemoryBudgetExceeded as stopped:
-    ran = meter.phases()
-    print(f"{parameters:,} parameters, {len(ran)} operators, in the {ran[-1]} pass:\n{stopped}")
+    where = f"{meter.operator_count} operators, in the {meter.phases()[-1]} pass"
+    print(f"{parameters:,} parameters, {where}:\n{stopped}")
 
 # %% [markdown]
 # <div lang="en">
