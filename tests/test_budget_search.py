@@ -268,6 +268,23 @@ def test_a_segment_for_each_block_of_any_model_takes_the_work_of_a_few_blocks(op
     assert work[0] == work[1] > 0
 
 
+class Nested(InAChain):
+    """The longest list of equal modules is inside a block, of which each is unlike the next."""
+
+    def __init__(self, count):
+        nn.Module.__init__(self)
+        lists = [[nn.Linear(8, 8, bias=bool(i % 2)) for _ in range(count)] for i in range(count)]
+        self.blocks = nn.ModuleList(nn.Sequential(*layers) for layers in lists)
+
+
+def test_segments_are_of_the_blocks_that_a_schedule_runs():
+    make, recipe = partial(Nested, MANY + 1), Recipe(checkpoint="segments", segments=MANY + 1)
+    assert len(Composer(make, points, Recipe(), None, "file").blocks) == MANY + 1
+    assert not Composer(make, points, Recipe(), None, "file").runs_them
+    assert Composer(partial(InAChain, [64] * MANY), points, Recipe(), None, "file").runs_them
+    assert Composer(make, points, Recipe(), None, "file").estimate(recipe) == estimate(make, points, recipe)
+
+
 def test_recipes_that_differ_below_alone_share_their_step(monkeypatch):
     composer, steps = Composer(deep, batch, Recipe(), None, "host"), []
     monkeypatch.setattr(

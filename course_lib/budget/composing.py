@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 from types import NoneType
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from course_lib._check import InfeasibleBudget
+from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import CATEGORIES, PHASES, symbolic
 from course_lib.offload import SymbolicStore, chosen_below
 from course_lib.schedule import Cost, simulate
@@ -83,6 +84,9 @@ class Composer:
             with default_dtype(base.dtype):
                 self.batch = make_batch()
         self.trained, self.blocks = trained(self.model), equal_blocks(self.model)
+        self.runs_them = False  # as the segments of a schedule
+        with suppress(ValueError):  # without a list of like modules
+            self.runs_them = list(map(self.model.get_submodule, names_of(self.model, None))) == list(self.blocks)
         self.places = {p: (i, k) for i, block in enumerate(self.blocks) for k, p in enumerate(block.parameters())}
         self._moments: dict[Recipe, Moments] = {}
         self._few: dict[tuple[Recipe, int], Moments] = {}
@@ -136,7 +140,7 @@ class Composer:
 
     def moments(self, recipe: Recipe) -> Moments:
         count, first = len(self.blocks), recipe.first_blocks or 0
-        alone = recipe.segments == count  # each block is a segment, and the last one is not recomputed
+        alone = recipe.segments == count and self.runs_them  # a segment each, of which the last is not recomputed
         # Copies reach into the next block, or into the one after it where only its input is kept.
         few = FEW + alone + recipe.offload_activations * (1 + (recipe.checkpoint == "layers"))
         if count < MANY + 2 * bool(first) or not (recipe.checkpoint in ALIKE or alone):
