@@ -2472,6 +2472,20 @@ def test_what_is_remembered_of_an_operator_is_what_the_framework_makes_of_it(nam
         assert [_outlines(function, (4, 6), (4, 6), dtype=dtype) for _ in range(3)] == [expected] * 3
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_what_is_remembered_has_no_address_just_as_what_is_made_first(allowed):
+    found = []
+    with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=allowed), symbolic():
+        x = torch.empty(3)
+        for _ in range(3):
+            try:
+                found.append((x * 2).data_ptr())
+            except RuntimeError:
+                found.append("refused")
+    assert found == [0 if allowed else "refused"] * 3
+
+
 def test_what_is_remembered_is_told_apart_by_all_that_decides_it():
     for dtype in (torch.float32, torch.float64):
         before = torch.get_default_dtype()

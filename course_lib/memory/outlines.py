@@ -138,9 +138,12 @@ def _made(mode: FakeTensorMode, made: _Made, given: list[Tensor]) -> FakeTensor:
             bare = torch.empty(0, dtype=made.dtype, device="meta")
             bare.set_(given[made.of].untyped_storage(), made.offset, made.size, made.stride)
     if (alike := mode.attributes.get(made.device)) is None:
-        alike = mode.attributes[made.device] = vars(FakeTensor(mode, bare, made.device))
+        alike = mode.attributes[made.device] = dict(vars(FakeTensor(mode, bare, made.device)))
     like = {"dispatch_device": True, "device_for_backend_keys": made.device}
     tensor = Tensor._make_subclass(FakeTensor, bare, False, **like)
-    torch._C._set_throw_on_mutable_data_ptr(tensor)  # there is none
+    if mode._allow_unsafe_data_ptr_access:  # to where there are no bytes
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(tensor)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
     vars(tensor).update(alike)
     return tensor
