@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config as functorch
 from torch._subclasses import fake_tensor as _fake
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
@@ -2476,7 +2477,7 @@ def test_what_is_remembered_of_an_operator_is_what_the_framework_makes_of_it(nam
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_what_is_remembered_has_no_address_just_as_what_is_made_first(allowed):
     found = []
-    with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=allowed), symbolic():
+    with functorch.patch(fake_tensor_allow_unsafe_data_ptr_access=allowed), symbolic():
         x = torch.empty(3)
         for _ in range(3):
             try:
