@@ -142,6 +142,12 @@ def test_on_a_phone_no_page_is_wider_than_the_screen_and_wide_tables_scroll(addr
     assert page.locator("article [tabindex='0']:has(table)").count() > 0, "with the keyboard too"
 
 
+@pytest.mark.parametrize("width", [1320, 1366])  # where the theme first has contents beside the text, and a laptop's
+def test_on_a_laptop_no_page_is_wider_than_the_screen(address, open_page, width):
+    page = open_page(f"{address}/{LESSON}", viewport={"width": width, "height": 768})
+    assert page.locator("html").evaluate("element => element.scrollWidth") == width
+
+
 def luminance(color):
     """0 for black, 1 for white, of "rgb(r, g, b)"."""
     channels = [float(part) for part in color.removeprefix("rgb(").rstrip(")").split(",")[:3]]
