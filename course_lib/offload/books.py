@@ -1,4 +1,7 @@
-"""A simulated device's books: parties that know how far others have got, memory that is handed out again, races."""
+"""A simulated device's books: parties that know how far others have got, memory that is handed out again, races.
+
+Memory of which the last write is not known to a party can be shown to it as it was before: see `Books.early`.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ import threading
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +23,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 PARTIES = 512  # at most
-GRAIN = 64  # bytes; accesses are told apart as finely as that
 ROUNDED = 512  # bytes; blocks are multiples of it, as those of PyTorch's allocator
 HOST, ALLOCATOR = "the host", "the allocator"
+HOST_LANE = "host"  # as the stream of a span
+COPY = "a copy "  # goes before "up" and "down"
 
 
 @dataclass(frozen=True)
@@ -73,26 +78,38 @@ class Block:
     used_by: set[Party] = field(default_factory=set)
 
 
-class Arena:
-    """Memory in blocks, of which freed ones are handed out again, and the last accesses to each grain of it.
+class Access(NamedTuple):
+    """A party's last access to the bytes from `start` to `end` of an arena, and how far it had got by then."""
 
-    A block that was freed goes to its own pool, once what `used_by` had been given at that time is done.
+    start: int
+    end: int
+    party: Party
+    position: int
+    name: str
+
+    def unknown_to(self, party: Party) -> bool:
+        return self.position > party.clock[self.party.index]
+
+
+class Arena:
+    """Memory in blocks, of which freed ones are handed out again, and the last accesses to each byte of it.
+
+    A block that was freed goes to its own pool, once what `used_by` had been given at that time is done. Wherever a
+    block begins, later ones begin and end too: so accesses are kept by the start of their block.
+
+    Args:
+        remembers: keep for each byte what it was before the last write.
     """
 
-    def __init__(self, name: str, nbytes: int):
+    def __init__(self, name: str, nbytes: int, remembers: bool = False):
         self.name, self.memory = name, np.zeros(nbytes, np.uint8)
+        self.before = np.zeros(nbytes, np.uint8) if remembers else None
         self.top = self.live_bytes = self.peak_bytes = 0
         self.blocks: dict[int, Block] = {}  # by start
         self.freed: deque[tuple[Block, list[Event]]] = deque()
         self.free: dict[tuple[int, int], list[tuple[int, list[Event]]]] = {}  # (pool, size) -> (start, to wait for)
-        self.names: list[str] = []
-        self.writes = self._accesses()
-        self.writers = np.zeros(len(self.writes[0]), np.int16)
-        self.reads: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by party: when, and the index of what
-
-    def _accesses(self) -> tuple[np.ndarray, np.ndarray]:
-        grains = -(-len(self.memory) // GRAIN)
-        return np.zeros(grains, np.int64), np.zeros(grains, np.int32)
+        self.writes: dict[int, list[Access]] = {}  # of a block's bytes each is in one at most
+        self.reads: dict[int, list[Access]] = {}  # in one of each party
 
     def block(self, nbytes: int, party: Party, pool: int) -> Tensor:
         """A block of a pool, as bytes, which `party` gets in its order.
@@ -148,48 +165,83 @@ class Arena:
             place = tensor.storage_offset(), tensor.shape, tensor.stride()
             return torch.empty(0, dtype=tensor.dtype).set_(bytes_.untyped_storage(), *place)
 
-    def touch(self, tensor: Tensor, party: Party, name: str, writes: bool) -> Iterator[tuple[int, str, str]]:
-        """Note an access; what it is not ordered after, as (party, "written" or "read", what that did)."""
-        if self.block_of(tensor) is None or not tensor.numel():
-            return
+    def extent(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Where a tensor's first byte is, and where its last one ends; None if it has none here."""
+        if not tensor.numel() or self.block_of(tensor) is None:
+            return None
         first = tensor.data_ptr() - self.memory.ctypes.data
         extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        where = slice(first // GRAIN, (first + extent * tensor.itemsize - 1) // GRAIN + 1)
-        when, what = self.writes
-        missed = np.flatnonzero(when[where] > party.clock[self.writers[where]])
-        if missed.size:
-            place = where.start + missed[0]
-            yield int(self.writers[place]), "written", self.names[what[place]]
-        for index, (read, reading) in self.reads.items() if writes else ():
-            missed = np.flatnonzero(read[where] > party.clock[index])
-            if missed.size:
-                yield index, "read", self.names[reading[where.start + missed[0]]]
-            read[where] = 0
+        return first, first + extent * tensor.itemsize
+
+    def unknown_writes(self, tensor: Tensor, party: Party) -> list[Access]:
+        """The last writes to a tensor's bytes that nothing orders before what the party does next."""
+        if (extent := self.extent(tensor)) is None:
+            return []
+        written = _inside(self.writes.get(self.block_of(tensor).start, ()), *extent)
+        return [access for access in written if access.unknown_to(party)]
+
+    def touch(self, tensor: Tensor, party: Party, name: str, writes: bool) -> list[tuple[Access, str]]:
+        """Note an access; what it is not ordered after, one of a kind and party, each "written" or "read"."""
+        if (extent := self.extent(tensor)) is None:
+            return []
+        place = self.block_of(tensor).start
+        found = [(access, "written") for access in self.unknown_writes(tensor, party)[:1]]
+        reads, noted = self.reads.get(place, []), self.writes if writes else self.reads
         if writes:
-            self.writers[where] = party.index
-        elif party.index not in self.reads:
-            self.reads[party.index] = self._accesses()
-        when, what = self.writes if writes else self.reads[party.index]
-        when[where] = party.clock[party.index]
-        if not self.names or self.names[-1] != name:
-            self.names.append(name)
-        what[where] = len(self.names) - 1
+            missed = [access for access in _inside(reads, *extent) if access.unknown_to(party)]
+            found += [(access, "read") for access in {access.party: access for access in reversed(missed)}.values()]
+            self.reads[place] = _outside(reads, *extent)
+            kept = _outside(self.writes.get(place, []), *extent)
+        else:
+            mine = [access for access in reads if access.party is party]
+            others = [access for access in reads if access.party is not party]
+            kept = others + _outside(mine, *extent)
+        noted[place] = [*kept, Access(*extent, party, int(party.clock[party.index]), name)]
+        return found
+
+
+def _inside(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
+    """Those to bytes from `start` to `end`, and only their part there."""
+    cut = (access._replace(start=max(access.start, start), end=min(access.end, end)) for access in accesses)
+    return [access for access in cut if access.start < access.end]
+
+
+def _outside(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
+    """What is left of them without the bytes from `start` to `end`."""
+    cut = []
+    for access in accesses:
+        before, after = min(access.end, start), max(access.start, end)
+        cut += [access._replace(end=before), access._replace(start=after)]
+    return [access for access in cut if access.start < access.end]
 
 
 @dataclass(frozen=True)
 class Span:
-    """What a stream was busy with, an operator or a copy, from `start` to `end` in simulated seconds."""
+    """What a stream, or the host, was busy with, from `start` to `end` in simulated seconds.
+
+    Attributes:
+        stream: its name; "host" for every thread of the host.
+        name: an operator, "a copy up" or "a copy down".
+    """
 
     stream: str
     name: str
     start: float
     end: float
 
+    @property
+    def kind(self) -> str:
+        """"up" or "down" for a copy, else "host" or "compute", whatever the stream's name is."""
+        if self.name.startswith(COPY):
+            return self.name.removeprefix(COPY)
+        return HOST_LANE if self.stream == HOST_LANE else "compute"
+
 
 class Books:
     """Who has done what: parties, their accesses to some arenas, and their times."""
 
     def __init__(self, arenas: list[Arena]):
+        self.remembers = all(arena.before is not None for arena in arenas)
         self.arenas, self.lock, self._local = arenas, threading.RLock(), threading.local()
         self.parties: list[Party] = []
         self.races: list[str] = []
@@ -224,18 +276,44 @@ class Books:
             self.did(party, ALLOCATOR, [], [tensor])
             return tensor
 
+    @contextmanager
+    def early(self, party: Party, tensors: list[Tensor], written: list[Tensor]) -> Iterator[None]:
+        """Inside, a party does something as early as its order allows, if the arenas remember.
+
+        It finds its tensors as they were before the last writes that nothing orders before it. What it writes over
+        those bytes is gone in the end, for they are written later.
+
+        Args:
+            tensors: all that it reads or writes.
+            written: those that it writes; what they were before is remembered.
+        """
+        later = []
+        for arena in self.arenas if self.remembers else ():
+            for write in (write for tensor in tensors for write in arena.unknown_writes(tensor, party)):
+                place = slice(write.start, write.end)
+                later.append((arena.memory[place], arena.memory[place].copy()))
+                arena.memory[place] = arena.before[place]
+            for extent in filter(None, map(arena.extent, written)):
+                arena.before[slice(*extent)] = arena.memory[slice(*extent)]
+        try:
+            yield
+        finally:
+            for memory, values in reversed(later):
+                memory[:] = values
+
     def did(self, party: Party, name: str, reads: list[Tensor], writes: list[Tensor], seconds: float = 0.0) -> None:
         """Check what a party reads and writes next, and count its time."""
         party.clock[party.index] += 1
         for arena in self.arenas:
             for tensor in (*reads, *writes):
                 writing = any(tensor is written for written in writes)
-                for other, did, what in arena.touch(tensor, party, name, writing):
+                for access, was in arena.touch(tensor, party, name, writing):
                     doing = "hands out" if name is ALLOCATOR else "writes" if writing else "reads"
-                    access = f"{name} on {party.name} {doing} {arena.name} memory"
-                    self._report(access, party.name, did, what, self.parties[other].name)
+                    what = f"{name} on {party.name} {doing} {arena.name} memory"
+                    self._report(what, party.name, was, access.name, access.party.name)
         if seconds:
-            self.spans.append(Span(party.name, name, party.seconds, party.seconds + seconds))
+            lane = HOST_LANE if party.name == HOST else party.name
+            self.spans.append(Span(lane, name, party.seconds, party.seconds + seconds))
             party.seconds += seconds
 
     def _report(self, access: str, party: str, did: str, what: str, other: str) -> None:
