@@ -692,5 +692,5 @@ def test_the_picture_has_a_lane_for_each_stream():
     with SimulatedDevice(**RATES) as device:
         device.copy(device.pinned((10,), torch.float32), torch.zeros(10).neg(), "down")
     ax = device.plot()
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["compute", "down"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["compute", "copies down"]
     matplotlib.pyplot.close(ax.figure)

@@ -103,6 +103,7 @@ class Arena:
 
     def __init__(self, name: str, nbytes: int, remembers: bool = False):
         self.name, self.memory = name, np.zeros(nbytes, np.uint8)
+        self.origin = self.memory.ctypes.data  # asked for often, and slow to find
         self.before = np.zeros(nbytes, np.uint8) if remembers else None
         self.top = self.live_bytes = self.peak_bytes = 0
         self.blocks: dict[int, Block] = {}  # by start
@@ -153,7 +154,7 @@ class Arena:
 
     def block_of(self, tensor: Tensor) -> Block | None:
         storage = tensor.untyped_storage()
-        return self.blocks.get(storage.data_ptr() - self.memory.ctypes.data) if storage.nbytes() else None
+        return self.blocks.get(storage.data_ptr() - self.origin) if storage.nbytes() else None
 
     def alias(self, tensor: Tensor) -> Tensor:
         """A tensor on the same bytes that does not keep them from being handed out again."""
@@ -169,7 +170,7 @@ class Arena:
         """Where a tensor's first byte is, and where its last one ends; None if it has none here."""
         if not tensor.numel() or self.block_of(tensor) is None:
             return None
-        first = tensor.data_ptr() - self.memory.ctypes.data
+        first = tensor.data_ptr() - self.origin
         extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         return first, first + extent * tensor.itemsize
 
@@ -231,7 +232,7 @@ class Span:
 
     @property
     def kind(self) -> str:
-        """"up" or "down" for a copy, else "host" or "compute", whatever the stream's name is."""
+        """ "up" or "down" for a copy, else "host" or "compute", whatever the stream's name is."""
         if self.name.startswith(COPY):
             return self.name.removeprefix(COPY)
         return HOST_LANE if self.stream == HOST_LANE else "compute"
@@ -327,6 +328,8 @@ class Books:
 
 def _line() -> str:
     """Where in the program this happens: the nearest line outside PyTorch and the simulated device."""
-    inside = (__file__, str(Path(__file__).with_name("simulated.py")), str(Path(torch.__file__).parent))
+    here = Path(__file__)
+    own = [str(here.with_name(f"{name}.py")) for name in ("books", "operators", "simulated")]
+    inside = (*own, str(Path(torch.__file__).parent))
     frame = next(frame for frame in reversed(traceback.extract_stack()) if not frame.filename.startswith(inside))
     return f"{Path(frame.filename).name}, line {frame.lineno}"

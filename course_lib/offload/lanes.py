@@ -1,0 +1,61 @@
+"""A simulated device's pictures: when each stream was busy, and below it the bytes that were live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from course_lib.labels import text
+
+from .books import Span
+
+#: What is done -> its colour. No category of bytes has one of these, and compute and the two ways differ in grey too.
+LANE_COLORS = {"compute": "#004488", "down": "#997700", "up": "#EECC66", "host": "#994455"}
+#: The streams of this library, in the order in which their lanes are drawn.
+LANE_NAMES = {
+    "compute": text("compute"),
+    "down": text("copies down"),
+    "up": text("copies up"),
+    "gradients": text("gradients"),
+    "parameters": text("parameters"),
+    "batches": text("batches"),
+    "host": text("host"),
+}
+
+
+def draw_lanes(spans: Iterable[Span], ax: Any, since: float) -> Any:
+    """A lane for each stream: those of `LANE_NAMES` first, in its order. Colours say what is done, wherever it is."""
+    ax = ax or _new_axes()
+    spans = [span for span in spans if span.end > since]
+    order = [*LANE_NAMES, *dict.fromkeys(span.stream for span in spans)]
+    lanes = sorted({span.stream for span in spans}, key=order.index)
+    for span in spans:
+        start = max(span.start, since)
+        bar = [(start - since, span.end - start)], (lanes.index(span.stream) - 0.35, 0.7)
+        ax.broken_barh(*bar, color=LANE_COLORS[span.kind], edgecolor="white", linewidth=0.3)
+    ax.set_yticks(range(len(lanes)), [LANE_NAMES.get(lane, lane) for lane in lanes])
+    ax.set_ylim(len(lanes) - 0.5, -0.5)
+    ax.set_xlim(left=0)
+    ax.set_xlabel(text("simulated seconds"))
+    return ax
+
+
+def draw_bytes(samples: Iterable[tuple[float, int]], ax: Any, since: float) -> Any:
+    """Live megabytes over time; from each moment the next number holds."""
+    ax = ax or _new_axes()
+    samples = sorted(samples, key=lambda sample: sample[0])  # two streams' operators come in the order they were given
+    before = [live for seconds, live in samples if seconds <= since][-1:]
+    after = [(seconds - since, live) for seconds, live in samples if seconds > since]
+    seconds, live = zip(*[(0.0, live) for live in before], *after, strict=True) if before or after else ((), ())
+    ax.fill_between(seconds, [each / 1e6 for each in live], step="post", color="#BBBBBB", linewidth=0)
+    ax.set_xlim(left=0)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel(text("simulated seconds"))
+    ax.set_ylabel(text("live bytes (MB)"))
+    return ax
+
+
+def _new_axes() -> Any:
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(figsize=(7, 1.8), layout="constrained")[1]

@@ -1,0 +1,173 @@
+"""What runs on a simulated device, and what its host reads: PyTorch's modes that tell the device's books of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+#: Operators that write over a tensor without reading it; their schema does not tell.
+OVERWRITE = (aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_)
+#: By these the host gets at a tensor's bytes without an operator.
+HOST_READS = {
+    getattr(Tensor, name)
+    for name in (
+        "tolist",
+        "numpy",
+        "__array__",
+        "__dlpack__",
+        "__repr__",
+        "__format__",
+        "__deepcopy__",
+        "__reduce_ex__",
+    )
+}
+
+
+class HostReads(TorchFunctionMode):
+    """What the host reads without an operator: of the device's memory too, for which it then waits, as on CUDA."""
+
+    def __init__(self, device: Any):
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func not in HOST_READS:
+            return func(*args, **(kwargs or {}))
+        device, tensor = self.device, args[0]
+        with device.books.lock:
+            party = device.current() if device.holds(tensor) else device.books.host
+            device.done_by(party)
+            with device.books.early(party, [tensor], []):
+                result = func(*args, **(kwargs or {}))
+            device.books.did(party, f"Tensor.{func.__name__}", [tensor], [])
+            device.finish(party.event())
+        return result
+
+
+class Operators(TorchDispatchMode):
+    """Runs operators on the device's tensors: in its memory, in the order and the time of the current stream."""
+
+    def __init__(self, device: Any):
+        super().__init__()
+        self.device = device
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # no guards against compilation: their import takes longer than a small step
+        return False
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with self.device.books.lock:
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        device, tensors = self.device, _tensors((args, kwargs))
+        here = [device.holds(tensor) for tensor in tensors]
+        if func is aten.copy_.default and sum(here) == 1 and args[1].numel() > 1:
+            device.transfer(*args[:2])
+            if len(args) == 2:  # not asked to be non-blocking
+                device.finish(device.event())
+            return args[0]
+        if any(here):
+            _refuse_the_host(func, [tensor for tensor, is_here in zip(tensors, here, strict=True) if not is_here])
+        on_device = any(here) or not tensors
+        party = device.current() if on_device else device.books.host
+        device.done_by(party)
+        changed, overwritten = _written(func, args, kwargs)
+        with device.books.early(party, tensors, changed):
+            result = func(*args, **kwargs)
+        results = _tensors(result)
+        new = _new_storages(results, tensors)
+        if results and not changed and not new:  # views, which read nothing; but a number is taken to be looked at
+            if not on_device and func is aten.select.int and result.numel() == 1:
+                device.books.did(party, str(func), results, [])
+            return result
+        nbytes = _bytes([*_besides(tensors, overwritten), *changed]) + sum(storage.nbytes() for storage in new.values())
+        seconds = self._seconds(func, args, kwargs, result, nbytes, "" if on_device else "host_")
+        made = []
+        if on_device and new:
+            result, made = self._at_home(result, new)
+        device.books.did(party, str(func), _besides(tensors, changed), [*changed, *made], seconds)
+        if on_device and not results and not changed:  # a number, as of `item`: the host waits for it
+            device.finish(party.event())
+        if made:
+            device.samples.append((party.seconds, device.live_bytes))
+        return result
+
+    def _at_home(self, result: Any, new: dict[int, UntypedStorage]) -> tuple[Any, list[Tensor]]:
+        """The result with its new storages moved into the device's memory, and those as bytes."""
+        books, homes = self.device.books, {}
+        for key, storage in new.items():
+            everything = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+            homes[key] = books.new(self.device.memory, self.device.current(), everything.shape, torch.uint8)
+            with books.early(self.device.current(), [], [homes[key]]):
+                homes[key].copy_(everything)
+
+        def at_home(value: Any) -> Any:
+            if not isinstance(value, Tensor) or (home := homes.get(value.untyped_storage()._cdata)) is None:
+                return value
+            place = value.storage_offset(), value.shape, value.stride()
+            return torch.empty(0, dtype=value.dtype).set_(home.untyped_storage(), *place)
+
+        return tree_map(at_home, result), [*homes.values()]
+
+    def _seconds(self, func: Callable, args: tuple, kwargs: dict, result: Any, nbytes: int, whose: str) -> float:
+        rate = self.device.rates[f"{whose}flops_per_second"]
+        count = flop_registry.get(func._overloadpacket) if rate < math.inf else None
+        flops = count(*args, **kwargs, out_val=result) if count else 0
+        return max(flops / rate, nbytes / self.device.rates[f"{whose}bytes_per_second"])
+
+
+def _refuse_the_host(func: Callable, tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.numel() > 1:
+            raise RuntimeError(
+                f"{func} got tensors of the device, and one of the host with shape {tuple(tensor.shape)}; "
+                "it takes all on the device: `move` it"
+            )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Those in an operator's arguments or results: by hand, since PyTorch's trees take longer than small operators."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _besides(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if not any(tensor is other for other in others)]
+
+
+def _new_storages(results: list[Tensor], given: list[Tensor]) -> dict[int, UntypedStorage]:
+    """Storages that an operator made, by their key. Single numbers made from nothing go with host and device."""
+    old = {tensor.untyped_storage()._cdata for tensor in given}
+    made = (value.untyped_storage() for value in results if given or value.numel() > 1)
+    return {storage._cdata: storage for storage in made if storage._cdata not in old and storage.nbytes()}
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    """As they lie in memory: what is expanded is there once."""
+    return sum(
+        tensor.itemsize * math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
+        for tensor in tensors
+    )
+
+
+def _written(func: Callable, args: tuple, kwargs: dict) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operator writes into, by its schema; and those of them that it does not read."""
+    given = zip(func._schema.arguments, args, strict=False)
+    named = ((argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs)
+    changed = [(each, value) for each, value in (*given, *named) if each.alias_info and each.alias_info.is_write]
+    whole = func._overloadpacket in OVERWRITE
+    return _tensors([value for _, value in changed]), _tensors(
+        [value for each, value in changed if whole or each.is_out]
+    )
