@@ -16,19 +16,11 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 #: Operators that write over a tensor without reading it; their schema does not tell.
 OVERWRITE = (aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_)
+#: Operators that touch no byte, though the schema of the first says that it writes.
+BYTELESS = (aten.set_, aten.is_pinned, aten.is_same_size)
 #: By these the host gets at a tensor's bytes without an operator.
 HOST_READS = {
-    getattr(Tensor, name)
-    for name in (
-        "tolist",
-        "numpy",
-        "__array__",
-        "__dlpack__",
-        "__repr__",
-        "__format__",
-        "__deepcopy__",
-        "__reduce_ex__",
-    )
+    getattr(Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__")
 }
 
 
@@ -69,6 +61,8 @@ class Operators(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        if func._overloadpacket in BYTELESS:
+            return func(*args, **kwargs)
         device, tensors = self.device, _tensors((args, kwargs))
         here = [device.holds(tensor) for tensor in tensors]
         if func is aten.copy_.default and sum(here) == 1 and args[1].numel() > 1:
@@ -167,7 +161,8 @@ def _written(func: Callable, args: tuple, kwargs: dict) -> tuple[list[Tensor], l
     given = zip(func._schema.arguments, args, strict=False)
     named = ((argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs)
     changed = [(each, value) for each, value in (*given, *named) if each.alias_info and each.alias_info.is_write]
-    whole = func._overloadpacket in OVERWRITE
-    return _tensors([value for _, value in changed]), _tensors(
-        [value for each, value in changed if whole or each.is_out]
-    )
+    if kwargs.get("grad_scale") is None:  # without one fused optimizers only read what their schema has written
+        changed = [(each, value) for each, value in changed if each.name != "grads"]
+    if func._overloadpacket not in OVERWRITE:
+        return _tensors([value for _, value in changed]), _tensors([value for each, value in changed if each.is_out])
+    return (written := _tensors([value for _, value in changed])), written

@@ -100,28 +100,34 @@ class SimulatedDevice(_Streams):
     operators make of those. Single numbers go with either, as on CUDA. All of them say that their device is the CPU,
     so `.cpu()` and `.to(device)` copy nothing: code that is to be tested copies by the methods of `Device`.
 
-    What runs is right to the bit where all is ordered. Where something is not, the numbers are right by luck unless
-    one of two modes is chosen, which run the same program in another order that its waits allow:
+    Where all is ordered every number is right to the bit. Where something is not, that is reported, and the numbers are
+    right by luck. Two modes run the same program in another order that its waits allow, so that they are wrong too:
 
-    - `late`: copies run as late as possible. Wrong is what uses a copy, or its source's memory, too soon.
-    - `early`: what is given to a stream, operators and copies, runs before the last writes to its tensors that nothing
-      orders before it, and so does what the host reads. Wrong is what uses anything before it is made.
+    - `late`: copies run as late as they may. Wrong is what uses a copy, or takes its source's memory, too soon.
+    - `early`: operators, copies and what the host reads see their tensors before the last write that they do not wait
+      for. Wrong is what uses anything, of an operator or of a copy, before it is made.
 
-    Limits. In neither mode does an operator run late: memory that an operator still reads when others write there is
-    reported, with the right numbers; `early` goes back by one write. Accesses of a tensor count from its first byte to
-    its last, so columns of one matrix are not told apart. Operators and `tolist`, `numpy`, `print`, `copy.deepcopy`,
-    pickle are checked, in the thread that entered the block; not what reads a storage, or an array that `numpy` gave
-    before, nor those five in hooks of `loss.backward()`. Each thread of the host is a party; what orders threads among
-    themselves is not seen, but that a thread begins after all that was done before it. An operator has the device to
-    itself: in simulated time one that runs on another stream costs it nothing. Work that is no operator takes no time.
+    Limits:
+
+    - In neither mode does an operator run late: where others write over what it still reads, that is reported alone.
+    - An access counts from a tensor's first byte to its last: columns of one matrix are not told apart.
+    - What the thread that entered the block does is seen: operators, `tolist`, `numpy` and what prints, though these
+      three not in hooks during a backward pass. What goes by a storage is not, as `torch.save` and pickle, nor what
+      goes by an array later than by the `numpy` that gave it. A view reads nothing; `host[0]`, one number, is read.
+    - Each thread of the host is a party; what orders threads among themselves is not seen, but that a thread begins
+      after all that was done before it.
+    - Each stream has the whole device: two that compute at the same time take no longer for it. Caches, the launching
+      of operators and Python take no time, nor do views. What is indexed counts as read whole.
 
     Args:
         late, early: one of the modes, or none.
         memory_bytes: of the device, and as many pinned ones; taken from this machine as far as they are used.
-        flops_per_second, bytes_per_second: an operator takes the longer of its FLOPs and of the bytes that it reads and
-            writes: each tensor once, what is expanded as it lies in memory; no time, if left out.
+        flops_per_second, bytes_per_second: an operator takes the longer of its FLOPs (those that PyTorch's counter
+            knows: of products and attention) and of the bytes that it reads and writes (what is expanded as it lies in
+            memory); no time, if left out.
         up_bytes_per_second, down_bytes_per_second: of copies from the host and to it; no time, if left out.
-        host_flops_per_second, host_bytes_per_second: the same for operators of the host, such as an optimizer's there.
+        host_flops_per_second, host_bytes_per_second: the same for operators on tensors of the host, such as the update
+            of an optimizer that is there; what the host gives to the device then comes after that.
 
     Attributes:
         races: a sentence for each that was found. Clear it before the block ends where you expect some.
