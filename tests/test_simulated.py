@@ -17,7 +17,8 @@ from torch import nn
 import course_lib.checkpoint as ours
 import course_lib.offload
 from course_lib.accumulation import AccumulatedStep, split
-from course_lib.memory import MemoryMeter
+from course_lib.labels import chinese
+from course_lib.memory import CATEGORY_COLORS, MemoryMeter
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import (
     Device,
@@ -29,6 +30,7 @@ from course_lib.offload import (
     offload_activations,
 )
 from course_lib.offload.books import PARTIES, Event
+from course_lib.offload.lanes import LANE_COLORS
 
 pytestmark = pytest.mark.usefixtures("little_to_collect")
 
@@ -309,11 +311,14 @@ SCENARIOS = {
 }
 
 
-def outcome(scenario, late, **options):
+MODES = {"at once": {}, "late": {"late": True}, "early": {"early": True}}
+
+
+def outcome(scenario, mode):
     """What a scenario returns on a device, and the races in it."""
     torch.manual_seed(0)
     gc.collect()
-    with SimulatedDevice(late=late, **options) as device:
+    with SimulatedDevice(**MODES[mode]) as device:
         found = scenario(device)
         for stream in ("compute", "other"):
             device.finish(device.side(stream).event())
@@ -332,10 +337,10 @@ def same(found, wanted):
     return all(map(torch.equal, found, wanted)) and len(found) == len(wanted)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_nothing_races_and_all_bits_are_those_of_the_plain_program(name, late):
-    found, races = outcome(SCENARIOS[name], late)
+def test_nothing_races_and_all_bits_are_those_of_the_plain_program(name, mode):
+    found, races = outcome(SCENARIOS[name], mode)
     assert races == []
     assert same(found, expected(SCENARIOS[name]))
 
@@ -419,7 +424,7 @@ def without(monkeypatch, file, called, line):
 def test_every_ordering_is_missed_where_it_is_taken_away(site, monkeypatch):
     file, _, called, line = site
     without(monkeypatch, file, called, line)
-    assert any(is_wrong(SCENARIOS[name], late) for name in TELLING[file] for late in (True, False))
+    assert any(is_wrong(SCENARIOS[name], mode) for name in TELLING[file] for mode in ("late", "at once"))
 
 
 #: Of the scenarios, those that suffice for the orderings in a file.
@@ -435,9 +440,211 @@ TELLING["stores.py"] += ["two streams, prefetch 1", "an error in the middle"]
 TELLING["device.py"] = TELLING["stores.py"]
 
 
-def is_wrong(scenario, late):
-    found, races = outcome(scenario, late)
+def is_wrong(scenario, mode):
+    found, races = outcome(scenario, mode)
     return races or not same(found, expected(scenario))
+
+
+# ---- a wait that is missing is reported, and the numbers are wrong in its mode
+
+
+def used_too_soon(device, target, source, name):
+    """What uses a copy does not wait for it."""
+    Device.copy(device, target, source, name)
+    return device.books.host.event()
+
+
+def copied_too_soon(device, target, source, name):
+    """The copy does not wait for what makes its source."""
+    with device.on(device.side(name)):
+        device.transfer(target, source)
+        return device.event()
+
+
+#: What is left out -> what is done instead of `Device.copy`, for copies of which name, and in which modes numbers are
+#: wrong for it.
+MISSING = {
+    "what uses a copy up waits for it": (used_too_soon, {"up"}, ["late", "early"]),
+    "a copy down is waited for before its source is let go": (used_too_soon, {"down"}, ["late"]),
+    "a copy down waits for what makes its source": (copied_too_soon, {"down"}, ["early"]),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("missing", MISSING)
+def test_a_missing_wait_is_reported_and_the_gradient_is_wrong_in_its_mode(missing, mode, monkeypatch):
+    instead, names, wrong_in = MISSING[missing]
+    scenario = SCENARIOS["mlp, prefetch 1"]
+
+    def changed(device, target, source, name):
+        return (instead if name in names else Device.copy)(device, target, source, name)
+
+    monkeypatch.setattr(SimulatedDevice, "copy", changed)
+    found, races = outcome(scenario, mode)
+    assert races
+    assert same(found, expected(scenario)) == (mode not in wrong_in)
+
+
+def test_an_operator_that_runs_early_finds_what_was_there_before():
+    for mode, found in (("at once", 3.0), ("late", 3.0), ("early", 1.0)):
+        with SimulatedDevice(**MODES[mode]) as device:
+            x = torch.ones(100)
+            before = device.event()
+            x.add_(2.0)
+            with device.on(device.side("other")):
+                device.wait(before)
+                y = x * 1
+                device.wait(device.side("compute").event())
+                z = x * 1
+            assert "aten.mul.Tensor on other reads device memory that aten.add_" in device.races.pop()
+            device.finish(device.side("other").event())
+            device.wait(device.side("other").event())
+        assert torch.equal(y, torch.full((100,), found)) and torch.equal(z, torch.full((100,), 3.0))
+
+
+def test_what_an_operator_writes_too_early_is_written_over():
+    for mode, found in (("at once", 0.0), ("late", 5.0), ("early", 5.0)):
+        with SimulatedDevice(**MODES[mode]) as device:
+            x = torch.ones(100)
+            event = device.copy(x, device.pinned((100,), torch.float32).fill_(5.0), "side")
+            x.zero_()
+            assert "aten.zero_.default on compute writes device memory that a copy up on side" in device.races.pop()
+            device.wait(event)
+            device.finish(event)
+        assert torch.equal(x, torch.full((100,), found))
+
+
+def read_too_early(device, x, waits):
+    y = x * 2
+    host = device.pinned(y.shape, y.dtype)
+    copied = device.copy(host, y, "down")
+    if waits:
+        device.finish(copied)
+    return host.tolist()
+
+
+def used_before_it_is_up(device, x, waits):
+    host = device.pinned(x.shape, x.dtype).copy_(torch.arange(4.0))
+    copied = device.copy(x, host, "up")
+    if waits:
+        device.wait(copied)
+    y = x * 2
+    back = device.pinned(y.shape, y.dtype)
+    device.finish(device.copy(back, y, "down"))
+    return back.tolist()
+
+
+def freed_while_it_is_copied(device, x, waits):
+    y = x * 2
+    host = device.pinned(y.shape, y.dtype)
+    copied = device.copy(host, y, "down")
+    if waits:
+        device.wait(copied)
+    del y
+    x * 100
+    device.finish(copied)
+    return host.tolist()
+
+
+def copied_before_it_is_made(device, x, waits):
+    y = x * 2
+    host = device.pinned(y.shape, y.dtype)
+    made = device.event()
+    with device.on(device.side("down")):
+        if waits:
+            device.wait(made)
+        device.transfer(host, y)
+        device.finish(device.event())
+    return host.tolist()
+
+
+#: Of each, what comes out in its mode without its wait.
+PROGRAMS = {
+    read_too_early: ("late", [0.0, 0.0, 0.0, 0.0]),
+    used_before_it_is_up: ("late", [0.0, 0.0, 0.0, 0.0]),
+    freed_while_it_is_copied: ("late", [0.0, 100.0, 200.0, 300.0]),
+    copied_before_it_is_made: ("early", [0.0, 0.0, 0.0, 0.0]),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_program_of_a_few_lines_is_right_with_its_wait_alone(program):
+    wrong_mode, wrong = PROGRAMS[program]
+    for mode in MODES:
+        for waits in (True, False):
+            with SimulatedDevice(**MODES[mode]) as device:
+                x = torch.zeros(4) if program is used_before_it_is_up else device.move(torch.arange(4.0))
+                found, races = program(device, x, waits), len(device.races)
+                device.races.clear()
+            assert races == (0 if waits else 1)
+            if waits:
+                assert found == [0.0, 2.0, 4.0, 6.0]
+            elif mode == wrong_mode:
+                assert found == wrong
+
+
+# ---- what the host reads
+
+
+#: How the host looks at four numbers, 2, 4, 6 and 8; and whether what it got is a view, which shows later ones too.
+LOOKS = {
+    "tolist": (lambda host: host.tolist(), False),
+    "item": (lambda host: host[1].item(), False),
+    "numpy": (lambda host: host.numpy().sum(), True),
+    "asarray": (lambda host: np.asarray(host).sum(), True),
+    "repr": (repr, False),
+    "print": (lambda host: print(host), None),
+    "f-string": (lambda host: f"{host}", False),
+    "bool": (lambda host: bool(host[1]), False),
+    "index": (lambda host: host[1], None),
+    "float": (lambda host: float(host[1]), False),
+    "all": (lambda host: bool((host > 1).all()), False),
+    "from_dlpack": (lambda host: torch.from_dlpack(host).tolist(), False),
+    "iteration": (lambda host: [float(number) for number in host], False),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_the_host_does_not_look_at_what_a_copy_has_not_reached(look, capsys):
+    how, is_view = LOOKS[look]
+    right = how(torch.arange(1.0, 5.0) * 2)
+    for mode in MODES:
+        with SimulatedDevice(**MODES[mode]) as device:
+            y = device.move(torch.arange(1.0, 5.0)) * 2
+            host = device.pinned(y.shape, y.dtype)
+            event = device.copy(host, y, "down")
+            found = how(host)
+            assert "on the host reads pinned memory that a copy down on down has written" in device.races[0]
+            assert "test_simulated.py" in device.races[0]
+            device.races.clear()
+            device.finish(event)
+            after = how(host)
+            assert device.races == []
+        if is_view is not None:
+            wrong = mode == "late" or (mode == "early" and not is_view)
+            assert (found == right) == (not wrong) and after == right
+
+
+def test_views_of_what_a_copy_has_not_reached_are_no_race():
+    with SimulatedDevice() as device:
+        host = device.pinned((8, 4), torch.float32)
+        event = device.copy(host[:4], torch.ones(4, 4), "down")
+        views = host[0], host[:2], host.view(-1), host.detach(), host.t()
+        assert not any(view.is_pinned() for view in views)  # which reads no byte either
+        host[4:] + 1  # the other half
+        assert device.races == []
+        device.finish(event)
+
+
+def test_the_host_waits_for_what_it_prints_of_the_device():
+    with SimulatedDevice(late=True, flops_per_second=1.0) as device:
+        x = device.move(torch.ones(2, 2))
+        assert repr(x @ x) == repr(torch.full((2, 2), 2.0))
+        assert device.books.host.seconds == 16.0
+        event = device.copy(x, device.pinned((2, 2), torch.float32).fill_(5.0), "up")
+        print(x)
+        assert "Tensor.__repr__ on compute reads device memory that a copy up on up" in device.races.pop()
+        device.finish(event)
 
 
 # ---- gradients that go down early
@@ -480,8 +687,8 @@ def test_gradients_go_down_during_backward_only_where_nothing_changes_them_after
     assert (min(span.start for span in down) < backward_ends) == early
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-def test_a_gradient_that_grows_after_it_went_down_goes_down_again(late):
+@pytest.mark.parametrize("mode", ["at once", "late"])
+def test_a_gradient_that_grows_after_it_went_down_goes_down_again(mode):
     """A layer in two reentrant checkpoints: backward within backward adds to its gradient twice."""
 
     def twice(device):
@@ -498,7 +705,7 @@ def test_a_gradient_that_grows_after_it_went_down_goes_down_again(late):
                 p.grad = None
         return [*net.parameters()]
 
-    found, races = outcome(twice, late)
+    found, races = outcome(twice, mode)
     assert same(found, expected(twice))
     assert all("that a copy down on gradients has read" in race for race in races)  # of what is not used
 
@@ -546,6 +753,12 @@ def test_parts_of_a_tensor_are_told_apart():
         assert device.races == []
         above[49:].zero_()
         assert "aten.zero_.default on compute writes device memory" in device.races.pop()
+        below = device.pinned((1, 64), torch.float32)
+        device.copy(below[0, :5], torch.ones(5), "side")
+        below[0, 5:].zero_()  # the byte behind the last one
+        assert device.races == []
+        below[0, 4:].zero_()
+        assert "on the host writes pinned memory that a copy down on side has written" in device.races.pop()
 
 
 def test_memory_goes_round_and_what_it_was_used_for_counts_on():
@@ -610,6 +823,7 @@ def test_after_an_error_nothing_is_left_and_the_error_is_the_one_raised():
         raise ZeroDivisionError
     assert device.races and Device.guests == before
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert torch.overrides._get_current_function_mode() is None
 
 
 def test_a_memory_that_is_too_small_says_so():
@@ -624,7 +838,12 @@ def test_a_memory_that_is_too_small_says_so():
 
 @pytest.mark.parametrize(
     ("options", "error"),
-    [({"flops_per_second": 0}, ValueError), ({"memory_bytes": 1.5}, TypeError), ({"seconds": 1}, TypeError)],
+    [
+        ({"flops_per_second": 0}, ValueError),
+        ({"memory_bytes": 1.5}, TypeError),
+        ({"seconds": 1}, TypeError),
+        ({"late": True, "early": True}, ValueError),
+    ],
 )
 def test_every_refusal_names_the_argument_what_it_got_and_what_it_takes(options, error):
     with pytest.raises(error, match=rf"{next(iter(options))}.*; it takes .+"):
@@ -657,6 +876,49 @@ def test_times_are_those_of_the_rates():
         assert device.seconds - start == pytest.approx(0.25 + 4e-5, rel=1e-3)
 
 
+def test_an_operator_takes_the_bytes_that_it_reads_and_writes():
+    with SimulatedDevice(bytes_per_second=1.0) as device:
+        x, y = torch.zeros(10, 10), torch.zeros(10, 10)
+        out = torch.zeros(10, 10)
+        for work, nbytes in {
+            lambda: x + y: 1200,
+            lambda: x.add_(y): 1200,
+            lambda: x.zero_(): 400,
+            lambda: x.copy_(y): 800,
+            lambda: torch.add(x, y, out=out): 1200,
+            lambda: x + y[:1].expand(10, 10): 840,
+            lambda: x[:5] * 2: 400,
+            lambda: x.sum(): 404,
+            lambda: x.t()[2:]: 0,
+            lambda: torch._foreach_add_([x, y], [y, x]): 2400,
+        }.items():
+            begin = device.seconds
+            work()
+            assert device.seconds - begin == nbytes
+
+
+def test_what_the_host_does_takes_time_if_it_is_given_a_rate():
+    """Adam's update reads weight, gradient and two moments, and writes all but the gradient: 28 bytes a parameter."""
+    links = {"up_bytes_per_second": 4.0, "down_bytes_per_second": 4.0}
+    for host, seconds in (({}, 0.0), ({"host_bytes_per_second": 14.0}, 2.0)):
+        with SimulatedDevice(**links, **host) as device:
+            p = nn.Parameter(torch.ones(1000))
+            optimizer = OffloadedOptimizer([p], lr=0.01)
+            for _ in range(2):  # the first step makes the state
+                begin, first = device.seconds, len(device.spans)
+                p.grad = torch.ones(1000)
+                optimizer.step()
+                p + 1
+        spans = {span.stream: span for span in device.spans[first:]}
+        assert device.seconds - begin == pytest.approx(2000 + 1000 * seconds, rel=1e-3)
+        assert [span.kind for span in spans.values()] == (["down", "host", "up"] if host else ["down", "up"])
+        if host:
+            down, update, up = spans.values()
+            assert update.stream == "host" and "adam" in update.name
+            assert down.end <= update.start and update.end <= up.start
+        assert Device.of(p) is not device
+
+
 def step_seconds(rate, **options):
     """One step of a deep MLP whose copies go at a rate, and what is live at most."""
     torch.manual_seed(0)
@@ -686,11 +948,78 @@ def test_copies_hide_where_the_link_is_fast_enough_and_two_in_flight_hide_more_t
         assert times[0] > times[1] > times[2] > plain
 
 
-def test_the_picture_has_a_lane_for_each_stream():
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("agg")
+@pytest.fixture
+def drawing():
+    pytest.importorskip("matplotlib").use("agg")
+    yield
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+
+
+def lanes_of(ax):
+    """Lane -> (its colours, when it was busy)."""
+    from matplotlib.colors import to_hex
+
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    found = {}
+    for bar in ax.collections:
+        extent = bar.get_datalim(ax.transData)
+        colours, times = found.setdefault(names[round((extent.y0 + extent.y1) / 2)], (set(), []))
+        colours.add(to_hex(bar.get_facecolor()[0]).upper())
+        times.append((round(extent.x0, 6), round(extent.x1, 6)))
+    return dict(sorted(found.items(), key=lambda lane: names.index(lane[0])))
+
+
+def test_a_lane_has_its_place_and_its_colour_in_every_picture(drawing):
+    with SimulatedDevice(**RATES, host_bytes_per_second=1e6) as device:
+        below = device.pinned((10,), torch.float32)
+        below + 1
+        device.finish(device.copy(below, torch.zeros(10).neg(), "gradients"))
+        device.finish(device.copy(torch.zeros(10), below, "mine"))
+        device.finish(device.copy(torch.zeros(10), below, "up"))
+        torch.zeros(10).neg()
+    lanes = lanes_of(device.plot())
+    assert {lane: colours for lane, (colours, _) in lanes.items()} == {
+        "compute": {LANE_COLORS["compute"]},
+        "copies up": {LANE_COLORS["up"]},
+        "gradients": {LANE_COLORS["down"]},
+        "host": {LANE_COLORS["host"]},
+        "mine": {LANE_COLORS["up"]},
+    }
+    (*_, end) = (span.end for span in device.spans if span.stream == "up")
+    later = lanes_of(device.plot(since=end - 1e-5))
+    assert [*later] == ["compute", "copies up"] and later["copies up"][1] == [(0.0, 1e-5)]
+
+
+def test_colours_of_lanes_are_those_of_no_category():
+    assert len({*LANE_COLORS.values()} | {*CATEGORY_COLORS.values()}) == len(LANE_COLORS) + len(CATEGORY_COLORS)
+
+
+def test_the_bytes_below_are_those_that_were_live(drawing):
+    with SimulatedDevice(bytes_per_second=1000.0) as device:
+        x = torch.zeros(250)
+        y = x.neg()
+        del y
+        x.neg()
+    assert device.samples == [(1.0, 1000), (3.0, 2000), (5.0, 2000)]
+    ax = device.plot_bytes(since=2.0)
+    (area,) = ax.collections
+    corners = {tuple(map(float, corner)) for corner in area.get_paths()[0].vertices}
+    assert {(0.0, 0.001), (1.0, 0.001), (1.0, 0.002), (3.0, 0.002)} <= corners
+
+
+def test_every_label_of_the_pictures_has_its_chinese(drawing):
+    with SimulatedDevice(**RATES) as device:
+        for name in ("down", "up", "gradients", "parameters", "batches"):
+            device.finish(device.copy(device.pinned((10,), torch.float32), torch.zeros(10), name))
+    lanes, live = device.plot(), device.plot_bytes()
+    shown = [*(label.get_text() for label in lanes.get_yticklabels()), lanes.get_xlabel(), live.get_ylabel()]
+    assert len(shown) == 8 and all(map(chinese, shown))
+
+
+def test_the_picture_has_a_lane_for_each_stream(drawing):
     with SimulatedDevice(**RATES) as device:
         device.copy(device.pinned((10,), torch.float32), torch.zeros(10).neg(), "down")
     ax = device.plot()
     assert [label.get_text() for label in ax.get_yticklabels()] == ["compute", "copies down"]
-    matplotlib.pyplot.close(ax.figure)
