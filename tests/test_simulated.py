@@ -997,16 +997,22 @@ def test_colours_of_lanes_are_those_of_no_category():
 
 
 def test_the_bytes_below_are_those_that_were_live(drawing):
-    with SimulatedDevice(bytes_per_second=1000.0) as device:
+    with SimulatedDevice(bytes_per_second=1000.0, down_bytes_per_second=500.0) as device:
         x = torch.zeros(250)
         y = x.neg()
         del y
         x.neg()
+        device.finish(device.copy(device.pinned((250,), torch.float32), x, "down"))  # two seconds
     assert device.samples == [(1.0, 1000), (3.0, 2000), (5.0, 2000)]
     ax = device.plot_bytes(since=2.0)
     (area,) = ax.collections
     corners = {tuple(map(float, corner)) for corner in area.get_paths()[0].vertices}
-    assert {(0.0, 0.001), (1.0, 0.001), (1.0, 0.002), (3.0, 0.002)} <= corners
+    assert {(0.0, 0.001), (1.0, 0.001), (1.0, 0.002), (5.0, 0.002)} <= corners
+
+
+def test_pictures_of_nothing_are_empty(drawing):
+    with SimulatedDevice() as device:
+        assert device.plot().get_yticklabels() == [] and device.plot_bytes().get_ylabel() == "live bytes (MB)"
 
 
 def test_every_label_of_the_pictures_has_its_chinese(drawing):

@@ -34,18 +34,19 @@ def draw_lanes(spans: Iterable[Span], ax: Any, since: float) -> Any:
         bar = [(start - since, span.end - start)], (lanes.index(span.stream) - 0.35, 0.7)
         ax.broken_barh(*bar, color=LANE_COLORS[span.kind], edgecolor="white", linewidth=0.3)
     ax.set_yticks(range(len(lanes)), [LANE_NAMES.get(lane, lane) for lane in lanes])
-    ax.set_ylim(len(lanes) - 0.5, -0.5)
+    ax.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
     ax.set_xlim(left=0)
     ax.set_xlabel(text("simulated seconds"))
     return ax
 
 
-def draw_bytes(samples: Iterable[tuple[float, int]], ax: Any, since: float) -> Any:
-    """Live megabytes over time; from each moment the next number holds."""
+def draw_bytes(samples: Iterable[tuple[float, int]], ax: Any, since: float, until: float) -> Any:
+    """Live megabytes over time; each number holds until the next moment, the last one to the end."""
     ax = ax or _new_axes()
     samples = sorted(samples, key=lambda sample: sample[0])  # two streams' operators come in the order they were given
     before = [live for seconds, live in samples if seconds <= since][-1:]
     after = [(seconds - since, live) for seconds, live in samples if seconds > since]
+    after += [(until - since, samples[-1][1])] if samples else []
     seconds, live = zip(*[(0.0, live) for live in before], *after, strict=True) if before or after else ((), ())
     ax.fill_between(seconds, [each / 1e6 for each in live], step="post", color="#BBBBBB", linewidth=0)
     ax.set_xlim(left=0)

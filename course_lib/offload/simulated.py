@@ -197,7 +197,7 @@ class SimulatedDevice(_Streams):
 
     def plot_bytes(self, ax=None, *, since: float = 0.0):
         """Draw the device's live bytes over the seconds from `since` on, as they go below `plot`. The axes."""
-        return draw_bytes(self.samples, ax, since)
+        return draw_bytes(self.samples, ax, since, self.seconds)
 
     # ---- what a Device has
 
