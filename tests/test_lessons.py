@@ -691,12 +691,12 @@ def test_a_check_accepts_right_answers(name):
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_a_check_refuses_wrong_answers_says_why_and_gives_a_hint(name):
+def test_a_check_refuses_wrong_answers_and_names_the_mistake_or_gives_a_hint(name):
     wrong = [*ANSWERS[name][1], *(NO_RECIPES if name.startswith("07") else ())]
     for case in wrong:
         answer, reason = case if isinstance(case, tuple) else (case, None)
         verdict = CHECKS[name](answer)
-        assert not verdict and verdict.hint, (case, verdict)
+        assert not verdict and (verdict.exact or verdict.hint), (case, verdict)
         assert (reason or "") in verdict.message, verdict
 
 
@@ -704,11 +704,11 @@ def test_a_check_refuses_wrong_answers_says_why_and_gives_a_hint(name):
 def test_a_check_survives_nonsense(name):
     for answer in (None, ...):
         verdict = CHECKS[name](answer)
-        assert not verdict and verdict.message == "Not answered yet." and verdict.hint
+        assert not verdict and verdict.message == "Not answered yet." and verdict.hint is None
     assert spoken_problems(verdict._repr_html_()) == []
     for answer in (Hostile(), Hostile, object(), "x", {}, [Hostile()], lambda *_: 1 / 0, float("nan"), 10**5000):
         verdict = CHECKS[name](answer)
-        assert isinstance(verdict, Verdict) and not verdict and verdict.hint and repr(verdict)
+        assert isinstance(verdict, Verdict) and not verdict and (verdict.exact or verdict.hint) and repr(verdict)
 
 
 # Claims ---------------------------------------------------------------------------------------------------------------

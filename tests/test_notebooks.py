@@ -219,6 +219,35 @@ def solution_problems(notebook):
     return problems
 
 
+def top_level(source):
+    """Names that a cell binds when it runs."""
+    bound = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+            continue
+        names = (child for child in ast.walk(node) if isinstance(child, ast.Name))
+        bound |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    return bound
+
+
+def guard_problems(notebook):
+    """A solution that takes a name of the reader's asks first whether his answer was accepted, and checks it again."""
+    problems, attempt = [], ""
+    for number, cell in cells_of(notebook, "code"):
+        if "### BEGIN SOLUTION" in cell.source:
+            *_, last = body = ast.parse(cell.source).body
+            check = last.value.func if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) else None
+            free = [node for node in body if not isinstance(node, ast.If)]
+            taken = top_level("\n".join(map(ast.unparse, free))) & top_level(attempt)
+            problems += [f"cell {number}: takes the reader's {name!r} whatever he wrote" for name in sorted(taken)]
+            for guard in (node for node in body if isinstance(node, ast.If)):
+                if check is None or ast.unparse(guard.test) != f"not {ast.unparse(check)}.accepted":
+                    problems.append(f"cell {number}: asks {ast.unparse(guard.test)!r}, another check than its own")
+        attempt = cell.source
+    return problems
+
+
 # --- checks: prose cells ---
 
 
@@ -470,6 +499,7 @@ def test_every_notebook_has_a_script_and_every_script_a_notebook():
         picture_problems,
         comparison_problems,
         solution_problems,
+        guard_problems,
         prose_problems,
     ],
 )
@@ -617,6 +647,23 @@ def test_a_fault_in_a_prose_cell_is_found(pattern, fault, problem):
     )
     cell.source = re.sub(pattern, fault, cell.source, count=1)
     assert problem in "\n".join(prose_problems(notebook))
+
+
+@pytest.mark.parametrize(
+    ("solution", "problem"),
+    [
+        ("answer = 2\nlesson.check_it(answer)", "takes the reader's 'answer'"),
+        ("if not lesson.check_it.accepted:\n    x = 1\nanswer = x\nlesson.check_it(answer)", "takes the reader's"),
+        ("if not lesson.check_that.accepted:\n    answer = 2\nlesson.check_it(answer)", "another check than its own"),
+        ("if not lesson.check_it.accepted:\n    answer = 2\n    lesson.check_it(answer)", "another check"),
+        ("if not lesson.check_it.accepted:\n    answer = 2\nlesson.check_it(answer)", None),
+        ("result = 2\nlesson.check_it(result)", None),
+    ],
+)
+def test_a_solution_that_would_take_the_readers_work_is_found(solution, problem):
+    sources = ("answer = None\nlesson.check_it(answer)", f"### BEGIN SOLUTION\n{solution}\n### END SOLUTION")
+    found = guard_problems(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources]))
+    assert (problem in "".join(found)) if problem else found == []
 
 
 def test_numbers_and_formulas_are_equal_in_both_ways_of_writing_them():
