@@ -1,5 +1,6 @@
 """What the lessons' checks say of the answers in `answers/`, and of nonsense."""
 
+import math
 from fractions import Fraction
 
 import numpy
@@ -43,7 +44,7 @@ def test_a_check_accepts_right_answers(name):
 def in_numbers_of(kind, answer):
     """The answer with each number in it, or that it returns, made one of the kind."""
     if isinstance(answer, int | float) and not isinstance(answer, bool):
-        return kind(answer)
+        return kind(answer) if math.isfinite(answer) else answer
     if isinstance(answer, dict):
         return {key: in_numbers_of(kind, value) for key, value in answer.items()}
     if callable(answer) and not isinstance(answer, type):

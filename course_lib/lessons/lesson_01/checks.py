@@ -131,7 +131,7 @@ def check_whole_peak(answer: Any) -> Verdict:
         -statistics: "The last norm keeps its statistics, too: two numbers a token.",
     }
     small = (0, -400, 8, -392)  # Adam's counts of steps; the loss and its gradient
-    if isinstance(answer, int | float) and answer in [exact + change for change in small]:
+    if any(expect_number(answer, exact + change) for change in small):
         answer = exact
     reasons = _as_read_off(exact)
     for change, (first, said) in itertools.product(small, slips.items()):
