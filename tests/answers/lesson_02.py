@@ -161,3 +161,42 @@ ANSWERS = {
         [(128, "so does 256"), (512, "Too large"), (100, "power of two"), ("256", "power of two")],
     ),
 }
+
+_NO_GRAPH = "nothing is recorded in a Function's forward anyhow"
+_NO_SECOND_GRAPH = "nobody takes a gradient of the gradient"
+_WHOLE_NUMBERS = "the targets are whole numbers: they have no graph"
+#: check -> mutants of its solution that are right as well, and why.
+EQUIVALENT = {
+    "checkpoint": {
+        "context.save_for_backward(x) → context.save_for_backward(x.detach())": "it is detached where it is used",
+        "without `with torch.no_grad():`": _NO_GRAPH,
+        "torch.no_grad → torch.enable_grad": "a Function cuts the graph of what its forward returns",
+        "return block(x) → return block(x).detach()": _NO_GRAPH,
+        "block(x) → block(x.detach())": _NO_GRAPH,
+        "torch.autograd.backward(output, gradient) → torch.autograd.backward(output, gradient.detach())": (
+            _NO_SECOND_GRAPH
+        ),
+    },
+    "loss_in_pieces": {
+        "F.cross_entropy(hidden @ weight.T, targets, reduction='sum') → "
+        "F.cross_entropy(hidden @ weight.T, targets.detach(), reduction='sum')": _WHOLE_NUMBERS,
+        "checkpoint(loss_of_chunk, rows, weight, answers, use_reentrant=False) → "
+        "checkpoint(loss_of_chunk, rows, weight, answers.detach(), use_reentrant=False)": _WHOLE_NUMBERS,
+        "len(targets) → len(targets.detach())": _WHOLE_NUMBERS,
+        "True → False in `for rows, answers in zip(hidden.split(chunk), targets.split(chunk), strict=True):`": (
+            "both have as many chunks"
+        ),
+        "False → True in `total = total + checkpoint(loss_of_chunk, rows, weight, answers, use_reentrant=False)`": (
+            "the other mode gives the same gradients where the inputs need some"
+        ),
+    },
+    "dropout_checkpoint": {
+        "return MyCheckpoint.forward(context, block, x) → return MyCheckpoint.forward(context, block, x).detach()": (
+            _NO_GRAPH
+        ),
+        "MyCheckpoint.forward(context, block, x) → MyCheckpoint.forward(context, block, x.detach())": _NO_GRAPH,
+        "MyCheckpoint.backward(context, gradient) → MyCheckpoint.backward(context, gradient.detach())": (
+            _NO_SECOND_GRAPH
+        ),
+    },
+}

@@ -104,3 +104,12 @@ ANSWERS = {
         ],
     ),
 }
+
+_ALIKE = "all boundaries of the check's chains have one byte: to be told apart"
+#: check -> mutants of its solution that are right as well, and why.
+EQUIVALENT = {
+    "recurrence": {
+        "1 → 2 in `later = fastest(stages[e:], room - stages[e - 1].output_bytes)`": _ALIKE,
+        "1 → 0 in `later = fastest(stages[e:], room - stages[e - 1].output_bytes)`": _ALIKE,
+    },
+}

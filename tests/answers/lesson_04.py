@@ -44,3 +44,16 @@ ANSWERS = {
         ],
     ),
 }
+
+#: check -> mutants of its solution that are right as well, and why.
+EQUIVALENT = {
+    "what_goes_down": dict.fromkeys(
+        (
+            "10 → 9 in `sizes, choices = ([40, 10, 30, 20, 10], [])`",
+            "30 → 31 in `sizes, choices = ([40, 10, 30, 20, 10], [])`",
+            "20 → 19 in `sizes, choices = ([40, 10, 30, 20, 10], [])`",
+        ),
+        "40, 10 and 20 MB are 70 MB as well",
+    ),
+    "offloading": {"tensor.detach() → tensor": "no graph is recorded for what a hook computes"},
+}

@@ -70,3 +70,12 @@ ANSWERS = {
     ),
     "grouped_bytes": ([84_410_368], [(83_886_080, "missing"), (84_148_224, "fp32"), (84.410368, "in MB")]),
 }
+
+_SHAPE = "largest, total = (scores.new_full(scores.shape[:1], float('-inf')), scores.new_zeros(scores.shape[:1]))"
+#: check -> mutants of its solution that are right as well, and why.
+EQUIVALENT = {
+    "log_sum_exp": {
+        f"1 → 0 in `{_SHAPE}`": "one number in place of one a row: the first block broadcasts it",
+        f"1 → 0 in `{_SHAPE}` (2)": "one number in place of one a row: the first block broadcasts it",
+    },
+}

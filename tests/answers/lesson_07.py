@@ -47,3 +47,10 @@ NO_RECIPES = [
     *((Recipe(optimizer="sgd"), "optimizer stay"), (Recipe(precision="bf16"), "optimizer stay")),
     (Recipe(micro_batches=9), "cannot be estimated: micro_batches is 9"),
 ]
+
+#: check -> mutants of its solution that are right as well, and why.
+EQUIVALENT = {
+    "eleven_megabytes": {
+        "0.5 → 1.0 in `half = {'offload_optimizer': 0.5, 'micro_batches': 8}`": "all of it fits as well"
+    },
+}

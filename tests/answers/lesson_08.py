@@ -32,6 +32,8 @@ def sharded(weights, gradients, adams, wire, slip=None):
     n = len(weights)
     if slip == "all-reduce":
         sums = [total.chunk(n)[rank] for rank, total in enumerate(wire.all_reduce(gradients))]
+    elif slip == "scale":
+        sums = [total * n**2 for total in wire.reduce_scatter(gradients)]
     elif slip == "no wire":
         sums = list(sum(gradients).chunk(n))
     else:
@@ -50,6 +52,7 @@ def sharded(weights, gradients, adams, wire, slip=None):
 SHARDED_SLIPS = {
     "all-reduce": "3 numbers are sent",
     "no wire": "Less is sent",
+    "scale": "does not mind the gradient's scale",
     "first piece": "its own piece",
     "sum": "sum of the gradients",
     "whole state": "of Adam's state",
@@ -119,4 +122,13 @@ ANSWERS = {
             ),
         ],
     ),
+}
+
+_BILLIONTH = "within the tolerance, a billionth"
+#: check -> mutants of its solution that are right as well, and why.
+EQUIVALENT = {
+    "seven_billion": {
+        "7000000000 → 7000000001 in `seven, n = (7000000000, 8)`": _BILLIONTH,
+        "7000000000 → 6999999999 in `seven, n = (7000000000, 8)`": _BILLIONTH,
+    },
 }
