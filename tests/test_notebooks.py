@@ -23,6 +23,8 @@ jupytext = pytest.importorskip("jupytext")
 MarkdownIt = pytest.importorskip("markdown_it").MarkdownIt
 TransformerManager = pytest.importorskip("IPython.core.inputtransformer2").TransformerManager
 
+from course_lib.teaching.editions import translations  # noqa: E402 - after the checks for what a GPU machine lacks
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
 MOST_BYTES = 1_500_000
@@ -404,10 +406,10 @@ def glossary_problems(english, chinese):
     """An English term is there in Chinese, in the glossary's word or in English; no other renderings."""
     words, _, _ = take_apart(english)
     problems = []
-    for form, pattern, translations in glossary():
+    for form, pattern, chinese_forms in glossary():
         words, count = pattern.subn("\ufffc", words)
-        if count and not pattern.search(chinese) and not any(word in chinese for word in translations):
-            problems.append(f"{form!r} is in the English text, none of {translations} in the Chinese one")
+        if count and not pattern.search(chinese) and not any(word in chinese for word in chinese_forms):
+            problems.append(f"{form!r} is in the English text, none of {chinese_forms} in the Chinese one")
     for pattern, better in BANNED.items():
         problems += [f"{match[0]!r} is {better!r} here" for match in re.finditer(pattern, chinese)]
     return problems
@@ -534,6 +536,15 @@ def test_the_glossary_says_what_each_word_means_in_both_languages():
         problems += [f"{english[0]}: {problem}" for problem in found]
         seen |= {*english, *chinese}
     assert problems == []
+
+
+@each_notebook
+def test_no_text_was_edited_in_one_language_alone(path):
+    known = {place: pair for place, pair in translations.read_pairs().items() if place.startswith(path.stem[:2])}
+    found = translations.pairs(load(path))
+    alone = sorted({translations.section_of(place) for place in translations.one_sided(found, known)})
+    assert alone == [], f'one language was edited; if both are right: make notebooks ARGS="--same {" ".join(alone)}"'
+    assert found == known, f"make notebooks ARGS={path.stem[:2]} renews the hashes of both languages"
 
 
 def test_the_section_about_triton_runs_where_triton_is_missing():
@@ -664,6 +675,45 @@ def test_a_solution_that_would_take_the_readers_work_is_found(solution, problem)
     sources = ("answer = None\nlesson.check_it(answer)", f"### BEGIN SOLUTION\n{solution}\n### END SOLUTION")
     found = guard_problems(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources]))
     assert (problem in "".join(found)) if problem else found == []
+
+
+def bilingual(*texts):
+    """Cells of (English, Chinese), the first with the heading of section 2.5."""
+    sources = [f'<div lang="en">\n\n{en}\n\n</div>\n<div lang="zh">\n\n{zh}\n\n</div>' for en, zh in texts]
+    sources[0] = f"## 2.5 Which one? / 哪一个？\n\n{sources[0]}"
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(source) for source in sources])
+
+
+def test_an_edit_in_one_language_alone_is_noticed_until_somebody_gives_the_word(tmp_path):
+    store = tmp_path / "translations.toml"
+    before = translations.pairs(bilingual(("One.", "一。"), ("Two.", "二。")))
+    assert list(before) == ["02.5", "02.5-2"]
+    translations.store_pairs("02", before, store)
+    assert translations.read_pairs(store) == before
+
+    both = translations.pairs(bilingual(("One.", "一。"), ("A second.", "第二。")))
+    assert translations.one_sided(both, before) == {} and translations.renewed(both, before) == both
+    for edited in (("A second.", "二。"), ("Two.", "第二。")):
+        alone = translations.pairs(bilingual(("One.", "一。"), edited))
+        assert translations.one_sided(alone, before) == {"02.5-2": before["02.5-2"]}
+        assert translations.renewed(alone, before, ["02.4"]) == before
+        assert translations.renewed(alone, before, ["02.5"]) == alone
+    moved = translations.pairs(bilingual(("New.", "新。"), ("Two.", "二。"), ("One.", "第一。")))
+    assert list(translations.one_sided(moved, before)) == [], "its heading makes the first text another one"
+    moved = translations.pairs(bilingual(("New.", "新。"), ("Two.", "第二。"), ("Three.", "三。")))
+    assert list(translations.one_sided(moved, before)) == ["02.5-2"]
+    respaced = translations.pairs(bilingual(("One.", "一。"), ("Two.\n", " 二。")))
+    assert respaced == before
+
+
+def test_a_slide_s_words_and_a_heading_s_are_texts_too():
+    book = bilingual(("One.", "一。"))
+    book.cells[0].metadata["slide"] = {"en": "One?", "zh": "一？"}
+    before = translations.pairs(book)
+    assert list(before) == ["02.5", "02.5 slide"]
+    book.cells[0].metadata["slide"]["zh"] = "一吗？"
+    book.cells[0].source = book.cells[0].source.replace("Which one?", "Which?")
+    assert list(translations.one_sided(translations.pairs(book), before)) == ["02.5", "02.5 slide"]
 
 
 def test_numbers_and_formulas_are_equal_in_both_ways_of_writing_them():
