@@ -14,6 +14,9 @@ import torch
 
 from course_lib._check import InfeasibleBudget
 from course_lib.labels import say, text
+from course_lib.labels.command import Parser
+from course_lib.labels.drawn import course_font
+from course_lib.memory import CATEGORIES
 from course_lib.memory.show import bytes_text
 
 from .asked import Asked, asked
@@ -57,7 +60,7 @@ def bytes_from(text: str) -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m course_lib.budget",
         description="Which recipes train a model within a byte budget, the cheapest first; nothing is taken or run, "
         "unless by --check. The model is that of a Hugging Face config.json, what a function returns, or the course's "
@@ -211,11 +214,13 @@ def _print(given: argparse.Namespace, model: Asked, rates: Rates, found: Estimat
 
 
 def _plot(parser, given: argparse.Namespace, model: Asked, way: Way, budget: int) -> None:
-    ax = waterfall(way, budget_bytes=budget)
     values = {"millions": model.parameters() / 1e6, "budget": bytes_text(budget)}
-    ax.set_title(say(text("{millions:,.1f} million parameters into {budget}", **values)))
+    words = {name: say(name) for name in (*CATEGORIES, "budget")} | {"optimizer": say(text("optimizer state"))}
     try:
-        ax.figure.savefig(given.plot, dpi=120)
+        with course_font():
+            ax = waterfall(way, budget_bytes=budget, names=[say(name) for name, *_ in way.rows()], labels=words)
+            ax.set_title(say(text("{millions:,.1f} million parameters into {budget}", **values)))
+            ax.figure.savefig(given.plot, dpi=120)
     except OSError as error:
         parser.error(f"--plot {given.plot!r} cannot be written ({error.strerror})")
     if not given.json:

@@ -23,6 +23,8 @@ from course_lib.distributed.formulas import MODES, SYNCS, held_bytes, shapes_of
 from course_lib.distributed.predicting import predict
 from course_lib.distributed.running import process_group, resumed, train
 from course_lib.distributed.tasks import Task, check_divides, task_of
+from course_lib.labels import say, text
+from course_lib.labels.command import Parser, said_error
 from course_lib.memory import symbolic
 
 RANK = int(os.environ.get("RANK", 0))
@@ -40,7 +42,7 @@ MODES_HELP = """modes:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m torch.distributed.run --standalone --nproc-per-node 2 -m course_lib.distributed",
         description=HELP,
         epilog=MODES_HELP,
@@ -94,9 +96,9 @@ def main() -> None:
     options = {"micro_batches": given.micro_batches, "sync": given.sync, "wrapper": given.wrapper, "device": device}
     for mode in modes:
         options |= {"save_to": given.save and Path(given.save) / mode, "every": given.every}
-        say = partial(print, file=sys.stderr, flush=True)
+        tell = partial(print, file=sys.stderr, flush=True)
         with _after_the_culprit():
-            run = train(task, mode, given.steps, resume=checkpoints[mode], say=say, **options)
+            run = train(task, mode, given.steps, resume=checkpoints[mode], say=tell, **options)
         if RANK == 0:
             print(json.dumps(run.as_dict(given.details)) if given.json else run, flush=True)
     group.__exit__(None, None, None)
@@ -164,7 +166,7 @@ def _refuse(sentence: str) -> NoReturn:
     """Say it once, on rank 0; the others wait until torchrun ends them, which it does when the first has ended."""
     if RANK:
         time.sleep(60)
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    print(say(text("error: {sentence}", sentence=said_error(sentence))), file=sys.stderr, flush=True)
     os._exit(2)
 
 

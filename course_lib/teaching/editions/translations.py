@@ -15,7 +15,7 @@ from nbformat import NotebookNode
 from .cells import in_language
 
 STORE = Path(__file__).parents[1] / "translations.toml"
-_HEAD = """# Where a text of the lessons stands -> a hash of its English, a hash of its Chinese; `make notebooks` writes it.
+_HEAD = """# A place in the lessons -> a hash of its English, a hash of its Chinese; `make notebooks` writes this file.
 # 02.5-3 is the third text of section 2.5. After an edit that leaves the other language right as it is, say so:
 #     make notebooks ARGS="--same 02.5"
 """
