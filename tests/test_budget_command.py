@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import sys
+import warnings
 from dataclasses import asdict
 from functools import partial
 
@@ -17,6 +19,7 @@ from course_lib.budget.asked import shape_of
 from course_lib.budget.rates import UPDATE_BYTES, allowance_bytes
 from course_lib.budget.recipe import ALL_ABOVE, OPTIMIZERS
 from course_lib.budget.show import steps_to
+from course_lib.distributed import __main__ as ranks_command
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
 
@@ -194,6 +197,99 @@ def test_the_command_refuses_in_one_sentence(changed, told, capsys):
         command.main([*SMALL.split(), *changed.split()])
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and told in error.splitlines()[-1] and "Traceback" not in error
+
+
+# ---- the commands in Chinese
+
+
+HAN = re.compile("[\u3400-\u9fff]")
+
+
+@pytest.fixture(params=["budget", "distributed"])
+def parser(request, fresh, monkeypatch):
+    """A command's parser, in Chinese; a label without Chinese is an error."""
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    monkeypatch.setenv("COURSE_LABELS", "strict")
+    return {"budget": command, "distributed": ranks_command}[request.param].arguments()
+
+
+def test_the_help_of_a_command_is_chinese_down_to_the_words_of_argparse(parser, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    usage, *options = parser.format_help().splitlines()
+    assert usage.startswith("用法：") and "选项:" in options and "显示这份说明" in "".join(options)
+    assert [action.dest for action in parser._actions if action.help and not HAN.search(action.help)] == []
+    assert HAN.search(parser.description) and HAN.search(parser.epilog)
+    monkeypatch.setenv("COURSE_LANG", "en")
+    assert labels.both("options") == ("options", "选项") and "show this help" in command.arguments().format_help()
+
+
+ERRORS = [
+    ("--budget 80Gob", "参数 --budget：'80Gob' 里的 'Gob' 不是单位；可用的有 B, kB,"),
+    ("--budget lots", "参数 --budget：'lots' 不是字节数；应当像 80GiB 或 24GB"),
+    ("--budget 0MB", "参数 --budget：'0MB' 不能作预算"),
+    ("--layers 0", "参数 --layers：'0' 不是个数；应当是 1 到 10,000,000 的整数"),
+    ("--parameters many", "参数 --parameters：'many' 不是参数量"),
+    ("--plot way.foo", "参数 --plot：'way.foo' 不是图片格式；可用的有 "),
+    ("--plot nowhere/way.png", "参数 --plot：'nowhere/way.png' 所在的目录不存在"),
+    ("--plot tests.png", "参数 --plot：'tests.png' 是目录；应当是文件"),
+    ("--plot", "参数 --plot：需要一个值"),
+    ("--tier below", "参数 --tier：没有 'below' 这一项，可选："),
+    ("--what", "无法识别的参数：--what"),
+    ("--hidden 64", "缺少 --budget；给出像 80GiB 这样的字节数"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), ERRORS)
+def test_an_error_of_the_command_is_said_in_chinese(given, told, capsys, monkeypatch, tmp_path, fresh):
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests.png").mkdir()
+    with pytest.raises(SystemExit) as stopped:
+        command.main([*SMALL.replace("--machine laptop", "").split(), *given.split()])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.startswith("用法：") and f"错误：{told}" in error.splitlines()[-1]
+
+
+REFUSED = [
+    (["--mode", "ddp,zero3"], "没有 'zero3' 这种做法；可用其中一种或几种：ddp, zero1"),
+    (["--steps", "0"], "--steps 是 0；应当是不小于 1 的整数"),
+    (["--every", "2"], "给了 --every 2 却没有 --save"),
+    (["--ranks", "2", "--save", "here"], "--ranks 不与 --save 同用；它只预测一步，不启动进程"),
+    (["--ranks", "2", "--micro-batches", "3"], "--micro-batches 是 3；一个进程有 4 个样本，应当是 4 的约数"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), REFUSED)
+def test_an_error_of_the_ranks_command_is_said_in_chinese(given, told, capsys, monkeypatch, fresh):
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    monkeypatch.setattr(sys, "argv", ["command", *given])
+    monkeypatch.setattr(ranks_command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(ranks_command, "end_with", lambda parent: None)
+    monkeypatch.setattr(ranks_command.os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    with pytest.raises(SystemExit) as stopped:
+        ranks_command.main.__wrapped__()
+    assert stopped.value.code == 2 and capsys.readouterr().err.startswith(f"错误：{told}")
+
+
+def test_every_sentence_of_an_error_in_the_catalog_is_one_that_a_command_says():
+    told = [chinese for _, chinese in (*ERRORS, *REFUSED)]
+    pieces = {zh: [piece[:5] for piece in re.split(r"\{\w+\}", zh)][:2] for zh in labels.sentences().values()}
+    unsaid = [zh for zh, first in pieces.items() if not any(all(p in each for p in first) for each in told)]
+    assert pieces and unsaid == []
+
+
+def test_the_way_is_drawn_in_the_language_and_every_character_has_its_glyph(tmp_path, capsys, monkeypatch, fresh):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    monkeypatch.setenv("COURSE_LABELS", "strict")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a glyph that is missing is one
+        assert command.main([*SMALL.split(), "--budget", "2.5MB", "--plot", str(tmp_path / "way.png")]) == 0
+    (ax,) = pyplot.gcf().axes
+    legend = [each.get_text() for each in ax.get_legend().get_texts()]
+    assert "参数" in legend and "优化器状态" in legend and all(map(HAN.search, legend))
+    assert ax.get_title().endswith("个参数装进 2,500,000 字节（2.5 MB）") or HAN.search(ax.get_title())
+    assert all(HAN.search(each.get_text()) for each in ax.get_xticklabels()[1:])
 
 
 @pytest.mark.parametrize("parameters", [5e6, 1e9, 70e9])

@@ -214,12 +214,12 @@ def _print(given: argparse.Namespace, model: Asked, rates: Rates, found: Estimat
 
 
 def _plot(parser, given: argparse.Namespace, model: Asked, way: Way, budget: int) -> None:
-    values = {"millions": model.parameters() / 1e6, "budget": bytes_text(budget)}
+    values = {"count": model.parameters(), "budget": bytes_text(budget)}
     words = {name: say(name) for name in (*CATEGORIES, "budget")} | {"optimizer": say(text("optimizer state"))}
     try:
         with course_font():
             ax = waterfall(way, budget_bytes=budget, names=[say(name) for name, *_ in way.rows()], labels=words)
-            ax.set_title(say(text("{millions:,.1f} million parameters into {budget}", **values)))
+            ax.set_title(say(text("{count:,} parameters into {budget}", **values)))
             ax.figure.savefig(given.plot, dpi=120)
     except OSError as error:
         parser.error(f"--plot {given.plot!r} cannot be written ({error.strerror})")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from course_lib._check import InfeasibleBudget, kind, one_of, whole
 from course_lib._torch import tensors_in
 from course_lib.checkpoint.blocks import names_of
-from course_lib.labels import text
+from course_lib.labels import say, text
 from course_lib.memory.show import Table, bytes_text
 from course_lib.offload import chosen_below
 
@@ -385,10 +385,10 @@ def _progress(wanted: bool) -> Iterator[Callable[[Recipe], None]]:
     if not wanted:
         yield lambda recipe: None
         return
-    with tqdm(unit=" recipes", leave=False) as bar:
+    with tqdm(unit=f" {say('recipes')}", leave=False) as bar:
 
         def show(recipe: Recipe) -> None:
-            bar.set_postfix_str(str(recipe), refresh=False)
+            bar.set_postfix_str(say(str(recipe))[:40], refresh=False)
             bar.update()
 
         yield show

@@ -96,9 +96,8 @@ def main() -> None:
     options = {"micro_batches": given.micro_batches, "sync": given.sync, "wrapper": given.wrapper, "device": device}
     for mode in modes:
         options |= {"save_to": given.save and Path(given.save) / mode, "every": given.every}
-        tell = partial(print, file=sys.stderr, flush=True)
         with _after_the_culprit():
-            run = train(task, mode, given.steps, resume=checkpoints[mode], say=tell, **options)
+            run = train(task, mode, given.steps, resume=checkpoints[mode], say=_tell, **options)
         if RANK == 0:
             print(json.dumps(run.as_dict(given.details)) if given.json else run, flush=True)
     group.__exit__(None, None, None)
@@ -160,6 +159,10 @@ def _predict(given: argparse.Namespace, task: Task, modes: list[str]) -> None:
         rows += [(f"  {name}", count) for name, count in taken.at_peak.items() if count]
         print(f"{mode} on {given.ranks} ranks, predicted: bytes of the rank that holds most")
         print("\n".join(f"  {name:<18}{count:>26,}" for name, count in rows), flush=True)
+
+
+def _tell(line: str) -> None:
+    print(say(line), file=sys.stderr, flush=True)
 
 
 def _refuse(sentence: str) -> NoReturn:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from course_lib.labels import text
 from course_lib.memory import symbolic
 
 from .formulas import STATE, held_bytes, sent_bytes, shapes_of
@@ -103,7 +104,10 @@ def train(
             if step - start + 1 == min(steps, METERED):
                 watching.close()
             if rank == 0:
-                say(f"{mode} on {ranks} ranks: step {step + 1 - start} of {steps}, loss {losses[-1]:.4f}")
+                done = {"step": step + 1 - start, "steps": steps, "loss": f"{losses[-1]:.4f}"}
+                say(
+                    text("{mode} on {ranks} ranks: step {step} of {steps}, loss {loss}", mode=mode, ranks=ranks, **done)
+                )
             if save_to is not None and (step + 1 == start + steps or (every and (step + 1) % every == 0)):
                 save(save_to, trainer, step + 1)
     taken: list[Any] = [None] * ranks

@@ -38,9 +38,9 @@ class Parser(argparse.ArgumentParser):
     def add_argument(self, *names: str, help: str = "", **options: Any) -> argparse.Action:
         return super().add_argument(*names, help=_said(help), **options)
 
-    def parse_known_args(self, *args: Any, **options: Any) -> tuple[argparse.Namespace, list[str]]:
+    def parse_args(self, *args: Any, **options: Any) -> argparse.Namespace:
         with _own_words():
-            return super().parse_known_args(*args, **options)
+            return super().parse_args(*args, **options)
 
     def format_help(self) -> str:
         with _own_words():
@@ -63,9 +63,8 @@ def said_error(message: str) -> str:
     """
     if current() != "zh":
         return message
-    lead = re.match(r"argument (\S+): ", message)  # not asked of gettext before Python 3.12
-    if lead:
-        return f"参数 {lead[1]}：{said_error(message[lead.end() :])}"
+    if lead := re.match(r"参数 \S+：", message):
+        return lead[0] + said_error(message[lead.end() :])
     for pattern, chinese in _patterns():
         if found := pattern.fullmatch(message):
             return chinese.format(**found.groupdict())
