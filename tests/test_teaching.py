@@ -686,6 +686,26 @@ def test_an_exception_shows_the_readers_own_line_and_a_typing_slip_no_hint(sourc
     assert labels.chinese(verdict.message).startswith("你的单元格第 ") and spoken_problems(verdict._repr_html_()) == []
 
 
+NOTEBOOK = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+for cell in (
+    "import torch\\nfrom course_lib.lessons import lesson_02",
+    "def mine(block, x):\\n    y = block(x)\\n    return y @ y",
+    "def mine_too(block, x):\\n    return blok(x)",
+    "print(lesson_02.check_checkpoint(mine), lesson_02.check_checkpoint(mine_too), sep='|')",
+):
+    shell.run_cell(cell)
+"""
+
+
+def test_a_cell_of_a_notebook_is_where_the_readers_lines_stand():
+    pytest.importorskip("IPython")
+    both = run_without("", NOTEBOOK).split("|")
+    assert both[0].startswith("✗ Line 3 of your cell, `return y @ y`: RuntimeError: ") and "Hint: " in both[0]
+    assert both[1].strip() == "✗ Line 2 of your cell, `return blok(x)`: NameError: name 'blok' is not defined"
+
+
 def test_where_no_line_of_the_readers_ran_the_exception_is_said_in_the_exercises_words():
     check = asked_for("try", raised="Broken: {error}")
     assert check(5).message == "Broken: TypeError(\"'int' object is not callable\")"
