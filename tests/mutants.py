@@ -59,7 +59,7 @@ def solutions(number: str) -> tuple[Solution, ...]:
         if "### BEGIN SOLUTION" in source:
             check = next(name for name in CHECKS if f"lesson_{number}.check_{name[3:]}(" in source)
             taken = bound_by(unguarded(source)) & bound_by(code[place - 1])
-            found.append(Solution(check, source, taken, _needed(unguarded(source), code[: place - 1])))
+            found.append(Solution(check, source, taken, _needed(unguarded(source), code[:place])))
     return tuple(found)
 
 
