@@ -6,17 +6,21 @@ import importlib
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from course_lib._check import shown
+from course_lib._origin import origin
 from course_lib.configs import model_from, read_config
+from course_lib.configs import shape_of as config_shape
 from course_lib.labels import text
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
 
 from .loss import samples_in
+from .step import check_function, pieces_of
 
 HEAD_DIM = 128
 
@@ -59,16 +63,13 @@ def asked(given: Namespace) -> Asked:
 
 def _by_config(given: Namespace) -> Asked:
     config = read_config(given.config)
-
-    def make_model() -> nn.Module:
-        return model_from(config, sequence=given.sequence)
-
-    with symbolic():  # it says what is wrong with the config
-        model = model_from({**config, "num_hidden_layers": 1, "n_layer": 1}, sequence=given.sequence)
-    vocabulary = model.tokens.num_embeddings
+    model, sizes = config_shape(config, given.sequence)
+    with symbolic():  # one layer says what else is wrong with the config
+        model(**{**sizes, "layers": 1})
     said = "{file} ({kind}, in this course's plain implementation of its shapes)"
     name = text(said, file=given.config, kind=config["model_type"])
-    return Asked(make_model, *_tokens(given, vocabulary), name, _samples(given))
+    make_model = partial(model_from, config, sequence=given.sequence)
+    return Asked(make_model, *_tokens(given, sizes["vocabulary"]), name, _samples(given))
 
 
 def _by_function(given: Namespace) -> Asked:
@@ -79,8 +80,10 @@ def _by_function(given: Namespace) -> Asked:
     if make_batch is None:
         got = f"--batch-from is missing and {given.model} has no attribute make_batch"
         raise ValueError(f"{got}; it takes a function, as package:function, that returns a batch")
+    check_function("make_batch", make_batch)
     with symbolic():
-        count = samples_in(make_batch())
+        [batch] = pieces_of(make_batch(), 1)
+        count = samples_in(batch)
     return Asked(
         make_model, make_batch, getattr(make_model, "loss_sum", None), given.model, text("{count} samples", count=count)
     )
@@ -116,11 +119,15 @@ def _found(option: str, name: str) -> Callable:
     """The function that "package.module:function" names."""
     module, _, attribute = name.partition(":")
     takes = "it takes package.module:function, which can be imported from here"
+    if not attribute:
+        raise ValueError(f"{option} is {name!r}, without a function after a colon; {takes}")
     try:
         found = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, ValueError, AttributeError) as error:
+        if origin(error) is not None:  # found, and its own code fails
+            raise
         raise ValueError(f"{option} is {name!r}, which is not found ({error}); {takes}") from None
     if isinstance(found, nn.Module) or not callable(found):
         raise ValueError(f"{option} is {name!r}, {shown(found)}; {takes}")
