@@ -64,7 +64,8 @@ def shown(value: Any) -> str:
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"a {type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
+        kind = type(value).__name__.removeprefix("Fake")  # of an estimate: the reader has passed a tensor
+        return f"a {kind} of shape {tuple(value.shape)} and {value.dtype}"
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 

@@ -9,10 +9,12 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from course_lib._check import InfeasibleBudget
+from course_lib._origin import is_refusal, message, unlogged
 from course_lib.labels import say, text
 from course_lib.memory.show import bytes_text
 
@@ -63,8 +65,10 @@ def arguments() -> argparse.ArgumentParser:
         "unless by --check. The model is that of a Hugging Face config.json, what a function returns, or the course's "
         "decoder (course_lib.models.Decoder) of a size: --parameters, or --hidden and --layers.",
         epilog="Example: python -m course_lib.budget --config config.json --sequence 4096 --batch 8 --budget 80GiB. "
-        "The exit status is 0 where something fits, 1 where nothing does, 2 where the question cannot be answered.",
+        "The exit status is 0 where something fits, 1 where nothing does or your own code raises an error, 2 where the "
+        "question is refused.",
     )
+    parser.error = _refuse
     parser.add_argument("--config", metavar="FILE", help="a config.json (gpt2, llama, mistral, mixtral, qwen2, qwen3)")
     parser.add_argument("--model", metavar="PACKAGE:FUNCTION", help="a function that returns a model in fp32")
     parser.add_argument("--batch-from", metavar="PACKAGE:FUNCTION", help="returns a batch; else --model's .make_batch")
@@ -99,6 +103,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+@unlogged()
 def main(argv: list[str] | None = None) -> int:
     parser = arguments()
     given = parser.parse_args(argv)
@@ -109,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
         budget = given.budget or _budget(given, rates)
         told = {"model": model.name, "batch": model.batch, "device": given.device or "H100", "budget_bytes": budget}
         base = _base(given)
-        options = {"loss_sum": model.loss_sum, "tier": tier}
+        options = {"loss_sum": model.loss_sum, "tier": tier, "progress": sys.stderr.isatty()}
         found = fit(model.make_model, model.make_batch, budget, base=base, rates=rates, **options)
         way = found.way()
         checked = check(model, found[0].recipe) if given.check else None
@@ -119,8 +124,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             print(say(_nothing_fits(error)), file=sys.stderr)
         return 1
-    except (TypeError, ValueError, RuntimeError, MemoryError) as error:  # also of a size that no tensor can have
-        parser.error(str(error).splitlines()[0])
+    except Exception as error:
+        parser.exit(2 if is_refusal(error) else 1, f"{message(error)}\n")
     if given.json:
         told |= {"parameters": model.parameters(), "rates": _plain(rates), "recipes": [_told(e, rates) for e in found]}
         told |= {"way": [_told(e, rates) for e in way], "check": checked and checked.as_dict()}
@@ -258,5 +263,14 @@ def _number(text: str) -> float:
     return number
 
 
+def _refuse(sentence: str) -> NoReturn:
+    """In place of the parser's own, which says all options first."""
+    print(f"error: {sentence}; --help says what there is", file=sys.stderr)
+    sys.exit(2)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

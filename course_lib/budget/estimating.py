@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from course_lib._check import kind, one_of
+from course_lib._origin import goes_through, noted, place, unlogged
 from course_lib._torch import not_collecting, tensors_in
 from course_lib.accumulation import StepResult
 from course_lib.labels import text
@@ -140,21 +142,31 @@ def estimate(
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Says of symbolic tensors why a step cannot run on them."""
+    """Says of symbolic tensors why a step cannot run on them, and where in the user's code."""
     try:
-        yield
-    except _NEEDS_DATA as error:
+        with unlogged(), noted():
+            yield
+    except (*_NEEDS_DATA, RuntimeError, TypeError) as error:
+        if not isinstance(error, _NEEDS_DATA) and not _NEEDS_NUMBERS.search(str(error)):
+            raise
+        takes = "a model and a batch that don't"
+        if goes_through(error, torch.distributions):
+            takes += ", as after torch.distributions.Distribution.set_default_validate_args(False)"
         raise ValueError(
-            f"the step looks at values of its data ({str(error).splitlines()[0][:80]}), but an estimate runs on "
-            "symbolic tensors, which have shapes only; it takes a model and a batch that don't"
+            f"the step looks at values of its data ({str(error).splitlines()[0][:80]}){_at(error)}, but an estimate "
+            f"runs on symbolic tensors, which have shapes only; it takes {takes}"
         ) from error
     except AssertionError as error:
         if "FakeTensor" not in str(error):
             raise
         raise ValueError(
-            "make_model or make_batch uses a tensor that was there before, but an estimate runs on symbolic tensors; "
-            "it takes functions that make new ones"
+            f"make_model or make_batch uses a tensor that was there before{_at(error)}, but an estimate runs on "
+            "symbolic tensors; it takes functions that make new ones"
         ) from error
+
+
+def _at(error: Exception) -> str:
+    return f" at {where}" if (where := place(error)) else ""
 
 
 def check_arguments(make_model, make_batch, recipe) -> None:
@@ -165,6 +177,7 @@ def check_arguments(make_model, make_batch, recipe) -> None:
 
 _fake = torch._subclasses.fake_tensor
 _NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
+_NEEDS_NUMBERS = re.compile(r"\.numpy\(\) is not supported|FakeTensor\.__format__")  # asked for in Python
 
 
 def _estimate(make_model, make_batch, recipe: Recipe, loss_sum, max_norm, tier: str) -> Estimate:
@@ -233,6 +246,7 @@ def watched(
     return meter, [sum(n * span[i] for n, span in zip(counts, spans, strict=True)) for i in range(3)]
 
 
+@noted()
 def run(
     make_model: Callable[[], nn.Module],
     make_batch: Callable[[], Any],
