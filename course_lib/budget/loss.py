@@ -22,7 +22,7 @@ from course_lib._losses import (
     has_method,
     is_hugging_face,
     own_loss,
-    samples_in,
+    samples_in,  # noqa: F401 - for the package
     takes_arguments,
     wrapped_in,
 )
