@@ -457,8 +457,8 @@ def test_a_module_that_fails_is_told_from_one_that_is_not_found(text, status, sa
     assert code == status and lines[0].startswith(said) and len(lines) <= 2
 
 
-@pytest.mark.parametrize(("which", "text", "function"), [case[:3] for case in USERS], ids=[case[0] for case in USERS])
-def test_in_python_errors_keep_their_type_and_name_the_users_line(which, text, function, failing):
+@pytest.mark.parametrize(("which", "text", "function", "said"), USERS, ids=[case[0] for case in USERS])
+def test_in_python_errors_keep_their_type_and_name_the_users_line(which, text, function, said, failing):
     make = getattr(importlib.import_module("fails_in_a_test"), which)
     place = f"fails_in_a_test.py, line {failing(text)}, in {function}"
     for take in (estimate, run, partial(fit, progress=False)):
