@@ -11,11 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+import torch
+
 LIBRARY = str(Path(__file__).parent)
 PYTHON = sysconfig.get_path("stdlib")
 INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 CELL = re.compile(r"ipykernel_|<ipython-input")  # how Jupyter names the files that its cells are compiled as
 REFUSALS = (TypeError, ValueError, RuntimeError, MemoryError)
+_fake = torch._subclasses.fake_tensor
+_NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
+_NEEDS_NUMBERS = re.compile(r"\.numpy\(\) is not supported|FakeTensor\.__format__")  # asked for in Python
 _SYMBOLIC_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -86,10 +91,10 @@ def message(error: Exception) -> str:
     """
     said, where = next(iter(str(error).strip().splitlines()), ""), place(error)
     if is_refusal(error):
-        line = f"error: {said}" + (f" ({where})" if where and where not in said else "")
+        line = said + (f" ({where})" if where and where not in said else "")
     elif where:
         text = origin(error).line
-        line = f"error: {where}: {type(error).__name__}" + (said and f": {said}") + (text and f"\n    {text}")
+        line = f"{where}: {type(error).__name__}" + (said and f": {said}") + (text and f"\n    {text}")
     else:
         raise error
     return line.replace("FakeTensor", "Tensor")  # what the reader's code was given in place of one
@@ -123,3 +128,32 @@ def unlogged() -> Iterator[None]:
         yield
     finally:
         _SYMBOLIC_LOG.removeFilter(drop)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Says of symbolic tensors why a step cannot run on them, and where in the user's code."""
+    try:
+        with unlogged(), noted():
+            yield
+    except (*_NEEDS_DATA, RuntimeError, TypeError) as error:
+        if not isinstance(error, _NEEDS_DATA) and not _NEEDS_NUMBERS.search(str(error)):
+            raise
+        takes = "a model and a batch that don't"
+        if goes_through(error, torch.distributions):
+            takes += ", as after torch.distributions.Distribution.set_default_validate_args(False)"
+        raise ValueError(
+            f"the step looks at values of its data ({str(error).splitlines()[0][:80]}){_at(error)}, but an estimate "
+            f"runs on symbolic tensors, which have shapes only; it takes {takes}"
+        ) from error
+    except AssertionError as error:
+        if "FakeTensor" not in str(error):
+            raise
+        raise ValueError(
+            f"make_model or make_batch uses a tensor that was there before{_at(error)}, but an estimate runs on "
+            "symbolic tensors; it takes functions that make new ones"
+        ) from error
+
+
+def _at(error: Exception) -> str:
+    return f" at {where}" if (where := place(error)) else ""

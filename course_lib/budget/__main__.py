@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
             print(say(_nothing_fits(error)), file=sys.stderr)
         return 1
     except Exception as error:
-        parser.exit(2 if is_refusal(error) else 1, f"{message(error)}\n")
+        parser.exit(2 if is_refusal(error) else 1, f"error: {message(error)}\n")
     if given.json:
         told |= {"parameters": model.parameters(), "rates": _plain(rates), "recipes": [_told(e, rates) for e in found]}
         told |= {"way": [_told(e, rates) for e in way], "check": checked and checked.as_dict()}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from course_lib._check import kind, one_of
-from course_lib._origin import goes_through, noted, place, unlogged
+from course_lib._origin import explained, noted
 from course_lib._torch import not_collecting, tensors_in
 from course_lib.accumulation import StepResult
 from course_lib.labels import text
@@ -140,44 +138,10 @@ def estimate(
         return _estimate(make_model, make_batch, recipe, loss_sum, max_norm, tier)
 
 
-@contextmanager
-def explained() -> Iterator[None]:
-    """Says of symbolic tensors why a step cannot run on them, and where in the user's code."""
-    try:
-        with unlogged(), noted():
-            yield
-    except (*_NEEDS_DATA, RuntimeError, TypeError) as error:
-        if not isinstance(error, _NEEDS_DATA) and not _NEEDS_NUMBERS.search(str(error)):
-            raise
-        takes = "a model and a batch that don't"
-        if goes_through(error, torch.distributions):
-            takes += ", as after torch.distributions.Distribution.set_default_validate_args(False)"
-        raise ValueError(
-            f"the step looks at values of its data ({str(error).splitlines()[0][:80]}){_at(error)}, but an estimate "
-            f"runs on symbolic tensors, which have shapes only; it takes {takes}"
-        ) from error
-    except AssertionError as error:
-        if "FakeTensor" not in str(error):
-            raise
-        raise ValueError(
-            f"make_model or make_batch uses a tensor that was there before{_at(error)}, but an estimate runs on "
-            "symbolic tensors; it takes functions that make new ones"
-        ) from error
-
-
-def _at(error: Exception) -> str:
-    return f" at {where}" if (where := place(error)) else ""
-
-
 def check_arguments(make_model, make_batch, recipe) -> None:
     check_function("make_model", make_model)
     check_function("make_batch", make_batch)
     check_recipe(recipe)
-
-
-_fake = torch._subclasses.fake_tensor
-_NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
-_NEEDS_NUMBERS = re.compile(r"\.numpy\(\) is not supported|FakeTensor\.__format__")  # asked for in Python
 
 
 def _estimate(make_model, make_batch, recipe: Recipe, loss_sum, max_norm, tier: str) -> Estimate:
