@@ -4,9 +4,9 @@ import importlib
 import json
 import math
 import os
+import re
 import signal
 import socket
-import re
 import subprocess
 import sys
 import time
