@@ -82,11 +82,15 @@ class InfeasibleBudget(ValueError):
         budget_bytes: the budget.
         least_bytes: the least budget for which something was found; None if nothing was.
         least: what takes so little, such as a `course_lib.budget.Estimate`; None if that is not known.
+        name: of the argument that is the budget.
     """
 
-    def __init__(self, budget_bytes: int, least_bytes: int | None, told: str, least: Any = None):
-        super().__init__(f"budget_bytes is {budget_bytes}, but {told}")
+    def __init__(
+        self, budget_bytes: int, least_bytes: int | None, told: str, least: Any = None, name: str = "budget_bytes"
+    ):
+        super().__init__(f"{name} is {budget_bytes}, but {told}")
         self.budget_bytes, self.least_bytes, self.told, self.least = budget_bytes, least_bytes, told, least
+        self.name = name
 
     def __reduce__(self):
-        return type(self), (self.budget_bytes, self.least_bytes, self.told, self.least)
+        return type(self), (self.budget_bytes, self.least_bytes, self.told, self.least, self.name)

@@ -13,6 +13,8 @@ from types import ModuleType
 
 import torch
 
+from ._check import InfeasibleBudget
+
 LIBRARY = str(Path(__file__).parent)
 PYTHON = sysconfig.get_path("stdlib")
 INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
@@ -105,6 +107,8 @@ def noted() -> Iterator[None]:
     """What leaves it, of whatever type, has a note of the user's line where its traceback does not end with that."""
     try:
         yield
+    except InfeasibleBudget:  # of the whole step, wherever it was found out
+        raise
     except Exception as error:
         where, last = place(error), traceback.extract_tb(error.__traceback__)[-1]
         line = origin(error)

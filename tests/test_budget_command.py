@@ -200,6 +200,23 @@ def test_the_command_refuses_in_one_sentence(changed, told, capsys):
     assert stopped.value.code == 2 and told in error.splitlines()[-1] and "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--model m:f --sequence 8", "--sequence comes with --model"),
+        ("--model m:f --batch 8", "--batch comes with --model"),
+        ("--model m:f --vocabulary 8", "--vocabulary comes with --model"),
+        ("--config c.json --vocabulary 8", "--vocabulary comes with --config"),
+        ("--config c.json --batch-from m:f", "--batch-from comes with --config"),
+        ("--parameters 1e6 --batch-from m:f", "--batch-from comes with --parameters"),
+        ("--model m", "--model is 'm', without a function after a colon; it takes"),
+    ],
+)
+def test_what_would_be_passed_over_is_refused(arguments, says, capfd):
+    status, [line] = refused(capfd, *arguments.split(), "--budget", "1GB")
+    assert status == 2 and line.startswith(f"error: {says}")
+
+
 @pytest.mark.parametrize("parameters", [5e6, 1e9, 70e9])
 def test_the_shape_has_about_as_many_parameters_as_asked_for(parameters):
     hidden, layers = shape_of(parameters, 32_000)
@@ -466,6 +483,7 @@ def test_in_python_errors_keep_their_type_and_name_the_users_line(which, text, f
             take(make, make.make_batch, 10**6 if isinstance(take, partial) else Recipe())
         ends = traceback.extract_tb(raised.value.__traceback__)[-1]
         notes = getattr(raised.value, "__notes__", [])
+        assert raised.value.__context__ is None  # nothing is shown twice
         assert type(raised.value) in (
             RuntimeError,
             LookupError,
@@ -482,8 +500,9 @@ def test_in_python_errors_keep_their_type_and_name_the_users_line(which, text, f
 
 def test_pytorchs_log_of_symbolic_tensors_is_silent_for_an_estimate_only(failing, caplog):
     make = importlib.import_module("fails_in_a_test").net
-    with pytest.raises(RuntimeError):
-        estimate(make, make.make_batch, Recipe())
+    for take in (partial(estimate, recipe=Recipe()), partial(fit, budget_bytes=10**6, progress=False)):
+        with pytest.raises(RuntimeError):
+            take(make, make.make_batch)
     assert not caplog.records
     with pytest.raises(RuntimeError), symbolic():
         make().loss(make.make_batch())

@@ -18,7 +18,7 @@ from course_lib._origin import is_refusal, message, unlogged
 from course_lib.labels import say, text
 from course_lib.memory.show import bytes_text
 
-from .asked import Asked, asked
+from .asked import VOCABULARY, Asked, asked
 from .checking import check
 from .estimating import TIERS, Estimate
 from .rates import ALLOWANCE, RATES, Rates, allowance_bytes, this_machine
@@ -78,7 +78,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--heads", type=_count, help="a divisor of hidden; if left out, the one nearest to hidden / 128 from below"
     )
-    parser.add_argument("--vocabulary", type=_count, default=32_000, help="different tokens (default %(default)s)")
+    parser.add_argument("--vocabulary", type=_count, help=f"different tokens of the decoder (default {VOCABULARY})")
     parser.add_argument("--sequence", type=_count, help="tokens of a sample; not with --model")
     parser.add_argument("--batch", type=_count, help="samples of a step; not with --model")
     parser.add_argument(

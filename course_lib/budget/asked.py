@@ -23,6 +23,8 @@ from .loss import samples_in
 from .step import check_function, pieces_of
 
 HEAD_DIM = 128
+VOCABULARY = 32_000
+BY_SIZES = ("sequence", "batch", "vocabulary")  # of the course's decoder
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ def asked(given: Namespace) -> Asked:
         raise ValueError(
             f"the model is {got}; it takes --config, or --model, or --parameters, or --hidden and --layers"
         )
+    fits = {"--model": ("batch_from",), "--config": ("sequence", "batch")}.get(f"--{ways[0]}", BY_SIZES)
+    for name in ("batch_from", *BY_SIZES):
+        if getattr(given, name) is not None and name not in fits:
+            raise ValueError(f"--{name.replace('_', '-')} comes with --{ways[0]}, which does without")
     if given.model:
         return _by_function(given)
     for name in ("sequence", "batch"):
@@ -90,19 +96,17 @@ def _by_function(given: Namespace) -> Asked:
 
 
 def _by_sizes(given: Namespace) -> Asked:
-    hidden, layers = given.hidden, given.layers
+    hidden, layers, vocabulary = given.hidden, given.layers, given.vocabulary or VOCABULARY
     if given.parameters is not None:
-        wanted = shape_of(given.parameters, given.vocabulary)
+        wanted = shape_of(given.parameters, vocabulary)
         hidden, layers = hidden or wanted[0], layers or wanted[1]
     if not hidden or not layers:
         raise ValueError("the size is missing; it takes --parameters, or --hidden and --layers")
     most = max(1, hidden // HEAD_DIM)
     heads = given.heads or max(count for count in range(1, most + 1) if hidden % count == 0)
-    sizes = {"vocabulary": given.vocabulary, "hidden": hidden, "layers": layers, "heads": heads}
+    sizes = {"vocabulary": vocabulary, "hidden": hidden, "layers": layers, "heads": heads}
     name = text("a decoder: hidden {hidden}, {layers} layers, {heads} heads, vocabulary {vocabulary}", **sizes)
-    return Asked(
-        lambda: Decoder(**sizes, sequence=given.sequence), *_tokens(given, given.vocabulary), name, _samples(given)
-    )
+    return Asked(lambda: Decoder(**sizes, sequence=given.sequence), *_tokens(given, vocabulary), name, _samples(given))
 
 
 def _tokens(given: Namespace, vocabulary: int) -> tuple[Callable[[], Any], None]:

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from course_lib._check import function, shown
+from course_lib._check import InfeasibleBudget, function, shown
 from course_lib._losses import (
     has_loss_sum,
     has_method,
@@ -108,7 +108,20 @@ def is_taken_apart(model: nn.Module, recipe: Recipe) -> bool:
 
 
 _chains: WeakKeyDictionary[nn.Module, dict[Any, Any]] = WeakKeyDictionary()
-fastest = lru_cache(64)(optimal)
+_fastest = lru_cache(64)(optimal)
+
+
+def fastest(chain: Chain, budget_bytes: int) -> Schedule:
+    """The fastest schedule within a recipe's bytes, found once for each chain.
+
+    Raises:
+        InfeasibleBudget: no schedule fits.
+    """
+    try:
+        return _fastest(chain, budget_bytes)
+    except InfeasibleBudget as error:
+        told = error.budget_bytes, error.least_bytes, error.told, error.least
+        raise InfeasibleBudget(*told, name="schedule_bytes") from None
 
 
 def chains_of(model: nn.Module, recipe: Recipe) -> dict[Any, Chain]:
