@@ -13,8 +13,6 @@ from types import ModuleType
 
 import torch
 
-from ._check import InfeasibleBudget
-
 LIBRARY = str(Path(__file__).parent)
 PYTHON = sysconfig.get_path("stdlib")
 INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
@@ -104,18 +102,15 @@ def message(error: Exception) -> str:
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """What leaves it, of whatever type, has a note of the user's line where its traceback does not end with that."""
+    """What the user's code raises has a note of its line, where the traceback does not end with that."""
     try:
         yield
-    except InfeasibleBudget:  # of the whole step, wherever it was found out
-        raise
     except Exception as error:
-        where, last = place(error), traceback.extract_tb(error.__traceback__)[-1]
-        line = origin(error)
-        ends_there = line is not None and (last.filename, last.lineno) == (line.filename, line.lineno)
-        if where and where not in str(error) and not ends_there:
-            note = f"{where}: {line.line}"
-            if note not in getattr(error, "__notes__", ()):
+        if not is_refusal(error):
+            line, last = origin(error), traceback.extract_tb(error.__traceback__)[-1]
+            note = line and f"{place(error)}: {line.line}"
+            there = line is None or (last.filename, last.lineno) == (line.filename, line.lineno)
+            if not there and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
         raise
 

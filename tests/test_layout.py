@@ -19,7 +19,7 @@ TECHNIQUES = {"checkpoint", "schedule", "offload", "accumulation", "attention"}
 CORE = {"memory", "models", "configs", *TECHNIQUES, "distributed", "budget", *BELOW_ALL}
 ALLOWED = {
     "_check": set(),
-    "_origin": {"_check"},
+    "_origin": set(),
     "_torch": {"_check"},
     "_losses": {"_check", "_torch"},
     "labels": set(),
