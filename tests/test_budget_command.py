@@ -4,6 +4,7 @@ import importlib
 import io
 import json
 import math
+import pickle
 import re
 import sys
 import traceback
@@ -14,7 +15,18 @@ import pytest
 import torch
 
 from course_lib import labels
-from course_lib.budget import RATES, Estimate, Rates, Recipe, estimate, fit, measured_rates, run, this_machine
+from course_lib.budget import (
+    RATES,
+    Estimate,
+    InfeasibleBudget,
+    Rates,
+    Recipe,
+    estimate,
+    fit,
+    measured_rates,
+    run,
+    this_machine,
+)
 from course_lib.budget import __main__ as command
 from course_lib.budget import rates as rates_module
 from course_lib.budget.asked import shape_of
@@ -507,6 +519,16 @@ def test_pytorchs_log_of_symbolic_tensors_is_silent_for_an_estimate_only(failing
     with pytest.raises(RuntimeError), symbolic():
         make().loss(make.make_batch())
     assert [record.name for record in caplog.records] == ["torch._subclasses.fake_tensor"]
+
+
+@pytest.mark.parametrize("blocks", [None, "layers.*"])
+@pytest.mark.parametrize("take", [estimate, run])
+def test_bytes_that_no_schedule_fits_are_named_as_the_recipe_names_them(take, blocks):
+    make = partial(Decoder, vocabulary=61, hidden=32, heads=4, layers=2, sequence=8)
+    recipe = Recipe(checkpoint="optimal", schedule_bytes=1, blocks=blocks)
+    with pytest.raises(InfeasibleBudget, match=r"^schedule_bytes is 1, but [^\n]* needs at least \d+$") as raised:
+        take(make, partial(random_tokens, 2, 8, 61), recipe)
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
 class Terminal(io.StringIO):
