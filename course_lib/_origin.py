@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sysconfig
 import traceback
@@ -13,8 +14,8 @@ from types import ModuleType
 
 import torch
 
-LIBRARY = str(Path(__file__).parent)
-PYTHON = sysconfig.get_path("stdlib")
+LIBRARY = f"{Path(__file__).parent}{os.sep}"
+PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
 INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 CELL = re.compile(r"ipykernel_|<ipython-input")  # how Jupyter names the files that its cells are compiled as
 REFUSALS = (TypeError, ValueError, RuntimeError, MemoryError)
@@ -108,7 +109,7 @@ def noted() -> Iterator[None]:
     except Exception as error:
         if not is_refusal(error):
             line, last = origin(error), traceback.extract_tb(error.__traceback__)[-1]
-            note = line and f"{place(error)}: {line.line}"
+            note = place(error) + (f": {line.line}" if line and line.line else "")
             there = line is None or (last.filename, last.lineno) == (line.filename, line.lineno)
             if not there and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)

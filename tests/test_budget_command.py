@@ -510,6 +510,16 @@ def test_in_python_errors_keep_their_type_and_name_the_users_line(which, text, f
             assert len(notes) == 1 and notes[0].startswith(f"{place}: ") and text in notes[0]
 
 
+def test_a_line_of_a_notebook_is_that_of_a_cell():
+    cell = "import torch\ndef make():\n    model = torch.nn.Linear(2, 2)\n"
+    cell += "    model.loss = lambda x: (x @ x).sum()\n    return model\n"
+    names = {"__name__": "__main__"}
+    exec(compile(cell, "/tmp/ipykernel_1234/5678.py", "exec"), names)
+    with pytest.raises(RuntimeError) as raised:
+        estimate(names["make"], lambda: torch.ones(3, 2), Recipe())
+    assert raised.value.__notes__[-1] == "a cell, line 4, in <lambda>"
+
+
 def test_pytorchs_log_of_symbolic_tensors_is_silent_for_an_estimate_only(failing, caplog):
     make = importlib.import_module("fails_in_a_test").net
     for take in (partial(estimate, recipe=Recipe()), partial(fit, budget_bytes=10**6, progress=False)):
