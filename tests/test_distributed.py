@@ -510,6 +510,7 @@ def refused(monkeypatch, capsys, folder):
         (["--backend", "mpi"], 2, "invalid choice: 'mpi'"),
         (["--steps", "0"], 2, "--steps is 0; it takes a whole number, 1 or more"),
         (["--micro-batches", "3"], 2, "--micro-batches is 3; a rank's 4 samples take a divisor of 4"),
+        (["--sequence", "0"], 2, "sequence is 0; it takes a whole number, 1 or more"),
         (["--config", "nowhere.json"], 2, "config is 'nowhere.json', which cannot be read"),
         (["--model", "nowhere:model"], 2, "--model is 'nowhere:model', which is not found"),
         (["--model", "faulty:small", "--batch", "8"], 2, "--model comes with --batch; it takes neither sizes"),

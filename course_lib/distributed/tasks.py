@@ -85,7 +85,10 @@ def task_of(
         if given:
             raise ValueError(f"--model comes with --{given[0]}; it takes neither sizes nor a config, but its own batch")
         return _by_function(model)
-    sizes = whole("batch", BATCH if batch is None else batch, 1), whole("sequence", sequence or SEQUENCE, 1)
+    sizes = (
+        whole("batch", BATCH if batch is None else batch, 1),
+        whole("sequence", SEQUENCE if sequence is None else sequence, 1),
+    )
     if config is None:
         make, vocabulary = partial(Decoder, **DECODER, sequence=sizes[1]), DECODER["vocabulary"]
     else:
