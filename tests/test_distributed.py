@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -400,12 +401,14 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:{}] {} [127.0.0.1]
         (RuntimeError("rank 1 gives up"), False),
     ],
 )
-def test_a_rank_that_lost_another_lets_that_one_speak_first(monkeypatch, error, waits):
+def test_a_rank_that_lost_another_lets_that_one_speak_first(monkeypatch, capsys, error, waits):
     waited = []
     monkeypatch.setattr("time.sleep", waited.append)
-    with pytest.raises(RuntimeError) as raised, command._after_the_culprit():
+    with pytest.raises((RuntimeError, SystemExit)) as raised, command._after_the_culprit():
         raise error
-    assert raised.value is error and bool(waited) == waits
+    assert (raised.value is error) == bool(waited) == waits
+    place = r"^rank 0: error: \S*test_distributed\.py, line \d+, in test_a_rank\w+: RuntimeError: rank 1 gives up\n {4}"
+    assert bool(re.match(place, capsys.readouterr().err)) != waits
 
 
 @pytest.fixture(scope="module")
@@ -479,7 +482,7 @@ def refused(monkeypatch, capsys, folder):
     def end(status):
         raise Ended(status)
 
-    def ask(*arguments, ranks=2, rank=0, torchrun=True):
+    def ask(*arguments, ranks=2, rank=0, torchrun=True, status=2):
         with monkeypatch.context() as patch:
             patch.setattr(command, "RANK", rank)
             patch.setattr(os, "_exit", end)
@@ -490,8 +493,9 @@ def refused(monkeypatch, capsys, folder):
                 for name, value in (("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", ranks), ("LOCAL_RANK", rank)):
                     patch.setenv(name, str(value))
                 patch.setenv("TORCHELASTIC_RUN_ID", "none")
-            with pytest.raises(Ended):
+            with pytest.raises(Ended) as ended:
                 command.main()
+        assert rank or ended.value.args == (status,)
         return capsys.readouterr().err
 
     return ask
@@ -506,6 +510,7 @@ def refused(monkeypatch, capsys, folder):
         (["--backend", "mpi"], 2, "invalid choice: 'mpi'"),
         (["--steps", "0"], 2, "--steps is 0; it takes a whole number, 1 or more"),
         (["--micro-batches", "3"], 2, "--micro-batches is 3; a rank's 4 samples take a divisor of 4"),
+        (["--sequence", "0"], 2, "sequence is 0; it takes a whole number, 1 or more"),
         (["--config", "nowhere.json"], 2, "config is 'nowhere.json', which cannot be read"),
         (["--model", "nowhere:model"], 2, "--model is 'nowhere:model', which is not found"),
         (["--model", "faulty:small", "--batch", "8"], 2, "--model comes with --batch; it takes neither sizes"),
@@ -521,6 +526,53 @@ def test_bad_input_is_refused_in_one_sentence(refused, monkeypatch, arguments, r
     told = refused(*arguments, ranks=ranks)
     assert told.startswith("error: ") and says in told and told.count("\n") == 1
     assert refused(*arguments, ranks=ranks, rank=1) == ""  # on rank 0 alone
+
+
+OWN = """
+import torch
+from course_lib.models import Decoder
+def tokens():
+    return torch.ones(4, 9, dtype=torch.long)
+def of(loss):
+    def make():
+        return Decoder(vocabulary=8, hidden=8, heads=2, layers=2, sequence=8)
+    make.make_batch, make.loss_sum = tokens, loss
+    return make
+def wrong(model, batch):
+    return model(batch[:, :-1]) @ batch.float(), 1
+def looks(model, batch):
+    if model(batch[:, :-1]).sum() > 0:
+        return 0, 1
+wrong, looks = of(wrong), of(looks)
+def missing():
+    return {}["width"]
+missing.make_batch = tokens
+def with_width(width):
+    return None
+with_width.make_batch = tokens
+def no_batch():
+    return wrong()
+no_batch.make_batch = dict
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "says"),
+    [
+        ("wrong", 1, "own_of_a_user.py, line 12, in wrong: RuntimeError: "),
+        ("missing", 1, "own_of_a_user.py, line 18, in missing: KeyError: 'width'"),
+        ("looks", 2, "the step looks at values of its data (aten._local_scalar_dense.default) at own_of_a_user.py, "),
+        ("with_width", 2, "--model is a function with the arguments (width); it takes"),
+        ("no_batch", 2, "batch is a dict without tensors; it takes"),
+    ],
+)
+def test_an_error_of_the_users_code_is_told_with_its_line(refused, monkeypatch, tmp_path, caplog, name, status, says):
+    (tmp_path / "own_of_a_user.py").write_text(OWN, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_of_a_user", raising=False)
+    told = refused("--model", f"own_of_a_user:{name}", "--ranks", "2", torchrun=False, status=status)
+    assert told.startswith(f"error: {says}") and told.count("\n") == 3 - status and not caplog.records
 
 
 def test_the_help_says_what_each_mode_is():

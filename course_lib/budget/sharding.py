@@ -21,6 +21,7 @@ import numpy as np
 from torch import nn
 
 from course_lib._check import one_of
+from course_lib._origin import explained
 from course_lib.accumulation import split
 from course_lib.distributed.formulas import REPLICATED, STEP_BYTES, Shapes, shapes_of, zero1_parts
 from course_lib.distributed.predicting import watched_rank
@@ -135,7 +136,7 @@ def estimate(
         raise ValueError(f"ranks is {recipe.ranks} and shard is None; it takes one of {', '.join(MODES)}")
     if max_norm is not None:
         raise ValueError(f"max_norm is {max_norm} and ranks is {recipe.ranks}; it takes None for several")
-    with estimating.explained(), _gathered(recipe):
+    with explained(), _gathered(recipe):
         return _estimate(*rank_moments(make_model, make_batch, recipe, loss_sum), recipe, tier)
 
 

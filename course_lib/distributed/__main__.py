@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
 from course_lib._check import whole
+from course_lib._origin import explained, is_refusal, message, origin, unlogged
 from course_lib.distributed.formulas import MODES, SYNCS, held_bytes, shapes_of
 from course_lib.distributed.predicting import predict
 from course_lib.distributed.running import process_group, resumed, train
@@ -70,6 +71,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 @record  # a traceback goes to torchrun, which ends the other ranks
+@unlogged()
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's own, where it has forked this rank
     given = arguments().parse_args()
@@ -82,7 +84,8 @@ def main() -> None:
         _check_together(given)
         task = task_of(given.config, given.model, batch=given.batch, sequence=given.sequence, unequal=given.unequal)
         if given.ranks is not None:
-            _predict(given, task, modes)
+            with explained():
+                _predict(given, task, modes)
             return
         if "WORLD_SIZE" in os.environ:
             _check_sizes(task, int(os.environ["WORLD_SIZE"]), given.micro_batches)
@@ -91,8 +94,10 @@ def main() -> None:
         device = group.__enter__()
         if "fsdp-cpu" in modes and device.type == "cpu":
             raise ValueError("mode is 'fsdp-cpu' without a device to offload from; it takes NCCL, a GPU a rank")
-    except (TypeError, ValueError) as error:
-        _refuse(str(error))
+    except Exception as error:
+        if origin(error) is None and not isinstance(error, (TypeError, ValueError)):
+            raise
+        _refuse(message(error), 2 if is_refusal(error) else 1)
     options = {"micro_batches": given.micro_batches, "sync": given.sync, "wrapper": given.wrapper, "device": device}
     for mode in modes:
         options |= {"save_to": given.save and Path(given.save) / mode, "every": given.every}
@@ -105,12 +110,21 @@ def main() -> None:
 
 @contextmanager
 def _after_the_culprit() -> Iterator[None]:
-    """A rank that has lost another waits: torchrun ends it when the other has failed, whose traceback is the cause."""
+    """A rank that has lost another waits: torchrun ends it when the other has failed, whose error is the cause.
+
+    What the user's own code raises is said in two lines, here and in torchrun's report; all else has its traceback.
+    """
     try:
         yield
-    except RuntimeError as error:
+    except Exception as error:
         if isinstance(error, DistError) or "gloo/transport" in str(error):  # closed, reset, a broken pipe, ...
             time.sleep(20)
+        elif origin(error) is not None:
+            told = message(error)
+            print(f"rank {RANK}: error: {told}", file=sys.stderr, flush=True)
+            error.add_note(told)
+            get_error_handler().record_exception(error.with_traceback(None))
+            sys.exit(1)
         raise
 
 
@@ -165,12 +179,12 @@ def _tell(line: str) -> None:
     print(say(line), file=sys.stderr, flush=True)
 
 
-def _refuse(sentence: str) -> NoReturn:
+def _refuse(sentence: str, status: int = 2) -> NoReturn:
     """Say it once, on rank 0; the others wait until torchrun ends them, which it does when the first has ended."""
     if RANK:
         time.sleep(60)
     print(say(text("error: {sentence}", sentence=said_error(sentence))), file=sys.stderr, flush=True)
-    os._exit(2)
+    os._exit(status)
 
 
 def end_with(parent: int) -> None:

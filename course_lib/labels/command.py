@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, NoReturn
 
-from . import both, current, sentences
+from . import both, current, sentences, text
 
 # What argparse says itself, as it asks gettext for it.
 _OWN = (
@@ -15,7 +15,6 @@ _OWN = (
     "options",
     "positional arguments",
     "show this help message and exit",
-    "%(prog)s: error: %(message)s\n",
     "argument %(argument_name)s: %(message)s",
     "expected one argument",
     "invalid %(type)s value: %(value)r",
@@ -51,8 +50,9 @@ class Parser(argparse.ArgumentParser):
             return super().format_usage()
 
     def error(self, message: str) -> NoReturn:
-        with _own_words():
-            super().error(said_error(message))
+        """One line; argparse's own says all options first."""
+        sentence = text("error: {sentence}; --help says what there is", sentence=said_error(message))
+        self.exit(2, f"{_said(sentence)}\n")
 
 
 def said_error(message: str) -> str:
