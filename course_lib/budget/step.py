@@ -95,9 +95,10 @@ class _CopiesOfSymbolic(TorchFunctionMode):
 def optimizer_of(model: nn.Module, recipe: Recipe, *, store=None, lr: float = LR) -> torch.optim.Optimizer:
     """The recipe's optimizer, of the parameters that are trained."""
     parameters, (base, settings) = trained(model), base_of(recipe)
-    if recipe.precision != "bf16" and not recipe.offload_optimizer:
+    if not recipe.has_pages:
         return base(parameters, lr=lr, **settings)
-    return OffloadedOptimizer(parameters, base, fraction=recipe.offload_optimizer, store=store, lr=lr, **settings)
+    options = {"fraction": recipe.offload_optimizer, "page_bytes": recipe.page_bytes, "store": store}
+    return OffloadedOptimizer(parameters, base, lr=lr, **options, **settings)
 
 
 def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -173,6 +174,7 @@ def run_pieces(
 
     def loss(_, piece) -> tuple[Tensor, float | Tensor]:
         options = {"min_bytes": recipe.min_bytes, "keep": [model]}
+        options |= {"prefetch": recipe.prefetch, "in_flight": recipe.in_flight}
         with offload_activations(store, **options) if recipe.offload_activations else nullcontext():
             pair = loss_of(model, piece, recipe, loss_sum)
         check()
