@@ -43,8 +43,9 @@ class Recipe:
             "segments", of so many runs of blocks the input; "optimal", what the fastest schedule keeps. The last two
             take a `Decoder`, or a model whose blocks form a chain: each has what the one before returned.
         blocks: what is checkpointed: a name with wildcards, such as "model.layers.*", or several;
-            None takes the longest list of like modules (see `course_lib.checkpoint.checkpoint_blocks`).
-        first_blocks: checkpoint only so many, the first ones; None for all.
+            None takes all lists of like modules (see `course_lib.checkpoint.checkpoint_blocks`), an encoder and a
+            decoder both. Where they form no chain, "segments" and "optimal" take a name.
+        first_blocks: checkpoint only so many, the first ones, through several lists in their order; None for all.
         segments: how many, for "segments" alone. The last one is not recomputed.
         schedule_bytes: the most bytes of activations of one micro-batch, for "optimal" alone; in models other than a
             `Decoder`, of its blocks.
