@@ -831,6 +831,25 @@ class TestEstimatesOfASmallDecoder:
         assert {row[0] for row in guess.rows()} == kinds - {"optimizer"} | {"optimizer state"}
 
 
+class Critic(nn.Module):
+    """Its loss has a gradient of its own in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+
+    def loss(self, x):
+        x = x.detach().requires_grad_()
+        y = self.layers(x).sum(1)
+        [gradient] = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+
+@pytest.mark.parametrize("copies", [{}, {"prefetch": 0, "in_flight": 2}, {"prefetch": 3}], ids=str)
+def test_a_backward_pass_in_the_forward_pass_takes_what_is_measured(copies):
+    assert_measured(Critic, partial(torch.randn, 64, 64), Recipe(**DOWN, **copies))
+
+
 def large():
     """About 110 million parameters. For real all are zero, since drawing them takes longer than the step."""
     sizes = {"vocabulary": 32000, "hidden": 768, "heads": 12, "layers": 12, "sequence": 64}

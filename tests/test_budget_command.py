@@ -73,13 +73,13 @@ def summed(model, batch):
 @pytest.mark.parametrize(
     ("name", "ratio", "copies"),
     [
-        *(("mlp", 1, copies) for copies in COPIES),
+        *(("mlp", 1, copies) for copies in [{}, *COPIES]),
         *(("mlp", ratio, copies) for ratio in (0.5, 2, 4) for copies in COPIES[::3]),
         *(("decoder", 1, copies) for copies in COPIES[::2]),
         *(("checkpoints", ratio, COPIES[3]) for ratio in (0.5, 2)),
     ],
 )
-def test_copies_hide_as_the_clock_of_the_simulated_device_says(name, ratio, copies):
+def test_copies_hide_as_the_clock_of_the_simulated_device_says_and_hold_what_its_memory_does(name, ratio, copies):
     """Copies down take `ratio` times as long as forward."""
     make, of, checkpoint, tolerance = CLOCKS[name]
     recipe = Recipe(optimizer="sgd", checkpoint=checkpoint, offload_activations=True, min_bytes=1 << 10, **copies)
@@ -89,10 +89,11 @@ def test_copies_hide_as_the_clock_of_the_simulated_device_says(name, ratio, copi
     with SimulatedDevice(**speeds) as device:
         model, batch = device.move(make()), device.move(of())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        begins = device.seconds
+        begins, before = device.seconds, device.live_bytes - sum(p.nbytes for p in model.parameters())
         train_step(model, optimizer, batch, recipe, loss_sum=summed, store=HostStore())
     taken = device.seconds - begins
     rates = Rates(flops, flops, link)
+    assert device.peak_bytes - before == expected.peak_bytes
     assert rates.seconds(expected) == pytest.approx(taken, rel=tolerance)
     more = replace(expected, recipe=replace(recipe, prefetch=2, in_flight=2))
     assert rates.seconds(more) <= rates.seconds(expected)

@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections import UserDict
@@ -191,6 +192,59 @@ def test_a_graph_may_be_walked_through_several_times_and_differentiated_twice():
     assert torch.equal(twice(nullcontext()), twice(offload_activations(DiskStore(), min_bytes=1)))
     del out
     assert store.used_bytes == 0
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_what_a_backward_pass_saves_again_while_it_is_here_is_known_for_what_it_is(prefetch):
+    """A gradient penalty; symbolic tensors, which have no other storage, say what moves."""
+
+    def moved(store):
+        net, x = deep_mlp(4, 16), torch.ones(8, 16)
+
+        def loss(x):
+            x = x.detach().requires_grad_()
+            y = net(x).tanh().tanh().sum(1)
+            [gradient] = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return y.mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+        def under(x):
+            with offload_activations(store, min_bytes=1, prefetch=prefetch):
+                return loss(x)
+
+        found = gradients(net, under, x)
+        if not torch._guards.detect_fake_mode():
+            assert_same_bits(gradients(net, loss, x), found)
+        assert store.used_bytes == 0
+        return copy.copy(store.stats)
+
+    with DiskStore() as store:
+        real = moved(store)
+    with symbolic():
+        assert moved(SymbolicStore()) == real
+    assert real.bytes_down > 0 and real.shared > 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_stay_and_a_tensor_that_cannot_be_packed_leaves_nothing_behind(monkeypatch):
+    weight, store, printed = torch.randn(64, 64, requires_grad=True), DiskStore(), []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+
+    def padded(context):
+        weight.grad = None
+        with context:
+            nested = torch.nested.as_nested_tensor([weight[:20] * 1, weight[:30] * 1]).sin()
+            out = torch.nested.to_padded_tensor(nested, 0.0).sin().sin().sum()
+        out.backward()
+        return weight.grad
+
+    offload = offload_activations(store, min_bytes=1, prefetch=0)
+    assert torch.equal(padded(nullcontext()), padded(offload))
+    assert store.stats.bytes_down > 0 == store.used_bytes
+    with monkeypatch.context() as patched, pytest.raises(InterruptedError), offload:
+        patched.setattr(torch.Tensor, "is_conj", lambda _: (_ for _ in ()).throw(InterruptedError))
+        (weight * 1).sin()
+    gc.collect()
+    assert printed == [] and store.used_bytes == 0
 
 
 @pytest.mark.parametrize(("module", "use_reentrant"), [(ours, False), (ours, True), (torch.utils.checkpoint, False)])
