@@ -685,9 +685,8 @@ MEASURED = [
     Recipe(attention="flash", checkpoint="optimal", schedule_bytes=2_000_000, in_backward=True, head_chunk=64),
     Recipe(**DOWN, attention="flash", micro_batches=2, offload_optimizer=0.5),
     Recipe(**DOWN, prefetch=0, in_flight=0),
-    Recipe(**DOWN, prefetch=3, in_flight=2, micro_batches=2),
     Recipe(**DOWN, prefetch=2, in_flight=4, checkpoint="layers"),
-    Recipe(offload_optimizer=1.0, page_bytes=30_000, micro_batches=8, checkpoint="layers"),
+    Recipe(**DOWN, prefetch=3, in_flight=2, offload_optimizer=1.0, page_bytes=30_000),
     Recipe(precision="bf16", page_bytes=1),
 ]  # fmt: skip
 

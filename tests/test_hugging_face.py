@@ -148,7 +148,6 @@ def test_an_encoder_and_a_decoder_of_any_lengths_are_both_checkpointed(layers, c
     named = replace(found, blocks=("model.encoder.layers.*", "model.decoder.layers.*"))
     guess, real = both(*of, found)
     assert guess == real == estimate(*of, named).peak_bytes
-    assert guess < estimate(*of, replace(named, blocks=named.blocks[1])).peak_bytes
 
 
 FUNNEL = {"vocab_size": WORDS, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48, "block_sizes": [2, 2]}

@@ -47,7 +47,8 @@ def checkpoint_blocks(
         preserve_rng_state: keep the states of random generators too, for blocks that draw numbers.
 
     Returns:
-        A handle with the `names` of the blocks. `handle.remove()` undoes; so does leaving a `with` block.
+        A handle with the `names` of the blocks. `handle.remove()` undoes; so does leaving a `with` block. After a
+        forward pass `handle.check()` raises if none of them was called with gradients.
 
     Raises:
         ValueError: no module that is called has such a name, or one is checkpointed already.
