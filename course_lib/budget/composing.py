@@ -95,7 +95,7 @@ class Composer:
         self.updates = Updates(self.trained, self.blocks, tier)
 
     def estimate(self, recipe: Recipe) -> Estimate:
-        key = without_optimizer(recipe)
+        key = without_optimizer(recipe).on(self.tier)
         with self.checked(recipe):
             if key not in self._moments:
                 self._moments[key] = self.moments(key)

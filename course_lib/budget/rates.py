@@ -95,8 +95,8 @@ class Rates:
         """What the step takes: parts that overlap count as the longest of them, the others as their sum.
 
         With a file below, nothing overlaps. With the host below, activations are copied beside the compute, as far as
-        `not_hidden` says, and ranks communicate; and in the optimizer's step gradients, update and parameters follow
-        one another for different parameters; not so for steps in backward, which have one parameter at a time.
+        `exposed_seconds` says, and ranks communicate; and in the optimizer's step gradients, update and parameters
+        follow one another for different parameters; not so for steps in backward, which have one parameter at a time.
         """
         part = self.parts(estimate)
         if estimate.tier == "file":
@@ -104,12 +104,12 @@ class Rates:
             return part["compute"] + copied / (self.link_bytes * self.link_share) + part["ranks"]
         rest = part["gradients"], part["update"], part["parameters"]
         step = sum(rest) if estimate.recipe.in_backward else max(rest)
-        copied = not_hidden(estimate.recipe, part["compute"], part["down"], part["up"])
+        copied = exposed_seconds(estimate.recipe, part["compute"], part["down"], part["up"])
         return max(part["compute"] + copied, part["ranks"]) + step
 
 
-def not_hidden(recipe: Recipe, compute: float, down: float, up: float) -> float:
-    """Of the seconds of copies of activations to the host and back, those for which the compute waits.
+def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> float:
+    """What the compute waits for copies of activations to the host and back: the seconds that it does not hide.
 
     Copies down, D seconds in all, run beside forward, F; copies up, U, beside backward, G. On average n storages are
     saved at the same moment, and then something is computed. Of those, the last f (`in_flight`) go down beside it, and

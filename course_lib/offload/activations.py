@@ -187,7 +187,7 @@ class _Kept:
 
     def again(self) -> Tensor:
         if self.tensor._version != self.version:
-            shape = "many" if self.tensor.is_nested else tuple(self.tensor.shape)
+            shape = "(nested)" if self.tensor.is_nested else tuple(self.tensor.shape)
             raise RuntimeError(_CHANGED.format(shape=shape, when=""))
         return self.tensor
 
