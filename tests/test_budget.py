@@ -37,11 +37,13 @@ from course_lib.budget import (
 from course_lib.budget.cheapest import best_of
 from course_lib.budget.estimating import make_state
 from course_lib.budget.recipe import ATTENTIONS, CHECKPOINTS, pieces_allowed
-from course_lib.budget.show import steps_to
+from course_lib.budget.show import added, steps_to
 from course_lib.budget.step import pieces_of, run_pieces
+from course_lib.labels import chinese
 from course_lib.memory import CATEGORIES, MemoryBudgetExceeded, MemoryMeter, symbolic
 from course_lib.models import Attention, Decoder, DecoderLayer, random_tokens
 from course_lib.offload import DiskStore, SymbolicStore
+from course_lib.offload.device import Cuda, Device
 from course_lib.schedule import Chain
 
 TINY = {"vocabulary": 61, "hidden": 32, "heads": 4, "layers": 3, "sequence": 24}
@@ -116,6 +118,9 @@ any_recipe = st.fixed_dictionaries(
         "schedule_bytes": st.integers(1, 10**12),
         "offload_activations": st.booleans(),
         "min_bytes": st.integers(0, 10**9),
+        "prefetch": st.one_of(st.none(), st.integers(0, 99)),
+        "in_flight": st.one_of(st.none(), st.integers(0, 99)),
+        "page_bytes": st.integers(1, 10**9),
         "head_chunk": st.one_of(st.none(), st.integers(1, 9999)),
         "in_backward": st.booleans(),
         "accumulate": st.sampled_from([None, "fp32"]),
@@ -141,6 +146,21 @@ def test_a_recipe_is_a_frozen_value_whose_default_is_the_plain_step():
         Recipe().micro_batches = 2
 
 
+def test_the_words_of_a_recipe_name_pages_and_copies_that_are_not_the_usual_ones():
+    copies = {"prefetch": 2, "in_flight": 1}
+    recipe = Recipe(offload_optimizer=1.0, page_bytes=4 << 20, offload_activations=True, **copies)
+    usual = "fp32, adam, optimizer offloaded, pages of 4 MiB, activations offloaded"
+    assert str(recipe) == f"{usual}, 2 fetched ahead, 1 in flight"
+    assert chinese(str(recipe)) == "fp32、adam、优化器卸载、每页 4 MiB、激活值卸载、预取 2 份、同时卸载 1 份"
+    assert str(replace(recipe, prefetch=None, in_flight=None)) == usual
+    idle = replace(recipe, offload_optimizer=0.0, offload_activations=False)
+    assert str(idle) == "fp32, adam" and "pages of 1,000 bytes" in str(Recipe(precision="bf16", page_bytes=1000))
+    assert [added(a, b) for a, b in itertools.pairwise(steps_to(recipe))] == [
+        "optimizer offloaded, pages of 4 MiB",
+        "activations offloaded, 2 fetched ahead, 1 in flight",
+    ]
+
+
 BAD_FIELDS = [
     *(({name: "fp16"}, name) for name in ("precision", "optimizer", "attention", "checkpoint", "update", "accumulate")),
     *(({"offload_optimizer": value}, "offload_optimizer") for value in (1.5, math.nan, None)),
@@ -149,6 +169,8 @@ BAD_FIELDS = [
     *(({"checkpoint": "optimal", "schedule_bytes": value}, "schedule_bytes") for value in (-3, None)),
     *(({name: value}, name) for name in ("head_chunk", "micro_batches") for value in (0, "2")),
     ({"min_bytes": -1}, "min_bytes"),
+    *(({name: value}, name) for name in ("prefetch", "in_flight") for value in (-1, 1.0, True)),
+    *(({"page_bytes": value}, "page_bytes") for value in (0, None, 2.5)),
     ({"micro_batches": None}, "micro_batches"),
     ({"checkpoint": "layers", "segments": 2}, "segments"),
     ({"checkpoint": "segments", "segments": 2, "schedule_bytes": 2}, "schedule_bytes"),
@@ -662,6 +684,10 @@ MEASURED = [
     Recipe(**DOWN, precision="bf16", offload_optimizer=0.5, micro_batches=3),
     Recipe(attention="flash", checkpoint="optimal", schedule_bytes=2_000_000, in_backward=True, head_chunk=64),
     Recipe(**DOWN, attention="flash", micro_batches=2, offload_optimizer=0.5),
+    Recipe(**DOWN, prefetch=0, in_flight=0),
+    Recipe(**DOWN, prefetch=2, in_flight=4, checkpoint="layers"),
+    Recipe(**DOWN, prefetch=3, in_flight=2, offload_optimizer=1.0, page_bytes=30_000),
+    Recipe(precision="bf16", page_bytes=1),
 ]  # fmt: skip
 
 
@@ -769,12 +795,58 @@ class TestEstimatesOfASmallDecoder:
             inside = estimate(small, small_batch, replace(base, offload_optimizer=0.5, in_backward=True), tier="host")
             assert (inside.bytes_down, inside.bytes_up) == (half.bytes_down, half.bytes_up)
 
+    def test_more_ahead_and_in_flight_hold_more_and_move_as_many_bytes(self):
+        held, moved = [], set()
+        for prefetch, in_flight in ((0, 0), (0, 1), (0, 2), (1, 2), (2, 2)):
+            recipe = Recipe(**DOWN, prefetch=prefetch, in_flight=in_flight)
+            found = estimate(few, few_batch, recipe)
+            held.append(found.peak_bytes)
+            moved.add(found.bytes_up - found.bytes_down)
+        assert held == sorted(held) and len(set(held)) > 2 and moved == {0}
+
+    @pytest.mark.parametrize(("tier", "copies"), [("file", 1), ("host", 2)])
+    def test_copies_that_are_not_named_are_those_of_the_device_with_such_a_tier(self, tier, copies):
+        device = {"file": Device, "host": Cuda}[tier]
+        assert device.ahead == copies
+        named, others = ({"prefetch": count, "in_flight": count} for count in (copies, 3 - copies))
+        left_out, named, others = (
+            estimate(few, few_batch, Recipe(**DOWN, **fields), tier=tier) for fields in ({}, named, others)
+        )
+        assert left_out.peak_bytes != others.peak_bytes
+        assert left_out == replace(named, recipe=left_out.recipe) and left_out.recipe.in_flight is None
+
+    def test_smaller_pages_hold_less_in_the_optimizers_step_and_move_as_much(self):
+        pages = [Recipe(offload_optimizer=1.0, page_bytes=count) for count in (1 << 20, 1 << 18, 1 << 16)]
+        found = [estimate(small, small_batch, recipe) for recipe in pages]
+        steps = [e.phase_peaks["optimizer"] for e in found]
+        assert steps == sorted(set(steps), reverse=True)
+        assert len({(e.bytes_down, e.bytes_up, e.flops, e.phase_peaks["backward"]) for e in found}) == 1
+
     def test_an_estimate_is_a_value_that_shows_itself(self):
         guess, same = (estimate(tiny, tiny_batch, Recipe(attention="flash")) for _ in range(2))
         assert guess == same and len({guess, same}) == 1
         assert f"{guess.peak_bytes:,} bytes" in str(guess) and guess.operator in str(guess)
         kinds = {name for name, count in guess.at_peak.items() if count}
         assert {row[0] for row in guess.rows()} == kinds - {"optimizer"} | {"optimizer state"}
+
+
+class Critic(nn.Module):
+    """Its loss has a gradient of its own in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+
+    def loss(self, x):
+        x = x.detach().requires_grad_()
+        y = self.layers(x).sum(1)
+        [gradient] = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+
+@pytest.mark.parametrize("copies", [{}, {"prefetch": 0, "in_flight": 2}, {"prefetch": 3}], ids=str)
+def test_a_backward_pass_in_the_forward_pass_takes_what_is_measured(copies):
+    assert_measured(Critic, partial(torch.randn, 64, 64), Recipe(**DOWN, **copies))
 
 
 def large():

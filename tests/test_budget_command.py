@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
@@ -27,6 +27,7 @@ from course_lib.budget import (
     measured_rates,
     run,
     this_machine,
+    train_step,
 )
 from course_lib.budget import __main__ as command
 from course_lib.budget import rates as rates_module
@@ -36,7 +37,8 @@ from course_lib.budget.recipe import ALL_ABOVE, OPTIMIZERS
 from course_lib.budget.show import steps_to
 from course_lib.distributed import __main__ as ranks_command
 from course_lib.memory import symbolic
-from course_lib.models import Decoder, random_tokens
+from course_lib.models import Decoder, deep_mlp, random_tokens
+from course_lib.offload import HostStore, SimulatedDevice
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,
@@ -61,11 +63,59 @@ def test_flops_and_links_are_priced_at_the_share_that_is_reached():
 
 
 def test_activations_are_copied_beside_the_compute_to_the_host_but_not_to_a_file():
-    recipe = Recipe(offload_activations=True)
-    assert ROUND.seconds(priced(recipe, down=250, up=200)) == 12  # 10 and 8 seconds
-    assert ROUND.seconds(priced(recipe, down=500, up=200)) == 20
-    assert ROUND.seconds(priced(recipe, down=200, up=750)) == 30
+    recipe = Recipe(offload_activations=True)  # two copies each way: all wait for what is longer
+    assert ROUND.seconds(priced(recipe, down=100, up=200)) == 12  # forward takes 4 seconds, backward 8, as copies do
+    assert ROUND.seconds(priced(recipe, down=500, up=200)) == 20 + 8
+    assert ROUND.seconds(priced(recipe, down=100, up=750)) == 4 + 30
+    one = replace(recipe, prefetch=1, in_flight=1)  # half of the copies are not hidden
+    assert ROUND.seconds(priced(one, down=100, up=200)) == 12 + 2 + 4
+    none = replace(recipe, prefetch=0, in_flight=0)
+    assert ROUND.seconds(priced(none, down=100, up=200)) == 12 + 4 + 8
+    inputs = replace(one, checkpoint="layers")  # one at a time, and forward is a quarter
+    assert ROUND.seconds(priced(inputs, down=100, up=250)) == 12 + 1 + 1
     assert ROUND.seconds(priced(recipe, tier="file", down=250, up=200)) == 30
+
+
+COPIES = [{"prefetch": p, "in_flight": f} for p in (0, 1, 2) for f in (1, 2)]
+SMALL = {"vocabulary": 64, "hidden": 32, "heads": 2, "sequence": 16}
+CLOCKS = {
+    "mlp": (lambda: deep_mlp(12, 32), lambda: torch.ones(64, 32), "none", 0.1),
+    "decoder": (partial(Decoder, layers=3, **SMALL), partial(random_tokens, 2, 16, 64), "none", 0.2),
+    "checkpoints": (partial(Decoder, layers=8, **SMALL), partial(random_tokens, 2, 16, 64), "layers", 0.2),
+}
+
+
+def summed(model, batch):
+    return (model(batch).sum(), len(batch)) if batch.is_floating_point() else model.loss_sum(batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "copies"),
+    [
+        *(("mlp", 1, copies) for copies in [{}, *COPIES]),
+        *(("mlp", ratio, copies) for ratio in (0.5, 2, 4) for copies in COPIES[::3]),
+        *(("decoder", 1, copies) for copies in COPIES[::2]),
+        *(("checkpoints", ratio, COPIES[3]) for ratio in (0.5, 2)),
+    ],
+)
+def test_copies_hide_as_the_clock_of_the_simulated_device_says_and_hold_what_its_memory_does(name, ratio, copies):
+    """Copies down take `ratio` times as long as forward."""
+    make, of, checkpoint, tolerance = CLOCKS[name]
+    recipe = Recipe(optimizer="sgd", checkpoint=checkpoint, offload_activations=True, min_bytes=1 << 10, **copies)
+    expected, flops = estimate(make, of, recipe, loss_sum=summed, tier="host"), 1e9
+    link = expected.bytes_down / (expected.flops / flops / 3) / ratio
+    speeds = {"flops_per_second": flops, "up_bytes_per_second": link, "down_bytes_per_second": link}
+    with SimulatedDevice(**speeds) as device:
+        model, batch = device.move(make()), device.move(of())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        begins, before = device.seconds, device.live_bytes - sum(p.nbytes for p in model.parameters())
+        train_step(model, optimizer, batch, recipe, loss_sum=summed, store=HostStore())
+    taken = device.seconds - begins
+    rates = Rates(flops, flops, link)
+    assert device.peak_bytes - before == expected.peak_bytes
+    assert rates.seconds(expected) == pytest.approx(taken, rel=tolerance)
+    more = replace(expected, recipe=replace(recipe, prefetch=2, in_flight=2))
+    assert rates.seconds(more) <= rates.seconds(expected)
 
 
 def test_an_update_on_the_host_reads_and_writes_28_bytes_a_parameter():

@@ -641,6 +641,44 @@ class Reversed(Decoder):
         return state[0]
 
 
+class Inside(torch.autograd.Function):
+    """Runs a block without gradients, and by hand once more in backward."""
+
+    @staticmethod
+    def forward(ctx, block, x):
+        ctx.block, ctx.x = block, x.detach()
+        return block((x, 0), scale=0.3)[0]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            state = ctx.block.forward_of_all((x, 0), scale=0.3)
+        torch.autograd.backward(state[0], gradient)
+        return None, x.grad
+
+
+class Reversible(Decoder):
+    """Its blocks keep nothing anyway, whatever is put around them."""
+
+    def hidden(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.body["blocks"]:
+            block.forward_of_all = partial(type(block).forward, block)
+            x = Inside.apply(block, x)
+        return x
+
+
+class Apart(Decoder):
+    """Does not run its blocks by calling them."""
+
+    def hidden(self, tokens):
+        state = self.embedding(tokens), 0
+        for block in self.body["blocks"]:
+            state = type(block).forward(block, state, scale=0.3)
+        return state[0]
+
+
 class Scaled(Decoder):
     """The blocks' scale is trained."""
 
@@ -684,6 +722,9 @@ class Scaled(Decoder):
         (Decoder, Recipe(checkpoint="layers", blocks="layers.*"), r"blocks is 'layers.\*'"),
         (Decoder, Recipe(checkpoint="layers", blocks="*"), "blocks is '\\*', modules of the kinds Embedding, Linear"),
         (Decoder, Recipe(checkpoint="layers", first_blocks=4), "first_blocks is 4"),
+        (Reversible, Recipe(checkpoint="layers"), "body.blocks.0 to body.blocks.2 were not called with gradients"),
+        (Apart, Recipe(checkpoint="selective", micro_batches=2), "body.blocks.0 to body.blocks.2 were not called"),
+        (Apart, Recipe(checkpoint="layers", first_blocks=1, in_backward=True), "body.blocks.0 was not called"),
     ],
     ids=str,
 )

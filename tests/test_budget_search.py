@@ -95,6 +95,8 @@ COMPOSED = [
     Recipe(checkpoint="segments", segments=MANY + 1, micro_batches=3, attention="flash"),
     Recipe(checkpoint="layers", first_blocks=2, attention="flash"),
     Recipe(checkpoint="selective", first_blocks=5, micro_batches=3),
+    Recipe(prefetch=2, in_flight=1, offload_optimizer=1.0, page_bytes=30_000, **DOWN),
+    Recipe(checkpoint="layers", prefetch=1, in_flight=2, attention="flash", **DOWN),
 ]
 ANY_MODEL = [
     Recipe(),
@@ -195,10 +197,11 @@ def test_an_update_of_all_is_that_of_few_blocks_and_what_the_others_hold(precisi
     base, names = Recipe(precision=precision), []
     composer = Composer(Wide, points, base, None, tier)
     for fraction in (0.0, 0.2, 0.5, 0.8, 1.0):
-        recipe = replace(base, offload_optimizer=fraction)
-        below = chosen_below(composer.trained, fraction)
-        names.append(len(composer.updates.left_out(recipe, below)))
-        assert composer.estimate(recipe) == estimate(Wide, points, recipe, tier=tier)
+        for page_bytes in (1 << 20, 16 << 20):
+            recipe = replace(base, offload_optimizer=fraction, page_bytes=page_bytes)
+            below = chosen_below(composer.trained, fraction)
+            names.append(len(composer.updates.left_out(recipe, below)))
+            assert composer.estimate(recipe) == estimate(Wide, points, recipe, tier=tier)
     assert min(names) > 0
 
 

@@ -1348,16 +1348,57 @@ def test_blocks_are_chosen_by_name_and_number_and_these_run_twice(options, expec
     assert runs == {i: 2 if i in expected else 1 for i in range(6)}
 
 
-def test_the_longest_lists_of_like_modules_are_found_but_not_those_inside_their_modules():
-    def stack(depth):
-        return nn.ModuleList(
-            nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(9))}) for _ in range(depth)
-        )
+class Experts(nn.Module):
+    """A block with a list inside."""
 
-    model = nn.ModuleDict({"encoder": stack(3), "decoder": stack(3), "heads": stack(2), "other": deep_mlp(4, 2)})
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(9))
+
+    def forward(self, x):
+        return sum(expert(x) for expert in self.experts)
+
+
+def test_every_list_of_like_modules_is_found_but_not_those_inside_their_modules():
+    def stack(kind, depth):
+        return nn.ModuleList(kind() for _ in range(depth))
+
+    def small():
+        return deep_mlp(2, 2)
+
+    parts = {"encoder": stack(Experts, 3), "decoder": stack(small, 2), "one": stack(Experts, 1)}
+    parts |= {"heads": stack(partial(nn.Linear, 2, 2), 5), "other": deep_mlp(4, 2)}
+    model = nn.ModuleDict({**parts, "again": parts["encoder"]})
     names = checkpoint_blocks(model, None).names
-    assert names == tuple(f"{part}.{i}" for part in ("encoder", "decoder") for i in range(3))
-    assert checkpoint_blocks(nn.Sequential(*stack(2)), None).names == ("0", "1")
+    assert names == ("encoder.0", "encoder.1", "encoder.2", "decoder.0", "decoder.1")
+    assert checkpoint_blocks(nn.Sequential(*stack(Experts, 2)), None).names == ("0", "1")
+    parts["one"] = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), *stack(partial(nn.Linear, 2, 2), 2))])
+    for names in (("one", "heads", "other"), ("heads", "other")):  # one block, or single layers, where there is no more
+        alone = checkpoint_blocks(nn.ModuleDict({name: parts[name] for name in names}), None)
+        assert alone.names == tuple(f"{names[0]}.{i}" for i in range(len(parts[names[0]])))
+
+
+def test_a_list_of_lists_is_no_list_of_blocks():
+    stages = nn.ModuleList(nn.ModuleList(Experts() for _ in range(2)) for _ in range(2))
+    assert checkpoint_blocks(stages, None).names == ("0.0", "0.1", "1.0", "1.1")
+
+
+def test_the_first_blocks_are_counted_through_the_lists_and_an_encoder_and_a_decoder_both_forget():
+    model = nn.Transformer(16, 2, 3, 2, 32, dropout=0.0, batch_first=True)
+    source, target = torch.randn(4, 8, 16), torch.randn(4, 6, 16)
+
+    def stepped(**options):
+        model.zero_grad()
+        with checkpoint_blocks(model, None, **options) if options else nullcontext(), MemoryMeter() as meter:
+            model(source, target).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()], meter.peak_bytes
+
+    with checkpoint_blocks(model, None, first=4) as handle:
+        assert handle.names[-2:] == ("encoder.layers.2", "decoder.layers.0")
+    (plain, all_kept), (few, less), (found, least) = stepped(), stepped(first=3), stepped(every=1)
+    assert least < less < all_kept
+    assert_close(found, plain)
+    assert_close(few, plain)
 
 
 @pytest.mark.parametrize("blocks", [["h.*", "blocks.*"], "layers"])  # nobody calls a ModuleList

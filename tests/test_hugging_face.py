@@ -10,6 +10,7 @@ import torch
 
 from course_lib.budget import InfeasibleBudget, Recipe, build, estimate, fit, run, train_step
 from course_lib.budget.composing import Composing
+from course_lib.checkpoint import checkpoint_blocks
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extras `models` and `test`")
 
@@ -113,8 +114,6 @@ def both(make_model, make_batch, recipe, **options):
 def test_what_is_estimated_is_what_the_run_takes_to_the_byte(name, recipe):
     if name in ("speech", "encoder and decoder"):
         recipe = replace(recipe, head_chunk=None)  # their logits don't go straight to the loss
-    if name == "encoder and decoder" and recipe.checkpoint != "none":
-        recipe = replace(recipe, blocks=("model.encoder.layers.*", "model.decoder.layers.*"))
     guess, real = both(*ARCHITECTURES[name], recipe)
     assert guess == real
 
@@ -136,8 +135,50 @@ def test_schedules_run_where_the_layers_form_a_chain_and_are_estimated_to_the_by
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in CHAINS])
 def test_layers_that_share_more_than_what_they_hand_on_are_no_chain(name):
     for attempt in (estimate, run):
-        with pytest.raises(ValueError, match=r"^(what a block returns|argument 3) is [^\n]*; it takes [^\n]+$"):
+        with pytest.raises(
+            ValueError, match=r"^(what a block returns|model.decoder.layers.0) is [^\n]*; it takes [^\n]+$"
+        ):
             attempt(*ARCHITECTURES[name], SEGMENTS)
+
+
+@pytest.mark.parametrize(("layers", "checkpoint"), [((3, 3), "layers"), ((2, 3), "selective")])
+def test_an_encoder_and_a_decoder_of_any_lengths_are_both_checkpointed(layers, checkpoint):
+    options = {**PAIR, **SPECIAL, "encoder_layers": layers[0], "decoder_layers": layers[1]}
+    of = made("Bart:BartForConditionalGeneration", **options), partial(text, answer=12)
+    found = Recipe(checkpoint=checkpoint, offload_optimizer=1.0, in_backward=True)
+    named = replace(found, blocks=("model.encoder.layers.*", "model.decoder.layers.*"))
+    guess, real = both(*of, found)
+    assert guess == real == estimate(*of, named).peak_bytes
+
+
+FUNNEL = {"vocab_size": WORDS, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48, "block_sizes": [2, 2]}
+SEEING = {**SIZES, "image_size": 16, "patch_size": 8}
+LISTS = {
+    "lists in a list": (
+        made("Funnel:FunnelForMaskedLM", **FUNNEL),
+        ["funnel.encoder.blocks.0", "funnel.encoder.blocks.1", "funnel.decoder.layers"],
+    ),
+    "embeddings in a list": (
+        made("Sam:SamModel", vision_config=SEEING, mask_decoder_config={"hidden_size": 32, "mlp_dim": 48}),
+        ["vision_encoder.layers", "mask_decoder.transformer.layers", "mask_decoder.output_hypernetworks_mlps"],
+    ),
+    "pictures and text": (
+        lambda: made(
+            "Llava:LlavaForConditionalGeneration",
+            vision_config=transformers.CLIPVisionConfig(**SEEING),
+            text_config=transformers.LlamaConfig(**{**SHARED, "num_hidden_layers": 3}),
+        )(),
+        ["model.vision_tower.encoder.layers", "model.language_model.layers"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_what_is_called_in_lists_of_like_modules_are_the_blocks_of_a_model(name):
+    make, lists = LISTS[name]
+    with torch.device("meta"):
+        names = checkpoint_blocks(make(), None).names
+    assert list(dict.fromkeys(block.rpartition(".")[0] for block in names)) == lists
 
 
 MASKED = {

@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections import UserDict
@@ -191,6 +192,59 @@ def test_a_graph_may_be_walked_through_several_times_and_differentiated_twice():
     assert torch.equal(twice(nullcontext()), twice(offload_activations(DiskStore(), min_bytes=1)))
     del out
     assert store.used_bytes == 0
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_what_a_backward_pass_saves_again_while_it_is_here_is_known_for_what_it_is(prefetch):
+    """A gradient penalty; symbolic tensors, which have no other storage, say what moves."""
+
+    def moved(store):
+        net, x = deep_mlp(4, 16), torch.ones(8, 16)
+
+        def loss(x):
+            x = x.detach().requires_grad_()
+            y = net(x).tanh().tanh().sum(1)
+            [gradient] = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return y.mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+        def under(x):
+            with offload_activations(store, min_bytes=1, prefetch=prefetch):
+                return loss(x)
+
+        found = gradients(net, under, x)
+        if not torch._guards.detect_fake_mode():
+            assert_same_bits(gradients(net, loss, x), found)
+        assert store.used_bytes == 0
+        return copy.copy(store.stats)
+
+    with DiskStore() as store:
+        real = moved(store)
+    with symbolic():
+        assert moved(SymbolicStore()) == real
+    assert real.bytes_down > 0 and real.shared > 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_stay_and_a_tensor_that_cannot_be_packed_leaves_nothing_behind(monkeypatch):
+    weight, store, printed = torch.randn(64, 64, requires_grad=True), DiskStore(), []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+
+    def padded(context):
+        weight.grad = None
+        with context:
+            nested = torch.nested.as_nested_tensor([weight[:20] * 1, weight[:30] * 1]).sin()
+            out = torch.nested.to_padded_tensor(nested, 0.0).sin().sin().sum()
+        out.backward()
+        return weight.grad
+
+    offload = offload_activations(store, min_bytes=1, prefetch=0)
+    assert torch.equal(padded(nullcontext()), padded(offload))
+    assert store.stats.bytes_down > 0 == store.used_bytes
+    with monkeypatch.context() as patched, pytest.raises(InterruptedError), offload:
+        patched.setattr(torch.Tensor, "is_conj", lambda _: (_ for _ in ()).throw(InterruptedError))
+        (weight * 1).sin()
+    gc.collect()
+    assert printed == [] and store.used_bytes == 0
 
 
 @pytest.mark.parametrize(("module", "use_reentrant"), [(ours, False), (ours, True), (torch.utils.checkpoint, False)])
@@ -744,11 +798,25 @@ def test_low_precision_steps_are_those_of_fp32_masters(base, fraction, dtype):
 
 
 @pytest.mark.parametrize("chunk", [1, 3000])
-def test_pages_of_any_size_give_the_same(chunk, monkeypatch):
-    monkeypatch.setattr(OffloadedOptimizer, "CHUNK_BYTES", chunk)
+def test_pages_of_any_size_give_the_same(chunk):
     plain, moved = network(), network()
     expected = train(plain, torch.optim.Adam(plain.parameters()), batches(4))
-    assert_same_bits(expected, train(moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam), batches(4)))
+    optimizer = OffloadedOptimizer(moved.parameters(), torch.optim.Adam, page_bytes=chunk)
+    assert_same_bits(expected, train(moved, optimizer, batches(4)))
+
+
+@pytest.mark.parametrize(("page", "parameters"), [(1, 1), (2, 1), (4, 2), (7, 3)])
+def test_a_step_holds_three_pages_of_so_many_bytes_or_of_a_parameter_that_has_more(page, parameters):
+    net = nn.ParameterList(torch.ones(64, 64) for _ in range(18))
+    state = 2 * net[0].nbytes  # Adam's, of each parameter
+    optimizer = OffloadedOptimizer(net, page_bytes=page * state // 2, foreach=False)
+    for _ in range(2):
+        for p in net:
+            p.grad = torch.ones_like(p)
+        with MemoryMeter(net, optimizer) as meter:
+            optimizer.step()
+    held = 4 * len(net)  # step counts stay
+    assert meter.at_peak()["optimizer"] == held + 3 * parameters * state
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -916,7 +984,7 @@ def test_measuring_a_step_leaves_model_and_state_as_they_were(dtype, fraction):
 
 @pytest.mark.parametrize("chunk", [1, 3000, 16 << 20])
 @pytest.mark.parametrize(("dtype", "fraction"), KINDS)
-def test_a_step_that_is_interrupted_leaves_the_state_that_the_base_left(dtype, fraction, chunk, monkeypatch):
+def test_a_step_that_is_interrupted_leaves_the_state_that_the_base_left(dtype, fraction, chunk):
     class Interrupted(torch.optim.Optimizer):
         """Momentum by hand, which raises once when its `countdown` is over, in the middle of a parameter."""
 
@@ -949,9 +1017,9 @@ def test_a_step_that_is_interrupted_leaves_the_state_that_the_base_left(dtype, f
             optimizer.give()
         return [*train(net, optimizer, batches(2, dtype)), *(state["mean"] for state in inner.state.values()), found]
 
-    monkeypatch.setattr(OffloadedOptimizer, "CHUNK_BYTES", chunk)
+    options = {"fraction": fraction, "page_bytes": chunk, "lr": 0.01}
     expected = run(lambda parameters: Masters(parameters, Interrupted, lr=0.01))
-    found = run(lambda parameters: OffloadedOptimizer(parameters, Interrupted, fraction=fraction, lr=0.01))
+    found = run(lambda parameters: OffloadedOptimizer(parameters, Interrupted, **options))
     if fraction in (0.0, 1.0):  # else those above are stepped before those below
         assert found.pop() == expected.pop() == [3.0, 3.0, 3.0, 2.0, 2.0, 2.0]
         assert_same_bits(found, expected)
@@ -1098,18 +1166,18 @@ def test_a_meter_counts_masters_and_state_that_stay(fraction, dtype):
     assert meter.at_peak()["parameter"] == sum(p.nbytes for p in net.parameters())
 
 
-def test_gradients_of_masters_that_stay_are_made_a_chunk_at_a_time(monkeypatch):
+def test_gradients_of_masters_that_stay_are_made_a_page_at_a_time():
     net = deep_mlp(24, 64).to(torch.bfloat16)
     largest = 4 * 64 * 64
-    monkeypatch.setattr(OffloadedOptimizer, "CHUNK_BYTES", 3 * largest)
-    optimizer = OffloadedOptimizer(net.parameters(), fraction=0.0, lr=0.1, foreach=False)
+    options = {"page_bytes": 3 * largest, "lr": 0.1, "foreach": False}
+    optimizer = OffloadedOptimizer(net.parameters(), fraction=0.0, **options)
     for _ in range(2):
         for p in net.parameters():
             p.grad = torch.ones_like(p)
         with MemoryMeter(net, optimizer) as meter:
             optimizer.step()
     held = meter.entry_bytes
-    # Of a chunk the gradients; of one parameter, what the update makes: numerator, denominator, rounded copies.
+    # Of a page the gradients; of one parameter, what the update makes: numerator, denominator, rounded copies.
     assert held + 2 * largest < meter.peak_bytes <= held + 3 * largest + 3 * largest
     assert meter.peak_bytes < held + 4 * sum(p.numel() for p in net.parameters()) / 3
 
@@ -1141,10 +1209,10 @@ def test_a_full_disk_stops_a_load_before_anything_changes():
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("chunk", [1, 16 << 20])
 def test_a_write_that_fails_once_loses_no_state(monkeypatch, chunk, overlap):
-    monkeypatch.setattr(OffloadedOptimizer, "CHUNK_BYTES", chunk)
     plain, moved = network(), network()
     adam = torch.optim.Adam(plain.parameters())
-    optimizer = OffloadedOptimizer(moved.parameters(), torch.optim.Adam, overlap=overlap)
+    options = {"overlap": overlap, "page_bytes": chunk}
+    optimizer = OffloadedOptimizer(moved.parameters(), torch.optim.Adam, **options)
     train(plain, adam, batches(2))
     train(moved, optimizer, batches(1))
     with monkeypatch.context() as patched:
@@ -1341,6 +1409,8 @@ ONE = [nn.Parameter(torch.ones(2))]
         (lambda: OffloadedOptimizer(ONE, torch.optim.LBFGS), "base"),
         (lambda: OffloadedOptimizer(ONE, nn.Linear), "base"),
         (lambda: OffloadedOptimizer(ONE, store="/tmp"), "store"),
+        (lambda: OffloadedOptimizer(ONE, page_bytes=0), "page_bytes"),
+        (lambda: OffloadedOptimizer(ONE, page_bytes="4 MiB"), "page_bytes"),
         (lambda: OffloadedOptimizer([nn.Parameter(torch.ones(2, dtype=torch.complex64))]), "a parameter"),
         (lambda: DiskStore(limit_bytes=-1), "limit_bytes"),
         (lambda: DiskStore(""), "directory"),

@@ -37,7 +37,8 @@ FEW = 2  # the first block and the last
 MANY = 2 * FEW + 2  # from so many blocks on, FEW and FEW + 1 of them are less work
 # Of the fields of a recipe, those that this module has been tried with, and the checkpoints that treat blocks alike.
 FIELDS = {"precision", "optimizer", "offload_optimizer", "attention", "checkpoint", "segments", "schedule_bytes"}
-FIELDS |= {"first_blocks", "offload_activations", "min_bytes", "head_chunk", "in_backward", "micro_batches"}
+FIELDS |= {"first_blocks", "offload_activations", "min_bytes", "prefetch", "in_flight", "page_bytes", "head_chunk"}
+FIELDS |= {"in_backward", "micro_batches"}
 NUMBERED = re.compile("idx|index|layer|number")  # attributes that say which block it is
 OPTIMIZERS, ALIKE = ("adam", "sgd"), ("none", "selective", "layers")
 
@@ -95,7 +96,7 @@ class Composer:
         self.updates = Updates(self.trained, self.blocks, tier)
 
     def estimate(self, recipe: Recipe) -> Estimate:
-        key = replace(recipe, offload_optimizer=0.0)
+        key = without_optimizer(recipe).on(self.tier)
         with self.checked(recipe):
             if key not in self._moments:
                 self._moments[key] = self.moments(key)
@@ -104,7 +105,7 @@ class Composer:
     def whole(self, recipe: Recipe) -> Estimate:
         """The same with all blocks in their places."""
         with self.checked(recipe):
-            return self.with_optimizer(self.measured(replace(recipe, offload_optimizer=0.0), len(self.blocks)), recipe)
+            return self.with_optimizer(self.measured(without_optimizer(recipe), len(self.blocks)), recipe)
 
     @contextmanager
     def checked(self, recipe: Recipe) -> Iterator[None]:
@@ -142,8 +143,10 @@ class Composer:
     def moments(self, recipe: Recipe) -> Moments:
         count, first = len(self.blocks), recipe.first_blocks or 0
         alone = recipe.segments == count and self.runs_them  # a segment each, of which the last is not recomputed
-        # Copies reach into the next block, or into the one after it where only its input is kept.
-        few = FEW + alone + recipe.offload_activations * (1 + (recipe.checkpoint == "layers"))
+        # What is fetched ahead, or still goes down, reaches into other blocks: that many where only inputs are kept,
+        # one less where a block keeps two storages or more.
+        reach = sum(recipe.copies(self.tier)) - (recipe.checkpoint != "layers")
+        few = FEW + alone + recipe.offload_activations * max(1, reach)
         if count < MANY + 2 * bool(first) or not (recipe.checkpoint in ALIKE or alone):
             return self.measured(recipe, count)
 
@@ -172,7 +175,7 @@ class Composer:
         with shortened(self.blocks, count):
             pieces, groups = pieces_of(self.batch, recipe.micro_batches), self.groups(recipe)
             options = self.loss_sum, store, self.max_norm, groups
-            meter, totals = watched(self.model, optimizer, pieces, recipe, *options)
+            meter, totals = watched(self.model, optimizer, pieces, recipe.on(self.tier), *options)
         series, due = meter.series(), iter(optimizer.due)
         operators = meter.timeline.operators
         return Moments(
@@ -246,6 +249,11 @@ class Composing:
         if Composer.takes(found.recipe):
             self.composing = self.composer_of(found.recipe).whole(found.recipe) == found
         return self.composing
+
+
+def without_optimizer(recipe: Recipe) -> Recipe:
+    """What forward and backward take does not depend on where the optimizer's state is."""
+    return replace(recipe, offload_optimizer=0.0, page_bytes=Recipe.page_bytes)
 
 
 class _Noting(torch.optim.Optimizer):

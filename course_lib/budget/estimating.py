@@ -153,7 +153,7 @@ def _estimate(make_model, make_batch, recipe: Recipe, loss_sum, max_norm, tier: 
         batch = make_batch()
     pieces = pieces_of(batch, recipe.micro_batches)
     make_state(model, optimizer)
-    meter, totals = watched(model, optimizer, pieces, recipe, loss_sum, store, max_norm)
+    meter, totals = watched(model, optimizer, pieces, recipe.on(tier), loss_sum, store, max_norm)
     peak = meter.peak_bytes, meter.at_peak(), *peaks_in(meter)
     return Estimate(recipe, *peak, *totals, tier, sum(p.numel() for p in getattr(optimizer, "below", ())))
 
@@ -301,7 +301,8 @@ class _PartlyOnHost(torch.optim.Optimizer):
         self.below, self.traffic = chosen_below(parameters, recipe.offload_optimizer), store
         above = [p for p in parameters if p not in self.below]
         base, settings = base_of(recipe)
-        self.rest = OffloadedOptimizer(above, base, fraction=0.0, lr=LR, **settings) if above else None
+        options = {"fraction": 0.0, "page_bytes": recipe.page_bytes, "lr": LR}
+        self.rest = OffloadedOptimizer(above, base, **options, **settings) if above else None
 
     def held_tensors(self) -> Iterator[Tensor]:
         return self.rest.held_tensors() if self.rest is not None else iter(())

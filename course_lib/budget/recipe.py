@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from course_lib._check import kind, number, one_of, whole
 from course_lib.labels import listed, text
+from course_lib.offload.device import Cuda, Device
+from course_lib.offload.optimizer import PAGE_BYTES
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPTIMIZERS = ("adam", "sgd", "momentum", "adafactor", "adam8bit")
@@ -41,13 +43,21 @@ class Recipe:
             "segments", of so many runs of blocks the input; "optimal", what the fastest schedule keeps. The last two
             take a `Decoder`, or a model whose blocks form a chain: each has what the one before returned.
         blocks: what is checkpointed: a name with wildcards, such as "model.layers.*", or several;
-            None takes the longest list of like modules (see `course_lib.checkpoint.checkpoint_blocks`).
-        first_blocks: checkpoint only so many, the first ones; None for all.
+            None takes all lists of like modules (see `course_lib.checkpoint.checkpoint_blocks`), an encoder and a
+            decoder both. Where they form no chain, "segments" and "optimal" take a name.
+        first_blocks: checkpoint only so many, the first ones, through several lists in their order; None for all.
         segments: how many, for "segments" alone. The last one is not recomputed.
         schedule_bytes: the most bytes of activations of one micro-batch, for "optimal" alone; in models other than a
             `Decoder`, of its blocks.
         offload_activations: what is saved for backward goes one tier down; not with "selective" or "optimal".
         min_bytes: the smallest storage of activations that goes down.
+        prefetch: of activations below, how many storages backward fetches ahead; None for as many as the device does by
+            itself, 1 on a CPU and 2 on CUDA. Such an estimate goes by its tier: 1 with a file below, 2 with the host.
+        in_flight: of activations, how many copies down may be under way; None as for `prefetch`. More hide longer
+            copies, and hold more memory.
+        page_bytes: of the optimizer's state in a file, master weights included, that are updated at once: the step
+            holds three such pages; a parameter with more state is a page by itself. Master weights that stay above take
+            gradients in fp32, as many bytes at once.
         head_chunk: tokens of the loss head at a time; None for all at once.
         in_backward: the optimizer steps as each gradient is there, and the gradient goes; takes one micro-batch.
         accumulate: "fp32" adds up the gradients of parameters in 16 bits in fp32, 4 bytes a parameter in place of 2;
@@ -74,6 +84,9 @@ class Recipe:
     schedule_bytes: int | None = None
     offload_activations: bool = False
     min_bytes: int = MIN_BYTES
+    prefetch: int | None = None
+    in_flight: int | None = None
+    page_bytes: int = PAGE_BYTES
     head_chunk: int | None = None
     in_backward: bool = False
     accumulate: str | None = None
@@ -102,53 +115,28 @@ class Recipe:
         whole("micro_batches", self.micro_batches, 1)
         whole("ranks", self.ranks, 1)
         whole("min_bytes", self.min_bytes, 0)
-        self._check_blocks()
-        self._check_together()
-        self._check_ranks()
+        whole("page_bytes", self.page_bytes, 1, of="bytes")
+        for name in ("prefetch", "in_flight"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), 0)
+        _check_blocks(self)
+        _check_together(self)
+        _check_ranks(self)
 
-    def _check_blocks(self) -> None:
-        if isinstance(self.blocks, list):
-            object.__setattr__(self, "blocks", tuple(self.blocks))  # a recipe can be hashed
-        for name in self.blocks if isinstance(self.blocks, tuple) and self.blocks else [self.blocks]:
-            kind("blocks", name, (str, type(None)), "a name with wildcards, several, or None")
-        for name, takes in (("blocks", CHECKPOINTS[1:]), ("first_blocks", CHECKPOINTS[1:3])):
-            if getattr(self, name) is not None and self.checkpoint not in takes:
-                got = f'{name} is {getattr(self, name)!r} and checkpoint is "{self.checkpoint}"'
-                raise ValueError(f"{got}; it takes None unless that is {' or '.join(map(repr, takes))}")
+    def copies(self, tier: str) -> tuple[int, int]:
+        """How many storages of activations are fetched ahead, and how many go down at once, with such a tier below."""
+        own = Cuda.ahead if tier == "host" else Device.ahead
+        return own if self.prefetch is None else self.prefetch, own if self.in_flight is None else self.in_flight
 
-    def _check_together(self) -> None:
-        for name, owner in (("segments", "segments"), ("schedule_bytes", "optimal")):
-            if (getattr(self, name) is not None) != (self.checkpoint == owner):
-                got = f'{name} is {getattr(self, name)} and checkpoint is "{self.checkpoint}"'
-                raise ValueError(f'{got}; it takes a number where that is "{owner}", and None elsewhere')
-        if self.offload_activations and self.checkpoint in ("selective", "optimal"):
-            got = f'offload_activations is True and checkpoint is "{self.checkpoint}", which holds its tensors itself'
-            raise ValueError(f'{got}; it takes "none", "layers" or "segments"')
-        if self.in_backward and self.micro_batches > 1:
-            got = f"in_backward is True and micro_batches is {self.micro_batches}, whose gradients must be added up"
-            raise ValueError(f"{got}; it takes 1 micro-batch")
-        if self.in_backward and self.accumulate:
-            raise ValueError('accumulate is "fp32" and in_backward is True, which adds nothing up; it takes None')
-        updates = {"adafactor": ("loop", "foreach"), "adam8bit": ("loop",)}.get(self.optimizer, UPDATES)
-        if self.update not in updates:
-            got = f'update is "{self.update}" and optimizer is "{self.optimizer}"'
-            raise ValueError(f"{got}; it takes {' or '.join(map(repr, updates))}")
-        if self.optimizer in ALL_ABOVE and self.offload_optimizer:
-            got = f'offload_optimizer is {self.offload_optimizer} and optimizer is "{self.optimizer}", of a small state'
-            raise ValueError(f"{got}; it takes 0")
+    def on(self, tier: str) -> Recipe:
+        """The recipe with these numbers in place of None."""
+        prefetch, in_flight = self.copies(tier)
+        return replace(self, prefetch=prefetch, in_flight=in_flight) if self.offload_activations else self
 
-    def _check_ranks(self) -> None:
-        if self.ranks > 1 and self.update == "loop":
-            object.__setattr__(self, "update", "fused")
-        if self.ranks == 1 and self.shard:
-            raise ValueError(f'shard is "{self.shard}" and ranks is 1; it takes None, or 2 ranks or more')
-        known = {"precision": PRECISIONS, "optimizer": ("adam",), "checkpoint": ("none", "selective", "layers")}
-        known |= {"update": ("fused",), "offload_optimizer": (0,), "offload_activations": (False,)}
-        known |= {"in_backward": (False,), "head_chunk": (None,), "accumulate": (None,), "first_blocks": (None,)}
-        for name, values in known.items() if self.ranks > 1 else ():
-            if getattr(self, name) not in values:
-                got = f"{name} is {getattr(self, name)!r} and ranks is {self.ranks}"
-                raise ValueError(f"{got}; it takes {' or '.join(map(repr, values))}")
+    @property
+    def has_pages(self) -> bool:
+        """Whether the optimizer is an `OffloadedOptimizer`: its state is below, or it has master weights."""
+        return self.precision == "bf16" or self.offload_optimizer > 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -167,6 +155,59 @@ class Recipe:
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
 
+# ---- what goes together
+
+
+def _check_blocks(recipe: Recipe) -> None:
+    if isinstance(recipe.blocks, list):
+        object.__setattr__(recipe, "blocks", tuple(recipe.blocks))  # a recipe can be hashed
+    for name in recipe.blocks if isinstance(recipe.blocks, tuple) and recipe.blocks else [recipe.blocks]:
+        kind("blocks", name, (str, type(None)), "a name with wildcards, several, or None")
+    for name, takes in (("blocks", CHECKPOINTS[1:]), ("first_blocks", CHECKPOINTS[1:3])):
+        if getattr(recipe, name) is not None and recipe.checkpoint not in takes:
+            got = f'{name} is {getattr(recipe, name)!r} and checkpoint is "{recipe.checkpoint}"'
+            raise ValueError(f"{got}; it takes None unless that is {' or '.join(map(repr, takes))}")
+
+
+def _check_together(recipe: Recipe) -> None:
+    for name, owner in (("segments", "segments"), ("schedule_bytes", "optimal")):
+        if (getattr(recipe, name) is not None) != (recipe.checkpoint == owner):
+            got = f'{name} is {getattr(recipe, name)} and checkpoint is "{recipe.checkpoint}"'
+            raise ValueError(f'{got}; it takes a number where that is "{owner}", and None elsewhere')
+    if recipe.offload_activations and recipe.checkpoint in ("selective", "optimal"):
+        got = f'offload_activations is True and checkpoint is "{recipe.checkpoint}", which holds its tensors itself'
+        raise ValueError(f'{got}; it takes "none", "layers" or "segments"')
+    if recipe.in_backward and recipe.micro_batches > 1:
+        got = f"in_backward is True and micro_batches is {recipe.micro_batches}, whose gradients must be added up"
+        raise ValueError(f"{got}; it takes 1 micro-batch")
+    if recipe.in_backward and recipe.accumulate:
+        raise ValueError('accumulate is "fp32" and in_backward is True, which adds nothing up; it takes None')
+    updates = {"adafactor": ("loop", "foreach"), "adam8bit": ("loop",)}.get(recipe.optimizer, UPDATES)
+    if recipe.update not in updates:
+        got = f'update is "{recipe.update}" and optimizer is "{recipe.optimizer}"'
+        raise ValueError(f"{got}; it takes {' or '.join(map(repr, updates))}")
+    if recipe.optimizer in ALL_ABOVE and recipe.offload_optimizer:
+        got = f'offload_optimizer is {recipe.offload_optimizer} and optimizer is "{recipe.optimizer}", of a small state'
+        raise ValueError(f"{got}; it takes 0")
+
+
+def _check_ranks(recipe: Recipe) -> None:
+    if recipe.ranks > 1 and recipe.update == "loop":
+        object.__setattr__(recipe, "update", "fused")
+    if recipe.ranks == 1 and recipe.shard:
+        raise ValueError(f'shard is "{recipe.shard}" and ranks is 1; it takes None, or 2 ranks or more')
+    known = {"precision": PRECISIONS, "optimizer": ("adam",), "checkpoint": ("none", "selective", "layers")}
+    known |= {"update": ("fused",), "offload_optimizer": (0,), "offload_activations": (False,)}
+    known |= {"in_backward": (False,), "head_chunk": (None,), "accumulate": (None,), "first_blocks": (None,)}
+    for name, values in known.items() if recipe.ranks > 1 else ():
+        if getattr(recipe, name) not in values:
+            got = f"{name} is {getattr(recipe, name)!r} and ranks is {recipe.ranks}"
+            raise ValueError(f"{got}; it takes {' or '.join(map(repr, values))}")
+
+
+# ---- in words
+
+
 def words_of(recipe: Recipe) -> list[str]:
     """A recipe's parts, as labels."""
     words = [recipe.precision or text("own precision"), recipe.optimizer]
@@ -178,6 +219,8 @@ def words_of(recipe: Recipe) -> list[str]:
         words.append(text("optimizer offloaded"))
     elif recipe.offload_optimizer:
         words.append(text("{share:.0%} of optimizer offloaded", share=recipe.offload_optimizer))
+    if recipe.page_bytes != PAGE_BYTES and recipe.has_pages:
+        words.append(text("pages of {size}", size=_binary(recipe.page_bytes)))
     if recipe.attention not in ("standard", None):
         words.append(recipe.attention)
     if recipe.checkpoint != "none":
@@ -186,6 +229,10 @@ def words_of(recipe: Recipe) -> list[str]:
         words.append(text("activations offloaded"))
     elif recipe.offload_activations:
         words.append(text("activations offloaded from {least} bytes on", least=recipe.min_bytes))
+    if recipe.offload_activations and recipe.prefetch is not None:
+        words.append(text("{count} fetched ahead", count=recipe.prefetch))
+    if recipe.offload_activations and recipe.in_flight is not None:
+        words.append(text("{count} in flight", count=recipe.in_flight))
     if recipe.head_chunk:
         words.append(text("head in chunks of {tokens}", tokens=recipe.head_chunk))
     if recipe.in_backward:
@@ -197,6 +244,13 @@ def words_of(recipe: Recipe) -> list[str]:
     if recipe.ranks > 1:
         words.append(text("{shard} on {count} ranks", shard=recipe.shard or "?", count=recipe.ranks))
     return words
+
+
+def _binary(nbytes: int) -> str:
+    """In the largest unit of which they are a whole number."""
+    units = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
+    size, unit = next((size, unit) for size, unit in units if nbytes % size == 0)
+    return f"{nbytes // size:,} {unit}"
 
 
 def _checkpoints(recipe: Recipe) -> str:

@@ -20,8 +20,8 @@ ORDER = (
     ("checkpoint", "blocks", "first_blocks", "segments", "schedule_bytes"),
     ("micro_batches", "accumulate"),
     ("in_backward",),
-    ("offload_optimizer",),
-    ("offload_activations", "min_bytes"),
+    ("offload_optimizer", "page_bytes"),
+    ("offload_activations", "min_bytes", "prefetch", "in_flight"),
 )
 
 

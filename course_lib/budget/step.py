@@ -96,9 +96,10 @@ class _CopiesOfSymbolic(TorchFunctionMode):
 def optimizer_of(model: nn.Module, recipe: Recipe, *, store=None, lr: float = LR) -> torch.optim.Optimizer:
     """The recipe's optimizer, of the parameters that are trained."""
     parameters, (base, settings) = trained(model), base_of(recipe)
-    if recipe.precision != "bf16" and not recipe.offload_optimizer:
+    if not recipe.has_pages:
         return base(parameters, lr=lr, **settings)
-    return OffloadedOptimizer(parameters, base, fraction=recipe.offload_optimizer, store=store, lr=lr, **settings)
+    options = {"fraction": recipe.offload_optimizer, "page_bytes": recipe.page_bytes, "store": store}
+    return OffloadedOptimizer(parameters, base, lr=lr, **options, **settings)
 
 
 def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -174,6 +175,7 @@ def run_pieces(
 
     def loss(_, piece) -> tuple[Tensor, float | Tensor]:
         options = {"min_bytes": recipe.min_bytes, "keep": [model]}
+        options |= {"prefetch": recipe.prefetch, "in_flight": recipe.in_flight}
         with offload_activations(store, **options) if recipe.offload_activations else nullcontext():
             pair = loss_of(model, piece, recipe, loss_sum)
         check()
@@ -239,6 +241,7 @@ def applied(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
             checks.append(stack.enter_context(scheduled(model, recipe)).check)
         if recipe.checkpoint in ("layers", "selective"):
             handle = stack.enter_context(checkpointed(model, recipe))
+            checks.append(handle.check)
             checks.append(stack.enter_context(statistics_kept(model, handle.names, recipe.checkpoint)))
         yield lambda: [check() for check in checks]
 
@@ -374,13 +377,13 @@ def check_chain(model: nn.Module, recipe: Recipe) -> None:
 
 
 def check_blocks(model: nn.Module, recipe: Recipe) -> None:
-    """The blocks are of one kind for each name, and as many as are to be checkpointed."""
+    """The blocks are of one kind for each name, or list, and as many as are to be checkpointed."""
     blocks, count = _names(recipe), 0
     for name in blocks if isinstance(blocks, list) else [blocks]:
         with checkpoint_blocks(model, name) as handle:
             kinds = sorted({type(model.get_submodule(found)).__name__ for found in handle.names})
             count += len(handle.names)
-        if len(kinds) > 1:
+        if name is not None and len(kinds) > 1:  # None finds lists, each of one kind
             got = f"blocks is {name!r}, modules of the kinds {', '.join(kinds)}"
             raise ValueError(f"{got}; it takes a name of one kind, or several names")
     if recipe.first_blocks is not None and recipe.first_blocks > count:

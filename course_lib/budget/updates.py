@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic
+from course_lib.offload import SymbolicStore, Traffic
 
 from .estimating import Watch, peaks_in, symbolic_optimizer
 from .recipe import Recipe
@@ -35,8 +35,8 @@ class Updates:
         self.known: dict[Any, Update] = {}
 
     def of_all(self, recipe: Recipe, below: set[Tensor]) -> Update:
-        """One is stepped after the other, or in chunks. Of what is the same block after block few are stepped."""
-        key = recipe.offload_optimizer, recipe.optimizer
+        """One is stepped after the other, or in pages. Of what is the same block after block few are stepped."""
+        key = recipe.offload_optimizer, recipe.optimizer, recipe.page_bytes
         if key not in self.known:
             left_out = self.left_out(recipe, below)
             found = self.stepped([p for p in self.trained if p not in left_out], recipe, below)
@@ -48,21 +48,20 @@ class Updates:
     def left_out(self, recipe: Recipe, below: set[Tensor]) -> set[Tensor]:
         """Parameters of blocks with two like them before and two after, among those that go the same way.
 
-        What is small shares a chunk with its neighbours; where nothing large stands between them, none is left out.
+        What is small shares a page with its neighbours; where nothing large stands between them, none is left out.
         """
-        chunked = recipe.precision != "fp32" or recipe.offload_optimizer
         found = set()
         for way in (True, False):
             rows = [[p for p in block.parameters() if p.requires_grad and (p in below) == way] for block in self.blocks]
             looks = [[p.shape for p in row] for row in rows]
             for i in range(2, len(rows) - 2):
-                ends = not chunked or any(4 * p.numel() > OffloadedOptimizer.CHUNK_BYTES for p in rows[i])
+                ends = not recipe.has_pages or any(4 * p.numel() > recipe.page_bytes for p in rows[i])
                 if ends and all(look == looks[i] for look in looks[i - 2 : i + 3]):
                     found.update(rows[i])
         return found
 
     def of(self, p: Tensor, recipe: Recipe, below: bool) -> Update:
-        key = p.shape, p.dtype, below, recipe.optimizer
+        key = p.shape, p.dtype, below, recipe.optimizer  # a page by itself, whatever its size
         if key not in self.known:
             self.known[key] = self.stepped([p], replace(recipe, offload_optimizer=float(below)), {p} if below else ())
         return self.known[key]

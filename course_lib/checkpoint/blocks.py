@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
@@ -34,17 +35,20 @@ def checkpoint_blocks(
     Args:
         model: changed in place: its blocks get a `forward` of their own.
         blocks: the blocks' names as in `model.named_modules()`, with wildcards that stand for a part between two dots:
-            "layers.*", "model.layers.*", ["encoder.block.*", "decoder.block.*"]. None takes the longest list of like
-            modules (`nn.ModuleList` or `nn.Sequential`) that lies in no other such list; all of them if several are as
-            long.
+            "layers.*", "model.layers.*", ["encoder.block.*", "decoder.block.*"]. None takes every list of two or more
+            modules of one type (`nn.ModuleList` or `nn.Sequential`) that lies in no other such list: an encoder's and a
+            decoder's, of any lengths. What nobody calls, such as an `nn.ModuleList`, is no block. A list of one counts
+            where there are no longer ones, and single layers, such as `nn.Linear`, where there is nothing else.
         every: checkpoint each `every`-th block only: with 2 the second, the fourth, ...
-        first: look at the first blocks only. At the peak, when backward starts, the last block is there in full anyway.
+        first: look at the first blocks only, in the order in which the model has them, through several lists. At the
+            peak, when backward starts, the last block is there in full anyway.
         policy: None forgets everything; a list of operators, or a policy as for `create_selective_checkpoint_contexts`,
             says what to keep.
         preserve_rng_state: keep the states of random generators too, for blocks that draw numbers.
 
     Returns:
-        A handle with the `names` of the blocks. `handle.remove()` undoes; so does leaving a `with` block.
+        A handle with the `names` of the blocks. `handle.remove()` undoes; so does leaving a `with` block. After a
+        forward pass `handle.check()` raises if none of them was called with gradients.
 
     Raises:
         ValueError: no module that is called has such a name, or one is checkpointed already.
@@ -110,9 +114,21 @@ class CheckpointedBlocks(BlocksInPlace):
 
     def __init__(self, model: nn.Module, names: Sequence[str], options: dict[str, Any]):
         super().__init__(model, names)
-        self._options = options
+        self._options, self._called = options, False
+
+    def check(self) -> None:
+        """After a forward pass: raise if none of the blocks was called with gradients, so that nothing was forgotten.
+
+        As where an autograd function of the model's own runs them, or a reentrant checkpoint.
+        """
+        if not self._called:
+            told = " to ".join(dict.fromkeys((self.names[0], self.names[-1])))
+            told += " was" if len(self.names) == 1 else " were"
+            raise ValueError(f"{told} not called with gradients on; it takes blocks that are, or no checkpoints")
 
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        self._called |= torch.is_grad_enabled()
+
         @wraps(forward)  # its name, for errors
         def run(args, kwargs):  # as they are: no name of the block's is taken for an option
             return forward(*args, **kwargs)
@@ -157,13 +173,30 @@ class _Forward:
 
 
 def names_of(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
-    return _longest_lists(model) if blocks is None else _matching(model, blocks)
+    """The one choice of blocks: of checkpoints, schedules, recipes and shards."""
+    return [name for names in lists_of(model) for name in names] if blocks is None else _matching(model, blocks)
+
+
+def lists_of(model: nn.Module) -> list[list[str]]:
+    """The names of the blocks in each list of like modules, in the order in which the model has them.
+
+    Raises:
+        ValueError: there is none.
+    """
+    several, any_number = list(_lists(model)), list(_lists(model, least=1))
+    # Single layers, such as a model's heads for several tasks, keep no more than their input anyway.
+    larger = [
+        [names for names in lists if any(model.get_submodule(names[0]).children())] for lists in (several, any_number)
+    ]
+    found = next(filter(None, (*larger, several, any_number)), None)
+    if found is None:
+        raise ValueError("blocks is None, but the model has no list of like modules; it takes names with wildcards")
+    return found
 
 
 def _matching(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
     patterns = [blocks] if isinstance(blocks, str) else kind("blocks", blocks, (list, tuple), "names, or None")
-    # An nn.ModuleList has no forward of its own: nobody calls it, so nothing would be forgotten.
-    runs = [name for name, module in model.named_modules() if type(module).forward is not nn.Module.forward]
+    runs = [name for name, module in model.named_modules() if _is_called(module)]
     found = [name for name in runs if name and any(_matches(name, pattern) for pattern in patterns)]
     if not found:
         some = ", ".join(map(repr, filter(None, runs[:6])))
@@ -171,27 +204,31 @@ def _matching(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
     return found
 
 
+def _is_called(module: nn.Module) -> bool:
+    """An nn.ModuleList has no forward of its own: nobody calls it, so nothing would be forgotten."""
+    return (
+        "forward" in vars(module) or type(module).forward is not nn.Module.forward
+    )  # its own, as where it is compiled
+
+
 def _matches(name: str, pattern: str) -> bool:
     return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
 
 
-def _longest_lists(model: nn.Module) -> list[str]:
-    lists = list(_lists(model)) or list(_lists(model, least=1))
-    if not lists:
-        raise ValueError("blocks is None, but the model has no list of like modules; it takes names with wildcards")
-    longest = max(map(len, lists))
-    return [name for names in lists if len(names) == longest for name in names]
-
-
-def _lists(module: nn.Module, prefix: str = "", least: int = 2) -> Iterator[list[str]]:
+def _lists(module: nn.Module, prefix: str = "", least: int = 2, seen: set | None = None) -> Iterator[list[str]]:
     """The names in each list of at least two modules of one type; what is inside these modules is not looked at.
 
     With `least=1` also in an `nn.ModuleList` of one module, for a model of one layer.
     """
+    seen = set() if seen is None else seen
+    if module in seen:  # an encoder that is the decoder too is one
+        return
+    seen.add(module)
     children = {f"{prefix}{name}": child for name, child in module.named_children()}
     kinds = (nn.ModuleList, nn.Sequential) if least > 1 else nn.ModuleList
-    if isinstance(module, kinds) and len(children) >= least and len({*map(type, module)}) == 1:
+    like = len({*map(type, children.values())}) == 1 and all(map(_is_called, children.values()))
+    if isinstance(module, kinds) and len(children) >= least and like:
         yield list(children)
     else:
         for name, child in children.items():
-            yield from _lists(child, f"{name}.", least)
+            yield from _lists(child, f"{name}.", least, seen)

@@ -74,7 +74,7 @@ class Shapes:
 
 
 def blocks_of(model: nn.Module, blocks: str | list[str] | None = None) -> tuple[str, ...]:
-    """The names of the blocks that are sharded one by one; None takes the longest list of like modules."""
+    """The names of the blocks that are sharded one by one; None takes every list of like modules."""
     with checkpoint_blocks(model, blocks) as handle:
         return handle.names
 

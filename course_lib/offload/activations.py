@@ -27,8 +27,8 @@ class offload_activations:
     Stay where they are: parameters and buffers of modules that run inside the block, and views of them; what is in
     `keep`; storages below `min_bytes`; the last storages saved, since backward needs them first; and storages of which
     the saved tensors are only a part. The rest of those is somebody else's: of a data set, say, of which the batch is a
-    slice. Its owner holds it anyway, so that moving it frees nothing. A storage goes down once, however many saved
-    tensors are views of it, and each of them comes back as the view it was.
+    slice. Its owner holds it anyway, so that moving it frees nothing. So do sparse, quantised and nested tensors. A
+    storage goes down once, however many saved tensors are views of it, and each of them comes back as the view it was.
 
     Args:
         store: a `HostStore`, a `DiskStore` or a `Store` of your own; if left out, host memory for CUDA tensors and a
@@ -187,7 +187,8 @@ class _Kept:
 
     def again(self) -> Tensor:
         if self.tensor._version != self.version:
-            raise RuntimeError(_CHANGED.format(shape=tuple(self.tensor.shape), when=""))
+            shape = "(nested)" if self.tensor.is_nested else tuple(self.tensor.shape)
+            raise RuntimeError(_CHANGED.format(shape=shape, when=""))
         return self.tensor
 
 
@@ -197,14 +198,17 @@ _CHANGED = "a tensor of shape {shape} that backward needs was changed in place{w
 class _Handle:
     """One saved tensor: a view of an entry's storage. The graph holds it until its node is done."""
 
+    entry: _Entry | None = None  # until all of it is known: what fails before that has nothing to drop
+
     def __init__(self, entry: _Entry, tensor: Tensor):
-        self.entry, self.key = entry, object()  # not the id, which may be given out again before a late `drop`
+        self.key = object()  # not the id, which may be given out again before a late `drop`
         self.view = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         self.conjugated, self.negated = tensor.is_conj(), tensor.is_neg()
         extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         size = min(tensor.numel(), extent) * tensor.itemsize  # views may skip elements, or repeat them
         entry.handles[self.key] = tensor.storage_offset() * tensor.itemsize, size
         entry.wanted.add(self.key)
+        self.entry = entry
 
     def again(self) -> Tensor:
         view = view_of(self.entry.data_for(self), *self.view)
@@ -213,7 +217,8 @@ class _Handle:
         return torch._neg_view(view) if self.negated else view
 
     def __del__(self):
-        self.entry.region.guard.later(partial(self.entry.drop, self.key))
+        if self.entry is not None:
+            self.entry.region.guard.later(partial(self.entry.drop, self.key))
 
 
 class _Entry:
@@ -282,11 +287,12 @@ def _running_node() -> Any:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Whether a tensor is plain memory: no wrapper, no sparse or quantised layout."""
+    """Whether a tensor is plain memory: no wrapper, no sparse, quantised or nested layout."""
     return (
         (type(tensor) in (Tensor, nn.Parameter, nn.Buffer) or is_symbolic(tensor))
         and tensor.layout is torch.strided
         and not tensor.is_quantized
+        and not tensor.is_nested
         and tensor.device.type in ("cpu", "cuda")
         and not tensor.is_inference()
     )

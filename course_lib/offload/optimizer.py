@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_lib._check import kind, number, shown
+from course_lib._check import kind, number, shown, whole
 from course_lib._torch import is_symbolic
 
 from .device import Device
 from .masters import Master, OnHost, chunks, is_large, sending, update_on_host, update_with
 from .paged import Paged, reserve, update_paged, written
 from .stores import DiskStore, Store, SymbolicStore
+
+PAGE_BYTES = 16 << 20
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -25,10 +27,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     Each step equals that of `base`: to the bit for fp32 parameters on a CPU; for bf16 and fp16 ones it is the step of
     `base` on fp32 copies, rounded afterwards.
 
-    A CPU keeps the state in a file and pages it through memory in chunks, the next one read and the last one written
-    while one is updated. For CUDA parameters the state lives in host memory and the update runs on the CPU, as that of
-    `base` with `fused=True` where it has that and neither `fused` nor `foreach=True` is given; other gradients come
-    down and parameters go up meanwhile.
+    A CPU keeps the state in a file and pages it through memory, the next page read and the last one written while one
+    is updated, so that a step holds three pages. For CUDA parameters the state lives in host memory and the update runs
+    on the CPU, as that of `base` with `fused=True` where it has that and neither `fused` nor `foreach=True` is given;
+    other gradients come down and parameters go up meanwhile.
 
     Between `backward` and `step` gradients may be changed in any way: clipped, unscaled, summed up between processes.
     Parameters may be given new values from outside at any time, and these win. On CUDA, where there are master weights
@@ -46,6 +48,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             first; the rest is updated where it is.
         overlap: copy while other parameters are updated; False: one thing after the other.
         store: for CPU parameters, a `DiskStore` or another `Store`.
+        page_bytes: of state, masters included, that are updated at once; a parameter with more is a page by itself.
         base_kwargs: for `base`: lr and so on.
 
     Raises:
@@ -54,13 +57,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         StoreFull: the state found no room; the parameters are as before.
     """
 
-    CHUNK_BYTES = 16 << 20
-
     def __init__(
-        self, params, base=torch.optim.AdamW, *, fraction: float = 1.0, overlap: bool = True, store=None, **base_kwargs
-    ):
+        self, params, base=torch.optim.AdamW, *, fraction: float = 1.0, overlap: bool = True, store=None,
+        page_bytes: int = PAGE_BYTES, **base_kwargs,
+    ):  # fmt: skip
         self._fraction, self._overlap = number("fraction", fraction, 0, 1), overlap
         self._store = kind("store", store, (Store, type(None)), "a DiskStore or another Store")
+        self._page_bytes = whole("page_bytes", page_bytes, 1, of="bytes")
         self._base_class, self._base_kwargs = base, base_kwargs
         self._masters: dict[nn.Parameter, Master] = {}
         self._states = _States(self._masters, self._write)
@@ -104,10 +107,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         update = partial(update_with, self._base, self.param_groups)
         update([master for master in here if master.weights is master.p])
         # In chunks, since their gradients are fp32 copies, which would take as much as the weights do.
-        for chunk in chunks([master for master in here if master.weights is not master.p], self.CHUNK_BYTES):
+        for chunk in chunks([master for master in here if master.weights is not master.p], self._page_bytes):
             update(chunk)
         update_on_host(on_host, partial(update, fused=True), self._overlap)
-        update_paged(chunks(paged, self.CHUNK_BYTES), update, self.store if paged else None, self._overlap)
+        update_paged(chunks(paged, self._page_bytes), update, self.store if paged else None, self._overlap)
         return loss
 
     @property
@@ -133,7 +136,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _reserve(self, paged: list[Paged]) -> None:
         """Room for everything that will go below, before anything changes."""
         if paged:
-            self.store.check_open()
             reserve(paged, self._names, self.store)
 
     # ---- looking at the state, saving and loading it

@@ -115,6 +115,7 @@ class Paged(Master):
 
 def reserve(masters: list[Paged], names: Iterable[str], store: Store) -> None:
     """Room for tensors of these names, as large as the parameter, before anything changes."""
+    store.check_open()
     new = [master for master in masters if not master.rooms and master.p.numel()]
     try:
         for master in new:

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,13 +49,17 @@ class Traffic:
 
 
 def view_of(data: Tensor, dtype: torch.dtype, shape: tuple, stride: tuple, offset: int = 0) -> Tensor:
-    """A tensor on the storage of `data`, out of sight of a meter, for which it might be new memory."""
-    if is_symbolic(data):  # `set_` would keep a symbolic storage for ever
+    """A tensor on the storage of `data`, with its version counter, out of sight of a meter.
+
+    Not by `set_`: that would keep a symbolic storage for ever, and has versions of its own, so that what is saved once
+    more, as in a backward pass that makes a graph, would not be known for what it is.
+    """
+    nbytes, item = data.untyped_storage().nbytes(), max(data.itemsize, dtype.itemsize)
+    with nullcontext() if is_symbolic(data) else _disable_current_modes():
         data = data.detach().conj() if data.is_conj() else data.detach()
-        flat = data.as_strided((data.untyped_storage().nbytes() // data.itemsize,), (1,), 0)
+        data = torch._neg_view(data) if data.is_neg() else data
+        flat = data.as_strided((nbytes // item * item // data.itemsize,), (1,), 0)
         return flat.view(dtype).as_strided(shape, stride, offset)
-    with _disable_current_modes():
-        return torch.empty(0, dtype=dtype, device=data.device).set_(data.untyped_storage(), offset, shape, stride)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def schedule_blocks(
 
     Args:
         model: changed in place: its blocks get a `forward` of their own.
-        blocks: as for `checkpoint_blocks`.
+        blocks: as for `checkpoint_blocks`; of several lists that form no chain, as an encoder and a decoder, name one.
         schedule: for as many stages as there are blocks; or a function that makes one of the chain that they are, as
             measured on symbolic copies in the forward pass: `lambda chain: optimal(chain, budget_bytes)`.
 
@@ -80,8 +80,9 @@ class ScheduledBlocks(BlocksInPlace):
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        handed_on = self._following(i, args) if i else None  # first: a block of another list says so
         check_constants({f"argument {i + 1}": value for i, value in enumerate(args[1:], 1)} | kwargs)
-        x = self._start(args, kwargs) if i == 0 else self._following(i, args)
+        x = handed_on if i else self._start(args, kwargs)
         run, self.complete = self.run, False
         run.stages[i].arguments = with_tensor(args[0], x.new_empty(0)), args[1:], kwargs
         output, self.next = run.first(i), i + 1

@@ -564,8 +564,7 @@ elements = sum(parameter.numel() for parameter in model.parameters())
 
 
 def state_above(fraction, chunk_bytes=16 << 20):  # the default: so much is in memory at once
-    optimizer = OffloadedOptimizer(model.parameters(), fraction=fraction)
-    optimizer.CHUNK_BYTES = chunk_bytes
+    optimizer = OffloadedOptimizer(model.parameters(), fraction=fraction, page_bytes=chunk_bytes)
     with MemoryMeter() as meter:
         for _ in range(3):
             for parameter in model.parameters():
