@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -349,18 +349,34 @@ def test_a_hugging_face_model_trains_by_its_own_loss_weighed_by_its_labels(folde
         assert at(own, mode).sent_bytes == sent_bytes(shapes_of(model), mode, 2)
 
 
-def test_frozen_parameters_have_neither_gradient_nor_state(one_process, task):
+@pytest.fixture(scope="module")
+def frozen(task):
+    """The task with a model of which little is trained, as with LoRA."""
+
     def make_model():
-        model = task.make_model()
-        model.layers.requires_grad_(False)
+        model = task.make_model().requires_grad_(False)
+        model.layers[0].requires_grad_(True)
         return model
 
-    model = make_model()
+    return replace(task, make_model=make_model)
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state(one_process, frozen):
+    model = frozen.make_model()
     with Watch(model) as watch:
-        trainer = Trainer("fsdp", model, task.loss_sum)
+        trainer = Trainer("fsdp", model, frozen.loss_sum)
         with watch.step(trainer):
-            trainer(task.part(0, 1, 0))
-    assert [watch.taken.held] == held_bytes(shapes_of(make_model()), "fsdp", 1)
+            trainer(frozen.part(0, 1, 0))
+    assert [watch.taken.held] == held_bytes(shapes_of(frozen.make_model()), "fsdp", 1)
+
+
+@pytest.mark.parametrize(("mode", "shard"), [("ddp", "ddp"), ("zero1", "zero1"), ("fsdp-keep", "zero2")])
+def test_frozen_parameters_are_gathered_where_they_are_cut_and_never_sent_otherwise(frozen, mode, shard):
+    shapes, taken = shapes_of(frozen.make_model()), at(frozen, mode).sent_bytes
+    assert sent_bytes(shapes, mode, 2) == taken
+    recipe = Recipe(ranks=2, shard=shard, attention=None)
+    found = estimate(frozen.make_model, lambda: frozen.make_batch(0), recipe, loss_sum=frozen.loss_sum)
+    assert found.sent_bytes == taken
 
 
 # ---- what goes wrong

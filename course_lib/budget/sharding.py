@@ -164,7 +164,7 @@ def _estimate(moments: Moments, shapes: Shapes, recipe: Recipe, tier: str) -> Es
     flops, sent, _ = (int(total) for total in moments.totals)
     sent = int(sent * (1 if recipe.shard in REPLICATED else repeats))
     if recipe.shard == "zero1":  # its updated parameters are broadcast
-        sent += sum(w.numbers * w.item_bytes for w in shapes.all)
+        sent += shapes.updated_bytes
     operator, totals = str(moments.operators[row][0]), (int(flops * repeats), 0, 0)
     return Estimate(recipe, int(sums[row]), at_peak, phases, operator, *totals, tier, sent_bytes=sent)
 
@@ -177,13 +177,12 @@ def single(recipe: Recipe) -> Recipe:
 
 def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
     """Adam's state on the fullest rank, with the masters of parameters in bf16."""
-    trained = [weight for weight in shapes.all if weight.trained]
     each = 12 if recipe.precision == "bf16" and recipe.shard in REPLICATED else 8
     if recipe.shard == "zero1":
-        parts = zero1_parts(trained, recipe.ranks)
+        parts = zero1_parts(shapes.trained, recipe.ranks)
         return max(sum(each * weight.numbers + STEP_BYTES for weight in part) for part in parts)
     ranks = 1 if recipe.shard == "ddp" else recipe.ranks
-    return sum(each * weight.share(ranks) + STEP_BYTES for weight in trained)
+    return sum(each * weight.share(ranks) + STEP_BYTES for weight in shapes.trained)
 
 
 def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
