@@ -40,6 +40,7 @@ class Weight:
     columns: int
     item_bytes: int
     trained: bool
+    name: str = ""
 
     @property
     def numbers(self) -> int:
@@ -84,7 +85,7 @@ class Shapes:
 
 
 def blocks_of(model: nn.Module, blocks: str | list[str] | None = None) -> tuple[str, ...]:
-    """The names of the blocks that are sharded one by one; None takes the longest list of like modules."""
+    """The names of the blocks that are sharded one by one; what None takes, `checkpoint_blocks` says."""
     with checkpoint_blocks(model, blocks) as handle:
         return handle.names
 
@@ -96,7 +97,7 @@ def shapes_of(model: nn.Module, blocks: str | list[str] | None = None) -> Shapes
     for name, p in model.named_parameters():
         rows = len(p) if p.dim() else 1
         block = next((block for block in names if name.startswith(f"{block}.")), "")
-        groups[block].append(Weight(rows, p.numel() // max(1, rows), p.itemsize, p.requires_grad))
+        groups[block].append(Weight(rows, p.numel() // max(1, rows), p.itemsize, p.requires_grad, name))
     buffers = sum(b.nbytes for b in model.buffers() if b.is_floating_point() and b.itemsize < 8)
     return Shapes(tuple(groups.pop("")), tuple(map(tuple, groups.values())), buffers)
 
