@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from course_lib.labels import text
+from course_lib.labels import say, text
 from course_lib.memory import symbolic
 
 from .formulas import STATE, held_bytes, sent_bytes, shapes_of
