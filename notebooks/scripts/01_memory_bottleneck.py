@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown] slide={"en": "27.5 MB of weights, and one step holds 277,682,584 bytes. Nobody has wasted anything.\n\nToday you predict that number by hand.", "zh": "权重 27.5 MB，训练一步却要占 277,682,584 字节，没有哪个字节是浪费的。\n\n今天，你要亲手把这个数算出来。"}
-# # 1 Where do the bytes of a training step go? / 训练步的字节去了哪里？
+# # 1 Where do the bytes of a training step go? (memory analysis) / 训练步的字节去了哪里？（内存分析）
 #
 # <div lang="en">
 #
@@ -32,14 +32,14 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (75 minutes). Name the kinds of bytes in a training step and say when each lives. Build a memory meter in fifteen lines. Predict what a decoder layer saves for backward, and with it the peak of a whole step. Count the step of a model that this machine could never run.
+# **Goals** (90 minutes). Name the kinds of bytes in a training step and say when each lives. Write the heart of a memory meter. Ask an operator what its derivative needs, predict from that what a decoder layer saves for backward, and with it the peak of a whole step. Count the step of a model that this machine could never run.
 #
 # **What to know before**: how to train a network in PyTorch. Lesson 00 shows how a lesson works, and its table says what each letter means. MB is $10^6$ bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（75 分钟）：说出训练步里有哪几类字节、各自何时存活；用十五行代码做一个内存计量器；预测一个解码器层为反向保存多少字节，进而算出整个训练步的峰值；给这台机器根本跑不动的模型算一笔账。
+# **目标**（90 分钟）：说出训练步里有哪几类字节、各自何时存活；写出内存计量器最关键的几行；逐个问算子“求导时要用什么”，由此预测一个解码器层为反向保存多少字节，进而算出整个训练步的峰值；给这台机器根本跑不动的模型算一笔账。
 #
 # **预备知识**：会用 PyTorch 训练网络。第 00 课讲了每一课怎么上，各个字母的含义见那里的符号表。MB 指 $10^6$ 字节。
 #
@@ -49,6 +49,7 @@ language()
 import weakref
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -59,7 +60,7 @@ from course_lib.memory import MemoryMeter, saved_tensors, symbolic
 from course_lib.models import Decoder, DecoderLayer, random_tokens
 from course_lib.teaching import predictions, table, timelines
 
-# %% [markdown] slide={"en": "Parameters, gradients, optimizer state; activations; temporaries.\n\n**Guess first.** Adam, fp32, 6,875,648 weights: how many bytes has each of the first three?", "zh": "参数、梯度、优化器状态；激活值；临时张量。\n\n**先猜**：用 Adam 和 fp32，6,875,648 个权重，前三类各有多少字节？"}
+# %% [markdown] slide={"en": "Parameters, gradients, optimizer state; activations; temporaries.\n\n**Guess first.** Adam, fp32: how many bytes does each of the first three take?", "zh": "参数、梯度、优化器状态；激活值；临时张量。\n\n**先猜**：用 Adam 和 fp32，前三类各占多少字节？"}
 # ## 1.1 Five kinds of bytes / 五类字节
 #
 # <div lang="en">
@@ -72,36 +73,43 @@ from course_lib.teaching import predictions, table, timelines
 # | activations: kept for backward | forward | backward has used them |
 # | temporaries: all other tensors | any operator | nothing needs them any more |
 #
-# The first three don't depend on the data. Adam keeps two numbers for each weight, its two **moments**: running means of its gradient and of the gradient's square. This decoder has 6,875,648 weights, and everything is fp32, 4 bytes a number.
+# The first three don't depend on the data. Adam keeps two numbers for each weight, its two **moments**: running means of its gradient and of the gradient's square. Everything is fp32, 4 bytes a number.
 #
-# **Exercise 1.** How many bytes has each of the three kinds? Type them into the next cell, and run it.
+# So count the weights. A layer has four matrices, $h \to 3h$, $h \to h$, $h \to 4h$ and $4h \to h$, each with a bias as long as its output, and two LayerNorms with $2h$ numbers each. Beside the 8 layers there are the embedding of 2048 words, which the head uses too (the two are **tied**: one tensor), that of 128 positions, and a last LayerNorm. $h$ is 256.
+#
+# **Exercise 1.** How many weights has the decoder, and how many bytes does each of the three kinds take? Fill in the four numbers in the next cell (the weights as a count, the rest in bytes), and run it.
 #
 # </div>
 # <div lang="zh">
 #
 # | 种类 | 由谁产生 | 何时消失 |
 # |---|---|---|
-# | 参数 | 建立模型 | 模型消失时 |
+# | 参数 | 建立模型 | 释放模型时 |
 # | 梯度 | 反向 | `zero_grad()` |
-# | 优化器状态 | 第一次 `step()` | 优化器消失时 |
+# | 优化器状态 | 第一次 `step()` | 释放优化器时 |
 # | 激活值：为反向而保存 | 前向 | 反向用完它时 |
-# | 临时张量：其余的张量 | 任何算子 | 不再有人需要时 |
+# | 临时张量：其余的张量 | 任何算子 | 不再被引用时 |
 #
-# 前三类与数据无关。Adam 为每个权重存两个数，即两个**矩**：梯度的滑动平均，以及梯度平方的滑动平均。这个解码器有 6,875,648 个权重，全部用 fp32，每个数 4 字节。
+# 前三类与数据无关。Adam 为每个权重存两个数，即两个**矩**：梯度的滑动平均，以及梯度平方的滑动平均。全部用 fp32，每个数 4 字节。
 #
-# **练习 1。** 这三类各有多少字节？填进下一个单元格，再运行它。
+# 那就先数权重。每层有四个矩阵：$h \to 3h$、$h \to h$、$h \to 4h$、$4h \to h$，各带一个与输出等长的偏置；还有两个 LayerNorm，各 $2h$ 个数。8 层之外，有 2048 个词的嵌入（输出头也用它，两者**共享**同一个张量，英文叫 tied）、128 个位置的嵌入，以及最后一个 LayerNorm。$h$ 是 256。
+#
+# **练习 1。** 这个解码器有多少个权重？三类各占多少字节？在下一个单元格里填四个数（权重填个数，其余填字节数），再运行它。
 #
 # </div>
 
-# %% minutes=5
-mine = {"parameter": None, "gradient": None, "optimizer": None}  # bytes
+# %% minutes=8
+mine = {"weights": None, "parameter": None, "gradient": None, "optimizer": None}
 lesson_01.check_training_state(mine)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 if not lesson_01.check_training_state.accepted:
-    weights = 6_875_648
-    mine = {"parameter": 4 * weights, "gradient": 4 * weights, "optimizer": 2 * 4 * weights}
+    h = 256
+    layer = (3 + 1 + 4 + 4) * h**2 + (3 + 1 + 4 + 1) * h + 2 * 2 * h
+    weights = 8 * layer + (2048 + 128) * h + 2 * h  # 6,875,648
+    mine = {"weights": weights, "parameter": 4 * weights, "gradient": 4 * weights}
+    mine["optimizer"] = 2 * 4 * weights
 
 lesson_01.check_training_state(mine)
 ### END SOLUTION
@@ -139,21 +147,38 @@ decoder, tokens = make_decoder(), random_tokens(batch=8, sequence=128, vocabular
 adam = torch.optim.Adam(decoder.parameters())
 meter = metered_step(decoder, tokens, adam)
 left = meter.timeline[-1].bytes  # when the step has ended
-predictions([(kind, mine[kind], left[kind]) for kind in mine], unit="bytes")
+states = ("parameter", "gradient", "optimizer")
+predictions([(kind, mine[kind], left[kind]) for kind in states], unit="bytes")
 
-# %% [markdown] slide={"en": "$4 + 4 + 8 = 16$ bytes a parameter, in fp32; mixed precision with master weights ends at 16 too.\n\n7 billion parameters: 112 GB before the first activation.", "zh": "fp32：每个参数 $4 + 4 + 8 = 16$ 字节；带主权重的混合精度也是 16。\n\n70 亿个参数：还没算激活值，就要 112 GB。"}
+# %% [markdown] slide={"en": "$4 + 4 + 8 = 16$ bytes a parameter, in fp32.\n\n7 billion parameters: 112 GB before the first activation.", "zh": "fp32：每个参数 $4 + 4 + 8 = 16$ 字节。\n\n70 亿个参数：还没算激活值，就要 112 GB。"}
 # <div lang="en">
 #
 # The 400 bytes: Adam also counts the steps, in 4 bytes for each of the 100 tensors.
 #
-# That is $4 + 4 + 8 = 16$ bytes a parameter. Mixed precision as large models are trained with it ends at 16 too: weight and gradient in bf16, 2 bytes each, and in the optimizer an fp32 copy of the weight (its **master weight**) and two moments, $2 + 2 + 12$. So a model of 7 billion parameters, 14 GB of bf16 weights, needs 112 GB with this recipe before the first activation. Other recipes split it otherwise, and some go lower (sections 1.12 and 1.13).
+# That is $4 + 4 + 8 = 16$ bytes a parameter. For mixed precision you will meet three accountings:
+#
+# | bytes a parameter | weights, gradients, the rest | whose |
+# |---|---|---|
+# | 16 | $2 + 2 + 12$: bf16 weight and gradient; fp32 **master weight** and two moments | ZeRO |
+# | 18 | $6 + 4 + 8$: weights in both precisions, fp32 gradient, two moments | Hugging Face; Megatron, with its fp32 gradients |
+# | 20 | $2 + 2 + 16$: as 16, and an fp32 copy of the gradient | Ultra-Scale Playbook |
+#
+# So 7 billion parameters, 14 GB of bf16 weights, need 112, 126 or 140 GB before the first activation: ask which recipe is meant. Sections 1.12 and 1.13 have some that go lower.
 #
 # </div>
 # <div lang="zh">
 #
 # 多出的 400 字节：Adam 还为 100 个张量各记一个步数，每个 4 字节。
 #
-# 合起来是每个参数 $4 + 4 + 8 = 16$ 字节。训练大模型时常用的混合精度也是 16 字节：权重和梯度用 bf16，各 2 字节；优化器里有权重的一份 fp32 副本（**主权重**）和两个矩，即 $2 + 2 + 12$。因此一个 70 亿参数的模型，bf16 权重只有 14 GB，按这个配方还没算激活值就要占 112 GB。别的配方分法不同，有的更低（见 1.12 节和 1.13 节）。
+# 合起来是每个参数 $4 + 4 + 8 = 16$ 字节。混合精度则有三种算账的办法，你都会遇到：
+#
+# | 每个参数的字节 | 权重、梯度、其余 | 出自 |
+# |---|---|---|
+# | 16 | $2 + 2 + 12$：bf16 的权重和梯度；fp32 的**主权重**和两个矩 | ZeRO |
+# | 18 | $6 + 4 + 8$：两种精度的权重、fp32 的梯度、两个矩 | Hugging Face；Megatron（梯度用 fp32 时） |
+# | 20 | $2 + 2 + 16$：同 16，另加一份 fp32 的梯度 | Ultra-Scale Playbook |
+#
+# 因此一个 70 亿参数的模型，bf16 权重只有 14 GB，还没算激活值就要占 112、126 或 140 GB：先问清楚说的是哪种配方。1.12 节和 1.13 节有几种更低的。
 #
 # </div>
 
@@ -164,19 +189,23 @@ predictions([(kind, mine[kind], left[kind]) for kind in mine], unit="bytes")
 #
 # How does the meter know? A tensor's bytes lie in its **storage**, and views share it. So stand behind every operator, look at the storages that came out and had not gone in, add their bytes, and subtract them when they die.
 #
-# Three tools do it. A `TorchDispatchMode` stands at the dispatcher, which every operator of PyTorch passes. `tree_leaves` takes lists and tuples apart. `weakref.finalize` calls a function when an object dies. (`_cdata` is the storage's address, the same for every view; as long as the storage lives, PyTorch hands out the same object for it.)
+# Three tools do it. A `TorchDispatchMode` stands at the dispatcher, which every operator of PyTorch passes. `tree_leaves` takes lists, tuples and dictionaries apart. `weakref.finalize(object, function, argument)` calls `function(argument)` when the object dies. (`_cdata` is the storage's address, the same for every view; as long as the storage lives, PyTorch hands out the same object for it.)
+#
+# **Exercise 2.** Write the heart of it: between the operator's call and `return result`, count what is new, and see to it that it is taken off again. The check tries a view, an operator in place, one that writes to `out=`, and tensors that die: in each of them a meter that looks plausible goes wrong.
 #
 # </div>
 # <div lang="zh">
 #
 # 计量器是怎么知道的？张量的字节在它的**存储区**（storage）里，各个视图共用一份。所以只要守在每个算子后面：凡是出来时有、进去时没有的存储区，就加上它的字节；等它释放，再减掉。
 #
-# 这要用到三样工具：`TorchDispatchMode` 守在**分发器**（dispatcher）处，PyTorch 的每个算子都要经过那里；`tree_leaves` 把列表和元组拆开；`weakref.finalize` 在对象被回收时调用一个函数。（`_cdata` 是存储区的地址，各个视图都一样；存储区还在，PyTorch 给出的就是同一个对象。）
+# 这要用到三样工具：`TorchDispatchMode` 守在**分发器**（dispatcher）处，PyTorch 的每个算子都要经过那里；`tree_leaves` 把列表、元组和字典拆开；`weakref.finalize(object, function, argument)` 在对象被回收时调用 `function(argument)`。（`_cdata` 是存储区的地址，各个视图都一样；存储区还在，PyTorch 给出的就是同一个对象。）
+#
+# **练习 2。** 写出最关键的几行：在调用算子之后、`return result` 之前，数出新的存储区，并安排好在它释放时减掉。检查会试四种情形：视图、原地算子、写入 `out=` 的算子，以及会释放的张量。看起来没错的计量器，往往就错在其中一种上。
 #
 # </div>
 
 
-# %% slide="code"
+# %% slide="code" minutes=10
 def storages(values):
     return [x.untyped_storage() for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
 
@@ -186,16 +215,40 @@ class TinyMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        known = {storage._cdata for storage in storages(args)}
-        for storage in storages(result):
-            if storage._cdata not in known:
-                self.count(storage.nbytes())
-                weakref.finalize(storage, self.count, -storage.nbytes())
         return result
 
     def count(self, change):
         self.live += change
         self.peak = max(self.peak, self.live)
+
+
+lesson_01.check_meter(TinyMeter)
+
+
+# %% jupyter={"source_hidden": true} slide="code"
+### BEGIN SOLUTION
+if not lesson_01.check_meter.accepted:
+
+    class TinyMeter(TorchDispatchMode):
+        live = peak = 0
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            result = operator(*args, **(kwargs or {}))
+            known = {storage._cdata for storage in storages((args, kwargs))}
+            for storage in storages(result):
+                if storage._cdata not in known:
+                    known.add(storage._cdata)
+                    self.count(storage.nbytes())
+                    weakref.finalize(storage, self.count, -storage.nbytes())
+            return result
+
+        def count(self, change):
+            self.live += change
+            self.peak = max(self.peak, self.live)
+
+
+lesson_01.check_meter(TinyMeter)
+### END SOLUTION
 
 
 # %% slide="result"
@@ -212,12 +265,12 @@ table(["meter", "peak, bytes"], [("TinyMeter", tiny.peak), ("MemoryMeter", full.
 # %% [markdown]
 # <div lang="en">
 #
-# Equal to the byte (and without weights and state, 82.5 MB, which were there before). The library's `MemoryMeter` works the same way and adds what these lines lack: kinds of bytes, phases, operators by name, a budget, threads. One thing to remember for later: a meter that stands behind every operator is not wholly out of the way. Section 1.19 shows where that matters.
+# Equal to the byte (and without weights and state, 82.5 MB, which were there before). The library's `MemoryMeter` works the same way and adds what these lines lack: kinds of bytes, phases, operators by name, a budget, threads, and tensors that pass no operator, as those of `torch.tensor([...])` do. A meter that watches every operator disturbs a little what it watches: section 1.19 shows where that matters.
 #
 # </div>
 # <div lang="zh">
 #
-# 一字节不差（不含权重和优化器状态的 82.5 MB，它们早就在了）。课程库的 `MemoryMeter` 也是这样工作的，只是补上了这几行所缺的：字节的种类、阶段、算子的名字、预算、多线程。有一点先记下：守在每个算子后面的计量器，并非毫无影响。1.19 节会说明什么时候要当心。
+# 一字节不差（不含权重和优化器状态的 82.5 MB，它们早就在了）。课程库的 `MemoryMeter` 也是这样工作的，只是补上了这几行所缺的：字节的种类、阶段、算子的名字、预算、多线程，还有不经过算子就出现的张量，例如 `torch.tensor([...])` 建立的。守在每个算子后面的计量器，多少会扰动它所观察的东西：1.19 节会说明什么时候要当心。
 #
 # </div>
 
@@ -228,120 +281,169 @@ table(["meter", "peak, bytes"], [("TinyMeter", tiny.peak), ("MemoryMeter", full.
 #
 # Calculators add up: weights, gradients, optimizer state, activations. You know the first three, 110.0 MB. The activations of this step come to 178.4 MB at most.
 #
-# **Guess first.** What will the peak be, and in which phase: forward, backward, or the optimizer's step? At the peak, how many bytes of gradients are there?
+# **Guess first**, in MB: what will the peak be, and how many MB of gradients are there at that moment? In which phase is it: forward, backward, or the optimizer's step?
 #
 # </div>
 # <div lang="zh">
 #
 # 网上的显存计算器都是做加法：权重、梯度、优化器状态、激活值。前三项你已经知道，共 110.0 MB；这一步的激活值最多 178.4 MB。
 #
-# **先猜**：峰值是多少？在哪个阶段：前向、反向，还是优化器更新时？峰值那一刻，有多少字节的梯度？
+# **先猜**，以 MB 计：峰值是多少？那一刻有多少 MB 的梯度？峰值在哪个阶段：前向、反向，还是优化器更新时？
 #
 # </div>
 
 # %%
-my_peak, my_gradients = None, None  # bytes, such as 300e6
+my_peak, my_gradients = None, None
 
 # %% slide="result"
 timelines({"one step": meter}, title="Gradients come as activations go: they never meet in full")
 
 # %% slide="result"
-then = meter.at_peak()["gradient"]
-predictions([("peak", my_peak, meter.peak_bytes), ("gradients then", my_gradients, then)])
+guesses = [my_peak and my_peak * 1e6, my_gradients and my_gradients * 1e6]
+found = [meter.peak_bytes, meter.at_peak()["gradient"]]
+predictions(zip(["peak", "gradients then"], guesses, found, strict=True))
 
-
-# %% slide="result"
-def where_is_the_peak(meter):
-    peak = max(meter.timeline, key=lambda sample: sample.live_bytes)
-    return peak.phase, peak.operator, meter.at_peak()["activation"]
-
-
-where_is_the_peak(meter)
-
-# %% [markdown] slide={"en": "At the peak: no gradients yet, all activations still. So the sum of all kinds is not the peak.\n\nAnd with a single sequence?", "zh": "峰值那一刻，梯度还没有，激活值全都在。所以各类相加并不是峰值。\n\n只有一条序列时呢？"}
+# %% [markdown] slide={"en": "At the peak: no gradients yet, all activations still. Which operators are these?", "zh": "峰值那一刻，梯度还没有，激活值全都在。那是哪几个算子？"}
 # <div lang="en">
 #
-# At the peak not one parameter has its gradient. It lies at the very start of backward, where the gradient of the logits is made, a temporary: all activations are still there. From then on each layer gives back its activations and gets its gradients.
-#
-# So the sum of all kinds, 288.4 MB, is not the peak, and its error depends on the batch. With a single sequence:
+# At the peak not one parameter has its gradient. Here are the ten operators around it that move a megabyte or more; what all ten hold is left out:
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值那一刻，还没有一个参数得到梯度。峰值就在反向刚开始、求 logits 的梯度（一个临时张量）的时候：激活值全都还在。此后每一层交还自己的激活值，换来自己的梯度。
+# 峰值那一刻，还没有一个参数得到梯度。下面是峰值前后、使字节变化 1 MB 以上的十个算子；十个算子时都在的那部分没有画出来：
 #
-# 所以把各类相加得到的 288.4 MB 并不是峰值，误差有多大还要看批次。只有一条序列时：
+# </div>
+
+# %% slide="result"
+lesson_01.draw_around_the_peak(meter, unit_bytes=4 * 8 * 128 * 2048)
+
+# %% [markdown] slide={"en": "All kinds added up are not the peak.\n\nAnd with a single sequence?", "zh": "各类相加并不是峰值。\n\n只有一条序列时呢？"}
+# <div lang="en">
+#
+# The peak lies at the very start of backward. The result of the log-softmax is kept; its gradient is made, a temporary; and from that, a second one, the gradient of the logits: three tensors of one size, while all activations are still there. From then on each layer gives back its activations and gets its gradients.
+#
+# So the sum of all kinds, 288.4 MB, is not the peak. With a single sequence:
+#
+# </div>
+# <div lang="zh">
+#
+# 峰值就在反向刚开始的时候。log-softmax 的结果是保存着的；它的梯度刚求出来，是一个临时张量；再由它求出 logits 的梯度，又是一个：三个一样大的张量，而激活值全都还在。此后每一层交还自己的激活值，换来自己的梯度。
+#
+# 所以把各类相加得到的 288.4 MB 并不是峰值。只有一条序列时：
 #
 # </div>
 
 # %% slide="result"
 alone = make_decoder()
 single = metered_step(alone, random_tokens(1, 128, 2048), torch.optim.Adam(alone.parameters()))
-rows = []
-for name, found in {"8 sequences": meter, "1 sequence": single}.items():
-    added = sum(left[kind] for kind in mine) + int(found.series()["activation"].max())
-    rows.append((name, added, found.peak_bytes))
-predictions(rows)
+timelines({"1 sequence": single}, title="With one sequence the peak stands at the end of backward")
 
-# %%
-where_is_the_peak(single)
+# %% slide="result"
+peak = max(single.timeline, key=lambda sample: sample.live_bytes)
+peak.phase, peak.operator, single.peak_bytes, single.at_peak()["activation"]
 
 # %% [markdown] slide={"en": "Where the peak is decides what helps against it.\n\nThis one lies at the end of backward, without any activation: checkpointing could not lower it.", "zh": "峰值在哪里，决定了什么办法管用。\n\n后一种峰值在反向的末尾，激活值一个也不剩：检查点帮不上忙。"}
 # <div lang="en">
 #
-# 16% too much. This peak lies in backward as well, but at its end: not one activation is left. Where the peak is decides what helps against it: checkpointing could not lower this second one at all.
+# Not one activation is left, and what runs is an `add`. What is added? The tied weight has two gradients: the head's came first, the embedding's comes last. Both are as large as the weight, 2.1 MB, and so is their sum: three tensors, where all other gradients are there already. Untied, this step would peak in the optimizer.
+#
+# Where the peak is decides what helps against it: checkpointing could not lower this one at all.
 #
 # </div>
 # <div lang="zh">
 #
-# 多算了 16%。这时的峰值也在反向里，却在末尾：激活值一个也不剩。峰值在哪里，决定了什么办法管用：对后一种峰值，检查点一点忙也帮不上。
+# 激活值一个也不剩，正在运行的是 `add`。加的是什么？共享的权重有两份梯度：输出头的那份最先到，嵌入的那份最后到。两份都与权重一样大，2.1 MB，它们的和也是：其余的梯度已经全在，又多出三个张量。如果不共享，这一步的峰值就会在优化器里。
+#
+# 峰值在哪里，决定了什么办法管用：对这一种峰值，检查点一点忙也帮不上。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Which tensors does one layer keep for backward?\n\nAsk each operator: what does your derivative need?", "zh": "一层为反向保存哪些张量？\n\n逐个问算子：你求导时要用什么？"}
+# %% [markdown] slide={"en": "Which tensors are the 178.4 MB?\n\nAutograd will tell: two hooks see each tensor that it saves.", "zh": "178.4 MB 的激活值，是哪些张量？\n\n去问 autograd：它每保存一个张量，两个钩子都看得到。"}
 # ## 1.4 What one layer keeps / 一层保存了什么
 #
 # <div lang="en">
 #
-# The activations are the tall part. Which tensors are they? `saved_tensors` runs a function and lists what its graph holds for backward. Here is one layer of the decoder; the last column names the row of the formula that you are about to write. (`Addmm` is a Linear layer, `mat1` its input. `Bmm` is a product for each sequence and head: 64 of them.)
+# The activations are the tall part. Which tensors are they? Autograd tells, through two **hooks**: functions of yours, the first called for each tensor that it saves for backward, the second when backward wants it again. Leave out the weights, which are there anyway, and count each storage once:
 #
 # </div>
 # <div lang="zh">
 #
-# 图中最高的一块是激活值。它们是哪些张量？`saved_tensors` 运行一个函数，列出它的计算图为反向保存的张量。下面是解码器的一层，最后一列是公式里的哪一行；公式马上由你来写。（`Addmm` 是线性层，`mat1` 是它的输入；`Bmm` 是每条序列、每个头各做一次的矩阵乘法，共 64 次。）
+# 图中最高的一块是激活值。它们是哪些张量？去问 autograd，用两个**钩子**（hook）：由你写的函数，autograd 每为反向保存一个张量，就调用第一个；反向要用它时，调用第二个。略去本来就在的权重，每个存储区只数一次：
 #
 # </div>
 
-# %% slide="result"
-kept = saved_tensors(DecoderLayer(256, 8), torch.randn(8, 128, 256))  # 8 heads; (b, s, h)
-lesson_01.rows_of_the_formula(kept)
+# %% slide="both"
+weights = {parameter.untyped_storage()._cdata for parameter in decoder.parameters()}
+kept = {}  # storage -> bytes
 
-# %% [markdown] slide={"en": "Softmax keeps P, and the product with V keeps the same storage. Add up tensors, and you count 20% too much.\n\n**Now write the formula.**", "zh": "softmax 保存了 P，与 V 相乘时保存的是同一份存储区。逐个张量相加，就会多算 20%。\n\n**现在，写出公式。**"}
+
+def pack(tensor):
+    storage = tensor.untyped_storage()
+    if storage._cdata not in weights:
+        kept[storage._cdata] = storage.nbytes()
+    return tensor
+
+
+with saved_tensors_hooks(pack, lambda tensor: tensor):
+    loss = decoder.loss(tokens)  # while it lives, so does all that is kept
+len(kept), sum(kept.values())
+
+# %% [markdown] slide={"en": "Why does an operator keep a tensor? **Ask what its derivative needs.**\n\n$y = x W$: $dW = x^\\top dy$ needs $x$.\n\n$P = \\mathrm{softmax}(S)$: $dS = P \\odot (dP - \\ldots)$ needs $P$, not $S$.\n\n$y = x + z$: needs nothing.", "zh": "算子为什么要保存一个张量？**看它求导时要用什么。**\n\n$y = x W$：$dW = x^\\top dy$，要用 $x$。\n\n$P = \\mathrm{softmax}(S)$：$dS = P \\odot (dP - \\ldots)$，要用 $P$，不用 $S$。\n\n$y = x + z$：什么也不用。"}
 # <div lang="en">
 #
-# One row is marked as seen before: softmax keeps the attention probabilities P, and the product with V keeps the same storage. Add up tensors instead of storages, as many scripts do, and you count 20% too much. (The causal mask keeps nothing here, since it is added to the scores; filled in with `masked_fill` it keeps $s \times s$ booleans.)
+# 178,413,636 bytes: the activations of the timeline. Now *why* these? Ask each operator what its derivative needs:
 #
-# **Exercise 2.** Write the formula: bytes of each row, in fp32, for any batch $b$, sequence $s$, hidden size $h$ and heads $a$. The check tells which row is wrong.
+# - $y = x W$: $dW = x^\top dy$ and $dx = dy\, W^\top$ need $x$ and the weight, not $y$.
+# - $P = \mathrm{softmax}(S)$: $dS = P \odot (dP - \ldots)$ needs $P$, not $S$.
+# - $y = x + z$ passes its gradient on and needs nothing. GELU's derivative needs its input; LayerNorm's its input, and for each token the mean and the reciprocal deviation.
+#
+# A layer is these eight lines, for $b$ sequences of $s$ tokens; $S$ and $P$ are $s \times s$ for each of the $a$ heads:
+#
+# ```python
+# y = norm1(x)             # LayerNorm
+# q, k, v = qkv(y)         # one Linear: h → 3h
+# S = q @ k.mT / d**0.5    # then the causal mask is added
+# P = softmax(S)
+# x = x + out(P @ v)       # Linear: h → h
+# z = norm2(x)
+# u = up(z)                # Linear: h → 4h
+# x = x + down(gelu(u))    # Linear: 4h → h
+# ```
+#
+# **Exercise 3.** Write what it keeps, in bytes, for any $b$, $s$, $h$ and $a$. Rows: `norms`, the LayerNorms' inputs; `statistics`, their means and deviations; `attention`, all from `y` to the input of `out` but P; `probabilities`, P; `feed-forward`, all from `z` on. Weights don't count. The check tells which row is wrong.
 #
 # </div>
 # <div lang="zh">
 #
-# 有一行标着“已见过”：softmax 保存了注意力概率 P，与 V 相乘时保存的是同一份存储区。许多脚本把张量逐个相加，而不按存储区来数，这里就会多算 20%。（因果掩码在这里什么也不保存，因为它是加到分数上的；若用 `masked_fill` 填入，就要保存 $s \times s$ 个布尔值。）
+# 178,413,636 字节，正是时间线上的激活值。可**为什么**是这些？逐个问算子，求导时要用什么：
 #
-# **练习 2。** 写出公式：对任意的批次 $b$、序列长度 $s$、隐藏维度 $h$ 和头数 $a$，每一行在 fp32 下占多少字节。检查会指出哪一行错了。
+# - $y = x W$：$dW = x^\top dy$，$dx = dy\, W^\top$，要用 $x$ 和权重，不用 $y$。
+# - $P = \mathrm{softmax}(S)$：$dS = P \odot (dP - \ldots)$，要用 $P$，不用 $S$。
+# - $y = x + z$ 只把梯度传下去，什么也不用。GELU 要用它的输入；LayerNorm 要用它的输入，外加每个 token 的均值和标准差倒数。
+#
+# 一层就是下面八行，$b$ 条序列，各 $s$ 个 token；$a$ 个头里，每个头的 $S$ 和 $P$ 都是 $s \times s$：
+#
+# ```python
+# y = norm1(x)             # LayerNorm
+# q, k, v = qkv(y)         # one Linear: h → 3h
+# S = q @ k.mT / d**0.5    # then the causal mask is added
+# P = softmax(S)
+# x = x + out(P @ v)       # Linear: h → h
+# z = norm2(x)
+# u = up(z)                # Linear: h → 4h
+# x = x + down(gelu(u))    # Linear: 4h → h
+# ```
+#
+# **练习 3。** 对任意的 $b$、$s$、$h$、$a$，写出这一层保存的字节数。各行是：`norms`，两个 LayerNorm 的输入；`statistics`，它们的均值和标准差倒数；`attention`，从 `y` 到 `out` 的输入，P 除外；`probabilities`，即 P；`feed-forward`，从 `z` 往后的全部。权重不算。检查会指出哪一行错了。
 #
 # </div>
 
 
-# %% slide="code" minutes=16
+# %% slide="code" minutes=18
 def saved_by_one_layer(b, s, h, a):
-    return {
-        "norms": 0,  # what the two LayerNorms get
-        "statistics": 0,  # of the two LayerNorms: a mean and a reciprocal deviation each token
-        "attention": 0,  # input of the projection; Q, K and V; input of the output projection
-        "probabilities": 0,  # P, after softmax
-        "feed-forward": 0,  # its input, GELU's input, the last product's input
-    }
+    rows = dict.fromkeys(["norms", "statistics", "attention", "probabilities", "feed-forward"], 0)
+    return rows
 
 
 lesson_01.check_layer_formula(saved_by_one_layer)
@@ -353,30 +455,50 @@ if not lesson_01.check_layer_formula.accepted:
 
     def saved_by_one_layer(b, s, h, a):
         return {
-            "norms": 4 * 2 * s * b * h,
+            "norms": 4 * 2 * s * b * h,  # what the two LayerNorms get
             "statistics": 4 * 2 * 2 * s * b,
-            "attention": 4 * 5 * s * b * h,
+            "attention": 4 * 5 * s * b * h,  # y; q, k and v; P @ v
             "probabilities": 4 * a * s * s * b,
-            "feed-forward": 4 * 9 * s * b * h,
+            "feed-forward": 4 * 9 * s * b * h,  # z; u and gelu(u), 4h wide each
         }
 
 
 lesson_01.check_layer_formula(saved_by_one_layer)
 ### END SOLUTION
 
-# %% slide="result"
-one_layer = saved_by_one_layer(b=8, s=128, h=256, a=8)
-predictions([("one layer", sum(one_layer.values()), kept.total_bytes)], unit="bytes")
-
-# %% [markdown] slide={"en": "$16 s b h + a s^2 b$ elements, and $4 s b$ for the statistics. In half precision, with dropout, it gives\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ bytes.}$$\n\nA formula holds for the operators it was counted for.", "zh": "$16 s b h + a s^2 b$ 个元素，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法得到\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ 字节。}$$\n\n公式只对它所针对的算子成立。"}
+# %% [markdown]
 # <div lang="en">
 #
-# Not a byte off. In elements your formula says $16 s b h + a s^2 b$, and $4 s b$ for the statistics. In half precision and with dropout the same count gives the formula of Korthikanti et al., $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes: two bytes an element, one for each element of three masks, and two more for P after its dropout. A formula holds for the operators it was counted for, and for no others (section 1.14).
+# Now the list, from `saved_tensors`, which is your two hooks with names. The last columns say which tensor of the eight lines it is, and in which row of yours. (`Addmm` is a Linear layer, `mat1` its input. `Bmm` is a product for each sequence and head: 64 of them.)
 #
 # </div>
 # <div lang="zh">
 #
-# 一字节不差。按元素个数，你的公式是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法就得到 Korthikanti 等人的公式：$s b h \left(34 + 5 \frac{a s}{h}\right)$ 字节：每个元素两字节，三个掩码每个元素一字节，dropout 之后的 P 再占两字节。公式只对它所针对的算子成立，换了算子就不成立（见 1.14 节）。
+# 现在看清单。它由 `saved_tensors` 给出，就是你那两个钩子，再加上名字。最后两列指出它是那八行里的哪个张量、归在你的哪一行。（`Addmm` 是线性层，`mat1` 是它的输入；`Bmm` 是每条序列、每个头各做一次的矩阵乘法，共 64 次。）
+#
+# </div>
+
+# %% slide="result"
+listed = saved_tensors(DecoderLayer(256, 8), torch.randn(8, 128, 256))  # 8 heads; (b, s, h)
+lesson_01.rows_of_the_formula(listed)
+
+# %% slide="result"
+one_layer = saved_by_one_layer(b=8, s=128, h=256, a=8)
+predictions([("one layer", sum(one_layer.values()), listed.total_bytes)], unit="bytes")
+
+# %% [markdown] slide={"en": "$16 s b h + a s^2 b$ elements, and $4 s b$ for the statistics. In half precision, with dropout, it gives\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ bytes.}$$", "zh": "$16 s b h + a s^2 b$ 个元素，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法得到\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ 字节。}$$"}
+# <div lang="en">
+#
+# Not a byte off. One row is marked as seen before: softmax keeps P, and the product with V keeps the same storage. Add up tensors instead of storages, as many scripts do, and you count 20% too much. (The mask keeps nothing, since it is added; filled in with `masked_fill` it keeps $s \times s$ booleans.)
+#
+# In elements your formula says $16 s b h + a s^2 b$, and $4 s b$ for the statistics. In half precision and with dropout the same count gives the formula of Korthikanti et al., $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes: two bytes an element, one for each element of three masks, and two more for P after its dropout. A formula holds for the operators it was counted for, and for no others (section 1.14).
+#
+# </div>
+# <div lang="zh">
+#
+# 一字节不差。有一行标着“已见过”：softmax 保存了 P，与 V 相乘时保存的是同一份存储区。许多脚本把张量逐个相加，而不按存储区来数，这里就会多算 20%。（掩码什么也不保存，因为它是加上去的；若用 `masked_fill` 填入，就要保存 $s \times s$ 个布尔值。）
+#
+# 按元素个数，你的公式是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法就得到 Korthikanti 等人的公式：$s b h \left(34 + 5 \frac{a s}{h}\right)$ 字节：每个元素两字节，三个掩码每个元素一字节，dropout 之后的 P 再占两字节。公式只对它所数的算子成立，换了算子就不成立（见 1.14 节）。
 #
 # </div>
 
@@ -385,12 +507,12 @@ predictions([("one layer", sum(one_layer.values()), kept.total_bytes)], unit="by
 #
 # <div lang="en">
 #
-# Your formula is for one layer, and each layer keeps its own: bytes grow with depth as a line. The slope is your sum; the intercept is what the head and its loss keep. With symbolic tensors, which have shapes and no data, such a sweep takes a moment.
+# Each layer keeps its own, so bytes grow with depth as a line. The slope is your sum. The intercept is what is kept with no layer at all: the last LayerNorm's input and statistics, the head's input, the log-softmax; and three small things, the token numbers that the embedding keeps (8,256 bytes), the targets (8,192), and one number of the loss (4). With symbolic tensors, which have shapes and no data, such a sweep takes a moment.
 #
 # </div>
 # <div lang="zh">
 #
-# 你的公式针对一层，而每一层各存各的：字节数随深度线性增长。斜率就是你算出的总和，截距是输出头及其损失所保存的。符号张量只有形状、没有数据，用它扫一遍只要一会儿。
+# 每一层各存各的，所以字节数随深度线性增长。斜率就是你算出的总和；截距则是一层都没有时所保存的：最后一个 LayerNorm 的输入和统计量、输出头的输入、log-softmax 的结果；还有三样小的：嵌入保存的 token 编号（8,256 字节）、目标（8,192），以及损失的一个数（4）。符号张量只有形状、没有数据，用它扫一遍只要一会儿。
 #
 # </div>
 
@@ -401,24 +523,26 @@ with symbolic():
         deeper, batch = make_decoder(layers=layers), random_tokens(8, 128, 2048)
         saved.append(saved_tensors(deeper.loss, batch).total_bytes)
 slope = (saved[-1] - saved[0]) // (depths[-1] - depths[0])
-intercept = saved[0] - slope * depths[0]
-rows = [("slope: one layer", sum(one_layer.values()), slope), ("intercept", None, intercept)]
+b, s, h, v = 8, 128, 256, 2048
+head = 4 * s * b * (2 * h + 2 + v)  # inputs of norm and head, statistics, log-softmax
+rows = [("slope: one layer", sum(one_layer.values()), slope)]
+rows.append(("intercept", head + 8_256 + 8_192 + 4, saved[0] - depths[0] * slope))
 predictions(rows, unit="bytes")
 
-# %% [markdown] slide={"en": "Length: P has $s^2$ elements a head.\n\n**Guess first.** $h = 256$, 8 heads: from which length on does P outweigh all the rest?", "zh": "长度：P 在每个头上有 $s^2$ 个元素。\n\n**先猜**：$h = 256$、8 个头，从多长开始，P 比其余全部还大？"}
+# %% [markdown] slide={"en": "Length: P has $s^2$ elements a head.\n\n**Guess first.** $h = 256$, 8 heads: from which length on does P outweigh all the rest together?", "zh": "长度：P 在每个头上有 $s^2$ 个元素。\n\n**先猜**：$h = 256$、8 个头，从多长开始，P 超过其余各项之和？"}
 # <div lang="en">
 #
-# Length is another matter: P has $s^2$ elements a head. **Guess first.** For this layer, $h = 256$ with 8 heads, from which length on does P outweigh all the rest? (Set $a s^2 b$ equal to $16 s b h$.)
+# Length is another matter: P has $s^2$ elements a head. **Guess first**, in tokens: for this layer, $h = 256$ with 8 heads, from which length on does P outweigh all the rest together? (Set $a s^2 b$ equal to $16 s b h$.)
 #
 # </div>
 # <div lang="zh">
 #
-# 长度就不同了：P 在每个头上有 $s^2$ 个元素。**先猜**：这一层 $h = 256$、8 个头，从多长开始，P 比其余全部还大？（令 $a s^2 b$ 等于 $16 s b h$。）
+# 长度就不同了：P 在每个头上有 $s^2$ 个元素。**先猜**（以 token 计）：这一层 $h = 256$、8 个头，从多长开始，P 超过其余各项之和？（令 $a s^2 b$ 等于 $16 s b h$。）
 #
 # </div>
 
 # %%
-my_length = None  # tokens
+my_length = None
 lengths, layer_mb, p_mb = [128, 256, 512, 768, 1024], [], []
 with symbolic():
     for s in lengths:
@@ -429,15 +553,15 @@ with symbolic():
 # %% slide="result"
 lesson_01.draw_lengths(lengths, layer_mb, p_mb, saved_by_one_layer, my_length)
 
-# %% [markdown] slide={"en": "They cross at $s = 16 h / a = 512$. With heads of 128, at 2048.\n\nBeyond it, attention is the memory problem.", "zh": "两者在 $s = 16 h / a = 512$ 处相交；头维度为 128 时，在 2048 处。\n\n过了交点，内存问题就是注意力问题。"}
+# %% [markdown] slide={"en": "They cross at $s = 16 h / a = 512$. With heads of 128, at 2048.\n\nAs long as P is kept; fused attention does not keep it.", "zh": "两者在 $s = 16 h / a = 512$ 处相交；头维度为 128 时，在 2048 处。\n\n这是保存 P 的时候；融合注意力不保存它。"}
 # <div lang="en">
 #
-# They cross at $s = 16 h / a = 512$: sixteen times the size of a head, here 32. Heads of 128, as in many large models, move the crossing to 2048 tokens. Beyond it, attention is the memory problem. Lesson 06 makes P vanish.
+# They cross at $s = 16 h / a = 512$: sixteen times the size of a head, here 32. Heads of 128, as in many large models, move the crossing to 2048 tokens. Beyond it attention is the memory problem, as long as P is kept. Most libraries' default, fused attention, no longer keeps it: lesson 06 shows how.
 #
 # </div>
 # <div lang="zh">
 #
-# 两者在 $s = 16 h / a = 512$ 处相交：头维度（这里是 32）的十六倍。大模型的头维度多为 128，交点就移到 2048 个 token。过了交点，内存问题就是注意力问题。第 06 课会让 P 消失。
+# 两者在 $s = 16 h / a = 512$ 处相交：头维度（这里是 32）的十六倍。大模型的头维度多为 128，交点就移到 2048 个 token。过了交点，只要还保存 P，内存问题就是注意力问题。如今多数库默认用融合注意力，已经不保存 P 了：怎么做到的，见第 06 课。
 #
 # </div>
 
@@ -446,51 +570,50 @@ lesson_01.draw_lengths(lengths, layer_mb, p_mb, saved_by_one_layer, my_length)
 #
 # <div lang="en">
 #
-# One part is missing: the head. It makes logits, one number for every word of the vocabulary at every position. The loss keeps the result of their log-softmax. The logits themselves are gone by then. At the start of backward the gradient of the log-softmax is made, and from that the gradient of the logits: **three tensors of one size**, one kept and two temporary. (Where a head upcasts bf16 logits to fp32, there are more.)
+# Now the whole peak. The picture in section 1.3 shows its last part: **three tensors of the logits' size**, one kept and two temporary. (Where a head upcasts bf16 logits to fp32, there are more.) The token numbers don't count here, since the meter takes the batch as given; and the loss has let go of its targets before the peak.
 #
-# The head keeps little else: the last LayerNorm's input and statistics, and the head's own input.
-#
-# **Exercise 3.** Add up the whole peak of the step, in bytes: what is there at the start of backward? You have every part.
+# **Exercise 4.** Which bytes are there at the peak? Fill in four parts, in bytes: `state`, what was there before the step began; `layers`, all eight; `norm and head`, what the last LayerNorm and the head keep, the logits aside; `logits`, everything of their size. You have every part.
 #
 # </div>
 # <div lang="zh">
 #
-# 还差一部分：输出头。它产生 logits，每个位置对词表里的每个词各有一个数。损失只保存 log-softmax 的结果，logits 本身随即释放。反向一开始，先求出 log-softmax 的梯度，再由它算出 logits 的梯度：**三个一样大的张量**，一个是保存的，两个是临时的。（如果输出头把 bf16 的 logits 转成 fp32，还会更多。）
+# 现在算整个峰值。1.3 节的图给出了最后一部分：**三个与 logits 一样大的张量**，一个是保存的，两个是临时的。（如果输出头把 bf16 的 logits 转成 fp32，还会更多。）token 编号在这里不算，因为计量器把批次当作早就有的；目标在峰值之前已被损失释放。
 #
-# 除此之外，这里保存的很少：最后一个 LayerNorm 的输入和统计量，以及输出头自己的输入。
-#
-# **练习 3。** 算出这一步的整个峰值，以字节计：反向刚开始时有哪些字节？把各部分加起来，你手上都有了。
+# **练习 4。** 峰值那一刻有哪些字节？填四个部分，以字节计：`state`，这一步开始之前就有的；`layers`，八层合计；`norm and head`，最后一个 LayerNorm 和输出头所保存的，logits 除外；`logits`，与它一样大的全部张量。各部分你手上都有了。
 #
 # </div>
 
 # %% minutes=10
-my_sum = None  # bytes
-lesson_01.check_whole_peak(my_sum)
+my_parts = {"state": None, "layers": None, "norm and head": None, "logits": None}
+lesson_01.check_whole_peak(my_parts)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 if not lesson_01.check_whole_peak.accepted:
     b, s, h, v = 8, 128, 256, 2048
-    logits = 4 * s * b * v
-    norm, head = 4 * s * b * h + 4 * 2 * s * b, 4 * s * b * h  # inputs, and the norm's statistics
-    state = left["parameter"] + left["optimizer"]
-    my_sum = state + 8 * sum(one_layer.values()) + norm + head + 3 * logits
+    my_parts = {
+        "state": left["parameter"] + left["optimizer"],
+        "layers": 8 * sum(one_layer.values()),
+        "norm and head": 4 * s * b * h + 4 * 2 * s * b + 4 * s * b * h,
+        "logits": 3 * 4 * s * b * v,
+    }
 
-lesson_01.check_whole_peak(my_sum)
+lesson_01.check_whole_peak(my_parts)
 ### END SOLUTION
 
 # %% slide="result"
+my_sum = sum(part or 0 for part in my_parts.values())
 predictions([("the whole peak", my_sum, meter.peak_bytes)], unit="bytes")
 
 # %% [markdown] slide={"en": "The 8 bytes are the loss and its gradient.\n\nA vocabulary of 2048: logits make 9% of the peak. And a real one?", "zh": "这 8 个字节是损失和它的梯度。\n\n词表只有 2048 时，logits 占峰值的 9%。真实的词表呢？"}
 # <div lang="en">
 #
-# The 8 bytes are the loss and its gradient: two numbers. With a vocabulary of 2048, 9% of this peak belongs to the logits. Real ones are larger:
+# The 8 bytes are the loss and its gradient: two numbers. With a vocabulary of 2048, 9% of this peak belongs to the logits. Real ones are larger. Beside the peak stands what a calculator would say, weights, gradients, state and activations added up:
 #
 # </div>
 # <div lang="zh">
 #
-# 这 8 个字节是损失和它的梯度：两个数。词表只有 2048 时，logits 占峰值的 9%。真实的词表要大得多：
+# 这 8 个字节是损失和它的梯度：两个数。词表只有 2048 时，logits 占峰值的 9%。真实的词表要大得多。峰值旁边列出计算器的答案，即权重、梯度、优化器状态和激活值相加：
 #
 # </div>
 
@@ -498,73 +621,93 @@ predictions([("the whole peak", my_sum, meter.peak_bytes)], unit="bytes")
 rows = []
 for vocabulary in (2048, 8192, 32768):
     with symbolic():
-        model = make_decoder(vocabulary=vocabulary)
-        with MemoryMeter(model) as found:
-            model.loss(random_tokens(8, 128, vocabulary)).backward()
-    logits, peak = 4 * 8 * 128 * vocabulary, found.peak_bytes
-    sizes = [round(count / 1e6, 1) for count in (peak, logits)]
-    rows.append((vocabulary, *sizes, f"{3 * logits / peak:.0%}"))
-headings = ["vocabulary", "peak without optimizer, MB", "logits, MB", "three of them, of the peak"]
-table(headings, rows)
+        model, batch = make_decoder(vocabulary=vocabulary), random_tokens(8, 128, vocabulary)
+        found = metered_step(model, batch, torch.optim.Adam(model.parameters()))
+    ended, most = found.timeline[-1].bytes, int(found.series()["activation"].max())
+    added = sum(ended[kind] for kind in states) + most
+    share = 3 * 4 * 8 * 128 * vocabulary / found.peak_bytes
+    rows.append((vocabulary, found.peak_bytes / 1e6, f"{share:.0%}", added / 1e6))
+headings = ["vocabulary", "peak, MB", "three times the logits, of it", "kinds added up, MB"]
+table(headings, [(v, round(peak, 1), share, round(added, 1)) for v, peak, share, added in rows])
 
 # %% [markdown]
 # <div lang="en">
 #
-# With 32768 words nearly two thirds of the peak belong to one matrix product and its loss, and the eight layers share the rest with the weights. Lesson 02 computes this loss in pieces, so that the logits never exist whole.
+# With 32768 words more than half of the peak belongs to one matrix product and its loss. And adding up the kinds, 4% too much with the small vocabulary, is 28% too low with the large one: it counts gradients and activations that never meet, and leaves out the temporaries. Lesson 02 computes this loss in pieces, so that the logits never exist whole.
 #
 # </div>
 # <div lang="zh">
 #
-# 词表为 32768 时，峰值的将近三分之二属于一次矩阵乘法和它的损失，余下的才归八层和权重。第 02 课会把这个损失分段计算，让完整的 logits 从不出现。
+# 词表为 32768 时，峰值的一半以上属于一次矩阵乘法和它的损失。把各类相加，词表小时多算 4%，词表大时却少算 28%：它把从不同时存在的梯度和激活值加在一起，又漏掉了临时张量。第 02 课会把这个损失分段计算，让完整的 logits 从不出现。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Shapes without data: no memory is taken.\n\n**Guess first.** 7 B model: 105.3 GB at 16 bytes a parameter, activations 8.8 GB. The peak?", "zh": "只有形状、没有数据：内存也不占用。\n\n**先猜**：7 B 模型，每个参数 16 字节，共 105.3 GB；激活值 8.8 GB。峰值是多少？"}
+# %% [markdown] slide={"en": "Shapes without data: no memory is taken.\n\n**Guess first.** 7 B model: 105.3 GB at 16 bytes a parameter. What do its activations add to the peak?", "zh": "只有形状、没有数据：内存也不占用。\n\n**先猜**：7 B 模型，每个参数 16 字节，共 105.3 GB。激活值会让峰值再增加多少？"}
 # ## 1.7 Seven billion parameters on this laptop / 在这台电脑上算 70 亿参数
 #
 # <div lang="en">
 #
-# `symbolic()` is PyTorch's `FakeTensorMode` with storages that the meter can count. Nothing is computed, no memory is taken, and every operator of the real step goes by. The recipe here: mixed-precision Adam, one sequence of 2048 tokens, fused attention (`F.scaled_dot_product_attention`, which does not keep P).
+# `symbolic()` is PyTorch's `FakeTensorMode` with storages that the meter can count. Nothing is computed, no memory is taken, and every operator of the real step goes by. The recipe: bf16, Adam with fp32 master weights (one parameter after the other), one sequence of 2048 tokens, fused attention, which keeps one fp32 number a row of each head in place of P.
 #
-# **Guess first.** With 6.6 billion parameters at 16 bytes each, 105.3 GB, and 8.8 GB of activations at most: what is the peak, and in which phase?
+# First your formula: without P, at 2 bytes a number instead of 4, what do 32 layers keep with $h$ 4096 and 32 heads? **Then guess**, in GB: with 6.6 billion parameters at 16 bytes each, 105.3 GB, what is the peak, and in which phase?
 #
 # </div>
 # <div lang="zh">
 #
-# `symbolic()` 就是 PyTorch 的 `FakeTensorMode`，只是计量器能数出其中的存储区。什么都不计算，内存也不占用，而真实训练步的每个算子都会走一遍。这里的配方是：混合精度的 Adam，一条 2048 个 token 的序列，融合注意力（`F.scaled_dot_product_attention`，它不保存 P）。
+# `symbolic()` 就是 PyTorch 的 `FakeTensorMode`，只是计量器能数出其中的存储区。什么都不计算，内存也不占用，而真实训练步的每个算子都会走一遍。配方是：bf16，Adam 带 fp32 主权重（逐个参数更新），一条 2048 个 token 的序列，融合注意力：它不保存 P，每个头的每一行只保存一个 fp32 数。
 #
-# **先猜**：66 亿个参数，每个 16 字节，共 105.3 GB；激活值最多 8.8 GB。峰值是多少？在哪个阶段？
+# 先用你的公式：去掉 P，每个数 2 字节而不是 4 字节，$h$ 为 4096、32 个头，32 层保存多少？**再猜**，以 GB 计：66 亿个参数，每个 16 字节，共 105.3 GB，峰值是多少？在哪个阶段？
 #
 # </div>
 
 # %%
-my_giant_peak = None  # of 7 B, in bytes, such as 114e9
-shapes = {"1 B": (2048, 16, 18), "7 B": (4096, 32, 32), "70 B": (8192, 64, 80)}  # h, a, layers
-giants = {name: lesson_01.mixed_precision_step(*shape) for name, shape in shapes.items()}
+my_giant_peak = None
+rows = saved_by_one_layer(b=1, s=2048, h=4096, a=32)
+layer = (sum(rows.values()) - rows["probabilities"]) // 2 + 4 * 32 * 2048
+head = 2 * 2048 * (2 * 4096 + 2 + 32_000)  # as in section 1.5
+my_activations = 32 * layer + head
+
+
+# %% slide="code"
+def giant_step(hidden, heads, layers, batch=1):
+    sizes = {"vocabulary": 32_000, "hidden": hidden, "heads": heads, "layers": layers}
+    with symbolic(), MemoryMeter() as meter:
+        model = Decoder(**sizes, sequence=2048, fused=True).bfloat16()
+        adam = lesson_01.MixedAdam(model)  # fp32 master weights and moments
+        tokens = random_tokens(batch, 2048, 32_000)
+        model.loss(tokens).backward()
+        adam.step()
+    return meter
+
 
 # %% slide="result"
-rows = []
-for name, giant in giants.items():
-    counts = (16 * giant.parameters, giant.most_activation_bytes, giant.peak_bytes)
-    rows.append((name, *(round(count / 1e9, 1) for count in counts), giant.phase))
-table(["model", "16 bytes a parameter, GB", "most activations, GB", "peak, GB", "peak in"], rows)
+rows, giants = [], {}
+for name, shape in {"1 B": (2048, 16, 18), "7 B": (4096, 32, 32), "70 B": (8192, 64, 80)}.items():
+    giant = giants[name] = giant_step(*shape)
+    peak = max(giant.timeline, key=lambda sample: sample.live_bytes)
+    most = int(giant.series()["activation"].max())
+    rows.append((name, round(most / 1e9, 1), round(giant.peak_bytes / 1e9, 1), peak.phase))
+table(["model", "most activations, GB", "peak, GB", "peak in"], rows)
 
 # %%
-predictions([("7 B", my_giant_peak, giants["7 B"].peak_bytes)], unit="GB")
+most = int(giants["7 B"].series()["activation"].max())
+rows = [("most activations", my_activations, most)]
+rows.append(("peak", my_giant_peak and my_giant_peak * 1e9, giants["7 B"].peak_bytes))
+predictions(rows, unit="GB")
 
 # %% [markdown] slide={"en": "The activations of the 7 B model add nothing to this peak.\n\nSo it is for a loop over parameters, and one sequence.", "zh": "7 B 模型的激活值，对这个峰值毫无影响。\n\n这是逐个参数循环更新、只有一条序列时的结论。"}
 # <div lang="en">
 #
-# The activations of the 7 B model add nothing to the peak: they are gone before the last gradients have come, and the peak waits in the optimizer, above the 16 bytes by three fp32 temporaries of the largest parameter. With the small model it is the other way round.
+# Your formula, written for a decoder of 7 million parameters, gives the 8.8 GB of one of 7 billion. And they add nothing to the peak: they are gone before the last gradients have come, and the peak waits in the optimizer, above the 16 bytes by three fp32 temporaries of the largest parameter. With the small model it is the other way round.
 #
-# This holds for this recipe, a loop over parameters, and one sequence. No step of the largest model has ever run on this machine, and yet its bytes are counted operator by operator.
+# This holds for this recipe, a loop over parameters, and one sequence (try `batch=8`). No step of the largest model has ever run on this machine, and yet its bytes are counted operator by operator.
 #
 # </div>
 # <div lang="zh">
 #
-# 7 B 模型的激活值对峰值毫无影响：最后几个梯度还没到，它们就已释放；峰值要到优化器里才出现，只比 16 字节的部分多三个 fp32 临时张量，大小与最大的参数相同。模型小的那一行，情形正相反。
+# 你的公式是为 700 万参数的解码器写的，算 70 亿参数的也得到 8.8 GB。而它们对峰值毫无影响：最后几个梯度还没到，它们就已释放；峰值要到优化器里才出现，只比 16 字节的部分多三个 fp32 临时张量，大小与最大的参数相同。模型小的那一行，情形正相反。
 #
-# 这只是这个配方（逐个参数循环更新）、一条序列时的结论。最大的模型从未在这台机器上真正跑过一步，它的字节却逐个算子数清了。
+# 这只是这个配方（逐个参数循环更新）、一条序列时的结论（可以试试 `batch=8`）。最大的模型从未在这台机器上真正跑过一步，它的字节却逐个算子数清了。
 #
 # </div>
 
@@ -573,12 +716,12 @@ predictions([("7 B", my_giant_peak, giants["7 B"].peak_bytes)], unit="GB")
 #
 # <div lang="en">
 #
-# The same questions, asked with PyTorch alone. The first two run anywhere, the second through **hooks**, functions of yours that autograd calls for each tensor it saves; the others need a GPU and are not run here (section 1.20 measures them where there is one).
+# The same questions, asked with PyTorch alone. PyTorch has a meter of its own, too, and the hooks of section 1.4; `torch.profiler` runs on any CPU (`measure` takes the allocator's figure from it); the others need a GPU and are not run here.
 #
 # </div>
 # <div lang="zh">
 #
-# 同样的问题，只用 PyTorch 来问。前两种在哪里都能跑，第二种用的是**钩子**（hook）：由你写、autograd 每保存一个张量就调用一次的函数；其余的需要 GPU，这里没有运行（有 GPU 时，1.20 节会测量）。
+# 同样的问题，只用 PyTorch 来问。PyTorch 自己也有一个计量器，还有 1.4 节用过的钩子；`torch.profiler` 在任何 CPU 上都能跑（`measure` 里分配器的数就取自它）；其余的需要 GPU，这里没有运行。
 #
 # </div>
 
@@ -593,52 +736,41 @@ with tracker:
     adam.step()
 tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]  # with 8,256 bytes of tokens
 
-# %%
-packed = []
-
-
-def pack(tensor):
-    packed.append(tensor.nbytes)
-    return tensor
-
-
-with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-    decoder.loss(tokens)
-len(packed), sum(packed)  # tensors, not storages, and the parameters among them
-
 # %% [markdown]
 # <div lang="en">
 #
-# | question | on a GPU |
+# | question | you type |
 # |---|---|
-# | most bytes allocated so far | `torch.cuda.max_memory_allocated()` |
+# | what autograd keeps | `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` |
+# | bytes by operator, on any device | `torch.profiler.profile(profile_memory=True)` |
+# | most bytes allocated since `torch.cuda.reset_peak_memory_stats()` | `torch.cuda.max_memory_allocated()` |
 # | bytes taken from the driver, free blocks included | `torch.cuda.memory_reserved()` |
 # | who allocated what, with stack traces | `torch.cuda.memory._record_memory_history()`, the step, `torch.cuda.memory._dump_snapshot("step.pickle")`, then the viewer at pytorch.org/memory_viz |
-# | bytes by operator | `torch.profiler.profile(profile_memory=True)` |
 #
 # </div>
 # <div lang="zh">
 #
-# | 问题 | 在 GPU 上 |
+# | 问题 | 写法 |
 # |---|---|
-# | 迄今最多分配了多少字节 | `torch.cuda.max_memory_allocated()` |
+# | autograd 保存了什么 | `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` |
+# | 按算子统计的字节，任何设备 | `torch.profiler.profile(profile_memory=True)` |
+# | 自 `torch.cuda.reset_peak_memory_stats()` 以来最多分配了多少字节 | `torch.cuda.max_memory_allocated()` |
 # | 向驱动要来多少字节（含空闲块） | `torch.cuda.memory_reserved()` |
 # | 谁分配了什么，连同调用栈 | `torch.cuda.memory._record_memory_history()`，运行这一步，`torch.cuda.memory._dump_snapshot("step.pickle")`，再用 pytorch.org/memory_viz 查看 |
-# | 按算子统计的字节 | `torch.profiler.profile(profile_memory=True)` |
 #
 # </div>
 
-# %% [markdown] slide={"en": "Three sentences that people meet. Hands up before each row: true, partly, or false?", "zh": "三句常见的说法。看每一行之前先举手：对，对一部分，还是不对？"}
+# %% [markdown] slide={"en": "Three sentences that people meet. Hands up before each row: true, partly, or false?", "zh": "三句常见的说法。看每一行之前先举手：成立、部分成立，还是不成立？"}
 # ## 1.9 What you may have read / 你可能读到过的说法
 #
 # <div lang="en">
 #
-# Three sentences that people meet, each tried on this step. For the second: mixed precision, that is `torch.autocast` in bf16, the weights in fp32 (section 1.13 has all in bf16); symbolically, since many CPUs are slow in bf16.
+# Three sentences that people meet, each tried on this step. The second and the third are tried with `torch.autocast`: bf16 operators, fp32 weights (section 1.13 has all in bf16). We count it symbolically, because many CPUs are slow in bf16.
 #
 # </div>
 # <div lang="zh">
 #
-# 三句常见的说法，都拿这一步来检验。第二句用混合精度，即 bf16 的 `torch.autocast`，权重仍是 fp32（全用 bf16 的见 1.13 节）；这里用符号张量来数，因为许多 CPU 算 bf16 很慢。
+# 三句常见的说法，都拿这一步来检验。后两句用 `torch.autocast`：算子用 bf16，权重仍是 fp32（全用 bf16 的见 1.13 节）；这里用符号张量来数，因为许多 CPU 算 bf16 很慢。
 #
 # </div>
 
@@ -657,11 +789,13 @@ with symbolic():
         mixed_adam.step()
 
     autocast = measure(autocast_step, model=mixed, optimizer=mixed_adam)
+    with MemoryMeter(mixed, mixed_adam) as mixed_meter:
+        autocast_step()
 
 # %% slide="result"
-forward = meter.timeline[meter.phases().index("backward") - 1].live_bytes
-added = sum(left[kind] for kind in mine) + int(meter.series()["activation"].max())
-what_you_may_have_read("01", *lesson_01.figures_of_claims(meter, added, autocast, forward))
+stays = sum(mixed_meter.timeline[-1].bytes[kind] for kind in states)
+added = sum(left[kind] for kind in states) + int(meter.series()["activation"].max())
+what_you_may_have_read("01", *lesson_01.figures_of_claims(meter, added, autocast, stays))
 
 # %% [markdown] slide={"en": "The same step of the same decoder, one technique a row.\n\nWhich of the parts would you attack first?", "zh": "同一个解码器的同一步，一种技术一行。\n\n这些部分，你先对付哪一个？"}
 # ## 1.10 The ledger / 账本
@@ -688,10 +822,10 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 #
 # <div lang="en">
 #
-# - Parameters, gradients and optimizer state don't depend on the batch: 16 bytes a parameter with Adam, in fp32 and in the mixed precision of large models. Activations do.
+# - Parameters, gradients and optimizer state don't depend on the batch: 16 bytes a parameter with Adam in fp32; in mixed precision 16, 18 or 20, by the recipe. Activations do.
 # - The kinds are not all there at once. Gradients come as activations go, so the peak lies where one of them is still whole: here at the start of backward, for a large model with one sequence in the optimizer.
-# - Count storages, not tensors.
-# - One layer of this decoder keeps $16 s b h + a s^2 b$ elements and its statistics. P outweighs the rest from $s = 16 h / a$ on.
+# - Ask an operator what its derivative needs: that is what it keeps. Count storages, not tensors.
+# - One layer of this decoder keeps $16 s b h + a s^2 b$ elements and its statistics. From $s = 16 h / a$ on P outweighs the rest together.
 # - The head holds three tensors of the logits' size at the peak.
 #
 # **Next:** [lesson 02](02_checkpointing.ipynb) forgets activations and computes them again.
@@ -699,10 +833,10 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 # </div>
 # <div lang="zh">
 #
-# - 参数、梯度和优化器状态与批次无关：用 Adam 时每个参数 16 字节，fp32 如此，大模型常用的混合精度也如此。激活值则随批次变化。
+# - 参数、梯度和优化器状态与批次无关：用 Adam 和 fp32 时每个参数 16 字节；混合精度按配方不同，是 16、18 或 20 字节。激活值则随批次变化。
 # - 各类字节并非同时都在。激活值释放，梯度才陆续到来，所以峰值出现在其中一方还完整的时候：这里是反向刚开始时，而只有一条序列的大模型则是在优化器里。
-# - 要数存储区，不要数张量。
-# - 这个解码器的一层保存 $16 s b h + a s^2 b$ 个元素，外加统计量。从 $s = 16 h / a$ 起，P 比其余的都大。
+# - 看一个算子求导时要用什么，它就保存什么。要数存储区，不要数张量。
+# - 这个解码器的一层保存 $16 s b h + a s^2 b$ 个元素，外加统计量。从 $s = 16 h / a$ 起，P 比其余各项之和还大。
 # - 峰值时，输出头占着三个与 logits 一样大的张量。
 #
 # **下一步**：[第 02 课](02_checkpointing.ipynb)忘掉激活值，再重新算出来。
@@ -712,12 +846,12 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*, arXiv:2205.05198 (the formula). Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes a parameter). PyTorch documentation, *Understanding CUDA Memory Usage*. All measurements: `course_lib.memory`, in this notebook.
+# **Sources.** Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*, arXiv:2205.05198 (the formula). Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes a parameter); Hugging Face documentation, *GPU memory usage* (18); Hugging Face, *The Ultra-Scale Playbook*, 2025 (20). PyTorch documentation, *Understanding CUDA Memory Usage*. All measurements: `course_lib.memory`, in this notebook.
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** Korthikanti et al. 2022，*Reducing Activation Recomputation in Large Transformer Models*，arXiv:2205.05198（公式）。Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（每个参数 16 字节）。PyTorch 文档 *Understanding CUDA Memory Usage*。全部测量都由本 notebook 用 `course_lib.memory` 完成。
+# **出处。** Korthikanti et al. 2022，*Reducing Activation Recomputation in Large Transformer Models*，arXiv:2205.05198（公式）。Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（每个参数 16 字节）；Hugging Face 文档 *GPU memory usage*（18）；Hugging Face，*The Ultra-Scale Playbook*，2025（20）。PyTorch 文档 *Understanding CUDA Memory Usage*。全部测量都由本 notebook 用 `course_lib.memory` 完成。
 #
 # </div>
 
@@ -731,7 +865,7 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 # </div>
 # <div lang="zh">
 #
-# 以下内容学其他课时都用不到。各节互相独立，只用到前面正文里定义过的名字。
+# 以下内容，其他各课都不会用到。各节互相独立，只用到前面正文里定义过的名字。
 #
 # </div>
 
@@ -740,12 +874,12 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 #
 # <div lang="en">
 #
-# A loop over parameters needs temporaries as large as one parameter. `foreach=True`, PyTorch's default on CUDA, treats all parameters at once and makes a temporary as large as all of them: in fp32 4 bytes a parameter more, 28 GB for 7 billion. `fused=True` needs none. Here is the most that is live during `step()`:
+# A loop over parameters needs two temporaries, each as large as the parameter at hand. `foreach=True`, the default of `torch.optim.Adam` on CUDA, treats all parameters at once and makes a temporary as large as all of them: in fp32 4 bytes a parameter more, 28 GB for 7 billion. `fused=True` needs none (Hugging Face's `Trainer` defaults to it). Here is the most that is live during `step()`:
 #
 # </div>
 # <div lang="zh">
 #
-# 逐个参数循环更新时，临时张量只有一个参数那么大。`foreach=True` 是 PyTorch 在 CUDA 上的默认做法，它一次处理全部参数，要有一份与全部参数一样大的临时张量：fp32 时每个参数多 4 字节，70 亿个参数就是 28 GB。`fused=True` 一份也不要。下面是 `step()` 期间最多存活的字节：
+# 逐个参数循环更新时，需要两个临时张量，各与手头的那个参数张量一样大。`foreach=True` 是 `torch.optim.Adam` 在 CUDA 上的默认做法，它一次处理全部参数，要有一份与全部参数一样大的临时张量：fp32 时每个参数多 4 字节，70 亿个参数就是 28 GB。`fused=True` 一份也不需要（Hugging Face 的 `Trainer` 默认用它）。下面是 `step()` 期间最多存活的字节：
 #
 # </div>
 
@@ -764,12 +898,12 @@ table(headings, rows)
 # %% [markdown]
 # <div lang="en">
 #
-# With one sequence, `foreach` alone moves the peak into the optimizer and raises it by a fifth. Lower than 16 bytes a parameter go: 8-bit states (2 bytes in place of 8), an update inside backward (no gradients kept, lesson 05), adapters (next section), and sharding (lesson 08).
+# With one sequence, `foreach` alone moves the peak into the optimizer and raises it by a fifth. Four ways lead below 16 bytes a parameter: 8-bit optimizer states (2 bytes a parameter in place of 8), an update inside backward (no gradients kept, lesson 05), adapters (next section), and sharding (lesson 08).
 #
 # </div>
 # <div lang="zh">
 #
-# 只有一条序列时，单是 `foreach` 就把峰值移到了优化器里，还抬高了五分之一。也有每个参数不到 16 字节的做法：8 位的状态（2 字节代替 8 字节）、在反向中就更新（不保留梯度，第 05 课）、适配器（下一节），以及分片（第 08 课）。
+# 只有一条序列时，单是 `foreach` 就把峰值移到了优化器里，还抬高了五分之一。也有每个参数不到 16 字节的做法：8 位优化器状态（每个参数 2 字节，而不是 8 字节）、在反向中就更新（不保留梯度，第 05 课）、适配器（下一节），以及分片（第 08 课）。
 #
 # </div>
 
@@ -778,12 +912,12 @@ table(headings, rows)
 #
 # <div lang="en">
 #
-# `torch.autocast` leaves weights, gradients and states in fp32 and makes bf16 copies of the weights in forward; only activations shrink, and not all: LayerNorm and the loss keep fp32 (on a GPU softmax does, too). Weights in bf16 halve everything, but without fp32 master weights small updates are lost to rounding. LoRA (Hu et al. 2021, arXiv:2106.09685) trains two thin matrices beside each frozen one: gradients and states all but vanish, and of the activations only what frozen matrices would need for their own gradients.
+# `torch.autocast` leaves weights, gradients and states in fp32 and makes bf16 copies of the weights in forward; only activations shrink, and not all: LayerNorm and the loss keep fp32 (on a GPU softmax does, too). Weights in bf16 halve everything, but without fp32 master weights small updates are lost to rounding. LoRA (Hu et al. 2021, arXiv:2106.09685) trains two thin matrices beside each frozen one: gradients and states all but vanish. Of the activations only one part goes: the inputs a frozen matrix would have needed for its own gradient.
 #
 # </div>
 # <div lang="zh">
 #
-# `torch.autocast` 让权重、梯度和状态留在 fp32，前向时另造一份 bf16 的权重；变小的只有激活值，而且不是全部：LayerNorm 和损失的仍是 fp32（在 GPU 上，softmax 的也是）。权重也用 bf16，一切都减半，但没有 fp32 主权重，小的更新会被舍入掉。LoRA（Hu et al. 2021，arXiv:2106.09685）在每个冻结的矩阵旁训练两个很窄的矩阵：梯度和状态几乎消失，激活值则只省下冻结矩阵为求自己的梯度才需要的那部分。
+# `torch.autocast` 让权重、梯度和状态留在 fp32，前向时另造一份 bf16 的权重；变小的只有激活值，而且不是全部：LayerNorm 和损失的仍是 fp32（在 GPU 上，softmax 的也是）。权重也用 bf16，一切都减半，但没有 fp32 主权重，小的更新会被舍入掉。LoRA（Hu et al. 2021，arXiv:2106.09685）在每个冻结的矩阵旁训练两个很窄的矩阵：梯度和状态几乎消失。激活值只省下一部分：冻结的矩阵求自己的梯度时才要用的那些输入。
 #
 # </div>
 
@@ -804,17 +938,17 @@ table(["recipe", "peak, MB"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 4.** A model of 7 billion parameters is frozen in bf16, and adapters of 20 million parameters are trained with Adam, all in fp32. How many bytes do weights, gradients and state take together?
+# **Exercise 5.** A model of 7 billion parameters is frozen in bf16, and adapters of 20 million parameters are trained with Adam, all in fp32. How many bytes do weights, gradients and state take together? (`answer`, in bytes.)
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 4。** 一个 70 亿参数的模型以 bf16 冻结，另用 Adam 训练 2000 万个参数的适配器，适配器全部用 fp32。权重、梯度和优化器状态共占多少字节？
+# **练习 5。** 一个 70 亿参数的模型以 bf16 冻结，另用 Adam 训练 2000 万个参数的适配器，适配器全部用 fp32。权重、梯度和优化器状态共占多少字节？（`answer`，以字节计。）
 #
 # </div>
 
 # %% minutes=3
-answer = None  # bytes
+answer = None
 lesson_01.check_adapter_bytes(answer)
 
 # %% jupyter={"source_hidden": true}
@@ -827,7 +961,7 @@ lesson_01.check_adapter_bytes(answer)
 ### END SOLUTION
 
 # %% [markdown]
-# ## 1.14 A formula holds for its operators / 公式只管它那些算子
+# ## 1.14 A formula holds for its operators / 公式只对它所数的算子成立
 #
 # <div lang="en">
 #
@@ -887,7 +1021,7 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# Attention alone, 12 heads of 64, over sequence lengths. The attention scores S are not kept: softmax needs only P for its gradient. And P is seen twice, so who adds up tensors counts it twice. The fused kernel keeps Q, K, V, the output and one number a row.
+# Attention alone, 12 heads of 64, over sequence lengths. The attention scores S are not kept: softmax needs only P for its gradient. And P is seen twice, so adding up tensors counts it twice. The fused kernel keeps Q, K, V, the output and one number a row.
 #
 # </div>
 # <div lang="zh">
@@ -954,7 +1088,7 @@ table(headings, rounded)
 # </div>
 # <div lang="zh">
 #
-# 同样的前向，第一步的读数比以后少 55.0 MB：Adam 的状态在第 1 步末尾才建立。峰值在反向之中，在阶段之间读数永远看不到它。
+# 同样的前向，第一步的读数比以后少 55.0 MB：Adam 的状态在第 1 步末尾才建立。峰值在反向之中，只在阶段之间读数，就永远看不到它。
 #
 # </div>
 
@@ -1004,26 +1138,28 @@ table(["method", "first run, bytes", "second run, bytes"], rows)
 # </div>
 # <div lang="zh">
 #
-# 什么都没做，就“省”了 65%：建立 Adam 状态的开销全算在了第一次头上。如果峰值像解码器那样在反向里，同样的错误就不会露馅，反而更糟。`measure` 先让各方处于同样的状态再计数。（20 对 Linear 和 GELU 保存 40 个激活值，不是 20 个：两者各存自己的输入。）
+# 什么都没做，就“省”了 65%：建立 Adam 状态的开销全算在了第一次头上。如果峰值像解码器那样在反向里，同样的错误就露不了馅，这才更糟。`measure` 先让各方处于同样的状态再计数。（20 对 Linear 和 GELU 保存 40 个激活值，不是 20 个：两者各存自己的输入。）
 #
 # </div>
 
 # %%
 qkv = [torch.randn(1, 12, 512, 64, requires_grad=True) for _ in range(3)]
 attention, activations = saved_tensors(standard, *qkv), saved_tensors(mlp, x)
-lesson_01.older_claims(growth, attention.total_bytes, activations.total_bytes / x.nbytes)
+forward = meter.timeline[meter.phases().index("backward") - 1].live_bytes
+counts = (attention.total_bytes, activations.total_bytes / x.nbytes)
+lesson_01.older_claims(growth, *counts, forward, meter.peak_bytes)
 
 # %% [markdown]
 # ## 1.18 What the meter leaves out / 计量器没有数的部分
 #
 # <div lang="en">
 #
-# The meter counts tensors. An operator may also take **workspace**, used and freed inside itself. For the decoder there is next to none. For convolutions there is a lot, and how much depends on the machine; so do seconds. `measure` always reports both, and stored outputs of this course compare tensors only.
+# The meter counts tensors. An operator may also take **workspace**, used and freed inside itself. For the decoder there is next to none. For convolutions there is a lot, and fused attention takes some (lesson 06 comes back to it); how much depends on the machine, as seconds do. `measure` always reports both, and stored outputs of this course compare tensors only.
 #
 # </div>
 # <div lang="zh">
 #
-# 计量器数的是张量。算子还可能申请**工作区**，在自己内部用完就释放。解码器几乎没有工作区；卷积的工作区则很大，大小因机器而异，秒数也是如此。`measure` 总是两者都报告，而本课程对照已存的输出时只比较张量。
+# 计量器数的是张量。算子还可能申请**工作区**，在自己内部用完就释放。解码器几乎没有工作区；卷积的工作区很大，融合注意力也有一些（第 06 课还会谈到）；大小因机器而异，与秒数一样。`measure` 总是两者都报告，而本课程对照已存的输出时只比较张量。
 #
 # </div>
 
@@ -1057,42 +1193,48 @@ compare(arms, seconds=True, workspace=True)
 #
 # <div lang="en">
 #
-# Where two gradients of one tensor meet, autograd adds the second into the first, in place. While any dispatch mode is active it makes a new tensor for the sum. `MemoryMeter` knows this and counts as autograd alone would have done; the fifteen lines of section 1.2 don't. A weight used four times:
+# Where two gradients of one tensor meet, autograd adds the second into the first in place, if nothing else looks at the first. While any dispatch mode is active it makes a new tensor for the sum. `MemoryMeter` knows this and counts as autograd alone would have done; the lines of section 1.2 don't. A Linear's weight gradient is a transposed view, and its sum is a new tensor in any case, as at the second peak of section 1.3. A weight used four times:
 #
 # </div>
 # <div lang="zh">
 #
-# 同一个张量的两份梯度相遇时，autograd 会把后一份原地加进前一份。而只要有分发模式在起作用，它就会为这个和新建一个张量。`MemoryMeter` 知道这一点，按没有模式时的情形来数；1.2 节的十五行则不知道。一个权重用四次：
+# 同一个张量的两份梯度相遇时，只要没有别处还在用前一份，autograd 就把后一份原地加进去。而只要有分发模式在起作用，它就会为这个和新建一个张量。`MemoryMeter` 知道这一点，按没有模式时的情形来数；1.2 节的几行则不知道。Linear 的权重梯度是转置的视图，求和时无论如何都要新建，1.3 节的第二个峰值就是这样。一个权重用四次：
 #
 # </div>
 
 # %%
-weight, x = torch.randn(512, 1024, requires_grad=True), torch.randn(64, 512)
+x, upstream = torch.randn(64, 512), torch.randn(64, 1024)
+products = {"`x @ W`": (torch.matmul, torch.randn(512, 1024))}
+products["Linear"] = (F.linear, torch.randn(1024, 512))
 
 
-def shared_weight():
+def used_four_times(multiply, weight):
     weight.grad = None
-    sum((x @ weight).sum() for _ in range(4)).backward()
+    sum((multiply(x, weight) * upstream).sum() for _ in range(4)).backward()
 
 
-with TinyMeter() as tiny:
-    shared_weight()
-weight.grad = None
-with MemoryMeter() as full:
-    shared_weight()
-allocator = measure(shared_weight, repeats=1).allocator_peak_bytes
-rows = [("TinyMeter", tiny.peak), ("MemoryMeter", full.peak_bytes)]
-table(["meter", "peak, bytes"], [*rows, ("allocator, no mode", allocator)])
+# %%
+rows = []
+for name, (multiply, weight) in products.items():
+    weight.requires_grad_()
+    with TinyMeter() as tiny:
+        used_four_times(multiply, weight)
+    weight.grad = None
+    with MemoryMeter() as full:
+        used_four_times(multiply, weight)
+    bare = measure(lambda: used_four_times(multiply, weight), repeats=1).allocator_peak_bytes
+    rows.append((name, tiny.peak, full.peak_bytes, bare))
+table(["four times", "TinyMeter, bytes", "MemoryMeter, bytes", "allocator, no mode, bytes"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# The allocator is nearer to `MemoryMeter`; what it has more is workspace of a matrix product (section 1.18).
+# The meter and the allocator agree to the byte.
 #
 # </div>
 # <div lang="zh">
 #
-# 分配器的数更接近 `MemoryMeter`；多出来的是矩阵乘法的工作区（见 1.18 节）。
+# 计量器与分配器一字节不差。
 #
 # </div>
 
@@ -1101,12 +1243,12 @@ table(["meter", "peak, bytes"], [*rows, ("allocator, no mode", allocator)])
 #
 # <div lang="en">
 #
-# On a GPU the caching allocator manages the memory and keeps its own books: `torch.cuda.memory_allocated` counts tensors, rounded up to 512 bytes, and workspace; `memory_reserved` is what it has taken from the driver, free blocks included. With a GPU this cell measures now; otherwise it shows a recording, or says that there is none.
+# On a GPU the caching allocator manages the memory and keeps its own books: `torch.cuda.memory_allocated` counts tensors, rounded up to 512 bytes (and a large block may be up to 1 MB too big), and workspace, of which cuBLAS keeps some from its first product on; `memory_reserved` is what it has taken from the driver, free blocks included. `nvidia-smi` shows that and the CUDA context. Call `torch.cuda.reset_peak_memory_stats()` before what you want the peak of. With a GPU this cell measures now; otherwise it shows a recording, or says that there is none.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 GPU 上，显存由缓存分配器管理，它另有一本账：`torch.cuda.memory_allocated` 计入张量（向上取整到 512 字节的整数倍）和工作区；`memory_reserved` 是它向驱动要来的总量，包括空闲块。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示预先记录的数据；连记录也没有，会注明。
+# 在 GPU 上，显存由缓存分配器管理，它另有一本账：`torch.cuda.memory_allocated` 计入张量（向上取整到 512 字节的整数倍，大块还可能多出至多 1 MB）和工作区，其中 cuBLAS 从第一次矩阵乘法起就一直占着一份；`memory_reserved` 是它向驱动要来的总量，包括空闲块。`nvidia-smi` 显示的是这个总量加上 CUDA 上下文。要看哪一段的峰值，就在它之前调用 `torch.cuda.reset_peak_memory_stats()`。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示预先记录的数据；连记录也没有，会注明。
 #
 # </div>
 
@@ -1120,12 +1262,12 @@ on_gpu("01")
 #
 # <div lang="en">
 #
-# The formula with dropout, $34 s b h + 5 a s^2 b$ bytes a layer: 32 layers, hidden size 4096, bf16, one sequence. Run the second cell below and move its sliders: at what length does the parabola hold half of the bytes? With dropout P counts more, so it is not $16 h / a$.
+# The formula with dropout, $34 s b h + 5 a s^2 b$ bytes a layer: 32 layers, hidden size 4096, bf16, one sequence. Run the second cell below and move its sliders: at what length does the parabola hold half of the bytes? With dropout P counts more: it is not $16 h / a$ but $34 h / 5 a$, here 870 tokens.
 #
 # </div>
 # <div lang="zh">
 #
-# 带 dropout 的公式，每层 $34 s b h + 5 a s^2 b$ 字节：32 层、隐藏维度 4096、bf16、一条序列。运行下面第二个单元格，拖动滑块：序列多长时，抛物线占到一半？带 dropout 时 P 的分量更重，所以不是 $16 h / a$。
+# 带 dropout 的公式，每层 $34 s b h + 5 a s^2 b$ 字节：32 层、隐藏维度 4096、bf16、一条序列。运行下面第二个单元格，拖动滑块：序列多长时，抛物线占到一半？带 dropout 时 P 的分量更重，所以不是 $16 h / a$，而是 $34 h / 5 a$，这里是 870 个 token。
 #
 # </div>
 
@@ -1140,17 +1282,17 @@ lesson_01.activation_playground()
 #
 # <div lang="en">
 #
-# **Exercise 5.** The decoder, trained with Adam, may use 500 MB. What is the largest batch of 128-token sequences? Two measurements are enough: one for what doesn't grow, one for what a sequence adds.
+# **Exercise 6.** The decoder, trained with Adam, may use 500 MB. What is the largest batch of 128-token sequences? Two measurements make a line, if both peaks stand at the same place (section 1.3). (`answer`: the number of sequences.)
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 5。** 这个解码器用 Adam 训练，限用 500 MB。批次最多能有多少条长度为 128 的序列？测两次就够：一次得出不随批次增长的部分，一次得出每多一条序列增加多少。
+# **练习 6。** 这个解码器用 Adam 训练，限用 500 MB。批次最多能有多少条长度为 128 的序列？测两次就能定出一条直线，前提是两次的峰值在同一个地方（1.3 节）。（`answer`：序列条数。）
 #
 # </div>
 
 # %% minutes=6
-answer = None  # sequences
+answer = None
 lesson_01.check_largest_batch(answer)
 
 # %% jupyter={"source_hidden": true}
@@ -1171,17 +1313,17 @@ lesson_01.check_largest_batch(answer)
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 6.** Many recent models use a SwiGLU feed-forward network: `down(F.silu(gate(x)) * up(x))`. Predict the bytes that it saves for 512 tokens, 256 features and 1024 inside, in fp32. Then build it and let `saved_tensors` decide.
+# **Exercise 7.** Many recent models use a SwiGLU feed-forward network: `down(F.silu(gate(x)) * up(x))`. Predict the bytes that it saves for 512 tokens, 256 features and 1024 inside, in fp32. Then build it and let `saved_tensors` decide. (`answer`, in bytes.)
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 6。** 许多新模型使用 SwiGLU 前馈（feed-forward）网络：`down(F.silu(gate(x)) * up(x))`。输入为 512 个 token、隐藏维度 256，内部宽度为 1024，dtype 为 fp32，请预测它保存多少字节。然后把它搭出来，让 `saved_tensors` 判定。
+# **练习 7。** 许多新模型使用 SwiGLU 前馈（feed-forward）网络：`down(F.silu(gate(x)) * up(x))`。输入为 512 个 token、隐藏维度 256，内部宽度为 1024，dtype 为 fp32，请预测它保存多少字节。然后把它搭出来，让 `saved_tensors` 判定。（`answer`，以字节计。）
 #
 # </div>
 
 # %% minutes=6
-answer = None  # bytes
+answer = None
 lesson_01.check_swiglu_bytes(answer)
 
 # %% jupyter={"source_hidden": true}

@@ -1,17 +1,16 @@
-"""What lesson 01 shows: its own table, the giants, adapters, the slider."""
+"""What lesson 01 shows: its own tables and figures, an optimizer, adapters, the slider."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from course_lib.memory import MemoryMeter, SavedTensors, symbolic, transformer_activation_bytes
-from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import COLORS, Table, figure, playground, predicted_and_measured, table, text
-from course_lib.teaching.figures import shown_once
+from course_lib.memory import MemoryMeter, SavedTensors, transformer_activation_bytes
+from course_lib.models import Decoder
+from course_lib.teaching import COLORS, Table, category_label, figure, playground, predicted_and_measured, table, text
+from course_lib.teaching.figures import category_look, shown_once
 from course_lib.teaching.tables import NumberText
 
 if TYPE_CHECKING:
@@ -26,10 +25,14 @@ _ROWS = {  # (operator, argument or width of the last dimension) -> row of the f
 }
 
 
+# The lesson's eight lines of a layer: what each saved tensor is called there, in the order of the list.
+_TENSORS = ("x", "", "", "y", "k.mT", "q", "P", "v", "P", "P @ v", "x", "", "", "z", "u", "gelu(u)")
+
+
 def rows_of_the_formula(kept: SavedTensors) -> Table:
-    """What a decoder layer has saved, each tensor beside the row of the formula that it belongs to."""
+    """What a decoder layer has saved: each tensor, its name in the layer's code, and its row of the formula."""
     shown, after_attention = [], False
-    for row in kept:
+    for row, tensor in zip(kept, _TENSORS, strict=True):
         name = _ROWS.get(row.operator, {}).get(row.argument, "`attention`")
         after_attention |= name == "`norms`" and bool(shown)
         if name == "`attention`" and after_attention:
@@ -39,8 +42,9 @@ def rows_of_the_formula(kept: SavedTensors) -> Table:
         else:
             count = NumberText(f"{row.bytes:,}")
         shape = " × ".join(map(str, row.shape))
-        shown.append((len(shown), f"`{row.operator}`", f"`{row.argument}`", shape, count, name))
-    return table(["#", "operator", "argument", "shape", "bytes", "row of the formula"], shown)
+        code = f"`{tensor}`" if tensor else "–"
+        shown.append((len(shown), f"`{row.operator}`", f"`{row.argument}`", shape, count, code, name))
+    return table(["#", "operator", "argument", "shape", "bytes", "tensor", "row of the formula"], shown)
 
 
 def parts_of_the_peak(meter: MemoryMeter, one_layer: Mapping[str, int]) -> Table:
@@ -51,12 +55,45 @@ def parts_of_the_peak(meter: MemoryMeter, one_layer: Mapping[str, int]) -> Table
         ("parameters", peak["parameter"], "08"),
         ("optimizer state", peak["optimizer"], "04, 08"),
         ("eight layers without P", layers - 8 * p, "02, 03, 04, 05"),
-        ("P of eight layers", 8 * p, "06"),
-        ("logits, three times", 3 * logits, "02"),
+        ("P of eight layers", 8 * p, "02, 05, 06"),
+        ("logits, three times", 3 * logits, "02, 05"),
         ("norm, and the head's input", peak["activation"] - layers - logits, "02, 05"),
         ("loss and its gradient", peak["temporary"] - 2 * logits, "–"),
     ]
     return table(["part of the peak", "bytes", "lesson"], [*parts, ("peak", sum(part[1] for part in parts), "")])
+
+
+def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 10) -> "Figure":
+    """Live bytes at the operators around a step's peak, by category, above what is live at all of them.
+
+    Args:
+        meter: after a step.
+        unit_bytes: of the tensor that the peak is made of; one line is drawn for each.
+        operators: how many to show, those alone that change the live bytes by an eighth of `unit_bytes` or more.
+    """
+    steps = list(meter.timeline)
+    peak = max(range(len(steps)), key=lambda i: steps[i].live_bytes)
+    moved = [i for i in range(1, len(steps)) if abs(steps[i].live_bytes - steps[i - 1].live_bytes) >= unit_bytes // 8]
+    first = max(0, moved.index(peak) - operators // 2)
+    chosen = [steps[i] for i in moved[first : first + operators]]
+
+    drawn, ax = figure("Three tensors of the logits' size: one kept, two temporary", height=3.0)
+    bottom = [0.0] * len(chosen)
+    floors = {kind: min(step.bytes[kind] for step in chosen) for kind in ("activation", "temporary")}
+    for kind, floor in floors.items():
+        heights = [(step.bytes[kind] - floor) / 1e6 for step in chosen]
+        ax.bar(range(len(chosen)), heights, 0.8, bottom, label=category_label(kind), **category_look(kind))
+        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+    at = chosen.index(steps[peak])
+    for count in (1, 2, 3):
+        ax.axhline(count * unit_bytes / 1e6, color="#888888", linewidth=0.8, linestyle="--", zorder=0)
+    size = text("peak: {size} MB", size=f"{meter.peak_bytes / 1e6:.1f}")
+    ax.annotate(size, (at, bottom[at]), (0, 4), textcoords="offset points", ha="center", fontsize=9)
+    names = [step.operator.removeprefix("aten.").rpartition(".")[0].strip("_") for step in chosen]
+    ax.set_xticks(range(len(chosen)), names, rotation=28, ha="right", fontsize=8)
+    ax.set(ylim=(0, 1.18 * max(bottom)), ylabel=text("above what all ten hold, MB"))
+    ax.legend(loc="upper left")
+    return shown_once(drawn)
 
 
 def draw_lengths(
@@ -92,18 +129,8 @@ def draw_lengths(
     return shown_once(drawn)
 
 
-@dataclass(frozen=True)
-class Giant:
-    """What a step of a large model holds: parameters counted one by one, all else in bytes."""
-
-    parameters: int
-    most_activation_bytes: int
-    peak_bytes: int
-    phase: str
-
-
-class _MixedAdam:
-    """Adam with fp32 master weights, one parameter after the other."""
+class MixedAdam:
+    """Adam with fp32 master weights and moments for a model in bf16, one parameter after the other."""
 
     def __init__(self, model: nn.Module):
         self.pairs = [(p, torch.optim.Adam([p.detach().float()])) for p in model.parameters()]
@@ -120,23 +147,6 @@ class _MixedAdam:
             adam.step()
             parameter.copy_(master)
             master.grad = None
-
-
-def mixed_precision_step(hidden: int, heads: int, layers: int) -> Giant:
-    """The second step of a decoder in bf16: fused attention, one sequence of 2048 tokens, 32,000 words; symbolic."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with symbolic(), MemoryMeter() as meter:
-            model = Decoder(vocabulary=32_000, hidden=hidden, heads=heads, layers=layers, sequence=2048, fused=True)
-            optimizer, tokens = _MixedAdam(model), random_tokens(1, 2048, 32_000)
-            model.loss(tokens).backward()
-            optimizer.step()
-    finally:
-        torch.set_default_dtype(before)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    phase = max(meter.timeline, key=lambda sample: sample.live_bytes).phase
-    return Giant(parameters, int(meter.series()["activation"].max()), meter.peak_bytes, phase)
 
 
 class _Adapter(nn.Module):
