@@ -1203,6 +1203,8 @@ compare(arms, seconds=True, workspace=True)
 # </div>
 
 # %%
+from functools import partial
+
 x, upstream = torch.randn(64, 512), torch.randn(64, 1024)
 products = {"`x @ W`": (torch.matmul, torch.randn(512, 1024))}
 products["Linear"] = (F.linear, torch.randn(1024, 512))
@@ -1222,8 +1224,8 @@ for name, (multiply, weight) in products.items():
     weight.grad = None
     with MemoryMeter() as full:
         used_four_times(multiply, weight)
-    bare = measure(lambda: used_four_times(multiply, weight), repeats=1).allocator_peak_bytes
-    rows.append((name, tiny.peak, full.peak_bytes, bare))
+    bare = measure(partial(used_four_times, multiply, weight), repeats=1)
+    rows.append((name, tiny.peak, full.peak_bytes, bare.allocator_peak_bytes))
 table(["four times", "TinyMeter, bytes", "MemoryMeter, bytes", "allocator, no mode, bytes"], rows)
 
 # %% [markdown]

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ from course_lib.labels import listed
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import Verdict, expect_number, text
-from course_lib.teaching.exercises import exercise, largest_that_fits, right, wrong
+from course_lib.teaching.exercises import Refused, exercise, largest_that_fits, not_answered, right, wrong
 
 WEIGHTS = 6_875_648  # of the course's decoder
 
@@ -25,15 +26,25 @@ def _as_read_off(count: int) -> dict[float, str]:
     }
 
 
-@exercise(hint="4 bytes a number. How many numbers of each kind does one weight have?")
+@exercise(
+    hint=(
+        "Count one layer first: four matrices, their biases, two LayerNorms. Then eight, and what is beside them.",
+        "A layer has 12h² + 13h weights. How many numbers of each kind does one weight have?",
+    )
+)
 def check_training_state(answer: Any) -> Verdict:
-    """Bytes of parameters, gradients and Adam's state of the course's decoder, in fp32, by kind."""
-    wanted = {"parameter": 4 * WEIGHTS, "gradient": 4 * WEIGHTS, "optimizer": 8 * WEIGHTS}
+    """The weights of the course's decoder, and bytes of parameters, gradients and Adam's state, in fp32."""
+    wanted = {"weights": WEIGHTS, "parameter": 4 * WEIGHTS, "gradient": 4 * WEIGHTS, "optimizer": 8 * WEIGHTS}
     if not isinstance(answer, Mapping) or set(answer) != set(wanted):
-        return wrong("A dictionary with the keys `parameter`, `gradient` and `optimizer` is wanted.")
-    if any(count is None for count in answer.values()):
-        return wrong("Not answered yet.")
-    for kind, count in wanted.items():
+        return wrong(
+            "A dictionary with the keys `weights`, `parameter`, `gradient` and `optimizer` is wanted.", exact=True
+        )
+    if all(count is None for count in answer.values()):
+        return not_answered()
+    counted = expect_number(answer["weights"], WEIGHTS, wrong_answers=_counts_of_weights())
+    if not counted:
+        return _of_row("weights", counted)
+    for kind, count in list(wanted.items())[1:]:
         reasons = {
             WEIGHTS: "That counts numbers. Each takes 4 bytes.",
             2 * WEIGHTS: "That is 2 bytes a number; here it is 4.",
@@ -46,13 +57,109 @@ def check_training_state(answer: Any) -> Verdict:
                 12 * WEIGHTS: "Master weights are for weights in half precision; here the weights themselves are fp32.",
                 16 * WEIGHTS: "That is all three kinds together.",
             }
+        if kind == "gradient":
+            reasons[4 * 8 * WEIGHTS] = "A batch has one gradient: those of its sequences are added up."
         verdict = expect_number(answer[kind], count, wrong_answers={**_as_read_off(count), **reasons})
-        if not verdict and not (kind == "optimizer" and answer[kind] == count + 400):
-            return wrong(text("{name}: {message}", name=f"`{kind}`", message=verdict.message))
+        if not verdict and not (kind == "optimizer" and expect_number(answer[kind], count + 400)):
+            return _of_row(kind, verdict)
     return right("Right: one number a weight, one for its gradient, two for Adam.")
 
 
-@exercise(hint="Count the elements in the list: how many tensors of that row, and how large is each in b, s, h and a?")
+def _counts_of_weights() -> dict[float, str]:
+    """Wrong numbers of weights, and what was forgotten."""
+    h = 256
+    forgotten = {
+        8 * 9 * h: "Each matrix has a bias, as long as its output: 3h + h + 4h + h a layer.",
+        8 * 4 * h: "Each layer has two LayerNorms, with 2h numbers each.",
+        8 * 13 * h: "A layer has biases and LayerNorms, too: 13h numbers.",
+        2048 * h: "The embedding of the words is there, too.",
+        128 * h: "The embedding of the positions is there, too.",
+        2 * h: "The last LayerNorm is there, too: 2h numbers.",
+        -2048 * h: "The head is the embedding: one tensor, counted once.",
+    }
+    counts = {WEIGHTS - count: said for count, said in forgotten.items()}
+    for (a, first), (b, second) in itertools.combinations(forgotten.items(), 2):
+        counts.setdefault(WEIGHTS - a - b, listed([first, second], " "))
+    counts[4 * WEIGHTS] = "That is in bytes. How many numbers are there?"
+    return counts
+
+
+def _of_row(name: str, verdict: Verdict) -> Verdict:
+    return replace(verdict, message=text("{name}: {message}", name=f"`{name}`", message=verdict.message))
+
+
+# What the reader's meter is tried on: a name, what runs under it, and (bytes live at the end, bytes at the peak).
+def _a_view(held: list) -> tuple[int, int]:
+    held.append(torch.empty(100).view(10, 10).t()[1:])  # its base dies, the storage lives
+    return 400, 400
+
+
+def _in_place(held: list) -> tuple[int, int]:
+    held.append(torch.empty(100))
+    for _ in range(5):
+        held[0].add_(1)
+    return 400, 400
+
+
+def _into_out(held: list) -> tuple[int, int]:
+    held += [torch.empty(100), torch.empty(100)]
+    for _ in range(5):
+        torch.neg(held[0], out=held[1])
+    return 800, 800
+
+
+def _a_death(held: list) -> tuple[int, int]:
+    x = torch.empty(100)
+    for _ in range(5):
+        x = x * 2  # the one before dies after the new one is there
+    held.append(x)
+    return 400, 800
+
+
+def _several_results(held: list) -> tuple[int, int]:
+    held += torch.empty(100).max(0)  # a value and its index, two storages; the tensor itself dies
+    return 12, 412
+
+
+_METER_CASES = (
+    (_a_view, "A view shares its base's storage, which is not new, and lives as long as one of them does."),
+    (_in_place, "What an operator changes in place went in: it is not new."),
+    (_into_out, "What is given as `out=` went in, too: by name, so it stands in `kwargs`."),
+    (_a_death, "A tensor that dies takes its bytes with it."),
+    (_several_results, "An operator may give several tensors: each storage counts."),
+)
+
+
+@exercise(
+    hint=(
+        "The storages of the result that are not among those of the arguments are new. What must happen to each?",
+        "Collect the `_cdata` of `storages((args, kwargs))`; `self.count(storage.nbytes())` for each other one, and "
+        "`weakref.finalize(storage, self.count, -storage.nbytes())`.",
+    )
+)
+def check_meter(answer: Any) -> Verdict:
+    """A dispatch mode with `live` and `peak`, in bytes, tried where naive meters go wrong."""
+    for number, (case, reason) in enumerate(_METER_CASES):
+        meter, held = answer(), []
+        with meter:
+            live, peak = case(held)
+            found = meter.live, meter.peak
+        del held
+        if number == 0 and found == (0, 0):
+            return not_answered()
+        if found != (live, peak):
+            said = "live {live:,} bytes, at the peak {peak:,}; it is {right:,} and {most:,}. {reason}"
+            values = {"live": found[0], "peak": found[1], "right": live, "most": peak, "reason": reason}
+            return wrong(text("Not yet: {case}", case=text(said, **values)), exact=True)
+    return right("Right: views, in place, `out=`, several results, and tensors that die.")
+
+
+@exercise(
+    hint=(
+        "Go through the eight lines: what does each operator's derivative need? Its weight doesn't count.",
+        "How many tensors does that row have, and how large is each in b, s, h and a? Multiply by 4 bytes.",
+    )
+)
 def check_layer_formula(answer: Any) -> Verdict:
     """A function of b, s, h, a that gives the bytes of each row, tried on sizes that tell the letters apart."""
     rows: dict[str, Callable[..., int]] = {
@@ -66,18 +173,20 @@ def check_layer_formula(answer: Any) -> Verdict:
     other = {"b": 3, "s": 40, "h": 70, "a": 5}  # tells the letters apart
     given, of_the_list = answer(**other), answer(**shown)
     if not isinstance(given, Mapping) or set(given) != set(rows):
-        return wrong("The function gives a dictionary with the five rows of the table above.")
+        return wrong("The function gives a dictionary with the five rows.")
     if not any(given.values()):
-        return wrong("Not answered yet.")
+        return not_answered()
+    if all(expect_number(given[name], formula(**other) // 2) for name, formula in rows.items()):
+        return wrong("Every row is half of what it is: that is 2 bytes a number; here it is 4.", exact=True)
     for name, formula in rows.items():
         verdict = expect_number(given[name], formula(**other), wrong_answers=_slips(name, formula(**other), **other))
         fits_the_list = bool(expect_number(of_the_list[name], formula(**shown)))
         if bool(verdict) != fits_the_list:
             sizes = listed(f"{letter} = {size}" for letter, size in other.items())
-            said = "{name} fits either the layer of the list or one with {sizes}, not both. Write it with the letters."
-            return wrong(text(said, name=f"`{name}`", sizes=sizes))
+            said = "{name} fits either the course's layer or one with {sizes}, not both. Write it with the letters."
+            return wrong(text(said, name=f"`{name}`", sizes=sizes), exact=True)
         if not verdict:
-            return wrong(text("{name}: {message}", name=f"`{name}`", message=verdict.message))
+            return _of_row(name, verdict)
     return right("Right, for two layers of different sizes: 16sbh + as²b elements, and 4sb for the statistics.")
 
 
@@ -92,15 +201,18 @@ def _slips(row: str, count: int, *, b: int, s: int, h: int, a: int) -> dict[floa
     }
     if row == "norms":
         slips[one] = "There are two LayerNorms."
+        slips[4 * one] = "Their inputs alone: what they give is what the next Linear gets, and is counted there."
     if row == "statistics":
         slips[count // 2] = "Two numbers a token, and two LayerNorms."
     if row == "probabilities":
         slips[count // a] = slips[count // a // b] = "There is one s × s matrix for each head."
-        slips[2 * count] = "P is seen twice and is one storage."
+        slips[2 * count] = "P alone, once: softmax's derivative needs no S, and the product with V shares P's storage."
+        slips[count // 2] = "The mask saves nothing: the whole s × s matrix is there. Or is that 2 bytes a number?"
     if row == "attention":
         slips[3 * one] = "Q, K and V are three; the inputs of the two projections are kept, too."
         slips[4 * one] = "One is missing: the input of the output projection is kept, too."
-        slips[6 * one] = "One too many: the list has five tensors in this row."
+        slips[6 * one] = "One too many: `y`, `q`, `k`, `v` and `P @ v` are five."
+        slips[5 * one + 4 * 4 * h * h] = "Weights don't count: they are there anyway."
         slips[7 * one] = "The projection's input is kept once: Q, K and V come out of one product."
         slips[5 * one + 4 * a * s * s * b] = "P has a row of its own."
     if row == "feed-forward":
@@ -108,42 +220,64 @@ def _slips(row: str, count: int, *, b: int, s: int, h: int, a: int) -> dict[floa
             slips[width * one] = "Two tensors of it are 4h wide: GELU's input, and what the last product gets."
         slips[8 * one] = "Its own input is kept, too: h wide."
         slips[13 * one] = "GELU's output is the last product's input: one tensor, not two."
+        slips[9 * one + 4 * 8 * h * h] = "Weights don't count: they are there anyway."
     return slips
 
 
-@exercise(hint="Which of the five kinds are there when backward starts? The last exercise gave one layer.")
-def check_whole_peak(answer: Any) -> Verdict:
-    """The peak of the plain step of the course's decoder, added up from its parts: all but two numbers of 4 bytes."""
-    layers, logits, width, statistics = 8 * 20_987_904, 4 * 8 * 128 * 2048, 4 * 8 * 128 * 256, 8 * 8 * 128
-    norm = width + statistics
-    exact = 12 * WEIGHTS + 400 + layers + norm + width + 3 * logits
-    slips = {
-        4 * WEIGHTS: "No gradient of a parameter is there yet.",
-        -4 * WEIGHTS: "The weights are there all the time.",
-        -8 * WEIGHTS: "Adam's state is there all the time.",
-        -layers * 7 // 8: "There are eight layers.",
-        -2 * logits: "Backward has begun: two tensors of the logits' size have come.",
-        -logits: "Three tensors of the logits' size: one kept, two temporary.",
-        logits: "The logits themselves are gone: the gradient of log-softmax needs its result only.",
-        -norm - width: "The last norm's input and statistics and the head's input are kept, too.",
-        -norm: "One is missing: the last norm keeps its input and statistics, and the head keeps its own input.",
-        -width: "One is missing: the last norm keeps its input, and the head keeps its own.",
-        -statistics: "The last norm keeps its statistics, too: two numbers a token.",
-    }
-    small = (0, -400, 8, -392)  # Adam's counts of steps; the loss and its gradient
-    if any(expect_number(answer, exact + change) for change in small):
-        answer = exact
-    reasons = _as_read_off(exact)
-    for change, (first, said) in itertools.product(small, slips.items()):
-        reasons[exact + change + first] = said
-    for change, (first, second) in itertools.product(small, itertools.combinations(slips, 2)):
-        reasons.setdefault(exact + change + first + second, listed([slips[first], slips[second]], " "))
-    return expect_number(
-        answer,
-        exact,
-        wrong_answers=reasons,
-        why="Weights and Adam's state, eight layers, what the head keeps, and three times the logits.",
+@exercise(
+    hint=(
+        "Which of the five kinds are there when backward starts? Exercise 3 gave one layer.",
+        "Weights and Adam's state; eight times your sum; two inputs (b, s, h), two numbers a token; three logits.",
     )
+)
+def check_whole_peak(answer: Any) -> Verdict:
+    """The parts of the plain step's peak, of the course's decoder: all of it but two numbers of 4 bytes."""
+    layer, logits, width, statistics = 20_987_904, 4 * 8 * 128 * 2048, 4 * 8 * 128 * 256, 8 * 8 * 128
+    wanted = {
+        "state": 12 * WEIGHTS + 400,
+        "layers": 8 * layer,
+        "norm and head": 2 * width + statistics,
+        "logits": 3 * logits,
+    }
+    slips: dict[str, dict[float, str]] = {
+        "state": {
+            4 * WEIGHTS: "Adam's state is there all the time, too.",
+            8 * WEIGHTS: "The weights are there all the time, too.",
+            16 * WEIGHTS: "No gradient of a parameter is there yet.",
+        },
+        "layers": {layer: "There are eight layers."},
+        "norm and head": {
+            width: "The norm keeps its input and statistics, and the head keeps its own input.",
+            2 * width: "The norm keeps its statistics, too: two numbers a token.",
+            width + statistics: "One is missing: the norm keeps its input, and the head keeps its own.",
+            **dict.fromkeys(
+                (2 * width + statistics + more for more in (8_256, 8_192, 8_196, 16_448, 16_452)),
+                "Token numbers and targets don't count: the batch was there before, the loss has let go of them.",
+            ),
+            **dict.fromkeys(
+                (2 * width + statistics + logits + more for more in (0, 16_452)),
+                "The logits have a part of their own.",
+            ),
+        },
+        "logits": {
+            logits: "Backward has begun: two more tensors of the logits' size have come.",
+            2 * logits: "Three: the result of log-softmax is kept, its gradient and that of the logits are temporary.",
+            4 * logits: "The logits themselves are gone: the gradient of log-softmax needs its result only.",
+        },
+    }
+    if not isinstance(answer, Mapping) or set(answer) != set(wanted):
+        names = listed(f"`{name}`" for name in wanted)
+        return wrong(text("A dictionary with the keys {names} is wanted.", names=names), exact=True)
+    if all(part is None for part in answer.values()):
+        return not_answered()
+    close = {"state": (-400,), "logits": (8,)}  # Adam's counts of steps; the loss and its gradient
+    for name, count in wanted.items():
+        if any(expect_number(answer[name], count + change) for change in close.get(name, ())):
+            continue
+        verdict = expect_number(answer[name], count, wrong_answers={**_as_read_off(count), **slips[name]})
+        if not verdict:
+            return _of_row(name, verdict)
+    return right("Right: weights and Adam's state, eight layers, what the head keeps, and three times the logits.")
 
 
 @exercise(hint="What does a frozen weight need besides itself? And a trained one?")
@@ -175,10 +309,18 @@ def check_adapter_bytes(answer: Any) -> Verdict:
     )
 
 
-@exercise(hint="One measurement gives the part that does not grow, a second one the bytes a sequence adds.")
+@exercise(
+    hint=(
+        "Two measurements make a line: what a sequence adds, and what does not grow. Do both peaks stand at one place?",
+        "With one sequence the peak stands at the end of backward (section 1.3). Measure with 4 and with 8.",
+    )
+)
 def check_largest_batch(answer: Any) -> Verdict:
     """The largest batch of the lesson's decoder (with Adam) whose step stays within 500 MB."""
     wanted = "A whole number from 1 to 10,000 is wanted."
+    if expect_number(answer, 23):
+        said = "Did you measure with one sequence? Its peak is another one, at the end of backward."
+        raise Refused(text("Not yet. {reason}", reason=said), exact=True)
     batch, here, above = largest_that_fits(answer, range(1, 10_001), _peak_with_adam, 500_000_000, wanted)
     return right(
         text(
