@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "27.5 MB of weights; a training step holds 277.7 MB.\n\nWith one function call around each layer, less than half will do. How?", "zh": "权重 27.5 MB，一个训练步却要占 277.7 MB。\n\n给每一层套上一个函数调用，峰值就降到一半以下。怎么做到的？"}
+# %% [markdown] slide={"en": "27.5 MB of weights; a training step holds 277.7 MB.\n\nOne function call around each layer, and the gradients stay the same. How much of it can go?", "zh": "权重 27.5 MB，一个训练步却要占 277.7 MB。\n\n给每一层套上一个函数调用，梯度不变，能省下多少？"}
 # # 0 Start here / 从这里开始
 #
 # <div lang="en">
 #
-# Here is a small decoder: eight layers, 27.5 MB of weights. One training step of it holds 277.7 MB at its worst moment. Wrap each layer in one function call, and less than half of that will do. The gradients are the same, to the last bit.
+# Here is a small decoder: eight layers, 27.5 MB of weights. One training step of it holds 277.7 MB at its worst moment. On a GPU such a moment ends in `CUDA out of memory`.
 #
-# Where were the bytes that are saved? What does it cost? You will see both before this page ends, on your own machine, with or without a GPU.
+# Wrap each layer in one function call, and the gradients stay the same, to the last bit. How much of the 277.7 MB can go, and what does it cost? You will guess, and see, before this page ends, on your own machine, with or without a GPU.
 #
 # </div>
 # <div lang="zh">
 #
-# 这里有一个小解码器：八层，权重共 27.5 MB。它的一个训练步，最吃紧的时刻要占 277.7 MB。给每一层套上一个函数调用，同样的一步，峰值就降到一半以下，而梯度逐比特相同。
+# 这里有一个小解码器：八层，权重共 27.5 MB。它的一个训练步，最吃紧的时刻要占 277.7 MB。在 GPU 上，这样的时刻常以 `CUDA out of memory`（显存不足，俗称爆显存、OOM）告终。
 #
-# 省下的字节原本在哪里？代价又是什么？读完这一页，你会在自己的机器上看到答案，有没有 GPU 都行。
+# 给每一层套上一个函数调用，梯度逐比特不变。277.7 MB 里能省下多少？代价又是什么？你先猜；读完这一页，就能在自己的机器上看到答案，有没有 GPU 都行。
 #
 # </div>
 
@@ -32,7 +32,7 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# The three buttons above choose the language of every page of text and every table; they work without running anything. So do the figures: each is drawn once in either language.
+# The three buttons above choose the language of every page of text and every table; they work without running anything. So do the figures: each comes in both.
 #
 # **In this lesson** (20 minutes): what is on your machine, how a lesson works, one minute of memory, and which route to take.
 #
@@ -59,7 +59,7 @@ from torch.utils.checkpoint import checkpoint
 from course_lib.lessons.lesson_00 import about_this_machine, course_map
 from course_lib.memory import MemoryMeter, measure
 from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import category_label, compare, table, timelines
+from course_lib.teaching import category_label, table, timelines
 
 # %% [markdown]
 # ## 0.1 What is on this machine / 这台机器上有什么
@@ -70,12 +70,12 @@ about_this_machine()
 # %% [markdown] slide={"en": "No GPU needed. We count what every CPU agrees on: **bytes** of live tensors, and **FLOPs**. From seconds we conclude nothing.", "zh": "不需要 GPU。我们数的是在任何 CPU 上都一样的东西：存活张量的**字节**，以及 **FLOPs**。不从秒数下结论。"}
 # <div lang="en">
 #
-# A missing GPU is no obstacle. This course counts two things that are the same on every CPU with this version of PyTorch: the bytes of **live** tensors, those that are still in use, and the floating-point operations (FLOPs). Seconds are shown here and there, but nothing is concluded from them. A GPU differs in places: some of its operators keep other tensors for backward, and its Adam, by default, makes a copy more. The lessons say where, and show it live if you have one.
+# A missing GPU is no obstacle. This course counts two things that are the same on every CPU with this version of PyTorch: the bytes of **live** tensors, those that are still in use, and the floating-point operations (FLOPs). Seconds are shown here and there, but nothing is concluded from them. A GPU differs in places: some of its operators keep other tensors for backward, and its default Adam makes one more temporary, as large as all the weights. The lessons say where, and show it live if you have one.
 #
 # </div>
 # <div lang="zh">
 #
-# 没有 GPU 不碍事。本课程数两样东西，只要 PyTorch 版本相同，它们在任何 CPU 上都一样：**存活**张量（还在使用、没有释放的张量）的字节数，以及浮点运算次数（FLOPs）。运行时间偶尔也会给出，但不据此下结论。本课程在 CPU 上测量，所以统称“内存”；换到 GPU 上，指的就是显存。GPU 上有些地方不同：有些算子为反向保存的张量不一样，Adam 默认还要多用一份副本。遇到这种地方，课里会说明；如果你有 GPU，还会现场测给你看。
+# 没有 GPU 不碍事。本课程数两样东西，只要 PyTorch 版本相同，它们在任何 CPU 上都一样：**存活**张量（还在使用、没有释放的张量）的字节数，以及浮点运算次数（FLOPs）。运行时间偶尔也会给出，但不据此下结论。本课程在 CPU 上测量，所以统称“内存”；换到 GPU 上，指的就是显存。GPU 上有些地方不同：有些算子为反向保存的张量不一样，默认的 Adam 还要多用一份与全部权重一样大的临时张量。遇到这种地方，课里会说明；如果你有 GPU，还会现场测给你看。
 #
 # </div>
 
@@ -103,42 +103,6 @@ about_this_machine()
 
 # %% slide="result"
 course_map()
-
-# %% [markdown]
-# <div lang="en">
-#
-# A letter means one thing in the whole course:
-#
-# | letter | means | first in |
-# |---|---|---|
-# | $b$, $s$ | sequences in a batch, tokens in a sequence | 01 |
-# | $h$, $a$, $d$ | hidden size, heads, size of a head: $d = h / a$ | 01 |
-# | $v$, $L$ | words in the vocabulary, layers (or stages of a chain) | 01 |
-# | Q, K, V, S, P, O | queries, keys, values, scores, probabilities, output of attention | 01 |
-# | $k$, $A$, $B$, $R$ | segments; bytes that a stage keeps; bytes at a boundary; bytes of room | 03 |
-# | $p$ | how many are fetched ahead | 04 |
-# | $m$ | micro-batches | 05 |
-# | $M$ | numbers that fit on the chip | 06 |
-# | $\Psi$, $N$ | parameters, ranks | 08 |
-#
-# </div>
-# <div lang="zh">
-#
-# 一个字母在整门课里只有一个意思：
-#
-# | 字母 | 意思 | 初见于 |
-# |---|---|---|
-# | $b$、$s$ | 批次里的序列数、序列里的 token 数 | 01 |
-# | $h$、$a$、$d$ | 隐藏维度、头数、头维度：$d = h / a$ | 01 |
-# | $v$、$L$ | 词表大小、层数（或链的级数） | 01 |
-# | Q、K、V、S、P、O | 注意力的查询、键、值、分数、概率、输出 | 01 |
-# | $k$、$A$、$B$、$R$ | 段数；一级保存的字节；边界上的字节；可用的字节 | 03 |
-# | $p$ | 提前取回几个 | 04 |
-# | $m$ | 微批次数 | 05 |
-# | $M$ | 片上放得下多少个数 | 06 |
-# | $\Psi$、$N$ | 参数个数、进程数 | 08 |
-#
-# </div>
 
 # %% [markdown] slide={"en": "**Activations** are what forward keeps for backward.\n\n**Checkpointing** keeps only what enters each layer, and computes the rest again.", "zh": "**激活值**：前向为反向保存的数据。\n\n**检查点**：只保存每一层的输入，其余的用到时重新算出来。"}
 # ## 0.3 One minute of memory / 一分钟看内存
@@ -174,18 +138,18 @@ forgetful.layers = nn.ModuleList(Checkpointed(layer) for layer in forgetful.laye
 # %% [markdown] slide={"en": "**Guess first.** Plain: 277.7 MB, of which 82.5 MB are weights and state.\n\nHow high is the peak with checkpoints? How much more work?", "zh": "**先猜**：普通做法 277.7 MB，其中 82.5 MB 是权重和优化器状态。\n\n用检查点，峰值是多少？计算量增加多少？"}
 # <div lang="en">
 #
-# **Guess first.** Plain, one step peaks at 277.7 MB. Of these, 82.5 MB are weights and optimizer state, which no checkpoint can touch. What will the checkpointed step peak at? And by how much does the work grow, if every layer runs forward twice?
+# **Guess first.** Plain, one step peaks at 277.7 MB. Of these, 82.5 MB are weights and optimizer state, which no checkpoint can touch. What will the checkpointed step peak at, in MB? And how many times the work of plain will it be, if every layer runs forward twice? (Such as 200 and 2.0.)
 #
 # </div>
 # <div lang="zh">
 #
-# **先猜**：普通做法的一步，峰值是 277.7 MB，其中 82.5 MB 是权重和优化器状态，检查点动不了它们。用检查点的一步，峰值会是多少？每一层都要多跑一次前向，计算量又会增加多少？
+# **先猜**：普通做法的一步，峰值是 277.7 MB，其中 82.5 MB 是权重和优化器状态，检查点动不了它们。用检查点的一步，峰值会是多少 MB？每一层都要多跑一次前向，计算量会是普通做法的几倍？（例如 200 和 2.0。）
 #
 # </div>
 
 # %%
-my_peak = None  # of the checkpointed step, in MB, such as 200
-my_flops = None  # how many times those of the plain step, such as 2.0
+my_peak = None
+my_flops = None
 
 # %% [markdown]
 # <div lang="en">
@@ -250,14 +214,14 @@ table(["at the peak, MB", *meters], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Read it from left to right, one operator at a time. Above, the green of the activations climbs until the forward pass ends, and melts away as backward uses them up. Below, there is hardly any green: in backward each layer's activations rise once more, are used, and go, one layer at a time. Those teeth are the recomputation.
+# Read it from left to right, one operator at a time. Above, the green of the activations climbs until the forward pass ends, and melts away as backward uses them up. Below, there is hardly any green: in backward each layer's activations rise once more, are used, and go, one layer at a time. Those teeth are the recomputation. The peak has moved to the right, and that is why there are 23.2 MB of gradients at it: the teeth are alike, but each stands on the gradients that have come so far, which grow faster than the kept inputs go. So one of the last is the highest.
 #
 # The meter gives bytes. `measure` runs the same step once more and counts its FLOPs, too.
 #
 # </div>
 # <div lang="zh">
 #
-# 从左往右看，一次看一个算子。上图中，代表激活值的绿色一路爬升，到前向结束为止，随后被反向逐渐用完而消退。下图几乎没有绿色：反向时，激活值一层接一层地重新升起，用完便消失。那些锯齿就是重计算。
+# 从左往右看，一次看一个算子。上图中，代表激活值的绿色一路爬升，到前向结束为止，随后被反向逐渐用完而消退。下图几乎没有绿色：反向时，激活值一层接一层地重新升起，用完便消失。那些锯齿就是重计算。峰值移到了右边，所以那一刻已有 23.2 MB 的梯度：各个齿一样高，却都立在已经求出的梯度之上，而梯度增加得比保存的输入减少得快，于是最后几个齿里有一个最高。
 #
 # 计量器给出的是字节。`measure` 把同样的一步再跑一遍，连 FLOPs 也一起数。
 #
@@ -275,11 +239,7 @@ def step_of(decoder):
     return measure(step, model=decoder, optimizer=adam, repeats=0)  # bytes and FLOPs, no seconds
 
 
-arms = {"plain": step_of(plain), "checkpointed": step_of(forgetful)}
-compare(arms)
-
-# %%
-before, after = arms.values()
+before, after = step_of(plain), step_of(forgetful)
 rows = [
     ("peak, MB", my_peak, after.peak_bytes / 1e6),
     ("FLOPs, of plain", my_flops, after.flops / before.flops),
@@ -303,7 +263,7 @@ table(["", "your guess", "measured"], shown)
 #
 # </div>
 
-# %% [markdown] slide={"en": "This step comes back in every lesson.\n\nThe course's **ledger**: the same step, one technique a row.", "zh": "这一步，每一课都会回来。\n\n课程的**账本**：同样的一步，一种技术一行。"}
+# %% [markdown] slide={"en": "This step comes back in every lesson.\n\nThe course's **ledger**: the same step, one technique a row.", "zh": "这一步，每一课都会再用到。\n\n课程的**账本**：同样的一步，一种技术一行。"}
 # <div lang="en">
 #
 # This step, with this decoder, comes back in every lesson. Each ends with one row in the course's **ledger**: the same step with that lesson's technique alone. Here is the first row. Lesson 01 finds out where its bytes are; lesson 02 takes the trick apart.
@@ -311,7 +271,7 @@ table(["", "your guess", "measured"], shown)
 # </div>
 # <div lang="zh">
 #
-# 这个解码器的这一步，每一课都会回来。每课的最后都在课程的**账本**上添一行：同样的一步，只用这一课的技术。下面是第一行。第 01 课弄清这些字节在哪里，第 02 课把检查点拆开来看。
+# 这个解码器的这一步，每一课都会再用到。每课的最后都在课程的**账本**上添一行：同样的一步，只用这一课的技术。下面是第一行。第 01 课弄清这些字节在哪里，第 02 课把检查点拆开来看。
 #
 # </div>
 
@@ -327,7 +287,7 @@ ledger("00", "plain", before)
 #
 # | You have | Take |
 # |---|---|
-# | an hour | this page, then sections 1.1 to 1.4 of lesson 01 |
+# | an hour | this page, then sections 1.1 to 1.3 of lesson 01 |
 # | a day | lessons 01 and 02 whole, the summaries of the others |
 # | the whole course | 00 to 09 in order, with the exercises |
 # | a model that does not fit, today | “What you type” in lesson 02, then `fit` in lesson 07 |
@@ -339,7 +299,7 @@ ledger("00", "plain", before)
 #
 # | 你有 | 路线 |
 # |---|---|
-# | 一小时 | 本页，然后是第 01 课的 1.1 到 1.4 节 |
+# | 一小时 | 本页，然后是第 01 课的 1.1 到 1.3 节 |
 # | 一天 | 第 01、02 课全部，加上其余各课的小结 |
 # | 足够学完全部课程的时间 | 从 00 到 09 依次学完，并做练习 |
 # | 一个眼下就要训练、却装不下的模型 | 第 02 课的“你会敲的代码”，然后用第 07 课的 `fit` |
@@ -372,8 +332,46 @@ ledger("00", "plain", before)
 #
 # </div>
 
+# %% [markdown]
+# ## 0.6 The letters / 符号表
+#
+# <div lang="en">
+#
+# A letter means one thing in the whole course. You need none of them yet; the lessons send you back here:
+#
+# | letter | means | first in |
+# |---|---|---|
+# | $b$, $s$ | sequences in a batch, tokens in a sequence | 01 |
+# | $h$, $a$, $d$ | hidden size, heads, size of a head: $d = h / a$ | 01 |
+# | $v$, $L$ | words in the vocabulary, layers (or stages of a chain) | 01 |
+# | Q, K, V, S, P, O | queries, keys, values, scores, probabilities, output of attention | 01 |
+# | $k$, $A$, $B$, $R$ | segments; bytes that a stage keeps; bytes at a boundary; bytes of room | 03 |
+# | $p$ | how many are fetched ahead | 04 |
+# | $m$ | micro-batches | 05 |
+# | $M$ | numbers that fit on the chip | 06 |
+# | $\Psi$, $N$ | parameters, ranks | 08 |
+#
+# </div>
+# <div lang="zh">
+#
+# 一个字母在整门课里只有一个意思。现在还用不到，各课会请你回来查：
+#
+# | 字母 | 意思 | 初见于 |
+# |---|---|---|
+# | $b$、$s$ | 批次里的序列数、序列里的 token 数 | 01 |
+# | $h$、$a$、$d$ | 隐藏维度、头数、头维度：$d = h / a$ | 01 |
+# | $v$、$L$ | 词表大小、层数（或链的级数） | 01 |
+# | Q、K、V、S、P、O | 注意力的查询、键、值、分数、概率、输出 | 01 |
+# | $k$、$A$、$B$、$R$ | 段数；一级保存的字节；边界上的字节；可用的字节 | 03 |
+# | $p$ | 提前取回几个 | 04 |
+# | $m$ | 微批次数 | 05 |
+# | $M$ | 片上存储能放下的元素个数 | 06 |
+# | $\Psi$、$N$ | 参数个数、进程数 | 08 |
+#
+# </div>
+
 # %% [markdown] slide={"en": "277.7 MB → 134.0 MB, with equal gradients, for 1.21 times the FLOPs.\n\nNext: where were those bytes?", "zh": "277.7 MB → 134.0 MB，梯度相等，FLOPs 是 1.21 倍。\n\n下一课：这些字节原本在哪里？"}
-# ## 0.6 Next / 下一步
+# ## 0.7 Next / 下一步
 #
 # <div lang="en">
 #

@@ -306,12 +306,12 @@ predictions(zip(["peak", "gradients then"], guesses, found, strict=True))
 # %% [markdown] slide={"en": "At the peak: no gradients yet, all activations still. Which operators are these?", "zh": "峰值那一刻，梯度还没有，激活值全都在。那是哪几个算子？"}
 # <div lang="en">
 #
-# At the peak not one parameter has its gradient. Here are the ten operators around it that move a megabyte or more; what all ten hold is left out:
+# At the peak not one parameter has its gradient. Here are the eight operators around it that move a megabyte or more. Weights, state, and the activations that all eight hold are left out:
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值那一刻，还没有一个参数得到梯度。下面是峰值前后、使字节变化 1 MB 以上的十个算子；十个算子时都在的那部分没有画出来：
+# 峰值那一刻，还没有一个参数得到梯度。下面是峰值前后、使字节变化 1 MB 以上的八个算子。权重、优化器状态，以及八个算子时都在的激活值没有画出来：
 #
 # </div>
 

@@ -63,8 +63,8 @@ def parts_of_the_peak(meter: MemoryMeter, one_layer: Mapping[str, int]) -> Table
     return table(["part of the peak", "bytes", "lesson"], [*parts, ("peak", sum(part[1] for part in parts), "")])
 
 
-def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 10) -> "Figure":
-    """Live bytes at the operators around a step's peak, by category, above what is live at all of them.
+def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 8) -> "Figure":
+    """Activations and temporaries at the operators around a step's peak, less the activations that all of them hold.
 
     Args:
         meter: after a step.
@@ -79,7 +79,7 @@ def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 1
 
     drawn, ax = figure("Three tensors of the logits' size: one kept, two temporary", height=3.0)
     bottom = [0.0] * len(chosen)
-    floors = {kind: min(step.bytes[kind] for step in chosen) for kind in ("activation", "temporary")}
+    floors = {"activation": min(step.bytes["activation"] for step in chosen), "temporary": 0}
     for kind, floor in floors.items():
         heights = [(step.bytes[kind] - floor) / 1e6 for step in chosen]
         ax.bar(range(len(chosen)), heights, 0.8, bottom, label=category_label(kind), **category_look(kind))
@@ -89,9 +89,9 @@ def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 1
         ax.axhline(count * unit_bytes / 1e6, color="#888888", linewidth=0.8, linestyle="--", zorder=0)
     size = text("peak: {size} MB", size=f"{meter.peak_bytes / 1e6:.1f}")
     ax.annotate(size, (at, bottom[at]), (0, 4), textcoords="offset points", ha="center", fontsize=9)
-    names = [step.operator.removeprefix("aten.").rpartition(".")[0].strip("_") for step in chosen]
+    names = [step.operator.rpartition(".")[0] for step in chosen]
     ax.set_xticks(range(len(chosen)), names, rotation=28, ha="right", fontsize=8)
-    ax.set(ylim=(0, 1.18 * max(bottom)), ylabel=text("above what all ten hold, MB"))
+    ax.set(ylim=(0, 1.18 * max(bottom)), ylabel=text("beside what stays, MB"))
     ax.legend(loc="upper left")
     return shown_once(drawn)
 
