@@ -6,7 +6,7 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "27.5 MB of weights; a training step holds 277.7 MB.\n\nOne function call around each layer, and the gradients stay the same. How much of it can go?", "zh": "权重 27.5 MB，一个训练步却要占 277.7 MB。\n\n给每一层套上一个函数调用，梯度不变，能省下多少？"}
+# %% [markdown] slide={"en": "27.5 MB of weights; a training step holds 277.7 MB.\n\nHow much of it can go, with the same gradients?", "zh": "权重 27.5 MB，一个训练步却要占 277.7 MB。\n\n梯度不变，能省下多少？"}
 # # 0 Start here / 从这里开始
 #
 # <div lang="en">

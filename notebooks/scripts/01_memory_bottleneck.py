@@ -98,7 +98,7 @@ from course_lib.teaching import predictions, table, timelines
 #
 # </div>
 
-# %% minutes=8
+# %% minutes=6
 mine = {"weights": None, "parameter": None, "gradient": None, "optimizer": None}
 lesson_01.check_training_state(mine)
 
@@ -205,7 +205,7 @@ predictions([(kind, mine[kind], left[kind]) for kind in states], unit="bytes")
 # </div>
 
 
-# %% slide="code" minutes=10
+# %% minutes=8
 def storages(values):
     return [x.untyped_storage() for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
 
@@ -298,15 +298,15 @@ my_peak, my_gradients = None, None
 # %% slide="result"
 timelines({"one step": meter}, title="Gradients come as activations go: they never meet in full")
 
-# %% slide="result"
+# %%
 guesses = [my_peak and my_peak * 1e6, my_gradients and my_gradients * 1e6]
 found = [meter.peak_bytes, meter.at_peak()["gradient"]]
 predictions(zip(["peak", "gradients then"], guesses, found, strict=True))
 
-# %% [markdown] slide={"en": "At the peak: no gradients yet, all activations still. Which operators are these?", "zh": "峰值那一刻，梯度还没有，激活值全都在。那是哪几个算子？"}
+# %% [markdown]
 # <div lang="en">
 #
-# At the peak not one parameter has its gradient. Here are the eight operators around it that move a megabyte or more. Weights, state, and the activations that all eight hold are left out:
+# At the peak not one parameter has its gradient. Here are the eight operators around it that move 1 MB or more. Weights, state, and the activations that all eight hold are left out:
 #
 # </div>
 # <div lang="zh">
@@ -318,7 +318,7 @@ predictions(zip(["peak", "gradients then"], guesses, found, strict=True))
 # %% slide="result"
 lesson_01.draw_around_the_peak(meter, unit_bytes=4 * 8 * 128 * 2048)
 
-# %% [markdown] slide={"en": "All kinds added up are not the peak.\n\nAnd with a single sequence?", "zh": "各类相加并不是峰值。\n\n只有一条序列时呢？"}
+# %% [markdown]
 # <div lang="en">
 #
 # The peak lies at the very start of backward. The result of the log-softmax is kept; its gradient is made, a temporary; and from that, a second one, the gradient of the logits: three tensors of one size, while all activations are still there. From then on each layer gives back its activations and gets its gradients.
@@ -339,7 +339,7 @@ alone = make_decoder()
 single = metered_step(alone, random_tokens(1, 128, 2048), torch.optim.Adam(alone.parameters()))
 timelines({"1 sequence": single}, title="With one sequence the peak stands at the end of backward")
 
-# %% slide="result"
+# %%
 peak = max(single.timeline, key=lambda sample: sample.live_bytes)
 peak.phase, peak.operator, single.peak_bytes, single.at_peak()["activation"]
 
@@ -359,7 +359,7 @@ peak.phase, peak.operator, single.peak_bytes, single.at_peak()["activation"]
 #
 # </div>
 
-# %% [markdown] slide={"en": "Which tensors are the 178.4 MB?\n\nAutograd will tell: two hooks see each tensor that it saves.", "zh": "178.4 MB 的激活值，是哪些张量？\n\n去问 autograd：它每保存一个张量，两个钩子都看得到。"}
+# %% [markdown]
 # ## 1.4 What one layer keeps / 一层保存了什么
 #
 # <div lang="en">
@@ -440,10 +440,9 @@ len(kept), sum(kept.values())
 # </div>
 
 
-# %% slide="code" minutes=18
+# %% minutes=16
 def saved_by_one_layer(b, s, h, a):
-    rows = dict.fromkeys(["norms", "statistics", "attention", "probabilities", "feed-forward"], 0)
-    return rows
+    return dict.fromkeys(["norms", "statistics", "attention", "probabilities", "feed-forward"], 0)
 
 
 lesson_01.check_layer_formula(saved_by_one_layer)
@@ -469,12 +468,12 @@ lesson_01.check_layer_formula(saved_by_one_layer)
 # %% [markdown]
 # <div lang="en">
 #
-# Now the list, from `saved_tensors`, which is your two hooks with names. The last columns say which tensor of the eight lines it is, and in which row of yours. (`Addmm` is a Linear layer, `mat1` its input. `Bmm` is a product for each sequence and head: 64 of them.)
+# Now the list, from `saved_tensors`: it runs a function and lists what its graph holds for backward, your two hooks with names. The last columns say which tensor of the eight lines it is, and in which row of yours. (`Addmm` is a Linear layer, `mat1` its input. `Bmm` is a product for each sequence and head: 64 of them.)
 #
 # </div>
 # <div lang="zh">
 #
-# 现在看清单。它由 `saved_tensors` 给出，就是你那两个钩子，再加上名字。最后两列指出它是那八行里的哪个张量、归在你的哪一行。（`Addmm` 是线性层，`mat1` 是它的输入；`Bmm` 是每条序列、每个头各做一次的矩阵乘法，共 64 次。）
+# 现在看清单。`saved_tensors` 运行一个函数，列出它的计算图为反向保存的张量：就是你那两个钩子，再加上名字。最后两列指出它是那八行里的哪个张量、归在你的哪一行。（`Addmm` 是线性层，`mat1` 是它的输入；`Bmm` 是每条序列、每个头各做一次的矩阵乘法，共 64 次。）
 #
 # </div>
 
@@ -489,14 +488,14 @@ predictions([("one layer", sum(one_layer.values()), listed.total_bytes)], unit="
 # %% [markdown] slide={"en": "$16 s b h + a s^2 b$ elements, and $4 s b$ for the statistics. In half precision, with dropout, it gives\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ bytes.}$$", "zh": "$16 s b h + a s^2 b$ 个元素，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法得到\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ 字节。}$$"}
 # <div lang="en">
 #
-# Not a byte off. One row is marked as seen before: softmax keeps P, and the product with V keeps the same storage. Add up tensors instead of storages, as many scripts do, and you count 20% too much. (The mask keeps nothing, since it is added; filled in with `masked_fill` it keeps $s \times s$ booleans.)
+# Not a byte off. One row is marked as seen before: softmax keeps the attention probabilities P, and the product with V keeps the same storage. Add up tensors instead of storages, as many scripts do, and you count 20% too much. (The causal mask keeps nothing, since it is added; filled in with `masked_fill` it keeps $s \times s$ booleans.)
 #
 # In elements your formula says $16 s b h + a s^2 b$, and $4 s b$ for the statistics. In half precision and with dropout the same count gives the formula of Korthikanti et al., $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes: two bytes an element, one for each element of three masks, and two more for P after its dropout. A formula holds for the operators it was counted for, and for no others (section 1.14).
 #
 # </div>
 # <div lang="zh">
 #
-# 一字节不差。有一行标着“已见过”：softmax 保存了 P，与 V 相乘时保存的是同一份存储区。许多脚本把张量逐个相加，而不按存储区来数，这里就会多算 20%。（掩码什么也不保存，因为它是加上去的；若用 `masked_fill` 填入，就要保存 $s \times s$ 个布尔值。）
+# 一字节不差。有一行标着“已见过”：softmax 保存了注意力概率 P，与 V 相乘时保存的是同一份存储区。许多脚本把张量逐个相加，而不按存储区来数，这里就会多算 20%。（因果掩码什么也不保存，因为它是加上去的；若用 `masked_fill` 填入，就要保存 $s \times s$ 个布尔值。）
 #
 # 按元素个数，你的公式是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法就得到 Korthikanti 等人的公式：$s b h \left(34 + 5 \frac{a s}{h}\right)$ 字节：每个元素两字节，三个掩码每个元素一字节，dropout 之后的 P 再占两字节。公式只对它所数的算子成立，换了算子就不成立（见 1.14 节）。
 #
@@ -529,7 +528,7 @@ rows = [("slope: one layer", sum(one_layer.values()), slope)]
 rows.append(("intercept", head + 8_256 + 8_192 + 4, saved[0] - depths[0] * slope))
 predictions(rows, unit="bytes")
 
-# %% [markdown] slide={"en": "Length: P has $s^2$ elements a head.\n\n**Guess first.** $h = 256$, 8 heads: from which length on does P outweigh all the rest together?", "zh": "长度：P 在每个头上有 $s^2$ 个元素。\n\n**先猜**：$h = 256$、8 个头，从多长开始，P 超过其余各项之和？"}
+# %% [markdown]
 # <div lang="en">
 #
 # Length is another matter: P has $s^2$ elements a head. **Guess first**, in tokens: for this layer, $h = 256$ with 8 heads, from which length on does P outweigh all the rest together? (Set $a s^2 b$ equal to $16 s b h$.)
@@ -553,7 +552,7 @@ with symbolic():
 # %% slide="result"
 lesson_01.draw_lengths(lengths, layer_mb, p_mb, saved_by_one_layer, my_length)
 
-# %% [markdown] slide={"en": "They cross at $s = 16 h / a = 512$. With heads of 128, at 2048.\n\nAs long as P is kept; fused attention does not keep it.", "zh": "两者在 $s = 16 h / a = 512$ 处相交；头维度为 128 时，在 2048 处。\n\n这是保存 P 的时候；融合注意力不保存它。"}
+# %% [markdown]
 # <div lang="en">
 #
 # They cross at $s = 16 h / a = 512$: sixteen times the size of a head, here 32. Heads of 128, as in many large models, move the crossing to 2048 tokens. Beyond it attention is the memory problem, as long as P is kept. Most libraries' default, fused attention, no longer keeps it: lesson 06 shows how.
@@ -583,7 +582,7 @@ lesson_01.draw_lengths(lengths, layer_mb, p_mb, saved_by_one_layer, my_length)
 #
 # </div>
 
-# %% minutes=10
+# %% minutes=8
 my_parts = {"state": None, "layers": None, "norm and head": None, "logits": None}
 lesson_01.check_whole_peak(my_parts)
 
@@ -642,30 +641,32 @@ table(headings, [(v, round(peak, 1), share, round(added, 1)) for v, peak, share,
 #
 # </div>
 
-# %% [markdown] slide={"en": "Shapes without data: no memory is taken.\n\n**Guess first.** 7 B model: 105.3 GB at 16 bytes a parameter. What do its activations add to the peak?", "zh": "只有形状、没有数据：内存也不占用。\n\n**先猜**：7 B 模型，每个参数 16 字节，共 105.3 GB。激活值会让峰值再增加多少？"}
+# %% [markdown] slide={"en": "Shapes without data: no memory is taken.\n\n**Guess first.** 7 B: 105.3 GB at 16 bytes a parameter. How much do activations add?", "zh": "只有形状、没有数据：内存也不占用。\n\n**先猜**：7 B 模型，每个参数 16 字节，共 105.3 GB。激活值会让峰值再增加多少？"}
 # ## 1.7 Seven billion parameters on this laptop / 在这台电脑上算 70 亿参数
 #
 # <div lang="en">
 #
 # `symbolic()` is PyTorch's `FakeTensorMode` with storages that the meter can count. Nothing is computed, no memory is taken, and every operator of the real step goes by. The recipe: bf16, Adam with fp32 master weights (one parameter after the other), one sequence of 2048 tokens, fused attention, which keeps one fp32 number a row of each head in place of P.
 #
-# First your formula: without P, at 2 bytes a number instead of 4, what do 32 layers keep with $h$ 4096 and 32 heads? **Then guess**, in GB: with 6.6 billion parameters at 16 bytes each, 105.3 GB, what is the peak, and in which phase?
+# Your formula serves again: without P, and at 2 bytes a number. **Guess first**, in GB: the model of 6.6 billion parameters ($h$ 4096, 32 heads, 32 layers) takes 105.3 GB at 16 bytes each. What is its peak, and in which phase?
 #
 # </div>
 # <div lang="zh">
 #
 # `symbolic()` 就是 PyTorch 的 `FakeTensorMode`，只是计量器能数出其中的存储区。什么都不计算，内存也不占用，而真实训练步的每个算子都会走一遍。配方是：bf16，Adam 带 fp32 主权重（逐个参数更新），一条 2048 个 token 的序列，融合注意力：它不保存 P，每个头的每一行只保存一个 fp32 数。
 #
-# 先用你的公式：去掉 P，每个数 2 字节而不是 4 字节，$h$ 为 4096、32 个头，32 层保存多少？**再猜**，以 GB 计：66 亿个参数，每个 16 字节，共 105.3 GB，峰值是多少？在哪个阶段？
+# 你的公式还能再用：去掉 P，每个数 2 字节。**先猜**，以 GB 计：66 亿参数的模型（$h$ 为 4096、32 个头、32 层）按每个 16 字节占 105.3 GB。峰值是多少？在哪个阶段？
 #
 # </div>
 
 # %%
 my_giant_peak = None
-rows = saved_by_one_layer(b=1, s=2048, h=4096, a=32)
-layer = (sum(rows.values()) - rows["probabilities"]) // 2 + 4 * 32 * 2048
-head = 2 * 2048 * (2 * 4096 + 2 + 32_000)  # as in section 1.5
-my_activations = 32 * layer + head
+
+
+def my_activations(h, a, layers):
+    rows = saved_by_one_layer(b=1, s=2048, h=h, a=a)
+    layer = (sum(rows.values()) - rows["probabilities"]) // 2 + 4 * a * 2048
+    return layers * layer + 2 * 2048 * (2 * h + 2 + 32_000)  # the head, as in section 1.5
 
 
 # %% slide="code"
@@ -681,37 +682,31 @@ def giant_step(hidden, heads, layers, batch=1):
 
 
 # %% slide="result"
-rows, giants = [], {}
+rows = [("7 B, your guess", "–", "–", my_giant_peak or "–", "–")]
 for name, shape in {"1 B": (2048, 16, 18), "7 B": (4096, 32, 32), "70 B": (8192, 64, 80)}.items():
-    giant = giants[name] = giant_step(*shape)
+    giant = giant_step(*shape)
     peak = max(giant.timeline, key=lambda sample: sample.live_bytes)
-    most = int(giant.series()["activation"].max())
-    rows.append((name, round(most / 1e9, 1), round(giant.peak_bytes / 1e9, 1), peak.phase))
-table(["model", "most activations, GB", "peak, GB", "peak in"], rows)
-
-# %%
-most = int(giants["7 B"].series()["activation"].max())
-rows = [("most activations", my_activations, most)]
-rows.append(("peak", my_giant_peak and my_giant_peak * 1e9, giants["7 B"].peak_bytes))
-predictions(rows, unit="GB")
+    counts = (my_activations(*shape), giant.series()["activation"].max(), giant.peak_bytes)
+    rows.append((name, *(f"{count / 1e9:,.3f}" for count in counts), peak.phase))
+table(["model", "your formula, GB", "most activations, GB", "peak, GB", "peak in"], rows)
 
 # %% [markdown] slide={"en": "The activations of the 7 B model add nothing to this peak.\n\nSo it is for a loop over parameters, and one sequence.", "zh": "7 B 模型的激活值，对这个峰值毫无影响。\n\n这是逐个参数循环更新、只有一条序列时的结论。"}
 # <div lang="en">
 #
-# Your formula, written for a decoder of 7 million parameters, gives the 8.8 GB of one of 7 billion. And they add nothing to the peak: they are gone before the last gradients have come, and the peak waits in the optimizer, above the 16 bytes by three fp32 temporaries of the largest parameter. With the small model it is the other way round.
+# Your formula, written for 7 million parameters, gives the 8.8 GB of 7 billion. And they add nothing to the peak: they are gone before the last gradients have come, and the peak waits in the optimizer, above the 16 bytes by three fp32 temporaries of the largest parameter. With the small model it is the other way round.
 #
 # This holds for this recipe, a loop over parameters, and one sequence (try `batch=8`). No step of the largest model has ever run on this machine, and yet its bytes are counted operator by operator.
 #
 # </div>
 # <div lang="zh">
 #
-# 你的公式是为 700 万参数的解码器写的，算 70 亿参数的也得到 8.8 GB。而它们对峰值毫无影响：最后几个梯度还没到，它们就已释放；峰值要到优化器里才出现，只比 16 字节的部分多三个 fp32 临时张量，大小与最大的参数相同。模型小的那一行，情形正相反。
+# 你的公式是为 700 万个参数写的，算 70 亿个参数也得到 8.8 GB。而它们对峰值毫无影响：最后几个梯度还没到，它们就已释放；峰值要到优化器里才出现，只比 16 字节的部分多三个 fp32 临时张量，大小与最大的参数相同。模型小的那一行，情形正相反。
 #
 # 这只是这个配方（逐个参数循环更新）、一条序列时的结论（可以试试 `batch=8`）。最大的模型从未在这台机器上真正跑过一步，它的字节却逐个算子数清了。
 #
 # </div>
 
-# %% [markdown] slide={"en": "The same questions, asked with PyTorch alone.", "zh": "同样的问题，只用 PyTorch 来问。"}
+# %% [markdown]
 # ## 1.8 What you type / 你会敲的代码
 #
 # <div lang="en">
@@ -1207,7 +1202,7 @@ from functools import partial
 
 x, upstream = torch.randn(64, 512), torch.randn(64, 1024)
 products = {"`x @ W`": (torch.matmul, torch.randn(512, 1024))}
-products["Linear"] = (F.linear, torch.randn(1024, 512))
+products["`nn.Linear`"] = (F.linear, torch.randn(1024, 512))
 
 
 def used_four_times(multiply, weight):
