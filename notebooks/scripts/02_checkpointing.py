@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown] slide={"en": "Eight layers keep 168 MB. One line: the peak falls from 277.7 to 134.0 MB.\n\nEight layers alone, the last one checkpointed: nothing saved. Why?", "zh": "八层保存 168 MB。一行代码，峰值从 277.7 MB 降到 134.0 MB。\n\n只有这八层、只给最后一层加检查点：什么也不省。为什么？"}
-# # 2 What if we forget activations and compute them again? / 把激活值忘掉，用时再算，会怎样？
+# # 2 What if we forget activations and compute them again? (activation checkpointing) / 把激活值忘掉，用时再算，会怎样？（激活检查点、重计算）
 #
 # <div lang="en">
 #
@@ -32,14 +32,14 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (75 minutes). Write a checkpoint yourself. Predict the peak of a checkpointed step, and find where your formula ends. Say which block is worth a checkpoint and which is not. Choose what to keep, by bytes and by FLOPs. Take the loss in pieces, so that the logits never exist whole.
+# **Goals** (90 minutes). Write a checkpoint yourself, in both of PyTorch's modes. Predict the peak of a checkpointed step, and find where your formula ends. Say which block is worth a checkpoint and which is not. Choose what to keep, by bytes and by FLOPs. Take the loss in pieces, so that the logits never exist whole.
 #
 # **What to know before**: lesson 01. What a layer saves, storages, and the timeline of a step.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（75 分钟）：自己写一个检查点；预测用了检查点的训练步峰值，并找出公式在哪里失效；说出给哪一块加检查点划算、给哪一块不划算；按字节和 FLOPs 选择保留什么；把损失分段计算，让完整的 logits 从不出现。
+# **目标**（90 分钟）：自己写一个检查点，PyTorch 的两种模式都写；预测加了检查点之后一步的峰值，并找出公式在哪里失效；说出给哪一块加检查点划算、给哪一块不划算；按字节和 FLOPs 选择保留什么；把损失分段计算，让完整的 logits 从不出现。
 #
 # **预备知识**：第 01 课，即一层保存什么、存储区，以及一个训练步的时间线。
 #
@@ -68,7 +68,7 @@ from course_lib.teaching import predictions, table, timelines
 #
 # Autograd keeps what backward will need. **Activation checkpointing** (also gradient checkpointing or activation recomputation; not a file of weights; from here on, a checkpoint) keeps a block's **input** only. When backward arrives at the block, its forward pass runs once more.
 #
-# In PyTorch that is `torch.utils.checkpoint.checkpoint(block, x)`. A block that tells when it runs makes it visible. **Guess first:** in which order do three checkpointed blocks a, b, c run, forward and backward?
+# In PyTorch that is `torch.utils.checkpoint.checkpoint(block, x)`. Let each block announce when it runs. **Guess first:** in which order do three checkpointed blocks a, b, c run, forward and backward?
 #
 # </div>
 # <div lang="zh">
@@ -117,30 +117,30 @@ x.sum().backward()
 #
 # <div lang="en">
 #
-# A `torch.autograd.Function` is a forward and a backward of your own. `MyCheckpoint.apply(block, x)` runs it; backward gets the output's gradient and returns one for each argument of forward. Five tools: `torch.no_grad()`, `torch.enable_grad()`, `context.save_for_backward(x)` with `context.saved_tensors`, `x.detach().requires_grad_()`, and `torch.autograd.backward(output, gradient)`, which goes through a graph and leaves gradients in `.grad`.
+# A `torch.autograd.Function` is a forward and a backward of your own. `MyCheckpoint.apply(block, x)` runs it; backward gets the output's gradient and returns one for each argument of forward. Five tools: `torch.no_grad()` (inside a Function's forward gradients are off already: it is there for the reader's eyes), `torch.enable_grad()`, `context.save_for_backward(x)` with `context.saved_tensors`, `x.detach().requires_grad_()`, and `torch.autograd.backward(output, gradient)`, which goes through a graph, from the gradient that has arrived, and leaves gradients in `.grad`.
 #
-# **Exercise 1.** Fill in the two functions. The check runs a block whose activations are large, compares the gradients of its input and of its weight, counts the runs, and looks at the bytes that are live between forward and backward.
+# **Exercise 1.** Fill in the two functions: forward returns the block's output, without a graph; backward returns `None` for `block`, which has no gradient, and the gradient of `x`. The check runs a block whose activations are large, compares the gradients of its input and of its weight, counts the runs, and looks at the bytes that are live between forward and backward.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 `torch.autograd.Function` 里，前向和反向都由你来写。用 `MyCheckpoint.apply(block, x)` 来运行；反向拿到输出的梯度，要为前向的每个参数各返回一个梯度。工具有五样：`torch.no_grad()`、`torch.enable_grad()`、`context.save_for_backward(x)` 和与之配对的 `context.saved_tensors`、`x.detach().requires_grad_()`，以及 `torch.autograd.backward(output, gradient)`，它沿计算图反向走一遍，把梯度放进 `.grad`。
+# 在 `torch.autograd.Function` 里，前向和反向都由你来写。用 `MyCheckpoint.apply(block, x)` 来运行；反向拿到输出的梯度，要为 `forward` 的每个输入（实参）各返回一个梯度。工具有五样：`torch.no_grad()`（在 Function 的 `forward` 里梯度本来就关着，写上只为读起来清楚）、`torch.enable_grad()`、`context.save_for_backward(x)` 和与之配对的 `context.saved_tensors`、`x.detach().requires_grad_()`，以及 `torch.autograd.backward(output, gradient)`，它从传来的梯度出发，沿计算图反向走一遍，把梯度放进 `.grad`。
 #
-# **练习 1。** 写出这两个函数。检查会运行一个激活值很大的块，比较它的输入和权重的梯度，数运行次数，并看前向与反向之间还有多少字节存活。
+# **练习 1。** 写出这两个函数：`forward` 返回块的输出，不建计算图；`backward` 为 `block` 返回 `None`（它没有梯度），并返回 `x` 的梯度。检查会运行一个激活值很大的块，比较它的输入和权重的梯度，数运行次数，并看前向与反向之间还有多少字节存活。
 #
 # </div>
 
 
-# %% slide="code" minutes=12
+# %% minutes=16
 class MyCheckpoint(torch.autograd.Function):
     @staticmethod
     def forward(context, block, x):
         context.block = block
-        return x  # in its place: the block's output, without a graph
+        return x
 
     @staticmethod
     def backward(context, gradient):
-        return None, gradient  # for block, which has none; in its place: that of x
+        return None, gradient
 
 
 lesson_02.check_checkpoint(MyCheckpoint)
@@ -176,45 +176,87 @@ lesson_02.check_checkpoint(MyCheckpoint)
 #
 # <div lang="en">
 #
-# Yours is PyTorch's older mode, `use_reentrant=True`: autograd runs inside autograd. The newer one leaves the graph in place. Saved-tensor hooks see each tensor that autograd wants to keep: the first hook keeps a number in its place; the second, when backward asks for the tensor, runs the block again and collects what that run saves, in the same order.
+# Yours is PyTorch's older mode, `use_reentrant=True`: autograd runs inside autograd. The newer one leaves the graph in place and takes out what it holds, by the two hooks of lesson 01. In forward, the first hook keeps a number in place of each tensor. In backward, the second hook is given that number back; when it is asked for the first time, it runs the block again, with another pair of hooks that collects what this run saves. Both runs save in the same order, so the number finds its tensor.
+#
+# ```text
+# forward    saves      t0  t1  t2      forget      → 0  1  2
+# backward   asks for           2       bring_back  → run again, collect t0 t1 t2; return found[2]
+#            asks for        1          bring_back  → return found[1]
+# ```
+#
+# **Exercise 2.** Fill in `forget` and `bring_back`. (`numbers = count()`, and `next(numbers)` is 0, 1, 2 …) The second run needs a graph (`torch.enable_grad()`), hooks of its own (`saved_tensors_hooks(collect, bring_back)`), and an input of its own (`x.detach()`, which requires a gradient if `x` does: else that run would save less).
 #
 # </div>
 # <div lang="zh">
 #
-# 你写的是 PyTorch 较老的模式 `use_reentrant=True`（可重入）：在 autograd 里面运行 autograd。较新的模式让计算图留在原处。挂在“保存的张量”上的钩子，能看到 autograd 想保存的每个张量：第一个钩子只留下一个编号；第二个钩子在反向来要张量时，把块再跑一遍，按同样的次序收集这一遍所保存的。
+# 你写的是 PyTorch 较老的模式 `use_reentrant=True`（可重入）：在 autograd 里面运行 autograd。较新的模式让计算图留在原处，只拿走它持有的东西，用的就是第 01 课的两个钩子。前向时，第一个钩子用编号代替每个张量。反向时，第二个钩子拿到编号；第一次来要时，它把块再跑一遍，另挂一对钩子，收集这一遍所保存的张量。两遍保存的次序相同，所以凭编号就能找到张量。
+#
+# ```text
+# forward    saves      t0  t1  t2      forget      → 0  1  2
+# backward   asks for           2       bring_back  → run again, collect t0 t1 t2; return found[2]
+#            asks for        1          bring_back  → return found[1]
+# ```
+#
+# **练习 2。** 写出 `forget` 和 `bring_back`。（`numbers = count()`，`next(numbers)` 依次是 0、1、2 …）第二遍要有计算图（`torch.enable_grad()`）、自己的钩子（`saved_tensors_hooks(collect, bring_back)`），还要有自己的输入（`x.detach()`；`x` 需要梯度时它也要需要，否则这一遍保存的就少了）。
 #
 # </div>
 
 
-# %% slide="code"
+# %% minutes=10
 def with_hooks(block, x):
-    numbers, found = count(), []
-
-    def forget(tensor):
-        return next(numbers)
+    found = []
 
     def collect(tensor):
         found.append(tensor.detach())
 
+    def forget(tensor):
+        return tensor
+
     def bring_back(number):
-        if not found:
-            with torch.enable_grad(), saved_tensors_hooks(collect, bring_back):
-                block(x.detach().requires_grad_(x.requires_grad))  # graph not needed
-        return found[number]
+        return number
 
     with saved_tensors_hooks(forget, bring_back):
         return block(x)
 
 
+lesson_02.check_hooks(with_hooks)
+
+
+# %% jupyter={"source_hidden": true} slide="code"
+### BEGIN SOLUTION
+if not lesson_02.check_hooks.accepted:
+
+    def with_hooks(block, x):
+        numbers, found = count(), []
+
+        def collect(tensor):
+            found.append(tensor.detach())
+
+        def forget(tensor):
+            return next(numbers)
+
+        def bring_back(number):
+            if not found:
+                with torch.enable_grad(), saved_tensors_hooks(collect, bring_back):
+                    block(x.detach().requires_grad_(x.requires_grad))
+            return found[number]
+
+        with saved_tensors_hooks(forget, bring_back):
+            return block(x)
+
+
+lesson_02.check_hooks(with_hooks)
+### END SOLUTION
+
 # %% [markdown] slide={"en": "Before any claim of saving: are all gradients equal?\n\nFour checkpoints, one decoder layer.", "zh": "谈节省之前先问：梯度都相等吗？\n\n四种检查点，同一个解码器层。"}
 # <div lang="en">
 #
-# Before any claim of saving: are the gradients equal, for the input and for every parameter? Four checkpoints on one decoder layer: the two in fifteen lines, PyTorch's, and `course_lib.checkpoint`, which has the same names and arguments as `torch.utils.checkpoint` and is written to be read. You can exchange one for the other.
+# Before any claim of saving: are the gradients equal, for the input and for every parameter? (The gradient that arrives is uneven, as a loss's is.) Four checkpoints on one decoder layer: your two, PyTorch's, and `course_lib.checkpoint`, which has the same names and arguments as `torch.utils.checkpoint` and is written to be read. You can exchange one for the other.
 #
 # </div>
 # <div lang="zh">
 #
-# 谈节省之前先问：输入和每个参数的梯度都相等吗？拿四种检查点来跑一个解码器层：两个十五行的、PyTorch 的，以及 `course_lib.checkpoint`。后者的名字和参数都与 `torch.utils.checkpoint` 相同，只是写得便于阅读，两者可以互换。
+# 谈节省之前先问：输入和每个参数的梯度都相等吗？（传来的梯度并不均匀，与真实的损失一样。）拿四种检查点来跑一个解码器层：你写的两个、PyTorch 的，以及 `course_lib.checkpoint`。后者的名字和参数都与 `torch.utils.checkpoint` 相同，只是写得便于阅读，两者可以互换。
 #
 # </div>
 
@@ -225,10 +267,13 @@ from course_lib.checkpoint import checkpoint_blocks
 block, x = DecoderLayer(256, 8), torch.randn(2, 128, 256, requires_grad=True)  # (b, s, h)
 
 
+uneven = torch.linspace(-1, 2, x.numel()).view_as(x)  # the gradient that arrives
+
+
 def gradients(output):
     x.grad = None
     block.zero_grad()
-    output.sum().backward()
+    output.backward(uneven)
     return [x.grad, *(parameter.grad for parameter in block.parameters())]
 
 
@@ -242,12 +287,32 @@ expected = gradients(block(x))
 # %% [markdown]
 # <div lang="en">
 #
-# Fifteen lines are right on a friendly block. With dropout they would draw another mask, and one of them keeps more than it should: section 2.13 puts all four to the test.
+# Now a block whose input needs no gradient, as data do. Its parameters need theirs all the same:
 #
 # </div>
 # <div lang="zh">
 #
-# 遇到规矩的块，这十五行是对的。有 dropout 时，它们会抽到另一个掩码；其中一个还保存得太多。2.13 节会逐项检验这四种。
+# 再看一种情形：块的输入不需要梯度，数据就是如此。可它的参数仍然需要：
+#
+# </div>
+
+# %% slide="result"
+head, data, trained = nn.Linear(256, 1), torch.randn(2, 128, 256), {}
+for name, run in runs.items():
+    block.zero_grad()
+    head(run(block, data)).sum().backward()
+    trained[name] = sum(parameter.grad is not None for parameter in block.parameters())
+trained  # parameters with a gradient, of 12
+
+# %% [markdown] slide={"en": "The input needs no gradient: the older mode trains **0 of 12** parameters, without an error.\n\nThat is why `use_reentrant=False` exists.", "zh": "输入不需要梯度：旧模式 12 个参数训练了 **0** 个，也不报错。\n\n`use_reentrant=False` 就是为此而来。"}
+# <div lang="en">
+#
+# 0 of 12: a Function none of whose tensors needs a gradient gives an output without a graph. The head behind it trains, the block does not, and nobody says a word. This is the trap of the older mode, and why `use_reentrant=False` exists. Both of yours have other gaps: with dropout they would draw another mask, and one keeps more than it should. Section 2.13 puts all four to the test.
+#
+# </div>
+# <div lang="zh">
+#
+# 12 个里 0 个：Function 的输入张量若都不需要梯度，输出就没有计算图。后面的输出头照样训练，这个块却没有，而且谁也不吭声。这就是旧模式的陷阱，也是 `use_reentrant=False` 的由来。你写的两个还有别的缺口：有 dropout 时，它们会抽到另一个掩码；其中一个还保存得太多。2.13 节会逐项检验这四种。
 #
 # </div>
 
@@ -256,12 +321,12 @@ expected = gradients(block(x))
 #
 # <div lang="en">
 #
-# `checkpoint_blocks(model, "layers.*")` puts a checkpoint around every block whose name fits, in any model. The step is that of lesson 01: Adam, the second step, and gradients that are gone when it begins, so that they **arrive during backward**. That is the convention from here on, but for section 2.7.
+# `checkpoint_blocks(model, "layers.*")` puts a checkpoint around every block whose name fits, in any model. The step is that of lesson 01: Adam, the second step, and gradients that are gone when it begins, so that they **arrive during backward**. Every number below uses this convention; only section 2.7 breaks it, on purpose.
 #
 # </div>
 # <div lang="zh">
 #
-# `checkpoint_blocks(model, "layers.*")` 给模型里名称匹配的每个块各加一个检查点，什么模型都行。训练步与第 01 课相同：Adam，取第二步；开始时梯度已清空，**到反向中才陆续产生**。以下都按这个约定，2.7 节除外。
+# `checkpoint_blocks(model, "layers.*")` 给模型里名称匹配的每个块各加一个检查点，什么模型都行。训练步与第 01 课相同：Adam，取第二步；开始时梯度已清空，**到反向中才陆续产生**。以下各数都按这个约定；只有 2.7 节有意不按。
 #
 # </div>
 
@@ -299,21 +364,21 @@ timelines(meters, title="The mountain becomes eight teeth; the peak moves to the
 #
 # Each tooth is one layer that has come back. Now predict. A checkpoint keeps its layer's input, $b s h$ numbers, and the state of the random number generator, 5,056 bytes, for a second run with the same dropout. The rest of the layer's 20,987,904 bytes (your sum in lesson 01) is gone when backward starts, and that is when the plain step peaks, at 277,682,584 bytes.
 #
-# **Exercise 2.** With checkpoints around the first $k$ of the eight layers: what is the peak?
+# **Exercise 3.** With checkpoints around the first $k$ of the eight layers: what is the peak, in bytes?
 #
 # </div>
 # <div lang="zh">
 #
 # 每个齿就是一层，刚刚重新算出来。现在来预测。检查点留下这一层的输入，即 $b s h$ 个数，外加随机数发生器的状态 5,056 字节，好让第二遍抽到同样的 dropout。这一层一共 20,987,904 字节（第 01 课你算出的总和），其余的在反向开始时都不在了；而普通一步的峰值 277,682,584 字节正出现在那一刻。
 #
-# **练习 2。** 八层里前 $k$ 层加检查点，峰值是多少？
+# **练习 3。** 八层里前 $k$ 层加检查点，峰值是多少字节？
 #
 # </div>
 
 
 # %% minutes=6
 def predicted_peak(k):
-    return None  # bytes
+    return None
 
 
 lesson_02.check_peak_formula(predicted_peak)
@@ -341,7 +406,7 @@ predictions([(f"k = {k}", predicted_peak(k), peaks[k]) for k in (0, 7, 8)], unit
 # %% [markdown] slide={"en": "Exact, until the last row: 16 MB are missing.\n\nA formula follows one moment. Now another one stands higher.", "zh": "一字节不差，除了最后一行：差 16 MB。\n\n公式盯住的是一个时刻，现在另一个时刻更高。"}
 # <div lang="en">
 #
-# Exact to the byte, until the last row: 16 MB are missing. Your formula follows one moment, the start of backward. The last checkpoint lowers it so far that another moment stands higher: the end of backward, where a single layer is back in full, and nearly all gradients have come.
+# Exact to the byte, until the last row: 16 MB are missing. Your formula follows one moment, the start of backward. The last checkpoint lowers it so far that another moment stands higher: the end of backward, where a single layer is back in full, and nearly all gradients have arrived.
 #
 # </div>
 # <div lang="zh">
@@ -355,14 +420,14 @@ predictions([(f"k = {k}", predicted_peak(k), peaks[k]) for k in (0, 7, 8)], unit
 #
 # <div lang="en">
 #
-# If there is room for one checkpoint only: around which of the eight layers? Two networks: the eight layers alone, with a mean of squares as loss; and the decoder with its head. Forward and backward, without an optimizer.
+# If there is room for one checkpoint only: around which of the eight layers? Two networks: the eight layers alone, with a mean of squares as loss; and the decoder with its head. Forward and backward, without an optimizer (the decoder: 222.7 MB, that is 277.7 less Adam's 55.0).
 #
 # **Guess first:** in each of the two, which layer saves the least?
 #
 # </div>
 # <div lang="zh">
 #
-# 如果只加一个检查点，该给八层里的哪一层？看两个网络：一个只有这八层，以平方的均值作损失；另一个是带输出头的解码器。只做前向和反向，没有优化器。
+# 如果只加一个检查点，该给八层里的哪一层？看两个网络：一个只有这八层，以平方的均值作损失；另一个是带输出头的解码器。只做前向和反向，没有优化器（解码器是 222.7 MB，即 277.7 减去 Adam 的 55.0）。
 #
 # **先猜**：两者里各是哪一层省得最少？
 #
@@ -382,30 +447,30 @@ def peak_of(layer, layers=8, head=True):  # with a checkpoint around that layer,
 
 
 # %%
-alone = {layer: peak_of(layer, head=False) for layer in (None, 0, 3, 5, 6, 7)}
-whole = {layer: peak_of(layer) for layer in (None, 0, 7)}
+alone = {layer: peak_of(layer, head=False) for layer in (None, *range(8))}
+whole = {layer: peak_of(layer) for layer in (None, *range(8))}
 one = {layer: peak_of(layer, layers=1, head=False) for layer in (None, 0)}
 
 # %% slide="result"
 lesson_02.draw_which_block(alone, whole)
 
 # %%
-# bytes saved around layer 0, around layer 7, and around the only layer of a network
-alone[None] - alone[0], alone[None] - alone[7], one[None] - one[0]
+saved = [alone[None] - alone[0], alone[None] - alone[7], one[None] - one[0]]
+table(["checkpoint around", "saves, bytes"], zip(["layer 0", "layer 7", "the only layer"], saved, strict=True))
 
 # %% [markdown] slide={"en": "A checkpoint saves what is absent **at the peak**.\n\nAsk first when the peak is, then what is alive at that moment.", "zh": "检查点省下的，是**峰值那一刻**不在的东西。\n\n先问峰值在何时，再问那一刻有什么。"}
 # <div lang="en">
 #
-# A checkpoint saves what is absent **at the peak**. Backward begins with the last layer, so that layer comes back while all others are still there: alone, it saves nothing, and costs 5,056 bytes for the generator's state. The only layer of a network is its last one. Around a layer up to 5, the saving is that layer less its input. (Layer 6 saves 2 MB less: when it comes back, the last layer's gradients have arrived.)
+# A checkpoint saves what is absent **at the peak**. Backward begins with the last layer, so that layer comes back while all others are still there: alone, it saves nothing, and costs 5,056 bytes for the generator's state. The only layer of a network is its last one. For layers 0 to 5 you save the layer and pay for its input. (Layer 6 saves 2 MB less: when it comes back, the last layer's gradients have arrived.)
 #
 # In the decoder even the last layer saves: the peak was not its own. Three tensors of the logits' size, 25 MB, stood there before it came back. Ask first when the peak is, then what is alive at that moment.
 #
 # </div>
 # <div lang="zh">
 #
-# 检查点省下的，是**峰值那一刻**不在的东西。反向从最后一层开始，它重新算出来时，其余各层都还在：八层单独成网络时，给它加检查点什么也省不了，反而多 5,056 字节的发生器状态。只有一层的网络，那一层就是最后一层。给第 5 层及以前的某一层加，省下的都是这一层减去它的输入。（第 6 层少省 2 MB：它重新算出来时，最后一层的梯度已经在内存里了。）
+# 检查点省下的，是**峰值那一刻**不在的东西。反向从最后一层开始，它重新算出来时，其余各层都还在：八层单独成网络时，给它加检查点什么也省不了，反而多 5,056 字节的发生器状态。只有一层的网络，那一层就是最后一层。给第 0 到第 5 层中的某一层加，省下的是“这一层的字节减去它的输入”。（第 6 层少省 2 MB：它重新算出来时，最后一层的梯度已经在内存里了。）
 #
-# 在解码器里，给最后一层加也能省：峰值本来就不是它造成的。它重新算出来之前，那里曾有三个 logits 大小的张量，共 25 MB。先问峰值在何时，再问那一刻有什么。
+# 在解码器里，给最后一层加也能省：峰值本来就不是它造成的。在它重新算出来之前的那一刻，内存里有三个 logits 大小的张量，共 25 MB。先问峰值在何时，再问那一刻有什么。
 #
 # </div>
 
@@ -443,19 +508,19 @@ arms = {"plain": measured(make_decoder)}
 arms |= {name: measured(decoder_with, **options) for name, options in ways.items()}
 lesson_02.draw_policies(arms)
 
-# %% [markdown] slide={"en": "One forward more, all weights trained: a third at most. Here: 1.21.\n\nProducts kept: 84 MB saved, for almost no FLOPs. And in seconds?", "zh": "全部权重都训练，多一次前向至多三分之一，这里是 1.21 倍。\n\n保留乘积：省 84 MB，几乎不花 FLOPs。秒数呢？"}
+# %% [markdown] slide={"en": "One forward more, all weights trained: about a third. Here: 1.21.\n\nProducts kept: 84 MB saved, for almost no FLOPs. And in seconds?", "zh": "全部权重都训练，多一次前向约增加三分之一；这里是 1.21 倍。\n\n保留乘积：省 84 MB，几乎不花 FLOPs。秒数呢？"}
 # <div lang="en">
 #
-# One more forward pass is a third of a step at most, if all weights are trained (with frozen ones backward is cheaper, and it is up to a half). It is 1.21 here: the head is not done again, and recomputation stops when the last saved tensor is back (**early stop**), so that each checkpoint skips its last product.
+# One more forward pass is about a third of a step if all weights are trained: a little more where the first layer has no gradient to hand on; freeze weights and backward shrinks, and the extra pass can be half a step. It is 1.21 here: the head is not done again, and recomputation stops when the last saved tensor is back (**early stop**), so that each checkpoint skips its last product.
 #
-# (Leave out the last layer's checkpoint, as section 2.4 did: 4 MB more, for an eighth less of the extra work.) Products kept: almost no FLOPs, for which it saves 84 MB. All eight as one come back at once: 19 MB saved, for the highest price. And in seconds?
+# (Leave out the last layer's checkpoint, as section 2.4 did: 4 MB more, for an eighth less of the extra work.) Keeping the products saves 84 MB and costs almost no FLOPs. Wrap all eight as one and they all come back at once: the highest price, for 19 MB. And in seconds?
 #
 # </div>
 # <div lang="zh">
 #
-# 全部权重都训练时，多一次前向至多是一步的三分之一（有冻结的权重时，反向更省，最多可到二分之一）。这里是 1.21 倍：输出头不用重做；而且重计算一算出最后一个要保存的张量就停下（**提前停**），每个检查点都省去最后一次乘法。
+# 全部权重都训练时，多一次前向约是一步的三分之一：第一层不必往前传梯度时略多一点；冻结一部分权重，反向变短，多出的这一遍最多可到二分之一。这里是 1.21 倍：输出头不用重做；而且重计算一算出最后一个要保存的张量就停下（**提前停**），每个检查点都省去最后一次乘法。
 #
-# （像 2.4 节那样不给最后一层加：只多 4 MB，额外的计算少八分之一。）保留乘积：几乎不多花 FLOPs，却省下 84 MB。八层合成一个：全部同时重新出现，代价最高，只省 19 MB。那么秒数呢？
+# （像 2.4 节那样不给最后一层加：只多 4 MB，额外的计算少八分之一。）保留乘积：省下 84 MB，几乎不多花 FLOPs。八层合成一个：全部同时重新出现，代价最高，只省 19 MB。那么秒数呢？
 #
 # </div>
 
@@ -464,19 +529,19 @@ decoders = {"plain": make_decoder(), "each layer": decoder_with()}
 decoders["products kept"] = decoder_with(policy=products)
 lesson_02.seconds_beside_flops(decoders, arms)
 
-# %% [markdown] slide={"en": "**FLOPs are not time.** Softmax, GELU and LayerNorm have next to none, but read and write whole tensors.", "zh": "**FLOPs 不是时间。** softmax、GELU 和 LayerNorm 几乎没有 FLOPs，却要把整个张量读一遍、写一遍。"}
+# %% [markdown] slide={"en": "**FLOPs are not time.** The counter sees products only; GELU and softmax are `erf` and `exp`.", "zh": "**FLOPs 不是时间。** 计数器只数矩阵乘法，GELU 和 softmax 却是 `erf` 和 `exp`。"}
 # <div lang="en">
 #
-# The seconds are this machine's, for four sequences. Keeping the products is dearer in time than its 1.02: what it does again are softmax, GELU, LayerNorm and additions. They have next to no FLOPs, but each reads and writes whole tensors: they are bound by memory. **FLOPs are not time.** What this policy does again also grows with the length, since attention's own two products grow with $s^2$.
+# The seconds are this machine's, for four sequences: ten turns, the median and the range. Keeping the products is dearer in time than its 1.02. The counter counts products only, and what is done again here is GELU and softmax, `erf` and `exp`, which it leaves out; and this policy asks Python about every operator, some 900 times a step. On a GPU such operators wait for memory instead: the figure is another one, the conclusion is not. **FLOPs are not time.** What this policy does again also grows with the length, since attention's own two products grow with $s^2$.
 #
 # </div>
 # <div lang="zh">
 #
-# 秒数只代表这台机器，算的是四条序列。保留乘积的做法，在时间上的代价高于它的 1.02：它重做的是 softmax、GELU、LayerNorm 和加法。它们几乎没有 FLOPs，却都要把整个张量读一遍、写一遍，受限于内存带宽。**FLOPs 不是时间。** 序列变长时，这个策略的代价还会上升，因为注意力自己的两次乘法随 $s^2$ 增长。
+# 秒数只代表这台机器，算的是四条序列：轮流跑十遍，给出中位数和范围。保留乘积的做法，在时间上的代价高于它的 1.02。计数器只数矩阵乘法，而这里重做的是 GELU 和 softmax，也就是 `erf` 和 `exp`，它都不计；而且这个策略每遇到一个算子都要问一次 Python，一步约 900 次。在 GPU 上，这类算子等的是内存带宽：数字不同，结论一样。**FLOPs 不是时间。** 序列变长时，这个策略的代价还会上升，因为注意力自己的两次乘法随 $s^2$ 增长。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Pairs of layers lost. Always?\n\n**Guess first.** Gradients there from the start, a layer is 20 inputs: from which depth do pairs win?", "zh": "成对的层输了。总是这样吗？\n\n**先猜**：梯度一开始就在，一层是 20 份输入，多深以后成对更省？"}
+# %% [markdown] slide={"en": "Pairs of layers lost. Is that a rule?\n\n**Guess first.** Gradients there from the start, a layer is 20 inputs: from which depth do pairs win?", "zh": "两层合成一个，输了。总是如此吗？\n\n**先猜**：梯度一开始就在，一层的激活值相当于 20 份输入，多深以后成对更省？"}
 # ## 2.7 Groups, and gradients that are there / 分组，以及一开始就在的梯度
 #
 # <div lang="en">
@@ -486,7 +551,7 @@ lesson_02.seconds_beside_flops(decoders, arms)
 # </div>
 # <div lang="zh">
 #
-# 两层合成一个，两头都输。这是规律吗？如果梯度从一开始就在，例如累积梯度时后面的微批次（第 05 课），峰值就一直留在最后几层，账也简单：成对时多恢复一层，但少存一半的输入。一层相当于 20 份输入。**先猜**：从多深开始，成对更省？（为了让 48 层很快跑完，这里一切都缩到四分之一：词表 512，隐藏维度 64，32 个 token。）
+# 两层合成一个，内存、计算量两样都输。这是规律吗？如果梯度从一开始就在，例如累积梯度时后面的微批次（第 05 课），峰值就一直留在最后几层，账也简单：成对时多恢复一层，但少存一半的输入。一层相当于 20 份输入。**先猜**：从多深开始，成对更省？（为了让 48 层很快跑完，这里一切都缩到四分之一：词表 512，隐藏维度 64，32 个 token。）
 #
 # </div>
 
@@ -509,7 +574,7 @@ table(["layers", "each layer", "two layers as one"], rows)  # peaks, MB
 # </div>
 # <div lang="zh">
 #
-# 8 层时成对更费，48 层时成对更省；两条直线在 40 层处相交。不过这只是*按这种约定*。像我们的训练步那样，梯度在反向中才产生，新增的梯度比省下的输入还大，那么在这里无论多深，成对都不划算。深层网络怎样切最好，是第 03 课的问题。
+# 8 层时成对更费，48 层时成对更省；两条直线在 40 层处相交。不过这只是**按这种约定**。像我们的训练步那样，梯度在反向中才产生，新增的梯度比省下的输入还大，那么在这里无论多深，成对都不划算。深层网络怎样切最好，是第 03 课的问题。
 #
 # </div>
 
@@ -520,21 +585,21 @@ table(["layers", "each layer", "two layers as one"], rows)  # peaks, MB
 #
 # The head with its loss is a block too, and often the largest: three tensors of the logits' size at the peak. Take 1024 tokens and a vocabulary of 32,000: logits of 131 MB. Cut the tokens into **chunks**, with a checkpoint each: then the logits never exist whole.
 #
-# **Exercise 3.** Write it, in about eight lines: the same loss as `F.cross_entropy(hidden @ weight.T, targets)`, a mean over all tokens, whatever the size of the last chunk.
+# **Exercise 4.** Write it, in about eight lines: the same loss as `F.cross_entropy(hidden @ weight.T, targets)`, a mean over all tokens, whatever the size of the last chunk; `chunk` is a number of tokens.
 #
 # </div>
 # <div lang="zh">
 #
 # 输出头与损失合在一起也是一个块，而且常常是最大的：峰值时有三个 logits 大小的张量。取 1024 个 token、词表 32,000，logits 就有 131 MB。把 token 切成**小段**（chunk），每段加一个检查点，完整的 logits 就从不出现。
 #
-# **练习 3。** 用八行左右写出来：损失要与 `F.cross_entropy(hidden @ weight.T, targets)` 相同，即对全部 token 取均值，不论最后一段有多长。
+# **练习 4。** 用八行左右写出来：损失要与 `F.cross_entropy(hidden @ weight.T, targets)` 相同，即对全部 token 取均值，不论最后一段有多长；`chunk` 是每段的 token 数。
 #
 # </div>
 
 
 # %% minutes=8
 def loss_in_pieces(hidden, weight, targets, chunk):  # (n, h), (v, h), (n,)
-    return hidden.sum()  # in its place: the loss
+    return None
 
 
 lesson_02.check_loss_in_pieces(loss_in_pieces)
@@ -560,12 +625,12 @@ lesson_02.check_loss_in_pieces(loss_in_pieces)
 # %% [markdown] slide={"en": "In one backward, the matrix's gradient, 33 MB, is there three times.\n\nWhy wait? Go backward after each chunk.", "zh": "合为一次反向，矩阵的梯度（33 MB）有三份。\n\n何必等？每个小段做完就反向。"}
 # <div lang="en">
 #
-# In one backward pass over all chunks, the gradient of the vocabulary's matrix, 33 MB, exists three times: what has been added up, what is to be added, and their sum. That is a floor, three times the matrix. But why wait? Go backward after each chunk, and its gradient is added in place. (The layers below then go on from `hidden.grad`.)
+# In one backward pass over all chunks, the gradient of the vocabulary's matrix, 33 MB, exists three times: what has been added up, what is to be added, and their sum. Here that is a floor, three times the matrix, because the gradient of a transposed matrix cannot be added in place (stored as $h \times v$, it would be 2.16). But why wait? Go backward after each chunk, and its gradient is added in place. (The layers below then go on from `hidden.grad`.)
 #
 # </div>
 # <div lang="zh">
 #
-# 各小段合在一次反向里，词表矩阵的梯度（33 MB）会有三份：已经加好的、正要加上的，以及两者之和。这就是下限：矩阵的三倍。可是何必等？每个小段做完就反向，梯度便原地累加。（前面的各层再从 `hidden.grad` 接着反向。）
+# 各小段合在一次反向里，词表矩阵的梯度（33 MB）会有三份：已经加好的、正要加上的，以及两者之和。在这里，这就是下限：矩阵的三倍，因为转置矩阵的梯度无法原地累加（若按 $h \times v$ 存放，就是 2.16 倍）。可是何必等？每个小段做完就反向，梯度便原地累加。（前面的各层再从 `hidden.grad` 接着反向。）
 #
 # </div>
 
@@ -622,7 +687,7 @@ table(["tokens in a chunk", "one backward", "backward by chunk"], rows)  # peaks
 # </div>
 # <div lang="zh">
 #
-# 2.1 节的 `checkpoint(block, x, use_reentrant=False)` 就是 PyTorch 自己的。torchtitan 在调用 FSDP2 的 `fully_shard` 之前，先给每一层套上检查点；用 PyTorch 只要一行，下面就来运行：
+# 2.1 节的 `checkpoint(block, x, use_reentrant=False)` 就是 PyTorch 自带的接口。torchtitan 在调用 FSDP2 的 `fully_shard` 之前，先给每一层套上检查点；用 PyTorch 只要一行，下面就来运行：
 #
 # </div>
 
@@ -649,7 +714,7 @@ metered_step(wrapped).peak_bytes, peaks[8]
 # </div>
 # <div lang="zh">
 #
-# | 在哪里 | 此处未运行 |
+# | 框架 | 写法（此处未运行） |
 # |---|---|
 # | PyTorch，保留乘积 | `checkpoint(layer, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]))` |
 # | Hugging Face | `model.gradient_checkpointing_enable()`，或 `TrainingArguments(gradient_checkpointing=True)`；训练时设 `use_cache=False` |
@@ -661,7 +726,7 @@ metered_step(wrapped).peak_bytes, peaks[8]
 #
 # </div>
 
-# %% [markdown] slide={"en": "Four sentences that people meet. Hands up before each row: true, partly, or false?", "zh": "四句常见的说法。看每一行之前先举手：对，对一部分，还是不对？"}
+# %% [markdown] slide={"en": "Four sentences that people meet. Hands up before each row: true, partly, or false?", "zh": "四句常见的说法。看每一行之前先举手：成立、部分成立，还是不成立？"}
 # ## 2.10 What you may have read / 你可能读到过的说法
 #
 # <div lang="en">
@@ -701,8 +766,8 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # <div lang="en">
 #
 # - A checkpoint keeps a block's input and computes its activations again in backward. Gradients are equal.
-# - It saves what is absent at the peak. In layers alone, without a head, the last one's checkpoint saves nothing; that of nearly any other saves a layer less its input. A formula for one moment ends where another moment is higher.
-# - One more forward pass is at most a third of a step if all weights are trained; early stop makes it less. Selective checkpointing costs next to no FLOPs, and more in time.
+# - It saves what is absent at the peak. Of layers alone, without a head, the last one's checkpoint saves nothing; nearly any other saves the layer and pays for its input. A formula for one moment ends where another moment is higher.
+# - One more forward pass is about a third of a step if all weights are trained; early stop makes it less. Selective checkpointing costs next to no FLOPs, and more in time.
 # - Whether groups of layers pay depends on depth, and on gradients: arriving, or there.
 # - The loss is a block, too: in chunks, with backward after each, it needs little more than twice the gradient of its matrix.
 #
@@ -712,10 +777,10 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # <div lang="zh">
 #
 # - 检查点只留下一个块的输入，激活值到反向时再算一遍，梯度相等。
-# - 省下的，是峰值那一刻不在的东西。只有这些层、没有输出头时，给最后一层加检查点，什么也不省；给别的层加，几乎都省下一层减去它的输入。公式针对的是一个时刻，别的时刻更高时就不再成立。
-# - 全部权重都训练时，多一次前向至多是一步的三分之一，提前停还能再少一点。选择性检查点几乎不多花 FLOPs，时间上则要多一些。
+# - 省下的，是峰值那一刻不在的东西。只有这些层、没有输出头时，给最后一层加检查点，什么也不省；给别的层加，省下的几乎都是“一层的字节减去它的输入”。公式针对的是一个时刻，别的时刻更高时就不再成立。
+# - 全部权重都训练时，多一次前向约是一步的三分之一，提前停还能再少一点。选择性检查点几乎不多花 FLOPs，时间上则要多一些。
 # - 几层合成一个检查点是否划算，取决于深度，也取决于梯度是陆续产生，还是一开始就在。
-# - 损失也是一个块：切成小段、每段做完就反向，只比其矩阵梯度的两倍多一点。
+# - 损失也是一个块：切成小段、每段做完就反向，所需内存只比词表矩阵梯度的两倍多一点。
 #
 # **下一步**：[第 03 课](03_sqrt_schedule.ipynb)讨论该忘掉哪些块。
 #
@@ -743,12 +808,12 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # </div>
 # <div lang="zh">
 #
-# 以下内容学其他课时都用不到。各节互相独立，只用到前面正文里定义过的名字。
+# 以下内容，其他各课都不会用到。各节互相独立，只用到前面正文里定义过的名字。
 #
 # </div>
 
 # %% [markdown]
-# ## 2.13 What fifteen lines lack / 十五行还缺什么
+# ## 2.13 What the short versions lack / 短短几行还缺什么
 #
 # <div lang="en">
 #
@@ -809,12 +874,72 @@ all(a == b for a, b in zip(answers, lesson_02.modes(checkpoint), strict=True))
 # </div>
 # <div lang="zh">
 #
-# 可重入模式只在一行上胜出：禁止给保存的张量挂钩子的函数，例如 `torch.func.grad`，可以在它里面运行。有五行只有另一种模式做得到。它的开销也更小，因为只有非可重入模式会提前停。
+# 可重入模式只在一行上胜出：像 `torch.func.grad` 这样不允许挂钩子的函数，可以在它里面运行。有五行只有另一种模式做得到。它的开销也更小，因为只有非可重入模式会提前停。
 #
 # </div>
 
 # %% [markdown]
-# ## 2.15 Randomness, and BatchNorm counts twice / 随机性，以及 BatchNorm 统计两次
+# ## 2.15 Selective checkpointing in fifteen lines / 十五行写出选择性检查点
+#
+# <div lang="en">
+#
+# How can a second run *skip* a product? A dispatch mode stands behind every operator (lesson 01). In the first run it keeps the results of the chosen operators; in the second it hands them out again, in the same order, and the operator does not run. A pair of contexts, one for each run, is what `context_fn` wants:
+#
+# </div>
+# <div lang="zh">
+#
+# 第二遍怎么能**跳过**一次乘法？分发模式守在每个算子后面（第 01 课）。第一遍里，它把选中的算子的结果留下；第二遍里，按同样的次序交出来，算子本身不再运行。`context_fn` 要的就是一对上下文，每遍一个：
+#
+# </div>
+
+
+# %%
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Keep(TorchDispatchMode):
+    def __init__(self, operators, kept, second):
+        super().__init__()
+        self.operators, self.kept, self.second = operators, kept, second
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator in self.operators and self.second:
+            return self.kept.pop(0)
+        result = operator(*args, **(kwargs or {}))
+        if operator in self.operators:
+            self.kept.append(result.detach())
+        return result
+
+
+# %%
+def selective(operators):
+    kept = []
+    return Keep(operators, kept, second=False), Keep(operators, kept, second=True)
+
+
+runs = {"none kept": checkpoint, "products kept": partial(checkpoint, context_fn=partial(selective, products))}
+expected, rows = gradients(block(x)), []
+for name, run in runs.items():
+    with lesson_02.flop_counter() as counter:
+        found = gradients(run(block, x, use_reentrant=False))
+    equal = all(map(torch.equal, expected, found))
+    rows.append((name, equal, round(counter.get_total_flops() / 1e9, 3)))
+table(["", "gradients equal", "GFLOPs"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# The library's version, and PyTorch's `create_selective_checkpoint_contexts`, add what these lines lack: policies that decide case by case, results that were changed in place, and random numbers.
+#
+# </div>
+# <div lang="zh">
+#
+# 课程库的版本和 PyTorch 的 `create_selective_checkpoint_contexts` 补上了这几行所缺的：逐例决定的策略、被原地改动的结果，以及随机数。
+#
+# </div>
+
+# %% [markdown]
+# ## 2.16 Randomness, and BatchNorm counts twice / 随机性，以及 BatchNorm 统计两次
 #
 # <div lang="en">
 #
@@ -882,7 +1007,7 @@ for name, run in ways.items():
 table(["", "running mean, in means of the batch", "batches counted"], rows)
 
 # %% [markdown]
-# ## 2.16 Attention over longer sequences / 更长序列上的注意力
+# ## 2.17 Attention over longer sequences / 更长序列上的注意力
 #
 # <div lang="en">
 #
@@ -891,7 +1016,7 @@ table(["", "running mean, in means of the batch", "batches counted"], rows)
 # </div>
 # <div lang="zh">
 #
-# 同一个注意力层，用同样的权重连做三遍：用不用检查点，输出相等；P 占大头之后，省下的随平方增长。预测的是三遍中两遍原本要保存的 $2 (5 s b h + a s^2 b)$ 个元素，减去仍要留下的输入。序列短时，峰值来得晚一些：那时已经有了权重的梯度，公式没有计入它们。
+# 同一个注意力层，用同样的权重连做三遍：用不用检查点，输出相等；P 占大头之后，省下的字节随长度的平方增长。预测的是三遍中两遍原本要保存的 $2 (5 s b h + a s^2 b)$ 个元素，减去仍要留下的输入。序列短时，峰值来得晚一些：那时已经有了权重的梯度，公式没有计入它们。
 #
 # </div>
 
@@ -922,7 +1047,7 @@ print(equal)
 predictions(rows)
 
 # %% [markdown]
-# ## 2.17 A training loop with its log / 带日志的训练循环
+# ## 2.18 A training loop with its log / 带日志的训练循环
 #
 # <div lang="en">
 #
@@ -931,7 +1056,7 @@ predictions(rows)
 # </div>
 # <div lang="zh">
 #
-# 一个加了检查点的 post-norm（后置归一化）层，2017 年的样式：模型维度 512，8 个头，前馈（feed-forward）网络宽四倍，用 Adam 和均方误差，日志注明文件、函数和行号。用与不用检查点，损失逐比特一致。
+# 一个加了检查点的 post-norm（后置归一化）层，2017 年的样式：模型维度 512，8 个头，前馈（feed-forward）网络的宽度是模型维度的四倍，用 Adam 和均方误差，日志注明文件、函数和行号。用与不用检查点，损失逐比特一致。
 #
 # </div>
 
@@ -968,7 +1093,7 @@ losses == without, [f"{loss:.3f}" for loss in losses]
 [line.partition(", ")[2] for line in log.getvalue().splitlines()[:3]]  # the file is a number here
 
 # %% [markdown]
-# ## 2.18 `checkpoint_sequential`, and older claims / `checkpoint_sequential`，以及更早的说法
+# ## 2.19 `checkpoint_sequential`, and older claims / `checkpoint_sequential`，以及更早的说法
 #
 # <div lang="en">
 #
@@ -998,12 +1123,12 @@ table(["segments", "peak, MB"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# It has two traps. Given a list of the Linear layers, it runs those and nothing between them. In the old mode, with an input that needs no gradient, as data do, the checkpointed segments are cut off: they get no gradients, with a warning and no error.
+# It has two traps. Hand it only the Linear layers, and it runs only those: the GELUs are gone. In the old mode, with an input that needs no gradient, as data do, the checkpointed segments are cut off: they get no gradients, with a warning and no error.
 #
 # </div>
 # <div lang="zh">
 #
-# 它有两个陷阱。只给它 Linear 层的列表，它就只运行这些，不管中间的激活函数。用旧模式、输入又不需要梯度（数据就是如此），加了检查点的各段便与计算图断开：得不到梯度，只有警告，不报错。
+# 它有两个陷阱。只把各个 Linear 列成表交给它，它就只运行这些：GELU 都没有了。用旧模式、输入又不需要梯度（数据就是如此），加了检查点的各段便与计算图断开：得不到梯度，只有警告，不报错。
 #
 # </div>
 
@@ -1046,7 +1171,7 @@ score = [sum(row[column] == "✓" for row in answers) for column in (1, 2)]
 lesson_02.older_claims(kept, (dynamic, 2), score, (equal_numbers, skipped.numel()), trained)
 
 # %% [markdown]
-# ## 2.19 On a GPU / 在 GPU 上
+# ## 2.20 On a GPU / 在 GPU 上
 #
 # <div lang="en">
 #
@@ -1065,21 +1190,21 @@ from course_lib.lessons import on_gpu
 on_gpu("02")
 
 # %% [markdown]
-# ## 2.20 More exercises / 更多练习
+# ## 2.21 More exercises / 更多练习
 #
 # <div lang="en">
 #
-# **Exercise 4.** Make a checkpoint that is right for a block with dropout: the second run draws the same mask, and the random numbers after it are as if it had not happened.
+# **Exercise 5.** Make a checkpoint that is right for a block with dropout: the second run draws the same mask, and the random numbers after it are as if it had not happened. (`careful_checkpoint`: a function of `block` and `x`, or a Function.)
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 4。** 写一个对带 dropout 的块也正确的检查点：第二遍抽到同样的掩码，并且之后的随机数要与没有这一遍时一样。
+# **练习 5。** 写一个对带 dropout 的块也正确的检查点：第二遍抽到同样的掩码，并且之后的随机数要与没有这一遍时一样。（`careful_checkpoint`：以 `block` 和 `x` 为参数的函数，或一个 Function。）
 #
 # </div>
 
 # %% minutes=6
-careful_checkpoint = None  # a function of block and x
+careful_checkpoint = None
 lesson_02.check_dropout_checkpoint(careful_checkpoint)
 
 
@@ -1104,17 +1229,17 @@ lesson_02.check_dropout_checkpoint(Careful.apply)
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 5.** Forward and backward of the decoder, without an optimizer, may peak at 110 MB (222.7 MB plain) and do at most 1.2 times the FLOPs. Which operators must a selective policy keep? Predict before you try: the head's moment has 63.2 MB with nothing kept, and each kept result adds eight times its bytes.
+# **Exercise 6.** Forward and backward of the decoder, without an optimizer, may peak at 110 MB (222.7 MB plain) and do at most 1.2 times the FLOPs. Which operators must a selective policy keep? Predict before you try: the head's moment has 63.2 MB with nothing kept, and each kept result adds eight times its bytes. (`operators`: a list, such as `[torch.ops.aten.gelu.default]`.)
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 5。** 解码器的前向加反向，不带优化器，峰值不得超过 110 MB（普通做法 222.7 MB），FLOPs 不得超过 1.2 倍。选择性策略必须保留哪些算子？先预测再试：什么都不保留时，输出头那一刻有 63.2 MB，每保留一种结果，就加上它的字节数的八倍。
+# **练习 6。** 解码器的前向加反向，不带优化器，峰值不得超过 110 MB（普通做法 222.7 MB），FLOPs 不得超过 1.2 倍。选择性策略必须保留哪些算子？先预测再试：什么都不保留时，输出头那一刻有 63.2 MB，每保留一种结果，就加上它的字节数的八倍。（`operators`：一个列表，例如 `[torch.ops.aten.gelu.default]`。）
 #
 # </div>
 
 # %% minutes=4
-operators = None  # a list, such as [torch.ops.aten.gelu.default]
+operators = None
 lesson_02.check_policy(operators)
 
 # %% jupyter={"source_hidden": true}
@@ -1125,17 +1250,17 @@ lesson_02.check_policy([torch.ops.aten.bmm.default])
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 6.** The loss of section 2.8, in one backward over all chunks, may peak at 150 MB. What is the largest chunk, if it is a power of 2? Three tensors of a chunk's logits and one gradient of the matrix are there at once.
+# **Exercise 7.** The loss of section 2.8, in one backward over all chunks, may peak at 150 MB. What is the largest chunk, if it is a power of 2? Three tensors of a chunk's logits and one gradient of the matrix are there at once.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 6。** 2.8 节的损失，各小段合在一次反向里，峰值不得超过 150 MB。每小段最多可以有多少个 token（取 2 的幂）？同时存在的，是一小段的三份 logits 和一份矩阵的梯度。
+# **练习 7。** 2.8 节的损失，各小段合在一次反向里，峰值不得超过 150 MB。每小段最多可以有多少个 token（取 2 的幂）？同时存在的，是一小段的三份 logits 和一份矩阵的梯度。
 #
 # </div>
 
 # %% minutes=2
-answer = None  # tokens
+answer = None
 lesson_02.check_head_chunk(answer)
 
 # %% jupyter={"source_hidden": true}

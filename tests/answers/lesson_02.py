@@ -1,6 +1,7 @@
 """Answers to the exercises of lesson 02: right ones, and wrong ones with what they are told."""
 
 import functools
+import itertools
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -77,6 +78,84 @@ class Rewinds(torch.autograd.Function):
             return None, *torch.autograd.grad(context.block(x), x, gradient)
 
 
+class IgnoresTheGradient(Forgets):
+    """Goes backward from the sum of its output, whatever gradient has arrived."""
+
+    @staticmethod
+    def backward(context, gradient):
+        again = context.x.detach().requires_grad_()
+        with torch.enable_grad():
+            context.block(again).sum().backward()
+        return None, again.grad
+
+
+class PassesOnes(IgnoresTheGradient):
+    @staticmethod
+    def backward(context, gradient):
+        again = context.x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = context.block(again)
+        torch.autograd.backward(output, torch.ones_like(output))
+        return None, again.grad
+
+
+class Right(IgnoresTheGradient):
+    @staticmethod
+    def backward(context, gradient):
+        again = context.x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = context.block(again)
+        output.backward(gradient)
+        return None, again.grad
+
+
+class WithoutAGraph(IgnoresTheGradient):
+    @staticmethod
+    def backward(context, gradient):
+        again = context.x.detach().requires_grad_()
+        context.block(again).backward(gradient)
+        return None, again.grad
+
+
+class OneReturned(Right):
+    @staticmethod
+    def backward(context, gradient):
+        return Right.backward(context, gradient)[1]
+
+
+def with_hooks(block, x, *, graph=True, own=True, once=True, needs=None, kept=False):
+    """The lesson's own, with or without one of its steps."""
+    numbers, found, all_kept = itertools.count(), [], []
+
+    def forget(tensor):
+        all_kept.extend([tensor.detach()] * kept)
+        return next(numbers)
+
+    def bring_back(number):
+        if not found or not once:
+            with torch.set_grad_enabled(graph), saved_tensors_hooks(lambda t: found.append(t.detach()), bring_back):
+                block(x.detach().requires_grad_(x.requires_grad if needs is None else needs) if own else x)
+        return found[number]
+
+    with saved_tensors_hooks(forget, bring_back):
+        return block(x)
+
+
+class Careless(IgnoresTheGradient):
+    """Draws the same mask, and goes backward from the sum."""
+
+    @staticmethod
+    def forward(context, block, x):
+        context.state = torch.get_rng_state()
+        return IgnoresTheGradient.forward(context, block, x)
+
+    @staticmethod
+    def backward(context, gradient):
+        with torch.random.fork_rng():
+            torch.set_rng_state(context.state)
+            return IgnoresTheGradient.backward(context, gradient)
+
+
 def whole_loss(hidden, weight, targets, reduction="mean"):
     return F.cross_entropy(hidden @ weight.T, targets, reduction=reduction)
 
@@ -106,11 +185,24 @@ aten = torch.ops.aten
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
     "checkpoint": (
-        [checkpoint_of(), checkpoint_of(preserve_rng_state=False)],
+        [checkpoint_of(), checkpoint_of(preserve_rng_state=False), Right, Right.apply, with_hooks],
         [
             *no_checkpoints,
+            *((IgnoresTheGradient, "not all ones"), (PassesOnes.apply, "not all ones")),
+            *((WithoutAGraph, "`torch.enable_grad()`"), (OneReturned, "`None` for the block")),
             *((runs_again_for_show, "are live"), (lambda block, x: None, "Not answered")),
             *((Forgets, "weight has no gradient"), (KeepsItsGraph.apply, "counted twice")),
+        ],
+    ),
+    "hooks": (
+        [with_hooks, checkpoint_of(), functools.partial(with_hooks, own=False)],
+        [
+            *no_checkpoints,
+            (functools.partial(with_hooks, graph=False), None),
+            (functools.partial(with_hooks, once=False), "It takes 1 and 2"),
+            (functools.partial(with_hooks, kept=True), "are live"),
+            (Right.apply, "weight still needs its own"),
+            (lambda block, x: None, "Not answered"),
         ],
     ),
     "peak_formula": (
@@ -121,6 +213,8 @@ ANSWERS = {
             (lambda k: 277_682_584 - k * (20_987_904 - 5_056), "b · s · h"),
             (lambda k: 277_682_584 - k * (20_987_904 - 262_144 - 5_056), "4 bytes each"),
             (lambda k: 118_208_408, "k = 0: Not yet. Only k of the eight"),
+            (lambda k: 277_682_584 + k * (20_987_904 - 1_048_576 - 5_056), "takes bytes away"),
+            (lambda k: 277_682_584 - k * 19_934_272 + 20_987_904 * (k > 0), "no layer has come back"),
             (lambda k: None, "Not answered"),
             *(lambda k: 277_682_584 * (8 - k) / 8, 3),
         ],
@@ -131,6 +225,7 @@ ANSWERS = {
             (functools.partial(in_pieces, forgets=False), "logits or log-softmax"),
             (lambda hidden, weight, targets, chunk: F.cross_entropy(hidden @ weight.T, targets), "log-softmax"),
             (lambda *given: checkpoint(whole_loss, *given[:3], use_reentrant=False), "exist whole"),
+            (lambda *given: in_pieces(*given[:3], 64), "is `chunk` used"),
             (mean_of_means, "mean of means"),
             (lambda *given: 240 * in_pieces(*given), "is the sum"),
             (lambda *given: mean_of_means(*given) * 4 / 240, "take the sum"),
@@ -146,6 +241,7 @@ ANSWERS = {
         [
             *no_checkpoints,
             (checkpoint_of(preserve_rng_state=False), "another mask"),
+            (Careless.apply, "not all ones"),
             (Rewinds.apply, "random numbers afterwards"),
         ],
     ),

@@ -1,6 +1,7 @@
 """The exercises of lesson 02."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,17 +13,58 @@ from course_lib.memory import MemoryMeter, symbolic
 from course_lib.memory.measurement import flop_counter
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import Verdict, expect_number, text
-from course_lib.teaching.exercises import Refused, exercise, largest_that_fits, right, wrong
+from course_lib.teaching.exercises import Refused, exercise, largest_that_fits, not_answered, right, wrong
 
 PLAIN, LAYER, INPUT, RNG = 277_682_584, 20_987_904, 1_048_576, 5_056  # bytes, of the course's decoder
 
 
 @exercise(
-    hint="Forward: run the block under `no_grad`, keep x. Backward: run it again with a graph, and go through that."
+    hint=(
+        "Forward: run the block, keep x. Backward: run it again with a graph, on an input of its own.",
+        "`again = x.detach().requires_grad_()`; the block under `torch.enable_grad()`; then "
+        "`torch.autograd.backward(output, gradient)`, and `again.grad` is what x gets.",
+    )
 )
 def check_checkpoint(function: Any) -> Verdict:
     """A checkpoint `function(block, x)`, or a Function of these: equal gradients, two runs, only the input kept."""
-    function = getattr(function, "apply", function)
+    _keeps_its_input_only(getattr(function, "apply", function))
+    return right("Right: equal gradients, two runs, nothing kept but the input.")
+
+
+@exercise(
+    hint=(
+        "`forget` gives the next number. `bring_back` runs the block if `found` is empty, then looks the number up.",
+        "In `bring_back`: `with torch.enable_grad(), saved_tensors_hooks(collect, bring_back)`, run the block on "
+        "`x.detach().requires_grad_(x.requires_grad)`; return `found[number]`.",
+    )
+)
+def check_hooks(function: Any) -> Verdict:
+    """The same by saved-tensor hooks; also for an input that needs no gradient, where the block's weight needs one."""
+    _keeps_its_input_only(function)
+    weight, data = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_(), torch.linspace(0, 1, 64).view(8, 8)
+    output = function(lambda x: (x @ weight).exp(), data)
+    if output.requires_grad:
+        output.backward(_uneven(data))
+    (expected,) = torch.autograd.grad((data @ weight).exp(), weight, _uneven(data))
+    if weight.grad is None or not torch.allclose(weight.grad, expected):
+        return wrong("Where the input needs no gradient, the block's weight still needs its own.", exact=True)
+    return right("Right: equal gradients, two runs, nothing kept but the input, which may need no gradient.")
+
+
+def _uneven(like: Tensor) -> Tensor:
+    """A gradient as a loss sends it: other at each place, of both signs."""
+    return torch.linspace(-1, 2, like.numel()).view_as(like)
+
+
+# What PyTorch says of two slips, and what it means here.
+_SLIPS = {
+    "does not require grad": "In backward there are no graphs: run the block again under `torch.enable_grad()`.",
+    "incorrect number of gradients": "Backward returns a gradient for each argument of forward: `None` for the block.",
+}
+
+
+def _keeps_its_input_only(function: Callable) -> None:
+    """Refuse a checkpoint whose gradients, runs, or bytes between forward and backward are not what they should be."""
     weight = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
     x = torch.linspace(0, 1, 2**15).view(-1, 8).requires_grad_()  # far larger than the state of a generator
     runs = []
@@ -34,33 +76,41 @@ def check_checkpoint(function: Any) -> Verdict:
             y = y.sin().tanh().exp().sub(1)
         return y
 
-    expected = torch.autograd.grad(block(x).sum(), (x, weight))
+    expected = torch.autograd.grad(block(x), (x, weight), _uneven(x))
+    all_ones = torch.autograd.grad(block(x).sum(), (x, weight))
     runs.clear()
     with MemoryMeter() as meter:
         output = function(block, x)
         if output is None or output is ...:
-            return wrong("Not answered yet.")
+            raise NotImplementedError
         kept = meter.live_bytes - output.nbytes
     before = len(runs)
-    output.sum().backward()
+    try:
+        output.backward(_uneven(x))
+    except RuntimeError as error:
+        for said, meant in _SLIPS.items():
+            if said in str(error):
+                raise Refused(meant, exact=True) from None
+        raise
     _two_runs(before, len(runs))
     if weight.grad is None:
-        return wrong("The block's weight has no gradient: `torch.autograd.grad` gives only what it is asked for.")
+        _refuse("The block's weight has no gradient: `torch.autograd.grad` gives only what it is asked for.")
     if x.grad is None:
-        return wrong("The input has no gradient.")
+        _refuse("The input has no gradient.")
+    found = (x.grad, weight.grad)
     if torch.allclose(x.grad, 2 * expected[0]):
-        return wrong("The gradient of the input is counted twice: the second run needs an input of its own, detached.")
-    if not all(torch.allclose(one.grad, other) for one, other in zip((x, weight), expected, strict=True)):
-        return wrong("The gradients differ from autograd's.")
+        _refuse("The gradient of the input is counted twice: the second run needs an input of its own, detached.")
+    if all(map(torch.allclose, found, all_ones)):
+        _refuse("The gradient that arrives is not all ones. Go backward from it, not from the output's sum.")
+    if not all(map(torch.allclose, found, expected)):
+        raise Refused("The gradients differ from autograd's.")
     if kept > 2 * x.nbytes:  # a copy of the input may be among them
-        return wrong(
-            text(
-                "Between forward and backward {kept:,} bytes more are live; the input has {input:,}.",
-                kept=kept,
-                input=x.nbytes,
-            )
-        )
-    return right("Right: equal gradients, two runs, nothing kept but the input.")
+        said = "Between forward and backward {kept:,} bytes more are live; the input has {input:,}."
+        raise Refused(text(said, kept=kept, input=x.nbytes))
+
+
+def _refuse(message: str) -> None:
+    raise Refused(message, exact=True)
 
 
 def _two_runs(before: int, after: int) -> None:
@@ -74,13 +124,18 @@ def _two_runs(before: int, after: int) -> None:
         )
 
 
-@exercise(hint="Start from the plain peak. What does a checkpointed layer no longer keep, and what does it still keep?")
+@exercise(
+    hint=(
+        "Start from the plain peak. What does a checkpointed layer no longer keep, and what does it still keep?",
+        "Each checkpoint takes a layer's bytes away and leaves b · s · h numbers and the generator's state.",
+    )
+)
 def check_peak_formula(answer: Any) -> Verdict:
     """A function of k: the step's peak with checkpoints around the first k layers, for k below 8."""
     for k in (0, 1, 4, 7):
         given = answer(k)
         if given is None or given is ...:
-            return wrong("Not answered yet.")
+            return not_answered()
         verdict = expect_number(
             given,
             PLAIN - k * (LAYER - INPUT - RNG),
@@ -90,14 +145,22 @@ def check_peak_formula(answer: Any) -> Verdict:
                 PLAIN - k * (LAYER - RNG): "Each checkpoint keeps its layer's input, b · s · h numbers.",
                 PLAIN - k * (LAYER - INPUT // 4 - RNG): "The input's elements take 4 bytes each.",
                 PLAIN - 8 * (LAYER - INPUT - RNG): "Only k of the eight layers have a checkpoint.",
+                PLAIN + k * (LAYER - INPUT - RNG): "A checkpoint takes bytes away.",
+                PLAIN - k * (LAYER - INPUT - RNG) + LAYER: "At that moment no layer has come back yet.",
+                PLAIN - (k - 1) * (LAYER - INPUT - RNG): "At that moment no layer has come back yet.",
             },
         )
         if not verdict:
-            return wrong(text("For k = {k}: {message}", k=k, message=verdict.message))
+            return replace(verdict, message=text("For k = {k}: {message}", k=k, message=verdict.message))
     return right("Right for k = 0, 1, 4 and 7: each checkpoint takes away a layer's bytes and leaves its input.")
 
 
-@exercise(hint="A function for the summed loss of a chunk; a checkpoint around each call; add up, divide at the end.")
+@exercise(
+    hint=(
+        "A function for the summed loss of a chunk; a checkpoint around each call; add up, divide at the end.",
+        '`hidden.split(chunk)` and `targets.split(chunk)`; `reduction="sum"`; divide by `len(targets)`.',
+    )
+)
 def check_loss_in_pieces(function: Any) -> Verdict:
     """`function(hidden, weight, targets, chunk)`: the mean loss, equal gradients, and at no time all the logits."""
     generator = torch.Generator().manual_seed(0)
@@ -110,7 +173,7 @@ def check_loss_in_pieces(function: Any) -> Verdict:
     with MemoryMeter() as meter:
         loss = function(hidden, weight, targets, 64)
         if loss is None or loss is ...:
-            return wrong("Not answered yet.")
+            return not_answered()
         if not isinstance(loss, Tensor):
             return wrong("A tensor with a graph is wanted.")
         kept = meter.live_bytes
@@ -124,6 +187,10 @@ def check_loss_in_pieces(function: Any) -> Verdict:
     if kept > logits // 2:
         message = "Between forward and backward {kept:,} bytes are live: each chunk keeps its logits or log-softmax."
         return wrong(text(message, kept=kept), hint="Put a checkpoint around each chunk, its product included.")
+    with MemoryMeter() as smaller:
+        function(hidden, weight, targets, 16).backward()
+    if smaller.peak_bytes > 0.9 * meter.peak_bytes and meter.peak_bytes <= 1.5 * logits:
+        return wrong("With `chunk` a quarter as large the peak is the same: is `chunk` used?", exact=True)
     if meter.peak_bytes > 1.5 * logits:
         message = "At the peak {peak:,} bytes are live. All the logits have {logits:,}: they exist whole somewhere."
         return wrong(text(message, peak=sizes["peak"], logits=logits))
@@ -153,10 +220,15 @@ def _another_loss(loss: float, losses: Tensor) -> Verdict:
     )
 
 
-@exercise(hint="See `torch.get_rng_state` and `torch.random.fork_rng`.")
+@exercise(
+    hint=(
+        "See `torch.get_rng_state` and `torch.random.fork_rng`.",
+        "Forward keeps `torch.get_rng_state()`; backward sets it inside `torch.random.fork_rng()`, for the second run.",
+    )
+)
 def check_dropout_checkpoint(function: Any) -> Verdict:
-    """A checkpoint `function(block, x)` that draws the same mask again and disturbs nothing after it."""
-    runs, before = [], []
+    """A checkpoint `function(block, x)`, or a Function: it draws the same mask again and disturbs nothing after it."""
+    function, runs, before = getattr(function, "apply", function), [], []
 
     def block(x: Tensor) -> Tensor:
         runs.append(1)
@@ -167,18 +239,23 @@ def check_dropout_checkpoint(function: Any) -> Verdict:
         output = run(block, x)
         before.append(len(runs))
         torch.rand(3)  # as later layers draw theirs before backward
-        output.sum().backward()
-        return torch.equal(output == 0, x.grad == 0), torch.rand(3)
+        output.backward(_uneven(x) + 3)  # nowhere zero
+        upstream = torch.where(output == 0, 0.0, 2 * (_uneven(x) + 3))
+        return torch.equal(output == 0, x.grad == 0), torch.allclose(x.grad, upstream), torch.rand(3)
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        _, expected = after(lambda block, x: block(x))
+        *_, expected = after(lambda block, x: block(x))
         torch.manual_seed(0)
         runs.clear()
-        same, found = after(function)
+        same, equal, found = after(function)
     _two_runs(before[-1], len(runs))
     if not same:
         return wrong("The second run drew another mask.")
+    if not equal:
+        return wrong(
+            "The gradient that arrives is not all ones. Go backward from it, not from the output's sum.", exact=True
+        )
     if not torch.equal(found, expected):
         return wrong("The random numbers afterwards have changed.")
     return right("Right: the same mask, and undisturbed random numbers.")
