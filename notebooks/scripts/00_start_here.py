@@ -67,7 +67,7 @@ from course_lib.teaching import category_label, table, timelines
 # %% tags=["nbval-ignore-output", "shows-device"]
 about_this_machine()
 
-# %% [markdown] slide={"en": "No GPU needed. We count what every CPU agrees on: **bytes** of live tensors, and **FLOPs**. From seconds we conclude nothing.", "zh": "不需要 GPU。我们数的是在任何 CPU 上都一样的东西：存活张量的**字节**，以及 **FLOPs**。不从秒数下结论。"}
+# %% [markdown]
 # <div lang="en">
 #
 # A missing GPU is no obstacle. This course counts two things that are the same on every CPU with this version of PyTorch: the bytes of **live** tensors, those that are still in use, and the floating-point operations (FLOPs). Seconds are shown here and there, but nothing is concluded from them. A GPU differs in places: some of its operators keep other tensors for backward, and its default Adam makes one more temporary, as large as all the weights. The lessons say where, and show it live if you have one.
@@ -247,7 +247,7 @@ rows = [
 shown = [(name, guess or "–", f"{measured:.2f}") for name, guess, measured in rows]
 table(["", "your guess", "measured"], shown)
 
-# %% [markdown] slide={"en": "Peak: 0.48 of what it was. FLOPs: 1.21, not 2.\n\nAll weights trained, a step is three forwards: one more adds at most a third.", "zh": "峰值降到 0.48 倍，FLOPs 是 1.21 倍，而不是 2 倍。\n\n全部权重都训练时，一步相当于三次前向，多一次至多增加三分之一。"}
+# %% [markdown]
 # <div lang="en">
 #
 # The peak falls to 0.48 of what it was, and the FLOPs rise to 1.21. Not a doubling: for each product in forward, backward makes two, one for the gradient of the input and one for the gradient of the weight. A step is three forwards, and one more adds a third at most, as long as all weights are trained. (Frozen weights need no gradient: then a step is nearer to two forwards, and one more adds up to a half.)
@@ -280,7 +280,7 @@ from course_lib.lessons.ledger import ledger
 
 ledger("00", "plain", before)
 
-# %% [markdown] slide={"en": "An hour, a day, or the whole course?\n\nWhich model of yours did not fit last?", "zh": "一小时、一天，还是整门课？\n\n你最近一次装不下的是什么模型？"}
+# %% [markdown]
 # ## 0.4 Which route / 选哪条路线
 #
 # <div lang="en">

@@ -100,7 +100,7 @@ for name in ("a", "b", "c"):
 x.sum().backward()
 " · ".join(heard)
 
-# %% [markdown] slide={"en": "Besides the inputs, one block's activations exist at a time.\n\nBut c had just run. Is its checkpoint good for anything?", "zh": "除了各块的输入，任何时刻只有一个块的激活值。\n\n可是 c 刚刚才跑过，给它加检查点有用吗？"}
+# %% [markdown]
 # <div lang="en">
 #
 # First three forward passes. Then backward comes to c, runs its forward again, finishes it, and goes on to b. Besides the inputs, only one block's activations exist at a time. (But c had only just run. Is its checkpoint good for anything? Section 2.5.)
@@ -117,9 +117,9 @@ x.sum().backward()
 #
 # <div lang="en">
 #
-# A `torch.autograd.Function` is a forward and a backward of your own. `MyCheckpoint.apply(block, x)` runs it; backward gets the output's gradient and returns one for each argument of forward. Five tools: `torch.no_grad()` (inside a Function's forward gradients are off already: it is there for the reader's eyes), `torch.enable_grad()`, `context.save_for_backward(x)` with `context.saved_tensors`, `x.detach().requires_grad_()`, and `torch.autograd.backward(output, gradient)`, which goes through a graph, from the gradient that has arrived, and leaves gradients in `.grad`.
+# A `torch.autograd.Function` is a forward and a backward of your own. `MyCheckpoint.apply(block, x)` runs it; backward gets the output's gradient and returns one for each argument of `forward`. Five tools: `torch.no_grad()` (inside `forward` gradients are off already: it is there for the reader's eyes), `torch.enable_grad()`, `context.save_for_backward(x)` with `context.saved_tensors`, `x.detach().requires_grad_()`, and `torch.autograd.backward(output, gradient)`, which goes through a graph, from the gradient that has arrived, and leaves gradients in `.grad`.
 #
-# **Exercise 1.** Fill in the two functions: forward returns the block's output, without a graph; backward returns `None` for `block`, which has no gradient, and the gradient of `x`. The check runs a block whose activations are large, compares the gradients of its input and of its weight, counts the runs, and looks at the bytes that are live between forward and backward.
+# **Exercise 1.** Fill in the two functions: `forward` returns the block's output, without a graph; `backward` returns `None` for `block`, which has no gradient, and the gradient of `x`. The check runs a block whose activations are large, compares the gradients of its input and of its weight, counts the runs, and looks at the bytes that are live between forward and backward.
 #
 # </div>
 # <div lang="zh">
@@ -316,7 +316,7 @@ trained  # parameters with a gradient, of 12
 #
 # </div>
 
-# %% [markdown] slide={"en": "The whole decoder in one line.\n\n**Guess first.** How high is the peak now, and when?", "zh": "整个解码器，只要一行。\n\n**先猜**：现在峰值是多少？出现在何时？"}
+# %% [markdown]
 # ## 2.4 The whole decoder in one line / 一行代码，整个解码器
 #
 # <div lang="en">
@@ -403,7 +403,7 @@ checkpoint_blocks(seven, "layers.*", first=7)
 peaks[7] = metered_step(seven).peak_bytes
 predictions([(f"k = {k}", predicted_peak(k), peaks[k]) for k in (0, 7, 8)], unit="bytes")
 
-# %% [markdown] slide={"en": "Exact, until the last row: 16 MB are missing.\n\nA formula follows one moment. Now another one stands higher.", "zh": "一字节不差，除了最后一行：差 16 MB。\n\n公式盯住的是一个时刻，现在另一个时刻更高。"}
+# %% [markdown]
 # <div lang="en">
 #
 # Exact to the byte, until the last row: 16 MB are missing. Your formula follows one moment, the start of backward. The last checkpoint lowers it so far that another moment stands higher: the end of backward, where a single layer is back in full, and nearly all gradients have arrived.
@@ -456,7 +456,8 @@ lesson_02.draw_which_block(alone, whole)
 
 # %%
 saved = [alone[None] - alone[0], alone[None] - alone[7], one[None] - one[0]]
-table(["checkpoint around", "saves, bytes"], zip(["layer 0", "layer 7", "the only layer"], saved, strict=True))
+rows = zip(["layer 0", "layer 7", "the only layer"], saved, strict=True)
+table(["checkpoint around", "saves, bytes"], rows)
 
 # %% [markdown] slide={"en": "A checkpoint saves what is absent **at the peak**.\n\nAsk first when the peak is, then what is alive at that moment.", "zh": "检查点省下的，是**峰值那一刻**不在的东西。\n\n先问峰值在何时，再问那一刻有什么。"}
 # <div lang="en">
@@ -474,7 +475,7 @@ table(["checkpoint around", "saves, bytes"], zip(["layer 0", "layer 7", "the onl
 #
 # </div>
 
-# %% [markdown] slide={"en": "Keep some results, compute the others again.\n\n**Guess first.** What share of a step's FLOPs is one more forward pass?", "zh": "保留一部分结果，其余的再算一遍。\n\n**先猜**：多做的一次前向，占训练步 FLOPs 的几分之几？"}
+# %% [markdown]
 # ## 2.6 What to keep: policies on one scale / 保留什么：同一标尺上的几种策略
 #
 # <div lang="en">
@@ -529,7 +530,7 @@ decoders = {"plain": make_decoder(), "each layer": decoder_with()}
 decoders["products kept"] = decoder_with(policy=products)
 lesson_02.seconds_beside_flops(decoders, arms)
 
-# %% [markdown] slide={"en": "**FLOPs are not time.** The counter sees products only; GELU and softmax are `erf` and `exp`.", "zh": "**FLOPs 不是时间。** 计数器只数矩阵乘法，GELU 和 softmax 却是 `erf` 和 `exp`。"}
+# %% [markdown]
 # <div lang="en">
 #
 # The seconds are this machine's, for four sequences: ten turns, the median and the range. Keeping the products is dearer in time than its 1.02. The counter counts products only, and what is done again here is GELU and softmax, `erf` and `exp`, which it leaves out; and this policy asks Python about every operator, some 900 times a step. On a GPU such operators wait for memory instead: the figure is another one, the conclusion is not. **FLOPs are not time.** What this policy does again also grows with the length, since attention's own two products grow with $s^2$.
@@ -541,7 +542,7 @@ lesson_02.seconds_beside_flops(decoders, arms)
 #
 # </div>
 
-# %% [markdown] slide={"en": "Pairs of layers lost. Is that a rule?\n\n**Guess first.** Gradients there from the start, a layer is 20 inputs: from which depth do pairs win?", "zh": "两层合成一个，输了。总是如此吗？\n\n**先猜**：梯度一开始就在，一层的激活值相当于 20 份输入，多深以后成对更省？"}
+# %% [markdown] slide={"en": "Pairs of layers lost. Is that a rule?\n\n**Guess first.** Gradients there already, a layer is 20 inputs: from which depth do pairs win?", "zh": "两层合成一个，输了。总是如此吗？\n\n**先猜**：梯度一开始就在，一层的激活值相当于 20 份输入，多深以后成对更省？"}
 # ## 2.7 Groups, and gradients that are there / 分组，以及一开始就在的梯度
 #
 # <div lang="en">
@@ -622,7 +623,7 @@ if not lesson_02.check_loss_in_pieces.accepted:
 lesson_02.check_loss_in_pieces(loss_in_pieces)
 ### END SOLUTION
 
-# %% [markdown] slide={"en": "In one backward, the matrix's gradient, 33 MB, is there three times.\n\nWhy wait? Go backward after each chunk.", "zh": "合为一次反向，矩阵的梯度（33 MB）有三份。\n\n何必等？每个小段做完就反向。"}
+# %% [markdown]
 # <div lang="en">
 #
 # In one backward pass over all chunks, the gradient of the vocabulary's matrix, 33 MB, exists three times: what has been added up, what is to be added, and their sum. Here that is a floor, three times the matrix, because the gradient of a transposed matrix cannot be added in place (stored as $h \times v$, it would be 2.16). But why wait? Go backward after each chunk, and its gradient is added in place. (The layers below then go on from `hidden.grad`.)
@@ -665,7 +666,7 @@ ways, sizes = (one_backward, backward_by_chunk), (1024, 256, 128, 32)
 rows = [(n, *(round(head_peak(way, n), 2) for way in ways)) for n in sizes]
 table(["tokens in a chunk", "one backward", "backward by chunk"], rows)  # peaks, of the matrix
 
-# %% [markdown] slide={"en": "One backward stops at 3 times the matrix.\n\nChunk by chunk it goes on toward 2, and computes nothing twice.", "zh": "合为一次反向，停在矩阵的 3 倍。\n\n逐个小段反向，继续降向 2 倍，而且什么也不用算两遍。"}
+# %% [markdown]
 # <div lang="en">
 #
 # One piece is the plain head: 12 times the matrix, 393 MB. Down the table the chunks get smaller: the first column stops at 3, the second goes on toward 2, the sum and what is to be added, and computes nothing twice: no checkpoint is left in it. That is how fused losses do it, such as Liger's: they make the gradient already in the forward pass.
@@ -691,7 +692,7 @@ table(["tokens in a chunk", "one backward", "backward by chunk"], rows)  # peaks
 #
 # </div>
 
-# %% slide="both"
+# %%
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 wrapped = make_decoder()
@@ -917,13 +918,18 @@ def selective(operators):
     return Keep(operators, kept, second=False), Keep(operators, kept, second=True)
 
 
-runs = {"none kept": checkpoint, "products kept": partial(checkpoint, context_fn=partial(selective, products))}
-expected, rows = gradients(block(x)), []
-for name, run in runs.items():
+def nullcontexts():
+    return selective([])
+
+
+contexts, rows = {"none kept": nullcontexts, "products kept": partial(selective, products)}, []
+block, x = DecoderLayer(256, 8), torch.randn(2, 128, 256, requires_grad=True)
+expected = gradients(block(x))
+for name, context_fn in contexts.items():
     with lesson_02.flop_counter() as counter:
-        found = gradients(run(block, x, use_reentrant=False))
+        found = gradients(checkpoint(block, x, use_reentrant=False, context_fn=context_fn))
     equal = all(map(torch.equal, expected, found))
-    rows.append((name, equal, round(counter.get_total_flops() / 1e9, 3)))
+    rows.append((name, "✓" if equal else "✗", round(counter.get_total_flops() / 1e9, 3)))
 table(["", "gradients equal", "GFLOPs"], rows)
 
 # %% [markdown]

@@ -85,6 +85,8 @@ def _keeps_its_input_only(function: Callable) -> None:
             raise NotImplementedError
         kept = meter.live_bytes - output.nbytes
     before = len(runs)
+    if before == 0 and torch.equal(output, x):  # the cell as it came
+        raise NotImplementedError
     try:
         output.backward(_uneven(x))
     except RuntimeError as error:
@@ -114,6 +116,8 @@ def _refuse(message: str) -> None:
 
 
 def _two_runs(before: int, after: int) -> None:
+    if (before, after) == (1, 1):
+        _refuse("The block ran once: everything was kept, and nothing is computed again.")
     if (before, after) != (1, 2):
         raise Refused(
             text(
