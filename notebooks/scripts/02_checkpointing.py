@@ -875,7 +875,7 @@ all(a == b for a, b in zip(answers, lesson_02.modes(checkpoint), strict=True))
 # </div>
 # <div lang="zh">
 #
-# 可重入模式只在一行上胜出：像 `torch.func.grad` 这样不允许挂钩子的函数，可以在它里面运行。有五行只有另一种模式做得到。它的开销也更小，因为只有非可重入模式会提前停。
+# 可重入模式只在一行上胜出：像 `torch.func.grad` 这样不允许给保存的张量挂钩子的函数，可以在它里面运行。有五行只有另一种模式做得到。它的开销也更小，因为只有非可重入模式会提前停。
 #
 # </div>
 
