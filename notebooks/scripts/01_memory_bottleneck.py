@@ -237,7 +237,6 @@ if not lesson_01.check_meter.accepted:
             known = {storage._cdata for storage in storages((args, kwargs))}
             for storage in storages(result):
                 if storage._cdata not in known:
-                    known.add(storage._cdata)
                     self.count(storage.nbytes())
                     weakref.finalize(storage, self.count, -storage.nbytes())
             return result

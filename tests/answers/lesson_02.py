@@ -273,6 +273,10 @@ EQUIVALENT = {
             _NO_SECOND_GRAPH
         ),
     },
+    "hooks": {
+        "tensor.detach() → tensor": "the second graph is let go of with the first one",
+        "x.detach() → x": "the second run's graph is not gone through, so nothing arrives twice",
+    },
     "loss_in_pieces": {
         "F.cross_entropy(hidden @ weight.T, targets, reduction='sum') → "
         "F.cross_entropy(hidden @ weight.T, targets.detach(), reduction='sum')": _WHOLE_NUMBERS,
