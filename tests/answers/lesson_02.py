@@ -291,11 +291,13 @@ EQUIVALENT = {
         ),
     },
     "dropout_checkpoint": {
-        "return MyCheckpoint.forward(context, block, x) → return MyCheckpoint.forward(context, block, x).detach()": (
-            _NO_GRAPH
-        ),
-        "MyCheckpoint.forward(context, block, x) → MyCheckpoint.forward(context, block, x.detach())": _NO_GRAPH,
-        "MyCheckpoint.backward(context, gradient) → MyCheckpoint.backward(context, gradient.detach())": (
+        "0 → -1 in `again = context.saved_tensors[0].detach().requires_grad_()`": "there is one tensor",
+        "context.save_for_backward(x) → context.save_for_backward(x.detach())": "it is detached where it is used",
+        "without `with torch.no_grad():`": _NO_GRAPH,
+        "torch.no_grad → torch.enable_grad": "a Function cuts the graph of what its forward returns",
+        "return block(x) → return block(x).detach()": _NO_GRAPH,
+        "block(x) → block(x.detach())": _NO_GRAPH,
+        "torch.autograd.backward(output, gradient) → torch.autograd.backward(output, gradient.detach())": (
             _NO_SECOND_GRAPH
         ),
     },
