@@ -37,9 +37,9 @@ MANY = 2 * FEW + 2  # from so many blocks on, FEW and FEW + 1 of them are less w
 # Of the fields of a recipe, those that this module has been tried with, and the checkpoints that treat blocks alike.
 FIELDS = {"precision", "optimizer", "offload_optimizer", "attention", "checkpoint", "segments", "schedule_bytes"}
 FIELDS |= {"first_blocks", "offload_activations", "min_bytes", "prefetch", "in_flight", "page_bytes", "head_chunk"}
-FIELDS |= {"in_backward", "micro_batches"}
+FIELDS |= {"in_backward", "micro_batches", "update", "blocks"}
 NUMBERED = re.compile("idx|index|layer|number")  # attributes that say which block it is
-OPTIMIZERS, ALIKE = ("adam", "sgd"), ("none", "selective", "layers")
+ALIKE = ("none", "selective", "layers")
 
 
 class Irregular(Exception):
@@ -115,7 +115,7 @@ class Composer:
 
     @staticmethod
     def takes(recipe: Recipe) -> bool:
-        return FIELDS.issuperset(recipe.changed()) and recipe.optimizer in OPTIMIZERS
+        return FIELDS.issuperset(recipe.changed())
 
     def scheduled(self, recipe: Recipe) -> Cost:
         """What the chain's activations take by a schedule, and the time of one micro-batch.
@@ -146,7 +146,7 @@ class Composer:
         # one less where a block keeps two storages or more.
         reach = sum(recipe.copies(self.tier)) - (recipe.checkpoint != "layers")
         few = FEW + alone + recipe.offload_activations * max(1, reach)
-        if count < MANY + 2 * bool(first) or not (recipe.checkpoint in ALIKE or alone):
+        if count < MANY + 2 * bool(first) or recipe.blocks or not (recipe.checkpoint in ALIKE or alone):
             return self.measured(recipe, count)
 
         def grown(blocks: int, moments: Callable[[int], Moments]) -> Moments:
@@ -193,6 +193,12 @@ class Composer:
 
     # ---- the optimizer
 
+    def held_bytes(self, recipe: Recipe) -> int:
+        """The model and what of the optimizer's state is on the device."""
+        with symbolic(self.mode):
+            held = self.updates.of_all(recipe, chosen_below(self.trained, recipe.offload_optimizer)).held
+        return held + sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
+
     def with_optimizer(self, moments: Moments, recipe: Recipe) -> Estimate:
         below = chosen_below(self.trained, recipe.offload_optimizer)
         update = self.updates.of_all(recipe, below)
@@ -210,7 +216,7 @@ class Composer:
             phases[phase] = max(phases[phase], count)
         peak = int(sums.argmax())
         at_peak = dict(zip(CATEGORIES, live[peak].tolist(), strict=True))
-        flops, down, up = moments.totals + np.array([0, *update.moved])
+        flops, down, up = moments.totals + update.totals
         totals, on_host = (int(flops), int(down), int(up)), sum(p.numel() for p in below) if self.tier == "host" else 0
         return Estimate(recipe, int(sums[peak]), at_peak, phases, str(names[peak]), *totals, self.tier, on_host)
 

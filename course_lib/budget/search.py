@@ -5,33 +5,27 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from course_lib._check import InfeasibleBudget, kind, one_of, whole
-from course_lib._torch import tensors_in
-from course_lib.checkpoint.blocks import names_of
 from course_lib.labels import text
+from course_lib.memory import symbolic
 from course_lib.memory.show import Table, bytes_text
-from course_lib.offload import chosen_below
 
 from . import sharding
-from .attention import attentions_of, drop_probability
-from .cheapest import best_of, fewest_blocks, least_schedule
-from .composing import Composing
+from .cheapest import best_of, fewest_blocks, fewest_pieces, least_schedule
 from .estimating import TIERS, Estimate
-from .loss import LossSum, has_loss_sum, is_decoder, mixes_samples, samples_in
+from .known import Known, Search
+from .loss import LossSum, samples_in
 from .rates import RATES, Rates
-from .recipe import ALL_ABOVE, ATTENTIONS, Recipe, pieces_allowed
+from .recipe import Recipe
 from .show import Way, steps_to
-
-FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
-HEAD_CHUNK = 512  # tokens, or a sixteenth of the batch's where that is more: smaller ones save little
-STATE = {"adam": 2, "momentum": 1}  # numbers for each parameter
+from .step import model_of
 
 
 class Estimates(Table, list):
@@ -72,10 +66,12 @@ def fit(
     *,
     loss_sum: LossSum | None = None,
     max_norm: float | None = None,
+    blocks: str | Sequence[str] | None = None,
     recipes: Iterable[Recipe] | None = None,
     base: Recipe | None = None,
     rates: Rates | str = "laptop",
     tier: str | None = None,
+    quick: bool = False,
     progress: bool = True,
 ) -> Estimates:
     """The recipes whose step fits the budget, cheapest first by `Rates.seconds`, then by fewer micro-batches.
@@ -125,160 +121,98 @@ def fit(
             kind("recipes", recipe, Recipe, "one Recipe or more")
     with _progress(progress) as watch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no activation was moved")  # nothing was large enough: the search finds out
-        alone = replace(base, ranks=1, shard=None, update="loop") if base.ranks > 1 else base
-        search = _Search(make_model, make_batch, loss_sum, budget_bytes, alone, tier, watch, max_norm)
-        found = _found(search, recipes, rates, base)
+        options = {"loss_sum": loss_sum, "tier": tier, "max_norm": max_norm}
+        known = Known(make_model, make_batch, base, blocks=blocks, quick=quick, watch=watch, **options)
+        return that_fit(Search(known, budget_bytes, rates), base, recipes)
+
+
+def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = None) -> Estimates:
+    """`fit`, by what is known already."""
+    known = search.known
+    while True:
+        if recipes is not None:
+            found, tried = _among(search, recipes)
+        elif base.ranks > 1:
+            found, tried = _on_ranks(search, base)
+        else:
+            found, tried = _all(search), known.estimates.values()
+        found.sort(key=search.order)
+        least = min(tried, key=lambda e: e.peak_bytes, default=None)
+        if known.confirms(found[0] if found else least):
+            break
     if not found:
-        least, told = search.least, "none was found"
+        told = "none was found"
         if least:
             told = f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
-        raise InfeasibleBudget(budget_bytes, least and least.peak_bytes, told, least)
+        raise InfeasibleBudget(search.budget, least and least.peak_bytes, told, least)
     title = text(
         "{count} recipe fits into {budget}; {known} were estimated"
         if len(found) == 1
         else "{count} recipes fit into {budget}; {known} were estimated",
-        **{"count": len(found), "budget": bytes_text(budget_bytes), "known": len(search.known)},
+        **{"count": len(found), "budget": bytes_text(search.budget), "known": len(known.estimates)},
     )
-    return Estimates(found, rates, title, lambda recipe: search.known.get(recipe) or search.estimated(recipe))
+    if known.quick:
+        title = text("{found}, by a quick search, which may miss cheaper ones", found=title)
+    return Estimates(found, search.rates, title, known.estimate)
 
 
-class _Search:
-    """One search: what is known of the model, and the estimates made so far."""
-
-    def __init__(self, make_model, make_batch, loss_sum, budget_bytes, base: Recipe, tier, watch=None, max_norm=None):
-        self.budget, self.watch = budget_bytes, watch or (lambda recipe: None)
-        self.base = Recipe(precision=base.precision, optimizer=base.optimizer, update=base.update)
-        self.known: dict[Recipe, Estimate] = {}
-        self.least: Estimate | None = None
-        self.estimates = Composing(make_model, make_batch, self.base, loss_sum=loss_sum, tier=tier, max_norm=max_norm)
-        self.insides = (False, True) if max_norm is None else (False,)
-        self.estimate(self.base)  # first of all, since it says what is wrong with model or batch
-        composer = self.estimates.composer_of(self.base)
-        model, tokens = composer.model, next(tensors_in(composer.batch))
-        self.chunk = HEAD_CHUNK if tokens.is_floating_point() else max(HEAD_CHUNK, tokens.numel() // 16)
-        self.decoder = is_decoder(model) and loss_sum is None
-        weighed = (loss_sum is not None or has_loss_sum(model)) and not mixes_samples(model)
-        self.pieces = pieces_allowed(samples_in(composer.batch)) if weighed else [1]
-        self.layers = 0
-        with suppress(ValueError):  # without a list of like modules
-            self.layers = len(names_of(model, None))
-        self.trained = composer.trained
-        self.parameter_bytes = sum(p.nbytes for p in model.parameters())
-        stateless = self.base.optimizer in ALL_ABOVE or (self.base.optimizer, self.base.precision) == ("sgd", "fp32")
-        self.fractions = FRACTIONS[:1] if stateless else FRACTIONS
-        self.attentions, self.flash_is_less = ATTENTIONS[:1], False
-        if drop_probability(attentions_of(model)) == 0 and _goes_with(self, attention="flash"):
-            self.compare_attentions()
-
-    def compare_attentions(self) -> None:
-        """Flash is the smaller one where it is so at both ends: the whole batch, and as little as can be."""
-        keep = {"checkpoint": "layers"} if _goes_with(self, checkpoint="layers") else {}
-        self.attentions = ATTENTIONS
-        ends = (self.base, replace(self.base, micro_batches=self.pieces[-1], **keep))
-        pairs = [[self.estimate(replace(end, attention=name)) for name in ATTENTIONS] for end in ends]
-        self.flash_is_less = all(new.peak_bytes <= old.peak_bytes for old, new in pairs)
-        if self.flash_is_less and all(new.flops <= old.flops for old, new in pairs):
-            self.attentions = ATTENTIONS[1:]  # better in all respects
-
-    def estimate(self, recipe: Recipe) -> Estimate:
-        if recipe not in self.known:
-            self.watch(recipe)
-            self.known[recipe] = self.estimated(recipe)
-            if self.least is None or self.known[recipe].peak_bytes < self.least.peak_bytes:
-                self.least = self.known[recipe]
-        return self.known[recipe]
-
-    def flops(self, recipe: Recipe) -> int:
-        return self.estimate(recipe).flops
-
-    def estimated(self, recipe: Recipe) -> Estimate:
-        if recipe.ranks > 1:
-            return sharding.estimate(*self.estimates.given, recipe, **self.estimates.options)
-        return self.estimates(recipe)
-
-    def confirms(self, best: Estimate | None) -> bool:
-        """Whether the best estimate is what the whole step takes; if not, the search begins again, with whole steps."""
-        if best is None or best.recipe.ranks > 1 or not self.estimates.composing:
-            return True
-        self.watch(best.recipe)
-        if not self.estimates.confirms(best):
-            self.known, self.least = {}, None
-        return bool(self.known)
-
-    def fits(self, recipe: Recipe) -> bool:
-        possible = recipe.ranks > 1 or self.at_least_bytes(recipe) <= self.budget
-        return possible and self.estimate(recipe).peak_bytes <= self.budget
-
-    # ---- what is known without an estimate
-
-    def at_least_bytes(self, recipe: Recipe) -> int:
-        """Forward and backward are the same wherever the state is, but for what of it is on the device.
-
-        Steps in backward leave out gradients, and nothing else.
-        """
-        held = self.held_bytes(recipe) - 4 * len(self.trained)  # Adam's step counters, which may be below
-        least = 0
-        for inside in {recipe.in_backward, False}:
-            gradients = (recipe.in_backward - inside) * sum(p.nbytes for p in self.trained)
-            twins = (replace(recipe, in_backward=inside, offload_optimizer=fraction) for fraction in FRACTIONS)
-            for e in (self.known[twin] for twin in twins if twin in self.known):
-                peak = max(e.phase_peaks["forward"], e.phase_peaks["backward"])
-                least = max(least, peak + held - self.held_bytes(e.recipe) - gradients)
-        return least
-
-    def floor_bytes(self, recipe: Recipe) -> int:
-        """What is there at some moment of every step: parameters and the state above; gradients too, or the largest."""
-        gradients = [p.nbytes for p in self.trained]
-        return self.held_bytes(recipe) + (max(gradients) if recipe.in_backward else sum(gradients))
-
-    def held_bytes(self, recipe: Recipe) -> int:
-        return self.parameter_bytes + _state_above(self.trained, recipe)
+# ---- where to look
 
 
-def _state_above(parameters: Sequence[Tensor], recipe: Recipe) -> int:
-    """Bytes of state and master weights that are where the parameters are."""
-    below = chosen_below(parameters, recipe.offload_optimizer)
-    masters = recipe.precision == "bf16" or recipe.offload_optimizer > 0  # of parameters in 16 bits
-    size = 4 * STATE.get(recipe.optimizer, 0)
-    each = {p: size + 4 if masters and p.itemsize < 4 else size * p.itemsize // 4 for p in parameters if p not in below}
-    return sum(p.numel() * nbytes for p, nbytes in each.items())
-
-
-def _found(search: _Search, recipes: Iterable[Recipe] | None, rates: Rates, base: Recipe) -> list[Estimate]:
-    """What fits, the cheapest first, which is confirmed."""
-    while True:
-        if recipes is not None:
-            found = _among(search, recipes)
-        elif base.ranks > 1:
-            found = sharding.that_fit(search, base)
-        else:
-            found = _with_few_checkpoints(search, _all(search), rates)
-        found.sort(key=lambda e: (rates.seconds(e), e.recipe.micro_batches, e.sent_bytes, e.peak_bytes))
-        if search.confirms(found[0] if found else search.least):
-            return found
-
-
-def _among(search: _Search, recipes: Iterable[Recipe]) -> list[Estimate]:
+def _among(search: Search, recipes: Iterable[Recipe]) -> tuple[list[Estimate], list[Estimate]]:
+    """Those of the recipes that fit; and, for the message, all of them where none does."""
     found, possible = [], []
     for recipe in dict.fromkeys(recipes):
         with suppress(InfeasibleBudget):  # of the recipe's own schedule_bytes
             if search.fits(recipe):
-                found.append(search.estimate(recipe))
+                found.append(search.known.estimate(recipe))
             possible.append(recipe)
-    if not found:  # for the message
-        search.least = min(map(search.estimate, possible), key=lambda e: e.peak_bytes, default=None)
-    return found
+    return found, found or [search.known.estimate(recipe) for recipe in possible]
 
 
-def _all(search: _Search) -> list[Estimate]:
+def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estimate]]:
+    """For several ranks: each sharding, with the fewest micro-batches, and checkpoints where it does not fit without.
+
+    And all that were estimated.
+    """
+    known = search.known
+    make_model, make_batch = known.composing.given
+    with symbolic():
+        shapes = sharding.shapes_of(model_of(make_model, sharding.single(replace(base, shard="zero3"))))
+        samples = samples_in(make_batch())
+    pieces = known.options("micro_batches", *sharding.pieces(replace(base, micro_batches=1), samples))
+    keeps, found = known.options("checkpoint", "none", "selective", "layers"), []
+    for shard, keep, attention in product(sharding.MODES, keeps, known.attentions):
+        blocks = None if keep == "none" else known.blocks
+        family = replace(base, shard=shard, checkpoint=keep, blocks=blocks, attention=attention)
+        if base.shard not in (None, shard) or sharding.floor_bytes(shapes, family) > search.budget:
+            continue
+        without = replace(family, checkpoint=keeps[0], blocks=None if keeps[0] == "none" else blocks)
+        if any(replace(e.recipe, micro_batches=1) == replace(without, micro_batches=1) for e in found):
+            continue  # it fits without checkpoints
+        optional = keep != keeps[0] or (base.shard is None and shard not in sharding.REPLICATED)
+        with suppress(ValueError) if optional else nullcontext():  # a model without blocks, or a loss not by its call
+            best = fewest_pieces(search, family, pieces)
+            found += [known.estimate(best)] if best else []
+    tried = [e for recipe, e in known.estimates.items() if recipe.ranks > 1]
+    if not tried:  # even weights, gradients and state do not fit
+        shard, blocks = base.shard or "zero3", None if keeps[-1] == "none" else known.blocks
+        more = {"attention": known.attentions[-1], "micro_batches": pieces[-1], "blocks": blocks}
+        tried = [known.estimate(replace(base, shard=shard, checkpoint=keeps[-1], **more))]
+    return found, tried
+
+
+def _all(search: Search) -> list[Estimate]:
+    """Combinations of techniques, those of few techniques first."""
     found: list[Recipe] = []
     too_large: set[Recipe] = set()
-    for family in sorted(_families(search), key=lambda recipe: (_techniques(recipe), recipe.attention)):
+    for family in sorted(_families(search.known), key=_techniques):
         flash = replace(family, attention="flash")
         if (
-            any(_adds_to(family, smaller) for smaller in found)
-            or search.floor_bytes(family) > search.budget
-            or (search.flash_is_less and flash in too_large)
+            _needless(search, family, found)
+            or search.known.floor_bytes(family) > search.budget
+            or (flash in too_large and search.known.flash_is_less)
+            or _idle(search.known, family)
         ):
             continue
         try:
@@ -291,80 +225,34 @@ def _all(search: _Search) -> list[Estimate]:
             too_large.add(family)
     if not found:
         _find_least(search)
-    return [search.estimate(recipe) for recipe in found]
+    else:
+        _add_first_blocks(search, found)
+    return [search.known.estimate(recipe) for recipe in found if not _can_do_with_less(search, recipe, found)]
 
 
-def _schedules(family: Recipe, found: list[Recipe]) -> list[Recipe]:
-    """Those found that would do in place of the family's checkpoints, and need no more besides."""
-    scheduled = replace(family, checkpoint="optimal", segments=None, schedule_bytes=1, offload_activations=False)
-    return [recipe for recipe in found if recipe.checkpoint == "optimal" and _adds_to(scheduled, recipe)]
+def _families(known: Known) -> Iterator[Recipe]:
+    """One recipe for each combination; how many micro-batches, segments and schedule bytes is found later.
 
-
-def _with_few_checkpoints(search: _Search, found: list[Estimate], rates: Rates) -> list[Estimate]:
-    """What was found, and checkpoints around the first blocks only, where that may be the cheapest of all.
-
-    It costs no less than the step without checkpoints.
+    What goes down depends on the micro-batches: with offloaded activations each number is a combination of its own,
+    from one to the next twice as many.
     """
-    cheapest = min(map(rates.seconds, found), default=0)
-    for e in [e for e in found if e.recipe.checkpoint == "layers"]:
-        most = replace(e.recipe, micro_batches=1 if e.recipe.in_backward else search.pieces[-1])
-        bound = search.estimate(replace(most, checkpoint="none"))
-        if rates.seconds(bound) < cheapest and (fewest := fewest_blocks(search, most, bound.peak_bytes)):
-            found.append(search.estimate(fewest))
-            cheapest = min(cheapest, rates.seconds(found[-1]))
-    return found
-
-
-def _families(search: _Search) -> Iterator[Recipe]:
-    """One recipe for each combination; how many micro-batches, segments and schedule bytes is found later."""
-    keeps: list[dict[str, Any]] = [{}, {"offload_activations": True}]
-    if _goes_with(search, checkpoint="layers"):
-        keeps += [{"checkpoint": "selective"}, {"checkpoint": "layers"}]
-        keeps += [{"checkpoint": "layers", "offload_activations": True}]
-    if _goes_with(search, checkpoint="optimal", schedule_bytes=1 << 60):
-        keeps += [{"checkpoint": "optimal", "schedule_bytes": 1}]
-        keeps += [{"checkpoint": "segments", "segments": 2}] if search.layers > 1 else []
-    chunks = (None, search.chunk) if _goes_with(search, head_chunk=search.chunk) else (None,)
     for attention, keep, chunk, inside, fraction in product(
-        search.attentions, keeps, chunks, search.insides, search.fractions
+        known.attentions, known.keeps, known.chunks, known.insides, known.fractions
     ):
         techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, **keep}
-        yield replace(search.base, offload_optimizer=fraction, **techniques)
+        family = replace(known.base, offload_optimizer=fraction, **techniques)
+        for pieces in known.doublings(family) if family.offload_activations else known.pieces_for(family)[:1]:
+            yield replace(family, micro_batches=pieces)
 
 
-def _goes_with(search: _Search, **technique: Any) -> bool:
-    """Whether the model has blocks to be checkpointed, a head that runs in chunks, attention that can be flash."""
-    try:
-        return search.decoder or bool(search.estimate(replace(search.base, **technique)))
-    except (TypeError, ValueError, RuntimeError):
-        return False
-
-
-def _find_least(search: _Search) -> None:
-    """For the message: what takes the least, among those that use the most."""
-    chunk = search.chunk if _goes_with(search, head_chunk=search.chunk) else None
-    keeps: list[dict[str, Any]] = [{"offload_activations": True}]
-    if _goes_with(search, checkpoint="layers"):
-        keeps += [{"offload_activations": True, "checkpoint": "layers"}]
-    if _goes_with(search, checkpoint="optimal", schedule_bytes=1 << 60):
-        keeps += [{"checkpoint": "optimal", "schedule_bytes": 1}]
-    kinds = search.attentions[-1:] if search.flash_is_less else search.attentions
-    for attention, fraction, inside, keep in product(kinds, search.fractions[::-1], search.insides, keeps):
-        pieces = 1 if inside else search.pieces[-1]
-        techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, "micro_batches": pieces}
-        recipe = replace(search.base, offload_optimizer=fraction, **techniques, **keep)
-        if max(search.floor_bytes(recipe), search.at_least_bytes(recipe)) < search.least.peak_bytes:
-            search.estimate(least_schedule(search, recipe) if recipe.checkpoint == "optimal" else recipe)
-
-
-def _techniques(recipe: Recipe) -> float:
+def _techniques(recipe: Recipe) -> tuple:
     """How much a recipe adds to the plain step, for the order of the search."""
     parts = (recipe.checkpoint != "none", recipe.offload_activations, recipe.head_chunk, recipe.in_backward)
-    return sum(map(bool, parts)) + recipe.offload_optimizer
+    return sum(map(bool, parts)) + recipe.offload_optimizer, recipe.attention, recipe.micro_batches
 
 
 def _adds_to(recipe: Recipe, smaller: Recipe) -> bool:
-    """Whether a recipe uses all that the smaller one uses, micro-batches aside: more than is needed."""
+    """Whether a recipe uses all that the smaller one uses, micro-batches aside."""
     return (
         recipe.attention == smaller.attention
         and smaller.checkpoint in ("none", recipe.checkpoint)
@@ -373,6 +261,81 @@ def _adds_to(recipe: Recipe, smaller: Recipe) -> bool:
         and recipe.in_backward >= smaller.in_backward
         and recipe.offload_optimizer >= smaller.offload_optimizer
     )
+
+
+def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
+    """Whether the family adds to what fits, and can be no cheaper.
+
+    To add costs, but where activations are offloaded: checkpoints, a head in chunks and micro-batches leave less to be
+    moved. Then only what may be the cheapest of all is tried.
+    """
+    smaller = [recipe for recipe in found if _adds_to(family, recipe)]
+    if any(not recipe.offload_activations or _moves_as_much(family, recipe) for recipe in smaller):
+        return True
+    return bool(smaller) and search.known.least_seconds(family, search.rates) >= min(map(search.seconds, found))
+
+
+def _moves_as_much(recipe: Recipe, other: Recipe) -> bool:
+    names = ("checkpoint", "head_chunk", "micro_batches")
+    return all(getattr(recipe, name) == getattr(other, name) for name in names)
+
+
+def _idle(known: Known, family: Recipe) -> bool:
+    """Whether nothing is large enough to go down: it was not with fewer micro-batches, whose tensors are larger."""
+    fewer = (replace(family, micro_batches=count) for count in known.pieces_for(family) if count < family.micro_batches)
+    tried = (recipe for recipe in fewer if recipe in known.estimates)
+    return family.offload_activations and any(map(known.moves_nothing, tried))
+
+
+def _schedules(family: Recipe, found: list[Recipe]) -> list[Recipe]:
+    """Those found that would do in place of the family's checkpoints, and need no more besides."""
+    scheduled = replace(family, checkpoint="optimal", segments=None, schedule_bytes=1, first_blocks=None,
+                        offload_activations=False)  # fmt: skip
+    return [recipe for recipe in found if recipe.checkpoint == "optimal" and _adds_to(scheduled, recipe)]
+
+
+def _can_do_with_less(search: Search, recipe: Recipe, found: list[Recipe]) -> bool:
+    """Whether another one uses part of it and comes first."""
+    order = search.order(search.known.estimate(recipe))
+    others = (other for other in found if other != recipe and _adds_to(recipe, other))
+    return any(search.order(search.known.estimate(other)) < order for other in others)
+
+
+def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
+    """Checkpoints around the first blocks only, where that may be the cheapest of all.
+
+    It costs no less than the step without checkpoints.
+    """
+    known = search.known
+    if known.quick or "layers" not in {keep.get("checkpoint") for keep in known.keeps}:
+        return
+    cheapest = min(map(search.seconds, found))
+    for attention, chunk, inside, fraction in product(
+        known.attentions, known.chunks, known.insides, known.fractions
+    ):
+        techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, "offload_optimizer": fraction}
+        plain = replace(known.base, **techniques)
+        if plain.offload_activations or known.least_seconds(plain, search.rates) >= cheapest:
+            continue
+        if known.floor_bytes(plain) <= search.budget and (fewest := fewest_blocks(search, plain)):
+            found.append(fewest)
+            cheapest = min(cheapest, search.seconds(fewest))
+
+
+def _find_least(search: Search) -> None:
+    """For the message: what takes the least, among those that use the most."""
+    known = search.known
+    kinds = known.attentions[-1:] if len(known.attentions) == 1 or known.flash_is_less else known.attentions
+    keeps = [keep for keep in known.keeps if keep["offload_activations"] or keep.get("checkpoint") == "optimal"]
+    for attention, fraction, inside, keep in product(
+        kinds, known.fractions[::-1], known.insides, keeps or known.keeps[-1:]
+    ):
+        techniques = {"attention": attention, "head_chunk": known.chunks[-1], "in_backward": inside, **keep}
+        recipe = replace(known.base, offload_optimizer=fraction, **techniques)
+        recipe = replace(recipe, micro_batches=known.pieces_for(recipe)[-1])
+        least = min(e.peak_bytes for e in known.estimates.values())
+        if known.floor_bytes(recipe) < least:
+            known.estimate(least_schedule(search, recipe) if recipe.schedule_bytes == 1 else recipe)
 
 
 @contextmanager

@@ -1,0 +1,270 @@
+"""What a search knows of one model and batch: its estimates, each made once, and bounds that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from course_lib._torch import tensors_in
+from course_lib.checkpoint.blocks import names_of
+
+from . import sharding
+from .attention import attentions_of, drop_probability
+from .composing import Composing
+from .estimating import Estimate
+from .loss import has_loss_sum, is_decoder, mixes_samples, samples_in
+from .rates import Rates
+from .recipe import ALL_ABOVE, ATTENTIONS, Recipe, pieces_allowed
+
+FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+HEAD_CHUNK = 512  # tokens, or a sixteenth of the batch's where that is more: smaller ones save little
+# Fields on which a step's FLOPs depend.
+COMPUTED = ("attention", "checkpoint", "first_blocks", "segments", "schedule_bytes", "head_chunk")
+
+
+class Known:
+    """The estimates of one model and batch, each made once: searches for several budgets can share them.
+
+    Attributes:
+        base: one rank's recipe, whose fields other than the default every recipe keeps.
+        blocks: what is checkpointed; None for the longest list of like modules.
+        quick: leave out what takes long to try and seldom pays.
+        estimates: recipe -> its estimate, of all that were made.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable,
+        make_batch: Callable,
+        base: Recipe,
+        *,
+        blocks: str | Sequence[str] | None = None,
+        quick: bool = False,
+        watch: Callable[[Recipe], None] | None = None,
+        **options: Any,
+    ):
+        self.base = replace(base, ranks=1, shard=None, update="loop") if base.ranks > 1 else base
+        self.quick, self.watch = quick, watch or (lambda recipe: None)
+        self.blocks = tuple(blocks) if isinstance(blocks, list) else blocks or base.blocks
+        self.estimates: dict[Recipe, Estimate] = {}
+        self._flops: dict[tuple, int] = {}
+        self._confirmed: set[Recipe] = set()
+        self.composing = Composing(make_model, make_batch, self.base, **options)
+        self.estimate(self.base)  # first of all, since it says what is wrong with model or batch
+
+    # ---- estimates
+
+    def estimate(self, recipe: Recipe, shown: bool = True) -> Estimate:
+        if recipe not in self.estimates:
+            if shown:
+                self.watch(recipe)
+            found = self.estimates[recipe] = self._estimated(recipe)
+            computed = _computed(recipe)
+            self._flops[computed] = min(found.flops, self._flops.get(computed, found.flops))
+        return self.estimates[recipe]
+
+    def _estimated(self, recipe: Recipe) -> Estimate:
+        if recipe.ranks > 1:
+            return sharding.estimate(*self.composing.given, recipe, **self.composing.options)
+        return self.composing(recipe)
+
+    def confirms(self, best: Estimate | None) -> bool:
+        """Whether the whole step takes what was estimated; if not, all is forgotten, and whole steps are run from now.
+        """
+        if best is None or best.recipe.ranks > 1 or not self.composing.composing or best.recipe in self._confirmed:
+            return True
+        self.watch(best.recipe)
+        if not self.composing.confirms(best):
+            self.estimates, self._flops = {}, {}
+            return False
+        self._confirmed.add(best.recipe)
+        return True
+
+    # ---- what can be tried
+
+    def options(self, name: str, *values: Any) -> tuple:
+        """What a field can be: what the base sets, else these values."""
+        return (getattr(self.base, name),) if name in self.base.changed() else values
+
+    @cached_property
+    def composer(self):
+        return self.composing.composer_of(self.base)
+
+    @cached_property
+    def decoder(self) -> bool:
+        return is_decoder(self.composer.model) and self.composer.loss_sum is None
+
+    @cached_property
+    def pieces(self) -> tuple[int, ...]:
+        """Numbers of micro-batches."""
+        model = self.composer.model
+        weighed = (self.composer.loss_sum is not None or has_loss_sum(model)) and not mixes_samples(model)
+        return self.options("micro_batches", *(pieces_allowed(samples_in(self.composer.batch)) if weighed else [1]))
+
+    def pieces_for(self, recipe: Recipe) -> tuple[int, ...]:
+        """Numbers of micro-batches; steps in backward take one."""
+        return (1,) if recipe.in_backward else self.pieces
+
+    def doublings(self, recipe: Recipe) -> list[int]:
+        """Of the numbers of micro-batches those that are at least twice the one before."""
+        found = []
+        for count in self.pieces_for(recipe):
+            if not found or count >= 2 * found[-1]:
+                found.append(count)
+        return found
+
+    @cached_property
+    def insides(self) -> tuple[bool, ...]:
+        """Whether the optimizer steps in backward."""
+        one = self.composer.max_norm is None and self.base.accumulate is None and self.base.micro_batches == 1
+        return self.options("in_backward", *((False, True) if one else (False,)))
+
+    @cached_property
+    def fractions(self) -> tuple[float, ...]:
+        """Of the optimizer's state that is offloaded."""
+        stateless = self.base.optimizer in ALL_ABOVE
+        stateless |= (self.base.optimizer, self.base.precision) == ("sgd", "fp32")
+        few = FRACTIONS[:: len(FRACTIONS) - 1] if self.quick else FRACTIONS
+        return self.options("offload_optimizer", *(FRACTIONS[:1] if stateless else few))
+
+    @cached_property
+    def chunks(self) -> tuple[int | None, ...]:
+        """Tokens of the loss head at a time."""
+        tokens = next(tensors_in(self.composer.batch))
+        chunk = HEAD_CHUNK if tokens.is_floating_point() else max(HEAD_CHUNK, tokens.numel() // 16)
+        return self.options("head_chunk", None, *([chunk] if self.goes_with(head_chunk=chunk) else []))
+
+    @cached_property
+    def attentions(self) -> tuple[str | None, ...]:
+        """Flash alone where it is better in all respects: see `flash_is_less`."""
+        if "attention" in self.base.changed():
+            return (self.base.attention,)
+        if drop_probability(attentions_of(self.composer.model)) > 0 or not self.goes_with(attention="flash"):
+            return ATTENTIONS[:1]
+        better = self.flash_is_less and all(new.flops <= old.flops for old, new in self._attention_pairs)
+        return ATTENTIONS[1:] if better else ATTENTIONS
+
+    @cached_property
+    def flash_is_less(self) -> bool:
+        """Flash takes no more memory at both ends: the whole batch, and as little as can be."""
+        return all(new.peak_bytes <= old.peak_bytes for old, new in self._attention_pairs)
+
+    @cached_property
+    def _attention_pairs(self) -> list[list[Estimate]]:
+        least = {} if self.base.in_backward else {"micro_batches": self.pieces[-1]}
+        if self.base.checkpoint == "none" and self.goes_with(checkpoint="layers"):
+            least |= {"checkpoint": "layers", "blocks": self.blocks}
+        ends = (self.base, replace(self.base, **least))
+        return [[self.estimate(replace(end, attention=name)) for name in ATTENTIONS] for end in ends]
+
+    @cached_property
+    def layers(self) -> int:
+        """How many blocks there are to checkpoint."""
+        names = list(self.blocks) if isinstance(self.blocks, tuple) else self.blocks
+        with suppress(ValueError):  # without a list of like modules
+            return len(names_of(self.composer.model, names))
+        return 0
+
+    @cached_property
+    def keeps(self) -> list[dict[str, Any]]:
+        """What is kept for backward, and how: fields of recipes."""
+        if self.base.checkpoint != "none":
+            found = [{}]
+        else:
+            found = [{"checkpoint": "none"}]
+            if self.goes_with(checkpoint="layers"):
+                kinds = ("layers",) if self.quick else ("selective", "layers")
+                found += [{"checkpoint": kind, "blocks": self.blocks} for kind in kinds]
+            if not self.quick and self.goes_with(checkpoint="optimal", schedule_bytes=1 << 60):
+                found += [{"checkpoint": "optimal", "schedule_bytes": 1, "blocks": self.blocks}]
+                more = {"checkpoint": "segments", "segments": 2, "blocks": self.blocks}
+                found += [more] if self.layers > 1 else []
+        downs = self.options("offload_activations", False, True)
+        return [
+            {**keep, "offload_activations": down}
+            for down in downs
+            for keep in found
+            if not down or keep.get("checkpoint") in ("none", "layers", None)
+        ]
+
+    def goes_with(self, **technique: Any) -> bool:
+        """Whether the model has blocks to be checkpointed, a head that runs in chunks, attention that can be flash."""
+        if "checkpoint" in technique:
+            technique["blocks"] = self.blocks
+        try:
+            recipe = replace(self.base, **technique)
+            return (self.decoder and self.blocks is None) or bool(self.estimate(recipe, shown=False))
+        except (TypeError, ValueError, RuntimeError):
+            return False
+
+    # ---- bounds, without an estimate of the recipe itself
+
+    def held_bytes(self, recipe: Recipe) -> int:
+        """The model and what of the optimizer's state is on the device, which are there throughout the step."""
+        return self.composer.held_bytes(recipe)
+
+    def floor_bytes(self, recipe: Recipe) -> int:
+        """The optimizer's step takes the same whatever forward and backward did; in backward, at least what is held."""
+        if recipe.in_backward:
+            return self.held_bytes(recipe)
+        return self.state_of(recipe).phase_peaks["optimizer"]
+
+    def state_of(self, recipe: Recipe) -> Estimate:
+        """The step by the base, with the recipe's optimizer."""
+        names = ("offload_optimizer", "in_backward")
+        return self.estimate(replace(self.base, **{name: getattr(recipe, name) for name in names}))
+
+    def least_seconds(self, recipe: Recipe, rates: Rates) -> float:
+        """No FLOPs less than without offloaded activations, and of what is moved the optimizer's state alone."""
+        down, up = self.state_moved(recipe)
+        least = {"flops": self.least_flops(recipe), "bytes_down": down, "bytes_up": up}
+        return rates.seconds(replace(self.state_of(recipe), **least))
+
+    def state_moved(self, recipe: Recipe) -> tuple[int, int]:
+        """Bytes of the optimizer's state that go down in a step, and up."""
+        state, none = self.state_of(recipe), self.state_of(replace(recipe, offload_optimizer=0.0))
+        return state.bytes_down - none.bytes_down, state.bytes_up - none.bytes_up
+
+    def least_flops(self, recipe: Recipe) -> int:
+        """Those of an estimate with the same to compute, else with part of it: to add to that takes no fewer."""
+        plain = replace(recipe, checkpoint="none", blocks=None, first_blocks=None, segments=None, schedule_bytes=None)
+        for part in (recipe, replace(recipe, head_chunk=None), plain, replace(plain, head_chunk=None)):
+            if (found := self.known_flops(part)) is not None:
+                return found
+        return 0
+
+    def known_flops(self, recipe: Recipe) -> int | None:
+        """Those of an estimate with the same to compute; None if there is none."""
+        return self._flops.get(_computed(recipe))
+
+    def moves_nothing(self, recipe: Recipe) -> bool:
+        """Whether of the activations nothing was large enough to go down."""
+        return self.estimate(recipe).bytes_down == self.state_moved(recipe)[0]
+
+
+def _computed(recipe: Recipe) -> tuple:
+    return tuple(getattr(recipe, name) for name in COMPUTED)
+
+
+class Search:
+    """What is known, a budget and the rates that say what is cheap."""
+
+    def __init__(self, known: Known, budget: int, rates: Rates):
+        self.known, self.budget, self.rates = known, budget, rates
+
+    def fits(self, recipe: Recipe) -> bool:
+        possible = recipe.ranks > 1 or self.known.floor_bytes(recipe) <= self.budget
+        return possible and self.known.estimate(recipe).peak_bytes <= self.budget
+
+    def seconds(self, recipe: Recipe) -> float:
+        return self.rates.seconds(self.known.estimate(recipe))
+
+    def flops(self, recipe: Recipe) -> int:
+        return self.known.estimate(recipe).flops
+
+    def order(self, found: Estimate) -> tuple:
+        """The cheapest first, of equal price the one of fewer micro-batches."""
+        return self.rates.seconds(found), found.recipe.micro_batches, found.sent_bytes, found.peak_bytes

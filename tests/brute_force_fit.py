@@ -1,0 +1,260 @@
+"""Whether `fit` finds the cheapest recipe that fits: twelve small models, each searched for 6 budgets at 3 sets of rates.
+
+    PYTHONPATH=. python tests/brute_force_fit.py [name ...]
+
+Each search is compared with a grid of at most 300 recipes, all estimated. A difference is a recipe of the grid that fits
+and costs less than the first that `fit` lists, or that fits where `fit` finds none. Estimates are made once for all
+budgets and rates. No part of `make test`, but for the cheapest two models; about ten minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from course_lib._check import InfeasibleBudget
+from course_lib.budget import Estimate, Rates, Recipe
+from course_lib.budget.known import FRACTIONS, Known, Search
+from course_lib.budget.search import that_fit
+from course_lib.models import Decoder, deep_mlp, random_tokens
+
+MOST = 300  # recipes in a grid
+BUDGETS = 6
+# FLOPs dear, links dear, and neither: with a file below they add up, with the host below the longest counts.
+RATES = (Rates(1e9, 2e9, 1e8), Rates(1e9, 2e9, 1e6, host_bytes=1e9), Rates(1e10, 2e10, 1e9, host_bytes=1e10))
+
+
+@dataclass
+class Difference:
+    """What `fit` lists first, if it lists any, and what is cheaper in the grid."""
+
+    budget_bytes: int
+    rates: Rates
+    found: Estimate | None
+    better: Estimate
+
+    def __str__(self) -> str:
+        rows = [f"budget {self.budget_bytes:,}, link {self.rates.link_bytes:.0e}:"]
+        for name, e in (("fit ", self.found), ("grid", self.better)):
+            told = e and f"{self.rates.seconds(e):.6g} s, {e.peak_bytes:,} bytes, {e.recipe!r}"
+            rows.append(f"  {name} {told or 'finds none'}")
+        return "\n".join(rows)
+
+
+# ---- models
+
+
+class Chain(nn.Module):
+    """Blocks of the given widths, each of which has what the one before returned."""
+
+    def __init__(self, widths: list[int]):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, w), nn.GELU(), nn.Linear(w, 16)) for w in widths)
+
+    def loss_sum(self, batch):
+        x = batch
+        for block in self.blocks:
+            x = x + block(x)
+        return F.mse_loss(x, batch, reduction="sum"), len(batch)
+
+
+class Convolutions(nn.Module):
+    """Stages of falling resolution with batch norm, whose loss takes the batch as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        widths = (3, 8, 16, 32)
+        self.stages = nn.Sequential(
+            *(
+                nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.BatchNorm2d(b), nn.ReLU())
+                for a, b in zip(widths, widths[1:], strict=False)
+            )
+        )
+        self.head = nn.Linear(32, 10)
+
+    def loss(self, batch):
+        x = self.stages(batch).mean((2, 3))
+        return F.cross_entropy(self.head(x), torch.zeros(len(batch), dtype=torch.long))
+
+
+class Wide(nn.Module):
+    """A large embedding, of which most is not used and one part never gets a gradient, before small blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.unused = nn.Embedding(3000, 16), nn.Linear(100, 100)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def loss_sum(self, batch):
+        x = self.table(batch)
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.square().sum(), batch.numel()
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def loss_sum(self, batch):
+        return self.encoder(batch).square().sum(), len(batch)
+
+
+def squares(model: nn.Module, batch: torch.Tensor):
+    return model(batch).square().sum(), len(batch)
+
+
+def hugging_face(name: str, **settings) -> nn.Module:
+    import transformers
+
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**settings)).train()
+
+
+def labelled(samples: int, tokens: int) -> dict[str, torch.Tensor]:
+    ids = random_tokens(samples, tokens - 1, 97)
+    return {"input_ids": ids, "labels": ids}
+
+
+DECODER = {"vocabulary": 199, "hidden": 32, "heads": 4, "sequence": 24}
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+SIZES |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+BART = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in
+        {"layers": 2, "attention_heads": 2, "ffn_dim": 64}.items()}  # fmt: skip
+BART |= {"vocab_size": 97, "d_model": 32, "max_position_embeddings": 32}
+
+
+@dataclass
+class Case:
+    """A model, its batch, and what all recipes have."""
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable
+    base: Recipe = Recipe(min_bytes=2000)
+    tier: str = "file"
+    options: dict | None = None
+
+
+CASES = {
+    "chain": Case(partial(Chain, [64] * 5), partial(torch.randn, 24, 16)),
+    "uneven chain": Case(partial(Chain, [16, 256, 16, 64]), partial(torch.randn, 24, 16), tier="host"),
+    "table": Case(Wide, lambda: torch.zeros(4, 10, dtype=torch.long), Recipe(min_bytes=500)),
+    "MLP": Case(partial(deep_mlp, 5, 48), partial(torch.randn, 40, 48), options={"loss_sum": squares}),
+    "convolutions": Case(Convolutions, partial(torch.randn, 8, 3, 16, 16), Recipe("fp32", "momentum", min_bytes=2000)),
+    "decoder": Case(partial(Decoder, layers=4, **DECODER), partial(random_tokens, 4, 24, 199)),
+    "deep decoder": Case(partial(Decoder, layers=9, **DECODER), partial(random_tokens, 4, 24, 199),
+                         Recipe("bf16", min_bytes=2000), "host"),
+    "flat decoder": Case(partial(Decoder, layers=2, **{**DECODER, "sequence": 96}), partial(random_tokens, 3, 96, 199),
+                         Recipe(optimizer="sgd", min_bytes=4000)),
+    "encoder": Case(Encoder, partial(torch.randn, 6, 20, 32), Recipe(min_bytes=3000), "host"),
+    "GPT-2": Case(partial(hugging_face, "GPT2LMHeadModel", vocab_size=97, n_embd=32, n_layer=3, n_head=2,
+                          n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), partial(labelled, 4, 24)),
+    "Llama": Case(partial(hugging_face, "LlamaForCausalLM", **SIZES), partial(labelled, 4, 24),
+                  Recipe(optimizer="adafactor", min_bytes=2000)),
+    "BART": Case(partial(hugging_face, "BartForConditionalGeneration", dropout=0.0, **BART), partial(labelled, 4, 24),
+                 options={"blocks": ("model.encoder.layers.*", "model.decoder.layers.*")}),
+}  # fmt: skip
+
+
+# ---- the grid, written down without the search
+
+
+def grid(known: Known) -> list[Recipe]:
+    """At most so many recipes, drawn from all combinations that the model takes."""
+    layers, blocks = known.layers, known.blocks
+    keeps: list[dict] = [{}, {"offload_activations": True}]
+    if layers:
+        keeps += [{"checkpoint": name, "blocks": blocks} for name in ("selective", "layers")]
+        keeps += [{"checkpoint": "layers", "blocks": blocks, "offload_activations": True}]
+        keeps += [{"checkpoint": "layers", "blocks": blocks, "first_blocks": n} for n in range(1, layers)]
+        keeps += [{"checkpoint": "segments", "blocks": blocks, "segments": n} for n in {2, layers} - {1}]
+        keeps += [{"checkpoint": "optimal", "blocks": blocks, "schedule_bytes": n} for n in (20_000, 60_000, 200_000)]
+    every = [
+        replace(known.base, attention=attention, head_chunk=chunk, in_backward=inside, offload_optimizer=fraction,
+                micro_batches=pieces, **keep)
+        for attention, chunk, inside, fraction, keep in product(("standard", "flash"), (None, known.chunks[-1]),
+                                                               (False, True), FRACTIONS, keeps)
+        if known.base.optimizer != "adafactor" or not fraction
+        for pieces in ([1] if inside else known.pieces)
+    ]  # fmt: skip
+    every = list(dict.fromkeys(every))
+    random.Random(0).shuffle(every)
+    return every
+
+
+def estimated(known: Known, most: int = MOST) -> list[Estimate]:
+    """The grid's estimates; what does not go with the model is no part of it."""
+    found, wrong = [], set()
+    for recipe in grid(known):
+        kind = replace(recipe, in_backward=False, offload_optimizer=0.0, micro_batches=1)
+        if len(found) == most:
+            break
+        if kind in wrong:
+            continue
+        try:
+            found.append(known.estimate(recipe))
+        except InfeasibleBudget:
+            pass
+        except (TypeError, ValueError, RuntimeError):
+            wrong.add(kind)
+    return found
+
+
+def compare(case: Case, most: int = MOST, budgets: int = BUDGETS) -> tuple[int, list[Difference], Known]:
+    """The number of searches, and what they missed."""
+    options = {"tier": case.tier, "loss_sum": None, "max_norm": None, **(case.options or {})}
+    known = Known(case.make_model, case.make_batch, case.base, **options)
+    recipes = [e.recipe for e in estimated(known, most)]
+    peaks = sorted({known.estimate(recipe).peak_bytes for recipe in recipes})
+    searches, differences = 0, []
+    for i, rates in product(range(budgets), RATES):
+        budget = peaks[i * (len(peaks) - 1) // (budgets + 2)]  # below what the plain step takes
+        searches += 1
+        try:
+            first = that_fit(Search(known, budget, rates), case.base)[0]
+        except InfeasibleBudget:
+            first = None
+        fitting = (e for e in map(known.estimate, recipes) if e.peak_bytes <= budget)
+        best = min(fitting, key=rates.seconds)
+        if first is None or rates.seconds(best) < rates.seconds(first) * (1 - 1e-9):
+            differences.append(Difference(budget, rates, first, best))
+        elif first.peak_bytes > budget:
+            raise AssertionError(f"{first.recipe!r} takes {first.peak_bytes:,} bytes of {budget:,}")
+    return searches, differences, known
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}")
+    names = parser.parse_args().names or list(CASES)
+    searches = differ = 0
+    for name in names:
+        start = time.process_time()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            count, differences, known = compare(CASES[name])
+        searches, differ = searches + count, differ + len(differences)
+        seconds = time.process_time() - start
+        print(f"{name}: {count} searches, {len(known.estimates)} estimates, {len(differences)} differences, {seconds:.0f} s")
+        for difference in differences:
+            print(difference)
+        sys.stdout.flush()
+    print(f"{searches} searches, {differ} differences")
+    return int(differ > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
