@@ -9,15 +9,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from course_lib.budget import InfeasibleBudget, Rates, Recipe, cheapest, estimate, fit, run, search
+from course_lib.budget import InfeasibleBudget, Rates, Recipe, cheapest, estimate, fit, run
 from course_lib.budget.cheapest import least_schedule, with_schedule
 from course_lib.budget.composing import MANY, Composer, Composing, equal_blocks
+from course_lib.budget.known import Known, Search
 from course_lib.budget.recipe import pieces_allowed
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.offload import chosen_below
 
 RATE = Rates(1e9, 2e9, 1e9)
+FILE = {"loss_sum": None, "tier": "file", "max_norm": None}
 
 
 def deep(layers=MANY + 1, **options):
@@ -376,15 +378,15 @@ class WithAHead(InAChain):
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_schedule_is_given_up_at_once_only_where_none_fits(inside):
     make, recipe = partial(WithAHead, [64] * 6), Recipe(checkpoint="optimal", schedule_bytes=1, in_backward=inside)
-    searching = search._Search(make, points, None, 1, Recipe(), "file")
+    searching = Search(Known(make, points, Recipe(), **FILE), 1, RATE)
     least = least_schedule(searching, recipe).schedule_bytes
     peaks = [estimate(make, points, replace(recipe, schedule_bytes=least + 2000 * i)).peak_bytes for i in range(8)]
     given_up = 0
     for budget in range(min(peaks) - 9000, min(peaks) + 9000, 3000):
-        searching.budget, searching.known = budget, {}
+        searching.budget, searching.known.estimates = budget, {}
         found = with_schedule(searching, recipe)
         assert (found is not None and searching.fits(found)) == (budget >= min(peaks))
-        given_up += found is None and len(searching.known) == 1
+        given_up += found is None and sum(e.checkpoint == "optimal" for e in searching.known.estimates) == 1
     assert given_up
     below = replace(recipe, offload_optimizer=1.0)
     peaks = [estimate(make, points, replace(below, schedule_bytes=least + 2000 * i)).peak_bytes for i in range(3)]
@@ -392,7 +394,7 @@ def test_a_schedule_is_given_up_at_once_only_where_none_fits(inside):
 
 
 def test_of_a_deep_model_nothing_is_cheaper_than_what_is_found(monkeypatch):
-    monkeypatch.setattr(search, "HEAD_CHUNK", 5)
+    monkeypatch.setattr("course_lib.budget.known.HEAD_CHUNK", 5)
     make, of, base = partial(deep, MANY), partial(batch, 2), Recipe(optimizer="sgd")
     keeps = [{}, {"checkpoint": "layers"}, {"checkpoint": "segments", "segments": 2}]
     every = [

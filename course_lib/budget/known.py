@@ -72,8 +72,7 @@ class Known:
         return self.composing(recipe)
 
     def confirms(self, best: Estimate | None) -> bool:
-        """Whether the whole step takes what was estimated; if not, all is forgotten, and whole steps are run from now.
-        """
+        """Whether the whole step takes what was estimated; if not, all is forgotten, and whole steps are run from now."""
         if best is None or best.recipe.ranks > 1 or not self.composing.composing or best.recipe in self._confirmed:
             return True
         self.watch(best.recipe)
@@ -102,17 +101,18 @@ class Known:
         """Numbers of micro-batches."""
         model = self.composer.model
         weighed = (self.composer.loss_sum is not None or has_loss_sum(model)) and not mixes_samples(model)
-        return self.options("micro_batches", *(pieces_allowed(samples_in(self.composer.batch)) if weighed else [1]))
+        every = pieces_allowed(samples_in(self.composer.batch)) if weighed else [1]
+        return self.options("micro_batches", *(sorted({1, every[-1]}) if self.quick else every))
 
     def pieces_for(self, recipe: Recipe) -> tuple[int, ...]:
         """Numbers of micro-batches; steps in backward take one."""
         return (1,) if recipe.in_backward else self.pieces
 
     def doublings(self, recipe: Recipe) -> list[int]:
-        """Of the numbers of micro-batches those that are at least twice the one before."""
+        """Of the numbers of micro-batches the most, and from one on those that are at least twice the one before."""
         found = []
         for count in self.pieces_for(recipe):
-            if not found or count >= 2 * found[-1]:
+            if not found or count >= 2 * found[-1] or count == self.pieces_for(recipe)[-1]:
                 found.append(count)
         return found
 
@@ -139,26 +139,14 @@ class Known:
 
     @cached_property
     def attentions(self) -> tuple[str | None, ...]:
-        """Flash alone where it is better in all respects: see `flash_is_less`."""
+        """Those with the fewest FLOPs first."""
         if "attention" in self.base.changed():
             return (self.base.attention,)
         if drop_probability(attentions_of(self.composer.model)) > 0 or not self.goes_with(attention="flash"):
             return ATTENTIONS[:1]
-        better = self.flash_is_less and all(new.flops <= old.flops for old, new in self._attention_pairs)
-        return ATTENTIONS[1:] if better else ATTENTIONS
-
-    @cached_property
-    def flash_is_less(self) -> bool:
-        """Flash takes no more memory at both ends: the whole batch, and as little as can be."""
-        return all(new.peak_bytes <= old.peak_bytes for old, new in self._attention_pairs)
-
-    @cached_property
-    def _attention_pairs(self) -> list[list[Estimate]]:
-        least = {} if self.base.in_backward else {"micro_batches": self.pieces[-1]}
-        if self.base.checkpoint == "none" and self.goes_with(checkpoint="layers"):
-            least |= {"checkpoint": "layers", "blocks": self.blocks}
-        ends = (self.base, replace(self.base, **least))
-        return [[self.estimate(replace(end, attention=name)) for name in ATTENTIONS] for end in ends]
+        if self.quick:
+            return ATTENTIONS[1:]
+        return tuple(sorted(ATTENTIONS, key=lambda name: self.estimate(replace(self.base, attention=name)).flops))
 
     @cached_property
     def layers(self) -> int:

@@ -76,16 +76,27 @@ def fit(
 ) -> Estimates:
     """The recipes whose step fits the budget, cheapest first by `Rates.seconds`, then by fewer micro-batches.
 
-    Without `recipes`, combinations of the techniques that leave the training as it is: attention, checkpoints,
-    offload, chunks of the loss head, steps in backward, micro-batches. Precision and optimizer are those of `base`.
-    What comes out needs all that it uses: a technique that could be left out, with the rest as it is, is left out; and
-    micro-batches are as few as fit.
+    Without `recipes`, combinations of the techniques that leave the training as it is: attention standard or flash;
+    checkpoints "layers" (around all blocks, or the first few), "selective", "segments" and "optimal"; offloaded
+    activations, alone or with "layers"; the loss head at once or in chunks; steps in backward, or any number of
+    micro-batches (with offloaded activations the numbers double); none of the optimizer's state offloaded, or 1 to 4
+    quarters. What `base` sets other than the default is in every recipe. What comes out needs all that it uses: what
+    could do with less, and would come first, is left out.
 
-    Not every combination is run. Passed over are: one whose parameters, state and gradients alone exceed the budget;
-    one that adds to a combination that fits; standard attention where flash, if it is the smaller, does not fit. The
-    least number of micro-batches is found by bisection, since from two on each more takes less memory; of blocks with
-    checkpoints all are tried, and as few of the first as fit where that may be the cheapest; segments where they may be
-    faster than the schedule that was found.
+    Not all are run. What is passed over, and why that loses nothing:
+
+    - A recipe whose optimizer's step alone exceeds the budget. It takes the same whatever forward and backward did; of
+      steps in backward, model and state are always there.
+    - One that adds to a recipe that fits, since to add takes no FLOPs and no copies away. It may where activations are
+      offloaded (with a checkpoint, a head in chunks or more micro-batches less goes down): what adds to these is tried
+      if its FLOPs and the copies of its state cost less than the cheapest that was found.
+    - Offloaded activations where fewer micro-batches had none that was large enough: a smaller piece has none either.
+    - Segments that take no fewer FLOPs than a schedule that fits and needs no more besides.
+    - Checkpoints around the first blocks only, where the step without any costs no less than the cheapest found.
+
+    And what is taken for granted: with more micro-batches (from two on), and with more segments (up to the square root
+    of the layers), a step takes no more memory, nor with a checkpoint more; so the least number is found by bisection.
+    A schedule is fitted to the budget in three rounds. `tests/brute_force_fit.py` compares with all recipes of a grid.
 
     An estimate is put together from the step with few of the model's equal blocks, where it has such and grows evenly
     with them, and from updates of few parameters (`course_lib.budget.composing`); it equals that of the whole step.
@@ -96,11 +107,14 @@ def fit(
         make_model, make_batch, loss_sum: as for `estimate`; micro-batches are tried where the loss's weight is known.
         budget_bytes: for all tensors of the step, the batch aside.
         max_norm: clip the gradient to this norm, as `train_step` does; steps in backward are then passed over.
+        blocks: what is checkpointed, as for a `Recipe`.
         recipes: to look among these alone.
-        base: precision and optimizer; fp32 and adam if left out; and `ranks`, for which each `shard` is tried unless
-            it names one.
+        base: what all recipes have, such as precision, optimizer and `min_bytes`; and `ranks`, for which each `shard`
+            is tried unless it names one.
         rates: of the machine, or the name of one in `RATES`.
         tier: as for `estimate`; if left out, "file" for "laptop" and "host" for all other machines.
+        quick: an answer sooner, which may not be the cheapest: checkpoints around all blocks or none, flash attention
+            where the model takes it, all of the optimizer's state offloaded or none, one micro-batch or the most.
         progress: show a bar, where tqdm is installed.
 
     Raises:
@@ -205,24 +219,17 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
 def _all(search: Search) -> list[Estimate]:
     """Combinations of techniques, those of few techniques first."""
     found: list[Recipe] = []
-    too_large: set[Recipe] = set()
-    for family in sorted(_families(search.known), key=_techniques):
-        flash = replace(family, attention="flash")
-        if (
-            _needless(search, family, found)
-            or search.known.floor_bytes(family) > search.budget
-            or (flash in too_large and search.known.flash_is_less)
-            or _idle(search.known, family)
-        ):
+    for family in sorted(_families(search.known), key=lambda recipe: _techniques(search.known, recipe)):
+        too_large = search.known.floor_bytes(family) > search.budget
+        if too_large or _needless(search, family, found) or _idle(search.known, family):
             continue
         try:
-            best = best_of(search, family, min(map(search.flops, _schedules(family, found)), default=math.inf))
+            limit = min(map(search.flops, _schedules(search.known, family, found)), default=math.inf)
+            best = best_of(search, family, limit)
         except RuntimeError:  # the step does not run: it changes in place what "selective" has kept, say
             continue
         if best is not None:
             found.append(best)
-        else:
-            too_large.add(family)
     if not found:
         _find_least(search)
     else:
@@ -245,16 +252,17 @@ def _families(known: Known) -> Iterator[Recipe]:
             yield replace(family, micro_batches=pieces)
 
 
-def _techniques(recipe: Recipe) -> tuple:
+def _techniques(known: Known, recipe: Recipe) -> tuple:
     """How much a recipe adds to the plain step, for the order of the search."""
     parts = (recipe.checkpoint != "none", recipe.offload_activations, recipe.head_chunk, recipe.in_backward)
-    return sum(map(bool, parts)) + recipe.offload_optimizer, recipe.attention, recipe.micro_batches
+    attention = known.attentions.index(recipe.attention)
+    return sum(map(bool, parts)) + recipe.offload_optimizer, attention, recipe.micro_batches
 
 
-def _adds_to(recipe: Recipe, smaller: Recipe) -> bool:
-    """Whether a recipe uses all that the smaller one uses, micro-batches aside."""
+def _adds_to(known: Known, recipe: Recipe, smaller: Recipe) -> bool:
+    """Whether a recipe uses all that the smaller one uses, with attention as dear, micro-batches aside."""
     return (
-        recipe.attention == smaller.attention
+        smaller.attention in (recipe.attention, known.attentions[0])
         and smaller.checkpoint in ("none", recipe.checkpoint)
         and recipe.offload_activations >= smaller.offload_activations
         and bool(recipe.head_chunk) >= bool(smaller.head_chunk)
@@ -269,14 +277,14 @@ def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
     To add costs, but where activations are offloaded: checkpoints, a head in chunks and micro-batches leave less to be
     moved. Then only what may be the cheapest of all is tried.
     """
-    smaller = [recipe for recipe in found if _adds_to(family, recipe)]
+    smaller = [recipe for recipe in found if _adds_to(search.known, family, recipe)]
     if any(not recipe.offload_activations or _moves_as_much(family, recipe) for recipe in smaller):
         return True
     return bool(smaller) and search.known.least_seconds(family, search.rates) >= min(map(search.seconds, found))
 
 
 def _moves_as_much(recipe: Recipe, other: Recipe) -> bool:
-    names = ("checkpoint", "head_chunk", "micro_batches")
+    names = ("attention", "checkpoint", "head_chunk", "micro_batches")
     return all(getattr(recipe, name) == getattr(other, name) for name in names)
 
 
@@ -287,17 +295,17 @@ def _idle(known: Known, family: Recipe) -> bool:
     return family.offload_activations and any(map(known.moves_nothing, tried))
 
 
-def _schedules(family: Recipe, found: list[Recipe]) -> list[Recipe]:
+def _schedules(known: Known, family: Recipe, found: list[Recipe]) -> list[Recipe]:
     """Those found that would do in place of the family's checkpoints, and need no more besides."""
     scheduled = replace(family, checkpoint="optimal", segments=None, schedule_bytes=1, first_blocks=None,
                         offload_activations=False)  # fmt: skip
-    return [recipe for recipe in found if recipe.checkpoint == "optimal" and _adds_to(scheduled, recipe)]
+    return [recipe for recipe in found if recipe.checkpoint == "optimal" and _adds_to(known, scheduled, recipe)]
 
 
 def _can_do_with_less(search: Search, recipe: Recipe, found: list[Recipe]) -> bool:
     """Whether another one uses part of it and comes first."""
     order = search.order(search.known.estimate(recipe))
-    others = (other for other in found if other != recipe and _adds_to(recipe, other))
+    others = (other for other in found if other != recipe and _adds_to(search.known, recipe, other))
     return any(search.order(search.known.estimate(other)) < order for other in others)
 
 
@@ -310,9 +318,7 @@ def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
     if known.quick or "layers" not in {keep.get("checkpoint") for keep in known.keeps}:
         return
     cheapest = min(map(search.seconds, found))
-    for attention, chunk, inside, fraction in product(
-        known.attentions, known.chunks, known.insides, known.fractions
-    ):
+    for attention, chunk, inside, fraction in product(known.attentions, known.chunks, known.insides, known.fractions):
         techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, "offload_optimizer": fraction}
         plain = replace(known.base, **techniques)
         if plain.offload_activations or known.least_seconds(plain, search.rates) >= cheapest:
@@ -325,10 +331,9 @@ def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
 def _find_least(search: Search) -> None:
     """For the message: what takes the least, among those that use the most."""
     known = search.known
-    kinds = known.attentions[-1:] if len(known.attentions) == 1 or known.flash_is_less else known.attentions
     keeps = [keep for keep in known.keeps if keep["offload_activations"] or keep.get("checkpoint") == "optimal"]
     for attention, fraction, inside, keep in product(
-        kinds, known.fractions[::-1], known.insides, keeps or known.keeps[-1:]
+        known.attentions, known.fractions[::-1], known.insides, keeps or known.keeps[-1:]
     ):
         techniques = {"attention": attention, "head_chunk": known.chunks[-1], "in_backward": inside, **keep}
         recipe = replace(known.base, offload_optimizer=fraction, **techniques)
