@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
@@ -25,12 +26,14 @@ from torch.nn import functional as F
 
 from course_lib._check import InfeasibleBudget
 from course_lib.budget import Estimate, Rates, Recipe
-from course_lib.budget.known import FRACTIONS, Known, Search
+from course_lib.budget import known as facts
+from course_lib.budget.known import Known, Search
 from course_lib.budget.search import that_fit
 from course_lib.models import Decoder, deep_mlp, random_tokens
 
 MOST = 300  # recipes in a grid
 BUDGETS = 6
+PAGES = (Recipe.page_bytes, 1 << 14, 1 << 11)
 # FLOPs dear, links dear, and neither: with a file below they add up, with the host below the longest counts.
 RATES = (Rates(1e9, 2e9, 1e8), Rates(1e9, 2e9, 1e6, host_bytes=1e9), Rates(1e10, 2e10, 1e9, host_bytes=1e10))
 
@@ -184,7 +187,7 @@ def schedules(known: Known) -> list[int]:
     return []
 
 
-def grid(known: Known) -> list[Recipe]:
+def grid(known: Known, seed: int) -> list[Recipe]:
     """At most so many recipes, drawn from all combinations that the model takes."""
     layers, blocks = known.layers, known.blocks
     keeps: list[dict] = [{}, {"offload_activations": True}]
@@ -194,25 +197,36 @@ def grid(known: Known) -> list[Recipe]:
         keeps += [{"checkpoint": "layers", "blocks": blocks, "first_blocks": n} for n in range(1, layers)]
         keeps += [{"checkpoint": "segments", "blocks": blocks, "segments": n} for n in {2, layers} - {1}]
         keeps += [{"checkpoint": "optimal", "blocks": blocks, "schedule_bytes": n} for n in schedules(known)]
-    every = [
-        replace(known.base, attention=attention, head_chunk=chunk, in_backward=inside, offload_optimizer=fraction,
-                micro_batches=pieces, **keep)
-        for attention, chunk, inside, fraction, keep in product(("standard", "flash"), (None, known.chunks[-1]),
-                                                               (False, True), FRACTIONS, keeps)
-        if known.base.optimizer != "adafactor" or not fraction
-        for pieces in ([1] if inside else known.pieces)
-        if pieces in (1, 2, 4, known.pieces[-1]) or not keep.get("offload_activations")
-    ]  # fmt: skip
+    every = []
+    for attention, chunk, inside, fraction, keep in product(
+        ("standard", "flash"), (None, known.chunks[-1]), (False, True), known.fractions, keeps
+    ):
+        techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, "offload_optimizer": fraction}
+        recipe = replace(known.base, **techniques, **keep)
+        downs = known.doublings(recipe) if recipe.offload_activations else known.pieces_for(recipe)
+        pages = facts.PAGES if recipe.has_pages and not inside else facts.PAGES[:1]
+        every += [replace(recipe, micro_batches=count, page_bytes=size) for count in downs for size in pages]
     every = list(dict.fromkeys(every))
-    random.Random(0).shuffle(every)
+    random.Random(seed).shuffle(every)
     return every
 
 
-def estimated(known: Known, most: int = MOST) -> list[Estimate]:
+@contextmanager
+def small_pages() -> Iterator[None]:
+    """Inside, the search tries pages that suit small models."""
+    before = facts.PAGES
+    facts.PAGES = PAGES
+    try:
+        yield
+    finally:
+        facts.PAGES = before
+
+
+def estimated(known: Known, most: int = MOST, seed: int = 0) -> list[Estimate]:
     """The grid's estimates; what does not go with the model is no part of it."""
     found, wrong = [], set()
-    for recipe in grid(known):
-        kind = replace(recipe, in_backward=False, offload_optimizer=0.0, micro_batches=1)
+    for recipe in grid(known, seed):
+        kind = recipe.attention, recipe.checkpoint, recipe.head_chunk, recipe.offload_activations
         if len(found) == most:
             break
         if kind in wrong:
@@ -226,15 +240,15 @@ def estimated(known: Known, most: int = MOST) -> list[Estimate]:
     return found
 
 
-def compare(case: Case, most: int = MOST, budgets: int = BUDGETS) -> tuple[int, list[Difference], Known]:
+def compare(case: Case, most: int = MOST, seed: int = 0) -> tuple[int, list[Difference], Known]:
     """The number of searches, and what they missed."""
     options = {"tier": case.tier, "loss_sum": None, "max_norm": None, **(case.options or {})}
     known = Known(case.make_model, case.make_batch, case.base, **options)
-    recipes = [e.recipe for e in estimated(known, most)]
+    recipes = [e.recipe for e in estimated(known, most, seed)]
     peaks = sorted({known.estimate(recipe).peak_bytes for recipe in recipes})
     searches, differences = 0, []
-    for i, rates in product(range(budgets), RATES):
-        budget = peaks[i * (len(peaks) - 1) // (budgets + 2)]  # below what the plain step takes
+    for i, rates in product(range(BUDGETS), RATES):
+        budget = peaks[i * (len(peaks) - 1) // (BUDGETS + 2)]  # below what the plain step takes
         searches += 1
         try:
             first = that_fit(Search(known, budget, rates), case.base)[0]
@@ -252,13 +266,14 @@ def compare(case: Case, most: int = MOST, budgets: int = BUDGETS) -> tuple[int, 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}")
-    names = parser.parse_args().names or list(CASES)
+    parser.add_argument("--seed", type=int, default=0, help="which recipes of those that there are")
+    given = parser.parse_args()
     searches = differ = 0
-    for name in names:
+    for name in given.names or CASES:
         start = time.process_time()
-        with warnings.catch_warnings():
+        with small_pages(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            count, differences, known = compare(CASES[name])
+            count, differences, known = compare(CASES[name], seed=given.seed)
         searches, differ = searches + count, differ + len(differences)
         seconds = time.process_time() - start
         made = f"{len(known.estimates)} estimates, {seconds:.0f} s"

@@ -20,6 +20,7 @@ from .rates import Rates
 from .recipe import ALL_ABOVE, ATTENTIONS, Recipe, pieces_allowed
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+PAGES = (Recipe.page_bytes, 4 << 20, 1 << 20)
 HEAD_CHUNK = 512  # tokens, or a sixteenth of the batch's where that is more: smaller ones save little
 # Fields on which a step's FLOPs depend.
 COMPUTED = ("attention", "checkpoint", "first_blocks", "segments", "schedule_bytes", "head_chunk")
@@ -72,7 +73,7 @@ class Known:
         return self.composing(recipe)
 
     def confirms(self, best: Estimate | None) -> bool:
-        """Whether the whole step takes what was estimated; if not, all is forgotten, and whole steps are run from now."""
+        """Whether the whole step takes what was estimated; if not, all is forgotten, and whole steps are run."""
         if best is None or best.recipe.ranks > 1 or not self.composing.composing or best.recipe in self._confirmed:
             return True
         self.watch(best.recipe)
@@ -178,6 +179,16 @@ class Known:
             if not down or keep.get("checkpoint") in ("none", "layers", None)
         ]
 
+    def family(self, **techniques: Any) -> Recipe:
+        """The base with these; with the smallest pages where pages count: all cost the same, and these take the least."""
+        recipe = replace(self.base, **techniques)
+        return replace(recipe, page_bytes=self.pages_for(recipe)[-1])
+
+    def pages_for(self, recipe: Recipe) -> tuple[int, ...]:
+        """Page sizes of the offloaded optimizer; in backward each parameter is a page by itself."""
+        paged = recipe.has_pages and not recipe.in_backward
+        return self.options("page_bytes", *(PAGES if paged else PAGES[:1]))
+
     def goes_with(self, **technique: Any) -> bool:
         """Whether the model has blocks to be checkpointed, a head that runs in chunks, attention that can be flash."""
         if "checkpoint" in technique:
@@ -202,7 +213,7 @@ class Known:
 
     def state_of(self, recipe: Recipe) -> Estimate:
         """The step by the base, with the recipe's optimizer."""
-        names = ("offload_optimizer", "in_backward")
+        names = ("offload_optimizer", "in_backward", "page_bytes")
         return self.estimate(replace(self.base, **{name: getattr(recipe, name) for name in names}))
 
     def least_seconds(self, recipe: Recipe, rates: Rates) -> float:
@@ -254,5 +265,6 @@ class Search:
         return self.known.estimate(recipe).flops
 
     def order(self, found: Estimate) -> tuple:
-        """The cheapest first, of equal price the one of fewer micro-batches."""
-        return self.rates.seconds(found), found.recipe.micro_batches, found.sent_bytes, found.peak_bytes
+        """The cheapest first; of equal price the one of fewer micro-batches, and of larger pages."""
+        recipe = found.recipe
+        return self.rates.seconds(found), recipe.micro_batches, -recipe.page_bytes, found.sent_bytes, found.peak_bytes

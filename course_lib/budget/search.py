@@ -234,7 +234,14 @@ def _all(search: Search) -> list[Estimate]:
         _find_least(search)
     else:
         _add_first_blocks(search, found)
+    found = [_with_large_pages(search, recipe) for recipe in found]
     return [search.known.estimate(recipe) for recipe in found if not _can_do_with_less(search, recipe, found)]
+
+
+def _with_large_pages(search: Search, recipe: Recipe) -> Recipe:
+    """With the largest pages that fit; they cost what small ones do."""
+    pages = (replace(recipe, page_bytes=size) for size in search.known.pages_for(recipe))
+    return next(filter(search.fits, pages))
 
 
 def _families(known: Known) -> Iterator[Recipe]:
@@ -247,7 +254,7 @@ def _families(known: Known) -> Iterator[Recipe]:
         known.attentions, known.keeps, known.chunks, known.insides, known.fractions
     ):
         techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, **keep}
-        family = replace(known.base, offload_optimizer=fraction, **techniques)
+        family = known.family(offload_optimizer=fraction, **techniques)
         for pieces in known.doublings(family) if family.offload_activations else known.pieces_for(family)[:1]:
             yield replace(family, micro_batches=pieces)
 
@@ -320,7 +327,7 @@ def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
     cheapest = min(map(search.seconds, found))
     for attention, chunk, inside, fraction in product(known.attentions, known.chunks, known.insides, known.fractions):
         techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, "offload_optimizer": fraction}
-        plain = replace(known.base, **techniques)
+        plain = known.family(**techniques)
         if plain.offload_activations or known.least_seconds(plain, search.rates) >= cheapest:
             continue
         if known.floor_bytes(plain) <= search.budget and (fewest := fewest_blocks(search, plain)):
@@ -336,7 +343,7 @@ def _find_least(search: Search) -> None:
         known.attentions, known.fractions[::-1], known.insides, keeps or known.keeps[-1:]
     ):
         techniques = {"attention": attention, "head_chunk": known.chunks[-1], "in_backward": inside, **keep}
-        recipe = replace(known.base, offload_optimizer=fraction, **techniques)
+        recipe = known.family(offload_optimizer=fraction, **techniques)
         recipe = replace(recipe, micro_batches=known.pieces_for(recipe)[-1])
         least = min(e.peak_bytes for e in known.estimates.values())
         if known.floor_bytes(recipe) < least:
