@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,8 @@ from course_lib.schedule import Cost
 
 from .known import Search
 from .recipe import Recipe
+
+ROUNDS = 3  # estimates of schedules for one family and number of micro-batches, besides that of the least
 
 
 def best_of(search: Search, family: Recipe, limit: float = math.inf) -> Recipe | None:
@@ -66,14 +67,13 @@ def fewest_segments(search: Search, family: Recipe, limit: float) -> Recipe | No
     return first_pieces(search, few) or first_pieces(search, [most])
 
 
-def fewest_blocks(search: Search, plain: Recipe) -> Recipe | None:
+def fewest_blocks(search: Search, one: Recipe) -> Recipe | None:
     """Checkpoints around as few of the first blocks as fit.
 
     Of equal blocks each adds as much to each moment, so that the peak is convex in the number of those with a
     checkpoint: where none is too few and all but the last are enough, there is one number from which on all are.
     """
-    blocks = replace(plain, checkpoint="layers", blocks=search.known.blocks)
-    return first_pieces(search, [replace(blocks, first_blocks=n) for n in range(1, search.known.layers)])
+    return first_pieces(search, [replace(one, first_blocks=n) for n in range(1, search.known.layers)])
 
 
 def best_schedule(search: Search, family: Recipe) -> Recipe | None:
@@ -81,80 +81,68 @@ def best_schedule(search: Search, family: Recipe) -> Recipe | None:
 
     The time of each schedule is known before it is estimated; all gradients are there from the second piece on.
     """
-    trials: list[tuple[float, Recipe]] = []
-    known = search.known
+    known, trials = search.known, list[tuple[float, Recipe]]()
     allowed, samples = known.pieces_for(family), known.pieces[-1]
     count = allowed[-1]
     while count >= allowed[0]:
         pieces = max(number for number in allowed if number <= count)
         trial = replace(family, micro_batches=pieces)
         room = search.budget - (known.held_bytes(trial) if pieces == 1 else known.floor_bytes(trial))
-        with suppress(InfeasibleBudget):
-            cost = _scheduled(search, replace(trial, schedule_bytes=max(1, room)))
-            time = cost.time * samples / math.ceil(samples / pieces)
-            if trials and time > trials[-1][0]:
-                break
-            trials.append((time, trial))
+        time = fastest_within(search, trial, room).time * samples / math.ceil(samples / pieces)
+        if trials and time > trials[-1][0]:
+            break
+        trials.append((time, trial))
         count = pieces // 2
     best: Recipe | None = None
     for time, trial in reversed(trials):
         if best is None or time < search.flops(best):
             found = with_schedule(search, trial)
-            if found is None or not search.fits(found):
-                continue
-            if best is None or search.flops(found) < search.flops(best):
+            if found and (best is None or search.flops(found) < search.flops(best)):
                 best = found
     return best
 
 
-def _scheduled(search: Search, recipe: Recipe) -> Cost:
-    return search.known.composer.scheduled(recipe)
-
-
 def with_schedule(search: Search, recipe: Recipe) -> Recipe | None:
-    """What parameters, state and gradients leave is for the schedule; then what the estimate shows to be left.
+    """A fast schedule that fits; None where the one that takes the least does not.
 
-    None if no schedule fits: what is there besides the activations is there by any of them.
+    The room for activations is what the budget leaves beside all else that there was with another schedule; as that is
+    not the same with each, it is found in rounds, between what fits and what does not.
     """
-    slack, best, seen = search.budget // 200, None, set()
-    gradients = sum(p.nbytes for p in search.known.composer.trained)
-    room = search.budget - search.known.held_bytes(recipe) - (slack if recipe.in_backward else gradients + slack // 2)
-    if (left := search.budget - _besides(search, recipe)) < 0:
+    best = least_schedule(search, recipe)
+    if not search.fits(best):
         return None
-    room = min(room, left)
-    for _ in range(3):
-        trial = replace(recipe, schedule_bytes=max(1, room))
-        try:
-            taken = _scheduled(search, trial).peak_bytes
-        except InfeasibleBudget:
+    taken = low = best.schedule_bytes
+    high, spare = math.inf, search.spare(best)
+    for _ in range(ROUNDS):
+        taken = fastest_within(search, recipe, min(taken + spare, high - 1)).peak_bytes
+        if taken <= low or 0 <= spare < search.budget // 200:
             break
-        if taken in seen:  # the same schedule
-            break
-        seen.add(taken)
-        spare = search.budget - search.known.estimate(trial).peak_bytes
-        best = trial if spare >= 0 else best
-        if 0 <= spare < slack or spare + taken < 0:
-            return best
-        room = (room if spare >= 0 else min(room, taken)) + spare
-    return best or least_schedule(search, recipe)
+        trial = replace(recipe, schedule_bytes=taken)
+        spare = search.spare(trial)
+        if spare >= 0:
+            best, low = trial, taken
+        else:
+            high = taken
+    return best
 
 
-def _besides(search: Search, recipe: Recipe) -> int:
-    """What is there besides the activations of a schedule, or less: as it was with other schedules."""
-    alike = replace(recipe, schedule_bytes=1, offload_optimizer=0.0)
-    least, held_bytes = 0, search.known.held_bytes
-    for other, e in search.known.estimates.items():
-        if other.checkpoint == "optimal" and replace(other, schedule_bytes=1, offload_optimizer=0.0) == alike:
-            peak = max(e.phase_peaks["forward"], e.phase_peaks["backward"]) - _scheduled(search, other).peak_bytes
-            least = max(least, peak + held_bytes(recipe) - held_bytes(other))
-    return least
+def fastest_within(search: Search, recipe: Recipe, nbytes: int) -> Cost:
+    """Of the fastest schedule in so many bytes; where there is none, of the one that takes the least."""
+    try:
+        return scheduled(search, replace(recipe, schedule_bytes=max(1, nbytes)))
+    except InfeasibleBudget:
+        return scheduled(search, least_schedule(search, recipe))
+
+
+def scheduled(search: Search, recipe: Recipe) -> Cost:
+    return search.known.composer.scheduled(recipe)
 
 
 def least_schedule(search: Search, recipe: Recipe) -> Recipe:
     """With the schedule that takes the least memory."""
     least = 1
     try:
-        _scheduled(search, replace(recipe, schedule_bytes=least))
+        scheduled(search, replace(recipe, schedule_bytes=least))
     except InfeasibleBudget as error:
         least = error.least_bytes
     return replace(recipe, schedule_bytes=least)

@@ -180,7 +180,7 @@ class Known:
         ]
 
     def family(self, **techniques: Any) -> Recipe:
-        """The base with these; with the smallest pages where pages count: all cost the same, and these take the least."""
+        """The base with these; where pages count, with the smallest, which cost no more and take the least."""
         recipe = replace(self.base, **techniques)
         return replace(recipe, page_bytes=self.pages_for(recipe)[-1])
 
@@ -260,6 +260,10 @@ class Search:
 
     def seconds(self, recipe: Recipe) -> float:
         return self.rates.seconds(self.known.estimate(recipe))
+
+    def spare(self, recipe: Recipe) -> int:
+        """Bytes that are left of the budget."""
+        return self.budget - self.known.estimate(recipe).peak_bytes
 
     def flops(self, recipe: Recipe) -> int:
         return self.known.estimate(recipe).flops

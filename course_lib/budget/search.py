@@ -92,7 +92,7 @@ def fit(
       if its FLOPs and the copies of its state cost less than the cheapest that was found.
     - Offloaded activations where fewer micro-batches had none that was large enough: a smaller piece has none either.
     - Segments that take no fewer FLOPs than a schedule that fits and needs no more besides.
-    - Checkpoints around the first blocks only, where the step without any costs no less than the cheapest found.
+    - Checkpoints around the first blocks only, where one block's cost no less than the cheapest found.
 
     And what is taken for granted: with more micro-batches (from two on), and with more segments (up to the square root
     of the layers), a step takes no more memory, nor with a checkpoint more; so the least number is found by bisection.
@@ -317,10 +317,7 @@ def _can_do_with_less(search: Search, recipe: Recipe, found: list[Recipe]) -> bo
 
 
 def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
-    """Checkpoints around the first blocks only, where that may be the cheapest of all.
-
-    It costs no less than the step without checkpoints.
-    """
+    """Checkpoints around the first blocks only, where that is the cheapest of all: it costs no less than one block."""
     known = search.known
     if known.quick or "layers" not in {keep.get("checkpoint") for keep in known.keeps}:
         return
@@ -330,9 +327,13 @@ def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
         plain = known.family(**techniques)
         if plain.offload_activations or known.least_seconds(plain, search.rates) >= cheapest:
             continue
-        if known.floor_bytes(plain) <= search.budget and (fewest := fewest_blocks(search, plain)):
+        one = replace(plain, checkpoint="layers", blocks=known.blocks, first_blocks=1)
+        if known.floor_bytes(plain) > search.budget or search.seconds(one) >= cheapest:
+            continue
+        fewest = fewest_blocks(search, one)
+        if fewest and search.seconds(fewest) < cheapest:
             found.append(fewest)
-            cheapest = min(cheapest, search.seconds(fewest))
+            cheapest = search.seconds(fewest)
 
 
 def _find_least(search: Search) -> None:
