@@ -10,11 +10,12 @@ all budgets and rates. Of `make test` the two cheapest models are a part; all ta
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -137,7 +138,7 @@ BART = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in
 BART |= {"vocab_size": 97, "d_model": 32, "max_position_embeddings": 32}
 
 
-MOVING = Recipe(min_bytes=2000)  # small activations too
+MOVING = Recipe(min_bytes=1000)  # small activations too, and the inputs of blocks
 
 
 @dataclass
@@ -152,8 +153,8 @@ class Case:
 
 
 CASES = {
-    "chain": Case(partial(Chain, [64] * 5), partial(torch.randn, 24, 16)),
-    "uneven chain": Case(partial(Chain, [16, 256, 16, 64]), partial(torch.randn, 24, 16), tier="host"),
+    "chain": Case(partial(Chain, [32] * 7), partial(torch.randn, 6, 32, 16)),
+    "uneven chain": Case(partial(Chain, [16, 256, 16, 64]), partial(torch.randn, 4, 24, 16), tier="host"),
     "table": Case(Wide, lambda: torch.zeros(4, 10, dtype=torch.long), Recipe(min_bytes=500)),
     "MLP": Case(partial(deep_mlp, 5, 48), partial(torch.randn, 40, 48), options={"loss_sum": squares}),
     "convolutions": Case(Convolutions, partial(torch.randn, 8, 3, 16, 16), Recipe("fp32", "momentum", min_bytes=2000)),
@@ -205,7 +206,10 @@ def grid(known: Known, seed: int) -> list[Recipe]:
         recipe = replace(known.base, **techniques, **keep)
         downs = known.doublings(recipe) if recipe.offload_activations else known.pieces_for(recipe)
         pages = facts.PAGES if recipe.has_pages and not inside else facts.PAGES[:1]
-        every += [replace(recipe, micro_batches=count, page_bytes=size) for count in downs for size in pages]
+        every += [
+            replace(recipe, micro_batches=count, page_bytes=size, **copies)
+            for count, size, copies in product(downs, pages, known.copies_for(recipe))
+        ]
     every = list(dict.fromkeys(every))
     random.Random(seed).shuffle(every)
     return every
@@ -240,15 +244,25 @@ def estimated(known: Known, most: int = MOST, seed: int = 0) -> list[Estimate]:
     return found
 
 
+def frontier(estimates: Iterable[Estimate], rates: Rates) -> list[int]:
+    """The peaks of those that are cheaper than all that take less: there a search can lose the most."""
+    peaks, cheapest = [], math.inf
+    for e in sorted(estimates, key=lambda e: (e.peak_bytes, rates.seconds(e))):
+        if rates.seconds(e) < cheapest:
+            peaks.append(e.peak_bytes)
+            cheapest = rates.seconds(e)
+    return peaks
+
+
 def compare(case: Case, most: int = MOST, seed: int = 0) -> tuple[int, list[Difference], Known]:
     """The number of searches, and what they missed."""
     options = {"tier": case.tier, "loss_sum": None, "max_norm": None, **(case.options or {})}
     known = Known(case.make_model, case.make_batch, case.base, **options)
     recipes = [e.recipe for e in estimated(known, most, seed)]
-    peaks = sorted({known.estimate(recipe).peak_bytes for recipe in recipes})
     searches, differences = 0, []
-    for i, rates in product(range(BUDGETS), RATES):
-        budget = peaks[i * (len(peaks) - 1) // (BUDGETS + 2)]  # below what the plain step takes
+    for rates, i in product(RATES, range(BUDGETS)):
+        peaks = frontier(map(known.estimate, recipes), rates)
+        budget = peaks[i * len(peaks) // BUDGETS]
         searches += 1
         try:
             first = that_fit(Search(known, budget, rates), case.base)[0]

@@ -16,15 +16,27 @@ from .recipe import Recipe
 ROUNDS = 3  # estimates of schedules for one family and number of micro-batches, besides that of the least
 
 
-def best_of(search: Search, family: Recipe, limit: float = math.inf) -> Recipe | None:
-    """The cheapest of the family that fits; segments only if they may take fewer FLOPs than the limit."""
+def best_of(search: Search, family: Recipe) -> Recipe | None:
+    """The cheapest of the family that fits."""
     if family.offload_activations:
-        return family if search.fits(family) else None
+        return best_copies(search, family)
     if family.checkpoint == search.known.base.checkpoint:  # with as many segments or bytes as the base says
         return fewest_pieces(search, family)
     if family.checkpoint == "segments":
-        return fewest_segments(search, family, limit)
+        return fewest_segments(search, family)
     return (best_schedule if family.checkpoint == "optimal" else fewest_pieces)(search, family)
+
+
+def best_copies(search: Search, family: Recipe) -> Recipe | None:
+    """Copies of activations under way: the cheapest number that fits. The fewest, which the family has, take the least.
+
+    How many there are changes neither FLOPs nor bytes moved, so that the price of each is known.
+    """
+    if not search.fits(family):
+        return None
+    least = search.known.estimate(family)
+    trials = [replace(family, **copies) for copies in search.known.copies_for(family)]
+    return next(filter(search.fits, sorted(trials, key=lambda trial: search.order(replace(least, recipe=trial)))))
 
 
 def fewest_pieces(search: Search, family: Recipe, pieces: Sequence[int] = ()) -> Recipe | None:
@@ -47,24 +59,13 @@ def first_pieces(search: Search, trials: Sequence[Recipe]) -> Recipe | None:
     return first and fewest_pieces(search, first)
 
 
-def fewest_segments(search: Search, family: Recipe, limit: float) -> Recipe | None:
-    """As few as fit: of those up to the square root of the layers, where each more takes less memory; or one a layer.
-
-    A segment that is recomputed stops before its last product. Each of its layers costs no less than with a checkpoint
-    of its own.
-    """
-    known, layers = search.known, search.known.layers
-    # In chunks the head takes more; of what was not estimated nothing is known.
-    without, each = (known.known_flops(replace(family, segments=None, head_chunk=None, checkpoint=name, blocks=None))
-                     for name in ("none", "layers"))  # fmt: skip
-    each = max(0, each - without) / layers if each and without else 0
-    counts = sorted({*range(2, math.isqrt(layers) + 1), layers})
-    *few, most = [
-        replace(family, segments=n) for n in counts if not without or without + (n - 1) * (layers // n) * each < limit
-    ] or [None]
-    if most is None or not first_pieces(search, [most]):
+def fewest_segments(search: Search, family: Recipe) -> Recipe | None:
+    """As few as fit: of those up to the square root of the layers, where each more takes less; or one a layer."""
+    layers = search.known.layers
+    few, most = range(2, math.isqrt(layers) + 1), replace(family, segments=layers)
+    if not first_pieces(search, [most]):
         return None
-    return first_pieces(search, few) or first_pieces(search, [most])
+    return first_pieces(search, [replace(family, segments=count) for count in few]) or first_pieces(search, [most])
 
 
 def fewest_blocks(search: Search, one: Recipe) -> Recipe | None:

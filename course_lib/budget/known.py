@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from course_lib._torch import tensors_in
@@ -180,14 +181,21 @@ class Known:
         ]
 
     def family(self, **techniques: Any) -> Recipe:
-        """The base with these; where pages count, with the smallest, which cost no more and take the least."""
+        """The base with these; and with the smallest pages and fewest copies under way, which take the least."""
         recipe = replace(self.base, **techniques)
-        return replace(recipe, page_bytes=self.pages_for(recipe)[-1])
+        return replace(recipe, page_bytes=self.pages_for(recipe)[-1], **self.copies_for(recipe)[0])
 
     def pages_for(self, recipe: Recipe) -> tuple[int, ...]:
-        """Page sizes of the offloaded optimizer; in backward each parameter is a page by itself."""
+        """Page sizes of the offloaded optimizer, all of one price; in backward each parameter is a page by itself."""
         paged = recipe.has_pages and not recipe.in_backward
         return self.options("page_bytes", *(PAGES if paged else PAGES[:1]))
+
+    def copies_for(self, recipe: Recipe) -> list[dict[str, int | None]]:
+        """How many copies of activations are under way; only with the host below they have a price."""
+        if not recipe.offload_activations or self.composer.tier == "file":
+            return [{}]
+        counts = product(self.options("prefetch", 0, 1, None), self.options("in_flight", 1, None))
+        return [{"prefetch": ahead, "in_flight": down} for ahead, down in counts]
 
     def goes_with(self, **technique: Any) -> bool:
         """Whether the model has blocks to be checkpointed, a head that runs in chunks, attention that can be flash."""
@@ -269,6 +277,7 @@ class Search:
         return self.known.estimate(recipe).flops
 
     def order(self, found: Estimate) -> tuple:
-        """The cheapest first; of equal price the one of fewer micro-batches, and of larger pages."""
-        recipe = found.recipe
-        return self.rates.seconds(found), recipe.micro_batches, -recipe.page_bytes, found.sent_bytes, found.peak_bytes
+        """The cheapest first; of equal price the one of fewer micro-batches, larger pages, fewer copies under way."""
+        recipe, seconds = found.recipe, self.rates.seconds(found)
+        copies = sum(recipe.copies(found.tier)) if recipe.offload_activations else 0
+        return seconds, recipe.micro_batches, -recipe.page_bytes, copies, found.sent_bytes, found.peak_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -21,7 +20,7 @@ from . import sharding
 from .cheapest import best_of, fewest_blocks, fewest_pieces, least_schedule
 from .estimating import TIERS, Estimate
 from .known import Known, Search
-from .loss import LossSum, samples_in
+from .loss import CHAINED, LossSum, samples_in
 from .rates import RATES, Rates
 from .recipe import Recipe
 from .show import Way, steps_to
@@ -78,25 +77,27 @@ def fit(
 
     Without `recipes`, combinations of the techniques that leave the training as it is: attention standard or flash;
     checkpoints "layers" (around all blocks, or the first few), "selective", "segments" and "optimal"; offloaded
-    activations, alone or with "layers"; the loss head at once or in chunks; steps in backward, or any number of
-    micro-batches (with offloaded activations the numbers double); none of the optimizer's state offloaded, or 1 to 4
-    quarters. What `base` sets other than the default is in every recipe. What comes out needs all that it uses: what
-    could do with less, and would come first, is left out.
+    activations, alone or with "layers", with the host below fetched 0 to 2 ahead and 1 or 2 in flight; the loss head at
+    once or in chunks; steps in backward, or any number of micro-batches (with offloaded activations the numbers
+    double); none of the optimizer's state offloaded, or 1 to 4 quarters, in pages of 16, 4 or 1 MiB. What `base` sets
+    other than the default is in every recipe. What comes out needs all that it uses: what could do with less, and would
+    come first, is left out; of equal price fewer micro-batches, larger pages and fewer copies under way come first.
 
     Not all are run. What is passed over, and why that loses nothing:
 
     - A recipe whose optimizer's step alone exceeds the budget. It takes the same whatever forward and backward did; of
       steps in backward, model and state are always there.
     - One that adds to a recipe that fits, since to add takes no FLOPs and no copies away. It may where activations are
-      offloaded (with a checkpoint, a head in chunks or more micro-batches less goes down): what adds to these is tried
-      if its FLOPs and the copies of its state cost less than the cheapest that was found.
+      offloaded (with a checkpoint, a head in chunks or more micro-batches less goes down), and where "segments" and
+      "optimal" get more room: what adds to these is passed over if the least FLOPs that it can take and the copies of
+      its state cost as much as the cheapest that was found.
     - Offloaded activations where fewer micro-batches had none that was large enough: a smaller piece has none either.
-    - Segments that take no fewer FLOPs than a schedule that fits and needs no more besides.
     - Checkpoints around the first blocks only, where one block's cost no less than the cheapest found.
 
-    And what is taken for granted: with more micro-batches (from two on), and with more segments (up to the square root
-    of the layers), a step takes no more memory, nor with a checkpoint more; so the least number is found by bisection.
-    A schedule is fitted to the budget in three rounds. `tests/brute_force_fit.py` compares with all recipes of a grid.
+    And what is taken for granted: a step takes no more memory with more micro-batches (from two on), more segments (up
+    to the square root of the layers), a checkpoint more, smaller pages, fewer copies under way, or less for a schedule.
+    So the least that fits is found by bisection, and a schedule in some rounds. `tests/brute_force_fit.py` compares
+    what is found with all recipes of a grid.
 
     An estimate is put together from the step with few of the model's equal blocks, where it has such and grows evenly
     with them, and from updates of few parameters (`course_lib.budget.composing`); it equals that of the whole step.
@@ -224,8 +225,7 @@ def _all(search: Search) -> list[Estimate]:
         if too_large or _needless(search, family, found) or _idle(search.known, family):
             continue
         try:
-            limit = min(map(search.flops, _schedules(search.known, family, found)), default=math.inf)
-            best = best_of(search, family, limit)
+            best = best_of(search, family)
         except RuntimeError:  # the step does not run: it changes in place what "selective" has kept, say
             continue
         if best is not None:
@@ -281,18 +281,19 @@ def _adds_to(known: Known, recipe: Recipe, smaller: Recipe) -> bool:
 def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
     """Whether the family adds to what fits, and can be no cheaper.
 
-    To add costs, but where activations are offloaded: checkpoints, a head in chunks and micro-batches leave less to be
-    moved. Then only what may be the cheapest of all is tried.
+    To add costs, but to two kinds: with offloaded activations, a checkpoint, a head in chunks and micro-batches leave
+    less to be moved; with a schedule or segments, any room that is won makes them cheaper. What adds to these is tried
+    where it may be the cheapest of all.
     """
     smaller = [recipe for recipe in found if _adds_to(search.known, family, recipe)]
-    if any(not recipe.offload_activations or _moves_as_much(family, recipe) for recipe in smaller):
+    if any(recipe.checkpoint not in CHAINED and _moves_as_much(family, recipe) for recipe in smaller):
         return True
     return bool(smaller) and search.known.least_seconds(family, search.rates) >= min(map(search.seconds, found))
 
 
-def _moves_as_much(recipe: Recipe, other: Recipe) -> bool:
+def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
     names = ("attention", "checkpoint", "head_chunk", "micro_batches")
-    return all(getattr(recipe, name) == getattr(other, name) for name in names)
+    return not smaller.offload_activations or all(getattr(recipe, name) == getattr(smaller, name) for name in names)
 
 
 def _idle(known: Known, family: Recipe) -> bool:
@@ -300,13 +301,6 @@ def _idle(known: Known, family: Recipe) -> bool:
     fewer = (replace(family, micro_batches=count) for count in known.pieces_for(family) if count < family.micro_batches)
     tried = (recipe for recipe in fewer if recipe in known.estimates)
     return family.offload_activations and any(map(known.moves_nothing, tried))
-
-
-def _schedules(known: Known, family: Recipe, found: list[Recipe]) -> list[Recipe]:
-    """Those found that would do in place of the family's checkpoints, and need no more besides."""
-    scheduled = replace(family, checkpoint="optimal", segments=None, schedule_bytes=1, first_blocks=None,
-                        offload_activations=False)  # fmt: skip
-    return [recipe for recipe in found if recipe.checkpoint == "optimal" and _adds_to(known, scheduled, recipe)]
 
 
 def _can_do_with_less(search: Search, recipe: Recipe, found: list[Recipe]) -> bool:
