@@ -1,10 +1,11 @@
-"""Whether `fit` finds the cheapest recipe that fits: twelve models, each searched for 6 budgets at 3 sets of rates.
+"""Whether `fit` finds the cheapest recipe that fits: twelve small models, many budgets, three sets of rates.
 
     PYTHONPATH=. python tests/brute_force_fit.py [name ...]
 
 Each search is compared with a grid of at most 300 recipes, all estimated. A difference is a recipe of the grid that
-fits and costs less than the first that `fit` lists, or that fits where `fit` finds none. Estimates are made once for
-all budgets and rates. Of `make test` the two cheapest models are a part; all take some minutes on one core.
+fits and costs less than the first that `fit` lists, or that fits where `fit` finds none. The budgets are the peaks of
+the grid's recipes that are cheaper than all that take less. Estimates are made once for all budgets and rates. Two of
+the models are a part of `make test`; all take some minutes on one core.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from course_lib.budget.search import that_fit
 from course_lib.models import Decoder, deep_mlp, random_tokens
 
 MOST = 300  # recipes in a grid
-BUDGETS = 6
 PAGES = (Recipe.page_bytes, 1 << 14, 1 << 11)
 # FLOPs dear, links dear, and neither: with a file below they add up, with the host below the longest counts.
 RATES = (Rates(1e9, 2e9, 1e8), Rates(1e9, 2e9, 1e6, host_bytes=1e9), Rates(1e10, 2e10, 1e9, host_bytes=1e10))
@@ -254,15 +254,16 @@ def frontier(estimates: Iterable[Estimate], rates: Rates) -> list[int]:
     return peaks
 
 
-def compare(case: Case, most: int = MOST, seed: int = 0) -> tuple[int, list[Difference], Known]:
+def compare(
+    case: Case, most: int = MOST, budgets: int | None = None, seed: int = 0
+) -> tuple[int, list[Difference], Known]:
     """The number of searches, and what they missed."""
     options = {"tier": case.tier, "loss_sum": None, "max_norm": None, **(case.options or {})}
     known = Known(case.make_model, case.make_batch, case.base, **options)
     recipes = [e.recipe for e in estimated(known, most, seed)]
     searches, differences = 0, []
-    for rates, i in product(RATES, range(BUDGETS)):
-        peaks = frontier(map(known.estimate, recipes), rates)
-        budget = peaks[i * len(peaks) // BUDGETS]
+    asked = {rates: frontier(map(known.estimate, recipes), rates)[:budgets] for rates in RATES}
+    for rates, budget in ((rates, budget) for rates, peaks in asked.items() for budget in peaks):
         searches += 1
         try:
             first = that_fit(Search(known, budget, rates), case.base)[0]

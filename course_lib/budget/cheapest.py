@@ -28,15 +28,11 @@ def best_of(search: Search, family: Recipe) -> Recipe | None:
 
 
 def best_copies(search: Search, family: Recipe) -> Recipe | None:
-    """Copies of activations under way: the cheapest number that fits. The fewest, which the family has, take the least.
-
-    How many there are changes neither FLOPs nor bytes moved, so that the price of each is known.
-    """
+    """Copies of activations under way: the cheapest number that fits, where the fewest, the family's own, do."""
     if not search.fits(family):
         return None
-    least = search.known.estimate(family)
     trials = [replace(family, **copies) for copies in search.known.copies_for(family)]
-    return next(filter(search.fits, sorted(trials, key=lambda trial: search.order(replace(least, recipe=trial)))))
+    return min(filter(search.fits, trials), key=lambda trial: search.order(search.known.estimate(trial)))
 
 
 def fewest_pieces(search: Search, family: Recipe, pieces: Sequence[int] = ()) -> Recipe | None:

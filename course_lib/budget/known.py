@@ -172,12 +172,12 @@ class Known:
                 found += [{"checkpoint": "optimal", "schedule_bytes": 1, "blocks": self.blocks}]
                 more = {"checkpoint": "segments", "segments": 2, "blocks": self.blocks}
                 found += [more] if self.layers > 1 else []
-        downs = self.options("offload_activations", False, True)
+        with_offload = {"none", "layers"} | ({self.base.checkpoint} if self.base.offload_activations else set())
         return [
             {**keep, "offload_activations": down}
-            for down in downs
+            for down in self.options("offload_activations", False, True)
             for keep in found
-            if not down or keep.get("checkpoint") in ("none", "layers", None)
+            if not down or keep.get("checkpoint", self.base.checkpoint) in with_offload
         ]
 
     def family(self, **techniques: Any) -> Recipe:
@@ -214,10 +214,9 @@ class Known:
         return self.composer.held_bytes(recipe)
 
     def floor_bytes(self, recipe: Recipe) -> int:
-        """The optimizer's step takes the same whatever forward and backward did; in backward, at least what is held."""
-        if recipe.in_backward:
-            return self.held_bytes(recipe)
-        return self.state_of(recipe).phase_peaks["optimizer"]
+        """What is held; and what the optimizer's step takes, which is the same whatever forward and backward did."""
+        step = 0 if recipe.in_backward else self.state_of(recipe).phase_peaks["optimizer"]
+        return max(self.held_bytes(recipe), step)
 
     def state_of(self, recipe: Recipe) -> Estimate:
         """The step by the base, with the recipe's optimizer."""
