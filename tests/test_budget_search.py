@@ -1,6 +1,7 @@
 """What `fit` composes is what whole symbolic steps take, and nothing is lost by it."""
 
 import itertools
+import math
 import re
 from contextlib import suppress
 from dataclasses import replace
@@ -487,7 +488,8 @@ def test_no_recipe_of_a_grid_is_cheaper_than_what_is_found(name):
 
 def test_brute_force_sees_a_rule_that_is_wrong(monkeypatch):
     monkeypatch.setattr(search, "_moves_as_much", lambda recipe, smaller: True)  # as if to add always cost
-    assert brute_force_fit.compare(brute_force_fit.CASES["chain"], most=150, budgets=6)[1]
+    with brute_force_fit.small_pages():
+        assert brute_force_fit.compare(brute_force_fit.CASES["chain"], most=150)[1]
 
 
 def test_copies_under_way_are_as_many_as_the_price_asks_and_the_budget_allows():
@@ -495,13 +497,13 @@ def test_copies_under_way_are_as_many_as_the_price_asks_and_the_budget_allows():
     facts = Known(make, batch, base, **{**FILE, "tier": "host"})
     every = [facts.estimate(replace(base, **copies)) for copies in facts.copies_for(base)]
     assert [e.recipe.copies("host") for e in every] == [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2)]
-    for link in (1e5, 1e15):
+    for link in (1e5, math.inf):
         for budget in sorted({e.peak_bytes for e in every}):
-            searching = Search(facts, budget, Rates(1e9, 2e9, link, host_bytes=1e15))
+            searching = Search(facts, budget, Rates(1e9, 2e9, link))
             best = facts.estimate(best_copies(searching, facts.family()))
             fitting = [e for e in every if e.peak_bytes <= budget]
             assert searching.rates.seconds(best) == min(map(searching.rates.seconds, fitting))
-            if link == 1e15:
+            if link == math.inf:
                 assert best.recipe.copies("host") == (0, 1)  # all cost the same: the fewest
     assert facts.copies_for(Recipe()) == Known(make, batch, base, **FILE).copies_for(base) == [{}]
 
@@ -591,7 +593,7 @@ def test_blocks_are_those_that_are_named():
     budget = estimate(Mixed, of, wanted, max_norm=1e9).peak_bytes
     for blocks in (both, list(both)):
         found = fit(Mixed, of, budget, base=base, blocks=blocks, **options)
-        assert {e.recipe.blocks for e in found} == {both} and found[0].recipe.checkpoint != "none"
+        assert {e.recipe.blocks for e in found if e.recipe.checkpoint != "none"} == {both}
 
 
 def test_a_quick_search_says_so_and_tries_less():

@@ -203,7 +203,8 @@ class Known:
             technique["blocks"] = self.blocks
         try:
             recipe = replace(self.base, **technique)
-            return (self.decoder and self.blocks is None) or bool(self.estimate(recipe, shown=False))
+            plain = self.decoder and self.blocks is None and self.base.checkpoint == "none"
+            return plain or bool(self.estimate(recipe, shown=False))
         except (TypeError, ValueError, RuntimeError):
             return False
 

@@ -226,7 +226,7 @@ def _all(search: Search) -> list[Estimate]:
             continue
         try:
             best = best_of(search, family)
-        except RuntimeError:  # the step does not run: it changes in place what "selective" has kept, say
+        except (RuntimeError, InfeasibleBudget):  # it changes in place what "selective" has kept, say
             continue
         if best is not None:
             found.append(best)
