@@ -586,14 +586,15 @@ class Mixed(Mean):
     loss = Mean.loss
 
 
-def test_blocks_are_those_that_are_named():
-    both, of = ("encoder.*", "decoder.*"), partial(torch.randn, 300, 8)
-    base, options = Recipe(optimizer="sgd"), {"rates": RATE, "tier": "file", "progress": False, "max_norm": 1e9}
-    wanted = replace(base, checkpoint="layers", blocks=both)
-    budget = estimate(Mixed, of, wanted, max_norm=1e9).peak_bytes
-    for blocks in (both, list(both)):
-        found = fit(Mixed, of, budget, base=base, blocks=blocks, **options)
-        assert {e.recipe.blocks for e in found if e.recipe.checkpoint != "none"} == {both}
+@pytest.mark.parametrize("keep", [{}, {"checkpoint": "layers"}], ids=str)
+def test_blocks_are_those_that_are_named(keep):
+    both, of, base = ("encoder.*", "decoder.*"), partial(torch.randn, 300, 8), Recipe(optimizer="sgd", **keep)
+    facts = Known(Mixed, of, base, blocks=list(both), **FILE)
+    wanted = Recipe(optimizer="sgd", checkpoint="layers", blocks=both)
+    budget = estimate(Mixed, of, wanted).peak_bytes
+    found = that_fit(Search(facts, budget, RATE), base)
+    assert found[0].peak_bytes <= budget and facts.estimate(wanted) == estimate(Mixed, of, wanted)
+    assert {e.blocks for e in facts.estimates if e.checkpoint != "none"} == {both}
 
 
 def test_a_quick_search_says_so_and_tries_less():

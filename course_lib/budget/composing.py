@@ -193,12 +193,6 @@ class Composer:
 
     # ---- the optimizer
 
-    def held_bytes(self, recipe: Recipe) -> int:
-        """The model and what of the optimizer's state is on the device."""
-        with symbolic(self.mode):
-            held = self.updates.of_all(recipe, chosen_below(self.trained, recipe.offload_optimizer)).held
-        return held + sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
-
     def with_optimizer(self, moments: Moments, recipe: Recipe) -> Estimate:
         below = chosen_below(self.trained, recipe.offload_optimizer)
         update = self.updates.of_all(recipe, below)

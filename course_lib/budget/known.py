@@ -11,10 +11,12 @@ from typing import Any
 
 from course_lib._torch import tensors_in
 from course_lib.checkpoint.blocks import names_of
+from course_lib.memory import symbolic
+from course_lib.offload import chosen_below
 
 from . import sharding
 from .attention import attentions_of, drop_probability
-from .composing import Composing
+from .composing import Composer, Composing
 from .estimating import Estimate
 from .loss import has_loss_sum, is_decoder, mixes_samples, samples_in
 from .rates import Rates
@@ -27,8 +29,8 @@ HEAD_CHUNK = 512  # tokens, or a sixteenth of the batch's where that is more: sm
 COMPUTED = ("attention", "checkpoint", "first_blocks", "segments", "schedule_bytes", "head_chunk")
 
 
-class Known:
-    """The estimates of one model and batch, each made once: searches for several budgets can share them.
+class Estimator:
+    """The estimates of one model and batch, each made once, and bounds for recipes that were not estimated.
 
     Attributes:
         base: one rank's recipe, whose fields other than the default every recipe keeps.
@@ -51,6 +53,8 @@ class Known:
         self.base = replace(base, ranks=1, shard=None, update="loop") if base.ranks > 1 else base
         self.quick, self.watch = quick, watch or (lambda recipe: None)
         self.blocks = tuple(blocks) if isinstance(blocks, list) else blocks or base.blocks
+        if base.checkpoint != "none":
+            self.base = replace(self.base, blocks=self.blocks)
         self.estimates: dict[Recipe, Estimate] = {}
         self._flops: dict[tuple, int] = {}
         self._confirmed: set[Recipe] = set()
@@ -84,15 +88,63 @@ class Known:
         self._confirmed.add(best.recipe)
         return True
 
-    # ---- what can be tried
+    @cached_property
+    def composer(self) -> Composer:
+        return self.composing.composer_of(self.base)
+
+    # ---- bounds, without an estimate of the recipe itself
+
+    def held_bytes(self, recipe: Recipe) -> int:
+        """The model and what of the optimizer's state is on the device, which are there throughout the step."""
+        composer, below = self.composer, chosen_below(self.composer.trained, recipe.offload_optimizer)
+        with symbolic(composer.mode):
+            state = composer.updates.of_all(recipe, below).held
+        return state + sum(t.nbytes for t in (*composer.model.parameters(), *composer.model.buffers()))
+
+    def floor_bytes(self, recipe: Recipe) -> int:
+        """What is held; and what the optimizer's step takes, which is the same whatever forward and backward did."""
+        step = 0 if recipe.in_backward else self.state_of(recipe).phase_peaks["optimizer"]
+        return max(self.held_bytes(recipe), step)
+
+    def state_of(self, recipe: Recipe) -> Estimate:
+        """The step by the base, with the recipe's optimizer."""
+        names = ("offload_optimizer", "in_backward", "page_bytes")
+        return self.estimate(replace(self.base, **{name: getattr(recipe, name) for name in names}))
+
+    def least_seconds(self, recipe: Recipe, rates: Rates) -> float:
+        """No FLOPs less than without offloaded activations, and of what is moved the optimizer's state alone."""
+        down, up = self.state_moved(recipe)
+        least = {"flops": self.least_flops(recipe), "bytes_down": down, "bytes_up": up}
+        return rates.seconds(replace(self.state_of(recipe), **least))
+
+    def state_moved(self, recipe: Recipe) -> tuple[int, int]:
+        """Bytes of the optimizer's state that go down in a step, and up."""
+        state, none = self.state_of(recipe), self.state_of(replace(recipe, offload_optimizer=0.0))
+        return state.bytes_down - none.bytes_down, state.bytes_up - none.bytes_up
+
+    def least_flops(self, recipe: Recipe) -> int:
+        """Those of an estimate with the same to compute, else with part of it: to add to that takes no fewer."""
+        plain = replace(recipe, checkpoint="none", blocks=None, first_blocks=None, segments=None, schedule_bytes=None)
+        for part in (recipe, replace(recipe, head_chunk=None), plain, replace(plain, head_chunk=None)):
+            if (found := self.known_flops(part)) is not None:
+                return found
+        return 0
+
+    def known_flops(self, recipe: Recipe) -> int | None:
+        """Those of an estimate with the same to compute; None if there is none."""
+        return self._flops.get(_computed(recipe))
+
+    def moves_nothing(self, recipe: Recipe) -> bool:
+        """Whether of the activations nothing was large enough to go down."""
+        return self.estimate(recipe).bytes_down == self.state_moved(recipe)[0]
+
+
+class Known(Estimator):
+    """An estimator, and what can be tried of the model: searches for several budgets can share it."""
 
     def options(self, name: str, *values: Any) -> tuple:
         """What a field can be: what the base sets, else these values."""
         return (getattr(self.base, name),) if name in self.base.changed() else values
-
-    @cached_property
-    def composer(self):
-        return self.composing.composer_of(self.base)
 
     @cached_property
     def decoder(self) -> bool:
@@ -207,49 +259,6 @@ class Known:
             return plain or bool(self.estimate(recipe, shown=False))
         except (TypeError, ValueError, RuntimeError):
             return False
-
-    # ---- bounds, without an estimate of the recipe itself
-
-    def held_bytes(self, recipe: Recipe) -> int:
-        """The model and what of the optimizer's state is on the device, which are there throughout the step."""
-        return self.composer.held_bytes(recipe)
-
-    def floor_bytes(self, recipe: Recipe) -> int:
-        """What is held; and what the optimizer's step takes, which is the same whatever forward and backward did."""
-        step = 0 if recipe.in_backward else self.state_of(recipe).phase_peaks["optimizer"]
-        return max(self.held_bytes(recipe), step)
-
-    def state_of(self, recipe: Recipe) -> Estimate:
-        """The step by the base, with the recipe's optimizer."""
-        names = ("offload_optimizer", "in_backward", "page_bytes")
-        return self.estimate(replace(self.base, **{name: getattr(recipe, name) for name in names}))
-
-    def least_seconds(self, recipe: Recipe, rates: Rates) -> float:
-        """No FLOPs less than without offloaded activations, and of what is moved the optimizer's state alone."""
-        down, up = self.state_moved(recipe)
-        least = {"flops": self.least_flops(recipe), "bytes_down": down, "bytes_up": up}
-        return rates.seconds(replace(self.state_of(recipe), **least))
-
-    def state_moved(self, recipe: Recipe) -> tuple[int, int]:
-        """Bytes of the optimizer's state that go down in a step, and up."""
-        state, none = self.state_of(recipe), self.state_of(replace(recipe, offload_optimizer=0.0))
-        return state.bytes_down - none.bytes_down, state.bytes_up - none.bytes_up
-
-    def least_flops(self, recipe: Recipe) -> int:
-        """Those of an estimate with the same to compute, else with part of it: to add to that takes no fewer."""
-        plain = replace(recipe, checkpoint="none", blocks=None, first_blocks=None, segments=None, schedule_bytes=None)
-        for part in (recipe, replace(recipe, head_chunk=None), plain, replace(plain, head_chunk=None)):
-            if (found := self.known_flops(part)) is not None:
-                return found
-        return 0
-
-    def known_flops(self, recipe: Recipe) -> int | None:
-        """Those of an estimate with the same to compute; None if there is none."""
-        return self._flops.get(_computed(recipe))
-
-    def moves_nothing(self, recipe: Recipe) -> bool:
-        """Whether of the activations nothing was large enough to go down."""
-        return self.estimate(recipe).bytes_down == self.state_moved(recipe)[0]
 
 
 def _computed(recipe: Recipe) -> tuple:
