@@ -175,14 +175,12 @@ def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = No
 
 
 def _among(search: Search, recipes: Iterable[Recipe]) -> tuple[list[Estimate], list[Estimate]]:
-    """Those of the recipes that fit; and, for the message, all of them where none does."""
-    found, possible = [], []
+    """Those of the recipes that fit, and all of them."""
+    tried = []
     for recipe in dict.fromkeys(recipes):
         with suppress(InfeasibleBudget):  # of the recipe's own schedule_bytes
-            if search.fits(recipe):
-                found.append(search.known.estimate(recipe))
-            possible.append(recipe)
-    return found, found or [search.known.estimate(recipe) for recipe in possible]
+            tried.append(search.known.estimate(recipe))
+    return [e for e in tried if e.peak_bytes <= search.budget], tried
 
 
 def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estimate]]:
