@@ -64,7 +64,8 @@ def shown(value: Any) -> str:
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"a {type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
+        kind = type(value).__name__.removeprefix("Fake")  # of an estimate: the reader has passed a tensor
+        return f"a {kind} of shape {tuple(value.shape)} and {value.dtype}"
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
@@ -81,11 +82,15 @@ class InfeasibleBudget(ValueError):
         budget_bytes: the budget.
         least_bytes: the least budget for which something was found; None if nothing was.
         least: what takes so little, such as a `course_lib.budget.Estimate`; None if that is not known.
+        name: of the argument that is the budget.
     """
 
-    def __init__(self, budget_bytes: int, least_bytes: int | None, told: str, least: Any = None):
-        super().__init__(f"budget_bytes is {budget_bytes}, but {told}")
+    def __init__(
+        self, budget_bytes: int, least_bytes: int | None, told: str, least: Any = None, name: str = "budget_bytes"
+    ):
+        super().__init__(f"{name} is {budget_bytes}, but {told}")
         self.budget_bytes, self.least_bytes, self.told, self.least = budget_bytes, least_bytes, told, least
+        self.name = name
 
     def __reduce__(self):
-        return type(self), (self.budget_bytes, self.least_bytes, self.told, self.least)
+        return type(self), (self.budget_bytes, self.least_bytes, self.told, self.least, self.name)

@@ -5,6 +5,7 @@ A Hugging Face model is known by what it has: this library does not need theirs.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -21,10 +22,35 @@ from ._torch import tensors_in
 def own_loss(model: nn.Module, batch: Any, micro_batches: int = 1) -> tuple[Tensor, float | Tensor]:
     """The sum of losses of one of so many micro-batches, and its weight; a `loss` is a mean over samples."""
     if has_method(model, "loss_sum"):
-        return model.loss_sum(batch)
+        return _called(model, "loss_sum", batch)
     if has_method(model, "loss"):
-        return checked_loss(model, model.loss(batch)) * samples_in(batch), samples_in(batch)
+        return checked_loss(model, _called(model, "loss", batch)) * samples_in(batch), samples_in(batch)
     return hugging_face_loss(model, batch, micro_batches)
+
+
+def _called(model: nn.Module, name: str, batch: Any) -> Any:
+    """The model's method, or a function that was put on it: its errors say so."""
+    function, method = getattr(model, name), f"{type(wrapped_in(model)).__name__}.{name}"
+    takes_arguments(method, function, "(batch), or is left to a loss_sum(model, batch)", batch)
+    try:
+        return function(batch)
+    except Exception as error:
+        if not inspect.ismethod(function):
+            error.add_note(f"raised in {method}, {shown(function)} put on the model, which is called with the batch")
+        raise
+
+
+def takes_arguments(name: str, function: Any, takes: str, *arguments: Any) -> None:
+    """Refuses a function that cannot be called so."""
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):  # of a function that is not Python's
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        got = f"{name} is {shown(function)} with the arguments {signature.replace(return_annotation=signature.empty)}"
+        raise TypeError(f"{got}; it takes {takes}") from None
 
 
 def checked_loss(model: nn.Module, loss: Any) -> Tensor:
@@ -42,16 +68,27 @@ def has_loss_sum(model: nn.Module) -> bool:
     """Whether it is known what the model's loss is a mean over."""
     if has_method(model, "loss") or has_method(model, "loss_sum"):
         return has_method(model, "loss_sum")
-    names = " ".join(kind.__name__ for kind in type(model).__mro__)
+    names = " ".join(kind.__name__ for kind in type(wrapped_in(model)).__mro__)
     return is_hugging_face(model) and re.search(WEIGHED, names) is not None and not adds_to_loss(model)
 
 
 def has_method(model: nn.Module, name: str) -> bool:
-    """Whether the model has a `loss` or `loss_sum`; a newer `loss` hides an older `loss_sum`."""
-    for names in (vars(model), *map(vars, type(model).__mro__)):
+    """Whether the model has a `loss` or `loss_sum`; a newer `loss` hides an older `loss_sum`.
+
+    Some Hugging Face models keep in `self.loss` what computes it from outputs and targets: no method, and not called.
+    """
+    theirs = is_hugging_face(model)
+    own = vars(model).keys() - ({"loss"} if theirs else set())
+    for names in (own, *map(vars, type(model).__mro__)):
         if "loss_sum" in names or "loss" in names:
             return "loss_sum" in names if name == "loss_sum" else callable(getattr(model, "loss", None))
-    return callable(getattr(model, name, None))  # of what it wraps, as torch.compile does
+    found = getattr(model, name, None)  # of what it wraps, as torch.compile does; or a module
+    return inspect.ismethod(found) or (callable(found) and not theirs)
+
+
+def wrapped_in(model: nn.Module) -> nn.Module:
+    """The model itself, in place of what `torch.compile` makes of it."""
+    return getattr(model, "_orig_mod", model)
 
 
 # ---- Hugging Face models
@@ -61,6 +98,7 @@ WEIGHED = "CausalLM|LMHeadModel|MaskedLM|Seq2SeqLM|ForConditionalGeneration|For[
 
 
 def is_hugging_face(model: nn.Module) -> bool:
+    model = wrapped_in(model)
     return hasattr(model, "config") and type(model).forward is not nn.Module.forward
 
 

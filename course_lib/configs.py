@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from course_lib._check import whole
+from course_lib._check import kind, whole
 from course_lib.models import Attention, Decoder, Dropout, seeded
 
 LLAMAS = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
@@ -30,14 +30,17 @@ def read_config(file: Path | str) -> dict[str, Any]:
     """What stands in a `config.json`.
 
     Raises:
-        ValueError: the file cannot be read, or holds no JSON object.
+        ValueError: the file cannot be read, is no JSON, at the line and column that is said, or holds no JSON object.
     """
     try:
-        config = json.loads(Path(file).read_text(encoding="utf-8"))
+        config = json.loads(Path(file).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"config is {str(file)!r}, which cannot be read ({error.strerror}); it takes a file") from None
-    except ValueError:
-        config = None
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, column {error.colno}: {error.msg}"
+        raise ValueError(f"config is {str(file)!r}, which is no JSON ({at}); it takes a config.json") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config is {str(file)!r}, which is no text ({error}); it takes a config.json") from None
     if not isinstance(config, dict):
         raise ValueError(f"config is {str(file)!r}, which holds no JSON object; it takes a config.json")
     return config
@@ -54,14 +57,20 @@ def model_from(config: Mapping[str, Any], *, sequence: int, seed: int = 0) -> De
         ValueError: the kind of model is not known, a size is missing or of the wrong kind, or the model takes shorter
             sequences.
     """
+    model, sizes = shape_of(config, sequence)
+    return model(**sizes, seed=seed)
+
+
+def shape_of(config: Mapping[str, Any], sequence: int) -> tuple[type[Decoder | Llama], dict[str, Any]]:
+    """What `model_from` makes a model by, checked: the class and its arguments, but for the seed."""
     name = config.get("model_type")
     if name not in KNOWN:
         raise ValueError(f"model_type is {name!r}; it takes one of {', '.join(KNOWN)}, whose shapes are known here")
     sequence = whole("sequence", sequence, 1)
-    longest = config.get("n_positions" if name == "gpt2" else "max_position_embeddings") or sequence
+    longest = _size(config, "n_positions" if name == "gpt2" else "max_position_embeddings", sequence)
     if sequence > longest:
         raise ValueError(f"sequence is {sequence}; it takes {longest} or less, the config's longest")
-    return _gpt2(config, seed) if name == "gpt2" else _llama(config, name, seed)
+    return (Decoder, _gpt2(config)) if name == "gpt2" else (Llama, _llama(config, name))
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -72,40 +81,57 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     return whole(name, value, 1)
 
 
+def _flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    value = config.get(name)
+    return kind(name, default if value is None else value, bool, "true or false")
+
+
 def _expect(config: Mapping[str, Any], name: str, *values: Any) -> None:
     if config.get(name, values[0]) not in values:
         raise ValueError(f"{name} is {config[name]!r}; it takes {' or '.join(map(repr, values))}")
 
 
-def _gpt2(config: Mapping[str, Any], seed: int) -> Decoder:
-    hidden = _size(config, "n_embd")
-    _expect(config, "n_inner", None, 4 * hidden)
-    sizes = {"vocabulary": "vocab_size", "heads": "n_head", "layers": "n_layer", "sequence": "n_positions"}
-    tied = config.get("tie_word_embeddings", True)
-    return Decoder(hidden=hidden, tied=tied, seed=seed, **{name: _size(config, key) for name, key in sizes.items()})
+def _divided(config: Mapping[str, Any], width: str, parts: str, otherwise: str = "") -> int:
+    """The features of a head."""
+    hidden, heads = _size(config, width), _size(config, parts)
+    if hidden % heads:
+        raise ValueError(f"{width} is {hidden}; it takes a multiple of {parts}, which is {heads}{otherwise}")
+    return hidden // heads
 
 
-def _llama(config: Mapping[str, Any], name: str, seed: int) -> Llama:
+def _gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {"vocabulary": "vocab_size", "hidden": "n_embd", "heads": "n_head", "layers": "n_layer"}
+    sizes = {name: _size(config, key) for name, key in (sizes | {"sequence": "n_positions"}).items()}
+    _divided(config, "n_embd", "n_head")
+    _expect(config, "n_inner", None, 4 * sizes["hidden"])
+    return {**sizes, "tied": _flag(config, "tie_word_embeddings", True)}
+
+
+def _llama(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     _expect(config, "hidden_act", "silu")
-    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-    bias = bool(config.get("attention_bias", False))
-    return Llama(
-        vocabulary=_size(config, "vocab_size"),
-        hidden=hidden,
-        layers=_size(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=_size(config, "num_key_value_heads", heads),
-        head_dim=_size(config, "head_dim", 128 if name == "qwen3" else hidden // heads),
-        feedforward=_size(config, "intermediate_size"),
-        experts=_size(config, "num_local_experts") if name == "mixtral" else 0,
-        experts_used=_size(config, "num_experts_per_tok") if name == "mixtral" else 0,
-        qkv_bias=bias or name == "qwen2",
-        out_bias=bias,
-        feedforward_bias=bool(config.get("mlp_bias", False)),
-        head_norms=name == "qwen3",
-        tied=bool(config.get("tie_word_embeddings", False)),
-        seed=seed,
-    )
+    heads, bias = _size(config, "num_attention_heads"), _flag(config, "attention_bias")
+    if config.get("head_dim") is not None or name == "qwen3":
+        head_dim = _size(config, "head_dim", 128)
+    else:
+        head_dim = _divided(config, "hidden_size", "num_attention_heads", ", or a head_dim")
+    if head_dim % 2:
+        raise ValueError(f"head_dim is {head_dim}; it takes an even number, as pairs of features are rotated")
+    return {
+        "vocabulary": _size(config, "vocab_size"),
+        "hidden": _size(config, "hidden_size"),
+        "layers": _size(config, "num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": _size(config, "num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "feedforward": _size(config, "intermediate_size"),
+        "experts": _size(config, "num_local_experts") if name == "mixtral" else 0,
+        "experts_used": _size(config, "num_experts_per_tok") if name == "mixtral" else 0,
+        "qkv_bias": bias or name == "qwen2",
+        "out_bias": bias,
+        "feedforward_bias": _flag(config, "mlp_bias"),
+        "head_norms": name == "qwen3",
+        "tied": _flag(config, "tie_word_embeddings"),
+    }
 
 
 # ---- the parts

@@ -3,10 +3,11 @@
     python notebooks/build.py              # all lessons
     python notebooks/build.py 02 03_sqrt   # those whose names start so
     python notebooks/build.py --force 02   # store it even if only seconds or the device changed
+    python notebooks/build.py --same 02.5  # both languages of section 2.5 are right, though one alone was edited
 
 A notebook follows from its script: cell ids are hashes of the cells, and no times or versions are kept. Seconds,
 devices and addresses differ from run to run: a stored notebook that differs in nothing else stays as it is, so that a
-second run changes no byte.
+second run changes no byte. The hashes in `translations.toml` are renewed where both languages of a text have changed.
 """
 
 import argparse
@@ -22,6 +23,8 @@ import jupytext
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+
+from course_lib.teaching.editions import translations
 
 HERE = Path(__file__).resolve().parent
 KEPT_CELL_METADATA = {"tags", "slideshow", "lang", "jupyter", "slide", "minutes"}
@@ -87,16 +90,32 @@ def build(script, *, force=False):
     return "stored"
 
 
+def renew_translations(script, same):
+    """Renew the pairs of a lesson's texts; say which ones are left, since one language alone has changed."""
+    lesson, found, known = script.stem[:2], translations.pairs(read_script(script)), translations.read_pairs()
+    of_lesson = {place: pair for place, pair in known.items() if place.startswith(lesson)}
+    kept = translations.renewed(found, of_lesson, same)
+    translations.store_pairs(lesson, kept)
+    return [place for place in found if found[place] != kept[place]]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="beginnings of lesson names; all lessons if none is given")
     parser.add_argument("--force", action="store_true", help="store notebooks in which only seconds or devices changed")
+    parser.add_argument(
+        "--same",
+        nargs="+",
+        default=[],
+        metavar="02.5",
+        help="sections whose two languages agree, though one was edited",
+    )
     arguments = parser.parse_args()
     os.environ.pop("COURSE_LANG", None)  # notebooks are stored in the default language
     os.environ["COURSE_LABELS"] = "strict"  # a label without Chinese is an error
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # on a busy machine threads that wait for one another take far longer
 
-    names = [Path(name).stem for name in arguments.names] or [""]
+    names = [Path(name).stem for name in arguments.names] or [section[:2] for section in arguments.same] or [""]
     scripts = sorted((HERE / "scripts").glob("[0-9]*.py"))
     for name in names:
         if name and not any(script.stem.startswith(name) for script in scripts):
@@ -106,6 +125,10 @@ def main():
             print(f"{script.stem}: {build(script, force=arguments.force)}", flush=True)
         except CellExecutionError as error:
             sys.exit(f"{script.stem}: a cell failed, the stored notebook is left as it was\n{error}")
+        for place in renew_translations(script, arguments.same):
+            print(
+                f"  {place}: edited in one language alone; if both are right, --same {translations.section_of(place)}"
+            )
 
 
 if __name__ == "__main__":

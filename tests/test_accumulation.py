@@ -645,6 +645,8 @@ OTHER = nn.Linear(2, 1)
         ({"max_norm": 0}, ValueError),
         ({"autocast_dtype": torch.float32}, ValueError),
         ({"accumulate": torch.float32}, ValueError),
+        ({"sync": "never"}, ValueError),
+        ({"in_buckets": True}, ValueError),
         ({"scaler": 1024.0}, TypeError),
     ],
 )
@@ -903,16 +905,21 @@ def test_ddp_sends_the_gradients_once_a_step(process_group):
     assert sum(sent) == sum(parameter.nbytes for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("bucket_views", [False, True])
+@pytest.mark.parametrize(("bucket_views", "in_buckets"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("case", ["a mean", "a loss of nan", "weights of 0", "nothing"])
-def test_an_error_under_ddp_leaves_no_sync_closed_and_gradients_as_they_were(process_group, case, bucket_views):
+def test_an_error_under_ddp_leaves_no_sync_closed_and_gradients_as_they_were(
+    process_group, case, bucket_views, in_buckets
+):
     micro_batches, change, error = BAD_CALLS[case]
     model, sent = replicated(linear(), gradient_as_bucket_view=bucket_views)
     for _ in range(2):  # gradients of the caller's, in DDP's buckets, which take their places after the first pass
         model.zero_grad()
         good(model, 5 * ONES)[0].backward()
+    step = AccumulatedStep(model, torch.optim.SGD(model.parameters(), lr=0.0), good, in_buckets=in_buckets)
+    step([5 * ONES])  # from now on it keeps the buckets, where it may
+    good(model, 5 * ONES)[0].backward()
     before = [parameter.grad.clone() for parameter in model.parameters()]
-    step = AccumulatedStep(model, torch.optim.SGD(model.parameters(), lr=0.1), wrong_in_the_second(change))
+    step.loss_sum = wrong_in_the_second(change)
     with pytest.raises(error, match=r"; it takes .+"):
         step(micro_batches)
     assert model.require_backward_grad_sync is True and not model._forward_pre_hooks
@@ -935,17 +942,18 @@ def test_a_loss_that_goes_around_ddp_is_refused(process_group):
 
 
 def test_a_second_optimizers_gradients_survive_under_ddp(process_group):
-    for bucket_views in (False, True):
+    for bucket_views, in_buckets in ((False, False), (True, False), (True, True)):
         model, _ = replicated(decoder(), gradient_as_bucket_view=bucket_views)
         batch = masked_batch([6, 3, 1, 5, 2])
         expected = by_parameter(model, full_batch(model.module, batch)[1])
         own, others = halves(model.module)
-        step = AccumulatedStep(model, torch.optim.SGD(own, lr=0.0), loss_sum)
-        for times in (1, 2):
+        step = AccumulatedStep(model, torch.optim.SGD(own, lr=0.0), loss_sum, in_buckets=in_buckets)
+        for times in (1, 2, 3):
             step(split(batch, 2))
             assert relative_error([p.grad / times for p in others], [expected[p] for p in others]) < 1e-6
 
 
+STEPS = 3
 # name -> (tokens that count in each sample, the sizes of the micro-batches of rank 0 and of rank 1, options)
 RANKS = {
     "equal": ([6] * 8, ([2, 2], [2, 2]), {}),
@@ -954,6 +962,8 @@ RANKS = {
     "a rank without tokens": ([3, 6, 0, 0], ([1, 1], [1, 1]), {}),
     "scaled and clipped": ([3, 6, 1, 5, 2], ([1, 1], [3]), {"max_norm": 0.05, "scale": 1024.0}),
     "bucket views": ([3, 6, 1, 5, 2], ([1, 1], [2, 1]), {"gradient_as_bucket_view": True}),
+    "in the buckets": ([3, 6, 1, 5, 2], ([1, 1, 1], [2]), {"gradient_as_bucket_view": True, "in_buckets": True}),
+    "reduced with each": ([3, 6, 1, 5], ([1, 1], [1, 1]), {"sync": "each"}),
 }
 
 
@@ -974,15 +984,16 @@ def on_rank(rank, folder):
 
 
 def steps_on_rank(rank, kept, sizes, max_norm=None, scale=None, **options):
-    """Two steps, so that the second one has a unit from the first: gradients, results, bytes sent."""
+    """Gradients, results and bytes sent of three steps: a unit is known from the second on, DDP's last buckets, too."""
+    told = {name: options.pop(name) for name in ("sync", "in_buckets") if name in options}
     (model, sent), batch = replicated(decoder(), **options), masked_batch(kept)
     pieces = cut(batch, sizes[0] + sizes[1])
     mine = pieces[len(sizes[0]) :] if rank else pieces[: len(sizes[0])]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale else None
-    step = AccumulatedStep(model, optimizer, loss_sum, max_norm=max_norm, scaler=scaler)
+    step = AccumulatedStep(model, optimizer, loss_sum, max_norm=max_norm, scaler=scaler, **told)
     with used_gradients(optimizer) as gradients:
-        results = [step(mine), step(mine)]
+        results = [step(mine) for _ in range(STEPS)]
     return {"gradients": gradients, "results": [vars(result) for result in results], "sent": sum(sent)}
 
 
@@ -1025,13 +1036,14 @@ def test_two_ranks_step_as_one_process_does_on_the_whole_batch(two_ranks, name):
     shrunk = min(1.0, options.get("max_norm", math.inf) / norm)
     clipped = "max_norm" in options
     for rank in two_ranks:
-        assert len(rank[name]["gradients"]) == 2
+        assert len(rank[name]["gradients"]) == STEPS
         for gradients, result in zip(rank[name]["gradients"], rank[name]["results"], strict=True):
             error = relative_error(gradients, [shrunk * gradient for gradient in expected])
             assert error < (5e-6 if clipped else 1e-6)
             assert result["loss"] == pytest.approx(loss, rel=1e-6) and result["weight"] == sum(kept)
             assert result["stepped"] and result["grad_norm"] == (pytest.approx(norm, rel=1e-5) if clipped else None)
-        assert rank[name]["sent"] == 2 * sum(parameter.nbytes for parameter in model.parameters())
+        times = STEPS * (2 if options.get("sync") == "each" else 1)
+        assert rank[name]["sent"] == times * sum(parameter.nbytes for parameter in model.parameters())
     assert_close(two_ranks[0][name]["gradients"], two_ranks[1][name]["gradients"], rtol=0, atol=0)
 
 

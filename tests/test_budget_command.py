@@ -1,8 +1,14 @@
 """`python -m course_lib.budget`, and the rates by which recipes are priced."""
 
+import importlib
+import io
 import json
 import math
+import pickle
 import re
+import sys
+import traceback
+import warnings
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -10,13 +16,26 @@ import pytest
 import torch
 
 from course_lib import labels
-from course_lib.budget import RATES, Estimate, Rates, Recipe, estimate, measured_rates, this_machine, train_step
+from course_lib.budget import (
+    RATES,
+    Estimate,
+    InfeasibleBudget,
+    Rates,
+    Recipe,
+    estimate,
+    fit,
+    measured_rates,
+    run,
+    this_machine,
+    train_step,
+)
 from course_lib.budget import __main__ as command
 from course_lib.budget import rates as rates_module
 from course_lib.budget.asked import shape_of
 from course_lib.budget.rates import UPDATE_BYTES, allowance_bytes
 from course_lib.budget.recipe import ALL_ABOVE, OPTIMIZERS
 from course_lib.budget.show import steps_to
+from course_lib.distributed import __main__ as ranks_command
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import HostStore, SimulatedDevice
@@ -245,6 +264,116 @@ def test_the_command_refuses_in_one_sentence(changed, told, capsys):
     assert stopped.value.code == 2 and told in error.splitlines()[-1] and "Traceback" not in error
 
 
+# ---- the commands in Chinese
+
+
+HAN = re.compile("[\u3400-\u9fff]")
+
+
+@pytest.fixture(params=["budget", "distributed"])
+def parser(request, fresh, monkeypatch):
+    """A command's parser, in Chinese; a label without Chinese is an error."""
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    monkeypatch.setenv("COURSE_LABELS", "strict")
+    return {"budget": command, "distributed": ranks_command}[request.param].arguments()
+
+
+def test_the_help_of_a_command_is_chinese_down_to_the_words_of_argparse(parser, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    usage, *options = parser.format_help().splitlines()
+    assert usage.startswith("用法：") and "选项:" in options and "显示这份说明" in "".join(options)
+    assert [action.dest for action in parser._actions if action.help and not HAN.search(action.help)] == []
+    assert HAN.search(parser.description) and HAN.search(parser.epilog)
+    monkeypatch.setenv("COURSE_LANG", "en")
+    assert labels.both("options") == ("options", "选项") and "show this help" in command.arguments().format_help()
+
+
+ERRORS = [
+    ("--budget 80Gob", "参数 --budget：'80Gob' 里的 'Gob' 不是单位；可用的有 B, kB,"),
+    ("--budget lots", "参数 --budget：'lots' 不是字节数；应当像 80GiB 或 24GB"),
+    ("--budget 0MB", "参数 --budget：'0MB' 不能作预算"),
+    ("--layers 0", "参数 --layers：'0' 不是个数；应当是 1 到 10,000,000 的整数"),
+    ("--parameters many", "参数 --parameters：'many' 不是参数量"),
+    ("--plot way.foo", "参数 --plot：'way.foo' 不是图片格式；可用的有 "),
+    ("--plot nowhere/way.png", "参数 --plot：'nowhere/way.png' 所在的目录不存在"),
+    ("--plot tests.png", "参数 --plot：'tests.png' 是目录；应当是文件"),
+    ("--plot", "参数 --plot：需要一个值"),
+    ("--tier below", "参数 --tier：没有 'below' 这一项，可选："),
+    ("--what", "无法识别的参数：--what"),
+    ("--hidden 64", "缺少 --budget；给出像 80GiB 这样的字节数"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), ERRORS)
+def test_an_error_of_the_command_is_said_in_chinese(given, told, capsys, monkeypatch, tmp_path, fresh):
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests.png").mkdir()
+    with pytest.raises(SystemExit) as stopped:
+        command.main([*SMALL.replace("--machine laptop", "").split(), *given.split()])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.startswith(f"错误：{told}")
+
+
+REFUSED = [
+    (["--mode", "ddp,zero3"], "没有 'zero3' 这种做法；可用其中一种或几种：ddp, zero1"),
+    (["--steps", "0"], "--steps 是 0；应当是不小于 1 的整数"),
+    (["--every", "2"], "给了 --every 2 却没有 --save"),
+    (["--ranks", "2", "--save", "here"], "--ranks 不与 --save 同用；它只预测一步，不启动进程"),
+    (["--ranks", "2", "--micro-batches", "3"], "--micro-batches 是 3；一个进程有 4 个样本，应当是 4 的约数"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), REFUSED)
+def test_an_error_of_the_ranks_command_is_said_in_chinese(given, told, capsys, monkeypatch, fresh):
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    monkeypatch.setattr(sys, "argv", ["command", *given])
+    monkeypatch.setattr(ranks_command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(ranks_command, "end_with", lambda parent: None)
+    monkeypatch.setattr(ranks_command.os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    with pytest.raises(SystemExit) as stopped:
+        ranks_command.main.__wrapped__()
+    assert stopped.value.code == 2 and capsys.readouterr().err.startswith(f"错误：{told}")
+
+
+def test_every_sentence_of_an_error_in_the_catalog_is_one_that_a_command_says():
+    told = [chinese for _, chinese in (*ERRORS, *REFUSED)]
+    pieces = {zh: [piece[:5] for piece in re.split(r"\{\w+\}", zh)][:2] for zh in labels.sentences().values()}
+    unsaid = [zh for zh, first in pieces.items() if not any(all(p in each for p in first) for each in told)]
+    assert pieces and unsaid == []
+
+
+def test_the_way_is_drawn_in_the_language_and_every_character_has_its_glyph(tmp_path, capsys, monkeypatch, fresh):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    monkeypatch.setenv("COURSE_LABELS", "strict")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a glyph that is missing is one
+        assert command.main([*SMALL.split(), "--budget", "2.5MB", "--plot", str(tmp_path / "way.png")]) == 0
+    (ax,) = pyplot.gcf().axes
+    legend = [each.get_text() for each in ax.get_legend().get_texts()]
+    assert "参数" in legend and "优化器状态" in legend and all(map(HAN.search, legend))
+    assert ax.get_title().endswith("个参数装进 2,500,000 字节（2.5 MB）") or HAN.search(ax.get_title())
+    assert all(HAN.search(each.get_text()) for each in ax.get_xticklabels()[1:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--model m:f --sequence 8", "--sequence comes with --model"),
+        ("--model m:f --batch 8", "--batch comes with --model"),
+        ("--model m:f --vocabulary 8", "--vocabulary comes with --model"),
+        ("--config c.json --vocabulary 8", "--vocabulary comes with --config"),
+        ("--config c.json --batch-from m:f", "--batch-from comes with --config"),
+        ("--parameters 1e6 --batch-from m:f", "--batch-from comes with --parameters"),
+        ("--model m", "--model is 'm', without a function after a colon; it takes"),
+    ],
+)
+def test_what_would_be_passed_over_is_refused(arguments, says, capfd):
+    status, [line] = refused(capfd, *arguments.split(), "--budget", "1GB")
+    assert status == 2 and line.startswith(f"error: {says}")
+
+
 @pytest.mark.parametrize("parameters", [5e6, 1e9, 70e9])
 def test_the_shape_has_about_as_many_parameters_as_asked_for(parameters):
     hidden, layers = shape_of(parameters, 32_000)
@@ -358,6 +487,249 @@ def test_a_function_of_the_users_says_what_the_model_is(own_module, which, capsy
     assert command.main(["--model", *named, "--budget", "1MB", "--device", "laptop", "--precision", "fp32"]) == 0
     printed = capsys.readouterr().out
     assert "9 parameters; 6 samples" in printed and "the cheapest: Recipe()" in printed
+
+
+FAILING = """
+import torch
+from torch import nn
+
+class Net(nn.Linear):
+    def loss(self, x):
+        return self(x[:, :3]).mean()
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise LookupError("not in the table")
+
+class Late(Net):
+    def loss(self, x):
+        return Backward.apply(self(x)).mean()
+
+class Looking(Net):
+    def loss(self, x):
+        if self(x).sum() > 0:
+            return x.mean()
+
+class Numbers(Net):
+    def loss(self, x):
+        return torch.as_tensor(self(x).detach().numpy().sum())
+
+class Kept(Net):
+    def loss(self, x):
+        return (self(x) * kept).mean()
+
+class Nameless(Net):
+    def loss(self, x):
+        return self(x).mena()
+
+class Asking(Net):
+    def loss(self, x):
+        from course_lib.attention import flash_attention
+        return flash_attention(self(x), x, x)
+
+kept = torch.ones(8)
+
+def of(kind):
+    def make():
+        return kind(8, 8)
+    make.make_batch = lambda: torch.ones(4, 8)
+    return make
+
+net, late, looking, numbers = of(Net), of(Late), of(Looking), of(Numbers)
+before, nameless, asking = of(Kept), of(Nameless), of(Asking)
+
+def missing():
+    return {}["width"]
+
+missing.make_batch = net.make_batch
+
+def quits():
+    raise ValueError("first line\\nsecond line")
+
+quits.make_batch = net.make_batch
+
+def no_batch():
+    return Net(8, 8)
+
+no_batch.make_batch = lambda: open("nowhere.txt")
+"""
+USERS = [  # what it is, the line that is named, the function, what is said
+    ("net", "self(x[:, :3])", "loss", "RuntimeError: .*reduction dim"),
+    ("late", "raise LookupError", "backward", "LookupError: not in the table"),
+    ("nameless", ".mena()", "loss", "AttributeError: 'Tensor' object has no attribute 'mena'"),
+    ("missing", "return {}", "missing", "KeyError: 'width'"),
+    ("quits", "raise ValueError", "quits", "ValueError: first line"),
+    ("no_batch", 'open("nowhere.txt")', "<lambda>", "FileNotFoundError: "),
+]
+REFUSED_IN_THE_USERS_CODE = [
+    ("looking", ".sum() > 0", "loss", "the step looks at values of its data"),
+    ("numbers", ".numpy()", "loss", "the step looks at values of its data"),
+    ("before", "* kept", "loss", "uses a tensor that was there before"),
+    ("asking", "flash_attention(self", "loss", "q is a Tensor of shape"),
+]
+
+
+@pytest.fixture
+def failing(tmp_path, monkeypatch):
+    """A module of the user's in the folder where the command is called; text -> the number of its line."""
+    (tmp_path / "fails_in_a_test.py").write_text(FAILING, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "fails_in_a_test", raising=False)
+    lines = FAILING.splitlines()
+    return lambda text: next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def refused(capfd, *arguments):
+    """The exit status, and all that is on stderr, PyTorch's log with it."""
+    with pytest.raises(SystemExit) as stopped:
+        command.main([*arguments, "--precision", "fp32"])
+    told = capfd.readouterr()
+    assert told.out == ""
+    return stopped.value.code, told.err.splitlines()
+
+
+@pytest.mark.parametrize(("which", "text", "function", "said"), USERS, ids=[case[0] for case in USERS])
+def test_what_the_users_own_code_raises_is_told_in_two_lines_with_the_users_line(
+    which, text, function, said, failing, capfd
+):
+    status, lines = refused(capfd, "--model", f"fails_in_a_test:{which}", "--budget", "1MB")
+    place = f"fails_in_a_test.py, line {failing(text)}, in {function}"
+    assert status == 1 and len(lines) == 2 and text in lines[1]
+    assert re.match(f"error: {re.escape(place)}: {said}", lines[0]) and "Fake" not in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("which", "text", "function", "said"),
+    REFUSED_IN_THE_USERS_CODE,
+    ids=[case[0] for case in REFUSED_IN_THE_USERS_CODE],
+)
+def test_what_is_refused_in_the_users_code_is_one_sentence_that_names_the_line(
+    which, text, function, said, failing, capfd
+):
+    status, [line] = refused(capfd, "--model", f"fails_in_a_test:{which}", "--budget", "1MB")
+    assert status == 2 and re.match(f"error: .*{said}", line) and "; it takes" in line and "Fake" not in line
+    assert f"fails_in_a_test.py, line {failing(text)}, in {function}" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        ("import nowhere_to_be_found", 1, "error: own_import.py, line 2: ModuleNotFoundError: "),
+        ("x = (1", 1, "error: own_import.py, line 2: SyntaxError: "),
+        ("x.y", 1, "error: own_import.py, line 2: NameError: "),
+        ("", 2, "error: --model is 'own_import:model', which is not found "),
+    ],
+)
+def test_a_module_that_fails_is_told_from_one_that_is_not_found(text, status, said, tmp_path, monkeypatch, capfd):
+    (tmp_path / "own_import.py").write_text(f"\n{text}\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_import", raising=False)
+    code, lines = refused(capfd, "--model", "own_import:model", "--budget", "1MB")
+    assert code == status and lines[0].startswith(said) and len(lines) <= 2
+
+
+@pytest.mark.parametrize(("which", "text", "function", "said"), USERS, ids=[case[0] for case in USERS])
+def test_in_python_errors_keep_their_type_and_name_the_users_line(which, text, function, said, failing):
+    make = getattr(importlib.import_module("fails_in_a_test"), which)
+    place = f"fails_in_a_test.py, line {failing(text)}, in {function}"
+    for take in (estimate, run, partial(fit, progress=False)):
+        with pytest.raises(Exception) as raised:
+            take(make, make.make_batch, 10**6 if isinstance(take, partial) else Recipe())
+        ends = traceback.extract_tb(raised.value.__traceback__)[-1]
+        notes = getattr(raised.value, "__notes__", [])
+        assert raised.value.__context__ is None  # nothing is shown twice
+        assert type(raised.value) in (
+            RuntimeError,
+            LookupError,
+            AttributeError,
+            KeyError,
+            ValueError,
+            FileNotFoundError,
+        )
+        if ends.filename.endswith("fails_in_a_test.py"):
+            assert (ends.lineno, notes) == (failing(text), [])
+        else:
+            assert len(notes) == 1 and notes[0].startswith(f"{place}: ") and text in notes[0]
+
+
+def test_a_line_of_a_notebook_is_that_of_a_cell():
+    cell = "import torch\ndef make():\n    model = torch.nn.Linear(2, 2)\n"
+    cell += "    model.loss = lambda x: (x @ x).sum()\n    return model\n"
+    names = {"__name__": "__main__"}
+    exec(compile(cell, "/tmp/ipykernel_1234/5678.py", "exec"), names)
+    with pytest.raises(RuntimeError) as raised:
+        estimate(names["make"], lambda: torch.ones(3, 2), Recipe())
+    assert raised.value.__notes__[-1] == "a cell, line 4, in <lambda>"
+
+
+def test_pytorchs_log_of_symbolic_tensors_is_silent_for_an_estimate_only(failing, caplog):
+    make = importlib.import_module("fails_in_a_test").net
+    for take in (partial(estimate, recipe=Recipe()), partial(fit, budget_bytes=10**6, progress=False)):
+        with pytest.raises(RuntimeError):
+            take(make, make.make_batch)
+    assert not caplog.records
+    with pytest.raises(RuntimeError), symbolic():
+        make().loss(make.make_batch())
+    assert [record.name for record in caplog.records] == ["torch._subclasses.fake_tensor"]
+
+
+@pytest.mark.parametrize("blocks", [None, "layers.*"])
+@pytest.mark.parametrize("take", [estimate, run])
+def test_bytes_that_no_schedule_fits_are_named_as_the_recipe_names_them(take, blocks):
+    make = partial(Decoder, vocabulary=61, hidden=32, heads=4, layers=2, sequence=8)
+    recipe = Recipe(checkpoint="optimal", schedule_bytes=1, blocks=blocks)
+    with pytest.raises(InfeasibleBudget, match=r"^schedule_bytes is 1, but [^\n]* needs at least \d+$") as raised:
+        take(make, partial(random_tokens, 2, 8, 61), recipe)
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+    def screen(self):
+        """What stands there in the end: a carriage return goes back to the line's beginning."""
+        lines = []
+        for text in self.getvalue().split("\n"):
+            line = ""
+            for part in text.split("\r"):
+                line = part + line[len(part) :]
+            lines.append(line.rstrip())
+        return "\n".join(lines)
+
+
+def test_no_bar_is_left_on_the_line_of_an_error(failing, monkeypatch):
+    pytest.importorskip("tqdm")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with pytest.raises(SystemExit):
+        command.main(["--model", "fails_in_a_test:net", "--budget", "1MB"])
+    assert "recipes" in terminal.getvalue()  # there was one
+    assert terminal.screen().startswith("error: fails_in_a_test.py, line ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": -4}, "num_hidden_layers is -4; it takes"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True; it takes"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3; it takes"),
+        ({"hidden_size": 66}, "hidden_size is 66; it takes"),
+    ],
+)
+def test_a_config_is_refused_before_the_search(changes, said, tmp_path, capfd, monkeypatch):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | changes), encoding="utf-8")
+    monkeypatch.setattr(command, "fit", None)
+    status, [line] = refused(capfd, "--config", str(path), "--sequence", "8", "--batch", "1", "--budget", "1MB")
+    assert status == 2 and line.startswith(f"error: {said}")
 
 
 ONE_LAYER = "--hidden 64 --layers 1 --heads 2 --vocabulary 100 --sequence 32 --batch 1 --optimizer sgd"

@@ -41,7 +41,7 @@ def test_a_rank_is_composed_from_few_blocks_to_the_byte_of_the_whole_and_of_a_pr
     composed, counts = estimate(make_model, make_batch, of(shard)), []
     monkeypatch.setattr(sharding, "MANY", LAYERS + 1)
     measured = sharding._measured
-    monkeypatch.setattr(sharding, "_measured", lambda *given: (counts.append(given[4]), measured(*given))[1])
+    monkeypatch.setattr(sharding, "_measured", lambda *given: (counts.append(given[5]), measured(*given))[1])
     assert estimate(make_model, make_batch, of(shard)) == composed and counts == [LAYERS]
     states = [each["optimizer"] for each in held_bytes(shapes_of(make_model()), MODES[shard], 4)]
     rank = states.index(max(states))
@@ -60,6 +60,19 @@ def test_micro_batches_of_a_rank_are_those_of_a_prediction_but_for_their_losses(
     whole = predict(make_model, lambda: make_batch()[:4], loss_sum, MODES[shard], 2, micro_batches=4, sync=sync)
     assert (found.flops, found.sent_bytes) == (whole.flops, whole.sent_bytes)
     assert 0 <= whole.peak_bytes - found.peak_bytes <= 4096
+
+
+@pytest.mark.parametrize("shard", ["zero1", "zero3"])
+def test_a_rank_that_clips_its_gradient_is_that_of_a_prediction_and_sends_no_byte_more(monkeypatch, shard):
+    clip, clipped = nn.utils.clip_grads_with_norm_, []
+    monkeypatch.setattr(nn.utils, "clip_grads_with_norm_", lambda *given: (clipped.append(given[1]), clip(*given)))
+    found = estimate(make_model, make_batch, of(shard), max_norm=0.5)
+    assert clipped and set(clipped) == {0.5}
+    states = [each["optimizer"] for each in held_bytes(shapes_of(make_model()), MODES[shard], 4)]
+    rank = states.index(max(states))
+    whole = predict(make_model, part, loss_sum, MODES[shard], 4, rank=rank, max_norm=0.5)
+    assert (found.peak_bytes, found.sent_bytes) == (whole.peak_bytes, whole.sent_bytes)
+    assert found.sent_bytes == sent_bytes(shapes_of(make_model()), MODES[shard], 4)
 
 
 def test_in_bf16_a_rank_of_ddp_has_fp32_masters_and_a_shard_is_in_fp32():

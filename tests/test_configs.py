@@ -202,6 +202,13 @@ def test_a_tied_head_and_biases_are_as_the_config_says():
         ({"max_position_embeddings": 16}, "sequence"),
         ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok"),
         ({**SMALL, "model_type": "gpt2", "n_inner": 100}, "n_inner"),
+        ({"num_hidden_layers": True}, "num_hidden_layers"),
+        ({"num_hidden_layers": -4}, "num_hidden_layers"),
+        ({"max_position_embeddings": "64"}, "max_position_embeddings"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"head_dim": 0}, "head_dim"),
+        ({**SMALL, "model_type": "gpt2", "n_head": 3}, "n_embd"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_refused_in_one_sentence_that_names_what_is_wrong(changes, name):
@@ -217,6 +224,31 @@ def test_a_file_that_holds_no_config_is_refused(tmp_path):
     for wrong in (path, tmp_path / "none.json", tmp_path):
         with pytest.raises(ValueError, match=r"^config is [^\n]*; it takes [^\n]+$"):
             read_config(wrong)
+
+
+def test_a_config_that_is_no_json_is_refused_with_line_and_column(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{\n  "model_type": "llama",\n  "hidden_size" 64\n}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^config is .*, which is no JSON \(line 3, column 17: [^\n]*; it takes"):
+        read_config(path)
+    path.write_bytes(b"\xff{}")
+    with pytest.raises(ValueError, match=r"^config is .*, which is no text"):
+        read_config(path)
+    path.write_text("[1, 2]", encoding="utf-8")
+    with pytest.raises(ValueError, match="which holds no JSON object"):
+        read_config(path)
+    path.write_text(json.dumps(GPT_2), encoding="utf-8-sig")  # as some editors begin a file
+    assert read_config(path) == GPT_2
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "mixtral", "qwen2"])
+def test_a_width_that_heads_do_not_divide_takes_a_head_dim(name):
+    config = {**small(LLAMA_3_8B), "model_type": name, "hidden_size": 66, "num_local_experts": 2}
+    config |= {"num_experts_per_tok": 1, "head_dim": None}
+    with symbolic():
+        with pytest.raises(ValueError, match=r"^hidden_size is 66; it takes a multiple of .* 4, or a head_dim$"):
+            model_from(config, sequence=8)
+        assert model_from({**config, "head_dim": 16}, sequence=8).layers[0].attention.q.weight.shape == (64, 66)
 
 
 def test_a_search_finds_checkpoints_and_chunks_of_the_head_for_it():

@@ -4,20 +4,29 @@ import importlib
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from functools import reduce
 from pathlib import Path
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from course_lib.accumulation import AccumulatedStep
 from course_lib.budget import Recipe, estimate
 from course_lib.distributed import (
     MODES,
@@ -29,6 +38,7 @@ from course_lib.distributed import (
     launch,
     load,
     predict,
+    predicting,
     save,
     sent_bytes,
     shapes_of,
@@ -37,11 +47,13 @@ from course_lib.distributed import (
 )
 from course_lib.distributed import __main__ as command
 from course_lib.distributed.saving import check_fits
+from course_lib.distributed.tasks import Task
 from course_lib.memory import MemoryMeter, symbolic
 
 ON_CPU = [mode for mode in MODES if mode != "fsdp-cpu"]
 ON_FOUR = ["ddp", "zero1", "fsdp"]
 STEPS, MORE = 10, 2
+MAX_NORM = 0.3  # of the gradient in the steps after these
 # Neither 2 nor 4 divides the vocabulary, 4 not the width: what is sharded is padded.
 CONFIG = {"model_type": "gpt2", "vocab_size": 515, "n_embd": 66, "n_head": 2, "n_layer": 2, "n_positions": 32}
 BF16 = 5e-3  # of a loss: products in bf16 keep 8 bits
@@ -127,26 +139,33 @@ def two(folder, options):
 
 @pytest.fixture(scope="module")
 def four(folder, options, two):
-    """What 2 processes saved, resumed on 4, each with 2 micro-batches."""
+    """What 2 processes saved, resumed on 4, each with 2 micro-batches and the gradient clipped."""
     asked = ["--mode", ",".join(ON_FOUR), "--steps", str(MORE), "--resume", str(folder / "saved")]
-    asked += ["--micro-batches", "2"]
+    asked += ["--micro-batches", "2", "--max-norm", str(MAX_NORM)]
     return {line["mode"]: line for line in launch(4, *options, *asked, timeout=300)}
 
 
 @pytest.fixture(scope="module")
-def alone(task):
-    """The losses of one process on the whole batch, by a loop written by hand."""
-    model, losses = task.make_model(), []
+def by_hand(task):
+    """Losses and norms of one process on the whole batch, by a loop that clips the gradient in its last steps."""
+    model, losses, norms = task.make_model(), [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(STEPS + MORE):
         batch = task.make_batch(step)
         logits, labels = model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
         loss = nn.functional.cross_entropy(logits, labels)
         loss.backward()
+        limit = MAX_NORM if step >= STEPS else math.inf
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+    return losses, norms
+
+
+@pytest.fixture(scope="module")
+def alone(by_hand):
+    return by_hand[0]
 
 
 @pytest.fixture
@@ -179,6 +198,13 @@ def test_two_ranks_follow_the_losses_of_one_process_on_the_whole_batch(two, alon
 @pytest.mark.parametrize("mode", ON_FOUR)
 def test_four_ranks_go_on_from_where_two_were_saved_and_add_micro_batches_up(four, alone, mode):
     assert four[mode]["losses"] == pytest.approx(alone[STEPS:], abs=1e-5, rel=0)
+
+
+@pytest.mark.parametrize("mode", ON_FOUR)
+def test_the_gradient_of_four_ranks_is_clipped_by_the_norm_of_the_whole(four, two, by_hand, mode):
+    norms = by_hand[1][STEPS:]
+    assert four[mode]["norms"] == pytest.approx(norms, rel=1e-4) and min(norms) > MAX_NORM
+    assert "norms" not in two[mode]
 
 
 def test_a_line_of_json_has_its_fields(two):
@@ -232,7 +258,7 @@ def test_what_is_communicated_is_counted_and_predicted(two, four, task):
 
 @pytest.mark.parametrize("mode", ON_FOUR)
 def test_a_symbolic_rank_of_four_takes_to_the_byte_what_a_real_one_takes(four, task, mode):
-    found, taken = at(task, mode, 4, micro_batches=2), four[mode]["taken"][0]
+    found, taken = at(task, mode, 4, micro_batches=2, max_norm=MAX_NORM), four[mode]["taken"][0]
     assert asdict(found) == taken
 
 
@@ -301,6 +327,92 @@ def test_no_sync_saves_traffic_and_costs_fsdp_the_whole_gradient(task):
     assert 0.4 * 4 * numbers < costs <= 4 * numbers  # whole gradients, in place of shares
 
 
+@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+def test_micro_batches_in_the_buckets_send_as_little_as_the_last_and_hold_as_little_as_each(task, mode):
+    each, last, kept = (at(task, mode, micro_batches=2, **o) for o in ({"sync": "each"}, {}, {"in_buckets": True}))
+    assert kept.sent_bytes == last.sent_bytes < each.sent_bytes
+    assert kept.peak_bytes == each.peak_bytes == last.peak_bytes - 4 * shapes_of(task.make_model()).numbers
+
+
+def test_on_a_process_micro_batches_in_the_buckets_take_what_is_predicted_and_change_no_loss(one_process, task):
+    options = {"micro_batches": 2, "max_norm": 1.0}
+    beside, kept = (train(task, "ddp", 4, in_buckets=inside, **options) for inside in (False, True))
+    assert kept.losses == beside.losses and kept.norms == beside.norms
+    dist.destroy_process_group()
+    assert kept.taken == [at(task, "ddp", 1, in_buckets=True, **options)]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+READS = [getattr(torch.Tensor, f) for f in ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__")]
+
+
+class Reads(TorchFunctionMode):
+    """Notes where a program waits for the value of a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in READS:
+            self.events.append("read")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_between_forward_and_backward_of_a_micro_batch_nothing_is_read(one_process, task, mode):
+    def loss_sum(model, piece):
+        loss, weight = task.loss_sum(model, piece)
+        reads.events.append("forward")
+        loss.register_hook(lambda _: reads.events.append("backward"))
+        return loss, weight
+
+    trainer = Trainer(mode, task.make_model(), loss_sum, micro_batches=2)
+    with Reads() as reads:
+        trainer(task.part(0, 1, 0))  # the first of all reads the weight of its first piece
+        reads.events.clear()
+        trainer(task.part(1, 1, 0))
+    assert reads.events[:4] == ["forward", "backward"] * 2 and set(reads.events[4:]) == {"read"}
+
+
+class Towers(nn.Module):
+    """Two lists of unlike blocks, of which the shorter one is larger."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        for name, wide, count in (("tower", 256, 2), ("decoder", 64, 3)):
+            blocks = [nn.Sequential(nn.Linear(64, wide), nn.Linear(wide, 64)) for _ in range(count)]
+            setattr(self, name, nn.ModuleList(blocks))
+
+    def forward(self, x):
+        return reduce(lambda x, block: block(x), [*self.tower, *self.decoder], x)
+
+
+def towers():
+    return Towers()
+
+
+towers.make_batch = lambda: torch.ones(8, 64)
+towers.loss_sum = lambda model, x: (model(x).square().sum(), len(x))
+
+
+def test_blocks_of_several_lists_are_cut_by_name_and_the_command_says_where_the_root_is_large(told, folder):
+    importlib.import_module("faulty").towers = towers
+    asked = ["--model", "faulty:towers", "--ranks", "8", "--mode", "fsdp-checkpoint", "--json"]
+    [some], said = told(*asked, "--blocks", "decoder.*")
+    assert "73% of the parameters are in no block, the largest tower.0.0.weight" in said and said.count("\n") == 1
+    [every], said = told(*asked, "--blocks", "tower.*,decoder.*")
+    assert said == "" and every["at_peak"]["gathered"] < some["at_peak"]["gathered"]
+    assert every["peak_bytes"] < some["peak_bytes"] and told(*asked) == ([every], "")  # every list, by itself
+    own = task_of(model="faulty:towers")
+    found = at(own, "fsdp-checkpoint", 8, blocks=["tower.*", "decoder.*"])
+    assert found.peak_bytes == every["peak_bytes"]
+    shapes = shapes_of(own.make_model(), ["tower.*", "decoder.*"])
+    assert shapes.root == () and sent_bytes(shapes, "fsdp", 8) == every["communicated"]["predicted"]
+    assert told(*asked, "--mode", "ddp")[1] == ""  # where nothing is cut
+
+
 def test_the_framework_s_wrapper_takes_what_checkpoint_blocks_takes(task):
     ours, wrapper = (at(task, "fsdp-checkpoint", wrapper=wrapper) for wrapper in (False, True))
     assert ours.held == wrapper.held and ours.sent_bytes == wrapper.sent_bytes
@@ -349,18 +461,34 @@ def test_a_hugging_face_model_trains_by_its_own_loss_weighed_by_its_labels(folde
         assert at(own, mode).sent_bytes == sent_bytes(shapes_of(model), mode, 2)
 
 
-def test_frozen_parameters_have_neither_gradient_nor_state(one_process, task):
+@pytest.fixture(scope="module")
+def frozen(task):
+    """The task with a model of which little is trained, as with LoRA."""
+
     def make_model():
-        model = task.make_model()
-        model.layers.requires_grad_(False)
+        model = task.make_model().requires_grad_(False)
+        model.layers[0].requires_grad_(True)
         return model
 
-    model = make_model()
+    return replace(task, make_model=make_model)
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state(one_process, frozen):
+    model = frozen.make_model()
     with Watch(model) as watch:
-        trainer = Trainer("fsdp", model, task.loss_sum)
+        trainer = Trainer("fsdp", model, frozen.loss_sum)
         with watch.step(trainer):
-            trainer(task.part(0, 1, 0))
-    assert [watch.taken.held] == held_bytes(shapes_of(make_model()), "fsdp", 1)
+            trainer(frozen.part(0, 1, 0))
+    assert [watch.taken.held] == held_bytes(shapes_of(frozen.make_model()), "fsdp", 1)
+
+
+@pytest.mark.parametrize(("mode", "shard"), [("ddp", "ddp"), ("zero1", "zero1"), ("fsdp-keep", "zero2")])
+def test_frozen_parameters_are_gathered_where_they_are_cut_and_never_sent_otherwise(frozen, mode, shard):
+    shapes, taken = shapes_of(frozen.make_model()), at(frozen, mode).sent_bytes
+    assert sent_bytes(shapes, mode, 2) == taken
+    recipe = Recipe(ranks=2, shard=shard, attention=None)
+    found = estimate(frozen.make_model, lambda: frozen.make_batch(0), recipe, loss_sum=frozen.loss_sum)
+    assert found.sent_bytes == taken
 
 
 # ---- what goes wrong
@@ -387,6 +515,39 @@ def test_a_rank_that_fails_ends_all_with_its_traceback(folder):
     assert "gloo/transport" not in told  # what the other rank saw
 
 
+def test_what_the_command_refuses_reaches_the_caller_of_launch(folder):
+    with pytest.raises(RuntimeError) as error:
+        launch(1, "--mode", "fdsp", timeout=120)
+    assert str(error.value).startswith("torchrun ended with 1: error: mode is 'fdsp'; it takes one or several of ddp,")
+    assert "\n" not in str(error.value)
+
+
+SLOW_TO_END = """#!/bin/sh
+trap 'sleep 1; exit 1' TERM
+echo $$ > {folder}/pid
+while true; do sleep 0.1; done
+"""
+
+
+def test_an_interrupt_waits_in_launch_for_torchrun_to_end_its_ranks(monkeypatch, tmp_path):
+    (tmp_path / "python").write_text(SLOW_TO_END.format(folder=tmp_path))
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+
+    def interrupt():
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(2)
+    thread.join()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:{}] {} [127.0.0.1]:5083"
 
 
@@ -400,12 +561,14 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:{}] {} [127.0.0.1]
         (RuntimeError("rank 1 gives up"), False),
     ],
 )
-def test_a_rank_that_lost_another_lets_that_one_speak_first(monkeypatch, error, waits):
+def test_a_rank_that_lost_another_lets_that_one_speak_first(monkeypatch, capsys, error, waits):
     waited = []
     monkeypatch.setattr("time.sleep", waited.append)
-    with pytest.raises(RuntimeError) as raised, command._after_the_culprit():
+    with pytest.raises((RuntimeError, SystemExit)) as raised, command._after_the_culprit():
         raise error
-    assert raised.value is error and bool(waited) == waits
+    assert (raised.value is error) == bool(waited) == waits
+    place = r"^rank 0: error: \S*test_distributed\.py, line \d+, in test_a_rank\w+: RuntimeError: rank 1 gives up\n {4}"
+    assert bool(re.match(place, capsys.readouterr().err)) != waits
 
 
 @pytest.fixture(scope="module")
@@ -470,6 +633,22 @@ def not_loopback(pid):
 
 
 @pytest.fixture
+def told(monkeypatch, capsys, folder):
+    """What the command prints with --json, and what it says on stderr."""
+
+    def ask(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(command.threading, "Thread", lambda **_: type("None", (), {"start": lambda _: None})())
+            patch.setattr(sys, "argv", ["course_lib.distributed", *arguments])
+            patch.setattr(os, "_exit", lambda status: pytest.fail(f"refused: {status}"))
+            command.main()
+        out, said = capsys.readouterr()
+        return [json.loads(line) for line in out.splitlines()], said
+
+    return ask
+
+
+@pytest.fixture
 def refused(monkeypatch, capsys, folder):
     """The sentence with which the command, as rank 0 of so many, refuses its arguments."""
 
@@ -479,7 +658,7 @@ def refused(monkeypatch, capsys, folder):
     def end(status):
         raise Ended(status)
 
-    def ask(*arguments, ranks=2, rank=0, torchrun=True):
+    def ask(*arguments, ranks=2, rank=0, torchrun=True, status=2):
         with monkeypatch.context() as patch:
             patch.setattr(command, "RANK", rank)
             patch.setattr(os, "_exit", end)
@@ -490,8 +669,9 @@ def refused(monkeypatch, capsys, folder):
                 for name, value in (("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", ranks), ("LOCAL_RANK", rank)):
                     patch.setenv(name, str(value))
                 patch.setenv("TORCHELASTIC_RUN_ID", "none")
-            with pytest.raises(Ended):
+            with pytest.raises(Ended) as ended:
                 command.main()
+        assert rank or ended.value.args == (status,)
         return capsys.readouterr().err
 
     return ask
@@ -506,12 +686,16 @@ def refused(monkeypatch, capsys, folder):
         (["--backend", "mpi"], 2, "invalid choice: 'mpi'"),
         (["--steps", "0"], 2, "--steps is 0; it takes a whole number, 1 or more"),
         (["--micro-batches", "3"], 2, "--micro-batches is 3; a rank's 4 samples take a divisor of 4"),
+        (["--sequence", "0"], 2, "sequence is 0; it takes a whole number, 1 or more"),
         (["--config", "nowhere.json"], 2, "config is 'nowhere.json', which cannot be read"),
         (["--model", "nowhere:model"], 2, "--model is 'nowhere:model', which is not found"),
         (["--model", "faulty:small", "--batch", "8"], 2, "--model comes with --batch; it takes neither sizes"),
         (["--resume", "nowhere"], 2, "resume is 'nowhere', without a complete checkpoint"),
         (["--model", "faulty:mean"], 2, "--model is 'faulty:mean', whose loss is not a sum with a known weight"),
         (["--every", "2"], 2, "--every is 2 without --save"),
+        (["--max-norm", "0"], 2, "--max-norm is 0.0; it takes a number above 0"),
+        (["--blocks", "layer.*"], 2, "blocks is ['layer.*'], the name of no module that is called"),
+        (["--mode", "ddp,fsdp", "--in-buckets"], 2, "--in-buckets comes with --mode fsdp; it takes ddp or zero1"),
         (["--ranks", "2", "--save", "here"], 2, "--ranks comes with --save"),
         (["--ranks", "2", "--mode", "fsdp-cpu"], 2, "mode is 'fsdp-cpu' with --ranks"),
     ],
@@ -521,6 +705,53 @@ def test_bad_input_is_refused_in_one_sentence(refused, monkeypatch, arguments, r
     told = refused(*arguments, ranks=ranks)
     assert told.startswith("error: ") and says in told and told.count("\n") == 1
     assert refused(*arguments, ranks=ranks, rank=1) == ""  # on rank 0 alone
+
+
+OWN = """
+import torch
+from course_lib.models import Decoder
+def tokens():
+    return torch.ones(4, 9, dtype=torch.long)
+def of(loss):
+    def make():
+        return Decoder(vocabulary=8, hidden=8, heads=2, layers=2, sequence=8)
+    make.make_batch, make.loss_sum = tokens, loss
+    return make
+def wrong(model, batch):
+    return model(batch[:, :-1]) @ batch.float(), 1
+def looks(model, batch):
+    if model(batch[:, :-1]).sum() > 0:
+        return 0, 1
+wrong, looks = of(wrong), of(looks)
+def missing():
+    return {}["width"]
+missing.make_batch = tokens
+def with_width(width):
+    return None
+with_width.make_batch = tokens
+def no_batch():
+    return wrong()
+no_batch.make_batch = dict
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "says"),
+    [
+        ("wrong", 1, "own_of_a_user.py, line 12, in wrong: RuntimeError: "),
+        ("missing", 1, "own_of_a_user.py, line 18, in missing: KeyError: 'width'"),
+        ("looks", 2, "the step looks at values of its data (aten._local_scalar_dense.default) at own_of_a_user.py, "),
+        ("with_width", 2, "--model is a function with the arguments (width); it takes"),
+        ("no_batch", 2, "batch is a dict without tensors; it takes"),
+    ],
+)
+def test_an_error_of_the_users_code_is_told_with_its_line(refused, monkeypatch, tmp_path, caplog, name, status, says):
+    (tmp_path / "own_of_a_user.py").write_text(OWN, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_of_a_user", raising=False)
+    told = refused("--model", f"own_of_a_user:{name}", "--ranks", "2", torchrun=False, status=status)
+    assert told.startswith(f"error: {says}") and told.count("\n") == 3 - status and not caplog.records
 
 
 def test_the_help_says_what_each_mode_is():
@@ -553,6 +784,57 @@ def test_saved_and_loaded_a_trainer_is_the_same(one_process, task, tmp_path):
         assert torch.equal(moments, second.local.state[other]["exp_avg_sq"])
 
 
+def test_a_model_with_dropout_goes_on_from_a_checkpoint_as_it_would_have_gone_on(one_process, tmp_path):
+    def make_model():
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2)]
+        return nn.Sequential(nn.ModuleList(blocks)[0], *blocks[1:])
+
+    dropping = Task(make_model, lambda _: torch.ones(4, 8), lambda model, x: (model(x).square().sum(), len(x)), 4)
+    straight = train(dropping, "fsdp", 4)
+    train(dropping, "fsdp", 2, save_to=tmp_path)
+    resumed = train(dropping, "fsdp", 2, resume=last_complete(tmp_path))
+    assert resumed.losses == straight.losses[2:]
+
+
+def test_of_each_rank_the_random_state_is_saved(two, folder):
+    names = FileSystemReader(last_complete(folder / "saved" / "fsdp")).read_metadata().state_dict_metadata
+    assert [name for name in names if name.startswith("random")] == ["random.0.cpu", "random.1.cpu"]
+
+
+def test_at_no_moment_of_saving_again_is_there_no_whole_checkpoint(one_process, task, tmp_path, monkeypatch):
+    found, rename, remove = [], os.rename, shutil.rmtree
+
+    def look():
+        names = {path.name for path in last_complete(tmp_path).iterdir()}
+        found.append(".metadata" in names)
+
+    def renaming(old, new):
+        look()
+        rename(old, new)
+        look()
+
+    def removing(path, **options):
+        (Path(path) / ".metadata").unlink(missing_ok=True)  # it may be stopped there
+        look()
+        remove(path, **options)
+        look()
+
+    trainer = Trainer("fsdp", task.make_model(), task.loss_sum)
+    first = save(tmp_path, trainer, 1)
+    monkeypatch.setattr(os, "rename", renaming)
+    monkeypatch.setattr(shutil, "rmtree", removing)
+    trainer(task.part(0, 1, 0))
+    assert save(tmp_path, trainer, 1) == first and len(found) >= 6 and all(found)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_scaler_is_refused_where_ranks_would_not_agree_to_skip_a_step(one_process, task):
+    trainer, scaler = Trainer("fsdp", task.make_model(), task.loss_sum), torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match="scaler is one, for an FSDP2 model; it takes None"):
+        AccumulatedStep(trainer.model, trainer.optimizer, task.loss_sum, scaler=scaler)
+
+
 def test_two_predictions_at_once_are_refused(one_process, task):
     with pytest.raises(RuntimeError, match="a process group is there already"):
         at(task, "fsdp")
@@ -565,6 +847,45 @@ def one_of_four():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     dist.destroy_process_group()
+
+
+# ---- what a prediction needs of PyTorch that is private
+
+
+def test_a_fake_group_returns_at_once_and_leaves_tensors_as_they_are(one_of_four):
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [1, 1] and dist.get_world_size() == 4
+
+
+@pytest.mark.parametrize("name", predicting.IN_CPP)
+def test_a_ddp_model_is_made_by_functions_that_can_be_replaced(one_process, name):
+    with patch(f"torch.nn.parallel.distributed.{name}") as called:
+        nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    assert called.call_count == 1
+
+
+def test_a_reducer_is_an_attribute_of_a_ddp_model_which_asks_it_to_sort_its_buckets_before_each_forward(one_process):
+    run = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    real, run.reducer = run.reducer, MagicMock(wraps=run.reducer)
+    run(torch.ones(1, 2))
+    assert real is not run.reducer and run.reducer._rebuild_buckets.call_count == 1
+
+
+def test_hooks_on_all_modules_stand_in_two_dictionaries():
+    module, calls = nn.Linear(2, 2), []
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(lambda *_: calls.append("before")),
+        nn.modules.module.register_module_forward_hook(lambda *_: calls.append("after")),
+    ]
+    module(torch.ones(1, 2))
+    with ExitStack() as stack:
+        for name in predicting.HOOKS:
+            stack.enter_context(patch.dict(f"torch.nn.modules.module.{name}", clear=True))
+        module(torch.ones(1, 2))
+    for handle in handles:
+        handle.remove()
+    assert calls == ["before", "after"]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # these names are those of older versions too

@@ -1,5 +1,6 @@
 """course_lib.budget on Hugging Face models, made from configurations: what is estimated is what the run takes."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -284,3 +285,110 @@ def test_flash_attention_is_there_too_where_the_model_checkpoints_its_own_layers
         model, optimizer = build(checkpointing, recipe, lr=1e-2)
         losses.append([train_step(model, optimizer, batch, recipe).loss for _ in range(3)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+# ---- losses that are no methods
+
+
+def series(observations=4):
+    values = {"past_values": torch.rand(observations, 19), "future_values": torch.rand(observations, 8)}
+    times = {
+        "past_time_features": torch.rand(observations, 19, 1),
+        "future_time_features": torch.rand(observations, 8, 1),
+    }
+    return {**values, **times, "past_observed_mask": torch.ones(observations, 19)}
+
+
+@pytest.fixture
+def unchecked():
+    """Distributions that do not look at the values of what they are given."""
+    torch.distributions.Distribution.set_default_validate_args(False)
+    yield
+    torch.distributions.Distribution.set_default_validate_args(__debug__)
+
+
+TIMES = {
+    "prediction_length": 8,
+    "context_length": 16,
+    "lags_sequence": [1, 2, 3],
+    "num_time_features": 1,
+    "d_model": 16,
+}
+TIMES |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "dropout": 0.0}
+TIMES |= {"attention_dropout": 0.0, "activation_dropout": 0.0}
+
+
+def test_a_loss_function_that_a_model_keeps_for_itself_is_not_called_with_the_batch(unchecked):
+    make = made("TimeSeriesTransformer:TimeSeriesTransformerForPrediction", **TIMES)
+    assert callable(make().loss)
+    guess, real = both(make, series, Recipe())
+    assert guess == real
+    model, batch = make(), series()
+    step = train_step(*build(lambda: model, Recipe(), lr=0.0), batch, Recipe())
+    assert step.loss == pytest.approx(model(**batch).loss.item())
+
+
+def test_distributions_that_look_at_their_arguments_are_refused_with_the_way_out():
+    make = made("TimeSeriesTransformer:TimeSeriesTransformerForPrediction", **TIMES)
+    way = r"it takes .*torch\.distributions\.Distribution\.set_default_validate_args\(False\)$"
+    with pytest.raises(ValueError, match=rf"^the step looks at values [^\n]* at transformers/[^\n]*; {way}"):
+        estimate(make, series, Recipe())
+
+
+def put_on(loss):
+    def make():
+        model = torch.nn.Linear(4, 4)
+        model.loss = partial(loss, model) if loss is squares else loss
+        return model
+
+    return make
+
+
+def squares(model, batch):
+    return model(batch).square().mean()
+
+
+def nll(outputs, targets):
+    return -outputs.log_prob(targets)
+
+
+def by_name(batch):
+    return batch.labels
+
+
+@pytest.mark.parametrize("take", [estimate, run])
+def test_a_function_put_on_any_other_model_is_called_and_named_where_it_fails(take):
+    batch = partial(torch.ones, 2, 4)
+    assert take(put_on(squares), batch, Recipe())
+    for loss, its in ((nll, r"function with the arguments \(outputs, targets\)"), (torch.nn.MSELoss(), "MSELoss with")):
+        with pytest.raises(TypeError, match=rf"^Linear\.loss is a {its}[^\n]*; it takes \(batch\)"):
+            take(put_on(loss), batch, Recipe())
+    with pytest.raises(AttributeError) as raised:
+        take(put_on(by_name), batch, Recipe())
+    assert "raised in Linear.loss, a function put on the model, which" in raised.value.__notes__[0]
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo")
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(optimizer="sgd", micro_batches=2)], ids=str)
+def test_a_compiled_model_has_the_loss_of_the_one_inside(recipe):
+    plain = made("Llama:LlamaForCausalLM", **SHARED)
+    guess, real = both(lambda: torch.compile(plain(), backend="eager"), text, recipe)
+    assert guess == real
+    model, batch = plain(), text()
+    step = train_step(*build(lambda: torch.compile(model, backend="eager"), recipe, lr=0.0), batch, recipe)
+    assert step.loss == pytest.approx(model(**batch).loss.item(), rel=1e-5)
+
+
+OWN_ATTENTION = {
+    "BLOOM": made("Bloom:BloomForCausalLM", vocab_size=WORDS, hidden_size=32, n_layer=1, n_head=2),
+    "XLNet": made("XLNet:XLNetLMHeadModel", vocab_size=WORDS, d_model=32, d_inner=48, n_layer=1, n_head=2),
+    "Mamba": ARCHITECTURES["state space"][0],
+}
+
+
+@pytest.mark.parametrize("attention", ["flash", "sdpa"])
+@pytest.mark.parametrize("make", OWN_ATTENTION.values(), ids=OWN_ATTENTION)
+def test_attention_that_a_model_cannot_have_is_refused_in_the_words_of_the_recipe(make, attention):
+    with pytest.raises(ValueError, match=rf"^attention is '{attention}' and the model is a [^\n]*; it takes '") as told:
+        estimate(make, text, Recipe(attention=attention))
+    assert {"flash", "sdpa"} & set(re.findall(r"\w+", str(told.value))) == {attention}

@@ -23,6 +23,8 @@ jupytext = pytest.importorskip("jupytext")
 MarkdownIt = pytest.importorskip("markdown_it").MarkdownIt
 TransformerManager = pytest.importorskip("IPython.core.inputtransformer2").TransformerManager
 
+from course_lib.teaching.editions import translations  # noqa: E402 - after the checks for what a GPU machine lacks
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
 MOST_BYTES = 1_500_000
@@ -219,6 +221,35 @@ def solution_problems(notebook):
     return problems
 
 
+def top_level(source):
+    """Names that a cell binds when it runs."""
+    bound = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+            continue
+        names = (child for child in ast.walk(node) if isinstance(child, ast.Name))
+        bound |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    return bound
+
+
+def guard_problems(notebook):
+    """A solution that takes a name of the reader's asks first whether his answer was accepted, and checks it again."""
+    problems, attempt = [], ""
+    for number, cell in cells_of(notebook, "code"):
+        if "### BEGIN SOLUTION" in cell.source:
+            *_, last = body = ast.parse(cell.source).body
+            check = last.value.func if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) else None
+            free = [node for node in body if not isinstance(node, ast.If)]
+            taken = top_level("\n".join(map(ast.unparse, free))) & top_level(attempt)
+            problems += [f"cell {number}: takes the reader's {name!r} whatever he wrote" for name in sorted(taken)]
+            for guard in (node for node in body if isinstance(node, ast.If)):
+                if check is None or ast.unparse(guard.test) != f"not {ast.unparse(check)}.accepted":
+                    problems.append(f"cell {number}: asks {ast.unparse(guard.test)!r}, another check than its own")
+        attempt = cell.source
+    return problems
+
+
 # --- checks: prose cells ---
 
 
@@ -375,10 +406,10 @@ def glossary_problems(english, chinese):
     """An English term is there in Chinese, in the glossary's word or in English; no other renderings."""
     words, _, _ = take_apart(english)
     problems = []
-    for form, pattern, translations in glossary():
+    for form, pattern, chinese_forms in glossary():
         words, count = pattern.subn("\ufffc", words)
-        if count and not pattern.search(chinese) and not any(word in chinese for word in translations):
-            problems.append(f"{form!r} is in the English text, none of {translations} in the Chinese one")
+        if count and not pattern.search(chinese) and not any(word in chinese for word in chinese_forms):
+            problems.append(f"{form!r} is in the English text, none of {chinese_forms} in the Chinese one")
     for pattern, better in BANNED.items():
         problems += [f"{match[0]!r} is {better!r} here" for match in re.finditer(pattern, chinese)]
     return problems
@@ -470,6 +501,7 @@ def test_every_notebook_has_a_script_and_every_script_a_notebook():
         picture_problems,
         comparison_problems,
         solution_problems,
+        guard_problems,
         prose_problems,
     ],
 )
@@ -504,6 +536,15 @@ def test_the_glossary_says_what_each_word_means_in_both_languages():
         problems += [f"{english[0]}: {problem}" for problem in found]
         seen |= {*english, *chinese}
     assert problems == []
+
+
+@each_notebook
+def test_no_text_was_edited_in_one_language_alone(path):
+    known = {place: pair for place, pair in translations.read_pairs().items() if place.startswith(path.stem[:2])}
+    found = translations.pairs(load(path))
+    alone = sorted({translations.section_of(place) for place in translations.one_sided(found, known)})
+    assert alone == [], f'one language was edited; if both are right: make notebooks ARGS="--same {" ".join(alone)}"'
+    assert found == known, f"make notebooks ARGS={path.stem[:2]} renews the hashes of both languages"
 
 
 def test_the_section_about_triton_runs_where_triton_is_missing():
@@ -617,6 +658,62 @@ def test_a_fault_in_a_prose_cell_is_found(pattern, fault, problem):
     )
     cell.source = re.sub(pattern, fault, cell.source, count=1)
     assert problem in "\n".join(prose_problems(notebook))
+
+
+@pytest.mark.parametrize(
+    ("solution", "problem"),
+    [
+        ("answer = 2\nlesson.check_it(answer)", "takes the reader's 'answer'"),
+        ("if not lesson.check_it.accepted:\n    x = 1\nanswer = x\nlesson.check_it(answer)", "takes the reader's"),
+        ("if not lesson.check_that.accepted:\n    answer = 2\nlesson.check_it(answer)", "another check than its own"),
+        ("if not lesson.check_it.accepted:\n    answer = 2\n    lesson.check_it(answer)", "another check"),
+        ("if not lesson.check_it.accepted:\n    answer = 2\nlesson.check_it(answer)", None),
+        ("result = 2\nlesson.check_it(result)", None),
+    ],
+)
+def test_a_solution_that_would_take_the_readers_work_is_found(solution, problem):
+    sources = ("answer = None\nlesson.check_it(answer)", f"### BEGIN SOLUTION\n{solution}\n### END SOLUTION")
+    found = guard_problems(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources]))
+    assert (problem in "".join(found)) if problem else found == []
+
+
+def bilingual(*texts):
+    """Cells of (English, Chinese), the first with the heading of section 2.5."""
+    sources = [f'<div lang="en">\n\n{en}\n\n</div>\n<div lang="zh">\n\n{zh}\n\n</div>' for en, zh in texts]
+    sources[0] = f"## 2.5 Which one? / 哪一个？\n\n{sources[0]}"
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(source) for source in sources])
+
+
+def test_an_edit_in_one_language_alone_is_noticed_until_somebody_gives_the_word(tmp_path):
+    store = tmp_path / "translations.toml"
+    before = translations.pairs(bilingual(("One.", "一。"), ("Two.", "二。")))
+    assert list(before) == ["02.5", "02.5-2"]
+    translations.store_pairs("02", before, store)
+    assert translations.read_pairs(store) == before
+
+    both = translations.pairs(bilingual(("One.", "一。"), ("A second.", "第二。")))
+    assert translations.one_sided(both, before) == {} and translations.renewed(both, before) == both
+    for edited in (("A second.", "二。"), ("Two.", "第二。")):
+        alone = translations.pairs(bilingual(("One.", "一。"), edited))
+        assert translations.one_sided(alone, before) == {"02.5-2": before["02.5-2"]}
+        assert translations.renewed(alone, before, ["02.4"]) == before
+        assert translations.renewed(alone, before, ["02.5"]) == alone
+    moved = translations.pairs(bilingual(("New.", "新。"), ("Two.", "二。"), ("One.", "第一。")))
+    assert list(translations.one_sided(moved, before)) == [], "its heading makes the first text another one"
+    moved = translations.pairs(bilingual(("New.", "新。"), ("Two.", "第二。"), ("Three.", "三。")))
+    assert list(translations.one_sided(moved, before)) == ["02.5-2"]
+    respaced = translations.pairs(bilingual(("One.", "一。"), ("Two.\n", " 二。")))
+    assert respaced == before
+
+
+def test_a_slide_s_words_and_a_heading_s_are_texts_too():
+    book = bilingual(("One.", "一。"))
+    book.cells[0].metadata["slide"] = {"en": "One?", "zh": "一？"}
+    before = translations.pairs(book)
+    assert list(before) == ["02.5", "02.5 slide"]
+    book.cells[0].metadata["slide"]["zh"] = "一吗？"
+    book.cells[0].source = book.cells[0].source.replace("Which one?", "Which?")
+    assert list(translations.one_sided(translations.pairs(book), before)) == ["02.5", "02.5 slide"]
 
 
 def test_numbers_and_formulas_are_equal_in_both_ways_of_writing_them():

@@ -105,6 +105,54 @@ def test_math_is_drawn_by_the_site_itself(built_site, pages):
     assert (built_site / "_static/mathjax/tex-chtml.js").stat().st_size > 10**6
 
 
+HIDDEN = [f'{tag}[lang="en"]' for tag in ["div", "span", "p", "td", "th", "li", "tr", "details", "figure"]]
+NOT_PROSE = [".both-languages", "script", "style", "pre", "code", "svg", ".math", "[hidden]", "noscript"]
+BLOCKS = ["p", "td", "th", "li", "h1", "h2", "h3", "summary", "figcaption", "div", "dd", "dt", "a", "span"]
+ENGLISH = re.compile(r"[A-Za-z][a-z'’]+(?:[ ,]+[A-Za-z][a-z'’]*){2}")
+HAN = re.compile("[\u3400-\u9fff]")
+
+
+def english_in(page, said_by_the_switch=()):
+    """What a reader of a page in 中文 is shown in English: lines without Chinese, pictures' words, the title's tags."""
+    article = re.search("<article.*</article>", page, re.S)  # what stands around it stands on every page
+    soup = BeautifulSoup(re.sub(r'src="data:[^"]*"', "", article[0] if article else page), "html.parser")
+    for hidden in soup.select(", ".join([*HIDDEN, *NOT_PROSE])):
+        hidden.decompose()
+    for br in soup.find_all("br"):
+        br.replace_with("\n")
+    innermost = [block for block in soup.find_all(BLOCKS) if not block.find([tag for tag in BLOCKS if tag != "a"])]
+    lines = {" ".join(line.split()) for block in innermost for line in block.get_text().splitlines()}
+    found = [line for line in lines if ENGLISH.search(line) and not HAN.search(line)]
+    found += [image["alt"] for image in soup.find_all("img") if image.get("alt") and not HAN.search(image["alt"])]
+    title = re.search("<title>(.*?)</title>", page, re.S)[1]
+    return sorted({*found, *([title] if "<" in title else [])} - set(said_by_the_switch))
+
+
+def test_in_chinese_no_page_shows_english_prose(pages):
+    """The reference is in English, as it says itself; so are the names in the glossary's first column."""
+    said = re.findall(r'"([^"]+)": "[^"]*[\u3400-\u9fff]', (site.ASSETS / "static" / "site.js").read_text("utf-8"))
+    glossary = BeautifulSoup(pages["notebooks/GLOSSARY.html"], "html.parser")
+    terms = {" ".join(row.td.get_text().split()) for row in glossary.select("tbody tr")}
+    read = {name: page for name, page in pages.items() if not re.match(r"api/(?!index)|genindex|py-modindex", name)}
+    assert {name: found for name, page in read.items() if (found := english_in(page, {*said, *terms}))} == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ('<p lang="en">Some words of English.</p><p lang="zh">一些中文。</p>', []),
+        ("<p>Some words of English.</p>", ["Some words of English."]),
+        ("<td>autocast and some bf16<br>bf16 的 autocast</td>", ["autocast and some bf16"]),
+        ("<p><code>some words of code</code> 是代码。</p>", []),
+        ('<img alt="A picture."><img alt="一张图。">', ["A picture."]),
+        ('<figure lang="en"><img alt="A picture."></figure>', []),
+    ],
+)
+def test_english_on_a_page_in_chinese_is_found(body, found):
+    assert english_in(f"<title>页</title><div>{body}</div>") == found
+    assert english_in("<title>Search <span></title>") == ["Search <span>"]
+
+
 # --- the lessons ---
 
 

@@ -160,6 +160,16 @@ def test_an_attempt_shows_no_verdict_and_the_solution_says_what_it_is():
     assert last.select_one(".part").text == "solution"
 
 
+def test_a_solution_stands_on_a_slide_without_what_keeps_the_readers_answer():
+    attempt = "answer = None\nlesson.check_it(answer)"
+    solution = "if not lesson.check_it.accepted:\n    answer = 6 * 7\n\nlesson.check_it(answer)"
+    guarded = f"### BEGIN SOLUTION\n{solution}\n### END SOLUTION"
+    notebook = lesson_of(attempt, (guarded, [text_output("✓ Right.")]))
+    (page,) = (page for language, _, page in slides.decks({"09": notebook}, {"9": NOTE}) if language == "en")
+    (code,) = (each.text.strip() for each in BeautifulSoup(page, "html.parser").select(".code") if "6" in each.text)
+    assert code == "answer = 6 * 7\n\nlesson.check_it(answer)"
+
+
 def test_slide_metadata_of_a_cell_goes_before_the_rules():
     notebook = lesson_of("x = 1", "y = 2", both("A note.", "备注。"), "z = 3")
     for cell, kind in zip(notebook.cells[1:], ["-", "subslide", "notes", "skip"], strict=True):

@@ -20,6 +20,8 @@ from course_lib.teaching.editions.cells import (  # noqa: E402
     in_language,
     output_folder,
     read_lessons,
+    unguarded,
+    without_guards,
     without_solutions,
 )
 
@@ -61,6 +63,35 @@ def test_a_solution_inside_a_function_becomes_a_stub_that_raises_when_called():
 def test_a_solution_without_a_check_leaves_a_place_to_write():
     source = "### BEGIN SOLUTION\nfigure = draw_the_timeline()\n### END SOLUTION"
     assert sources_of(without_solutions(notebook_of(source))) == ["# your solution / 你的解答"]
+
+
+GUARDED = """### BEGIN SOLUTION
+if not lesson.check_sum.accepted:
+
+    def add(a, b):
+        total = a + b
+
+        return total
+
+    answer = add(22, 20)
+
+check_sum(answer)
+### END SOLUTION"""
+
+
+def test_a_guard_that_keeps_the_readers_work_is_gone_where_nobody_answers():
+    plain = unguarded(GUARDED)
+    assert "accepted" not in plain and "\n        total = a + b" not in plain
+    assert "SOLUTION\ndef add(a, b):\n    total = a + b\n\n    return total\n\nanswer = add(22, 20)\n" in plain
+    assert unguarded("if not ready:\n    wait()") == "if not ready:\n    wait()"
+    assert unguarded(SOLUTION) == SOLUTION
+    assert sources_of(without_guards(notebook_of(ATTEMPT, GUARDED))) == [ATTEMPT, plain]
+
+
+def test_a_guarded_solution_goes_like_any_other_and_may_not_stand_elsewhere():
+    assert sources_of(without_solutions(notebook_of(ATTEMPT, GUARDED))) == [ATTEMPT]
+    with pytest.raises(EditionError, match="stands outside of its markers as well: 'answer = add"):
+        without_solutions(notebook_of(ATTEMPT, GUARDED, "answer = add(22, 20)\nadd = max"))
 
 
 def test_outputs_and_counts_go_and_the_given_notebook_stays_as_it_is():
@@ -241,10 +272,18 @@ def run_cell(source, names):
     return eval(compile(ast.Expression(last.value), "cell", "eval"), names) if shows else None
 
 
+# Stubs that run are taken for a first, wrong answer; new ones are not to be.
+STUBS_THAT_ANSWER = {"checkpoint", "loss_in_pieces", "offloading", "accumulation", "log_sum_exp", "probabilities"}
+
+
 # A whole lesson takes up to a minute; this takes seconds for all.
 @pytest.mark.parametrize("name", NAMES)
 def test_with_nothing_solved_every_check_says_so_and_no_cell_raises(edition, name):
     code = [cell.source for cell in read_lessons(edition)[name].cells if cell.cell_type == "code"]
     names = {}
     shown = [(source, run_cell(source, names)) for source in about_the_attempts(code)]
-    assert [source for source, verdict in shown if is_attempt(source) and not str(verdict).startswith("✗")] == []
+    told = {re.search(r"\bcheck_(\w+)\(", source)[1]: str(verdict) for source, verdict in shown if is_attempt(source)}
+    assert [check for check, verdict in told.items() if not verdict.startswith("✗")] == []
+    assert {check for check, verdict in told.items() if "Hint: " in verdict} <= STUBS_THAT_ANSWER, (
+        "a stub that returns None or `...`, or raises NotImplementedError, is not answered yet: no hint goes with it"
+    )

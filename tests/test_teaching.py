@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import linecache
 import os
 import re
 import subprocess
@@ -22,7 +23,16 @@ from course_lib import labels, teaching
 from course_lib.memory import CATEGORY_COLORS, CATEGORY_HATCHES, MemoryMeter, saved_tensors
 from course_lib.schedule import COLORS as SCHEDULE_COLORS
 from course_lib.teaching import figures, pictures
-from course_lib.teaching.exercises import Refused, Verdict, exercise, expect_number, largest_that_fits, right, wrong
+from course_lib.teaching.exercises import (
+    Refused,
+    Verdict,
+    exercise,
+    expect_number,
+    in_words,
+    largest_that_fits,
+    right,
+    wrong,
+)
 from course_lib.teaching.switch import Switch
 from course_lib.teaching.timeline import STACK
 
@@ -442,6 +452,17 @@ def test_an_unknown_unit_is_an_error_unless_its_scale_is_given():
     assert teaching.predictions([("a", 30, 20)], unit="b", scale=10).data["predicted, b"].tolist() == [3.0]
 
 
+@pytest.mark.parametrize("guess", [300e6, "300 MB", "300MB", "300e6", "300,000,000", torch.tensor(300_000_000)])
+def test_a_guess_may_have_its_unit_written_beside_it(guess):
+    assert teaching.predictions([("peak", guess, 2e8)]).data["predicted, MB"].tolist() == [300.0]
+
+
+@pytest.mark.parametrize("guess", ["many", "300 mb", "", ["300"], True])
+def test_a_guess_that_is_no_number_is_told_what_one_looks_like(guess):
+    with pytest.raises(ValueError, match=r'a prediction is a number of bytes or FLOPs, such as 300e6, or "300 MB"'):
+        teaching.predictions([("peak", guess, 2e8)])
+
+
 def test_tables_escape_what_they_are_given():
     evil = '<script>alert("1")</script>'
     shown = teaching.table([evil, "b"], [[evil, teaching.text("Right. {why}", why=evil)]])
@@ -523,7 +544,7 @@ anything = st.one_of(
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(anything, st.floats(min_value=0, max_value=1))
 def test_a_check_never_raises_whatever_the_answer(answer, tolerance):
-    verdict = expect_number(answer, 84, tolerance=tolerance, wrong_answers={12: "a"}, hint="c")
+    verdict = expect_number(answer, 84, tolerance=tolerance, wrong_answers={12: "a"})
     assert isinstance(verdict, Verdict) and repr(verdict) and verdict._repr_html_()
 
 
@@ -556,17 +577,19 @@ def test_a_wrong_number_is_told_why_and_the_right_one_too():
     asked = {
         "wrong_answers": {12: "Twelve."},
         "why": "Seven times twelve.",
-        "hint": "h",
     }
     assert [expect_number(answer, 84, **asked).message for answer in (84, 12, 1, 99, None)] == [
         *("Right. Seven times twelve.", "Not yet. Twelve.", "Not yet: too small.", "Not yet: too large."),
         "Not answered yet.",
     ]
-    assert [expect_number(answer, 84, **asked).hint for answer in (84, 12)] == [None, "h"]
+    exact = [expect_number(answer, 84, **asked).exact for answer in (12, 1, None)]
+    assert exact == [True, False, True], "which mistake it was is known of twelve alone"
 
 
-def test_an_exercise_gives_its_hint_with_whatever_is_wrong_unless_there_is_a_better_one():
-    @exercise(hint="try", raised="Broken: {error}")
+def asked_for(hint, **options):
+    """An exercise that knows what to say of the numbers 1 to 4; what else it is given, it calls."""
+
+    @exercise(hint, **options)
     def check(answer):
         """What is checked."""
         if answer == 1:
@@ -575,22 +598,132 @@ def test_an_exercise_gives_its_hint_with_whatever_is_wrong_unless_there_is_a_bet
             return wrong("no")
         if answer == 3:
             raise Refused("no", hint="closer")
-        raise ValueError(answer)
+        if answer == 4:
+            return expect_number(12, 84, wrong_answers={12: "Twelve."})
+        return answer()
 
-    said = {answer: check(answer) for answer in (1, 2, 3, 4, None, ...)}
-    assert [bool(verdict) for verdict in said.values()] == [True, *[False] * 5]
-    assert [verdict.hint for verdict in said.values()] == [
-        None,
-        "try",
-        "closer",
-        "try",
-        "try",
-        "try",
-    ]
-    assert said[4].message == "Broken: ValueError(4)"
-    assert said[None].message == said[...].message == "Not answered yet."
-    assert check([Hostile()]).message == "Broken: ValueError", "what cannot be shown is named"
+    return check
+
+
+def test_hints_come_in_two_steps_and_none_before_a_first_attempt():
+    check = asked_for(("first", "second"))
+    tried = [check(answer) for answer in (None, 2, ..., 2, 2, 1)]
+    assert [verdict.hint for verdict in tried] == [None, "first", None, "second", "second", None]
+    assert tried[0].message == tried[2].message == "Not answered yet." and check.tries == 3
+    assert [asked_for("only")(2).hint for _ in range(2)] == ["only", "only"]
     assert check.__doc__ == "What is checked."
+
+
+def test_what_names_the_mistake_needs_no_hint_and_a_hint_of_its_own_goes_before():
+    check = asked_for(("first", "second"))
+    assert (check(4).message, check(4).hint) == ("Not yet. Twelve.", None)
+    assert check(3).hint == "closer"
+
+
+def test_an_exercise_knows_whether_the_last_answer_was_right():
+    check, known = asked_for("hint"), []
+    for answer in (None, 2, 1, None, 1, 5):
+        check(answer)
+        known.append(check.accepted)
+    assert known == [False, False, True, False, True, False] and not asked_for("hint").accepted
+
+
+def test_a_stub_that_raises_is_not_answered_yet():
+    def stub():
+        raise NotImplementedError
+
+    def unfinished():
+        raise NotImplementedError("that branch")
+
+    check = asked_for("hint")
+    assert (check(stub).message, check(stub).hint) == ("Not answered yet.", None)
+    assert "that branch" in check(unfinished).message
+
+
+def cell(source):
+    """Names that a notebook's cell makes: it runs as `__main__`, and linecache has its text."""
+    name, names = f"cell-{abs(hash(source))}", {"__name__": "__main__", "torch": torch}
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    exec(compile(source, name, "exec"), names)
+    return names
+
+
+THROUGH_BACKWARD = """
+class Mine(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x * 2
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient @ gradient
+
+def answer():
+    Mine.apply(torch.ones(3, 2, requires_grad=True)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "said", "hint"),
+    [
+        (
+            "def answer():\n    x = [1]\n    return x[3]  # no",
+            "Line 3 of your cell, `return x[3]  # no`: IndexError",
+            1,
+        ),
+        ("def inner():\n    torch.ones(2) @ 1\n\ndef answer():\n    inner()", "Line 2 of your cell, `torch", 1),
+        ("answer = lambda: 1 / 0", "Line 1 of your cell, `answer = lambda: 1 / 0`: ZeroDivisionError", 1),
+        (THROUGH_BACKWARD, "Line 9 of your cell, `return gradient @ gradient`: RuntimeError", 1),
+        ("def answer():\n    return kepp", "Line 2 of your cell, `return kepp`: NameError: name 'kepp'", 0),
+        ("def answer(x):\n    return x", "Line 1 of your cell, `def answer(x):`: TypeError: answer() missing 1", 0),
+        ("def answer():\n    return answer(1)", "Line 2 of your cell, `return answer(1)`: TypeError", 0),
+        ("def answer():\n    return 1 + 'a'", "Line 2 of your cell, `return 1 + 'a'`: TypeError", 1),
+    ],
+)
+def test_an_exception_shows_the_readers_own_line_and_a_typing_slip_no_hint(source, said, hint):
+    verdict = asked_for("hint")(cell(source)["answer"])
+    assert not verdict and verdict.message.startswith(said) and verdict.hint == ("hint" if hint else None)
+    assert labels.chinese(verdict.message).startswith("你的单元格第 ") and spoken_problems(verdict._repr_html_()) == []
+
+
+NOTEBOOK = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+for cell in (
+    "import torch\\nfrom course_lib.lessons import lesson_02",
+    "def mine(block, x):\\n    y = block(x)\\n    return y @ y",
+    "def mine_too(block, x):\\n    return blok(x)",
+    "print(lesson_02.check_checkpoint(mine), lesson_02.check_checkpoint(mine_too), sep='|')",
+):
+    shell.run_cell(cell)
+"""
+
+
+def test_a_cell_of_a_notebook_is_where_the_readers_lines_stand():
+    pytest.importorskip("IPython")
+    both = run_without("", NOTEBOOK).split("|")
+    assert both[0].startswith("✗ Line 3 of your cell, `return y @ y`: RuntimeError: ") and "Hint: " in both[0]
+    assert both[1].strip() == "✗ Line 2 of your cell, `return blok(x)`: NameError: name 'blok' is not defined"
+
+
+def test_where_no_line_of_the_readers_ran_the_exception_is_said_in_the_exercises_words():
+    check = asked_for("try", raised="Broken: {error}")
+    assert check(5).message == "Broken: TypeError(\"'int' object is not callable\")"
+    assert check(lambda: [Hostile()].index(Hostile)).hint == "try"
+
+    def unsayable():
+        raise ValueError(Hostile())
+
+    assert check(unsayable).message == "Broken: ValueError", "what cannot be shown is named"
+
+
+def test_a_reason_in_words_is_shown_one_to_compare_with_and_not_judged():
+    why = in_words("Because it is kept.")
+    assert [why(answer).message for answer in (None, "  ", 3)] == [
+        *("Not answered yet.", "Not answered yet.", "Write a sentence, between quotes."),
+    ]
+    shown = why("It stays.")
+    assert repr(shown) == "→ Compare with yours: Because it is kept." and not shown and shown.hint is None
 
 
 @pytest.mark.parametrize(

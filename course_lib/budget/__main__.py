@@ -13,7 +13,11 @@ from pathlib import Path
 import torch
 
 from course_lib._check import InfeasibleBudget
+from course_lib._origin import is_refusal, message, unlogged
 from course_lib.labels import say, text
+from course_lib.labels.command import Parser, said_error
+from course_lib.labels.drawn import course_font
+from course_lib.memory import CATEGORIES
 from course_lib.memory.show import bytes_text
 
 from .asked import Asked, asked
@@ -57,13 +61,14 @@ def bytes_from(text: str) -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m course_lib.budget",
         description="Which recipes train a model within a byte budget, the cheapest first; nothing is taken or run, "
         "unless by --check. The model is that of a Hugging Face config.json, what a function returns, or the course's "
         "decoder (course_lib.models.Decoder) of a size: --parameters, or --hidden and --layers.",
         epilog="Example: python -m course_lib.budget --config config.json --sequence 4096 --batch 8 --budget 80GiB. "
-        "The exit status is 0 where something fits, 1 where nothing does, 2 where the question cannot be answered.",
+        "The exit status is 0 where something fits, 1 where nothing does or your own code raises an error, 2 where the "
+        "question is refused.",
     )
     parser.add_argument("--config", metavar="FILE", help="a config.json (gpt2, llama, mistral, mixtral, qwen2, qwen3)")
     parser.add_argument("--model", metavar="PACKAGE:FUNCTION", help="a function that returns a model in fp32")
@@ -74,7 +79,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--heads", type=_count, help="a divisor of hidden; if left out, the one nearest to hidden / 128 from below"
     )
-    parser.add_argument("--vocabulary", type=_count, default=32_000, help="different tokens (default %(default)s)")
+    parser.add_argument("--vocabulary", type=_count, help="different tokens of the decoder (default 32000)")
     parser.add_argument("--sequence", type=_count, help="tokens of a sample; not with --model")
     parser.add_argument("--batch", type=_count, help="samples of a step; not with --model")
     parser.add_argument(
@@ -99,6 +104,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+@unlogged()
 def main(argv: list[str] | None = None) -> int:
     parser = arguments()
     given = parser.parse_args(argv)
@@ -109,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         budget = given.budget or _budget(given, rates)
         told = {"model": model.name, "batch": model.batch, "device": given.device or "H100", "budget_bytes": budget}
         base = _base(given)
-        options = {"loss_sum": model.loss_sum, "tier": tier}
+        options = {"loss_sum": model.loss_sum, "tier": tier, "progress": sys.stderr.isatty()}
         found = fit(model.make_model, model.make_batch, budget, base=base, rates=rates, **options)
         way = found.way()
         checked = check(model, found[0].recipe) if given.check else None
@@ -119,8 +125,9 @@ def main(argv: list[str] | None = None) -> int:
         else:
             print(say(_nothing_fits(error)), file=sys.stderr)
         return 1
-    except (TypeError, ValueError, RuntimeError, MemoryError) as error:  # also of a size that no tensor can have
-        parser.error(str(error).splitlines()[0])
+    except Exception as error:
+        told = say(text("error: {sentence}", sentence=said_error(message(error))))
+        parser.exit(2 if is_refusal(error) else 1, f"{told}\n")
     if given.json:
         told |= {"parameters": model.parameters(), "rates": _plain(rates), "recipes": [_told(e, rates) for e in found]}
         told |= {"way": [_told(e, rates) for e in way], "check": checked and checked.as_dict()}
@@ -211,11 +218,13 @@ def _print(given: argparse.Namespace, model: Asked, rates: Rates, found: Estimat
 
 
 def _plot(parser, given: argparse.Namespace, model: Asked, way: Way, budget: int) -> None:
-    ax = waterfall(way, budget_bytes=budget)
-    values = {"millions": model.parameters() / 1e6, "budget": bytes_text(budget)}
-    ax.set_title(say(text("{millions:,.1f} million parameters into {budget}", **values)))
+    values = {"count": model.parameters(), "budget": bytes_text(budget)}
+    words = {name: say(name) for name in (*CATEGORIES, "budget")} | {"optimizer": say(text("optimizer state"))}
     try:
-        ax.figure.savefig(given.plot, dpi=120)
+        with course_font():
+            ax = waterfall(way, budget_bytes=budget, names=[say(name) for name, *_ in way.rows()], labels=words)
+            ax.set_title(say(text("{count:,} parameters into {budget}", **values)))
+            ax.figure.savefig(given.plot, dpi=120)
     except OSError as error:
         parser.error(f"--plot {given.plot!r} cannot be written ({error.strerror})")
     if not given.json:
@@ -259,4 +268,7 @@ def _number(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -6,19 +6,25 @@ import importlib
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from course_lib._check import shown
+from course_lib._origin import origin
 from course_lib.configs import model_from, read_config
+from course_lib.configs import shape_of as config_shape
 from course_lib.labels import text
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
 
 from .loss import samples_in
+from .step import check_function, pieces_of
 
 HEAD_DIM = 128
+VOCABULARY = 32_000
+BY_SIZES = ("sequence", "batch", "vocabulary")  # of the course's decoder
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,10 @@ def asked(given: Namespace) -> Asked:
         raise ValueError(
             f"the model is {got}; it takes --config, or --model, or --parameters, or --hidden and --layers"
         )
+    fits = {"--model": ("batch_from",), "--config": ("sequence", "batch")}.get(f"--{ways[0]}", BY_SIZES)
+    for name in ("batch_from", *BY_SIZES):
+        if getattr(given, name) is not None and name not in fits:
+            raise ValueError(f"--{name.replace('_', '-')} comes with --{ways[0]}, which does without")
     if given.model:
         return _by_function(given)
     for name in ("sequence", "batch"):
@@ -59,16 +69,13 @@ def asked(given: Namespace) -> Asked:
 
 def _by_config(given: Namespace) -> Asked:
     config = read_config(given.config)
-
-    def make_model() -> nn.Module:
-        return model_from(config, sequence=given.sequence)
-
-    with symbolic():  # it says what is wrong with the config
-        model = model_from({**config, "num_hidden_layers": 1, "n_layer": 1}, sequence=given.sequence)
-    vocabulary = model.tokens.num_embeddings
+    model, sizes = config_shape(config, given.sequence)
+    with symbolic():  # one layer says what else is wrong with the config
+        model(**{**sizes, "layers": 1})
     said = "{file} ({kind}, in this course's plain implementation of its shapes)"
     name = text(said, file=given.config, kind=config["model_type"])
-    return Asked(make_model, *_tokens(given, vocabulary), name, _samples(given))
+    make_model = partial(model_from, config, sequence=given.sequence)
+    return Asked(make_model, *_tokens(given, sizes["vocabulary"]), name, _samples(given))
 
 
 def _by_function(given: Namespace) -> Asked:
@@ -79,27 +86,27 @@ def _by_function(given: Namespace) -> Asked:
     if make_batch is None:
         got = f"--batch-from is missing and {given.model} has no attribute make_batch"
         raise ValueError(f"{got}; it takes a function, as package:function, that returns a batch")
+    check_function("make_batch", make_batch)
     with symbolic():
-        count = samples_in(make_batch())
+        [batch] = pieces_of(make_batch(), 1)
+        count = samples_in(batch)
     return Asked(
         make_model, make_batch, getattr(make_model, "loss_sum", None), given.model, text("{count} samples", count=count)
     )
 
 
 def _by_sizes(given: Namespace) -> Asked:
-    hidden, layers = given.hidden, given.layers
+    hidden, layers, vocabulary = given.hidden, given.layers, given.vocabulary or VOCABULARY
     if given.parameters is not None:
-        wanted = shape_of(given.parameters, given.vocabulary)
+        wanted = shape_of(given.parameters, vocabulary)
         hidden, layers = hidden or wanted[0], layers or wanted[1]
     if not hidden or not layers:
         raise ValueError("the size is missing; it takes --parameters, or --hidden and --layers")
     most = max(1, hidden // HEAD_DIM)
     heads = given.heads or max(count for count in range(1, most + 1) if hidden % count == 0)
-    sizes = {"vocabulary": given.vocabulary, "hidden": hidden, "layers": layers, "heads": heads}
+    sizes = {"vocabulary": vocabulary, "hidden": hidden, "layers": layers, "heads": heads}
     name = text("a decoder: hidden {hidden}, {layers} layers, {heads} heads, vocabulary {vocabulary}", **sizes)
-    return Asked(
-        lambda: Decoder(**sizes, sequence=given.sequence), *_tokens(given, given.vocabulary), name, _samples(given)
-    )
+    return Asked(lambda: Decoder(**sizes, sequence=given.sequence), *_tokens(given, vocabulary), name, _samples(given))
 
 
 def _tokens(given: Namespace, vocabulary: int) -> tuple[Callable[[], Any], None]:
@@ -116,11 +123,15 @@ def _found(option: str, name: str) -> Callable:
     """The function that "package.module:function" names."""
     module, _, attribute = name.partition(":")
     takes = "it takes package.module:function, which can be imported from here"
+    if not attribute:
+        raise ValueError(f"{option} is {name!r}, without a function after a colon; {takes}")
     try:
         found = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, ValueError, AttributeError) as error:
+        if origin(error) is not None:  # found, and its own code fails
+            raise
         raise ValueError(f"{option} is {name!r}, which is not found ({error}); {takes}") from None
     if isinstance(found, nn.Module) or not callable(found):
         raise ValueError(f"{option} is {name!r}, {shown(found)}; {takes}")

@@ -29,7 +29,7 @@ def attention_of(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], 
         elif wanted in SWITCHED:
             stack.enter_context(_switched(model, wanted))
         elif wanted == "flash":
-            stack.enter_context(_switched(model, "sdpa"))
+            stack.enter_context(_switched(model, "sdpa", "flash"))
             stack.enter_context(_Flash(calls))
 
         def check() -> None:
@@ -90,7 +90,8 @@ def _with_switch(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def _switched(model: nn.Module, wanted: str) -> Iterator[None]:
+def _switched(model: nn.Module, wanted: str, asked: str | None = None) -> Iterator[None]:
+    """`asked` is what the recipe says, if not the same."""
     configs = configs_of(model, "_attn_implementation")
     before = [config._attn_implementation for config in configs]
     try:
@@ -101,8 +102,11 @@ def _switched(model: nn.Module, wanted: str) -> Iterator[None]:
             except (ValueError, ImportError) as error:
                 problem = error
             if problem or module.config._attn_implementation != wanted:
-                got = f"attention is {wanted!r} and the model is {shown(module)}, whose switch refuses it"
-                raise ValueError(f"{got}; it takes {module.config._attn_implementation!r} or None") from problem
+                got, takes = "whose switch refuses it", f"{module.config._attn_implementation!r} or None"
+                if asked == "flash":
+                    got, takes = "which has attention of its own and does not switch to PyTorch's", "'standard'"
+                told = f"attention is {asked or wanted!r} and the model is {shown(module)}, {got}; it takes {takes}"
+                raise ValueError(told) from problem
         yield
     finally:
         for config, value in zip(configs, before, strict=True):  # outer ones first, which set the inner ones too

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from course_lib._check import InfeasibleBudget
+from course_lib._origin import explained, unlogged
 from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import CATEGORIES, PHASES, symbolic
 from course_lib.offload import SymbolicStore, chosen_below
 from course_lib.schedule import Cost, simulate
 
 from .attention import attention_of
-from .estimating import Estimate, check_arguments, estimate, explained, watched
+from .estimating import Estimate, check_arguments, estimate, watched
 from .groups import groups_of
 from .loss import LossSum, check_loss, fastest, is_taken_apart, schedule_of, trained
 from .recipe import Recipe
@@ -108,7 +109,7 @@ class Composer:
 
     @contextmanager
     def checked(self, recipe: Recipe) -> Iterator[None]:
-        with symbolic(self.mode):
+        with symbolic(self.mode), unlogged():
             check_model(self.model, recipe)
             check_loss(self.model, recipe, self.loss_sum)
             yield
@@ -231,16 +232,17 @@ class Composing:
         return self.composers[recipe.precision]
 
     def __call__(self, recipe: Recipe) -> Estimate:
-        if self.composing and Composer.takes(recipe):
+        composable = self.composing and Composer.takes(recipe)
+        if composable:
             try:
                 return self.composer_of(recipe).estimate(recipe)
             except InfeasibleBudget:
                 raise
             except Exception:  # any: the model may need all its blocks. If not that, the whole step says what is wrong
-                whole = estimate(*self.given, recipe, **self.options)
-                self.composing = False
-                return whole
-        return estimate(*self.given, recipe, **self.options)
+                pass
+        whole = estimate(*self.given, recipe, **self.options)
+        self.composing &= not composable
+        return whole
 
     def confirms(self, found: Estimate) -> bool:
         """Whether an estimate is that of the step with all blocks; if not, none will be composed any more."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from course_lib._check import kind, one_of
+from course_lib._origin import explained, noted
 from course_lib._torch import not_collecting, tensors_in
 from course_lib.accumulation import StepResult
 from course_lib.labels import text
@@ -138,33 +138,10 @@ def estimate(
         return _estimate(make_model, make_batch, recipe, loss_sum, max_norm, tier)
 
 
-@contextmanager
-def explained() -> Iterator[None]:
-    """Says of symbolic tensors why a step cannot run on them."""
-    try:
-        yield
-    except _NEEDS_DATA as error:
-        raise ValueError(
-            f"the step looks at values of its data ({str(error).splitlines()[0][:80]}), but an estimate runs on "
-            "symbolic tensors, which have shapes only; it takes a model and a batch that don't"
-        ) from error
-    except AssertionError as error:
-        if "FakeTensor" not in str(error):
-            raise
-        raise ValueError(
-            "make_model or make_batch uses a tensor that was there before, but an estimate runs on symbolic tensors; "
-            "it takes functions that make new ones"
-        ) from error
-
-
 def check_arguments(make_model, make_batch, recipe) -> None:
     check_function("make_model", make_model)
     check_function("make_batch", make_batch)
     check_recipe(recipe)
-
-
-_fake = torch._subclasses.fake_tensor
-_NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
 
 
 def _estimate(make_model, make_batch, recipe: Recipe, loss_sum, max_norm, tier: str) -> Estimate:
@@ -233,6 +210,7 @@ def watched(
     return meter, [sum(n * span[i] for n, span in zip(counts, spans, strict=True)) for i in range(3)]
 
 
+@noted()
 def run(
     make_model: Callable[[], nn.Module],
     make_batch: Callable[[], Any],

@@ -16,8 +16,16 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from course_lib._check import function, shown
-from course_lib._losses import has_loss_sum, has_method, is_hugging_face, own_loss, samples_in  # noqa: F401 - for the package
+from course_lib._check import InfeasibleBudget, function, shown
+from course_lib._losses import (
+    has_loss_sum,
+    has_method,
+    is_hugging_face,
+    own_loss,
+    samples_in,  # noqa: F401 - for the package
+    takes_arguments,
+    wrapped_in,
+)
 from course_lib._torch import is_symbolic
 from course_lib.checkpoint import checkpoint_sequential, checkpointed_loss
 from course_lib.models import Decoder, DecoderLayer, Dropout, loss_stages
@@ -100,7 +108,20 @@ def is_taken_apart(model: nn.Module, recipe: Recipe) -> bool:
 
 
 _chains: WeakKeyDictionary[nn.Module, dict[Any, Any]] = WeakKeyDictionary()
-fastest = lru_cache(64)(optimal)
+_fastest = lru_cache(64)(optimal)
+
+
+def fastest(chain: Chain, budget_bytes: int) -> Schedule:
+    """The fastest schedule within a recipe's bytes, found once for each chain.
+
+    Raises:
+        InfeasibleBudget: no schedule fits.
+    """
+    try:
+        return _fastest(chain, budget_bytes)
+    except InfeasibleBudget as error:
+        told = error.budget_bytes, error.least_bytes, error.told, error.least
+        raise InfeasibleBudget(*told, name="schedule_bytes") from None
 
 
 def chains_of(model: nn.Module, recipe: Recipe) -> dict[Any, Chain]:
@@ -169,9 +190,10 @@ def altered(decoder: Decoder) -> str:
 def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
     """Whether there is a loss, and its weight is known where micro-batches are to be added up."""
     told = "it takes a loss_sum(model, batch) -> (sum of losses, weight), or such a method of the model"
-    name, pieces = type(model).__name__, recipe.micro_batches
+    name, pieces = type(wrapped_in(model)).__name__, recipe.micro_batches
     if loss_sum is not None:
         function("loss_sum", loss_sum, "a function (model, batch) -> (sum of losses, weight)")
+        takes_arguments("loss_sum", loss_sum, "(model, batch)", model, None)
         if is_taken_apart(model, recipe):
             got = f"checkpoint is {recipe.checkpoint!r} with a loss_sum"
             raise ValueError(f'{got}; it takes a decoder\'s own loss, or blocks="layers.*"')

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from course_lib._check import InfeasibleBudget, kind, one_of, whole
-from course_lib.labels import text
+from course_lib.labels import say, text
 from course_lib.memory import symbolic
 from course_lib.memory.show import Table, bytes_text
 
@@ -353,10 +353,10 @@ def _progress(wanted: bool) -> Iterator[Callable[[Recipe], None]]:
     if not wanted:
         yield lambda recipe: None
         return
-    with tqdm(unit=" recipes", leave=False) as bar:
+    with tqdm(unit=f" {say('recipes')}", leave=False) as bar:
 
         def show(recipe: Recipe) -> None:
-            bar.set_postfix_str(str(recipe), refresh=False)
+            bar.set_postfix_str(say(str(recipe))[:40], refresh=False)
             bar.update()
 
         yield show

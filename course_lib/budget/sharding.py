@@ -20,6 +20,7 @@ import numpy as np
 from torch import nn
 
 from course_lib._check import one_of
+from course_lib._origin import explained
 from course_lib.accumulation import split
 from course_lib.distributed.formulas import REPLICATED, STEP_BYTES, Shapes, shapes_of, zero1_parts
 from course_lib.distributed.predicting import watched_rank
@@ -38,7 +39,13 @@ MANY = 2 * FEW + 2
 SHOWN = 2  # micro-batches that are run: those after them find the same memory
 
 
-def rank_moments(make_model: Callable, make_batch: Callable, recipe: Recipe, loss_sum: LossSum | None) -> tuple:
+def rank_moments(
+    make_model: Callable,
+    make_batch: Callable,
+    recipe: Recipe,
+    loss_sum: LossSum | None,
+    max_norm: float | None = None,
+) -> tuple[Moments, Shapes]:
     """What is live after each operator of one rank's step, and the shapes of the whole model's parameters."""
     with symbolic():
         model = model_of(make_model, single(recipe))
@@ -46,7 +53,7 @@ def rank_moments(make_model: Callable, make_batch: Callable, recipe: Recipe, los
         _check(model, recipe, loss_sum)
         shapes, count = shapes_of(model, recipe.blocks), len(equal_blocks(model))
         pieces(recipe, samples_in(make_batch()))  # says what does not divide
-    measured = partial(_measured, make_model, make_batch, recipe, loss_sum)
+    measured = partial(_measured, make_model, make_batch, recipe, loss_sum, max_norm)
     if count >= MANY:
         try:
             return composed(
@@ -64,7 +71,7 @@ def _check(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) -> None:
         raise ValueError(f"{got}; it takes a loss_sum(model, batch), or such a method of the model")
 
 
-def _measured(make_model, make_batch, recipe: Recipe, loss_sum, count: int, steps: int = 1) -> Moments:
+def _measured(make_model, make_batch, recipe: Recipe, loss_sum, max_norm, count: int, steps: int = 1) -> Moments:
     """The rank's step with so many of the equal blocks."""
     alone = single(recipe)
 
@@ -81,6 +88,7 @@ def _measured(make_model, make_batch, recipe: Recipe, loss_sum, count: int, step
 
     sync = "last" if recipe.shard in REPLICATED else "each"
     options = {"micro_batches": min(recipe.micro_batches, SHOWN), "sync": sync, "blocks": recipe.blocks}
+    options["max_norm"] = max_norm
     watch = watched_rank(
         make_short,
         make_part,
@@ -116,11 +124,11 @@ def estimate(
     Args:
         make_model, make_batch: make the model in fp32, and the batch of all ranks; called with symbolic tensors.
         recipe: the recipe.
-        loss_sum, max_norm: as for `train_step`; several ranks take no max_norm.
+        loss_sum, max_norm: as for `train_step`.
         tier: what is below, for the optimizer: "file", as on a CPU, or "host", as on a GPU.
 
     Raises:
-        ValueError: as for one rank; the ranks do not divide the batch, or the gradient is to be clipped.
+        ValueError: as for one rank; or the ranks do not divide the batch.
     """
     if not isinstance(recipe, Recipe) or recipe.ranks == 1:
         return estimating.estimate(make_model, make_batch, recipe, loss_sum=loss_sum, max_norm=max_norm, tier=tier)
@@ -128,10 +136,8 @@ def estimate(
     estimating.check_arguments(make_model, make_batch, recipe)
     if recipe.shard is None:
         raise ValueError(f"ranks is {recipe.ranks} and shard is None; it takes one of {', '.join(MODES)}")
-    if max_norm is not None:
-        raise ValueError(f"max_norm is {max_norm} and ranks is {recipe.ranks}; it takes None for several")
-    with estimating.explained(), _gathered(recipe):
-        return _estimate(*rank_moments(make_model, make_batch, recipe, loss_sum), recipe, tier)
+    with explained(), _gathered(recipe):
+        return _estimate(*rank_moments(make_model, make_batch, recipe, loss_sum, max_norm), recipe, tier)
 
 
 @contextmanager
@@ -159,7 +165,7 @@ def _estimate(moments: Moments, shapes: Shapes, recipe: Recipe, tier: str) -> Es
     flops, sent, _ = (int(total) for total in moments.totals)
     sent = int(sent * (1 if recipe.shard in REPLICATED else repeats))
     if recipe.shard == "zero1":  # its updated parameters are broadcast
-        sent += sum(w.numbers * w.item_bytes for w in shapes.all)
+        sent += shapes.updated_bytes
     operator, totals = str(moments.operators[row][0]), (int(flops * repeats), 0, 0)
     return Estimate(recipe, int(sums[row]), at_peak, phases, operator, *totals, tier, sent_bytes=sent)
 
@@ -172,13 +178,12 @@ def single(recipe: Recipe) -> Recipe:
 
 def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
     """Adam's state on the fullest rank, with the masters of parameters in bf16."""
-    trained = [weight for weight in shapes.all if weight.trained]
     each = 12 if recipe.precision == "bf16" and recipe.shard in REPLICATED else 8
     if recipe.shard == "zero1":
-        parts = zero1_parts(trained, recipe.ranks)
+        parts = zero1_parts(shapes.trained, recipe.ranks)
         return max(sum(each * weight.numbers + STEP_BYTES for weight in part) for part in parts)
     ranks = 1 if recipe.shard == "ddp" else recipe.ranks
-    return sum(each * weight.share(ranks) + STEP_BYTES for weight in trained)
+    return sum(each * weight.share(ranks) + STEP_BYTES for weight in shapes.trained)
 
 
 def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:

@@ -35,6 +35,7 @@ from .loss import (
     is_taken_apart,
     loss_of,
     samples_in,
+    takes_arguments,
     trained,
     without_cache,
 )
@@ -339,6 +340,7 @@ def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
 def check_function(name: str, made: Any) -> None:
     if isinstance(made, nn.Module) or not callable(made):
         raise TypeError(f"{name} is {shown(made)}; it takes a function without arguments")
+    takes_arguments(name, made, "a function without arguments")
 
 
 def check_recipe(recipe: Any) -> None:

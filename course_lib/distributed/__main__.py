@@ -13,18 +13,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
-from course_lib._check import whole
-from course_lib.distributed.formulas import MODES, SYNCS, held_bytes, shapes_of
+from course_lib._check import positive, whole
+from course_lib._origin import explained, is_refusal, message, origin, unlogged
+from course_lib.distributed.formulas import MODES, REPLICATED, SYNCS, Shapes, held_bytes, shapes_of
 from course_lib.distributed.predicting import predict
 from course_lib.distributed.running import process_group, resumed, train
 from course_lib.distributed.tasks import Task, check_divides, task_of
+from course_lib.labels import say, text
+from course_lib.labels.command import Parser, said_error
 from course_lib.memory import symbolic
 
+MUCH = 0.2  # of the parameters, in no block
 RANK = int(os.environ.get("RANK", 0))
 HELP = """Train a model on several ranks: the course's decoder, that of a config.json, or
 a function's. Prints what each rank held, predicted and measured, and what it
@@ -40,7 +44,7 @@ MODES_HELP = """modes:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m torch.distributed.run --standalone --nproc-per-node 2 -m course_lib.distributed",
         description=HELP,
         epilog=MODES_HELP,
@@ -56,6 +60,14 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--unequal", action="store_true", help="samples, and so ranks, with unequal numbers of tokens")
     parser.add_argument("--micro-batches", type=int, default=1, help="pieces of a rank's batch; default %(default)s")
     parser.add_argument("--sync", choices=SYNCS, default="last", help="with which gradients are reduced; default last")
+    parser.add_argument("--in-buckets", action="store_true", help="ddp and zero1 add micro-batches up in DDP's buckets")
+    parser.add_argument("--max-norm", type=float, metavar="NORM", help="clip the gradient of all ranks to it")
+    parser.add_argument(
+        "--blocks",
+        metavar="NAMES",
+        help="what fsdp cuts, gathers and checkpoints one by one, with commas between and * for a part between dots: "
+        "'tower.*,decoder.layers.*'; default the longest list of like modules",
+    )
     parser.add_argument("--wrapper", action="store_true", help="fsdp-checkpoint by PyTorch's checkpoint_wrapper")
     parser.add_argument("--save", metavar="DIR", help="write the model and its state at the end, in DIR/MODE")
     parser.add_argument("--every", type=int, metavar="N", help="with --save: and after each N steps")
@@ -68,6 +80,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 @record  # a traceback goes to torchrun, which ends the other ranks
+@unlogged()
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's own, where it has forked this rank
     given = arguments().parse_args()
@@ -79,8 +92,12 @@ def main() -> None:
                 whole(f"--{name.replace('_', '-')}", getattr(given, name), 1)
         _check_together(given)
         task = task_of(given.config, given.model, batch=given.batch, sequence=given.sequence, unequal=given.unequal)
+        options = _options(given)
+        with symbolic():
+            shapes = shapes_of(task.make_model(), options["blocks"])
         if given.ranks is not None:
-            _predict(given, task, modes)
+            with explained():
+                _predict(given, task, modes, shapes, options)
             return
         if "WORLD_SIZE" in os.environ:
             _check_sizes(task, int(os.environ["WORLD_SIZE"]), given.micro_batches)
@@ -89,14 +106,16 @@ def main() -> None:
         device = group.__enter__()
         if "fsdp-cpu" in modes and device.type == "cpu":
             raise ValueError("mode is 'fsdp-cpu' without a device to offload from; it takes NCCL, a GPU a rank")
-    except (TypeError, ValueError) as error:
-        _refuse(str(error))
-    options = {"micro_batches": given.micro_batches, "sync": given.sync, "wrapper": given.wrapper, "device": device}
+    except Exception as error:
+        if origin(error) is None and not isinstance(error, (TypeError, ValueError)):
+            raise
+        _refuse(message(error), 2 if is_refusal(error) else 1)
+    if RANK == 0:
+        _say_root(shapes, modes)
     for mode in modes:
-        options |= {"save_to": given.save and Path(given.save) / mode, "every": given.every}
-        say = partial(print, file=sys.stderr, flush=True)
+        options |= {"save_to": given.save and Path(given.save) / mode, "every": given.every, "device": device}
         with _after_the_culprit():
-            run = train(task, mode, given.steps, resume=checkpoints[mode], say=say, **options)
+            run = train(task, mode, given.steps, resume=checkpoints[mode], say=_tell, **options)
         if RANK == 0:
             print(json.dumps(run.as_dict(given.details)) if given.json else run, flush=True)
     group.__exit__(None, None, None)
@@ -104,12 +123,21 @@ def main() -> None:
 
 @contextmanager
 def _after_the_culprit() -> Iterator[None]:
-    """A rank that has lost another waits: torchrun ends it when the other has failed, whose traceback is the cause."""
+    """A rank that has lost another waits: torchrun ends it when the other has failed, whose error is the cause.
+
+    What the user's own code raises is said in two lines, here and in torchrun's report; all else has its traceback.
+    """
     try:
         yield
-    except RuntimeError as error:
+    except Exception as error:
         if isinstance(error, DistError) or "gloo/transport" in str(error):  # closed, reset, a broken pipe, ...
             time.sleep(20)
+        elif origin(error) is not None:
+            told = message(error)
+            print(f"rank {RANK}: error: {told}", file=sys.stderr, flush=True)
+            error.add_note(told)
+            get_error_handler().record_exception(error.with_traceback(None))
+            sys.exit(1)
         raise
 
 
@@ -134,15 +162,38 @@ def _check_together(given: argparse.Namespace) -> None:
     for name in ("save", "resume"):
         if given.ranks is not None and getattr(given, name):
             raise ValueError(f"--ranks comes with --{name}; it predicts one step, and starts none")
+    sharded = [mode for mode in _modes(given.mode) if mode not in REPLICATED]
+    if given.in_buckets and sharded:
+        raise ValueError(f"--in-buckets comes with --mode {sharded[0]}; it takes {' or '.join(REPLICATED)}")
 
 
-def _predict(given: argparse.Namespace, task: Task, modes: list[str]) -> None:
+def _options(given: argparse.Namespace) -> dict[str, Any]:
+    """Those of the `Trainer`."""
+    names = ("micro_batches", "sync", "wrapper", "in_buckets", "max_norm")
+    if given.max_norm is not None:
+        positive("--max-norm", given.max_norm)
+    return {name: getattr(given, name) for name in names} | {"blocks": given.blocks and given.blocks.split(",")}
+
+
+def _say_root(shapes: Shapes, modes: list[str]) -> None:
+    """On stderr, where much of a sharded model is never cut into blocks."""
+    whole = sum(weight.numbers for weight in shapes.root) / shapes.numbers
+    if whole > MUCH and not set(modes) <= set(REPLICATED):
+        largest = max(shapes.root, key=lambda weight: weight.numbers).name
+        told = text(
+            "{share} of the parameters are in no block, the largest {name}: all of them are gathered at once, "
+            "and kept until their backward pass; `--blocks` names what is cut one by one",
+            share=f"{whole:.0%}",
+            name=largest,
+        )
+        _tell(told)
+
+
+def _predict(given: argparse.Namespace, task: Task, modes: list[str], shapes: Shapes, options: dict[str, Any]) -> None:
     _check_sizes(task, given.ranks, given.micro_batches)
     if "fsdp-cpu" in modes:
         raise ValueError("mode is 'fsdp-cpu' with --ranks; it takes GPUs, and symbolic tensors have no pinned memory")
-    options = {"micro_batches": given.micro_batches, "sync": given.sync, "wrapper": given.wrapper}
-    with symbolic():
-        shapes = shapes_of(task.make_model())
+    _say_root(shapes, modes)
     for mode in modes:
         began = time.perf_counter()
         held = [sum(each.values()) for each in held_bytes(shapes, mode, given.ranks)]
@@ -160,12 +211,16 @@ def _predict(given: argparse.Namespace, task: Task, modes: list[str]) -> None:
         print("\n".join(f"  {name:<18}{count:>26,}" for name, count in rows), flush=True)
 
 
-def _refuse(sentence: str) -> NoReturn:
+def _tell(line: str) -> None:
+    print(say(line), file=sys.stderr, flush=True)
+
+
+def _refuse(sentence: str, status: int = 2) -> NoReturn:
     """Say it once, on rank 0; the others wait until torchrun ends them, which it does when the first has ended."""
     if RANK:
         time.sleep(60)
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
-    os._exit(2)
+    print(say(text("error: {sentence}", sentence=said_error(sentence))), file=sys.stderr, flush=True)
+    os._exit(status)
 
 
 def end_with(parent: int) -> None:

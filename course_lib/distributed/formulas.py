@@ -40,6 +40,7 @@ class Weight:
     columns: int
     item_bytes: int
     trained: bool
+    name: str = ""
 
     @property
     def numbers(self) -> int:
@@ -68,13 +69,23 @@ class Shapes:
         return (*self.root, *(weight for block in self.blocks for weight in block))
 
     @property
+    def trained(self) -> tuple[Weight, ...]:
+        """Those that have a gradient, Adam's state, and new values after a step."""
+        return tuple(weight for weight in self.all if weight.trained)
+
+    @property
     def numbers(self) -> int:
         """Ψ, each shared parameter once."""
         return sum(weight.numbers for weight in self.all)
 
+    @property
+    def updated_bytes(self) -> int:
+        """What zero1 broadcasts after a step."""
+        return sum(weight.numbers * weight.item_bytes for weight in self.trained)
+
 
 def blocks_of(model: nn.Module, blocks: str | list[str] | None = None) -> tuple[str, ...]:
-    """The names of the blocks that are sharded one by one; None takes every list of like modules."""
+    """The names of the blocks that are sharded one by one; what None takes, `checkpoint_blocks` says."""
     with checkpoint_blocks(model, blocks) as handle:
         return handle.names
 
@@ -86,7 +97,7 @@ def shapes_of(model: nn.Module, blocks: str | list[str] | None = None) -> Shapes
     for name, p in model.named_parameters():
         rows = len(p) if p.dim() else 1
         block = next((block for block in names if name.startswith(f"{block}.")), "")
-        groups[block].append(Weight(rows, p.numel() // max(1, rows), p.itemsize, p.requires_grad))
+        groups[block].append(Weight(rows, p.numel() // max(1, rows), p.itemsize, p.requires_grad, name))
     buffers = sum(b.nbytes for b in model.buffers() if b.is_floating_point() and b.itemsize < 8)
     return Shapes(tuple(groups.pop("")), tuple(map(tuple, groups.values())), buffers)
 
@@ -96,12 +107,12 @@ def held_bytes(shapes: Shapes, mode: str, ranks: int) -> list[dict[str, int]]:
     ranks, cut = whole("ranks", ranks, 1), one_of("mode", mode, MODES) in SHARDED
     parts = ranks if cut else 1
     parameter = sum(w.share(parts) * w.item_bytes for w in shapes.all)
-    gradient = sum(w.share(parts) * w.item_bytes for w in shapes.all if w.trained)
-    trained = [w for w in shapes.all if w.trained]
+    gradient = sum(w.share(parts) * w.item_bytes for w in shapes.trained)
     if mode == "zero1":
-        moments = [_moments((w, w.numbers) for w in own) for own in zero1_parts(trained, ranks)]
+        moments = [_moments((w, w.numbers) for w in own) for own in zero1_parts(shapes.trained, ranks)]
     else:
-        moments = [_moments((w, w.share(parts, rank if cut else 0)) for w in trained) for rank in range(ranks)]
+        firsts = [rank if cut else 0 for rank in range(ranks)]
+        moments = [_moments((w, w.share(parts, first)) for w in shapes.trained) for first in firsts]
     return [{"parameter": parameter, "gradient": gradient, "optimizer": state} for state in moments]
 
 
@@ -127,8 +138,8 @@ def sent_bytes(shapes: Shapes, mode: str, ranks: int, *, micro_batches: int = 1,
     ranks, pieces = whole("ranks", ranks, 1), whole("micro_batches", micro_batches, 1)
     reductions = pieces if one_of("sync", sync, SYNCS) == "each" else 1
     if one_of("mode", mode, MODES) in REPLICATED:
-        each = 2 * sum(w.numbers * w.item_bytes for w in shapes.all if w.trained) + shapes.buffer_bytes
-        updated = sum(w.numbers * w.item_bytes for w in shapes.all) if mode == "zero1" else 0
+        each = 2 * sum(w.numbers * w.item_bytes for w in shapes.trained) + shapes.buffer_bytes
+        updated = shapes.updated_bytes if mode == "zero1" else 0
         return reductions * each + updated if ranks > 1 else 0
 
     def gathered(weights: Iterable[Weight]) -> int:
@@ -136,7 +147,7 @@ def sent_bytes(shapes: Shapes, mode: str, ranks: int, *, micro_batches: int = 1,
 
     times = 1 if mode == "fsdp-keep" else 2
     gathers = gathered(shapes.root) + times * sum(map(gathered, shapes.blocks))
-    scattered = sum(w.share(ranks) * ranks * w.item_bytes for w in shapes.all if w.trained)
+    scattered = sum(w.share(ranks) * ranks * w.item_bytes for w in shapes.trained)
     return pieces * gathers + reductions * scattered if ranks > 1 else 0
 
 

@@ -14,9 +14,7 @@ Nothing is parallel by code of ours. The process group is there before a `Traine
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.parallel import DistributedDataParallel
 
 from course_lib._check import one_of
-from course_lib._torch import is_symbolic, tensors_in
+from course_lib._torch import tensors_in
 from course_lib.accumulation import AccumulatedStep, split
 from course_lib.checkpoint import checkpoint_blocks
 
@@ -43,6 +41,7 @@ class Trainer:
     Attributes:
         model: what was given, by now sharded or replicated; its parameters have the names of a plain model's.
         optimizer: what steps; `local` is the optimizer that holds this rank's state, the same one but for zero1.
+        result: the `StepResult` of the last step.
 
     Args:
         mode: one of `MODES`.
@@ -55,6 +54,8 @@ class Trainer:
         blocks: what is sharded, and checkpointed, one by one, as for `checkpoint_blocks`.
         wrapper: fsdp-checkpoint by the framework's `checkpoint_wrapper` in place of `checkpoint_blocks`.
         bf16: the precision of fsdp-bf16 in another mode that shards.
+        in_buckets: micro-batches of ddp and zero1 add up in DDP's buckets, as for `AccumulatedStep`.
+        max_norm: clip the gradient of all ranks to this norm.
     """
 
     def __init__(
@@ -69,20 +70,18 @@ class Trainer:
         blocks: str | list[str] | None = None,
         wrapper: bool = False,
         bf16: bool = False,
+        in_buckets: bool = False,
+        max_norm: float | None = None,
         lr: float = 1e-3,
     ):
         self.mode, self.model, self.device = one_of("mode", mode, MODES), model, torch.device(device)
-        self.loss_sum, self.micro_batches, self.sync = loss_sum, micro_batches, one_of("sync", sync, SYNCS)
-        self.ranks = dist.get_world_size()
+        self.micro_batches, self.sync = micro_batches, one_of("sync", sync, SYNCS)
         if mode in REPLICATED:
-            run = DistributedDataParallel(_Loss(model.to(device), loss_sum), gradient_as_bucket_view=True)
-            loss = nn.Module.__call__  # run(piece)
-            if sync == "each":
-                run.no_sync = nullcontext
+            self.run = DistributedDataParallel(_Loss(model.to(device), loss_sum), gradient_as_bucket_view=True)
+            loss_sum = nn.Module.__call__  # run(piece)
         else:
             shard(model, mode, self.device, blocks, wrapper, bf16)
-            run, loss = nn.Identity(), self._loss_of_all  # AccumulatedStep knows DDP only, and must not see FSDP
-        self.run = run
+            self.run = model
         parameters = [p for p in model.parameters() if p.requires_grad]
         if mode == "zero1":
             from torch.distributed.optim import ZeroRedundancyOptimizer  # takes long to import
@@ -90,8 +89,8 @@ class Trainer:
             self.optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=lr, fused=True)
         else:
             self.optimizer = torch.optim.AdamW(parameters, lr=lr, fused=True)
-        self._total = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.step = AccumulatedStep(run, self.optimizer, loss)
+        options = {"sync": sync, "in_buckets": in_buckets, "max_norm": max_norm}
+        self.step = AccumulatedStep(self.run, self.optimizer, loss_sum, **options)
 
     @property
     def local(self) -> torch.optim.Optimizer:
@@ -100,22 +99,8 @@ class Trainer:
     def __call__(self, batch: Any) -> float:
         """One step on this rank's samples; the mean loss over the tokens of all ranks."""
         size = -(-len(next(tensors_in(batch))) // self.micro_batches)
-        self._pieces_left = self.micro_batches
-        loss = self.step(split(batch, size)).loss
-        return loss if self.mode in REPLICATED else self._sum(loss) / self.ranks
-
-    def _loss_of_all(self, _, piece: Any) -> tuple[Tensor, float]:
-        """This rank's sum of losses, over the weight of all ranks; times their number, since FSDP takes the mean."""
-        self._pieces_left -= 1
-        self.model.set_requires_gradient_sync(self.sync == "each" or not self._pieces_left)
-        loss, weight = self.loss_sum(self.model, piece)
-        return loss * self.ranks, self._sum(weight)
-
-    def _sum(self, value: float | Tensor) -> float:
-        """Over the ranks; in float64, which `Communicated` does not count."""
-        self._total.fill_(value)
-        dist.all_reduce(self._total)
-        return math.nan if is_symbolic(self._total) else self._total.item()
+        self.result = self.step(split(batch, size))
+        return self.result.loss
 
 
 def shard(

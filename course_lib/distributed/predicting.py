@@ -90,6 +90,19 @@ def _make_state(trainer: Trainer) -> None:
         p.grad = None
 
 
+# ---- what is private to PyTorch: all of it is here, and each has a test that fails where a release has changed it
+#
+#   torch.testing._internal.distributed.fake_pg     the group "fake", whose collectives return at once
+#   nn.parallel.distributed.<each of IN_CPP>        what DDP calls when it is made, on values that are not there
+#   nn.modules.module.<each of HOOKS>               hooks on all modules
+#   DistributedDataParallel.reducer, its _rebuild_buckets    C++ that sorts buckets anew, by values
+
+IN_CPP = "_verify_param_shape_across_processes", "_sync_module_states"  # of shapes, and of weights from rank 0
+# Such as those of `FlopCounterMode`, which hold the graph of what a checkpoint computes again, and with it all that was
+# recomputed, until they are removed.
+HOOKS = "_global_forward_pre_hooks", "_global_forward_hooks"
+
+
 @contextmanager
 def _fake_rank(ranks: int, rank: int) -> Iterator[None]:
     """Symbolic tensors, and a group that sends nothing."""
@@ -98,16 +111,12 @@ def _fake_rank(ranks: int, rank: int) -> Iterator[None]:
     if dist.is_initialized():
         raise RuntimeError("a process group is there already; predict takes a process without one")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    # Hooks on all modules, such as those of `FlopCounterMode`, hold the graph of what a checkpoint computes again, and
-    # with it all that was recomputed, until they are removed.
-    hooks = torch.nn.modules.module._global_forward_pre_hooks, torch.nn.modules.module._global_forward_hooks
-    # When DDP is made, it compares shapes and copies weights from rank 0 in C++, which looks at values.
     try:
         with ExitStack() as stack:
             stack.enter_context(not_collecting())  # a third of the time
-            for found in hooks:
-                stack.enter_context(patch.dict(found, clear=True))
-            for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
+            for name in HOOKS:
+                stack.enter_context(patch.dict(f"torch.nn.modules.module.{name}", clear=True))
+            for name in IN_CPP:
                 stack.enter_context(patch(f"torch.nn.parallel.distributed.{name}"))
             stack.enter_context(symbolic())
             yield

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from course_lib.labels import say, text
 from course_lib.memory import symbolic
 
 from .formulas import STATE, held_bytes, sent_bytes, shapes_of
@@ -34,6 +35,7 @@ class Run:
 
     Attributes:
         losses: the mean over the tokens of all ranks, of each step.
+        norms: of its gradient, before it was clipped; None where it was not to be.
         predicted: `STATE` -> bytes by ZeRO's formulas, of the rank that holds most.
         taken: of each rank.
         predicted_sent: bytes a rank communicates, by formula.
@@ -45,12 +47,15 @@ class Run:
     predicted: dict[str, int]
     taken: list[Taken]
     predicted_sent: int
+    norms: list[float | None]
 
     def as_dict(self, details: bool = False) -> dict[str, Any]:
         measured = {name: [taken.held[name] for taken in self.taken] for name in STATE}
         sent = {"predicted": self.predicted_sent, "measured": max(taken.sent_bytes for taken in self.taken)}
         told = {"mode": self.mode, "ranks": self.ranks, "losses": self.losses}
         told |= {"predicted": self.predicted, "measured": measured, "communicated": sent}
+        if None not in self.norms:
+            told["norms"] = self.norms
         return told | {"taken": [asdict(taken) for taken in self.taken]} if details else told
 
     def __str__(self) -> str:
@@ -89,7 +94,7 @@ def train(
         options: as for `Trainer`.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    model, losses = task.make_model(), []
+    model, losses, norms = task.make_model(), [], []
     shapes, watch = shapes_of(model, options.get("blocks")), Watch(model, device)
     most = {name: max(each[name] for each in held_bytes(shapes, mode, ranks)) for name in STATE}
     with ExitStack() as watching:
@@ -100,16 +105,20 @@ def train(
             batch = task.part(step, ranks, rank, device)
             with watch.step(trainer) if step - start < METERED else nullcontext():
                 losses.append(trainer(batch))
+            norms.append(trainer.result.grad_norm)
             if step - start + 1 == min(steps, METERED):
                 watching.close()
             if rank == 0:
-                say(f"{mode} on {ranks} ranks: step {step + 1 - start} of {steps}, loss {losses[-1]:.4f}")
+                done = {"step": step + 1 - start, "steps": steps, "loss": f"{losses[-1]:.4f}"}
+                say(
+                    text("{mode} on {ranks} ranks: step {step} of {steps}, loss {loss}", mode=mode, ranks=ranks, **done)
+                )
             if save_to is not None and (step + 1 == start + steps or (every and (step + 1) % every == 0)):
                 save(save_to, trainer, step + 1)
     taken: list[Any] = [None] * ranks
     dist.all_gather_object(taken, watch.taken)
     sent = sent_bytes(shapes, mode, ranks, micro_batches=trainer.micro_batches, sync=trainer.sync)
-    return Run(mode, ranks, losses, most, taken, sent)
+    return Run(mode, ranks, losses, most, taken, sent, norms)
 
 
 def resumed(folder: Path | str, mode: str, task: Task) -> Path:
@@ -163,9 +172,11 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
         arguments: of the script, such as "--mode", "ddp,fsdp".
         timeout: seconds.
 
+    All processes have ended when it returns or raises, by Ctrl-C too.
+
     Raises:
-        RuntimeError: it failed; its last words are in the message. All processes have ended.
-        subprocess.TimeoutExpired: it took longer; all processes have ended.
+        RuntimeError: it failed; in the message is what it refused, or else its last words.
+        subprocess.TimeoutExpired: it took longer.
     """
     started = ["-m", "torch.distributed.run"]
     script = ["-m", "course_lib.distributed"]
@@ -179,9 +190,28 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
         try:
             out, told = running.communicate(timeout=timeout)
         except BaseException:
-            running.terminate()  # torchrun ends its ranks
+            _end(running)
             raise
     if running.returncode:
-        first = told.rfind("Root Cause")  # torchrun's own words for the rank that failed first; its traceback follows
-        raise RuntimeError(f"torchrun ended with {running.returncode}: {told[first if first >= 0 else -4000 :]}")
+        raise RuntimeError(f"torchrun ended with {running.returncode}: {_cause(told)}")
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+
+def _end(torchrun: subprocess.Popen) -> None:
+    """Ask torchrun to end its ranks, which may take it 30 seconds; they also end by themselves where it is killed."""
+    torchrun.terminate()
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            torchrun.communicate(timeout=40)
+    finally:  # another Ctrl-C does not wait
+        torchrun.kill()
+        torchrun.wait()
+
+
+def _cause(told: str) -> str:
+    """Of all that was said on stderr, why it failed."""
+    signs = "error: ", say(text("error: {sentence}", sentence=""))
+    refused = [line for line in told.splitlines() if line.startswith(signs)]
+    first = told.rfind("Root Cause")  # torchrun's own words for the rank that failed first; its traceback follows
+    last_words = told[first if first >= 0 else -4000 :]
+    return "\n".join(refused) if refused and "Traceback (most" not in last_words else last_words

@@ -1,7 +1,10 @@
 """Sharded checkpoints by `torch.distributed.checkpoint`: each rank writes its part, any number of ranks reads them.
 
 A checkpoint is made in a folder `step-00000010.incomplete`, which is renamed once all ranks have written: whatever is
-killed before leaves no folder with a complete one's name, and the one before it is used.
+killed before leaves no folder with a complete one's name, and the one before it is used. An older one of the same step
+is `step-00000010.replaced` meanwhile, and then deleted: at no moment is there none that is complete.
+
+It holds parameters, Adam's state, the step, and for each rank the states of its random generators.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as states
-from torch import nn
+from torch import Tensor, nn
+
+from course_lib._torch import RandomState
 
 from .modes import Trainer
 
@@ -26,16 +31,20 @@ _BY_NAME = states.StateDictOptions(flatten_optimizer_state_dict=True)
 def save(folder: Path | str, trainer: Trainer, step: int) -> Path:
     """Write a checkpoint after so many steps; called by all ranks, which see the same folder."""
     done = Path(folder) / f"step-{step:08}"
-    making = done.with_suffix(".incomplete")
+    making, replaced = done.with_suffix(".incomplete"), done.with_suffix(".replaced")
     if dist.get_rank() == 0:
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir(parents=True)
     dist.barrier()
-    dcp.save({**_state(trainer), "step": step}, checkpoint_id=making)
+    random = _by_rank(RandomState([trainer.device]))
+    dcp.save({**_state(trainer), **random, "step": step}, checkpoint_id=making)
     dist.barrier()  # all have written
     if dist.get_rank() == 0:
-        shutil.rmtree(done, ignore_errors=True)
+        if done.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            done.rename(replaced)
         making.rename(done)
+        shutil.rmtree(replaced, ignore_errors=True)
     dist.barrier()
     return done
 
@@ -46,7 +55,9 @@ def last_complete(folder: Path | str) -> Path:
     Raises:
         ValueError: there is none.
     """
-    found = sorted(path for path in Path(folder).glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
+    names = re.compile(r"step-\d{8,}(\.replaced)?")
+    found = [path for path in Path(folder).glob("step-*") if names.fullmatch(path.name)]
+    found.sort(key=lambda path: (path.stem, not path.suffix))  # a new one goes before what it replaces
     if not found:
         raise ValueError(f"resume is {str(folder)!r}, without a complete checkpoint; it takes a folder saved to")
     return found[-1]
@@ -58,7 +69,7 @@ def check_fits(checkpoint: Path, model: nn.Module) -> None:
     Raises:
         ValueError: names or shapes differ; the message says where first.
     """
-    saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    saved = _metadata(checkpoint)
     there = {name.removeprefix("model."): tuple(it.size) for name, it in saved.items() if name.startswith("model.")}
     here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in sorted({*there, *here}):
@@ -68,12 +79,28 @@ def check_fits(checkpoint: Path, model: nn.Module) -> None:
 
 
 def load(checkpoint: Path, trainer: Trainer) -> int:
-    """Read a checkpoint, made by any number of ranks; after how many steps it was made."""
-    state = {**_state(trainer), "step": 0}
-    dcp.load(state, checkpoint_id=checkpoint)
+    """Read a checkpoint, made by any number of ranks; after how many steps it was made.
+
+    Random numbers go on as on the rank of the same number; on a rank of which nothing was saved, with its own.
+    """
+    saved, random = _metadata(checkpoint), RandomState([trainer.device])
+    own = {name: tensor for name, tensor in _by_rank(random).items() if name in saved}
+    state = {**_state(trainer), **own, "step": 0}
+    dcp.load(state, checkpoint_id=checkpoint)  # into these tensors
     states.set_model_state_dict(trainer.model, state["model"])
     states.set_optimizer_state_dict(trainer.model, trainer.local, state["optimizer"], options=_BY_NAME)
+    random.restore()
     return state["step"]
+
+
+def _metadata(checkpoint: Path) -> dict[str, Any]:
+    """Name -> what is saved under it."""
+    return dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+
+
+def _by_rank(random: RandomState) -> dict[str, Tensor]:
+    states = {"cpu": random.cpu, **{device.type: state for device, state in random.devices.items()}}
+    return {f"random.{dist.get_rank()}.{kind}": state for kind, state in states.items()}
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from course_lib._check import shown, whole
-from course_lib._losses import has_loss_sum, own_loss, samples_in
+from course_lib._losses import has_loss_sum, own_loss, samples_in, takes_arguments
+from course_lib._origin import origin
 from course_lib._torch import map_tensors
 from course_lib.accumulation import split
 from course_lib.configs import model_from, read_config
@@ -84,7 +85,10 @@ def task_of(
         if given:
             raise ValueError(f"--model comes with --{given[0]}; it takes neither sizes nor a config, but its own batch")
         return _by_function(model)
-    sizes = whole("batch", BATCH if batch is None else batch, 1), whole("sequence", sequence or SEQUENCE, 1)
+    sizes = (
+        whole("batch", BATCH if batch is None else batch, 1),
+        whole("sequence", SEQUENCE if sequence is None else sequence, 1),
+    )
     if config is None:
         make, vocabulary = partial(Decoder, **DECODER, sequence=sizes[1]), DECODER["vocabulary"]
     else:
@@ -113,13 +117,19 @@ def _by_function(name: str) -> Task:
     try:
         make_model = pkgutil.resolve_name(name)
     except (ImportError, ValueError, AttributeError) as error:
+        if origin(error) is not None:  # found, and its own code fails
+            raise
         raise ValueError(f"--model is {name!r}, which is not found ({error}); {takes}") from None
     make_batch = getattr(make_model, "make_batch", None)
     if isinstance(make_model, nn.Module) or not callable(make_model) or not callable(make_batch):
         raise ValueError(f"--model is {name!r}, {shown(make_model)}; {takes}, with an attribute make_batch")
     loss_sum = getattr(make_model, "loss_sum", None)
+    for option, made in (("--model", make_model), ("make_batch", make_batch)):
+        takes_arguments(option, made, "a function without arguments")
     with symbolic():
-        model, samples = make_model(), samples_in(make_batch())
+        model, batch = make_model(), make_batch()
+        next(split(batch, 1 << 62), None)  # it says what is wrong with a batch
+        samples = samples_in(batch)
         if loss_sum is None and not has_loss_sum(model):
             got = f"--model is {name!r}, whose loss is not a sum with a known weight"
             raise ValueError(

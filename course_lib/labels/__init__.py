@@ -184,7 +184,17 @@ def catalog() -> dict[str, str]:
     Raises:
         LabelError: an entry stands in two sections, or its Chinese has other placeholders.
     """
-    return entries(_read())
+    return entries({name: words for name, words in _read().items() if name != "errors"})
+
+
+@cache
+def sentences() -> dict[str, str]:
+    """Sentences of errors, which code raises in English -> Chinese; for commands, which say them.
+
+    Raises:
+        LabelError: as `catalog` does.
+    """
+    return entries({"errors": _read()["errors"]})
 
 
 @cache

@@ -57,6 +57,7 @@ CLAIMS = (
 # Exercises ------------------------------------------------------------------------------------------------------------
 
 
+@exercise(hint="The copy takes m / w, the compute f / r.")
 def check_hiding_intensity(answer: Any) -> Verdict:
     """Lesson 04: the least FLOPs a byte at which copies over PCIe 5 (63 GB/s) hide behind 400 TFLOP/s."""
     right = 400e12 / 63e9
@@ -72,7 +73,6 @@ def check_hiding_intensity(answer: Any) -> Verdict:
             989e12 / 63e9: "That is for 989 TFLOP/s.",
         },
         why="400e12 / 63e9: the rate over the bandwidth.",
-        hint="The copy takes m / w, the compute f / r.",
     )
 
 

@@ -92,6 +92,7 @@ def check_accumulation(function: Any) -> Verdict:
     return right("Right, a piece without tokens included.")
 
 
+@exercise(hint="Two points make a line: what is its slope, and where does it begin?")
 def check_largest_micro_batch(answer: Any) -> Verdict:
     """Lesson 05: the largest micro-batch under 1 GB, if 2 take 500 MB and 5 take 620 MB."""
     return expect_number(
@@ -105,10 +106,10 @@ def check_largest_micro_batch(answer: Any) -> Verdict:
             25: "You forgot the floor of 420 MB.",
         },
         why="420 MB of floor, 40 MB a sample: 14 take 980 MB.",
-        hint="Two points make a line: what is its slope, and where does it begin?",
     )
 
 
+@exercise(hint="Samples a millisecond: m / (5 + m).")
 def check_fast_micro_batch(answer: Any) -> Verdict:
     """Lesson 05: the smallest power of two that reaches 80 % of the largest's samples a second, at 5 + m ms each."""
     return expect_number(
@@ -120,7 +121,6 @@ def check_fast_micro_batch(answer: Any) -> Verdict:
             64: "The largest reaches 100 %; a smaller one is enough.",
         },
         why="16 in 21 ms is 82 % of 64 in 69 ms.",
-        hint="Samples a millisecond: m / (5 + m).",
     )
 
 

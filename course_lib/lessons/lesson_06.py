@@ -123,6 +123,7 @@ def check_probabilities(function: Any) -> Verdict:
     return right("Right: softmax without a softmax.")
 
 
+@exercise(hint="Which tensors does section 6.4 list, and how many heads has each?")
 def check_grouped_bytes(answer: Any) -> Verdict:
     """Lesson 06: bytes that flash attention keeps, 32 query heads on 8, d = 128, 4096 tokens, bf16."""
     one = 4096 * 128 * 2
@@ -139,7 +140,6 @@ def check_grouped_bytes(answer: Any) -> Verdict:
             right / 10**6: "That is in MB. Give bytes.",
         },
         why="Q and O with 32 heads, K and V with 8, and 4 bytes a row.",
-        hint="Which tensors does section 6.4 list, and how many heads has each?",
     )
 
 

@@ -1,8 +1,12 @@
 """What the lessons' checks are made of: verdicts, and `exercise`, so that no answer makes a check raise."""
 
 import functools
+import inspect
+import linecache
 import math
 import numbers
+import re
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -11,19 +15,30 @@ from typing import Any
 
 from course_lib.labels import markup, say, text
 
-_COLORS = {True: "#228833", False: "#EE7733"}
+_COLORS = {True: "#228833", False: "#EE7733", None: "#777777"}
+_MARKS = {True: "✓", False: "✗", None: "→"}
+_UNANSWERED = "Not answered yet."
+# What Python says of a call that does not fit a function's arguments; other TypeErrors are about values.
+_MISCALLED = re.compile(r"\(\) (takes|missing|got an unexpected keyword|got multiple values|got some positional)")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check says about an answer, in labels; it shows itself, and is true if the answer is right."""
+    """What a check says about an answer, in labels; it shows itself, and is true if the answer is right.
 
-    correct: bool
+    Args:
+        correct: None for an answer that nobody judges, such as a reason in the reader's own words.
+        hint: said below the message.
+        exact: whether the message names the very mistake: no hint of the exercise's goes with it.
+    """
+
+    correct: bool | None
     message: str
     hint: str | None = None
+    exact: bool = False
 
     def __bool__(self) -> bool:
-        return self.correct
+        return bool(self.correct)
 
     def __repr__(self) -> str:
         return "\n".join(say(part, separator="\n") for part in self._parts())
@@ -35,7 +50,7 @@ class Verdict:
         return f'<div class="course-verdict" style="{look}"><div>{message}</div>{hints}</div>'
 
     def _parts(self) -> list[str]:
-        message = text("{mark} {message}", mark="✓" if self.correct else "✗", message=self.message)
+        message = text("{mark} {message}", mark=_MARKS[self.correct], message=self.message)
         return [message] if self.hint is None else [message, text("Hint: {hint}", hint=self.hint)]
 
 
@@ -44,51 +59,97 @@ def right(message: str) -> Verdict:
     return Verdict(True, message)
 
 
-def wrong(message: str, *, hint: str | None = None) -> Verdict:
-    """A wrong answer's; a hint given here goes before the exercise's own."""
-    return Verdict(False, message, hint)
+def wrong(message: str, *, hint: str | None = None, exact: bool = False) -> Verdict:
+    """A wrong answer's; a hint given here goes before the exercise's own, and after an exact message there is none."""
+    return Verdict(False, message, hint, exact)
 
 
-def not_answered(hint: str | None = None) -> Verdict:
-    return wrong("Not answered yet.", hint=hint)
+def not_answered() -> Verdict:
+    """The verdict on a cell that is as it came; no hint goes with it, since nothing has been tried."""
+    return wrong(_UNANSWERED, exact=True)
 
 
 class Refused(Exception):
     """Ends a check from within a function that it calls; takes what `wrong` takes."""
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, exact: bool = False) -> None:
         super().__init__(message)
-        self.verdict = wrong(message, hint=hint)
+        self.verdict = wrong(message, hint=hint, exact=exact)
+
+
+class Exercise:
+    """A check: takes an answer and returns a `Verdict`, whatever the answer is. `exercise` makes it.
+
+    Attributes:
+        accepted: whether the last answer was right. A solution asks before it takes the reader's names.
+        tries: wrong answers so far in this process; unanswered ones are none.
+    """
+
+    def __init__(self, check: Callable[[Any], Verdict], hints: Sequence[str], raised: str) -> None:
+        functools.update_wrapper(self, check)
+        self._check, self._hints, self._raised = check, hints, raised
+        self.accepted, self.tries = False, 0
+
+    def __call__(self, answer: Any) -> Verdict:
+        self.accepted = False
+        verdict = self._judged(answer)
+        if verdict.message == _UNANSWERED:
+            return not_answered()
+        if verdict.correct is not False:
+            self.accepted = bool(verdict)
+            return verdict
+        self.tries += 1
+        if verdict.hint or verdict.exact:
+            return verdict
+        return replace(verdict, hint=self._hints[min(self.tries, len(self._hints)) - 1])
+
+    def _judged(self, answer: Any) -> Verdict:
+        if answer is None or answer is ...:
+            return not_answered()
+        try:
+            return self._check(answer)
+        except Refused as refused:
+            return refused.verdict
+        except Exception as error:
+            if type(error) is NotImplementedError and not error.args:  # a stub's
+                return not_answered()
+            slip = isinstance(error, NameError | SyntaxError) or _is_miscalled(error)
+            return wrong(_own_line(error, answer) or text(self._raised, error=_said(error)), exact=slip)
 
 
 def exercise(
-    hint: str, *, raised: str = "It raised {error}."
-) -> Callable[[Callable[[Any], Verdict]], Callable[[Any], Verdict]]:
+    hint: str | Sequence[str], *, raised: str = "It raised {error}."
+) -> Callable[[Callable[[Any], Verdict]], Exercise]:
     """Make the function below it a check, which takes an answer and returns a `Verdict`, whatever the answer is.
 
-    The function gets no answer that is `None` or `...`: these are not answered yet. What it raises is a wrong answer's.
+    The function gets no answer that is `None` or `...`: these are not answered yet. What it raises is a wrong answer's,
+    and shows the reader's own line where there is one.
 
     Args:
-        hint: shown with a wrong answer that is given no hint of its own.
-        raised: what is said of an exception, with `{error}` for it.
+        hint: one, or a first and a second: shown with the first wrong answer and with those after it. None is shown
+            before anything was tried, with a message that names the mistake (`exact`, or a hint of its own), and with
+            a slip in typing: a name that does not exist, a call with other arguments.
+        raised: what is said of an exception that no line of the reader's led to, with `{error}` for it.
+    """
+    hints = (hint,) if isinstance(hint, str) else tuple(hint)
+    return lambda check: Exercise(check, hints, raised)
+
+
+def in_words(model: str) -> Exercise:
+    """A place for a reason in the reader's own words, which nobody judges: then it shows one, to compare.
+
+    Args:
+        model: a sentence or two that would get full marks.
     """
 
-    def made(check: Callable[[Any], Verdict]) -> Callable[[Any], Verdict]:
-        @functools.wraps(check)
-        def checked(answer: Any) -> Verdict:
-            if answer is None or answer is ...:
-                return not_answered(hint)
-            try:
-                verdict = check(answer)
-            except Refused as refused:
-                verdict = refused.verdict
-            except Exception as error:
-                verdict = wrong(text(raised, error=_said(error)))
-            return verdict if verdict or verdict.hint else replace(verdict, hint=hint)
+    def reason(answer: Any) -> Verdict:
+        if not isinstance(answer, str):
+            return wrong("Write a sentence, between quotes.", exact=True)
+        if not answer.strip():
+            return not_answered()
+        return Verdict(None, text("Compare with yours: {model}", model=model), exact=True)
 
-        return checked
-
-    return made
+    return Exercise(reason, (), "It raised {error}.")
 
 
 def _said(error: Exception) -> str:
@@ -96,6 +157,48 @@ def _said(error: Exception) -> str:
         return repr(error)
     except Exception:  # its arguments may be anything
         return type(error).__name__
+
+
+def _own_line(error: Exception, answer: Any) -> str | None:
+    """The error with the line it came from, of those that the reader wrote; None if none of them was running.
+
+    Cells run as `__main__`, and `linecache` has their text. A call that does not fit the reader's function runs no line
+    of it: its first one is shown.
+    """
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__") == "__main__"
+    ]
+    if not frames and _is_miscalled(error) and inspect.isfunction(function := _unwrapped(answer)):
+        if function.__module__ == "__main__":
+            frames = [(function.__code__.co_filename, function.__code__.co_firstlineno)]
+    if not frames:
+        return None
+    filename, line = frames[-1]
+    code = linecache.getline(filename, line).strip()
+    said = f"{type(error).__name__}: {_first_line(error)}".removesuffix(": ")
+    if not code:
+        return text("Line {line} of your cell: {error}", line=line, error=said)
+    return text("Line {line} of your cell, {code}: {error}", line=line, code=f"`{code}`", error=said)
+
+
+def _is_miscalled(error: Exception) -> bool:
+    return type(error) is TypeError and bool(_MISCALLED.search(_first_line(error)))
+
+
+def _first_line(error: Exception) -> str:
+    try:
+        return str(error).strip().partition("\n")[0][:200]
+    except Exception:  # its arguments may be anything
+        return ""
+
+
+def _unwrapped(answer: Any) -> Any:
+    try:
+        return inspect.unwrap(answer)  # what `functools.cache` wraps
+    except Exception:  # whatever the answer's own attributes do
+        return None
 
 
 def largest_that_fits(
@@ -136,7 +239,6 @@ def expect_number(
     tolerance: float = 0.0,
     wrong_answers: Mapping[float, str] | None = None,
     why: str | None = None,
-    hint: str | None = None,
 ) -> Verdict:
     """Check a number. Never raises for any answer.
 
@@ -144,22 +246,21 @@ def expect_number(
         answer: a number of any kind, a tensor with one element included; `None` and `...` mean not answered yet.
         expected: the right answer.
         tolerance: relative, for the right answer and the wrong ones.
-        wrong_answers: wrong number -> what went wrong.
+        wrong_answers: wrong number -> what went wrong; the verdict is then `exact`.
         why: why the right answer is right; shown only with it.
-        hint: shown with a wrong answer.
     """
     if answer is None or answer is ...:
-        return not_answered(hint)
+        return not_answered()
     number = _number(answer)
     if number is None:
         kind = type(answer).__name__
-        return wrong(text("One number is wanted; this is a `{kind}`.", kind=kind), hint=hint)
+        return wrong(text("One number is wanted; this is a `{kind}`.", kind=kind), exact=True)
     if _close(number, expected, tolerance):
         return right("Right." if why is None else text("Right. {why}", why=why))
     for mistaken, reason in (wrong_answers or {}).items():
         if _close(number, mistaken, tolerance):
-            return wrong(text("Not yet. {reason}", reason=reason), hint=hint)
-    return wrong("Not yet: too small." if number < expected else "Not yet: too large.", hint=hint)
+            return wrong(text("Not yet. {reason}", reason=reason), exact=True)
+    return wrong("Not yet: too small." if number < expected else "Not yet: too large.")
 
 
 def _number(answer: Any) -> Fraction | float | None:

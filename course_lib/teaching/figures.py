@@ -4,10 +4,10 @@ matplotlib is imported when the first figure is drawn, not before.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from course_lib import labels
+from course_lib.labels.drawn import FAMILY, FONT, add_font
 from course_lib.memory import CATEGORY_COLORS, CATEGORY_HATCHES
 
 if TYPE_CHECKING:
@@ -22,11 +22,8 @@ _HATCH_COLOR = (1.0, 1.0, 1.0, 0.35)
 #: Of curves that are given no style of their own: they differ without their colours too.
 _LINE_STYLES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
-FONT = "Course Sans SC"
-_FONT_FILE = Path(__file__).parent / "fonts" / "CourseSansSC-Regular.otf"
 _STYLE = {
-    # The CJK font goes first: in a string with math, matplotlib takes everything else from the first font only.
-    "font.family": [FONT, "DejaVu Sans"],
+    "font.family": FAMILY,
     "font.size": 9.5,
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
@@ -173,10 +170,9 @@ def _label(names: Mapping[str, str], name: str) -> labels.Label:
 def _pyplot() -> Any:
     """matplotlib.pyplot, with the course's font and style in force."""
     import matplotlib
-    from matplotlib import cycler, font_manager, pyplot
+    from matplotlib import cycler, pyplot
 
-    if not any(entry.fname == str(_FONT_FILE) for entry in font_manager.fontManager.ttflist):
-        font_manager.fontManager.addfont(_FONT_FILE)
+    add_font()
     if FONT not in matplotlib.rcParams["font.family"]:  # the first figure, or the first after a reset
         matplotlib.rcParams.update(_STYLE)
         colors = [COLORS[name] for name in ("parameter", "gradient", "activation", "optimizer", "buffer", "predicted")]

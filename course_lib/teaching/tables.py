@@ -15,7 +15,8 @@ _UNITS = {
     "FLOPs": 1, "MFLOPs": 10**6, "GFLOPs": 10**9, "TFLOPs": 10**12,
 }  # fmt: skip
 
-
+#: A number, perhaps with commas or a power of ten, and a unit.
+_GUESS = re.compile(r"([+-]?[\d,]*\d(?:\.\d*)?(?:[eE][+-]?\d+)?) *([A-Za-z]+)?")
 #: A number that a lesson has written itself, such as 1,024, 0.50, 12% or a dash for none.
 _WRITTEN_NUMBER = re.compile(r"[+−-]?(?!0\d)[\d,]+(\.\d+)?( ?[%×])?|–")
 
@@ -139,18 +140,19 @@ def compare(
 
 
 def predictions(
-    rows: Iterable[tuple[str, float | None, float | None]], unit: str = "MB", *, scale: float | None = None
+    rows: Iterable[tuple[str, float | str | None, float | None]], unit: str = "MB", *, scale: float | None = None
 ) -> Table:
     """Predicted beside measured, with the error in per cent of what was measured.
 
     Args:
         rows: (label, predicted, measured), both in bytes or FLOPs; None for what is not known, which is shown as "–".
+            A prediction may be text with its unit, such as "300 MB".
         unit: "bytes" and "FLOPs" are shown to the last digit; kB, MB, GB (powers of 10), KiB, MiB, GiB (powers of 2),
             MFLOPs, GFLOPs, TFLOPs with three decimals.
         scale: how many make one `unit`, for a unit of your own.
 
     Raises:
-        ValueError: an unknown unit without `scale`.
+        ValueError: an unknown unit without `scale`; a prediction that is no number, nor text with one.
     """
     if scale is None:
         if unit not in _UNITS:
@@ -158,12 +160,23 @@ def predictions(
         scale = _UNITS[unit]
     columns: list[str] = ["", text("predicted, {unit}", unit=unit), text("measured, {unit}", unit=unit), "error, %"]
     shown, values = [], []
-    for name, predicted, measured in rows:
+    for name, guess, measured in rows:
+        predicted = _guessed(guess)
         error = _error_percent(predicted, measured)
         cells = [(name, name), _scaled(predicted, scale), _scaled(measured, scale), (error, _percent(error))]
         values.append([value for value, _ in cells])
         shown.append([cell for _, cell in cells])
     return Table(columns, shown, values=values)
+
+
+def _guessed(guess: Any) -> float | None:
+    """A prediction as a number: 3e8, "3e8", "300 MB" and a tensor of one element are the same."""
+    number = guess.item() if hasattr(guess, "item") else guess
+    if number is None or _is_real(number):
+        return number
+    if isinstance(number, str) and (found := _GUESS.fullmatch(number.strip())) and (found[2] or "bytes") in _UNITS:
+        return float(found[1].replace(",", "")) * _UNITS[found[2] or "bytes"]
+    raise ValueError(f'a prediction is a number of bytes or FLOPs, such as 300e6, or "300 MB"; got {guess!r}')
 
 
 def _scaled(value: float | None, scale: float) -> tuple[float | None, str]:

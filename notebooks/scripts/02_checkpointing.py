@@ -148,22 +148,24 @@ lesson_02.check_checkpoint(MyCheckpoint)
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-class MyCheckpoint(torch.autograd.Function):
-    @staticmethod
-    def forward(context, block, x):
-        context.block = block
-        context.save_for_backward(x)
-        with torch.no_grad():
-            return block(x)
+if not lesson_02.check_checkpoint.accepted:
 
-    @staticmethod
-    def backward(context, gradient):
-        (x,) = context.saved_tensors
-        again = x.detach().requires_grad_()
-        with torch.enable_grad():
-            output = context.block(again)
-        torch.autograd.backward(output, gradient)  # autograd inside autograd
-        return None, again.grad
+    class MyCheckpoint(torch.autograd.Function):
+        @staticmethod
+        def forward(context, block, x):
+            context.block = block
+            context.save_for_backward(x)
+            with torch.no_grad():
+                return block(x)
+
+        @staticmethod
+        def backward(context, gradient):
+            (x,) = context.saved_tensors
+            again = x.detach().requires_grad_()
+            with torch.enable_grad():
+                output = context.block(again)
+            torch.autograd.backward(output, gradient)  # autograd inside autograd
+            return None, again.grad
 
 
 lesson_02.check_checkpoint(MyCheckpoint)
@@ -319,9 +321,11 @@ lesson_02.check_peak_formula(predicted_peak)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-def predicted_peak(k):
-    one_input = 4 * 8 * 128 * 256
-    return 277_682_584 - k * (20_987_904 - one_input - 5_056)
+if not lesson_02.check_peak_formula.accepted:
+
+    def predicted_peak(k):
+        one_input = 4 * 8 * 128 * 256
+        return 277_682_584 - k * (20_987_904 - one_input - 5_056)
 
 
 lesson_02.check_peak_formula(predicted_peak)
@@ -538,15 +542,16 @@ lesson_02.check_loss_in_pieces(loss_in_pieces)
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-def loss_of_chunk(hidden, weight, targets):
-    return F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+if not lesson_02.check_loss_in_pieces.accepted:
 
+    def loss_of_chunk(hidden, weight, targets):
+        return F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
 
-def loss_in_pieces(hidden, weight, targets, chunk):
-    total = 0
-    for rows, answers in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        total = total + checkpoint(loss_of_chunk, rows, weight, answers, use_reentrant=False)
-    return total / len(targets)
+    def loss_in_pieces(hidden, weight, targets, chunk):
+        total = 0
+        for rows, answers in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+            total = total + checkpoint(loss_of_chunk, rows, weight, answers, use_reentrant=False)
+        return total / len(targets)
 
 
 lesson_02.check_loss_in_pieces(loss_in_pieces)

@@ -720,13 +720,15 @@ lesson_06.check_log_sum_exp(log_sum_exp_in_blocks)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-def log_sum_exp_in_blocks(scores, block):
-    largest, total = scores.new_full(scores.shape[:1], float("-inf")), scores.new_zeros(scores.shape[:1])
-    for part in scores.split(block, dim=1):
-        new = torch.maximum(largest, part.amax(1))
-        total = total * (largest - new).exp() + (part - new[:, None]).exp().sum(1)
-        largest = new
-    return largest + total.log()
+if not lesson_06.check_log_sum_exp.accepted:
+
+    def log_sum_exp_in_blocks(scores, block):
+        largest, total = scores.new_full(scores.shape[:1], float("-inf")), scores.new_zeros(scores.shape[:1])
+        for part in scores.split(block, dim=1):
+            new = torch.maximum(largest, part.amax(1))
+            total = total * (largest - new).exp() + (part - new[:, None]).exp().sum(1)
+            largest = new
+        return largest + total.log()
 
 
 lesson_06.check_log_sum_exp(log_sum_exp_in_blocks)
@@ -755,8 +757,10 @@ lesson_06.check_probabilities(probabilities)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-def probabilities(q, k, lse):
-    return (q @ k.T * q.shape[1] ** -0.5 - lse[:, None]).exp()
+if not lesson_06.check_probabilities.accepted:
+
+    def probabilities(q, k, lse):
+        return (q @ k.T * q.shape[1] ** -0.5 - lse[:, None]).exp()
 
 
 lesson_06.check_probabilities(probabilities)

@@ -148,13 +148,15 @@ lesson_08.check_held(held)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-def held(psi, n):
-    return {
-        "DDP": 16 * psi,
-        "ZeRO 1": 8 * psi + 8 * psi / n,
-        "ZeRO 2": 4 * psi + 12 * psi / n,
-        "ZeRO 3": 16 * psi / n,
-    }
+if not lesson_08.check_held.accepted:
+
+    def held(psi, n):
+        return {
+            "DDP": 16 * psi,
+            "ZeRO 1": 8 * psi + 8 * psi / n,
+            "ZeRO 2": 4 * psi + 12 * psi / n,
+            "ZeRO 3": 16 * psi / n,
+        }
 
 
 lesson_08.check_held(held)
@@ -346,12 +348,14 @@ lesson_08.check_sharded_step(sharded_step)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-def sharded_step(weights, gradients, adams, wire):
-    n = len(weights)
-    sums = wire.reduce_scatter(gradients)
-    pieces = [weight.chunk(n)[rank] for rank, weight in enumerate(weights)]
-    updated = [adams[rank](pieces[rank], sums[rank] / n) for rank in range(n)]
-    return wire.all_gather(updated)
+if not lesson_08.check_sharded_step.accepted:
+
+    def sharded_step(weights, gradients, adams, wire):
+        n = len(weights)
+        sums = wire.reduce_scatter(gradients)
+        pieces = [weight.chunk(n)[rank] for rank, weight in enumerate(weights)]
+        updated = [adams[rank](pieces[rank], sums[rank] / n) for rank in range(n)]
+        return wire.all_gather(updated)
 
 
 lesson_08.check_sharded_step(sharded_step)
@@ -407,9 +411,11 @@ lesson_08.check_sent(communicated)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-def communicated(psi, root):
-    blocks = psi - root
-    return {"DDP": 4 * 2 * psi, "FSDP2": 4 * (2 * blocks + root + psi)}
+if not lesson_08.check_sent.accepted:
+
+    def communicated(psi, root):
+        blocks = psi - root
+        return {"DDP": 4 * 2 * psi, "FSDP2": 4 * (2 * blocks + root + psi)}
 
 
 lesson_08.check_sent(communicated)
@@ -546,9 +552,11 @@ lesson_08.check_seven_billion(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-seven, n = 7_000_000_000, 8
-answer = {"DDP": 16 * seven, "ZeRO 1": 4 * seven + 12 * seven / n}
-answer |= {"ZeRO 2": 2 * seven + 14 * seven / n, "ZeRO 3": 16 * seven / n}
+if not lesson_08.check_seven_billion.accepted:
+    seven, n = 7_000_000_000, 8
+    answer = {"DDP": 16 * seven, "ZeRO 1": 4 * seven + 12 * seven / n}
+    answer |= {"ZeRO 2": 2 * seven + 14 * seven / n, "ZeRO 3": 16 * seven / n}
+
 lesson_08.check_seven_billion(answer)
 ### END SOLUTION
 

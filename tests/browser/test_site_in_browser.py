@@ -165,8 +165,17 @@ def test_figures_have_a_light_ground_in_the_dark(address, open_page):
 
 def test_the_search_finds_a_chinese_word_of_two_characters(address, open_page):
     page = open_page(f"{address}/search.html?q=带宽&lang=zh")
-    page.locator("#search-results li a[href*='04_offload']").first.wait_for()
+    found = page.locator("#search-results li a[href*='04_offload']").first
+    found.wait_for()
+    assert re.match(r"[\d.]+ [\u3400-\u9fff]", found.inner_text()) and "/" not in found.inner_text(), "in its language"
     assert page.url.endswith("lang=zh") and "q=" in page.url
+
+
+def test_columns_that_say_the_same_are_one_in_each_language(address, open_page):
+    page = open_page(f"{address}/notebooks/NOTES.html?lang=zh")
+    assert "装不下" in shown(page) and "Which model of yours" not in shown(page)
+    choose(page, "both")
+    assert "装不下" in shown(page) and "Which model of yours" in shown(page)
 
 
 def test_from_the_file_system_a_claim_leads_to_the_section_that_measured_it(built_site, open_page):

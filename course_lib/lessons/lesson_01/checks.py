@@ -111,6 +111,7 @@ def _slips(row: str, count: int, *, b: int, s: int, h: int, a: int) -> dict[floa
     return slips
 
 
+@exercise(hint="Which of the five kinds are there when backward starts? The last exercise gave one layer.")
 def check_whole_peak(answer: Any) -> Verdict:
     """The peak of the plain step of the course's decoder, added up from its parts: all but two numbers of 4 bytes."""
     layers, logits, width, statistics = 8 * 20_987_904, 4 * 8 * 128 * 2048, 4 * 8 * 128 * 256, 8 * 8 * 128
@@ -130,7 +131,7 @@ def check_whole_peak(answer: Any) -> Verdict:
         -statistics: "The last norm keeps its statistics, too: two numbers a token.",
     }
     small = (0, -400, 8, -392)  # Adam's counts of steps; the loss and its gradient
-    if isinstance(answer, int | float) and answer in [exact + change for change in small]:
+    if any(expect_number(answer, exact + change) for change in small):
         answer = exact
     reasons = _as_read_off(exact)
     for change, (first, said) in itertools.product(small, slips.items()):
@@ -142,10 +143,10 @@ def check_whole_peak(answer: Any) -> Verdict:
         exact,
         wrong_answers=reasons,
         why="Weights and Adam's state, eight layers, what the head keeps, and three times the logits.",
-        hint="Which of the five kinds are there when backward starts? The last exercise gave one layer.",
     )
 
 
+@exercise(hint="What does a frozen weight need besides itself? And a trained one?")
 def check_adapter_bytes(answer: Any) -> Verdict:
     """Weights, gradients and Adam's state: 7e9 weights frozen in bf16, adapters of 2e7 trained in fp32."""
     frozen, trained = 7 * 10**9, 2 * 10**7
@@ -171,7 +172,6 @@ def check_adapter_bytes(answer: Any) -> Verdict:
             ),
         },
         why="2 bytes for each frozen weight and 16 for each trained one: 14.32 GB in place of 112.",
-        hint="What does a frozen weight need besides itself? And a trained one?",
     )
 
 
@@ -202,6 +202,7 @@ def _peak_with_adam(batch: int) -> int:
     return meter.peak_bytes
 
 
+@exercise(hint="Go through the operators one by one: what does each need for its gradient?")
 def check_swiglu_bytes(answer: Any) -> Verdict:
     """Lesson 01: bytes that a SwiGLU MLP (512 tokens, 256 features, 1024 inside, fp32) saves for backward."""
     tokens, hidden, inner = 512, 256, 1024
@@ -225,5 +226,4 @@ def check_swiglu_bytes(answer: Any) -> Verdict:
             3 * one + 4 * wide: "The output is not saved by the MLP itself.",
         },
         why="The input once, and four wide tensors: SiLU's input, both factors of the product, the product.",
-        hint="Go through the operators one by one: what does each need for its gradient?",
     )

@@ -120,6 +120,10 @@ def check_sharded_step(answer: Any) -> Verdict:
             whole = alone(whole, mean)
             if not all(torch.allclose(each, whole, atol=1e-6) for each in weights):
                 return wrong("The weights are not those of Adam on the mean gradient. Has each rank got its own piece?")
+            if not torch.allclose(torch.cat([adam.given for adam in adams if adam.steps]), mean, atol=1e-6):
+                return wrong(
+                    "Right weights, since Adam does not mind the gradient's scale: give it the mean over ranks."
+                )
     return right("Right: an n-th of Adam's state a rank, and two numbers sent for each weight, as many as DDP sends.")
 
 

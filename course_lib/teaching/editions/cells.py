@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ STAMP = ".course-edition"
 
 _DIV = re.compile(r'<div lang="(en|zh)">\n(.*?)\n</div>', re.S)
 _MARKER = re.compile(r"^(\s*)### (BEGIN|END) SOLUTION\s*$")
+# What keeps a reader's accepted answer when all cells run, and what stands indented under it.
+_GUARD = re.compile(r"^if not [\w.]+\.accepted:\n\n?((?:(?: {4}.*)?\n)+)", re.M)
 _SHORT = 20  # characters; a shorter statement, such as `peaks = []`, gives no solution away
 
 
@@ -61,6 +64,20 @@ def in_language(source: str, language: str) -> str:
 
 
 # --- solutions ---
+
+
+def unguarded(source: str) -> str:
+    """Code without the guard that leaves a reader's accepted answer in its name, where nobody has answered."""
+    return _GUARD.sub(lambda found: textwrap.dedent(found[1]), source + "\n").removesuffix("\n")
+
+
+def without_guards(notebook: NotebookNode) -> NotebookNode:
+    """The notebook with its solutions `unguarded`: to be read, not run."""
+    notebook = deepcopy(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.source = unguarded(cell.source)
+    return notebook
 
 
 def is_solution(cell: NotebookNode) -> bool:
@@ -132,7 +149,7 @@ def _replace_solution(cell: NotebookNode, attempt: str) -> str | None:
         return None
     if cell.cell_type != "code":
         raise EditionError("a solution marker in a cell that is no code")
-    rest, solution = _take_out(cell.source)
+    rest, solution = _take_out(unguarded(cell.source))
     if not rest.strip():
         lacking = _checks(solution) - _checks(attempt)
         if lacking:

@@ -39,6 +39,7 @@ try:
         read_lessons,
         run_edition,
         stored_again,
+        unguarded,
     )
 except ImportError as error:
     if __name__ != "__main__":
@@ -164,6 +165,7 @@ def _dress(cell: Any) -> None:
     if any("course-language" in "".join(data.get("text/html", "")) for data in outputs):
         tags.append("remove-cell")
     solved = "### BEGIN SOLUTION" in cell.source
+    cell.source = unguarded(cell.source)
     if cell.metadata.get("jupyter", {}).get("source_hidden"):
         tags.append("hide-cell" if solved else "hide-input")  # a figure is seen, the code that draws it is not
     what = "solution" if solved else "code"

@@ -35,7 +35,15 @@ try:
     from nbformat import NotebookNode
     from pygments.formatters import HtmlFormatter
 
-    from .cells import EditionError, check_outputs, check_twins, output_folder, read_lessons, run_edition
+    from .cells import (
+        EditionError,
+        check_outputs,
+        check_twins,
+        output_folder,
+        read_lessons,
+        run_edition,
+        without_guards,
+    )
     from .cutting import with_short_lines
     from .lesson_slides import Slide, columns_of, is_told, lesson_slides
 except ImportError as error:
@@ -226,7 +234,7 @@ def decks(lessons: dict[str, NotebookNode], notes: dict[str, Note]) -> Iterator[
     """(language, lesson's name, page) of every deck."""
     for name, notebook in lessons.items():
         try:
-            short = with_short_lines(notebook)
+            short = with_short_lines(without_guards(notebook))
             for language in LANGUAGES:
                 title = _plain_heading(_sections(notebook)[0][1], language)
                 yield language, name, deck_html(short, title, language, notes)

@@ -1,6 +1,7 @@
 """Sphinx's settings for the course's site, and what makes its pages bilingual."""
 
 import re
+from itertools import pairwise
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -64,9 +65,11 @@ def is_chinese(words: str) -> bool:
 
 
 def spoken(node: nodes.Node) -> str:
-    """A node's text without its code."""
+    """A node's text without its code; a picture's is its description."""
     if isinstance(node, nodes.Text):
         return str(node)
+    if isinstance(node, nodes.image):
+        return node.get("alt", "")
     return "" if isinstance(node, nodes.literal | nodes.raw) else "".join(map(spoken, node.children))
 
 
@@ -89,7 +92,11 @@ def halves(children: list[nodes.Node]) -> tuple[list[nodes.Node], str, list[node
         else:
             continue
         for english, between, chinese in candidates:
-            if is_chinese("".join(map(spoken, chinese))) and not is_chinese("".join(map(spoken, english))):
+            en, zh = ("".join(map(spoken, each)) for each in (english, chinese))
+            broken = (
+                between == "\n" and HAN.search(zh) and not HAN.search(en)
+            )  # few characters, as in: bf16 的 autocast
+            if broken or (is_chinese(zh) and not is_chinese(en)):
                 return english, between, chinese
     return None
 
@@ -116,6 +123,17 @@ def split(element: nodes.Element) -> bool:
     return True
 
 
+def mark_columns(table: nodes.table) -> None:
+    """Neighbours "question" and "问题" are one column in each language; a glossary's "English" and "中文" are two."""
+    rows = [list(row.children) for row in table.findall(nodes.row)]
+    heads = ["".join(map(spoken, cell.children)) for cell in rows[0]]
+    for place, (english, chinese) in enumerate(pairwise(heads)):
+        if english != "English" and not HAN.search(english) and re.fullmatch(rf"{HAN.pattern}+", chinese):
+            for row in rows:
+                row[place]["classes"].append("language-en")
+                row[place + 1]["classes"].append("language-zh")
+
+
 class TwoLanguages(SphinxTransform):
     """Headings in two elements; and so the pages that are written without divs, paragraph below paragraph."""
 
@@ -131,6 +149,8 @@ class TwoLanguages(SphinxTransform):
             self.document[0]["classes"].append("language-en-US")
         if any("<div lang=" in raw.astext() for raw in self.document.findall(nodes.raw)):
             return  # this page says itself which language is where
+        for table in self.document.findall(nodes.table):
+            mark_columns(table)
         for paragraph in list(self.document.findall(nodes.paragraph)):
             if split(paragraph):
                 continue

@@ -87,6 +87,17 @@
     }
   }
 
+  /* A result is titled "English / 中文". */
+  function translateResult(link) {
+    const [english, chinese] = link.textContent.split(" / ");
+    if (!chinese || link.querySelector("[lang]")) return;
+    link.innerHTML = `<span lang="en"></span><span class="both-languages"> / </span><span lang="zh"></span>`;
+    const number = (/^[\d.]+ /.exec(english) || [""])[0]; // belongs to both
+    link.prepend(number);
+    link.querySelector("[lang=en]").textContent = english.slice(number.length);
+    link.querySelector("[lang=zh]").textContent = chinese;
+  }
+
   page.dataset.language = chosen || readersOwn;
   if (chosen) remember(chosen);
 
@@ -94,6 +105,11 @@
     translate();
     if (page.dataset.language === "zh" && typeof Documentation !== "undefined") {
       Documentation.addTranslations({ messages: MESSAGES, plural_expr: "n == 1 ? 0 : 1", locale: "zh" });
+    }
+    const results = document.getElementById("search-results");
+    if (results) {
+      new MutationObserver(() => results.querySelectorAll("li > a").forEach(translateResult))
+        .observe(results, { childList: true, subtree: true });
     }
     title = titles();
     const controls = document.querySelector(".sidebar-drawer .language-switch");

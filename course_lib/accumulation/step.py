@@ -1,9 +1,4 @@
-"""The batch in pieces: a training step over micro-batches whose gradient is that of the full batch.
-
-`split` cuts a batch into micro-batches; `AccumulatedStep` runs them one after the other, so that only one piece's
-activations are alive at a time, and takes one optimizer step. The parameters, the optimizer's state and the gradients
-stay as large as they are: peak bytes are a floor plus so many bytes a sample of the micro-batch. Lesson 05 explains.
-"""
+"""One optimizer step over the micro-batches of a batch, which `split` cuts."""
 
 from __future__ import annotations
 
@@ -18,12 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from course_lib._check import kind, one_of, positive, shown, whole
-from course_lib._torch import is_symbolic, map_tensors, random_numbers_undone, tensors_in
-
-__all__ = ["AccumulatedStep", "StepResult", "check_loss_sum", "split"]
+from .._check import kind, one_of, positive, shown, whole
+from .._torch import is_symbolic, map_tensors, random_numbers_undone, tensors_in
+from .ranks import Ranks
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -76,10 +69,10 @@ class AccumulatedStep:
     """One optimizer step over micro-batches, with the gradient of the full batch's mean loss, up to rounding.
 
     That takes a model that treats samples independently: BatchNorm sees micro-batches, dropout draws other numbers, and
-    spectral norms change with each. With `DistributedDataParallel`, each rank has a step of its own, and `loss_sum`
-    calls the DDP model. Only the last micro-batch synchronises, so ranks may have different numbers of them, at least
-    one each; the iterator is asked for one ahead. Bad losses raise on all ranks; another error on one leaves the others
-    waiting, as always.
+    spectral norms change with each. With `DistributedDataParallel` or FSDP2, each rank has a step of its own, and
+    `loss_sum` calls the model that is replicated or sharded. Where only the last micro-batch synchronises, ranks of DDP
+    may have different numbers of them, at least one each; the iterator is asked for one ahead. Bad losses raise on all
+    ranks; another error on one leaves the others waiting, as always, and FSDP2 with gradients of its own.
 
     Args:
         model: what `loss_sum` gets.
@@ -91,6 +84,10 @@ class AccumulatedStep:
         autocast_dtype: torch.bfloat16 or torch.float16, for the forward passes.
         accumulate: "fp32" adds the gradients of parameters in bf16 or fp16 up in fp32, 4 bytes a parameter more
             instead of 2, and casts their mean once; None adds in the parameters' dtype, where many small pieces drift.
+        sync: with "last" only the last micro-batch reduces gradients over the ranks, with "each" every one: more is
+            sent, and FSDP2 never holds whole gradients.
+        in_buckets: micro-batches add up in DDP's buckets, which live anyway, and not beside them: a set of gradients
+            less, from the third step on; for DDP with `gradient_as_bucket_view=True`.
 
     Source: why sums and not means of means, "Fixing Gradient Accumulation", huggingface.co/blog/gradient_accumulation.
 
@@ -110,16 +107,18 @@ class AccumulatedStep:
         max_norm: float | None = None,
         autocast_dtype: torch.dtype | None = None,
         accumulate: str | None = None,
+        sync: str = "last",
+        in_buckets: bool = False,
     ):
-        self.model, self.replica = model, _replica(model)
+        self.model, self.ranks = model, Ranks(model, sync)
         self.optimizer = _one_optimizer(optimizer)
         self.loss_sum = loss_sum
         self.max_norm = None if max_norm is None else positive("max_norm", max_norm)
         self.autocast_dtype = one_of("autocast_dtype", autocast_dtype, (None, *NARROW))
         self.device_type = _optimized(self.optimizer)[0].device.type
         self.scaler = _scaler(scaler, self.device_type, autocast_dtype)
-        self.accumulate = one_of("accumulate", accumulate, (None,) if self.replica else (None, "fp32"))
-        self.ranks = 1 if self.replica is None else torch.distributed.get_world_size(self.replica.process_group)
+        self.accumulate = one_of("accumulate", accumulate, (None,) if self.ranks.model else (None, "fp32"))
+        self.in_buckets, self._buckets = self.ranks.checked(self.scaler, in_buckets), {}
         self._unit: float | None = None  # what each sum of losses is divided by before its backward pass
 
     def __call__(self, micro_batches: Iterable[Any]) -> StepResult:
@@ -139,11 +138,15 @@ class AccumulatedStep:
         _check_micro_batches(micro_batches)
         own = dict.fromkeys(_optimized(self.optimizer))
         others = [parameter for parameter in self.model.parameters() if parameter not in own]
-        with random_numbers_undone(), _gradients_apart([*own], others, self.replica), ExitStack() as sending:
+        with random_numbers_undone(), _gradients_apart([*own], others, self.ranks), ExitStack() as sending:
+            for parameter, gradient in self._buckets.items():
+                parameter.grad = gradient.zero_()
             with _fp32_sums([*own, *others] if self.accumulate else []) as sums:
                 loss, weight = self._accumulate(micro_batches, sending)
-            # What is in .grad: the gradient of (sum of losses) / unit; with DDP, the mean of that over the ranks.
-            _take_mean([*own, *others], sums, self._unit * self.ranks / weight)
+            if self.in_buckets:
+                self._buckets = {p: p.grad for p in (*own, *others) if p.grad is not None}
+            # What is in .grad: the gradient of (sum of losses) / unit; of ranks, the mean of that over them.
+            _take_mean([*own, *others], sums, self._unit * self.ranks.count / weight)
             grad_norm, stepped = self._step(_gradients(others))
         # The next step's weight will be similar, and is not known before its last forward pass.
         self._unit = _power_of_two(weight)
@@ -152,9 +155,9 @@ class AccumulatedStep:
     def _accumulate(self, micro_batches: Iterable[Any], sending: ExitStack) -> tuple[float, float]:
         """Forward and backward passes of all micro-batches: the sums of their losses and weights, over all ranks."""
         losses, weights, senders = [], [], _senders(self)
-        marked = _with_last(micro_batches) if senders or self.replica else ((item, True) for item in micro_batches)
+        marked = _with_last(micro_batches) if senders or self.ranks.model else ((item, True) for item in micro_batches)
         for micro_batch, last in marked:
-            with self.replica.no_sync() if self.replica and not last else nullcontext():
+            with self.ranks.reducing(last):
                 loss = self._backward(micro_batch, last, weights, senders if last else [], sending)
             losses.append(loss)
         if not losses:
@@ -165,7 +168,7 @@ class AccumulatedStep:
         for i, (loss, weight) in enumerate(() if is_symbolic() else zip(losses, weights, strict=True)):
             if not (math.isfinite(loss) and 0 <= weight < math.inf) and not problem:
                 problem = f"micro-batch {i}: loss {loss}, weight {weight}; it takes finite ones, the weight 0 or more"
-        loss, weight = self._over_ranks(math.fsum(losses), math.nan if problem else math.fsum(weights))
+        loss, weight = self.ranks.sums(math.fsum(losses), math.nan if problem else math.fsum(weights))
         if problem or (math.isnan(weight) and not is_symbolic()):
             raise ValueError(problem or "another rank had a loss or weight that is refused; its own error says which")
         if weight == 0:
@@ -176,12 +179,12 @@ class AccumulatedStep:
         """Add the gradient of one micro-batch's sum of losses, over the unit, to .grad, and its weight to the list."""
         name = f"micro-batch {len(weights)}"
         autocast = torch.autocast(self.device_type, self.autocast_dtype) if self.autocast_dtype else nullcontext()
-        with autocast, _calls(self.model if last and self.model is self.replica else None) as calls:
+        with autocast, _calls(self.model if last and self.model is self.ranks.replica else None) as calls:
             loss, weight = check_loss_sum(self.loss_sum(self.model, micro_batch), name)
         if not calls:
             raise RuntimeError("loss_sum did not call the DDP model, so nothing would synchronise; it takes model(...)")
         if self._unit is None:
-            self._unit = _power_of_two(*self._over_ranks(math.nan if is_symbolic(weight) else float(weight)))
+            self._unit = _power_of_two(*self.ranks.sums(math.nan if is_symbolic(weight) else float(weight)))
         # The weight of the mean is known only after the last forward pass, so .grad holds the gradients of sums until
         # then; of sums over a unit near that weight, since those of plain sums are so much larger that fp16 overflows
         # at the scale that suits means. A power of two divides without rounding. All ranks have the same unit.
@@ -202,21 +205,13 @@ class AccumulatedStep:
             self.scaler.unscale_(self.optimizer)
             for gradient in others:
                 gradient.div_(scale)
-            grad_norm = _clip(parameters, self.max_norm, finite=not self.scaler.is_enabled())
+            grad_norm = _clip(parameters, self.max_norm, self.ranks, finite=not self.scaler.is_enabled())
             self.scaler.step(self.optimizer)
         except BaseException:
             self.scaler.update(scale)  # keeps the scale, forgets that gradients were unscaled
             raise
         self.scaler.update()
         return grad_norm, self.scaler.get_scale() >= scale > 0  # it shrinks where gradients were inf or NaN, only there
-
-    def _over_ranks(self, *values: float) -> list[float]:
-        """The sums of the values over the ranks of the DDP model; without one, the values."""
-        if self.replica is None:
-            return list(values)
-        sums = torch.tensor(values, dtype=torch.float64, device=next(self.replica.parameters()).device)
-        torch.distributed.all_reduce(sums, group=self.replica.process_group)
-        return list(values) if is_symbolic(sums) else sums.tolist()
 
 
 # ---- gradients
@@ -231,11 +226,11 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 @contextmanager
-def _gradients_apart(own: list[nn.Parameter], others: list[nn.Parameter], replica: nn.Module | None) -> Iterator[None]:
+def _gradients_apart(own: list[nn.Parameter], others: list[nn.Parameter], ranks: Ranks) -> Iterator[None]:
     """Inside, gradients begin from None; then `own` have none, others' are added to those before; errors undo all."""
     parameters = [*own, *others]
     before = [parameter.grad for parameter in parameters]
-    if replica is not None and replica.gradient_as_bucket_view:  # DDP would write into them
+    if ranks.has_views:  # DDP would write into them
         before = [gradient if gradient is None else gradient.clone() for gradient in before]
     try:
         for parameter in parameters:
@@ -276,11 +271,11 @@ def _take_mean(parameters: list[nn.Parameter], sums: dict[nn.Parameter, Tensor],
         parameter.grad = sums.pop(parameter).to(parameter.dtype)
 
 
-def _clip(parameters: list[nn.Parameter], max_norm: float | None, *, finite: bool) -> float | None:
+def _clip(parameters: list[nn.Parameter], max_norm: float | None, ranks: Ranks, *, finite: bool) -> float | None:
     """The norm of the gradients, before it is brought down to max_norm."""
     if max_norm is None:
         return None
-    norm = nn.utils.get_total_norm(_gradients(parameters))
+    norm = ranks.norm(_gradients(parameters))
     [grad_norm] = _values([norm])
     if finite and not is_symbolic() and not math.isfinite(grad_norm):
         raise RuntimeError(f"the norm of the gradients is {grad_norm}; clipping takes a finite one, or a scaler")
@@ -312,7 +307,7 @@ def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 def _senders(step: AccumulatedStep) -> list[Any]:
     """Optimizers to which gradients may go down during backward, if they need no change afterwards."""
-    changed = step.replica or step.scaler.is_enabled() or step.max_norm is not None or step.accumulate
+    changed = step.ranks.model or step.scaler.is_enabled() or step.max_norm is not None or step.accumulate
     optimizers = getattr(step.optimizer, "optimizers", [step.optimizer])
     if changed or any(optimizer._optimizer_step_pre_hooks for optimizer in optimizers):
         return []
@@ -379,15 +374,6 @@ def _one_optimizer(given: Any) -> torch.optim.Optimizer | _Together:
     if not parameters or len(set(parameters)) < len(parameters):
         raise ValueError(f"optimizer is {shown(given)} that share parameters, or have none; it takes some for each")
     return together
-
-
-def _replica(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP model: the model itself, or inside it where it is compiled."""
-    marks = ("no_sync", "set_requires_gradient_sync")  # of DDP, FSDP and FSDP2
-    found = [module for module in model.modules() if any(hasattr(module, mark) for mark in marks)]
-    if len(found) > 1 or not all(isinstance(module, DistributedDataParallel) for module in found):
-        raise TypeError(f"model is one with {', '.join(map(shown, found))}; it takes one DDP, or none that syncs")
-    return found[0] if found else None
 
 
 def _scaler(given: torch.amp.GradScaler | None, device: str, autocast_dtype: torch.dtype | None):

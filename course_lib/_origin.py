@@ -1,0 +1,159 @@
+"""Whose an error is: what this library refuses, or what the user's own code raises, and at which line of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+LIBRARY = f"{Path(__file__).parent}{os.sep}"
+PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
+INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
+CELL = re.compile(r"ipykernel_|<ipython-input")  # how Jupyter names the files that its cells are compiled as
+REFUSALS = (TypeError, ValueError, RuntimeError, MemoryError)
+_fake = torch._subclasses.fake_tensor
+_NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
+_NEEDS_NUMBERS = re.compile(r"\.numpy\(\) is not supported|FakeTensor\.__format__")  # asked for in Python
+_SYMBOLIC_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def origin(error: BaseException) -> traceback.FrameSummary | None:
+    """The last line on the way to the error that is the user's own; else that of a package which is neither this
+    library nor PyTorch; None if the way leads through neither.
+    """
+    lines: list[traceback.FrameSummary] = []
+    cause: BaseException | None = error
+    while cause is not None:  # what was refused may be explained by what was raised first
+        lines += _lines(cause)
+        cause = cause.__cause__
+    own = [line for line in lines if not INSTALLED.match(line.filename)]
+    return (own or lines or [None])[-1]
+
+
+def _lines(error: BaseException) -> list[traceback.FrameSummary]:
+    frames = [
+        traceback.FrameSummary(frame.f_code.co_filename, number, frame.f_code.co_name)
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if _is_theirs(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
+    ]
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:  # nothing of that file has run
+        frames.append(traceback.FrameSummary(error.filename, error.lineno, "<module>"))
+    return frames
+
+
+def _is_theirs(file: str, module: str) -> bool:
+    if module.partition(".")[0] in ("course_lib", "torch") or file.startswith((LIBRARY, "<frozen")):
+        return False
+    return not file.startswith(PYTHON) or INSTALLED.match(file) is not None
+
+
+def place(error: BaseException) -> str:
+    """Where it comes from, "mine.py, line 5, in loss"; "" if from no other code than this library's and PyTorch's."""
+    if (line := origin(error)) is None:
+        return ""
+    path = Path(line.filename)
+    if CELL.search(line.filename):
+        name = "a cell"
+    elif installed := INSTALLED.match(line.filename):
+        name = line.filename[installed.end() :]
+    else:
+        name = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return f"{name}, line {line.lineno}" + (f", in {line.name}" if line.name != "<module>" else "")
+
+
+def goes_through(error: BaseException, package: ModuleType) -> bool:
+    """Whether code of the package is on the way to the error."""
+    names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(f"{name}.".startswith(f"{package.__name__}.") for name in names)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether it is this library that says no: it raises the error itself, or nobody else's code is on the way."""
+    lines = list(traceback.walk_tb(error.__traceback__))
+    raised_here = bool(lines) and lines[-1][0].f_code.co_filename.startswith(LIBRARY)
+    return isinstance(error, REFUSALS) and (raised_here or origin(error) is None)
+
+
+def message(error: Exception) -> str:
+    """A line or two for a command's reader.
+
+    A refusal is its sentence; anything else the user's line, what was raised, and that line's text.
+
+    Raises:
+        Exception: the error itself, if it is neither: a fault of this library, which its traceback shows.
+    """
+    said, where = next(iter(str(error).strip().splitlines()), ""), place(error)
+    if is_refusal(error):
+        line = said + (f" ({where})" if where and where not in said else "")
+    elif where:
+        text = origin(error).line
+        line = f"{where}: {type(error).__name__}" + (said and f": {said}") + (text and f"\n    {text}")
+    else:
+        raise error
+    return line.replace("FakeTensor", "Tensor")  # what the reader's code was given in place of one
+
+
+@contextmanager
+def noted() -> Iterator[None]:
+    """What the user's code raises has a note of its line, where the traceback does not end with that."""
+    try:
+        yield
+    except Exception as error:
+        if not is_refusal(error):
+            line, last = origin(error), traceback.extract_tb(error.__traceback__)[-1]
+            note = place(error) + (f": {line.line}" if line and line.line else "")
+            there = line is None or (last.filename, last.lineno) == (line.filename, line.lineno)
+            if not there and note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+        raise
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Inside, PyTorch does not log the traceback of each operator that fails on symbolic tensors, beside raising it."""
+
+    def drop(record: logging.LogRecord) -> bool:
+        return record.levelno != logging.ERROR
+
+    _SYMBOLIC_LOG.addFilter(drop)
+    try:
+        yield
+    finally:
+        _SYMBOLIC_LOG.removeFilter(drop)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Says of symbolic tensors why a step cannot run on them, and where in the user's code."""
+    try:
+        with unlogged(), noted():
+            yield
+    except (*_NEEDS_DATA, RuntimeError, TypeError) as error:
+        if not isinstance(error, _NEEDS_DATA) and not _NEEDS_NUMBERS.search(str(error)):
+            raise
+        takes = "a model and a batch that don't"
+        if goes_through(error, torch.distributions):
+            takes += ", as after torch.distributions.Distribution.set_default_validate_args(False)"
+        raise ValueError(
+            f"the step looks at values of its data ({str(error).splitlines()[0][:80]}){_at(error)}, but an estimate "
+            f"runs on symbolic tensors, which have shapes only; it takes {takes}"
+        ) from error
+    except AssertionError as error:
+        if "FakeTensor" not in str(error):
+            raise
+        raise ValueError(
+            f"make_model or make_batch uses a tensor that was there before{_at(error)}, but an estimate runs on "
+            "symbolic tensors; it takes functions that make new ones"
+        ) from error
+
+
+def _at(error: Exception) -> str:
+    return f" at {where}" if (where := place(error)) else ""

@@ -1,0 +1,86 @@
+"""The ranks that take a step together: when gradients are reduced over them, and what is added up over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .._check import one_of, shown
+from .._torch import is_symbolic
+
+
+class Ranks:
+    """The processes that step together: those of a DDP or FSDP2 model, or this one alone.
+
+    Attributes:
+        model: that is replicated or sharded, itself or, of DDP, inside where it is compiled; None of a process alone.
+        replica: the model where it is DDP's.
+    """
+
+    def __init__(self, model: nn.Module, sync: str):
+        self.model, self.sync = _parallel(model), one_of("sync", sync, ("last", "each"))
+        self.replica = self.model if isinstance(self.model, DistributedDataParallel) else None
+        self.group, self.count = None, 1
+        if self.model is not None:
+            meshes = (p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh"))
+            self.group = self.replica.process_group if self.replica else next(meshes).get_group()
+            self.count = torch.distributed.get_world_size(self.group)
+        self.has_views = self.replica is not None and self.replica.gradient_as_bucket_view
+
+    def checked(self, scaler: torch.amp.GradScaler, in_buckets: bool) -> bool:
+        """`in_buckets`, where that and the scaler go with such ranks."""
+        if scaler.is_enabled() and self.model is not self.replica:
+            raise ValueError("scaler is one, for an FSDP2 model; it takes None, since ranks would not agree to skip")
+        if in_buckets and (not self.has_views or self.replica.find_unused_parameters):
+            takes = "DDP with gradient_as_bucket_view=True, without find_unused_parameters"
+            raise ValueError(f"in_buckets is True and the model is {shown(self.model)}; it takes {takes}")
+        return in_buckets
+
+    @contextmanager
+    def reducing(self, last: bool) -> Iterator[None]:
+        """Around a micro-batch, whose backward pass reduces gradients over the ranks, or only adds to them."""
+        if self.model is None or last or self.sync == "each":
+            yield
+        elif self.replica:
+            with self.replica.no_sync():
+                yield
+        else:
+            self.model.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                self.model.set_requires_gradient_sync(True)
+
+    def sums(self, *values: float) -> list[float]:
+        if self.model is None:
+            return list(values)
+        sums = torch.tensor(values, dtype=torch.float64, device=next(self.model.parameters()).device)
+        torch.distributed.all_reduce(sums, group=self.group)
+        return list(values) if is_symbolic(sums) else sums.tolist()
+
+    @torch.no_grad()
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Of all gradients, of which FSDP2 has shards here: DTensor's own would be reduced one by one."""
+        norm = nn.utils.get_total_norm([g.to_local() if hasattr(g, "to_local") else g for g in gradients])
+        if self.model is self.replica:
+            return norm
+        square = norm.double().square()
+        torch.distributed.all_reduce(square, group=self.group)
+        return square.sqrt().to(norm.dtype)
+
+
+def _parallel(model: nn.Module) -> nn.Module | None:
+    marks = ("no_sync", "set_requires_gradient_sync")  # of DDP, FSDP and FSDP2
+    found = [module for module in model.modules() if any(hasattr(module, mark) for mark in marks)]
+    if found == [] or (len(found) == 1 and isinstance(found[0], DistributedDataParallel)):
+        return found[0] if found else None
+    from torch.distributed.fsdp import FSDPModule  # takes long to import
+
+    if not isinstance(model, FSDPModule):
+        got = f"model is one with {', '.join(map(shown, found))}"
+        raise TypeError(f"{got}; it takes one DDP, itself given to fully_shard, or none that syncs")
+    return model

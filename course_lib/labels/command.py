@@ -1,0 +1,95 @@
+"""Commands in the reader's language: `Parser` says its help, its usage and its errors through the catalog."""
+
+import argparse
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NoReturn
+
+from . import both, current, sentences, text
+
+# What argparse says itself, as it asks gettext for it.
+_OWN = (
+    "usage: ",
+    "options",
+    "positional arguments",
+    "show this help message and exit",
+    "argument %(argument_name)s: %(message)s",
+    "expected one argument",
+    "invalid %(type)s value: %(value)r",
+    "invalid choice: %(value)r (choose from %(choices)s)",
+    "the following arguments are required: %s",
+    "unrecognized arguments: %s",
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, whose words are labels: those that it is given, and its own.
+
+    With COURSE_LANG=both it speaks English: a terminal has no room for two.
+    """
+
+    def __init__(self, *args: Any, description: str = "", epilog: str = "", **options: Any) -> None:
+        with _own_words():
+            super().__init__(*args, description=_said(description), epilog=_said(epilog), **options)
+
+    def add_argument(self, *names: str, help: str = "", **options: Any) -> argparse.Action:
+        return super().add_argument(*names, help=_said(help), **options)
+
+    def parse_args(self, *args: Any, **options: Any) -> argparse.Namespace:
+        with _own_words():
+            return super().parse_args(*args, **options)
+
+    def format_help(self) -> str:
+        with _own_words():
+            return super().format_help()
+
+    def format_usage(self) -> str:
+        with _own_words():
+            return super().format_usage()
+
+    def error(self, message: str) -> NoReturn:
+        """One line; argparse's own says all options first."""
+        sentence = text("error: {sentence}; --help says what there is", sentence=said_error(message))
+        self.exit(2, f"{_said(sentence)}\n")
+
+
+def said_error(message: str) -> str:
+    """An error in the reader's language, where the catalog knows its sentence; else as it is.
+
+    An error's English is written where it is raised; `zh.toml` has its Chinese under [errors], with a placeholder for
+    each value.
+    """
+    if current() != "zh":
+        return message
+    if lead := re.match(r"参数 \S+：", message):
+        return lead[0] + said_error(message[lead.end() :])
+    for pattern, chinese in _patterns():
+        if found := pattern.fullmatch(message):
+            return chinese.format(**found.groupdict())
+    return message
+
+
+@cache
+def _patterns() -> list[tuple[re.Pattern[str], str]]:
+    """Each sentence under [errors] as a pattern with a group a value; those with few values first."""
+    known = sorted(sentences().items(), key=lambda entry: entry[0].count("{"))
+    return [
+        (re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(english)), re.S), zh) for english, zh in known
+    ]
+
+
+def _said(words: str) -> str:
+    return both(words)[1] if current() == "zh" and words else words
+
+
+@contextmanager
+def _own_words() -> Iterator[None]:
+    """argparse's own words through the catalog while the block lasts: it looks its `_` up whenever it speaks."""
+    before = argparse._
+    argparse._ = lambda words: _said(words) if words in _OWN else before(words)
+    try:
+        yield
+    finally:
+        argparse._ = before

@@ -1,0 +1,94 @@
+"""An edit in one language alone is noticed: `translations.toml` has a hash of each text's English and of its Chinese.
+
+`notebooks/build.py` renews a pair where both have changed. Where one has, the pair stays as it was, and a test says so,
+until somebody who has read both gives the word: `make notebooks ARGS="--same 02.5"`.
+"""
+
+import hashlib
+import re
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from nbformat import NotebookNode
+
+from .cells import in_language
+
+STORE = Path(__file__).parents[1] / "translations.toml"
+_HEAD = """# A place in the lessons -> a hash of its English, a hash of its Chinese; `make notebooks` writes this file.
+# 02.5-3 is the third text of section 2.5. After an edit that leaves the other language right as it is, say so:
+#     make notebooks ARGS="--same 02.5"
+"""
+Pair = tuple[str, str]  # hashes of the English and the Chinese
+
+
+def pairs(notebook: NotebookNode) -> dict[str, Pair]:
+    """Place, such as "02.5" or "02.5-3 slide", -> the pair, of every text that stands in both languages."""
+    return {place: (_hash(en), _hash(zh)) for place, en, zh in _texts(notebook)}
+
+
+def _texts(notebook: NotebookNode) -> Iterator[tuple[str, str, str]]:
+    section, number = "", 0
+    for cell in notebook.cells:
+        if cell.cell_type != "markdown":
+            continue
+        found = re.match(r"##? (\d+)((?:\.\d+)?) ", cell.source)
+        if found:
+            section, number = f"{int(found[1]):02d}{found[2]}", 0
+        number += 1
+        place = section if number == 1 else f"{section}-{number}"
+        yield place, in_language(cell.source, "en"), in_language(cell.source, "zh")
+        slide = cell.metadata.get("slide")
+        if isinstance(slide, Mapping):
+            yield f"{place} slide", slide["en"], slide["zh"]
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:10]
+
+
+def one_sided(found: Mapping[str, Pair], known: Mapping[str, Pair]) -> dict[str, Pair]:
+    """Place -> the pair as it was, for the texts of which one language has changed and the other has not.
+
+    A text is known by its hashes, not by its place: it may move.
+    """
+    changed = {}
+    for place, pair in found.items():
+        if pair not in known.values():
+            halves = [old for old in known.values() if old[0] == pair[0] or old[1] == pair[1]]
+            if halves:
+                changed[place] = halves[0]
+    return changed
+
+
+def renewed(found: Mapping[str, Pair], known: Mapping[str, Pair], same: Collection[str] = ()) -> dict[str, Pair]:
+    """The pairs to store: those found, and the old ones where one language has changed and nobody has given the word.
+
+    Args:
+        same: sections, such as "02.5", that are right in both languages.
+    """
+    old = {place: pair for place, pair in one_sided(found, known).items() if section_of(place) not in same}
+    return {**found, **old}
+
+
+def section_of(place: str) -> str:
+    """The section of a text's place."""
+    return re.match(r"[\d.]+", place)[0]
+
+
+def read_pairs(store: Path = STORE) -> dict[str, Pair]:
+    """All that is stored."""
+    if not store.exists():
+        return {}
+    return {place: tuple(pair) for place, pair in tomllib.loads(store.read_text("utf-8")).items()}
+
+
+def store_pairs(lesson: str, of_lesson: Mapping[str, Pair], store: Path = STORE) -> None:
+    """Put the pairs of one lesson in the place of those it had."""
+    others = {place: pair for place, pair in read_pairs(store).items() if not place.startswith(lesson)}
+    lines = [f'"{place}" = ["{en}", "{zh}"]' for place, (en, zh) in sorted({**others, **of_lesson}.items(), key=_order)]
+    store.write_text(_HEAD + "\n".join(lines) + "\n", "utf-8")
+
+
+def _order(item: tuple[str, Pair]) -> tuple[list[int], bool]:
+    return [int(number) for number in re.findall(r"\d+", item[0])], item[0].endswith("slide")

@@ -1,0 +1,303 @@
+"""Mutants: the lessons' solutions with one slip of the hand each, and what their checks say of them."""
+
+import ast
+import builtins
+import random
+import signal
+import symtable
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import jupytext
+import torch
+from answers import CHECKS
+
+from course_lib import lessons
+from course_lib.teaching.editions.cells import unguarded
+
+SCRIPTS = Path(__file__).parents[1] / "notebooks" / "scripts"
+BINARY = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
+BINARY |= {ast.Pow: ast.Mult, ast.MatMult: ast.Mult, ast.BitOr: ast.BitAnd}
+COMPARISON = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+COMPARISON |= {ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}
+OTHERS = {"min": "max", "max": "min", "amax": "amin", "maximum": "minimum", "no_grad": "enable_grad"}
+EITHER_WAY = {"min", "max", "torch.maximum", "torch.minimum"}  # whose arguments may be exchanged
+OTHERS |= {"enable_grad": "no_grad", "any": "all", "all": "any"}
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A solution of a lesson's script: its check's name, such as "02.checkpoint", its code, and what it needs above."""
+
+    name: str
+    source: str  # as it stands in the script, with its guard
+    taken: frozenset[str]  # names that the attempt made, and the solution makes again
+    above: tuple[str, ...]  # the cells before it that it needs, in their order
+
+    @property
+    def plain(self) -> str:
+        """Its code without the guard."""
+        return unguarded(self.source)
+
+
+# Solutions ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def solutions(number: str) -> tuple[Solution, ...]:
+    """The solutions of a lesson, in the order of its script."""
+    (script,) = SCRIPTS.glob(f"{number}_*.py")
+    code = [cell.source for cell in jupytext.read(script, fmt="py:percent").cells if cell.cell_type == "code"]
+    found = []
+    for place, source in enumerate(code):
+        if "### BEGIN SOLUTION" in source:
+            check = next(name for name in CHECKS if f"lesson_{number}.check_{name[3:]}(" in source)
+            taken = bound_by(unguarded(source)) & bound_by(code[place - 1])
+            found.append(Solution(check, source, taken, _needed(unguarded(source), code[:place])))
+    return tuple(found)
+
+
+def bound_by(source: str) -> frozenset[str]:
+    """Names that a cell makes for those below it."""
+    top = symtable.symtable(source, "cell", "exec")
+    return frozenset(each.get_name() for each in top.get_symbols() if each.is_assigned() or each.is_imported())
+
+
+def _read_by(source: str) -> set[str]:
+    """Names that a cell takes from those above it."""
+
+    def names(table: symtable.SymbolTable) -> Iterator[str]:
+        for each in table.get_symbols():
+            if each.is_global() or (table.get_type() == "module" and each.is_referenced()):
+                yield each.get_name()
+        for inner in table.get_children():
+            yield from names(inner)
+
+    return set(names(symtable.symtable(source, "cell", "exec"))) - bound_by(source) - set(vars(builtins))
+
+
+def _needed(source: str, before: list[str]) -> tuple[str, ...]:
+    wanted, kept = _read_by(source), []
+    for cell in reversed(before):
+        cell = unguarded(cell)
+        if made := bound_by(cell) & wanted:
+            kept.append(cell)
+            wanted = (wanted - made) | _read_by(cell)
+    return tuple(reversed(kept))
+
+
+# Mutants --------------------------------------------------------------------------------------------------------------
+
+
+def mutants(source: str) -> dict[str, str]:
+    """What was changed -> the code with that change, for each slip that can be made in it."""
+    made: dict[str, str] = {}
+    original = ast.unparse(ast.parse(source))
+    for place, (node, statement) in enumerate(_with_statements(ast.parse(source))):
+        for said, change in _changes(node, source):
+            tree = ast.parse(source)
+            twin = [other for other, _ in _with_statements(tree)][place]
+            change(tree, twin)
+            changed = ast.unparse(ast.fix_missing_locations(tree))
+            if changed == original or changed in made.values():
+                continue
+            if isinstance(node, ast.Constant) or said in made:
+                said = f"{said} in `{statement}`"
+            made[next(name for n in range(1, 99) if (name := said if n == 1 else f"{said} ({n})") not in made)] = (
+                changed
+            )
+    return made
+
+
+def _with_statements(node: ast.AST, statement: str = "") -> Iterator[tuple[ast.AST, str]]:
+    """Every node, with the first line of the statement that it is in."""
+    if isinstance(node, ast.stmt):
+        statement = ast.unparse(node).splitlines()[0]
+    yield node, statement
+    for child in ast.iter_child_nodes(node):
+        yield from _with_statements(child, statement)
+
+
+Change = Callable[[ast.AST, ast.AST], None]
+
+
+def _changes(node: ast.AST, source: str) -> Iterator[tuple[str, Change]]:
+    """The slips that can be made at a node: what they are called, and what makes them in a copy of the tree."""
+    shown = ast.unparse(node) if hasattr(node, "lineno") else ""
+    with_graphs = any(word in source for word in ("gradient", "checkpoint", "hooks"))
+
+    def said(change: Callable[[ast.AST], None]) -> tuple[str, Change]:
+        copy = deepcopy(node)
+        change(copy)
+        return f"{shown} → {ast.unparse(copy)}", lambda tree, twin: change(twin)
+
+    match node:
+        case ast.Expr() if _is_check(node):
+            return
+        case ast.With():
+            yield f"without `{shown.splitlines()[0]}`", lambda tree, twin: _replace(tree, twin, twin.body)
+        case ast.FunctionDef() | ast.ClassDef() | ast.Import() | ast.ImportFrom() | ast.Pass():
+            return
+        case ast.stmt():
+            yield f"without `{shown.splitlines()[0]}`", lambda tree, twin: _replace(tree, twin, [ast.Pass()])
+    match node:
+        case ast.BinOp() | ast.AugAssign() if type(node.op) in BINARY:
+            yield said(lambda twin: setattr(twin, "op", BINARY[type(twin.op)]()))
+        case ast.Compare() if type(node.ops[0]) in COMPARISON:
+            yield said(lambda twin: twin.ops.__setitem__(0, COMPARISON[type(twin.ops[0])]()))
+        case ast.UnaryOp(op=ast.USub() | ast.Not()):
+            yield f"{shown} → {ast.unparse(node.operand)}", lambda tree, twin: _replace(tree, twin, twin.operand)
+        case ast.Constant(value=bool()):
+            yield said(lambda twin: setattr(twin, "value", not twin.value))
+        case ast.Constant(value=float()):
+            yield said(lambda twin: setattr(twin, "value", 2 * twin.value))
+        case ast.Constant(value=int()):
+            for change in (1, -1):
+                yield said(lambda twin, change=change: setattr(twin, "value", twin.value + change))
+        case ast.Name() if node.id in OTHERS:
+            yield said(lambda twin: setattr(twin, "id", OTHERS[twin.id]))
+        case ast.Attribute() if node.attr in OTHERS:
+            yield said(lambda twin: setattr(twin, "attr", OTHERS[twin.attr]))
+        case ast.Return() if with_graphs and isinstance(node.value, ast.Name | ast.Call):
+            yield said(lambda twin: setattr(twin, "value", _detached(twin.value)))
+        case ast.Slice():
+            for end in ("lower", "upper"):
+                if getattr(node, end) is not None:
+                    yield f"[{shown}] without its {end} end", lambda tree, twin, end=end: setattr(twin, end, None)
+        case ast.Call() if not _is_check(node):
+            for i in range(len(node.args) - 1) if ast.unparse(node.func) not in EITHER_WAY else ():
+                yield said(lambda twin, i=i: twin.args.__setitem__(slice(i, i + 2), twin.args[i : i + 2][::-1]))
+            for i in (i for i, each in enumerate(node.args) if with_graphs and isinstance(each, ast.Name)):
+                yield said(lambda twin, i=i: twin.args.__setitem__(i, _detached(twin.args[i])))
+            if isinstance(node.func, ast.Attribute) and not node.args and not node.keywords:
+                target = ast.unparse(node.func.value)
+                yield f"{shown} → {target}", lambda tree, twin: _replace(tree, twin, twin.func.value)
+
+
+def _detached(node: ast.expr) -> ast.expr:
+    return ast.Call(ast.Attribute(node, "detach", ast.Load()), [], [])
+
+
+def _is_check(node: ast.AST) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else node
+    return isinstance(call, ast.Call) and "check_" in ast.unparse(call.func)
+
+
+def _replace(tree: ast.AST, old: ast.AST, new: ast.AST | list[ast.AST]) -> None:
+    """Put what is new in the place of what is old: an expression, or statements."""
+    for parent in ast.walk(tree):
+        for field, value in ast.iter_fields(parent):
+            if value is old:
+                setattr(parent, field, new)
+            elif isinstance(value, list) and any(each is old for each in value):
+                place = next(i for i, each in enumerate(value) if each is old)
+                value[place : place + 1] = new if isinstance(new, list) else [new]
+
+
+# Running them ---------------------------------------------------------------------------------------------------------
+
+
+class Endless(BaseException):
+    """The alarm rang; no check takes it for a wrong answer's exception."""
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Ends what is in the block after so many seconds, with `Endless`."""
+
+    def ring(*_: object) -> None:
+        raise Endless
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+#: What a check was asked about, where it accepted it; None where it did not.
+Accepted = tuple[object] | None
+
+
+def accepted(
+    name: str, source: str, names: dict[str, object], known: Accepted = None, seconds: float = 2.0
+) -> Accepted:
+    """The answer that this code gives to its check, if it is accepted; code that fails, or does not end, has none.
+
+    Args:
+        names: what the cells above have made; it stays as it is.
+        known: an accepted answer; the check is not asked again about the same.
+    """
+    check, lesson, asked = CHECKS[name], name[:2], []
+
+    def watched(answer: object) -> object:
+        asked.append(answer)
+        if known is not None and _same(answer, known[0]):
+            return None
+        return check(answer)
+
+    ours = SimpleNamespace(**{**vars(lessons.lesson(lesson)), f"check_{name[3:]}": watched})
+    watched.accepted = check.accepted = False
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.manual_seed(0)
+        warnings.simplefilter("ignore")
+        try:
+            with alarm(seconds):
+                exec(compile(source, "mutant", "exec"), {**names, f"lesson_{lesson}": ours})
+        except (Exception, Endless):
+            return None
+    if known is not None and asked and _same(asked[-1], known[0]):
+        return known
+    return (asked[-1],) if check.accepted else None
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether both are the same number, list or recipe; functions are not."""
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What became of an exercise's mutants: how many there are, how many give the same answer, and what passed."""
+
+    made: dict[str, str]
+    tried: frozenset[str]
+    same: int
+    passed: frozenset[str]
+
+
+def findings(number: str, sampled: Mapping[str, int]) -> dict[str, Findings]:
+    """For each exercise of a lesson, its mutants against its check.
+
+    Args:
+        sampled: exercise -> how many of its mutants are tried; they are drawn with the same seed every time.
+
+    Raises:
+        AssertionError: the solution itself is not accepted.
+    """
+    found, names, run = {}, {}, []
+    for each in solutions(number):
+        for cell in each.above:
+            if cell not in run:
+                exec(compile(cell, "cell", "exec"), names)
+                run.append(cell)
+        right = accepted(each.name, each.plain, names, seconds=60)
+        assert right is not None, f"the solution of {each.name} is not accepted"
+        made = mutants(each.plain)
+        tried = random.Random(0).sample(sorted(made), min(len(made), sampled.get(each.name, len(made))))
+        answers = {said: accepted(each.name, made[said], names, known=right) for said in tried}
+        passed = frozenset(said for said, answer in answers.items() if answer is not None and answer is not right)
+        same = sum(answer is right for answer in answers.values())
+        found[each.name] = Findings(made, frozenset(tried), same, passed)
+    return found

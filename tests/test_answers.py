@@ -1,0 +1,88 @@
+"""What the lessons' checks say of the answers in `answers/`, and of nonsense."""
+
+import math
+from fractions import Fraction
+
+import numpy
+import pytest
+import torch
+from answers import ANSWERS, CHECKS, FILES
+from markup import spoken_problems
+
+from course_lib.teaching import Verdict
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+class Hostile:
+    """Fails at whatever is asked of it."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+    __eq__ = __float__ = __repr__ = __bool__ = __len__ = __hash__ = __call__ = lambda *_: 1 / 0
+
+
+def test_every_check_has_answers_here():
+    assert ANSWERS.keys() == CHECKS.keys()
+
+
+def told(name, cases):
+    """Each answer with the part of its verdict that it must be told, where that is known."""
+    for case in cases:
+        answer, reason = case if isinstance(case, tuple) else (case, None)
+        yield answer, reason, CHECKS[name](answer)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_accepts_right_answers(name):
+    for answer in ANSWERS[name][0]:
+        verdict = CHECKS[name](answer)
+        assert verdict and verdict.hint is None, verdict
+
+
+def in_numbers_of(kind, answer):
+    """The answer with each number in it, or that it returns, made one of the kind."""
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        return kind(answer) if math.isfinite(answer) else answer
+    if isinstance(answer, dict):
+        return {key: in_numbers_of(kind, value) for key, value in answer.items()}
+    if callable(answer) and not isinstance(answer, type):
+        return lambda *given, **named: in_numbers_of(kind, answer(*given, **named))
+    return answer
+
+
+def double(number):
+    return torch.tensor(float(number), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", [numpy.float64, numpy.int64, double, Fraction], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_accepts_numbers_of_any_kind(name, kind):
+    for answer in ANSWERS[name][0]:
+        if kind is numpy.int64 and isinstance(answer, float):
+            continue
+        again = in_numbers_of(kind, answer)
+        if again is answer:
+            continue
+        verdict = CHECKS[name](again)
+        assert verdict, (answer, verdict)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_refuses_wrong_answers_and_names_the_mistake_or_gives_a_hint(name):
+    wrong = [*ANSWERS[name][1], *(FILES["07"].NO_RECIPES if name.startswith("07") else ())]
+    for answer, reason, verdict in told(name, wrong):
+        assert not verdict and (verdict.exact or verdict.hint), (answer, verdict)
+        assert (reason or "") in verdict.message, verdict
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_survives_nonsense(name):
+    for answer in (None, ...):
+        verdict = CHECKS[name](answer)
+        assert not verdict and verdict.message == "Not answered yet." and verdict.hint is None
+    assert spoken_problems(verdict._repr_html_()) == []
+    for answer in (Hostile(), Hostile, object(), "x", {}, [Hostile()], lambda *_: 1 / 0, float("nan"), 10**5000):
+        verdict = CHECKS[name](answer)
+        assert isinstance(verdict, Verdict) and not verdict and (verdict.exact or verdict.hint) and repr(verdict)
