@@ -31,11 +31,11 @@ from course_lib.budget import (
     estimate,
     fit,
     run,
-    search,
     train_step,
 )
 from course_lib.budget.cheapest import best_of
 from course_lib.budget.estimating import make_state
+from course_lib.budget.known import Known, Search
 from course_lib.budget.recipe import ATTENTIONS, CHECKPOINTS, pieces_allowed
 from course_lib.budget.show import added, steps_to
 from course_lib.budget.step import pieces_of, run_pieces
@@ -971,6 +971,7 @@ def searched_batch():
 
 
 RATE = Rates(1e9, 2e9, 1e9)
+FILE = {"loss_sum": None, "tier": "file", "max_norm": None}
 
 
 @cache
@@ -991,7 +992,7 @@ def quick(monkeypatch):
             raise found
         return found
 
-    monkeypatch.setattr(search, "HEAD_CHUNK", 32)
+    monkeypatch.setattr("course_lib.budget.known.HEAD_CHUNK", 32)
     monkeypatch.setattr(composing, "estimate", once)
 
 
@@ -1099,37 +1100,39 @@ def test_standard_attention_is_looked_at_where_flash_takes_more():
         return Decoder(vocabulary=10, hidden=16, heads=4, layers=1, sequence=64)  # a tile in fp32 is larger
 
     base = Recipe(precision="bf16")
-    known = search._Search(make, partial(random_tokens, 2, 64, 10), None, 1000, base, "file")
+    facts = Known(make, partial(random_tokens, 2, 64, 10), base, **FILE)
     least = replace(base, checkpoint="layers", micro_batches=2)
-    standard, flash = (known.estimate(replace(least, attention=name)).peak_bytes for name in ATTENTIONS)
-    assert standard < flash and known.attentions == ATTENTIONS and not known.flash_is_less
+    standard, flash = (facts.estimate(replace(least, attention=name)).peak_bytes for name in ATTENTIONS)
+    assert standard < flash and set(facts.attentions) == set(ATTENTIONS)
 
 
 @pytest.mark.parametrize("tier", ["file", "host"])
-def test_what_is_passed_over_could_not_have_fitted(tier):
-    known = search._Search(searched, searched_batch, None, 1, Recipe(), tier)
-    for attention, checkpoint, inside in (("standard", "none", False), ("flash", "layers", True)):
-        recipes = [
-            Recipe(attention=attention, checkpoint=checkpoint, in_backward=inside, offload_optimizer=fraction)
-            for fraction in (0.0, 1.0, 0.5)
-        ]
-        known.estimate(recipes[0])
-        for recipe in recipes + [replace(recipe, in_backward=True) for recipe in recipes]:
-            assert 0 < known.at_least_bytes(recipe) <= known.estimate(recipe).peak_bytes
+def test_what_is_passed_over_could_not_have_fitted_or_been_cheaper(tier):
+    facts, rates = Known(searched, searched_batch, Recipe(min_bytes=1000), **{**FILE, "tier": tier}), RATE
+    facts.estimate(Recipe(attention="flash", min_bytes=1000))  # whose FLOPs are then known
+    pieces = [{}, {"in_backward": True}, {"micro_batches": 2}]
+    for keep, fraction, count in itertools.product(
+        ({}, {"checkpoint": "layers"}, {"checkpoint": "layers", "head_chunk": 32}), (0.0, 0.5, 1.0), pieces
+    ):
+        for down in (False, True):
+            fields = {**keep, **count, "offload_activations": down, "offload_optimizer": fraction}
+            recipe = replace(facts.base, attention="flash", **fields)
+            floor, seconds = facts.floor_bytes(recipe), facts.least_seconds(recipe, rates)
+            found = facts.estimate(recipe)
+            assert 0 < floor <= found.peak_bytes and 0 < seconds <= rates.seconds(found)
 
 
 @pytest.mark.usefixtures("quick")
 def test_segments_are_as_few_as_fit():
     make, family = partial(tiny, layers=9), Recipe(checkpoint="segments", segments=2, in_backward=True)
-    known = {count: remembered(make, tiny_batch, replace(family, segments=count)) for count in (2, 3, 9)}
-    peaks = {count: e.peak_bytes for count, e in known.items()}
+    found = {count: remembered(make, tiny_batch, replace(family, segments=count)) for count in (2, 3, 9)}
+    peaks = {count: e.peak_bytes for count, e in found.items()}
     assert peaks[9] < peaks[3] < peaks[2]
-    assert known[2].flops < known[3].flops < known[9].flops
-    searching = search._Search(make, tiny_batch, None, peaks[2], Recipe(), "file")
+    assert found[2].flops < found[3].flops < found[9].flops
+    facts = Known(make, tiny_batch, Recipe(), **FILE)
     for budget, count in ((peaks[2], 2), (peaks[2] - 1, 3), (peaks[3], 3), (peaks[3] - 1, 9), (peaks[9] - 1, None)):
-        searching.budget = budget
-        found = best_of(searching, family)
-        assert found == (count and replace(family, segments=count))
+        best = best_of(Search(facts, budget, RATE), family)
+        assert best == (count and replace(family, segments=count))
 
 
 def test_a_module_that_is_no_decoder_is_searched_among_what_it_can_do():

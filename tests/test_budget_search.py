@@ -1,23 +1,30 @@
 """What `fit` composes is what whole symbolic steps take, and nothing is lost by it."""
 
 import itertools
+import math
+import re
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+import brute_force_fit
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from course_lib.budget import InfeasibleBudget, Rates, Recipe, cheapest, estimate, fit, run, search
-from course_lib.budget.cheapest import least_schedule, with_schedule
+from course_lib.budget import InfeasibleBudget, Rates, Recipe, estimate, fit, run, search
+from course_lib.budget.cheapest import best_copies, least_schedule, with_schedule
 from course_lib.budget.composing import MANY, Composer, Composing, equal_blocks
-from course_lib.budget.recipe import pieces_allowed
+from course_lib.budget.known import Known, Search
+from course_lib.budget.recipe import ALL_ABOVE, OPTIMIZERS, pieces_allowed
+from course_lib.budget.search import that_fit
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.offload import chosen_below
 
 RATE = Rates(1e9, 2e9, 1e9)
+FILE = {"loss_sum": None, "tier": "file", "max_norm": None}
 
 
 def deep(layers=MANY + 1, **options):
@@ -376,23 +383,20 @@ class WithAHead(InAChain):
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_schedule_is_given_up_at_once_only_where_none_fits(inside):
     make, recipe = partial(WithAHead, [64] * 6), Recipe(checkpoint="optimal", schedule_bytes=1, in_backward=inside)
-    searching = search._Search(make, points, None, 1, Recipe(), "file")
+    searching = Search(Known(make, points, Recipe(), **FILE), 1, RATE)
     least = least_schedule(searching, recipe).schedule_bytes
     peaks = [estimate(make, points, replace(recipe, schedule_bytes=least + 2000 * i)).peak_bytes for i in range(8)]
     given_up = 0
     for budget in range(min(peaks) - 9000, min(peaks) + 9000, 3000):
-        searching.budget, searching.known = budget, {}
+        searching.budget, searching.known.estimates = budget, {}
         found = with_schedule(searching, recipe)
         assert (found is not None and searching.fits(found)) == (budget >= min(peaks))
-        given_up += found is None and len(searching.known) == 1
+        given_up += found is None and sum(e.checkpoint == "optimal" for e in searching.known.estimates) == 1
     assert given_up
-    below = replace(recipe, offload_optimizer=1.0)
-    peaks = [estimate(make, points, replace(below, schedule_bytes=least + 2000 * i)).peak_bytes for i in range(3)]
-    assert 0 < cheapest._besides(searching, below) <= min(peaks)
 
 
 def test_of_a_deep_model_nothing_is_cheaper_than_what_is_found(monkeypatch):
-    monkeypatch.setattr(search, "HEAD_CHUNK", 5)
+    monkeypatch.setattr("course_lib.budget.known.HEAD_CHUNK", 5)
     make, of, base = partial(deep, MANY), partial(batch, 2), Recipe(optimizer="sgd")
     keeps = [{}, {"checkpoint": "layers"}, {"checkpoint": "segments", "segments": 2}]
     every = [
@@ -442,3 +446,183 @@ def test_what_a_model_cannot_do_is_passed_over_and_the_rest_fits_when_it_is_run(
     for budget in (plain * 3 // 4, plain // 2):
         for found in fit(make, of, budget, base=base, tier="file", progress=False):
             assert run(make, of, found.recipe).meter.peak_bytes == found.peak_bytes <= budget
+
+
+# ---- what is passed over loses nothing
+
+
+def course():
+    return Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
+
+
+def test_a_checkpoint_on_top_of_offloaded_activations_may_be_the_cheapest():
+    base, of = Recipe(in_backward=True, offload_optimizer=1.0), partial(random_tokens, 8, 128, 2048)
+    found = fit(course, of, 60_000_000, base=base, quick=True, progress=False)
+    composer, down = Composer(course, of, base, None, "file"), {"offload_activations": True}
+    without, alone = replace(base, **down), replace(base, attention="flash", **down)
+    rows = [composer.estimate(replace(without, checkpoint="layers")), *found, composer.estimate(without)]
+    told = [(f"{e.peak_bytes / 1e6:.2f}", f"{found.rates.seconds(e):.3f}") for e in rows]
+    assert told == [("57.93", "0.676"), ("54.82", "0.682"), ("54.12", "0.854"), ("53.86", "0.899")]
+    assert [e.recipe for e in found] == [replace(alone, checkpoint="layers"), alone]
+    assert found[0].moved_bytes < found[1].moved_bytes / 3
+
+
+def test_smaller_pages_fit_where_large_ones_do_not_and_the_largest_that_fit_are_taken():
+    base = Recipe(checkpoint="layers", micro_batches=8, offload_optimizer=1.0)
+    of, peaks = partial(random_tokens, 8, 128, 2048), {}
+    for budget, size in ((110_000_000, 16), (100_000_000, 4), (65_000_000, 1)):
+        found = fit(course, of, budget, base=base, progress=False)
+        assert {e.recipe.page_bytes for e in found} == {size << 20} and found[0].peak_bytes <= budget
+        peaks[size] = found[0].peak_bytes / 1e6
+    assert {size: f"{peak:.1f}" for size, peak in peaks.items()} == {16: "103.7", 4: "67.1", 1: "63.7"}
+    with pytest.raises(InfeasibleBudget):
+        fit(course, of, 65_000_000, base=replace(base, page_bytes=4 << 20), progress=False)
+
+
+@pytest.mark.parametrize("name", ["chain", "table"])
+def test_no_recipe_of_a_grid_is_cheaper_than_what_is_found(name):
+    with brute_force_fit.small_pages():
+        searches, differences, _ = brute_force_fit.compare(brute_force_fit.CASES[name], most=150)
+    assert searches > 5 and not differences
+
+
+def test_brute_force_sees_a_rule_that_is_wrong(monkeypatch):
+    monkeypatch.setattr(search, "_moves_as_much", lambda recipe, smaller: True)  # as if to add always cost
+    with brute_force_fit.small_pages():
+        assert brute_force_fit.compare(brute_force_fit.CASES["chain"], most=150)[1]
+
+
+def test_copies_under_way_are_as_many_as_the_price_asks_and_the_budget_allows():
+    make, base = partial(deep, 3), Recipe(offload_activations=True, min_bytes=500, in_backward=True)
+    facts = Known(make, batch, base, **{**FILE, "tier": "host"})
+    every = [facts.estimate(replace(base, **copies)) for copies in facts.copies_for(base)]
+    assert [e.recipe.copies("host") for e in every] == [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2)]
+    for link in (1e5, math.inf):
+        for budget in sorted({e.peak_bytes for e in every}):
+            searching = Search(facts, budget, Rates(1e9, 2e9, link))
+            best = facts.estimate(best_copies(searching, facts.family()))
+            fitting = [e for e in every if e.peak_bytes <= budget]
+            assert searching.rates.seconds(best) == min(map(searching.rates.seconds, fitting))
+            if link == math.inf:
+                assert best.recipe.copies("host") == (0, 1)  # all cost the same: the fewest
+    assert facts.copies_for(Recipe()) == Known(make, batch, base, **FILE).copies_for(base) == [{}]
+
+
+# ---- what is asked
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_search_is_for_any_optimizer(optimizer):
+    base, rates = Recipe(optimizer=optimizer), {"rates": RATE, "tier": "file", "progress": False}
+    make, of = partial(deep, 2), partial(batch, 2)
+    plain = estimate(make, of, base)
+    found = fit(make, of, plain.peak_bytes * 3 // 4, base=base, **rates)
+    assert all(e.recipe.optimizer == optimizer and e.peak_bytes < plain.peak_bytes for e in found)
+    assert found[0] == estimate(make, of, found[0].recipe)
+    if optimizer != "adam8bit":  # whose step is another library's
+        assert run(make, of, found[0].recipe).meter.peak_bytes == found[0].peak_bytes
+
+
+UPDATED = [
+    ("momentum", "loop"),
+    ("momentum", "foreach"),
+    ("adam", "fused"),
+    ("adafactor", "loop"),
+    ("adam8bit", "loop"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "update"), UPDATED)
+def test_what_is_composed_is_the_whole_step_with_any_optimizer(optimizer, update):
+    base = Recipe(precision="bf16", optimizer=optimizer, update=update)
+    composer = Composer(deep, batch, base, None, "file")
+    for fraction, inside in ((0.0, False), (0.0, True), (0.5, False), (1.0, True)):
+        if optimizer not in ALL_ABOVE or not fraction:
+            recipe = replace(base, offload_optimizer=fraction, in_backward=inside)
+            assert composer.takes(recipe) and composer.estimate(recipe) == estimate(deep, batch, recipe)
+
+
+KEPT = [
+    {"min_bytes": 500, "offload_activations": True},
+    {"checkpoint": "layers", "blocks": "layers.[12]"},
+    {"checkpoint": "segments", "segments": 2},
+    {"checkpoint": "optimal", "schedule_bytes": 70_000},
+    {"precision": "bf16", "accumulate": "fp32", "head_chunk": 7},
+    {"attention": "flash", "micro_batches": 5},
+    {"in_backward": True, "offload_activations": True, "page_bytes": 999},
+    {"checkpoint": "selective", "first_blocks": 1, "optimizer": "sgd"},
+    {"update": "foreach", "attention": None, "offload_optimizer": 0.5},
+]
+
+
+@pytest.mark.parametrize("fields", KEPT, ids=str)
+def test_what_the_base_sets_is_in_every_recipe_that_is_tried(fields):
+    base, make = Recipe(**fields), partial(deep, 3)
+    facts = Known(make, batch, base, **FILE)
+    peak = facts.estimate(base).peak_bytes
+    for budget in (2 * peak, peak - 1):
+        with suppress(InfeasibleBudget):
+            that_fit(Search(facts, budget, RATE), base)
+    tried = [recipe for recipe in facts.estimates if recipe.offload_optimizer or not base.offload_optimizer]
+    assert len(tried) > 1
+    for recipe in tried:  # those without state below are compared with, for what it moves
+        assert {name: getattr(recipe, name) for name in fields} == fields
+
+
+class Mixed(Mean):
+    """An encoder and a decoder, whose blocks are unlike."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.encoder = Uneven([64] * 3).blocks
+        self.decoder = nn.ModuleList(nn.Sequential(*block, nn.LayerNorm(8)) for block in Uneven([64] * 3).blocks)
+
+    def loss_sum(self, batch):
+        x = batch
+        for block in (*self.encoder, *self.decoder):
+            x = x + block(x)
+        return F.mse_loss(x, batch, reduction="sum"), len(batch)
+
+    loss = Mean.loss
+
+
+@pytest.mark.parametrize("keep", [{}, {"checkpoint": "layers"}], ids=str)
+def test_blocks_are_those_that_are_named(keep):
+    both, of, base = ("encoder.*", "decoder.*"), partial(torch.randn, 300, 8), Recipe(optimizer="sgd", **keep)
+    facts = Known(Mixed, of, base, blocks=list(both), **FILE)
+    wanted = Recipe(optimizer="sgd", checkpoint="layers", blocks=both)
+    budget = estimate(Mixed, of, wanted).peak_bytes
+    found = that_fit(Search(facts, budget, RATE), base)
+    assert found[0].peak_bytes <= budget and facts.estimate(wanted) == estimate(Mixed, of, wanted)
+    assert {e.blocks for e in facts.estimates if e.checkpoint != "none"} == {both}
+
+
+def test_a_quick_search_says_so_and_tries_less():
+    make, options = partial(deep, 3), {"tier": "file", "rates": RATE, "progress": False}
+    budget = estimate(make, batch, Recipe()).peak_bytes * 6 // 10
+    slow, quick = (fit(make, batch, budget, quick=each, **options) for each in (False, True))
+    assert "quick search" in quick.title and "quick search" not in slow.title
+    made = [int(re.search(r"([0-9]+) were estimated", found.title)[1]) for found in (slow, quick)]
+    assert made[1] < made[0] and RATE.seconds(slow[0]) <= RATE.seconds(quick[0])
+    assert all(e.peak_bytes <= budget and e == estimate(make, batch, e.recipe) for e in quick)
+
+
+def test_budgets_and_rates_share_what_is_known():
+    facts = Known(partial(deep, 3), batch, Recipe(), **FILE)
+    peak = facts.estimate(Recipe()).peak_bytes
+    first = that_fit(Search(facts, peak - 1, RATE), Recipe())
+    made = len(facts.estimates)
+    assert list(that_fit(Search(facts, peak - 1, RATE), Recipe())) == list(first) and len(facts.estimates) == made
+    assert that_fit(Search(facts, peak, RATE), Recipe())[0].recipe == Recipe()
+    with pytest.raises(InfeasibleBudget):
+        that_fit(Search(facts, 1, RATE), Recipe())
+
+
+def test_the_bar_shows_no_size_that_nobody_asked_for_and_is_gone_before_an_error(capsys):
+    make, of, base, shown = partial(InAChain, [64] * 3), partial(torch.randn, 300, 8), Recipe(optimizer="sgd"), []
+    facts = Known(make, of, base, watch=shown.append, **FILE)
+    assert {keep.get("checkpoint") for keep in facts.keeps} >= {"optimal", "layers"} and base in shown
+    assert all((recipe.schedule_bytes or 0) < 1 << 50 for recipe in shown)
+    with pytest.raises(InfeasibleBudget):
+        fit(make, of, 1000, base=base, tier="file", quick=True)
+    assert not capsys.readouterr().err.split("\r")[-1].strip()

@@ -4,154 +4,142 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from course_lib._check import InfeasibleBudget
-from course_lib.checkpoint import checkpoint_blocks
 from course_lib.schedule import Cost
 
+from .known import Search
 from .recipe import Recipe
 
-if TYPE_CHECKING:
-    from .search import _Search
+ROUNDS = 3  # estimates of schedules for one family and number of micro-batches, besides that of the least
 
 
-def best_of(search: _Search, family: Recipe, limit: float = math.inf) -> Recipe | None:
-    """The cheapest of the family that fits; segments only if they may take fewer FLOPs than the limit."""
+def best_of(search: Search, family: Recipe) -> Recipe | None:
+    """The cheapest of the family that fits."""
+    if family.offload_activations:
+        return best_copies(search, family)
+    if family.checkpoint == search.known.base.checkpoint:  # with as many segments or bytes as the base says
+        return fewest_pieces(search, family)
     if family.checkpoint == "segments":
-        return fewest_segments(search, family, limit)
+        return fewest_segments(search, family)
     return (best_schedule if family.checkpoint == "optimal" else fewest_pieces)(search, family)
 
 
-def fewest_segments(search: _Search, family: Recipe, limit: float) -> Recipe | None:
-    """As few as fit: of those up to the square root of the layers, where each more takes less memory; or one a layer.
-
-    A segment that is recomputed stops before its last product. Each of its layers costs no less than with a checkpoint
-    of its own.
-    """
-    layers, flops = search.layers, {}
-    for name in ("none", "layers"):
-        like = replace(family, checkpoint=name, segments=None, head_chunk=None)  # in chunks it takes more
-        flops[name] = next((e.flops for recipe, e in search.known.items() if _same_flops(recipe, like)), -math.inf)
-    each = max(0.0, flops["layers"] - flops["none"]) / layers
-    counts = sorted({2, *range(2, math.isqrt(layers) + 1), layers})
-    trials = [n for n in counts if flops["none"] + (n - 1) * (layers // n) * each < limit]
-
-    def fits(recipe: Recipe) -> bool:
-        most = 1 if family.in_backward else search.pieces[-1]
-        return search.fits(replace(recipe, micro_batches=most)) or search.fits(replace(recipe, micro_batches=1))
-
-    *few, most = [replace(family, segments=count) for count in trials or counts[-1:]]
-    if not trials or not fits(most):
+def best_copies(search: Search, family: Recipe) -> Recipe | None:
+    """Copies of activations under way: the cheapest number that fits, where the fewest, the family's own, do."""
+    if not search.fits(family):
         return None
-    return fewest_pieces(search, first_that_fits(few, fits) or most)
+    trials = [replace(family, **copies) for copies in search.known.copies_for(family)]
+    return min(filter(search.fits, trials), key=lambda trial: search.order(search.known.estimate(trial)))
 
 
-def _same_flops(recipe: Recipe, other: Recipe) -> bool:
-    names = ("attention", "checkpoint", "first_blocks", "segments", "schedule_bytes", "head_chunk")
-    return all(getattr(recipe, name) == getattr(other, name) for name in names)
+def fewest_pieces(search: Search, family: Recipe, pieces: Sequence[int] = ()) -> Recipe | None:
+    """With as few micro-batches as fit. One has no full set of gradients beside its activations, so it is tried.
 
-
-def fewest_pieces(search: _Search, family: Recipe) -> Recipe | None:
-    """With as few micro-batches as fit. One has no full set of gradients beside its activations, so it is tried."""
-    one, *more = [replace(family, micro_batches=count) for count in ([1] if family.in_backward else search.pieces)]
+    From two on, each more takes less memory: a piece has no more samples than before.
+    """
+    one, *more = [replace(family, micro_batches=n) for n in pieces or search.known.pieces_for(family)]
     return one if search.fits(one) else first_that_fits(more, search.fits)
 
 
-def fewest_blocks(search: _Search, all_blocks: Recipe, without: int) -> Recipe | None:
-    """Checkpoints around so few of the first blocks as fit, where none takes as many bytes as are given.
+def first_pieces(search: Search, trials: Sequence[Recipe]) -> Recipe | None:
+    """The first of them that fits with some number of micro-batches, by bisection; with as few as fit."""
 
-    Each moment takes more, or less, evenly with each block, so that the peak is no more than a line says.
+    def fits(recipe: Recipe) -> bool:
+        most, least = search.known.pieces_for(recipe)[-1], search.known.pieces_for(recipe)[0]
+        return search.fits(replace(recipe, micro_batches=most)) or search.fits(replace(recipe, micro_batches=least))
+
+    first = first_that_fits(trials, fits)
+    return first and fewest_pieces(search, first)
+
+
+def fewest_segments(search: Search, family: Recipe) -> Recipe | None:
+    """As few as fit: of those up to the square root of the layers, where each more takes less; or one a layer."""
+    layers = search.known.layers
+    few, most = range(2, math.isqrt(layers) + 1), replace(family, segments=layers)
+    if not first_pieces(search, [most]):
+        return None
+    return first_pieces(search, [replace(family, segments=count) for count in few]) or first_pieces(search, [most])
+
+
+def fewest_blocks(search: Search, one: Recipe) -> Recipe | None:
+    """Checkpoints around as few of the first blocks as fit.
+
+    Of equal blocks each adds as much to each moment, so that the peak is convex in the number of those with a
+    checkpoint: where none is too few and all but the last are enough, there is one number from which on all are.
     """
-    with checkpoint_blocks(search.estimates.composer_of(all_blocks).model, None) as handle:
-        count = len(handle.names)
-    saved = without - search.estimate(all_blocks).peak_bytes
-    first = min(count - 1, math.ceil(count * (without - search.budget) / saved)) if saved > 0 else 0
-    trial = None
-    while first and search.fits(smaller := replace(all_blocks, first_blocks=first)):
-        trial, first = smaller, first - 1
-    return trial and fewest_pieces(search, trial)
+    return first_pieces(search, [replace(one, first_blocks=n) for n in range(1, search.known.layers)])
 
 
-def best_schedule(search: _Search, family: Recipe) -> Recipe | None:
+def best_schedule(search: Search, family: Recipe) -> Recipe | None:
     """Smaller micro-batches leave the schedule room for more layers: half as many, as long as it costs no more.
 
     The time of each schedule is known before it is estimated; all gradients are there from the second piece on.
     """
-    trials: list[tuple[float, Recipe]] = []
-    count, samples = 1 if family.in_backward else search.pieces[-1], search.pieces[-1]
-    while count:
-        pieces = max(number for number in search.pieces if number <= count)
+    known, trials = search.known, list[tuple[float, Recipe]]()
+    allowed, samples = known.pieces_for(family), known.pieces[-1]
+    count = allowed[-1]
+    while count >= allowed[0]:
+        pieces = max(number for number in allowed if number <= count)
         trial = replace(family, micro_batches=pieces)
-        room = search.budget - (search.held_bytes(trial) if pieces == 1 else search.floor_bytes(trial))
-        with suppress(InfeasibleBudget):
-            cost = _scheduled(search, replace(trial, schedule_bytes=max(1, room)))
-            time = cost.time * samples / math.ceil(samples / pieces)
-            if trials and time > trials[-1][0]:
-                break
-            trials.append((time, trial))
+        room = search.budget - (known.held_bytes(trial) if pieces == 1 else known.floor_bytes(trial))
+        time = fastest_within(search, trial, room).time * samples / math.ceil(samples / pieces)
+        if trials and time > trials[-1][0]:
+            break
+        trials.append((time, trial))
         count = pieces // 2
     best: Recipe | None = None
     for time, trial in reversed(trials):
-        if best is None or time < search.estimate(best).flops:
+        if best is None or time < search.flops(best):
             found = with_schedule(search, trial)
-            if found is None or not search.fits(found):
-                continue
-            if best is None or search.estimate(found).flops < search.estimate(best).flops:
+            if found and (best is None or search.flops(found) < search.flops(best)):
                 best = found
     return best
 
 
-def _scheduled(search: _Search, recipe: Recipe) -> Cost:
-    return search.estimates.composer_of(recipe).scheduled(recipe)
+def with_schedule(search: Search, recipe: Recipe) -> Recipe | None:
+    """A fast schedule that fits; None where the one that takes the least does not.
 
-
-def with_schedule(search: _Search, recipe: Recipe) -> Recipe | None:
-    """What parameters, state and gradients leave is for the schedule; then what the estimate shows to be left.
-
-    None if no schedule fits: what is there besides the activations is there by any of them.
+    The room for activations is what the budget leaves beside all else that there was with another schedule; as that is
+    not the same with each, it is found in rounds, between what fits and what does not.
     """
-    slack, best, seen = search.budget // 200, None, set()
-    gradients = sum(p.nbytes for p in search.trained)
-    room = search.budget - search.held_bytes(recipe) - (slack if recipe.in_backward else gradients + slack // 2)
-    if (left := search.budget - _besides(search, recipe)) < 0:
+    best = least_schedule(search, recipe)
+    if not search.fits(best):
         return None
-    room = min(room, left)
-    for _ in range(3):
-        trial = replace(recipe, schedule_bytes=max(1, room))
-        try:
-            taken = _scheduled(search, trial).peak_bytes
-        except InfeasibleBudget:
+    taken = low = best.schedule_bytes
+    high, spare = math.inf, search.spare(best)
+    for _ in range(ROUNDS):
+        taken = fastest_within(search, recipe, min(taken + spare, high - 1)).peak_bytes
+        if taken <= low or 0 <= spare < search.budget // 200:
             break
-        if taken in seen:  # the same schedule
-            break
-        seen.add(taken)
-        spare = search.budget - search.estimate(trial).peak_bytes
-        best = trial if spare >= 0 else best
-        if 0 <= spare < slack or spare + taken < 0:
-            return best
-        room = (room if spare >= 0 else min(room, taken)) + spare
-    return best or least_schedule(search, recipe)
+        trial = replace(recipe, schedule_bytes=taken)
+        spare = search.spare(trial)
+        if spare >= 0:
+            best, low = trial, taken
+        else:
+            high = taken
+    return best
 
 
-def _besides(search: _Search, recipe: Recipe) -> int:
-    """What is there besides the activations of a schedule, or less: as it was with other schedules."""
-    alike = replace(recipe, schedule_bytes=1, offload_optimizer=0.0)
-    least = 0
-    for other, e in search.known.items():
-        if other.checkpoint == "optimal" and replace(other, schedule_bytes=1, offload_optimizer=0.0) == alike:
-            peak = max(e.phase_peaks["forward"], e.phase_peaks["backward"]) - _scheduled(search, other).peak_bytes
-            least = max(least, peak + search.held_bytes(recipe) - search.held_bytes(other) - 4 * len(search.trained))
-    return least
+def fastest_within(search: Search, recipe: Recipe, nbytes: int) -> Cost:
+    """Of the fastest schedule in so many bytes; where there is none, of the one that takes the least."""
+    try:
+        return scheduled(search, replace(recipe, schedule_bytes=max(1, nbytes)))
+    except InfeasibleBudget:
+        return scheduled(search, least_schedule(search, recipe))
 
 
-def least_schedule(search: _Search, recipe: Recipe) -> Recipe:
+def scheduled(search: Search, recipe: Recipe) -> Cost:
+    return search.known.composer.scheduled(recipe)
+
+
+def least_schedule(search: Search, recipe: Recipe) -> Recipe:
     """With the schedule that takes the least memory."""
     least = 1
     try:
-        _scheduled(search, replace(recipe, schedule_bytes=least))
+        scheduled(search, replace(recipe, schedule_bytes=least))
     except InfeasibleBudget as error:
         least = error.least_bytes
     return replace(recipe, schedule_bytes=least)

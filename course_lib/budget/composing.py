@@ -38,9 +38,9 @@ MANY = 2 * FEW + 2  # from so many blocks on, FEW and FEW + 1 of them are less w
 # Of the fields of a recipe, those that this module has been tried with, and the checkpoints that treat blocks alike.
 FIELDS = {"precision", "optimizer", "offload_optimizer", "attention", "checkpoint", "segments", "schedule_bytes"}
 FIELDS |= {"first_blocks", "offload_activations", "min_bytes", "prefetch", "in_flight", "page_bytes", "head_chunk"}
-FIELDS |= {"in_backward", "micro_batches"}
+FIELDS |= {"in_backward", "micro_batches", "update", "blocks"}
 NUMBERED = re.compile("idx|index|layer|number")  # attributes that say which block it is
-OPTIMIZERS, ALIKE = ("adam", "sgd"), ("none", "selective", "layers")
+ALIKE = ("none", "selective", "layers")
 
 
 class Irregular(Exception):
@@ -116,7 +116,7 @@ class Composer:
 
     @staticmethod
     def takes(recipe: Recipe) -> bool:
-        return FIELDS.issuperset(recipe.changed()) and recipe.optimizer in OPTIMIZERS
+        return FIELDS.issuperset(recipe.changed())
 
     def scheduled(self, recipe: Recipe) -> Cost:
         """What the chain's activations take by a schedule, and the time of one micro-batch.
@@ -147,7 +147,7 @@ class Composer:
         # one less where a block keeps two storages or more.
         reach = sum(recipe.copies(self.tier)) - (recipe.checkpoint != "layers")
         few = FEW + alone + recipe.offload_activations * max(1, reach)
-        if count < MANY + 2 * bool(first) or not (recipe.checkpoint in ALIKE or alone):
+        if count < MANY + 2 * bool(first) or recipe.blocks or not (recipe.checkpoint in ALIKE or alone):
             return self.measured(recipe, count)
 
         def grown(blocks: int, moments: Callable[[int], Moments]) -> Moments:
@@ -211,7 +211,7 @@ class Composer:
             phases[phase] = max(phases[phase], count)
         peak = int(sums.argmax())
         at_peak = dict(zip(CATEGORIES, live[peak].tolist(), strict=True))
-        flops, down, up = moments.totals + np.array([0, *update.moved])
+        flops, down, up = moments.totals + update.totals
         totals, on_host = (int(flops), int(down), int(up)), sum(p.numel() for p in below) if self.tier == "host" else 0
         return Estimate(recipe, int(sums[peak]), at_peak, phases, str(names[peak]), *totals, self.tier, on_host)
 

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from course_lib._check import InfeasibleBudget, kind, one_of, whole
-from course_lib._torch import tensors_in
-from course_lib.checkpoint.blocks import names_of
 from course_lib.labels import say, text
+from course_lib.memory import symbolic
 from course_lib.memory.show import Table, bytes_text
-from course_lib.offload import chosen_below
 
 from . import sharding
-from .attention import attentions_of, drop_probability
-from .cheapest import best_of, fewest_blocks, least_schedule
-from .composing import Composing
+from .cheapest import best_of, fewest_blocks, fewest_pieces, least_schedule
 from .estimating import TIERS, Estimate
-from .loss import LossSum, has_loss_sum, is_decoder, mixes_samples, samples_in
+from .known import Known, Search
+from .loss import CHAINED, LossSum, samples_in
 from .rates import RATES, Rates
-from .recipe import ALL_ABOVE, ATTENTIONS, Recipe, pieces_allowed
+from .recipe import Recipe
 from .show import Way, steps_to
-
-FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
-HEAD_CHUNK = 512  # tokens, or a sixteenth of the batch's where that is more: smaller ones save little
-STATE = {"adam": 2, "momentum": 1}  # numbers for each parameter
+from .step import model_of
 
 
 class Estimates(Table, list):
@@ -72,24 +65,39 @@ def fit(
     *,
     loss_sum: LossSum | None = None,
     max_norm: float | None = None,
+    blocks: str | Sequence[str] | None = None,
     recipes: Iterable[Recipe] | None = None,
     base: Recipe | None = None,
     rates: Rates | str = "laptop",
     tier: str | None = None,
+    quick: bool = False,
     progress: bool = True,
 ) -> Estimates:
     """The recipes whose step fits the budget, cheapest first by `Rates.seconds`, then by fewer micro-batches.
 
-    Without `recipes`, combinations of the techniques that leave the training as it is: attention, checkpoints,
-    offload, chunks of the loss head, steps in backward, micro-batches. Precision and optimizer are those of `base`.
-    What comes out needs all that it uses: a technique that could be left out, with the rest as it is, is left out; and
-    micro-batches are as few as fit.
+    Without `recipes`, combinations of the techniques that leave the training as it is: attention standard or flash;
+    checkpoints "layers" (around all blocks, or the first few), "selective", "segments" and "optimal"; offloaded
+    activations, alone or with "layers", with the host below fetched 0 to 2 ahead and 1 or 2 in flight; the loss head at
+    once or in chunks; steps in backward, or any number of micro-batches (with offloaded activations the numbers
+    double); none of the optimizer's state offloaded, or 1 to 4 quarters, in pages of 16, 4 or 1 MiB. What `base` sets
+    other than the default is in every recipe. What comes out needs all that it uses: what could do with less, and would
+    come first, is left out; of equal price fewer micro-batches, larger pages and fewer copies under way come first.
 
-    Not every combination is run. Passed over are: one whose parameters, state and gradients alone exceed the budget;
-    one that adds to a combination that fits; standard attention where flash, if it is the smaller, does not fit. The
-    least number of micro-batches is found by bisection, since from two on each more takes less memory; of blocks with
-    checkpoints all are tried, and as few of the first as fit where that may be the cheapest; segments where they may be
-    faster than the schedule that was found.
+    Not all are run. What is passed over, and why that loses nothing:
+
+    - A recipe whose optimizer's step alone exceeds the budget. It takes the same whatever forward and backward did; of
+      steps in backward, model and state are always there.
+    - One that adds to a recipe that fits, since to add takes no FLOPs and no copies away. It may where activations are
+      offloaded (with a checkpoint, a head in chunks or more micro-batches less goes down), and where "segments" and
+      "optimal" get more room: what adds to these is passed over if the least FLOPs that it can take and the copies of
+      its state cost as much as the cheapest that was found.
+    - Offloaded activations where fewer micro-batches had none that was large enough: a smaller piece has none either.
+    - Checkpoints around the first blocks only, where one block's cost no less than the cheapest found.
+
+    And what is taken for granted: a step takes no more memory with more micro-batches (from two on), more segments (up
+    to the square root of the layers), a checkpoint more, smaller pages, fewer copies under way, or less for a schedule.
+    So the least that fits is found by bisection, and a schedule in some rounds. `tests/brute_force_fit.py` compares
+    what is found with all recipes of a grid.
 
     An estimate is put together from the step with few of the model's equal blocks, where it has such and grows evenly
     with them, and from updates of few parameters (`course_lib.budget.composing`); it equals that of the whole step.
@@ -100,11 +108,14 @@ def fit(
         make_model, make_batch, loss_sum: as for `estimate`; micro-batches are tried where the loss's weight is known.
         budget_bytes: for all tensors of the step, the batch aside.
         max_norm: clip the gradient to this norm, as `train_step` does; steps in backward are then passed over.
+        blocks: what is checkpointed, as for a `Recipe`.
         recipes: to look among these alone.
-        base: precision and optimizer; fp32 and adam if left out; and `ranks`, for which each `shard` is tried unless
-            it names one.
+        base: what all recipes have, such as precision, optimizer and `min_bytes`; and `ranks`, for which each `shard`
+            is tried unless it names one.
         rates: of the machine, or the name of one in `RATES`.
         tier: as for `estimate`; if left out, "file" for "laptop" and "host" for all other machines.
+        quick: an answer sooner, which may not be the cheapest: checkpoints around all blocks or none, flash attention
+            where the model takes it, all of the optimizer's state offloaded or none, one micro-batch or the most.
         progress: show a bar, where tqdm is installed.
 
     Raises:
@@ -125,254 +136,211 @@ def fit(
             kind("recipes", recipe, Recipe, "one Recipe or more")
     with _progress(progress) as watch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no activation was moved")  # nothing was large enough: the search finds out
-        alone = replace(base, ranks=1, shard=None, update="loop") if base.ranks > 1 else base
-        search = _Search(make_model, make_batch, loss_sum, budget_bytes, alone, tier, watch, max_norm)
-        found = _found(search, recipes, rates, base)
+        options = {"loss_sum": loss_sum, "tier": tier, "max_norm": max_norm}
+        known = Known(make_model, make_batch, base, blocks=blocks, quick=quick, watch=watch, **options)
+        return that_fit(Search(known, budget_bytes, rates), base, recipes)
+
+
+def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = None) -> Estimates:
+    """`fit`, by what is known already."""
+    known = search.known
+    while True:
+        if recipes is not None:
+            found, tried = _among(search, recipes)
+        elif base.ranks > 1:
+            found, tried = _on_ranks(search, base)
+        else:
+            found, tried = _all(search), known.estimates.values()
+        found.sort(key=search.order)
+        least = min(tried, key=lambda e: e.peak_bytes, default=None)
+        if known.confirms(found[0] if found else least):
+            break
     if not found:
-        least, told = search.least, "none was found"
+        told = "none was found"
         if least:
             told = f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
-        raise InfeasibleBudget(budget_bytes, least and least.peak_bytes, told, least)
+        raise InfeasibleBudget(search.budget, least and least.peak_bytes, told, least)
     title = text(
         "{count} recipe fits into {budget}; {known} were estimated"
         if len(found) == 1
         else "{count} recipes fit into {budget}; {known} were estimated",
-        **{"count": len(found), "budget": bytes_text(budget_bytes), "known": len(search.known)},
+        **{"count": len(found), "budget": bytes_text(search.budget), "known": len(known.estimates)},
     )
-    return Estimates(found, rates, title, lambda recipe: search.known.get(recipe) or search.estimated(recipe))
+    if known.quick:
+        title = text("{found}, by a quick search, which may miss cheaper ones", found=title)
+    return Estimates(found, search.rates, title, known.estimate)
 
 
-class _Search:
-    """One search: what is known of the model, and the estimates made so far."""
-
-    def __init__(self, make_model, make_batch, loss_sum, budget_bytes, base: Recipe, tier, watch=None, max_norm=None):
-        self.budget, self.watch = budget_bytes, watch or (lambda recipe: None)
-        self.base = Recipe(precision=base.precision, optimizer=base.optimizer, update=base.update)
-        self.known: dict[Recipe, Estimate] = {}
-        self.least: Estimate | None = None
-        self.estimates = Composing(make_model, make_batch, self.base, loss_sum=loss_sum, tier=tier, max_norm=max_norm)
-        self.insides = (False, True) if max_norm is None else (False,)
-        self.estimate(self.base)  # first of all, since it says what is wrong with model or batch
-        composer = self.estimates.composer_of(self.base)
-        model, tokens = composer.model, next(tensors_in(composer.batch))
-        self.chunk = HEAD_CHUNK if tokens.is_floating_point() else max(HEAD_CHUNK, tokens.numel() // 16)
-        self.decoder = is_decoder(model) and loss_sum is None
-        weighed = (loss_sum is not None or has_loss_sum(model)) and not mixes_samples(model)
-        self.pieces = pieces_allowed(samples_in(composer.batch)) if weighed else [1]
-        self.layers = 0
-        with suppress(ValueError):  # without a list of like modules
-            self.layers = len(names_of(model, None))
-        self.trained = composer.trained
-        self.parameter_bytes = sum(p.nbytes for p in model.parameters())
-        stateless = self.base.optimizer in ALL_ABOVE or (self.base.optimizer, self.base.precision) == ("sgd", "fp32")
-        self.fractions = FRACTIONS[:1] if stateless else FRACTIONS
-        self.attentions, self.flash_is_less = ATTENTIONS[:1], False
-        if drop_probability(attentions_of(model)) == 0 and _goes_with(self, attention="flash"):
-            self.compare_attentions()
-
-    def compare_attentions(self) -> None:
-        """Flash is the smaller one where it is so at both ends: the whole batch, and as little as can be."""
-        keep = {"checkpoint": "layers"} if _goes_with(self, checkpoint="layers") else {}
-        self.attentions = ATTENTIONS
-        ends = (self.base, replace(self.base, micro_batches=self.pieces[-1], **keep))
-        pairs = [[self.estimate(replace(end, attention=name)) for name in ATTENTIONS] for end in ends]
-        self.flash_is_less = all(new.peak_bytes <= old.peak_bytes for old, new in pairs)
-        if self.flash_is_less and all(new.flops <= old.flops for old, new in pairs):
-            self.attentions = ATTENTIONS[1:]  # better in all respects
-
-    def estimate(self, recipe: Recipe) -> Estimate:
-        if recipe not in self.known:
-            self.watch(recipe)
-            self.known[recipe] = self.estimated(recipe)
-            if self.least is None or self.known[recipe].peak_bytes < self.least.peak_bytes:
-                self.least = self.known[recipe]
-        return self.known[recipe]
-
-    def flops(self, recipe: Recipe) -> int:
-        return self.estimate(recipe).flops
-
-    def estimated(self, recipe: Recipe) -> Estimate:
-        if recipe.ranks > 1:
-            return sharding.estimate(*self.estimates.given, recipe, **self.estimates.options)
-        return self.estimates(recipe)
-
-    def confirms(self, best: Estimate | None) -> bool:
-        """Whether the best estimate is what the whole step takes; if not, the search begins again, with whole steps."""
-        if best is None or best.recipe.ranks > 1 or not self.estimates.composing:
-            return True
-        self.watch(best.recipe)
-        if not self.estimates.confirms(best):
-            self.known, self.least = {}, None
-        return bool(self.known)
-
-    def fits(self, recipe: Recipe) -> bool:
-        possible = recipe.ranks > 1 or self.at_least_bytes(recipe) <= self.budget
-        return possible and self.estimate(recipe).peak_bytes <= self.budget
-
-    # ---- what is known without an estimate
-
-    def at_least_bytes(self, recipe: Recipe) -> int:
-        """Forward and backward are the same wherever the state is, but for what of it is on the device.
-
-        Steps in backward leave out gradients, and nothing else.
-        """
-        held = self.held_bytes(recipe) - 4 * len(self.trained)  # Adam's step counters, which may be below
-        least = 0
-        for inside in {recipe.in_backward, False}:
-            gradients = (recipe.in_backward - inside) * sum(p.nbytes for p in self.trained)
-            twins = (replace(recipe, in_backward=inside, offload_optimizer=fraction) for fraction in FRACTIONS)
-            for e in (self.known[twin] for twin in twins if twin in self.known):
-                peak = max(e.phase_peaks["forward"], e.phase_peaks["backward"])
-                least = max(least, peak + held - self.held_bytes(e.recipe) - gradients)
-        return least
-
-    def floor_bytes(self, recipe: Recipe) -> int:
-        """What is there at some moment of every step: parameters and the state above; gradients too, or the largest."""
-        gradients = [p.nbytes for p in self.trained]
-        return self.held_bytes(recipe) + (max(gradients) if recipe.in_backward else sum(gradients))
-
-    def held_bytes(self, recipe: Recipe) -> int:
-        return self.parameter_bytes + _state_above(self.trained, recipe)
+# ---- where to look
 
 
-def _state_above(parameters: Sequence[Tensor], recipe: Recipe) -> int:
-    """Bytes of state and master weights that are where the parameters are."""
-    below = chosen_below(parameters, recipe.offload_optimizer)
-    masters = recipe.precision == "bf16" or recipe.offload_optimizer > 0  # of parameters in 16 bits
-    size = 4 * STATE.get(recipe.optimizer, 0)
-    each = {p: size + 4 if masters and p.itemsize < 4 else size * p.itemsize // 4 for p in parameters if p not in below}
-    return sum(p.numel() * nbytes for p, nbytes in each.items())
-
-
-def _found(search: _Search, recipes: Iterable[Recipe] | None, rates: Rates, base: Recipe) -> list[Estimate]:
-    """What fits, the cheapest first, which is confirmed."""
-    while True:
-        if recipes is not None:
-            found = _among(search, recipes)
-        elif base.ranks > 1:
-            found = sharding.that_fit(search, base)
-        else:
-            found = _with_few_checkpoints(search, _all(search), rates)
-        found.sort(key=lambda e: (rates.seconds(e), e.recipe.micro_batches, e.sent_bytes, e.peak_bytes))
-        if search.confirms(found[0] if found else search.least):
-            return found
-
-
-def _among(search: _Search, recipes: Iterable[Recipe]) -> list[Estimate]:
-    found, possible = [], []
+def _among(search: Search, recipes: Iterable[Recipe]) -> tuple[list[Estimate], list[Estimate]]:
+    """Those of the recipes that fit, and all of them."""
+    tried = []
     for recipe in dict.fromkeys(recipes):
         with suppress(InfeasibleBudget):  # of the recipe's own schedule_bytes
-            if search.fits(recipe):
-                found.append(search.estimate(recipe))
-            possible.append(recipe)
-    if not found:  # for the message
-        search.least = min(map(search.estimate, possible), key=lambda e: e.peak_bytes, default=None)
-    return found
+            tried.append(search.known.estimate(recipe))
+    return [e for e in tried if e.peak_bytes <= search.budget], tried
 
 
-def _all(search: _Search) -> list[Estimate]:
+def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estimate]]:
+    """For several ranks: each sharding, with the fewest micro-batches, and checkpoints where it does not fit without.
+
+    And all that were estimated.
+    """
+    known = search.known
+    make_model, make_batch = known.composing.given
+    with symbolic():
+        shapes = sharding.shapes_of(model_of(make_model, sharding.single(replace(base, shard="zero3"))))
+        samples = samples_in(make_batch())
+    pieces = known.options("micro_batches", *sharding.pieces(replace(base, micro_batches=1), samples))
+    keeps, found = known.options("checkpoint", "none", "selective", "layers"), []
+    for shard, keep, attention in product(sharding.MODES, keeps, known.attentions):
+        blocks = None if keep == "none" else known.blocks
+        family = replace(base, shard=shard, checkpoint=keep, blocks=blocks, attention=attention)
+        if base.shard not in (None, shard) or sharding.floor_bytes(shapes, family) > search.budget:
+            continue
+        without = replace(family, checkpoint=keeps[0], blocks=None if keeps[0] == "none" else blocks)
+        if any(replace(e.recipe, micro_batches=1) == replace(without, micro_batches=1) for e in found):
+            continue  # it fits without checkpoints
+        optional = keep != keeps[0] or (base.shard is None and shard not in sharding.REPLICATED)
+        with suppress(ValueError) if optional else nullcontext():  # a model without blocks, or a loss not by its call
+            best = fewest_pieces(search, family, pieces)
+            found += [known.estimate(best)] if best else []
+    tried = [e for recipe, e in known.estimates.items() if recipe.ranks > 1]
+    if not tried:  # even weights, gradients and state do not fit
+        shard, blocks = base.shard or "zero3", None if keeps[-1] == "none" else known.blocks
+        more = {"attention": known.attentions[-1], "micro_batches": pieces[-1], "blocks": blocks}
+        tried = [known.estimate(replace(base, shard=shard, checkpoint=keeps[-1], **more))]
+    return found, tried
+
+
+def _all(search: Search) -> list[Estimate]:
+    """Combinations of techniques, those of few techniques first."""
     found: list[Recipe] = []
-    too_large: set[Recipe] = set()
-    for family in sorted(_families(search), key=lambda recipe: (_techniques(recipe), recipe.attention)):
-        flash = replace(family, attention="flash")
-        if (
-            any(_adds_to(family, smaller) for smaller in found)
-            or search.floor_bytes(family) > search.budget
-            or (search.flash_is_less and flash in too_large)
-        ):
+    for family in sorted(_families(search.known), key=lambda recipe: _techniques(search.known, recipe)):
+        too_large = search.known.floor_bytes(family) > search.budget
+        if too_large or _needless(search, family, found) or _idle(search.known, family):
             continue
         try:
-            best = best_of(search, family, min(map(search.flops, _schedules(family, found)), default=math.inf))
-        except RuntimeError:  # the step does not run: it changes in place what "selective" has kept, say
+            best = best_of(search, family)
+        except (RuntimeError, InfeasibleBudget):  # it changes in place what "selective" has kept, say
             continue
         if best is not None:
             found.append(best)
-        else:
-            too_large.add(family)
     if not found:
         _find_least(search)
-    return [search.estimate(recipe) for recipe in found]
+    else:
+        _add_first_blocks(search, found)
+    found = [_with_large_pages(search, recipe) for recipe in found]
+    return [search.known.estimate(recipe) for recipe in found if not _can_do_with_less(search, recipe, found)]
 
 
-def _schedules(family: Recipe, found: list[Recipe]) -> list[Recipe]:
-    """Those found that would do in place of the family's checkpoints, and need no more besides."""
-    scheduled = replace(family, checkpoint="optimal", segments=None, schedule_bytes=1, offload_activations=False)
-    return [recipe for recipe in found if recipe.checkpoint == "optimal" and _adds_to(scheduled, recipe)]
+def _with_large_pages(search: Search, recipe: Recipe) -> Recipe:
+    """With the largest pages that fit; they cost what small ones do."""
+    pages = (replace(recipe, page_bytes=size) for size in search.known.pages_for(recipe))
+    return next(filter(search.fits, pages))
 
 
-def _with_few_checkpoints(search: _Search, found: list[Estimate], rates: Rates) -> list[Estimate]:
-    """What was found, and checkpoints around the first blocks only, where that may be the cheapest of all.
+def _families(known: Known) -> Iterator[Recipe]:
+    """One recipe for each combination; how many micro-batches, segments and schedule bytes is found later.
 
-    It costs no less than the step without checkpoints.
+    What goes down depends on the micro-batches: with offloaded activations each number is a combination of its own,
+    from one to the next twice as many.
     """
-    cheapest = min(map(rates.seconds, found), default=0)
-    for e in [e for e in found if e.recipe.checkpoint == "layers"]:
-        most = replace(e.recipe, micro_batches=1 if e.recipe.in_backward else search.pieces[-1])
-        bound = search.estimate(replace(most, checkpoint="none"))
-        if rates.seconds(bound) < cheapest and (fewest := fewest_blocks(search, most, bound.peak_bytes)):
-            found.append(search.estimate(fewest))
-            cheapest = min(cheapest, rates.seconds(found[-1]))
-    return found
-
-
-def _families(search: _Search) -> Iterator[Recipe]:
-    """One recipe for each combination; how many micro-batches, segments and schedule bytes is found later."""
-    keeps: list[dict[str, Any]] = [{}, {"offload_activations": True}]
-    if _goes_with(search, checkpoint="layers"):
-        keeps += [{"checkpoint": "selective"}, {"checkpoint": "layers"}]
-        keeps += [{"checkpoint": "layers", "offload_activations": True}]
-    if _goes_with(search, checkpoint="optimal", schedule_bytes=1 << 60):
-        keeps += [{"checkpoint": "optimal", "schedule_bytes": 1}]
-        keeps += [{"checkpoint": "segments", "segments": 2}] if search.layers > 1 else []
-    chunks = (None, search.chunk) if _goes_with(search, head_chunk=search.chunk) else (None,)
     for attention, keep, chunk, inside, fraction in product(
-        search.attentions, keeps, chunks, search.insides, search.fractions
+        known.attentions, known.keeps, known.chunks, known.insides, known.fractions
     ):
         techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, **keep}
-        yield replace(search.base, offload_optimizer=fraction, **techniques)
+        family = known.family(offload_optimizer=fraction, **techniques)
+        for pieces in known.doublings(family) if family.offload_activations else known.pieces_for(family)[:1]:
+            yield replace(family, micro_batches=pieces)
 
 
-def _goes_with(search: _Search, **technique: Any) -> bool:
-    """Whether the model has blocks to be checkpointed, a head that runs in chunks, attention that can be flash."""
-    try:
-        return search.decoder or bool(search.estimate(replace(search.base, **technique)))
-    except (TypeError, ValueError, RuntimeError):
-        return False
-
-
-def _find_least(search: _Search) -> None:
-    """For the message: what takes the least, among those that use the most."""
-    chunk = search.chunk if _goes_with(search, head_chunk=search.chunk) else None
-    keeps: list[dict[str, Any]] = [{"offload_activations": True}]
-    if _goes_with(search, checkpoint="layers"):
-        keeps += [{"offload_activations": True, "checkpoint": "layers"}]
-    if _goes_with(search, checkpoint="optimal", schedule_bytes=1 << 60):
-        keeps += [{"checkpoint": "optimal", "schedule_bytes": 1}]
-    kinds = search.attentions[-1:] if search.flash_is_less else search.attentions
-    for attention, fraction, inside, keep in product(kinds, search.fractions[::-1], search.insides, keeps):
-        pieces = 1 if inside else search.pieces[-1]
-        techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, "micro_batches": pieces}
-        recipe = replace(search.base, offload_optimizer=fraction, **techniques, **keep)
-        if max(search.floor_bytes(recipe), search.at_least_bytes(recipe)) < search.least.peak_bytes:
-            search.estimate(least_schedule(search, recipe) if recipe.checkpoint == "optimal" else recipe)
-
-
-def _techniques(recipe: Recipe) -> float:
+def _techniques(known: Known, recipe: Recipe) -> tuple:
     """How much a recipe adds to the plain step, for the order of the search."""
     parts = (recipe.checkpoint != "none", recipe.offload_activations, recipe.head_chunk, recipe.in_backward)
-    return sum(map(bool, parts)) + recipe.offload_optimizer
+    attention = known.attentions.index(recipe.attention)
+    return sum(map(bool, parts)) + recipe.offload_optimizer, attention, recipe.micro_batches
 
 
-def _adds_to(recipe: Recipe, smaller: Recipe) -> bool:
-    """Whether a recipe uses all that the smaller one uses, micro-batches aside: more than is needed."""
+def _adds_to(known: Known, recipe: Recipe, smaller: Recipe) -> bool:
+    """Whether a recipe uses all that the smaller one uses, with attention as dear, micro-batches aside."""
     return (
-        recipe.attention == smaller.attention
+        smaller.attention in (recipe.attention, known.attentions[0])
         and smaller.checkpoint in ("none", recipe.checkpoint)
         and recipe.offload_activations >= smaller.offload_activations
         and bool(recipe.head_chunk) >= bool(smaller.head_chunk)
         and recipe.in_backward >= smaller.in_backward
         and recipe.offload_optimizer >= smaller.offload_optimizer
     )
+
+
+def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
+    """Whether the family adds to what fits, and can be no cheaper.
+
+    To add costs, but to two kinds: with offloaded activations, a checkpoint, a head in chunks and micro-batches leave
+    less to be moved; with a schedule or segments, any room that is won makes them cheaper. What adds to these is tried
+    where it may be the cheapest of all.
+    """
+    smaller = [recipe for recipe in found if _adds_to(search.known, family, recipe)]
+    if any(recipe.checkpoint not in CHAINED and _moves_as_much(family, recipe) for recipe in smaller):
+        return True
+    return bool(smaller) and search.known.least_seconds(family, search.rates) >= min(map(search.seconds, found))
+
+
+def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
+    names = ("attention", "checkpoint", "head_chunk", "micro_batches")
+    return not smaller.offload_activations or all(getattr(recipe, name) == getattr(smaller, name) for name in names)
+
+
+def _idle(known: Known, family: Recipe) -> bool:
+    """Whether nothing is large enough to go down: it was not with fewer micro-batches, whose tensors are larger."""
+    fewer = (replace(family, micro_batches=count) for count in known.pieces_for(family) if count < family.micro_batches)
+    tried = (recipe for recipe in fewer if recipe in known.estimates)
+    return family.offload_activations and any(map(known.moves_nothing, tried))
+
+
+def _can_do_with_less(search: Search, recipe: Recipe, found: list[Recipe]) -> bool:
+    """Whether another one uses part of it and comes first."""
+    order = search.order(search.known.estimate(recipe))
+    others = (other for other in found if other != recipe and _adds_to(search.known, recipe, other))
+    return any(search.order(search.known.estimate(other)) < order for other in others)
+
+
+def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
+    """Checkpoints around the first blocks only, where that is the cheapest of all: it costs no less than one block."""
+    known = search.known
+    if known.quick or "layers" not in {keep.get("checkpoint") for keep in known.keeps}:
+        return
+    cheapest = min(map(search.seconds, found))
+    for attention, chunk, inside, fraction in product(known.attentions, known.chunks, known.insides, known.fractions):
+        techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, "offload_optimizer": fraction}
+        plain = known.family(**techniques)
+        if plain.offload_activations or known.least_seconds(plain, search.rates) >= cheapest:
+            continue
+        one = replace(plain, checkpoint="layers", blocks=known.blocks, first_blocks=1)
+        if known.floor_bytes(plain) > search.budget or search.seconds(one) >= cheapest:
+            continue
+        fewest = fewest_blocks(search, one)
+        if fewest and search.seconds(fewest) < cheapest:
+            found.append(fewest)
+            cheapest = search.seconds(fewest)
+
+
+def _find_least(search: Search) -> None:
+    """For the message: what takes the least, among those that use the most."""
+    known = search.known
+    keeps = [keep for keep in known.keeps if keep["offload_activations"] or keep.get("checkpoint") == "optimal"]
+    for attention, fraction, inside, keep in product(
+        known.attentions, known.fractions[::-1], known.insides, keeps or known.keeps[-1:]
+    ):
+        techniques = {"attention": attention, "head_chunk": known.chunks[-1], "in_backward": inside, **keep}
+        recipe = known.family(offload_optimizer=fraction, **techniques)
+        recipe = replace(recipe, micro_batches=known.pieces_for(recipe)[-1])
+        least = min(e.peak_bytes for e in known.estimates.values())
+        if known.floor_bytes(recipe) < least:
+            known.estimate(least_schedule(search, recipe) if recipe.schedule_bytes == 1 else recipe)
 
 
 @contextmanager

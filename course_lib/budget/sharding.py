@@ -11,11 +11,10 @@ parameters in bf16, "zero2" and "zero3" shards in fp32 that are gathered, and co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -28,15 +27,11 @@ from course_lib.distributed.predicting import watched_rank
 from course_lib.memory import CATEGORIES, PHASES, symbolic
 
 from . import estimating
-from .cheapest import fewest_pieces
 from .composing import Irregular, Moments, composed, equal_blocks
 from .estimating import Estimate
 from .loss import LossSum, check_loss, has_loss_sum, loss_of, samples_in
 from .recipe import Recipe
 from .step import applied, check_model, default_dtype, model_of
-
-if TYPE_CHECKING:
-    from .search import _Search
 
 MODES = {"ddp": "ddp", "zero1": "ddp", "zero2": "fsdp-keep", "zero3": "fsdp"}  # zero1's forward and backward are ddp's
 FEW = 4  # blocks: one is gathered while another is used and the gradients of a third go
@@ -213,30 +208,3 @@ def pieces(recipe: Recipe, samples: int) -> list[int]:
         got = f"micro_batches is {recipe.micro_batches}"
         raise ValueError(f"{got}; a rank's {each} samples take one of {', '.join(map(str, allowed))}")
     return allowed
-
-
-# ---- which recipe fits
-
-
-def that_fit(search: _Search, base: Recipe) -> list[Estimate]:
-    """The recipes for so many ranks that fit: each sharding, with the fewest micro-batches, and no idle technique."""
-    search.least = None  # of a single device
-    make_model, make_batch = search.estimates.given
-    with symbolic():
-        shapes = shapes_of(model_of(make_model, single(replace(base, shard="zero3"))))
-        samples = samples_in(make_batch())
-    search.pieces, found = pieces(replace(base, micro_batches=1), samples), []
-    for shard, keep, attention in product(MODES, ("none", "selective", "layers"), search.attentions):
-        family = replace(base, shard=shard, checkpoint=keep, attention=attention)
-        if base.shard not in (None, shard) or floor_bytes(shapes, family) > search.budget:
-            continue
-        if any(replace(e.recipe, micro_batches=1) == replace(family, checkpoint="none") for e in found):
-            continue  # it fits without checkpoints
-        optional = keep != "none" or (base.shard is None and shard not in REPLICATED)
-        with suppress(ValueError) if optional else nullcontext():  # a model without blocks, or a loss not by its call
-            best = fewest_pieces(search, family)
-            found += [search.estimate(best)] if best else []
-    if not found and search.least is None:  # even weights, gradients and state do not fit
-        least = replace(base, shard=base.shard or "zero3", checkpoint="layers", attention=search.attentions[-1])
-        search.estimate(replace(least, micro_batches=search.pieces[-1]))
-    return found

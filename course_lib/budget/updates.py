@@ -19,12 +19,15 @@ from .step import make_state
 
 @dataclass
 class Update:
-    """What it takes to step some parameters: the state they hold, and, at the peak, how much more in each category."""
+    """What it takes to step some parameters: the state they hold, and, at the peak, how much more in each category.
+
+    `totals` are FLOPs, bytes moved down, bytes moved up.
+    """
 
     held: int
     more: np.ndarray
     operator: str
-    moved: np.ndarray
+    totals: np.ndarray
 
 
 class Updates:
@@ -36,20 +39,23 @@ class Updates:
 
     def of_all(self, recipe: Recipe, below: set[Tensor]) -> Update:
         """One is stepped after the other, or in pages. Of what is the same block after block few are stepped."""
-        key = recipe.offload_optimizer, recipe.optimizer, recipe.page_bytes
+        key = recipe.offload_optimizer, recipe.optimizer, recipe.update, recipe.page_bytes
         if key not in self.known:
             left_out = self.left_out(recipe, below)
             found = self.stepped([p for p in self.trained if p not in left_out], recipe, below)
             each = [self.of(p, recipe, p in below) for p in left_out]
-            held, moved = found.held + sum(e.held for e in each), found.moved + sum(e.moved for e in each)
-            self.known[key] = Update(held, found.more, found.operator, moved)
+            held, totals = found.held + sum(e.held for e in each), found.totals + sum(e.totals for e in each)
+            self.known[key] = Update(held, found.more, found.operator, totals)
         return self.known[key]
 
     def left_out(self, recipe: Recipe, below: set[Tensor]) -> set[Tensor]:
         """Parameters of blocks with two like them before and two after, among those that go the same way.
 
-        What is small shares a page with its neighbours; where nothing large stands between them, none is left out.
+        What is small shares a page with its neighbours; where nothing large stands between them, none is left out. Nor
+        is it where all are updated at once, or share a table.
         """
+        if recipe.update != "loop" or recipe.optimizer == "adam8bit":
+            return set()
         found = set()
         for way in (True, False):
             rows = [[p for p in block.parameters() if p.requires_grad and (p in below) == way] for block in self.blocks]
@@ -61,7 +67,7 @@ class Updates:
         return found
 
     def of(self, p: Tensor, recipe: Recipe, below: bool) -> Update:
-        key = p.shape, p.dtype, below, recipe.optimizer  # a page by itself, whatever its size
+        key = p.shape, p.dtype, below, recipe.optimizer, recipe.update  # a page by itself, whatever its size
         if key not in self.known:
             self.known[key] = self.stepped([p], replace(recipe, offload_optimizer=float(below)), {p} if below else ())
         return self.known[key]
@@ -85,5 +91,5 @@ class Updates:
         given = sum(p.nbytes for p in parameters)
         entry = {"parameter": given, "gradient": given, "optimizer": meter.entry_bytes - 2 * given}
         more = np.array([count - entry.get(name, 0) for name, count in meter.at_peak().items()])
-        moved = np.array([store.stats.bytes_down, store.stats.bytes_up])
-        return Update(entry["optimizer"], more, peaks_in(meter)[1] if meter.phases() else "", moved)
+        totals = np.array([meter.flops, store.stats.bytes_down, store.stats.bytes_up])
+        return Update(entry["optimizer"], more, peaks_in(meter)[1] if meter.phases() else "", totals)

@@ -1,0 +1,292 @@
+"""What a search knows of one model and batch: its estimates, each made once, and bounds that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from course_lib._torch import tensors_in
+from course_lib.checkpoint.blocks import names_of
+from course_lib.memory import symbolic
+from course_lib.offload import chosen_below
+
+from . import sharding
+from .attention import attentions_of, drop_probability
+from .composing import Composer, Composing
+from .estimating import Estimate
+from .loss import has_loss_sum, is_decoder, mixes_samples, samples_in
+from .rates import Rates
+from .recipe import ALL_ABOVE, ATTENTIONS, Recipe, pieces_allowed
+
+FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+PAGES = (Recipe.page_bytes, 4 << 20, 1 << 20)
+HEAD_CHUNK = 512  # tokens, or a sixteenth of the batch's where that is more: smaller ones save little
+# Fields on which a step's FLOPs depend.
+COMPUTED = ("attention", "checkpoint", "first_blocks", "segments", "schedule_bytes", "head_chunk")
+
+
+class Estimator:
+    """The estimates of one model and batch, each made once, and bounds for recipes that were not estimated.
+
+    Attributes:
+        base: one rank's recipe, whose fields other than the default every recipe keeps.
+        blocks: what is checkpointed; None for the longest list of like modules.
+        quick: leave out what takes long to try and seldom pays.
+        estimates: recipe -> its estimate, of all that were made.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable,
+        make_batch: Callable,
+        base: Recipe,
+        *,
+        blocks: str | Sequence[str] | None = None,
+        quick: bool = False,
+        watch: Callable[[Recipe], None] | None = None,
+        **options: Any,
+    ):
+        self.base = replace(base, ranks=1, shard=None, update="loop") if base.ranks > 1 else base
+        self.quick, self.watch = quick, watch or (lambda recipe: None)
+        self.blocks = tuple(blocks) if isinstance(blocks, list) else blocks or base.blocks
+        if base.checkpoint != "none":
+            self.base = replace(self.base, blocks=self.blocks)
+        self.estimates: dict[Recipe, Estimate] = {}
+        self._flops: dict[tuple, int] = {}
+        self._confirmed: set[Recipe] = set()
+        self.composing = Composing(make_model, make_batch, self.base, **options)
+        self.estimate(self.base)  # first of all, since it says what is wrong with model or batch
+
+    # ---- estimates
+
+    def estimate(self, recipe: Recipe, shown: bool = True) -> Estimate:
+        if recipe not in self.estimates:
+            if shown:
+                self.watch(recipe)
+            found = self.estimates[recipe] = self._estimated(recipe)
+            computed = _computed(recipe)
+            self._flops[computed] = min(found.flops, self._flops.get(computed, found.flops))
+        return self.estimates[recipe]
+
+    def _estimated(self, recipe: Recipe) -> Estimate:
+        if recipe.ranks > 1:
+            return sharding.estimate(*self.composing.given, recipe, **self.composing.options)
+        return self.composing(recipe)
+
+    def confirms(self, best: Estimate | None) -> bool:
+        """Whether the whole step takes what was estimated; if not, all is forgotten, and whole steps are run."""
+        if best is None or best.recipe.ranks > 1 or not self.composing.composing or best.recipe in self._confirmed:
+            return True
+        self.watch(best.recipe)
+        if not self.composing.confirms(best):
+            self.estimates, self._flops = {}, {}
+            return False
+        self._confirmed.add(best.recipe)
+        return True
+
+    @cached_property
+    def composer(self) -> Composer:
+        return self.composing.composer_of(self.base)
+
+    # ---- bounds, without an estimate of the recipe itself
+
+    def held_bytes(self, recipe: Recipe) -> int:
+        """The model and what of the optimizer's state is on the device, which are there throughout the step."""
+        composer, below = self.composer, chosen_below(self.composer.trained, recipe.offload_optimizer)
+        with symbolic(composer.mode):
+            state = composer.updates.of_all(recipe, below).held
+        return state + sum(t.nbytes for t in (*composer.model.parameters(), *composer.model.buffers()))
+
+    def floor_bytes(self, recipe: Recipe) -> int:
+        """What is held; and what the optimizer's step takes, which is the same whatever forward and backward did."""
+        step = 0 if recipe.in_backward else self.state_of(recipe).phase_peaks["optimizer"]
+        return max(self.held_bytes(recipe), step)
+
+    def state_of(self, recipe: Recipe) -> Estimate:
+        """The step by the base, with the recipe's optimizer."""
+        names = ("offload_optimizer", "in_backward", "page_bytes")
+        return self.estimate(replace(self.base, **{name: getattr(recipe, name) for name in names}))
+
+    def least_seconds(self, recipe: Recipe, rates: Rates) -> float:
+        """No FLOPs less than without offloaded activations, and of what is moved the optimizer's state alone."""
+        down, up = self.state_moved(recipe)
+        least = {"flops": self.least_flops(recipe), "bytes_down": down, "bytes_up": up}
+        return rates.seconds(replace(self.state_of(recipe), **least))
+
+    def state_moved(self, recipe: Recipe) -> tuple[int, int]:
+        """Bytes of the optimizer's state that go down in a step, and up."""
+        state, none = self.state_of(recipe), self.state_of(replace(recipe, offload_optimizer=0.0))
+        return state.bytes_down - none.bytes_down, state.bytes_up - none.bytes_up
+
+    def least_flops(self, recipe: Recipe) -> int:
+        """Those of an estimate with the same to compute, else with part of it: to add to that takes no fewer."""
+        plain = replace(recipe, checkpoint="none", blocks=None, first_blocks=None, segments=None, schedule_bytes=None)
+        for part in (recipe, replace(recipe, head_chunk=None), plain, replace(plain, head_chunk=None)):
+            if (found := self.known_flops(part)) is not None:
+                return found
+        return 0
+
+    def known_flops(self, recipe: Recipe) -> int | None:
+        """Those of an estimate with the same to compute; None if there is none."""
+        return self._flops.get(_computed(recipe))
+
+    def moves_nothing(self, recipe: Recipe) -> bool:
+        """Whether of the activations nothing was large enough to go down."""
+        return self.estimate(recipe).bytes_down == self.state_moved(recipe)[0]
+
+
+class Known(Estimator):
+    """An estimator, and what can be tried of the model: searches for several budgets can share it."""
+
+    def options(self, name: str, *values: Any) -> tuple:
+        """What a field can be: what the base sets, else these values."""
+        return (getattr(self.base, name),) if name in self.base.changed() else values
+
+    @cached_property
+    def decoder(self) -> bool:
+        return is_decoder(self.composer.model) and self.composer.loss_sum is None
+
+    @cached_property
+    def pieces(self) -> tuple[int, ...]:
+        """Numbers of micro-batches."""
+        model = self.composer.model
+        weighed = (self.composer.loss_sum is not None or has_loss_sum(model)) and not mixes_samples(model)
+        every = pieces_allowed(samples_in(self.composer.batch)) if weighed else [1]
+        return self.options("micro_batches", *(sorted({1, every[-1]}) if self.quick else every))
+
+    def pieces_for(self, recipe: Recipe) -> tuple[int, ...]:
+        """Numbers of micro-batches; steps in backward take one."""
+        return (1,) if recipe.in_backward else self.pieces
+
+    def doublings(self, recipe: Recipe) -> list[int]:
+        """Of the numbers of micro-batches the most, and from one on those that are at least twice the one before."""
+        found = []
+        for count in self.pieces_for(recipe):
+            if not found or count >= 2 * found[-1] or count == self.pieces_for(recipe)[-1]:
+                found.append(count)
+        return found
+
+    @cached_property
+    def insides(self) -> tuple[bool, ...]:
+        """Whether the optimizer steps in backward."""
+        one = self.composer.max_norm is None and self.base.accumulate is None and self.base.micro_batches == 1
+        return self.options("in_backward", *((False, True) if one else (False,)))
+
+    @cached_property
+    def fractions(self) -> tuple[float, ...]:
+        """Of the optimizer's state that is offloaded."""
+        stateless = self.base.optimizer in ALL_ABOVE
+        stateless |= (self.base.optimizer, self.base.precision) == ("sgd", "fp32")
+        few = FRACTIONS[:: len(FRACTIONS) - 1] if self.quick else FRACTIONS
+        return self.options("offload_optimizer", *(FRACTIONS[:1] if stateless else few))
+
+    @cached_property
+    def chunks(self) -> tuple[int | None, ...]:
+        """Tokens of the loss head at a time."""
+        tokens = next(tensors_in(self.composer.batch))
+        chunk = HEAD_CHUNK if tokens.is_floating_point() else max(HEAD_CHUNK, tokens.numel() // 16)
+        return self.options("head_chunk", None, *([chunk] if self.goes_with(head_chunk=chunk) else []))
+
+    @cached_property
+    def attentions(self) -> tuple[str | None, ...]:
+        """Those with the fewest FLOPs first."""
+        if "attention" in self.base.changed():
+            return (self.base.attention,)
+        if drop_probability(attentions_of(self.composer.model)) > 0 or not self.goes_with(attention="flash"):
+            return ATTENTIONS[:1]
+        if self.quick:
+            return ATTENTIONS[1:]
+        return tuple(sorted(ATTENTIONS, key=lambda name: self.estimate(replace(self.base, attention=name)).flops))
+
+    @cached_property
+    def layers(self) -> int:
+        """How many blocks there are to checkpoint."""
+        names = list(self.blocks) if isinstance(self.blocks, tuple) else self.blocks
+        with suppress(ValueError):  # without a list of like modules
+            return len(names_of(self.composer.model, names))
+        return 0
+
+    @cached_property
+    def keeps(self) -> list[dict[str, Any]]:
+        """What is kept for backward, and how: fields of recipes."""
+        if self.base.checkpoint != "none":
+            found = [{}]
+        else:
+            found = [{"checkpoint": "none"}]
+            if self.goes_with(checkpoint="layers"):
+                kinds = ("layers",) if self.quick else ("selective", "layers")
+                found += [{"checkpoint": kind, "blocks": self.blocks} for kind in kinds]
+            if not self.quick and self.goes_with(checkpoint="optimal", schedule_bytes=1 << 60):
+                found += [{"checkpoint": "optimal", "schedule_bytes": 1, "blocks": self.blocks}]
+                more = {"checkpoint": "segments", "segments": 2, "blocks": self.blocks}
+                found += [more] if self.layers > 1 else []
+        with_offload = {"none", "layers"} | ({self.base.checkpoint} if self.base.offload_activations else set())
+        return [
+            {**keep, "offload_activations": down}
+            for down in self.options("offload_activations", False, True)
+            for keep in found
+            if not down or keep.get("checkpoint", self.base.checkpoint) in with_offload
+        ]
+
+    def family(self, **techniques: Any) -> Recipe:
+        """The base with these; and with the smallest pages and fewest copies under way, which take the least."""
+        recipe = replace(self.base, **techniques)
+        return replace(recipe, page_bytes=self.pages_for(recipe)[-1], **self.copies_for(recipe)[0])
+
+    def pages_for(self, recipe: Recipe) -> tuple[int, ...]:
+        """Page sizes of the offloaded optimizer, all of one price; in backward each parameter is a page by itself."""
+        paged = recipe.has_pages and not recipe.in_backward
+        return self.options("page_bytes", *(PAGES if paged else PAGES[:1]))
+
+    def copies_for(self, recipe: Recipe) -> list[dict[str, int | None]]:
+        """How many copies of activations are under way; only with the host below they have a price."""
+        if not recipe.offload_activations or self.composer.tier == "file":
+            return [{}]
+        counts = product(self.options("prefetch", 0, 1, None), self.options("in_flight", 1, None))
+        return [{"prefetch": ahead, "in_flight": down} for ahead, down in counts]
+
+    def goes_with(self, **technique: Any) -> bool:
+        """Whether the model has blocks to be checkpointed, a head that runs in chunks, attention that can be flash."""
+        if "checkpoint" in technique:
+            technique["blocks"] = self.blocks
+        try:
+            recipe = replace(self.base, **technique)
+            plain = self.decoder and self.blocks is None and self.base.checkpoint == "none"
+            return plain or bool(self.estimate(recipe, shown=False))
+        except (TypeError, ValueError, RuntimeError):
+            return False
+
+
+def _computed(recipe: Recipe) -> tuple:
+    return tuple(getattr(recipe, name) for name in COMPUTED)
+
+
+class Search:
+    """What is known, a budget and the rates that say what is cheap."""
+
+    def __init__(self, known: Known, budget: int, rates: Rates):
+        self.known, self.budget, self.rates = known, budget, rates
+
+    def fits(self, recipe: Recipe) -> bool:
+        possible = recipe.ranks > 1 or self.known.floor_bytes(recipe) <= self.budget
+        return possible and self.known.estimate(recipe).peak_bytes <= self.budget
+
+    def seconds(self, recipe: Recipe) -> float:
+        return self.rates.seconds(self.known.estimate(recipe))
+
+    def spare(self, recipe: Recipe) -> int:
+        """Bytes that are left of the budget."""
+        return self.budget - self.known.estimate(recipe).peak_bytes
+
+    def flops(self, recipe: Recipe) -> int:
+        return self.known.estimate(recipe).flops
+
+    def order(self, found: Estimate) -> tuple:
+        """The cheapest first; of equal price the one of fewer micro-batches, larger pages, fewer copies under way."""
+        recipe, seconds = found.recipe, self.rates.seconds(found)
+        copies = sum(recipe.copies(found.tier)) if recipe.offload_activations else 0
+        return seconds, recipe.micro_batches, -recipe.page_bytes, copies, found.sent_bytes, found.peak_bytes

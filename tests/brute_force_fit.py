@@ -1,0 +1,304 @@
+"""Whether `fit` finds the cheapest recipe that fits: twelve small models, many budgets, three sets of rates.
+
+    PYTHONPATH=. python tests/brute_force_fit.py [name ...]
+
+Each search is compared with a grid of at most 300 recipes, all estimated. A difference is a recipe of the grid that
+fits and costs less than the first that `fit` lists, or that fits where `fit` finds none. The budgets are the peaks of
+the grid's recipes that are cheaper than all that take less. Estimates are made once for all budgets and rates. Two of
+the models are a part of `make test`; all take some minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise, product
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from course_lib._check import InfeasibleBudget
+from course_lib.budget import Estimate, Rates, Recipe
+from course_lib.budget import known as facts
+from course_lib.budget.known import Known, Search
+from course_lib.budget.search import that_fit
+from course_lib.models import Decoder, deep_mlp, random_tokens
+
+MOST = 300  # recipes in a grid
+PAGES = (Recipe.page_bytes, 1 << 14, 1 << 11)
+# FLOPs dear, links dear, and neither: with a file below they add up, with the host below the longest counts.
+RATES = (Rates(1e9, 2e9, 1e8), Rates(1e9, 2e9, 1e6, host_bytes=1e9), Rates(1e10, 2e10, 1e9, host_bytes=1e10))
+
+
+@dataclass
+class Difference:
+    """What `fit` lists first, if it lists any, and what is cheaper in the grid."""
+
+    budget_bytes: int
+    rates: Rates
+    found: Estimate | None
+    better: Estimate
+
+    def __str__(self) -> str:
+        rows = [f"budget {self.budget_bytes:,}, link {self.rates.link_bytes:.0e}:"]
+        for name, e in (("fit ", self.found), ("grid", self.better)):
+            told = e and f"{self.rates.seconds(e):.6g} s, {e.peak_bytes:,} bytes, {e.recipe!r}"
+            rows.append(f"  {name} {told or 'finds none'}")
+        return "\n".join(rows)
+
+
+# ---- models
+
+
+class Chain(nn.Module):
+    """Blocks of the given widths, each of which has what the one before returned."""
+
+    def __init__(self, widths: list[int]):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, w), nn.GELU(), nn.Linear(w, 16)) for w in widths)
+
+    def loss_sum(self, batch):
+        x = batch
+        for block in self.blocks:
+            x = x + block(x)
+        return F.mse_loss(x, batch, reduction="sum"), len(batch)
+
+
+class Convolutions(nn.Module):
+    """Stages of falling resolution with batch norm, whose loss takes the batch as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        widths = (3, 8, 16, 32)
+        self.stages = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in pairwise(widths))
+        )
+        self.head = nn.Linear(32, 10)
+
+    def loss(self, batch):
+        x = self.stages(batch).mean((2, 3))
+        return F.cross_entropy(self.head(x), torch.zeros(len(batch), dtype=torch.long))
+
+
+class Wide(nn.Module):
+    """A large embedding, of which most is not used and one part never gets a gradient, before small blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.unused = nn.Embedding(3000, 16), nn.Linear(100, 100)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def loss_sum(self, batch):
+        x = self.table(batch)
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.square().sum(), batch.numel()
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def loss_sum(self, batch):
+        return self.encoder(batch).square().sum(), len(batch)
+
+
+def squares(model: nn.Module, batch: torch.Tensor):
+    return model(batch).square().sum(), len(batch)
+
+
+def hugging_face(name: str, **settings) -> nn.Module:
+    import transformers
+
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**settings)).train()
+
+
+def labelled(samples: int, tokens: int) -> dict[str, torch.Tensor]:
+    ids = random_tokens(samples, tokens - 1, 97)
+    return {"input_ids": ids, "labels": ids}
+
+
+DECODER = {"vocabulary": 199, "hidden": 32, "heads": 4, "sequence": 24}
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+SIZES |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+BART = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in
+        {"layers": 2, "attention_heads": 2, "ffn_dim": 64}.items()}  # fmt: skip
+BART |= {"vocab_size": 97, "d_model": 32, "max_position_embeddings": 32}
+
+
+MOVING = Recipe(min_bytes=1000)  # small activations too, and the inputs of blocks
+
+
+@dataclass
+class Case:
+    """A model, its batch, and what all recipes have."""
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable
+    base: Recipe = MOVING
+    tier: str = "file"
+    options: dict | None = None
+
+
+CASES = {
+    "chain": Case(partial(Chain, [32] * 7), partial(torch.randn, 6, 32, 16)),
+    "uneven chain": Case(partial(Chain, [16, 256, 16, 64]), partial(torch.randn, 4, 24, 16), tier="host"),
+    "table": Case(Wide, lambda: torch.zeros(4, 10, dtype=torch.long), Recipe(min_bytes=500)),
+    "MLP": Case(partial(deep_mlp, 5, 48), partial(torch.randn, 40, 48), options={"loss_sum": squares}),
+    "convolutions": Case(Convolutions, partial(torch.randn, 8, 3, 16, 16), Recipe("fp32", "momentum", min_bytes=2000)),
+    "decoder": Case(partial(Decoder, layers=4, **DECODER), partial(random_tokens, 4, 24, 199)),
+    "deep decoder": Case(partial(Decoder, layers=9, **DECODER), partial(random_tokens, 4, 24, 199),
+                         Recipe("bf16", min_bytes=2000), "host"),
+    "flat decoder": Case(partial(Decoder, layers=2, **{**DECODER, "sequence": 96}), partial(random_tokens, 3, 96, 199),
+                         Recipe(optimizer="sgd", min_bytes=4000)),
+    "encoder": Case(Encoder, partial(torch.randn, 6, 20, 32), Recipe(min_bytes=3000), "host"),
+    "GPT-2": Case(partial(hugging_face, "GPT2LMHeadModel", vocab_size=97, n_embd=32, n_layer=3, n_head=2,
+                          n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), partial(labelled, 4, 24)),
+    "Llama": Case(partial(hugging_face, "LlamaForCausalLM", **SIZES), partial(labelled, 4, 24),
+                  Recipe(optimizer="adafactor", min_bytes=2000)),
+    "BART": Case(partial(hugging_face, "BartForConditionalGeneration", dropout=0.0, **BART), partial(labelled, 4, 24),
+                 options={"blocks": ("model.encoder.layers.*", "model.decoder.layers.*")}),
+}  # fmt: skip
+
+
+# ---- the grid, written down without the search
+
+
+def schedules(known: Known) -> list[int]:
+    """Bytes for schedules: the least, and more; none for a model without a chain of blocks."""
+    recipe = replace(known.base, checkpoint="optimal", schedule_bytes=1, blocks=known.blocks)
+    try:
+        known.composer.scheduled(recipe)
+    except InfeasibleBudget as error:
+        return [error.least_bytes * n // 4 for n in (4, 5, 8)]
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    return []
+
+
+def grid(known: Known, seed: int) -> list[Recipe]:
+    """At most so many recipes, drawn from all combinations that the model takes."""
+    layers, blocks = known.layers, known.blocks
+    keeps: list[dict] = [{}, {"offload_activations": True}]
+    if layers:
+        keeps += [{"checkpoint": name, "blocks": blocks} for name in ("selective", "layers")]
+        keeps += [{"checkpoint": "layers", "blocks": blocks, "offload_activations": True}]
+        keeps += [{"checkpoint": "layers", "blocks": blocks, "first_blocks": n} for n in range(1, layers)]
+        keeps += [{"checkpoint": "segments", "blocks": blocks, "segments": n} for n in {2, layers} - {1}]
+        keeps += [{"checkpoint": "optimal", "blocks": blocks, "schedule_bytes": n} for n in schedules(known)]
+    every = []
+    for attention, chunk, inside, fraction, keep in product(
+        ("standard", "flash"), (None, known.chunks[-1]), (False, True), known.fractions, keeps
+    ):
+        techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, "offload_optimizer": fraction}
+        recipe = replace(known.base, **techniques, **keep)
+        downs = known.doublings(recipe) if recipe.offload_activations else known.pieces_for(recipe)
+        pages = facts.PAGES if recipe.has_pages and not inside else facts.PAGES[:1]
+        every += [
+            replace(recipe, micro_batches=count, page_bytes=size, **copies)
+            for count, size, copies in product(downs, pages, known.copies_for(recipe))
+        ]
+    every = list(dict.fromkeys(every))
+    random.Random(seed).shuffle(every)
+    return every
+
+
+@contextmanager
+def small_pages() -> Iterator[None]:
+    """Inside, the search tries pages that suit small models."""
+    before = facts.PAGES
+    facts.PAGES = PAGES
+    try:
+        yield
+    finally:
+        facts.PAGES = before
+
+
+def estimated(known: Known, most: int = MOST, seed: int = 0) -> list[Estimate]:
+    """The grid's estimates; what does not go with the model is no part of it."""
+    found, wrong = [], set()
+    for recipe in grid(known, seed):
+        kind = recipe.attention, recipe.checkpoint, recipe.head_chunk, recipe.offload_activations
+        if len(found) == most:
+            break
+        if kind in wrong:
+            continue
+        try:
+            found.append(known.estimate(recipe))
+        except InfeasibleBudget:
+            pass
+        except (TypeError, ValueError, RuntimeError):
+            wrong.add(kind)
+    return found
+
+
+def frontier(estimates: Iterable[Estimate], rates: Rates) -> list[int]:
+    """The peaks of those that are cheaper than all that take less: there a search can lose the most."""
+    peaks, cheapest = [], math.inf
+    for e in sorted(estimates, key=lambda e: (e.peak_bytes, rates.seconds(e))):
+        if rates.seconds(e) < cheapest:
+            peaks.append(e.peak_bytes)
+            cheapest = rates.seconds(e)
+    return peaks
+
+
+def compare(
+    case: Case, most: int = MOST, budgets: int | None = None, seed: int = 0
+) -> tuple[int, list[Difference], Known]:
+    """The number of searches, and what they missed."""
+    options = {"tier": case.tier, "loss_sum": None, "max_norm": None, **(case.options or {})}
+    known = Known(case.make_model, case.make_batch, case.base, **options)
+    recipes = [e.recipe for e in estimated(known, most, seed)]
+    searches, differences = 0, []
+    asked = {rates: frontier(map(known.estimate, recipes), rates)[:budgets] for rates in RATES}
+    for rates, budget in ((rates, budget) for rates, peaks in asked.items() for budget in peaks):
+        searches += 1
+        try:
+            first = that_fit(Search(known, budget, rates), case.base)[0]
+        except InfeasibleBudget:
+            first = None
+        fitting = (e for e in map(known.estimate, recipes) if e.peak_bytes <= budget)
+        best = min(fitting, key=rates.seconds)
+        if first is None or rates.seconds(best) < rates.seconds(first) * (1 - 1e-9):
+            differences.append(Difference(budget, rates, first, best))
+        elif first.peak_bytes > budget:
+            raise AssertionError(f"{first.recipe!r} takes {first.peak_bytes:,} bytes of {budget:,}")
+    return searches, differences, known
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--seed", type=int, default=0, help="which recipes of those that there are")
+    given = parser.parse_args()
+    searches = differ = 0
+    for name in given.names or CASES:
+        start = time.process_time()
+        with small_pages(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            count, differences, known = compare(CASES[name], seed=given.seed)
+        searches, differ = searches + count, differ + len(differences)
+        seconds = time.process_time() - start
+        made = f"{len(known.estimates)} estimates, {seconds:.0f} s"
+        print(f"{name}: {count} searches, {len(differences)} differences; {made}")
+        for difference in differences:
+            print(difference)
+        sys.stdout.flush()
+    print(f"{searches} searches, {differ} differences")
+    return int(differ > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
