@@ -961,3 +961,23 @@ def test_compiled_blocks_take_segments_and_no_schedule_that_is_found_by_a_copy()
     assert train_step(model, optimizer, sentences(), SEGMENTS).stepped
     with pytest.raises(ValueError, match=r"^a copy of body\.blocks\.0 [^\n]*; it takes [^\n]+$"):
         train_step(model, optimizer, sentences(), OPTIMAL)
+
+
+class Critic(nn.Module):
+    """A gradient penalty: backward through backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+
+    def loss(self, x):
+        x = x.detach().requires_grad_()
+        scores = self.layers(x).sum(1)
+        (gradient,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        return scores.mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+
+@pytest.mark.parametrize("fields", [{}, {"offload_activations": True, "min_bytes": 256}], ids=["layers", "offload"])
+def test_a_gradient_penalty_through_checkpoints_takes_what_is_estimated(fields):
+    asked = Critic, partial(torch.ones, 8, 16), Recipe(checkpoint="layers", **fields)
+    assert estimate(*asked).peak_bytes == run(*asked).meter.peak_bytes

@@ -161,3 +161,10 @@ def test_a_label_without_chinese_is_an_error_only_where_the_course_is_built(more
         with pytest.raises(LabelError, match=r"'my own label' has no Chinese: give it an entry in zh\.toml"):
             show("my own label")
     assert say("`my own label`") and say("slow")
+
+
+def test_labels_that_are_made_by_the_thousand_do_not_pile_up(fresh):
+    for number in range(3 * labels.MOST_MADE):
+        last = labels.text("peak: {size} MB", size=str(number))
+    assert len(labels._made) <= labels.MOST_MADE
+    assert labels.chinese(f"{last}") == f"峰值：{3 * labels.MOST_MADE - 1} MB"

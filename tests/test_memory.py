@@ -28,6 +28,8 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from course_lib._torch import tensors_in
+from course_lib.checkpoint import checkpoint as readable_checkpoint
 from course_lib.memory import (
     CATEGORIES,
     PHASES,
@@ -2502,3 +2504,94 @@ def test_what_is_remembered_is_told_apart_by_all_that_decides_it():
             assert not x[1:].is_inference() and not (x + 1).is_inference()
             with torch.inference_mode():
                 assert not x[1:].is_inference() and (x + 1).is_inference()
+
+
+# ---- at the edges
+
+
+def gradient_penalty(layers, run):
+    """A step with double backward: each layer by `run(layer, x)`."""
+    x = y = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+    for layer in layers:
+        y = run(layer, y)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (y.mean() + (gradient.norm(dim=1) - 1).square().mean()).backward()
+    return [parameter.grad.clone() for parameter in layers.parameters()]
+
+
+@pytest.mark.parametrize("through", [checkpoint, readable_checkpoint], ids=["torch", "course_lib"])
+def test_double_backward_through_checkpoints_runs_under_a_meter_as_without(through):
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+    expected = gradient_penalty(layers, lambda layer, x: layer(x))
+    layers.zero_grad()
+    with MemoryMeter(layers) as meter:
+        found = gradient_penalty(layers, lambda layer, x: through(layer, x, use_reentrant=False))
+    assert all(map(torch.equal, found, expected)) and meter.at_peak()["gradient"] <= 4 * 2 * 72
+
+
+def test_fake_tensors_that_only_find_shapes_inside_a_block_count_nothing():
+    with MemoryMeter() as meter:
+        held = torch.ones(10)
+        with _fake.FakeTensorMode():
+            shape = torch.empty(1000, 1000)
+            _ = shape @ shape
+        assert (shape + 1).shape == shape.shape
+    assert meter.peak_bytes == held.nbytes
+    with symbolic(), MemoryMeter() as meter:  # those of a symbolic step do
+        held = torch.ones(1000, 1000)
+    assert meter.peak_bytes == held.nbytes
+    with _fake.FakeTensorMode(), MemoryMeter() as meter:
+        held = torch.ones(1000, 1000)
+    assert meter.peak_bytes == held.nbytes
+
+
+def test_several_optimizers_have_their_state_counted_and_put_back():
+    makes, judges = nn.Linear(8, 8), nn.Linear(8, 1)
+    model = nn.ModuleList([makes, judges])
+    optimizers = [torch.optim.Adam(makes.parameters()), torch.optim.SGD(judges.parameters(), momentum=0.9)]
+
+    def step():
+        judges(makes(torch.ones(4, 8))).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    step()
+    state = 2 * 4 * 72 + 2 * 4 + 4 * 9  # two moments and two counts of Adam's, momentum
+    with MemoryMeter(model, optimizers) as meter:
+        step()
+    assert meter.at_peak()["optimizer"] == state
+    before = [value.clone() for optimizer in optimizers for value in tensors_in(optimizer.state)]
+    assert measure(step, model=model, optimizer=iter(optimizers), repeats=0).at_peak["optimizer"] == state
+    after = [value for optimizer in optimizers for value in tensors_in(optimizer.state)]
+    assert all(map(torch.equal, before, after))
+    with pytest.raises(TypeError, match=r"optimizer is 3; it takes a torch.optim.Optimizer, several of them or None"):
+        MemoryMeter(model, [optimizers[0], 3])
+
+
+@pytest.mark.parametrize("mode", ["linear", "bilinear", "bicubic", "trilinear"])
+def test_what_pytorch_takes_apart_is_symbolic_in_all_its_parts(mode):
+    dimensions = {"linear": 1, "trilinear": 3}.get(mode, 2)
+
+    def step():
+        x = torch.ones(2, 3, *[6] * dimensions, requires_grad=True)
+        with MemoryMeter() as meter:
+            F.interpolate(x * 2, scale_factor=2, mode=mode).square().mean().backward()
+        return meter.peak_bytes
+
+    with symbolic():
+        found = step()
+    assert found == step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_a_symbolic_bag_of_embeddings_takes_what_a_real_one_takes(mode, dtype):
+    def step():
+        with MemoryMeter() as meter:
+            bags = nn.EmbeddingBag(20, 16, mode=mode).to(dtype)
+            bags(torch.zeros(8, 5, dtype=torch.int64)).square().mean().backward()
+        return meter.peak_bytes
+
+    with symbolic():
+        found = step()
+    assert found == step()

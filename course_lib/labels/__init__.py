@@ -21,7 +21,10 @@ from pathlib import Path
 
 LANGUAGES = ("en", "zh", "both")
 CATALOG = Path(__file__).parent / "zh.toml"
-_made: dict[str, "Label"] = {}  # what `text` has made, by its English
+# What `text` has made, by its English: a label may pass through f-strings and matplotlib, which leave a plain string.
+# The last ones suffice, since they are shown soon after they are made.
+_made: dict[str, "Label"] = {}
+MOST_MADE = 4096
 _chosen: str | None = None  # None until `choose` is called; then `current` asks the environment each time
 
 # What is the same in every language: code, math, and placeholders.
@@ -103,7 +106,11 @@ def text(english: str, /, **values: object) -> Label:
         return english
     label = Label(english.format(**values) if values else english)
     label.template, label.values = english, values
-    _made[str(label)] = label
+    plain = str(label)
+    _made.pop(plain, None)  # the newest stands last
+    _made[plain] = label
+    if len(_made) > MOST_MADE:
+        del _made[next(iter(_made))]
     return label
 
 

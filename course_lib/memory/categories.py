@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .known import Symbolic
 from .storages import AccumulateGrad, held_by, hooks_active, saved_by, storages_of, tensors_among
 from .timeline import Ledger, Record
 
@@ -28,15 +30,23 @@ class Usage:
     def __init__(self, ledger: Ledger, leaves_are_parameters: bool):
         self.ledger = ledger
         self.leaves_are_parameters = leaves_are_parameters
+        self.fake_mode: FakeTensorMode | None = None  # in which the block stands
         self.node = None  # the autograd node that ran the last operator ...
         self.node_began = 0  # ... and the number of its first one
         self._read: list[Record] = []  # what that node has read so far
         self._output: weakref.ref | None = None  # of the last operator: its autograd node can be seen after it
+        # Autograd numbers the nodes that a thread makes: the last operator made those from `_oldest` on, the next one
+        # those from `_next[thread]` on. A Function makes its own before it runs, `_oldest_of_node` at the earliest.
+        self._oldest = self._oldest_of_node = 0
+        self._next: dict[int, int] = {}
 
     def inputs(self, func, args, kwargs, node) -> tuple[str, set[int]]:
         """Before an operator: where it runs, and the addresses of its input storages."""
         self.settle()
+        thread = threading.get_ident()
+        self._oldest, self._next[thread] = self._next.get(thread, 0), torch.autograd._get_sequence_nr()
         if node is not self.node:
+            self._oldest_of_node = 0 if node is None else self._next[thread]
             self._release()
             self.node, self.node_began = node, len(self.ledger.operators)
         # In backward, gradients are on only where the forward pass is computed again.
@@ -65,7 +75,7 @@ class Usage:
         return self.leaves_are_parameters and record.role == "input" and tensor.requires_grad and tensor.is_leaf
 
     def outputs(self, func, result, sources: set[int], made_in: str) -> None:
-        ledger, tensors = self.ledger, tensors_among((result,))
+        ledger, tensors = self.ledger, [t for t in tensors_among((result,)) if not self._is_a_shape_alone(t)]
         for tensor in tensors:
             for storage in storages_of(tensor):
                 record = ledger.find(storage)
@@ -82,11 +92,16 @@ class Usage:
         watched = watched and not (func._schema.is_mutable and tensors[0]._is_view())
         self._output = weakref.ref(tensors[0]) if watched else None
 
+    def _is_a_shape_alone(self, tensor: Tensor) -> bool:
+        """Whether it is a fake tensor of a mode entered inside the block, as DTensor does to find shapes: no memory."""
+        mode = tensor.fake_mode if type(tensor) is FakeTensor else self.fake_mode
+        return mode is not self.fake_mode and not isinstance(mode, Symbolic)
+
     def settle(self) -> None:
         """What the last operator's autograd node saved, or accumulated, can be seen once the operator is through."""
         now = len(self.ledger.operators) - 1
         output = self._output and self._output()
-        if output is not None and output.grad_fn is not None:
+        if output is not None and output.grad_fn is not None and self._is_new(output.grad_fn):
             for tensor in saved_by(output.grad_fn):
                 for storage in storages_of(tensor):
                     record = self.ledger.find(storage)
@@ -94,6 +109,11 @@ class Usage:
                         record.saved = now
         if isinstance(self.node, AccumulateGrad) and self.node.variable.grad is not None:
             self.ledger.assign(self.node.variable.grad, "gradient", now)
+
+    def _is_new(self, node) -> bool:
+        """Whether the last operator made the node; an older one, as a saved result has, may be made under hooks."""
+        function = isinstance(node, torch.autograd.function.BackwardCFunction)
+        return node._sequence_nr() >= (self._oldest_of_node if function else self._oldest)
 
     def finish(self) -> None:
         """No more operators follow."""

@@ -24,6 +24,7 @@ _LOOKED_AT = {_aten.rand, _aten.linspace}  # layers are dropped at random, at ri
 _LOOKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 _GROUPED = _aten._grouped_mm.default
+_EMBEDDING_BAG = _aten._embedding_bag.default
 _LAYER_NORM_BACKWARD = _aten.native_layer_norm_backward.default
 
 
@@ -50,9 +51,18 @@ class Symbolic(FakeTensorMode):
         self.looks = 0  # how often the values of a real tensor were looked at
         self._unknown: WeakSet[torch.UntypedStorage] = WeakSet()  # of real tensors
         self._filled: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()  # of symbolic ones: with what
+        self._inside = False  # an operator that PyTorch takes apart
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        if self._inside:  # its parts are symbolic as it is: real numbers made for it would meet symbolic ones
+            return outlines.fake(self, func, types, args, kwargs or {})
+        self._inside = True
+        try:
+            return self._dispatched(func, types, args, kwargs or {})
+        finally:
+            self._inside = False
+
+    def _dispatched(self, func, types, args, kwargs) -> Any:
         met = tensors_among(args, kwargs)
         real = [tensor for tensor in met if not isinstance(tensor, FakeTensor)]
         if not isinstance(func, OpOverload):
@@ -134,7 +144,21 @@ def _outline(dispatch, func, types, args, kwargs) -> Any:
     result = dispatch(func, types, args, kwargs)
     if func is _LAYER_NORM_BACKWARD and result[0] is not None:  # contiguous, whatever the strides of what it is given
         return _made(dispatch, result[0].size(), None, result[0]), *result[1:]
+    if func is _EMBEDDING_BAG and result[1].numel():
+        return result[0], _bag_of_each(dispatch, args, result[1]), *result[2:]
     return result
+
+
+def _bag_of_each(dispatch, args, outline: Tensor) -> Tensor:
+    """Which bag each index is in, as a CPU's kernel keeps it: with a place more, or not at all for sums in 16 bits.
+
+    Source: aten/src/ATen/native/EmbeddingBag.cpp (`make_offset2bag_out`).
+    """
+    sums = len(args) < 5 or args[4] == 0
+    if sums and args[0].itemsize == 2:
+        return _made(dispatch, (0,), None, outline)
+    longer = _made(dispatch, (len(outline) + 1,), None, outline)
+    return dispatch(_aten.slice.Tensor, (), (longer, 0, 0, len(outline)), {})
 
 
 def _made(dispatch, size, strides, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

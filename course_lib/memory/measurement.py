@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,7 +75,7 @@ def measure(
     step: Callable[[], Any],
     *,
     model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     warmup: int = 1,
     repeats: int = 3,
     needs_gradient: bool = True,
@@ -96,7 +96,7 @@ def measure(
     Args:
         step: one training step, without arguments; forward, backward and, if wanted, the optimizer's step.
         model: what is trained; its bytes are part of the peak.
-        optimizer: what trains it; its state is part of the peak.
+        optimizer: what trains it, one or several; their state is part of the peak.
         warmup: the least number of runs before the one that counts; 0 makes every run the first step ever, for which
             `optimizer` is needed where the step has one.
         repeats: timed runs; 0 asks for bytes and FLOPs alone, which the runs so far have shown.
@@ -108,9 +108,9 @@ def measure(
         TypeError, ValueError: an argument is not of its kind.
     """
     _check.function("step", step, "a function without arguments that runs one training step")
-    check_model_and_optimizer(model, optimizer)
+    optimizers = check_model_and_optimizer(model, optimizer)
     warmup, repeats = _check.whole("warmup", warmup, 0), _check.whole("repeats", repeats, 0)
-    runs = _Runs(step, model, optimizer, first_step=warmup == 0)
+    runs = _Runs(step, model, optimizers, first_step=warmup == 0)
     with runs, _without_garbage_collection():
         meter, flops, steady = _metered(runs, warmup, needs_gradient, device)
         device = meter.device
@@ -140,7 +140,7 @@ def _metered(runs: _Runs, warmup: int, needs_gradient: bool, device) -> tuple[Me
     """The meter of the run that counts, its FLOPs, and whether it took the same as the run before it."""
     before = None
     for number in range(warmup + _MOST_METERED):
-        meter, counter = MemoryMeter(runs.model, runs.optimizer, device=device), flop_counter()
+        meter, counter = MemoryMeter(runs.model, runs.optimizers, device=device), flop_counter()
         runs.run(counter, meter, *runs.leaves)  # the meter sees each operator first, before the counter takes it apart
         if needs_gradient and number >= warmup and "backward" not in meter.phases():
             raise ValueError(
@@ -180,12 +180,12 @@ def _notes(changed: int, steady: bool, above: int) -> tuple[str, ...]:
 class _Runs:
     """Runs a step, again and again, from the same start; in the end everything is as it was."""
 
-    def __init__(self, step, model, optimizer, first_step: bool):
-        self.step, self.model, self.optimizer, self.first_step = step, model, optimizer, first_step
+    def __init__(self, step, model, optimizers, first_step: bool):
+        self.step, self.model, self.optimizers, self.first_step = step, model, optimizers, first_step
         self.changed = 0
 
     def __enter__(self) -> None:
-        self.snapshot = Snapshot(self.model, self.optimizer)
+        self.snapshot = Snapshot(self.model, self.optimizers)
         self.leaves = [] if self.model is not None else [_Leaves(self.snapshot.set_aside)]
 
     def __exit__(self, *exception) -> None:

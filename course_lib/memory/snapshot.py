@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,13 +15,13 @@ from .._torch import RandomState
 
 
 class Snapshot:
-    """Model, gradients, optimizer and random numbers as they are now.
+    """Model, gradients, optimizers and random numbers as they are now.
 
     Parameters and buffers are kept by value: neither batch norm's kernel nor a change through `.data` counts a version
     on. Gradients are set aside, so that a step starts without any.
     """
 
-    def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None):
+    def __init__(self, model: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]):
         parameters = [] if model is None else list(model.parameters())
         self._modules = []  # (a module's dict of tensors, its content)
         self._values = []  # (tensor, its value)
@@ -30,11 +31,11 @@ class Snapshot:
             self._values = [(tensor, tensor.detach().clone()) for tensor in (*parameters, *model.buffers())]
         self._kept = {id(tensor) for tensor, _ in self._values}
         self._random = RandomState(), random.getstate(), np.random.get_state()
-        self._optimizer = None
-        if optimizer is not None:
+        self._optimizers = []
+        for optimizer in optimizers:
             parameters += (parameter for group in optimizer.param_groups for parameter in group["params"])
             # With `held_tensors`, `state` is not all that a step changes, which may be in a file.
-            self._optimizer = (_StateElsewhere if hasattr(optimizer, "held_tensors") else _OwnState)(optimizer)
+            self._optimizers.append((_StateElsewhere if hasattr(optimizer, "held_tensors") else _OwnState)(optimizer))
         self._gradients = WeakTensorKeyDictionary()  # parameter -> (its gradient, its version)
         for parameter in parameters:
             self.set_aside(parameter)
@@ -49,8 +50,8 @@ class Snapshot:
         """Gradients and random numbers as a step is to find them; for a first step, the optimizer's state too."""
         for parameter in self._gradients:
             parameter.grad = None
-        if first_step and self._optimizer is not None:
-            self._optimizer.start_over()
+        for optimizer in self._optimizers if first_step else ():
+            optimizer.start_over()
         self._set_random_numbers()
 
     def restore(self) -> int:
@@ -64,8 +65,8 @@ class Snapshot:
         for parameter, (gradient, version) in self._gradients.items():
             parameter.grad = gradient
             changed += id(parameter) not in self._kept and parameter._version != version
-        if self._optimizer is not None:
-            self._optimizer.restore()
+        for optimizer in self._optimizers:
+            optimizer.restore()
         self._set_random_numbers()
         return changed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from unittest.mock import patch
@@ -60,8 +60,8 @@ def tensors_among(args, kwargs: Mapping | None = None) -> list[Tensor]:
     return found
 
 
-def belongings(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Tensor, str]]:
-    """What model and optimizer hold, with the category of each."""
+def belongings(model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, str]]:
+    """What model and optimizers hold, with the category of each."""
     if model is not None:
         for parameter in model.parameters():
             yield parameter, "parameter"
@@ -69,7 +69,7 @@ def belongings(model: nn.Module | None, optimizer: torch.optim.Optimizer | None)
                 yield parameter.grad, "gradient"
         for buffer in model.buffers():
             yield buffer, "buffer"
-    if optimizer is not None:
+    for optimizer in optimizers:
         for tensor in held_by(optimizer):
             yield tensor, "optimizer"
 
@@ -117,9 +117,20 @@ def saved_by(node) -> list[Tensor]:
         return []
 
 
-def check_model_and_optimizer(model, optimizer) -> None:
+def check_model_and_optimizer(model, optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers, of which there may be one, several or none.
+
+    Raises:
+        TypeError: model is no module, or one of the optimizers is none.
+    """
     kind("model", model, (nn.Module, type(None)), "a torch.nn.Module or None")
-    kind("optimizer", optimizer, (torch.optim.Optimizer, type(None)), "a torch.optim.Optimizer or None")
+    wanted = "a torch.optim.Optimizer, several of them or None"
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return () if optimizer is None else (optimizer,)
+    optimizers = tuple(kind("optimizer", optimizer, Iterable, wanted))
+    for each in optimizers:
+        kind("optimizer", each, torch.optim.Optimizer, wanted)
+    return optimizers
 
 
 @contextmanager
