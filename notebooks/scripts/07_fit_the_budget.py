@@ -364,12 +364,12 @@ table(["technique", "TFLOPs", "GB moved", "seconds at these rates"], rows)
 #
 # <div lang="en">
 #
-# `fit` looks for recipes that fit a budget and sorts them by price: seconds, here at the laptop's rates. It does not try every combination: what holds too many bytes from the start is passed over, and so is what adds to a recipe that fits already; the number of micro-batches is found by bisection. To keep it quick, a smaller decoder; its plain step takes 101 MB, and the budget is 20.
+# `fit` looks for recipes that fit a budget and sorts them by price: seconds, here at the laptop's rates. It does not try every combination: what holds too many bytes from the start is passed over, and so is what adds to a recipe that fits already, where adding cannot make it cheaper (on top of offloaded activations a checkpoint can); the number of micro-batches is found by bisection. To keep it quick, a smaller decoder; its plain step takes 101 MB, and the budget is 20.
 #
 # </div>
 # <div lang="zh">
 #
-# `fit` 寻找装得进预算的配方，按代价排序：代价以秒计，这里用笔记本电脑的速率。它并不逐一尝试所有组合：一开始就占得太多的，跳过；在已经装得下的配方上再加东西的，也跳过；微批次数用二分法找。为了快些，用一个小一点的解码器：它普通的一步要 101 MB，预算是 20 MB。
+# `fit` 寻找装得进预算的配方，按代价排序：代价以秒计，这里用笔记本电脑的速率。它并不逐一尝试所有组合：一开始就占得太多的，跳过；在已经装得下的配方上再加东西、又不可能因此变便宜的，也跳过（在卸载了激活值的配方上再加检查点，就可能变便宜）；微批次数用二分法找。为了快些，用一个小一点的解码器：它普通的一步要 101 MB，预算是 20 MB。
 #
 # </div>
 
