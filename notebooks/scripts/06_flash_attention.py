@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 6 What if the operator itself forgets? / 让算子自己忘掉呢？
+# # 6 What if the operator itself forgets? (FlashAttention) / 让算子自己忘掉呢？（FlashAttention）
 #
 # <div lang="en">
 #

@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 7 Given a byte budget, which of all these, and how much of each? / 给定字节预算，该用哪几样，各用多少？
+# # 7 Given a byte budget, which of all these, and how much of each? (`fit`) / 给定字节预算，该用哪几样，各用多少？（`fit`）
 #
 # <div lang="en">
 #

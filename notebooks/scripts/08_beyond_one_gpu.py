@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown] slide={"en": "One device: 277.7 MB. Two devices, half of the batch each: 207.6 MB.\n\nWhy not half?", "zh": "一台设备：277.7 MB。两台设备，各做半个批次：每台 207.6 MB。\n\n为什么不是一半？"}
-# # 8 What changes when one device is not enough? / 一台设备不够时，会有什么不同？
+# # 8 What changes when one device is not enough? (DDP, ZeRO, FSDP) / 一台设备不够时，会有什么不同？（数据并行、ZeRO、FSDP）
 #
 # <div lang="en">
 #
@@ -467,7 +467,7 @@ four = {run["mode"]: run for run in runs}  # a third step peaks as the second do
 # %% slide="result"
 lesson_08.draw_ranks(predicted, [*two.values(), *four.values()])
 
-# %% [markdown] slide={"en": "What is cut falls to an $N$-th, what isn't stays.\n\nAs counted here, a rank's traffic is the same on four as on two.", "zh": "切开的降到 $N$ 分之一，没切开的不变。\n\n按这里的算法，每个进程的通信量，四个与两个时相同。"}
+# %% [markdown] slide={"en": "What is cut falls to an $N$-th, what isn't stays.\n\nAs counted here, a rank's traffic is the same on four as on two.", "zh": "切开的降到 $N$ 分之一，没切开的不变。\n\n按这里的计法，每个进程的通信量，四个与两个时相同。"}
 # <div lang="en">
 #
 # Lines are your formulas, points are measured; with checkpoints ZeRO 3 holds and sends the same. ZeRO 1 is PyTorch's class; your step of section 8.5 would send what DDP does. Nothing in PyTorch is just ZeRO 2. `fsdp-keep` comes near: the hollow point counts the weights that it keeps until backward, whole, beside the rank's own quarter. So it lies a quarter of the weights above the line, for the traffic of ZeRO 2, which is that of DDP.
@@ -479,7 +479,7 @@ lesson_08.draw_ranks(predicted, [*two.values(), *four.values()])
 #
 # 线是你的公式，点是实测；ZeRO 3 加上检查点，持有的和发送的都不变。图中的 ZeRO 1 是 PyTorch 的类；你在 8.5 节写的那一步，发送的与 DDP 一样多。PyTorch 没有恰好做到 ZeRO 2 的实现，`fsdp-keep` 与它接近：空心点把留到反向的完整权重也算了进去，本进程自己的四分之一还在旁边，所以比线高出权重的四分之一；通信量则与 ZeRO 2 相同，也就是与 DDP 相同。
 #
-# 切开的部分，进程数每翻一倍就减半。没切开的原封不动：按你的公式，不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。按这里的算法，每个进程的通信量，四个进程与两个进程时相同；在环上，实际发送的由它的 $1/2$ 变为 $3/4$。
+# 切开的部分，进程数每翻一倍就减半。没切开的原封不动：按你的公式，不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。按这里的计法，每个进程的通信量，四个进程与两个进程时相同；在环上，实际发送的由它的 $1/2$ 变为 $3/4$。
 #
 # </div>
 
@@ -793,7 +793,7 @@ table(["rank", "weights", "gradients", "optimizer state"], rows)
 # </div>
 # <div lang="zh">
 #
-# 还是这两个函数，用于第 01 课的大解码器，8 个和 64 个进程，fp32。只用到形状，什么都不建立。最大的那个，在 64 个进程上每个只持有 16.2 GB，但每一步要通信 775 GB；按这里的算法，换成 1000 个进程也是这么多。
+# 还是这两个函数，用于第 01 课的大解码器，8 个和 64 个进程，fp32。只用到形状，什么都不建立。最大的那个，在 64 个进程上每个只持有 16.2 GB，但每一步要通信 775 GB；按这里的计法，换成 1000 个进程也是这么多。
 #
 # </div>
 
