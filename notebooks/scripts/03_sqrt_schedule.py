@@ -510,7 +510,7 @@ plans |= {"half": optimal(chain, full // 2), "a quarter": optimal(chain, full //
 title = "At half the bytes attention is forgotten first: as many bytes, fewer FLOPs"
 lesson_03.schedule_pictures(plans, chain, title=title, panel_height=2.0, rows="e" + 8 * "af" + "h")
 
-# %% [markdown] slide={"en": "Half the bytes for 17% more time: attention goes first.\n\nThat is a promise. Run by lesson 02's means: a `no_grad` forward that keeps its input, a second one with a graph.", "zh": "字节减半，时间多 17%：先忘掉注意力。\n\n这只是承诺。用第 02 课的办法来跑：一次 `no_grad` 的前向，只留输入；再一次带计算图的前向。"}
+# %% [markdown] slide={"en": "Half the bytes for 17% more time.\n\nA promise. Lesson 02 keeps it: a `no_grad` forward first, one with a graph later.", "zh": "字节减半，时间多 17%。\n\n这只是承诺。用第 02 课的办法兑现：先是 `no_grad` 的前向，以后再来一次带计算图的。"}
 # <div lang="en">
 #
 # Half the bytes for 17% more time. Attention goes first: it keeps as much as a feed-forward network, and costs 0.671 GFLOPs to run again instead of 1.074.
@@ -587,7 +587,7 @@ finer = lesson_03.frontier_with_early_stop(chain, [0, *products * 8, 0])
 lines = {"frontier": frontier(chain), "frontier with early stop": finer}
 arms = {"optimal, run": ({"half": half}, "o", "#228833")}
 arms["checkpoints, run"] = ({"each layer": each_layer, "each stage": each_stage}, "D", "#AA3377")
-title = "Lesson 02's checkpoints lie below the frontier; count early stop, and it comes down to them"
+title = "Lesson 02's checkpoints lie below the frontier; with early stop it comes down"
 lesson_03.draw_frontier(title, lines, arms, xlim=(20, 205))
 
 # %% [markdown] slide={"en": "**A proof of optimality is a proof about a model.**\n\nEarly stop leaves out a product. Cut finer, and the frontier moves.", "zh": "**证明了最优，只是证明了在某个模型之下最优。**\n\n提前停省去一次乘法。切得更细，前沿就会移动。"}

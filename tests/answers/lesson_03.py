@@ -18,7 +18,7 @@ EARLY = [Forward(0, "input"), Forward(1, "input"), Forward(2, "nothing"), Forwar
 EARLY += [Backward(4), Forward(1, "nothing"), Forward(2, "all"), Forward(3, "all"), Backward(3), Backward(2)]
 EARLY += [Forward(0, "all"), Forward(1, "all"), Backward(1), Backward(0)]
 
-LATE = [*optimal(five, 13)][:12] + [Forward(0, "input"), Forward(1, "all"), Backward(1), Forward(0, "all"), Backward(0)]
+LATE = [*[*optimal(five, 13)][:12], Forward(0, "input"), Forward(1, "all"), Backward(1), Forward(0, "all"), Backward(0)]
 
 
 def sizes_of(cuts):
