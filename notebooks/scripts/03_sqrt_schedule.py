@@ -563,7 +563,7 @@ predictions([("half", simulate(plans["half"], chain).peak_bytes, half[0])], unit
 # %% slide="result"
 lesson_03.draw_cuts({"the decoder, 18 stages": chain, "a pyramid, 12 stages": pyramid})
 
-# %% [markdown] slide={"en": "Equal stages: cuts do as well. Uneven: 131 MB, not 163.\n\n**Guess first.** A checkpoint around each layer: above the line, or below?", "zh": "各级相近：一个循环加检查点就够。参差不齐：131 MB 对 163 MB。\n\n**先猜**：第 02 课那样每层一个检查点，在线的上方还是下方？"}
+# %% [markdown] slide={"en": "Equal stages: cuts do as well. Uneven: 131 MB, not 163.\n\n**Guess first.** A checkpoint around each layer: above the line, or below?", "zh": "各级相近：一个循环加检查点就够。参差不齐：131 MB 对 163 MB。\n\n**先猜**：每层一个检查点，在线的上方还是下方？"}
 # <div lang="en">
 #
 # On the decoder the best cuts lie on the frontier from 81 MB down, and above that they take 9% more bytes at most: where stages are nearly equal, a loop of checkpoints is as good as the program. On the pyramid no cut goes below 163 MB, whatever its time; the program goes to 131, for 1.25.
