@@ -1,7 +1,11 @@
 """What belongs to one lesson: its claims, its pictures, what its GPU experiments find on a CPU."""
 
+import collections
+import contextlib
 import functools
+import heapq
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +17,7 @@ import torch
 from answers.lesson_07 import FORGETFUL
 from answers.lesson_08 import HELD, stages
 from markup import spoken_problems
+from torch.utils.checkpoint import checkpoint
 
 from course_lib import lessons
 from course_lib.attention.tiled import BLOCK
@@ -20,16 +25,24 @@ from course_lib.budget import Recipe, estimate
 from course_lib.distributed import held_bytes, shapes_of, task_of
 from course_lib.labels import both
 from course_lib.lessons import lesson_00, lesson_01, lesson_03, lesson_05, lesson_07, lesson_08
+from course_lib.lessons.lesson_03.cuts import least_peak
 from course_lib.memory import symbolic, training_state_bytes
-from course_lib.models import Decoder, random_tokens
+from course_lib.models import Decoder, loss_stages, random_tokens
 from course_lib.schedule import (
+    Backward,
     Chain,
+    Forward,
+    IllegalSchedule,
+    Stage,
+    frontier,
     live_bytes,
     recursive,
     simulate,
     sqrt_segments,
     store_all,
 )
+from course_lib.schedule.actions import _Referee
+from course_lib.schedule.rules import segmented
 from course_lib.teaching import category_label, language, pictures, said
 from course_lib.teaching.experiments import TINY, decoder_and_tokens
 
@@ -170,6 +183,103 @@ def test_the_schedule_under_a_slider_keeps_its_budget_or_says_what_it_takes():
     assert lesson_03.draw_schedule(100).get_suptitle() == "100 MB is too little: it takes 131 MB"
     title = lesson_03.draw_schedule(200).axes[0].get_title(loc="left")
     assert float(title.split(" · ")[1].removesuffix(" MB")) <= 200
+
+
+# Lesson 03: what it says of cuts and frontiers ------------------------------------------------------------------------
+
+
+def all_cuts(depth):
+    for inner in itertools.product((False, True), repeat=depth - 1):
+        yield [0, *(i for i, cut in enumerate(inner, start=1) if cut), depth]
+
+
+def test_no_cut_peaks_below_the_least_peak_that_the_check_of_tapered_cuts_knows():
+    def peak(cuts):
+        return 100_000 * (1 + max(j + 1 + 2 * (b - a) for j, (a, b) in enumerate(itertools.pairwise(cuts))))
+
+    assert [least_peak(n) for n in range(1, 12)] == [min(map(peak, all_cuts(n))) for n in range(1, 12)]
+
+
+def uneven_chain():
+    sizes = [(3, 6, 4, 9, 2, 1), (1, 2, 5, 5, 7, 0), (4, 8, 1, 6, 0, 5), (2, 4, 3, 3, 1, 1), (5, 9, 2, 8, 3, 2)]
+    return Chain(tuple(Stage(*each) for each in sizes), 2)
+
+
+def test_the_best_cut_for_each_start_of_the_last_segment_is_the_best_of_all_cuts():
+    for chain in (uneven_chain(), lesson_03.pyramid()):
+        by_last = collections.defaultdict(list)
+        for cuts in all_cuts(len(chain)):
+            by_last[cuts[-2]].append(simulate(segmented(cuts), chain))
+        wanted = [(min(c.peak_bytes for c in by_last[k]), by_last[k][0].time) for k in range(len(chain))]
+        assert [(cost.peak_bytes, cost.time) for cost in lesson_03.best_cuts(chain)] == wanted
+
+
+def test_the_frontier_with_early_stop_is_the_frontier_where_nothing_is_left_out():
+    chain = uneven_chain()
+    found = lesson_03.frontier_with_early_stop(chain, [0] * 5, step_bytes=1)
+    assert [(cost.peak_bytes, cost.time) for cost in found] == [(c.peak_bytes, c.time) for c in frontier(chain)]
+
+
+def test_checkpoints_that_stop_early_lie_on_the_frontier_with_early_stop_and_below_the_other():
+    def stages(layers=3):
+        decoder = Decoder(vocabulary=512, hidden=64, heads=4, layers=layers, sequence=32, tied=False)
+        tokens = random_tokens(4, 32, 512)
+        return loss_stages(decoder, tokens[:, 1:]), tokens[:, :-1].contiguous()
+
+    def in_segments(layers, cuts, x):
+        for start, end in itertools.pairwise(cuts[:-1]):
+            x = checkpoint(layers[start:end], x, use_reentrant=False, preserve_rng_state=False)
+        return layers[cuts[-2] :](x)
+
+    with symbolic():
+        chain = Chain.profile(*stages())
+    left_out = [0, *[2 * 128 * 64 * 64, 2 * 128 * 256 * 64] * 3, 0]
+    finer = lesson_03.frontier_with_early_stop(chain, left_out, step_bytes=1024)
+    below = []
+    for cuts in [*all_cuts(8)][4::12]:
+        peak, flops = lesson_03.cost_of(stages, in_segments, cuts)
+        within = [cost.time for cost in finer if cost.peak_bytes <= peak]
+        assert not within or flops + chain.stages[0].forward_time * 3 >= min(within)  # the embedding is charged for
+        below.append(flops < min((c.time for c in frontier(chain) if c.peak_bytes <= peak), default=math.inf))
+    assert sum(below) >= 3
+
+
+def least_time(chain, budget):
+    """Of all schedules, also of those that give up early what they kept: a search over the referee's states."""
+    start = _Referee(chain)
+    waiting = [(0.0, 0, frozenset(start.inputs), frozenset(), start.next_backward, start.live_bytes)]
+    seen, number = set(), 0
+    while waiting:
+        time, _, inputs, saved, due, live = heapq.heappop(waiting)
+        if due < 0:
+            return time
+        if (inputs, saved, due) in seen:
+            continue
+        seen.add((inputs, saved, due))
+        runs = [Forward(i, keep) for i in range(due + 1) for keep in ("all", "input", "nothing")]
+        for action in [*runs, Backward(due)]:
+            referee = _Referee(chain)
+            referee.inputs, referee.saved, referee.next_backward, referee.live_bytes = (
+                set(inputs),
+                set(saved),
+                due,
+                live,
+            )
+            with contextlib.suppress(IllegalSchedule):
+                referee.take(action)
+                if referee.during_bytes <= budget:
+                    number += 1
+                    state = frozenset(referee.inputs), frozenset(referee.saved), referee.next_backward
+                    heapq.heappush(waiting, (time + referee.times[-1], number, *state, referee.live_bytes))
+    return math.inf
+
+
+def test_giving_up_early_is_faster_on_the_five_stages_and_on_equal_ones_never():
+    five = lesson_03.five_stages()
+    persistent = [simulate(actions, five) for actions in lesson_03.every_schedule(0, 4)]
+    assert min(cost.time for cost in persistent if cost.peak_bytes <= 13) == 80 > least_time(five, 13) == 70
+    for equal in (Chain.uniform(5), Chain.uniform(5, saved_bytes=2)):
+        assert all(least_time(equal, cost.peak_bytes) == cost.time for cost in frontier(equal))
 
 
 # Lesson 05: two processes ---------------------------------------------------------------------------------------------

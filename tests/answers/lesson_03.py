@@ -4,21 +4,87 @@ import functools
 import itertools
 import math
 
+import numpy
+import torch
+
 from course_lib.lessons import lesson_03
-from course_lib.schedule import Backward, Chain, Forward, optimal, segments, sqrt_segments, store_all
+from course_lib.schedule import Backward, Chain, Forward, Schedule, optimal, segments, sqrt_segments, store_all
 
 six = Chain.uniform(6, saved_bytes=2)
 
 
-pyramid = lesson_03.pyramid()
+pyramid, five = lesson_03.pyramid(), lesson_03.five_stages()
+EARLY = [Forward(0, "input"), Forward(1, "input"), Forward(2, "nothing"), Forward(3, "nothing"), Forward(4, "all")]
+EARLY += [Backward(4), Forward(1, "nothing"), Forward(2, "all"), Forward(3, "all"), Backward(3), Backward(2)]
+EARLY += [Forward(0, "all"), Forward(1, "all"), Backward(1), Backward(0)]
+
+LATE = [*[*optimal(five, 13)][:12], Forward(0, "input"), Forward(1, "all"), Backward(1), Forward(0, "all"), Backward(0)]
+
+
+def sizes_of(cuts):
+    return [end - start for start, end in itertools.pairwise(cuts)]
 
 
 def max_layers(cuts):
-    return max(end - start for start, end in itertools.pairwise(cuts))
+    return max(sizes_of(cuts))
 
 
 def segment_peak(cuts):
     return 100_000 + max((j + 1 + 2 * (cuts[j + 1] - cuts[j])) * 100_000 for j in range(len(cuts) - 1))
+
+
+def peak_with_a_loop(cuts):
+    most = inputs = 0
+    for start, end in itertools.pairwise(cuts):
+        inputs += 100_000
+        most = numpy.maximum(most, inputs + (end - start) * 200_000)
+    return most + 100_000
+
+
+def best_whole(L, A, B):
+    return min(range(1, L + 1), key=lambda k: k * B + L / k * A)
+
+
+def on_a_grid(L, A, B):
+    return min((n / 100 for n in range(100, 100 * L)), key=lambda k: k * B + L / k * A)
+
+
+def taper(depth, room=None):
+    """The fewest units of room that all layers fit into, found from below."""
+    room, cuts = room or 3, [0]
+    while cuts[-1] < depth and (size := (room - len(cuts)) // 2) > 0:
+        cuts.append(min(depth, cuts[-1] + size))
+    return cuts if cuts[-1] == depth else taper(depth, room + 1)
+
+
+@functools.cache
+def searched(layers, inputs=0):
+    """The least peak, and sizes that have it, by trying every size of each segment."""
+    if layers == 0:
+        return 0, ()
+    ways = [(size, *searched(layers - size, inputs + 1)) for size in range(1, layers + 1)]
+    return min((max(inputs + 1 + 2 * size, rest), (size, *sizes)) for size, rest, sizes in ways)
+
+
+def by_search(depth):
+    return list(itertools.accumulate(searched(depth)[1], initial=0))
+
+
+def equal_cuts(depth):
+    count = round((2 * depth) ** 0.5)
+    return list(itertools.accumulate((depth // count + (j < depth % count) for j in range(count)), initial=0))
+
+
+def turned(depth):
+    return [depth - cut for cut in reversed(taper(depth))]
+
+
+def with_other_room(depth):
+    """Counts its own input apart: R is a B less, and the cuts are the same."""
+    for room in itertools.count(2):
+        sizes = [(room - j) // 2 for j in range(room)]
+        if sum(sizes) >= depth:
+            return sorted({min(depth, cut) for cut in itertools.accumulate(sizes, initial=0)})
 
 
 def recurrence(stages, room, slip=None):
@@ -31,9 +97,14 @@ def recurrence(stages, room, slip=None):
         if slip == "all fits" or stage.saved_bytes + (slip != "no gradient") * stage.output_bytes <= m:
             if slip != "one alone" or n == i + 1:
                 rest = least(i + 1, n, m - (slip != "all is free") * stage.saved_bytes)
-                ways.append(stage.forward_time + stage.backward_time + rest)
-        for e in range(i + 1, n) if slip != "keeps only" else ():
+                ways.append(stage.forward_time + (slip != "never back") * stage.backward_time + rest)
+        if slip == "greedy" and min(ways) < math.inf:
+            return min(ways)
+        for e in range(i + 1, i + 2 if slip == "a step" and n > i + 1 else n) if slip != "keeps only" else ():
             kept = stages[e - 1].output_bytes
+            kept = {"of one": 1, "its own": stages[e].output_bytes, "all of it": stages[e - 1].saved_bytes}.get(
+                slip, kept
+            )
             right = least(e, n, m - (slip != "input is free") * kept)
             left = 0 if slip == "left out" else least(i, e, m - (slip == "stays") * kept)
             ahead = 0 if slip == "no time" else sum(stage.forward_time for stage in stages[i:e])
@@ -43,7 +114,27 @@ def recurrence(stages, room, slip=None):
     return least(0, len(stages), room)
 
 
+def without_end(stages, room, first=0, last=0):
+    """Runs on from where it is, or to the end."""
+    if not stages:
+        return 0
+    return min(
+        (
+            without_end(stages[e:], room - stages[e - 1].output_bytes, first, last)
+            + without_end(stages[:e], room, first, last)
+            for e in range(first, len(stages) + last)
+        ),
+        default=1,
+    )
+
+
 RECURRENCE_SLIPS = {
+    "never back": "`backward_time` is missing",
+    "greedy": "compare both",
+    "a step": "one stage only",
+    "of one": "need not be 1",
+    "its own": "the output of the stage before it",
+    "all of it": "not `saved_bytes`",
     "no gradient": "gradient that comes in",
     "all fits": "never runs out of room",
     "all is free": "`saved_bytes` less",
@@ -59,7 +150,7 @@ RECURRENCE_SLIPS = {
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
     "predicted_peak": (
-        [segment_peak, lambda cuts: float(segment_peak(cuts))],
+        [segment_peak, lambda cuts: float(segment_peak(cuts)), peak_with_a_loop],
         [
             (lambda cuts: segment_peak(cuts) / 100_000, "Give bytes"),
             (lambda cuts: segment_peak(cuts) - 100_000, "One B is missing"),
@@ -67,15 +158,63 @@ ANSWERS = {
             (lambda cuts: (len(cuts) + 2 * (cuts[-1] - cuts[-2])) * 100_000, "Any segment"),
             (lambda cuts: (len(cuts) + 2 * cuts[-1] / (len(cuts) - 1)) * 100_000, "Segments differ"),
             (lambda cuts: 3_100_000, "for the cuts [0, 40, 70, 90, 100] it is 8,200,000, not 3,100,000"),
+            (lambda cuts: 2 * len(cuts) * 100_000 + 2 * cuts[-1] * 100_000, "for the cuts [0, 40, 70, 90, 100] it is"),
+            (
+                lambda cuts: 100_000 * (sum(j + 1 + 2 * n for j, n in enumerate(sizes_of(cuts))) + 1),
+                "not the sum",
+            ),
+            (lambda cuts: 100_000 * (1 + max(j + 1 + 2 * n for j, n in enumerate(sizes_of(cuts)[::-1]))), "other way"),
+            (lambda cuts: segment_peak(cuts) + 8, "The 8 bytes"),
             *((lambda cuts: [3_100_000], "is a `list`"), (lambda cuts: None, "Not answered"), 31),
         ],
     ),
     "best_count": (
-        [lambda L, A, B: (L * A / B) ** 0.5, lambda L, A, B: round((L * A / B) ** 0.5)],
+        [
+            lambda L, A, B: (L * A / B) ** 0.5,
+            lambda L, A, B: round((L * A / B) ** 0.5),
+            best_whole,
+            on_a_grid,
+            lambda L, A, B: min(L, math.sqrt(L * A / B)),
+            lambda L, A, B: torch.tensor(L * A / B).sqrt(),
+            lambda L, A, B: numpy.sqrt(numpy.float32(L * A / B)),
+            lambda L, A, B: numpy.int64(best_whole(L, A, B)),
+        ],
         [
             *((lambda L, A, B: L**0.5, "√L"), (lambda L, A, B: L * A / B, "square root")),
-            *((lambda L, A, B: (L * B / A) ** 0.5, "wrong way round"), (lambda L, A, B: 14, "it gives 14")),
+            (lambda L, A, B: round(L**0.5), "√L"),
+            (lambda L, A, B: (L * B / A) ** 0.5, "wrong way round"),
+            (lambda L, A, B: 14, "with L = 64, A = 4 and B = 1 it gives 14; the sum is least at 16"),
+            (lambda L, A, B: 14.14, "with L = 64, A = 4 and B = 1 it gives 14.14; the sum is least at 16"),
+            (lambda L, A, B: (2 * L) ** 0.5, "any A and B"),
+            (lambda L, A, B: math.ceil((L * A / B) ** 0.5), "with L = 100, A = 2 and B = 1 it gives 15"),
+            (lambda L, A, B: min(range(1, L + 1), key=lambda k: k * B + -(-L // k) * A), "whole layers"),
+            (lambda L, A, B: 2 * (L * A * B) ** 0.5 + B, "the peak there"),
+            *((lambda L, A, B: "14", "is a `str`"), (lambda L, A, B: [14], "is a `list`")),
             *((lambda L, A, B: 2 * (L * A * B) ** 0.5, "the peak there"), (lambda L, A, B: None, "Not answered"), 14),
+        ],
+    ),
+    "tapered": (
+        [
+            taper,
+            by_search,
+            with_other_room,
+            lambda depth: tuple(taper(depth)),
+            lambda depth: numpy.array(taper(depth)),
+            lambda depth: torch.tensor(taper(depth)),
+            lambda depth: [float(cut) for cut in taper(depth)],
+        ],
+        [
+            (equal_cuts, "Equal segments reach the peak only at the last"),
+            (lambda depth: list(range(depth + 1)), "Equal segments"),
+            (turned, "The other way round"),
+            (lambda depth: sizes_of(taper(depth)), "sizes of the segments"),
+            (lambda depth: taper(depth)[1:], "begin with 0 and end with 2"),
+            (lambda depth: taper(depth)[:-1], "begin with 0"),
+            (lambda depth: [0, depth / 3, depth], "whole number"),
+            (lambda depth: sorted([*taper(depth), depth]), "so cuts increase"),
+            (lambda depth: [0, depth - 1, depth], "layers cut at"),
+            (lambda depth: 22, "is a `int`"),
+            *((lambda depth: [0, depth], "Not answered"), (lambda depth: None, "Not answered"), [0, 100]),
         ],
     ),
     "recurrence": (
@@ -84,32 +223,46 @@ ANSWERS = {
             *((functools.partial(recurrence, slip=slip), reason) for slip, reason in RECURRENCE_SLIPS.items()),
             (lambda stages, room: None, "Not answered"),
             (lambda stages, room: sum(s.forward_time + s.backward_time for s in stages), "never runs out"),
+            (functools.partial(without_end), "e begin at 1"),
+            (functools.partial(without_end, first=1, last=1), "e begin at 1"),
             (lambda stages, room: 12, "4 stages with room 1"),
             (lambda stages, room: recurrence(stages, room) + (len(stages) == 5), "5 stages with room 8"),
         ],
     ),
     "drawn_schedule": (
-        [list(segments(six, 4))],
+        [list(segments(six, 4)), tuple(segments(six, 4)), segments(six, 4)],
         [
             *(([], "Not answered"), ([Forward(0, "input"), ...], "Not answered")),
             *((schedule, "too much") for schedule in (store_all(six), segments(six, 3), segments(six, 5))),
-            *(([Backward(5)], "referee"), ([Forward(1, "all")], "x_1"), [3]),
+            ([Backward(5)], "nothing of stage 5 is kept for it"),
+            ([Backward(4)], "`Backward(5)` is due"),
+            ([Forward(1, "all")], "refuses action 0 of the list (from 0), `Forward` 1: its input x_1 is not there"),
+            ([Forward(0, "nothing"), Forward(1, "all"), Forward(0, "all")], "its input x_0 is not there"),
+            (list(segments(six, 4))[:-1], "the list ends, and `Backward(0)` has not run"),
+            ([*[*store_all(six)][:7], Forward(5, "all")], "has had its backward"),
+            *(([Forward(9, "all")], "The referee says"), [3]),
+        ],
+    ),
+    "gives_up_early": (
+        [EARLY, tuple(EARLY), Schedule(EARLY)],
+        [
+            (optimal(five, 13), "Not answered"),
+            (store_all(five), "above 13"),
+            (LATE, "takes 90"),
+            (EARLY[:6] + EARLY[7:], "x_2"),
+            *((EARLY[:-1], "`Backward(0)` has not run"), ([], "Not answered"), (3, "cannot be simulated")),
         ],
     ),
     "beats_sqrt": (
-        [optimal(pyramid, 150_000_000)],
+        [optimal(pyramid, 150_000_000), list(optimal(pyramid, 150_000_000))],
         [
             *((sqrt_segments(pyramid), "not lower"), (optimal(pyramid, 131_000_000), "longer")),
-            *(store_all(pyramid), (store_all(six), "referee"), (3, "cannot be simulated")),
+            *(store_all(pyramid), (store_all(six), "`Backward(11)` is due"), (3, "cannot be simulated")),
         ],
     ),
 }
 
-_ALIKE = "all boundaries of the check's chains have one byte: to be told apart"
 #: check -> mutants of its solution that are right as well, and why.
-EQUIVALENT = {
-    "recurrence": {
-        "1 → 2 in `later = fastest(stages[e:], room - stages[e - 1].output_bytes)`": _ALIKE,
-        "1 → 0 in `later = fastest(stages[e:], room - stages[e - 1].output_bytes)`": _ALIKE,
-    },
-}
+_ROOM = "R counted from another start: the least one into which all layers fit gives the same cuts"
+_SIZES = "in `sizes = [(room - inputs * B) // A for inputs in range(1, room // B)]`"
+EQUIVALENT = {"tapered": {"A + B → A - B": _ROOM, f"1 → 0 {_SIZES}": _ROOM, f"1 → 2 {_SIZES}": _ROOM}}

@@ -6,22 +6,24 @@ from course_lib.teaching import Claim, Table
 from course_lib.teaching.said import what_you_may_have_read
 
 from .checks import (
-    B,
     check_beats_sqrt,
-    check_best_count,
     check_drawn_schedule,
-    check_predicted_peak,
+    check_gives_up_early,
     check_recurrence,
     every_schedule,
+    five_stages,
     pyramid,
+    reason_of_the_pyramid,
 )
+from .cuts import B, check_best_count, check_predicted_peak, check_tapered
+from .frontiers import best_cuts, draw_cuts, draw_frontier, frontier_with_early_stop
 from .gpu import scheduled_decoder
 from .shown import (
     cost_of,
-    draw_frontier,
     draw_schedule,
     draw_sweep,
     draw_sweeps,
+    peak_and_flops,
     schedule_pictures,
     schedule_playground,
     stages_of_a_decoder,
@@ -30,20 +32,28 @@ from .shown import (
 __all__ = [
     "CLAIMS",
     "OLDER_CLAIMS",
+    "best_cuts",
     "check_beats_sqrt",
     "check_best_count",
     "check_drawn_schedule",
+    "check_gives_up_early",
     "check_predicted_peak",
     "check_recurrence",
+    "check_tapered",
     "cost_of",
+    "draw_cuts",
     "draw_frontier",
     "draw_schedule",
     "draw_sweep",
     "draw_sweeps",
     "every_schedule",
     "figures_of_claims",
+    "five_stages",
+    "frontier_with_early_stop",
     "older_claims",
+    "peak_and_flops",
     "pyramid",
+    "reason_of_the_pyramid",
     "schedule_pictures",
     "schedule_playground",
     "scheduled_decoder",

@@ -1,9 +1,9 @@
-"""The exercises of lesson 03."""
+"""The exercises of lesson 03 on schedules: the recurrence, and lists written by hand."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 from course_lib.schedule import (
@@ -14,90 +14,12 @@ from course_lib.schedule import (
     IllegalSchedule,
     Schedule,
     Stage,
+    optimal,
     simulate,
     sqrt_segments,
 )
 from course_lib.teaching import Verdict, text
-from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
-
-B, A = 100_000, 200_000  # bytes of a boundary, and what a layer keeps, in sections 3.1 to 3.3
-
-# Segments -------------------------------------------------------------------------------------------------------------
-
-
-def _peak(cuts: Sequence[int], slip: str | None = None) -> float:
-    """The peak of segments; with a slip, what somebody gets who makes it."""
-    sizes = [end - start for start, end in pairwise(cuts)]
-    if slip == "mean":
-        sizes = [sum(sizes) / len(sizes)] * len(sizes)
-    if slip == "all boundaries":
-        return len(sizes) * B + max(sizes) * A + B
-    if slip == "last":
-        return len(sizes) * B + sizes[-1] * A + B
-    gradient = 0 if slip == "gradient" else B
-    peak = max((j + 1) * B + size * A for j, size in enumerate(sizes)) + gradient
-    return peak / B if slip == "units" else peak
-
-
-_PEAK_SLIPS = {
-    "units": "Those are activations. Give bytes.",
-    "gradient": "One B is missing: the chain's own input counts, and so does the gradient that is handed on.",
-    "all boundaries": "While an early segment is worked on, the inputs of the later ones are gone.",
-    "last": "Any segment may be the largest: take the greatest of all.",
-    "mean": "Segments differ: take each one's own number of layers.",
-}
-
-
-@exercise(
-    hint="Segment j, counted from 0: how many inputs are kept then, its own among them, and how many layers has it?"
-)
-def check_predicted_peak(answer: Any) -> Verdict:
-    """A function of cuts that gives the peak of segments in bytes, tried on cuts that tell the slips apart."""
-    tried = [[0, 40, 70, 90, 100], [0, 1, 2, 9], [0, 100], range(0, 101, 10), [*range(51), 100]]
-    given = [answer(cuts) for cuts in tried]
-    if not any(given):
-        return not_answered()
-    if all(map(_same, given, map(_peak, tried))):
-        return right("Right, for equal segments and for others.")
-    for slip, reason in _PEAK_SLIPS.items():
-        if all(_same(one, _peak(cuts, slip)) for one, cuts in zip(given, tried, strict=True)):
-            return wrong(text("Not yet. {reason}", reason=text(reason)))
-    one, cuts = next((one, cuts) for one, cuts in zip(given, tried, strict=True) if not _same(one, _peak(cuts)))
-    shown = f"{list(cuts)}" if len(cuts) < 6 else f"{list(cuts)[:4]} …"
-    values = {"cuts": shown, "wanted": f"{_peak(cuts):,}", "given": f"{float(one):,.0f}"}
-    return wrong(text("Not yet: for the cuts {cuts} it is {wanted}, not {given}.", **values))
-
-
-@exercise(hint="The peak is k·B + (L/k)·A + B. One part grows with k, one falls: where are they equal?")
-def check_best_count(answer: Any) -> Verdict:
-    """A function of L, A and B that gives the best number of equal segments; a rounded one is right as well."""
-    tried = [(100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (7, 30, 2)]
-    given = [answer(*sizes) for sizes in tried]
-    if None in given:
-        return not_answered()
-    wanted = [math.sqrt(layers * kept / boundary) for layers, kept, boundary in tried]
-    if all(_same(one, k) or one in (math.floor(k), math.ceil(k)) for one, k in zip(given, wanted, strict=True)):
-        return right("Right: both parts are √(L·A·B) there. 100 layers that keep 2 B each: 14.")
-    slips = {
-        "That is √L, right only where a layer keeps as much as one boundary.": [math.sqrt(size[0]) for size in tried],
-        "Take the square root.": [k * k for k in wanted],
-        "A and B are the wrong way round: so many layers has a segment.": [
-            math.sqrt(layers * b / a) for layers, a, b in tried
-        ],
-        "That is the peak there, not the number of segments.": [2 * math.sqrt(n * a * b) for n, a, b in tried],
-    }
-    for reason, numbers in slips.items():
-        if all(map(_same, given, numbers)):
-            return wrong(text("Not yet. {reason}", reason=text(reason)))
-    return wrong(text("Not yet: with L = 100, A = 2 and B = 1 it gives {number}.", number=f"{float(given[0]):.4g}"))
-
-
-def _same(given: Any, wanted: float) -> bool:
-    try:
-        return math.isclose(float(given), wanted, rel_tol=1e-9)
-    except TypeError:
-        raise Refused(text("One number is wanted; this is a `{kind}`.", kind=type(given).__name__)) from None
-
+from course_lib.teaching.exercises import Refused, exercise, in_words, not_answered, right, wrong
 
 # The recurrence -------------------------------------------------------------------------------------------------------
 
@@ -119,15 +41,18 @@ def every_schedule(first: int, last: int) -> Iterator[list]:
                 yield [*ahead, *later, *earlier]
 
 
-def _uneven(*sizes: tuple[float, float, int]) -> Chain:
-    """Stages of (forward time, backward time, bytes kept) with boundaries of one byte."""
-    return Chain(tuple(Stage(forward, backward, 1, kept) for forward, backward, kept in sizes), 1)
+def _uneven(*sizes: tuple[float, float, int, int], input_bytes: int = 1) -> Chain:
+    """Stages of (forward time, backward time, bytes of the output, bytes kept)."""
+    return Chain(tuple(Stage(*each) for each in sizes), input_bytes)
 
 
+# Boundaries of one byte, and others. In each chain what runs ahead fits where its backward does, as the lesson says;
+# else the recurrence would need a check of its own for that.
 _CHAINS = (
     Chain.uniform(4, saved_bytes=2),
-    _uneven((1, 2, 3), (5, 9, 1), (2, 4, 6), (1, 1, 2), (4, 8, 2)),
-    _uneven((3, 6, 2), (1, 2, 5), (6, 12, 1), (2, 4, 4), (1, 2, 3)),
+    _uneven((1, 2, 1, 3), (5, 9, 1, 1), (2, 4, 1, 6), (1, 1, 1, 2), (4, 8, 1, 2)),
+    _uneven((3, 6, 1, 2), (1, 2, 1, 5), (6, 12, 1, 1), (2, 4, 1, 4), (1, 2, 1, 3)),
+    _uneven((1, 2, 2, 3), (3, 6, 1, 1), (3, 6, 2, 6), (4, 8, 3, 7), (2, 4, 3, 5), input_bytes=2),
 )
 
 
@@ -151,13 +76,17 @@ def _fastest(stages: tuple[Stage, ...], room: int, slip: str) -> float:
     taken = first.saved_bytes + (0 if slip == "gradient" else first.output_bytes)
     if (taken <= room or slip == "fits") and (slip != "one at a time" or len(stages) == 1):
         left = room if slip == "kept" else room - first.saved_bytes
-        best = first.forward_time + _fastest(stages[1:], left, slip) + first.backward_time
-    for end in range(1, len(stages)) if slip != "never runs on" else ():
+        backward = 0 if slip == "backward" else first.backward_time
+        best = first.forward_time + _fastest(stages[1:], left, slip) + backward
+    ends = {"never runs on": (), "one step": range(1, min(2, len(stages)))}.get(slip, range(1, len(stages)))
+    for end in () if slip == "greedy" and best < math.inf else ends:
+        before, behind = stages[end - 1], stages[end]
+        boundary = {"saved": before.saved_bytes, "next": behind.output_bytes, "one byte": 1, "input": 0}
+        kept = boundary.get(slip, before.output_bytes)
         ahead = 0 if slip == "time" else sum(stage.forward_time for stage in stages[:end])
-        left = room if slip == "input" else room - stages[end - 1].output_bytes
-        earlier = room - stages[end - 1].output_bytes if slip == "gone" else room
+        earlier = room - kept if slip == "gone" else room
         again = 0 if slip == "earlier" else _fastest(stages[:end], earlier, slip)
-        best = min(best, ahead + _fastest(stages[end:], left, slip) + again)
+        best = min(best, ahead + _fastest(stages[end:], room - kept, slip) + again)
     return best
 
 
@@ -165,34 +94,52 @@ _SLIPS = {
     "gradient": "A backward needs room for the gradient that comes in, too: `saved_bytes + output_bytes`.",
     "fits": "It never runs out of room: does what the first stage keeps fit?",
     "kept": "What the first stage keeps is there while the others are done: they have `saved_bytes` less.",
+    "backward": "A stage whose all is kept runs backward, too: its `backward_time` is missing.",
     "input": "The input that is kept takes room while the later stages are done.",
+    "one byte": "The input that is kept takes `output_bytes` of the stage before it, which need not be 1.",
+    "next": "The input of `stages[e]` is the output of the stage before it, `stages[e - 1]`.",
+    "saved": "Of the stages that are passed only an input is kept: `output_bytes`, not `saved_bytes`.",
     "gone": "When the earlier stages are done, the input that was kept is gone: they have all of the room.",
     "time": "Running on takes the forward times of the stages that are passed.",
     "earlier": "The stages that were passed are still to be done.",
     "never runs on": "It only ever keeps everything. Let it also run on and keep a later input.",
+    "greedy": "It runs on only where keeping all does not fit. Running on may be faster in the end: compare both.",
+    "one step": "It runs on by one stage only. Try every later stage.",
     "one at a time": "It keeps all of a stage only where it is the last one left. Keeping more than one may be faster.",
 }
 
 
 @exercise(
-    hint="Two ways: keep all of the first stage and do the rest; or run on to a later input, keep it, do both parts."
+    hint=(
+        "Two ways: keep all of the first stage and do the rest; or run on to a later input, keep it, do both parts.",
+        "First way: if `saved_bytes + output_bytes <= room`. Second way, for e from 1 to the last: "
+        "forward times of `stages[:e]`, then `stages[e:]` with less room, then `stages[:e]` with all of it.",
+    )
 )
 def check_recurrence(answer: Any) -> Verdict:
-    """`fastest(stages, room)`, tried on three chains with every room, against the referee on every schedule."""
+    """`fastest(stages, room)`, tried on four chains with every room, against the referee on every schedule."""
     wanted = _least_times()
-    given = [_table_of(answer, chain, len(times)) for chain, times in zip(_CHAINS, wanted, strict=True)]
+    try:
+        given = [_table_of(answer, chain, len(times)) for chain, times in zip(_CHAINS, wanted, strict=True)]
+    except RecursionError:
+        said = "It calls itself without end: each call must have fewer stages. Does e begin at 1, and stop at the last?"
+        return wrong(said, exact=True)
     if any(one is None for times in given for one in times):
         return not_answered()
     if given == wanted:
         number = sum(len(times) for times in wanted)
-        return right(text("Right: {number} cases, each as fast as the fastest of all schedules.", number=number))
+        return right(text("Right: {number} cases, each as fast as the fastest schedule of its kind.", number=number))
     for slip, reason in _SLIPS.items():
-        if given == [
-            _table_of(lambda stages, room, slip=slip: _fastest(stages, room, slip), chain, len(times))
-            for chain, times in zip(_CHAINS, wanted, strict=True)
-        ]:
-            return wrong(text("Not yet. {reason}", reason=text(reason)))
+        if given == _times_with(slip):
+            return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
     return _first_difference(given, wanted)
+
+
+@cache
+def _times_with(slip: str) -> list[list[float]]:
+    """What the recurrence gives with a slip in it, for each chain and room."""
+    chains = zip(_CHAINS, _least_times(), strict=True)
+    return [_table_of(lambda stages, room: _fastest(stages, room, slip), chain, len(times)) for chain, times in chains]
 
 
 def _table_of(fastest: Callable, chain: Chain, count: int) -> list:
@@ -203,7 +150,7 @@ def _first_difference(given: list[list], wanted: list[list[float]]) -> Verdict:
     for chain, (times, least) in enumerate(zip(given, wanted, strict=True)):
         for room, (one, best) in enumerate(zip(times, least, strict=True), start=1):
             if one != best:
-                values = {"length": len(_CHAINS[chain]), "room": room, "given": f"{one:g}", "best": f"{best:g}"}
+                values = {"length": len(_CHAINS[chain]), "room": room, "given": f"{float(one):g}", "best": f"{best:g}"}
                 return wrong(text("Not yet: {length} stages with room {room} take {best}, not {given}.", **values))
     raise AssertionError("the tables do not differ")
 
@@ -211,7 +158,12 @@ def _first_difference(given: list[list], wanted: list[list[float]]) -> Verdict:
 # Schedules by hand ----------------------------------------------------------------------------------------------------
 
 
-@exercise(hint="Four segments whose sizes get shorter: keep what enters each, then work from the last to the first.")
+@exercise(
+    hint=(
+        "Segments whose sizes get shorter: keep what enters each, then work from the last to the first.",
+        'Four segments, of 2, 2, 1 and 1 stages: `Forward(0, "input")`, `Forward(1, "nothing")`, and so on.',
+    )
+)
 def check_drawn_schedule(actions: Any) -> Verdict:
     """A schedule for `Chain.uniform(6, saved_bytes=2)` with a peak of at most 7 and at most 11 forwards."""
     if isinstance(actions, list | tuple) and (... in actions or not actions):
@@ -223,13 +175,43 @@ def check_drawn_schedule(actions: Any) -> Verdict:
     return wrong(text("Legal, but too much: a peak of {peak} and {forwards} forwards.", **found))
 
 
+def five_stages() -> Chain:
+    """Five stages on which, within 13 bytes, a schedule that gives up early what it kept is faster than all others."""
+    sizes = [(10, 2, 3), (5, 4, 4), (5, 4, 4), (5, 1, 1), (10, 4, 4)]  # forward time, output, bytes kept
+    return Chain(tuple(Stage(forward, 1, output, kept) for forward, output, kept in sizes), 1)
+
+
+@exercise(
+    hint=(
+        "Keep the inputs of stages 0 and 1 on the way. Which of them will be run from only once more?",
+        'After stage 4 go from x_1 to x_2 with `Forward(1, "nothing")`: then there is room to keep all of 2 and 3.',
+    )
+)
+def check_gives_up_early(actions: Any) -> Verdict:
+    """A schedule for `five_stages()` within 13 bytes that takes less time than any that gives nothing up early."""
+    if isinstance(actions, Sequence) and [*actions] in ([], [*optimal(five_stages(), 13)]):
+        return not_answered()
+    cost = _simulated(actions, five_stages())
+    found = {"peak": cost.peak_bytes, "time": f"{cost.time:g}"}
+    if cost.peak_bytes > 13:
+        return wrong(text("That peaks at {peak}, above 13.", peak=cost.peak_bytes))
+    if cost.time >= 80:
+        return wrong(text("Within 13, but it takes {time}; `optimal` takes 80.", time=found["time"]))
+    return right(text("Right: {time} within {peak} bytes. `optimal` takes 80.", **found))
+
+
 def pyramid() -> Chain:
     """Twelve stages as in a convolution pyramid: maps shrink while channels grow; the head is small."""
     sizes = [32, 32, 32, 16, 16, 16, 8, 8, 8, 4, 4, 1]  # MB of each stage's output
     return Chain(tuple(Stage(4, 8, size * 10**6, 2 * size * 10**6) for size in sizes), 3 * 10**6)
 
 
-@exercise(hint="Where are the bytes, and where is the time? Keep late stages whole, and forget early ones one by one.")
+@exercise(
+    hint=(
+        "Where are the bytes, and where is the time? Keep late stages whole, and forget early ones one by one.",
+        "Draw `optimal(lesson_03.pyramid(), 150_000_000)`: what does it keep that the segments forget?",
+    )
+)
 def check_beats_sqrt(schedule: Any) -> Verdict:
     """A schedule for `pyramid()` with a lower peak than `sqrt_segments`, in no more time."""
     chain = pyramid()
@@ -244,10 +226,41 @@ def check_beats_sqrt(schedule: Any) -> Verdict:
     return right(text("Right: {compared}.", compared=compared))
 
 
+#: A place for the reader's sentence beside exercise 7.
+reason_of_the_pyramid = in_words(
+    "The segments peak where stages 0 and 1, 64 MB each, are kept whole at once. Stage 0 runs once more instead, so "
+    "that only one of them is; stage 4, kept whole from the start, saves the run that this costs."
+)
+
+# What the referee's refusals say, for the learner who has to act on them; `simulate` says them in English alone.
+_REFUSALS = {
+    r"runs only with its input alive, and (x_\d+) is not": "its input {what} is not there any more.",
+    r"its stage's input alive, and (x_\d+) is not": "it needs the stage's input, and {what} is not there any more.",
+    r"and stage (\d+)'s is not alive": 'nothing of stage {what} is kept for it: run it with `"all"` first.',
+    r"first, and (Backward\(\d+\)) is due": "`{what}` is due: backwards run from the last stage to the first.",
+    r"(again) after its backward": "its stage has had its backward and does not run again.",
+    r"and (Backward\(\d+\)) has not run": "the list ends, and `{what}` has not run.",
+}
+
+
+def _refusal(refused: IllegalSchedule) -> str:
+    """A refusal in the reader's language, as far as it is one of those above."""
+    said = f"{refused}"
+    number = re.search(r"action (\d+), (\w+)\(.*?(\d+)", said)
+    for pattern, words in _REFUSALS.items():
+        if found := re.search(pattern, said):
+            reason = text(words, what=found[1])
+            if number is None:
+                return text("The referee refuses: {reason}", reason=reason)
+            values = {"number": number[1], "action": f"`{number[2]}` {number[3]}", "reason": reason}
+            return text("The referee refuses action {number} of the list (from 0), {action}: {reason}", **values)
+    return text("The referee says: {problem}.", problem=f"`{said}`")
+
+
 def _simulated(actions: Any, chain: Chain) -> Cost:
     try:
         return simulate(Schedule(actions), chain)
     except IllegalSchedule as refused:
-        raise Refused(text("The referee says: {problem}.", problem=f"`{refused}`")) from None
+        raise Refused(_refusal(refused)) from None
     except Exception as error:
         raise Refused(text("It cannot be simulated: {error}.", error=f"`{error!r}`")) from None

@@ -12,7 +12,6 @@ from course_lib.memory.measurement import flop_counter
 from course_lib.schedule import COLORS as KEEP_COLORS
 from course_lib.schedule import (
     Chain,
-    Cost,
     InfeasibleBudget,
     Schedule,
     frontier,
@@ -25,7 +24,8 @@ from course_lib.teaching import COLORS, Table, figure, playground, table, text
 from course_lib.teaching.figures import shown_once
 from course_lib.teaching.tables import NumberText
 
-from .checks import A, B, pyramid
+from .checks import pyramid
+from .cuts import A, B
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,14 +66,13 @@ def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -
 
 
 def draw_sweeps(sweeps: Mapping[int, Mapping[int, int]], predicted: Callable[[int, int], int]) -> "Figure":
-    """The same for several depths, a panel each, with the reader's prediction as a line."""
+    """The same for several depths, a panel each, with the reader's prediction for each k as a dot."""
     title = "The same zigzag at every depth, as predicted"
     drawn, axes = figure(title, columns=len(sweeps), width=8.2, height=3.2)
     for ax, (depth, measured) in zip(axes, sweeps.items(), strict=True):
         ks = range(1, depth + 1)
-        ax.plot(
-            ks, [predicted(depth, k) / B for k in ks], color=COLORS["predicted"], alpha=0.6, label=text("predicted")
-        )
+        peaks = [predicted(depth, k) / B for k in ks]
+        ax.plot(ks, peaks, ".", color=COLORS["predicted"], alpha=0.6, markersize=3, label=text("predicted"))
         _points(ax, measured)
         ax.set(title=f"L = {depth}", xlim=(0, depth + 1), ylim=(0, None), xlabel=text("segments k"))
     axes[0].set_ylabel(text("peak, in units of B"))
@@ -108,6 +107,21 @@ def stages_of_a_decoder(chain: Chain) -> Table:
     return table(["stage", "output B, MB", "keeps A, MB", "its backward takes, MB", "GFLOPs"], rows)
 
 
+def peak_and_flops(run: Callable[[nn.Module, Any, Tensor], Tensor], layers: nn.Module, how: Any) -> tuple[int, int]:
+    """(peak in bytes, FLOPs) of `run(layers, how, x)` and its backward, with x and the convention of section 3.1.
+
+    The gradients of the weights are there from the start; x, 1000 x 25 numbers, is made under the meter, so that it
+    counts. The output is weighted unevenly: its gradient is a tensor of its own, and not one number shown many times.
+    """
+    weights = torch.linspace(-1, 2, 25_000).view(1000, 25)
+    for parameter in layers.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with flop_counter() as counter, MemoryMeter() as meter:
+        x = torch.linspace(-1, 1, 25_000).view(1000, 25)
+        (run(layers, how, x) * weights).sum().backward()
+    return meter.peak_bytes, counter.get_total_flops()
+
+
 def cost_of(
     make: Callable[..., tuple[nn.Module, Tensor]], run: Callable[..., Tensor], how: Any, **changes: Any
 ) -> tuple[int, int]:
@@ -138,6 +152,7 @@ def schedule_pictures(
     unit: str = "MB",
     scale: float = 1e6,
     panel_height: float = 1.25,
+    rows: Sequence[str] | None = None,
 ) -> "Figure":
     """Schedules for one chain, one below the other on one scale: time to the right, stages upwards, bytes below.
 
@@ -145,6 +160,7 @@ def schedule_pictures(
         schedules: label -> schedule.
         chain: what they are for; times are drawn in units of its `store_all`.
         unit, scale: of the bytes, and how many make one.
+        rows: a letter for each stage, written at its row.
 
     Returns:
         The figure; each pair of panels is headed by the label, the peak and the time.
@@ -166,6 +182,8 @@ def schedule_pictures(
         above.set_title(head, fontsize=9)
         above.set(xlabel="", ylabel=text("stage"), xlim=(0, longest))
         above.grid(visible=False)
+        if rows is not None:
+            above.set_yticks(range(len(chain)), rows, fontsize=6.5)
         _draw_bytes(below, schedule, chain, most, scale, unit)
     ticks = [fastest * i / 2 for i in range(int(2 * longest / fastest) + 1)]
     axes[-1].set_xticks(ticks, [f"{tick / fastest:g}" for tick in ticks])
@@ -208,49 +226,6 @@ def _over(color: str, alpha: float, below: Sequence[float] = (1, 1, 1)) -> tuple
     from matplotlib.colors import to_rgb
 
     return tuple(alpha * above + (1 - alpha) * under for above, under in zip(to_rgb(color), below, strict=True))
-
-
-def draw_frontier(
-    title: str, points: Sequence[Cost], arms: Mapping[str, tuple[Mapping, str, str]], *, xlim: tuple[float, float]
-) -> "Figure":
-    """A frontier as a line, and what was run as points: peak on x, FLOPs on y.
-
-    Args:
-        points: of the frontier.
-        arms: label -> (name -> (peak in bytes, FLOPs), marker, colour); a name is written at its point if it has words.
-    """
-    plain = points[-1].time
-    drawn, ax = figure(title, height=4.0)
-    drawn.course_alt = _frontier_in_words(points, arms)
-    line = [(point.peak_bytes / 1e6, point.time / plain) for point in points]
-    ax.step(*zip(*line, strict=True), where="post", color=COLORS["predicted"], label=text("frontier"))
-    for name, (costs, marker, color) in arms.items():
-        across, up = zip(*((peak / 1e6, flops / plain) for peak, flops in costs.values()), strict=True)
-        ax.plot(across, up, marker, color=color, label=text(name))
-        for word, x, y in zip(costs, across, up, strict=True):
-            if isinstance(word, str):
-                place = (6, 4) if marker == "o" else (-8, -14)  # those on the line above it
-                ax.annotate(text(word), (x, y), xytext=place, textcoords="offset points", fontsize=8, color=color)
-    ax.set(xlim=xlim, ylim=(0.98, 1.72), xlabel=text("peak, MB"), ylabel=text("FLOPs of plain"))
-    ax.legend()
-    return shown_once(drawn)
-
-
-def _frontier_in_words(points: Sequence[Cost], arms: Mapping[str, tuple[Mapping, str, str]]) -> str:
-    least, most = points[0], points[-1]
-    ends = {"least": f"{least.peak_bytes / 1e6:.1f}", "most": f"{most.peak_bytes / 1e6:.1f}"}
-    said = [
-        text(
-            "The frontier runs from {least} MB at {times} times the FLOPs to {most} MB at 1",
-            times=f"{least.time / most.time:.2f}", **ends,
-        )
-    ]  # fmt: skip
-    for name, (costs, _, _) in arms.items():
-        for word, (peak, flops) in costs.items():
-            called = listed([name, word]) if isinstance(word, str) else name
-            values = {"peak": f"{peak / 1e6:.1f}", "times": f"{flops / most.time:.3f}"}
-            said.append(text("{name}: {peak} MB, {times} times the FLOPs", name=called, **values))
-    return text("{points}.", points=listed(said, "; "))
 
 
 def draw_schedule(budget: int = 200) -> "Figure":

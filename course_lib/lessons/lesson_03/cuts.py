@@ -1,0 +1,198 @@
+"""The exercises of lesson 03 on segments: their peak, how many, and the best cut of all."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from course_lib.teaching import Verdict, text
+from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
+
+B, A = 100_000, 200_000  # bytes of a boundary, and what a layer keeps, in sections 3.1 to 3.3
+
+
+def _peak(cuts: Sequence[int], slip: str | None = None) -> float:
+    """The peak of segments; with a slip, what somebody gets who makes it."""
+    sizes = [end - start for start, end in pairwise(cuts)]
+    inputs = [*range(1, len(sizes) + 1)]
+    if slip == "mean":
+        sizes = [sum(sizes) / len(sizes)] * len(sizes)
+    if slip == "reversed":
+        inputs.reverse()
+    if slip == "all boundaries":
+        inputs = [len(sizes)] * len(sizes)
+    if slip == "last":
+        inputs, sizes = inputs[-1:], sizes[-1:]
+    parts = [kept * B + size * A for kept, size in zip(inputs, sizes, strict=True)]
+    peak = (sum(parts) if slip == "sum" else max(parts)) + (0 if slip == "gradient" else B)
+    return {"units": peak / B, "loss": peak + 8}.get(slip, peak)
+
+
+_PEAK_SLIPS = {
+    "units": "Those are activations. Give bytes.",
+    "gradient": "One B is missing: the chain's own input counts, and so does the gradient that is handed on.",
+    "all boundaries": "While an early segment is worked on, the inputs of the later ones are gone.",
+    "last": "Any segment may be the largest: take the greatest of all.",
+    "mean": "Segments differ: take each one's own number of layers.",
+    "sum": "Only one segment is worked on at a time: take the greatest, not the sum.",
+    "reversed": "The first segment has only its own input, the last has all of them: yours is the other way round.",
+    "loss": "The 8 bytes of the loss and its gradient are not asked for: inputs, layers and one gradient are.",
+}
+
+
+@exercise(
+    hint=(
+        "Segment j, counted from 0: how many inputs are kept then, its own among them, and how many layers has it?",
+        "(j + 1)·B of inputs, A for each of its layers, and one gradient, B: the greatest over all segments.",
+    )
+)
+def check_predicted_peak(answer: Any) -> Verdict:
+    """A function of cuts that gives the peak of segments in bytes, tried on cuts that tell the slips apart."""
+    tried = [[0, 40, 70, 90, 100], [0, 1, 2, 9], [0, 100], range(0, 101, 10), [*range(51), 100]]
+    given = [answer(cuts) for cuts in tried]
+    if not any(given):
+        return not_answered()
+    if all(map(_same, given, map(_peak, tried))):
+        return right("Right, for equal segments and for others.")
+    for slip, reason in _PEAK_SLIPS.items():
+        if all(_same(one, _peak(cuts, slip)) for one, cuts in zip(given, tried, strict=True)):
+            return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
+    one, cuts = next((one, cuts) for one, cuts in zip(given, tried, strict=True) if not _same(one, _peak(cuts)))
+    values = {"cuts": _shown(cuts), "wanted": f"{_peak(cuts):,}", "given": f"{float(one):,.0f}"}
+    return wrong(text("Not yet: for the cuts {cuts} it is {wanted}, not {given}.", **values))
+
+
+def _shown(cuts: Sequence[int]) -> str:
+    return f"{list(cuts)}" if len(cuts) < 9 else f"{list(cuts)[:7]} …"
+
+
+_SIZES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2))  # L, A, B; the best count is below L in each
+
+
+def _sum_of_parts(k: float, layers: int, kept: int, boundary: int) -> float:
+    return k * boundary + layers / k * kept
+
+
+def _best_whole(layers: int, kept: int, boundary: int) -> int:
+    return min(range(1, layers + 1), key=lambda k: _sum_of_parts(k, layers, kept, boundary))
+
+
+def _whole_layers(layers: int, kept: int, boundary: int) -> int:
+    """The best count where a segment has whole layers: another sum, and another question."""
+    return min(range(1, layers + 1), key=lambda k: k * boundary + math.ceil(layers / k) * kept)
+
+
+# Reason -> what the function gives whose writer slipped so.
+_COUNT_SLIPS: tuple[tuple[str, Callable[[int, int, int], float]], ...] = (
+    ("That is √L, right only where a layer keeps as much as one boundary.", lambda n, a, b: math.sqrt(n)),
+    ("Take the square root.", lambda n, a, b: n * a / b),
+    ("A and B are the wrong way round: so many layers has a segment.", lambda n, a, b: math.sqrt(n * b / a)),
+    ("That is the peak there, not the number of segments.", lambda n, a, b: 2 * math.sqrt(n * a * b)),
+    ("That is the peak there, not the number of segments.", lambda n, a, b: 2 * math.sqrt(n * a * b) + b),
+    ("A is 2 B in this chain only; write it for any A and B.", lambda n, a, b: math.sqrt(2 * n)),
+    ("That is best where each segment has whole layers. Here L/k may be any number.", _whole_layers),
+)
+
+
+@exercise(
+    hint=(
+        "The peak is k·B + (L/k)·A + B. One part grows with k, one falls: where are they equal?",
+        "k·B = L·A/k. Solve it for k.",
+    )
+)
+def check_best_count(answer: Any) -> Verdict:
+    """A function of L, A and B that gives the best number of equal segments; the best whole number is right as well."""
+    given = [answer(*sizes) for sizes in _SIZES]
+    if None in given:
+        return not_answered()
+    wanted = [math.sqrt(layers * kept / boundary) for layers, kept, boundary in _SIZES]
+    fit = [
+        _same(one, k, 1e-3) or one in (_best_whole(*sizes), round(k))
+        for one, k, sizes in zip(given, wanted, _SIZES, strict=True)
+    ]
+    if all(fit):
+        return right("Right: both parts are √(L·A·B) there. 100 layers that keep 2 B each: 14.")
+    for reason, slip in _COUNT_SLIPS:
+        theirs = [slip(*sizes) for sizes in _SIZES]
+        if all(_same(one, k) or one == round(k) for one, k in zip(given, theirs, strict=True)):
+            return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
+    first = fit.index(False)
+    values = dict(zip(("layers", "kept", "boundary"), _SIZES[first], strict=True))
+    values |= {"given": f"{float(given[first]):.4g}", "wanted": f"{wanted[first]:.4g}"}
+    said = "Not yet: with L = {layers}, A = {kept} and B = {boundary} it gives {given}; the sum is least at {wanted}."
+    return wrong(text(said, **values))
+
+
+def _same(given: Any, wanted: float, tolerance: float = 1e-9) -> bool:
+    try:
+        return math.isclose(given + 0.0, wanted, rel_tol=tolerance)
+    except TypeError:
+        raise Refused(
+            text("One number is wanted; this is a `{kind}`.", kind=type(given).__name__), exact=True
+        ) from None
+
+
+@cache
+def least_peak(depth: int) -> int:
+    """The least peak, in bytes, of all cuts of `depth` equal layers, whatever the number of segments."""
+
+    @cache
+    def rest(layers: int, inputs: int) -> int:  # with so many inputs kept before
+        if layers == 0:
+            return 0
+        sizes = range(1, layers + 1)
+        return min(max((inputs + 1) * B + size * A, rest(layers - size, inputs + 1)) for size in sizes)
+
+    return rest(depth, 0) + B
+
+
+def _cuts_of(given: Any, depth: int) -> list[int]:
+    """The answer as cuts of so many layers."""
+    said = {"depth": depth, "cuts": f"{given}"[:60]}
+    if not hasattr(given, "__iter__"):
+        kind = type(given).__name__
+        raise Refused(text("A list of cuts is wanted, such as `[0, 40, 70, 100]`; this is a `{kind}`.", kind=kind))
+    cuts = [float(cut) for cut in given]
+    if sum(cuts) == depth and cuts[:1] != [0]:
+        raise Refused(text("Those are the sizes of the segments; give the cuts: {cuts}.", **said), exact=True)
+    if any(cut != int(cut) for cut in cuts):
+        raise Refused(text("A cut falls between two layers, so it is a whole number: {cuts}.", **said), exact=True)
+    if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != depth:
+        raise Refused(text("The cuts of {depth} layers begin with 0 and end with {depth}: {cuts}.", **said), exact=True)
+    if any(end <= start for start, end in pairwise(cuts)):
+        raise Refused(text("Each segment has a layer at least, so cuts increase: {cuts}.", **said), exact=True)
+    return [int(cut) for cut in cuts]
+
+
+@exercise(
+    hint=(
+        "Give all segments the same room R. With segment j there are j + 1 inputs: how many layers fit beside them?",
+        "Try R = A + B, then a B more, and so on, until all layers fit: segment j, from 0, has (R - (j + 1)·B) // A.",
+    )
+)
+def check_tapered(answer: Any) -> Verdict:
+    """A function depth -> cuts whose peak no other cut is below, at depths that divide and that don't."""
+    depths = [*range(2, 20), 25, 50, 64, 100]
+    raw = [answer(depth) for depth in depths]
+    if any(given is None for given in raw) or all(
+        hasattr(given, "__len__") and [*given] == [0, depth] for given, depth in zip(raw, depths, strict=True)
+    ):
+        return not_answered()
+    given = [_cuts_of(one, depth) for one, depth in zip(raw, depths, strict=True)]
+    peaks, least = [*map(_peak, given)], [*map(least_peak, depths)]
+    if peaks == least:
+        count = f"{peaks[-1] / B:g}"
+        return right(text("Right: of all the cuts there are, none peaks lower. 100 layers: {count} B.", count=count))
+    first = next(i for i, (peak, best) in enumerate(zip(peaks, least, strict=True)) if peak != best)
+    turned = [[cuts[-1] - cut for cut in reversed(cuts)] for cuts in given]
+    if [*map(_peak, turned)] == least:
+        said = "The other way round: with the first segment only its own input is there, so it may be the longest."
+        return wrong(text("Not yet. {reason}", reason=text(said)), exact=True)
+    sizes = [[end - start for start, end in pairwise(cuts)] for cuts in given]
+    if all(max(each) - min(each) <= 1 for each in sizes):
+        said = "Equal segments reach the peak only at the last one: let the early ones be longer."
+        return wrong(text("Not yet. {reason}", reason=text(said)), exact=True)
+    values = {"depth": depths[first], "cuts": _shown(given[first])}
+    values |= {"peak": f"{peaks[first] / B:g}", "least": f"{least[first] / B:g}"}
+    return wrong(text("Not yet: {depth} layers cut at {cuts} peak at {peak} B; other cuts at {least} B.", **values))

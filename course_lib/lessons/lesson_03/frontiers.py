@@ -1,0 +1,175 @@
+"""What lesson 03 draws of frontiers: beside what was run, beside all cuts, and where a second run stops early."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+from course_lib.labels import listed
+from course_lib.schedule import Chain, Cost, frontier, simulate
+from course_lib.schedule.rules import Sizes, segmented
+from course_lib.teaching import COLORS, figure, text
+from course_lib.teaching.figures import shown_once
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+EARLY = "#AA3377"  # what stops early, lines and points
+
+
+def best_cuts(chain: Chain) -> list[Cost]:
+    """The cost of the best cut into segments, for each stage that the last segment may begin with.
+
+    All but the last segment run forward twice, so that stage alone decides the time; the cut before it decides the
+    peak, which is least here.
+    """
+    sizes, length = Sizes(chain), len(chain)
+
+    @cache
+    def own(start: int, end: int) -> int:  # what a segment takes beyond its input
+        most, before = (sizes.through[start, end] if end < length else 0), 0
+        for i in range(start, end):
+            forward = before + sizes.forward[i] + sizes.gradient[end - 1]
+            most, before = max(most, forward, before + sizes.backward[i]), before + sizes.saved[i]
+        return most
+
+    @cache
+    def least(start: int, last: int) -> tuple[int, tuple[int, ...]]:
+        if start == last:
+            return own(start, length), (length,)
+        ways = []
+        for end in range(start + 1, last + 1):
+            rest, cuts = least(end, last)
+            ways.append((max(own(start, end), sizes.values[end] + rest), (end, *cuts)))
+        return min(ways)
+
+    return [simulate(segmented([0, *least(0, last)[1]]), chain) for last in range(length)]
+
+
+def frontier_with_early_stop(chain: Chain, left_out: Sequence[float], step_bytes: int = 1 << 19) -> list[Cost]:
+    """The frontier where the second run of a segment stops before its last product, as a checkpoint's does.
+
+    Section 3.5's recurrence, with what operators take while they run. One thing differs: where stages i to j are done
+    again from x_i, the last of them takes less time by `left_out[j]`, and its output isn't made.
+
+    Args:
+        left_out: for each stage, the time that stopping early saves; 0 for one that has nothing to leave out.
+        step_bytes: from one budget that is tried to the next, from the least that the frontier of whole stages has.
+
+    Returns:
+        A cost for each budget within which there is a faster schedule than within the one before it, the last with
+        `store_all`'s time. Its `peak_bytes` are the budget; forwards are not counted.
+    """
+    stopped = [
+        replace(
+            stage,
+            forward_time=stage.forward_time - time,
+            saved_bytes=max(stage.saved_bytes - (time > 0) * stage.output_bytes, stage.output_bytes),
+        )
+        for stage, time in zip(chain.stages, left_out, strict=True)
+    ]
+    whole = frontier(chain)
+    budgets = [*range(whole[0].peak_bytes, whole[-1].peak_bytes, step_bytes), whole[-1].peak_bytes]
+    stages, end, sizes = chain.stages, len(chain) - 1, Sizes(chain)
+
+    @cache
+    def fastest(i: int, j: int, room: int) -> float:
+        first = stopped[i] if i == j < end else stages[i]
+        gradient, best = int(sizes.gradient[j]), math.inf
+        forward = first.saved_bytes + first.forward_overhead_bytes + gradient
+        backward = first.saved_bytes + first.output_bytes + first.backward_overhead_bytes
+        if max(forward, backward) <= room:
+            later = fastest(i + 1, j, room - first.saved_bytes) if i < j else 0
+            best = first.forward_time + later + first.backward_time
+        ahead = 0.0
+        for e in range(i + 1, j + 1):
+            ahead += stages[e - 1].forward_time
+            if sizes.through[i, e] + gradient <= room:
+                later = fastest(e, j, room - stages[e - 1].output_bytes)
+                best = min(best, ahead + later + fastest(i, e - 1, room))
+        return best
+
+    found: list[Cost] = []
+    for budget in budgets:
+        time = fastest(0, end, budget - chain.input_bytes)
+        if time < (found[-1].time if found else math.inf):
+            found.append(Cost(budget, time, 0))
+    return found
+
+
+def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
+    """Beside each chain's frontier the best cuts into segments, a panel each: peak on x, time on y.
+
+    Args:
+        chains: label -> chain.
+    """
+    title = "Nearly equal stages: good cuts reach the frontier. Uneven ones: the frontier goes on"
+    drawn, axes = figure(title, columns=len(chains), width=8.2, height=3.6, sharey=True)
+    said = []
+    for ax, (name, chain) in zip(axes, chains.items(), strict=True):
+        points, cuts = frontier(chain), best_cuts(chain)
+        plain = points[-1].time
+        line = [(point.peak_bytes / 1e6, point.time / plain) for point in points]
+        across, up = zip(*((cut.peak_bytes / 1e6, cut.time / plain) for cut in cuts), strict=True)
+        ax.step(*zip(*line, strict=True), where="post", color=COLORS["predicted"], label=text("frontier"))
+        ax.plot(across, up, "s", color="#4477AA", markersize=4, label=text("best cuts"))
+        ax.set(xlim=(0, None), ylim=(0.98, 1.36), xlabel=text("peak, MB"))
+        ax.set_title(text(name), fontsize=9)
+        values = {"least": f"{min(across):.1f}", "line": f"{line[0][0]:.1f}", "times": f"{line[0][1]:.2f}"}
+        words = "{name}: cuts reach {least} MB, the frontier {line} MB at {times} times the time"
+        said.append(text(words, name=text(name), **values))
+    axes[0].set_ylabel(text("time of plain"))
+    axes[0].legend()
+    drawn.course_alt = text("{points}.", points=listed(said, "; "))
+    return shown_once(drawn)
+
+
+def draw_frontier(
+    title: str,
+    lines: Mapping[str, Sequence[Cost]],
+    arms: Mapping[str, tuple[Mapping, str, str]],
+    *,
+    xlim: tuple[float, float],
+) -> "Figure":
+    """Frontiers as lines, and what was run as points: peak on x, FLOPs on y.
+
+    Args:
+        lines: label -> points of a frontier; the last point of the first one is the plain step.
+        arms: label -> (name -> (peak in bytes, FLOPs), marker, colour); a name is written at its point if it has words.
+    """
+    plain = next(iter(lines.values()))[-1].time
+    drawn, ax = figure(title, height=4.0)
+    drawn.course_alt = _frontier_in_words(lines, arms)
+    for (name, points), color in zip(lines.items(), (COLORS["predicted"], EARLY), strict=False):
+        line = [(point.peak_bytes / 1e6, point.time / plain) for point in points]
+        ax.step(*zip(*line, strict=True), where="post", color=color, label=text(name))
+    points_run = [(peak / 1e6, flops / plain) for costs, _, _ in arms.values() for peak, flops in costs.values()]
+    for name, (costs, marker, color) in arms.items():
+        across, up = zip(*((peak / 1e6, flops / plain) for peak, flops in costs.values()), strict=True)
+        ax.plot(across, up, marker, color=color, label=text(name))
+        for word, x, y in zip(costs, across, up, strict=True):
+            if isinstance(word, str):
+                crowded = any(0 < other - x < 10 and abs(height - y) < 0.05 for other, height in points_run)
+                ax.annotate(
+                    text(word), (x, y), xytext=(-4, -12) if crowded else (6, 4), ha="right" if crowded else "left",
+                    textcoords="offset points", fontsize=8, color=color,
+                )  # fmt: skip
+    ax.set(xlim=xlim, ylim=(0.98, 1.72), xlabel=text("peak, MB"), ylabel=text("FLOPs of plain"))
+    ax.legend()
+    return shown_once(drawn)
+
+
+def _frontier_in_words(lines: Mapping[str, Sequence[Cost]], arms: Mapping[str, tuple[Mapping, str, str]]) -> str:
+    plain, said = next(iter(lines.values()))[-1].time, []
+    for name, points in lines.items():
+        least, most = points[0], points[-1]
+        ends = {"least": f"{least.peak_bytes / 1e6:.1f}", "most": f"{most.peak_bytes / 1e6:.1f}"}
+        words = "{name}: from {least} MB at {times} times the FLOPs to {most} MB at 1"
+        said.append(text(words, name=text(name), times=f"{least.time / plain:.2f}", **ends))
+    for name, (costs, _, _) in arms.items():
+        for word, (peak, flops) in costs.items():
+            called = listed([name, word]) if isinstance(word, str) else name
+            values = {"peak": f"{peak / 1e6:.1f}", "times": f"{flops / plain:.3f}"}
+            said.append(text("{name}: {peak} MB, {times} times the FLOPs", name=called, **values))
+    return text("{points}.", points=listed(said, "; "))
