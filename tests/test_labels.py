@@ -1,6 +1,7 @@
 """Labels: English in code, Chinese in one catalog, which has what is shown and nothing else."""
 
 import ast
+import gc
 import re
 import tomllib
 from functools import cache
@@ -102,6 +103,7 @@ def more(monkeypatch):
     more = {"{n:,} tokens": "{n:,} 个 token", "a step of {arm}": "{arm}的一步", "slow": "慢"}
     found = {**labels.catalog(), **more}
     monkeypatch.setattr(labels, "_made", {})
+    monkeypatch.setattr(labels, "_fixed", {})
     monkeypatch.setattr(labels, "catalog", lambda: found)
 
 
@@ -122,6 +124,18 @@ def test_a_label_is_known_again_after_it_was_copied_or_put_into_longer_words(mor
     assert chinese(f"{label} · 3 MB · {text('slow')}") == "7 个 token · 3 MB · 慢"
     assert chinese(f"nobody knows {label}") is None, "half a translation is none"
     assert chinese(f"{text('slow')}er") is None, "part of another word"
+
+
+def test_labels_that_were_made_are_known_again_but_not_kept_without_end(more):
+    fixed, used = text("slow"), text("{n:,} tokens", n=-1)
+    for n in range(20_000):
+        text("{n:,} tokens", n=n)
+        if n % 1000 == 0:
+            used = text("{n:,} tokens", n=-1)
+    kept = [each for each in gc.get_objects() if type(each) is dict and "19,999 tokens" in each]
+    assert 0 < max(map(len, kept)) < 10_000
+    assert chinese(f"{fixed} · {used} · {n:,} tokens") == "慢 · -1 个 token · 19,999 个 token"
+    assert chinese("0 tokens") is None, "made long ago"
 
 
 def test_lists_of_labels_have_the_marks_of_their_language(more):
@@ -161,10 +175,3 @@ def test_a_label_without_chinese_is_an_error_only_where_the_course_is_built(more
         with pytest.raises(LabelError, match=r"'my own label' has no Chinese: give it an entry in zh\.toml"):
             show("my own label")
     assert say("`my own label`") and say("slow")
-
-
-def test_labels_that_are_made_by_the_thousand_do_not_pile_up(fresh):
-    for number in range(3 * labels.MOST_MADE):
-        last = labels.text("peak: {size} MB", size=str(number))
-    assert len(labels._made) <= labels.MOST_MADE
-    assert labels.chinese(f"{last}") == f"峰值：{3 * labels.MOST_MADE - 1} MB"

@@ -31,8 +31,8 @@ class Recipe:
         precision: "fp32"; or "bf16" for parameters, gradients and activations, with fp32 master weights; None leaves
             the model in the dtypes that it has, without master weights unless the optimizer is offloaded.
         optimizer: "adam" (AdamW), "sgd", "momentum" (SGD with momentum 0.9) or "adafactor"; or "adam8bit", which is
-            estimated by a formula of what its state takes, and run where bitsandbytes is installed. One for all parameters: a
-            step with several, as a GAN's, is no recipe, but `MemoryMeter(model, [a, b])` counts it.
+            estimated by a formula of what its state takes, and run where bitsandbytes is installed. One for all
+            parameters: a step with several, as a GAN's, is no recipe, but `MemoryMeter(model, [a, b])` counts it.
         update: "loop" updates one parameter after the other; "foreach" all at once, with temporaries as large as all of
             them; "fused" in one operator, which Adafactor has not.
         offload_optimizer: the fraction of the optimizer's state, masters included, that lives one tier down.

@@ -21,10 +21,10 @@ from pathlib import Path
 
 LANGUAGES = ("en", "zh", "both")
 CATALOG = Path(__file__).parent / "zh.toml"
-# What `text` has made, by its English: a label may pass through f-strings and matplotlib, which leave a plain string.
-# The last ones suffice, since they are shown soon after they are made.
+_MOST_MADE = 4096
+# What `text` has made, by its English: what stands in the catalog as it is, and the last of those with values.
+_fixed: dict[str, "Label"] = {}
 _made: dict[str, "Label"] = {}
-MOST_MADE = 4096
 _chosen: str | None = None  # None until `choose` is called; then `current` asks the environment each time
 
 # What is the same in every language: code, math, and placeholders.
@@ -106,12 +106,19 @@ def text(english: str, /, **values: object) -> Label:
         return english
     label = Label(english.format(**values) if values else english)
     label.template, label.values = english, values
-    plain = str(label)
-    _made.pop(plain, None)  # the newest stands last
-    _made[plain] = label
-    if len(_made) > MOST_MADE:
-        del _made[next(iter(_made))]
+    _remember(label)
     return label
+
+
+def _remember(label: Label) -> None:
+    """Words that code has as they are stay known, being as few as the catalog's; others until many more were made."""
+    if not label.values and label in catalog():
+        _fixed[str(label)] = label
+        return
+    _made.pop(label, None)
+    _made[str(label)] = label
+    if len(_made) > _MOST_MADE:
+        _made.pop(next(iter(_made)), None)
 
 
 def listed(words: Iterable[object], separator: str = ", ") -> str:
@@ -125,7 +132,7 @@ def chinese(words: object) -> str | None:
     """The Chinese of a label, of words that `text` has made, or of words that contain such; None if there is none."""
     if not isinstance(words, str):
         return None
-    made = words if isinstance(words, Label) else _made.get(words)
+    made = words if isinstance(words, Label) else _made.get(words) or _fixed.get(words)
     found = made.in_chinese() if made is not None else None
     return found or catalog().get(words) or _piecewise(words)
 
@@ -163,7 +170,8 @@ def _piecewise(words: str) -> str | None:
     """The Chinese of words that contain what `text` has made; None if English would be left among them."""
     if not is_english(words):  # code, say, where `input` is a name
         return None
-    inside = {en: zh for en, made in _made.items() if en and en in words and en != words and (zh := made.in_chinese())}
+    known = (*_fixed.items(), *_made.items())
+    inside = {en: zh for en, made in known if en and en in words and en != words and (zh := made.in_chinese())}
     if not inside:
         return None
     longest_first = "|".join(map(re.escape, sorted(inside, key=len, reverse=True)))

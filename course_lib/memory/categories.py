@@ -18,6 +18,16 @@ from .storages import AccumulateGrad, held_by, hooks_active, saved_by, storages_
 from .timeline import Ledger, Record
 
 ADD = torch.ops.aten.add.Tensor
+# Formulas of `max`, `gather`, `x[i]` and others write into zeros: in place, or by these where a mode is active.
+_INTO_ZEROS = {
+    torch.ops.aten.scatter.src,
+    torch.ops.aten.scatter_add.default,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_add.default,
+    torch.ops.aten.put.default,
+    torch.ops.aten.masked_scatter.default,
+}
+IN_PLACE_WITHOUT_MODES = {ADD, *_INTO_ZEROS}
 # What `torch.tensor([...])` calls: it returns its input, and that is new. `torch.from_numpy` calls it too, but what
 # NumPy owns cannot be resized.
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
@@ -127,26 +137,32 @@ class Usage:
             record.released, record.read_by = len(self.ledger.operators), None
         self._read.clear()
 
-    def added_in_place(self, args, kwargs) -> Record | None:
-        """The storage that would take up the sum if no dispatch mode were active: that of gradients that met before.
+    def taken_over(self, func, args, kwargs) -> Record | None:
+        """The storage that would take up the result if no dispatch mode were active.
 
-        Autograd adds gradients that meet at a node in place, unless a mode is active, and then it calls `add`. The
-        meter is a mode; so that it reports what the program takes without it, it counts such a sum as that first
-        summand. Autograd's own additions are told from others by who calls (no Python function), and by the
-        first summand: one tensor alone holds its storage, which it fills, the node now running did not make it in its
-        formula, and it dies with the sum (`Ledger.expect_end`).
+        Autograd adds gradients that meet at a node in place, and some formulas write into zeros in place, unless a mode
+        is active: then they call operators that make a new tensor (`IN_PLACE_WITHOUT_MODES`). The meter is a mode; so
+        that it reports what the program takes without it, it counts such a result as that first argument. Autograd's
+        own calls are told from others by who calls (no Python function), and by the first argument: one tensor alone
+        holds its storage, which it fills, and it dies with the call (`Ledger.expect_end`). Of a sum, the node now
+        running did not make it in its formula; zeros it did.
 
-        Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`).
+        Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`), and `areAnyTensorSubclassLike` in
+        torch/csrc/autograd/FunctionsManual.cpp.
         """
-        if kwargs or self.node is None or torch.is_grad_enabled() or not _called_by_autograd():
+        if self.node is None or (func is ADD and (kwargs or torch.is_grad_enabled())) or not _called_by_autograd():
             return None
-        total, new = args
-        if not all(isinstance(t, Tensor) and t.layout is torch.strided for t in args) or total.shape != new.shape:
+        total, new = args[0], args[1] if func is ADD else args[0]
+        if not all(isinstance(t, Tensor) and t.layout is torch.strided for t in (total, new)):
             return None
-        (storage,), (other,) = storages_of(total), storages_of(new)
+        if total.shape != new.shape:
+            return None
+        (storage,), others = storages_of(total), storages_of(new) if func is ADD else ()
         record = self.ledger.find(storage)
-        if record is None or storage is other or _holders(total) != _ONE_HOLDER or record.nbytes != total.nbytes:
+        if record is None or storage in others or _holders(total) != _ONE_HOLDER or record.nbytes != total.nbytes:
             return None
+        if func is not ADD:
+            return record if record.born >= self.node_began else None
         # Two gradients of one node can meet: those of z in z * z.
         edges = self.node.next_functions
         return record if record.born < self.node_began or len(set(edges)) < len(edges) else None
@@ -162,7 +178,7 @@ _ONE_HOLDER = _holders(torch.empty(0))
 
 def _called_by_autograd() -> bool:
     """True if no Python code but dispatch modes stands between the operator and autograd's engine."""
-    frame = sys._getframe(3)  # beyond added_in_place and the mode that asks
+    frame = sys._getframe(3)  # beyond taken_over and the mode that asks
     while frame is not None and (frame.f_globals.get("__name__") in _WRAPPERS or _of_a_mode(frame)):
         frame = frame.f_back
     return frame is None or frame.f_code is torch.autograd.graph._engine_run_backward.__code__

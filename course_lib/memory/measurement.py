@@ -170,7 +170,7 @@ def _notes(changed: int, steady: bool, above: int) -> tuple[str, ...]:
         notes.append(
             text(
                 "the meter counts {above:,} bytes more than the allocator: while a dispatch mode, such as the meter, "
-                "is active, PyTorch computes some gradients out of place (gather's or cumprod's, for instance)",
+                "is active, PyTorch computes some gradients out of place (prod's or cumprod's, for instance)",
                 above=above,
             )
         )

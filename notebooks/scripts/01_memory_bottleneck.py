@@ -521,8 +521,7 @@ with symbolic():
         deeper, batch = make_decoder(layers=layers), random_tokens(8, 128, 2048)
         saved.append(saved_tensors(deeper.loss, batch).total_bytes)
 slope = (saved[-1] - saved[0]) // (depths[-1] - depths[0])
-b, s, h, v = 8, 128, 256, 2048
-head = 4 * s * b * (2 * h + 2 + v)  # inputs of norm and head, statistics, log-softmax
+head = 4 * 8 * 128 * (2 * 256 + 2 + 2048)  # inputs of norm and head, statistics, log-softmax
 rows = [("slope: one layer", sum(one_layer.values()), slope)]
 rows.append(("intercept", head + 8_256 + 8_192 + 4, saved[0] - depths[0] * slope))
 predictions(rows, unit="bytes")
@@ -1187,12 +1186,12 @@ compare(arms, seconds=True, workspace=True)
 #
 # <div lang="en">
 #
-# Where two gradients of one tensor meet, autograd adds the second into the first in place, if nothing else looks at the first. While any dispatch mode is active it makes a new tensor for the sum. `MemoryMeter` knows this and counts as autograd alone would have done; the lines of section 1.2 don't. A Linear's weight gradient is a transposed view, and its sum is a new tensor in any case, as at the second peak of section 1.3. A weight used four times:
+# Where two gradients of one tensor meet, autograd adds the second into the first in place, if nothing else looks at the first. While any dispatch mode is active it makes a new tensor for the sum. `MemoryMeter` knows this, as it knows the formulas of `max`, `gather` and indexing, and counts as autograd alone would have done; the lines of section 1.2 don't. A Linear's weight gradient is a transposed view, and its sum is a new tensor in any case, as at the second peak of section 1.3. A weight used four times:
 #
 # </div>
 # <div lang="zh">
 #
-# 同一个张量的两份梯度相遇时，只要没有别处还在用前一份，autograd 就把后一份原地加进去。而只要有分发模式在起作用，它就会为这个和新建一个张量。`MemoryMeter` 知道这一点，按没有模式时的情形来数；1.2 节的几行则不知道。Linear 的权重梯度是转置的视图，求和时无论如何都要新建，1.3 节的第二个峰值就是这样。一个权重用四次：
+# 同一个张量的两份梯度相遇时，只要没有别处还在用前一份，autograd 就把后一份原地加进去。而只要有分发模式在起作用，它就会为这个和新建一个张量。`MemoryMeter` 知道这一点，也知道 `max`、`gather` 和索引的求导公式，按没有模式时的情形来数；1.2 节的几行则不知道。Linear 的权重梯度是转置的视图，求和时无论如何都要新建，1.3 节的第二个峰值就是这样。一个权重用四次：
 #
 # </div>
 
