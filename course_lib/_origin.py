@@ -142,6 +142,8 @@ def explained() -> Iterator[None]:
         takes = "a model and a batch that don't"
         if goes_through(error, torch.distributions):
             takes += ", as after torch.distributions.Distribution.set_default_validate_args(False)"
+        if goes_through(error, torch.nn.modules.transformer):  # which asks a mask whether it is causal
+            takes += ", as with is_causal given (to nn.Transformer, tgt_is_causal or src_is_causal)"
         raise ValueError(
             f"the step looks at values of its data ({str(error).splitlines()[0][:80]}){_at(error)}, but an estimate "
             f"runs on symbolic tensors, which have shapes only; it takes {takes}"
@@ -150,8 +152,8 @@ def explained() -> Iterator[None]:
         if "FakeTensor" not in str(error):
             raise
         raise ValueError(
-            f"make_model or make_batch uses a tensor that was there before{_at(error)}, but an estimate runs on "
-            "symbolic tensors; it takes functions that make new ones"
+            f"make_model or make_batch uses a tensor that was there before{_at(error)}, or that no operator has made, "
+            "as torch.frombuffer's, but an estimate runs on symbolic tensors; it takes functions that make new ones"
         ) from error
 
 

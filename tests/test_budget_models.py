@@ -753,6 +753,47 @@ def test_control_flow_that_looks_at_data_is_said_with_its_operator():
     assert run(Branching, sentences, Recipe()).result.stepped
 
 
+class Translator(nn.Transformer):
+    def __init__(self, causal):
+        super().__init__(16, 2, 1, 1, 32, batch_first=True)
+        self.causal = causal
+
+    def loss(self, x):
+        mask = self.causal(x.shape[1])
+        return self(x, x, tgt_mask=mask).square().mean()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_pytorchs_transformer_with_its_own_mask_takes_what_is_estimated(precision):
+    def make():
+        return Translator(nn.Transformer.generate_square_subsequent_mask)
+
+    args = make, lambda: torch.randn(2, 6, 16), Recipe(precision=precision)
+    assert estimate(*args).peak_bytes == run(*args).meter.peak_bytes
+
+
+def test_a_mask_that_pytorchs_transformer_cannot_ask_is_refused_with_the_way_out():
+    def make():
+        return Translator(lambda n: torch.randn(n, n))
+
+    line = Translator.loss.__code__.co_firstlineno + 2
+    told = (
+        rf"^the step looks at values [^\n]*test_budget_models.py, line {line}, in loss, [^\n]* as with is_causal given"
+    )
+    with pytest.raises(ValueError, match=told):
+        estimate(make, lambda: torch.randn(2, 6, 16), Recipe())
+
+
+class Buffered(nn.Linear):
+    def loss(self, x):
+        return (self(x) * torch.frombuffer(bytearray(4 * x.shape[1]), dtype=x.dtype)).mean()
+
+
+def test_a_tensor_of_other_memory_is_not_said_to_have_been_there_before_alone():
+    with pytest.raises(ValueError, match=r"in loss, or that no operator has made, as torch.frombuffer's, but"):
+        estimate(partial(Buffered, 4, 4), lambda: torch.randn(2, 4), Recipe())
+
+
 def test_frozen_batch_norm_takes_micro_batches():
     class Frozen(Pictures):
         def train(self, mode=True):

@@ -521,6 +521,36 @@ def test_an_unknown_value_does_not_take_others_with_it_and_its_tensor_stays_itse
         assert F.one_hot(places, 4).shape == (3, 4, 4) and mine[None].shape == (1, 3, 4)
 
 
+def masks():
+    """What is asked of floating masks, whole and in part."""
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    low = torch.tril(torch.full((2, 4, 4), -1e9, dtype=torch.float64)).transpose(1, 2)[1, 1:]
+    return [
+        bool((causal == nn.Transformer.generate_square_subsequent_mask(5)).all()),
+        bool((causal == torch.zeros(5, 5)).all()),
+        causal.isinf().tolist(),
+        (low.bfloat16() < 0).tolist(),
+        low.bool().tolist(),
+        low.clone()[:, 2:].ne(torch.zeros(1, dtype=torch.float64)).tolist(),
+        torch.full((2,), 1.5).view(torch.int32).ne(0x3FC00000).any().item(),
+    ]
+
+
+def test_masks_of_zeros_and_infinity_are_known_until_they_are_written_to():
+    with MemoryMeter() as real:
+        expected = masks()
+    with symbolic(), MemoryMeter() as meter:
+        assert masks() == expected
+        mask = nn.Transformer.generate_square_subsequent_mask(5)
+        view, huge = mask[1:], torch.full((2**40,), 1.0)[:1]
+        mask.mul_(2)
+        for unknown in (mask, view, huge, torch.randn(3)):
+            with pytest.raises(_fake.DataDependentOutputException):
+                bool((unknown == 0).all())
+    steps = [(s.operator, s.live_bytes) for s in real.timeline]
+    assert [(s.operator, s.live_bytes) for s in meter.timeline][: len(steps)] == steps
+
+
 def test_large_tensors_of_whole_numbers_stay_symbolic():
     with symbolic(), MemoryMeter() as meter:
         large = torch.zeros(2**40, dtype=torch.int8)

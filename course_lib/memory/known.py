@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -19,7 +20,10 @@ from .storages import tensors_among
 MOST_BYTES = 1 << 22  # of a real storage, so that a symbolic model takes no memory: tokens of 128 samples of 4,096
 _aten = torch.ops.aten
 _WITHOUT_VALUES = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
-_FILLED = {_aten.zeros: 0, _aten.ones: 1}  # floating masks are made so
+# Floating masks are made so, and asked so whether they are causal.
+_FILLED = {_aten.zeros, _aten.ones, _aten.full}
+_COPIED = {_aten._to_copy, _aten.clone, _aten.triu, _aten.tril}
+_COMPARED = {_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge, _aten.isinf}
 _LOOKED_AT = {_aten.rand, _aten.linspace}  # layers are dropped at random, at rising rates
 _LOOKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
@@ -37,8 +41,9 @@ class Symbolic(FakeTensorMode):
     with symbolic tensors.
 
     A single floating number that is drawn or computed from real tensors, and the numbers of `torch.linspace` and of its
-    parts, are symbolic and yet known, as PyTorch has it for `torch.tensor(0.5)`: `item` answers. What `torch.ones` and
-    `torch.zeros` make is known until it is written to: converted to whole numbers, it becomes real.
+    parts, are symbolic and yet known, as PyTorch has it for `torch.tensor(0.5)`: `item` answers. What `torch.ones`,
+    `torch.zeros` and `torch.full` make, and triangles of it, are known until they are written to: compared with each
+    other or with numbers, or converted to whole numbers, they give real tensors.
     """
 
     @classmethod
@@ -50,7 +55,8 @@ class Symbolic(FakeTensorMode):
         self.attributes: dict[torch.device, dict[str, Any]] = {}  # of the symbolic tensors of a device
         self.looks = 0  # how often the values of a real tensor were looked at
         self._unknown: WeakSet[torch.UntypedStorage] = WeakSet()  # of real tensors
-        self._filled: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()  # of symbolic ones: with what
+        # Of symbolic ones: what makes their numbers, which take memory only where somebody asks.
+        self._numbers: WeakKeyDictionary[torch.UntypedStorage, Callable[[], Tensor]] = WeakKeyDictionary()
         self._inside = False  # an operator that PyTorch takes apart
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -67,16 +73,15 @@ class Symbolic(FakeTensorMode):
         real = [tensor for tensor in met if not isinstance(tensor, FakeTensor)]
         if not isinstance(func, OpOverload):
             return outlines.fake(self, func, types, args, kwargs)
-        if met and not real and not self._filled and func.overloadpacket not in _INDEXING:
+        if met and not real and not self._numbers and func.overloadpacket not in _INDEXING:
             return _outline(partial(outlines.of, self), func, types, args, kwargs)
         if not all(map(_is_whole, real)):
             return outlines.of(self, func, types, args, kwargs)
         if len(real) < len(met):
-            value = self._filled.get(met[0].untyped_storage()) if func is _aten._to_copy.default else None
-            if value is None or not _is_whole(kwargs.get("dtype")):
-                return self._symbolically(func, types, args, kwargs)
-            options = {"dtype": kwargs["dtype"], "device": kwargs.get("device", met[0].device)}
-            return self._for_real(_aten.full.default, (), (met[0].shape, value), options)
+            result = self._symbolically(func, types, args, kwargs)
+            if func.overloadpacket not in _COPIED | _COMPARED or real:
+                return result
+            return self._known(func, result, met, args, kwargs)
         if func.is_view or torch.Tag.inplace_view in func.tags:  # of known values or not
             return func(*args, **kwargs)
         if any(tensor.untyped_storage() in self._unknown for tensor in real):
@@ -93,14 +98,32 @@ class Symbolic(FakeTensorMode):
         made = tensors_among((outline,))
         if kind in _WITHOUT_VALUES or any(tensor.device.type != "cpu" for tensor in made):
             return outline
-        if all(_is_whole(tensor) and tensor.untyped_storage().nbytes() <= MOST_BYTES for tensor in made):
+        if all(map(_is_small, made)):
             return func(*args, **kwargs)
-        if kind in _FILLED:
-            self._filled[outline.untyped_storage()] = _FILLED[kind]
+        if kind in _FILLED:  # the default dtype may be another one when somebody asks
+            self._keep(outline, partial(func, *args, **kwargs | {"dtype": outline.dtype}))
         number = isinstance(outline, Tensor) and outline.is_floating_point() and outline.numel() == 1
         if kind in _LOOKED_AT or (number and tensors_among(args, kwargs)):
             return self.fake_tensor_converter.from_real_tensor(self, func(*args, **kwargs), make_constant=True)
         return outline
+
+    def _known(self, func, outline: Tensor, met: list[Tensor], args, kwargs) -> Tensor:
+        """The outline, or real numbers in its place, of an operator that reads symbolic tensors alone."""
+        makers = [self._numbers.get(tensor.untyped_storage()) for tensor in met]
+        if None in makers or outline.device.type != "cpu":
+            return outline
+        parts = {tensor: _part(maker, tensor) for tensor, maker in zip(met, makers, strict=True)}
+        if _is_small(outline):
+            return func(*map_tensors(lambda tensor: parts[tensor](), args), **kwargs)
+        if func.overloadpacket in _COPIED:
+            of, *others = parts[args[0]], *args[1:]
+            self._keep(outline, lambda: func(of(), *others, **kwargs))
+        return outline
+
+    def _keep(self, outline: Tensor, numbers: Callable[[], Tensor]) -> None:
+        storage = outline.untyped_storage()
+        if outline.is_floating_point() and storage.nbytes() <= MOST_BYTES * outline.itemsize:
+            self._numbers[storage] = numbers
 
     def _symbolically(self, func, types, args, kwargs) -> Any:
         """The operator with symbolic tensors in place of real ones."""
@@ -121,7 +144,7 @@ class Symbolic(FakeTensorMode):
             return result
         written = list(tensors_in(_written(func, args, kwargs)))
         for tensor in written:
-            self._filled.pop(tensor.untyped_storage(), None)
+            self._numbers.pop(tensor.untyped_storage(), None)
         back = {in_place_of[tensor]: tensor for tensor in written if tensor in in_place_of}
         self._unknown.update(tensor.untyped_storage() for tensor in back.values())
         return map_tensors(lambda tensor: back.get(tensor, tensor), result)
@@ -167,6 +190,16 @@ def _made(dispatch, size, strides, like: Tensor, dtype: torch.dtype | None = Non
     if strides is None:
         return dispatch(_aten.empty.memory_format, (), (size,), options)
     return dispatch(_aten.empty_strided.default, (), (size, strides), options)
+
+
+def _part(maker: Callable[[], Tensor], of: Tensor) -> Callable[[], Tensor]:
+    """What gives the numbers of a symbolic tensor, which it does not keep, from those of its storage."""
+    place, dtype = (of.storage_offset(), of.size(), of.stride()), of.dtype
+    return lambda: torch.empty(0, dtype=dtype).set_(maker().untyped_storage(), *place)
+
+
+def _is_small(made: Tensor) -> bool:
+    return _is_whole(made) and made.untyped_storage().nbytes() <= MOST_BYTES
 
 
 def _is_whole(given: Tensor | torch.dtype | None) -> bool:
