@@ -195,7 +195,7 @@ def _made(dispatch, size, strides, like: Tensor, dtype: torch.dtype | None = Non
 def _part(maker: Callable[[], Tensor], of: Tensor) -> Callable[[], Tensor]:
     """What gives the numbers of a symbolic tensor, which it does not keep, from those of its storage."""
     place, dtype = (of.storage_offset(), of.size(), of.stride()), of.dtype
-    return lambda: torch.empty(0, dtype=dtype).set_(maker().untyped_storage(), *place)
+    return lambda: torch.empty(0, dtype=dtype, device="cpu").set_(maker().untyped_storage(), *place)
 
 
 def _is_small(made: Tensor) -> bool:
