@@ -434,7 +434,7 @@ def test_the_command_speaks_the_language_that_is_asked_for(config, capsys, monke
     said = {}
     for spoken in ("en", "zh"):
         monkeypatch.setenv("COURSE_LANG", spoken)
-        assert command.main(["--config", config, *CHEAP, "--budget", "10MB", "--check", "--device", "RTX 4090"]) == 0
+        assert command.main(["--config", config, *CHEAP, "--budget", "1MB", "--check", "--device", "RTX 4090"]) == 0
         said[spoken] = capsys.readouterr().out
     assert "the way there:" in said["en"] and "recipes fit into" in said["en"] and not re.search("[一-鿿]", said["en"])
     assert "一步步怎样到达：" in said["zh"] and "种配方装得进" in said["zh"]

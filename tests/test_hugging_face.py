@@ -263,7 +263,7 @@ def test_a_search_puts_flash_into_a_model_that_keeps_its_scores():
     make_model = made("Llama:LlamaForCausalLM", **SHARED, attn_implementation="eager")
     make_batch = partial(text, "ones", 2, 128)
     plain = estimate(make_model, make_batch, Recipe(optimizer="sgd"))
-    found = fit(make_model, make_batch, plain.peak_bytes * 6 // 10, base=Recipe(optimizer="sgd"), progress=False)
+    found = fit(make_model, make_batch, plain.peak_bytes // 2, base=Recipe(optimizer="sgd"), progress=False)
     assert {"flash"} <= {e.recipe.attention for e in found}
     assert all(e.peak_bytes == run(make_model, make_batch, e.recipe).meter.peak_bytes for e in found)
 
