@@ -663,7 +663,7 @@ def test_a_line_of_a_notebook_is_that_of_a_cell():
     cell = "import torch\ndef make():\n    model = torch.nn.Linear(2, 2)\n"
     cell += "    model.loss = lambda x: (x @ x).sum()\n    return model\n"
     names = {"__name__": "__main__"}
-    exec(compile(cell, "/tmp/ipykernel_1234/5678.py", "exec"), names)
+    exec(compile(cell, "ipykernel_1234/5678.py", "exec"), names)
     with pytest.raises(RuntimeError) as raised:
         estimate(names["make"], lambda: torch.ones(3, 2), Recipe())
     assert raised.value.__notes__[-1] == "a cell, line 4, in <lambda>"

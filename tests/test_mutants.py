@@ -6,13 +6,15 @@ seconds; with `-s` it says how many there are.
 
 import os
 
-import mutants
 import pytest
 from answers import ANSWERS, CHECKS, EQUIVALENT
-from mutants import accepted, findings, solutions
 
 from course_lib import lessons
 from course_lib.teaching.exercises import exercise, right, wrong
+
+pytest.importorskip("jupytext")  # not on a bare GPU machine
+import mutants
+from mutants import accepted, findings, solutions
 
 pytestmark = [
     pytest.mark.usefixtures("fresh"),

@@ -18,7 +18,7 @@
 # </div>
 # <div lang="zh">
 #
-# 十六层 Linear 加 GELU 要为反向留下 32 份激活值，这里是 66 MB。等后面的激活值出现，就把前面的挪进文件，反向用到时再读回来：内存里只剩 6.4 MB。若提前读回两份，让读取藏在计算背后，则是 10.5 MB。换成 32 层呢？还是一样。没有一个 FLOP 算了两遍。这就是**卸载**（offload）：把暂时不用的数据移到下一层存储，不是“卸载软件”的卸载。
+# 十六层 Linear 加 GELU 要为反向留下 32 份激活值，这里是 66 MB。等后面的激活值出现，就把前面的挪进文件，反向用到时再读回来：内存里只剩 6.4 MB。若提前读回两份，让读取藏在计算背后，则是 10.5 MB。换成 32 层呢？还是一样。没有一个 FLOP 算了两遍。这就是**卸载**（offload）：把暂时不用的数据移到下层存储，不是“卸载软件”的卸载。
 #
 # 代价是什么？什么时候没有代价？
 #
@@ -191,7 +191,7 @@ f"{here / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s: {here / bandwidth:.0f} F
 # </div>
 # <div lang="zh">
 #
-# 你也许见过类似的写法：拿到激活值，在下一层存储里留一份拷贝，反向时再读回来。它真的卸载了吗？三个问题：梯度对不对？有没有释放什么？计算图里还留着什么？
+# 你也许见过类似的写法：拿到激活值，在下层存储里留一份拷贝，反向时再读回来。它真的卸载了吗？三个问题：梯度对不对？有没有释放什么？计算图里还留着什么？
 #
 # </div>
 
@@ -779,7 +779,7 @@ what_you_may_have_read(
     "04",
     text("{ratio:.1f} ×; {before} → {after} bytes", ratio=ratio, before=kept[0], after=kept[1]),
     text("{unmoved} of {count} have not moved", unmoved=unmoved, count=len(places)),
-    text("`{kind}`: there is no `{missing}` yet", kind=kind, missing=missing),
+    text("{kind}: there is no {missing} yet", kind=f"`{kind}`", missing=f"`{missing}`"),
     f"{whole.peak_bytes / 1e6:.0f} MB : {alone.peak_bytes / 1e6:.0f} MB",
 )
 
@@ -862,7 +862,7 @@ lesson_04.check_what_goes_down(min(fits, key=lambda choice: sum(sizes[i] for i i
 # </div>
 # <div lang="zh">
 #
-# **练习 3。** 修好 4.2 节：用挂在保存的张量上的钩子写出上下文管理器 `offloading(store)`，其中 `store` 是一个列表，代表下一层存储。凡保存的都进这个列表，计算图里只留编号，梯度要正确。
+# **练习 3。** 修好 4.2 节：用挂在保存的张量上的钩子写出上下文管理器 `offloading(store)`，其中 `store` 是一个列表，代表下层存储。凡保存的都进这个列表，计算图里只留编号，梯度要正确。
 #
 # </div>
 

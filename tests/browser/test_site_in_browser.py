@@ -44,7 +44,7 @@ def pressed(page):
     return page.locator(".language-switch:visible button[aria-pressed=true]").get_attribute("value")
 
 
-ENGLISH, CHINESE = "Which ones should we forget?", "该忘掉哪些？"
+ENGLISH, CHINESE = "Which ones should we forget? (checkpoint schedules)", "该忘掉哪些？（检查点的调度）"
 
 
 def test_the_button_turns_prose_headings_contents_and_figures_and_the_keyboard_reaches_it(address, open_page):
