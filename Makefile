@@ -35,7 +35,7 @@ help: ## show this list / 显示本列表
 lab: $(INSTALLED) $(OVERRIDES) $(TRUSTED) ## open the course in JupyterLab / 在 JupyterLab 中打开课程
 	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) $(wildcard notebooks/00_start_here.ipynb)
 
-test: $(INSTALLED) ## lint, unit tests, and every notebook against its outputs / 检查代码，运行全部测试与笔记本
+test: $(INSTALLED) ## lint, unit tests, and every notebook against its outputs / 检查代码，运行全部测试与 notebook
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest $(ARGS)
@@ -67,7 +67,7 @@ gpu-bench: $(GPU_NEEDS) ## the benches that have a GPU part (OUT=build/gpu) / �
 	  $(GPU_PYTHON) tests/bench_$$bench.py --output $(OUT)/$$bench.json $(ARGS) || failed="$$failed $$bench"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-notebooks: $(INSTALLED) ## run notebooks/scripts again, store notebooks with outputs (ARGS="02 03") / 重新生成笔记本
+notebooks: $(INSTALLED) ## run notebooks/scripts again, store notebooks with outputs (ARGS="02 03") / 重新生成 notebook
 	$(BIN)/python notebooks/build.py $(ARGS)
 
 site: $(INSTALLED) ## the website, in build/site (ARGS="--output PLACE") / 生成网站
@@ -76,7 +76,7 @@ site: $(INSTALLED) ## the website, in build/site (ARGS="--output PLACE") / 生�
 slides: $(INSTALLED) ## a deck per lesson and language, in build/slides / 生成幻灯片
 	$(BIN)/python -m course_lib.teaching.editions.slides $(ARGS)
 
-student: $(INSTALLED) ## the notebooks without solutions, in build/student / 生成不含解答的学生版
+student: $(INSTALLED) ## the notebooks without solutions, in build/student / 生成不含答案的学生版
 	$(BIN)/python -m course_lib.teaching.editions.student $(ARGS)
 
 clean: ## remove caches and build files; the next target checks .venv again / 清理缓存

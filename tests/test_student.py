@@ -62,7 +62,7 @@ def test_a_solution_inside_a_function_becomes_a_stub_that_raises_when_called():
 
 def test_a_solution_without_a_check_leaves_a_place_to_write():
     source = "### BEGIN SOLUTION\nfigure = draw_the_timeline()\n### END SOLUTION"
-    assert sources_of(without_solutions(notebook_of(source))) == ["# your solution / 你的解答"]
+    assert sources_of(without_solutions(notebook_of(source))) == ["# your solution / 你的答案"]
 
 
 GUARDED = """### BEGIN SOLUTION

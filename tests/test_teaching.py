@@ -132,6 +132,22 @@ def test_no_glyph_is_missing_in_a_label_of_every_hanzi_with_math(tmp_path):
         drawn.savefig(tmp_path / "figure.png")
 
 
+def characters_without_glyph(words: str) -> set[str]:
+    """Those of the characters that neither the course's font nor the one behind it, DejaVu Sans, can draw."""
+    from fontTools.ttLib import TTFont
+    from matplotlib import font_manager
+
+    paths = [*FONTS.glob("*.otf"), Path(font_manager.findfont("DejaVu Sans"))]
+    drawn = set().union(*(TTFont(path).getBestCmap() for path in paths))
+    return {character for character in words if ord(character) not in drawn and character != "\n"}
+
+
+def test_whatever_a_figure_may_say_is_in_the_fonts_in_both_languages():
+    catalog = labels.catalog()
+    assert characters_without_glyph("".join((*catalog, *catalog.values()))) == set()
+    assert characters_without_glyph("a \U00020bb7") == {"\U00020bb7"}  # a hanzi outside GB2312
+
+
 def test_the_missing_glyph_test_can_fail(tmp_path):
     with pytest.warns(UserWarning, match="Glyph .* missing"):
         drawn, axes = teaching.figure()
@@ -255,7 +271,7 @@ def sample(title="vs first", **options):
 ENGLISH = (
     "vs first. Lines, data points; x axis: predicted, L; y axis: bytes (MB) (log scale); labels: “device” from 1 to 3."
 )
-CHINESE = "与首行之比。曲线、数据点；横轴：预测，L；纵轴：字节 (MB)（对数）；标注：“设备”从 1 到 3。"
+CHINESE = "首行的倍数。曲线、数据点；横轴：预测，L；纵轴：字节 (MB)（对数）；标注：“设备”从 1 到 3。"
 
 
 def test_a_figure_says_its_message_its_axes_and_its_labels_in_each_language():
@@ -263,7 +279,7 @@ def test_a_figure_says_its_message_its_axes_and_its_labels_in_each_language():
 
 
 def test_words_given_for_a_figure_are_said_instead_of_its_axes():
-    assert pictures.description(sample(alt="Right.")) == ("vs first. Right.", "与首行之比。正确。")
+    assert pictures.description(sample(alt="Right.")) == ("vs first. Right.", "首行的倍数。正确。")
 
 
 def test_timelines_say_each_peak_its_phase_and_what_it_holds():
@@ -287,7 +303,7 @@ def test_a_figure_is_drawn_in_each_language_with_its_legend_and_its_ticks_and_is
     axes.legend(title="measured")
     before, chinese = drawn_words(drawn, "en"), drawn_words(drawn, "zh")
     assert {"vs first", "activation", "gradient", "peak, MB", "measured"} <= set(before)
-    assert {"与首行之比", "激活值", "梯度", "峰值，MB", "实测"} <= set(chinese)
+    assert {"首行的倍数", "激活值", "梯度", "峰值，MB", "实测"} <= set(chinese)
     assert [words for words in chinese if labels.is_english(words)] == []
     assert [words for words in chinese if words[0].isdigit()] == [words for words in before if words[0].isdigit()]
     assert drawn_words(drawn, "en") == before

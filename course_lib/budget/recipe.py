@@ -255,10 +255,13 @@ def _binary(nbytes: int) -> str:
 
 
 def _checkpoints(recipe: Recipe) -> str:
-    more = {"segments": f" {recipe.segments}", "optimal": f" {(recipe.schedule_bytes or 0) / 1e6:,.1f} MB"}
-    words = text("checkpoint {kind}", kind=recipe.checkpoint + more.get(recipe.checkpoint, ""))
-    if recipe.checkpoint == "layers":  # alone it is a label, and would be said in Chinese
-        words = text("checkpoint layers")
+    megabytes = f"{(recipe.schedule_bytes or 0) / 1e6:,.1f}"
+    words = {
+        "layers": text("checkpoint layers"),
+        "selective": text("checkpoint selective"),
+        "segments": text("checkpoint segments {count}", count=recipe.segments),
+        "optimal": text("checkpoint optimal {megabytes} MB", megabytes=megabytes),
+    }[recipe.checkpoint]
     if recipe.first_blocks is not None:
         words = text("{checkpoint} first {count}", checkpoint=words, count=recipe.first_blocks)
     if recipe.blocks is not None:

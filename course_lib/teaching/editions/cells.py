@@ -19,7 +19,7 @@ from nbformat import NotebookNode
 from . import not_installed
 
 NOTEBOOKS = Path("notebooks")
-COMMENT_STUB = "# your solution / 你的解答"
+COMMENT_STUB = "# your solution / 你的答案"
 STUB_NAME = "NotImplementedError"
 STUB = f"raise {STUB_NAME}  {COMMENT_STUB}"
 # A folder with this file was made by an edition and may be replaced by the next one.
