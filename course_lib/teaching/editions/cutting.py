@@ -189,8 +189,13 @@ def outputs_in(output: NotebookNode, language: str) -> list[NotebookNode]:
     output = deepcopy(output)
     data = output.get("data", {})
     if pictures := pictures_in(data.get("text/html", "")):
+        large = output.metadata.get("slides", {})  # drawn for slides; a lesson stored before has none
         return [
-            nbformat.v4.new_output("display_data", {"image/png": each.png}, metadata={"alt": each.alt, "lang": spoken})
+            nbformat.v4.new_output(
+                "display_data",
+                {"image/png": large.get(spoken, each.png)},
+                metadata={"alt": each.alt, "lang": spoken, "drawn_for_slides": spoken in large},
+            )
             for spoken, each in pictures.items()
             if language in (spoken, "both")
         ]
@@ -281,6 +286,8 @@ def cut_figure(output: NotebookNode) -> list[NotebookNode]:
     """A high figure of several panels as several pictures, cut in the widest empty bands."""
     from PIL import Image
 
+    if output.metadata.get("drawn_for_slides"):
+        return [output]
     picture = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))).convert("RGB")
     count = math.ceil(picture.height / _MOST_FIGURE_HEIGHT)
     cuts = [0]
