@@ -146,6 +146,14 @@ def test_plumbing_is_not_shown():
     assert shown == [[]] * 4
 
 
+def test_a_picture_drawn_for_slides_goes_before_the_pages():
+    drawn = picture_output(50)
+    drawn.metadata.slides = {"en": LARGE, "zh": LARGE}
+    page = page_of(lesson_of(("draw()", [drawn]), both("So.", "所以。")))
+    assert [image["src"] for image in page.select("section.is-figure img")] == [f"data:image/png;base64,{LARGE}"]
+
+
+LARGE = "iVBORw0KGgo="  # no more than a PNG's first bytes: nothing reads it again
 CLAIMS = [
     Claim(labels.text("peak"), labels.text("step"), labels.text("activation"), "fails", labels.text("forward")),
     Claim(labels.text("bytes"), labels.text("step"), labels.text("gradient"), "holds", labels.text("backward")),

@@ -302,10 +302,10 @@ def test_a_figure_is_shown_as_a_picture_a_language_whose_words_can_be_read_again
     from matplotlib.figure import Figure
 
     shown = []
-    monkeypatch.setattr("IPython.display.display", lambda bundle, raw: shown.append(bundle))
+    monkeypatch.setattr("IPython.display.display", lambda bundle, **more: shown.append({**bundle, **more}))
     pictures.show(sample('<b> & "b"', alt="Right."))
     pictures.show(Figure())  # nothing to see: as IPython does it
-    assert [set(bundle) for bundle in shown] == [{"text/html", "text/plain"}, {"text/plain"}]
+    assert [set(bundle) - {"raw"} for bundle in shown] == [{"text/html", "text/plain", "metadata"}, {"text/plain"}]
     markup = shown[0]["text/html"]
     assert spoken_problems(markup) == []
     found = pictures.pictures_in(markup)
@@ -315,6 +315,30 @@ def test_a_figure_is_shown_as_a_picture_a_language_whose_words_can_be_read_again
     }
     assert found["en"].png != found["zh"].png and all(each.png.startswith("iVBO") for each in found.values())
     assert pictures.pictures_in(f"<p>{markup}</p>") == {}
+    large = shown[0]["metadata"]["slides"]
+    assert set(large) == {"en", "zh"} and large["en"] != large["zh"] and large["en"] not in markup
+
+
+def test_a_figure_for_slides_has_larger_letters_on_a_slides_sheet_and_is_as_before_afterwards():
+    drawn, (above, below) = figures.figure("A long title that tells what is seen " * 3, rows=2, height=5.6)
+    above.set_title("short")
+
+    def state():
+        return tuple(drawn.get_size_inches()), drawn.get_suptitle(), above.get_title(loc="left"), above.get_title()
+
+    before, (width, height) = state(), drawn.get_size_inches()
+    blown_up = min(pictures.SLIDE[0] / width, pictures.SLIDE[1] / height)  # pixels an inch of the page's picture
+    with pytest.raises(RuntimeError), pictures.enlarged(drawn):
+        inches = drawn.get_size_inches()
+        larger = pictures.SLIDE[0] / inches[0] / blown_up
+        assert 1.1 < larger <= pictures.LARGER + 1e-9
+        assert inches[0] / inches[1] == pytest.approx(pictures.SLIDE[0] / pictures.SLIDE[1])
+        assert drawn._suptitle.get_window_extent().width <= inches[0] * drawn.dpi and "\n" in drawn.get_suptitle()
+        raise RuntimeError
+    assert state() == before
+    drawn.course_larger = 1.0
+    with pictures.enlarged(drawn):
+        assert pictures.SLIDE[0] / drawn.get_size_inches()[0] == pytest.approx(blown_up)
 
 
 def test_figures_are_shown_with_their_words_once_the_language_is_chosen():
