@@ -727,7 +727,7 @@ metered_step(wrapped).peak_bytes, peaks[8]
 #
 # </div>
 
-# %% [markdown] slide={"en": "Four sentences that people meet. Hands up before each row: true, partly, or false?", "zh": "四句常见的说法。看每一行之前先举手：成立、部分成立，还是不成立？"}
+# %% [markdown]
 # ## 2.10 What you may have read / 你可能读到过的说法
 #
 # <div lang="en">
