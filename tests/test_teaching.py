@@ -320,7 +320,7 @@ def test_a_figure_is_shown_as_a_picture_a_language_whose_words_can_be_read_again
 
 
 def test_a_figure_for_slides_has_larger_letters_on_a_slides_sheet_and_is_as_before_afterwards():
-    drawn, (above, below) = figures.figure("A long title that tells what is seen " * 3, rows=2, height=5.6)
+    drawn, (above, _) = figures.figure("A long title that tells what is seen " * 3, rows=2, height=5.6)
     above.set_title("short")
 
     def state():
