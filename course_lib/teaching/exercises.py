@@ -113,6 +113,8 @@ class Exercise:
         except Exception as error:
             if type(error) is NotImplementedError and not error.args:  # a stub's
                 return not_answered()
+            if type(error) is TypeError and not callable(answer) and f"{error}".endswith("object is not callable"):
+                return wrong(text("A function is wanted; this is a `{kind}`.", kind=type(answer).__name__), exact=True)
             slip = isinstance(error, NameError | SyntaxError) or _is_miscalled(error)
             return wrong(_own_line(error, answer) or text(self._raised, error=_said(error)), exact=slip)
 
