@@ -98,7 +98,7 @@ for name in ("a", "b", "c"):
     x.register_hook(partial(done, name))  # called when the gradient of x has come
     x = checkpoint(block, name, x, use_reentrant=False)  # the newer mode: section 2.3
 x.sum().backward()
-" · ".join(heard)
+lesson_02.draw_order(heard)
 
 # %% [markdown]
 # <div lang="en">

@@ -1,6 +1,7 @@
 """What lesson 03 measures and draws: sweeps of segments, schedules with their bytes, frontiers, the slider."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,6 +140,36 @@ def cost_of(
         with flop_counter() as counter, MemoryMeter() as meter:
             run(stages, how, x).backward()
     return meter.peak_bytes + x.nbytes, counter.get_total_flops()
+
+
+def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
+    """What is live while each segment is worked on, a column a segment, a panel a cut: a box a layer, on its inputs.
+
+    Args:
+        cuts: label -> cuts of equal layers that keep A each; a boundary has B.
+    """
+    title = "Each segment has one input more: with fewer layers each time, all fill the same room"
+    drawn, axes = figure(title, columns=len(cuts), height=3.4, sharey=True)
+    said = []
+    for ax, (name, places) in zip(axes, cuts.items(), strict=True):
+        sizes = [end - start for start, end in pairwise(places)]
+        peak = max(j + 2 + size * A // B for j, size in enumerate(sizes))
+        for j, size in enumerate(sizes):
+            layers = range(size)
+            ax.bar(j, j + 2, 0.84, color=COLORS["input"], label=text("inputs and a gradient") if j == 0 else None)
+            ax.bar(
+                [j] * size, A / B, 0.84, [j + 2 + A / B * layer for layer in layers], color=COLORS["activation"],
+                edgecolor="white", linewidth=0.6, label=text("a layer") if j == 0 else None,
+            )  # fmt: skip
+        ax.axhline(peak, color=COLORS["predicted"], linewidth=1, linestyle="--")
+        head = text("{name}: peak {peak} B", name=text(name), peak=peak)
+        said.append(head)
+        ax.set_title(head)
+        ax.set(xticks=[], xlabel=text("segments, the first to the last"))
+    axes[0].set_ylabel(text("live, in units of B"))
+    axes[-1].legend(loc="upper right")
+    drawn.course_alt = text("A column a segment, a box a layer. {peaks}.", peaks=listed(said, "; "))
+    return shown_once(drawn)
 
 
 # Schedules ------------------------------------------------------------------------------------------------------------
