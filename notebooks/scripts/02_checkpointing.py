@@ -533,7 +533,7 @@ lesson_02.seconds_beside_flops(decoders, arms)
 # %% [markdown]
 # <div lang="en">
 #
-# The seconds are this machine's, for four sequences: ten turns, the median and the range. Keeping the products is dearer in time than its 1.02. The counter counts products only, and what is done again here is GELU and softmax, `erf` and `exp`, which it leaves out; and this policy asks Python about every operator, some 900 times a step. On a GPU such operators wait for memory instead: the figure is another one, the conclusion is not. **FLOPs are not time.** What this policy does again also grows with the length, since attention's own two products grow with $s^2$.
+# The seconds are this machine's, for four sequences: ten turns, the median and the range. Keeping the products is dearer in time than its 1.02. The counter counts products only, and what is done again here is GELU and softmax, `erf` and `exp`, which it leaves out; and this policy asks Python about every operator, some 900 times a step. On a GPU such operators wait for memory instead: the numbers are others, the conclusion is the same. **FLOPs are not time.** What this policy does again also grows with the length, since attention's own two products grow with $s^2$.
 #
 # </div>
 # <div lang="zh">

@@ -302,14 +302,14 @@ lesson_03.draw_rooms({name: arms[name] for name in ("10 equal segments", "tapere
 # %% [markdown]
 # <div lang="en">
 #
-# From 31 to 22, for 2% more FLOPs: the last segment, which isn't run again, is shorter. The picture has a column for each segment: there is the triangle, upside down. (This cut is derived here; we have found it in no paper in this form.)
+# From 31 to 22, for 2% more FLOPs: the last segment, which isn't run again, is shorter. The picture has a column for each segment: the layers are the triangle, hung from the top. (This cut is derived here; we have found it in no paper in this form.)
 #
 # Is that the limit? The library's `frontier` knows more than segments: it takes the best of every schedule that never throws away early what it has stored; you will write its rule yourself in section 3.5. A forward of a layer takes one unit of time, a backward two: 300 in all, and 99 for one more forward of all layers but the last.
 #
 # </div>
 # <div lang="zh">
 #
-# 从 31 降到 22，FLOPs 只多 2%：不必重跑的最后一段变短了。图上每段一列：那个三角形就在这里，只是倒了过来。（这个切法是在这里推出来的；我们没有在论文里见过这种形式。）
+# 从 31 降到 22，FLOPs 只多 2%：不必重跑的最后一段变短了。图上每段一列：各层的小格就是那个三角形，只是从上边挂下来。（这个切法是在这里推出来的；我们没有在论文里见过这种形式。）
 #
 # 这是极限吗？库里的 `frontier` 不限于分段：只要求留下的东西一直留到用它的那次反向，在所有这样的调度里挑出最好的；它的规则，3.5 节由你来写。一层的前向用一个单位时间，反向用两个：共 300，除最后一层外再做一次前向是 99。
 #
