@@ -643,6 +643,7 @@ def test_what_names_the_mistake_needs_no_hint_and_a_hint_of_its_own_goes_before(
     check = asked_for(("first", "second"))
     assert (check(4).message, check(4).hint) == ("Not yet. Twelve.", None)
     assert check(3).hint == "closer"
+    assert [check(2).hint for _ in range(2)] == ["first", "second"], "neither was a hint of the exercise's"
 
 
 def test_an_exercise_knows_whether_the_last_answer_was_right():
