@@ -188,7 +188,7 @@ def test_pictures_of_schedules_say_peak_and_time_and_share_one_scale():
     language("en")
     plans = {"store all": store_all(chain), "recursive": recursive(chain)}
     drawn = lesson_03.schedule_pictures(plans, chain, unit="B", scale=1)
-    first, its_bytes, second, _ = drawn.axes
+    first, second, its_bytes, _ = drawn.axes
     titles = [ax.get_title(loc="left") for ax in (first, second)]
     assert titles == ["store all · 10 B · 1.00 ×", "recursive · 6 B · 1.50 ×"]
     assert first.get_xlim() == second.get_xlim() == (0, 36)

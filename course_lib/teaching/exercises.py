@@ -128,7 +128,7 @@ def exercise(
     and shows the reader's own line where there is one.
 
     Args:
-        hint: one, or a first and a second: shown with the first wrong answer that takes one and with those after it.
+        hint: one, or a first and a second: shown with the first wrong answer that takes one, and those after it.
             None is shown before anything was tried, with a message that names the mistake (`exact`, or a hint of its own), and with
             a slip in typing: a name that does not exist, a call with other arguments.
         raised: what is said of an exception that no line of the reader's led to, with `{error}` for it.

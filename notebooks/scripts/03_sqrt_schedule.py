@@ -206,7 +206,7 @@ def best_count(L, A, B):
 lesson_03.check_best_count(best_count)
 
 
-# %% jupyter={"source_hidden": true} slide="result"
+# %% jupyter={"source_hidden": true} slide="both"
 ### BEGIN SOLUTION
 if not lesson_03.check_best_count.accepted:
 
