@@ -129,8 +129,8 @@ def exercise(
 
     Args:
         hint: one, or a first and a second: shown with the first wrong answer that takes one, and those after it.
-            None is shown before anything was tried, with a message that names the mistake (`exact`, or a hint of its own), and with
-            a slip in typing: a name that does not exist, a call with other arguments.
+            None is shown before anything was tried, with a message that names the mistake (`exact`, or a hint of its
+            own), and with a slip in typing: a name that does not exist, a call with other arguments.
         raised: what is said of an exception that no line of the reader's led to, with `{error}` for it.
     """
     hints = (hint,) if isinstance(hint, str) else tuple(hint)

@@ -54,7 +54,12 @@ def _give_gradients(decoder: Decoder) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-_RUNS = {"forward": "#224488", "again": "#228833", "backward": "#EE6677"}  # as lesson 03's schedules have them
+#: What runs -> what is written on its box, and the box's colour, which is that of lesson 03's schedules.
+_RUNS = {
+    "forward": ("forward {name}", "#224488"),
+    "again": ("{name} again", "#228833"),
+    "backward": ("backward {name}", "#EE6677"),
+}
 
 
 def draw_order(heard: Sequence[str]) -> "Figure":
@@ -72,11 +77,11 @@ def draw_order(heard: Sequence[str]) -> "Figure":
         row, again = names.index(name), kind == "forward" and name in started
         if kind == "backward":  # until here its input was kept
             kept = time - 1 - started[name]
-            ax.barh(row, kept, 0.14, started[name] + 1, color=_RUNS["forward"], alpha=0.3, zorder=0.5)
+            ax.barh(row, kept, 0.14, started[name] + 1, color=_RUNS["forward"][1], alpha=0.3, zorder=0.5)
         started.setdefault(name, time)
-        color = _RUNS["again" if again else kind]
+        words, color = _RUNS["again" if again else kind]
         ax.barh(row, 0.94, 0.7, time + 0.03, color=color, edgecolor="white", hatch="///" if again else None)
-        said = text("{name} again", name=name) if again else text(f"{kind} {{name}}", name=name)
+        said = text(words, name=name)
         alt.append(said)
         box = {"facecolor": color, "edgecolor": "none", "pad": 1.5}
         ax.text(time + 0.5, row, said, ha="center", va="center", color="white", fontsize=8.5, bbox=box)
