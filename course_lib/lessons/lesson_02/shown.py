@@ -72,6 +72,7 @@ def draw_order(heard: Sequence[str]) -> "Figure":
     names = list(dict.fromkeys(name for _, name in events))
     title = "Three forwards; then backward runs each block again, just before its own turn"
     drawn, ax = figure(title, height=0.6 * len(names) + 0.9)
+    drawn.course_larger = 1.0  # larger words would not fit into their boxes
     started, alt = {}, []
     for time, (kind, name) in enumerate(events):
         row, again = names.index(name), kind == "forward" and name in started
