@@ -64,8 +64,11 @@ def execute(notebook):
     )
     client.execute()
     notebook.metadata = nbformat.from_dict(METADATA)  # the kernel has written its exact Python version
+    told = any("slide" in cell.metadata for cell in notebook.cells)
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
+            if told and "slide" not in cell.metadata:  # its picture for slides would never be shown
+                output.get("metadata", {}).pop("slides", None)
             # Without the widget's state its random id shows nothing; what stays is the output's plain text.
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
     return notebook

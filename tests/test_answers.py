@@ -75,6 +75,7 @@ def test_a_check_refuses_wrong_answers_and_names_the_mistake_or_gives_a_hint(nam
     for answer, reason, verdict in told(name, wrong):
         assert not verdict and (verdict.exact or verdict.hint), (answer, verdict)
         assert (reason or "") in verdict.message, verdict
+        assert "LabelError" not in verdict.message, verdict  # a sentence that cannot be said
 
 
 @pytest.mark.parametrize("name", CHECKS)

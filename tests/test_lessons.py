@@ -24,7 +24,8 @@ from course_lib.attention.tiled import BLOCK
 from course_lib.budget import Recipe, estimate
 from course_lib.distributed import held_bytes, shapes_of, task_of
 from course_lib.labels import both
-from course_lib.lessons import lesson_00, lesson_01, lesson_03, lesson_05, lesson_07, lesson_08
+from course_lib.lessons import lesson_00, lesson_01, lesson_02, lesson_03, lesson_05, lesson_07, lesson_08
+from course_lib.lessons.lesson_02.shown import _draw_bars
 from course_lib.lessons.lesson_03.cuts import least_peak
 from course_lib.memory import symbolic, training_state_bytes
 from course_lib.models import Decoder, loss_stages, random_tokens
@@ -149,12 +150,45 @@ def test_the_monitor_sees_each_phase_take_and_give_back_what_it_should():
 # Lesson 03: pictures --------------------------------------------------------------------------------------------------
 
 
+def test_the_order_of_runs_is_drawn_as_it_was_heard_and_runs_done_again_are_hatched():
+    heard, x = [], torch.ones(3, requires_grad=True)
+    for name in "ab":
+        x.register_hook(lambda _, name=name: heard.append(f"backward {name} done"))
+        x = checkpoint(lambda x, name=name: heard.append(f"forward {name}") or x.exp(), x, use_reentrant=False)
+    x.sum().backward()
+    language("en")
+    drawn = lesson_02.draw_order(heard)
+    (ax,) = drawn.axes
+    hatched = {(patch.get_x(), patch.get_y()) for patch in ax.patches if patch.get_hatch()}
+    again = {i for i, event in enumerate(heard) if event in heard[:i]}
+    assert {round(x - 0.03) for x, _ in hatched} == again == {2, 4}
+    wanted = "forward a; forward b; b again; backward b; a again; backward a"
+    assert pictures.description(drawn)[0].endswith(f"In this order: {wanted}.")
+
+
+def test_seconds_are_drawn_as_high_as_their_median_with_whiskers_from_the_least_to_the_most():
+    drawn = _draw_bars(["plain", "each layer"], [1, 1.21], [[1, 1, 1], [1.1, 1.2, 1.5]])
+    (ax,) = drawn.axes
+    assert [bar.get_height() for bar in ax.patches] == [1, 1.21, 1, 1.2]
+    (whiskers,) = ax.collections
+    assert [[round(y, 9) for _, y in line] for line in whiskers.get_segments()] == [[1, 1], [1.1, 1.5]]
+
+
+@pytest.mark.parametrize("cuts", [[*range(0, 101, 10)], [0, 40, 70, 90, 100]])
+def test_the_rooms_of_segments_are_as_high_as_the_referee_counts_and_have_a_box_a_layer(cuts):
+    drawn = lesson_03.draw_rooms({"4 segments": cuts, "tapered": [0, 60, 90, 100]})
+    boxes = [bar for bar in drawn.axes[0].patches if bar.get_y() > 0]
+    top = max(bar.get_y() + bar.get_height() for bar in boxes)
+    chain = Chain.uniform(100, saved_bytes=2)
+    assert (len(boxes), top) == (100, simulate(segmented(cuts), chain).peak_bytes)
+
+
 def test_pictures_of_schedules_say_peak_and_time_and_share_one_scale():
     chain = Chain.uniform(8)
     language("en")
     plans = {"store all": store_all(chain), "recursive": recursive(chain)}
     drawn = lesson_03.schedule_pictures(plans, chain, unit="B", scale=1)
-    first, its_bytes, second, _ = drawn.axes
+    first, second, its_bytes, _ = drawn.axes
     titles = [ax.get_title(loc="left") for ax in (first, second)]
     assert titles == ["store all · 10 B · 1.00 ×", "recursive · 6 B · 1.50 ×"]
     assert first.get_xlim() == second.get_xlim() == (0, 36)

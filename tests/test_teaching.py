@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from fractions import Fraction
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -318,10 +319,10 @@ def test_a_figure_is_shown_as_a_picture_a_language_whose_words_can_be_read_again
     from matplotlib.figure import Figure
 
     shown = []
-    monkeypatch.setattr("IPython.display.display", lambda bundle, raw: shown.append(bundle))
+    monkeypatch.setattr("IPython.display.display", lambda bundle, **more: shown.append({**bundle, **more}))
     pictures.show(sample('<b> & "b"', alt="Right."))
     pictures.show(Figure())  # nothing to see: as IPython does it
-    assert [set(bundle) for bundle in shown] == [{"text/html", "text/plain"}, {"text/plain"}]
+    assert [set(bundle) - {"raw"} for bundle in shown] == [{"text/html", "text/plain", "metadata"}, {"text/plain"}]
     markup = shown[0]["text/html"]
     assert spoken_problems(markup) == []
     found = pictures.pictures_in(markup)
@@ -331,6 +332,30 @@ def test_a_figure_is_shown_as_a_picture_a_language_whose_words_can_be_read_again
     }
     assert found["en"].png != found["zh"].png and all(each.png.startswith("iVBO") for each in found.values())
     assert pictures.pictures_in(f"<p>{markup}</p>") == {}
+    large = shown[0]["metadata"]["slides"]
+    assert set(large) == {"en", "zh"} and large["en"] != large["zh"] and large["en"] not in markup
+
+
+def test_a_figure_for_slides_has_larger_letters_on_a_slides_sheet_and_is_as_before_afterwards():
+    drawn, (above, _) = figures.figure("A long title that tells what is seen " * 3, rows=2, height=5.6)
+    above.set_title("short")
+
+    def state():
+        return tuple(drawn.get_size_inches()), drawn.get_suptitle(), above.get_title(loc="left"), above.get_title()
+
+    before, (width, height) = state(), drawn.get_size_inches()
+    blown_up = min(pictures.SLIDE[0] / width, pictures.SLIDE[1] / height)  # pixels an inch of the page's picture
+    with pytest.raises(RuntimeError), pictures.enlarged(drawn):
+        inches = drawn.get_size_inches()
+        larger = pictures.SLIDE[0] / inches[0] / blown_up
+        assert 1.1 < larger <= pictures.LARGER + 1e-9
+        assert inches[0] / inches[1] == pytest.approx(pictures.SLIDE[0] / pictures.SLIDE[1])
+        assert drawn._suptitle.get_window_extent().width <= inches[0] * drawn.dpi and "\n" in drawn.get_suptitle()
+        raise RuntimeError
+    assert state() == before
+    drawn.course_larger = 1.0
+    with pictures.enlarged(drawn):
+        assert pictures.SLIDE[0] / drawn.get_size_inches()[0] == pytest.approx(blown_up)
 
 
 def test_figures_are_shown_with_their_words_once_the_language_is_chosen():
@@ -634,6 +659,7 @@ def test_what_names_the_mistake_needs_no_hint_and_a_hint_of_its_own_goes_before(
     check = asked_for(("first", "second"))
     assert (check(4).message, check(4).hint) == ("Not yet. Twelve.", None)
     assert check(3).hint == "closer"
+    assert [check(2).hint for _ in range(2)] == ["first", "second"], "neither was a hint of the exercise's"
 
 
 def test_an_exercise_knows_whether_the_last_answer_was_right():
@@ -724,7 +750,8 @@ def test_a_cell_of_a_notebook_is_where_the_readers_lines_stand():
 
 def test_where_no_line_of_the_readers_ran_the_exception_is_said_in_the_exercises_words():
     check = asked_for("try", raised="Broken: {error}")
-    assert check(5).message == "Broken: TypeError(\"'int' object is not callable\")"
+    assert check(5).message == "A function is wanted; this is a `int`."
+    assert check(partial(int, "")).message.startswith("Broken: ValueError(")
     assert check(lambda: [Hostile()].index(Hostile)).hint == "try"
 
     def unsayable():

@@ -78,6 +78,7 @@ def course_map() -> "Figure":
     """Draw the lessons and the ways between them: measure first, then the ways to save, then all together."""
     title = "Measure first; then the ways to save; then all of them together"
     drawn, ax = figure(title, width=8.6, height=3.6, alt=_ALT)
+    drawn.course_larger = 1.3  # all that fits into the boxes
     places = {number: (x, y) for number, x, y, _ in _PLACES}
     for arrow in _ARROWS:
         (x, y), (to_x, to_y) = (places[number] for number in arrow.split("-"))

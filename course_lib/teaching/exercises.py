@@ -82,7 +82,7 @@ class Exercise:
 
     Attributes:
         accepted: whether the last answer was right. A solution asks before it takes the reader's names.
-        tries: wrong answers so far in this process; unanswered ones are none.
+        tries: wrong answers in this process that one of its hints was shown with.
     """
 
     def __init__(self, check: Callable[[Any], Verdict], hints: Sequence[str], raised: str) -> None:
@@ -98,9 +98,9 @@ class Exercise:
         if verdict.correct is not False:
             self.accepted = bool(verdict)
             return verdict
-        self.tries += 1
         if verdict.hint or verdict.exact:
             return verdict
+        self.tries += 1
         return replace(verdict, hint=self._hints[min(self.tries, len(self._hints)) - 1])
 
     def _judged(self, answer: Any) -> Verdict:
@@ -113,6 +113,8 @@ class Exercise:
         except Exception as error:
             if type(error) is NotImplementedError and not error.args:  # a stub's
                 return not_answered()
+            if type(error) is TypeError and not callable(answer) and f"{error}".endswith("object is not callable"):
+                return wrong(text("A function is wanted; this is a `{kind}`.", kind=type(answer).__name__), exact=True)
             slip = isinstance(error, NameError | SyntaxError) or _is_miscalled(error)
             return wrong(_own_line(error, answer) or text(self._raised, error=_said(error)), exact=slip)
 
@@ -126,9 +128,9 @@ def exercise(
     and shows the reader's own line where there is one.
 
     Args:
-        hint: one, or a first and a second: shown with the first wrong answer and with those after it. None is shown
-            before anything was tried, with a message that names the mistake (`exact`, or a hint of its own), and with
-            a slip in typing: a name that does not exist, a call with other arguments.
+        hint: one, or a first and a second: shown with the first wrong answer that takes one, and those after it.
+            None is shown before anything was tried, with a message that names the mistake (`exact`, or a hint of its
+            own), and with a slip in typing: a name that does not exist, a call with other arguments.
         raised: what is said of an exception that no line of the reader's led to, with `{error}` for it.
     """
     hints = (hint,) if isinstance(hint, str) else tuple(hint)

@@ -113,6 +113,7 @@ def figure(
     if title is not None:
         drawn.suptitle(title, x=0.012, ha="left", linespacing=1.35)
     drawn.course_alt = alt
+    drawn.course_larger = 1.6  # letters on a slide at most: `pictures.enlarged`; a figure with boxes sets less
     return drawn, axes
 
 

@@ -79,7 +79,7 @@ about_this_machine()
 #
 # </div>
 
-# %% [markdown] slide={"en": "**Predict** a number. **Build** the idea. Show that the gradients are **equal**. Only then **measure**.\n\nA wrong guess is where the lesson happens.", "zh": "先**预测**一个数，再把想法**实现**出来，验证梯度**相等**，然后才**测量**。\n\n猜错的地方，正是能学到东西的地方。"}
+# %% [markdown]
 # ## 0.2 How a lesson works / 每一课怎么上
 #
 # <div lang="en">
@@ -104,7 +104,7 @@ about_this_machine()
 # %% slide="result"
 course_map()
 
-# %% [markdown] slide={"en": "**Activations** are what forward keeps for backward.\n\n**Checkpointing** keeps only what enters each layer, and computes the rest again.", "zh": "**激活值**：前向为反向保存的数据。\n\n**检查点**：只保存每一层的输入，其余的用到时重新算出来。"}
+# %% [markdown]
 # ## 0.3 One minute of memory / 一分钟看内存
 #
 # <div lang="en">

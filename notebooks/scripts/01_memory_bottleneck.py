@@ -753,7 +753,7 @@ tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]  # with 8,256
 #
 # </div>
 
-# %% [markdown] slide={"en": "Three sentences that people meet. Hands up before each row: true, partly, or false?", "zh": "三句常见的说法。看每一行之前先举手：成立、部分成立，还是不成立？"}
+# %% [markdown]
 # ## 1.9 What you may have read / 你可能读到过的说法
 #
 # <div lang="en">

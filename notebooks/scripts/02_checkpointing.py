@@ -98,7 +98,7 @@ for name in ("a", "b", "c"):
     x.register_hook(partial(done, name))  # called when the gradient of x has come
     x = checkpoint(block, name, x, use_reentrant=False)  # the newer mode: section 2.3
 x.sum().backward()
-" · ".join(heard)
+lesson_02.draw_order(heard)
 
 # %% [markdown]
 # <div lang="en">
@@ -533,7 +533,7 @@ lesson_02.seconds_beside_flops(decoders, arms)
 # %% [markdown]
 # <div lang="en">
 #
-# The seconds are this machine's, for four sequences: ten turns, the median and the range. Keeping the products is dearer in time than its 1.02. The counter counts products only, and what is done again here is GELU and softmax, `erf` and `exp`, which it leaves out; and this policy asks Python about every operator, some 900 times a step. On a GPU such operators wait for memory instead: the figure is another one, the conclusion is not. **FLOPs are not time.** What this policy does again also grows with the length, since attention's own two products grow with $s^2$.
+# The seconds are this machine's, for four sequences: ten turns, the median and the range. Keeping the products is dearer in time than its 1.02. The counter counts products only, and what is done again here is GELU and softmax, `erf` and `exp`, which it leaves out; and this policy asks Python about every operator, some 900 times a step. On a GPU such operators wait for memory instead: the numbers are others, the conclusion is the same. **FLOPs are not time.** What this policy does again also grows with the length, since attention's own two products grow with $s^2$.
 #
 # </div>
 # <div lang="zh">
@@ -727,7 +727,7 @@ metered_step(wrapped).peak_bytes, peaks[8]
 #
 # </div>
 
-# %% [markdown] slide={"en": "Four sentences that people meet. Hands up before each row: true, partly, or false?", "zh": "四句常见的说法。看每一行之前先举手：成立、部分成立，还是不成立？"}
+# %% [markdown]
 # ## 2.10 What you may have read / 你可能读到过的说法
 #
 # <div lang="en">

@@ -206,7 +206,7 @@ def best_count(L, A, B):
 lesson_03.check_best_count(best_count)
 
 
-# %% jupyter={"source_hidden": true} slide="result"
+# %% jupyter={"source_hidden": true} slide="both"
 ### BEGIN SOLUTION
 if not lesson_03.check_best_count.accepted:
 
@@ -296,17 +296,20 @@ for name, cuts in arms.items():
     rows.append((name, predicted_peak(cuts) // B, round(peak / B, 1), round(flops / once, 3)))
 table(["cut", "predicted, B", "measured, B", "FLOPs of plain"], rows)
 
+# %% slide="result"
+lesson_03.draw_rooms({name: arms[name] for name in ("10 equal segments", "tapered")})
+
 # %% [markdown]
 # <div lang="en">
 #
-# From 31 to 22, for 2% more FLOPs: the last segment, which isn't run again, is shorter. (This cut is derived here; we have found it in no paper in this form.)
+# From 31 to 22, for 2% more FLOPs: the last segment, which isn't run again, is shorter. The picture has a column for each segment: the layers are the triangle, hung from the top. (This cut is derived here; we have found it in no paper in this form.)
 #
 # Is that the limit? The library's `frontier` knows more than segments: it takes the best of every schedule that never throws away early what it has stored; you will write its rule yourself in section 3.5. A forward of a layer takes one unit of time, a backward two: 300 in all, and 99 for one more forward of all layers but the last.
 #
 # </div>
 # <div lang="zh">
 #
-# 从 31 降到 22，FLOPs 只多 2%：不必重跑的最后一段变短了。（这个切法是在这里推出来的；我们没有在论文里见过这种形式。）
+# 从 31 降到 22，FLOPs 只多 2%：不必重跑的最后一段变短了。图上每段一列：各层的小格就是那个三角形，只是从上边挂下来。（这个切法是在这里推出来的；我们没有在论文里见过这种形式。）
 #
 # 这是极限吗？库里的 `frontier` 不限于分段：只要求留下的东西一直留到用它的那次反向，在所有这样的调度里挑出最好的；它的规则，3.5 节由你来写。一层的前向用一个单位时间，反向用两个：共 300，除最后一层外再做一次前向是 99。
 #
@@ -563,7 +566,7 @@ predictions([("half", simulate(plans["half"], chain).peak_bytes, half[0])], unit
 # %% slide="result"
 lesson_03.draw_cuts({"the decoder, 18 stages": chain, "a pyramid, 12 stages": pyramid})
 
-# %% [markdown] slide={"en": "Equal stages: cuts do as well. Uneven: 131 MB, not 163.\n\n**Guess first.** A checkpoint around each layer: above the line, or below?", "zh": "各级相近：一个循环加检查点就够。参差不齐：131 MB 对 163 MB。\n\n**先猜**：每层一个检查点，在线的上方还是下方？"}
+# %% [markdown] slide={"en": "Equal stages: cuts do as well. Uneven: 131 MB, not 163.\n\n**Guess first.** A checkpoint around each layer: above the frontier, or below?", "zh": "各级相近：一个循环加检查点就够。参差不齐：131 MB 对 163 MB。\n\n**先猜**：每层一个检查点，在前沿的上方还是下方？"}
 # <div lang="en">
 #
 # On the decoder the best cuts lie on the frontier from 81 MB down, and above that they take 9% more bytes at most: where stages are nearly equal, a loop of checkpoints is as good as the program. On the pyramid no cut goes below 163 MB, whatever its time; the program goes to 131, for 1.25.

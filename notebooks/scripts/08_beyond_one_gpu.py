@@ -338,7 +338,7 @@ parts[0], gathered[0], wire.sent_bytes
 # </div>
 
 
-# %% minutes=14 slide="code"
+# %% minutes=14
 def sharded_step(weights, gradients, adams, wire):
     return None  # the new weights: a list with one whole tensor a rank
 
@@ -346,7 +346,7 @@ def sharded_step(weights, gradients, adams, wire):
 lesson_08.check_sharded_step(sharded_step)
 
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
 if not lesson_08.check_sharded_step.accepted:
 

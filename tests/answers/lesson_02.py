@@ -141,6 +141,50 @@ def with_hooks(block, x, *, graph=True, own=True, once=True, needs=None, kept=Fa
         return block(x)
 
 
+class Turned(Right):
+    @staticmethod
+    def backward(context, gradient):
+        return Right.backward(context, gradient)[::-1]
+
+
+class ForwardOnly(Forgets):
+    """The half that somebody writes first."""
+
+    @staticmethod
+    def backward(context, gradient):
+        return None, gradient
+
+
+class NothingReturned(Right):
+    @staticmethod
+    def forward(context, block, x):
+        Right.forward(context, block, x)
+
+
+class FromNothing(IgnoresTheGradient):
+    @staticmethod
+    def backward(context, gradient):
+        again = context.x.detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(context.block(again))
+        return None, again.grad
+
+
+class NeedsNoGradient(Forgets):
+    @staticmethod
+    def backward(context, gradient):
+        again = context.x.detach()
+        with torch.enable_grad():
+            torch.autograd.backward(context.block(again), gradient)
+        return None, again.grad
+
+
+def number_back(block, x):
+    numbers = itertools.count()
+    with saved_tensors_hooks(lambda tensor: next(numbers), lambda number: number):
+        return block(x)
+
+
 class Careless(IgnoresTheGradient):
     """Draws the same mask, and goes backward from the sum."""
 
@@ -176,6 +220,26 @@ def mean_of_means(hidden, weight, targets, chunk):
     return sum(losses) / len(losses)
 
 
+def in_so_many_pieces(hidden, weight, targets, chunk):
+    """Takes the number of tokens for one of pieces."""
+    return in_pieces(hidden, weight, targets, -(-len(targets) // chunk))
+
+
+def of_the_last_chunk(hidden, weight, targets, chunk):
+    """Each function looks its targets up when it is called: in backward, that is after the loop."""
+    total = 0.0
+    for rows, answers in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        of_chunk = lambda rows: whole_loss(rows, weight, answers, "sum")  # noqa: B023, E731
+        total = total + checkpoint(of_chunk, rows, use_reentrant=False)
+    return total / len(targets)
+
+
+def backward_inside(hidden, weight, targets, chunk):
+    loss = in_pieces(hidden, weight, targets, chunk)
+    loss.backward()
+    return loss.detach()
+
+
 no_checkpoints = [lambda block, x: block(x), lambda block, x: (block(x), block(x))[1], lambda block, x: x, hides]
 
 
@@ -190,6 +254,8 @@ ANSWERS = {
             *no_checkpoints,
             *((IgnoresTheGradient, "not all ones"), (PassesOnes.apply, "not all ones")),
             *((WithoutAGraph, "`torch.enable_grad()`"), (OneReturned, "`None` for the block")),
+            *((Turned, "`None` for the block"), (ForwardOnly, "nothing again"), (NothingReturned, "returns nothing")),
+            *((FromNothing, "gradient that has arrived"), (NeedsNoGradient, "must require one")),
             *((runs_again_for_show, "are live"), (lambda block, x: None, "Not answered")),
             *((Forgets, "weight has no gradient"), (KeepsItsGraph.apply, "counted twice")),
         ],
@@ -198,7 +264,9 @@ ANSWERS = {
         [with_hooks, checkpoint_of(), functools.partial(with_hooks, own=False)],
         [
             *no_checkpoints,
-            (functools.partial(with_hooks, graph=False), None),
+            (functools.partial(with_hooks, graph=False), "shorter than the numbers"),
+            (functools.partial(with_hooks, needs=False), "shorter than the numbers"),
+            (number_back, "must return a tensor"),
             (functools.partial(with_hooks, once=False), "It takes 1 and 2"),
             (functools.partial(with_hooks, kept=True), "are live"),
             (Right.apply, "weight still needs its own"),
@@ -226,7 +294,11 @@ ANSWERS = {
             (lambda hidden, weight, targets, chunk: F.cross_entropy(hidden @ weight.T, targets), "log-softmax"),
             (lambda *given: checkpoint(whole_loss, *given[:3], use_reentrant=False), "exist whole"),
             (lambda *given: in_pieces(*given[:3], 64), "is `chunk` used"),
-            (mean_of_means, "mean of means"),
+            (lambda *given: in_pieces(*given[:3], 120), "is `chunk` used"),
+            *((in_so_many_pieces, "not of chunks"), (of_the_last_chunk, "chunk's targets too")),
+            (lambda *given: in_pieces(*given) * 240 / 64, "`len(targets)`"),
+            (lambda *given: in_pieces(*given) * 240 / 4, "`len(targets)`"),
+            *((backward_inside, "with a graph"), (mean_of_means, "mean of means")),
             (lambda *given: 240 * in_pieces(*given), "is the sum"),
             (lambda *given: mean_of_means(*given) * 4 / 240, "take the sum"),
             (lambda *given: in_pieces(*given).item(), "with a graph"),
@@ -249,7 +321,7 @@ ANSWERS = {
         [[aten.bmm.default]],
         [
             *((aten.bmm.default, "list"), ([], "too much again"), ([aten.addmm.default], "keeps too much")),
-            (["bmm"], "cannot be used"),
+            *((["bmm"], "as the example does"), ([aten.bmm], "as the example does")),
         ],
     ),
     "head_chunk": (

@@ -94,10 +94,14 @@ def recurrence(stages, room, slip=None):
         if i == n:
             return 0
         stage, ways = stages[i], [math.inf]
-        if slip == "all fits" or stage.saved_bytes + (slip != "no gradient") * stage.output_bytes <= m:
+        taken = stage.saved_bytes + (slip != "no gradient") * stage.output_bytes
+        if slip == "all fits" or taken < m or (taken == m and slip != "to the byte"):
             if slip != "one alone" or n == i + 1:
-                rest = least(i + 1, n, m - (slip != "all is free") * stage.saved_bytes)
-                ways.append(stage.forward_time + (slip != "never back") * stage.backward_time + rest)
+                left = m - taken if slip == "gradient stays" else m - (slip != "all is free") * stage.saved_bytes
+                rest = least(i + 1, n, left)
+                ways.append(
+                    (slip != "never forward") * stage.forward_time + (slip != "never back") * stage.backward_time + rest
+                )
         if slip == "greedy" and min(ways) < math.inf:
             return min(ways)
         for e in range(i + 1, i + 2 if slip == "a step" and n > i + 1 else n) if slip != "keeps only" else ():
@@ -107,8 +111,10 @@ def recurrence(stages, room, slip=None):
             )
             right = least(e, n, m - (slip != "input is free") * kept)
             left = 0 if slip == "left out" else least(i, e, m - (slip == "stays") * kept)
-            ahead = 0 if slip == "no time" else sum(stage.forward_time for stage in stages[i:e])
-            ways.append(ahead + right + left)
+            passed = {"no time": (), "past e": stages[i : e + 1], "from the next": stages[i + 1 : e]}
+            passed = {**passed, "to the next": stages[i : i + 1]}.get(slip, stages[i:e])
+            ways.append(sum(stage.forward_time for stage in passed) + right + left)
+            ways = ways[-1:] if slip == "the last way" else ways
         return min(ways)
 
     return least(0, len(stages), room)
@@ -141,6 +147,11 @@ RECURRENCE_SLIPS = {
     "input is free": "takes room",
     "stays": "is gone",
     "no time": "takes the forward times",
+    **dict.fromkeys(("past e", "from the next", "to the next"), "are `stages[:e]`"),
+    "to the byte": "`<=`, not `<`",
+    "gradient stays": "only in that backward",
+    "never forward": "`forward_time` is missing",
+    "the last way": "take the least",
     "left out": "still to be done",
     "keeps only": "only ever keeps everything",
     "one alone": "last one left",
@@ -190,7 +201,8 @@ ANSWERS = {
             (lambda L, A, B: min(range(1, L + 1), key=lambda k: k * B + -(-L // k) * A), "whole layers"),
             (lambda L, A, B: 2 * (L * A * B) ** 0.5 + B, "the peak there"),
             *((lambda L, A, B: "14", "is a `str`"), (lambda L, A, B: [14], "is a `list`")),
-            *((lambda L, A, B: 2 * (L * A * B) ** 0.5, "the peak there"), (lambda L, A, B: None, "Not answered"), 14),
+            *((lambda L, A, B: 2 * (L * A * B) ** 0.5, "the peak there"), (lambda L, A, B: None, "Not answered")),
+            (14, "A function is wanted; this is a `int`"),
         ],
     ),
     "tapered": (

@@ -19,7 +19,14 @@ from .checks import (
 )
 from .gpu import checkpointed_decoder
 from .modes import gaps, modes
-from .shown import draw_policies, draw_which_block, measured_step, peak_with_gradients, seconds_beside_flops
+from .shown import (
+    draw_order,
+    draw_policies,
+    draw_which_block,
+    measured_step,
+    peak_with_gradients,
+    seconds_beside_flops,
+)
 
 __all__ = [
     "CLAIMS",
@@ -32,6 +39,7 @@ __all__ = [
     "check_peak_formula",
     "check_policy",
     "checkpointed_decoder",
+    "draw_order",
     "draw_policies",
     "draw_which_block",
     "figures_of_claims",

@@ -34,13 +34,21 @@ def check_checkpoint(function: Any) -> Verdict:
 @exercise(
     hint=(
         "`forget` gives the next number. `bring_back` runs the block if `found` is empty, then looks the number up.",
-        "In `bring_back`: `with torch.enable_grad(), saved_tensors_hooks(collect, bring_back)`, run the block on "
+        "`numbers = count()` stands outside, and `forget` returns `next(numbers)`. In `bring_back`: "
+        "`with torch.enable_grad(), saved_tensors_hooks(collect, bring_back)`, run the block on "
         "`x.detach().requires_grad_(x.requires_grad)`; return `found[number]`.",
     )
 )
 def check_hooks(function: Any) -> Verdict:
     """The same by saved-tensor hooks; also for an input that needs no gradient, where the block's weight needs one."""
-    _keeps_its_input_only(function)
+    try:
+        _keeps_its_input_only(function)
+    except IndexError:
+        return wrong(
+            "`found` is shorter than the numbers. The second run must save what the first one saved: with a graph, "
+            "under hooks that collect, on an input that requires a gradient if `x` does.",
+            exact=True,
+        )
     weight, data = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_(), torch.linspace(0, 1, 64).view(8, 8)
     output = function(lambda x: (x @ weight).exp(), data)
     if output.requires_grad:
@@ -56,10 +64,14 @@ def _uneven(like: Tensor) -> Tensor:
     return torch.linspace(-1, 2, like.numel()).view_as(like)
 
 
-# What PyTorch says of two slips, and what it means here.
+_RETURNED = "Backward returns a gradient for each argument of forward: `None` for the block, then that of `x`."
+# What PyTorch says of some slips, and what it means here.
 _SLIPS = {
     "does not require grad": "In backward there are no graphs: run the block again under `torch.enable_grad()`.",
-    "incorrect number of gradients": "Backward returns a gradient for each argument of forward: `None` for the block.",
+    "incorrect number of gradients": _RETURNED,
+    "returned a gradient different than None": _RETURNED,
+    "only for scalar outputs": "Hand the gradient that has arrived to `torch.autograd.backward`, after the output.",
+    "unpack_hook expected to be a Tensor": "`bring_back` must return a tensor: the one that the number stands for.",
 }
 
 
@@ -81,6 +93,8 @@ def _keeps_its_input_only(function: Callable) -> None:
     runs.clear()
     with MemoryMeter() as meter:
         output = function(block, x)
+        if output is None and runs:
+            _refuse("It runs the block and returns nothing: the block's output is wanted.")
         if output is None or output is ...:
             raise NotImplementedError
         kept = meter.live_bytes - output.nbytes
@@ -89,16 +103,18 @@ def _keeps_its_input_only(function: Callable) -> None:
         raise NotImplementedError
     try:
         output.backward(_uneven(x))
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         for said, meant in _SLIPS.items():
             if said in str(error):
                 raise Refused(meant, exact=True) from None
         raise
+    if (before, len(runs)) == (1, 1) and kept <= 2 * x.nbytes:
+        _refuse("Backward has computed nothing again: it must run the block a second time.")
     _two_runs(before, len(runs))
     if weight.grad is None:
         _refuse("The block's weight has no gradient: `torch.autograd.grad` gives only what it is asked for.")
     if x.grad is None:
-        _refuse("The input has no gradient.")
+        _refuse("The input gets no gradient: the second run's must require one, and its `.grad` is what goes back.")
     found = (x.grad, weight.grad)
     if torch.allclose(x.grad, 2 * expected[0]):
         _refuse("The gradient of the input is counted twice: the second run needs an input of its own, detached.")
@@ -178,12 +194,18 @@ def check_loss_in_pieces(function: Any) -> Verdict:
         loss = function(hidden, weight, targets, 64)
         if loss is None or loss is ...:
             return not_answered()
-        if not isinstance(loss, Tensor):
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
             return wrong("A tensor with a graph is wanted.")
         kept = meter.live_bytes
         if not torch.allclose(loss, losses.mean(), rtol=1e-4):
             return _another_loss(float(loss.detach()), losses.detach())
-        loss.backward()
+        try:
+            loss.backward()
+        except ValueError as error:  # cross_entropy's, of a chunk's rows with another one's targets
+            if "batch_size" not in f"{error}":
+                raise
+            said = "Backward calls each chunk's function again, when the loop is over: hand it the chunk's targets too."
+            return wrong(said, exact=True)
     for name, tensor, gradient in zip(("hidden", "weight"), (hidden, weight), expected, strict=True):
         if tensor.grad is None or not torch.allclose(tensor.grad, gradient, rtol=1e-3, atol=1e-6):
             return wrong(text("The gradient of {name} differs from that of the plain loss.", name=f"`{name}`"))
@@ -191,10 +213,12 @@ def check_loss_in_pieces(function: Any) -> Verdict:
     if kept > logits // 2:
         message = "Between forward and backward {kept:,} bytes are live: each chunk keeps its logits or log-softmax."
         return wrong(text(message, kept=kept), hint="Put a checkpoint around each chunk, its product included.")
-    with MemoryMeter() as smaller:
-        function(hidden, weight, targets, 16).backward()
-    if smaller.peak_bytes > 0.9 * meter.peak_bytes and meter.peak_bytes <= 1.5 * logits:
-        return wrong("With `chunk` a quarter as large the peak is the same: is `chunk` used?", exact=True)
+    with MemoryMeter() as whole:
+        function(hidden, weight, targets, 240).backward()
+    if whole.peak_bytes < 2 * logits:  # three tensors of their size, were all tokens one chunk
+        if abs(whole.peak_bytes - meter.peak_bytes) < 0.1 * meter.peak_bytes:
+            return wrong("With all tokens as one `chunk` the peak is the same: is `chunk` used?", exact=True)
+        return wrong("With `chunk` = 240 there are many: it is a number of tokens, not of chunks.", exact=True)
     if meter.peak_bytes > 1.5 * logits:
         message = "At the peak {peak:,} bytes are live. All the logits have {logits:,}: they exist whole somewhere."
         return wrong(text(message, peak=sizes["peak"], logits=logits))
@@ -213,6 +237,8 @@ def _another_loss(loss: float, losses: Tensor) -> Verdict:
         "and would count for more.",
         float(losses.sum()): "It is the sum of the losses; the mean is wanted.",
         sum(float(part.mean()) for part in parts) / 240: 'Each chunk gives its mean: take the sum, `reduction="sum"`.',
+        float(losses.sum()) / 64: "Divide by the number of all tokens, `len(targets)`.",
+        float(losses.sum()) / 4: "Divide by the number of all tokens, `len(targets)`.",
         float(losses[:192].mean()): "The last chunk is missing.",
         float(losses[:192].sum() / 240): "The last chunk is missing.",
     }
@@ -273,6 +299,8 @@ def check_policy(operators: Any) -> Verdict:
     """Operators for a selective policy to keep: 110 MB for forward and backward, and 1.2 times the FLOPs at most."""
     if not isinstance(operators, list | tuple | set):
         return wrong("Give a list of operators.")
+    if not all(isinstance(operator, torch._ops.OpOverload) for operator in operators):
+        return wrong("Name each operator as the example does: `torch.ops.aten.gelu.default`.", exact=True)
 
     with symbolic():
         decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)

@@ -1,6 +1,6 @@
 """What lesson 02 shows: measured policies, its two figures, and seconds."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from time import process_time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +11,7 @@ from course_lib.labels import listed
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.memory.measurement import flop_counter
 from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import COLORS, Table, figure, table, text
+from course_lib.teaching import COLORS, figure, text
 from course_lib.teaching.figures import shown_once
 
 if TYPE_CHECKING:
@@ -54,6 +54,46 @@ def _give_gradients(decoder: Decoder) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
+#: What runs -> what is written on its box, and the box's colour, which is that of lesson 03's schedules.
+_RUNS = {
+    "forward": ("forward {name}", "#224488"),
+    "again": ("{name} again", "#228833"),
+    "backward": ("backward {name}", "#EE6677"),
+}
+
+
+def draw_order(heard: Sequence[str]) -> "Figure":
+    """What ran when: a row for each block, boxes on a line of time; forwards that had run before are hatched.
+
+    Args:
+        heard: in order, "forward a" where block a ran, and "backward a done" where its gradient had come.
+    """
+    events = [tuple(event.split()[:2]) for event in heard]
+    names = list(dict.fromkeys(name for _, name in events))
+    title = "Three forwards; then backward runs each block again, just before its own turn"
+    drawn, ax = figure(title, height=0.6 * len(names) + 0.9)
+    drawn.course_larger = 1.0  # larger words would not fit into their boxes
+    started, alt = {}, []
+    for time, (kind, name) in enumerate(events):
+        row, again = names.index(name), kind == "forward" and name in started
+        if kind == "backward":  # until here its input was kept
+            kept = time - 1 - started[name]
+            ax.barh(row, kept, 0.14, started[name] + 1, color=_RUNS["forward"][1], alpha=0.3, zorder=0.5)
+        started.setdefault(name, time)
+        words, color = _RUNS["again" if again else kind]
+        ax.barh(row, 0.94, 0.7, time + 0.03, color=color, edgecolor="white", hatch="///" if again else None)
+        said = text(words, name=name)
+        alt.append(said)
+        box = {"facecolor": color, "edgecolor": "none", "pad": 1.5}
+        ax.text(time + 0.5, row, said, ha="center", va="center", color="white", fontsize=8.5, bbox=box)
+    ax.text(len(events) / 2, 0.12, text("its input is kept"), ha="center", va="bottom", fontsize=8.5)
+    ax.set(xlim=(0, len(events)), ylim=(-0.5, len(names) - 0.5), xticks=[], xlabel=text("time"))
+    ax.set_yticks(range(len(names)), names)
+    ax.grid(visible=False)
+    drawn.course_alt = text("In this order: {events}.", events=listed(alt, "; "))
+    return shown_once(drawn)
+
+
 _OTHER = "#F8C9AA"  # of what is measured, and not what the figure is about
 
 
@@ -77,17 +117,24 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
         for name, peaks in networks.items()
     ]
     title = "Of eight layers alone the last saves nothing; what counts is the moment of the peak"
-    drawn, panels = figure(title, columns=2, height=3.0, sharey=True, alt=listed(alt, " "))
+    drawn, panels = figure(title, columns=2, height=3.2, sharey=True, alt=listed(alt, " "))
     for ax, (name, peaks) in zip(panels, networks.items(), strict=True):
         layers = [layer for layer in peaks if layer is not None]
         saved = [(peaks[None] - peaks[layer]) / 1e6 for layer in layers]
         colors = [COLORS["measured"] if layer == 7 else _OTHER for layer in layers]
         ax.bar(layers, saved, color=colors, width=0.8)
         for layer, less in zip(layers, saved, strict=True):
-            ax.text(layer, max(less, 0) + 0.4, f"{less + 0.0:.1f}".replace("-0.0", "0.0"), ha="center", fontsize=8)
-        ax.set(xticks=layers, xlabel=text("layer with the checkpoint"), ylim=(-0.5, 24), xlim=(-0.6, 7.6))
+            ax.text(layer, max(less, 0) + 0.4, _mb(1e6 * less), ha="center", fontsize=8)
+            look = {"facecolor": "white", "edgecolor": "#888888", "linestyle": ":"}
+            if less <= 0:  # its checkpoint saves nothing, since it is there again when the plain step peaks
+                look = {"facecolor": COLORS["measured"], "edgecolor": "white", "hatch": "///"}
+            ax.bar(layer, -2.6, 0.8, -0.8, **look)
+            box = {"facecolor": look["facecolor"], "edgecolor": "none", "pad": 1}
+            ax.text(layer, -2.1, f"{layer}", ha="center", va="center", bbox=box)
+        ax.set(xticks=[], xlabel=text("layer with the checkpoint"), ylim=(-4, 24), xlim=(-0.6, 7.6))
         ax.set_title(text("{name}: {peak} MB", name=text(name), peak=_mb(peaks[None])))
     panels[0].set_ylabel(text("saved of the peak, MB"))
+    drawn.supxlabel(text("dotted: away when the plain step peaks; hatched: there again by then"), fontsize=9)
     return shown_once(drawn)
 
 
@@ -112,21 +159,50 @@ def draw_policies(arms: Mapping[str, Any]) -> "Figure":
     return shown_once(drawn)
 
 
-def seconds_beside_flops(decoders: Mapping[str, Decoder], arms: Mapping[str, Any]) -> Table:
-    """CPU seconds of forward and backward on 4 sequences, ten turns, beside FLOPs; both against the first row."""
+def seconds_beside_flops(decoders: Mapping[str, Decoder], arms: Mapping[str, Any]) -> "Figure":
+    """Bars of FLOPs, and of CPU seconds of forward and backward on 4 sequences, ten turns; both against the first."""
     tokens, seconds = random_tokens(4, 128, 2048), {name: [] for name in decoders}
     for name, decoder in 10 * list(decoders.items()):
         start = process_time()  # other programs on the machine do not count
         decoder.loss(tokens).backward()
         seconds[name].append(process_time() - start)
     first = next(iter(decoders))
-    rows = []
-    for name, took in seconds.items():
-        ratios = sorted(one / plain for one, plain in zip(took, seconds[first], strict=True))  # turn by turn
-        spread = f"{median(ratios):.2f} ({ratios[0]:.2f} – {ratios[-1]:.2f})"
-        rows.append((name, round(arms[name].flops / arms[first].flops, 3), round(median(took), 2), spread))
-    return table(["policy", "FLOPs of plain", "CPU seconds", "seconds of plain: median (range)"], rows)
+    flops = [arms[name].flops / arms[first].flops for name in decoders]
+    ratios = [  # turn by turn
+        sorted(one / plain for one, plain in zip(took, seconds[first], strict=True)) for took in seconds.values()
+    ]
+    return _draw_bars(list(decoders), flops, ratios)
+
+
+def _draw_bars(names: Sequence[str], flops: Sequence[float], ratios: Sequence[Sequence[float]]) -> "Figure":
+    """A pair of bars a name: FLOPs, and the median and range of its seconds' ratios, which are in ascending order."""
+    middle = [median(each) for each in ratios]
+    said = "{name}: {flops} times the FLOPs, {seconds} times the seconds ({least} to {most})"
+    alt = [
+        text(said, name=text(name), flops=f"{f:.2f}", seconds=f"{m:.2f}", least=f"{r[0]:.2f}", most=f"{r[-1]:.2f}")
+        for name, f, m, r in zip(names, flops, middle, ratios, strict=True)
+    ]
+    title = "FLOPs are not time: what has few of them may take as long"
+    drawn, ax = figure(title, height=3.0, alt=text("{points}.", points=listed(alt, "; ")))
+    places = range(len(names))
+    spread = [
+        [m - r[0] for m, r in zip(middle, ratios, strict=True)],
+        [r[-1] - m for m, r in zip(middle, ratios, strict=True)],
+    ]
+    ax.bar([x - 0.2 for x in places], flops, 0.38, color="#4477AA", label=text("FLOPs"))
+    ax.bar(
+        [x + 0.2 for x in places], middle, 0.38, color=COLORS["measured"], yerr=spread,
+        error_kw={"ecolor": "#444444", "capsize": 3, "elinewidth": 1},
+        label=text("CPU seconds: median, range of ten turns"),
+    )  # fmt: skip
+    for x, f, m in zip(places, flops, middle, strict=True):
+        ax.text(x - 0.2, f / 2, f"{f:.2f}", ha="center", va="center", color="white")
+        ax.text(x + 0.2, m / 2, f"{m:.2f}", ha="center", va="center", color="white")
+    ax.set_xticks(list(places), [text(name) for name in names])
+    ax.set(ylabel=text("of the plain step"), ylim=(0, None))
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    return shown_once(drawn)
 
 
 def _mb(count: int) -> str:
-    return f"{count / 1e6:.1f}"
+    return f"{round(count / 1e6, 1) + 0.0:.1f}"  # no minus before a zero

@@ -20,6 +20,7 @@ from .frontiers import best_cuts, draw_cuts, draw_frontier, frontier_with_early_
 from .gpu import scheduled_decoder
 from .shown import (
     cost_of,
+    draw_rooms,
     draw_schedule,
     draw_sweep,
     draw_sweeps,
@@ -43,6 +44,7 @@ __all__ = [
     "cost_of",
     "draw_cuts",
     "draw_frontier",
+    "draw_rooms",
     "draw_schedule",
     "draw_sweep",
     "draw_sweeps",

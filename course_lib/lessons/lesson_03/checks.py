@@ -73,34 +73,50 @@ def _fastest(stages: tuple[Stage, ...], room: int, slip: str) -> float:
     if not stages:
         return 0
     first, best = stages[0], math.inf
-    taken = first.saved_bytes + (0 if slip == "gradient" else first.output_bytes)
+    taken = first.saved_bytes + (0 if slip == "gradient" else first.output_bytes) + (slip == "strictly")
     if (taken <= room or slip == "fits") and (slip != "one at a time" or len(stages) == 1):
-        left = room if slip == "kept" else room - first.saved_bytes
+        left = room - {"kept": 0, "gradient kept": taken}.get(slip, first.saved_bytes)
         backward = 0 if slip == "backward" else first.backward_time
-        best = first.forward_time + _fastest(stages[1:], left, slip) + backward
+        forward = 0 if slip == "forward" else first.forward_time
+        best = forward + _fastest(stages[1:], left, slip) + backward
     ends = {"never runs on": (), "one step": range(1, min(2, len(stages)))}.get(slip, range(1, len(stages)))
     for end in () if slip == "greedy" and best < math.inf else ends:
         before, behind = stages[end - 1], stages[end]
         boundary = {"saved": before.saved_bytes, "next": behind.output_bytes, "one byte": 1, "input": 0}
         kept = boundary.get(slip, before.output_bytes)
-        ahead = 0 if slip == "time" else sum(stage.forward_time for stage in stages[:end])
+        passed = {
+            "time": (),
+            "too far": stages[: end + 1],
+            "not the first": stages[1:end],
+            "only the first": stages[:1],
+        }
+        ahead = sum(stage.forward_time for stage in passed.get(slip, stages[:end]))
         earlier = room - kept if slip == "gone" else room
         again = 0 if slip == "earlier" else _fastest(stages[:end], earlier, slip)
-        best = min(best, ahead + _fastest(stages[end:], room - kept, slip) + again)
+        way = ahead + _fastest(stages[end:], room - kept, slip) + again
+        best = way if slip == "last way" else min(best, way)
     return best
 
 
+_PASSED = "The stages that are passed on the way to `e` are `stages[:e]`: all of their forwards, and no other."
 _SLIPS = {
     "gradient": "A backward needs room for the gradient that comes in, too: `saved_bytes + output_bytes`.",
     "fits": "It never runs out of room: does what the first stage keeps fit?",
+    "strictly": "What fits to the byte fits: `<=`, not `<`.",
     "kept": "What the first stage keeps is there while the others are done: they have `saved_bytes` less.",
+    "gradient kept": "The gradient that comes in is there only in that backward: the others have `saved_bytes` less.",
     "backward": "A stage whose all is kept runs backward, too: its `backward_time` is missing.",
+    "forward": "A stage whose all is kept runs forward, too: its `forward_time` is missing.",
     "input": "The input that is kept takes room while the later stages are done.",
     "one byte": "The input that is kept takes `output_bytes` of the stage before it, which need not be 1.",
     "next": "The input of `stages[e]` is the output of the stage before it, `stages[e - 1]`.",
     "saved": "Of the stages that are passed only an input is kept: `output_bytes`, not `saved_bytes`.",
     "gone": "When the earlier stages are done, the input that was kept is gone: they have all of the room.",
     "time": "Running on takes the forward times of the stages that are passed.",
+    "too far": _PASSED,
+    "not the first": _PASSED,
+    "only the first": _PASSED,
+    "last way": "The way that was tried last goes before all others: take the least of them.",
     "earlier": "The stages that were passed are still to be done.",
     "never runs on": "It only ever keeps everything. Let it also run on and keep a later input.",
     "greedy": "It runs on only where keeping all does not fit. Running on may be faster in the end: compare both.",
@@ -234,8 +250,8 @@ reason_of_the_pyramid = in_words(
 
 # What the referee's refusals say, for the learner who has to act on them; `simulate` says them in English alone.
 _REFUSALS = {
-    r"runs only with its input alive, and (x_\d+) is not": "its input {what} is not there any more.",
-    r"its stage's input alive, and (x_\d+) is not": "it needs the stage's input, and {what} is not there any more.",
+    r"runs only with its input alive, and (x_\d+) is not": "its input {what} is not there.",
+    r"its stage's input alive, and (x_\d+) is not": "it needs the stage's input, and {what} is not there.",
     r"and stage (\d+)'s is not alive": 'nothing of stage {what} is kept for it: run it with `"all"` first.',
     r"first, and (Backward\(\d+\)) is due": "`{what}` is due: backwards run from the last stage to the first.",
     r"(again) after its backward": "its stage has had its backward and does not run again.",
@@ -249,7 +265,7 @@ def _refusal(refused: IllegalSchedule) -> str:
     number = re.search(r"action (\d+), (\w+)\(.*?(\d+)", said)
     for pattern, words in _REFUSALS.items():
         if found := re.search(pattern, said):
-            reason = text(words, what=found[1])
+            reason = text(words, what=found[1]) if "{what}" in words else text(words)
             if number is None:
                 return text("The referee refuses: {reason}", reason=reason)
             values = {"number": number[1], "action": f"`{number[2]}` {number[3]}", "reason": reason}

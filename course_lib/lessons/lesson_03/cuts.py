@@ -149,19 +149,20 @@ def least_peak(depth: int) -> int:
 
 def _cuts_of(given: Any, depth: int) -> list[int]:
     """The answer as cuts of so many layers."""
-    said = {"depth": depth, "cuts": f"{given}"[:60]}
+    shown = f"{given}"[:60]
     if not hasattr(given, "__iter__"):
         kind = type(given).__name__
         raise Refused(text("A list of cuts is wanted, such as `[0, 40, 70, 100]`; this is a `{kind}`.", kind=kind))
     cuts = [float(cut) for cut in given]
     if sum(cuts) == depth and cuts[:1] != [0]:
-        raise Refused(text("Those are the sizes of the segments; give the cuts: {cuts}.", **said), exact=True)
+        raise Refused(text("Those are the sizes of the segments; give the cuts: {cuts}.", cuts=shown), exact=True)
     if any(cut != int(cut) for cut in cuts):
-        raise Refused(text("A cut falls between two layers, so it is a whole number: {cuts}.", **said), exact=True)
+        raise Refused(text("A cut falls between two layers, so it is a whole number: {cuts}.", cuts=shown), exact=True)
     if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != depth:
-        raise Refused(text("The cuts of {depth} layers begin with 0 and end with {depth}: {cuts}.", **said), exact=True)
+        said = "The cuts of {depth} layers begin with 0 and end with {depth}: {cuts}."
+        raise Refused(text(said, depth=depth, cuts=shown), exact=True)
     if any(end <= start for start, end in pairwise(cuts)):
-        raise Refused(text("Each segment has a layer at least, so cuts increase: {cuts}.", **said), exact=True)
+        raise Refused(text("Each segment has a layer at least, so cuts increase: {cuts}.", cuts=shown), exact=True)
     return [int(cut) for cut in cuts]
 
 

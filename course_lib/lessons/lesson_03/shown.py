@@ -1,6 +1,7 @@
 """What lesson 03 measures and draws: sweeps of segments, schedules with their bytes, frontiers, the slider."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,6 +142,37 @@ def cost_of(
     return meter.peak_bytes + x.nbytes, counter.get_total_flops()
 
 
+def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
+    """What is live while each segment is worked on, a column a segment, a panel a cut: a box a layer, on its inputs.
+
+    Args:
+        cuts: label -> cuts of equal layers that keep A each; a boundary has B.
+    """
+    title = "Each segment has one input more: with fewer layers each time, all fill the same room"
+    drawn, axes = figure(title, columns=len(cuts), height=3.4, sharey=True)
+    said = []
+    for ax, (name, places) in zip(axes, cuts.items(), strict=True):
+        sizes = [end - start for start, end in pairwise(places)]
+        peak = max(j + 2 + size * A // B for j, size in enumerate(sizes))
+        for j, size in enumerate(sizes):
+            layers = range(size)
+            ax.bar(j, j + 2, 0.84, color=COLORS["input"], label=text("inputs and a gradient") if j == 0 else None)
+            ax.bar(
+                [j] * size, A / B, 0.84, [j + 2 + A / B * layer for layer in layers], color=COLORS["activation"],
+                edgecolor="white", linewidth=0.6, label=text("a layer") if j == 0 else None,
+            )  # fmt: skip
+        ax.axhline(peak, color=COLORS["predicted"], linewidth=1, linestyle="--")
+        head = text("{name}: peak {peak} B", name=text(name), peak=peak)
+        said.append(head)
+        ax.set_title(head)
+        ax.set(xticks=[], xlabel=text("segments, the first to the last"))
+    axes[0].set_ylabel(text("live, in units of B"))
+    axes[-1].legend(loc="upper right")
+    drawn.course_larger = 1.15  # the legend stands above the columns
+    drawn.course_alt = text("A column a segment, a box a layer. {peaks}.", peaks=listed(said, "; "))
+    return shown_once(drawn)
+
+
 # Schedules ------------------------------------------------------------------------------------------------------------
 
 
@@ -151,10 +183,10 @@ def schedule_pictures(
     title: str | None = None,
     unit: str = "MB",
     scale: float = 1e6,
-    panel_height: float = 1.25,
+    panel_height: float = 1.6,
     rows: Sequence[str] | None = None,
 ) -> "Figure":
-    """Schedules for one chain, one below the other on one scale: time to the right, stages upwards, bytes below.
+    """Schedules for one chain, beside each other on one scale: time to the right, stages upwards, bytes below.
 
     Args:
         schedules: label -> schedule.
@@ -169,10 +201,12 @@ def schedule_pictures(
     costs = {name: simulate(schedule, chain) for name, schedule in schedules.items()}
     longest, most = max(cost.time for cost in costs.values()), max(cost.peak_bytes for cost in costs.values())
     count = len(schedules)
-    drawn, axes = figure(title, rows=2 * count, height=1.3 + (panel_height + 0.75) * count, sharex=True)
-    axes[0].get_gridspec().set_height_ratios([panel_height, 0.6] * count)
+    wide, height = (7.2 if count < 3 else 8.2), panel_height + 2.0
+    drawn, _ = figure(title, rows=2, columns=count, width=wide, height=height, sharex=True)
+    axes = drawn.axes  # the schedules, then their bytes
+    axes[0].get_gridspec().set_height_ratios([panel_height, 0.6])
     said = []
-    for (name, schedule), above, below in zip(schedules.items(), axes[::2], axes[1::2], strict=True):
+    for (name, schedule), above, below in zip(schedules.items(), axes[:count], axes[count:], strict=True):
         schedule.plot(above, chain=chain)
         above.get_legend().remove()
         cost = costs[name]
@@ -180,14 +214,15 @@ def schedule_pictures(
         head = text("{name} · {peak} {unit} · {time} ×", name=text(name), **values)
         said.append(head)
         above.set_title(head, fontsize=9)
-        above.set(xlabel="", ylabel=text("stage"), xlim=(0, longest))
+        above.set(xlabel="", ylabel=text("stage") if above is axes[0] else "", xlim=(0, longest))
         above.grid(visible=False)
         if rows is not None:
-            above.set_yticks(range(len(chain)), rows, fontsize=6.5)
-        _draw_bytes(below, schedule, chain, most, scale, unit)
+            above.set_yticks(range(len(chain)), rows, fontsize=7)
+        _draw_bytes(below, schedule, chain, most, scale)
+        below.set_xlabel(text("time, in steps that store all"), fontsize=8.5)
+    axes[count].set_ylabel(unit)
     ticks = [fastest * i / 2 for i in range(int(2 * longest / fastest) + 1)]
     axes[-1].set_xticks(ticks, [f"{tick / fastest:g}" for tick in ticks])
-    axes[-1].set_xlabel(text("time, in steps that store all"))
     _legend(drawn)
     drawn.course_alt = text(
         "What runs and what is kept, over time and stages; below, the bytes that are live. Peak and time: {costs}.",
@@ -196,7 +231,7 @@ def schedule_pictures(
     return shown_once(drawn)
 
 
-def _draw_bytes(ax: "Axes", schedule: Schedule, chain: Chain, most: int, scale: float, unit: str) -> None:
+def _draw_bytes(ax: "Axes", schedule: Schedule, chain: Chain, most: int, scale: float) -> None:
     """The bytes that are live during each action, its peak marked."""
     spans = live_bytes(schedule, chain)
     edges = [start for start, _, _ in spans] + [spans[-1][1]]
@@ -205,7 +240,7 @@ def _draw_bytes(ax: "Axes", schedule: Schedule, chain: Chain, most: int, scale: 
     ax.stairs(heights, edges, baseline=None, color="#444444", linewidth=0.8)
     start, end, peak = max(spans, key=lambda span: span[2])
     ax.plot([(start + end) / 2], [peak / scale], "o", color="#222222", markersize=4, clip_on=False)
-    ax.set(ylim=(0, 1.1 * most / scale), ylabel=unit)
+    ax.set(ylim=(0, 1.1 * most / scale))
     ax.set_yticks([0, round(peak / scale)])
 
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nbformat
-from bs4 import BeautifulSoup
+from bs4 import BeautifulSoup, Tag
 from nbformat import NotebookNode
+
+from course_lib import labels
 
 from ..pictures import pictures_in
 from ..switch import PER_LANGUAGE
@@ -36,6 +38,9 @@ _TABLE_WIDTH = 80  # letters in a row of a table, if its columns share the width
 _MOST_FIGURE_HEIGHT = 560  # pixels of a picture; one of several panels that is higher is cut between them
 _WHITE = ((255, 255),) * 3
 _TITLE_HEIGHT = 22  # pixels of a panel's title
+_CLAIM_COLUMNS = tuple(  # in English, in Chinese: the headings of `said.what_you_may_have_read`
+    zip(*map(labels.both, ("claim", "source", "experiment", "measured", "verdict")), strict=True)
+)
 
 
 # --- prose ---
@@ -184,8 +189,13 @@ def outputs_in(output: NotebookNode, language: str) -> list[NotebookNode]:
     output = deepcopy(output)
     data = output.get("data", {})
     if pictures := pictures_in(data.get("text/html", "")):
+        large = output.metadata.get("slides", {})  # drawn for slides; a lesson stored before has none
         return [
-            nbformat.v4.new_output("display_data", {"image/png": each.png}, metadata={"alt": each.alt, "lang": spoken})
+            nbformat.v4.new_output(
+                "display_data",
+                {"image/png": large.get(spoken, each.png)},
+                metadata={"alt": each.alt, "lang": spoken, "drawn_for_slides": spoken in large},
+            )
             for spoken, each in pictures.items()
             if language in (spoken, "both")
         ]
@@ -248,10 +258,36 @@ def cut_table(output: NotebookNode, language: str) -> list[NotebookNode]:
     return parts
 
 
+def claims_in(output: NotebookNode) -> list[tuple[NotebookNode, NotebookNode]]:
+    """(the claim and its source, what was measured and the verdict) of each row of a table of claims, as outputs.
+
+    The words are those of the table that the lesson shows, `course_lib.teaching.said`; any other output has none.
+    """
+    soup = BeautifulSoup(output.get("data", {}).get("text/html", ""), "html.parser")
+    columns = [th.get_text(" ", strip=True) for th in soup.select("thead th")]
+    names = [" ".join(words) for words in zip(*_CLAIM_COLUMNS, strict=True)]  # in both languages
+    found = [list(one) for one in (*_CLAIM_COLUMNS, names)]
+    if columns not in found:
+        return []
+    return [_claim_outputs(row.find_all("td")) for row in soup.select("tbody tr")]
+
+
+def _claim_outputs(cells: Sequence[Tag]) -> tuple[NotebookNode, NotebookNode]:
+    claim, source, _, measured, verdict = ((cell.div or cell).decode_contents() for cell in cells)
+    # The first words of a verdict are the outcome.
+    verdict = re.sub(r"(?:^|(?<=>))([^\s<:：.。][^<:：.。]*[:：.。])", r"<strong>\1</strong>", verdict)
+    halves = [(("claim", claim), ("source", source)), (("measured", measured), ("verdict", verdict))]
+    html = ("".join(f'<div class="{name}">{words}</div>' for name, words in half) for half in halves)
+    front, back = (nbformat.v4.new_output("display_data", {"text/html": each}) for each in html)
+    return front, back
+
+
 def cut_figure(output: NotebookNode) -> list[NotebookNode]:
     """A high figure of several panels as several pictures, cut in the widest empty bands."""
     from PIL import Image
 
+    if output.metadata.get("drawn_for_slides"):
+        return [output]
     picture = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))).convert("RGB")
     count = math.ceil(picture.height / _MOST_FIGURE_HEIGHT)
     cuts = [0]

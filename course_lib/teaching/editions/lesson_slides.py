@@ -15,6 +15,7 @@ from .cutting import (
     MOST_CHOSEN_LINES,
     MOST_CODE_LINES,
     ROOM,
+    claims_in,
     cut_code,
     cut_figure,
     output_height,
@@ -33,7 +34,7 @@ _POINT_HEIGHT = 200  # pixels of a slide's own text above a table: the same in a
 class Slide:
     """A slide before it is written: its kind, what stands under its heading, and whether a section starts with it."""
 
-    kind: str  # title, prose, point, code, figure, table; heading: nothing below it so far
+    kind: str  # title, prose, point, code, figure, table, claim; heading: nothing below it so far
     parts: list[NotebookNode] = field(default_factory=list)
     part: str = ""  # a key of `slides.WORDS`, written small behind the heading
     starts: bool = False
@@ -136,7 +137,7 @@ def _joined(slides: list[Slide], new: list[Slide]) -> list[Slide]:
 
 def _fit_together(last: Slide, following: Slide) -> bool:
     """Whether two slides may be one; titles, figures and solutions stay alone."""
-    alone = {"title", "figure"}
+    alone = {"title", "figure", "claim"}
     if {last.kind, following.kind} & alone or "solution" in (last.part, following.part) or following.notes:
         return False
     if last.kind == "point" and following.kind != "table":
@@ -205,6 +206,12 @@ def _code_slides(cell: NotebookNode, following: NotebookNode | None, language: s
         part = nbformat.v4.new_code_cell(chunk)
         slides.append(Slide("code", [part], solved or ("continued" if number else "")))
         slides[-1].height = CODE_LINE * len(chunk.splitlines()) + GAP
+    claims = [each for output in others for each in claims_in(output)]
+    others = [output for output in others if not claims_in(output)]
+    for claim, verdict in claims:  # hands up before the click
+        parts = [nbformat.v4.new_code_cell(outputs=[each]) for each in (claim, verdict)]
+        parts[1].metadata.slideshow = {"slide_type": "fragment"}
+        slides.append(Slide("claim", parts))
     for group in result_groups(others, language):
         result = nbformat.v4.new_code_cell(outputs=group)
         height = sum(output_height(output, language) for output in group)
