@@ -94,11 +94,27 @@ PARALLELISMS = (
     ("ZeRO 1", _NO, _NO, _BY_N, _SHARE, "reduce-scatter of gradients, all-gather of weights", "1910.02054"),
     ("ZeRO 2", _NO, _BY_N, _BY_N, _SHARE, "the same", "1910.02054"),
     ("ZeRO 3 (FSDP2)", _BY_N, _BY_N, _BY_N, _SHARE, "two all-gathers, a reduce-scatter", "2304.11277"),
-    ("tensor", _BY_T, _BY_T, _BY_T, "those inside attention and MLP ÷ t", "four all-reduces a layer", "1909.08053"),
-    ("tensor and sequence", _BY_T, _BY_T, _BY_T, _BY_T, "four all-gathers and reduce-scatters a layer", "2205.05198"),
-    ("context", _NO, _NO, _NO, "÷ c, along the sequence", "keys and values round a ring", "2310.01889"),
-    ("pipeline", _BY_P, _BY_P, _BY_P, "÷ p, times the micro-batches under way", "send to the next stage", "1811.06965"),
-    ("expert", _BY_E, _BY_E, _BY_E, "its share of the tokens", "two all-to-alls a layer, and back", "2006.16668"),
+    ("tensor, t", _BY_T, _BY_T, _BY_T, "those inside attention and MLP ÷ t", "four all-reduces a layer", "1909.08053"),
+    (
+        "tensor and sequence, t",
+        _BY_T,
+        _BY_T,
+        _BY_T,
+        _BY_T,
+        "four all-gathers and reduce-scatters a layer",
+        "2205.05198",
+    ),
+    ("context, c", _NO, _NO, _NO, "÷ c, along the sequence", "keys and values round a ring", "2310.01889"),
+    (
+        "pipeline, p",
+        _BY_P,
+        _BY_P,
+        _BY_P,
+        "÷ p, times the micro-batches under way",
+        "send to the next stage",
+        "1811.06965",
+    ),
+    ("expert, e", _BY_E, _BY_E, _BY_E, "its share of the tokens", "two all-to-alls a layer, and back", "2006.16668"),
 )
 
 
