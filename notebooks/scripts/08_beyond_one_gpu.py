@@ -350,12 +350,12 @@ lesson_08.check_sharded_step(sharded_step)
 # %% [markdown]
 # <div lang="en">
 #
-# Two numbers sent for each weight, as with DDP: cutting the state is free. PyTorch's `ZeroRedundancyOptimizer` sends three. It sits behind DDP, which has reduced all gradients on all ranks already, and then broadcasts each updated tensor. (DeepSpeed began like that, too, and told in the spring of 2020 how it came from 1.5 times to 1.)
+# Two numbers sent for each weight, as with DDP: cutting the state is free. PyTorch's `ZeroRedundancyOptimizer` sends three. It sits behind DDP, which has reduced all gradients on all ranks already, and then broadcasts each updated tensor. (DeepSpeed began like that, too.)
 #
 # </div>
 # <div lang="zh">
 #
-# 每个权重发送两个数，与 DDP 一样：切开状态，通信量并不增加。PyTorch 的 `ZeroRedundancyOptimizer` 却要发三个：它接在 DDP 后面，而 DDP 已经在每个进程上归约了全部梯度，之后它再把更新好的张量逐个广播出去。（DeepSpeed 起初也是这样，2020 年春撰文介绍了怎样从 1.5 倍降到 1 倍。）
+# 每个权重发送两个数，与 DDP 一样：切开状态，通信量并不增加。PyTorch 的 `ZeroRedundancyOptimizer` 却要发三个：它接在 DDP 后面，而 DDP 已经在每个进程上归约了全部梯度，之后它再把更新好的张量逐个广播出去。（DeepSpeed 起初也是这样。）
 #
 # </div>
 
@@ -484,12 +484,12 @@ lesson_08.draw_wire(rows, ranks=2)
 # %% [markdown] slide={"en": "In this build gloo's reduce-scatter carries what an all-reduce does: 4.0 MB, not 2.0.\n\nFSDP2 against DDP: 46% more given, **96% more** carried.", "zh": "这个版本的 gloo，reduce-scatter 传的与 all-reduce 一样多：4.0 MB，而不是 2.0。\n\nFSDP2 比 DDP：交出的多 46%，线路上**多 96%**。"}
 # <div lang="en">
 #
-# DDP and ZeRO 1 carry what a ring would. FSDP2 does not: in this build gloo's **reduce-scatter** carries as much as its all-reduce, 4.0 MB of a 4 MB tensor and not 2.0. So FSDP2 gives 46% more to collectives than DDP, and its wire carries 96% more. With NCCL on GPUs the ring's formula is the usual one; we have not measured it. Whose number is it: ask that of every figure about traffic.
+# DDP and ZeRO 1 carry what a ring would. FSDP2 does not: in this build gloo's **reduce-scatter** carries as much as its all-reduce, 4.0 MB of a 4 MB tensor and not 2.0. So FSDP2 gives 46% more to collectives than DDP, and its wire carries 96% more. With NCCL on GPUs the ring's formula is the usual one; not measured here. Ask of every figure about traffic whose count it is.
 #
 # </div>
 # <div lang="zh">
 #
-# DDP 和 ZeRO 1 在线路上传的，正是环该传的。FSDP2 却不是：在这个版本里，gloo 的 **reduce-scatter** 与它的 all-reduce 传得一样多，4 MB 的张量传了 4.0 MB，而不是 2.0。所以 FSDP2 交给集合通信的比 DDP 多 46%，线路上传的却多 96%。在 GPU 上用 NCCL 时，通常就按环的公式算；我们没有测过。看到任何通信量，都先问一句：这是谁的数？
+# DDP 和 ZeRO 1 在线路上传的，正是环该传的。FSDP2 却不是：在这个版本里，gloo 的 **reduce-scatter** 与它的 all-reduce 传得一样多，4 MB 的张量传了 4.0 MB，而不是 2.0。所以 FSDP2 交给集合通信的比 DDP 多 46%，线路上传的却多 96%。在 GPU 上用 NCCL 时，通常就按环的公式算；这里没有测过。看到任何通信量，都先问一句：这是谁数的？
 #
 # </div>
 
@@ -526,19 +526,19 @@ except MemoryBudgetExceeded as stopped:
 #
 # Forward and backward fit. Then Adam makes its state, and the device is full: weights, gradients and state are 110.0 MB, whatever the batch. Without the gradients, by an update inside backward (lesson 05), they would still be 82.5 MB.
 #
-# Now four ranks, two sequences each, in six modes. Three are new: `fsdp-keep`, FSDP2 that keeps gathered weights from forward to backward; `fsdp-bf16`, gathered and computed in bf16; and FSDP2 with a checkpoint around each layer. This last one runs under a budget, too: 48 MB **on every rank**, from before its model is sharded to the end of the last step. An operator that would pass it ends the run.
+# Now four ranks, two sequences each, in five modes. Three are new: `fsdp-keep`, FSDP2 that keeps gathered weights from forward to backward; `fsdp-bf16`, gathered and computed in bf16; and FSDP2 with a checkpoint around each layer. This last one runs under a budget, too: 48 MB **on every rank**, from before its model is sharded to the end of the last step. An operator that would pass it ends the run.
 #
 # </div>
 # <div lang="zh">
 #
 # 前向和反向都装得下，轮到 Adam 建立状态时，设备满了：权重、梯度和状态共 110.0 MB，与批次无关。就算在反向中更新、不留梯度（第 05 课），也还有 82.5 MB。
 #
-# 现在换成四个进程，各做两条序列，共六种做法。新添三种：`fsdp-keep`，即收集来的权重从前向一直留到反向的 FSDP2；`fsdp-bf16`，以 bf16 收集和计算；以及每一层加检查点的 FSDP2。最后这一种同样带预算：**每个进程** 48 MB，从模型分片之前一直管到最后一步结束。哪个算子会超出，运行就到此为止。
+# 现在换成四个进程，各做两条序列，共五种做法。新添三种：`fsdp-keep`，即收集来的权重从前向一直留到反向的 FSDP2；`fsdp-bf16`，以 bf16 收集和计算；以及每一层加检查点的 FSDP2。最后这一种同样带预算：**每个进程** 48 MB，从模型分片之前一直管到最后一步结束。哪个算子会超出，运行就到此为止。
 #
 # </div>
 
 # %% slide="code"
-modes = "ddp,zero1,fsdp-keep,fsdp,fsdp-bf16,fsdp-checkpoint"
+modes = "ddp,fsdp-keep,fsdp,fsdp-bf16,fsdp-checkpoint"
 budget = ["--budget", "fsdp-checkpoint=48e6"]  # on each rank
 runs = launch(4, "--mode", modes, "--steps", "2", "--details", *budget)
 four = {run["mode"]: run for run in runs}  # a third step peaks as the second does
@@ -552,14 +552,14 @@ lesson_08.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_0
 #
 # 47.1 MB on each of four, with the whole batch, where one device of 60 MB could not take a single sequence. Each of the two does what the other cannot: sharding leaves the activations of a rank's own sequences alone, and checkpointing leaves weights and state alone.
 #
-# **Exercise 5.** Now 7 billion parameters ($7 \times 10^9$) on 8 GPUs, in mixed precision as ZeRO's paper, Megatron-LM and DeepSpeed count it: weight 2 bytes, gradient 2, and 12 for fp32 weights and Adam's moments. How many bytes does a rank hold? (It is not the count of `torch.autocast` in lesson 01, where weights and gradients stay fp32: DDP with `ZeroRedundancyOptimizer` then holds $8\Psi + 8\Psi/N$, 63 GB here. FSDP2's bf16 policy keeps fp32 shards and gathers bf16 copies: $16\Psi/N$, by another way than the paper's.)
+# **Exercise 5.** Now 7 billion parameters ($7 \times 10^9$) on 8 GPUs, in mixed precision as ZeRO's paper, Megatron-LM and DeepSpeed count it: weight 2 bytes, gradient 2, and 12 for fp32 weights and Adam's moments. How many bytes does a rank hold? (Whose count is it? With `torch.autocast`, lesson 01, weights and gradients stay fp32: `ZeroRedundancyOptimizer` then holds $8\Psi + 8\Psi/N$, 63 GB. FSDP2's bf16 policy keeps fp32 shards and gathers bf16 copies: $16\Psi/N$, too.)
 #
 # </div>
 # <div lang="zh">
 #
 # 四个进程各 47.1 MB，做完了整个批次；而一台 60 MB 的设备连一条序列也做不了。两者各有所长，互不替代：分片管不到本进程自己那些序列的激活值，检查点管不到权重和状态。
 #
-# **练习 5。** 换成 70 亿个参数（$7 \times 10^9$）、8 块 GPU、混合精度，按 ZeRO 论文、Megatron-LM 和 DeepSpeed 的计法：权重 2 字节，梯度 2 字节，fp32 权重和 Adam 的两个矩共 12 字节。每个进程持有多少字节？（这与第 01 课 `torch.autocast` 的计法不同，那里权重和梯度都是 fp32：DDP 配 `ZeroRedundancyOptimizer` 要持有 $8\Psi + 8\Psi/N$，这里是 63 GB。FSDP2 的 bf16 策略保留 fp32 分片，收集时用 bf16：同样是 $16\Psi/N$，走的却不是论文那条路。）
+# **练习 5。** 换成 70 亿个参数（$7 \times 10^9$）、8 块 GPU、混合精度，按 ZeRO 论文、Megatron-LM 和 DeepSpeed 的计法：权重 2 字节，梯度 2 字节，fp32 权重和 Adam 的两个矩共 12 字节。每个进程持有多少字节？（这是谁的计法？用第 01 课的 `torch.autocast` 时，权重和梯度都是 fp32：`ZeroRedundancyOptimizer` 要持有 $8\Psi + 8\Psi/N$，即 63 GB。FSDP2 的 bf16 策略保留 fp32 分片，收集时用 bf16：也是 $16\Psi/N$。）
 #
 # </div>
 
@@ -621,7 +621,8 @@ symbolic_four = {mode: one_rank(mode, 4) for mode in four}
 rows = []
 for mode, run in four.items():
     expected, taken = symbolic_four[mode], run["taken"][0]
-    rows.append((f"`{mode}`", expected.peak_bytes, taken["peak_bytes"], taken["sent_bytes"] / 1e6))
+    given_mb = round(taken["sent_bytes"] / 1e6, 1)
+    rows.append((f"`{mode}`", expected.peak_bytes, taken["peak_bytes"], given_mb))
 table(["4 ranks", "peak predicted, bytes", "peak measured, bytes", "given, MB"], rows)
 
 # %% [markdown] slide={"en": "Give every rank its own two sequences, as most people do, and data parallelism divides **no** activations.\n\nWhat does?", "zh": "像多数人那样，给每个进程固定的两条序列，数据并行就**不**分摊激活值了。\n\n那么什么能分摊？"}
@@ -629,12 +630,12 @@ table(["4 ranks", "peak predicted, bytes", "peak measured, bytes", "given, MB"],
 #
 # <div lang="en">
 #
-# Here the ranks divide a fixed batch, so activations fall with their number. Most people keep the batch **of a rank** and let the whole batch grow: then data parallelism, with any ZeRO, divides no activations. And either way it ends at one sequence a rank. Who needs less per rank divides something else: $t$ ranks each matrix (**tensor** parallelism) and the work between the matrices (**sequence**), $c$ the sequence in attention too (**context**), $p$ the layers (**pipeline**), $e$ the experts of a mixture. All go together with data parallelism. From the papers, not run here:
+# Here the ranks divide a fixed batch, so activations fall with their number. Most people keep the batch **of a rank** and let the whole batch grow: then data parallelism, with any ZeRO, divides no activations. And either way it ends at one sequence a rank. Who needs less per rank divides something else: $t$ ranks each matrix (**tensor** parallelism) and the work between the matrices (**sequence**), $c$ the sequence in attention too (**context**), $p$ the layers (**pipeline**), $e$ the experts of a mixture. From the papers, not run here:
 #
 # </div>
 # <div lang="zh">
 #
-# 这里各进程分的是一个固定的批次，所以进程越多，激活值越少。多数人却让**每个进程**的批次不变，总批次随之变大：这样一来，数据并行配上哪一级 ZeRO 都不分摊激活值。况且两种做法都到每个进程一条序列为止。还想让每个进程更省，就得分别的：$t$ 个进程分每个矩阵（**张量**并行），并分矩阵之间的运算（**序列**并行）；$c$ 个进程在注意力里也把序列切开（**上下文**并行）；$p$ 个进程分层（**流水线**并行）；$e$ 个进程分混合专家模型的专家（**专家**并行）。它们都能与数据并行合用。以下出自论文，这里没有运行：
+# 这里各进程分的是一个固定的批次，所以进程越多，激活值越少。多数人却让**每个进程**的批次不变，总批次随之变大：这样一来，数据并行配上哪一级 ZeRO 都不分摊激活值。况且两种做法都到每个进程一条序列为止。还想让每个进程更省，就得分别的：$t$ 个进程分每个矩阵（**张量**并行），并分矩阵之间的运算（**序列**并行）；$c$ 个进程在注意力里也把序列切开（**上下文**并行）；$p$ 个进程分层（**流水线**并行）；$e$ 个进程分混合专家模型的专家（**专家**并行）。以下出自论文，这里没有运行：
 #
 # </div>
 
@@ -656,7 +657,8 @@ lesson_08.parallelisms()
 # %% slide="result"
 b, s, h, a = 8, 128, 256, 8  # this decoder; numbers of 4 bytes
 norms, inside = 4 * s * b * h + 4 * s * b, 12 * s * b * h + a * s * s * b
-rows = [(t, 4 * (norms + inside / t) / 1e6, 4 * (norms + inside) / t / 1e6) for t in (1, 2, 4, 8)]
+counts = [(t, norms + inside / t, (norms + inside) / t) for t in (1, 2, 4, 8)]
+rows = [(t, *(round(4 * count / 1e6, 1) for count in each)) for t, *each in counts]
 table(["t", "a layer, tensor, MB", "tensor and sequence, MB"], rows)
 
 # %% [markdown] slide={"en": "70 billion parameters on 64 GPUs give 775 GB to collectives in a step.\n\n**From how many tokens a rank does that hide behind compute?**", "zh": "700 亿个参数、64 块 GPU，一步要交出 775 GB。\n\n**每个进程要有多少个 token，才能被计算掩盖？**"}
@@ -711,16 +713,16 @@ lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
 # %% [markdown] slide={"en": "15.5 s of traffic beside 2.0 s of compute, with one sequence of 2048 tokens.\n\nThe model's size cancels: $2 r / w$ tokens. So shard **within** a machine, replicate **between**.", "zh": "一条 2048 个 token 的序列：通信 15.5 s，计算 2.0 s。\n\n模型大小约掉了：$2 r / w$ 个 token。于是机器**内**分片，机器**间**复制。"}
 # <div lang="en">
 #
-# The model cancels: $2r/w$, here 16,000 tokens a rank, for 7 billion parameters and for 70. (400 TFLOP/s are two fifths of an H100's data sheet, 50 GB/s a network of 400 Gbit/s; computed, not measured.) With one sequence of 2048 tokens a step computes 2.0 s and sends for 15.5, whatever hides. Gathered in bf16: 10.4 s.
+# The model cancels: $2r/w$, here 16,000 tokens a rank, for 7 billion parameters and for 70. (400 TFLOP/s are two fifths of an H100's data sheet, 50 GB/s a network of 400 Gbit/s; computed, not measured.) With one sequence of 2048 tokens a step computes 2.0 s and sends for 15.5, whatever hides. Gathered in bf16: 10.3 s.
 #
-# The answer is called **HSDP**: shard within a machine of 8, where links are some nine times as fast, and replicate between machines. What goes between them is the gradient of a rank's own eighth, all-reduced: 65 GB in place of 775, 1.3 s. The price: a rank holds $16\Psi/8$, 130 GB, in place of 16.2. Shard as far as you must, no further. (Section 8.21 does it with 2 × 2 ranks.)
+# The answer is called **HSDP**: shard within a machine of 8, where links are some nine times as fast, and replicate between machines. What goes between them is the gradient of a rank's own eighth, all-reduced: 65 GB in place of 775, 1.3 s. The price: a rank holds $16\Psi/8$, 129 GB, in place of 16.2. Shard as far as you must, no further. (Section 8.21 does it with 2 × 2 ranks.)
 #
 # </div>
 # <div lang="zh">
 #
-# 模型约掉了：$2r/w$，这里是每个进程 16,000 个 token，70 亿个参数如此，700 亿也如此。（400 TFLOP/s 是 H100 标称值的五分之二，50 GB/s 是 400 Gbit/s 的网络；这是计算值，不是实测。）只有一条 2048 个 token 的序列时，一步要算 2.0 s，却要传 15.5 s，怎么掩盖也不够。用 bf16 收集：10.4 s。
+# 模型约掉了：$2r/w$，这里是每个进程 16,000 个 token，70 亿个参数如此，700 亿也如此。（400 TFLOP/s 是 H100 标称值的五分之二，50 GB/s 是 400 Gbit/s 的网络；这是计算值，不是实测。）只有一条 2048 个 token 的序列时，一步要算 2.0 s，却要传 15.5 s，怎么掩盖也不够。用 bf16 收集：10.3 s。
 #
-# 对策叫 **HSDP**（混合分片数据并行）：在 8 块 GPU 的一台机器内分片，那里的链路约快九倍；机器之间则复制。机器之间传的，只是本进程那八分之一梯度的 all-reduce：65 GB，而不是 775，用时 1.3 s。代价是每个进程要持有 $16\Psi/8$，即 130 GB，而不是 16.2。分片分到够用为止，不要再多。（8.21 节用 2 × 2 个进程来做。）
+# 对策叫 **HSDP**（混合分片数据并行）：在 8 块 GPU 的一台机器内分片，那里的链路约快九倍；机器之间则复制。机器之间传的，只是本进程那八分之一梯度的 all-reduce：65 GB，而不是 775，用时 1.3 s。代价是每个进程要持有 $16\Psi/8$，即 129 GB，而不是 16.2。分片分到够用为止，不要再多。（8.21 节用 2 × 2 个进程来做。）
 #
 # </div>
 
@@ -767,12 +769,12 @@ lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
 #
 # <div lang="en">
 #
-# Three sentences, each from a paper or a documentation page, tried on this step. The first: what a rank gives to collectives, on two ranks; PyTorch's class all-reduces, then broadcasts. The second: 2 sequences each; held are 110.0 MB and 27.5, and the peaks 131.3 and 75.6, since activations and gathered blocks are not cut. The third: what the option saves with DDP, in this process, a single rank.
+# Three sentences, each with its source, tried on this step. First: what a rank of two gives to collectives. Second: 2 sequences each; held are 110.0 MB and 27.5, the peaks 131.3 and 75.6, since activations and gathered blocks are not cut. Third: what the option saves with DDP, on a single rank.
 #
 # </div>
 # <div lang="zh">
 #
-# 三句话，分别出自论文和文档，都拿这一步来检验。第一句：两个进程时，每个进程交给集合通信多少；PyTorch 的类先做 all-reduce，再做广播。第二句：各做 2 条序列，持有的是 110.0 MB 和 27.5，峰值是 131.3 和 75.6，因为激活值和收集来的块没有切开。第三句：就在这个进程里用 DDP（只有一个进程），这个选项省下多少。
+# 三句话，都有出处，都拿这一步来检验。第一句：两个进程时，每个进程交给集合通信多少。第二句：各做 2 条序列，持有的是 110.0 MB 和 27.5，峰值是 131.3 和 75.6，因为激活值和收集来的块没有切开。第三句：用 DDP 时这个选项省下多少，只有一个进程。
 #
 # </div>
 
@@ -809,8 +811,8 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # - Data parallelism divides the activations of a fixed batch; ZeRO divides what data parallelism holds $N$ times. In fp32: $16\Psi$, $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$, $16\Psi/N$ bytes.
 # - DDP's buckets take the bytes of all gradients at all times: here its peak is 27.5 MB above that of one device with the same sequences.
-# - An all-reduce is a reduce-scatter and an all-gather. Between the two, each rank can update its own part: ZeRO 1 and 2 need send no more than DDP. ZeRO 3 gathers, uses and drops, and is given half as much again, less the root. What a wire carries depends on the backend.
-# - Sharding and checkpoints don't replace each other: together they brought 277.7 MB to 47.1 on each of four ranks.
+# - An all-reduce is a reduce-scatter and an all-gather. Between the two, each rank can update its own part: ZeRO 1 and 2 need send no more than DDP. ZeRO 3 gathers, uses and drops, for half as much again, less the root. What a wire carries is the backend's affair.
+# - Sharding and checkpoints together brought 277.7 MB to 47.1 on each of four ranks.
 # - Traffic hides behind compute from $2r/w$ tokens a rank on. A symbolic rank tells all this before a machine is rented.
 #
 # **Next:** take a model of your own. Then read on: tensor, pipeline and context parallelism cut the matrices, the layers and the sequence; ZeRO cuts none of the three.
@@ -820,8 +822,8 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # - 数据并行分摊固定批次的激活值；ZeRO 分摊数据并行存了 $N$ 遍的部分。fp32 时：$16\Psi$、$8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$、$16\Psi/N$ 字节。
 # - DDP 的桶始终占着全部梯度的字节：这里，序列相同时，它的峰值比单台设备高 27.5 MB。
-# - all-reduce 就是 reduce-scatter 加 all-gather。在两者之间，每个进程可以只更新自己的一份：ZeRO 1 和 2 不必比 DDP 多发送。ZeRO 3 收集，用完，丢掉，交出的多一半，根模块除外。线路上传多少，要看后端。
-# - 分片与检查点互不替代：两者合用，四个进程把 277.7 MB 降到了每个 47.1。
+# - all-reduce 就是 reduce-scatter 加 all-gather。在两者之间，每个进程可以只更新自己的一份：ZeRO 1 和 2 不必比 DDP 多发送。ZeRO 3 收集，用完，丢掉，交出的多一半，根模块除外。线路上传多少，由后端决定。
+# - 分片与检查点合用，四个进程把 277.7 MB 降到了每个 47.1。
 # - 每个进程从 $2r/w$ 个 token 起，通信就能被计算掩盖。机器还没租，用符号张量算出一个进程，这一切就都知道了。
 #
 # **下一步**：拿一个你自己的模型来试。然后接着读：张量并行、流水线并行和上下文并行，分别切开矩阵、层和序列；ZeRO 这三样都不切。
@@ -831,14 +833,14 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (formulas, sections 5 and 7). Li et al. 2020, *PyTorch Distributed*, arXiv:2006.15704 (DDP's buckets). Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277 (HSDP, too). PyTorch documentation: DistributedDataParallel; *Getting Started with Fully Sharded Data Parallel (FSDP2)*. DeepSpeed, *ZeRO stage 1 with reduced communication*, 2020. Section 8.10: Shoeybi et al. 2019, arXiv:1909.08053 (tensor); Korthikanti et al. 2022, arXiv:2205.05198 (sequence); Liu et al. 2023, arXiv:2310.01889 (context); Huang et al. 2018, arXiv:1811.06965 (pipeline); Lepikhin et al. 2020, arXiv:2006.16668 (expert). All measurements: `course_lib.distributed`, in this notebook, but for the recorded table of section 8.7.
+# **Sources.** Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (formulas, sections 5 and 7). Li et al. 2020, *PyTorch Distributed*, arXiv:2006.15704 (DDP's buckets). Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277 (HSDP, too). PyTorch documentation: DistributedDataParallel; *Getting Started with Fully Sharded Data Parallel (FSDP2)*. DeepSpeed, *ZeRO stage 1 with reduced communication*, 2020. Section 8.10: the papers in its table. All measurements: `course_lib.distributed`, in this notebook, but for the recorded table of section 8.7.
 #
 # **To read next.** Hugging Face, *The Ultra-Scale Playbook*, 2025. Narayanan et al. 2021, arXiv:2104.04473 (tensor and pipeline parallelism together).
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（公式，第 5、7 节）。Li et al. 2020，*PyTorch Distributed*，arXiv:2006.15704（DDP 的桶）。Zhao et al. 2023，*PyTorch FSDP*，arXiv:2304.11277（也讲 HSDP）。PyTorch 文档：DistributedDataParallel；*Getting Started with Fully Sharded Data Parallel (FSDP2)*。DeepSpeed，*ZeRO stage 1 with reduced communication*，2020。8.10 节：Shoeybi et al. 2019，arXiv:1909.08053（张量）；Korthikanti et al. 2022，arXiv:2205.05198（序列）；Liu et al. 2023，arXiv:2310.01889（上下文）；Huang et al. 2018，arXiv:1811.06965（流水线）；Lepikhin et al. 2020，arXiv:2006.16668（专家）。除 8.7 节的记录以外，全部测量都由本 notebook 用 `course_lib.distributed` 完成。
+# **出处。** Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（公式，第 5、7 节）。Li et al. 2020，*PyTorch Distributed*，arXiv:2006.15704（DDP 的桶）。Zhao et al. 2023，*PyTorch FSDP*，arXiv:2304.11277（也讲 HSDP）。PyTorch 文档：DistributedDataParallel；*Getting Started with Fully Sharded Data Parallel (FSDP2)*。DeepSpeed，*ZeRO stage 1 with reduced communication*，2020。8.10 节：表中各篇论文。除 8.7 节的记录以外，全部测量都由本 notebook 用 `course_lib.distributed` 完成。
 #
 # **接着读。** Hugging Face，*The Ultra-Scale Playbook*，2025。Narayanan et al. 2021，arXiv:2104.04473（张量并行与流水线并行合用）。
 #
@@ -885,7 +887,7 @@ given = {mode: run["communicated"]["measured"] for mode, run in four.items()}
 given |= {name: n * lesson_08.TENSOR_BYTES for name, n in lesson_08.GIVEN_TIMES.items()}
 rows = []
 for name, count in lesson_08.RECORDED[4].items():
-    ring = round(given[name] * 3 / 4 / 1e6, 1) if name in given else "–"
+    ring = f"{given[name] * 3 / 4 / 1e6:.1f}" if name in given else "–"
     rows.append((f"`{name}`", ring, round(count / 1e6, 1)))
 table(["4 ranks", "a ring would send, MB", "a wire carried, MB"], rows)
 
@@ -902,8 +904,10 @@ table(["4 ranks", "a ring would send, MB", "a wire carried, MB"], rows)
 # </div>
 
 # %% tags=["nbval-ignore-output", "shows-device"]
+from course_lib.lessons.lesson_08.carried import carried
+
 try:
-    live = lesson_08.carried(2)
+    live = carried(2)
 except RuntimeError as error:
     live = {"nothing": str(error)[:80]}
 live

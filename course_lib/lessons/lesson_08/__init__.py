@@ -5,7 +5,6 @@ from typing import Any
 
 from course_lib.teaching import Claim, text
 
-from .carried import COLLECTIVES, GIVEN_TIMES, RECORDED, TENSOR_BYTES, carried
 from .checks import (
     check_gathered_linear,
     check_held,
@@ -27,11 +26,10 @@ from .shown import (
     resumed_alone,
     symbolic_rank,
 )
-from .wire import Adam, RankWire, Wire
+from .wire import GIVEN_TIMES, RECORDED, TENSOR_BYTES, Adam, RankWire, Wire
 
 __all__ = [
     "CLAIMS",
-    "COLLECTIVES",
     "GIVEN_TIMES",
     "RECORDED",
     "TENSOR_BYTES",
@@ -39,7 +37,6 @@ __all__ = [
     "RankWire",
     "Wire",
     "as_rank_of",
-    "carried",
     "check_gathered_linear",
     "check_held",
     "check_sent",

@@ -9,12 +9,14 @@ headers and acknowledgements too. It takes `unshare`, and a kernel that lets eve
 
 import argparse
 import json
+import multiprocessing
 import os
 import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -22,42 +24,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from course_lib.distributed import MODES, Trainer, process_group, task_of
+from course_lib.distributed import MODES, Trainer, task_of
+
+from .wire import TENSOR_BYTES
 
 STEPS, WARM_UP = 4, 2  # the first step makes Adam's state, the second DDP's buckets
-TENSOR_BYTES = 4_000_000
 COLLECTIVES: dict[str, Callable[[Tensor, Tensor], object]] = {  # of (a whole tensor, a rank's part of it)
     "all_reduce": lambda whole, part: dist.all_reduce(whole),
     "reduce_scatter": lambda whole, part: dist.reduce_scatter_tensor(part, whole),
     "all_gather": lambda whole, part: dist.all_gather_into_tensor(whole, part),
 }
-GIVEN_TIMES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # its tensor's bytes, as the page counts them
+PORT = 29500  # free: there are no other processes
 WHAT = ("ddp", "zero1", "fsdp-keep", "fsdp", "fsdp-bf16", "hsdp", *COLLECTIVES)
-
-#: ranks -> what -> bytes a rank and step, by the commands above: torch 2.13.0, gloo, Linux 6, November 2026.
-RECORDED: Mapping[int, Mapping[str, int]] = {
-    2: {
-        "ddp": 27_543_722,
-        "zero1": 41_318_593,
-        "fsdp-keep": 41_310_723,
-        "fsdp": 53_968_914,
-        "fsdp-bf16": 40_758_814,
-        "all_reduce": 4_004_802,
-        "reduce_scatter": 4_009_132,
-        "all_gather": 2_002_414,
-    },
-    4: {
-        "ddp": 41_368_448,
-        "zero1": 61_987_740,
-        "fsdp-keep": 61_994_208,
-        "fsdp": 80_981_279,
-        "fsdp-bf16": 61_175_489,
-        "hsdp": 67_757_818,
-        "all_reduce": 6_008_878,
-        "reduce_scatter": 6_009_154,
-        "all_gather": 3_004_748,
-    },
-}
+KNOWN = tuple(dict.fromkeys([*MODES, *WHAT]))
 
 _MODULE = "course_lib.lessons.lesson_08.carried"
 _EMPTY = ["unshare", "--map-root-user", "--net"]
@@ -68,13 +47,13 @@ def carried(ranks: int, what: Sequence[str] = tuple(COLLECTIVES)) -> dict[str, i
     """Bytes that a rank sends in a step of the course's decoder, or in a collective of a tensor of 4 MB.
 
     Args:
-        what: some of `MODES`, "hsdp" and names in `COLLECTIVES`.
+        what: some of `KNOWN`.
 
     Raises:
         RuntimeError: no such namespace can be made here, or the run failed; with what was said.
     """
     command = [*_EMPTY, sys.executable, "-m", _MODULE, "--ranks", str(ranks), "--what", ",".join(what), "--inside"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_JIT": "0", "GLOO_SOCKET_IFNAME": "lo"}
     try:
         ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     except FileNotFoundError as error:
@@ -154,6 +133,30 @@ def _run_of(name: str) -> Callable[[int], object]:
     return made(name)
 
 
+def _rank(rank: int, ranks: int, what: Sequence[str], told: Connection) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{PORT}", rank=rank, world_size=ranks)
+    counts = {name: _count(_run_of(name)) for name in what}
+    dist.destroy_process_group()
+    if rank == 0:
+        told.send(counts)
+
+
+def _inside(ranks: int, what: Sequence[str]) -> dict[str, int]:
+    """Fork the ranks, so that all is imported once; in a namespace that nobody else is in."""
+    _bring_up_loopback()
+    forked = multiprocessing.get_context("fork")
+    heard, told = forked.Pipe(duplex=False)
+    processes = [forked.Process(target=_rank, args=(rank, ranks, what, told)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    told.close()  # so that the end is heard where all ranks have failed
+    try:
+        return heard.recv()
+    finally:
+        for process in processes:
+            process.join()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -162,19 +165,9 @@ def main() -> None:
     given = parser.parse_args()
     what = given.what.split(",")
     for name in what:
-        if name not in {*MODES, *WHAT}:
-            parser.error(f"--what is {name!r}; it takes some of {', '.join({**dict.fromkeys([*MODES, *WHAT])})}")
-    if "RANK" in os.environ:
-        with process_group("gloo"):
-            counts = {name: _count(_run_of(name)) for name in what}
-            if dist.get_rank() == 0:
-                print(json.dumps(counts), flush=True)
-    elif given.inside:
-        _bring_up_loopback()
-        started = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(given.ranks)]
-        os.execv(sys.executable, [sys.executable, *started, "-m", _MODULE, *sys.argv[1:]])
-    else:
-        print(json.dumps(carried(given.ranks, what)))
+        if name not in KNOWN:
+            parser.error(f"--what is {name!r}; it takes some of {', '.join(KNOWN)}")
+    print(json.dumps((_inside if given.inside else carried)(given.ranks, what)))
 
 
 if __name__ == "__main__":

@@ -90,11 +90,35 @@ _BY_N, _BY_T, _BY_P, _BY_E = "÷ N", "÷ t", "÷ p", "experts ÷ e"
 _SHARE = "÷ N, of a fixed batch"
 #: kind, what of it a rank holds of weights, gradients, Adam's state and activations, collectives of a step, source.
 PARALLELISMS = (
-    ("data (DDP)", _NO, _NO, _NO, _SHARE, "all-reduce of gradients", "2006.15704"),
-    ("ZeRO 1", _NO, _NO, _BY_N, _SHARE, "reduce-scatter of gradients, all-gather of weights", "1910.02054"),
-    ("ZeRO 2", _NO, _BY_N, _BY_N, _SHARE, "the same", "1910.02054"),
-    ("ZeRO 3 (FSDP2)", _BY_N, _BY_N, _BY_N, _SHARE, "two all-gathers, a reduce-scatter", "2304.11277"),
-    ("tensor, t", _BY_T, _BY_T, _BY_T, "those inside attention and MLP ÷ t", "four all-reduces a layer", "1909.08053"),
+    ("data (DDP)", _NO, _NO, _NO, _SHARE, "all-reduce of gradients", "Li et al. 2020, arXiv:2006.15704"),
+    (
+        "ZeRO 1",
+        _NO,
+        _NO,
+        _BY_N,
+        _SHARE,
+        "reduce-scatter of gradients, all-gather of weights",
+        "Rajbhandari et al. 2020, arXiv:1910.02054",
+    ),
+    ("ZeRO 2", _NO, _BY_N, _BY_N, _SHARE, "the same", "Rajbhandari et al. 2020, arXiv:1910.02054"),
+    (
+        "ZeRO 3 (FSDP2)",
+        _BY_N,
+        _BY_N,
+        _BY_N,
+        _SHARE,
+        "two all-gathers, a reduce-scatter",
+        "Zhao et al. 2023, arXiv:2304.11277",
+    ),
+    (
+        "tensor, t",
+        _BY_T,
+        _BY_T,
+        _BY_T,
+        "those inside attention and MLP ÷ t",
+        "four all-reduces a layer",
+        "Shoeybi et al. 2019, arXiv:1909.08053",
+    ),
     (
         "tensor and sequence, t",
         _BY_T,
@@ -102,9 +126,17 @@ PARALLELISMS = (
         _BY_T,
         _BY_T,
         "four all-gathers and reduce-scatters a layer",
-        "2205.05198",
+        "Korthikanti et al. 2022, arXiv:2205.05198",
     ),
-    ("context, c", _NO, _NO, _NO, "÷ c, along the sequence", "keys and values round a ring", "2310.01889"),
+    (
+        "context, c",
+        _NO,
+        _NO,
+        _NO,
+        "÷ c, along the sequence",
+        "keys and values round a ring",
+        "Liu et al. 2023, arXiv:2310.01889",
+    ),
     (
         "pipeline, p",
         _BY_P,
@@ -112,13 +144,21 @@ PARALLELISMS = (
         _BY_P,
         "÷ p, times the micro-batches under way",
         "send to the next stage",
-        "1811.06965",
+        "Huang et al. 2018, arXiv:1811.06965",
     ),
-    ("expert, e", _BY_E, _BY_E, _BY_E, "its share of the tokens", "two all-to-alls a layer, and back", "2006.16668"),
+    (
+        "expert, e",
+        _BY_E,
+        _BY_E,
+        _BY_E,
+        "its share of the tokens",
+        "two all-to-alls a layer, and back",
+        "Lepikhin et al. 2020, arXiv:2006.16668",
+    ),
 )
 
 
 def parallelisms() -> Table:
     """What each kind of parallelism divides, and by which collective."""
-    columns = ["kind", "weights", "gradients", "Adam's state", "activations", "sent in a step", "arXiv"]
+    columns = ["kind", "weights", "gradients", "Adam's state", "activations", "sent in a step", "source"]
     return table(columns, PARALLELISMS)

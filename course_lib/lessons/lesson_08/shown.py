@@ -14,6 +14,8 @@ from course_lib.memory import CATEGORIES, MemoryMeter
 from course_lib.teaching import COLORS, category_label, figure, text
 from course_lib.teaching.figures import category_look, shown_once
 
+from .wire import GIVEN_TIMES
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -122,26 +124,39 @@ def draw_wire(rows: Sequence[tuple[str, float, float, float]], ranks: int) -> "F
     """Bytes given to collectives beside what a ring would send of them, and what a wire carried.
 
     Args:
-        rows: (name, given, a ring's, carried), in bytes.
+        rows: (a mode or a collective, given, a ring's, carried), in bytes.
     """
     title = "Gloo carries what a ring would, but for a reduce-scatter: that costs it an all-reduce"
-    drawn, ax = figure(title, height=1.0 + 0.62 * len(rows), width=8.2)
-    said = []
-    for place, (name, *counts) in enumerate(rows):
-        for step, (count, color) in enumerate(zip(counts, (GIVEN, RING, CARRIED), strict=True)):
-            ax.barh(place + 0.25 * (step - 1), count / 1e6, height=0.23, color=color)
-            at = count / 1e6, place + 0.25 * (step - 1)
-            ax.annotate(f"{count / 1e6:.1f}", at, xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
-        given, ring, carried = (f"{count / 1e6:.1f}" for count in counts)
-        said.append(text("{name}: {given}, {ring}, {carried}", name=name, given=given, ring=ring, carried=carried))
-    ax.set_yticks(range(len(rows)), [name for name, *_ in rows])
-    ax.invert_yaxis()
-    ax.grid(visible=False)
-    ax.set(xlim=(0, 1.1 * max(count for _, *counts in rows for count in counts) / 1e6))
-    ax.set_xlabel(text("a rank of {ranks} in a step, MB", ranks=ranks))
+    drawn, (left, right) = figure(title, columns=2, width=8.6, height=3.2)
+    said = _draw_bars(left, [row for row in rows if row[0] not in GIVEN_TIMES])
+    said += _draw_bars(right, [row for row in rows if row[0] in GIVEN_TIMES])
+    left.set_xlabel(text("a rank of {ranks} in a step, MB", ranks=ranks))
+    right.set_xlabel(text("a rank of {ranks}, of a tensor of 4 MB, MB", ranks=ranks))
     _wire_legend(drawn)
     drawn.course_alt = text("In MB, given, of a ring, carried. {rows}.", rows=listed(said, "; "))
     return shown_once(drawn)
+
+
+def _draw_bars(ax: "Axes", rows: Sequence[tuple[str, float, float, float]]) -> list[str]:
+    said = []
+    for place, (name, *counts) in enumerate(rows):
+        for step, (count, color) in enumerate(zip(counts, (GIVEN, RING, CARRIED), strict=True)):
+            ax.barh(place + 0.27 * (step - 1), count / 1e6, height=0.25, color=color)
+            at = count / 1e6, place + 0.27 * (step - 1)
+            ax.annotate(f"{count / 1e6:.1f}", at, xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+        given, ring, carried = (f"{count / 1e6:.1f}" for count in counts)
+        said.append(
+            text("{name}: {given}, {ring}, {carried}", name=_name(name), given=given, ring=ring, carried=carried)
+        )
+    ax.set_yticks(range(len(rows)), [_name(name) for name, *_ in rows])
+    ax.invert_yaxis()
+    ax.grid(visible=False)
+    ax.set_xlim(0, 1.18 * max(count for _, *counts in rows for count in counts) / 1e6)
+    return said
+
+
+def _name(mode: str) -> str:
+    return {"ddp": "DDP", "zero1": "ZeRO 1", "fsdp": "FSDP2"}.get(mode, mode.replace("_", "-"))
 
 
 def _wire_legend(drawn: "Figure") -> None:

@@ -1,9 +1,37 @@
-"""Ranks within one process: collectives on lists, one tensor a rank, and Adam on a piece of the weights."""
+"""Ranks within one process: collectives on lists, one tensor a rank, and Adam on a piece; what a real wire carried."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+TENSOR_BYTES = 4_000_000  # of the tensor in the recorded collectives
+GIVEN_TIMES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # its tensor's bytes, as the page counts them
+
+#: ranks -> what -> bytes a rank and step, by `course_lib.lessons.lesson_08.carried`: torch 2.13.0, gloo, November 2026.
+RECORDED: Mapping[int, Mapping[str, int]] = {
+    2: {
+        "ddp": 27_543_722,
+        "zero1": 41_318_593,
+        "fsdp-keep": 41_310_723,
+        "fsdp": 53_968_914,
+        "fsdp-bf16": 40_758_814,
+        "all_reduce": 4_004_802,
+        "reduce_scatter": 4_009_132,
+        "all_gather": 2_002_414,
+    },
+    4: {
+        "ddp": 41_368_448,
+        "zero1": 61_987_740,
+        "fsdp-keep": 61_994_208,
+        "fsdp": 80_981_279,
+        "fsdp-bf16": 61_175_489,
+        "hsdp": 67_757_818,
+        "all_reduce": 6_008_878,
+        "reduce_scatter": 6_009_154,
+        "all_gather": 3_004_748,
+    },
+}
 
 
 class _Counted:
