@@ -220,7 +220,9 @@ def follows(run, wanted, within=1e-5):
 psi = 6_875_648  # the decoder's parameters
 predicted = {n: held(psi, n) for n in range(1, 9)}
 stage_of = {"ddp": "DDP", "zero1": "ZeRO 1", "fsdp": "ZeRO 3"}
-rows = [(stage, predicted[2][stage], lesson_08.held_by(two[mode])) for mode, stage in stage_of.items()]
+rows = []
+for mode, stage in stage_of.items():
+    rows.append((stage, predicted[2][stage], lesson_08.held_by(two[mode])))
 predictions(rows, unit="bytes")
 
 # %% [markdown]
@@ -460,7 +462,8 @@ lesson_08.check_sent(communicated)
 # %% slide="result"
 my_sent = communicated(psi, root=557_568)
 sent = {mode: run["communicated"]["measured"] for mode, run in two.items()}
-predictions([("DDP", my_sent["DDP"], sent["ddp"]), ("FSDP2", my_sent["FSDP2"], sent["fsdp"])], unit="bytes")
+rows = [("DDP", my_sent["DDP"], sent["ddp"]), ("FSDP2", my_sent["FSDP2"], sent["fsdp"])]
+predictions(rows, unit="bytes")
 
 # %% [markdown] slide={"en": "An error of 0 confirms the calls. Does it confirm the traffic?\n\n**Guess first**: 80.3 MB given on two ranks. What does a wire carry?", "zh": "误差为 0，说明调用数对了。通信量也对了吗？\n\n**先猜**：两个进程，各交出 80.3 MB，线路上传了多少？"}
 # <div lang="en">

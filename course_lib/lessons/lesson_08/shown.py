@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 STAGE_OF = {"ddp": "DDP", "zero1": "ZeRO 1", "fsdp-keep": "ZeRO 2", "fsdp": "ZeRO 3", "fsdp-checkpoint": "ZeRO 3"}
 GIVEN, RING, CARRIED = COLORS["predicted"], "#BBBBBB", COLORS["measured"]
+_NAMES = {"ddp": "DDP", "zero1": "ZeRO 1", "fsdp": "FSDP2"}
+_NAMES |= {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
 _COLORS = {"DDP": "#222222", "ZeRO 1": COLORS["parameter"], "ZeRO 2": "#888888", "ZeRO 3": COLORS["measured"]}
 
 
@@ -146,17 +148,13 @@ def _draw_bars(ax: "Axes", rows: Sequence[tuple[str, float, float, float]]) -> l
             ax.annotate(f"{count / 1e6:.1f}", at, xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
         given, ring, carried = (f"{count / 1e6:.1f}" for count in counts)
         said.append(
-            text("{name}: {given}, {ring}, {carried}", name=_name(name), given=given, ring=ring, carried=carried)
+            text("{name}: {given}, {ring}, {carried}", name=_NAMES[name], given=given, ring=ring, carried=carried)
         )
-    ax.set_yticks(range(len(rows)), [_name(name) for name, *_ in rows])
+    ax.set_yticks(range(len(rows)), [_NAMES[name] for name, *_ in rows])
     ax.invert_yaxis()
     ax.grid(visible=False)
     ax.set_xlim(0, 1.18 * max(count for _, *counts in rows for count in counts) / 1e6)
     return said
-
-
-def _name(mode: str) -> str:
-    return {"ddp": "DDP", "zero1": "ZeRO 1", "fsdp": "FSDP2"}.get(mode, mode.replace("_", "-"))
 
 
 def _wire_legend(drawn: "Figure") -> None:
