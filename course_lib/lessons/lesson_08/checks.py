@@ -323,7 +323,7 @@ def check_sent(answer: Any) -> Verdict:
 )
 def check_tokens_to_hide(answer: Any) -> Verdict:
     """A function of psi, rate and link: the least tokens of a rank whose compute takes as long as FSDP2's traffic."""
-    for psi, rate, link in ((7 * 10**9, 400e12, 50e9), (70 * 10**9, 400e12, 50e9), (10**9, 100e12, 400e9)):
+    for psi, rate, link in ((7 * 10**9, 400e12, 50e9), (70 * 10**9, 400e12, 50e9), (10**9, 900e12, 450e9)):
         given = answer(psi, rate, link)
         if given is None or given is ... or given == 0:
             return not_answered()

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from course_lib.teaching import COLORS, Table, category_label, figure, table, text
-from course_lib.teaching.figures import shown_once
+from course_lib.teaching import Table, category_label, figure, table, text
+from course_lib.teaching.figures import category_look, shown_once
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +27,7 @@ def draw_stages() -> "Figure":
                 ax.barh(rank, width, left=start, height=0.62, facecolor="none", edgecolor="#BBBBBB", linewidth=0.8)
                 part = width / RANKS if category in cut else width
                 first = start + rank * part if category in cut else start
-                ax.barh(rank, part, left=first, height=0.62, color=COLORS[category])
+                ax.barh(rank, part, left=first, height=0.62, **category_look(category))
                 start += width + 0.5
         _bare(ax)
         ax.set_yticks(range(RANKS), [str(rank) for rank in range(RANKS)])
@@ -35,7 +35,7 @@ def draw_stages() -> "Figure":
     axes[0].set_ylabel(text("rank"))
     from matplotlib.patches import Patch
 
-    handles = [Patch(label=category_label(name), color=COLORS[name]) for name in WIDTHS]
+    handles = [Patch(label=category_label(name), **category_look(name)) for name in WIDTHS]
     drawn.legend(handles=handles, loc="outside lower center", ncols=3)
     drawn.course_alt = text(
         "Four ranks under DDP and three stages of ZeRO. DDP: each holds all weights, gradients and Adam's state. "

@@ -43,7 +43,7 @@ def draw_ranks(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[
         lines: ranks -> stage -> bytes held, by the reader's formulas.
         runs: lines of `launch`.
     """
-    title = "What is cut falls to an n-th; a rank's traffic stays the same"
+    title = "What is cut falls to an n-th; what a rank gives stays the same"
     drawn, (left, right) = figure(title, columns=2, width=8.6, height=3.7)
     for stage, color in _COLORS.items():
         own = sorted((run["ranks"], held_by(run)) for run in runs if STAGE_OF[run["mode"]] == stage)
@@ -73,7 +73,7 @@ def _draw_sent(ax: "Axes", runs: Sequence[Mapping[str, Any]]) -> None:
                 text("{stage} {sent} MB", stage=stage, sent=f"{predicted:.1f}"), (8, predicted), **place, color=color
             )
     ax.set(xlim=(1.5, 8), ylim=(0, 122), xlabel=text("ranks"), xticks=[2, 4, 8])
-    ax.set_ylabel(text("communicated in a step, MB"))
+    ax.set_ylabel(text("given to collectives in a step, MB"))
 
 
 def _alt(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, Any]]) -> str:
@@ -83,7 +83,7 @@ def _alt(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, A
 
     sent = {STAGE_OF[run["mode"]]: f"{run['communicated']['measured'] / 1e6:.1f}" for run in runs}
     return text(
-        "Held by a rank, from 1 to 8 ranks: {held}. Communicated in a step, on any number of them: {sent}.",
+        "Held by a rank, from 1 to 8 ranks: {held}. Given to collectives in a step, on any number of them: {sent}.",
         held=listed([ends(stage) for stage in _COLORS]),
         sent=listed([text("{stage} {sent} MB", stage=stage, sent=count) for stage, count in sent.items()]),
     )
@@ -178,7 +178,9 @@ def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figu
     wanted = (alone.live_bytes + alone.wanted_bytes) / 1e6
     ax.barh(0, alone.live_bytes / 1e6, height=0.6, color="#999999")
     ax.barh(0, alone.wanted_bytes / 1e6, left=alone.live_bytes / 1e6, height=0.6, facecolor="none", edgecolor="#CC3311")
-    ax.annotate(f"{wanted:.1f}", (wanted, 0), xytext=(6, 0), textcoords="offset points", va="center", color="#CC3311")
+    ax.annotate(
+        f"{wanted:.1f}", (wanted, -0.2), xytext=(6, 0), textcoords="offset points", va="center", color="#CC3311"
+    )
     for rank, peak in enumerate(peaks, 1):
         ax.barh(rank, peak / 1e6, height=0.6, color=COLORS["measured"])
         ax.annotate(f"{peak / 1e6:.1f}", (1, rank), xytext=(4, 0), textcoords="offset points", va="center")
@@ -186,7 +188,7 @@ def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figu
         ax.plot([budget / 1e6] * 2, [first, last], color="#222222", linewidth=1.8)
         place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
         said = text("budget {budget} MB", budget=f"{budget / 1e6:.0f}")
-        ax.annotate(said, (budget / 1e6, (first + last) / 2 + (0.33 if last == 0.5 else 0)), **place, fontsize=8.5)
+        ax.annotate(said, (budget / 1e6, (first + last) / 2 + (0.28 if last == 0.5 else 0)), **place, fontsize=8.5)
     names = ["one device, 1 sequence", *(text("rank {rank}, 2 sequences", rank=rank) for rank in range(len(peaks)))]
     ax.set_yticks(range(len(names)), [text(names[0]), *names[1:]])
     ax.invert_yaxis()
@@ -214,7 +216,7 @@ def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: fl
     drawn, ax = figure("Compute grows with a rank's tokens, traffic does not: long steps hide it", width=8.2)
     most = 1.4 * least
     ax.plot([0, most], [0, most * compute_a_token], color=COLORS["predicted"])
-    place = {"xytext": (-6, 0), "textcoords": "offset points"}
+    place = {"xytext": (-18, 0), "textcoords": "offset points"}
     ax.annotate(text("compute"), (most, most * compute_a_token), **place, ha="right", va="center")
     for (name, seconds), shade in zip(traffic.items(), (COLORS["measured"], "#AA3377", "#4477AA"), strict=False):
         ax.plot([0, most], [seconds] * 2, color=shade, linestyle="--")
