@@ -172,7 +172,7 @@ lesson_08.check_held(held)
 #     -m course_lib.distributed --mode ddp,zero1,fsdp --steps 3
 # ```
 #
-# `launch` types it for us and reads what the ranks print. Three steps in each mode; the third is metered, as all after it would be. It takes a while, so **guess first**. What is held is one matter; at the peak activations are there too. Lesson 01 found it at the start of backward, with all activations and not one gradient. One device with 4 sequences has 82.5 MB of weights and Adam's state, 97.6 MB of all else: 180.1 MB. What is the peak of a DDP rank with 4 sequences? Of an FSDP2 rank, which holds 41.3 MB less of weights and state?
+# `launch` types it for us and reads what the ranks print. The third of three steps is metered, as all after it would be. It takes a while, so **guess first**. At the peak there are activations, too. Lesson 01 found it at the start of backward, with all activations and not one gradient. One device with 4 sequences has 82.5 MB of weights and Adam's state, 97.6 MB of all else: 180.1 MB. What is the peak of a DDP rank with 4 sequences? Of an FSDP2 rank, which holds 41.3 MB less of weights and state?
 #
 # </div>
 # <div lang="zh">
@@ -184,14 +184,14 @@ lesson_08.check_held(held)
 #     -m course_lib.distributed --mode ddp,zero1,fsdp --steps 3
 # ```
 #
-# `launch` 替我们敲这条命令，再读取各个进程打印的结果。每种做法走三步，计量第三步，以后的各步都与它相同。运行要等一会儿，所以**先猜**：持有多少是一回事；到了峰值，还要**再加上**激活值。第 01 课发现峰值在反向刚开始时，激活值全都在，梯度一个也没有。一台设备做 4 条序列，权重和 Adam 的状态是 82.5 MB，其余 97.6 MB，共 180.1 MB。DDP 的一个进程做 4 条序列，峰值是多少？FSDP2 的进程，权重和状态少持有 41.3 MB，峰值又是多少？
+# `launch` 替我们敲这条命令，再读取各个进程打印的结果。每种做法走三步，计量第三步，以后的各步都与它相同。运行要等一会儿，所以**先猜**：到了峰值，还要**再加上**激活值。第 01 课发现峰值在反向刚开始时，激活值全都在，梯度一个也没有。一台设备做 4 条序列，权重和 Adam 的状态是 82.5 MB，其余 97.6 MB，共 180.1 MB。DDP 的一个进程做 4 条序列，峰值是多少？FSDP2 的进程，权重和状态少持有 41.3 MB，峰值又是多少？
 #
 # </div>
 
 # %%
 my_ddp_peak, my_fsdp_peak = None, None  # bytes, such as 150e6
 
-# %% slide="code"
+# %%
 saved = tempfile.TemporaryDirectory()  # for the section on saving
 options = ["--mode", "ddp,zero1,fsdp", "--steps", "3", "--details", "--save", saved.name]
 two = {run["mode"]: run for run in launch(2, *options)}
@@ -352,12 +352,12 @@ lesson_08.check_sharded_step(sharded_step)
 # %% [markdown]
 # <div lang="en">
 #
-# Two numbers sent for each weight, as with DDP: cutting the state is free. PyTorch's `ZeroRedundancyOptimizer` sends three. It sits behind DDP, which has reduced all gradients on all ranks already, and then broadcasts each updated tensor. (DeepSpeed began like that, too.)
+# Two numbers sent for each weight, as with DDP: cutting the state is free. PyTorch's `ZeroRedundancyOptimizer` sends three: DDP has reduced all gradients on all ranks before it, and it broadcasts each updated tensor. (DeepSpeed began like that, too.)
 #
 # </div>
 # <div lang="zh">
 #
-# 每个权重发送两个数，与 DDP 一样：切开状态，通信量并不增加。PyTorch 的 `ZeroRedundancyOptimizer` 却要发三个：它接在 DDP 后面，而 DDP 已经在每个进程上归约了全部梯度，之后它再把更新好的张量逐个广播出去。（DeepSpeed 起初也是这样。）
+# 每个权重发送两个数，与 DDP 一样：切开状态，通信量并不增加。PyTorch 的 `ZeroRedundancyOptimizer` 却要发三个：在它之前，DDP 已经在每个进程上归约了全部梯度，它再把更新好的张量逐个广播出去。（DeepSpeed 起初也是这样。）
 #
 # </div>
 
@@ -664,7 +664,7 @@ counts = [(t, norms + inside / t, (norms + inside) / t) for t in (1, 2, 4, 8)]
 rows = [(t, *(round(4 * count / 1e6, 1) for count in each)) for t, *each in counts]
 table(["t", "a layer, tensor, MB", "tensor and sequence, MB"], rows)
 
-# %% [markdown] slide={"en": "70 billion parameters on 64 GPUs give 775 GB to collectives in a step.\n\n**From how many tokens a rank does that hide behind compute?**", "zh": "700 亿个参数、64 块 GPU，一步要交出 775 GB。\n\n**每个进程要有多少个 token，才能被计算掩盖？**"}
+# %% [markdown] slide={"en": "70 billion parameters on 64 GPUs give 775 GB to collectives in a step.\n\n**From how many tokens a rank does that hide behind compute?**", "zh": "700 亿个参数、64 块 GPU，一步要交给集合通信 775 GB。\n\n**每个进程要有多少个 token，才能被计算掩盖？**"}
 # ## 8.11 Seconds / 秒数
 #
 # <div lang="en">
@@ -716,7 +716,7 @@ lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
 # %% [markdown] slide={"en": "15.5 s of traffic beside 2.0 s of compute, with one sequence of 2048 tokens.\n\nThe model's size cancels: $2 r / w$ tokens. So shard **within** a machine, replicate **between**.", "zh": "一条 2048 个 token 的序列：通信 15.5 s，计算 2.0 s。\n\n模型大小约掉了：$2 r / w$ 个 token。于是机器**内**分片，机器**间**复制。"}
 # <div lang="en">
 #
-# The model cancels: $2r/w$, here 16,000 tokens a rank, for 7 billion parameters and for 70. (400 TFLOP/s are two fifths of an H100's data sheet, 50 GB/s a network of 400 Gbit/s; computed, not measured.) With one sequence of 2048 tokens a step computes 2.0 s and sends for 15.5, whatever hides. Gathered in bf16: 10.3 s.
+# The model cancels: $2r/w$, here 16,000 tokens a rank, for 7 billion parameters and for 70 billion. (400 TFLOP/s are two fifths of an H100's data sheet, 50 GB/s a network of 400 Gbit/s; computed, not measured.) With one sequence of 2048 tokens a step computes 2.0 s and sends for 15.5, whatever hides. Gathered in bf16: 10.3 s.
 #
 # The answer is called **HSDP**: shard within a machine of 8, where links are some nine times as fast, and replicate between machines. What goes between them is the gradient of a rank's own eighth, all-reduced: 65 GB in place of 775, 1.3 s. The price: a rank holds $16\Psi/8$, 129 GB, in place of 16.2. Shard as far as you must, no further. (Section 8.21 does it with 2 × 2 ranks.)
 #
@@ -729,7 +729,7 @@ lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
 #
 # </div>
 
-# %% [markdown] slide={"en": "`torchrun` starts the ranks. `fully_shard` at each block, then at the model.", "zh": "`torchrun` 启动各个进程。先对每个块用 `fully_shard`，再对整个模型用。"}
+# %% [markdown]
 # ## 8.12 What you type / 你会敲的代码
 #
 # <div lang="en">
@@ -746,7 +746,7 @@ lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
 # | a model that is nowhere whole | `with torch.device("meta"):`, `fully_shard`, `to_empty` | 8.22 |
 # | shards on the host | `CPUOffloadPolicy()` | no: needs a GPU |
 #
-# `course_lib/distributed/modes.py` holds most of these lines; the runs on this page go through them. Elsewhere, not run here: Accelerate `fsdp_version: 2`; DeepSpeed `"zero_optimization": {"stage": 3}`, in TRL and the Hugging Face Trainer by the same file; Megatron-LM `--use-distributed-optimizer`, which is ZeRO 1 with the traffic of your step.
+# Elsewhere, not run here: Accelerate `fsdp_version: 2`; DeepSpeed `"zero_optimization": {"stage": 3}`, in TRL and the Hugging Face Trainer by the same file; Megatron-LM `--use-distributed-optimizer`, which is ZeRO 1 with the traffic of your step.
 #
 # </div>
 # <div lang="zh">
@@ -763,7 +763,7 @@ lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
 # | 任何一处都没有完整的模型 | `with torch.device("meta"):`，`fully_shard`，`to_empty` | 8.22 |
 # | 分片放在主机上 | `CPUOffloadPolicy()` | 否：需要 GPU |
 #
-# 这些写法多数在 `course_lib/distributed/modes.py` 里，本页的运行用的就是它们。其他框架的写法，这里没有运行：Accelerate 的 `fsdp_version: 2`；DeepSpeed 的 `"zero_optimization": {"stage": 3}`，TRL 和 Hugging Face Trainer 用同一份配置；Megatron-LM 的 `--use-distributed-optimizer`，即 ZeRO 1，通信量与你写的那一步相同。
+# 其他框架的写法，这里没有运行：Accelerate 的 `fsdp_version: 2`；DeepSpeed 的 `"zero_optimization": {"stage": 3}`，TRL 和 Hugging Face Trainer 用同一份配置；Megatron-LM 的 `--use-distributed-optimizer`，即 ZeRO 1，通信量与你写的那一步相同。
 #
 # </div>
 
@@ -813,37 +813,37 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # <div lang="en">
 #
 # - Data parallelism divides the activations of a fixed batch; ZeRO divides what data parallelism holds $N$ times. In fp32: $16\Psi$, $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$, $16\Psi/N$ bytes.
-# - DDP's buckets take the bytes of all gradients at all times: here its peak is 27.5 MB above that of one device with the same sequences.
+# - DDP's buckets take the bytes of all gradients at all times: here 27.5 MB more at the peak.
 # - An all-reduce is a reduce-scatter and an all-gather. Between the two, each rank can update its own part: ZeRO 1 and 2 need send no more than DDP. ZeRO 3 gathers, uses and drops, for half as much again, less the root. What a wire carries is the backend's affair.
 # - Sharding and checkpoints together brought 277.7 MB to 47.1 on each of four ranks.
 # - Traffic hides behind compute from $2r/w$ tokens a rank on. A symbolic rank tells all this before a machine is rented.
 #
-# **Next:** take a model of your own. Then read on: tensor, pipeline and context parallelism cut the matrices, the layers and the sequence; ZeRO cuts none of the three.
+# **Next:** take a model of your own. Tensor, pipeline and context parallelism cut the matrices, the layers and the sequence; ZeRO cuts none of the three.
 #
 # </div>
 # <div lang="zh">
 #
 # - 数据并行分摊固定批次的激活值；ZeRO 分摊数据并行存了 $N$ 遍的部分。fp32 时：$16\Psi$、$8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$、$16\Psi/N$ 字节。
-# - DDP 的桶始终占着全部梯度的字节：这里，序列相同时，它的峰值比单台设备高 27.5 MB。
+# - DDP 的桶始终占着全部梯度的字节：这里峰值高 27.5 MB。
 # - all-reduce 就是 reduce-scatter 加 all-gather。在两者之间，每个进程可以只更新自己的一份：ZeRO 1 和 2 不必比 DDP 多发送。ZeRO 3 收集，用完，丢掉，交出的多一半，根模块除外。线路上传多少，由后端决定。
 # - 分片与检查点合用，四个进程把 277.7 MB 降到了每个 47.1。
 # - 每个进程从 $2r/w$ 个 token 起，通信就能被计算掩盖。机器还没租，用符号张量算出一个进程，这一切就都知道了。
 #
-# **下一步**：拿一个你自己的模型来试。然后接着读：张量并行、流水线并行和上下文并行，分别切开矩阵、层和序列；ZeRO 这三样都不切。
+# **下一步**：拿一个你自己的模型来试。张量并行、流水线并行和上下文并行，分别切开矩阵、层和序列；ZeRO 这三样都不切。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (formulas, sections 5 and 7). Li et al. 2020, *PyTorch Distributed*, arXiv:2006.15704 (DDP's buckets). Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277 (HSDP, too). PyTorch documentation: DistributedDataParallel; *Getting Started with Fully Sharded Data Parallel (FSDP2)*. DeepSpeed, *ZeRO stage 1 with reduced communication*, 2020. Section 8.10: the papers in its table. All measurements: `course_lib.distributed`, in this notebook, but for the recorded table of section 8.7.
+# **Sources.** Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (formulas, sections 5 and 7). Li et al. 2020, *PyTorch Distributed*, arXiv:2006.15704 (DDP's buckets). Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277 (HSDP, too). PyTorch documentation: DistributedDataParallel; *Getting Started with Fully Sharded Data Parallel (FSDP2)*. DeepSpeed, *ZeRO stage 1 with reduced communication*, 2020. The papers in the table of section 8.10. All measurements: in this notebook, but for what is marked as recorded.
 #
 # **To read next.** Hugging Face, *The Ultra-Scale Playbook*, 2025. Narayanan et al. 2021, arXiv:2104.04473 (tensor and pipeline parallelism together).
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（公式，第 5、7 节）。Li et al. 2020，*PyTorch Distributed*，arXiv:2006.15704（DDP 的桶）。Zhao et al. 2023，*PyTorch FSDP*，arXiv:2304.11277（也讲 HSDP）。PyTorch 文档：DistributedDataParallel；*Getting Started with Fully Sharded Data Parallel (FSDP2)*。DeepSpeed，*ZeRO stage 1 with reduced communication*，2020。8.10 节：表中各篇论文。除 8.7 节的记录以外，全部测量都由本 notebook 用 `course_lib.distributed` 完成。
+# **出处。** Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（公式，第 5、7 节）。Li et al. 2020，*PyTorch Distributed*，arXiv:2006.15704（DDP 的桶）。Zhao et al. 2023，*PyTorch FSDP*，arXiv:2304.11277（也讲 HSDP）。PyTorch 文档：DistributedDataParallel；*Getting Started with Fully Sharded Data Parallel (FSDP2)*。DeepSpeed，*ZeRO stage 1 with reduced communication*，2020。8.10 节表中的各篇论文。除注明是记录的以外，全部测量都由本 notebook 完成。
 #
 # **接着读。** Hugging Face，*The Ultra-Scale Playbook*，2025。Narayanan et al. 2021，arXiv:2104.04473（张量并行与流水线并行合用）。
 #
@@ -1068,6 +1068,7 @@ def sharded(model, mesh):
     return fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
+# %%
 meshes, rows = {"FSDP2": (1, 4), "HSDP": (2, 2)}, []
 with lesson_08.as_rank_of(4):
     for name, sizes in meshes.items():
@@ -1230,14 +1231,14 @@ follows({"losses": went_on}, losses[3:])
 #
 # <div lang="en">
 #
-# A collective waits for everybody. What if one dies? Tried with two gloo processes and no `torchrun`: one raises an error, or is killed; the other, waiting in an all-reduce, gets "Connection closed by peer" within half a second, since the dead one's sockets close. So its error is the first you see, and it is a victim. `torchrun` watches its processes, ends them all when one fails, and prints the traceback of the first under "Root Cause"; for that, the command's `main` carries `@record`, and a rank that has lost another waits, so that the cause speaks first. What to look for: the first error, not the last; ranks that lost a connection or were ended by a signal are victims.
+# A collective waits for everybody. What if one dies? Tried with two gloo processes and no `torchrun`: one raises an error, or is killed; the other, waiting in an all-reduce, gets "Connection closed by peer" within half a second, since the dead one's sockets close. So what you see first may be a victim's error. `torchrun` ends all when one fails, and prints the traceback of the first under "Root Cause"; for that, the command's `main` carries `@record`, and a rank that has lost another waits, so that the cause speaks first. Ranks that lost a connection or were ended by a signal are victims.
 #
 # A rank that hangs closes nothing and gives no error. The process group's timeout ends it, after 30 minutes by default with gloo and 10 with NCCL. The library's tests do it with a real rank: one that raises, and one that stands still while it saves.
 #
 # </div>
 # <div lang="zh">
 #
-# 集合通信要等所有人到齐。如果有一个死了呢？用两个 gloo 进程试过，不经 `torchrun`：一个抛出错误，或者被杀掉；另一个正在 all-reduce 里等待，半秒之内就收到 “Connection closed by peer”，因为死掉的进程，套接字会关闭。所以你最先看到的往往是它的错误，而它只是受害者。`torchrun` 看着它的各个进程，一个失败就全部结束，并在 “Root Cause” 下打印最先出错的调用栈；为此，这个命令的 `main` 函数带有 `@record`，而失去同伴的进程会等一等，让出错的先说。要找的是最先的错误，不是最后的；连接断开的、被信号结束的，都只是受害者。
+# 集合通信要等所有人到齐。如果有一个死了呢？用两个 gloo 进程试过，不经 `torchrun`：一个抛出错误，或者被杀掉；另一个正在 all-reduce 里等待，半秒之内就收到 “Connection closed by peer”，因为死掉的进程，套接字会关闭。所以最先看到的，可能只是受害者的错误。一个进程失败，`torchrun` 就全部结束，并在 “Root Cause” 下打印最先出错的调用栈；为此，这个命令的 `main` 函数带有 `@record`，而失去同伴的进程会等一等，让出错的先说。连接断开的、被信号结束的，都只是受害者。
 #
 # 挂住不动的进程什么也不关闭，也不报错，要等进程组超时才会结束：默认 gloo 是 30 分钟，NCCL 是 10 分钟。库的测试用真实的进程做了这些：一个抛出错误，一个在存盘时停住不动。
 #
