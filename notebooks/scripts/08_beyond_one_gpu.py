@@ -484,7 +484,7 @@ for name, times in lesson_08.GIVEN_TIMES.items():
 rows = [(name, count, count / 2, lesson_08.RECORDED[2][name]) for name, count in given.items()]
 lesson_08.draw_wire(rows, ranks=2)
 
-# %% [markdown] slide={"en": "In this build gloo's reduce-scatter carries what an all-reduce does: 4.0 MB, not 2.0.\n\nFSDP2 against DDP: 46% more given, **96% more** carried.", "zh": "这个版本的 gloo，reduce-scatter 传的与 all-reduce 一样多：4.0 MB，而不是 2.0。\n\nFSDP2 比 DDP：交出的多 46%，线路上**多 96%**。"}
+# %% [markdown]
 # <div lang="en">
 #
 # DDP and ZeRO 1 carry what a ring would. FSDP2 does not: in this build gloo's **reduce-scatter** carries as much as its all-reduce, 4.0 MB of a 4 MB tensor and not 2.0. So FSDP2 gives 46% more to collectives than DDP, and its wire carries 96% more. With NCCL on GPUs the ring's formula is the usual one; not measured here. Ask of every figure about traffic whose count it is.
@@ -713,7 +713,7 @@ traffic = {mode: sent_bytes(seventy, mode, 64) / link for mode in ("fsdp", "fsdp
 least = tokens_to_hide(psi_70, rate, link)
 lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
 
-# %% [markdown] slide={"en": "15.5 s of traffic beside 2.0 s of compute, with one sequence of 2048 tokens.\n\nThe model's size cancels: $2 r / w$ tokens. So shard **within** a machine, replicate **between**.", "zh": "一条 2048 个 token 的序列：通信 15.5 s，计算 2.0 s。\n\n模型大小约掉了：$2 r / w$ 个 token。于是机器**内**分片，机器**间**复制。"}
+# %% [markdown]
 # <div lang="en">
 #
 # The model cancels: $2r/w$, here 16,000 tokens a rank, for 7 billion parameters and for 70 billion. (400 TFLOP/s are two fifths of an H100's data sheet, 50 GB/s a network of 400 Gbit/s; computed, not measured.) With one sequence of 2048 tokens a step computes 2.0 s and sends for 15.5, whatever hides. Gathered in bf16: 10.3 s.
@@ -767,7 +767,7 @@ lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
 #
 # </div>
 
-# %% [markdown] slide={"en": "Three sentences. Hands up before each row: true, partly, or false?", "zh": "三句说法。看每一行之前先举手：成立、部分成立，还是不成立？"}
+# %% [markdown]
 # ## 8.13 What you may have read / 你可能读到过的说法
 #
 # <div lang="en">
@@ -1168,7 +1168,7 @@ print(round(squares[0][0].sqrt().item(), 3))
 # %% [markdown]
 # <div lang="en">
 #
-# `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` does that for FSDP2's DTensors; so does the command, which prints the norms with `--json`, equal in all modes:
+# `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` does that for FSDP2's DTensors; so does the command, which prints the norms with `--json`, equal in all modes but for rounding:
 #
 # ```
 # torchrun ... -m course_lib.distributed --mode ddp,fsdp --max-norm 1 --json
@@ -1177,7 +1177,7 @@ print(round(squares[0][0].sqrt().item(), 3))
 # </div>
 # <div lang="zh">
 #
-# `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` 会对 FSDP2 的 DTensor 这样做；命令也会，加上 `--json` 还会打印范数，各种做法都相等：
+# `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` 会对 FSDP2 的 DTensor 这样做；命令也会，加上 `--json` 还会打印范数，除舍入外各种做法都相等：
 #
 # ```
 # torchrun ... -m course_lib.distributed --mode ddp,fsdp --max-norm 1 --json
