@@ -308,7 +308,8 @@ def check_sent(answer: Any) -> Verdict:
                 }
             verdict = expect_number(given[mode], count, wrong_answers=slips)
             if not verdict:
-                return wrong(text("`{kind}`: {message}", kind=mode, message=verdict.message))
+                said = text("`{kind}`: {message}", kind=mode, message=verdict.message)
+                return wrong(said, exact=verdict.exact)
     return right("Right: 2ψ numbers under DDP, 3ψ less the root under FSDP2.")
 
 

@@ -86,7 +86,7 @@ def _bare(ax: "Axes") -> None:
 
 
 _NO = "–"
-_BY_N, _BY_T, _BY_P, _BY_E = "÷ N", "÷ t", "÷ p", "experts ÷ e"
+_BY_N, _BY_T, _BY_P, _BY_E = "÷\u00a0N", "÷\u00a0t", "÷\u00a0p", "experts ÷ e"  # no line breaks within
 _SHARE = "÷ N, of a fixed batch"
 #: kind, what of it a rank holds of weights, gradients, Adam's state and activations, collectives of a step, source.
 PARALLELISMS = (
