@@ -122,14 +122,14 @@ lesson_08.draw_stages()
 # %% [markdown] slide={"en": "Whole or cut: weights 4 bytes, gradients 4, Adam's state 8.\n\n**Type the four formulas.**", "zh": "完整，还是切开：权重 4 字节，梯度 4，Adam 的状态 8。\n\n**写出四个公式。**"}
 # <div lang="en">
 #
-# The paper's formulas are for mixed precision: $16\Psi$, $4\Psi + 12\Psi/N$, $2\Psi + 14\Psi/N$ and $16\Psi/N$ bytes. Our decoder is fp32 throughout: 4, 4 and 8 bytes a parameter.
+# The paper's formulas are for mixed precision as Megatron-LM and DeepSpeed have it (section 8.20): $16\Psi$, $4\Psi + 12\Psi/N$, $2\Psi + 14\Psi/N$ and $16\Psi/N$ bytes. Our decoder is fp32 throughout: 4, 4 and 8 bytes a parameter.
 #
 # **Exercise 1.** Type the bytes of a rank in fp32, for any `psi` and `n`.
 #
 # </div>
 # <div lang="zh">
 #
-# 论文的公式是针对混合精度的：$16\Psi$、$4\Psi + 12\Psi/N$、$2\Psi + 14\Psi/N$ 和 $16\Psi/N$ 字节。我们的解码器全是 fp32：每个参数 4、4、8 字节。
+# 论文的公式针对混合精度，按 Megatron-LM 和 DeepSpeed 的计法（8.20 节）：$16\Psi$、$4\Psi + 12\Psi/N$、$2\Psi + 14\Psi/N$ 和 $16\Psi/N$ 字节。我们的解码器全是 fp32：每个参数 4、4、8 字节。
 #
 # **练习 1。** 写出 fp32 时每个进程的字节数，对任意的 `psi` 和 `n`。
 #
@@ -550,35 +550,17 @@ four = {run["mode"]: run for run in runs}  # a third step peaks as the second do
 # %% slide="result"
 lesson_08.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_000_000)
 
-# %% [markdown] slide={"en": "Sharding cannot divide a rank's own activations; checkpoints cannot touch weights and state.\n\n**And 7 billion parameters on 8 GPUs?**", "zh": "分片分不了本进程自己的激活值，检查点碰不到权重和状态。\n\n**70 亿个参数放到 8 块 GPU 上呢？**"}
+# %% [markdown]
 # <div lang="en">
 #
 # 47.1 MB on each of four, with the whole batch, where one device of 60 MB could not take a single sequence. Each of the two does what the other cannot: sharding leaves the activations of a rank's own sequences alone, and checkpointing leaves weights and state alone.
-#
-# **Exercise 5.** Now 7 billion parameters ($7 \times 10^9$) on 8 GPUs, in mixed precision as ZeRO's paper, Megatron-LM and DeepSpeed count it: weight 2 bytes, gradient 2, and 12 for fp32 weights and Adam's moments. How many bytes does a rank hold? (Whose count is it? With `torch.autocast`, lesson 01, weights and gradients stay fp32: `ZeroRedundancyOptimizer` then holds $8\Psi + 8\Psi/N$, 63 GB. FSDP2's bf16 policy keeps fp32 shards and gathers bf16 copies: $16\Psi/N$, too.)
 #
 # </div>
 # <div lang="zh">
 #
 # 四个进程各 47.1 MB，做完了整个批次；而一台 60 MB 的设备连一条序列也做不了。两者各有所长，互不替代：分片管不到本进程自己那些序列的激活值，检查点管不到权重和状态。
 #
-# **练习 5。** 换成 70 亿个参数（$7 \times 10^9$）、8 块 GPU、混合精度，按 ZeRO 论文、Megatron-LM 和 DeepSpeed 的计法：权重 2 字节，梯度 2 字节，fp32 权重和 Adam 的两个矩共 12 字节。每个进程持有多少字节？（这是谁的计法？用第 01 课的 `torch.autocast` 时，权重和梯度都是 fp32：`ZeroRedundancyOptimizer` 要持有 $8\Psi + 8\Psi/N$，即 63 GB。FSDP2 的 bf16 策略保留 fp32 分片，收集时用 bf16：也是 $16\Psi/N$。）
-#
 # </div>
-
-# %% minutes=5
-answer = {"DDP": None, "ZeRO 1": None, "ZeRO 2": None, "ZeRO 3": None}  # bytes
-lesson_08.check_seven_billion(answer)
-
-# %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-if not lesson_08.check_seven_billion.accepted:
-    seven, n = 7_000_000_000, 8
-    answer = {"DDP": 16 * seven, "ZeRO 1": 4 * seven + 12 * seven / n}
-    answer |= {"ZeRO 2": 2 * seven + 14 * seven / n, "ZeRO 3": 16 * seven / n}
-
-lesson_08.check_seven_billion(answer)
-### END SOLUTION
 
 # %% [markdown]
 # ## 8.9 From two ranks to four / 从两个进程到四个
@@ -671,14 +653,14 @@ table(["t", "a layer, tensor, MB", "tensor and sequence, MB"], rows)
 #
 # Lesson 04's rule: a copy of $m$ bytes over a link of $w$ bytes a second hides behind $f$ FLOPs at $r$ a second if $m/w \le f/r$. Now the link lies between ranks. FSDP2 gives some 12 bytes a parameter (two gathers and a scatter in fp32; forget the root, and the ring's $63/64$). A step computes some 6 FLOPs for each parameter and token: 2 forward, 4 backward.
 #
-# **Exercise 6.** From how many tokens of a rank on does the traffic take no longer than the compute? `rate` is in FLOPs, `link` in bytes a second.
+# **Exercise 5.** From how many tokens of a rank on does the traffic take no longer than the compute? `rate` is in FLOPs, `link` in bytes a second.
 #
 # </div>
 # <div lang="zh">
 #
 # 第 04 课的规则：$m$ 字节的拷贝，链路每秒 $w$ 字节，计算 $f$ FLOPs，每秒 $r$；$m/w \le f/r$ 就能掩盖。现在链路在进程之间。FSDP2 每个参数大约交出 12 字节（fp32，收集两次，散射一次；根模块和环的 $63/64$ 都忽略）。一步中，每个参数、每个 token 大约要 6 FLOPs：前向 2，反向 4。
 #
-# **练习 6。** 每个进程从多少个 token 起，通信用时就不超过计算？`rate` 是每秒 FLOPs，`link` 是每秒字节。
+# **练习 5。** 每个进程从多少个 token 起，通信用时就不超过计算？`rate` 是每秒 FLOPs，`link` 是每秒字节。
 #
 # </div>
 
@@ -1019,12 +1001,38 @@ table(["rank", "weights", "gradients", "optimizer state"], rows)
 #
 # <div lang="en">
 #
-# The same two functions, for the decoders of lesson 01 on 8 and on 64 ranks. Only shapes are needed: nothing is made. In fp32 what is held by the largest of them falls to 16.2 GB on 64 ranks; it gives 775 GB to collectives in each step, and by this count so it would on 1000. Nobody trains 70 billion parameters so: the last column gathers in bf16 and reduces in fp32.
+# **Exercise 6.** 7 billion parameters ($7 \times 10^9$) on 8 GPUs, in mixed precision as ZeRO's paper, Megatron-LM and DeepSpeed count it: weight 2 bytes, gradient 2, and 12 for fp32 weights and Adam's moments. How many bytes does a rank hold? (Whose count is it? With `torch.autocast`, lesson 01, weights and gradients stay fp32: `ZeroRedundancyOptimizer` then holds $8\Psi + 8\Psi/N$, 63 GB. FSDP2's bf16 policy keeps fp32 shards and gathers bf16 copies: $16\Psi/N$, too.)
 #
 # </div>
 # <div lang="zh">
 #
-# 还是这两个函数，用于第 01 课的大解码器，8 个和 64 个进程。只用到形状，什么都不建立。用 fp32 时，最大的那个，在 64 个进程上每个只持有 16.2 GB，但每一步要交给集合通信 775 GB；按这里的计法，换成 1000 个进程也是这么多。没有人这样训练 700 亿个参数：最后一列以 bf16 收集，以 fp32 归约。
+# **练习 6。** 70 亿个参数（$7 \times 10^9$）、8 块 GPU、混合精度，按 ZeRO 论文、Megatron-LM 和 DeepSpeed 的计法：权重 2 字节，梯度 2 字节，fp32 权重和 Adam 的两个矩共 12 字节。每个进程持有多少字节？（这是谁的计法？用第 01 课的 `torch.autocast` 时，权重和梯度都是 fp32：`ZeroRedundancyOptimizer` 要持有 $8\Psi + 8\Psi/N$，即 63 GB。FSDP2 的 bf16 策略保留 fp32 分片，收集时用 bf16：也是 $16\Psi/N$。）
+#
+# </div>
+
+# %% minutes=5
+answer = {"DDP": None, "ZeRO 1": None, "ZeRO 2": None, "ZeRO 3": None}  # bytes
+lesson_08.check_seven_billion(answer)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+if not lesson_08.check_seven_billion.accepted:
+    seven, n = 7_000_000_000, 8
+    answer = {"DDP": 16 * seven, "ZeRO 1": 4 * seven + 12 * seven / n}
+    answer |= {"ZeRO 2": 2 * seven + 14 * seven / n, "ZeRO 3": 16 * seven / n}
+
+lesson_08.check_seven_billion(answer)
+### END SOLUTION
+
+# %% [markdown]
+# <div lang="en">
+#
+# Now your formulas as functions, for the decoders of lesson 01 on 8 and on 64 ranks. Only shapes are needed: nothing is made. In fp32 what is held by the largest of them falls to 16.2 GB on 64 ranks; it gives 775 GB to collectives in each step, and by this count so it would on 1000. Nobody trains 70 billion parameters so: the last column gathers in bf16 and reduces in fp32.
+#
+# </div>
+# <div lang="zh">
+#
+# 再用函数来算第 01 课的大解码器，8 个和 64 个进程。只用到形状，什么都不建立。用 fp32 时，最大的那个，在 64 个进程上每个只持有 16.2 GB，但每一步要交给集合通信 775 GB；按这里的计法，换成 1000 个进程也是这么多。没有人这样训练 700 亿个参数：最后一列以 bf16 收集，以 fp32 归约。
 #
 # </div>
 
