@@ -96,7 +96,7 @@ def alone(steps, sequences=8):
 
 
 # %%
-losses, whole = alone(steps=4)
+losses, whole = alone(steps=3)
 _, half = alone(steps=2, sequences=4)
 _, quarter = alone(steps=2, sequences=2)
 peaks = {"8 sequences": whole, "4 sequences": half, "2 sequences": quarter}
@@ -169,10 +169,10 @@ lesson_08.check_held(held)
 #
 # ```
 # python -m torch.distributed.run --standalone --nproc-per-node 2 \
-#     -m course_lib.distributed --mode ddp,zero1,fsdp --steps 3
+#     -m course_lib.distributed --mode ddp,zero1,fsdp --steps 2
 # ```
 #
-# `launch` types it for us and reads what the ranks print. The third of three steps is metered, as all after it would be. It takes a while, so **guess first**. At the peak there are activations, too. Lesson 01 found it at the start of backward, with all activations and not one gradient. One device with 4 sequences has 82.5 MB of weights and Adam's state, 97.6 MB of all else: 180.1 MB. What is the peak of a DDP rank with 4 sequences? Of an FSDP2 rank, which holds 41.3 MB less of weights and state?
+# `launch` types it for us and reads what the ranks print. The second of two steps is told, and all after it are as it is. It takes a while, so **guess first**. At the peak there are activations, too. Lesson 01 found it at the start of backward, with all activations and not one gradient. One device with 4 sequences has 82.5 MB of weights and Adam's state, 97.6 MB of all else: 180.1 MB. What is the peak of a DDP rank with 4 sequences? Of an FSDP2 rank, which holds 41.3 MB less of weights and state?
 #
 # </div>
 # <div lang="zh">
@@ -181,10 +181,10 @@ lesson_08.check_held(held)
 #
 # ```
 # python -m torch.distributed.run --standalone --nproc-per-node 2 \
-#     -m course_lib.distributed --mode ddp,zero1,fsdp --steps 3
+#     -m course_lib.distributed --mode ddp,zero1,fsdp --steps 2
 # ```
 #
-# `launch` 替我们敲这条命令，再读取各个进程打印的结果。每种做法走三步，计量第三步，以后的各步都与它相同。运行要等一会儿，所以**先猜**：到了峰值，还要**再加上**激活值。第 01 课发现峰值在反向刚开始时，激活值全都在，梯度一个也没有。一台设备做 4 条序列，权重和 Adam 的状态是 82.5 MB，其余 97.6 MB，共 180.1 MB。DDP 的一个进程做 4 条序列，峰值是多少？FSDP2 的进程，权重和状态少持有 41.3 MB，峰值又是多少？
+# `launch` 替我们敲这条命令，再读取各个进程打印的结果。每种做法走两步，给出的是第二步，以后的各步都与它相同。运行要等一会儿，所以**先猜**：到了峰值，还要**再加上**激活值。第 01 课发现峰值在反向刚开始时，激活值全都在，梯度一个也没有。一台设备做 4 条序列，权重和 Adam 的状态是 82.5 MB，其余 97.6 MB，共 180.1 MB。DDP 的一个进程做 4 条序列，峰值是多少？FSDP2 的进程，权重和状态少持有 41.3 MB，峰值又是多少？
 #
 # </div>
 
@@ -193,7 +193,7 @@ my_ddp_peak, my_fsdp_peak = None, None  # bytes, such as 150e6
 
 # %%
 saved = tempfile.TemporaryDirectory()  # for the section on saving
-options = ["--mode", "ddp,zero1,fsdp", "--steps", "3", "--details", "--save", saved.name]
+options = ["--mode", "ddp,zero1,fsdp", "--steps", "2", "--details", "--save", saved.name]
 two = {run["mode"]: run for run in launch(2, *options)}
 
 
@@ -202,7 +202,7 @@ def follows(run, wanted, within=1e-5):
     return all(abs(a - b) < within for a, b in zip(run["losses"], wanted, strict=True))
 
 
-{mode: follows(run, losses[:3]) for mode, run in two.items()}
+{mode: follows(run, losses[:2]) for mode, run in two.items()}
 
 # %% [markdown] slide={"en": "All three follow the single process.\n\nSo what does a rank hold, and was your formula right?", "zh": "三种做法都跟上了单个进程。\n\n那么每个进程持有多少？你的公式对吗？"}
 # <div lang="en">
@@ -529,22 +529,22 @@ except MemoryBudgetExceeded as stopped:
 #
 # Forward and backward fit. Then Adam makes its state, and the device is full: weights, gradients and state are 110.0 MB, whatever the batch. Without the gradients, by an update inside backward (lesson 05), they would still be 82.5 MB.
 #
-# Now four ranks, two sequences each, in five modes. Three are new: `fsdp-keep`, FSDP2 that keeps gathered weights from forward to backward; `fsdp-bf16`, gathered and computed in bf16; and FSDP2 with a checkpoint around each layer. This last one runs under a budget, too: 48 MB **on every rank**, from before its model is sharded to the end of the last step. An operator that would pass it ends the run.
+# Now four ranks, two sequences each, in four modes. Three are new: `fsdp-keep`, FSDP2 that keeps gathered weights from forward to backward; `fsdp-bf16`, gathered and computed in bf16; and FSDP2 with a checkpoint around each layer. This last one runs under a budget, too: 48 MB **on every rank**, from before its model is sharded to the end of the last step. An operator that would pass it ends the run.
 #
 # </div>
 # <div lang="zh">
 #
 # 前向和反向都装得下，轮到 Adam 建立状态时，设备满了：权重、梯度和状态共 110.0 MB，与批次无关。就算在反向中更新、不留梯度（第 05 课），也还有 82.5 MB。
 #
-# 现在换成四个进程，各做两条序列，共五种做法。新添三种：`fsdp-keep`，即收集来的权重从前向一直留到反向的 FSDP2；`fsdp-bf16`，以 bf16 收集和计算；以及每一层加检查点的 FSDP2。最后这一种同样带预算：**每个进程** 48 MB，从模型分片之前一直管到最后一步结束。哪个算子会超出，运行就到此为止。
+# 现在换成四个进程，各做两条序列，共四种做法。新添三种：`fsdp-keep`，即收集来的权重从前向一直留到反向的 FSDP2；`fsdp-bf16`，以 bf16 收集和计算；以及每一层加检查点的 FSDP2。最后这一种同样带预算：**每个进程** 48 MB，从模型分片之前一直管到最后一步结束。哪个算子会超出，运行就到此为止。
 #
 # </div>
 
 # %% slide="code"
-modes = "ddp,fsdp-keep,fsdp,fsdp-bf16,fsdp-checkpoint"
+modes = "fsdp-keep,fsdp,fsdp-bf16,fsdp-checkpoint"
 budget = ["--budget", "fsdp-checkpoint=48e6"]  # on each rank
 runs = launch(4, "--mode", modes, "--steps", "2", "--details", *budget)
-four = {run["mode"]: run for run in runs}  # a third step peaks as the second does
+four = {run["mode"]: run for run in runs}
 {name: follows(run, losses[:2], 1e-2 if "bf16" in name else 1e-5) for name, run in four.items()}
 
 # %% slide="result"
@@ -583,14 +583,14 @@ lesson_08.draw_ranks(predicted, drawn)
 # %% [markdown]
 # <div lang="en">
 #
-# What is cut halves with each doubling. What is not cut stays: DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never falls below 55.0. What a rank gives to collectives is the same on four as on two. Nothing in PyTorch is just ZeRO 2. `fsdp-keep` comes near: the hollow point counts the weights that it keeps until backward, whole, beside the rank's own quarter.
+# What is cut halves with each doubling. What is not cut stays: by your formulas DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never falls below 55.0. What a rank gives to collectives is the same on four as on two. Nothing in PyTorch is just ZeRO 2. `fsdp-keep` comes near: the hollow point counts the weights that it keeps until backward, whole, beside the rank's own quarter.
 #
 # The peak is another matter. One symbolic rank, with a process group that sends nothing, tells it before any is started; `predict` beside the four real ranks:
 #
 # </div>
 # <div lang="zh">
 #
-# 切开的部分，进程数每翻一倍就减半。没切开的原封不动：不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。每个进程交给集合通信的字节，四个与两个时相同。PyTorch 没有恰好做到 ZeRO 2 的实现，`fsdp-keep` 与它接近：空心点把留到反向的完整权重也算了进去，本进程自己的四分之一还在旁边。
+# 切开的部分，进程数每翻一倍就减半。没切开的原封不动：按你的公式，不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。每个进程交给集合通信的字节，四个与两个时相同。PyTorch 没有恰好做到 ZeRO 2 的实现，`fsdp-keep` 与它接近：空心点把留到反向的完整权重也算了进去，本进程自己的四分之一还在旁边。
 #
 # 峰值是另一回事。用符号张量和一个什么都不发送的进程组，只算一个进程，一个真实的进程都不必启动，就能预先知道峰值。`predict` 与四个真实的进程对照：
 #
@@ -868,7 +868,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # </div>
 
 # %%
-given = {mode: run["communicated"]["measured"] for mode, run in four.items()}
+given = sent | {mode: run["communicated"]["measured"] for mode, run in four.items()}
 given |= {name: n * lesson_08.TENSOR_BYTES for name, n in lesson_08.GIVEN_TIMES.items()}
 rows = []
 for name, count in lesson_08.RECORDED[4].items():
@@ -1198,19 +1198,19 @@ print(round(squares[0][0].sqrt().item(), 3))
 #
 # <div lang="en">
 #
-# The two ranks of section 8.3 have saved their third step. Each wrote its own part with `torch.distributed.checkpoint`; a process that reads takes what it needs from all files, by the names of the parameters. So what two ranks of FSDP2 have written, one rank of DDP can go on with, in this very process:
+# The two ranks of section 8.3 have saved their second step. Each wrote its own part with `torch.distributed.checkpoint`; a process that reads takes what it needs from all files, by the names of the parameters. So what two ranks of FSDP2 have written, one rank of DDP can go on with, in this very process:
 #
 # </div>
 # <div lang="zh">
 #
-# 8.3 节的两个进程把第三步的结果存了盘。每个进程用 `torch.distributed.checkpoint` 写出自己的一份；读取的进程按参数的名字，从各个文件里取所需的部分。所以两个 FSDP2 进程存下的状态，可以由一个 DDP 进程接着训练；下面就在当前进程里做：
+# 8.3 节的两个进程把第二步的结果存了盘。每个进程用 `torch.distributed.checkpoint` 写出自己的一份；读取的进程按参数的名字，从各个文件里取所需的部分。所以两个 FSDP2 进程存下的状态，可以由一个 DDP 进程接着训练；下面就在当前进程里做：
 #
 # </div>
 
 # %%
 went_on = lesson_08.resumed_alone(f"{saved.name}/fsdp")
 saved.cleanup()
-follows({"losses": went_on}, losses[3:])
+follows({"losses": went_on}, losses[2:])
 
 # %% [markdown]
 # <div lang="en">
