@@ -48,7 +48,7 @@ from course_lib.distributed import (
 from course_lib.distributed import __main__ as command
 from course_lib.distributed.saving import check_fits
 from course_lib.distributed.tasks import Task
-from course_lib.memory import MemoryMeter, symbolic
+from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic
 
 ON_CPU = [mode for mode in MODES if mode != "fsdp-cpu"]
 ON_FOUR = ["ddp", "zero1", "fsdp"]
@@ -357,6 +357,22 @@ class Reads(TorchFunctionMode):
         if func in READS:
             self.events.append("read")
         return func(*args, **(kwargs or {}))
+
+
+def test_a_rank_keeps_within_its_budget_or_is_stopped_by_it(one_process, task):
+    peak = train(task, "ddp", 3).taken[0].peak_bytes
+    assert train(task, "ddp", 3, budget_bytes=peak).as_dict()["budget_bytes"] == peak
+    with pytest.raises(MemoryBudgetExceeded) as stopped:
+        train(task, "ddp", 3, budget_bytes=peak - 1)
+    assert stopped.value.budget_bytes == peak - 1
+
+
+@pytest.mark.parametrize(
+    ("given", "budgets"),
+    [(None, {}), ("48e6", {"ddp": 48_000_000, "fsdp": 48_000_000}), ("fsdp=9,ddp=8", {"ddp": 8, "fsdp": 9})],
+)
+def test_a_budget_is_of_all_modes_or_of_one(given, budgets):
+    assert command._budgets(given, ["ddp", "fsdp"]) == budgets
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
@@ -696,6 +712,10 @@ def refused(monkeypatch, capsys, folder):
         (["--model", "faulty:mean"], 2, "--model is 'faulty:mean', whose loss is not a sum with a known weight"),
         (["--every", "2"], 2, "--every is 2 without --save"),
         (["--max-norm", "0"], 2, "--max-norm is 0.0; it takes a number above 0"),
+        (["--budget", "48 MB"], 2, "--budget is '48 MB'; it takes bytes, such as 48e6, or ddp=48e6 with one of"),
+        (["--budget", "fsdp=48e6"], 2, "--budget is 'fsdp=48e6'; it takes bytes, such as 48e6, or ddp=48e6 with"),
+        (["--budget", "ddp=-1"], 2, "--budget is 'ddp=-1'; it takes bytes"),
+        (["--ranks", "2", "--budget", "48e6"], 2, "--ranks comes with --budget"),
         (["--blocks", "layer.*"], 2, "blocks is ['layer.*'], the name of no module that is called"),
         (["--mode", "ddp,fsdp", "--in-buckets"], 2, "--in-buckets comes with --mode fsdp; it takes ddp or zero1"),
         (["--ranks", "2", "--save", "here"], 2, "--ranks comes with --save"),

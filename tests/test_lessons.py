@@ -22,12 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from course_lib import lessons
 from course_lib.attention.tiled import BLOCK
 from course_lib.budget import Recipe, estimate
-from course_lib.distributed import held_bytes, shapes_of, task_of
+from course_lib.distributed import held_bytes, sent_bytes, shapes_of, task_of
 from course_lib.labels import both
 from course_lib.lessons import lesson_00, lesson_01, lesson_02, lesson_03, lesson_05, lesson_07, lesson_08
 from course_lib.lessons.lesson_02.shown import _draw_bars
 from course_lib.lessons.lesson_03.cuts import least_peak
-from course_lib.memory import symbolic, training_state_bytes
+from course_lib.lessons.lesson_08 import carried
+from course_lib.memory import MemoryBudgetExceeded, symbolic, training_state_bytes
 from course_lib.models import Decoder, loss_stages, random_tokens
 from course_lib.schedule import (
     Backward,
@@ -463,6 +464,54 @@ def test_collectives_within_one_process_are_those_of_the_framework_and_count_as_
     assert all(torch.equal(each, sum(tensors)) for each in wire.all_reduce(tensors)) and wire.sent_bytes == 128
 
 
+def test_a_rank_s_own_wire_gives_what_lists_of_all_ranks_give():
+    pieces, gradients = torch.arange(24.0).view(8, 3).chunk(4), [torch.full((8, 3), float(r)).cos() for r in range(4)]
+    everyone = lesson_08.Wire()
+    sums, whole = everyone.reduce_scatter(gradients), everyone.all_gather(pieces)[0]
+    for rank in range(4):
+        wire = lesson_08.RankWire(rank, pieces, gradients)
+        assert torch.equal(wire.all_gather(pieces[rank]), whole)
+        assert torch.allclose(wire.reduce_scatter(gradients[rank]), sums[rank])
+        assert wire.sent_bytes == everyone.sent_bytes == 2 * 96
+        assert torch.allclose(wire.all_reduce(gradients[rank]), sum(gradients)) and wire.sent_bytes == 4 * 96
+        with pytest.raises(ValueError, match="takes this rank's"):
+            wire.all_gather(whole)
+        with pytest.raises(ValueError, match="all ranks give the whole gradient"):
+            wire.reduce_scatter(pieces[rank])
+
+
+def test_nobody_writes_the_count_of_a_wire():
+    for wire in (lesson_08.Wire(), lesson_08.RankWire(0, [torch.ones(1)], [torch.ones(1), torch.ones(1)])):
+        with pytest.raises(AttributeError):
+            wire.sent_bytes += 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_recorded_wire_carried_what_a_ring_would_but_for_reduce_scatters(ranks):
+    recorded, shapes = lesson_08.RECORDED[ranks], shapes_of(task_of().make_model())
+    ring = {mode: (ranks - 1) / ranks * sent_bytes(shapes, mode, ranks) for mode in ("ddp", "zero1", "fsdp")}
+    scattered = (ranks - 1) / ranks * 4 * shapes.numbers  # once more: gloo sends the whole sum of it
+    close = functools.partial(pytest.approx, rel=5e-3)
+    assert recorded["ddp"] == close(ring["ddp"]) and recorded["zero1"] == close(ring["zero1"])
+    assert recorded["fsdp"] == close(ring["fsdp"] + scattered)
+    assert recorded["reduce_scatter"] == close(recorded["all_reduce"])
+    assert recorded["all_gather"] == close((ranks - 1) / ranks * lesson_08.TENSOR_BYTES)
+
+
+def test_an_empty_network_namespace_counts_an_all_gather():
+    try:
+        found = carried.carried(2, ["all_gather"])
+    except RuntimeError as error:
+        pytest.skip(f"{error}"[:200])
+    assert found["all_gather"] == pytest.approx(lesson_08.TENSOR_BYTES / 2, rel=0.02)
+
+
+def test_where_no_namespace_can_be_made_it_says_so(monkeypatch):
+    monkeypatch.setattr(carried, "_EMPTY", ["no such program"])
+    with pytest.raises(RuntimeError, match="no empty network namespace can be made here"):
+        carried.carried(2)
+
+
 def test_the_adam_of_the_exercise_is_the_framework_s():
     weight, ours = torch.nn.Parameter(torch.linspace(-1, 1, 8)), lesson_08.Adam()
     adam, piece = torch.optim.Adam([weight], lr=1e-3), weight.detach().clone()
@@ -521,6 +570,41 @@ def test_bars_of_a_peak_are_as_long_as_it_and_hold_what_was_gathered():
     assert {item.get_text() for item in ax.texts} == {"65.0"}
     en, zh = pictures.description(drawn)
     assert "one device: 65.0 MB" in en and "一台设备：65.0 MB" in zh
+
+
+def test_given_and_carried_bytes_stand_side_by_side():
+    rows = [("ddp", 8e6, 4e6, 4e6), ("reduce_scatter", 4e6, 2e6, 4e6)]
+    drawn = lesson_08.draw_wire(rows, 2)
+    assert [sorted(patch.get_width() for patch in ax.patches) for ax in drawn.axes] == [[4, 4, 8], [2, 4, 4]]
+    en, zh = pictures.description(drawn)
+    assert "reduce-scatter: 4.0, 2.0, 4.0" in en and "reduce-scatter：4.0、2.0、4.0" in zh
+
+
+def test_a_device_that_was_stopped_stands_over_ranks_that_kept_within_their_budget():
+    run = {"budget_bytes": 48_000_000, "taken": [{"peak_bytes": 47_000_000}] * 2}
+    drawn = lesson_08.draw_budgets(MemoryBudgetExceeded("mm", 59_000_000, 2_000_000, 60_000_000), run, 60_000_000)
+    (ax,) = drawn.axes
+    assert [patch.get_width() for patch in ax.patches] == [59, 2, 47, 47]
+    assert [line.get_xdata()[0] for line in ax.lines] == [60, 48]
+    en, zh = pictures.description(drawn)
+    assert "wants 61.0 MB" in en and "61.0 MB 时被拦下" in zh
+
+
+def test_traffic_and_compute_meet_at_the_point_that_is_drawn():
+    drawn = lesson_08.draw_seconds({"fsdp": 12.0, "fsdp-bf16": 8.0}, 1e-3, 12_000)
+    (ax,) = drawn.axes
+    (point,) = (line for line in ax.lines if line.get_marker() == "o")
+    assert (*point.get_xdata(), *point.get_ydata()) == (12_000, 12)
+    assert "from 12,000 tokens on" in pictures.description(drawn)[0]
+
+
+def test_pictures_of_who_holds_what_fill_what_is_held():
+    filled = []
+    for ax in lesson_08.draw_stages().axes:
+        filled.append(sum(p.get_width() for p in ax.patches if p.get_facecolor()[3] > 0) / 4)
+    assert filled == [16, 10, 7, 4]  # bytes a parameter of one of four ranks, in fp32
+    counts = [sum(p.get_facecolor()[3] > 0 for p in ax.patches) for ax in lesson_08.draw_collectives().axes]
+    assert counts == [16, 4, 16]
 
 
 # Sliders --------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from course_lib.distributed.running import process_group, resumed, train
 from course_lib.distributed.tasks import Task, check_divides, task_of
 from course_lib.labels import say, text
 from course_lib.labels.command import Parser, said_error
-from course_lib.memory import symbolic
+from course_lib.memory import MemoryBudgetExceeded, symbolic
 
 MUCH = 0.2  # of the parameters, in no block
 RANK = int(os.environ.get("RANK", 0))
@@ -68,6 +68,11 @@ def arguments() -> argparse.ArgumentParser:
         help="what fsdp cuts, gathers and checkpoints one by one, with commas between and * for a part between dots: "
         "'tower.*,decoder.layers.*'; default the longest list of like modules",
     )
+    parser.add_argument(
+        "--budget",
+        metavar="BYTES",
+        help="stop a rank that would hold more, such as 48e6; fsdp=48e6 for one mode of several",
+    )
     parser.add_argument("--wrapper", action="store_true", help="fsdp-checkpoint by PyTorch's checkpoint_wrapper")
     parser.add_argument("--save", metavar="DIR", help="write the model and its state at the end, in DIR/MODE")
     parser.add_argument("--every", type=int, metavar="N", help="with --save: and after each N steps")
@@ -92,7 +97,7 @@ def main() -> None:
                 whole(f"--{name.replace('_', '-')}", getattr(given, name), 1)
         _check_together(given)
         task = task_of(given.config, given.model, batch=given.batch, sequence=given.sequence, unequal=given.unequal)
-        options = _options(given)
+        options, budgets = _options(given), _budgets(given.budget, modes)
         with symbolic():
             shapes = shapes_of(task.make_model(), options["blocks"])
         if given.ranks is not None:
@@ -115,7 +120,8 @@ def main() -> None:
     for mode in modes:
         options |= {"save_to": given.save and Path(given.save) / mode, "every": given.every, "device": device}
         with _after_the_culprit():
-            run = train(task, mode, given.steps, resume=checkpoints[mode], say=_tell, **options)
+            bounds = {"resume": checkpoints[mode], "budget_bytes": budgets.get(mode)}
+            run = train(task, mode, given.steps, say=_tell, **bounds, **options)
         if RANK == 0:
             print(json.dumps(run.as_dict(given.details)) if given.json else run, flush=True)
     group.__exit__(None, None, None)
@@ -125,15 +131,16 @@ def main() -> None:
 def _after_the_culprit() -> Iterator[None]:
     """A rank that has lost another waits: torchrun ends it when the other has failed, whose error is the cause.
 
-    What the user's own code raises is said in two lines, here and in torchrun's report; all else has its traceback.
+    What the user's own code raises is said in two lines, here and in torchrun's report, and so is a budget that was
+    passed; all else has its traceback.
     """
     try:
         yield
     except Exception as error:
         if isinstance(error, DistError) or "gloo/transport" in str(error):  # closed, reset, a broken pipe, ...
             time.sleep(20)
-        elif origin(error) is not None:
-            told = message(error)
+        elif origin(error) is not None or isinstance(error, MemoryBudgetExceeded):
+            told = str(error) if isinstance(error, MemoryBudgetExceeded) else message(error)
             print(f"rank {RANK}: error: {told}", file=sys.stderr, flush=True)
             error.add_note(told)
             get_error_handler().record_exception(error.with_traceback(None))
@@ -149,6 +156,22 @@ def _modes(text: str) -> list[str]:
     return modes
 
 
+def _budgets(given: str | None, modes: list[str]) -> dict[str, int]:
+    """Mode -> bytes, of '48e6' for all modes, or of 'fsdp=48e6' for that one."""
+    budgets: dict[str, int] = {}
+    for part in given.split(",") if given else ():
+        mode, _, count = part.rpartition("=")
+        try:
+            budget = int(float(count))
+        except (ValueError, OverflowError):
+            budget = 0
+        if budget < 1 or (mode and mode not in modes):
+            takes = f"bytes, such as 48e6, or {modes[-1]}=48e6 with one of --mode {','.join(modes)}"
+            raise ValueError(f"--budget is {given!r}; it takes {takes}")
+        budgets |= dict.fromkeys([mode] if mode else modes, budget)
+    return budgets
+
+
 def _check_sizes(task: Task, ranks: int, micro_batches: int) -> None:
     check_divides(task.samples, ranks)
     each = task.samples // ranks
@@ -159,7 +182,7 @@ def _check_sizes(task: Task, ranks: int, micro_batches: int) -> None:
 def _check_together(given: argparse.Namespace) -> None:
     if given.every and not given.save:
         raise ValueError(f"--every is {given.every} without --save; it takes a folder for checkpoints")
-    for name in ("save", "resume"):
+    for name in ("save", "resume", "budget"):
         if given.ranks is not None and getattr(given, name):
             raise ValueError(f"--ranks comes with --{name}; it predicts one step, and starts none")
     sharded = [mode for mode in _modes(given.mode) if mode not in REPLICATED]

@@ -36,6 +36,7 @@ class Run:
     Attributes:
         losses: the mean over the tokens of all ranks, of each step.
         norms: of its gradient, before it was clipped; None where it was not to be.
+        budget_bytes: what each rank kept within, from before its model was sharded; None if there was none.
         predicted: `STATE` -> bytes by ZeRO's formulas, of the rank that holds most.
         taken: of each rank.
         predicted_sent: bytes a rank communicates, by formula.
@@ -48,6 +49,7 @@ class Run:
     taken: list[Taken]
     predicted_sent: int
     norms: list[float | None]
+    budget_bytes: int | None = None
 
     def as_dict(self, details: bool = False) -> dict[str, Any]:
         measured = {name: [taken.held[name] for taken in self.taken] for name in STATE}
@@ -56,6 +58,8 @@ class Run:
         told |= {"predicted": self.predicted, "measured": measured, "communicated": sent}
         if None not in self.norms:
             told["norms"] = self.norms
+        if self.budget_bytes is not None:
+            told["budget_bytes"] = self.budget_bytes
         return told | {"taken": [asdict(taken) for taken in self.taken]} if details else told
 
     def __str__(self) -> str:
@@ -82,6 +86,7 @@ def train(
     save_to: Path | str | None = None,
     every: int | None = None,
     resume: Path | str | None = None,
+    budget_bytes: int | None = None,
     say: Callable[[str], None] = lambda line: None,
     **options: Any,
 ) -> Run:
@@ -90,12 +95,18 @@ def train(
     Args:
         save_to: a folder for checkpoints, after each `every` steps and the last.
         resume: a checkpoint, from which steps are counted on.
+        budget_bytes: of each rank; an operator that would pass it does not run. It holds while steps are metered, the
+            first 3.
         say: is called with a line of progress after each step, on rank 0.
         options: as for `Trainer`.
+
+    Raises:
+        MemoryBudgetExceeded: on a rank that would pass `budget_bytes`.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model, losses, norms = task.make_model(), [], []
-    shapes, watch = shapes_of(model, options.get("blocks")), Watch(model, device)
+    shapes = shapes_of(model, options.get("blocks"))
+    watch = Watch(model, device, budget_bytes=budget_bytes)
     most = {name: max(each[name] for each in held_bytes(shapes, mode, ranks)) for name in STATE}
     with ExitStack() as watching:
         watching.enter_context(watch)
@@ -118,7 +129,7 @@ def train(
     taken: list[Any] = [None] * ranks
     dist.all_gather_object(taken, watch.taken)
     sent = sent_bytes(shapes, mode, ranks, micro_batches=trainer.micro_batches, sync=trainer.sync)
-    return Run(mode, ranks, losses, most, taken, sent, norms)
+    return Run(mode, ranks, losses, most, taken, sent, norms, budget_bytes)
 
 
 def resumed(folder: Path | str, mode: str, task: Task) -> Path:

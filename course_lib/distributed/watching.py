@@ -99,10 +99,19 @@ class Watch:
 
     Enter it with the plain model, make the `Trainer`, take steps within `step`, and leave it; `taken` is of the last,
     and so is `span`, which of the meter's operators are its own.
+
+    Args:
+        budget_bytes: the operator that would pass it raises `MemoryBudgetExceeded` and does not run.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device | str = "cpu"):
-        self.meter = _Meter(model, device=device)
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device | str = "cpu",
+        *,
+        budget_bytes: int | None = None,
+    ):
+        self.meter = _Meter(model, device=device, budget_bytes=budget_bytes)
         self.span = slice(0)  # of the meter's operators: those of the last step
         self.taken: Taken | None = None
 

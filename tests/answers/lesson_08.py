@@ -2,6 +2,8 @@
 
 import functools
 
+import torch
+
 STAGES = ("DDP", "ZeRO 1", "ZeRO 2", "ZeRO 3")
 
 
@@ -49,6 +51,127 @@ def sharded(weights, gradients, adams, wire, slip=None):
     return updated if slip == "no gather" else wire.all_gather(updated)
 
 
+class Gathered(torch.autograd.Function):
+    """A Linear whose weight is cut, gathered twice; its backward does as `slip` says."""
+
+    slip = None
+
+    @staticmethod
+    def forward(context, x, piece, wire):
+        context.wire = wire
+        context.save_for_backward(x, piece)
+        return x @ wire.all_gather(piece).mT
+
+    @classmethod
+    def gradient_of(cls, wire, gradient):
+        return wire.reduce_scatter(gradient)
+
+    @classmethod
+    def backward(cls, context, gradient):
+        x, piece = context.saved_tensors
+        whole = context.wire.all_gather(piece)
+        return gradient @ whole, cls.gradient_of(context.wire, gradient.mT @ x), None
+
+
+class KeepsTheWhole(Gathered):
+    """Saves the gathered weight, as autograd would."""
+
+    @staticmethod
+    def forward(context, x, piece, wire):
+        whole = wire.all_gather(piece)
+        context.wire, context.x, context.whole = wire, x, whole
+        return x @ whole.mT
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient @ context.whole, context.wire.reduce_scatter(gradient.mT @ context.x), None
+
+
+HIDDEN = []
+
+
+class HidesTheWhole(KeepsTheWhole):
+    """In a list of its own, where autograd knows nothing of it."""
+
+    @staticmethod
+    def forward(context, x, piece, wire):
+        HIDDEN[:] = [wire.all_gather(piece)]
+        context.wire, context.x, context.whole = wire, x, HIDDEN[0]
+        return x @ HIDDEN[0].mT
+
+
+class AllReduces(Gathered):
+    @classmethod
+    def gradient_of(cls, wire, gradient):
+        length = len(gradient)
+        total = wire.all_reduce(gradient)
+        own = wire.reduce_scatter(gradient)  # to know which piece is ours
+        return own if len(total) == length else None
+
+
+class AloneInTheWorld(Gathered):
+    """Never asks the others for their gradients."""
+
+    @classmethod
+    def backward(cls, context, gradient):
+        x, piece = context.saved_tensors
+        place = next(i for i, each in enumerate(context.wire.all_gather(piece).split(len(piece))) if each.equal(piece))
+        whole = context.wire.all_gather(piece)
+        return gradient @ whole, (gradient.mT @ x).split(len(piece))[place], None
+
+
+class Averages(Gathered):
+    @classmethod
+    def backward(cls, context, gradient):
+        x, own, none = Gathered.backward(context, gradient)
+        piece = context.saved_tensors[1]
+        return x, own * len(piece) / gradient.shape[1], none
+
+
+class WholeGradient(Gathered):
+    @classmethod
+    def gradient_of(cls, wire, gradient):
+        return gradient
+
+
+class ForgetsTheWire(Gathered):
+    @classmethod
+    def backward(cls, context, gradient):
+        return Gathered.backward(context, gradient)[:2]
+
+
+class UsesItsPiece(Gathered):
+    @staticmethod
+    def forward(context, x, piece, wire):
+        return x @ piece.mT
+
+
+class SavesSeparately(Gathered):
+    """Right, and written another way."""
+
+    @staticmethod
+    def forward(context, x, piece, wire):
+        context.wire, context.x, context.piece = wire, x, piece
+        return torch.einsum("bi,oi->bo", x, wire.all_gather(piece))
+
+    @staticmethod
+    def backward(context, gradient):
+        own = context.wire.reduce_scatter(torch.einsum("bo,bi->oi", gradient, context.x))
+        return torch.matmul(gradient, context.wire.all_gather(context.piece)), own, None
+
+
+def cheats(weights, gradients, adams, wire):
+    """Never uses the wire, and says that it did."""
+    new = sharded(weights, gradients, adams, wire, "no wire")
+    wire.sent_bytes += 512
+    return new
+
+
+def whole_weights(weights, gradients, adams, wire):
+    sums = wire.reduce_scatter(gradients)
+    return wire.all_gather([adam(*each) for adam, *each in zip(adams, weights, sums, strict=True)])
+
+
 SHARDED_SLIPS = {
     "all-reduce": "3 numbers are sent",
     "no wire": "Less is sent",
@@ -80,13 +203,14 @@ ANSWERS = {
         ],
     ),
     "seven_billion": (
-        [sevens(112, 38.5, 26.25, 14)],
+        [sevens(112, 38.5, 26.25, 14), sevens(112, 38.5, 26.3, 14)],
         [
             ({name: None for name in STAGES}, "Not answered"),
             ({"DDP": 112e9}, "keys"),
             (sevens(14, 38.5, 26.25, 14), "cuts nothing"),
             (sevens(112, 14, 26.25, 14), "Not all of it is cut"),
-            (sevens(112, 63, 38.5, 14), "for fp32"),
+            (sevens(112, 63, 38.5, 14), "with autocast"),
+            (sevens(112, 38.5, 33.25, 14), "Not yet"),
             (sevens(112, 38.5, 38.5, 14), "gradients are cut"),
             (sevens(112e-9, 38.5, 26.25, 14), "in GB"),
             (sevens(112, 38.5, 26.25, 2e-9), "parameter's share"),
@@ -97,9 +221,41 @@ ANSWERS = {
         [sharded, lambda *given: tuple(sharded(*given))],
         [
             *((functools.partial(sharded, slip=slip), reason) for slip, reason in SHARDED_SLIPS.items()),
+            (cheats, "sent_bytes"),
+            (whole_weights, "Adam got 64 weights with 32 numbers"),
             (lambda *given: None, "Not answered"),
             (lambda weights, *given: weights, "No Adam"),
             (lambda weights, *given: weights[0], "one tensor a rank"),
+        ],
+    ),
+    "gathered_linear": (
+        [Gathered, SavesSeparately],
+        [
+            (lambda x, piece, wire: x, "Not answered"),
+            (lambda x, piece, wire: None, "Not answered"),
+            (lambda x, piece, wire: torch.nn.functional.linear(x, wire.all_gather(piece)), "save the piece"),
+            (lambda x, piece, wire: (x @ wire.all_gather(piece).mT).detach(), "no graph"),
+            (KeepsTheWhole, "save the piece"),
+            (HidesTheWhole, "save the piece"),
+            (AllReduces, "5 numbers are sent"),
+            (AloneInTheWorld, "this rank's gradient alone"),
+            (Averages, "the mean is the loss's"),
+            (WholeGradient, "as long as the piece"),
+            (ForgetsTheWire, "`None` for the wire"),
+            (UsesItsPiece, "Nothing went through"),
+        ],
+    ),
+    "tokens_to_hide": (
+        [lambda psi, rate, link: 2 * rate / link, lambda psi, rate, link: 12 * psi / link / (6 * psi / rate)],
+        [
+            (lambda psi, rate, link: 0, "Not answered"),
+            (lambda psi, rate, link: 6 * rate / link, "Backward computes"),
+            (lambda psi, rate, link: 3 * rate / link, "not 4"),
+            (lambda psi, rate, link: rate / link / 2, "counts numbers"),
+            (lambda psi, rate, link: 4 / 3 * rate / link, "DDP's traffic"),
+            (lambda psi, rate, link: 2 * link / rate, "Upside down"),
+            (lambda psi, rate, link: 2 * rate / link * psi, "cancel"),
+            (lambda psi, rate, link: 16_000, "Not yet"),
         ],
     ),
     "sent": (
@@ -127,6 +283,15 @@ ANSWERS = {
 _BILLIONTH = "within the tolerance, a billionth"
 #: check -> mutants of its solution that are right as well, and why.
 EQUIVALENT = {
+    "gathered_linear": dict.fromkeys(
+        (
+            "wire.all_gather(piece) → wire.all_gather(piece.detach())",
+            "context.wire.all_gather(piece) → context.wire.all_gather(piece.detach())",
+            "context.save_for_backward(x, piece) → context.save_for_backward(x.detach(), piece)",
+            "context.save_for_backward(x, piece) → context.save_for_backward(x, piece.detach())",
+        ),
+        "inside a Function no graph is made that could be detached from",
+    ),
     "seven_billion": {
         "7000000000 → 7000000001 in `seven, n = (7000000000, 8)`": _BILLIONTH,
         "7000000000 → 6999999999 in `seven, n = (7000000000, 8)`": _BILLIONTH,

@@ -5,23 +5,55 @@ from typing import Any
 
 from course_lib.teaching import Claim, text
 
-from .checks import check_held, check_sent, check_seven_billion, check_sharded_step
-from .shown import ddp_peak, draw_peaks, draw_ranks, held_by, resumed_alone, symbolic_rank
-from .wire import Adam, Wire
+from .checks import (
+    check_gathered_linear,
+    check_held,
+    check_sent,
+    check_seven_billion,
+    check_sharded_step,
+    check_tokens_to_hide,
+)
+from .schemes import draw_collectives, draw_stages, parallelisms
+from .shown import (
+    as_rank_of,
+    ddp_peak,
+    draw_budgets,
+    draw_peaks,
+    draw_ranks,
+    draw_seconds,
+    draw_wire,
+    held_by,
+    resumed_alone,
+    symbolic_rank,
+)
+from .wire import GIVEN_TIMES, RECORDED, TENSOR_BYTES, Adam, RankWire, Wire
 
 __all__ = [
     "CLAIMS",
+    "GIVEN_TIMES",
+    "RECORDED",
+    "TENSOR_BYTES",
     "Adam",
+    "RankWire",
     "Wire",
+    "as_rank_of",
+    "check_gathered_linear",
     "check_held",
     "check_sent",
     "check_seven_billion",
     "check_sharded_step",
+    "check_tokens_to_hide",
     "ddp_peak",
+    "draw_budgets",
+    "draw_collectives",
     "draw_peaks",
     "draw_ranks",
+    "draw_seconds",
+    "draw_stages",
+    "draw_wire",
     "figures_of_claims",
     "held_by",
+    "parallelisms",
     "resumed_alone",
     "symbolic_rank",
 ]

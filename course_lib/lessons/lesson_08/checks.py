@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course_lib.memory import MemoryMeter
 from course_lib.teaching import Verdict, expect_number, text
 from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
 
-from .wire import Adam, Wire
+from .wire import Adam, RankWire, Wire
 
 PSI = 6_875_648  # parameters of the course's decoder
 STAGES = ("DDP", "ZeRO 1", "ZeRO 2", "ZeRO 3")
@@ -27,7 +28,12 @@ def _mixed(psi: int, n: int) -> dict[str, float]:
     return dict(zip(STAGES, counts, strict=True))
 
 
-@exercise(hint="Weight 4, gradient 4, Adam 8 bytes. Which of the three does the stage cut into n?")
+@exercise(
+    hint=(
+        "Weight 4, gradient 4, Adam 8 bytes. Which of the three does the stage cut into n?",
+        "What is whole counts as it is, what is cut is divided by n: `8 * psi + 8 * psi / n` for ZeRO 1.",
+    )
+)
 def check_held(answer: Any) -> Verdict:
     """A function of psi and n: bytes a rank holds of weights, gradients and Adam's state, in fp32, for each stage."""
     for psi, n in ((PSI, 8), (PSI, 2), (1_000_000, 4)):  # at 2 and at 4, some slips give one number
@@ -50,11 +56,16 @@ def check_held(answer: Any) -> Verdict:
                 }
             if stage == "ZeRO 3":
                 slips |= {4 * psi + 12 * psi / n: "The weights are cut, too."}
-            _expect(given[stage], count, slips, stage, n)
+            _expect(given[stage], count, slips, stage, n, tolerance=1e-9)
     return right("Right: 16ψ, 8ψ + 8ψ/n, 4ψ + 12ψ/n and 16ψ/n.")
 
 
-@exercise(hint="In mixed precision: weight 2, gradient 2, and 12 bytes for the optimizer's state.")
+@exercise(
+    hint=(
+        "Weight 2, gradient 2, and 12 bytes for the optimizer's state. Which of the three does the stage cut?",
+        "ZeRO 1: 4ψ + 12ψ/n bytes. ZeRO 2 cuts the gradients, too; ZeRO 3 cuts all.",
+    )
+)
 def check_seven_billion(answer: Any) -> Verdict:
     """Bytes a rank for 7e9 parameters in mixed precision on 8 ranks, for each stage."""
     psi, n, billion = 7 * 10**9, 8, 10**9
@@ -65,6 +76,10 @@ def check_seven_billion(answer: Any) -> Verdict:
         if stage in ("ZeRO 1", "ZeRO 2"):
             slips[16 * psi / n] = "Not all of it is cut at this stage."
             slips[fp32[stage]] = "That is for fp32. Weights and gradients have 2 bytes a number here."
+        if stage == "ZeRO 1":
+            slips[fp32[stage]] = (
+                "So it is with autocast, which keeps weights and gradients in fp32. Here they have 2 bytes a number."
+            )
         if stage == "ZeRO 2":  # who answers this has ZeRO 1 right, so it is no slip for fp32
             slips[4 * psi + 12 * psi / n] = "The gradients are cut, too."
         if stage == "DDP":
@@ -86,10 +101,14 @@ def _four(given: Any) -> Mapping[str, Any]:
     return given
 
 
-def _expect(given: Any, count: float, slips: Mapping[float, str], stage: str, n: int) -> None:
-    verdict = expect_number(given, count, tolerance=1e-9, wrong_answers=slips)
+def _expect(
+    given: Any, count: float, slips: Mapping[float, str], stage: str, n: int, *, tolerance: float = 2e-3
+) -> None:
+    """Refuse another number than that; it may be rounded to three digits where a number is asked for."""
+    verdict = expect_number(given, count, tolerance=tolerance, wrong_answers=slips)
     if not verdict:
-        raise Refused(text("`{stage}` on {n} ranks: {message}", stage=stage, n=n, message=verdict.message))
+        said = text("`{stage}` on {n} ranks: {message}", stage=stage, n=n, message=verdict.message)
+        raise Refused(said, exact=verdict.exact)
 
 
 # The step by hand -----------------------------------------------------------------------------------------------------
@@ -99,11 +118,22 @@ class _Watched(Adam):
     """Remembers what it was given."""
 
     def __call__(self, piece: Tensor, gradient: Tensor) -> Tensor:
+        if piece.shape != gradient.shape:
+            said = (
+                "Adam got {weights} weights with {gradients} numbers of a gradient: give it this rank's piece of both."
+            )
+            counts = {"weights": piece.numel(), "gradients": gradient.numel()}
+            raise Refused(text(said, **counts), exact=True)
         self.given = gradient.clone()
         return super().__call__(piece, gradient)
 
 
-@exercise(hint="Four lines: reduce-scatter the gradients, cut the weights, let each Adam update its piece, all-gather.")
+@exercise(
+    hint=(
+        "Four lines: reduce-scatter the gradients, cut the weights, let each Adam update its piece, all-gather.",
+        "Rank r's piece of its weight is `weights[r].chunk(n)[r]`; its gradient `sums[r] / n`.",
+    )
+)
 def check_sharded_step(answer: Any) -> Verdict:
     """`answer(weights, gradients, adams, wire)`: three steps on 2 and on 4 ranks, against Adam on the mean gradient."""
     for n in (2, 4):
@@ -156,11 +186,103 @@ def _check_bytes(adams: list[_Watched], wire: Wire, steps: int, n: int) -> None:
         )
 
 
+# One layer: gather, use, drop -----------------------------------------------------------------------------------------
+
+# What PyTorch says of slips in backward, and what it means here.
+_SLIPS = {
+    "incorrect number of gradients": "Backward returns a gradient for each argument of forward: `None` for the wire.",
+    "invalid gradient at index 1": "The second gradient is that of this rank's piece, and as long as the piece.",
+    "invalid gradient at index 0": "The first gradient is that of `x`, and has its shape.",
+}
+
+
+@exercise(
+    hint=(
+        "Save `x` and the piece, not the whole weight. Backward gathers it again, and scatters its gradient.",
+        "Backward: `gradient @ whole` for `x`; `wire.reduce_scatter(gradient.mT @ x)` for the piece; `None`.",
+    )
+)
+def check_gathered_linear(function: Any) -> Verdict:
+    """A Linear `function(x, piece, wire)`, or a Function of these, whose weight is cut: as rank 2 of 4 and 0 of 2."""
+    for rank, ranks in ((2, 4), (0, 2)):
+        _check_gathered(getattr(function, "apply", function), rank, ranks)
+    return right(
+        "Right: between forward and backward an n-th of the weight is live; sent are two gathers and a scatter."
+    )
+
+
+def _check_gathered(function: Any, rank: int, ranks: int) -> None:
+    weight = torch.linspace(-1, 1, 64 * 96).sin().view(64, 96)
+    inputs = [torch.linspace(-1, 2 + each, 5 * 96).cos().view(5, 96) for each in range(ranks)]
+    arriving = [torch.linspace(-2, 1 + each, 5 * 64).view(5, 64) for each in range(ranks)]
+    gradients = [g.mT @ x for g, x in zip(arriving, inputs, strict=True)]
+    pieces = weight.chunk(ranks)
+    wire = RankWire(rank, pieces, gradients)
+    x, piece = inputs[rank].clone().requires_grad_(), pieces[rank].clone().requires_grad_()
+    with MemoryMeter() as meter:
+        output = function(x, piece, wire)
+        if output is None or output is ... or output is x or output.shape == x.shape:
+            raise NotImplementedError
+        kept = meter.live_bytes - output.nbytes
+    _check_forward(output, inputs[rank] @ weight.mT, piece, wire, weight.nbytes)
+    if kept > weight.nbytes // 2:
+        said = "Between forward and backward {kept:,} bytes more are live; the weight has {whole:,}: save the piece."
+        raise Refused(text(said, kept=kept, whole=weight.nbytes), exact=True)
+    try:
+        output.backward(arriving[rank])
+    except RuntimeError as error:
+        for said, meant in _SLIPS.items():
+            if said in str(error):
+                raise Refused(meant, exact=True) from None
+        raise
+    _check_backward(x.grad, arriving[rank] @ weight, "x")
+    total, own = sum(gradients).chunk(ranks)[rank], gradients[rank].chunk(ranks)[rank]
+    slips = {
+        "That is this rank's gradient alone. The piece's is the sum over all ranks.": own,
+        "The piece's gradient is the sum over the ranks here; the mean is the loss's affair.": total / ranks,
+    }
+    _check_backward(piece.grad, total, "piece", slips)
+    _check_traffic(wire.sent_bytes, weight.nbytes)
+
+
+def _check_forward(output: Tensor, expected: Tensor, piece: Tensor, wire: RankWire, whole: int) -> None:
+    if wire.sent_bytes == 0:
+        raise Refused("Nothing went through the wire: a rank has only its piece of the weight.", exact=True)
+    if output.shape != expected.shape or not torch.allclose(output, expected, atol=1e-4):
+        raise Refused("The output is not `x` times the whole weight, transposed.")
+    if not output.requires_grad:
+        raise Refused("The output has no graph: backward would never be called.", exact=True)
+
+
+def _check_backward(
+    found: Tensor | None, expected: Tensor, name: str, slips: Mapping[str, Tensor] | None = None
+) -> None:
+    name = f"`{name}`"
+    if found is None:
+        raise Refused(text("{name} has no gradient.", name=name), exact=True)
+    for said, slip in (slips or {}).items():
+        if torch.allclose(found, slip, atol=1e-4):
+            raise Refused(said, exact=True)
+    if not torch.allclose(found, expected, atol=1e-3, rtol=1e-4):
+        raise Refused(text("The gradient of {name} is not what autograd gives for the whole weight.", name=name))
+
+
+def _check_traffic(sent: int, whole: int) -> None:
+    if sent < 3 * whole:
+        raise Refused("Less was sent than two gathers and a scatter: where was the whole weight kept?", exact=True)
+    if sent > 3 * whole:
+        said = "{sent} numbers are sent for each weight. Three are enough: gathered twice, its gradient scattered once."
+        raise Refused(text(said, sent=sent // whole), exact=True)
+
+
 # What is sent ---------------------------------------------------------------------------------------------------------
 
 
 @exercise(
-    hint="An all-reduce counts twice. How often is a block's weight gathered, and how often its gradient scattered?"
+    hint=(
+        "An all-reduce counts twice. How often is a block's weight gathered, and how often its gradient scattered?",
+        "Of a block: two gathers and a scatter, 4 bytes a number each. Of the root: one gather and a scatter.",
+    )
 )
 def check_sent(answer: Any) -> Verdict:
     """A function of psi and root: bytes that a rank communicates in a step under DDP and under FSDP2."""
@@ -186,5 +308,36 @@ def check_sent(answer: Any) -> Verdict:
                 }
             verdict = expect_number(given[mode], count, wrong_answers=slips)
             if not verdict:
-                return wrong(text("`{kind}`: {message}", kind=mode, message=verdict.message))
+                said = text("`{kind}`: {message}", kind=mode, message=verdict.message)
+                return wrong(said, exact=verdict.exact)
     return right("Right: 2ψ numbers under DDP, 3ψ less the root under FSDP2.")
+
+
+# Seconds --------------------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    hint=(
+        "Seconds of traffic: 12ψ bytes over the link. Seconds of compute: 6ψ FLOPs for each token, over the rate.",
+        "12ψ / link = 6ψ · tokens / rate. Solve for the tokens; what becomes of ψ?",
+    )
+)
+def check_tokens_to_hide(answer: Any) -> Verdict:
+    """A function of psi, rate and link: the least tokens of a rank whose compute takes as long as FSDP2's traffic."""
+    for psi, rate, link in ((7 * 10**9, 400e12, 50e9), (70 * 10**9, 400e12, 50e9), (10**9, 900e12, 450e9)):
+        given = answer(psi, rate, link)
+        if given is None or given is ... or given == 0:
+            return not_answered()
+        least = 2 * rate / link
+        slips = {
+            6 * rate / link: "Backward computes, too: 6 FLOPs for each weight and token, not 2.",
+            3 * rate / link: "Forward and backward: 6 FLOPs for each weight and token, not 4.",
+            rate / link / 2: "That counts numbers; a number of fp32 has 4 bytes.",
+            4 / 3 * rate / link: "That is DDP's traffic, 8 bytes a weight. FSDP2 gathers twice and scatters once.",
+            2 * link / rate: "Upside down: a fast link needs fewer tokens.",
+            2 * rate / link * psi: "The weights are in both, traffic and compute: they cancel.",
+        }
+        verdict = expect_number(given, least, tolerance=1e-3, wrong_answers=slips)
+        if not verdict:
+            return verdict
+    return right("Right: 2 · rate / link, whatever the model. Half a petaflop beside a slow link takes a long batch.")

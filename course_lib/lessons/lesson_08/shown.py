@@ -14,11 +14,16 @@ from course_lib.memory import CATEGORIES, MemoryMeter
 from course_lib.teaching import COLORS, category_label, figure, text
 from course_lib.teaching.figures import category_look, shown_once
 
+from .wire import GIVEN_TIMES
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 STAGE_OF = {"ddp": "DDP", "zero1": "ZeRO 1", "fsdp-keep": "ZeRO 2", "fsdp": "ZeRO 3", "fsdp-checkpoint": "ZeRO 3"}
+GIVEN, RING, CARRIED = COLORS["predicted"], "#BBBBBB", COLORS["measured"]
+_NAMES = {"ddp": "DDP", "zero1": "ZeRO 1", "fsdp": "FSDP2"}
+_NAMES |= {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
 _COLORS = {"DDP": "#222222", "ZeRO 1": COLORS["parameter"], "ZeRO 2": "#888888", "ZeRO 3": COLORS["measured"]}
 
 
@@ -38,7 +43,7 @@ def draw_ranks(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[
         lines: ranks -> stage -> bytes held, by the reader's formulas.
         runs: lines of `launch`.
     """
-    title = "What is cut falls to an n-th; a rank's traffic stays the same"
+    title = "What is cut falls to an n-th; what a rank gives stays the same"
     drawn, (left, right) = figure(title, columns=2, width=8.6, height=3.7)
     for stage, color in _COLORS.items():
         own = sorted((run["ranks"], held_by(run)) for run in runs if STAGE_OF[run["mode"]] == stage)
@@ -68,7 +73,7 @@ def _draw_sent(ax: "Axes", runs: Sequence[Mapping[str, Any]]) -> None:
                 text("{stage} {sent} MB", stage=stage, sent=f"{predicted:.1f}"), (8, predicted), **place, color=color
             )
     ax.set(xlim=(1.5, 8), ylim=(0, 122), xlabel=text("ranks"), xticks=[2, 4, 8])
-    ax.set_ylabel(text("communicated in a step, MB"))
+    ax.set_ylabel(text("given to collectives in a step, MB"))
 
 
 def _alt(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, Any]]) -> str:
@@ -78,7 +83,7 @@ def _alt(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, A
 
     sent = {STAGE_OF[run["mode"]]: f"{run['communicated']['measured'] / 1e6:.1f}" for run in runs}
     return text(
-        "Held by a rank, from 1 to 8 ranks: {held}. Communicated in a step, on any number of them: {sent}.",
+        "Held by a rank, from 1 to 8 ranks: {held}. Given to collectives in a step, on any number of them: {sent}.",
         held=listed([ends(stage) for stage in _COLORS]),
         sent=listed([text("{stage} {sent} MB", stage=stage, sent=count) for stage, count in sent.items()]),
     )
@@ -117,6 +122,116 @@ def _legend(drawn: "Figure", arms: Mapping[str, Mapping[str, int]]) -> None:
     drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8.5)
 
 
+def draw_wire(rows: Sequence[tuple[str, float, float, float]], ranks: int) -> "Figure":
+    """Bytes given to collectives beside what a ring would send of them, and what a wire carried.
+
+    Args:
+        rows: (a mode or a collective, given, a ring's, carried), in bytes.
+    """
+    title = "Gloo carries what a ring would, but for a reduce-scatter: that costs it an all-reduce"
+    drawn, (left, right) = figure(title, columns=2, width=8.6, height=3.2)
+    said = _draw_bars(left, [row for row in rows if row[0] not in GIVEN_TIMES])
+    said += _draw_bars(right, [row for row in rows if row[0] in GIVEN_TIMES])
+    left.set_xlabel(text("a rank of {ranks} in a step, MB", ranks=ranks))
+    right.set_xlabel(text("a rank of {ranks}, of a tensor of 4 MB, MB", ranks=ranks))
+    _wire_legend(drawn)
+    drawn.course_alt = text("In MB, given, of a ring, carried. {rows}.", rows=listed(said, "; "))
+    return shown_once(drawn)
+
+
+def _draw_bars(ax: "Axes", rows: Sequence[tuple[str, float, float, float]]) -> list[str]:
+    said = []
+    for place, (name, *counts) in enumerate(rows):
+        for step, (count, color) in enumerate(zip(counts, (GIVEN, RING, CARRIED), strict=True)):
+            ax.barh(place + 0.27 * (step - 1), count / 1e6, height=0.25, color=color)
+            at = count / 1e6, place + 0.27 * (step - 1)
+            ax.annotate(f"{count / 1e6:.1f}", at, xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+        given, ring, carried = (f"{count / 1e6:.1f}" for count in counts)
+        said.append(
+            text("{name}: {given}, {ring}, {carried}", name=_NAMES[name], given=given, ring=ring, carried=carried)
+        )
+    ax.set_yticks(range(len(rows)), [_NAMES[name] for name, *_ in rows])
+    ax.invert_yaxis()
+    ax.grid(visible=False)
+    ax.set_xlim(0, 1.18 * max(count for _, *counts in rows for count in counts) / 1e6)
+    return said
+
+
+def _wire_legend(drawn: "Figure") -> None:
+    from matplotlib.patches import Patch
+
+    names = {"given to collectives": GIVEN, "a ring would send": RING, "a wire carried": CARRIED}
+    handles = [Patch(label=text(name), color=color) for name, color in names.items()]
+    drawn.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8.5)
+
+
+def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figure":
+    """One device that is stopped at its budget beside the ranks that keep within theirs.
+
+    Args:
+        alone: the `MemoryBudgetExceeded` of the device.
+        run: a line of `launch` under a budget.
+        device_bytes: the device's budget.
+    """
+    peaks = [taken["peak_bytes"] for taken in run["taken"]]
+    drawn, ax = figure("One device is stopped; four smaller ones take the whole batch", height=2.9, width=8.2)
+    wanted = (alone.live_bytes + alone.wanted_bytes) / 1e6
+    ax.barh(0, alone.live_bytes / 1e6, height=0.6, color="#999999")
+    ax.barh(0, alone.wanted_bytes / 1e6, left=alone.live_bytes / 1e6, height=0.6, facecolor="none", edgecolor="#CC3311")
+    ax.annotate(
+        f"{wanted:.1f}", (wanted, -0.2), xytext=(6, 0), textcoords="offset points", va="center", color="#CC3311"
+    )
+    for rank, peak in enumerate(peaks, 1):
+        ax.barh(rank, peak / 1e6, height=0.6, color=COLORS["measured"])
+        ax.annotate(f"{peak / 1e6:.1f}", (1, rank), xytext=(4, 0), textcoords="offset points", va="center")
+    for budget, first, last in ((device_bytes, -0.5, 0.5), (run["budget_bytes"], 0.5, len(peaks) + 0.5)):
+        ax.plot([budget / 1e6] * 2, [first, last], color="#222222", linewidth=1.8)
+        place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+        said = text("budget {budget} MB", budget=f"{budget / 1e6:.0f}")
+        ax.annotate(said, (budget / 1e6, (first + last) / 2 + (0.28 if last == 0.5 else 0)), **place, fontsize=8.5)
+    names = ["one device, 1 sequence", *(text("rank {rank}, 2 sequences", rank=rank) for rank in range(len(peaks)))]
+    ax.set_yticks(range(len(names)), [text(names[0]), *names[1:]])
+    ax.invert_yaxis()
+    ax.grid(visible=False)
+    ax.set(xlim=(0, 76), xlabel=text("live at the peak, MB"))
+    drawn.course_alt = text(
+        "One device of {device} MB is stopped when it wants {wanted} MB. Under a budget of {budget} MB each, "
+        "the ranks peak at {peaks} MB.",
+        device=f"{device_bytes / 1e6:.0f}",
+        wanted=f"{wanted:.1f}",
+        budget=f"{run['budget_bytes'] / 1e6:.0f}",
+        peaks=listed([f"{peak / 1e6:.1f}" for peak in peaks]),
+    )
+    return shown_once(drawn)
+
+
+def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: float) -> "Figure":
+    """Seconds of a step's compute over the tokens of a rank, and of its traffic, which does not depend on them.
+
+    Args:
+        traffic: label -> seconds.
+        compute_a_token: seconds.
+        least: tokens from which the first traffic takes no longer than the compute.
+    """
+    drawn, ax = figure("Compute grows with a rank's tokens, traffic does not: long steps hide it", width=8.2)
+    most = 1.4 * least
+    ax.plot([0, most], [0, most * compute_a_token], color=COLORS["predicted"])
+    place = {"xytext": (-18, 0), "textcoords": "offset points"}
+    ax.annotate(text("compute"), (most, most * compute_a_token), **place, ha="right", va="center")
+    for (name, seconds), shade in zip(traffic.items(), (COLORS["measured"], "#AA3377", "#4477AA"), strict=False):
+        ax.plot([0, most], [seconds] * 2, color=shade, linestyle="--")
+        said = text("{name}: {seconds} s", name=text(name), seconds=f"{seconds:.1f}")
+        ax.annotate(said, (0, seconds), xytext=(6, 4), textcoords="offset points", color=shade)
+    ax.plot([least], [least * compute_a_token], "o", color=COLORS["measured"])
+    ax.set(xlim=(0, most), ylim=(0, None), xlabel=text("tokens of a rank in a step"), ylabel=text("seconds"))
+    drawn.course_alt = text(
+        "Traffic: {traffic}. Compute takes as long as the first of them from {tokens} tokens on.",
+        traffic=listed([text("{name}: {seconds} s", name=text(n), seconds=f"{s:.1f}") for n, s in traffic.items()]),
+        tokens=f"{least:,.0f}",
+    )
+    return shown_once(drawn)
+
+
 # Measured here --------------------------------------------------------------------------------------------------------
 
 
@@ -124,6 +239,18 @@ def symbolic_rank(mode: str, ranks: int) -> Taken:
     """What the course's step takes on one rank of so many, none of which is started."""
     task = task_of()
     return predict(task.make_model, lambda: task.part(0, ranks, 0), task.loss_sum, mode, ranks)
+
+
+@contextmanager
+def as_rank_of(ranks: int) -> Iterator[None]:
+    """This process as rank 0 of so many, whose collectives return at once: bytes are right, and values are not."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

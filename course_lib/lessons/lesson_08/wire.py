@@ -1,35 +1,115 @@
-"""Ranks within one process: collectives on lists, one tensor a rank, and Adam on a piece of the weights."""
+"""Ranks within one process: collectives on lists, one tensor a rank, and Adam on a piece; what a real wire carried."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+TENSOR_BYTES = 4_000_000  # of the tensor in the recorded collectives
+GIVEN_TIMES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # its tensor's bytes, as the page counts them
 
-class Wire:
-    """Collectives that take a list with one tensor a rank, and give such a list.
+#: ranks -> what -> bytes a rank and step, by `course_lib.lessons.lesson_08.carried`: torch 2.13.0, gloo, November 2026.
+RECORDED: Mapping[int, Mapping[str, int]] = {
+    2: {
+        "ddp": 27_543_722,
+        "zero1": 41_318_593,
+        "fsdp-keep": 41_310_723,
+        "fsdp": 53_968_914,
+        "fsdp-bf16": 40_758_814,
+        "all_reduce": 4_004_802,
+        "reduce_scatter": 4_009_132,
+        "all_gather": 2_002_414,
+    },
+    4: {
+        "ddp": 41_368_448,
+        "zero1": 61_987_740,
+        "fsdp-keep": 61_994_208,
+        "fsdp": 80_981_279,
+        "fsdp-bf16": 61_175_489,
+        "hsdp": 67_757_818,
+        "all_reduce": 6_008_878,
+        "reduce_scatter": 6_009_154,
+        "all_gather": 3_004_748,
+    },
+}
 
-    Attributes:
-        sent_bytes: of one rank so far, as `course_lib.distributed.Communicated` counts.
-    """
+
+class _Counted:
+    """Counts what is given to collectives, out of reach of whoever holds the wire."""
 
     def __init__(self) -> None:
-        self.sent_bytes = 0
+        self.__given: list[int] = []
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of one rank so far, as `course_lib.distributed.Communicated` counts: of whole tensors."""
+        return sum(self.__given)
+
+    def _give(self, tensor: Tensor) -> None:
+        self.__given.append(tensor.nbytes)
+
+
+class Wire(_Counted):
+    """Collectives that take a list with one tensor a rank, and give such a list."""
 
     def reduce_scatter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sum of all tensors, cut: rank r gets the r-th piece."""
-        self.sent_bytes += tensors[0].nbytes
+        self._give(tensors[0])
         return [piece.clone() for piece in torch.stack([*tensors]).sum(0).chunk(len(tensors))]
 
     def all_gather(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """All pieces, one behind the other: each rank gets the whole."""
         whole = torch.cat([*pieces])
-        self.sent_bytes += whole.nbytes
+        self._give(whole)
         return [whole.clone() for _ in pieces]
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sum of all tensors, whole, on each rank: a reduce-scatter, then an all-gather."""
         return self.all_gather(self.reduce_scatter(tensors))
+
+
+class RankWire(_Counted):
+    """Collectives as one rank calls them: what it gives goes in, and what all ranks make of it comes out.
+
+    Args:
+        rank: whose wire it is.
+        pieces: a weight's, one a rank, cut along the first dimension; this rank's own goes by what it gives.
+        gradients: of the whole weight, one a rank; likewise.
+    """
+
+    def __init__(self, rank: int, pieces: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._rank, self._pieces, self._ranks = rank, [*pieces], len(pieces)
+        self._others = sum(each for r, each in enumerate(gradients) if r != rank)
+
+    def all_gather(self, piece: Tensor) -> Tensor:
+        """All pieces, one behind the other."""
+        own = self._pieces[self._rank]
+        if piece.shape != own.shape:
+            shapes = tuple(piece.shape), tuple(own.shape)
+            raise ValueError(f"piece is {shapes[0]}; all_gather takes this rank's, {shapes[1]}")
+        whole = torch.cat([piece if r == self._rank else each for r, each in enumerate(self._pieces)])
+        self._give(whole)
+        return whole.detach()
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """This rank's piece of the sum over all ranks."""
+        total = self._sum(tensor)
+        self._give(total)
+        return total.chunk(self._ranks)[self._rank].clone()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, whole: a reduce-scatter, then an all-gather."""
+        total = self._sum(tensor)
+        self._give(total)
+        self._give(total)
+        return total
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        if tensor.shape != self._others.shape:
+            shapes = tuple(tensor.shape), tuple(self._others.shape)
+            raise ValueError(f"tensor is {shapes[0]}; all ranks give the whole gradient, {shapes[1]}")
+        return tensor.detach() + self._others
 
 
 class Adam:

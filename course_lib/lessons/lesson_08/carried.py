@@ -1,0 +1,174 @@
+"""What a wire carries: bytes on the loopback interface of a network namespace with nothing else in it. Linux only.
+
+    python -m course_lib.lessons.lesson_08.carried --ranks 2
+    python -m course_lib.lessons.lesson_08.carried --ranks 4 --what hsdp,reduce_scatter
+
+No meter looks on, and nothing is taken from a collective's meaning: the kernel counts what the ranks' sockets send,
+headers and acknowledgements too. It takes `unshare`, and a kernel that lets everybody make namespaces.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from course_lib.distributed import MODES, Trainer, task_of
+
+from .wire import TENSOR_BYTES
+
+STEPS, WARM_UP = 4, 2  # the first step makes Adam's state, the second DDP's buckets
+COLLECTIVES: dict[str, Callable[[Tensor, Tensor], object]] = {  # of (a whole tensor, a rank's part of it)
+    "all_reduce": lambda whole, part: dist.all_reduce(whole),
+    "reduce_scatter": lambda whole, part: dist.reduce_scatter_tensor(part, whole),
+    "all_gather": lambda whole, part: dist.all_gather_into_tensor(whole, part),
+}
+PORT = 29500  # free: there are no other processes
+WHAT = ("ddp", "zero1", "fsdp-keep", "fsdp", "fsdp-bf16", "hsdp", *COLLECTIVES)
+KNOWN = tuple(dict.fromkeys([*MODES, *WHAT]))
+
+_MODULE = "course_lib.lessons.lesson_08.carried"
+_EMPTY = ["unshare", "--map-root-user", "--net"]
+_GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1  # SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP of <linux/if.h>
+
+
+def carried(ranks: int, what: Sequence[str] = tuple(COLLECTIVES)) -> dict[str, int]:
+    """Bytes that a rank sends in a step of the course's decoder, or in a collective of a tensor of 4 MB.
+
+    Args:
+        what: some of `KNOWN`.
+
+    Raises:
+        RuntimeError: no such namespace can be made here, or the run failed; with what was said.
+    """
+    command = [*_EMPTY, sys.executable, "-m", _MODULE, "--ranks", str(ranks), "--what", ",".join(what), "--inside"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_JIT": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    except FileNotFoundError as error:
+        raise RuntimeError(f"no empty network namespace can be made here: {error}") from None
+    if ran.returncode:
+        raise RuntimeError(f"no bytes were counted: {ran.stderr.strip()[-2000:]}")
+    return json.loads(next(line for line in ran.stdout.splitlines() if line.startswith("{")))
+
+
+def _bring_up_loopback() -> None:
+    """The interface of a new namespace is down."""
+    import fcntl  # not on Windows
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        asked = struct.pack("16sh", b"lo", 0)
+        name, flags = struct.unpack("16sh", fcntl.ioctl(any_socket, _GET_FLAGS, asked))
+        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sh", name, flags | _UP))
+
+
+def _sent_so_far() -> int:
+    with open("/proc/self/net/dev") as file:
+        line = next(line for line in file if line.strip().startswith("lo:"))
+    return int(line.partition(":")[2].split()[8])
+
+
+def _count(run: Callable[[int], object]) -> int:
+    """Bytes a rank and run, the mean of some that are alike."""
+    for step in range(WARM_UP):
+        run(step)
+    dist.barrier()
+    before = _sent_so_far()
+    dist.barrier()
+    for step in range(WARM_UP, WARM_UP + STEPS):
+        run(step)
+    dist.barrier()
+    return round((_sent_so_far() - before) / STEPS / dist.get_world_size())
+
+
+def _collective(name: str) -> Callable[[int], object]:
+    whole = torch.zeros(TENSOR_BYTES // 4)
+    part = torch.zeros(len(whole) // dist.get_world_size())
+    return lambda step: COLLECTIVES[name](whole, part)
+
+
+def _mode(name: str) -> Callable[[int], object]:
+    task, ranks, rank = task_of(), dist.get_world_size(), dist.get_rank()
+    trainer = Trainer(name, task.make_model(), task.loss_sum)
+    return lambda step: trainer(task.part(step, ranks, rank))
+
+
+def _hybrid(_: str) -> Callable[[int], object]:
+    """FSDP2 within each half of the ranks, DDP between the halves."""
+    task, ranks, rank = task_of(), dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    model = task.make_model()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step(number: int) -> None:
+        loss, tokens = task.loss_sum(model, task.part(number, ranks, rank))
+        (loss / tokens).backward()
+        adam.step()
+        adam.zero_grad()
+        if number == WARM_UP + STEPS - 1:
+            mean = loss.detach() / tokens / ranks
+            dist.all_reduce(mean)
+            if rank == 0:
+                print(f"hsdp: loss {mean.item():.6f} in step {number + 1}", file=sys.stderr, flush=True)
+
+    return step
+
+
+def _run_of(name: str) -> Callable[[int], object]:
+    made = _collective if name in COLLECTIVES else _hybrid if name == "hsdp" else _mode
+    return made(name)
+
+
+def _rank(rank: int, ranks: int, what: Sequence[str], told: Connection) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{PORT}", rank=rank, world_size=ranks)
+    counts = {name: _count(_run_of(name)) for name in what}
+    dist.destroy_process_group()
+    if rank == 0:
+        told.send(counts)
+
+
+def _inside(ranks: int, what: Sequence[str]) -> dict[str, int]:
+    """Fork the ranks, so that all is imported once; in a namespace that nobody else is in."""
+    _bring_up_loopback()
+    forked = multiprocessing.get_context("fork")
+    heard, told = forked.Pipe(duplex=False)
+    processes = [forked.Process(target=_rank, args=(rank, ranks, what, told)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    told.close()  # so that the end is heard where all ranks have failed
+    try:
+        return heard.recv()
+    finally:
+        for process in processes:
+            process.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--what", default=",".join(WHAT), help="with commas between; default %(default)s")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # the namespace is made
+    given = parser.parse_args()
+    what = given.what.split(",")
+    for name in what:
+        if name not in KNOWN:
+            parser.error(f"--what is {name!r}; it takes some of {', '.join(KNOWN)}")
+    print(json.dumps((_inside if given.inside else carried)(given.ranks, what)))
+
+
+if __name__ == "__main__":
+    main()
