@@ -1,0 +1,366 @@
+"""The exercises of lesson 04."""
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+from course_lib.offload import SimulatedDevice, Store
+from course_lib.teaching import Verdict, expect_number, text
+from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
+
+from .simulated import clock
+
+# The time of a step ---------------------------------------------------------------------------------------------------
+
+Case = tuple[int, float, float, float, int]  # L, f, g, c, p
+
+
+def _step_time(layers: int, f: float, g: float, c: float, p: int) -> float:
+    backward = {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)}[p]
+    return layers * max(f, 2 * c) + layers * backward - f
+
+
+def _one_copy(layers: int, f: float, g: float, c: float, p: int) -> float:
+    return layers * max(f, c) + layers * (g + c if p == 0 else max(g, c))
+
+
+#: What is said of a thought that goes wrong, and that thought as a formula.
+_THOUGHTS: dict[str, Callable[..., float]] = {
+    "That is the step without copies.": lambda layers, f, g, c, p: layers * (f + g),
+    "The longer of all products and all copies: so it is if everything is ready at once. Backward waits for copies.": (
+        lambda layers, f, g, c, p: max(layers * (f + g), 4 * layers * c)
+    ),
+    "So it is for p = 2. With p = 0 or 1, backward waits for copies, however fast the link is.": (
+        lambda layers, f, g, c, p: _step_time(layers, f, g, c, 2)
+    ),
+    "So it is for p = 0. With p = 2 both copies for the next product run beside this one.": (
+        lambda layers, f, g, c, p: _step_time(layers, f, g, c, 0)
+    ),
+    "A layer saves two storages: the Linear's input and GELU's. Each goes down, and comes up.": _one_copy,
+    "Forward does not wait for copies down: they run beside its products, and the longer counts.": (
+        lambda layers, f, g, c, p: _step_time(layers, f, g, c, p) + layers * min(f, 2 * c)
+    ),
+    "Backward has a time of its own, g a layer.": (lambda layers, f, g, c, p: _step_time(layers, f, f, c, p)),
+    "That is backward alone.": (lambda layers, f, g, c, p: _step_time(layers, f, g, c, p) - layers * max(f, 2 * c)),
+}
+
+
+@exercise(
+    hint=(
+        "Forward and backward apart, a layer at a time: what runs side by side, and what is waited for?",
+        "Forward: `max(f, 2 * c)` a layer. Backward: with p = 0 two copies are waited for, then g; with p = 1 one of "
+        "the two runs beside the product; with p = 2 both do.",
+    )
+)
+def check_step_time(function: Any) -> Verdict:
+    """`step_time(L, f, g, c, p)`, seconds of forward and backward: within 8 % of the clock, for p = 0, 1, 2."""
+    on_the_clock = {(16, 1.0, 2.0, c, p): clock(16, c, p) for c in (0.25, 0.5, 1.0, 2.0) for p in (0, 1, 2)}
+    # So many layers that the ends take nothing; and backward is not twice forward.
+    long = [(999, 2.0, 7.0, c, p) for c in (0.5, 2.5, 6.0) for p in (0, 1, 2)]
+    wanted = on_the_clock | {case: _step_time(*case) for case in long}
+    given = {case: function(*case) for case in wanted}
+    if any(value is None or value is ... for value in given.values()):
+        return not_answered()
+    for case, seconds in wanted.items():
+        verdict = expect_number(given[case], seconds, tolerance=0.08)
+        if not verdict:
+            return verdict if verdict.exact else wrong(_thought(given) or _at(case, given[case], seconds))
+    worst = max(abs(float(given[case]) / seconds - 1) for case, seconds in on_the_clock.items())
+    return right(text("Right: at most {worst:.1%} from the clock, on four links, for p = 0, 1 and 2.", worst=worst))
+
+
+def _thought(given: Mapping[Case, Any]) -> str | None:
+    """What is said of the thought that gives these numbers, with or without what the first layer need not do."""
+    for said, formula in _THOUGHTS.items():
+        if all(expect_number(value, formula(*case), tolerance=0.04) for case, value in given.items()):
+            return text("Not yet. {reason}", reason=said)
+    return None
+
+
+def _at(case: Case, given: Any, seconds: float) -> str:
+    layers, f, g, c, p = case
+    values = {"L": layers, "f": f, "g": g, "c": c, "p": p, "given": float(given), "seconds": seconds}
+    return text("For L = {L}, f = {f}, g = {g}, c = {c}, p = {p}: {seconds:.1f}, yours {given:.1f}.", **values)
+
+
+# Hooks ----------------------------------------------------------------------------------------------------------------
+
+
+class _Below(Store):
+    """A tier below whose copies are complete at once, and which knows what was given to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[int] = []
+
+    def write(self, room: Any, data: Tensor) -> Callable[[], None]:
+        self.addresses.append(data.data_ptr())
+        with _disable_current_modes():
+            room.place = data.clone()
+        return lambda: None
+
+    def read(self, room: Any, data: Tensor) -> Callable[[], None]:
+        data.copy_(room.place)
+        return lambda: None
+
+
+@exercise(
+    hint=(
+        "`pack` gives a room and how the tensor lies in its storage; `unpack` makes that view of what comes up.",
+        "`rooms[storage] = store.put(whole(tensor))` where `storage` is not in `rooms` yet; return that room with the "
+        "shape, the stride and the offset. Back: `room.get()().as_strided(shape, stride, offset)`.",
+    )
+)
+def check_offloading(function: Any) -> Verdict:
+    """`offloading(store, stay)`: hooks by which each storage moves once, no parameter does, and all is let go."""
+    linear = nn.Linear(128, 128)
+    x = torch.linspace(-1, 1, 128 * 128).view(128, 128).requires_grad_()
+    uneven, seen = torch.linspace(-1, 2, 128 * 128).view(128, 128), []
+
+    def run(context: Any) -> Tensor:
+        with context:
+            y = x * 2
+            sine, turned = y.sin(), y.t().exp()  # y once more, another way round
+            z = linear(sine)
+            for _ in range(3):
+                z = z.tanh()  # memory that is let go of is used again here
+            part = turned[1:, ::2].square().sum()
+            seen[:] = [weakref.ref(each.untyped_storage()) for each in (y, sine, turned)]
+            return z.cos() * part
+
+    kept: list[Tensor] = []
+    run(saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor))
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept}
+    parameters = {each.untyped_storage().data_ptr() for each in linear.parameters()}
+    least = [each for address, each in storages.items() if address not in parameters and each.nbytes() > 4]
+    wanted = torch.autograd.grad(run(torch.enable_grad()), (x, *linear.parameters()), uneven)
+    kept.clear()
+    store, stay = _Below(), {each.untyped_storage() for each in linear.parameters()}
+    context = function(store, stay)
+    if context is None or context is ...:
+        return not_answered()
+    out = run(context)
+    gc.collect()  # the answer's own objects may refer to each other
+    held, large = sum(each() is not None for each in seen), len(least)
+    moved = len(store.addresses)
+    _moved(moved, store, parameters)
+    out.backward(uneven)
+    found = (x.grad, *(each.grad for each in linear.parameters()))
+    equal = all(a is not None and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    if not equal and store.stats.bytes_down < sum(each.nbytes() for each in least):
+        raise Refused(
+            "Gradients are wrong, and too little has moved: an address is given out again once its storage is gone, "
+            "and the next one there is not the same. Ask for the storage itself.",
+            exact=True,
+        )
+    if not equal:
+        raise Refused("Gradients are wrong. A view has a shape, a stride and an offset of its own.")
+    if held:
+        said = "Gradients are equal, but {held} of 3 storages are still held after forward: nothing is freed."
+        return wrong(text(said, held=held), hint=_RETURN_THE_ROOM)
+    if store.stats.bytes_down > sum(each.nbytes() for each in least) + 64:
+        said = "Right gradients, but {moved} copies went down of {large} storages: one that is saved twice moves once."
+        return wrong(text(said, moved=moved, large=large), exact=True)
+    del out
+    gc.collect()
+    if store.used_bytes:
+        said = "After backward {count:,} bytes are still below: the rooms are held by something of yours."
+        return wrong(text(said, count=store.used_bytes), exact=True)
+    return right(text("Right: {large} storages moved, once each; equal gradients; all was let go.", large=large))
+
+
+def _moved(moved: int, store: _Below, parameters: set[int]) -> None:
+    if not moved:
+        raise Refused("Nothing has moved; the graph keeps everything.")
+    if parameters & set(store.addresses):
+        raise Refused(
+            "A parameter has moved. It stays with the model anyway, so that moving it frees nothing.", exact=True
+        )
+
+
+_RETURN_THE_ROOM = (
+    "What `pack` returns stays in the graph: return the room and three things about the view, and keep the tensor, "
+    "or its storage, nowhere else."
+)
+
+
+# Waits ----------------------------------------------------------------------------------------------------------------
+
+
+class _Watched(SimulatedDevice):
+    """A device that counts for what the host has waited, and what was copied."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.finished = self.copied = 0
+
+    def finish(self, event: Any) -> None:
+        self.finished += 1
+        super().finish(event)
+
+    def transfer(self, target: Tensor, source: Tensor) -> None:
+        self.copied += 1
+        super().transfer(target, source)
+
+
+#: The programs: what is wrong without its wait, and how often the host waits in it, `tolist` included.
+_PROGRAMS = {
+    "read": ("The host reads while the copy is still on its way.", 2),
+    "use": ("The product reads memory that the copy has not reached yet.", 0),
+    "let_go": ("The memory is used again while the copy still reads it.", 2),
+}
+
+
+@exercise(
+    hint=(
+        "Who uses something before it is complete: the host, the compute stream, or what gets the memory next?",
+        "The host waits by `device.finish(copied)`, the current stream by `device.wait(copied)`. Before which line?",
+    )
+)
+def check_waits(functions: Any) -> Verdict:
+    """Three programs, each with the wait that it lacked: no race, right numbers, and the host waits no oftener."""
+    if not isinstance(functions, tuple | list) or len(functions) != len(_PROGRAMS):
+        return wrong("Give the three functions: `(read, use, let_go)`.", exact=True)
+    for name, function in zip(_PROGRAMS, functions, strict=True):
+        for mode in ({}, {"late": True}, {"early": True}):
+            problem = _problem(name, function, mode)
+            if problem is not None:
+                said = text("{name}: {problem}", name=f"`{name}`", problem=problem)
+                return wrong(said, exact=problem == _HOST_WAITS)
+    return right("Right: no race and right numbers, whatever runs late or early; and the host waits only to read.")
+
+
+_HOST_WAITS = "Right numbers, but the host waits, and can give no more work meanwhile. Let the stream wait."
+
+
+def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
+    """What is wrong with a program in a mode of the device, None if nothing is."""
+    unordered, waits = _PROGRAMS[name]
+    numbers = torch.linspace(-1, 2, 1000)
+    with _Watched(**mode) as device:
+        if name == "use":
+            given = device.pinned(numbers.shape, numbers.dtype).copy_(numbers)
+        else:
+            given = device.move(numbers)
+        device.finished = device.copied = 0
+        before, made = device.live_bytes, len(device.samples)
+        try:
+            found = function(device, given)
+            finished, copied, made = device.finished, device.copied, len(device.samples) - made
+            above = device.peak_bytes - before
+            if isinstance(found, Tensor) and name == "use":
+                host = device.pinned(found.shape, found.dtype)
+                device.finish(device.copy(host, found, "down"))
+                found = host.tolist()
+            races = list(device.races)
+        finally:
+            device.races.clear()
+    if found is None or found is ...:
+        raise NotImplementedError
+    if not copied:
+        return "nothing is copied."
+    if name == "let_go" and (made < 2 or above >= 2 * numbers.nbytes):
+        return "y goes, and what comes next takes its memory: so it was, and so it stays."
+    if races:
+        return unordered
+    if not isinstance(found, list) or found != (numbers * 2).tolist():
+        return "the numbers are wrong."
+    return _HOST_WAITS if finished > waits else None
+
+
+# The decoder ----------------------------------------------------------------------------------------------------------
+
+INPUT = 1_048_576  # bytes, 8 * 128 * 256 numbers
+
+
+@exercise(
+    hint=(
+        "Count in storages of the size of a layer's input. Which of them are there when forward ends?",
+        "Plain: 8 · 20 and two behind the layers, and the log-probabilities; the last p + 1 storages stay. With "
+        "checkpoints: 8 in place of 8 · 20.",
+    )
+)
+def check_moved(function: Any) -> Verdict:
+    """`moved(p, checkpointed)`: bytes that the course's decoder sends down in a step, for p = 0, 1, 2."""
+    for checkpointed in (False, True):
+        for p in (0, 1, 2):
+            given = function(p, checkpointed)
+            if given is None or given is ...:
+                return not_answered()
+            layers = 8 if checkpointed else 160
+            verdict = expect_number(
+                given,
+                (layers + 2 - p) * INPUT,
+                wrong_answers={
+                    (layers + 10) * INPUT: "The last p + 1 storages stay: backward needs them first.",
+                    (layers + 10 - p) * INPUT: "The log-probabilities are saved last, so they are the first to stay.",
+                    (layers + 10 - p - 1) * INPUT: (
+                        "Storages stay, not megabytes: the log-probabilities are one of the p + 1."
+                    ),
+                    (layers + 1 - p) * INPUT: "p + 1 stay, and the log-probabilities are one of them.",
+                    layers * INPUT: "Two storages behind the layers are saved too, and p of them stay.",
+                    (layers - p)
+                    * INPUT: "Two storages behind the layers are saved too: the last norm's and the head's.",
+                    2 * (layers + 2 - p) * INPUT: "Downward only: what comes up is the same once more.",
+                    (162 - p) * INPUT: "A checkpoint keeps its layer's input alone: 1 in place of 20.",
+                    (10 - p) * INPUT: "Without checkpoints a layer has 20 such storages' bytes.",
+                    8 * 20_987_904 + (2 - p) * INPUT: (
+                        "The statistics of the two norms, 16,384 bytes a layer, are too small to be moved."
+                    ),
+                },
+            )
+            if not verdict:
+                how = "with checkpoints" if checkpointed else "without checkpoints"
+                said = text("p = {p}, {how}: {message}", p=p, how=text(how), message=verdict.message)
+                return replace(verdict, message=said)
+    return right("Right, for p = 0, 1 and 2, with checkpoints and without.")
+
+
+# Pages of the optimizer's state ---------------------------------------------------------------------------------------
+
+#: Page in MiB -> the peak of `step()` for the course's decoder; a test measures it again.
+STEP_PEAKS = {32: 114_205_072, 16: 103_682_448, 8: 76_304_784, 4: 67_108_240}
+
+
+@exercise(
+    hint=(
+        "What is there whatever the page is? And how many pages are there at once, in a step that reads ahead?",
+        "4 bytes of weight and 4 of gradient a parameter; three pages, one read, one updated, one written; and there "
+        "is no more state than 8 bytes a parameter.",
+    )
+)
+def check_peak_in_step(function: Any) -> Verdict:
+    """`peak_in_step(parameters, page_bytes)`, all state below: within 6 % of what was measured."""
+    cases = {(6_875_648, mib << 20): peak for mib, peak in STEP_PEAKS.items()}
+    cases |= {(n, page): 8 * n + 3 * page for n, page in ((50_000_000, 16 << 20), (7_000_000_000, 1 << 30))}
+    for (n, page), peak in cases.items():
+        given = function(n, page)
+        if given is None or given is ...:
+            return not_answered()
+        verdict = expect_number(
+            given,
+            peak,
+            tolerance=0.06 if n == 6_875_648 else 0.001,
+            wrong_answers={
+                8 * n + page: "One page is updated; meanwhile the next one is read and the last one written.",
+                8 * n + 2 * page: "Three pages: one is read, one updated, one written.",
+                4 * n + 3 * page: "The gradients are there too: 4 bytes a parameter.",
+                3 * page: "Weights and gradients are there, 8 bytes a parameter.",
+                16 * n + 3 * page: "The state is below, but for its pages.",
+                8 * n + 3 * page: "There is no more state than 8 bytes a parameter, however large the page.",
+                12 * n: "Not one of the two moments comes back at a time: pages hold both.",
+                8 * n: "State comes back to be updated, in pages.",
+            },
+        )
+        if not verdict:
+            said = text("{n:,} parameters, pages of {page:,} bytes: {message}", n=n, page=page,
+                        message=verdict.message)  # fmt: skip
+            return replace(verdict, message=said)
+    return right("Right: weights, gradients and three pages, or all the state where pages are large.")
