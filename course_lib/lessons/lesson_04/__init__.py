@@ -113,16 +113,16 @@ OLDER_CLAIMS = (
 
 
 def figures_of_claims(
-    steps: Mapping[tuple[bool, int | None], Any], times: Sequence[float], read: Sequence[list[float]]
+    steps: Mapping[tuple[bool, int | None], tuple[Any, int]], times: Sequence[float], read: Sequence[list[float]]
 ) -> list[str]:
     """What was found for each of `CLAIMS`.
 
     Args:
-        steps: (checkpointed, p) -> a step's `peak_bytes` and `bytes_down`; those of p = 1.
+        steps: (checkpointed, p) -> a step's meter and its bytes down; those of p = 1 are shown.
         times: of plain at the threshold, for p = 0, 1, 2.
         read: numbers that the host read at once, and after it had waited.
     """
-    alone, both = steps[False, 1], steps[True, 1]
+    (alone, down), (both, less) = steps[False, 1], steps[True, 1]
     plain = RECORDED[None, 0, False].seconds
     decoder = [RECORDED[key].seconds / plain for key in ((None, 0, True), (20e9, 2, False), (2e9, 2, False))]
     return [
@@ -130,8 +130,8 @@ def figures_of_claims(
             "{alone} / {both} MB; {down} / {less} MB down",
             alone=f"{alone.peak_bytes / 1e6:.1f}",
             both=f"{both.peak_bytes / 1e6:.1f}",
-            down=f"{alone.bytes_down / 1e6:.1f}",
-            less=f"{both.bytes_down / 1e6:.1f}",
+            down=f"{down / 1e6:.1f}",
+            less=f"{less / 1e6:.1f}",
         ),
         " / ".join(f"{each:.2f}" for each in times),
         " / ".join(f"{each:.2f}" for each in decoder),

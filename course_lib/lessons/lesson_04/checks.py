@@ -306,8 +306,7 @@ def check_moved(function: Any) -> Verdict:
                     ),
                     (layers + 1 - p) * INPUT: "p + 1 stay, and the log-probabilities are one of them.",
                     layers * INPUT: "Two storages behind the layers are saved too, and p of them stay.",
-                    (layers - p)
-                    * INPUT: "Two storages behind the layers are saved too: the last norm's and the head's.",
+                    (layers - p) * INPUT: "Behind the layers two are saved too: the last norm's and the head's.",
                     2 * (layers + 2 - p) * INPUT: "Downward only: what comes up is the same once more.",
                     (162 - p) * INPUT: "A checkpoint keeps its layer's input alone: 1 in place of 20.",
                     (10 - p) * INPUT: "Without checkpoints a layer has 20 such storages' bytes.",

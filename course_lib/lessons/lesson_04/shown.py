@@ -99,7 +99,7 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
     return shown_once(drawn)
 
 
-#: (lane, start, length, label) of a storage's way, and (from, to) of what waits for what.
+#: (lane, start, length, label) of what is done with one storage.
 _BOXES = (
     (0, 0.0, 1.6, "make"),
     (1, 1.9, 2.6, "copy down"),
@@ -121,7 +121,9 @@ def draw_order() -> "Figure":
         ax.broken_barh([(start, length)], (-lane - 0.35, 0.7), color=LANE_COLORS[kinds[lane]])
         color = "black" if light else "white"
         ax.text(start + length / 2, -lane, text(label), ha="center", va="center", color=color, fontsize=9)
-    for (lane, start, length, _), (to, begin, *_) in [*zip(_BOXES, _BOXES[1:], strict=False), (_BOXES[1], _HOST)]:
+    boxes = (*_BOXES, _HOST)
+    for before, after in ((0, 1), (1, 2), (1, 5), (1, 3), (3, 4)):
+        (lane, start, length, _), (to, begin, *_) = boxes[before], boxes[after]
         arrow = {"arrowstyle": "->", "color": "#222222", "linewidth": 1.3}
         ax.annotate("", (begin, -to), xytext=(start + length, -lane), arrowprops=arrow)
     ax.set_yticks([0, -1, -2, -3], [text(name) for name in ("compute", "copies down", "copies up", "host")])
