@@ -48,19 +48,18 @@ language()
 # %%
 import inspect
 from contextlib import nullcontext
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.lessons import lesson_04, what_you_may_have_read
 from course_lib.lessons.ledger import ledger
 from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, deep_mlp, random_tokens
-from course_lib.offload import DiskStore, HostStore, OffloadedOptimizer, SimulatedDevice
-from course_lib.offload import offload_activations
+from course_lib.offload import DiskStore, HostStore, SimulatedDevice, offload_activations
 from course_lib.teaching import predictions, table, text, timelines
 
 # %% [markdown]
@@ -231,12 +230,11 @@ lesson_04.draw_times(step_time, clock)
 # %% slide="result"
 device, began, _ = step_on_device(None, threshold)
 plain, rows, times = device.seconds - began, [], {}
-for in_flight in (1, 2):
-    for p in (0, 1, 2):
-        device, began, held = step_on_device(p, threshold, in_flight)
-        times[in_flight, p] = (device.seconds - began) / plain
-        above = (device.peak_bytes - held) / B
-        rows.append((in_flight, p, round(times[in_flight, p], 3), round(above, 2)))
+for ahead, in_flight in ((0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (2, 2)):
+    device, began, held = step_on_device(ahead, threshold, in_flight)
+    times[ahead, in_flight] = (device.seconds - began) / plain
+    above = (device.peak_bytes - held) / B
+    rows.append((in_flight, ahead, round(times[ahead, in_flight], 3), round(above, 2)))
 table(["in flight", "fetched ahead, p", "time of plain", "peak above, in B"], rows)
 
 # %% [markdown]
@@ -275,24 +273,17 @@ table(["in flight", "fetched ahead, p", "time of plain", "peak above, in B"], ro
 #
 # </div>
 
-
-# %%
-def whole(tensor):  # all of its storage, in one row
-    count = tensor.untyped_storage().nbytes() // tensor.itemsize
-    return tensor.detach().as_strided((count,), (1,), 0)
-
-
 # %% [markdown]
 # <div lang="en">
 #
-# A `store` is the tier below. `room = store.put(row)` sends a row of numbers down; `room.get()()` is a new row, brought back; and when nobody holds the room any more, its bytes below are free. `rooms` forgets a storage that is gone. (Why not its address? It is given out again, to the next tensor.) `stay` is a set of storages.
+# A `store` is the tier below. `whole(tensor)` is its whole storage as a row of numbers; `room = store.put(row)` sends a row down; `room.get()()` is a new row, brought back; and when nobody holds the room any more, its bytes below are free. `rooms` forgets a storage that is gone. (Why not its address? It is given out again, to the next tensor.) `stay` is a set of storages.
 #
 # **Exercise 2.** Fill in the two hooks. `pack` returns what the graph shall keep; `unpack` gets that, and returns the tensor: `row.as_strided(shape, stride, offset)`.
 #
 # </div>
 # <div lang="zh">
 #
-# `store` 就是下层存储。`room = store.put(row)` 把一行数送下去；`room.get()()` 取回来，得到新的一行；再没有谁持有 `room` 时，它在下层占的字节就空出来了。`rooms` 会自动忘掉已经不在的存储区。（为什么不记地址？地址会再分给下一个张量。）`stay` 是一组存储区。
+# `store` 就是下层存储。`whole(tensor)` 把它的整份存储区排成一行数；`room = store.put(row)` 把一行数送下去；`room.get()()` 取回来，得到新的一行；再没有谁持有 `room` 时，它在下层占的字节就空出来了。`rooms` 会自动忘掉已经不在的存储区。（为什么不记地址？地址会再分给下一个张量。）`stay` 是一组存储区。
 #
 # **练习 2。** 写出两个钩子。`pack` 返回计算图该留下的东西；`unpack` 拿到它，返回张量：`row.as_strided(shape, stride, offset)`。
 #
@@ -300,6 +291,11 @@ def whole(tensor):  # all of its storage, in one row
 
 
 # %% minutes=14
+def whole(tensor):  # all of its storage, in one row
+    count = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((count,), (1,), 0)
+
+
 def offloading(store, stay):
     rooms = WeakKeyDictionary()  # storage → its room below
 
@@ -415,7 +411,9 @@ lesson_04.draw_order()
 
 # %%
 class Hasty(HostStore):  # what uses a copy down, or up, does not wait for it
-    missing = None
+    def __init__(self, missing):
+        super().__init__()
+        self.missing = missing
 
     def _copied(self, room, target, source, device, name):
         wait = super()._copied(room, target, source, device, name)
@@ -429,40 +427,27 @@ class Unordered(SimulatedDevice):  # a copy does not wait for what makes its sou
             return self.event()
 
 
-# %%
-def first_gradient(missing=None, **mode):
-    store, kind = Hasty(), Unordered if missing == "made" else SimulatedDevice
-    store.missing = missing
-    with kind(**mode) as device:
-        network = device.move(deep_mlp(depth=5, width=32))
-        x = device.move(torch.linspace(-1, 1, 32 * 32).view(32, 32))
-        with offload_activations(store, min_bytes=1, prefetch=1):
-            loss = network(x).square().sum()
-        loss.backward()
-        races = list(device.races)
-        device.races.clear()  # else leaving the block raises them
-    return network[0].weight.grad, races
-
-
 # %% slide="result"
-right, rows = first_gradient()[0], []
-slips = {"nothing": None, "made → copy down": "made"}
-slips |= {"copy down → let go": "down", "copy up → use": "up"}
-for name, missing in slips.items():
-    found = [first_gradient(missing, **mode) for mode in ({}, {"late": True}, {"early": True})]
+slips = {"nothing": (SimulatedDevice, None), "made → copy down": (Unordered, None)}
+slips |= {"copy down → let go": (SimulatedDevice, "down")}
+slips |= {"copy up → use": (SimulatedDevice, "up")}
+right, rows = lesson_04.first_gradient(SimulatedDevice, Hasty(None))[0], []
+for name, (kind, missing) in slips.items():
+    modes = ({}, {"late": True}, {"early": True})
+    found = [lesson_04.first_gradient(kind, Hasty(missing), **mode) for mode in modes]
     marks = ["✓" if torch.equal(gradient, right) else "✗" for gradient, _ in found]
-    rows.append((name, len(found[0][1]), *marks))
+    rows.append((name, found[0][1], *marks))
 table(["wait taken away", "races", "gradient, as it runs", "late", "early"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# As it runs the gradient is right in every row: that is how such a mistake gets into a release. diffusers' pull request 13502 is one: a `wait_stream` was missing where weights come up. Reduced to pure PyTorch, about 98 % of iterations gave wrong numbers on five GPUs of one make, and none with the wait; on most machines nothing is seen. The races are found in any mode. Three programs, each with one wait missing:
+# As it runs the gradient is right in every row: that is how such a mistake gets into a release. diffusers' pull request 13502 is one: a `wait_stream` was missing where weights come up. Reduced to pure PyTorch, about 98 % of iterations gave wrong numbers on five GPUs of one make, and none with the wait; on most machines nothing is seen. (`lesson_04.first_gradient` trains a small chain with `offload_activations`.) Three programs, each with one wait missing:
 #
 # </div>
 # <div lang="zh">
 #
-# 照常运行时，每一行的梯度都对：这样的错误正是这样混进发行版的。diffusers 的合并请求 13502 就是一例：权重从主机取回的地方少了一处 `wait_stream`。化简成纯 PyTorch 代码后，在同一型号的五块 GPU 上约有 98% 的迭代给出错误的数，补上等待后一次也没有；在多数机器上却什么也看不出来。竞争则不论哪种模式都能发现。下面三个程序，各少一处等待：
+# 照常运行时，每一行的梯度都对：这样的错误正是这样混进发行版的。diffusers 的合并请求 13502 就是一例：权重从主机取回的地方少了一处 `wait_stream`。化简成纯 PyTorch 代码后，在同一型号的五块 GPU 上约有 98% 的迭代给出错误的数，补上等待后一次也没有；在多数机器上却什么也看不出来。（`lesson_04.first_gradient` 用 `offload_activations` 训练一串小网络。）下面三个程序，各少一处等待：
 #
 # </div>
 
@@ -554,20 +539,8 @@ lesson_04.check_waits((read, use, let_go))
 #
 # </div>
 
-
 # %% slide="result"
-def read_late(wait):
-    with SimulatedDevice(late=True) as device:
-        y = device.move(torch.arange(4.0)) * 2
-        host, copied = started_down(device, y)
-        if wait:
-            device.finish(copied)
-        numbers = host.tolist()
-        device.races.clear()
-    return numbers
-
-
-numbers_read = [read_late(wait) for wait in (False, True)]
+numbers_read = [lesson_04.read_late(waits) for waits in (False, True)]
 numbers_read
 
 # %% [markdown] slide={"en": "The course's decoder: offload, or checkpoints, or both.\n\n**Guess first.** Which of the three peaks lowest? Which moves least?", "zh": "课程的解码器：卸载、检查点，或两者合用。\n\n**先猜**：三者之中谁的峰值最低？谁搬得最少？"}
@@ -631,8 +604,10 @@ def metered_step(checkpointed, p):  # the step of lesson 01; p = None: nothing i
 
 # %%
 steps = {(k, p): metered_step(k, p) for k in (False, True) for p in (None, 0, 1, 2)}
-names = {False: "offload, p = {p}", True: "both, p = {p}"}
-rows = [(text(names[k], p=p), moved(p, k), down) for (k, p), (_, down) in steps.items() if p is not None]
+names, rows = {False: "offload, p = {p}", True: "both, p = {p}"}, []
+for (k, p), (_, down) in steps.items():
+    if p is not None:
+        rows.append((text(names[k], p=p), moved(p, k), down))
 predictions(rows, unit="bytes")
 
 # %% [markdown]
@@ -648,15 +623,15 @@ predictions(rows, unit="bytes")
 # </div>
 
 # %% slide="result"
-arms = {"plain": (False, None), "offload": (False, 1), "checkpoint": (True, None)}
-arms["checkpoints and offload"] = (True, 1)
-meters = {name: steps[arm][0] for name, arm in arms.items()}
-rows = [(name, f"{meter.peak_bytes:,}", steps[arms[name]][1]) for name, meter in meters.items()]
+arms = {"plain": (False, None), "offload": (False, 1)}
+arms |= {"checkpoint": (True, None), "checkpoints and offload": (True, 1)}
+rows = [(name, f"{steps[arm][0].peak_bytes:,}", steps[arm][1]) for name, arm in arms.items()]
 table(["step", "peak, bytes", "bytes down"], rows)
 
 # %% slide="result"
-two = {name: meters[name] for name in ("offload", "checkpoints and offload")}
-timelines(two, title="A whole layer comes back at once: 9 MB higher than single tensors", panel_height=1.9)
+two = {name: steps[arms[name]][0] for name in ("offload", "checkpoints and offload")}
+title = "A whole layer comes back at once: 9 MB higher than single tensors"
+timelines(two, title=title, panel_height=1.9)
 
 # %% [markdown] slide={"en": "124.8 MB against 134.0: with checkpoints on top the peak is **higher**.\n\nAt the peak their inputs are gone anyway, and a whole layer is back.", "zh": "124.8 MB 对 134.0 MB：再加检查点，峰值反而**更高**。\n\n峰值那一刻，被搬走的输入反正不在了；而整整一层都回来了。"}
 # <div lang="en">
@@ -675,8 +650,8 @@ timelines(two, title="A whole layer comes back at once: 9 MB higher than single 
 # </div>
 
 # %% slide="result"
-live = {key: lesson_04.simulated_decoder(*key) for key in ((None,), (20e9, 2), (2e9, 2, True))}
-lesson_04.decoder_lanes(live)
+now = (None, 0, False), (20e9, 2, False), (2e9, 2, True)  # link, p, checkpointed
+lesson_04.decoder_lanes({lanes: lesson_04.simulated_decoder(*lanes) for lanes in now})
 
 # %% [markdown]
 # <div lang="en">
@@ -729,7 +704,11 @@ lesson_04.check_peak_in_step(peak_in_step)
 ### END SOLUTION
 
 
-# %%
+# %% slide="result"
+from course_lib.offload import OffloadedOptimizer
+
+
+@cache
 def step_peak(mib, fraction=1.0):
     decoder = make_decoder()
     adam = OffloadedOptimizer(decoder.parameters(), fraction=fraction, page_bytes=mib << 20)
@@ -741,9 +720,8 @@ def step_peak(mib, fraction=1.0):
     return meter.peak_bytes
 
 
-# %% slide="result"
-all_above = step_peak(16, fraction=0)
-lesson_04.draw_pages(peak_in_step, {mib: step_peak(mib) for mib in (1, 4, 8, 16, 32)}, all_above)
+measured = {mib: step_peak(mib) for mib in (1, 4, 8, 16, 32)}
+lesson_04.draw_pages(peak_in_step, measured, plain=step_peak(16, fraction=0))
 
 # %% [markdown]
 # <div lang="en">
@@ -776,8 +754,6 @@ lesson_04.draw_pages(peak_in_step, {mib: step_peak(mib) for mib in (1, 4, 8, 16,
 # </div>
 
 # %%
-from torch.autograd.graph import save_on_cpu
-
 all(map(torch.equal, expected, gradients(save_on_cpu())))  # on a GPU: pin_memory=True
 
 # %% [markdown]
@@ -825,7 +801,7 @@ all(map(torch.equal, expected, gradients(save_on_cpu())))  # on a GPU: pin_memor
 # </div>
 
 # %% slide="result"
-ahead = [times[2, p] for p in (0, 1, 2)]
+ahead = [times[p, 2] for p in (0, 1, 2)]
 what_you_may_have_read("04", *lesson_04.figures_of_claims(steps, ahead, numbers_read))
 
 # %% [markdown] slide={"en": "The same step of the same decoder, one technique a row.\n\nThree unlike techniques, and what is left is nearly the same. What is it?", "zh": "同一个解码器的同一步，一种技术一行。\n\n几种技术各不相同，剩下的却差不多。剩下的是什么？"}
@@ -962,6 +938,9 @@ table(["least h that hides", *columns], rows)
 
 
 # %%
+from torch import nn
+
+
 class Offload(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -1145,8 +1124,9 @@ weights = trained(torch.optim.AdamW)
 [all(map(torch.equal, weights, trained(OffloadedOptimizer, fraction=f))) for f in fractions]
 
 # %%
-sizes = (16, 4, 1)
-rows = [(f"{fraction}", *(f"{step_peak(mib, fraction) / 1e6:.1f}" for mib in sizes)) for fraction in (0, 0.5, 1.0)]
+sizes, rows = (16, 4, 1), []
+for fraction in (0, 0.5, 1.0):
+    rows.append((f"{fraction}", *(f"{step_peak(mib, fraction) / 1e6:.1f}" for mib in sizes)))
 columns = [text("pages of {mib} MiB", mib=mib) for mib in sizes]
 table(["fraction", *columns], rows)  # peak of the decoder's step, MB
 

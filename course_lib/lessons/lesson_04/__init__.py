@@ -16,7 +16,7 @@ from .checks import (
 )
 from .gpu import offloaded_activations, offloaded_optimizer, pinned_copies
 from .shown import draw_lanes, draw_order, draw_pages, draw_threshold, draw_tiers, draw_times
-from .simulated import RECORDED, Lanes, clock, decoder_lanes, simulated_decoder
+from .simulated import RECORDED, Lanes, clock, decoder_lanes, first_gradient, read_late, simulated_decoder
 
 __all__ = [
     "CLAIMS",
@@ -38,10 +38,12 @@ __all__ = [
     "draw_tiers",
     "draw_times",
     "figures_of_claims",
+    "first_gradient",
     "offloaded_activations",
     "offloaded_optimizer",
     "older_claims",
     "pinned_copies",
+    "read_late",
     "simulated_decoder",
 ]
 

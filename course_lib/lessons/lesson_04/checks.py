@@ -150,6 +150,8 @@ def check_offloading(function: Any) -> Verdict:
     gc.collect()  # the answer's own objects may refer to each other
     held, large = sum(each() is not None for each in seen), len(least)
     moved = len(store.addresses)
+    if not moved and held == len(seen):  # the cell as it came
+        return not_answered()
     _moved(moved, store, parameters)
     out.backward(uneven)
     found = (x.grad, *(each.grad for each in linear.parameters()))
@@ -178,7 +180,7 @@ def check_offloading(function: Any) -> Verdict:
 
 def _moved(moved: int, store: _Below, parameters: set[int]) -> None:
     if not moved:
-        raise Refused("Nothing has moved; the graph keeps everything.")
+        raise Refused("Nothing has moved into the store.")
     if parameters & set(store.addresses):
         raise Refused(
             "A parameter has moved. It stays with the model anyway, so that moving it frees nothing.", exact=True
@@ -228,13 +230,19 @@ def check_waits(functions: Any) -> Verdict:
     """Three programs, each with the wait that it lacked: no race, right numbers, and the host waits no oftener."""
     if not isinstance(functions, tuple | list) or len(functions) != len(_PROGRAMS):
         return wrong("Give the three functions: `(read, use, let_go)`.", exact=True)
-    for name, function in zip(_PROGRAMS, functions, strict=True):
-        for mode in ({}, {"late": True}, {"early": True}):
-            problem = _problem(name, function, mode)
-            if problem is not None:
-                said = text("{name}: {problem}", name=f"`{name}`", problem=problem)
-                return wrong(said, exact=problem == _HOST_WAITS)
+    found = {name: _in_all_modes(name, each) for name, each in zip(_PROGRAMS, functions, strict=True)}
+    if all(problem == unordered for problem, (unordered, _) in zip(found.values(), _PROGRAMS.values(), strict=True)):
+        return not_answered()
+    for name, problem in found.items():
+        if problem is not None:
+            said = text("{name}: {problem}", name=f"`{name}`", problem=problem)
+            return wrong(said, exact=problem == _HOST_WAITS)
     return right("Right: no race and right numbers, whatever runs late or early; and the host waits only to read.")
+
+
+def _in_all_modes(name: str, function: Any) -> str | None:
+    problems = (_problem(name, function, mode) for mode in ({}, {"late": True}, {"early": True}))
+    return next((problem for problem in problems if problem is not None), None)
 
 
 _HOST_WAITS = "Right numbers, but the host waits, and can give no more work meanwhile. Let the stream wait."

@@ -6,6 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.models import Decoder, deep_mlp, random_tokens
@@ -104,3 +105,35 @@ def decoder_lanes(live: Mapping[tuple, Lanes]) -> Table:
         above = f"{found.above_bytes / 1e6:.1f}"
         rows.append((name, link, NumberText(times), NumberText(above), run))
     return table(["step", "link", "time of plain", "peak above, MB", "run"], rows)
+
+
+def first_gradient(kind: type[SimulatedDevice], store: HostStore, **mode: bool) -> tuple[Tensor, int]:
+    """The first weight's gradient of a small chain whose activations go to `store`, and how many races were found.
+
+    Args:
+        kind: of device.
+        store: the tier below.
+        mode: `late` or `early`, or none of them.
+    """
+    with kind(**mode) as device:
+        network = device.move(deep_mlp(depth=5, width=32))
+        x = device.move(torch.linspace(-1, 1, 32 * 32).view(32, 32))
+        with offload_activations(store, min_bytes=1, prefetch=1):
+            loss = network(x).square().sum()
+        loss.backward()
+        races = len(device.races)
+        device.races.clear()  # else leaving the block raises them
+    return network[0].weight.grad, races
+
+
+def read_late(waits: bool) -> list[float]:
+    """What the host reads of 0, 2, 4, 6, where copies run as late as they may; `waits`: once the copy is complete."""
+    with SimulatedDevice(late=True) as device:
+        y = device.move(torch.arange(4.0)) * 2
+        host = device.pinned(y.shape, y.dtype)
+        copied = device.copy(host, y, "down")
+        if waits:
+            device.finish(copied)
+        numbers = host.tolist()
+        device.races.clear()
+    return numbers
