@@ -48,7 +48,6 @@ language()
 # %%
 import inspect
 from contextlib import nullcontext
-from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -124,7 +123,7 @@ links = {"NVMe": 7e9, "PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLi
 # </div>
 # <div lang="zh">
 #
-# `SimulatedDevice` 具备 GPU 所具备的：一条计算流，外加向下、向上各一个拷贝引擎。算子真的在本机运行；它的时钟则计 FLOPs 和链路上的字节。（GELU 没有矩阵乘法，所以不花时间。）
+# `SimulatedDevice` 具备 GPU 所具备的：一条计算流，外加写出（向下的拷贝）、读回（向上的拷贝）各一个引擎。算子真的在本机运行；它的时钟则计 FLOPs 和链路上的字节。（GELU 没有矩阵乘法，所以不花时间。）
 #
 # 网络是十六层 Linear 加 GELU，2000 行，宽 256，算力 $10^{12}$ FLOP/s。一层的前向要 $f$ 秒，反向 $g = 2 f$ 秒。它保存两份存储区（storage），各 $B$ = 2.048 MB：一份是 Linear 的输入，一份是 GELU 的输入。链路正好在阈值上：两次拷贝，每次 $c$ 秒，合起来就是一个 $f$。反向时提前取回 $p$ 份（`prefetch`，预取）。
 #
@@ -178,7 +177,7 @@ lesson_04.draw_lanes(runs)
 # </div>
 # <div lang="zh">
 #
-# 三种情形的前向都一样：向下的拷贝与它并行。反向里，$p$ = 0 时两条泳道轮流忙：轮到某个算子了，才开始取它要的那份，计算只好等。$p$ = 2 时，拷贝一次也没少，却从时钟上消失了。
+# 三种情形的前向都一样：写出与它并行。反向里，$p$ = 0 时两条泳道轮流忙：轮到某个算子了，才开始取它要的那份，计算只好等。$p$ = 2 时，拷贝一次也没少，却从时钟上消失了。
 #
 # 反向的次序是：一层先要 GELU 的存储区（不花时间），再要 Linear 的，然后做矩阵乘法（$g$）。某份存储区的取回，从使用它前面第 $p$ 份的那个算子开始时启动；$p$ = 0 就是轮到它自己时。同一条泳道上的拷贝一个接一个。
 #
@@ -223,7 +222,7 @@ lesson_04.draw_times(step_time, clock)
 #
 # 网络还是十六层（取得小，因为只有 $c$ 与 $f$ 之比起作用）。点落在你的线上，或略低一点：第一层之前没有拷贝，最后几份从不离开。
 #
-# 那么向下呢？同时可以有几次拷贝在路上，由 `in_flight` 决定：不另外指定时，CUDA 上是 2，CPU 上是 1。在阈值上，与不拷贝的一步相比的时间，以及比原先多占的字节：
+# 那么写出呢？同时可以有几次在路上，由 `in_flight` 决定：不另外指定时，CUDA 上是 2，CPU 上是 1。在阈值上，与不拷贝的一步相比的时间，以及比原先多占的字节：
 #
 # </div>
 
@@ -245,7 +244,7 @@ table(["in flight", "fetched ahead, p", "time of plain", "peak above, in B"], ro
 # </div>
 # <div lang="zh">
 #
-# 提前取回两份，掩盖向上；两次拷贝同时在路上，掩盖向下；缺一不可。只许一次拷贝在路上时，光前向就要 1.5 倍的时间：每层保存两份存储区，第二份得等第一份。每多提前一份，多占一个 $B$，与深度无关：掩盖就是用这个换来的。层数再多也不多占，所以这里无论几层，峰值都是 $(p + 4)\,B$。
+# 提前取回两份，掩盖读回；两次写出同时在路上，掩盖写出；缺一不可。只许一次在路上时，光前向就要 1.5 倍的时间：每层保存两份存储区，第二份得等第一份。每多提前一份，多占一个 $B$，与深度无关：掩盖就是用这个换来的。层数再多也不多占，所以这里无论几层，峰值都是 $(p + 4)\,B$。
 #
 # </div>
 
@@ -402,7 +401,7 @@ lesson_04.draw_order()
 # </div>
 # <div lang="zh">
 #
-# 每一处为什么要等？存储区还没**算好**，向下的拷贝不能读它。拷贝还没读完，它的内存不能**放手**：分配器立刻就会把它分给下一个张量。取回的还没到，谁也不能**用**。还在向下的路上的，**主机**不能读。
+# 每一处为什么要等？存储区还没**算好**，写出就不能开始。拷贝还没读完，它的内存不能**放手**：分配器立刻就会把它分给下一个张量。读回的还没到，谁也不能**用**。还没写出完的，**主机**不能读。
 #
 # 那就拿掉一处试试。设备会报告**竞争**（race）：两次访问同一块内存，没有什么规定先后。这时结果对只是碰巧；除非让拷贝晚到等待所容许的最晚（`late`），或让其余的早到最早（`early`）。
 #
@@ -411,9 +410,7 @@ lesson_04.draw_order()
 
 # %%
 class Hasty(HostStore):  # what uses a copy down, or up, does not wait for it
-    def __init__(self, missing):
-        super().__init__()
-        self.missing = missing
+    missing = None  # "down" or "up"
 
     def _copied(self, room, target, source, device, name):
         wait = super()._copied(room, target, source, device, name)
@@ -428,26 +425,17 @@ class Unordered(SimulatedDevice):  # a copy does not wait for what makes its sou
 
 
 # %% slide="result"
-slips = {"nothing": (SimulatedDevice, None), "made → copy down": (Unordered, None)}
-slips |= {"copy down → let go": (SimulatedDevice, "down")}
-slips |= {"copy up → use": (SimulatedDevice, "up")}
-right, rows = lesson_04.first_gradient(SimulatedDevice, Hasty(None))[0], []
-for name, (kind, missing) in slips.items():
-    modes = ({}, {"late": True}, {"early": True})
-    found = [lesson_04.first_gradient(kind, Hasty(missing), **mode) for mode in modes]
-    marks = ["✓" if torch.equal(gradient, right) else "✗" for gradient, _ in found]
-    rows.append((name, found[0][1], *marks))
-table(["wait taken away", "races", "gradient, as it runs", "late", "early"], rows)
+lesson_04.without_waits(Hasty, Unordered)
 
 # %% [markdown]
 # <div lang="en">
 #
-# As it runs the gradient is right in every row: that is how such a mistake gets into a release. diffusers' pull request 13502 is one: a `wait_stream` was missing where weights come up. Reduced to pure PyTorch, about 98 % of iterations gave wrong numbers on five GPUs of one make, and none with the wait; on most machines nothing is seen. (`lesson_04.first_gradient` trains a small chain with `offload_activations`.) Three programs, each with one wait missing:
+# As it runs the gradient is right in every row: that is how such a mistake gets into a release. diffusers' pull request 13502 is one: a `wait_stream` was missing where weights come up. Reduced to pure PyTorch, about 98 % of iterations gave wrong numbers on five GPUs of one make, and none with the wait; on most machines nothing is seen. (`lesson_04.without_waits` runs a chain of five layers with `offload_activations`.) Three programs, each with one wait missing:
 #
 # </div>
 # <div lang="zh">
 #
-# 照常运行时，每一行的梯度都对：这样的错误正是这样混进发行版的。diffusers 的合并请求 13502 就是一例：权重从主机取回的地方少了一处 `wait_stream`。化简成纯 PyTorch 代码后，在同一型号的五块 GPU 上约有 98% 的迭代给出错误的数，补上等待后一次也没有；在多数机器上却什么也看不出来。（`lesson_04.first_gradient` 用 `offload_activations` 训练一串小网络。）下面三个程序，各少一处等待：
+# 照常运行时，每一行的梯度都对：这样的错误正是这样混进发行版的。diffusers 的合并请求 13502 就是一例：权重从主机取回的地方少了一处 `wait_stream`。化简成纯 PyTorch 代码后，在同一型号的五块 GPU 上约有 98% 的迭代给出错误的数，补上等待后一次也没有；在多数机器上却什么也看不出来。（`lesson_04.without_waits` 用 `offload_activations` 跑一串五层的网络。）下面三个程序，各少一处等待：
 #
 # </div>
 
@@ -557,7 +545,7 @@ numbers_read
 #
 # 课程解码器的一层保存 20,987,904 字节：是它的输入 1,048,576 字节的 20 倍，外加归一化的统计量 16,384 字节，太小，不搬。各层之后，还有两份与输入一样大：最后一个归一化的和输出头的；最后保存的是对数概率，8,388,608 字节。每层加一个检查点，则每层只保存它的输入。
 #
-# **练习 4。** 提前取回 $p$ = 0、1、2 份时，一步里有多少字节向下？最后 $p + 1$ 份存储区留下。（`checkpointed` 取 True 或 False。）
+# **练习 4。** 提前取回 $p$ = 0、1、2 份时，一步里要写出多少字节？最后 $p + 1$ 份存储区留下。（`checkpointed` 取 True 或 False。）
 #
 # </div>
 
@@ -585,7 +573,7 @@ lesson_04.check_moved(moved)
 
 # %%
 def metered_step(checkpointed, p):  # the step of lesson 01; p = None: nothing is moved
-    decoder, store = make_decoder(), DiskStore()
+    decoder, file = make_decoder(), DiskStore()
     adam, tokens = torch.optim.Adam(decoder.parameters()), random_tokens(8, 128, 2048)
     for parameter in decoder.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -594,20 +582,17 @@ def metered_step(checkpointed, p):  # the step of lesson 01; p = None: nothing i
     if checkpointed:
         checkpoint_blocks(decoder, "layers.*")
     with MemoryMeter(decoder, adam) as meter:
-        moving = offload_activations(store, min_bytes=1 << 17, prefetch=p)
-        with nullcontext() if p is None else moving:
+        with nullcontext() if p is None else offload_activations(file, min_bytes=2**17, prefetch=p):
             loss = decoder.loss(tokens)
         loss.backward()
         adam.step()
-    return meter, store.stats.bytes_down
+    return meter, file.stats.bytes_down
 
 
 # %%
 steps = {(k, p): metered_step(k, p) for k in (False, True) for p in (None, 0, 1, 2)}
-names, rows = {False: "offload, p = {p}", True: "both, p = {p}"}, []
-for (k, p), (_, down) in steps.items():
-    if p is not None:
-        rows.append((text(names[k], p=p), moved(p, k), down))
+names = {False: "offload, p = {p}", True: "both, p = {p}"}
+rows = [(text(names[k], p=p), moved(p, k), steps[k, p][1]) for k, p in steps if p is not None]
 predictions(rows, unit="bytes")
 
 # %% [markdown]
@@ -708,7 +693,6 @@ lesson_04.check_peak_in_step(peak_in_step)
 from course_lib.offload import OffloadedOptimizer
 
 
-@cache
 def step_peak(mib, fraction=1.0):
     decoder = make_decoder()
     adam = OffloadedOptimizer(decoder.parameters(), fraction=fraction, page_bytes=mib << 20)
@@ -782,7 +766,7 @@ all(map(torch.equal, expected, gradients(save_on_cpu())))  # on a GPU: pin_memor
 # | Transformer Engine | `get_cpu_offload_context(enabled=True, num_layers=8, model_layers=12)` |
 # | torchao、DeepSpeed | `CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW)`；`"offload_optimizer": {"device": "cpu"}` |
 #
-# TRL 的 stash 就是 4.2 节的 `in_flight`：向下的拷贝，最多有几次可以占着内存。
+# TRL 的 stash 就是 4.2 节的 `in_flight`：写出最多有几次可以占着内存。
 #
 # </div>
 
@@ -801,8 +785,7 @@ all(map(torch.equal, expected, gradients(save_on_cpu())))  # on a GPU: pin_memor
 # </div>
 
 # %% slide="result"
-ahead = [times[p, 2] for p in (0, 1, 2)]
-what_you_may_have_read("04", *lesson_04.figures_of_claims(steps, ahead, numbers_read))
+what_you_may_have_read("04", *lesson_04.figures_of_claims(steps, times, numbers_read))
 
 # %% [markdown] slide={"en": "The same step of the same decoder, one technique a row.\n\nThree unlike techniques, and what is left is nearly the same. What is it?", "zh": "同一个解码器的同一步，一种技术一行。\n\n几种技术各不相同，剩下的却差不多。剩下的是什么？"}
 # ## 4.9 The ledger / 账本
@@ -838,7 +821,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 # </div>
 # <div lang="zh">
 #
-# - 每个字节配上的 FLOPs 不少于机器的阈值，拷贝就可以被掩盖。要真的被掩盖，还得提前：提前取回两份掩盖向上，两次同时在路上掩盖向下，每多一份，多占一份存储区。
+# - 每个字节配上的 FLOPs 不少于机器的阈值，拷贝就可以被掩盖。要真的被掩盖，还得提前：提前取回两份掩盖读回，两次同时在路上掩盖写出，每多一份，多占一份存储区。
 # - 所有持有者都放手，激活值才会释放。钩子让每份存储区只搬一次，从不搬参数，取回的是原来的视图。
 # - 流与流之间，只有等待才规定先后。少了一处，结果对只是碰巧。
 # - 峰值那一刻，卸载留下的是单个张量，检查点留下的是整整一层。合用时搬得少得多，但在这里峰值高于只卸载。
@@ -886,7 +869,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 # </div>
 # <div lang="zh">
 #
-# 序列长 $s = 4096$，16 位精度。每个 token，一层的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs（融合的因果注意力只算一半的分数），保存 $34 h$ 字节（第 01 课，减去融合注意力不保存的部分）；加了检查点则是 $2 h$。向上的拷贝有反向作伴，其 FLOPs 是前向的两倍，所以关键在向下那一趟。
+# 序列长 $s = 4096$，16 位精度。每个 token，一层的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs（融合的因果注意力只算一半的分数），保存 $34 h$ 字节（第 01 课，减去融合注意力不保存的部分）；加了检查点则是 $2 h$。读回有反向作伴，其 FLOPs 是前向的两倍，所以关键在写出那一趟。
 #
 # 解出 $h$，分全部搬走和只搬输入两种：先按数据手册，再按实际能达到的水平，设为算力的一半、链路的 80%。
 #
@@ -1003,7 +986,7 @@ ratio, kept
 #
 # 你那个版本什么都搬，连反向马上要用的也搬，而且从不提前取回。另外，钩子会关掉 autograd 自己的检查：张量保存之后又被原地修改，autograd 本来会拒绝。库会在张量的拷贝完成之前发生改动时拒绝；这里 `y` 还没有搬走。拷贝完成之后再改，就没有关系了。
 #
-# 用文件、只许一次拷贝在路上时，无论几层，峰值都是 $(p + 3)\,B$ 加一个权重的梯度；其余的都向下，共 $2 L - (p + 1)$ 份。（第一份是批次本身，反正你也持有它：`keep=[batch]` 可以省掉这次拷贝。）
+# 用文件、只许一次拷贝在路上时，无论几层，峰值都是 $(p + 3)\,B$ 加一个权重的梯度；其余的都写出，共 $2 L - (p + 1)$ 份。（第一份是批次本身，反正你也持有它：`keep=[batch]` 可以省掉这次拷贝。）
 #
 # </div>
 
@@ -1124,9 +1107,10 @@ weights = trained(torch.optim.AdamW)
 [all(map(torch.equal, weights, trained(OffloadedOptimizer, fraction=f))) for f in fractions]
 
 # %%
-sizes, rows = (16, 4, 1), []
-for fraction in (0, 0.5, 1.0):
-    rows.append((f"{fraction}", *(f"{step_peak(mib, fraction) / 1e6:.1f}" for mib in sizes)))
+sizes, all_above = (16, 4, 1), step_peak(16, fraction=0)
+peaks = {0: dict.fromkeys(sizes, all_above), 0.5: {mib: step_peak(mib, 0.5) for mib in sizes}}
+peaks[1.0] = measured
+rows = [(f"{f}", *(f"{peaks[f][mib] / 1e6:.1f}" for mib in sizes)) for f in peaks]
 columns = [text("pages of {mib} MiB", mib=mib) for mib in sizes]
 table(["fraction", *columns], rows)  # peak of the decoder's step, MB
 
@@ -1138,7 +1122,7 @@ table(["fraction", *columns], rows)  # peak of the decoder's step, MB
 # </div>
 # <div lang="zh">
 #
-# 一半状态，每页 16 MiB：一点也不省，因为三页就装下了全部。再看三步里向下和向上的字节，网络是八层 Linear：每一步，每个参数写 8 字节，从第二步起再读 8 字节；若参数是 bf16 或 fp16，另有 fp32 的主权重，则是 12 字节。（张量只能整个搬走：八个权重里的两个占全部元素的 24.9%，所以比例取 0.25 时搬走三个。）
+# 一半状态，每页 16 MiB：一点也不省，因为三页就装下了全部。再看三步里写出和读回的字节，网络是八层 Linear：每一步，每个参数写 8 字节，从第二步起再读 8 字节；若参数是 bf16 或 fp16，另有 fp32 的主权重，则是 12 字节。（张量只能整个搬走：八个权重里的两个占全部元素的 24.9%，所以比例取 0.25 时搬走三个。）
 #
 # </div>
 

@@ -16,7 +16,7 @@ from .checks import (
 )
 from .gpu import offloaded_activations, offloaded_optimizer, pinned_copies
 from .shown import draw_lanes, draw_order, draw_pages, draw_threshold, draw_tiers, draw_times
-from .simulated import RECORDED, Lanes, clock, decoder_lanes, first_gradient, read_late, simulated_decoder
+from .simulated import RECORDED, Lanes, clock, decoder_lanes, read_late, simulated_decoder, without_waits
 
 __all__ = [
     "CLAIMS",
@@ -38,13 +38,13 @@ __all__ = [
     "draw_tiers",
     "draw_times",
     "figures_of_claims",
-    "first_gradient",
     "offloaded_activations",
     "offloaded_optimizer",
     "older_claims",
     "pinned_copies",
     "read_late",
     "simulated_decoder",
+    "without_waits",
 ]
 
 #: What learners may have read; each says whether it was run here.
@@ -115,13 +115,15 @@ OLDER_CLAIMS = (
 
 
 def figures_of_claims(
-    steps: Mapping[tuple[bool, int | None], tuple[Any, int]], times: Sequence[float], read: Sequence[list[float]]
+    steps: Mapping[tuple[bool, int | None], tuple[Any, int]],
+    times: Mapping[tuple[int, int], float],
+    read: Sequence[list[float]],
 ) -> list[str]:
     """What was found for each of `CLAIMS`.
 
     Args:
         steps: (checkpointed, p) -> a step's meter and its bytes down; those of p = 1 are shown.
-        times: of plain at the threshold, for p = 0, 1, 2.
+        times: (p, in flight) -> time of plain at the threshold; those with two in flight are shown.
         read: numbers that the host read at once, and after it had waited.
     """
     (alone, down), (both, less) = steps[False, 1], steps[True, 1]
@@ -135,7 +137,7 @@ def figures_of_claims(
             down=f"{down / 1e6:.1f}",
             less=f"{less / 1e6:.1f}",
         ),
-        " / ".join(f"{each:.2f}" for each in times),
+        " / ".join(f"{times[p, 2]:.2f}" for p in (0, 1, 2)),
         " / ".join(f"{each:.2f}" for each in decoder),
         " / ".join(f"{[round(number) for number in numbers]}" for numbers in read),
         text("28 bytes; 2 bytes of gradient, 2 of weight (bf16)"),

@@ -3,7 +3,6 @@
 import gc
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,9 +16,39 @@ from course_lib.teaching.exercises import Refused, exercise, not_answered, right
 
 from .simulated import clock
 
-# The time of a step ---------------------------------------------------------------------------------------------------
+Thoughts = Mapping[str, Callable[..., float]]  # what is said of a thought that goes wrong -> that thought as a formula
 
-Case = tuple[int, float, float, float, int]  # L, f, g, c, p
+
+def _differs(
+    function: Any,
+    wanted: Mapping[tuple, tuple[float, float]],
+    thoughts: Thoughts,
+    close: float,
+    case_is: Callable[..., str],
+) -> tuple[Verdict | None, dict[tuple, Any]]:
+    """What is wrong with a function of numbers, None if nothing is; and what it gave for each case.
+
+    Args:
+        wanted: case -> what it should give, and a relative tolerance.
+        thoughts: the first that gives the same for all cases, within `close`, is what is said.
+        case_is: the words for a case.
+    """
+    given = {case: function(*case) for case in wanted}
+    if any(value is None or value is ... for value in given.values()):
+        return not_answered(), given
+    for case, (value, tolerance) in wanted.items():
+        verdict = expect_number(given[case], value, tolerance=tolerance)
+        if verdict.exact and not verdict:
+            return verdict, given
+        if not verdict:
+            for said, formula in thoughts.items():
+                if all(expect_number(each, formula(*at), tolerance=close) for at, each in given.items()):
+                    return wrong(text("Not yet. {reason}", reason=said), exact=True), given
+            return wrong(text("{case}: {message}", case=case_is(*case), message=verdict.message)), given
+    return None, given
+
+
+# The time of a step ---------------------------------------------------------------------------------------------------
 
 
 def _step_time(layers: int, f: float, g: float, c: float, p: int) -> float:
@@ -31,8 +60,7 @@ def _one_copy(layers: int, f: float, g: float, c: float, p: int) -> float:
     return layers * max(f, c) + layers * (g + c if p == 0 else max(g, c))
 
 
-#: What is said of a thought that goes wrong, and that thought as a formula.
-_THOUGHTS: dict[str, Callable[..., float]] = {
+_TIMES: Thoughts = {
     "That is the step without copies.": lambda layers, f, g, c, p: layers * (f + g),
     "The longer of all products and all copies: so it is if everything is ready at once. Backward waits for copies.": (
         lambda layers, f, g, c, p: max(layers * (f + g), 4 * layers * c)
@@ -52,6 +80,10 @@ _THOUGHTS: dict[str, Callable[..., float]] = {
 }
 
 
+def _time_case(L: int, f: float, g: float, c: float, p: int) -> str:
+    return text("L = {L}, f = {f}, g = {g}, c = {c}, p = {p}", L=L, f=f, g=g, c=c, p=p)
+
+
 @exercise(
     hint=(
         "Forward and backward apart, a layer at a time: what runs side by side, and what is waited for?",
@@ -65,29 +97,12 @@ def check_step_time(function: Any) -> Verdict:
     # So many layers that the ends take nothing; and backward is not twice forward.
     long = [(999, 2.0, 7.0, c, p) for c in (0.5, 2.5, 6.0) for p in (0, 1, 2)]
     wanted = on_the_clock | {case: _step_time(*case) for case in long}
-    given = {case: function(*case) for case in wanted}
-    if any(value is None or value is ... for value in given.values()):
-        return not_answered()
-    for case, seconds in wanted.items():
-        verdict = expect_number(given[case], seconds, tolerance=0.08)
-        if not verdict:
-            return verdict if verdict.exact else wrong(_thought(given) or _at(case, given[case], seconds))
+    wanted = {case: (seconds, 0.08) for case, seconds in wanted.items()}
+    problem, given = _differs(function, wanted, _TIMES, 0.04, _time_case)
+    if problem is not None:
+        return problem
     worst = max(abs(float(given[case]) / seconds - 1) for case, seconds in on_the_clock.items())
     return right(text("Right: at most {worst:.1%} from the clock, on four links, for p = 0, 1 and 2.", worst=worst))
-
-
-def _thought(given: Mapping[Case, Any]) -> str | None:
-    """What is said of the thought that gives these numbers, with or without what the first layer need not do."""
-    for said, formula in _THOUGHTS.items():
-        if all(expect_number(value, formula(*case), tolerance=0.04) for case, value in given.items()):
-            return text("Not yet. {reason}", reason=said)
-    return None
-
-
-def _at(case: Case, given: Any, seconds: float) -> str:
-    layers, f, g, c, p = case
-    values = {"L": layers, "f": f, "g": g, "c": c, "p": p, "given": float(given), "seconds": seconds}
-    return text("For L = {L}, f = {f}, g = {g}, c = {c}, p = {p}: {seconds:.1f}, yours {given:.1f}.", **values)
 
 
 # Hooks ----------------------------------------------------------------------------------------------------------------
@@ -147,12 +162,18 @@ def check_offloading(function: Any) -> Verdict:
     if context is None or context is ...:
         return not_answered()
     out = run(context)
-    gc.collect()  # the answer's own objects may refer to each other
+    if any(each() is not None for each in seen):
+        gc.collect()  # the answer's own objects may refer to each other
     held, large = sum(each() is not None for each in seen), len(least)
     moved = len(store.addresses)
     if not moved and held == len(seen):  # the cell as it came
         return not_answered()
-    _moved(moved, store, parameters)
+    if not moved:
+        return wrong("Nothing has moved into the store.")
+    if parameters & set(store.addresses):
+        return wrong(
+            "A parameter has moved. It stays with the model anyway, so that moving it frees nothing.", exact=True
+        )
     out.backward(uneven)
     found = (x.grad, *(each.grad for each in linear.parameters()))
     equal = all(a is not None and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
@@ -171,20 +192,12 @@ def check_offloading(function: Any) -> Verdict:
         said = "Right gradients, but {moved} copies went down of {large} storages: one that is saved twice moves once."
         return wrong(text(said, moved=moved, large=large), exact=True)
     del out
-    gc.collect()
+    if store.used_bytes:
+        gc.collect()
     if store.used_bytes:
         said = "After backward {count:,} bytes are still below: the rooms are held by something of yours."
         return wrong(text(said, count=store.used_bytes), exact=True)
     return right(text("Right: {large} storages moved, once each; equal gradients; all was let go.", large=large))
-
-
-def _moved(moved: int, store: _Below, parameters: set[int]) -> None:
-    if not moved:
-        raise Refused("Nothing has moved into the store.")
-    if parameters & set(store.addresses):
-        raise Refused(
-            "A parameter has moved. It stays with the model anyway, so that moving it frees nothing.", exact=True
-        )
 
 
 _RETURN_THE_ROOM = (
@@ -288,6 +301,26 @@ def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
 INPUT = 1_048_576  # bytes, 8 * 128 * 256 numbers
 
 
+def _moved(p: int, checkpointed: bool, more: int = 2) -> int:
+    return ((8 if checkpointed else 160) + more - p) * INPUT
+
+
+_MOVED: Thoughts = {
+    "The last p + 1 storages stay: backward needs them first.": lambda p, k: _moved(0, k, 10),
+    "The log-probabilities are saved last, so they are the first to stay.": lambda p, k: _moved(p, k, 10),
+    "Storages stay, not megabytes: the log-probabilities are one of the p + 1.": lambda p, k: _moved(p, k, 9),
+    "p + 1 stay, and the log-probabilities are one of them.": lambda p, k: _moved(p, k, 1),
+    "Two storages behind the layers are saved too, and p of them stay.": lambda p, k: _moved(0, k, 0),
+    "Behind the layers two are saved too: the last norm's and the head's.": lambda p, k: _moved(p, k, 0),
+    "Downward only: what comes up is the same once more.": lambda p, k: 2 * _moved(p, k),
+    "A checkpoint keeps its layer's input alone: 1 in place of 20.": lambda p, k: _moved(p, False),
+    "Without checkpoints a layer has 20 such storages' bytes.": lambda p, k: _moved(p, True),
+    "The statistics of the two norms, 16,384 bytes a layer, are too small to be moved.": (
+        lambda p, k: _moved(p, k) + (0 if k else 8 * 16_384)
+    ),
+}
+
+
 @exercise(
     hint=(
         "Count in storages of the size of a layer's input. Which of them are there when forward ends?",
@@ -297,36 +330,14 @@ INPUT = 1_048_576  # bytes, 8 * 128 * 256 numbers
 )
 def check_moved(function: Any) -> Verdict:
     """`moved(p, checkpointed)`: bytes that the course's decoder sends down in a step, for p = 0, 1, 2."""
-    for checkpointed in (False, True):
-        for p in (0, 1, 2):
-            given = function(p, checkpointed)
-            if given is None or given is ...:
-                return not_answered()
-            layers = 8 if checkpointed else 160
-            verdict = expect_number(
-                given,
-                (layers + 2 - p) * INPUT,
-                wrong_answers={
-                    (layers + 10) * INPUT: "The last p + 1 storages stay: backward needs them first.",
-                    (layers + 10 - p) * INPUT: "The log-probabilities are saved last, so they are the first to stay.",
-                    (layers + 10 - p - 1) * INPUT: (
-                        "Storages stay, not megabytes: the log-probabilities are one of the p + 1."
-                    ),
-                    (layers + 1 - p) * INPUT: "p + 1 stay, and the log-probabilities are one of them.",
-                    layers * INPUT: "Two storages behind the layers are saved too, and p of them stay.",
-                    (layers - p) * INPUT: "Behind the layers two are saved too: the last norm's and the head's.",
-                    2 * (layers + 2 - p) * INPUT: "Downward only: what comes up is the same once more.",
-                    (162 - p) * INPUT: "A checkpoint keeps its layer's input alone: 1 in place of 20.",
-                    (10 - p) * INPUT: "Without checkpoints a layer has 20 such storages' bytes.",
-                    8 * 20_987_904 + (2 - p) * INPUT: (
-                        "The statistics of the two norms, 16,384 bytes a layer, are too small to be moved."
-                    ),
-                },
-            )
-            if not verdict:
-                how = "with checkpoints" if checkpointed else "without checkpoints"
-                said = text("p = {p}, {how}: {message}", p=p, how=text(how), message=verdict.message)
-                return replace(verdict, message=said)
+
+    def case_is(p: int, checkpointed: bool) -> str:
+        return text("p = {p}, {how}", p=p, how=text("with checkpoints" if checkpointed else "without checkpoints"))
+
+    wanted = {(p, checkpointed): (_moved(p, checkpointed), 0.0) for checkpointed in (False, True) for p in (0, 1, 2)}
+    problem, _ = _differs(function, wanted, _MOVED, 0.0, case_is)
+    if problem is not None:
+        return problem
     return right("Right, for p = 0, 1 and 2, with checkpoints and without.")
 
 
@@ -334,6 +345,16 @@ def check_moved(function: Any) -> Verdict:
 
 #: Page in MiB -> the peak of `step()` for the course's decoder; a test measures it again.
 STEP_PEAKS = {32: 114_205_072, 16: 103_682_448, 8: 76_304_784, 4: 67_108_240}
+_PAGES: Thoughts = {
+    "One page is updated; meanwhile the next one is read and the last one written.": lambda n, page: 8 * n + page,
+    "Three pages: one is read, one updated, one written.": lambda n, page: 8 * n + 2 * page,
+    "There is no more state than 8 bytes a parameter, however large the page.": lambda n, page: 8 * n + 3 * page,
+    "The gradients are there too: 4 bytes a parameter.": lambda n, page: 4 * n + min(3 * page, 8 * n),
+    "Weights and gradients are there, 8 bytes a parameter.": lambda n, page: min(3 * page, 8 * n),
+    "The state is below, but for its pages.": lambda n, page: 16 * n,
+    "Not one of the two moments comes back at a time: pages hold both.": lambda n, page: 8 * n + min(3 * page, 4 * n),
+    "State comes back to be updated, in pages.": lambda n, page: 8 * n,
+}
 
 
 @exercise(
@@ -345,29 +366,13 @@ STEP_PEAKS = {32: 114_205_072, 16: 103_682_448, 8: 76_304_784, 4: 67_108_240}
 )
 def check_peak_in_step(function: Any) -> Verdict:
     """`peak_in_step(parameters, page_bytes)`, all state below: within 6 % of what was measured."""
-    cases = {(6_875_648, mib << 20): peak for mib, peak in STEP_PEAKS.items()}
-    cases |= {(n, page): 8 * n + 3 * page for n, page in ((50_000_000, 16 << 20), (7_000_000_000, 1 << 30))}
-    for (n, page), peak in cases.items():
-        given = function(n, page)
-        if given is None or given is ...:
-            return not_answered()
-        verdict = expect_number(
-            given,
-            peak,
-            tolerance=0.06 if n == 6_875_648 else 0.001,
-            wrong_answers={
-                8 * n + page: "One page is updated; meanwhile the next one is read and the last one written.",
-                8 * n + 2 * page: "Three pages: one is read, one updated, one written.",
-                4 * n + 3 * page: "The gradients are there too: 4 bytes a parameter.",
-                3 * page: "Weights and gradients are there, 8 bytes a parameter.",
-                16 * n + 3 * page: "The state is below, but for its pages.",
-                8 * n + 3 * page: "There is no more state than 8 bytes a parameter, however large the page.",
-                12 * n: "Not one of the two moments comes back at a time: pages hold both.",
-                8 * n: "State comes back to be updated, in pages.",
-            },
-        )
-        if not verdict:
-            said = text("{n:,} parameters, pages of {page:,} bytes: {message}", n=n, page=page,
-                        message=verdict.message)  # fmt: skip
-            return replace(verdict, message=said)
+    wanted = {(6_875_648, mib << 20): (peak, 0.06) for mib, peak in STEP_PEAKS.items()}
+    wanted |= {(n, page): (8 * n + 3 * page, 0.001) for n, page in ((50_000_000, 16 << 20), (7_000_000_000, 1 << 30))}
+
+    def case_is(n: int, page: int) -> str:
+        return text("{n:,} parameters, pages of {page:,} bytes", n=n, page=page)
+
+    problem, _ = _differs(function, wanted, _PAGES, 0.001, case_is)
+    if problem is not None:
+        return problem
     return right("Right: weights, gradients and three pages, or all the state where pages are large.")

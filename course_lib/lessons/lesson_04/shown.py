@@ -93,9 +93,9 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
         points = {c: t / 47 for (c, ahead), t in clock.items() if ahead == p}
         ax.plot(list(points), list(points.values()), marker, color=COLORS["measured"], label=text("p = {p}", p=p))
     ax.axvline(0.5, color="#888888", linewidth=0.8)
-    ax.text(0.52, 3.3, text("threshold"), fontsize=9)
+    ax.text(0.52, 0.1, text("threshold"), fontsize=9)
     ax.set(xlim=(0, 2.1), ylim=(0, 3.6), xlabel=text("time of a copy, in times of f"), ylabel=text("time of plain"))
-    ax.legend(loc="upper left", title=text("line: typed; points: clock"))
+    ax.legend(loc="lower right", title=text("line: typed; points: clock"))
     return shown_once(drawn)
 
 
@@ -149,9 +149,10 @@ def draw_pages(typed: Callable[[int, int], float], peaks: Mapping[int, int], pla
             label=text("typed"))  # fmt: skip
     heights = [peak / 1e6 for peak in peaks.values()]
     ax.plot(list(peaks), heights, "o", color=COLORS["measured"], label=text("measured"))
-    for height, name in ((55.0, "weights and gradients"), (plain / 1e6, "all the state above")):
+    lines = ((55.0, 35, "right", "weights and gradients"), (plain / 1e6, 0.4, "left", "all the state above"))
+    for height, x, side, name in lines:
         ax.axhline(height, color="#888888", linewidth=0.9, linestyle="--")
-        ax.text(35, height + 2, text(name), ha="right", fontsize=9)
+        ax.text(x, height + 2, text(name), ha=side, fontsize=9)
     ax.set(xlim=(0, 35.5), ylim=(0, 130), xlabel=text("page, MiB"), ylabel=text("peak of the step, MB"))
     ax.legend(loc="lower right")
     return shown_once(drawn)

@@ -107,14 +107,29 @@ def decoder_lanes(live: Mapping[tuple, Lanes]) -> Table:
     return table(["step", "link", "time of plain", "peak above, MB", "run"], rows)
 
 
-def first_gradient(kind: type[SimulatedDevice], store: HostStore, **mode: bool) -> tuple[Tensor, int]:
-    """The first weight's gradient of a small chain whose activations go to `store`, and how many races were found.
+def without_waits(hasty: type[HostStore], unordered: type[SimulatedDevice]) -> Table:
+    """A small chain, offloaded with one wait taken away: races, and whether its first weight's gradient is right.
 
     Args:
-        kind: of device.
-        store: the tier below.
-        mode: `late` or `early`, or none of them.
+        hasty: a store that leaves out the wait for copies of the name `missing`, "down" or "up".
+        unordered: a device whose copies do not wait for what makes their source.
     """
+    slips = {"nothing": (SimulatedDevice, None), "made → copy down": (unordered, None)}
+    slips |= {"copy down → let go": (SimulatedDevice, "down"), "copy up → use": (SimulatedDevice, "up")}
+    right, rows = _first_gradient(SimulatedDevice, HostStore())[0], []
+    for name, (kind, missing) in slips.items():
+        marks = []
+        for mode in ({}, {"late": True}, {"early": True}):
+            store = hasty()
+            store.missing = missing
+            gradient, races = _first_gradient(kind, store, **mode)
+            marks.append("✓" if torch.equal(gradient, right) else "✗")
+        rows.append((name, races, *marks))
+    return table(["wait taken away", "races", "gradient, as it runs", "late", "early"], rows)
+
+
+def _first_gradient(kind: type[SimulatedDevice], store: HostStore, **mode: bool) -> tuple[Tensor, int]:
+    """The first weight's gradient of a chain of five layers, and how many races were found."""
     with kind(**mode) as device:
         network = device.move(deep_mlp(depth=5, width=32))
         x = device.move(torch.linspace(-1, 1, 32 * 32).view(32, 32))
