@@ -213,7 +213,7 @@ lesson_04.draw_times(step_time, clock)
 # %% [markdown] slide={"en": "A formula of three lines meets a clock within 8 %.\n\n$p$ hides the way up. What hides the way down?", "zh": "三行的公式与时钟相差不到 8%。\n\n$p$ 掩盖取回。那么写出呢？"}
 # <div lang="en">
 #
-# The same network, sixteen layers (small ones, since only the ratio of $c$ to $f$ counts). The points lie on your lines, or a little below: nothing is copied before the first layer, and the last storages never leave.
+# The same network, sixteen layers (small ones, since only the ratio of $c$ to $f$ counts). The points lie on your lines, or a little below: nothing is copied before the first layer, and the last ones never leave.
 #
 # And the way down? How many copies may be under way at once is `in_flight`: 2 on CUDA, 1 on a CPU, unless you say so. At the threshold, against the step without copies, and bytes above what was there:
 #
@@ -275,7 +275,7 @@ table(["in flight", "fetched ahead, p", "time of plain", "peak above, in B"], ro
 # %% [markdown]
 # <div lang="en">
 #
-# A `store` is the tier below. `whole(tensor)` is its whole storage as a row of numbers; `room = store.put(row)` sends a row down; `room.get()()` is a new row, brought back; and when nobody holds the room any more, its bytes below are free. `rooms` forgets a storage that is gone. (Why not its address? It is given out again, to the next tensor.) `stay` is a set of storages.
+# A `store` is the tier below. `whole(tensor)` is its whole storage as a row of numbers; `room = store.put(row)` sends a row down; `room.get()()` is a new row, brought back; and when nobody holds `room` any more, its bytes below are free. `rooms` forgets a storage that is gone. (Why not its address? It is given out again, to the next tensor.) `stay` is a set of storages.
 #
 # **Exercise 2.** Fill in the two hooks. `pack` returns what the graph shall keep; `unpack` gets that, and returns the tensor: `row.as_strided(shape, stride, offset)`.
 #
@@ -340,12 +340,12 @@ lesson_04.check_offloading(offloading)
 # %% [markdown]
 # <div lang="en">
 #
-# Before any claim of saving: are the gradients of the course's decoder equal, to the bit? On a CPU the tier below is a file. Yours, and the library's `offload_activations`, which keeps the last $p + 1$ storages (backward needs them first), leaves small ones alone, and notices what is changed in place (section 4.13).
+# Before any claim of saving: are the gradients of the course's decoder equal, to the bit? On a CPU the tier below is a file. Yours, and the library's `offload_activations`, which keeps the last $p + 1$ storages (backward needs them first), leaves small storages alone, and notices what is changed in place (section 4.13).
 #
 # </div>
 # <div lang="zh">
 #
-# 谈节省之前先问：课程解码器的梯度逐比特相等吗？在 CPU 上，下层存储是文件。一个是你写的，一个是库里的 `offload_activations`：后者留下最后 $p + 1$ 份（反向最先用到它们），太小的不搬，还能发现原地改动（4.13 节）。
+# 谈节省之前先问：课程解码器的梯度逐比特相等吗？在 CPU 上，下层存储是文件。一个是你写的，一个是库里的 `offload_activations`：后者留下最后 $p + 1$ 份（反向最先用到它们），太小的存储区不搬，还能发现原地改动（4.13 节）。
 #
 # </div>
 
@@ -353,6 +353,9 @@ lesson_04.check_offloading(offloading)
 # %%
 def make_decoder():
     return Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
+
+
+decoder = make_decoder()
 
 
 def gradients(context):
@@ -364,7 +367,6 @@ def gradients(context):
 
 
 # %% slide="result"
-decoder = make_decoder()
 stay = {parameter.untyped_storage() for parameter in decoder.parameters()}
 expected, ways = gradients(nullcontext()), {"yours": offloading(DiskStore(), stay)}
 ways["library"] = offload_activations(DiskStore(), min_bytes=1 << 17)
@@ -430,12 +432,12 @@ lesson_04.without_waits(Hasty, Unordered)
 # %% [markdown]
 # <div lang="en">
 #
-# As it runs the gradient is right in every row: that is how such a mistake gets into a release. diffusers' pull request 13502 is one: a `wait_stream` was missing where weights come up. Reduced to pure PyTorch, about 98 % of iterations gave wrong numbers on five GPUs of one make, and none with the wait; on most machines nothing is seen. (`lesson_04.without_waits` runs a chain of five layers with `offload_activations`.) Three programs, each with one wait missing:
+# As it runs the gradient is right in every row: that is how such a mistake gets into a release. diffusers' pull request 13502 is one: a `wait_stream` was missing where weights come up. Reduced to pure PyTorch, about 98 % of iterations gave wrong numbers on five GPUs of one make, and none with the wait; on another machine PyTorch's CUDA sanitizer named the race. (`lesson_04.without_waits` runs five layers with `offload_activations`.) Three programs, each with one wait missing:
 #
 # </div>
 # <div lang="zh">
 #
-# 照常运行时，每一行的梯度都对：这样的错误正是这样混进发行版的。diffusers 的合并请求 13502 就是一例：权重从主机取回的地方少了一处 `wait_stream`。化简成纯 PyTorch 代码后，在同一型号的五块 GPU 上约有 98% 的迭代给出错误的数，补上等待后一次也没有；在多数机器上却什么也看不出来。（`lesson_04.without_waits` 用 `offload_activations` 跑一串五层的网络。）下面三个程序，各少一处等待：
+# 照常运行时，每一行的梯度都对：这样的错误正是这样混进发行版的。diffusers 的合并请求 13502 就是一例：权重从主机取回的地方少了一处 `wait_stream`。化简成纯 PyTorch 代码后，在同一型号的五块 GPU 上约有 98% 的迭代给出错误的数，补上等待后一次也没有；在另一台机器上，PyTorch 的 CUDA sanitizer 也指出了这处竞争。（`lesson_04.without_waits` 用 `offload_activations` 跑一个五层的网络。）下面三个程序，各少一处等待：
 #
 # </div>
 
@@ -984,7 +986,7 @@ ratio, kept
 # </div>
 # <div lang="zh">
 #
-# 你那个版本什么都搬，连反向马上要用的也搬，而且从不提前取回。另外，钩子会关掉 autograd 自己的检查：张量保存之后又被原地修改，autograd 本来会拒绝。库会在张量的拷贝完成之前发生改动时拒绝；这里 `y` 还没有搬走。拷贝完成之后再改，就没有关系了。
+# 你那个版本什么都搬，连反向马上要用的存储区也搬，而且从不提前取回。另外，钩子会关掉 autograd 自己的检查：张量保存之后又被原地修改，autograd 本来会拒绝。库会在张量的拷贝完成之前发生改动时拒绝；这里 `y` 还没有搬走。拷贝完成之后再改，就没有关系了。
 #
 # 用文件、只许一次拷贝在路上时，无论几层，峰值都是 $(p + 3)\,B$ 加一个权重的梯度；其余的都写出，共 $2 L - (p + 1)$ 份。（第一份是批次本身，反正你也持有它：`keep=[batch]` 可以省掉这次拷贝。）
 #
@@ -1117,7 +1119,7 @@ table(["fraction", *columns], rows)  # peak of the decoder's step, MB
 # %% [markdown]
 # <div lang="en">
 #
-# Half of the state in pages of 16 MiB saves nothing: the pages are all that is below. Bytes down and up, in three steps of a chain of eight Linears: each step writes 8 bytes a parameter and, from the second on, reads 8; with fp32 master weights for bf16 or fp16 parameters, 12. (Tensors move as wholes: two of the eight weights are 24.9 % of the elements, so three go for 0.25.)
+# Half of the state in pages of 16 MiB saves nothing: the pages are all that is below. Bytes down and up, in three steps of eight Linears: each step writes 8 bytes a parameter and, from the second on, reads 8; with fp32 master weights for bf16 or fp16 parameters, 12. (Tensors move as wholes: two of the eight weights are 24.9 % of the elements, so three go for 0.25.)
 #
 # </div>
 # <div lang="zh">

@@ -235,4 +235,19 @@ ANSWERS = {
 }
 
 #: check -> mutants of its solution that are right as well, and why.
-EQUIVALENT = {}
+EQUIVALENT = {
+    "offloading": dict.fromkeys(
+        (
+            "whole(tensor) → whole(tensor.detach())",
+            "return tensor.detach() → return tensor.detach().detach()",
+            "tensor.detach() → tensor",
+            "return packed → return packed.detach()",
+            "return room.get()().as_strided(*view) → return room.get()().as_strided(*view).detach()",
+        ),
+        "no graph is recorded for what a hook computes",
+    ),
+    "waits": dict.fromkeys(
+        ("x * 100 → x / 100", "100 → 101 in `z = x * 100`", "100 → 99 in `z = x * 100`"),
+        "what z holds is of no account: it only takes the memory",
+    ),
+}
