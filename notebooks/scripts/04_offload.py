@@ -148,7 +148,7 @@ def step_on_device(p, link, in_flight=2):  # p = None: nothing is moved
     return device, began, held
 
 
-# %% [markdown] slide={"en": "A link at the threshold: two copies take as long as a layer's forward.\n\n**Guess first.** How much longer is the step, with $p$ = 0, 1, 2 fetched ahead?", "zh": "链路正好在阈值上：两次拷贝与一层的前向一样久。\n\n**先猜**：提前取回 $p$ = 0、1、2 份，这一步会久多少？"}
+# %% [markdown] slide={"en": "Two copies take as long as a layer's forward.\n\n**Guess first.** How much longer is the step with $p$ = 0, 1, 2?", "zh": "两次拷贝与一层的前向一样久。\n\n**先猜**：$p$ = 0、1、2 时，这一步会久多少？"}
 # <div lang="en">
 #
 # **Guess first:** without copies the step takes 12.3 ms. How long does it take with $p$ = 0, 1, 2?
@@ -605,7 +605,7 @@ predictions(rows, unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# 合用时，搬的字节少到十六分之一至二十分之一（16 到 20 倍）。**先猜**：峰值呢？只卸载、只用检查点、两者合用，各是多少？
+# 合用时，搬的字节少得多，相差 16 到 20 倍。**先猜**：峰值呢？只卸载、只用检查点、两者合用，各是多少？
 #
 # </div>
 
@@ -632,7 +632,7 @@ timelines(two, title=title, panel_height=1.9)
 #
 # 134,006,104 字节：比只用检查点一个字节也没少，比只卸载高 9 MB。峰值在反向快结束时，梯度几乎都到齐了。这时后面各层的输入早已用完，搬没搬都一样。还在的，是**第一层**要用的东西：卸载一次取回一个张量，检查点则一次让整层全回来。要紧的是，峰值那一刻什么不在（2.5 节）。
 #
-# 那么合用就错了吗？$p$ = 1 时它少搬到十八分之一（18 倍），而链路可能很慢。层数更多、序列更长时，峰值就在那些输入上了：accelerate 的合并请求 4175 在 GPU 上两种情形都见到了。
+# 那么合用就错了吗？$p$ = 1 时，它搬的字节要少 18 倍，而链路可能很慢。层数更多、序列更长时，峰值就在那些输入上了：accelerate 的合并请求 4175 在 GPU 上两种情形都见到了。
 #
 # </div>
 

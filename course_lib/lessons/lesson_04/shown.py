@@ -88,8 +88,9 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
     drawn, ax = figure(title, height=3.6, alt=alt)
     across = [i / 50 for i in range(1, 106)]
     for p, style, marker in zip((0, 1, 2), _STYLES, _MARKERS, strict=True):
-        line = [typed(16, 1.0, 2.0, c, p) / 47 for c in across]
-        ax.plot(across, line, style, color=COLORS["predicted"])
+        line = [typed(16, 1.0, 2.0, c, p) for c in across]
+        if None not in line:  # else it is not typed yet
+            ax.plot(across, [seconds / 47 for seconds in line], style, color=COLORS["predicted"])
         points = {c: t / 47 for (c, ahead), t in clock.items() if ahead == p}
         ax.plot(list(points), list(points.values()), marker, color=COLORS["measured"], label=text("p = {p}", p=p))
     ax.axvline(0.5, color="#888888", linewidth=0.8)
@@ -145,8 +146,9 @@ def draw_pages(typed: Callable[[int, int], float], peaks: Mapping[int, int], pla
     title = "Pages decide: at 32 MiB all the state is back, and nothing is saved"
     drawn, ax = figure(title, height=3.2, alt=alt)
     across = [i / 4 for i in range(4, 141)]
-    ax.plot(across, [typed(6_875_648, int(mib * 2**20)) / 1e6 for mib in across], color=COLORS["predicted"],
-            label=text("typed"))  # fmt: skip
+    line = [typed(6_875_648, int(mib * 2**20)) for mib in across]
+    if None not in line:  # else it is not typed yet
+        ax.plot(across, [peak / 1e6 for peak in line], color=COLORS["predicted"], label=text("typed"))
     heights = [peak / 1e6 for peak in peaks.values()]
     ax.plot(list(peaks), heights, "o", color=COLORS["measured"], label=text("measured"))
     lines = ((55.0, 35, "right", "weights and gradients"), (plain / 1e6, 0.4, "left", "all the state above"))
