@@ -372,7 +372,7 @@ expected, ways = gradients(nullcontext()), {"yours": offloading(DiskStore(), sta
 ways["library"] = offload_activations(DiskStore(), min_bytes=1 << 17)
 {name: all(map(torch.equal, expected, gradients(context))) for name, context in ways.items()}
 
-# %% [markdown] slide={"en": "A stream does in order what it is given; two streams know nothing of each other.\n\nAn **event** is a mark behind what a stream was given. Who must wait for it?", "zh": "一条流按次序做交给它的事；两条流互不知情。\n\n**事件**是一条流里的记号：此前交来的都做完了。谁该等它？"}
+# %% [markdown] slide={"en": "A stream does its work in order; two streams know nothing of each other.\n\nAn **event** marks a place in one. Who waits for it?", "zh": "一条流按次序做事；两条流互不知情。\n\n**事件**是一条流里的记号。谁该等它？"}
 # ## 4.4 Streams, and one wait taken away / 流，以及少了一处等待
 #
 # <div lang="en">
@@ -620,7 +620,7 @@ two = {name: steps[arms[name]][0] for name in ("offload", "checkpoints and offlo
 title = "A whole layer comes back at once: 9 MB higher than single tensors"
 timelines(two, title=title, panel_height=1.9)
 
-# %% [markdown] slide={"en": "124.8 MB against 134.0: with checkpoints on top the peak is **higher**.\n\nAt the peak their inputs are gone anyway, and a whole layer is back.", "zh": "124.8 MB 对 134.0 MB：再加检查点，峰值反而**更高**。\n\n峰值那一刻，被搬走的输入反正不在了；而整整一层都回来了。"}
+# %% [markdown] slide={"en": "124.8 MB against 134.0: with checkpoints on top the peak is **higher**.\n\nTheir inputs are gone by then, and a whole layer is back.", "zh": "124.8 MB 对 134.0 MB：再加检查点，峰值反而**更高**。\n\n峰值那一刻，被搬走的输入反正不在了；而整整一层都回来了。"}
 # <div lang="en">
 #
 # 134,006,104, not one byte below checkpoints alone, and 9 MB above offload alone. The peak is at the end of backward, when the gradients have nearly all arrived. By then the inputs of the later layers are used up, moved or not. What is there is what the **first** layer needs: offload brings it back one tensor at a time, a checkpoint all of it at once. What counts is what is absent at the peak (section 2.5).
