@@ -76,6 +76,9 @@ _TIMES: Thoughts = {
         lambda layers, f, g, c, p: _step_time(layers, f, g, c, p) + layers * min(f, 2 * c)
     ),
     "Backward has a time of its own, g a layer.": (lambda layers, f, g, c, p: _step_time(layers, f, f, c, p)),
+    "Backward need not take twice as long as forward: it takes g.": (
+        lambda layers, f, g, c, p: _step_time(layers, f, 2 * f, c, p)
+    ),
     "That is backward alone.": (lambda layers, f, g, c, p: _step_time(layers, f, g, c, p) - layers * max(f, 2 * c)),
 }
 

@@ -52,7 +52,7 @@ def draw_lanes(runs: Mapping[int, tuple[SimulatedDevice, float, int]]) -> "Figur
     said = [text("p = {p}: {ms} ms", p=p, ms=f"{1000 * each:.2f}") for p, each in seconds.items()]
     title = "Two ahead, and the copies are gone from the clock"
     alt = text("Lanes of compute, copies down and copies up, with live bytes below: {runs}.", runs=listed(said))
-    drawn, axes = figure(title, rows=2 * len(runs), height=1.95 * len(runs) + 0.7, sharex=True, alt=alt)
+    drawn, axes = figure(title, rows=2 * len(runs), height=1.6 * len(runs) + 0.65, sharex=True, alt=alt)
     top = max(device.peak_bytes - held for device, _, held in runs.values()) / 1e6
     for (p, (device, began, held)), lanes, below in zip(runs.items(), axes[::2], axes[1::2], strict=True):
         device.plot(lanes, since=began)
