@@ -747,7 +747,7 @@ all(map(torch.equal, expected, gradients(save_on_cpu())))  # on a GPU: pin_memor
 #
 # | where | not run here |
 # |---|---|
-# | Hugging Face, from 5.17 | `TrainingArguments(gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True})`: checkpoints, and their inputs by `save_on_cpu` |
+# | Hugging Face 5.23 (in 5.17 `gradient_checkpointing`) | `TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"offload": True})`: checkpoints, and their inputs by `save_on_cpu` |
 # | TRL, torchtune | `get_act_offloading_ctx_manager(model, max_fwd_stash_size=5)`; `enable_activation_offloading=True` |
 # | FSDP2 | `fully_shard(model, offload_policy=CPUOffloadPolicy())`: parameters, gradients and optimizer state |
 # | Megatron-LM | `--fine-grained-activation-offloading`; `--optimizer-cpu-offload --optimizer-offload-fraction 0.5` |
@@ -761,7 +761,7 @@ all(map(torch.equal, expected, gradients(save_on_cpu())))  # on a GPU: pin_memor
 #
 # | 框架 | 写法（此处未运行） |
 # |---|---|
-# | Hugging Face，5.17 起 | `TrainingArguments(gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True})`：检查点，其输入由 `save_on_cpu` 搬走 |
+# | Hugging Face 5.23（5.17 里叫 `gradient_checkpointing`） | `TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"offload": True})`：检查点，其输入由 `save_on_cpu` 搬走 |
 # | TRL、torchtune | `get_act_offloading_ctx_manager(model, max_fwd_stash_size=5)`；`enable_activation_offloading=True` |
 # | FSDP2 | `fully_shard(model, offload_policy=CPUOffloadPolicy())`：参数、梯度和优化器状态 |
 # | Megatron-LM | `--fine-grained-activation-offloading`；`--optimizer-cpu-offload --optimizer-offload-fraction 0.5` |

@@ -153,13 +153,9 @@ def check_offloading(function: Any) -> Verdict:
             seen[:] = [weakref.ref(each.untyped_storage()) for each in (y, sine, turned)]
             return z.cos() * part
 
-    kept: list[Tensor] = []
-    run(saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor))
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept}
     parameters = {each.untyped_storage().data_ptr() for each in linear.parameters()}
-    least = [each for address, each in storages.items() if address not in parameters and each.nbytes() > 4]
+    large, least = _to_be_moved(run, parameters)
     wanted = torch.autograd.grad(run(torch.enable_grad()), (x, *linear.parameters()), uneven)
-    kept.clear()
     store, stay = _Below(), {each.untyped_storage() for each in linear.parameters()}
     context = function(store, stay)
     if context is None or context is ...:
@@ -167,7 +163,7 @@ def check_offloading(function: Any) -> Verdict:
     out = run(context)
     if any(each() is not None for each in seen):
         gc.collect()  # the answer's own objects may refer to each other
-    held, large = sum(each() is not None for each in seen), len(least)
+    held = sum(each() is not None for each in seen)
     moved = len(store.addresses)
     if not moved and held == len(seen):  # the cell as it came
         return not_answered()
@@ -180,7 +176,7 @@ def check_offloading(function: Any) -> Verdict:
     out.backward(uneven)
     found = (x.grad, *(each.grad for each in linear.parameters()))
     equal = all(a is not None and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    if not equal and store.stats.bytes_down < sum(each.nbytes() for each in least):
+    if not equal and store.stats.bytes_down < least:
         raise Refused(
             "Gradients are wrong, and too little has moved: an address is given out again once its storage is gone, "
             "and the next one there is not the same. Ask for the storage itself.",
@@ -191,7 +187,7 @@ def check_offloading(function: Any) -> Verdict:
     if held:
         said = "Gradients are equal, but {held} of 3 storages are still held after forward: nothing is freed."
         return wrong(text(said, held=held), hint=_RETURN_THE_ROOM)
-    if store.stats.bytes_down > sum(each.nbytes() for each in least) + 64:
+    if store.stats.bytes_down > least + 64:
         said = "Right gradients, but {moved} copies went down of {large} storages: one that is saved twice moves once."
         return wrong(text(said, moved=moved, large=large), exact=True)
     del out
@@ -201,6 +197,15 @@ def check_offloading(function: Any) -> Verdict:
         said = "After backward {count:,} bytes are still below: the rooms are held by something of yours."
         return wrong(text(said, count=store.used_bytes), exact=True)
     return right(text("Right: {large} storages moved, once each; equal gradients; all was let go.", large=large))
+
+
+def _to_be_moved(run: Callable[[Any], Tensor], parameters: set[int]) -> tuple[int, int]:
+    """How many storages autograd saves in `run`, parameters and single numbers aside, and their bytes."""
+    kept: list[Tensor] = []  # all of them, so that no address is used twice
+    run(saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor))
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept}
+    large = [each for address, each in storages.items() if address not in parameters and each.nbytes() > 4]
+    return len(large), sum(each.nbytes() for each in large)
 
 
 _RETURN_THE_ROOM = (
