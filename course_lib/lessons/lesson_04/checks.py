@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,17 +143,7 @@ def check_offloading(function: Any) -> Verdict:
     x = torch.linspace(-1, 1, 128 * 128).view(128, 128).requires_grad_()
     uneven, seen = torch.linspace(-1, 2, 128 * 128).view(128, 128), []
 
-    def run(context: Any) -> Tensor:
-        with context:
-            y = x * 2
-            sine, turned = y.sin(), y.t().exp()  # y once more, another way round
-            z = linear(sine)
-            for _ in range(3):
-                z = z.tanh()  # memory that is let go of is used again here
-            part = turned[1:, ::2].square().sum()
-            seen[:] = [weakref.ref(each.untyped_storage()) for each in (y, sine, turned)]
-            return z.cos() * part
-
+    run = partial(_program, linear, x, seen)
     parameters = {each.untyped_storage().data_ptr() for each in linear.parameters()}
     large, least = _to_be_moved(run, parameters)
     wanted = torch.autograd.grad(run(torch.enable_grad()), (x, *linear.parameters()), uneven)
@@ -197,6 +188,19 @@ def check_offloading(function: Any) -> Verdict:
         said = "After backward {count:,} bytes are still below: the rooms are held by something of yours."
         return wrong(text(said, count=store.used_bytes), exact=True)
     return right(text("Right: {large} storages moved, once each; equal gradients; all was let go.", large=large))
+
+
+def _program(linear: nn.Module, x: Tensor, seen: list[weakref.ref], context: Any) -> Tensor:
+    """What saves views of one storage twice, a weight, a part of a storage, and memory that is used again."""
+    with context:
+        y = x * 2
+        sine, turned = y.sin(), y.t().exp()  # y once more, another way round
+        z = linear(sine)
+        for _ in range(3):
+            z = z.tanh()  # memory that is let go of is used again here
+        part = turned[1:, ::2].square().sum()
+        seen[:] = [weakref.ref(each.untyped_storage()) for each in (y, sine, turned)]
+        return z.cos() * part
 
 
 def _to_be_moved(run: Callable[[Any], Tensor], parameters: set[int]) -> tuple[int, int]:
