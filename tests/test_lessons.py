@@ -24,12 +24,13 @@ from course_lib.attention.tiled import BLOCK
 from course_lib.budget import Recipe, estimate
 from course_lib.distributed import held_bytes, sent_bytes, shapes_of, task_of
 from course_lib.labels import both
-from course_lib.lessons import lesson_00, lesson_01, lesson_02, lesson_03, lesson_05, lesson_07, lesson_08
+from course_lib.lessons import lesson_00, lesson_01, lesson_02, lesson_03, lesson_04, lesson_05, lesson_07, lesson_08
 from course_lib.lessons.lesson_02.shown import _draw_bars
 from course_lib.lessons.lesson_03.cuts import least_peak
 from course_lib.lessons.lesson_08 import carried
-from course_lib.memory import MemoryBudgetExceeded, symbolic, training_state_bytes
-from course_lib.models import Decoder, loss_stages, random_tokens
+from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic, training_state_bytes
+from course_lib.models import Decoder, deep_mlp, loss_stages, random_tokens
+from course_lib.offload import HostStore, OffloadedOptimizer, SimulatedDevice, offload_activations
 from course_lib.schedule import (
     Backward,
     Chain,
@@ -315,6 +316,63 @@ def test_giving_up_early_is_faster_on_the_five_stages_and_on_equal_ones_never():
     assert min(cost.time for cost in persistent if cost.peak_bytes <= 13) == 80 > least_time(five, 13) == 70
     for equal in (Chain.uniform(5), Chain.uniform(5, saved_bytes=2)):
         assert all(least_time(equal, cost.peak_bytes) == cost.time for cost in frontier(equal))
+
+
+# Lesson 04 ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_recorded_of_the_decoder_on_the_simulated_device_comes_again():
+    lanes = 20e9, 2, False  # one of ten, which take as long each
+    found, recorded = lesson_04.simulated_decoder(*lanes), lesson_04.RECORDED[lanes]
+    assert found.above_bytes == recorded.above_bytes
+    assert found.seconds == pytest.approx(recorded.seconds, rel=1e-4)
+
+
+def test_the_peaks_of_an_optimizers_step_that_its_check_knows_are_measured():
+    decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
+    for mib, peak in lesson_04.STEP_PEAKS.items():
+        if mib in (4, 16):  # the others would take as long, and show no more
+            adam = OffloadedOptimizer(decoder.parameters(), page_bytes=mib << 20)
+            for _ in range(2):
+                for parameter in decoder.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                with MemoryMeter(decoder, adam) as meter:
+                    adam.step()
+            assert meter.peak_bytes == peak
+
+
+def test_the_clock_is_that_of_a_larger_chain_with_the_same_ratios():
+    rows, width, flops = 64, 24, 1e9
+    forward = 2 * rows * width**2 / flops
+    for copy, p in ((0.5, 0), (2, 1)):
+        links = dict.fromkeys(("up_bytes_per_second", "down_bytes_per_second"), 4 * rows * width / (copy * forward))
+        with SimulatedDevice(flops_per_second=flops, **links) as device:
+            network, x = device.move(deep_mlp(16, width)), device.move(torch.ones(rows, width))
+            began = device.seconds
+            with offload_activations(HostStore(), min_bytes=1, prefetch=p):
+                loss = network(x).sum()
+            loss.backward()
+        assert (device.seconds - began) / forward == pytest.approx(lesson_04.clock(16, copy, p))
+
+
+def test_each_wait_is_found_missing_in_its_mode_alone():
+    class Hasty(HostStore):
+        missing = None
+
+        def _copied(self, room, target, source, device, name):
+            wait = super()._copied(room, target, source, device, name)
+            return (lambda: None) if name == self.missing else wait
+
+    class Unordered(SimulatedDevice):
+        def copy(self, target, source, name):
+            with self.on(self.side(name)):
+                self.transfer(target, source)
+                return self.event()
+
+    rows = lesson_04.without_waits(Hasty, Unordered).data.values.tolist()
+    assert [marks for _, _, *marks in rows] == [["✓", "✓", "✓"], ["✓", "✓", "✗"], ["✓", "✗", "✓"], ["✓", "✗", "✗"]]
+    assert [races > 0 for _, races, *_ in rows] == [False, True, True, True]
+    assert lesson_04.read_late(False) == [0.0] * 4 and lesson_04.read_late(True) == [0.0, 2.0, 4.0, 6.0]
 
 
 # Lesson 05: two processes ---------------------------------------------------------------------------------------------

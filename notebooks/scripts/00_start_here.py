@@ -346,7 +346,7 @@ ledger("00", "plain", before)
 # | $v$, $L$ | words in the vocabulary, layers (or stages of a chain) | 01 |
 # | Q, K, V, S, P, O | queries, keys, values, scores, probabilities, output of attention | 01 |
 # | $k$, $A$, $B$, $R$ | segments; bytes that a stage keeps; bytes at a boundary; bytes of room | 03 |
-# | $p$ | how many are fetched ahead | 04 |
+# | $f$, $g$, $c$, $p$ | seconds of a layer's forward, of its backward, of a copy; how many are fetched ahead | 04 |
 # | $m$ | micro-batches | 05 |
 # | $M$ | numbers that fit on the chip | 06 |
 # | $\Psi$, $N$ | parameters, ranks | 08 |
@@ -363,7 +363,7 @@ ledger("00", "plain", before)
 # | $v$、$L$ | 词表大小、层数（或链的级数） | 01 |
 # | Q、K、V、S、P、O | 注意力的查询、键、值、分数、概率、输出 | 01 |
 # | $k$、$A$、$B$、$R$ | 段数；一级保存的字节；边界上的字节；可用的字节 | 03 |
-# | $p$ | 提前取回几个 | 04 |
+# | $f$、$g$、$c$、$p$ | 一层的前向、反向各几秒，一次拷贝几秒；提前取回几个 | 04 |
 # | $m$ | 微批次数 | 05 |
 # | $M$ | 片上存储能放下的元素个数 | 06 |
 # | $\Psi$、$N$ | 参数个数、进程数 | 08 |

@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown]
+# %% [markdown] slide={"en": "Every activation to a file: 277.7 MB become 124.8, and not one FLOP is done twice.\n\nWhen does a copy cost nothing?", "zh": "把每份激活值都挪进文件：277.7 MB 变成 124.8 MB，没有一个 FLOP 算两遍。\n\n拷贝什么时候没有代价？"}
 # # 4 What if we move bytes down one tier instead? (offload) / 不忘掉，而是挪到下层存储呢？（卸载）
 #
 # <div lang="en">
 #
-# Sixteen layers of Linear and GELU keep 32 activations for backward: 66 MB here. Move each of them to a file as soon as the next ones are there, and fetch it when backward asks for it: 6.4 MB. Or fetch two ahead, so that the reading can hide: 10.5 MB. With 32 layers: the same. Not one FLOP is done twice.
+# Move every activation of the course's step to a file and fetch it when backward asks for it: 277.7 MB become 124.8. That is less than with a checkpoint around each layer, 134.0, and not one FLOP is done twice.
 #
-# What does that cost, and when does it cost nothing?
+# So where is the price? On a link that by arithmetic hides every copy, a chain of Linears takes 1.34 times as long. Fetch two ahead, and it takes 1.01. When does a copy cost nothing?
 #
 # </div>
 # <div lang="zh">
 #
-# 十六层 Linear 加 GELU 要为反向留下 32 份激活值，这里是 66 MB。等后面的激活值出现，就把前面的挪进文件，反向用到时再读回来：内存里只剩 6.4 MB。若提前读回两份，让读取藏在计算背后，则是 10.5 MB。换成 32 层呢？还是一样。没有一个 FLOP 算了两遍。这就是**卸载**（offload）：把暂时不用的数据移到下层存储，不是“卸载软件”的卸载。
+# 把课程这一步里的每份激活值都挪进文件，反向用到时再取回：277.7 MB 变成 124.8 MB。这比每层一个检查点的 134.0 MB 还少，而且没有一个 FLOP 算两遍。这就是**卸载**（offload）：把暂时不用的数据移到下层存储，不是“卸载软件”的卸载。
 #
-# 代价是什么？什么时候没有代价？
+# 那么代价在哪里？有一条链路，按算术它能掩盖所有拷贝，可是一串 Linear 在它上面却慢到 1.34 倍；提前取回两份，就只有 1.01 倍。拷贝究竟什么时候没有代价？
 #
 # </div>
 
@@ -32,116 +32,861 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (90 minutes). Say when a copy hides behind compute, for your own device. Write activation offload from nothing, and see why a version that you may meet does nothing. Keep the optimizer's state one tier down, with steps equal to the bit (fp32, on a CPU). Know when prefetching helps.
+# **Goals** (90 minutes). See a copy hide, and type the time of a step that a clock then confirms. Write activation offload from nothing. Say which wait orders which two things, and what happens without it. Know why checkpoints and offload together can peak higher than offload alone. Predict what an optimizer's state takes while it is below.
 #
-# **What to know before**: lesson 01; lesson 02 for saved-tensor hooks.
+# **What to know before**: lesson 01; lesson 02 for saved-tensor hooks and checkpoints.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：针对自己的设备，说出拷贝何时能被计算掩盖；从零写出激活值卸载，并看清一个你可能遇到的版本为何毫无作用；把优化器状态放到下层存储，更新结果仍逐比特相等（fp32，CPU）；知道预取何时有用。
+# **目标**（90 分钟）：亲眼看见一次拷贝被掩盖，写出一步所需的时间，再由时钟来验证；从零写出激活值卸载；说出每一处等待把哪两件事排出先后，少了它会怎样；明白为什么检查点与卸载合用，峰值可能反而高于只用卸载；预测优化器状态放到下层存储之后，更新时还要占多少。
 #
-# **预备知识**：第 01 课；第 02 课里给保存的张量挂的钩子。
+# **预备知识**：第 01 课；第 02 课里给保存的张量挂的钩子，以及检查点。
 #
 # </div>
 
 # %%
-import math
-import tempfile
-import time
+import inspect
 from contextlib import nullcontext
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from course_lib.memory import MemoryMeter, saved_tensors
+from course_lib.checkpoint import checkpoint_blocks
+from course_lib.lessons import lesson_04, what_you_may_have_read
+from course_lib.lessons.ledger import ledger
+from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, deep_mlp, random_tokens
+from course_lib.offload import DiskStore, HostStore, SimulatedDevice, offload_activations
 from course_lib.teaching import predictions, table, text, timelines
 
 # %% [markdown]
-# ## 4.1 When does a copy hide? / 拷贝什么时候能被掩盖？
+# ## 4.1 Four tiers / 四个存储层级
 #
 # <div lang="en">
 #
-# A copy of $m$ bytes over a link of $w$ bytes a second takes $m / w$. Meanwhile the device computes $f$ FLOPs at $r$ a second: $f / r$. The copy hides if
-#
-# $$\frac{m}{w} \le \frac{f}{r} \qquad \Longleftrightarrow \qquad \frac{f}{m} \ge \frac{r}{w}$$
-#
-# On the right, first: FLOPs done per byte moved, a matter of the network: its **arithmetic intensity** towards the next tier. Then a threshold, a matter of the machine.
-#
-# **Guess first:** a GPU with 989 TFLOP/s behind PCIe 5, the link to the CPU's memory, 63 GB/s one way. (Below, NVMe is a fast SSD, NVLink-C2C a faster link.) How many FLOPs must come with each byte, to cover it?
+# Data may lie on several **tiers**: on the chip, in the device's memory, in the host's, on a disk. "The tier below" is the one farther from the arithmetic. The numbers are those of an H100's data sheet and of a usual server; a link's is for one way.
 #
 # </div>
 # <div lang="zh">
 #
-# 数据可以放在几个**存储层级**上：设备（在 GPU 上就是显存）、主机内存、磁盘；“下层存储”指离计算更远的那一层。在每秒 $w$ 字节的链路上拷贝 $m$ 字节，耗时 $m / w$。同时，设备以每秒 $r$ 个的速率计算 $f$ 个 FLOPs，耗时 $f / r$。只要
-#
-# $$\frac{m}{w} \le \frac{f}{r} \qquad \Longleftrightarrow \qquad \frac{f}{m} \ge \frac{r}{w}$$
-#
-# 拷贝就能被掩盖。右式的左边是每搬一个字节做多少 FLOPs，取决于网络：这是它相对于下层存储的**算术强度**。右边是阈值，取决于机器。
-#
-# **先猜**：一块 989 TFLOP/s 的 GPU，通过 PCIe 5（GPU 与 CPU 内存之间的链路）传输，单向带宽 63 GB/s。（后文的 NVMe 是高速固态硬盘，NVLink-C2C 是更快的链路。）每搬一个字节，至少要配多少 FLOPs 的计算，才盖得住它？
+# 数据可以放在几个**存储层级**上：芯片上、设备内存（在 GPU 上就是显存）、主机内存、磁盘。“下层存储”指离计算更远的那一层。图中的数取自 H100 的数据手册和常见的服务器；链路的带宽按单向计。
 #
 # </div>
 
-# %%
-rate = 989e12  # H100 SXM, dense bf16, from its data sheet
-links = {"NVMe": 7e9, "PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9}  # bytes/s, one way
-links["NVLink-C2C"] = 450e9
+# %% slide="result"
+lesson_04.draw_tiers()
+
+# %% [markdown] slide={"en": "989 TFLOP/s, and 63 GB/s to the host.\n\n**Guess first.** How many FLOPs must come with each byte, so that its copy hides?", "zh": "989 TFLOP/s，到主机 63 GB/s。\n\n**先猜**：每搬一个字节，要配多少 FLOPs，拷贝才能被掩盖？"}
+# <div lang="en">
+#
+# A copy can hide behind the products that run at the same time if it takes no longer than they do. So each byte must come with a number of FLOPs: the device's FLOPs a second over the link's bytes a second. That is the **threshold**, a matter of the machine. What the network offers, FLOPs done per byte moved, is its **arithmetic intensity** towards the tier below.
+#
+# **Guess first:** a GPU with 989 TFLOP/s (H100, dense bf16) behind PCIe 5. How many FLOPs must come with each byte?
+#
+# </div>
+# <div lang="zh">
+#
+# 只要一次拷贝不比同时进行的矩阵乘法更久，它就能被掩盖。所以每个字节都要配上一定数量的 FLOPs：设备每秒的 FLOPs 除以链路每秒的字节。这就是**阈值**，取决于机器。网络能提供的，即每搬一个字节做多少 FLOPs，是它相对于下层存储的**算术强度**。
+#
+# **先猜**：一块 989 TFLOP/s 的 GPU（H100，稠密 bf16），经 PCIe 5 拷贝。每个字节要配多少 FLOPs？
+#
+# </div>
+
+# %% slide="result"
+rate = 989e12  # FLOP/s
+links = {"NVMe": 7e9, "PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLink-C2C": 450e9}
 {name: round(rate / bandwidth) for name, bandwidth in links.items()}
 
 # %% [markdown]
 # <div lang="en">
 #
-# What does a transformer layer offer? We compare the copy down with the forward pass, for sequences of $s = 4096$; the copy up has the backward pass, which does twice the FLOPs, so down decides. Per token the forward pass does about $24 h^2 + 2 s h$ FLOPs (a fused causal attention computes half of the scores) and saves $34 h$ bytes (lesson 01, without what it does not keep). Moving everything means few FLOPs a byte. Moving only the **inputs** of checkpointed layers means $2 h$ bytes, seventeen times fewer.
+# Thousands. (Section 4.11 draws which widths of a transformer offer that many.) But a threshold says only that copies *can* hide. Do they?
 #
 # </div>
 # <div lang="zh">
 #
-# 一个 transformer 层能提供多少？取序列长 $s = 4096$，拿写出的拷贝与前向相比；读回的拷贝对应反向，而反向的 FLOPs 是前向的两倍，所以关键在写出那一趟。每个 token 的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs（融合的因果注意力只算一半的分数），保存 $34 h$ 字节（第 01 课的公式，减去融合注意力不保存的部分）。全部搬走，摊到每个字节上的 FLOPs 就很少。只搬检查点层的**输入**，则是 $2 h$ 字节，只有前者的十七分之一。
+# 要几千到上十万。（哪些隐藏维度的 transformer 能提供这么多，4.11 节有图。）但是，阈值只说拷贝**可以**被掩盖。真的被掩盖了吗？
+#
+# </div>
+
+# %% [markdown]
+# ## 4.2 Three lanes / 三条泳道
+#
+# <div lang="en">
+#
+# A `SimulatedDevice` has what GPUs have: a stream for compute, and engines for copies down and up. Operators run here; its clock counts FLOPs, and bytes on the links. (GELU has no product, so it takes no time.)
+#
+# Sixteen times Linear and GELU, 2000 rows, 256 wide, at $10^{12}$ FLOP/s. A layer's forward takes $f$ seconds, its backward $g = 2 f$. It saves two storages of $B$ = 2.048 MB, the Linear's input and GELU's. The link is exactly at the threshold: two copies of $c$ seconds take one $f$. In backward, $p$ storages are fetched ahead (`prefetch`).
+#
+# </div>
+# <div lang="zh">
+#
+# `SimulatedDevice` 具备 GPU 所具备的：一条计算流，外加写出（向下的拷贝）、读回（向上的拷贝）各一个引擎。算子真的在本机运行；它的时钟则计 FLOPs 和链路上的字节。（GELU 没有矩阵乘法，所以不花时间。）
+#
+# 网络是十六层 Linear 加 GELU，2000 行，宽 256，算力 $10^{12}$ FLOP/s。一层的前向要 $f$ 秒，反向 $g = 2 f$ 秒。它保存两份存储区（storage），各 $B$ = 2.048 MB：一份是 Linear 的输入，一份是 GELU 的输入。链路正好在阈值上：两次拷贝，每次 $c$ 秒，合起来就是一个 $f$。反向时提前取回 $p$ 份（`prefetch`，预取）。
 #
 # </div>
 
 # %%
-widths = [512 * 2 ** (i / 4) for i in range(27)]
-per_token = [24 * h**2 + 2 * 4096 * h for h in widths]  # FLOPs, for s = 4096
+batch = torch.linspace(-1, 1, 2000 * 256).view(2000, 256)
+B, f = batch.nbytes, 2 * 2000 * 256**2 / 1e12  # bytes of a storage, seconds of a layer's forward
 
-# %% jupyter={"source_hidden": true}
-from course_lib.teaching import COLORS, figure
 
-title = "Where a line is above a link, its copies hide: checkpointed inputs long before all activations"
-drawn, ax = figure(title, height=3.8)
-ax.set(xscale="log", yscale="log", xlim=(512, 60000), ylim=(500, 2e6), xlabel=text("hidden size h"))
-ax.set(ylabel=text("FLOPs a byte"), xticks=[1024, 4096, 16384], xticklabels=["1024", "4096", "16384"])
-arms = {"all that is saved, 34 h": (34, "activation"), "checkpointed inputs, 2 h": (2, "gradient")}
-for name, (factor, category) in arms.items():
-    intensity = [flops / (factor * h) for flops, h in zip(per_token, widths, strict=True)]
-    ax.plot(widths, intensity, color=COLORS[category], label=text(name))
-for name, bandwidth in links.items():
-    ax.axhline(rate / bandwidth, color="#888888", linewidth=0.8, linestyle="--")
-    ax.annotate(name, (30000, rate / bandwidth), xytext=(0, 2), textcoords="offset points", fontsize=8)
-ax.legend(loc="upper left", fontsize=8)
-None
+def step_on_device(p, link, in_flight=2):  # p = None: nothing is moved
+    both_ways = dict.fromkeys(("up_bytes_per_second", "down_bytes_per_second"), link)
+    with SimulatedDevice(flops_per_second=1e12, **both_ways) as device:
+        network, x = device.move(deep_mlp(depth=16, width=256)), device.move(batch)
+        for parameter in network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        began, held = device.seconds, device.live_bytes
+        moving = offload_activations(min_bytes=1 << 16, prefetch=p, in_flight=in_flight)
+        with nullcontext() if p is None else moving:
+            loss = network(x).sum()
+        loss.backward()
+    return device, began, held
+
+
+# %% [markdown] slide={"en": "Two copies take as long as a layer's forward.\n\n**Guess first.** How much longer is the step with $p$ = 0, 1, 2?", "zh": "两次拷贝与一层的前向一样久。\n\n**先猜**：$p$ = 0、1、2 时，这一步会久多少？"}
+# <div lang="en">
+#
+# **Guess first:** without copies the step takes 12.3 ms. How long does it take with $p$ = 0, 1, 2?
+#
+# </div>
+# <div lang="zh">
+#
+# **先猜**：不拷贝时，这一步要 12.3 毫秒。$p$ = 0、1、2 时各要多久？
+#
+# </div>
+
+# %% slide="result"
+threshold = 2 * B / f  # bytes a second: two copies in the time of one layer's forward
+runs = {p: step_on_device(p, threshold) for p in (0, 1, 2)}
+lesson_04.draw_lanes(runs)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Where do they cross? With $c$ bytes moved per token and feature, a copy hides if $(24 h + 2 s) / c \ge r / w$. Solved for $h$, with the figures of the data sheets, and with what is reached, say half of the FLOPs and 80 % of the link:
+# Forward is the same in all three: copies down run beside it. In backward with $p$ = 0, the lanes take turns: a fetch starts when its operator is next, and compute waits. With $p$ = 2 the copies are still there, all of them, and gone from the clock.
+#
+# What orders backward: a layer needs GELU's storage first (no time), then the Linear's, for the products ($g$). A storage's fetch starts when the operator that uses the storage $p$ places before it begins; $p$ = 0: when its own is next. Copies on one lane take turns.
+#
+# **Exercise 1.** Type the seconds of forward and backward for $L$ layers, for $p$ = 0, 1, 2, from $f$, $g$ and $c$, any of which may be the longest. The check compares with the clock on four links, and forgives 8 %: the ends of the step are a little other than its middle.
 #
 # </div>
 # <div lang="zh">
 #
-# 交点在哪里？设每个 token、每个特征要搬 $c$ 字节，$(24 h + 2 s) / c \ge r / w$ 时拷贝就能被掩盖。解出 $h$，先用数据手册的数值，再用实际能达到的水平（设为算力的一半、链路的 80%）：
+# 三种情形的前向都一样：写出与它并行。反向里，$p$ = 0 时两条泳道轮流忙：轮到某个算子了，才开始取它要的那份，计算只好等。$p$ = 2 时，拷贝一次也没少，却从时钟上消失了。
+#
+# 反向的次序是：一层先要 GELU 的存储区（不花时间），再要 Linear 的，然后做矩阵乘法（$g$）。某份存储区的取回，从使用它前面第 $p$ 份的那个算子开始时启动；$p$ = 0 就是轮到它自己时。同一条泳道上的拷贝一个接一个。
+#
+# **练习 1。** 用 $f$、$g$、$c$ 写出 $L$ 层的前向加反向要多少秒，$p$ = 0、1、2 都要对；三者之中谁最长都有可能。检查会在四条链路上与时钟比较，容许 8% 的误差：一步的首尾与中间略有不同。
+#
+# </div>
+
+
+# %% minutes=11
+def step_time(L, f, g, c, p):
+    return None
+
+
+lesson_04.check_step_time(step_time)
+
+
+# %% jupyter={"source_hidden": true} slide="code"
+### BEGIN SOLUTION
+if not lesson_04.check_step_time.accepted:
+
+    def step_time(L, f, g, c, p):
+        backward = {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)}[p]
+        return L * max(f, 2 * c) + L * backward - f  # the first layer hands no gradient on
+
+
+lesson_04.check_step_time(step_time)
+### END SOLUTION
+
+# %% slide="result"
+clock = {(c, p): lesson_04.clock(16, c, p) for c in (0.25, 0.5, 1, 2) for p in (0, 1, 2)}
+lesson_04.draw_times(step_time, clock)
+
+# %% [markdown] slide={"en": "A formula of three lines meets a clock within 8 %.\n\n$p$ hides the way up. What hides the way down?", "zh": "三行的公式与时钟相差不到 8%。\n\n$p$ 掩盖取回。那么写出呢？"}
+# <div lang="en">
+#
+# The same network, sixteen layers (small ones, since only the ratio of $c$ to $f$ counts). The points lie on your lines, or a little below: nothing is copied before the first layer, and the last ones never leave.
+#
+# And the way down? How many copies may be under way at once is `in_flight`: 2 on CUDA, 1 on a CPU, unless you say so. At the threshold, against the step without copies, and bytes above what was there:
+#
+# </div>
+# <div lang="zh">
+#
+# 网络还是十六层（取得小，因为只有 $c$ 与 $f$ 之比起作用）。点落在你的线上，或略低一点：第一层之前没有拷贝，最后几份从不离开。
+#
+# 那么写出呢？同时可以有几次在路上，由 `in_flight` 决定：不另外指定时，CUDA 上是 2，CPU 上是 1。在阈值上，与不拷贝的一步相比的时间，以及比原先多占的字节：
+#
+# </div>
+
+# %% slide="result"
+device, began, _ = step_on_device(None, threshold)
+plain, rows, times = device.seconds - began, [], {}
+for ahead, in_flight in ((0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (2, 2)):
+    device, began, held = runs[ahead] if in_flight == 2 else step_on_device(ahead, threshold, 1)
+    times[ahead, in_flight] = (device.seconds - began) / plain
+    above = (device.peak_bytes - held) / B
+    rows.append((in_flight, ahead, round(times[ahead, in_flight], 3), round(above, 2)))
+table(["in flight", "fetched ahead, p", "time of plain", "peak above, in B"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Two hide the way up, two hide the way down, and it takes both: with one copy in flight forward alone takes 1.5 times its time, since each layer saves two storages and the second must wait for the first. Each fetched ahead costs one $B$, whatever the depth: that is what hiding is paid with. Depth costs nothing, and so $(p + 4)\,B$ is the peak of any number of layers here.
+#
+# </div>
+# <div lang="zh">
+#
+# 提前取回两份，掩盖读回；两次写出同时在路上，掩盖写出；缺一不可。只许一次在路上时，光前向就要 1.5 倍的时间：每层保存两份存储区，第二份得等第一份。每多提前一份，多占一个 $B$，与深度无关：掩盖就是用这个换来的。层数再多也不多占，所以这里无论几层，峰值都是 $(p + 4)\,B$。
+#
+# </div>
+
+# %% [markdown] slide={"en": "Two hooks: **pack** sends a storage down, **unpack** brings it back.\n\nWhat must not move? What moves once? When is it let go?", "zh": "两个钩子：**pack** 把存储区送下去，**unpack** 取回来。\n\n什么不该搬？什么只搬一次？什么时候放手？"}
+# ## 4.3 From nothing / 从零写起
+#
+# <div lang="en">
+#
+# An activation is freed when everyone who holds it lets go: autograd, in its saved tensors, and your own variables. So a function that copies its input down frees nothing: the next operator keeps the same storage (section 4.12). It takes the two hooks of lesson 02. Four rules:
+#
+# - A **parameter** never moves: the model holds it anyway. A Linear saves `weight.t()`, a view, so ask for the storage.
+# - A **storage** moves once, though several operators save it.
+# - What comes back is the **view** that was saved: shape, stride, offset.
+# - When backward is through with it, it is **let go** below, too.
+#
+# </div>
+# <div lang="zh">
+#
+# 所有持有者都放手，激活值才会释放：持有者有 autograd（它保存的张量），也有你自己的变量。所以，把输入拷贝下去的函数什么也没释放：下一个算子仍持有同一份存储区（4.12 节）。要靠第 02 课的两个钩子。规则有四条：
+#
+# - **参数**从不搬：模型反正持有它。Linear 保存的是视图 `weight.t()`，所以要看存储区。
+# - 一份**存储区**只搬一次，哪怕有几个算子保存它。
+# - 取回来的，要是当初保存的那个**视图**：形状、步幅、偏移都一样。
+# - 反向用完之后，下层存储里的也要**放手**。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# A `store` is the tier below. `whole(tensor)` is its whole storage as a row of numbers; `room = store.put(row)` sends a row down; `room.get()()` is a new row, brought back; and when nobody holds `room` any more, its bytes below are free. `rooms` forgets a storage that is gone. (Why not its address? It is given out again, to the next tensor.) `stay` is a set of storages.
+#
+# **Exercise 2.** Fill in the two hooks. `pack` returns what the graph shall keep; `unpack` gets that, and returns the tensor: `row.as_strided(shape, stride, offset)`.
+#
+# </div>
+# <div lang="zh">
+#
+# `store` 就是下层存储。`whole(tensor)` 把它的整份存储区排成一行数；`room = store.put(row)` 把一行数送下去；`room.get()()` 取回来，得到新的一行；再没有谁持有 `room` 时，它在下层占的字节就空出来了。`rooms` 会自动忘掉已经不在的存储区。（为什么不记地址？地址会再分给下一个张量。）`stay` 是一组存储区。
+#
+# **练习 2。** 写出两个钩子。`pack` 返回计算图该留下的东西；`unpack` 拿到它，返回张量：`row.as_strided(shape, stride, offset)`。
+#
+# </div>
+
+
+# %% minutes=14
+def whole(tensor):  # all of its storage, in one row
+    count = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((count,), (1,), 0)
+
+
+def offloading(store, stay):
+    rooms = WeakKeyDictionary()  # storage → its room below
+
+    def pack(tensor):
+        return tensor
+
+    def unpack(packed):
+        return packed
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+lesson_04.check_offloading(offloading)
+
+
+# %% jupyter={"source_hidden": true} slide="code"
+### BEGIN SOLUTION
+if not lesson_04.check_offloading.accepted:
+
+    def offloading(store, stay):
+        rooms = WeakKeyDictionary()
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage in stay:
+                return tensor.detach()
+            if storage not in rooms:
+                rooms[storage] = store.put(whole(tensor))
+            return rooms[storage], tensor.shape, tensor.stride(), tensor.storage_offset()
+
+        def unpack(packed):
+            if isinstance(packed, torch.Tensor):
+                return packed
+            room, *view = packed
+            return room.get()().as_strided(*view)
+
+        return saved_tensors_hooks(pack, unpack)
+
+
+lesson_04.check_offloading(offloading)
+### END SOLUTION
+
+# %% [markdown]
+# <div lang="en">
+#
+# Before any claim of saving: are the gradients of the course's decoder equal, to the bit? On a CPU the tier below is a file. Yours, and the library's `offload_activations`, which keeps the last $p + 1$ storages (backward needs them first), leaves small storages alone, and notices what is changed in place (section 4.13).
+#
+# </div>
+# <div lang="zh">
+#
+# 谈节省之前先问：课程解码器的梯度逐比特相等吗？在 CPU 上，下层存储是文件。一个是你写的，一个是库里的 `offload_activations`：后者留下最后 $p + 1$ 份（反向最先用到它们），太小的存储区不搬，还能发现原地改动（4.13 节）。
+#
+# </div>
+
+
+# %%
+def make_decoder():
+    return Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
+
+
+decoder = make_decoder()
+
+
+def gradients(context):
+    decoder.zero_grad()
+    with context:
+        loss = decoder.loss(random_tokens(batch=8, sequence=128, vocabulary=2048))
+    loss.backward()
+    return [parameter.grad for parameter in decoder.parameters()]
+
+
+# %% slide="result"
+stay = {parameter.untyped_storage() for parameter in decoder.parameters()}
+expected, ways = gradients(nullcontext()), {"yours": offloading(DiskStore(), stay)}
+ways["library"] = offload_activations(DiskStore(), min_bytes=1 << 17)
+{name: all(map(torch.equal, expected, gradients(context))) for name, context in ways.items()}
+
+# %% [markdown] slide={"en": "A stream does its work in order; two streams know nothing of each other.\n\nAn **event** marks a place in one. Who waits for it?", "zh": "一条流按次序做事；两条流互不知情。\n\n**事件**是一条流里的记号。谁该等它？"}
+# ## 4.4 Streams, and one wait taken away / 流，以及少了一处等待
+#
+# <div lang="en">
+#
+# The host only gives orders, and goes on. A **stream** does in order what it was given; between two streams nothing is ordered, unless one waits for an **event** of the other: a mark behind all that the other was given so far. `device.wait(event)` lets the current stream wait, `device.finish(event)` the host. This is all that the library does for a copy:
+#
+# </div>
+# <div lang="zh">
+#
+# 主机只管下达任务，然后继续往下走。**流**（stream）按次序做交给它的事；两条流之间没有先后，除非一条去等另一条的**事件**（event）：事件是一个记号，标在那条流此前接到的所有任务之后。`device.wait(event)` 让当前的流等，`device.finish(event)` 让主机等。库为一次拷贝所做的，全在这里：
+#
+# </div>
+
+# %% slide="result"
+print(inspect.getsource(SimulatedDevice.copy))
+print(inspect.getsource(HostStore._copied))
+
+# %% slide="result"
+lesson_04.draw_order()
+
+# %% [markdown]
+# <div lang="en">
+#
+# Why does each wait? The copy down must not read before the storage is **made**. Its memory must not be **let go** before the copy has read it: the allocator hands it to the next tensor at once. Nobody may **use** what comes up before it is there. And the **host** must not read what is still on its way down.
+#
+# Take one away, then. The device reports a **race**: two accesses to the same memory that nothing orders. Its numbers are right by luck, unless it runs copies as late as the waits allow (`late`), or the rest as early (`early`).
+#
+# </div>
+# <div lang="zh">
+#
+# 每一处为什么要等？存储区还没**算好**，写出就不能开始。拷贝还没读完，它的内存不能**放手**：分配器立刻就会把它分给下一个张量。读回的还没到，谁也不能**用**。还没写出完的，**主机**不能读。
+#
+# 那就拿掉一处试试。设备会报告**竞争**（race）：两次访问同一块内存，没有什么规定先后。这时结果对只是碰巧；除非让拷贝晚到等待所容许的最晚（`late`），或让其余的早到最早（`early`）。
+#
+# </div>
+
+
+# %%
+class Hasty(HostStore):  # what uses a copy down, or up, does not wait for it
+    missing = None  # "down" or "up"
+
+    def _copied(self, room, target, source, device, name):
+        wait = super()._copied(room, target, source, device, name)
+        return (lambda: None) if name == self.missing else wait
+
+
+class Unordered(SimulatedDevice):  # a copy does not wait for what makes its source
+    def copy(self, target, source, name):
+        with self.on(self.side(name)):
+            self.transfer(target, source)
+            return self.event()
+
+
+# %% slide="result"
+lesson_04.without_waits(Hasty, Unordered)
+
+# %% [markdown]
+# <div lang="en">
+#
+# As it runs the gradient is right in every row: that is how such a mistake gets into a release. diffusers' pull request 13502 is one: a `wait_stream` was missing where weights come up. Reduced to pure PyTorch, about 98 % of iterations gave wrong numbers on five GPUs of one make, and none with the wait; on another machine PyTorch's CUDA sanitizer named the race. (`lesson_04.without_waits` runs five layers with `offload_activations`.) Three programs, each with one wait missing:
+#
+# </div>
+# <div lang="zh">
+#
+# 照常运行时，每一行的梯度都对：这样的错误正是这样混进发行版的。diffusers 的合并请求 13502 就是一例：权重从主机取回的地方少了一处 `wait_stream`。化简成纯 PyTorch 代码后，在同一型号的五块 GPU 上约有 98% 的迭代给出错误的数，补上等待后一次也没有；在另一台机器上，PyTorch 的 CUDA sanitizer 也指出了这处竞争。（`lesson_04.without_waits` 用 `offload_activations` 跑一个五层的网络。）下面三个程序，各少一处等待：
+#
+# </div>
+
+
+# %%
+def started_down(device, y):  # a copy to the host that is under way, and the event of its end
+    host = device.pinned(y.shape, y.dtype)
+    return host, device.copy(host, y, "down")
+
+
+def started_up(device, host):
+    x = torch.zeros(host.shape)  # made inside the block: the device's
+    return x, device.copy(x, host, "up")
+
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Exercise 3.** Put the one missing line into each function: `device.wait(copied)`, or `device.finish(copied)` where the host has to wait, and nowhere else. The check runs all three in each mode, and looks at races and at numbers.
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 3。** 给每个函数补上缺的那一行：`device.wait(copied)`；非要主机等不可的地方，才用 `device.finish(copied)`。检查会在每种模式下运行这三个函数，既看竞争，也看数值。
+#
+# </div>
+
+
+# %% minutes=9
+def read(device, x):
+    y = x * 2
+    host, copied = started_down(device, y)
+    return host.tolist()
+
+
+def use(device, host):
+    x, copied = started_up(device, host)
+    return x * 2
+
+
+def let_go(device, x):
+    y = x * 2
+    host, copied = started_down(device, y)
+    del y  # its memory is free ...
+    z = x * 100  # ... and z gets it
+    device.finish(copied)
+    return host.tolist()
+
+
+lesson_04.check_waits((read, use, let_go))
+
+# %% jupyter={"source_hidden": true} slide="code"
+### BEGIN SOLUTION
+if not lesson_04.check_waits.accepted:
+
+    def read(device, x):
+        y = x * 2
+        host, copied = started_down(device, y)
+        device.finish(copied)
+        return host.tolist()
+
+    def use(device, host):
+        x, copied = started_up(device, host)
+        device.wait(copied)
+        return x * 2
+
+    def let_go(device, x):
+        y = x * 2
+        host, copied = started_down(device, y)
+        device.wait(copied)
+        del y
+        z = x * 100
+        device.finish(copied)
+        return host.tolist()
+
+
+lesson_04.check_waits((read, use, let_go))
+### END SOLUTION
+
+# %% [markdown]
+# <div lang="en">
+#
+# The first is the silent classic: `y.to("cpu", non_blocking=True)`, read at once. Nothing fails; the numbers are those that the memory had before. Here is what `late` makes of it, with the wait and without:
+#
+# </div>
+# <div lang="zh">
+#
+# 第一个是经典的无声错误：`y.to("cpu", non_blocking=True)` 之后马上就读。什么也不报错，读到的却是那块内存里原来的数。看 `late` 模式下会怎样，先不等，再等：
+#
+# </div>
+
+# %% slide="result"
+numbers_read = [lesson_04.read_late(waits) for waits in (False, True)]
+numbers_read
+
+# %% [markdown] slide={"en": "The course's decoder: offload, or checkpoints, or both.\n\n**Guess first.** Which of the three peaks lowest? Which moves least?", "zh": "课程的解码器：卸载、检查点，或两者合用。\n\n**先猜**：三者之中谁的峰值最低？谁搬得最少？"}
+# ## 4.5 The decoder: moved, forgotten, or both / 解码器：搬走、忘掉，还是都用
+#
+# <div lang="en">
+#
+# A layer of the course's decoder saves 20,987,904 bytes: 20 times the 1,048,576 of its input, and 16,384 of the norms' statistics, too small to be moved. Behind the layers come two storages as large as an input, the last norm's and the head's, and last the log-probabilities, 8,388,608. With a checkpoint around each layer, a layer saves its input alone.
+#
+# **Exercise 4.** How many bytes go down in a step, with $p$ = 0, 1, 2 fetched ahead? The last $p + 1$ storages stay. (`checkpointed` is True or False.)
+#
+# </div>
+# <div lang="zh">
+#
+# 课程解码器的一层保存 20,987,904 字节：是它的输入 1,048,576 字节的 20 倍，外加归一化的统计量 16,384 字节，太小，不搬。各层之后，还有两份与输入一样大：最后一个归一化的和输出头的；最后保存的是对数概率，8,388,608 字节。每层加一个检查点，则每层只保存它的输入。
+#
+# **练习 4。** 提前取回 $p$ = 0、1、2 份时，一步里要写出多少字节？最后 $p + 1$ 份存储区留下。（`checkpointed` 取 True 或 False。）
+#
+# </div>
+
+
+# %% minutes=5
+def moved(p, checkpointed):
+    return None
+
+
+lesson_04.check_moved(moved)
+
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+if not lesson_04.check_moved.accepted:
+
+    def moved(p, checkpointed):
+        inputs = 8 * (1 if checkpointed else 20) + 2
+        return (inputs - p) * 1_048_576  # the log-probabilities are one of those that stay
+
+
+lesson_04.check_moved(moved)
+### END SOLUTION
+
+
+# %%
+def metered_step(checkpointed, p):  # the step of lesson 01; p = None: nothing is moved
+    decoder, file = make_decoder(), DiskStore()
+    adam, tokens = torch.optim.Adam(decoder.parameters()), random_tokens(8, 128, 2048)
+    for parameter in decoder.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    adam.step()  # makes its state
+    decoder.zero_grad()
+    if checkpointed:
+        checkpoint_blocks(decoder, "layers.*")
+    with MemoryMeter(decoder, adam) as meter:
+        with nullcontext() if p is None else offload_activations(file, min_bytes=2**17, prefetch=p):
+            loss = decoder.loss(tokens)
+        loss.backward()
+        adam.step()
+    return meter, file.stats.bytes_down
+
+
+# %%
+steps = {(k, p): metered_step(k, p) for k in (False, True) for p in (None, 0, 1, 2)}
+names = {False: "offload, p = {p}", True: "both, p = {p}"}
+rows = [(text(names[k], p=p), moved(p, k), steps[k, p][1]) for k, p in steps if p is not None]
+predictions(rows, unit="bytes")
+
+# %% [markdown]
+# <div lang="en">
+#
+# With both, 16 to 20 times fewer bytes move. **Guess first:** and the peak, with offload, with checkpoints, with both?
+#
+# </div>
+# <div lang="zh">
+#
+# 合用时，搬的字节少得多，相差 16 到 20 倍。**先猜**：峰值呢？只卸载、只用检查点、两者合用，各是多少？
+#
+# </div>
+
+# %% slide="result"
+arms = {"plain": (False, None), "offload": (False, 1)}
+arms |= {"checkpoint": (True, None), "checkpoints and offload": (True, 1)}
+rows = [(name, f"{steps[arm][0].peak_bytes:,}", steps[arm][1]) for name, arm in arms.items()]
+table(["step", "peak, bytes", "bytes down"], rows)
+
+# %% slide="result"
+two = {name: steps[arms[name]][0] for name in ("offload", "checkpoints and offload")}
+title = "A whole layer comes back at once: 9 MB higher than single tensors"
+timelines(two, title=title, panel_height=1.9)
+
+# %% [markdown] slide={"en": "124.8 MB against 134.0: with checkpoints on top the peak is **higher**.\n\nTheir inputs are gone by then, and a whole layer is back.", "zh": "124.8 MB 对 134.0 MB：再加检查点，峰值反而**更高**。\n\n峰值那一刻，被搬走的输入反正不在了；而整整一层都回来了。"}
+# <div lang="en">
+#
+# 134,006,104, not one byte below checkpoints alone, and 9 MB above offload alone. The peak is at the end of backward, when the gradients have nearly all arrived. By then the inputs of the later layers are used up, moved or not. What is there is what the **first** layer needs: offload brings it back one tensor at a time, a checkpoint all of it at once. What counts is what is absent at the peak (section 2.5).
+#
+# So is both together a mistake? It moves 18 times fewer bytes at $p$ = 1, and a link may be slow. And with more layers or longer sequences the inputs are the peak: accelerate's pull request 4175 saw both, on GPUs.
+#
+# </div>
+# <div lang="zh">
+#
+# 134,006,104 字节：比只用检查点一个字节也没少，比只卸载高 9 MB。峰值在反向快结束时，梯度几乎都到齐了。这时后面各层的输入早已用完，搬没搬都一样。还在的，是**第一层**要用的东西：卸载一次取回一个张量，检查点则一次让整层全回来。要紧的是，峰值那一刻什么不在（2.5 节）。
+#
+# 那么合用就错了吗？$p$ = 1 时，它搬的字节要少 18 倍，而链路可能很慢。层数更多、序列更长时，峰值就在那些输入上了：accelerate 的合并请求 4175 在 GPU 上两种情形都见到了。
+#
+# </div>
+
+# %% slide="result"
+now = (20e9, 2, False), (2e9, 2, True)  # link, p, checkpointed
+lesson_04.decoder_lanes({lanes: lesson_04.simulated_decoder(*lanes) for lanes in now})
+
+# %% [markdown]
+# <div lang="en">
+#
+# The same step on the simulated device, at $10^{12}$ FLOP/s (without Adam; gradients there from the start; two copies in flight). All activations ask for 83 FLOPs a byte: at 20 GB/s the machine asks for 50, at 2 GB/s for 500. So between the two links everything changes places: first offload alone is nearly free and checkpoints cost a fifth; then offload takes almost four times as long, and with checkpoints the copies are gone from the clock.
+#
+# </div>
+# <div lang="zh">
+#
+# 同一步放到模拟设备上，算力 $10^{12}$ FLOP/s（不含 Adam；梯度一开始就在；同时两次拷贝在路上）。全部激活值每字节有 83 FLOPs；20 GB/s 时机器要求 50，2 GB/s 时要求 500。所以换一条链路，一切都颠倒过来：在前者上，只卸载几乎没有代价，检查点要多花五分之一；在后者上，只卸载要将近四倍的时间，而配上检查点，拷贝就从时钟上消失了。
+#
+# </div>
+
+# %% [markdown] slide={"en": "Adam's state: 8 bytes a parameter, used once a step.\n\n**Guess first.** All of it is below. What is at the peak **during** `step()`?", "zh": "Adam 的状态：每个参数 8 字节，每步只用一次。\n\n**先猜**：全都在下层存储。`step()` **当中**的峰值是多少？"}
+# ## 4.6 The optimizer's state, in pages / 优化器状态，分页进出
+#
+# <div lang="en">
+#
+# Adam keeps 8 bytes a parameter and uses them once a step: the best thing to move. `OffloadedOptimizer` keeps them below, and each step equals the plain one's. On a CPU the state comes up in **pages**, each holding the state of some parameters: while one is updated, the next is read and the last is written. Between steps 55.0 MB less are there. But the peak of `step()` is during it.
+#
+# **Exercise 5.** All the state is below. What is the peak of `step()`, in bytes? Weights and gradients are there. (Within 6 %: pages hold whole parameters.)
+#
+# </div>
+# <div lang="zh">
+#
+# Adam 为每个参数记住 8 字节，每步只用一次：最适合搬走。`OffloadedOptimizer` 把它们放到下层存储，每一步都与普通的相等。在 CPU 上，状态分**页**进出，每页是若干个参数的状态：更新这一页时，读下一页，写上一页。步与步之间，少占 55.0 MB。可是 `step()` 的峰值在更新当中。
+#
+# **练习 5。** 状态全在下层存储，`step()` 的峰值是多少字节？权重和梯度都在。（误差 6% 以内：一页装的是完整的参数。）
+#
+# </div>
+
+
+# %% minutes=5
+def peak_in_step(parameters, page_bytes):
+    return None
+
+
+lesson_04.check_peak_in_step(peak_in_step)
+
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+if not lesson_04.check_peak_in_step.accepted:
+
+    def peak_in_step(parameters, page_bytes):
+        return 8 * parameters + min(3 * page_bytes, 8 * parameters)
+
+
+lesson_04.check_peak_in_step(peak_in_step)
+### END SOLUTION
+
+
+# %% slide="result"
+from course_lib.offload import OffloadedOptimizer
+
+
+def step_peak(mib, fraction=1.0):
+    decoder = make_decoder()
+    adam = OffloadedOptimizer(decoder.parameters(), fraction=fraction, page_bytes=mib << 20)
+    for _ in range(2):  # the first step makes the state
+        for parameter in decoder.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with MemoryMeter(decoder, adam) as meter:
+            adam.step()
+    return meter.peak_bytes
+
+
+measured = {mib: step_peak(mib) for mib in (1, 4, 8, 16, 32)}
+lesson_04.draw_pages(peak_in_step, measured, plain=step_peak(16, fraction=0))
+
+# %% [markdown]
+# <div lang="en">
+#
+# Pages of 16 MiB, the default: 103.7 MB of 114.2, a saving of a tenth where nearly a half was meant. Pages of 4 MiB: 67.1. (At 1 MiB the largest parameters are pages by themselves, so the points leave the line.) Half of the state below, in pages of 16 MiB, saves nothing at all: section 4.15. Where the peak lies in backward, as in plain training, any page will do.
+#
+# On a GPU the update runs on the CPU, in host memory: 28 bytes a parameter are read and written there (weight, gradient and two moments read, three of them written). At 200 GB/s that is one second for 7 billion parameters: the price that no link shows.
+#
+# </div>
+# <div lang="zh">
+#
+# 每页 16 MiB（默认值）：114.2 MB 降到 103.7 MB，只省了十分之一（本指望省下近一半）。每页 4 MiB：67.1 MB。（1 MiB 时，最大的几个参数各自就是一页，所以点偏离了线。）若只把一半状态放下去，每页 16 MiB，则一点也不省：见 4.15 节。峰值在反向里时，例如普通训练，页多大都行。
+#
+# 在 GPU 上，更新由 CPU 在主机内存里做：每个参数要读写 28 字节（读权重、梯度和两个矩，写其中三样）。按 200 GB/s 算，7 billion 个参数（70 亿）要一秒：这笔代价，哪条链路上都看不到。
+#
+# </div>
+
+# %% [markdown]
+# ## 4.7 What you type / 你会敲的代码
+#
+# <div lang="en">
+#
+# PyTorch has the hooks of section 4.3 as `save_on_cpu`: one line, without fetching ahead. It runs here, too, where it only makes copies:
+#
+# </div>
+# <div lang="zh">
+#
+# 4.3 节的钩子，PyTorch 里就有，叫 `save_on_cpu`：一行代码，不会提前取回。它在这里也能运行，只是白白拷贝一遍：
 #
 # </div>
 
 # %%
+all(map(torch.equal, expected, gradients(save_on_cpu())))  # on a GPU: pin_memory=True
+
+# %% [markdown]
+# <div lang="en">
+#
+# | where | not run here |
+# |---|---|
+# | Hugging Face 5.23 (in 5.17 `gradient_checkpointing`) | `TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"offload": True})`: checkpoints, and their inputs by `save_on_cpu` |
+# | TRL, torchtune | `get_act_offloading_ctx_manager(model, max_fwd_stash_size=5)`; `enable_activation_offloading=True` |
+# | FSDP2 | `fully_shard(model, offload_policy=CPUOffloadPolicy())`: parameters, gradients and optimizer state |
+# | Megatron-LM | `--fine-grained-activation-offloading`; `--optimizer-cpu-offload --optimizer-offload-fraction 0.5` |
+# | Transformer Engine | `get_cpu_offload_context(enabled=True, num_layers=8, model_layers=12)` |
+# | torchao, DeepSpeed | `CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW)`; `"offload_optimizer": {"device": "cpu"}` |
+#
+# TRL's stash is section 4.2's `in_flight`: how many copies down may hold their memory.
+#
+# </div>
+# <div lang="zh">
+#
+# | 框架 | 写法（此处未运行） |
+# |---|---|
+# | Hugging Face 5.23（5.17 里叫 `gradient_checkpointing`） | `TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"offload": True})`：检查点，其输入由 `save_on_cpu` 搬走 |
+# | TRL、torchtune | `get_act_offloading_ctx_manager(model, max_fwd_stash_size=5)`；`enable_activation_offloading=True` |
+# | FSDP2 | `fully_shard(model, offload_policy=CPUOffloadPolicy())`：参数、梯度和优化器状态 |
+# | Megatron-LM | `--fine-grained-activation-offloading`；`--optimizer-cpu-offload --optimizer-offload-fraction 0.5` |
+# | Transformer Engine | `get_cpu_offload_context(enabled=True, num_layers=8, model_layers=12)` |
+# | torchao、DeepSpeed | `CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW)`；`"offload_optimizer": {"device": "cpu"}` |
+#
+# TRL 的 stash 就是 4.2 节的 `in_flight`：写出最多有几次可以占着内存。
+#
+# </div>
+
+# %% [markdown] slide={"en": "Five sentences that people meet. Hands up before each row: true, partly, or false?", "zh": "五句常见的说法。看每一行之前先举手：成立、部分成立，还是不成立？"}
+# ## 4.8 What you may have read / 你可能读到过的说法
+#
+# <div lang="en">
+#
+# Five sentences that people meet. Each row says what was run for it here, and what was not.
+#
+# </div>
+# <div lang="zh">
+#
+# 五句常见的说法。每一行都注明：哪些在这里运行过，哪些没有。
+#
+# </div>
+
+# %% slide="result"
+what_you_may_have_read("04", *lesson_04.figures_of_claims(steps, times, numbers_read))
+
+# %% [markdown] slide={"en": "The same step of the same decoder, one technique a row.\n\nThree unlike techniques, and what is left is nearly the same. What is it?", "zh": "同一个解码器的同一步，一种技术一行。\n\n几种技术各不相同，剩下的却差不多。剩下的是什么？"}
+# ## 4.9 The ledger / 账本
+#
+# <div lang="en">
+#
+# The same step of the same decoder, with one technique alone. This lesson's row: all activations to a file, one fetched ahead.
+#
+# </div>
+# <div lang="zh">
+#
+# 同一个解码器的同一步，只用一种技术。这是本课的一行：全部激活值放到文件里，提前取回一份。
+#
+# </div>
+
+# %% slide="result"
+meter, down = steps[False, 1]
+ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_bytes=2 * down)
+
+# %% [markdown] slide={"en": "A copy costs nothing if products run beside it, if it was asked for early, and if somebody waits.", "zh": "拷贝没有代价，要满足三条：旁边有计算，提前取回，并且该等的等了。"}
+# ## 4.10 Summary / 小结
+#
+# <div lang="en">
+#
+# - A copy can hide where each byte comes with as many FLOPs as the machine's threshold asks for. It does hide if it is asked for early: two fetched ahead hide the way up, two in flight the way down, each for the room of one storage.
+# - An activation is freed when all who hold it let go. Hooks move a storage once, never a parameter, and give back views.
+# - Between streams nothing is ordered but by waits. Without one the result is right by luck.
+# - Offload leaves single tensors at the peak, a checkpoint a whole layer. Both together move far less, and here peak higher than offload alone.
+# - State below is back in `step()`, three pages of it.
+#
+# **Next:** [lesson 05](05_gradient_accumulation.ipynb) lets the batch come in pieces.
+#
+# </div>
+# <div lang="zh">
+#
+# - 每个字节配上的 FLOPs 不少于机器的阈值，拷贝就可以被掩盖。要真的被掩盖，还得提前：提前取回两份掩盖读回，两次同时在路上掩盖写出，每多一份，多占一份存储区。
+# - 所有持有者都放手，激活值才会释放。钩子让每份存储区只搬一次，从不搬参数，取回的是原来的视图。
+# - 流与流之间，只有等待才规定先后。少了一处，结果对只是碰巧。
+# - 峰值那一刻，卸载留下的是单个张量，检查点留下的是整整一层。合用时搬得少得多，但在这里峰值高于只卸载。
+# - 放到下层存储的状态，在 `step()` 当中会回来，共三页。
+#
+# **下一步**：[第 05 课](05_gradient_accumulation.ipynb)把批次拆开来算。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Sources.** Rhu et al. 2016, *vDNN*, arXiv:1602.08124 (offload and prefetch of activations). Rajbhandari et al. 2021, *ZeRO-Infinity*, arXiv:2104.07857 (bandwidth arithmetic). Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (the update on the CPU). PyTorch tutorial *A guide on good usage of non_blocking and pin_memory()*. huggingface/diffusers 13502, huggingface/accelerate 4175, huggingface/transformers 48444, DeepSpeed 7474 (pull requests). NVIDIA's data sheets of H100 and GH200; PCI-SIG.
+#
+# </div>
+# <div lang="zh">
+#
+# **出处。** Rhu et al. 2016，*vDNN*，arXiv:1602.08124（激活值的卸载与预取）。Rajbhandari et al. 2021，*ZeRO-Infinity*，arXiv:2104.07857（带宽估算）。Ren et al. 2021，*ZeRO-Offload*，arXiv:2101.06840（在 CPU 上更新）。PyTorch 教程 *A guide on good usage of non_blocking and pin_memory()*。huggingface/diffusers 13502、huggingface/accelerate 4175、huggingface/transformers 48444、DeepSpeed 7474（合并请求）。NVIDIA 的 H100 与 GH200 数据手册；PCI-SIG。
+#
+# </div>
+
+# %% [markdown]
+# ## In depth / 深入
+#
+# <div lang="en">
+#
+# From here on nothing is needed for the other lessons. Each section stands alone; it uses the names that were defined above.
+#
+# </div>
+# <div lang="zh">
+#
+# 以下内容，其他各课都不会用到。各节互相独立，只用到前面正文里定义过的名字。
+#
+# </div>
+
+# %% [markdown]
+# ## 4.11 Which transformers reach the threshold? / 哪些 transformer 够得着阈值？
+#
+# <div lang="en">
+#
+# Sequences of $s = 4096$, in 16 bits. Per token a layer's forward does about $24 h^2 + 2 s h$ FLOPs (a fused causal attention computes half of the scores) and saves $34 h$ bytes (lesson 01, without what it does not keep); a checkpointed one $2 h$. The copy up has backward beside it, with twice the FLOPs, so down decides.
+#
+# Solved for $h$, for moving all or inputs alone: by the data sheets, and by what is reached, say half of the FLOPs and 80 % of the link.
+#
+# </div>
+# <div lang="zh">
+#
+# 序列长 $s = 4096$，16 位精度。每个 token，一层的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs（融合的因果注意力只算一半的分数），保存 $34 h$ 字节（第 01 课，减去融合注意力不保存的部分）；加了检查点则是 $2 h$。读回有反向作伴，其 FLOPs 是前向的两倍，所以关键在写出那一趟。
+#
+# 解出 $h$，分全部搬走和只搬输入两种：先按数据手册，再按实际能达到的水平，设为算力的一半、链路的 80%。
+#
+# </div>
+
+# %%
+lesson_04.draw_threshold(rate, links)
+
+# %%
+import math
+
 rows = []
 for name, bandwidth in links.items():
     thresholds = [share * rate / bandwidth for share in (1, 0.5 / 0.8)]  # data sheet, reached
-    least = [(r_over_w * c - 2 * 4096) / 24 for c in (34, 2) for r_over_w in thresholds]
+    least = [(at * saved - 2 * 4096) / 24 for saved in (34, 2) for at in thresholds]
     rows.append((name, *(math.ceil(h) if h > 0 else "any" for h in least)))
 columns = ["34 h, data sheet", "34 h, reached", "2 h, data sheet", "2 h, reached"]
 table(["least h that hides", *columns], rows)
@@ -149,40 +894,21 @@ table(["least h that hides", *columns], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# By the data sheets all activations hide on NVLink-C2C from $h = 2773$ on, checkpointed inputs on PCIe 5 from $h = 967$ on. With what is reached the threshold is five eighths: all activations then hide on PCIe 5 from $h = 13559$ on. But several GPUs share their host's memory, and a drive writes slower than it reads.
+# All activations hide on NVLink-C2C from $h = 2773$ on, checkpointed inputs on PCIe 5 from $h = 967$ on; on PCIe 4 only from $h = 2276$, by the data sheet, or 1294, as reached. With what is reached all activations hide on PCIe 5 from $h = 13559$ on.
 #
-# And this machine? Its "device" is a CPU, the next tier a file. A write ends in the system's file cache, which is memory too, and the disk follows later: the figure varies, and the meter counts tensors, not the cache:
+# Three limits. Several GPUs share their host's memory: eight links of 63 GB/s are 504 GB/s, both ways twice that. A drive writes slower than it reads, and wears. And 34 is a layer with GELU, LayerNorm and dropout masks: without dropout ($-2$), with SwiGLU of $8h/3$ ($+5.3$, gate, up, their products) and a quarter as many heads of keys and values ($-3$) it is 34.3, nearly the same.
 #
 # </div>
 # <div lang="zh">
 #
-# 按数据手册，全部激活值从 $h = 2773$ 起在 NVLink-C2C 上能被掩盖，检查点层的输入从 $h = 967$ 起在 PCIe 5 上能被掩盖。按实际水平，阈值降到八分之五：全部激活值从 $h = 13559$ 起在 PCIe 5 上也能被掩盖。不过，几块 GPU 要分享同一台主机的内存带宽，固态硬盘的写入也比读取慢。
+# 全部激活值从 $h = 2773$ 起在 NVLink-C2C 上能被掩盖；检查点层的输入，PCIe 5 上从 $h = 967$ 起，PCIe 4 上要从 $h = 2276$ 起（按数据手册）或 1294 起（按实际）。按实际水平，全部激活值在 PCIe 5 上从 $h = 13559$ 起能被掩盖。
 #
-# 这台机器呢？它的“设备”是 CPU，下层存储是文件。写入先到系统的文件缓存，那也是内存，随后才到磁盘：所以这个数每次都会变，而内存计量器数的是张量，不含缓存：
+# 还有三个限制。几块 GPU 分享同一台主机的内存：八条 63 GB/s 的链路就是 504 GB/s，双向再乘二。固态硬盘写得比读得慢，还会磨损。而 34 这个数，对应的是 GELU、LayerNorm 和 dropout 掩码：去掉 dropout（$-2$），换成宽 $8h/3$ 的 SwiGLU（$+5.3$，门、升维及其乘积），键和值的头数减到四分之一（$-3$），是 34.3，几乎没变。
 #
 # </div>
 
-# %% tags=["nbval-ignore-output", "shows-seconds"]
-from course_lib.offload import DiskStore
-
-
-def median_seconds(run, *arguments):
-    times = []
-    for _ in range(7):
-        start = time.perf_counter()
-        run(*arguments)
-        times.append(time.perf_counter() - start)
-    return sorted(times)[3]
-
-
-block, store = torch.zeros(32 << 20, dtype=torch.uint8), DiskStore()
-room, a = store.reserve(block.nbytes), torch.randn(1024, 1024)
-bandwidth = block.nbytes / median_seconds(lambda: room.put(block).wait())
-here = 2 * 1024**3 / median_seconds(torch.mm, a, a)
-f"{here / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s: {here / bandwidth:.0f} FLOP/byte"
-
 # %% [markdown]
-# ## 4.2 A function that offloads nothing / 一个什么也没卸载的函数
+# ## 4.12 A function that offloads nothing / 一个什么也没卸载的函数
 #
 # <div lang="en">
 #
@@ -197,6 +923,9 @@ f"{here / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s: {here / bandwidth:.0f} F
 
 
 # %%
+from torch import nn
+
+
 class Offload(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -212,6 +941,8 @@ class Offload(torch.autograd.Function):
 
 
 # %%
+from course_lib.memory import saved_tensors
+
 first, second = nn.Linear(64, 64), nn.Linear(64, 64)
 x = torch.linspace(-1, 1, 64 * 64).view(64, 64)
 
@@ -226,6 +957,7 @@ def gradient_with(apply):
     return first.weight.grad
 
 
+# %%
 ratio = (gradient_with(Offload.apply) / gradient_with(nn.Identity())).median().item()
 kept = [saved_tensors(loss_with, apply).total_bytes for apply in (nn.Identity(), Offload.apply)]
 ratio, kept
@@ -233,105 +965,43 @@ ratio, kept
 # %% [markdown]
 # <div lang="en">
 #
-# The gradient is doubled, exactly: once as it came, once through the "restored" activation. And the graph keeps what it kept before: the next operator, `sin`, saves its own input, the very same storage. The copy is one **more**. An activation is not freed by copying it, but by making everyone who holds it let go. Mostly that is autograd, in its saved tensors; a variable or a list of yours that still names it holds it too.
+# The gradient is doubled, exactly: once as it came, once through the "restored" activation. And the graph keeps what it kept before: the next operator, `sin`, saves its own input, the very same storage. The copy is one **more**.
 #
 # </div>
 # <div lang="zh">
 #
-# 梯度恰好翻倍：一份是原样传来的，一份来自“恢复”的激活值。计算图里留着的和以前一样：下一个算子 `sin` 保存自己的输入，正是同一份存储区（storage）。那份拷贝是**多出来**的。拷贝并不能释放激活值；要所有持有者都不再引用它才行。持有它的主要是 autograd，即它保存的张量；你自己仍指着它的变量或列表也算。
+# 梯度恰好翻倍：一份是原样传来的，一份来自“恢复”的激活值。计算图里留着的和以前一样：下一个算子 `sin` 保存自己的输入，正是同一份存储区。那份拷贝是**多出来**的。
 #
 # </div>
 
 # %% [markdown]
-# ## 4.3 From nothing / 从零写起
+# ## 4.13 What yours lacks / 你那个版本缺什么
 #
 # <div lang="en">
 #
-# So offload hooks into saved tensors (lesson 02). **pack** writes the bytes to a file and keeps a note of where; **unpack** reads them. Parameters stay: they live elsewhere anyway, and moving them frees nothing. A Linear saves its weight as a view, so we recognise **storages**.
+# Yours moves everything, also the storage that backward needs next, and fetches nothing ahead. And hooks switch off autograd's own check: change a tensor in place after it was saved, and autograd would have refused. The library refuses if a tensor changes before its copy is complete; here `y` has not gone yet. After that a change does no harm.
+#
+# On a file, with one copy in flight, the peak is $(p + 3)\,B$ and a weight's gradient, for any number of layers; down go all others, $2 L - (p + 1)$ storages. (The first is the batch, which you hold anyway: `keep=[batch]` would spare that copy.)
 #
 # </div>
 # <div lang="zh">
 #
-# 因此，卸载要靠挂在保存的张量上的钩子（第 02 课）。**pack** 把字节写进文件，只记下位置；**unpack** 再读回来。参数留在原处：反正别处仍持有它们，搬走也释放不了什么。Linear 保存的权重是视图，所以我们认的是**存储区**。
+# 你那个版本什么都搬，连反向马上要用的存储区也搬，而且从不提前取回。另外，钩子会关掉 autograd 自己的检查：张量保存之后又被原地修改，autograd 本来会拒绝。库会在张量的拷贝完成之前发生改动时拒绝；这里 `y` 还没有搬走。拷贝完成之后再改，就没有关系了。
 #
-# </div>
-
-
-# %%
-def to_file(module, file):
-    stay = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-
-    def pack(tensor):
-        if tensor.untyped_storage().data_ptr() in stay:
-            return tensor.detach()
-        place = file.seek(0, 2)
-        file.write(tensor.contiguous().numpy())
-        return place, tensor.shape
-
-    def unpack(packed):
-        if isinstance(packed, torch.Tensor):
-            return packed
-        file.seek(packed[0])
-        content = bytearray(file.read(4 * packed[1].numel()))
-        return torch.frombuffer(content, dtype=torch.float32).view(packed[1])
-
-    return saved_tensors_hooks(pack, unpack)
-
-
-# %% [markdown]
-# <div lang="en">
-#
-# Gradients first, for the tiny version and for the library's `offload_activations`, which the rest of the lesson uses.
-#
-# </div>
-# <div lang="zh">
-#
-# 先看梯度：这个简易版，以及本课其余部分要用的库函数 `offload_activations`。
+# 用文件、只许一次拷贝在路上时，无论几层，峰值都是 $(p + 3)\,B$ 加一个权重的梯度；其余的都写出，共 $2 L - (p + 1)$ 份。（第一份是批次本身，反正你也持有它：`keep=[batch]` 可以省掉这次拷贝。）
 #
 # </div>
 
 # %%
-from course_lib.offload import offload_activations
-
-network = deep_mlp(depth=16, width=256)
-batch = torch.linspace(-1, 1, 2000 * 256).view(2000, 256)
-b, w = batch.nbytes, 256 * 256 * 4  # an activation, and a weight's gradient
-
-
-def gradients(context):
-    network.zero_grad()
-    with context:
-        output = network(batch)
-    output.square().sum().backward()
-    return [parameter.grad for parameter in network.parameters()]
-
-
-file = tempfile.TemporaryFile()  # noqa: SIM115
-ways = {"from nothing": to_file(network, file), "library": offload_activations(min_bytes=1 << 16)}
-plain = gradients(torch.enable_grad())
-{name: all(map(torch.equal, plain, gradients(context))) for name, context in ways.items()}
-
-# %% [markdown]
-# ## 4.4 What is left on the device / 设备上还剩什么
-#
-# <div lang="en">
-#
-# Now the peak. The last $p + 1$ storages stay, because backward needs them first; $p$ is `prefetch`, how many are fetched ahead; with $p = 0$ backward waits for every copy, so that none can hide. In forward two more are there: one on its way down, and the one that is being made. In backward likewise two: the gradient that comes and the one that is made; and a weight's gradient. Call a storage's bytes $b$ and that gradient's $w$ (no longer the bandwidth of section 4.1). So
-#
-# $$(p + 3)\,b + w$$
-#
-# for **any** number of layers (and a bias' gradient of 1 kB). Down go all others: $2L - (p + 1)$ storages. One of them is the batch, which you hold anyway: `keep=[batch]` would spare that copy.
-#
-# </div>
-# <div lang="zh">
-#
-# 再看峰值。最后 $p + 1$ 份存储区留在设备上，因为反向最先用到它们；$p$ 即 `prefetch`，预先读回几份；$p = 0$ 时，反向每次都要等拷贝完成，什么也掩盖不了。前向时另有两份也在内存里：一份正在搬走，一份正在算。反向时同样另有两份：传来的梯度和正在算的梯度；外加一个权重的梯度。一份存储区的字节数记作 $b$，这个梯度的记作 $w$（不再是 4.1 节的带宽）。所以峰值是
-#
-# $$(p + 3)\,b + w$$
-#
-# 与层数**无关**（还有一个偏置的梯度，1 kB）。其余的都搬走：$2L - (p + 1)$ 份存储区。其中一份是批次本身，反正你也持有它：`keep=[batch]` 可以省掉这次拷贝。
-#
-# </div>
+source = torch.randn(1000, 256, requires_grad=True)
+with offload_activations(DiskStore(), min_bytes=1):
+    y = source * 1
+    z = y.sin()
+    y.add_(1)  # sin has saved y
+try:
+    z.sum().backward()
+except RuntimeError as refused:
+    print(refused)
 
 
 # %%
@@ -347,202 +1017,82 @@ def peak(depth, prefetch):
 
 
 # %%
-cases = {(depth, p): peak(depth, p) for depth in (8, 16, 32) for p in (0, 2)}
-rows, down = [], []
-for (depth, p), (found, moved) in cases.items():
-    rows.append((f"L = {depth}, p = {p}", (p + 3) * b + w, found))
-    down.append((f"L = {depth}, p = {p}", (2 * depth - p - 1) * b, moved))
+rows, weight = [], 256 * 256 * 4
+for depth in (8, 32):
+    for p in (0, 2):
+        found, below = peak(depth, p)
+        case = f"L = {depth}, p = {p}"
+        rows.append((text("{case}: peak", case=case), (p + 3) * B + weight, found))
+        rows.append((text("{case}: down", case=case), (2 * depth - p - 1) * B, below))
 predictions(rows)
 
-# %%
-predictions(down, unit="bytes")
-
-# %%
-contexts = {"plain": torch.enable_grad()}
-contexts["offload, p = 2"] = offload_activations(min_bytes=1 << 16, prefetch=2)
-meters = {}
-for name, context in contexts.items():
-    for parameter in network.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with MemoryMeter() as meters[name]:
-        with context:
-            output = network(batch).sum()
-        output.backward()
-timelines(meters, title="Sixteen layers, and little of them left", panel_height=1.9)
-
 # %% [markdown]
+# ## 4.14 On this machine / 在这台机器上
+#
 # <div lang="en">
 #
-# Bytes go down, though, and up again. Checkpointing forgets instead, and pays in FLOPs. Together, only the inputs of the checkpointed layers move:
+# Here the "device" is a CPU, and the tier below a file. A write ends in the system's file cache, which is memory too, and the disk follows later: the figure varies, and the meter counts tensors, not the cache. And the cores that copy are those that compute, so that some of the time always shows, whatever $p$ is:
 #
 # </div>
 # <div lang="zh">
 #
-# 不过，字节要搬走，再搬回来。检查点则干脆忘掉，代价是 FLOPs。两者合用，要搬的只有检查点层的输入：
+# 这里的“设备”是 CPU，下层存储是文件。写入先到系统的文件缓存，那也是内存，随后才到磁盘：所以这个数每次都会变，而内存计量器数的是张量，不含缓存。而且拷贝和计算用的是同一批 CPU 核心，所以不论 $p$ 是多少，总有一部分时间藏不住：
 #
 # </div>
 
 # %%
-from course_lib.checkpoint import checkpoint
+import time
 
 
-def checkpointed(x):
-    for i in range(0, 32, 2):
-        x = checkpoint(network[i : i + 2], x, use_reentrant=False, preserve_rng_state=False)
-    return x
+def median_seconds(run, *arguments):
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        run(*arguments)
+        times.append(time.perf_counter() - start)
+    return sorted(times)[1]
 
 
-# %%
-def one_pass(run, store, p):
-    with nullcontext() if p is None else offload_activations(store, min_bytes=1 << 16, prefetch=p):
-        output = run(batch).sum()
-    output.backward()
+def one_pass(context):
+    with context:
+        loss = decoder.loss(random_tokens(8, 128, 2048))
+    loss.backward()
 
-
-def arm(run, p):
-    store = DiskStore()
-    with MemoryMeter() as meter:
-        one_pass(run, store, p)
-    down = store.stats.bytes_down
-    with FlopCounterMode(display=False) as counter:  # apart: it holds tensors of its own
-        one_pass(run, store, None)
-    flops = counter.get_total_flops()
-    return [round(value, 1) for value in (meter.peak_bytes / 1e6, down / 1e6, flops / 1e9)]
-
-
-# %%
-names = {"plain": (network, None), "checkpoint": (checkpointed, None)}
-for p in (0, 2):
-    names[text("offload, p = {p}", p=p)] = network, p
-    names[text("both, p = {p}", p=p)] = checkpointed, p
-columns = ["", "peak, MB", "moved down, MB", "GFLOPs"]
-table(columns, [(name, *arm(*way)) for name, way in names.items()])
-
-# %% [markdown]
-# <div lang="en">
-#
-# Together they move half the bytes, for one more forward pass. And in seconds? With $p = 0$ no copy up can hide; with $p = 2$ it can, if a copy takes nothing from the compute. Here the same cores do both, so some of the time shows:
-#
-# </div>
-# <div lang="zh">
-#
-# 合用时搬的字节减半，代价是多一次前向。用秒来看呢？$p = 0$ 时，读回的拷贝无法被掩盖；$p = 2$ 时可以，前提是拷贝不占用计算资源。这里拷贝和计算用的是同一批 CPU 核心，所以有一部分时间藏不住：
-#
-# </div>
 
 # %% tags=["nbval-ignore-output", "shows-seconds"]
-store, rows = DiskStore(), []
-for name, p in {"plain": None, "offload, p = 0": 0, "offload, p = 2": 2}.items():
-    rows.append((name, round(median_seconds(one_pass, network, store, p), 3)))
+block, store = torch.zeros(32 << 20, dtype=torch.uint8), DiskStore()
+room, a = store.reserve(block.nbytes), torch.randn(1024, 1024)
+bandwidth = block.nbytes / median_seconds(lambda: room.put(block).wait())
+here = 2 * 1024**3 / median_seconds(torch.mm, a, a)
+f"{here / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s: {here / bandwidth:.0f} FLOP/byte"
+
+# %% tags=["nbval-ignore-output", "shows-seconds"]
+ways = {"plain": nullcontext(), "`save_on_cpu`": save_on_cpu()}
+for p in (0, 2):
+    ways[text("offload, p = {p}", p=p)] = offload_activations(store, min_bytes=1 << 17, prefetch=p)
+rows = [(name, round(median_seconds(one_pass, context), 3)) for name, context in ways.items()]
 table(["", "seconds"], rows)
 
 # %% [markdown]
-# <div lang="en">
-#
-# GPUs have engines for copies. A `SimulatedDevice` has them too: operators run here, while its clock counts FLOPs, and bytes on the link. Our network does 64 FLOPs a byte: $2 \cdot 2000 \cdot 256^2$ for two storages of 2.048 MB. **Guess first:** at $10^{12}$ FLOP/s, with links whose threshold is 32, 64 or 128 FLOPs a byte, what hides?
-#
-# </div>
-# <div lang="zh">
-#
-# GPU 有专门的拷贝引擎。`SimulatedDevice` 也有：算子在本机运行，它的时钟则计 FLOPs 和链路上的字节。我们的网络每字节做 64 FLOPs：每 $2 \cdot 2000 \cdot 256^2$ 个 FLOPs 对应两份 2.048 MB 的存储区。**先猜**：算力为 $10^{12}$ FLOP/s，链路的阈值分别为每字节 32、64、128 FLOPs，哪些拷贝能被掩盖？
-#
-# </div>
-
-# %%
-from course_lib.offload import SimulatedDevice
-
-
-def milliseconds(threshold, p):
-    links = dict.fromkeys(("up_bytes_per_second", "down_bytes_per_second"), 1e12 / threshold)
-    with SimulatedDevice(flops_per_second=1e12, **links) as device:
-        network, x = device.move(deep_mlp(depth=8, width=256)), device.move(batch)
-        begin = device.seconds
-        with nullcontext() if p is None else offload_activations(min_bytes=1 << 16, prefetch=p):
-            output = network(x).sum()
-        output.backward()
-    return round(1000 * (device.seconds - begin), 2)
-
-
-columns = ["", "plain, ms", "p = 0, ms", "p = 2, ms"]
-plain = milliseconds(1, None)
-rows = [(f"r / w = {at}", plain, milliseconds(at, 0), milliseconds(at, 2)) for at in (32, 64, 128)]
-table(columns, rows)
-
-# %% [markdown]
-# <div lang="en">
-#
-# With two fetched ahead the copies hide at 32 and 64, but for 1 and 2 % at the ends; at 128 the link is too slow. With none ahead backward waits for each copy up: 17, 35 and 100 % more.
-#
-# </div>
-# <div lang="zh">
-#
-# 预取两份时，阈值为 32 和 64 的拷贝都被掩盖，只在首尾露出 1% 和 2%；阈值为 128 时链路太慢。不预取时，反向要等每一次读回：分别多花 17%、35% 和 100%。
-#
-# </div>
-
-# %% [markdown]
-# ## 4.5 What the tiny version lacks / 简易版缺什么
+# ## 4.15 A fraction of the state / 只放一部分状态
 #
 # <div lang="en">
 #
-# One storage may be saved many times: as Q, K and V of one projection, or by two operators. The tiny version writes each view; the library writes each storage once, and hands back views. Here, four tensors are saved, views of two storages: the tiny version writes four. The library writes one, since the other was saved last and stays. And hooks switch off autograd's own check: change a tensor in place after it was saved, and autograd would have refused. The tiny version copies at once, so its values are those of the moment of saving. The library copies later, or not at all. If a tensor changes before its copy is complete, it refuses; here `y` has not gone yet. After that a change does no harm.
-#
-# </div>
-# <div lang="zh">
-#
-# 同一份存储区可能被保存多次：例如一次投影得到的 Q、K、V，或者两个算子都保存它。简易版每个视图都写一遍；库对每份存储区只写一次，读回时再给出视图。这里保存了四个张量，是两份存储区的视图：简易版写四份；库只写一份，因为另一份最后才保存，留在原处。另外，钩子会关掉 autograd 自己的检查：张量保存之后又被原地修改，autograd 本来会拒绝。简易版当场就拷贝，所以留下的是保存那一刻的值。库要稍后才拷贝，有的根本不拷贝。张量若在拷贝完成之前改动，库就拒绝；这里 `y` 还没有搬走。拷贝完成之后再改，就没有关系了。
-#
-# </div>
-
-# %%
-source = torch.randn(1000, 256, requires_grad=True)
-
-
-def shared(context):
-    with context:
-        y = source * 1
-        return (y.sin() + y.cos() + y.t().exp().t().sin()).sum()
-
-
-file.seek(0, 2)
-before, store = file.tell(), DiskStore()
-shared(to_file(nn.Linear(1, 1), file)).backward()
-shared(offload_activations(store, min_bytes=1, prefetch=0)).backward()
-written = {"from nothing": file.seek(0, 2) - before, "library": store.stats.bytes_down}
-{**written, "one activation": source.nbytes}
-
-# %%
-with offload_activations(DiskStore(), min_bytes=1):
-    y = source * 1
-    z = y.sin()
-    y.add_(1)  # sin has saved y
-try:
-    z.sum().backward()
-except RuntimeError as refused:
-    print(refused)
-
-# %% [markdown]
-# ## 4.6 The optimizer's state / 优化器状态
-#
-# <div lang="en">
-#
-# Adam keeps 8 bytes a parameter and uses them once a step, and not one of them in forward or backward: the best thing to move. `OffloadedOptimizer` keeps the state of a **fraction** of the elements one tier down, as Megatron-LM's hybrid optimizer does; here the largest parameters go first, there they go in their given order. On a GPU the update runs on the CPU, overlapped with copies; on a CPU the state is paged through memory from a file.
+# `OffloadedOptimizer` keeps the state of a **fraction** of the elements one tier down, as Megatron-LM's hybrid optimizer does; here the largest parameters go first, there they go in their given order. On a GPU the update runs on the CPU, overlapped with copies; on a CPU the state is paged through memory from a file.
 #
 # Weights first: five steps, clipped, against plain AdamW.
 #
 # </div>
 # <div lang="zh">
 #
-# Adam 要为每个参数记住 8 字节的状态，每一步只用一次，前向和反向都用不到：最适合搬走。`OffloadedOptimizer` 按一定的**比例**（fraction），把一部分元素的状态放到下层存储，与 Megatron-LM 的混合优化器一样；这里最大的参数优先，那里则按给定的次序。在 GPU 上，更新由 CPU 来做，与拷贝重叠；在 CPU 上，状态在文件与内存之间分页换入换出。
+# `OffloadedOptimizer` 按一定的**比例**（fraction），把一部分元素的状态放到下层存储，与 Megatron-LM 的混合优化器一样；这里最大的参数优先，那里则按给定的次序。在 GPU 上，更新由 CPU 来做，与拷贝重叠；在 CPU 上，状态在文件与内存之间分页换入换出。
 #
 # 先看权重：五步，带梯度裁剪，与普通的 AdamW 比较。
 #
 # </div>
 
+
 # %%
-from course_lib.offload import OffloadedOptimizer
-
-
 def trained(kind, **options):
     model = deep_mlp(depth=8, width=256)
     optimizer = kind(model.parameters(), **options)
@@ -554,72 +1104,48 @@ def trained(kind, **options):
     return list(model.parameters())
 
 
-plain = trained(torch.optim.AdamW)
 fractions = (0, 0.25, 0.5, 1.0)
-[all(map(torch.equal, plain, trained(OffloadedOptimizer, fraction=f))) for f in fractions]
+weights = trained(torch.optim.AdamW)
+[all(map(torch.equal, weights, trained(OffloadedOptimizer, fraction=f))) for f in fractions]
 
 # %%
-model = deep_mlp(depth=8, width=256)
-elements = sum(parameter.numel() for parameter in model.parameters())
-
-
-def state_above(fraction, chunk_bytes=16 << 20):  # the default: so much is in memory at once
-    optimizer = OffloadedOptimizer(model.parameters(), fraction=fraction, page_bytes=chunk_bytes)
-    with MemoryMeter() as meter:
-        for _ in range(3):
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
-            optimizer.zero_grad()
-    most = meter.peak_bytes - 4 * elements  # during a step; gradients apart
-    return meter.live_bytes, most, optimizer.store.stats if fraction else None
-
-
-# %%
-sweep = {fraction: state_above(fraction) for fraction in fractions}
-
-
-def stays(fraction):
-    down, above = 0, 4 * 16  # a step count for each of 16 tensors
-    for count in sorted((parameter.numel() for parameter in model.parameters()), reverse=True):
-        above += 0 if down < fraction * elements else 8 * count
-        down += count
-    return above
-
-
-rows = [(text("fraction {f}", f=f), stays(f), above) for f, (above, *_) in sweep.items()]
-predictions(rows, unit="bytes")
-
-# %%
-rows = []
-for f in fractions:
-    sizes = *sweep[f][:2], state_above(f, chunk_bytes=1 << 19)[1]
-    rows.append((f"{f}", *(f"{size / 1e6:.2f}" for size in sizes)))
-columns = ["between steps, MB", "peak of a step, MB", "the same, chunks of 512 KiB"]
-table(["fraction", *columns], rows)
-
-# %%
-rows = []
-for f in fractions[1:]:
-    below, stats = 8 * elements + 4 * 16 - stays(f), sweep[f][2]  # the state that pages
-    rows.append((text("{f}: down, three steps", f=f), 3 * below, stats.bytes_down))
-    rows.append((text("{f}: up, three steps", f=f), 2 * below, stats.bytes_up))
-predictions(rows, unit="bytes")
+sizes, all_above = (16, 4, 1), step_peak(16, fraction=0)
+peaks = {0: dict.fromkeys(sizes, all_above), 0.5: {mib: step_peak(mib, 0.5) for mib in sizes}}
+peaks[1.0] = measured
+rows = [(f"{f}", *(f"{peaks[f][mib] / 1e6:.1f}" for mib in sizes)) for f in peaks]
+columns = [text("pages of {mib} MiB", mib=mib) for mib in sizes]
+table(["fraction", *columns], rows)  # peak of the decoder's step, MB
 
 # %% [markdown]
 # <div lang="en">
 #
-# Between steps, only the step counts stay, 4 bytes for each parameter tensor. (Tensors move as wholes: two of the eight weights are 24.9 % of the elements, so three go for 0.25.) But in `step()` the state comes back, 16 MiB at a time, and ours is less: all of it is there, and at that moment offloading saves nothing. Smaller chunks lower that peak too. Offloading pays where the peak lies elsewhere, as in 4.7, or the state is many chunks. Each step writes 8 bytes a parameter and, from the second on, reads 8; with fp32 master weights for bf16 or fp16 parameters, 12.
+# Half of the state in pages of 16 MiB saves nothing: the pages are all that is below. Bytes down and up, in three steps of eight Linears: each step writes 8 bytes a parameter and, from the second on, reads 8; with fp32 master weights for bf16 or fp16 parameters, 12. (Tensors move as wholes: two of the eight weights are 24.9 % of the elements, so three go for 0.25.)
 #
 # </div>
 # <div lang="zh">
 #
-# 步与步之间，留在内存里的只有步数，每个参数张量 4 字节。（张量只能整个搬走：八个权重里的两个占全部元素的 24.9%，所以比例取 0.25 时搬走三个。）但在 `step()` 当中，状态要回到内存里，每次 16 MiB；我们的状态比这还少，于是全都在，那一刻卸载什么也没省。小段（chunk）取得小些，这个峰值也就低些。只有峰值落在别处（如 4.7 节），或者状态有许多小段，卸载才划算。每一步，每个参数写 8 字节，从第二步起再读 8 字节；若参数是 bf16 或 fp16，另有 fp32 的主权重，则是 12 字节。
+# 一半状态，每页 16 MiB：一点也不省，因为三页就装下了全部。再看三步里写出和读回的字节，网络是八层 Linear：每一步，每个参数写 8 字节，从第二步起再读 8 字节；若参数是 bf16 或 fp16，另有 fp32 的主权重，则是 12 字节。（张量只能整个搬走：八个权重里的两个占全部元素的 24.9%，所以比例取 0.25 时搬走三个。）
 #
 # </div>
 
+# %%
+model, rows = deep_mlp(depth=8, width=256), []
+counts = sorted((parameter.numel() for parameter in model.parameters()), reverse=True)
+for fraction in fractions[1:]:
+    adam, below = OffloadedOptimizer(model.parameters(), fraction=fraction), 0
+    for count in counts:
+        below += count if below < fraction * sum(counts) else 0
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        adam.step()
+    stats = adam.store.stats
+    rows.append((text("{f}: down, three steps", f=fraction), 3 * 8 * below, stats.bytes_down))
+    rows.append((text("{f}: up, three steps", f=fraction), 2 * 8 * below, stats.bytes_up))
+predictions(rows, unit="bytes")
+
 # %% [markdown]
-# ## 4.7 A whole training script / 一个完整的训练脚本
+# ## 4.16 A whole training script / 一个完整的训练脚本
 #
 # <div lang="en">
 #
@@ -630,7 +1156,7 @@ predictions(rows, unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# 一个解码器：词表 2048，隐藏维度 128，8 个头，4 层，8 条序列各 64 个 token，共 106 万个参数（规模取得小，因为许多 CPU 算 bf16 很慢）。训练脚本承诺的，这里样样兑现：批次预取（在 GPU 上则从锁页内存拷贝；系统不能挪动它，拷贝也就不必等待），允许 TF32，autocast 配 GradScaler（第 05 课解释），先还原缩放（unscale）再裁剪梯度，优化器状态放在下层存储。（在 CPU 上有三样无事可做：TF32 是给 GPU 的，bf16 不需要缩放，这些批次本来就是现成的。autocast 之下，参数仍是 fp32。）
+# 一个解码器：词表 2048，隐藏维度 128，8 个头，4 层，8 条序列各 64 个 token，共 106 万个参数（规模取得小，因为许多 CPU 算 bf16 很慢）。训练脚本承诺的，这里样样兑现：批次预取（在 GPU 上则从锁页内存拷贝；系统不能挪动它，拷贝也就不必等待），允许 TF32，autocast 配 GradScaler（第 05 课解释），先还原缩放（unscale）再裁剪梯度，优化器状态放在下层存储。（在 CPU 上有三样无事可做：TF32 是给 GPU 的，bf16 不需要缩放，这些批次本来就是现成的。用 autocast 时，参数仍是 fp32。）
 #
 # **先猜**：一步的峰值会降低多少字节？
 #
@@ -639,14 +1165,14 @@ predictions(rows, unit="bytes")
 # %%
 from course_lib.offload import Prefetcher
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-dtype = torch.float16 if device == "cuda" else torch.bfloat16
-torch.backends.cuda.matmul.allow_tf32 = True
+where = "cuda" if torch.cuda.is_available() else "cpu"
+dtype = torch.float16 if where == "cuda" else torch.bfloat16
+torch.backends.cuda.matmul.fp32_precision = "tf32"
 loader = [random_tokens(8, 64, 2048, seed=seed) for seed in range(3)]
 
 
 def step(model, optimizer, scaler, tokens):
-    with torch.autocast(device, dtype):
+    with torch.autocast(where, dtype):
         loss = model.loss(tokens)
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
@@ -659,10 +1185,10 @@ def step(model, optimizer, scaler, tokens):
 
 # %%
 def training(kind):
-    model = Decoder(vocabulary=2048, hidden=128, heads=8, layers=4, sequence=64).to(device)
-    optimizer, scaler = kind(model.parameters(), lr=3e-4), torch.amp.GradScaler(device)
+    model = Decoder(vocabulary=2048, hidden=128, heads=8, layers=4, sequence=64).to(where)
+    optimizer, scaler = kind(model.parameters(), lr=3e-4), torch.amp.GradScaler(where)
     with MemoryMeter(model, optimizer) as meter:
-        losses = [step(model, optimizer, scaler, tokens) for tokens in Prefetcher(loader, device)]
+        losses = [step(model, optimizer, scaler, tokens) for tokens in Prefetcher(loader, where)]
     return losses, meter.peak_bytes, sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -673,7 +1199,7 @@ rows = [("the peak falls by 8 bytes a parameter", 8 * parameters, above - below)
 predictions([*rows, ("peak with the state below", above - 8 * parameters, below)])
 
 # %% [markdown]
-# ## 4.8 The next batch / 下一个批次
+# ## 4.17 The next batch / 下一个批次
 #
 # <div lang="en">
 #
@@ -717,16 +1243,16 @@ rows = [(name, loop(*case, False), loop(*case, True)) for name, case in cases.it
 table(["", "plain, s", "prefetched, s"], rows)
 
 # %% [markdown]
-# ## 4.9 What you may have read / 你可能读到过的说法
+# ## 4.18 Older claims / 更早的说法
 #
 # <div lang="en">
 #
-# Four claims, from scripts that you may find.
+# Four claims from the teaching documents that the course grew from.
 #
 # </div>
 # <div lang="zh">
 #
-# 四条说法，来自你可能遇到的脚本。
+# 四条说法，来自课程最初所依据的教学文档。
 #
 # </div>
 
@@ -759,41 +1285,34 @@ class EagerPrefetcher:
 
 try:
     EagerPrefetcher(loader)
-except AttributeError as refused:
-    kind, missing = type(refused).__name__, refused.name
+except AttributeError as error:
+    refused = type(error).__name__, error.name
 
 # %%
 import warnings
 
-with warnings.catch_warnings(), MemoryMeter() as whole:
+with warnings.catch_warnings(), MemoryMeter() as transformer:
     warnings.simplefilter("ignore")
     mask = nn.Transformer().generate_square_subsequent_mask(512)
 with MemoryMeter() as alone:
     nn.Transformer.generate_square_subsequent_mask(512)
-whole.peak_bytes, alone.peak_bytes, mask.nbytes
+peaks = transformer.peak_bytes, alone.peak_bytes
+peaks, mask.nbytes
 
 # %%
-from course_lib.lessons import what_you_may_have_read
-
-what_you_may_have_read(
-    "04",
-    text("{ratio:.1f} ×; {before} → {after} bytes", ratio=ratio, before=kept[0], after=kept[1]),
-    text("{unmoved} of {count} have not moved", unmoved=unmoved, count=len(places)),
-    text("{kind}: there is no {missing} yet", kind=f"`{kind}`", missing=f"`{missing}`"),
-    f"{whole.peak_bytes / 1e6:.0f} MB : {alone.peak_bytes / 1e6:.0f} MB",
-)
+lesson_04.older_claims(ratio, kept, (unmoved, len(places)), refused, peaks)
 
 # %% [markdown]
-# ## 4.10 On a GPU / 在 GPU 上
+# ## 4.19 On a GPU / 在 GPU 上
 #
 # <div lang="en">
 #
-# On CUDA the next tier is pinned host memory, and copies run on side streams. A non-blocking copy from memory that is **not** pinned is a blocking one in disguise; the experiment times both. If you have a GPU, this cell measures now.
+# On CUDA the next tier is pinned host memory, and copies run on side streams. Pinned memory is slow to make, and the system cannot move it, so there is not much of it. A non-blocking copy from memory that is **not** pinned is a blocking one in disguise; the experiment times both. If you have a GPU, this cell measures now.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 CUDA 上，下层存储是主机（CPU）的锁页内存，拷贝在另外的流（stream）上进行。从**没有**锁页的内存做“非阻塞”拷贝，其实仍会阻塞；实验对两者计时。有 GPU 时，这个单元格会现场测量。
+# 在 CUDA 上，下层存储是主机（CPU）的锁页内存，拷贝在另外的流上进行。锁页内存分配得慢，系统又不能挪动它，所以不宜多用。从**没有**锁页的内存做“非阻塞”拷贝，其实仍会阻塞；实验对两者计时。有 GPU 时，这个单元格会现场测量。
 #
 # </div>
 
@@ -801,129 +1320,3 @@ what_you_may_have_read(
 from course_lib.lessons import on_gpu
 
 on_gpu("04")
-
-# %% [markdown]
-# ## 4.11 Exercises / 练习
-#
-# <div lang="en">
-#
-# **Exercise 1.** What is the least number of FLOPs a byte at which copies over PCIe 5 (63 GB/s one way) hide behind 400 TFLOP/s?
-#
-# </div>
-# <div lang="zh">
-#
-# **练习 1。** 设备算力 400 TFLOP/s，经 PCIe 5（单向 63 GB/s）拷贝，每字节至少要有多少 FLOPs，拷贝才能被掩盖？
-#
-# </div>
-
-# %%
-from course_lib.lessons import lesson_04
-
-answer = None  # FLOPs a byte
-lesson_04.check_hiding_intensity(answer)
-
-# %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-lesson_04.check_hiding_intensity(400e12 / 63e9)
-### END SOLUTION
-
-# %% [markdown]
-# <div lang="en">
-#
-# **Exercise 2.** Five storages are saved, in this order, of 40, 10, 30, 20 and 10 MB. At the end of forward at most 45 MB may be on the device. Which ones (numbers from 0) go down, so that the fewest bytes move? The last one must stay.
-#
-# </div>
-# <div lang="zh">
-#
-# **练习 2。** 依次保存五份存储区：40、10、30、20、10 MB。前向结束时设备上至多留 45 MB。把哪几份（从 0 编号）搬走，搬的字节最少？最后一份必须留下。
-#
-# </div>
-
-# %%
-answer = None  # a set of numbers
-lesson_04.check_what_goes_down(answer)
-
-# %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-import itertools
-
-sizes, choices = [40, 10, 30, 20, 10], []
-for count in range(5):
-    choices += [set(c) for c in itertools.combinations(range(4), count)]
-fits = [choice for choice in choices if sum(sizes) - sum(sizes[i] for i in choice) <= 45]
-lesson_04.check_what_goes_down(min(fits, key=lambda choice: sum(sizes[i] for i in choice)))
-### END SOLUTION
-
-# %% [markdown]
-# <div lang="en">
-#
-# **Exercise 3.** Mend section 4.2: write `offloading(store)`, a context manager made of saved-tensor hooks, where `store` is a list that stands for the next tier. Everything that is saved goes into the list, the graph keeps numbers only, and gradients are right.
-#
-# </div>
-# <div lang="zh">
-#
-# **练习 3。** 修好 4.2 节：用挂在保存的张量上的钩子写出上下文管理器 `offloading(store)`，其中 `store` 是一个列表，代表下层存储。凡保存的都进这个列表，计算图里只留编号，梯度要正确。
-#
-# </div>
-
-
-# %%
-def offloading(store):
-    return saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed)
-
-
-lesson_04.check_offloading(offloading)
-
-
-# %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-if not lesson_04.check_offloading.accepted:
-
-    def offloading(store):
-        def pack(tensor):
-            store.append(tensor.detach().clone())
-            return len(store) - 1
-
-        return saved_tensors_hooks(pack, lambda number: store[number])
-
-
-lesson_04.check_offloading(offloading)
-### END SOLUTION
-
-# %% [markdown]
-# ## 4.12 Summary / 小结
-#
-# <div lang="en">
-#
-# - A copy hides behind compute when the network does at least $r / w$ FLOPs for each byte moved. Checkpointed inputs do so on PCIe 4 and 5 at nearly all widths; all activations only in wide models, or on a faster link. And it takes fetching ahead: with $p = 0$ backward waits.
-# - An activation is freed when all who hold it let go: autograd, and your own variables. A function that copies it frees nothing; saved-tensor hooks do.
-# - What is left on the device does not depend on the depth: $(p + 3)\,b + w$ here.
-# - Optimizer state is used once a step: 8 bytes a parameter can live one tier down with equal steps; with master weights, 12. During its step they come back in chunks.
-# - A prefetcher turns $t_1 + t_2$ into $\max(t_1, t_2)$, if the two don't need the same core.
-#
-# **Next:** [lesson 05](05_gradient_accumulation.ipynb) lets the batch come in pieces.
-#
-# </div>
-# <div lang="zh">
-#
-# - 只要网络每搬一个字节至少做 $r / w$ 个 FLOPs，拷贝就能被计算掩盖。检查点层的输入，在几乎所有隐藏维度下走 PCIe 4 或 5 就做得到；全部激活值只有在很宽的模型里，或在更快的链路上才做得到。而且要提前读回：$p = 0$ 时反向只能干等。
-# - 所有持有者都不再引用，激活值才会释放：autograd，以及你自己的变量。拷贝一份的函数什么也释放不了，给保存的张量挂钩子才行。
-# - 设备上剩下多少与深度无关：这里是 $(p + 3)\,b + w$。
-# - 优化器状态每步只用一次：每个参数 8 字节，可以放到下层存储，更新的结果照样相等；有主权重时是 12 字节。更新时，它们一小段一小段地回到内存。
-# - 预取器把 $t_1 + t_2$ 变成 $\max(t_1, t_2)$，前提是两者不抢同一个 CPU 核心。
-#
-# **下一步**：[第 05 课](05_gradient_accumulation.ipynb)把批次拆开来算。
-#
-# </div>
-
-# %% [markdown]
-# <div lang="en">
-#
-# **Sources.** Rajbhandari et al. 2021, *ZeRO-Infinity*, arXiv:2104.07857 (bandwidth arithmetic). Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (the update on the CPU). Korthikanti et al. 2022, arXiv:2205.05198 ($34 h$). Megatron-LM's hybrid device optimizer (the fraction). NVIDIA's data sheets of H100 and GH200 (989 TFLOP/s; 900 GB/s both ways); PCI-SIG (16 lanes of PCIe 3, 4, 5). NVMe: a fast drive with four lanes of PCIe 4.
-#
-# </div>
-# <div lang="zh">
-#
-# **出处。** Rajbhandari et al. 2021，*ZeRO-Infinity*，arXiv:2104.07857（带宽估算）。Ren et al. 2021，*ZeRO-Offload*，arXiv:2101.06840（在 CPU 上更新）。Korthikanti et al. 2022，arXiv:2205.05198（$34 h$）。Megatron-LM 的 hybrid device optimizer（fraction）。NVIDIA 的 H100 与 GH200 数据手册（989 TFLOP/s；双向合计 900 GB/s）；PCI-SIG（PCIe 3、4、5 的 16 条通道）。NVMe：使用四条 PCIe 4 通道的高速固态硬盘。
-#
-# </div>

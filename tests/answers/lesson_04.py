@@ -1,59 +1,254 @@
 """Answers to the exercises of lesson 04: right ones, and wrong ones with what they are told."""
 
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import numpy
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+# The time of a step ---------------------------------------------------------------------------------------------------
 
-def keeps(copying, *, right_place=True, hold=None):
-    """Hooks that keep copies in the store; `hold` keeps the tensors themselves as well."""
 
-    def offloading(store):
+def step_time(L, f, g, c, p):
+    backward = {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)}[p]
+    return L * max(f, 2 * c) + L * backward - f
+
+
+def with_the_ends(L, f, g, c, p):
+    """In a loop, with what the last layer need not fetch."""
+    seconds = (L - 1) * max(f, 2 * c) + f
+    for layer in range(L):
+        up = 2 * c if layer else max(2 - p - 1, 0) * c
+        seconds += max(g, up) if p == 2 else g + up if p == 0 else max(g, up / 2) + up / 2
+    return numpy.float64(seconds - f)
+
+
+# Hooks ----------------------------------------------------------------------------------------------------------------
+
+
+def whole(tensor):
+    count = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((count,), (1,), 0)
+
+
+def hooks(key=lambda storage: storage, known=WeakKeyDictionary, moves=lambda storage, stay: storage not in stay,
+          view=lambda row, *view: row.as_strided(*view), hold=None):  # fmt: skip
+    """The right hooks, but for what is given instead."""
+
+    def offloading(store, stay):
+        rooms = known()
+
         def pack(tensor):
-            store.append(copying(tensor.detach()))
+            storage = tensor.untyped_storage()
+            if not moves(storage, stay):
+                return tensor.detach()
+            if rooms is None or key(storage) not in rooms:
+                room = store.put(whole(tensor))
+                if rooms is None:
+                    return room, tensor.shape, tensor.stride(), tensor.storage_offset()
+                rooms[key(storage)] = room
             if hold is not None:
-                hold[len(store)] = tensor
-            return len(store) - 1
+                hold.append(tensor)
+            return rooms[key(storage)], tensor.shape, tensor.stride(), tensor.storage_offset()
 
-        return saved_tensors_hooks(pack, lambda place: store[place if right_place else 0])
+        def unpack(packed):
+            if isinstance(packed, torch.Tensor):
+                return packed
+            room, *place = packed
+            return view(room.get()(), *place)
+
+        return saved_tensors_hooks(pack, unpack)
 
     return offloading
 
 
-def copies_and_keeps(store):
-    return saved_tensors_hooks(lambda t: store.append(t.detach().clone()) or t, lambda t: t)
+class Handle:
+    """The room and the view in an object of one's own."""
+
+    def __init__(self, room, tensor):
+        self.room, self.like = room, (tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def tensor(self):
+        return torch.as_strided(self.room.get()(), *self.like)
+
+
+def with_handles(store, stay):
+    rooms = WeakKeyDictionary()
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage in stay:
+            return tensor
+        rooms.setdefault(storage, None)
+        rooms[storage] = rooms[storage] or store.put(whole(tensor))
+        return Handle(rooms[storage], tensor)
+
+    return saved_tensors_hooks(pack, lambda packed: packed.tensor() if isinstance(packed, Handle) else packed)
+
+
+def elsewhere(store, stay):
+    """Lets go of everything, into a list of its own."""
+    kept = []
+    return saved_tensors_hooks(lambda t: kept.append(t.detach().clone()) or len(kept) - 1, lambda i: kept[i])
+
+
+# Waits ----------------------------------------------------------------------------------------------------------------
+
+
+def read(device, x, wait="finish"):
+    y = x * 2
+    host = device.pinned(y.shape, y.dtype)
+    copied = device.copy(host, y, "down")
+    if wait:
+        getattr(device, wait)(copied)
+    return host.tolist()
+
+
+def use(device, host, wait="wait"):
+    x = torch.zeros(host.shape)
+    copied = device.copy(x, host, "up")
+    if wait:
+        getattr(device, wait)(copied)
+    return x * 2
+
+
+def let_go(device, x, wait="wait", keeps=False, again=True):
+    y = x * 2
+    host = device.pinned(y.shape, y.dtype)
+    copied = device.copy(host, y, "down")
+    if wait:
+        getattr(device, wait)(copied)
+    if not keeps:
+        del y
+    if again:
+        z = x * 100  # noqa: F841
+    device.finish(copied)
+    return host.tolist()
+
+
+def without_a_copy(device, x):
+    return (x * 2).tolist()
+
+
+def three(*, first=read, second=use, third=let_go):
+    return first, second, third
+
+
+def bare(program):
+    return partial(program, wait=None)
+
+
+# The decoder, and pages -----------------------------------------------------------------------------------------------
+
+MIB = 1_048_576
+
+
+def moved(p, checkpointed):
+    return (10 - p if checkpointed else 162 - p) * MIB
+
+
+def peak_in_step(parameters, page_bytes):
+    return 8 * parameters + min(3 * page_bytes, 8 * parameters)
 
 
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
-    "hiding_intensity": ([6349, 400e12 / 63e9], [6.349, (15698, "989"), 3175]),
-    "what_goes_down": (
-        [{0, 2}, [2, 0]],
+    "step_time": (
         [
-            *(({0}, "still on the device"), ({0, 1, 2}, "fewer"), ({0, 2, 4}, "must stay")),
-            *((odd, "numbers from 0 to 4") for odd in ({7}, 3, {"0"}, [[1]], {True})),
-            set(),
+            step_time,
+            lambda *case: step_time(*case) + case[1],
+            lambda *case: torch.tensor(step_time(*case)),
+            with_the_ends,
+        ],
+        [
+            (lambda L, f, g, c, p: L * (f + g), "without copies"),
+            (lambda L, f, g, c, p: max(L * (f + g), 4 * L * c), "ready at once"),
+            (lambda L, f, g, c, p: L * max(f, 2 * c) + L * max(g, 2 * c), "So it is for p = 2"),
+            (lambda L, f, g, c, p: L * max(f, 2 * c) + L * (g + 2 * c), "So it is for p = 0"),
+            (lambda L, f, g, c, p: L * max(f, c) + L * (g + c if p == 0 else max(g, c)), "two storages"),
+            (lambda L, f, g, c, p: step_time(L, f, g, c, p) + L * min(f, 2 * c), "does not wait"),
+            (lambda L, f, g, c, p: step_time(L, f, f, c, p), "a time of its own"),
+            (lambda L, f, g, c, p: step_time(L, f, g, c, p) - L * max(f, 2 * c), "backward alone"),
+            (lambda L, f, g, c, p: step_time(L, f, 2 * f, c, p), "it takes g"),
+            (lambda L, f, g, c, p: 1.5 * step_time(L, f, g, c, p), "L = 16"),
+            (lambda L, f, g, c, p: "soon", "One number is wanted"),
         ],
     ),
     "offloading": (
-        [keeps(torch.clone)],
+        [hooks(), with_handles],
         [
-            (lambda store: saved_tensors_hooks(lambda t: t, lambda t: t), "Nothing is in the store"),
-            (keeps(lambda t: t), "not copies"),
-            *((keeps(torch.clone, right_place=False), None), (keeps(torch.zeros_like), "gradient is wrong")),
-            *((copies_and_keeps, "nothing is freed"), (keeps(torch.clone, hold={}), "nothing is freed")),
+            (elsewhere, "Nothing has moved into the store"),
+            (hooks(moves=lambda storage, stay: True), "A parameter has moved"),
+            (hooks(known=lambda: None), "saved twice moves once"),
+            (hooks(key=lambda storage: storage.data_ptr(), known=dict), None),
+            (hooks(known=dict), "still held"),
+            (hooks(view=lambda row, shape, *_: row[: shape.numel()].view(shape)), "A view has a shape"),
+            (hooks(view=lambda row, shape, stride, offset: row.as_strided(shape, stride)), "A view has a shape"),
+            (hooks(hold=[]), "still held"),
+        ],
+    ),
+    "waits": (
+        [three(), [read, use, let_go]],
+        [
+            (three(first=bare(read)), "still on its way"),
+            (three(second=bare(use)), "has not reached"),
+            (three(third=bare(let_go)), "still reads it"),
+            (three(first=partial(read, wait="wait")), "still on its way"),
+            (three(second=partial(use, wait="finish")), "the host waits"),
+            (three(third=partial(let_go, wait="finish")), "the host waits"),
+            (three(third=partial(let_go, wait=None, keeps=True)), "takes its memory"),
+            (three(third=partial(let_go, wait=None, again=False)), "takes its memory"),
+            (three(first=without_a_copy), "nothing is copied"),
+            (three(second=lambda device, host: use(device, host) * 2), "numbers are wrong"),
+            (read, "three functions"),
+        ],
+    ),
+    "moved": (
+        [moved, lambda p, checkpointed: torch.tensor(moved(p, checkpointed))],
+        [
+            (lambda p, k: ((8 if k else 160) + 10) * MIB, "last p + 1 storages stay"),
+            (lambda p, k: ((8 if k else 160) + 10 - p) * MIB, "saved last"),
+            (lambda p, k: ((8 if k else 160) + 9 - p) * MIB, "Storages stay"),
+            (lambda p, k: moved(p, k) - MIB, "log-probabilities are one of them"),
+            (lambda p, k: (8 if k else 160) * MIB, "p of them stay"),
+            (lambda p, k: ((8 if k else 160) - p) * MIB, "the head's"),
+            (lambda p, k: 2 * moved(p, k), "Downward only"),
+            (lambda p, k: moved(p, False), "1 in place of 20"),
+            (lambda p, k: moved(p, True), "has 20 such"),
+            (lambda p, k: moved(p, k) + (0 if k else 8 * 16_384), "statistics"),
+            (lambda p, k: moved(p, k) / 1e6, "too small"),
+        ],
+    ),
+    "peak_in_step": (
+        [peak_in_step, lambda n, page: min(16 * n, 8 * n + 3 * page)],
+        [
+            (lambda n, page: 8 * n + page, "One page is updated"),
+            (lambda n, page: 8 * n + 2 * page, "Three pages"),
+            (lambda n, page: 8 * n + 3 * page, "no more state"),
+            (lambda n, page: 4 * n + min(3 * page, 8 * n), "gradients are there too"),
+            (lambda n, page: min(3 * page, 8 * n), "Weights and gradients"),
+            (lambda n, page: 16 * n, "state is below"),
+            (lambda n, page: 8 * n + min(3 * page, 4 * n), "pages hold both"),
+            (lambda n, page: 8 * n, "State comes back"),
         ],
     ),
 }
 
 #: check -> mutants of its solution that are right as well, and why.
 EQUIVALENT = {
-    "what_goes_down": dict.fromkeys(
+    "offloading": dict.fromkeys(
         (
-            "10 → 9 in `sizes, choices = ([40, 10, 30, 20, 10], [])`",
-            "30 → 31 in `sizes, choices = ([40, 10, 30, 20, 10], [])`",
-            "20 → 19 in `sizes, choices = ([40, 10, 30, 20, 10], [])`",
+            "whole(tensor) → whole(tensor.detach())",
+            "return tensor.detach() → return tensor.detach().detach()",
+            "tensor.detach() → tensor",
+            "return packed → return packed.detach()",
+            "return room.get()().as_strided(*view) → return room.get()().as_strided(*view).detach()",
         ),
-        "40, 10 and 20 MB are 70 MB as well",
+        "no graph is recorded for what a hook computes",
     ),
-    "offloading": {"tensor.detach() → tensor": "no graph is recorded for what a hook computes"},
+    "waits": dict.fromkeys(
+        ("x * 100 → x / 100", "100 → 101 in `z = x * 100`", "100 → 99 in `z = x * 100`"),
+        "what z holds is of no account: it only takes the memory",
+    ),
 }

@@ -217,7 +217,9 @@ def _check_leaks(cell: NotebookNode, solutions: list[tuple[int, str]]) -> None:
     for number, solution in solutions:
         for node in getattr(_parse(solution), "body", []):
             statement = ast.unparse(node)
-            own_check = isinstance(node, ast.Expr) and re.fullmatch(r"[\w.]*check_\w+\(\w+\)", statement)
+            own_check = isinstance(node, ast.Expr) and re.fullmatch(
+                r"[\w.]*check_\w+\((\w+|\(\w+(, \w+)*\))\)", statement
+            )
             if isinstance(node, ast.Import | ast.ImportFrom) or own_check or len(statement) < _SHORT:
                 continue
             if statement in here or (cell.cell_type == "markdown" and statement in cell.source):

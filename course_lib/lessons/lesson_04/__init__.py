@@ -1,0 +1,165 @@
+"""Lesson 04: its claims, checks, pictures, steps on the simulated device, and offloading on a GPU."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from course_lib.teaching import Claim, Table, text
+from course_lib.teaching.said import what_you_may_have_read
+
+from .checks import (
+    STEP_PEAKS,
+    check_moved,
+    check_offloading,
+    check_peak_in_step,
+    check_step_time,
+    check_waits,
+)
+from .gpu import offloaded_activations, offloaded_optimizer, pinned_copies
+from .shown import draw_lanes, draw_order, draw_pages, draw_threshold, draw_tiers, draw_times
+from .simulated import RECORDED, Lanes, clock, decoder_lanes, read_late, simulated_decoder, without_waits
+
+__all__ = [
+    "CLAIMS",
+    "OLDER_CLAIMS",
+    "RECORDED",
+    "STEP_PEAKS",
+    "Lanes",
+    "check_moved",
+    "check_offloading",
+    "check_peak_in_step",
+    "check_step_time",
+    "check_waits",
+    "clock",
+    "decoder_lanes",
+    "draw_lanes",
+    "draw_order",
+    "draw_pages",
+    "draw_threshold",
+    "draw_tiers",
+    "draw_times",
+    "figures_of_claims",
+    "offloaded_activations",
+    "offloaded_optimizer",
+    "older_claims",
+    "pinned_copies",
+    "read_late",
+    "simulated_decoder",
+    "without_waits",
+]
+
+#: What learners may have read; each says whether it was run here.
+CLAIMS = (
+    Claim(
+        "Activation offloading should be used alongside activation checkpointing.",
+        "run: peak of the decoder's step and bytes down, offload alone / with checkpoints, p = 1",
+        "Partly: 18 times fewer bytes move. But here the peak is 9 MB higher: a whole layer is back at once.",
+        outcome="partly",
+        source="torchtune documentation, Memory Optimization Overview",
+    ),
+    Claim(
+        "PyTorch's own activation offloading lets GPUs idle while activations are fetched back.",
+        "run on the simulated device: time of plain at the threshold, p = 0 / 1 / 2; PyTorch's own on a GPU: not run",
+        "Holds for what fetches nothing ahead: a third longer. With two ahead, 1 %.",
+        outcome="partly",
+        source="Amazon SageMaker documentation, Activation offloading",
+    ),
+    Claim(
+        "Offloading is faster than recomputation when the link between CPU and GPU is fast enough.",
+        "run on the simulated device: decoder, time of plain, checkpoints / offload at 20 GB/s / at 2 GB/s, p = 2",
+        "Holds, and the threshold says what fast enough is: 83 FLOPs a byte here, and two fetched ahead.",
+        outcome="holds",
+        source="NVIDIA Transformer Engine documentation, CPU Offloading",
+    ),
+    Claim(
+        "`non_blocking=True` makes a copy asynchronous, so it is safe to use everywhere.",
+        "run on the simulated device: the host reads at once / after it has waited; pageable memory: not run",
+        "No: on the way down the host must wait before it reads. And only pinned memory is copied so.",
+        outcome="fails",
+        source="the mistake that PyTorch's guide to non_blocking and pin_memory warns of",
+    ),
+    Claim(
+        "In ZeRO-Offload significant time is spent on CPUAdam.",
+        "not run: bytes a parameter through host memory, and over the link each way",
+        "It must be, by its bytes: the update reads and writes far more than the link carries.",
+        outcome="holds",
+        source="DeepSpeed, pull request 7474",
+    ),
+)
+#: Those that only the teaching documents say, from which the course grew; in depth.
+OLDER_CLAIMS = (
+    Claim(
+        "An autograd function that copies its input to the CPU offloads the activation.",
+        "gradient against plain; bytes in the graph without it and with it",
+        "No: the next operator keeps the same storage, and this one doubles the gradient.",
+        outcome="fails",
+    ),
+    Claim(
+        '`value.to("cpu")` over `optimizer.state` offloads the optimizer.',
+        "state tensors still at their old addresses",
+        "No: on a GPU `.to` returns a copy (here: `copy=True`), and nobody keeps it.",
+        outcome="fails",
+    ),
+    Claim(
+        "This prefetcher works: it loads the first batch in `__init__`.",
+        "what it says when it is made",
+        "No: it asks an iterator that `__iter__` has yet to make.",
+        outcome="fails",
+    ),
+    Claim(
+        "Make the causal mask with `nn.Transformer().generate_square_subsequent_mask(n)`.",
+        "peak of that, and of the static method alone, n = 512",
+        "It makes 44 million parameters and throws them away, at every call.",
+        outcome="partly",
+    ),
+)
+
+
+def figures_of_claims(
+    steps: Mapping[tuple[bool, int | None], tuple[Any, int]],
+    times: Mapping[tuple[int, int], float],
+    read: Sequence[list[float]],
+) -> list[str]:
+    """What was found for each of `CLAIMS`.
+
+    Args:
+        steps: (checkpointed, p) -> a step's meter and its bytes down; those of p = 1 are shown.
+        times: (p, in flight) -> time of plain at the threshold; those with two in flight are shown.
+        read: numbers that the host read at once, and after it had waited.
+    """
+    (alone, down), (both, less) = steps[False, 1], steps[True, 1]
+    plain = RECORDED[None, 0, False].seconds
+    decoder = [RECORDED[key].seconds / plain for key in ((None, 0, True), (20e9, 2, False), (2e9, 2, False))]
+    return [
+        text(
+            "{alone} / {both} MB; {down} / {less} MB down",
+            alone=f"{alone.peak_bytes / 1e6:.1f}",
+            both=f"{both.peak_bytes / 1e6:.1f}",
+            down=f"{down / 1e6:.1f}",
+            less=f"{less / 1e6:.1f}",
+        ),
+        " / ".join(f"{times[p, 2]:.2f}" for p in (0, 1, 2)),
+        " / ".join(f"{each:.2f}" for each in decoder),
+        " / ".join(f"{[round(number) for number in numbers]}" for numbers in read),
+        text("28 bytes; 2 bytes of gradient, 2 of weight (bf16)"),
+    ]
+
+
+def older_claims(
+    ratio: float, kept: Sequence[int], unmoved: tuple[int, int], refused: tuple[str, str], masks: Sequence[int]
+) -> Table:
+    """The table of the claims in depth.
+
+    Args:
+        ratio: gradient over that of plain.
+        kept: bytes in the graph, without the function and with it.
+        unmoved: state tensors that have not moved, of how many.
+        refused: the error's class, and the attribute that is missing.
+        masks: peaks in bytes, of the whole Transformer and of the static method.
+    """
+    return what_you_may_have_read(
+        OLDER_CLAIMS,
+        text("{ratio:.1f} ×; {before} → {after} bytes", ratio=ratio, before=kept[0], after=kept[1]),
+        text("{unmoved} of {count} have not moved", unmoved=unmoved[0], count=unmoved[1]),
+        text("{kind}: there is no {missing} yet", kind=f"`{refused[0]}`", missing=f"`{refused[1]}`"),
+        " : ".join(f"{peak / 1e6:.0f} MB" for peak in masks),
+    )

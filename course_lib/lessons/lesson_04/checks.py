@@ -1,0 +1,391 @@
+"""The exercises of lesson 04."""
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+from course_lib.offload import SimulatedDevice, Store
+from course_lib.teaching import Verdict, expect_number, text
+from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
+
+from .simulated import clock
+
+Thoughts = Mapping[str, Callable[..., float]]  # what is said of a thought that goes wrong -> that thought as a formula
+
+
+def _differs(
+    function: Any,
+    wanted: Mapping[tuple, tuple[float, float]],
+    thoughts: Thoughts,
+    close: float,
+    case_is: Callable[..., str],
+) -> tuple[Verdict | None, dict[tuple, Any]]:
+    """What is wrong with a function of numbers, None if nothing is; and what it gave for each case.
+
+    Args:
+        wanted: case -> what it should give, and a relative tolerance.
+        thoughts: the first that gives the same for all cases, within `close`, is what is said.
+        case_is: the words for a case.
+    """
+    given = {case: function(*case) for case in wanted}
+    if any(value is None or value is ... for value in given.values()):
+        return not_answered(), given
+    for case, (value, tolerance) in wanted.items():
+        verdict = expect_number(given[case], value, tolerance=tolerance)
+        if verdict.exact and not verdict:
+            return verdict, given
+        if not verdict:
+            for said, formula in thoughts.items():
+                if all(expect_number(each, formula(*at), tolerance=close) for at, each in given.items()):
+                    return wrong(text("Not yet. {reason}", reason=said), exact=True), given
+            return wrong(text("{case}: {message}", case=case_is(*case), message=verdict.message)), given
+    return None, given
+
+
+# The time of a step ---------------------------------------------------------------------------------------------------
+
+
+def _step_time(layers: int, f: float, g: float, c: float, p: int) -> float:
+    backward = {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)}[p]
+    return layers * max(f, 2 * c) + layers * backward - f
+
+
+def _one_copy(layers: int, f: float, g: float, c: float, p: int) -> float:
+    return layers * max(f, c) + layers * (g + c if p == 0 else max(g, c))
+
+
+_TIMES: Thoughts = {
+    "That is the step without copies.": lambda layers, f, g, c, p: layers * (f + g),
+    "The longer of all products and all copies: so it is if everything is ready at once. Backward waits for copies.": (
+        lambda layers, f, g, c, p: max(layers * (f + g), 4 * layers * c)
+    ),
+    "So it is for p = 2. With p = 0 or 1, backward waits for copies, however fast the link is.": (
+        lambda layers, f, g, c, p: _step_time(layers, f, g, c, 2)
+    ),
+    "So it is for p = 0. With p = 2 both copies for the next product run beside this one.": (
+        lambda layers, f, g, c, p: _step_time(layers, f, g, c, 0)
+    ),
+    "A layer saves two storages: the Linear's input and GELU's. Each goes down, and comes up.": _one_copy,
+    "Forward does not wait for copies down: they run beside its products, and the longer counts.": (
+        lambda layers, f, g, c, p: _step_time(layers, f, g, c, p) + layers * min(f, 2 * c)
+    ),
+    "Backward has a time of its own, g a layer.": (lambda layers, f, g, c, p: _step_time(layers, f, f, c, p)),
+    "Backward need not take twice as long as forward: it takes g.": (
+        lambda layers, f, g, c, p: _step_time(layers, f, 2 * f, c, p)
+    ),
+    "That is backward alone.": (lambda layers, f, g, c, p: _step_time(layers, f, g, c, p) - layers * max(f, 2 * c)),
+}
+
+
+def _time_case(L: int, f: float, g: float, c: float, p: int) -> str:
+    return text("L = {L}, f = {f}, g = {g}, c = {c}, p = {p}", L=L, f=f, g=g, c=c, p=p)
+
+
+@exercise(
+    hint=(
+        "Forward and backward apart, a layer at a time: what runs side by side, and what is waited for?",
+        "Forward: `max(f, 2 * c)` a layer. Backward: with p = 0 two copies are waited for, then g; with p = 1 one of "
+        "the two runs beside the product; with p = 2 both do.",
+    )
+)
+def check_step_time(function: Any) -> Verdict:
+    """`step_time(L, f, g, c, p)`, seconds of forward and backward: within 8 % of the clock, for p = 0, 1, 2."""
+    on_the_clock = {(16, 1.0, 2.0, c, p): clock(16, c, p) for c in (0.25, 0.5, 1.0, 2.0) for p in (0, 1, 2)}
+    # So many layers that the ends take nothing; and backward is not twice forward.
+    long = [(999, 2.0, 7.0, c, p) for c in (0.5, 2.5, 6.0) for p in (0, 1, 2)]
+    wanted = on_the_clock | {case: _step_time(*case) for case in long}
+    wanted = {case: (seconds, 0.08) for case, seconds in wanted.items()}
+    problem, given = _differs(function, wanted, _TIMES, 0.04, _time_case)
+    if problem is not None:
+        return problem
+    worst = max(abs(float(given[case]) / seconds - 1) for case, seconds in on_the_clock.items())
+    return right(text("Right: at most {worst:.1%} from the clock, on four links, for p = 0, 1 and 2.", worst=worst))
+
+
+# Hooks ----------------------------------------------------------------------------------------------------------------
+
+
+class _Below(Store):
+    """A tier below whose copies are complete at once, and which knows what was given to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[int] = []
+
+    def write(self, room: Any, data: Tensor) -> Callable[[], None]:
+        self.addresses.append(data.data_ptr())
+        with _disable_current_modes():
+            room.place = data.clone()
+        return lambda: None
+
+    def read(self, room: Any, data: Tensor) -> Callable[[], None]:
+        data.copy_(room.place)
+        return lambda: None
+
+
+@exercise(
+    hint=(
+        "`pack` gives a room and how the tensor lies in its storage; `unpack` makes that view of what comes up.",
+        "`rooms[storage] = store.put(whole(tensor))` where `storage` is not in `rooms` yet; return that room with the "
+        "shape, the stride and the offset. Back: `room.get()().as_strided(shape, stride, offset)`.",
+    )
+)
+def check_offloading(function: Any) -> Verdict:
+    """`offloading(store, stay)`: hooks by which each storage moves once, no parameter does, and all is let go."""
+    linear = nn.Linear(128, 128)
+    x = torch.linspace(-1, 1, 128 * 128).view(128, 128).requires_grad_()
+    uneven, seen = torch.linspace(-1, 2, 128 * 128).view(128, 128), []
+
+    run = partial(_program, linear, x, seen)
+    parameters = {each.untyped_storage().data_ptr() for each in linear.parameters()}
+    large, least = _to_be_moved(run, parameters)
+    wanted = torch.autograd.grad(run(torch.enable_grad()), (x, *linear.parameters()), uneven)
+    store, stay = _Below(), {each.untyped_storage() for each in linear.parameters()}
+    context = function(store, stay)
+    if context is None or context is ...:
+        return not_answered()
+    out = run(context)
+    if any(each() is not None for each in seen):
+        gc.collect()  # the answer's own objects may refer to each other
+    held = sum(each() is not None for each in seen)
+    moved = len(store.addresses)
+    if not moved and held == len(seen):  # the cell as it came
+        return not_answered()
+    if not moved:
+        return wrong("Nothing has moved into the store.")
+    if parameters & set(store.addresses):
+        return wrong(
+            "A parameter has moved. It stays with the model anyway, so that moving it frees nothing.", exact=True
+        )
+    out.backward(uneven)
+    found = (x.grad, *(each.grad for each in linear.parameters()))
+    equal = all(a is not None and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    if not equal and store.stats.bytes_down < least:
+        raise Refused(
+            "Gradients are wrong, and too little has moved: an address is given out again once its storage is gone, "
+            "and the next one there is not the same. Ask for the storage itself.",
+            exact=True,
+        )
+    if not equal:
+        raise Refused("Gradients are wrong. A view has a shape, a stride and an offset of its own.")
+    if held:
+        said = "Gradients are equal, but {held} of 3 storages are still held after forward: nothing is freed."
+        return wrong(text(said, held=held), hint=_RETURN_THE_ROOM)
+    if store.stats.bytes_down > least + 64:
+        said = "Right gradients, but {moved} copies went down of {large} storages: one that is saved twice moves once."
+        return wrong(text(said, moved=moved, large=large), exact=True)
+    del out
+    if store.used_bytes:
+        gc.collect()
+    if store.used_bytes:
+        said = "After backward {count:,} bytes are still below: the rooms are held by something of yours."
+        return wrong(text(said, count=store.used_bytes), exact=True)
+    return right(text("Right: {large} storages moved, once each; equal gradients; all was let go.", large=large))
+
+
+def _program(linear: nn.Module, x: Tensor, seen: list[weakref.ref], context: Any) -> Tensor:
+    """What saves views of one storage twice, a weight, a part of a storage, and memory that is used again."""
+    with context:
+        y = x * 2
+        sine, turned = y.sin(), y.t().exp()  # y once more, another way round
+        z = linear(sine)
+        for _ in range(3):
+            z = z.tanh()  # memory that is let go of is used again here
+        part = turned[1:, ::2].square().sum()
+        seen[:] = [weakref.ref(each.untyped_storage()) for each in (y, sine, turned)]
+        return z.cos() * part
+
+
+def _to_be_moved(run: Callable[[Any], Tensor], parameters: set[int]) -> tuple[int, int]:
+    """How many storages autograd saves in `run`, parameters and single numbers aside, and their bytes."""
+    kept: list[Tensor] = []  # all of them, so that no address is used twice
+    run(saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor))
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept}
+    large = [each for address, each in storages.items() if address not in parameters and each.nbytes() > 4]
+    return len(large), sum(each.nbytes() for each in large)
+
+
+_RETURN_THE_ROOM = (
+    "What `pack` returns stays in the graph: return the room and three things about the view, and keep the tensor, "
+    "or its storage, nowhere else."
+)
+
+
+# Waits ----------------------------------------------------------------------------------------------------------------
+
+
+class _Watched(SimulatedDevice):
+    """A device that counts for what the host has waited, and what was copied."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.finished = self.copied = 0
+
+    def finish(self, event: Any) -> None:
+        self.finished += 1
+        super().finish(event)
+
+    def transfer(self, target: Tensor, source: Tensor) -> None:
+        self.copied += 1
+        super().transfer(target, source)
+
+
+#: The programs: what is wrong without its wait, and how often the host waits in it, `tolist` included.
+_PROGRAMS = {
+    "read": ("The host reads while the copy is still on its way.", 2),
+    "use": ("The product reads memory that the copy has not reached yet.", 0),
+    "let_go": ("The memory is used again while the copy still reads it.", 2),
+}
+
+
+@exercise(
+    hint=(
+        "Who uses something before it is complete: the host, the compute stream, or what gets the memory next?",
+        "The host waits by `device.finish(copied)`, the current stream by `device.wait(copied)`. Before which line?",
+    )
+)
+def check_waits(functions: Any) -> Verdict:
+    """Three programs, each with the wait that it lacked: no race, right numbers, and the host waits no oftener."""
+    if not isinstance(functions, tuple | list) or len(functions) != len(_PROGRAMS):
+        return wrong("Give the three functions: `(read, use, let_go)`.", exact=True)
+    found = {name: _in_all_modes(name, each) for name, each in zip(_PROGRAMS, functions, strict=True)}
+    if all(problem == unordered for problem, (unordered, _) in zip(found.values(), _PROGRAMS.values(), strict=True)):
+        return not_answered()
+    for name, problem in found.items():
+        if problem is not None:
+            said = text("{name}: {problem}", name=f"`{name}`", problem=problem)
+            return wrong(said, exact=problem == _HOST_WAITS)
+    return right("Right: no race and right numbers, whatever runs late or early; and the host waits only to read.")
+
+
+def _in_all_modes(name: str, function: Any) -> str | None:
+    problems = (_problem(name, function, mode) for mode in ({}, {"late": True}, {"early": True}))
+    return next((problem for problem in problems if problem is not None), None)
+
+
+_HOST_WAITS = "Right numbers, but the host waits, and can give no more work meanwhile. Let the stream wait."
+
+
+def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
+    """What is wrong with a program in a mode of the device, None if nothing is."""
+    unordered, waits = _PROGRAMS[name]
+    numbers = torch.linspace(-1, 2, 1000)
+    with _Watched(**mode) as device:
+        if name == "use":
+            given = device.pinned(numbers.shape, numbers.dtype).copy_(numbers)
+        else:
+            given = device.move(numbers)
+        device.finished = device.copied = 0
+        before, made = device.live_bytes, len(device.samples)
+        try:
+            found = function(device, given)
+            finished, copied, made = device.finished, device.copied, len(device.samples) - made
+            above = device.peak_bytes - before
+            if isinstance(found, Tensor) and name == "use":
+                host = device.pinned(found.shape, found.dtype)
+                device.finish(device.copy(host, found, "down"))
+                found = host.tolist()
+            races = list(device.races)
+        finally:
+            device.races.clear()
+    if found is None or found is ...:
+        raise NotImplementedError
+    if not copied:
+        return "nothing is copied."
+    if name == "let_go" and (made < 2 or above >= 2 * numbers.nbytes):
+        return "y goes, and what comes next takes its memory: so it was, and so it stays."
+    if races:
+        return unordered
+    if not isinstance(found, list) or found != (numbers * 2).tolist():
+        return "the numbers are wrong."
+    return _HOST_WAITS if finished > waits else None
+
+
+# The decoder ----------------------------------------------------------------------------------------------------------
+
+INPUT = 1_048_576  # bytes, 8 * 128 * 256 numbers
+
+
+def _moved(p: int, checkpointed: bool, more: int = 2) -> int:
+    return ((8 if checkpointed else 160) + more - p) * INPUT
+
+
+_MOVED: Thoughts = {
+    "The last p + 1 storages stay: backward needs them first.": lambda p, k: _moved(0, k, 10),
+    "The log-probabilities are saved last, so they are the first to stay.": lambda p, k: _moved(p, k, 10),
+    "Storages stay, not megabytes: the log-probabilities are one of the p + 1.": lambda p, k: _moved(p, k, 9),
+    "p + 1 stay, and the log-probabilities are one of them.": lambda p, k: _moved(p, k, 1),
+    "Two storages behind the layers are saved too, and p of them stay.": lambda p, k: _moved(0, k, 0),
+    "Behind the layers two are saved too: the last norm's and the head's.": lambda p, k: _moved(p, k, 0),
+    "Downward only: what comes up is the same once more.": lambda p, k: 2 * _moved(p, k),
+    "A checkpoint keeps its layer's input alone: 1 in place of 20.": lambda p, k: _moved(p, False),
+    "Without checkpoints a layer has 20 such storages' bytes.": lambda p, k: _moved(p, True),
+    "The statistics of the two norms, 16,384 bytes a layer, are too small to be moved.": (
+        lambda p, k: _moved(p, k) + (0 if k else 8 * 16_384)
+    ),
+}
+
+
+@exercise(
+    hint=(
+        "Count in storages of the size of a layer's input. Which of them are there when forward ends?",
+        "Plain: 8 · 20 and two behind the layers, and the log-probabilities; the last p + 1 storages stay. With "
+        "checkpoints: 8 in place of 8 · 20.",
+    )
+)
+def check_moved(function: Any) -> Verdict:
+    """`moved(p, checkpointed)`: bytes that the course's decoder sends down in a step, for p = 0, 1, 2."""
+
+    def case_is(p: int, checkpointed: bool) -> str:
+        return text("p = {p}, {how}", p=p, how=text("with checkpoints" if checkpointed else "without checkpoints"))
+
+    wanted = {(p, checkpointed): (_moved(p, checkpointed), 0.0) for checkpointed in (False, True) for p in (0, 1, 2)}
+    problem, _ = _differs(function, wanted, _MOVED, 0.0, case_is)
+    if problem is not None:
+        return problem
+    return right("Right, for p = 0, 1 and 2, with checkpoints and without.")
+
+
+# Pages of the optimizer's state ---------------------------------------------------------------------------------------
+
+#: Page in MiB -> the peak of `step()` for the course's decoder; a test measures it again.
+STEP_PEAKS = {32: 114_205_072, 16: 103_682_448, 8: 76_304_784, 4: 67_108_240}
+_PAGES: Thoughts = {
+    "One page is updated; meanwhile the next one is read and the last one written.": lambda n, page: 8 * n + page,
+    "Three pages: one is read, one updated, one written.": lambda n, page: 8 * n + 2 * page,
+    "There is no more state than 8 bytes a parameter, however large the page.": lambda n, page: 8 * n + 3 * page,
+    "The gradients are there too: 4 bytes a parameter.": lambda n, page: 4 * n + min(3 * page, 8 * n),
+    "Weights and gradients are there, 8 bytes a parameter.": lambda n, page: min(3 * page, 8 * n),
+    "The state is below, but for its pages.": lambda n, page: 16 * n,
+    "Not one of the two moments comes back at a time: pages hold both.": lambda n, page: 8 * n + min(3 * page, 4 * n),
+    "State comes back to be updated, in pages.": lambda n, page: 8 * n,
+}
+
+
+@exercise(
+    hint=(
+        "What is there whatever the page is? And how many pages are there at once, in a step that reads ahead?",
+        "4 bytes of weight and 4 of gradient a parameter; three pages, one read, one updated, one written; and there "
+        "is no more state than 8 bytes a parameter.",
+    )
+)
+def check_peak_in_step(function: Any) -> Verdict:
+    """`peak_in_step(parameters, page_bytes)`, all state below: within 6 % of what was measured."""
+    wanted = {(6_875_648, mib << 20): (peak, 0.06) for mib, peak in STEP_PEAKS.items()}
+    pages = ((50_000_000, 16 << 20), (50_000_000, 1 << 30), (7_000_000_000, 1 << 30))
+    wanted |= {(n, page): (8 * n + min(3 * page, 8 * n), 0.001) for n, page in pages}
+
+    def case_is(n: int, page: int) -> str:
+        return text("{n:,} parameters, pages of {page:,} bytes", n=n, page=page)
+
+    problem, _ = _differs(function, wanted, _PAGES, 0.001, case_is)
+    if problem is not None:
+        return problem
+    return right("Right: weights, gradients and three pages, or all the state where pages are large.")

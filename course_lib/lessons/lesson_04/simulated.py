@@ -1,0 +1,154 @@
+"""Steps of lesson 04 on the simulated device: the clock of its first check, and the course's decoder."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from course_lib.checkpoint import checkpoint_blocks
+from course_lib.models import Decoder, deep_mlp, random_tokens
+from course_lib.offload import HostStore, SimulatedDevice, offload_activations
+from course_lib.teaching import Table, table, text
+from course_lib.teaching.tables import NumberText
+
+
+@cache
+def clock(layers: int, copy: float, p: int) -> float:
+    """Simulated time of forward and backward of a chain of Linear and GELU, in times of a layer's forward.
+
+    Args:
+        layers: L.
+        copy: the time of a copy, in times of a layer's forward.
+        p: how many storages are fetched ahead; two copies down may be in flight.
+    """
+    rows, width = 32, 16
+    forward = 2 * rows * width**2 / 1e12
+    links = dict.fromkeys(("up_bytes_per_second", "down_bytes_per_second"), 4 * rows * width / (copy * forward))
+    with SimulatedDevice(flops_per_second=1e12, **links) as device:
+        network, x = device.move(deep_mlp(layers, width)), device.move(torch.ones(rows, width))
+        began = device.seconds
+        with offload_activations(HostStore(), min_bytes=1, prefetch=p, in_flight=2):
+            loss = network(x).sum()
+        loss.backward()
+    return (device.seconds - began) / forward
+
+
+class Lanes(NamedTuple):
+    """Forward and backward on the simulated device.
+
+    Attributes:
+        seconds: simulated.
+        above_bytes: the peak, less what was there before: weights, their gradients, and the batch.
+    """
+
+    seconds: float
+    above_bytes: int
+
+
+def simulated_decoder(link: float | None, p: int = 0, checkpointed: bool = False) -> Lanes:
+    """The course's decoder, at 1e12 FLOP/s, two copies in flight; its gradients are there from the start.
+
+    Args:
+        link: bytes a second each way; None to offload nothing.
+        p: how many storages are fetched ahead.
+        checkpointed: a checkpoint around each layer.
+    """
+    links = dict.fromkeys(("up_bytes_per_second", "down_bytes_per_second"), link)
+    with SimulatedDevice(flops_per_second=1e12, memory_bytes=1 << 29, **links) as device:
+        decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
+        decoder, tokens = device.move(decoder), device.move(random_tokens(8, 128, 2048))
+        for parameter in decoder.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        if checkpointed:
+            checkpoint_blocks(decoder, "layers.*", preserve_rng_state=False)
+        began, held = device.seconds, device.live_bytes
+        options = {"min_bytes": 1 << 17, "prefetch": p, "in_flight": 2}
+        with nullcontext() if link is None else offload_activations(HostStore(), **options):
+            loss = decoder.loss(tokens)
+        loss.backward()
+    return Lanes(device.seconds - began, device.peak_bytes - held)
+
+
+#: What `simulated_decoder` gave for its arguments; a test runs some of them again.
+RECORDED = {
+    (None, 0, False): Lanes(0.045097, 195_174_408),
+    (None, 0, True): Lanes(0.054761, 36_716_552),
+    (20e9, 0, False): Lanes(0.054851, 25_305_096),
+    (20e9, 2, False): Lanes(0.046672, 28_459_008),
+    (2e9, 0, False): Lanes(0.199934, 25_305_096),
+    (2e9, 2, False): Lanes(0.168707, 28_459_008),
+    (20e9, 0, True): Lanes(0.055338, 29_376_520),
+    (20e9, 2, True): Lanes(0.054813, 31_473_672),
+    (2e9, 0, True): Lanes(0.060528, 29_376_520),
+    (2e9, 2, True): Lanes(0.055285, 31_473_672),
+}
+
+
+def decoder_lanes(live: Mapping[tuple, Lanes]) -> Table:
+    """Times over the step with neither copies nor checkpoints, and bytes above what was there.
+
+    Args:
+        live: arguments of `simulated_decoder` -> what it gave now; the other rows are those recorded.
+    """
+    known, rows = {**RECORDED, **live}, []
+    arms = [("plain", None, 0, False), ("checkpoint", None, 0, True)]
+    for name, checkpointed in (("offload, p = {p}", False), ("both, p = {p}", True)):
+        arms += [(text(name, p=p), link, p, checkpointed) for p in (0, 2) for link in (20e9, 2e9)]
+    for name, *key in arms:
+        found = known[tuple(key)]
+        times = f"{found.seconds / known[None, 0, False].seconds:.3f}"
+        link = "–" if key[0] is None else f"{key[0] / 1e9:.0f} GB/s"
+        run = "now" if tuple(key) in live else "recorded"
+        above = f"{found.above_bytes / 1e6:.1f}"
+        rows.append((name, link, NumberText(times), NumberText(above), run))
+    return table(["step", "link", "time of plain", "peak above, MB", "run"], rows)
+
+
+def without_waits(hasty: type[HostStore], unordered: type[SimulatedDevice]) -> Table:
+    """A small chain, offloaded with one wait taken away: races, and whether its first weight's gradient is right.
+
+    Args:
+        hasty: a store that leaves out the wait for copies of the name `missing`, "down" or "up".
+        unordered: a device whose copies do not wait for what makes their source.
+    """
+    slips = {"nothing": (SimulatedDevice, None), "made → copy down": (unordered, None)}
+    slips |= {"copy down → let go": (SimulatedDevice, "down"), "copy up → use": (SimulatedDevice, "up")}
+    right, rows = _first_gradient(SimulatedDevice, HostStore())[0], []
+    for name, (kind, missing) in slips.items():
+        marks = []
+        for mode in ({}, {"late": True}, {"early": True}):
+            store = hasty()
+            store.missing = missing
+            gradient, races = _first_gradient(kind, store, **mode)
+            marks.append("✓" if torch.equal(gradient, right) else "✗")
+        rows.append((name, races, *marks))
+    return table(["wait taken away", "races", "gradient, as it runs", "late", "early"], rows)
+
+
+def _first_gradient(kind: type[SimulatedDevice], store: HostStore, **mode: bool) -> tuple[Tensor, int]:
+    """The first weight's gradient of a chain of five layers, and how many races were found."""
+    with kind(**mode) as device:
+        network = device.move(deep_mlp(depth=5, width=32))
+        x = device.move(torch.linspace(-1, 1, 32 * 32).view(32, 32))
+        with offload_activations(store, min_bytes=1, prefetch=1):
+            loss = network(x).square().sum()
+        loss.backward()
+        races = len(device.races)
+        device.races.clear()  # else leaving the block raises them
+    return network[0].weight.grad, races
+
+
+def read_late(waits: bool) -> list[float]:
+    """What the host reads of 0, 2, 4, 6, where copies run as late as they may; `waits`: once the copy is complete."""
+    with SimulatedDevice(late=True) as device:
+        y = device.move(torch.arange(4.0)) * 2
+        host = device.pinned(y.shape, y.dtype)
+        copied = device.copy(host, y, "down")
+        if waits:
+            device.finish(copied)
+        numbers = host.tolist()
+        device.races.clear()
+    return numbers
