@@ -99,7 +99,8 @@ def main() -> None:
         runs[str(seed)] = {kind: [[round(x, 4) for x in pair] for pair in each] for kind, each in curves.items()}
         print(seed, {kind: each[-1] for kind, each in runs[str(seed)].items()}, flush=True)
     made = {"command": COMMAND, "torch": torch.__version__, "device": "CPU", "steps": STEPS, "every": EVERY}
-    RECORDING.write_text(json.dumps({**made, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+    lines = ",\n".join(f"{json.dumps(seed)}: {json.dumps(curves)}" for seed, curves in runs.items())
+    RECORDING.write_text(f'{json.dumps(made)[:-1]}, "runs": {{\n{lines}\n}}}}\n', encoding="utf-8")
 
 
 if __name__ == "__main__":
