@@ -1,5 +1,7 @@
 """Lesson 05: its claims, checks, pictures, what a wrong divisor trains, two processes, and pieces on a GPU."""
 
+from collections.abc import Mapping, Sequence
+
 from course_lib.teaching import Claim, Table, text
 from course_lib.teaching.said import what_you_may_have_read
 
@@ -13,7 +15,7 @@ from .checks import (
 from .gpu import pieces_of_a_batch
 from .ranks import on_ranks
 from .shown import draw_peaks, draw_say, draw_spread, draw_sums, draw_training, five_bugs
-from .trained import batch, loss_sum, recorded, small_decoder, train
+from .trained import batch, judged, loss_sum, recorded, rounded_decoder, small_decoder
 
 __all__ = [
     "CLAIMS",
@@ -29,14 +31,16 @@ __all__ = [
     "draw_spread",
     "draw_sums",
     "draw_training",
+    "figures_of_claims",
     "five_bugs",
+    "judged",
     "loss_sum",
     "older_claims",
     "on_ranks",
     "pieces_of_a_batch",
     "recorded",
+    "rounded_decoder",
     "small_decoder",
-    "train",
 ]
 
 #: What learners may have read.
@@ -56,7 +60,7 @@ CLAIMS = (
         source="leeroopedia.com, Unsloth Gradient Accumulation Accuracy, not Unsloth's own page",
     ),
     Claim(
-        "Gradient accumulation is mathematically equivalent to full batch training.",
+        "Gradient accumulation is supposed to be mathematically equivalent to full batch training.",
         "error with sums in fp32 of bf16 gradients, and of fp32 ones",
         "Holds up to rounding, if losses are summed over samples. Rounding depends on where you add.",
         outcome="partly",
@@ -65,6 +69,13 @@ CLAIMS = (
 )
 #: Those that only the teaching documents say, from which the course grew; in depth.
 OLDER_CLAIMS = (
+    Claim(
+        "Gradient accumulation is not compatible with optimizer in backward.",
+        "sum of the second moments, pieces squared one by one, of the squared sum",
+        "AdamA does both: equal first moments, other second ones. No global clipping.",
+        outcome="partly",
+        source="torchtune documentation, Memory Optimization Overview",
+    ),
     Claim(
         "The last, partial group can be ignored.",
         "samples whose gradients are never used",
@@ -80,14 +91,37 @@ OLDER_CLAIMS = (
 )
 
 
-def older_claims(used: tuple[int, int], peaks: tuple[int, int]) -> Table:
+def figures_of_claims(
+    off: Mapping[int, Sequence[float]], sums: Mapping[str, Mapping[int, Sequence[float]]], exact: Sequence[float]
+) -> list[str]:
+    """What was measured for each of `CLAIMS`.
+
+    Args:
+        off: samples in a piece -> errors of the mean of means, a batch each; 1 and 8 among them.
+        sums: "fp32" -> pieces -> errors of sums in fp32 of bf16 gradients.
+        exact: errors of the token mean in fp32.
+    """
+    small = text("fp32: below {bound}; bf16 gradients: below 1%", bound="1e-6")
+    large = text("another: {fp32} and {bf16}", fp32=f"{max(exact):.0e}", bf16=f"{max(sums['fp32'][256]):.1%}")
+    return [
+        f"{min(off[1]):.0%} – {max(off[1]):.0%}",
+        f"{min(off[8]):.1%} – {max(off[8]):.0%}",
+        small if max(exact) < 1e-6 and max(sums["fp32"][256]) < 0.01 else large,
+    ]
+
+
+def older_claims(used: tuple[int, int], peaks: tuple[int, int], second: float) -> Table:
     """The table of the claims in depth.
 
     Args:
         used: samples that reach a step, of how many.
         peaks: in bytes, at once and one by one.
+        second: AdamA's second moments, of Adam's.
     """
     once, single = (f"{peak / 1e6:.1f}" for peak in peaks)
     return what_you_may_have_read(
-        OLDER_CLAIMS, f"{used[1] - used[0]} / {used[1]}", text("{once} and {single} MB", once=once, single=single)
+        OLDER_CLAIMS,
+        f"{second:.1f}",
+        f"{used[1] - used[0]} / {used[1]}",
+        text("{once} and {single} MB", once=once, single=single),
     )

@@ -26,9 +26,7 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
         meters: sequences in a piece -> a meter of the step.
         line: m -> predicted bytes; drawn from 0 to 4.
     """
-    said = [
-        text("m = {m}: {peak} MB", m=m, peak=f"{meters[m].peak_bytes / 1e6:.1f}") for m in sorted(meters)
-    ]
+    said = [text("m = {m}: {peak} MB", m=m, peak=f"{meters[m].peak_bytes / 1e6:.1f}") for m in sorted(meters)]
     title = "Activations shrink with the piece; 110 MB do not"
     drawn, ax = figure(title, height=3.6, alt=text("{points}.", points=listed(said, "; ")))
     for m, meter in meters.items():
@@ -39,10 +37,8 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
             ax.bar(m, here, bottom=bottom, width=0.5, label=label, **category_look(part))
             bottom += here
         ax.text(m, bottom + 5, f"{bottom:.1f}", ha="center", fontsize=9)
-    ax.plot([0, 4], [line(2) - (line(4) - line(2)), line(4)], color=COLORS["predicted"], linewidth=1.4)
-    ax.annotate(
-        text("your line: no gradients with a single piece"), (4.3, line(4) / 1e6), fontsize=9, va="center"
-    ) if False else None
+    ax.plot([0, 4], [(2 * line(2) - line(4)) / 1e6, line(4) / 1e6], color=COLORS["predicted"], linewidth=1.4)
+    ax.annotate(text("your line"), (3.3, line(4) / 1e6 - 24), fontsize=9, va="top")
     ax.set(xlabel=text("sequences in a piece, of eight"), ylabel=text("peak, MB"), xlim=(-0.2, 10.6), ylim=(0, 305))
     ax.set_xticks([0, *meters])
     ax.legend(fontsize=9, loc="center right")
@@ -120,7 +116,11 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
     """
     looks = {"bf16": (COLORS["measured"], "o-"), "fp32": (_OTHER, "s--")}
     said = [
-        text("{name}: {points}", name=text(f"sums in {kind}"), points=listed([f"{n}: {100 * mean(e):.2f} %" for n, e in each.items()]))
+        text(
+            "{name}: {points}",
+            name=text(f"sums in {kind}"),
+            points=listed([f"{n}: {100 * mean(e):.2f} %" for n, e in each.items()]),
+        )
         for kind, each in errors.items()
     ]
     title = "Smaller pieces: at first less rounding, then more; not so in fp32"

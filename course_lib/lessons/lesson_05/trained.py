@@ -42,6 +42,17 @@ def small_decoder(seed: int = 0) -> Decoder:
     return Decoder(vocabulary=VOCABULARY, hidden=64, heads=4, layers=2, sequence=LENGTH, seed=100 * seed)
 
 
+def rounded_decoder(seed: int) -> Decoder:
+    """A decoder whose weights are bf16 numbers in fp32, every one moved a little, as after some training."""
+    model = Decoder(vocabulary=VOCABULARY, hidden=64, heads=4, layers=2, sequence=16, seed=100 * seed)
+    generator = torch.Generator().manual_seed(seed + 7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
 @cache
 def _halves() -> tuple[tuple[list[str], list[str]], tuple[list[str], list[str]]]:
     """Code and prose to train on, and of each every sixth text, to judge by."""
