@@ -49,6 +49,7 @@ language()
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -537,7 +538,7 @@ def step_on_a_rank(model, loss_sum, pieces, each):
             loss.backward()
         total += count
     tokens = torch.tensor(float(total))
-    dist.all_reduce(tokens)  # of all ranks; dist is torch.distributed
+    dist.all_reduce(tokens)  # over all ranks
     for parameter in model.parameters():
         parameter.grad *= dist.get_world_size() / tokens  # a mean over ranks, made a mean over tokens
 
@@ -826,12 +827,13 @@ decoder, sgd, _, _ = make_parts(0)
 step = AccumulatedStep(decoder, sgd, text_loss_sum, max_norm=1.0, autocast_dtype=torch.bfloat16)
 reported = []
 for seed in range(8):
-    pieces = split(lesson_05.batch(seed), 4)
+    pieces = list(lesson_05.batch(seed).split(4))
     with torch.no_grad():
         loss, count = text_loss_sum(decoder, pieces[-1])
     reported.append((step(pieces).loss, float(loss) / count))
 true, last = zip(*reported, strict=True)
-"the last piece's loss jumps more:", torch.tensor(last).diff().std() > torch.tensor(true).diff().std()
+jumps = [float(torch.tensor(each).diff().std()) for each in (true, last)]
+f"the last piece's loss jumps more: {jumps[1] > 2 * jumps[0]}"
 
 # %% [markdown]
 # ## 5.15 BatchNorm sees pieces / BatchNorm 看见的是一份一份的数据
@@ -1007,12 +1009,14 @@ def moments(fold_each):
     add_gradients(decoder, batch.split(1), "token mean")
     for parameter in decoder.parameters() if not fold_each else ():
         fold(parameter)
-    return [torch.cat([each.flatten() for each in kind.values()]) for kind in (first, second)]
+    kinds = ([kind[parameter] for parameter in decoder.parameters()] for kind in (first, second))
+    return [torch.cat([each.flatten() for each in kind]) for kind in kinds]
 
 
 (first, second), (whole_first, whole_second) = moments(True), moments(False)
 ratio = float(second.sum() / whole_second.sum())
-"first moments equal:", error(first.sort()[0], whole_first.sort()[0]) < 1e-5, "second:", ratio > 0.5
+same = error(first, whole_first) < 1e-5
+f"first moments equal: {same}; sum of the second ones, of Adam's: {ratio:.1f}"
 
 # %% [markdown]
 # ## 5.19 Pieces of which size? / 每份取多大？

@@ -42,15 +42,13 @@ def check_peak_of_pieces(answer: Any) -> Verdict:
             158_804_376 + (m - 2) * 118_878_208 / 6: "At m = 8 there is one piece alone: no point of the line.",
         }
         if m == 8:
-            mistakes = {
-                whole: "With a single piece, the gradients come while activations go: none is there at the peak."
-            }
+            mistakes = {whole: "With a single piece, gradients come while activations go: none is there yet."}
             mistakes |= {whole - 2 * WEIGHTS: "One set of gradients is missing, not two."}
         verdict = expect_number(given, FLOOR + m * SLOPE - (WEIGHTS if m == 8 else 0), wrong_answers=mistakes)
         if not verdict:
             return replace(verdict, message=text("For m = {m}: {message}", m=m, message=verdict.message))
     return right(
-        "Right: 24,396,800 bytes a sequence on a floor of 110,010,776, and one piece has no gradients at its peak."
+        "Right: 24,396,800 bytes a sequence on a floor of 110,010,776; one piece alone peaks without gradients."
     )
 
 
@@ -209,8 +207,9 @@ FIVE: Mapping[str, Callable[[Callable], str | None]] = {
 @exercise(
     hint=(
         "Which of these lines belong to a piece, and which to a step? And when is a group complete?",
-        "For each group of `every` pieces: backward of scaled sums, counting tokens; then, once: unscale, divide by the "
-        "count, clip, step, update, scheduler, clear. A slice `pieces[start : start + every]` may be short.",
+        "For each group of `every` pieces: backward of scaled sums, counting tokens; then, once: unscale, "
+        "divide by the count, clip, step, update, scheduler, clear. "
+        "A slice `pieces[start : start + every]` may be short.",
     )
 )
 def check_loop(function: Any) -> Verdict:
@@ -227,8 +226,9 @@ def check_loop(function: Any) -> Verdict:
 @exercise(
     hint=(
         "A hook that is called when a parameter's gradient is complete: take the gradient out, add it in fp32.",
-        "In the hook: `gradient, parameter.grad = parameter.grad, None`; the first one with `.float()`, the others with "
-        "`+=`. `parameter.register_post_accumulate_grad_hook(add)` for each parameter; return the dict.",
+        "In the hook: `gradient, parameter.grad = parameter.grad, None`; the first one with `.float()`, "
+        "the others with `+=`. `parameter.register_post_accumulate_grad_hook(add)` for each parameter; "
+        "return the dict.",
     )
 )
 def check_fp32_sums(function: Any) -> Verdict:
