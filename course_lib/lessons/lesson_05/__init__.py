@@ -119,9 +119,6 @@ def older_claims(used: tuple[int, int], peaks: tuple[int, int], second: float) -
         second: AdamA's second moments, of Adam's.
     """
     once, single = (f"{peak / 1e6:.1f}" for peak in peaks)
-    return what_you_may_have_read(
-        OLDER_CLAIMS,
-        f"{second:.1f}",
-        f"{used[1] - used[0]} / {used[1]}",
-        text("{once} and {single} MB", once=once, single=single),
-    )
+    lost = f"{used[1] - used[0]} / {used[1]}"
+    fell = text("{once} → {single} MB", once=once, single=single)
+    return what_you_may_have_read(OLDER_CLAIMS, f"{second:.1f}", lost, fell)

@@ -116,7 +116,7 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
     """
     looks = {"bf16": (COLORS["measured"], "o-", "sums in bf16"), "fp32": (_OTHER, "s--", "sums in fp32")}
     title = "Smaller pieces: at first less rounding, then more; not so in fp32"
-    alt = "With sums in bf16 the error falls from 1 piece to 4 and is about three times that at 256; in fp32 it stays low."
+    alt = "Sums in bf16: the error falls from 1 piece to 4, and is about three times that at 256. In fp32 it stays low."
     drawn, ax = figure(title, height=3.2, alt=alt)
     for kind, each in errors.items():
         color, style, name = looks[kind]
