@@ -81,8 +81,7 @@ from course_lib.teaching import predictions, table
 # %% slide="code"
 def loss_sum(model, tokens):  # (b, s + 1) -> the sum of the losses, and how many there are
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:].flatten()  # (b, s, v), (b · s,)
-    losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
-    return losses, len(targets)
+    return F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"), len(targets)
 
 
 def add_gradient(model, piece):
@@ -169,9 +168,8 @@ predictions([(f"m = {m}", predicted_peak(m), meters[m].peak_bytes) for m in mete
 moments = []
 for m in (2, 1):
     peak = max(meters[m].timeline, key=lambda sample: sum(sample.bytes.values()))
-    live = (peak.bytes["activation"], peak.bytes["temporary"])
-    moments.append((f"m = {m}", peak.operator.removeprefix("aten."), *live))
-table(["", "operator at the peak", "activations, bytes", "temporary, bytes"], moments)
+    moments.append((m, peak.operator, peak.bytes["activation"], peak.bytes["temporary"]))
+table(["sequences in a piece", "operator at the peak", "activations, bytes", "temporary, bytes"], moments)
 
 # %% [markdown]
 # <div lang="en">
@@ -218,8 +216,8 @@ def add_gradients(model, pieces, kind):
     total = sum(int((piece[:, 1:] != 0).sum()) for piece in pieces)
     for piece in pieces:
         loss, count = text_loss_sum(model, piece)
-        loss = loss / count / len(pieces) if kind == "mean of means" else loss / total
-        loss.backward()
+        divisor = count * len(pieces) if kind == "mean of means" else total
+        (loss / divisor).backward()
 
 
 def gradient_of(model):
@@ -292,9 +290,8 @@ def train(kind, seed, steps=20):
 # %% slide="result"
 (short, long), (other_short, other_long) = (train(k, 1) for k in ("token mean", "mean of means"))
 recorded = lesson_05.recorded()["runs"]["1"]["token mean"][1]  # seed 1, after 20 steps
-as_recorded = abs(short - recorded[0]) < 0.01
-print("mean of means: lower on short samples:", other_short < short, end="; ")
-print("higher on long ones:", other_long > long, "(as recorded:", as_recorded, end=")")
+print("token mean as recorded, to 0.01:", abs(short - recorded[0]) < 0.01, end="; mean of means: ")
+print("lower on short samples", other_short < short, "and higher on long ones", other_long > long)
 
 # %% slide="result"
 lesson_05.draw_training()
@@ -473,18 +470,17 @@ lesson_05.check_fp32_sums(accumulate_in_fp32)
 def gradient_in(pieces, dtype, seed, in_fp32=False):
     model, tokens = lesson_05.rounded_decoder(seed), random_tokens(256, 16, 127, seed=seed) + 1
     model = model.to(dtype)  # its weights are bf16 numbers, whatever the dtype
-    precise = torch.promote_types(dtype, torch.float32)  # for the loss
     sums = accumulate_in_fp32(model.parameters()) if in_fp32 else {}
     for piece in tokens.split(256 // pieces):
         logits = model(piece[:, :-1]).flatten(0, 1)
-        losses = F.cross_entropy(logits.to(precise), piece[:, 1:].flatten(), reduction="sum")
+        losses = F.cross_entropy(logits.float(), piece[:, 1:].flatten(), reduction="sum")
         (losses / (256 * 16)).backward()
     found = [sums[parameter] if in_fp32 else parameter.grad for parameter in model.parameters()]
     return torch.cat([each.flatten().double() for each in found])
 
 
 # %% slide="result"
-errors = {"bf16": {n: [] for n in (1, 4, 16, 64, 256)}, "fp32": {n: [] for n in (1, 4, 16, 64, 256)}}
+errors = {kind: {n: [] for n in (1, 4, 16, 64, 256)} for kind in ("bf16", "fp32")}
 for seed in range(4):
     wanted = gradient_in(1, torch.float64, seed)
     for kind, each in errors.items():
@@ -536,7 +532,7 @@ def step_on_a_rank(model, loss_sum, pieces, each):
     tokens = torch.tensor(float(total))
     dist.all_reduce(tokens)  # over all ranks
     for parameter in model.parameters():
-        parameter.grad *= dist.get_world_size() / tokens  # a mean over ranks, made a mean over tokens
+        parameter.grad *= dist.get_world_size() / tokens  # DDP took a mean over ranks
 
 
 # %% slide="result"
@@ -809,12 +805,12 @@ def moved_without_a_gradient(set_to_none):
 #
 # <div lang="en">
 #
-# The loop of the course's sources: autocast around forward only, a step every four pieces, the loss that is printed being the mean over the tokens of all four. (Print the last piece's mean instead, and the curve jumps with the lengths.)
+# The loop of the course's sources: autocast around forward only, a step every four pieces, the loss that is printed being the mean over the tokens of all four. (The last piece's own mean is another number.)
 #
 # </div>
 # <div lang="zh">
 #
-# 本课程取材的文档里的循环：autocast 只罩住前向，每四份更新一次，打印的损失是四份全部 token 的平均。（若只打印最后一份的平均，曲线就会随长短上下跳。）
+# 本课程取材的文档里的循环：autocast 只罩住前向，每四份更新一次，打印的损失是四份全部 token 的平均。（最后一份自己的平均是另一个数。）
 #
 # </div>
 

@@ -84,7 +84,7 @@ class _Recorder(torch.optim.SGD):
 _SLIPS = {
     "unscale_() has already been called": "`unscale_` belongs to a step, not to a piece: once, after the last piece.",
     "step() has already been called": "After each step of the optimizer, `scaler.update()` once.",
-    "unscale_() is being called after step": "First `unscale_`, then `scaler.step`.",
+    "unscale_() is being called after step": "First `unscale_`, then `scaler.step`, then `scaler.update()`.",
     "No scale call has been made": "The loss goes through `scaler.scale` before its backward pass.",
     "No inf checks were recorded": "The loss goes through `scaler.scale` before its backward pass.",
     "Attempted unscale_ but _scale is None": "The loss goes through `scaler.scale` before its backward pass.",
