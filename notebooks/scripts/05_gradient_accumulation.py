@@ -13,14 +13,14 @@
 #
 # Eight sequences at once peak at 277.7 MB. One at a time, their gradients added up, the same step peaks at 134.8 MB, for not one FLOP more. This is **gradient accumulation**; a piece is a **micro-batch**. Nothing seems easier than adding.
 #
-# Is it the same gradient? In October 2024 Unsloth and Hugging Face wrote that their trainers' was not; Zhaofeng had seen it in 2021, and Benjamin Marie saw it again. And in bf16 you can do all of it right and still be off by 2 %.
+# Is it the same gradient? Late in 2024 Unsloth and Hugging Face wrote that their trainers' was not; Zhaofeng had seen it in 2021, and Benjamin Marie saw it again. And in bf16 you can do all of it right and still be off by 2 %.
 #
 # </div>
 # <div lang="zh">
 #
 # 八条序列一起算，峰值 277.7 MB。一次算一条，把梯度加起来，同样的一步峰值只有 134.8 MB，一个 FLOP 也不多。这就是**梯度累积**（gradient accumulation）；拆出来的每一份叫**微批次**（micro-batch）。做加法，看起来再容易不过了。
 #
-# 梯度还一样吗？2024 年 10 月，Unsloth 和 Hugging Face 先后撰文，说自己的训练器算出来的不一样；这个问题 Zhaofeng 在 2021 年就发现过，后来 Benjamin Marie 又发现了一次。而在 bf16 里，即使每一步都做对了，也仍然可能差 2%。
+# 梯度还一样吗？2024 年底，Unsloth 和 Hugging Face 先后撰文，说自己的训练器算出来的不一样；这个问题 Zhaofeng 在 2021 年就发现过，后来 Benjamin Marie 又发现了一次。而在 bf16 里，即使每一步都做对了，也仍然可能差 2%。
 #
 # </div>
 
@@ -136,7 +136,7 @@ lesson_05.check_peak_of_pieces(predicted_peak)
 if not lesson_05.check_peak_of_pieces.accepted:
 
     def predicted_peak(m):
-        slope = (207_597_976 - 158_804_376) // 2
+        slope = (207_597_976 - 158_804_376) / 2
         floor = 158_804_376 - 2 * slope
         return floor + m * slope - (27_502_592 if m == 8 else 0)
 
@@ -169,7 +169,8 @@ moments = []
 for m in (2, 1):
     peak = max(meters[m].timeline, key=lambda sample: sum(sample.bytes.values()))
     moments.append((m, peak.operator, peak.bytes["activation"], peak.bytes["temporary"]))
-table(["sequences in a piece", "operator at the peak", "activations, bytes", "temporary, bytes"], moments)
+columns = ["sequences in a piece", "operator at the peak", "activations, bytes", "temporary, bytes"]
+table(columns, moments)
 
 # %% [markdown]
 # <div lang="en">
@@ -296,7 +297,7 @@ print("lower on short samples", other_short < short, "and higher on long ones", 
 # %% slide="result"
 lesson_05.draw_training()
 
-# %% [markdown] slide={"en": "After 120 steps: better on short samples in 7 of 8 seeds, worse on long ones in 8.\n\nAfter 100: in 7, and in 5. It trains, only something else.", "zh": "120 步后：短样本上 8 个种子里 7 个更好，长样本上 8 个都更差。\n\n100 步时：7 个和 5 个。它也在训练，只是训练的是别的东西。"}
+# %% [markdown] slide={"en": "120 steps: better on short samples in 7 of 8 seeds, worse on long ones in 8.\n\n100 steps: 7 and 5.", "zh": "120 步：8 个种子里，短样本上 7 个更好，长样本上 8 个更差。\n\n100 步：7 个和 5 个。"}
 # <div lang="en">
 #
 # The curves are recorded: `python -m course_lib.lessons.lesson_05.trained` makes them again, eight seeds, 120 steps. After 20 steps all eight agree: better on short samples, worse on long ones. After 120, short is better in 7 of 8, by 0.04 on average, and long is worse in 8 of 8, by 0.04; yet at step 100 long was worse in 5 only. So much can be said, of this text and this small network: the wrong divisor trains too, another problem, in which a character of a short sample counts more. A loss curve alone would not tell you.
@@ -475,7 +476,7 @@ def gradient_in(pieces, dtype, seed, in_fp32=False):
         logits = model(piece[:, :-1]).flatten(0, 1)
         losses = F.cross_entropy(logits.float(), piece[:, 1:].flatten(), reduction="sum")
         (losses / (256 * 16)).backward()
-    found = [sums[parameter] if in_fp32 else parameter.grad for parameter in model.parameters()]
+    found = [sums.get(parameter, parameter.grad) for parameter in model.parameters()]
     return torch.cat([each.flatten().double() for each in found])
 
 
@@ -493,14 +494,14 @@ lesson_05.draw_sums(errors)
 # %% [markdown] slide={"en": "bf16 sums fall, then rise: a small piece added to a large sum loses its last bits.\n\nfp32 sums: 4 bytes a parameter, 18 instead of 16.", "zh": "bf16 求和：误差先降后升。很小的一份加到很大的和上，末尾几位就丢了。\n\nfp32 求和：每个参数 4 字节，总共 18 而不是 16。"}
 # <div lang="en">
 #
-# It falls, then rises. With one piece you see the error of the bf16 pass itself: inside it, sums over many tokens. Smaller pieces leave more of that adding to the accumulator, so at first there is less of it. But each addition in bf16 rounds too, to 8 bits of a sum that has grown large beside the piece, and that wins in the end. In fp32 it stays flat. So the same bf16 gradient, in 256 pieces, is three times as far off, by the accumulator alone.
+# It falls, then rises. With one piece you see the error of the bf16 pass itself: inside it, sums over many tokens. Smaller pieces leave more of that adding to the accumulator, so at first there is less of it. But each addition in bf16 rounds too, to 8 bits of a sum that has grown large beside the piece, and that wins in the end. In fp32 it stays flat. So the same bf16 gradients, in 256 pieces, end nearly four times as far off as with fp32 sums, by the accumulator alone.
 #
 # The price is 4 bytes a parameter for the sums in place of 2 for the gradients: 18 bytes with master weights and moments, instead of lesson 01's 16. `AccumulatedStep(…, accumulate="fp32")` does it; Megatron and DeepSpeed have switches.
 #
 # </div>
 # <div lang="zh">
 #
-# 先降后升。只有一份时，看到的是 bf16 前向和反向本身的误差：里面要对许多 token 求和。份分得小，这些求和就有更多交给了累加器，所以误差起初变小。可是每次 bf16 加法也要舍入：和已经很大，每一份很小，却只有 8 位精度；份数多了，这一项就占了上风。用 fp32 求和则一直是平的。所以同样的 bf16 梯度，分成 256 份时误差大到三倍，全怪累加器。
+# 先降后升。只有一份时，看到的是 bf16 前向和反向本身的误差：里面要对许多 token 求和。份分得小，这些求和就有更多交给了累加器，所以误差起初变小。可是每次 bf16 加法也要舍入：和已经很大，每一份很小，却只有 8 位精度；份数多了，这一项就占了上风。用 fp32 求和则一直是平的。所以同样的 bf16 梯度，分成 256 份时，误差将近以 fp32 求和的四倍，全怪累加器。
 #
 # 代价：存放总和每个参数要 4 字节，而梯度原来只要 2 字节。加上主权重和矩，一共 18 字节，而不是第 01 课的 16。`AccumulatedStep(…, accumulate="fp32")` 就是这样做的；Megatron 和 DeepSpeed 都有开关。
 #
@@ -887,6 +888,7 @@ def pieces_by_themselves(net, x, y):
         (contrastive(net(one), net(other)) / 4).backward()
 
 
+# %%
 def grad_cache(net, x, y):
     with torch.no_grad():
         cached = [torch.cat([net(piece) for piece in data.split(8)]) for data in (x, y)]
@@ -1003,6 +1005,7 @@ def moments(fold_each):
     return [torch.cat([each.flatten() for each in kind]) for kind in kinds]
 
 
+# %%
 (first, second), (whole_first, whole_second) = moments(True), moments(False)
 ratio = float(second.sum() / whole_second.sum())
 same = error(first, whole_first) < 1e-5
