@@ -113,7 +113,7 @@ table(["sequences in a piece", "peak, bytes"], [(m, each.peak_bytes) for m, each
 # %% [markdown] slide={"en": "207,597,976 bytes for pieces of 4, 158,804,376 for 2.\n\n**Guess first.** For 1? And for all 8, where there is no piece before?", "zh": "每份 4 条：207,597,976 字节；2 条：158,804,376 字节。\n\n**先猜**：1 条呢？8 条一份、前面没有别的份，又如何？"}
 # <div lang="en">
 #
-# **Exercise 1.** Two points make a line: so many bytes a sequence, on a floor. Type it: the peak in bytes for $m = 1, 2, 4$ and $8$. At $m = 8$ there is a single piece. Its gradients arrive while its activations go, and at the peak, where backward begins, none is there yet; one set of them is as large as the weights, 27,502,592 bytes.
+# **Exercise 1.** Two points make a line: so many bytes a sequence, on a floor. Type it: the peak in bytes for $m = 1, 2, 4, 8$. At $m = 8$ there is a single piece. Its gradients arrive while its activations go, and at the peak, where backward begins, none is there yet; one set of them is as large as the weights, 27,502,592 bytes.
 #
 # </div>
 # <div lang="zh">
@@ -741,7 +741,7 @@ cases["bf16"] = torch.bfloat16, 1
 # </div>
 # <div lang="zh">
 #
-# 对 token 求总和也有自己的危险：有多少个 token，总和就比平均大多少倍，而 fp16 到 65,504 为止。所以 `AccumulatedStep` 先把每个总和除以一个 2 的幂，大小接近上一步的 token 数（这样除没有舍入），最后再校正。
+# 对 token 求总和也有自己的危险：有多少个 token，总和就比平均大多少倍，而 fp16 到 65,504 为止。所以 `AccumulatedStep` 先把每个总和除以一个二的幂，大小接近上一步的 token 数（这样除没有舍入），最后再校正。
 #
 # </div>
 
