@@ -491,7 +491,7 @@ worse = {kind: min(each[256]) > max(each[4]) for kind, each in errors.items()}
 print("256 pieces worse than 4, in every seed:", worse)
 lesson_05.draw_sums(errors)
 
-# %% [markdown] slide={"en": "bf16 sums fall, then rise: a small piece added to a large sum loses its last bits.\n\nfp32 sums: 4 bytes a parameter, 18 instead of 16.", "zh": "bf16 求和：误差先降后升。很小的一份加到很大的和上，末尾几位就丢了。\n\nfp32 求和：每个参数 4 字节，总共 18 而不是 16。"}
+# %% [markdown] slide={"en": "A small piece, added to a large bf16 sum, loses its last bits.\n\nfp32 sums: 4 bytes a parameter, 18 instead of 16.", "zh": "很小的一份加到很大的 bf16 和上，末尾几位就丢了。\n\nfp32 求和：每个参数 4 字节，总共 18 而不是 16。"}
 # <div lang="en">
 #
 # It falls, then rises. With one piece you see the error of the bf16 pass itself: inside it, sums over many tokens. Smaller pieces leave more of that adding to the accumulator, so at first there is less of it. But each addition in bf16 rounds too, to 8 bits of a sum that has grown large beside the piece, and that wins in the end. In fp32 it stays flat. So the same bf16 gradients, in 256 pieces, end nearly four times as far off as with fp32 sums, by the accumulator alone.
