@@ -330,7 +330,7 @@ def test_a_process_leaves_no_thread_of_its_group_to_the_interpreters_end(tmp_pat
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
-# Lesson 05: its text, its five checks, its recording, its peaks ----------------------------------------------------------
+# Lesson 05: its text, its five checks, its recording ------------------------------------------------------------------
 
 
 def test_the_text_has_short_lines_and_long_paragraphs_as_characters_without_padding_in_them():

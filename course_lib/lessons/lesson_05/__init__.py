@@ -46,7 +46,7 @@ __all__ = [
 #: What learners may have read.
 CLAIMS = (
     Claim(
-        "`loss = loss / gradient_accumulation_steps`",
+        "Divide each loss: `loss = loss / gradient_accumulation_steps`.",
         "error of the gradient, 16 samples in pieces of one, 8 batches",
         "Right only if all pieces have as many tokens. Add up sums, divide once.",
         outcome="partly",
