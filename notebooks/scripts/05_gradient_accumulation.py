@@ -239,11 +239,13 @@ def mean_of_means_error(batch, size, kind="mean of means"):
     return error(gradient_of(decoder), wanted)
 
 
-# %% slide="result"
+# %%
 batches = [lesson_05.batch(seed) for seed in range(8)]
 exact = [mean_of_means_error(batch, size, "token mean") for size in (8, 3, 1)]
-print("token mean, in pieces of 8, 3, 1: below 1e-6:", max(exact) < 1e-6)
 off = {size: [mean_of_means_error(each, size) for each in batches] for size in (8, 4, 2, 1)}
+print("token mean, in pieces of 8, 3, 1: below 1e-6:", max(exact) < 1e-6)
+
+# %% slide="result"
 lesson_05.draw_say(lengths, off)
 
 # %% [markdown]
@@ -297,7 +299,7 @@ print("lower on short samples", other_short < short, "and higher on long ones", 
 # %% slide="result"
 lesson_05.draw_training()
 
-# %% [markdown] slide={"en": "120 steps: better on short samples in 7 of 8 seeds, worse on long ones in 8.\n\n100 steps: 7 and 5.", "zh": "120 步：8 个种子里，短样本上 7 个更好，长样本上 8 个更差。\n\n100 步：7 个和 5 个。"}
+# %% [markdown]
 # <div lang="en">
 #
 # The curves are recorded: `python -m course_lib.lessons.lesson_05.trained` makes them again, eight seeds, 120 steps. After 20 steps all eight agree: better on short samples, worse on long ones. After 120, short is better in 7 of 8, by 0.04 on average, and long is worse in 8 of 8, by 0.04; yet at step 100 long was worse in 5 only. So much can be said, of this text and this small network: the wrong divisor trains too, another problem, in which a character of a short sample counts more. A loss curve alone would not tell you.
@@ -344,7 +346,7 @@ def train_epoch(model, loss_sum, pieces, optimizer, scheduler, scaler, every, ma
 lesson_05.check_loop(train_epoch)
 
 
-# %% jupyter={"source_hidden": true} slide="code"
+# %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 if not lesson_05.check_loop.accepted:
 
@@ -367,6 +369,9 @@ if not lesson_05.check_loop.accepted:
 
 lesson_05.check_loop(train_epoch)
 ### END SOLUTION
+
+# %% jupyter={"source_hidden": true} slide="result"
+lesson_05.draw_order()
 
 # %% slide="result"
 lesson_05.five_bugs()
@@ -480,7 +485,7 @@ def gradient_in(pieces, dtype, seed, in_fp32=False):
     return torch.cat([each.flatten().double() for each in found])
 
 
-# %% slide="result"
+# %%
 errors = {kind: {n: [] for n in (1, 4, 16, 64, 256)} for kind in ("bf16", "fp32")}
 for seed in range(4):
     wanted = gradient_in(1, torch.float64, seed)
@@ -489,6 +494,8 @@ for seed in range(4):
             found.append(error(gradient_in(n, torch.bfloat16, seed, kind == "fp32"), wanted))
 worse = {kind: min(each[256]) > max(each[4]) for kind, each in errors.items()}
 print("256 pieces worse than 4, in every seed:", worse)
+
+# %% slide="result"
 lesson_05.draw_sums(errors)
 
 # %% [markdown] slide={"en": "A small piece, added to a large bf16 sum, loses its last bits.\n\nfp32 sums: 4 bytes a parameter, 18 instead of 16.", "zh": "很小的一份加到很大的 bf16 和上，末尾几位就丢了。\n\nfp32 求和：每个参数 4 字节，总共 18 而不是 16。"}

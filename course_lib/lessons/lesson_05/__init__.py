@@ -14,7 +14,7 @@ from .checks import (
 )
 from .gpu import pieces_of_a_batch
 from .ranks import on_ranks
-from .shown import draw_peaks, draw_say, draw_spread, draw_sums, draw_training, five_bugs
+from .shown import draw_order, draw_peaks, draw_say, draw_spread, draw_sums, draw_training, five_bugs
 from .trained import batch, judged, loss_sum, recorded, rounded_decoder, small_decoder
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "check_largest_piece",
     "check_loop",
     "check_peak_of_pieces",
+    "draw_order",
     "draw_peaks",
     "draw_say",
     "draw_spread",

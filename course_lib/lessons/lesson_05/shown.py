@@ -42,7 +42,7 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
         at = [(ends[0] + (m - 2) * (ends[1] - ends[0]) / 2) / 1e6 for m in (0, 4, 8)]
         ax.plot([0, 4], at[:2], color=COLORS["predicted"], linewidth=1.4)
         ax.plot([4, 8], at[1:], color=COLORS["predicted"], linewidth=1.2, linestyle=":")
-        ax.text(3, at[1] - 34, text("your line"), ha="center", fontsize=9)
+        ax.text(3, at[1] - 52, text("your line"), ha="center", fontsize=9)
     if single := meters.get(8):
         top, missing = single.peak_bytes / 1e6, single.at_peak()["parameter"] / 1e6
         look = {"facecolor": "none", "edgecolor": COLORS["gradient"], "linestyle": "--"}
@@ -82,6 +82,36 @@ def draw_say(tokens: Sequence[int], errors: Mapping[int, Sequence[float]]) -> "F
     right.set_xticks(list(errors), [str(size) for size in errors])
     right.minorticks_off()
     return shown_once(drawn)
+
+
+_ONCE = ("unscale", "÷ tokens", "clip", "step of the optimizer", "update the scaler", "scheduler", "clear")
+
+
+def draw_order() -> "Figure":
+    """Seven pieces in groups of four: what each piece does, and what is done once a step."""
+    alt = "Four pieces, one after the other; then once: {once}. Three pieces, the remainder; then the same once more."
+    title = "Each piece adds; all else is done once, after the last piece of a step"
+    words = listed([text(name) for name in _ONCE])
+    drawn, ax = figure(title, height=2.6, alt=text(alt, once=words))
+    at = 0.0
+    for pieces in (4, 3):
+        for _ in range(pieces):
+            ax.add_patch(_box(at, 1.0, "#EEEEEE"))
+            ax.text(at + 0.45, 0.5, text("forward\nbackward"), ha="center", va="center", fontsize=8, rotation=90)
+            at += 1
+        ax.add_patch(_box(at, 2.0, "#FBE0CC"))
+        for place, name in enumerate(_ONCE):
+            ax.text(at + 0.95, 0.91 - 0.137 * place, text(name), ha="center", va="center", fontsize=8.5)
+        at += 2.4
+    ax.set(xlim=(-0.1, at), ylim=(-0.05, 1.05))
+    ax.axis("off")
+    return shown_once(drawn)
+
+
+def _box(left: float, width: float, color: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((left, 0), width - 0.1, 1, facecolor=color, edgecolor="#888888", linewidth=0.8)
 
 
 def differences(runs: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
