@@ -146,7 +146,8 @@ ANSWERS = {
             (lambda m: 207_597_976 + (m - 4) * 17_521_152, "no point of the line"),
             (lambda m: 158_804_376 + 2 * m * SLOPE, "begins at no sequence"),
             (lambda m: peak(m) - (m == 8) * WEIGHTS, "not two"),
-            (lambda m: peak(m) + (m == 1) * 393_216, "m = 1"),
+            (lambda m: peak(m) + (m == 1) * 393_216, "what is measured"),
+            (lambda m: peak(m) + 4, "m = 4"),
         ],
     ),
     "loop": (
