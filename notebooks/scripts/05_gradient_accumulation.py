@@ -251,14 +251,14 @@ lesson_05.draw_say(lengths, off)
 # %% [markdown]
 # <div lang="en">
 #
-# Sums are right to rounding, whatever the pieces. The mean of means is 15 to 25 % off in pieces of one, and from 0.1 to 10 % in pieces of eight, where lengths mix by chance. Each piece has one vote, however many tokens it has: a character of a line of 14 counts six times its share, one of a long paragraph two thirds. With equal counts both agree, so a test with equal counts finds nothing: that is how it stayed hidden.
+# Sums are right to rounding, whatever the pieces. The mean of means is 15 to 25 % off in pieces of one, and from 0.1 to 10 % in pieces of eight, where lengths mix by chance. Each piece has one vote, however many tokens it has: a character of a line of 14 counts nearly seven times its share, one of a long paragraph three quarters. With equal counts both agree, so a test with equal counts finds nothing: that is how it stayed hidden.
 #
 # It can also be a **choice**: a mean for each answer, then over answers, as some fine-tuning by reinforcement does. Then it should not depend on how you cut the batch.
 #
 # </div>
 # <div lang="zh">
 #
-# 总和的做法，不论怎样拆都只差舍入误差。平均的平均，每份一条样本时差 15% 到 25%；每份八条时，长短碰巧混在一起，差 0.1% 到 10%。每份各占一票，不论 token 多少：在一行 14 个字符的代码里，一个字符的份量是它应占的六倍；在长段落里，只有三分之二。token 数相等时两者一致，所以用相等的 token 数来测，什么也测不出来：错误就是这样藏起来的。
+# 总和的做法，不论怎样拆都只差舍入误差。平均的平均，每份一条样本时差 15% 到 25%；每份八条时，长短碰巧混在一起，差 0.1% 到 10%。每份各占一票，不论 token 多少：在一行 14 个字符的代码里，一个字符的份量将近它应占的七倍；在长段落里，只有四分之三。token 数相等时两者一致，所以用相等的 token 数来测，什么也测不出来：错误就是这样藏起来的。
 #
 # 这也可以是一种**选择**：先对每个回答取平均，再对各个回答取平均，有些强化学习微调就是这样做的。那样的话，结果就不该取决于你怎样拆批次。
 #
@@ -610,7 +610,7 @@ predictions([*rows, ("`AccumulatedStep`", once, ranks["library"])], unit="bytes"
 # %% slide="result"
 what_you_may_have_read("05", *lesson_05.figures_of_claims(off, errors, exact))
 
-# %% [markdown] slide={"en": "Checkpoints, offload, pieces: all land near 130 MB.\n\nWhat is the same in all of them?", "zh": "检查点、卸载、拆批次：都落在 130 MB 左右。\n\n它们共同剩下的是什么？"}
+# %% [markdown] slide={"en": "Checkpoints and pieces land within 1 MB of each other.\n\nWhat is left in both?", "zh": "检查点与拆批次，峰值相差不到 1 MB。\n\n两者剩下的是什么？"}
 # ## 5.9 The ledger / 账本
 #
 # <div lang="en">

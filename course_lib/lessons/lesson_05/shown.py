@@ -36,7 +36,7 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
             label = category_label(part) if m == min(meters) else None
             ax.bar(m, here, bottom=bottom, width=0.5, label=label, **category_look(part))
             bottom += here
-        above, side = (5, "center") if m < 8 else (-12, "right")
+        above, side = (9, "center") if m < 8 else (-12, "right")
         ax.text(m - (0.35 if m == 8 else 0), bottom + above, f"{bottom:.1f}", ha=side, fontsize=9)
     if (ends := (line(2), line(4))) != (None, None):  # a reader may not have it yet
         at = [(ends[0] + (m - 2) * (ends[1] - ends[0]) / 2) / 1e6 for m in (0, 4, 8)]
@@ -99,10 +99,10 @@ def draw_order() -> "Figure":
             ax.add_patch(_box(at, 1.0, "#EEEEEE"))
             ax.text(at + 0.45, 0.5, text("forward\nbackward"), ha="center", va="center", fontsize=8, rotation=90)
             at += 1
-        ax.add_patch(_box(at, 2.0, "#FBE0CC"))
+        ax.add_patch(_box(at, 2.5, "#FBE0CC"))
         for place, name in enumerate(_ONCE):
-            ax.text(at + 0.95, 0.91 - 0.137 * place, text(name), ha="center", va="center", fontsize=8.5)
-        at += 2.4
+            ax.text(at + 1.2, 0.91 - 0.137 * place, text(name), ha="center", va="center", fontsize=8.5)
+        at += 2.9
     ax.set(xlim=(-0.1, at), ylim=(-0.05, 1.05))
     ax.axis("off")
     return shown_once(drawn)
