@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from turns import in_turns
 
 from course_lib.accumulation import AccumulatedStep, split
-from course_lib.lessons.lesson_05 import ddp_bytes
+from course_lib.lessons.lesson_05 import on_ranks
 from course_lib.models import Decoder, random_tokens
 
 BAR, ROUNDS = 1.02, 30
@@ -25,6 +26,12 @@ MICRO_BATCHES = 8
 def loss_sum(model, tokens):
     targets = tokens[:, 1:]
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+
+
+def on_a_rank(model, loss_sum, pieces, each):
+    for number, piece in enumerate(pieces, start=1):
+        with nullcontext() if each or number == len(pieces) else model.no_sync():
+            loss_sum(model, piece)[0].backward()
 
 
 def by_hand(model, optimizer, batch, size, max_norm):
@@ -68,7 +75,8 @@ def times() -> None:
 
 
 def bytes_sent() -> None:
-    parameter_bytes, sent = ddp_bytes(MICRO_BATCHES)
+    found = on_ranks(on_a_rank, MICRO_BATCHES)
+    parameter_bytes, sent = found["parameters"], {False: found["each"], True: found["library"]}
     print(f"{'bytes a rank reduces in a step, DDP on 2':44}{'bytes':>14}{'of the parameters':>20}")
     for name, no_sync in (("by hand, without no_sync", False), ("course", True)):
         print(f"{name:44}{sent[no_sync]:14,}{sent[no_sync] / parameter_bytes:20.2f}")

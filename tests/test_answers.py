@@ -45,7 +45,7 @@ def in_numbers_of(kind, answer):
     """The answer with each number in it, or that it returns, made one of the kind."""
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         return kind(answer) if math.isfinite(answer) else answer
-    if isinstance(answer, dict):
+    if isinstance(answer, dict) and answer:  # an empty one may be filled later
         return {key: in_numbers_of(kind, value) for key, value in answer.items()}
     if callable(answer) and not isinstance(answer, type):
         return lambda *given, **named: in_numbers_of(kind, answer(*given, **named))

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+from course_lib.accumulation import AccumulatedStep, split
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.lessons.ledger import ROWS, ledger
 from course_lib.lessons.lesson_08 import symbolic_rank
@@ -13,40 +15,54 @@ from course_lib.offload.stores import SymbolicStore
 from course_lib.schedule import Chain, ScheduledSequential, optimal, simulate, store_all
 
 
-def plain(decoder, tokens):
+def plain(decoder, tokens, adam):
     decoder.loss(tokens).backward()
+    adam.step()
 
 
-def autocast(decoder, tokens):
+def autocast(decoder, tokens, adam):
     with torch.autocast("cpu", torch.bfloat16):
         loss = decoder.loss(tokens)
     loss.backward()
+    adam.step()
 
 
-def checkpointed(decoder, tokens):
+def checkpointed(decoder, tokens, adam):
     with checkpoint_blocks(decoder, "layers.*"):
         decoder.loss(tokens).backward()
+    adam.step()
 
 
 made = {}
 
 
-def scheduled(decoder, tokens):
+def scheduled(decoder, tokens, adam):
     if not made:  # in the first step, which is not measured
         stages, x = loss_stages(decoder, tokens[:, 1:]), tokens[:, :-1].contiguous()
         chain = Chain.profile(stages, x)
         half = optimal(chain, simulate(store_all(chain), chain).peak_bytes // 2)
         made.update(run=ScheduledSequential(stages, half), x=x)
     made["run"](made["x"]).backward()
+    adam.step()
 
 
 store = SymbolicStore()
 
 
-def offloaded(decoder, tokens):
+def offloaded(decoder, tokens, adam):
     with offload_activations(store, min_bytes=1 << 17, prefetch=1):  # as on a CPU, where it is a file
         loss = decoder.loss(tokens)
     loss.backward()
+    adam.step()
+
+
+def loss_sum(decoder, tokens):
+    targets = tokens[:, 1:].flatten()
+    return F.cross_entropy(decoder(tokens[:, :-1]).flatten(0, 1), targets, reduction="sum"), len(targets)
+
+
+def in_pieces(decoder, tokens, adam):
+    AccumulatedStep(decoder, adam, loss_sum)(split(tokens, 1))
 
 
 TECHNIQUES = {
@@ -55,6 +71,7 @@ TECHNIQUES = {
     "checkpoint each layer": checkpointed,
     "optimal schedule, half the activations": scheduled,
     "all activations to a file": offloaded,
+    "eight micro-batches": in_pieces,
 }
 
 
@@ -78,8 +95,7 @@ def test_a_row_is_what_the_step_takes(row):
 
         def step():
             before = moved_bytes()
-            TECHNIQUES[row.technique](decoder, tokens)
-            adam.step()
+            TECHNIQUES[row.technique](decoder, tokens, adam)
             moved.append(moved_bytes() - before)
 
         found = measure(step, model=decoder, optimizer=adam)

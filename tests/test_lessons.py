@@ -10,7 +10,9 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from statistics import mean, median
 
 import pytest
 import torch
@@ -24,13 +26,27 @@ from course_lib.attention.tiled import BLOCK
 from course_lib.budget import Recipe, estimate
 from course_lib.distributed import held_bytes, sent_bytes, shapes_of, task_of
 from course_lib.labels import both
-from course_lib.lessons import lesson_00, lesson_01, lesson_02, lesson_03, lesson_04, lesson_05, lesson_07, lesson_08
+from course_lib.lessons import (
+    lesson_00,
+    lesson_01,
+    lesson_02,
+    lesson_03,
+    lesson_04,
+    lesson_05,
+    lesson_07,
+    lesson_08,
+    text,
+)
 from course_lib.lessons.lesson_02.shown import _draw_bars
 from course_lib.lessons.lesson_03.cuts import least_peak
 from course_lib.lessons.lesson_08 import carried
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic, training_state_bytes
 from course_lib.models import Decoder, deep_mlp, loss_stages, random_tokens
 from course_lib.offload import HostStore, OffloadedOptimizer, SimulatedDevice, offload_activations
+from course_lib.lessons.lesson_05 import trained
+from course_lib.lessons.lesson_05.bugs import PLANTED, mended
+from course_lib.lessons.lesson_05.checks import FIVE
+from course_lib.lessons.lesson_05.shown import differences
 from course_lib.schedule import (
     Backward,
     Chain,
@@ -378,23 +394,100 @@ def test_each_wait_is_found_missing_in_its_mode_alone():
 # Lesson 05: two processes ---------------------------------------------------------------------------------------------
 
 
-def test_two_processes_reduce_the_gradients_once_or_for_every_micro_batch():
-    parameter_bytes, sent = lesson_05.ddp_bytes(micro_batches=3)
-    assert sent == {True: parameter_bytes, False: 3 * parameter_bytes}
+def no_division_over_ranks(model, loss_sum, pieces, each):  # a mean of means: each rank divides by its own tokens
+    total = 0
+    for number, piece in enumerate(pieces, start=1):
+        with nullcontext() if each or number == len(pieces) else model.no_sync():
+            loss, count = loss_sum(model, piece)
+            loss.backward()
+        total += count
+    for parameter in model.parameters():
+        parameter.grad /= total
+
+
+def test_two_processes_reduce_the_gradients_once_or_for_every_micro_batch_and_see_a_wrong_divisor():
+    found = lesson_05.on_ranks(no_division_over_ranks, micro_batches=3)
+    once = found["parameters"]
+    assert (found["last"], found["library"], found["each"]) == (once, once, 3 * once)
+    assert 0.05 < found["error"] < 1
+
+
+STEP = """def step(model, loss_sum, pieces, each):
+    for piece in pieces:
+        loss_sum(model, piece)[0].backward()
+"""
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
 def test_a_process_leaves_no_thread_of_its_group_to_the_interpreters_end(tmp_path):
     program = (
         "import runpy, sys\nfrom pathlib import Path\n"
-        f"sys.argv = ['lesson_05', {str(tmp_path)!r}, '2', '1', '0']\n"
-        "runpy.run_module('course_lib.lessons.lesson_05', run_name='__main__')\n"
+        f"sys.argv = ['ranks', {str(tmp_path)!r}, 'step', '2', '1', '0']\n"
+        f"Path({str(tmp_path)!r}, 'step.py').write_text({STEP!r})\n"
+        "runpy.run_module('course_lib.lessons.lesson_05.ranks', run_name='__main__')\n"
         "names = [(thread / 'comm').read_text().strip() for thread in Path('/proc/self/task').iterdir()]\n"
         "print([name for name in names if 'gloo' in name])\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+# Lesson 05: its text, its five checks, its recording ------------------------------------------------------------------
+
+
+def test_the_text_has_short_lines_and_long_paragraphs_as_characters_without_padding_in_them():
+    short, long = text.code(), text.prose()
+    assert len(short) > 2000 and len(long) > 300
+    assert median(map(len, short)) < 50 < 128 < mean(map(len, long))
+    tokens = text.padded(["ab", "abcd"], most=3)
+    assert tokens.tolist() == [[97, 98, 0], [97, 98, 99]]
+    assert all(character for line in short + long for character in line.encode("ascii"))
+    folder = Path(text.__file__).parent
+    for name, licence in (("prose", "CC-BY-4.0"), ("code", "Apache-2.0")):
+        assert f"SPDX-License-Identifier: {licence}" in (folder / f"LICENSE.{name}.txt").read_text()
+
+
+def test_each_planted_bug_is_seen_by_its_own_check_and_by_no_other():
+    seen = {bug: [name for name, check in FIVE.items() if check(loop)] for bug, loop in PLANTED.items()}
+    assert seen == {bug: [bug] for bug in FIVE}
+    assert [name for name, check in FIVE.items() if check(mended)] == []
+
+
+def test_a_recorded_run_is_made_again_by_its_script():
+    runs = lesson_05.recorded()["runs"]
+    found = trained.train("mean of means", seed=2, steps=20)
+    assert torch.allclose(torch.tensor(found), torch.tensor(runs["2"]["mean of means"][:2]), atol=0.01)
+
+
+def test_what_the_lesson_says_of_the_recorded_seeds_is_what_they_show():
+    runs = list(differences(lesson_05.recorded()["runs"]).values())
+    assert len(runs) == 8
+
+    def better_and_worse(step):
+        looks = [run[step // 20] for run in runs]
+        return sum(short < 0 for short, _ in looks), sum(long > 0 for _, long in looks)
+
+    assert [better_and_worse(step) for step in (20, 100, 120)] == [(8, 8), (7, 5), (7, 8)]
+    short, long = zip(*(run[-1] for run in runs), strict=True)
+    assert (round(mean(short), 2), round(mean(long), 2)) == (-0.04, 0.04)
+
+
+def test_the_mean_of_means_is_wrong_on_the_text_and_right_on_equal_counts():
+    def gradient(pieces, mean_of_means):
+        model = lesson_05.small_decoder()
+        total = sum(int((piece[:, 1:] != 0).sum()) for piece in pieces)
+        for piece in pieces:
+            loss, count = lesson_05.loss_sum(model, piece)
+            (loss / (count * len(pieces) if mean_of_means else total)).backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    def error(batch):
+        whole = gradient([batch], False)
+        return float((gradient(batch.split(1), True) - whole).norm() / whole.norm())
+
+    assert all(0.145 < error(lesson_05.batch(seed)) < 0.255 for seed in range(3))
+    assert error(random_tokens(4, 32, 127) + 1) < 1e-5
 
 
 # Lesson 07: claims and pictures ---------------------------------------------------------------------------------------

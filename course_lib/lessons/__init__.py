@@ -1,6 +1,6 @@
 """What belongs to one lesson alone: its exercises' checks, its claims, its GPU experiments, its own pictures.
 
-    from course_lib.lessons.lesson_05 import check_accumulation    # in lesson 05
+    from course_lib.lessons.lesson_05 import check_loop    # in lesson 05
     python -m course_lib.lessons                                   # all GPU experiments; `make gpu` runs it
 
 A lesson's module may have `CLAIMS`, what its learners may have read, and `Experiment`s. This module finds them by the

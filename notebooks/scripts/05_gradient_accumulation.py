@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown]
+# %% [markdown] slide={"en": "Eight sequences at once: 277.7 MB. One at a time: 134.8, for not one FLOP more.\n\nIs it the same gradient?", "zh": "八条序列一起算：277.7 MB。一次一条：134.8 MB，一个 FLOP 也不多。\n\n梯度还一样吗？"}
 # # 5 What if the batch comes in pieces? (gradient accumulation) / 把批次拆开来算呢？（梯度累积）
 #
 # <div lang="en">
 #
-# A step on 32 sequences peaks at 91 MB. In pieces of one sequence, **micro-batches**, added up, the same step peaks at 16 MB: the same gradient, the same number of FLOPs. This is **gradient accumulation**. Nothing seems easier than adding.
+# Eight sequences at once peak at 277.7 MB. One at a time, their gradients added up, the same step peaks at 134.8 MB, for not one FLOP more. This is **gradient accumulation**; a piece is a **micro-batch**. Nothing seems easier than adding.
 #
-# And yet a widely used training library had it wrong until late 2024 (see the sources). Where is the trap?
+# Is it the same gradient? Late in 2024 Unsloth and Hugging Face wrote that their trainers' was not; Zhaofeng had seen it in 2021, and Benjamin Marie saw it again. And in bf16 you can do all of it right and still be off by 2 %.
 #
 # </div>
 # <div lang="zh">
 #
-# 对 32 条序列做一步，峰值 91 MB。拆成一次一条序列的**微批次**（micro-batch）来算，再把梯度加起来，同样的一步峰值只有 16 MB：梯度相同，FLOPs 也相同。这就是**梯度累积**（gradient accumulation）。做加法，看起来再容易不过了。
+# 八条序列一起算，峰值 277.7 MB。一次算一条，把梯度加起来，同样的一步峰值只有 134.8 MB，一个 FLOP 也不多。这就是**梯度累积**（gradient accumulation）；拆出来的每一份叫**微批次**（micro-batch）。做加法，看起来再容易不过了。
 #
-# 然而，一个广为使用的训练库直到 2024 年底还算错（见出处）。陷阱在哪里？
+# 梯度还一样吗？2024 年底，Unsloth 和 Hugging Face 先后撰文，说自己的训练器算出来的不一样；这个问题 Zhaofeng 在 2021 年就发现过，后来 Benjamin Marie 又发现了一次。而在 bf16 里，即使每一步都做对了，也仍然可能差 2%。
 #
 # </div>
 
@@ -32,144 +32,669 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (75 minutes). Accumulate gradients that equal the full batch's, whatever the pieces. Predict the peak for any micro-batch, and say what does not shrink. Get the order right: scale, unscale, clip, step. Know why updating inside backward does not go together with it.
+# **Goals** (90 minutes). Predict the peak for any piece, from two runs. Say by what to divide, and what another divisor trains. Mend a training loop with five bugs. Add up in fp32 where the parameters are bf16, and say what it costs. Read the loop that several ranks run.
 #
 # **What to know before**: lesson 01.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（75 分钟）：不论怎样拆，累积出的梯度都与整批的相等；预测任意微批次的峰值，说出什么不会缩小；把次序做对：放大、还原缩放、裁剪、更新；知道为什么在反向之中更新不能与累积合用。
+# **目标**（90 分钟）：测两次，就能预测任意一种拆法的峰值；说出该除以什么，除错了训练的又是什么；修好一个有五处错误的训练循环；参数是 bf16 时以 fp32 求和，并说出代价；读懂多个进程一起运行的循环。
 #
 # **预备知识**：第 01 课。
 #
 # </div>
 
 # %%
-from pathlib import Path
+from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib.lessons import lesson_05
-from course_lib.memory import MemoryMeter
-from course_lib.models import Decoder, random_tokens, seeded
+from course_lib.lessons import lesson_05, what_you_may_have_read
+from course_lib.lessons.ledger import ledger
+from course_lib.memory import MemoryMeter, measure, symbolic
+from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import predictions, table
 
-# %% [markdown]
-# ## 5.1 Samples of unequal lengths / 长短不一的样本
+# %% [markdown] slide={"en": "Forward and backward for one piece, then the next. `.grad` adds up by itself.\n\n**Guess first.** Half the piece: half the peak?", "zh": "做完一份的前向和反向，再做下一份；`.grad` 自己会累加。\n\n**先猜**：每份减半，峰值也减半吗？"}
+# ## 5.1 Pieces, and a line / 拆成几份，画一条直线
 #
 # <div lang="en">
 #
-# Sequences in a batch are rarely of one length. Ours have between 4 and 64 tokens, padded with zeros. That will matter.
+# Backward **adds** to `.grad`. So: forward and backward for one piece, then for the next; divide at the end, step once. Only one piece's activations are alive at a time. The decoder is that of lesson 00, the step its second one; $m$ is the number of sequences in a piece, of the eight.
 #
-# A loss comes in two parts: the **sum** over tokens, and how many there are, the **weight**.
+# **Guess first:** from pieces of 4 to pieces of 2, does the peak halve? What does not care how the batch comes?
 #
 # </div>
 # <div lang="zh">
 #
-# 一个批次里的序列很少一样长。我们的序列有 4 到 64 个 token，用零补齐。这一点后面很要紧。
+# 反向把梯度**加**进 `.grad`。所以：做完一份的前向和反向，再做下一份；最后除一次，更新一次。同一时刻，存活的只有一份的激活值。解码器和训练步都与第 00 课相同（取第二步）；$m$ 是每份里的序列数，总共八条。
 #
-# 损失分成两部分：各 token 损失的**总和**，以及 token 的个数，即**权重**（这里的“权重”只是 token 数，与模型权重无关）。
+# **先猜**：每份从 4 条减到 2 条，峰值也减半吗？哪些东西与批次怎样拆无关？
 #
 # </div>
 
-# %%
-samples = random_tokens(32, 64, 127, seed=1) + 1  # (b, s + 1), numbers from 1 to 127
-with seeded(2):
-    lengths = torch.randint(4, 65, (32,))
-samples[torch.arange(65) > lengths[:, None]] = 0  # padding
 
-
-def decoder(hidden=64, layers=2):
-    return Decoder(vocabulary=128, hidden=hidden, heads=4, layers=layers, sequence=64)
-
-
-def loss_sum(model, tokens):
+# %% slide="code"
+def loss_sum(model, tokens):  # (b, s + 1) -> the sum of the losses, and how many there are
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:].flatten()  # (b, s, v), (b · s,)
-    losses = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=0, reduction="sum")
-    return losses, int((targets != 0).sum())
+    return F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"), len(targets)
 
 
-# %% [markdown]
-# ## 5.2 Two loops / 两种循环
-#
+def add_gradient(model, piece):
+    loss, count = loss_sum(model, piece)
+    loss.backward()
+    return count
+
+
+# %%
+def metered_step(m):
+    with symbolic():  # bytes without numbers: lesson 01
+        decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
+        tokens, adam = random_tokens(8, 128, 2048), torch.optim.Adam(decoder.parameters())
+        add_gradient(decoder, tokens)
+        adam.step()  # makes its state
+        decoder.zero_grad()
+        with MemoryMeter(decoder, adam) as meter:
+            total = sum(add_gradient(decoder, piece) for piece in tokens.split(m))
+            for parameter in decoder.parameters():
+                parameter.grad /= total
+            adam.step()
+    return meter
+
+
+# %% slide="result"
+meters = {m: metered_step(m) for m in (4, 2)}
+table(["sequences in a piece", "peak, bytes"], [(m, each.peak_bytes) for m, each in meters.items()])
+
+# %% [markdown] slide={"en": "207,597,976 bytes for pieces of 4, 158,804,376 for 2.\n\n**Guess first.** For 1? And for all 8, where there is no piece before?", "zh": "每份 4 条：207,597,976 字节；2 条：158,804,376 字节。\n\n**先猜**：1 条呢？8 条一份、前面没有别的份，又如何？"}
 # <div lang="en">
 #
-# The loop that one finds everywhere: take the mean of each micro-batch, divide by the number of micro-batches, add up. And another one: add up sums, divide once, at the end, by all tokens.
-#
-# **Guess first:** 32 sequences, in 8 micro-batches of 4. How far from the full batch's gradient is each?
+# **Exercise 1.** Two points make a line: so many bytes a sequence, on a floor. Type it: the peak in bytes for $m = 1, 2, 4, 8$. At $m = 8$ there is a single piece. Its gradients arrive while its activations go, and at the peak, where backward begins, none is there yet; one set of them is as large as the weights, 27,502,592 bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# 随处可见的循环：每个微批次取平均，除以微批次的个数，再加起来。另一种循环：把总和加起来，最后只除一次，除以全部 token 数。
-#
-# **先猜**：32 条序列，分成 8 个微批次，每个 4 条。它们与整批的梯度各差多少？
+# **练习 1。** 两点定一条直线：每条序列若干字节，再加一个下限。写出 $m = 1, 2, 4, 8$ 时的峰值，以字节计。$m = 8$ 时只有一份：梯度陆续产生，激活值陆续释放；峰值出现在反向刚开始时，那时一个梯度也还没有。一整套梯度与权重一样大，27,502,592 字节。
 #
 # </div>
 
 
-# %%
-def full(model, batch):
-    loss, weight = loss_sum(model, batch)
-    (loss / weight).backward()
+# %% minutes=6
+def predicted_peak(m):
+    return None
 
 
-def mean_of_means(model, batch, size):
-    pieces = batch.split(size)
+lesson_05.check_peak_of_pieces(predicted_peak)
+
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+if not lesson_05.check_peak_of_pieces.accepted:
+
+    def predicted_peak(m):
+        slope = (207_597_976 - 158_804_376) / 2
+        floor = 158_804_376 - 2 * slope
+        return floor + m * slope - (27_502_592 if m == 8 else 0)
+
+
+lesson_05.check_peak_of_pieces(predicted_peak)
+### END SOLUTION
+
+# %% slide="result"
+meters = {m: metered_step(m) for m in (8, 4, 2, 1)}
+predictions([(f"m = {m}", predicted_peak(m), meters[m].peak_bytes) for m in meters], unit="bytes")
+
+# %% [markdown] slide={"en": "277,682,584, met to the byte. The floor is 16 bytes a parameter and 408.\n\nAnd one row is 393,216 off. Whose bytes?", "zh": "277,682,584，一字节不差。下限是每个参数 16 字节，外加 408。\n\n有一行差 393,216。是谁的字节？"}
+# <div lang="en">
+#
+# The plain step of lesson 00, met to the byte, from two runs that were not it. The floor, 110,010,776 bytes, is **16 bytes a parameter** (weights, gradients, two moments) and 408: Adam's 100 step counts, a loss and its gradient. The batch may come as it likes: they don't care.
+#
+# And at $m = 1$ we are 393,216 bytes short. At which moment are these two peaks?
+#
+# </div>
+# <div lang="zh">
+#
+# 只用另外两次测量，就把第 00 课那一步的峰值算到一字节不差。下限 110,010,776 字节，是**每个参数 16 字节**（权重、梯度、两个矩），外加 408 字节：Adam 的 100 个步数计数，以及损失和它的梯度。批次怎样拆，都与它们无关。
+#
+# 而 $m = 1$ 时少算了 393,216 字节。这两个峰值各出现在什么时刻？
+#
+# </div>
+
+# %% slide="result"
+moments = []
+for m in (2, 1):
+    peak = max(meters[m].timeline, key=lambda sample: sum(sample.bytes.values()))
+    moments.append((m, peak.operator, peak.bytes["activation"], peak.bytes["temporary"]))
+columns = ["sequences in a piece", "operator at the peak", "activations, bytes", "temporary, bytes"]
+table(columns, moments)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Your line follows one moment: softmax's backward, two tensors of the logits' size beside the activations. All of that shrinks with $m$. At $m = 1$ it has shrunk so far that another moment is higher: the backward of the last layer, where two gradients of **weights** are not added up yet: the head's, 2.1 MB, which waits for the embedding's (they are one matrix, lesson 01), and an MLP's, 1.0 MB. Those do not shrink. As in lesson 02: a formula for one moment ends where another one is higher.
+#
+# </div>
+# <div lang="zh">
+#
+# 你的直线针对的是一个时刻：softmax 的反向，激活值旁边有两个 logits 大小的张量。这些都随 $m$ 缩小。到 $m = 1$ 时缩得太多，另一个时刻便成了最高点：最后一层的反向，那时有两份**权重**的梯度还没有加进去：一份是输出头的，2.1 MB，它要等嵌入层的梯度（两者是同一个矩阵，见第 01 课）；另一份是 MLP 的，1.0 MB。它们不会缩小。与第 02 课一样：公式针对的是一个时刻，别的时刻更高时就不再成立。
+#
+# </div>
+
+# %% slide="result"
+lesson_05.draw_peaks(meters, predicted_peak)
+
+# %% [markdown] slide={"en": "Lines of code beside paragraphs. Mean of each piece, mean of the means; or sums, divided once.\n\n**Guess first.** How far apart are the gradients?", "zh": "代码行与段落混在一起。先求每份的平均，再求平均的平均；或者求总和，只除一次。\n\n**先猜**：两种梯度差多少？"}
+# ## 5.2 By what to divide / 该除以什么
+#
+# <div lang="en">
+#
+# Random tokens were all of one length; text isn't. The course ships its own, character by character: lines of its code and paragraphs of its prose, cut at 128, in one batch of 16. (`lesson_05.loss_sum` is the function above, and leaves padding out.)
+#
+# The loop that one finds everywhere takes the **mean** of each piece and divides by the number of pieces. The other one adds up sums and divides once, by all tokens. **Guess first:** how far is the first one's gradient from the second's, in pieces of one sample, and in pieces of eight?
+#
+# </div>
+# <div lang="zh">
+#
+# 随机 token 都一样长，文本却不是。课程自带一份文本，逐字符处理：自己的代码行和自己的段落，最长取 128，混在一个 16 条样本的批次里。（`lesson_05.loss_sum` 与上面的函数相同，只是不计填充。）
+#
+# 随处可见的循环先求每份的**平均**，再除以份数。另一种循环把总和加起来，最后只除一次，除以全部 token 数。**先猜**：前一种的梯度与后一种差多少？每份一条样本时呢？每份八条时呢？
+#
+# </div>
+
+# %% slide="both"
+text_loss_sum = lesson_05.loss_sum
+batch = lesson_05.batch(0)  # (16, 129), padded with zeros
+lengths = (batch[:, 1:] != 0).sum(1).tolist()
+print(lengths)
+
+
+# %% slide="code"
+def add_gradients(model, pieces, kind):
+    total = sum(int((piece[:, 1:] != 0).sum()) for piece in pieces)
     for piece in pieces:
-        loss, weight = loss_sum(model, piece)
-        (loss / weight / len(pieces)).backward()
+        loss, count = text_loss_sum(model, piece)
+        divisor = count * len(pieces) if kind == "mean of means" else total
+        (loss / divisor).backward()
 
 
-# %%
-def sum_of_sums(model, batch, size):
-    total = 0
-    for piece in batch.split(size):
-        loss, weight = loss_sum(model, piece)
-        loss.backward()
-        total += weight
-    for parameter in model.parameters():
-        parameter.grad /= total
+def gradient_of(model):
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).double()
 
 
-# %%
-def gradient(run, *args, dtype=torch.float32):
-    model = decoder().to(dtype)
-    run(model, *args)
-    return torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
-
-
-# %%
 def error(found, wanted):
     return float((found - wanted).norm() / wanted.norm())
 
 
 # %%
-batch = samples
-exact = gradient(full, batch, dtype=torch.float64)
-errors = {"full": error(gradient(full, batch), exact)}
-for run in (mean_of_means, sum_of_sums):
-    errors[run.__name__] = error(gradient(run, batch, 4), exact)
-for name, value in errors.items():
-    print(name, f"{100 * value:.0f} %" if value > 1e-3 else f"below 1e-6: {value < 1e-6}")
+def mean_of_means_error(batch, size, kind="mean of means"):
+    decoder = lesson_05.small_decoder()
+    add_gradients(decoder, [batch], "token mean")  # all at once
+    wanted = gradient_of(decoder)
+    decoder.zero_grad()
+    add_gradients(decoder, batch.split(size), kind)
+    return error(gradient_of(decoder), wanted)
+
+
+# %%
+batches = [lesson_05.batch(seed) for seed in range(8)]
+exact = [mean_of_means_error(batch, size, "token mean") for size in (8, 3, 1)]
+off = {size: [mean_of_means_error(each, size) for each in batches] for size in (8, 4, 2, 1)}
+print("token mean, in pieces of 8, 3, 1: below 1e-6:", max(exact) < 1e-6)
+
+# %% slide="result"
+lesson_05.draw_say(lengths, off)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Against the full batch in float64: the sums are right to rounding, better than $10^{-6}$. The mean of means is wrong by 27 %. Each micro-batch's mean has the same say, however few tokens it has; a token in a short piece counts more than one in a long piece. With equal counts both agree, so a test with equal counts finds nothing. (27 % is for random tokens and an untrained model; what it is for yours depends on how much the counts differ.)
+# Sums are right to rounding, whatever the pieces. The mean of means is 15 to 25 % off in pieces of one, and from 0.1 to 10 % in pieces of eight, where lengths mix by chance. Each piece has one vote, however many tokens it has: a character of a line of 14 counts nearly seven times its share, one of a long paragraph three quarters. With equal counts both agree, so a test with equal counts finds nothing: that is how it stayed hidden.
 #
-# The error grows with the spread of the token counts. Take eight pieces with counts between $(1 - \delta)$ and $(1 + \delta)$ times the mean:
+# It can also be a **choice**: a mean for each answer, then over answers, as some fine-tuning by reinforcement does. Then it should not depend on how you cut the batch.
 #
 # </div>
 # <div lang="zh">
 #
-# 与 float64 的整批相比：总和的做法只差舍入误差，小于 $10^{-6}$。平均的平均则差了 27%。不论 token 多少，每个微批次的平均都占同样的份量；于是短的一份里，每个 token 的份量就比长的一份里更重。token 数相等时两者一致，所以用相等的 token 数来测，什么也测不出来。（27% 是随机 token、未经训练的模型；你的情形如何，取决于 token 数差多少。）
+# 总和的做法，不论怎样拆都只差舍入误差。平均的平均，每份一条样本时差 15% 到 25%；每份八条时，长短碰巧混在一起，差 0.1% 到 10%。每份各占一票，不论 token 多少：在一行 14 个字符的代码里，一个字符的份量将近它应占的七倍；在长段落里，只有四分之三。token 数相等时两者一致，所以用相等的 token 数来测，什么也测不出来：错误就是这样藏起来的。
 #
-# 误差随 token 数的离散程度增大。取八份，token 数在平均值的 $(1 - \delta)$ 到 $(1 + \delta)$ 倍之间：
+# 这也可以是一种**选择**：先对每个回答取平均，再对各个回答取平均，有些强化学习微调就是这样做的。那样的话，结果就不该取决于你怎样拆批次。
+#
+# </div>
+
+# %% [markdown] slide={"en": "Same weights at the start, same batches, another divisor.\n\n**Guess first.** Who is better on short samples? And on long ones?", "zh": "起始权重相同，批次相同，只是除数不同。\n\n**先猜**：短样本上谁更好？长样本上呢？"}
+# ## 5.3 Does it train the same? / 训练出来一样吗？
+#
+# <div lang="en">
+#
+# A small decoder, AdamW, pieces of one sample; two runs that differ in the divisor alone. They are judged on text that neither has seen, on lines and on paragraphs apart: losses a character. **Guess first:** which is better on which?
+#
+# </div>
+# <div lang="zh">
+#
+# 一个小解码器，用 AdamW，每份一条样本；两次训练只有除数不同。评判用的是两者都没见过的文本，代码行与段落分开，都是每个字符的损失。**先猜**：哪一种在哪里更好？
+#
+# </div>
+
+
+# %%
+def train(kind, seed, steps=20):
+    decoder = lesson_05.small_decoder(seed)
+    adam = torch.optim.AdamW(decoder.parameters(), lr=3e-3)
+    for step in range(steps):
+        add_gradients(decoder, lesson_05.batch(1000 * seed + step).split(1), kind)
+        adam.step()
+        decoder.zero_grad()
+    return lesson_05.judged(decoder)
+
+
+# %% slide="result"
+(short, long), (other_short, other_long) = (train(k, 1) for k in ("token mean", "mean of means"))
+recorded = lesson_05.recorded()["runs"]["1"]["token mean"][1]  # seed 1, after 20 steps
+print("token mean as recorded, to 0.01:", abs(short - recorded[0]) < 0.01, end="; mean of means: ")
+print("lower on short samples", other_short < short, "and higher on long ones", other_long > long)
+
+# %% slide="result"
+lesson_05.draw_training()
+
+# %% [markdown]
+# <div lang="en">
+#
+# The curves are recorded: `python -m course_lib.lessons.lesson_05.trained` makes them again, eight seeds, 120 steps. After 20 steps all eight agree: better on short samples, worse on long ones. After 120, short is better in 7 of 8, by 0.04 on average, and long is worse in 8 of 8, by 0.04; yet at step 100 long was worse in 5 only. So much can be said, of this text and this small network: the wrong divisor trains too, another problem, in which a character of a short sample counts more. A loss curve alone would not tell you.
+#
+# </div>
+# <div lang="zh">
+#
+# 曲线是事先记录的：`python -m course_lib.lessons.lesson_05.trained` 会重做一遍，八个种子，各 120 步。20 步后八个种子一致：短样本上更好，长样本上更差。120 步后，短样本上 8 个里 7 个更好，平均低 0.04；长样本上 8 个都更差，平均高 0.04；可是在第 100 步，长样本上只有 5 个更差。对这份文本、这个小网络，能说的就这么多：除错了也照样训练，只是训练的是另一个问题，短样本里每个字符的份量更重。单看损失曲线，是看不出来的。
+#
+# </div>
+
+# %% [markdown] slide={"en": "Nine lines, as one meets them. Five bugs.\n\nWhich lines belong to a piece, and which to a step?", "zh": "九行代码，到处都能见到这样的写法。五处错误。\n\n哪些行属于每一份，哪些属于每一步？"}
+# ## 5.4 A loop with five bugs / 有五处错误的循环
+#
+# <div lang="en">
+#
+# The divisor is one of five things that go wrong in such loops. Below is one as you may meet it, with all five. Its parts: a **scaler** multiplies the loss before backward, so that small gradients survive in fp16, and divides the gradients again before the step (`scaler.unscale_(optimizer)`, once a step; `scaler.step` does it where nobody has). **Clipping** shortens the gradient of the whole batch to `max_norm`. The scheduler sets the learning rate for the next step of the optimizer. A step takes `every` pieces; an epoch need not be a multiple of that.
+#
+# **Exercise 2.** Mend it. Five checks look at it, each at one thing, and each is blind to the other four: equal counts where it is not about counts, no bound where it is not about clipping, and so on.
+#
+# </div>
+# <div lang="zh">
+#
+# 除数只是这类循环里五处常见错误之一。下面这个循环五处都占全了，你也许见过类似的。它的各个部分：**缩放器**（scaler）在反向之前把损失放大，使很小的梯度在 fp16 里不至于变成零，更新之前再把梯度除回去（`scaler.unscale_(optimizer)`，还原缩放，每步一次；没有人做的话，`scaler.step` 自己会做）。**裁剪**把整批的梯度缩短到 `max_norm`。调度器（scheduler）为优化器的下一步设定学习率。每 `every` 份更新一次；一个 epoch 的份数不一定是它的倍数。
+#
+# **练习 2。** 修好它。有五项检查，每项只看一件事，对另外四件视而不见：不考 token 数的，各份的 token 数就相等；不考裁剪的，就没有上限；其余类推。
+#
+# </div>
+
+
+# %% minutes=22 slide="code"
+def train_epoch(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
+    for number, piece in enumerate(pieces, start=1):
+        loss, count = loss_sum(model, piece)
+        scaler.scale(loss / count / every).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        scheduler.step()
+        if number % every == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+lesson_05.check_loop(train_epoch)
+
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+if not lesson_05.check_loop.accepted:
+
+    def train_epoch(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
+        for start in range(0, len(pieces), every):
+            total = 0
+            for piece in pieces[start : start + every]:
+                loss, count = loss_sum(model, piece)
+                scaler.scale(loss).backward()
+                total += count
+            scaler.unscale_(optimizer)
+            for parameter in model.parameters():
+                parameter.grad /= total
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+lesson_05.check_loop(train_epoch)
+### END SOLUTION
+
+# %% jupyter={"source_hidden": true} slide="result"
+lesson_05.draw_order()
+
+# %% slide="result"
+lesson_05.five_bugs()
+
+# %% [markdown]
+# <div lang="en">
+#
+# One bug at a time: what its own check sees, and how many of the others see anything. None: each bug passes four good tests. Clip each piece and the direction is wrong; forget to unscale and the bound holds for gradients that are 1024 times too long, so nearly nothing is left of them.
+#
+# The library's step does all five, and more: fp16-safe sums, autocast, several ranks, and an error leaves gradients as they were.
+#
+# </div>
+# <div lang="zh">
+#
+# 一次只有一处错误：专管它的那项检查看到了什么，其余四项里又有几项有反应。一项也没有：每种错误都能通过四项很好的测试。每份各自裁剪，方向就错了；忘了还原缩放，上限就用在了放大 1024 倍的梯度上，裁完几乎什么也不剩。
+#
+# 库里的训练步把这五件事都做了，而且不止这些：总和在 fp16 里也不溢出，支持 autocast 和多个进程，出错时梯度保持原样。
+#
+# </div>
+
+
+# %%
+from course_lib.accumulation import AccumulatedStep, split
+
+
+def make_parts(seed):
+    decoder = lesson_05.small_decoder(seed)
+    sgd = torch.optim.SGD(decoder.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.5)
+    return decoder, sgd, scheduler, torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+
+# %% slide="both"
+samples = lesson_05.batch(0, samples=30)  # 15 pieces of 2, a step after 4 of them
+yours, *parts = make_parts(1)
+train_epoch(yours, text_loss_sum, samples.split(2), *parts, every=4, max_norm=0.5)
+
+library, sgd, scheduler, scaler = make_parts(1)
+step = AccumulatedStep(library, sgd, text_loss_sum, scaler=scaler, max_norm=0.5)
+for group in samples.split(8):
+    step(split(group, 2))
+    scheduler.step()
+both = zip(yours.parameters(), library.parameters(), strict=True)
+all(torch.allclose(one, other, atol=1e-5) for one, other in both)
+
+# %% [markdown] slide={"en": "bf16 parameters, bf16 gradients, bf16 sums: 8 bits.\n\n**Guess first.** Draw the error of the gradient, from 1 piece to 256.", "zh": "参数、梯度、梯度之和都是 bf16：8 位精度。\n\n**先猜**：从 1 份到 256 份，梯度误差怎样变？画出来。"}
+# ## 5.5 The accumulator's dtype / 累加器的 dtype
+#
+# <div lang="en">
+#
+# Where parameters are bf16, gradients are bf16, and so are their sums: 8 bits of precision. **Guess first:** draw the error of the gradient against the number of pieces, from 1 to 256.
+#
+# **Exercise 3.** Add up in fp32 instead. A hook that is registered with `parameter.register_post_accumulate_grad_hook(hook)` is called with the parameter each time its `.grad` is complete. Return a dict that will hold, for each parameter, the sum of its gradients in fp32; no bf16 gradient may stay beside it. What does that cost, in bytes a parameter?
+#
+# </div>
+# <div lang="zh">
+#
+# 参数是 bf16 时，梯度是 bf16，它们的和也是：有效精度只有 8 位。**先猜**：份数从 1 到 256，梯度的误差怎样变？画出来。
+#
+# **练习 3。** 改用 fp32 求和。用 `parameter.register_post_accumulate_grad_hook(hook)` 注册的钩子，每当这个参数的 `.grad` 算好，就会以该参数为输入被调用。返回一个字典，里面存放每个参数的梯度之和，以 fp32 计；旁边不许再留着 bf16 的梯度。这样做，每个参数要多少字节？
+#
+# </div>
+
+
+# %% minutes=9
+def accumulate_in_fp32(parameters):
+    sums = {}  # parameter -> sum
+
+    def add(parameter):
+        pass
+
+    return sums
+
+
+lesson_05.check_fp32_sums(accumulate_in_fp32)
+
+
+# %% jupyter={"source_hidden": true} slide="code"
+### BEGIN SOLUTION
+if not lesson_05.check_fp32_sums.accepted:
+
+    def accumulate_in_fp32(parameters):
+        sums = {}
+
+        def add(parameter):
+            gradient, parameter.grad = parameter.grad, None
+            if parameter in sums:
+                sums[parameter] += gradient
+            else:
+                sums[parameter] = gradient.float()
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(add)
+        return sums
+
+
+lesson_05.check_fp32_sums(accumulate_in_fp32)
+### END SOLUTION
+
+
+# %%
+def gradient_in(pieces, dtype, seed, in_fp32=False):
+    model, tokens = lesson_05.rounded_decoder(seed), random_tokens(256, 16, 127, seed=seed) + 1
+    model = model.to(dtype)  # its weights are bf16 numbers, whatever the dtype
+    sums = accumulate_in_fp32(model.parameters()) if in_fp32 else {}
+    for piece in tokens.split(256 // pieces):
+        logits = model(piece[:, :-1]).flatten(0, 1)
+        losses = F.cross_entropy(logits.float(), piece[:, 1:].flatten(), reduction="sum")
+        (losses / (256 * 16)).backward()
+    found = [sums.get(parameter, parameter.grad) for parameter in model.parameters()]
+    return torch.cat([each.flatten().double() for each in found])
+
+
+# %%
+errors = {kind: {n: [] for n in (1, 4, 16, 64, 256)} for kind in ("bf16", "fp32")}
+for seed in range(4):
+    wanted = gradient_in(1, torch.float64, seed)
+    for kind, each in errors.items():
+        for n, found in each.items():
+            found.append(error(gradient_in(n, torch.bfloat16, seed, kind == "fp32"), wanted))
+{kind: min(each[256]) > max(each[4]) for kind, each in errors.items()}  # 256 worse than 4?
+
+# %% slide="result"
+lesson_05.draw_sums(errors)
+
+# %% [markdown] slide={"en": "A small piece, added to a large bf16 sum, loses its last bits.\n\nfp32 sums: 4 bytes a parameter, 18 instead of 16.", "zh": "很小的一份加到很大的 bf16 和上，末尾几位就丢了。\n\nfp32 求和：每个参数 4 字节，总共 18 而不是 16。"}
+# <div lang="en">
+#
+# It falls, then rises. With one piece you see the error of the bf16 pass itself: inside it, sums over many tokens. Smaller pieces leave more of that adding to the accumulator, so at first there is less of it. But each addition in bf16 rounds too, to 8 bits of a sum that has grown large beside the piece, and that wins in the end. In fp32 it stays flat. So the same bf16 gradients, in 256 pieces, end nearly four times as far off as with fp32 sums, by the accumulator alone.
+#
+# The price is 4 bytes a parameter for the sums in place of 2 for the gradients: 18 bytes with master weights and moments, instead of lesson 01's 16. `AccumulatedStep(…, accumulate="fp32")` does it; Megatron and DeepSpeed have switches.
+#
+# </div>
+# <div lang="zh">
+#
+# 先降后升。只有一份时，看到的是 bf16 前向和反向本身的误差：里面要对许多 token 求和。份分得小，这些求和就有更多交给了累加器，所以误差起初变小。可是每次 bf16 加法也要舍入：和已经很大，每一份很小，却只有 8 位精度；份数多了，这一项就占了上风。用 fp32 求和则一直是平的。所以同样的 bf16 梯度，分成 256 份时，误差将近以 fp32 求和的四倍，全怪累加器。
+#
+# 代价：存放总和每个参数要 4 字节，而梯度原来只要 2 字节。加上主权重和矩，一共 18 字节，而不是第 01 课的 16。`AccumulatedStep(…, accumulate="fp32")` 就是这样做的；Megatron 和 DeepSpeed 都有开关。
+#
+# </div>
+
+# %% [markdown] slide={"en": "Two ranks, eight pieces each; backward sends all gradients, every time.\n\n**Guess first.** How many of the eight are needed?", "zh": "两个进程，各有八份；每次反向都把全部梯度发送一遍。\n\n**先猜**：八次里有几次是必要的？"}
+# ## 5.6 Across ranks / 跨进程
+#
+# <div lang="en">
+#
+# Under DDP (one process, or **rank**, a device; each sees its own samples) each backward pass hands all gradients to all-reduce, which takes the mean over ranks. `no_sync` leaves that out. **Guess first:** of eight pieces, for how many is it needed? And a trap from section 5.2: if each rank divides by its own tokens, that mean is a mean of means. What must the last two lines do?
+#
+# </div>
+# <div lang="zh">
+#
+# 在 DDP 下（每台设备一个进程，称为 **rank**，各自处理自己的样本），每次反向都把全部梯度交给 all-reduce，对各进程取平均。`no_sync` 可以跳过这件事。**先猜**：八份里，有几份需要同步？还有 5.2 节的陷阱：若每个进程除以自己的 token 数，这个平均就成了平均的平均。最后两行该做什么？
+#
+# </div>
+
+
+# %% slide="code"
+def step_on_a_rank(model, loss_sum, pieces, each):
+    total = 0
+    for number, piece in enumerate(pieces, start=1):
+        with nullcontext() if each or number == len(pieces) else model.no_sync():
+            loss, count = loss_sum(model, piece)
+            loss.backward()
+        total += count
+    tokens = torch.tensor(float(total))
+    dist.all_reduce(tokens)  # over all ranks
+    for parameter in model.parameters():
+        parameter.grad *= dist.get_world_size() / tokens  # DDP took a mean over ranks
+
+
+# %% slide="result"
+ranks = lesson_05.on_ranks(step_on_a_rank, micro_batches=8)  # two processes run the cell above
+once = ranks["parameters"]
+rows = [("the last piece only", once, ranks["last"]), ("each piece", 8 * once, ranks["each"])]
+print("equal to one process with all tokens, to 1e-5:", ranks["error"] < 1e-5)
+predictions([*rows, ("`AccumulatedStep`", once, ranks["library"])], unit="bytes")
+
+# %% [markdown]
+# <div lang="en">
+#
+# One time of eight, and the gradient is that of one process with all tokens, though the second rank has fewer. (Bytes handed to all-reduce by one rank; lesson 08 counts what crosses the wire.) With FSDP the advice turns round: `no_sync` keeps gradients of **all** parameters on each rank until the last piece, where each would keep its own n-th. In a memory course you let it reduce each time: section 5.17.
+#
+# </div>
+# <div lang="zh">
+#
+# 八次里只要一次；虽然第二个进程的 token 更少，梯度仍与单个进程处理全部 token 时相等。（这里数的是一个进程交给 all-reduce 的字节；真正在线路上传了多少，第 08 课来数。）换成 FSDP，建议就反过来了：`no_sync` 会让每个进程把**全部**参数的梯度一直留到最后一份，而本来每个进程只需留自己的 n 分之一。讲内存的课会选择每次都归约：见 5.17 节。
+#
+# </div>
+
+# %% [markdown]
+# ## 5.7 What you type / 你会敲的代码
+#
+# <div lang="en">
+#
+# Effective (or global) batch = micro-batch × accumulation steps × ranks.
+#
+# | where | not run here |
+# |---|---|
+# | Hugging Face | `TrainingArguments(per_device_train_batch_size=1, gradient_accumulation_steps=8)`; your own loss takes `num_items_in_batch` |
+# | Accelerate | `with accelerator.accumulate(model):`; the loss is divided by the number of pieces |
+# | PyTorch DDP, FSDP2 | `model.no_sync()`; `model.set_requires_gradient_sync(last)` |
+# | Megatron-LM | `--micro-batch-size 1 --global-batch-size 8 --accumulate-allreduce-grads-in-fp32` |
+# | DeepSpeed | `"gradient_accumulation_steps": 8`, `"data_types": {"grad_accum_dtype": "fp32"}` |
+# | TRL | `SFTConfig(gradient_accumulation_steps=8)` |
+#
+# </div>
+# <div lang="zh">
+#
+# 等效（全局）批次 = 微批次 × 累积步数 × 进程数。
+#
+# | 框架 | 写法（此处未运行） |
+# |---|---|
+# | Hugging Face | `TrainingArguments(per_device_train_batch_size=1, gradient_accumulation_steps=8)`；自己写的损失函数要接收 `num_items_in_batch` |
+# | Accelerate | `with accelerator.accumulate(model):`；损失会除以份数 |
+# | PyTorch DDP、FSDP2 | `model.no_sync()`；`model.set_requires_gradient_sync(last)` |
+# | Megatron-LM | `--micro-batch-size 1 --global-batch-size 8 --accumulate-allreduce-grads-in-fp32` |
+# | DeepSpeed | `"gradient_accumulation_steps": 8`、`"data_types": {"grad_accum_dtype": "fp32"}` |
+# | TRL | `SFTConfig(gradient_accumulation_steps=8)` |
+#
+# </div>
+
+# %% [markdown] slide={"en": "Three sentences that people meet. Hands up before each row: true, partly, or false?", "zh": "三句常见的说法。看每一行之前先举手：成立、部分成立，还是不成立？"}
+# ## 5.8 What you may have read / 你可能读到过的说法
+#
+# <div lang="en">
+#
+# Three sentences that people meet, tried with the batches of section 5.2 and the sums of section 5.5.
+#
+# </div>
+# <div lang="zh">
+#
+# 三句常见的说法，用 5.2 节的批次和 5.5 节的求和来检验。
+#
+# </div>
+
+# %% slide="result"
+what_you_may_have_read("05", *lesson_05.figures_of_claims(off, errors, exact))
+
+# %% [markdown] slide={"en": "Checkpoints and pieces land within 1 MB of each other.\n\nWhat is left in both?", "zh": "检查点与拆批次，峰值相差不到 1 MB。\n\n两者剩下的是什么？"}
+# ## 5.9 The ledger / 账本
+#
+# <div lang="en">
+#
+# The step of lesson 00 in eight micro-batches, as the library takes it (its list of eight losses is 28 bytes more than your loop's):
+#
+# </div>
+# <div lang="zh">
+#
+# 第 00 课的训练步，用库的训练步分成八个微批次来做（它记下八个损失，比你的循环多 28 字节）：
+#
+# </div>
+
+# %% slide="result"
+with symbolic():
+    decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
+    tokens, adam = random_tokens(8, 128, 2048), torch.optim.Adam(decoder.parameters())
+    step = AccumulatedStep(decoder, adam, loss_sum)
+    row = measure(lambda: step(split(tokens, 1)), model=decoder, optimizer=adam)
+ledger("05", "eight micro-batches", row)
+
+# %% [markdown] slide={"en": "Sums of losses, divided once. One clip, one step, after unscaling.\n\nThe floor is 16 bytes a parameter; in bf16, add up in fp32.", "zh": "损失求总和，只除一次。还原缩放之后，裁剪一次，更新一次。\n\n下限是每个参数 16 字节；参数是 bf16 时，以 fp32 求和。"}
+# ## 5.10 Summary / 小结
+#
+# <div lang="en">
+#
+# - The peak is a floor of 16 bytes a parameter and a slope times the piece. Only the slope's part shrinks; at the smallest pieces another moment may be the peak.
+# - Add up sums of losses, divide once by all tokens of the step, over all ranks. The mean of means depends on how you cut, and trains another problem.
+# - Once a step: unscale, clip, step, update, scheduler, clear. Keep the remainder.
+# - Sums in bf16 drift with the number of pieces; fp32 sums do not, for 4 bytes a parameter.
+# - Under DDP let only the last piece reduce (`no_sync`).
+#
+# **Next:** [lesson 06](06_flash_attention.ipynb) lets the operator itself forget.
+#
+# </div>
+# <div lang="zh">
+#
+# - 峰值是每个参数 16 字节的下限，加上斜率乘以每份的大小。会缩小的只有斜率那一部分；份小到头时，峰值可能换到另一个时刻。
+# - 把损失的总和加起来，只除一次，除以这一步的全部 token 数，所有进程一起算。平均的平均取决于你怎样拆，训练的是另一个问题。
+# - 每步只做一次：还原缩放、裁剪、更新、缩放器更新、调度、清零。最后不满一组的，不要丢掉。
+# - 以 bf16 求和，误差随份数增长；以 fp32 求和则不会，代价是每个参数 4 字节。
+# - 在 DDP 下，只让最后一份归约（`no_sync`）。
+#
+# **下一步**：[第 06 课](06_flash_attention.ipynb)让算子自己来忘。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Sources.** Daniel and Michael Han (Unsloth) 2024, *Bugs in LLM Training: Gradient Accumulation Fix*, unsloth.ai/blog/gradient, which names Zhaofeng (2021) and Benjamin Marie. Hugging Face 2024, *Fixing Gradient Accumulation*, huggingface.co/blog/gradient_accumulation. Accelerate documentation, *Performing gradient accumulation*. Li et al. 2020, *PyTorch Distributed*, arXiv:2006.15704 (`no_sync`). Micikevicius et al. 2018, *Mixed Precision Training*, arXiv:1710.03740 (loss scaling). Gao et al. 2021, *Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup*, arXiv:2101.06983 (GradCache). Zhang et al. 2023, *AdamA*, arXiv:2305.19982. PyTorch tutorial *How to save memory by fusing the optimizer step into the backward pass*.
+#
+# </div>
+# <div lang="zh">
+#
+# **出处。** Daniel 和 Michael Han（Unsloth）2024，*Bugs in LLM Training: Gradient Accumulation Fix*，unsloth.ai/blog/gradient，文中提到 Zhaofeng（2021）和 Benjamin Marie。Hugging Face 2024，*Fixing Gradient Accumulation*，huggingface.co/blog/gradient_accumulation。Accelerate 文档 *Performing gradient accumulation*。Li et al. 2020，*PyTorch Distributed*，arXiv:2006.15704（`no_sync`）。Micikevicius et al. 2018，*Mixed Precision Training*，arXiv:1710.03740（损失缩放）。Gao et al. 2021，*Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup*，arXiv:2101.06983（GradCache）。Zhang et al. 2023，*AdamA*，arXiv:2305.19982。PyTorch 教程 *How to save memory by fusing the optimizer step into the backward pass*。
+#
+# </div>
+
+# %% [markdown]
+# ## In depth / 深入
+#
+# <div lang="en">
+#
+# From here on nothing is needed for the other lessons. Each section stands alone; it uses the names that were defined above.
+#
+# </div>
+# <div lang="zh">
+#
+# 以下内容，其他各课都不会用到。各节互相独立，只用到前面正文里定义过的名字。
+#
+# </div>
+
+# %% [markdown]
+# ## 5.11 The more the counts differ / token 数差得越多
+#
+# <div lang="en">
+#
+# Eight pieces of four samples, of random tokens, whose counts lie between $(1 - \delta)$ and $(1 + \delta)$ times the mean: from 5 % at $\delta = 0.1$ to more than the gradient itself. (With random tokens all samples pull in unlike directions: text of one kind is milder.)
+#
+# </div>
+# <div lang="zh">
+#
+# 八份随机 token，每份四条样本，token 数在平均值的 $(1 - \delta)$ 到 $(1 + \delta)$ 倍之间：$\delta = 0.1$ 时差 5%，到后来误差比梯度本身还大。（随机 token 的各条样本方向各异；同一类文本没有这么严重。）
 #
 # </div>
 
@@ -183,296 +708,23 @@ def with_spread(delta):
     return batch
 
 
-deltas, by_delta = [0, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95], {mean_of_means: [], sum_of_sums: []}
-for delta in deltas:
-    spread = with_spread(delta)
-    right = gradient(full, spread, dtype=torch.float64)
-    for run, found in by_delta.items():
-        found.append(error(gradient(run, spread, 4), right))
-max(by_delta[sum_of_sums]) < 1e-6, [f"{100 * value:.0f} %" for value in by_delta[mean_of_means][1:]]
-
-# %% jupyter={"source_hidden": true}
-from course_lib.teaching import COLORS, figure, text
-
-alt = (
-    "Mean of means: the error grows with the spread, from 5 % at δ = 0.1 to 143 % at 0.95; sum of "
-    "sums stays below 1e-6."
-)
-title = "The more the counts differ, the more wrong is dividing by the number of micro-batches"
-drawn, ax = figure(title, height=3.4, alt=alt)
-ax.set(ylim=(-0.05, 1.5), xlabel=text("spread of token counts δ"))
-ax.set(ylabel=text("error of the gradient"))
-names = {mean_of_means: "mean of means", sum_of_sums: "sum of sums: below 1e-6"}
-for (run, name), color, style in zip(names.items(), ("gradient", "activation"), ("o-", "s--"), strict=True):
-    ax.plot(deltas, by_delta[run], style, color=COLORS[color], label=text(name))
-ax.legend(loc="upper left")
-None
+deltas = [0.1, 0.2, 0.4, 0.6, 0.8, 0.95]
+by_delta = [mean_of_means_error(with_spread(delta), 4) for delta in deltas]
+lesson_05.draw_spread(deltas, by_delta)
 
 # %% [markdown]
-# ## 5.3 The library's step / 库里的训练步
+# ## 5.12 Loss scaling in fp16 / fp16 的损失缩放
 #
 # <div lang="en">
 #
-# `AccumulatedStep` is the second loop with all that belongs to it: one clip and one optimizer step, a scaler, autocast, the true mean loss, `no_sync` under DDP; and an error leaves gradients as they were. If no layer mixes samples, nothing is drawn at random and gradients are fp32, the gradient is the full batch's, whatever the pieces:
+# fp16's smallest number is $6 \cdot 10^{-8}$; what is below half of that becomes zero. A scaler multiplies the loss, and so every gradient, by a large number before backward. bf16 has the exponent range of fp32 and needs none of this. A thousand gradients between $10^{-11}$ and $10^{-5}$:
 #
 # </div>
 # <div lang="zh">
 #
-# `AccumulatedStep` 就是第二种循环，外加应有的一切：只裁剪一次、优化器只更新一次、缩放器、autocast、真正的平均损失、DDP 下的 `no_sync`；出错时，梯度保持原样。只要各样本的计算互不影响（没有 BatchNorm 那样跨样本的层），不抽随机数，梯度又是 fp32，那么不论怎样拆，得到的都是整批的梯度：
+# fp16 最小的正数是 $6 \cdot 10^{-8}$，小于它一半的都变成零。缩放器在反向之前把损失乘上一个很大的数，每个梯度也就跟着放大。bf16 的指数范围与 fp32 相同，用不着这些。取一千个梯度，在 $10^{-11}$ 到 $10^{-5}$ 之间：
 #
 # </div>
-
-# %%
-from course_lib.accumulation import AccumulatedStep, split
-
-
-def by_library(batch, size, dtype=torch.float32, accumulate=None):
-    model = decoder().to(dtype)
-    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.0), []
-
-    def keep(*_):  # before the step clears them
-        seen.extend(parameter.grad.flatten() for parameter in model.parameters())
-
-    optimizer.register_step_pre_hook(keep)
-    result = AccumulatedStep(model, optimizer, loss_sum, accumulate=accumulate)(split(batch, size))
-    return torch.cat(seen).double(), result
-
-
-# %%
-within = [error(by_library(batch, size)[0], exact) < 1e-6 for size in (1, 3, 4, 7, 32)]
-within, by_library(batch, 7)[1].weight == int((batch[:, 1:] != 0).sum())
-
-# %% [markdown]
-# <div lang="en">
-#
-# With parameters in bf16, gradients are bf16 too, and so are their sums: 8 bits of precision, to which ever smaller pieces are added. `accumulate="fp32"` adds up in fp32, for 4 bytes a parameter instead of 2. 256 sequences of 16 tokens, errors in %:
-#
-# </div>
-# <div lang="zh">
-#
-# 参数是 bf16 时，梯度是 bf16，它们的和也是：有效精度只有 8 位，加上去的每一份却越来越小。`accumulate="fp32"` 则以 fp32 求和，每个参数占 4 字节而不是 2 字节。256 条序列，每条 16 个 token，误差以 % 计：
-#
-# </div>
-
-# %%
-many = random_tokens(256, 16, 127, seed=3) + 1
-wanted, rows = gradient(full, many, dtype=torch.float64), []
-for name, accumulate in (("sums in bf16", None), ("sums in fp32", "fp32")):
-    found = [by_library(many, size, torch.bfloat16, accumulate)[0] for size in (16, 1)]
-    rows.append((name, *(f"{100 * error(one, wanted):.1g}" for one in found)))
-table(["", "16 pieces", "256 pieces"], rows)
-
-# %% [markdown]
-# ## 5.4 What shrinks, and what doesn't / 什么会缩小，什么不会
-#
-# <div lang="en">
-#
-# One micro-batch is alive at a time. So the peak $P(m)$ is a floor $P_0$ plus so many bytes a sample:
-#
-# $$P(m) = P_0 + m \cdot a$$
-#
-# Weights, gradients and optimizer state are nearly all of the floor: they don't care how the batch comes. Measure two sizes, predict the others. One case is different: a single piece. There the gradients arrive while activations leave, so a set of gradients, 3.3 MB, is not yet there at the peak.
-#
-# </div>
-# <div lang="zh">
-#
-# 同一时刻，内存里只有一个微批次。所以峰值 $P(m)$ 是一个下限 $P_0$，加上每个样本若干字节：
-#
-# $$P(m) = P_0 + m \cdot a$$
-#
-# 权重、梯度和优化器状态几乎就是整个下限：批次怎样拆，都与它们无关。测两种大小，预测其余的。有一种情形不同：只有一份。这时梯度陆续产生，激活值陆续释放，所以峰值时刻还没有那一整套梯度，即 3.3 MB。
-#
-# </div>
-
-
-# %%
-def step_meter(size):
-    model = decoder(hidden=128, layers=4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    step = AccumulatedStep(model, optimizer, loss_sum)
-    step(split(batch, size))  # Adam's state exists from the second step on
-    with MemoryMeter(model, optimizer) as meter:
-        step(split(batch, size))
-    return meter
-
-
-# %%
-meters = {size: step_meter(size) for size in (1, 2, 4, 8, 16, 32)}
-peaks = {size: meter.peak_bytes for size, meter in meters.items()}
-slope = (peaks[8] - peaks[4]) / 4
-floor = peaks[4] - 4 * slope
-gradient_bytes = sum(parameter.nbytes for parameter in decoder(hidden=128, layers=4).parameters())
-predicted = {size: floor + slope * size for size in peaks}
-predicted[32] -= gradient_bytes
-names = {4: "m = 4, measured first", 8: "m = 8, measured first"}
-predictions([(names.get(m, f"m = {m}"), predicted[m], peak) for m, peak in peaks.items()])
-
-# %% jupyter={"source_hidden": true}
-from course_lib.teaching import category_label, category_look
-
-alt = "Peaks of 15.9, 18.5, 23.5, 33.6, 53.9 and 91.0 MB for m from 1 to 32; what grows is nearly all activations."
-drawn, ax = figure("Activations shrink with the micro-batch; the floor stays", height=3.6, alt=alt)
-bottom = [0.0] * len(meters)
-for part in ("parameter", "optimizer", "gradient", "activation", "temporary"):
-    stack = [meter.at_peak()[part] / 1e6 for meter in meters.values()]
-    ax.bar(range(6), stack, bottom=bottom, width=0.6, label=category_label(part), **category_look(part))
-    bottom = [below + more for below, more in zip(bottom, stack, strict=True)]
-line = [value / 1e6 for value in predicted.values()]
-ax.plot(range(6), line, color=COLORS["predicted"], label=text("predicted"))
-ax.set_xticks(range(6), [str(size) for size in meters])
-ax.set(xlabel=text("m, doubled each time"), ylabel=text("peak, MB"), ylim=(0, 100))
-ax.legend(fontsize=8)
-None
-
-
-# %%
-def step_flops(size):
-    model = decoder(hidden=128, layers=4)
-    step = AccumulatedStep(model, torch.optim.AdamW(model.parameters()), loss_sum)
-    with FlopCounterMode(display=False) as counter:  # apart: it holds tensors of its own
-        step(split(batch, size))
-    return counter.get_total_flops()
-
-
-rows, flops = [], {m: step_flops(m) for m in (32, 1)}
-for m in flops:
-    rows.append((f"m = {m}", round(peaks[m] / 1e6, 1), f"{floor / peaks[m]:.0%}", flops[m] / 1e9))
-print(f"floor {floor / 1e6:.2f} MB; peaks {peaks[32] / peaks[1]:.1f} to 1", end="; ")
-print(f"FLOPs equal: {flops[32] == flops[1]}")
-table(["", "peak, MB", "floor / peak", "GFLOPs"], rows)
-
-# %% [markdown]
-# <div lang="en">
-#
-# From 32 to 1 the micro-batch shrinks 32 times, the peak 5.7 times. "In proportion" it does not fall: at $m = 1$ the floor is 84 % of the peak.
-#
-# </div>
-# <div lang="zh">
-#
-# 微批次从 32 降到 1，相差 32 倍，峰值只差 5.7 倍。峰值并不“成比例”下降：$m = 1$ 时，下限占峰值的 84%。
-#
-# </div>
-
-# %% [markdown]
-# ## 5.5 Does it train the same? / 训练出来一样吗？
-#
-# <div lang="en">
-#
-# A real run, on text that is at hand: this repository's LICENSE, character by character, cut at random into samples of 4 to 65 characters. Forty steps of AdamW, sixteen samples a step, three ways: the full batch; pieces of one sample, accumulated; pieces of one sample, the mean of their means.
-#
-# </div>
-# <div lang="zh">
-#
-# 真正训练一次，文本就用手边的：本仓库的 LICENSE，逐字符处理，随机切成 4 到 65 个字符长的样本。用 AdamW 训练四十步，每步十六个样本，三种做法：整批；每份一个样本，累积；每份一个样本，取平均的平均。
-#
-# </div>
-
-# %%
-places = map(Path, ("LICENSE", "../LICENSE", "../../LICENSE"))
-licence = next(path for path in places if path.exists()).read_text(encoding="utf-8")
-characters = torch.tensor([ord(c) for c in " ".join(licence.split())])
-with seeded(5):
-    lengths = torch.randint(4, 66, (len(characters) // 35,))
-pieces = characters.split([*lengths.tolist(), len(characters) - int(lengths.sum())])[:-1]
-texts = nn.utils.rnn.pad_sequence(pieces, batch_first=True)  # (samples, 65), padded with zeros
-
-
-def plain_step(model, optimizer, batch):
-    with torch.no_grad():
-        loss, weight = loss_sum(model, batch)
-    optimizer.zero_grad()
-    mean_of_means(model, batch, 1)
-    optimizer.step()
-    return float(loss / weight)
-
-
-# %% tags=["nbval-ignore-output", "shows-seconds"]
-from tqdm.auto import tqdm
-
-
-def train(kind, steps=40):
-    model, losses = decoder(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    accumulated = AccumulatedStep(model, optimizer, loss_sum)
-    for step in tqdm(range(steps), desc=kind):
-        samples = texts[torch.arange(16 * step, 16 * step + 16) % len(texts)]
-        if kind == "mean of means":
-            losses.append(plain_step(model, optimizer, samples))
-        else:
-            losses.append(accumulated(split(samples, 16 if kind == "full batch" else 1)).loss)
-    return losses
-
-
-runs = {kind: train(kind) for kind in ("full batch", "accumulated", "mean of means")}
-
-# %%
-away = {}
-for kind, losses in runs.items():
-    away[kind] = [abs(a - b) for a, b in zip(losses, runs["full batch"], strict=True)]
-print({f"{kind}, within 1e-3": max(away[kind]) < 1e-3 for kind in ("accumulated", "mean of means")})
-first = [texts[at : at + 16] for at in range(0, 128, 16)]
-off = [error(gradient(mean_of_means, one, 1), gradient(full, one)) for one in first]
-span = f"{100 * min(off):.0f} to {100 * max(off):.0f} %"
-f"gradient of the first 8 batches, before training: off by {span}"
-
-# %% jupyter={"source_hidden": true}
-title = "Accumulated follows the full batch to rounding; the mean of means is another run"
-drawn, (left, right) = figure(title, columns=2, height=3.2)
-for kind, color in zip(runs, ("predicted", "activation", "gradient"), strict=True):
-    left.plot(runs[kind], color=COLORS[color], label=text(kind))
-    right.plot(away[kind], color=COLORS[color])
-left.set(xlabel=text("step"), ylabel=text("loss"))
-right.set(yscale="log", ylim=(1e-9, 1), xlabel=text("step"), ylabel=text("away from the full batch"))
-left.legend(fontsize=8)
-None
-
-# %% [markdown]
-# <div lang="en">
-#
-# The mean of means begins with gradients that are off by 11 to 31 %. On the left the curves are close all the same: the wrong one trains too, only another problem, in which a token of a short sample counts more. That is how such a bug stays hidden. (The full batch is not on the right: from itself it differs by exactly 0, which a logarithmic axis cannot show.)
-#
-# </div>
-# <div lang="zh">
-#
-# “平均的平均”一开始，梯度就差了 11% 到 31%。左图里几条曲线却仍然很接近：错的那种也在训练，只是训练的是另一个问题，短样本里每个 token 的权重更大。这类错误就是这样藏起来的。（右图里没有整批：它与自己之差恰好为 0，对数坐标画不出来。）
-#
-# </div>
-
-# %% [markdown]
-# ## 5.6 What is done once / 只做一次的事
-#
-# <div lang="en">
-#
-# A **scaler** multiplies the loss by a large number before backward, so that small gradients survive in fp16, and divides the gradients again before the step: **unscaling**. If one of them is inf or NaN, it skips the step and lowers the number. fp16's smallest number is $6 \cdot 10^{-8}$; what is below half of that becomes zero. bf16 has the exponent range of fp32, and needs none of this.
-#
-# Clipping belongs after the last micro-batch and after unscaling. Clip each piece instead, and every piece is cut to the bound; their mean is shorter, since they point in different directions, and large pieces lose their say.
-#
-# </div>
-# <div lang="zh">
-#
-# **缩放器**在反向之前把损失乘上一个很大的数，使很小的梯度在 fp16 里不至于变成零；更新之前再把梯度除回去，这叫**还原缩放**（unscale）。只要有一个梯度是 inf 或 NaN，它就跳过这次更新，并调低那个数。fp16 最小的正数是 $6 \cdot 10^{-8}$，小于它一半的都变成零。bf16 的指数范围与 fp32 相同，用不着这些。
-#
-# 裁剪要放在最后一个微批次之后，还原缩放之后。若每份各自裁剪，每份都被裁到上限；它们方向各异，平均之后就更短，而且大的份失去了应有的份量。
-#
-# </div>
-
-
-# %%
-def clipped_per_piece(model, batch, size):
-    kept = [torch.zeros_like(parameter) for parameter in model.parameters()]
-    for piece in batch.split(size):
-        model.zero_grad()
-        full(model, piece)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        torch._foreach_add_(kept, [parameter.grad for parameter in model.parameters()])
-    for so_far, parameter in zip(kept, model.parameters(), strict=True):
-        parameter.grad = so_far / len(batch.split(size))
-
-
-each = gradient(clipped_per_piece, batch, 4)
-right = exact * min(1, 0.1 / float(exact.norm()))
-off = 100 * error(each, right)
-f"norm {float(each.norm()):.3f} instead of {float(right.norm()):.3f}; error {off:.0f} %"
 
 
 # %%
@@ -487,35 +739,112 @@ cases = {"fp16": (torch.float16, 1), "fp16, scaled by 2^16": (torch.float16, 2.0
 cases["bf16"] = torch.bfloat16, 1
 {name: f"{vanished(*case)} of 1000 vanish" for name, case in cases.items()}
 
+# %% [markdown]
+# <div lang="en">
+#
+# Sums over tokens bring a danger of their own: they are as many times larger than means as there are tokens, and fp16 ends at 65,504. So `AccumulatedStep` divides each sum by a power of two near the last step's token count, which rounds nothing, and puts it right at the end.
+#
+# </div>
+# <div lang="zh">
+#
+# 对 token 求总和也有自己的危险：有多少个 token，总和就比平均大多少倍，而 fp16 到 65,504 为止。所以 `AccumulatedStep` 先把每个总和除以一个二的幂，大小接近上一步的 token 数（这样除没有舍入），最后再校正。
+#
+# </div>
+
+# %% [markdown]
+# ## 5.13 What counts as a step / 什么才算一步
+#
+# <div lang="en">
+#
+# If a gradient is inf or NaN, the scaler skips the step and halves its number. Then the schedule should wait, too: it counts steps of the optimizer, neither pieces nor skipped ones. `AccumulatedStep` says in `stepped` whether there was one; at $2^{127}$ there is none:
+#
+# </div>
+# <div lang="zh">
+#
+# 只要有一个梯度是 inf 或 NaN，缩放器就跳过这次更新，并把缩放倍数减半。这时学习率调度也该等着：它数的是优化器的更新次数，不数微批次，也不数跳过的。`AccumulatedStep` 用 `stepped` 说明有没有更新；取 $2^{127}$ 时就没有：
+#
+# </div>
+
 
 # %%
 def scaled_step(init_scale):
-    model, scaler = decoder(), torch.amp.GradScaler("cpu", init_scale=init_scale)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    step = AccumulatedStep(model, optimizer, loss_sum, scaler=scaler, max_norm=0.1)
+    decoder, sgd, schedule, _ = make_parts(0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    step = AccumulatedStep(decoder, sgd, text_loss_sum, scaler=scaler, max_norm=0.1)
     result = step(split(batch, 4))
-    if result.stepped:  # a scheduler counts steps: neither micro-batches nor skipped ones
+    if result.stepped:
         schedule.step()
     scale = scaler.get_scale() / init_scale
     return {"stepped": result.stepped, "scale": scale, "schedule": schedule.last_epoch}
 
 
-scaled_step(2.0**16), scaled_step(2.0**127)
+scaled_step(2.0**10), scaled_step(2.0**127)
 
 # %% [markdown]
 # <div lang="en">
 #
-# At $2^{127}$ the gradients overflow: no step, half the scale, and the schedule waits. Before each step gradients are set to None, not to zero (`zero_grad(set_to_none=True)`, the default): a zero would take memory, and Adam would still move a parameter that nothing has touched.
-#
-# What a micro-batch cannot know: BatchNorm takes mean and variance of **what it sees**. In pieces it sees pieces, and no division repairs that. Layers that compute each sample by itself, such as LayerNorm, don't care.
+# And before each step gradients are set to None, not to zero (`zero_grad(set_to_none=True)`, the default): zeros would take memory, 4 bytes a parameter in fp32, and Adam would still move a parameter that nothing has touched, by what its moments remember:
 #
 # </div>
 # <div lang="zh">
 #
-# 取 $2^{127}$ 时梯度溢出：不更新，缩放减半，学习率调度也等着。每一步之前，梯度设成 None 而不是零（`zero_grad(set_to_none=True)`，即默认）：零要占内存，而且 Adam 仍会更新一个没有参与计算的参数。
+# 每一步之前，梯度设成 None 而不是零（`zero_grad(set_to_none=True)`，即默认）：零也要占内存（fp32 每个参数 4 字节），而且 Adam 仍会凭着矩里的旧梯度，去更新一个没有参与计算的参数：
 #
-# 有一件事微批次无从知道：BatchNorm 用**它看见的**样本求均值和方差。拆开之后它只看见一份，怎样除也补不回来。对各样本分别计算的层，例如 LayerNorm，则不受影响。
+# </div>
+
+
+# %%
+def moved_without_a_gradient(set_to_none):
+    weight = nn.Parameter(torch.ones(3))
+    adam = torch.optim.Adam([weight], lr=0.1)
+    weight.sum().backward()
+    adam.step()
+    adam.zero_grad(set_to_none=set_to_none)
+    before = weight.detach().clone()
+    adam.step()  # nothing has used the weight since
+    return not torch.equal(weight, before)
+
+
+{f"set_to_none={choice}": moved_without_a_gradient(choice) for choice in (True, False)}
+
+# %% [markdown]
+# ## 5.14 With autocast, and the true loss / 配合 autocast，并报出真正的损失
+#
+# <div lang="en">
+#
+# The loop of the course's sources: autocast around forward only, a step every four pieces, the loss that is printed being the mean over the tokens of all four. (The last piece's own mean is another number.)
+#
+# </div>
+# <div lang="zh">
+#
+# 本课程取材的文档里的循环：autocast 只罩住前向，每四份更新一次，打印的损失是四份全部 token 的平均。（最后一份自己的平均是另一个数。）
+#
+# </div>
+
+# %%
+decoder, sgd, _, _ = make_parts(0)
+step = AccumulatedStep(decoder, sgd, text_loss_sum, max_norm=1.0, autocast_dtype=torch.bfloat16)
+reported = []
+for seed in range(8):
+    pieces = list(lesson_05.batch(seed).split(4))
+    with torch.no_grad():
+        loss, count = text_loss_sum(decoder, pieces[-1])
+    reported.append((step(pieces).loss, float(loss) / count))
+true, last = zip(*reported, strict=True)
+away = max(abs(a - b) for a, b in zip(true, last, strict=True))
+f"the last piece's mean is up to {away:.1f} away from the step's"
+
+# %% [markdown]
+# ## 5.15 BatchNorm sees pieces / BatchNorm 看见的是一份一份的数据
+#
+# <div lang="en">
+#
+# BatchNorm takes mean and variance of **what it sees**. In pieces it sees pieces, and no divisor repairs that. Layers that compute each sample by itself, such as LayerNorm, don't care:
+#
+# </div>
+# <div lang="zh">
+#
+# BatchNorm 用**它看见的**样本求均值和方差。拆开之后它只看见一份，除以什么也补不回来。对各样本分别计算的层，例如 LayerNorm，则不受影响：
 #
 # </div>
 
@@ -525,7 +854,7 @@ def gradient_in_pieces(model, data, size):
     model.zero_grad()
     for piece in data.split(size):
         (model(piece).square().sum() / 32).backward()
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return gradient_of(model)
 
 
 for norm in (nn.BatchNorm1d(8), nn.LayerNorm(8)):
@@ -533,152 +862,172 @@ for norm in (nn.BatchNorm1d(8), nn.LayerNorm(8)):
     model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 1)).double()
     data = torch.randn(32, 8).double()
     off = error(gradient_in_pieces(model, data, 4), gradient_in_pieces(model, data, 32))
-    print(type(norm).__name__, f"{off:.0e}" if off > 1e-9 else "equal")
+    print(type(norm).__name__, f"{off:.0%} off" if off > 1e-9 else "equal")
 
 # %% [markdown]
-# ## 5.7 Gradients that never pile up / 不堆积的梯度
+# ## 5.16 Losses that are no sum over samples / 不是逐样本求和的损失
 #
 # <div lang="en">
 #
-# The floor holds a gradient for every parameter. One can update each parameter **as soon as its gradient is ready**, inside backward, and drop the gradient at once: then only a few gradients are alive. How much does that save, and can it be combined with accumulation?
+# A contrastive loss compares each pair with all others in the batch. In pieces there are fewer others: another loss, not another divisor. **GradCache** takes two passes: without a graph, in pieces, all embeddings; the loss on them, and its gradient for each; then each piece again, with a graph, backward from its part of that gradient. One more forward, and equal:
 #
 # </div>
 # <div lang="zh">
 #
-# 下限里每个参数都有一份梯度。可以在反向之中，**梯度一就绪**就更新这个参数，立刻丢掉梯度：这样，同时存活的梯度只有少数几份。能省多少？能与累积合用吗？
+# 对比损失要把每一对与批次里所有其他样本相比。拆开之后，“其他样本”就少了：变的不是除数，而是损失本身。**GradCache** 分两遍：第一遍不建计算图，一份一份算出全部嵌入；对它们求损失，得到每个嵌入的梯度；第二遍每份带着计算图再算一次，从属于它的那部分梯度出发做反向。多一次前向，结果相等：
 #
 # </div>
 
 
 # %%
-def step_in_backward(model):
-    optimizers = {weight: torch.optim.SGD([weight], lr=0.1) for weight in model.parameters()}
-
-    def update(parameter):
-        optimizers[parameter].step()
-        parameter.grad = None
-
-    for parameter in optimizers:
-        parameter.register_post_accumulate_grad_hook(update)
+def contrastive(one, other):  # (n, d), (n, d): a pair a row
+    one, other = F.normalize(one, dim=1), F.normalize(other, dim=1)
+    return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(one)))
 
 
-# %%
-def trained_meter(in_backward, size):
-    model = decoder(hidden=128, layers=4)
-    if in_backward:
-        step_in_backward(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with MemoryMeter(model) as meter:
-        loss, weight = loss_sum(model, batch[:size])
-        (loss / weight).backward()
-        if not in_backward:
-            optimizer.step()
-    return meter, list(model.parameters())
+def whole(net, x, y):
+    contrastive(net(x), net(y)).backward()
+
+
+def pieces_by_themselves(net, x, y):
+    for one, other in zip(x.split(8), y.split(8), strict=True):
+        (contrastive(net(one), net(other)) / 4).backward()
 
 
 # %%
-(after, plain), (during, same) = trained_meter(False, 1), trained_meter(True, 1)
-print(all(map(torch.equal, plain, same)), sum(parameter.nbytes for parameter in plain))
-arms = {"after backward, m = 1": after, "in backward, m = 1": during}
-arms["after backward, m = 8"] = trained_meter(False, 8)[0]
-arms["in backward, m = 8"] = trained_meter(True, 8)[0]
+def grad_cache(net, x, y):
+    with torch.no_grad():
+        cached = [torch.cat([net(piece) for piece in data.split(8)]) for data in (x, y)]
+    loss = contrastive(*(each.requires_grad_() for each in cached))
+    loss.backward()
+    for data, each in zip((x, y), cached, strict=True):
+        for piece, gradient in zip(data.split(8), each.grad.split(8), strict=True):
+            net(piece).backward(gradient)
+
+
+# %%
+torch.manual_seed(0)
+net, found = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)).double(), {}
+x, y = torch.randn(2, 32, 16).double()
+for run in (whole, pieces_by_themselves, grad_cache):
+    net.zero_grad()
+    run(net, x, y)
+    found[run.__name__] = gradient_of(net)
+off = {name: error(each, found["whole"]) for name, each in found.items()}
+{name: f"{each:.0%} off" if each > 1e-9 else "equal" for name, each in off.items()}
+
+# %% [markdown]
+# ## 5.17 FSDP: the opposite advice / FSDP：相反的建议
+#
+# <div lang="en">
+#
+# A rank of DDP holds all gradients anyway, so leaving out the reduction costs nothing. A rank of FSDP keeps an n-th of them (lesson 08). With `no_sync`, or `set_requires_gradient_sync(False)`, it keeps them whole until the last piece: "gradient accumulation for FSDP has two flavors" (PyTorch, pull request 126166), one for traffic, one for memory. For our decoder in eight pieces, by formula; in `AccumulatedStep` it is `sync="last"` or `"each"`:
+#
+# </div>
+# <div lang="zh">
+#
+# DDP 的每个进程本来就留着全部梯度，不归约没有坏处。FSDP 的每个进程只留 n 分之一（第 08 课）。用了 `no_sync` 或 `set_requires_gradient_sync(False)`，就要把全部梯度一直留到最后一份：PyTorch 的 126166 号合并请求说 FSDP 的梯度累积“有两种”，一种省通信，一种省内存。以我们的解码器、八份为例，按公式算；在 `AccumulatedStep` 里写成 `sync="last"` 或 `"each"`：
+#
+# </div>
+
+# %%
 rows = []
-for name, meter in arms.items():
+for n in (2, 4, 8):
+    rows.append((n, "27.5 / 1", f"{27.5 / n:.1f} / 8"))
+table(["ranks", "last: MB kept / reductions", "each: MB kept / reductions"], rows)
+
+# %% [markdown]
+# ## 5.18 Steps inside backward, and AdamA / 在反向之中更新，以及 AdamA
+#
+# <div lang="en">
+#
+# The floor holds a gradient for every parameter. One can update each parameter **as soon as its gradient is ready** and drop the gradient at once. How much does that save, for one sequence and for eight?
+#
+# </div>
+# <div lang="zh">
+#
+# 下限里每个参数都有一份梯度。可以让**梯度一就绪**就更新这个参数，立刻丢掉梯度。能省多少？一条序列时呢？八条时呢？
+#
+# </div>
+
+
+# %%
+def peak_with(sequences, hook=None):  # of forward and backward, with SGD where there is no hook
+    with symbolic():
+        decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
+        for parameter in decoder.parameters() if hook else ():
+            parameter.register_post_accumulate_grad_hook(hook)
+        sgd = torch.optim.SGD(decoder.parameters(), lr=0.1)
+        with MemoryMeter(decoder) as meter:
+            loss_sum(decoder, random_tokens(sequences, 128, 2048))[0].backward()
+            sgd.step()
     most = max(meter.series()["gradient"])
-    rows.append((name, round(meter.peak_bytes / 1e6, 2), round(most / 1e6, 2)))
-table(["", "peak, MB", "most gradients at once, MB"], rows)
+    return round(meter.peak_bytes / 1e6, 1), round(most / 1e6, 1)
 
-# %% [markdown]
-# <div lang="en">
-#
-# The same weights, and at most 0.26 MB of gradients at a time instead of 3.27. The peak falls less, from 6.77 to 6.13 MB, and with 8 sequences not at all: it then lies where backward begins, before the gradients are there.
-#
-# With accumulation this hook fires at every micro-batch: the first would already move the weights, and the second would compute its gradient elsewhere. (AdamA adds each gradient to Adam's moments instead and drops it, and the weights wait.) One clip over all gradients is out too: its norm is known only when all are there.
-#
-# </div>
-# <div lang="zh">
-#
-# 权重相同，同时存在的梯度至多 0.26 MB，而不是 3.27 MB。峰值降得没有那么多，从 6.77 到 6.13 MB；有 8 条序列时根本不降：那时峰值落在反向刚开始的时候，梯度还没有产生。
-#
-# 与累积合用时，这个钩子在每个微批次都会触发：第一个微批次就已经改动了权重，第二个便对着另一组权重求梯度。（AdamA 则把每份梯度直接累加到 Adam 的两个矩里，随即丢掉，权重留到最后更新。）对全部梯度一起裁剪也不行：梯度都到齐了，才知道范数。
-#
-# </div>
 
-# %% [markdown]
-# ## 5.8 Two processes / 两个进程
-#
-# <div lang="en">
-#
-# Under DDP (one process, or **rank**, a device; each sees its own samples) each backward pass sends all gradients. With 8 micro-batches that is 8 times, of which 7 are for nothing: `no_sync` skips them. Two processes on this machine, counting the bytes of each bucket that is reduced:
-#
-# </div>
-# <div lang="zh">
-#
-# 在 DDP 下（每台设备一个进程，称为 **rank**，各自处理自己的样本），每次反向都要发送全部梯度。8 个微批次就发 8 次，其中 7 次是多余的：`no_sync` 可以跳过。在这台机器上开两个进程，数一数每个被归约的桶（bucket）有多少字节：
-#
-# </div>
+@torch.no_grad()
+def update(parameter):
+    parameter -= 0.1 * parameter.grad
+    parameter.grad = None
+
 
 # %%
-parameter_bytes, sent = lesson_05.ddp_bytes(micro_batches=8)
-rows = [("no_sync, AccumulatedStep", parameter_bytes, sent[True])]
-rows.append(("synchronising each", 8 * parameter_bytes, sent[False]))
-predictions(rows, unit="bytes")
+rows = [("after backward, 1", *peak_with(1)), ("in backward, 1", *peak_with(1, update))]
+rows += [("after backward, 8", *peak_with(8)), ("in backward, 8", *peak_with(8, update))]
+table(["update, sequences", "peak, MB", "most gradients at once, MB"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Across ranks the same trap waits. If each rank divides by its own tokens, DDP takes a mean of means. `AccumulatedStep` keeps sums, counts the tokens of all ranks, and multiplies by the number of ranks over all tokens; the library's tests compare two processes with one on the whole batch.
+# At most 2.1 MB of gradients at once in place of 27.5. The peak falls less, by 6.4 MB for one sequence: it moves to where backward begins. For eight it lay there already, before any gradient, and nothing is saved. One clip over all gradients is out: its norm is known only when all are there. And with accumulation this hook would fire at every piece: the second piece would meet other weights. "Not compatible with gradient accumulation", say torchtune's pages.
+#
+# **AdamA** does combine them: each piece's gradient goes into Adam's **moments** at once, and the weights wait. The first moment is the sum that Adam would have made. The second adds the squares of the pieces, where Adam squares their sum:
 #
 # </div>
 # <div lang="zh">
 #
-# 跨进程（rank）时，同样的陷阱也在等着。若每个进程除以自己的 token 数，DDP 求的就是平均的平均。`AccumulatedStep` 保留总和，统计所有进程的 token 数，再乘以“进程数 ÷ 全部进程的 token 总数”；库的测试把两个进程与单进程处理整批做了比较。
+# 同时存在的梯度至多 2.1 MB，而不是 27.5 MB。峰值降得没有那么多：一条序列时降 6.4 MB，峰值移到了反向刚开始的时候；八条时峰值本来就在那里，一个梯度也还没有，所以什么也不省。对全部梯度一起裁剪就不行了：梯度都到齐，才知道范数。与累积合用时，这个钩子在每一份都会触发，第二份面对的就是另一组权重。torchtune 的文档说它“与梯度累积不兼容”。
+#
+# **AdamA** 却能把两者合在一起：每份的梯度立刻累加进 Adam 的两个**矩**，权重留到最后才更新。一阶矩就是 Adam 会得到的和；二阶矩加的是各份的平方，而 Adam 是先求和再平方：
 #
 # </div>
 
-# %% [markdown]
-# ## 5.9 What you may have read / 你可能读到过的说法
-#
-# <div lang="en">
-#
-# Three claims. For the second: 60 samples in micro-batches of 4, a step after every 4 of them.
-#
-# </div>
-# <div lang="zh">
-#
-# 三条说法。第二条：60 个样本，每个微批次 4 个，每 4 个微批次更新一次。
-#
-# </div>
 
 # %%
-counted, pending = 0, 0
-for number, piece in enumerate(torch.arange(60).split(4)):
-    pending += len(piece)
-    if (number + 1) % 4 == 0:
-        counted, pending = counted + pending, 0
-lost = pending
+def moments(fold_each):
+    decoder, first, second = lesson_05.small_decoder(), {}, {}
+
+    def fold(parameter):  # Adam's moments, from zero, with its default betas
+        gradient, parameter.grad = parameter.grad, None
+        first[parameter] = first.get(parameter, 0) + 0.1 * gradient
+        second[parameter] = second.get(parameter, 0) + 0.001 * gradient**2
+
+    for parameter in decoder.parameters() if fold_each else ():
+        parameter.register_post_accumulate_grad_hook(fold)
+    add_gradients(decoder, batch.split(1), "token mean")
+    for parameter in decoder.parameters() if not fold_each else ():
+        fold(parameter)
+    kinds = ([kind[parameter] for parameter in decoder.parameters()] for kind in (first, second))
+    return [torch.cat([each.flatten() for each in kind]) for kind in kinds]
+
 
 # %%
-from course_lib.lessons import what_you_may_have_read
-
-what_you_may_have_read(
-    "05",
-    f"{100 * errors['mean_of_means']:.0f} %",
-    f"{lost} / 60",
-    f"32 → 1: {peaks[32] / 1e6:.0f} → {peaks[1] / 1e6:.0f} MB, 1/{peaks[32] / peaks[1]:.1f}",
-)
+(first, second), (whole_first, whole_second) = moments(True), moments(False)
+ratio = float(second.sum() / whole_second.sum())
+same = error(first, whole_first) < 1e-5
+f"first moments equal: {same}; sum of the second ones, of Adam's: {ratio:.1f}"
 
 # %% [markdown]
-# ## 5.10 On a GPU / 在 GPU 上
+# ## 5.19 Pieces of which size? / 每份取多大？
 #
 # <div lang="en">
 #
-# On a device small micro-batches can leave units idle; the experiment measures how much. It takes the same batch in pieces of different sizes, with fp16, a scaler and clipping. If you have a GPU, this cell measures now.
+# Smaller pieces cost no FLOPs. They can cost time: on a device each piece launches all its kernels again, and small ones leave units idle. With a GPU this cell measures now, in fp16 with a scaler and clipping.
 #
 # </div>
 # <div lang="zh">
 #
-# 在设备上，微批次太小，计算单元就可能闲着。影响有多大？这个实验把同一个批次拆成大小不同的份来测，带 fp16、缩放器和裁剪。有 GPU 时，这个单元格会现场测量。
+# 份分得小，FLOPs 并不增加，时间却可能增加：在设备上，每份都要把全部核函数重新启动一遍，太小的计算又会让计算单元闲着。有 GPU 时，这个单元格会现场测量，用 fp16，带缩放器和裁剪。
 #
 # </div>
 
@@ -688,125 +1037,67 @@ from course_lib.lessons import on_gpu
 on_gpu("05")
 
 # %% [markdown]
-# ## 5.11 Exercises / 练习
-#
 # <div lang="en">
 #
-# **Exercise 1.** This loop has a normalisation bug that equal batches hide. Mend it: `accumulate(model, loss_sum, pieces)` leaves the full batch's gradient in `.grad`, and only one piece's graph is alive at a time. The check uses pieces of unequal weights, one of them zero.
+# **Exercise 4.** A batch of 64 sequences on our decoder, in equal pieces. What is the largest piece for a peak under 1 GB ($10^9$ bytes)?
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 1。** 这个循环的归一化有错，各份大小相等时看不出来。修好它：`accumulate(model, loss_sum, pieces)` 要在 `.grad` 里留下整批的梯度，并且每一时刻只有一份的计算图存活。检查用的各份权重不等，其中一份为零。
+# **练习 4。** 我们的解码器，64 条序列的批次，分成一样大的份。峰值不超过 1 GB（$10^9$ 字节），每份最多几条？
 #
 # </div>
 
-
 # %%
-def accumulate(model, loss_sum, pieces):
-    for piece in pieces:
-        loss, weight = loss_sum(model, piece)
-        (loss / max(weight, 1) / len(pieces)).backward()
-
-
-lesson_05.check_accumulation(accumulate)
-
+answer = None  # sequences
+lesson_05.check_largest_piece(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not lesson_05.check_accumulation.accepted:
-
-    def accumulate(model, loss_sum, pieces):
-        total = 0
-        for piece in pieces:
-            loss, weight = loss_sum(model, piece)
-            loss.backward()
-            total += weight
-        for parameter in model.parameters():
-            parameter.grad /= total
-
-
-lesson_05.check_accumulation(accumulate)
+fits = [m for m in (1, 2, 4, 8, 16, 32) if 110_010_776 + 24_396_800 * m <= 10**9]
+lesson_05.check_largest_piece(max(fits))
 ### END SOLUTION
 
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 2.** A step peaks at 500 MB with micro-batches of 2 and at 620 MB with micro-batches of 5. What is the largest micro-batch under 1 GB ($10^9$ bytes)?
+# **Exercise 5.** A piece of $m$ samples takes $5 + m$ milliseconds: 5 for launching, 1 for each sample. A step has 64 samples. Which of the pieces 1, 2, 4, 8, 16, 32, 64 is the smallest that reaches at least 80 % of the samples a second of the largest?
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 2。** 微批次为 2 时一步的峰值是 500 MB，为 5 时是 620 MB。峰值不超过 1 GB（$10^9$ 字节），微批次最大是多少？
+# **练习 5。** $m$ 个样本的一份要 $5 + m$ 毫秒：5 毫秒用于启动，每个样本 1 毫秒。一步有 64 个样本。在 1、2、4、8、16、32、64 之中，每秒样本数至少达到最大一份的 80% 的，最小是哪一个？
 #
 # </div>
 
 # %%
 answer = None  # samples
-lesson_05.check_largest_micro_batch(answer)
-
-# %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-slope = (620 - 500) // (5 - 2)
-lesson_05.check_largest_micro_batch((1000 - (500 - 2 * slope)) // slope)
-### END SOLUTION
-
-# %% [markdown]
-# <div lang="en">
-#
-# **Exercise 3.** A micro-batch of $m$ samples takes $5 + m$ milliseconds: 5 for launching, 1 for each sample. A step has 64 samples. Which of the micro-batches 1, 2, 4, 8, 16, 32, 64 is the smallest that reaches at least 80 % of the samples a second of the largest?
-#
-# </div>
-# <div lang="zh">
-#
-# **练习 3。** $m$ 个样本的微批次要 $5 + m$ 毫秒：5 毫秒用于启动，每个样本 1 毫秒。一步有 64 个样本。在 1、2、4、8、16、32、64 这些微批次之中，每秒样本数至少达到最大微批次的 80% 的，最小是哪一个？
-#
-# </div>
-
-# %%
-answer = None  # samples
-lesson_05.check_fast_micro_batch(answer)
+lesson_05.check_fast_piece(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
 fast = [m for m in (1, 2, 4, 8, 16, 32, 64) if m / (5 + m) >= 0.8 * 64 / (5 + 64)]
-lesson_05.check_fast_micro_batch(min(fast))
+lesson_05.check_fast_piece(min(fast))
 ### END SOLUTION
 
 # %% [markdown]
-# ## 5.12 Summary / 小结
+# ## 5.20 More claims / 更多的说法
 #
 # <div lang="en">
 #
-# - Add up sums of losses, in fp32, divide once by all tokens. The mean of means is wrong wherever counts differ.
-# - The peak is a floor plus a slope times the micro-batch. Weights, gradients and optimizer state don't shrink.
-# - Clip once, after unscaling; step once; update the scaler once; keep the remainder.
-# - BatchNorm sees pieces. Updating inside backward frees gradients, and excludes adding them up first.
-# - Under DDP let only the last micro-batch synchronise (`no_sync`), and count tokens over all ranks.
-#
-# **Next:** [lesson 06](06_flash_attention.ipynb) lets the operator itself forget.
+# The first is torchtune's; the others stood in the teaching documents that this course grew from. For the second: 60 samples in pieces of 4, a step after every 4 pieces.
 #
 # </div>
 # <div lang="zh">
 #
-# - 把损失的总和加起来，梯度以 fp32 求和，只除一次，除以全部 token 数。只要 token 数不等，平均的平均就是错的。
-# - 峰值是下限加上斜率乘以微批次。权重、梯度和优化器状态不会缩小。
-# - 还原缩放之后，只裁剪一次；优化器只更新一次；缩放器只更新一次；最后不满一组的，不要丢掉。
-# - BatchNorm 看见的是一份一份的数据。在反向之中更新，可以及时释放梯度，但就不能先把梯度加起来了。
-# - 在 DDP 下，只让最后一个微批次同步（`no_sync`），token 数要对所有进程统计。
-#
-# **下一步**：[第 06 课](06_flash_attention.ipynb)让算子自己来忘。
+# 第一条出自 torchtune，另外两条出自本课程取材的教学文档。第二条用 60 个样本，每份 4 个，每 4 份更新一次。
 #
 # </div>
 
-# %% [markdown]
-# <div lang="en">
-#
-# **Sources.** Hugging Face 2024, *Fixing Gradient Accumulation*, huggingface.co/blog/gradient_accumulation. Li et al. 2020, *PyTorch Distributed*, arXiv:2006.15704 (`no_sync`). Micikevicius et al. 2018, *Mixed Precision Training*, arXiv:1710.03740 (loss scaling). Zhang et al. 2023, *AdamA*, arXiv:2305.19982. PyTorch tutorial *How to save memory by fusing the optimizer step into the backward pass*.
-#
-# </div>
-# <div lang="zh">
-#
-# **出处。** Hugging Face 2024，*Fixing Gradient Accumulation*，huggingface.co/blog/gradient_accumulation。Li et al. 2020，*PyTorch Distributed*，arXiv:2006.15704（`no_sync`）。Micikevicius et al. 2018，*Mixed Precision Training*，arXiv:1710.03740（损失缩放）。Zhang et al. 2023，*AdamA*，arXiv:2305.19982。PyTorch 教程 *How to save memory by fusing the optimizer step into the backward pass*。
-#
-# </div>
+# %%
+stepped, pending = 0, 0
+for number, piece in enumerate(torch.arange(60).split(4), start=1):
+    pending += len(piece)
+    if number % 4 == 0:
+        stepped, pending = stepped + pending, 0
+lesson_05.older_claims((stepped, 60), (meters[8].peak_bytes, meters[1].peak_bytes), ratio)

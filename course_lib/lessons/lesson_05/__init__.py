@@ -1,0 +1,125 @@
+"""Lesson 05: its claims, checks, pictures, what a wrong divisor trains, two processes, and pieces on a GPU."""
+
+from collections.abc import Mapping, Sequence
+
+from course_lib.teaching import Claim, Table, text
+from course_lib.teaching.said import what_you_may_have_read
+
+from .checks import (
+    check_fast_piece,
+    check_fp32_sums,
+    check_largest_piece,
+    check_loop,
+    check_peak_of_pieces,
+)
+from .gpu import pieces_of_a_batch
+from .ranks import on_ranks
+from .shown import draw_order, draw_peaks, draw_say, draw_spread, draw_sums, draw_training, five_bugs
+from .trained import batch, judged, loss_sum, recorded, rounded_decoder, small_decoder
+
+__all__ = [
+    "CLAIMS",
+    "OLDER_CLAIMS",
+    "batch",
+    "check_fast_piece",
+    "check_fp32_sums",
+    "check_largest_piece",
+    "check_loop",
+    "check_peak_of_pieces",
+    "draw_order",
+    "draw_peaks",
+    "draw_say",
+    "draw_spread",
+    "draw_sums",
+    "draw_training",
+    "figures_of_claims",
+    "five_bugs",
+    "judged",
+    "loss_sum",
+    "older_claims",
+    "on_ranks",
+    "pieces_of_a_batch",
+    "recorded",
+    "rounded_decoder",
+    "small_decoder",
+]
+
+#: What learners may have read.
+CLAIMS = (
+    Claim(
+        "Divide each loss: `loss = loss / gradient_accumulation_steps`.",
+        "error of the gradient, 16 samples in pieces of one, 8 batches",
+        "Right only if all pieces have as many tokens. Add up sums, divide once.",
+        outcome="partly",
+        source="Hugging Face Accelerate documentation, Performing gradient accumulation",
+    ),
+    Claim(
+        "The accuracy difference is very small (typically < 1% gradient norm difference).",
+        "the same in pieces of eight, of which each has many lengths",
+        "No rule: it depends on how the counts differ. Here below 1% in one batch of eight.",
+        outcome="partly",
+        source="leeroopedia.com, Unsloth Gradient Accumulation Accuracy, not Unsloth's own page",
+    ),
+    Claim(
+        "Gradient accumulation is supposed to be mathematically equivalent to full batch training.",
+        "error with sums in fp32 of bf16 gradients, and of fp32 ones",
+        "Holds up to rounding, if losses are summed over samples. Rounding depends on where you add.",
+        outcome="partly",
+        source="Hugging Face blog, Fixing Gradient Accumulation, October 2024",
+    ),
+)
+#: Those that only the teaching documents say, from which the course grew; in depth.
+OLDER_CLAIMS = (
+    Claim(
+        "Gradient accumulation is not compatible with optimizer in backward.",
+        "sum of the second moments, pieces squared one by one, of the squared sum",
+        "AdamA does both: equal first moments, other second ones. No global clipping.",
+        outcome="partly",
+        source="torchtune documentation, Memory Optimization Overview",
+    ),
+    Claim(
+        "The last, partial group can be ignored.",
+        "samples whose gradients are never used",
+        "They are lost; or, never zeroed, they join the next epoch's first step. Step on them too.",
+        outcome="fails",
+    ),
+    Claim(
+        "Accumulation saves memory in proportion.",
+        "peaks of eight sequences at once, and one by one",
+        "Activations do. Weights, gradients and optimizer state stay.",
+        outcome="partly",
+    ),
+)
+
+
+def figures_of_claims(
+    off: Mapping[int, Sequence[float]], sums: Mapping[str, Mapping[int, Sequence[float]]], exact: Sequence[float]
+) -> list[str]:
+    """What was measured for each of `CLAIMS`.
+
+    Args:
+        off: samples in a piece -> errors of the mean of means, a batch each; 1 and 8 among them.
+        sums: "fp32" -> pieces -> errors of sums in fp32 of bf16 gradients.
+        exact: errors of the token mean in fp32.
+    """
+    small = text("fp32: below {bound}; bf16 gradients: below 1%", bound="1e-6")
+    large = text("another: {fp32} and {bf16}", fp32=f"{max(exact):.0e}", bf16=f"{max(sums['fp32'][256]):.1%}")
+    return [
+        f"{min(off[1]):.0%} – {max(off[1]):.0%}",
+        f"{min(off[8]):.1%} – {max(off[8]):.0%}",
+        small if max(exact) < 1e-6 and max(sums["fp32"][256]) < 0.01 else large,
+    ]
+
+
+def older_claims(used: tuple[int, int], peaks: tuple[int, int], second: float) -> Table:
+    """The table of the claims in depth.
+
+    Args:
+        used: samples that reach a step, of how many.
+        peaks: in bytes, at once and one by one.
+        second: AdamA's second moments, of Adam's.
+    """
+    once, single = (f"{peak / 1e6:.1f}" for peak in peaks)
+    lost = f"{used[1] - used[0]} / {used[1]}"
+    fell = text("{once} → {single} MB", once=once, single=single)
+    return what_you_may_have_read(OLDER_CLAIMS, f"{second:.1f}", lost, fell)

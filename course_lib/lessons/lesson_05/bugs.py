@@ -1,0 +1,42 @@
+"""The loop of lesson 05 with one bug at a time; each differs from `mended` in what its name says."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn.utils import clip_grad_norm_
+
+
+def _loop(bug: str | None) -> Callable[..., None]:
+    def train_epoch(
+        model: Any, loss_sum: Any, pieces: Any, optimizer: Any, scheduler: Any, scaler: Any, every: int, max_norm: float
+    ) -> None:
+        for start in range(0, len(pieces), every):
+            group = pieces[start : start + every]
+            if bug == "remainder dropped" and len(group) < every:
+                break
+            total = sum(loss_sum(model, piece)[1] for piece in group)
+            for piece in group:
+                loss, count = loss_sum(model, piece)
+                divisor = count * len(group) if bug == "mean of means" else total
+                scaler.scale(loss / divisor).backward()
+                if bug == "clipped per piece":  # to the bound times the scale, so that this is all that is wrong
+                    clip_grad_norm_(model.parameters(), max_norm * scaler.get_scale())
+                if bug == "scheduled per piece":
+                    scheduler.step()
+            if bug != "not unscaled":
+                scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), max_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            if bug != "scheduled per piece":
+                scheduler.step()
+            optimizer.zero_grad()
+
+    return train_epoch
+
+
+mended = _loop(None)
+PLANTED = {
+    name: _loop(name)
+    for name in ("mean of means", "clipped per piece", "scheduled per piece", "remainder dropped", "not unscaled")
+}

@@ -1,0 +1,41 @@
+"""Lesson 05 on a GPU: one batch in pieces of different sizes."""
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn import functional
+
+from course_lib.accumulation import AccumulatedStep, split
+from course_lib.teaching.experiments import TINY, Part, compared, decoder_and_tokens, experiment
+
+
+def _loss_sum(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, int]:
+    targets = tokens[:, 1:].flatten()
+    logits = model(tokens[:, :-1]).flatten(0, 1)
+    return functional.cross_entropy(logits, targets, reduction="sum"), len(targets)
+
+
+@experiment(
+    title="A step over one batch, in pieces of 1, a quarter, and all of its samples",
+    sizes={"vocabulary": 8192, "hidden": 1024, "heads": 16, "layers": 8, "sequence": 512, "batch": 16},
+    small={**TINY, "batch": 4},
+    arms={
+        "one": "pieces of 1",
+        "quarter": "a quarter each",
+        "all": "all at once",
+    },
+)
+def pieces_of_a_batch(device: torch.device, **sizes: int) -> Iterator[Part]:
+    model, tokens = decoder_and_tokens(device, **sizes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    step = AccumulatedStep(
+        model,
+        optimizer,
+        _loss_sum,
+        scaler=torch.amp.GradScaler(device.type),
+        max_norm=1.0,
+        autocast_dtype=torch.float16 if device.type == "cuda" else torch.bfloat16,
+    )
+    pieces = {"one": 1, "quarter": len(tokens) // 4, "all": len(tokens)}
+    arms = {name: lambda size=size: step(split(tokens, size)) for name, size in pieces.items()}
+    yield from compared(device, arms, model=model, optimizer=optimizer)

@@ -1,0 +1,118 @@
+"""What the mean of means trains: losses on short and on long samples, beside those of the token mean.
+
+    python -m course_lib.lessons.lesson_05.trained    # eight seeds, some minutes; writes trained.json beside this file
+
+A small decoder on the course's own code (short lines) and prose (long paragraphs), character by character. Two runs of
+a seed begin with the same weights and see the same batches, in pieces of one sample; they differ in the divisor alone.
+"""
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from course_lib.lessons.text import VOCABULARY, code, padded, prose
+from course_lib.models import Decoder
+
+RECORDING = Path(__file__).with_name("trained.json")
+COMMAND = "python -m course_lib.lessons.lesson_05.trained"
+SAMPLES, LENGTH, STEPS, EVERY, SEEDS = 16, 128, 120, 20, 8
+KINDS = ("token mean", "mean of means")
+
+
+def loss_sum(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
+    """The sum of the losses, and the number of characters predicted; padding, 0, is left out.
+
+    Args:
+        tokens: (samples, s + 1).
+    """
+    tokens = tokens[:, : int((tokens != 0).sum(1).max())]
+    logits, targets = model(tokens[:, :-1]), tokens[:, 1:].flatten()  # (b, s, v), (b · s,)
+    losses = functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=0, reduction="sum")
+    return losses, int((targets != 0).sum())
+
+
+def small_decoder(seed: int = 0) -> Decoder:
+    """Two layers, for characters; other starting weights for each seed."""
+    return Decoder(vocabulary=VOCABULARY, hidden=64, heads=4, layers=2, sequence=LENGTH, seed=100 * seed)
+
+
+def rounded_decoder(seed: int) -> Decoder:
+    """A decoder whose weights are bf16 numbers in fp32, every one moved a little, as after some training."""
+    model = Decoder(vocabulary=VOCABULARY, hidden=64, heads=4, layers=2, sequence=16, seed=100 * seed)
+    generator = torch.Generator().manual_seed(seed + 7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
+@cache
+def _halves() -> tuple[tuple[list[str], list[str]], tuple[list[str], list[str]]]:
+    """Code and prose to train on, and of each every sixth text, to judge by."""
+    short = [line for line in code() if len(line.strip()) > 5]
+    long = prose()
+    held_out = short[::6], long[::6]
+    return tuple([t for i, t in enumerate(each) if i % 6] for each in (short, long)), held_out
+
+
+def batch(seed: int, samples: int = SAMPLES) -> Tensor:
+    """Samples drawn from code and prose, each with one chance in two: (samples, 129 at most)."""
+    draw, (short, long) = random.Random(seed), _halves()[0]
+    texts = [draw.choice(short if draw.random() < 0.5 else long) for _ in range(samples)]
+    return padded(texts, LENGTH + 1)
+
+
+def judged(model: torch.nn.Module) -> tuple[float, float]:
+    """The loss a character on 128 lines of code and on 62 paragraphs that no run was trained on."""
+    short, long = _halves()[1]
+    losses = []
+    with torch.no_grad():
+        for texts in (random.Random(0).sample(short, 128), long[:62]):
+            loss, count = loss_sum(model, padded(texts, LENGTH + 1))
+            losses.append(float(loss) / count)
+    return losses[0], losses[1]
+
+
+def train(kind: str, seed: int, steps: int = STEPS, every: int = EVERY) -> list[tuple[float, float]]:
+    """Losses on short and on long samples, every so many steps of AdamW, the first before any step."""
+    model = small_decoder(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    found = [judged(model)]
+    for step in range(steps):
+        samples = batch(1000 * seed + step)
+        total = int((samples[:, 1:] != 0).sum())
+        for piece in samples.split(1):
+            loss, count = loss_sum(model, piece)
+            (loss / total if kind == "token mean" else loss / count / len(samples)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % every == 0:
+            found.append(judged(model))
+    return found
+
+
+def recorded() -> dict[str, Any]:
+    """What `COMMAND` has stored: seed -> kind -> losses, and how it was made."""
+    return json.loads(RECORDING.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    runs = {}
+    for seed in range(1, SEEDS + 1):
+        curves = {kind: train(kind, seed) for kind in KINDS}
+        runs[str(seed)] = {kind: [[round(x, 4) for x in pair] for pair in each] for kind, each in curves.items()}
+        print(seed, {kind: each[-1] for kind, each in runs[str(seed)].items()}, flush=True)
+    made = {"command": COMMAND, "torch": torch.__version__, "device": "CPU", "steps": STEPS, "every": EVERY}
+    lines = ",\n".join(f"{json.dumps(seed)}: {json.dumps(curves)}" for seed, curves in runs.items())
+    RECORDING.write_text(f'{json.dumps(made)[:-1]}, "runs": {{\n{lines}\n}}}}\n', encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
