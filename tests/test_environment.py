@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import course_lib
+
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with JupyterLab")
 Requirement = pytest.importorskip("packaging.requirements").Requirement
 Version = pytest.importorskip("packaging.version").Version
@@ -160,7 +162,10 @@ def test_an_environment_that_has_torch_without_cuda_keeps_to_it(tmp_path):
 # --- the wheel ---
 
 
-def test_the_wheel_holds_every_file_of_the_library(tmp_path):
+MAKERS = ("course_lib/teaching/editions/", "course_lib/teaching/translations.toml")
+
+
+def test_the_wheel_holds_the_library_and_the_lessons_but_not_what_makes_site_and_slides(tmp_path):
     """Built where it may write, with the setuptools that is here: nothing is downloaded."""
     setuptools = pytest.importorskip("setuptools")
     if Version(setuptools.__version__) < Version("77"):
@@ -173,5 +178,11 @@ def test_the_wheel_holds_every_file_of_the_library(tmp_path):
     done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("course_lib/")}
     there = {path.relative_to(tmp_path).as_posix() for path in (tmp_path / "course_lib").rglob("*") if path.is_file()}
-    assert there - set(zipfile.ZipFile(wheel).namelist()) == set()
+    only_here = {name for name in there if name.startswith(MAKERS)}
+    assert there - packed == only_here and packed <= there
+
+
+def test_the_library_says_the_version_of_its_distribution():
+    assert course_lib.__version__ == tomllib.loads(PYPROJECT)["project"]["version"]
