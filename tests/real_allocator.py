@@ -40,8 +40,18 @@ def build(folder: Path) -> Path:
     return folder / "drive"
 
 
-def run(program: Path, commands: str, capacity_bytes: int, settings: str = "") -> list[tuple[str, dict, list]]:
-    """After each command: the error's sentence or "", the statistics, the segments."""
+# As numbered in c10/core/CachingDeviceAllocator.h.
+ACTIONS = (
+    "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap",
+    "snapshot", "oom",
+)  # fmt: skip
+
+
+def run(
+    program: Path, commands: str, capacity_bytes: int, settings: str = ""
+) -> tuple[list[tuple[str, dict, list]], list[tuple[str, int]]]:
+    """After each command: the error's sentence or "", the statistics, the segments.
+    And the history: (action, bytes)."""
     environment = os.environ | {
         "CAPACITY_BYTES": str(capacity_bytes),
         "PYTORCH_CUDA_ALLOC_CONF": settings,
@@ -51,7 +61,9 @@ def run(program: Path, commands: str, capacity_bytes: int, settings: str = "") -
     done = subprocess.run([program], input=commands, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the allocator ended with {done.returncode}: {done.stderr[-2000:]}")
-    return [_read(line) for line in done.stdout.splitlines()]
+    *lines, history = done.stdout.splitlines()
+    entries = (entry.split() for entry in history.split(";") if entry)
+    return [_read(line) for line in lines], [(ACTIONS[int(action)], int(size)) for size, action in entries]
 
 
 def _read(line: str) -> tuple[str, dict, list]:

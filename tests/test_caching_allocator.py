@@ -654,13 +654,15 @@ def drawn(seed, count):
 @pytest.mark.parametrize("text", REAL_SETTINGS)
 @pytest.mark.parametrize("seed", range(2))
 def test_pytorchs_compiled_allocator_does_the_same(program, text, seed):
-    """At every step: the error's sentence, all statistics, and each segment's blocks."""
+    """At every step: the error's sentence, all statistics, and each segment's blocks; then, all that happened."""
     steps, capacity = drawn(seed, 300)
-    allocator = CachingAllocator(capacity, settings=text)
+    allocator = CachingAllocator(capacity, settings=text, record_history=True)
     done, ours = [], []
     for step, _ in follow(steps, allocator, errors := []):
         done.append(" ".join(map(str, step)))
         ours.append((errors.pop() if errors else "", allocator.memory_stats(), layout(allocator)))
-    theirs = real_allocator.run(program, "\n".join(done), capacity, text)
+    theirs, history = real_allocator.run(program, "\n".join(done), capacity, text)
     for number, (mine, real) in enumerate(zip(ours, theirs, strict=True)):
         assert mine == real, f"step {number}, {done[number]}, of a device of {capacity} bytes"
+    [entries] = allocator.snapshot()["device_traces"]
+    assert [(entry["action"], entry["size"]) for entry in entries] == history

@@ -1,5 +1,6 @@
 // Reads one command a line, "a NAME BYTES" (allocate), "f NAME" (free) or "e" (empty the cache), and prints after each
-// what PyTorch's caching allocator says: its error, its statistics, its segments with their blocks.
+// what PyTorch's caching allocator says: its error, its statistics, its segments with their blocks. The last line is its
+// history: the size and the number of each action.
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/PeerToPeerAccess.h>
 
@@ -31,6 +32,7 @@ int main() {
 #ifdef HAS_P2P_CACHE
   c10::cuda::detail::init_p2p_access_cache(1);
 #endif
+  allocator->recordHistory(true, nullptr, 1 << 20, RecordContext::NEVER, true, {});
   std::map<long, void*> blocks;
   char command = 0;
   while (scanf(" %c", &command) == 1) {
@@ -67,11 +69,16 @@ int main() {
     printf("num_alloc_retries=%ld num_ooms=%ld num_sync_all_streams=%ld num_device_alloc=%ld num_device_free=%ld\t",
            stats.num_alloc_retries, stats.num_ooms, stats.num_sync_all_streams, stats.num_device_alloc,
            stats.num_device_free);
-    for (const auto& segment : allocator->snapshot().segments) {
+    for (const auto& segment : allocator->snapshot({0, 0}, false).segments) {
       printf("%s", segment.is_large ? "large" : "small");
       for (const auto& block : segment.blocks) printf(" %s%zu", block.allocated ? "+" : "-", block.size);
       printf(";");
     }
     printf("\n");
   }
+  const auto snapshot = allocator->snapshot();
+  for (const auto& entry : snapshot.device_traces.at(0)) {
+    if (entry.action_ != TraceEntry::SNAPSHOT) printf("%zu %d;", entry.size_, int(entry.action_));
+  }
+  printf("\n");
 }
