@@ -1,14 +1,22 @@
 """The simulated CUDA caching allocator against hand-worked rules, a slow twin, PyTorch's own code, and a GPU."""
 
+import json
 import os
+import pickle
+import pickletools
 import random
+import re
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import real_allocator
 import torch
 from obvious_allocator import ObviousAllocator
 from properties import given, settings, st
+from torch.cuda import _memory_viz
 
 from course_lib.memory import AllocatorSettings, Block, CachingAllocator
 
@@ -609,6 +617,111 @@ def test_a_slow_and_obvious_allocator_does_the_same(steps, how, capacity):
             assert figures[f"{name}.peak"] >= figures[f"{name}.current"]
 
 
+# ---- replayed, and written for the viewer
+
+LINE = {"filename": "train.py", "line": 7, "name": "forward"}
+EVENTS = [
+    ("birth", "weight", 30 * MIB, [LINE]),
+    ("birth", "activation", 3_000_000, [LINE | {"line": 8}]),
+    ("birth", "mask", 1000, [LINE | {"line": 9}]),
+    ("release", "activation", 3_000_000),
+    ("birth", "gradient", 30 * MIB, [LINE | {"line": 10}]),
+    ("release", "mask", 1000),
+]
+
+
+def replayed(events=EVENTS, **options):
+    allocator = CachingAllocator(record_history=True, **options)
+    return allocator, allocator.replay(events)
+
+
+def test_a_replay_allocates_and_frees_as_the_events_say():
+    allocator, live = replayed()
+    assert live.keys() == {"weight", "gradient"}
+    assert now(allocator, "requested_bytes", "reserved_bytes") == [60 * MIB, 82 * MIB]
+    assert allocator.memory_stats()["requested_bytes.all.peak"] == 60 * MIB + 1000
+    allocator.replay([("release", "weight", 30 * MIB), ("birth", "weight", 5)], live)
+    assert now(allocator, "requested_bytes") == 30 * MIB + 5
+    assert live["weight"].requested_bytes == 5
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_pytorchs_own_reader_finds_the_figures_in_a_saved_snapshot(expandable, tmp_path):
+    allocator, _ = replayed(expandable_segments=expandable)
+    allocator.save_snapshot(tmp_path / "step.pickle")
+    with open(tmp_path / "step.pickle", "rb") as file:
+        snapshot = pickle.load(file)
+    assert snapshot == allocator.snapshot()
+    summary = _memory_viz.segsum(snapshot)
+    reserved, requested = now(allocator, "reserved_bytes", "requested_bytes")
+    for name, value in (
+        ("total_reserved", reserved),
+        ("total_allocated", requested),
+        ("total_free", reserved - requested),
+    ):
+        assert f"{name}: {_memory_viz.Bytes(value)}" in summary
+    events = _memory_viz.trace(snapshot)
+    assert events.count(" = cudaMalloc(") == (0 if expandable else 4)
+    assert events.count("segment_map") == (3 if expandable else 0)
+    assert events.count("\ndel ") == events.count("\n# free completed") == 2
+    flames = _memory_viz.memory(snapshot, format_flamegraph=str)
+    assert f"stream_0;active_allocated;train.py:7:forward {30 * MIB}\n" in flames
+    assert "Active Memory Timeline" in _memory_viz.trace_plot(snapshot)
+
+
+def test_out_of_memory_and_an_emptied_cache_stand_in_the_history():
+    allocator = CachingAllocator(20 * MIB, record_history=True)
+    allocator.free(allocator.allocate(2 * MIB, [LINE]))
+    allocator.empty_cache()
+    out_of_memory(allocator, 30 * MIB)
+    text = _memory_viz.trace(allocator.snapshot())
+    assert re.search(
+        r"cudaFree\(\w+\) # 20.0MiB\nraise OutOfMemoryError # 30.0MiB requested, 20.0MiB free in CUDA", text
+    )
+    [entries] = allocator.snapshot()["device_traces"]
+    assert [entry["frames"] for entry in entries if entry["action"] == "segment_free"] == [[LINE]]
+
+
+def test_without_a_recorded_history_a_snapshot_has_segments_only():
+    allocator = CachingAllocator()
+    allocator.allocate(1)
+    snapshot = allocator.snapshot()
+    assert snapshot["device_traces"] == [[]]
+    assert len(snapshot["segments"]) == 1
+
+
+# What torch/utils/viz/MemoryViz.js reads of each, and the opcodes that its reader of pickles knows.
+OF_A_SEGMENT = {"address", "total_size", "stream", "frames", "blocks", "device"}
+OF_A_BLOCK = {"state", "size", "requested_size", "frames"}
+OF_AN_ENTRY = {"action", "size", "stream", "frames"}
+OPCODES = """
+    APPEND APPENDS BINGET BINFLOAT BININT BININT1 BININT2 BINPUT BINUNICODE DICT EMPTY_DICT EMPTY_LIST
+    EMPTY_TUPLE FRAME LIST LONG1 LONG_BINGET LONG_BINPUT MARK MEMOIZE NEWFALSE NEWTRUE NONE PROTO SETITEM
+    SETITEMS SHORT_BINUNICODE STOP TUPLE TUPLE1 TUPLE2 TUPLE3
+"""
+
+
+def test_a_saved_snapshot_is_what_the_viewers_page_can_read(tmp_path):
+    """As its source says; the page itself was not opened."""
+    allocator, live = replayed(capacity_bytes=2 * GIB)
+    for block in live.values():
+        allocator.free(block)
+    out_of_memory(allocator, 3 * GIB)
+    allocator.save_snapshot(tmp_path / "step.pickle")
+    written = (tmp_path / "step.pickle").read_bytes()
+    opcodes = {opcode.name: argument for opcode, argument, _ in pickletools.genops(written)}
+    assert opcodes.keys() <= set(OPCODES.split())
+    assert 2 <= opcodes["PROTO"] <= 4
+    snapshot = pickle.loads(written)
+    for segment in snapshot["segments"]:
+        assert segment.keys() >= OF_A_SEGMENT
+        assert all(block.keys() >= OF_A_BLOCK for block in segment["blocks"])
+        assert segment["address"] + segment["total_size"] < 1 << 53  # exact as one of JavaScript's numbers
+    for entry in snapshot["device_traces"][0]:
+        assert entry.keys() >= OF_AN_ENTRY | {"device_free" if entry["action"] == "oom" else "addr"}
+        assert "category" not in entry  # the page stops at categories of which none is "unknown"
+
+
 # ---- against PyTorch's own compiled allocator, on a CUDA runtime that only counts
 
 REAL_SETTINGS = [
@@ -666,3 +779,72 @@ def test_pytorchs_compiled_allocator_does_the_same(program, text, seed):
         assert mine == real, f"step {number}, {done[number]}, of a device of {capacity} bytes"
     [entries] = allocator.snapshot()["device_traces"]
     assert [(entry["action"], entry["size"]) for entry in entries] == history
+
+
+# ---- on a GPU
+
+
+def on_a_gpu(asked, text):
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": text, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, Path(__file__).with_name("gpu_allocator.py")]
+    done = subprocess.run(command, input=json.dumps(asked), env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def decided_by_addresses(text):
+    """Before 2.13 CUDA's addresses decide between free chunks of one size in two segments."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < (2, 13) and "expandable_segments" not in text:
+        pytest.skip("before torch 2.13, addresses that CUDA alone knows decide between chunks of one size")
+
+
+def without_what_others_hold(text):
+    """The sentence of an error, but for what the device and NVML say of all processes."""
+    return re.sub(r"GPU 0 has .*?(?=(\S+ \S+ allowed; )?Of the allocated)", "", text)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "text", ["", "expandable_segments:True", "max_split_size_mb:32", "garbage_collection_threshold:0.5"]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_on_a_gpu_the_same_sequence_gives_the_same_figures_at_each_moment(text, seed):
+    """The process may take about 1 GiB of the device, so that it is full now and then."""
+    decided_by_addresses(text)
+    total = torch.cuda.get_device_properties(0).total_memory
+    fraction = GIB / total
+    allocator = CachingAllocator(
+        total, settings=",".join(filter(None, [text, f"per_process_memory_fraction:{fraction!r}"]))
+    )
+    steps, _ = drawn(seed, 300)
+    done, ours = [], []
+    for step, _ in follow(steps, allocator, errors := []):
+        done.append(" ".join(map(str, step)))
+        ours.append((errors.pop() if errors else "", allocator.memory_stats()))
+    found = on_a_gpu({"steps": done, "fraction": fraction}, text)
+    assert found["total"] == total
+    for number, ((error, figures), (said, theirs)) in enumerate(zip(ours, found["said"], strict=True)):
+        where = f"step {number}, {done[number]}"
+        assert {name: theirs[name] for name in figures} == figures, where
+        assert (
+            without_what_others_hold(said).split(" If reserved")[0]
+            == (without_what_others_hold(error).split(" If reserved")[0])
+        ), where
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ["", "expandable_segments:True", "max_split_size_mb:20"])
+def test_on_a_gpu_three_steps_of_a_decoder_reserve_what_the_rules_say(text):
+    """What tensors and libraries asked for is replayed; then segments come in the same order, and all figures agree."""
+    decided_by_addresses(text)
+    found = on_a_gpu({"train": True}, text)
+    allocator = CachingAllocator(settings=text, record_history=True)
+    what = {"alloc": "birth", "free_completed": "release"}
+    allocator.replay((what[action], address, size) for action, address, size in found["history"] if action in what)
+    figures = allocator.memory_stats()
+    assert {name: found["statistics"][name] for name in figures} == figures
+    [entries] = allocator.snapshot()["device_traces"]
+    assert [[entry["action"], entry["size"]] for entry in entries] == [
+        [action, size] for action, _, size in found["history"] if action != "snapshot"
+    ]
