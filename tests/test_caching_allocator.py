@@ -8,17 +8,21 @@ import random
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import real_allocator
 import torch
+from meter_events import events_of
 from obvious_allocator import ObviousAllocator
 from properties import given, settings, st
 from torch.cuda import _memory_viz
 
-from course_lib.memory import AllocatorSettings, Block, CachingAllocator
+from course_lib.checkpoint import checkpoint_blocks
+from course_lib.memory import AllocatorSettings, Block, CachingAllocator, MemoryMeter
+from course_lib.models import Decoder, random_tokens
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -688,6 +692,29 @@ def test_without_a_recorded_history_a_snapshot_has_segments_only():
     snapshot = allocator.snapshot()
     assert snapshot["device_traces"] == [[]]
     assert len(snapshot["segments"]) == 1
+
+
+@pytest.mark.parametrize("forget", [False, True], ids=["plain", "checkpointed"])
+def test_a_metered_step_asks_for_what_the_meter_counts_and_reserves_more(forget):
+    with MemoryMeter() as meter:
+        model = Decoder(vocabulary=500, hidden=128, heads=4, layers=4, sequence=64)
+        tokens = random_tokens(8, 64, 500)
+        optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+        with checkpoint_blocks(model, "layers.*") if forget else nullcontext():
+            for _ in range(2):
+                optimizer.zero_grad()
+                model.loss(tokens).backward()
+                optimizer.step()
+    for expandable in (False, True):
+        allocator = CachingAllocator(expandable_segments=expandable)
+        live = allocator.replay(events_of(meter))
+        figures = allocator.memory_stats()
+        requested, allocated, reserved = (
+            figures[f"{name}_bytes.all.peak"] for name in ("requested", "allocated", "reserved")
+        )
+        assert requested == meter.peak_bytes
+        assert requested < allocated <= reserved < 1.5 * requested
+        assert now(allocator, "requested_bytes") == sum(block.requested_bytes for block in live.values())
 
 
 # What torch/utils/viz/MemoryViz.js reads of each, and the opcodes that its reader of pickles knows.

@@ -39,12 +39,15 @@ class Statistics(dict):
         pools = ("all", "small_pool", "large_pool")
         names = [f"{name}.{pool}" for name in self.OF_POOLS for pool in pools]
         super().__init__({name: Statistic() for name in (*names, *self.OVERSIZE)})
+        self._both = {
+            (name, pool): (self[f"{name}.all"], self[f"{name}.{pool}"]) for name in self.OF_POOLS for pool in pools[1:]
+        }
         self.counts = dict.fromkeys(self.COUNTS, 0)
 
     def add(self, name: str, pool: Pool, amount: int) -> None:
         """To the figure of the pool, and to that of all."""
-        self[f"{name}.all"].add(amount)
-        self[f"{name}.{pool.name}"].add(amount)
+        for statistic in self._both[name, pool.name]:
+            statistic.add(amount)
 
     def as_dict(self) -> dict[str, int]:
         parts = ("current", "peak", "allocated", "freed")
