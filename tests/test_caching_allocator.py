@@ -463,7 +463,7 @@ def test_settings_are_read_as_pytorchs_own_parser_reads_them(text):
             divisions = rounding_of_pytorch()
             assert list(ours._divisions) == [divisions(1 << power) for power in range(20, 36)]
     finally:
-        torch._C._accelerator_setAllocatorSettings("roundup_power2_divisions:1")
+        torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:20,roundup_power2_divisions:1")
         torch._C._accelerator_setAllocatorSettings(before)
 
 

@@ -14,7 +14,9 @@ from .._check import kind, number, whole
 MIB = 1 << 20
 MIN_BLOCK_BYTES = 512  # kMinBlockSize: every size is a multiple of it
 LARGE_SEGMENT_BYTES = 20 * MIB  # large_segment_size_, kLargeBuffer until 2.9
-INTERVALS = 16  # kRoundUpPowerOfTwoIntervals: powers of two from 1 MiB (and all below) to 32 GiB (and all above)
+# kRoundUpPowerOfTwoIntervals: from each power of two to the next, 1 MiB (and all below) to 32 GiB
+# (and all above).
+INTERVALS = 16
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class AllocatorSettings:
         number("memory_fraction", self.memory_fraction, 0, 1)
         threshold = self.garbage_collection_threshold
         if threshold is not None and not 0 < number("garbage_collection_threshold", threshold) < 1:
-            raise ValueError(f"garbage_collection_threshold is {threshold}; it takes a number between 0 and 1")
+            takes = "a number between 0 and 1"
+            raise ValueError(f"garbage_collection_threshold is {threshold}; it takes {takes}")
         object.__setattr__(self, "_divisions", _divisions(self.roundup_power2_divisions))
 
     @classmethod
@@ -74,10 +77,12 @@ class AllocatorSettings:
                 that PyTorch refuses.
         """
         chosen = {}
-        for item in filter(None, re.split(r",(?![^\[]*\])", "".join(kind("text", text, str, "a text").split()))):
+        items = re.split(r",(?![^\[]*\])", "".join(text.split()))  # not at commas within brackets
+        for item in filter(None, items):
             key, _, value = item.partition(":")
             if key not in _PARSERS:
-                raise ValueError(f"{key!r} in {text!r} is no setting known here; known are {', '.join(_PARSERS)}")
+                known = ", ".join(_PARSERS)
+                raise ValueError(f"{key!r} in {text!r} is no setting known here; known are {known}")
             name, parse = _PARSERS[key]
             try:
                 chosen[name] = parse(value)
@@ -117,7 +122,8 @@ def _divisions(given: int | Mapping[int | str, int] | None) -> tuple[int, ...]:
         if start == ">":
             steps[last + 1 :] = [count] * (INTERVALS - last - 1)
             continue
-        index = min(_power_of_two("an interval of roundup_power2_divisions", start).bit_length() - 1, INTERVALS - 1)
+        start = _power_of_two("an interval of roundup_power2_divisions", start)
+        index = min(start.bit_length() - 1, INTERVALS - 1)
         if first:  # the first one named holds for all sizes below it, too
             steps[:index] = [count] * index
         steps[index], last, first = count, index, False

@@ -19,6 +19,8 @@ from .device_memory import Chunk
 from .memory_snapshot import save_snapshot, snapshot_of
 from .segments import SMALL_SEGMENT_BYTES, CudaMalloc, ExpandableSegments, Segments
 
+Live = dict[Hashable, "Block"]  # a storage's name -> its block
+
 
 @dataclass(eq=False, slots=True)
 class Block:
@@ -117,13 +119,12 @@ class CachingAllocator:
         Raises:
             ValueError: it was given back before, or is another allocator's.
         """
-        if not kind("block", block, Block, "a block that allocate returned").allocated:
-            raise ValueError(f"the block of {block.size_bytes} bytes at {block.address:#x} was freed already")
+        kind("block", block, Block, "a block that allocate returned")
+        named = f"the block of {block.size_bytes} bytes at {block.address:#x}"
+        if not block.allocated:
+            raise ValueError(f"{named} was freed already")
         if block.requested_bytes and block not in self._chunks:
-            raise ValueError(
-                f"the block of {block.size_bytes} bytes at {block.address:#x} was never allocated here; free takes a "
-                "block that this allocator returned"
-            )
+            raise ValueError(f"{named} was never allocated here; free takes what allocate returned")
         block.allocated = False
         if block.requested_bytes == 0:
             return
@@ -134,7 +135,7 @@ class CachingAllocator:
         chunk.requested, chunk.frames, chunk.allocated = 0, (), False
         self._segments.give_back(chunk)
 
-    def replay(self, events: Iterable[tuple], live: dict[Hashable, Block] | None = None) -> dict[Hashable, Block]:
+    def replay(self, events: Iterable[tuple], live: Live | None = None) -> Live:
         """Allocate and free as the events say; returns the blocks of the storages that live on.
 
         Args:
@@ -152,7 +153,8 @@ class CachingAllocator:
             if what not in ("birth", "release"):
                 raise ValueError(f"event {number} is {what!r}; it takes 'birth' or 'release'")
             if (what == "birth") == (storage in live):
-                problem = "is born while it lives" if what == "birth" else "is released, but does not live"
+                born, released = "is born while it lives", "is released, but does not live"
+                problem = born if what == "birth" else released
                 raise ValueError(f"storage {storage!r} {problem} (event {number})")
             if what == "birth":
                 live[storage] = self.allocate(size_bytes, *frames)
@@ -161,11 +163,11 @@ class CachingAllocator:
         return live
 
     def empty_cache(self) -> None:
-        """Release every whole cached segment, of an expandable one every free page: `emptyCache`."""
+        """Release each cached segment, of an expandable one each free page: `emptyCache`."""
         self._segments.release_cached()
 
     def memory_stats(self) -> dict[str, int]:
-        """Figures under the names of `torch.cuda.memory_stats`, such as "reserved_bytes.all.peak"."""
+        """Figures by the names of `torch.cuda.memory_stats`, as "reserved_bytes.all.peak"."""
         return self._segments.statistics.as_dict()
 
     def reset_peak_memory_stats(self) -> None:
@@ -174,11 +176,11 @@ class CachingAllocator:
             statistic.peak = statistic.current
 
     def snapshot(self) -> dict:
-        """What `torch.cuda.memory._snapshot` gives: segments, their blocks, and the recorded history."""
+        """What `torch.cuda.memory._snapshot` gives: segments, their blocks, recorded history."""
         return snapshot_of(self._segments, self._chunks.values())
 
     def save_snapshot(self, path) -> None:
-        """Write the snapshot so that pytorch.org/memory_viz opens it, as `torch.cuda.memory._dump_snapshot` does."""
+        """Write the snapshot for pytorch.org/memory_viz: `torch.cuda.memory._dump_snapshot`."""
         save_snapshot(self.snapshot(), path)
 
 

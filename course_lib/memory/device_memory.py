@@ -1,4 +1,4 @@
-"""What the caching allocator's books are made of: figures, chunks of segments, and pools of free ones."""
+"""What the caching allocator's books are made of: figures, chunks of segments, pools of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 
 
 class Statistic:
-    """One of `torch.cuda.memory_stats`' figures: now, at most, all that was added, all that was taken off."""
+    """A figure of `torch.cuda.memory_stats`: now, at most, all that was added, all taken off."""
 
     __slots__ = ("allocated", "current", "freed", "peak")
 
@@ -32,16 +32,18 @@ class Statistics(dict):
     )  # fmt: skip
     OVERSIZE = ("oversize_allocations", "oversize_segments")
     COUNTS = (
-        "num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free",
+        "num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc",
+        "num_device_free",
     )  # fmt: skip
 
     def __init__(self):
         pools = ("all", "small_pool", "large_pool")
         names = [f"{name}.{pool}" for name in self.OF_POOLS for pool in pools]
         super().__init__({name: Statistic() for name in (*names, *self.OVERSIZE)})
-        self._both = {
-            (name, pool): (self[f"{name}.all"], self[f"{name}.{pool}"]) for name in self.OF_POOLS for pool in pools[1:]
-        }
+        self._both = {}  # (name, pool) -> its figure, and that of all pools
+        for name in self.OF_POOLS:
+            for pool in pools[1:]:
+                self._both[name, pool] = self[f"{name}.{pool}"], self[f"{name}.all"]
         self.counts = dict.fromkeys(self.COUNTS, 0)
 
     def add(self, name: str, pool: Pool, amount: int) -> None:

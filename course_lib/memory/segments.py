@@ -1,12 +1,21 @@
-"""How the caching allocator gets, cuts, joins and gives back memory: as segments, or as one that
-grows by pages.
+"""How the caching allocator gets, cuts, joins and gives back memory.
 
-Source: c10/cuda/CUDACachingAllocator.cpp, torch 2.13; its names stand in the docstrings.
+Source: c10/cuda/CUDACachingAllocator.cpp, torch 2.13, whose names stand in the docstrings below.
+
+- A size is rounded up to 512 bytes. Up to 1 MiB it comes from the small pool, else from the large.
+- The smallest free chunk that holds it is taken, whole or cut: in the small pool if 512 bytes are
+  left, in the large one if more than 1 MiB is.
+- If there is none, CUDA is asked for a segment: 2 MiB, 20 MiB, or from 10 MiB on the size itself,
+  rounded up to 2 MiB. With expandable segments, for pages of 2 or 20 MiB behind the last one.
+- What is freed joins its free neighbours and stays reserved.
+- If CUDA has no more, all segments that are free as a whole go back to it, and it is asked again.
+- With `max_split_size_mb`, larger blocks are not cut, nor given to smaller requests, nor to those
+  that they exceed by 20 MiB; on a full device they go first, and only as many as it takes.
+
+tests/real_allocator.py has PyTorch's compiled code do the same, step by step.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from .allocator_settings import LARGE_SEGMENT_BYTES, MIB, MIN_BLOCK_BYTES, AllocatorSettings
 from .device_memory import Chunk, Pool, Statistics
@@ -29,7 +38,12 @@ class Segments:
         history: (action, address or bytes free, size, frames) of all that happened, or None.
     """
 
-    def __init__(self, settings: AllocatorSettings, capacity_bytes: int | None, history: list | None):
+    def __init__(
+        self,
+        settings: AllocatorSettings,
+        capacity_bytes: int | None,
+        history: list | None,
+    ):
         self.settings, self.history, self.statistics = settings, history, Statistics()
         self.small = Pool("small_pool", SMALL_SEGMENT_BYTES)
         self.large = Pool("large_pool", settings.large_segment_bytes)
@@ -193,10 +207,7 @@ class CudaMalloc(Segments):
             self.statistics["oversize_segments"].add(sign)
 
     def _release_free(self, pool: Pool) -> None:
-        self._release_all(chunk for *_, chunk in list(pool.free) if not chunk.split)
-
-    def _release_all(self, chunks: Iterable[Chunk]) -> None:
-        for chunk in chunks:
+        for chunk in [chunk for *_, chunk in pool.free if not chunk.split]:
             self._release(chunk)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
@@ -231,10 +242,10 @@ class CudaMalloc(Segments):
             ages = {chunk: self.large.searches - chunk.free_since for chunk in whole}
             total = sum(ages.values())
             kept = []
+            # All of at least the mean age go, even if fewer would do: it is to be rarely needed.
             for chunk in whole:
-                # As PyTorch does it, the mean is that of the round's start, ...
                 if ages[chunk] * len(whole) >= total:
-                    reclaimed += chunk.size  # ... and a round is finished even if less would do
+                    reclaimed += chunk.size
                     self._release(chunk)
                 else:
                     kept.append(chunk)
@@ -242,12 +253,15 @@ class CudaMalloc(Segments):
 
 
 class ExpandableSegments(Segments):
-    """One segment per pool, of more addresses than the device has memory; memory is put behind them page by page."""
+    """One segment per pool, of more addresses than the device has memory, which is put behind them
+    page by page.
+    """
 
     def _best_fit(self, pool: Pool, size: int) -> int:
-        """A chunk that could grow counts as large as it could become, so that others are used up first."""
+        """A chunk that could grow counts as large as it could become: others are used up first."""
         index = pool.first_of(size)
-        while index + 1 < len(pool.free) and _could_be(pool.free[index + 1][-1]) < _could_be(pool.free[index][-1]):
+        last = len(pool.free) - 1
+        while index < last and _could_be(pool.free[index + 1]) < _could_be(pool.free[index]):
             index += 1
         return index
 
@@ -265,7 +279,8 @@ class ExpandableSegments(Segments):
     def _room(self, pool: Pool, size: int) -> Chunk:
         """The lowest free addresses that suffice, mapped or not (`find_expandable_block`)."""
         for _, chunk in pool.unmapped:
-            first = chunk.before if chunk.before is not None and not chunk.before.allocated else chunk
+            before = chunk.before
+            first = chunk if before is None or before.allocated else before
             room, last = 0, first
             while room < size and last is not None and not last.allocated:
                 room, last = room + last.size, last.next
@@ -273,15 +288,18 @@ class ExpandableSegments(Segments):
                 return first
         page = pool.page_bytes
         address = _up(self._address, page)
-        pages = -(-(self.total_bytes + self.total_bytes // 8) // page)  # "1 1/8 the total memory on the GPU"
-        chunk = Chunk(pool, self._segments_made, address, pages * page, expandable=True)
+        size = _up(self.total_bytes + self.total_bytes // 8, page)  # "1 1/8 the total memory"
+        chunk = Chunk(pool, self._segments_made, address, size, expandable=True)
         self._segments_made += 1
         self._address = address + chunk.size
         pool.insert(chunk)
         return chunk
 
     def _map(self, chunk: Chunk, size: int, frames) -> Chunk | None:
-        """Put memory behind the first `size` bytes, in whole pages; None if there is not enough (`map_block`)."""
+        """Put memory behind the first `size` bytes, in whole pages; None if there is too little.
+
+        Source: `map_block`.
+        """
         pool = chunk.pool
         size = _up(size, pool.page_bytes)
         if size > self.free_bytes:
@@ -332,7 +350,8 @@ class ExpandableSegments(Segments):
         pass  # as they are there
 
 
-def _could_be(chunk: Chunk) -> int:
+def _could_be(of: tuple) -> int:
+    chunk = of[-1]
     return chunk.size + (chunk.next.size if chunk.next is not None and not chunk.next.mapped else 0)
 
 
