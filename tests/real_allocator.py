@@ -6,6 +6,7 @@ TORCH_WITH_CUDA), the headers of CUDA (Triton brings them along) and g++.
 """
 
 import os
+import re
 import shutil
 import subprocess
 from functools import cache
@@ -23,6 +24,11 @@ def missing() -> str:
     if not (_torch() / "lib" / "libc10_cuda.so").exists():
         return "needs a torch built with CUDA (or TORCH_WITH_CUDA=its folder)"
     return "" if _headers() else "needs the headers of CUDA, which Triton brings along"
+
+
+def version() -> tuple[int, int]:
+    found = re.search(r"__version__ = '(\d+)\.(\d+)", (_torch() / "version.py").read_text())
+    return int(found[1]), int(found[2])
 
 
 def build(folder: Path) -> Path:

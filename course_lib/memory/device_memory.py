@@ -119,9 +119,9 @@ class Chunk:
 class Pool:
     """The free chunks of one pool: by size, then by the age of their segment, then by address.
 
-    Source: `BlockComparatorSizeCounterAddress` (torch 2.13). In earlier versions addresses alone
-    decide between chunks of one size; here each segment has a higher one than all before it, which
-    CUDA does not promise.
+    Source: `BlockComparatorSizeCounterAddress` (torch 2.13). Up to 2.11 addresses alone decide
+    between chunks of one size; here each segment has a higher one than all before it, which CUDA
+    does not promise. In 2.12 it is the age of the chunk.
     """
 
     def __init__(self, name: str, page_bytes: int):

@@ -218,16 +218,15 @@ class CudaMalloc(Segments):
         """
         if self._unsplit is None:
             return False
-        wanted = max(size, self._unsplit)
-        index = pool.first_of(wanted)
-        if index < len(pool.free):
+        index = pool.first_of(size)
+        if index < len(pool.free):  # it is oversize, or it would have been taken
             self._release(pool.free[index][-1])
             return True
         released = 0
-        while released < wanted and pool.free and self._is_oversize(pool.free[-1][0]):
+        while released < size and pool.free and self._is_oversize(pool.free[-1][0]):
             released += pool.free[-1][0]
             self._release(pool.free[-1][-1])
-        return released >= wanted
+        return released >= size
 
     def _collect_garbage(self) -> None:
         """Above the threshold, release whole large segments that lay idle for longer than others.
