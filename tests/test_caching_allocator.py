@@ -25,6 +25,7 @@ from course_lib.memory import AllocatorSettings, Block, CachingAllocator, Memory
 from course_lib.models import Decoder, random_tokens
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def now(allocator, *names):
@@ -478,6 +479,7 @@ CONFIGURATIONS = [
 
 
 @pytest.mark.parametrize("text", CONFIGURATIONS)
+@pytest.mark.skipif(VERSION < (2, 13), reason="the parser is that of torch 2.13")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch's parser would set this process's own allocator")
 def test_settings_are_read_as_pytorchs_own_parser_reads_them(text):
     def accepted(parse):
@@ -866,8 +868,7 @@ def on_a_gpu(asked, text):
 
 def decided_by_addresses(text):
     """Before 2.13 CUDA's addresses decide between free chunks of one size in two segments."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < (2, 13) and "expandable_segments" not in text:
+    if VERSION < (2, 13) and "expandable_segments" not in text:
         pytest.skip("before torch 2.13, addresses that CUDA alone knows decide between chunks of one size")
 
 
