@@ -306,6 +306,17 @@ def test_free_memory_around_the_edge_of_two_pages_stays():
     assert allocator.memory_stats()["num_device_free"] == 0
 
 
+def test_pages_that_were_released_one_by_one_are_filled_at_once():
+    allocator = CachingAllocator(expandable_segments=True)
+    held = [allocator.allocate(20 * MIB) for _ in range(4)]
+    for block in held[1:3]:
+        allocator.free(block)
+        allocator.empty_cache()
+    before = allocator.memory_stats()["num_device_alloc"]
+    assert allocator.allocate(40 * MIB).address == held[1].address
+    assert allocator.memory_stats()["num_device_alloc"] == before + 1
+
+
 def test_batch_a_then_b_needs_more_than_b_then_a_and_expandable_segments_mend_it():
     def after(order, **options):
         allocator = CachingAllocator(**options)
