@@ -317,6 +317,15 @@ def test_pages_that_were_released_one_by_one_are_filled_at_once():
     assert allocator.memory_stats()["num_device_alloc"] == before + 1
 
 
+def test_an_expandable_segment_has_an_eighth_more_addresses_than_the_device_has_memory():
+    allocator = CachingAllocator(40 * MIB, expandable_segments=True)
+    first, second = allocator.allocate(20 * MIB), allocator.allocate(10 * MIB)
+    allocator.free(first)
+    block = allocator.allocate(25 * MIB)  # 10 MiB of the second page, and a third one for the first
+    assert block.address == second.address + 10 * MIB
+    assert now(allocator, "reserved_bytes") == 40 * MIB
+
+
 def test_batch_a_then_b_needs_more_than_b_then_a_and_expandable_segments_mend_it():
     def after(order, **options):
         allocator = CachingAllocator(**options)

@@ -77,7 +77,8 @@ class AllocatorSettings:
                 that PyTorch refuses.
         """
         chosen = {}
-        items = re.split(r",(?![^\[]*\])", "".join(text.split()))  # not at commas within brackets
+        text = "".join(kind("text", text, str, "a text").split())
+        items = re.split(r",(?![^\[]*\])", text)  # not at commas within brackets
         for item in filter(None, items):
             key, _, value = item.partition(":")
             if key not in _PARSERS:
