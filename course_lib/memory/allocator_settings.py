@@ -24,7 +24,8 @@ class AllocatorSettings:
     """The settings that change which bytes are reserved.
 
     Args:
-        max_split_size_bytes: larger blocks are never split; whole MiB. None: all may be.
+        max_split_size_bytes: blocks of this size and more are never split; whole MiB. None: all
+            may be.
         roundup_power2_divisions: sizes are rounded up to the next of so many steps between two
             powers of two: one number for all sizes, or MiB -> number with ">" for all above, as in
             `{64: 8, ">": 2}`.
@@ -34,8 +35,8 @@ class AllocatorSettings:
             asked for. It acts only where `memory_fraction` is below 1, as in PyTorch.
         max_non_split_rounding_bytes: how much larger than asked a block that may not be split can
             be; whole MiB. None: less than 20 MiB.
-        large_segment_bytes: a segment for sizes above 1 and below 10 MiB; whole MiB (a setting
-            since 2.10).
+        large_segment_bytes: a segment for sizes above 1 and below 10 MiB; whole MiB (older
+            versions have no such setting).
         memory_fraction: the part of the device that may be reserved
             (`torch.cuda.set_per_process_memory_fraction`).
 
@@ -98,11 +99,12 @@ class AllocatorSettings:
         power = size_bytes.bit_length() - 1  # 2^power <= size
         divisions = self._divisions[min(max(power - 20, 0), INTERVALS - 1)]
         if divisions > 1 and size_bytes > MIN_BLOCK_BYTES * divisions:
-            return _up(size_bytes, (1 << power) // divisions)
-        return _up(size_bytes, MIN_BLOCK_BYTES)
+            return round_up(size_bytes, (1 << power) // divisions)
+        return round_up(size_bytes, MIN_BLOCK_BYTES)
 
 
-def _up(size: int, step: int) -> int:
+def round_up(size: int, step: int) -> int:
+    """The next multiple of `step`."""
     return -(-size // step) * step
 
 

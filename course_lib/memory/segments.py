@@ -17,7 +17,13 @@ tests/real_allocator.py has PyTorch's compiled code do the same, step by step.
 
 from __future__ import annotations
 
-from .allocator_settings import LARGE_SEGMENT_BYTES, MIB, MIN_BLOCK_BYTES, AllocatorSettings
+from .allocator_settings import (
+    LARGE_SEGMENT_BYTES,
+    MIB,
+    MIN_BLOCK_BYTES,
+    AllocatorSettings,
+    round_up,
+)
 from .device_memory import Chunk, Pool, Statistics
 
 SMALL_BYTES = MIB  # kSmallSize: blocks up to this come from the small pool
@@ -66,7 +72,7 @@ class Segments:
             return SMALL_SEGMENT_BYTES
         if size < MIN_LARGE_BYTES:
             return self.settings.large_segment_bytes
-        return -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        return round_up(size, ROUND_LARGE_BYTES)
 
     def take(self, size: int, frames=()) -> Chunk | None:
         """A chunk for a block of this size, or None: the device is full (`malloc`)."""
@@ -286,8 +292,8 @@ class ExpandableSegments(Segments):
             if room >= size:
                 return first
         page = pool.page_bytes
-        address = _up(self._address, page)
-        size = _up(self.total_bytes + self.total_bytes // 8, page)  # "1 1/8 the total memory"
+        address = round_up(self._address, page)
+        size = round_up(self.total_bytes + self.total_bytes // 8, page)  # "1 1/8 the total memory"
         chunk = Chunk(pool, self._segments_made, address, size, expandable=True)
         self._segments_made += 1
         self._address = address + chunk.size
@@ -300,7 +306,7 @@ class ExpandableSegments(Segments):
         Source: `map_block`.
         """
         pool = chunk.pool
-        size = _up(size, pool.page_bytes)
+        size = round_up(size, pool.page_bytes)
         if size > self.free_bytes:
             return None
         pool.remove(chunk)
@@ -325,7 +331,7 @@ class ExpandableSegments(Segments):
     def _unmap(self, chunk: Chunk) -> None:
         """Take away the memory of the pages that lie within a free chunk (`unmap_block`)."""
         pool, page = chunk.pool, chunk.pool.page_bytes
-        first, last = _up(chunk.address, page), (chunk.address + chunk.size) // page * page
+        first, last = round_up(chunk.address, page), (chunk.address + chunk.size) // page * page
         if first >= last:
             return
         pool.remove(chunk)
@@ -352,7 +358,3 @@ class ExpandableSegments(Segments):
 def _could_be(of: tuple) -> int:
     chunk = of[-1]
     return chunk.size + (chunk.next.size if chunk.next is not None and not chunk.next.mapped else 0)
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step
