@@ -108,20 +108,12 @@ class ObviousAllocator:
 
     def expand(self, pool, size):
         page = self.page(pool)
-        if not any(of == pool for of, _ in self.segments):
-            self.segments.append((pool, [[up(self.capacity + self.capacity // 8, page), FREE, False]]))
-        [runs] = [runs for of, runs in self.segments if of == pool]
-        for start, run in enumerate(runs):
-            stop = start
-            while stop < len(runs) and runs[stop][1] is FREE:
-                stop += 1
-            # From the lowest free addresses that suffice, and of which some have no memory yet: at
-            # once, or next.
-            unmapped = [not run[2] for run in runs[start : min(stop, start + 2)]]
-            if any(unmapped) and sum(run[0] for run in runs[start:stop]) >= size:
-                break
-        else:
-            raise AssertionError("no addresses left")
+        runs, start = self.addresses(pool, size) or (None, 0)
+        if runs is None:
+            runs = [[up(self.capacity + self.capacity // 8, page), FREE, False]]
+            self.segments.append((pool, runs))
+        if sum(run[0] for run in runs) < size:
+            return None  # more than the device has
         at = start
         while sum(run[0] for run in runs[start:at]) < size:
             if not runs[at][2]:
@@ -135,6 +127,18 @@ class ObviousAllocator:
             at += 1
         self.join()
         return runs, start
+
+    def addresses(self, pool, size):
+        """The lowest free ones that suffice, of which some have no memory yet: at once, or next."""
+        for of, runs in self.segments:
+            for start in range(len(runs)):
+                stop = start
+                while stop < len(runs) and runs[stop][1] is FREE:
+                    stop += 1
+                unmapped = [not run[2] for run in runs[start : min(stop, start + 2)]]
+                if of == pool and any(unmapped) and sum(run[0] for run in runs[start:stop]) >= size:
+                    return runs, start
+        return None
 
     def hand_out(self, runs, index, size, name):
         rest = runs[index][0] - size
