@@ -1,4 +1,5 @@
-"""The cost of the meter beside that of PyTorch's own `MemTracker`, and its peaks beside the allocator's.
+"""The cost of the meter beside that of PyTorch's own `MemTracker`, its peaks beside the allocator's, and what the CUDA
+allocator's rules make of a step.
 
 Run as a script: `python tests/bench_memory.py`. Ratios of times taken in one run, in turns, so that they carry over to
 other machines; the peaks are exact.
@@ -14,13 +15,15 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
+from meter_events import events_of
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from course_lib.memory import MemoryMeter, measure
+from course_lib.checkpoint import checkpoint_blocks
+from course_lib.memory import CachingAllocator, MemoryMeter, measure, symbolic
 from course_lib.models import Decoder, DecoderLayer, deep_mlp, random_tokens
 
 BAR = 0.20
@@ -177,6 +180,59 @@ def peaks() -> None:
     print("* operators take workspace, which the allocator sees and the meter does not count")
 
 
+# ---- by the rules of the CUDA allocator
+
+
+def decoder_events(checkpointed: bool) -> list[tuple]:
+    """Two steps of a decoder of 110 million parameters, symbolically: its model, its state, its activations."""
+    with symbolic(), MemoryMeter() as meter:
+        model = Decoder(vocabulary=32000, hidden=768, heads=12, layers=12, sequence=512)
+        tokens = random_tokens(4, 512, 32000)
+        optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+        with checkpoint_blocks(model, "layers.*") if checkpointed else nullcontext():
+            for _ in range(2):
+                optimizer.zero_grad()
+                model.loss(tokens).backward()
+                optimizer.step()
+    return events_of(meter)
+
+
+def reserved() -> dict[str, list[tuple]]:
+    """Peaks of what is asked for, handed out and reserved; returns the events."""
+    print(f"{'decoder, 2 steps, Adam':38}{'requested':>16}{'allocated':>16}{'reserved':>16}{'of requested':>14}")
+    found = {"plain": decoder_events(False), "checkpointed": decoder_events(True)}
+    for name, events in found.items():
+        for expandable in (False, True):
+            allocator = CachingAllocator(expandable_segments=expandable)
+            allocator.replay(events)
+            figures = allocator.memory_stats()
+            peaks = [figures[f"{of}_bytes.all.peak"] for of in ("requested", "allocated", "reserved")]
+            label = f"{name}, expandable segments" if expandable else name
+            print(f"{label:38}{peaks[0]:16,}{peaks[1]:16,}{peaks[2]:16,}{peaks[2] / peaks[0]:13.3f}x")
+    return found
+
+
+def replays(events: list[tuple]) -> None:
+    """The time that replaying takes: the checkpointed decoder's two steps, again and again."""
+    for count in (10_000, 100_000):
+        rounds = -(-count // len(events))
+        again = [(what, (i, name), size) for i in range(rounds) for what, name, size in closed(events)][:count]
+        for expandable in (False, True):
+            start = time.process_time()
+            CachingAllocator(expandable_segments=expandable).replay(again)
+            taken = time.process_time() - start
+            label = "expandable segments" if expandable else "segments"
+            print(f"replay of {count:,} events, {label}: {taken:.3f} s of CPU, {taken / count * 1e6:.1f} us an event")
+
+
+def closed(events: list[tuple]) -> list[tuple]:
+    """The events, and in the end the release of what lives on."""
+    live = {}
+    for what, name, size in events:
+        live.pop(name) if what == "release" else live.update({name: size})
+    return [*events, *(("release", name, size) for name, size in live.items())]
+
+
 def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     threads = torch.get_num_threads()
@@ -185,6 +241,8 @@ def main() -> None:
         overhead()
         print()
         peaks()
+        print()
+        replays(reserved()["checkpointed"])
     finally:
         torch.set_num_threads(threads)
 

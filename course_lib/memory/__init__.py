@@ -1,9 +1,12 @@
 """Where the bytes of a training step go: measured to the byte, and predicted.
 
 `MemoryMeter` counts live tensors operator by operator, `measure` compares arms by one fair method, `saved_tensors`
-lists what autograd keeps for backward, and the formulas say what to expect of them. Lesson 01 explains.
+lists what autograd keeps for backward, and the formulas say what to expect of them. `CachingAllocator` follows
+PyTorch's rules for what a GPU reserves beyond that. Lesson 01 explains.
 """
 
+from .allocator_settings import AllocatorSettings
+from .caching_allocator import Block, CachingAllocator
 from .formulas import attention_saved_bytes, training_state_bytes, transformer_activation_bytes
 from .measurement import Measurement, measure
 from .meter import MemoryBudgetExceeded, MemoryMeter
@@ -17,6 +20,9 @@ __all__ = [
     "CATEGORY_COLORS",
     "CATEGORY_HATCHES",
     "PHASES",
+    "AllocatorSettings",
+    "Block",
+    "CachingAllocator",
     "Measurement",
     "MemoryBudgetExceeded",
     "MemoryMeter",

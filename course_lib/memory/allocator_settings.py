@@ -1,0 +1,171 @@
+"""What PYTORCH_CUDA_ALLOC_CONF may say of the caching allocator, checked as PyTorch checks it.
+
+Source: c10/core/AllocatorConfig.h and .cpp, c10/cuda/CUDAAllocatorConfig.h (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .._check import kind, number, whole
+
+MIB = 1 << 20
+MIN_BLOCK_BYTES = 512  # kMinBlockSize: every size is a multiple of it
+LARGE_SEGMENT_BYTES = 20 * MIB  # large_segment_size_, kLargeBuffer until 2.9
+# kRoundUpPowerOfTwoIntervals: from each power of two to the next, 1 MiB (and all below) to 32 GiB
+# (and all above).
+INTERVALS = 16
+
+
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """The settings that change which bytes are reserved.
+
+    Args:
+        max_split_size_bytes: blocks of this size and more are never split; whole MiB. None: all
+            may be.
+        roundup_power2_divisions: sizes are rounded up to the next of so many steps between two
+            powers of two: one number for all sizes, or MiB -> number with ">" for all above, as in
+            `{64: 8, ">": 2}`.
+        expandable_segments: one segment per pool that grows page by page, instead of many.
+        garbage_collection_threshold: once more than this part of what the process may reserve is
+            reserved, whole cached segments that lay idle for long are released before a new one is
+            asked for. It acts only where `memory_fraction` is below 1, as in PyTorch.
+        max_non_split_rounding_bytes: how much larger than asked a block that may not be split can
+            be; whole MiB. None: less than 20 MiB.
+        large_segment_bytes: a segment for sizes above 1 and below 10 MiB; whole MiB (older
+            versions have no such setting).
+        memory_fraction: the part of the device that may be reserved
+            (`torch.cuda.set_per_process_memory_fraction`).
+
+    Raises:
+        TypeError, ValueError: what PyTorch would refuse.
+    """
+
+    max_split_size_bytes: int | None = None
+    roundup_power2_divisions: int | Mapping[int | str, int] | None = None
+    expandable_segments: bool = False
+    garbage_collection_threshold: float | None = None
+    max_non_split_rounding_bytes: int | None = None
+    large_segment_bytes: int = LARGE_SEGMENT_BYTES
+    memory_fraction: float = 1.0
+
+    def __post_init__(self):
+        _whole_mib("large_segment_bytes", self.large_segment_bytes, 11 * MIB)
+        for name in ("max_split_size_bytes", "max_non_split_rounding_bytes"):
+            if getattr(self, name) is not None:
+                _whole_mib(name, getattr(self, name), self.large_segment_bytes)
+        kind("expandable_segments", self.expandable_segments, bool, "True or False")
+        number("memory_fraction", self.memory_fraction, 0, 1)
+        threshold = self.garbage_collection_threshold
+        if threshold is not None and not 0 < number("garbage_collection_threshold", threshold) < 1:
+            takes = "a number between 0 and 1"
+            raise ValueError(f"garbage_collection_threshold is {threshold}; it takes {takes}")
+        object.__setattr__(self, "_divisions", _divisions(self.roundup_power2_divisions))
+
+    @classmethod
+    def parse(cls, text: str) -> AllocatorSettings:
+        """Settings as `PYTORCH_CUDA_ALLOC_CONF` has them.
+
+        Example::
+
+            AllocatorSettings.parse("max_split_size_mb:128,roundup_power2_divisions:[256:1,>:4]")
+
+        Raises:
+            ValueError: a setting that is unknown, or known but not of this simulation, or a value
+                that PyTorch refuses.
+        """
+        chosen = {}
+        text = "".join(kind("text", text, str, "a text").split())
+        items = re.split(r",(?![^\[]*\])", text)  # not at commas within brackets
+        for item in filter(None, items):
+            key, _, value = item.partition(":")
+            if key not in _PARSERS:
+                known = ", ".join(_PARSERS)
+                raise ValueError(f"{key!r} in {text!r} is no setting known here; known are {known}")
+            name, parse = _PARSERS[key]
+            try:
+                chosen[name] = parse(value)
+            except (ValueError, KeyError):
+                raise ValueError(f"{key} is {value!r}; it takes {_TAKES[parse]}") from None
+        return cls(**chosen)
+
+    def rounded(self, size_bytes: int) -> int:
+        """The size of the block for a request: `round_size`."""
+        if size_bytes < MIN_BLOCK_BYTES:
+            return MIN_BLOCK_BYTES
+        power = size_bytes.bit_length() - 1  # 2^power <= size
+        divisions = self._divisions[min(max(power - 20, 0), INTERVALS - 1)]
+        if divisions > 1 and size_bytes > MIN_BLOCK_BYTES * divisions:
+            return round_up(size_bytes, (1 << power) // divisions)
+        return round_up(size_bytes, MIN_BLOCK_BYTES)
+
+
+def round_up(size: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-size // step) * step
+
+
+def _whole_mib(name: str, value: int, least: int) -> None:
+    if whole(name, value, least, of="bytes") % MIB:
+        raise ValueError(f"{name} is {value}; it takes whole MiB, as {value // MIB * MIB}")
+
+
+def _divisions(given: int | Mapping[int | str, int] | None) -> tuple[int, ...]:
+    """For each interval, the steps within it; 0 or 1 are none."""
+    if given is None:
+        return (0,) * INTERVALS
+    if not isinstance(given, Mapping):
+        return (_power_of_two("roundup_power2_divisions", given),) * INTERVALS
+    steps, last, first = [0] * INTERVALS, 0, True
+    for start, count in given.items():
+        count = count and _power_of_two(f"roundup_power2_divisions[{start!r}]", count)
+        if start == ">":
+            steps[last + 1 :] = [count] * (INTERVALS - last - 1)
+            continue
+        start = _power_of_two("an interval of roundup_power2_divisions", start)
+        index = min(start.bit_length() - 1, INTERVALS - 1)
+        if first:  # the first one named holds for all sizes below it, too
+            steps[:index] = [count] * index
+        steps[index], last, first = count, index, False
+    return tuple(steps)
+
+
+def _power_of_two(name: str, value: int) -> int:
+    if whole(name, value, 1) & (value - 1):
+        raise ValueError(f"{name} is {value}; it takes a power of two")
+    return int(value)
+
+
+def _mib(value: str) -> int:
+    return int(value) * MIB
+
+
+def _switch(value: str) -> bool:
+    return {"True": True, "False": False}[value]
+
+
+def _steps(value: str) -> int | dict[int | str, int]:
+    if not value.startswith("["):
+        return int(value)
+    pairs = (pair.split(":") for pair in value.removeprefix("[").removesuffix("]").split(","))
+    return {start if start == ">" else int(start): int(count) for start, count in pairs}
+
+
+_PARSERS = {
+    "max_split_size_mb": ("max_split_size_bytes", _mib),
+    "roundup_power2_divisions": ("roundup_power2_divisions", _steps),
+    "expandable_segments": ("expandable_segments", _switch),
+    "garbage_collection_threshold": ("garbage_collection_threshold", float),
+    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _mib),
+    "large_segment_size_mb": ("large_segment_bytes", _mib),
+    "per_process_memory_fraction": ("memory_fraction", float),
+}
+_TAKES = {
+    _mib: "a whole number of MiB",
+    _switch: "True or False",
+    _steps: "a power of two, or a list as [256:1,512:2,>:4]",
+    float: "a number",
+}

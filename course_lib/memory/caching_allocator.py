@@ -1,0 +1,209 @@
+"""PyTorch's rules for device memory, followed on numbers: what is reserved, split, joined and
+released, without a GPU.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.13; names in comments are of
+that file. One stream; no CUDA graphs, no private pools. What libraries ask of CUDA themselves (the
+context, NCCL) is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import OutOfMemoryError
+
+from .._check import kind, whole
+from .allocator_settings import MIB, AllocatorSettings
+from .device_memory import Chunk
+from .memory_snapshot import save_snapshot, snapshot_of
+from .segments import SMALL_SEGMENT_BYTES, CudaMalloc, ExpandableSegments, Segments
+
+Live = dict[Hashable, "Block"]  # a storage's name -> its block
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """Memory that was handed out: what a tensor's storage would hold."""
+
+    address: int
+    size_bytes: int  # requested_bytes, rounded up, and what was not worth splitting off
+    requested_bytes: int
+    allocated: bool = True
+
+
+class CachingAllocator:
+    """The CUDA caching allocator's books, for one device and one stream.
+
+    Args:
+        capacity_bytes: of the device, less what others hold; None: without end.
+        max_split_size_bytes, roundup_power2_divisions, expandable_segments,
+        garbage_collection_threshold, memory_fraction: as in `AllocatorSettings`.
+        settings: in place of these, an `AllocatorSettings`, or a text in the form of
+            `PYTORCH_CUDA_ALLOC_CONF`.
+        record_history: keep each event for `snapshot`, as
+            `torch.cuda.memory._record_memory_history` does.
+
+    Raises:
+        ValueError: a capacity below the first segment, or a setting that PyTorch refuses.
+
+    Example::
+
+        allocator = CachingAllocator(24 << 30, expandable_segments=True)
+        block = allocator.allocate(3_000_000)
+        allocator.memory_stats()["reserved_bytes.all.current"]  # 20971520
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int | None = None,
+        *,
+        max_split_size_bytes: int | None = None,
+        roundup_power2_divisions: int | Mapping[int | str, int] | None = None,
+        expandable_segments: bool = False,
+        garbage_collection_threshold: float | None = None,
+        memory_fraction: float = 1.0,
+        settings: AllocatorSettings | str | None = None,
+        record_history: bool = False,
+    ):
+        if capacity_bytes is not None:
+            whole("capacity_bytes", capacity_bytes, SMALL_SEGMENT_BYTES, of="bytes")
+        self.settings = AllocatorSettings(
+            max_split_size_bytes=max_split_size_bytes,
+            roundup_power2_divisions=roundup_power2_divisions,
+            expandable_segments=expandable_segments,
+            garbage_collection_threshold=garbage_collection_threshold,
+            memory_fraction=memory_fraction,
+        )
+        if settings is not None:
+            if self.settings != AllocatorSettings():
+                raise ValueError("settings is given, and others beside it; it takes all of them")
+            kind("settings", settings, (AllocatorSettings, str), "an AllocatorSettings or a text")
+            parse = AllocatorSettings.parse
+            self.settings = parse(settings) if isinstance(settings, str) else settings
+        source = ExpandableSegments if self.settings.expandable_segments else CudaMalloc
+        self._segments = source(self.settings, capacity_bytes, [] if record_history else None)
+        self._chunks: dict[Block, Chunk] = {}  # all that is handed out
+
+    def allocate(self, size_bytes: int, frames: Sequence[Mapping] = ()) -> Block:
+        """Memory for a storage: `malloc`.
+
+        Args:
+            size_bytes: 0 takes no memory.
+            frames: where from, innermost first, for the viewer: `{"filename": ..., "line": ...,
+                "name": ...}`.
+
+        Raises:
+            torch.OutOfMemoryError: in PyTorch's words; all that is cached and whole has been
+            released.
+        """
+        requested = whole("size_bytes", size_bytes, 0, of="bytes")
+        if requested == 0:
+            return Block(0, 0, 0)
+        segments, size = self._segments, self.settings.rounded(requested)
+        chunk = segments.take(size, frames)
+        if chunk is None:
+            segments.statistics.counts["num_ooms"] += 1
+            segments.record("oom", segments.free_bytes, size, frames)
+            raise OutOfMemoryError(_out_of_memory(segments, size))
+        chunk.requested, chunk.frames, chunk.allocated = requested, frames, True
+        segments.record("alloc", chunk.address, requested, frames)
+        segments.count_block(chunk, 1)
+        block = Block(chunk.address, chunk.size, requested)
+        self._chunks[block] = chunk
+        return block
+
+    def free(self, block: Block) -> None:
+        """Give a block back; it joins its free neighbours and stays cached: `free`, `free_block`.
+
+        Raises:
+            ValueError: it was given back before, or is another allocator's.
+        """
+        kind("block", block, Block, "a block that allocate returned")
+        named = f"the block of {block.size_bytes} bytes at {block.address:#x}"
+        if not block.allocated:
+            raise ValueError(f"{named} was freed already")
+        if block.requested_bytes and block not in self._chunks:
+            raise ValueError(f"{named} was never allocated here; free takes what allocate returned")
+        block.allocated = False
+        if block.requested_bytes == 0:
+            return
+        chunk = self._chunks.pop(block)
+        for action in ("free_requested", "free_completed"):  # at once, with one stream
+            self._segments.record(action, chunk.address, chunk.requested, chunk.frames)
+        self._segments.count_block(chunk, -1)
+        chunk.requested, chunk.frames, chunk.allocated = 0, (), False
+        self._segments.give_back(chunk)
+
+    def replay(self, events: Iterable[tuple], live: Live | None = None) -> Live:
+        """Allocate and free as the events say; returns the blocks of the storages that live on.
+
+        Args:
+            events: ("birth" or "release", storage, bytes), in order; a storage is named by anything
+                that can be a key. A birth may have a fourth item, the frames.
+            live: what an earlier replay returned, to go on from; it is brought up to date.
+
+        Raises:
+            torch.OutOfMemoryError: as in `allocate`; the events up to that one have been followed.
+            ValueError: an event of another kind, a storage born twice or released before it was
+                born.
+        """
+        live = {} if live is None else live
+        for number, (what, storage, size_bytes, *frames) in enumerate(events):
+            if what not in ("birth", "release"):
+                raise ValueError(f"event {number} is {what!r}; it takes 'birth' or 'release'")
+            if (what == "birth") == (storage in live):
+                born, released = "is born while it lives", "is released, but does not live"
+                problem = born if what == "birth" else released
+                raise ValueError(f"storage {storage!r} {problem} (event {number})")
+            if what == "birth":
+                live[storage] = self.allocate(size_bytes, *frames)
+            else:
+                self.free(live.pop(storage))
+        return live
+
+    def empty_cache(self) -> None:
+        """Release each cached segment, of an expandable one each free page: `emptyCache`."""
+        self._segments.release_cached()
+
+    def memory_stats(self) -> dict[str, int]:
+        """Figures by the names of `torch.cuda.memory_stats`, as "reserved_bytes.all.peak"."""
+        return self._segments.statistics.as_dict()
+
+    def reset_peak_memory_stats(self) -> None:
+        """From here on a peak is the most since now."""
+        for statistic in self._segments.statistics.values():
+            statistic.peak = statistic.current
+
+    def snapshot(self) -> dict:
+        """What `torch.cuda.memory._snapshot` gives: segments, their blocks, recorded history."""
+        return snapshot_of(self._segments, self._chunks.values())
+
+    def save_snapshot(self, path) -> None:
+        """Write the snapshot for pytorch.org/memory_viz: `torch.cuda.memory._dump_snapshot`."""
+        save_snapshot(self.snapshot(), path)
+
+
+def _out_of_memory(of: Segments, size: int) -> str:
+    """PyTorch's sentence, as where there is no NVML to say what each process holds."""
+    wanted, free, total = map(_size, (of.segment_bytes(size), of.free_bytes, of.total_bytes))
+    allowed = "" if of.allowed_bytes is None else f"{_size(of.allowed_bytes)} allowed; "
+    reserved = of.statistics["reserved_bytes.all"].current
+    allocated = of.statistics["allocated_bytes.all"].current
+    return (
+        f"CUDA out of memory. Tried to allocate {wanted}. GPU 0 has a total capacity of {total} "
+        f"of which {free} is free. {allowed}Of the allocated memory {_size(allocated)} is "
+        f"allocated by PyTorch, and {_size(reserved - allocated)} is reserved by PyTorch but "
+        "unallocated. If reserved but unallocated memory is large try setting "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See "
+        "documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/"
+        "cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
+    )
+
+
+def _size(count: int) -> str:
+    """`format_size`"""
+    for unit, name in ((1 << 30, "GiB"), (MIB, "MiB"), (1 << 10, "KiB")):
+        if count > unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count} bytes"

@@ -1,0 +1,99 @@
+"""The caching allocator's books in the form that PyTorch's memory viewer reads:
+pytorch.org/memory_viz.
+
+Source: `torch.cuda.memory._snapshot` (its docstring), torch/csrc/cuda/Module.cpp (the fields), and
+torch/utils/viz/MemoryViz.js, which reads pickles of protocols 2 to 4 made of plain values.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Sequence
+
+from .allocator_settings import AllocatorSettings
+from .device_memory import Chunk
+from .segments import Segments
+
+PROTOCOL = 4  # the highest that the viewer reads
+_DEFAULT_POOL = (0, 0)
+
+
+def snapshot_of(of: Segments, handed_out: Iterable[Chunk]) -> dict:
+    """Segments as they are, and what happened, if it was recorded.
+
+    Times count events, since nothing here takes time. A free block has no requested bytes, where
+    PyTorch may leave those of the last one that was there.
+    """
+    chunks = [*handed_out, *(chunk for pool in (of.small, of.large) for *_, chunk in pool.free)]
+    # Of an expandable segment, each contiguous mapped range is one.
+    heads = [chunk for chunk in chunks if chunk.before is None or not chunk.before.mapped]
+    return {
+        "segments": [_segment(head) for head in sorted(heads, key=lambda chunk: chunk.address)],
+        "device_traces": [[_entry(time, *event) for time, event in enumerate(of.history or ())]],
+        "allocator_settings": _settings(of.settings),
+        "external_annotations": [],
+    }
+
+
+def save_snapshot(snapshot: dict, path) -> None:
+    """Write it as `torch.cuda.memory._dump_snapshot` does."""
+    with open(path, "wb") as file:
+        pickle.dump(snapshot, file, protocol=PROTOCOL)
+
+
+def _segment(head: Chunk) -> dict:
+    blocks, chunk = [], head
+    while chunk is not None and chunk.mapped:
+        blocks.append(chunk)
+        chunk = chunk.next
+    used = [chunk for chunk in blocks if chunk.allocated]
+    return {
+        "device": 0,
+        "address": head.address,
+        "total_size": sum(chunk.size for chunk in blocks),
+        "allocated_size": sum(chunk.size for chunk in used),
+        "active_size": sum(chunk.size for chunk in used),
+        "requested_size": sum(chunk.requested for chunk in used),
+        "stream": 0,
+        "segment_type": "large" if head.pool.name == "large_pool" else "small",
+        "segment_pool_id": _DEFAULT_POOL,
+        "is_expandable": head.expandable,
+        "frames": _frames(head.segment_frames),
+        "blocks": [
+            {
+                "address": chunk.address,
+                "size": chunk.size,
+                "requested_size": chunk.requested,
+                "state": "active_allocated" if chunk.allocated else "inactive",
+                "frames": _frames(chunk.frames),
+            }
+            for chunk in blocks
+        ],
+    }
+
+
+def _entry(time: int, action: str, address: int, size: int, frames: Sequence) -> dict:
+    return {
+        "action": action,
+        "device_free" if action == "oom" else "addr": address,
+        "size": size,
+        "stream": 0,
+        "time_us": time,
+        "compile_context": "N/A",
+        "user_metadata": "",
+        "pool_id": _DEFAULT_POOL,
+        "frames": _frames(frames),
+    }
+
+
+def _frames(frames: Sequence) -> list[dict]:
+    return [dict(frame) for frame in frames]
+
+
+def _settings(settings: AllocatorSettings) -> dict:
+    limit = settings.max_split_size_bytes
+    return {
+        "max_split_size": -1 if limit is None else limit,  # what PyTorch's largest size_t becomes
+        "garbage_collection_threshold": settings.garbage_collection_threshold or 0.0,
+        "expandable_segments": settings.expandable_segments,
+    }
