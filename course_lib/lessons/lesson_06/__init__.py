@@ -14,6 +14,7 @@ from .checks import (
 from .gpu import attention_forward_and_backward
 from .shown import (
     draw_causal_tiles,
+    draw_errors,
     draw_peaks,
     draw_roofline,
     draw_running,
@@ -33,6 +34,7 @@ __all__ = [
     "check_kernel",
     "check_log_sum_exp",
     "draw_causal_tiles",
+    "draw_errors",
     "draw_peaks",
     "draw_roofline",
     "draw_running",

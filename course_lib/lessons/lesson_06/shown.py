@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Standard and flash attention have these in all figures of the lesson; the categories' colours are for categories.
-_STANDARD, _FLASH, _OTHER = COLORS["predicted"], COLORS["measured"], COLORS["input"]
-_KINDS = {"standard": (_STANDARD, "o"), "checkpointed": (_OTHER, "s"), "flash": (_FLASH, "D")}
+_STANDARD, _FLASH = COLORS["predicted"], COLORS["measured"]
+_KINDS = {"standard": (_STANDARD, "o"), "checkpointed": ("#57606A", "s"), "flash": (_FLASH, "D")}
 
 
 def draw_running(maxima: Sequence[float], sums: Sequence[float]) -> "Figure":
@@ -38,7 +38,7 @@ def draw_running(maxima: Sequence[float], sums: Sequence[float]) -> "Figure":
             markersize=4,
         )
         ax.plot(rises, [values[n] for n in rises], "^", color="black", markersize=7)
-        ax.set(xlabel=text("block"), ylabel=text(name))
+        ax.set(xlabel=text("block"), ylabel=text(name), xticks=range(0, len(values), 3))
     panels[1].set_ylim(0, None)
     panels[0].annotate(text("rises"), (rises[-1], maxima[rises[-1]]), xytext=(6, -14), textcoords="offset points")
     return shown_once(drawn)
@@ -77,6 +77,25 @@ def _box(x: float, y: float, width: float, height: float, **look: object) -> obj
     from matplotlib.patches import Rectangle
 
     return Rectangle((x, y), width, height, edgecolor="#57606A", linewidth=1, **look)
+
+
+def draw_errors(errors: Mapping[str, Sequence[float]]) -> "Figure":
+    """Relative errors of O, dQ, dK and dV, as multiples of 1e-7; "standard" is the one to compare with.
+
+    Args:
+        errors: name -> the four errors.
+    """
+    alt = text("Errors of O, dQ, dK and dV: {names}.", names=listed([text(name) for name in errors]))
+    drawn, ax = figure("As exact as standard attention, to a factor of one and a half", height=2.6, alt=alt)
+    looks = {"standard": (_STANDARD, "o"), "yours": (_FLASH, "D"), "the library": (_FLASH, "^")}
+    for place, (name, values) in enumerate(errors.items()):
+        color, marker = looks[name]
+        spots = [n + 0.15 * (place - 1) for n in range(len(values))]
+        ax.plot(spots, [1e7 * value for value in values], marker, color=color, label=text(name))
+    ax.set(ylim=(0, None), ylabel=text("error against float64, 1e-7"))
+    ax.set_xticks(range(4), ["O", "dQ", "dK", "dV"])
+    ax.legend(loc="lower right", ncols=3)
+    return shown_once(drawn)
 
 
 def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "Figure":
@@ -159,7 +178,7 @@ def draw_peaks(costs: Mapping[str, tuple[float, float]]) -> "Figure":
         text("{name}: {peak} MB, {flops} GFLOPs", name=text(n), peak=f"{x:.1f}", flops=f"{y:.2f}")
         for n, (x, y) in costs.items()
     ]
-    title = "The same FLOPs as flash, and five times its peak"
+    title = "The same FLOPs as flash, and four times its peak"
     drawn, ax = figure(title, height=3.0, alt=text("{points}.", points=listed(ends, "; ")))
     for name, point in costs.items():
         color, marker = _KINDS[name]
