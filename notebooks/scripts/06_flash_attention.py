@@ -216,12 +216,12 @@ lesson_06.check_backward(backward)
 # %% [markdown]
 # <div lang="en">
 #
-# How exact is it? Errors against float64, as multiples of standard attention's in fp32 (both some 4e-7 here), rounded up to the next half, since the last digits differ between CPUs:
+# How exact is it? Errors against float64, beside standard attention's in fp32 (drawn, since the last digits differ between CPUs):
 #
 # </div>
 # <div lang="zh">
 #
-# 有多精确？以 float64 为准，误差写成标准注意力在 fp32 下误差的几倍（这里两者都在 4e-7 上下），向上取到半整数，因为末几位随 CPU 而不同：
+# 有多精确？以 float64 为准的误差，与标准注意力在 fp32 下的误差画在一起（用图，因为末几位随 CPU 而不同）：
 #
 # </div>
 
@@ -244,24 +244,21 @@ def yours():
 exact = by_autograd(standard_attention, torch.float64)
 ways = {"standard": by_autograd(standard_attention, torch.float32), "yours": yours()}
 ways["the library"] = by_autograd(flash_attention, torch.float32)
-errors, rows = {}, []
+errors = {}
 for name, way in ways.items():
     pairs = zip(way, exact, strict=True)
     errors[name] = [((a - b).norm() / b.norm()).item() for a, b in pairs]
-for name in ("yours", "the library"):
-    ratios = [one / other for one, other in zip(errors[name], errors["standard"], strict=True)]
-    rows.append((name, *(f"≤ {-(-2 * ratio // 1) / 2:.1f}" for ratio in ratios)))
-table(["error, of standard's", "O", "dQ", "dK", "dV"], rows)
+lesson_06.draw_errors(errors)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Between equal and one and a half times as large, here: P is computed twice, and rounded twice. No training notices that; "exactly as exact" it is not.
+# All near 4e-7; here yours and the library's lie between standard attention's error and one and a half times that: P is computed twice, and rounded twice. Small, but not "exactly the same".
 #
 # </div>
 # <div lang="zh">
 #
-# 在这里，介于相等与一倍半之间：P 算了两遍，也就舍入了两遍。训练察觉不到，但并不是“同样精确”。
+# 都在 4e-7 上下；在这里，你写的和库里的，误差介于标准注意力的一倍与一倍半之间：P 算了两遍，也就舍入了两遍。差别很小，但并不是“完全一样”。
 #
 # </div>
 
@@ -429,12 +426,12 @@ lesson_06.draw_peaks(costs)
 # %% [markdown]
 # <div lang="en">
 #
-# Both forget P, and both compute one product again, $Q K^T$ (the checkpoint stops early): the same FLOPs. But when backward reaches a checkpointed layer, P is back whole, with its gradient and that of the scores beside it: three matrices of $N^2$ numbers a head, $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, 101 MB. Flash never has them. The general tool forgets between layers, the special one inside the operator.
+# Both forget P, and both compute one product again, $Q K^T$ (the checkpoint stops early): the same FLOPs. But when backward reaches a checkpointed layer, P is back whole, with its gradient and that of the scores beside it: three matrices of $N^2$ numbers a head, $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, 101 of the 109 MB. Flash never has them. The general tool forgets between layers, the special one inside the operator.
 #
 # </div>
 # <div lang="zh">
 #
-# 两者都忘掉 P，也都重做一次乘法 $Q K^T$（检查点提前停下了）：FLOPs 相同。但反向走到一个检查点层时，完整的 P 回来了，旁边还有它的梯度和分数的梯度：每个头三个 $N^2$ 个数的矩阵，$3 \cdot 8 \cdot 1024^2 \cdot 4$ 字节，101 MB。flash 从来没有这样的矩阵。通用工具在层与层之间忘，专用工具在算子里面忘。
+# 两者都忘掉 P，也都重做一次乘法 $Q K^T$（检查点提前停下了）：FLOPs 相同。但反向走到一个检查点层时，完整的 P 回来了，旁边还有它的梯度和分数的梯度：每个头三个 $N^2$ 个数的矩阵，$3 \cdot 8 \cdot 1024^2 \cdot 4$ 字节，占 109 MB 中的 101 MB。flash 从来没有这样的矩阵。通用工具在层与层之间忘，专用工具在算子里面忘。
 #
 # </div>
 
@@ -640,12 +637,12 @@ long = {kind: step(kind, 4096, 1).peak_bytes / 1e9 for kind in kinds}
 # %% [markdown]
 # <div lang="en">
 #
-# The honest row: at 128 tokens P is a small part of a layer, and flash saves 9% of the peak. One sequence of 4096 tokens, by estimate: 9.29 GB and 0.70. Which lever is the main one, the length decides.
+# The honest row: at 128 tokens P is a small part of a layer, and flash saves 9% of the peak. One sequence of 4096 tokens, by estimate: 5.97 GB and 0.78. Which lever is the main one, the length decides.
 #
 # </div>
 # <div lang="zh">
 #
-# 这一行很老实：128 个 token 时，P 只占一层的一小部分，flash 只省下峰值的 9%。换成一条 4096 个 token 的序列，估计是 9.29 GB 与 0.70 GB。哪一样是主力，由长度决定。
+# 这一行很老实：128 个 token 时，P 只占一层的一小部分，flash 只省下峰值的 9%。换成一条 4096 个 token 的序列，估计是 5.97 GB 与 0.78 GB。哪一样是主力，由长度决定。
 #
 # </div>
 
