@@ -188,7 +188,7 @@ lesson_06.draw_walks()
 
 # %% minutes=18
 def backward(q, k, v, o, lse, grad_o, block):
-    return None
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
 lesson_06.check_backward(backward)
@@ -347,12 +347,20 @@ counts = [forward.get_total_flops(), back.get_total_flops(), two.flops]
 #
 # Two walks cost 40% more in backward, and buy this: no two instances write to one place. With one walk many add to the same dQ at once, by atomic adds, in an order that changes from run to run. FlashAttention's authors: "not deterministic because we use atomic adds" (issue 414); only dQ is concerned (issue 988). Their own deterministic mode, on an H100, head size 128, 8192 tokens, causal: 21 to 59% slower (pull request 1893). The kernels of this library take two walks.
 #
-# More FLOPs than standard attention, and yet faster? On a GPU what counts is often bytes moved. Standard attention moves $\Theta(N d + N^2)$ numbers; flash reads K and V once for each block of queries, $\Theta(N^2 d^2 / M)$ where $M$ numbers fit on the chip. FLOPs over bytes is the **arithmetic intensity**; the **roofline** is the smaller of the compute rate and intensity times bandwidth. Counted, not measured, for blocks of 64 and 128 queries, as kernels take them:
-#
 # </div>
 # <div lang="zh">
 #
 # 走两趟，反向多 40% 的 FLOPs，换来的是：没有两个实例会写同一个地方。只走一趟时，许多实例同时往同一个 dQ 上加，用的是原子加，次序每次运行都不同。FlashAttention 的作者说：“not deterministic because we use atomic adds”（issue 414）；受影响的只有 dQ（issue 988）。他们自己的确定性模式，在 H100 上，头维度 128，8192 个 token，因果：慢 21% 到 59%（pull request 1893）。本库的核函数走两趟。
+#
+# </div>
+
+# %% [markdown] slide={"en": "More FLOPs, and yet faster?\n\n**Guess first.** Bytes moved, beside standard attention?", "zh": "FLOPs 更多，反而更快？\n\n**先猜**：搬运的字节，与标准注意力相比？"}
+# <div lang="en">
+#
+# More FLOPs than standard attention, and yet faster? On a GPU what counts is often bytes moved. Standard attention moves $\Theta(N d + N^2)$ numbers; flash reads K and V once for each block of queries, $\Theta(N^2 d^2 / M)$ where $M$ numbers fit on the chip. FLOPs over bytes is the **arithmetic intensity**; the **roofline** is the smaller of the compute rate and intensity times bandwidth. Counted, not measured, for blocks of 64 and 128 queries, as kernels take them:
+#
+# </div>
+# <div lang="zh">
 #
 # FLOPs 比标准注意力多，反而更快？在 GPU 上，要紧的往往是搬运的字节。标准注意力搬运 $\Theta(N d + N^2)$ 个数；flash 每处理一块查询就把 K 和 V 读一遍，共 $\Theta(N^2 d^2 / M)$，$M$ 是片上存储放得下的元素个数。FLOPs 除以字节是**算术强度**；**屋顶线**（roofline）取算力与“强度乘带宽”两者中较小的。下面是数出来的，不是测出来的，查询块取核函数常用的 64 和 128：
 #
@@ -442,48 +450,59 @@ lesson_06.draw_peaks(costs)
 #
 # On a GPU the walk is a **kernel**: a program that runs many times at once, each **instance** with its own block of queries; `tl.program_id(0)` says which. Pointers are added to numbers of rows and columns; `tl.load` takes a block of them. On a CPU Triton's interpreter runs the instances one after the other.
 #
-# Below is `tiled_forward` as a kernel, line by line. **Exercise 4.** Three lines are missing: `new`, `shrink` and `o`. (`tl.maximum`, `tl.max(x, 1)`, `tl.exp`, `tl.dot`; `x[:, None]` as in torch.)
+# Below is `tiled_forward` as a kernel, line by line; what it does with a panel stands in `fold`. **Exercise 4.** Three lines of `fold` are missing: `new`, `shrink` and `o`. (`tl.maximum`, `tl.max(x, 1)`, `tl.exp`, `tl.dot`; `x[:, None]` as in torch.)
 #
 # </div>
 # <div lang="zh">
 #
 # 在 GPU 上，这样走一遍的程序是一个**核函数**（kernel）：它同时运行许多份，每个**实例**负责自己的那块查询，由 `tl.program_id(0)` 说明是哪一块。指针加上行号和列号，`tl.load` 就取来一块。在 CPU 上，由 Triton 的解释器一个接一个地运行这些实例。
 #
-# 下面就是写成核函数的 `tiled_forward`，逐行对应。**练习 4。** 缺三行：`new`、`shrink` 和 `o`。（`tl.maximum`、`tl.max(x, 1)`、`tl.exp`、`tl.dot`；`x[:, None]` 与 torch 相同。）
+# 下面就是写成核函数的 `tiled_forward`，逐行对应；对一块做的事写在 `fold` 里。**练习 4。** `fold` 缺三行：`new`、`shrink` 和 `o`。（`tl.maximum`、`tl.max(x, 1)`、`tl.exp`、`tl.dot`；`x[:, None]` 与 torch 相同。）
 #
 # </div>
 
 # %%
+from types import SimpleNamespace
+
 try:
     import triton
     import triton.language as tl
+
+    jit = triton.jit
 except ImportError:
-    triton = None
+    triton, tl, jit = None, SimpleNamespace(constexpr=int), lambda function: function
     missing = "No Triton here (it is for Linux only): this section's kernels can be read, not run."
     print(say(missing))
 
-# %%
-if triton:
 
-    @triton.jit
-    def kernel(q, k, v, out, lse, n, D: tl.constexpr, BLOCK: tl.constexpr):
-        columns = tl.arange(0, D)
-        rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        query = tl.load(q + rows[:, None] * D + columns[None, :])  # (BLOCK, D)
-        o, total = tl.zeros((BLOCK, D), tl.float32), tl.zeros((BLOCK,), tl.float32)
-        largest = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for start in range(0, n, BLOCK):
-            keys = (start + tl.arange(0, BLOCK))[:, None] * D + columns[None, :]
-            key, value = tl.load(k + keys), tl.load(v + keys)
-            scores = tl.dot(query, tl.trans(key)) * D**-0.5  # (BLOCK, BLOCK)
-            new = largest  # yours
-            shrink = new  # yours
-            weights = tl.exp(scores - new[:, None])
-            total = total * shrink + tl.sum(weights, 1)
-            o = value  # yours
-            largest = new
-        tl.store(out + rows[:, None] * D + columns[None, :], o / total[:, None])
-        tl.store(lse + rows, largest + tl.log(total))
+# %%
+@jit
+def tile(x, rows, D: tl.constexpr):  # where these rows of a matrix (n, D) stand
+    return x + rows[:, None] * D + tl.arange(0, D)[None, :]
+
+
+@jit
+def fold(o, total, largest, scores, value):  # one panel, folded into what is carried along
+    new = largest  # yours
+    shrink = new  # yours
+    weights = tl.exp(scores - new[:, None])
+    o = value  # yours
+    return o, total * shrink + tl.sum(weights, 1), new
+
+
+# %% slide="code"
+@jit
+def kernel(q, k, v, out, lse, n, D: tl.constexpr, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # the queries of this instance
+    query = tl.load(tile(q, rows, D))  # (BLOCK, D)
+    o, total = tl.zeros((BLOCK, D), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, n, BLOCK):
+        keys = start + tl.arange(0, BLOCK)
+        scores = tl.dot(query, tl.trans(tl.load(tile(k, keys, D)))) * D**-0.5  # (BLOCK, BLOCK)
+        o, total, largest = fold(o, total, largest, scores, tl.load(tile(v, keys, D)))
+    tl.store(tile(out, rows, D), o / total[:, None])
+    tl.store(lse + rows, largest + tl.log(total))
 
 
 # %% minutes=9
@@ -499,27 +518,15 @@ lesson_06.check_kernel(run)
 
 # %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-if triton and not lesson_06.check_kernel.accepted:
+if not lesson_06.check_kernel.accepted:
 
-    @triton.jit
-    def kernel(q, k, v, out, lse, n, D: tl.constexpr, BLOCK: tl.constexpr):
-        columns = tl.arange(0, D)
-        rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        query = tl.load(q + rows[:, None] * D + columns[None, :])  # (BLOCK, D)
-        o, total = tl.zeros((BLOCK, D), tl.float32), tl.zeros((BLOCK,), tl.float32)
-        largest = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for start in range(0, n, BLOCK):
-            keys = (start + tl.arange(0, BLOCK))[:, None] * D + columns[None, :]
-            key, value = tl.load(k + keys), tl.load(v + keys)
-            scores = tl.dot(query, tl.trans(key)) * D**-0.5  # (BLOCK, BLOCK)
-            new = tl.maximum(largest, tl.max(scores, 1))
-            shrink = tl.exp(largest - new)
-            weights = tl.exp(scores - new[:, None])
-            total = total * shrink + tl.sum(weights, 1)
-            o = o * shrink[:, None] + tl.dot(weights, value)
-            largest = new
-        tl.store(out + rows[:, None] * D + columns[None, :], o / total[:, None])
-        tl.store(lse + rows, largest + tl.log(total))
+    @jit
+    def fold(o, total, largest, scores, value):
+        new = tl.maximum(largest, tl.max(scores, 1))
+        shrink = tl.exp(largest - new)
+        weights = tl.exp(scores - new[:, None])
+        o = o * shrink[:, None] + tl.dot(weights, value)
+        return o, total * shrink + tl.sum(weights, 1), new
 
 
 lesson_06.check_kernel(run)
@@ -595,12 +602,14 @@ torch.allclose(flash_attention(q, k, v, causal=True), theirs, atol=1e-5)
 
 # %% slide="result"
 double = saved["flash"][1] / saved["flash"][0]
-one, other = (attention_cost(sequence=n, head_dim=64, kind="flash").flops for n in (512, 1024))
+sizes = {"head_dim": 64, "kind": "flash"}
+one, other = (attention_cost(sequence=n, **sizes).flops for n in (512, 1024))
+backs = [attention_cost(sequence=512, **sizes, pass_="backward", walks=n).flops for n in (1, 2)]
 what_you_may_have_read(
     "06",
     f"{double:.1f} × / {other / one:.1f} ×",
-    f"{flops['backward'] // 2}; {flops['two walks'] // 2}",
-    f"{flops['backward'] / flops['forward']:.2f} × / {flops['two walks'] / flops['forward']:.2f} ×",
+    "; ".join(f"{2 * back / one:.0f}" for back in backs),
+    " / ".join(f"{back / one:.2f} ×" for back in backs),
 )
 
 # %% [markdown] slide={"en": "The course's step, flash alone. 128 tokens.\n\n**Guess first.** How much of 277.7 MB?", "zh": "这门课的那一步，只用 flash，128 个 token。\n\n**先猜**：277.7 MB 里能省多少？"}

@@ -106,7 +106,7 @@ def check_backward(function: Any) -> Verdict:
     """`function(q, k, v, o, lse, grad_o, block)`: right gradients in float64, five products a panel, nothing N x N."""
     case = _one_head(40, 56, 16, torch.float64)
     found = function(*(x.clone() for x in case), 16)
-    if found is None:
+    if found is None or all(isinstance(x, Tensor) and not x.any() for x in found):
         return not_answered()
     expected = reference_backward(*case, 16)
     problem = _wrong_gradients(found, expected, case)  # a verdict that is wrong is false: None means no problem
@@ -226,10 +226,10 @@ def check_kernel(run: Any) -> Verdict:
 
 
 def _is_untouched(run: Any) -> bool:
-    """Whether a line of the kernel that `run` starts still says that it is the reader's."""
-    kernel = getattr(run, "__globals__", {}).get("kernel")
+    """Whether a line of `fold`, which the kernel calls, still says that it is the reader's."""
+    fold = getattr(run, "__globals__", {}).get("fold")
     try:
-        return "# yours" in inspect.getsource(getattr(kernel, "fn", kernel))
+        return "# yours" in inspect.getsource(getattr(fold, "fn", fold))
     except (OSError, TypeError):  # no kernel, or none with a source
         return False
 
