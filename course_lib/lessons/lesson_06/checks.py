@@ -1,6 +1,5 @@
 """The exercises of lesson 06."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -106,7 +105,7 @@ def check_backward(function: Any) -> Verdict:
     """`function(q, k, v, o, lse, grad_o, block)`: right gradients in float64, five products a panel, nothing N x N."""
     case = _one_head(40, 56, 16, torch.float64)
     found = function(*(x.clone() for x in case), 16)
-    if found is None or all(isinstance(x, Tensor) and not x.any() for x in found):
+    if found is None or isinstance(found, tuple) and all(isinstance(x, Tensor) and not x.any() for x in found):
         return not_answered()
     expected = reference_backward(*case, 16)
     problem = _wrong_gradients(found, expected, case)  # a verdict that is wrong is false: None means no problem
@@ -226,12 +225,10 @@ def check_kernel(run: Any) -> Verdict:
 
 
 def _is_untouched(run: Any) -> bool:
-    """Whether a line of `fold`, which the kernel calls, still says that it is the reader's."""
+    """Whether `fold`, which the kernel calls, does no more than the cell as it came, which has exp and sum alone."""
     fold = getattr(run, "__globals__", {}).get("fold")
-    try:
-        return "# yours" in inspect.getsource(getattr(fold, "fn", fold))
-    except (OSError, TypeError):  # no kernel, or none with a source
-        return False
+    code = getattr(getattr(fold, "fn", fold), "__code__", None)
+    return code is not None and set(code.co_names) <= {"tl", "exp", "sum"}
 
 
 # In depth -------------------------------------------------------------------------------------------------------------
