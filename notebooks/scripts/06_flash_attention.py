@@ -600,7 +600,7 @@ torch.allclose(flash_attention(q, k, v, causal=True), theirs, atol=1e-5)
 #
 # </div>
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true} slide="result"
 double = saved["flash"][1] / saved["flash"][0]
 sizes = {"head_dim": 64, "kind": "flash"}
 one, other = (attention_cost(sequence=n, **sizes).flops for n in (512, 1024))

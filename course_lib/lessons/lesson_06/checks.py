@@ -105,7 +105,7 @@ def check_backward(function: Any) -> Verdict:
     """`function(q, k, v, o, lse, grad_o, block)`: right gradients in float64, five products a panel, nothing N x N."""
     case = _one_head(40, 56, 16, torch.float64)
     found = function(*(x.clone() for x in case), 16)
-    if found is None or isinstance(found, tuple) and all(isinstance(x, Tensor) and not x.any() for x in found):
+    if found is None or (isinstance(found, tuple) and all(isinstance(x, Tensor) and not x.any() for x in found)):
         return not_answered()
     expected = reference_backward(*case, 16)
     problem = _wrong_gradients(found, expected, case)  # a verdict that is wrong is false: None means no problem
