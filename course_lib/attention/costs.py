@@ -2,7 +2,8 @@
 
 FLOPs of a head with N positions of d features: each product of (N, d) and (d, N), or (N, N) and (N, d), takes
 2 N^2 d. Forward has two of them, 4 N^2 d, in both kinds. Backward has four, 8 N^2 d (dV, dP, dQ, dK); flash makes
-the scores again, 10 N^2 d. exp, maximum and sums are not counted: they are O(N^2).
+the scores again, 10 N^2 d; in two walks, as this library's kernels do it so that no two instances write to one place,
+it makes scores and dP twice, 14 N^2 d. exp, maximum and sums are not counted: they are O(N^2).
 
 Elements moved, where each operator reads its inputs once and writes its output once:
 
@@ -16,6 +17,8 @@ Elements moved, where each operator reads its inputs once and writes its output 
 - flash, backward: D = rowsum(dO * O) moves 2 N d + N. Blocks of B = M / (8 d) rows of K, V, dK and dV stay on chip,
   read or written once, 4 N d; for each of N / B blocks, Q and dO are read, dQ is read and written, the log-sum-exp
   and D are read: 4 N d + 2 N. Leading term: 32 N^2 d^2 / M.
+- flash, backward in two walks: the first keeps K, V, dK and dV, 4 N d, and reads Q, dO, the log-sum-exp and D for each
+  block, 2 N d + 2 N; the second keeps Q, dO and dQ, 3 N d + 2 N, and reads K and V for each block, 2 N d.
 
 Blocks are whole: B is rounded down, N / B up. Elements have `dtype_bytes`, the log-sum-exp and D four.
 A GPU moves fewer bytes than this where its L2 cache holds what several blocks read, and more where it masks or
@@ -58,8 +61,9 @@ def attention_cost(
     heads: int = 1,
     kind: str,
     pass_: str = "forward",
-    sram_bytes: int = 192 * 2**10,
+    sram_bytes: int = 163 * 2**10,
     dtype_bytes: int = 2,
+    walks: int = 1,
 ) -> AttentionCost:
     """FLOPs and bytes moved of one pass of attention, not causal, with as many keys as queries.
 
@@ -70,20 +74,22 @@ def attention_cost(
         batch, heads: all is multiplied by these.
         kind: "standard" or "flash".
         pass_: "forward" or "backward".
-        sram_bytes: fast memory of one multiprocessor; an A100 has 192 KiB.
+        sram_bytes: fast memory that a block may use; 163 KiB of the 192 on an A100's multiprocessor.
         dtype_bytes: of an element; 2 in half precision.
+        walks: of flash's backward pass: 1 makes dQ, dK and dV together, 2 are what the kernels of this library do.
 
     Raises:
-        TypeError, ValueError: a count that is not a positive whole number; an unknown kind or pass; sram_bytes that
-            hold no row of each block.
+        TypeError, ValueError: a count that is not a positive whole number; an unknown kind, pass or number of
+            walks; sram_bytes that hold no row of each block.
     """
     counts = {"sequence": sequence, "head_dim": head_dim, "batch": batch, "heads": heads}
     for name, value in {**counts, "sram_bytes": sram_bytes, "dtype_bytes": dtype_bytes}.items():
         _check.whole(name, value, 1)
     _check.one_of("kind", kind, ("standard", "flash"))
     _check.one_of("pass_", pass_, ("forward", "backward"))
+    _check.one_of("walks", walks, (1, 2))
     n, d = sequence, head_dim
-    products = {"forward": 2, "backward": 4 if kind == "standard" else 5}[pass_]
+    products = {"forward": 2, "backward": 4 if kind == "standard" else 3 + 2 * walks}[pass_]
     flops = products * 2 * n * n * d
     if kind == "standard":
         elements = 4 * n * n + 4 * n * d if pass_ == "forward" else 7 * n * n + 8 * n * d
@@ -94,6 +100,8 @@ def attention_cost(
         blocks = -(-n // (_check.whole("sram_bytes", sram_bytes, row_bytes) // row_bytes))
         if pass_ == "forward":
             moved = (2 * n * d + 2 * n * d * blocks) * dtype_bytes + 4 * n
+        elif walks == 2:
+            moved = (9 * n * d + 4 * n * d * blocks) * dtype_bytes + (3 + 2 * blocks) * 4 * n
         else:
             moved = (6 * n * d + 4 * n * d * blocks) * dtype_bytes + (1 + 2 * blocks) * 4 * n
     return AttentionCost(batch * heads * flops, batch * heads * moved)

@@ -1,0 +1,218 @@
+"""What lesson 06 shows: its figures, and the loop of a kernel."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from course_lib.labels import listed
+from course_lib.teaching import COLORS, figure, text
+from course_lib.teaching.figures import shown_once
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Standard and flash attention have these in all figures of the lesson; the categories' colours are for categories.
+_STANDARD, _FLASH = COLORS["predicted"], COLORS["measured"]
+_KINDS = {"standard": (_STANDARD, "o"), "checkpointed": ("#57606A", "s"), "flash": (_FLASH, "D")}
+
+
+def draw_running(maxima: Sequence[float], sums: Sequence[float]) -> "Figure":
+    """The running maximum and sum, block by block; blocks that raise the maximum are marked.
+
+    Args:
+        maxima, sums: after each block.
+    """
+    rises = [n for n in range(1, len(maxima)) if maxima[n] > maxima[n - 1]]
+    alt = text(
+        "After {blocks} blocks; the maximum rises at {rises}.", blocks=len(maxima), rises=listed(map(str, rises))
+    )
+    title = "The maximum climbs; each time it does, the sum is rescaled"
+    drawn, panels = figure(title, columns=2, height=2.8, alt=alt)
+    for ax, values, name in zip(panels, (maxima, sums), ("maximum m", "sum ℓ"), strict=True):
+        ax.plot(values, "-", color=_FLASH, alpha=0.5)
+        ax.plot(
+            [n for n in range(len(values)) if n not in rises],
+            [v for n, v in enumerate(values) if n not in rises],
+            "o",
+            color=_FLASH,
+            markersize=4,
+        )
+        ax.plot(rises, [values[n] for n in rises], "^", color="black", markersize=7)
+        ax.set(xlabel=text("block"), ylabel=text(name), xticks=range(0, len(values), 3))
+    panels[1].set_ylim(0, None)
+    panels[0].annotate(text("rises"), (rises[-1], maxima[rises[-1]]), xytext=(6, -14), textcoords="offset points")
+    return shown_once(drawn)
+
+
+def draw_walks() -> "Figure":
+    """Two drawings: forward, one block of queries walks over the keys; backward, one panel of keys over the queries."""
+    alt = (
+        "Forward: a block of queries goes from panel to panel of keys and carries m, the sum and its output. "
+        "Backward: for each panel of keys, P is made again; dQ is added to, dK and dV of the panel are written."
+    )
+    drawn, panels = figure("Nothing N × N: a tile is made, used, and gone", columns=2, height=3.0, alt=text(alt))
+    said = (
+        ("forward", "keys, panel by panel", ("m, ℓ, O carried along",)),
+        ("backward", "keys, panel by panel", ("dQ: every panel adds", "dK, dV: written once")),
+    )
+    for ax, (phase, below, notes) in zip(panels, said, strict=True):
+        ax.set_title(text(phase), loc="left")
+        for panel in range(4):
+            look = {"facecolor": _FLASH, "alpha": 0.8} if panel == 2 else {"facecolor": "none", "alpha": 1.0}
+            ax.add_patch(_box(1 + panel, 0, 0.92, 3, **look))
+            ax.add_patch(_box(1 + panel, 3.15, 0.92, 0.45, facecolor="#DCE6F0"))
+        ax.add_patch(_box(0.4, 0, 0.45, 3, facecolor="#DCE6F0"))
+        ax.annotate("", (5.1, 1.5), (0.95, 1.5), arrowprops={"arrowstyle": "->", "color": "black", "lw": 1.5})
+        ax.text(3.46, 2.2, "S, P" if phase == "forward" else "S, P, dS", ha="center", fontsize=9)
+        ax.text(0.62, 1.5, "Q" if phase == "forward" else "Q, dO", ha="center", va="center", rotation=90, fontsize=9)
+        ax.text(3.0, 3.75, text("{what}: K, V", what=text(below)), ha="center", fontsize=9)
+        for line, note in enumerate(notes):
+            ax.text(0.4, -0.55 - 0.55 * line, text(note), fontsize=9)
+        ax.set(xlim=(0.2, 5.4), ylim=(-1.5, 4.2))
+        ax.axis("off")
+    return shown_once(drawn)
+
+
+def _box(x: float, y: float, width: float, height: float, **look: object) -> object:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), width, height, edgecolor="#57606A", linewidth=1, **look)
+
+
+def draw_errors(errors: Mapping[str, Sequence[float]]) -> "Figure":
+    """Relative errors of O, dQ, dK and dV, as multiples of 1e-7; "standard" is the one to compare with.
+
+    Args:
+        errors: name -> the four errors.
+    """
+    alt = text("Errors of O, dQ, dK and dV: {names}.", names=listed([text(name) for name in errors]))
+    drawn, ax = figure("As exact as standard attention, to a factor of one and a half", height=2.6, alt=alt)
+    looks = {"standard": (_STANDARD, "o"), "yours": (_FLASH, "D"), "the library": (_FLASH, "^")}
+    for place, (name, values) in enumerate(errors.items()):
+        color, marker = looks[name]
+        spots = [n + 0.15 * (place - 1) for n in range(len(values))]
+        ax.plot(spots, [1e7 * value for value in values], marker, color=color, label=text(name))
+    ax.set(ylim=(0, None), ylabel=text("error against float64, 1e-7"))
+    ax.set_xticks(range(4), ["O", "dQ", "dK", "dV"])
+    ax.legend(loc="lower right", ncols=3)
+    return shown_once(drawn)
+
+
+def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "Figure":
+    """Bytes kept over the sequence length, on log axes: the slopes are the message.
+
+    Args:
+        lengths: N of each.
+        saved: "standard" and "flash" -> bytes at each N.
+    """
+    ends = [
+        text(
+            "{name} from {first} to {last} MB", name=text(name), first=f"{v[0] / 1e6:,.1f}", last=f"{v[-1] / 1e6:,.1f}"
+        )
+        for name, v in saved.items()
+    ]
+    alt = text("From N = {first} to {last}: {ends}.", first=lengths[0], last=lengths[-1], ends=listed(ends))
+    drawn, ax = figure("Twice the tokens: nearly four times the bytes, or just twice", height=3.2, alt=alt)
+    for (name, values), slope in zip(saved.items(), (2, 1), strict=True):
+        color, marker = _KINDS[name]
+        line = [values[-1] / 1e6 * (n / lengths[-1]) ** slope for n in lengths]
+        ax.plot(lengths, line, "--", color=color, alpha=0.5, linewidth=1)
+        ax.plot(lengths, [v / 1e6 for v in values], marker, color=color)
+        end = (lengths[-1], values[-1] / 1e6)
+        ax.annotate(
+            text("{name}, slope {slope}", name=text(name), slope=slope),
+            end,
+            xytext=(8, -3),
+            textcoords="offset points",
+            color=color,
+        )
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlim=(lengths[0] / 1.2, lengths[-1] * 3),
+        xlabel=text("sequence length N"),
+        ylabel=text("saved, MB"),
+    )
+    ax.set_xticks(lengths, [str(n) for n in lengths])
+    ax.xaxis.set_minor_formatter("")
+    return shown_once(drawn)
+
+
+def draw_roofline(devices: Mapping[str, tuple[float, float]], reached: Mapping[str, float]) -> "Figure":
+    """What each device could reach with each arithmetic intensity, on log axes.
+
+    Args:
+        devices: name -> (FLOP/s, bytes/s).
+        reached: kind -> FLOPs a byte.
+    """
+    points = listed(
+        [text("{name}: {x} FLOPs a byte", name=text(name), x=round(x)) for name, x in reached.items()], "; "
+    )
+    drawn, ax = figure(
+        "The block decides how far flash gets; L2 helps beyond", height=3.4, alt=text("{points}.", points=points)
+    )
+    intensities = [8 * 2 ** (n / 8) for n in range(60)]
+    for (name, (rate, bandwidth)), style in zip(devices.items(), ("-", "--"), strict=True):
+        roof = [min(rate, bandwidth * x) / 1e12 for x in intensities]
+        ax.plot(intensities, roof, style, color="#57606A", linewidth=1)
+        ax.annotate(
+            name, (intensities[-1], roof[-1]), xytext=(0, 5), textcoords="offset points", ha="right", fontsize=8.5
+        )
+        for (kind, x), marker in zip(reached.items(), "o^D", strict=True):
+            color = _STANDARD if kind == "standard" else _FLASH
+            y = min(rate, bandwidth * x) / 1e12
+            ax.plot(x, y, marker, color=color)
+            if style == "-":
+                ax.annotate(text(kind), (x, y), xytext=(6, -11), textcoords="offset points", color=color, fontsize=8.5)
+    ax.set(xscale="log", yscale="log", xlim=(8, 1500), ylim=(10, 2000), xlabel=text("FLOPs a byte"), ylabel="TFLOP/s")
+    return shown_once(drawn)
+
+
+def draw_peaks(costs: Mapping[str, tuple[float, float]]) -> "Figure":
+    """Peak on x, FLOPs on y, of kinds of attention.
+
+    Args:
+        costs: "standard", "checkpointed", "flash" -> (MB, GFLOPs).
+    """
+    ends = [
+        text("{name}: {peak} MB, {flops} GFLOPs", name=text(n), peak=f"{x:.1f}", flops=f"{y:.2f}")
+        for n, (x, y) in costs.items()
+    ]
+    title = "The same FLOPs as flash, and four times its peak"
+    drawn, ax = figure(title, height=3.0, alt=text("{points}.", points=listed(ends, "; ")))
+    for name, point in costs.items():
+        color, marker = _KINDS[name]
+        ax.plot(*point, marker, color=color, markersize=8)
+        ax.annotate(text(name), point, xytext=(9, -4), textcoords="offset points", color=color)
+    most = max(x for x, _ in costs.values())
+    ax.set(
+        xlim=(0, 1.25 * most),
+        ylim=(0, 1.3 * max(y for _, y in costs.values())),
+        xlabel=text("peak, MB"),
+        ylabel="GFLOPs",
+    )
+    return shown_once(drawn)
+
+
+def draw_causal_tiles() -> "Figure":
+    """Eight blocks of queries by eight of keys: which tiles a causal walk computes, in which order."""
+    alt = "An 8 by 8 grid: the diagonal needs a mask, the 28 tiles below it none, those above are skipped."
+    title = "Causal: 36 of 64 tiles are computed, 8 of them with a mask"
+    drawn, ax = figure(title, height=3.2, width=5.0, alt=alt)
+    shades = [[2.0 if i == j else 1.0 if j < i else 0.0 for j in range(8)] for i in range(8)]
+    ax.imshow(shades, cmap="Oranges", vmax=4)
+    for i in range(8):
+        for j in range(i + 1):
+            ax.text(j, i, str(i * (i + 1) // 2 + j + 1), ha="center", va="center", fontsize=8)
+    ax.set(xlabel=text("blocks of keys"), ylabel=text("blocks of queries"))
+    ax.grid(False)
+    return shown_once(drawn)
+
+
+def loop_of(kernel: Callable, first: str, last: str) -> None:
+    """Print the lines of a kernel from the one with `first` to the one with `last`."""
+    source = inspect.getsource(getattr(kernel, "fn", kernel)).splitlines()
+    start = next(i for i, line in enumerate(source) if first in line)
+    end = next(i for i, line in enumerate(source) if last in line)
+    indent = len(source[start]) - len(source[start].lstrip())
+    print("\n".join(line[indent:] for line in source[start : end + 1]))
