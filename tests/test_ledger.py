@@ -1,10 +1,13 @@
 """The ledger: every row that stands in the library is measured again."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from course_lib.accumulation import AccumulatedStep, split
+from course_lib.attention import flash_attention
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.lessons.ledger import ROWS, ledger
 from course_lib.lessons.lesson_08 import symbolic_rank
@@ -65,6 +68,12 @@ def in_pieces(decoder, tokens, adam):
     AccumulatedStep(decoder, adam, loss_sum)(split(tokens, 1))
 
 
+def with_flash(decoder, tokens, adam):
+    for layer in decoder.layers:
+        layer.attention.standard = partial(flash_attention, causal=True)
+    plain(decoder, tokens, adam)
+
+
 TECHNIQUES = {
     "plain": plain,
     "autocast, bf16": autocast,
@@ -72,6 +81,7 @@ TECHNIQUES = {
     "optimal schedule, half the activations": scheduled,
     "all activations to a file": offloaded,
     "eight micro-batches": in_pieces,
+    "flash attention": with_flash,
 }
 
 

@@ -39,14 +39,14 @@ from course_lib.lessons import (
 )
 from course_lib.lessons.lesson_02.shown import _draw_bars
 from course_lib.lessons.lesson_03.cuts import least_peak
-from course_lib.lessons.lesson_08 import carried
-from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic, training_state_bytes
-from course_lib.models import Decoder, deep_mlp, loss_stages, random_tokens
-from course_lib.offload import HostStore, OffloadedOptimizer, SimulatedDevice, offload_activations
 from course_lib.lessons.lesson_05 import trained
 from course_lib.lessons.lesson_05.bugs import PLANTED, mended
 from course_lib.lessons.lesson_05.checks import FIVE
 from course_lib.lessons.lesson_05.shown import differences
+from course_lib.lessons.lesson_08 import carried
+from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic, training_state_bytes
+from course_lib.models import Decoder, deep_mlp, loss_stages, random_tokens
+from course_lib.offload import HostStore, OffloadedOptimizer, SimulatedDevice, offload_activations
 from course_lib.schedule import (
     Backward,
     Chain,
