@@ -1,5 +1,6 @@
 """Tiled attention against float64, the framework's own, the saved-tensor list, the meter and the FLOP counter."""
 
+import inspect
 import math
 import os
 import subprocess
@@ -652,6 +653,16 @@ def test_flops_are_those_that_are_counted(kind, attention, n):
     many = attention_cost(sequence=n, head_dim=16, batch=3, heads=5, kind=kind)
     one = attention_cost(sequence=n, head_dim=16, kind=kind)
     assert (many.flops, many.moved_bytes) == (15 * one.flops, 15 * one.moved_bytes)
+
+
+def test_two_walks_back_take_seven_products_as_many_as_the_kernels_do():
+    kernels = pytest.importorskip("course_lib.attention.kernels")
+    each = (kernels.keys_backward_kernel, kernels.queries_backward_kernel)
+    products = sum(inspect.getsource(getattr(kernel, "fn", kernel)).count("= product(") for kernel in each)
+    size = {"sequence": 128, "head_dim": 16, "kind": "flash"}
+    assert attention_cost(pass_="backward", walks=2, **size).flops == 2 * products * 128**2 * 16 == 14 * 128**2 * 16
+    with pytest.raises(ValueError, match="walks is 2 for"):
+        attention_cost(pass_="forward", walks=2, **size)
 
 
 @pytest.mark.parametrize(("n_q", "n_k"), [(96, 96), (64, 96), (96, 64)])

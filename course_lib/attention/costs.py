@@ -2,8 +2,9 @@
 
 FLOPs of a head with N positions of d features: each product of (N, d) and (d, N), or (N, N) and (N, d), takes
 2 N^2 d. Forward has two of them, 4 N^2 d, in both kinds. Backward has four, 8 N^2 d (dV, dP, dQ, dK); flash makes
-the scores again, 10 N^2 d; in two walks, as this library's kernels do it so that no two instances write to one place,
-it makes scores and dP twice, 14 N^2 d. exp, maximum and sums are not counted: they are O(N^2).
+the scores again, 10 N^2 d in one walk. This package's kernels walk twice, once for dK and dV, once for dQ, and make S
+and dP in both, 14 N^2 d: no two instances write to one place, so the sums are the same each time. exp, maximum and
+sums are not counted: they are O(N^2).
 
 Elements moved, where each operator reads its inputs once and writes its output once:
 
@@ -17,8 +18,8 @@ Elements moved, where each operator reads its inputs once and writes its output 
 - flash, backward: D = rowsum(dO * O) moves 2 N d + N. Blocks of B = M / (8 d) rows of K, V, dK and dV stay on chip,
   read or written once, 4 N d; for each of N / B blocks, Q and dO are read, dQ is read and written, the log-sum-exp
   and D are read: 4 N d + 2 N. Leading term: 32 N^2 d^2 / M.
-- flash, backward in two walks: the first keeps K, V, dK and dV, 4 N d, and reads Q, dO, the log-sum-exp and D for each
-  block, 2 N d + 2 N; the second keeps Q, dO and dQ, 3 N d + 2 N, and reads K and V for each block, 2 N d.
+- the same in two walks: the first as above without dQ, 2 N d a block; the second keeps Q, dO and dQ, 3 N d, reads the
+  log-sum-exp and D once and K and V for each block, 2 N d. Both together: 9 N d + 4 N d * N / B.
 
 Blocks are whole: B is rounded down, N / B up. Elements have `dtype_bytes`, the log-sum-exp and D four.
 A GPU moves fewer bytes than this where its L2 cache holds what several blocks read, and more where it masks or
@@ -74,13 +75,14 @@ def attention_cost(
         batch, heads: all is multiplied by these.
         kind: "standard" or "flash".
         pass_: "forward" or "backward".
-        sram_bytes: fast memory that a block may use; 163 KiB of the 192 on an A100's multiprocessor.
+        sram_bytes: fast memory that one block of threads can use; on an A100 163 KiB of its 192. Kernels take less:
+            64 or 128 queries of d = 64 are 32 or 64 KiB.
         dtype_bytes: of an element; 2 in half precision.
-        walks: of flash's backward pass: 1 makes dQ, dK and dV together, 2 are what the kernels of this library do.
+        walks: 2 for a flash backward that walks once for dK and dV and once for dQ, as this package's kernels do.
 
     Raises:
-        TypeError, ValueError: a count that is not a positive whole number; an unknown kind, pass or number of
-            walks; sram_bytes that hold no row of each block.
+        TypeError, ValueError: a count that is not a positive whole number; an unknown kind or pass; sram_bytes that
+            hold no row of each block; walks that are neither 1 nor 2, or 2 for anything but flash's backward.
     """
     counts = {"sequence": sequence, "head_dim": head_dim, "batch": batch, "heads": heads}
     for name, value in {**counts, "sram_bytes": sram_bytes, "dtype_bytes": dtype_bytes}.items():
@@ -88,6 +90,8 @@ def attention_cost(
     _check.one_of("kind", kind, ("standard", "flash"))
     _check.one_of("pass_", pass_, ("forward", "backward"))
     _check.one_of("walks", walks, (1, 2))
+    if walks == 2 and (kind, pass_) != ("flash", "backward"):
+        raise ValueError(f"walks is 2 for kind='flash', pass_='backward' alone, got {kind!r}, {pass_!r}: give 1")
     n, d = sequence, head_dim
     products = {"forward": 2, "backward": 4 if kind == "standard" else 3 + 2 * walks}[pass_]
     flops = products * 2 * n * n * d
@@ -100,8 +104,8 @@ def attention_cost(
         blocks = -(-n // (_check.whole("sram_bytes", sram_bytes, row_bytes) // row_bytes))
         if pass_ == "forward":
             moved = (2 * n * d + 2 * n * d * blocks) * dtype_bytes + 4 * n
-        elif walks == 2:
-            moved = (9 * n * d + 4 * n * d * blocks) * dtype_bytes + (3 + 2 * blocks) * 4 * n
-        else:
+        elif walks == 1:
             moved = (6 * n * d + 4 * n * d * blocks) * dtype_bytes + (1 + 2 * blocks) * 4 * n
+        else:
+            moved = (9 * n * d + 4 * n * d * blocks) * dtype_bytes + (3 + 2 * blocks) * 4 * n
     return AttentionCost(batch * heads * flops, batch * heads * moved)
