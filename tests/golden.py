@@ -26,7 +26,7 @@ from brute_force_fit import CASES, DECODER, RATES, Case
 
 from course_lib._check import InfeasibleBudget
 from course_lib.budget import Estimate, Recipe, estimate, fit
-from course_lib.budget.composing import Composing
+from course_lib.budget.extrapolate import Composing
 from course_lib.models import Decoder, random_tokens
 
 FILE = Path(__file__).with_name("golden.csv")

@@ -27,18 +27,17 @@ from course_lib.budget import (
     Rates,
     Recipe,
     build,
-    composing,
     estimate,
+    extrapolate,
     fit,
     run,
     train_step,
 )
 from course_lib.budget.cheapest import best_of
-from course_lib.budget.estimating import make_state
 from course_lib.budget.known import Known, Search
 from course_lib.budget.recipe import ATTENTIONS, CHECKPOINTS, pieces_allowed
 from course_lib.budget.show import added, steps_to
-from course_lib.budget.step import pieces_of, run_pieces
+from course_lib.budget.step import make_state, pieces_of, run_pieces
 from course_lib.labels import chinese
 from course_lib.memory import CATEGORIES, MemoryBudgetExceeded, MemoryMeter, symbolic
 from course_lib.models import Attention, Decoder, DecoderLayer, random_tokens
@@ -993,7 +992,7 @@ def quick(monkeypatch):
         return found
 
     monkeypatch.setattr("course_lib.budget.known.HEAD_CHUNK", 32)
-    monkeypatch.setattr(composing, "estimate", once)
+    monkeypatch.setattr(extrapolate, "estimate", once)
 
 
 def combinations(base, layers, samples, fractions=(0.0,), schedules=()):

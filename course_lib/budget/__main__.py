@@ -22,7 +22,7 @@ from course_lib.memory.show import bytes_text
 
 from .asked import Asked, asked
 from .checking import check
-from .estimating import TIERS, Estimate
+from .estimate import TIERS, Estimate
 from .rates import ALLOWANCE, RATES, Rates, allowance_bytes, this_machine
 from .recipe import OPTIMIZERS, PRECISIONS, SHARDS, Recipe
 from .search import Estimates, fit

@@ -14,7 +14,7 @@ from course_lib.memory.allocator import allocator_peak
 from course_lib.memory.show import Table, bytes_text
 
 from .asked import Asked
-from .estimating import estimate
+from .estimate import estimate
 from .recipe import Recipe
 from .step import build, default_dtype, train_step
 

@@ -14,10 +14,9 @@ from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import symbolic
 from course_lib.offload import chosen_below
 
-from . import sharding
 from .attention import attentions_of, drop_probability
-from .composing import Composer, Composing
-from .estimating import Estimate
+from .estimate import Estimate, estimate
+from .extrapolate import Composer, Composing
 from .loss import has_loss_sum, is_decoder, mixes_samples, samples_in
 from .rates import Rates
 from .recipe import ALL_ABOVE, ATTENTIONS, Recipe, pieces_allowed
@@ -74,7 +73,7 @@ class Estimator:
 
     def _estimated(self, recipe: Recipe) -> Estimate:
         if recipe.ranks > 1:
-            return sharding.estimate(*self.composing.given, recipe, **self.composing.options)
+            return estimate(*self.composing.given, recipe, **self.composing.options)
         return self.composing(recipe)
 
     def confirms(self, best: Estimate | None) -> bool:

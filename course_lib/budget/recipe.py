@@ -67,7 +67,7 @@ class Recipe:
         ranks: devices that share the batch. Such a recipe is estimated, for the rank that holds most, and run by
             `python -m course_lib.distributed`; its update is fused.
         shard: what is cut among the ranks: "ddp" nothing, "zero1" the optimizer's state, "zero2" gradients too, and
-            "zero3" parameters too (see `course_lib.budget.sharding`); None leaves the choice to `fit`.
+            "zero3" parameters too (see `course_lib.budget.rank`); None leaves the choice to `fit`.
 
     Raises:
         TypeError, ValueError: a field is not of its kind, out of its range, or does not go with another one.

@@ -10,7 +10,7 @@ from course_lib.labels import listed, text
 from course_lib.memory import CATEGORIES, CATEGORY_COLORS, CATEGORY_HATCHES
 from course_lib.memory.show import Table
 
-from .estimating import Estimate
+from .estimate import Estimate
 from .recipe import Recipe, words_of
 
 # What is cheap comes first; which blocks, segments and schedule bytes go with their checkpoint.

@@ -11,12 +11,14 @@ from .saved import SavedTensor, SavedTensors, saved_tensors
 from .show import CATEGORY_COLORS, CATEGORY_HATCHES
 from .symbols import cast, symbolic
 from .timeline import CATEGORIES, PHASES, Sample, Timeline
+from .trace import Event, Trace
 
 __all__ = [
     "CATEGORIES",
     "CATEGORY_COLORS",
     "CATEGORY_HATCHES",
     "PHASES",
+    "Event",
     "Measurement",
     "MemoryBudgetExceeded",
     "MemoryMeter",
@@ -24,6 +26,7 @@ __all__ = [
     "SavedTensor",
     "SavedTensors",
     "Timeline",
+    "Trace",
     "attention_saved_bytes",
     "cast",
     "measure",
