@@ -1,7 +1,9 @@
 """course_lib.budget: every recipe's gradient is the plain one's, estimates are what is measured, and what fits fits."""
 
 import copy
+import dataclasses
 import gc
+import inspect
 import itertools
 import math
 import pickle
@@ -35,9 +37,12 @@ from course_lib.budget import (
 )
 from course_lib.budget.cheapest import best_of
 from course_lib.budget.known import Known, Search
-from course_lib.budget.recipe import ATTENTIONS, CHECKPOINTS, pieces_allowed
 from course_lib.budget.show import added, steps_to
 from course_lib.budget.step import make_state, pieces_of, run_pieces
+from course_lib.budget.techniques import TECHNIQUES
+from course_lib.budget.techniques.attention import ATTENTIONS
+from course_lib.budget.techniques.checkpoints import CHECKPOINTS
+from course_lib.budget.techniques.micro_batches import pieces_allowed
 from course_lib.labels import chinese
 from course_lib.memory import CATEGORIES, MemoryBudgetExceeded, MemoryMeter, symbolic
 from course_lib.models import Attention, Decoder, DecoderLayer, random_tokens
@@ -136,6 +141,16 @@ def test_the_repr_of_a_recipe_makes_it_again_and_names_only_what_is_not_plain(fi
     assert pickle.loads(pickle.dumps(recipe)) == recipe
     assert {name: value for name, value in fields.items() if value != getattr(Recipe(), name)} == recipe.changed()
     assert repr(recipe).count("=") == len(recipe.changed())
+
+
+def test_every_field_of_a_recipe_belongs_to_one_technique_which_needs_no_more_than_five_methods():
+    owned = [name for technique in TECHNIQUES for name in technique.fields]
+    assert sorted(owned) == sorted(field.name for field in dataclasses.fields(Recipe))
+    for technique in TECHNIQUES:
+        methods = [name for name, value in vars(type(technique)).items() if inspect.isfunction(value)]
+        assert {"conflict", "refuse", "applied", "words"} >= set(methods)
+    places = [technique.place for technique in TECHNIQUES if technique.place is not None]
+    assert sorted(places) == list(range(len(places)))
 
 
 def test_a_recipe_is_a_frozen_value_whose_default_is_the_plain_step():

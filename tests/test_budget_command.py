@@ -33,8 +33,8 @@ from course_lib.budget import __main__ as command
 from course_lib.budget import rates as rates_module
 from course_lib.budget.asked import shape_of
 from course_lib.budget.rates import UPDATE_BYTES, allowance_bytes
-from course_lib.budget.recipe import ALL_ABOVE, OPTIMIZERS
 from course_lib.budget.show import steps_to
+from course_lib.budget.techniques.optimizer import ALL_ABOVE, OPTIMIZERS
 from course_lib.distributed import __main__ as ranks_command
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens

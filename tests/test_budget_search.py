@@ -18,8 +18,9 @@ from course_lib.budget.blocks import equal_blocks
 from course_lib.budget.cheapest import best_copies, least_schedule, with_schedule
 from course_lib.budget.extrapolate import MANY, Composer, Composing
 from course_lib.budget.known import Known, Search
-from course_lib.budget.recipe import ALL_ABOVE, OPTIMIZERS, pieces_allowed
 from course_lib.budget.search import that_fit
+from course_lib.budget.techniques.micro_batches import pieces_allowed
+from course_lib.budget.techniques.optimizer import ALL_ABOVE, OPTIMIZERS
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.offload import chosen_below

@@ -24,9 +24,12 @@ from .asked import Asked, asked
 from .checking import check
 from .estimate import TIERS, Estimate
 from .rates import ALLOWANCE, RATES, Rates, allowance_bytes, this_machine
-from .recipe import OPTIMIZERS, PRECISIONS, SHARDS, Recipe
+from .recipe import Recipe
 from .search import Estimates, fit
 from .show import Way, waterfall
+from .techniques.optimizer import OPTIMIZERS
+from .techniques.precision import PRECISIONS
+from .techniques.ranks import SHARDS
 
 UNITS = {
     "": 1,

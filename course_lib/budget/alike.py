@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib._torch import RandomState, tensors_in
 
-from .loss import LossSum, loss_of, samples_in, without_cache
+from .hugging_face import without_cache
+from .loss import LossSum, loss_of, samples_in
 from .recipe import Recipe
 
 

@@ -25,13 +25,13 @@ from course_lib.offload import SymbolicStore, chosen_below
 from course_lib.schedule import Cost, simulate
 
 from .alike import groups_of
-from .attention import attention_of
 from .blocks import equal_blocks, shortened
 from .estimate import Estimate, estimate
 from .loss import LossSum, check_loss, fastest, is_taken_apart, schedule_of, trained
 from .process import check_arguments, process_trace, watched
 from .recipe import Recipe
 from .step import chain_of_blocks, check_model, default_dtype, model_of, pieces_of
+from .techniques.attention import attention_of
 from .updates import Updates
 
 FEW = 2  # the first block and the last
