@@ -35,8 +35,8 @@ from course_lib.budget import (
     run,
     train_step,
 )
-from course_lib.budget.cheapest import best_of
 from course_lib.budget.known import Known, Search
+from course_lib.budget.refine import refine
 from course_lib.budget.show import added, steps_to
 from course_lib.budget.step import make_state, pieces_of, run_pieces
 from course_lib.budget.techniques import TECHNIQUES
@@ -1145,7 +1145,7 @@ def test_segments_are_as_few_as_fit():
     assert found[2].flops < found[3].flops < found[9].flops
     facts = Known(make, tiny_batch, Recipe(), **FILE)
     for budget, count in ((peaks[2], 2), (peaks[2] - 1, 3), (peaks[3], 3), (peaks[3] - 1, 9), (peaks[9] - 1, None)):
-        best = best_of(Search(facts, budget, RATE), family)
+        best = refine(Search(facts, budget, RATE), family)
         assert best == (count and replace(family, segments=count))
 
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from course_lib.budget import InfeasibleBudget, Rates, Recipe, estimate, fit, run, search
 from course_lib.budget.blocks import equal_blocks
-from course_lib.budget.cheapest import best_copies, least_schedule, with_schedule
 from course_lib.budget.extrapolate import MANY, Composer, Composing
 from course_lib.budget.known import Known, Search
+from course_lib.budget.refine import best_copies, least_schedule, with_schedule
 from course_lib.budget.search import that_fit
 from course_lib.budget.techniques.micro_batches import pieces_allowed
 from course_lib.budget.techniques.optimizer import ALL_ABOVE, OPTIMIZERS

@@ -17,12 +17,12 @@ from course_lib.memory import symbolic
 from course_lib.memory.show import Table, bytes_text
 
 from . import rank
-from .cheapest import best_of, fewest_blocks, fewest_pieces, least_schedule
 from .estimate import TIERS, Estimate
 from .known import Known, Search
 from .loss import CHAINED, LossSum, samples_in
 from .rates import RATES, Rates
 from .recipe import Recipe
+from .refine import fewest_blocks, fewest_pieces, least_schedule, refine
 from .show import Way, steps_to
 from .step import model_of
 
@@ -223,7 +223,7 @@ def _all(search: Search) -> list[Estimate]:
         if too_large or _needless(search, family, found) or _idle(search.known, family):
             continue
         try:
-            best = best_of(search, family)
+            best = refine(search, family)
         except (RuntimeError, InfeasibleBudget):  # it changes in place what "selective" has kept, say
             continue
         if best is not None:

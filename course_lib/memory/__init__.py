@@ -7,7 +7,7 @@ lists what autograd keeps for backward, and the formulas say what to expect of t
 from .formulas import attention_saved_bytes, training_state_bytes, transformer_activation_bytes
 from .measurement import Measurement, measure
 from .meter import MemoryBudgetExceeded, MemoryMeter
-from .saved import SavedTensor, SavedTensors, saved_tensors
+from .saved_tensors import SavedTensor, SavedTensors, saved_tensors
 from .show import CATEGORY_COLORS, CATEGORY_HATCHES
 from .symbols import cast, symbolic
 from .timeline import CATEGORIES, PHASES, Sample, Timeline

@@ -5,8 +5,8 @@ hook: a saved-tensor hook would switch off PyTorch's check for in-place changes 
 
 Yet who measures, changes: while a dispatch mode is active, PyTorch adds gradients that meet out of place, and some
 gradient formulas (of `max`, `gather`, indexing) write so too. They are counted as autograd alone would have run them
-(`Usage.taken_over`). A few formulas (of `prod`, `cumprod`) go another way altogether; they are counted as they run, and
-where that raises the peak above the allocator's, `measure` says so.
+(`CategoryTracker.taken_over`). A few formulas (of `prod`, `cumprod`) go another way altogether; they are counted as
+they run, and where that raises the peak above the allocator's, `measure` says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._check import kind, whole
-from .categories import IN_PLACE_WITHOUT_MODES, Steps, Usage
+from .categories import IN_PLACE_WITHOUT_MODES, CategoryTracker, OptimizerPhase
 from .flops import flops_of
 from .modules import ModulePaths
 from .show import bytes_text, draw_timeline
@@ -210,7 +210,7 @@ class MemoryMeter(Figures, TorchDispatchMode):
         self.budget_bytes = budget_bytes if budget_bytes is None else whole("budget_bytes", budget_bytes, 1, of="bytes")
         self._state = "new"  # then "active", then "closed"
         self._ledger = Ledger(whole("block_bytes", block_bytes, 1, of="bytes"), device)
-        self._usage = Usage(self._ledger, leaves_are_parameters=model is None)
+        self._usage = CategoryTracker(self._ledger, leaves_are_parameters=model is None)
         self._module_paths = kind("module_paths", module_paths, bool, "True or False") and model is not None
         self._undo = ExitStack()
 
@@ -222,8 +222,8 @@ class MemoryMeter(Figures, TorchDispatchMode):
             raise MemoryBudgetExceeded("what model and optimizer hold on entry", 0, self.entry_bytes, self.budget_bytes)
         self._usage.fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         super().__enter__()
-        self._steps = Steps(self._ledger)
-        self._undo.callback(self._steps.remove)
+        self._optimizer_phase = OptimizerPhase(self._ledger)
+        self._undo.callback(self._optimizer_phase.remove)
         self._undo.enter_context(storages_without_operators(self, self._ledger.made, self._ledger.resized))
         if self._module_paths:
             self._ledger.paths = self._undo.enter_context(ModulePaths(self.model))
@@ -253,7 +253,7 @@ class MemoryMeter(Figures, TorchDispatchMode):
         with ledger.lock:
             ledger.bury()
             ledger.main.before_bytes = ledger.main.live_bytes
-            phase = "optimizer" if self._steps.running(node) else "forward" if node is None else "backward"
+            phase = "optimizer" if self._optimizer_phase.running(node) else "forward" if node is None else "backward"
             ledger.operators.append((func, phase))
             if flops := flops_of(func, args, kwargs, result):
                 ledger.flops[len(ledger.operators) - 1] = flops
