@@ -27,6 +27,7 @@ from .recipe import Recipe
 from .techniques import BY_PLACE, TECHNIQUES
 from .techniques.checkpoints import block_names
 from .techniques.micro_batches import pieces_allowed
+from .techniques.technique import all_of
 
 
 def build(
@@ -217,8 +218,7 @@ def applied(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
     with ExitStack() as stack:
         stack.enter_context(without_cache(model))
         entered = [stack.enter_context(each.applied(recipe, model)) for each in BY_PLACE if each.around == "step"]
-        checks = [check for check in entered if check is not None]
-        yield lambda: [check() for check in checks] and None
+        yield all_of(entered)
 
 
 def chain_of_blocks(model: nn.Module, piece: Any, recipe: Recipe, loss_sum: LossSum | None = None) -> Chain:

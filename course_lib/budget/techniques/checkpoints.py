@@ -17,7 +17,7 @@ from course_lib.labels import text
 from course_lib.schedule import Chain, ScheduledBlocks, segments
 
 from ..loss import CHAINED, chains_of, draws, fastest, is_decoder, is_taken_apart
-from .technique import Check, Recipe, Technique, choice, count_or_none, fields_of
+from .technique import Check, Recipe, Technique, all_of, choice, count_or_none, fields_of
 
 CHECKPOINTS = ("none", "selective", "layers", "segments", "optimal")
 PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]  # what "selective" keeps
@@ -88,7 +88,7 @@ def _applied(recipe: Recipe, model: nn.Module) -> Iterator[Check]:
             handle = stack.enter_context(checkpointed(model, recipe))
             checks.append(handle.check)
             checks.append(stack.enter_context(statistics_kept(model, handle.names, recipe.checkpoint)))
-        yield lambda: [check() for check in checks] and None
+        yield all_of(checks)
 
 
 def scheduled(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -48,6 +48,17 @@ class Technique:
     def words(self, recipe: Recipe) -> list[str]:
         """Labels of what the recipe has of it, for a table; none where it has nothing."""
         return []
+
+
+def all_of(checks: Iterable[Check | None]) -> Check:
+    """One check that runs these."""
+    told = [check for check in checks if check is not None]
+
+    def run() -> None:
+        for check in told:
+            check()
+
+    return run
 
 
 def fields_of(**checks: Callable[[str, Any], object]) -> Mapping[str, Callable[[str, Any], object]]:
