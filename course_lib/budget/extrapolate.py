@@ -175,7 +175,9 @@ class Composer:
         """With so many blocks more than `few`; a parameter's place is further on by the blocks that follow it."""
         growth = Growth(few.trace, more.trace)
         due = {id(few.trace): few.due, id(more.trace): more.due}
-        rows = [[self.further(p, by) for p in due[id(trace)][moment]] for trace, moment, by in growth.sources(blocks)]
+        rows: list[Sequence[Tensor]] = []
+        for trace, start, stop, by in growth.sources(blocks):
+            rows += [[self.further(p, by) for p in row] if row else row for row in due[id(trace)][start:stop]]
         return Moments(growth.trace(blocks), rows)
 
     def further(self, p: Tensor, by: int) -> Tensor:

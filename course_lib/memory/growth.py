@@ -57,16 +57,16 @@ class Growth:
             _cut(few.operators, more.operators, *ours, *others) for ours, others in zip(shorter, longer, strict=True)
         ]
 
-    def sources(self, blocks: int) -> Iterator[tuple[Trace, int, int]]:
-        """Of each moment of the step with so many blocks more than `few`: a trace, the moment there, and how many
-        blocks follow in its pass of those that were put in; all of them in `few` before the cut, none after it.
+    def sources(self, blocks: int) -> Iterator[tuple[Trace, int, int, int]]:
+        """What the step with so many blocks more than `few` is put together from: a trace, from which moment of it
+        until which, and how many blocks follow in its pass of those that were put in.
         """
-        for each in self.passes:
-            yield from ((self.few, each.few + i, blocks) for i in range(each.cut))
-            for copy in range(blocks):
-                left = blocks - 1 - copy
-                yield from ((self.more, each.more + each.cut + i, left) for i in range(each.block))
-            yield from ((self.few, each.few + i, 0) for i in range(each.cut, each.length))
+        for at in self.passes:
+            new = at.more + at.cut
+            yield self.few, at.few, at.few + at.cut, blocks
+            for copy in range(blocks if at.block else 0):
+                yield self.more, new, new + at.block, blocks - 1 - copy
+            yield self.few, at.few + at.cut, at.few + at.length, 0
 
     def trace(self, blocks: int) -> Trace:
         """The step with so many blocks more than `few`."""
@@ -91,17 +91,24 @@ class Growth:
         return Trace(
             operators,
             np.concatenate(live),
-            flops_at=self._at(blocks, "flops_at"),
-            modules=self._at(blocks, "modules"),
-            spans=None if more.spans is None else _GrownSpans(self, blocks, len(operators)).found(),
             **totals,
+            **({} if more.spans is None else self._events(blocks, len(operators))),
         )
 
+    def _events(self, blocks: int, moments: int) -> dict[str, Any]:
+        return {
+            "flops_at": self._at(blocks, "flops_at"),
+            "modules": self._at(blocks, "modules"),
+            "spans": _GrownSpans(self, blocks, moments).found(),
+        }
+
     def _at(self, blocks: int, name: str) -> dict[int, Any]:
-        if not getattr(self.more, name):
-            return {}
-        found = enumerate(self.sources(blocks))
-        return {moment: getattr(trace, name)[i] for moment, (trace, i, _) in found if i in getattr(trace, name)}
+        found, moment = {}, 0
+        for trace, start, stop, _ in self.sources(blocks):
+            known = getattr(trace, name)
+            found |= {moment + i - start: known[i] for i in range(start, stop) if i in known}
+            moment += stop - start
+        return found
 
 
 class _GrownSpans:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,7 +115,7 @@ class Trace:
 
     # ---- what is read off it
 
-    @property
+    @cached_property
     def live_bytes(self) -> np.ndarray:
         """At each moment, of all categories."""
         return self.live.sum(1)
@@ -126,10 +127,14 @@ class Trace:
     @property
     def peak_moment(self) -> int:
         """The first operator that reaches the peak; what was there on entry, where none does."""
-        live = self.live_bytes
-        begins = int(bool(self.operators) and self.operators[0][0] == ENTRY)
+        live, begins = self.live_bytes, self._begins
         found = begins + int(live[begins:].argmax()) if len(live) > begins else 0
         return found if live[found] == live.max() else 0
+
+    @property
+    def _begins(self) -> int:
+        """The first moment of an operator."""
+        return int(bool(self.operators) and self.operators[0][0] == ENTRY)
 
     @property
     def peak_operator(self) -> str:
@@ -141,10 +146,9 @@ class Trace:
 
     def phase_peaks(self) -> dict[str, int]:
         """phase -> the most bytes live after one of its operators."""
-        peaks = dict.fromkeys(PHASES, 0)
-        for (operator, phase), count in zip(self.operators, self.live_bytes.tolist(), strict=True):
-            if operator != ENTRY:
-                peaks[phase] = max(peaks[phase], count)
+        peaks, begins = dict.fromkeys(PHASES, 0), self._begins
+        for (_, phase), count in zip(self.operators[begins:], self.live_bytes[begins:].tolist(), strict=True):
+            peaks[phase] = max(peaks[phase], count)
         return peaks
 
     def series(self) -> dict[str, np.ndarray]:
