@@ -1,7 +1,9 @@
 """course_lib.budget: every recipe's gradient is the plain one's, estimates are what is measured, and what fits fits."""
 
 import copy
+import dataclasses
 import gc
+import inspect
 import itertools
 import math
 import pickle
@@ -27,18 +29,20 @@ from course_lib.budget import (
     Rates,
     Recipe,
     build,
-    composing,
     estimate,
+    extrapolate,
     fit,
     run,
     train_step,
 )
-from course_lib.budget.cheapest import best_of
-from course_lib.budget.estimating import make_state
 from course_lib.budget.known import Known, Search
-from course_lib.budget.recipe import ATTENTIONS, CHECKPOINTS, pieces_allowed
+from course_lib.budget.refine import refine
 from course_lib.budget.show import added, steps_to
-from course_lib.budget.step import pieces_of, run_pieces
+from course_lib.budget.step import make_state, pieces_of, run_pieces
+from course_lib.budget.techniques import TECHNIQUES
+from course_lib.budget.techniques.attention import ATTENTIONS
+from course_lib.budget.techniques.checkpoints import CHECKPOINTS
+from course_lib.budget.techniques.micro_batches import pieces_allowed
 from course_lib.labels import chinese
 from course_lib.memory import CATEGORIES, MemoryBudgetExceeded, MemoryMeter, symbolic
 from course_lib.models import Attention, Decoder, DecoderLayer, random_tokens
@@ -137,6 +141,16 @@ def test_the_repr_of_a_recipe_makes_it_again_and_names_only_what_is_not_plain(fi
     assert pickle.loads(pickle.dumps(recipe)) == recipe
     assert {name: value for name, value in fields.items() if value != getattr(Recipe(), name)} == recipe.changed()
     assert repr(recipe).count("=") == len(recipe.changed())
+
+
+def test_every_field_of_a_recipe_belongs_to_one_technique_which_needs_no_more_than_five_methods():
+    owned = [name for technique in TECHNIQUES for name in technique.fields]
+    assert sorted(owned) == sorted(field.name for field in dataclasses.fields(Recipe))
+    for technique in TECHNIQUES:
+        methods = [name for name, value in vars(type(technique)).items() if inspect.isfunction(value)]
+        assert {"conflict", "refuse", "applied", "words"} >= set(methods)
+    places = [technique.place for technique in TECHNIQUES if technique.place is not None]
+    assert sorted(places) == list(range(len(places)))
 
 
 def test_a_recipe_is_a_frozen_value_whose_default_is_the_plain_step():
@@ -993,7 +1007,7 @@ def quick(monkeypatch):
         return found
 
     monkeypatch.setattr("course_lib.budget.known.HEAD_CHUNK", 32)
-    monkeypatch.setattr(composing, "estimate", once)
+    monkeypatch.setattr(extrapolate, "estimate", once)
 
 
 def combinations(base, layers, samples, fractions=(0.0,), schedules=()):
@@ -1131,7 +1145,7 @@ def test_segments_are_as_few_as_fit():
     assert found[2].flops < found[3].flops < found[9].flops
     facts = Known(make, tiny_batch, Recipe(), **FILE)
     for budget, count in ((peaks[2], 2), (peaks[2] - 1, 3), (peaks[3], 3), (peaks[3] - 1, 9), (peaks[9] - 1, None)):
-        best = best_of(Search(facts, budget, RATE), family)
+        best = refine(Search(facts, budget, RATE), family)
         assert best == (count and replace(family, segments=count))
 
 

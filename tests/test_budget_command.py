@@ -31,10 +31,10 @@ from course_lib.budget import (
 )
 from course_lib.budget import __main__ as command
 from course_lib.budget import rates as rates_module
-from course_lib.budget.asked import shape_of
 from course_lib.budget.rates import UPDATE_BYTES, allowance_bytes
-from course_lib.budget.recipe import ALL_ABOVE, OPTIMIZERS
 from course_lib.budget.show import steps_to
+from course_lib.budget.techniques.optimizer import ALL_ABOVE, OPTIMIZERS
+from course_lib.budget.workload import shape_of
 from course_lib.distributed import __main__ as ranks_command
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens
@@ -415,7 +415,9 @@ CHEAP = ["--sequence", "32", "--batch", "2", "--device", "laptop", "--precision"
 def test_a_config_is_read_and_its_cheapest_step_is_taken(config, capsys):
     assert command.main(["--config", config, *CHEAP, "--budget", "10MB", "--json", "--check"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["parameters"] == sum(p.numel() for p in command.asked(namespace(config)).make_model().parameters())
+    assert told["parameters"] == sum(
+        p.numel() for p in command.workload_of(namespace(config)).make_model().parameters()
+    )
     assert told["budget_bytes"] == 10**7 and told["recipes"][0]["peak_bytes"] <= 10**7
     assert told["recipes"][0]["recipe"] == {"optimizer": "sgd"} and told["way"][-1]["recipe"] == {"optimizer": "sgd"}
     check = told["check"]
@@ -764,7 +766,7 @@ def test_the_rates_of_this_machine_can_be_asked_for(monkeypatch, capsys):
 
 
 def test_a_step_that_is_larger_than_the_machine_is_not_taken(monkeypatch, capsys):
-    monkeypatch.setattr("course_lib.budget.checking._memory", lambda device: 1000)
+    monkeypatch.setattr("course_lib.budget.check._memory", lambda device: 1000)
     with pytest.raises(SystemExit):
         command.main([*SMALL.split(), "--budget", "1GB", "--optimizer", "sgd", "--check"])
     assert "this machine has 1,000 bytes" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from course_lib.budget import RATES, InfeasibleBudget, Rates, Recipe, estimate, fit, sharding, steps_to, train_step
+from course_lib.budget import RATES, InfeasibleBudget, Rates, Recipe, estimate, fit, rank, steps_to, train_step
 from course_lib.budget.__main__ import main
 from course_lib.distributed import held_bytes, predict, sent_bytes, shapes_of
 from course_lib.models import Decoder, random_tokens
@@ -39,13 +39,13 @@ def loss_sum(model, batch):
 @pytest.mark.parametrize("shard", MODES)
 def test_a_rank_is_composed_from_few_blocks_to_the_byte_of_the_whole_and_of_a_prediction(monkeypatch, shard):
     composed, counts = estimate(make_model, make_batch, of(shard)), []
-    monkeypatch.setattr(sharding, "MANY", LAYERS + 1)
-    measured = sharding._measured
-    monkeypatch.setattr(sharding, "_measured", lambda *given: (counts.append(given[5]), measured(*given))[1])
+    monkeypatch.setattr(rank, "MANY", LAYERS + 1)
+    measured = rank._measured
+    monkeypatch.setattr(rank, "_measured", lambda *given: (counts.append(given[6]), measured(*given))[1])
     assert estimate(make_model, make_batch, of(shard)) == composed and counts == [LAYERS]
     states = [each["optimizer"] for each in held_bytes(shapes_of(make_model()), MODES[shard], 4)]
-    rank = states.index(max(states))
-    found = predict(make_model, part, loss_sum, MODES[shard], 4, rank=rank)
+    fullest = states.index(max(states))
+    found = predict(make_model, part, loss_sum, MODES[shard], 4, rank=fullest)
     assert (composed.peak_bytes, composed.flops, composed.sent_bytes) == (
         found.peak_bytes, found.flops, found.sent_bytes
     )  # fmt: skip
@@ -69,8 +69,8 @@ def test_a_rank_that_clips_its_gradient_is_that_of_a_prediction_and_sends_no_byt
     found = estimate(make_model, make_batch, of(shard), max_norm=0.5)
     assert clipped and set(clipped) == {0.5}
     states = [each["optimizer"] for each in held_bytes(shapes_of(make_model()), MODES[shard], 4)]
-    rank = states.index(max(states))
-    whole = predict(make_model, part, loss_sum, MODES[shard], 4, rank=rank, max_norm=0.5)
+    fullest = states.index(max(states))
+    whole = predict(make_model, part, loss_sum, MODES[shard], 4, rank=fullest, max_norm=0.5)
     assert (found.peak_bytes, found.sent_bytes) == (whole.peak_bytes, whole.sent_bytes)
     assert found.sent_bytes == sent_bytes(shapes_of(make_model()), MODES[shard], 4)
 

@@ -14,11 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from course_lib.budget import InfeasibleBudget, Rates, Recipe, estimate, fit, run, search
-from course_lib.budget.cheapest import best_copies, least_schedule, with_schedule
-from course_lib.budget.composing import MANY, Composer, Composing, equal_blocks
+from course_lib.budget.blocks import equal_blocks
+from course_lib.budget.extrapolate import MANY, Composer, Composing
 from course_lib.budget.known import Known, Search
-from course_lib.budget.recipe import ALL_ABOVE, OPTIMIZERS, pieces_allowed
+from course_lib.budget.refine import best_copies, least_schedule, with_schedule
 from course_lib.budget.search import that_fit
+from course_lib.budget.techniques.micro_batches import pieces_allowed
+from course_lib.budget.techniques.optimizer import ALL_ABOVE, OPTIMIZERS
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.offload import chosen_below
@@ -177,8 +179,10 @@ def test_what_is_composed_is_the_whole_step_moment_by_moment(recipe):
     composer = Composer(partial(deep, 2 * MANY), batch, Recipe(), None, "file")
     with symbolic(composer.mode):
         composed, whole = composer.moments(recipe), composer.measured(recipe, 2 * MANY)
-    assert composer._few and composed.operators == whole.operators
-    assert (composed.live == whole.live).all() and (composed.totals == whole.totals).all()
+    ours, others = composed.trace, whole.trace
+    assert composer._few and ours.operators == others.operators and (ours.live == others.live).all()
+    for name in ("flops", "bytes_down", "bytes_up"):
+        assert getattr(ours, name) == getattr(others, name)
     if recipe.in_backward:
         assert [[id(p) for p in due] for due in composed.due] == [[id(p) for p in due] for due in whole.due]
 

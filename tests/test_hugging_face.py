@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from course_lib.budget import InfeasibleBudget, Recipe, build, estimate, fit, run, train_step
-from course_lib.budget.composing import Composing
+from course_lib.budget.extrapolate import Composing
 from course_lib.checkpoint import checkpoint_blocks
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extras `models` and `test`")

@@ -60,8 +60,8 @@ def _stand_in(some: Callable, flops: int, queries: tuple, keys: tuple, options: 
     if key not in _known:
         with _disable_current_modes(), q.fake_mode, MemoryMeter(device=q.device) as meter:
             some(queries, keys, options)
-        live = sum(meter.series().values())
-        _known[key] = meter.peak_bytes, meter.timeline[int(live.argmax())].operator if len(live) else ""
+        trace = meter.trace(events=False)
+        _known[key] = trace.peak_bytes, trace.peak_operator if meter.operator_count else ""
     nbytes, operator = _known[key]
     torch.ops.course_lib.tiles(lse, nbytes, flops, operator)  # it reads `lse`, which shows that it was kept for it
 

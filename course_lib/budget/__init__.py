@@ -18,11 +18,10 @@ Example, with `Decoder` and `random_tokens` of `course_lib.models`::
 
 from course_lib._check import InfeasibleBudget
 
-from .estimating import Estimate, Run, run
+from .estimate import Estimate, Run, estimate, run
 from .rates import RATES, Rates, measured_rates, this_machine
 from .recipe import Recipe
 from .search import Estimates, fit
-from .sharding import estimate
 from .show import steps_to, waterfall
 from .step import build, train_step
 

@@ -20,13 +20,16 @@ from course_lib.labels.drawn import course_font
 from course_lib.memory import CATEGORIES
 from course_lib.memory.show import bytes_text
 
-from .asked import Asked, asked
-from .checking import check
-from .estimating import TIERS, Estimate
+from .check import check
+from .estimate import TIERS, Estimate
 from .rates import ALLOWANCE, RATES, Rates, allowance_bytes, this_machine
-from .recipe import OPTIMIZERS, PRECISIONS, SHARDS, Recipe
+from .recipe import Recipe
 from .search import Estimates, fit
 from .show import Way, waterfall
+from .techniques.optimizer import OPTIMIZERS
+from .techniques.precision import PRECISIONS
+from .techniques.ranks import SHARDS
+from .workload import Workload, workload_of
 
 UNITS = {
     "": 1,
@@ -110,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     told: dict = {}
     try:
-        model = asked(given)
+        model = workload_of(given)
         rates, tier = _rates(given)
         budget = given.budget or _budget(given, rates)
         told = {"model": model.name, "batch": model.batch, "device": given.device or "H100", "budget_bytes": budget}
@@ -184,7 +187,7 @@ def _plain(rates: Rates) -> dict:
     return {name: None if value == math.inf else value for name, value in asdict(rates).items()}
 
 
-def _print(given: argparse.Namespace, model: Asked, rates: Rates, found: Estimates, way: Way) -> None:
+def _print(given: argparse.Namespace, model: Workload, rates: Rates, found: Estimates, way: Way) -> None:
     best, machine = found[0], {"device": given.device or "H100", "source": rates.source}
     shares = {"flops": rates.flops_share, "link": rates.link_share}
     parts = [
@@ -217,7 +220,7 @@ def _print(given: argparse.Namespace, model: Asked, rates: Rates, found: Estimat
     print("\n\n".join(say(part, "\n") if isinstance(part, str) else str(part) for part in parts))
 
 
-def _plot(parser, given: argparse.Namespace, model: Asked, way: Way, budget: int) -> None:
+def _plot(parser, given: argparse.Namespace, model: Workload, way: Way, budget: int) -> None:
     values = {"count": model.parameters(), "budget": bytes_text(budget)}
     words = {name: say(name) for name in (*CATEGORIES, "budget")} | {"optimizer": say(text("optimizer state"))}
     try:

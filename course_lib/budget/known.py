@@ -14,13 +14,14 @@ from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import symbolic
 from course_lib.offload import chosen_below
 
-from . import sharding
-from .attention import attentions_of, drop_probability
-from .composing import Composer, Composing
-from .estimating import Estimate
+from .estimate import Estimate, estimate
+from .extrapolate import Composer, Composing
 from .loss import has_loss_sum, is_decoder, mixes_samples, samples_in
 from .rates import Rates
-from .recipe import ALL_ABOVE, ATTENTIONS, Recipe, pieces_allowed
+from .recipe import Recipe
+from .techniques.attention import ATTENTIONS, attentions_of, drop_probability
+from .techniques.micro_batches import pieces_allowed
+from .techniques.optimizer import ALL_ABOVE
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 PAGES = (Recipe.page_bytes, 4 << 20, 1 << 20)
@@ -74,7 +75,7 @@ class Estimator:
 
     def _estimated(self, recipe: Recipe) -> Estimate:
         if recipe.ranks > 1:
-            return sharding.estimate(*self.composing.given, recipe, **self.composing.options)
+            return estimate(*self.composing.given, recipe, **self.composing.options)
         return self.composing(recipe)
 
     def confirms(self, best: Estimate | None) -> bool:

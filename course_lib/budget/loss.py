@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,9 +30,7 @@ from course_lib.checkpoint import checkpoint_sequential, checkpointed_loss
 from course_lib.models import Decoder, DecoderLayer, Dropout, loss_stages
 from course_lib.schedule import Chain, Schedule, ScheduledSequential, optimal
 
-from .attention import configs_of
-from .recipe import Recipe
-
+Recipe = Any  # a `course_lib.budget.Recipe`, whose techniques need what is here
 CHAINED = ("segments", "optimal")  # checkpoints that run a chain: the stages of a decoder, or a model's blocks
 LossSum = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
 
@@ -55,20 +52,6 @@ def _loss_of(model, batch, recipe: Recipe, loss_sum) -> tuple[Tensor, float | Te
     if is_taken_apart(model, recipe):
         return taken_apart(model, batch, recipe) * batch[:, 1:].numel(), batch[:, 1:].numel()
     return own_loss(model, batch, recipe.micro_batches)
-
-
-@contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
-    """Inside, no keys and values are kept for tokens to come, which nothing in training reads."""
-    configs = configs_of(model, "use_cache")
-    before = [config.use_cache for config in configs]
-    try:
-        for config in configs:
-            config.use_cache = False
-        yield
-    finally:
-        for config, value in zip(configs, before, strict=True):
-            config.use_cache = value
 
 
 # ---- a decoder, as a chain of stages

@@ -18,7 +18,7 @@ from course_lib._check import number, positive, whole
 from course_lib._torch import wait_for
 
 if TYPE_CHECKING:
-    from .estimating import Estimate
+    from .estimate import Estimate
     from .recipe import Recipe
 
 # Bytes through the host's memory for each parameter that it updates: gradient, weights and state are read, weights and

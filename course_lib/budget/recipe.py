@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 
 import torch
 
-from course_lib._check import kind, number, one_of, whole
-from course_lib.labels import listed, text
+from course_lib.labels import listed
 from course_lib.offload.device import Cuda, Device
 from course_lib.offload.optimizer import PAGE_BYTES
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-OPTIMIZERS = ("adam", "sgd", "momentum", "adafactor", "adam8bit")
-ALL_ABOVE = ("adafactor", "adam8bit")  # whose state is small, and is not offloaded
-UPDATES = ("loop", "foreach", "fused")
-ATTENTIONS = ("standard", "flash")
-SWITCHED = ("eager", "sdpa")  # by a model's own switch
-MIN_BYTES = 1 << 20
-CHECKPOINTS = ("none", "selective", "layers", "segments", "optimal")
-SHARDS = ("ddp", "zero1", "zero2", "zero3")
+from .techniques import TECHNIQUES
+from .techniques.offload_activations import MIN_BYTES
+from .techniques.precision import PRECISIONS
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,7 +59,7 @@ class Recipe:
         ranks: devices that share the batch. Such a recipe is estimated, for the rank that holds most, and run by
             `python -m course_lib.distributed`; its update is fused.
         shard: what is cut among the ranks: "ddp" nothing, "zero1" the optimizer's state, "zero2" gradients too, and
-            "zero3" parameters too (see `course_lib.budget.sharding`); None leaves the choice to `fit`.
+            "zero3" parameters too (see `course_lib.budget.rank`); None leaves the choice to `fit`.
 
     Raises:
         TypeError, ValueError: a field is not of its kind, out of its range, or does not go with another one.
@@ -96,33 +88,15 @@ class Recipe:
     shard: str | None = None
 
     def __post_init__(self):
-        known = {
-            "precision": (*PRECISIONS, None),
-            "optimizer": OPTIMIZERS,
-            "update": UPDATES,
-            "attention": (*ATTENTIONS, *SWITCHED, None),
-            "checkpoint": CHECKPOINTS,
-            "accumulate": ("fp32", None),
-            "shard": (*SHARDS, None),
-        }
-        for name, options in known.items():
-            one_of(name, getattr(self, name), options)
-        number("offload_optimizer", self.offload_optimizer, 0, 1)
-        for name in ("offload_activations", "in_backward"):
-            kind(name, getattr(self, name), bool, "True or False")
-        for name in ("segments", "schedule_bytes", "head_chunk", "first_blocks"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), 1)
-        whole("micro_batches", self.micro_batches, 1)
-        whole("ranks", self.ranks, 1)
-        whole("min_bytes", self.min_bytes, 0)
-        whole("page_bytes", self.page_bytes, 1, of="bytes")
-        for name in ("prefetch", "in_flight"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), 0)
-        _check_blocks(self)
-        _check_together(self)
-        _check_ranks(self)
+        if isinstance(self.blocks, list):
+            object.__setattr__(self, "blocks", tuple(self.blocks))  # a recipe can be hashed
+        for name, check in ((name, check) for each in TECHNIQUES for name, check in each.fields.items()):
+            check(name, getattr(self, name))
+        if self.ranks > 1 and self.update == "loop":
+            object.__setattr__(self, "update", "fused")
+        for technique in TECHNIQUES:
+            if problem := technique.conflict(self):
+                raise ValueError(problem)
 
     def copies(self, tier: str) -> tuple[int, int]:
         """How many storages of activations are fetched ahead, and how many go down at once, with such a tier below."""
@@ -156,120 +130,6 @@ class Recipe:
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
 
-# ---- what goes together
-
-
-def _check_blocks(recipe: Recipe) -> None:
-    if isinstance(recipe.blocks, list):
-        object.__setattr__(recipe, "blocks", tuple(recipe.blocks))  # a recipe can be hashed
-    for name in recipe.blocks if isinstance(recipe.blocks, tuple) and recipe.blocks else [recipe.blocks]:
-        kind("blocks", name, (str, type(None)), "a name with wildcards, several, or None")
-    for name, takes in (("blocks", CHECKPOINTS[1:]), ("first_blocks", CHECKPOINTS[1:3])):
-        if getattr(recipe, name) is not None and recipe.checkpoint not in takes:
-            got = f'{name} is {getattr(recipe, name)!r} and checkpoint is "{recipe.checkpoint}"'
-            raise ValueError(f"{got}; it takes None unless that is {' or '.join(map(repr, takes))}")
-
-
-def _check_together(recipe: Recipe) -> None:
-    for name, owner in (("segments", "segments"), ("schedule_bytes", "optimal")):
-        if (getattr(recipe, name) is not None) != (recipe.checkpoint == owner):
-            got = f'{name} is {getattr(recipe, name)} and checkpoint is "{recipe.checkpoint}"'
-            raise ValueError(f'{got}; it takes a number where that is "{owner}", and None elsewhere')
-    if recipe.offload_activations and recipe.checkpoint in ("selective", "optimal"):
-        got = f'offload_activations is True and checkpoint is "{recipe.checkpoint}", which holds its tensors itself'
-        raise ValueError(f'{got}; it takes "none", "layers" or "segments"')
-    if recipe.in_backward and recipe.micro_batches > 1:
-        got = f"in_backward is True and micro_batches is {recipe.micro_batches}, whose gradients must be added up"
-        raise ValueError(f"{got}; it takes 1 micro-batch")
-    if recipe.in_backward and recipe.accumulate:
-        raise ValueError('accumulate is "fp32" and in_backward is True, which adds nothing up; it takes None')
-    updates = {"adafactor": ("loop", "foreach"), "adam8bit": ("loop",)}.get(recipe.optimizer, UPDATES)
-    if recipe.update not in updates:
-        got = f'update is "{recipe.update}" and optimizer is "{recipe.optimizer}"'
-        raise ValueError(f"{got}; it takes {' or '.join(map(repr, updates))}")
-    if recipe.optimizer in ALL_ABOVE and recipe.offload_optimizer:
-        got = f'offload_optimizer is {recipe.offload_optimizer} and optimizer is "{recipe.optimizer}", of a small state'
-        raise ValueError(f"{got}; it takes 0")
-
-
-def _check_ranks(recipe: Recipe) -> None:
-    if recipe.ranks > 1 and recipe.update == "loop":
-        object.__setattr__(recipe, "update", "fused")
-    if recipe.ranks == 1 and recipe.shard:
-        raise ValueError(f'shard is "{recipe.shard}" and ranks is 1; it takes None, or 2 ranks or more')
-    known = {"precision": PRECISIONS, "optimizer": ("adam",), "checkpoint": ("none", "selective", "layers")}
-    known |= {"update": ("fused",), "offload_optimizer": (0,), "offload_activations": (False,)}
-    known |= {"in_backward": (False,), "head_chunk": (None,), "accumulate": (None,), "first_blocks": (None,)}
-    for name, values in known.items() if recipe.ranks > 1 else ():
-        if getattr(recipe, name) not in values:
-            got = f"{name} is {getattr(recipe, name)!r} and ranks is {recipe.ranks}"
-            raise ValueError(f"{got}; it takes {' or '.join(map(repr, values))}")
-
-
-# ---- in words
-
-
 def words_of(recipe: Recipe) -> list[str]:
     """A recipe's parts, as labels."""
-    words = [recipe.precision or text("own precision"), recipe.optimizer]
-    if recipe.optimizer == "adam8bit":
-        words[-1] = text("{optimizer} (by a formula)", optimizer=recipe.optimizer)
-    if recipe.update != "loop":
-        words[-1] += f" {recipe.update}"
-    if recipe.offload_optimizer == 1:
-        words.append(text("optimizer offloaded"))
-    elif recipe.offload_optimizer:
-        words.append(text("{share:.0%} of optimizer offloaded", share=recipe.offload_optimizer))
-    if recipe.page_bytes != PAGE_BYTES and recipe.has_pages:
-        words.append(text("pages of {size}", size=_binary(recipe.page_bytes)))
-    if recipe.attention not in ("standard", None):
-        words.append(recipe.attention)
-    if recipe.checkpoint != "none":
-        words.append(_checkpoints(recipe))
-    if recipe.offload_activations and recipe.min_bytes == MIN_BYTES:
-        words.append(text("activations offloaded"))
-    elif recipe.offload_activations:
-        words.append(text("activations offloaded from {least} bytes on", least=recipe.min_bytes))
-    if recipe.offload_activations and recipe.prefetch is not None:
-        words.append(text("{count} fetched ahead", count=recipe.prefetch))
-    if recipe.offload_activations and recipe.in_flight is not None:
-        words.append(text("{count} in flight", count=recipe.in_flight))
-    if recipe.head_chunk:
-        words.append(text("head in chunks of {tokens}", tokens=recipe.head_chunk))
-    if recipe.in_backward:
-        words.append(text("steps in backward"))
-    if recipe.accumulate:
-        words.append(text("fp32 sums"))
-    if recipe.micro_batches > 1:
-        words.append(text("{count} micro-batches", count=recipe.micro_batches))
-    if recipe.ranks > 1:
-        words.append(text("{shard} on {count} ranks", shard=recipe.shard or "?", count=recipe.ranks))
-    return words
-
-
-def _binary(nbytes: int) -> str:
-    """In the largest unit of which they are a whole number."""
-    units = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
-    size, unit = next((size, unit) for size, unit in units if nbytes % size == 0)
-    return f"{nbytes // size:,} {unit}"
-
-
-def _checkpoints(recipe: Recipe) -> str:
-    megabytes = f"{(recipe.schedule_bytes or 0) / 1e6:,.1f}"
-    words = {
-        "layers": text("checkpoint layers"),
-        "selective": text("checkpoint selective"),
-        "segments": text("checkpoint segments {count}", count=recipe.segments),
-        "optimal": text("checkpoint optimal {megabytes} MB", megabytes=megabytes),
-    }[recipe.checkpoint]
-    if recipe.first_blocks is not None:
-        words = text("{checkpoint} first {count}", checkpoint=words, count=recipe.first_blocks)
-    if recipe.blocks is not None:
-        blocks = recipe.blocks if isinstance(recipe.blocks, str) else " ".join(recipe.blocks)
-        words = text("{checkpoint} of {blocks}", checkpoint=words, blocks=blocks)
-    return words
-
-
-def pieces_allowed(samples: int) -> list[int]:
-    """The numbers of micro-batches into which so many samples can be split, equal but for the last."""
-    return [m for m in range(1, samples + 1) if math.ceil(samples / math.ceil(samples / m)) == m]
+    return [word for technique in TECHNIQUES for word in technique.words(recipe)]

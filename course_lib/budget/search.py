@@ -16,13 +16,13 @@ from course_lib.labels import say, text
 from course_lib.memory import symbolic
 from course_lib.memory.show import Table, bytes_text
 
-from . import sharding
-from .cheapest import best_of, fewest_blocks, fewest_pieces, least_schedule
-from .estimating import TIERS, Estimate
+from . import rank
+from .estimate import TIERS, Estimate
 from .known import Known, Search
 from .loss import CHAINED, LossSum, samples_in
 from .rates import RATES, Rates
 from .recipe import Recipe
+from .refine import fewest_blocks, fewest_pieces, least_schedule, refine
 from .show import Way, steps_to
 from .step import model_of
 
@@ -100,7 +100,7 @@ def fit(
     what is found with all recipes of a grid.
 
     An estimate is put together from the step with few of the model's equal blocks, where it has such and grows evenly
-    with them, and from updates of few parameters (`course_lib.budget.composing`); it equals that of the whole step.
+    with them, and from updates of few parameters (`course_lib.budget.extrapolate`); it equals that of the whole step.
     The cheapest is confirmed by the step with all blocks; where that takes something else, all are searched again by
     whole steps.
 
@@ -191,19 +191,19 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
     known = search.known
     make_model, make_batch = known.composing.given
     with symbolic():
-        shapes = sharding.shapes_of(model_of(make_model, sharding.single(replace(base, shard="zero3"))))
+        shapes = rank.shapes_of(model_of(make_model, rank.single(replace(base, shard="zero3"))))
         samples = samples_in(make_batch())
-    pieces = known.options("micro_batches", *sharding.pieces(replace(base, micro_batches=1), samples))
+    pieces = known.options("micro_batches", *rank.pieces(replace(base, micro_batches=1), samples))
     keeps, found = known.options("checkpoint", "none", "selective", "layers"), []
-    for shard, keep, attention in product(sharding.MODES, keeps, known.attentions):
+    for shard, keep, attention in product(rank.MODES, keeps, known.attentions):
         blocks = None if keep == "none" else known.blocks
         family = replace(base, shard=shard, checkpoint=keep, blocks=blocks, attention=attention)
-        if base.shard not in (None, shard) or sharding.floor_bytes(shapes, family) > search.budget:
+        if base.shard not in (None, shard) or rank.floor_bytes(shapes, family) > search.budget:
             continue
         without = replace(family, checkpoint=keeps[0], blocks=None if keeps[0] == "none" else blocks)
         if any(replace(e.recipe, micro_batches=1) == replace(without, micro_batches=1) for e in found):
             continue  # it fits without checkpoints
-        optional = keep != keeps[0] or (base.shard is None and shard not in sharding.REPLICATED)
+        optional = keep != keeps[0] or (base.shard is None and shard not in rank.REPLICATED)
         with suppress(ValueError) if optional else nullcontext():  # a model without blocks, or a loss not by its call
             best = fewest_pieces(search, family, pieces)
             found += [known.estimate(best)] if best else []
@@ -223,7 +223,7 @@ def _all(search: Search) -> list[Estimate]:
         if too_large or _needless(search, family, found) or _idle(search.known, family):
             continue
         try:
-            best = best_of(search, family)
+            best = refine(search, family)
         except (RuntimeError, InfeasibleBudget):  # it changes in place what "selective" has kept, say
             continue
         if best is not None:

@@ -10,19 +10,12 @@ from course_lib.labels import listed, text
 from course_lib.memory import CATEGORIES, CATEGORY_COLORS, CATEGORY_HATCHES
 from course_lib.memory.show import Table
 
-from .estimating import Estimate
+from .estimate import Estimate
 from .recipe import Recipe, words_of
+from .techniques import BY_PLACE
+from .techniques.micro_batches import MicroBatches
 
-# What is cheap comes first; which blocks, segments and schedule bytes go with their checkpoint.
-ORDER = (
-    ("attention",),
-    ("head_chunk",),
-    ("checkpoint", "blocks", "first_blocks", "segments", "schedule_bytes"),
-    ("micro_batches", "accumulate"),
-    ("in_backward",),
-    ("offload_optimizer", "page_bytes"),
-    ("offload_activations", "min_bytes", "prefetch", "in_flight"),
-)
+ORDER = tuple(tuple(technique.fields) for technique in BY_PLACE)  # what is cheap comes first
 
 
 def steps_to(recipe: Recipe) -> list[Recipe]:
@@ -34,7 +27,7 @@ def steps_to(recipe: Recipe) -> list[Recipe]:
     base |= {"ranks": recipe.ranks, "shard": "ddp"} if recipe.ranks > 1 else {}
     steps, changed = [Recipe(**base)], recipe.changed()
     # A schedule's bytes are meant for its micro-batches: it need not fit the whole batch.
-    first = [ORDER[3]] if recipe.checkpoint == "optimal" else []
+    first = [tuple(MicroBatches.fields)] if recipe.checkpoint == "optimal" else []
     if recipe.shard not in (None, "ddp"):
         steps.append(replace(steps[-1], shard=recipe.shard))
     for names in dict.fromkeys([*first, *ORDER]):

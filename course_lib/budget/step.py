@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,33 +15,19 @@ from torch.overrides import TorchFunctionMode
 from course_lib._check import kind, shown
 from course_lib._torch import is_symbolic, random_numbers_undone
 from course_lib.accumulation import AccumulatedStep, StepResult, check_loss_sum, split
-from course_lib.checkpoint import CheckpointedBlocks, checkpoint_blocks
 from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import cast
-from course_lib.offload import OffloadedOptimizer, offload_activations
-from course_lib.schedule import Chain, ScheduledBlocks, segments
+from course_lib.offload import OffloadedOptimizer
+from course_lib.schedule import Chain, ScheduledBlocks
 
-from .attention import attention_of, check_attention
-from .head import chunked_head, head_of
-from .loss import (
-    CHAINED,
-    LossSum,
-    chains_of,
-    check_loss,
-    draws,
-    fastest,
-    is_decoder,
-    is_taken_apart,
-    loss_of,
-    samples_in,
-    takes_arguments,
-    trained,
-    without_cache,
-)
+from .hugging_face import without_cache
+from .loss import LossSum, chains_of, check_loss, loss_of, samples_in, takes_arguments, trained
 from .optimizers import LR, base_of
-from .recipe import Recipe, pieces_allowed
-
-PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]  # what "selective" keeps
+from .recipe import Recipe
+from .techniques import BY_PLACE, TECHNIQUES
+from .techniques.checkpoints import block_names
+from .techniques.micro_batches import pieces_allowed
+from .techniques.technique import all_of
 
 
 def build(
@@ -174,9 +159,10 @@ def run_pieces(
         raise ValueError(f"{got}; it takes None")
 
     def loss(_, piece) -> tuple[Tensor, float | Tensor]:
-        options = {"min_bytes": recipe.min_bytes, "keep": [model]}
-        options |= {"prefetch": recipe.prefetch, "in_flight": recipe.in_flight}
-        with offload_activations(store, **options) if recipe.offload_activations else nullcontext():
+        with ExitStack() as stack:
+            for technique in BY_PLACE:
+                if technique.around == "forward":
+                    stack.enter_context(technique.applied(recipe, model, store))
             pair = loss_of(model, piece, recipe, loss_sum)
         check()
         return pair
@@ -229,29 +215,10 @@ def applied(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
 
     What is yielded is to be called after a forward pass: it raises if that has gone by what was put in.
     """
-    checks = []
     with ExitStack() as stack:
         stack.enter_context(without_cache(model))
-        checks.append(stack.enter_context(attention_of(model, recipe.attention)))
-        if is_taken_apart(model, recipe):
-            yield lambda: None  # the last stage has the head in chunks
-            return
-        checks.append(stack.enter_context(chunked_head(model, recipe.head_chunk)))
-        if recipe.checkpoint in CHAINED:
-            checks.append(stack.enter_context(scheduled(model, recipe)).check)
-        if recipe.checkpoint in ("layers", "selective"):
-            handle = stack.enter_context(checkpointed(model, recipe))
-            checks.append(handle.check)
-            checks.append(stack.enter_context(statistics_kept(model, handle.names, recipe.checkpoint)))
-        yield lambda: [check() for check in checks]
-
-
-def scheduled(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
-    names = names_of(model, _names(recipe))
-    if recipe.checkpoint == "segments":
-        return ScheduledBlocks(model, names, segments(Chain.uniform(len(names)), recipe.segments))
-    schedule = partial(fastest, budget_bytes=recipe.schedule_bytes)
-    return ScheduledBlocks(model, names, schedule, chains_of(model, recipe))
+        entered = [stack.enter_context(each.applied(recipe, model)) for each in BY_PLACE if each.around == "step"]
+        yield all_of(entered)
 
 
 def chain_of_blocks(model: nn.Module, piece: Any, recipe: Recipe, loss_sum: LossSum | None = None) -> Chain:
@@ -262,7 +229,10 @@ def chain_of_blocks(model: nn.Module, piece: Any, recipe: Recipe, loss_sum: Loss
         found.append(chain)
         raise _Found
 
-    names, plain = names_of(model, _names(recipe)), replace(recipe, checkpoint="none", schedule_bytes=None, blocks=None)
+    names, plain = (
+        names_of(model, block_names(recipe)),
+        replace(recipe, checkpoint="none", schedule_bytes=None, blocks=None),
+    )
     with suppress(_Found), applied(model, plain), ScheduledBlocks(model, names, noted, chains_of(model, recipe)):
         loss_of(model, piece, plain, loss_sum)
     return found[0]
@@ -270,52 +240,6 @@ def chain_of_blocks(model: nn.Module, piece: Any, recipe: Recipe, loss_sum: Loss
 
 class _Found(Exception):
     """What was asked for is there."""
-
-
-def checkpointed(model: nn.Module, recipe: Recipe) -> CheckpointedBlocks:
-    policy = PRODUCTS if recipe.checkpoint == "selective" else None
-    random = draws(model) if is_decoder(model) else True  # others may call F.dropout, which nobody sees from here
-    options = {"first": recipe.first_blocks, "policy": policy, "preserve_rng_state": random}
-    return checkpoint_blocks(model, _names(recipe), **options)
-
-
-def _names(recipe: Recipe) -> str | list[str] | None:
-    return list(recipe.blocks) if isinstance(recipe.blocks, tuple) else recipe.blocks
-
-
-@contextmanager
-def statistics_kept(model: nn.Module, names: Sequence[str], checkpoint: str) -> Iterator[Callable[[], None]]:
-    """Norms in these blocks change their running statistics in the forward pass, and not again when it is repeated.
-
-    What is yielded is to be called after the forward pass. It raises if other buffers have changed, since the block may
-    compute with them.
-    """
-    modules = {module for name in names for module in model.get_submodule(name).modules()}
-    norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
-    statistics, kept = {buffer for norm in norms for buffer in norm.buffers()}, list[tuple[Tensor, Tensor]]()
-
-    def others() -> dict[str, tuple[int, int]]:
-        found = {f"{name}.{key}": b for name in names for key, b in model.get_submodule(name).named_buffers()}
-        return {name: (id(b), b._version) for name, b in found.items() if b not in statistics}
-
-    def keep() -> None:
-        for name, found in others().items():
-            if found != before.get(name):
-                got = f"checkpoint is {checkpoint!r} and {name} changes in the forward pass, which is repeated"
-                raise ValueError(f"{got}; it takes 'none', 'segments' or 'optimal'")
-        kept.extend((buffer, buffer.clone()) for buffer in statistics)
-
-    before = others()
-
-    def put_back() -> None:
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
-
-    try:
-        yield keep
-    finally:
-        put_back()
 
 
 def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
@@ -350,44 +274,12 @@ def check_recipe(recipe: Any) -> None:
 def check_model(model: Any, recipe: Recipe) -> None:
     """What the recipe asks of the model."""
     check_recipe(recipe)
-    if recipe.ranks > 1:
-        got = f"ranks is {recipe.ranks}, which one process cannot run"
-        raise ValueError(f"{got}; it takes 1, or python -m course_lib.distributed, started by torchrun")
     kind("model", model, nn.Module, "a torch.nn.Module")
     if not trained(model):
         raise ValueError(f"model is {shown(model)} without parameters that require gradients; it takes one or more")
-    if recipe.checkpoint in CHAINED:
-        check_chain(model, recipe)
-    elif recipe.checkpoint != "none":
-        check_blocks(model, recipe)
-    if recipe.head_chunk:
-        head_of(model, recipe.head_chunk)
-    check_attention(model, recipe.attention)
-    for p in model.parameters():
-        if recipe.precision is not None and p.is_floating_point() and p.dtype != recipe.dtype:
-            raise ValueError(
-                f"precision is {recipe.precision!r} and the model has {shown(p)}; it takes a model as from build"
-            )
-
-
-def check_chain(model: nn.Module, recipe: Recipe) -> None:
-    count = len(names_of(model, _names(recipe)))
-    if recipe.checkpoint == "segments" and recipe.segments > count:
-        raise ValueError(f"segments is {recipe.segments}; it takes 1 to {count}, as there are layers")
-
-
-def check_blocks(model: nn.Module, recipe: Recipe) -> None:
-    """The blocks are of one kind for each name, or list, and as many as are to be checkpointed."""
-    blocks, count = _names(recipe), 0
-    for name in blocks if isinstance(blocks, list) else [blocks]:
-        with checkpoint_blocks(model, name) as handle:
-            kinds = sorted({type(model.get_submodule(found)).__name__ for found in handle.names})
-            count += len(handle.names)
-        if name is not None and len(kinds) > 1:  # None finds lists, each of one kind
-            got = f"blocks is {name!r}, modules of the kinds {', '.join(kinds)}"
-            raise ValueError(f"{got}; it takes a name of one kind, or several names")
-    if recipe.first_blocks is not None and recipe.first_blocks > count:
-        raise ValueError(f"first_blocks is {recipe.first_blocks}; it takes 1 to {count}, as there are blocks")
+    for technique in TECHNIQUES:
+        if problem := technique.refuse(recipe, model):
+            raise ValueError(problem)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from course_lib.offload import SymbolicStore, Traffic
 
-from .estimating import Watch, peaks_in, symbolic_optimizer
+from .process import StepMeter, symbolic_optimizer
 from .recipe import Recipe
 from .step import make_state
 
@@ -83,13 +83,14 @@ class Updates:
         try:
             for p in parameters:
                 p.grad = torch.empty_like(p)
-            with Watch(part, optimizer) as meter:
+            with StepMeter(part, optimizer) as meter:
                 optimizer.step()
         finally:
             for p in parameters:
                 p.grad = None
         given = sum(p.nbytes for p in parameters)
         entry = {"parameter": given, "gradient": given, "optimizer": meter.entry_bytes - 2 * given}
-        more = np.array([count - entry.get(name, 0) for name, count in meter.at_peak().items()])
+        trace = meter.trace(events=False)
+        more = np.array([count - entry.get(name, 0) for name, count in trace.at_peak().items()])
         totals = np.array([meter.flops, store.stats.bytes_down, store.stats.bytes_up])
-        return Update(entry["optimizer"], more, peaks_in(meter)[1] if meter.phases() else "", totals)
+        return Update(entry["optimizer"], more, trace.peak_operator if meter.operator_count else "", totals)

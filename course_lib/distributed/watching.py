@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib._torch import tensors_in
 from course_lib.memory import MemoryMeter
-from course_lib.memory.counting import CountingMeter
+from course_lib.memory.meter import UnguardedMeter
 
 from .formulas import STATE
 from .modes import Trainer
@@ -81,7 +81,7 @@ class Taken:
     flops: int
 
 
-class _Meter(CountingMeter):
+class _Meter(UnguardedMeter):
     """Counts what is communicated, too."""
 
     sent_bytes, sending = 0, False
@@ -98,7 +98,7 @@ class Watch:
     """One meter from before a model is sharded, since what DDP and FSDP keep of their own must be seen being made.
 
     Enter it with the plain model, make the `Trainer`, take steps within `step`, and leave it; `taken` is of the last,
-    and so is `span`, which of the meter's operators are its own.
+    and so is `span`, which of the moments of the meter's trace are its own.
 
     Args:
         budget_bytes: the operator that would pass it raises `MemoryBudgetExceeded` and does not run.
@@ -112,7 +112,7 @@ class Watch:
         budget_bytes: int | None = None,
     ):
         self.meter = _Meter(model, device=device, budget_bytes=budget_bytes)
-        self.span = slice(0)  # of the meter's operators: those of the last step
+        self.span = slice(0)  # of the meter's trace: the last step
         self.taken: Taken | None = None
 
     def __enter__(self) -> Watch:
@@ -127,10 +127,10 @@ class Watch:
             gradients.update({p: p.grad for p in trainer.model.parameters() if p.grad is not None})
 
         hook = trainer.optimizer.register_step_pre_hook(keep)
-        began, sent, flops = len(self.meter.phases()), self.meter.sent_bytes, self.meter.flops
+        began, sent, flops = self.meter.moments, self.meter.sent_bytes, self.meter.flops
         yield
         hook.remove()
-        self.span = slice(began, len(self.meter.phases()))
+        self.span = slice(began, self.meter.moments)
         self._last = trainer, gradients, self.meter.sent_bytes - sent, self.meter.flops - flops
 
     def __exit__(self, *error) -> None:
@@ -146,9 +146,8 @@ class Watch:
         for p in gradients:
             p.grad = None
         held = {name: now.at_peak()[name] for name in STATE}
-        series = {name: values[self.span] for name, values in self.meter.series().items()}
-        live = sum(series.values())
-        at_peak = {name: int(values[live.argmax()]) for name, values in series.items()}
+        step = self.meter.trace(events=False)[self.span]
+        at_peak = step.at_peak()
         own = min(held["parameter"], at_peak["parameter"])
         at_peak |= {"parameter": own, "gathered": at_peak["parameter"] - own}
-        self.taken = Taken(held, int(live.max()), at_peak, *totals)
+        self.taken = Taken(held, step.peak_bytes, at_peak, *totals)

@@ -10,10 +10,11 @@ from .caching_allocator import Block, CachingAllocator
 from .formulas import attention_saved_bytes, training_state_bytes, transformer_activation_bytes
 from .measurement import Measurement, measure
 from .meter import MemoryBudgetExceeded, MemoryMeter
-from .saved import SavedTensor, SavedTensors, saved_tensors
+from .saved_tensors import SavedTensor, SavedTensors, saved_tensors
 from .show import CATEGORY_COLORS, CATEGORY_HATCHES
 from .symbols import cast, symbolic
 from .timeline import CATEGORIES, PHASES, Sample, Timeline
+from .trace import Event, Trace
 
 __all__ = [
     "CATEGORIES",
@@ -23,6 +24,7 @@ __all__ = [
     "AllocatorSettings",
     "Block",
     "CachingAllocator",
+    "Event",
     "Measurement",
     "MemoryBudgetExceeded",
     "MemoryMeter",
@@ -30,6 +32,7 @@ __all__ = [
     "SavedTensor",
     "SavedTensors",
     "Timeline",
+    "Trace",
     "attention_saved_bytes",
     "cast",
     "measure",

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .known import Symbolic
+from .concrete_ints import Symbolic
 from .storages import AccumulateGrad, held_by, hooks_active, saved_by, storages_of, tensors_among
 from .timeline import Ledger, Record
 
@@ -34,7 +34,7 @@ _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 _FROM_STORAGE = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
 
 
-class Usage:
+class CategoryTracker:
     """Writes into the ledger what operators read and make, and what the graph keeps."""
 
     def __init__(self, ledger: Ledger, leaves_are_parameters: bool):
@@ -194,7 +194,7 @@ def _of_a_mode(frame) -> bool:
 _WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame", "torch._ops")  # what PyTorch puts around modes
 
 
-class Steps:
+class OptimizerPhase:
     """Knows when an optimizer steps: within another optimizer's step, only the outermost opens and closes the phase."""
 
     def __init__(self, ledger: Ledger):

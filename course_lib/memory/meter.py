@@ -5,14 +5,15 @@ hook: a saved-tensor hook would switch off PyTorch's check for in-place changes 
 
 Yet who measures, changes: while a dispatch mode is active, PyTorch adds gradients that meet out of place, and some
 gradient formulas (of `max`, `gather`, indexing) write so too. They are counted as autograd alone would have run them
-(`Usage.taken_over`). A few formulas (of `prod`, `cumprod`) go another way altogether; they are counted as they run, and
-where that raises the peak above the allocator's, `measure` says so.
+(`CategoryTracker.taken_over`). A few formulas (of `prod`, `cumprod`) go another way altogether; they are counted as
+they run, and where that raises the peak above the allocator's, `measure` says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from inspect import unwrap
 
 import numpy as np
 import torch
@@ -21,10 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._check import kind, whole
-from .categories import IN_PLACE_WITHOUT_MODES, Steps, Usage
+from .categories import IN_PLACE_WITHOUT_MODES, CategoryTracker, OptimizerPhase
+from .flops import flops_of
+from .modules import ModulePaths
 from .show import bytes_text, draw_timeline
 from .storages import belongings, check_model_and_optimizer, holds_bytes, storages_without_operators
-from .timeline import NO_OPERATOR, Ledger, Timeline
+from .timeline import CATEGORIES, NO_OPERATOR, Ledger, Timeline, lives
+from .trace import ENTRY, Span, Trace
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -81,6 +85,33 @@ class Figures:
     def series(self) -> dict[str, np.ndarray]:
         """category -> live bytes at each sample of the timeline, int64 arrays of one length."""
         return {name: values[1:] for name, values in self._history().items()}
+
+    @property
+    def flops(self) -> int:
+        """Of matrix products and convolutions so far, by the formulas of `FlopCounterMode`."""
+        return sum(self._ledger.flops.values())
+
+    def trace(self, *, events: bool = True) -> Trace:
+        """The step's operators in order, with what was there on entry as the first moment.
+
+        Args:
+            events: with the births and releases of all storages; else with sums alone, which take less time.
+        """
+        history = self._history()
+        with self._ledger.lock:
+            operators = [(ENTRY, "forward"), *self._ledger.operators[1:]]
+            return Trace(
+                operators,
+                np.stack([history[name] for name in CATEGORIES], axis=1),
+                flops_at=dict(self._ledger.flops),
+                modules=dict(self._ledger.modules),
+                spans=[Span(*life) for life in lives(self._ledger)] if events else None,
+            )
+
+    @property
+    def moments(self) -> int:
+        """How many moments its trace has so far."""
+        return len(self._ledger.operators)
 
     @property
     def operator_count(self) -> int:
@@ -147,6 +178,7 @@ class MemoryMeter(Figures, TorchDispatchMode):
         device: the device whose bytes are counted. Left out, it is the first accelerator with a tensor that counts;
             until there is one, and if there is none, the CPU. "meta" tensors count only if that device is named.
         block_bytes: count each storage rounded up to a multiple of this; 512 is the CUDA allocator's rounding.
+        module_paths: keep in which module of `model` each operator ran, for `trace`; in backward, that of its forward.
 
     Raises:
         MemoryBudgetExceeded: the operator named in it took the live bytes over `budget_bytes`. It has run: its inputs
@@ -169,6 +201,7 @@ class MemoryMeter(Figures, TorchDispatchMode):
         budget_bytes: int | None = None,
         device: torch.device | str | None = None,
         block_bytes: int = 1,
+        module_paths: bool = False,
     ):
         super().__init__()
         optimizers = check_model_and_optimizer(model, optimizer)
@@ -177,7 +210,8 @@ class MemoryMeter(Figures, TorchDispatchMode):
         self.budget_bytes = budget_bytes if budget_bytes is None else whole("budget_bytes", budget_bytes, 1, of="bytes")
         self._state = "new"  # then "active", then "closed"
         self._ledger = Ledger(whole("block_bytes", block_bytes, 1, of="bytes"), device)
-        self._usage = Usage(self._ledger, leaves_are_parameters=model is None)
+        self._usage = CategoryTracker(self._ledger, leaves_are_parameters=model is None)
+        self._module_paths = kind("module_paths", module_paths, bool, "True or False") and model is not None
         self._undo = ExitStack()
 
     def __enter__(self) -> MemoryMeter:
@@ -188,9 +222,11 @@ class MemoryMeter(Figures, TorchDispatchMode):
             raise MemoryBudgetExceeded("what model and optimizer hold on entry", 0, self.entry_bytes, self.budget_bytes)
         self._usage.fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         super().__enter__()
-        self._steps = Steps(self._ledger)
-        self._undo.callback(self._steps.remove)
+        self._optimizer_phase = OptimizerPhase(self._ledger)
+        self._undo.callback(self._optimizer_phase.remove)
         self._undo.enter_context(storages_without_operators(self, self._ledger.made, self._ledger.resized))
+        if self._module_paths:
+            self._ledger.paths = self._undo.enter_context(ModulePaths(self.model))
         self._state = "active"
         return self
 
@@ -217,8 +253,12 @@ class MemoryMeter(Figures, TorchDispatchMode):
         with ledger.lock:
             ledger.bury()
             ledger.main.before_bytes = ledger.main.live_bytes
-            phase = "optimizer" if self._steps.running(node) else "forward" if node is None else "backward"
+            phase = "optimizer" if self._optimizer_phase.running(node) else "forward" if node is None else "backward"
             ledger.operators.append((func, phase))
+            if flops := flops_of(func, args, kwargs, result):
+                ledger.flops[len(ledger.operators) - 1] = flops
+            if ledger.paths is not None and (path := ledger.paths(node)):
+                ledger.modules[len(ledger.operators) - 1] = path
             if taken_over is not None:
                 ledger.expect_end(taken_over)
             usage.outputs(func, result, sources, made_in)
@@ -228,3 +268,13 @@ class MemoryMeter(Figures, TorchDispatchMode):
             del result  # else the traceback keeps it
             raise MemoryBudgetExceeded(str(func), before, live - before, self.budget_bytes)
         return result
+
+
+class UnguardedMeter(MemoryMeter):
+    """A meter without guards against compilation, which take a symbolic step some of its time with each operator."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    __torch_dispatch__ = unwrap(MemoryMeter.__torch_dispatch__)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import RandomState, is_symbolic
-from .known import Symbolic
+from .concrete_ints import Symbolic
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +101,14 @@ class Record(weakref.ref):
                 yield start, min(stop, end), category
 
 
+def lives(ledger: Ledger) -> Iterator[tuple[int, int, str, int, int]]:
+    """(number, bytes, category, from, until) of each storage of the main account, once for each category."""
+    end = len(ledger.operators)
+    for number, record in enumerate(ledger._records):
+        for start, stop, category in record.spans(end) if record.account is ledger.main else ():
+            yield number, record.bytes, category, start, stop
+
+
 class Ledger:
     """Every storage that is counted, operator by operator.
 
@@ -108,12 +116,18 @@ class Ledger:
         operators: (operator, phase); the state on entry is number 0.
         accounts: by device.
         named, main: whether a device was named, and the account that figures are of.
+        flops: operator number -> FLOPs, of those that have any.
+        modules: operator number -> path of its module, where `paths` tells it.
+        paths: tells the path of the module that runs; None where nobody asks for it.
         lock: for all that follows; autograd runs one thread per device.
     """
 
     def __init__(self, block_bytes: int, device: torch.device | str | None):
         self.block_bytes = block_bytes
         self.operators: list[tuple[Any, str]] = [("(entry)", "forward")]
+        self.flops: dict[int, int] = {}
+        self.modules: dict[int, str] = {}
+        self.paths: Callable[[Any], str] | None = None
         self.accounts: dict[torch.device, Account] = {}
         self.named = device is not None
         # A tensor there knows that "cuda" is "cuda:0", or that there is no such device.
@@ -226,10 +240,9 @@ class Ledger:
             return self._final
         end = len(self.operators)
         change = {name: np.zeros(end + 1, dtype=np.int64) for name in CATEGORIES}
-        for record in (record for record in self._records if record.account is self.main):
-            for start, stop, category in record.spans(end):
-                change[category][start] += record.bytes
-                change[category][stop] -= record.bytes
+        for _, nbytes, category, start, stop in lives(self):
+            change[category][start] += nbytes
+            change[category][stop] -= nbytes
         history = {name: np.cumsum(values)[:-1] for name, values in change.items()}
         self._final = history if self.closed else None
         return history

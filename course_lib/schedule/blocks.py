@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from course_lib._check import function, kind, shown
 from course_lib._torch import tensors_in
 from course_lib.checkpoint.blocks import BlocksInPlace, names_of
-from course_lib.memory.known import Symbolic
+from course_lib.memory.concrete_ints import Symbolic
 from course_lib.memory.storages import hooks_active
 
 from .actions import Backward, Schedule, simulate

@@ -157,9 +157,9 @@ def _profile(i: int, stage: nn.Module, value: Any, kwargs: dict, needs: bool, cl
 
     with MemoryMeter() as meter:  # one block for both: backward frees what forward saved as it goes
         kept = forward()
-        saved, operators = max(meter.live_bytes, output.nbytes), len(meter.phases())
+        saved, operators = max(meter.live_bytes, output.nbytes), meter.moments
         backward(kept)
-    live = sum(meter.series().values())
+    live = meter.trace(events=False).live_bytes
     del kept
 
     if clocked:

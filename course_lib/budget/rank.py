@@ -11,24 +11,20 @@ parameters in bf16, "zero2" and "zero3" shards in fp32 that are gathered, and co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 from torch import nn
 
-from course_lib._check import one_of
-from course_lib._origin import explained
 from course_lib.accumulation import split
 from course_lib.distributed.formulas import REPLICATED, STEP_BYTES, Shapes, shapes_of, zero1_parts
 from course_lib.distributed.predicting import watched_rank
-from course_lib.memory import CATEGORIES, PHASES, symbolic
+from course_lib.memory import CATEGORIES, Trace, symbolic
+from course_lib.memory.growth import Growth, Irregular
 
-from . import estimating
-from .composing import Irregular, Moments, composed, equal_blocks
-from .estimating import Estimate
+from .blocks import equal_blocks
 from .loss import LossSum, check_loss, has_loss_sum, loss_of, samples_in
 from .recipe import Recipe
 from .step import applied, check_model, default_dtype, model_of
@@ -39,29 +35,35 @@ MANY = 2 * FEW + 2
 SHOWN = 2  # micro-batches that are run: those after them find the same memory
 
 
-def rank_moments(
+def rank_trace(
     make_model: Callable,
     make_batch: Callable,
     recipe: Recipe,
-    loss_sum: LossSum | None,
+    *,
+    loss_sum: LossSum | None = None,
     max_norm: float | None = None,
-) -> tuple[Moments, Shapes]:
-    """What is live after each operator of one rank's step, and the shapes of the whole model's parameters."""
-    with symbolic():
-        model = model_of(make_model, single(recipe))
-        check_model(model, single(recipe))
-        _check(model, recipe, loss_sum)
-        shapes, count = shapes_of(model, recipe.blocks), len(equal_blocks(model))
-        pieces(recipe, samples_in(make_batch()))  # says what does not divide
-    measured = partial(_measured, make_model, make_batch, recipe, loss_sum, max_norm)
-    if count >= MANY:
-        try:
-            return composed(
-                measured(FEW, 2), measured(FEW + 1, 2), count - FEW, lambda parameter, by: parameter
-            ), shapes
-        except Irregular:
-            pass
-    return measured(count), shapes
+    events: bool = False,
+) -> Trace:
+    """The step of the rank that holds most; with `events`, of all of the model's blocks.
+
+    Raises:
+        ValueError: recipe, model and batch do not go together, or the ranks do not divide the batch.
+    """
+    if recipe.shard is None:
+        raise ValueError(f"ranks is {recipe.ranks} and shard is None; it takes one of {', '.join(MODES)}")
+    with _gathered(recipe):
+        with symbolic():
+            model = model_of(make_model, single(recipe))
+            check_model(model, single(recipe))
+            _check(model, recipe, loss_sum)
+            shapes, count = shapes_of(model, recipe.blocks), len(equal_blocks(model))
+            pieces(recipe, samples_in(make_batch()))  # says what does not divide
+        measured = partial(_measured, make_model, make_batch, recipe, loss_sum, max_norm, events)
+        trace = None
+        if count >= MANY and not events:
+            with suppress(Irregular):
+                trace = Growth(measured(FEW, 2), measured(FEW + 1, 2)).trace(count - FEW)
+        return _with_state(measured(count) if trace is None else trace, shapes, recipe)
 
 
 def _check(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) -> None:
@@ -71,7 +73,9 @@ def _check(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) -> None:
         raise ValueError(f"{got}; it takes a loss_sum(model, batch), or such a method of the model")
 
 
-def _measured(make_model, make_batch, recipe: Recipe, loss_sum, max_norm, count: int, steps: int = 1) -> Moments:
+def _measured(
+    make_model, make_batch, recipe: Recipe, loss_sum, max_norm, events: bool, count: int, steps: int = 1
+) -> Trace:
     """The rank's step with so many of the equal blocks."""
     alone = single(recipe)
 
@@ -100,44 +104,30 @@ def _measured(make_model, make_batch, recipe: Recipe, loss_sum, max_norm, count:
         bf16=recipe.precision == "bf16" and recipe.shard not in REPLICATED,
         **options,
     )
-    live = np.stack([values[watch.span] for values in (watch.meter.series()[name] for name in CATEGORIES)], axis=1)
-    operators = watch.meter.timeline.operators[watch.span]
-    taken = watch.taken
-    return Moments(operators, live, [()] * len(operators), np.array([taken.flops, taken.sent_bytes, 0]))
+    trace = watch.meter.trace(events=events)[watch.span]
+    trace.flops, trace.sent_bytes = watch.taken.flops, watch.taken.sent_bytes
+    return trace
 
 
-def estimate(
-    make_model: Callable[[], nn.Module],
-    make_batch: Callable[[], Any],
-    recipe: Recipe,
-    *,
-    loss_sum: LossSum | None = None,
-    max_norm: float | None = None,
-    tier: str = "file",
-) -> Estimate:
-    """What one step by a recipe takes, on symbolic tensors, which take no memory: `course_lib.budget.estimating`.
-
-    Of a recipe with several `ranks` it is what the rank that holds most takes of its share of the batch, from the
-    second step on, to the byte what `course_lib.distributed` measures there, but for the losses of all micro-batches
-    after the second, some bytes each.
-
-    Args:
-        make_model, make_batch: make the model in fp32, and the batch of all ranks; called with symbolic tensors.
-        recipe: the recipe.
-        loss_sum, max_norm: as for `train_step`.
-        tier: what is below, for the optimizer: "file", as on a CPU, or "host", as on a GPU.
-
-    Raises:
-        ValueError: as for one rank; or the ranks do not divide the batch.
-    """
-    if not isinstance(recipe, Recipe) or recipe.ranks == 1:
-        return estimating.estimate(make_model, make_batch, recipe, loss_sum=loss_sum, max_norm=max_norm, tier=tier)
-    one_of("tier", tier, estimating.TIERS)
-    estimating.check_arguments(make_model, make_batch, recipe)
-    if recipe.shard is None:
-        raise ValueError(f"ranks is {recipe.ranks} and shard is None; it takes one of {', '.join(MODES)}")
-    with explained(), _gathered(recipe):
-        return _estimate(*rank_moments(make_model, make_batch, recipe, loss_sum, max_norm), recipe, tier)
+def _with_state(trace: Trace, shapes: Shapes, recipe: Recipe) -> Trace:
+    """With the optimizer's state of the fullest rank in place of the first one's, and all of its micro-batches."""
+    live = trace.live.copy()
+    if trace.spans is None:
+        live[:, CATEGORIES.index("optimizer")] = state_bytes(shapes, recipe)
+    repeats = recipe.micro_batches / min(recipe.micro_batches, SHOWN)
+    sent = int(trace.sent_bytes * (1 if recipe.shard in REPLICATED else repeats))
+    if recipe.shard == "zero1":  # its updated parameters are broadcast
+        sent += shapes.updated_bytes
+    flops = int(trace.flops * repeats)
+    return Trace(
+        trace.operators,
+        live,
+        flops_at=trace.flops_at,
+        flops=flops,
+        modules=trace.modules,
+        spans=trace.spans,
+        sent_bytes=sent,
+    )
 
 
 @contextmanager
@@ -150,24 +140,6 @@ def _gathered(recipe: Recipe) -> Iterator[None]:
             raise
         got = f'shard is "{recipe.shard}" and the loss computes outside of model(...), which gathers the parameters'
         raise ValueError(f'{got}; it takes a loss that calls the model, or "ddp" or "zero1"') from error
-
-
-def _estimate(moments: Moments, shapes: Shapes, recipe: Recipe, tier: str) -> Estimate:
-    live = moments.live.copy()
-    live[:, CATEGORIES.index("optimizer")] = state_bytes(shapes, recipe)
-    sums = live.sum(1)
-    phases = dict.fromkeys(PHASES, 0)
-    for (_, phase), count in zip(moments.operators, sums.tolist(), strict=True):
-        phases[phase] = max(phases[phase], count)
-    row = int(sums.argmax())
-    at_peak = dict(zip(CATEGORIES, live[row].tolist(), strict=True))
-    repeats = recipe.micro_batches / min(recipe.micro_batches, SHOWN)
-    flops, sent, _ = (int(total) for total in moments.totals)
-    sent = int(sent * (1 if recipe.shard in REPLICATED else repeats))
-    if recipe.shard == "zero1":  # its updated parameters are broadcast
-        sent += shapes.updated_bytes
-    operator, totals = str(moments.operators[row][0]), (int(flops * repeats), 0, 0)
-    return Estimate(recipe, int(sums[row]), at_peak, phases, operator, *totals, tier, sent_bytes=sent)
 
 
 def single(recipe: Recipe) -> Recipe:

@@ -20,7 +20,7 @@ _DEVICE = torch.ops.prim.device.default
 _known: dict[tuple, tuple | None] = {}
 
 
-class _Made(NamedTuple):
+class _Outline(NamedTuple):
     """A tensor that an operator returns; `of` says in which tensor's storage it lies, None for a new one."""
 
     of: int | None
@@ -31,7 +31,7 @@ class _Made(NamedTuple):
     device: torch.device
 
 
-def of(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
+def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     """What `FakeTensorMode` makes of an operator.
 
     It remembers too, and by more than is asked here: what only sparse, constant or quantized tensors have, and whatever
@@ -53,7 +53,7 @@ def of(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     if made is False:
         if len(_known) >= MOST:
             _known.clear()
-        _known[key] = _seen(func, result, given)
+        _known[key] = _outline_of(func, result, given)
     return result
 
 
@@ -62,7 +62,7 @@ def _part_of_known(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     whole, known = args[0], args[0].constant
     whole.constant = None
     try:
-        result = of(mode, func, types, args, kwargs)
+        result = dispatch_cached(mode, func, types, args, kwargs)
     finally:
         whole.constant = known
     for part, numbers in zip(tensors_in(result), tensors_in(func(known, *args[1:], **kwargs)), strict=True):
@@ -91,7 +91,7 @@ def _look(value: Any, given: list[Tensor]) -> Any:
     return type(value), value
 
 
-def _seen(func, result: Any, given: list[Tensor]) -> tuple | None:
+def _outline_of(func, result: Any, given: list[Tensor]) -> tuple | None:
     """What is to be remembered of a result: of one tensor, or of a tuple or list; None of all that is not plain."""
     kind = next((kind for kind in (tuple, list) if isinstance(result, kind)), None)
     changes, storages, made = func._schema.is_mutable, [_storage(tensor) for tensor in given], []
@@ -103,7 +103,7 @@ def _seen(func, result: Any, given: list[Tensor]) -> tuple | None:
         own = of is not None or (tensor.untyped_storage().nbytes() == _extent(tensor) and not tensor.storage_offset())
         if not own or (of is not None and of >= len(given)):  # a part of what no other tensor has, or of the last one
             return None
-        made.append(of if same else _Made(of, *_look(tensor, [])))
+        made.append(of if same else _Outline(of, *_look(tensor, [])))
         storages.append(_storage(tensor))
     return kind, made
 
@@ -125,11 +125,11 @@ def _extent(tensor: Tensor) -> int:
 
 def _again(mode: FakeTensorMode, known: tuple, given: list[Tensor]) -> Any:
     kind, made = known
-    result = [given[x] if isinstance(x, int) else _made(mode, x, given) for x in made]
+    result = [given[x] if isinstance(x, int) else _make_fake(mode, x, given) for x in made]
     return kind(result) if kind else result[0]
 
 
-def _made(mode: FakeTensorMode, made: _Made, given: list[Tensor]) -> FakeTensor:
+def _make_fake(mode: FakeTensorMode, made: _Outline, given: list[Tensor]) -> FakeTensor:
     """As `FakeTensor` makes it, in a quarter of the time: its attributes are those of all that it makes."""
     with torch._C._DisableTorchDispatch():
         if made.of is None:

@@ -13,10 +13,10 @@ from course_lib.memory import MemoryMeter
 from course_lib.memory.allocator import allocator_peak
 from course_lib.memory.show import Table, bytes_text
 
-from .asked import Asked
-from .estimating import estimate
+from .estimate import estimate
 from .recipe import Recipe
 from .step import build, default_dtype, train_step
+from .workload import Workload
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,7 +52,7 @@ class Check(Table):
         return asdict(self)
 
 
-def check(asked: Asked, recipe: Recipe) -> Check:
+def check(workload: Workload, recipe: Recipe) -> Check:
     """Take the step: once under a meter, once for the allocator.
 
     Raises:
@@ -60,14 +60,14 @@ def check(asked: Asked, recipe: Recipe) -> Check:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tier = "host" if device.type == "cuda" else "file"
-    options = {"loss_sum": asked.loss_sum}
-    predicted = estimate(asked.make_model, asked.make_batch, recipe, tier=tier, **options).peak_bytes
+    options = {"loss_sum": workload.loss_sum}
+    predicted = estimate(workload.make_model, workload.make_batch, recipe, tier=tier, **options).peak_bytes
     if predicted > (there := _memory(device)):
         raise MemoryError(f"the step takes {bytes_text(predicted)}; this machine has {bytes_text(there)}")
     with torch.device(device):
-        model, optimizer = build(asked.make_model, recipe, state=True)
+        model, optimizer = build(workload.make_model, recipe, state=True)
         with default_dtype(recipe.dtype):
-            batch = asked.make_batch()
+            batch = workload.make_batch()
 
     def step(*modes) -> None:
         with ExitStack() as stack:

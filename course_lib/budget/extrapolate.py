@@ -6,12 +6,10 @@ a step is put together from updates of few parameters, so that recipes that diff
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import groupby, takewhile
-from types import NoneType
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,16 +19,19 @@ from torch import Tensor, nn
 from course_lib._check import InfeasibleBudget
 from course_lib._origin import explained, unlogged
 from course_lib.checkpoint.blocks import names_of
-from course_lib.memory import CATEGORIES, PHASES, symbolic
+from course_lib.memory import CATEGORIES, Trace, symbolic
+from course_lib.memory.growth import Growth, Irregular
 from course_lib.offload import SymbolicStore, chosen_below
 from course_lib.schedule import Cost, simulate
 
-from .attention import attention_of
-from .estimating import Estimate, check_arguments, estimate, watched
-from .groups import groups_of
+from .alike import groups_of
+from .blocks import equal_blocks, shortened
+from .estimate import Estimate, estimate
 from .loss import LossSum, check_loss, fastest, is_taken_apart, schedule_of, trained
+from .process import check_arguments, process_trace, watched
 from .recipe import Recipe
 from .step import chain_of_blocks, check_model, default_dtype, model_of, pieces_of
+from .techniques.attention import attention_of
 from .updates import Updates
 
 FEW = 2  # the first block and the last
@@ -39,29 +40,20 @@ MANY = 2 * FEW + 2  # from so many blocks on, FEW and FEW + 1 of them are less w
 FIELDS = {"precision", "optimizer", "offload_optimizer", "attention", "checkpoint", "segments", "schedule_bytes"}
 FIELDS |= {"first_blocks", "offload_activations", "min_bytes", "prefetch", "in_flight", "page_bytes", "head_chunk"}
 FIELDS |= {"in_backward", "micro_batches", "update", "blocks"}
-NUMBERED = re.compile("idx|index|layer|number")  # attributes that say which block it is
 ALIKE = ("none", "selective", "layers")
-
-
-class Irregular(Exception):
-    """The step does not grow by as much with each block."""
 
 
 @dataclass
 class Moments:
-    """What is live after each operator of a step without an optimizer, in each category, and the step's totals.
+    """The trace of a step without an optimizer, in whose place one operator stands, that of `RecordingOptimizer`.
 
     Attributes:
-        operators: (operator, phase); of an optimizer's step there is one, that of `_Noting`.
-        live: (operators, categories).
-        due: of each operator, the parameters to be stepped; none for all but those of `_Noting`.
-        totals: FLOPs, bytes moved down, bytes moved up.
+        trace: of the step.
+        due: of each moment, the parameters to be stepped; none for all but those of `RecordingOptimizer`.
     """
 
-    operators: list[tuple[Any, str]]
-    live: np.ndarray
+    trace: Trace
     due: list[Sequence[Tensor]]
-    totals: np.ndarray
 
 
 class Composer:
@@ -153,7 +145,7 @@ class Composer:
         def grown(blocks: int, moments: Callable[[int], Moments]) -> Moments:
             if blocks <= few + 1:
                 return moments(blocks)
-            return composed(moments(few), moments(few + 1), blocks - few, self.further)
+            return self.grown(moments(few), moments(few + 1), blocks - few)
 
         def with_blocks(ones: int, others: int) -> Moments:
             """So many with a checkpoint, and then so many without."""
@@ -171,19 +163,22 @@ class Composer:
         return self._few[recipe, count]
 
     def measured(self, recipe: Recipe, count: int) -> Moments:
-        store, optimizer = SymbolicStore(), _Noting(self.trained)
+        store, optimizer = SymbolicStore(), RecordingOptimizer(self.trained)
         with shortened(self.blocks, count):
             pieces, groups = pieces_of(self.batch, recipe.micro_batches), self.groups(recipe)
             options = self.loss_sum, store, self.max_norm, groups
-            meter, totals = watched(self.model, optimizer, pieces, recipe.on(self.tier), *options)
-        series, due = meter.series(), iter(optimizer.due)
-        operators = meter.timeline.operators
-        return Moments(
-            operators,
-            np.stack([series[name] for name in CATEGORIES], axis=1),
-            [next(due) if phase == "optimizer" else () for _, phase in operators],
-            np.array(totals),
-        )
+            trace = watched(self.model, optimizer, pieces, recipe.on(self.tier), *options)[1:]
+        due = iter(optimizer.due)
+        return Moments(trace, [next(due) if phase == "optimizer" else () for _, phase in trace.operators])
+
+    def grown(self, few: Moments, more: Moments, blocks: int) -> Moments:
+        """With so many blocks more than `few`; a parameter's place is further on by the blocks that follow it."""
+        growth = Growth(few.trace, more.trace)
+        due = {id(few.trace): few.due, id(more.trace): more.due}
+        rows: list[Sequence[Tensor]] = []
+        for trace, start, stop, by in growth.sources(blocks):
+            rows += [[self.further(p, by) for p in row] if row else row for row in due[id(trace)][start:stop]]
+        return Moments(growth.trace(blocks), rows)
 
     def further(self, p: Tensor, by: int) -> Tensor:
         """The parameter in the same place, so many blocks further on."""
@@ -197,23 +192,18 @@ class Composer:
     def with_optimizer(self, moments: Moments, recipe: Recipe) -> Estimate:
         below = chosen_below(self.trained, recipe.offload_optimizer)
         update = self.updates.of_all(recipe, below)
-        live = moments.live.copy()
+        trace, live = moments.trace, moments.trace.live.copy()
         live[:, CATEGORIES.index("optimizer")] += update.held
-        names = [func for func, _ in moments.operators]
-        counted = np.ones(len(live), dtype=bool)
+        operators = list(trace.operators)
         for row, due in enumerate(moments.due):
             if due:
                 own = self.updates.of(due[0], recipe, due[0] in below) if recipe.in_backward else update
-                live[row], names[row], counted[row] = live[row] + own.more, own.operator, bool(own.operator)
-        sums = live.sum(1) * counted
-        phases = dict.fromkeys(PHASES, 0)
-        for (_, phase), count in zip(moments.operators, sums.tolist(), strict=True):
-            phases[phase] = max(phases[phase], count)
-        peak = int(sums.argmax())
-        at_peak = dict(zip(CATEGORIES, live[peak].tolist(), strict=True))
-        flops, down, up = moments.totals + update.totals
-        totals, on_host = (int(flops), int(down), int(up)), sum(p.numel() for p in below) if self.tier == "host" else 0
-        return Estimate(recipe, int(sums[peak]), at_peak, phases, str(names[peak]), *totals, self.tier, on_host)
+                live[row] = live[row] + own.more if own.operator else 0  # no operator runs: nothing is seen there
+                operators[row] = own.operator, operators[row][1]
+        flops, down, up = np.array([trace.flops, trace.bytes_down, trace.bytes_up]) + update.totals
+        totals = {"flops": int(flops), "bytes_down": int(down), "bytes_up": int(up)}
+        on_host = sum(p.numel() for p in below) if self.tier == "host" else 0
+        return Estimate.of(Trace(operators, live, **totals), recipe, self.tier, on_host)
 
 
 class Composing:
@@ -235,7 +225,9 @@ class Composing:
         composable = self.composing and Composer.takes(recipe)
         if composable:
             try:
-                return self.composer_of(recipe).estimate(recipe)
+                found = self.composer_of(recipe).estimate(recipe)
+                run = partial(process_trace, *self.given, recipe, events=True, **self.options)
+                return found.traced_by(lambda: run()[0])
             except InfeasibleBudget:
                 raise
             except Exception:  # any: the model may need all its blocks. If not that, the whole step says what is wrong
@@ -256,7 +248,7 @@ def without_optimizer(recipe: Recipe) -> Recipe:
     return replace(recipe, offload_optimizer=0.0, page_bytes=Recipe.page_bytes)
 
 
-class _Noting(torch.optim.Optimizer):
+class RecordingOptimizer(torch.optim.Optimizer):
     """Does one operator, which takes nothing, in place of a step, and notes what was to be stepped."""
 
     def __init__(self, parameters: list[Tensor]):
@@ -272,49 +264,6 @@ class _Noting(torch.optim.Optimizer):
         torch.empty(0)
 
 
-# ---- blocks
-
-
-def equal_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:
-    """The longest list of blocks with the same modules, tensors and settings; an empty one if there is none."""
-    lists = [part for part in model.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
-    return max((part for part in lists if len(set(map(_look, part))) == 1), key=len, default=nn.ModuleList())
-
-
-def _look(block: nn.Module) -> tuple:
-    tensors = (*block.named_parameters(), *block.named_buffers())
-    return (
-        *((name, type(part), *_settings(part)) for name, part in block.named_modules()),
-        *((name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors),
-    )
-
-
-def _settings(part: nn.Module) -> list[tuple[str, Any]]:
-    """What a module's own attributes say of how it runs, as where one layer of two has a sliding window.
-
-    Layers may be numbered, and dropped at rates that differ, as long as none is zero.
-    """
-
-    def told(name: str, value: Any) -> Any:
-        if type(value) is int and NUMBERED.search(name):
-            return int
-        return value == 0 if type(value) is float else value
-
-    simple = (str, int, float, NoneType)
-    return [(name, told(name, value)) for name, value in vars(part).items() if isinstance(value, simple)]
-
-
-@contextmanager
-def shortened(blocks: nn.ModuleList | nn.Sequential, count: int) -> Iterator[None]:
-    """Inside, the list has its first `count` blocks only."""
-    rest = list(blocks)[count:]
-    del blocks[count:]
-    try:
-        yield
-    finally:
-        blocks.extend(rest)
-
-
 def dearest(model: nn.Module, pieces: Sequence[Any], recipe: Recipe, loss_sum: LossSum | None) -> Cost:
     """Of unlike micro-batches, what a schedule of the blocks takes for the one that takes the most."""
     costs, errors = [], []
@@ -327,56 +276,3 @@ def dearest(model: nn.Module, pieces: Sequence[Any], recipe: Recipe, loss_sum: L
     if errors:
         raise max(errors, key=lambda error: error.least_bytes)
     return max(costs, key=lambda cost: cost.peak_bytes)
-
-
-# ---- from few blocks to many
-
-
-def composed(few: Moments, more: Moments, blocks: int, further: Callable[[Tensor, int], Tensor]) -> Moments:
-    """The moments of a step with so many blocks more than `few`, which has one less than `more`.
-
-    Each pass through the blocks is cut in two where they are alike, and as many as are to come are put in between.
-    What is live in the first part, or the second, grows as from `few` to `more`; of a block in between, with each block
-    that comes before it as in the second part, and with each that comes after it as in the first.
-    """
-    passes, longer = _passes(few.operators), _passes(more.operators)
-    if len(passes) != len(longer):
-        raise Irregular
-    operators, live, due = [], [], []
-    for (start, stop), (begin, end) in zip(passes, longer, strict=True):
-        ours, others = few.operators[start:stop], more.operators[begin:end]
-        block = len(others) - len(ours)
-        # What looks alike goes a block too far, or more, where a block begins as what comes after it.
-        head, tail = (_alike(*pair) - block for pair in ((ours, others), (ours[::-1], others[::-1])))
-        if min(block, head, tail) < 0 or head + tail < len(ours):
-            raise Irregular
-        cut = (head + len(ours) - tail) // 2 if block else 0
-        if block and not block <= cut <= len(ours) - block:
-            raise Irregular
-        a, b = few.live[start:stop], more.live[begin:end]
-        before, after = b[:cut] - a[:cut], b[cut + block :] - a[cut:]
-        operators += ours[:cut] + blocks * others[cut : cut + block] + ours[cut:]
-        between = b[cut : cut + block], before[cut - block :], after[:block]
-        live += [a[:cut] + blocks * before]
-        live += [between[0] + (blocks - 1 - i) * between[1] + i * between[2] for i in range(blocks if block else 0)]
-        live += [a[cut:] + blocks * after]
-        # Backward comes from the end of the blocks.
-        due += [[further(p, blocks) for p in row] for row in few.due[start : start + cut]]
-        for i in range(blocks if block else 0):
-            due += [[further(p, blocks - 1 - i) for p in row] for row in more.due[begin + cut : begin + cut + block]]
-        due += few.due[start + cut : stop]
-    return Moments(operators, np.concatenate(live), due, few.totals + blocks * (more.totals - few.totals))
-
-
-def _passes(operators: list[tuple[Any, str]]) -> list[tuple[int, int]]:
-    """From where to where the forward passes go, and what is between them."""
-    found, start = [], 0
-    for _, group in groupby(operators, key=lambda operator: operator[1] == "forward"):
-        stop = start + len(list(group))
-        found.append((start, stop))
-        start = stop
-    return found
-
-
-def _alike(ours: list, others: list) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, others, strict=False)))

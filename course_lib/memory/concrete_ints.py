@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._torch import map_tensors, tensors_in
-from . import outlines
+from . import shape_cache
 from .storages import tensors_among
 
 MOST_BYTES = 1 << 22  # of a real storage, so that a symbolic model takes no memory: tokens of 128 samples of 4,096
@@ -61,7 +61,7 @@ class Symbolic(FakeTensorMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self._inside:  # its parts are symbolic as it is: real numbers made for it would meet symbolic ones
-            return outlines.fake(self, func, types, args, kwargs or {})
+            return shape_cache.fake(self, func, types, args, kwargs or {})
         self._inside = True
         try:
             return self._dispatched(func, types, args, kwargs or {})
@@ -72,11 +72,11 @@ class Symbolic(FakeTensorMode):
         met = tensors_among(args, kwargs)
         real = [tensor for tensor in met if not isinstance(tensor, FakeTensor)]
         if not isinstance(func, OpOverload):
-            return outlines.fake(self, func, types, args, kwargs)
+            return shape_cache.fake(self, func, types, args, kwargs)
         if met and not real and not self._numbers and func.overloadpacket not in _INDEXING:
-            return _outline(partial(outlines.of, self), func, types, args, kwargs)
+            return _outline(partial(shape_cache.dispatch_cached, self), func, types, args, kwargs)
         if not all(map(_is_whole, real)):
-            return outlines.of(self, func, types, args, kwargs)
+            return shape_cache.dispatch_cached(self, func, types, args, kwargs)
         if len(real) < len(met):
             result = self._symbolically(func, types, args, kwargs)
             if func.overloadpacket not in _COPIED | _COMPARED or real:
@@ -127,7 +127,7 @@ class Symbolic(FakeTensorMode):
 
     def _symbolically(self, func, types, args, kwargs) -> Any:
         """The operator with symbolic tensors in place of real ones."""
-        dispatch = partial(outlines.of, self)
+        dispatch = partial(shape_cache.dispatch_cached, self)
         in_place_of: dict[Tensor, Tensor] = {}
 
         def symbolic(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -11,6 +11,31 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
+from course_lib.labels import text
+
+from ..loss import is_taken_apart
+from .technique import Check, Recipe, Technique, count_or_none, fields_of
+
+
+class ChunkedHead(Technique):
+    """Logits and their loss for so many tokens at a time."""
+
+    fields = fields_of(head_chunk=count_or_none(1))
+    place = 1
+
+    def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
+        if recipe.head_chunk:
+            head_of(model, recipe.head_chunk)
+        return None
+
+    def applied(self, recipe: Recipe, model: nn.Module, store: Any = None) -> AbstractContextManager[Check]:
+        chunk = None if is_taken_apart(model, recipe) else recipe.head_chunk  # else the last stage has it in chunks
+        return chunked_head(model, chunk)
+
+    def words(self, recipe: Recipe) -> list[str]:
+        if not recipe.head_chunk:
+            return []
+        return [text("head in chunks of {tokens}", tokens=recipe.head_chunk)]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,35 @@ from course_lib._check import shown
 from course_lib.attention import flash_attention
 from course_lib.models import Attention
 
-from .recipe import SWITCHED
+from ..hugging_face import configs_of
+from .technique import Check, Recipe, Technique, choice, fields_of
+
+ATTENTIONS = ("standard", "flash")
+SWITCHED = ("eager", "sdpa")  # by a model's own switch
+
+
+class AttentionKind(Technique):
+    """Flash attention, or another kind, in a model that has its own switch or calls PyTorch's attention."""
+
+    fields = fields_of(attention=choice(*ATTENTIONS, *SWITCHED, None))
+    place = 0
+
+    def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
+        """What can be said before the model runs."""
+        wanted, own = recipe.attention, attentions_of(model)
+        if wanted in SWITCHED and (own or not _with_switch(model)):
+            got = f"attention is {wanted!r} and the model is {shown(model)} without set_attn_implementation"
+            return f"{got}; it takes 'standard', 'flash' or None"
+        if wanted == "flash" and drop_probability(own):
+            got = f"attention is 'flash' and the model is {shown(model)} with dropout of probabilities"
+            return f"{got}; it takes 'standard'"
+        return None
+
+    def applied(self, recipe: Recipe, model: nn.Module, store: Any = None) -> AbstractContextManager[Check]:
+        return attention_of(model, recipe.attention)
+
+    def words(self, recipe: Recipe) -> list[str]:
+        return [] if recipe.attention in ("standard", None) else [recipe.attention]
 
 
 @contextmanager
@@ -38,18 +66,6 @@ def attention_of(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], 
                 raise ValueError(f"{got} (F.scaled_dot_product_attention); it takes 'standard'")
 
         yield check
-
-
-def check_attention(model: nn.Module, wanted: str | None) -> None:
-    """What can be said before the model runs."""
-    own = attentions_of(model)
-    if wanted in SWITCHED and (own or not _with_switch(model)):
-        got = f"attention is {wanted!r} and the model is {shown(model)} without set_attn_implementation"
-        raise ValueError(f"{got}; it takes 'standard', 'flash' or None")
-    if wanted == "flash" and drop_probability(own):
-        raise ValueError(
-            f"attention is 'flash' and the model is {shown(model)} with dropout of probabilities; it takes 'standard'"
-        )
 
 
 def attentions_of(model: nn.Module) -> list[Attention]:
@@ -111,12 +127,6 @@ def _switched(model: nn.Module, wanted: str, asked: str | None = None) -> Iterat
     finally:
         for config, value in zip(configs, before, strict=True):  # outer ones first, which set the inner ones too
             config._attn_implementation = value
-
-
-def configs_of(model: nn.Module, name: str) -> list[Any]:
-    """The configurations of the modules, each once, that have such an attribute."""
-    found = [getattr(module, "config", None) for module in model.modules()]
-    return list({id(config): config for config in found if hasattr(config, name)}.values())
 
 
 # ---- modules that call PyTorch's attention

@@ -11,11 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib._torch import RandomState, tensors_in
 
-from .loss import LossSum, loss_of, samples_in, without_cache
+from .hugging_face import without_cache
+from .loss import LossSum, loss_of, samples_in
 from .recipe import Recipe
 
 
-class _Way(TorchDispatchMode):
+class OpSignature(TorchDispatchMode):
     """The operators that run, and the shapes of what they make, as a number."""
 
     def __init__(self):
@@ -36,17 +37,17 @@ def groups_of(model: nn.Module, pieces: Sequence[Any], loss_sum: LossSum | None 
         return [[i] for i in range(len(pieces))]
     mode, random, groups = detect_fake_mode(), RandomState(counted=False), {}
 
-    def way_of(piece: Any) -> int:
-        with without_cache(model), _Way() as way:
+    def signature_of(piece: Any) -> int:
+        with without_cache(model), OpSignature() as signature:
             loss_of(model, piece, Recipe(precision=None, micro_batches=len(pieces)), loss_sum)
-        return way.seen
+        return signature.seen
 
     try:
-        looks, ways = mode.looks, [way_of(pieces[0])]
+        looks, signatures = mode.looks, [signature_of(pieces[0])]
         looked = mode.looks > looks
-        ways += [way_of(piece) if looked else ways[0] for piece in pieces[1:]]
+        signatures += [signature_of(piece) if looked else signatures[0] for piece in pieces[1:]]
         for i, piece in enumerate(pieces):
-            groups.setdefault((samples_in(piece), ways[i]), []).append(i)
+            groups.setdefault((samples_in(piece), signatures[i]), []).append(i)
         return list(groups.values())
     finally:
         random.restore()

@@ -1,18 +1,14 @@
-"""A meter that counts FLOPs too."""
+"""FLOPs of an operator, by the formulas of `FlopCounterMode`, whose own hooks on modules keep tensors alive."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from .meter import MemoryMeter
-
-_metered = unwrap(MemoryMeter.__torch_dispatch__)
 _aten = torch.ops.aten
 # The fused attention of a CPU has no formula of its own, and counts as that of a GPU.
 _COUNTED_AS = {
@@ -21,24 +17,13 @@ _COUNTED_AS = {
 }
 
 
-class CountingMeter(MemoryMeter):
-    """Counts FLOPs by the formulas of `FlopCounterMode`, whose own hooks on modules keep tensors alive."""
-
-    flops = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # no guards against compilation: symbolic steps take less time without
-        return False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = _metered(self, func, types, args, kwargs)
-        formula = flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket))
-        if formula is not None and result is not NotImplemented:
-            self.flops += _flops(formula, args, kwargs or {}, result)
-        return result
+def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
+    """The FLOPs of one call of an operator; 0 for one without a formula."""
+    formula = flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket))
+    return 0 if formula is None else _by(formula, args, kwargs or {}, result)
 
 
-def _flops(formula: Callable[..., int], args: tuple, kwargs: dict, result: Any) -> int:
+def _by(formula: Callable[..., int], args: tuple, kwargs: dict, result: Any) -> int:
     """By the formula, once for all tensors of these shapes: it takes longer than a symbolic operator."""
     if kwargs or not all(isinstance(value, Tensor) for value in args):
         return formula(*args, **kwargs, out_val=result)

@@ -28,7 +28,7 @@ BY_SIZES = ("sequence", "batch", "vocabulary")  # of the course's decoder
 
 
 @dataclass(frozen=True)
-class Asked:
+class Workload:
     """A model and its batch, as `fit` takes them, and what they are in words."""
 
     make_model: Callable[[], nn.Module]
@@ -42,7 +42,7 @@ class Asked:
             return sum(p.numel() for p in self.make_model().parameters())
 
 
-def asked(given: Namespace) -> Asked:
+def workload_of(given: Namespace) -> Workload:
     """By --config, --model, or else by sizes.
 
     Raises:
@@ -67,7 +67,7 @@ def asked(given: Namespace) -> Asked:
     return _by_config(given) if given.config else _by_sizes(given)
 
 
-def _by_config(given: Namespace) -> Asked:
+def _by_config(given: Namespace) -> Workload:
     config = read_config(given.config)
     model, sizes = config_shape(config, given.sequence)
     with symbolic():  # one layer says what else is wrong with the config
@@ -75,10 +75,10 @@ def _by_config(given: Namespace) -> Asked:
     said = "{file} ({kind}, in this course's plain implementation of its shapes)"
     name = text(said, file=given.config, kind=config["model_type"])
     make_model = partial(model_from, config, sequence=given.sequence)
-    return Asked(make_model, *_tokens(given, sizes["vocabulary"]), name, _samples(given))
+    return Workload(make_model, *_tokens(given, sizes["vocabulary"]), name, _samples(given))
 
 
-def _by_function(given: Namespace) -> Asked:
+def _by_function(given: Namespace) -> Workload:
     make_model = _found("--model", given.model)
     make_batch = getattr(make_model, "make_batch", None)
     if given.batch_from:
@@ -90,12 +90,12 @@ def _by_function(given: Namespace) -> Asked:
     with symbolic():
         [batch] = pieces_of(make_batch(), 1)
         count = samples_in(batch)
-    return Asked(
+    return Workload(
         make_model, make_batch, getattr(make_model, "loss_sum", None), given.model, text("{count} samples", count=count)
     )
 
 
-def _by_sizes(given: Namespace) -> Asked:
+def _by_sizes(given: Namespace) -> Workload:
     hidden, layers, vocabulary = given.hidden, given.layers, given.vocabulary or VOCABULARY
     if given.parameters is not None:
         wanted = shape_of(given.parameters, vocabulary)
@@ -106,7 +106,9 @@ def _by_sizes(given: Namespace) -> Asked:
     heads = given.heads or max(count for count in range(1, most + 1) if hidden % count == 0)
     sizes = {"vocabulary": vocabulary, "hidden": hidden, "layers": layers, "heads": heads}
     name = text("a decoder: hidden {hidden}, {layers} layers, {heads} heads, vocabulary {vocabulary}", **sizes)
-    return Asked(lambda: Decoder(**sizes, sequence=given.sequence), *_tokens(given, vocabulary), name, _samples(given))
+    return Workload(
+        lambda: Decoder(**sizes, sequence=given.sequence), *_tokens(given, vocabulary), name, _samples(given)
+    )
 
 
 def _tokens(given: Namespace, vocabulary: int) -> tuple[Callable[[], Any], None]:

@@ -16,7 +16,7 @@ from .recipe import Recipe
 ROUNDS = 3  # estimates of schedules for one family and number of micro-batches, besides that of the least
 
 
-def best_of(search: Search, family: Recipe) -> Recipe | None:
+def refine(search: Search, family: Recipe) -> Recipe | None:
     """The cheapest of the family that fits."""
     if family.offload_activations:
         return best_copies(search, family)

@@ -1,0 +1,175 @@
+"""The step of one process on symbolic tensors, which take no memory, as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from course_lib._torch import not_collecting, tensors_in
+from course_lib.memory import Trace, symbolic
+from course_lib.memory.meter import UnguardedMeter
+from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
+
+from .alike import groups_of
+from .loss import LossSum, check_loss, loss_of, trained
+from .optimizers import LR, base_of
+from .recipe import Recipe
+from .step import (
+    check_function,
+    check_recipe,
+    default_dtype,
+    make_state,
+    model_of,
+    optimizer_of,
+    pieces_of,
+    run_pieces,
+)
+
+
+def check_arguments(make_model, make_batch, recipe) -> None:
+    check_function("make_model", make_model)
+    check_function("make_batch", make_batch)
+    check_recipe(recipe)
+
+
+def process_trace(
+    make_model: Callable[[], nn.Module],
+    make_batch: Callable[[], Any],
+    recipe: Recipe,
+    *,
+    loss_sum: LossSum | None = None,
+    max_norm: float | None = None,
+    tier: str = "file",
+    events: bool = False,
+) -> tuple[Trace, int]:
+    """The step by the recipe, with all of the model's blocks, and how many parameters the host updates.
+
+    Args:
+        events: keep the births and releases of storages, and in which module they are.
+    """
+    with symbolic():
+        store = SymbolicStore()
+        model = model_of(make_model, recipe)
+        check_loss(model, recipe, loss_sum)
+        optimizer = symbolic_optimizer(model, recipe, store, tier)
+        with default_dtype(recipe.dtype):
+            batch = make_batch()
+        pieces = pieces_of(batch, recipe.micro_batches)
+        make_state(model, optimizer)
+        options = loss_sum, store, max_norm
+        trace = watched(model, optimizer, pieces, recipe.on(tier), *options, events=events)
+        return trace, sum(p.numel() for p in getattr(optimizer, "below", ()))
+
+
+def symbolic_optimizer(model: nn.Module, recipe: Recipe, store: SymbolicStore, tier: str) -> torch.optim.Optimizer:
+    if tier == "host" and recipe.offload_optimizer:
+        return _PartlyOnHost(model, recipe, store)
+    return optimizer_of(model, recipe, store=store)
+
+
+def watched(
+    model,
+    optimizer,
+    pieces: list[Any],
+    recipe: Recipe,
+    loss_sum,
+    store: SymbolicStore,
+    max_norm: float | None,
+    groups: list[list[int]] | None = None,
+    events: bool = False,
+) -> Trace:
+    """The step under a meter. Its totals (FLOPs, bytes down, bytes up) are of all micro-batches.
+
+    Of micro-batches that are alike the last one stands for all but the very first: it finds what the others have left.
+    """
+    groups = groups_of(model, pieces, loss_sum) if groups is None else groups
+    times = {0: 1} | {group[-1]: sum(map(bool, group)) for group in groups if group[-1]}
+    store.stats = Traffic()
+    marks: list[tuple[int, int, int]] = []
+    left = 0  # bytes that a piece leaves until the optimizer's step: its loss, and its weight if that is a tensor
+
+    def noted(model, piece):
+        nonlocal left
+        pair = loss_of(model, piece, recipe, loss_sum)
+        left = sum(tensor.nbytes for tensor in tensors_in(pair))
+        return pair
+
+    def marked() -> Iterator[Any]:
+        unseen, before = [], -1
+        for i in sorted(times):
+            marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
+            if passed := i - before - 1:  # what is not run leaves as much
+                unseen.append(next(tensors_in(pieces[i])).new_empty(passed * left, dtype=torch.uint8))
+            yield pieces[i]
+            before = i
+        del unseen
+        marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
+
+    with not_collecting(), StepMeter(model, optimizer, module_paths=events) as meter:
+        run_pieces(model, optimizer, marked(), recipe, noted, store, max_norm)
+    end = (meter.flops, store.stats.bytes_down, store.stats.bytes_up)
+    # Between two marks lies one micro-batch; after the last one, the optimizer.
+    spans = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(marks, [*marks[1:], end], strict=True)]
+    counts = [*(times[i] for i in sorted(times)), 1]
+    totals = [sum(n * span[i] for n, span in zip(counts, spans, strict=True)) for i in range(3)]
+    trace = meter.trace(events=events)
+    trace.flops, trace.bytes_down, trace.bytes_up = totals
+    return trace
+
+
+_DEVICE = torch.ops.prim.device.default
+_TILES = torch.ops.course_lib.tiles.default
+_UNSEEN = {torch.ops.aten.mkldnn_rnn_layer.default}  # nn.LSTM on a CPU: its workspace outlives it
+
+
+class StepMeter(UnguardedMeter):
+    """The meter of an estimate."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # autograd asks more often than operators run
+            return args[0].fake_device
+        if func in _UNSEEN:
+            raise ValueError(
+                f"the step runs {func}, which keeps memory that symbolic tensors do not show; an estimate takes it, "
+                "as the step itself then must run, under torch.backends.mkldnn.flags(enabled=False)"
+            )
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if getattr(result, "layout", None) is torch.sparse_coo:
+            raise ValueError(
+                "the step makes a sparse gradient, whose bytes depend on its values, but an estimate runs on symbolic "
+                "tensors, which have shapes only; it takes sparse=False"
+            )
+        if func is _TILES:  # it stands for many, and tells which of them takes the most
+            self._ledger.operators[-1] = args[3], self._ledger.operators[-1][1]
+        return result
+
+
+class _PartlyOnHost(torch.optim.Optimizer):
+    """For symbolic steps: what `OffloadedOptimizer` takes on a GPU. The part below has its state and its update on the
+    host: on the device nothing is left of it, and its gradients go down and its parameters come up.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, store: SymbolicStore):
+        parameters = trained(model)
+        super().__init__(parameters, {"lr": LR})
+        self.below, self.traffic = chosen_below(parameters, recipe.offload_optimizer), store
+        above = [p for p in parameters if p not in self.below]
+        base, settings = base_of(recipe)
+        options = {"fraction": 0.0, "page_bytes": recipe.page_bytes, "lr": LR}
+        self.rest = OffloadedOptimizer(above, base, **options, **settings) if above else None
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        return self.rest.held_tensors() if self.rest is not None else iter(())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.below:
+            if p.grad is not None:
+                self.traffic.stats.bytes_down += p.grad.nbytes
+                self.traffic.stats.bytes_up += p.nbytes
+        if self.rest is not None:
+            self.rest.step()

@@ -1,0 +1,171 @@
+"""Activations that are forgotten and computed again: around blocks, or by a schedule (lessons 02 and 03)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course_lib._check import kind
+from course_lib.checkpoint import CheckpointedBlocks, checkpoint_blocks
+from course_lib.checkpoint.blocks import names_of
+from course_lib.labels import text
+from course_lib.schedule import Chain, ScheduledBlocks, segments
+
+from ..loss import CHAINED, chains_of, draws, fastest, is_decoder, is_taken_apart
+from .technique import Check, Recipe, Technique, all_of, choice, count_or_none, fields_of
+
+CHECKPOINTS = ("none", "selective", "layers", "segments", "optimal")
+PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]  # what "selective" keeps
+# A field that goes with some kinds of checkpoint alone; the last two are needed there.
+OF_KINDS = {"blocks": CHECKPOINTS[1:], "first_blocks": CHECKPOINTS[1:3]}
+NEEDED = {"segments": "segments", "schedule_bytes": "optimal"}
+
+
+def _blocks(name: str, value: Any) -> None:
+    for each in value if isinstance(value, tuple) and value else [value]:
+        kind(name, each, (str, type(None)), "a name with wildcards, several, or None")
+
+
+class Checkpoint(Technique):
+    fields = fields_of(
+        checkpoint=choice(*CHECKPOINTS),
+        blocks=_blocks,
+        first_blocks=count_or_none(1),
+        segments=count_or_none(1),
+        schedule_bytes=count_or_none(1),
+    )
+    place = 2
+
+    def conflict(self, recipe: Recipe) -> str | None:
+        for name, takes in OF_KINDS.items():
+            value = getattr(recipe, name)
+            if value is not None and recipe.checkpoint not in takes:
+                got = f'{name} is {value!r} and checkpoint is "{recipe.checkpoint}"'
+                return f"{got}; it takes None unless that is {' or '.join(map(repr, takes))}"
+        for name, owner in NEEDED.items():
+            if (getattr(recipe, name) is not None) != (recipe.checkpoint == owner):
+                got = f'{name} is {getattr(recipe, name)} and checkpoint is "{recipe.checkpoint}"'
+                return f'{got}; it takes a number where that is "{owner}", and None elsewhere'
+        return None
+
+    def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
+        if recipe.checkpoint in CHAINED:
+            _check_chain(model, recipe)
+        elif recipe.checkpoint != "none":
+            _check_blocks(model, recipe)
+        return None
+
+    def applied(self, recipe: Recipe, model: nn.Module, store: Any = None) -> AbstractContextManager[Check]:
+        return _applied(recipe, model)
+
+    def words(self, recipe: Recipe) -> list[str]:
+        if recipe.checkpoint == "none":
+            return []
+        megabytes = f"{(recipe.schedule_bytes or 0) / 1e6:,.1f}"
+        words = {
+            "layers": text("checkpoint layers"),
+            "selective": text("checkpoint selective"),
+            "segments": text("checkpoint segments {count}", count=recipe.segments),
+            "optimal": text("checkpoint optimal {megabytes} MB", megabytes=megabytes),
+        }[recipe.checkpoint]
+        if recipe.first_blocks is not None:
+            words = text("{checkpoint} first {count}", checkpoint=words, count=recipe.first_blocks)
+        if recipe.blocks is not None:
+            blocks = recipe.blocks if isinstance(recipe.blocks, str) else " ".join(recipe.blocks)
+            words = text("{checkpoint} of {blocks}", checkpoint=words, blocks=blocks)
+        return [words]
+
+
+@contextmanager
+def _applied(recipe: Recipe, model: nn.Module) -> Iterator[Check]:
+    checks: list[Check] = []
+    with ExitStack() as stack:
+        if recipe.checkpoint in CHAINED and not is_taken_apart(model, recipe):  # else the loss runs its stages
+            checks.append(stack.enter_context(scheduled(model, recipe)).check)
+        if recipe.checkpoint in ("layers", "selective"):
+            handle = stack.enter_context(checkpointed(model, recipe))
+            checks.append(handle.check)
+            checks.append(stack.enter_context(statistics_kept(model, handle.names, recipe.checkpoint)))
+        yield all_of(checks)
+
+
+def scheduled(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
+    names = names_of(model, block_names(recipe))
+    if recipe.checkpoint == "segments":
+        return ScheduledBlocks(model, names, segments(Chain.uniform(len(names)), recipe.segments))
+    schedule = partial(fastest, budget_bytes=recipe.schedule_bytes)
+    return ScheduledBlocks(model, names, schedule, chains_of(model, recipe))
+
+
+def checkpointed(model: nn.Module, recipe: Recipe) -> CheckpointedBlocks:
+    policy = PRODUCTS if recipe.checkpoint == "selective" else None
+    random = draws(model) if is_decoder(model) else True  # others may call F.dropout, which nobody sees from here
+    options = {"first": recipe.first_blocks, "policy": policy, "preserve_rng_state": random}
+    return checkpoint_blocks(model, block_names(recipe), **options)
+
+
+def block_names(recipe: Recipe) -> str | list[str] | None:
+    return list(recipe.blocks) if isinstance(recipe.blocks, tuple) else recipe.blocks
+
+
+@contextmanager
+def statistics_kept(model: nn.Module, names: Sequence[str], checkpoint: str) -> Iterator[Callable[[], None]]:
+    """Norms in these blocks change their running statistics in the forward pass, and not again when it is repeated.
+
+    What is yielded is to be called after the forward pass. It raises if other buffers have changed, since the block may
+    compute with them.
+    """
+    modules = {module for name in names for module in model.get_submodule(name).modules()}
+    norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
+    statistics, kept = {buffer for norm in norms for buffer in norm.buffers()}, list[tuple[Tensor, Tensor]]()
+
+    def others() -> dict[str, tuple[int, int]]:
+        found = {f"{name}.{key}": b for name in names for key, b in model.get_submodule(name).named_buffers()}
+        return {name: (id(b), b._version) for name, b in found.items() if b not in statistics}
+
+    def keep() -> None:
+        for name, found in others().items():
+            if found != before.get(name):
+                got = f"checkpoint is {checkpoint!r} and {name} changes in the forward pass, which is repeated"
+                raise ValueError(f"{got}; it takes 'none', 'segments' or 'optimal'")
+        kept.extend((buffer, buffer.clone()) for buffer in statistics)
+
+    before = others()
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+    try:
+        yield keep
+    finally:
+        put_back()
+
+
+# ---- what the model must have
+
+
+def _check_chain(model: nn.Module, recipe: Recipe) -> None:
+    count = len(names_of(model, block_names(recipe)))
+    if recipe.checkpoint == "segments" and recipe.segments > count:
+        raise ValueError(f"segments is {recipe.segments}; it takes 1 to {count}, as there are layers")
+
+
+def _check_blocks(model: nn.Module, recipe: Recipe) -> None:
+    """The blocks are of one kind for each name, or list, and as many as are to be checkpointed."""
+    blocks, count = block_names(recipe), 0
+    for name in blocks if isinstance(blocks, list) else [blocks]:
+        with checkpoint_blocks(model, name) as handle:
+            kinds = sorted({type(model.get_submodule(found)).__name__ for found in handle.names})
+            count += len(handle.names)
+        if name is not None and len(kinds) > 1:  # None finds lists, each of one kind
+            got = f"blocks is {name!r}, modules of the kinds {', '.join(kinds)}"
+            raise ValueError(f"{got}; it takes a name of one kind, or several names")
+    if recipe.first_blocks is not None and recipe.first_blocks > count:
+        raise ValueError(f"first_blocks is {recipe.first_blocks}; it takes 1 to {count}, as there are blocks")

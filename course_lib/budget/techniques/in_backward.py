@@ -1,0 +1,23 @@
+"""The optimizer steps in backward, so that no full set of gradients is ever there (lesson 05)."""
+
+from __future__ import annotations
+
+from course_lib.labels import text
+
+from .technique import Recipe, Technique, fields_of, yes_or_no
+
+
+class InBackward(Technique):
+    """A step of its own: `course_lib.budget.step` runs it."""
+
+    fields = fields_of(in_backward=yes_or_no)
+    place = 4
+
+    def conflict(self, recipe: Recipe) -> str | None:
+        if recipe.in_backward and recipe.micro_batches > 1:
+            got = f"in_backward is True and micro_batches is {recipe.micro_batches}, whose gradients must be added up"
+            return f"{got}; it takes 1 micro-batch"
+        return None
+
+    def words(self, recipe: Recipe) -> list[str]:
+        return [text("steps in backward")] if recipe.in_backward else []

@@ -1,0 +1,32 @@
+"""The batch in pieces, whose gradients add up (lesson 05)."""
+
+from __future__ import annotations
+
+import math
+
+from course_lib.labels import text
+
+from .technique import Recipe, Technique, choice, count, fields_of
+
+
+class MicroBatches(Technique):
+    """`AccumulatedStep` runs them."""
+
+    fields = fields_of(accumulate=choice("fp32", None), micro_batches=count(1))
+    place = 3
+
+    def conflict(self, recipe: Recipe) -> str | None:
+        if recipe.in_backward and recipe.accumulate:
+            return 'accumulate is "fp32" and in_backward is True, which adds nothing up; it takes None'
+        return None
+
+    def words(self, recipe: Recipe) -> list[str]:
+        words = [text("fp32 sums")] if recipe.accumulate else []
+        if recipe.micro_batches > 1:
+            words.append(text("{count} micro-batches", count=recipe.micro_batches))
+        return words
+
+
+def pieces_allowed(samples: int) -> list[int]:
+    """The numbers of micro-batches into which so many samples can be split, equal but for the last."""
+    return [m for m in range(1, samples + 1) if math.ceil(samples / math.ceil(samples / m)) == m]

@@ -1,0 +1,52 @@
+"""Activations on the tier below (lesson 04)."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from course_lib.labels import text
+from course_lib.offload import offload_activations
+
+from .technique import Recipe, Technique, count, count_or_none, fields_of, yes_or_no
+
+MIN_BYTES = 1 << 20
+
+
+class OffloadedActivations(Technique):
+    fields = fields_of(
+        offload_activations=yes_or_no, min_bytes=count(0), prefetch=count_or_none(0), in_flight=count_or_none(0)
+    )
+    around = "forward"
+    place = 6
+
+    def conflict(self, recipe: Recipe) -> str | None:
+        if not recipe.offload_activations or recipe.checkpoint not in ("selective", "optimal"):
+            return None
+        got = f'offload_activations is True and checkpoint is "{recipe.checkpoint}", which holds its tensors itself'
+        return f'{got}; it takes "none", "layers" or "segments"'
+
+    def applied(self, recipe: Recipe, model: nn.Module, store: Any = None) -> AbstractContextManager:
+        if not recipe.offload_activations:
+            return nullcontext()
+        return offload_activations(
+            store,
+            min_bytes=recipe.min_bytes,
+            keep=[model],
+            prefetch=recipe.prefetch,
+            in_flight=recipe.in_flight,
+        )
+
+    def words(self, recipe: Recipe) -> list[str]:
+        if not recipe.offload_activations:
+            return []
+        words = [text("activations offloaded")]
+        if recipe.min_bytes != MIN_BYTES:
+            words = [text("activations offloaded from {least} bytes on", least=recipe.min_bytes)]
+        if recipe.prefetch is not None:
+            words.append(text("{count} fetched ahead", count=recipe.prefetch))
+        if recipe.in_flight is not None:
+            words.append(text("{count} in flight", count=recipe.in_flight))
+        return words

@@ -1,0 +1,60 @@
+"""The optimizer, how many parameters it updates at once, and how much of its state is one tier down (lesson 04)."""
+
+from __future__ import annotations
+
+from course_lib.labels import text
+from course_lib.offload.optimizer import PAGE_BYTES
+
+from .technique import Recipe, Technique, choice, count, fields_of, fraction
+
+OPTIMIZERS = ("adam", "sgd", "momentum", "adafactor", "adam8bit")
+ALL_ABOVE = ("adafactor", "adam8bit")  # whose state is small, and is not offloaded
+UPDATES = ("loop", "foreach", "fused")
+
+
+class Optimizer(Technique):
+    fields = fields_of(optimizer=choice(*OPTIMIZERS), update=choice(*UPDATES))
+
+    def conflict(self, recipe: Recipe) -> str | None:
+        updates = {"adafactor": ("loop", "foreach"), "adam8bit": ("loop",)}
+        takes = updates.get(recipe.optimizer, UPDATES)
+        if recipe.update in takes:
+            return None
+        got = f'update is "{recipe.update}" and optimizer is "{recipe.optimizer}"'
+        return f"{got}; it takes {' or '.join(map(repr, takes))}"
+
+    def words(self, recipe: Recipe) -> list[str]:
+        word = recipe.optimizer
+        if recipe.optimizer == "adam8bit":
+            word = text("{optimizer} (by a formula)", optimizer=recipe.optimizer)
+        return [word if recipe.update == "loop" else word + f" {recipe.update}"]
+
+
+class OffloadedState(Technique):
+    """The optimizer's state on the tier below; `build` makes an `OffloadedOptimizer`."""
+
+    fields = fields_of(offload_optimizer=fraction, page_bytes=count(1, of="bytes"))
+    place = 5
+
+    def conflict(self, recipe: Recipe) -> str | None:
+        if recipe.optimizer not in ALL_ABOVE or not recipe.offload_optimizer:
+            return None
+        got = f'offload_optimizer is {recipe.offload_optimizer} and optimizer is "{recipe.optimizer}", of a small state'
+        return f"{got}; it takes 0"
+
+    def words(self, recipe: Recipe) -> list[str]:
+        words = []
+        if recipe.offload_optimizer == 1:
+            words.append(text("optimizer offloaded"))
+        elif recipe.offload_optimizer:
+            words.append(text("{share:.0%} of optimizer offloaded", share=recipe.offload_optimizer))
+        if recipe.page_bytes != PAGE_BYTES and recipe.has_pages:
+            words.append(text("pages of {size}", size=_binary(recipe.page_bytes)))
+        return words
+
+
+def _binary(nbytes: int) -> str:
+    """In the largest unit of which they are a whole number."""
+    units = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
+    size, unit = next((size, unit) for size, unit in units if nbytes % size == 0)
+    return f"{nbytes // size:,} {unit}"

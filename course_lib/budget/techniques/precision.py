@@ -1,0 +1,29 @@
+"""The dtype of parameters, gradients and activations."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from course_lib._check import shown
+from course_lib.labels import text
+
+from .technique import Recipe, Technique, choice, fields_of
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Precision(Technique):
+    """A model in fp32, or in bf16 with fp32 master weights; `build` casts it."""
+
+    fields = fields_of(precision=choice(*PRECISIONS, None))
+
+    def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
+        for p in model.parameters() if recipe.precision is not None else ():
+            if p.is_floating_point() and p.dtype != recipe.dtype:
+                got = f"precision is {recipe.precision!r} and the model has {shown(p)}"
+                return f"{got}; it takes a model as from build"
+        return None
+
+    def words(self, recipe: Recipe) -> list[str]:
+        return [recipe.precision or text("own precision")]
