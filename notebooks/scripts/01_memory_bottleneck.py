@@ -58,7 +58,7 @@ from course_lib.lessons import lesson_01
 from course_lib.lessons.ledger import ledger
 from course_lib.memory import MemoryMeter, saved_tensors, symbolic
 from course_lib.models import Decoder, DecoderLayer, random_tokens
-from course_lib.teaching import predictions, table, timelines
+from course_lib.teaching import category_label, predictions, table, timelines
 
 # %% [markdown] slide={"en": "Parameters, gradients, optimizer state; activations; temporaries.\n\n**Guess first.** Adam, fp32: how many bytes does each of the first three take?", "zh": "参数、梯度、优化器状态；激活值；临时张量。\n\n**先猜**：用 Adam 和 fp32，前三类各占多少字节？"}
 # ## 1.1 Five kinds of bytes / 五类字节
@@ -148,7 +148,8 @@ adam = torch.optim.Adam(decoder.parameters())
 meter = metered_step(decoder, tokens, adam)
 left = meter.timeline[-1].bytes  # when the step has ended
 states = ("parameter", "gradient", "optimizer")
-predictions([(kind, mine[kind], left[kind]) for kind in states], unit="bytes")
+rows = [(category_label(kind), mine[kind], left[kind]) for kind in states]
+predictions(rows, unit="bytes")
 
 # %% [markdown] slide={"en": "$4 + 4 + 8 = 16$ bytes a parameter, in fp32.\n\n7 billion parameters: 112 GB before the first activation.", "zh": "fp32：每个参数 $4 + 4 + 8 = 16$ 字节。\n\n70 亿个参数：还没算激活值，就要 112 GB。"}
 # <div lang="en">
