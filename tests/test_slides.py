@@ -336,12 +336,17 @@ def test_at_most_a_third_of_a_told_lessons_slides_is_text_alone(name):
         assert len(alone) <= len(made) / 3, f"{len(alone)} of {len(made)}"
 
 
+# No blank, but a loop with bugs in it: the question itself. Its slide has no verdict, since `slide="code"`.
+TO_BE_MENDED = ("def train_epoch(",)
+
+
 @each_told
 def test_no_told_lesson_shows_an_attempt_above_its_result(name):
     """What a learner has to fill in is the speaker's question; its slide would show a blank above a verdict."""
     cells = TOLD[name].cells
     attempts = [cell for cell, following in pairwise(cells) if is_solution(following)]
-    assert [cell.source for cell in attempts if "slide" in cell.metadata] == []
+    shown = [cell.source for cell in attempts if "slide" in cell.metadata]
+    assert [source for source in shown if not source.startswith(TO_BE_MENDED)] == []
     shown = [cell for cell in cells if cell.metadata.get("slide") in ("code", "both")]
     blanks = [node for cell in shown for node in ast.walk(ast.parse(cell.source)) if _is_blank(node)]
     assert [ast.unparse(node) for node in blanks] == []

@@ -1017,7 +1017,7 @@ lesson_06.older_claims(
     f"{len(vectors)}",
     f"{vectors[0].dtype}".removeprefix("torch."),
     " / ".join(f"{100 * saving:.0f} %" for saving in savings),
-    f"{double:.1f} × / {ratio:.1f} ×",
+    f"{saved['flash'][1] / saved['flash'][0]:.1f} × / {ratio:.1f} ×",
 )
 
 # %% [markdown]
