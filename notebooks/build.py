@@ -22,12 +22,15 @@ from pathlib import Path
 import jupytext
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
 from course_lib.teaching.editions import translations
 
 HERE = Path(__file__).resolve().parent
 KEPT_CELL_METADATA = {"tags", "slideshow", "lang", "jupyter", "slide", "minutes"}
+# A lesson takes 45. Where a cell takes so long, its kernel sleeps with that cell still to run: seen of ipykernel 6.31
+# and 7.4, after cells with widgets. A new kernel runs through.
+MOST_SECONDS_OF_A_CELL = 150
 VARYING_TAGS = {"shows-seconds", "shows-device"}
 METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
@@ -53,16 +56,22 @@ def read_script(path):
 
 def execute(notebook):
     """Run all cells from the notebooks' folder, in place, and drop what changes from run to run."""
-    client = NotebookClient(
-        notebook,
-        timeout=600,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(HERE)}},
-        record_timing=False,
-        store_widget_state=True,
-        coalesce_streams=True,
-    )
-    client.execute()
+    for tries_left in (1, 0):
+        client = NotebookClient(
+            notebook,
+            timeout=MOST_SECONDS_OF_A_CELL,
+            kernel_name="python3",
+            resources={"metadata": {"path": str(HERE)}},
+            record_timing=False,
+            store_widget_state=True,
+            coalesce_streams=True,
+        )
+        try:
+            client.execute()
+            break
+        except CellTimeoutError:
+            if not tries_left:
+                raise
     notebook.metadata = nbformat.from_dict(METADATA)  # the kernel has written its exact Python version
     told = any("slide" in cell.metadata for cell in notebook.cells)
     for cell in notebook.cells:
