@@ -55,7 +55,7 @@ def execute(notebook):
     """Run all cells from the notebooks' folder, in place, and drop what changes from run to run."""
     client = NotebookClient(
         notebook,
-        timeout=600,
+        timeout=150,  # a lesson takes 45 seconds; a kernel was seen asleep with a cell still to run
         kernel_name="python3",
         resources={"metadata": {"path": str(HERE)}},
         record_timing=False,
