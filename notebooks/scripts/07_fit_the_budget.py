@@ -32,14 +32,14 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (90 minutes). Write an estimate that takes no memory. Choose a technique by what fills the peak, and say why savings don't add up. Find out which of two recipes is cheaper, and on which machine. Know what a search passes over.
+# **Goals** (75 minutes). Write an estimate that takes no memory. Choose a technique by what fills the peak, and say why savings don't add up. Find out which of two recipes is cheaper, and on which machine. Know what a search passes over.
 #
 # **What to know before**: lessons 01 to 06.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：写一个不占内存的估计；看清是什么撑起了峰值，再选技术，并说出节省为什么不能相加；算出两个配方哪个更便宜、在什么样的机器上更便宜；知道搜索会跳过什么。
+# **目标**（75 分钟）：写一个不占内存的估计；看清是什么撑起了峰值，再选技术，并说出节省为什么不能相加；算出两个配方哪个更便宜、在什么样的机器上更便宜；知道搜索会跳过什么。
 #
 # **预备知识**：第 01 课到第 06 课。
 #
@@ -170,8 +170,12 @@ lesson_07.recipe_fields()
 
 # %% slide="result"
 plain = estimate(make_model, make_batch, Recipe())
-rows = [("your estimate", peak_of_step(make_model, make_batch)), ("the library's", plain.peak_bytes)]
-table(["", "bytes"], [*rows, ("run for real", run(make_model, make_batch, Recipe()).meter.peak_bytes)])
+rows = [
+    ("your estimate", peak_of_step(make_model, make_batch)),
+    ("the library's", plain.peak_bytes),
+    ("run for real", run(make_model, make_batch, Recipe()).meter.peak_bytes),
+]
+table(["", "bytes"], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -217,7 +221,8 @@ expected, start = weights(Recipe())
 rows = []
 for options in tried:
     error = ((weights(Recipe(**options))[0] - expected).norm() / (expected - start).norm()).item()
-    rows.append((str(Recipe(**options)), "0" if error == 0 else "< 0.0005" if error < 5e-4 else "✗"))
+    shown = "0" if error == 0 else "< 0.0005" if error < 5e-4 else "✗"
+    rows.append((str(Recipe(**options)), shown))
 table(["recipe", "weights off by"], rows)
 
 # %% [markdown]
@@ -326,7 +331,8 @@ predictions([(name, found[name].peak_bytes, measured[name]) for name in ways], u
 
 # %% jupyter={"source_hidden": true} slide="result"
 title = "From 277.7 to 57.9 MB: what fills the peak changes at every step"
-lesson_07.waterfall_picture(list(found), list(found.values()), list(measured.values()), BUDGET, title=title)
+peaks = list(measured.values())
+lesson_07.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, title=title)
 
 # %% [markdown] slide={"en": "57.9 MB: it fits. Take the checkpoints **out** again.\n\n**Guess first.** The peak?", "zh": "57.9 MB，装下了。现在把检查点**拿掉**。\n\n**先猜**：峰值是多少？"}
 # ## 7.5 The turn / 转折
@@ -355,7 +361,7 @@ timelines({"with checkpoints": with_checkpoints.meter, "without": without.meter}
 # %% [markdown] slide={"en": "Lower, and no FLOP twice; but 447.7 MB move instead of 128.9.\n\n**Write it**: at how many FLOPs a byte do both cost the same?", "zh": "更低，也不重算；但要搬 447.7 MB，而不是 128.9 MB。\n\n**自己写**：每字节多少 FLOP 时，两者一样贵？"}
 # <div lang="en">
 #
-# 53.9 MB, 4 less. A checkpoint brings its whole layer back before the first gradient of it is made, 20 MB at once; offload alone brings back one tensor at a time, when it is asked for. A checkpoint on top of offload *raises* the peak. (Its highest moment is now the start of backward: three tensors of the size of the logits, 25 MB.)
+# 53.9 MB, 4 less. A checkpoint brings its whole layer back before the first gradient of it is made, 20 MB at once; offload alone brings back one tensor at a time, when it is asked for. A checkpoint on top of offload *raises* the peak. (Its highest moment is the start of backward now: 16.8 MB of logits.)
 #
 # And the price? Without checkpoints no FLOP is done twice, but 447.7 MB move instead of 128.9. Which is cheaper?
 #
@@ -364,7 +370,7 @@ timelines({"with checkpoints": with_checkpoints.meter, "without": without.meter}
 # </div>
 # <div lang="zh">
 #
-# 53.9 MB，少 4 MB。检查点会在求出这一层的第一个梯度之前，把整层一起恢复，一下子 20 MB；只用卸载时，取回的是一个一个张量，要用哪个取哪个。在卸载之上再加检查点，峰值反而**升高**。（现在最高的时刻是反向开始时：三个 logits 大小的张量，25 MB。）
+# 53.9 MB，少 4 MB。检查点会在求出这一层的第一个梯度之前，把整层一起恢复，一下子 20 MB；只用卸载时，取回的是一个一个张量，要用哪个取哪个。在卸载之上再加检查点，峰值反而**升高**。（现在最高的时刻是反向开始时：logits 占 16.8 MB。）
 #
 # 代价呢？没有检查点，一次 FLOP 也不重做，但要搬 447.7 MB，而不是 128.9 MB。哪个更便宜？
 #
@@ -427,8 +433,8 @@ lesson_07.draw_break_even(*pair, names=["with checkpoints", "without"])
 # %% slide="result"
 laptop, rows = RATES["laptop"], []
 for name, each in found.items():
-    price = f"{each.flops / plain.flops:.2f}", f"{each.moved_bytes / 1e6:.1f}", f"{laptop.seconds(each):.2f}"
-    rows.append((name, f"{each.peak_bytes / 1e6:.1f}", *price))
+    ratio, moved = f"{each.flops / plain.flops:.2f}", f"{each.moved_bytes / 1e6:.1f}"
+    rows.append((name, f"{each.peak_bytes / 1e6:.1f}", ratio, moved, f"{laptop.seconds(each):.2f}"))
 table(["step", "peak, MB", "FLOPs of plain", "MB moved", "seconds, laptop"], rows)
 
 # %% [markdown]
@@ -478,7 +484,7 @@ searched
 # %% [markdown]
 # <div lang="en">
 #
-# The first line is the story's recipe: 0.676 s at these rates. The turn comes last but is the lowest. `fit` has proposed some thousands of combinations and estimated 123. What it passes over, and why nothing is lost:
+# The first line is the story's recipe: 0.676 s at these rates. The turn comes last but is the lowest. `fit` has estimated 123 recipes. What it passes over, and why nothing is lost:
 #
 # - what holds too much before the first operator, or in the optimizer's step alone;
 # - what adds to a recipe that fits already; but not on top of offloaded activations, where a checkpoint can make it *cheaper*, by moving less (you have just seen it);
@@ -489,7 +495,7 @@ searched
 # </div>
 # <div lang="zh">
 #
-# 第一行就是我们走到的配方：按这些速率 0.676 秒。转折的那个排在最后，峰值却最低。`fit` 考虑的组合有几千种，估计了 123 种。它跳过什么，为什么不会漏掉：
+# 第一行就是我们走到的配方：按这些速率 0.676 秒。转折的那个排在最后，峰值却最低。`fit` 估计了 123 个配方。它跳过什么，为什么不会漏掉：
 #
 # - 第一个算子之前、或者光是优化器的更新就占得太多的；
 # - 在已经装得下的配方上再加东西的；但激活值已卸载时例外，再加检查点可能因为少搬而**更便宜**（刚才看到了）；
@@ -501,7 +507,8 @@ searched
 
 # %%
 try:
-    fit(make_model, make_batch, 40_000_000, recipes=[each.recipe for each in fitting], progress=False)
+    those = [each.recipe for each in fitting]
+    fit(make_model, make_batch, 40_000_000, recipes=those, progress=False)
 except InfeasibleBudget as refused:
     print(refused)
 
@@ -650,7 +657,8 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 # </div>
 
 # %%
-alone = {"pieces": {"micro_batches": 8}, "offloaded": offloaded, "both": {**checkpoints, **offloaded}}
+alone = {"pieces": {"micro_batches": 8}, "offloaded": offloaded}
+alone["both"] = {**checkpoints, **offloaded}
 alone = {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in alone.items()}
 alone["checkpoints"] = found["+ checkpoints"]
 
@@ -770,18 +778,18 @@ flash = {"attention": "flash"}
 ways = [{}, checkpoints, {**flash, **checkpoints}, {**flash, **checkpoints, **freed}]
 ways += [{**flash, **checkpoints, **freed, **offloaded}, {**freed, **offloaded}]
 large = [estimate(large_model, two_sequences, Recipe(**way)) for way in ways]
-rows = [(str(each.recipe), round(each.peak_bytes / 1e6), round(each.moved_bytes / 1e6)) for each in large]
+rows = [(str(e.recipe), round(e.peak_bytes / 1e6), round(e.moved_bytes / 1e6)) for e in large]
 table(["recipe", "peak, MB", "MB moved"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# With 40 heads of 16 features, more and narrower than usual, the probabilities are large, and flash saves more than half. The fourth recipe fits: 521 MB, of which 396 are weights.
+# The fourth recipe fits: 521 MB, of which 396 are weights. (With 40 heads of 16 features, more and narrower than usual, the probabilities are large: that is what flash forgets.) The turn does not pay here: without checkpoints 565 MB, and nearly three times the bytes moved.
 #
 # </div>
 # <div lang="zh">
 #
-# 40 个头、每头 16 维，比通常的多而窄，概率 P 很大，所以 flash 能省一半以上。第四个配方装得下：521 MB，其中 396 MB 是权重。
+# 第四个配方装得下：521 MB，其中 396 MB 是权重。（40 个头、每头 16 维，比通常的多而窄，概率 P 很大，flash 忘掉的就是它。）那个转折在这里不成立：不用检查点要 565 MB，搬运的字节也多到近三倍。
 #
 # </div>
 
@@ -801,7 +809,8 @@ table(["recipe", "peak, MB", "MB moved"], rows)
 
 # %%
 way = {**flash, **checkpoints}
-pieces = [estimate(lambda: large_model(6), two_sequences, Recipe(**way, micro_batches=m)) for m in (1, 2)]
+cut = [Recipe(**way, micro_batches=m) for m in (1, 2)]
+pieces = [estimate(lambda: large_model(6), two_sequences, each) for each in cut]
 lesson_07.what_fills(["1", "2"], pieces)
 
 # %% [markdown]
@@ -938,7 +947,7 @@ rows = []
 for optimizer in ("adam", "adam8bit", "adafactor", "sgd"):
     each = estimate(make_model, make_batch, Recipe(optimizer=optimizer, **checkpoints))
     state = each.at_peak.get("optimizer", 0) / parameters
-    rows.append((optimizer, round(each.peak_bytes / 1e6, 1), round(state, 2)))
+    rows.append((f"`{optimizer}`", round(each.peak_bytes / 1e6, 1), round(state, 2)))
 table(["`optimizer`", "peak, MB", "state, bytes a parameter"], rows)
 
 # %% [markdown]
