@@ -228,12 +228,12 @@ table(["recipe", "weights off by"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Forgetting and moving change no bit. Pieces, flash and chunks add up in another order: less than a two-thousandth of the update, on this CPU. What is equal may be compared.
+# Forgetting and moving change no bit. Pieces, flash and a head in chunks add up in another order: less than a two-thousandth of the update, on this CPU. What is equal may be compared.
 #
 # </div>
 # <div lang="zh">
 #
-# 忘掉再算、搬走再取回，一个比特也不变。拆份、flash、分段，求和的次序不同：差不到更新量的两千分之一（在这个 CPU 上）。结果相等，才谈得上比较。
+# 忘掉再算、搬走再取回，一个比特也不变。拆份、flash、把输出头分成小段，求和的次序不同：差不到更新量的两千分之一（在这个 CPU 上）。结果相等，才谈得上比较。
 #
 # </div>
 
@@ -272,7 +272,7 @@ lesson_07.what_fills(found, found.values())
 # - Checkpoints: 144 MB, nearly all activations.
 # - Eight pieces: 17. What is left is 16 bytes a parameter, 110 MB, and no piece is smaller than that.
 # - State below: 14, not 55. The peak has moved into the optimizer's step, where 46.6 of the 55 MB are back: three pages of 16 MiB, one that comes, one that is updated, one that goes.
-# - Small pages: 40. The largest parameter, 2.1 MB, is now what comes back.
+# - Small pages: 40. What comes back is the state of the largest parameter, itself 2.1 MB.
 #
 # 63.7 MB. 3.7 too many.
 #
@@ -358,7 +358,7 @@ without = run(make_model, make_batch, Recipe(**freed, **offloaded))
 title = "Without checkpoints the peak is lower: single tensors come back, not whole layers"
 timelines({"with checkpoints": with_checkpoints.meter, "without": without.meter}, title=title)
 
-# %% [markdown] slide={"en": "Lower, and no FLOP twice; but 447.7 MB move instead of 128.9.\n\n**Write it**: at how many FLOPs a byte do both cost the same?", "zh": "更低，也不重算；但要搬 447.7 MB，而不是 128.9 MB。\n\n**自己写**：每字节多少 FLOP 时，两者一样贵？"}
+# %% [markdown] slide={"en": "Lower, and no FLOPs twice; but 447.7 MB move instead of 128.9.\n\n**Write it**: at how many FLOPs a byte do both cost the same?", "zh": "更低，FLOPs 也不重做；但要搬 447.7 MB，而不是 128.9 MB。\n\n**自己写**：每字节多少 FLOPs 时，两者一样贵？"}
 # <div lang="en">
 #
 # 53.9 MB, 4 less. A checkpoint brings its whole layer back before the first gradient of it is made, 20 MB at once; offload alone brings back one tensor at a time, when it is asked for. A checkpoint on top of offload *raises* the peak. (Its highest moment is the start of backward now: 16.8 MB of logits.)
@@ -776,7 +776,7 @@ def two_sequences():
 
 flash = {"attention": "flash"}
 ways = [{}, checkpoints, {**flash, **checkpoints}, {**flash, **checkpoints, **freed}]
-ways += [{**flash, **checkpoints, **freed, **offloaded}, {**freed, **offloaded}]
+ways += [{**flash, **checkpoints, **freed, **offloaded}, {**flash, **freed, **offloaded}]
 large = [estimate(large_model, two_sequences, Recipe(**way)) for way in ways]
 rows = [(str(e.recipe), round(e.peak_bytes / 1e6), round(e.moved_bytes / 1e6)) for e in large]
 table(["recipe", "peak, MB", "MB moved"], rows)
@@ -784,12 +784,12 @@ table(["recipe", "peak, MB", "MB moved"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The fourth recipe fits: 521 MB, of which 396 are weights. (With 40 heads of 16 features, more and narrower than usual, the probabilities are large: that is what flash forgets.) The turn does not pay here: without checkpoints 565 MB, and nearly three times the bytes moved.
+# The fourth recipe fits: 521 MB, of which 396 are weights. (With 40 heads of 16 features, more and narrower than usual, the probabilities are large: that is what flash forgets.) The turn gains nothing here: with the activations below, 501 MB with checkpoints and without. The peak is in the optimizer's step now; without checkpoints only more bytes move, 2,859 MB instead of 1,663.
 #
 # </div>
 # <div lang="zh">
 #
-# 第四个配方装得下：521 MB，其中 396 MB 是权重。（40 个头、每头 16 维，比通常的多而窄，概率 P 很大，flash 忘掉的就是它。）那个转折在这里不成立：不用检查点要 565 MB，搬运的字节也多到近三倍。
+# 第四个配方装得下：521 MB，其中 396 MB 是权重。（40 个头、每头 16 维，比通常的多而窄，概率 P 很大，flash 忘掉的就是它。）那个转折在这里没有好处：激活值移到下层存储之后，有没有检查点都是 501 MB。峰值已经移到优化器更新的时候；不用检查点，只是搬得更多，2,859 MB，而不是 1,663 MB。
 #
 # </div>
 
@@ -816,12 +816,12 @@ lesson_07.what_fills(["1", "2"], pieces)
 # %% [markdown]
 # <div lang="en">
 #
-# With one piece each gradient appears as its layer's activations go: a full set is there only at the very end, when no activation is left. With two, the first one's gradients, all 140 MB, lie there while the second one runs. With eight sequences in place of two a piece's layer would be large, and pieces would save: it is so on the decoder of this lesson.
+# Both peak at the very end of backward, when no activation is left and the last gradient is made, the embedding's, 21 MB. With one piece the other gradients are there, 119 MB. With two, the first one's lie there, all 140, and the second one's embedding gradient comes beside them. Pieces save where activations fill the peak, as on the decoder of this lesson.
 #
 # </div>
 # <div lang="zh">
 #
-# 只有一份时，每算出一层的梯度，这一层的激活值也就释放了：到最后梯度才凑成一整套，那时激活值已经一个不剩。分成两份，第二份运行时，第一份的梯度已经全在那里，共 140 MB。如果不是两条而是八条序列，一份的一层就大得多，拆份就能省：本课的解码器正是这样。
+# 两种情况的峰值都在反向的最后：激活值一个不剩，正在算最后一个梯度，即嵌入的梯度，21 MB。只有一份时，在场的是其余的梯度，119 MB。分成两份，第一份的梯度已经全在那里，共 140 MB，第二份的嵌入梯度又添在旁边。撑起峰值的若是激活值，拆份就能省：本课的解码器正是这样。
 #
 # </div>
 

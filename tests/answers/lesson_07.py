@@ -108,4 +108,19 @@ NO_RECIPES = [
 ]
 
 #: check -> mutants of its solution that are right as well, and why.
-EQUIVALENT: dict[str, dict[str, str]] = {}
+EQUIVALENT = {
+    "peak_without_memory": {
+        "2 → 3 in `for _ in range(2):`": "a third step peaks as the second does: Adam's state is there",
+    },
+    "keeps_clipping": {
+        "7 → 6 in `lesson_07.check_keeps_clipping(Recipe(checkpoint='layers', first_blocks=7, micro_batches=8))`": (
+            "119.8 MB and still fewer FLOPs: the layer before the last needs no checkpoint either"
+        ),
+    },
+    "fifty": {
+        f"128 → {chunk} in `lesson_07.check_fifty(Recipe(**least, head_chunk=128))`": (
+            "the head is not the peak any more, whether a chunk has a token more or less"
+        )
+        for chunk in (127, 129)
+    },
+}
