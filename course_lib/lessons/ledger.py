@@ -28,6 +28,7 @@ ROWS = (
     Row("01", "autocast, bf16", 215_292_312, 45_097_156_608),
     Row("02", "checkpoint each layer", 134_006_104, 54_760_833_024),
     Row("03", "optimal schedule, half the activations", 180_083_096, 52_613_349_376),
+    Row("07", "all below, checkpoints, steps in backward", 57_928_092, 54_760_833_024, 128_884_736),
     Row("08", "FSDP2, one rank of four", 75_627_440, 11_274_289_152, 80_277_504),
 )
 
