@@ -13,14 +13,14 @@
 #
 # The step of this course, one Adam step of one small decoder, takes 277.7 MB. You have 60.
 #
-# Its weights and gradients alone are 55. And of the ledger's rows, one technique each, none comes below 117. So it takes several at once. Which ones? In this lesson you put six together, one by one; then you take one **out** again, and the peak falls.
+# Its weights and gradients alone are 55. And of the ledger's rows, one technique each, none comes below 124. So it takes several at once. Which ones? In this lesson you put six together, one by one; then you take one **out** again, and the peak falls.
 #
 # </div>
 # <div lang="zh">
 #
 # 这门课的那一步，即一个小解码器的一步 Adam，要 277.7 MB。你只有 60 MB。
 #
-# 光是权重和梯度就有 55 MB。账本里每行只用一种技术，没有一行低于 117 MB。所以得几样合用。用哪几样？这一课里，你把六样一样一样加上去；然后**拿掉**其中一样，峰值反而降了。
+# 光是权重和梯度就有 55 MB。账本里每行只用一种技术，没有一行低于 124 MB。所以得几样合用。用哪几样？这一课里，你把六样一样一样加上去；然后**拿掉**其中一样，峰值反而降了。
 #
 # </div>
 
@@ -397,9 +397,9 @@ lesson_07.check_break_even(break_even)
 ### END SOLUTION
 
 # %% slide="result"
-found["without checkpoints"] = estimate(make_model, make_batch, Recipe(**freed, **offloaded))
-pair = [found[name] for name in ("+ activations below", "without checkpoints")]
-f"{break_even(*pair):.1f} FLOP a byte"
+both = ({**checkpoints, **freed, **offloaded}, {**freed, **offloaded})
+pair = [estimate(make_model, make_batch, Recipe(**way)) for way in both]
+break_even(*pair)  # FLOPs a byte
 
 # %% jupyter={"source_hidden": true} slide="result"
 lesson_07.draw_break_even(*pair, names=["with checkpoints", "without"])
@@ -412,7 +412,7 @@ lesson_07.draw_break_even(*pair, names=["with checkpoints", "without"])
 # </div>
 # <div lang="zh">
 #
-# 又是第 04 课的门槛。`RATES` 里的 `laptop`，100 GFLOP/s 配 1 GB/s 的磁盘，拷贝一个字节的时间能做 100 次 FLOP：在它上面，用检查点更便宜。处理器慢、磁盘快的机器，每字节 20 次 FLOP，就该不用。不说是哪台机器，“哪个配方最好”没有答案。
+# 又是第 04 课的门槛。`RATES` 里的 `laptop`，100 GFLOP/s 配 1 GB/s 的磁盘，拷贝一个字节的时间能做 100 FLOPs：在它上面，用检查点更便宜。处理器慢、磁盘快的机器，每字节 20 FLOPs，就该不用。不说是哪台机器，“哪个配方最好”没有答案。
 #
 # </div>
 
@@ -431,6 +431,7 @@ lesson_07.draw_break_even(*pair, names=["with checkpoints", "without"])
 # </div>
 
 # %% slide="result"
+found["without checkpoints"] = pair[1]
 laptop, rows = RATES["laptop"], []
 for name, each in found.items():
     ratio, moved = f"{each.flops / plain.flops:.2f}", f"{each.moved_bytes / 1e6:.1f}"
@@ -700,7 +701,7 @@ ledger("07", "all below, checkpoints, steps in backward", pair[0], moved_bytes=p
 #
 # - 一步的峰值，不占内存就能知道，精确到字节：让它在符号张量上跑两遍。
 # - 先看是什么撑起了峰值，再做选择。节省不能相加；刚才没有用的办法，下一步也许正好用上。
-# - 在卸载之上加检查点，搬得少了，峰值却更高：回来的是整层。两者哪个便宜由机器决定，这里的分界是每字节 30.3 次 FLOP。
+# - 在卸载之上加检查点，搬得少了，峰值却更高：回来的是整层。两者哪个便宜由机器决定，这里的分界是每字节 30.3 FLOPs。
 # - 每个字节都有代价：FLOPs、搬运、裁剪，还有主机的时间。
 # - 搜索就是提出、估计、排序；它跳过的，必须真的可以跳过。
 #
