@@ -323,10 +323,10 @@ lesson_07.what_fills(more, [found[name] for name in more])
 # %%
 ways = {**steps, **more}
 limits = {"+ activations below": BUDGET}
-measured = {
-    name: run(make_model, make_batch, Recipe(**way), budget_bytes=limits.get(name)).meter.peak_bytes
-    for name, way in ways.items()
-}
+measured = {}
+for name, way in ways.items():
+    stepped = run(make_model, make_batch, Recipe(**way), budget_bytes=limits.get(name))
+    measured[name] = stepped.meter.peak_bytes
 predictions([(name, found[name].peak_bytes, measured[name]) for name in ways], unit="bytes")
 
 # %% jupyter={"source_hidden": true} slide="result"
@@ -353,15 +353,14 @@ lesson_07.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, ti
 # </div>
 
 # %% slide="result"
-with_checkpoints = run(make_model, make_batch, Recipe(**checkpoints, **freed, **offloaded))
 without = run(make_model, make_batch, Recipe(**freed, **offloaded))
 title = "Without checkpoints the peak is lower: single tensors come back, not whole layers"
-timelines({"with checkpoints": with_checkpoints.meter, "without": without.meter}, title=title)
+timelines({"with checkpoints": stepped.meter, "without": without.meter}, title=title)
 
 # %% [markdown] slide={"en": "Lower, and no FLOPs twice; but 447.7 MB move instead of 128.9.\n\n**Write it**: at how many FLOPs a byte do both cost the same?", "zh": "更低，FLOPs 也不重做；但要搬 447.7 MB，而不是 128.9 MB。\n\n**自己写**：每字节多少 FLOPs 时，两者一样贵？"}
 # <div lang="en">
 #
-# 53.9 MB, 4 less. A checkpoint brings its whole layer back before the first gradient of it is made, 20 MB at once; offload alone brings back one tensor at a time, when it is asked for. A checkpoint on top of offload *raises* the peak. (Its highest moment is the start of backward now: 16.8 MB of logits.)
+# 53.9 MB, 4 less. A checkpoint brings its whole layer back before the first gradient of it is made, 20 MB at once; offload alone brings back one tensor at a time, when it is asked for. A checkpoint on top of offload *raises* the peak. (Its highest moment is the start of backward now, at the logits.)
 #
 # And the price? Without checkpoints no FLOP is done twice, but 447.7 MB move instead of 128.9. Which is cheaper?
 #
@@ -370,7 +369,7 @@ timelines({"with checkpoints": with_checkpoints.meter, "without": without.meter}
 # </div>
 # <div lang="zh">
 #
-# 53.9 MB，少 4 MB。检查点会在求出这一层的第一个梯度之前，把整层一起恢复，一下子 20 MB；只用卸载时，取回的是一个一个张量，要用哪个取哪个。在卸载之上再加检查点，峰值反而**升高**。（现在最高的时刻是反向开始时：logits 占 16.8 MB。）
+# 53.9 MB，少 4 MB。检查点会在求出这一层的第一个梯度之前，把整层一起恢复，一下子 20 MB；只用卸载时，取回的是一个一个张量，要用哪个取哪个。在卸载之上再加检查点，峰值反而**升高**。（现在最高的时刻是反向开始时，在 logits 那里。）
 #
 # 代价呢？没有检查点，一次 FLOP 也不重做，但要搬 447.7 MB，而不是 128.9 MB。哪个更便宜？
 #
@@ -491,7 +490,7 @@ searched
 # - what adds to a recipe that fits already; but not on top of offloaded activations, where a checkpoint can make it *cheaper*, by moving less (you have just seen it);
 # - checkpoints around the first few layers only, where already one costs more than the cheapest found.
 #
-# The number of pieces is found by bisection. `tests/brute_force_fit.py` compares it with all recipes of a grid: 441 searches, no difference. If nothing fits, it refuses, with the least peak it met:
+# The number of pieces is found by bisection. `tests/brute_force_fit.py` compares it with all recipes of a grid, on twelve small models: 441 searches, no difference. If nothing fits, it refuses, with the least peak it met:
 #
 # </div>
 # <div lang="zh">
@@ -502,7 +501,7 @@ searched
 # - 在已经装得下的配方上再加东西的；但激活值已卸载时例外，再加检查点可能因为少搬而**更便宜**（刚才看到了）；
 # - 只给前几层加检查点，而给一层加就已经贵过目前最便宜的。
 #
-# 份数用二分法找。`tests/brute_force_fit.py` 拿它与一个网格里的全部配方比较：441 次搜索，没有差别。如果没有一个装得下，它就拒绝，并给出遇到的最低峰值：
+# 份数用二分法找。`tests/brute_force_fit.py` 用十二个小模型，拿它与一个网格里的全部配方比较：441 次搜索，没有差别。如果没有一个装得下，它就拒绝，并给出遇到的最低峰值：
 #
 # </div>
 
