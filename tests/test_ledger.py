@@ -7,7 +7,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from course_lib.budget import Recipe, run
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.lessons.ledger import ROWS, ledger
-from course_lib.lessons.lesson_08 import symbolic_rank
 from course_lib.memory import measure, symbolic
 from course_lib.models import Decoder, loss_stages, random_tokens
 from course_lib.schedule import Chain, ScheduledSequential, optimal, simulate, store_all

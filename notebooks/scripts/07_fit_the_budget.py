@@ -65,6 +65,7 @@ def make_model():
 def make_batch():
     return random_tokens(8, 128, 2048)  # (8, 129): 128 tokens, and the one that follows each
 
+
 # %% [markdown] slide={"en": "60 MB, and the plain step.\n\n**Guess first.** Where is it stopped: forward, backward, optimizer? In which layer?", "zh": "60 MB，普通的一步。\n\n**先猜**：停在前向、反向，还是优化器？在第几层？"}
 # ## 7.1 The plain step is stopped / 普通的一步被拦下
 #
@@ -126,6 +127,7 @@ f"{parameters:,} parameters; {12 * parameters / 1e6:.1f} MB from the second step
 # **练习 1。** 写出 `peak_of_step(make_model, make_batch)`：普通的一步（Adam，取**第二步**）的峰值，以字节计，用符号张量求出。（`torch.optim.Adam(parameters, foreach=False)`；模型有 `loss(batch)`。）
 #
 # </div>
+
 
 # %% minutes=9
 def peak_of_step(make_model, make_batch):
@@ -203,6 +205,7 @@ table(["", "bytes"], rows)
 #
 # </div>
 
+
 # %%
 def weights(recipe, steps=2):
     sizes = {"vocabulary": 256, "hidden": 256, "heads": 8, "layers": 2, "sequence": 128}
@@ -211,6 +214,7 @@ def weights(recipe, steps=2):
     for _ in range(steps):
         train_step(model, optimizer, random_tokens(8, 128, 256), recipe)
     return torch.cat([p.detach().flatten().double() for p in model.parameters()]), start
+
 
 # %% slide="result"
 checkpoints, offloaded = {"checkpoint": "layers"}, {"offload_activations": True}
@@ -376,6 +380,7 @@ timelines({"with checkpoints": stepped.meter, "without": without.meter}, title=t
 # **练习 2。** 写出 `break_even(first, second)`：一台机器在拷贝一个字节的时间里做多少次 FLOP，两者才一样快？两者各有 `flops` 和 `moved_bytes`（往返合计）；计算与拷贝一先一后。
 #
 # </div>
+
 
 # %% minutes=6
 def break_even(first, second):
@@ -764,6 +769,7 @@ lesson_07.recipe_fields(others=True)
 # 一个 9900 万参数的解码器，两条 384 个 token 的序列，光是权重就有 396 MB。普通的一步要 2,793 MB；550 MB 装得下吗？
 #
 # </div>
+
 
 # %%
 def large_model(layers=19):
