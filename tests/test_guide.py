@@ -196,6 +196,7 @@ def figure_problems(lesson, notebook):
     """Numbers that the notebook does not show."""
     minutes = part_of(lesson, "Minutes")
     text = lesson.replace(minutes, "\n".join(cell for row in rows_of(minutes) for cell in row[2:]) + "\n")
+    text = text.replace("<br>", " ")  # or the last number of one language meets the first of the other
     text = re.sub(r"^(#+ \d*|\d\. |\| \d \|)", "", text, flags=re.M)  # numbers of lessons, questions and exercises
     words, _, _ = take_apart(NAMED_SECTIONS.sub("", text))
     shown = figures_of(notebook)

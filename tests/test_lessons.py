@@ -16,7 +16,6 @@ from statistics import mean, median
 
 import pytest
 import torch
-from answers.lesson_07 import FORGETFUL
 from answers.lesson_08 import HELD, stages
 from markup import spoken_problems
 from torch.utils.checkpoint import checkpoint
@@ -43,6 +42,7 @@ from course_lib.lessons.lesson_05 import trained
 from course_lib.lessons.lesson_05.bugs import PLANTED, mended
 from course_lib.lessons.lesson_05.checks import FIVE
 from course_lib.lessons.lesson_05.shown import differences
+from course_lib.lessons.lesson_07.checks import make_batch, make_model
 from course_lib.lessons.lesson_08 import carried
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic, training_state_bytes
 from course_lib.models import Decoder, deep_mlp, loss_stages, random_tokens
@@ -503,6 +503,9 @@ def taken():
     return functools.cache(lambda recipe: estimate(make_model, lambda: random_tokens(2, 384, 8192), recipe))
 
 
+FORGETFUL = {"attention": "flash", "checkpoint": "layers"}
+
+
 @pytest.fixture(scope="module")
 def small_steps():
     """Three recipes on the smaller decoder of lesson 07, as estimates; the last one moves bytes."""
@@ -523,11 +526,24 @@ def test_where_activations_are_small_a_second_micro_batch_raises_the_peak(taken)
     assert taken(Recipe(micro_batches=2)).peak_bytes < taken(Recipe()).peak_bytes, "it helps where they are large"
 
 
-def test_the_savings_of_flash_and_checkpoints_do_not_add_up(taken):
-    plain = taken(Recipe()).peak_bytes
-    techniques = {"attention": "flash"}, {"checkpoint": "layers"}, FORGETFUL
-    flash, checkpoints, both = (plain - taken(Recipe(**each)).peak_bytes for each in techniques)
-    assert max(flash, checkpoints) < both < flash + checkpoints
+@pytest.fixture(scope="module")
+def stored():
+    """What stands in the lesson of the course's decoder, by the recipe."""
+    return {each.recipe: each for each in lesson_07.stored_estimates()}
+
+
+def test_savings_do_not_add_up_and_a_checkpoint_raises_the_peak_of_offloaded_activations(stored):
+    plain, offloaded = stored[Recipe()], stored[Recipe(offload_activations=True)]
+    checkpoints, both = (stored[Recipe(checkpoint="layers", offload_activations=below)] for below in (False, True))
+    saved = [plain.peak_bytes - each.peak_bytes for each in (checkpoints, offloaded, both)]
+    assert saved[2] < saved[1] < saved[0] + saved[1], "both save less than offload alone"
+    assert both.moved_bytes * 15 < offloaded.moved_bytes and both.flops > offloaded.flops
+
+
+def test_pieces_peak_where_checkpoints_do_and_take_no_flops(stored):
+    pieces, checkpoints = stored[Recipe(micro_batches=8)], stored[Recipe(checkpoint="layers")]
+    assert pieces.peak_bytes == pytest.approx(checkpoints.peak_bytes, rel=0.01)
+    assert pieces.flops == stored[Recipe()].flops < checkpoints.flops
 
 
 def test_with_the_state_on_the_host_a_device_needs_less_than_16_bytes_a_parameter():
@@ -563,11 +579,39 @@ def test_the_three_recipes_of_the_gpu_experiment_peak_where_they_are_predicted()
     assert values["least_peak_bytes"] < values["plain_peak_bytes"]
 
 
-def test_every_field_of_a_recipe_is_explained():
-    shown = lesson_07.recipe_fields()
+def test_every_field_of_a_recipe_is_explained_in_one_of_two_tables():
+    tables = [lesson_07.recipe_fields(), lesson_07.recipe_fields(others=True)]
     assert lesson_07.FIELDS.keys() == Recipe().__dict__.keys()
-    assert shown.data["field"].tolist() == [f"`{name}={value!r}`" for name, value in Recipe().__dict__.items()]
-    assert spoken_problems(shown._repr_html_()) == []
+    shown = [field for each in tables for field in each.data["field"]]
+    assert sorted(shown) == sorted(f"`{name}={value!r}`" for name, value in Recipe().__dict__.items())
+    assert [spoken_problems(each._repr_html_()) for each in tables] == [[], []]
+
+
+def test_stored_estimates_are_those_that_the_library_makes():
+    stored = lesson_07.stored_estimates()
+    assert len({each.recipe for each in stored}) == len(stored)
+    for each in stored[5::23]:
+        found = estimate(make_model, make_batch, each.recipe)
+        assert (found.peak_bytes, found.flops, found.moved_bytes) == each[1:]
+
+
+def test_what_fills_a_peak_is_told_by_category_with_its_phase(small_steps):
+    shown = lesson_07.what_fills(["plain", "step", "budget"], small_steps)
+    assert shown.data["peak, MB"].tolist() == [f"{each.peak_bytes / 1e6:.1f}" for each in small_steps]
+    assert set(shown.data["phase"]) <= {"forward", "backward", "optimizer"}
+
+
+def test_two_recipes_cost_the_same_where_their_lines_cross():
+    one, other = (
+        each
+        for each in lesson_07.stored_estimates()
+        if each.recipe.offload_activations and each.recipe.in_backward and each.recipe.offload_optimizer
+        if each.recipe.attention == "standard"
+    )
+    drawn = lesson_07.draw_break_even(one, other, ["without", "with checkpoints"])
+    (mark,) = [line for line in drawn.axes[0].lines if len(set(line.get_xdata())) == 1]
+    equal = mark.get_xdata()[0]
+    assert one.flops + equal * one.moved_bytes == pytest.approx(other.flops + equal * other.moved_bytes)
 
 
 def test_the_way_to_a_budget_is_drawn_in_bars_as_high_as_the_estimates(small_steps, tmp_path):
@@ -592,16 +636,21 @@ def test_the_way_to_a_budget_is_drawn_in_bars_as_high_as_the_estimates(small_ste
         assert f" {each.peak_bytes / 1e6:,.0f}" in en and f" {each.peak_bytes / 1e6:,.0f}" in zh
 
 
-def test_the_budget_under_a_slider_names_the_cheapest_recipe_that_fits(small_steps):
+def test_recipes_under_two_sliders_name_the_cheapest_that_fits_on_that_machine():
     language("en")
-    for budget, fitting, cheapest in ((110, 3, 0), (80, 2, 1), (20, 1, 2)):
-        drawn = lesson_07.draw_budget(small_steps, budget)
-        assert drawn.get_suptitle().startswith(f"{budget} MB: {fitting} fit, the cheapest takes ")
-        assert drawn.axes[0].get_title("left") == f"recipe: {small_steps[cheapest].recipe}"
-        count = {line.get_label(): len(line.get_xdata()) for line in drawn.axes[0].lines}
-        assert (count["fits"], count["does not fit"]) == (fitting, 3 - fitting)
-    none = f"5 MB: none fits, the least is {small_steps[2].peak_bytes / 1e6:.1f} MB"
-    assert lesson_07.draw_budget(small_steps, 5).get_suptitle() == none
+    points = lesson_07.stored_estimates()
+    named = {}
+    for intensity in (20, 100):
+        drawn = lesson_07.draw_recipes(points, 60, intensity)
+        fitting = [each for each in points if each.peak_bytes <= 60e6]
+        cheapest = min(fitting, key=lambda each: each.flops + intensity * each.moved_bytes)
+        assert drawn.get_suptitle().startswith(f"60 MB, {intensity} FLOP a byte: {len(fitting)} fit")
+        named[intensity] = drawn.axes[0].get_title("left")
+        assert named[intensity] == f"recipe: {cheapest.recipe}"
+        assert sum(len(line.get_xdata()) for line in drawn.axes[0].lines) >= len(points)
+    assert named[20] != named[100]
+    least = min(each.peak_bytes for each in points) / 1e6
+    assert lesson_07.draw_recipes(points, 5).get_suptitle() == f"5 MB: none fits, the least is {least:.1f} MB"
 
 
 # Lesson 08: ranks, and the claims -------------------------------------------------------------------------------------
@@ -766,7 +815,7 @@ def test_pictures_of_who_holds_what_fill_what_is_held():
     [
         (lesson_01.activation_playground, {"sequence": 2048, "layers": 32, "heads": 32}),
         (lesson_03.schedule_playground, {"budget": 200}),
-        (lambda: lesson_07.budget_playground([1]), {"budget": 30}),
+        (lambda: lesson_07.recipes_playground([1]), {"budget": 60, "intensity": 100}),
     ],
 )
 def test_sliders_begin_where_the_picture_does(play, arguments, monkeypatch):

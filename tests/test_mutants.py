@@ -24,7 +24,7 @@ pytestmark = [
 
 # Lessons whose solutions run in seconds; checks that run a step for each answer get a sample.
 LESSONS = [number for number in lessons.LESSONS if number != "00"]
-SAMPLED = {} if os.environ.get("COURSE_MUTANTS") == "all" else {"01.largest_batch": 2, "07.beats_the_lesson": 3}
+SAMPLED = {} if os.environ.get("COURSE_MUTANTS") == "all" else {"01.largest_batch": 2}
 
 
 @pytest.mark.parametrize("number", LESSONS)

@@ -8,7 +8,6 @@ import re
 import pytest
 from test_notebooks import PATHS, load, nbformat
 
-NOT_YET = {"07"}  # first editions, without a core: this set only shrinks
 IN_DEPTH = re.compile(r"^## In depth / 深入$", re.M)
 
 
@@ -60,17 +59,16 @@ def pace_problems(notebook):
     return problems
 
 
-COUNTED = [path for path in PATHS if path.stem[:2] not in NOT_YET]
 
 
-@pytest.mark.parametrize("path", COUNTED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_lesson_states_the_minutes_that_its_cells_take(path):
     assert pace_problems(load(path)) == []
 
 
-def test_a_lesson_with_a_core_is_counted():
+def test_every_lesson_has_a_core():
     with_core = {path.stem[:2] for path in PATHS if any(IN_DEPTH.search(cell.source) for cell in load(path).cells)}
-    assert with_core.isdisjoint(NOT_YET) and {path.stem[:2] for path in PATHS} >= NOT_YET
+    assert with_core == {path.stem[:2] for path in PATHS}
 
 
 def test_minutes_are_counted_by_the_rule():

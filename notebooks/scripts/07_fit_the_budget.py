@@ -11,16 +11,16 @@
 #
 # <div lang="en">
 #
-# This decoder has 35 million parameters. One plain training step, on two sequences, needs 1,003 MB. You have 270.
+# The step of this course, one Adam step of one small decoder, takes 277.7 MB. You have 60.
 #
-# Six lessons have given you attention that forgets, checkpoints, schedules, offload and micro-batches. Each has its price. Which ones do you need, and which only look as if they help?
+# Its weights and gradients alone are 55. And of the ledger's rows, one technique each, none comes below 124. So it takes several at once. Which ones? In this lesson you put six together, one by one; then you take one **out** again, and the peak falls.
 #
 # </div>
 # <div lang="zh">
 #
-# 这个解码器有 3500 万个参数。对两条序列做一个普通的训练步，要 1,003 MB。你只有 270 MB。
+# 这门课的那一步，即一个小解码器的一步 Adam，要 277.7 MB。你只有 60 MB。
 #
-# 前六课里，你学到了会“忘”的注意力、检查点、调度、卸载和微批次，各有各的代价。你需要哪几样？哪几样只是看起来有用？
+# 光是权重和梯度就有 55 MB。账本里每行只用一种技术，没有一行低于 124 MB。所以得几样合用。用哪几样？这一课里，你把六样一样一样加上去；然后**拿掉**其中一样，峰值反而降了。
 #
 # </div>
 
@@ -32,14 +32,14 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (90 minutes). Predict the peak of a whole training step before running it. Combine techniques, and know why their savings don't add up. Meet a budget of about a quarter of what the plain step takes. Say what a single device of 24, 80 or 141 GB can train.
+# **Goals** (75 minutes). Write an estimate that takes no memory. Choose a technique by what fills the peak, and say why savings don't add up. Find out which of two recipes is cheaper, and on which machine. Know what a search passes over.
 #
 # **What to know before**: lessons 01 to 06.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：在运行之前预测整个训练步的峰值；把几种技术合起来用，并知道节省为什么不能直接相加；在只有普通一步约四分之一的预算里完成训练步；说出一台 24、80 或 141 GB 的设备能训练什么。
+# **目标**（75 分钟）：写一个不占内存的估计；看清是什么撑起了峰值，再选技术，并说出节省为什么不能相加；算出两个配方哪个更便宜、在什么样的机器上更便宜；知道搜索会跳过什么。
 #
 # **预备知识**：第 01 课到第 06 课。
 #
@@ -49,390 +49,790 @@ language()
 import torch
 
 from course_lib.budget import RATES, InfeasibleBudget, Recipe, build, estimate, fit, run, train_step
-from course_lib.lessons import lesson_07
+from course_lib.lessons import lesson_07, what_you_may_have_read
+from course_lib.lessons.ledger import ledger
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import predictions, table, text
+from course_lib.teaching import predictions, table, timelines
 
-BUDGET = 270_000_000  # bytes
+BUDGET = 60_000_000  # bytes
 
 
 def make_model():
-    return Decoder(vocabulary=8192, hidden=640, heads=40, layers=6, sequence=384)
+    return Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
 
 
 def make_batch():
-    return random_tokens(2, 384, 8192)  # two sequences of 384 tokens
+    return random_tokens(8, 128, 2048)  # (8, 129): 128 tokens, and the one that follows each
 
 
-# %% [markdown]
+# %% [markdown] slide={"en": "60 MB, and the plain step.\n\n**Guess first.** Where is it stopped: forward, backward, optimizer? In which layer?", "zh": "60 MB，普通的一步。\n\n**先猜**：停在前向、反向，还是优化器？在第几层？"}
 # ## 7.1 The plain step is stopped / 普通的一步被拦下
 #
 # <div lang="en">
 #
 # A meter with `budget_bytes` stops the operator that passes the budget. Let it watch the very first step, before Adam has any state.
 #
-# **Guess first:** where does it stop? In the forward pass, in the backward pass, in the optimizer? Which operator?
+# **Guess first:** where does it stop? Forward, backward, or the optimizer? In which of the eight layers?
 #
 # </div>
 # <div lang="zh">
 #
-# 带 `budget_bytes` 的计量器会拦下让内存超出预算的那个算子。让它看着最初的一步，这时 Adam 还没有状态。
+# 带 `budget_bytes` 的计量器，会拦下让内存超出预算的那个算子。让它监视第一步，这时 Adam 还没有状态。
 #
-# **先猜**：它会停在哪里？前向、反向，还是优化器？是哪个算子？
+# **先猜**：它会停在哪里？前向、反向，还是优化器？在八层里的哪一层？
 #
 # </div>
 
-# %%
-model, optimizer = build(make_model, Recipe())
-parameters = sum(p.numel() for p in model.parameters())
+# %% slide="result"
+model, adam = build(make_model, Recipe())
 try:
-    with MemoryMeter(model, optimizer, budget_bytes=BUDGET) as meter:
-        train_step(model, optimizer, make_batch(), Recipe())
+    with MemoryMeter(model, adam, budget_bytes=BUDGET) as meter:
+        train_step(model, adam, make_batch(), Recipe())
 except MemoryBudgetExceeded as stopped:
-    where = f"{meter.operator_count} operators, in the {meter.phases()[-1]} pass"
-    print(f"{parameters:,} parameters, {where}:\n{stopped}")
+    print(f"{meter.operator_count} operators, {meter.phases()[-1]}:\n{stopped}")
+parameters = sum(parameter.numel() for parameter in model.parameters())
+f"{parameters:,} parameters; {12 * parameters / 1e6:.1f} MB from the second step on"
 
 # %% [markdown]
 # <div lang="en">
 #
-# In the forward pass, before it has got far: where the second layer multiplies queries by keys. 140 MB are parameters; 92 MB are what the first layer keeps and what the second has made so far. Another 47 MB of scores would be too many. Nothing is half done: no gradient is there, no parameter has changed. The step can be run again, with less.
+# In the forward pass, in the second layer of eight, where queries meet keys. 27.5 MB are weights; the first layer has kept 21 MB. Nothing is half done: no gradient is there, no weight has changed.
 #
-# From the second step on it is worse. Then Adam's state is there before the first operator: parameters and state alone are 12 bytes a parameter, 420 MB, one and a half times the budget. No checkpoint will help against that.
+# From the second step on it is worse. Weights and Adam's state are there before the first operator, 12 bytes a parameter: 82.5 MB. No checkpoint helps against that.
 #
 # </div>
 # <div lang="zh">
 #
-# 停在前向，而且没走多远：就停在第二层把查询与键相乘的那个算子上。140 MB 是参数，92 MB 是第一层留下的，加上第二层到此为止产生的；再要 47 MB 放分数，就超了。没有留下做了一半的东西：梯度还没有，参数也没有变。换个更省的做法，这一步还可以重来。
+# 停在前向，八层里的第二层，查询与键相乘的地方。27.5 MB 是权重，第一层已经留下 21 MB。没有留下做了一半的东西：没有梯度，权重也没变。
 #
-# 从第二步起就更糟了：第一个算子运行之前，Adam 的状态已经在那里。光是参数和状态，每个参数就要 12 字节，共 420 MB，是预算的一倍半。对此，再多的检查点也没有用。
+# 从第二步起就更糟：第一个算子运行之前，权重和 Adam 的状态已经在那里，每个参数 12 字节，共 82.5 MB。对此，加再多检查点也没有用。
 #
 # </div>
 
-# %%
-[p.grad for p in model.parameters() if p.grad is not None], f"{12 * parameters / 1e6:,.0f} MB"
-
-# %% [markdown]
+# %% [markdown] slide={"en": "What does a step take that your machine cannot hold?\n\n**Write it**: two steps, symbolic tensors, a meter.", "zh": "机器装不下的一步，要占多少内存？\n\n**自己写**：两步，符号张量，一个计量器。"}
 # ## 7.2 Run it without running it / 不运行，也能先跑一遍
 #
 # <div lang="en">
 #
-# Symbolic tensors have shapes, dtypes and storages, but no memory (lesson 01). So the step itself can tell what it takes: let it run on such tensors, under the meter. Two steps, because Adam makes its state in the first one.
+# Before you try recipes on a machine that cannot hold them, let the step itself tell what it takes. Symbolic tensors have shapes and storages, but no memory (lesson 01); the meter counts them all the same.
+#
+# **Exercise 1.** Write `peak_of_step(make_model, make_batch)`: the peak of a plain step with Adam, the **second** one, in bytes, on symbolic tensors. (`torch.optim.Adam(parameters, foreach=False)`; the model has `loss(batch)`.)
 #
 # </div>
 # <div lang="zh">
 #
-# 符号张量有形状、dtype 和存储区，却不占内存（第 01 课）。所以这一步要多少内存，可以让它自己说：让它在计量器下用这样的张量跑一遍。跑两步，因为 Adam 在第一步里才建立状态。
+# 要在装不下的机器上挑配方，得先让这一步自己说出它要多少内存。符号张量有形状、有存储区，却不占内存（第 01 课），计量器照样数它们。
+#
+# **练习 1。** 写出 `peak_of_step(make_model, make_batch)`：普通的一步（Adam，取**第二步**）的峰值，以字节计，用符号张量求出。（`torch.optim.Adam(parameters, foreach=False)`；模型有 `loss(batch)`。）
 #
 # </div>
 
-# %%
-with symbolic():
-    shadow = make_model()
-    adam = torch.optim.AdamW(shadow.parameters(), foreach=False)
-    for _ in range(2):
-        with MemoryMeter(shadow, adam) as meter:
-            shadow.loss(make_batch()).backward()
-            adam.step()
-        adam.zero_grad()
-f"{meter.peak_bytes:,} bytes"
+
+# %% minutes=9
+def peak_of_step(make_model, make_batch):
+    return None
+
+
+lesson_07.check_peak_without_memory(peak_of_step)
+
+# %% jupyter={"source_hidden": true} slide="code"
+### BEGIN SOLUTION
+if not lesson_07.check_peak_without_memory.accepted:
+
+    def peak_of_step(make_model, make_batch):
+        with symbolic():
+            model = make_model()
+            adam = torch.optim.Adam(model.parameters(), foreach=False)
+            for _ in range(2):  # Adam makes its state in the first
+                adam.zero_grad()
+                with MemoryMeter(model, adam) as meter:
+                    model.loss(make_batch()).backward()
+                    adam.step()
+        return meter.peak_bytes
+
+
+lesson_07.check_peak_without_memory(peak_of_step)
+### END SOLUTION
 
 # %% [markdown]
 # <div lang="en">
 #
-# That is the idea. The library's `estimate` does the same for any **recipe**: a value that says what a training step uses. `Recipe()` is the plain step, and this is all that it can say:
+# The library's `estimate` does the same for any **recipe**: a value that says what a step uses. These are the fields that this lesson turns; `Recipe()` is the plain step.
 #
 # </div>
 # <div lang="zh">
 #
-# 思路就是这样。库里的 `estimate` 对任何**配方**都这么做。配方是一个不可变的对象（dataclass），写明一个训练步用了哪些技术；`Recipe()` 就是普通的一步，它能写的全部内容如下：
+# 库里的 `estimate` 对任何**配方**都这么做。配方是一个值，写明一步用了哪些技术。下面是本课要动的各项；`Recipe()` 就是普通的一步。
 #
 # </div>
 
 # %%
 lesson_07.recipe_fields()
 
-# %%
+# %% slide="result"
 plain = estimate(make_model, make_batch, Recipe())
-plain
-
-# %% [markdown]
-# <div lang="en">
-#
-# The two differ by 6,160 bytes: the batch, 2 × 385 numbers of 8 bytes, which `estimate` leaves out. The peak comes in the backward pass, at the first softmax that it meets: 15 of 140 MB of gradients are there yet, and nearly all activations still are.
-#
-# </div>
-# <div lang="zh">
-#
-# 两个数差 6,160 字节：那是批次，2 × 385 个数，每个 8 字节，`estimate` 不计它。峰值出现在反向，落在它遇到的第一个 softmax 上：这时 140 MB 的梯度只有 15 MB，而激活值几乎都还在。
-#
-# </div>
-
-# %% [markdown]
-# ## 7.3 Equal gradients first / 先看梯度是否相等
-#
-# <div lang="en">
-#
-# Before any claim of saving: do the recipes compute the same gradient? On a smaller decoder, against the gradient in float64. With SGD and a learning rate of 1, what a step subtracts is the gradient; so it is with momentum, at the first step. That one has a state to offload: the last row is the recipe that will win.
-#
-# </div>
-# <div lang="zh">
-#
-# 在说节省之前，先看各个配方算出的梯度是否相同。用一个小一些的解码器，与 float64 的梯度比较。用 SGD，学习率取 1，于是一步更新所减去的正好就是梯度；带动量时，第一步也是如此。动量有状态可以卸载：最后一行就是将要胜出的配方。
-#
-# </div>
-
-
-# %%
-def small():
-    return Decoder(vocabulary=256, hidden=256, heads=4, layers=3, sequence=128)
-
-
-tokens = random_tokens(8, 128, 256)
-exact = small().double()
-exact.loss(tokens).backward()
-wanted = torch.cat([p.grad.flatten() for p in exact.parameters()])
-
-
-def error(recipe):
-    model, optimizer = build(small, recipe, lr=1.0)
-    before = torch.cat([p.detach().flatten().double() for p in model.parameters()])
-    train_step(model, optimizer, tokens, recipe)
-    after = torch.cat([p.detach().flatten().double() for p in model.parameters()])
-    return float((before - after - wanted).norm() / wanted.norm())
-
-
-# %%
-sgd, forgetful = {"optimizer": "sgd"}, {"attention": "flash", "checkpoint": "layers"}
-tested = [
-    Recipe(**sgd),
-    Recipe(**sgd, attention="flash"),
-    Recipe(**sgd, **forgetful),
-    Recipe(**sgd, **forgetful, micro_batches=2),
-    Recipe(**sgd, **forgetful, in_backward=True),
-    Recipe(**sgd, checkpoint="selective", head_chunk=64),
-    Recipe(**sgd, checkpoint="optimal", schedule_bytes=20_000_000),
-    Recipe(**sgd, checkpoint="layers", offload_activations=True),
-    Recipe("fp32", "momentum", **forgetful, in_backward=True, offload_optimizer=1.0),
+rows = [
+    ("your estimate", peak_of_step(make_model, make_batch)),
+    ("the library's", plain.peak_bytes),
+    ("run for real", run(make_model, make_batch, Recipe()).meter.peak_bytes),
 ]
-rows = [(str(recipe), "✓" if error(recipe) < 1e-5 else "✗") for recipe in tested]
-table(["recipe", "error below 1e-5"], rows)
-
-# %% [markdown]
-# ## 7.4 One technique at a time / 一次加一样
-#
-# <div lang="en">
-#
-# Now to the budget. Add one technique at a time: flash attention, a checkpoint for every layer, micro-batches of one sequence. Then offload Adam's state, since nothing else touches it.
-#
-# **Guess first:** what does each save? Write down four numbers. If the four are to be enough, they and the 270 MB must add up to 1,003 MB or more.
-#
-# </div>
-# <div lang="zh">
-#
-# 现在来对付预算。一次加一样：flash 注意力，每层一个检查点，每个微批次一条序列；最后卸载 Adam 的状态，因为别的都动不了它。
-#
-# **先猜**：每一样各省多少？写下四个数。如果这四样就够，四个数加上 270 MB 应当不少于 1,003 MB。
-#
-# </div>
-
-# %%
-steps = [
-    Recipe(),
-    Recipe(attention="flash"),
-    Recipe(**forgetful),
-    Recipe(**forgetful, micro_batches=2),
-    Recipe(**forgetful, micro_batches=2, offload_optimizer=1.0),
-]
-predicted = [plain, *(estimate(make_model, make_batch, recipe) for recipe in steps[1:])]
-
-
-# %%
-def measured_peak(model, optimizer, recipe, batch):
-    with MemoryMeter(model, optimizer) as meter:
-        train_step(model, optimizer, batch, recipe)
-    return meter.peak_bytes
-
-
-model, optimizer = build(make_model, Recipe(), state=True)  # Adam's state, as after a step
-measured = [measured_peak(model, optimizer, recipe, make_batch()) for recipe in steps[:4]]
-del model, optimizer  # the last one has an optimizer of its own
-measured.append(run(make_model, make_batch, steps[4]).meter.peak_bytes)
-
-# %%
-names = ["plain", "+ flash", "+ checkpoints", "+ micro-batches", "+ state offloaded"]
-peaks = [e.peak_bytes for e in predicted]
-predictions(zip(names, peaks, measured, strict=True), unit="bytes")
+table(["", "bytes"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Predicted to the byte. But look at the fourth row: the micro-batches made it *worse*, 623 MB instead of 602.
-#
-# Why? With checkpoints, activations are no longer what fills the peak: parameters, gradients and state are. With one piece, each gradient appears as the activations of its layer go: a full set is there only at the very end, which is where the peak is, and by then no activation is left. With two pieces, the first one's gradients, all 140 MB of them, lie there while the second one runs, so its activations come on top of a full set.
-#
-# Nor do savings add up. Checkpoints alone save 295 MB, flash alone 302 MB (with 40 heads of 16 features, more and narrower than usual, P is large); both together 400.
+# Yours is 8,256 bytes higher: the batch, 8 × 129 numbers of 8 bytes, which the library leaves out. (Yours may be equal, if your batch was made before the meter.)
 #
 # </div>
 # <div lang="zh">
 #
-# 预测与实测一个字节也不差。但看第四行：加了微批次反而**更高**：623 MB，原来是 602 MB。
+# 你的多 8,256 字节：那是批次，8 × 129 个数，每个 8 字节，库不计它。（如果你先建批次、后开计量器，两者就相等。）
 #
-# 为什么？有了检查点，撑起峰值的不再是激活值，而是参数、梯度和状态。只有一份时，每算出一层的梯度，这一层的激活值也就释放了；要到最后，梯度才凑成一整套，峰值就在这里，而这时激活值已经一个不剩。分成两份，第二份运行的时候，第一份的梯度已经全在那里，共 140 MB，于是第二份的激活值要叠加在一整套梯度之上。
+# </div>
+
+# %% [markdown] slide={"en": "Before any claim of saving: do all recipes train the same?", "zh": "谈节省之前先问：各个配方训练的结果一样吗？"}
+# ## 7.3 Equal first / 先看是否相等
 #
-# 各样省下的也不能直接相加。单用检查点省 295 MB，单用 flash 省 302 MB（40 个头、每头 16 维，比通常的多而窄，所以 P 很大）；两样合用，只省 400 MB。
+# <div lang="en">
+#
+# Before any claim of saving: do the recipes train the same? Two Adam steps on a decoder of two layers; by how much are the weights off, in units of what the two steps have changed? The last row is the recipe that will win.
+#
+# </div>
+# <div lang="zh">
+#
+# 谈节省之前先问：各个配方训练的结果一样吗？用两层的解码器走两步 Adam，看权重差了多少，以这两步的更新量为单位。最后一行是将要胜出的配方。
+#
+# </div>
+
+
+# %%
+def weights(recipe, steps=2):
+    sizes = {"vocabulary": 256, "hidden": 256, "heads": 8, "layers": 2, "sequence": 128}
+    model, optimizer = build(lambda: Decoder(**sizes), recipe)
+    start = torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()])
+    for _ in range(steps):
+        train_step(model, optimizer, random_tokens(8, 128, 256), recipe)
+    return torch.cat([p.detach().flatten().double() for p in model.parameters()]), start
+
+
+# %% slide="result"
+checkpoints, offloaded = {"checkpoint": "layers"}, {"offload_activations": True}
+freed = {"offload_optimizer": 1.0, "in_backward": True}
+tried = [checkpoints, {"micro_batches": 8}, {"attention": "flash"}, {"head_chunk": 128}]
+tried += [offloaded, freed, {**checkpoints, **offloaded, **freed}]
+expected, start = weights(Recipe())
+rows = []
+for options in tried:
+    error = ((weights(Recipe(**options))[0] - expected).norm() / (expected - start).norm()).item()
+    shown = "0" if error == 0 else "< 0.0005" if error < 5e-4 else "✗"
+    rows.append((str(Recipe(**options)), shown))
+table(["recipe", "weights off by"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Forgetting and moving change no bit. Pieces, flash and a head in chunks add up in another order: less than a two-thousandth of the update, on this CPU. What is equal may be compared.
+#
+# </div>
+# <div lang="zh">
+#
+# 忘掉再算、搬走再取回，一个比特也不变。拆份、flash、把输出头分成小段，求和的次序不同：差不到更新量的两千分之一（在这个 CPU 上）。结果相等，才谈得上比较。
+#
+# </div>
+
+# %% [markdown] slide={"en": "277.7 MB. Checkpoints; eight pieces; state below; small pages.\n\n**Guess first.** The peak after each: four numbers.", "zh": "277.7 MB。检查点；分八份；状态卸载；小页。\n\n**先猜**：每加一样之后的峰值，四个数。"}
+# ## 7.4 One at a time / 一次加一样
+#
+# <div lang="en">
+#
+# Now to the budget, one technique at a time: a checkpoint for every layer; the batch in eight pieces; Adam's state on the tier below; that state in pages of 1 MiB instead of 16.
+#
+# **Guess first:** four numbers. What is the peak after each? Start from 277.7.
+#
+# </div>
+# <div lang="zh">
+#
+# 现在来对付预算，一次加一样：每层一个检查点；批次分成八份；Adam 的状态放到下层存储；状态的页从 16 MiB 改成 1 MiB。
+#
+# **先猜**：四个数。每加一样之后，峰值是多少？从 277.7 开始。
+#
+# </div>
+
+# %% slide="result" minutes=3
+my_guesses = [None, None, None, None]  # in MB
+steps = {"plain": {}, "+ checkpoints": checkpoints}
+steps["+ 8 pieces"] = {**checkpoints, "micro_batches": 8}
+steps["+ state below"] = {**steps["+ 8 pieces"], "offload_optimizer": 1.0}
+steps["+ small pages"] = {**steps["+ state below"], "page_bytes": 1 << 20}
+found = {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in steps.items()}
+lesson_07.what_fills(found, found.values())
+
+# %% [markdown]
+# <div lang="en">
+#
+# Each step saves what fills the peak **then**:
+#
+# - Checkpoints: 144 MB, nearly all activations.
+# - Eight pieces: 17. What is left is 16 bytes a parameter, 110 MB, and no piece is smaller than that.
+# - State below: 14, not 55. The peak has moved into the optimizer's step, where 46.6 of the 55 MB are back: three pages of 16 MiB, one that comes, one that is updated, one that goes.
+# - Small pages: 40. What comes back is the state of the largest parameter, itself 2.1 MB.
+#
+# 63.7 MB. 3.7 too many.
+#
+# </div>
+# <div lang="zh">
+#
+# 每一样省下的，是**那时**撑起峰值的东西：
+#
+# - 检查点：144 MB，几乎全是激活值。
+# - 分八份：17 MB。剩下的是每个参数 16 字节，共 110 MB，份再小也低不过它。
+# - 状态放到下层存储：14 MB，而不是 55 MB。峰值移到了优化器更新的时候，55 MB 里有 46.6 MB 又回来了：三个 16 MiB 的页，一页正在取来，一页正在更新，一页正在送走。
+# - 小页：40 MB。现在回来的，只是最大的那个参数的状态，参数本身 2.1 MB。
+#
+# 63.7 MB，还多 3.7 MB。
+#
+# </div>
+
+# %% [markdown] slide={"en": "63.7 MB; 55 of it weights and gradients.\n\n**Guess first.** Steps in backward, no pieces: gradients gone. 36 MB?", "zh": "63.7 MB，其中 55 MB 是权重和梯度。\n\n**先猜**：在反向之中更新，不拆份：梯度没有了。36 MB？"}
+# <div lang="en">
+#
+# 55 of them are weights and gradients, and weights must stay. So a full set of gradients must never exist: let the optimizer step **inside** backward (lesson 05). Then pieces must go, since they add up before the step. **Guess first:** with the gradients' 27.5 MB gone, is it 36 MB?
+#
+# </div>
+# <div lang="zh">
+#
+# 其中 55 MB 是权重和梯度，权重非留不可。那么，绝不能让一整套梯度同时存在：让优化器在反向**之中**更新（第 05 课）。这样就不能再拆份，因为各份的梯度要先加起来才更新。**先猜**：梯度的 27.5 MB 没有了，峰值会是 36 MB 吗？
+#
+# </div>
+
+# %% slide="result"
+more = {"in backward, whole": {**checkpoints, **freed}}
+more["+ activations below"] = {**checkpoints, **freed, **offloaded}
+found |= {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in more.items()}
+lesson_07.what_fills(more, [found[name] for name in more])
+
+# %% [markdown]
+# <div lang="en">
+#
+# 64.2: nothing gained, and everything. The gradients are gone, but without pieces a whole layer of eight sequences comes back, 21 MB, beside 7 inputs. Only the peak is where it was; what fills it is another thing, and that thing has its own lever. Move what the checkpoints keep to the tier below, and it fits: 57.9 MB. Measured, under a meter that would stop it at 60:
+#
+# </div>
+# <div lang="zh">
+#
+# 64.2 MB：好像白忙，其实什么都变了。梯度没有了；可是不拆份，回来的就是八条序列的一整层，21 MB，旁边还有 7 份输入。峰值的高度没动，撑起它的却换了，而这一样有对付它的办法：把检查点留下的输入也移到下层存储，就装下了，57.9 MB。在一超过 60 MB 就会拦下的计量器下实测：
 #
 # </div>
 
 # %%
-alone = estimate(make_model, make_batch, Recipe(checkpoint="layers"))
-[f"{(plain.peak_bytes - e.peak_bytes) / 1e6:,.0f} MB" for e in (alone, predicted[1], predicted[2])]
+ways = {**steps, **more}
+limits = {"+ activations below": BUDGET}
+measured = {}
+for name, way in ways.items():
+    stepped = run(make_model, make_batch, Recipe(**way), budget_bytes=limits.get(name))
+    measured[name] = stepped.meter.peak_bytes
+predictions([(name, found[name].peak_bytes, measured[name]) for name in ways], unit="bytes")
 
-# %% [markdown]
-# ## 7.5 Swap one, and it fits / 换掉一样，就装下了
+# %% jupyter={"source_hidden": true} slide="result"
+title = "From 277.7 to 57.9 MB: what fills the peak changes at every step"
+peaks = list(measured.values())
+lesson_07.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, title=title)
+
+# %% [markdown] slide={"en": "57.9 MB: it fits. Take the checkpoints **out** again.\n\n**Guess first.** The peak?", "zh": "57.9 MB，装下了。现在把检查点**拿掉**。\n\n**先猜**：峰值是多少？"}
+# ## 7.5 The turn / 转折
 #
 # <div lang="en">
 #
-# With the state on the tier below, 379 MB are left, and 280 of them are parameters and gradients. So a full set of gradients must never exist. Micro-batches, as we add them up, force one to exist: pieces come together before the step. Take them back, and let the optimizer step **inside** backward instead: each parameter is updated as soon as its gradient is there, and the gradient goes (lesson 05).
+# It fits. Now take the **checkpoints out** again: activations go down a tier as they are made, and nothing is computed twice.
+#
+# **Guess first:** without checkpoints, what is the peak?
 #
 # </div>
 # <div lang="zh">
 #
-# 状态移到下层存储之后，还剩 379 MB，其中 280 MB 是参数和梯度。所以，绝不能让一整套梯度同时存在。而微批次照我们的做法偏偏要求它存在：更新之前，各份的梯度先要加起来。那就撤掉微批次，让优化器在反向**之中**更新：哪个参数的梯度一就绪，就更新哪个参数，梯度随即丢掉（第 05 课）。
+# 装下了。现在把**检查点拿掉**：激活值一产生就移到下层存储，什么也不算第二遍。
+#
+# **先猜**：没有检查点，峰值是多少？
 #
 # </div>
 
-# %%
-recipe = Recipe(**forgetful, in_backward=True, offload_optimizer=1.0)
-predicted.append(estimate(make_model, make_batch, recipe))
-within = run(make_model, make_batch, recipe, budget_bytes=BUDGET)
-measured.append(within.meter.peak_bytes)
-names.append("micro-batches out, steps in backward")
-predictions([(names[-1], predicted[-1].peak_bytes, measured[-1])], "bytes")
+# %% slide="result"
+without = run(make_model, make_batch, Recipe(**freed, **offloaded))
+title = "Without checkpoints the peak is lower: single tensors come back, not whole layers"
+timelines({"with checkpoints": stepped.meter, "without": without.meter}, title=title)
 
-# %% [markdown]
+# %% [markdown] slide={"en": "Lower, and no FLOPs twice; but 447.7 MB move instead of 128.9.\n\n**Write it**: at how many FLOPs a byte do both cost the same?", "zh": "更低，FLOPs 也不重做；但要搬 447.7 MB，而不是 128.9 MB。\n\n**自己写**：每字节多少 FLOPs 时，两者一样贵？"}
 # <div lang="en">
 #
-# 245 MB, under a meter that would have stopped it at 270. The step that took nearly four times the budget fits, with the same gradient (the last row of 7.3). What is given up: clipping by the norm of all gradients, which is known only when all are there, a scaler that skips a step, and micro-batches. All the way, in one picture:
+# 53.9 MB, 4 less. A checkpoint brings its whole layer back before the first gradient of it is made, 20 MB at once; offload alone brings back one tensor at a time, when it is asked for. A checkpoint on top of offload *raises* the peak. (Its highest moment is the start of backward now, at the logits.)
+#
+# And the price? Without checkpoints no FLOP is done twice, but 447.7 MB move instead of 128.9. Which is cheaper?
+#
+# **Exercise 2.** Write `break_even(first, second)`: on a machine that does how many FLOPs while one byte is copied do both take equally long? Each has `flops` and `moved_bytes` (both ways); compute and copies one after the other.
 #
 # </div>
 # <div lang="zh">
 #
-# 245 MB，而且有计量器看着：一旦超过 270 MB，就会被拦下。原本要近四倍预算的一步，装进去了，梯度不变（7.3 节最后一行）。放弃的是：按全部梯度的范数裁剪（梯度到齐才知道范数），缩放器跳过一步的能力，还有微批次。把整个过程画在一张图里：
+# 53.9 MB，少 4 MB。检查点会在求出这一层的第一个梯度之前，把整层一起恢复，一下子 20 MB；只用卸载时，取回的是一个一个张量，要用哪个取哪个。在卸载之上再加检查点，峰值反而**升高**。（现在最高的时刻是反向开始时，在 logits 那里。）
+#
+# 代价呢？没有检查点，一次 FLOP 也不重做，但要搬 447.7 MB，而不是 128.9 MB。哪个更便宜？
+#
+# **练习 2。** 写出 `break_even(first, second)`：一台机器在拷贝一个字节的时间里做多少次 FLOP，两者才一样快？两者各有 `flops` 和 `moved_bytes`（往返合计）；计算与拷贝一先一后。
 #
 # </div>
 
-# %% jupyter={"source_hidden": true}
-title = "From 1,003 to 245 MB: flash, checkpoints, state offloaded, steps in backward"
-lesson_07.waterfall_picture(names, predicted, measured, BUDGET, title=title)
+
+# %% minutes=6
+def break_even(first, second):
+    return None
+
+
+lesson_07.check_break_even(break_even)
+
+# %% jupyter={"source_hidden": true} slide="code"
+### BEGIN SOLUTION
+if not lesson_07.check_break_even.accepted:
+
+    def break_even(first, second):
+        return (first.flops - second.flops) / (second.moved_bytes - first.moved_bytes)
+
+
+lesson_07.check_break_even(break_even)
+### END SOLUTION
+
+# %% slide="result"
+both = ({**checkpoints, **freed, **offloaded}, {**freed, **offloaded})
+pair = [estimate(make_model, make_batch, Recipe(**way)) for way in both]
+break_even(*pair)  # FLOPs a byte
+
+# %% jupyter={"source_hidden": true} slide="result"
+lesson_07.draw_break_even(*pair, names=["with checkpoints", "without"])
 
 # %% [markdown]
-# ## 7.6 The price / 代价
-#
 # <div lang="en">
 #
-# FLOPs and bytes moved are exact. Seconds need a machine's rates, and even then they are only an estimate: as if every FLOP and every byte went at full speed, no copy overlapped with computing, and the update itself took no time. On a laptop of 100 GFLOP/s and 1 GB/s:
+# Lesson 04's threshold again. The `laptop` of `RATES`, 100 GFLOP/s beside a disk of 1 GB/s, does 100 FLOPs while it copies a byte: there the checkpoints are cheaper. A slow processor with a fast disk, 20 FLOPs a byte, is better off without. "Which recipe is best" has no answer without a machine.
 #
 # </div>
 # <div lang="zh">
 #
-# FLOPs 和搬运的字节数是精确的。要换算成秒，就得有机器的速率；即便如此，得到的也只是估计：假定运算和搬运都以全速进行，一先一后、互不重叠，更新本身也不花时间。以一台 100 GFLOP/s、1 GB/s 的笔记本电脑为例：
+# 又是第 04 课的门槛。`RATES` 里的 `laptop`，100 GFLOP/s 配 1 GB/s 的磁盘，拷贝一个字节的时间能做 100 FLOPs：在它上面，用检查点更便宜。处理器慢、磁盘快的机器，每字节 20 FLOPs，就该不用。不说是哪台机器，“哪个配方最好”没有答案。
 #
 # </div>
 
-# %%
+# %% [markdown] slide={"en": "What did each of them cost?", "zh": "每一样花了什么代价？"}
+# ## 7.6 Every price / 每一样的代价
+#
+# <div lang="en">
+#
+# FLOPs and bytes are exact; seconds need a machine's rates, and are an estimate even then.
+#
+# </div>
+# <div lang="zh">
+#
+# FLOPs 和字节是精确的；秒数要有机器的速率才算得出，即便如此也只是估计。
+#
+# </div>
+
+# %% slide="result"
+found["without checkpoints"] = pair[1]
 laptop, rows = RATES["laptop"], []
-for name, e in zip(names, predicted, strict=True):
-    price = f"{e.flops / 1e12:.3f}", f"{e.moved_bytes / 1e9:.3f}", f"{laptop.seconds(e):.2f}"
-    rows.append((name, *price))
-table(["technique", "TFLOPs", "GB moved", "seconds at these rates"], rows)
+for name, each in found.items():
+    ratio, moved = f"{each.flops / plain.flops:.2f}", f"{each.moved_bytes / 1e6:.1f}"
+    rows.append((name, f"{each.peak_bytes / 1e6:.1f}", ratio, moved, f"{laptop.seconds(each):.2f}"))
+table(["step", "peak, MB", "FLOPs of plain", "MB moved", "seconds, laptop"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Flash attention takes 1% more FLOPs here, not fewer: its backward pass computes the scores again, and 384 tokens fit into a single tile (the library's are 512 × 512), so there is none that the mask lets it skip. The checkpoints cost 20%, not a third: each stops before its last product (lesson 02), and the loss head is not recomputed. Adam's state, read and written in every step, moves 0.56 GB.
+# What the table does not show:
+#
+# - **Steps in backward** know no norm of all gradients: no clipping by it, no scaler that skips a step, no pieces.
+# - **State below**: with a host in place of the file, the host's processor does the update, and reads and writes 28 bytes a parameter in its own memory. `RATES` counts that for real devices.
+# - **Pieces**: a product over one sequence may run at a lower rate than one over eight. The seconds here assume the same.
+# - **Flash** has not been used: at 128 tokens it saves 25 MB of 278 alone, 3 under checkpoints. At 4096 it comes first (lesson 06).
 #
 # </div>
 # <div lang="zh">
 #
-# 在这里，flash 注意力的 FLOPs 不是更少，而是多 1%：它在反向时要把分数再算一遍，而 384 个 token 只用一个分块（库里的分块是 512 × 512），没有哪一块能因为掩码而跳过。检查点再多花 20%，而不是三分之一：每个检查点都在最后一次乘法之前停下（第 02 课），输出头与损失也不做重计算。Adam 的状态每步读一遍写一遍，要搬 0.56 GB。
+# 表里看不到的：
+#
+# - **在反向之中更新**，就不知道全部梯度的范数：不能按它裁剪，缩放器不能跳过一步，也不能拆份。
+# - **状态放到下层存储**：下层若是主机而不是文件，更新由主机的处理器来做，每个参数要在主机内存里读写 28 字节。`RATES` 为真实的设备计入了这一项。
+# - **拆份**：只有一条序列的矩阵乘法，速率可能低于八条的。这里的秒数假定相同。
+# - **flash** 没有用上：128 个 token 时，单用它只从 278 MB 里省 25 MB，有检查点时省 3 MB。4096 个 token 时，它该排第一（第 06 课）。
 #
 # </div>
 
-# %% [markdown]
+# %% [markdown] slide={"en": "Propose, estimate, keep what fits, sort by price.\n\n**Guess first.** Does a search find 57.9 MB, or something cheaper?", "zh": "提出、估计、留下装得下的、按代价排序。\n\n**先猜**：搜索会找到 57.9 MB 的那个，还是更便宜的？"}
 # ## 7.7 Let a search find it / 交给搜索
 #
 # <div lang="en">
 #
-# `fit` looks for recipes that fit a budget and sorts them by price: seconds, here at the laptop's rates. It does not try every combination: what holds too many bytes from the start is passed over, and so is what adds to a recipe that fits already, where adding cannot make it cheaper (on top of offloaded activations a checkpoint can); the number of micro-batches is found by bisection. To keep it quick, a smaller decoder; its plain step takes 101 MB, and the budget is 20.
+# You have looked for a recipe by hand. A search does three things: propose recipes, estimate them, keep those that fit and sort them by price. The last is two lines; among the nine of the story:
 #
 # </div>
 # <div lang="zh">
 #
-# `fit` 寻找装得进预算的配方，按代价排序：代价以秒计，这里用笔记本电脑的速率。它并不逐一尝试所有组合：一开始就占得太多的，跳过；在已经装得下的配方上再加东西、又不可能因此变便宜的，也跳过（在卸载了激活值的配方上再加检查点，就可能变便宜）；微批次数用二分法找。为了快些，用一个小一点的解码器：它普通的一步要 101 MB，预算是 20 MB。
+# 刚才是手工找配方。搜索只做三件事：提出配方，逐个估计，留下装得下的并按代价排序。最后一件只要两行；先在这一课走过的九个里找：
 #
 # </div>
 
-
 # %%
-def make_sister():
-    return Decoder(vocabulary=1024, hidden=128, heads=8, layers=2, sequence=256)
+fitting = [each for each in found.values() if each.peak_bytes <= BUDGET]
+[str(each.recipe) for each in sorted(fitting, key=laptop.seconds)]
 
-
-def sister_batch():
-    return random_tokens(8, 256, 1024)
-
-
-found = fit(make_sister, sister_batch, 20_000_000, progress=False)
-found
+# %% slide="result"
+searched = fit(make_model, make_batch, BUDGET, progress=False)
+searched
 
 # %% [markdown]
 # <div lang="en">
 #
-# If no recipe fits, `fit` refuses, and the error names the least peak that it found:
+# The first line is the story's recipe: 0.676 s at these rates. The turn comes last but is the lowest. `fit` has estimated 123 recipes. What it passes over, and why nothing is lost:
+#
+# - what holds too much before the first operator, or in the optimizer's step alone;
+# - what adds to a recipe that fits already; but not on top of offloaded activations, where a checkpoint can make it *cheaper*, by moving less (you have just seen it);
+# - checkpoints around the first few layers only, where already one costs more than the cheapest found.
+#
+# The number of pieces is found by bisection. `tests/brute_force_fit.py` compares it with all recipes of a grid, on twelve small models: 441 searches, no difference. If nothing fits, it refuses, with the least peak it met:
 #
 # </div>
 # <div lang="zh">
 #
-# 如果没有一个配方装得下，`fit` 就拒绝，错误信息会给出它找到的最低峰值：
+# 第一行就是我们走到的配方：按这些速率 0.676 秒。转折的那个排在最后，峰值却最低。`fit` 估计了 123 个配方。它跳过什么，为什么不会漏掉：
+#
+# - 第一个算子之前、或者光是优化器的更新就占得太多的；
+# - 在已经装得下的配方上再加东西的；但激活值已卸载时例外，再加检查点可能因为少搬而**更便宜**（刚才看到了）；
+# - 只给前几层加检查点，而给一层加就已经贵过目前最便宜的。
+#
+# 份数用二分法找。`tests/brute_force_fit.py` 用十二个小模型，拿它与一个网格里的全部配方比较：441 次搜索，没有差别。如果没有一个装得下，它就拒绝，并给出遇到的最低峰值：
 #
 # </div>
 
 # %%
-candidates = [Recipe(**forgetful, micro_batches=8, offload_optimizer=f) for f in (0.0, 0.5, 1.0)]
 try:
-    fit(make_sister, sister_batch, 5_000_000, recipes=candidates, progress=False)
+    those = [each.recipe for each in fitting]
+    fit(make_model, make_batch, 40_000_000, recipes=those, progress=False)
 except InfeasibleBudget as refused:
     print(refused)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Move the budget and see which of 18 recipes fit, and which of those is the cheapest.
+# Now move the budget, and the machine. The estimates of 64 recipes are stored; which is the cheapest that fits?
 #
 # </div>
 # <div lang="zh">
 #
-# 改变预算，看 18 个配方里哪些装得下，其中哪个代价最小。
+# 现在拖动预算，再换换机器。64 个配方的估计已经存好：装得下的里面，哪个最便宜？
+#
+# </div>
+
+# %% slide="result"
+lesson_07.draw_recipes(lesson_07.stored_estimates())
+
+# %% tags=["nbval-ignore-output", "shows-picture"]
+lesson_07.recipes_playground(lesson_07.stored_estimates())
+
+# %% [markdown] slide={"en": "160 MB, no FLOP more, nothing moved.\n\nWhich single lever?", "zh": "160 MB，FLOPs 不多一次，什么也不搬。\n\n只用哪一样？"}
+# ## 7.8 Three budgets / 三个预算
+#
+# <div lang="en">
+#
+# Three budgets for the same step. Each asks for an idea; trying at random takes longer than thinking. The check estimates your recipe, and tells what fills the peak where it does not fit.
+#
+# **Exercise 3.** 160 MB, not one FLOP more than the plain step, nothing moved.
+#
+# </div>
+# <div lang="zh">
+#
+# 同样的一步，三个预算，各要一个想法；乱试比想清楚更费时间。检查会估计你的配方，装不下时会告诉你是什么撑起了峰值。
+#
+# **练习 3。** 160 MB，FLOPs 不比普通的一步多一次，也不搬运任何字节。
+#
+# </div>
+
+# %% minutes=5
+recipe = None  # Recipe(...)
+lesson_07.check_same_flops(recipe)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+lesson_07.check_same_flops(Recipe(micro_batches=4))
+### END SOLUTION
+
+# %% [markdown] slide={"en": "120 MB, nothing moved, clipping kept, at most 1.19 of the FLOPs.\n\nWhose checkpoint is wasted?", "zh": "120 MB，不搬运，要裁剪，FLOPs 至多 1.19 倍。\n\n哪一层的检查点是浪费？"}
+# <div lang="en">
+#
+# **Exercise 4.** 120 MB, nothing moved, at most 1.19 times the plain FLOPs; and the run clips by the norm of all gradients, so they must all be there before the update.
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 4。** 120 MB，不搬运，FLOPs 至多是普通一步的 1.19 倍；而且训练要按全部梯度的范数裁剪，所以更新之前，梯度必须到齐。
+#
+# </div>
+
+# %% minutes=8
+recipe = None  # Recipe(...)
+lesson_07.check_keeps_clipping(recipe)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+lesson_07.check_keeps_clipping(Recipe(checkpoint="layers", first_blocks=7, micro_batches=8))
+### END SOLUTION
+
+# %% [markdown] slide={"en": "50 MB, by any means.\n\nWhat fills the turn's peak?", "zh": "50 MB，什么办法都行。\n\n转折之后的峰值，是什么撑起来的？"}
+# <div lang="en">
+#
+# **Exercise 5.** 50 MB, by any means. Who stops at the story's recipe does not get there.
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 5。** 50 MB，什么办法都行。停在课里那个配方上的人，到不了。
+#
+# </div>
+
+# %% minutes=8
+recipe = None  # Recipe(...)
+lesson_07.check_fifty(recipe)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+least = {"offload_optimizer": 1.0, "in_backward": True, "offload_activations": True}
+lesson_07.check_fifty(Recipe(**least, head_chunk=128))
+### END SOLUTION
+
+# %% [markdown]
+# ## 7.9 What you type / 你会敲的代码
+#
+# <div lang="en">
+#
+# The search of this lesson, as a command; `--config` takes the `config.json` of a model, `--plot out.png` draws the way:
+#
+# ```
+# python -m course_lib.budget --hidden 256 --layers 8 --heads 8 --vocabulary 2048 --sequence 128 --batch 8 --precision fp32 --device laptop --budget 60MB
+# ```
+#
+# The same levers elsewhere:
+#
+# | lever | not run here |
+# |---|---|
+# | checkpoints, pieces | Hugging Face: `TrainingArguments(gradient_checkpointing=True, gradient_accumulation_steps=8)` |
+# | steps in backward | torchtune: `optimizer_in_bwd=True`; PyTorch: `parameter.register_post_accumulate_grad_hook(step)` |
+# | state below | DeepSpeed: `"offload_optimizer": {"device": "cpu"}`; torchao: `CPUOffloadOptimizer(parameters, torch.optim.AdamW)` |
+# | activations below | torchtune: `enable_activation_offloading=True`; PyTorch: `torch.autograd.graph.save_on_cpu()` |
+# | loss in pieces | Liger: `LigerFusedLinearCrossEntropyLoss()` |
+#
+# </div>
+# <div lang="zh">
+#
+# 本课的搜索也是一条命令；`--config` 接受模型的 `config.json`，`--plot out.png` 把一路怎么走过来画成图：
+#
+# ```
+# python -m course_lib.budget --hidden 256 --layers 8 --heads 8 --vocabulary 2048 --sequence 128 --batch 8 --precision fp32 --device laptop --budget 60MB
+# ```
+#
+# 同样的办法，在别的框架里：
+#
+# | 办法 | 写法（此处未运行） |
+# |---|---|
+# | 检查点、拆份 | Hugging Face：`TrainingArguments(gradient_checkpointing=True, gradient_accumulation_steps=8)` |
+# | 在反向之中更新 | torchtune：`optimizer_in_bwd=True`；PyTorch：`parameter.register_post_accumulate_grad_hook(step)` |
+# | 状态放到下层存储 | DeepSpeed：`"offload_optimizer": {"device": "cpu"}`；torchao：`CPUOffloadOptimizer(parameters, torch.optim.AdamW)` |
+# | 激活值放到下层存储 | torchtune：`enable_activation_offloading=True`；PyTorch：`torch.autograd.graph.save_on_cpu()` |
+# | 损失分段 | Liger：`LigerFusedLinearCrossEntropyLoss()` |
+#
+# </div>
+
+# %% [markdown] slide={"en": "Four sentences that people meet. Hands up before each: true, partly, or false?", "zh": "四句常见的说法。每句先举手：成立、部分成立，还是不成立？"}
+# ## 7.10 What you may have read / 你可能读到过的说法
+#
+# <div lang="en">
+#
+# Four sentences that people meet, tried on this lesson's step.
+#
+# </div>
+# <div lang="zh">
+#
+# 四句常见的说法，用本课的训练步来检验。
 #
 # </div>
 
 # %%
-tried = []
-for attention in ("standard", "flash"):
-    for checkpoint in ("none", "selective", "layers"):
-        for m in (1, 4, 8):
-            recipe = Recipe(attention=attention, checkpoint=checkpoint, micro_batches=m)
-            tried.append(estimate(make_sister, sister_batch, recipe))
+alone = {"pieces": {"micro_batches": 8}, "offloaded": offloaded}
+alone["both"] = {**checkpoints, **offloaded}
+alone = {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in alone.items()}
+alone["checkpoints"] = found["+ checkpoints"]
 
-# %%
-lesson_07.draw_budget(tried)
+# %% slide="result"
+what_you_may_have_read("07", *lesson_07.figures_of_claims(plain, alone, pair[0]))
 
-# %% tags=["nbval-ignore-output", "shows-picture"]
-lesson_07.budget_playground(tried)
+# %% [markdown] slide={"en": "The ledger, complete for one device.", "zh": "账本：一台设备上的全部各行。"}
+# ## 7.11 The ledger / 账本
+#
+# <div lang="en">
+#
+# The same step of the same decoder, each technique alone, and at last all together:
+#
+# </div>
+# <div lang="zh">
+#
+# 同一个解码器的同一步，每种技术单独用，最后是合用的一行：
+#
+# </div>
+
+# %% slide="result"
+ledger("07", "all below, checkpoints, steps in backward", pair[0], moved_bytes=pair[0].moved_bytes)
+
+# %% [markdown] slide={"en": "Look at what fills the peak, then choose.\n\nCheckpoints on top of offload: fewer bytes moved, a higher peak.", "zh": "先看是什么撑起了峰值，再选。\n\n卸载之上加检查点：搬得少，峰值高。"}
+# ## 7.12 Summary / 小结
+#
+# <div lang="en">
+#
+# - A step's peak can be known to the byte before a byte is taken: run the step on symbolic tensors, twice.
+# - Look at what fills the peak, then choose. Savings don't add up; the lever that did nothing yesterday may be the next one.
+# - A checkpoint on top of offload moves less and peaks higher: whole layers come back. Which of the two is cheaper, the machine decides, here at 30.3 FLOPs a byte.
+# - Every byte has a price: FLOPs, bytes moved, clipping, the host's time.
+# - A search proposes, estimates, sorts; what it passes over must be true.
+#
+# **Next:** [lesson 08](08_beyond_one_gpu.ipynb), beyond one device.
+#
+# </div>
+# <div lang="zh">
+#
+# - 一步的峰值，不占内存就能知道，精确到字节：让它在符号张量上跑两遍。
+# - 先看是什么撑起了峰值，再做选择。节省不能相加；刚才没有用的办法，下一步也许正好用上。
+# - 在卸载之上加检查点，搬得少了，峰值却更高：回来的是整层。两者哪个便宜由机器决定，这里的分界是每字节 30.3 FLOPs。
+# - 每个字节都有代价：FLOPs、搬运、裁剪，还有主机的时间。
+# - 搜索就是提出、估计、排序；它跳过的，必须真的可以跳过。
+#
+# **下一步**：[第 08 课](08_beyond_one_gpu.ipynb)，不止一台设备。
+#
+# </div>
 
 # %% [markdown]
-# ## 7.8 Seven and seventy billion / 七十亿与七百亿
+# <div lang="en">
+#
+# **Sources.** The techniques' own are in lessons 01 to 06. Rates: NVIDIA's datasheets of the H100 and H200 and its Ada whitepaper, dense figures, at 40%: Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, reached 38 to 43% on H100s; PCIe 4.0 and 5.0, 16 lanes, one direction, as nvbandwidth measures them; host memory of a desktop with two channels of DDR5-5600 and of a Xeon 8480C with eight of DDR5-4800; device memory as nvidia-smi shows it. Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes a parameter); Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (optimizer on the host); Lv et al. 2023, *LOMO*, arXiv:2306.09782 (steps in backward).
+#
+# </div>
+# <div lang="zh">
+#
+# **出处。** 各项技术的出处见第 01 到 06 课。速率：NVIDIA 的 H100、H200 数据手册和 Ada 白皮书，取稠密算力的 40%：Grattafiori et al. 2024，*The Llama 3 Herd of Models*，arXiv:2407.21783，在 H100 上达到 38% 到 43%；PCIe 4.0 和 5.0，16 通道，单向，取 nvbandwidth 测得的值；主机内存分别取双通道 DDR5-5600 的台式机和八通道 DDR5-4800 的 Xeon 8480C；设备内存取 nvidia-smi 显示的值。Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（每个参数 16 字节）；Ren et al. 2021，*ZeRO-Offload*，arXiv:2101.06840（优化器在主机上）；Lv et al. 2023，*LOMO*，arXiv:2306.09782（在反向之中更新）。
+#
+# </div>
+
+# %% [markdown]
+# ## In depth / 深入
+#
+# <div lang="en">
+#
+# From here on nothing is needed for the other lessons. Each section stands alone; it uses the names that were defined above.
+#
+# </div>
+# <div lang="zh">
+#
+# 以下内容，其他各课都不会用到。各节互相独立，只用到前面正文里定义过的名字。
+#
+# </div>
+
+# %% [markdown]
+# ## 7.13 The other fields / 其余的字段
+#
+# <div lang="en">
+#
+# `Recipe` has more fields than this lesson turned:
+#
+# </div>
+# <div lang="zh">
+#
+# `Recipe` 的字段比本课动过的多：
+#
+# </div>
+
+# %%
+lesson_07.recipe_fields(others=True)
+
+# %% [markdown]
+# ## 7.14 Ninety-nine million into 550 MB / 九千九百万装进 550 MB
+#
+# <div lang="en">
+#
+# A decoder of 99 million parameters, two sequences of 384 tokens; its weights alone are 396 MB. The plain step takes 2,793 MB; into 550?
+#
+# </div>
+# <div lang="zh">
+#
+# 一个 9900 万参数的解码器，两条 384 个 token 的序列，光是权重就有 396 MB。普通的一步要 2,793 MB；550 MB 装得下吗？
+#
+# </div>
+
+
+# %%
+def large_model(layers=19):
+    return Decoder(vocabulary=8192, hidden=640, heads=40, layers=layers, sequence=384)
+
+
+def two_sequences():
+    return random_tokens(2, 384, 8192)
+
+
+flash = {"attention": "flash"}
+ways = [{}, checkpoints, {**flash, **checkpoints}, {**flash, **checkpoints, **freed}]
+ways += [{**flash, **checkpoints, **freed, **offloaded}, {**flash, **freed, **offloaded}]
+large = [estimate(large_model, two_sequences, Recipe(**way)) for way in ways]
+rows = [(str(e.recipe), round(e.peak_bytes / 1e6), round(e.moved_bytes / 1e6)) for e in large]
+table(["recipe", "peak, MB", "MB moved"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# The fourth recipe fits: 521 MB, of which 396 are weights. (With 40 heads of 16 features, more and narrower than usual, the probabilities are large: that is what flash forgets.) The turn gains nothing here: with the activations below, 501 MB with checkpoints and without. The peak is in the optimizer's step now; without checkpoints only more bytes move, 2,859 MB instead of 1,663.
+#
+# </div>
+# <div lang="zh">
+#
+# 第四个配方装得下：521 MB，其中 396 MB 是权重。（40 个头、每头 16 维，比通常的多而窄，概率 P 很大，flash 忘掉的就是它。）那个转折在这里没有好处：激活值移到下层存储之后，有没有检查点都是 501 MB。峰值已经移到优化器更新的时候；不用检查点，只是搬得更多，2,859 MB，而不是 1,663 MB。
+#
+# </div>
+
+# %% [markdown]
+# ## 7.15 Where two pieces take more than one / 分成两份反而更多
+#
+# <div lang="en">
+#
+# The same decoder with six layers, 35 million parameters: flash and checkpoints, then two pieces.
+#
+# </div>
+# <div lang="zh">
+#
+# 同样的解码器，只有六层，3500 万参数：flash 加检查点，再分成两份。
+#
+# </div>
+
+# %%
+way = {**flash, **checkpoints}
+cut = [Recipe(**way, micro_batches=m) for m in (1, 2)]
+pieces = [estimate(lambda: large_model(6), two_sequences, each) for each in cut]
+lesson_07.what_fills(["1", "2"], pieces)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Both peak at the very end of backward, when no activation is left and the last gradient is made, the embedding's, 21 MB. With one piece the other gradients are there, 119 MB. With two, the first one's lie there, all 140, and the second one's embedding gradient comes beside them. Pieces save where activations fill the peak, as on the decoder of this lesson.
+#
+# </div>
+# <div lang="zh">
+#
+# 两种情况的峰值都在反向的最后：激活值一个不剩，正在算最后一个梯度，即嵌入的梯度，21 MB。只有一份时，在场的是其余的梯度，119 MB。分成两份，第一份的梯度已经全在那里，共 140 MB，第二份的嵌入梯度又添在旁边。撑起峰值的若是激活值，拆份就能省：本课的解码器正是这样。
+#
+# </div>
+
+# %% [markdown]
+# ## 7.16 Seven and seventy billion / 七十亿与七百亿
 #
 # <div lang="en">
 #
@@ -456,12 +856,12 @@ def large(hidden, layers):
     return lambda: Decoder(hidden=hidden, heads=heads, layers=layers, **rest)
 
 
-forgetful = {"precision": "bf16", "attention": "flash", "checkpoint": "layers"}
+small_steps = {"precision": "bf16", "attention": "flash", "checkpoint": "layers"}
 ways = {
     "plain": Recipe(precision="bf16"),
-    "flash, checkpoints": Recipe(**forgetful),
-    "+ state on the host": Recipe(**forgetful, offload_optimizer=1.0),
-    "+ steps in backward": Recipe(**forgetful, offload_optimizer=1.0, in_backward=True),
+    "flash, checkpoints": Recipe(**small_steps),
+    "+ state on the host": Recipe(**small_steps, offload_optimizer=1.0),
+    "+ steps in backward": Recipe(**small_steps, offload_optimizer=1.0, in_backward=True),
 }
 sizes = {"7 B": large(4096, 32), "70 B": large(8192, 80)}
 
@@ -511,65 +911,53 @@ state = giants["7 B", "flash, checkpoints"].at_peak["optimizer"]
 below = 6 * last.at_peak["parameter"]
 f"{waiting:.0%}, {state / 1e9:.0f} GB, {below / 1e9:.0f} GB below, {left:.0%}"
 
-# %% [markdown]
-# <div lang="en">
-#
-# Outside a notebook the same search is a command, `python -m course_lib.budget --parameters 7e9 --sequence 4096 --batch 8 --budget 80GiB`.
-#
-# It prints what fits and what the best takes; `--plot out.png` draws the way there.
-#
-# </div>
-# <div lang="zh">
-#
-# 在 notebook 之外，同样的搜索是一条命令：`python -m course_lib.budget --parameters 7e9 --sequence 4096 --batch 8 --budget 80GiB`。
-#
-# 它列出哪些配方装得下、其中最好的要占多少；`--plot out.png` 把怎样一步步走到那里画成图。
-#
-# </div>
+# %%
+from course_lib.teaching import text
 
-# %% [markdown]
-# ## 7.9 What you may have read / 你可能读到过的说法
-#
-# <div lang="en">
-#
-# Four claims, with what this lesson measured.
-#
-# </div>
-# <div lang="zh">
-#
-# 四条说法，以及本课的测量结果。
-#
-# </div>
-
+long = [
+    estimate(
+        lambda: Decoder(vocabulary=8192, hidden=640, heads=40, layers=2, sequence=4096),
+        lambda: random_tokens(1, 4096, 8192),
+        Recipe(attention=way),
+    )
+    for way in ("standard", "flash")
+]
+short = estimate(lambda: large_model(6), two_sequences, Recipe())
+short_flash = estimate(lambda: large_model(6), two_sequences, Recipe(**flash))
 
 # %%
-def make_long():  # two layers of the decoder, for sequences of 4096
-    return Decoder(vocabulary=8192, hidden=640, heads=40, layers=2, sequence=4096)
-
-
-def long_batch():
-    return random_tokens(1, 4096, 8192)
-
-
-long = [estimate(make_long, long_batch, Recipe(attention=way)) for way in ("standard", "flash")]
-flops = predicted[1].flops / plain.flops, long[1].flops / long[0].flops
-savings = [plain.peak_bytes - e.peak_bytes for e in (predicted[1], alone, predicted[2])]
-
-# %% jupyter={"source_hidden": true}
-from course_lib.lessons import what_you_may_have_read
-
 seven = giants["7 B", "+ steps in backward"]
 peak, moved = f"{seven.peak_bytes / 1e9:.1f} GB", f"{seven.moved_bytes / 1e9:.0f} GB"
-what_you_may_have_read(
-    "07",
-    f"{measured[2] / 1e6:,.0f} → {measured[3] / 1e6:,.0f} MB",
-    f"{savings[0] / 1e6:,.0f} + {savings[1] / 1e6:,.0f} → {savings[2] / 1e6:,.0f} MB",
+lesson_07.older_claims(
+    f"{pieces[0].peak_bytes / 1e6:,.0f} → {pieces[1].peak_bytes / 1e6:,.0f} MB",
     text("{peak}, {moved} moved", peak=peak, moved=moved),
-    f"{flops[0]:.3f} / {flops[1]:.3f}",
+    f"{short_flash.flops / short.flops:.3f} / {long[1].flops / long[0].flops:.3f}",
 )
 
 # %% [markdown]
-# ## 7.10 On a GPU / 在 GPU 上
+# ## 7.17 Fewer numbers trained, fewer remembered / 少训练一些，少记一些
+#
+# <div lang="en">
+#
+# In practice the first answer to "it does not fit" is often another: train fewer numbers, or remember less of each. Adapters (LoRA, lesson 01) freeze the weights, and what is frozen has neither gradient nor state; 8-bit Adam keeps 2 bytes of state a parameter instead of 8; Adafactor keeps a row and a column of each matrix. They are other trainings, so they stand in no list of `fit` unless `base` names them.
+#
+# </div>
+# <div lang="zh">
+#
+# 实践中，遇到“装不下”，常常先走另一条路：少训练一些数，或者每个数少记一点。适配器（LoRA，第 01 课）冻结权重，冻结的部分既没有梯度，也没有状态；8 位 Adam 的状态每个参数 2 字节，而不是 8 字节；Adafactor 只为每个矩阵记一行一列。训练本身变了，所以 `fit` 不会自己列出它们，除非写在 `base` 里。
+#
+# </div>
+
+# %%
+rows = []
+for optimizer in ("adam", "adam8bit", "adafactor", "sgd"):
+    each = estimate(make_model, make_batch, Recipe(optimizer=optimizer, **checkpoints))
+    state = each.at_peak.get("optimizer", 0) / parameters
+    rows.append((f"`{optimizer}`", round(each.peak_bytes / 1e6, 1), round(state, 2)))
+table(["`optimizer`", "peak, MB", "state, bytes a parameter"], rows)
+
+# %% [markdown]
+# ## 7.18 On a GPU / 在 GPU 上
 #
 # <div lang="en">
 #
@@ -586,129 +974,3 @@ what_you_may_have_read(
 from course_lib.lessons import on_gpu
 
 on_gpu("07")
-
-# %% [markdown]
-# ## 7.11 Exercises / 练习
-#
-# <div lang="en">
-#
-# **Exercise 1.** The smaller decoder of 7.7, 8 sequences, and 40 MB. Stay with fp32 and Adam; find a recipe that fits and takes no more FLOPs than the plain step, moving nothing. Put it into `recipe`; the check estimates it.
-#
-# </div>
-# <div lang="zh">
-#
-# **练习 1。** 7.7 节的小解码器，8 条序列，40 MB。仍用 fp32 和 Adam，找一个装得下的配方，FLOPs 不多于普通的一步，也不搬运任何字节。把它写进 `recipe`，检查程序会估计它的峰值和代价。
-#
-# </div>
-
-# %%
-recipe = None  # Recipe(...)
-lesson_07.check_forty_megabytes(recipe)
-
-# %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-lesson_07.check_forty_megabytes(Recipe(micro_batches=4))
-### END SOLUTION
-
-# %% [markdown]
-# <div lang="en">
-#
-# **Exercise 2.** Now 14 MB, again without moving anything. FLOPs are free this time.
-#
-# </div>
-# <div lang="zh">
-#
-# **练习 2。** 换成 14 MB，仍然不许搬运，但这次 FLOPs 不限。
-#
-# </div>
-
-# %%
-recipe = None  # Recipe(...)
-lesson_07.check_fourteen_megabytes(recipe)
-
-# %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-lesson_07.check_fourteen_megabytes(Recipe(attention="flash", checkpoint="layers", micro_batches=8))
-### END SOLUTION
-
-# %% [markdown]
-# <div lang="en">
-#
-# **Exercise 3.** And 11 MB, with anything you like. Careful: what is offloaded comes up again for the optimizer's step, and takes room there too.
-#
-# </div>
-# <div lang="zh">
-#
-# **练习 3。** 再换成 11 MB，用什么都行。小心：卸载的东西在优化器更新时要回到内存里，那时也占地方。
-#
-# </div>
-
-# %%
-recipe = None  # Recipe(...)
-lesson_07.check_eleven_megabytes(recipe)
-
-# %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-half = {"offload_optimizer": 0.5, "micro_batches": 8}
-lesson_07.check_eleven_megabytes(Recipe(attention="flash", checkpoint="layers", **half))
-### END SOLUTION
-
-# %% [markdown]
-# <div lang="en">
-#
-# **Exercise 4.** Beat the lesson. For the large decoder and 270 MB, 7.5 found a recipe of 0.211 TFLOPs and 0.560 GB moved. Find one that fits and costs less at the laptop's rates. (`fit` would find one; do without it first. Hint: which layer need not be computed again?)
-#
-# </div>
-# <div lang="zh">
-#
-# **练习 4。** 比本课做得更好。还是那个大的解码器，预算 270 MB，7.5 节找到的配方要 0.211 TFLOPs，搬运 0.560 GB。再找一个同样装得下、而按笔记本电脑的速率算代价更小的。（用 `fit` 也能找到，先自己想想。提示：哪一层不必再算一遍？）
-#
-# </div>
-
-# %%
-recipe = None  # Recipe(...)
-lesson_07.check_beats_the_lesson(recipe)
-
-# %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-cheaper = Recipe(attention="flash", checkpoint="segments", segments=6, in_backward=True, offload_optimizer=1.0)
-lesson_07.check_beats_the_lesson(cheaper)
-### END SOLUTION
-
-# %% [markdown]
-# ## 7.12 Summary / 小结
-#
-# <div lang="en">
-#
-# - A step's peak can be known to the byte before a single byte is taken: run the step on symbolic tensors.
-# - Look at what fills the peak before you choose. Checkpoints and flash shrink activations; offload shrinks state; stepping in backward removes gradients. Parameters stay where they are with all of these; fewer bits would shrink them, or more devices share them.
-# - Savings don't add up, and one can undo another: micro-batches keep a full set of gradients; and steps in backward give up clipping.
-# - Every saving has a price in FLOPs or bytes moved, and a machine's rates say which is dearer.
-# - What fits need not be worth it: 70 billion parameters fit on one device, and spend two thirds of each step on copies and the host's update.
-#
-# **Next:** lesson 08, beyond one device.
-#
-# </div>
-# <div lang="zh">
-#
-# - 一步的峰值不必占用内存就能知道，精确到字节：让这一步在符号张量上跑一遍。
-# - 先看是什么撑起了峰值，再做选择。检查点和 flash 缩小激活值，卸载移走状态，在反向之中更新则免去整套梯度。参数却始终留在原处：要缩小它们，得减少位数；要分摊它们，得增加设备。
-# - 节省不能相加，一样还可能抵消另一样：微批次要留着一整套梯度；而在反向之中更新，就放弃了梯度裁剪。
-# - 每一处节省都有代价，不是 FLOPs，就是搬运的字节；哪个更贵，由机器的速率决定。
-# - 装得下不等于值得：700 亿参数装得进一台设备，但每一步有三分之二的时间花在拷贝和主机的更新上。
-#
-# **下一步**：第 08 课，不止一台设备。
-#
-# </div>
-
-# %% [markdown]
-# <div lang="en">
-#
-# **Sources.** The techniques' own are in lessons 01 to 06. Rates: NVIDIA's datasheets of the H100 and H200 and its Ada whitepaper, dense figures, at 40%: Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, reached 38 to 43% on H100s; PCIe 4.0 and 5.0, 16 lanes, one direction, as nvbandwidth measures them; host memory of a desktop with two channels of DDR5-5600 and of a Xeon 8480C with eight of DDR5-4800; device memory as nvidia-smi shows it. Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes a parameter); Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (optimizer on the host); Lv et al. 2023, *LOMO*, arXiv:2306.09782 (steps in backward).
-#
-# </div>
-# <div lang="zh">
-#
-# **出处。** 各项技术的出处见第 01 到 06 课。速率：NVIDIA 的 H100、H200 数据手册和 Ada 白皮书，取稠密算力的 40%：Grattafiori et al. 2024，*The Llama 3 Herd of Models*，arXiv:2407.21783，在 H100 上达到 38% 到 43%；PCIe 4.0 和 5.0，16 通道，单向，取 nvbandwidth 测得的值；主机内存分别取双通道 DDR5-5600 的台式机和八通道 DDR5-4800 的 Xeon 8480C；设备内存取 nvidia-smi 显示的值。Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（每个参数 16 字节）；Ren et al. 2021，*ZeRO-Offload*，arXiv:2101.06840（优化器在主机上）；Lv et al. 2023，*LOMO*，arXiv:2306.09782（在反向之中更新）。
-#
-# </div>

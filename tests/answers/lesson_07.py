@@ -1,42 +1,101 @@
 """Answers to the exercises of lesson 07: right ones, and wrong ones with what they are told."""
 
+import torch
+
 from course_lib.budget import Recipe
-
-FORGETFUL = {"attention": "flash", "checkpoint": "layers"}
-
-
-LEAST = {**FORGETFUL, "micro_batches": 8}
+from course_lib.memory import MemoryMeter, symbolic
 
 
-LESSON = {"attention": "flash", "in_backward": True, "offload_optimizer": 1.0}
+def peak(make_model, make_batch, *, steps=2, zero=True, update=True, batch_before=False, context=symbolic):
+    """The peak of a step, with a slip where one is asked for."""
+    with context():
+        model = make_model()
+        adam = torch.optim.Adam(model.parameters(), foreach=False)
+        for _ in range(steps):
+            if zero:
+                adam.zero_grad()
+            early = make_batch() if batch_before else None
+            with MemoryMeter(model, adam) as meter:
+                model.loss(make_batch() if early is None else early).backward()
+                if update:
+                    adam.step()
+            if not update:
+                adam.step()
+    return meter.peak_bytes
 
+
+def slip(**options):
+    return lambda make_model, make_batch: peak(make_model, make_batch, **options)
+
+
+def made_outside(make_model, make_batch):
+    model = make_model()
+    return peak(lambda: model, make_batch)
+
+
+def ratio(first, second):
+    return (first.flops - second.flops) / (second.moved_bytes - first.moved_bytes)
+
+
+LEAST = {"offload_optimizer": 1.0, "in_backward": True, "offload_activations": True}
+ALL_IN = {**LEAST, "checkpoint": "layers"}
 
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
-    "forty_megabytes": (
+    "peak_without_memory": (
+        [peak, slip(batch_before=True), slip(steps=3)],
+        [
+            (slip(steps=1), "That is the first step"),
+            (slip(zero=False), "gradients are still there"),
+            (slip(update=False), "The optimizer's step belongs to the step"),
+            (made_outside, "outside `with symbolic():`"),
+            (lambda make_model, make_batch: 277_682_584, "never called"),
+            (lambda make_model, make_batch: peak(make_model, make_batch) / 1e6, "Bytes are wanted"),
+        ],
+    ),
+    "break_even": (
+        [
+            ratio,
+            lambda first, second: ratio(second, first),
+            lambda a, b: abs(a.flops - b.flops) / abs(a.moved_bytes - b.moved_bytes),
+        ],
+        [
+            (lambda a, b: 1 / ratio(a, b), "bytes per FLOP"),
+            (lambda a, b: -ratio(a, b), "The sign"),
+            (lambda a, b: 2 * ratio(a, b), "both ways already"),
+            (lambda a, b: a.flops / a.moved_bytes, "one recipe's intensity"),
+            (lambda a, b: b.flops / b.moved_bytes, "one recipe's intensity"),
+            lambda a, b: 30.3,
+        ],
+    ),
+    "same_flops": (
         [Recipe(micro_batches=4), Recipe(micro_batches=8)],
         [
-            (Recipe(micro_batches=2), "does not fit: 56.2 MB > 40 MB"),
-            (Recipe(attention="flash", micro_batches=4), "takes 1.033 times the FLOPs"),
-            (Recipe(micro_batches=4, offload_optimizer=0.25), "fits, but moves"),
+            (Recipe(), "277.7 MB > 160 MB. At its peak: activation 178.4 MB"),
+            (Recipe(micro_batches=2), "does not fit"),
+            (Recipe(checkpoint="layers"), "takes 1.214 times the FLOPs"),
+            (Recipe(attention="flash", micro_batches=8), "times the FLOPs"),
+            (Recipe(offload_activations=True), "fits, but moves"),
         ],
     ),
-    "fourteen_megabytes": (
-        [Recipe(**LEAST)],
+    "keeps_clipping": (
         [
-            (Recipe(attention="flash", micro_batches=8), "does not fit: 16.9 MB > 14 MB"),
-            (Recipe(**LEAST, offload_optimizer=0.5), "fits, but moves"),
+            Recipe(checkpoint="layers", first_blocks=7, micro_batches=8),
+            Recipe(checkpoint="segments", segments=8, micro_batches=8),
+        ],
+        [
+            (Recipe(checkpoint="layers", micro_batches=8), "takes 1.214 times the FLOPs"),
+            (Recipe(checkpoint="layers", in_backward=True), "clipping is gone"),
+            (Recipe(micro_batches=8), "134.8 MB > 120 MB. At its peak: optimizer state 55.0 MB"),
+            (Recipe(checkpoint="layers", micro_batches=8, offload_optimizer=1.0), "fits, but moves"),
         ],
     ),
-    "eleven_megabytes": (
-        [Recipe(**LEAST, offload_optimizer=0.5), Recipe(**LEAST, offload_optimizer=1.0)],
-        [(Recipe(**LEAST, offload_optimizer=0.25), "does not fit: 11.9 MB > 11 MB")],
-    ),
-    "beats_the_lesson": (
-        [Recipe(**LESSON, checkpoint="segments", segments=6)],
+    "fifty": (
+        [Recipe(**LEAST, head_chunk=128), Recipe(**LEAST, head_chunk=128, attention="flash")],
         [
-            (Recipe(**LESSON, checkpoint="layers"), "not cheaper: 2.667 s : 2.667 s"),
-            (Recipe(**FORGETFUL), "does not fit"),
+            (Recipe(**ALL_IN), "57.9 MB > 50 MB. At its peak: parameter 27.5 MB"),
+            (Recipe(**LEAST), "53.9 MB > 50 MB"),
+            (Recipe(**ALL_IN, head_chunk=128), "57.9 MB > 50 MB"),
         ],
     ),
 }
@@ -44,13 +103,24 @@ ANSWERS = {
 #: What no exercise takes for a recipe, and what it is told.
 NO_RECIPES = [
     *(("micro_batches=4", "this is a `str`"), (LEAST, "this is a `dict`"), (Recipe, "this is a `type`")),
-    *((Recipe(optimizer="sgd"), "optimizer stay"), (Recipe(precision="bf16"), "optimizer stay")),
+    *((Recipe(optimizer="sgd"), "stay"), (Recipe(precision="bf16"), "stay")),
     (Recipe(micro_batches=9), "cannot be estimated: micro_batches is 9"),
 ]
 
 #: check -> mutants of its solution that are right as well, and why.
 EQUIVALENT = {
-    "eleven_megabytes": {
-        "0.5 → 1.0 in `half = {'offload_optimizer': 0.5, 'micro_batches': 8}`": "all of it fits as well"
+    "peak_without_memory": {
+        "2 → 3 in `for _ in range(2):`": "a third step peaks as the second does: Adam's state is there",
+    },
+    "keeps_clipping": {
+        "7 → 6 in `lesson_07.check_keeps_clipping(Recipe(checkpoint='layers', first_blocks=7, micro_batches=8))`": (
+            "119.8 MB and still fewer FLOPs: the layer before the last needs no checkpoint either"
+        ),
+    },
+    "fifty": {
+        f"128 → {chunk} in `lesson_07.check_fifty(Recipe(**least, head_chunk=128))`": (
+            "the head is not the peak any more, whether a chunk has a token more or less"
+        )
+        for chunk in (127, 129)
     },
 }

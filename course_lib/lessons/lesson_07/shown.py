@@ -1,0 +1,220 @@
+"""What lesson 07 shows: the fields of a recipe, what fills each peak, three figures and a playground."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from course_lib.budget import RATES, Estimate, Recipe, waterfall
+from course_lib.labels import listed
+from course_lib.memory import CATEGORIES
+from course_lib.teaching import COLORS, Table, category_label, figure, phase_label, playground, table, text
+from course_lib.teaching.figures import shown_once
+
+from .checks import peak_phase
+from .stored import Stored
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Field of a recipe -> what it says.
+FIELDS = {
+    "precision": "dtype of the step; `bf16` has fp32 master weights",
+    "optimizer": "`adam`, `sgd`, `momentum`, `adafactor`; `adam8bit` runs where bitsandbytes is installed",
+    "update": "parameters one by one (`loop`), all at once (`foreach`), in one operator (`fused`)",
+    "offload_optimizer": "the fraction of the optimizer's state that lives one tier down",
+    "attention": "`standard` keeps the scores' softmax, `flash` one number a row",
+    "checkpoint": "what is kept of the blocks: `layers`, `selective`, `segments`, `optimal`",
+    "blocks": "which blocks, by name; `None` finds them",
+    "first_blocks": "so many blocks, the first ones; `None`: all",
+    "segments": "how many, for `segments`",
+    "schedule_bytes": "the most bytes of activations, for `optimal`",
+    "offload_activations": "what is saved for backward goes one tier down",
+    "min_bytes": "the smallest storage that goes down",
+    "prefetch": "storages that backward fetches ahead; `None`: 1 on a CPU, 2 on CUDA",
+    "in_flight": "copies down that may be under way at once; `None` likewise",
+    "page_bytes": "bytes of offloaded state that are updated at once",
+    "head_chunk": "tokens of the loss head at a time",
+    "in_backward": "the update comes with each gradient, which then goes",
+    "accumulate": "`fp32` adds up gradients of 16 bits in fp32",
+    "micro_batches": "pieces of the batch",
+    "ranks": "how many processes share the batch (lesson 08)",
+    "shard": "how they share the rest: `ddp`, `zero1`, `zero2`, `zero3`",
+}
+
+
+# Those that this lesson turns; the others are shown in depth.
+_TURNED = (
+    "attention",
+    "checkpoint",
+    "first_blocks",
+    "head_chunk",
+    "micro_batches",
+    "in_backward",
+    "offload_optimizer",
+    "page_bytes",
+    "offload_activations",
+)
+
+
+def recipe_fields(others: bool = False) -> Table:
+    """What a recipe can say, field by field, with the plain step's value.
+
+    Args:
+        others: the fields that the core of the lesson does not use.
+    """
+    shown = [field for field in fields(Recipe) if (field.name in _TURNED) != others]
+    rows = [(f"`{field.name}={field.default!r}`", FIELDS[field.name]) for field in shown]
+    return table(["field", "what it says"], rows)
+
+
+def what_fills(names: Sequence[str], estimates: Sequence[Estimate]) -> Table:
+    """The peak of each recipe by category, MB, and the phase it is in."""
+    shown = [name for name in CATEGORIES if any(found.at_peak.get(name, 0) > 5e5 for found in estimates)]
+    rows = []
+    for name, found in zip(names, estimates, strict=True):
+        counts = [f"{found.at_peak.get(category, 0) / 1e6:.1f}" for category in shown]
+        rows.append((name, f"{found.peak_bytes / 1e6:.1f}", *counts, phase_label(peak_phase(found))))
+    return table(["step", "peak, MB", *(category_label(name) for name in shown), "phase"], rows)
+
+
+_IN_LINES = {  # names that are too wide below a bar
+    "+ checkpoints": "+ check-\npoints",
+    "+ 8 pieces": "+ 8\npieces",
+    "+ state below": "+ state\nbelow",
+    "+ small pages": "+ small\npages",
+    "in backward, whole": "in back-\nward,\nwhole",
+    "+ activations below": "+ activa-\ntions\nbelow",
+}
+
+
+def waterfall_picture(
+    names: Sequence[str],
+    estimates: Sequence[Estimate],
+    measured: Sequence[int],
+    budget_bytes: int,
+    *,
+    title: str,
+) -> "Figure":
+    """From the plain step to a recipe: predicted peaks as stacked bars with their price, measured ones as points.
+
+    Args:
+        names: labels of the steps.
+        estimates: of each.
+        measured: peak of each, bytes.
+        budget_bytes: drawn as a line.
+    """
+    peaks = listed(
+        (
+            text("{name} {peak}", name=name, peak=f"{each.peak_bytes / 1e6:,.0f}")
+            for name, each in zip(names, estimates, strict=True)
+        ),
+        "; ",
+    )
+    alt = text(
+        "Predicted peaks in MB: {peaks}; the budget is {budget}.", peaks=peaks, budget=f"{budget_bytes / 1e6:,.0f}"
+    )
+    drawn, ax = figure(title, height=4.6, alt=alt)
+    shown = [_IN_LINES.get(name, name) for name in names]
+    labels = {name: category_label(name) for name in CATEGORIES}
+    labels |= {"measured": text("measured"), "budget": text("budget")}
+    waterfall(estimates, measured=measured, budget_bytes=budget_bytes, names=shown, labels=labels, ax=ax)
+    ax.grid(False)
+    return shown_once(drawn)
+
+
+def draw_break_even(first: Estimate, second: Estimate, names: Sequence[str]) -> "Figure":
+    """Time of two recipes over the FLOPs that a machine does while a byte is copied.
+
+    Args:
+        first, second: estimates of one step; the one with more FLOPs moves fewer bytes.
+        names: labels of the two.
+    """
+    equal = (first.flops - second.flops) / (second.moved_bytes - first.moved_bytes)
+    ratios = [10 * 1.06**n for n in range(60)]
+    least = min(first.flops, second.flops)
+    alt = text("The two lines cross at {equal} FLOP a byte.", equal=f"{equal:.1f}")
+    drawn, ax = figure("Which of the two is cheaper, the machine decides", height=2.9, alt=alt)
+    for found, name, color in zip((first, second), names, (COLORS["predicted"], COLORS["measured"]), strict=True):
+        times = [(found.flops + ratio * found.moved_bytes) / least for ratio in ratios]
+        ax.plot(ratios, times, color=color)
+        ax.annotate(
+            text(name), (ratios[-1], times[-1]), xytext=(4, 0), textcoords="offset points", va="center", color=color
+        )
+    ax.axvline(equal, color="black", linestyle="--", linewidth=1)
+    ax.annotate(f"{equal:.1f}", (equal, 0.15), xytext=(4, 0), textcoords="offset points")
+    ax.set(
+        xscale="log",
+        xlim=(10, 700),
+        ylim=(0, 5),
+        xlabel=text("FLOP a byte: rate over link"),
+        ylabel=text("time of plain"),
+    )
+    ax.set_xticks([10, 30, 100, 300], ["10", "30", "100", "300"])
+    ax.xaxis.set_minor_formatter("")
+    return shown_once(drawn)
+
+
+# What is given up for bytes below the peak: a marker for each.
+_MARKERS = {
+    (False, False): ("o", "neither"),
+    (True, False): ("s", "checkpoints"),
+    (False, True): ("^", "activations offloaded"),
+    (True, True): ("D", "both"),
+}
+
+
+def draw_recipes(points: Sequence[Stored], budget: int = 60, intensity: int = 100) -> "Figure":
+    """Recipes by peak and seconds, and a budget: those to its left fit, and the cheapest of them is named.
+
+    Args:
+        points: of `stored_estimates`.
+        budget: MB.
+        intensity: FLOPs that the machine does while one byte is copied, at 100 GFLOP/s.
+    """
+    if not points:
+        raise ValueError("points is empty; it takes one stored estimate or more")
+    rate = RATES["laptop"].fp32_flops
+    seconds = {point: (point.flops + intensity * point.moved_bytes) / rate for point in points}
+    fitting = sorted((p for p in points if p.peak_bytes <= budget * 1e6), key=lambda p: (seconds[p], p.peak_bytes))
+    if fitting:
+        title = text(
+            "{budget} MB, {intensity} FLOP a byte: {count} fit, the cheapest takes {seconds} s",
+            budget=budget,
+            intensity=intensity,
+            count=len(fitting),
+            seconds=f"{seconds[fitting[0]]:.3f}",
+        )
+    else:
+        least = min(p.peak_bytes for p in points) / 1e6
+        title = text("{budget} MB: none fits, the least is {least:.1f} MB", budget=budget, least=least)
+    drawn, ax = figure(title, height=3.4)
+    for kind, (marker, name) in _MARKERS.items():
+        some = [p for p in points if (p.recipe.checkpoint != "none", p.recipe.offload_activations) == kind]
+        for inside in (True, False):
+            here = [p for p in some if (p.peak_bytes <= budget * 1e6) == inside]
+            ax.plot(
+                [p.peak_bytes / 1e6 for p in here],
+                [seconds[p] for p in here],
+                marker,
+                color=COLORS["measured"] if inside else COLORS["input"],
+                label=text(name) if inside else "_",
+            )
+    if fitting:
+        ax.set_title(text("recipe: {recipe}", recipe=str(fitting[0].recipe)), loc="left", fontsize=9)
+        best = (fitting[0].peak_bytes / 1e6, seconds[fitting[0]])
+        ax.plot(*best, "o", markersize=14, markerfacecolor="none", markeredgecolor="black")
+    ax.axvline(budget, color="black", linestyle="--", linewidth=1)
+    ax.set(xlim=(0, 300), ylim=(0, None), xlabel=text("peak, MB"), ylabel=text("seconds at 100 GFLOP/s"))
+    ax.legend(loc="upper right")
+    return shown_once(drawn)
+
+
+def recipes_playground(points: Sequence[Stored]) -> None:
+    """`draw_recipes` behind two sliders."""
+    playground(
+        lambda budget, intensity: draw_recipes(points, budget, intensity),
+        lambda widgets: {
+            "budget": widgets.IntSlider(60, 40, 300, 1, description="MB", continuous_update=False),
+            "intensity": widgets.IntSlider(100, 5, 200, 5, description="FLOP/byte", continuous_update=False),
+        },
+    )

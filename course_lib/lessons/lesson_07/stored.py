@@ -1,0 +1,119 @@
+"""Estimates of the course's step by a grid of recipes: too many for a page to make while it is read.
+
+`python -c "from course_lib.lessons.lesson_07 import stored; stored.print_rows()"` makes them again; a test makes some.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+from course_lib.budget import Recipe, estimate
+
+from .checks import make_batch, make_model
+
+
+class Stored(NamedTuple):
+    """A recipe and what its step takes, from the second step on."""
+
+    recipe: Recipe
+    peak_bytes: int
+    flops: int
+    moved_bytes: int
+
+
+def recipes() -> Iterator[Recipe]:
+    """Attention x checkpoints x pieces or steps in backward x state x activations x pages, where they go together."""
+    ways = product(("standard", "flash"), ("none", "layers"), (1, 2, 8, 0), (0.0, 1.0), (False, True))
+    for attention, checkpoint, pieces, below, offloaded in ways:
+        yield Recipe(
+            attention=attention,
+            checkpoint=checkpoint,
+            micro_batches=max(pieces, 1),
+            in_backward=pieces == 0,
+            offload_optimizer=below,
+            page_bytes=1 << 20 if below and pieces else Recipe().page_bytes,
+            offload_activations=offloaded,
+        )
+
+
+@cache
+def stored_estimates() -> tuple[Stored, ...]:
+    """All of them."""
+    return tuple(Stored(recipe, *row) for recipe, row in zip(recipes(), _ROWS, strict=True))
+
+
+# (peak_bytes, flops, moved_bytes), in the order of `recipes`.
+_ROWS: tuple[tuple[int, int, int], ...] = (
+    (277682584, 45097156608, 0),
+    (124824984, 45097156608, 337641472),
+    (222677400, 45097156608, 110010368),
+    (69819800, 45097156608, 447651840),
+    (207597980, 45097156608, 0),
+    (159367572, 45097156608, 192937984),
+    (152592796, 45097156608, 110010368),
+    (104362388, 45097156608, 302948352),
+    (134800820, 45097156608, 0),
+    (134800820, 45097156608, 0),
+    (79795636, 45097156608, 110010368),
+    (79795636, 45097156608, 110010368),
+    (277682588, 45097156608, 0),
+    (108861852, 45097156608, 337641472),
+    (222677404, 45097156608, 110010368),
+    (53856668, 45097156608, 447651840),
+    (134001048, 54760833024, 0),
+    (134001048, 54760833024, 18874368),
+    (78995864, 54760833024, 110010368),
+    (78995864, 54760833024, 128884736),
+    (129941916, 54760833024, 0),
+    (129941916, 54760833024, 0),
+    (74936732, 54760833024, 110010368),
+    (74936732, 54760833024, 110010368),
+    (117352884, 54760833024, 0),
+    (117352884, 54760833024, 0),
+    (63656336, 54760833024, 110010368),
+    (63656336, 54760833024, 110010368),
+    (119224732, 54760833024, 0),
+    (112933276, 54760833024, 18874368),
+    (64219548, 54760833024, 110010368),
+    (57928092, 54760833024, 128884736),
+    (252778904, 45634027520, 0),
+    (126995864, 45634027520, 287309824),
+    (197773720, 45634027520, 110010368),
+    (71990680, 45634027520, 397320192),
+    (195146140, 45634027520, 0),
+    (151105948, 45634027520, 176160768),
+    (140140956, 45634027520, 110010368),
+    (96100764, 45634027520, 286171136),
+    (131687860, 45634027520, 0),
+    (131687860, 45634027520, 0),
+    (76682676, 45634027520, 110010368),
+    (76682676, 45634027520, 110010368),
+    (252778908, 45634027520, 0),
+    (109123996, 45634027520, 287309824),
+    (197773724, 45634027520, 110010368),
+    (54118812, 45634027520, 397320192),
+    (130888088, 55297703936, 0),
+    (130888088, 55297703936, 18874368),
+    (75882904, 55297703936, 110010368),
+    (75882904, 55297703936, 128884736),
+    (128385436, 55297703936, 0),
+    (128385436, 55297703936, 0),
+    (73380252, 55297703936, 110010368),
+    (73380252, 55297703936, 110010368),
+    (116963764, 55297703936, 0),
+    (116963764, 55297703936, 0),
+    (63656336, 55297703936, 110010368),
+    (63656336, 55297703936, 110010368),
+    (118167964, 55297703936, 0),
+    (109820316, 55297703936, 18874368),
+    (63162780, 55297703936, 110010368),
+    (54815132, 55297703936, 128884736),
+)
+
+
+def print_rows() -> None:
+    """Make all estimates again and print them as they stand above."""
+    for recipe in recipes():
+        found = estimate(make_model, make_batch, recipe)
+        print(f"    ({found.peak_bytes}, {found.flops}, {found.moved_bytes}),")
