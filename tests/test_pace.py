@@ -59,8 +59,6 @@ def pace_problems(notebook):
     return problems
 
 
-
-
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_lesson_states_the_minutes_that_its_cells_take(path):
     assert pace_problems(load(path)) == []

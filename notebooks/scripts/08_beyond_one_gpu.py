@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown] slide={"en": "One device: 277.7 MB. Two devices, half of the batch each: 207.6 MB.\n\nWhy not half?", "zh": "一台设备：277.7 MB。两台设备，各做半个批次：每台 207.6 MB。\n\n为什么不是一半？"}
-# # 8 What changes when one device is not enough? (DDP, ZeRO, FSDP) / 一台设备不够时，会有什么不同？（数据并行、ZeRO、FSDP）
+# # 8 What changes when one device is not enough? (DDP, ZeRO, FSDP) / 一台设备不够时，会有什么不同？（数据并行 DDP、ZeRO、FSDP）
 #
 # <div lang="en">
 #
