@@ -110,6 +110,7 @@ NOT_PROSE = [".both-languages", "script", "style", "pre", "code", "svg", ".math"
 BLOCKS = ["p", "td", "th", "li", "h1", "h2", "h3", "summary", "figcaption", "div", "dd", "dt", "a", "span"]
 ENGLISH = re.compile(r"[A-Za-z][a-z'’]+(?:[ ,]+[A-Za-z][a-z'’]*){2}")
 HAN = re.compile("[\u3400-\u9fff]")
+CITED = re.compile(r"\w+ et al\. \d{4}，arXiv:[\d.]+")  # a paper is named so in both languages
 
 
 def english_in(page, said_by_the_switch=()):
@@ -122,7 +123,7 @@ def english_in(page, said_by_the_switch=()):
         br.replace_with("\n")
     innermost = [block for block in soup.find_all(BLOCKS) if not block.find([tag for tag in BLOCKS if tag != "a"])]
     lines = {" ".join(line.split()) for block in innermost for line in block.get_text().splitlines()}
-    found = [line for line in lines if ENGLISH.search(line) and not HAN.search(line)]
+    found = [line for line in lines if ENGLISH.search(line) and not HAN.search(line) and not CITED.fullmatch(line)]
     found += [image["alt"] for image in soup.find_all("img") if image.get("alt") and not HAN.search(image["alt"])]
     title = re.search("<title>(.*?)</title>", page, re.S)[1]
     return sorted({*found, *([title] if "<" in title else [])} - set(said_by_the_switch))

@@ -37,8 +37,8 @@ class CachingAllocator:
 
     Args:
         capacity_bytes: of the device, less what others hold; None: without end.
-        max_split_size_bytes, roundup_power2_divisions, expandable_segments,
-        garbage_collection_threshold, memory_fraction: as in `AllocatorSettings`.
+        max_split_size_bytes, roundup_power2_divisions: as in `AllocatorSettings`.
+        expandable_segments, garbage_collection_threshold, memory_fraction: likewise.
         settings: in place of these, an `AllocatorSettings`, or a text in the form of
             `PYTORCH_CUDA_ALLOC_CONF`.
         record_history: keep each event for `snapshot`, as

@@ -62,7 +62,8 @@ class Trace:
         flops: of the whole step, by the formulas of `FlopCounterMode`; also of micro-batches for which others stand.
         modules: moment -> path of the module that ran, where it is known.
         spans: of all storages; None where events are not kept.
-        bytes_down, bytes_up: moved to the tier below, and back.
+        bytes_down: moved to the tier below.
+        bytes_up: moved back from it.
         sent_bytes: communicated by a rank.
     """
 

@@ -6,7 +6,7 @@
 #     name: python3
 # ---
 
-# %% [markdown]
+# %% [markdown] slide={"en": "8192 tokens, 12 heads: 3.2 GB of probabilities; or 25 MB, and one number a row.\n\nHow can that be enough?", "zh": "8192 个 token，12 个头：3.2 GB 的概率；或者 25 MB，外加每行一个数。\n\n这怎么够？"}
 # # 6 What if the operator itself forgets? (FlashAttention) / 让算子自己忘掉呢？（FlashAttention）
 #
 # <div lang="en">
@@ -253,12 +253,12 @@ lesson_06.draw_errors(errors)
 # %% [markdown]
 # <div lang="en">
 #
-# All near 4e-7; here yours and the library's lie between standard attention's error and one and a half times that: P is computed twice, and rounded twice. Small, but not "exactly the same".
+# All near 4e-7; here yours and the library's lie between 0.9 and 1.3 times standard attention's: P is computed twice, and rounded twice. Small, but not "exactly the same".
 #
 # </div>
 # <div lang="zh">
 #
-# 都在 4e-7 上下；在这里，你写的和库里的，误差介于标准注意力的一倍与一倍半之间：P 算了两遍，也就舍入了两遍。差别很小，但并不是“完全一样”。
+# 都在 4e-7 上下；在这里，你写的和库里的，误差是标准注意力的 0.9 到 1.3 倍：P 算了两遍，也就舍入了两遍。差别很小，但并不是“完全一样”。
 #
 # </div>
 
@@ -444,7 +444,7 @@ lesson_06.draw_peaks(costs)
 # </div>
 
 # %% [markdown] slide={"en": "The same walk as a kernel: an instance a block of queries.\n\n**Three lines are yours**: `new`, `shrink`, `o`.", "zh": "同样的走法，写成核函数：一个实例负责一块查询。\n\n**三行由你写**：`new`、`shrink`、`o`。"}
-# ## 6.7 From torch to Triton / 从 torch 到 Triton
+# ## 6.7 From torch to Triton / 从 torch 走到 Triton 核函数
 #
 # <div lang="en">
 #
@@ -586,7 +586,7 @@ with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
     theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 torch.allclose(flash_attention(q, k, v, causal=True), theirs, atol=1e-5)
 
-# %% [markdown] slide={"en": "Three sentences that people meet. Hands up before each: true, partly, or false?", "zh": "三句常见的说法。每句先举手：成立、部分成立，还是不成立？"}
+# %% [markdown]
 # ## 6.9 What you may have read / 你可能读到过的说法
 #
 # <div lang="en">

@@ -6,7 +6,7 @@
 #     name: python3
 # ---
 
-# %% [markdown]
+# %% [markdown] slide={"en": "277.7 MB for one step. You have 60, and weights with gradients alone are 55.\n\nWhich techniques together, and which one comes out again?", "zh": "一步要 277.7 MB。你只有 60 MB，光是权重和梯度就有 55 MB。\n\n哪几样合用？哪一样最后又拿掉？"}
 # # 7 Given a byte budget, which of all these, and how much of each? (`fit`) / 给定字节预算，该用哪几样，各用多少？（`fit`）
 #
 # <div lang="en">
@@ -647,7 +647,7 @@ lesson_07.check_fifty(Recipe(**least, head_chunk=128))
 #
 # </div>
 
-# %% [markdown] slide={"en": "Four sentences that people meet. Hands up before each: true, partly, or false?", "zh": "四句常见的说法。每句先举手：成立、部分成立，还是不成立？"}
+# %% [markdown]
 # ## 7.10 What you may have read / 你可能读到过的说法
 #
 # <div lang="en">

@@ -92,7 +92,8 @@ def draw_errors(errors: Mapping[str, Sequence[float]]) -> "Figure":
         color, marker = looks[name]
         spots = [n + 0.15 * (place - 1) for n in range(len(values))]
         ax.plot(spots, [1e7 * value for value in values], marker, color=color, label=text(name))
-    ax.set(ylim=(0, None), ylabel=text("error against float64, 1e-7"))
+    most = 1e7 * max(max(values) for values in errors.values())
+    ax.set(ylim=(0, 1.15 * most), ylabel=text("error against float64, 1e-7"))
     ax.set_xticks(range(4), ["O", "dQ", "dK", "dV"])
     ax.legend(loc="lower right", ncols=3)
     return shown_once(drawn)
