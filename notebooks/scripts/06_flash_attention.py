@@ -78,7 +78,7 @@ from course_lib.teaching import predictions, say, table, text
 #
 # softmax 需要一行里最大的分数（否则 `exp` 会溢出）和总和，看来都得先有整行。其实不必：每次取一块列，记住迄今最大的分数 $m$，以及迄今各指数项之和 $\ell$，指数项都**相对于** $m$ 来算。后面的块若有更大的分数，原来的总和就乘上一个已知的缩小因子：这就是**在线 softmax**（online softmax）。到最后，一切归结为一个数，即 **LSE**（log-sum-exp，指数和的对数）：$\text{lse} = m + \log \ell$。
 #
-# **练习 1。** 写出 `log_sum_exp_in_blocks(scores, block)`，分数的形状是 (rows, n)：对列分块，只过一遍。检查所用的分数，直接取 `exp` 会溢出；它还会看你读了哪些块。
+# **练习 1。** 写出 `log_sum_exp_in_blocks(scores, block)`，分数的形状是 (rows, n)：对列分块，只过一遍。检查所用的分数，直接取 `exp` 会溢出；检查还会看你读了哪些块。
 #
 # </div>
 
@@ -175,13 +175,13 @@ lesson_06.draw_walks()
 # </div>
 # <div lang="zh">
 #
-# 反向还要用到 P。它手里有 Q、K 和 LSE，就一块一块地重新算出 P。然后照旧是四次乘法：
+# 反向还要用到 P。它手里有 Q、K 和 LSE，就一块一块地重新算出 P。然后照旧是四次矩阵乘法：
 #
 # $$dV = P^T dO, \quad dP = dO\,V^T, \quad dQ = dS\,K, \quad dK = dS^T Q$$
 #
 # 中间夹着 softmax 自己的梯度。它的雅可比矩阵是 $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$，所以 $dS = P \circ (dP - D)$，其中 $D_i = \sum_j P_{ij}\,dP_{ij}$：要对**整行**求和，而哪一块手里都没有整行。不过 $dP_{ij} = dO_i \cdot V_j$，$O_i = \sum_j P_{ij} V_j$，于是 $D_i = dO_i \cdot O_i$，开始走之前就知道。保存 O 就是为了它。
 #
-# **练习 2。** 为一个头写出 `backward(q, k, v, o, lse, grad_o, block)`，返回 dQ、dK、dV，形状都是 (n, d)，`lse` 是 (n,)。别忘了缩放因子 $1/\sqrt d$。检查会与 float64 比较，数 FLOPs，并找有没有 N × N 的东西。
+# **练习 2。** 为一个头写出 `backward(q, k, v, o, lse, grad_o, block)`，返回 dQ、dK、dV，形状都是 (n, d)，`lse` 是 (n,)。别忘了缩放因子 $1/\sqrt d$。检查会与 float64 比较，数 FLOPs，并查有没有 N × N 的张量。
 #
 # </div>
 
@@ -388,7 +388,7 @@ lesson_06.draw_roofline(devices, reached)
 # </div>
 # <div lang="zh">
 #
-# 每字节 63 和 124 FLOPs，都在两个拐点 156 和 295 的左边：照这样数，瓶颈仍是内存带宽。帮上忙的是 L2 缓存，A100 上有 40 MB：一个头的 K 和 V，这里共 1 MB，能一直留在里面。假如每个头只从显存读它们一次，就是 2,032。实际介于两者之间；FlashAttention-2 报告达到 A100 峰值算力的 50% 到 73%。
+# 每字节 63 和 124 FLOPs，都在两个拐点 156 和 295 的左边：照这样数，瓶颈仍是显存带宽。帮上忙的是 L2 缓存，A100 上有 40 MB：一个头的 K 和 V，这里共 1 MB，能一直留在里面。假如每个头只从显存读它们一次，就是 2,032。实际介于两者之间；FlashAttention-2 报告达到 A100 峰值算力的 50% 到 73%。
 #
 # </div>
 
@@ -439,7 +439,7 @@ lesson_06.draw_peaks(costs)
 # </div>
 # <div lang="zh">
 #
-# 两者都忘掉 P，也都重做一次乘法 $Q K^T$（检查点提前停下了）：FLOPs 相同。但反向走到一个检查点层时，完整的 P 回来了，旁边还有它的梯度和分数的梯度：每个头三个 $N^2$ 个数的矩阵，$3 \cdot 8 \cdot 1024^2 \cdot 4$ 字节，占 109 MB 中的 101 MB。flash 从来没有这样的矩阵。通用工具在层与层之间忘，专用工具在算子里面忘。
+# 两者都忘掉 P，也都重做一次乘法 $Q K^T$（检查点提前停下了）：FLOPs 相同。但反向走到加了检查点的一层时，完整的 P 回来了，旁边还有它的梯度和分数的梯度：每个头三个 $N^2$ 个数的矩阵，$3 \cdot 8 \cdot 1024^2 \cdot 4$ 字节，占 109 MB 中的 101 MB。flash 从来没有这样的矩阵。通用工具在层与层之间忘，专用工具在算子里面忘。
 #
 # </div>
 
@@ -672,7 +672,7 @@ long = {kind: step(kind, 4096, 1).peak_bytes / 1e9 for kind in kinds}
 # <div lang="zh">
 #
 # - softmax 可以分块一遍算完；每行一个数，即 LSE，就能还原每一个概率。
-# - dQ、dK、dV 只需要 Q、K、V、O 和这个数：字节随 $N$ 增长，FLOPs 仍是平方级。
+# - dQ、dK、dV 只需要 Q、K、V、O 和这个数：字节与 $N$ 成正比，FLOPs 仍是平方级。
 # - 反向是五次乘法；分两趟走是七次，那样没有两个实例会写同一个地方。
 # - 给注意力加检查点，也忘掉 P，FLOPs 相同，但峰值时完整的 P 又回来了。
 # - flash 的用处在长序列。
@@ -991,7 +991,7 @@ for causal in (False, True) if triton else ():
 # </div>
 # <div lang="zh">
 #
-# 出自本课程的前身，一份教学文档。
+# 这些说法出自本课程的前身：一份教学文档。
 #
 # </div>
 

@@ -73,7 +73,7 @@ from course_lib.teaching import predictions, table
 #
 # 每台设备有自己的一个**进程**（rank）。**数据并行**（PyTorch 的 `DistributedDataParallel`，简称 DDP）里，每个进程都有完整的模型，各做批次的 $N$ 分之一。反向时用一次 **all-reduce**（全归约）把各个进程的梯度加起来，于是大家走的是同一步。
 #
-# 下面不管怎么分，训练的都必须是同一个模型。所以先算出大家都要跟上的损失：一个进程，整个批次 8 条序列，第 00 课的解码器。计量器开着，顺便量出用来比较的峰值。（`task.loss_sum` 返回损失之和与 token 数；`split` 是第 05 课的。）
+# 下面不管怎么分，训练的都必须是同一个模型。所以先算出后面都要与之对照的损失：一个进程，整个批次 8 条序列，第 00 课的解码器。计量器开着，顺便量出用来比较的峰值。（`task.loss_sum` 返回损失之和与 token 数；`split` 是第 05 课的。）
 #
 # </div>
 
@@ -299,7 +299,7 @@ lesson_08.draw_peaks(at_peak, title)
 # - **reduce-scatter**（归约散射）：把各个进程的张量加起来，第 $r$ 个进程得到和的第 $r$ 份；
 # - **all-gather**（全收集）：把各份依次拼好，人手一份。
 #
-# 下面在一个进程里模拟四个进程：`wire` 接受一个列表，每个进程一个张量，返回同样的列表，并数出一个进程交给集合通信多少字节。
+# 下面在一个进程里模拟四个进程：`wire` 接受一个列表，每个进程一个张量，返回的也是这样一个列表，并数出一个进程交给集合通信多少字节。
 #
 # </div>
 
@@ -319,7 +319,7 @@ lesson_08.draw_collectives()
 # </div>
 # <div lang="zh">
 #
-# **练习 2。** 写出 ZeRO 1 的一步。`weights` 和 `gradients` 是列表，每个进程一个完整的张量。`adams[r](piece, gradient)` 返回更新后的那一份；它按第一次收到的那一份的长度建立两个矩。返回新的权重：每个进程一个完整的张量。整批的梯度是各个进程的平均。
+# **练习 2。** 写出 ZeRO 1 的一步。`weights` 和 `gradients` 是列表，每个进程一个完整的张量。`adams[r](piece, gradient)` 返回更新后的那一份；它按第一次收到的那一份的长度建立两个矩。返回新的权重：每个进程一个完整的张量。整批的梯度是各进程梯度的平均。
 #
 # 检查会与单台设备上的 Adam 比较，并数出每个进程的状态和发送的字节。
 #
@@ -417,7 +417,7 @@ lesson_08.check_gathered_linear(GatheredLinear)
 ### END SOLUTION
 
 # %% [markdown] slide={"en": "FSDP2 does so for every block. Its root stays gathered.\n\n**How many bytes in a step?**", "zh": "FSDP2 对每个块都这样做，根模块则一直收集着。\n\n**一步之中通信多少字节？**"}
-# ## 8.7 What is given, and what a wire carries / 交出多少，线路上传多少
+# ## 8.7 What is given, and what a wire carries / 交出多少，线路上实际传输多少
 #
 # <div lang="en">
 #
@@ -465,7 +465,7 @@ sent = {mode: run["communicated"]["measured"] for mode, run in two.items()}
 rows = [("DDP", my_sent["DDP"], sent["ddp"]), ("FSDP2", my_sent["FSDP2"], sent["fsdp"])]
 predictions(rows, unit="bytes")
 
-# %% [markdown] slide={"en": "An error of 0 confirms the calls. Does it confirm the traffic?\n\n**Guess first**: 80.3 MB given on two ranks. What does a wire carry?", "zh": "误差为 0，说明调用数对了。通信量也对了吗？\n\n**先猜**：两个进程，各交出 80.3 MB，线路上传了多少？"}
+# %% [markdown] slide={"en": "An error of 0 confirms the calls. Does it confirm the traffic?\n\n**Guess first**: 80.3 MB given on two ranks. What does a wire carry?", "zh": "误差为 0，说明调用数对了。通信量也对了吗？\n\n**先猜**：两个进程，各交出 80.3 MB，线路上实际传输了多少？"}
 # <div lang="en">
 #
 # An error of 0, and what does it confirm? That the calls are those you counted: their arguments were added up. What the backend (here gloo) makes of a call is another matter. So count where nobody can be mistaken: the kernel's own counter of a network interface, in an empty network namespace in which only these ranks run. It takes a Linux that allows it, so here is a recording; `python -m course_lib.lessons.lesson_08.carried` makes it anew (section 8.16). Ranks of two, with three collectives of a 4 MB tensor below:
@@ -473,7 +473,7 @@ predictions(rows, unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# 误差为 0，说明了什么？只说明发生的正是你数的那些调用：加起来的是调用的参数。后端（这里是 gloo）怎样执行一次调用，是另一回事。所以要到不会弄错的地方去数：在一个只有这几个进程的空网络命名空间里，读内核自己的网卡计数。这需要系统允许（Linux），所以下面是记录；`python -m course_lib.lessons.lesson_08.carried` 可以重新测量（8.16 节）。两个进程，最下面是对一个 4 MB 的张量做三种集合通信：
+# 误差为 0，说明了什么？只说明发生的正是你数的那些调用：加起来的是调用的参数。后端（这里是 gloo）怎样执行一次调用，是另一回事。所以要到不会弄错的地方去数：在一个只有这几个进程的空网络命名空间里，读 Linux 内核自己的网卡计数。这需要系统允许（Linux），所以下面是记录；`python -m course_lib.lessons.lesson_08.carried` 可以重新测量（8.16 节）。两个进程，最下面是对一个 4 MB 的张量做三种集合通信：
 #
 # </div>
 
@@ -492,7 +492,7 @@ lesson_08.draw_wire(rows, ranks=2)
 # </div>
 # <div lang="zh">
 #
-# DDP 和 ZeRO 1 在线路上传的，正是环该传的。FSDP2 却不是：在这个版本里，gloo 的 **reduce-scatter** 与它的 all-reduce 传得一样多，4 MB 的张量传了 4.0 MB，而不是 2.0。所以 FSDP2 交给集合通信的比 DDP 多 46%，线路上传的却多 96%。在 GPU 上用 NCCL 时，通常就按环的公式算；这里没有测过。看到任何通信量，都先问一句：这是谁数的？
+# DDP 和 ZeRO 1 在线路上传输的，正是环该传的。FSDP2 却不是：在这个版本里，gloo 的 **reduce-scatter** 与它的 all-reduce 传得一样多，4 MB 的张量传了 4.0 MB，而不是 2.0。所以 FSDP2 交给集合通信的比 DDP 多 46%，线路上传输的却多 96%。在 GPU 上用 NCCL 时，通常就按环的公式算；这里没有测过。看到任何通信量，都先问一句：这是谁数的？
 #
 # </div>
 
@@ -506,7 +506,7 @@ lesson_08.draw_wire(rows, ranks=2)
 # </div>
 # <div lang="zh">
 #
-# 假设设备没有别处可以卸载。一台设备有 60 MB。在它上面，第 02 课和第 05 课最多能做到：只做一条序列，每一层都加检查点。带预算的计量器，会拦下第一个超出预算的算子。
+# 假设设备没有下层存储可供卸载。一台设备有 60 MB。在它上面，第 02 课和第 05 课最多能做到：只做一条序列，每一层都加检查点。带预算的计量器，会拦下第一个超出预算的算子。
 #
 # </div>
 
@@ -620,7 +620,7 @@ table(["4 ranks", "peak predicted, bytes", "peak measured, bytes", "given, MB"],
 # </div>
 # <div lang="zh">
 #
-# 这里各进程分的是一个固定的批次，所以进程越多，激活值越少。多数人却让**每个进程**的批次不变，总批次随之变大：这样一来，数据并行配上哪一级 ZeRO 都不分摊激活值。况且两种做法都到每个进程一条序列为止。还想让每个进程更省，就得分别的：$t$ 个进程分每个矩阵（**张量**并行），并分矩阵之间的运算（**序列**并行）；$c$ 个进程在注意力里也把序列切开（**上下文**并行）；$p$ 个进程分层（**流水线**并行）；$e$ 个进程分混合专家模型的专家（**专家**并行）。以下出自论文，这里没有运行：
+# 这里各进程分的是一个固定的批次，所以进程越多，激活值越少。多数人却让**每个进程**的批次不变，总批次随之变大：这样一来，数据并行配上哪一种 ZeRO 都不分摊激活值。况且两种做法都到每个进程一条序列为止。还想让每个进程更省，就得把别的也拿来分：$t$ 个进程分每个矩阵（**张量**并行），并分矩阵之间的运算（**序列**并行）；$c$ 个进程在注意力里也把序列切开（**上下文**并行）；$p$ 个进程分层（**流水线**并行）；$e$ 个进程分混合专家模型的专家（**专家**并行）。以下出自论文，这里没有运行：
 #
 # </div>
 
@@ -707,7 +707,7 @@ lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
 #
 # 模型约掉了：$2r/w$，这里是每个进程 16,000 个 token，70 亿个参数如此，700 亿也如此。（400 TFLOP/s 是 H100 标称值的五分之二，50 GB/s 是 400 Gbit/s 的网络；这是计算值，不是实测。）只有一条 2048 个 token 的序列时，一步要算 2.0 s，却要传 15.5 s，怎么掩盖也不够。用 bf16 收集：10.3 s。
 #
-# 对策叫 **HSDP**（混合分片数据并行）：在 8 块 GPU 的一台机器内分片，那里的链路约快九倍；机器之间则复制。机器之间传的，只是本进程那八分之一梯度的 all-reduce：65 GB，而不是 775，用时 1.3 s。代价是每个进程要持有 $16\Psi/8$，即 129 GB，而不是 16.2。分片分到够用为止，不要再多。（8.21 节用 2 × 2 个进程来做。）
+# 对策叫 **HSDP**（混合分片数据并行）：在 8 块 GPU 的一台机器内分片，那里的链路链路速度约为机器之间的九倍；机器之间则复制。机器之间传的，只是本进程那八分之一梯度的 all-reduce：65 GB，而不是 775，用时 1.3 s。代价是每个进程要持有 $16\Psi/8$，即 129 GB，而不是 16.2。分片分到够用为止，不要再多。（8.21 节用 2 × 2 个进程来做。）
 #
 # </div>
 
@@ -807,7 +807,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # - 数据并行分摊固定批次的激活值；ZeRO 分摊数据并行存了 $N$ 遍的部分。fp32 时：$16\Psi$、$8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$、$16\Psi/N$ 字节。
 # - DDP 的桶始终占着全部梯度的字节：这里峰值高 27.5 MB。
-# - all-reduce 就是 reduce-scatter 加 all-gather。在两者之间，每个进程可以只更新自己的一份：ZeRO 1 和 2 不必比 DDP 多发送。ZeRO 3 收集，用完，丢掉，交出的多一半，根模块除外。线路上传多少，由后端决定。
+# - all-reduce 就是 reduce-scatter 加 all-gather。在两者之间，每个进程可以只更新自己的一份：ZeRO 1 和 2 不必比 DDP 多发送。ZeRO 3 收集，用完，丢掉，交出的多一半，根模块除外。线路上实际传输多少，由后端决定。
 # - 分片与检查点合用，四个进程把 277.7 MB 降到了每个 47.1。
 # - 每个进程从 $2r/w$ 个 token 起，通信就能被计算掩盖。机器还没租，用符号张量算出一个进程，这一切就都知道了。
 #
@@ -859,7 +859,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # </div>
 # <div lang="zh">
 #
-# 四个进程时，环发送所交出字节的四分之三；gloo 的 reduce-scatter 仍与它的 all-reduce 一样，4 MB 的张量传了 6.0 MB。所以环只需传 60.2 MB 的 FSDP2，线路上传了 81.0 MB。以下是记录，其中的 `hsdp` 见 8.21 节：
+# 四个进程时，环发送所交出字节的四分之三；gloo 的 reduce-scatter 仍与它的 all-reduce 一样，4 MB 的张量传了 6.0 MB。所以环只需传 60.2 MB 的 FSDP2，线路上却传输了 81.0 MB。以下是记录，其中的 `hsdp` 见 8.21 节：
 #
 # ```
 # python -m course_lib.lessons.lesson_08.carried --ranks 4
@@ -1050,7 +1050,7 @@ headings = ["DDP holds, GB", "FSDP2 holds, GB", "DDP gives, GB", "FSDP2 gives, G
 table(["model", "ranks", *headings], rows)
 
 # %% [markdown]
-# ## 8.21 Shard here, replicate there (HSDP) / 此处分片，彼处复制（HSDP）
+# ## 8.21 Shard here, replicate there (HSDP) / 机器内分片，机器间复制（HSDP）
 #
 # <div lang="en">
 #
@@ -1101,7 +1101,7 @@ table(["4 ranks", "weights of a rank, MB", "given, MB"], rows)
 # </div>
 # <div lang="zh">
 #
-# 交出的多了 27.5 MB：一半梯度的 all-reduce，按两倍计。但机器之间传的只有这一项，其余都在机器之内。在四个真实的 gloo 进程上，它的训练与单个进程一致：第六步的损失同为 7.681866；线路上传了 67.8 MB，而不是 81.0（8.16 节）：
+# 交出的多了 27.5 MB：一半梯度的 all-reduce，按两倍计。但机器之间传的只有这一项，其余都在机器之内。在四个真实的 gloo 进程上，它的训练与单个进程一致：第六步的损失同为 7.681866；线路上实际传输了 67.8 MB，而不是 81.0（8.16 节）：
 #
 # ```
 # python -m course_lib.lessons.lesson_08.carried --ranks 4 --what hsdp,fsdp
@@ -1260,7 +1260,7 @@ follows({"losses": went_on}, losses[2:])
 # The same command, on a machine with a GPU a rank, takes NCCL by itself and adds `fsdp-cpu` to the modes:
 #
 # ```
-# torchrun --standalone --nproc-per-node 2 -m course_lib.distributed #     --mode ddp,zero1,fsdp,fsdp-checkpoint,fsdp-bf16,fsdp-cpu
+# torchrun --standalone --nproc-per-node 2 -m course_lib.distributed --mode ddp,zero1,fsdp,fsdp-checkpoint,fsdp-bf16,fsdp-cpu
 # ```
 #
 # Bytes held and bytes given are the same. The peak is not quite. Read in PyTorch 2.13's code, **not measured**: a gather fills one flat buffer, which is copied out into the block's weights and lives on until the next block's copy; that block's gather runs ahead into a flat buffer of its own; and in backward the input of a reduce-scatter lives until its stream is done. So besides the block at work there may be two flat buffers, and a block's gradients: here three times 3.2 MB, for 70 billion parameters three times 3.2 GB in fp32. NCCL has buffers of its own, which no tensor shows. Nothing of this has been recorded for this page.
@@ -1271,7 +1271,7 @@ follows({"losses": went_on}, losses[2:])
 # 在每个进程有一块 GPU 的机器上，同样的命令会自动选用 NCCL，还可以加上 `fsdp-cpu`：
 #
 # ```
-# torchrun --standalone --nproc-per-node 2 -m course_lib.distributed #     --mode ddp,zero1,fsdp,fsdp-checkpoint,fsdp-bf16,fsdp-cpu
+# torchrun --standalone --nproc-per-node 2 -m course_lib.distributed --mode ddp,zero1,fsdp,fsdp-checkpoint,fsdp-bf16,fsdp-cpu
 # ```
 #
 # 持有的字节和交出的字节都不变，峰值略有不同。以下读自 PyTorch 2.13 的代码，**没有测过**：一次收集先填满一个扁平的缓冲区，再拷贝成块的各个权重，这个缓冲区要到下一个块拷贝时才释放；下一个块的收集提前进行，又占一个扁平的缓冲区；反向时，reduce-scatter 的输入要等它的流做完才释放。所以除了正在计算的块，还可能有两个扁平的缓冲区和一个块的梯度：这里是三个 3.2 MB，700 亿个参数、fp32 时是三个 3.2 GB。NCCL 还有自己的缓冲区，张量里看不到。本页没有这方面的记录。
