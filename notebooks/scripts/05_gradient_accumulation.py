@@ -20,7 +20,7 @@
 #
 # 八条序列一起算，峰值 277.7 MB。一次算一条，把梯度加起来，同样的一步峰值只有 134.8 MB，一个 FLOP 也不多。这就是**梯度累积**（gradient accumulation）；拆出来的每一份叫**微批次**（micro-batch）。做加法，看起来再容易不过了。
 #
-# 梯度还一样吗？2024 年底，Unsloth 和 Hugging Face 先后撰文，说自己的训练器算出来的不一样；这个问题 Zhaofeng 在 2021 年就发现过，后来 Benjamin Marie 又发现了一次。而在 bf16 里，即使每一步都做对了，也仍然可能差 2%。
+# 梯度还一样吗？2024 年秋，Unsloth 和 Hugging Face 先后撰文，说自己的训练器算出来的不一样；这个问题 Zhaofeng 在 2021 年就发现过，后来 Benjamin Marie 又发现了一次。而在 bf16 里，即使每一步都做对了，也仍然可能差 2%。
 #
 # </div>
 
@@ -39,7 +39,7 @@ language()
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：测两次，就能预测任意一种拆法的峰值；说出该除以什么，除错了训练的又是什么；修好一个有五处错误的训练循环；参数是 bf16 时以 fp32 求和，并说出代价；读懂多个进程一起运行的循环。
+# **目标**（90 分钟）：测两次，就能预测任意一种拆法的峰值；说出该除以什么，除数不对时训练的又是什么；修好一个有五处错误的训练循环；参数是 bf16 时以 fp32 求和，并说出代价；读懂多个进程一起运行的循环。
 #
 # **预备知识**：第 01 课。
 #
@@ -307,7 +307,7 @@ lesson_05.draw_training()
 # </div>
 # <div lang="zh">
 #
-# 曲线是事先记录的：`python -m course_lib.lessons.lesson_05.trained` 会重做一遍，八个种子，各 120 步。20 步后八个种子一致：短样本上更好，长样本上更差。120 步后，短样本上 8 个里 7 个更好，平均低 0.04；长样本上 8 个都更差，平均高 0.04；可是在第 100 步，长样本上只有 5 个更差。对这份文本、这个小网络，能说的就这么多：除错了也照样训练，只是训练的是另一个问题，短样本里每个字符的份量更重。单看损失曲线，是看不出来的。
+# 曲线是事先记录的：`python -m course_lib.lessons.lesson_05.trained` 会重做一遍，八个种子，各 120 步。20 步后八个种子一致：短样本上更好，长样本上更差。120 步后，短样本上 8 个里 7 个更好，平均低 0.04；长样本上 8 个都更差，平均高 0.04；可是在第 100 步，长样本上只有 5 个更差。对这份文本、这个小网络，能说的就这么多：除数不对也照样能训练，只是训练的是另一个问题，短样本里每个字符的份量更重。单看损失曲线，是看不出来的。
 #
 # </div>
 
@@ -497,7 +497,7 @@ for seed in range(4):
 # %% slide="result"
 lesson_05.draw_sums(errors)
 
-# %% [markdown] slide={"en": "A small piece, added to a large bf16 sum, loses its last bits.\n\nfp32 sums: 4 bytes a parameter, 18 instead of 16.", "zh": "很小的一份加到很大的 bf16 和上，末尾几位就丢了。\n\nfp32 求和：每个参数 4 字节，总共 18 而不是 16。"}
+# %% [markdown] slide={"en": "A small piece, added to a large bf16 sum, loses its last bits.\n\nfp32 sums: 4 bytes a parameter, 18 instead of 16.", "zh": "很小的一份加到很大的 bf16 总和上，末尾几位就丢了。\n\nfp32 求和：每个参数 4 字节，总共 18 而不是 16。"}
 # <div lang="en">
 #
 # It falls, then rises. With one piece you see the error of the bf16 pass itself: inside it, sums over many tokens. Smaller pieces leave more of that adding to the accumulator, so at first there is less of it. But each addition in bf16 rounds too, to 8 bits of a sum that has grown large beside the piece, and that wins in the end. In fp32 it stays flat. So the same bf16 gradients, in 256 pieces, end nearly four times as far off as with fp32 sums, by the accumulator alone.
@@ -507,7 +507,7 @@ lesson_05.draw_sums(errors)
 # </div>
 # <div lang="zh">
 #
-# 先降后升。只有一份时，看到的是 bf16 前向和反向本身的误差：里面要对许多 token 求和。份分得小，这些求和就有更多交给了累加器，所以误差起初变小。可是每次 bf16 加法也要舍入：和已经很大，每一份很小，却只有 8 位精度；份数多了，这一项就占了上风。用 fp32 求和则一直是平的。所以同样的 bf16 梯度，分成 256 份时，误差将近以 fp32 求和的四倍，全怪累加器。
+# 先降后升。只有一份时，看到的是 bf16 前向和反向本身的误差：里面要对许多 token 求和。每份越小，这些求和就有越多交给了累加器，所以误差起初变小。可是每次 bf16 加法也要舍入：总和已经很大，每一份却很小，而总和只有 8 位精度；份数多了，这一项就占了上风。用 fp32 求和则一直是平的。所以同样的 bf16 梯度，分成 256 份时，误差将近是以 fp32 求和时的四倍，全怪累加器。
 #
 # 代价：存放总和每个参数要 4 字节，而梯度原来只要 2 字节。加上主权重和矩，一共 18 字节，而不是第 01 课的 16。`AccumulatedStep(…, accumulate="fp32")` 就是这样做的；Megatron 和 DeepSpeed 都有开关。
 #
@@ -523,7 +523,7 @@ lesson_05.draw_sums(errors)
 # </div>
 # <div lang="zh">
 #
-# 在 DDP 下（每台设备一个进程，称为 **rank**，各自处理自己的样本），每次反向都把全部梯度交给 all-reduce，对各进程取平均。`no_sync` 可以跳过这件事。**先猜**：八份里，有几份需要同步？还有 5.2 节的陷阱：若每个进程除以自己的 token 数，这个平均就成了平均的平均。最后两行该做什么？
+# 用 DDP 时（每台设备一个进程，称为 **rank**，各自处理自己的样本），每次反向都把全部梯度交给 all-reduce，对各进程取平均。`no_sync` 可以跳过这件事。**先猜**：八份里，有几份需要同步？还有 5.2 节的陷阱：若每个进程除以自己的 token 数，这个平均就成了平均的平均。最后两行该做什么？
 #
 # </div>
 
@@ -580,7 +580,7 @@ predictions([*rows, ("`AccumulatedStep`", once, ranks["library"])], unit="bytes"
 # </div>
 # <div lang="zh">
 #
-# 等效（全局）批次 = 微批次 × 累积步数 × 进程数。
+# 等效（全局）批次大小 = 微批次大小 × 累积步数 × 进程数。
 #
 # | 框架 | 写法（此处未运行） |
 # |---|---|
@@ -648,11 +648,11 @@ ledger("05", "eight micro-batches", row)
 # </div>
 # <div lang="zh">
 #
-# - 峰值是每个参数 16 字节的下限，加上斜率乘以每份的大小。会缩小的只有斜率那一部分；份小到头时，峰值可能换到另一个时刻。
+# - 峰值是每个参数 16 字节的下限，加上斜率乘以每份的大小。会缩小的只有斜率那一部分；每份小到极限时，峰值可能换到另一个时刻。
 # - 把损失的总和加起来，只除一次，除以这一步的全部 token 数，所有进程一起算。平均的平均取决于你怎样拆，训练的是另一个问题。
 # - 每步只做一次：还原缩放、裁剪、更新、缩放器更新、调度、清零。最后不满一组的，不要丢掉。
 # - 以 bf16 求和，误差随份数增长；以 fp32 求和则不会，代价是每个参数 4 字节。
-# - 在 DDP 下，只让最后一份归约（`no_sync`）。
+# - 用 DDP 时，只让最后一份归约（`no_sync`）。
 #
 # **下一步**：[第 06 课](06_flash_attention.ipynb)让算子自己来忘。
 #
@@ -747,7 +747,7 @@ cases["bf16"] = torch.bfloat16, 1
 # </div>
 # <div lang="zh">
 #
-# 对 token 求总和也有自己的危险：有多少个 token，总和就比平均大多少倍，而 fp16 到 65,504 为止。所以 `AccumulatedStep` 先把每个总和除以一个二的幂，大小接近上一步的 token 数（这样除没有舍入），最后再校正。
+# 对 token 求总和也有自己的危险：有多少个 token，总和就比平均大多少倍，而 fp16 最大只到 65,504。所以 `AccumulatedStep` 先把每个总和除以一个二的幂，大小接近上一步的 token 数（这样除没有舍入），最后再校正。
 #
 # </div>
 
@@ -926,7 +926,7 @@ off = {name: error(each, found["whole"]) for name, each in found.items()}
 # </div>
 # <div lang="zh">
 #
-# DDP 的每个进程本来就留着全部梯度，不归约没有坏处。FSDP 的每个进程只留 n 分之一（第 08 课）。用了 `no_sync` 或 `set_requires_gradient_sync(False)`，就要把全部梯度一直留到最后一份：PyTorch 的 126166 号合并请求说 FSDP 的梯度累积“有两种”，一种省通信，一种省内存。以我们的解码器、八份为例，按公式算；在 `AccumulatedStep` 里写成 `sync="last"` 或 `"each"`：
+# DDP 的每个进程本来就留着全部梯度，不归约也没有代价。FSDP 的每个进程只留 n 分之一（第 08 课）。用了 `no_sync` 或 `set_requires_gradient_sync(False)`，就要把全部梯度一直留到最后一份：PyTorch 的 126166 号合并请求说 FSDP 的梯度累积“有两种”，一种省通信，一种省内存。以我们的解码器、八份为例，按公式算；在 `AccumulatedStep` 里写成 `sync="last"` 或 `"each"`：
 #
 # </div>
 
@@ -1027,7 +1027,7 @@ f"first moments equal: {same}; sum of the second ones, of Adam's: {ratio:.1f}"
 # </div>
 # <div lang="zh">
 #
-# 份分得小，FLOPs 并不增加，时间却可能增加：在设备上，每份都要把全部核函数重新启动一遍，太小的计算又会让计算单元闲着。有 GPU 时，这个单元格会现场测量，用 fp16，带缩放器和裁剪。
+# 每份取得小，FLOPs 并不增加，时间却可能增加：在设备上，每份都要把全部核函数重新启动一遍，太小的计算又会让计算单元闲着。有 GPU 时，这个单元格会现场测量，用 fp16，带缩放器和裁剪。
 #
 # </div>
 
