@@ -1,6 +1,7 @@
 """Memory-saving training in PyTorch: the library beside the course.
 
-One lesson, one module: import the module you need (`course_lib.memory`, ...); nothing is imported here.
+One lesson, one module: import the module you need (`course_lib.memory`, ...); nothing is imported
+here.
 """
 
 from importlib.metadata import PackageNotFoundError, version

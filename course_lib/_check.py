@@ -1,4 +1,5 @@
-"""What arguments must be, in one place: every refusal names the argument, what it got and what it takes."""
+"""What arguments must be, in one place: every refusal names the argument, what it got and what it
+takes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from numbers import Integral, Real
 from typing import Any
 
 
-def whole(name: str, value: Any, least: int | None = None, most: int | None = None, *, of: str = "") -> int:
+def whole(
+    name: str, value: Any, least: int | None = None, most: int | None = None, *, of: str = ""
+) -> int:
     """`value` as an int within its bounds; `of` says what is counted ("bytes")."""
     takes = f"a whole number{of and f' of {of}'}{_range(least, most)}"
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -23,7 +26,11 @@ def number(name: str, value: Any, least: float | None = None, most: float | None
     takes = f"a finite number{_range(least, most)}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {shown(value)}; it takes {takes}")
-    if not math.isfinite(value) or (least is not None and value < least) or (most is not None and value > most):
+    if (
+        not math.isfinite(value)
+        or (least is not None and value < least)
+        or (most is not None and value > most)
+    ):
         raise ValueError(f"{name} is {value}; it takes {takes}")
     return float(value)
 
@@ -39,7 +46,9 @@ def positive(name: str, value: Any) -> float:
 
 def one_of(name: str, value: Any, options: Collection) -> Any:
     """`value`, which is one of the options."""
-    if not any(value is option or (type(value) is type(option) and value == option) for option in options):
+    if not any(
+        value is option or (type(value) is type(option) and value == option) for option in options
+    ):
         raise ValueError(f"{name} is {shown(value)}; it takes {' or '.join(map(repr, options))}")
     return value
 
@@ -59,12 +68,14 @@ def function(name: str, value: Any, takes: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as an error names it: numbers and short texts as they are, tensors by shape, the rest by type."""
+    """A value as an error names it: numbers and short texts as they are, tensors by shape, the rest
+    by type."""
     if value is None or isinstance(value, (bool, Real, str)):
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        kind = type(value).__name__.removeprefix("Fake")  # of an estimate: the reader has passed a tensor
+        # of an estimate: the reader has passed a tensor
+        kind = type(value).__name__.removeprefix("Fake")
         return f"a {kind} of shape {tuple(value.shape)} and {value.dtype}"
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
@@ -81,15 +92,26 @@ class InfeasibleBudget(ValueError):
     Attributes:
         budget_bytes: the budget.
         least_bytes: the least budget for which something was found; None if nothing was.
-        least: what takes so little, such as a `course_lib.budget.Estimate`; None if that is not known.
+        least: what takes so little, such as a `course_lib.budget.Estimate`; None if that is not
+            known.
         name: of the argument that is the budget.
     """
 
     def __init__(
-        self, budget_bytes: int, least_bytes: int | None, told: str, least: Any = None, name: str = "budget_bytes"
+        self,
+        budget_bytes: int,
+        least_bytes: int | None,
+        told: str,
+        least: Any = None,
+        name: str = "budget_bytes",
     ):
         super().__init__(f"{name} is {budget_bytes}, but {told}")
-        self.budget_bytes, self.least_bytes, self.told, self.least = budget_bytes, least_bytes, told, least
+        self.budget_bytes, self.least_bytes, self.told, self.least = (
+            budget_bytes,
+            least_bytes,
+            told,
+            least,
+        )
         self.name = name
 
     def __reduce__(self):

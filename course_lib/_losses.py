@@ -1,4 +1,5 @@
-"""The loss of any model by its own: a method `loss_sum`, a method `loss`, or what a Hugging Face model returns.
+"""The loss of any model by its own: a method `loss_sum`, a method `loss`, or what a Hugging Face
+model returns.
 
 A Hugging Face model is known by what it has: this library does not need theirs.
 """
@@ -20,11 +21,14 @@ from ._torch import tensors_in
 
 
 def own_loss(model: nn.Module, batch: Any, micro_batches: int = 1) -> tuple[Tensor, float | Tensor]:
-    """The sum of losses of one of so many micro-batches, and its weight; a `loss` is a mean over samples."""
+    """The sum of losses of one of so many micro-batches, and its weight; a `loss` is a mean over
+    samples."""
     if has_method(model, "loss_sum"):
         return _called(model, "loss_sum", batch)
     if has_method(model, "loss"):
-        return checked_loss(model, _called(model, "loss", batch)) * samples_in(batch), samples_in(batch)
+        return checked_loss(model, _called(model, "loss", batch)) * samples_in(batch), samples_in(
+            batch
+        )
     return hugging_face_loss(model, batch, micro_batches)
 
 
@@ -36,20 +40,28 @@ def _called(model: nn.Module, name: str, batch: Any) -> Any:
         return function(batch)
     except Exception as error:
         if not inspect.ismethod(function):
-            error.add_note(f"raised in {method}, {shown(function)} put on the model, which is called with the batch")
+            error.add_note(
+                f"raised in {method}, {shown(function)} put on the model, which is called with the"
+                " batch"
+            )
         raise
 
 
 def takes_arguments(name: str, function: Any, takes: str, *arguments: Any) -> None:
     """Refuses a function that cannot be called so."""
     try:
-        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+        signature = inspect.signature(
+            function.forward if isinstance(function, nn.Module) else function
+        )
     except (TypeError, ValueError):  # of a function that is not Python's
         return
     try:
         signature.bind(*arguments)
     except TypeError:
-        got = f"{name} is {shown(function)} with the arguments {signature.replace(return_annotation=signature.empty)}"
+        got = (
+            f"{name} is {shown(function)} with the arguments"
+            f" {signature.replace(return_annotation=signature.empty)}"
+        )
         raise TypeError(f"{got}; it takes {takes}") from None
 
 
@@ -69,19 +81,26 @@ def has_loss_sum(model: nn.Module) -> bool:
     if has_method(model, "loss") or has_method(model, "loss_sum"):
         return has_method(model, "loss_sum")
     names = " ".join(kind.__name__ for kind in type(wrapped_in(model)).__mro__)
-    return is_hugging_face(model) and re.search(WEIGHED, names) is not None and not adds_to_loss(model)
+    return (
+        is_hugging_face(model) and re.search(WEIGHED, names) is not None and not adds_to_loss(model)
+    )
 
 
 def has_method(model: nn.Module, name: str) -> bool:
     """Whether the model has a `loss` or `loss_sum`; a newer `loss` hides an older `loss_sum`.
 
-    Some Hugging Face models keep in `self.loss` what computes it from outputs and targets: no method, and not called.
+    Some Hugging Face models keep in `self.loss` what computes it from outputs and targets: no
+    method, and not called.
     """
     theirs = is_hugging_face(model)
     own = vars(model).keys() - ({"loss"} if theirs else set())
     for names in (own, *map(vars, type(model).__mro__)):
         if "loss_sum" in names or "loss" in names:
-            return "loss_sum" in names if name == "loss_sum" else callable(getattr(model, "loss", None))
+            return (
+                "loss_sum" in names
+                if name == "loss_sum"
+                else callable(getattr(model, "loss", None))
+            )
     found = getattr(model, name, None)  # of what it wraps, as torch.compile does; or a module
     return inspect.ismethod(found) or (callable(found) and not theirs)
 
@@ -93,8 +112,12 @@ def wrapped_in(model: nn.Module) -> nn.Module:
 
 # ---- Hugging Face models
 
-# Their losses are means over labels or samples: of causal and masked language models, encoder-decoders, classifiers.
-WEIGHED = "CausalLM|LMHeadModel|MaskedLM|Seq2SeqLM|ForConditionalGeneration|For[A-Za-z]*Classification|MultipleChoice"
+# Their losses are means over labels or samples: of causal and masked language models,
+# encoder-decoders, classifiers.
+WEIGHED = (
+    "CausalLM|LMHeadModel|MaskedLM|Seq2SeqLM|ForConditionalGeneration"
+    "|For[A-Za-z]*Classification|MultipleChoice"
+)
 
 
 def is_hugging_face(model: nn.Module) -> bool:
@@ -112,36 +135,52 @@ class _Means(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.means: list[tuple[Tensor, Tensor, int | None]] = []  # (mean, its labels, the label that does not count)
+        # (mean, its labels, the label that does not count)
+        self.means: list[tuple[Tensor, Tensor, int | None]] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result, kwargs = func(*args, **(kwargs or {})), kwargs or {}
         if func in (F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits):
             target = kwargs["target"] if "target" in kwargs else args[1]
-            by_class = func is F.cross_entropy  # a mean over the labels that count, if all classes weigh the same
-            odd = by_class and (target.is_floating_point() or len(args) > 2 or kwargs.get("weight") is not None)
+            # a mean over the labels that count, if all classes weigh the same
+            by_class = func is F.cross_entropy
+            odd = by_class and (
+                target.is_floating_point() or len(args) > 2 or kwargs.get("weight") is not None
+            )
             if kwargs.get("reduction", "mean") == "mean" and not odd:
-                self.means.append((result, target, kwargs.get("ignore_index", -100) if by_class else None))
+                self.means.append(
+                    (result, target, kwargs.get("ignore_index", -100) if by_class else None)
+                )
         return result
 
 
-def hugging_face_loss(model: nn.Module, batch: Any, micro_batches: int = 1) -> tuple[Tensor, int | Tensor]:
-    """The model's own loss, a mean, times the number of labels that it goes over, as the model itself counts them."""
+def hugging_face_loss(
+    model: nn.Module, batch: Any, micro_batches: int = 1
+) -> tuple[Tensor, int | Tensor]:
+    """The model's own loss, a mean, times the number of labels that it goes over, as the model
+    itself counts them."""
     kind("batch", batch, Mapping, "a dict that is the model's arguments, labels among them")
     with _Means() as noted:
         output = model(**batch)
     loss = output["loss"] if isinstance(output, Mapping) else output[0]
     name = type(model).__name__
     if loss is None or not isinstance(loss, Tensor) or loss.dim():
-        got = f"batch is {shown(batch)} of {', '.join(map(str, batch))}, for which {name} returns no loss"
+        got = (
+            f"batch is {shown(batch)} of {', '.join(map(str, batch))}, for which {name} returns no"
+            " loss"
+        )
         raise ValueError(f"{got}; it takes labels too, or a loss_sum(model, batch)")
     found = [(target, ignored) for mean, target, ignored in noted.means if mean is loss]
     if not found and micro_batches > 1:
         got = f"micro_batches is {micro_batches} and the loss of {name} is no mean over labels"
-        raise ValueError(f"{got}; it takes 1, or a loss_sum(model, batch) -> (sum of losses, weight)")
+        raise ValueError(
+            f"{got}; it takes 1, or a loss_sum(model, batch) -> (sum of losses, weight)"
+        )
     if not found:
         return loss * samples_in(batch), samples_in(batch)
     [(target, ignored)] = found
     weight = target.numel() if ignored is None else (target != ignored).sum()
-    total = loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight  # 16 bits would round the weight
-    return total if ignored is None else torch.where(weight > 0, total, 0.0), weight  # a mean over none is NaN
+    # 16 bits would round the weight
+    total = loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight
+    # a mean over none is NaN
+    return total if ignored is None else torch.where(weight > 0, total, 0.0), weight

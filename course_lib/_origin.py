@@ -1,4 +1,5 @@
-"""Whose an error is: what this library refuses, or what the user's own code raises, and at which line of it."""
+"""Whose an error is: what this library refuses, or what the user's own code raises, and at which
+line of it."""
 
 from __future__ import annotations
 
@@ -17,17 +18,19 @@ import torch
 LIBRARY = f"{Path(__file__).parent}{os.sep}"
 PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
 INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
-CELL = re.compile(r"ipykernel_|<ipython-input")  # how Jupyter names the files that its cells are compiled as
+# how Jupyter names the files that its cells are compiled as
+CELL = re.compile(r"ipykernel_|<ipython-input")
 REFUSALS = (TypeError, ValueError, RuntimeError, MemoryError)
 _fake = torch._subclasses.fake_tensor
 _NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
-_NEEDS_NUMBERS = re.compile(r"\.numpy\(\) is not supported|FakeTensor\.__format__")  # asked for in Python
+# asked for in Python
+_NEEDS_NUMBERS = re.compile(r"\.numpy\(\) is not supported|FakeTensor\.__format__")
 _SYMBOLIC_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def origin(error: BaseException) -> traceback.FrameSummary | None:
-    """The last line on the way to the error that is the user's own; else that of a package which is neither this
-    library nor PyTorch; None if the way leads through neither.
+    """The last line on the way to the error that is the user's own; else that of a package which is
+    neither this library nor PyTorch; None if the way leads through neither.
     """
     lines: list[traceback.FrameSummary] = []
     cause: BaseException | None = error
@@ -44,7 +47,8 @@ def _lines(error: BaseException) -> list[traceback.FrameSummary]:
         for frame, number in traceback.walk_tb(error.__traceback__)
         if _is_theirs(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
     ]
-    if isinstance(error, SyntaxError) and error.filename and error.lineno:  # nothing of that file has run
+    # nothing of that file has run
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
         frames.append(traceback.FrameSummary(error.filename, error.lineno, "<module>"))
     return frames
 
@@ -56,7 +60,8 @@ def _is_theirs(file: str, module: str) -> bool:
 
 
 def place(error: BaseException) -> str:
-    """Where it comes from, "mine.py, line 5, in loss"; "" if from no other code than this library's and PyTorch's."""
+    """Where it comes from, "mine.py, line 5, in loss"; "" if from no other code than this library's
+    and PyTorch's."""
     if (line := origin(error)) is None:
         return ""
     path = Path(line.filename)
@@ -71,12 +76,15 @@ def place(error: BaseException) -> str:
 
 def goes_through(error: BaseException, package: ModuleType) -> bool:
     """Whether code of the package is on the way to the error."""
-    names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    names = (
+        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
     return any(f"{name}.".startswith(f"{package.__name__}.") for name in names)
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether it is this library that says no: it raises the error itself, or nobody else's code is on the way."""
+    """Whether it is this library that says no: it raises the error itself, or nobody else's code is
+    on the way."""
     lines = list(traceback.walk_tb(error.__traceback__))
     raised_here = bool(lines) and lines[-1][0].f_code.co_filename.startswith(LIBRARY)
     return isinstance(error, REFUSALS) and (raised_here or origin(error) is None)
@@ -88,14 +96,17 @@ def message(error: Exception) -> str:
     A refusal is its sentence; anything else the user's line, what was raised, and that line's text.
 
     Raises:
-        Exception: the error itself, if it is neither: a fault of this library, which its traceback shows.
+        Exception: the error itself, if it is neither: a fault of this library, which its traceback
+            shows.
     """
     said, where = next(iter(str(error).strip().splitlines()), ""), place(error)
     if is_refusal(error):
         line = said + (f" ({where})" if where and where not in said else "")
     elif where:
         text = origin(error).line
-        line = f"{where}: {type(error).__name__}" + (said and f": {said}") + (text and f"\n    {text}")
+        line = (
+            f"{where}: {type(error).__name__}" + (said and f": {said}") + (text and f"\n    {text}")
+        )
     else:
         raise error
     return line.replace("FakeTensor", "Tensor")  # what the reader's code was given in place of one
@@ -103,7 +114,8 @@ def message(error: Exception) -> str:
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """What the user's code raises has a note of its line, where the traceback does not end with that."""
+    """What the user's code raises has a note of its line, where the traceback does not end with
+    that."""
     try:
         yield
     except Exception as error:
@@ -118,7 +130,8 @@ def noted() -> Iterator[None]:
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Inside, PyTorch does not log the traceback of each operator that fails on symbolic tensors, beside raising it."""
+    """Inside, PyTorch does not log the traceback of each operator that fails on symbolic tensors,
+    beside raising it."""
 
     def drop(record: logging.LogRecord) -> bool:
         return record.levelno != logging.ERROR
@@ -142,18 +155,20 @@ def explained() -> Iterator[None]:
         takes = "a model and a batch that don't"
         if goes_through(error, torch.distributions):
             takes += ", as after torch.distributions.Distribution.set_default_validate_args(False)"
-        if goes_through(error, torch.nn.modules.transformer):  # which asks a mask whether it is causal
+        # which asks a mask whether it is causal
+        if goes_through(error, torch.nn.modules.transformer):
             takes += ", as with is_causal given (to nn.Transformer, tgt_is_causal or src_is_causal)"
         raise ValueError(
-            f"the step looks at values of its data ({str(error).splitlines()[0][:80]}){_at(error)}, but an estimate "
-            f"runs on symbolic tensors, which have shapes only; it takes {takes}"
+            f"the step looks at values of its data ({str(error).splitlines()[0][:80]}){_at(error)},"
+            f" but an estimate runs on symbolic tensors, which have shapes only; it takes {takes}"
         ) from error
     except AssertionError as error:
         if "FakeTensor" not in str(error):
             raise
         raise ValueError(
-            f"make_model or make_batch uses a tensor that was there before{_at(error)}, or that no operator has made, "
-            "as torch.frombuffer's, but an estimate runs on symbolic tensors; it takes functions that make new ones"
+            f"make_model or make_batch uses a tensor that was there before{_at(error)}, or that no"
+            " operator has made, as torch.frombuffer's, but an estimate runs on symbolic tensors;"
+            " it takes functions that make new ones"
         ) from error
 
 

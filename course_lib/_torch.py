@@ -1,4 +1,5 @@
-"""PyTorch's own state that several modules need: tensors in containers, random numbers, autocast, symbolic tensors."""
+"""PyTorch's own state that several modules need: tensors in containers, random numbers, autocast,
+symbolic tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples, mappings and dataclasses, in order; other objects are not looked into."""
+    """The tensors in nested lists, tuples, mappings and dataclasses, in order; other objects are
+    not looked into."""
     if isinstance(value, Tensor):
         yield value
     else:
@@ -27,7 +29,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any, *, copied: tuple[type, ...] = ()) -> Any:
+def map_tensors(
+    function: Callable[[Tensor], Any], value: Any, *, copied: tuple[type, ...] = ()
+) -> Any:
     """`value` with `function(tensor)` in place of each of its tensors.
 
     What holds none is the same object, but for containers of the types `copied`.
@@ -53,7 +57,8 @@ def _items(value: Any) -> Iterable[Any]:
 def _rebuilt(value: Any, items: list) -> Any:
     """A container like `value` with these items; `value` itself is not changed."""
     if isinstance(value, tuple):
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # torch.return_types too
+        # torch.return_types too
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     made = copy.copy(value)  # keeps the type, and what else the object holds
     if isinstance(value, list):
         made[:] = items
@@ -70,7 +75,8 @@ def _rebuilt(value: Any, items: list) -> Any:
 
 
 def is_symbolic(*tensors: Any) -> bool:
-    """Whether one of them is symbolic (`course_lib.memory.symbolic`); without arguments, whether new tensors are."""
+    """Whether one of them is symbolic (`course_lib.memory.symbolic`); without arguments, whether
+    new tensors are."""
     if not tensors:
         return torch._guards.detect_fake_mode() is not None
     return any(isinstance(tensor, FakeTensor) for tensor in tensors)
@@ -78,7 +84,8 @@ def is_symbolic(*tensors: Any) -> bool:
 
 @contextmanager
 def not_collecting() -> Iterator[None]:
-    """Inside, the garbage collector rests: it would look through all symbolic tensors again and again."""
+    """Inside, the garbage collector rests: it would look through all symbolic tensors again and
+    again."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -95,8 +102,8 @@ class RandomState:
     """The states of the CPU's generator and of some devices' generators.
 
     Args:
-        devices: of which the generators are looked at besides the CPU's; those of all CUDA devices in use if left out.
-            The CPU and devices without generators may be among them.
+        devices: of which the generators are looked at besides the CPU's; those of all CUDA devices
+            in use if left out. The CPU and devices without generators may be among them.
         counted: whether meters see the CPU's state, as of `torch.get_rng_state`, which they count.
     """
 
@@ -107,7 +114,9 @@ class RandomState:
         self.cpu = torch.get_rng_state() if counted else torch.default_generator.get_state()
         self.devices = {}
         for device in set(devices):
-            if device.type not in ("cpu", "meta") and hasattr(getattr(torch, device.type, None), "get_rng_state"):
+            if device.type not in ("cpu", "meta") and hasattr(
+                getattr(torch, device.type, None), "get_rng_state"
+            ):
                 self.devices[device] = getattr(torch, device.type).get_rng_state(device)
 
     def restore(self) -> None:
@@ -119,7 +128,9 @@ class RandomState:
         if not isinstance(other, RandomState):
             return NotImplemented
         same = self.devices.keys() == other.devices.keys() and torch.equal(self.cpu, other.cpu)
-        return same and all(torch.equal(state, other.devices[device]) for device, state in self.devices.items())
+        return same and all(
+            torch.equal(state, other.devices[device]) for device, state in self.devices.items()
+        )
 
     __hash__ = None
 
@@ -139,33 +150,48 @@ def random_numbers_undone() -> Iterator[None]:
 
 
 class AutocastState:
-    """What `torch.autocast` is set to, for the CPU and the types of some devices; `as_then` sets it again."""
+    """What `torch.autocast` is set to, for the CPU and the types of some devices; `as_then` sets it
+    again."""
 
     def __init__(self, device_types: Iterable[str] = ()):
         kinds = {"cpu", *device_types}
-        self.states = {kind: _autocast(kind) for kind in kinds if torch.amp.is_autocast_available(kind)}
+        self.states = {
+            kind: _autocast(kind) for kind in kinds if torch.amp.is_autocast_available(kind)
+        }
 
     @contextmanager
     def as_then(self, *, cache_enabled: bool | None = None) -> Iterator[None]:
-        """Inside the block, autocast is as it was; `cache_enabled` overrides whether casts are cached."""
+        """Inside the block, autocast is as it was; `cache_enabled` overrides whether casts are
+        cached."""
         with ExitStack() as stack:
             for kind, (enabled, dtype, cached) in self.states.items():
                 wanted = (enabled, dtype, cached if cache_enabled is None else cache_enabled)
                 if wanted != _autocast(kind):
-                    stack.enter_context(torch.autocast(kind, dtype, wanted[0], cache_enabled=wanted[2]))
+                    stack.enter_context(
+                        torch.autocast(kind, dtype, wanted[0], cache_enabled=wanted[2])
+                    )
             yield
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    return (
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_cache_enabled(),
+    )
 
 
 # ---- modes
 
 
 def modes_when_recomputed() -> list[TorchFunctionMode]:
-    """Those active now that ask, by an attribute `when_recomputed`, to be so too where a forward pass is repeated."""
-    return [mode for mode in _get_current_function_mode_stack() if getattr(mode, "when_recomputed", False)]
+    """Those active now that ask, by an attribute `when_recomputed`, to be so too where a forward
+    pass is repeated."""
+    return [
+        mode
+        for mode in _get_current_function_mode_stack()
+        if getattr(mode, "when_recomputed", False)
+    ]
 
 
 # ---- devices

@@ -1,11 +1,14 @@
-"""Models in the shapes of a Hugging Face `config.json`, of plain modules: nothing of them is downloaded or imported.
+"""Models in the shapes of a Hugging Face `config.json`, of plain modules: nothing of them is
+downloaded or imported.
 
-Every parameter has the shape of the published one, so their number is the published number. What a step keeps for its
-backward pass is that of the plain formulas below, within a percent of what transformers keeps with eager attention;
-fused kernels keep less. Attention is causal over all tokens (no sliding window), there is no dropout, the rotation of
-positions is not scaled, and a router is taken to balance its experts.
+Every parameter has the shape of the published one, so their number is the published number. What a
+step keeps for its backward pass is that of the plain formulas below, within a percent of what
+transformers keeps with eager attention; fused kernels keep less. Attention is causal over all
+tokens (no sliding window), there is no dropout, the rotation of positions is not scaled, and a
+router is taken to balance its experts.
 
-Shapes use b for batch, s for sequence, h for hidden, a for heads, d for the features of a head and e for experts.
+Shapes use b for batch, s for sequence, h for hidden, a for heads, d for the features of a head and
+e for experts.
 """
 
 from __future__ import annotations
@@ -30,19 +33,28 @@ def read_config(file: Path | str) -> dict[str, Any]:
     """What stands in a `config.json`.
 
     Raises:
-        ValueError: the file cannot be read, is no JSON, at the line and column that is said, or holds no JSON object.
+        ValueError: the file cannot be read, is no JSON, at the line and column that is said, or
+            holds no JSON object.
     """
     try:
         config = json.loads(Path(file).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ValueError(f"config is {str(file)!r}, which cannot be read ({error.strerror}); it takes a file") from None
+        raise ValueError(
+            f"config is {str(file)!r}, which cannot be read ({error.strerror}); it takes a file"
+        ) from None
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        raise ValueError(f"config is {str(file)!r}, which is no JSON ({at}); it takes a config.json") from None
+        raise ValueError(
+            f"config is {str(file)!r}, which is no JSON ({at}); it takes a config.json"
+        ) from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"config is {str(file)!r}, which is no text ({error}); it takes a config.json") from None
+        raise ValueError(
+            f"config is {str(file)!r}, which is no text ({error}); it takes a config.json"
+        ) from None
     if not isinstance(config, dict):
-        raise ValueError(f"config is {str(file)!r}, which holds no JSON object; it takes a config.json")
+        raise ValueError(
+            f"config is {str(file)!r}, which holds no JSON object; it takes a config.json"
+        )
     return config
 
 
@@ -54,22 +66,32 @@ def model_from(config: Mapping[str, Any], *, sequence: int, seed: int = 0) -> De
         sequence: the tokens of a sample that it is to take.
 
     Raises:
-        ValueError: the kind of model is not known, a size is missing or of the wrong kind, or the model takes shorter
-            sequences.
+        ValueError: the kind of model is not known, a size is missing or of the wrong kind, or the
+            model takes shorter sequences.
     """
     model, sizes = shape_of(config, sequence)
     return model(**sizes, seed=seed)
 
 
-def shape_of(config: Mapping[str, Any], sequence: int) -> tuple[type[Decoder | Llama], dict[str, Any]]:
-    """What `model_from` makes a model by, checked: the class and its arguments, but for the seed."""
+def shape_of(
+    config: Mapping[str, Any], sequence: int
+) -> tuple[type[Decoder | Llama], dict[str, Any]]:
+    """What `model_from` makes a model by, checked: the class and its arguments, but for the
+    seed."""
     name = config.get("model_type")
     if name not in KNOWN:
-        raise ValueError(f"model_type is {name!r}; it takes one of {', '.join(KNOWN)}, whose shapes are known here")
+        raise ValueError(
+            f"model_type is {name!r}; it takes one of {', '.join(KNOWN)}, whose shapes are known"
+            " here"
+        )
     sequence = whole("sequence", sequence, 1)
-    longest = _size(config, "n_positions" if name == "gpt2" else "max_position_embeddings", sequence)
+    longest = _size(
+        config, "n_positions" if name == "gpt2" else "max_position_embeddings", sequence
+    )
     if sequence > longest:
-        raise ValueError(f"sequence is {sequence}; it takes {longest} or less, the config's longest")
+        raise ValueError(
+            f"sequence is {sequence}; it takes {longest} or less, the config's longest"
+        )
     return (Decoder, _gpt2(config)) if name == "gpt2" else (Llama, _llama(config, name))
 
 
@@ -77,7 +99,9 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     value = config.get(name)
     value = default if value is None else value
     if value is None:
-        raise ValueError(f"config is without {name}; it takes that of a {config['model_type']} model")
+        raise ValueError(
+            f"config is without {name}; it takes that of a {config['model_type']} model"
+        )
     return whole(name, value, 1)
 
 
@@ -95,13 +119,17 @@ def _divided(config: Mapping[str, Any], width: str, parts: str, otherwise: str =
     """The features of a head."""
     hidden, heads = _size(config, width), _size(config, parts)
     if hidden % heads:
-        raise ValueError(f"{width} is {hidden}; it takes a multiple of {parts}, which is {heads}{otherwise}")
+        raise ValueError(
+            f"{width} is {hidden}; it takes a multiple of {parts}, which is {heads}{otherwise}"
+        )
     return hidden // heads
 
 
 def _gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
     sizes = {"vocabulary": "vocab_size", "hidden": "n_embd", "heads": "n_head", "layers": "n_layer"}
-    sizes = {name: _size(config, key) for name, key in (sizes | {"sequence": "n_positions"}).items()}
+    sizes = {
+        name: _size(config, key) for name, key in (sizes | {"sequence": "n_positions"}).items()
+    }
     _divided(config, "n_embd", "n_head")
     _expect(config, "n_inner", None, 4 * sizes["hidden"])
     return {**sizes, "tied": _flag(config, "tie_word_embeddings", True)}
@@ -115,7 +143,9 @@ def _llama(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     else:
         head_dim = _divided(config, "hidden_size", "num_attention_heads", ", or a head_dim")
     if head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim}; it takes an even number, as pairs of features are rotated")
+        raise ValueError(
+            f"head_dim is {head_dim}; it takes an even number, as pairs of features are rotated"
+        )
     return {
         "vocabulary": _size(config, "vocab_size"),
         "hidden": _size(config, "hidden_size"),
@@ -138,7 +168,8 @@ def _llama(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²)) in fp32, times a weight. Source: Zhang and Sennrich 2019, arXiv:1910.07467."""
+    """x / sqrt(mean(x²)) in fp32, times a weight. Source: Zhang and Sennrich 2019,
+    arXiv:1910.07467."""
 
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__()
@@ -146,47 +177,72 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        return self.weight * (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
+        return self.weight * (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(
+            x.dtype
+        )
 
 
 def rotated(x: Tensor, base: float = 10_000.0) -> Tensor:
-    """Each pair of features turned by an angle that grows with the position: (..., s, d) -> (..., s, d).
+    """Each pair of features turned by an angle that grows with the position: (..., s, d) -> (...,
+    s, d).
 
-    Source: Su et al. 2021, arXiv:2104.09864; pairs are d/2 apart, as Llama's are in Hugging Face's layout.
+    Source: Su et al. 2021, arXiv:2104.09864; pairs are d/2 apart, as Llama's are in Hugging Face's
+    layout.
     """
     s, d = x.shape[-2:]
     speeds = base ** (-torch.arange(0, d, 2, dtype=torch.float32, device=x.device) / d)
-    angles = torch.outer(torch.arange(s, dtype=torch.float32, device=x.device), speeds).repeat(1, 2)  # (s, d)
+    # (s, d)
+    angles = torch.outer(torch.arange(s, dtype=torch.float32, device=x.device), speeds).repeat(1, 2)
     first, second = x.chunk(2, dim=-1)
-    return x * angles.cos().to(x.dtype) + torch.cat([-second, first], dim=-1) * angles.sin().to(x.dtype)
+    return x * angles.cos().to(x.dtype) + torch.cat([-second, first], dim=-1) * angles.sin().to(
+        x.dtype
+    )
 
 
 class GroupedAttention(Attention):
-    """Causal attention in which several query heads share one head of keys and values: (b, s, h) -> (b, s, h).
+    """Causal attention in which several query heads share one head of keys and values: (b, s, h) ->
+    (b, s, h).
 
     Source: Ainslie et al. 2023, arXiv:2305.13245.
     """
 
     def __init__(
-        self, hidden: int, heads: int, kv_heads: int, head_dim: int, *, qkv_bias: bool, out_bias: bool, head_norms: bool
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        qkv_bias: bool,
+        out_bias: bool,
+        head_norms: bool,
     ):
         nn.Module.__init__(self)  # an `Attention` has one projection for all three
         if heads % kv_heads:
-            raise ValueError(f"num_key_value_heads is {kv_heads}; it takes a divisor of the {heads} heads")
+            raise ValueError(
+                f"num_key_value_heads is {kv_heads}; it takes a divisor of the {heads} heads"
+            )
         self.head_dim, self.causal, self.fused = head_dim, True, False
         self.q = nn.Linear(hidden, heads * head_dim, bias=qkv_bias)
         self.k = nn.Linear(hidden, kv_heads * head_dim, bias=qkv_bias)
         self.v = nn.Linear(hidden, kv_heads * head_dim, bias=qkv_bias)
         self.out = nn.Linear(heads * head_dim, hidden, bias=out_bias)
-        self.norm_q, self.norm_k = (RMSNorm(head_dim) if head_norms else nn.Identity() for _ in range(2))
+        self.norm_q, self.norm_k = (
+            RMSNorm(head_dim) if head_norms else nn.Identity() for _ in range(2)
+        )
         self.drop_probabilities = Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
-        q, k, v = (part(x).view(b, s, -1, self.head_dim).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(x).view(b, s, -1, self.head_dim).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
         q, k = rotated(self.norm_q(q)), rotated(self.norm_k(k))  # (b, a, s, d)
         if self.fused:
-            context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            context = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            )
         else:
             context = self.standard(q, k, v)
         return self.out(context.transpose(1, 2).reshape(b, s, -1))
@@ -215,15 +271,17 @@ class GatedFeedForward(nn.Module):
 class Experts(nn.Module):
     """Gated networks, of which each token uses a few: (b, s, h) -> (b, s, h).
 
-    Each expert takes the tokens that want it most, an equal share each: shapes are static, bytes and FLOPs those of a
-    router in balance. Source: Zhou et al. 2022, arXiv:2202.09368 (experts choose); Jiang et al. 2024, arXiv:2401.04088
-    (Mixtral, whose tokens choose).
+    Each expert takes the tokens that want it most, an equal share each: shapes are static, bytes
+    and FLOPs those of a router in balance. Source: Zhou et al. 2022, arXiv:2202.09368 (experts
+    choose); Jiang et al. 2024, arXiv:2401.04088 (Mixtral, whose tokens choose).
     """
 
     def __init__(self, hidden: int, feedforward: int, experts: int, used: int):
         super().__init__()
         if used > experts:
-            raise ValueError(f"num_experts_per_tok is {used}; it takes the {experts} experts or fewer")
+            raise ValueError(
+                f"num_experts_per_tok is {used}; it takes the {experts} experts or fewer"
+            )
         self.used, self.router = used, nn.Linear(hidden, experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * feedforward, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, feedforward))
@@ -237,11 +295,14 @@ class Experts(nn.Module):
         shares, chosen = shares.t().topk(count)  # (e, count)
         gate, up = (tokens[chosen] @ self.gate_up.mT).chunk(2, dim=-1)
         out = (F.silu(gate) * up) @ self.down.mT * shares[..., None]  # (e, count, h)
-        return torch.zeros_like(tokens).index_add(0, chosen.flatten(), out.flatten(0, 1)).view(x.shape)
+        return (
+            torch.zeros_like(tokens).index_add(0, chosen.flatten(), out.flatten(0, 1)).view(x.shape)
+        )
 
 
 class LlamaLayer(nn.Module):
-    """Attention and a feed-forward network, each with a norm before it and a residual connection around it."""
+    """Attention and a feed-forward network, each with a norm before it and a residual connection
+    around it."""
 
     def __init__(self, hidden: int, attention: GroupedAttention, feedforward: nn.Module):
         super().__init__()
@@ -256,8 +317,8 @@ class LlamaLayer(nn.Module):
 class Llama(nn.Module):
     """A decoder as Llama and its relatives are: tokens (b, s) -> logits (b, s, v).
 
-    Norms, softmax and loss are in fp32, whatever the parameters are in. Source: Touvron et al. 2023, arXiv:2302.13971,
-    and its code.
+    Norms, softmax and loss are in fp32, whatever the parameters are in. Source: Touvron et al.
+    2023, arXiv:2302.13971, and its code.
     """
 
     def __init__(
@@ -285,8 +346,12 @@ class Llama(nn.Module):
         def layer() -> LlamaLayer:
             attention = GroupedAttention(hidden, heads, kv_heads, head_dim, **biases)
             if experts:
-                return LlamaLayer(hidden, attention, Experts(hidden, feedforward, experts, experts_used))
-            return LlamaLayer(hidden, attention, GatedFeedForward(hidden, feedforward, feedforward_bias))
+                return LlamaLayer(
+                    hidden, attention, Experts(hidden, feedforward, experts, experts_used)
+                )
+            return LlamaLayer(
+                hidden, attention, GatedFeedForward(hidden, feedforward, feedforward_bias)
+            )
 
         with seeded(seed):
             self.tokens = nn.Embedding(vocabulary, hidden)

@@ -27,7 +27,9 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def deep_mlp(depth: int, width: int, *, activation: type[nn.Module] = nn.GELU, seed: int = 0) -> nn.Sequential:
+def deep_mlp(
+    depth: int, width: int, *, activation: type[nn.Module] = nn.GELU, seed: int = 0
+) -> nn.Sequential:
     """`depth` times Linear(width, width) and an activation: (b, width) -> (b, width).
 
     Raises:
@@ -35,13 +37,16 @@ def deep_mlp(depth: int, width: int, *, activation: type[nn.Module] = nn.GELU, s
     """
     _at_least_one(depth=depth, width=width)
     with seeded(seed):
-        return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), activation())))
+        return nn.Sequential(
+            *(layer for _ in range(depth) for layer in (nn.Linear(width, width), activation()))
+        )
 
 
 class Dropout(nn.Module):
     """Dropout whose mask takes one byte an element on every device.
 
-    `F.dropout` on a CPU keeps its mask in the activations' dtype; `native_dropout` keeps booleans, as GPUs do.
+    `F.dropout` on a CPU keeps its mask in the activations' dtype; `native_dropout` keeps booleans,
+    as GPUs do.
     """
 
     def __init__(self, p: float):
@@ -60,7 +65,8 @@ class Attention(nn.Module):
 
     Args:
         hidden, heads: h and a; a divides h.
-        dropout: probability, for the attention probabilities (standard attention only) and for the output.
+        dropout: probability, for the attention probabilities (standard attention only) and for the
+            output.
         causal: each position sees itself and what stands before it.
         fused: use the framework's fused kernel, which does not keep the probabilities.
 
@@ -69,7 +75,14 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, hidden: int, heads: int, *, dropout: float = 0.0, causal: bool = False, fused: bool = False, seed: int = 0
+        self,
+        hidden: int,
+        heads: int,
+        *,
+        dropout: float = 0.0,
+        causal: bool = False,
+        fused: bool = False,
+        seed: int = 0,
     ):
         super().__init__()
         _at_least_one(hidden=hidden, heads=heads)
@@ -84,7 +97,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
-        q, k, v = self.qkv(x).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)  # (b, a, s, h/a) each
+        # (b, a, s, h/a) each
+        q, k, v = self.qkv(x).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)
         if self.fused:
             context = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         else:
@@ -96,20 +110,25 @@ class Attention(nn.Module):
         scores = q @ k.mT * scale  # (b, a, s, s)
         if self.causal:
             # Added, not filled in: adding saves nothing for backward.
-            scores = scores + torch.full((s, s), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+            scores = scores + torch.full(
+                (s, s), float("-inf"), dtype=q.dtype, device=q.device
+            ).triu(1)
         return self.drop_probabilities(scores.softmax(dim=-1)) @ v  # (b, a, s, h/a)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a feed-forward network, each with a residual connection: (b, s, h) -> (b, s, h).
+    """Attention and a feed-forward network, each with a residual connection: (b, s, h) -> (b, s,
+    h).
 
     Args:
         hidden, heads: h and a; a divides h.
         feedforward: width of the feed-forward network; 4 h if left out.
-        norm_first: normalise before each part (pre-norm, as GPT) or after the residual sum (post-norm, as in 2017).
+        norm_first: normalise before each part (pre-norm, as GPT) or after the residual sum
+            (post-norm, as in 2017).
         dropout, causal, fused: as for `Attention`.
 
-    Source: Vaswani et al. 2017, arXiv:1706.03762 (post-norm); Xiong et al. 2020, arXiv:2002.04745 (pre-norm).
+    Source: Vaswani et al. 2017, arXiv:1706.03762 (post-norm); Xiong et al. 2020, arXiv:2002.04745
+    (pre-norm).
     """
 
     def __init__(
@@ -128,10 +147,15 @@ class DecoderLayer(nn.Module):
         feedforward = 4 * hidden if feedforward is None else feedforward
         _at_least_one(feedforward=feedforward)
         self.norm_first = norm_first
-        self.attention = Attention(hidden, heads, dropout=dropout, causal=causal, fused=fused, seed=seed)
+        self.attention = Attention(
+            hidden, heads, dropout=dropout, causal=causal, fused=fused, seed=seed
+        )
         with seeded(seed + 1):
             self.feedforward = nn.Sequential(
-                nn.Linear(hidden, feedforward), nn.GELU(), nn.Linear(feedforward, hidden), Dropout(dropout)
+                nn.Linear(hidden, feedforward),
+                nn.GELU(),
+                nn.Linear(feedforward, hidden),
+                Dropout(dropout),
             )
             self.norm1 = nn.LayerNorm(hidden)
             self.norm2 = nn.LayerNorm(hidden)
@@ -154,7 +178,8 @@ class Decoder(nn.Module):
         dropout, fused: as for `Attention`.
 
     Raises:
-        ValueError: a size is below 1; heads does not divide hidden; tokens are longer than `sequence`.
+        ValueError: a size is below 1; heads does not divide hidden; tokens are longer than
+            `sequence`.
     """
 
     def __init__(
@@ -171,7 +196,9 @@ class Decoder(nn.Module):
         seed: int = 0,
     ):
         super().__init__()
-        _at_least_one(vocabulary=vocabulary, hidden=hidden, heads=heads, layers=layers, sequence=sequence)
+        _at_least_one(
+            vocabulary=vocabulary, hidden=hidden, heads=heads, layers=layers, sequence=sequence
+        )
         with seeded(seed):
             self.tokens = nn.Embedding(vocabulary, hidden)
             self.positions = nn.Embedding(sequence, hidden)
@@ -179,7 +206,8 @@ class Decoder(nn.Module):
             nn.init.normal_(self.positions.weight, std=0.02)
             self.head = nn.Linear(hidden, vocabulary, bias=False)
         self.layers = nn.ModuleList(
-            DecoderLayer(hidden, heads, dropout=dropout, fused=fused, seed=seed + 2 + 2 * i) for i in range(layers)
+            DecoderLayer(hidden, heads, dropout=dropout, fused=fused, seed=seed + 2 + 2 * i)
+            for i in range(layers)
         )
         self.norm = nn.LayerNorm(hidden)
         if tied:
@@ -188,7 +216,9 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         longest = self.positions.num_embeddings
         if tokens.shape[-1] > longest:
-            raise ValueError(f"tokens is a sequence of {tokens.shape[-1]}; it takes {longest} at most")
+            raise ValueError(
+                f"tokens is a sequence of {tokens.shape[-1]}; it takes {longest} at most"
+            )
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[-1]]  # (b, s, h)
         for layer in self.layers:
             x = layer(x)
@@ -234,24 +264,31 @@ class _HeadLoss(nn.Module):
 
 
 def loss_stages(decoder: Decoder, targets: Tensor) -> nn.Sequential:
-    """A decoder's loss as a chain: embedding, two stages a layer (attention, feed-forward), head with its loss.
+    """A decoder's loss as a chain: embedding, two stages a layer (attention, feed-forward), head
+    with its loss.
 
-    `loss_stages(decoder, tokens[:, 1:])(tokens[:, :-1])` is `decoder.loss(tokens)`; the modules are shared, not copied.
+    `loss_stages(decoder, tokens[:, 1:])(tokens[:, :-1])` is `decoder.loss(tokens)`; the modules are
+    shared, not copied.
 
     Args:
-        targets: (b, s), what each position is to predict; `stages[-1].targets` takes those of another batch.
+        targets: (b, s), what each position is to predict; `stages[-1].targets` takes those of
+            another batch.
 
     Returns:
         2 * layers + 2 stages, each from one tensor to one: (b, s) -> (b, s, h) -> ... -> scalar.
     """
     stages: list[nn.Module] = [_Embed(decoder)]
     for layer in decoder.layers:
-        stages += [_Residual(layer.norm1, layer.attention), _Residual(layer.norm2, layer.feedforward)]
+        stages += [
+            _Residual(layer.norm1, layer.attention),
+            _Residual(layer.norm2, layer.feedforward),
+        ]
     return nn.Sequential(*stages, _HeadLoss(decoder, targets))
 
 
 def random_tokens(batch: int, sequence: int, vocabulary: int, *, seed: int = 0) -> Tensor:
-    """Token numbers to train on: (batch, sequence + 1), int64, one more than goes in because each predicts the next."""
+    """Token numbers to train on: (batch, sequence + 1), int64, one more than goes in because each
+    predicts the next."""
     _at_least_one(batch=batch, sequence=sequence, vocabulary=vocabulary)
     with seeded(seed):
         return torch.randint(vocabulary, (batch, sequence + 1))

@@ -7,9 +7,13 @@ import sys
 
 from course_lib.distributed import launch, predict, task_of
 
-task = task_of(batch=4, sequence=64)  # the course's decoder; `config=` or `model=` name one of yours
+# the course's decoder; `config=` or `model=` name one of yours
+task = task_of(batch=4, sequence=64)
 modes = sys.argv[1:] or ["ddp", "zero1", "fsdp", "fsdp-checkpoint"]
-predicted = {mode: predict(task.make_model, lambda: task.part(0, 2, 0), task.loss_sum, mode, 2) for mode in modes}
+predicted = {
+    mode: predict(task.make_model, lambda: task.part(0, 2, 0), task.loss_sum, mode, 2)
+    for mode in modes
+}
 sizes = ["--batch", "4", "--sequence", "64"]
 for run in launch(2, "--mode", ",".join(modes), "--steps", "3", "--details", *sizes):
     peak = predicted[run["mode"]].peak_bytes

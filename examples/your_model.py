@@ -10,7 +10,9 @@ from course_lib.budget import Recipe, estimate, run
 
 
 def make_model() -> nn.Module:
-    layers = [nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True) for _ in range(4)]
+    layers = [
+        nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True) for _ in range(4)
+    ]
     return nn.Sequential(*layers)
 
 

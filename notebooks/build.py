@@ -3,11 +3,13 @@
     python notebooks/build.py              # all lessons
     python notebooks/build.py 02 03_sqrt   # those whose names start so
     python notebooks/build.py --force 02   # store it even if only seconds or the device changed
-    python notebooks/build.py --same 02.5  # both languages of section 2.5 are right, though one alone was edited
+    python notebooks/build.py --same 02.5  # both languages of section 2.5 are right, though one
+    alone was edited
 
-A notebook follows from its script: cell ids are hashes of the cells, and no times or versions are kept. Seconds,
-devices and addresses differ from run to run: a stored notebook that differs in nothing else stays as it is, so that a
-second run changes no byte. The hashes in `translations.toml` are renewed where both languages of a text have changed.
+A notebook follows from its script: cell ids are hashes of the cells, and no times or versions are
+kept. Seconds, devices and addresses differ from run to run: a stored notebook that differs in
+nothing else stays as it is, so that a second run changes no byte. The hashes in `translations.toml`
+are renewed where both languages of a text have changed.
 """
 
 import argparse
@@ -28,8 +30,8 @@ from course_lib.teaching.editions import translations
 
 HERE = Path(__file__).resolve().parent
 KEPT_CELL_METADATA = {"tags", "slideshow", "lang", "jupyter", "slide", "minutes"}
-# A lesson takes 45. Where a cell takes so long, its kernel sleeps with that cell still to run: seen of ipykernel 6.31
-# and 7.4, after cells with widgets. A new kernel runs through.
+# A lesson takes 45. Where a cell takes so long, its kernel sleeps with that cell still to run: seen
+# of ipykernel 6.31 and 7.4, after cells with widgets. A new kernel runs through.
 MOST_SECONDS_OF_A_CELL = 150
 VARYING_TAGS = {"shows-seconds", "shows-device"}
 METADATA = {
@@ -44,7 +46,9 @@ def read_script(path):
     notebook.nbformat_minor = 5
     seen = Counter()
     for cell in notebook.cells:
-        cell.metadata = {key: value for key, value in cell.metadata.items() if key in KEPT_CELL_METADATA}
+        cell.metadata = {
+            key: value for key, value in cell.metadata.items() if key in KEPT_CELL_METADATA
+        }
         if "### BEGIN SOLUTION" in cell.source:  # what it shows would tell, too
             cell.metadata["jupyter"] = {**cell.metadata.get("jupyter", {}), "outputs_hidden": True}
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
@@ -72,19 +76,22 @@ def execute(notebook):
         except CellTimeoutError:
             if not tries_left:
                 raise
-    notebook.metadata = nbformat.from_dict(METADATA)  # the kernel has written its exact Python version
+    # the kernel has written its exact Python version
+    notebook.metadata = nbformat.from_dict(METADATA)
     told = any("slide" in cell.metadata for cell in notebook.cells)
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if told and "slide" not in cell.metadata:  # its picture for slides would never be shown
                 output.get("metadata", {}).pop("slides", None)
-            # Without the widget's state its random id shows nothing; what stays is the output's plain text.
+            # Without the widget's state its random id shows nothing; what stays is the output's
+            # plain text.
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
     return notebook
 
 
 def lasting_text(notebook):
-    """The notebook's text without what differs from run to run: seconds, devices, addresses in memory."""
+    """The notebook's text without what differs from run to run: seconds, devices, addresses in
+    memory."""
     copy = deepcopy(notebook)
     for cell in copy.cells:
         if VARYING_TAGS & set(cell.metadata.get("tags", [])):
@@ -96,15 +103,24 @@ def build(script, *, force=False):
     """Build one notebook; say whether it was stored or stays as it is."""
     target = HERE / f"{script.stem}.ipynb"
     notebook = execute(read_script(script))
-    if target.exists() and not force and lasting_text(nbformat.read(target, as_version=4)) == lasting_text(notebook):
+    if (
+        target.exists()
+        and not force
+        and lasting_text(nbformat.read(target, as_version=4)) == lasting_text(notebook)
+    ):
         return "unchanged"
     nbformat.write(notebook, target)
     return "stored"
 
 
 def renew_translations(script, same):
-    """Renew the pairs of a lesson's texts; say which ones are left, since one language alone has changed."""
-    lesson, found, known = script.stem[:2], translations.pairs(read_script(script)), translations.read_pairs()
+    """Renew the pairs of a lesson's texts; say which ones are left, since one language alone has
+    changed."""
+    lesson, found, known = (
+        script.stem[:2],
+        translations.pairs(read_script(script)),
+        translations.read_pairs(),
+    )
     of_lesson = {place: pair for place, pair in known.items() if place.startswith(lesson)}
     kept = translations.renewed(found, of_lesson, same)
     translations.store_pairs(lesson, kept)
@@ -113,8 +129,14 @@ def renew_translations(script, same):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="beginnings of lesson names; all lessons if none is given")
-    parser.add_argument("--force", action="store_true", help="store notebooks in which only seconds or devices changed")
+    parser.add_argument(
+        "names", nargs="*", help="beginnings of lesson names; all lessons if none is given"
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="store notebooks in which only seconds or devices changed",
+    )
     parser.add_argument(
         "--same",
         nargs="+",
@@ -125,21 +147,32 @@ def main():
     arguments = parser.parse_args()
     os.environ.pop("COURSE_LANG", None)  # notebooks are stored in the default language
     os.environ["COURSE_LABELS"] = "strict"  # a label without Chinese is an error
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # on a busy machine threads that wait for one another take far longer
+    # on a busy machine threads that wait for one another take far longer
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-    names = [Path(name).stem for name in arguments.names] or [section[:2] for section in arguments.same] or [""]
+    names = (
+        [Path(name).stem for name in arguments.names]
+        or [section[:2] for section in arguments.same]
+        or [""]
+    )
     scripts = sorted((HERE / "scripts").glob("[0-9]*.py"))
     for name in names:
         if name and not any(script.stem.startswith(name) for script in scripts):
-            sys.exit(f"no script in notebooks/scripts starts with {name!r}; there are {[s.stem for s in scripts]}")
+            sys.exit(
+                f"no script in notebooks/scripts starts with {name!r}; there are"
+                f" {[s.stem for s in scripts]}"
+            )
     for script in (script for script in scripts if script.stem.startswith(tuple(names))):
         try:
             print(f"{script.stem}: {build(script, force=arguments.force)}", flush=True)
         except CellExecutionError as error:
-            sys.exit(f"{script.stem}: a cell failed, the stored notebook is left as it was\n{error}")
+            sys.exit(
+                f"{script.stem}: a cell failed, the stored notebook is left as it was\n{error}"
+            )
         for place in renew_translations(script, arguments.same):
             print(
-                f"  {place}: edited in one language alone; if both are right, --same {translations.section_of(place)}"
+                f"  {place}: edited in one language alone; if both are right, --same"
+                f" {translations.section_of(place)}"
             )
 
 

@@ -37,7 +37,8 @@ def compile_only(capability: int, shared: int) -> list[dict]:
             {
                 "kernel": kernel.fn.__name__,
                 "registers": int(re.search(r"REG:(\d+)", used)[1]),
-                "stack": int(re.search(r"STACK:(\d+)", used)[1]),  # bytes a thread: what its registers don't hold
+                # bytes a thread: what its registers don't hold
+                "stack": int(re.search(r"STACK:(\d+)", used)[1]),
                 "shared": binary.metadata.shared,
                 "tensor cores": "wgmma" in binary.asm["ptx"] or "mma.sync" in binary.asm["ptx"],
             }

@@ -1,4 +1,5 @@
-"""Run a module as on a GPU machine as it is: with torch, Triton, NumPy, pytest, what they need, and nothing else.
+"""Run a module as on a GPU machine as it is: with torch, Triton, NumPy, pytest, what they need, and
+nothing else.
 
 python tests/bare.py pytest -o addopts= -m gpu --collect-only tests
 """
@@ -22,9 +23,15 @@ def packages_of(*names: str) -> set[str]:
         except importlib.metadata.PackageNotFoundError:
             continue
         seen.add(name)
-        waiting += [re.match(r"[\w.-]+", line)[0] for line in required or [] if "extra ==" not in line]
+        waiting += [
+            re.match(r"[\w.-]+", line)[0] for line in required or [] if "extra ==" not in line
+        ]
     found = importlib.metadata.packages_distributions().items()
-    return {module for module, owners in found if seen & {re.sub(r"[-_.]+", "-", o).lower() for o in owners}}
+    return {
+        module
+        for module, owners in found
+        if seen & {re.sub(r"[-_.]+", "-", o).lower() for o in owners}
+    }
 
 
 ALL = set(importlib.metadata.packages_distributions()) - {"course_lib"}
@@ -34,7 +41,11 @@ MISSING = ALL - packages_of(*NEEDED)
 class Bare(PathFinder):
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
-        return None if fullname.partition(".")[0] in MISSING else PathFinder.find_spec(fullname, path, target)
+        return (
+            None
+            if fullname.partition(".")[0] in MISSING
+            else PathFinder.find_spec(fullname, path, target)
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""The cost of `AccumulatedStep` beside a loop written by hand; the bytes that DDP sends with and without `no_sync`.
+"""The cost of `AccumulatedStep` beside a loop written by hand; the bytes that DDP sends with and
+without `no_sync`.
 
-Run as a script: `python tests/bench_accumulation.py`. Ratios of times taken in one run, in turns, so that they carry
-over to other machines; the bytes are exact, counted in a hook that DDP calls for each bucket.
+Run as a script: `python tests/bench_accumulation.py`. Ratios of times taken in one run, in turns,
+so that they carry over to other machines; the bytes are exact, counted in a hook that DDP calls for
+each bucket.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ MICRO_BATCHES = 8
 
 def loss_sum(model, tokens):
     targets = tokens[:, 1:]
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+    return (
+        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), targets.flatten(), reduction="sum"),
+        targets.numel(),
+    )
 
 
 def on_a_rank(model, loss_sum, pieces, each):
@@ -55,18 +60,30 @@ def times() -> None:
         batch = random_tokens(MICRO_BATCHES * 2, sequence, 500)
 
         def arm(kind, hidden=hidden, layers=layers, sequence=sequence, batch=batch):
-            model = Decoder(vocabulary=500, hidden=hidden, heads=4, layers=layers, sequence=sequence)
+            model = Decoder(
+                vocabulary=500, hidden=hidden, heads=4, layers=layers, sequence=sequence
+            )
             optimizer = torch.optim.AdamW(model.parameters())
             if kind == "by hand":
                 return lambda: by_hand(model, optimizer, batch, 2, 1.0)
             step = AccumulatedStep(model, optimizer, loss_sum, max_norm=1.0)
             return lambda: step(split(batch, 2))
 
-        seconds = in_turns({kind: arm(kind) for kind in ("by hand", "course")}, ROUNDS if layers > 2 else 4 * ROUNDS)
-        medians, least = ({name: 1e6 * of(taken) for name, taken in seconds.items()} for of in (statistics.median, min))
+        seconds = in_turns(
+            {kind: arm(kind) for kind in ("by hand", "course")},
+            ROUNDS if layers > 2 else 4 * ROUNDS,
+        )
+        medians, least = (
+            {name: 1e6 * of(taken) for name, taken in seconds.items()}
+            for of in (statistics.median, min)
+        )
         ratio = medians["course"] / medians["by hand"]
         extra = (medians["course"] - medians["by hand"]) / MICRO_BATCHES
-        bar = f"bar {BAR:.2f}: {'met' if ratio <= BAR else 'missed'}" if layers > 2 else "no bar: tiny operators"
+        bar = (
+            f"bar {BAR:.2f}: {'met' if ratio <= BAR else 'missed'}"
+            if layers > 2
+            else "no bar: tiny operators"
+        )
         label = f"decoder, {layers} layers of {hidden}, {MICRO_BATCHES} micro-batches"
         print(
             f"{label:44}{medians['by hand']:12,.0f}{medians['course']:12,.0f}{ratio:9.3f}"
@@ -85,11 +102,15 @@ def bytes_sent() -> None:
 
 def main() -> None:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the steps are small, and idle threads that wait for work disturb the clock
+    # the steps are small, and idle threads that wait for work disturb the clock
+    torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
     try:
-        print(f"course_lib.accumulation beside a loop by hand, torch {torch.__version__}, on a CPU, in turns")
+        print(
+            f"course_lib.accumulation beside a loop by hand, torch {torch.__version__}, on a CPU,"
+            " in turns"
+        )
         times()
         print()
         bytes_sent()

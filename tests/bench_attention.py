@@ -1,10 +1,13 @@
-"""Flash attention beside the framework's: time and peak bytes on a CPU, or, where there is one, TFLOP/s on a GPU.
+"""Flash attention beside the framework's: time and peak bytes on a CPU, or, where there is one,
+TFLOP/s on a GPU.
 
-    python tests/bench_attention.py [--output FILE]     what is measured goes into FILE too, after each row, as JSON
-    python tests/bench_attention.py --compile           registers and shared memory of the Triton kernels on an H100
+    python tests/bench_attention.py [--output FILE]     what is measured goes into FILE too, after
+    each row, as JSON python tests/bench_attention.py --compile           registers and shared
+    memory of the Triton kernels on an H100
 
-Ratios of times taken in one run, in turns, so that they carry over to other machines: on a CPU with one thread, with as
-many as by default, and so beside a process that keeps a core busy. Peaks are the meter's, exact.
+Ratios of times taken in one run, in turns, so that they carry over to other machines: on a CPU with
+one thread, with as many as by default, and so beside a process that keeps a core busy. Peaks are
+the meter's, exact.
 """
 
 from __future__ import annotations
@@ -26,7 +29,10 @@ from course_lib.attention import attention_cost, flash_attention
 from course_lib.memory import MemoryMeter, symbolic
 
 # Seconds of the course's by those of the math kernel, with the default number of threads: at most
-BARS = {"quiet": {1024: 0.90, 2048: 0.75, 4096: 0.65}, "beside a busy process": dict.fromkeys((1024, 2048, 4096), 1.0)}
+BARS = {
+    "quiet": {1024: 0.90, 2048: 0.75, 4096: 0.65},
+    "beside a busy process": dict.fromkeys((1024, 2048, 4096), 1.0),
+}
 PEAK_BAR, LONGEST = 0.05, 8192
 HEADS, HEAD_DIM = 4, 64
 FUSED = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")  # the framework's, on a GPU
@@ -47,7 +53,9 @@ ARMS = {
 }
 
 
-def tensors(n: int, *, batch: int = 1, heads: int = HEADS, d: int = HEAD_DIM, **options) -> list[torch.Tensor]:
+def tensors(
+    n: int, *, batch: int = 1, heads: int = HEADS, d: int = HEAD_DIM, **options
+) -> list[torch.Tensor]:
     """q, k, v, and a gradient of the output."""
     torch.manual_seed(0)
     return [torch.randn(batch, heads, n, d, requires_grad=i < 3, **options) for i in range(4)]
@@ -79,7 +87,9 @@ def on_cpu(results: Results) -> None:
     columns = ("seconds", "of math", "least", "of math", "bar")
     print(f"{'fp32, forward + backward':44}{'':>8}" + "".join(f"{column:>9}" for column in columns))
     default = torch.get_num_threads()
-    for threads, state in dict.fromkeys(((1, "quiet"), (default, "quiet"), (default, "beside a busy process"))):
+    for threads, state in dict.fromkeys(
+        ((1, "quiet"), (default, "quiet"), (default, "beside a busy process"))
+    ):
         torch.set_num_threads(threads)
         with busy_process(state != "quiet"):
             for n, rounds in ROUNDS.items():
@@ -91,13 +101,17 @@ def on_cpu(results: Results) -> None:
 def report_times(results: Results, label: str, n: int, rounds: int, bar: float | None) -> None:
     case = tensors(n)
     seconds = in_turns({name: lambda a=arm: step(a, *case) for name, arm in ARMS.items()}, rounds)
-    medians, least = ({name: of(taken) for name, taken in seconds.items()} for of in (statistics.median, min))
+    medians, least = (
+        {name: of(taken) for name, taken in seconds.items()} for of in (statistics.median, min)
+    )
     for name in ARMS:
         ratio = medians[name] / medians["math"]
-        verdict = f"{bar:9.2f} {'met' if ratio <= bar else 'missed'}" if bar and name == "course" else ""
+        verdict = (
+            f"{bar:9.2f} {'met' if ratio <= bar else 'missed'}" if bar and name == "course" else ""
+        )
         print(
-            f"{label:44}{name:>8}{medians[name]:9.3f}{ratio:9.2f}{least[name]:9.3f}{least[name] / least['math']:9.2f}"
-            f"{verdict}",
+            f"{label:44}{name:>8}{medians[name]:9.3f}{ratio:9.2f}{least[name]:9.3f}"
+            f"{least[name] / least['math']:9.2f}{verdict}",
             flush=True,
         )
     results.add(case=label, n=n, seconds=medians, least=least)
@@ -107,7 +121,10 @@ def peaks(results: Results) -> None:
     with symbolic():
         for n in (*ROUNDS, LONGEST):
             course, plain = (peak_bytes(ARMS[name], *tensors(n)) for name in ("course", "math"))
-            verdict = f", bar {PEAK_BAR:.2f}: {'met' if course <= PEAK_BAR * plain else 'missed'}" * (n == LONGEST)
+            verdict = (
+                f", bar {PEAK_BAR:.2f}: {'met' if course <= PEAK_BAR * plain else 'missed'}"
+                * (n == LONGEST)
+            )
             print(f"peak at N {n:5}: {course / 1e6:7.1f} MB, {course / plain:.4f} of math{verdict}")
             results.add(case="peak", n=n, bytes={"course": course, "math": plain})
 
@@ -116,10 +133,20 @@ def on_gpu(results: Results) -> None:
     from course_lib.attention import launching
 
     name, began = torch.cuda.get_device_name(), time.monotonic()
-    results.facts |= {"gpu": name, "cuda": torch.version.cuda, "triton": getattr(launching.triton, "__version__", None)}
+    results.facts |= {
+        "gpu": name,
+        "cuda": torch.version.cuda,
+        "triton": getattr(launching.triton, "__version__", None),
+    }
     print(f"{name}, CUDA {torch.version.cuda}, Triton {results.facts['triton']}, bf16, in turns")
-    print("TFLOP/s of the FLOPs that the algorithm needs (half of them if causal): 2 products forward, 5 backward.")
-    print("The course's backward pass computes 7, so as to add nothing up in memory: the same bits in every run.")
+    print(
+        "TFLOP/s of the FLOPs that the algorithm needs (half of them if causal): 2 products"
+        " forward, 5 backward."
+    )
+    print(
+        "The course's backward pass computes 7, so as to add nothing up in memory: the same bits in"
+        " every run."
+    )
     for d in (64, 128):
         for causal in (False, True):
             for n in (1024, 2048, 4096, 8192, 16384):
@@ -141,20 +168,45 @@ def gpu_rows(results: Results, launching, n: int, d: int, causal: bool) -> None:
             torch.autograd.grad(o, (q, k, v), grad_o, retain_graph=True)
         except (
             Exception
-        ) as error:  # no such kernel here, or none for these tensors: the others are measured all the same
+            # no such kernel here, or none for these tensors: the others are measured all the same
+        ) as error:
             missing[arm] = f"{type(error).__name__}: {error}".splitlines()[0]
         else:
             passes["forward"][arm] = forward
-            passes["backward"][arm] = lambda o=o: torch.autograd.grad(o, (q, k, v), grad_o, retain_graph=True)
-    print(f"d {d}, N {n}, batch {batch}, heads {heads}{', causal' if causal else ''}; SDPA's own choice: {own_choice}")
+            passes["backward"][arm] = lambda o=o: torch.autograd.grad(
+                o, (q, k, v), grad_o, retain_graph=True
+            )
+    print(
+        f"d {d}, N {n}, batch {batch}, heads {heads}{', causal' if causal else ''}; SDPA's own"
+        f" choice: {own_choice}"
+    )
     for pass_, functions in passes.items():
         taken = gpu_milliseconds(functions)
-        cost = attention_cost(sequence=n, head_dim=d, batch=batch, heads=heads, kind="flash", pass_=pass_)
+        cost = attention_cost(
+            sequence=n, head_dim=d, batch=batch, heads=heads, kind="flash", pass_=pass_
+        )
         rates = {arm: cost.flops / (2 if causal else 1) / ms / 1e9 for arm, ms in taken.items()}
-        others = (f"{arm} {r:7.1f} ({rates.get('course', 0) / r:.2f})" for arm, r in rates.items() if arm != "course")
-        print(f"    {pass_:8} course {rates.get('course', 0):7.1f}, of", ", ".join(others), flush=True)
-        results.add(pass_=pass_, d=d, n=n, batch=batch, heads=heads, causal=causal, own_choice=own_choice,
-                    milliseconds=taken, tflops=rates, missing=missing, blocks=blocks_in_use(launching))  # fmt: skip
+        others = (
+            f"{arm} {r:7.1f} ({rates.get('course', 0) / r:.2f})"
+            for arm, r in rates.items()
+            if arm != "course"
+        )
+        print(
+            f"    {pass_:8} course {rates.get('course', 0):7.1f}, of", ", ".join(others), flush=True
+        )
+        results.add(
+            pass_=pass_,
+            d=d,
+            n=n,
+            batch=batch,
+            heads=heads,
+            causal=causal,
+            own_choice=own_choice,
+            milliseconds=taken,
+            tflops=rates,
+            missing=missing,
+            blocks=blocks_in_use(launching),
+        )
     for arm, why in missing.items():
         print(f"    {arm} is not available: {why}", flush=True)
 
@@ -167,7 +219,8 @@ def fused_attention(backend: str, q, k, v, causal: bool):
 def gpu_milliseconds(functions: dict, rounds: int = 15) -> dict[str, float]:
     """Medians by CUDA's own clock, a call of each in every round, the first ones left out.
 
-    The GPU sleeps first, until the launches are all queued: otherwise short kernels take as long as Python.
+    The GPU sleeps first, until the launches are all queued: otherwise short kernels take as long as
+    Python.
     """
     taken = {name: [] for name in functions}
     cycles = 2_000_000  # a millisecond
@@ -191,7 +244,9 @@ def gpu_milliseconds(functions: dict, rounds: int = 15) -> dict[str, float]:
 def blocks_in_use(launching) -> dict[str, str]:
     """What the kernels were last launched with."""
     tuned = getattr(launching, "TUNED", {})
-    return {kernel.__name__: str(getattr(each, "best_config", None)) for kernel, each in tuned.items()}
+    return {
+        kernel.__name__: str(getattr(each, "best_config", None)) for kernel, each in tuned.items()
+    }
 
 
 def on_absent_gpu() -> None:
@@ -210,7 +265,9 @@ def on_absent_gpu() -> None:
         q, k, v, grad_o = (torch.empty(1, 4, 1000, d, dtype=torch.bfloat16) for _ in range(4))
         for shift in (None, 0):
             for i in range(max(len(sizes[d]) for sizes in lists.values())):
-                sizes = {kernel: lists[kernel][d][min(i, len(lists[kernel][d]) - 1)] for kernel in lists}
+                sizes = {
+                    kernel: lists[kernel][d][min(i, len(lists[kernel][d]) - 1)] for kernel in lists
+                }
                 for kernel, tuned in launching.TUNED.items():
                     launching.CANDIDATES[kernel][d] = [sizes[kernel]]
                     tuned.cache.clear()
@@ -218,26 +275,46 @@ def on_absent_gpu() -> None:
                 launching.backward(q, k, v, o, lse, grad_o, Options(shift, 0.125))
                 rows = {row["kernel"]: row for row in compiled}
                 for kernel, size in sizes.items():
-                    row, label = rows[kernel.__name__], f"d {d}{', causal' if shift == 0 else ''}, {kernel.__name__}"
+                    row, label = (
+                        rows[kernel.__name__],
+                        f"d {d}{', causal' if shift == 0 else ''}, {kernel.__name__}",
+                    )
                     if i < len(lists[kernel][d]):
                         print(
-                            f"{label:40}{size!s:>20}{row['registers']:5}{row['stack']:8}{row['shared']:8}", flush=True
+                            f"{label:40}{size!s:>20}{row['registers']:5}{row['stack']:8}{row['shared']:8}",
+                            flush=True,
                         )
                 compiled.clear()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times of the course's attention beside the framework's.")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="what is measured, as JSON, written after each row")
-    parser.add_argument("--compile", action="store_true", help="registers of the Triton kernels on an H100, no times")
+    parser = argparse.ArgumentParser(
+        description="Times of the course's attention beside the framework's."
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="what is measured, as JSON, written after each row",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="registers of the Triton kernels on an H100, no times",
+    )
     options = parser.parse_args()
     if options.compile:
         return on_absent_gpu()
     results = Results(options.output)
-    print(f"course_lib.attention beside F.scaled_dot_product_attention, torch {torch.__version__}, in turns")
+    print(
+        f"course_lib.attention beside F.scaled_dot_product_attention, torch {torch.__version__}, in"
+        " turns"
+    )
     if torch.cuda.is_available():
         return on_gpu(results)
-    print(f"on a CPU with {torch.get_num_threads()} threads; peaks above inputs, output and gradients")
+    print(
+        f"on a CPU with {torch.get_num_threads()} threads; peaks above inputs, output and gradients"
+    )
     on_cpu(results)
     print()
     peaks(results)

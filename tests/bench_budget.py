@@ -1,7 +1,8 @@
 """How long an estimate takes, beside PyTorch's own memory tracker on the same symbolic step.
 
-The tracker (torch.distributed._tools.mem_tracker) follows modules and categories of memory as the meter does, and needs
-the step, its recipe and its schedule to be written by hand; here it sees the plain step, forward and backward.
+The tracker (torch.distributed._tools.mem_tracker) follows modules and categories of memory as the
+meter does, and needs the step, its recipe and its schedule to be written by hand; here it sees the
+plain step, forward and backward.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ LEAST = {
 
 
 def large(hidden: int, layers: int, sequence: int = 4096):
-    sizes = {"vocabulary": 32_000, "hidden": hidden, "heads": hidden // 128, "layers": layers, "sequence": sequence}
+    sizes = {
+        "vocabulary": 32_000,
+        "hidden": hidden,
+        "heads": hidden // 128,
+        "layers": layers,
+        "sequence": sequence,
+    }
     return lambda: Decoder(**sizes), lambda: random_tokens(1, sequence, 32_000)
 
 
@@ -60,7 +67,10 @@ def meters() -> None:
     }
     print("forward and backward, 16 layers of 2048, 1024 tokens, symbolic")
     for name, taken in seconds.items():
-        print(f"{name:>10} {taken:8.2f} s {taken / seconds['tracker']:6.2f} of the tracker's {peaks[name]:16,} bytes")
+        print(
+            f"{name:>10} {taken:8.2f} s {taken / seconds['tracker']:6.2f} of the tracker's"
+            f" {peaks[name]:16,} bytes"
+        )
 
 
 def estimates() -> None:
@@ -70,7 +80,9 @@ def estimates() -> None:
         for recipe in (Recipe(precision="bf16"), Recipe(**LEAST)):
             found = {}
 
-            def once(recipe=recipe, make_model=make_model, make_batch=make_batch, found=found) -> None:
+            def once(
+                recipe=recipe, make_model=make_model, make_batch=make_batch, found=found
+            ) -> None:
                 found["estimate"] = estimate(make_model, make_batch, recipe, tier="host")
 
             [taken] = in_turns({"estimate": once}, 1)["estimate"]
@@ -79,7 +91,8 @@ def estimates() -> None:
             print(f"{size:>5} {taken:6.1f} s, bar {bar} s: {verdict}   {peak}   {recipe}")
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(
-        f"memory of this process, at the most: {used / 2**30:.2f} GiB, bar 4 GiB: {'met' if used < 2**32 else 'missed'}"
+        f"memory of this process, at the most: {used / 2**30:.2f} GiB, bar 4 GiB:"
+        f" {'met' if used < 2**32 else 'missed'}"
     )
 
 

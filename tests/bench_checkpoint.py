@@ -1,7 +1,8 @@
-"""The cost of `course_lib.checkpoint` beside that of `torch.utils.checkpoint`: time of a step, peak bytes, hooks.
+"""The cost of `course_lib.checkpoint` beside that of `torch.utils.checkpoint`: time of a step, peak
+bytes, hooks.
 
-Run as a script: `python tests/bench_checkpoint.py`. Ratios of times taken in one run, in turns, so that they carry over
-to other machines; the peaks are exact.
+Run as a script: `python tests/bench_checkpoint.py`. Ratios of times taken in one run, in turns, so
+that they carry over to other machines; the peaks are exact.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ MODES = ("reentrant", "not reentrant", "selective")
 
 
 class Around(nn.Module):
-    """A layer with a checkpoint around it; `module` and `options` may be exchanged between two steps."""
+    """A layer with a checkpoint around it; `module` and `options` may be exchanged between two
+    steps."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -48,7 +50,8 @@ class Around(nn.Module):
 
 
 def decoder_step() -> tuple[nn.Module, Callable, Callable]:
-    """A 12-layer decoder with a checkpoint around each layer: (model, choose(module, mode), step)."""
+    """A 12-layer decoder with a checkpoint around each layer: (model, choose(module, mode),
+    step)."""
     model = Decoder(vocabulary=500, hidden=128, heads=4, layers=12, sequence=64, dropout=0.1)
     model.layers = nn.ModuleList(Around(layer) for layer in model.layers)
     tokens = random_tokens(4, 64, 500)
@@ -65,7 +68,10 @@ def decoder_step() -> tuple[nn.Module, Callable, Callable]:
 
 
 def report(label: str, seconds: dict[str, list[float]], bar: float) -> None:
-    medians, least = ({name: 1e6 * of(times) for name, times in seconds.items()} for of in (statistics.median, min))
+    medians, least = (
+        {name: 1e6 * of(times) for name, times in seconds.items()}
+        for of in (statistics.median, min)
+    )
     ratio, ratio_least = medians["ours"] / medians["theirs"], least["ours"] / least["theirs"]
     print(
         f"{label:32}{medians['theirs']:12,.0f}{medians['ours']:12,.0f}{ratio:9.3f}{ratio_least:9.3f}"
@@ -74,7 +80,8 @@ def report(label: str, seconds: dict[str, list[float]], bar: float) -> None:
 
 
 def times() -> None:
-    """The step of a decoder, where the operators take most of the time, and that of a tiny MLP, where we do."""
+    """The step of a decoder, where the operators take most of the time, and that of a tiny MLP,
+    where we do."""
     print(f"{'median us':32}{'PyTorch':>12}{'course':>12}{'ratio':>9}{'of least':>9}")
     _model, choose, step = decoder_step()
     for mode in MODES:
@@ -110,16 +117,22 @@ def peaks() -> None:
                 step()
             found.append(meter.peak_bytes)
         verdict = "met" if found[0] == found[1] else "missed"
-        print(f"{f'12-layer decoder, {mode}':32}{found[0]:14,}{found[1]:14,}   bar equal: {verdict}")
+        print(
+            f"{f'12-layer decoder, {mode}':32}{found[0]:14,}{found[1]:14,}   bar equal: {verdict}"
+        )
 
 
 def main() -> None:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the steps are small, and idle threads that wait for work disturb the clock
+    # the steps are small, and idle threads that wait for work disturb the clock
+    torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
     try:
-        print(f"torch.utils.checkpoint of torch {torch.__version__}, and course_lib.checkpoint, on a CPU, in turns")
+        print(
+            f"torch.utils.checkpoint of torch {torch.__version__}, and course_lib.checkpoint, on a"
+            " CPU, in turns"
+        )
         times()
         print()
         peaks()

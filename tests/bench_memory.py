@@ -1,8 +1,8 @@
-"""The cost of the meter beside that of PyTorch's own `MemTracker`, its peaks beside the allocator's, and what the CUDA
-allocator's rules make of a step.
+"""The cost of the meter beside that of PyTorch's own `MemTracker`, its peaks beside the
+allocator's, and what the CUDA allocator's rules make of a step.
 
-Run as a script: `python tests/bench_memory.py`. Ratios of times taken in one run, in turns, so that they carry over to
-other machines; the peaks are exact.
+Run as a script: `python tests/bench_memory.py`. Ratios of times taken in one run, in turns, so that
+they carry over to other machines; the peaks are exact.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ def overhead() -> None:
         for name, (make, count) in arms.items():
             seconds[name] += [_seconds(step, make()) for _ in range(count)]
 
-    print(f"One step of a 12-layer transformer with Adam, {ROUNDS} rounds in turns, torch {torch.__version__}, CPU")
+    print(
+        f"One step of a 12-layer transformer with Adam, {ROUNDS} rounds in turns, torch"
+        f" {torch.__version__}, CPU"
+    )
     print(f"{'':16}{'median ms':>12}{'least ms':>12}{'of plain':>12}")
     labels = {"plain": "plain", "meter": "MemoryMeter", "tracker": "MemTracker"}
     for name, label in labels.items():
@@ -73,7 +76,10 @@ def overhead() -> None:
         plain, meter, tracked = (of(seconds[name]) for name in ("plain", "meter", "tracker"))
         ratios[label] = (meter - plain) / (tracked - plain)
     found = ratios["medians"]
-    print(f"overhead of MemoryMeter over MemTracker's: {found:.3f} of medians, {ratios['least']:.3f} of least times")
+    print(
+        f"overhead of MemoryMeter over MemTracker's: {found:.3f} of medians, {ratios['least']:.3f}"
+        " of least times"
+    )
     print(f"bar {BAR:.2f}: {'met' if found <= BAR else 'missed'}")
 
 
@@ -106,7 +112,9 @@ def workloads() -> dict[str, Callable]:
         return step_of(model, lambda: model(x).square().mean(), **options)
 
     def layers(norm_first, how):
-        parts = [DecoderLayer(128, 4, dropout=0.1, norm_first=norm_first, seed=2 * i) for i in range(4)]
+        parts = [
+            DecoderLayer(128, 4, dropout=0.1, norm_first=norm_first, seed=2 * i) for i in range(4)
+        ]
         model, x = nn.Sequential(*parts), torch.randn(8, 64, 128, requires_grad=True)
 
         def forward():
@@ -118,9 +126,13 @@ def workloads() -> dict[str, Callable]:
         return step_of(model, forward)
 
     def batch_norm():
-        model = nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.BatchNorm2d(16), nn.AvgPool2d(2))
+        model = nn.Sequential(
+            nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.BatchNorm2d(16), nn.AvgPool2d(2)
+        )
         x = torch.randn(8, 16, 64, 64)
-        return step_of(model, lambda: model(x).square().mean(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        return step_of(
+            model, lambda: model(x).square().mean(), torch.optim.SGD, lr=0.1, momentum=0.9
+        )
 
     def gpt():
         model = Decoder(vocabulary=2000, hidden=128, heads=4, layers=2, sequence=64, dropout=0.1)
@@ -139,7 +151,9 @@ def workloads() -> dict[str, Callable]:
         return step_of(model, forward)
 
     def convolutions():
-        model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.LazyLinear(10))
+        model = nn.Sequential(
+            nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.LazyLinear(10)
+        )
         x, labels = torch.randn(8, 3, 64, 64), torch.randint(10, (8,))
         model(x)
         return step_of(model, lambda: cross_entropy(model(x), labels))
@@ -169,14 +183,24 @@ def workloads() -> dict[str, Callable]:
 
 def peaks() -> None:
     """The meter's peak and the allocator's, workload by workload."""
-    print(f"{'workload':26}{'meter, bytes':>16}{'allocator, bytes':>18}{'error':>11}  largest workspace")
+    print(
+        f"{'workload':26}{'meter, bytes':>16}{'allocator, bytes':>18}{'error':>11}  largest"
+        " workspace"
+    )
     for name, make in workloads().items():
         torch.manual_seed(0)
         model, optimizer, step = make()
         found = measure(step, model=model, optimizer=optimizer, repeats=1)
         error = found.peak_bytes / found.allocator_peak_bytes - 1
-        largest = next((f"{k} {v:,}" for k, v in found.workspace_by_operator.items()), "") if "*" in name else ""
-        print(f"{name:26}{found.peak_bytes:16,}{found.allocator_peak_bytes:18,}{error:+11.4%}  {largest}".rstrip())
+        largest = (
+            next((f"{k} {v:,}" for k, v in found.workspace_by_operator.items()), "")
+            if "*" in name
+            else ""
+        )
+        print(
+            f"{name:26}{found.peak_bytes:16,}{found.allocator_peak_bytes:18,}{error:+11.4%} "
+            f" {largest}".rstrip()
+        )
     print("* operators take workspace, which the allocator sees and the meter does not count")
 
 
@@ -184,7 +208,8 @@ def peaks() -> None:
 
 
 def decoder_events(checkpointed: bool) -> list[tuple]:
-    """Two steps of a decoder of 110 million parameters, symbolically: its model, its state, its activations."""
+    """Two steps of a decoder of 110 million parameters, symbolically: its model, its state, its
+    activations."""
     with symbolic(), MemoryMeter() as meter:
         model = Decoder(vocabulary=32000, hidden=768, heads=12, layers=12, sequence=512)
         tokens = random_tokens(4, 512, 32000)
@@ -199,16 +224,23 @@ def decoder_events(checkpointed: bool) -> list[tuple]:
 
 def reserved() -> dict[str, list[tuple]]:
     """Peaks of what is asked for, handed out and reserved; returns the events."""
-    print(f"{'decoder, 2 steps, Adam':38}{'requested':>16}{'allocated':>16}{'reserved':>16}{'of requested':>14}")
+    print(
+        f"{'decoder, 2 steps, Adam':38}{'requested':>16}{'allocated':>16}{'reserved':>16}"
+        f"{'of requested':>14}"
+    )
     found = {"plain": decoder_events(False), "checkpointed": decoder_events(True)}
     for name, events in found.items():
         for expandable in (False, True):
             allocator = CachingAllocator(expandable_segments=expandable)
             allocator.replay(events)
             figures = allocator.memory_stats()
-            peaks = [figures[f"{of}_bytes.all.peak"] for of in ("requested", "allocated", "reserved")]
+            peaks = [
+                figures[f"{of}_bytes.all.peak"] for of in ("requested", "allocated", "reserved")
+            ]
             label = f"{name}, expandable segments" if expandable else name
-            print(f"{label:38}{peaks[0]:16,}{peaks[1]:16,}{peaks[2]:16,}{peaks[2] / peaks[0]:13.3f}x")
+            print(
+                f"{label:38}{peaks[0]:16,}{peaks[1]:16,}{peaks[2]:16,}{peaks[2] / peaks[0]:13.3f}x"
+            )
     return found
 
 
@@ -216,13 +248,18 @@ def replays(events: list[tuple]) -> None:
     """The time that replaying takes: the checkpointed decoder's two steps, again and again."""
     for count in (10_000, 100_000):
         rounds = -(-count // len(events))
-        again = [(what, (i, name), size) for i in range(rounds) for what, name, size in closed(events)][:count]
+        again = [
+            (what, (i, name), size) for i in range(rounds) for what, name, size in closed(events)
+        ][:count]
         for expandable in (False, True):
             start = time.process_time()
             CachingAllocator(expandable_segments=expandable).replay(again)
             taken = time.process_time() - start
             label = "expandable segments" if expandable else "segments"
-            print(f"replay of {count:,} events, {label}: {taken:.3f} s of CPU, {taken / count * 1e6:.1f} us an event")
+            print(
+                f"replay of {count:,} events, {label}: {taken:.3f} s of CPU,"
+                f" {taken / count * 1e6:.1f} us an event"
+            )
 
 
 def closed(events: list[tuple]) -> list[tuple]:
@@ -236,7 +273,8 @@ def closed(events: list[tuple]) -> list[tuple]:
 def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the step is small, and idle threads that wait for work disturb the clock
+    # the step is small, and idle threads that wait for work disturb the clock
+    torch.set_num_threads(1)
     try:
         overhead()
         print()

@@ -1,10 +1,13 @@
-"""What offload costs: beside the plain step, `save_on_cpu`, and a file written and read while nothing else happens.
+"""What offload costs: beside the plain step, `save_on_cpu`, and a file written and read while
+nothing else happens.
 
-    python tests/bench_offload.py [--output FILE]     what is measured goes into FILE too, after each row, as JSON
+    python tests/bench_offload.py [--output FILE]     what is measured goes into FILE too, after
+    each row, as JSON
 
-Times are taken in one run, in turns; ratios carry over, bytes are exact. The bars are for a GPU, where
-copies take half as long as the compute, at most 5 % over the plain step, and where they take as long, twice as fast as
-`save_on_cpu(pin_memory=True)`. The simulated device says what is to be expected there.
+Times are taken in one run, in turns; ratios carry over, bytes are exact. The bars are for a GPU,
+where copies take half as long as the compute, at most 5 % over the plain step, and where they take
+as long, twice as fast as `save_on_cpu(pin_memory=True)`. The simulated device says what is to be
+expected there.
 """
 
 from __future__ import annotations
@@ -24,11 +27,18 @@ from turns import Results, in_turns
 
 from course_lib.memory import MemoryMeter
 from course_lib.models import deep_mlp
-from course_lib.offload import DiskStore, HostStore, OffloadedOptimizer, SimulatedDevice, offload_activations
+from course_lib.offload import (
+    DiskStore,
+    HostStore,
+    OffloadedOptimizer,
+    SimulatedDevice,
+    offload_activations,
+)
 
 ROUNDS, OVERHEAD_BAR, PEER_BAR = 15, 1.05, 2.0
-#: Networks on a GPU: (width, rows). Forward, a layer does 2 * rows * width^2 FLOPs and sends 8 * rows * width bytes
-#: down, in fp32. At 50 TFLOP/s and 50 GB/s, about those of an H200, both take as long where the width is 4,000.
+# : Networks on a GPU: (width, rows). Forward, a layer does 2 * rows * width^2 FLOPs and sends 8 *
+# rows * width bytes : down, in fp32. At 50 TFLOP/s and 50 GB/s, about those of an H200, both take
+# as long where the width is 4,000.
 WIDE, NARROW = (8192, 16384), (4096, 16384)
 
 
@@ -49,7 +59,9 @@ def synchronous_file(module: nn.Module):
             return packed
         place, shape, dtype = packed
         file.seek(place)
-        return torch.frombuffer(bytearray(file.read(shape.numel() * dtype.itemsize)), dtype=dtype).view(shape)
+        return torch.frombuffer(
+            bytearray(file.read(shape.numel() * dtype.itemsize)), dtype=dtype
+        ).view(shape)
 
     return saved_tensors_hooks(pack, unpack)
 
@@ -58,8 +70,11 @@ def medians(arms: dict) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in in_turns(arms, ROUNDS).items()}
 
 
-def activations(results: Results, device: str, depth: int, width: int, rows: int, arms: dict) -> dict[str, float]:
-    """Seconds of a step under each context, printed beside the plain one's, and the peak of its tensors."""
+def activations(
+    results: Results, device: str, depth: int, width: int, rows: int, arms: dict
+) -> dict[str, float]:
+    """Seconds of a step under each context, printed beside the plain one's, and the peak of its
+    tensors."""
     net, x = deep_mlp(depth, width).to(device), torch.randn(rows, width, device=device)
 
     def step(context) -> None:
@@ -74,9 +89,18 @@ def activations(results: Results, device: str, depth: int, width: int, rows: int
         with MemoryMeter() as meter:
             step(context)
         ratio = seconds[name] / seconds["plain"]
-        print(f"{name:>24} {seconds[name]:8.3f} s {ratio:6.2f} of plain {meter.peak_bytes / 1e6:8.1f} MB", flush=True)
+        print(
+            f"{name:>24} {seconds[name]:8.3f} s {ratio:6.2f} of plain"
+            f" {meter.peak_bytes / 1e6:8.1f} MB",
+            flush=True,
+        )
         results.add(
-            case=f"{width} wide", device=device, arm=name, seconds=seconds[name], ratio=ratio, peak=meter.peak_bytes
+            case=f"{width} wide",
+            device=device,
+            arm=name,
+            seconds=seconds[name],
+            ratio=ratio,
+            peak=meter.peak_bytes,
         )
     return seconds
 
@@ -86,10 +110,17 @@ PLAIN = {"plain": lambda net: nullcontext()}
 
 def activations_on_cpu(results: Results) -> None:
     store = DiskStore()
-    arms = {"offload_activations": lambda net: offload_activations(store), "save_on_cpu": lambda net: save_on_cpu()}
-    seconds = activations(results, "cpu", 16, 512, 2048, PLAIN | arms | {"synchronous file": synchronous_file})
+    arms = {
+        "offload_activations": lambda net: offload_activations(store),
+        "save_on_cpu": lambda net: save_on_cpu(),
+    }
+    seconds = activations(
+        results, "cpu", 16, 512, 2048, PLAIN | arms | {"synchronous file": synchronous_file}
+    )
     sync = seconds["synchronous file"] - seconds["plain"]
-    hidden = 1 - (seconds["offload_activations"] - seconds["plain"]) / sync if sync > 0 else float("nan")
+    hidden = (
+        1 - (seconds["offload_activations"] - seconds["plain"]) / sync if sync > 0 else float("nan")
+    )
     print(f"{'':>24} of the synchronous file's extra time, {100 * hidden:.0f} % is hidden")
 
 
@@ -99,29 +130,42 @@ def activations_on_gpu(results: Results) -> None:
     fewer = 1 if torch.cuda.mem_get_info()[0] > 20e9 else 4
     (wide, rows), (narrow, _) = WIDE, NARROW
     arms = {
-        f"{n} in flight, prefetch {m}": lambda net, n=n, m=m: offload_activations(store, in_flight=n, prefetch=m)
+        f"{n} in flight, prefetch {m}": lambda net, n=n, m=m: offload_activations(
+            store, in_flight=n, prefetch=m
+        )
         for n, m in product((1, 2, 3), repeat=2)
     }
     seconds = activations(results, "cuda", 8, wide, rows // fewer, PLAIN | arms)
     over = seconds["2 in flight, prefetch 2"] / seconds["plain"]
-    print(f"over plain {over:.3f}, bar {OVERHEAD_BAR}: {'met' if over <= OVERHEAD_BAR else 'MISSED'}")
+    print(
+        f"over plain {over:.3f}, bar {OVERHEAD_BAR}: {'met' if over <= OVERHEAD_BAR else 'MISSED'}"
+    )
     arms = {
         "offload_activations": lambda net: offload_activations(store),
         "save_on_cpu": lambda net: save_on_cpu(pin_memory=True),
     }
     seconds = activations(results, "cuda", 8, narrow, rows // fewer, PLAIN | arms)
     peer = seconds["save_on_cpu"] / seconds["offload_activations"]
-    print(f"save_on_cpu / ours {peer:.2f}, bar {PEER_BAR}: {'met' if peer >= PEER_BAR else 'MISSED'}")
+    print(
+        f"save_on_cpu / ours {peer:.2f}, bar {PEER_BAR}: {'met' if peer >= PEER_BAR else 'MISSED'}"
+    )
 
 
 def simulated_step(link: float, options: dict | None) -> tuple[float, int]:
-    """Seconds and peak bytes of the wide network's step, 256 times as narrow on a device as much slower."""
+    """Seconds and peak bytes of the wide network's step, 256 times as narrow on a device as much
+    slower."""
     k = WIDE[0] // 32
     rates = {"flops_per_second": 50e12 / k**3, "bytes_per_second": 4e12 / k**2}
-    with SimulatedDevice(**rates, up_bytes_per_second=link / k**2, down_bytes_per_second=link / k**2) as device:
+    with SimulatedDevice(
+        **rates, up_bytes_per_second=link / k**2, down_bytes_per_second=link / k**2
+    ) as device:
         net, x = deep_mlp(8, 32), torch.randn(WIDE[1] // k, 32)
         begun, before = device.seconds, device.live_bytes
-        with nullcontext() if options is None else offload_activations(HostStore(), min_bytes=1, **options):
+        with (
+            nullcontext()
+            if options is None
+            else offload_activations(HostStore(), min_bytes=1, **options)
+        ):
             loss = net(x).sum()
         loss.backward()
     return device.seconds - begun, (device.peak_bytes - before) * k**2
@@ -131,19 +175,25 @@ def simulated(results: Results) -> None:
     """The same network by the books, where operators do 50 TFLOP/s and 4 TB/s."""
     for link in (50e9, 25e9):
         plain, peak = simulated_step(link, None)
-        print(f"simulated, link {link / 1e9:.0f} GB/s each way: plain {plain:.2f} s, {peak / 1e9:.2f} GB")
+        print(
+            f"simulated, link {link / 1e9:.0f} GB/s each way: plain {plain:.2f} s,"
+            f" {peak / 1e9:.2f} GB"
+        )
         for in_flight in (1, 2, 3):
             cells = []
             for prefetch in (1, 2, 3):
                 seconds, peak = simulated_step(link, {"prefetch": prefetch, "in_flight": in_flight})
-                cells.append(f"prefetch {prefetch}: {seconds / plain:.3f} of plain, {peak / 1e9:.2f} GB")
+                cells.append(
+                    f"prefetch {prefetch}: {seconds / plain:.3f} of plain, {peak / 1e9:.2f} GB"
+                )
                 results.add(case="simulated", link=link, in_flight=in_flight, prefetch=prefetch,
                             ratio=seconds / plain, peak=peak)  # fmt: skip
             print(f"{in_flight:>5} in flight   {'   '.join(cells)}", flush=True)
 
 
 def optimizers(results: Results, device: str) -> None:
-    """AdamW's step: plain, with its state below, and on a CPU fused beside a loop, as it runs for a GPU's state."""
+    """AdamW's step: plain, with its state below, and on a CPU fused beside a loop, as it runs for a
+    GPU's state."""
     makers = {
         "plain": torch.optim.AdamW,
         "one by one": lambda p: OffloadedOptimizer(p, overlap=False),
@@ -162,14 +212,21 @@ def optimizers(results: Results, device: str) -> None:
 
     seconds = medians({name: partial(step, name) for name in models})
     count = sum(parameter.numel() for parameter in models["plain"].parameters())
-    print(f"AdamW's step on {count / 1e6:.1f} M parameters, {device}: 8 bytes a parameter down and up each step")
+    print(
+        f"AdamW's step on {count / 1e6:.1f} M parameters, {device}: 8 bytes a parameter down and up"
+        " each step"
+    )
     for name, taken in seconds.items():
         print(f"{name:>24} {taken:8.3f} s {taken / seconds['plain']:6.2f} of plain", flush=True)
-        results.add(case="AdamW", device=device, arm=name, seconds=taken, ratio=taken / seconds["plain"])
+        results.add(
+            case="AdamW", device=device, arm=name, seconds=taken, ratio=taken / seconds["plain"]
+        )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, metavar="FILE")
     written = Results(parser.parse_args().output)
     chosen = "cuda" if torch.cuda.is_available() else "cpu"

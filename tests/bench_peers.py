@@ -1,9 +1,10 @@
-"""Peers of course_lib.budget, where they are installed: how far their predictions are from a step that is run for real,
-and what the checkpoints that they propose for a budget take, run for real.
+"""Peers of course_lib.budget, where they are installed: how far their predictions are from a step
+that is run for real, and what the checkpoints that they propose for a budget take, run for real.
 
-`pip install -e '.[peers]' -c constraints.txt` for all of them; what is missing or fails says so in its row. PyTorch's
-ILP (torch.distributed._tools.sac_ilp) asks a CUDA device for the time of each operator, and ckptplan for its bytes: on
-a CPU the first gets FLOPs and bytes at the laptop's rates instead, the second what autograd keeps for each layer.
+`pip install -e '.[peers]' -c constraints.txt` for all of them; what is missing or fails says so in
+its row. PyTorch's ILP (torch.distributed._tools.sac_ilp) asks a CUDA device for the time of each
+operator, and ckptplan for its bytes: on a CPU the first gets FLOPs and bytes at the laptop's rates
+instead, the second what autograd keeps for each layer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from course_lib.budget import RATES, InfeasibleBudget, Recipe, build, estimate, fit, train_step
@@ -53,8 +58,17 @@ class Mlp(nn.Sequential):
         return self(x).square().mean()
 
 
-LLAMA = {"vocabulary": 4000, "hidden": 256, "layers": 6, "heads": 8, "kv_heads": 2, "head_dim": 32, "feedforward": 688}
-MODELS: dict[str, tuple[Callable, Callable, tuple[int, ...], int]] = {  # and the shape and number of the samples
+LLAMA = {
+    "vocabulary": 4000,
+    "hidden": 256,
+    "layers": 6,
+    "heads": 8,
+    "kv_heads": 2,
+    "head_dim": 32,
+    "feedforward": 688,
+}
+# and the shape and number of the samples
+MODELS: dict[str, tuple[Callable, Callable, tuple[int, ...], int]] = {
     "MLP": (Mlp, partial(torch.ones, 1024, 2048), (2048,), 1024),
     "GPT": (
         partial(Decoder, vocabulary=4000, hidden=256, layers=6, heads=8, sequence=256),
@@ -116,7 +130,9 @@ def by_accelerate(make_model, make_batch, shape, samples) -> int:
     from accelerate.commands.estimate import estimate_training_usage
     from accelerate.utils import calculate_maximum_sizes
 
-    return int(max(estimate_training_usage(calculate_maximum_sizes(make_model())[0], "float32").values()))
+    return int(
+        max(estimate_training_usage(calculate_maximum_sizes(make_model())[0], "float32").values())
+    )
 
 
 PREDICTORS = {
@@ -128,13 +144,18 @@ PREDICTORS = {
 
 
 def predictions() -> None:
-    print("the peak of a step with AdamW, fp32, predicted, against the tensors of the step that is run")
+    print(
+        "the peak of a step with AdamW, fp32, predicted, against the tensors of the step that"
+        " is run"
+    )
     for name, (make_model, make_batch, shape, samples) in MODELS.items():
         tensors, allocator = real(make_model, make_batch)
         more = f"the allocator's peak {allocator:,}, {allocator / tensors - 1:+.2%}"
         print(f"\n{name}: {tensors:,} bytes; {more}")
         for peer, predict in PREDICTORS.items():
-            found = partial(run_prediction, predict, (make_model, make_batch, shape, samples), tensors)
+            found = partial(
+                run_prediction, predict, (make_model, make_batch, shape, samples), tensors
+            )
             print(f"{peer:>20}  {tried(found)}")
 
 
@@ -178,9 +199,18 @@ def plan_of_course(budget: int) -> Plan:
     room = budget - 8 * sum(p.numel() for p in make_decoder().parameters())
     ways = [{"checkpoint": "none"}, {"checkpoint": "selective"}, {"checkpoint": "layers"}]
     firsts = range(1, SIZES["layers"])
-    ways += [{"checkpoint": way, "first_blocks": count} for way in ("layers", "selective") for count in firsts]
-    ways += [{"checkpoint": "segments", "segments": count} for count in range(2, SIZES["layers"] + 1)]
-    ways += [{"checkpoint": "optimal", "schedule_bytes": int(room * share)} for share in (1.2, 1.1, 1.0, 0.9)]
+    ways += [
+        {"checkpoint": way, "first_blocks": count}
+        for way in ("layers", "selective")
+        for count in firsts
+    ]
+    ways += [
+        {"checkpoint": "segments", "segments": count} for count in range(2, SIZES["layers"] + 1)
+    ]
+    ways += [
+        {"checkpoint": "optimal", "schedule_bytes": int(room * share)}
+        for share in (1.2, 1.1, 1.0, 0.9)
+    ]
     recipes = [Recipe(optimizer="sgd", **way) for way in ways]
     best = fit(make_decoder, make_tokens, budget, recipes=recipes, progress=False)[0].recipe
     model, optimizer = build(make_decoder, best)
@@ -189,9 +219,13 @@ def plan_of_course(budget: int) -> Plan:
 
 
 def plan_of_ilp(budget: int) -> Plan:
-    """Per module a share of its activations to forget; within the module, the operators that its other ILP chooses."""
+    """Per module a share of its activations to forget; within the module, the operators that its
+    other ILP chooses."""
     from torch.distributed._tools.ilp_utils import parse_module_info
-    from torch.distributed._tools.sac_ilp import get_optimal_checkpointing_policy_per_module, sac_milp
+    from torch.distributed._tools.sac_ilp import (
+        get_optimal_checkpointing_policy_per_module,
+        sac_milp,
+    )
 
     info, estimator = statistics_of_ilp()
     shares, _, peak = sac_milp(parse_module_info(info), budget / 2**30)
@@ -204,12 +238,15 @@ def plan_of_ilp(budget: int) -> Plan:
         decisions = get_optimal_checkpointing_policy_per_module(found, 1 - share)
         kept = list(zip(found.func_names, decisions, strict=True))
         module = modules[name.removeprefix("Whole.")]
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=partial(contexts, kept))
+        module.forward = partial(
+            checkpoint, module.forward, use_reentrant=False, context_fn=partial(contexts, kept)
+        )
     return model, lambda: model(tokens).backward()
 
 
 def contexts(kept: list[tuple[str, int]]):
-    """For a checkpoint that keeps what the decisions say; they know no copy that only a view of it is seen of."""
+    """For a checkpoint that keeps what the decisions say; they know no copy that only a view of it
+    is seen of."""
     place = {False: 0, True: 0}
 
     def policy(ctx, op, *args, **kwargs):
@@ -241,12 +278,17 @@ def statistics_of_ilp():
 
 
 def milliseconds(func, args, kwargs):
-    """An operator's result, and its time at the laptop's rates: of its product, else of the bytes that it makes."""
+    """An operator's result, and its time at the laptop's rates: of its product, else of the bytes
+    that it makes."""
     out = func(*args, **(kwargs or {}))
     flops = flop_registry.get(func._overloadpacket)
     if flops is not None:
         return out, 1e3 * flops(*args, **(kwargs or {}), out_val=out) / RATES["laptop"].fp32_flops
-    made = 0 if func.is_view else sum(x.nbytes for x in tree_leaves(out) if isinstance(x, torch.Tensor))
+    made = (
+        0
+        if func.is_view
+        else sum(x.nbytes for x in tree_leaves(out) if isinstance(x, torch.Tensor))
+    )
     return out, 1e3 * made / 1e10
 
 
@@ -256,8 +298,12 @@ def plan_of_ckptplan(budget: int) -> Plan:
 
     model, tokens = make_decoder(), make_tokens()
     x = torch.randn(4, 256, SIZES["hidden"], requires_grad=True)
-    blocks = ckptplan.declare_blocks(model, [(f"layers.{i}", layer) for i, layer in enumerate(model.layers)])
-    profiles = ckptplan.profile_blocks(blocks, (x,), device="cpu", dtype=torch.float32, num_warmup=1, num_trials=2)
+    blocks = ckptplan.declare_blocks(
+        model, [(f"layers.{i}", layer) for i, layer in enumerate(model.layers)]
+    )
+    profiles = ckptplan.profile_blocks(
+        blocks, (x,), device="cpu", dtype=torch.float32, num_warmup=1, num_trials=2
+    )
     kept = [saved_tensors(layer, x).total_bytes for layer in model.layers]
     profiles = [
         dataclasses.replace(
@@ -284,12 +330,19 @@ def plan_of_ckptplan(budget: int) -> Plan:
     return model, lambda: model.loss(tokens).backward()
 
 
-PLANNERS = {"course_lib.budget": plan_of_course, "PyTorch SAC ILP": plan_of_ilp, "ckptplan": plan_of_ckptplan}
+PLANNERS = {
+    "course_lib.budget": plan_of_course,
+    "PyTorch SAC ILP": plan_of_ilp,
+    "ckptplan": plan_of_ckptplan,
+}
 
 
 def plans() -> None:
     plain = estimate(make_decoder, make_tokens, SGD)
-    print(f"\ncheckpoints of a decoder with 8 layers, SGD; plain {plain.peak_bytes:,} bytes, {plain.flops:,} FLOPs")
+    print(
+        f"\ncheckpoints of a decoder with 8 layers, SGD; plain {plain.peak_bytes:,} bytes,"
+        f" {plain.flops:,} FLOPs"
+    )
     logging.disable(logging.ERROR)  # the ILP says in red what is said here in a line
     for share in (0.8, 0.6, 0.4, 0.3):
         budget = int(share * plain.peak_bytes)

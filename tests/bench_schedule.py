@@ -1,7 +1,8 @@
-"""Solver times: `optimal` beside a plain NumPy dynamic program over the same bytes, and `binomial` for a long chain.
+"""Solver times: `optimal` beside a plain NumPy dynamic program over the same bytes, and `binomial`
+for a long chain.
 
-Run as a script: `python tests/bench_schedule.py`. Ratios of times taken in one run, in turns, carry over to other
-machines; costs are exact.
+Run as a script: `python tests/bench_schedule.py`. Ratios of times taken in one run, in turns, carry
+over to other machines; costs are exact.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def uneven_chain(length: int) -> Chain:
     stages = []
     for _ in range(length):
         output = draw.randint(1, 3)
-        stages.append(Stage(draw.randint(1, 9), draw.randint(1, 9), output, output + draw.randint(1, 5)))
+        stages.append(
+            Stage(draw.randint(1, 9), draw.randint(1, 9), output, output + draw.randint(1, 5))
+        )
     return Chain(tuple(stages), 2)
 
 
@@ -46,7 +49,9 @@ def plain_dynamic_program(chain: Chain, budget: int) -> float:
                 best[needed:] = cost[s + 1, t, needed - saved : units + 1 - saved] + own
             passing = 0
             for e in range(s + 1, t + 1):
-                passing = max(passing, stages[e - 1].saved_bytes + (value[e - 1] if e - 1 > s else 0))
+                passing = max(
+                    passing, stages[e - 1].saved_bytes + (value[e - 1] if e - 1 > s else 0)
+                )
                 low = max(value[e], gradient + passing)
                 if low <= units:
                     split = cost[e, t, low - value[e] : units + 1 - value[e]] + cost[s, e - 1, low:]
@@ -55,7 +60,8 @@ def plain_dynamic_program(chain: Chain, budget: int) -> float:
 
 
 def revolve_steps(length: int, slots: int) -> int:
-    """How many stages the `checkpoint-schedules` package runs forward, adjoint preparation included."""
+    """How many stages the `checkpoint-schedules` package runs forward, adjoint preparation
+    included."""
     import checkpoint_schedules as peer
 
     steps = 0
@@ -89,18 +95,26 @@ def main() -> None:
         same = simulate(ours[0][1], chain).time == plain[0][1]
         seconds = [min(taken for taken, _ in arm) for arm in (ours, plain)]
         ratio = seconds[1] / seconds[0]
-        verdict = "" if length < 200 else f"  bar {RATIO_BAR}: {'met' if ratio >= RATIO_BAR else 'MISSED'}"
+        verdict = (
+            ""
+            if length < 200
+            else f"  bar {RATIO_BAR}: {'met' if ratio >= RATIO_BAR else 'MISSED'}"
+        )
         print(f"{length:6} {seconds[0]:8.3f} s {seconds[1]:8.3f} s {ratio:6.2f}  {same}{verdict}")
     seconds, steps = timed(lambda: len(binomial(100_000, 300)))
     verdict = "met" if seconds <= BINOMIAL_BAR else "MISSED"
-    print(f"binomial(100000, 300): {steps} actions in {seconds:.3f} s  bar {BINOMIAL_BAR} s: {verdict}")
+    print(
+        f"binomial(100000, 300): {steps} actions in {seconds:.3f} s  bar {BINOMIAL_BAR} s:"
+        f" {verdict}"
+    )
     ours = min(timed(binomial_steps, 1000, 32) for _ in range(ROUNDS))
     peer = timed(revolve_steps, 1000, 32)
     ratio = peer[0] / ours[0]
     verdict = "met" if ratio >= REVOLVE_BAR and ours[1] == peer[1] else "MISSED"
     print(
-        f"forward steps, 1000 stages, 32 slots: {ours[1]} in {ours[0]:.4f} s; checkpoint-schedules' Revolve: {peer[1]} "
-        f"in {peer[0]:.2f} s; ratio {ratio:.0f}  bar {REVOLVE_BAR:.0f}: {verdict}"
+        f"forward steps, 1000 stages, 32 slots: {ours[1]} in {ours[0]:.4f} s; checkpoint-schedules'"
+        f" Revolve: {peer[1]} in {peer[0]:.2f} s; ratio {ratio:.0f}  bar {REVOLVE_BAR:.0f}:"
+        f" {verdict}"
     )
 
 

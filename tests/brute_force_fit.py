@@ -1,11 +1,13 @@
-"""Whether `fit` finds the cheapest recipe that fits: twelve small models, many budgets, three sets of rates.
+"""Whether `fit` finds the cheapest recipe that fits: twelve small models, many budgets, three sets
+of rates.
 
     PYTHONPATH=. python tests/brute_force_fit.py [name ...]
 
-Each search is compared with a grid of at most 300 recipes, all estimated. A difference is a recipe of the grid that
-fits and costs less than the first that `fit` lists, or that fits where `fit` finds none. The budgets are the peaks of
-the grid's recipes that are cheaper than all that take less. Estimates are made once for all budgets and rates. Two of
-the models are a part of `make test`; all take some minutes on one core.
+Each search is compared with a grid of at most 300 recipes, all estimated. A difference is a recipe
+of the grid that fits and costs less than the first that `fit` lists, or that fits where `fit` finds
+none. The budgets are the peaks of the grid's recipes that are cheaper than all that take less.
+Estimates are made once for all budgets and rates. Two of the models are a part of `make test`; all
+take some minutes on one core.
 """
 
 from __future__ import annotations
@@ -35,8 +37,13 @@ from course_lib.models import Decoder, deep_mlp, random_tokens
 
 MOST = 300  # recipes in a grid
 PAGES = (Recipe.page_bytes, 1 << 14, 1 << 11)
-# FLOPs dear, links dear, and neither: with a file below they add up, with the host below the longest counts.
-RATES = (Rates(1e9, 2e9, 1e8), Rates(1e9, 2e9, 1e6, host_bytes=1e9), Rates(1e10, 2e10, 1e9, host_bytes=1e10))
+# FLOPs dear, links dear, and neither: with a file below they add up, with the host below the
+# longest counts.
+RATES = (
+    Rates(1e9, 2e9, 1e8),
+    Rates(1e9, 2e9, 1e6, host_bytes=1e9),
+    Rates(1e10, 2e10, 1e9, host_bytes=1e10),
+)
 
 
 @dataclass
@@ -64,7 +71,9 @@ class Chain(nn.Module):
 
     def __init__(self, widths: list[int]):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, w), nn.GELU(), nn.Linear(w, 16)) for w in widths)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, w), nn.GELU(), nn.Linear(w, 16)) for w in widths
+        )
 
     def loss_sum(self, batch):
         x = batch
@@ -80,7 +89,10 @@ class Convolutions(nn.Module):
         super().__init__()
         widths = (3, 8, 16, 32)
         self.stages = nn.Sequential(
-            *(nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in pairwise(widths))
+            *(
+                nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.BatchNorm2d(b), nn.ReLU())
+                for a, b in pairwise(widths)
+            )
         )
         self.head = nn.Linear(32, 10)
 
@@ -90,7 +102,8 @@ class Convolutions(nn.Module):
 
 
 class Wide(nn.Module):
-    """A large embedding, of which most is not used and one part never gets a gradient, before small blocks."""
+    """A large embedding, of which most is not used and one part never gets a gradient, before small
+    blocks."""
 
     def __init__(self):
         super().__init__()
@@ -154,23 +167,55 @@ class Case:
 
 CASES = {
     "chain": Case(partial(Chain, [32] * 7), partial(torch.randn, 6, 32, 16)),
-    "uneven chain": Case(partial(Chain, [16, 256, 16, 64]), partial(torch.randn, 4, 24, 16), tier="host"),
+    "uneven chain": Case(
+        partial(Chain, [16, 256, 16, 64]), partial(torch.randn, 4, 24, 16), tier="host"
+    ),
     "table": Case(Wide, lambda: torch.zeros(4, 10, dtype=torch.long), Recipe(min_bytes=500)),
-    "MLP": Case(partial(deep_mlp, 5, 48), partial(torch.randn, 40, 48), options={"loss_sum": squares}),
-    "convolutions": Case(Convolutions, partial(torch.randn, 8, 3, 16, 16), Recipe("fp32", "momentum", min_bytes=2000)),
+    "MLP": Case(
+        partial(deep_mlp, 5, 48), partial(torch.randn, 40, 48), options={"loss_sum": squares}
+    ),
+    "convolutions": Case(
+        Convolutions, partial(torch.randn, 8, 3, 16, 16), Recipe("fp32", "momentum", min_bytes=2000)
+    ),
     "decoder": Case(partial(Decoder, layers=4, **DECODER), partial(random_tokens, 4, 24, 199)),
-    "deep decoder": Case(partial(Decoder, layers=9, **DECODER), partial(random_tokens, 4, 24, 199),
-                         Recipe("bf16", min_bytes=2000), "host"),
-    "flat decoder": Case(partial(Decoder, layers=2, **{**DECODER, "sequence": 96}), partial(random_tokens, 3, 96, 199),
-                         Recipe(optimizer="sgd", min_bytes=4000)),
+    "deep decoder": Case(
+        partial(Decoder, layers=9, **DECODER),
+        partial(random_tokens, 4, 24, 199),
+        Recipe("bf16", min_bytes=2000),
+        "host",
+    ),
+    "flat decoder": Case(
+        partial(Decoder, layers=2, **{**DECODER, "sequence": 96}),
+        partial(random_tokens, 3, 96, 199),
+        Recipe(optimizer="sgd", min_bytes=4000),
+    ),
     "encoder": Case(Encoder, partial(torch.randn, 6, 20, 32), Recipe(min_bytes=3000), "host"),
-    "GPT-2": Case(partial(hugging_face, "GPT2LMHeadModel", vocab_size=97, n_embd=32, n_layer=3, n_head=2,
-                          n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), partial(labelled, 4, 24)),
-    "Llama": Case(partial(hugging_face, "LlamaForCausalLM", **SIZES), partial(labelled, 4, 24),
-                  Recipe(optimizer="adafactor", min_bytes=2000)),
-    "BART": Case(partial(hugging_face, "BartForConditionalGeneration", dropout=0.0, **BART), partial(labelled, 4, 24),
-                 options={"blocks": ("model.encoder.layers.*", "model.decoder.layers.*")}),
-}  # fmt: skip
+    "GPT-2": Case(
+        partial(
+            hugging_face,
+            "GPT2LMHeadModel",
+            vocab_size=97,
+            n_embd=32,
+            n_layer=3,
+            n_head=2,
+            n_positions=32,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        ),
+        partial(labelled, 4, 24),
+    ),
+    "Llama": Case(
+        partial(hugging_face, "LlamaForCausalLM", **SIZES),
+        partial(labelled, 4, 24),
+        Recipe(optimizer="adafactor", min_bytes=2000),
+    ),
+    "BART": Case(
+        partial(hugging_face, "BartForConditionalGeneration", dropout=0.0, **BART),
+        partial(labelled, 4, 24),
+        options={"blocks": ("model.encoder.layers.*", "model.decoder.layers.*")},
+    ),
+}
 
 
 # ---- the grid, written down without the search
@@ -195,14 +240,26 @@ def grid(known: Known, seed: int) -> list[Recipe]:
     if layers:
         keeps += [{"checkpoint": name, "blocks": blocks} for name in ("selective", "layers")]
         keeps += [{"checkpoint": "layers", "blocks": blocks, "offload_activations": True}]
-        keeps += [{"checkpoint": "layers", "blocks": blocks, "first_blocks": n} for n in range(1, layers)]
-        keeps += [{"checkpoint": "segments", "blocks": blocks, "segments": n} for n in {2, layers} - {1}]
-        keeps += [{"checkpoint": "optimal", "blocks": blocks, "schedule_bytes": n} for n in schedules(known)]
+        keeps += [
+            {"checkpoint": "layers", "blocks": blocks, "first_blocks": n} for n in range(1, layers)
+        ]
+        keeps += [
+            {"checkpoint": "segments", "blocks": blocks, "segments": n} for n in {2, layers} - {1}
+        ]
+        keeps += [
+            {"checkpoint": "optimal", "blocks": blocks, "schedule_bytes": n}
+            for n in schedules(known)
+        ]
     every = []
     for attention, chunk, inside, fraction, keep in product(
         ("standard", "flash"), (None, known.chunks[-1]), (False, True), known.fractions, keeps
     ):
-        techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, "offload_optimizer": fraction}
+        techniques = {
+            "attention": attention,
+            "head_chunk": chunk,
+            "in_backward": inside,
+            "offload_optimizer": fraction,
+        }
         recipe = replace(known.base, **techniques, **keep)
         downs = known.doublings(recipe) if recipe.offload_activations else known.pieces_for(recipe)
         pages = facts.PAGES if recipe.has_pages and not inside else facts.PAGES[:1]
@@ -245,7 +302,8 @@ def estimated(known: Known, most: int = MOST, seed: int = 0) -> list[Estimate]:
 
 
 def frontier(estimates: Iterable[Estimate], rates: Rates) -> list[int]:
-    """The peaks of those that are cheaper than all that take less: there a search can lose the most."""
+    """The peaks of those that are cheaper than all that take less: there a search can lose the
+    most."""
     peaks, cheapest = [], math.inf
     for e in sorted(estimates, key=lambda e: (e.peak_bytes, rates.seconds(e))):
         if rates.seconds(e) < cheapest:

@@ -1,4 +1,5 @@
-"""What all tests share: GPU tests are skipped, and say so, where there is no GPU; editions are built once."""
+"""What all tests share: GPU tests are skipped, and say so, where there is no GPU; editions are
+built once."""
 
 import gc
 import os
@@ -10,9 +11,11 @@ from editions import built_once, take_network
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
-# The notebooks' outputs are stored with the default language; nbval's kernels inherit this environment.
+# The notebooks' outputs are stored with the default language; nbval's kernels inherit this
+# environment.
 os.environ.pop("COURSE_LANG", None)
-os.environ["COURSE_LABELS"] = "strict"  # a label that is shown without Chinese is an error, as in notebooks/build.py
+# a label that is shown without Chinese is an error, as in notebooks/build.py
+os.environ["COURSE_LABELS"] = "strict"
 
 # Two workers with a thread for every core each would wait for one another most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,12 +47,16 @@ def pytest_runtest_setup(item):
 def pytest_xdist_auto_num_workers():
     """For `-n auto`, as `make gpu-tests` has it: each worker may take some 5 GB of the GPU."""
     if torch.cuda.is_available():
-        return max(1, min(8, os.cpu_count(), torch.cuda.get_device_properties(0).total_memory // (5 * 10**9)))
+        return max(
+            1,
+            min(8, os.cpu_count(), torch.cuda.get_device_properties(0).total_memory // (5 * 10**9)),
+        )
 
 
 @pytest.fixture(scope="session")
 def built_site(tmp_path_factory):
-    """The website's folder, built where there is no network; Sphinx's warnings stand in `warnings` beside it."""
+    """The website's folder, built where there is no network; Sphinx's warnings stand in `warnings`
+    beside it."""
     from course_lib.teaching.editions import site
 
     def build(folder):
@@ -88,7 +95,8 @@ def fresh(monkeypatch):
 
 @pytest.fixture(scope="module")
 def little_to_collect():
-    """The collector leaves alone what other modules have made: it would look through all of it again and again."""
+    """The collector leaves alone what other modules have made: it would look through all of it
+    again and again."""
     gc.collect()
     gc.freeze()
     yield

@@ -1,4 +1,5 @@
-"""What the editions' tests share: lessons with their scripts, errors, editions that are built once for all workers."""
+"""What the editions' tests share: lessons with their scripts, errors, editions that are built once
+for all workers."""
 
 import fcntl
 import os
@@ -13,7 +14,9 @@ def write_lesson(folder, name, content):
     (folder / "scripts").mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.ipynb").write_text(content, encoding="utf-8")
     if content.startswith('{\n "cells"'):
-        jupytext.write(jupytext.reads(content, "ipynb"), folder / "scripts" / f"{name}.py", fmt="py:percent")
+        jupytext.write(
+            jupytext.reads(content, "ipynb"), folder / "scripts" / f"{name}.py", fmt="py:percent"
+        )
 
 
 def snapshot(folder):
@@ -22,12 +25,16 @@ def snapshot(folder):
 
 
 def failure(edition, notebooks, output, capsys):
-    """The one sentence with which an edition's command line gives up; what was beside the output is still there."""
-    from course_lib.teaching.editions.cells import run_edition  # not there on a GPU machine, whose tests load this file
+    """The one sentence with which an edition's command line gives up; what was beside the output is
+    still there."""
+    # not there on a GPU machine, whose tests load this file
+    from course_lib.teaching.editions.cells import run_edition
 
     before = snapshot(output.parent)
     with pytest.raises(SystemExit) as stopped:
-        run_edition(edition.build, "edition", "", ["--notebooks", str(notebooks), "--output", str(output)])
+        run_edition(
+            edition.build, "edition", "", ["--notebooks", str(notebooks), "--output", str(output)]
+        )
     assert snapshot(output.parent) == before
     printed = capsys.readouterr()
     sentence = str(stopped.value.code)
@@ -37,7 +44,8 @@ def failure(edition, notebooks, output, capsys):
 
 
 def built_once(tmp_path_factory, name, build):
-    """The folder that `build(folder)` writes, by the first worker that asks for it; the others wait."""
+    """The folder that `build(folder)` writes, by the first worker that asks for it; the others
+    wait."""
     base = tmp_path_factory.getbasetemp()
     if os.environ.get("PYTEST_XDIST_WORKER"):
         base = base.parent  # one folder for all workers of this run

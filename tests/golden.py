@@ -1,11 +1,12 @@
-"""What estimates and searches gave when this file's table was written, so that a change behind them is seen.
+"""What estimates and searches gave when this file's table was written, so that a change behind them
+is seen.
 
     PYTHONPATH=. python tests/golden.py           # compare all; about five minutes of one core
     PYTHONPATH=. python tests/golden.py --write   # write them anew: the diff says which cases moved
 
-The cases are the models of `brute_force_fit`, each by recipes that hold every pair of levers, and ranks; and a search
-of each model. An estimate is compared as `estimate` makes it, and as a search composes it. `make test` compares a
-sample of them.
+The cases are the models of `brute_force_fit`, each by recipes that hold every pair of levers, and
+ranks; and a search of each model. An estimate is compared as `estimate` makes it, and as a search
+composes it. `make test` compares a sample of them.
 """
 
 from __future__ import annotations
@@ -70,9 +71,12 @@ MIN_BYTES, SCHEDULE = 1000, 1.25  # small activations go down; of the least byte
 
 
 def rows(levers: dict[str, tuple], valid: Callable[[dict], bool], seed: int) -> list[dict]:
-    """Rows that hold every pair of two levers' values that goes together, some pairs more than once."""
+    """Rows that hold every pair of two levers' values that goes together, some pairs more than
+    once."""
     draw, found = random.Random(seed), []
-    candidates = [{name: draw.choice(values) for name, values in levers.items()} for _ in range(4000)]
+    candidates = [
+        {name: draw.choice(values) for name, values in levers.items()} for _ in range(4000)
+    ]
     candidates = list(filter(valid, candidates))
     todo = set().union(*map(pairs, candidates))
     while todo:
@@ -115,12 +119,17 @@ def cases() -> Iterator[tuple[str, str, Recipe]]:
         levers = OF_RANKS if name == "ranks" else levers
         plain = {lever: values[0] for lever, values in levers.items()}
         refused = set()
-        for lever, value in ((lever, value) for lever, values in levers.items() for value in values):
+        for lever, value in (
+            (lever, value) for lever, values in levers.items() for value in values
+        ):
             row = plain | {lever: value}
             if goes_together(row) and not runs(name, row, recipe_of(row, blocks)):
                 refused.add((lever, value))
                 yield name, row["tier"], recipe_of(row, blocks)
-        levers = {lever: tuple(v for v in values if (lever, v) not in refused) for lever, values in levers.items()}
+        levers = {
+            lever: tuple(v for v in values if (lever, v) not in refused)
+            for lever, values in levers.items()
+        }
         for row in rows(levers, goes_together, number):
             recipe = recipe_of(row, blocks)
             if recipe.checkpoint == "optimal":

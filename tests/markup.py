@@ -1,4 +1,5 @@
-"""What a screen reader cannot say of an output's HTML: pictures without words, Chinese that is not marked as such."""
+"""What a screen reader cannot say of an output's HTML: pictures without words, Chinese that is not
+marked as such."""
 
 import re
 from html.parser import HTMLParser
@@ -14,12 +15,16 @@ class _Reader(HTMLParser):
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
         if tag == "img" and not self._says(attrs.get("alt") or "", self.languages[-1][1]):
-            self.problems.append(f"a picture without an alt text in its language: {attrs.get('alt')!r}")
+            self.problems.append(
+                f"a picture without an alt text in its language: {attrs.get('alt')!r}"
+            )
         if tag not in ("img", "input", "br", "hr"):  # those have no end
             self.languages.append((tag, attrs.get("lang", self.languages[-1][1])))
 
     def _says(self, words, language):
-        return {"en": not _HAN.search(words), "zh": bool(_HAN.search(words))}.get(language, False) and words != ""
+        return {"en": not _HAN.search(words), "zh": bool(_HAN.search(words))}.get(
+            language, False
+        ) and words != ""
 
     def handle_endtag(self, tag):
         while self.languages.pop()[0] != tag:

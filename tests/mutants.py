@@ -1,4 +1,5 @@
-"""Mutants: the lessons' solutions with one slip of the hand each, and what their checks say of them."""
+"""Mutants: the lessons' solutions with one slip of the hand each, and what their checks say of
+them."""
 
 import ast
 import builtins
@@ -22,20 +23,41 @@ from course_lib import lessons
 from course_lib.teaching.editions.cells import unguarded
 
 SCRIPTS = Path(__file__).parents[1] / "notebooks" / "scripts"
-BINARY = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
+BINARY = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+}
 BINARY |= {ast.Pow: ast.Mult, ast.MatMult: ast.Mult, ast.BitOr: ast.BitAnd}
-COMPARISON = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+COMPARISON = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+}
 COMPARISON |= {ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}
-OTHERS = {"min": "max", "max": "min", "amax": "amin", "maximum": "minimum", "no_grad": "enable_grad"}
+OTHERS = {
+    "min": "max",
+    "max": "min",
+    "amax": "amin",
+    "maximum": "minimum",
+    "no_grad": "enable_grad",
+}
 EITHER_WAY = {"min", "max", "torch.maximum", "torch.minimum"}  # whose arguments may be exchanged
-# Kernels need Triton's interpreter, which the lesson turns on in a process of its own, before it imports Triton.
+# Kernels need Triton's interpreter, which the lesson turns on in a process of its own, before it
+# imports Triton.
 ELSEWHERE = {"06.kernel"}
 OTHERS |= {"enable_grad": "no_grad", "any": "all", "all": "any"}
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A solution of a lesson's script: its check's name, such as "02.checkpoint", its code, and what it needs above."""
+    """A solution of a lesson's script: its check's name, such as "02.checkpoint", its code, and
+    what it needs above."""
 
     name: str
     source: str  # as it stands in the script, with its guard
@@ -48,14 +70,19 @@ class Solution:
         return unguarded(self.source)
 
 
-# Solutions ------------------------------------------------------------------------------------------------------------
+# Solutions
+# --------------------------------------------------------------------------------------------------
 
 
 @cache
 def solutions(number: str) -> tuple[Solution, ...]:
     """The solutions of a lesson, in the order of its script."""
     (script,) = SCRIPTS.glob(f"{number}_*.py")
-    code = [cell.source for cell in jupytext.read(script, fmt="py:percent").cells if cell.cell_type == "code"]
+    code = [
+        cell.source
+        for cell in jupytext.read(script, fmt="py:percent").cells
+        if cell.cell_type == "code"
+    ]
     found = []
     for place, source in enumerate(code):
         if "### BEGIN SOLUTION" in source:
@@ -68,7 +95,9 @@ def solutions(number: str) -> tuple[Solution, ...]:
 def bound_by(source: str) -> frozenset[str]:
     """Names that a cell makes for those below it."""
     top = symtable.symtable(source, "cell", "exec")
-    return frozenset(each.get_name() for each in top.get_symbols() if each.is_assigned() or each.is_imported())
+    return frozenset(
+        each.get_name() for each in top.get_symbols() if each.is_assigned() or each.is_imported()
+    )
 
 
 def _read_by(source: str) -> set[str]:
@@ -81,7 +110,11 @@ def _read_by(source: str) -> set[str]:
         for inner in table.get_children():
             yield from names(inner)
 
-    return set(names(symtable.symtable(source, "cell", "exec"))) - bound_by(source) - set(vars(builtins))
+    return (
+        set(names(symtable.symtable(source, "cell", "exec")))
+        - bound_by(source)
+        - set(vars(builtins))
+    )
 
 
 def _needed(source: str, before: list[str]) -> tuple[str, ...]:
@@ -94,7 +127,8 @@ def _needed(source: str, before: list[str]) -> tuple[str, ...]:
     return tuple(reversed(kept))
 
 
-# Mutants --------------------------------------------------------------------------------------------------------------
+# Mutants
+# --------------------------------------------------------------------------------------------------
 
 
 def mutants(source: str) -> dict[str, str]:
@@ -111,9 +145,13 @@ def mutants(source: str) -> dict[str, str]:
                 continue
             if isinstance(node, ast.Constant) or said in made:
                 said = f"{said} in `{statement}`"
-            made[next(name for n in range(1, 99) if (name := said if n == 1 else f"{said} ({n})") not in made)] = (
-                changed
-            )
+            made[
+                next(
+                    name
+                    for n in range(1, 99)
+                    if (name := said if n == 1 else f"{said} ({n})") not in made
+                )
+            ] = changed
     return made
 
 
@@ -130,7 +168,8 @@ Change = Callable[[ast.AST, ast.AST], None]
 
 
 def _changes(node: ast.AST, source: str) -> Iterator[tuple[str, Change]]:
-    """The slips that can be made at a node: what they are called, and what makes them in a copy of the tree."""
+    """The slips that can be made at a node: what they are called, and what makes them in a copy of
+    the tree."""
     shown = ast.unparse(node) if hasattr(node, "lineno") else ""
     with_graphs = any(word in source for word in ("gradient", "checkpoint", "hooks"))
 
@@ -143,18 +182,27 @@ def _changes(node: ast.AST, source: str) -> Iterator[tuple[str, Change]]:
         case ast.Expr() if _is_check(node):
             return
         case ast.With():
-            yield f"without `{shown.splitlines()[0]}`", lambda tree, twin: _replace(tree, twin, twin.body)
+            yield (
+                f"without `{shown.splitlines()[0]}`",
+                lambda tree, twin: _replace(tree, twin, twin.body),
+            )
         case ast.FunctionDef() | ast.ClassDef() | ast.Import() | ast.ImportFrom() | ast.Pass():
             return
         case ast.stmt():
-            yield f"without `{shown.splitlines()[0]}`", lambda tree, twin: _replace(tree, twin, [ast.Pass()])
+            yield (
+                f"without `{shown.splitlines()[0]}`",
+                lambda tree, twin: _replace(tree, twin, [ast.Pass()]),
+            )
     match node:
         case ast.BinOp() | ast.AugAssign() if type(node.op) in BINARY:
             yield said(lambda twin: setattr(twin, "op", BINARY[type(twin.op)]()))
         case ast.Compare() if type(node.ops[0]) in COMPARISON:
             yield said(lambda twin: twin.ops.__setitem__(0, COMPARISON[type(twin.ops[0])]()))
         case ast.UnaryOp(op=ast.USub() | ast.Not()):
-            yield f"{shown} → {ast.unparse(node.operand)}", lambda tree, twin: _replace(tree, twin, twin.operand)
+            yield (
+                f"{shown} → {ast.unparse(node.operand)}",
+                lambda tree, twin: _replace(tree, twin, twin.operand),
+            )
         case ast.Constant(value=bool()):
             yield said(lambda twin: setattr(twin, "value", not twin.value))
         case ast.Constant(value=float()):
@@ -171,15 +219,27 @@ def _changes(node: ast.AST, source: str) -> Iterator[tuple[str, Change]]:
         case ast.Slice():
             for end in ("lower", "upper"):
                 if getattr(node, end) is not None:
-                    yield f"[{shown}] without its {end} end", lambda tree, twin, end=end: setattr(twin, end, None)
+                    yield (
+                        f"[{shown}] without its {end} end",
+                        lambda tree, twin, end=end: setattr(twin, end, None),
+                    )
         case ast.Call() if not _is_check(node):
             for i in range(len(node.args) - 1) if ast.unparse(node.func) not in EITHER_WAY else ():
-                yield said(lambda twin, i=i: twin.args.__setitem__(slice(i, i + 2), twin.args[i : i + 2][::-1]))
-            for i in (i for i, each in enumerate(node.args) if with_graphs and isinstance(each, ast.Name)):
+                yield said(
+                    lambda twin, i=i: twin.args.__setitem__(
+                        slice(i, i + 2), twin.args[i : i + 2][::-1]
+                    )
+                )
+            for i in (
+                i for i, each in enumerate(node.args) if with_graphs and isinstance(each, ast.Name)
+            ):
                 yield said(lambda twin, i=i: twin.args.__setitem__(i, _detached(twin.args[i])))
             if isinstance(node.func, ast.Attribute) and not node.args and not node.keywords:
                 target = ast.unparse(node.func.value)
-                yield f"{shown} → {target}", lambda tree, twin: _replace(tree, twin, twin.func.value)
+                yield (
+                    f"{shown} → {target}",
+                    lambda tree, twin: _replace(tree, twin, twin.func.value),
+                )
 
 
 def _detached(node: ast.expr) -> ast.expr:
@@ -202,7 +262,8 @@ def _replace(tree: ast.AST, old: ast.AST, new: ast.AST | list[ast.AST]) -> None:
                 value[place : place + 1] = new if isinstance(new, list) else [new]
 
 
-# Running them ---------------------------------------------------------------------------------------------------------
+# Running them
+# --------------------------------------------------------------------------------------------------
 
 
 class Endless(BaseException):
@@ -232,7 +293,8 @@ Accepted = tuple[object] | None
 def accepted(
     name: str, source: str, names: dict[str, object], known: Accepted = None, seconds: float = 2.0
 ) -> Accepted:
-    """The answer that this code gives to its check, if it is accepted; code that fails, or does not end, has none.
+    """The answer that this code gives to its check, if it is accepted; code that fails, or does not
+    end, has none.
 
     Args:
         names: what the cells above have made; it stays as it is.
@@ -271,7 +333,8 @@ def _same(one: object, other: object) -> bool:
 
 @dataclass(frozen=True)
 class Findings:
-    """What became of an exercise's mutants: how many there are, how many give the same answer, and what passed."""
+    """What became of an exercise's mutants: how many there are, how many give the same answer, and
+    what passed."""
 
     made: dict[str, str]
     tried: frozenset[str]
@@ -283,7 +346,8 @@ def findings(number: str, sampled: Mapping[str, int]) -> dict[str, Findings]:
     """For each exercise of a lesson, its mutants against its check.
 
     Args:
-        sampled: exercise -> how many of its mutants are tried; they are drawn with the same seed every time.
+        sampled: exercise -> how many of its mutants are tried; they are drawn with the same seed
+            every time.
 
     Raises:
         AssertionError: the solution itself is not accepted.
@@ -299,9 +363,13 @@ def findings(number: str, sampled: Mapping[str, int]) -> dict[str, Findings]:
         right = accepted(each.name, each.plain, names, seconds=60)
         assert right is not None, f"the solution of {each.name} is not accepted"
         made = mutants(each.plain)
-        tried = random.Random(0).sample(sorted(made), min(len(made), sampled.get(each.name, len(made))))
+        tried = random.Random(0).sample(
+            sorted(made), min(len(made), sampled.get(each.name, len(made)))
+        )
         answers = {said: accepted(each.name, made[said], names, known=right) for said in tried}
-        passed = frozenset(said for said, answer in answers.items() if answer is not None and answer is not right)
+        passed = frozenset(
+            said for said, answer in answers.items() if answer is not None and answer is not right
+        )
         same = sum(answer is right for answer in answers.values())
         found[each.name] = Findings(made, frozenset(tried), same, passed)
     return found

@@ -14,10 +14,16 @@ def up(size, step):
 
 
 class ObviousAllocator:
-    """`segments` is a list of (pool, runs); a run is [bytes, who holds it or FREE, whether memory is behind it]."""
+    """`segments` is a list of (pool, runs); a run is [bytes, who holds it or FREE, whether memory
+    is behind it]."""
 
     def __init__(self, capacity, unsplit=float("inf"), rounding=20 * MIB, expandable=False):
-        self.capacity, self.unsplit, self.rounding, self.expandable = capacity, unsplit, rounding, expandable
+        self.capacity, self.unsplit, self.rounding, self.expandable = (
+            capacity,
+            unsplit,
+            rounding,
+            expandable,
+        )
         self.segments, self.requested = [], {}
 
     def allocate(self, name, requested):
@@ -42,14 +48,22 @@ class ObviousAllocator:
 
     def empty_cache(self):
         if not self.expandable:
-            self.segments = [(pool, runs) for pool, runs in self.segments if len(runs) > 1 or runs[0][1] is not FREE]
+            self.segments = [
+                (pool, runs)
+                for pool, runs in self.segments
+                if len(runs) > 1 or runs[0][1] is not FREE
+            ]
             return True
         for pool, runs in self.segments:
             page, at, pieces = self.page(pool), 0, []
             for size, holder, mapped in runs:
                 first, last = up(at, page), (at + size) // page * page
                 if holder is FREE and mapped and first < last:
-                    pieces += [[first - at, FREE, True], [last - first, FREE, False], [at + size - last, FREE, True]]
+                    pieces += [
+                        [first - at, FREE, True],
+                        [last - first, FREE, False],
+                        [at + size - last, FREE, True],
+                    ]
                 else:
                     pieces.append([size, holder, mapped])
                 at += size
@@ -61,7 +75,11 @@ class ObviousAllocator:
     def release_oversize(self, pool, size):
         if self.unsplit == float("inf") or self.expandable:
             return False
-        idle = [segment for segment in self.segments if segment[0] == pool and [run[1] for run in segment[1]] == [FREE]]
+        idle = [
+            segment
+            for segment in self.segments
+            if segment[0] == pool and [run[1] for run in segment[1]] == [FREE]
+        ]
         idle = sorted((s for s in idle if s[1][0][0] >= self.unsplit), key=lambda s: s[1][0][0])
         wanted = max(size, self.unsplit)
         chosen = next(([segment] for segment in idle if segment[1][0][0] >= wanted), None)
@@ -70,7 +88,9 @@ class ObviousAllocator:
             while idle and together < wanted:
                 chosen.append(idle.pop())
                 together += chosen[-1][1][0][0]
-        self.segments = [segment for segment in self.segments if not any(segment is other for other in chosen)]
+        self.segments = [
+            segment for segment in self.segments if not any(segment is other for other in chosen)
+        ]
         return sum(runs[0][0] for _, runs in chosen) >= wanted
 
     # ---- where a block goes
@@ -143,9 +163,14 @@ class ObviousAllocator:
     def hand_out(self, runs, index, size, name):
         rest = runs[index][0] - size
         split = rest >= 512
-        if runs in [runs for pool, runs in self.segments if pool == "large"] and not self.expandable:
+        if (
+            runs in [runs for pool, runs in self.segments if pool == "large"]
+            and not self.expandable
+        ):
             split = rest > MIB and size < self.unsplit
-        runs[index : index + 1] = [[size, name, True], [rest, FREE, True]] if split else [[size + rest, name, True]]
+        runs[index : index + 1] = (
+            [[size, name, True], [rest, FREE, True]] if split else [[size + rest, name, True]]
+        )
 
     def join(self):
         for _, runs in self.segments:
@@ -172,12 +197,17 @@ class ObviousAllocator:
 
     def figures(self):
         """Those of `memory_stats` that can be seen by looking."""
-        found = {"num_blocks": len(self.requested), "requested_bytes.all.current": sum(self.requested.values())}
+        found = {
+            "num_blocks": len(self.requested),
+            "requested_bytes.all.current": sum(self.requested.values()),
+        }
         idle = []
         for pool, name in ((None, "all"), ("small", "small_pool"), ("large", "large_pool")):
             found[f"reserved_bytes.{name}.current"] = self.total(pool=pool)
             found[f"allocated_bytes.{name}.current"] = self.total(held=True, pool=pool)
-            segments = [runs for of, runs in self.segments if pool in (None, of) and not self.expandable]
+            segments = [
+                runs for of, runs in self.segments if pool in (None, of) and not self.expandable
+            ]
             idle = [run[0] for runs in segments for run in runs if run[1] is FREE and len(runs) > 1]
             found[f"segment.{name}.current"] = len(segments)
             found[f"inactive_split.{name}.current"] = len(idle)
@@ -186,7 +216,8 @@ class ObviousAllocator:
         return found
 
     def layout(self):
-        """Each contiguous mapped range: its pool, and its blocks as +bytes if held, -bytes if free."""
+        """Each contiguous mapped range: its pool, and its blocks as +bytes if held, -bytes if
+        free."""
         ranges = []
         for pool, runs in self.segments:
             before = False

@@ -1,4 +1,5 @@
-"""hypothesis where it is installed; a GPU machine as it is has none, and its tests by property are skipped there."""
+"""hypothesis where it is installed; a GPU machine as it is has none, and its tests by property are
+skipped there."""
 
 try:
     from hypothesis import HealthCheck, given, settings

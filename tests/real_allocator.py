@@ -37,20 +37,32 @@ def build(folder: Path) -> Path:
     (folder / "versions").write_text(f"{runtime} {{ global: *; }};\n")
     options = ["g++", "-std=c++20", "-O1", "-w", "-I", _torch() / "include", "-I", _headers()]
     library = ["-shared", "-fPIC", f"-Wl,-soname,{runtime},--version-script={folder / 'versions'}"]
-    subprocess.run([*options, *library, SOURCES / "cuda_without_device.cpp", "-o", folder / runtime], check=True)
+    subprocess.run(
+        [*options, *library, SOURCES / "cuda_without_device.cpp", "-o", folder / runtime],
+        check=True,
+    )
     if "init_p2p_access_cache" in (_torch() / "include/c10/cuda/PeerToPeerAccess.h").read_text():
         options.append("-DHAS_P2P_CACHE")
     libraries = [f"-l:{name}" for name in ("libc10_cuda.so", "libc10.so")]
     places = ["-L", _torch() / "lib", "-Wl,--allow-shlib-undefined"]
-    subprocess.run([*options, SOURCES / "drive.cpp", "-o", folder / "drive", *places, *libraries], check=True)
+    subprocess.run(
+        [*options, SOURCES / "drive.cpp", "-o", folder / "drive", *places, *libraries], check=True
+    )
     return folder / "drive"
 
 
 # As numbered in c10/core/CachingDeviceAllocator.h.
 ACTIONS = (
-    "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap",
-    "snapshot", "oom",
-)  # fmt: skip
+    "alloc",
+    "free_requested",
+    "free_completed",
+    "segment_alloc",
+    "segment_free",
+    "segment_map",
+    "segment_unmap",
+    "snapshot",
+    "oom",
+)
 
 
 def run(
@@ -64,12 +76,16 @@ def run(
         "PYTORCH_ALLOC_CONF": settings,
         "LD_LIBRARY_PATH": f"{program.parent}:{_torch() / 'lib'}",
     }
-    done = subprocess.run([program], input=commands, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [program], input=commands, env=environment, capture_output=True, text=True
+    )
     if done.returncode:
         raise RuntimeError(f"the allocator ended with {done.returncode}: {done.stderr[-2000:]}")
     *lines, history = done.stdout.splitlines()
     entries = (entry.split() for entry in history.split(";") if entry)
-    return [_read(line) for line in lines], [(ACTIONS[int(action)], int(size)) for size, action in entries]
+    return [_read(line) for line in lines], [
+        (ACTIONS[int(action)], int(size)) for size, action in entries
+    ]
 
 
 def _read(line: str) -> tuple[str, dict, list]:

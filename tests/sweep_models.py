@@ -1,12 +1,15 @@
-"""Estimates beside runs, on a small model of each model type of the installed transformers that has a training head.
+"""Estimates beside runs, on a small model of each model type of the installed transformers that has
+a training head.
 
-    HF_HUB_OFFLINE=1 python tests/sweep_models.py                    # all types, half an hour and more
-    python tests/sweep_models.py --types llama,t5,vit --json out.json
-    python tests/sweep_models.py --limit 60 --seed 1                 # of the types, drawn by the seed
+    HF_HUB_OFFLINE=1 python tests/sweep_models.py                    # all types, half an hour and
+    more python tests/sweep_models.py --types llama,t5,vit --json out.json
+    python tests/sweep_models.py --limit 60 --seed 1                 # of the types, drawn by the
+    seed
 
-Nothing is downloaded: configurations are shrunk by the names of their sizes, and weights are random. A type is counted
-as built where its model computes a loss from a batch; then it is estimated and run, plain and with a checkpoint around
-each layer, and a tenth of the types in six recipes more. No part of `make test` or `make bench`.
+Nothing is downloaded: configurations are shrunk by the names of their sizes, and weights are
+random. A type is counted as built where its model computes a loss from a batch; then it is
+estimated and run, plain and with a checkpoint around each layer, and a tenth of the types in six
+recipes more. No part of `make test` or `make bench`.
 """
 
 from __future__ import annotations
@@ -36,22 +39,43 @@ MOST_PARAMETERS, MOST_SECONDS = 30_000_000, 30
 
 # Sizes by the names that configurations give them: value -> names.
 SIZES = {
-    64: "hidden_size d_model n_embd embed_dim dim emb_dim encoder_hidden_size decoder_hidden_size word_embed_proj_dim",
-    2: "window_size num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
-    "num_decoder_layers num_key_value_heads num_kv_heads n_kv_heads num_experts_per_tok num_experts_per_token "
-    "first_k_dense_replace topk_group n_group",
-    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
-    "num_encoder_attention_heads num_decoder_attention_heads num_experts n_routed_experts num_local_experts",
+    64: (
+        "hidden_size d_model n_embd embed_dim dim emb_dim encoder_hidden_size decoder_hidden_size"
+        " word_embed_proj_dim"
+    ),
+    2: (
+        "window_size num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers"
+        " num_encoder_layers num_decoder_layers num_key_value_heads num_kv_heads n_kv_heads"
+        " num_experts_per_tok num_experts_per_token first_k_dense_replace topk_group n_group"
+    ),
+    4: (
+        "num_attention_heads n_head n_heads num_heads encoder_attention_heads"
+        " decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads"
+        " num_experts n_routed_experts num_local_experts"
+    ),
     16: "head_dim attention_head_size q_lora_rank kv_lora_rank moe_intermediate_size v_head_dim",
     8: "qk_rope_head_dim qk_nope_head_dim patch_size",
-    128: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner dim_feedforward hidden_dim "
-    "ffn_hidden_size max_position_embeddings n_positions vocab_size shared_expert_intermediate_size embedding_size",
+    128: (
+        "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner dim_feedforward"
+        " hidden_dim ffn_hidden_size max_position_embeddings n_positions vocab_size"
+        " shared_expert_intermediate_size embedding_size"
+    ),
     PIXELS: "image_size",
 }
 NAMED = {name: value for value, names in SIZES.items() for name in names.split()}
 # Another draw is another step: layers that are dropped, and places that are masked, at random.
-DRAWN = {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "apply_spec_augment": False}
-TOKEN_NUMBERS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+DRAWN = {
+    "layerdrop": 0.0,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+    "apply_spec_augment": False,
+}
+TOKEN_NUMBERS = {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
 LISTS: dict[str, Callable[[int], Any]] = {
     "depths": lambda i: 1,
     "num_heads": lambda i: 2,
@@ -82,7 +106,10 @@ def tags(config) -> dict:
 def images(config) -> dict:
     size, channels = getattr(config, "image_size", PIXELS), getattr(config, "num_channels", 3)
     height, width = (size, size) if isinstance(size, int) else size
-    return {"pixel_values": torch.randn(SAMPLES, channels, height, width), "labels": torch.randint(0, 2, (SAMPLES,))}
+    return {
+        "pixel_values": torch.randn(SAMPLES, channels, height, width),
+        "labels": torch.randint(0, 2, (SAMPLES,)),
+    }
 
 
 def sounds(config) -> dict:
@@ -124,7 +151,8 @@ def heads_of(model_type: str) -> Iterator[tuple[str, str]]:
 
 
 def shrunk(config) -> None:
-    """Make a configuration and those in it small, by the names of its sizes; a list keeps its length."""
+    """Make a configuration and those in it small, by the names of its sizes; a list keeps its
+    length."""
     for name, value in list(vars(config).items()):
         if isinstance(value, hf.PretrainedConfig):
             shrunk(value)
@@ -210,11 +238,14 @@ def compared(make_model, make_batch, recipe: Recipe) -> str:
         return f"differs: estimated, and the run fails: {first_line(error)}"
     predicted = (found.peak_bytes, found.bytes_down, found.bytes_up)
     measured = (real.meter.peak_bytes, real.traffic.bytes_down, real.traffic.bytes_up)
-    return "equal" if predicted == measured else f"differs: {predicted} estimated, {measured} measured"
+    return (
+        "equal" if predicted == measured else f"differs: {predicted} estimated, {measured} measured"
+    )
 
 
 def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:160]
+    said = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {said[0]}"[:160]
 
 
 def main() -> None:
@@ -243,8 +274,14 @@ def main() -> None:
         else:
             recipes = {**RECIPES, **MORE} if model_type in in_all_recipes else RECIPES
             found[model_type] = {"head": head}
-            found[model_type] |= {name: compared(make_model, make_batch, each) for name, each in recipes.items()}
-        print(f"{model_type:28}", "; ".join(f"{name} {said}" for name, said in found[model_type].items()), flush=True)
+            found[model_type] |= {
+                name: compared(make_model, make_batch, each) for name, each in recipes.items()
+            }
+        print(
+            f"{model_type:28}",
+            "; ".join(f"{name} {said}" for name, said in found[model_type].items()),
+            flush=True,
+        )
         if given.json:
             with open(given.json, "w", encoding="utf-8") as file:
                 json.dump(found, file, indent=1)
@@ -253,9 +290,17 @@ def main() -> None:
 
 def told(found: dict[str, dict[str, str]]) -> None:
     """Totals, and the reasons of what was refused or not built, the most frequent first."""
-    said = [text for each in found.values() for name, text in each.items() if name not in ("head", "not built")]
+    said = [
+        text
+        for each in found.values()
+        for name, text in each.items()
+        if name not in ("head", "not built")
+    ]
     kinds = Counter(text.partition(":")[0] for text in said)
-    print(f"\n{len(found)} types, {sum('head' in each for each in found.values())} built; {len(said)} compared:")
+    print(
+        f"\n{len(found)} types, {sum('head' in each for each in found.values())} built; {len(said)}"
+        " compared:"
+    )
     print("  " + ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()))
     for title, reasons in {
         "refused": [text for text in said if text.startswith("refused")],

@@ -1,4 +1,5 @@
-"""Accumulated steps against the full batch in float64, against hand-written loops, and against the meter."""
+"""Accumulated steps against the full batch in float64, against hand-written loops, and against the
+meter."""
 
 import copy
 import functools
@@ -35,13 +36,17 @@ few_examples = settings(max_examples=15, deadline=None)
 
 
 def decoder(layers=2, hidden=16, **options):
-    return Decoder(vocabulary=VOCABULARY, hidden=hidden, heads=2, layers=layers, sequence=SEQUENCE, **options)
+    return Decoder(
+        vocabulary=VOCABULARY, hidden=hidden, heads=2, layers=layers, sequence=SEQUENCE, **options
+    )
 
 
 def loss_sum(model, batch):
     """The cross-entropies of the targets that are not masked, summed; how many there are."""
     inputs, targets = batch
-    losses = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED)
+    losses = F.cross_entropy(
+        model(inputs).flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED
+    )
     return losses, int((targets != IGNORED).sum())
 
 
@@ -62,7 +67,9 @@ def full_batch(model, batch, loss_sum=loss_sum):
     """The mean loss of the full batch and its gradients, in float64."""
     model = copy.deepcopy(model).double()
     losses, weight = loss_sum(model, batch)
-    return losses.item() / float(weight), torch.autograd.grad(losses / weight, list(model.parameters()))
+    return losses.item() / float(weight), torch.autograd.grad(
+        losses / weight, list(model.parameters())
+    )
 
 
 @contextmanager
@@ -71,7 +78,13 @@ def used_gradients(optimizer):
     found = []
 
     def look(*_):
-        found.append([parameter.grad.clone() for group in optimizer.param_groups for parameter in group["params"]])
+        found.append(
+            [
+                parameter.grad.clone()
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            ]
+        )
 
     hook = optimizer.register_step_pre_hook(look)
     yield found
@@ -79,7 +92,9 @@ def used_gradients(optimizer):
 
 
 def relative_error(gradients, expected):
-    difference = sum((a.double() - b).square().sum() for a, b in zip(gradients, expected, strict=True))
+    difference = sum(
+        (a.double() - b).square().sum() for a, b in zip(gradients, expected, strict=True)
+    )
     return (difference / sum(b.square().sum() for b in expected)).sqrt().item()
 
 
@@ -118,7 +133,13 @@ def nested(samples):
 def tensors(value):
     if isinstance(value, torch.Tensor):
         return [value]
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    children = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return [tensor for child in children for tensor in tensors(child)]
 
 
@@ -127,7 +148,9 @@ def tensors(value):
 def test_the_pieces_of_a_batch_are_the_batch(samples, size):
     batch = nested(samples)
     pieces = list(split(batch, size))
-    assert [len(piece["tokens"]) for piece in pieces] == [min(size, samples - i) for i in range(0, samples, size)]
+    assert [len(piece["tokens"]) for piece in pieces] == [
+        min(size, samples - i) for i in range(0, samples, size)
+    ]
     for i, whole in enumerate(tensors(batch)):
         parts = [tensors(piece)[i] for piece in pieces]
         assert_close(torch.cat(parts) if parts else whole, whole, rtol=0, atol=0)
@@ -136,7 +159,11 @@ def test_the_pieces_of_a_batch_are_the_batch(samples, size):
 def test_a_piece_is_built_like_the_batch():
     piece = next(split(nested(5), 2))
     assert list(piece) == ["tokens", "pair", "more"]
-    assert type(piece["pair"]) is Pair and type(piece["pair"].targets) is list and piece["pair"].targets[1] is None
+    assert (
+        type(piece["pair"]) is Pair
+        and type(piece["pair"].targets) is list
+        and piece["pair"].targets[1] is None
+    )
     assert type(piece["more"]) is tuple and type(piece["more"][1]) is OrderedDict
     tensor = torch.arange(6)
     assert [piece.tolist() for piece in split(tensor, 4)] == [[0, 1, 2, 3], [4, 5]]
@@ -254,7 +281,12 @@ def test_the_gradient_is_that_of_a_loop_by_hand_to_the_bit_whatever_the_steps_be
     model = decoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = AccumulatedStep(model, optimizer, loss_sum)
-    for kept, sizes in [([3, 6, 1, 5], [3, 1]), ([6] * 12, [5, 7]), ([1, 0, 1], [1, 1, 1]), ([5, 6], [2])]:
+    for kept, sizes in [
+        ([3, 6, 1, 5], [3, 1]),
+        ([6] * 12, [5, 7]),
+        ([1, 0, 1], [1, 1, 1]),
+        ([5, 6], [2]),
+    ]:
         batch = masked_batch(kept)
         expected = by_hand(copy.deepcopy(model), cut(batch, sizes))
         with used_gradients(optimizer) as found:
@@ -306,16 +338,24 @@ def test_a_second_optimizers_gradients_are_the_means_and_are_added_to_what_was_t
     scaler = scale and torch.amp.GradScaler("cpu", init_scale=scale)
     old = copy.deepcopy(model.state_dict())
     with used_gradients(optimizer) as found:
-        result = AccumulatedStep(model, optimizer, loss_sum, scaler=scaler, max_norm=math.inf)(split(batch, 3))
+        result = AccumulatedStep(model, optimizer, loss_sum, scaler=scaler, max_norm=math.inf)(
+            split(batch, 3)
+        )
     assert relative_error(found[0], [expected[p] for p in own]) < 1e-6
-    assert result.grad_norm == pytest.approx(math.sqrt(sum(expected[p].square().sum().item() for p in own)), rel=1e-5)
+    assert result.grad_norm == pytest.approx(
+        math.sqrt(sum(expected[p].square().sum().item() for p in own)), rel=1e-5
+    )
     assert all(p.grad is None for p in own) and model.norm.bias.grad is None
     assert others[0].grad is before
     before -= 1
     trained = [p for p in others if p.requires_grad]
     assert relative_error([p.grad for p in trained], [expected[p] for p in trained]) < 2e-6
-    changed = {name for name, value in model.named_parameters() if not torch.equal(value, old[name])}
-    assert changed == {name for name, value in model.named_parameters() if any(value is p for p in own)}
+    changed = {
+        name for name, value in model.named_parameters() if not torch.equal(value, old[name])
+    }
+    assert changed == {
+        name for name, value in model.named_parameters() if any(value is p for p in own)
+    }
 
 
 def test_several_optimizers_step_as_one_that_has_all_parameters():
@@ -323,7 +363,8 @@ def test_several_optimizers_step_as_one_that_has_all_parameters():
     for several in (False, True):
         model = decoder()
         groups = halves(model) if several else [list(model.parameters())]
-        # A key's bias has no gradient but rounding, which Adam would make as large as any but for a larger eps.
+        # A key's bias has no gradient but rounding, which Adam would make as large as any but for a
+        # larger eps.
         optimizers = [torch.optim.AdamW(group, lr=0.01, eps=1e-3) for group in groups]
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         step = AccumulatedStep(model, optimizers, loss_sum, scaler=scaler, max_norm=0.05)
@@ -337,7 +378,9 @@ def test_several_optimizers_step_as_one_that_has_all_parameters():
 def test_of_several_optimizers_all_step_or_none_where_one_has_a_gradient_that_is_infinite():
     model, batch = decoder(), masked_batch([3, 6, 1])
     optimizers = [torch.optim.AdamW(group, lr=0.01) for group in halves(model)]
-    step = AccumulatedStep(model, optimizers, loss_sum, scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    step = AccumulatedStep(
+        model, optimizers, loss_sum, scaler=torch.amp.GradScaler("cpu", init_scale=8.0)
+    )
     model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
     before = copy.deepcopy(model.state_dict())
     assert not step(split(batch, 2)).stepped
@@ -350,7 +393,11 @@ def test_a_gradient_that_is_right_already_is_not_written_to():
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: versions.append((p.grad, p.grad._version)))
     result = run(model, [batch], max_norm=math.inf)[0]  # 16 tokens: nothing to multiply with
-    assert result.weight == 16 and versions and all(gradient._version == version for gradient, version in versions)
+    assert (
+        result.weight == 16
+        and versions
+        and all(gradient._version == version for gradient, version in versions)
+    )
 
 
 # ---- sums in fp32
@@ -376,7 +423,8 @@ def test_sums_in_fp32_do_not_drift(kind):
         exact[0] += gradient.double() / len(pieces)
     once = relative_error([exact[0].to(kind)], exact)
     errors = {
-        way: relative_error(run(model, iter(pieces), products, accumulate=way)[1], exact) for way in (None, "fp32")
+        way: relative_error(run(model, iter(pieces), products, accumulate=way)[1], exact)
+        for way in (None, "fp32")
     }
     assert errors["fp32"] <= 1.01 * once and errors[None] > 3 * once
     _, [gradient] = run(model, iter(pieces), products, accumulate="fp32", max_norm=math.inf)
@@ -400,12 +448,19 @@ def test_sums_in_fp32_take_4_bytes_a_parameter_and_the_gradients_none_until_the_
             step(watched())
         live[way] = [count - start for count in seen]
     count = model.weight.numel()
-    assert [a - b for a, b in zip(live["fp32"], live[None], strict=True)] == [4 * count - 2 * count] * 4
+    assert [a - b for a, b in zip(live["fp32"], live[None], strict=True)] == [
+        4 * count - 2 * count
+    ] * 4
 
 
 def test_sums_in_fp32_leave_other_parameters_as_they_are_and_go_after_an_error():
     model, batch = decoder(), masked_batch([3, 6, 1])
-    assert all(map(torch.equal, *(run(decoder(), split(batch, 2), accumulate=way)[1] for way in (None, "fp32"))))
+    assert all(
+        map(
+            torch.equal,
+            *(run(decoder(), split(batch, 2), accumulate=way)[1] for way in (None, "fp32")),
+        )
+    )
     model, pieces = drifting(2)
     with pytest.raises(OSError):
         run(model, failing(1), lambda model, x: products(model, pieces[0]), accumulate="fp32")
@@ -454,7 +509,9 @@ class Counting(torch.amp.GradScaler):
 def test_a_call_unscales_clips_steps_and_updates_once_in_this_order(monkeypatch):
     log = []
     clip = nn.utils.clip_grads_with_norm_
-    monkeypatch.setattr(nn.utils, "clip_grads_with_norm_", lambda *args: (log.append("clip"), clip(*args)))
+    monkeypatch.setattr(
+        nn.utils, "clip_grads_with_norm_", lambda *args: (log.append("clip"), clip(*args))
+    )
     model = decoder()
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: log.append("optimizer"))
@@ -466,7 +523,9 @@ def test_a_call_unscales_clips_steps_and_updates_once_in_this_order(monkeypatch)
     assert {state["step"].item() for state in optimizer.state.values()} == {2}
 
 
-@pytest.mark.parametrize(("scaler", "max_norm"), [(None, 0.05), (2.0**10, 0.05), (None, 1e6), (2.0**10, math.inf)])
+@pytest.mark.parametrize(
+    ("scaler", "max_norm"), [(None, 0.05), (2.0**10, 0.05), (None, 1e6), (2.0**10, math.inf)]
+)
 def test_clipping_is_the_frameworks_own_on_the_gradient_of_the_mean(scaler, max_norm):
     model, batch = decoder(), masked_batch([3, 6, 1, 5, 2])
     reference = copy.deepcopy(model).double()
@@ -475,15 +534,23 @@ def test_clipping_is_the_frameworks_own_on_the_gradient_of_the_mean(scaler, max_
     norm = nn.utils.clip_grad_norm_(reference.parameters(), max_norm).item()
     scaler = None if scaler is None else torch.amp.GradScaler("cpu", init_scale=scaler)
     result, gradients = run(model, split(batch, 2), scaler=scaler, max_norm=max_norm)
-    assert relative_error(gradients, [parameter.grad for parameter in reference.parameters()]) < 2e-6
+    assert (
+        relative_error(gradients, [parameter.grad for parameter in reference.parameters()]) < 2e-6
+    )
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
 
 
 def test_a_scaled_step_is_the_plain_step():
     batch, losses = masked_batch([3, 6, 1, 5, 2]), []
-    for scaler in (None, torch.amp.GradScaler("cpu", growth_interval=2), torch.amp.GradScaler("cpu", enabled=False)):
+    for scaler in (
+        None,
+        torch.amp.GradScaler("cpu", growth_interval=2),
+        torch.amp.GradScaler("cpu", enabled=False),
+    ):
         model = decoder()
-        step = AccumulatedStep(model, torch.optim.SGD(model.parameters(), lr=0.5), loss_sum, scaler=scaler, max_norm=1)
+        step = AccumulatedStep(
+            model, torch.optim.SGD(model.parameters(), lr=0.5), loss_sum, scaler=scaler, max_norm=1
+        )
         losses.append([step(split(batch, 2)).loss for _ in range(5)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == losses[0]
     assert losses[0][-1] < 0.9 * losses[0][0]
@@ -491,7 +558,9 @@ def test_a_scaled_step_is_the_plain_step():
 
 def test_the_scale_grows_once_a_step_not_once_a_micro_batch():
     model, scaler = decoder(), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    step = AccumulatedStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum, scaler=scaler)
+    step = AccumulatedStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_sum, scaler=scaler
+    )
     scales = []
     for _ in range(3):
         assert step(split(masked_batch([6] * 5), 1)).stepped
@@ -509,9 +578,15 @@ def test_a_step_that_the_scaler_skips_is_reported_and_changes_nothing_but_the_sc
     before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     overflowing = model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
     result = step(split(batch, 2))
-    assert result.stepped is False and not math.isfinite(result.grad_norm) and math.isfinite(result.loss)
+    assert (
+        result.stepped is False
+        and not math.isfinite(result.grad_norm)
+        and math.isfinite(result.loss)
+    )
     assert_close([model.state_dict(), optimizer.state_dict()], before, rtol=0, atol=0)
-    assert scaler.get_scale() == 4.0 and all(parameter.grad is None for parameter in model.parameters())
+    assert scaler.get_scale() == 4.0 and all(
+        parameter.grad is None for parameter in model.parameters()
+    )
     overflowing.remove()
     assert step(split(batch, 2)).stepped and scaler.get_scale() == 4.0
     assert not torch.equal(model.norm.weight, before[0]["norm.weight"])
@@ -524,7 +599,8 @@ def test_schedulers_count_steps_not_micro_batches():
     step = AccumulatedStep(model, optimizer, loss_sum)
     rates = []
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the framework's own check that the optimizer steps before the scheduler
+        # the framework's own check that the optimizer steps before the scheduler
+        warnings.simplefilter("error")
         for size in (1, 2, 5):
             step(split(masked_batch([6] * 5), size))
             scheduler.step()
@@ -539,7 +615,11 @@ def test_schedulers_count_steps_not_micro_batches():
 def test_autocast_surrounds_the_forward_passes_and_nothing_else(dtype):
     model, batch, dtypes = decoder(), masked_batch([3, 6, 1, 5, 2]), set()
     _, expected = full_batch(model, batch)
-    hook = model.layers[0].feedforward[0].register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    hook = (
+        model.layers[0]
+        .feedforward[0]
+        .register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    )
     model.norm.weight.register_hook(lambda gradient: dtypes.add(torch.is_autocast_enabled("cpu")))
     scaler = torch.amp.GradScaler("cpu") if dtype == torch.float16 else None
     result, gradients = run(model, split(batch, 2), scaler=scaler, autocast_dtype=dtype)
@@ -551,7 +631,9 @@ def test_autocast_surrounds_the_forward_passes_and_nothing_else(dtype):
 
 def test_autocast_around_the_call_is_kept_where_none_is_asked_for():
     model, dtypes = decoder(), set()
-    model.layers[0].feedforward[0].register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    model.layers[0].feedforward[0].register_forward_hook(
+        lambda module, args, output: dtypes.add(output.dtype)
+    )
     with torch.autocast("cpu", torch.bfloat16):
         run(model, split(masked_batch([6] * 3), 2))
     assert dtypes == {torch.bfloat16}
@@ -592,7 +674,9 @@ def test_small_gradients_vanish_in_fp16_without_a_scaler_and_that_is_warned_abou
         assert gradient(autocast_dtype=torch.float16).count_nonzero() == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_close(gradient(autocast_dtype=torch.bfloat16), torch.full((1, 4), 1e-9), rtol=1e-2, atol=0)
+        assert_close(
+            gradient(autocast_dtype=torch.bfloat16), torch.full((1, 4), 1e-9), rtol=1e-2, atol=0
+        )
         scaled = gradient(autocast_dtype=torch.float16, scaler=torch.amp.GradScaler("cpu"))
     assert_close(scaled, torch.full((1, 4), 1e-9), rtol=1e-2, atol=0)
 
@@ -603,15 +687,24 @@ def test_on_a_gpu_the_gradient_is_the_full_batchs(dtype):
     model, batch = decoder().cuda(), tuple(x.cuda() for x in masked_batch([3, 6, 0, 5, 2]))
     _, expected = full_batch(model, batch)
     scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
-    result, gradients = run(model, split(batch, 2), scaler=scaler, autocast_dtype=dtype, max_norm=math.inf)
-    assert relative_error(gradients, expected) < (1e-6 if dtype is None else 2e-2) and result.stepped
-    assert result.grad_norm == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in expected)), rel=2e-2)
+    result, gradients = run(
+        model, split(batch, 2), scaler=scaler, autocast_dtype=dtype, max_norm=math.inf
+    )
+    assert (
+        relative_error(gradients, expected) < (1e-6 if dtype is None else 2e-2) and result.stepped
+    )
+    assert result.grad_norm == pytest.approx(
+        math.sqrt(sum(g.square().sum().item() for g in expected)), rel=2e-2
+    )
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_skipped_step_is_reported():
     model, batch = decoder().cuda(), tuple(x.cuda() for x in masked_batch([3, 6, 0, 5, 2]))
-    optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), torch.amp.GradScaler(init_scale=2.0**60)
+    optimizer, scaler = (
+        torch.optim.AdamW(model.parameters(), fused=True),
+        torch.amp.GradScaler(init_scale=2.0**60),
+    )
     step = AccumulatedStep(model, optimizer, loss_sum, scaler=scaler, autocast_dtype=torch.float16)
     before = copy.deepcopy(model.state_dict())
     assert not step(split(batch, 2)).stepped and scaler.get_scale() == 2.0**59
@@ -660,7 +753,9 @@ def test_arguments_that_cannot_work_are_refused_when_the_step_is_made(changes, e
 
 def test_a_disabled_scaler_is_none():
     scaler = torch.amp.GradScaler("cuda", enabled=False)  # for another device than the model's
-    assert AccumulatedStep(OTHER, torch.optim.SGD(OTHER.parameters()), good, scaler=scaler)([torch.ones(3, 2)]).stepped
+    assert AccumulatedStep(OTHER, torch.optim.SGD(OTHER.parameters()), good, scaler=scaler)(
+        [torch.ones(3, 2)]
+    ).stepped
 
 
 def good(model, x):
@@ -713,7 +808,9 @@ def test_micro_batches_may_come_in_any_iterable_but_a_tuple_of_tensors_which_may
         (piece for piece in split(batch, 3)),
     ):
         assert relative_error(run(decoder(), pieces)[1], expected) < 1e-6
-    with pytest.raises(TypeError, match=r"^micro_batches is a tuple of tensors, .*; it takes .*split"):
+    with pytest.raises(
+        TypeError, match=r"^micro_batches is a tuple of tensors, .*; it takes .*split"
+    ):
         run(decoder(), batch)  # x and y, as a loader gives them
 
 
@@ -734,7 +831,8 @@ def check_error(micro_batches, loss_sum, error, message, *, scaled, step_error=N
         assert scaler.get_scale() == 64.0 and scaler.state_dict()["_growth_tracker"] == 0
     if hook:
         hook.remove()
-    with used_gradients(optimizer) as found:  # and the next call is as the first one would have been
+    # and the next call is as the first one would have been
+    with used_gradients(optimizer) as found:
         step.loss_sum = good
         assert step([ONES, ONES]).stepped
     assert_close(found[0], [torch.ones(1, 2), torch.ones(1)])
@@ -771,20 +869,33 @@ def test_gradients_that_are_not_finite_are_an_error_where_they_would_be_clipped_
         return (model(x) * 0).sqrt().sum(), 3
 
     message = "norm of the gradients is nan; .* takes"
-    check_error([ONES, 2 * ONES], wrong_in_the_second(infinite), RuntimeError, message, scaled=False, max_norm=9.0)
+    check_error(
+        [ONES, 2 * ONES],
+        wrong_in_the_second(infinite),
+        RuntimeError,
+        message,
+        scaled=False,
+        max_norm=9.0,
+    )
 
 
 # ---- bytes
 
 
 def next_tokens(model, tokens):
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"), len(tokens)
+    return F.cross_entropy(
+        model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+    ), len(tokens)
 
 
 @functools.cache
 def peak_of(size, optimizer=torch.optim.AdamW):
-    """Peak bytes of a step on 24 samples in micro-batches, from the second step on; bytes of the parameters."""
-    tokens, model = random_tokens(24, 32, 256), Decoder(vocabulary=256, hidden=32, heads=2, layers=2, sequence=32)
+    """Peak bytes of a step on 24 samples in micro-batches, from the second step on; bytes of the
+    parameters."""
+    tokens, model = (
+        random_tokens(24, 32, 256),
+        Decoder(vocabulary=256, hidden=32, heads=2, layers=2, sequence=32),
+    )
     optimizing = optimizer(model.parameters(), lr=0.01)
     step = AccumulatedStep(model, optimizing, next_tokens, max_norm=1.0)
     step(split(tokens, size))
@@ -802,12 +913,14 @@ def test_peak_bytes_are_a_floor_and_so_many_bytes_a_sample_within_one_percent(op
         assert floor_bytes + size * bytes_per_sample == pytest.approx(peak, rel=0.01), size
 
 
-def test_the_floor_is_all_that_has_the_size_of_the_parameters_and_one_piece_alone_peaks_without_gradients():
+def test_the_floor_is_what_has_the_size_of_the_parameters_and_one_piece_peaks_without_gradients():
     peaks, parameter_bytes = {size: peak_of(size)[0] for size in (5, 8, 24)}, peak_of(5)[1]
     bytes_per_sample = (peaks[8] - peaks[5]) / 3
     floor_bytes = peaks[5] - 5 * bytes_per_sample
     assert floor_bytes == pytest.approx(4 * parameter_bytes, rel=0.001)
-    assert floor_bytes + 24 * bytes_per_sample - peaks[24] == pytest.approx(parameter_bytes, rel=0.001)
+    assert floor_bytes + 24 * bytes_per_sample - peaks[24] == pytest.approx(
+        parameter_bytes, rel=0.001
+    )
 
 
 def test_symbolic_tensors_take_the_same_peak():
@@ -824,7 +937,12 @@ def test_symbolic_tensors_take_the_same_peak():
     with symbolic():
         counted, result = peak()
     assert counted == real
-    assert math.isnan(result.loss) and math.isnan(result.grad_norm) and result.weight == 8 and result.stepped
+    assert (
+        math.isnan(result.loss)
+        and math.isnan(result.grad_norm)
+        and result.weight == 8
+        and result.stepped
+    )
 
 
 # ---- what you may have read
@@ -840,7 +958,9 @@ def test_dividing_by_the_number_of_micro_batches_is_wrong_by_more_the_more_token
             (losses / weight / len(pieces)).backward()
         return relative_error([parameter.grad for parameter in model.parameters()], expected)
 
-    errors = [mean_of_means(kept) for kept in ([3, 3, 3, 3], [2, 3, 3, 4], [1, 2, 4, 5], [1, 1, 4, 6])]
+    errors = [
+        mean_of_means(kept) for kept in ([3, 3, 3, 3], [2, 3, 3, 4], [1, 2, 4, 5], [1, 1, 4, 6])
+    ]
     assert errors[0] < 1e-6 < 0.05 < errors[1] < errors[2] < errors[3]
 
 
@@ -905,17 +1025,22 @@ def test_ddp_sends_the_gradients_once_a_step(process_group):
     assert sum(sent) == sum(parameter.nbytes for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("bucket_views", "in_buckets"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("bucket_views", "in_buckets"), [(False, False), (True, False), (True, True)]
+)
 @pytest.mark.parametrize("case", ["a mean", "a loss of nan", "weights of 0", "nothing"])
 def test_an_error_under_ddp_leaves_no_sync_closed_and_gradients_as_they_were(
     process_group, case, bucket_views, in_buckets
 ):
     micro_batches, change, error = BAD_CALLS[case]
     model, sent = replicated(linear(), gradient_as_bucket_view=bucket_views)
-    for _ in range(2):  # gradients of the caller's, in DDP's buckets, which take their places after the first pass
+    # gradients of the caller's, in DDP's buckets, which take their places after the first pass
+    for _ in range(2):
         model.zero_grad()
         good(model, 5 * ONES)[0].backward()
-    step = AccumulatedStep(model, torch.optim.SGD(model.parameters(), lr=0.0), good, in_buckets=in_buckets)
+    step = AccumulatedStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), good, in_buckets=in_buckets
+    )
     step([5 * ONES])  # from now on it keeps the buckets, where it may
     good(model, 5 * ONES)[0].backward()
     before = [parameter.grad.clone() for parameter in model.parameters()]
@@ -926,18 +1051,24 @@ def test_an_error_under_ddp_leaves_no_sync_closed_and_gradients_as_they_were(
     assert_close([parameter.grad for parameter in model.parameters()], before, rtol=0, atol=0)
     sent.clear()
     step.loss_sum = good
-    assert step([ONES, ONES]).loss == pytest.approx(linear()(ONES).mean().item()) and sum(sent) == 12
+    assert (
+        step([ONES, ONES]).loss == pytest.approx(linear()(ONES).mean().item()) and sum(sent) == 12
+    )
 
 
 def test_a_loss_that_goes_around_ddp_is_refused(process_group):
     model, _ = replicated(linear())
-    step = AccumulatedStep(model, torch.optim.SGD(model.parameters()), lambda model, x: good(model.module, x))
+    step = AccumulatedStep(
+        model, torch.optim.SGD(model.parameters()), lambda model, x: good(model.module, x)
+    )
     with pytest.raises(RuntimeError, match="loss_sum did not call the DDP model"):
         step([ONES, ONES])
     assert not model._forward_pre_hooks
     both = nn.ModuleList([model, replicated(linear())[0]])
     for refused, options in ((both, {}), (model, {"accumulate": "fp32"})):
-        with pytest.raises((TypeError, ValueError), match=r"^(model|accumulate) is .*; it takes .+"):
+        with pytest.raises(
+            (TypeError, ValueError), match=r"^(model|accumulate) is .*; it takes .+"
+        ):
             AccumulatedStep(refused, torch.optim.SGD(refused.parameters()), good, **options)
 
 
@@ -950,11 +1081,15 @@ def test_a_second_optimizers_gradients_survive_under_ddp(process_group):
         step = AccumulatedStep(model, torch.optim.SGD(own, lr=0.0), loss_sum, in_buckets=in_buckets)
         for times in (1, 2, 3):
             step(split(batch, 2))
-            assert relative_error([p.grad / times for p in others], [expected[p] for p in others]) < 1e-6
+            assert (
+                relative_error([p.grad / times for p in others], [expected[p] for p in others])
+                < 1e-6
+            )
 
 
 STEPS = 3
-# name -> (tokens that count in each sample, the sizes of the micro-batches of rank 0 and of rank 1, options)
+# name -> (tokens that count in each sample, the sizes of the micro-batches of rank 0 and of rank 1,
+# options)
 RANKS = {
     "equal": ([6] * 8, ([2, 2], [2, 2]), {}),
     "unequal tokens": ([1, 2, 1, 1, 6, 6, 5, 6], ([2, 2], [2, 2]), {}),
@@ -962,7 +1097,11 @@ RANKS = {
     "a rank without tokens": ([3, 6, 0, 0], ([1, 1], [1, 1]), {}),
     "scaled and clipped": ([3, 6, 1, 5, 2], ([1, 1], [3]), {"max_norm": 0.05, "scale": 1024.0}),
     "bucket views": ([3, 6, 1, 5, 2], ([1, 1], [2, 1]), {"gradient_as_bucket_view": True}),
-    "in the buckets": ([3, 6, 1, 5, 2], ([1, 1, 1], [2]), {"gradient_as_bucket_view": True, "in_buckets": True}),
+    "in the buckets": (
+        [3, 6, 1, 5, 2],
+        ([1, 1, 1], [2]),
+        {"gradient_as_bucket_view": True, "in_buckets": True},
+    ),
     "reduced with each": ([3, 6, 1, 5], ([1, 1], [1, 1]), {"sync": "each"}),
 }
 
@@ -971,7 +1110,11 @@ def on_rank(rank, folder):
     """What one of two processes does; everything that it finds goes into a file."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{folder}/group",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
     )
     found = {}
     for name, (kept, sizes, options) in RANKS.items():
@@ -984,7 +1127,8 @@ def on_rank(rank, folder):
 
 
 def steps_on_rank(rank, kept, sizes, max_norm=None, scale=None, **options):
-    """Gradients, results and bytes sent of three steps: a unit is known from the second on, DDP's last buckets, too."""
+    """Gradients, results and bytes sent of three steps: a unit is known from the second on, DDP's
+    last buckets, too."""
     told = {name: options.pop(name) for name in ("sync", "in_buckets") if name in options}
     (model, sent), batch = replicated(decoder(), **options), masked_batch(kept)
     pieces = cut(batch, sizes[0] + sizes[1])
@@ -994,7 +1138,11 @@ def steps_on_rank(rank, kept, sizes, max_norm=None, scale=None, **options):
     step = AccumulatedStep(model, optimizer, loss_sum, max_norm=max_norm, scaler=scaler, **told)
     with used_gradients(optimizer) as gradients:
         results = [step(mine) for _ in range(STEPS)]
-    return {"gradients": gradients, "results": [vars(result) for result in results], "sent": sum(sent)}
+    return {
+        "gradients": gradients,
+        "results": [vars(result) for result in results],
+        "sent": sum(sent),
+    }
 
 
 def overflow_on_rank(rank):
@@ -1005,7 +1153,11 @@ def overflow_on_rank(rank):
     root = wrong_in_the_second(lambda model, x: ((model(x) * 0).sqrt().sum(), 3))
     step.loss_sum = root if rank == 1 else good
     stepped = step([2 * ONES, ONES]).stepped
-    return stepped, scaler.get_scale(), all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+    return (
+        stepped,
+        scaler.get_scale(),
+        all(torch.equal(before[name], x) for name, x in model.state_dict().items()),
+    )
 
 
 def error_on_rank(rank):
@@ -1041,9 +1193,13 @@ def test_two_ranks_step_as_one_process_does_on_the_whole_batch(two_ranks, name):
             error = relative_error(gradients, [shrunk * gradient for gradient in expected])
             assert error < (5e-6 if clipped else 1e-6)
             assert result["loss"] == pytest.approx(loss, rel=1e-6) and result["weight"] == sum(kept)
-            assert result["stepped"] and result["grad_norm"] == (pytest.approx(norm, rel=1e-5) if clipped else None)
+            assert result["stepped"] and result["grad_norm"] == (
+                pytest.approx(norm, rel=1e-5) if clipped else None
+            )
         times = STEPS * (2 if options.get("sync") == "each" else 1)
-        assert rank[name]["sent"] == times * sum(parameter.nbytes for parameter in model.parameters())
+        assert rank[name]["sent"] == times * sum(
+            parameter.nbytes for parameter in model.parameters()
+        )
     assert_close(two_ranks[0][name]["gradients"], two_ranks[1][name]["gradients"], rtol=0, atol=0)
 
 
@@ -1063,7 +1219,9 @@ def test_the_optimizers_state_may_live_one_tier_down():
     for kind in (torch.optim.AdamW, OffloadedOptimizer):
         model = decoder()
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        step = AccumulatedStep(model, kind(model.parameters(), lr=1e-2), loss_sum, scaler=scaler, max_norm=0.5)
+        step = AccumulatedStep(
+            model, kind(model.parameters(), lr=1e-2), loss_sum, scaler=scaler, max_norm=0.5
+        )
         for seed in range(3):
             assert step(split(masked_batch([6, 3, 1, 5], seed), 2)).stepped
         weights.append([parameter.detach().clone() for parameter in model.parameters()])

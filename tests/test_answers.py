@@ -56,7 +56,9 @@ def double(number):
     return torch.tensor(float(number), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("kind", [numpy.float64, numpy.int64, double, Fraction], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [numpy.float64, numpy.int64, double, Fraction], ids=lambda kind: kind.__name__
+)
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_check_accepts_numbers_of_any_kind(name, kind):
     for answer in ANSWERS[name][0]:
@@ -85,6 +87,21 @@ def test_a_check_survives_nonsense(name):
         verdict = CHECKS[name](answer)
         assert not verdict and verdict.message == "Not answered yet." and verdict.hint is None
     assert spoken_problems(verdict._repr_html_()) == []
-    for answer in (Hostile(), Hostile, object(), "x", {}, [Hostile()], lambda *_: 1 / 0, float("nan"), 10**5000):
+    for answer in (
+        Hostile(),
+        Hostile,
+        object(),
+        "x",
+        {},
+        [Hostile()],
+        lambda *_: 1 / 0,
+        float("nan"),
+        10**5000,
+    ):
         verdict = CHECKS[name](answer)
-        assert isinstance(verdict, Verdict) and not verdict and (verdict.exact or verdict.hint) and repr(verdict)
+        assert (
+            isinstance(verdict, Verdict)
+            and not verdict
+            and (verdict.exact or verdict.hint)
+            and repr(verdict)
+        )

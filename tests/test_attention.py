@@ -1,4 +1,5 @@
-"""Tiled attention against float64, the framework's own, the saved-tensor list, the meter and the FLOP counter."""
+"""Tiled attention against float64, the framework's own, the saved-tensor list, the meter and the
+FLOP counter."""
 
 import inspect
 import math
@@ -37,14 +38,35 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def inputs(
-    n_q=7, n_k=None, *, batch=2, heads=4, kv_heads=None, d=8, d_v=None, dtype=torch.float32, size=1.0, seed=0, grad=True
+    n_q=7,
+    n_k=None,
+    *,
+    batch=2,
+    heads=4,
+    kv_heads=None,
+    d=8,
+    d_v=None,
+    dtype=torch.float32,
+    size=1.0,
+    seed=0,
+    grad=True,
 ):
     """q, k, v and a gradient of the output, from numbers that the dtype holds exactly."""
     generator = torch.Generator().manual_seed(seed)
     n_k, kv_heads, d_v = n_k or n_q, kv_heads or heads, d_v or d
-    shapes = [(batch, heads, n_q, d), (batch, kv_heads, n_k, d), (batch, kv_heads, n_k, d_v), (batch, heads, n_q, d_v)]
-    q, k, v, grad_o = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
-    return *((x * factor).requires_grad_(grad) for x, factor in ((q, size), (k, size), (v, 1))), grad_o
+    shapes = [
+        (batch, heads, n_q, d),
+        (batch, kv_heads, n_k, d),
+        (batch, kv_heads, n_k, d_v),
+        (batch, heads, n_q, d_v),
+    ]
+    q, k, v, grad_o = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    )
+    return (
+        *((x * factor).requires_grad_(grad) for x, factor in ((q, size), (k, size), (v, 1))),
+        grad_o,
+    )
 
 
 def run(attention, q, k, v, grad_o, **options):
@@ -55,13 +77,20 @@ def run(attention, q, k, v, grad_o, **options):
 
 
 def reference(q, k, v, *, causal=False, is_causal=False, scale=None):
-    """Attention written down once more: all scores, each head for itself, in the dtype of the inputs."""
+    """Attention written down once more: all scores, each head for itself, in the dtype of the
+    inputs."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if causal or is_causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(0 if is_causal else k.shape[2] - q.shape[2])
-        p = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(
+            0 if is_causal else k.shape[2] - q.shape[2]
+        )
+        p = (
+            scores.masked_fill(~seen, -math.inf)
+            .softmax(-1)
+            .masked_fill(~seen.any(-1, keepdim=True), 0.0)
+        )
         return p.nan_to_num(0.0) @ v if not seen.any(-1).all() else p @ v
     return scores.softmax(-1) @ v
 
@@ -91,15 +120,24 @@ class Sizes(TorchDispatchMode):
 
 
 @few_examples
-@given(n=st.integers(1, 40), block=st.integers(1, 45), size=st.sampled_from([1.0, 100.0]), seed=st.integers(0, 99))
+@given(
+    n=st.integers(1, 40),
+    block=st.integers(1, 45),
+    size=st.sampled_from([1.0, 100.0]),
+    seed=st.integers(0, 99),
+)
 def test_a_softmax_in_one_pass_over_blocks_is_the_softmax(n, block, size, seed):
-    scores = size * torch.randn(3, 2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    scores = size * torch.randn(
+        3, 2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     assert_close(online_softmax(scores, block), scores.softmax(-1), rtol=1e-13, atol=1e-300)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_the_softmax_over_blocks_keeps_the_dtype_and_does_not_overflow(dtype):
-    scores = torch.tensor([[-3e4, 0.0, 3e4, 3e4], [-3e4] * 4, [0.0, 1.0, -math.inf, 2.0]], dtype=dtype)
+    scores = torch.tensor(
+        [[-3e4, 0.0, 3e4, 3e4], [-3e4] * 4, [0.0, 1.0, -math.inf, 2.0]], dtype=dtype
+    )
     p = online_softmax(scores, 3)
     assert p.dtype == dtype
     assert_close(p, scores.softmax(-1), rtol=2 * torch.finfo(dtype).eps, atol=0)
@@ -107,7 +145,10 @@ def test_the_softmax_over_blocks_keeps_the_dtype_and_does_not_overflow(dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_sum_over_blocks_does_not_stall_in_half_precision(dtype):
-    assert_close(online_softmax(torch.zeros(2, 4096, dtype=dtype), 8), torch.full((2, 4096), 2.0**-12, dtype=dtype))
+    assert_close(
+        online_softmax(torch.zeros(2, 4096, dtype=dtype), 8),
+        torch.full((2, 4096), 2.0**-12, dtype=dtype),
+    )
 
 
 def test_a_row_of_minus_infinity_has_no_probabilities():
@@ -139,7 +180,8 @@ shapes = st.fixed_dictionaries(
     }
 ).filter(lambda shape: shape["heads"] % shape["kv_heads"] == 0)
 options = st.fixed_dictionaries(
-    {"scale": st.sampled_from([None, 0.3, -1.0])}, optional={"causal": st.booleans(), "is_causal": st.just(False)}
+    {"scale": st.sampled_from([None, 0.3, -1.0])},
+    optional={"causal": st.booleans(), "is_causal": st.just(False)},
 ) | st.just({"is_causal": True})
 blocks = st.fixed_dictionaries({"block_q": st.integers(1, 45), "block_k": st.integers(1, 45)})
 
@@ -149,20 +191,28 @@ blocks = st.fixed_dictionaries({"block_q": st.integers(1, 45), "block_k": st.int
 def test_tiles_of_any_size_give_the_attention_of_any_shape(shape, options, blocks):
     case = inputs(dtype=torch.float64, **shape)
     expected = exact(*case, **options)
-    for found in (run(flash_attention, *case, **options, **blocks), run(standard_attention, *case, **options)):
+    for found in (
+        run(flash_attention, *case, **options, **blocks),
+        run(standard_attention, *case, **options),
+    ):
         for x, y in zip(found, expected, strict=True):
             assert_close(x, y, rtol=1e-9, atol=1e-10)
 
 
 def roundings(q, k, v, grad_o, causal):
-    """The norms of O, dQ, dK and dV with all that is added up taken as positive: what one rounding each may do.
+    """The norms of O, dQ, dK and dV with all that is added up taken as positive: what one rounding
+    each may do.
 
-    Below a rounding of these an error says nothing: with one key, dQ is 0, and the standard error may be 0 by luck.
+    Below a rounding of these an error says nothing: with one key, dQ is 0, and the standard error
+    may be 0 by luck.
     """
     q, k, v, grad_o = (x.detach().double() for x in (q, k, v, grad_o))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    p = reference(q, k, torch.eye(k.shape[2], dtype=torch.float64).expand(*k.shape[:2], -1, -1), causal=causal)
-    p = p * (1 + q.abs() @ k.abs().mT * q.shape[3] ** -0.5)  # a relative error of exp is an absolute one of the score
+    p = reference(
+        q, k, torch.eye(k.shape[2], dtype=torch.float64).expand(*k.shape[:2], -1, -1), causal=causal
+    )
+    # a relative error of exp is an absolute one of the score
+    p = p * (1 + q.abs() @ k.abs().mT * q.shape[3] ** -0.5)
     dp = grad_o.abs() @ v.abs().mT
     ds = p * (dp + (p * dp).sum(-1, keepdim=True)) * q.shape[3] ** -0.5
     sums = p @ v.abs(), ds @ k.abs(), ds.mT @ q.abs(), p.mT @ grad_o.abs()
@@ -172,18 +222,24 @@ def roundings(q, k, v, grad_o, causal):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @few_examples
 @given(shape=shapes, blocks=blocks, causal=st.booleans())
-def test_errors_are_at_most_twice_the_standard_ones_and_three_times_in_gradients(dtype, shape, blocks, causal):
+def test_errors_are_at_most_twice_the_standard_ones_and_three_times_in_gradients(
+    dtype, shape, blocks, causal
+):
     case = inputs(dtype=dtype, **shape | {"size": 1.0})
     expected = exact(*case, causal=causal)
     standard = run(standard_attention, *case, causal=causal)
     found = run(flash_attention, *case, causal=causal, **blocks)
-    for factor, x, y, z, sums in zip((2, 3, 3, 3), found, standard, expected, roundings(*case, causal), strict=True):
+    for factor, x, y, z, sums in zip(
+        (2, 3, 3, 3), found, standard, expected, roundings(*case, causal), strict=True
+    ):
         assert x.dtype == dtype
         error, allowed = ((a.double() - z).norm().item() for a in (x, y))
         assert error <= factor * allowed + torch.finfo(dtype).eps * sums
 
 
-@pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, True), (torch.bfloat16, True), (torch.float16, False)])
+@pytest.mark.parametrize(
+    ("dtype", "causal"), [(torch.float32, True), (torch.bfloat16, True), (torch.float16, False)]
+)
 def test_errors_at_a_length_of_many_tiles_are_no_larger_than_the_standard_ones_allow(dtype, causal):
     case = inputs(300, batch=1, heads=2, d=32, dtype=dtype)
     expected = exact(*case, causal=causal)
@@ -199,7 +255,10 @@ def test_errors_at_a_length_of_many_tiles_are_no_larger_than_the_standard_ones_a
 )
 def test_the_gradient_is_the_numerical_one(n_q, n_k, causal, heads, kv_heads):
     q, k, v, _ = inputs(n_q, n_k, batch=1, heads=heads, kv_heads=kv_heads, d=2, dtype=torch.float64)
-    for attention in (lambda *x: flash_attention(*x, causal=causal, block_q=2, block_k=4), standard_attention):
+    for attention in (
+        lambda *x: flash_attention(*x, causal=causal, block_q=2, block_k=4),
+        standard_attention,
+    ):
         assert torch.autograd.gradcheck(attention, (q, k, v), fast_mode=True)
 
 
@@ -226,10 +285,19 @@ def test_grouped_queries_share_keys_as_the_frameworks_do(kv_heads):
 @given(shape=shapes, is_causal=st.booleans(), scale=st.sampled_from([None, 0.3]), blocks=blocks)
 def test_the_frameworks_arguments_give_the_frameworks_results(shape, is_causal, scale, blocks):
     case = inputs(dtype=torch.float64, **shape)
-    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": True, "attn_mask": None, "dropout_p": 0.0}
+    options = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": True,
+        "attn_mask": None,
+        "dropout_p": 0.0,
+    }
     with sdpa_kernel(SDPBackend.MATH):
         expected = run(F.scaled_dot_product_attention, *case, **options)
-    for found in (run(flash_attention, *case, **options, **blocks), run(standard_attention, *case, **options)):
+    for found in (
+        run(flash_attention, *case, **options, **blocks),
+        run(standard_attention, *case, **options),
+    ):
         for x, y in zip(found, expected, strict=True):
             assert_close(x, y, rtol=1e-9, atol=1e-10)
 
@@ -322,14 +390,18 @@ def test_expanded_inputs_get_the_sum_of_the_gradients(attention):
     found = torch.autograd.grad(o, small, grad_o)
     _, *gradients = run(attention, *(x.detach().expand(2, 4, 20, 8).clone() for x in small), grad_o)
     assert_close(found, tuple(x.sum((0, 1), keepdim=True) for x in gradients))
-    assert_close(run(attention, q, k, v, torch.ones(()).expand_as(q)), run(attention, q, k, v, torch.ones_like(q)))
+    assert_close(
+        run(attention, q, k, v, torch.ones(()).expand_as(q)),
+        run(attention, q, k, v, torch.ones_like(q)),
+    )
 
 
 def test_many_heads_at_a_time_are_each_by_itself(monkeypatch):
     case = inputs(30, 40, batch=3, heads=6, kv_heads=2)
     expected = run(flash_attention, *case, causal=True)
     monkeypatch.setattr(tiled, "HEADS_AT_ONCE", 1)
-    for elements in (1, 2 * 3 * 30 * 40, 4 * 3 * 30 * 40):  # one head of keys, two, four and then two
+    # one head of keys, two, four and then two
+    for elements in (1, 2 * 3 * 30 * 40, 4 * 3 * 30 * 40):
         monkeypatch.setitem(tiled.TILE_ELEMENTS, "cpu", elements)
         assert_close(run(flash_attention, *case, causal=True), expected)
 
@@ -357,7 +429,9 @@ def test_autocast_casts_the_inputs_as_it_does_for_the_framework(attention, dtype
         framework = run(F.scaled_dot_product_attention, *case[:3], case[3].to(dtype))
     cast = run(attention, *(x.to(dtype) for x in case))
     assert [x.dtype for x in found] == [x.dtype for x in framework] == [dtype] + [torch.float32] * 3
-    assert_close(found, tuple(x.to(y.dtype) for x, y in zip(cast, found, strict=True)), rtol=0, atol=0)
+    assert_close(
+        found, tuple(x.to(y.dtype) for x, y in zip(cast, found, strict=True)), rtol=0, atol=0
+    )
     for x, y in zip(found, exact(*case), strict=True):
         assert relative_error(x, y) < 4 * torch.finfo(dtype).eps
 
@@ -373,7 +447,9 @@ def test_autocast_takes_inputs_of_several_dtypes_and_leaves_float64_alone():
 
 def test_vmap_is_refused_with_what_to_do_instead():
     q, k, v, _ = inputs(grad=False)
-    with pytest.raises(RuntimeError, match=r"does not run under torch\.vmap; put what is mapped over into its"):
+    with pytest.raises(
+        RuntimeError, match=r"does not run under torch\.vmap; put what is mapped over into its"
+    ):
         torch.vmap(flash_attention)(q[None], k[None], v[None])
     with pytest.raises(RuntimeError, match=r"does not run under torch\.vmap"):
         torch.func.jacrev(flash_attention)(q, k, v)
@@ -381,14 +457,18 @@ def test_vmap_is_refused_with_what_to_do_instead():
 
 def test_the_functional_gradient_is_the_gradient():
     q, k, v, grad_o = inputs(20)
-    found = torch.func.grad(lambda *x: (flash_attention(*x) * grad_o).sum(), argnums=(0, 1, 2))(q, k, v)
+    found = torch.func.grad(lambda *x: (flash_attention(*x) * grad_o).sum(), argnums=(0, 1, 2))(
+        q, k, v
+    )
     assert_close(found, run(flash_attention, q, k, v, grad_o)[1:])
 
 
 def test_a_second_derivative_is_refused():
     q, k, v, _ = inputs()
     [dq] = torch.autograd.grad(flash_attention(q, k, v).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="flash_attention has no second derivative; standard_attention has"):
+    with pytest.raises(
+        RuntimeError, match="flash_attention has no second derivative; standard_attention has"
+    ):
         dq.sum().backward()
 
     def slope(q):
@@ -396,19 +476,29 @@ def test_a_second_derivative_is_refused():
 
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.func.grad(slope)(q)
-    assert torch.autograd.gradgradcheck(standard_attention, inputs(3, d=2, dtype=torch.float64)[:3], fast_mode=True)
+    assert torch.autograd.gradgradcheck(
+        standard_attention, inputs(3, d=2, dtype=torch.float64)[:3], fast_mode=True
+    )
 
 
 # ---- what is saved, what is live
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("kv_heads", "dtype", "n"), [(4, torch.float32, 33), (2, torch.bfloat16, 65)])
+@pytest.mark.parametrize(
+    ("kv_heads", "dtype", "n"), [(4, torch.float32, 33), (2, torch.bfloat16, 65)]
+)
 def test_saved_bytes_are_predicted_to_the_byte(n, dtype, kv_heads, causal):
     q, k, v, _ = inputs(n, kv_heads=kv_heads, dtype=dtype, d=16)
     for kind, attention in (("standard", standard_attention), ("flash", flash_attention)):
         predicted = attention_saved_bytes(
-            sequence=n, batch=2, heads=4, kv_heads=kv_heads, head_dim=16, dtype_bytes=dtype.itemsize, kind=kind
+            sequence=n,
+            batch=2,
+            heads=4,
+            kv_heads=kv_heads,
+            head_dim=16,
+            dtype_bytes=dtype.itemsize,
+            kind=kind,
         )
         saved = saved_tensors(lambda *x, attention=attention: attention(*x, causal=causal), q, k, v)
         assert saved.total_bytes == sum(predicted.values())
@@ -428,7 +518,9 @@ def test_flash_saves_its_inputs_its_output_and_the_log_sum_exp_of_each_row():
     q, k, v, _ = inputs(20, 30, kv_heads=2)
     o = flash_attention(q, k, v, causal=True, block_q=8, block_k=8)
     saved = o.grad_fn.saved_tensors
-    assert [x.data_ptr() for x in saved[:4]] == [x.data_ptr() for x in (q, k, v, o)] and len(saved) == 5
+    assert [x.data_ptr() for x in saved[:4]] == [x.data_ptr() for x in (q, k, v, o)] and len(
+        saved
+    ) == 5
     scores = q @ k.repeat_interleave(2, dim=1).mT / math.sqrt(8)
     scores.masked_fill_(torch.ones(20, 30, dtype=torch.bool).triu(11), -math.inf)
     assert saved[4].shape == (2, 4, 20) and saved[4].dtype == torch.float32
@@ -469,7 +561,9 @@ def test_tiles_do_not_grow_with_heads_or_batch():
 
     assert largest(1, 1, 512) == largest(1, 1, 1000) == largest(8, 8, 64) == 512 * 512
     assert largest(1, 8, 512, kv_heads=1) == 512 * 512
-    assert largest(2, 4, 512) == largest(1, 2, 1000) == largest(2, 8, 600, kv_heads=2) == 2 * 512 * 512
+    assert (
+        largest(2, 4, 512) == largest(1, 2, 1000) == largest(2, 8, 600, kv_heads=2) == 2 * 512 * 512
+    )
 
 
 def test_the_peak_grows_with_n_and_not_with_its_square():
@@ -516,7 +610,11 @@ def test_the_outline_for_symbolic_tensors_takes_the_bytes_and_flops_of_all_tiles
 
     def make(count, n, d):
         if dtype == torch.float32:  # as in a model
-            return torch.empty(batch, n, 3, count, d, dtype=dtype).permute(2, 0, 3, 1, 4)[0].requires_grad_()
+            return (
+                torch.empty(batch, n, 3, count, d, dtype=dtype)
+                .permute(2, 0, 3, 1, 4)[0]
+                .requires_grad_()
+            )
         return torch.empty(batch, count, n, d, dtype=dtype, requires_grad=True)
 
     def taken(backend):
@@ -566,7 +664,9 @@ def names(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "causal"), [(2, 2, False), (6, 3, True), (3, 3, True)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "causal"), [(2, 2, False), (6, 3, True), (3, 3, True)]
+)
 def test_heads_in_threads_give_the_same(two_threads, names, heads, kv_heads, causal):
     case = inputs(70, 90, heads=heads, kv_heads=kv_heads, dtype=torch.float64)
     found = run(flash_attention, *case, causal=causal, block_q=16, block_k=32)
@@ -576,7 +676,9 @@ def test_heads_in_threads_give_the_same(two_threads, names, heads, kv_heads, cau
 
 def test_threads_take_no_more_bytes_than_heads_together(two_threads, names, monkeypatch):
     sizes = []
-    monkeypatch.setattr(tiled, "_exp_", lambda x, exp=tiled._exp_: (sizes.append(x.numel()), exp(x))[1])
+    monkeypatch.setattr(
+        tiled, "_exp_", lambda x, exp=tiled._exp_: (sizes.append(x.numel()), exp(x))[1]
+    )
     case = inputs(40, batch=1, heads=6)
     run(flash_attention, *case)
     in_threads = 2 * max(sizes)
@@ -645,9 +747,14 @@ def counted_flops(attention, n, d=16, **options):
 
 
 @pytest.mark.parametrize("n", [50, 128])
-@pytest.mark.parametrize(("kind", "attention"), [("standard", standard_attention), ("flash", flash_attention)])
+@pytest.mark.parametrize(
+    ("kind", "attention"), [("standard", standard_attention), ("flash", flash_attention)]
+)
 def test_flops_are_those_that_are_counted(kind, attention, n):
-    predicted = [attention_cost(sequence=n, head_dim=16, kind=kind, pass_=p).flops for p in ("forward", "backward")]
+    predicted = [
+        attention_cost(sequence=n, head_dim=16, kind=kind, pass_=p).flops
+        for p in ("forward", "backward")
+    ]
     assert list(counted_flops(attention, n)) == predicted
     assert predicted == [4 * n * n * 16, (8 if kind == "standard" else 10) * n * n * 16]
     many = attention_cost(sequence=n, head_dim=16, batch=3, heads=5, kind=kind)
@@ -658,9 +765,15 @@ def test_flops_are_those_that_are_counted(kind, attention, n):
 def test_two_walks_back_take_seven_products_as_many_as_the_kernels_do():
     kernels = pytest.importorskip("course_lib.attention.kernels")
     each = (kernels.keys_backward_kernel, kernels.queries_backward_kernel)
-    products = sum(inspect.getsource(getattr(kernel, "fn", kernel)).count("= product(") for kernel in each)
+    products = sum(
+        inspect.getsource(getattr(kernel, "fn", kernel)).count("= product(") for kernel in each
+    )
     size = {"sequence": 128, "head_dim": 16, "kind": "flash"}
-    assert attention_cost(pass_="backward", walks=2, **size).flops == 2 * products * 128**2 * 16 == 14 * 128**2 * 16
+    assert (
+        attention_cost(pass_="backward", walks=2, **size).flops
+        == 2 * products * 128**2 * 16
+        == 14 * 128**2 * 16
+    )
     with pytest.raises(ValueError, match="walks is 2 for"):
         attention_cost(pass_="forward", walks=2, **size)
 
@@ -687,17 +800,24 @@ def test_standard_attention_moves_each_operators_inputs_and_outputs():
         "backward": ["p do dv", "do v dp", "p dp ds", "ds k dq", "ds q dk"],
     }
     for pass_, operators in passes.items():
-        moved = sum((tensors | gradients)[name] for operator in operators for name in operator.split())
+        moved = sum(
+            (tensors | gradients)[name] for operator in operators for name in operator.split()
+        )
         for dtype_bytes in (2, 4):
-            cost = attention_cost(sequence=n, head_dim=d, kind="standard", pass_=pass_, dtype_bytes=dtype_bytes)
+            cost = attention_cost(
+                sequence=n, head_dim=d, kind="standard", pass_=pass_, dtype_bytes=dtype_bytes
+            )
             assert cost.moved_bytes == dtype_bytes * moved
             assert cost.arithmetic_intensity == cost.flops / cost.moved_bytes
 
 
-@pytest.mark.parametrize(("n", "d", "sram_bytes"), [(1000, 64, 192 * 1024), (512, 128, 100_000), (5, 64, 192 * 1024)])
+@pytest.mark.parametrize(
+    ("n", "d", "sram_bytes"), [(1000, 64, 192 * 1024), (512, 128, 100_000), (5, 64, 192 * 1024)]
+)
 def test_flash_moves_what_a_walk_over_its_blocks_moves(n, d, sram_bytes):
     def walk(rows_per_block, kept, streamed, numbers):
-        """Elements and fp32 numbers: `kept` tensors once, `streamed` tensors and `numbers` for each block."""
+        """Elements and fp32 numbers: `kept` tensors once, `streamed` tensors and `numbers` for each
+        block."""
         elements, statistics = kept * n * d, 0
         for _ in range(0, n, rows_per_block):
             elements, statistics = elements + streamed * n * d, statistics + numbers * n
@@ -742,22 +862,36 @@ def triton(monkeypatch):
 
 
 def test_auto_takes_triton_for_cuda_tensors_where_it_can_run(triton):
-    cpu, cuda = (types.SimpleNamespace(is_cuda=is_cuda, shape=(1, 1, 1, 1)) for is_cuda in (False, True))
-    assert [flash._backend(name, *[cuda] * 3) for name in ("auto", "triton", "torch")] == [triton, triton, tiled]
-    assert [flash._backend(name, *[cpu] * 3) for name in ("auto", "triton", "torch")] == [tiled, triton, tiled]
+    cpu, cuda = (
+        types.SimpleNamespace(is_cuda=is_cuda, shape=(1, 1, 1, 1)) for is_cuda in (False, True)
+    )
+    assert [flash._backend(name, *[cuda] * 3) for name in ("auto", "triton", "torch")] == [
+        triton,
+        triton,
+        tiled,
+    ]
+    assert [flash._backend(name, *[cpu] * 3) for name in ("auto", "triton", "torch")] == [
+        tiled,
+        triton,
+        tiled,
+    ]
     triton.reason = "the head dimension is 7"
     assert flash._backend("auto", *[cuda] * 3) is tiled
 
 
 def test_a_backend_asked_for_runs_forward_and_backward(triton):
     case = inputs(20)
-    assert_close(run(flash_attention, *case, backend="triton"), run(flash_attention, *case, backend="torch"))
+    assert_close(
+        run(flash_attention, *case, backend="triton"), run(flash_attention, *case, backend="torch")
+    )
     assert triton.calls == ["forward", "backward"]
 
 
 def test_triton_where_it_cannot_run_is_an_error_that_says_why_and_what_works(triton):
     triton.reason = "q is on a CPU"
-    with pytest.raises(RuntimeError, match='backend is "triton", but q is on a CPU; backend="torch" works'):
+    with pytest.raises(
+        RuntimeError, match='backend is "triton", but q is on a CPU; backend="torch" works'
+    ):
         flash_attention(*inputs()[:3], backend="triton")
 
 
@@ -767,11 +901,15 @@ def test_on_a_gpu_the_torch_backend_gives_the_same(dtype):
     case = inputs(700, 900, kv_heads=2, d=64, dtype=dtype)
     found = run(flash_attention, *(x.detach().cuda() for x in case), causal=True, backend="torch")
     for x, y in zip(found, exact(*case, causal=True), strict=True):
-        assert relative_error(x.cpu(), y) < (16 if dtype == torch.float32 else 4) * torch.finfo(dtype).eps
+        assert (
+            relative_error(x.cpu(), y)
+            < (16 if dtype == torch.float32 else 4) * torch.finfo(dtype).eps
+        )
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_standard_probabilities_are_saved_in_autocasts_dtype():  # whose softmax is float32 by itself
+# whose softmax is float32 by itself
+def test_on_a_gpu_the_standard_probabilities_are_saved_in_autocasts_dtype():
     q, k, v = (x.detach().cuda().bfloat16().requires_grad_() for x in inputs(64, d=16)[:3])
     with torch.autocast("cuda", torch.bfloat16):
         assert {row.dtype for row in saved_tensors(standard_attention, q, k, v)} == {torch.bfloat16}
@@ -806,14 +944,30 @@ REFUSED = {  # the argument that is named, and what else is not as in flash_atte
 }
 COST = {"sequence": 64, "head_dim": 64, "kind": "flash"}
 CALLS = {
-    **{case: (flash_attention, {**dict.fromkeys("qkv", X), **change}, name)
-       for case, (name, change) in REFUSED.items()},
+    **{
+        case: (flash_attention, {**dict.fromkeys("qkv", X), **change}, name)
+        for case, (name, change) in REFUSED.items()
+    },
     "standard": (standard_attention, {"q": X, "k": X[:1], "v": X}, "k"),
-    **{f"cost, {name}": (attention_cost, {**COST, name: value}, name)
-       for name, value in {"kind": "linear", "pass_": "both", "sequence": 0, "heads": 1.5, "sram_bytes": 511}.items()},
-    **{f"softmax, {name}": (online_softmax, {"scores": torch.ones(3), "block": 2, name: value}, name)
-       for name, value in (("block", 0), ("scores", torch.ones(3, dtype=torch.long)))},
-}  # fmt: skip
+    **{
+        f"cost, {name}": (attention_cost, {**COST, name: value}, name)
+        for name, value in {
+            "kind": "linear",
+            "pass_": "both",
+            "sequence": 0,
+            "heads": 1.5,
+            "sram_bytes": 511,
+        }.items()
+    },
+    **{
+        f"softmax, {name}": (
+            online_softmax,
+            {"scores": torch.ones(3), "block": 2, name: value},
+            name,
+        )
+        for name, value in (("block", 0), ("scores", torch.ones(3, dtype=torch.long)))
+    },
+}
 
 
 @pytest.mark.parametrize("case", CALLS)
@@ -825,7 +979,10 @@ def test_each_refusal_names_its_argument_what_it_got_and_what_it_takes(case):
 
 
 def test_the_least_on_chip_memory_is_a_row_of_each_block():
-    assert attention_cost(**COST, sram_bytes=512).moved_bytes > attention_cost(**COST, sram_bytes=1024).moved_bytes
+    assert (
+        attention_cost(**COST, sram_bytes=512).moved_bytes
+        > attention_cost(**COST, sram_bytes=1024).moved_bytes
+    )
 
 
 # ---- what you may have read
@@ -837,7 +994,12 @@ def test_one_number_a_row_suffices_and_it_is_fp32_where_the_rest_is_half():
     assert [row.dtype for row in saved].count(torch.float32) == 1
     [statistic] = [row for row in saved if row.dtype == torch.float32]
     assert statistic.shape == (2, 4, 64) and statistic.bytes == 4 * 2 * 4 * 64
-    assert_close(run(flash_attention, q, k, v, grad_o), run(standard_attention, q, k, v, grad_o), rtol=0.05, atol=0.05)
+    assert_close(
+        run(flash_attention, q, k, v, grad_o),
+        run(standard_attention, q, k, v, grad_o),
+        rtol=0.05,
+        atol=0.05,
+    )
 
 
 def test_the_backward_pass_takes_two_and_a_half_times_the_forwards_flops():
@@ -848,7 +1010,9 @@ def test_the_backward_pass_takes_two_and_a_half_times_the_forwards_flops():
 
 
 def test_memory_is_linear_in_n_and_flops_are_quadratic():
-    short, long = (saved_tensors(flash_attention, *inputs(n, d=16)[:3]).total_bytes for n in (128, 256))
+    short, long = (
+        saved_tensors(flash_attention, *inputs(n, d=16)[:3]).total_bytes for n in (128, 256)
+    )
     assert long == 2 * short
     short, long = (sum(counted_flops(flash_attention, n)) for n in (64, 128))
     assert long == 4 * short
@@ -859,7 +1023,10 @@ def test_checkpointed_attention_costs_more_flops_than_flash():
         return checkpoint(standard_attention, q, k, v, use_reentrant=False, early_stop=False)
 
     unit = 256 * 256 * 16
-    assert [sum(counted_flops(kind, 256)) // unit for kind in (standard_attention, checkpointed, flash_attention)] == [
+    assert [
+        sum(counted_flops(kind, 256)) // unit
+        for kind in (standard_attention, checkpointed, flash_attention)
+    ] == [
         12,
         16,
         14,
@@ -880,8 +1047,12 @@ def test_checkpoints_save_nothing_of_one_attention_layers_peak_and_more_with_eac
         return meter.peak_bytes
 
     def checkpointed(q, k, v):
-        return checkpoint(standard_attention, q, k, v, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(
+            standard_attention, q, k, v, use_reentrant=False, preserve_rng_state=False
+        )
 
-    savings = [1 - peak(checkpointed, depth) / peak(standard_attention, depth) for depth in (1, 2, 4, 8)]
+    savings = [
+        1 - peak(checkpointed, depth) / peak(standard_attention, depth) for depth in (1, 2, 4, 8)
+    ]
     assert abs(savings[0]) < 0.01
     assert savings == sorted(savings) and 0.5 < savings[-1] < 0.8

@@ -1,5 +1,5 @@
-"""The Triton kernels against float64. Without a GPU Triton's interpreter runs them, in one process for all cases:
-this file, started as a program, prints what it found as JSON."""
+"""The Triton kernels against float64. Without a GPU Triton's interpreter runs them, in one process
+for all cases: this file, started as a program, prints what it found as JSON."""
 
 import json
 import os
@@ -17,7 +17,8 @@ needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is not 
 
 
 def old_interpreter() -> bool:
-    """Up to Triton 3.6 the interpreter turns arrays of one number into indices, which today's NumPy refuses."""
+    """Up to Triton 3.6 the interpreter turns arrays of one number into indices, which today's NumPy
+    refuses."""
     version = getattr(kernels.triton, "__version__", "0.0").split(".")
     return (int(version[0]), int(version[1])) < (3, 7)
 
@@ -25,10 +26,13 @@ def old_interpreter() -> bool:
 H100 = 232_448  # bytes of shared memory that an instance can have
 NAMES = ("o", "lse", "dq", "dk", "dv")
 
-# batch, heads, kv_heads, n_q, n_k, d, and what else is not as usual: fp32, full attention, blocks of 16 x 16
+# batch, heads, kv_heads, n_q, n_k, d, and what else is not as usual: fp32, full attention, blocks
+# of 16 x 16
 CASES = {
     "full": dict(shape=(2, 2, 2, 20, 40, 16)),
-    "top-left causal, more queries": dict(shape=(1, 2, 1, 70, 33, 16), top_left=True, blocks=(16, 32)),
+    "top-left causal, more queries": dict(
+        shape=(1, 2, 1, 70, 33, 16), top_left=True, blocks=(16, 32)
+    ),
     "causal": dict(shape=(1, 2, 2, 37, 37, 24), causal=True),
     "fewer queries than keys, causal": dict(shape=(1, 1, 1, 17, 53, 16), causal=True),
     "more queries than keys, causal": dict(shape=(1, 1, 1, 70, 33, 64), causal=True),
@@ -89,7 +93,11 @@ def standard(q, k, v, grad_o, shift, scale):
 
 def run_case(case, device="cpu"):
     q, k, v, grad_o = inputs(device=device, **case)
-    shift, scale, blocks = shift_of(case), case.get("scale", q.shape[-1] ** -0.5), case.get("blocks", (16, 16))
+    shift, scale, blocks = (
+        shift_of(case),
+        case.get("scale", q.shape[-1] ** -0.5),
+        case.get("blocks", (16, 16)),
+    )
     options = Options(shift, scale, *blocks)
     o, lse = launching.forward(q, k, v, options)
     got = (o, lse, *launching.backward(q, k, v, o, lse, grad_o, options))
@@ -98,13 +106,18 @@ def run_case(case, device="cpu"):
 
 
 def error(got, want):
-    """The largest difference, as a part of the largest entry wanted; infinite where exactly one of both is."""
+    """The largest difference, as a part of the largest entry wanted; infinite where exactly one of
+    both is."""
     got = got.double()
     if got.isnan().any() or not torch.equal(got == -torch.inf, want == -torch.inf):
         return float("inf")
     finite = want != -torch.inf
     difference = (got - want)[finite].abs()
-    return (difference.max() / want[finite].abs().max().clamp(min=1.0)).item() if difference.numel() else 0.0
+    return (
+        (difference.max() / want[finite].abs().max().clamp(min=1.0)).item()
+        if difference.numel()
+        else 0.0
+    )
 
 
 # ---- what the program does
@@ -115,7 +128,9 @@ def report_case(case):
     blind = want[1] == -torch.inf
     return {
         "errors": {name: error(a, b) for name, a, b in zip(NAMES, got, want, strict=True)},
-        "dtypes": [str(x.dtype) for x in got] == [str(q.dtype), "torch.float32", *[str(q.dtype)] * 3],
+        "dtypes": (
+            [str(x.dtype) for x in got] == [str(q.dtype), "torch.float32", *[str(q.dtype)] * 3]
+        ),
         "shapes": [x.shape for x in got] == [q.shape, q.shape[:-1], q.shape, k.shape, v.shape],
         "contiguous": all(x.is_contiguous() for x in got),
         "blind_rows": int(blind.sum()),
@@ -124,19 +139,24 @@ def report_case(case):
 
 
 def report_skipping():
-    """NaNs in v and grad_o where no visible tile reaches: 0 * NaN is NaN, so a tile that is visited shows."""
+    """NaNs in v and grad_o where no visible tile reaches: 0 * NaN is NaN, so a tile that is visited
+    shows."""
     q, k, v, grad_o = inputs((1, 1, 1, 64, 64, 16))
     v[:, :, 48:] = torch.nan
     o, lse = launching.forward(q, k, v, Options(0, 0.25, 16, 16))
     dq, _, _ = launching.backward(q, k, v, o, lse, grad_o, Options(0, 0.25, 16, 16))
     early = grad_o.clone()
     early[:, :, :16] = torch.nan
-    _, dk, dv = launching.backward(q, k, inputs((1, 1, 1, 64, 64, 16))[2], o, lse, early, Options(0, 0.25, 16, 16))
+    _, dk, dv = launching.backward(
+        q, k, inputs((1, 1, 1, 64, 64, 16))[2], o, lse, early, Options(0, 0.25, 16, 16)
+    )
     return {
         "forward": bool(o[:, :, :48].isfinite().all() and o[:, :, 48:].isnan().all()),
         "dq": bool(dq[:, :, :48].isfinite().all() and dq[:, :, 48:].isnan().all()),
         "dk and dv": bool(
-            dv[:, :, 16:48].isfinite().all() and dv[:, :, :16].isnan().all() and dk[:, :, :16].isnan().all()
+            dv[:, :, 16:48].isfinite().all()
+            and dv[:, :, :16].isnan().all()
+            and dk[:, :, :16].isnan().all()
         ),
     }
 
@@ -144,9 +164,14 @@ def report_skipping():
 def report_reasons():
     x, wide = torch.zeros(1, 1, 4, 16), torch.zeros(1, 1, 4, 24)
     cases = {str(d): torch.zeros(1, 1, 4, d) for d in (8, 15, 16, 200, 256, 257)}
-    cases |= {name: x.to(getattr(torch, name)) for name in ("float32", "float16", "bfloat16", "float64")}
+    cases |= {
+        name: x.to(getattr(torch, name)) for name in ("float32", "float16", "bfloat16", "float64")
+    }
     cases["meta"] = x.to("meta")
-    return {**{name: launching.why_not(x, x) for name, x in cases.items()}, "wide": launching.why_not(x, wide)}
+    return {
+        **{name: launching.why_not(x, x) for name, x in cases.items()},
+        "wide": launching.why_not(x, wide),
+    }
 
 
 def compile_for_an_absent_gpu():
@@ -216,15 +241,24 @@ def test_the_kernels_agree_with_float64(interpreted, name):
     report = interpreted["cases"][name]
     assert report["shapes"] and report["dtypes"] and report["contiguous"]
     # The interpreter cuts numbers off where a GPU rounds them to bf16.
-    allowed = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 1.5e-2}[CASES[name].get("dtype", "float32")]
+    allowed = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 1.5e-2}[
+        CASES[name].get("dtype", "float32")
+    ]
     if name in ("large scores", "scores all far below zero"):
-        allowed = 2e-4  # neighbours among fp32 numbers in the thousands lie 1.2e-4 apart; the exponential sees that
-    assert all(found <= (2e-6 if part == "lse" else allowed) for part, found in report["errors"].items()), report
+        # neighbours among fp32 numbers in the thousands lie 1.2e-4 apart; the exponential sees that
+        allowed = 2e-4
+    assert all(
+        found <= (2e-6 if part == "lse" else allowed) for part, found in report["errors"].items()
+    ), report
 
 
 @needs_triton
 def test_rows_that_see_no_key_give_zeros(interpreted):
-    for name, rows in (("more queries than keys, causal", 37), ("bf16, fully masked rows", 30), ("causal", 0)):
+    for name, rows in (
+        ("more queries than keys, causal", 37),
+        ("bf16, fully masked rows", 30),
+        ("causal", 0),
+    ):
         report = interpreted["cases"][name]
         assert report["blind_rows"] == rows
         assert report["blind_are_zero"]
@@ -258,7 +292,9 @@ def test_without_triton_the_kernels_import_and_what_is_asked_for_them_says_why_t
         except RuntimeError as error:
             print(error)
     """
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100).stdout
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+    ).stdout
     assert told.splitlines() == [
         "Triton is not installed",
         'backend is "triton", but Triton is not installed; backend="torch" works',
@@ -303,7 +339,8 @@ def test_small_configurations_are_tried_only_where_no_larger_one_is_sure_to_fit(
             assert launching._sizes(kernel, d, 2, 1024) == [(16, 16, 4, 1)]
     forward = launching.forward_kernel
     assert launching._sizes(forward, 64, 2, 101_376) == launching.CANDIDATES[forward][64]
-    assert launching._sizes(forward, 256, 2, 101_376) == [(64, 64, 8, 2), (32, 32, 4, 2)]  # the first may need too much
+    # the first may need too much
+    assert launching._sizes(forward, 256, 2, 101_376) == [(64, 64, 8, 2), (32, 32, 4, 2)]
 
 
 @needs_triton
@@ -325,7 +362,9 @@ def test_blocks_that_do_not_fit_are_refused_with_some_that_do():
         def __call__(self, *arguments, BLOCK_Q, BLOCK_K, **options):
             raise launching.OutOfResources(2 * (BLOCK_Q + BLOCK_K) * 256, 101_376, "shared memory")
 
-    with pytest.raises(ValueError, match=r"^block_q is 128, .*; it takes 64 and 64 .* 131072 .* 101376$"):
+    with pytest.raises(
+        ValueError, match=r"^block_q is 128, .*; it takes 64 and 64 .* 131072 .* 101376$"
+    ):
         launching._launch(Full(), None, torch.zeros(1, 1, 4, 128), Options(None, 1.0, 128, 128))
 
 
@@ -348,8 +387,20 @@ GPU_CASES = [
     dict(shape=(1, 4, 1, 1000, 333, 128), causal=True, dtype="bfloat16", blocks=(128, 64)),
     dict(shape=(1, 2, 2, 300, 300, 256), causal=True, dtype="bfloat16", blocks=(None, None)),
     dict(shape=(1, 2, 2, 300, 300, 96), causal=False, dtype="float16", blocks=(None, None)),
-    dict(shape=(2, 4, 4, 300, 300, 64), causal=True, dtype="bfloat16", blocks=(None, None), strides="any"),
-    dict(shape=(1, 2, 2, 300, 300, 64), causal=True, dtype="bfloat16", blocks=(None, None), scale=-0.2),
+    dict(
+        shape=(2, 4, 4, 300, 300, 64),
+        causal=True,
+        dtype="bfloat16",
+        blocks=(None, None),
+        strides="any",
+    ),
+    dict(
+        shape=(1, 2, 2, 300, 300, 64),
+        causal=True,
+        dtype="bfloat16",
+        blocks=(None, None),
+        scale=-0.2,
+    ),
     dict(shape=(1, 2, 1, 500, 300, 64), causal=True, dtype="float32", blocks=(None, None)),
     dict(shape=(1, 2, 1, 300, 300, 128), causal=False, dtype="float32", blocks=(16, 16)),
     dict(shape=(1, 1, 1, 1, 1, 16), causal=True, dtype="float32", blocks=(32, 32)),
@@ -370,8 +421,14 @@ def test_on_a_gpu_errors_stay_near_those_of_standard_attention(case):
 @pytest.mark.gpu
 @needs_triton
 def test_on_a_gpu_rows_that_see_no_key_give_zeros():
-    _, (o, lse, dq, dk, dv), _ = run_case(dict(shape=(1, 2, 2, 500, 100, 64), causal=True, dtype="bfloat16"), "cuda")
-    assert (lse[:, :, :400] == -torch.inf).all() and not o[:, :, :400].any() and not dq[:, :, :400].any()
+    _, (o, lse, dq, dk, dv), _ = run_case(
+        dict(shape=(1, 2, 2, 500, 100, 64), causal=True, dtype="bfloat16"), "cuda"
+    )
+    assert (
+        (lse[:, :, :400] == -torch.inf).all()
+        and not o[:, :, :400].any()
+        and not dq[:, :, :400].any()
+    )
     assert not any(x.isnan().any() for x in (o, lse, dq, dk, dv))
 
 

@@ -1,4 +1,5 @@
-"""course_lib.budget: every recipe's gradient is the plain one's, estimates are what is measured, and what fits fits."""
+"""course_lib.budget: every recipe's gradient is the plain one's, estimates are what is measured,
+and what fits fits."""
 
 import copy
 import dataclasses
@@ -84,7 +85,10 @@ class Summing(Regression):
 
 def points():
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(shape, generator=generator) for name, shape in (("x", (6, 8)), ("y", (6,)))}
+    return {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in (("x", (6, 8)), ("y", (6,)))
+    }
 
 
 def symbolic_points():
@@ -97,7 +101,9 @@ def symbolic_points():
 def consistent(fields):
     """Fields that go together, from any."""
     fields["segments"] = fields["segments"] if fields["checkpoint"] == "segments" else None
-    fields["schedule_bytes"] = fields["schedule_bytes"] if fields["checkpoint"] == "optimal" else None
+    fields["schedule_bytes"] = (
+        fields["schedule_bytes"] if fields["checkpoint"] == "optimal" else None
+    )
     fields["offload_activations"] &= fields["checkpoint"] not in ("selective", "optimal")
     fields["in_backward"] &= fields["micro_batches"] == 1
     if fields["checkpoint"] not in ("layers", "selective"):
@@ -139,7 +145,9 @@ def test_the_repr_of_a_recipe_makes_it_again_and_names_only_what_is_not_plain(fi
     recipe = Recipe(**fields)
     assert eval(repr(recipe)) == recipe and hash(eval(repr(recipe))) == hash(recipe)
     assert pickle.loads(pickle.dumps(recipe)) == recipe
-    assert {name: value for name, value in fields.items() if value != getattr(Recipe(), name)} == recipe.changed()
+    assert {
+        name: value for name, value in fields.items() if value != getattr(Recipe(), name)
+    } == recipe.changed()
     assert repr(recipe).count("=") == len(recipe.changed())
 
 
@@ -147,7 +155,9 @@ def test_every_field_of_a_recipe_belongs_to_one_technique_which_needs_no_more_th
     owned = [name for technique in TECHNIQUES for name in technique.fields]
     assert sorted(owned) == sorted(field.name for field in dataclasses.fields(Recipe))
     for technique in TECHNIQUES:
-        methods = [name for name, value in vars(type(technique)).items() if inspect.isfunction(value)]
+        methods = [
+            name for name, value in vars(type(technique)).items() if inspect.isfunction(value)
+        ]
         assert {"conflict", "refuse", "applied", "words"} >= set(methods)
     places = [technique.place for technique in TECHNIQUES if technique.place is not None]
     assert sorted(places) == list(range(len(places)))
@@ -165,10 +175,15 @@ def test_the_words_of_a_recipe_name_pages_and_copies_that_are_not_the_usual_ones
     recipe = Recipe(offload_optimizer=1.0, page_bytes=4 << 20, offload_activations=True, **copies)
     usual = "fp32, adam, optimizer offloaded, pages of 4 MiB, activations offloaded"
     assert str(recipe) == f"{usual}, 2 fetched ahead, 1 in flight"
-    assert chinese(str(recipe)) == "fp32、adam、优化器卸载、每页 4 MiB、激活值卸载、预取 2 份、同时卸载 1 份"
+    assert (
+        chinese(str(recipe))
+        == "fp32、adam、优化器卸载、每页 4 MiB、激活值卸载、预取 2 份、同时卸载 1 份"
+    )
     assert str(replace(recipe, prefetch=None, in_flight=None)) == usual
     idle = replace(recipe, offload_optimizer=0.0, offload_activations=False)
-    assert str(idle) == "fp32, adam" and "pages of 1,000 bytes" in str(Recipe(precision="bf16", page_bytes=1000))
+    assert str(idle) == "fp32, adam" and "pages of 1,000 bytes" in str(
+        Recipe(precision="bf16", page_bytes=1000)
+    )
     assert [added(a, b) for a, b in itertools.pairwise(steps_to(recipe))] == [
         "optimizer offloaded, pages of 4 MiB",
         "activations offloaded, 2 fetched ahead, 1 in flight",
@@ -176,11 +191,17 @@ def test_the_words_of_a_recipe_name_pages_and_copies_that_are_not_the_usual_ones
 
 
 BAD_FIELDS = [
-    *(({name: "fp16"}, name) for name in ("precision", "optimizer", "attention", "checkpoint", "update", "accumulate")),
+    *(
+        ({name: "fp16"}, name)
+        for name in ("precision", "optimizer", "attention", "checkpoint", "update", "accumulate")
+    ),
     *(({"offload_optimizer": value}, "offload_optimizer") for value in (1.5, math.nan, None)),
     *(({name: 1}, name) for name in ("offload_activations", "in_backward")),
     *(({"checkpoint": "segments", "segments": value}, "segments") for value in (0, None, 2.0)),
-    *(({"checkpoint": "optimal", "schedule_bytes": value}, "schedule_bytes") for value in (-3, None)),
+    *(
+        ({"checkpoint": "optimal", "schedule_bytes": value}, "schedule_bytes")
+        for value in (-3, None)
+    ),
     *(({name: value}, name) for name in ("head_chunk", "micro_batches") for value in (0, "2")),
     ({"min_bytes": -1}, "min_bytes"),
     *(({name: value}, name) for name in ("prefetch", "in_flight") for value in (-1, 1.0, True)),
@@ -227,8 +248,15 @@ KEEPS = [
     {"checkpoint": "layers", "offload_activations": True, "min_bytes": 1000},
     {"checkpoint": "segments", "segments": 2, "offload_activations": True, "min_bytes": 1000},
 ]
-ENDS = [{}, {"head_chunk": 7}, {"in_backward": True}, {"head_chunk": 16, "in_backward": True}, {"micro_batches": 3}]
-# Every way to keep activations with each attention, and with one end or another; then all of them with some.
+ENDS = [
+    {},
+    {"head_chunk": 7},
+    {"in_backward": True},
+    {"head_chunk": 16, "in_backward": True},
+    {"micro_batches": 3},
+]
+# Every way to keep activations with each attention, and with one end or another; then all of them
+# with some.
 EQUAL = [
     Recipe(attention=attention, **keep, **ENDS[(i + j) % len(ENDS)])
     for i, keep in enumerate(KEEPS)
@@ -238,7 +266,8 @@ EQUAL = list(dict.fromkeys(EQUAL))
 
 
 def stepped(make_model, recipe, batches, lr=1.0, eps=None):
-    """The model after a step on each batch; every gradient that the optimizer saw, and the losses."""
+    """The model after a step on each batch; every gradient that the optimizer saw, and the
+    losses."""
     model, optimizer = build(make_model, recipe, lr=lr)
     for group in optimizer.param_groups:
         if eps:
@@ -247,7 +276,12 @@ def stepped(make_model, recipe, batches, lr=1.0, eps=None):
     seen, losses = [], []
 
     def look(opt, *_):
-        seen.extend((names[p], p.grad.clone()) for g in opt.param_groups for p in g["params"] if p.grad is not None)
+        seen.extend(
+            (names[p], p.grad.clone())
+            for g in opt.param_groups
+            for p in g["params"]
+            if p.grad is not None
+        )
 
     optimizer.register_step_pre_hook(look)
     for batch in batches:
@@ -270,12 +304,16 @@ def in_float64(model, batches, optimizer=torch.optim.SGD, **options):
         loss = model.loss(batch)
         loss.backward()
         losses.append(loss.item())
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
         optimizer.step()
     return model, gradients, losses
 
 
-@pytest.mark.parametrize(("recipe", "tied"), [*((r, True) for r in EQUAL), *((r, False) for r in EQUAL[::6])], ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "tied"), [*((r, True) for r in EQUAL), *((r, False) for r in EQUAL[::6])], ids=str
+)
 def test_the_gradient_of_every_recipe_is_the_plain_one_and_every_parameter_steps_once(recipe, tied):
     make = partial(tiny, tied=tied)
     expected, gradients, losses = in_float64(make(), [tiny_batch()], lr=1.0)
@@ -300,7 +338,9 @@ def test_in_bf16_the_gradient_is_as_near_as_the_plain_one_in_bf16(recipe):
     _, seen, _ = stepped(tiny, plain, [tiny_batch()])
     error = distance(dict(seen), gradients)
     assert 1e-4 < error < 0.05
-    model, seen, found = stepped(tiny, replace(recipe, precision="bf16", optimizer="sgd"), [tiny_batch()])
+    model, seen, found = stepped(
+        tiny, replace(recipe, precision="bf16", optimizer="sgd"), [tiny_batch()]
+    )
     assert len(seen) == len(gradients) and {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert distance(dict(seen), gradients) < 3 * error
     assert found == pytest.approx(losses, rel=0.01)
@@ -310,7 +350,8 @@ def test_in_bf16_the_gradient_is_as_near_as_the_plain_one_in_bf16(recipe):
 @pytest.mark.parametrize("recipe", [Recipe(), *EQUAL[3::7]], ids=repr)
 def test_two_steps_of_adam_are_those_of_the_plain_adamw(recipe, fraction):
     batches = [tiny_batch(seed=seed) for seed in (0, 1)]
-    options = {"lr": 1e-2, "eps": 1e-3}  # small gradients, such as those of keys' biases, which are zero, stay small
+    # small gradients, such as those of keys' biases, which are zero, stay small
+    options = {"lr": 1e-2, "eps": 1e-3}
     expected, _, losses = in_float64(tiny(), batches, torch.optim.AdamW, **options)
     model, _, found = stepped(tiny, replace(recipe, offload_optimizer=fraction), batches, **options)
     for p, q in zip(model.parameters(), expected.parameters(), strict=True):
@@ -322,7 +363,9 @@ def test_two_steps_of_adam_are_those_of_the_plain_adamw(recipe, fraction):
 def test_with_dropout_a_checkpoint_draws_the_same_numbers_again(keep):
     def seen(recipe):
         torch.manual_seed(3)
-        return dict(stepped(partial(tiny, dropout=0.2), replace(recipe, optimizer="sgd"), [tiny_batch()])[1])
+        return dict(
+            stepped(partial(tiny, dropout=0.2), replace(recipe, optimizer="sgd"), [tiny_batch()])[1]
+        )
 
     expected, found = seen(Recipe()), seen(Recipe(**keep))
     for name in expected:
@@ -340,7 +383,9 @@ def test_with_dropout_a_checkpoint_draws_the_same_numbers_again(keep):
     ids=repr,
 )
 def test_a_module_that_has_only_a_loss_does_all_that_takes_no_decoder(recipe):
-    _, gradients, losses = in_float64(Regression(), [{name: x.double() for name, x in points().items()}], lr=0.1)
+    _, gradients, losses = in_float64(
+        Regression(), [{name: x.double() for name, x in points().items()}], lr=0.1
+    )
     make = Summing if recipe.micro_batches > 1 else Regression
     _, seen, found = stepped(make, recipe, [points()], lr=0.1)
     for name, gradient in seen:
@@ -372,7 +417,9 @@ def test_a_module_that_has_only_a_loss_does_all_that_takes_no_decoder(recipe):
         (lambda: tiny().requires_grad_(False), Recipe(), "model"),
     ],
 )
-def test_a_recipe_that_does_not_go_with_the_model_is_refused_before_anything_runs(make, recipe, name):
+def test_a_recipe_that_does_not_go_with_the_model_is_refused_before_anything_runs(
+    make, recipe, name
+):
     model, optimizer = make(), torch.optim.SGD([torch.zeros(1)])
     for attempt in (
         lambda: train_step(model, optimizer, tiny_batch(), recipe),
@@ -411,13 +458,18 @@ def test_a_decoder_that_was_altered_keeps_its_own_loss_in_every_recipe(change):
         Recipe(checkpoint="segments", segments=2),
         Recipe(checkpoint="optimal", schedule_bytes=10**9, head_chunk=8),
     ):
-        if recipe.micro_batches > 1 and change == "loss is its own":  # over what it goes is not known then
+        # over what it goes is not known then
+        if recipe.micro_batches > 1 and change == "loss is its own":
             with pytest.raises(ValueError, match=r"^micro_batches is .*; it takes .+"):
                 train_step(model, optimizer, tiny_batch(), recipe)
             continue
-        if recipe.checkpoint in ("segments", "optimal") and change == "DecoderLayer has forward hooks":
+        if (
+            recipe.checkpoint in ("segments", "optimal")
+            and change == "DecoderLayer has forward hooks"
+        ):
             with pytest.raises(
-                ValueError, match=r"^layers.1 is called with something else than what layers.0 returned"
+                ValueError,
+                match=r"^layers.1 is called with something else than what layers.0 returned",
             ):
                 train_step(model, optimizer, tiny_batch(), recipe)
             continue
@@ -432,7 +484,9 @@ def test_gradients_that_lie_about_are_not_stepped():
         for p in (frozen, aside):
             p.grad = torch.ones_like(p)
         before = frozen.clone()
-        train_step(model, torch.optim.SGD([*model.parameters(), aside], lr=0.1), tiny_batch(), recipe)
+        train_step(
+            model, torch.optim.SGD([*model.parameters(), aside], lr=0.1), tiny_batch(), recipe
+        )
         assert torch.equal(frozen, before) and torch.equal(aside, torch.ones(3))
         assert all(p.grad is None for p in (*model.parameters(), aside))
 
@@ -451,7 +505,8 @@ def detached(model, batch):
         ({"batch": "tokens"}, Recipe(), TypeError, "batch"),
         ({}, {}, TypeError, "recipe"),
         ({"loss_sum": 3}, Recipe(), TypeError, "loss_sum"),
-        ({"loss_sum": Decoder.loss_sum}, Recipe(checkpoint="optimal", schedule_bytes=9), ValueError, "checkpoint"),
+        ({"loss_sum": Decoder.loss_sum}, Recipe(checkpoint="optimal", schedule_bytes=9),
+         ValueError, "checkpoint"),
         *(({"loss_sum": detached}, recipe, TypeError, "[^:]*: the sum of losses is")
           for recipe in (Recipe(), Recipe(in_backward=True))),
         ({"max_norm": 1.0}, Recipe(in_backward=True), ValueError, "max_norm"),
@@ -459,7 +514,8 @@ def detached(model, batch):
           for recipe in (Recipe(), Recipe(in_backward=True))
           for wrong, error, name in (
               (lambda p: None, TypeError, "optimizer"),
-              (lambda p: torch.optim.SGD([torch.zeros(1)]), RuntimeError, "no parameter of the optimizer"),
+              (lambda p: torch.optim.SGD([torch.zeros(1)]), RuntimeError,
+               "no parameter of the optimizer"),
           )),
     ],
 )  # fmt: skip
@@ -487,7 +543,10 @@ class Tagger(nn.Module):
         self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
 
     def forward(self, batch):
-        return self.head(self.embedding(batch["input_ids"])).flatten(0, 1), batch["labels"].flatten()
+        return (
+            self.head(self.embedding(batch["input_ids"])).flatten(0, 1),
+            batch["labels"].flatten(),
+        )
 
     def loss(self, batch):
         return F.cross_entropy(*self(batch), ignore_index=PAD)
@@ -514,14 +573,18 @@ def padded():
 @pytest.mark.parametrize(
     "recipe", [Recipe(), Recipe(micro_batches=8), Recipe(micro_batches=3), Recipe(in_backward=True)]
 )
-@pytest.mark.parametrize(("make", "options"), [(Counting, {}), (Tagger, {"loss_sum": labelled})], ids=["own", "given"])
+@pytest.mark.parametrize(
+    ("make", "options"), [(Counting, {}), (Tagger, {"loss_sum": labelled})], ids=["own", "given"]
+)
 def test_padded_micro_batches_give_the_full_batchs_gradient(make, options, recipe):
     _, gradients, [loss] = in_float64(make(), [padded()], lr=1.0)
     recipe = replace(recipe, optimizer="sgd")
     model, optimizer = build(make, recipe, lr=1.0)
     before = [p.detach().clone() for p in model.parameters()]
     result = train_step(model, optimizer, padded(), recipe, **options)
-    steps = {name: old - new for old, (name, new) in zip(before, model.named_parameters(), strict=True)}
+    steps = {
+        name: old - new for old, (name, new) in zip(before, model.named_parameters(), strict=True)
+    }
     assert distance(steps, gradients) < 1e-6
     assert result.loss == pytest.approx(loss, rel=1e-6) and result.weight == 64
     guess, real = estimate(make, padded, recipe, **options), run(make, padded, recipe, **options)
@@ -532,7 +595,8 @@ def test_micro_batches_of_a_mean_whose_weight_is_not_known_are_refused_and_not_s
     model, optimizer = build(Tagger, Recipe())
     assert train_step(model, optimizer, padded(), Recipe()).stepped
     with pytest.raises(
-        ValueError, match=r"^micro_batches is 8 and Tagger.loss .*; it takes a loss_sum\(model, batch\)"
+        ValueError,
+        match=r"^micro_batches is 8 and Tagger.loss .*; it takes a loss_sum\(model, batch\)",
     ):
         train_step(model, optimizer, padded(), Recipe(micro_batches=8))
     plain = estimate(Tagger, padded, Recipe()).peak_bytes
@@ -549,7 +613,9 @@ def test_a_loss_sum_that_is_older_than_the_loss_is_not_used():
             return 3 * super().loss(batch)
 
     model, optimizer = build(Tripled, Recipe())
-    assert train_step(model, optimizer, padded(), Recipe()).loss == pytest.approx(model_loss(Tripled), rel=1e-6)
+    assert train_step(model, optimizer, padded(), Recipe()).loss == pytest.approx(
+        model_loss(Tripled), rel=1e-6
+    )
     with pytest.raises(ValueError, match=r"^micro_batches is 2"):
         train_step(model, optimizer, padded(), Recipe(micro_batches=2))
 
@@ -561,7 +627,9 @@ def model_loss(make):
 @pytest.mark.parametrize("samples", [8, 5])
 def test_a_schedule_is_found_once_for_all_micro_batches_of_all_steps(monkeypatch, samples):
     profiles, profile = [], Chain.profile
-    monkeypatch.setattr(Chain, "profile", lambda *args, **kwargs: (profiles.append(1), profile(*args, **kwargs))[1])
+    monkeypatch.setattr(
+        Chain, "profile", lambda *args, **kwargs: (profiles.append(1), profile(*args, **kwargs))[1]
+    )
     recipe = Recipe(checkpoint="optimal", schedule_bytes=450_000, micro_batches=samples)
     model, optimizer = build(tiny, recipe)
     for seed in range(3):
@@ -569,15 +637,20 @@ def test_a_schedule_is_found_once_for_all_micro_batches_of_all_steps(monkeypatch
     assert len(profiles) == 1
     model.layers[0].requires_grad_(False)  # keeps less
     train_step(model, optimizer, tiny_batch(samples), recipe)
-    train_step(model, optimizer, tiny_batch(1), replace(recipe, micro_batches=1, schedule_bytes=500_000))
-    assert len(profiles) == 2  # other bytes for the same chain are another schedule, and no other profile
+    train_step(
+        model, optimizer, tiny_batch(1), replace(recipe, micro_batches=1, schedule_bytes=500_000)
+    )
+    # other bytes for the same chain are another schedule, and no other profile
+    assert len(profiles) == 2
     seen = weakref.ref(model)
     del model, optimizer
     gc.collect()
     assert seen() is None
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe(in_backward=True), Recipe(micro_batches=2)], ids=repr)
+@pytest.mark.parametrize(
+    "recipe", [Recipe(), Recipe(in_backward=True), Recipe(micro_batches=2)], ids=repr
+)
 def test_a_loss_that_is_none_is_refused_and_nothing_is_stepped(recipe):
     for loss in (
         lambda self, batch: 3.0,
@@ -585,10 +658,16 @@ def test_a_loss_that_is_none_is_refused_and_nothing_is_stepped(recipe):
         lambda self, batch: torch.tensor(1.0),
         lambda self, batch: Regression.loss(self, batch) * math.nan,
     ):
-        summed = {} if recipe.micro_batches == 1 else {"loss_sum": lambda model, batch: (model.loss(batch), 1)}
+        summed = (
+            {}
+            if recipe.micro_batches == 1
+            else {"loss_sum": lambda model, batch: (model.loss(batch), 1)}
+        )
         model, optimizer = build(type("Odd", (Regression,), {"loss": loss}), recipe)
         before = [p.clone() for p in model.parameters()]
-        with pytest.raises((TypeError, ValueError, RuntimeError), match=r"; it takes |does not require grad"):
+        with pytest.raises(
+            (TypeError, ValueError, RuntimeError), match=r"; it takes |does not require grad"
+        ):
             train_step(model, optimizer, points(), recipe, **summed)
         assert all(map(torch.equal, before, model.parameters()))
 
@@ -622,7 +701,9 @@ def test_after_an_error_in_the_middle_all_is_as_before(recipe, where):
     failing.remove()
     assert all(module.fused for module in attentions)
     assert [vars(module).get("standard") for module in attentions] == [None, own, None]
-    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    assert all(
+        p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True)
+    )
     assert all(map(torch.equal, gradients, copies))
     assert torch.equal(torch.get_rng_state(), random)
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
@@ -636,7 +717,9 @@ def test_after_an_error_in_the_middle_all_is_as_before(recipe, where):
             assert_close(p.double(), q, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe(checkpoint="layers"), Recipe(in_backward=True)], ids=repr)
+@pytest.mark.parametrize(
+    "recipe", [Recipe(), Recipe(checkpoint="layers"), Recipe(in_backward=True)], ids=repr
+)
 def test_after_an_error_the_random_numbers_go_on_as_if_nothing_had_been(recipe):
     model, optimizer = build(partial(tiny, dropout=0.1), recipe)
     model.layers[2].attention.register_forward_hook(stop)
@@ -648,7 +731,10 @@ def test_after_an_error_the_random_numbers_go_on_as_if_nothing_had_been(recipe):
 
 def test_a_symbolic_step_leaves_dtype_random_numbers_and_modes_as_they_are():
     random, dtype = torch.get_rng_state(), torch.get_default_dtype()
-    for recipe in (Recipe(precision="bf16"), Recipe(precision="bf16", checkpoint="optimal", schedule_bytes=450_000)):
+    for recipe in (
+        Recipe(precision="bf16"),
+        Recipe(precision="bf16", checkpoint="optimal", schedule_bytes=450_000),
+    ):
         estimate(partial(tiny, dropout=0.1), tiny_batch, recipe)
         with pytest.raises(Stop):
             estimate(stop, tiny_batch, recipe)
@@ -693,16 +779,28 @@ MEASURED = [
     Recipe(micro_batches=8, checkpoint="selective", attention="flash"),
     Recipe(precision="bf16"),
     Recipe(precision="bf16", optimizer="sgd", in_backward=True),
-    Recipe(precision="bf16", attention="flash", checkpoint="layers", head_chunk=16, micro_batches=8,
-           offload_optimizer=1.0),
+    Recipe(
+        precision="bf16",
+        attention="flash",
+        checkpoint="layers",
+        head_chunk=16,
+        micro_batches=8,
+        offload_optimizer=1.0,
+    ),
     Recipe(**DOWN, precision="bf16", offload_optimizer=0.5, micro_batches=3),
-    Recipe(attention="flash", checkpoint="optimal", schedule_bytes=2_000_000, in_backward=True, head_chunk=64),
+    Recipe(
+        attention="flash",
+        checkpoint="optimal",
+        schedule_bytes=2_000_000,
+        in_backward=True,
+        head_chunk=64,
+    ),
     Recipe(**DOWN, attention="flash", micro_batches=2, offload_optimizer=0.5),
     Recipe(**DOWN, prefetch=0, in_flight=0),
     Recipe(**DOWN, prefetch=2, in_flight=4, checkpoint="layers"),
     Recipe(**DOWN, prefetch=3, in_flight=2, offload_optimizer=1.0, page_bytes=30_000),
     Recipe(precision="bf16", page_bytes=1),
-]  # fmt: skip
+]
 
 
 def assert_measured(make_model, make_batch, recipe):
@@ -711,7 +809,11 @@ def assert_measured(make_model, make_batch, recipe):
     assert (guess.bytes_down, guess.bytes_up) == (real.traffic.bytes_down, real.traffic.bytes_up)
     assert sum(guess.at_peak.values()) == guess.peak_bytes == max(guess.phase_peaks.values())
     assert set(guess.at_peak) == set(CATEGORIES)
-    assert guess.recipe == recipe and guess.tier == "file" and guess.moved_bytes == guess.bytes_down + guess.bytes_up
+    assert (
+        guess.recipe == recipe
+        and guess.tier == "file"
+        and guess.moved_bytes == guess.bytes_down + guess.bytes_up
+    )
     return guess, real
 
 
@@ -722,10 +824,13 @@ class TestEstimatesOfASmallDecoder:
     @pytest.mark.parametrize("recipe", MEASURED, ids=repr)
     def test_bytes_and_flops_are_those_that_are_measured(self, recipe):
         guess, real = assert_measured(small, small_batch, recipe)
-        if guess.phase_peaks["optimizer"] < guess.peak_bytes:  # else a page of masters counts as parameters, or not
+        # else a page of masters counts as parameters, or not
+        if guess.phase_peaks["optimizer"] < guess.peak_bytes:
             for category in ("parameter", "optimizer", "gradient"):
                 assert guess.at_peak[category] == real.meter.at_peak()[category]
-        samples = [sample for sample in real.meter.timeline if sample.live_bytes == real.meter.peak_bytes]
+        samples = [
+            sample for sample in real.meter.timeline if sample.live_bytes == real.meter.peak_bytes
+        ]
         assert guess.operator == samples[0].operator
         with FlopCounterMode(display=False) as counter:
             run(small, small_batch, recipe)
@@ -737,7 +842,9 @@ class TestEstimatesOfASmallDecoder:
         [
             partial(tiny, tied=False),
             DROPPING,
-            lambda: (lambda decoder: (decoder.tokens.requires_grad_(False), decoder)[1])(tiny(tied=False)),
+            lambda: (lambda decoder: (decoder.tokens.requires_grad_(False), decoder)[1])(
+                tiny(tied=False)
+            ),
         ],
         ids=["untied", "dropout", "frozen"],
     )
@@ -773,7 +880,11 @@ class TestEstimatesOfASmallDecoder:
                     run_pieces(model, optimizer, micro_batches, trial, store=store)
             guess = estimate(one, batch, trial)
             assert guess.peak_bytes == meter.peak_bytes
-            assert (guess.bytes_down, guess.bytes_up, guess.flops) == (down, up, counter.get_total_flops())
+            assert (guess.bytes_down, guess.bytes_up, guess.flops) == (
+                down,
+                up,
+                counter.get_total_flops(),
+            )
 
     def test_micro_batches_cost_nothing_but_time_for_each_that_is_run(self):
         runs = []
@@ -786,16 +897,21 @@ class TestEstimatesOfASmallDecoder:
         estimate(make, partial(tiny_batch, 64), Recipe(micro_batches=64))
         assert len(runs) == 1 + 2  # and one to see whether the model looks at values
 
-    def test_what_is_offloaded_is_not_on_the_device_where_the_tier_is_the_host(self, small=few, small_batch=few_batch):
+    def test_what_is_offloaded_is_not_on_the_device_where_the_tier_is_the_host(
+        self, small=few, small_batch=few_batch
+    ):
         for precision, size in (("fp32", 4), ("bf16", 2)):
             base = Recipe(precision=precision)
             masters = 4 if precision == "bf16" else 0
             count = sum(p.numel() for p in small().parameters())
             plain = estimate(small, small_batch, base, tier="host")
             assert plain.moved_bytes == 0
-            steps = 4 * len(list(small().parameters()))  # Adam counts its steps in one number for each parameter
+            # Adam counts its steps in one number for each parameter
+            steps = 4 * len(list(small().parameters()))
             assert plain.at_peak["optimizer"] == (8 + masters) * count + steps
-            all_below = estimate(small, small_batch, replace(base, offload_optimizer=1.0), tier="host")
+            all_below = estimate(
+                small, small_batch, replace(base, offload_optimizer=1.0), tier="host"
+            )
             assert all_below.at_peak["optimizer"] == 0
             assert all_below.bytes_down == all_below.bytes_up == size * count
             assert all_below.tier == "host"
@@ -806,7 +922,12 @@ class TestEstimatesOfASmallDecoder:
             below = half.bytes_down // size
             assert count / 2 <= below < 0.6 * count and half.bytes_up == half.bytes_down
             assert 0 <= half.at_peak["optimizer"] - (8 + masters) * (count - below) <= steps
-            inside = estimate(small, small_batch, replace(base, offload_optimizer=0.5, in_backward=True), tier="host")
+            inside = estimate(
+                small,
+                small_batch,
+                replace(base, offload_optimizer=0.5, in_backward=True),
+                tier="host",
+            )
             assert (inside.bytes_down, inside.bytes_up) == (half.bytes_down, half.bytes_up)
 
     def test_more_ahead_and_in_flight_hold_more_and_move_as_many_bytes(self):
@@ -824,17 +945,25 @@ class TestEstimatesOfASmallDecoder:
         assert device.ahead == copies
         named, others = ({"prefetch": count, "in_flight": count} for count in (copies, 3 - copies))
         left_out, named, others = (
-            estimate(few, few_batch, Recipe(**DOWN, **fields), tier=tier) for fields in ({}, named, others)
+            estimate(few, few_batch, Recipe(**DOWN, **fields), tier=tier)
+            for fields in ({}, named, others)
         )
         assert left_out.peak_bytes != others.peak_bytes
-        assert left_out == replace(named, recipe=left_out.recipe) and left_out.recipe.in_flight is None
+        assert (
+            left_out == replace(named, recipe=left_out.recipe) and left_out.recipe.in_flight is None
+        )
 
     def test_smaller_pages_hold_less_in_the_optimizers_step_and_move_as_much(self):
-        pages = [Recipe(offload_optimizer=1.0, page_bytes=count) for count in (1 << 20, 1 << 18, 1 << 16)]
+        pages = [
+            Recipe(offload_optimizer=1.0, page_bytes=count) for count in (1 << 20, 1 << 18, 1 << 16)
+        ]
         found = [estimate(small, small_batch, recipe) for recipe in pages]
         steps = [e.phase_peaks["optimizer"] for e in found]
         assert steps == sorted(set(steps), reverse=True)
-        assert len({(e.bytes_down, e.bytes_up, e.flops, e.phase_peaks["backward"]) for e in found}) == 1
+        assert (
+            len({(e.bytes_down, e.bytes_up, e.flops, e.phase_peaks["backward"]) for e in found})
+            == 1
+        )
 
     def test_an_estimate_is_a_value_that_shows_itself(self):
         guess, same = (estimate(tiny, tiny_batch, Recipe(attention="flash")) for _ in range(2))
@@ -849,7 +978,9 @@ class Critic(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+        )
 
     def loss(self, x):
         x = x.detach().requires_grad_()
@@ -864,7 +995,8 @@ def test_a_backward_pass_in_the_forward_pass_takes_what_is_measured(copies):
 
 
 def large():
-    """About 110 million parameters. For real all are zero, since drawing them takes longer than the step."""
+    """About 110 million parameters. For real all are zero, since drawing them takes longer than the
+    step."""
     sizes = {"vocabulary": 32000, "hidden": 768, "heads": 12, "layers": 12, "sequence": 64}
     if torch._guards.detect_fake_mode() is not None:
         return Decoder(**sizes)
@@ -886,7 +1018,8 @@ class TestEstimatesOf100MillionParameters:
     @pytest.mark.parametrize(
         "recipe",
         [
-            Recipe(optimizer="sgd", checkpoint="segments", segments=4, **DOWN),  # bf16 is slow on many CPUs
+            # bf16 is slow on many CPUs
+            Recipe(optimizer="sgd", checkpoint="segments", segments=4, **DOWN),
         ],
         ids=repr,
     )
@@ -902,13 +1035,16 @@ from course_lib.models import Decoder, random_tokens
 from functools import partial
 used = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 sizes = dict(heads=32, sequence=4096, vocabulary=32000)
-estimate(partial(Decoder, hidden=64, layers=1, **sizes), partial(random_tokens, 8, 4096, 32000), Recipe())
+batch = partial(random_tokens, 8, 4096, 32000)
+estimate(partial(Decoder, hidden=64, layers=1, **sizes), batch, Recipe())
 before = used()
 recipe = Recipe(precision="bf16", attention="flash", checkpoint="layers", micro_batches=8)
-found = estimate(partial(Decoder, hidden=8192, layers=8, **sizes), partial(random_tokens, 8, 4096, 32000), recipe)
+found = estimate(partial(Decoder, hidden=8192, layers=8, **sizes), batch, recipe)
 print(found.peak_bytes, used() - before)
 """
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stderr
         peak, grown = map(int, done.stdout.split())
         assert peak > 16 * 6.5e9  # parameters, gradients, masters and moments of seven billion
@@ -918,11 +1054,16 @@ print(found.peak_bytes, used() - before)
 # ---- the meter's budget
 
 
-@pytest.mark.parametrize("recipe", [Recipe(in_backward=True), Recipe(**DOWN, micro_batches=2)], ids=repr)
+@pytest.mark.parametrize(
+    "recipe", [Recipe(in_backward=True), Recipe(**DOWN, micro_batches=2)], ids=repr
+)
 def test_a_step_over_the_budget_is_stopped_at_the_operator_and_the_model_trains_on(recipe):
     recipe = replace(recipe, optimizer="sgd")
     guess, model = estimate(tiny, tiny_batch, recipe), tiny()
-    assert run(tiny, tiny_batch, recipe, budget_bytes=guess.peak_bytes).meter.peak_bytes == guess.peak_bytes
+    assert (
+        run(tiny, tiny_batch, recipe, budget_bytes=guess.peak_bytes).meter.peak_bytes
+        == guess.peak_bytes
+    )
     with pytest.raises(MemoryBudgetExceeded) as caught:
         run(lambda: model, tiny_batch, recipe, budget_bytes=guess.peak_bytes - 1)
     assert caught.value.operator == guess.operator and guess.operator in str(caught.value)
@@ -942,7 +1083,10 @@ def test_what_runs_found_keeps_no_model_alive():
         models.append(weakref.ref(model := tiny()))
         return model
 
-    found = [run(make, tiny_batch, recipe) for recipe in (Recipe(), Recipe(in_backward=True), Recipe(precision="bf16"))]
+    found = [
+        run(make, tiny_batch, recipe)
+        for recipe in (Recipe(), Recipe(in_backward=True), Recipe(precision="bf16"))
+    ]
     gc.collect()
     assert [model() for model in models] == [None] * 3
     assert all(each.meter.peak_bytes > 0 for each in found)
@@ -952,12 +1096,22 @@ def test_activations_go_down_from_min_bytes_on_and_a_search_does_not_warn_of_wha
     sizes = {}
     for least in (0, 40_000, 10**9):
         recipe = Recipe(offload_activations=True, min_bytes=least)
-        with pytest.warns(UserWarning, match="no activation was moved") if least == 10**9 else nullcontext():
+        with (
+            pytest.warns(UserWarning, match="no activation was moved")
+            if least == 10**9
+            else nullcontext()
+        ):
             sizes[least] = run(tiny, tiny_batch, recipe).traffic.bytes_down
     assert sizes[0] > sizes[40_000] > sizes[10**9] == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fit(tiny, tiny_batch, 10**9, recipes=[Recipe(offload_activations=True, min_bytes=10**9)], progress=False)
+        fit(
+            tiny,
+            tiny_batch,
+            10**9,
+            recipes=[Recipe(offload_activations=True, min_bytes=10**9)],
+            progress=False,
+        )
 
 
 def test_a_store_that_is_given_stays_open_and_one_that_is_not_is_closed(monkeypatch):
@@ -1013,7 +1167,10 @@ def quick(monkeypatch):
 def combinations(base, layers, samples, fractions=(0.0,), schedules=()):
     """All of the techniques with one another, written down once more."""
     keeps = [{}, {"checkpoint": "selective"}, {"checkpoint": "layers"}]
-    keeps += [{"checkpoint": "segments", "segments": count} for count in {*range(2, math.isqrt(layers) + 1), layers}]
+    keeps += [
+        {"checkpoint": "segments", "segments": count}
+        for count in {*range(2, math.isqrt(layers) + 1), layers}
+    ]
     keeps += [{"checkpoint": "optimal", "schedule_bytes": count} for count in schedules]
     for attention, keep, offload, chunk, inside, fraction in itertools.product(
         ("standard", "flash"), keeps, (False, True), (None, 32), (False, True), fractions
@@ -1021,8 +1178,16 @@ def combinations(base, layers, samples, fractions=(0.0,), schedules=()):
         if offload and keep.get("checkpoint") not in (None, "layers"):
             continue
         for pieces in [1] if inside else pieces_allowed(samples):
-            yield replace(base, attention=attention, offload_activations=offload, head_chunk=chunk, in_backward=inside,
-                          offload_optimizer=fraction, micro_batches=pieces, **keep)  # fmt: skip
+            yield replace(
+                base,
+                attention=attention,
+                offload_activations=offload,
+                head_chunk=chunk,
+                in_backward=inside,
+                offload_optimizer=fraction,
+                micro_batches=pieces,
+                **keep,
+            )
 
 
 def cost(found):
@@ -1042,19 +1207,25 @@ class TestSearch:
     def test_nothing_is_cheaper_than_what_is_found(self):
         budget = int(0.75 * remembered(searched, searched_batch, SGD).peak_bytes)
         fitting = [e for e in every().values() if e.peak_bytes <= budget]
-        found = fit(searched, searched_batch, budget, base=SGD, rates=RATE, tier="file", progress=False)
+        found = fit(
+            searched, searched_batch, budget, base=SGD, rates=RATE, tier="file", progress=False
+        )
         assert all(e.peak_bytes <= budget for e in found)
         assert cost(found[0]) <= min(map(cost, fitting))
-        assert [cost(e) for e in found] == sorted(cost(e) for e in found) and len({e.recipe for e in found}) == len(
-            found
-        )
+        assert [cost(e) for e in found] == sorted(cost(e) for e in found) and len(
+            {e.recipe for e in found}
+        ) == len(found)
         estimated = int(found.title.split("; ")[1].split(" ")[0])
         assert estimated < len(EVERY) and str(found).count("\n") >= len(found)
-        # Of each combination of techniques that cannot do with fewer, the number of micro-batches is the least.
+        # Of each combination of techniques that cannot do with fewer, the number of micro-batches
+        # is the least.
         for e in found:
             if e.recipe.checkpoint != "optimal":
                 fewer = [f for f in pieces_allowed(2) if f < e.recipe.micro_batches]
-                trials = [remembered(searched, searched_batch, replace(e.recipe, micro_batches=f)) for f in fewer]
+                trials = [
+                    remembered(searched, searched_batch, replace(e.recipe, micro_batches=f))
+                    for f in fewer
+                ]
                 assert all(trial.peak_bytes > budget for trial in trials)
 
     def test_among_given_recipes_all_that_fit_are_found_in_order(self):
@@ -1062,16 +1233,32 @@ class TestSearch:
         known = every(recipes)
         peaks = sorted(e.peak_bytes for e in known.values())
         for budget in (peaks[0], peaks[len(peaks) // 2], peaks[-1]):
-            found = fit(searched, searched_batch, budget, recipes=iter(recipes + recipes), rates=RATE, tier="file",
-                        progress=False)  # fmt: skip
+            found = fit(
+                searched,
+                searched_batch,
+                budget,
+                recipes=iter(recipes + recipes),
+                rates=RATE,
+                tier="file",
+                progress=False,
+            )
             expected = [e for e in known.values() if e.peak_bytes <= budget]
             assert {e.recipe for e in found} == {e.recipe for e in expected}
             order = [(cost(e), e.recipe.micro_batches, e.peak_bytes) for e in found]
             assert order == sorted(order)
         with pytest.raises(InfeasibleBudget) as caught:
-            fit(searched, searched_batch, peaks[0] - 1, recipes=recipes, rates=RATE, tier="file", progress=False)
+            fit(
+                searched,
+                searched_batch,
+                peaks[0] - 1,
+                recipes=recipes,
+                rates=RATE,
+                tier="file",
+                progress=False,
+            )
         assert caught.value.least.peak_bytes == peaks[0] and caught.value.least.recipe in recipes
-        inside = Recipe(in_backward=True)  # takes more than the plain step, which was not asked about
+        # takes more than the plain step, which was not asked about
+        inside = Recipe(in_backward=True)
         with pytest.raises(InfeasibleBudget) as caught:
             fit(searched, searched_batch, 1000, recipes=[inside], tier="file", progress=False)
         assert caught.value.least.recipe == inside
@@ -1082,7 +1269,9 @@ class TestSearch:
             fit(searched, four, 1000, base=base, tier="file", progress=False)
         error = caught.value
         assert estimate(searched, four, error.least.recipe).peak_bytes == error.least.peak_bytes
-        assert f"{error.least.peak_bytes:,} bytes" in str(error) and repr(error.least.recipe) in str(error)
+        assert f"{error.least.peak_bytes:,} bytes" in str(error) and repr(
+            error.least.recipe
+        ) in str(error)
         assert "\n" not in str(error) and str(error).startswith("budget_bytes is ")
         assert error.budget_bytes == 1000 and error.least_bytes == error.least.peak_bytes
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
@@ -1091,10 +1280,15 @@ class TestSearch:
 
     def test_all_that_fits_by_the_search_fits_when_it_is_run(self):
         budget = int(0.75 * remembered(searched, searched_batch, SGD).peak_bytes)
-        found = fit(searched, searched_batch, budget, base=SGD, rates=RATE, tier="file", progress=False)
+        found = fit(
+            searched, searched_batch, budget, base=SGD, rates=RATE, tier="file", progress=False
+        )
         assert found
         for e in found:
-            assert run(searched, searched_batch, e.recipe, budget_bytes=budget).meter.peak_bytes == e.peak_bytes
+            assert (
+                run(searched, searched_batch, e.recipe, budget_bytes=budget).meter.peak_bytes
+                == e.peak_bytes
+            )
 
 
 def test_what_is_found_among_recipes_does_not_depend_on_their_order():
@@ -1111,22 +1305,30 @@ def test_what_is_found_among_recipes_does_not_depend_on_their_order():
 
 def test_standard_attention_is_looked_at_where_flash_takes_more():
     def make():
-        return Decoder(vocabulary=10, hidden=16, heads=4, layers=1, sequence=64)  # a tile in fp32 is larger
+        # a tile in fp32 is larger
+        return Decoder(vocabulary=10, hidden=16, heads=4, layers=1, sequence=64)
 
     base = Recipe(precision="bf16")
     facts = Known(make, partial(random_tokens, 2, 64, 10), base, **FILE)
     least = replace(base, checkpoint="layers", micro_batches=2)
-    standard, flash = (facts.estimate(replace(least, attention=name)).peak_bytes for name in ATTENTIONS)
+    standard, flash = (
+        facts.estimate(replace(least, attention=name)).peak_bytes for name in ATTENTIONS
+    )
     assert standard < flash and set(facts.attentions) == set(ATTENTIONS)
 
 
 @pytest.mark.parametrize("tier", ["file", "host"])
 def test_what_is_passed_over_could_not_have_fitted_or_been_cheaper(tier):
-    facts, rates = Known(searched, searched_batch, Recipe(min_bytes=1000), **{**FILE, "tier": tier}), RATE
+    facts, rates = (
+        Known(searched, searched_batch, Recipe(min_bytes=1000), **{**FILE, "tier": tier}),
+        RATE,
+    )
     facts.estimate(Recipe(attention="flash", min_bytes=1000))  # whose FLOPs are then known
     pieces = [{}, {"in_backward": True}, {"micro_batches": 2}]
     for keep, fraction, count in itertools.product(
-        ({}, {"checkpoint": "layers"}, {"checkpoint": "layers", "head_chunk": 32}), (0.0, 0.5, 1.0), pieces
+        ({}, {"checkpoint": "layers"}, {"checkpoint": "layers", "head_chunk": 32}),
+        (0.0, 0.5, 1.0),
+        pieces,
     ):
         for down in (False, True):
             fields = {**keep, **count, "offload_activations": down, "offload_optimizer": fraction}
@@ -1138,13 +1340,24 @@ def test_what_is_passed_over_could_not_have_fitted_or_been_cheaper(tier):
 
 @pytest.mark.usefixtures("quick")
 def test_segments_are_as_few_as_fit():
-    make, family = partial(tiny, layers=9), Recipe(checkpoint="segments", segments=2, in_backward=True)
-    found = {count: remembered(make, tiny_batch, replace(family, segments=count)) for count in (2, 3, 9)}
+    make, family = (
+        partial(tiny, layers=9),
+        Recipe(checkpoint="segments", segments=2, in_backward=True),
+    )
+    found = {
+        count: remembered(make, tiny_batch, replace(family, segments=count)) for count in (2, 3, 9)
+    }
     peaks = {count: e.peak_bytes for count, e in found.items()}
     assert peaks[9] < peaks[3] < peaks[2]
     assert found[2].flops < found[3].flops < found[9].flops
     facts = Known(make, tiny_batch, Recipe(), **FILE)
-    for budget, count in ((peaks[2], 2), (peaks[2] - 1, 3), (peaks[3], 3), (peaks[3] - 1, 9), (peaks[9] - 1, None)):
+    for budget, count in (
+        (peaks[2], 2),
+        (peaks[2] - 1, 3),
+        (peaks[3], 3),
+        (peaks[3] - 1, 9),
+        (peaks[9] - 1, None),
+    ):
         best = refine(Search(facts, budget, RATE), family)
         assert best == (count and replace(family, segments=count))
 
@@ -1170,8 +1383,16 @@ def test_seconds_are_flops_and_bytes_at_the_rates():
 def test_the_tier_is_a_file_for_a_laptop_and_the_host_for_other_machines():
     one, recipes = partial(tiny, layers=1), [Recipe(offload_optimizer=1.0)]
     for rates, tier in (("laptop", "file"), (RATE, "host")):
-        assert fit(one, tiny_batch, 10**9, recipes=recipes, rates=rates, progress=False)[0].tier == tier
-    assert fit(one, tiny_batch, 10**9, recipes=recipes, rates="H100", tier="file", progress=False)[0].tier == "file"
+        assert (
+            fit(one, tiny_batch, 10**9, recipes=recipes, rates=rates, progress=False)[0].tier
+            == tier
+        )
+    assert (
+        fit(one, tiny_batch, 10**9, recipes=recipes, rates="H100", tier="file", progress=False)[
+            0
+        ].tier
+        == "file"
+    )
 
 
 # ---- bad input
@@ -1196,17 +1417,26 @@ def test_sparse_gradients_are_stepped_but_not_estimated(kind):
     def batch():
         return torch.arange(6).view(3, 2)
 
-    recipe, options = Recipe(optimizer="sgd"), {"loss_sum": lambda model, batch: (model(batch).square().sum(), 3)}
-    with pytest.raises(ValueError, match=r"^the step makes a sparse gradient[^\n]*; it takes sparse=False$"):
+    recipe, options = (
+        Recipe(optimizer="sgd"),
+        {"loss_sum": lambda model, batch: (model(batch).square().sum(), 3)},
+    )
+    with pytest.raises(
+        ValueError, match=r"^the step makes a sparse gradient[^\n]*; it takes sparse=False$"
+    ):
         estimate(make, batch, recipe, **options)
     assert run(make, batch, recipe, **options).result.stepped
 
 
 @pytest.mark.parametrize("kind", [Item, Nonzero])
 def test_a_loss_that_looks_at_data_runs_but_cannot_be_estimated(kind):
-    for ask in (partial(estimate, recipe=Recipe()), partial(fit, budget_bytes=10**9, progress=False)):
+    for ask in (
+        partial(estimate, recipe=Recipe()),
+        partial(fit, budget_bytes=10**9, progress=False),
+    ):
         with pytest.raises(
-            ValueError, match=r"^the step looks at values of its data [^\n]* symbolic tensors[^\n]*don't$"
+            ValueError,
+            match=r"^the step looks at values of its data [^\n]* symbolic tensors[^\n]*don't$",
         ):
             ask(kind, symbolic_points)
     assert run(kind, points, Recipe()).result.stepped
@@ -1226,7 +1456,10 @@ class WithBuffer(Regression):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64], ids=str)
 def test_what_has_a_dtype_of_its_own_is_converted_as_for_real(dtype, precision):
     make, recipe = partial(WithBuffer, dtype, torch.float32), Recipe(precision=precision)
-    assert estimate(make, symbolic_points, recipe).peak_bytes == run(make, points, recipe).meter.peak_bytes
+    assert (
+        estimate(make, symbolic_points, recipe).peak_bytes
+        == run(make, points, recipe).meter.peak_bytes
+    )
 
 
 class Rotated(Regression):
@@ -1256,7 +1489,10 @@ def test_complex_parameters_and_buffers_keep_their_imaginary_parts():
 def test_what_was_there_before_cannot_be_estimated():
     batch, model = points(), tiny()
     for make, of in ((Regression, lambda: batch), (lambda: model, tiny_batch)):
-        with pytest.raises(ValueError, match=r"^make_model or make_batch uses a tensor that was there before[^\n]*$"):
+        with pytest.raises(
+            ValueError,
+            match=r"^make_model or make_batch uses a tensor that was there before[^\n]*$",
+        ):
             estimate(make, of, Recipe())
 
 
@@ -1268,7 +1504,9 @@ def test_a_step_that_meets_what_an_estimate_has_left_in_a_cache_says_so():
             return super().loss(batch) * table()
 
     estimate(Cached, symbolic_points, Recipe())
-    with pytest.raises(ValueError, match=r"^the model's code has kept a symbolic tensor [^\n]*; it takes [^\n]+$"):
+    with pytest.raises(
+        ValueError, match=r"^the model's code has kept a symbolic tensor [^\n]*; it takes [^\n]+$"
+    ):
         run(Cached, points, Recipe())
     table.cache_clear()
     assert run(Cached, points, Recipe()).result.stepped
@@ -1286,7 +1524,9 @@ class Recurrent(nn.Module):
 def test_an_operator_whose_memory_does_not_show_is_refused():
     batch = partial(torch.ones, 4, 5, 8)
     if torch.backends.mkldnn.is_available():
-        with pytest.raises(ValueError, match=r"^the step runs aten.mkldnn_rnn_layer[^\n]*mkldnn.flags"):
+        with pytest.raises(
+            ValueError, match=r"^the step runs aten.mkldnn_rnn_layer[^\n]*mkldnn.flags"
+        ):
             estimate(Recurrent, batch, Recipe())
     with torch.backends.mkldnn.flags(enabled=False):
         guess = estimate(Recurrent, batch, Recipe())
@@ -1310,7 +1550,13 @@ def test_an_operator_whose_memory_does_not_show_is_refused():
 )
 def test_what_cannot_be_searched_is_refused_in_one_sentence(options, error):
     [name] = options
-    options = {"make_model": tiny, "make_batch": tiny_batch, "budget_bytes": 10**9, "progress": False, **options}
+    options = {
+        "make_model": tiny,
+        "make_batch": tiny_batch,
+        "budget_bytes": 10**9,
+        "progress": False,
+        **options,
+    }
     with pytest.raises(error, match=rf"^{name} is [^\n]*; it takes [^\n]+$"):
         fit(**options)
 
@@ -1344,7 +1590,9 @@ def test_a_recipe_that_cannot_be_does_not_stop_the_others():
 
 
 def test_the_way_to_a_schedule_is_one_that_can_be_gone():
-    recipe = Recipe(checkpoint="optimal", schedule_bytes=200_000, micro_batches=5, offload_optimizer=1.0)
+    recipe = Recipe(
+        checkpoint="optimal", schedule_bytes=200_000, micro_batches=5, offload_optimizer=1.0
+    )
     with pytest.raises(InfeasibleBudget):
         estimate(tiny, tiny_batch, replace(recipe, micro_batches=1))
     steps = steps_to(recipe)

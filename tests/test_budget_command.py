@@ -41,9 +41,15 @@ from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import HostStore, SimulatedDevice
 
 LLAMA = {
-    "model_type": "llama", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu",
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+}
 
 
 # ---- what a step costs
@@ -64,7 +70,8 @@ def test_flops_and_links_are_priced_at_the_share_that_is_reached():
 
 def test_activations_are_copied_beside_the_compute_to_the_host_but_not_to_a_file():
     recipe = Recipe(offload_activations=True)  # two copies each way: all wait for what is longer
-    assert ROUND.seconds(priced(recipe, down=100, up=200)) == 12  # forward takes 4 seconds, backward 8, as copies do
+    # forward takes 4 seconds, backward 8, as copies do
+    assert ROUND.seconds(priced(recipe, down=100, up=200)) == 12
     assert ROUND.seconds(priced(recipe, down=500, up=200)) == 20 + 8
     assert ROUND.seconds(priced(recipe, down=100, up=750)) == 4 + 30
     one = replace(recipe, prefetch=1, in_flight=1)  # half of the copies are not hidden
@@ -80,8 +87,18 @@ COPIES = [{"prefetch": p, "in_flight": f} for p in (0, 1, 2) for f in (1, 2)]
 SMALL = {"vocabulary": 64, "hidden": 32, "heads": 2, "sequence": 16}
 CLOCKS = {
     "mlp": (lambda: deep_mlp(12, 32), lambda: torch.ones(64, 32), "none", 0.1),
-    "decoder": (partial(Decoder, layers=3, **SMALL), partial(random_tokens, 2, 16, 64), "none", 0.2),
-    "checkpoints": (partial(Decoder, layers=8, **SMALL), partial(random_tokens, 2, 16, 64), "layers", 0.2),
+    "decoder": (
+        partial(Decoder, layers=3, **SMALL),
+        partial(random_tokens, 2, 16, 64),
+        "none",
+        0.2,
+    ),
+    "checkpoints": (
+        partial(Decoder, layers=8, **SMALL),
+        partial(random_tokens, 2, 16, 64),
+        "layers",
+        0.2,
+    ),
 }
 
 
@@ -98,17 +115,28 @@ def summed(model, batch):
         *(("checkpoints", ratio, COPIES[3]) for ratio in (0.5, 2)),
     ],
 )
-def test_copies_hide_as_the_clock_of_the_simulated_device_says_and_hold_what_its_memory_does(name, ratio, copies):
+def test_copies_hide_as_the_clock_of_the_simulated_device_says_and_hold_what_its_memory_does(
+    name, ratio, copies
+):
     """Copies down take `ratio` times as long as forward."""
     make, of, checkpoint, tolerance = CLOCKS[name]
-    recipe = Recipe(optimizer="sgd", checkpoint=checkpoint, offload_activations=True, min_bytes=1 << 10, **copies)
+    recipe = Recipe(
+        optimizer="sgd",
+        checkpoint=checkpoint,
+        offload_activations=True,
+        min_bytes=1 << 10,
+        **copies,
+    )
     expected, flops = estimate(make, of, recipe, loss_sum=summed, tier="host"), 1e9
     link = expected.bytes_down / (expected.flops / flops / 3) / ratio
     speeds = {"flops_per_second": flops, "up_bytes_per_second": link, "down_bytes_per_second": link}
     with SimulatedDevice(**speeds) as device:
         model, batch = device.move(make()), device.move(of())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        begins, before = device.seconds, device.live_bytes - sum(p.nbytes for p in model.parameters())
+        begins, before = (
+            device.seconds,
+            device.live_bytes - sum(p.nbytes for p in model.parameters()),
+        )
         train_step(model, optimizer, batch, recipe, loss_sum=summed, store=HostStore())
     taken = device.seconds - begins
     rates = Rates(flops, flops, link)
@@ -119,7 +147,8 @@ def test_copies_hide_as_the_clock_of_the_simulated_device_says_and_hold_what_its
 
 
 def test_an_update_on_the_host_reads_and_writes_28_bytes_a_parameter():
-    """Adam in fp32: gradient, weight and two moments are read, weight and moments written; SGD has no moments."""
+    """Adam in fp32: gradient, weight and two moments are read, weight and moments written; SGD has
+    no moments."""
     bf16, fp32 = Recipe(precision="bf16", offload_optimizer=1.0), Recipe(offload_optimizer=1.0)
     for recipe in (bf16, fp32):
         sent = recipe.dtype.itemsize * 3
@@ -128,7 +157,9 @@ def test_an_update_on_the_host_reads_and_writes_28_bytes_a_parameter():
         assert part["gradients"] == part["parameters"] == sent / 25
         assert ROUND.seconds(priced(recipe, down=sent, up=sent, below=3)) == part["compute"] + 3
     sgd = Recipe(optimizer="sgd", offload_optimizer=1.0)
-    assert ROUND.parts(priced(sgd, down=12, up=12, below=3))["update"] == pytest.approx(3 * (2 * 4 + 4) / 28)
+    assert ROUND.parts(priced(sgd, down=12, up=12, below=3))["update"] == pytest.approx(
+        3 * (2 * 4 + 4) / 28
+    )
 
 
 def test_the_update_of_every_optimizer_that_the_host_can_run_has_a_price():
@@ -147,11 +178,18 @@ def test_an_estimate_says_how_many_parameters_the_host_updates(fraction):
     batch = partial(random_tokens, 2, 24, 61)
     recipe = Recipe(precision="bf16", offload_optimizer=fraction)
     host, file = (estimate(make, batch, recipe, tier=tier) for tier in ("host", "file"))
-    assert file.host_parameters == 0 and 2 * host.host_parameters == host.bytes_down == host.bytes_up
-    both = Recipe(precision="bf16", offload_optimizer=fraction, offload_activations=True, min_bytes=1000)
+    assert (
+        file.host_parameters == 0 and 2 * host.host_parameters == host.bytes_down == host.bytes_up
+    )
+    both = Recipe(
+        precision="bf16", offload_optimizer=fraction, offload_activations=True, min_bytes=1000
+    )
     moved = estimate(make, batch, both, tier="host")
     part = Rates(1, 1, 1).parts(moved)
-    assert part["down"] == moved.bytes_down - host.bytes_down > 0 and part["up"] == moved.bytes_up - host.bytes_up > 0
+    assert (
+        part["down"] == moved.bytes_down - host.bytes_down > 0
+        and part["up"] == moved.bytes_up - host.bytes_up > 0
+    )
 
 
 def test_every_device_has_a_source_and_its_memory_in_the_bytes_that_it_has():
@@ -182,13 +220,20 @@ def test_rates_that_cannot_be_are_refused(name, value):
 
 def test_this_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(rates_module, "measured_rates", lambda: (calls.append(1), Rates(1.5, 2.5, 3.5, "here"))[1])
+    monkeypatch.setattr(
+        rates_module, "measured_rates", lambda: (calls.append(1), Rates(1.5, 2.5, 3.5, "here"))[1]
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert this_machine() == this_machine() == Rates(1.5, 2.5, 3.5, "here") and len(calls) == 1
     file = tmp_path / "course_lib" / "rates.json"
     kept = json.loads(file.read_text("utf-8"))
     assert kept["bf16_flops"] == 2.5 and str(torch.__version__) in kept["measured_on"]
-    for spoiled in ("{", "[]", json.dumps({**kept, "measured_on": "another"}), json.dumps({**kept, "colour": 1})):
+    for spoiled in (
+        "{",
+        "[]",
+        json.dumps({**kept, "measured_on": "another"}),
+        json.dumps({**kept, "colour": 1}),
+    ):
         file.write_text(spoiled, encoding="utf-8")
         assert this_machine().link_bytes == 3.5
     assert len(calls) == 5
@@ -199,14 +244,19 @@ def test_this_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
 
 def test_what_is_measured_are_rates():
     found = measured_rates(0.01)
-    assert all(0 < value < math.inf for name, value in asdict(found).items() if name.endswith("_flops"))
+    assert all(
+        0 < value < math.inf for name, value in asdict(found).items() if name.endswith("_flops")
+    )
     assert 0 < found.link_bytes < math.inf and 0 < found.host_bytes < math.inf
     assert (found.memory_bytes is None) == (not torch.cuda.is_available())
 
 
 # ---- the command
 
-SMALL = "--hidden 64 --layers 2 --heads 2 --vocabulary 100 --sequence 32 --batch 4 --precision fp32 --machine laptop"
+SMALL = (
+    "--hidden 64 --layers 2 --heads 2 --vocabulary 100 --sequence 32 --batch 4 --precision fp32"
+    " --machine laptop"
+)
 
 
 def test_the_command_prints_what_fits_and_draws_the_way_there(tmp_path, capsys):
@@ -215,7 +265,10 @@ def test_the_command_prints_what_fits_and_draws_the_way_there(tmp_path, capsys):
     assert command.main([*SMALL.split(), "--budget", "2.5MB", "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
     with symbolic():
-        count = sum(p.numel() for p in Decoder(vocabulary=100, hidden=64, heads=2, layers=2, sequence=32).parameters())
+        count = sum(
+            p.numel()
+            for p in Decoder(vocabulary=100, hidden=64, heads=2, layers=2, sequence=32).parameters()
+        )
     assert f"{count:,} parameters" in printed
     best = re.search(r"the cheapest: (Recipe\(.*\))", printed)[1]
     found = estimate(
@@ -227,17 +280,27 @@ def test_the_command_prints_what_fits_and_draws_the_way_there(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("language", "words"), [("en", "the least peak found is"), ("zh", "找到的最小峰值是")])
+@pytest.mark.parametrize(
+    ("language", "words"), [("en", "the least peak found is"), ("zh", "找到的最小峰值是")]
+)
 def test_the_command_says_what_the_least_is(language, words, capsys, monkeypatch):
     monkeypatch.setenv("COURSE_LANG", language)
-    assert command.main([*SMALL.split(), "--budget", "1kB", "--optimizer", "sgd", "--batch", "1"]) == 1
+    assert (
+        command.main([*SMALL.split(), "--budget", "1kB", "--optimizer", "sgd", "--batch", "1"]) == 1
+    )
     told = capsys.readouterr().err
     assert words in told and re.search(r"\d[\d,.]* (k|M)B", told) and "sgd" in told
 
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("80GiB", 80 * 2**30), ("24GB", 24 * 10**9), ("1.5 kB", 1500), ("2e9", 2 * 10**9), ("7MiB", 7 * 2**20)],
+    [
+        ("80GiB", 80 * 2**30),
+        ("24GB", 24 * 10**9),
+        ("1.5 kB", 1500),
+        ("2e9", 2 * 10**9),
+        ("7MiB", 7 * 2**20),
+    ],
 )
 def test_a_budget_has_a_unit_or_is_in_bytes(text, count):
     assert command.bytes_from(text) == count
@@ -253,7 +316,10 @@ def test_a_budget_has_a_unit_or_is_in_bytes(text, count):
         ("--budget 1GB --heads 3", "divisor of hidden"),
         ("--budget 1GB --plot way.foo", "no kind of picture"),
         ("--budget 1GB --plot nowhere/way.png", "does not exist"),
-        ("--budget 1GB --sequence 10000000 --batch 10000000 --hidden 10000000 --heads 1", "overflow"),
+        (
+            "--budget 1GB --sequence 10000000 --batch 10000000 --hidden 10000000 --heads 1",
+            "overflow",
+        ),
         ("--budget 1GB --parameters many", "no number of parameters"),
     ],
 )
@@ -282,10 +348,15 @@ def test_the_help_of_a_command_is_chinese_down_to_the_words_of_argparse(parser, 
     monkeypatch.setenv("COLUMNS", "400")
     usage, *options = parser.format_help().splitlines()
     assert usage.startswith("用法：") and "选项:" in options and "显示这份说明" in "".join(options)
-    assert [action.dest for action in parser._actions if action.help and not HAN.search(action.help)] == []
+    assert [
+        action.dest for action in parser._actions if action.help and not HAN.search(action.help)
+    ] == []
     assert HAN.search(parser.description) and HAN.search(parser.epilog)
     monkeypatch.setenv("COURSE_LANG", "en")
-    assert labels.both("options") == ("options", "选项") and "show this help" in command.arguments().format_help()
+    assert (
+        labels.both("options") == ("options", "选项")
+        and "show this help" in command.arguments().format_help()
+    )
 
 
 ERRORS = [
@@ -305,7 +376,9 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("given", "told"), ERRORS)
-def test_an_error_of_the_command_is_said_in_chinese(given, told, capsys, monkeypatch, tmp_path, fresh):
+def test_an_error_of_the_command_is_said_in_chinese(
+    given, told, capsys, monkeypatch, tmp_path, fresh
+):
     monkeypatch.setenv("COURSE_LANG", "zh")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tests.png").mkdir()
@@ -320,7 +393,10 @@ REFUSED = [
     (["--steps", "0"], "--steps 是 0；应当是不小于 1 的整数"),
     (["--every", "2"], "给了 --every 2 却没有 --save"),
     (["--ranks", "2", "--save", "here"], "--ranks 不与 --save 同用；它只预测一步，不启动进程"),
-    (["--ranks", "2", "--micro-batches", "3"], "--micro-batches 是 3；一个进程有 4 个样本，应当是 4 的约数"),
+    (
+        ["--ranks", "2", "--micro-batches", "3"],
+        "--micro-batches 是 3；一个进程有 4 个样本，应当是 4 的约数",
+    ),
 ]
 
 
@@ -330,7 +406,9 @@ def test_an_error_of_the_ranks_command_is_said_in_chinese(given, told, capsys, m
     monkeypatch.setattr(sys, "argv", ["command", *given])
     monkeypatch.setattr(ranks_command.signal, "signal", lambda *_: None)
     monkeypatch.setattr(ranks_command, "end_with", lambda parent: None)
-    monkeypatch.setattr(ranks_command.os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    monkeypatch.setattr(
+        ranks_command.os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code))
+    )
     with pytest.raises(SystemExit) as stopped:
         ranks_command.main.__wrapped__()
     assert stopped.value.code == 2 and capsys.readouterr().err.startswith(f"错误：{told}")
@@ -338,22 +416,36 @@ def test_an_error_of_the_ranks_command_is_said_in_chinese(given, told, capsys, m
 
 def test_every_sentence_of_an_error_in_the_catalog_is_one_that_a_command_says():
     told = [chinese for _, chinese in (*ERRORS, *REFUSED)]
-    pieces = {zh: [piece[:5] for piece in re.split(r"\{\w+\}", zh)][:2] for zh in labels.sentences().values()}
-    unsaid = [zh for zh, first in pieces.items() if not any(all(p in each for p in first) for each in told)]
+    pieces = {
+        zh: [piece[:5] for piece in re.split(r"\{\w+\}", zh)][:2]
+        for zh in labels.sentences().values()
+    }
+    unsaid = [
+        zh
+        for zh, first in pieces.items()
+        if not any(all(p in each for p in first) for each in told)
+    ]
     assert pieces and unsaid == []
 
 
-def test_the_way_is_drawn_in_the_language_and_every_character_has_its_glyph(tmp_path, capsys, monkeypatch, fresh):
+def test_the_way_is_drawn_in_the_language_and_every_character_has_its_glyph(
+    tmp_path, capsys, monkeypatch, fresh
+):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setenv("COURSE_LANG", "zh")
     monkeypatch.setenv("COURSE_LABELS", "strict")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a glyph that is missing is one
-        assert command.main([*SMALL.split(), "--budget", "2.5MB", "--plot", str(tmp_path / "way.png")]) == 0
+        assert (
+            command.main([*SMALL.split(), "--budget", "2.5MB", "--plot", str(tmp_path / "way.png")])
+            == 0
+        )
     (ax,) = pyplot.gcf().axes
     legend = [each.get_text() for each in ax.get_legend().get_texts()]
     assert "参数" in legend and "优化器状态" in legend and all(map(HAN.search, legend))
-    assert ax.get_title().endswith("个参数装进 2,500,000 字节（2.5 MB）") or HAN.search(ax.get_title())
+    assert ax.get_title().endswith("个参数装进 2,500,000 字节（2.5 MB）") or HAN.search(
+        ax.get_title()
+    )
     assert all(HAN.search(each.get_text()) for each in ax.get_xticklabels()[1:])
 
 
@@ -386,8 +478,21 @@ def test_the_shape_has_about_as_many_parameters_as_asked_for(parameters):
     "recipe",
     [
         Recipe(checkpoint="layers", blocks="layers.*", first_blocks=2, attention="flash"),
-        Recipe(precision="bf16", optimizer="momentum", update="foreach", accumulate="fp32", micro_batches=2),
-        Recipe(precision=None, attention=None, head_chunk=8, checkpoint="segments", segments=2, in_backward=True),
+        Recipe(
+            precision="bf16",
+            optimizer="momentum",
+            update="foreach",
+            accumulate="fp32",
+            micro_batches=2,
+        ),
+        Recipe(
+            precision=None,
+            attention=None,
+            head_chunk=8,
+            checkpoint="segments",
+            segments=2,
+            in_backward=True,
+        ),
         Recipe(checkpoint="optimal", schedule_bytes=10, micro_batches=3, offload_optimizer=0.5),
         Recipe(offload_activations=True, min_bytes=10),
     ],
@@ -409,7 +514,18 @@ def config(tmp_path):
     return str(path)
 
 
-CHEAP = ["--sequence", "32", "--batch", "2", "--device", "laptop", "--precision", "fp32", "--optimizer", "sgd"]
+CHEAP = [
+    "--sequence",
+    "32",
+    "--batch",
+    "2",
+    "--device",
+    "laptop",
+    "--precision",
+    "fp32",
+    "--optimizer",
+    "sgd",
+]
 
 
 def test_a_config_is_read_and_its_cheapest_step_is_taken(config, capsys):
@@ -419,7 +535,9 @@ def test_a_config_is_read_and_its_cheapest_step_is_taken(config, capsys):
         p.numel() for p in command.workload_of(namespace(config)).make_model().parameters()
     )
     assert told["budget_bytes"] == 10**7 and told["recipes"][0]["peak_bytes"] <= 10**7
-    assert told["recipes"][0]["recipe"] == {"optimizer": "sgd"} and told["way"][-1]["recipe"] == {"optimizer": "sgd"}
+    assert told["recipes"][0]["recipe"] == {"optimizer": "sgd"} and told["way"][-1]["recipe"] == {
+        "optimizer": "sgd"
+    }
     check = told["check"]
     assert check["predicted_bytes"] == told["recipes"][0]["peak_bytes"]
     if check["device"] == "cpu":
@@ -436,9 +554,18 @@ def test_the_command_speaks_the_language_that_is_asked_for(config, capsys, monke
     said = {}
     for spoken in ("en", "zh"):
         monkeypatch.setenv("COURSE_LANG", spoken)
-        assert command.main(["--config", config, *CHEAP, "--budget", "1MB", "--check", "--device", "RTX 4090"]) == 0
+        assert (
+            command.main(
+                ["--config", config, *CHEAP, "--budget", "1MB", "--check", "--device", "RTX 4090"]
+            )
+            == 0
+        )
         said[spoken] = capsys.readouterr().out
-    assert "the way there:" in said["en"] and "recipes fit into" in said["en"] and not re.search("[一-鿿]", said["en"])
+    assert (
+        "the way there:" in said["en"]
+        and "recipes fit into" in said["en"]
+        and not re.search("[一-鿿]", said["en"])
+    )
     assert "从普通的一步走到这里：" in said["zh"] and "种配方装得进" in said["zh"]
     numbers = [re.findall(r"\d[\d,.]*\d", text) for text in said.values()]
     assert sorted(numbers[0]) == sorted(numbers[1])
@@ -447,7 +574,11 @@ def test_the_command_speaks_the_language_that_is_asked_for(config, capsys, monke
 def test_where_nothing_fits_programs_are_told_so_too(config, capsys):
     assert command.main(["--config", config, *CHEAP, "--budget", "1kB", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
-    assert told["recipes"] == [] and told["least_bytes"] > 1000 and "the least peak found" in told["error"]
+    assert (
+        told["recipes"] == []
+        and told["least_bytes"] > 1000
+        and "the least peak found" in told["error"]
+    )
 
 
 MODULE = """
@@ -486,7 +617,12 @@ def own_module(tmp_path, monkeypatch):
 @pytest.mark.parametrize("which", [["model", "--batch-from", "batch"], ["with_batch"]])
 def test_a_function_of_the_users_says_what_the_model_is(own_module, which, capsys):
     named = [name if name.startswith("--") else f"{own_module}:{name}" for name in which]
-    assert command.main(["--model", *named, "--budget", "1MB", "--device", "laptop", "--precision", "fp32"]) == 0
+    assert (
+        command.main(
+            ["--model", *named, "--budget", "1MB", "--device", "laptop", "--precision", "fp32"]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "9 parameters; 6 samples" in printed and "the cheapest: Recipe()" in printed
 
@@ -578,7 +714,8 @@ REFUSED_IN_THE_USERS_CODE = [
 
 @pytest.fixture
 def failing(tmp_path, monkeypatch):
-    """A module of the user's in the folder where the command is called; text -> the number of its line."""
+    """A module of the user's in the folder where the command is called; text -> the number of its
+    line."""
     (tmp_path / "fails_in_a_test.py").write_text(FAILING, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -596,7 +733,9 @@ def refused(capfd, *arguments):
     return stopped.value.code, told.err.splitlines()
 
 
-@pytest.mark.parametrize(("which", "text", "function", "said"), USERS, ids=[case[0] for case in USERS])
+@pytest.mark.parametrize(
+    ("which", "text", "function", "said"), USERS, ids=[case[0] for case in USERS]
+)
 def test_what_the_users_own_code_raises_is_told_in_two_lines_with_the_users_line(
     which, text, function, said, failing, capfd
 ):
@@ -615,7 +754,12 @@ def test_what_is_refused_in_the_users_code_is_one_sentence_that_names_the_line(
     which, text, function, said, failing, capfd
 ):
     status, [line] = refused(capfd, "--model", f"fails_in_a_test:{which}", "--budget", "1MB")
-    assert status == 2 and re.match(f"error: .*{said}", line) and "; it takes" in line and "Fake" not in line
+    assert (
+        status == 2
+        and re.match(f"error: .*{said}", line)
+        and "; it takes" in line
+        and "Fake" not in line
+    )
     assert f"fails_in_a_test.py, line {failing(text)}, in {function}" in line
 
 
@@ -628,7 +772,9 @@ def test_what_is_refused_in_the_users_code_is_one_sentence_that_names_the_line(
         ("", 2, "error: --model is 'own_import:model', which is not found "),
     ],
 )
-def test_a_module_that_fails_is_told_from_one_that_is_not_found(text, status, said, tmp_path, monkeypatch, capfd):
+def test_a_module_that_fails_is_told_from_one_that_is_not_found(
+    text, status, said, tmp_path, monkeypatch, capfd
+):
     (tmp_path / "own_import.py").write_text(f"\n{text}\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -637,8 +783,12 @@ def test_a_module_that_fails_is_told_from_one_that_is_not_found(text, status, sa
     assert code == status and lines[0].startswith(said) and len(lines) <= 2
 
 
-@pytest.mark.parametrize(("which", "text", "function", "said"), USERS, ids=[case[0] for case in USERS])
-def test_in_python_errors_keep_their_type_and_name_the_users_line(which, text, function, said, failing):
+@pytest.mark.parametrize(
+    ("which", "text", "function", "said"), USERS, ids=[case[0] for case in USERS]
+)
+def test_in_python_errors_keep_their_type_and_name_the_users_line(
+    which, text, function, said, failing
+):
     make = getattr(importlib.import_module("fails_in_a_test"), which)
     place = f"fails_in_a_test.py, line {failing(text)}, in {function}"
     for take in (estimate, run, partial(fit, progress=False)):
@@ -673,7 +823,10 @@ def test_a_line_of_a_notebook_is_that_of_a_cell():
 
 def test_pytorchs_log_of_symbolic_tensors_is_silent_for_an_estimate_only(failing, caplog):
     make = importlib.import_module("fails_in_a_test").net
-    for take in (partial(estimate, recipe=Recipe()), partial(fit, budget_bytes=10**6, progress=False)):
+    for take in (
+        partial(estimate, recipe=Recipe()),
+        partial(fit, budget_bytes=10**6, progress=False),
+    ):
         with pytest.raises(RuntimeError):
             take(make, make.make_batch)
     assert not caplog.records
@@ -687,7 +840,9 @@ def test_pytorchs_log_of_symbolic_tensors_is_silent_for_an_estimate_only(failing
 def test_bytes_that_no_schedule_fits_are_named_as_the_recipe_names_them(take, blocks):
     make = partial(Decoder, vocabulary=61, hidden=32, heads=4, layers=2, sequence=8)
     recipe = Recipe(checkpoint="optimal", schedule_bytes=1, blocks=blocks)
-    with pytest.raises(InfeasibleBudget, match=r"^schedule_bytes is 1, but [^\n]* needs at least \d+$") as raised:
+    with pytest.raises(
+        InfeasibleBudget, match=r"^schedule_bytes is 1, but [^\n]* needs at least \d+$"
+    ) as raised:
         take(make, partial(random_tokens, 2, 8, 61), recipe)
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
@@ -730,11 +885,15 @@ def test_a_config_is_refused_before_the_search(changes, said, tmp_path, capfd, m
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | changes), encoding="utf-8")
     monkeypatch.setattr(command, "fit", None)
-    status, [line] = refused(capfd, "--config", str(path), "--sequence", "8", "--batch", "1", "--budget", "1MB")
+    status, [line] = refused(
+        capfd, "--config", str(path), "--sequence", "8", "--batch", "1", "--budget", "1MB"
+    )
     assert status == 2 and line.startswith(f"error: {said}")
 
 
-ONE_LAYER = "--hidden 64 --layers 1 --heads 2 --vocabulary 100 --sequence 32 --batch 1 --optimizer sgd"
+ONE_LAYER = (
+    "--hidden 64 --layers 1 --heads 2 --vocabulary 100 --sequence 32 --batch 1 --optimizer sgd"
+)
 
 
 def test_a_device_has_the_budget_where_none_is_given(capsys):
@@ -742,7 +901,10 @@ def test_a_device_has_the_budget_where_none_is_given(capsys):
     assert command.main([*size, "--device", "RTX 4090"]) == 0
     told = json.loads(capsys.readouterr().out)
     memory = RATES["RTX 4090"].memory_bytes
-    assert told["budget_bytes"] == memory - allowance_bytes(memory) and told["rates"]["memory_bytes"] == memory
+    assert (
+        told["budget_bytes"] == memory - allowance_bytes(memory)
+        and told["rates"]["memory_bytes"] == memory
+    )
     assert told["allowance_bytes"] == allowance_bytes(memory) and told["device"] == "RTX 4090"
 
 
@@ -756,12 +918,22 @@ def test_the_allowance_for_a_gpu_stands_beside_the_figures_and_in_none_of_them(c
         eval(re.search(r"the cheapest: (Recipe\(.*\))", printed)[1], {"Recipe": Recipe}),
         tier="host",
     )
-    assert f"peak {best.peak_bytes:,} bytes" in printed and "not measured here" in printed.splitlines()[-1]
+    assert (
+        f"peak {best.peak_bytes:,} bytes" in printed
+        and "not measured here" in printed.splitlines()[-1]
+    )
 
 
 def test_the_rates_of_this_machine_can_be_asked_for(monkeypatch, capsys):
-    monkeypatch.setattr(command, "this_machine", lambda: Rates(1e9, 2e9, 3e9, "measured, in a test"))
-    assert command.main([*SMALL.replace("laptop", "this").split(), "--budget", "1GB", "--optimizer", "sgd"]) == 0
+    monkeypatch.setattr(
+        command, "this_machine", lambda: Rates(1e9, 2e9, 3e9, "measured, in a test")
+    )
+    assert (
+        command.main(
+            [*SMALL.replace("laptop", "this").split(), "--budget", "1GB", "--optimizer", "sgd"]
+        )
+        == 0
+    )
     assert "measured, in a test" in capsys.readouterr().out
 
 
@@ -776,7 +948,10 @@ def test_a_step_that_is_larger_than_the_machine_is_not_taken(monkeypatch, capsys
     ("options", "told"),
     [
         ("--sequence 32 --batch 2 --budget 1MB", "the model is missing"),
-        ("--config a.json --hidden 3 --sequence 32 --batch 2 --budget 1MB", "the model is --config and --hidden"),
+        (
+            "--config a.json --hidden 3 --sequence 32 --batch 2 --budget 1MB",
+            "the model is --config and --hidden",
+        ),
         ("--config none.json --sequence 32 --batch 2 --budget 1MB", "cannot be read"),
         ("--hidden 64 --layers 1 --batch 2 --budget 1MB", "--sequence is missing"),
         ("--hidden 64 --layers 1 --sequence 8 --budget 1MB", "--batch is missing"),
@@ -802,4 +977,6 @@ def test_a_config_of_an_unknown_class_is_named_with_what_is_known(tmp_path, caps
     with pytest.raises(SystemExit):
         command.main(["--config", str(path), *CHEAP, "--budget", "1MB"])
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "model_type is 'mamba'" in last and all(name in last for name in ("llama", "mixtral", "gpt2"))
+    assert "model_type is 'mamba'" in last and all(
+        name in last for name in ("llama", "mixtral", "gpt2")
+    )

@@ -1,4 +1,5 @@
-"""course_lib.budget on models that this course did not write: plain gradients, and estimates that are measured."""
+"""course_lib.budget on models that this course did not write: plain gradients, and estimates that
+are measured."""
 
 import sys
 from dataclasses import replace
@@ -24,27 +25,39 @@ class Encoder(nn.Module):
     def __init__(self, dropout=0.0, causal=True, norm=nn.LayerNorm):
         super().__init__()
         with seeded(0):
-            layer = nn.TransformerEncoderLayer(WIDTH, 4, 48, dropout, batch_first=True, norm_first=True)
+            layer = nn.TransformerEncoderLayer(
+                WIDTH, 4, 48, dropout, batch_first=True, norm_first=True
+            )
             self.embedding = nn.Embedding(VOCABULARY, WIDTH)
             self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
             self.head = nn.Linear(WIDTH, VOCABULARY)
         self.causal = causal
 
     def forward(self, tokens):
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1]) if self.causal else None
+        mask = (
+            nn.Transformer.generate_square_subsequent_mask(tokens.shape[1]) if self.causal else None
+        )
         return self.head(self.encoder(self.embedding(tokens), mask, is_causal=self.causal))
 
     def loss_sum(self, batch):
         logits, labels = self(batch["tokens"]).view(-1, VOCABULARY), batch["labels"].flatten()
-        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
+        return (
+            F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"),
+            (labels != IGNORED).sum(),
+        )
 
 
 class Grouped(nn.Module):
-    """A block that takes and returns tuples, with keyword arguments, whose queries share keys and values."""
+    """A block that takes and returns tuples, with keyword arguments, whose queries share keys and
+    values."""
 
     def __init__(self, dropout):
         super().__init__()
-        self.norm, self.q, self.kv = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.q, self.kv = (
+            nn.RMSNorm(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.out, self.dropout = nn.Linear(WIDTH, WIDTH), dropout
 
     def forward(self, state, *, scale):
@@ -53,7 +66,9 @@ class Grouped(nn.Module):
         q = self.q(n).view(b, s, 4, 8).transpose(1, 2)
         k, v = self.kv(n).view(b, s, 2, 16).transpose(1, 2).chunk(2, -1)
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        o = F.dropout(F.silu(self.out(o.transpose(1, 2).reshape(b, s, WIDTH))), self.dropout, self.training)
+        o = F.dropout(
+            F.silu(self.out(o.transpose(1, 2).reshape(b, s, WIDTH))), self.dropout, self.training
+        )
         return x + o, count + 1
 
 
@@ -79,10 +94,16 @@ class Decoder(nn.Module):
         return self.head(self.hidden(tokens))
 
     def loss_sum(self, batch):
-        logits, labels = self.logits(batch["tokens"])[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten()
+        logits, labels = (
+            self.logits(batch["tokens"])[:, :-1].flatten(0, 1).float(),
+            batch["labels"][:, 1:].flatten(),
+        )
         if next(self.parameters()).dtype == torch.float64:
             logits = self.logits(batch["tokens"])[:, :-1].flatten(0, 1)
-        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
+        return (
+            F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"),
+            (labels != IGNORED).sum(),
+        )
 
 
 class LowRank(nn.Module):
@@ -114,7 +135,8 @@ class Pictures(nn.Module):
         with seeded(3):
             self.stem = nn.Conv2d(3, 8, 3, padding=1)
             self.stages = nn.ModuleList(
-                nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)
+                nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+                for _ in range(3)
             )
             self.head = nn.Linear(8, 5)
 
@@ -132,7 +154,10 @@ def sentences(samples=6):
     with seeded(5):
         tokens = torch.randint(VOCABULARY, (samples, LENGTH))
         lengths = torch.arange(3, 3 + samples)[:, None]
-    return {"tokens": tokens, "labels": tokens.masked_fill(torch.arange(LENGTH) >= lengths, IGNORED)}
+    return {
+        "tokens": tokens,
+        "labels": tokens.masked_fill(torch.arange(LENGTH) >= lengths, IGNORED),
+    }
 
 
 def pictures():
@@ -149,7 +174,12 @@ def gradients_of(make, batch, recipe, **options):
     names, seen = {p: name for name, p in model.named_parameters()}, {}
 
     def look(opt, *_):
-        found = {names[p]: p.grad.clone() for g in opt.param_groups for p in g["params"] if p.grad is not None}
+        found = {
+            names[p]: p.grad.clone()
+            for g in opt.param_groups
+            for p in g["params"]
+            if p.grad is not None
+        }
         assert not found.keys() & seen.keys()
         seen.update(found)
 
@@ -163,7 +193,9 @@ def expected_of(make, batch, loss_sum=None):
     batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
     total, weight = loss_sum(model, batch) if loss_sum else model.loss_sum(batch)
     (total / weight).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, (total / weight).item()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, (
+        total / weight
+    ).item()
 
 
 def assert_plain(make, batch, recipe, expected=None, **options):
@@ -187,7 +219,9 @@ class Checkpointing(Decoder):
 
 def compiled():
     model = Decoder()
-    model.body["blocks"] = nn.ModuleList(torch.compile(block, backend="eager") for block in model.body["blocks"])
+    model.body["blocks"] = nn.ModuleList(
+        torch.compile(block, backend="eager") for block in model.body["blocks"]
+    )
     return model
 
 
@@ -215,7 +249,8 @@ MODELS = {
     "grouped queries": Decoder,
     "adapters": adapted,
 }
-CHOSEN = [(name, recipe) for i, name in enumerate(MODELS) for recipe in LEVERS[:: 1 + i % 2]]  # all, or each second
+# all, or each second
+CHOSEN = [(name, recipe) for i, name in enumerate(MODELS) for recipe in LEVERS[:: 1 + i % 2]]
 EACH = [(MODELS[name], recipe) for name, recipe in CHOSEN]
 IDS = [f"{name}: {recipe}" for name, recipe in CHOSEN]
 
@@ -225,7 +260,9 @@ def test_the_gradient_of_every_recipe_is_the_plain_one(make, recipe):
     assert_plain(make, sentences(), recipe)
 
 
-@pytest.mark.parametrize("make", [partial(Encoder, dropout=0.2), partial(Decoder, dropout=0.2)], ids=["module", "F"])
+@pytest.mark.parametrize(
+    "make", [partial(Encoder, dropout=0.2), partial(Decoder, dropout=0.2)], ids=["module", "F"]
+)
 def test_with_dropout_a_block_draws_the_same_numbers_again(make):
     def seen(recipe):
         torch.manual_seed(7)
@@ -233,7 +270,13 @@ def test_with_dropout_a_block_draws_the_same_numbers_again(make):
 
     plain = seen(Recipe())
     segments = {"checkpoint": "segments", "segments": 2}
-    for keep in ({"checkpoint": "layers"}, {"checkpoint": "selective"}, segments, DOWN, {"head_chunk": 9}):
+    for keep in (
+        {"checkpoint": "layers"},
+        {"checkpoint": "selective"},
+        segments,
+        DOWN,
+        {"head_chunk": 9},
+    ):
         for name, gradient in seen(Recipe(**keep)).items():
             assert_close(gradient, plain[name], rtol=1e-4, atol=1e-7)
     assert_measured(make, sentences, Recipe(**segments))  # with the states of random generators
@@ -297,14 +340,17 @@ def test_blocks_that_change_their_buffers_are_repeated_with_those_of_the_first_r
         assert_measured(make, point, recipe, **options)
         model, optimizer = build(make, recipe)
         train_step(model, optimizer, point(), recipe, **options)
-        assert_close(buffers.setdefault("plain", dict(model.named_buffers())), dict(model.named_buffers()))
+        assert_close(
+            buffers.setdefault("plain", dict(model.named_buffers())), dict(model.named_buffers())
+        )
     for keep in ("layers", "selective"):
         if kind == "batch norm":
             assert_plain(make, point(), Recipe(checkpoint=keep), expected, **options)
             assert_measured(make, point, Recipe(checkpoint=keep), **options)
         else:
             with pytest.raises(
-                ValueError, match=rf"^checkpoint is '{keep}' and 0\.[^\n]* changes [^\n]*; it takes [^\n]+$"
+                ValueError,
+                match=rf"^checkpoint is '{keep}' and 0\.[^\n]* changes [^\n]*; it takes [^\n]+$",
             ):
                 gradients_of(make, point(), Recipe(checkpoint=keep), **options)
 
@@ -318,7 +364,10 @@ def test_bytes_are_those_that_are_measured(make, recipe):
 
 
 def assert_measured(make, make_batch, recipe, **options):
-    guess, real = estimate(make, make_batch, recipe, **options), run(make, make_batch, recipe, **options)
+    guess, real = (
+        estimate(make, make_batch, recipe, **options),
+        run(make, make_batch, recipe, **options),
+    )
     assert (guess.peak_bytes, guess.at_peak) == (real.meter.peak_bytes, real.meter.at_peak())
     assert (guess.bytes_down, guess.bytes_up) == (real.traffic.bytes_down, real.traffic.bytes_up)
     return guess
@@ -337,9 +386,15 @@ OPTIMIZERS = [
 def test_bytes_of_each_optimizer_are_those_that_are_measured(recipe, precision):
     recipe = replace(recipe, precision=precision)
     assert_measured(adapted, sentences, recipe)
-    assert_measured(partial(Encoder, causal=False), sentences, replace(recipe, micro_batches=2, accumulate="fp32"))
+    assert_measured(
+        partial(Encoder, causal=False),
+        sentences,
+        replace(recipe, micro_batches=2, accumulate="fp32"),
+    )
     if recipe.optimizer != "adafactor" and precision != "bf16":
-        assert_measured(adapted, sentences, replace(recipe, in_backward=True, offload_optimizer=0.5))
+        assert_measured(
+            adapted, sentences, replace(recipe, in_backward=True, offload_optimizer=0.5)
+        )
 
 
 def wide():
@@ -374,7 +429,9 @@ def test_a_step_of_adam_in_8_bits_is_that_of_bitsandbytes():
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
 
 
-@pytest.mark.parametrize("fields", [{}, {"in_backward": True}, {"micro_batches": 2}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"in_backward": True}, {"micro_batches": 2}, {"precision": "bf16"}], ids=str
+)
 def test_bytes_of_adam_in_8_bits_are_those_that_are_measured(fields):
     pytest.importorskip("bitsandbytes")
     recipe, make_batch = replace(ADAM8BIT, **fields), partial(torch.ones, 4, 128)
@@ -386,7 +443,10 @@ def test_bytes_of_adam_in_8_bits_are_those_that_are_measured(fields):
 def test_adam_in_8_bits_is_not_run_without_bitsandbytes(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     make_batch = partial(torch.ones, 4, 128)
-    for attempt in (lambda: run(wide, make_batch, ADAM8BIT, loss_sum=square), lambda: build(wide, ADAM8BIT)):
+    for attempt in (
+        lambda: run(wide, make_batch, ADAM8BIT, loss_sum=square),
+        lambda: build(wide, ADAM8BIT),
+    ):
         with pytest.raises(ValueError, match=r'^optimizer is "adam8bit", [^\n]*; it takes [^\n]+$'):
             attempt()
 
@@ -396,11 +456,14 @@ def test_each_optimizer_steps_as_pytorchs_does(recipe):
     classes = {"adam": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
     options = {"momentum": 0.9} if recipe.optimizer == "momentum" else {}
     expected = Encoder()
-    plain = classes.get(recipe.optimizer, torch.optim.SGD)(expected.parameters(), lr=1e-2, **options)
+    plain = classes.get(recipe.optimizer, torch.optim.SGD)(
+        expected.parameters(), lr=1e-2, **options
+    )
     model, optimizer = build(Encoder, recipe, lr=1e-2)
     for group in (*plain.param_groups, *optimizer.param_groups):
         if recipe.optimizer == "adam":
-            group["eps"] = 1e-3  # gradients that are zero but for rounding, such as those of keys' biases, stay small
+            # gradients that are zero but for rounding, such as those of keys' biases, stay small
+            group["eps"] = 1e-3
     for _ in range(3):
         plain.zero_grad()
         total, weight = expected.loss_sum(sentences())
@@ -412,12 +475,18 @@ def test_each_optimizer_steps_as_pytorchs_does(recipe):
 
 
 def test_updating_all_at_once_takes_temporaries_and_sums_in_fp32_take_four_bytes_a_parameter():
-    loop, foreach = (estimate(Encoder, partial(sentences, 1), Recipe(update=way)) for way in ("loop", "foreach"))
+    loop, foreach = (
+        estimate(Encoder, partial(sentences, 1), Recipe(update=way)) for way in ("loop", "foreach")
+    )
     size = sum(p.nbytes for p in Encoder().parameters())
     assert foreach.phase_peaks["optimizer"] >= loop.phase_peaks["optimizer"] + 0.5 * size
     half = Recipe(precision="bf16", optimizer="sgd", micro_batches=2)
-    plain, summed = (estimate(Encoder, partial(sentences, 2), replace(half, accumulate=way)) for way in (None, "fp32"))
-    assert summed.phase_peaks["backward"] - plain.phase_peaks["backward"] == size // 2  # 4 bytes in place of 2
+    plain, summed = (
+        estimate(Encoder, partial(sentences, 2), replace(half, accumulate=way))
+        for way in (None, "fp32")
+    )
+    # 4 bytes in place of 2
+    assert summed.phase_peaks["backward"] - plain.phase_peaks["backward"] == size // 2
 
 
 def test_a_model_left_as_it_is_has_no_master_weights():
@@ -426,7 +495,9 @@ def test_a_model_left_as_it_is_has_no_master_weights():
 
     recipe = Recipe(precision=None)
     model, optimizer = build(make, recipe, state=True)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and type(optimizer) is torch.optim.AdamW
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and type(
+        optimizer
+    ) is torch.optim.AdamW
     assert (
         assert_measured(make, sentences, recipe).peak_bytes
         < assert_measured(make, sentences, replace(recipe, precision="bf16")).peak_bytes
@@ -441,7 +512,8 @@ class Config:
 
 
 class Tiny(nn.Module):
-    """As a model of Hugging Face, with its own switch of attention; `kind` says how the labels are read."""
+    """As a model of Hugging Face, with its own switch of attention; `kind` says how the labels are
+    read."""
 
     def __init__(self, kind):
         super().__init__()
@@ -472,7 +544,10 @@ class Tiny(nn.Module):
         if self.kind == "causal":
             labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         loss = nn.CrossEntropyLoss()(logits.view(-1, VOCABULARY), labels.reshape(-1))
-        return {"loss": loss + 0.1 * hidden.square().mean() if self.kind == "more" else loss, "logits": logits}
+        return {
+            "loss": loss + 0.1 * hidden.square().mean() if self.kind == "more" else loss,
+            "logits": logits,
+        }
 
 
 TinyForCausalLM = type("TinyForCausalLM", (Tiny,), {})
@@ -483,7 +558,9 @@ KINDS.append(partial(TinyForSequenceClassification, "classes"))
 
 def labelled(make, samples=6):
     batch = sentences(samples)
-    labels = torch.where(batch["labels"] == IGNORED, IGNORED, (7 * batch["tokens"] + 3) % VOCABULARY)
+    labels = torch.where(
+        batch["labels"] == IGNORED, IGNORED, (7 * batch["tokens"] + 3) % VOCABULARY
+    )
     labels = batch["tokens"][:, 0] % 5 if make.args == ("classes",) else labels
     return {"input_ids": batch["tokens"], "labels": labels, "extra": "as it is"}
 
@@ -500,7 +577,12 @@ def mean_of(make, batch):
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.args[0])
 @pytest.mark.parametrize(
     "recipe",
-    [Recipe(), Recipe(micro_batches=6), Recipe(micro_batches=2, checkpoint="layers"), Recipe(in_backward=True)],
+    [
+        Recipe(),
+        Recipe(micro_batches=6),
+        Recipe(micro_batches=2, checkpoint="layers"),
+        Recipe(in_backward=True),
+    ],
 )
 def test_labels_are_weighed_as_the_model_counts_them(make, recipe):
     batch = labelled(make)
@@ -515,12 +597,16 @@ def test_labels_are_weighed_as_the_model_counts_them(make, recipe):
 def test_a_chunked_head_keeps_the_loss_that_the_model_computes(make, chunk):
     batch = labelled(make)
     for pieces in (1, 2):
-        assert_plain(make, batch, Recipe(head_chunk=chunk, micro_batches=pieces), mean_of(make, batch))
+        assert_plain(
+            make, batch, Recipe(head_chunk=chunk, micro_batches=pieces), mean_of(make, batch)
+        )
 
 
 def test_a_chunked_head_never_has_all_logits_at_once():
     make, few = KINDS[0], {"vocabulary": 0}
-    plain, chunked = (estimate(make, partial(labelled, make, 64), Recipe(**o)) for o in ({}, {"head_chunk": 8}))
+    plain, chunked = (
+        estimate(make, partial(labelled, make, 64), Recipe(**o)) for o in ({}, {"head_chunk": 8})
+    )
     assert few and plain.peak_bytes - chunked.peak_bytes > 64 * LENGTH * VOCABULARY * 4
 
 
@@ -541,13 +627,16 @@ def test_a_chunked_head_draws_the_same_numbers_again():
         return gradients_of(make, sentences(), recipe)[0]
 
     plain = seen(Recipe())
-    for name, gradient in seen(Recipe(head_chunk=1000)).items():  # one chunk, which draws as the whole does
+    # one chunk, which draws as the whole does
+    for name, gradient in seen(Recipe(head_chunk=1000)).items():
         assert_close(gradient, plain[name], rtol=1e-4, atol=1e-7)
 
 
 def test_a_chunked_head_has_its_loss_in_the_dtype_that_the_model_converts_logits_to():
     half = Recipe(precision="bf16")
-    plain, chunked = (gradients_of(Decoder, sentences(), replace(half, head_chunk=n))[1].loss for n in (None, 7))
+    plain, chunked = (
+        gradients_of(Decoder, sentences(), replace(half, head_chunk=n))[1].loss for n in (None, 7)
+    )
     assert chunked == pytest.approx(plain, rel=1e-5)
 
 
@@ -566,7 +655,9 @@ def test_the_first_blocks_and_the_products_that_are_kept_take_fewer_flops_and_mo
     peaks = [e.phase_peaks["forward"] for e in found]
     assert peaks == sorted(set(peaks))
     selective = estimate(Decoder, many, Recipe(checkpoint="selective"))
-    assert selective.flops < found[0].flops and peaks[0] < selective.phase_peaks["forward"] < peaks[-1]
+    assert (
+        selective.flops < found[0].flops and peaks[0] < selective.phase_peaks["forward"] < peaks[-1]
+    )
 
 
 def test_switches_and_caches_are_as_before_afterwards_also_after_an_error():
@@ -575,7 +666,10 @@ def test_switches_and_caches_are_as_before_afterwards_also_after_an_error():
     recipe = Recipe(attention="flash", checkpoint="layers", head_chunk=8, micro_batches=2)
     batch = labelled(KINDS[0])
     assert train_step(model, optimizer, batch, recipe).stepped
-    for wrong in ({**batch, "labels": None}, {**batch, "input_ids": batch["input_ids"] + VOCABULARY}):
+    for wrong in (
+        {**batch, "labels": None},
+        {**batch, "input_ids": batch["input_ids"] + VOCABULARY},
+    ):
         with pytest.raises((ValueError, IndexError)):
             train_step(model, optimizer, wrong, recipe)
     assert model.config.use_cache and model.config._attn_implementation == "eager"
@@ -604,7 +698,12 @@ class Dropping(Decoder):
 class Smoothed(Decoder):
     def loss_sum(self, batch):
         logits = self.logits(batch["tokens"]).flatten(0, 1)
-        return F.cross_entropy(logits, batch["tokens"].flatten(), reduction="sum", label_smoothing=0.1), 1
+        return (
+            F.cross_entropy(
+                logits, batch["tokens"].flatten(), reduction="sum", label_smoothing=0.1
+            ),
+            1,
+        )
 
 
 class Unseen(Decoder):
@@ -704,12 +803,24 @@ class Scaled(Decoder):
         (Decoder, replace(SEGMENTS, segments=4), "segments is 4"),
         (Checkpointing, OPTIMAL, "schedule is a function and body.blocks.0 runs inside hooks"),
         (Decoder, replace(SEGMENTS, offload_activations=True), "offload_activations is True"),
-        (Masked, Recipe(attention="flash"), r"attention is 'flash' and attn_mask .*Tensor of shape \(12, 12\)"),
+        (
+            Masked,
+            Recipe(attention="flash"),
+            r"attention is 'flash' and attn_mask .*Tensor of shape \(12, 12\)",
+        ),
         (Dropping, Recipe(attention="flash"), r"attention is 'flash' and dropout_p .* is 0.1"),
-        (Pictures, Recipe(attention="flash"), r"attention is 'flash' .* Pictures .*scaled_dot_product_attention"),
+        (
+            Pictures,
+            Recipe(attention="flash"),
+            r"attention is 'flash' .* Pictures .*scaled_dot_product_attention",
+        ),
         (partial(TinyForCausalLM, "causal"), Recipe(attention="eager"), None),
         (Decoder, Recipe(attention="sdpa"), "attention is 'sdpa' and the model is a Decoder"),
-        (partial(TinyForCausalLM, "capped"), Recipe(head_chunk=8), "head_chunk is 8 .* through .*div"),
+        (
+            partial(TinyForCausalLM, "capped"),
+            Recipe(head_chunk=8),
+            "head_chunk is 8 .* through .*div",
+        ),
         (Smoothed, Recipe(head_chunk=8), "head_chunk is 8 .* label_smoothing"),
         (Unseen, Recipe(head_chunk=8), "head_chunk is 8 .* come to no loss"),
         (
@@ -720,19 +831,46 @@ class Scaled(Decoder):
         (partial(Tiny, "causal"), Recipe(micro_batches=2), "micro_batches is 2 and Tiny"),
         (Pictures, Recipe(micro_batches=2), "micro_batches is 2 .* BatchNorm"),
         (Decoder, Recipe(checkpoint="layers", blocks="layers.*"), r"blocks is 'layers.\*'"),
-        (Decoder, Recipe(checkpoint="layers", blocks="*"), "blocks is '\\*', modules of the kinds Embedding, Linear"),
+        (
+            Decoder,
+            Recipe(checkpoint="layers", blocks="*"),
+            "blocks is '\\*', modules of the kinds Embedding, Linear",
+        ),
         (Decoder, Recipe(checkpoint="layers", first_blocks=4), "first_blocks is 4"),
-        (Reversible, Recipe(checkpoint="layers"), "body.blocks.0 to body.blocks.2 were not called with gradients"),
-        (Apart, Recipe(checkpoint="selective", micro_batches=2), "body.blocks.0 to body.blocks.2 were not called"),
-        (Apart, Recipe(checkpoint="layers", first_blocks=1, in_backward=True), "body.blocks.0 was not called"),
+        (
+            Reversible,
+            Recipe(checkpoint="layers"),
+            "body.blocks.0 to body.blocks.2 were not called with gradients",
+        ),
+        (
+            Apart,
+            Recipe(checkpoint="selective", micro_batches=2),
+            "body.blocks.0 to body.blocks.2 were not called",
+        ),
+        (
+            Apart,
+            Recipe(checkpoint="layers", first_blocks=1, in_backward=True),
+            "body.blocks.0 was not called",
+        ),
     ],
     ids=str,
 )
 def test_what_does_not_go_with_the_model_is_said_in_one_sentence(make, recipe, told):
     make_batch = {Pictures: pictures}.get(make, sentences)
     make_batch = partial(labelled, make) if getattr(make, "args", None) else make_batch
-    model, optimizer = build(make, replace(recipe, attention=None, checkpoint="none", blocks=None, first_blocks=None,
-                                           head_chunk=None, segments=None, schedule_bytes=None))  # fmt: skip
+    model, optimizer = build(
+        make,
+        replace(
+            recipe,
+            attention=None,
+            checkpoint="none",
+            blocks=None,
+            first_blocks=None,
+            head_chunk=None,
+            segments=None,
+            schedule_bytes=None,
+        ),
+    )
     before = [p.clone() for p in model.parameters()]
     for attempt in (
         lambda: train_step(model, optimizer, make_batch(), recipe),
@@ -748,7 +886,9 @@ def test_what_does_not_go_with_the_model_is_said_in_one_sentence(make, recipe, t
 
 
 def test_control_flow_that_looks_at_data_is_said_with_its_operator():
-    with pytest.raises(ValueError, match=r"^the step looks at values of its data \(aten._local_scalar_dense"):
+    with pytest.raises(
+        ValueError, match=r"^the step looks at values of its data \(aten._local_scalar_dense"
+    ):
         estimate(Branching, sentences, Recipe())
     assert run(Branching, sentences, Recipe()).result.stepped
 
@@ -789,7 +929,9 @@ class Buffered(nn.Linear):
 
 
 def test_a_tensor_of_other_memory_is_not_said_to_have_been_there_before_alone():
-    with pytest.raises(ValueError, match=r"in loss, or that no operator has made, as torch.frombuffer's, but"):
+    with pytest.raises(
+        ValueError, match=r"in loss, or that no operator has made, as torch.frombuffer's, but"
+    ):
         estimate(partial(Buffered, 4, 4), lambda: torch.randn(2, 4), Recipe())
 
 
@@ -823,13 +965,24 @@ def test_gradients_are_clipped_once_over_all_micro_batches():
         gradients_of(Decoder, sentences(), Recipe(in_backward=True), max_norm=0.1)
 
 
-@pytest.mark.parametrize("recipe", [Recipe(micro_batches=2), Recipe(in_backward=True, checkpoint="layers")], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [Recipe(micro_batches=2), Recipe(in_backward=True, checkpoint="layers")], ids=str
+)
 def test_parameter_groups_and_schedulers_keep_their_rates(recipe):
     def make():
         model = Decoder()
-        head, rest = model.head.weight, [p for p in model.parameters() if p is not model.head.weight]
-        optimizer = torch.optim.AdamW([{"params": rest, "lr": 1e-2}, {"params": [head], "weight_decay": 0.0}], eps=1e-3)
-        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        head, rest = (
+            model.head.weight,
+            [p for p in model.parameters() if p is not model.head.weight],
+        )
+        optimizer = torch.optim.AdamW(
+            [{"params": rest, "lr": 1e-2}, {"params": [head], "weight_decay": 0.0}], eps=1e-3
+        )
+        return (
+            model,
+            optimizer,
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+        )
 
     plain, optimizer, scheduler = make()
     model, own, own_scheduler = make()
@@ -850,18 +1003,49 @@ def test_parameter_groups_and_schedulers_keep_their_rates(recipe):
 
 def config_of(name, **options):
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
     small = {"vocab_size": VOCABULARY, **sizes}
     kinds = {
         "LlamaForCausalLM": {**small, "num_key_value_heads": 2},
-        "GPT2LMHeadModel": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32,
-                            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-        "BertForMaskedLM": {**small, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-        "T5ForConditionalGeneration": {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2,
-                                       "num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0},
-        "ViTForImageClassification": {**sizes, "image_size": 16, "patch_size": 8, "num_labels": 5,
-                                      "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-    }  # fmt: skip
+        "GPT2LMHeadModel": {
+            "vocab_size": VOCABULARY,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 32,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+        "BertForMaskedLM": {
+            **small,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+        "T5ForConditionalGeneration": {
+            "vocab_size": VOCABULARY,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
+        },
+        "ViTForImageClassification": {
+            **sizes,
+            "image_size": 16,
+            "patch_size": 8,
+            "num_labels": 5,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+    }
     made = getattr(transformers, name)
     return made, made.config_class(**kinds[name], **options)
 
@@ -879,14 +1063,20 @@ def arguments(name, padded=True):
             "labels": torch.arange(6) % 5,
         }
     batch = sentences()
-    labels = torch.where(batch["labels"] == IGNORED, IGNORED, (7 * batch["tokens"] + 3) % VOCABULARY)
+    labels = torch.where(
+        batch["labels"] == IGNORED, IGNORED, (7 * batch["tokens"] + 3) % VOCABULARY
+    )
     mask = {"attention_mask": (batch["labels"] != IGNORED).long()} if padded else {}
     return {"input_ids": batch["tokens"], "labels": labels, **mask}
 
 
 HUGGING_FACE = [
-    "LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "ViTForImageClassification"
-]  # fmt: skip
+    "LlamaForCausalLM",
+    "GPT2LMHeadModel",
+    "BertForMaskedLM",
+    "T5ForConditionalGeneration",
+    "ViTForImageClassification",
+]
 
 
 def plain_of(name, batch):
@@ -907,10 +1097,17 @@ def test_hugging_face_models_have_the_plain_gradient_in_every_recipe(name):
         Recipe(micro_batches=6, checkpoint="selective", first_blocks=1),
         Recipe(attention="eager", in_backward=True),
         Recipe(**DOWN),
-        *([] if name.startswith("T5") else [Recipe(checkpoint="segments", segments=2, micro_batches=2)]),
+        *(
+            []
+            if name.startswith("T5")
+            else [Recipe(checkpoint="segments", segments=2, micro_batches=2)]
+        ),
     ]
     if not name.startswith("ViT"):
-        recipes += [Recipe(head_chunk=16, micro_batches=2), Recipe(head_chunk=7, checkpoint="layers")]
+        recipes += [
+            Recipe(head_chunk=16, micro_batches=2),
+            Recipe(head_chunk=7, checkpoint="layers"),
+        ]
     for recipe in recipes:
         assert_plain(partial(hugging_face, name), batch, recipe, expected)
 
@@ -918,23 +1115,37 @@ def test_hugging_face_models_have_the_plain_gradient_in_every_recipe(name):
 @pytest.mark.parametrize("name", [name for name in HUGGING_FACE if not name.startswith("T5")])
 def test_hugging_face_models_take_flash_attention_without_masks_and_refuse_it_with_them(name):
     make, batch = partial(hugging_face, name), arguments(name, padded=False)
-    assert_plain(make, batch, Recipe(attention="flash", checkpoint="layers", micro_batches=2), plain_of(name, batch))
+    assert_plain(
+        make,
+        batch,
+        Recipe(attention="flash", checkpoint="layers", micro_batches=2),
+        plain_of(name, batch),
+    )
     if "input_ids" in batch:
-        with pytest.raises(ValueError, match=r"^attention is 'flash' and attn_mask [^\n]*; it takes None"):
+        with pytest.raises(
+            ValueError, match=r"^attention is 'flash' and attn_mask [^\n]*; it takes None"
+        ):
             gradients_of(make, arguments(name), Recipe(attention="flash"))
 
 
 def test_a_switch_that_refuses_is_named():
     make = partial(hugging_face, "T5ForConditionalGeneration")
     blocks = ("encoder.block.*", "decoder.block.*")
-    assert gradients_of(make, arguments("T5"), Recipe(checkpoint="layers", blocks=blocks))[1].stepped
-    with pytest.raises(ValueError, match=r"^attention is 'flash' [^\n]*; it takes [^\n]+$"):  # a bias as its mask
+    assert gradients_of(make, arguments("T5"), Recipe(checkpoint="layers", blocks=blocks))[
+        1
+    ].stepped
+    # a bias as its mask
+    with pytest.raises(ValueError, match=r"^attention is 'flash' [^\n]*; it takes [^\n]+$"):
         gradients_of(make, arguments("T5", padded=False), Recipe(attention="flash"))
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe(checkpoint="layers", head_chunk=16, micro_batches=2)], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [Recipe(), Recipe(checkpoint="layers", head_chunk=16, micro_batches=2)], ids=str
+)
 @pytest.mark.parametrize("name", HUGGING_FACE[:-1])
-def test_bytes_of_hugging_face_models_with_explicit_attention_are_those_that_are_measured(name, recipe):
+def test_bytes_of_hugging_face_models_with_explicit_attention_are_those_that_are_measured(
+    name, recipe
+):
     make = partial(hugging_face, name, attn_implementation="eager")
     assert_measured(make, partial(arguments, name, padded=False), recipe)
 
@@ -947,14 +1158,18 @@ class OneAttention(nn.Module):
     def loss_sum(self, x):
         q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         explicit = (q @ k.mT / 8**0.5).softmax(-1) @ v if not self.fused else None
-        return (F.scaled_dot_product_attention(q, k, v) if self.fused else explicit).square().sum(), len(x)
+        return (
+            F.scaled_dot_product_attention(q, k, v) if self.fused else explicit
+        ).square().sum(), len(x)
 
 
 def test_fused_attention_counts_its_products_on_a_cpu_too():
     def points():
         return torch.randn(3, LENGTH, WIDTH)
 
-    fused, explicit = (estimate(partial(OneAttention, fused), points, Recipe()).flops for fused in (True, False))
+    fused, explicit = (
+        estimate(partial(OneAttention, fused), points, Recipe()).flops for fused in (True, False)
+    )
     with FlopCounterMode(display=False) as counter:
         OneAttention(False).loss_sum(points())[0].backward()
     assert explicit == counter.get_total_flops()
@@ -967,7 +1182,9 @@ class Chained(nn.Module):
     def __init__(self, reach=False):
         super().__init__()
         self.first, self.last, self.reach = nn.Linear(8, 8), nn.Linear(8, 8), reach
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(5))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(5)
+        )
 
     def loss(self, x):  # a mean, so that it takes one micro-batch
         x = first = self.blocks[0](self.first(x))
@@ -981,7 +1198,10 @@ def test_a_schedule_is_found_for_blocks_that_form_a_chain_and_for_no_others():
         return torch.randn(300, 8)
 
     base, rates = Recipe(optimizer="sgd"), Rates(1e9, 2e9, 1.0)  # moving takes for ever
-    known = {keep: estimate(Chained, points, replace(base, checkpoint=keep)) for keep in ("none", "layers")}
+    known = {
+        keep: estimate(Chained, points, replace(base, checkpoint=keep))
+        for keep in ("none", "layers")
+    }
     budget = (known["none"].peak_bytes + known["layers"].peak_bytes) // 2
     options = {"base": base, "rates": rates, "tier": "file", "progress": False}
     found = {e.recipe.checkpoint: e for e in fit(Chained, points, budget, **options)}
@@ -1008,7 +1228,9 @@ class Critic(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        )
 
     def loss(self, x):
         x = x.detach().requires_grad_()
@@ -1017,7 +1239,9 @@ class Critic(nn.Module):
         return scores.mean() + (gradient.norm(dim=1) - 1).square().mean()
 
 
-@pytest.mark.parametrize("fields", [{}, {"offload_activations": True, "min_bytes": 256}], ids=["layers", "offload"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"offload_activations": True, "min_bytes": 256}], ids=["layers", "offload"]
+)
 def test_a_gradient_penalty_through_checkpoints_takes_what_is_estimated(fields):
     asked = Critic, partial(torch.ones, 8, 16), Recipe(checkpoint="layers", **fields)
     assert estimate(*asked).peak_bytes == run(*asked).meter.peak_bytes

@@ -1,4 +1,5 @@
-"""course_lib.budget for several ranks: what is estimated is what `course_lib.distributed` takes, composed or whole."""
+"""course_lib.budget for several ranks: what is estimated is what `course_lib.distributed` takes,
+composed or whole."""
 
 import json
 from dataclasses import replace
@@ -7,7 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from course_lib.budget import RATES, InfeasibleBudget, Rates, Recipe, estimate, fit, rank, steps_to, train_step
+from course_lib.budget import (
+    RATES,
+    InfeasibleBudget,
+    Rates,
+    Recipe,
+    estimate,
+    fit,
+    rank,
+    steps_to,
+    train_step,
+)
 from course_lib.budget.__main__ import main
 from course_lib.distributed import held_bytes, predict, sent_bytes, shapes_of
 from course_lib.models import Decoder, random_tokens
@@ -17,7 +28,8 @@ LAYERS = 10  # enough to be composed from few
 
 
 def make_model():
-    return Decoder(vocabulary=515, hidden=66, heads=2, layers=LAYERS, sequence=32)  # 4 divides neither
+    # 4 divides neither
+    return Decoder(vocabulary=515, hidden=66, heads=2, layers=LAYERS, sequence=32)
 
 
 def make_batch():
@@ -37,11 +49,15 @@ def loss_sum(model, batch):
 
 
 @pytest.mark.parametrize("shard", MODES)
-def test_a_rank_is_composed_from_few_blocks_to_the_byte_of_the_whole_and_of_a_prediction(monkeypatch, shard):
+def test_a_rank_is_composed_from_few_blocks_to_the_byte_of_the_whole_and_of_a_prediction(
+    monkeypatch, shard
+):
     composed, counts = estimate(make_model, make_batch, of(shard)), []
     monkeypatch.setattr(rank, "MANY", LAYERS + 1)
     measured = rank._measured
-    monkeypatch.setattr(rank, "_measured", lambda *given: (counts.append(given[6]), measured(*given))[1])
+    monkeypatch.setattr(
+        rank, "_measured", lambda *given: (counts.append(given[6]), measured(*given))[1]
+    )
     assert estimate(make_model, make_batch, of(shard)) == composed and counts == [LAYERS]
     states = [each["optimizer"] for each in held_bytes(shapes_of(make_model()), MODES[shard], 4)]
     fullest = states.index(max(states))
@@ -49,7 +65,11 @@ def test_a_rank_is_composed_from_few_blocks_to_the_byte_of_the_whole_and_of_a_pr
     assert (composed.peak_bytes, composed.flops, composed.sent_bytes) == (
         found.peak_bytes, found.flops, found.sent_bytes
     )  # fmt: skip
-    assert composed.sent_bytes == sent_bytes(shapes_of(make_model()), MODES[shard], 4) == composed.moved_bytes
+    assert (
+        composed.sent_bytes
+        == sent_bytes(shapes_of(make_model()), MODES[shard], 4)
+        == composed.moved_bytes
+    )
     assert composed.at_peak["optimizer"] == max(states)
 
 
@@ -57,15 +77,21 @@ def test_a_rank_is_composed_from_few_blocks_to_the_byte_of_the_whole_and_of_a_pr
 def test_micro_batches_of_a_rank_are_those_of_a_prediction_but_for_their_losses(shard, sync):
     recipe = of(shard, 2, micro_batches=4)
     found = estimate(make_model, make_batch, recipe)
-    whole = predict(make_model, lambda: make_batch()[:4], loss_sum, MODES[shard], 2, micro_batches=4, sync=sync)
+    whole = predict(
+        make_model, lambda: make_batch()[:4], loss_sum, MODES[shard], 2, micro_batches=4, sync=sync
+    )
     assert (found.flops, found.sent_bytes) == (whole.flops, whole.sent_bytes)
     assert 0 <= whole.peak_bytes - found.peak_bytes <= 4096
 
 
 @pytest.mark.parametrize("shard", ["zero1", "zero3"])
-def test_a_rank_that_clips_its_gradient_is_that_of_a_prediction_and_sends_no_byte_more(monkeypatch, shard):
+def test_a_rank_that_clips_its_gradient_is_that_of_a_prediction_and_sends_no_byte_more(
+    monkeypatch, shard
+):
     clip, clipped = nn.utils.clip_grads_with_norm_, []
-    monkeypatch.setattr(nn.utils, "clip_grads_with_norm_", lambda *given: (clipped.append(given[1]), clip(*given)))
+    monkeypatch.setattr(
+        nn.utils, "clip_grads_with_norm_", lambda *given: (clipped.append(given[1]), clip(*given))
+    )
     found = estimate(make_model, make_batch, of(shard), max_norm=0.5)
     assert clipped and set(clipped) == {0.5}
     states = [each["optimizer"] for each in held_bytes(shapes_of(make_model()), MODES[shard], 4)]
@@ -77,7 +103,9 @@ def test_a_rank_that_clips_its_gradient_is_that_of_a_prediction_and_sends_no_byt
 
 def test_in_bf16_a_rank_of_ddp_has_fp32_masters_and_a_shard_is_in_fp32():
     numbers = shapes_of(make_model()).numbers
-    copy, cut = (estimate(make_model, make_batch, of(shard, precision="bf16")) for shard in ("ddp", "zero3"))
+    copy, cut = (
+        estimate(make_model, make_batch, of(shard, precision="bf16")) for shard in ("ddp", "zero3")
+    )
     assert copy.at_peak["parameter"] == 2 * numbers and copy.at_peak["gradient"] == 2 * numbers
     assert copy.at_peak["optimizer"] == pytest.approx(12 * numbers, rel=1e-2)
     assert cut.at_peak["optimizer"] == pytest.approx(8 * numbers / 4, rel=0.05)
@@ -89,7 +117,9 @@ class Blocks(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)
+        )
 
     def forward(self, x):
         for layer in self.layers:
@@ -155,14 +185,20 @@ def test_fields_that_do_not_go_with_ranks_are_refused(fields, says):
 
 
 def test_what_cannot_be_estimated_or_run_is_refused_in_one_sentence():
-    with pytest.raises(ValueError, match="ranks is 4 and shard is None; it takes one of ddp, zero1, zero2, zero3"):
+    with pytest.raises(
+        ValueError, match="ranks is 4 and shard is None; it takes one of ddp, zero1, zero2, zero3"
+    ):
         estimate(make_model, make_batch, Recipe(ranks=4))
-    with pytest.raises(ValueError, match="ranks is 3; a batch of 8 samples takes one of 1, 2, 4, 8"):
+    with pytest.raises(
+        ValueError, match="ranks is 3; a batch of 8 samples takes one of 1, 2, 4, 8"
+    ):
         estimate(make_model, make_batch, of("ddp", 3))
     with pytest.raises(ValueError, match="micro_batches is 4; a rank's 2 samples take one of 1, 2"):
         estimate(make_model, make_batch, of("ddp", micro_batches=4))
     model = make_model()
-    with pytest.raises(ValueError, match=r"one process cannot run; it takes 1, or python -m course_lib.distributed"):
+    with pytest.raises(
+        ValueError, match=r"one process cannot run; it takes 1, or python -m course_lib.distributed"
+    ):
         train_step(model, None, make_batch(), of("ddp"))
 
     class Mean(nn.Linear):
@@ -174,11 +210,24 @@ def test_what_cannot_be_estimated_or_run_is_refused_in_one_sentence():
 
 
 def test_the_command_asks_for_ranks(capsys):
-    sizes = ["--hidden", "64", "--layers", "1", "--vocabulary", "100", "--sequence", "16", "--batch", "4"]
+    sizes = [
+        "--hidden",
+        "64",
+        "--layers",
+        "1",
+        "--vocabulary",
+        "100",
+        "--sequence",
+        "16",
+        "--batch",
+        "4",
+    ]
     assert main([*sizes, "--ranks", "4", "--budget", "2MB", "--precision", "fp32", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     recipes = [found["recipe"] for found in told["recipes"]]
-    assert recipes and all(recipe["ranks"] == 4 and recipe["update"] == "fused" for recipe in recipes)
+    assert recipes and all(
+        recipe["ranks"] == 4 and recipe["update"] == "fused" for recipe in recipes
+    )
     assert all(found["sent_bytes"] > 0 for found in told["recipes"])
     with pytest.raises(SystemExit):
         main([*sizes, "--ranks", "4", "--budget", "2MB", "--check"])
@@ -196,8 +245,11 @@ class Around(Blocks):
         return self.forward(self.first(x)).square().sum(), len(x)
 
 
-def test_a_loss_that_does_not_call_the_model_is_refused_where_parameters_are_gathered_and_searched_elsewhere():
-    told = r'^shard is "zero[23]" and the loss computes [^\n]*; it takes a loss that calls the model[^\n]*$'
+def test_a_loss_that_does_not_call_the_model_is_refused_where_parameters_are_gathered():
+    told = (
+        r'^shard is "zero[23]" and the loss computes [^\n]*; it takes a loss that calls the'
+        r" model[^\n]*$"
+    )
     for shard in ("zero2", "zero3"):
         with pytest.raises(ValueError, match=told):
             estimate(Around, rows, of(shard))

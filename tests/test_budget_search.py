@@ -42,7 +42,9 @@ class Uneven(nn.Module):
 
     def __init__(self, widths):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, w), nn.GELU(), nn.Linear(w, 8)) for w in widths)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, w), nn.GELU(), nn.Linear(w, 8)) for w in widths
+        )
 
     def loss_sum(self, batch):
         x = batch
@@ -78,7 +80,8 @@ class Mean(Uneven):
 
 
 class Growing(Uneven):
-    """The last block alone takes more the more blocks there are: as many bytes as their number squared."""
+    """The last block alone takes more the more blocks there are: as many bytes as their number
+    squared."""
 
     def loss_sum(self, batch):
         loss, weight = super().loss_sum(batch)
@@ -159,7 +162,10 @@ def test_what_is_composed_is_the_estimate_of_the_whole_step(name, precision, tie
 
 @pytest.mark.parametrize("first", range(1, 2 * MANY))
 def test_of_two_kinds_of_blocks_there_may_be_any_number_of_each(first):
-    make, recipe = partial(deep, 2 * MANY), Recipe(checkpoint="layers", first_blocks=first, attention="flash")
+    make, recipe = (
+        partial(deep, 2 * MANY),
+        Recipe(checkpoint="layers", first_blocks=first, attention="flash"),
+    )
     composer = Composer(make, batch, Recipe(), None, "file")
     assert composer.estimate(recipe) == estimate(make, batch, recipe)
     assert max(count for _, count in composer._few) <= MANY  # of twelve blocks not all were run
@@ -184,7 +190,9 @@ def test_what_is_composed_is_the_whole_step_moment_by_moment(recipe):
     for name in ("flops", "bytes_down", "bytes_up"):
         assert getattr(ours, name) == getattr(others, name)
     if recipe.in_backward:
-        assert [[id(p) for p in due] for due in composed.due] == [[id(p) for p in due] for due in whole.due]
+        assert [[id(p) for p in due] for due in composed.due] == [
+            [id(p) for p in due] for due in whole.due
+        ]
 
 
 class Wide(nn.Module):
@@ -193,7 +201,9 @@ class Wide(nn.Module):
     def __init__(self, blocks=9, width=2100):
         super().__init__()
         self.first = nn.Linear(8, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(blocks))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(blocks)
+        )
 
     def loss_sum(self, batch):
         x = self.first(batch)
@@ -224,17 +234,25 @@ class Narrow(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(1, 1) for _ in range(blocks))
 
     def loss_sum(self, batch):
-        return sum(block.weight.sum() + block.bias.sum() for block in self.blocks) * batch.sum(), len(batch)
+        return sum(
+            block.weight.sum() + block.bias.sum() for block in self.blocks
+        ) * batch.sum(), len(batch)
 
 
 def test_a_step_that_clips_takes_its_norms_and_no_steps_in_backward():
     of, recipe = partial(torch.ones, 2, 1), Recipe(optimizer="sgd")
     guess, plain = (estimate(Narrow, of, recipe, max_norm=norm) for norm in (1e-3, None))
-    assert guess.peak_bytes == run(Narrow, of, recipe, max_norm=1e-3).meter.peak_bytes > plain.peak_bytes
+    assert (
+        guess.peak_bytes
+        == run(Narrow, of, recipe, max_norm=1e-3).meter.peak_bytes
+        > plain.peak_bytes
+    )
     for count in (2, MANY + 9):
         for each in (recipe, Recipe(micro_batches=2)):
             composer = Composer(partial(Narrow, count), of, Recipe(), None, "file", 1e-3)
-            assert composer.estimate(each) == estimate(partial(Narrow, count), of, each, max_norm=1e-3)
+            assert composer.estimate(each) == estimate(
+                partial(Narrow, count), of, each, max_norm=1e-3
+            )
     options = {"base": recipe, "max_norm": 1.0, "tier": "file", "progress": False}
     make, of = partial(deep, 1), partial(batch, 1)
     assert not any(e.recipe.in_backward for e in fit(make, of, 10**9, **options))
@@ -248,7 +266,9 @@ def test_a_step_that_clips_takes_its_norms_and_no_steps_in_backward():
         estimate(deep, batch, Recipe(in_backward=True), max_norm=1.0)
 
 
-@pytest.mark.parametrize("keep", [{"checkpoint": "layers"}, DOWN, {"checkpoint": "layers", **DOWN}], ids=str)
+@pytest.mark.parametrize(
+    "keep", [{"checkpoint": "layers"}, DOWN, {"checkpoint": "layers", **DOWN}], ids=str
+)
 def test_the_work_of_an_estimate_does_not_grow_with_the_blocks(keep):
     work = []
     for layers in (MANY, MANY + 4):
@@ -273,7 +293,10 @@ class InAChain(Uneven):
 def test_a_segment_for_each_block_of_any_model_takes_the_work_of_a_few_blocks(options):
     work = []
     for layers in (MANY, MANY + 4):
-        make, recipe = partial(InAChain, [64] * layers), Recipe(checkpoint="segments", segments=layers, **options)
+        make, recipe = (
+            partial(InAChain, [64] * layers),
+            Recipe(checkpoint="segments", segments=layers, **options),
+        )
         composer, calls = Composer(make, points, Recipe(), None, "file"), []
         for block in composer.blocks:
             block.register_forward_hook(lambda *_, calls=calls: calls.append(1))
@@ -296,13 +319,17 @@ def test_segments_are_of_the_blocks_that_a_schedule_runs():
     assert len(Composer(make, points, Recipe(), None, "file").blocks) == MANY + 1
     assert not Composer(make, points, Recipe(), None, "file").runs_them
     assert Composer(partial(InAChain, [64] * MANY), points, Recipe(), None, "file").runs_them
-    assert Composer(make, points, Recipe(), None, "file").estimate(recipe) == estimate(make, points, recipe)
+    assert Composer(make, points, Recipe(), None, "file").estimate(recipe) == estimate(
+        make, points, recipe
+    )
 
 
 def test_recipes_that_differ_below_alone_share_their_step(monkeypatch):
     composer, steps = Composer(deep, batch, Recipe(), None, "host"), []
     monkeypatch.setattr(
-        composer, "moments", lambda *key, moments=composer.moments: (steps.append(key), moments(*key))[1]
+        composer,
+        "moments",
+        lambda *key, moments=composer.moments: (steps.append(key), moments(*key))[1],
     )
     found = [composer.estimate(Recipe(offload_optimizer=fraction)) for fraction in (0.0, 0.5, 1.0)]
     assert len(steps) == 1 and len({e.peak_bytes for e in found}) == 3
@@ -314,7 +341,9 @@ def test_the_blocks_are_the_longest_list_of_equal_ones_and_are_all_there_afterwa
     composer = Composer(deep, batch, Recipe(), None, "file")
     before = list(composer.blocks)
     composer.estimate(Recipe())
-    assert list(composer.blocks) == before and all(p.grad is None for p in composer.model.parameters())
+    assert list(composer.blocks) == before and all(
+        p.grad is None for p in composer.model.parameters()
+    )
 
 
 class Numbered(nn.Module):
@@ -323,14 +352,21 @@ class Numbered(nn.Module):
     class Block(nn.Module):
         def __init__(self, layer_idx, wide):
             super().__init__()
-            self.layer_idx, self.rate, self.wide, self.linear = layer_idx, 0.1 + 0.1 * layer_idx, wide, nn.Linear(8, 8)
+            self.layer_idx, self.rate, self.wide, self.linear = (
+                layer_idx,
+                0.1 + 0.1 * layer_idx,
+                wide,
+                nn.Linear(8, 8),
+            )
 
         def forward(self, x):
             return self.linear(x) + (torch.cat([x] * 9).sin().sum() if self.wide else 0.0)
 
     def __init__(self, alternating):
         super().__init__()
-        self.blocks = nn.ModuleList(self.Block(i, bool(i % 2) and alternating) for i in range(MANY + 1))
+        self.blocks = nn.ModuleList(
+            self.Block(i, bool(i % 2) and alternating) for i in range(MANY + 1)
+        )
 
     def loss_sum(self, batch):
         x = batch
@@ -344,13 +380,17 @@ def test_blocks_that_are_set_otherwise_are_not_alike(alternating):
     make = partial(Numbered, alternating)
     assert len(equal_blocks(make())) == (0 if alternating else MANY + 1)
     for recipe in (Recipe(), Recipe(checkpoint="layers", micro_batches=2)):
-        assert Composing(make, points, Recipe(), loss_sum=None, tier="file")(recipe) == estimate(make, points, recipe)
+        assert Composing(make, points, Recipe(), loss_sum=None, tier="file")(recipe) == estimate(
+            make, points, recipe
+        )
 
 
 # ---- nothing is lost
 
 
-@pytest.mark.parametrize("make", [Growing, Whole, partial(Uneven)], ids=["growing", "whole", "even"])
+@pytest.mark.parametrize(
+    "make", [Growing, Whole, partial(Uneven)], ids=["growing", "whole", "even"]
+)
 def test_what_fits_is_what_whole_steps_say_whatever_the_model(make):
     make = partial(make, [64] * (MANY + 1))
     recipes = [Recipe(), Recipe(in_backward=True), Recipe(micro_batches=6, offload_optimizer=1.0)]
@@ -360,7 +400,14 @@ def test_what_fits_is_what_whole_steps_say_whatever_the_model(make):
         assert {e.recipe for e in found} == {e.recipe for e in known if e.peak_bytes <= budget}
         assert found[0] in known
     with pytest.raises(InfeasibleBudget) as caught:
-        fit(make, points, min(e.peak_bytes for e in known) - 1, recipes=recipes, tier="file", progress=False)
+        fit(
+            make,
+            points,
+            min(e.peak_bytes for e in known) - 1,
+            recipes=recipes,
+            tier="file",
+            progress=False,
+        )
     assert caught.value.least in known
 
 
@@ -371,7 +418,9 @@ def test_checkpoints_go_around_as_few_of_the_first_blocks_of_any_model_as_fit():
     known = [estimate(make, of, replace(base, **keep)) for keep in keeps]
     for count in (2, 3):
         budget = next(e.peak_bytes for e in known if e.recipe.first_blocks == count)
-        found = fit(make, of, budget, base=base, rates=Rates(1e9, 2e9, 1.0), tier="file", progress=False)
+        found = fit(
+            make, of, budget, base=base, rates=Rates(1e9, 2e9, 1.0), tier="file", progress=False
+        )
         cheapest = min((e for e in known if e.peak_bytes <= budget), key=RATE.seconds)
         assert found[0] == cheapest and cheapest.recipe.first_blocks == count
 
@@ -386,16 +435,24 @@ class WithAHead(InAChain):
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_schedule_is_given_up_at_once_only_where_none_fits(inside):
-    make, recipe = partial(WithAHead, [64] * 6), Recipe(checkpoint="optimal", schedule_bytes=1, in_backward=inside)
+    make, recipe = (
+        partial(WithAHead, [64] * 6),
+        Recipe(checkpoint="optimal", schedule_bytes=1, in_backward=inside),
+    )
     searching = Search(Known(make, points, Recipe(), **FILE), 1, RATE)
     least = least_schedule(searching, recipe).schedule_bytes
-    peaks = [estimate(make, points, replace(recipe, schedule_bytes=least + 2000 * i)).peak_bytes for i in range(8)]
+    peaks = [
+        estimate(make, points, replace(recipe, schedule_bytes=least + 2000 * i)).peak_bytes
+        for i in range(8)
+    ]
     given_up = 0
     for budget in range(min(peaks) - 9000, min(peaks) + 9000, 3000):
         searching.budget, searching.known.estimates = budget, {}
         found = with_schedule(searching, recipe)
         assert (found is not None and searching.fits(found)) == (budget >= min(peaks))
-        given_up += found is None and sum(e.checkpoint == "optimal" for e in searching.known.estimates) == 1
+        given_up += (
+            found is None and sum(e.checkpoint == "optimal" for e in searching.known.estimates) == 1
+        )
     assert given_up
 
 
@@ -429,7 +486,8 @@ class Block(nn.Module):
 
 
 class Odd(nn.Module):
-    """Blocks that change in place what "selective" keeps; the same block often; or with more experts than blocks."""
+    """Blocks that change in place what "selective" keeps; the same block often; or with more
+    experts than blocks."""
 
     def __init__(self, experts=0, shared=False):
         super().__init__()
@@ -464,7 +522,11 @@ def test_a_checkpoint_on_top_of_offloaded_activations_may_be_the_cheapest():
     found = fit(course, of, 60_000_000, base=base, quick=True, progress=False)
     composer, down = Composer(course, of, base, None, "file"), {"offload_activations": True}
     without, alone = replace(base, **down), replace(base, attention="flash", **down)
-    rows = [composer.estimate(replace(without, checkpoint="layers")), *found, composer.estimate(without)]
+    rows = [
+        composer.estimate(replace(without, checkpoint="layers")),
+        *found,
+        composer.estimate(without),
+    ]
     told = [(f"{e.peak_bytes / 1e6:.2f}", f"{found.rates.seconds(e):.3f}") for e in rows]
     assert told == [("57.93", "0.676"), ("54.82", "0.682"), ("54.12", "0.854"), ("53.86", "0.899")]
     assert [e.recipe for e in found] == [replace(alone, checkpoint="layers"), alone]
@@ -476,9 +538,15 @@ def test_smaller_pages_fit_where_large_ones_do_not_and_the_largest_that_fit_are_
     of, peaks = partial(random_tokens, 8, 128, 2048), {}
     for budget, size in ((110_000_000, 16), (100_000_000, 4), (65_000_000, 1)):
         found = fit(course, of, budget, base=base, progress=False)
-        assert {e.recipe.page_bytes for e in found} == {size << 20} and found[0].peak_bytes <= budget
+        assert {e.recipe.page_bytes for e in found} == {size << 20} and found[
+            0
+        ].peak_bytes <= budget
         peaks[size] = found[0].peak_bytes / 1e6
-    assert {size: f"{peak:.1f}" for size, peak in peaks.items()} == {16: "103.7", 4: "67.1", 1: "63.7"}
+    assert {size: f"{peak:.1f}" for size, peak in peaks.items()} == {
+        16: "103.7",
+        4: "67.1",
+        1: "63.7",
+    }
     with pytest.raises(InfeasibleBudget):
         fit(course, of, 65_000_000, base=replace(base, page_bytes=4 << 20), progress=False)
 
@@ -491,7 +559,8 @@ def test_no_recipe_of_a_grid_is_cheaper_than_what_is_found(name):
 
 
 def test_brute_force_sees_a_rule_that_is_wrong(monkeypatch):
-    monkeypatch.setattr(search, "_moves_as_much", lambda recipe, smaller: True)  # as if to add always cost
+    # as if to add always cost
+    monkeypatch.setattr(search, "_moves_as_much", lambda recipe, smaller: True)
     with brute_force_fit.small_pages():
         assert brute_force_fit.compare(brute_force_fit.CASES["chain"], most=150)[1]
 
@@ -500,7 +569,14 @@ def test_copies_under_way_are_as_many_as_the_price_asks_and_the_budget_allows():
     make, base = partial(deep, 3), Recipe(offload_activations=True, min_bytes=500, in_backward=True)
     facts = Known(make, batch, base, **{**FILE, "tier": "host"})
     every = [facts.estimate(replace(base, **copies)) for copies in facts.copies_for(base)]
-    assert [e.recipe.copies("host") for e in every] == [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2)]
+    assert [e.recipe.copies("host") for e in every] == [
+        (0, 1),
+        (0, 2),
+        (1, 1),
+        (1, 2),
+        (2, 1),
+        (2, 2),
+    ]
     for link in (1e5, math.inf):
         for budget in sorted({e.peak_bytes for e in every}):
             searching = Search(facts, budget, Rates(1e9, 2e9, link))
@@ -543,7 +619,9 @@ def test_what_is_composed_is_the_whole_step_with_any_optimizer(optimizer, update
     for fraction, inside in ((0.0, False), (0.0, True), (0.5, False), (1.0, True)):
         if optimizer not in ALL_ABOVE or not fraction:
             recipe = replace(base, offload_optimizer=fraction, in_backward=inside)
-            assert composer.takes(recipe) and composer.estimate(recipe) == estimate(deep, batch, recipe)
+            assert composer.takes(recipe) and composer.estimate(recipe) == estimate(
+                deep, batch, recipe
+            )
 
 
 KEPT = [
@@ -567,7 +645,11 @@ def test_what_the_base_sets_is_in_every_recipe_that_is_tried(fields):
     for budget in (2 * peak, peak - 1):
         with suppress(InfeasibleBudget):
             that_fit(Search(facts, budget, RATE), base)
-    tried = [recipe for recipe in facts.estimates if recipe.offload_optimizer or not base.offload_optimizer]
+    tried = [
+        recipe
+        for recipe in facts.estimates
+        if recipe.offload_optimizer or not base.offload_optimizer
+    ]
     assert len(tried) > 1
     for recipe in tried:  # those without state below are compared with, for what it moves
         assert {name: getattr(recipe, name) for name in fields} == fields
@@ -579,7 +661,9 @@ class Mixed(Mean):
     def __init__(self):
         nn.Module.__init__(self)
         self.encoder = Uneven([64] * 3).blocks
-        self.decoder = nn.ModuleList(nn.Sequential(*block, nn.LayerNorm(8)) for block in Uneven([64] * 3).blocks)
+        self.decoder = nn.ModuleList(
+            nn.Sequential(*block, nn.LayerNorm(8)) for block in Uneven([64] * 3).blocks
+        )
 
     def loss_sum(self, batch):
         x = batch
@@ -592,7 +676,11 @@ class Mixed(Mean):
 
 @pytest.mark.parametrize("keep", [{}, {"checkpoint": "layers"}], ids=str)
 def test_blocks_are_those_that_are_named(keep):
-    both, of, base = ("encoder.*", "decoder.*"), partial(torch.randn, 300, 8), Recipe(optimizer="sgd", **keep)
+    both, of, base = (
+        ("encoder.*", "decoder.*"),
+        partial(torch.randn, 300, 8),
+        Recipe(optimizer="sgd", **keep),
+    )
     facts = Known(Mixed, of, base, blocks=list(both), **FILE)
     wanted = Recipe(optimizer="sgd", checkpoint="layers", blocks=both)
     budget = estimate(Mixed, of, wanted).peak_bytes
@@ -616,16 +704,27 @@ def test_budgets_and_rates_share_what_is_known():
     peak = facts.estimate(Recipe()).peak_bytes
     first = that_fit(Search(facts, peak - 1, RATE), Recipe())
     made = len(facts.estimates)
-    assert list(that_fit(Search(facts, peak - 1, RATE), Recipe())) == list(first) and len(facts.estimates) == made
+    assert (
+        list(that_fit(Search(facts, peak - 1, RATE), Recipe())) == list(first)
+        and len(facts.estimates) == made
+    )
     assert that_fit(Search(facts, peak, RATE), Recipe())[0].recipe == Recipe()
     with pytest.raises(InfeasibleBudget):
         that_fit(Search(facts, 1, RATE), Recipe())
 
 
 def test_the_bar_shows_no_size_that_nobody_asked_for_and_is_gone_before_an_error(capsys):
-    make, of, base, shown = partial(InAChain, [64] * 3), partial(torch.randn, 300, 8), Recipe(optimizer="sgd"), []
+    make, of, base, shown = (
+        partial(InAChain, [64] * 3),
+        partial(torch.randn, 300, 8),
+        Recipe(optimizer="sgd"),
+        [],
+    )
     facts = Known(make, of, base, watch=shown.append, **FILE)
-    assert {keep.get("checkpoint") for keep in facts.keeps} >= {"optimal", "layers"} and base in shown
+    assert {keep.get("checkpoint") for keep in facts.keeps} >= {
+        "optimal",
+        "layers",
+    } and base in shown
     assert all((recipe.schedule_bytes or 0) < 1 << 50 for recipe in shown)
     with pytest.raises(InfeasibleBudget):
         fit(make, of, 1000, base=base, tier="file", quick=True)

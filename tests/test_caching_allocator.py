@@ -1,4 +1,5 @@
-"""The simulated CUDA caching allocator against hand-worked rules, a slow twin, PyTorch's own code, and a GPU."""
+"""The simulated CUDA caching allocator against hand-worked rules, a slow twin, PyTorch's own code,
+and a GPU."""
 
 import json
 import os
@@ -39,7 +40,10 @@ def layout(allocator):
     return [
         [
             segment["segment_type"],
-            *(("-" if b["state"] == "inactive" else "+") + str(b["size"]) for b in segment["blocks"]),
+            *(
+                ("-" if b["state"] == "inactive" else "+") + str(b["size"])
+                for b in segment["blocks"]
+            ),
         ]
         for segment in allocator.snapshot()["segments"]
     ]
@@ -59,13 +63,18 @@ def out_of_memory(allocator, size):
 
 
 @pytest.mark.parametrize(
-    ("requested", "size"), [(1, 512), (511, 512), (512, 512), (513, 1024), (1024, 1024), (1025, 1536), (MIB - 1, MIB)]
+    ("requested", "size"),
+    [(1, 512), (511, 512), (512, 512), (513, 1024), (1024, 1024), (1025, 1536), (MIB - 1, MIB)],
 )
 def test_sizes_are_rounded_up_to_512_bytes(requested, size):
     allocator = CachingAllocator()
     block = allocator.allocate(requested)
     assert (block.size_bytes, block.requested_bytes) == (size, requested)
-    assert now(allocator, "requested_bytes", "allocated_bytes", "active_bytes") == [requested, size, size]
+    assert now(allocator, "requested_bytes", "allocated_bytes", "active_bytes") == [
+        requested,
+        size,
+        size,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +117,11 @@ def test_a_segment_has_2_or_20_mib_or_from_10_on_whole_2_mib(requested, segment,
     allocator = CachingAllocator()
     allocator.allocate(requested)
     assert sizes(allocator) == [segment]
-    assert now(allocator, "reserved_bytes", f"reserved_bytes.{pool}_pool", "segment") == [segment, segment, 1]
+    assert now(allocator, "reserved_bytes", f"reserved_bytes.{pool}_pool", "segment") == [
+        segment,
+        segment,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -158,10 +171,14 @@ def test_of_two_holes_of_a_size_the_older_segments_is_taken_then_the_lower_one()
     held = [allocator.allocate(512 * KIB) for _ in range(8)]  # two segments of 2 MiB
     for index in (5, 2, 0):
         allocator.free(held[index])
-    assert [allocator.allocate(512 * KIB).address for _ in range(3)] == [held[i].address for i in (0, 2, 5)]
+    assert [allocator.allocate(512 * KIB).address for _ in range(3)] == [
+        held[i].address for i in (0, 2, 5)
+    ]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+@pytest.mark.parametrize(
+    "order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
+)
 def test_what_is_freed_joins_its_free_neighbours(order):
     allocator = CachingAllocator()
     held = [allocator.allocate(512 * KIB) for _ in range(3)]
@@ -209,7 +226,8 @@ def test_above_the_limit_blocks_are_not_split():
 @pytest.mark.parametrize(
     ("cached", "size", "taken"),
     [
-        (24 * MIB, 24 * MIB - 512, False),  # a request below the limit gets no block from the limit on
+        # a request below the limit gets no block from the limit on
+        (24 * MIB, 24 * MIB - 512, False),
         (22 * MIB, 22 * MIB - 512, True),
         (44 * MIB, 24 * MIB, False),  # 20 MiB more than asked
         (44 * MIB, 24 * MIB + 512, True),  # less than 20 MiB more
@@ -260,7 +278,8 @@ def test_an_expandable_segment_grows_by_pages_of_2_or_20_mib():
         f"+{MIB + 512}",
         f"-{19 * MIB - 512}",
     ]
-    assert now(allocator, "segment", "inactive_split_bytes") == [0, 0]  # neither is counted for them
+    # neither is counted for them
+    assert now(allocator, "segment", "inactive_split_bytes") == [0, 0]
 
 
 def test_in_an_expandable_segment_512_bytes_are_worth_splitting_off_in_either_pool():
@@ -280,7 +299,8 @@ def test_what_is_free_at_the_end_of_an_expandable_segment_is_used_for_a_larger_b
 
 def test_of_an_expandable_segment_a_hole_is_used_before_the_end_that_could_grow():
     allocator = CachingAllocator(expandable_segments=True)
-    first, _ = allocator.allocate(15 * MIB), allocator.allocate(3 * MIB)  # 2 MiB are left at the end
+    # 2 MiB are left at the end
+    first, _ = allocator.allocate(15 * MIB), allocator.allocate(3 * MIB)
     allocator.free(first)
     assert allocator.allocate(2 * MIB).address == first.address
 
@@ -290,7 +310,10 @@ def test_free_pages_within_an_expandable_segment_are_released_and_filled_again()
     first, second, _ = [allocator.allocate(size * MIB) for size in (30, 60, 10)]
     allocator.free(second)
     allocator.empty_cache()  # of 30 to 90 MiB, the pages from 40 to 80
-    assert layout(allocator) == [["large", f"+{30 * MIB}", f"-{10 * MIB}"], ["large", f"-{10 * MIB}", f"+{10 * MIB}"]]
+    assert layout(allocator) == [
+        ["large", f"+{30 * MIB}", f"-{10 * MIB}"],
+        ["large", f"-{10 * MIB}", f"+{10 * MIB}"],
+    ]
     again = allocator.allocate(15 * MIB)
     assert again.address == second.address  # the lowest free addresses, with one page more
     assert now(allocator, "reserved_bytes") == 80 * MIB
@@ -302,7 +325,9 @@ def test_free_memory_around_the_edge_of_two_pages_stays():
     _, second, _ = [allocator.allocate(size * MIB) for size in (30, 15, 10)]
     allocator.free(second)  # from 30 to 45 MiB: part of a page, and part of the next
     allocator.empty_cache()
-    assert layout(allocator) == [["large", f"+{30 * MIB}", f"-{15 * MIB}", f"+{10 * MIB}", f"-{5 * MIB}"]]
+    assert layout(allocator) == [
+        ["large", f"+{30 * MIB}", f"-{15 * MIB}", f"+{10 * MIB}", f"-{5 * MIB}"]
+    ]
     assert allocator.memory_stats()["num_device_free"] == 0
 
 
@@ -337,7 +362,11 @@ def test_batch_a_then_b_needs_more_than_b_then_a_and_expandable_segments_mend_it
     a, b = [30, 50, 40], [32, 52, 42]
     assert after([b, a]) == 126 * MIB
     assert after([a, b]) > 126 * MIB
-    assert after([a, b], expandable_segments=True) == after([b, a], expandable_segments=True) == 140 * MIB
+    assert (
+        after([a, b], expandable_segments=True)
+        == after([b, a], expandable_segments=True)
+        == 140 * MIB
+    )
 
 
 # ---- a full device
@@ -350,7 +379,11 @@ def test_on_a_full_device_cached_segments_are_released_and_the_request_tried_aga
     allocator.allocate(20 * MIB)  # 34 MiB are reserved
     assert sizes(allocator) == [18 * MIB, 20 * MIB]
     figures = allocator.memory_stats()
-    assert (figures["num_alloc_retries"], figures["num_ooms"], figures["num_device_free"]) == (1, 0, 1)
+    assert (figures["num_alloc_retries"], figures["num_ooms"], figures["num_device_free"]) == (
+        1,
+        0,
+        1,
+    )
     allocator.free(held)
 
 
@@ -365,9 +398,10 @@ def test_out_of_memory_is_said_in_pytorchs_words_with_the_segments_size():
     for block in fillers:
         allocator.free(block)
     assert out_of_memory(allocator, 2 * GIB).startswith(
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB of which 1024.00 MiB "
-        "is free. Of the allocated memory 18.01 GiB is allocated by PyTorch, and 4.99 GiB is reserved by PyTorch but "
-        "unallocated. If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF="
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB of"
+        " which 1024.00 MiB is free. Of the allocated memory 18.01 GiB is allocated by PyTorch, and"
+        " 4.99 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is"
+        " large try setting PYTORCH_CUDA_ALLOC_CONF="
     )
 
 
@@ -397,7 +431,9 @@ def test_a_device_is_full_to_the_byte():
 def test_a_process_may_reserve_only_its_fraction():
     allocator = CachingAllocator(100 * MIB, memory_fraction=0.5)
     allocator.allocate(50 * MIB)
-    assert "of which 50.00 MiB is free. 50.00 MiB allowed; Of the allocated" in out_of_memory(allocator, 1)
+    assert "of which 50.00 MiB is free. 50.00 MiB allowed; Of the allocated" in out_of_memory(
+        allocator, 1
+    )
     allocator = CachingAllocator(100 * MIB, memory_fraction=0.5)
     allocator.allocate(31 * MIB)  # 32 MiB, so that the segment of 20 for the next one is too much
     assert "Tried to allocate 20.00 MiB" in out_of_memory(allocator, 2 * MIB)
@@ -415,7 +451,8 @@ def test_above_the_threshold_segments_that_lay_idle_longest_are_released():
 
     assert replayed() == [size * MIB for size in (20, 20, 20, 22, 24)]
     assert replayed(garbage_collection_threshold=0.44) == [size * MIB for size in (20, 20, 22, 24)]
-    assert replayed(garbage_collection_threshold=0.46) == replayed()  # 82 MiB are not above 0.46 of 180
+    # 82 MiB are not above 0.46 of 180
+    assert replayed(garbage_collection_threshold=0.46) == replayed()
 
 
 def test_garbage_is_collected_until_the_threshold_is_met_and_no_further():
@@ -443,7 +480,11 @@ def test_without_a_fraction_the_threshold_does_nothing():
 
 def test_emptying_the_cache_frees_whole_segments_only():
     allocator = CachingAllocator()
-    first, second, third = allocator.allocate(3 * MIB), allocator.allocate(3 * MIB), allocator.allocate(16 * MIB)
+    first, second, third = (
+        allocator.allocate(3 * MIB),
+        allocator.allocate(3 * MIB),
+        allocator.allocate(16 * MIB),
+    )
     allocator.free(first)
     allocator.free(third)
     allocator.empty_cache()
@@ -500,7 +541,9 @@ CONFIGURATIONS = [
 
 @pytest.mark.parametrize("text", CONFIGURATIONS)
 @pytest.mark.skipif(VERSION < (2, 13), reason="the parser is that of torch 2.13")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch's parser would set this process's own allocator")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="PyTorch's parser would set this process's own allocator"
+)
 def test_settings_are_read_as_pytorchs_own_parser_reads_them(text):
     def accepted(parse):
         try:
@@ -518,7 +561,9 @@ def test_settings_are_read_as_pytorchs_own_parser_reads_them(text):
             divisions = rounding_of_pytorch()
             assert list(ours._divisions) == [divisions(1 << power) for power in range(20, 36)]
     finally:
-        torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:20,roundup_power2_divisions:1")
+        torch._C._accelerator_setAllocatorSettings(
+            "large_segment_size_mb:20,roundup_power2_divisions:1"
+        )
         torch._C._accelerator_setAllocatorSettings(before)
 
 
@@ -535,13 +580,33 @@ def rounding_of_pytorch():
 @pytest.mark.parametrize(
     ("do", "error", "said"),
     [
-        (lambda a: a.allocate(-1), ValueError, "size_bytes is -1; it takes a whole number of bytes, 0 or more"),
-        (lambda a: a.allocate(1.5), TypeError, "size_bytes is 1.5; it takes a whole number of bytes"),
+        (
+            lambda a: a.allocate(-1),
+            ValueError,
+            "size_bytes is -1; it takes a whole number of bytes, 0 or more",
+        ),
+        (
+            lambda a: a.allocate(1.5),
+            TypeError,
+            "size_bytes is 1.5; it takes a whole number of bytes",
+        ),
         (lambda a: a.free(7), TypeError, "block is 7; it takes a block that allocate returned"),
-        (lambda a: a.free(Block(64, 512, 1)), ValueError, "of 512 bytes at 0x40 was never allocated here"),
+        (
+            lambda a: a.free(Block(64, 512, 1)),
+            ValueError,
+            "of 512 bytes at 0x40 was never allocated here",
+        ),
         (lambda a: a.free(CachingAllocator().allocate(1)), ValueError, "was never allocated here"),
-        (lambda a: [a.free(block) for block in [a.allocate(1)] * 2], ValueError, "was freed already"),
-        (lambda a: CachingAllocator(2 * MIB - 1), ValueError, "capacity_bytes is 2097151; it takes .* 2097152 or more"),
+        (
+            lambda a: [a.free(block) for block in [a.allocate(1)] * 2],
+            ValueError,
+            "was freed already",
+        ),
+        (
+            lambda a: CachingAllocator(2 * MIB - 1),
+            ValueError,
+            "capacity_bytes is 2097151; it takes .* 2097152 or more",
+        ),
         (
             lambda a: CachingAllocator(settings="backend:native"),
             ValueError,
@@ -557,18 +622,46 @@ def rounding_of_pytorch():
             TypeError,
             "settings is 7; it takes an AllocatorSettings or a text",
         ),
-        (lambda a: CachingAllocator(max_split_size_bytes=21 * MIB + 1), ValueError, "it takes whole MiB, as 22020096"),
-        (lambda a: CachingAllocator(max_split_size_bytes=19 * MIB), ValueError, "bytes, 20971520 or more"),
-        (lambda a: CachingAllocator(memory_fraction=1.5), ValueError, "memory_fraction is 1.5; it takes .* 0 to 1"),
-        (lambda a: CachingAllocator(garbage_collection_threshold=1), ValueError, "it takes a number between 0 and 1"),
+        (
+            lambda a: CachingAllocator(max_split_size_bytes=21 * MIB + 1),
+            ValueError,
+            "it takes whole MiB, as 22020096",
+        ),
+        (
+            lambda a: CachingAllocator(max_split_size_bytes=19 * MIB),
+            ValueError,
+            "bytes, 20971520 or more",
+        ),
+        (
+            lambda a: CachingAllocator(memory_fraction=1.5),
+            ValueError,
+            "memory_fraction is 1.5; it takes .* 0 to 1",
+        ),
+        (
+            lambda a: CachingAllocator(garbage_collection_threshold=1),
+            ValueError,
+            "it takes a number between 0 and 1",
+        ),
         (
             lambda a: CachingAllocator(expandable_segments=1),
             TypeError,
             "expandable_segments is 1; it takes True or False",
         ),
-        (lambda a: a.replay([("move", 1, 2)]), ValueError, "event 0 is 'move'; it takes 'birth' or 'release'"),
-        (lambda a: a.replay([("birth", 1, 2)] * 2), ValueError, r"storage 1 is born while it lives \(event 1\)"),
-        (lambda a: a.replay([("release", 1, 2)]), ValueError, r"storage 1 is released, but does not live \(event 0\)"),
+        (
+            lambda a: a.replay([("move", 1, 2)]),
+            ValueError,
+            "event 0 is 'move'; it takes 'birth' or 'release'",
+        ),
+        (
+            lambda a: a.replay([("birth", 1, 2)] * 2),
+            ValueError,
+            r"storage 1 is born while it lives \(event 1\)",
+        ),
+        (
+            lambda a: a.replay([("release", 1, 2)]),
+            ValueError,
+            r"storage 1 is released, but does not live \(event 0\)",
+        ),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(do, error, said):
@@ -592,10 +685,24 @@ def test_a_block_of_no_bytes_takes_no_memory():
 
 # ---- by property, and against a slow twin
 
-EDGES = [1, 512, 513, MIB, MIB + 1, 10 * MIB - 512, 10 * MIB, 19 * MIB - 512, 19 * MIB, 20 * MIB, 24 * MIB]
+EDGES = [
+    1,
+    512,
+    513,
+    MIB,
+    MIB + 1,
+    10 * MIB - 512,
+    10 * MIB,
+    19 * MIB - 512,
+    19 * MIB,
+    20 * MIB,
+    24 * MIB,
+]
 requests = st.one_of(st.sampled_from(EDGES), st.integers(1, 2 * MIB), st.integers(1, 48 * MIB))
 # An index of what is held, to be freed; a size; or None: the cache is emptied.
-commands = st.lists(st.one_of(st.none(), st.integers(0, 30), requests.map(lambda size: ("a", size))), max_size=60)
+commands = st.lists(
+    st.one_of(st.none(), st.integers(0, 30), requests.map(lambda size: ("a", size))), max_size=60
+)
 
 
 def follow(steps, allocator, errors=None):
@@ -633,7 +740,9 @@ def test_blocks_do_not_overlap_and_every_byte_is_accounted_for(steps, expandable
             assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
             states = [block["state"] for block in segment["blocks"]]
             assert ("inactive", "inactive") not in pairwise(states)  # all that could join has
-        requested, allocated, reserved = now(allocator, "requested_bytes", "allocated_bytes", "reserved_bytes")
+        requested, allocated, reserved = now(
+            allocator, "requested_bytes", "allocated_bytes", "reserved_bytes"
+        )
         assert requested <= allocated <= reserved <= (capacity or reserved)
         assert reserved == sum(segment["total_size"] for segment in segments)
         assert allocated == sum(segment["allocated_size"] for segment in segments)
@@ -641,13 +750,25 @@ def test_blocks_do_not_overlap_and_every_byte_is_accounted_for(steps, expandable
         allocator.free(block)
     assert all(len(segment["blocks"]) == 1 for segment in allocator.snapshot()["segments"])
     allocator.empty_cache()
-    assert now(allocator, "reserved_bytes", "allocated_bytes", "inactive_split", "segment") == [0, 0, 0, 0]
+    assert now(allocator, "reserved_bytes", "allocated_bytes", "inactive_split", "segment") == [
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 @settings(max_examples=80, deadline=None)
 @given(
     commands,
-    st.sampled_from([{}, {"expandable": True}, {"unsplit": 24 * MIB}, {"unsplit": 22 * MIB, "rounding": 22 * MIB}]),
+    st.sampled_from(
+        [
+            {},
+            {"expandable": True},
+            {"unsplit": 24 * MIB},
+            {"unsplit": 22 * MIB, "rounding": 22 * MIB},
+        ]
+    ),
     st.sampled_from([60 * MIB, 120 * MIB, 300 * MIB]),
 )
 def test_a_slow_and_obvious_allocator_does_the_same(steps, how, capacity):
@@ -672,7 +793,10 @@ def test_a_slow_and_obvious_allocator_does_the_same(steps, how, capacity):
             peaks[name] = max(peaks.get(name, 0), expected[f"{name}.current"])
             assert figures[f"{name}.peak"] == peaks[name]
         for name in {name.rpartition(".")[0] for name in figures if "." in name}:
-            assert figures[f"{name}.allocated"] - figures[f"{name}.freed"] == figures[f"{name}.current"]
+            assert (
+                figures[f"{name}.allocated"] - figures[f"{name}.freed"]
+                == figures[f"{name}.current"]
+            )
             assert figures[f"{name}.peak"] >= figures[f"{name}.current"]
 
 
@@ -735,7 +859,9 @@ def test_out_of_memory_and_an_emptied_cache_stand_in_the_history():
     out_of_memory(allocator, 30 * MIB)
     text = _memory_viz.trace(allocator.snapshot())
     assert re.search(
-        r"cudaFree\(\w+\) # 20.0MiB\nraise OutOfMemoryError # 30.0MiB requested, 20.0MiB free in CUDA", text
+        r"cudaFree\(\w+\) # 20.0MiB\nraise OutOfMemoryError # 30.0MiB requested, 20.0MiB free in"
+        r" CUDA",
+        text,
     )
     [entries] = allocator.snapshot()["device_traces"]
     assert [entry["frames"] for entry in entries if entry["action"] == "segment_free"] == [[LINE]]
@@ -779,7 +905,9 @@ def test_a_metered_step_asks_for_what_the_meter_counts_and_reserves_more(forget)
         )
         assert requested == meter.peak_bytes
         assert requested < allocated <= reserved < 1.5 * requested
-        assert now(allocator, "requested_bytes") == sum(block.requested_bytes for block in live.values())
+        assert now(allocator, "requested_bytes") == sum(
+            block.requested_bytes for block in live.values()
+        )
 
 
 # What torch/utils/viz/MemoryViz.js reads of each, and the opcodes that its reader of pickles knows.
@@ -787,9 +915,10 @@ OF_A_SEGMENT = {"address", "total_size", "stream", "frames", "blocks", "device"}
 OF_A_BLOCK = {"state", "size", "requested_size", "frames"}
 OF_AN_ENTRY = {"action", "size", "stream", "frames"}
 OPCODES = """
-    APPEND APPENDS BINGET BINFLOAT BININT BININT1 BININT2 BINPUT BINUNICODE DICT EMPTY_DICT EMPTY_LIST
-    EMPTY_TUPLE FRAME LIST LONG1 LONG_BINGET LONG_BINPUT MARK MEMOIZE NEWFALSE NEWTRUE NONE PROTO SETITEM
-    SETITEMS SHORT_BINUNICODE STOP TUPLE TUPLE1 TUPLE2 TUPLE3
+    APPEND APPENDS BINGET BINFLOAT BININT BININT1 BININT2 BINPUT BINUNICODE DICT EMPTY_DICT
+    EMPTY_LIST EMPTY_TUPLE FRAME LIST LONG1 LONG_BINGET LONG_BINPUT MARK MEMOIZE NEWFALSE NEWTRUE
+    NONE PROTO
+    SETITEM SETITEMS SHORT_BINUNICODE STOP TUPLE TUPLE1 TUPLE2 TUPLE3
 """
 
 
@@ -808,7 +937,8 @@ def test_a_saved_snapshot_is_what_the_viewers_page_can_read(tmp_path):
     for segment in snapshot["segments"]:
         assert segment.keys() >= OF_A_SEGMENT
         assert all(block.keys() >= OF_A_BLOCK for block in segment["blocks"])
-        assert segment["address"] + segment["total_size"] < 1 << 53  # exact as one of JavaScript's numbers
+        # exact as one of JavaScript's numbers
+        assert segment["address"] + segment["total_size"] < 1 << 53
     for entry in snapshot["device_traces"][0]:
         assert entry.keys() >= OF_AN_ENTRY | {"device_free" if entry["action"] == "oom" else "addr"}
         assert "category" not in entry  # the page stops at categories of which none is "unknown"
@@ -841,7 +971,8 @@ def program(tmp_path_factory):
 
 
 def drawn(seed, count):
-    """A sequence of steps, and the device that it is for: edges, small, middling and large sizes mixed by the seed."""
+    """A sequence of steps, and the device that it is for: edges, small, middling and large sizes
+    mixed by the seed."""
     chance = random.Random(seed)
     kinds = [
         lambda: chance.randrange(1, 2000),
@@ -854,14 +985,23 @@ def drawn(seed, count):
     steps = []
     for _ in range(count):
         draw = chance.random()
-        steps.append(None if draw < 0.01 else chance.randrange(99) if draw < 0.45 else ("a", chance.choice(kinds)()))
-    return steps, chance.choice([64 * MIB + chance.randrange(MIB), 300 * MIB, 1000 * MIB, 40000 * MIB])
+        steps.append(
+            None
+            if draw < 0.01
+            else chance.randrange(99)
+            if draw < 0.45
+            else ("a", chance.choice(kinds)())
+        )
+    return steps, chance.choice(
+        [64 * MIB + chance.randrange(MIB), 300 * MIB, 1000 * MIB, 40000 * MIB]
+    )
 
 
 @pytest.mark.parametrize("text", REAL_SETTINGS)
 @pytest.mark.parametrize("seed", range(2))
 def test_pytorchs_compiled_allocator_does_the_same(program, text, seed):
-    """At every step: the error's sentence, all statistics, and each segment's blocks; then, all that happened."""
+    """At every step: the error's sentence, all statistics, and each segment's blocks; then, all
+    that happened."""
     steps, capacity = drawn(seed, 300)
     allocator = CachingAllocator(capacity, settings=text, record_history=True)
     done, ours = [], []
@@ -879,9 +1019,14 @@ def test_pytorchs_compiled_allocator_does_the_same(program, text, seed):
 
 
 def on_a_gpu(asked, text):
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": text, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {
+        "PYTORCH_CUDA_ALLOC_CONF": text,
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
     command = [sys.executable, Path(__file__).with_name("gpu_allocator.py")]
-    done = subprocess.run(command, input=json.dumps(asked), env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, input=json.dumps(asked), env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -889,7 +1034,9 @@ def on_a_gpu(asked, text):
 def decided_by_addresses(text):
     """Before 2.13 CUDA's addresses decide between free chunks of one size in two segments."""
     if VERSION < (2, 13) and "expandable_segments" not in text:
-        pytest.skip("before torch 2.13, addresses that CUDA alone knows decide between chunks of one size")
+        pytest.skip(
+            "before torch 2.13, addresses that CUDA alone knows decide between chunks of one size"
+        )
 
 
 def without_what_others_hold(text):
@@ -899,7 +1046,8 @@ def without_what_others_hold(text):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "text", ["", "expandable_segments:True", "max_split_size_mb:32", "garbage_collection_threshold:0.5"]
+    "text",
+    ["", "expandable_segments:True", "max_split_size_mb:32", "garbage_collection_threshold:0.5"],
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_on_a_gpu_the_same_sequence_gives_the_same_figures_at_each_moment(text, seed):
@@ -917,7 +1065,9 @@ def test_on_a_gpu_the_same_sequence_gives_the_same_figures_at_each_moment(text, 
         ours.append((errors.pop() if errors else "", allocator.memory_stats()))
     found = on_a_gpu({"steps": done, "fraction": fraction}, text)
     assert found["total"] == total
-    for number, ((error, figures), (said, theirs)) in enumerate(zip(ours, found["said"], strict=True)):
+    for number, ((error, figures), (said, theirs)) in enumerate(
+        zip(ours, found["said"], strict=True)
+    ):
         where = f"step {number}, {done[number]}"
         assert {name: theirs[name] for name in figures} == figures, where
         assert (
@@ -929,12 +1079,17 @@ def test_on_a_gpu_the_same_sequence_gives_the_same_figures_at_each_moment(text, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("text", ["", "expandable_segments:True", "max_split_size_mb:20"])
 def test_on_a_gpu_three_steps_of_a_decoder_reserve_what_the_rules_say(text):
-    """What tensors and libraries asked for is replayed; then segments come in the same order, and all figures agree."""
+    """What tensors and libraries asked for is replayed; then segments come in the same order, and
+    all figures agree."""
     decided_by_addresses(text)
     found = on_a_gpu({"train": True}, text)
     allocator = CachingAllocator(settings=text, record_history=True)
     what = {"alloc": "birth", "free_completed": "release"}
-    allocator.replay((what[action], address, size) for action, address, size in found["history"] if action in what)
+    allocator.replay(
+        (what[action], address, size)
+        for action, address, size in found["history"]
+        if action in what
+    )
     figures = allocator.memory_stats()
     assert {name: found["statistics"][name] for name in figures} == figures
     [entries] = allocator.snapshot()["device_traces"]

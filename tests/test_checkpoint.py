@@ -42,14 +42,17 @@ from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, DecoderLayer, deep_mlp, random_tokens
 
 aten = torch.ops.aten
-both_modes = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+both_modes = pytest.mark.parametrize(
+    "use_reentrant", [True, False], ids=["reentrant", "not reentrant"]
+)
 both_stops = pytest.mark.parametrize("early_stop", [True, False])
 not_reentrant = partial(checkpoint, use_reentrant=False)
 
 
 @pytest.fixture(autouse=True)
 def clean_start_and_clean_end():
-    """The same random numbers for each test; and none may leave a mode, a hook or an autocast behind."""
+    """The same random numbers for each test; and none may leave a mode, a hook or an autocast
+    behind."""
     torch.manual_seed(0)
     yield
     assert not torch.is_autocast_enabled("cpu")
@@ -104,7 +107,9 @@ class Cube(torch.autograd.Function):
 
 # ---- the same outputs and gradients as plain autograd and as PyTorch's own checkpoint
 
-PARAMETER = torch.nn.Parameter(torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+PARAMETER = torch.nn.Parameter(
+    torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+)
 
 
 def same_tensor_twice(x, y):
@@ -162,13 +167,16 @@ CASES = [
 
 
 def gradients(function, x, y, run):
-    """Outputs, gradients and the next random number after a forward and a backward pass from the same seed."""
+    """Outputs, gradients and the next random number after a forward and a backward pass from the
+    same seed."""
     leaves = [t for t in (x, y, PARAMETER) if t.requires_grad]
     for t in leaves:
         t.grad = None
     torch.manual_seed(7)
     out = run(function, x * 1, y)
-    tensors = [t for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor)]
+    tensors = [
+        t for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor)
+    ]
     sum((t * t).sum() for t in tensors).backward()
     return [t.detach() for t in tensors], [t.grad for t in leaves], torch.rand(3)
 
@@ -176,7 +184,9 @@ def gradients(function, x, y, run):
 @both_modes
 @pytest.mark.parametrize("second", ["other", "same", "without gradients"])
 @pytest.mark.parametrize("function", CASES)
-def test_outputs_gradients_and_random_numbers_are_those_of_autograd_and_of_pytorch(function, second, use_reentrant):
+def test_outputs_gradients_and_random_numbers_are_those_of_autograd_and_of_pytorch(
+    function, second, use_reentrant
+):
     x = leaf(4)
     y = {"other": leaf(4), "same": x, "without gradients": leaf(4).detach()}[second]
     plain = gradients(function, x, y, lambda f, *args: f(*args))
@@ -194,17 +204,25 @@ def test_any_splitting_of_any_stack_gives_the_plain_gradients(depth, use_reentra
     for segments in range(1, len(model) + 1):
         x.grad = None
         model.zero_grad()
-        checkpoint_sequential(list(model), segments, x, use_reentrant=use_reentrant).sum().backward()
-        assert_close([x.grad, *(p.grad for p in model.parameters())], list(expected), rtol=0, atol=0)
+        checkpoint_sequential(
+            list(model), segments, x, use_reentrant=use_reentrant
+        ).sum().backward()
+        assert_close(
+            [x.grad, *(p.grad for p in model.parameters())], list(expected), rtol=0, atol=0
+        )
 
 
 def test_left_out_use_reentrant_means_false_and_warns_as_pytorch_does():
     x = leaf(3)
-    with pytest.warns(UserWarning, match="the use_reentrant parameter should be passed explicitly") as caught:
+    with pytest.warns(
+        UserWarning, match="the use_reentrant parameter should be passed explicitly"
+    ) as caught:
         out = checkpoint(torch.sin, x)
     assert caught[0].filename == __file__
     assert torch.autograd.grad(out.sum(), x)  # which the reentrant mode cannot
-    with pytest.warns(UserWarning, match=r"checkpoint_sequential: the use_reentrant parameter should") as caught:
+    with pytest.warns(
+        UserWarning, match=r"checkpoint_sequential: the use_reentrant parameter should"
+    ) as caught:
         out = checkpoint_sequential([torch.sin, torch.cos], 2, x)
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -215,7 +233,12 @@ def test_left_out_use_reentrant_means_false_and_warns_as_pytorch_does():
 
 def test_public_names_arguments_and_defaults_are_pytorchs():
     assert set(reference.__all__) < set(ours.__all__)
-    for name in ("checkpoint", "checkpoint_sequential", "create_selective_checkpoint_contexts", "set_device_states"):
+    for name in (
+        "checkpoint",
+        "checkpoint_sequential",
+        "create_selective_checkpoint_contexts",
+        "set_device_states",
+    ):
         mine, theirs = (inspect.signature(getattr(m, name)).parameters for m in (ours, reference))
         assert list(mine) == list(theirs)
         assert [p.kind for p in mine.values()] == [p.kind for p in theirs.values()]
@@ -231,7 +254,9 @@ def test_public_names_arguments_and_defaults_are_pytorchs():
 
 @both_modes
 @pytest.mark.parametrize("preserved", [True, False])
-def test_dropout_masks_are_equal_in_forward_pass_and_recomputation_unless_told(use_reentrant, preserved):
+def test_dropout_masks_are_equal_in_forward_pass_and_recomputation_unless_told(
+    use_reentrant, preserved
+):
     masks, x = [], torch.ones(1000, requires_grad=True)
 
     def function(x):
@@ -268,7 +293,11 @@ def test_dropout_masks_on_cuda_are_equal_wherever_the_argument_is(use_reentrant,
 
 
 def _autocast_seen(device):
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+    return (
+        torch.is_autocast_enabled(device),
+        torch.get_autocast_dtype(device),
+        torch.is_autocast_cache_enabled(),
+    )
 
 
 @both_modes
@@ -328,7 +357,7 @@ def test_without_reentry_autograd_grad_second_backward_and_retain_graph_work():
         out.backward()
 
 
-def test_a_saved_tensor_is_recomputed_each_time_somebody_looks_at_it_outside_of_backward_and_none_is_kept():
+def test_a_saved_tensor_is_recomputed_each_time_it_is_looked_at_outside_of_backward_and_not_kept():
     made, runs = [], []
 
     def function(x):
@@ -397,7 +426,8 @@ def test_checkpoints_in_checkpoints_give_the_plain_gradients_to_second_order(ear
         return g(g(f(x), scale=w))
 
     def nested(x, w):
-        inner = not_reentrant(lambda x: not_reentrant(g, not_reentrant(f, x), scale=w), x)  # two children, kwargs
+        # two children, kwargs
+        inner = not_reentrant(lambda x: not_reentrant(g, not_reentrant(f, x), scale=w), x)
         return not_reentrant(g, inner)
 
     def slopes(run):
@@ -415,7 +445,8 @@ def test_checkpoints_in_checkpoints_give_the_plain_gradients_to_second_order(ear
 def test_modes_may_be_nested_in_one_another(outer, inner):
     def run(x):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # inside a reentrant forward pass nothing requires gradients
+            # inside a reentrant forward pass nothing requires gradients
+            warnings.simplefilter("ignore")
             return checkpoint(lambda x: (x.sin() * x).exp(), x * 2, use_reentrant=inner).cos()
 
     x = leaf(3)
@@ -527,7 +558,8 @@ def test_after_an_error_inside_the_function_everything_is_as_it_was(use_reentran
     assert not torch.is_autocast_enabled("cpu")
     y = x.exp()
     assert y.grad_fn._saved_result.data_ptr() == y.data_ptr()  # no hook is left
-    checkpoint(function, x, use_reentrant=use_reentrant).sum().backward()  # and it works the next time
+    # and it works the next time
+    checkpoint(function, x, use_reentrant=use_reentrant).sum().backward()
 
 
 def test_context_fn_gives_each_run_its_context():
@@ -539,7 +571,9 @@ def test_context_fn_gives_each_run_its_context():
         yield
         seen.append(f"leave {name}")
 
-    out = not_reentrant(lambda x: x.sin().cos(), x, context_fn=lambda: (noted("forward"), noted("recompute")))
+    out = not_reentrant(
+        lambda x: x.sin().cos(), x, context_fn=lambda: (noted("forward"), noted("recompute"))
+    )
     assert seen == ["enter forward", "leave forward"]
     out.sum().backward()
     assert seen[2:] == ["enter recompute", "leave recompute"]
@@ -564,13 +598,17 @@ def changing(first, second):
 def test_fewer_saved_tensors_in_the_recomputation_are_an_error(early_stop):
     function = changing(lambda x: x.sin().cos().exp(), lambda x: x.sin().cos())
     out = not_reentrant(function, leaf(3), early_stop=early_stop)
-    with pytest.raises(CheckpointError, match=r"A different number of tensors was saved[^$]*forward: 3[^$]*: 2"):
+    with pytest.raises(
+        CheckpointError, match=r"A different number of tensors was saved[^$]*forward: 3[^$]*: 2"
+    ):
         out.sum().backward()
 
 
 def test_more_saved_tensors_in_the_recomputation_are_an_error_where_it_runs_that_far():
     def out(**options):
-        return not_reentrant(changing(lambda x: x.sin().cos(), lambda x: x.sin().cos().exp()), leaf(3), **options).sum()
+        return not_reentrant(
+            changing(lambda x: x.sin().cos(), lambda x: x.sin().cos().exp()), leaf(3), **options
+        ).sum()
 
     with pytest.raises(CheckpointError, match="trying to save more tensors during recomputation"):
         out(early_stop=False).backward()
@@ -591,7 +629,10 @@ def test_other_metadata_in_the_recomputation_are_shown_beside_the_saved(change, 
     with pytest.raises(CheckpointError, match="different metadata") as caught:
         out.backward()
     text = str(caught.value)
-    before, after = (text[text.index(name) :].splitlines()[0] for name in ("saved metadata", "recomputed metadata"))
+    before, after = (
+        text[text.index(name) :].splitlines()[0]
+        for name in ("saved metadata", "recomputed metadata")
+    )
     assert shown[0] in before
     assert shown[1] in after
     assert "tensor at position 0" in text
@@ -614,7 +655,10 @@ def test_debug_lists_the_operators_of_both_runs_with_their_places(how):
 
 
 def test_other_outputs_in_a_reentrant_recomputation_are_an_error():
-    for change, shown in ((lambda x: x[:2].exp(), r"Mismatch in shape"), (lambda x: (x, x), "1 values[^$]* 2")):
+    for change, shown in (
+        (lambda x: x[:2].exp(), r"Mismatch in shape"),
+        (lambda x: (x, x), "1 values[^$]* 2"),
+    ):
         out = checkpoint(changing(torch.exp, change), leaf(3), use_reentrant=True).sum()
         with pytest.raises(RuntimeError, match=shown):
             out.backward()
@@ -643,7 +687,9 @@ WAYS = {  # how a tensor may get in -> (args, kwargs), and how the function find
 
 
 def sine_of_what_is_inside(*args, **kwargs):
-    return sum((x.sin().exp() for x in tensors_in((args, kwargs)) if x.is_floating_point()), torch.zeros(3))
+    return sum(
+        (x.sin().exp() for x in tensors_in((args, kwargs)) if x.is_floating_point()), torch.zeros(3)
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -662,7 +708,9 @@ def test_tensors_anywhere_in_the_arguments_get_gradients_in_containers_of_the_sa
 
 def test_nested_arguments_pass_through_the_reentrant_mode_too():
     a, b = leaf(3), leaf(3).detach()
-    out, rest = checkpoint(lambda a, pair: ((a * pair[0]).exp(), pair[1]), a, (b, "text"), use_reentrant=True)
+    out, rest = checkpoint(
+        lambda a, pair: ((a * pair[0]).exp(), pair[1]), a, (b, "text"), use_reentrant=True
+    )
     assert rest == "text"
     out.sum().backward()
     assert_close(a.grad, b * (a * b).exp())
@@ -670,7 +718,9 @@ def test_nested_arguments_pass_through_the_reentrant_mode_too():
 
 @both_modes
 @pytest.mark.parametrize("before", [[], ["text"], [[]]], ids=str)
-def test_what_the_function_puts_into_a_list_or_dict_is_there_once_and_not_when_it_runs_again(before, use_reentrant):
+def test_what_the_function_puts_into_a_list_or_dict_is_there_once_and_not_when_it_runs_again(
+    before, use_reentrant
+):
     def collecting(x, losses, known):
         losses.append(x.square().sum())
         known["sine"] = known.get("sine", constant).sin()
@@ -688,9 +738,12 @@ def test_what_the_function_puts_into_a_list_or_dict_is_there_once_and_not_when_i
 
 @pytest.mark.parametrize("when", ["inside", "after"])
 @pytest.mark.parametrize(
-    "use_reentrant, way", [(mode, way) for mode in (True, False) for way in WAYS if not (mode and "keyword" in way)]
+    "use_reentrant, way",
+    [(mode, way) for mode in (True, False) for way in WAYS if not (mode and "keyword" in way)],
 )
-def test_a_tensor_changed_in_place_is_an_error_that_names_the_function_wherever_it_was(use_reentrant, way, when):
+def test_a_tensor_changed_in_place_is_an_error_that_names_the_function_wherever_it_was(
+    use_reentrant, way, when
+):
     def doubled_in_place(first, *args, **kwargs):
         for x in tensors_in((args, kwargs) if when == "inside" else ()):
             x.mul_(2)
@@ -702,7 +755,9 @@ def test_a_tensor_changed_in_place_is_an_error_that_names_the_function_wherever_
     for tensor in tensors_in((args, kwargs) if when == "after" else ()):
         tensor.mul_(2)
     state = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match=r"doubled_in_place has been modified by an inplace operation.*clone"):
+    with pytest.raises(
+        RuntimeError, match=r"doubled_in_place has been modified by an inplace operation.*clone"
+    ):
         out.sum().backward()
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -715,10 +770,16 @@ def test_running_statistics_are_those_of_pytorch_which_advance_twice(use_reentra
         return norm.running_mean, norm.running_var, norm.num_batches_tracked
 
     found = statistics(
-        partial(checkpoint, use_reentrant=use_reentrant, **({} if use_reentrant else {"early_stop": False}))
+        partial(
+            checkpoint,
+            use_reentrant=use_reentrant,
+            **({} if use_reentrant else {"early_stop": False}),
+        )
     )
     assert found[2] == 2
-    assert_close(found, statistics(partial(reference.checkpoint, use_reentrant=True)), rtol=0, atol=0)
+    assert_close(
+        found, statistics(partial(reference.checkpoint, use_reentrant=True)), rtol=0, atol=0
+    )
 
 
 # ---- memory
@@ -844,7 +905,9 @@ def test_cuda_allocator_peaks_equal_those_of_pytorch(how):
         x = torch.randn(4, 128, 128, requires_grad=True, device="cuda")
         options = {"use_reentrant": how == "reentrant"}
         if how == "selective":
-            options["context_fn"] = partial(module.create_selective_checkpoint_contexts, [aten.addmm.default])
+            options["context_fn"] = partial(
+                module.create_selective_checkpoint_contexts, [aten.addmm.default]
+            )
         for _ in range(2):
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
@@ -863,11 +926,16 @@ def test_cuda_allocator_peaks_equal_those_of_pytorch(how):
 
 
 def selective(policy, **options):
-    return {"context_fn": partial(create_selective_checkpoint_contexts, policy, **options), "use_reentrant": False}
+    return {
+        "context_fn": partial(create_selective_checkpoint_contexts, policy, **options),
+        "use_reentrant": False,
+    }
 
 
 def keep(*operators, policy=CheckpointPolicy.MUST_SAVE):
-    return lambda context, op, *args, **kwargs: policy if op in operators else CheckpointPolicy.PREFER_RECOMPUTE
+    return lambda context, op, *args, **kwargs: (
+        policy if op in operators else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 def product(x, y):
@@ -904,7 +972,11 @@ def test_cpu_offload_takes_the_bytes_off_the_gpu_and_brings_them_back():
         torch.mm(x, x)  # cuBLAS takes its workspace, and keeps it
         with Operators() as operators:
             before = torch.cuda.memory_allocated()
-            out = checkpoint(lambda x: torch.mm(x, x).sin().sum(), x, **selective(keep(aten.mm.default, policy=policy)))
+            out = checkpoint(
+                lambda x: torch.mm(x, x).sin().sum(),
+                x,
+                **selective(keep(aten.mm.default, policy=policy)),
+            )
             kept = torch.cuda.memory_allocated() - before
             out.backward()
         return kept, operators.counts[aten.mm.default], x
@@ -923,7 +995,9 @@ def test_random_numbers_after_a_kept_random_operator_are_those_of_the_forward_pa
 
     def only_the_first():
         seen = []
-        return lambda c, op, *args, **kwargs: op is aten.native_dropout.default and not seen and not seen.append(1)
+        return lambda c, op, *args, **kwargs: (
+            op is aten.native_dropout.default and not seen and not seen.append(1)
+        )
 
     x = leaf(50)
     torch.manual_seed(5)
@@ -943,9 +1017,12 @@ def test_a_policy_is_asked_once_an_operator_and_may_have_a_state():
 
     x = leaf(3)
     with Operators() as operators:
-        checkpoint(lambda x: x.sin().sin().sin().sin().cos(), x, **selective(EveryOther())).sum().backward()
+        checkpoint(
+            lambda x: x.sin().sin().sin().sin().cos(), x, **selective(EveryOther())
+        ).sum().backward()
     assert asked == [(aten.sin.default, (3,))] * 4 + [(aten.cos.default, (3,))]
-    assert operators.counts[aten.sin.default] - 1 == 4 + 2  # cos's gradient is a sine; two of four are recomputed
+    # cos's gradient is a sine; two of four are recomputed
+    assert operators.counts[aten.sin.default] - 1 == 4 + 2
 
 
 def test_operators_with_several_outputs_other_outputs_and_views_can_be_kept():
@@ -965,8 +1042,14 @@ class AnswersForItsShape(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        shape, strides, rest = inner.size(), inner.stride(), (None, None, inner.dtype, inner.layout, inner.device)
-        return torch.Tensor._make_wrapper_subclass(cls, shape, strides, *rest, False, inner.requires_grad, "sizes")
+        shape, strides, rest = (
+            inner.size(),
+            inner.stride(),
+            (None, None, inner.dtype, inner.layout, inner.device),
+        )
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides, *rest, False, inner.requires_grad, "sizes"
+        )
 
     def __init__(self, inner):
         self.inner = inner
@@ -981,7 +1064,9 @@ def test_a_policy_is_not_asked_about_shapes_which_the_two_runs_do_not_ask_equall
     asked = set()
     policy = lambda context, op, *args, **kwargs: bool(asked.add(op)) or op is aten.sym_size.default  # noqa: E731
     x = AnswersForItsShape(torch.randn(4, 3, requires_grad=True))
-    checkpoint(lambda x: (x * x.sum()).view(-1).view(4, 3).exp(), x, **selective(policy)).sum().backward()
+    checkpoint(
+        lambda x: (x * x.sum()).view(-1).view(4, 3).exp(), x, **selective(policy)
+    ).sum().backward()
     assert asked <= {aten.sum.default, aten.mul.Tensor, aten.view.default, aten.exp.default}
 
 
@@ -996,7 +1081,9 @@ def test_a_change_in_place_of_what_was_kept_is_an_error_unless_allowed(view):
     out = checkpoint(function, x, **selective([aten.sin.default]))
     with pytest.raises(RuntimeError, match="has been mutated"):
         out.sum().backward()
-    checkpoint(function, x, **selective([aten.sin.default], allow_cache_entry_mutation=True)).sum().backward()
+    checkpoint(
+        function, x, **selective([aten.sin.default], allow_cache_entry_mutation=True)
+    ).sum().backward()
 
 
 def test_what_was_kept_is_freed_when_used_and_with_the_graph():
@@ -1062,11 +1149,17 @@ def test_the_loss_in_chunks_takes_another_ignore_index_and_no_tokens():
     for reduction in ("mean", "sum"):
         none = hidden[:0], weight, targets[:0]
         expected = F.cross_entropy(none[0] @ weight.T, none[2], reduction=reduction)
-        assert_close(checkpointed_loss(*none, chunk=2, reduction=reduction), expected, equal_nan=True)
+        assert_close(
+            checkpointed_loss(*none, chunk=2, reduction=reduction), expected, equal_nan=True
+        )
 
 
 def test_the_loss_in_chunks_of_low_precision_is_as_near_to_the_exact_one_as_the_precision_allows():
-    hidden, weight, targets = torch.randn(4000, 8).bfloat16(), torch.randn(50, 8).bfloat16(), torch.randint(50, (4000,))
+    hidden, weight, targets = (
+        torch.randn(4000, 8).bfloat16(),
+        torch.randn(50, 8).bfloat16(),
+        torch.randint(50, (4000,)),
+    )
     found = checkpointed_loss(hidden, weight, targets, chunk=10)
     exact = F.cross_entropy((hidden @ weight.T).double(), targets)
     assert found.dtype is torch.bfloat16
@@ -1075,7 +1168,10 @@ def test_the_loss_in_chunks_of_low_precision_is_as_near_to_the_exact_one_as_the_
 
 def test_the_logits_never_exist_whole():
     tokens, v, chunk = 256, 1000, 32
-    hidden, weight = torch.randn(tokens, 8, requires_grad=True), torch.randn(v, 8, requires_grad=True)
+    hidden, weight = (
+        torch.randn(tokens, 8, requires_grad=True),
+        torch.randn(v, 8, requires_grad=True),
+    )
     targets = torch.randint(v, (tokens,))
 
     class Largest(TorchDispatchMode):
@@ -1110,7 +1206,11 @@ def compiled(function, backend="aot_eager"):
     [
         ("aot_eager", "outside"),
         ("aot_eager", "inside"),
-        pytest.param("inductor", "outside", marks=pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")),
+        pytest.param(
+            "inductor",
+            "outside",
+            marks=pytest.mark.skipif(not shutil.which("g++"), reason="needs g++"),
+        ),
     ],
 )
 def test_compiled_code_may_call_a_checkpoint(backend, backward):
@@ -1129,8 +1229,12 @@ def test_compiled_code_may_call_a_checkpoint(backend, backward):
 
 def test_compiled_functions_are_compiled_under_a_policy_too():
     graphs, x = [], leaf(3)
-    inner = compiled(lambda x: x.sin().cos(), lambda graph, inputs: graphs.append(graph) or graph.forward)
-    found = torch.autograd.grad(checkpoint(lambda x: inner(x).exp(), x, **selective([aten.sin.default])).sum(), x)
+    inner = compiled(
+        lambda x: x.sin().cos(), lambda graph, inputs: graphs.append(graph) or graph.forward
+    )
+    found = torch.autograd.grad(
+        checkpoint(lambda x: inner(x).exp(), x, **selective([aten.sin.default])).sum(), x
+    )
     assert_close(found, torch.autograd.grad(x.sin().cos().exp().sum(), x))
     assert len(graphs) == 1
 
@@ -1138,15 +1242,26 @@ def test_compiled_functions_are_compiled_under_a_policy_too():
 @pytest.mark.filterwarnings("ignore:checkpoint. inside a transform")
 def test_inside_transforms_the_function_is_run_as_it_is():
     x, w = leaf(3, 2), leaf(2)
-    run = torch.func.vmap(lambda x: not_reentrant(lambda x, pair: (x * pair[0]).sin().exp(), x, (w, "text")))
+    run = torch.func.vmap(
+        lambda x: not_reentrant(lambda x, pair: (x * pair[0]).sin().exp(), x, (w, "text"))
+    )
     assert torch.equal(torch.func.vmap(partial(not_reentrant, torch.sin))(x), x.sin())
-    assert_close(torch.autograd.grad(run(x).sum(), (x, w)), torch.autograd.grad((x * w).sin().exp().sum(), (x, w)))
+    assert_close(
+        torch.autograd.grad(run(x).sum(), (x, w)),
+        torch.autograd.grad((x * w).sin().exp().sum(), (x, w)),
+    )
 
 
 PYTORCHS_ERRORS = {  # what raises, there and here: (module) -> anything
-    "reentrant with a keyword": lambda m: m.checkpoint(torch.sin, leaf(3), use_reentrant=True, scale=1),
-    "reentrant with debug": lambda m: m.checkpoint(torch.sin, leaf(3), use_reentrant=True, debug=True),
-    "reentrant with a context": lambda m: m.checkpoint(torch.sin, leaf(3), use_reentrant=True, context_fn=two_contexts),
+    "reentrant with a keyword": lambda m: m.checkpoint(
+        torch.sin, leaf(3), use_reentrant=True, scale=1
+    ),
+    "reentrant with debug": lambda m: m.checkpoint(
+        torch.sin, leaf(3), use_reentrant=True, debug=True
+    ),
+    "reentrant with a context": lambda m: m.checkpoint(
+        torch.sin, leaf(3), use_reentrant=True, context_fn=two_contexts
+    ),
     "reentrant with autograd.grad": lambda m: torch.autograd.grad(
         m.checkpoint(torch.sin, x := leaf(3), use_reentrant=True).sum(), x
     ),
@@ -1170,12 +1285,19 @@ PYTORCHS_ERRORS = {  # what raises, there and here: (module) -> anything
     "operators without overloads": lambda m: m.create_selective_checkpoint_contexts([aten.sin]),
     "a policy that is none": lambda m: m.create_selective_checkpoint_contexts(2),
     "a policy's second backward pass": lambda m: [
-        out := m.checkpoint(sin_exp, leaf(3), use_reentrant=False, context_fn=keeps(m, aten.sin.default)).sum(),
+        out := m.checkpoint(
+            sin_exp, leaf(3), use_reentrant=False, context_fn=keeps(m, aten.sin.default)
+        ).sum(),
         out.backward(retain_graph=True),
         out.backward(),
     ],
     "a policy with another operator": lambda m: (
-        m.checkpoint(changing(sin_exp, torch.tan), leaf(3), use_reentrant=False, context_fn=keeps(m, aten.sin.default))
+        m.checkpoint(
+            changing(sin_exp, torch.tan),
+            leaf(3),
+            use_reentrant=False,
+            context_fn=keeps(m, aten.sin.default),
+        )
         .sum()
         .backward()
     ),
@@ -1212,8 +1334,14 @@ def test_what_is_an_error_in_pytorch_is_one_here_and_begins_alike(case):
 REFUSALS = {
     "chunk": (TypeError, lambda: checkpointed_loss(*loss_case(), chunk=1.5)),
     "reduction": (ValueError, lambda: checkpointed_loss(*loss_case(), chunk=1, reduction="none")),
-    "hidden": (ValueError, lambda: checkpointed_loss(torch.zeros(1, 7, 5), *loss_case()[1:], chunk=1)),
-    "segments": (ValueError, lambda: checkpoint_sequential([torch.sin] * 3, 4, leaf(3), use_reentrant=False)),
+    "hidden": (
+        ValueError,
+        lambda: checkpointed_loss(torch.zeros(1, 7, 5), *loss_case()[1:], chunk=1),
+    ),
+    "segments": (
+        ValueError,
+        lambda: checkpoint_sequential([torch.sin] * 3, 4, leaf(3), use_reentrant=False),
+    ),
     "policy's answer for aten.sin.default": (
         TypeError,
         lambda: checkpoint(torch.sin, leaf(3), **selective(lambda *args, **kwargs: None)),
@@ -1250,18 +1378,27 @@ class Adapted(nn.Module):
 
     def __init__(self, base):
         super().__init__()
-        self.base, self.down, self.up = base.requires_grad_(False), nn.Linear(16, 2), nn.Linear(2, 16)
+        self.base, self.down, self.up = (
+            base.requires_grad_(False),
+            nn.Linear(16, 2),
+            nn.Linear(2, 16),
+        )
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(x))
 
 
 class Block(nn.Module):
-    """Takes and returns what Hugging Face's layers do, with an argument that has the name of an option."""
+    """Takes and returns what Hugging Face's layers do, with an argument that has the name of an
+    option."""
 
     def __init__(self):
         super().__init__()
-        self.norm, self.linear, self.drop = nn.BatchNorm1d(16), Adapted(nn.Linear(16, 16)), nn.Dropout(0.1)
+        self.norm, self.linear, self.drop = (
+            nn.BatchNorm1d(16),
+            Adapted(nn.Linear(16, 16)),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, hidden, mask=None, *, position_embeddings, cache=None, debug=False):
         cos, sin = position_embeddings
@@ -1283,7 +1420,11 @@ class Net(nn.Module):
         positions = torch.ones(16).cos(), torch.ones(16).sin()
         for block in self.body["blocks"]:
             x, debug = block(
-                x, mask={"mask": 0.5 * torch.ones(16)}, position_embeddings=positions, cache=cache, debug=True
+                x,
+                mask={"mask": 0.5 * torch.ones(16)},
+                position_embeddings=positions,
+                cache=cache,
+                debug=True,
             )
             assert debug
         return Output(x, F.cross_entropy(self.head(x), tokens))
@@ -1295,18 +1436,27 @@ def stack():
 
 MODELS = {
     "decoder": (decoder, "layers.*", lambda model: model.loss(random_tokens(4, 12, 40))),
-    "network like Hugging Face's": (Net, "body.blocks.*", lambda model: model(torch.arange(40).repeat(50)).loss),
+    "network like Hugging Face's": (
+        Net,
+        "body.blocks.*",
+        lambda model: model(torch.arange(40).repeat(50)).loss,
+    ),
     "stack": (stack, None, lambda model: model(torch.ones(500, 16)).sum()),
 }
 
 
 def trained(name, model, around=nullcontext, wrap=lambda model: model):
-    """The loss, the gradients, the names in the state dict, the next random number; and the bytes at the peak."""
+    """The loss, the gradients, the names in the state dict, the next random number; and the bytes
+    at the peak."""
     torch.manual_seed(5)
     with around(model), MemoryMeter(model) as meter:
         loss = MODELS[name][2](wrap(model))
         loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     model.zero_grad()
     names = dict.fromkeys(model.state_dict(), 0)
     return (loss.detach(), gradients, names, torch.rand(1)), meter.peak_bytes
@@ -1317,7 +1467,9 @@ def trained(name, model, around=nullcontext, wrap=lambda model: model):
 def test_checkpointed_blocks_give_the_gradients_of_the_plain_model_in_fewer_bytes(name, policy):
     model, blocks = MODELS[name][0](), MODELS[name][1]
     plain, plain_peak = trained(name, model)
-    found, peak = trained(name, model, lambda model: checkpoint_blocks(model, blocks, policy=policy))
+    found, peak = trained(
+        name, model, lambda model: checkpoint_blocks(model, blocks, policy=policy)
+    )
     assert_close(found, plain, rtol=0, atol=0)
     assert peak < plain_peak
     assert not any("forward" in vars(module) for module in model.modules())
@@ -1372,8 +1524,11 @@ def test_every_list_of_like_modules_is_found_but_not_those_inside_their_modules(
     names = checkpoint_blocks(model, None).names
     assert names == ("encoder.0", "encoder.1", "encoder.2", "decoder.0", "decoder.1")
     assert checkpoint_blocks(nn.Sequential(*stack(Experts, 2)), None).names == ("0", "1")
-    parts["one"] = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), *stack(partial(nn.Linear, 2, 2), 2))])
-    for names in (("one", "heads", "other"), ("heads", "other")):  # one block, or single layers, where there is no more
+    parts["one"] = nn.ModuleList(
+        [nn.Sequential(nn.Linear(2, 2), *stack(partial(nn.Linear, 2, 2), 2))]
+    )
+    # one block, or single layers, where there is no more
+    for names in (("one", "heads", "other"), ("heads", "other")):
         alone = checkpoint_blocks(nn.ModuleDict({name: parts[name] for name in names}), None)
         assert alone.names == tuple(f"{names[0]}.{i}" for i in range(len(parts[names[0]])))
 
@@ -1389,7 +1544,10 @@ def test_the_first_blocks_are_counted_through_the_lists_and_an_encoder_and_a_dec
 
     def stepped(**options):
         model.zero_grad()
-        with checkpoint_blocks(model, None, **options) if options else nullcontext(), MemoryMeter() as meter:
+        with (
+            checkpoint_blocks(model, None, **options) if options else nullcontext(),
+            MemoryMeter() as meter,
+        ):
             model(source, target).square().sum().backward()
         return [p.grad.clone() for p in model.parameters()], meter.peak_bytes
 
@@ -1439,7 +1597,9 @@ def test_without_gradients_blocks_are_run_as_they_are_with_caches_filled_once():
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deepcopy", "pickle"],
 )
 def test_a_copy_of_a_checkpointed_model_is_a_plain_model_of_its_own(copied):
     model = decoder()
@@ -1496,7 +1656,12 @@ def test_a_forward_that_others_replaced_before_or_after_goes_on_working():
 def test_blocks_of_a_compiled_and_of_a_parallel_model_train_alike():
     plain, _ = trained("decoder", decoder())
     model = decoder()
-    found, _ = trained("decoder", model, checkpoint_blocks, lambda model: SimpleNamespace(loss=compiled(model.loss)))
+    found, _ = trained(
+        "decoder",
+        model,
+        checkpoint_blocks,
+        lambda model: SimpleNamespace(loss=compiled(model.loss)),
+    )
     assert_close(found, plain)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -1504,7 +1669,9 @@ def test_blocks_of_a_compiled_and_of_a_parallel_model_train_alike():
         with checkpoint_blocks(parallel, "module.layers.*"):
             torch.manual_seed(5)
             tokens = random_tokens(4, 12, 40)
-            F.cross_entropy(parallel(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            F.cross_entropy(
+                parallel(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+            ).backward()
         assert_close({name: p.grad for name, p in model.named_parameters()}, plain[1])
     finally:
         dist.destroy_process_group()
@@ -1517,7 +1684,9 @@ def test_one_checkpointed_layer_saves_nothing_and_four_do():
     x = torch.randn(4, 16, 64)
 
     def peak(depth, checkpointed):
-        layers = nn.ModuleList(DecoderLayer(64, 4, norm_first=False, seed=2 * i) for i in range(depth))
+        layers = nn.ModuleList(
+            DecoderLayer(64, 4, norm_first=False, seed=2 * i) for i in range(depth)
+        )
         for parameter in layers.parameters():
             parameter.grad = torch.zeros_like(parameter)
         with MemoryMeter() as meter:
@@ -1530,13 +1699,16 @@ def test_one_checkpointed_layer_saves_nothing_and_four_do():
     rng_state = torch.get_rng_state().nbytes
     assert abs(peak(1, True) - peak(1, False)) <= 2 * rng_state
     assert peak(4, True) < 0.5 * peak(4, False)
-    assert peak(4, True) - peak(1, True) == 3 * (x.nbytes + rng_state)  # one input a layer: O(L), with a small slope
+    # one input a layer: O(L), with a small slope
+    assert peak(4, True) - peak(1, True) == 3 * (x.nbytes + rng_state)
 
 
 def test_a_function_may_take_another_branch_in_every_step():
     x = torch.linspace(0, 1, 5).requires_grad_()
     for branch in (torch.sin, torch.cos):
-        (found,) = torch.autograd.grad(checkpoint(lambda x, f=branch: f(x) * x, x, use_reentrant=False).sum(), x)
+        (found,) = torch.autograd.grad(
+            checkpoint(lambda x, f=branch: f(x) * x, x, use_reentrant=False).sum(), x
+        )
         (expected,) = torch.autograd.grad((branch(x) * x).sum(), x)
         assert torch.equal(found, expected)
 
@@ -1552,6 +1724,8 @@ def test_checkpoint_sequential_on_the_linear_layers_alone_is_another_network():
 def test_in_reentrant_segments_only_the_last_one_trains_if_the_input_needs_no_gradient():
     for reentrant, expected in ((True, 2), (False, 6)):
         network = deep_mlp(depth=6, width=16)
-        checkpoint_sequential(network, 3, torch.randn(4, 16), use_reentrant=reentrant).sum().backward()
+        checkpoint_sequential(
+            network, 3, torch.randn(4, 16), use_reentrant=reentrant
+        ).sum().backward()
         linears = [module for module in network if isinstance(module, nn.Linear)]
         assert sum(linear.weight.grad is not None for linear in linears) == expected

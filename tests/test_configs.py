@@ -13,27 +13,64 @@ from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
 
 LLAMA_3_8B = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
-    "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False,
-}  # fmt: skip
-MISTRAL_7B = {**LLAMA_3_8B, "model_type": "mistral", "vocab_size": 32000, "max_position_embeddings": 32768}
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+MISTRAL_7B = {
+    **LLAMA_3_8B,
+    "model_type": "mistral",
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+}
 MIXTRAL = {**MISTRAL_7B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 QWEN_25_7B = {
-    "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
-    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 32768,
-}  # fmt: skip
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+}
 QWEN_25_HALF_B = {
-    **QWEN_25_7B, "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-    "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
-}  # fmt: skip
+    **QWEN_25_7B,
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
 QWEN_3_8B = {
-    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
-    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 40960,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "head_dim": 128,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+}
 GPT_2 = {
-    "model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024
-}  # fmt: skip
+    "model_type": "gpt2",
+    "vocab_size": 50257,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_positions": 1024,
+}
 
 PUBLISHED = [
     ("Llama 3 8B", LLAMA_3_8B, 8_030_261_248),
@@ -45,13 +82,24 @@ PUBLISHED = [
     ("GPT-2", GPT_2, 124_439_808),
 ]
 SMALL = {
-    "vocab_size": 97, "hidden_size": 64, "n_embd": 64, "intermediate_size": 112, "num_hidden_layers": 2, "n_layer": 2,
-    "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "n_embd": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
     "n_positions": 64,
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("config", "count"), [case[1:] for case in PUBLISHED], ids=[case[0] for case in PUBLISHED])
+@pytest.mark.parametrize(
+    ("config", "count"), [case[1:] for case in PUBLISHED], ids=[case[0] for case in PUBLISHED]
+)
 def test_a_model_has_as_many_parameters_as_are_published(config, count):
     with symbolic():
         model = model_from(config, sequence=1024)
@@ -60,7 +108,10 @@ def test_a_model_has_as_many_parameters_as_are_published(config, count):
 
 
 def small(config):
-    return {**config, **{name: value for name, value in SMALL.items() if name in config or name == "head_dim"}}
+    return {
+        **config,
+        **{name: value for name, value in SMALL.items() if name in config or name == "head_dim"},
+    }
 
 
 FIRST = [  # of a mixture of experts all; of the others two, which differ in few tensors
@@ -76,7 +127,9 @@ SMALL_ONES = [LLAMA_3_8B, QWEN_25_7B, QWEN_3_8B, MIXTRAL, GPT_2]
 TAKEN = [(c, recipe) for c in SMALL_ONES for recipe in (FIRST + OTHERS if c is MIXTRAL else FIRST)]
 
 
-@pytest.mark.parametrize(("config", "recipe"), TAKEN, ids=lambda x: x["model_type"] if isinstance(x, dict) else str(x))
+@pytest.mark.parametrize(
+    ("config", "recipe"), TAKEN, ids=lambda x: x["model_type"] if isinstance(x, dict) else str(x)
+)
 def test_an_estimate_of_such_a_model_is_what_its_step_takes(config, recipe):
     make, batch = partial(model_from, small(config), sequence=32), partial(random_tokens, 4, 32, 97)
     guess, real = estimate(make, batch, recipe), run(make, batch, recipe)
@@ -85,15 +138,24 @@ def test_an_estimate_of_such_a_model_is_what_its_step_takes(config, recipe):
 
 
 NAMES = [  # ours, theirs
-    ("tokens.", "model.embed_tokens."), ("norm.", "model.norm."), ("head.", "lm_head."), ("layers.", "model.layers."),
-]  # fmt: skip
+    ("tokens.", "model.embed_tokens."),
+    ("norm.", "model.norm."),
+    ("head.", "lm_head."),
+    ("layers.", "model.layers."),
+]
 PARTS = [
-    ("norm1", "input_layernorm"), ("norm2", "post_attention_layernorm"), ("attention.norm_q", "self_attn.q_norm"),
-    ("attention.norm_k", "self_attn.k_norm"), ("attention.q.", "self_attn.q_proj."),
-    ("attention.k.", "self_attn.k_proj."), ("attention.v.", "self_attn.v_proj."),
-    ("attention.out.", "self_attn.o_proj."), ("feedforward.gate.", "mlp.gate_proj."),
-    ("feedforward.up.", "mlp.up_proj."), ("feedforward.down.", "mlp.down_proj."),
-]  # fmt: skip
+    ("norm1", "input_layernorm"),
+    ("norm2", "post_attention_layernorm"),
+    ("attention.norm_q", "self_attn.q_norm"),
+    ("attention.norm_k", "self_attn.k_norm"),
+    ("attention.q.", "self_attn.q_proj."),
+    ("attention.k.", "self_attn.k_proj."),
+    ("attention.v.", "self_attn.v_proj."),
+    ("attention.out.", "self_attn.o_proj."),
+    ("feedforward.gate.", "mlp.gate_proj."),
+    ("feedforward.up.", "mlp.up_proj."),
+    ("feedforward.down.", "mlp.down_proj."),
+]
 
 
 def theirs(name):
@@ -106,14 +168,20 @@ def theirs(name):
     return name
 
 
-@pytest.mark.parametrize("config", [LLAMA_3_8B, MISTRAL_7B, QWEN_25_7B, QWEN_3_8B], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize(
+    "config", [LLAMA_3_8B, MISTRAL_7B, QWEN_25_7B, QWEN_3_8B], ids=lambda c: c["model_type"]
+)
 def test_with_the_same_weights_the_logits_are_those_of_transformers(config):
     transformers = pytest.importorskip("transformers")
     config = {**small(config), "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
-    other = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).eval()
+    other = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config)
+    ).eval()
     model = model_from(config, sequence=32)
     weights = other.state_dict()
-    assert sorted(p.shape for p in other.parameters()) == sorted(p.shape for p in model.parameters())
+    assert sorted(p.shape for p in other.parameters()) == sorted(
+        p.shape for p in model.parameters()
+    )
     model.load_state_dict({name: weights[theirs(name)] for name in model.state_dict()})
     tokens = random_tokens(2, 31, 97)
     expected = other(input_ids=tokens).logits
@@ -128,9 +196,15 @@ def test_the_tensors_are_those_of_transformers(name):
     transformers = pytest.importorskip("transformers")
     config = small(next(config for _, config, _ in PUBLISHED if config["model_type"] == name))
     with symbolic():
-        other = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
-        shapes = [[sorted(p.shape) for p in model.parameters()] for model in (other, model_from(config, sequence=32))]
-    assert sorted(shapes[0]) == sorted(shapes[1])  # sorted within, too: GPT-2 there has its matrices transposed
+        other = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**config)
+        )
+        shapes = [
+            [sorted(p.shape) for p in model.parameters()]
+            for model in (other, model_from(config, sequence=32))
+        ]
+    # sorted within, too: GPT-2 there has its matrices transposed
+    assert sorted(shapes[0]) == sorted(shapes[1])
 
 
 @pytest.mark.parametrize(
@@ -140,7 +214,13 @@ def test_the_tensors_are_those_of_transformers(name):
 )
 def test_a_step_takes_what_that_of_transformers_takes(config, precision):
     transformers = pytest.importorskip("transformers")
-    config = {**small(config), "vocab_size": 2000, "hidden_size": 128, "head_dim": 32, "intermediate_size": 352}
+    config = {
+        **small(config),
+        "vocab_size": 2000,
+        "hidden_size": 128,
+        "head_dim": 32,
+        "intermediate_size": 352,
+    }
 
     def theirs():
         settings = transformers.AutoConfig.for_model(**config, use_cache=False)
@@ -152,7 +232,9 @@ def test_a_step_takes_what_that_of_transformers_takes(config, precision):
 
     plain = Recipe(precision=precision)
     expected = estimate(theirs, labelled, replace(plain, attention=None)).peak_bytes
-    found = estimate(partial(model_from, config, sequence=64), partial(random_tokens, 2, 64, 2000), plain).peak_bytes
+    found = estimate(
+        partial(model_from, config, sequence=64), partial(random_tokens, 2, 64, 2000), plain
+    ).peak_bytes
     assert found == pytest.approx(expected, rel=0.01)
 
 
@@ -164,7 +246,9 @@ def test_experts_take_equal_shares_and_weigh_what_they_return():
     expected = torch.zeros_like(x)
     for i in range(4):
         gate, up = (x @ experts.gate_up[i].T).chunk(2, dim=-1)
-        expected += shares[..., i, None] * ((torch.nn.functional.silu(gate) * up) @ experts.down[i].T)
+        expected += shares[..., i, None] * (
+            (torch.nn.functional.silu(gate) * up) @ experts.down[i].T
+        )
     torch.testing.assert_close(experts(x), expected)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as all_of_them:
         experts(x)
@@ -173,7 +257,8 @@ def test_experts_take_equal_shares_and_weigh_what_they_return():
         experts(x)
     router, rest = 2 * 6 * 8 * 4, 2 * 6 * 3 * 8 * 16  # of one expert with all tokens
     assert all_of_them.get_total_flops() == router + 4 * rest
-    assert one.get_total_flops() == router + 4 * rest * 2 // 6  # 2 of the 6 tokens each, as 6 / 4 is rounded up
+    # 2 of the 6 tokens each, as 6 / 4 is rounded up
+    assert one.get_total_flops() == router + 4 * rest * 2 // 6
 
 
 def test_a_tied_head_and_biases_are_as_the_config_says():
@@ -200,7 +285,10 @@ def test_a_tied_head_and_biases_are_as_the_config_says():
         ({"vocab_size": 0}, "vocab_size"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"max_position_embeddings": 16}, "sequence"),
-        ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3},
+            "num_experts_per_tok",
+        ),
         ({**SMALL, "model_type": "gpt2", "n_inner": 100}, "n_inner"),
         ({"num_hidden_layers": True}, "num_hidden_layers"),
         ({"num_hidden_layers": -4}, "num_hidden_layers"),
@@ -211,8 +299,13 @@ def test_a_tied_head_and_biases_are_as_the_config_says():
         ({**SMALL, "model_type": "gpt2", "n_head": 3}, "n_embd"),
     ],
 )
-def test_a_config_that_cannot_be_read_is_refused_in_one_sentence_that_names_what_is_wrong(changes, name):
-    with pytest.raises((TypeError, ValueError), match=rf"^{name} is [^\n]*; it takes [^\n]+$"), symbolic():
+def test_a_config_that_cannot_be_read_is_refused_in_one_sentence_that_names_what_is_wrong(
+    changes, name
+):
+    with (
+        pytest.raises((TypeError, ValueError), match=rf"^{name} is [^\n]*; it takes [^\n]+$"),
+        symbolic(),
+    ):
         model_from({**small(LLAMA_3_8B), **changes}, sequence=32)
 
 
@@ -229,7 +322,9 @@ def test_a_file_that_holds_no_config_is_refused(tmp_path):
 def test_a_config_that_is_no_json_is_refused_with_line_and_column(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{\n  "model_type": "llama",\n  "hidden_size" 64\n}', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"^config is .*, which is no JSON \(line 3, column 17: [^\n]*; it takes"):
+    with pytest.raises(
+        ValueError, match=r"^config is .*, which is no JSON \(line 3, column 17: [^\n]*; it takes"
+    ):
         read_config(path)
     path.write_bytes(b"\xff{}")
     with pytest.raises(ValueError, match=r"^config is .*, which is no text"):
@@ -246,16 +341,29 @@ def test_a_width_that_heads_do_not_divide_takes_a_head_dim(name):
     config = {**small(LLAMA_3_8B), "model_type": name, "hidden_size": 66, "num_local_experts": 2}
     config |= {"num_experts_per_tok": 1, "head_dim": None}
     with symbolic():
-        with pytest.raises(ValueError, match=r"^hidden_size is 66; it takes a multiple of .* 4, or a head_dim$"):
+        with pytest.raises(
+            ValueError, match=r"^hidden_size is 66; it takes a multiple of .* 4, or a head_dim$"
+        ):
             model_from(config, sequence=8)
-        assert model_from({**config, "head_dim": 16}, sequence=8).layers[0].attention.q.weight.shape == (64, 66)
+        assert model_from({**config, "head_dim": 16}, sequence=8).layers[
+            0
+        ].attention.q.weight.shape == (64, 66)
 
 
 def test_a_search_finds_checkpoints_and_chunks_of_the_head_for_it():
-    config = {**small(LLAMA_3_8B), "num_hidden_layers": 3, "vocab_size": 4099, "max_position_embeddings": 1024}
+    config = {
+        **small(LLAMA_3_8B),
+        "num_hidden_layers": 3,
+        "vocab_size": 4099,
+        "max_position_embeddings": 1024,
+    }
     make, batch = partial(model_from, config, sequence=1024), partial(random_tokens, 1, 1024, 4099)
-    wanted = Recipe(optimizer="sgd", attention="flash", checkpoint="layers", head_chunk=512, in_backward=True)
+    wanted = Recipe(
+        optimizer="sgd", attention="flash", checkpoint="layers", head_chunk=512, in_backward=True
+    )
     peak = estimate(make, batch, wanted).peak_bytes
     found = fit(make, batch, peak, base=Recipe(optimizer="sgd"), tier="file", progress=False)
     assert all(e.recipe.checkpoint == "layers" and e.recipe.head_chunk for e in found)
-    assert run(make, batch, found[0].recipe, budget_bytes=peak).meter.peak_bytes == found[0].peak_bytes
+    assert (
+        run(make, batch, found[0].recipe, budget_bytes=peak).meter.peak_bytes == found[0].peak_bytes
+    )

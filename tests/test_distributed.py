@@ -1,4 +1,5 @@
-"""course_lib.distributed: one launch on 2 and one on 4 processes, shared by what they are asked; symbolic ranks."""
+"""course_lib.distributed: one launch on 2 and one on 4 processes, shared by what they are asked;
+symbolic ranks."""
 
 import importlib
 import json
@@ -55,7 +56,14 @@ ON_FOUR = ["ddp", "zero1", "fsdp"]
 STEPS, MORE = 10, 2
 MAX_NORM = 0.3  # of the gradient in the steps after these
 # Neither 2 nor 4 divides the vocabulary, 4 not the width: what is sharded is padded.
-CONFIG = {"model_type": "gpt2", "vocab_size": 515, "n_embd": 66, "n_head": 2, "n_layer": 2, "n_positions": 32}
+CONFIG = {
+    "model_type": "gpt2",
+    "vocab_size": 515,
+    "n_embd": 66,
+    "n_head": 2,
+    "n_layer": 2,
+    "n_positions": 32,
+}
 BF16 = 5e-3  # of a loss: products in bf16 keep 8 bits
 
 FAULTY = """
@@ -114,7 +122,9 @@ def folder(tmp_path_factory):
     (folder / "faulty.py").write_text(FAULTY)
     sys.path.insert(0, str(folder))
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), str(Path(__file__).parents[1]), *filter(None, [before])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(folder), str(Path(__file__).parents[1]), *filter(None, [before])]
+    )
     yield folder
     sys.path.remove(str(folder))
     os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
@@ -147,7 +157,8 @@ def four(folder, options, two):
 
 @pytest.fixture(scope="module")
 def by_hand(task):
-    """Losses and norms of one process on the whole batch, by a loop that clips the gradient in its last steps."""
+    """Losses and norms of one process on the whole batch, by a loop that clips the gradient in its
+    last steps."""
     model, losses, norms = task.make_model(), [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(STEPS + MORE):
@@ -176,9 +187,12 @@ def one_process():
 
 
 def cut(parameters, ranks):
-    """Numbers of each rank's chunks along the first dimension, and of the first rank's, to which all are padded."""
+    """Numbers of each rank's chunks along the first dimension, and of the first rank's, to which
+    all are padded."""
     chunks = [[len(c) * c[0].numel() for c in torch.chunk(p, ranks)] for p in parameters]
-    return [sum(c[rank] if rank < len(c) else 0 for c in chunks) for rank in range(ranks)], sum(c[0] for c in chunks)
+    return [sum(c[rank] if rank < len(c) else 0 for c in chunks) for rank in range(ranks)], sum(
+        c[0] for c in chunks
+    )
 
 
 # ---- on 2 and 4 processes
@@ -210,20 +224,38 @@ def test_the_gradient_of_four_ranks_is_clipped_by_the_norm_of_the_whole(four, tw
 def test_a_line_of_json_has_its_fields(two):
     assert list(two) == ON_CPU
     for line in two.values():
-        assert set(line) - {"taken"} == {"mode", "ranks", "losses", "predicted", "measured", "communicated"}
-        assert set(line["predicted"]) == set(line["measured"]) == {"parameter", "gradient", "optimizer"}
+        assert set(line) - {"taken"} == {
+            "mode",
+            "ranks",
+            "losses",
+            "predicted",
+            "measured",
+            "communicated",
+        }
+        assert (
+            set(line["predicted"])
+            == set(line["measured"])
+            == {"parameter", "gradient", "optimizer"}
+        )
         assert line["ranks"] == 2 and all(len(ranks) == 2 for ranks in line["measured"].values())
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_each_rank_holds_what_zero_says_with_padding(request, task, ranks):
-    found, parameters = request.getfixturevalue({2: "two", 4: "four"}[ranks]), list(task.make_model().parameters())
+    found, parameters = (
+        request.getfixturevalue({2: "two", 4: "four"}[ranks]),
+        list(task.make_model().parameters()),
+    )
     numbers, tensors = sum(p.numel() for p in parameters), len(parameters)
     own, padded = cut(parameters, ranks)
     assert padded > own[-1] and sum(own) == numbers
     for mode, line in found.items():
         measured, whole = line["measured"], mode in ("ddp", "zero1")
-        assert measured["parameter"] == measured["gradient"] == [4 * (numbers if whole else padded)] * ranks
+        assert (
+            measured["parameter"]
+            == measured["gradient"]
+            == [4 * (numbers if whole else padded)] * ranks
+        )
         if mode == "ddp":
             assert measured["optimizer"] == [8 * numbers + 4 * tensors] * ranks
         elif mode == "zero1":
@@ -250,10 +282,14 @@ def test_what_is_communicated_is_counted_and_predicted(two, four, task):
     for mode, line in two.items():
         assert line["communicated"] == {"predicted": expected[mode], "measured": expected[mode]}
     padded, blocks = (4 * cut(part.parameters(), 4)[1] for part in (model, model.layers))
-    both = 4 * (2 * (padded + blocks) + padded)  # gathered for each of two micro-batches, reduced with the last
+    # gathered for each of two micro-batches, reduced with the last
+    both = 4 * (2 * (padded + blocks) + padded)
     assert four["fsdp"]["communicated"] == {"predicted": both, "measured": both}
     for mode in ("ddp", "zero1"):
-        assert four[mode]["communicated"] == {"predicted": expected[mode], "measured": expected[mode]}
+        assert four[mode]["communicated"] == {
+            "predicted": expected[mode],
+            "measured": expected[mode],
+        }
 
 
 @pytest.mark.parametrize("mode", ON_FOUR)
@@ -265,7 +301,14 @@ def test_a_symbolic_rank_of_four_takes_to_the_byte_what_a_real_one_takes(four, t
 @pytest.mark.parametrize("mode", ON_CPU)
 def test_a_symbolic_rank_takes_to_the_byte_what_a_real_one_takes(two, task, mode):
     for rank in (0, 1) if mode in ("zero1", "fsdp") else (0,):
-        found = predict(task.make_model, lambda rank=rank: task.part(0, 2, rank), task.loss_sum, mode, 2, rank=rank)
+        found = predict(
+            task.make_model,
+            lambda rank=rank: task.part(0, 2, rank),
+            task.loss_sum,
+            mode,
+            2,
+            rank=rank,
+        )
         taken = two[mode]["taken"][rank]
         assert asdict(found) == taken and found.peak_bytes == sum(found.at_peak.values())
 
@@ -273,7 +316,9 @@ def test_a_symbolic_rank_takes_to_the_byte_what_a_real_one_takes(two, task, mode
 @pytest.mark.parametrize("mode", ON_CPU)
 def test_a_recipe_for_two_ranks_is_estimated_to_the_byte_as_it_was_measured(two, task, mode):
     shard = {"ddp": "ddp", "zero1": "zero1", "fsdp-keep": "zero2"}.get(mode, "zero3")
-    more = {"fsdp-checkpoint": {"checkpoint": "layers"}, "fsdp-bf16": {"precision": "bf16"}}.get(mode, {})
+    more = {"fsdp-checkpoint": {"checkpoint": "layers"}, "fsdp-bf16": {"precision": "bf16"}}.get(
+        mode, {}
+    )
     recipe = Recipe(ranks=2, shard=shard, attention=None, **more)
     found = estimate(task.make_model, lambda: task.make_batch(0), recipe, loss_sum=task.loss_sum)
     taken = max(two[mode]["taken"], key=lambda rank: rank["peak_bytes"])
@@ -293,7 +338,12 @@ def test_the_parameters_gathered_at_the_peak_are_told_apart(two, task):
     assert gathered["fsdp-keep"] == 4 * 2 * of_all
     assert gathered["fsdp-checkpoint"] in (4 * 2 * root, 4 * 2 * (root + block))
     activations = {mode: line["taken"][0]["at_peak"]["activation"] for mode, line in two.items()}
-    assert activations["fsdp-checkpoint"] < activations["fsdp-bf16"] < activations["fsdp"] == activations["ddp"]
+    assert (
+        activations["fsdp-checkpoint"]
+        < activations["fsdp-bf16"]
+        < activations["fsdp"]
+        == activations["ddp"]
+    )
 
 
 # ---- symbolic ranks
@@ -308,7 +358,9 @@ def test_a_flop_counter_around_a_prediction_counts_and_changes_nothing(task):
 
 
 def at(task, mode, ranks=2, **options):
-    return predict(task.make_model, lambda: task.part(0, ranks, 0), task.loss_sum, mode, ranks, **options)
+    return predict(
+        task.make_model, lambda: task.part(0, ranks, 0), task.loss_sum, mode, ranks, **options
+    )
 
 
 def test_no_sync_saves_traffic_and_costs_fsdp_the_whole_gradient(task):
@@ -319,7 +371,8 @@ def test_no_sync_saves_traffic_and_costs_fsdp_the_whole_gradient(task):
             assert taken.sent_bytes == sent_bytes(shapes, mode, 2, micro_batches=2, sync=sync)
     numbers = shapes.numbers
     assert found["ddp", "each"].sent_bytes - found["ddp", "last"].sent_bytes == 2 * 4 * numbers
-    # Pieces that are not reduced add up beside DDP's buckets, into which they are copied in the end.
+    # Pieces that are not reduced add up beside DDP's buckets, into which they are copied in the
+    # end.
     assert found["ddp", "last"].peak_bytes - found["ddp", "each"].peak_bytes == 4 * numbers
     padded = 2 * cut(task.make_model().parameters(), 2)[1]
     assert found["fsdp", "each"].sent_bytes - found["fsdp", "last"].sent_bytes == 4 * padded
@@ -328,13 +381,23 @@ def test_no_sync_saves_traffic_and_costs_fsdp_the_whole_gradient(task):
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1"])
-def test_micro_batches_in_the_buckets_send_as_little_as_the_last_and_hold_as_little_as_each(task, mode):
-    each, last, kept = (at(task, mode, micro_batches=2, **o) for o in ({"sync": "each"}, {}, {"in_buckets": True}))
+def test_micro_batches_in_the_buckets_send_as_little_as_the_last_and_hold_as_little_as_each(
+    task, mode
+):
+    each, last, kept = (
+        at(task, mode, micro_batches=2, **o) for o in ({"sync": "each"}, {}, {"in_buckets": True})
+    )
     assert kept.sent_bytes == last.sent_bytes < each.sent_bytes
-    assert kept.peak_bytes == each.peak_bytes == last.peak_bytes - 4 * shapes_of(task.make_model()).numbers
+    assert (
+        kept.peak_bytes
+        == each.peak_bytes
+        == last.peak_bytes - 4 * shapes_of(task.make_model()).numbers
+    )
 
 
-def test_on_a_process_micro_batches_in_the_buckets_take_what_is_predicted_and_change_no_loss(one_process, task):
+def test_on_a_process_micro_batches_in_the_buckets_take_what_is_predicted_and_change_no_loss(
+    one_process, task
+):
     options = {"micro_batches": 2, "max_norm": 1.0}
     beside, kept = (train(task, "ddp", 4, in_buckets=inside, **options) for inside in (False, True))
     assert kept.losses == beside.losses and kept.norms == beside.norms
@@ -343,7 +406,10 @@ def test_on_a_process_micro_batches_in_the_buckets_take_what_is_predicted_and_ch
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-READS = [getattr(torch.Tensor, f) for f in ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__")]
+READS = [
+    getattr(torch.Tensor, f)
+    for f in ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__")
+]
 
 
 class Reads(TorchFunctionMode):
@@ -369,7 +435,11 @@ def test_a_rank_keeps_within_its_budget_or_is_stopped_by_it(one_process, task):
 
 @pytest.mark.parametrize(
     ("given", "budgets"),
-    [(None, {}), ("48e6", {"ddp": 48_000_000, "fsdp": 48_000_000}), ("fsdp=9,ddp=8", {"ddp": 8, "fsdp": 9})],
+    [
+        (None, {}),
+        ("48e6", {"ddp": 48_000_000, "fsdp": 48_000_000}),
+        ("fsdp=9,ddp=8", {"ddp": 8, "fsdp": 9}),
+    ],
 )
 def test_a_budget_is_of_all_modes_or_of_one(given, budgets):
     assert command._budgets(given, ["ddp", "fsdp"]) == budgets
@@ -413,11 +483,16 @@ towers.make_batch = lambda: torch.ones(8, 64)
 towers.loss_sum = lambda model, x: (model(x).square().sum(), len(x))
 
 
-def test_blocks_of_several_lists_are_cut_by_name_and_the_command_says_where_the_root_is_large(told, folder):
+def test_blocks_of_several_lists_are_cut_by_name_and_the_command_says_where_the_root_is_large(
+    told, folder
+):
     importlib.import_module("faulty").towers = towers
     asked = ["--model", "faulty:towers", "--ranks", "8", "--mode", "fsdp-checkpoint", "--json"]
     [some], said = told(*asked, "--blocks", "decoder.*")
-    assert "73% of the parameters are in no block, the largest tower.0.0.weight" in said and said.count("\n") == 1
+    assert (
+        "73% of the parameters are in no block, the largest tower.0.0.weight" in said
+        and said.count("\n") == 1
+    )
     [every], said = told(*asked, "--blocks", "tower.*,decoder.*")
     assert said == "" and every["at_peak"]["gathered"] < some["at_peak"]["gathered"]
     assert every["peak_bytes"] < some["peak_bytes"]
@@ -443,7 +518,8 @@ def test_eight_ranks_hold_an_eighth_and_none_is_started(task):
     whole = 4 * 6_875_648  # the course's decoder, of 100 parameter tensors
     assert (
         held_bytes(shapes, "fsdp", 8)
-        == [{"parameter": whole // 8, "gradient": whole // 8, "optimizer": whole // 4 + 4 * 100}] * 8
+        == [{"parameter": whole // 8, "gradient": whole // 8, "optimizer": whole // 4 + 4 * 100}]
+        * 8
     )
     assert at(task, "fsdp", 8).held == held_bytes(shapes_of(task.make_model()), "fsdp", 8)[0]
     assert not dist.is_initialized()
@@ -459,7 +535,12 @@ def test_one_rank_sends_nothing_and_holds_all(one_process, task, alone):
 
 def test_a_hugging_face_model_trains_by_its_own_loss_weighed_by_its_labels(folder, task):
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
 
     def llama():
         torch.manual_seed(0)
@@ -473,7 +554,9 @@ def test_a_hugging_face_model_trains_by_its_own_loss_weighed_by_its_labels(folde
     importlib.import_module("faulty").llama = llama
     own, model = task_of(model="faulty:llama"), llama()
     loss, weight = own.loss_sum(own.make_model(), own.make_batch(0))
-    assert int(weight) == 41 - 3 and (loss / weight).item() == pytest.approx(model(**batch()).loss.item(), rel=1e-6)
+    assert int(weight) == 41 - 3 and (loss / weight).item() == pytest.approx(
+        model(**batch()).loss.item(), rel=1e-6
+    )
     assert not own.make_model().config.use_cache
     for mode in ("ddp", "fsdp-checkpoint"):  # a rotary embedding has buffers, which DDP broadcasts
         assert at(own, mode).sent_bytes == sent_bytes(shapes_of(model), mode, 2)
@@ -500,12 +583,18 @@ def test_frozen_parameters_have_neither_gradient_nor_state(one_process, frozen):
     assert [watch.taken.held] == held_bytes(shapes_of(frozen.make_model()), "fsdp", 1)
 
 
-@pytest.mark.parametrize(("mode", "shard"), [("ddp", "ddp"), ("zero1", "zero1"), ("fsdp-keep", "zero2")])
-def test_frozen_parameters_are_gathered_where_they_are_cut_and_never_sent_otherwise(frozen, mode, shard):
+@pytest.mark.parametrize(
+    ("mode", "shard"), [("ddp", "ddp"), ("zero1", "zero1"), ("fsdp-keep", "zero2")]
+)
+def test_frozen_parameters_are_gathered_where_they_are_cut_and_never_sent_otherwise(
+    frozen, mode, shard
+):
     shapes, taken = shapes_of(frozen.make_model()), at(frozen, mode).sent_bytes
     assert sent_bytes(shapes, mode, 2) == taken
     recipe = Recipe(ranks=2, shard=shard, attention=None)
-    found = estimate(frozen.make_model, lambda: frozen.make_batch(0), recipe, loss_sum=frozen.loss_sum)
+    found = estimate(
+        frozen.make_model, lambda: frozen.make_batch(0), recipe, loss_sum=frozen.loss_sum
+    )
     assert found.sent_bytes == taken
 
 
@@ -536,7 +625,9 @@ def test_a_rank_that_fails_ends_all_with_its_traceback(folder):
 def test_what_the_command_refuses_reaches_the_caller_of_launch(folder):
     with pytest.raises(RuntimeError) as error:
         launch(1, "--mode", "fdsp", timeout=120)
-    assert str(error.value).startswith("torchrun ended with 1: error: mode is 'fdsp'; it takes one or several of ddp,")
+    assert str(error.value).startswith(
+        "torchrun ended with 1: error: mode is 'fdsp'; it takes one or several of ddp,"
+    )
     assert "\n" not in str(error.value)
 
 
@@ -575,7 +666,10 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:{}] {} [127.0.0.1]
         (RuntimeError(GLOO.format(547, "Connection closed by peer")), True),
         (RuntimeError(GLOO.format(537, "Read error") + ": Connection reset by peer"), True),
         (RuntimeError(GLOO.format(457, "writev") + ": Broken pipe"), True),
-        (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
+        (
+            dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
+            True,
+        ),
         (RuntimeError("rank 1 gives up"), False),
     ],
 )
@@ -585,19 +679,49 @@ def test_a_rank_that_lost_another_lets_that_one_speak_first(monkeypatch, capsys,
     with pytest.raises((RuntimeError, SystemExit)) as raised, command._after_the_culprit():
         raise error
     assert (raised.value is error) == bool(waited) == waits
-    place = r"^rank 0: error: \S*test_distributed\.py, line \d+, in test_a_rank\w+: RuntimeError: rank 1 gives up\n {4}"
+    place = (
+        r"^rank 0: error: \S*test_distributed\.py, line \d+, in test_a_rank\w+: RuntimeError: rank"
+        r" 1 gives up\n {4}"
+    )
     assert bool(re.match(place, capsys.readouterr().err)) != waits
 
 
 @pytest.fixture(scope="module")
 def interrupted(folder):
-    """What an interrupt left behind that came while rank 1 was in the middle of its second checkpoint."""
+    """What an interrupt left behind that came while rank 1 was in the middle of its second
+    checkpoint."""
     saved = folder / "interrupted"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    asked = ["--model", "faulty:halting", "--mode", "fsdp", "--steps", "9", "--every", "2", "--save", str(saved)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": socket.if_nameindex()[-1][1]}  # not lo, where there is another
-    started = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True, "env": environment}
-    with subprocess.Popen([*torchrun, "-m", "course_lib.distributed", *asked], **started) as running:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    asked = [
+        "--model",
+        "faulty:halting",
+        "--mode",
+        "fsdp",
+        "--steps",
+        "9",
+        "--every",
+        "2",
+        "--save",
+        str(saved),
+    ]
+    # not lo, where there is another
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": socket.if_nameindex()[-1][1]}
+    started = {
+        "stderr": subprocess.PIPE,
+        "stdout": subprocess.DEVNULL,
+        "text": True,
+        "env": environment,
+    }
+    with subprocess.Popen(
+        [*torchrun, "-m", "course_lib.distributed", *asked], **started
+    ) as running:
         assert any("rank 1 halts" in line for line in running.stderr)
         ranks = below(running.pid)
         assert len(ranks) == 2 and all(map(alive, ranks))
@@ -615,9 +739,14 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="ne
 
 
 @needs_proc
-def test_after_an_end_in_the_middle_of_saving_the_last_complete_checkpoint_is_used(interrupted, one_process):
+def test_after_an_end_in_the_middle_of_saving_the_last_complete_checkpoint_is_used(
+    interrupted, one_process
+):
     saved = interrupted[0]
-    assert sorted(path.name for path in saved.iterdir()) == ["step-00000002", "step-00000004.incomplete"]
+    assert sorted(path.name for path in saved.iterdir()) == [
+        "step-00000002",
+        "step-00000004.incomplete",
+    ]
     task = task_of(model="faulty:small")
     straight = train(task, "ddp", 4)
     resumed = train(task, "ddp", 2, resume=last_complete(saved))  # by another mode, on one rank
@@ -642,7 +771,10 @@ def not_loopback(pid):
     """The addresses beyond 127.0.0.1 and ::1 to which a rank is connected."""
     inodes = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
     found = []
-    for name, local in (("tcp", ("0100007F",)), ("tcp6", ("0" * 24 + "01000000", "0000000000000000FFFF00000100007F"))):
+    for name, local in (
+        ("tcp", ("0100007F",)),
+        ("tcp6", ("0" * 24 + "01000000", "0000000000000000FFFF00000100007F")),
+    ):
         for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
             fields = line.split()
             if f"socket:[{fields[9]}]" in inodes and fields[1].split(":")[0] not in local:
@@ -656,7 +788,11 @@ def told(monkeypatch, capsys, folder):
 
     def ask(*arguments):
         with monkeypatch.context() as patch:
-            patch.setattr(command.threading, "Thread", lambda **_: type("None", (), {"start": lambda _: None})())
+            patch.setattr(
+                command.threading,
+                "Thread",
+                lambda **_: type("None", (), {"start": lambda _: None})(),
+            )
             patch.setattr(sys, "argv", ["course_lib.distributed", *arguments])
             patch.setattr(os, "_exit", lambda status: pytest.fail(f"refused: {status}"))
             command.main()
@@ -681,10 +817,18 @@ def refused(monkeypatch, capsys, folder):
             patch.setattr(command, "RANK", rank)
             patch.setattr(os, "_exit", end)
             patch.setattr(time, "sleep", end)
-            patch.setattr(command.threading, "Thread", lambda **_: type("None", (), {"start": lambda _: None})())
+            patch.setattr(
+                command.threading,
+                "Thread",
+                lambda **_: type("None", (), {"start": lambda _: None})(),
+            )
             patch.setattr(sys, "argv", ["course_lib.distributed", *map(str, arguments)])
             if torchrun:
-                for name, value in (("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", ranks), ("LOCAL_RANK", rank)):
+                for name, value in (
+                    ("WORLD_SIZE", ranks),
+                    ("LOCAL_WORLD_SIZE", ranks),
+                    ("LOCAL_RANK", rank),
+                ):
                     patch.setenv(name, str(value))
                 patch.setenv("TORCHELASTIC_RUN_ID", "none")
             with pytest.raises(Ended) as ended:
@@ -699,25 +843,57 @@ def refused(monkeypatch, capsys, folder):
     ("arguments", "ranks", "says"),
     [
         ([], 3, "the number of ranks is 3; a batch of 8 samples takes one of 1, 2, 4, 8"),
-        (["--mode", "ddp,zero3"], 2, "mode is 'zero3'; it takes one or several of ddp, zero1, fsdp,"),
-        (["--backend", "nccl"], 2, "backend is 'nccl' with 0 GPUs for 2 ranks; it takes a GPU a rank, or 'gloo'"),
+        (
+            ["--mode", "ddp,zero3"],
+            2,
+            "mode is 'zero3'; it takes one or several of ddp, zero1, fsdp,",
+        ),
+        (
+            ["--backend", "nccl"],
+            2,
+            "backend is 'nccl' with 0 GPUs for 2 ranks; it takes a GPU a rank, or 'gloo'",
+        ),
         (["--backend", "mpi"], 2, "invalid choice: 'mpi'"),
         (["--steps", "0"], 2, "--steps is 0; it takes a whole number, 1 or more"),
-        (["--micro-batches", "3"], 2, "--micro-batches is 3; a rank's 4 samples take a divisor of 4"),
+        (
+            ["--micro-batches", "3"],
+            2,
+            "--micro-batches is 3; a rank's 4 samples take a divisor of 4",
+        ),
         (["--sequence", "0"], 2, "sequence is 0; it takes a whole number, 1 or more"),
         (["--config", "nowhere.json"], 2, "config is 'nowhere.json', which cannot be read"),
         (["--model", "nowhere:model"], 2, "--model is 'nowhere:model', which is not found"),
-        (["--model", "faulty:small", "--batch", "8"], 2, "--model comes with --batch; it takes neither sizes"),
+        (
+            ["--model", "faulty:small", "--batch", "8"],
+            2,
+            "--model comes with --batch; it takes neither sizes",
+        ),
         (["--resume", "nowhere"], 2, "resume is 'nowhere', without a complete checkpoint"),
-        (["--model", "faulty:mean"], 2, "--model is 'faulty:mean', whose loss is not a sum with a known weight"),
+        (
+            ["--model", "faulty:mean"],
+            2,
+            "--model is 'faulty:mean', whose loss is not a sum with a known weight",
+        ),
         (["--every", "2"], 2, "--every is 2 without --save"),
         (["--max-norm", "0"], 2, "--max-norm is 0.0; it takes a number above 0"),
-        (["--budget", "48 MB"], 2, "--budget is '48 MB'; it takes bytes, such as 48e6, or ddp=48e6 with one of"),
-        (["--budget", "fsdp=48e6"], 2, "--budget is 'fsdp=48e6'; it takes bytes, such as 48e6, or ddp=48e6 with"),
+        (
+            ["--budget", "48 MB"],
+            2,
+            "--budget is '48 MB'; it takes bytes, such as 48e6, or ddp=48e6 with one of",
+        ),
+        (
+            ["--budget", "fsdp=48e6"],
+            2,
+            "--budget is 'fsdp=48e6'; it takes bytes, such as 48e6, or ddp=48e6 with",
+        ),
         (["--budget", "ddp=-1"], 2, "--budget is 'ddp=-1'; it takes bytes"),
         (["--ranks", "2", "--budget", "48e6"], 2, "--ranks comes with --budget"),
         (["--blocks", "layer.*"], 2, "blocks is ['layer.*'], the name of no module that is called"),
-        (["--mode", "ddp,fsdp", "--in-buckets"], 2, "--in-buckets comes with --mode fsdp; it takes ddp or zero1"),
+        (
+            ["--mode", "ddp,fsdp", "--in-buckets"],
+            2,
+            "--in-buckets comes with --mode fsdp; it takes ddp or zero1",
+        ),
         (["--ranks", "2", "--save", "here"], 2, "--ranks comes with --save"),
         (["--ranks", "2", "--mode", "fsdp-cpu"], 2, "mode is 'fsdp-cpu' with --ranks"),
     ],
@@ -762,18 +938,31 @@ no_batch.make_batch = dict
     [
         ("wrong", 1, "own_of_a_user.py, line 12, in wrong: RuntimeError: "),
         ("missing", 1, "own_of_a_user.py, line 18, in missing: KeyError: 'width'"),
-        ("looks", 2, "the step looks at values of its data (aten._local_scalar_dense.default) at own_of_a_user.py, "),
+        (
+            "looks",
+            2,
+            (
+                "the step looks at values of its data (aten._local_scalar_dense.default) at"
+                " own_of_a_user.py, "
+            ),
+        ),
         ("with_width", 2, "--model is a function with the arguments (width); it takes"),
         ("no_batch", 2, "batch is a dict without tensors; it takes"),
     ],
 )
-def test_an_error_of_the_users_code_is_told_with_its_line(refused, monkeypatch, tmp_path, caplog, name, status, says):
+def test_an_error_of_the_users_code_is_told_with_its_line(
+    refused, monkeypatch, tmp_path, caplog, name, status, says
+):
     (tmp_path / "own_of_a_user.py").write_text(OWN, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own_of_a_user", raising=False)
-    told = refused("--model", f"own_of_a_user:{name}", "--ranks", "2", torchrun=False, status=status)
-    assert told.startswith(f"error: {says}") and told.count("\n") == 3 - status and not caplog.records
+    told = refused(
+        "--model", f"own_of_a_user:{name}", "--ranks", "2", torchrun=False, status=status
+    )
+    assert (
+        told.startswith(f"error: {says}") and told.count("\n") == 3 - status and not caplog.records
+    )
 
 
 def test_the_help_says_what_each_mode_is():
@@ -784,14 +973,19 @@ def test_the_help_says_what_each_mode_is():
 def test_without_torchrun_the_command_says_how_to_start_it(refused, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     told = refused(torchrun=False)
-    assert "started without torchrun; it takes python -m torch.distributed.run" in told and told.count("\n") == 1
+    assert (
+        "started without torchrun; it takes python -m torch.distributed.run" in told
+        and told.count("\n") == 1
+    )
 
 
 def test_a_checkpoint_of_another_model_is_refused(one_process, task, tmp_path):
     trainer = Trainer("fsdp", task.make_model(), task.loss_sum)
     saved = save(tmp_path, trainer, 1)
     check_fits(saved, task.make_model())
-    with pytest.raises(ValueError, match=r"of another model: head.weight is \(515, 66\); it takes \(2048, 256\)"):
+    with pytest.raises(
+        ValueError, match=r"of another model: head.weight is \(515, 66\); it takes \(2048, 256\)"
+    ):
         check_fits(saved, task_of().make_model())
 
 
@@ -806,13 +1000,20 @@ def test_saved_and_loaded_a_trainer_is_the_same(one_process, task, tmp_path):
         assert torch.equal(moments, second.local.state[other]["exp_avg_sq"])
 
 
-def test_a_model_with_dropout_goes_on_from_a_checkpoint_as_it_would_have_gone_on(one_process, tmp_path):
+def test_a_model_with_dropout_goes_on_from_a_checkpoint_as_it_would_have_gone_on(
+    one_process, tmp_path
+):
     def make_model():
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2)]
         return nn.Sequential(nn.ModuleList(blocks)[0], *blocks[1:])
 
-    dropping = Task(make_model, lambda _: torch.ones(4, 8), lambda model, x: (model(x).square().sum(), len(x)), 4)
+    dropping = Task(
+        make_model,
+        lambda _: torch.ones(4, 8),
+        lambda model, x: (model(x).square().sum(), len(x)),
+        4,
+    )
     straight = train(dropping, "fsdp", 4)
     train(dropping, "fsdp", 2, save_to=tmp_path)
     resumed = train(dropping, "fsdp", 2, resume=last_complete(tmp_path))
@@ -820,11 +1021,17 @@ def test_a_model_with_dropout_goes_on_from_a_checkpoint_as_it_would_have_gone_on
 
 
 def test_of_each_rank_the_random_state_is_saved(two, folder):
-    names = FileSystemReader(last_complete(folder / "saved" / "fsdp")).read_metadata().state_dict_metadata
+    names = (
+        FileSystemReader(last_complete(folder / "saved" / "fsdp"))
+        .read_metadata()
+        .state_dict_metadata
+    )
     assert [name for name in names if name.startswith("random")] == ["random.0.cpu", "random.1.cpu"]
 
 
-def test_at_no_moment_of_saving_again_is_there_no_whole_checkpoint(one_process, task, tmp_path, monkeypatch):
+def test_at_no_moment_of_saving_again_is_there_no_whole_checkpoint(
+    one_process, task, tmp_path, monkeypatch
+):
     found, rename, remove = [], os.rename, shutil.rmtree
 
     def look():
@@ -887,7 +1094,9 @@ def test_a_ddp_model_is_made_by_functions_that_can_be_replaced(one_process, name
     assert called.call_count == 1
 
 
-def test_a_reducer_is_an_attribute_of_a_ddp_model_which_asks_it_to_sort_its_buckets_before_each_forward(one_process):
+def test_a_reducer_is_an_attribute_of_a_ddp_model_which_asks_it_to_sort_its_buckets(
+    one_process,
+):
     run = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     real, run.reducer = run.reducer, MagicMock(wraps=run.reducer)
     run(torch.ones(1, 2))
@@ -928,18 +1137,27 @@ def test_a_meter_sees_parameters_gathered_into_storages_from_before_it(one_of_fo
     for _ in range(2):
         with MemoryMeter(trainer.model, trainer.optimizer) as meter:
             trainer(task.part(0, 4, 0))
-    own, padded = held_bytes(shapes_of(task.make_model()), "fsdp", 4)[0], cut(task.make_model().parameters(), 4)[1]
+    own, padded = (
+        held_bytes(shapes_of(task.make_model()), "fsdp", 4)[0],
+        cut(task.make_model().parameters(), 4)[1],
+    )
     assert meter.at_peak()["parameter"] == own["parameter"] + 4 * 4 * padded
 
 
 @pytest.mark.gpu
 def test_on_gpus_the_same_script_trains_by_nccl(options):
     ranks = min(2, torch.cuda.device_count())
-    lines = launch(ranks, *options, "--mode", ",".join(MODES), "--backend", "nccl", "--steps", "3", timeout=600)
+    lines = launch(
+        ranks, *options, "--mode", ",".join(MODES), "--backend", "nccl", "--steps", "3", timeout=600
+    )
     first = lines[0]["losses"]
     for line in lines:
-        assert line["losses"] == pytest.approx(first, abs=BF16 if line["mode"] == "fsdp-bf16" else 1e-3, rel=0)
+        assert line["losses"] == pytest.approx(
+            first, abs=BF16 if line["mode"] == "fsdp-bf16" else 1e-3, rel=0
+        )
         assert all(math.isfinite(loss) for loss in line["losses"])
         if line["mode"] != "fsdp-cpu":
-            assert line["predicted"] == {name: max(values) for name, values in line["measured"].items()}
+            assert line["predicted"] == {
+                name: max(values) for name, values in line["measured"].items()
+            }
         assert line["communicated"]["predicted"] == line["communicated"]["measured"]

@@ -1,4 +1,5 @@
-"""What to install is said once, and the environment that runs agrees with it; the wheel is whole."""
+"""What to install is said once, and the environment that runs agrees with it; the wheel is
+whole."""
 
 import importlib.metadata
 import os
@@ -41,9 +42,12 @@ def read_pins(constraints):
 
 
 def pin_problems(requirements, pins):
-    """Every requirement has one exact public version, within its range and for the same platforms."""
+    """Every requirement has one exact public version, within its range and for the same
+    platforms."""
     problems = [
-        f"{pin} is not exact" for pin in pins.values() if not re.fullmatch(r"==\d[\da-z.]*", str(pin.specifier))
+        f"{pin} is not exact"
+        for pin in pins.values()
+        if not re.fullmatch(r"==\d[\da-z.]*", str(pin.specifier))
     ]
     for requirement in requirements:
         pin = pins.get(plain(requirement.name))
@@ -57,7 +61,8 @@ def pin_problems(requirements, pins):
 
 
 def running_problems(requirements, pins, version_of=importlib.metadata.version):
-    """Direct dependencies whose installed version is not the pinned one; a local label such as +cpu may differ."""
+    """Direct dependencies whose installed version is not the pinned one; a local label such as +cpu
+    may differ."""
     problems = []
     for requirement in requirements:
         if requirement.marker is not None and not requirement.marker.evaluate():
@@ -68,7 +73,9 @@ def running_problems(requirements, pins, version_of=importlib.metadata.version):
             installed = "nothing"
         pin = pins.get(plain(requirement.name))
         if pin is None or f"=={installed}" != str(pin.specifier):
-            problems.append(f"{requirement.name}: {installed} is installed, constraints.txt has {pin}")
+            problems.append(
+                f"{requirement.name}: {installed} is installed, constraints.txt has {pin}"
+            )
     return problems
 
 
@@ -79,7 +86,8 @@ PINS = read_pins((ROOT / "constraints.txt").read_text(encoding="utf-8"))
 
 def test_every_dependency_is_pinned_to_one_version_and_that_one_runs():
     assert pin_problems(REQUIREMENTS, PINS) == []
-    assert running_problems(read_requirements(PYPROJECT, without="peers"), PINS) == []  # which few will install
+    # which few will install
+    assert running_problems(read_requirements(PYPROJECT, without="peers"), PINS) == []
 
 
 def test_torch_and_triton_are_the_pair_that_belongs_together():
@@ -88,12 +96,16 @@ def test_torch_and_triton_are_the_pair_that_belongs_together():
 
 
 def test_conda_gives_python_and_pip_and_pip_all_the_rest():
-    *conda, by_pip = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))["dependencies"]
+    *conda, by_pip = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))[
+        "dependencies"
+    ]
     assert conda == ["python" + tomllib.loads(PYPROJECT)["project"]["requires-python"], "pip"]
     assert by_pip == {"pip": ["-c constraints.txt", "-e .[course,test]"]}
 
 
-SMALL = read_requirements('[project]\ndependencies = ["torch>=2.9"]\noptional-dependencies.test = ["pytest>=8,<10"]')
+SMALL = read_requirements(
+    '[project]\ndependencies = ["torch>=2.9"]\noptional-dependencies.test = ["pytest>=8,<10"]'
+)
 GOOD = "torch==2.13.0\npytest==9.2.0\n"
 
 
@@ -117,7 +129,10 @@ def test_a_wrong_pin_is_found(old, new):
 def test_another_version_than_the_pinned_one_is_found():
     versions = {"torch": "2.13.0+cpu", "pytest": "9.2.0"}
     assert running_problems(SMALL, read_pins(GOOD), versions.__getitem__) == []
-    assert len(running_problems(SMALL, read_pins(GOOD), (versions | {"torch": "2.12.1"}).__getitem__)) == 1
+    assert (
+        len(running_problems(SMALL, read_pins(GOOD), (versions | {"torch": "2.12.1"}).__getitem__))
+        == 1
+    )
 
 
 # --- the Makefile ---
@@ -127,8 +142,19 @@ def commands(place, *arguments):
     """What `make` would run for an environment at that place; a failure is its last line."""
     if shutil.which("make") is None:
         pytest.skip("needs make")
-    environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "TORCH")}
-    command = ["make", "-n", f"{place}/.course-installed", f"VENV={place}", f"PYTHON={sys.executable}", *arguments]
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("MAKEFLAGS", "MAKELEVEL", "TORCH")
+    }
+    command = [
+        "make",
+        "-n",
+        f"{place}/.course-installed",
+        f"VENV={place}",
+        f"PYTHON={sys.executable}",
+        *arguments,
+    ]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     return done.stdout if done.returncode == 0 else done.stderr
 
@@ -138,7 +164,12 @@ CPU = "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0"
 
 def test_make_takes_torch_without_cuda_first_where_it_is_asked_to(tmp_path):
     said = commands(tmp_path / "new", "TORCH=cpu")
-    assert -1 < said.index("-m venv") < said.index(CPU) < said.index("-e '.[course,test]' -c constraints.txt")
+    assert (
+        -1
+        < said.index("-m venv")
+        < said.index(CPU)
+        < said.index("-e '.[course,test]' -c constraints.txt")
+    )
     assert CPU not in commands(tmp_path / "new")
     assert re.search('TORCH is "gpu"; it takes cpu', commands(tmp_path / "new", "TORCH=gpu"))
 
@@ -175,11 +206,17 @@ def test_the_wheel_holds_the_library_and_the_lessons_but_not_what_makes_site_and
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
-    done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("course_lib/")}
-    there = {path.relative_to(tmp_path).as_posix() for path in (tmp_path / "course_lib").rglob("*") if path.is_file()}
+    there = {
+        path.relative_to(tmp_path).as_posix()
+        for path in (tmp_path / "course_lib").rglob("*")
+        if path.is_file()
+    }
     only_here = {name for name in there if name.startswith(MAKERS)}
     assert there - packed == only_here and packed <= there
 

@@ -1,4 +1,5 @@
-"""A GPU machine as it is, with torch, Triton, pytest and nothing else: its tests are found there, its figures made."""
+"""A GPU machine as it is, with torch, Triton, pytest and nothing else: its tests are found there,
+its figures made."""
 
 import json
 import os
@@ -14,18 +15,40 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-COLLECT = ("pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", "-m", "gpu", "--collect-only", "tests")
+COLLECT = (
+    "pytest",
+    "-o",
+    "addopts=",
+    "-p",
+    "no:cacheprovider",
+    "-q",
+    "-m",
+    "gpu",
+    "--collect-only",
+    "tests",
+)
 
 
 def run(*arguments):
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
 
 
 def test_the_bare_machine_lacks_what_it_should():
-    tried = "nbformat IPython jupyterlab hypothesis matplotlib pandas yaml sphinx xdist torch numpy pytest"
-    program = "import sys; sys.path.insert(0, 'tests'); import bare; from importlib.util import find_spec\n"
-    program += f"sys.meta_path = [bare.Bare]; print(*(name for name in '{tried}'.split() if find_spec(name)))"
+    tried = (
+        "nbformat IPython jupyterlab hypothesis matplotlib pandas yaml sphinx xdist torch numpy"
+        " pytest"
+    )
+    program = (
+        "import sys; sys.path.insert(0, 'tests'); import bare; from importlib.util import"
+        " find_spec\n"
+    )
+    program += (
+        f"sys.meta_path = [bare.Bare]; print(*(name for name in '{tried}'.split() if"
+        " find_spec(name)))"
+    )
     assert run("-c", program).stdout.split() == ["torch", "numpy", "pytest"]
 
 
@@ -33,16 +56,41 @@ def test_all_gpu_tests_are_collected_where_there_are_torch_triton_and_pytest_alo
     done = run("tests/bare.py", *COLLECT)
     assert done.returncode == 0, done.stdout[-2000:]
     bare = [line for line in done.stdout.splitlines() if "::" in line]
-    marked = {path.name for path in ROOT.glob("tests/test_*.py") if "pytest.mark.gpu" in path.read_text("utf-8")}
-    assert {line.partition("::")[0] for line in bare} >= {f"tests/{name}" for name in marked - {Path(__file__).name}}
+    marked = {
+        path.name
+        for path in ROOT.glob("tests/test_*.py")
+        if "pytest.mark.gpu" in path.read_text("utf-8")
+    }
+    assert {line.partition("::")[0] for line in bare} >= {
+        f"tests/{name}" for name in marked - {Path(__file__).name}
+    }
 
 
 def test_the_experiments_run_there_too(tmp_path):
-    named = ["01.korthikanti", "04.offloaded_optimizer", "06.attention_forward_and_backward", "07.three_recipes"]
-    done = run("tests/bare.py", "course_lib.lessons", "--device", "cpu", "--folder", str(tmp_path), "--only", *named)
+    named = [
+        "01.korthikanti",
+        "04.offloaded_optimizer",
+        "06.attention_forward_and_backward",
+        "07.three_recipes",
+    ]
+    done = run(
+        "tests/bare.py",
+        "course_lib.lessons",
+        "--device",
+        "cpu",
+        "--folder",
+        str(tmp_path),
+        "--only",
+        *named,
+    )
     assert done.returncode == 0, done.stderr
     assert [line.partition(": ")[0] for line in done.stdout.splitlines()] == named
-    assert set(json.loads((tmp_path / "cpu.json").read_text())["experiments"]) == {"01", "04", "06", "07"}
+    assert set(json.loads((tmp_path / "cpu.json").read_text())["experiments"]) == {
+        "01",
+        "04",
+        "06",
+        "07",
+    }
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
@@ -53,29 +101,46 @@ def test_ctrl_c_ends_the_command_with_a_sentence_and_keeps_the_figures(tmp_path)
     )
     command = [sys.executable, "-c", program, "--device", "cpu", "--folder", str(tmp_path)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*command, "--only", "01.kor", "05"], cwd=ROOT, text=True, **pipes) as process:
+    with subprocess.Popen(
+        [*command, "--only", "01.kor", "05"], cwd=ROOT, text=True, **pipes
+    ) as process:
         assert process.stdout.readline().startswith("01.korthikanti: ")
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=60)[1]
     assert process.returncode == 130, said  # a finalizer of torch's that it met may speak before
-    assert said.endswith("interrupted: the figures measured until now are kept\n") and "failed" not in said
-    assert json.loads((tmp_path / "cpu.json").read_text())["experiments"]["01"]["korthikanti"]["figures"]
+    assert (
+        said.endswith("interrupted: the figures measured until now are kept\n")
+        and "failed" not in said
+    )
+    assert json.loads((tmp_path / "cpu.json").read_text())["experiments"]["01"]["korthikanti"][
+        "figures"
+    ]
 
 
-# The Makefile ---------------------------------------------------------------------------------------------------------
+# The Makefile
+# --------------------------------------------------------------------------------------------------
 
 
 def made(folder, *arguments, fails="nothing"):
-    """What `make` has a Python do that writes it down and fails at one thing: its lines, and make's status."""
+    """What `make` has a Python do that writes it down and fails at one thing: its lines, and make's
+    status."""
     if shutil.which("make") is None:
         pytest.skip("needs make")
     python, log = folder / "python", folder / "log"
-    python.write_text(f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *{fails}*) echo no; exit 1;; esac\n')
+    python.write_text(
+        f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *{fails}*) echo no; exit 1;; esac\n'
+    )
     python.chmod(0o755)
-    environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "ARGS")}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("MAKEFLAGS", "MAKELEVEL", "ARGS")
+    }
     command = ["make", *arguments, f"PYTHON={python}", f"OUT={folder}/out"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    return [line for line in log.read_text().splitlines() if not line.startswith("-c ")], done.returncode
+    return [
+        line for line in log.read_text().splitlines() if not line.startswith("-c ")
+    ], done.returncode
 
 
 @pytest.mark.parametrize(("gigabytes", "workers"), [(3, 1), (12, 2), (140, 8)])
@@ -94,7 +159,10 @@ TESTS = "-m pytest -o addopts= -p no:cacheprovider -rs --durations=10 -m gpu -n 
 
 @pytest.mark.parametrize("fails", ["nothing", "pytest", "--only", "attention"])
 def test_make_gpu_runs_tests_recordings_and_benches_and_goes_on_after_a_failure(fails, tmp_path):
-    benches = [f"tests/bench_{name}.py --output {tmp_path}/out/{name}.json" for name in ("attention", "offload")]
+    benches = [
+        f"tests/bench_{name}.py --output {tmp_path}/out/{name}.json"
+        for name in ("attention", "offload")
+    ]
     lines, status = made(tmp_path, "gpu", "ARGS=--only 04 --skip 04.p", fails=fails)
     record = "-m course_lib.lessons --only 04 --skip 04.p"
     assert lines == [CHECK, CHECK, TESTS, record, CHECK, *benches]

@@ -1,6 +1,8 @@
-"""The instructor's guide beside the notebooks: sections, minutes, figures, claims and exercises agree with them.
+"""The instructor's guide beside the notebooks: sections, minutes, figures, claims and exercises
+agree with them.
 
-Every check takes text and returns a list of problems; faults that are put into the guide show that it finds them.
+Every check takes text and returns a list of problems; faults that are put into the guide show that
+it finds them.
 """
 
 import re
@@ -57,7 +59,11 @@ def part_of(lesson, title):
 def rows_of(text):
     """The tables' rows as lists of cells, without headings and rules."""
     tables = re.findall(r"^\|.*\n\|[-|]+\|\n((?:\|.*\n?)*)", text, re.M)
-    return [[cell.strip() for cell in row.strip("|").split(" | ")] for table in tables for row in table.splitlines()]
+    return [
+        [cell.strip() for cell in row.strip("|").split(" | ")]
+        for table in tables
+        for row in table.splitlines()
+    ]
 
 
 def pairs_of(guide):
@@ -67,13 +73,19 @@ def pairs_of(guide):
     """
     pairs, waiting = [], None
     for block in re.split(r"\n\s*\n", guide.strip()):
-        if waiting and re.match(r"[#|-]|\d\. ", block):  # no paragraph in the other language follows
+        # no paragraph in the other language follows
+        if waiting and re.match(r"[#|-]|\d\. ", block):
             pairs, waiting = [*pairs, (waiting, "")], None
         if block.startswith("#"):
             left, _, right = re.sub(r"^#+ (\d\d )?", "", block).partition(" / ")
             pairs.append((left, right))
         elif block.startswith("|"):
-            cells = [cell for row in block.splitlines() for cell in re.split(r" \| |^\| | \|$", row) if cell]
+            cells = [
+                cell
+                for row in block.splitlines()
+                for cell in re.split(r" \| |^\| | \|$", row)
+                if cell
+            ]
             cells = [cell.partition("<br>") for cell in cells if not re.fullmatch(r"[-|]+", cell)]
             pairs += [(english, chinese if tag else None) for english, tag, chinese in cells]
         elif re.match(r"- |\d\. ", block):
@@ -102,7 +114,9 @@ def sources_of_checks():
     """Name of an exercise's check -> its source, wherever in the library it stands."""
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "course_lib").rglob("*.py")]
     return dict(
-        found for text in texts for found in re.findall(r"^def (check_\w+)(.*?)(?=^[@\w]|\Z)", text, re.M | re.S)
+        found
+        for text in texts
+        for found in re.findall(r"^def (check_\w+)(.*?)(?=^[@\w]|\Z)", text, re.M | re.S)
     )
 
 
@@ -117,7 +131,8 @@ def rounds_to(figure, shown):
     """A figure with decimals may be one of those shown, rounded."""
     step = Decimal(1).scaleb(figure.as_tuple().exponent)
     return step < 1 and any(
-        other.as_tuple().exponent < step.as_tuple().exponent and other.quantize(step, ROUND_HALF_UP) == figure
+        other.as_tuple().exponent < step.as_tuple().exponent
+        and other.quantize(step, ROUND_HALF_UP) == figure
         for other in shown
     )
 
@@ -146,7 +161,9 @@ def lesson_problems(lesson, notebook, minutes):
     rows = rows_of(part_of(lesson, "Minutes"))
     timed = [found for row in rows for found in SECTION_MINUTES.findall(row[0])]
     if [section for section, _ in timed] != there:
-        problems.append(f"minutes are given for {[section for section, _ in timed]}, the notebook has {there}")
+        problems.append(
+            f"minutes are given for {[section for section, _ in timed]}, the notebook has {there}"
+        )
     for row in rows:
         added_up = sum(int(time) for _, time in SECTION_MINUTES.findall(row[0]))
         if str(added_up) != row[1]:
@@ -159,7 +176,11 @@ def lesson_problems(lesson, notebook, minutes):
     for match in NAMED_SECTIONS.finditer(lesson):
         if (match[1] or match[2]) not in there:
             problems.append(f"{match[0]!r}: the notebook has no such section")
-    set_there = {int(found) for cell in notebook.cells for found in re.findall(r"\*\*Exercise (\d)\.\*\*", cell.source)}
+    set_there = {
+        int(found)
+        for cell in notebook.cells
+        for found in re.findall(r"\*\*Exercise (\d)\.\*\*", cell.source)
+    }
     graded = [int(row[0]) for row in rows_of(part_of(lesson, "Grading"))]
     if graded != sorted(set_there):
         problems.append(f"grades exercises {graded}, the notebook has {sorted(set_there)}")
@@ -169,8 +190,11 @@ def lesson_problems(lesson, notebook, minutes):
 
 
 def claims_of(notebook):
-    """(claim, measured figure, verdict) of each row of a lesson's tables of claims, English before Chinese."""
-    tables = [text for text in outputs_of(notebook) if 'class="dataframe' in text and ">claim<" in text]
+    """(claim, measured figure, verdict) of each row of a lesson's tables of claims, English before
+    Chinese."""
+    tables = [
+        text for text in outputs_of(notebook) if 'class="dataframe' in text and ">claim<" in text
+    ]
     found = []
     for table in (BeautifulSoup(html, "html.parser") for html in tables):
         for code in table.find_all("code"):
@@ -178,15 +202,26 @@ def claims_of(notebook):
         names = [cell.text.split()[0] for cell in table.select("th")]
         for row in table.select("tbody tr"):
             cells = dict(zip(names, row.find_all("td"), strict=True))
-            texts = (cells[name].select("[lang]") or [cells[name]] for name in ("claim", "measured", "verdict"))
-            found.append(tuple(" ".join(part.text.strip().replace("\u00a0", " ") for part in parts) for parts in texts))
+            texts = (
+                cells[name].select("[lang]") or [cells[name]]
+                for name in ("claim", "measured", "verdict")
+            )
+            found.append(
+                tuple(
+                    " ".join(part.text.strip().replace("\u00a0", " ") for part in parts)
+                    for parts in texts
+                )
+            )
     return found
 
 
 def claim_problems(lesson, notebook):
     """The claims are the lesson's, with the figures and verdicts that the notebook stores."""
     there = claims_of(notebook)
-    rows = [tuple(cell.replace("<br>", " ") for cell in row) for row in rows_of(part_of(lesson, "Misconceptions"))]
+    rows = [
+        tuple(cell.replace("<br>", " ") for cell in row)
+        for row in rows_of(part_of(lesson, "Misconceptions"))
+    ]
     return [f"claims: {row}" for row in rows if row not in there] + [
         f"claims lack {row}" for row in there if row not in rows
     ]
@@ -195,12 +230,18 @@ def claim_problems(lesson, notebook):
 def figure_problems(lesson, notebook):
     """Numbers that the notebook does not show."""
     minutes = part_of(lesson, "Minutes")
-    text = lesson.replace(minutes, "\n".join(cell for row in rows_of(minutes) for cell in row[2:]) + "\n")
-    text = text.replace("<br>", " ")  # or the last number of one language meets the first of the other
-    text = re.sub(r"^(#+ \d*|\d\. |\| \d \|)", "", text, flags=re.M)  # numbers of lessons, questions and exercises
+    text = lesson.replace(
+        minutes, "\n".join(cell for row in rows_of(minutes) for cell in row[2:]) + "\n"
+    )
+    # or the last number of one language meets the first of the other
+    text = text.replace("<br>", " ")
+    # numbers of lessons, questions and exercises
+    text = re.sub(r"^(#+ \d*|\d\. |\| \d \|)", "", text, flags=re.M)
     words, _, _ = take_apart(NAMED_SECTIONS.sub("", text))
     shown = figures_of(notebook)
-    return [str(figure) for figure in sorted(numbers_in(words) - shown) if not rounds_to(figure, shown)]
+    return [
+        str(figure) for figure in sorted(numbers_in(words) - shown) if not rounds_to(figure, shown)
+    ]
 
 
 def plan_problems(guide, minutes):
@@ -221,7 +262,9 @@ MINUTES = readme_minutes(README)
 
 def problems_of(lesson, path):
     notebook = load(path)
-    found = lesson_problems(lesson, notebook, MINUTES[path.stem[:2]]) + figure_problems(lesson, notebook)
+    found = lesson_problems(lesson, notebook, MINUTES[path.stem[:2]]) + figure_problems(
+        lesson, notebook
+    )
     return found + language_problems(f"## {lesson}")
 
 

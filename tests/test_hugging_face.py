@@ -1,4 +1,5 @@
-"""course_lib.budget on Hugging Face models, made from configurations: what is estimated is what the run takes."""
+"""course_lib.budget on Hugging Face models, made from configurations: what is estimated is what the
+run takes."""
 
 import re
 from dataclasses import replace
@@ -12,21 +13,34 @@ from course_lib.budget import InfeasibleBudget, Recipe, build, estimate, fit, ru
 from course_lib.budget.extrapolate import Composing
 from course_lib.checkpoint import checkpoint_blocks
 
-transformers = pytest.importorskip("transformers", reason="transformers comes with the extras `models` and `test`")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers comes with the extras `models` and `test`"
+)
 
 WORDS, IGNORED = 99, -100
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 TEXT = {**SIZES, "vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SHARED = {**TEXT, "num_key_value_heads": 2}  # keys and values of two heads for queries of four
 PAIR = {"vocab_size": WORDS, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2}
-PAIR |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+PAIR |= {
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+}
 T5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 T5 |= {"decoder_start_token_id": 0}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 
 def mask_of(kind, samples, length):
-    """None; 1 for all tokens; or 0 for the last tokens of every sample but the first, as padding has it."""
+    """None; 1 for all tokens; or 0 for the last tokens of every sample but the first, as padding
+    has it."""
     if kind == "none":
         return None
     lengths = torch.tensor([length - (i if kind == "padded" else 0) for i in range(samples)])
@@ -50,23 +64,46 @@ def images():
 def waves():
     np.random.seed(0)  # spans of time are masked at random: for real the same ones
     mask = torch.ones(4, 2000, dtype=torch.long)
-    return {"input_values": torch.randn(4, 2000), "attention_mask": mask, "labels": torch.randint(0, 2, (4,))}
+    return {
+        "input_values": torch.randn(4, 2000),
+        "attention_mask": mask,
+        "labels": torch.randint(0, 2, (4,)),
+    }
 
 
 def made(name, **options):
-    """A function that makes a model of a class, `ConfigOf:Class`, from a configuration of these options."""
+    """A function that makes a model of a class, `ConfigOf:Class`, from a configuration of these
+    options."""
     config, of = name.split(":")
     return lambda: getattr(transformers, of)(getattr(transformers, config + "Config")(**options))
 
 
-WAVES = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_feat_extract_layers": 2}
-WAVES |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0}  # else a random depth
+WAVES = {
+    "conv_dim": (16, 16),
+    "conv_stride": (5, 4),
+    "conv_kernel": (10, 8),
+    "num_feat_extract_layers": 2,
+}
+# else a random depth
+WAVES |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0}
 ARCHITECTURES = {
     "decoder, grouped queries": (made("Llama:LlamaForCausalLM", **SHARED), text),
-    "decoder, tied head": (made("GPT2:GPT2LMHeadModel", vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4), text),
-    "decoder, one key, tied head": (made("Gemma:GemmaForCausalLM", **TEXT, num_key_value_heads=1, head_dim=8), text),
+    "decoder, tied head": (
+        made("GPT2:GPT2LMHeadModel", vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4),
+        text,
+    ),
+    "decoder, one key, tied head": (
+        made("Gemma:GemmaForCausalLM", **TEXT, num_key_value_heads=1, head_dim=8),
+        text,
+    ),
     "decoder, learned positions": (
-        made("OPT:OPTForCausalLM", **TEXT, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64),
+        made(
+            "OPT:OPTForCausalLM",
+            **TEXT,
+            ffn_dim=48,
+            word_embed_proj_dim=32,
+            max_position_embeddings=64,
+        ),
         text,
     ),
     "experts, grouped": (made("Mixtral:MixtralForCausalLM", **SHARED, num_local_experts=4), text),
@@ -84,14 +121,23 @@ ARCHITECTURES = {
         made("T5:T5ForConditionalGeneration", **T5),
         partial(text, answer=12),
     ),
-    "encoder and decoder": (made("Bart:BartForConditionalGeneration", **PAIR, **SPECIAL), partial(text, answer=12)),
+    "encoder and decoder": (
+        made("Bart:BartForConditionalGeneration", **PAIR, **SPECIAL),
+        partial(text, answer=12),
+    ),
     "vision": (made("ViT:ViTForImageClassification", **SIZES, image_size=32, patch_size=8), images),
     "speech": (made("Wav2Vec2:Wav2Vec2ForSequenceClassification", **SIZES, **WAVES), waves),
     "state space": (
-        made("Mamba:MambaForCausalLM", vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, state_size=4),
+        made(
+            "Mamba:MambaForCausalLM",
+            vocab_size=WORDS,
+            hidden_size=32,
+            num_hidden_layers=2,
+            state_size=4,
+        ),
         text,
     ),
-}  # fmt: skip
+}
 RECIPES = [
     Recipe(),
     Recipe(precision="bf16", in_backward=True),
@@ -118,10 +164,15 @@ def test_what_is_estimated_is_what_the_run_takes_to_the_byte(name, recipe):
     assert guess == real
 
 
-CHAINS = {name: case for name, case in ARCHITECTURES.items() if not name.startswith("encoder and decoder")}
+CHAINS = {
+    name: case for name, case in ARCHITECTURES.items() if not name.startswith("encoder and decoder")
+}
 SEGMENTS = Recipe(checkpoint="segments", segments=2, micro_batches=2)
 OPTIMAL = Recipe(optimizer="sgd", checkpoint="optimal", schedule_bytes=220_000, in_backward=True)
-SCHEDULED = [*((name, SEGMENTS) for name in CHAINS), *((name, OPTIMAL) for name in list(CHAINS)[:5:4])]
+SCHEDULED = [
+    *((name, SEGMENTS) for name in CHAINS),
+    *((name, OPTIMAL) for name in list(CHAINS)[:5:4]),
+]
 
 
 @pytest.mark.parametrize(("name", "recipe"), SCHEDULED, ids=str)
@@ -136,7 +187,8 @@ def test_schedules_run_where_the_layers_form_a_chain_and_are_estimated_to_the_by
 def test_layers_that_share_more_than_what_they_hand_on_are_no_chain(name):
     for attempt in (estimate, run):
         with pytest.raises(
-            ValueError, match=r"^(what a block returns|model.decoder.layers.0) is [^\n]*; it takes [^\n]+$"
+            ValueError,
+            match=r"^(what a block returns|model.decoder.layers.0) is [^\n]*; it takes [^\n]+$",
         ):
             attempt(*ARCHITECTURES[name], SEGMENTS)
 
@@ -151,7 +203,14 @@ def test_an_encoder_and_a_decoder_of_any_lengths_are_both_checkpointed(layers, c
     assert guess == real == estimate(*of, named).peak_bytes
 
 
-FUNNEL = {"vocab_size": WORDS, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48, "block_sizes": [2, 2]}
+FUNNEL = {
+    "vocab_size": WORDS,
+    "d_model": 32,
+    "n_head": 4,
+    "d_head": 8,
+    "d_inner": 48,
+    "block_sizes": [2, 2],
+}
 SEEING = {**SIZES, "image_size": 16, "patch_size": 8}
 LISTS = {
     "lists in a list": (
@@ -159,8 +218,16 @@ LISTS = {
         ["funnel.encoder.blocks.0", "funnel.encoder.blocks.1", "funnel.decoder.layers"],
     ),
     "embeddings in a list": (
-        made("Sam:SamModel", vision_config=SEEING, mask_decoder_config={"hidden_size": 32, "mlp_dim": 48}),
-        ["vision_encoder.layers", "mask_decoder.transformer.layers", "mask_decoder.output_hypernetworks_mlps"],
+        made(
+            "Sam:SamModel",
+            vision_config=SEEING,
+            mask_decoder_config={"hidden_size": 32, "mlp_dim": 48},
+        ),
+        [
+            "vision_encoder.layers",
+            "mask_decoder.transformer.layers",
+            "mask_decoder.output_hypernetworks_mlps",
+        ],
     ),
     "pictures and text": (
         lambda: made(
@@ -184,7 +251,10 @@ def test_what_is_called_in_lists_of_like_modules_are_the_blocks_of_a_model(name)
 MASKED = {
     "Llama": (made("Llama:LlamaForCausalLM", **{**SHARED, "num_hidden_layers": 1}), text),
     "BART": (
-        made("Bart:BartForConditionalGeneration", **{**PAIR, **SPECIAL, "encoder_layers": 1, "decoder_layers": 1}),
+        made(
+            "Bart:BartForConditionalGeneration",
+            **{**PAIR, **SPECIAL, "encoder_layers": 1, "decoder_layers": 1},
+        ),
         partial(text, answer=12),
     ),
 }
@@ -192,7 +262,9 @@ MASKED = {
 
 @pytest.mark.parametrize(("samples", "length"), [(2, 8), (3, 50)])
 @pytest.mark.parametrize("name", MASKED)
-def test_an_attention_mask_is_dropped_where_the_run_drops_it_and_kept_where_it_keeps_it(name, samples, length):
+def test_an_attention_mask_is_dropped_where_the_run_drops_it_and_kept_where_it_keeps_it(
+    name, samples, length
+):
     make_model, make_batch = MASKED[name]
     found = {}
     for kind in ("none", "ones", "padded"):
@@ -215,7 +287,9 @@ def padded(place, samples=4, length=32):
 
 @pytest.mark.parametrize("recipe", [Recipe(), SEGMENTS], ids=repr)
 @pytest.mark.parametrize("place", range(4))
-def test_a_micro_batch_whose_mask_is_kept_does_not_stand_for_those_whose_mask_is_dropped(place, recipe):
+def test_a_micro_batch_whose_mask_is_kept_does_not_stand_for_those_whose_mask_is_dropped(
+    place, recipe
+):
     model, _ = ARCHITECTURES["decoder, grouped queries"]
     guess, real = both(model, partial(padded, place), replace(recipe, micro_batches=4))
     assert guess == real
@@ -232,8 +306,13 @@ def test_a_search_finds_schedules_for_the_micro_batch_that_takes_the_most():
 
 
 def test_the_least_that_a_schedule_takes_is_enough_for_every_micro_batch():
-    (model, _), recipe = CHAINS["decoder, grouped queries"], replace(OPTIMAL, in_backward=False, micro_batches=4)
-    composer = Composing(model, partial(padded, 1), recipe, loss_sum=None, tier="file").composer_of(recipe)
+    (model, _), recipe = (
+        CHAINS["decoder, grouped queries"],
+        replace(OPTIMAL, in_backward=False, micro_batches=4),
+    )
+    composer = Composing(model, partial(padded, 1), recipe, loss_sum=None, tier="file").composer_of(
+        recipe
+    )
     with pytest.raises(InfeasibleBudget) as least:
         composer.scheduled(replace(recipe, schedule_bytes=1))
     enough = replace(recipe, schedule_bytes=least.value.least_bytes)
@@ -251,9 +330,12 @@ def test_a_batch_that_is_there_is_looked_at_as_it_is():
 
 
 def test_experts_that_look_where_tokens_go_are_refused_by_the_name_of_the_operator():
-    make = made("Mixtral:MixtralForCausalLM", **SHARED, num_local_experts=4, experts_implementation="eager")
+    make = made(
+        "Mixtral:MixtralForCausalLM", **SHARED, num_local_experts=4, experts_implementation="eager"
+    )
     with pytest.raises(
-        ValueError, match=r"^the step looks at values of its data \(aten\.nonzero\.default\)[^\n]*don't$"
+        ValueError,
+        match=r"^the step looks at values of its data \(aten\.nonzero\.default\)[^\n]*don't$",
     ):
         estimate(make, text, Recipe())
     assert run(make, text, Recipe()).result.stepped
@@ -263,9 +345,13 @@ def test_a_search_puts_flash_into_a_model_that_keeps_its_scores():
     make_model = made("Llama:LlamaForCausalLM", **SHARED, attn_implementation="eager")
     make_batch = partial(text, "ones", 2, 128)
     plain = estimate(make_model, make_batch, Recipe(optimizer="sgd"))
-    found = fit(make_model, make_batch, plain.peak_bytes // 2, base=Recipe(optimizer="sgd"), progress=False)
+    found = fit(
+        make_model, make_batch, plain.peak_bytes // 2, base=Recipe(optimizer="sgd"), progress=False
+    )
     assert {"flash"} <= {e.recipe.attention for e in found}
-    assert all(e.peak_bytes == run(make_model, make_batch, e.recipe).meter.peak_bytes for e in found)
+    assert all(
+        e.peak_bytes == run(make_model, make_batch, e.recipe).meter.peak_bytes for e in found
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*checkpointing_enable:FutureWarning")
@@ -278,20 +364,29 @@ def test_flash_attention_is_there_too_where_the_model_checkpoints_its_own_layers
 
     torch.manual_seed(0)
     batch, losses = text(), []
-    for recipe in (Recipe(attention=None), Recipe(attention="flash"), Recipe(attention="flash", in_backward=True)):
+    for recipe in (
+        Recipe(attention=None),
+        Recipe(attention="flash"),
+        Recipe(attention="flash", in_backward=True),
+    ):
         guess, real = both(checkpointing, text, recipe)
         assert guess == real
         torch.manual_seed(1)
         model, optimizer = build(checkpointing, recipe, lr=1e-2)
         losses.append([train_step(model, optimizer, batch, recipe).loss for _ in range(3)])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(
+        losses[0], rel=1e-5
+    )
 
 
 # ---- losses that are no methods
 
 
 def series(observations=4):
-    values = {"past_values": torch.rand(observations, 19), "future_values": torch.rand(observations, 8)}
+    values = {
+        "past_values": torch.rand(observations, 19),
+        "future_values": torch.rand(observations, 8),
+    }
     times = {
         "past_time_features": torch.rand(observations, 19, 1),
         "future_time_features": torch.rand(observations, 8, 1),
@@ -314,7 +409,13 @@ TIMES = {
     "num_time_features": 1,
     "d_model": 16,
 }
-TIMES |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "dropout": 0.0}
+TIMES |= {
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+    "dropout": 0.0,
+}
 TIMES |= {"attention_dropout": 0.0, "activation_dropout": 0.0}
 
 
@@ -331,7 +432,9 @@ def test_a_loss_function_that_a_model_keeps_for_itself_is_not_called_with_the_ba
 def test_distributions_that_look_at_their_arguments_are_refused_with_the_way_out():
     make = made("TimeSeriesTransformer:TimeSeriesTransformerForPrediction", **TIMES)
     way = r"it takes .*torch\.distributions\.Distribution\.set_default_validate_args\(False\)$"
-    with pytest.raises(ValueError, match=rf"^the step looks at values [^\n]* at transformers/[^\n]*; {way}"):
+    with pytest.raises(
+        ValueError, match=rf"^the step looks at values [^\n]* at transformers/[^\n]*; {way}"
+    ):
         estimate(make, series, Recipe())
 
 
@@ -360,7 +463,10 @@ def by_name(batch):
 def test_a_function_put_on_any_other_model_is_called_and_named_where_it_fails(take):
     batch = partial(torch.ones, 2, 4)
     assert take(put_on(squares), batch, Recipe())
-    for loss, its in ((nll, r"function with the arguments \(outputs, targets\)"), (torch.nn.MSELoss(), "MSELoss with")):
+    for loss, its in (
+        (nll, r"function with the arguments \(outputs, targets\)"),
+        (torch.nn.MSELoss(), "MSELoss with"),
+    ):
         with pytest.raises(TypeError, match=rf"^Linear\.loss is a {its}[^\n]*; it takes \(batch\)"):
             take(put_on(loss), batch, Recipe())
     with pytest.raises(AttributeError) as raised:
@@ -375,13 +481,17 @@ def test_a_compiled_model_has_the_loss_of_the_one_inside(recipe):
     guess, real = both(lambda: torch.compile(plain(), backend="eager"), text, recipe)
     assert guess == real
     model, batch = plain(), text()
-    step = train_step(*build(lambda: torch.compile(model, backend="eager"), recipe, lr=0.0), batch, recipe)
+    step = train_step(
+        *build(lambda: torch.compile(model, backend="eager"), recipe, lr=0.0), batch, recipe
+    )
     assert step.loss == pytest.approx(model(**batch).loss.item(), rel=1e-5)
 
 
 OWN_ATTENTION = {
     "BLOOM": made("Bloom:BloomForCausalLM", vocab_size=WORDS, hidden_size=32, n_layer=1, n_head=2),
-    "XLNet": made("XLNet:XLNetLMHeadModel", vocab_size=WORDS, d_model=32, d_inner=48, n_layer=1, n_head=2),
+    "XLNet": made(
+        "XLNet:XLNetLMHeadModel", vocab_size=WORDS, d_model=32, d_inner=48, n_layer=1, n_head=2
+    ),
     "Mamba": ARCHITECTURES["state space"][0],
 }
 
@@ -389,6 +499,8 @@ OWN_ATTENTION = {
 @pytest.mark.parametrize("attention", ["flash", "sdpa"])
 @pytest.mark.parametrize("make", OWN_ATTENTION.values(), ids=OWN_ATTENTION)
 def test_attention_that_a_model_cannot_have_is_refused_in_the_words_of_the_recipe(make, attention):
-    with pytest.raises(ValueError, match=rf"^attention is '{attention}' and the model is a [^\n]*; it takes '") as told:
+    with pytest.raises(
+        ValueError, match=rf"^attention is '{attention}' and the model is a [^\n]*; it takes '"
+    ) as told:
         estimate(make, text, Recipe(attention=attention))
     assert {"flash", "sdpa"} & set(re.findall(r"\w+", str(told.value))) == {attention}

@@ -18,7 +18,8 @@ HAN = re.compile("[\u3400-\u9fff]")
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
-# The course's own labels ----------------------------------------------------------------------------------------------
+# The course's own labels
+# ----------------------------------------------------------------------------------------------
 
 
 @cache
@@ -29,7 +30,11 @@ def trees():
 
 
 def constants(tree):
-    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
 
 
 def labels_in(tree):
@@ -43,7 +48,11 @@ def labels_in(tree):
 
 def without_chinese(tree):
     known = labels.catalog()
-    return [f"line {n}: {label!r}" for n, label in labels_in(tree) if labels.is_english(label) and label not in known]
+    return [
+        f"line {n}: {label!r}"
+        for n, label in labels_in(tree)
+        if labels.is_english(label) and label not in known
+    ]
 
 
 def unused(catalog, trees):
@@ -52,12 +61,16 @@ def unused(catalog, trees):
 
 
 def test_every_label_that_is_written_in_code_has_its_chinese():
-    assert {str(path): found for path, tree in trees().items() if (found := without_chinese(tree))} == {}
+    assert {
+        str(path): found for path, tree in trees().items() if (found := without_chinese(tree))
+    } == {}
 
 
 def test_every_entry_of_the_catalog_is_shown_somewhere():
     built = {f"{{first}}{mark}{{rest}}" for mark in (", ", "; ", " ")}  # made by `listed`
-    assert [english for english in unused(labels.catalog(), trees().values()) if english not in built] == []
+    assert [
+        english for english in unused(labels.catalog(), trees().values()) if english not in built
+    ] == []
 
 
 def test_the_chinese_of_the_catalog_is_chinese_and_its_punctuation_too():
@@ -84,9 +97,15 @@ def test_an_unused_entry_and_a_label_without_chinese_are_found():
 @pytest.mark.parametrize(
     ("sections", "complaint"),
     [
-        ({"library": {"{n} tokens": "{m} 个 token"}}, r"placeholders of '\{n\} tokens' in \[library\]"),
+        (
+            {"library": {"{n} tokens": "{m} 个 token"}},
+            r"placeholders of '\{n\} tokens' in \[library\]",
+        ),
         ({"library": {"{n} tokens": "token"}}, "placeholders of"),
-        ({"library": {"a": "甲"}, "lesson 01": {"a": "乙"}}, r"'a' stands in \[lesson 01\] and in a section before"),
+        (
+            {"library": {"a": "甲"}, "lesson 01": {"a": "乙"}},
+            r"'a' stands in \[lesson 01\] and in a section before",
+        ),
     ],
 )
 def test_an_entry_with_other_placeholders_or_in_two_sections_is_refused(sections, complaint):
@@ -94,7 +113,8 @@ def test_an_entry_with_other_placeholders_or_in_two_sections_is_refused(sections
         entries(sections)
 
 
-# What a label is ------------------------------------------------------------------------------------------------------
+# What a label is
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -115,7 +135,10 @@ def test_a_label_is_english_and_is_said_in_chinese_with_its_values(more):
 
 def test_a_value_may_be_a_label(more):
     assert both(text("a step of {arm}", arm="slow")) == ("a step of slow", "慢的一步")
-    assert both(text("a step of {arm}", arm=text("{n:,} tokens", n=2))) == ("a step of 2 tokens", "2 个 token的一步")
+    assert both(text("a step of {arm}", arm=text("{n:,} tokens", n=2))) == (
+        "a step of 2 tokens",
+        "2 个 token的一步",
+    )
 
 
 def test_a_label_is_known_again_after_it_was_copied_or_put_into_longer_words(more):
@@ -152,15 +175,32 @@ def test_markup_has_an_element_a_language_escaped_with_code(more):
 
 
 def test_values_that_do_not_fit_the_placeholders_are_refused(more):
-    with pytest.raises(LabelError, match=r"'\{n\} tokens' has placeholders \['n'\], but got \['m'\]"):
+    with pytest.raises(
+        LabelError, match=r"'\{n\} tokens' has placeholders \['n'\], but got \['m'\]"
+    ):
         text("{n} tokens", m=1)
 
 
 @pytest.mark.parametrize(
     ("words", "english"),
     [
-        *((words, True) for words in ("peak", "Peak, MB", "vs first", "{n} tokens", "a `code` word")),
-        *((words, False) for words in ("GFLOPs", "MB", "fp32", "`nn.Linear`", "torch.mm", "$x \\leq y$", "Adam", "n")),
+        *(
+            (words, True)
+            for words in ("peak", "Peak, MB", "vs first", "{n} tokens", "a `code` word")
+        ),
+        *(
+            (words, False)
+            for words in (
+                "GFLOPs",
+                "MB",
+                "fp32",
+                "`nn.Linear`",
+                "torch.mm",
+                "$x \\leq y$",
+                "Adam",
+                "n",
+            )
+        ),
         *((words, False) for words in ("2.13.0+cpu", "d_model", "{n} MB", "12,345", "–", "")),
     ],
 )
@@ -172,6 +212,8 @@ def test_a_label_without_chinese_is_an_error_only_where_the_course_is_built(more
     assert both("my own label") == ("my own label",) * 2 and say("my own label") == "my own label"
     monkeypatch.setenv("COURSE_LABELS", "strict")
     for show in (say, markup, both):
-        with pytest.raises(LabelError, match=r"'my own label' has no Chinese: give it an entry in zh\.toml"):
+        with pytest.raises(
+            LabelError, match=r"'my own label' has no Chinese: give it an entry in zh\.toml"
+        ):
             show("my own label")
     assert say("`my own label`") and say("slow")

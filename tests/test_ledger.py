@@ -54,7 +54,8 @@ store = SymbolicStore()
 
 
 def offloaded(decoder, tokens, adam):
-    with offload_activations(store, min_bytes=1 << 17, prefetch=1):  # as on a CPU, where it is a file
+    # as on a CPU, where it is a file
+    with offload_activations(store, min_bytes=1 << 17, prefetch=1):
         loss = decoder.loss(tokens)
     loss.backward()
     adam.step()
@@ -62,7 +63,9 @@ def offloaded(decoder, tokens, adam):
 
 def loss_sum(decoder, tokens):
     targets = tokens[:, 1:].flatten()
-    return F.cross_entropy(decoder(tokens[:, :-1]).flatten(0, 1), targets, reduction="sum"), len(targets)
+    return F.cross_entropy(decoder(tokens[:, :-1]).flatten(0, 1), targets, reduction="sum"), len(
+        targets
+    )
 
 
 def in_pieces(decoder, tokens, adam):
@@ -105,7 +108,9 @@ def test_every_row_is_measured_here():
     assert [row.technique for row in ROWS] == [*TECHNIQUES, *COMBINED, *RANKS]
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.technique in TECHNIQUES], ids=lambda row: row.lesson)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.technique in TECHNIQUES], ids=lambda row: row.lesson
+)
 def test_a_row_is_what_the_step_takes(row):
     moved = []
     with symbolic():
@@ -122,7 +127,9 @@ def test_a_row_is_what_the_step_takes(row):
     assert set(moved) == {row.moved_bytes}
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.technique in COMBINED], ids=lambda row: row.lesson)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.technique in COMBINED], ids=lambda row: row.lesson
+)
 def test_a_row_of_several_techniques_is_what_a_real_step_takes_and_moves(row):
     def step():
         return run(
@@ -135,7 +142,11 @@ def test_a_row_of_several_techniques_is_what_a_real_step_takes_and_moves(row):
     moved = found.traffic.bytes_down + found.traffic.bytes_up
     with FlopCounterMode(display=False) as counter:  # apart, since its own hooks keep tensors
         step()
-    assert (found.meter.peak_bytes, counter.get_total_flops(), moved) == (row.peak_bytes, row.flops, row.moved_bytes)
+    assert (found.meter.peak_bytes, counter.get_total_flops(), moved) == (
+        row.peak_bytes,
+        row.flops,
+        row.moved_bytes,
+    )
 
 
 def test_a_lesson_shows_its_own_row_under_the_earlier_ones():

@@ -71,7 +71,8 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
-# Claims ---------------------------------------------------------------------------------------------------------------
+# Claims
+# --------------------------------------------------------------------------------------------------
 
 WITH_CLAIMS = [number for number in lessons.LESSONS if lessons.claims_of(number)]
 
@@ -94,7 +95,9 @@ def test_the_table_of_claims_takes_a_figure_for_each(number):
 
 
 def test_a_claim_has_one_of_three_outcomes():
-    with pytest.raises(ValueError, match="outcome is 'maybe'; it takes one of fails, partly, holds"):
+    with pytest.raises(
+        ValueError, match="outcome is 'maybe'; it takes one of fails, partly, holds"
+    ):
         said.Claim("a", "b", "c", "maybe")
 
 
@@ -103,7 +106,8 @@ def test_an_unknown_lesson_is_an_error_that_names_the_known_ones():
         lessons.claims_of("99")
 
 
-# Lesson 00 ------------------------------------------------------------------------------------------------------------
+# Lesson 00
+# --------------------------------------------------------------------------------------------------
 
 
 def test_this_machine_is_named_and_measured_in_both_languages():
@@ -124,11 +128,17 @@ def test_figures_of_the_lessons_have_words_in_both_languages():
         ),
     ):
         en, zh = pictures.description(drawn)
-        assert not en[0].islower() and en.endswith(".") and zh.endswith("。") and not set("。，、；：") & set(en)
+        assert (
+            not en[0].islower()
+            and en.endswith(".")
+            and zh.endswith("。")
+            and not set("。，、；：") & set(en)
+        )
         assert len(en) > 80 and len(zh) > 40
 
 
-# Lesson 01: on a GPU, and here ----------------------------------------------------------------------------------------
+# Lesson 01: on a GPU, and here
+# ----------------------------------------------------------------------------------------
 
 
 def small_run(item):
@@ -141,7 +151,9 @@ def test_the_decoder_step_counts_the_same_peak_with_the_meter_and_with_measure()
     assert values["parameter_count"] == sum(p.numel() for p in model.parameters())
     assert values["meter_peak_bytes"] + values["workspace_bytes"] == values["allocator_peak_bytes"]
     assert values["meter_blocks_peak_bytes"] >= values["meter_peak_bytes"]
-    assert values["meter_peak_bytes"] > sum(training_state_bytes(values["parameter_count"], "fp32-sgd").values())
+    assert values["meter_peak_bytes"] > sum(
+        training_state_bytes(values["parameter_count"], "fp32-sgd").values()
+    )
 
 
 def test_the_formula_of_korthikanti_is_met_to_the_byte():
@@ -162,17 +174,25 @@ def test_the_monitor_sees_each_phase_take_and_give_back_what_it_should():
     moments = 2 * weights + 4 * len(list(model.parameters()))  # and a step counter each
     assert values["step_live_bytes"] - values["backward_live_bytes"] == moments
     assert values["step_live_bytes"] - values["zero_grad_live_bytes"] == weights
-    assert values["forward_live_bytes"] > values["backward_live_bytes"] > values["model_live_bytes"] >= weights
+    assert (
+        values["forward_live_bytes"]
+        > values["backward_live_bytes"]
+        > values["model_live_bytes"]
+        >= weights
+    )
 
 
-# Lesson 03: pictures --------------------------------------------------------------------------------------------------
+# Lesson 03: pictures
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_order_of_runs_is_drawn_as_it_was_heard_and_runs_done_again_are_hatched():
     heard, x = [], torch.ones(3, requires_grad=True)
     for name in "ab":
         x.register_hook(lambda _, name=name: heard.append(f"backward {name} done"))
-        x = checkpoint(lambda x, name=name: heard.append(f"forward {name}") or x.exp(), x, use_reentrant=False)
+        x = checkpoint(
+            lambda x, name=name: heard.append(f"forward {name}") or x.exp(), x, use_reentrant=False
+        )
     x.sum().backward()
     language("en")
     drawn = lesson_02.draw_order(heard)
@@ -189,7 +209,10 @@ def test_seconds_are_drawn_as_high_as_their_median_with_whiskers_from_the_least_
     (ax,) = drawn.axes
     assert [bar.get_height() for bar in ax.patches] == [1, 1.21, 1, 1.2]
     (whiskers,) = ax.collections
-    assert [[round(y, 9) for _, y in line] for line in whiskers.get_segments()] == [[1, 1], [1.1, 1.5]]
+    assert [[round(y, 9) for _, y in line] for line in whiskers.get_segments()] == [
+        [1, 1],
+        [1.1, 1.5],
+    ]
 
 
 @pytest.mark.parametrize("cuts", [[*range(0, 101, 10)], [0, 40, 70, 90, 100]])
@@ -218,7 +241,9 @@ def test_the_curve_of_a_schedule_has_the_peak_that_the_referee_counts():
     for chain in (Chain.uniform(12, saved_bytes=2), lesson_03.pyramid()):
         for schedule in (store_all(chain), recursive(chain), sqrt_segments(chain)):
             spans, cost = live_bytes(schedule, chain), simulate(schedule, chain)
-            assert max(count for _, _, count in spans) == cost.peak_bytes and spans[-1][1] == cost.time
+            assert (
+                max(count for _, _, count in spans) == cost.peak_bytes and spans[-1][1] == cost.time
+            )
             assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
 
 
@@ -226,7 +251,9 @@ def test_there_are_as_many_schedules_as_schroeder_numbers_and_the_referee_admits
     for length, number in enumerate((1, 2, 6, 22, 90, 394), start=1):
         found = {tuple(actions) for actions in lesson_03.every_schedule(0, length - 1)}
         assert len(found) == number
-        assert all(simulate(actions, Chain.uniform(length)).forward_steps >= length for actions in found)
+        assert all(
+            simulate(actions, Chain.uniform(length)).forward_steps >= length for actions in found
+        )
 
 
 def test_the_schedule_under_a_slider_keeps_its_budget_or_says_what_it_takes():
@@ -237,7 +264,8 @@ def test_the_schedule_under_a_slider_keeps_its_budget_or_says_what_it_takes():
     assert float(title.split(" · ")[1].removesuffix(" MB")) <= 200
 
 
-# Lesson 03: what it says of cuts and frontiers ------------------------------------------------------------------------
+# Lesson 03: what it says of cuts and frontiers
+# ------------------------------------------------------------------------
 
 
 def all_cuts(depth):
@@ -247,13 +275,23 @@ def all_cuts(depth):
 
 def test_no_cut_peaks_below_the_least_peak_that_the_check_of_tapered_cuts_knows():
     def peak(cuts):
-        return 100_000 * (1 + max(j + 1 + 2 * (b - a) for j, (a, b) in enumerate(itertools.pairwise(cuts))))
+        return 100_000 * (
+            1 + max(j + 1 + 2 * (b - a) for j, (a, b) in enumerate(itertools.pairwise(cuts)))
+        )
 
-    assert [least_peak(n) for n in range(1, 12)] == [min(map(peak, all_cuts(n))) for n in range(1, 12)]
+    assert [least_peak(n) for n in range(1, 12)] == [
+        min(map(peak, all_cuts(n))) for n in range(1, 12)
+    ]
 
 
 def uneven_chain():
-    sizes = [(3, 6, 4, 9, 2, 1), (1, 2, 5, 5, 7, 0), (4, 8, 1, 6, 0, 5), (2, 4, 3, 3, 1, 1), (5, 9, 2, 8, 3, 2)]
+    sizes = [
+        (3, 6, 4, 9, 2, 1),
+        (1, 2, 5, 5, 7, 0),
+        (4, 8, 1, 6, 0, 5),
+        (2, 4, 3, 3, 1, 1),
+        (5, 9, 2, 8, 3, 2),
+    ]
     return Chain(tuple(Stage(*each) for each in sizes), 2)
 
 
@@ -262,19 +300,25 @@ def test_the_best_cut_for_each_start_of_the_last_segment_is_the_best_of_all_cuts
         by_last = collections.defaultdict(list)
         for cuts in all_cuts(len(chain)):
             by_last[cuts[-2]].append(simulate(segmented(cuts), chain))
-        wanted = [(min(c.peak_bytes for c in by_last[k]), by_last[k][0].time) for k in range(len(chain))]
+        wanted = [
+            (min(c.peak_bytes for c in by_last[k]), by_last[k][0].time) for k in range(len(chain))
+        ]
         assert [(cost.peak_bytes, cost.time) for cost in lesson_03.best_cuts(chain)] == wanted
 
 
 def test_the_frontier_with_early_stop_is_the_frontier_where_nothing_is_left_out():
     chain = uneven_chain()
     found = lesson_03.frontier_with_early_stop(chain, [0] * 5, step_bytes=1)
-    assert [(cost.peak_bytes, cost.time) for cost in found] == [(c.peak_bytes, c.time) for c in frontier(chain)]
+    assert [(cost.peak_bytes, cost.time) for cost in found] == [
+        (c.peak_bytes, c.time) for c in frontier(chain)
+    ]
 
 
 def test_checkpoints_that_stop_early_lie_on_the_frontier_with_early_stop_and_below_the_other():
     def stages(layers=3):
-        decoder = Decoder(vocabulary=512, hidden=64, heads=4, layers=layers, sequence=32, tied=False)
+        decoder = Decoder(
+            vocabulary=512, hidden=64, heads=4, layers=layers, sequence=32, tied=False
+        )
         tokens = random_tokens(4, 32, 512)
         return loss_stages(decoder, tokens[:, 1:]), tokens[:, :-1].contiguous()
 
@@ -291,15 +335,21 @@ def test_checkpoints_that_stop_early_lie_on_the_frontier_with_early_stop_and_bel
     for cuts in [*all_cuts(8)][4::12]:
         peak, flops = lesson_03.cost_of(stages, in_segments, cuts)
         within = [cost.time for cost in finer if cost.peak_bytes <= peak]
-        assert not within or flops + chain.stages[0].forward_time * 3 >= min(within)  # the embedding is charged for
-        below.append(flops < min((c.time for c in frontier(chain) if c.peak_bytes <= peak), default=math.inf))
+        # the embedding is charged for
+        assert not within or flops + chain.stages[0].forward_time * 3 >= min(within)
+        below.append(
+            flops < min((c.time for c in frontier(chain) if c.peak_bytes <= peak), default=math.inf)
+        )
     assert sum(below) >= 3
 
 
 def least_time(chain, budget):
-    """Of all schedules, also of those that give up early what they kept: a search over the referee's states."""
+    """Of all schedules, also of those that give up early what they kept: a search over the
+    referee's states."""
     start = _Referee(chain)
-    waiting = [(0.0, 0, frozenset(start.inputs), frozenset(), start.next_backward, start.live_bytes)]
+    waiting = [
+        (0.0, 0, frozenset(start.inputs), frozenset(), start.next_backward, start.live_bytes)
+    ]
     seen, number = set(), 0
     while waiting:
         time, _, inputs, saved, due, live = heapq.heappop(waiting)
@@ -321,20 +371,32 @@ def least_time(chain, budget):
                 referee.take(action)
                 if referee.during_bytes <= budget:
                     number += 1
-                    state = frozenset(referee.inputs), frozenset(referee.saved), referee.next_backward
-                    heapq.heappush(waiting, (time + referee.times[-1], number, *state, referee.live_bytes))
+                    state = (
+                        frozenset(referee.inputs),
+                        frozenset(referee.saved),
+                        referee.next_backward,
+                    )
+                    heapq.heappush(
+                        waiting, (time + referee.times[-1], number, *state, referee.live_bytes)
+                    )
     return math.inf
 
 
 def test_giving_up_early_is_faster_on_the_five_stages_and_on_equal_ones_never():
     five = lesson_03.five_stages()
     persistent = [simulate(actions, five) for actions in lesson_03.every_schedule(0, 4)]
-    assert min(cost.time for cost in persistent if cost.peak_bytes <= 13) == 80 > least_time(five, 13) == 70
+    assert (
+        min(cost.time for cost in persistent if cost.peak_bytes <= 13)
+        == 80
+        > least_time(five, 13)
+        == 70
+    )
     for equal in (Chain.uniform(5), Chain.uniform(5, saved_bytes=2)):
         assert all(least_time(equal, cost.peak_bytes) == cost.time for cost in frontier(equal))
 
 
-# Lesson 04 ------------------------------------------------------------------------------------------------------------
+# Lesson 04
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_was_recorded_of_the_decoder_on_the_simulated_device_comes_again():
@@ -361,7 +423,9 @@ def test_the_clock_is_that_of_a_larger_chain_with_the_same_ratios():
     rows, width, flops = 64, 24, 1e9
     forward = 2 * rows * width**2 / flops
     for copy, p in ((0.5, 0), (2, 1)):
-        links = dict.fromkeys(("up_bytes_per_second", "down_bytes_per_second"), 4 * rows * width / (copy * forward))
+        links = dict.fromkeys(
+            ("up_bytes_per_second", "down_bytes_per_second"), 4 * rows * width / (copy * forward)
+        )
         with SimulatedDevice(flops_per_second=flops, **links) as device:
             network, x = device.move(deep_mlp(16, width)), device.move(torch.ones(rows, width))
             began = device.seconds
@@ -386,15 +450,27 @@ def test_each_wait_is_found_missing_in_its_mode_alone():
                 return self.event()
 
     rows = lesson_04.without_waits(Hasty, Unordered).data.values.tolist()
-    assert [marks for _, _, *marks in rows] == [["✓", "✓", "✓"], ["✓", "✓", "✗"], ["✓", "✗", "✓"], ["✓", "✗", "✗"]]
+    assert [marks for _, _, *marks in rows] == [
+        ["✓", "✓", "✓"],
+        ["✓", "✓", "✗"],
+        ["✓", "✗", "✓"],
+        ["✓", "✗", "✗"],
+    ]
     assert [races > 0 for _, races, *_ in rows] == [False, True, True, True]
-    assert lesson_04.read_late(False) == [0.0] * 4 and lesson_04.read_late(True) == [0.0, 2.0, 4.0, 6.0]
+    assert lesson_04.read_late(False) == [0.0] * 4 and lesson_04.read_late(True) == [
+        0.0,
+        2.0,
+        4.0,
+        6.0,
+    ]
 
 
-# Lesson 05: two processes ---------------------------------------------------------------------------------------------
+# Lesson 05: two processes
+# ---------------------------------------------------------------------------------------------
 
 
-def no_division_over_ranks(model, loss_sum, pieces, each):  # a mean of means: each rank divides by its own tokens
+# a mean of means: each rank divides by its own tokens
+def no_division_over_ranks(model, loss_sum, pieces, each):
     total = 0
     for number, piece in enumerate(pieces, start=1):
         with nullcontext() if each or number == len(pieces) else model.no_sync():
@@ -421,19 +497,21 @@ STEP = """def step(model, loss_sum, pieces, each):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
 def test_a_process_leaves_no_thread_of_its_group_to_the_interpreters_end(tmp_path):
     program = (
-        "import runpy, sys\nfrom pathlib import Path\n"
-        f"sys.argv = ['ranks', {str(tmp_path)!r}, 'step', '2', '1', '0']\n"
-        f"Path({str(tmp_path)!r}, 'step.py').write_text({STEP!r})\n"
-        "runpy.run_module('course_lib.lessons.lesson_05.ranks', run_name='__main__')\n"
-        "names = [(thread / 'comm').read_text().strip() for thread in Path('/proc/self/task').iterdir()]\n"
-        "print([name for name in names if 'gloo' in name])\n"
+        f"import runpy, sys\nfrom pathlib import Path\nsys.argv = ['ranks', {str(tmp_path)!r},"
+        f" 'step', '2', '1', '0']\nPath({str(tmp_path)!r},"
+        f" 'step.py').write_text({STEP!r})\nrunpy.run_module('course_lib.lessons.lesson_05.ranks',"
+        " run_name='__main__')\nnames = [(thread / 'comm').read_text().strip() for thread in"
+        " Path('/proc/self/task').iterdir()]\nprint([name for name in names if 'gloo' in name])\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
-# Lesson 05: its text, its five checks, its recording ------------------------------------------------------------------
+# Lesson 05: its text, its five checks, its recording
+# ------------------------------------------------------------------
 
 
 def test_the_text_has_short_lines_and_long_paragraphs_as_characters_without_padding_in_them():
@@ -449,7 +527,9 @@ def test_the_text_has_short_lines_and_long_paragraphs_as_characters_without_padd
 
 
 def test_each_planted_bug_is_seen_by_its_own_check_and_by_no_other():
-    seen = {bug: [name for name, check in FIVE.items() if check(loop)] for bug, loop in PLANTED.items()}
+    seen = {
+        bug: [name for name, check in FIVE.items() if check(loop)] for bug, loop in PLANTED.items()
+    }
     assert seen == {bug: [bug] for bug in FIVE}
     assert [name for name, check in FIVE.items() if check(mended)] == []
 
@@ -457,7 +537,9 @@ def test_each_planted_bug_is_seen_by_its_own_check_and_by_no_other():
 def test_a_recorded_run_is_made_again_by_its_script():
     runs = lesson_05.recorded()["runs"]
     found = trained.train("mean of means", seed=2, steps=20)
-    assert torch.allclose(torch.tensor(found), torch.tensor(runs["2"]["mean of means"][:2]), atol=0.01)
+    assert torch.allclose(
+        torch.tensor(found), torch.tensor(runs["2"]["mean of means"][:2]), atol=0.01
+    )
 
 
 def test_what_the_lesson_says_of_the_recorded_seeds_is_what_they_show():
@@ -490,7 +572,8 @@ def test_the_mean_of_means_is_wrong_on_the_text_and_right_on_equal_counts():
     assert error(random_tokens(4, 32, 127) + 1) < 1e-5
 
 
-# Lesson 07: claims and pictures ---------------------------------------------------------------------------------------
+# Lesson 07: claims and pictures
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -500,7 +583,9 @@ def taken():
     def make_model():
         return Decoder(vocabulary=8192, hidden=640, heads=40, layers=4, sequence=384)
 
-    return functools.cache(lambda recipe: estimate(make_model, lambda: random_tokens(2, 384, 8192), recipe))
+    return functools.cache(
+        lambda recipe: estimate(make_model, lambda: random_tokens(2, 384, 8192), recipe)
+    )
 
 
 FORGETFUL = {"attention": "flash", "checkpoint": "layers"}
@@ -523,7 +608,9 @@ def test_where_activations_are_small_a_second_micro_batch_raises_the_peak(taken)
     assert two.peak_bytes > one.peak_bytes and two.flops == one.flops
     assert two.at_peak["gradient"] == two.at_peak["parameter"], "a full set of gradients is there"
     assert two.phase_peaks["backward"] == two.peak_bytes
-    assert taken(Recipe(micro_batches=2)).peak_bytes < taken(Recipe()).peak_bytes, "it helps where they are large"
+    assert taken(Recipe(micro_batches=2)).peak_bytes < taken(Recipe()).peak_bytes, (
+        "it helps where they are large"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -534,7 +621,9 @@ def stored():
 
 def test_savings_do_not_add_up_and_a_checkpoint_raises_the_peak_of_offloaded_activations(stored):
     plain, offloaded = stored[Recipe()], stored[Recipe(offload_activations=True)]
-    checkpoints, both = (stored[Recipe(checkpoint="layers", offload_activations=below)] for below in (False, True))
+    checkpoints, both = (
+        stored[Recipe(checkpoint="layers", offload_activations=below)] for below in (False, True)
+    )
     saved = [plain.peak_bytes - each.peak_bytes for each in (checkpoints, offloaded, both)]
     assert saved[2] < saved[1] < saved[0] + saved[1], "both save less than offload alone"
     assert both.moved_bytes * 15 < offloaded.moved_bytes and both.flops > offloaded.flops
@@ -553,12 +642,18 @@ def test_with_the_state_on_the_host_a_device_needs_less_than_16_bytes_a_paramete
     with symbolic():
         parameters = sum(p.numel() for p in make_model().parameters())
     on_device, on_host = (
-        estimate(make_model, lambda: random_tokens(1, 4096, 32000), Recipe("bf16", **FORGETFUL, **more), tier="host")
+        estimate(
+            make_model,
+            lambda: random_tokens(1, 4096, 32000),
+            Recipe("bf16", **FORGETFUL, **more),
+            tier="host",
+        )
         for more in ({}, {"offload_optimizer": 1.0, "in_backward": True})
     )
     assert on_host.peak_bytes < 4 * parameters < 16 * parameters < on_device.peak_bytes
     assert on_device.at_peak["optimizer"] >= 12 * parameters and on_host.at_peak["optimizer"] == 0
-    assert on_device.moved_bytes == 0 and on_host.moved_bytes == (2 + 2) * parameters  # gradients down, parameters up
+    # gradients down, parameters up
+    assert on_device.moved_bytes == 0 and on_host.moved_bytes == (2 + 2) * parameters
 
 
 def test_flash_takes_more_flops_where_no_tile_is_masked_as_a_whole_and_fewer_elsewhere(taken):
@@ -568,7 +663,9 @@ def test_flash_takes_more_flops_where_no_tile_is_masked_as_a_whole_and_fewer_els
     def make_model():
         return Decoder(vocabulary=64, hidden=32, heads=2, layers=1, sequence=2 * BLOCK)
 
-    ours, plain = (estimate(make_model, lambda: random_tokens(1, 2 * BLOCK, 64), r) for r in (flash, Recipe()))
+    ours, plain = (
+        estimate(make_model, lambda: random_tokens(1, 2 * BLOCK, 64), r) for r in (flash, Recipe())
+    )
     assert ours.flops < plain.flops
 
 
@@ -583,7 +680,9 @@ def test_every_field_of_a_recipe_is_explained_in_one_of_two_tables():
     tables = [lesson_07.recipe_fields(), lesson_07.recipe_fields(others=True)]
     assert lesson_07.FIELDS.keys() == Recipe().__dict__.keys()
     shown = [field for each in tables for field in each.data["field"]]
-    assert sorted(shown) == sorted(f"`{name}={value!r}`" for name, value in Recipe().__dict__.items())
+    assert sorted(shown) == sorted(
+        f"`{name}={value!r}`" for name, value in Recipe().__dict__.items()
+    )
     assert [spoken_problems(each._repr_html_()) for each in tables] == [[], []]
 
 
@@ -597,7 +696,9 @@ def test_stored_estimates_are_those_that_the_library_makes():
 
 def test_what_fills_a_peak_is_told_by_category_with_its_phase(small_steps):
     shown = lesson_07.what_fills(["plain", "step", "budget"], small_steps)
-    assert shown.data["peak, MB"].tolist() == [f"{each.peak_bytes / 1e6:.1f}" for each in small_steps]
+    assert shown.data["peak, MB"].tolist() == [
+        f"{each.peak_bytes / 1e6:.1f}" for each in small_steps
+    ]
     assert set(shown.data["phase"]) <= {"forward", "backward", "optimizer"}
 
 
@@ -605,13 +706,17 @@ def test_two_recipes_cost_the_same_where_their_lines_cross():
     one, other = (
         each
         for each in lesson_07.stored_estimates()
-        if each.recipe.offload_activations and each.recipe.in_backward and each.recipe.offload_optimizer
+        if each.recipe.offload_activations
+        and each.recipe.in_backward
+        and each.recipe.offload_optimizer
         if each.recipe.attention == "standard"
     )
     drawn = lesson_07.draw_break_even(one, other, ["without", "with checkpoints"])
     (mark,) = [line for line in drawn.axes[0].lines if len(set(line.get_xdata())) == 1]
     equal = mark.get_xdata()[0]
-    assert one.flops + equal * one.moved_bytes == pytest.approx(other.flops + equal * other.moved_bytes)
+    assert one.flops + equal * one.moved_bytes == pytest.approx(
+        other.flops + equal * other.moved_bytes
+    )
 
 
 def test_the_way_to_a_budget_is_drawn_in_bars_as_high_as_the_estimates(small_steps, tmp_path):
@@ -619,11 +724,15 @@ def test_the_way_to_a_budget_is_drawn_in_bars_as_high_as_the_estimates(small_ste
     measured = [each.peak_bytes + 3_000_000 for each in small_steps]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        drawn = lesson_07.waterfall_picture(names, small_steps, measured, 20_000_000, title="budget")
+        drawn = lesson_07.waterfall_picture(
+            names, small_steps, measured, 20_000_000, title="budget"
+        )
         drawn.savefig(tmp_path / "figure.png")
     (axes,) = drawn.axes
     steps = range(len(small_steps))
-    tops = [max(layer[i].get_y() + layer[i].get_height() for layer in axes.containers) for i in steps]
+    tops = [
+        max(layer[i].get_y() + layer[i].get_height() for layer in axes.containers) for i in steps
+    ]
     assert tops == pytest.approx([each.peak_bytes / 1e6 for each in small_steps])
     (points,) = [line for line in axes.lines if line.get_marker() == "D"]
     assert points.get_ydata() == pytest.approx([count / 1e6 for count in measured])
@@ -644,28 +753,43 @@ def test_recipes_under_two_sliders_name_the_cheapest_that_fits_on_that_machine()
         drawn = lesson_07.draw_recipes(points, 60, intensity)
         fitting = [each for each in points if each.peak_bytes <= 60e6]
         cheapest = min(fitting, key=lambda each: each.flops + intensity * each.moved_bytes)
-        assert drawn.get_suptitle().startswith(f"60 MB, {intensity} FLOP a byte: {len(fitting)} fit")
+        assert drawn.get_suptitle().startswith(
+            f"60 MB, {intensity} FLOP a byte: {len(fitting)} fit"
+        )
         named[intensity] = drawn.axes[0].get_title("left")
         assert named[intensity] == f"recipe: {cheapest.recipe}"
         assert sum(len(line.get_xdata()) for line in drawn.axes[0].lines) >= len(points)
     assert named[20] != named[100]
     least = min(each.peak_bytes for each in points) / 1e6
-    assert lesson_07.draw_recipes(points, 5).get_suptitle() == f"5 MB: none fits, the least is {least:.1f} MB"
+    assert (
+        lesson_07.draw_recipes(points, 5).get_suptitle()
+        == f"5 MB: none fits, the least is {least:.1f} MB"
+    )
 
 
-# Lesson 08: ranks, and the claims -------------------------------------------------------------------------------------
+# Lesson 08: ranks, and the claims
+# -------------------------------------------------------------------------------------
 
 
 def test_collectives_within_one_process_are_those_of_the_framework_and_count_as_it_counts():
     wire, tensors = lesson_08.Wire(), [torch.arange(8.0) + rank for rank in range(4)]
     parts = wire.reduce_scatter(tensors)
     assert torch.equal(torch.cat(parts), sum(tensors)) and wire.sent_bytes == 32
-    assert all(torch.equal(each, sum(tensors)) for each in wire.all_gather(parts)) and wire.sent_bytes == 64
-    assert all(torch.equal(each, sum(tensors)) for each in wire.all_reduce(tensors)) and wire.sent_bytes == 128
+    assert (
+        all(torch.equal(each, sum(tensors)) for each in wire.all_gather(parts))
+        and wire.sent_bytes == 64
+    )
+    assert (
+        all(torch.equal(each, sum(tensors)) for each in wire.all_reduce(tensors))
+        and wire.sent_bytes == 128
+    )
 
 
 def test_a_rank_s_own_wire_gives_what_lists_of_all_ranks_give():
-    pieces, gradients = torch.arange(24.0).view(8, 3).chunk(4), [torch.full((8, 3), float(r)).cos() for r in range(4)]
+    pieces, gradients = (
+        torch.arange(24.0).view(8, 3).chunk(4),
+        [torch.full((8, 3), float(r)).cos() for r in range(4)],
+    )
     everyone = lesson_08.Wire()
     sums, whole = everyone.reduce_scatter(gradients), everyone.all_gather(pieces)[0]
     for rank in range(4):
@@ -673,7 +797,10 @@ def test_a_rank_s_own_wire_gives_what_lists_of_all_ranks_give():
         assert torch.equal(wire.all_gather(pieces[rank]), whole)
         assert torch.allclose(wire.reduce_scatter(gradients[rank]), sums[rank])
         assert wire.sent_bytes == everyone.sent_bytes == 2 * 96
-        assert torch.allclose(wire.all_reduce(gradients[rank]), sum(gradients)) and wire.sent_bytes == 4 * 96
+        assert (
+            torch.allclose(wire.all_reduce(gradients[rank]), sum(gradients))
+            and wire.sent_bytes == 4 * 96
+        )
         with pytest.raises(ValueError, match="takes this rank's"):
             wire.all_gather(whole)
         with pytest.raises(ValueError, match="all ranks give the whole gradient"):
@@ -681,7 +808,10 @@ def test_a_rank_s_own_wire_gives_what_lists_of_all_ranks_give():
 
 
 def test_nobody_writes_the_count_of_a_wire():
-    for wire in (lesson_08.Wire(), lesson_08.RankWire(0, [torch.ones(1)], [torch.ones(1), torch.ones(1)])):
+    for wire in (
+        lesson_08.Wire(),
+        lesson_08.RankWire(0, [torch.ones(1)], [torch.ones(1), torch.ones(1)]),
+    ):
         with pytest.raises(AttributeError):
             wire.sent_bytes += 1
 
@@ -689,8 +819,12 @@ def test_nobody_writes_the_count_of_a_wire():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_recorded_wire_carried_what_a_ring_would_but_for_reduce_scatters(ranks):
     recorded, shapes = lesson_08.RECORDED[ranks], shapes_of(task_of().make_model())
-    ring = {mode: (ranks - 1) / ranks * sent_bytes(shapes, mode, ranks) for mode in ("ddp", "zero1", "fsdp")}
-    scattered = (ranks - 1) / ranks * 4 * shapes.numbers  # once more: gloo sends the whole sum of it
+    ring = {
+        mode: (ranks - 1) / ranks * sent_bytes(shapes, mode, ranks)
+        for mode in ("ddp", "zero1", "fsdp")
+    }
+    # once more: gloo sends the whole sum of it
+    scattered = (ranks - 1) / ranks * 4 * shapes.numbers
     close = functools.partial(pytest.approx, rel=5e-3)
     assert recorded["ddp"] == close(ring["ddp"]) and recorded["zero1"] == close(ring["zero1"])
     assert recorded["fsdp"] == close(ring["fsdp"] + scattered)
@@ -738,19 +872,31 @@ def test_what_four_ranks_hold_is_a_quarter_and_their_peak_is_not():
 
 def test_views_of_buckets_lower_the_peak_at_the_end_of_backward_alone():
     long, short = (
-        lesson_08.ddp_peak(tokens, view=False) - lesson_08.ddp_peak(tokens, view=True) for tokens in (128, 16)
+        lesson_08.ddp_peak(tokens, view=False) - lesson_08.ddp_peak(tokens, view=True)
+        for tokens in (128, 16)
     )
     assert long == 0 and 0.8 * 27_502_592 < short <= 27_502_592
 
 
 def a_run(mode, ranks, held, sent):
-    measured = {name: [held // 4] * ranks for name in ("parameter", "gradient")} | {"optimizer": [held // 2] * ranks}
-    return {"mode": mode, "ranks": ranks, "measured": measured, "communicated": {"predicted": sent, "measured": sent}}
+    measured = {name: [held // 4] * ranks for name in ("parameter", "gradient")} | {
+        "optimizer": [held // 2] * ranks
+    }
+    return {
+        "mode": mode,
+        "ranks": ranks,
+        "measured": measured,
+        "communicated": {"predicted": sent, "measured": sent},
+    }
 
 
 def test_bytes_over_ranks_are_drawn_where_they_were_measured_and_said_in_both_languages():
     lines = {n: stages(*HELD)(6_875_648, n) for n in (1, 2, 4, 8)}
-    runs = [a_run(mode, n, 4_000_000 * n, 55_000_000) for mode in ("ddp", "zero1", "fsdp") for n in (2, 4)]
+    runs = [
+        a_run(mode, n, 4_000_000 * n, 55_000_000)
+        for mode in ("ddp", "zero1", "fsdp")
+        for n in (2, 4)
+    ]
     assert [lesson_08.held_by(run) for run in runs[:2]] == [8_000_000, 16_000_000]
     drawn = lesson_08.draw_ranks(lines, runs)
     left, right = drawn.axes
@@ -763,7 +909,9 @@ def test_bytes_over_ranks_are_drawn_where_they_were_measured_and_said_in_both_la
 
 
 def test_bars_of_a_peak_are_as_long_as_it_and_hold_what_was_gathered():
-    parts = dict.fromkeys(("parameter", "optimizer", "gradient", "activation", "temporary", "input"), 10_000_000)
+    parts = dict.fromkeys(
+        ("parameter", "optimizer", "gradient", "activation", "temporary", "input"), 10_000_000
+    )
     drawn = lesson_08.draw_peaks({"one device": {**parts, "gathered": 5_000_000}}, "peak")
     (ax,) = drawn.axes
     assert sum(patch.get_width() for patch in ax.patches) == 65
@@ -775,14 +923,19 @@ def test_bars_of_a_peak_are_as_long_as_it_and_hold_what_was_gathered():
 def test_given_and_carried_bytes_stand_side_by_side():
     rows = [("ddp", 8e6, 4e6, 4e6), ("reduce_scatter", 4e6, 2e6, 4e6)]
     drawn = lesson_08.draw_wire(rows, 2)
-    assert [sorted(patch.get_width() for patch in ax.patches) for ax in drawn.axes] == [[4, 4, 8], [2, 4, 4]]
+    assert [sorted(patch.get_width() for patch in ax.patches) for ax in drawn.axes] == [
+        [4, 4, 8],
+        [2, 4, 4],
+    ]
     en, zh = pictures.description(drawn)
     assert "reduce-scatter: 4.0, 2.0, 4.0" in en and "reduce-scatter：4.0、2.0、4.0" in zh
 
 
 def test_a_device_that_was_stopped_stands_over_ranks_that_kept_within_their_budget():
     run = {"budget_bytes": 48_000_000, "taken": [{"peak_bytes": 47_000_000}] * 2}
-    drawn = lesson_08.draw_budgets(MemoryBudgetExceeded("mm", 59_000_000, 2_000_000, 60_000_000), run, 60_000_000)
+    drawn = lesson_08.draw_budgets(
+        MemoryBudgetExceeded("mm", 59_000_000, 2_000_000, 60_000_000), run, 60_000_000
+    )
     (ax,) = drawn.axes
     assert [patch.get_width() for patch in ax.patches] == [59, 2, 47, 47]
     assert [line.get_xdata()[0] for line in ax.lines] == [60, 48]
@@ -803,11 +956,15 @@ def test_pictures_of_who_holds_what_fill_what_is_held():
     for ax in lesson_08.draw_stages().axes:
         filled.append(sum(p.get_width() for p in ax.patches if p.get_facecolor()[3] > 0) / 4)
     assert filled == [16, 10, 7, 4]  # bytes a parameter of one of four ranks, in fp32
-    counts = [sum(p.get_facecolor()[3] > 0 for p in ax.patches) for ax in lesson_08.draw_collectives().axes]
+    counts = [
+        sum(p.get_facecolor()[3] > 0 for p in ax.patches)
+        for ax in lesson_08.draw_collectives().axes
+    ]
     assert counts == [16, 4, 16]
 
 
-# Sliders --------------------------------------------------------------------------------------------------------------
+# Sliders
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

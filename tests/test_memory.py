@@ -98,19 +98,27 @@ class Stack(nn.Module):
         super().__init__()
         self.reentrant = reentrant
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(hidden, 4, 4 * hidden, dropout=0.1, batch_first=True, norm_first=norm_first)
+            nn.TransformerEncoderLayer(
+                hidden, 4, 4 * hidden, dropout=0.1, batch_first=True, norm_first=norm_first
+            )
             for _ in range(layers)
         )
 
     def forward(self, x):
         for layer in self.layers:
-            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+            x = (
+                layer(x)
+                if self.reentrant is None
+                else checkpoint(layer, x, use_reentrant=self.reentrant)
+            )
         return x
 
 
 def decoder(norm_first, reentrant):
     x = torch.randn(8, 64, 128, requires_grad=bool(reentrant))
-    model, optimizer, plain = train(Stack(norm_first=norm_first, reentrant=reentrant), x, optimizer=torch.optim.Adam)
+    model, optimizer, plain = train(
+        Stack(norm_first=norm_first, reentrant=reentrant), x, optimizer=torch.optim.Adam
+    )
 
     def step():
         with sdpa_kernel(SDPBackend.MATH):
@@ -206,10 +214,15 @@ NO_WORKSPACE = {
     "SGD, one by one": lambda: optimizer_step(torch.optim.SGD, foreach=False, momentum=0.9),
     "SGD, foreach": lambda: optimizer_step(torch.optim.SGD, foreach=True, momentum=0.9),
 }
-# What the allocator sees and no operator makes: the numbers of an optimizer's Python scalars, and under a checkpoint
-# one state of the random number generator, while it is put back.
+# What the allocator sees and no operator makes: the numbers of an optimizer's Python scalars, and
+# under a checkpoint one state of the random number generator, while it is put back.
 EXACT = {"mlp", "mlp, in-place ReLU", "post-norm", "pre-norm", "batch norm and pooling"}
-EXACT |= {"embedding, tied head, cross-entropy", "double backward", "SGD, one by one", "SGD, foreach"}
+EXACT |= {
+    "embedding, tied head, cross-entropy",
+    "double backward",
+    "SGD, one by one",
+    "SGD, foreach",
+}
 
 
 class LSTM(nn.Module):
@@ -233,12 +246,15 @@ WORKSPACE = {
 
 
 def allocations(step):
-    """The independent oracle: bytes of each allocation (+) and release (-), in order, as the allocator reports them."""
+    """The independent oracle: bytes of each allocation (+) and release (-), in order, as the
+    allocator reports them."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         step()
     events = enumerate(profile.profiler.kineto_results.events())
-    changes = sorted((event.start_ns(), i, event.nbytes()) for i, event in events if event.name() == "[memory]")
+    changes = sorted(
+        (event.start_ns(), i, event.nbytes()) for i, event in events if event.name() == "[memory]"
+    )
     return [change for _, _, change in changes]
 
 
@@ -248,7 +264,8 @@ def empty_gradients(model):
 
 
 def one_more_sample():
-    """A sample tells what was live when its operator returned; what died after the last one shows in the next."""
+    """A sample tells what was live when its operator returned; what died after the last one shows
+    in the next."""
     torch.empty(0)
 
 
@@ -269,7 +286,10 @@ def test_the_meters_peak_is_the_allocators_where_operators_take_no_workspace(nam
     empty_gradients(model)
     held = bytes_of(model.parameters()) + bytes_of(model.buffers())
     if optimizer is not None:
-        held += sum(bytes_of(v for v in state.values() if torch.is_tensor(v)) for state in optimizer.state.values())
+        held += sum(
+            bytes_of(v for v in state.values() if torch.is_tensor(v))
+            for state in optimizer.state.values()
+        )
     seen = held + max(accumulate(allocations(step)))
     assert meter.peak_bytes == pytest.approx(seen, rel=1e-3)
     assert meter.peak_bytes <= seen
@@ -332,7 +352,10 @@ SYMBOLIC = {
         lambda: Stack(norm_first=False, reentrant=False, layers=2, hidden=32),
         lambda: torch.ones(2, 16, 32),
     ),
-    "batch norm": (lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)), lambda: torch.ones(8, 16)),
+    "batch norm": (
+        lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)),
+        lambda: torch.ones(8, 16),
+    ),
 }
 
 
@@ -375,8 +398,12 @@ def test_cast_converts_as_the_modules_own_method_does(context):
         model = HalfTied()
         assert cast(model, torch.bfloat16) is model
         found = model.state_dict()
-        assert {n: (v.shape, v.dtype) for n, v in found.items()} == {n: (v.shape, v.dtype) for n, v in expected.items()}
-        assert model.head.weight is model.tokens.weight and isinstance(model.head.weight, nn.Parameter)
+        assert {n: (v.shape, v.dtype) for n, v in found.items()} == {
+            n: (v.shape, v.dtype) for n, v in expected.items()
+        }
+        assert model.head.weight is model.tokens.weight and isinstance(
+            model.head.weight, nn.Parameter
+        )
         assert not model.head.weight.requires_grad and model.hidden.weight.requires_grad
 
 
@@ -385,12 +412,15 @@ def test_a_symbolic_module_that_is_as_asked_stays_as_it_is():
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         before = [*model.parameters(), *model.buffers()]
         assert model.to("cpu", torch.float32).float() is model
-        assert all(a is b for a, b in zip([*model.parameters(), *model.buffers()], before, strict=True))
+        assert all(
+            a is b for a, b in zip([*model.parameters(), *model.buffers()], before, strict=True)
+        )
     assert nn.Linear(2, 2).to(torch.bfloat16).weight.dtype == torch.bfloat16
 
 
 class Keeping(nn.Linear):
-    """A module that has its own way to be converted, as rotary embeddings have that keep their frequencies in fp32."""
+    """A module that has its own way to be converted, as rotary embeddings have that keep their
+    frequencies in fp32."""
 
     def __init__(self):
         super().__init__(4, 4)
@@ -420,7 +450,8 @@ def test_a_symbolic_module_is_converted_as_for_real(convert):
         tensors = [*found.named_parameters(), *found.named_buffers()]
         assert model[0].head.weight is model[0].tokens.weight and found is model
         return [
-            (name, t.shape, t.stride(), t.dtype, t.requires_grad, isinstance(t, nn.Parameter)) for name, t in tensors
+            (name, t.shape, t.stride(), t.dtype, t.requires_grad, isinstance(t, nn.Parameter))
+            for name, t in tensors
         ]
 
     expected = made()
@@ -432,17 +463,25 @@ def test_measure_of_a_symbolic_step_has_bytes_and_flops_and_no_seconds():
     found = []
     for context in (nullcontext(), symbolic()):
         with context:
-            model, optimizer, step = train(deep_mlp(3, 32), torch.ones(8, 32), optimizer=torch.optim.Adam)
+            model, optimizer, step = train(
+                deep_mlp(3, 32), torch.ones(8, 32), optimizer=torch.optim.Adam
+            )
             found.append(measure(step, model=model, optimizer=optimizer, repeats=1))
     real, free = found
-    assert hash(real) and (free.peak_bytes, free.flops, free.at_peak) == (real.peak_bytes, real.flops, real.at_peak)
+    assert hash(real) and (free.peak_bytes, free.flops, free.at_peak) == (
+        real.peak_bytes,
+        real.flops,
+        real.at_peak,
+    )
     assert (free.allocator_peak_bytes, free.workspace_bytes, free.seconds) == (None, None, None)
 
 
 def looked_at():
     """Values that steps look at, of tensors made in as many ways as they are."""
     tokens, mask = torch.arange(12).view(3, 4) % 5, torch.ones(3, 4, dtype=torch.long)
-    late = torch.zeros(5, dtype=torch.long).index_add_(0, tokens.flatten(), torch.ones(12, dtype=torch.long))
+    late = torch.zeros(5, dtype=torch.long).index_add_(
+        0, tokens.flatten(), torch.ones(12, dtype=torch.long)
+    )
     masked = tokens.masked_fill(tokens == 2, -100)
     shifted = torch.cat([tokens[:, 1:], tokens.new_full((3, 1), 7)], 1)
     return [
@@ -468,7 +507,9 @@ def test_small_tensors_of_whole_numbers_have_their_values_in_a_symbolic_step():
         expected = looked_at()
     with symbolic(), MemoryMeter() as meter:
         assert looked_at() == expected
-    assert [(s.operator, s.live_bytes) for s in meter.timeline] == [(s.operator, s.live_bytes) for s in real.timeline]
+    assert [(s.operator, s.live_bytes) for s in meter.timeline] == [
+        (s.operator, s.live_bytes) for s in real.timeline
+    ]
 
 
 LOOKS = {
@@ -509,7 +550,12 @@ def test_what_depends_on_symbolic_values_is_unknown_and_who_looks_is_told_the_op
         lambda scores: torch.ones(3, 1).add_(scores[:, :1]).long(),
     ):
         assert LOOKS[look](make(torch.ones(3, 4))) is not None
-        with symbolic(), pytest.raises((_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)) as told:
+        with (
+            symbolic(),
+            pytest.raises(
+                (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
+            ) as told,
+        ):
             LOOKS[look](make(torch.randn(3, 4)))
         assert re.search(r"aten\.\w+", str(told.value))
 
@@ -592,13 +638,19 @@ def norm_before_a_pool():
     F.adaptive_avg_pool1d(x, 1).square().sum().backward()
 
 
-@pytest.mark.parametrize("step", [rows_by_a_mask, rows_by_a_step, norm_before_a_pool], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "step", [rows_by_a_mask, rows_by_a_step, norm_before_a_pool], ids=lambda f: f.__name__
+)
 def test_a_symbolic_step_takes_what_the_real_one_takes_where_values_or_strides_matter(step):
     with MemoryMeter() as real:
         step()
     with symbolic(), MemoryMeter() as meter:
         step()
-    assert (meter.peak_bytes, meter.at_peak(), meter.live_bytes) == (real.peak_bytes, real.at_peak(), real.live_bytes)
+    assert (meter.peak_bytes, meter.at_peak(), meter.live_bytes) == (
+        real.peak_bytes,
+        real.at_peak(),
+        real.live_bytes,
+    )
 
 
 def test_weights_that_are_drawn_again_until_they_are_within_bounds_can_be_symbolic():
@@ -628,8 +680,8 @@ def test_after_the_forward_pass_an_mlp_holds_two_activations_a_layer():
     model, x = deep_mlp(DEPTH, WIDTH), torch.randn(BATCH, WIDTH)
     with MemoryMeter(model) as meter:
         y = model(x).sum()
-    # Each GELU keeps its input, each Linear but the first keeps the GELU's output before it; the last output is
-    # needed by nobody.
+    # Each GELU keeps its input, each Linear but the first keeps the GELU's output before it; the
+    # last output is needed by nobody.
     assert at_end(meter)["activation"] == (2 * DEPTH - 1) * ONE
     assert at_end(meter)["parameter"] == WEIGHTS
     assert meter.live_bytes == WEIGHTS + (2 * DEPTH - 1) * ONE + y.nbytes
@@ -654,14 +706,18 @@ def test_after_backward_gradients_weigh_as_much_as_parameters_and_no_activation_
         with MemoryMeter(given) as meter:
             model(x).sum().backward()
             one_more_sample()
-        expected = dict.fromkeys(CATEGORIES, 0) | {"gradient": WEIGHTS, "parameter": 0 if given is None else WEIGHTS}
+        expected = dict.fromkeys(CATEGORIES, 0) | {
+            "gradient": WEIGHTS,
+            "parameter": 0 if given is None else WEIGHTS,
+        }
         assert at_end(meter) == expected
 
 
 def test_adam_holds_two_moments_and_a_step_count_a_parameter():
     model, x = deep_mlp(DEPTH, WIDTH), torch.randn(BATCH, WIDTH)
     optimizer = torch.optim.Adam(model.parameters())
-    for given in ((model, optimizer), (None, None)):  # made in the block; known from the step itself
+    # made in the block; known from the step itself
+    for given in ((model, optimizer), (None, None)):
         optimizer.state.clear()
         empty_gradients(model)
         with MemoryMeter(*given) as meter:
@@ -695,7 +751,9 @@ def test_buffers_of_a_given_model_are_buffers():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_under_a_checkpoint_the_inputs_and_what_is_computed_again_are_activations(reentrant):
-    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+    layers = [
+        nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()) for _ in range(4)
+    ]
     model = nn.Sequential(*layers)
     x = torch.randn(BATCH, 64, requires_grad=True)
     recomputed = []
@@ -712,13 +770,15 @@ def test_under_a_checkpoint_the_inputs_and_what_is_computed_again_are_activation
         y.sum().backward()
         one_more_sample()
     series = meter.series()
-    # The inputs of layers 1, 2 and 3 are kept (that of layer 0 is x, made before the block), the last output is not.
+    # The inputs of layers 1, 2 and 3 are kept (that of layer 0 is x, made before the block), the
+    # last output is not.
     assert after("aten.sum.default", meter)["activation"] == 3 * ONE
     (moment,) = recomputed
-    # Layer 2 is computed again, layer 3 is over: the inputs of 1 and 2, and what Linear gives GELU to keep.
+    # Layer 2 is computed again, layer 3 is over: the inputs of 1 and 2, and what Linear gives GELU
+    # to keep.
     assert series["activation"][moment] == 3 * ONE
-    # In layer 3: three inputs, three tensors between its parts; and the loss's gradient (4 bytes), which is made before
-    # the backward pass and read in it, as activations are.
+    # In layer 3: three inputs, three tensors between its parts; and the loss's gradient (4 bytes),
+    # which is made before the backward pass and read in it, as activations are.
     assert series["activation"].max() == 6 * ONE + 4
     assert at_end(meter)["activation"] == 0
 
@@ -742,7 +802,8 @@ def test_what_an_autograd_function_saves_is_an_activation():
         y.sum()
         assert at_end(meter)["activation"] == ONE  # save_for_backward: seen at once
         y.sum().backward()
-    assert after("aten.sum.default", meter)["activation"] == 2 * ONE  # an attribute: once backward has read it
+    # an attribute: once backward has read it
+    assert after("aten.sum.default", meter)["activation"] == 2 * ONE
 
 
 def test_without_gradients_everything_is_temporary():
@@ -792,16 +853,20 @@ def test_an_optimizer_that_steps_in_a_hook_of_backward_is_in_its_own_phase():
         parameter.register_post_accumulate_grad_hook(step_now)
     with MemoryMeter(model) as meter:
         model(x).sum().backward()
-    phases = [phase for i, phase in enumerate(meter.phases()) if i == 0 or phase != meter.phases()[i - 1]]
+    phases = [
+        phase for i, phase in enumerate(meter.phases()) if i == 0 or phase != meter.phases()[i - 1]
+    ]
     assert phases[:3] == ["forward", "backward", "optimizer"]
     assert phases.count("optimizer") >= 2  # between pieces of the backward pass
     assert {s.phase for s in meter.timeline if "addcdiv" in s.operator} == {"optimizer"}
     assert {s.phase for s in meter.timeline if s.operator.startswith("aten.mm")} == {"backward"}
-    assert meter.series()["gradient"].max() < bytes_of(model.parameters())  # they never live all at once
+    # they never live all at once
+    assert meter.series()["gradient"].max() < bytes_of(model.parameters())
 
 
 class Wraps(torch.optim.Optimizer):
-    """Another optimizer does its step, between work of its own; its state is there and shows here as nothing."""
+    """Another optimizer does its step, between work of its own; its state is there and shows here
+    as nothing."""
 
     def __init__(self, params, base=torch.optim.Adam):
         super().__init__(params, {"lr": 0.1})
@@ -832,7 +897,9 @@ def test_an_optimizer_within_an_optimizer_does_not_end_its_phase():
     phases = meter.phases()
     turns = [phase for i, phase in enumerate(phases) if i == 0 or phase != phases[i - 1]]
     assert turns == ["forward", "backward", "optimizer", "forward"]
-    assert {s.phase for s in meter.timeline if s.operator.startswith("aten._foreach_mul_")} == {"optimizer"}
+    assert {s.phase for s in meter.timeline if s.operator.startswith("aten._foreach_mul_")} == {
+        "optimizer"
+    }
     assert at_end(meter)["optimizer"] == bytes_of(v for v in optimizer.held_tensors())
 
 
@@ -870,7 +937,10 @@ def test_the_closure_of_an_optimizer_is_forward_and_backward():
 def test_a_sample_names_its_operator_and_the_timeline_can_be_sliced():
     with MemoryMeter() as meter:
         x = torch.ones(10) + 1
-    assert [sample.operator for sample in meter.timeline] == ["aten.ones.default", "aten.add.Tensor"]
+    assert [sample.operator for sample in meter.timeline] == [
+        "aten.ones.default",
+        "aten.add.Tensor",
+    ]
     assert meter.timeline[-1].bytes["temporary"] == x.nbytes and hash(meter.timeline[-1])
     assert [sample.live_bytes for sample in meter.timeline[0:2]] == [40, 80]
 
@@ -904,7 +974,8 @@ def rnn():
 
 
 def uses_of(function):
-    """A parameter of which `function` makes something, in which gradients meet or are added otherwise."""
+    """A parameter of which `function` makes something, in which gradients meet or are added
+    otherwise."""
 
     def make():
         weight = nn.Parameter(torch.randn(64, 64))
@@ -920,7 +991,8 @@ def uses_of(function):
 
 
 class AddsGradients(torch.autograd.Function):
-    """Its formula's own sum, out of place, takes a tensor more than a gradient that meets another."""
+    """Its formula's own sum, out of place, takes a tensor more than a gradient that meets
+    another."""
 
     @staticmethod
     def forward(ctx, x):
@@ -954,7 +1026,9 @@ MEETINGS = {
     "a hook that adds": uses_of(with_hook),
     "a gradient that is kept": uses_of(with_kept_gradient),
     "double backward": uses_of(
-        lambda y: torch.autograd.grad((y.tanh() ** 3).sum(), y, create_graph=True)[0] ** 2 + y.tanh()
+        lambda y: (
+            torch.autograd.grad((y.tanh() ** 3).sum(), y, create_graph=True)[0] ** 2 + y.tanh()
+        )
     ),
     "the largest": uses_of(lambda y: y.max(-1)[0]),
     "the median": uses_of(lambda y: y.median(-1)[0]),
@@ -991,7 +1065,9 @@ def test_gradients_that_meet_are_counted_as_autograd_alone_adds_them(name):
     with MemoryMeter() as meter:
         step()
         one_more_sample()
-    assert all(torch.equal(leaf.grad, gradient) for leaf, gradient in zip(leaves, gradients, strict=True))
+    assert all(
+        torch.equal(leaf.grad, gradient) for leaf, gradient in zip(leaves, gradients, strict=True)
+    )
     for leaf in leaves:
         leaf.grad = None
     scalars = 16  # bytes of Python numbers that operators take
@@ -1020,7 +1096,8 @@ def test_the_meter_keeps_nothing_alive_of_a_function_that_adds_in_backward():
     with MemoryMeter() as meter:
         _SumsInBackward.apply(x).sum().backward()
     exp = next(sample for sample in meter.timeline if sample.operator == "aten.exp.default")
-    assert exp.live_bytes == 4 * (1 + 1000 + 1000 + 1)  # the loss and its gradient, what was added, and its exponential
+    # the loss and its gradient, what was added, and its exponential
+    assert exp.live_bytes == 4 * (1 + 1000 + 1000 + 1)
 
 
 def test_a_symbolic_steps_gradients_meet_in_the_same_bytes():
@@ -1047,7 +1124,10 @@ def test_a_peak_above_the_allocators_is_explained():
     weight = nn.Parameter(torch.randn(256, 256))
     found = measure(lambda: (weight * 2).prod(1).sum().backward(), repeats=1)
     assert found.workspace_bytes == found.allocator_peak_bytes - found.peak_bytes < -4 * 256 * 255
-    assert f"the meter counts {-found.workspace_bytes:,} bytes more than the allocator" in found.caption()
+    assert (
+        f"the meter counts {-found.workspace_bytes:,} bytes more than the allocator"
+        in found.caption()
+    )
     assert measure(lambda: (weight * 2).exp().sum().backward(), repeats=1).notes == ()
 
 
@@ -1056,7 +1136,9 @@ def test_the_runs_for_the_allocator_and_for_the_clock_are_under_no_mode():
 
     def step():
         profiled = torch.autograd.profiler._is_profiler_enabled
-        depths.append((profiled, len(torch.utils._python_dispatch._get_current_dispatch_mode_stack())))
+        depths.append(
+            (profiled, len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()))
+        )
         (weight * 2).sum().backward()
 
     measure(step, repeats=3)
@@ -1086,7 +1168,9 @@ def test_workspace_on_cuda_is_what_the_allocator_held_within_an_operator(monkeyp
     monkeypatch.setattr(torch.cuda, "memory_stats", None)  # too slow to be asked at each operator
     monkeypatch.setattr(torch.cuda.memory, "memory_stats", None)
     monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", nested)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: held.update(peak=held["current"]))
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: held.update(peak=held["current"])
+    )
     assert workspace_by_operator(run, torch.device("cuda")) == {"aten.mm.default": 300}
 
 
@@ -1130,7 +1214,9 @@ def test_gradients_are_the_same_to_the_bit(name):
 
 def test_a_checkpoint_is_computed_again_once_and_only_in_backward():
     layer, calls = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)), []
-    layer.register_forward_pre_hook(lambda *_: calls.append(torch._C._current_autograd_node() is not None))
+    layer.register_forward_pre_hook(
+        lambda *_: calls.append(torch._C._current_autograd_node() is not None)
+    )
     x = torch.randn(4, 16)
     with MemoryMeter(layer) as meter:
         y = checkpoint(layer, x, use_reentrant=False)
@@ -1147,7 +1233,10 @@ def test_no_tensor_is_kept_alive():
     with MemoryMeter():
         y = model(x.exp())
         y.sum().backward()
-        held = [weakref.ref(tensor.untyped_storage()) for tensor in (y, x.grad, model.weight, torch.ones(3))]
+        held = [
+            weakref.ref(tensor.untyped_storage())
+            for tensor in (y, x.grad, model.weight, torch.ones(3))
+        ]
         x.grad = None
         del y, model
         torch.ones(1)
@@ -1228,7 +1317,11 @@ def test_meters_nest():
 
 def test_a_meter_is_entered_once():
     meter = MemoryMeter()
-    with meter, pytest.raises(RuntimeError, match=r"has been entered already \(active\); make a new one"), meter:
+    with (
+        meter,
+        pytest.raises(RuntimeError, match=r"has been entered already \(active\); make a new one"),
+        meter,
+    ):
         pass
     with pytest.raises(RuntimeError, match=r"has been entered already \(closed\)"), meter:
         pass
@@ -1325,7 +1418,9 @@ def test_sparse_tensors_count_with_their_indices_and_values():
     assert at_end(meter)["gradient"] == 3 * 8 + 3 * 4 * 4
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN"
+)
 def test_an_opaque_tensor_is_a_clear_error_after_which_everything_is_undone():
     refused = pytest.raises(NotImplementedError, match=r"cannot see .* with layout torch\._mkldnn")
     with everything_undone_afterwards(), refused, MemoryMeter():
@@ -1340,7 +1435,9 @@ def test_the_inner_tensors_of_a_wrapper_subclass_count():
         assert meter.live_bytes == 1600
         del x, y
         assert meter.live_bytes == 0
-    assert [sample.operator for sample in meter.timeline] == ["aten.ones.default"] * 2 + ["aten.mul.Tensor"] * 2
+    assert [sample.operator for sample in meter.timeline] == ["aten.ones.default"] * 2 + [
+        "aten.mul.Tensor"
+    ] * 2
     parameter = nn.Parameter(two.TwoTensor(torch.ones(100), torch.ones(100)))
     model = nn.Module()
     model.weight = parameter
@@ -1442,7 +1539,8 @@ def test_blocks_are_rounded_up():
 # ---- devices
 
 
-SECOND = "lazy"  # autograd takes its symbolic tensors without such hardware; those of "cuda" only without gradients
+# autograd takes its symbolic tensors without such hardware; those of "cuda" only without gradients
+SECOND = "lazy"
 
 
 def on_second_device(hooks, device=SECOND, optimizer=torch.optim.SGD, **options):
@@ -1491,7 +1589,10 @@ def test_what_a_step_keeps_in_host_memory_is_no_part_of_its_devices_figures():
         assert max(sample.live_bytes for sample in meter.timeline) == meter.peak_bytes
         assert (str(meter.device), str(alone.device)) == (SECOND, "cpu")
         host = torch.device("cpu")
-        assert meter.peak_bytes_by_device == {torch.device(SECOND): meter.peak_bytes, host: sum(packed)}
+        assert meter.peak_bytes_by_device == {
+            torch.device(SECOND): meter.peak_bytes,
+            host: sum(packed),
+        }
         assert alone.peak_bytes_by_device == {host: alone.peak_bytes}
 
         metered(given, budget_bytes=meter.peak_bytes)
@@ -1522,9 +1623,14 @@ def test_the_device_is_the_cpu_until_the_first_accelerator_is_met():
         second, state = torch.ones(1000, device="cuda:1"), torch.get_rng_state()
         second.resize_(2000)
         assert meter.live_bytes == meter.peak_bytes == first.nbytes
-    assert [sample.live_bytes for sample in meter.timeline] == [0, 40, 40, 40, 40]  # before it too, no other device's
+    # before it too, no other device's
+    assert [sample.live_bytes for sample in meter.timeline] == [0, 40, 40, 40, 40]
     found = {str(device): count for device, count in meter.peak_bytes_by_device.items()}
-    assert found == {"cpu": on_cpu.nbytes + state.nbytes, "cuda:0": first.nbytes, "cuda:1": second.nbytes}
+    assert found == {
+        "cpu": on_cpu.nbytes + state.nbytes,
+        "cuda:0": first.nbytes,
+        "cuda:1": second.nbytes,
+    }
     assert str(meter.device) == "cuda:0"
     assert MemoryMeter().peak_bytes_by_device == {}
 
@@ -1543,7 +1649,12 @@ def test_the_first_tensor_of_an_accelerator_may_be_the_one_that_passes_the_budge
 
 @pytest.mark.parametrize(
     ("device", "name", "count"),
-    [("cpu", "cpu", 1), ("cpu:0", "cpu", 1), ("cuda", "cuda:0", 10), (torch.device("cuda:1"), "cuda:1", 100)],
+    [
+        ("cpu", "cpu", 1),
+        ("cpu:0", "cpu", 1),
+        ("cuda", "cuda:0", 10),
+        (torch.device("cuda:1"), "cuda:1", 100),
+    ],
 )
 def test_a_device_that_is_named_is_counted_whichever_comes_first(device, name, count):
     with symbolic(), MemoryMeter(device=device) as meter:
@@ -1563,15 +1674,27 @@ def test_meta_tensors_count_where_that_device_is_named():
     with symbolic():
         model, x = deep_mlp(4, 64), torch.ones(32, 64)
         alike = measure(step, model=model)
-    assert (found.peak_bytes, found.at_peak, found.flops) == (alike.peak_bytes, alike.at_peak, alike.flops)
-    assert (found.device, found.allocator_peak_bytes, found.seconds, found.notes) == ("meta", None, None, ())
+    assert (found.peak_bytes, found.at_peak, found.flops) == (
+        alike.peak_bytes,
+        alike.at_peak,
+        alike.flops,
+    )
+    assert (found.device, found.allocator_peak_bytes, found.seconds, found.notes) == (
+        "meta",
+        None,
+        None,
+        (),
+    )
 
 
 def test_measure_counts_the_device_that_it_is_told():
     with symbolic():
         model, optimizer, step = given = on_second_device(save_on_cpu, lr=0.1)
         for options in ({}, {"device": "cpu"}):
-            found, meter = measure(step, model=model, optimizer=optimizer, **options), metered(given, **options)
+            found, meter = (
+                measure(step, model=model, optimizer=optimizer, **options),
+                metered(given, **options),
+            )
             assert (found.peak_bytes, found.at_peak) == (meter.peak_bytes, meter.at_peak())
             assert found.device == options.get("device", SECOND)
 
@@ -1591,7 +1714,9 @@ def test_the_operator_that_takes_live_bytes_over_the_budget_raises(phase):
         step()
     live = [free.entry_bytes] + [sample.live_bytes for sample in free.timeline]
     highest = list(accumulate(live, max))
-    moments = [i for i in range(1, len(live)) if live[i] > highest[i - 1] and free.phases()[i - 1] == phase]
+    moments = [
+        i for i in range(1, len(live)) if live[i] > highest[i - 1] and free.phases()[i - 1] == phase
+    ]
     for moment in (moments[0], moments[-1]):
         model, optimizer, step = fresh_step()
         meter = MemoryMeter(model, optimizer, budget_bytes=live[moment] - 1)
@@ -1602,7 +1727,12 @@ def test_the_operator_that_takes_live_bytes_over_the_budget_raises(phase):
         assert error.live_bytes + error.wanted_bytes == live[moment] == meter.peak_bytes
         assert error.budget_bytes == live[moment] - 1 >= error.live_bytes
         assert meter.phases()[-1] == phase
-        for part in (error.operator, f"{error.wanted_bytes:,}", f"{error.live_bytes:,}", f"{error.budget_bytes:,}"):
+        for part in (
+            error.operator,
+            f"{error.wanted_bytes:,}",
+            f"{error.live_bytes:,}",
+            f"{error.budget_bytes:,}",
+        ):
             assert part in str(error)
     model, optimizer, step = fresh_step()
     with MemoryMeter(model, optimizer, budget_bytes=free.peak_bytes) as meter:
@@ -1622,7 +1752,10 @@ def test_after_the_error_the_same_model_trains_on_with_the_right_gradients():
         empty_gradients(model)
         model(x[:1])  # in the same block too
     square_mean(model(x)).backward()
-    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), expected, strict=True))
+    assert all(
+        torch.equal(p.grad, gradient)
+        for p, gradient in zip(model.parameters(), expected, strict=True)
+    )
 
 
 def test_what_the_refused_operator_made_is_gone():
@@ -1638,7 +1771,11 @@ def test_a_budget_below_what_the_model_holds_raises_on_entry():
     model = nn.Linear(16, 16)
     held = bytes_of(model.parameters())
     meter = MemoryMeter(model, budget_bytes=held - 1)
-    with everything_undone_afterwards(), pytest.raises(MemoryBudgetExceeded, match="on entry") as caught, meter:
+    with (
+        everything_undone_afterwards(),
+        pytest.raises(MemoryBudgetExceeded, match="on entry") as caught,
+        meter,
+    ):
         pytest.fail("the block ran")
     assert (caught.value.live_bytes, caught.value.wanted_bytes) == (0, held)
     with MemoryMeter(model, budget_bytes=held):
@@ -1647,7 +1784,12 @@ def test_a_budget_below_what_the_model_holds_raises_on_entry():
 
 def test_the_error_survives_pickling():
     error = pickle.loads(pickle.dumps(MemoryBudgetExceeded("aten.mm.default", 1, 2, 3)))
-    assert (error.operator, error.live_bytes, error.wanted_bytes, error.budget_bytes) == ("aten.mm.default", 1, 2, 3)
+    assert (error.operator, error.live_bytes, error.wanted_bytes, error.budget_bytes) == (
+        "aten.mm.default",
+        1,
+        2,
+        3,
+    )
 
 
 # ---- measure
@@ -1728,7 +1870,10 @@ def test_measure_leaves_everything_as_it_was(stepped, fails):
 def optimizers_with_state_elsewhere():
     from course_lib.offload import OffloadedOptimizer
 
-    return {"in another optimizer": Wraps, "in a file": lambda parameters: OffloadedOptimizer(parameters, lr=0.1)}
+    return {
+        "in another optimizer": Wraps,
+        "in a file": lambda parameters: OffloadedOptimizer(parameters, lr=0.1),
+    }
 
 
 @pytest.mark.parametrize(("stepped", "warmup"), [(False, 0), (True, 1)])
@@ -1779,7 +1924,9 @@ def test_a_step_that_never_takes_the_same_twice_is_noted():
 
 
 def test_a_distributed_model_is_measured_with_its_buckets_as_they_stay(one_process):
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))
+    model = nn.parallel.DistributedDataParallel(
+        nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    )
     x = torch.randn(8, 64)
     found = measure(lambda: model(x).sum().backward(), model=model, repeats=1)
     assert 0 <= found.workspace_bytes < 0.01 * found.peak_bytes and found.notes == ()
@@ -1848,12 +1995,14 @@ def test_without_a_model_gradients_are_put_back_of_leaves_that_no_operator_meets
 @pytest.mark.parametrize("warmup", [0, 1])
 def test_warmup_0_measures_the_first_step_ever(warmup):
     def make():
-        return optimizer_step(torch.optim.Adam, foreach=False)  # its peak is in the optimizer's step
+        # its peak is in the optimizer's step
+        return optimizer_step(torch.optim.Adam, foreach=False)
 
     model, optimizer, step = make()
     found = measure(step, model=model, optimizer=optimizer, warmup=warmup, repeats=1)
     assert found.at_peak["parameter"] == bytes_of(model.parameters())
-    assert found.peak_bytes == pytest.approx(found.allocator_peak_bytes, rel=1e-5)  # in its run it's a first step too
+    # in its run it's a first step too
+    assert found.peak_bytes == pytest.approx(found.allocator_peak_bytes, rel=1e-5)
     assert found.workspace_bytes >= 0
     model, optimizer, step = make()
     with MemoryMeter(model, optimizer) as first:
@@ -1878,7 +2027,8 @@ def test_the_flops_of_an_mlp_are_those_of_its_matrix_products():
     depth, width, batch = 4, 32, 8
     model, x = deep_mlp(depth, width), torch.randn(batch, width)
     found = measure(lambda: model(x).sum().backward(), model=model, repeats=1)
-    # 2*b*n*n forward, as many for the weight's gradient, and for the input's, which the first layer does not need.
+    # 2*b*n*n forward, as many for the weight's gradient, and for the input's, which the first layer
+    # does not need.
     assert found.flops == (3 * depth - 1) * 2 * batch * width * width
     forward = measure(lambda: model(x).sum(), model=model, repeats=1, needs_gradient=False)
     assert forward.flops == depth * 2 * batch * width * width
@@ -1902,7 +2052,10 @@ def test_measure_finds_the_same_whichever_arm_comes_first():
             optimizer.step()
 
         arms = {"plain": model, "forgetful": lambda x: checkpoint(model, x, use_reentrant=False)}
-        found = {n: measure(lambda n=n: step(arms[n]), model=model, optimizer=optimizer, repeats=1) for n in order}
+        found = {
+            n: measure(lambda n=n: step(arms[n]), model=model, optimizer=optimizer, repeats=1)
+            for n in order
+        }
         return {name: replace(one, seconds=0) for name, one in found.items()}
 
     assert measured(["plain", "forgetful"]) == measured(["forgetful", "plain"])
@@ -1912,7 +2065,8 @@ def test_measure_finds_the_same_whichever_arm_comes_first():
 
 
 def count_packs(function, *args, hidden=()):
-    """The independent oracle: (bytes of every packed tensor, bytes of their storages counted once)."""
+    """The independent oracle: (bytes of every packed tensor, bytes of their storages counted
+    once)."""
     hidden = {tensor.untyped_storage().data_ptr() for tensor in hidden}
     packed, held = 0, {}
 
@@ -1979,10 +2133,14 @@ def test_parameters_are_told_by_storage():
     layer = nn.Linear(8, 8)
     assert [row.argument for row in saved_tensors(layer, x)] == ["mat1"]
     rows = saved_tensors(layer, x, parameters=True)
-    assert [(row.argument, row.bytes) for row in rows] == [("mat1", x.nbytes), ("mat2", layer.weight.nbytes)]
+    assert [(row.argument, row.bytes) for row in rows] == [
+        ("mat1", x.nbytes),
+        ("mat2", layer.weight.nbytes),
+    ]
     for parameter in layer.parameters():
         parameter.requires_grad_(False)
-    assert list(saved_tensors(layer, x)) == []  # frozen: only its weight is saved, for the input's gradient
+    # frozen: only its weight is saved, for the input's gradient
+    assert list(saved_tensors(layer, x)) == []
     assert saved_tensors(layer, x, parameters=True).total_bytes == layer.weight.nbytes
 
 
@@ -2013,7 +2171,9 @@ def test_a_checkpoint_keeps_its_input_as_the_formula_says(reentrant):
     rows = [row for row in found if row.bytes]  # torch 2.9: and an empty one
     assert [(row.shape, row.bytes) for row in rows] == [(x.shape, x.nbytes)]
     shape = {"sequence": 16, "batch": 2, "hidden": 32, "heads": 4}
-    assert found.total_bytes == transformer_activation_bytes(**shape, recompute="full", dtype_bytes=4)
+    assert found.total_bytes == transformer_activation_bytes(
+        **shape, recompute="full", dtype_bytes=4
+    )
 
 
 def test_an_autograd_function_lists_what_it_saves_for_backward():
@@ -2055,7 +2215,9 @@ def test_what_the_result_does_not_need_is_not_listed():
         x.exp()  # its graph dies at once
         return x.tanh()
 
-    assert [row.operator for row in saved_tensors(function, torch.ones(3, requires_grad=True))] == ["TanhBackward0"]
+    assert [row.operator for row in saved_tensors(function, torch.ones(3, requires_grad=True))] == [
+        "TanhBackward0"
+    ]
 
 
 def test_saved_tensors_keeps_nothing_alive():
@@ -2084,7 +2246,10 @@ def test_keyword_arguments_are_listed_and_outputs_in_dataclasses_are_followed():
 
     x, y = torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(5))
     found = saved_tensors(function, 2.0, x=x, parts={"y": y})
-    assert {(row.operator, row.shape) for row in found} == {("PowBackward0", (3,)), ("ExpBackward0", (5,))}
+    assert {(row.operator, row.shape) for row in found} == {
+        ("PowBackward0", (3,)),
+        ("ExpBackward0", (5,)),
+    }
     found = saved_tensors(lambda x: {"a": [x.exp()], "b": (x.tanh(), 3)}, x)
     assert {row.operator for row in found} == {"ExpBackward0", "TanhBackward0"}
     (row,) = saved_tensors(lambda parts: (parts["y"] ** 2).sum(), parts={"y": y})
@@ -2110,7 +2275,9 @@ def test_mixed_precision_adam_takes_16_bytes_a_parameter():
     assert training_state_bytes(1, "mixed-adam") == {"parameter": 2, "gradient": 2, "optimizer": 12}
     totals = {name: sum(training_state_bytes(7_000_000_000, name).values()) for name in RECIPES}
     assert totals == {name: 7_000_000_000 * each for name, each in RECIPES.items()}
-    assert training_state_bytes(7e9, "fp32-adam") == training_state_bytes(7_000_000_000, "fp32-adam")
+    assert training_state_bytes(7e9, "fp32-adam") == training_state_bytes(
+        7_000_000_000, "fp32-adam"
+    )
 
 
 RECIPES = {"fp32-sgd": 8, "fp32-momentum": 12, "fp32-adam": 16, "mixed-adam": 16}
@@ -2118,7 +2285,10 @@ RECIPES = {"fp32-sgd": 8, "fp32-momentum": 12, "fp32-adam": 16, "mixed-adam": 16
 
 @pytest.mark.parametrize(
     ("recipe", "make"),
-    [("fp32-momentum", lambda p: torch.optim.SGD(p, momentum=0.9)), ("fp32-adam", torch.optim.Adam)],
+    [
+        ("fp32-momentum", lambda p: torch.optim.SGD(p, momentum=0.9)),
+        ("fp32-adam", torch.optim.Adam),
+    ],
 )
 def test_a_recipes_bytes_are_those_that_the_meter_finds(recipe, make):
     model, optimizer, step = train(deep_mlp(2, 32), torch.ones(1, 32), optimizer=make)
@@ -2181,7 +2351,11 @@ def test_masks_in_the_activations_dtype_cost_an_eighth_more(monkeypatch):
     monkeypatch.setattr(Dropout, "forward", lambda self, x: F.dropout(x, self.p, self.training))
     wide = layer_saves(s, b, h, a, torch.bfloat16, dropout=0.1)
     shape = {"sequence": s, "batch": b, "hidden": h, "heads": a}
-    assert native == transformer_activation_bytes(**shape, statistic_bytes=2) == s * b * h * (34 + 5 * 8) + 8 * s * b
+    assert (
+        native
+        == transformer_activation_bytes(**shape, statistic_bytes=2)
+        == s * b * h * (34 + 5 * 8) + 8 * s * b
+    )
     assert wide == transformer_activation_bytes(**shape, statistic_bytes=2, mask_bytes=2)
     assert wide / native - 1 == pytest.approx(0.1351, abs=1e-4)
 
@@ -2192,7 +2366,10 @@ def standard_core(q, k, v):
 
 def heads_of(batch, heads, sequence, head_dim, kv_heads=None):
     q = torch.randn(batch, heads, sequence, head_dim, requires_grad=True)
-    k, v = (torch.randn(batch, kv_heads or heads, sequence, head_dim, requires_grad=True) for _ in range(2))
+    k, v = (
+        torch.randn(batch, kv_heads or heads, sequence, head_dim, requires_grad=True)
+        for _ in range(2)
+    )
     return q, k, v
 
 
@@ -2203,7 +2380,8 @@ def test_standard_attention_keeps_q_k_v_and_p_but_not_s():
     expected = attention_saved_bytes(**shape)
     assert expected == {"q": 1_572_864, "k": 1_572_864, "v": 1_572_864, "p": 12_582_912}
     assert found.total_bytes == sum(expected.values()) == 17_301_504
-    assert sum(row.shape == (1, 12, 512, 512) for row in found if row.shared_with is None) == 1  # P, and no S
+    # P, and no S
+    assert sum(row.shape == (1, 12, 512, 512) for row in found if row.shared_with is None) == 1
 
 
 def test_fused_attention_keeps_no_probabilities():
@@ -2222,11 +2400,14 @@ def test_fused_attention_keeps_no_probabilities():
 
 
 def test_grouped_query_attention_keeps_fewer_keys_and_values():
-    expected = attention_saved_bytes(sequence=64, batch=2, heads=8, head_dim=16, kv_heads=2, kind="flash")
+    expected = attention_saved_bytes(
+        sequence=64, batch=2, heads=8, head_dim=16, kv_heads=2, kind="flash"
+    )
     assert expected["k"] == expected["v"] == expected["q"] // 4
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         found = saved_tensors(
-            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), *heads_of(2, 8, 64, 16, 2)
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+            *heads_of(2, 8, 64, 16, 2),
         )
     assert found.total_bytes == sum(expected.values())
     standard = attention_saved_bytes(sequence=64, batch=2, heads=8, head_dim=16, kv_heads=2)
@@ -2243,13 +2424,29 @@ STATE = {"parameters": 1, "recipe": "fp32-sgd"}
 @pytest.mark.parametrize(
     ("function", "good", "bad"),
     [
-        (MemoryMeter, {}, {"budget_bytes": [-1, 0, 1.5, True, "1 GB"], "block_bytes": [0], "model": [[1]]}),
+        (
+            MemoryMeter,
+            {},
+            {"budget_bytes": [-1, 0, 1.5, True, "1 GB"], "block_bytes": [0], "model": [[1]]},
+        ),
         (MemoryMeter, {}, {"optimizer": [nn.Linear(1, 1)], "device": [0, True, ["cpu"]]}),
-        (measure, {"step": print}, {"step": [3], "model": ["m"], "optimizer": ["adam"], "warmup": [-1, 0.5]}),
+        (
+            measure,
+            {"step": print},
+            {"step": [3], "model": ["m"], "optimizer": ["adam"], "warmup": [-1, 0.5]},
+        ),
         (measure, {"step": print}, {"repeats": [-1, True]}),
         (saved_tensors, {}, {"function": [3]}),
-        (transformer_activation_bytes, LAYER, {"heads": [5, True], "layers": [0], "batch": [-2], "mask_bytes": [-1]}),
-        (transformer_activation_bytes, LAYER, {"sequence": [1.5], "hidden": ["64", float("nan")], "recompute": ["x"]}),
+        (
+            transformer_activation_bytes,
+            LAYER,
+            {"heads": [5, True], "layers": [0], "batch": [-2], "mask_bytes": [-1]},
+        ),
+        (
+            transformer_activation_bytes,
+            LAYER,
+            {"sequence": [1.5], "hidden": ["64", float("nan")], "recompute": ["x"]},
+        ),
         (attention_saved_bytes, HEADS, {"kv_heads": [0, 3], "head_dim": [0], "kind": ["fast"]}),
         (training_state_bytes, STATE, {"parameters": [0, None, float("inf")], "recipe": ["adam"]}),
     ],
@@ -2279,7 +2476,9 @@ print("<table" in table._repr_html_(), "4 saved tensors, 512 bytes" in str(table
 found = measure(lambda: model(x).sum().backward(), model=model, repeats=1)
 print("<table" in found._repr_html_(), "peak of live tensors" in repr(found))
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert found.stdout.split() == ["True"] * 4
 
 
@@ -2310,7 +2509,9 @@ def test_the_plot_marks_the_peak():
 
 
 def gpu_decoder():
-    model = Decoder(vocabulary=1000, hidden=256, heads=8, layers=4, sequence=128, dropout=0.1).cuda()
+    model = Decoder(
+        vocabulary=1000, hidden=256, heads=8, layers=4, sequence=128, dropout=0.1
+    ).cuda()
     tokens = random_tokens(8, 128, 1000).cuda()
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -2327,7 +2528,8 @@ def requested(which):
 
 
 class Requests(TorchDispatchMode):
-    """The most bytes asked for and not given back at an operator's end, and the most that one held beyond that."""
+    """The most bytes asked for and not given back at an operator's end, and the most that one held
+    beyond that."""
 
     between = workspace = 0
 
@@ -2342,7 +2544,8 @@ class Requests(TorchDispatchMode):
 
 
 def before_a_gpu_step(model, step):
-    """What is asked for then; warmed up: cuBLAS asks for workspace once a thread and keeps it, Adam makes its state."""
+    """What is asked for then; warmed up: cuBLAS asks for workspace once a thread and keeps it, Adam
+    makes its state."""
     for _ in range(2):
         empty_gradients(model)
         step()
@@ -2352,10 +2555,14 @@ def before_a_gpu_step(model, step):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hooks", [nullcontext, partial(save_on_cpu, pin_memory=True)], ids=["plain", "save_on_cpu"])
+@pytest.mark.parametrize(
+    "hooks", [nullcontext, partial(save_on_cpu, pin_memory=True)], ids=["plain", "save_on_cpu"]
+)
 def test_on_a_gpu_the_meters_peak_is_what_was_asked_of_the_allocator(hooks):
-    """Equal to the byte at operators' ends, where workspace is free again: both modes see the same operators, none
-    of whose gradients meet (which a mode would add out of place, and the meter counts as added in place)."""
+    """Equal to the byte at operators' ends, where workspace is free again: both modes see the same
+    operators, none of whose gradients meet (which a mode would add out of place, and the meter
+    counts as added in place).
+    """
     model, optimizer, step = on_second_device(hooks, "cuda", torch.optim.Adam)
     before = before_a_gpu_step(model, step)
     with Requests() as asked:
@@ -2364,13 +2571,16 @@ def test_on_a_gpu_the_meters_peak_is_what_was_asked_of_the_allocator(hooks):
     meter = metered((model, optimizer, step))
     assert meter.peak_bytes == asked.between - before + meter.entry_bytes
     kept = meter.peak_bytes_by_device.get(torch.device("cpu"), 0)
-    assert kept == 0 if hooks is nullcontext else kept >= 4 * 32 * 64 * 4  # at least the layers' inputs
+    # at least the layers' inputs
+    assert kept == 0 if hooks is nullcontext else kept >= 4 * 32 * 64 * 4
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_allocators_peak_is_within_one_operators_workspace_of_the_meters():
-    """No mode is active where the allocator's peak is taken. It is never below the meter's: at each operator's end all
-    that the meter counts is allocated. Nor is it above by more than an operator takes beyond what it found or left."""
+    """No mode is active where the allocator's peak is taken. It is never below the meter's: at each
+    operator's end all that the meter counts is allocated. Nor is it above by more than an operator
+    takes beyond what it found or left.
+    """
     model, optimizer, step = gpu_decoder()
     before = before_a_gpu_step(model, step)
     with Requests() as asked:
@@ -2428,7 +2638,8 @@ def test_what_was_made_before_a_run_and_dies_in_it_does_not_lower_the_allocators
     x = torch.randn(size, requires_grad=True)
 
     def step():
-        x.grad = None  # frees what the last run has made; some such blocks an earlier profile has seen being made
+        # frees what the last run has made; some such blocks an earlier profile has seen being made
+        x.grad = None
         (x * 2).sum().backward()
 
     for _ in range(6):  # which ones, addresses decide
@@ -2445,10 +2656,13 @@ def test_what_a_recomputation_reads_was_an_activation_since_the_forward_pass():
         return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
 
     with MemoryMeter() as meter:
-        y = checkpoint(lambda x: (x @ weight).relu() + 1, x, use_reentrant=False, context_fn=keep_products)
+        y = checkpoint(
+            lambda x: (x @ weight).relu() + 1, x, use_reentrant=False, context_fn=keep_products
+        )
         end_of_forward = len(meter.timeline) - 1
         y.sum().backward()
-    product = 64 * 32 * 4  # kept by the policy, read by the ReLU of the second run, by no gradient formula
+    # kept by the policy, read by the ReLU of the second run, by no gradient formula
+    product = 64 * 32 * 4
     assert meter.timeline[end_of_forward].bytes["activation"] == product
 
 
@@ -2462,7 +2676,12 @@ def test_what_no_operator_made_has_a_moment_of_its_own_where_another_has_died():
                 empty.resize_(5056)
             else:
                 empty = torch.get_rng_state().untyped_storage()
-        assert meter.peak_bytes == sum(meter.at_peak().values()) == x.nbytes + empty.nbytes() == 4000 + 5056
+        assert (
+            meter.peak_bytes
+            == sum(meter.at_peak().values())
+            == x.nbytes + empty.nbytes()
+            == 4000 + 5056
+        )
         assert [sample.live_bytes for sample in meter.timeline] == [4000, 8000, 8000, 9056]
         assert meter.timeline[-1].operator == "(no operator)" and meter.operator_count == 3
 
@@ -2479,7 +2698,14 @@ def _outlines(function, *shapes, **options):
         storage = tensor.untyped_storage()
         lies_in = [i for i, x in enumerate(given) if x.untyped_storage()._cdata == storage._cdata]
         same = [i for i, x in enumerate(given) if x is tensor]
-        look = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, tensor._is_view()
+        look = (
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.dtype,
+            tensor.device,
+            tensor._is_view(),
+        )
         kinds = torch._C._dispatch_keys(tensor), tensor.requires_grad, set(vars(tensor))
         found.append((*look, storage.nbytes(), lies_in, same, *kinds))
     return found
@@ -2514,7 +2740,9 @@ def test_what_is_remembered_of_an_operator_is_what_the_framework_makes_of_it(nam
     with _fake.FakeTensorMode():
         expected = _outlines(function, (4, 6), (4, 6), dtype=dtype)
     with symbolic():
-        assert [_outlines(function, (4, 6), (4, 6), dtype=dtype) for _ in range(3)] == [expected] * 3
+        assert [_outlines(function, (4, 6), (4, 6), dtype=dtype) for _ in range(3)] == [
+            expected
+        ] * 3
 
 
 @pytest.mark.parametrize("allowed", [True, False])
@@ -2590,7 +2818,10 @@ def test_fake_tensors_that_only_find_shapes_inside_a_block_count_nothing():
 def test_several_optimizers_have_their_state_counted_and_put_back():
     makes, judges = nn.Linear(8, 8), nn.Linear(8, 1)
     model = nn.ModuleList([makes, judges])
-    optimizers = [torch.optim.Adam(makes.parameters()), torch.optim.SGD(judges.parameters(), momentum=0.9)]
+    optimizers = [
+        torch.optim.Adam(makes.parameters()),
+        torch.optim.SGD(judges.parameters(), momentum=0.9),
+    ]
 
     def step():
         judges(makes(torch.ones(4, 8))).mean().backward()
@@ -2603,10 +2834,16 @@ def test_several_optimizers_have_their_state_counted_and_put_back():
         step()
     assert meter.at_peak()["optimizer"] == state
     before = [value.clone() for optimizer in optimizers for value in tensors_in(optimizer.state)]
-    assert measure(step, model=model, optimizer=iter(optimizers), repeats=0).at_peak["optimizer"] == state
+    assert (
+        measure(step, model=model, optimizer=iter(optimizers), repeats=0).at_peak["optimizer"]
+        == state
+    )
     after = [value for optimizer in optimizers for value in tensors_in(optimizer.state)]
     assert all(map(torch.equal, before, after))
-    with pytest.raises(TypeError, match=r"optimizer is 3; it takes a torch.optim.Optimizer, several of them or None"):
+    with pytest.raises(
+        TypeError,
+        match=r"optimizer is 3; it takes a torch.optim.Optimizer, several of them or None",
+    ):
         MemoryMeter(model, [optimizers[0], 3])
 
 
@@ -2643,10 +2880,14 @@ def test_a_symbolic_bag_of_embeddings_takes_what_a_real_one_takes(mode, dtype):
 
 
 def trace_of(layers, *, checkpointed=False, batches=1, **options):
-    """Forward and backward of a decoder on symbolic tensors, from its second micro-batch on with gradients there."""
+    """Forward and backward of a decoder on symbolic tensors, from its second micro-batch on with
+    gradients there."""
     with symbolic():
         model = Decoder(vocabulary=97, hidden=16, heads=2, layers=layers, sequence=12)
-        with MemoryMeter(model, **options) as meter, checkpoint_blocks(model) if checkpointed else nullcontext():
+        with (
+            MemoryMeter(model, **options) as meter,
+            checkpoint_blocks(model) if checkpointed else nullcontext(),
+        ):
             for _ in range(batches):
                 model.loss(random_tokens(3, 12, 97)).backward()
     return meter.trace()
@@ -2654,14 +2895,25 @@ def trace_of(layers, *, checkpointed=False, batches=1, **options):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("batches", [1, 2])
-def test_a_step_grown_from_two_blocks_and_three_is_that_of_eight_and_so_are_its_storages(checkpointed, batches):
+def test_a_step_grown_from_two_blocks_and_three_is_that_of_eight_and_so_are_its_storages(
+    checkpointed, batches
+):
     few, more, whole = (trace_of(n, checkpointed=checkpointed, batches=batches) for n in (2, 3, 8))
     grown = Growth(few, more).trace(6)
     assert grown.operators == whole.operators
     assert np.array_equal(grown.live, whole.live) and np.array_equal(grown.replayed(), whole.live)
-    assert (grown.flops, grown.peak_bytes, grown.at_peak()) == (whole.flops, whole.peak_bytes, whole.at_peak())
-    assert len({span.storage for span in grown.spans}) == len({span.storage for span in whole.spans})
-    lives = [sorted((s.start, s.stop, s.bytes, s.category) for s in trace.spans) for trace in (grown, whole)]
+    assert (grown.flops, grown.peak_bytes, grown.at_peak()) == (
+        whole.flops,
+        whole.peak_bytes,
+        whole.at_peak(),
+    )
+    assert len({span.storage for span in grown.spans}) == len(
+        {span.storage for span in whole.spans}
+    )
+    lives = [
+        sorted((s.start, s.stop, s.bytes, s.category) for s in trace.spans)
+        for trace in (grown, whole)
+    ]
     assert lives[0] == lives[1]
 
 
@@ -2680,7 +2932,12 @@ def test_a_trace_replayed_is_what_the_meter_counted_operator_by_operator():
     for name, values in meter.series().items():
         assert np.array_equal(trace.series()[name][1:], values)
     assert (trace.peak_bytes, trace.at_peak()) == (meter.peak_bytes, meter.at_peak())
-    assert trace.flops == meter.flops == flops.get_total_flops() == sum(trace.flops_by_operator().values())
+    assert (
+        trace.flops
+        == meter.flops
+        == flops.get_total_flops()
+        == sum(trace.flops_by_operator().values())
+    )
     births: dict = {}
     for event in trace.events():
         births.setdefault(event.storage, event)  # what follows is its end, or another category
@@ -2694,7 +2951,11 @@ def test_each_moment_of_a_trace_knows_its_module_forward_and_backward():
     with MemoryMeter(model := deep_mlp(2, 8), module_paths=True) as meter:
         model(torch.randn(4, 8)).sum().backward()
     trace = meter.trace()
-    products = [(trace.modules.get(i, ""), phase) for i, (op, phase) in enumerate(trace.operators) if "mm" in str(op)]
+    products = [
+        (trace.modules.get(i, ""), phase)
+        for i, (op, phase) in enumerate(trace.operators)
+        if "mm" in str(op)
+    ]
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     assert [name for name, phase in products if phase == "forward"] == linear
     # The first one's input needs no gradient.

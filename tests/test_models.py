@@ -1,4 +1,5 @@
-"""The networks of the lessons: their shapes, their seeds, and PyTorch's own functions as the reference."""
+"""The networks of the lessons: their shapes, their seeds, and PyTorch's own functions as the
+reference."""
 
 import pytest
 import torch
@@ -7,7 +8,16 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from course_lib.memory import MemoryMeter, symbolic
-from course_lib.models import Attention, Decoder, DecoderLayer, Dropout, deep_mlp, loss_stages, random_tokens, seeded
+from course_lib.models import (
+    Attention,
+    Decoder,
+    DecoderLayer,
+    Dropout,
+    deep_mlp,
+    loss_stages,
+    random_tokens,
+    seeded,
+)
 
 SIZES = {"vocabulary": 50, "hidden": 16, "heads": 2, "layers": 2, "sequence": 8}
 
@@ -47,7 +57,9 @@ def test_layers_of_a_decoder_start_from_different_weights():
     model = Decoder(**SIZES)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     for i, first in enumerate(matrices):
-        assert not any(first.shape == other.shape and torch.equal(first, other) for other in matrices[i + 1 :])
+        assert not any(
+            first.shape == other.shape and torch.equal(first, other) for other in matrices[i + 1 :]
+        )
 
 
 def test_shapes():
@@ -77,7 +89,10 @@ def test_a_deep_mlp_has_as_many_pairs_of_layers_as_asked_for():
 def test_standard_attention_equals_the_frameworks(causal, dtype):
     q, k, v = (torch.randn(2, 3, 7, 4, dtype=dtype, requires_grad=True) for _ in range(3))
     model = Attention(12, 3, causal=causal)
-    found, expected = model.standard(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    found, expected = (
+        model.standard(q, k, v),
+        F.scaled_dot_product_attention(q, k, v, is_causal=causal),
+    )
     assert found.dtype == dtype
     assert_close(found, expected, rtol=1e-5, atol=1e-6)
     weights = torch.randn_like(found)
@@ -157,7 +172,9 @@ def test_a_tied_head_is_the_embedding():
 def test_the_loss_is_the_mean_cross_entropy_of_the_next_tokens():
     model, tokens = Decoder(**SIZES), random_tokens(3, 8, 50)
     logits = model(tokens[:, :-1])
-    expected = -sum(logits[b, s].log_softmax(0)[tokens[b, s + 1]] for b in range(3) for s in range(8)) / 24
+    expected = (
+        -sum(logits[b, s].log_softmax(0)[tokens[b, s + 1]] for b in range(3) for s in range(8)) / 24
+    )
     assert_close(model.loss(tokens), expected)
     total, weight = model.loss_sum(tokens)
     assert_close(total, 24 * expected)
@@ -239,7 +256,9 @@ def test_the_stages_of_a_decoder_compute_its_loss_and_share_its_weights(tied):
     loss = stages(tokens[:, :-1])
     assert torch.equal(loss, decoder.loss(tokens))
     expected = torch.autograd.grad(decoder.loss(tokens), list(decoder.parameters()))
-    for found, wanted in zip(torch.autograd.grad(loss, list(decoder.parameters())), expected, strict=True):
+    for found, wanted in zip(
+        torch.autograd.grad(loss, list(decoder.parameters())), expected, strict=True
+    ):
         assert torch.equal(found, wanted)
     other = random_tokens(3, 8, 50, seed=1)
     stages[-1].targets = other[:, 1:]

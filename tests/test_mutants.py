@@ -1,7 +1,7 @@
 """Each check refuses the solution of its exercise with one slip of the hand in it.
 
-`COURSE_MUTANTS=all pytest tests/test_mutants.py` tries all mutants of the dear checks as well, minutes in place of
-seconds; with `-s` it says how many there are.
+`COURSE_MUTANTS=all pytest tests/test_mutants.py` tries all mutants of the dear checks as well,
+minutes in place of seconds; with `-s` it says how many there are.
 """
 
 import os
@@ -28,17 +28,30 @@ SAMPLED = {} if os.environ.get("COURSE_MUTANTS") == "all" else {"01.largest_batc
 
 
 @pytest.mark.parametrize("number", LESSONS)
-def test_a_check_refuses_its_solution_with_a_slip_in_it_unless_that_is_right_as_well(number, little_to_collect):
+def test_a_check_refuses_its_solution_with_a_slip_in_it_unless_that_is_right_as_well(
+    number, little_to_collect
+):
     problems = []
     found = findings(number, SAMPLED)
     for name, each in found.items():
         listed = EQUIVALENT.get(name, {})
         problems += [f"{name} accepts {said}" for said in each.passed - set(listed)]
-        problems += [f"{name} refuses, but its list has {said}" for said in set(listed) & each.tried - each.passed]
+        problems += [
+            f"{name} refuses, but its list has {said}"
+            for said in set(listed) & each.tried - each.passed
+        ]
         problems += [f"{name} has no mutant {said}" for said in set(listed) - set(each.made)]
-    made, tried = (sum(len(getattr(each, kind)) for each in found.values()) for kind in ("made", "tried"))
-    same, passed = sum(each.same for each in found.values()), sum(len(each.passed) for each in found.values())
-    print(f"lesson {number}: {made} mutants, {tried} tried, {same} give the same answer, {passed} pass")
+    made, tried = (
+        sum(len(getattr(each, kind)) for each in found.values()) for kind in ("made", "tried")
+    )
+    same, passed = (
+        sum(each.same for each in found.values()),
+        sum(len(each.passed) for each in found.values()),
+    )
+    print(
+        f"lesson {number}: {made} mutants, {tried} tried, {same} give the same answer, {passed}"
+        " pass"
+    )
     assert problems == []
 
 
@@ -55,12 +68,17 @@ def test_running_all_cells_leaves_an_accepted_answer_in_its_name(number):
 
 @pytest.fixture
 def exercise_of_sums(monkeypatch):
-    """A check, under a lesson's name, of a function that adds up what is above a bound, on cases of its own."""
+    """A check, under a lesson's name, of a function that adds up what is above a bound, on cases of
+    its own."""
 
     def made(*cases):
         @exercise("hint")
         def check(function):
-            return right("yes") if all(function(*given) == wanted for given, wanted in cases) else wrong("no")
+            return (
+                right("yes")
+                if all(function(*given) == wanted for given, wanted in cases)
+                else wrong("no")
+            )
 
         monkeypatch.setitem(CHECKS, "01.sums", check)
 
@@ -79,7 +97,11 @@ lesson_01.check_sums(sums)"""
 
 def test_a_check_that_is_too_kind_is_found_by_a_mutant(exercise_of_sums):
     def passing():
-        return {said for said, source in mutants.mutants(SUMS).items() if accepted("01.sums", source, {})}
+        return {
+            said
+            for said, source in mutants.mutants(SUMS).items()
+            if accepted("01.sums", source, {})
+        }
 
     exercise_of_sums((([1, 2, 3], 0), 6))
     assert passing() == {"each > bound → each >= bound"}
@@ -110,6 +132,9 @@ def test_mutants_are_slips_of_every_kind():
 
 def test_code_that_does_not_end_is_not_accepted(exercise_of_sums):
     exercise_of_sums()
-    endless = "while True:\n    try:\n        while True: pass\n    except Exception: pass\nlesson_01.check_sums(len)"
+    endless = (
+        "while True:\n    try:\n        while True: pass\n    except Exception:"
+        " pass\nlesson_01.check_sums(len)"
+    )
     assert accepted("01.sums", endless, {}, seconds=0.05) is None
     assert accepted("01.sums", "lesson_01.check_sums(len)", {}) == (len,)

@@ -1,7 +1,8 @@
-"""Checks on the notebooks themselves: twins, stored outputs, two languages, words, shape of the cells.
+"""Checks on the notebooks themselves: twins, stored outputs, two languages, words, shape of the
+cells.
 
-Every check takes a notebook and returns a list of problems, so that a failing test says all that is wrong at once. The
-second half shows that each check finds a fault that is put into a lesson.
+Every check takes a notebook and returns a list of problems, so that a failing test says all that is
+wrong at once. The second half shows that each check finds a fault that is put into a lesson.
 """
 
 import ast
@@ -23,7 +24,9 @@ jupytext = pytest.importorskip("jupytext")
 MarkdownIt = pytest.importorskip("markdown_it").MarkdownIt
 TransformerManager = pytest.importorskip("IPython.core.inputtransformer2").TransformerManager
 
-from course_lib.teaching.editions import translations  # noqa: E402 - after the checks for what a GPU machine lacks
+from course_lib.teaching.editions import (
+    translations,
+)
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
@@ -41,7 +44,11 @@ CJK = HAN + r"\u3000-\u303f\uff00-\uffef"
 
 def cells_of(notebook, cell_type):
     """(number, cell) of the cells of one type, counted from 1 over all cells."""
-    return [(number, cell) for number, cell in enumerate(notebook.cells, 1) if cell.cell_type == cell_type]
+    return [
+        (number, cell)
+        for number, cell in enumerate(notebook.cells, 1)
+        if cell.cell_type == cell_type
+    ]
 
 
 def tags_of(cell):
@@ -63,7 +70,8 @@ DIV = re.compile(r'<div lang="(en|zh)">(.*?)</div>', re.S)
 
 
 def take_apart(text):
-    """Prose of one language -> (words alone, code, formulas); code and formulas leave a ￼ behind."""
+    """Prose of one language -> (words alone, code, formulas); code and formulas leave a ￼
+    behind."""
     code, formulas = set(), set()
 
     def take_fence(match):
@@ -87,8 +95,21 @@ def take_apart(text):
     return text.replace("*", ""), code, formulas
 
 
-UNITS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12, "千": 3, "万": 4, "百万": 6, "亿": 8, "万亿": 12}
-NUMBER = re.compile(r"(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?:[ -]?(thousand|million|billion|trillion|百万|万亿|千|万|亿))?")
+UNITS = {
+    "thousand": 3,
+    "million": 6,
+    "billion": 9,
+    "trillion": 12,
+    "千": 3,
+    "万": 4,
+    "百万": 6,
+    "亿": 8,
+    "万亿": 12,
+}
+NUMBER = re.compile(
+    r"(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?:["
+    r" -]?(thousand|million|billion|trillion|百万|万亿|千|万|亿))?"
+)
 
 
 def numbers_in(words):
@@ -101,7 +122,8 @@ def numbers_in(words):
 
 
 def languages_of(source):
-    """A markdown cell -> (lines outside of the divs, English, Chinese); None for a language that is missing."""
+    """A markdown cell -> (lines outside of the divs, English, Chinese); None for a language that is
+    missing."""
     parts = dict(DIV.findall(source))
     outside = [line for line in DIV.sub("", source).splitlines() if line.strip()]
     return outside, parts.get("en"), parts.get("zh")
@@ -133,7 +155,9 @@ def twin_problems(notebook, script):
         if differing:
             problems.append(f"cell {number}: {', '.join(differing)} differ: {here} and {there}")
     if len(notebook.cells) != len(twin.cells):
-        problems.append(f"{len(notebook.cells)} cells in the notebook, {len(twin.cells)} in the script")
+        problems.append(
+            f"{len(notebook.cells)} cells in the notebook, {len(twin.cells)} in the script"
+        )
     return problems
 
 
@@ -159,11 +183,19 @@ def compile_problems(notebook):
 def execution_problems(notebook):
     """A stored notebook has been run once, from top to bottom, without an error."""
     problems = []
-    full_cells = [(number, cell) for number, cell in cells_of(notebook, "code") if cell.source.strip()]
+    full_cells = [
+        (number, cell) for number, cell in cells_of(notebook, "code") if cell.source.strip()
+    ]
     for expected, (number, cell) in enumerate(full_cells, 1):
         if cell.execution_count != expected:
-            problems.append(f"cell {number}: execution count {cell.execution_count} instead of {expected}")
-        problems += [f"cell {number}: {o.ename}: {o.evalue}" for o in cell.outputs if o.output_type == "error"]
+            problems.append(
+                f"cell {number}: execution count {cell.execution_count} instead of {expected}"
+            )
+        problems += [
+            f"cell {number}: {o.ename}: {o.evalue}"
+            for o in cell.outputs
+            if o.output_type == "error"
+        ]
     return problems
 
 
@@ -178,11 +210,16 @@ def glyph_problems(notebook):
 
 
 def picture_problems(notebook):
-    """Outputs that a screen reader cannot say: a PNG by itself has no alt text in JupyterLab, whatever its metadata."""
+    """Outputs that a screen reader cannot say: a PNG by itself has no alt text in JupyterLab,
+    whatever its metadata."""
     problems = []
     for number, cell in cells_of(notebook, "code"):
         for output in cell.outputs:
-            found = [f"{kind} instead of an <img>" for kind in output.get("data", {}) if kind.startswith("image/")]
+            found = [
+                f"{kind} instead of an <img>"
+                for kind in output.get("data", {})
+                if kind.startswith("image/")
+            ]
             found += spoken_problems(output.get("data", {}).get("text/html", ""))
             problems += [f"cell {number}: {problem}" for problem in found]
     return problems
@@ -196,9 +233,14 @@ def comparison_problems(notebook):
         if "nbval-skip" in tags or "raises-exception" in tags:
             problems.append(f"cell {number}: is not tested at all ({', '.join(sorted(tags))})")
         if "nbval-ignore-output" in tags and not tags & REASONS_NOT_TO_COMPARE:
-            problems.append(f"cell {number}: nbval-ignore-output needs one of {sorted(REASONS_NOT_TO_COMPARE)}")
+            problems.append(
+                f"cell {number}: nbval-ignore-output needs one of {sorted(REASONS_NOT_TO_COMPARE)}"
+            )
         if tags & REASONS_NOT_TO_COMPARE and "nbval-ignore-output" not in tags:
-            problems.append(f"cell {number}: {sorted(tags & REASONS_NOT_TO_COMPARE)} without nbval-ignore-output")
+            problems.append(
+                f"cell {number}: {sorted(tags & REASONS_NOT_TO_COMPARE)} without"
+                " nbval-ignore-output"
+            )
     return problems
 
 
@@ -211,13 +253,17 @@ def solution_problems(notebook):
     for number, cell in enumerate(notebook.cells, 1):
         markers = re.findall(r"^\s*### (BEGIN|END) SOLUTION\s*$", cell.source, re.M)
         if "SOLUTION" in cell.source and not markers:
-            problems.append(f"cell {number}: a solution marker is a line of its own: ### BEGIN SOLUTION")
+            problems.append(
+                f"cell {number}: a solution marker is a line of its own: ### BEGIN SOLUTION"
+            )
         if markers != ["BEGIN", "END"] * (len(markers) // 2):
             problems.append(f"cell {number}: unbalanced solution markers: {markers}")
         if markers and cell.cell_type != "code":
             problems.append(f"cell {number}: a solution in a cell that is no code")
         if markers and not cell.metadata.get("jupyter", {}).get("source_hidden"):
-            problems.append(f'cell {number}: a solution needs the metadata jupyter={{"source_hidden": true}}')
+            problems.append(
+                f'cell {number}: a solution needs the metadata jupyter={{"source_hidden": true}}'
+            )
     return problems
 
 
@@ -234,18 +280,29 @@ def top_level(source):
 
 
 def guard_problems(notebook):
-    """A solution that takes a name of the reader's asks first whether his answer was accepted, and checks it again."""
+    """A solution that takes a name of the reader's asks first whether his answer was accepted, and
+    checks it again."""
     problems, attempt = [], ""
     for number, cell in cells_of(notebook, "code"):
         if "### BEGIN SOLUTION" in cell.source:
             *_, last = body = ast.parse(cell.source).body
-            check = last.value.func if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) else None
+            check = (
+                last.value.func
+                if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call)
+                else None
+            )
             free = [node for node in body if not isinstance(node, ast.If)]
             taken = top_level("\n".join(map(ast.unparse, free))) & top_level(attempt)
-            problems += [f"cell {number}: takes the reader's {name!r} whatever he wrote" for name in sorted(taken)]
+            problems += [
+                f"cell {number}: takes the reader's {name!r} whatever he wrote"
+                for name in sorted(taken)
+            ]
             for guard in (node for node in body if isinstance(node, ast.If)):
                 if check is None or ast.unparse(guard.test) != f"not {ast.unparse(check)}.accepted":
-                    problems.append(f"cell {number}: asks {ast.unparse(guard.test)!r}, another check than its own")
+                    problems.append(
+                        f"cell {number}: asks {ast.unparse(guard.test)!r}, another check than"
+                        " its own"
+                    )
         attempt = cell.source
     return problems
 
@@ -254,7 +311,8 @@ def guard_problems(notebook):
 
 
 def layout_problems(source):
-    """One heading line in both languages at most, then a div for each language, and nothing else."""
+    """One heading line in both languages at most, then a div for each language, and nothing
+    else."""
     problems = []
     outside, english, chinese = languages_of(FENCE.sub("", source))
     if outside and not re.match(r"#{1,6} ", outside[0]):
@@ -272,20 +330,29 @@ def layout_problems(source):
         return [*problems, 'needs one <div lang="en"> and then one <div lang="zh">']
     for language, body in DIV.findall(source):
         if not re.fullmatch(r"\n\s*\n.*\S.*\n\s*\n", body, re.S):
-            problems.append(f"{language}: needs text, a blank line before it and a blank line after it")
+            problems.append(
+                f"{language}: needs text, a blank line before it and a blank line after it"
+            )
         if re.search(r"^ {0,3}#{1,6} |^ {0,3}\S.*\n {0,3}(=+|-+) *$", FENCE.sub("", body), re.M):
             problems.append(f"{language}: a heading inside of a div doubles the table of contents")
         if "<div" in body:
             problems.append(f"{language}: a div inside of a div")
         for text in printed_asterisks(body):
-            problems.append(f"{language}: asterisks would be printed, as in **注意：**text: {text!r}")
+            problems.append(
+                f"{language}: asterisks would be printed, as in **注意：**text: {text!r}"
+            )
     return problems
 
 
 def printed_asterisks(markdown):
-    """Texts in which ** does not make bold: after punctuation, a closing ** must not touch a letter (**注意：**文)."""
+    """Texts in which ** does not make bold: after punctuation, a closing ** must not touch a letter
+    (**注意：**文)."""
     prose = MATH.sub("$$", markdown)
-    tokens = [child for token in MarkdownIt().enable("table").parse(prose) for child in token.children or []]
+    tokens = [
+        child
+        for token in MarkdownIt().enable("table").parse(prose)
+        for child in token.children or []
+    ]
     return [token.content for token in tokens if token.type == "text" and "**" in token.content]
 
 
@@ -306,11 +373,14 @@ def agreement_problems(english, chinese):
 
 
 def english_problems(english):
-    """No Chinese in it, but for the name of the switch's other position; one idea, so not many words."""
+    """No Chinese in it, but for the name of the switch's other position; one idea, so not many
+    words."""
     problems = []
     if found := re.findall(f"[{CJK}]+", english.replace("中文", "")):
         problems.append(f"en: Chinese characters {found}")
-    prose = "\n".join(line for line in take_apart(english)[0].splitlines() if not line.lstrip().startswith("|"))
+    prose = "\n".join(
+        line for line in take_apart(english)[0].splitlines() if not line.lstrip().startswith("|")
+    )
     words = len(re.findall(r"\w[\w'’.-]*", prose))
     if words > MOST_ENGLISH_WORDS:
         problems.append(f"en: {words} words, at most about {MOST_ENGLISH_WORDS}")
@@ -358,8 +428,8 @@ BANNED = {
     "帕累托边界": "帕累托前沿",
     "损失放缩": "损失缩放",
 }
-# What else an English word may mean: low rank, a call that blocks, a notebook's kernel, FLOPs a second; and where
-# Chinese does without it: a sequence of 128 tokens.
+# What else an English word may mean: low rank, a call that blocks, a notebook's kernel, FLOPs a
+# second; and where Chinese does without it: a sequence of 128 tokens.
 OTHER_SENSES = {
     "rank": ["秩"],
     "block": ["阻塞"],
@@ -372,16 +442,20 @@ OTHER_SENSES = {
 def glossary_rows(text):
     """[(English forms, Chinese forms, number of the lesson that introduces the term, meaning)]"""
     rows = [row.split(" | ") for row in re.findall(r"^\| (?!English)(.+) \|$", text, re.M)]
-    return [(english.split(", "), chinese.split("、"), lesson, meaning) for english, chinese, lesson, meaning in rows]
+    return [
+        (english.split(", "), chinese.split("、"), lesson, meaning)
+        for english, chinese, lesson, meaning in rows
+    ]
 
 
 def read_glossary(text):
-    """[(pattern of an English form, Chinese words)], long forms first, so that "gradient" is not looked for in
-    "gradient checkpointing"."""
+    """[(pattern of an English form, Chinese words)], long forms first, so that "gradient" is not
+    looked for in "gradient checkpointing"."""
     entries = []
     for forms, chinese, _, _ in glossary_rows(text):
         for form in forms:
-            loose = re.sub("[- ]", r"[-\\s]?", form)  # micro-batch, micro batch, microbatch, or a new line in between
+            # micro-batch, micro batch, microbatch, or a new line in between
+            loose = re.sub("[- ]", r"[-\\s]?", form)
             pattern = re.compile(rf"\b{loose}s?\b", re.I)
             entries.append((form, pattern, chinese + OTHER_SENSES.get(form, [])))
     return sorted(entries, key=lambda entry: -len(entry[0]))
@@ -396,20 +470,36 @@ def glossary():
 
 
 def introduction_problems(notebook, number, glossary):
-    """Terms that the glossary says this lesson introduces, and whose preferred form its Chinese text never has."""
+    """Terms that the glossary says this lesson introduces, and whose preferred form its Chinese
+    text never has."""
     prose = [cell.source for _, cell in cells_of(notebook, "markdown")]
-    chinese = "\n".join(text for source in prose for text in (languages_of(source)[2] or "", source.partition("\n")[0]))
-    return [forms[0] for _, forms, lesson, _ in glossary_rows(glossary) if lesson == number and forms[0] not in chinese]
+    chinese = "\n".join(
+        text
+        for source in prose
+        for text in (languages_of(source)[2] or "", source.partition("\n")[0])
+    )
+    return [
+        forms[0]
+        for _, forms, lesson, _ in glossary_rows(glossary)
+        if lesson == number and forms[0] not in chinese
+    ]
 
 
 def glossary_problems(english, chinese):
-    """An English term is there in Chinese, in the glossary's word or in English; no other renderings."""
+    """An English term is there in Chinese, in the glossary's word or in English; no other
+    renderings."""
     words, _, _ = take_apart(english)
     problems = []
     for form, pattern, chinese_forms in glossary():
         words, count = pattern.subn("\ufffc", words)
-        if count and not pattern.search(chinese) and not any(word in chinese for word in chinese_forms):
-            problems.append(f"{form!r} is in the English text, none of {chinese_forms} in the Chinese one")
+        if (
+            count
+            and not pattern.search(chinese)
+            and not any(word in chinese for word in chinese_forms)
+        ):
+            problems.append(
+                f"{form!r} is in the English text, none of {chinese_forms} in the Chinese one"
+            )
     for pattern, better in BANNED.items():
         problems += [f"{match[0]!r} is {better!r} here" for match in re.finditer(pattern, chinese)]
     return problems
@@ -436,7 +526,9 @@ def link_problems(notebook, folder):
     problems = []
     for number, cell in cells_of(notebook, "markdown"):
         prose = INLINE_CODE.sub("", FENCE.sub("", cell.source))
-        targets = [target for _, target in LINK.findall(prose)] + re.findall(r'(?:href|src)="([^"]*)"', prose)
+        targets = [target for _, target in LINK.findall(prose)] + re.findall(
+            r'(?:href|src)="([^"]*)"', prose
+        )
         for target in targets:
             path = target.partition("#")[0]
             if path and not re.match(r"[a-z][a-z0-9+.-]*:", path) and not (folder / path).exists():
@@ -448,17 +540,22 @@ def link_problems(notebook, folder):
 
 # Spelled in pieces, so that this file passes its own check.
 MACHINE_PATHS = re.compile(
-    "(?<![\\w.])/(?:" + "|".join(["work", "root", r"home/\w+", r"Users/\w+"]) + ")/|/tmp/(?:bash|ipy)"
+    "(?<![\\w.])/(?:"
+    + "|".join(["work", "root", r"home/\w+", r"Users/\w+"])
+    + ")/|/tmp/(?:bash|ipy)"
 )
 
 
 def machine_paths(text):
     """Paths of the machine that a file was made on."""
-    return [f"...{text[max(0, m.start() - 20) : m.end() + 20]!r}" for m in MACHINE_PATHS.finditer(text)]
+    return [
+        f"...{text[max(0, m.start() - 20) : m.end() + 20]!r}" for m in MACHINE_PATHS.finditer(text)
+    ]
 
 
 def files_of_the_course():
-    """All text files of the repository, without asking git: the course may have come as an archive."""
+    """All text files of the repository, without asking git: the course may have come as an
+    archive."""
     folders = [ROOT / name for name in ("course_lib", "notebooks", "tests", ".ci")]
     paths = [path for folder in folders for path in folder.rglob("*")]
     paths += [path for path in ROOT.iterdir() if path.name != ".git"]
@@ -540,43 +637,72 @@ def test_the_glossary_says_what_each_word_means_in_both_languages():
 
 @each_notebook
 def test_no_text_was_edited_in_one_language_alone(path):
-    known = {place: pair for place, pair in translations.read_pairs().items() if place.startswith(path.stem[:2])}
+    known = {
+        place: pair
+        for place, pair in translations.read_pairs().items()
+        if place.startswith(path.stem[:2])
+    }
     found = translations.pairs(load(path))
-    alone = sorted({translations.section_of(place) for place in translations.one_sided(found, known)})
-    assert alone == [], f'one language was edited; if both are right: make notebooks ARGS="--same {" ".join(alone)}"'
-    assert found == known, f"make notebooks ARGS={path.stem[:2]} renews the hashes of both languages"
+    alone = sorted(
+        {translations.section_of(place) for place in translations.one_sided(found, known)}
+    )
+    assert alone == [], (
+        "one language was edited; if both are right: "
+        f'make notebooks ARGS="--same {" ".join(alone)}"'
+    )
+    assert found == known, (
+        f"make notebooks ARGS={path.stem[:2]} renews the hashes of both languages"
+    )
 
 
 def test_the_section_about_triton_runs_where_triton_is_missing():
     cells = jupytext.read(FOLDER / "scripts" / "06_flash_attention.py", fmt="py:percent").cells
     start = next(i for i, cell in enumerate(cells) if re.match(r"## .*Triton", cell.source))
-    end = next(i for i, cell in enumerate(cells[start + 1 :], start + 1) if cell.source.startswith("## "))
+    end = next(
+        i for i, cell in enumerate(cells[start + 1 :], start + 1) if cell.source.startswith("## ")
+    )
     before, code = (
-        [cell.source for cell in part if cell.cell_type == "code"] for part in (cells[:start], cells[start:end])
+        [cell.source for cell in part if cell.cell_type == "code"]
+        for part in (cells[:start], cells[start:end])
     )
     statements = [node for source in before for node in ast.parse(source).body]
-    imports = [ast.unparse(node) for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = [
+        ast.unparse(node) for node in statements if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
     program = "\n".join(["import sys", "sys.modules['triton'] = None", *imports, *code])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "COURSE_LANG": "both"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", env=environment)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONIOENCODING": "utf-8",
+        "COURSE_LANG": "both",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, encoding="utf-8", env=environment
+    )
     assert code and done.returncode == 0, done.stderr
     assert "Triton" in done.stdout
 
 
 def test_no_file_holds_a_path_of_the_machine_it_was_made_on():
-    assert {str(path): found for path, text in files_of_the_course() if (found := machine_paths(text))} == {}
+    assert {
+        str(path): found for path, text in files_of_the_course() if (found := machine_paths(text))
+    } == {}
 
 
 # --- each check finds a fault that is put into a lesson ---
 
 LESSON = load(PATHS[2])
 SOLUTION = "### BEGIN SOLUTION\nanswer = 42\n### END SOLUTION"
-GLYPH = "UserWarning: Glyph 23792 (\\N{CJK UNIFIED IDEOGRAPH-5CF0}) missing from font(s) DejaVu Sans."
+GLYPH = (
+    "UserWarning: Glyph 23792 (\\N{CJK UNIFIED IDEOGRAPH-5CF0}) missing from font(s) DejaVu Sans."
+)
 FAILURE = nbformat.v4.new_output("error", ename="ValueError", evalue="no", traceback=[])
 
 
 def twins(notebook):
-    return twin_problems(notebook, (FOLDER / "scripts" / f"{PATHS[2].stem}.py").read_text(encoding="utf-8"))
+    return twin_problems(
+        notebook, (FOLDER / "scripts" / f"{PATHS[2].stem}.py").read_text(encoding="utf-8")
+    )
 
 
 def shows(markup, kind="text/html"):
@@ -606,18 +732,36 @@ def folded(source):
             ],
         ),
         (compile_problems, [{"source": "x = (1,"}]),
-        (execution_problems, [{"execution_count": None}, {"execution_count": 99}, {"outputs": [FAILURE]}]),
+        (
+            execution_problems,
+            [{"execution_count": None}, {"execution_count": 99}, {"outputs": [FAILURE]}],
+        ),
         (glyph_problems, [shows(GLYPH)]),
         (
             picture_problems,
-            [shows("iVBO", "image/png"), *(shows(f"<img {alt}>") for alt in ("", "alt='A.'", "alt='峰。'"))],
+            [
+                shows("iVBO", "image/png"),
+                *(shows(f"<img {alt}>") for alt in ("", "alt='A.'", "alt='峰。'")),
+            ],
         ),
-        (picture_problems, [shows('<p lang="zh">峰</p><p>值</p>'), shows('<p lang="en">peak 峰值</p>')]),
+        (
+            picture_problems,
+            [shows('<p lang="zh">峰</p><p>值</p>'), shows('<p lang="en">peak 峰值</p>')],
+        ),
         (
             comparison_problems,
-            [{"metadata": {"tags": [tag]}} for tag in ("nbval-ignore-output", "shows-device", "nbval-skip")],
+            [
+                {"metadata": {"tags": [tag]}}
+                for tag in ("nbval-ignore-output", "shows-device", "nbval-skip")
+            ],
         ),
-        (solution_problems, [{"source": SOLUTION}, *(folded(SOLUTION.replace("END", to)) for to in ("BEGIN", "NO"))]),
+        (
+            solution_problems,
+            [
+                {"source": SOLUTION},
+                *(folded(SOLUTION.replace("END", to)) for to in ("BEGIN", "NO")),
+            ],
+        ),
     ],
 )
 def test_a_fault_in_a_code_cell_is_found(check, faults):
@@ -640,7 +784,11 @@ def test_a_fault_in_a_code_cell_is_found(check, faults):
         ('<div lang="zh">', '<div lang="en">', "needs one <div"),
         (r"\A[^#][\s\S]*", "Text in no language.", "outside of the divs"),
         ('(<div lang="zh">\n\n)', r"\1**注意：**文。", "asterisks"),
-        ('(<div lang="zh">\n\n)', r"\g<1>9876 字节。", "numbers: only in English [], only in Chinese ['9876']"),
+        (
+            '(<div lang="zh">\n\n)',
+            r"\g<1>9876 字节。",
+            "numbers: only in English [], only in Chinese ['9876']",
+        ),
         ('(<div lang="en">\n\n)', r"\1$x^9$ ", "formulas:"),
         ('(<div lang="en">\n\n)', r"\1`some_name` ", "inline code:"),
         ('(<div lang="en">\n\n)', r"\1峰值 ", "en: Chinese characters"),
@@ -654,7 +802,9 @@ def test_a_fault_in_a_code_cell_is_found(check, faults):
 def test_a_fault_in_a_prose_cell_is_found(pattern, fault, problem):
     notebook = deepcopy(LESSON)
     cell = next(
-        cell for _, cell in cells_of(notebook, "markdown") if re.search(pattern, cell.source) and "<div" in cell.source
+        cell
+        for _, cell in cells_of(notebook, "markdown")
+        if re.search(pattern, cell.source) and "<div" in cell.source
     )
     cell.source = re.sub(pattern, fault, cell.source, count=1)
     assert problem in "\n".join(prose_problems(notebook))
@@ -664,24 +814,42 @@ def test_a_fault_in_a_prose_cell_is_found(pattern, fault, problem):
     ("solution", "problem"),
     [
         ("answer = 2\nlesson.check_it(answer)", "takes the reader's 'answer'"),
-        ("if not lesson.check_it.accepted:\n    x = 1\nanswer = x\nlesson.check_it(answer)", "takes the reader's"),
-        ("if not lesson.check_that.accepted:\n    answer = 2\nlesson.check_it(answer)", "another check than its own"),
-        ("if not lesson.check_it.accepted:\n    answer = 2\n    lesson.check_it(answer)", "another check"),
+        (
+            "if not lesson.check_it.accepted:\n    x = 1\nanswer = x\nlesson.check_it(answer)",
+            "takes the reader's",
+        ),
+        (
+            "if not lesson.check_that.accepted:\n    answer = 2\nlesson.check_it(answer)",
+            "another check than its own",
+        ),
+        (
+            "if not lesson.check_it.accepted:\n    answer = 2\n    lesson.check_it(answer)",
+            "another check",
+        ),
         ("if not lesson.check_it.accepted:\n    answer = 2\nlesson.check_it(answer)", None),
         ("result = 2\nlesson.check_it(result)", None),
     ],
 )
 def test_a_solution_that_would_take_the_readers_work_is_found(solution, problem):
-    sources = ("answer = None\nlesson.check_it(answer)", f"### BEGIN SOLUTION\n{solution}\n### END SOLUTION")
-    found = guard_problems(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources]))
+    sources = (
+        "answer = None\nlesson.check_it(answer)",
+        f"### BEGIN SOLUTION\n{solution}\n### END SOLUTION",
+    )
+    found = guard_problems(
+        nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    )
     assert (problem in "".join(found)) if problem else found == []
 
 
 def bilingual(*texts):
     """Cells of (English, Chinese), the first with the heading of section 2.5."""
-    sources = [f'<div lang="en">\n\n{en}\n\n</div>\n<div lang="zh">\n\n{zh}\n\n</div>' for en, zh in texts]
+    sources = [
+        f'<div lang="en">\n\n{en}\n\n</div>\n<div lang="zh">\n\n{zh}\n\n</div>' for en, zh in texts
+    ]
     sources[0] = f"## 2.5 Which one? / 哪一个？\n\n{sources[0]}"
-    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(source) for source in sources])
+    return nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_markdown_cell(source) for source in sources]
+    )
 
 
 def test_an_edit_in_one_language_alone_is_noticed_until_somebody_gives_the_word(tmp_path):
@@ -699,7 +867,9 @@ def test_an_edit_in_one_language_alone_is_noticed_until_somebody_gives_the_word(
         assert translations.renewed(alone, before, ["02.4"]) == before
         assert translations.renewed(alone, before, ["02.5"]) == alone
     moved = translations.pairs(bilingual(("New.", "新。"), ("Two.", "二。"), ("One.", "第一。")))
-    assert list(translations.one_sided(moved, before)) == [], "its heading makes the first text another one"
+    assert list(translations.one_sided(moved, before)) == [], (
+        "its heading makes the first text another one"
+    )
     moved = translations.pairs(bilingual(("New.", "新。"), ("Two.", "第二。"), ("Three.", "三。")))
     assert list(translations.one_sided(moved, before)) == ["02.5-2"]
     respaced = translations.pairs(bilingual(("One.", "一。"), ("Two.\n", " 二。")))
@@ -717,10 +887,17 @@ def test_a_slide_s_words_and_a_heading_s_are_texts_too():
 
 
 def test_numbers_and_formulas_are_equal_in_both_ways_of_writing_them():
-    assert numbers_in("10,000 of 2.50 million, in 2016, at 3.") == {Decimal(n) for n in (10000, 2500000, 2016, 3)}
-    assert numbers_in("1 万、250 万、2016 年、3。") == {Decimal(n) for n in (10000, 2500000, 2016, 3)}
+    assert numbers_in("10,000 of 2.50 million, in 2016, at 3.") == {
+        Decimal(n) for n in (10000, 2500000, 2016, 3)
+    }
+    assert numbers_in("1 万、250 万、2016 年、3。") == {
+        Decimal(n) for n in (10000, 2500000, 2016, 3)
+    }
     assert (
-        agreement_problems(r"$a = \text{peak}$ of 7-billion, $$b = c.$$", r"70 亿的 $a=\text{峰值}$，$$b = c$$") == []
+        agreement_problems(
+            r"$a = \text{peak}$ of 7-billion, $$b = c.$$", r"70 亿的 $a=\text{峰值}$，$$b = c$$"
+        )
+        == []
     )
 
 
@@ -731,7 +908,12 @@ def test_a_term_that_its_lesson_never_names_is_found():
             nbformat.v4.new_markdown_cell('<div lang="zh">\n\n在 CPU 上预取。\n\n</div>'),
         ]
     )
-    terms = ("offload | 卸载 | 04", "tier | 存储层级、级 | 04", "prefetch | 预取 | 04", "rank | 进程 | 05")
+    terms = (
+        "offload | 卸载 | 04",
+        "tier | 存储层级、级 | 04",
+        "prefetch | 预取 | 04",
+        "rank | 进程 | 05",
+    )
     rows = "\n".join(f"| {term} | . |" for term in terms)
     assert introduction_problems(lesson, "04", rows) == ["存储层级"]
 

@@ -1,4 +1,5 @@
-"""course_lib.offload: what goes down comes back the same, nothing leaks, and steps equal the plain optimizer's."""
+"""course_lib.offload: what goes down comes back the same, nothing leaks, and steps equal the plain
+optimizer's."""
 
 import copy
 import dataclasses
@@ -62,14 +63,17 @@ def offloaded(module, **options):
 
 
 class Views(nn.Module):
-    """Saves views of every kind: a square transpose, a slice, overlapping windows, an expanded row, a permutation."""
+    """Saves views of every kind: a square transpose, a slice, overlapping windows, an expanded row,
+    a permutation."""
 
     def forward(self, x):
         y = x * 2
         square = y[:8, :8].t() * y[:8, :8].exp()
         windows = y.flatten().unfold(0, 5, 2) * y.flatten().unfold(0, 5, 2).sin()
         row = y[0].expand(8, -1) * y[1].expand(8, -1).cos()
-        permuted = y.view(2, -1, 3, 4).permute(3, 0, 2, 1).sin() * y.view(2, -1, 3, 4).permute(3, 0, 2, 1)
+        permuted = y.view(2, -1, 3, 4).permute(3, 0, 2, 1).sin() * y.view(2, -1, 3, 4).permute(
+            3, 0, 2, 1
+        )
         return square.sum() + windows.square().sum() + row.sum() + permuted.sum()
 
 
@@ -95,9 +99,17 @@ def models():
     yield "mlp", deep_mlp(6, 16), torch.randn(8, 16)
     yield "views", Views(), torch.randn(12, 12)
     yield "normed", Normed(), torch.randn(5, 4, 8)
-    yield "decoder", Decoder(vocabulary=50, hidden=16, heads=2, layers=2, sequence=8), torch.randint(50, (3, 8))
+    yield (
+        "decoder",
+        Decoder(vocabulary=50, hidden=16, heads=2, layers=2, sequence=8),
+        torch.randint(50, (3, 8)),
+    )
     yield "half", deep_mlp(3, 16).to(torch.bfloat16), torch.randn(8, 16, dtype=torch.bfloat16)
-    yield "complex", nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64)), torch.randn(4, 8, dtype=torch.complex64)
+    yield (
+        "complex",
+        nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64)),
+        torch.randn(4, 8, dtype=torch.complex64),
+    )
 
 
 class Memory(Store):
@@ -117,16 +129,21 @@ class Memory(Store):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-@pytest.mark.parametrize("index", range(6), ids=["mlp", "views", "normed", "decoder", "half", "complex"])
+@pytest.mark.parametrize(
+    "index", range(6), ids=["mlp", "views", "normed", "decoder", "half", "complex"]
+)
 def test_gradients_are_those_of_the_plain_module_to_the_bit(index, prefetch, device):
     _, module, x = list(models())[index]
     module, x = module.to(device), x.to(device)
     if x.is_complex():
         module = nn.Sequential(module, Squared())
-    with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):  # a convolution may add up in any order
+    # a convolution may add up in any order
+    with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
         expected = gradients(module, module, x)
         for store in (DiskStore(), HostStore(), None):
-            assert_same_bits(expected, gradients(module, offloaded(module, store=store, prefetch=prefetch), x))
+            assert_same_bits(
+                expected, gradients(module, offloaded(module, store=store, prefetch=prefetch), x)
+            )
 
 
 @pytest.mark.parametrize("make", [DiskStore, HostStore])
@@ -142,7 +159,9 @@ def test_a_storage_goes_down_once_however_many_views_of_it_are_saved(make):
 
 
 def test_parameters_and_buffers_stay_where_they_are_also_behind_views_and_parametrizations():
-    module = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), parametrizations.weight_norm(nn.Linear(32, 32)))
+    module = nn.Sequential(
+        nn.Linear(32, 32), nn.BatchNorm1d(32), parametrizations.weight_norm(nn.Linear(32, 32))
+    )
     module.eval()
     parametrize.register_parametrization(module[0], "bias", nn.Identity())
     store, seen = DiskStore(), set()
@@ -160,7 +179,9 @@ def test_what_is_kept_or_small_or_saved_last_stays():
     def down(keep=(), min_bytes=1, prefetch=0):
         store = DiskStore()
         inner = x * 1
-        with offload_activations(store, min_bytes=min_bytes, prefetch=prefetch, keep=[inner] if keep else ()):
+        with offload_activations(
+            store, min_bytes=min_bytes, prefetch=prefetch, keep=[inner] if keep else ()
+        ):
             out = (inner.sin().sin().sin()).sum()
         out.backward()
         return store.stats.bytes_down // x.nbytes
@@ -171,7 +192,8 @@ def test_what_is_kept_or_small_or_saved_last_stays():
     weight, store = torch.randn(64, 64), DiskStore()
     with offload_activations(store, min_bytes=1, prefetch=0, keep=weight):
         (x * 1).sin().mul(weight).cos().mul(weight).sum().backward()
-    assert store.stats.bytes_down == x.nbytes  # the input of sin; the weight is neither down nor among the last
+    # the input of sin; the weight is neither down nor among the last
+    assert store.stats.bytes_down == x.nbytes
 
 
 def test_a_graph_may_be_walked_through_several_times_and_differentiated_twice():
@@ -247,7 +269,9 @@ def test_nested_tensors_stay_and_a_tensor_that_cannot_be_packed_leaves_nothing_b
     assert printed == [] and store.used_bytes == 0
 
 
-@pytest.mark.parametrize(("module", "use_reentrant"), [(ours, False), (ours, True), (torch.utils.checkpoint, False)])
+@pytest.mark.parametrize(
+    ("module", "use_reentrant"), [(ours, False), (ours, True), (torch.utils.checkpoint, False)]
+)
 def test_inputs_of_checkpointed_blocks_go_down(module, use_reentrant):
     net, x = deep_mlp(8, 64), torch.randn(256, 64, requires_grad=True)
     blocks = [net[i : i + 4] for i in range(0, 16, 4)]
@@ -264,7 +288,8 @@ def test_inputs_of_checkpointed_blocks_go_down(module, use_reentrant):
             return run(x)
 
     assert_same_bits(expected, gradients(net, with_offload, x))
-    assert store.stats.bytes_down >= 2 * x.nbytes  # of the inputs of four blocks: not the caller's, not the last
+    # of the inputs of four blocks: not the caller's, not the last
+    assert store.stats.bytes_down >= 2 * x.nbytes
     assert store.used_bytes == 0
 
 
@@ -274,8 +299,11 @@ def test_a_batch_that_is_a_slice_does_not_take_the_data_set_along():
         loss = net(data[:1]).sum()
     loss.backward()
     activation = data[:1].nbytes
-    assert store.stats.bytes_down == 6 * activation  # of eight inputs: neither the batch nor the last one
-    assert_same_bits(gradients(net, net, data[:1]), gradients(net, offloaded(net, prefetch=0), data[:1]))
+    # of eight inputs: neither the batch nor the last one
+    assert store.stats.bytes_down == 6 * activation
+    assert_same_bits(
+        gradients(net, net, data[:1]), gradients(net, offloaded(net, prefetch=0), data[:1])
+    )
 
 
 def test_views_that_together_are_their_storage_go_down_as_one():
@@ -286,7 +314,8 @@ def test_views_that_together_are_their_storage_go_down_as_one():
         out = attended.sin().sin().sin().sum()
     moved = store.stats.bytes_down
     out.backward()
-    assert moved == x.nbytes + 64 * 64 * 4 + 2 * 64 * 32 * 4  # q, k, v; probabilities; two inputs of sin
+    # q, k, v; probabilities; two inputs of sin
+    assert moved == x.nbytes + 64 * 64 * 4 + 2 * 64 * 32 * 4
     assert store.used_bytes == 0
 
 
@@ -344,7 +373,10 @@ def test_what_a_node_reads_twice_comes_up_once():
 
 
 def test_compiled_code_fetches_what_it_saved_once():
-    store, net = DiskStore(), torch.compile(nn.Sequential(deep_mlp(2, 16), nn.Linear(16, 16)), backend="aot_eager")
+    store, net = (
+        DiskStore(),
+        torch.compile(nn.Sequential(deep_mlp(2, 16), nn.Linear(16, 16)), backend="aot_eager"),
+    )
     with offload_activations(store, min_bytes=1, prefetch=0):
         out = net(torch.randn(32, 16)).sin().sin().sum()
     out.backward()
@@ -378,7 +410,8 @@ def test_a_block_in_which_nothing_is_large_enough_warns_once():
         (x * 1).sin()
     with context:
         (x * 1).sin()
-    for saved in (lambda: (large * 1).sin(), lambda: None, lambda: x * x):  # large enough; nothing; what stays anyway
+    # large enough; nothing; what stays anyway
+    for saved in (lambda: (large * 1).sin(), lambda: None, lambda: x * x):
         with offload_activations(DiskStore()):
             saved()
 
@@ -564,7 +597,10 @@ def test_a_write_that_fails_is_an_error_and_the_tensor_stays(monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(store, "_write", broken)
-    with pytest.raises(OSError, match="Input/output"), offload_activations(store, min_bytes=1, prefetch=0):
+    with (
+        pytest.raises(OSError, match="Input/output"),
+        offload_activations(store, min_bytes=1, prefetch=0),
+    ):
         out = (x * 1).sin().sin().sum()
     out.backward()
     assert x.grad is not None
@@ -581,7 +617,11 @@ def test_pinned_memory_and_streams_are_used_again():
         for _ in range(3):
             offloaded(net, store=store)(x).sum().backward()
             torch.cuda.synchronize()
-        return device.side("down"), device.side("up"), torch.cuda.host_memory_stats()["allocated_bytes.current"]
+        return (
+            device.side("down"),
+            device.side("up"),
+            torch.cuda.host_memory_stats()["allocated_bytes.current"],
+        )
 
     assert run() == run()
     assert store.used_bytes == 0
@@ -590,7 +630,8 @@ def test_pinned_memory_and_streams_are_used_again():
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_many_steps_on_a_device_stay_equal_to_plain_ones(checkpointed):
-    """Views whose storage is shared, under pressure: what a missing wait or an early release would spoil."""
+    """Views whose storage is shared, under pressure: what a missing wait or an early release would
+    spoil."""
     torch.manual_seed(0)
     model = Decoder(vocabulary=500, hidden=256, heads=4, layers=6, sequence=128).cuda()
     tokens = random_tokens(8, 128, 500).cuda()
@@ -598,7 +639,9 @@ def test_many_steps_on_a_device_stay_equal_to_plain_ones(checkpointed):
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     if checkpointed:
         for layer in model.layers:
-            layer.forward = (lambda inner: lambda x: ours.checkpoint(inner, x, use_reentrant=False))(layer.forward)
+            layer.forward = (
+                lambda inner: lambda x: ours.checkpoint(inner, x, use_reentrant=False)
+            )(layer.forward)
     for _ in range(10):
         model.zero_grad()
         with offload_activations(min_bytes=1):
@@ -611,7 +654,9 @@ def test_many_steps_on_a_device_stay_equal_to_plain_ones(checkpointed):
 # ---- the file
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int8]
+)
 def test_a_store_gives_back_every_byte(dtype):
     tensor = (torch.randn(33, 7) * 50).to(dtype).t()
     for store in (DiskStore(), HostStore()):
@@ -737,7 +782,8 @@ def batches(count, dtype=torch.float32, device="cpu"):
 
 
 class Masters:
-    """The reference for low precision: the plain optimizer on fp32 copies, rounded after each step."""
+    """The reference for low precision: the plain optimizer on fp32 copies, rounded after each
+    step."""
 
     def __init__(self, parameters, base, **options):
         self.parameters = list(parameters)
@@ -778,7 +824,9 @@ def test_fp32_steps_are_those_of_the_plain_optimizer(base, fraction, overlap, de
     kind, options = BASES[base]
     plain, moved = network(device=device), network(device=device)
     expected = train(plain, kind(plain.parameters(), **options), batches(6, device=device))
-    optimizer = OffloadedOptimizer(moved.parameters(), kind, fraction=fraction, overlap=overlap, **options)
+    optimizer = OffloadedOptimizer(
+        moved.parameters(), kind, fraction=fraction, overlap=overlap, **options
+    )
     found = train(moved, optimizer, batches(6, device=device))
     if device == "cpu":
         assert_same_bits(expected, found)
@@ -793,7 +841,11 @@ def test_low_precision_steps_are_those_of_fp32_masters(base, fraction, dtype):
     kind, options = BASES[base]
     plain, moved = network(dtype), network(dtype)
     expected = train(plain, Masters(plain.parameters(), kind, **options), batches(6, dtype))
-    found = train(moved, OffloadedOptimizer(moved.parameters(), kind, fraction=fraction, **options), batches(6, dtype))
+    found = train(
+        moved,
+        OffloadedOptimizer(moved.parameters(), kind, fraction=fraction, **options),
+        batches(6, dtype),
+    )
     assert_same_bits(expected, found)
 
 
@@ -806,7 +858,9 @@ def test_pages_of_any_size_give_the_same(chunk):
 
 
 @pytest.mark.parametrize(("page", "parameters"), [(1, 1), (2, 1), (4, 2), (7, 3)])
-def test_a_step_holds_three_pages_of_so_many_bytes_or_of_a_parameter_that_has_more(page, parameters):
+def test_a_step_holds_three_pages_of_so_many_bytes_or_of_a_parameter_that_has_more(
+    page, parameters
+):
     net = nn.ParameterList(torch.ones(64, 64) for _ in range(18))
     state = 2 * net[0].nbytes  # Adam's, of each parameter
     optimizer = OffloadedOptimizer(net, page_bytes=page * state // 2, foreach=False)
@@ -847,7 +901,9 @@ def test_clipping_accumulation_and_missing_gradients_count(device):
 
 def test_groups_schedulers_and_added_groups_count():
     def run(net, make):
-        optimizer = make([{"params": net[0].parameters(), "lr": 0.1}, {"params": net[2].parameters()}])
+        optimizer = make(
+            [{"params": net[0].parameters(), "lr": 0.1}, {"params": net[2].parameters()}]
+        )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         train(net, optimizer, batches(2))
         scheduler.step()
@@ -903,7 +959,9 @@ def assert_same_state(left, right):
     torch.testing.assert_close(left, right, rtol=0, atol=0, check_stride=False)
 
 
-KINDS = [(dtype, fraction) for dtype in (torch.float32, torch.bfloat16) for fraction in (0.0, 0.5, 1.0)]
+KINDS = [
+    (dtype, fraction) for dtype in (torch.float32, torch.bfloat16) for fraction in (0.0, 0.5, 1.0)
+]
 
 
 @pytest.mark.parametrize(("dtype", "fraction"), KINDS)
@@ -927,7 +985,9 @@ def test_state_is_what_the_plain_optimizer_would_hold(dtype, fraction):
 
 @pytest.mark.parametrize("base", ["sgd", "adam"])
 @pytest.mark.parametrize(("dtype", "fraction"), KINDS)
-def test_a_state_that_is_loaded_from_itself_or_put_back_is_the_same_to_the_bit(dtype, fraction, base):
+def test_a_state_that_is_loaded_from_itself_or_put_back_is_the_same_to_the_bit(
+    dtype, fraction, base
+):
     kind, options = BASES[base]
     net = network(dtype)
     optimizer = OffloadedOptimizer(net.parameters(), kind, fraction=fraction, **options)
@@ -943,13 +1003,18 @@ def test_a_state_that_is_loaded_from_itself_or_put_back_is_the_same_to_the_bit(d
     other = copy.deepcopy(net)
     resumed = OffloadedOptimizer(other.parameters(), kind, fraction=1 - fraction, lr=0.5)
     resumed.load_state_dict(before[1])
-    assert_same_bits(train(net, optimizer, batches(2, dtype)), train(other, resumed, batches(2, dtype)))
+    assert_same_bits(
+        train(net, optimizer, batches(2, dtype)), train(other, resumed, batches(2, dtype))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("base", ["adam", "adamw"])
 def test_pytorchs_distributed_checkpoint_reads_the_state_and_leaves_it_alone(base, dtype):
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
 
     kind, options = BASES[base]
     net = network(dtype)
@@ -986,7 +1051,8 @@ def test_measuring_a_step_leaves_model_and_state_as_they_were(dtype, fraction):
 @pytest.mark.parametrize(("dtype", "fraction"), KINDS)
 def test_a_step_that_is_interrupted_leaves_the_state_that_the_base_left(dtype, fraction, chunk):
     class Interrupted(torch.optim.Optimizer):
-        """Momentum by hand, which raises once when its `countdown` is over, in the middle of a parameter."""
+        """Momentum by hand, which raises once when its `countdown` is over, in the middle of a
+        parameter."""
 
         countdown = 10**9
 
@@ -995,7 +1061,9 @@ def test_a_step_that_is_interrupted_leaves_the_state_that_the_base_left(dtype, f
 
         def step(self):
             with torch.no_grad():
-                for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+                for p in [
+                    p for group in self.param_groups for p in group["params"] if p.grad is not None
+                ]:
                     state = self.state[p]
                     state["step"] = state.get("step", torch.tensor(0.0)) + 1
                     mean = state.setdefault("mean", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
@@ -1015,7 +1083,11 @@ def test_a_step_that_is_interrupted_leaves_the_state_that_the_base_left(dtype, f
         found += [float(state["step"]) for state in inner.state.values()]
         if isinstance(optimizer, Masters):
             optimizer.give()
-        return [*train(net, optimizer, batches(2, dtype)), *(state["mean"] for state in inner.state.values()), found]
+        return [
+            *train(net, optimizer, batches(2, dtype)),
+            *(state["mean"] for state in inner.state.values()),
+            found,
+        ]
 
     options = {"fraction": fraction, "page_bytes": chunk, "lr": 0.01}
     expected = run(lambda parameters: Masters(parameters, Interrupted, lr=0.01))
@@ -1036,26 +1108,40 @@ def test_gradients_may_be_changed_after_backward_behind_autograds_back(dtype):
             p.grad.data.add_(1.0)  # Adam would not see a factor
 
     plain, moved = network(dtype), network(dtype)
-    expected = train(plain, Masters(plain.parameters(), torch.optim.Adam, lr=0.01), batches(3, dtype), between)
-    found = train(moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam, lr=0.01), batches(3, dtype), between)
+    expected = train(
+        plain, Masters(plain.parameters(), torch.optim.Adam, lr=0.01), batches(3, dtype), between
+    )
+    found = train(
+        moved,
+        OffloadedOptimizer(moved.parameters(), torch.optim.Adam, lr=0.01),
+        batches(3, dtype),
+        between,
+    )
     assert_same_bits(expected, found)
 
 
 class Apart(Device):
-    """A device in the books alone: its memory counts as another than the host's, and copies are done at once."""
+    """A device in the books alone: its memory counts as another than the host's, and copies are
+    done at once."""
 
     apart, ahead = True, 2
 
 
 @pytest.mark.parametrize(
-    ("given", "taken"), [({}, True), ({"foreach": False}, True), ({"foreach": True}, False), ({"fused": False}, False)]
+    ("given", "taken"),
+    [({}, True), ({"foreach": False}, True), ({"foreach": True}, False), ({"fused": False}, False)],
 )
 def test_the_update_on_the_host_is_fused_unless_another_way_is_asked_for(given, taken, monkeypatch):
     monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: Apart(tensor.device)))
     plain, moved = network(), network()
-    expected = train(plain, torch.optim.Adam(plain.parameters(), **({"fused": True} if taken else given)), batches(3))
+    expected = train(
+        plain,
+        torch.optim.Adam(plain.parameters(), **({"fused": True} if taken else given)),
+        batches(3),
+    )
     assert_same_bits(
-        expected, train(moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam, **given), batches(3))
+        expected,
+        train(moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam, **given), batches(3)),
     )
 
 
@@ -1087,7 +1173,9 @@ def test_state_on_the_host_gives_the_steps_of_fp32_masters(dtype, overlap, monke
 def test_the_store_of_an_optimizer_may_be_ones_own(store):
     plain, moved = network(), network()
     expected = train(plain, torch.optim.Adam(plain.parameters()), batches(3))
-    found = train(moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam, store=store), batches(3))
+    found = train(
+        moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam, store=store), batches(3)
+    )
     assert_same_bits(expected, found)
     assert store.used_bytes == 8 * sum(p.numel() for p in moved.parameters())
 
@@ -1106,11 +1194,13 @@ def test_a_closure_computes_the_loss_anew_and_its_value_is_returned():
 
 
 @pytest.mark.parametrize(
-    ("fraction", "prefetch", "dtype"), [(0.0, 0, torch.bfloat16), (0.5, 1, torch.bfloat16), (1.0, 2, torch.float32)]
+    ("fraction", "prefetch", "dtype"),
+    [(0.0, 0, torch.bfloat16), (0.5, 1, torch.bfloat16), (1.0, 2, torch.float32)],
 )
 def test_a_symbolic_store_counts_what_a_file_counts(fraction, prefetch, dtype):
     def moved(store):
-        layers = [(nn.Linear(64, 64, dtype=dtype), nn.GELU()) for _ in range(6)]  # symbolic ones cannot be cast
+        # symbolic ones cannot be cast
+        layers = [(nn.Linear(64, 64, dtype=dtype), nn.GELU()) for _ in range(6)]
         net, x = nn.Sequential(*itertools.chain(*layers)), torch.randn(128, 64, dtype=dtype)
         optimizer = OffloadedOptimizer(net.parameters(), fraction=fraction, store=store, lr=0.1)
         found = []
@@ -1121,7 +1211,9 @@ def test_a_symbolic_store_counts_what_a_file_counts(fraction, prefetch, dtype):
             with MemoryMeter(net, optimizer) as meter:
                 optimizer.step()
                 optimizer.zero_grad()
-            found.append((copy.copy(store.stats), store.used_bytes, meter.entry_bytes, meter.peak_bytes))
+            found.append(
+                (copy.copy(store.stats), store.used_bytes, meter.entry_bytes, meter.peak_bytes)
+            )
         return found
 
     with DiskStore() as store:
@@ -1155,10 +1247,14 @@ def test_a_meter_counts_masters_and_state_that_stay(fraction, dtype):
     optimizer.zero_grad()
     with MemoryMeter(net, optimizer) as meter:
         pass
-    each, wanted = 8 if dtype == torch.float32 else 12, fraction * sum(p.numel() for p in net.parameters())
+    each, wanted = (
+        8 if dtype == torch.float32 else 12,
+        fraction * sum(p.numel() for p in net.parameters()),
+    )
     stays = 0
     for p in sorted(net.parameters(), key=lambda p: -p.numel()):
-        stays += 4 + (each * p.numel() if wanted <= 0 else 0)  # a step count stays of every parameter
+        # a step count stays of every parameter
+        stays += 4 + (each * p.numel() if wanted <= 0 else 0)
         wanted -= p.numel()
     assert meter.at_peak()["optimizer"] == stays
     state = each * sum(p.numel() for p in net.parameters()) + 4 * len(list(net.parameters()))
@@ -1177,12 +1273,15 @@ def test_gradients_of_masters_that_stay_are_made_a_page_at_a_time():
         with MemoryMeter(net, optimizer) as meter:
             optimizer.step()
     held = meter.entry_bytes
-    # Of a page the gradients; of one parameter, what the update makes: numerator, denominator, rounded copies.
+    # Of a page the gradients; of one parameter, what the update makes: numerator, denominator,
+    # rounded copies.
     assert held + 2 * largest < meter.peak_bytes <= held + 3 * largest + 3 * largest
     assert meter.peak_bytes < held + 4 * sum(p.numel() for p in net.parameters()) / 3
 
 
-@pytest.mark.parametrize(("broken", "match"), [(StoreFull, "limit_bytes is 3000"), (ValueError, "is closed")])
+@pytest.mark.parametrize(
+    ("broken", "match"), [(StoreFull, "limit_bytes is 3000"), (ValueError, "is closed")]
+)
 def test_a_store_that_is_full_or_closed_stops_a_step_before_anything_changes(broken, match):
     net, store = network(), DiskStore(limit_bytes=3000)
     before = [p.detach().clone() for p in net.parameters()]
@@ -1199,7 +1298,9 @@ def test_a_full_disk_stops_a_load_before_anything_changes():
     source = network()
     plain = torch.optim.AdamW(source.parameters(), lr=5.0)
     train(source, plain, batches(1))
-    optimizer = OffloadedOptimizer(network().parameters(), lr=0.1, store=DiskStore(limit_bytes=3000))
+    optimizer = OffloadedOptimizer(
+        network().parameters(), lr=0.1, store=DiskStore(limit_bytes=3000)
+    )
     with pytest.raises(StoreFull):
         optimizer.load_state_dict(plain.state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.1 and optimizer.state_dict()["state"] == {}
@@ -1216,7 +1317,9 @@ def test_a_write_that_fails_once_loses_no_state(monkeypatch, chunk, overlap):
     train(plain, adam, batches(2))
     train(moved, optimizer, batches(1))
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patched.setattr(
+            os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
         with pytest.raises(OSError, match="No space left"):
             train(moved, optimizer, batches(2)[1:])
     assert_same_bits(train(plain, adam, batches(2)), train(moved, optimizer, batches(2)))
@@ -1362,13 +1465,15 @@ def test_ctrl_c_does_not_wait_for_a_loader_that_does():
             time.sleep(0.01)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of the tests ignores it
+    # a worker of the tests ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             next(iter(Prefetcher(Loader())))
         assert not go.is_set()
-        assert "prefetcher" in [thread.name for thread in threading.enumerate()]  # left behind, for the loader to end
+        # left behind, for the loader to end
+        assert "prefetcher" in [thread.name for thread in threading.enumerate()]
     finally:
         signal.signal(signal.SIGINT, before)
         go.set()
@@ -1411,7 +1516,10 @@ ONE = [nn.Parameter(torch.ones(2))]
         (lambda: OffloadedOptimizer(ONE, store="/tmp"), "store"),
         (lambda: OffloadedOptimizer(ONE, page_bytes=0), "page_bytes"),
         (lambda: OffloadedOptimizer(ONE, page_bytes="4 MiB"), "page_bytes"),
-        (lambda: OffloadedOptimizer([nn.Parameter(torch.ones(2, dtype=torch.complex64))]), "a parameter"),
+        (
+            lambda: OffloadedOptimizer([nn.Parameter(torch.ones(2, dtype=torch.complex64))]),
+            "a parameter",
+        ),
         (lambda: DiskStore(limit_bytes=-1), "limit_bytes"),
         (lambda: DiskStore(""), "directory"),
         (lambda: DiskStore(threads=0), "threads"),
@@ -1427,7 +1535,9 @@ def test_every_refusal_names_the_argument_what_it_got_and_what_it_takes(make, na
 
 def test_a_sparse_gradient_is_refused_before_anything_changes():
     table, linear = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)
-    optimizer = OffloadedOptimizer([*linear.parameters(), *table.parameters()], torch.optim.SGD, lr=0.1)
+    optimizer = OffloadedOptimizer(
+        [*linear.parameters(), *table.parameters()], torch.optim.SGD, lr=0.1
+    )
     linear(table(torch.tensor([1, 2]))).sum().backward()
     before = linear.weight.clone()
     with pytest.raises(TypeError, match=r"shape \(10, 4\) is sparse; it takes .+"):

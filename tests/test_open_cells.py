@@ -1,4 +1,5 @@
-"""Open code cells show the idea: short, in English, without tricks, and with every name in sight."""
+"""Open code cells show the idea: short, in English, without tricks, and with every name in
+sight."""
 
 import ast
 import builtins
@@ -22,8 +23,12 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 def open_cells(script):
     """The code that a reader sees without unfolding anything."""
-    cells = [cell for cell in jupytext.read(script, fmt="py:percent").cells if cell.cell_type == "code"]
-    seen = [cell.source for cell in cells if not cell.metadata.get("jupyter", {}).get("source_hidden")]
+    cells = [
+        cell for cell in jupytext.read(script, fmt="py:percent").cells if cell.cell_type == "code"
+    ]
+    seen = [
+        cell.source for cell in cells if not cell.metadata.get("jupyter", {}).get("source_hidden")
+    ]
     return [TransformerManager().transform_cell(source) for source in seen]
 
 
@@ -32,7 +37,9 @@ def lines_of(source):
 
 
 def nodes(sources, kind):
-    return [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, kind)]
+    return [
+        node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, kind)
+    ]
 
 
 def too_long(sources):
@@ -54,7 +61,11 @@ def defaults_that_bind(sources):
         given = node.args
         names = [arg.arg for arg in [*given.posonlyargs, *given.args]][::-1]
         pairs = [*zip(names, given.defaults[::-1], strict=False)]
-        pairs += [(arg.arg, value) for arg, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value]
+        pairs += [
+            (arg.arg, value)
+            for arg, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+            if value
+        ]
         if isinstance(node, ast.Lambda):
             bound = bool(pairs)
         else:
@@ -64,12 +75,17 @@ def defaults_that_bind(sources):
 
 
 def tuples_as_statements(sources):
-    """Tuples that are made for what happens on the way; the value that a cell shows at its end is none."""
+    """Tuples that are made for what happens on the way; the value that a cell shows at its end is
+    none."""
     found = []
     for tree in map(ast.parse, sources):
         shown = tree.body[-1] if tree.body else None
         for node in ast.walk(tree):
-            dropped = isinstance(node, ast.Expr) and isinstance(node.value, ast.Tuple) and node is not shown
+            dropped = (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Tuple)
+                and node is not shown
+            )
             picked = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Tuple)
             found += [ast.unparse(node)] * (dropped or picked)
     return found
@@ -80,12 +96,16 @@ def closures_two_deep(sources):
         return isinstance(node, FUNCTIONS) + max(map(depth, ast.iter_child_nodes(node)), default=0)
 
     return [
-        ast.unparse(node).splitlines()[0] for source in sources for node in ast.parse(source).body if depth(node) > 2
+        ast.unparse(node).splitlines()[0]
+        for source in sources
+        for node in ast.parse(source).body
+        if depth(node) > 2
     ]
 
 
 def names_out_of_sight(sources):
-    """Names that no open cell has defined or imported before; a function may use what its own cell defines later."""
+    """Names that no open cell has defined or imported before; a function may use what its own cell
+    defines later."""
     known, found = set(dir(builtins)), []
     for source in sources:
         statements = [(node, *names_in(node)) for node in ast.parse(source).body]
@@ -101,8 +121,15 @@ def names_out_of_sight(sources):
 def names_in(statement):
     """(names that a statement defines, names that it takes from outside)."""
     table = symtable.symtable(ast.unparse(statement), "cell", "exec")
-    bound = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
-    used, tables = {s.get_name() for s in table.get_symbols() if s.is_referenced()}, list(table.get_children())
+    bound = {
+        s.get_name()
+        for s in table.get_symbols()
+        if s.is_assigned() or s.is_imported() or s.is_namespace()
+    }
+    used, tables = (
+        {s.get_name() for s in table.get_symbols() if s.is_referenced()},
+        list(table.get_children()),
+    )
     while tables:
         inner = tables.pop()
         used |= {s.get_name() for s in inner.get_symbols() if s.is_global() and s.is_referenced()}
@@ -143,7 +170,11 @@ def test_the_open_cells_of_a_lesson_keep_the_rules(script):
         (defaults_that_bind, "def f(n, x=1): x", "def f(n, x=x): x"),
         (tuples_as_statements, "x = 1, 2\nx, x", "x.pop(), x.pop()\nx"),
         (tuples_as_statements, "x[0]", "f(lambda: (x.pop(), x)[1])"),
-        (closures_two_deep, "def f():\n    return lambda: 1", "def f():\n    return lambda: lambda: 1"),
+        (
+            closures_two_deep,
+            "def f():\n    return lambda: 1",
+            "def f():\n    return lambda: lambda: 1",
+        ),
         (names_out_of_sight, "import math\nmath.pi", "math.pi"),
         (names_out_of_sight, "x = 1\nx += 1", "x = x + 1"),
         (names_out_of_sight, "def f():\n    return x\n\n\nx = 1", "def f():\n    return x"),

@@ -1,6 +1,8 @@
-"""How long a lesson takes, counted from its cells: what it states, and what guide and notes give its sections, agree.
+"""How long a lesson takes, counted from its cells: what it states, and what guide and notes give
+its sections, agree.
 
-A line of open code takes 15 seconds, 200 words of prose a minute, an exercise the `minutes` of its cell's metadata.
+A line of open code takes 15 seconds, 200 words of prose a minute, an exercise the `minutes` of its
+cell's metadata.
 """
 
 import re
@@ -15,23 +17,35 @@ def core(notebook):
     """The cells before the heading of the optional sections; all of them where there is none."""
     cells = notebook.cells
     end = next(
-        (n for n, cell in enumerate(cells) if cell.cell_type == "markdown" and IN_DEPTH.search(cell.source)), None
+        (
+            n
+            for n, cell in enumerate(cells)
+            if cell.cell_type == "markdown" and IN_DEPTH.search(cell.source)
+        ),
+        None,
     )
     return cells[:end]
 
 
 def sections(cells):
     """The numbers of the sections, "2.1", in order."""
-    return re.findall(r"^## (\d+\.\d+) ", "\n".join(c.source for c in cells if c.cell_type == "markdown"), re.M)
+    return re.findall(
+        r"^## (\d+\.\d+) ", "\n".join(c.source for c in cells if c.cell_type == "markdown"), re.M
+    )
 
 
 def minutes_of(cell):
     """Minutes that a reader of one language needs for a cell."""
     minutes = cell.metadata.get("minutes", 0)
     if cell.cell_type == "markdown":
-        return minutes + len(re.sub(r"<[^>]+>", "", " ".join(ENGLISH.findall(cell.source))).split()) / 200
+        return (
+            minutes
+            + len(re.sub(r"<[^>]+>", "", " ".join(ENGLISH.findall(cell.source))).split()) / 200
+        )
     folded = cell.metadata.get("jupyter", {}).get("source_hidden")
-    return minutes + (0 if folded else sum(bool(line.strip()) for line in cell.source.splitlines()) / 4)
+    return minutes + (
+        0 if folded else sum(bool(line.strip()) for line in cell.source.splitlines()) / 4
+    )
 
 
 ENGLISH = re.compile(r'<div lang="en">(.*?)</div>', re.S)
@@ -41,12 +55,15 @@ def stated_minutes(notebook):
     """{minutes} in English and in Chinese that a lesson states for itself."""
     return {
         int(number)
-        for number in re.findall(r"[(（](\d+) (?:minutes|分钟)[)）]", "\n".join(c.source for c in core(notebook)))
+        for number in re.findall(
+            r"[(（](\d+) (?:minutes|分钟)[)）]", "\n".join(c.source for c in core(notebook))
+        )
     }
 
 
 def pace_problems(notebook):
-    """A lesson whose stated minutes are more than a tenth from what its cells take; an exercise without minutes."""
+    """A lesson whose stated minutes are more than a tenth from what its cells take; an exercise
+    without minutes."""
     stated, counted = stated_minutes(notebook), sum(map(minutes_of, core(notebook)))
     problems = [
         f"an exercise needs `minutes`: {cell.source[:40]!r}"
@@ -65,12 +82,19 @@ def test_a_lesson_states_the_minutes_that_its_cells_take(path):
 
 
 def test_every_lesson_but_the_first_has_a_core():
-    with_core = {path.stem[:2] for path in PATHS if any(IN_DEPTH.search(cell.source) for cell in load(path).cells)}
+    with_core = {
+        path.stem[:2]
+        for path in PATHS
+        if any(IN_DEPTH.search(cell.source) for cell in load(path).cells)
+    }
     assert with_core == {path.stem[:2] for path in PATHS} - {"00"}
 
 
 def test_minutes_are_counted_by_the_rule():
-    new, prose = nbformat.v4, f'<div lang="en">\n\n{"word " * 200}\n\n</div>\n<div lang="zh">\n\n（6 分钟）\n\n</div>'
+    new, prose = (
+        nbformat.v4,
+        f'<div lang="en">\n\n{"word " * 200}\n\n</div>\n<div lang="zh">\n\n（6 分钟）\n\n</div>',
+    )
     exercise = new.new_code_cell("\n\nx = 1\n" * 8, metadata={"minutes": 3})  # 1 + 2 + 3 minutes
     folded = new.new_code_cell("x\n" * 99, metadata={"jupyter": {"source_hidden": True}})
     depth = [new.new_markdown_cell("## In depth / 深入"), new.new_code_cell("x\n" * 99)]

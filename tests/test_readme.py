@@ -37,17 +37,28 @@ def test_the_first_picture_and_the_table_below_it_are_the_first_rows_of_the_ledg
     for row in ledger.ROWS:
         technique = "<br>".join(dict.fromkeys(both(row.technique)))
         ratios = (row.peak_bytes / plain.peak_bytes, row.flops / plain.flops)
-        expected.append((row.lesson, technique, f"{row.peak_bytes / 1e6:.1f}", *(f"{ratio:.2f}" for ratio in ratios)))
+        expected.append(
+            (
+                row.lesson,
+                technique,
+                f"{row.peak_bytes / 1e6:.1f}",
+                *(f"{ratio:.2f}" for ratio in ratios),
+            )
+        )
     assert len(rows) > 2 and rows == expected[: len(rows)]
     peaks = {row[0]: f"{row[2]} MB" for row in rows}
     words = re.findall(r"!\[([^]]*)\]\(notebooks/images/step\.", README)
-    assert [re.findall(r"[\d.]+ MB", picture) for picture in words] == [[peaks["00"], peaks["02"]]] * 2
+    assert [re.findall(r"[\d.]+ MB", picture) for picture in words] == [
+        [peaks["00"], peaks["02"]]
+    ] * 2
 
 
 def test_every_target_of_the_makefile_that_the_readme_names_is_one():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
     assert (
-        {"lab", "test", "slides", "student", "site"} <= set(re.findall(r"(?:`|^)make (\w+)", README, re.M)) <= targets
+        {"lab", "test", "slides", "student", "site"}
+        <= set(re.findall(r"(?:`|^)make (\w+)", README, re.M))
+        <= targets
     )
 
 

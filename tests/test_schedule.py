@@ -1,4 +1,5 @@
-"""course_lib.schedule: the referee, the schedules, the cheapest one under a budget, and running them."""
+"""course_lib.schedule: the referee, the schedules, the cheapest one under a budget, and running
+them."""
 
 import copy
 import heapq
@@ -61,10 +62,11 @@ def random_chain(length: int, seed: int, most: int = 4) -> Chain:
 
 @lru_cache
 def cheapest_by_search(chain: Chain) -> list[tuple[int, float]]:
-    """All non-dominated (peak, time), by going through every persistent sequence of actions; its own accounting.
+    """All non-dominated (peak, time), by going through every persistent sequence of actions; its
+    own accounting.
 
-    A state: which x_i are kept to the end, which one is passing, which S_i are there, which backward is next. What is
-    kept stays until its backward; only a passing value may be dropped.
+    A state: which x_i are kept to the end, which one is passing, which S_i are there, which
+    backward is next. What is kept stays until its backward; only a passing value may be dropped.
     """
     stages, length = chain.stages, len(chain)
     size = [chain.input_bytes] + [stage.output_bytes for stage in stages]
@@ -93,7 +95,11 @@ def cheapest_by_search(chain: Chain) -> list[tuple[int, float]]:
             peak = live(kept, passing, saved, due) + stages[due].backward_overhead_bytes
             peak += size[length] if due == length - 1 else 0
             rest = None if passing in (due, due + 1) else passing
-            yield peak, stages[due].backward_time, (kept - {due, due + 1}, rest, saved - {due}, due - 1)
+            yield (
+                peak,
+                stages[due].backward_time,
+                (kept - {due, due + 1}, rest, saved - {due}, due - 1),
+            )
 
     start = (frozenset({0}), None, frozenset(), length - 1)
     queue, number, best, found = [(0, chain.input_bytes, 0, start)], itertools.count(1), {}, []
@@ -120,9 +126,11 @@ def backwards(length: int) -> list[Backward]:
 
 def test_the_referee_counts_a_small_schedule_as_one_does_by_hand():
     chain = Chain((Stage(1, 2, 10, 30, 3, 5), Stage(4, 8, 20, 50, 1, 7)), 100)
-    # Forward 0: 100 + 30 + 3. Forward 1: 130 + 50 + 1. Backward 1: 180 + 20 + 7. Backward 0: 130 + 10 + 5.
+    # Forward 0: 100 + 30 + 3. Forward 1: 130 + 50 + 1. Backward 1: 180 + 20 + 7. Backward 0: 130 +
+    # 10 + 5.
     assert simulate(store_all(chain), chain) == Cost(207, 15.0, 2)
-    # Forward 0: 100 + 30 + 3. Forward 1: 110 + 50 + 1. Backward 1: 160 + 20 + 7. Forward 0: 120 + 30 + 3.
+    # Forward 0: 100 + 30 + 3. Forward 1: 110 + 50 + 1. Backward 1: 160 + 20 + 7. Forward 0: 120 +
+    # 30 + 3.
     assert simulate(segments(chain, 2), chain) == Cost(187, 16.0, 3)
 
 
@@ -134,8 +142,18 @@ def test_a_uniform_chain_that_stores_all_takes_its_input_every_output_and_one_gr
 
 
 def test_what_is_made_a_second_time_is_alive_once():
-    again = Schedule([Forward(0, "input"), Forward(0, "input"), Forward(0), Forward(0), Forward(1), *backwards(2)])
-    # x_0, then with x_1, with a second x_1 meanwhile, S_0 in its place, a second S_0 meanwhile, S_1, the gradient.
+    again = Schedule(
+        [
+            Forward(0, "input"),
+            Forward(0, "input"),
+            Forward(0),
+            Forward(0),
+            Forward(1),
+            *backwards(2),
+        ]
+    )
+    # x_0, then with x_1, with a second x_1 meanwhile, S_0 in its place, a second S_0 meanwhile,
+    # S_1, the gradient.
     assert simulate(again, Chain.uniform(2)) == Cost(4, 9.0, 5)
 
 
@@ -147,10 +165,22 @@ def test_what_is_made_a_second_time_is_alive_once():
         ([Forward(0), Backward(0)], r"action 1, Backward\(stage=0\).*Backward\(1\) is due"),
         ([Forward(0), Forward(1, "input"), Backward(1)], r"action 2.*stage 1's is not alive"),
         ([Forward(0), Forward(1), Backward(1), Backward(1)], r"action 3.*Backward\(0\) is due"),
-        ([Forward(0), Forward(1), Backward(1), Backward(0), Backward(0)], r"action 4.*all have run"),
-        ([Forward(0, "nothing"), Forward(1), Backward(1), Backward(0)], r"action 3.*stage 0's is not alive"),
-        ([Forward(0), Forward(0, "nothing"), Forward(1), Backward(1), Backward(0)], r"action 4.*x_0 is not"),
-        ([Forward(0), Forward(1), Backward(1), Forward(1)], r"action 3.*does not run again after its backward"),
+        (
+            [Forward(0), Forward(1), Backward(1), Backward(0), Backward(0)],
+            r"action 4.*all have run",
+        ),
+        (
+            [Forward(0, "nothing"), Forward(1), Backward(1), Backward(0)],
+            r"action 3.*stage 0's is not alive",
+        ),
+        (
+            [Forward(0), Forward(0, "nothing"), Forward(1), Backward(1), Backward(0)],
+            r"action 4.*x_0 is not",
+        ),
+        (
+            [Forward(0), Forward(1), Backward(1), Forward(1)],
+            r"action 3.*does not run again after its backward",
+        ),
         ([Forward(0), Forward(1), Backward(1)], r"ends after 3 actions.*Backward\(0\) has not run"),
         ([], r"ends after 0 actions"),
         ([Forward(2)], r"action 0.*stages 0 to 1"),
@@ -179,7 +209,11 @@ def test_segments_of_equal_stages_differ_by_at_most_one_stage():
             schedule = segments(chain, count)
             # Each segment's backward pass starts where the last forward that keeps all was.
             pairs = itertools.pairwise(schedule)
-            ends = [now.stage + 1 for before, now in pairs if before[1:] == ("all",) and isinstance(now, Backward)]
+            ends = [
+                now.stage + 1
+                for before, now in pairs
+                if before[1:] == ("all",) and isinstance(now, Backward)
+            ]
             sizes = [end - start for start, end in itertools.pairwise([0, *reversed(ends)])]
             assert len(sizes) == count and sum(sizes) == length and max(sizes) - min(sizes) <= 1
             assert simulate(schedule, chain).forward_steps == length + length - sizes[-1]
@@ -198,7 +232,9 @@ def test_segments_of_uneven_stages_have_the_least_peak_of_all_cuts():
 
 
 @pytest.mark.parametrize("length", [16, 36, 64, 100])
-def test_the_square_root_of_the_length_is_the_best_count_where_a_boundary_costs_as_much_as_a_stage(length):
+def test_the_square_root_of_the_length_is_the_best_count_where_a_boundary_costs_as_much_as_a_stage(
+    length,
+):
     chain = Chain.uniform(length)
     root = math.isqrt(length)
     assert sqrt_segments(chain) == segments(chain, root)
@@ -222,12 +258,17 @@ def test_binomial_schedules_take_as_many_extra_steps_as_the_closed_form_says():
             cost = simulate(schedule, chain)
             assert cost.forward_steps - length == r * length - math.comb(slots + r, slots + 1)
             assert len(schedule) == cost.forward_steps + length
-            assert cost.peak_bytes <= slots + 3  # the slots, one stage's saved bytes, its gradient, one passing
+            # the slots, one stage's saved bytes, its gradient, one passing
+            assert cost.peak_bytes <= slots + 3
 
 
-@pytest.mark.parametrize(("length", "slots"), [(1, 1), (2, 1), (7, 1), (7, 2), (10, 3), (30, 5), (100, 10), (100, 200)])
+@pytest.mark.parametrize(
+    ("length", "slots"), [(1, 1), (2, 1), (7, 1), (7, 2), (10, 3), (30, 5), (100, 10), (100, 200)]
+)
 def test_binomial_schedules_take_as_many_steps_as_those_of_another_package(length, slots):
-    peer = pytest.importorskip("checkpoint_schedules", reason="compares with the package checkpoint-schedules")
+    peer = pytest.importorskip(
+        "checkpoint_schedules", reason="compares with the package checkpoint-schedules"
+    )
     steps, backwards = 0, 0
     for action in peer.Revolve(length, min(slots, max(1, length - 1))):
         if isinstance(action, peer.Forward):
@@ -249,7 +290,9 @@ def test_no_schedule_with_so_many_slots_takes_fewer_steps_than_the_binomial_one(
                 best[length, slots] = 0
             elif slots:
                 ways = range(length - 1 if slots == 1 else 1, length)
-                best[length, slots] = min(p + best[length - p, slots - 1] + best[p, slots] for p in ways)
+                best[length, slots] = min(
+                    p + best[length - p, slots - 1] + best[p, slots] for p in ways
+                )
                 assert len(binomial(length, slots)) - 2 * length == best[length, slots]
 
 
@@ -265,7 +308,9 @@ CHAINS = [
 
 def test_the_frontier_is_what_a_search_through_all_persistent_schedules_finds():
     for chain in CHAINS:
-        assert [(cost.peak_bytes, cost.time) for cost in frontier(chain)] == cheapest_by_search(chain)
+        assert [(cost.peak_bytes, cost.time) for cost in frontier(chain)] == cheapest_by_search(
+            chain
+        )
 
 
 def test_the_cheapest_schedule_for_every_budget_is_what_a_search_finds():
@@ -295,7 +340,9 @@ def test_a_budget_that_is_too_small_is_refused_with_the_least_that_is_not():
         least = frontier(chain)[0].peak_bytes
         assert simulate(optimal(chain, least), chain).peak_bytes == least
         for budget in (least - 1, 0, -5):
-            with pytest.raises(InfeasibleBudget, match=f"budget_bytes is {budget}.* at least {least}$") as error:
+            with pytest.raises(
+                InfeasibleBudget, match=f"budget_bytes is {budget}.* at least {least}$"
+            ) as error:
                 optimal(chain, budget)
             assert error.value.least_bytes == least and error.value.budget_bytes == budget
         assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
@@ -308,16 +355,27 @@ def test_rounding_never_takes_the_peak_over_the_budget(monkeypatch):
         with pytest.raises(InfeasibleBudget) as error:
             optimal(chain, 1)
         least = error.value.least_bytes
-        budgets = [least, least + 1, *(least + (most - least) * i // 7 for i in range(1, 7)), most - 1, most]
+        budgets = [
+            least,
+            least + 1,
+            *(least + (most - least) * i // 7 for i in range(1, 7)),
+            most - 1,
+            most,
+        ]
         for levels in (60, 3000):
             monkeypatch.setattr(planning, "CELLS", 0)
             monkeypatch.setattr(planning, "LEAST_LEVELS", levels)
             costs.append([simulate(optimal(chain, budget), chain) for budget in budgets])
-            assert all(cost.peak_bytes <= budget for cost, budget in zip(costs[-1], budgets, strict=True))
+            assert all(
+                cost.peak_bytes <= budget for cost, budget in zip(costs[-1], budgets, strict=True)
+            )
             points = frontier(chain)
             assert points[0].peak_bytes == least and points[-1] == simulate(store_all(chain), chain)
         coarse, fine = ([cost.time for cost in row] for row in costs)
-        assert sum(fine) < sum(coarse) and fine[-1] == coarse[-1] == simulate(store_all(chain), chain).time
+        assert (
+            sum(fine) < sum(coarse)
+            and fine[-1] == coarse[-1] == simulate(store_all(chain), chain).time
+        )
 
 
 def test_a_long_regular_chain_loses_little_by_rounding(monkeypatch):
@@ -330,7 +388,8 @@ def test_a_long_regular_chain_loses_little_by_rounding(monkeypatch):
         assert simulate(optimal(chain, round(point.peak_bytes * 1.03)), chain).time <= point.time
 
 
-@pytest.mark.parametrize("seed", [16, 25, 26])  # for which sums in the order of the actions differ in the last digit
+# for which sums in the order of the actions differ in the last digit
+@pytest.mark.parametrize("seed", [16, 25, 26])
 def test_times_that_are_no_whole_numbers_make_no_points_of_their_own(seed):
     draw, costs = random.Random(seed), []
     for _ in range(12):
@@ -350,7 +409,11 @@ class Shifted(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.wide, self.narrow, self.drop = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(0.3)
+        self.wide, self.narrow, self.drop = (
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+            nn.Dropout(0.3),
+        )
 
     def forward(self, x):
         return x + self.drop(self.narrow(torch.nn.functional.gelu(self.wide(x))))
@@ -362,7 +425,9 @@ def mlp(width=16, depth=9):
 
 def shared():
     block = Shifted(16)
-    return nn.Sequential(block, nn.Tanh(), block, Shifted(16), block, nn.LayerNorm(16)), torch.randn(8, 16)
+    return nn.Sequential(
+        block, nn.Tanh(), block, Shifted(16), block, nn.LayerNorm(16)
+    ), torch.randn(8, 16)
 
 
 def tokens():
@@ -381,7 +446,13 @@ def pyramid(size=16):
 def schedules(length: int):
     chain = random_chain(length, 1)
     least = frontier(chain)[0].peak_bytes
-    yield from (store_all(chain), sqrt_segments(chain), recursive(chain), binomial(length, 2), binomial(length, 1))
+    yield from (
+        store_all(chain),
+        sqrt_segments(chain),
+        recursive(chain),
+        binomial(length, 2),
+        binomial(length, 1),
+    )
     yield from (segments(chain, length), optimal(chain, least), optimal(chain, least + 3))
 
 
@@ -396,7 +467,13 @@ def step(module, x, passes=1):
         output.square().sum().backward()
         outputs.append(output.detach())
     drawn = torch.rand(3)
-    return [*outputs, x.grad, *(p.grad for p in module.parameters()), *(b.clone() for b in module.buffers()), drawn]
+    return [
+        *outputs,
+        x.grad,
+        *(p.grad for p in module.parameters()),
+        *(b.clone() for b in module.buffers()),
+        drawn,
+    ]
 
 
 def assert_same_bits(left, right):
@@ -412,7 +489,9 @@ def test_outputs_gradients_and_statistics_equal_the_plain_modules_to_the_bit(mak
     for needs in (False, True)[: 1 + x.is_floating_point()]:
         expected = step(copy.deepcopy(module), x.requires_grad_(needs) if needs else x, passes=2)
         for schedule in schedules(len(module)):
-            assert_same_bits(step(ScheduledSequential(copy.deepcopy(module), schedule), x, passes=2), expected)
+            assert_same_bits(
+                step(ScheduledSequential(copy.deepcopy(module), schedule), x, passes=2), expected
+            )
 
 
 def test_only_some_parameters_may_be_trained():
@@ -430,7 +509,9 @@ def test_gradients_of_some_parameters_can_be_asked_for():
     module, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), torch.randn(2, 4)
     expected = torch.autograd.grad(module(x).square().sum(), list(module[2].parameters()))
     scheduled = ScheduledSequential(module, sqrt_segments(Chain.uniform(5)))
-    assert_same_bits(torch.autograd.grad(scheduled(x).square().sum(), list(module[2].parameters())), expected)
+    assert_same_bits(
+        torch.autograd.grad(scheduled(x).square().sum(), list(module[2].parameters())), expected
+    )
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
@@ -479,7 +560,9 @@ def giant(where: int):
 
 
 def even():
-    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12))), torch.randn(256, 64)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12))
+    ), torch.randn(256, 64)
 
 
 def language_model():
@@ -488,9 +571,9 @@ def language_model():
             super().__init__(32)
             self.drop = nn.Identity()
 
-    return nn.Sequential(nn.Embedding(300, 32), *(Block() for _ in range(6)), nn.Linear(32, 300)), torch.randint(
-        300, (8, 64)
-    )
+    return nn.Sequential(
+        nn.Embedding(300, 32), *(Block() for _ in range(6)), nn.Linear(32, 300)
+    ), torch.randint(300, (8, 64))
 
 
 def decoder():
@@ -502,7 +585,9 @@ def decoder():
 def funnel(*widths):
     """Stages whose inputs, outputs and insides all differ in size."""
     pairs = itertools.pairwise(widths)
-    layers = (nn.Sequential(nn.Linear(a, 96), nn.GELU(), nn.Linear(96, b), nn.Sigmoid()) for a, b in pairs)
+    layers = (
+        nn.Sequential(nn.Linear(a, 96), nn.GELU(), nn.Linear(96, b), nn.Sigmoid()) for a, b in pairs
+    )
     return nn.Sequential(*layers), torch.randn(64, widths[0])
 
 
@@ -535,24 +620,45 @@ def measured_peak(run, x) -> int:
         partial(funnel, 4, 16, 64, 256, 256, 512),
         partial(funnel, 512, 32, 256, 4, 4, 128),
     ],
-    ids=["even", "language model", "decoder", "giant first", "in the middle", "last", "widening", "uneven"],
+    ids=[
+        "even",
+        "language model",
+        "decoder",
+        "giant first",
+        "in the middle",
+        "last",
+        "widening",
+        "uneven",
+    ],
 )
 def test_a_run_peaks_where_the_referee_says_to_the_byte(make):
     torch.manual_seed(0)
     module, x = make()
     chain = Chain.profile(module, x)
     points = frontier(chain)
-    rules = [store_all(chain), segments(chain, 2), sqrt_segments(chain), recursive(chain), binomial(len(chain), 2)]
+    rules = [
+        store_all(chain),
+        segments(chain, 2),
+        sqrt_segments(chain),
+        recursive(chain),
+        binomial(len(chain), 2),
+    ]
     plans = [optimal(chain, point.peak_bytes) for point in points[:: max(1, len(points) // 5)]]
     for schedule in [*rules, *plans]:
-        assert measured_peak(ScheduledSequential(module, schedule), x) == simulate(schedule, chain).peak_bytes
+        assert (
+            measured_peak(ScheduledSequential(module, schedule), x)
+            == simulate(schedule, chain).peak_bytes
+        )
 
 
 def test_copies_of_buffers_that_change_come_on_top_of_what_the_referee_says():
     module, x = pyramid(32)
     chain, buffers = Chain.profile(module, x), sum(buffer.nbytes for buffer in module.buffers())
     for schedule in (segments(chain, 3), recursive(chain), binomial(len(chain), 2)):
-        more = measured_peak(ScheduledSequential(module, schedule), x) - simulate(schedule, chain).peak_bytes
+        more = (
+            measured_peak(ScheduledSequential(module, schedule), x)
+            - simulate(schedule, chain).peak_bytes
+        )
         assert 0 < more <= buffers
 
 
@@ -574,7 +680,9 @@ def test_referee_run_and_checkpoint_sequential_agree_on_segments(make):
     module, x = make()
     chain = Chain.profile(module, x)
     for count in (1, 3, 4, 12):
-        framework = partial(checkpoint_sequential, module, count, use_reentrant=False, preserve_rng_state=False)
+        framework = partial(
+            checkpoint_sequential, module, count, use_reentrant=False, preserve_rng_state=False
+        )
         expected = measured_peak(lambda x, framework=framework: framework(input=x), x)
         schedule = segments(Chain.uniform(12), count)
         assert simulate(schedule, chain).peak_bytes == expected
@@ -582,13 +690,17 @@ def test_referee_run_and_checkpoint_sequential_agree_on_segments(make):
 
 
 def test_casts_of_weights_do_not_outlive_their_stage():
-    module, x = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))), torch.randn(16, 64)
+    module, x = (
+        nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))),
+        torch.randn(16, 64),
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         chain = Chain.profile(module, x)
         for schedule in (store_all(chain), segments(chain, 2), recursive(chain)):
             run = ScheduledSequential(module, schedule)
             peak = measured_peak(lambda x, run=run: run(x).float(), x)
-            # What becomes float32 outside of the chain, 4 bytes a number, is there with its gradient of 2 bytes.
+            # What becomes float32 outside of the chain, 4 bytes a number, is there with its
+            # gradient of 2 bytes.
             assert abs(peak - simulate(schedule, chain).peak_bytes) <= 16 * 64 * 8
 
 
@@ -610,7 +722,9 @@ def test_a_profile_counts_the_bytes_and_flops_of_each_stage():
     assert Chain.profile(module, x) == Chain.profile(module, x)
     clocked = Chain.profile(module, x, clock=True).stages
     assert [stage.saved_bytes for stage in clocked] == [64, 64]
-    assert all(0 < time < 1 for stage in clocked for time in (stage.forward_time, stage.backward_time))
+    assert all(
+        0 < time < 1 for stage in clocked for time in (stage.forward_time, stage.backward_time)
+    )
 
 
 def test_a_profile_leaves_module_and_random_numbers_as_they_were():
@@ -654,7 +768,12 @@ def test_layers_that_take_masks_and_return_tuples_can_be_stages():
     gradients = torch.autograd.grad(expected.square().sum(), inputs)
     chain = Chain.profile(layers, x, kwargs={"mask": mask})
     for stages in (layers, list(layers)):
-        for schedule in (store_all(chain), segments(chain, 3), recursive(chain), optimal(chain, 10**6)):
+        for schedule in (
+            store_all(chain),
+            segments(chain, 3),
+            recursive(chain),
+            optimal(chain, 10**6),
+        ):
             run = ScheduledSequential(stages, schedule)
             output = run(x, mask=mask)
             assert torch.equal(output, expected)
@@ -678,19 +797,27 @@ def test_what_goes_with_the_floating_tensor_goes_through_all_stages():
     for schedule in (store_all(chain), recursive(chain)):
         output = ScheduledSequential(stages, schedule)(pair)
         assert torch.equal(output["x"], expected["x"]) and output["where"] is pair["where"]
-        assert_same_bits(torch.autograd.grad(output["x"].sum(), [pair["x"], *parameters]), gradients)
+        assert_same_bits(
+            torch.autograd.grad(output["x"].sum(), [pair["x"], *parameters]), gradients
+        )
 
 
 def test_functions_train_what_they_hold_and_nothing_else_in_silence():
     torch.manual_seed(0)
     linear, scale, x = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), torch.randn(2, 4)
-    stages = [lambda x: linear(x).tanh(), lambda x, scale=scale: x * scale, partial(torch.add, torch.ones(4))]
+    stages = [
+        lambda x: linear(x).tanh(),
+        lambda x, scale=scale: x * scale,
+        partial(torch.add, torch.ones(4)),
+    ]
     stages.append(linear.forward)
     run = ScheduledSequential(stages, recursive(Chain.uniform(4)))
     assert {*run.parameters()} == {*linear.parameters(), scale}
     run(x).sum().backward()
     found = [parameter.grad.clone() for parameter in (*linear.parameters(), scale)]
-    expected = torch.autograd.grad(one_after_the_other(stages, x).sum(), [*linear.parameters(), scale])
+    expected = torch.autograd.grad(
+        one_after_the_other(stages, x).sum(), [*linear.parameters(), scale]
+    )
     assert_same_bits(found, expected)
 
     hidden = torch.ones(4, requires_grad=True)
@@ -704,7 +831,10 @@ def test_a_stage_that_cuts_the_gradient_leaves_those_before_it_without_any():
         def forward(self, x):
             return x.detach()
 
-    module, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Cut(), nn.Linear(3, 3)), torch.randn(2, 3)
+    module, x = (
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Cut(), nn.Linear(3, 3)),
+        torch.randn(2, 3),
+    )
     ScheduledSequential(module, segments(Chain.uniform(4), 2))(x).sum().backward()
     assert [parameter.grad is None for parameter in module.parameters()] == [True] * 4 + [False] * 2
 
@@ -713,17 +843,23 @@ def test_buffers_are_as_before_the_first_run_when_a_stage_runs_again():
     torch.manual_seed(0)
 
     def block():
-        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.BatchNorm1d(8), nn.Tanh())
+        return nn.Sequential(
+            nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.BatchNorm1d(8), nn.Tanh()
+        )
 
     module, x = nn.Sequential(*(block() for _ in range(5))), torch.randn(16, 8)
     expected = step(copy.deepcopy(module), x, passes=2)
     for schedule in schedules(5):
-        assert_same_bits(step(ScheduledSequential(copy.deepcopy(module), schedule), x, passes=2), expected)
+        assert_same_bits(
+            step(ScheduledSequential(copy.deepcopy(module), schedule), x, passes=2), expected
+        )
 
 
 def test_two_passes_at_once_each_find_their_own_buffers():
     torch.manual_seed(0)
-    module = nn.Sequential(*(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(3)))
+    module = nn.Sequential(
+        *(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(3))
+    )
     xs = torch.randn(2, 4, 8)
 
     def gradients(module):
@@ -733,7 +869,9 @@ def test_two_passes_at_once_each_find_their_own_buffers():
         return [*(p.grad for p in module.parameters()), *module.buffers()]
 
     expected = gradients(copy.deepcopy(module))
-    assert_same_bits(gradients(ScheduledSequential(copy.deepcopy(module), recursive(Chain.uniform(3)))), expected)
+    assert_same_bits(
+        gradients(ScheduledSequential(copy.deepcopy(module), recursive(Chain.uniform(3)))), expected
+    )
 
 
 # ---- the blocks of a model, in place
@@ -754,7 +892,9 @@ def test_blocks_run_by_a_schedule_compute_what_they_do_without_it():
         assert all("forward" not in vars(block) for block in blocks)
 
 
-@pytest.mark.parametrize("make", [even, partial(giant, 3), partial(funnel, 4, 16, 64, 256, 256, 512)])
+@pytest.mark.parametrize(
+    "make", [even, partial(giant, 3), partial(funnel, 4, 16, 64, 256, 256, 512)]
+)
 def test_blocks_in_place_peak_where_the_referee_says_to_the_byte(make):
     torch.manual_seed(0)
     module, x = make()
@@ -805,7 +945,8 @@ PLAIN = ScheduledSequential(ONE, store_all(Chain.uniform(1)))
         ("stage 1", lambda: Chain.profile([nn.Tanh(), 3], torch.ones(2))),
         ("repeats", lambda: Chain.profile(ONE, torch.ones(2), repeats=0)),
         ("x", lambda: Chain.profile(ONE, 3)),
-        ("mask", lambda: Chain.profile(ONE, torch.ones(2), kwargs={"mask": torch.ones(2, requires_grad=True)})),
+        ("mask", lambda: Chain.profile(
+            ONE, torch.ones(2), kwargs={"mask": torch.ones(2, requires_grad=True)})),
         ("what stage 0 returns", lambda: Chain.profile([nn.LSTM(2, 2)], torch.ones(2, 2))),
         ("schedule", lambda: ScheduledSequential(ONE, [Forward(0)])),
         ("stages", lambda: ScheduledSequential(nn.Tanh(), store_all(Chain.uniform(1)))),
@@ -823,7 +964,9 @@ def test_a_schedule_for_another_number_of_stages_does_not_run():
 
 
 def test_a_second_backward_through_the_same_pass_is_refused():
-    scheduled = ScheduledSequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), segments(Chain.uniform(2), 2))
+    scheduled = ScheduledSequential(
+        nn.Sequential(nn.Linear(2, 2), nn.Tanh()), segments(Chain.uniform(2), 2)
+    )
     loss = scheduled(torch.ones(1, 2)).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="this backward pass has run already"):
@@ -836,7 +979,9 @@ def test_a_stage_that_changes_its_input_is_refused():
         ScheduledSequential(module, segments(Chain.uniform(3), 2))(torch.ones(1, 2))
 
 
-@pytest.mark.parametrize("other", [lambda x: x[:1], torch.Tensor.double], ids=["a shape that broadcasts", "a dtype"])
+@pytest.mark.parametrize(
+    "other", [lambda x: x[:1], torch.Tensor.double], ids=["a shape that broadcasts", "a dtype"]
+)
 def test_a_stage_that_returns_something_else_the_second_time_is_refused(other):
     runs = []
 
@@ -862,9 +1007,14 @@ def test_a_stage_that_leaves_a_loss_beside_what_it_returns_is_refused():
     x = torch.randn(3, 8, requires_grad=True)
     for schedule in schedules(4):
         layers = nn.Sequential(*(Aside(8, 8) for _ in range(4)))
-        with pytest.raises(RuntimeError, match=r"^stage \d leaves a tensor with a gradient behind in losses[^\n]*$"):
+        with pytest.raises(
+            RuntimeError, match=r"^stage \d leaves a tensor with a gradient behind in losses[^\n]*$"
+        ):
             ScheduledSequential(layers, schedule)(x).sum().backward()
-        with schedule_blocks(layers, "*", schedule=schedule), pytest.raises(RuntimeError, match="behind in losses"):
+        with (
+            schedule_blocks(layers, "*", schedule=schedule),
+            pytest.raises(RuntimeError, match="behind in losses"),
+        ):
             layers(x).sum().backward()
 
 
@@ -900,7 +1050,9 @@ INPUT, ONES = torch.linspace(-1, 1, 25_000).view(1000, 25), torch.ones(1000, 25)
 
 def layered(depth: int, activation=nn.GELU) -> nn.Sequential:
     modules = deep_mlp(depth=depth, width=25, activation=activation)
-    layers = nn.Sequential(*(nn.Sequential(*pair) for pair in zip(modules[::2], modules[1::2], strict=True)))
+    layers = nn.Sequential(
+        *(nn.Sequential(*pair) for pair in zip(modules[::2], modules[1::2], strict=True))
+    )
     for parameter in layers.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return layers
@@ -926,7 +1078,12 @@ def in_segments(layers, cuts, x):
 
 
 def peak_of_cuts(cuts) -> int:
-    return max(j * B + (end - start) * 2 * B for j, (start, end) in enumerate(itertools.pairwise(cuts))) + B
+    return (
+        max(
+            j * B + (end - start) * 2 * B for j, (start, end) in enumerate(itertools.pairwise(cuts))
+        )
+        + B
+    )
 
 
 def test_the_peak_of_segments_is_what_the_lesson_predicts_for_any_cut():
@@ -939,14 +1096,17 @@ def test_the_peak_of_segments_is_what_the_lesson_predicts_for_any_cut():
 
 
 def test_segments_that_get_shorter_peak_lower_than_any_balanced_ones():
-    sizes = [10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1]  # as lesson 03 finds them for 100 layers
+    # as lesson 03 finds them for 100 layers
+    sizes = [10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1]
     cuts = list(itertools.accumulate(sizes, initial=0))
     layers = layered(100)
     tapered = peak_of(lambda x: in_segments(layers, cuts, x))
     balanced = []
     for k in range(1, 101):
         balanced.append(
-            peak_of_cuts(list(itertools.accumulate([100 // k + (j < 100 % k) for j in range(k)], initial=0)))
+            peak_of_cuts(
+                list(itertools.accumulate([100 // k + (j < 100 % k) for j in range(k)], initial=0))
+            )
         )
     assert tapered == pytest.approx(21 * B, abs=64) and min(balanced) == 27 * B
     extra = flops_of(lambda x: in_segments(layers, cuts, x)) / flops_of(layers)
@@ -1025,11 +1185,14 @@ def test_whole_stages_end_at_the_frontier_and_single_operators_go_below():
         parameter.grad = torch.zeros_like(parameter)
     chain = Chain.profile(module, x)
     points = frontier(chain)
-    # A scheduled stage hands on the gradients of its parameters together; plain backward one by one.
+    # A scheduled stage hands on the gradients of its parameters together; plain backward one by
+    # one.
     together = max(sum(parameter.nbytes for parameter in stage.parameters()) for stage in module)
 
     def least_flops(peak_bytes):
-        return min((point.time for point in points if point.peak_bytes <= peak_bytes), default=math.inf)
+        return min(
+            (point.time for point in points if point.peak_bytes <= peak_bytes), default=math.inf
+        )
 
     def cost(run):
         with MemoryMeter() as meter:
@@ -1040,8 +1203,11 @@ def test_whole_stages_end_at_the_frontier_and_single_operators_go_below():
 
     with set_checkpoint_early_stop(False):
         for count in (1, 2, 3, 5, 10):
-            run = partial(checkpoint_sequential, module, count, use_reentrant=False, preserve_rng_state=False)
+            run = partial(
+                checkpoint_sequential, module, count, use_reentrant=False, preserve_rng_state=False
+            )
             peak, flops = cost(lambda x, run=run: run(input=x))
-            assert flops >= least_flops(peak + together) * 0.999  # the embedding's elements are no FLOPs
+            # the embedding's elements are no FLOPs
+            assert flops >= least_flops(peak + together) * 0.999
     peak, flops = cost(compiled(module, x, 0.5))
     assert flops < least_flops(peak) * 0.99

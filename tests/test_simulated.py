@@ -1,4 +1,5 @@
-"""course_lib.offload on a simulated device: nothing races, and every ordering that is taken away is missed."""
+"""course_lib.offload on a simulated device: nothing races, and every ordering that is taken away is
+missed."""
 
 import ast
 import gc
@@ -34,7 +35,8 @@ from course_lib.offload.lanes import LANE_COLORS
 
 pytestmark = pytest.mark.usefixtures("little_to_collect")
 
-# ---- what is done: without a device it is the reference, on plain tensors; tensors made on a device are the device's
+# ---- what is done: without a device it is the reference, on plain tensors; tensors made on a
+# device are the device's
 
 
 def offloading(device, **options):
@@ -49,7 +51,10 @@ def activations(device, model="mlp", retain=False, **options):
     if model == "mlp":
         net, x = deep_mlp(5, 32), torch.randn(32, 32)
     else:
-        net, x = Decoder(vocabulary=50, hidden=16, heads=2, layers=2, sequence=8), random_tokens(2, 8, 50)
+        net, x = (
+            Decoder(vocabulary=50, hidden=16, heads=2, layers=2, sequence=8),
+            random_tokens(2, 8, 50),
+        )
         if model == "checkpointed":
             ours.checkpoint_blocks(net)
     run = net.loss if isinstance(net, Decoder) else lambda x: net(x).square().sum()
@@ -106,7 +111,8 @@ def two_streams(device, **options):
         with streams[1]():
             device.wait(made)
     for _ in range(3):
-        halves = [xs[0] * 1, xs[1]]  # on the first stream, with nothing after that of which the second one knows
+        # on the first stream, with nothing after that of which the second one knows
+        halves = [xs[0] * 1, xs[1]]
         with offloading(device, **options):
             for layers in zip(*nets, strict=True):
                 for i in (0, 1):
@@ -119,7 +125,8 @@ def two_streams(device, **options):
 
 
 def dropped_on_another_stream(device):
-    """A backward pass fails while storages come up; its graph goes where another stream is current."""
+    """A backward pass fails while storages come up; its graph goes where another stream is
+    current."""
     net, x = deep_mlp(5, 32), torch.randn(32, 32)
     other = nullcontext
     if device:
@@ -144,7 +151,8 @@ def dropped_on_another_stream(device):
 
 
 class Copies:
-    """The reference for an optimizer on the host: the plain one on fp32 copies, rounded after each step."""
+    """The reference for an optimizer on the host: the plain one on fp32 copies, rounded after each
+    step."""
 
     def __init__(self, parameters, base, **options):
         self.parameters = list(parameters)
@@ -167,7 +175,10 @@ def adam(device, net, **options):
 
 
 def train(device, dtype=torch.float32, pieces=1, keep=False, between=lambda net: None, **options):
-    net, data = deep_mlp(3, 16).to(dtype), iter([torch.randn(8, 16).to(dtype) for _ in range(4 * pieces)])
+    net, data = (
+        deep_mlp(3, 16).to(dtype),
+        iter([torch.randn(8, 16).to(dtype) for _ in range(4 * pieces)]),
+    )
     optimizer = adam(device, net, **options)
     for step in range(4):
         for p in net.parameters():
@@ -204,7 +215,9 @@ def all_reduced(net):
             group.allreduce([tensor]).wait()
 
     gradients_ = gradients(net)
-    other = threading.Thread(target=rank, args=(1, [torch.ones_like(gradient) for gradient in gradients_]))
+    other = threading.Thread(
+        target=rank, args=(1, [torch.ones_like(gradient) for gradient in gradients_])
+    )
     other.start()
     rank(0, gradients_)
     other.join()
@@ -217,7 +230,8 @@ def unscaled(net):
 
 
 def sent_early(device, early=True, fails=False):
-    """Gradients that go down during backward; where the step fails, their memory is used for something else."""
+    """Gradients that go down during backward; where the step fails, their memory is used for
+    something else."""
     net, data = deep_mlp(3, 16), [torch.randn(8, 16) for _ in range(4)]
     optimizer = adam(device, net)
     for x in data:
@@ -242,7 +256,9 @@ def interrupted(optimizer):
     def fail(*_):
         raise InterruptedError
 
-    handle = getattr(optimizer, "_base", getattr(optimizer, "plain", None)).register_step_pre_hook(fail)
+    handle = getattr(optimizer, "_base", getattr(optimizer, "plain", None)).register_step_pre_hook(
+        fail
+    )
     yield
     handle.remove()
 
@@ -252,7 +268,9 @@ def accumulated(device, **options):
     optimizer = adam(device, net)
     if device is None:
         optimizer = Stepped(optimizer)
-    step = AccumulatedStep(net, optimizer, lambda model, x: (model(x).square().sum(), len(x)), **options)
+    step = AccumulatedStep(
+        net, optimizer, lambda model, x: (model(x).square().sum(), len(x)), **options
+    )
     for x in data:
         step(split(x, 2))
     return [*net.parameters()]
@@ -366,16 +384,27 @@ def test_a_gpu_gives_what_the_plain_program_gives(name):
 #: What is called to put things in order -> what of the device it stands for.
 ORDERING = {name: {name} for name in ("wait", "finish", "used", "event", "on")}
 ORDERING |= {"settle": {"wait"}, "unsend": {"wait"}, "ready": {"wait"}}
-#: These are there for speed alone: copies beside the compute; and, if asked for, no copy beside the update.
-FOR_SPEED = {("device.py", "copy", "on"), ("prefetch.py", "_make", "on"), ("masters.py", "update_on_host", "finish")}
+# : These are there for speed alone: copies beside the compute; and, if asked for, no copy beside
+# the update.
+FOR_SPEED = {
+    ("device.py", "copy", "on"),
+    ("prefetch.py", "_make", "on"),
+    ("masters.py", "update_on_host", "finish"),
+}
 
 
 def orderings():
-    """(file, function, what is called, line) of all that orders the work of a device and the host."""
+    """(file, function, what is called, line) of all that orders the work of a device and the
+    host."""
     for name in ("activations", "device", "masters", "optimizer", "prefetch", "stores"):
         path = Path(course_lib.offload.__file__).with_name(f"{name}.py")
         tree = ast.parse(path.read_text())
-        elsewhere = {line for node in tree.body if node_name(node) in ("Cuda", "DiskStore") for line in lines_of(node)}
+        elsewhere = {
+            line
+            for node in tree.body
+            if node_name(node) in ("Cuda", "DiskStore")
+            for line in lines_of(node)
+        }
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             inside = [function.name for function in functions if call.lineno in lines_of(function)]
@@ -424,16 +453,27 @@ def without(monkeypatch, file, called, line):
 def test_every_ordering_is_missed_where_it_is_taken_away(site, monkeypatch):
     file, _, called, line = site
     without(monkeypatch, file, called, line)
-    assert any(is_wrong(SCENARIOS[name], mode) for name in TELLING[file] for mode in ("late", "at once"))
+    assert any(
+        is_wrong(SCENARIOS[name], mode) for name in TELLING[file] for mode in ("late", "at once")
+    )
 
 
 #: Of the scenarios, those that suffice for the orderings in a file.
 TELLING = {
     "activations.py": ["mlp, prefetch 0", "two streams, prefetch 0", "two streams, prefetch 1"],
     "masters.py": ["optimizer", "gradients sent early, and dropped", "a step that is interrupted"],
-    "optimizer.py": ["optimizer", "gradients sent early, and dropped", "a step that is interrupted"],
+    "optimizer.py": [
+        "optimizer",
+        "gradients sent early, and dropped",
+        "a step that is interrupted",
+    ],
     "prefetch.py": ["prefetcher, one buffer", "prefetcher"],
-    "stores.py": ["mlp, prefetch 0", "dropped on another stream", "optimizer", "two streams, prefetch 0"],
+    "stores.py": [
+        "mlp, prefetch 0",
+        "dropped on another stream",
+        "optimizer",
+        "two streams, prefetch 0",
+    ],
 }
 TELLING["activations.py"] += ["an error in the middle", "dropped on another stream"]
 TELLING["stores.py"] += ["two streams, prefetch 1", "an error in the middle"]
@@ -461,8 +501,8 @@ def copied_too_soon(device, target, source, name):
         return device.event()
 
 
-#: What is left out -> what is done instead of `Device.copy`, for copies of which name, and in which modes numbers are
-#: wrong for it.
+# : What is left out -> what is done instead of `Device.copy`, for copies of which name, and in
+# which modes numbers are : wrong for it.
 MISSING = {
     "what uses a copy up waits for it": (used_too_soon, {"up"}, ["late", "early"]),
     "a copy down is waited for before its source is let go": (used_too_soon, {"down"}, ["late"]),
@@ -472,7 +512,9 @@ MISSING = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("missing", MISSING)
-def test_a_missing_wait_is_reported_and_the_gradient_is_wrong_in_its_mode(missing, mode, monkeypatch):
+def test_a_missing_wait_is_reported_and_the_gradient_is_wrong_in_its_mode(
+    missing, mode, monkeypatch
+):
     instead, names, wrong_in = MISSING[missing]
     scenario = SCENARIOS["mlp, prefetch 1"]
 
@@ -496,7 +538,9 @@ def test_an_operator_that_runs_early_finds_what_was_there_before():
                 y = x * 1
                 device.wait(device.side("compute").event())
                 z = x * 1
-            assert "aten.mul.Tensor on other reads device memory that aten.add_" in device.races.pop()
+            assert (
+                "aten.mul.Tensor on other reads device memory that aten.add_" in device.races.pop()
+            )
             device.finish(device.side("other").event())
             device.wait(device.side("other").event())
         assert torch.equal(y, torch.full((100,), found)) and torch.equal(z, torch.full((100,), 3.0))
@@ -508,7 +552,10 @@ def test_what_an_operator_writes_too_early_is_written_over():
             x = torch.ones(100)
             event = device.copy(x, device.pinned((100,), torch.float32).fill_(5.0), "side")
             x.zero_()
-            assert "aten.zero_.default on compute writes device memory that a copy up on side" in device.races.pop()
+            assert (
+                "aten.zero_.default on compute writes device memory that a copy up on side"
+                in device.races.pop()
+            )
             device.wait(event)
             device.finish(event)
         assert torch.equal(x, torch.full((100,), found))
@@ -573,7 +620,11 @@ def test_a_program_of_a_few_lines_is_right_with_its_wait_alone(program):
     for mode in MODES:
         for waits in (True, False):
             with SimulatedDevice(**MODES[mode]) as device:
-                x = torch.zeros(4) if program is used_before_it_is_up else device.move(torch.arange(4.0))
+                x = (
+                    torch.zeros(4)
+                    if program is used_before_it_is_up
+                    else device.move(torch.arange(4.0))
+                )
                 found, races = program(device, x, waits), len(device.races)
                 device.races.clear()
             assert races == (0 if waits else 1)
@@ -586,7 +637,8 @@ def test_a_program_of_a_few_lines_is_right_with_its_wait_alone(program):
 # ---- what the host reads
 
 
-#: How the host looks at four numbers, 2, 4, 6 and 8; and whether what it got is a view, which shows later ones too.
+# : How the host looks at four numbers, 2, 4, 6 and 8; and whether what it got is a view, which
+# shows later ones too.
 LOOKS = {
     "tolist": (lambda host: host.tolist(), False),
     "item": (lambda host: host[1].item(), False),
@@ -614,7 +666,10 @@ def test_the_host_does_not_look_at_what_a_copy_has_not_reached(look, capsys):
             host = device.pinned(y.shape, y.dtype)
             event = device.copy(host, y, "down")
             found = how(host)
-            assert "on the host reads pinned memory that a copy down on down has written" in device.races[0]
+            assert (
+                "on the host reads pinned memory that a copy down on down has written"
+                in device.races[0]
+            )
             assert "test_simulated.py" in device.races[0]
             device.races.clear()
             device.finish(event)
@@ -643,14 +698,22 @@ def test_the_host_waits_for_what_it_prints_of_the_device():
         assert device.books.host.seconds == 16.0
         event = device.copy(x, device.pinned((2, 2), torch.float32).fill_(5.0), "up")
         print(x)
-        assert "Tensor.__repr__ on compute reads device memory that a copy up on up" in device.races.pop()
+        assert (
+            "Tensor.__repr__ on compute reads device memory that a copy up on up"
+            in device.races.pop()
+        )
         device.finish(event)
 
 
 # ---- gradients that go down early
 
 
-RATES = {"flops_per_second": 1e6, "bytes_per_second": 1e9, "down_bytes_per_second": 1e6, "up_bytes_per_second": 1e6}
+RATES = {
+    "flops_per_second": 1e6,
+    "bytes_per_second": 1e9,
+    "down_bytes_per_second": 1e6,
+    "up_bytes_per_second": 1e6,
+}
 HALF = {"loss_sum": lambda model, x: (model(x).square().sum(), 0.5 * len(x))}
 PADDED = {"loss_sum": lambda model, x: (model(x).square().sum(), len(x) - 0.25)}
 
@@ -665,9 +728,18 @@ PADDED = {"loss_sum": lambda model, x: (model(x).square().sum(), len(x) - 0.25)}
         ({"scaler": torch.amp.GradScaler("cpu", init_scale=4.0)}, False),
         ({"hook": True}, False),
     ],
-    ids=["as they are", "over a power of two", "over another weight", "clipped", "unscaled", "a hook before the step"],
+    ids=[
+        "as they are",
+        "over a power of two",
+        "over another weight",
+        "clipped",
+        "unscaled",
+        "a hook before the step",
+    ],
 )
-def test_gradients_go_down_during_backward_only_where_nothing_changes_them_afterwards(options, early):
+def test_gradients_go_down_during_backward_only_where_nothing_changes_them_afterwards(
+    options, early
+):
     options = {"loss_sum": lambda model, x: (model(x).square().sum(), len(x))} | options
     hook = options.pop("hook", False)
     with SimulatedDevice(**RATES) as device:
@@ -707,7 +779,8 @@ def test_a_gradient_that_grows_after_it_went_down_goes_down_again(mode):
 
     found, races = outcome(twice, mode)
     assert same(found, expected(twice))
-    assert all("that a copy down on gradients has read" in race for race in races)  # of what is not used
+    # of what is not used
+    assert all("that a copy down on gradients has read" in race for race in races)
 
 
 # ---- the device itself
@@ -717,7 +790,12 @@ def test_what_is_never_waited_for_is_named_and_comes_out_wrong_if_it_is_late():
     for late in (False, True):
         device = SimulatedDevice(late=late)
         with (
-            pytest.raises(Race, match=r"aten\.mul.* on compute reads device memory that a copy up on side has written"),
+            pytest.raises(
+                Race,
+                match=(
+                    r"aten\.mul.* on compute reads device memory that a copy up on side has written"
+                ),
+            ),
             device,
         ):
             target, source = torch.zeros(100), device.pinned((100,), torch.float32).fill_(3.0)
@@ -733,14 +811,22 @@ def test_the_host_has_to_wait_too_before_it_reads_and_before_it_writes():
         above, below = torch.ones(100), device.pinned((100,), torch.float32)
         event = device.copy(below, above, "side")
         below + 1
-        assert "on the host reads pinned memory that a copy down on side has written" in device.races.pop()
+        assert (
+            "on the host reads pinned memory that a copy down on side has written"
+            in device.races.pop()
+        )
         device.finish(event)
         below + 1
         event = device.copy(above, below, "side")
         torch.equal(above, above)  # for its answer the host waits, but not for other streams
-        assert "aten.equal.default on compute reads device memory that a copy up on side" in device.races.pop()
+        assert (
+            "aten.equal.default on compute reads device memory that a copy up on side"
+            in device.races.pop()
+        )
         below.zero_()
-        assert "on the host writes pinned memory that a copy up on side has read" in device.races.pop()
+        assert (
+            "on the host writes pinned memory that a copy up on side has read" in device.races.pop()
+        )
         device.finish(event)
         below.zero_()
 
@@ -758,7 +844,10 @@ def test_parts_of_a_tensor_are_told_apart():
         below[0, 5:].zero_()  # the byte behind the last one
         assert device.races == []
         below[0, 4:].zero_()
-        assert "on the host writes pinned memory that a copy down on side has written" in device.races.pop()
+        assert (
+            "on the host writes pinned memory that a copy down on side has written"
+            in device.races.pop()
+        )
 
 
 def test_memory_goes_round_and_what_it_was_used_for_counts_on():
@@ -774,7 +863,8 @@ def test_memory_goes_round_and_what_it_was_used_for_counts_on():
         second = torch.zeros(100)
         assert second.data_ptr() == place != kept.data_ptr()
         assert (
-            "the allocator on compute hands out device memory that a copy down on down has read" in device.races.pop()
+            "the allocator on compute hands out device memory that a copy down on down has read"
+            in device.races.pop()
         )
         with device.on(device.side("down")):
             device.used(second)
@@ -808,9 +898,13 @@ def test_modules_and_containers_move_and_what_was_there_stays_where_it_is():
         assert device.move(torch.ones(2, requires_grad=True)).requires_grad
         found = net(moved["x"])
         assert Device.of(found) is device and Device.of(batch["x"]) is not device
-        with pytest.raises(RuntimeError, match=r"one of the host with shape \(4, 8\); it takes all on the device"):
+        with pytest.raises(
+            RuntimeError, match=r"one of the host with shape \(4, 8\); it takes all on the device"
+        ):
             net(batch["x"])
-        assert (found * 2 + torch.tensor(1.0)).sum().item() == pytest.approx((plain * 2 + 1).sum().item())
+        assert (found * 2 + torch.tensor(1.0)).sum().item() == pytest.approx(
+            (plain * 2 + 1).sum().item()
+        )
     assert torch.equal(found.detach(), plain) and Device.of(found) is not device
 
 
@@ -831,7 +925,10 @@ def test_a_memory_that_is_too_small_says_so():
         kept = torch.zeros(512)
         del kept
         kept = torch.zeros(512)  # the same block
-        with pytest.raises(torch.OutOfMemoryError, match=r"device memory has 4096 bytes, of which 2048 .*; it takes"):
+        with pytest.raises(
+            torch.OutOfMemoryError,
+            match=r"device memory has 4096 bytes, of which 2048 .*; it takes",
+        ):
             kept.double()
         assert device.live_bytes == 2048
 
@@ -854,7 +951,12 @@ def test_every_refusal_names_the_argument_what_it_got_and_what_it_takes(options,
 
 
 def test_times_are_those_of_the_rates():
-    rates = {"flops_per_second": 1e6, "bytes_per_second": 1e9, "up_bytes_per_second": 1e5, "down_bytes_per_second": 1e4}
+    rates = {
+        "flops_per_second": 1e6,
+        "bytes_per_second": 1e9,
+        "up_bytes_per_second": 1e5,
+        "down_bytes_per_second": 1e4,
+    }
     with SimulatedDevice(**rates) as device:
         x = torch.zeros(50, 50)
         start = device.seconds
@@ -898,7 +1000,8 @@ def test_an_operator_takes_the_bytes_that_it_reads_and_writes():
 
 
 def test_what_the_host_does_takes_time_if_it_is_given_a_rate():
-    """Adam's update reads weight, gradient and two moments, and writes all but the gradient: 28 bytes a parameter."""
+    """Adam's update reads weight, gradient and two moments, and writes all but the gradient: 28
+    bytes a parameter."""
     links = {"up_bytes_per_second": 4.0, "down_bytes_per_second": 4.0}
     for host, seconds in (({}, 0.0), ({"host_bytes_per_second": 14.0}, 2.0)):
         with SimulatedDevice(**links, **host) as device:
@@ -911,7 +1014,9 @@ def test_what_the_host_does_takes_time_if_it_is_given_a_rate():
                 p + 1
         spans = {span.stream: span for span in device.spans[first:]}
         assert device.seconds - begin == pytest.approx(2000 + 1000 * seconds, rel=1e-3)
-        assert [span.kind for span in spans.values()] == (["down", "host", "up"] if host else ["down", "up"])
+        assert [span.kind for span in spans.values()] == (
+            ["down", "host", "up"] if host else ["down", "up"]
+        )
         if host:
             down, update, up = spans.values()
             assert update.stream == "host" and "adam" in update.name
@@ -987,13 +1092,15 @@ def test_a_lane_has_its_place_and_its_colour_in_every_picture(drawing):
         "host": {LANE_COLORS["host"]},
         "mine": {LANE_COLORS["up"]},
     }
-    (*_, end) = (span.end for span in device.spans if span.stream == "up")
+    *_, end = (span.end for span in device.spans if span.stream == "up")
     later = lanes_of(device.plot(since=end - 1e-5))
     assert [*later] == ["compute", "copies up"] and later["copies up"][1] == [(0.0, 1e-5)]
 
 
 def test_colours_of_lanes_are_those_of_no_category():
-    assert len({*LANE_COLORS.values()} | {*CATEGORY_COLORS.values()}) == len(LANE_COLORS) + len(CATEGORY_COLORS)
+    assert len({*LANE_COLORS.values()} | {*CATEGORY_COLORS.values()}) == len(LANE_COLORS) + len(
+        CATEGORY_COLORS
+    )
 
 
 def test_the_bytes_below_are_those_that_were_live(drawing):
@@ -1012,7 +1119,10 @@ def test_the_bytes_below_are_those_that_were_live(drawing):
 
 def test_pictures_of_nothing_are_empty(drawing):
     with SimulatedDevice() as device:
-        assert device.plot().get_yticklabels() == [] and device.plot_bytes().get_ylabel() == "live bytes (MB)"
+        assert (
+            device.plot().get_yticklabels() == []
+            and device.plot_bytes().get_ylabel() == "live bytes (MB)"
+        )
 
 
 def test_every_label_of_the_pictures_has_its_chinese(drawing):
@@ -1020,7 +1130,11 @@ def test_every_label_of_the_pictures_has_its_chinese(drawing):
         for name in ("down", "up", "gradients", "parameters", "batches"):
             device.finish(device.copy(device.pinned((10,), torch.float32), torch.zeros(10), name))
     lanes, live = device.plot(), device.plot_bytes()
-    shown = [*(label.get_text() for label in lanes.get_yticklabels()), lanes.get_xlabel(), live.get_ylabel()]
+    shown = [
+        *(label.get_text() for label in lanes.get_yticklabels()),
+        lanes.get_xlabel(),
+        live.get_ylabel(),
+    ]
     assert len(shown) == 8 and all(map(chinese, shown))
 
 

@@ -1,4 +1,5 @@
-"""The website: every lesson, claim and public name is there, in both languages, and no page asks another machine."""
+"""The website: every lesson, claim and public name is there, in both languages, and no page asks
+another machine."""
 
 import html
 import importlib
@@ -11,18 +12,23 @@ from pathlib import Path
 
 import pytest
 
-nodes = pytest.importorskip("docutils.nodes", reason="the site's packages come with the extra `test`")
+nodes = pytest.importorskip(
+    "docutils.nodes", reason="the site's packages come with the extra `test`"
+)
 BeautifulSoup = pytest.importorskip("bs4").BeautifulSoup
 for package in ("sphinx", "myst_nb", "furo", "jupytext", "nbformat"):
     pytest.importorskip(package, reason="the site's packages come with the extra `test`")
 
-import nbformat  # noqa: E402
-from editions import failure, write_lesson  # noqa: E402 - after the checks for what a GPU machine lacks
+import nbformat
+from editions import (
+    failure,
+    write_lesson,
+)
 
-from course_lib.checkpoint import checkpoint  # noqa: E402
-from course_lib.teaching import pictures  # noqa: E402
-from course_lib.teaching.editions import site  # noqa: E402
-from course_lib.teaching.editions.cells import STAMP  # noqa: E402
+from course_lib.checkpoint import checkpoint
+from course_lib.teaching import pictures
+from course_lib.teaching.editions import site
+from course_lib.teaching.editions.cells import STAMP
 
 pytestmark = [  # the packages' own, of which they know
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -35,7 +41,10 @@ LESSONS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb")
 @pytest.fixture(scope="module")
 def pages(built_site):
     """Path relative to the site -> the page's HTML."""
-    return {path.relative_to(built_site).as_posix(): path.read_text("utf-8") for path in built_site.rglob("*.html")}
+    return {
+        path.relative_to(built_site).as_posix(): path.read_text("utf-8")
+        for path in built_site.rglob("*.html")
+    }
 
 
 def text_of(page):
@@ -51,11 +60,17 @@ def test_sphinx_has_nothing_to_complain_about(built_site):
 
 
 def outside_requests(page):
-    """Addresses of other machines that a browser would load with the page; links to follow are none."""
-    loaded = re.findall(r"<(?:script|img|iframe|source|video|audio|embed)\b[^>]*?\s(?:src|srcset)=\"([^\"]*)\"", page)
+    """Addresses of other machines that a browser would load with the page; links to follow are
+    none."""
+    loaded = re.findall(
+        r"<(?:script|img|iframe|source|video|audio|embed)\b[^>]*?\s(?:src|srcset)=\"([^\"]*)\"",
+        page,
+    )
     tags = re.findall(r"<link\b[^>]*>", page)
     loaded += [
-        re.search(r'href="([^"]*)"', tag)[1] for tag in tags if not re.search(r'rel="(next|prev|canonical)"', tag)
+        re.search(r'href="([^"]*)"', tag)[1]
+        for tag in tags
+        if not re.search(r'rel="(next|prev|canonical)"', tag)
     ]
     loaded += outside_styles(page)
     return [address for address in loaded if re.match(r"(https?:)?//", address)]
@@ -66,16 +81,26 @@ def outside_styles(css):
 
 
 def test_no_page_and_no_style_loads_anything_from_another_machine(built_site, pages):
-    assert {name: outside_requests(page) for name, page in pages.items() if outside_requests(page)} == {}
-    styles = {path.name: outside_styles(path.read_text("utf-8")) for path in built_site.rglob("*.css")}
+    assert {
+        name: outside_requests(page) for name, page in pages.items() if outside_requests(page)
+    } == {}
+    styles = {
+        path.name: outside_styles(path.read_text("utf-8")) for path in built_site.rglob("*.css")
+    }
     assert styles and not any(styles.values())
 
 
 def test_a_request_to_another_machine_is_found():
-    bad = ['<script async src="https://a/b">', '<link href="//a/b">', "<style>@import 'https://a'</style>"]
+    bad = [
+        '<script async src="https://a/b">',
+        '<link href="//a/b">',
+        "<style>@import 'https://a'</style>",
+    ]
     bad += ['<div style="background: url(https://a/b.png)">']
     assert all(map(outside_requests, bad))
-    assert not outside_requests('<a href="https://example.org"> <script src="_static/a.js"> <link href="a.css">')
+    assert not outside_requests(
+        '<a href="https://example.org"> <script src="_static/a.js"> <link href="a.css">'
+    )
 
 
 def test_every_link_within_the_site_leads_somewhere(built_site, pages):
@@ -87,7 +112,9 @@ def test_every_link_within_the_site_leads_somewhere(built_site, pages):
             if re.match(r"[a-z]+:|//", address):
                 continue
             path, _, anchor = address.partition("#")
-            target = (built_site / name).parent / path.partition("?")[0] if path else built_site / name
+            target = (
+                (built_site / name).parent / path.partition("?")[0] if path else built_site / name
+            )
             other = target.resolve().relative_to(built_site.resolve()).as_posix()
             if not target.exists() or (anchor and other in names and anchor not in names[other]):
                 dead.append(f"{name}: {address}")
@@ -95,7 +122,9 @@ def test_every_link_within_the_site_leads_somewhere(built_site, pages):
 
 
 def test_every_picture_has_words(pages):
-    pictures = [(name, tag) for name, page in pages.items() for tag in re.findall(r"<img\b[^>]*>", page)]
+    pictures = [
+        (name, tag) for name, page in pages.items() for tag in re.findall(r"<img\b[^>]*>", page)
+    ]
     assert len(pictures) > 20
     assert [each for each in pictures if not re.search(r'alt="[^"]{9,}"', each[1])] == []
 
@@ -105,37 +134,91 @@ def test_math_is_drawn_by_the_site_itself(built_site, pages):
     assert (built_site / "_static/mathjax/tex-chtml.js").stat().st_size > 10**6
 
 
-HIDDEN = [f'{tag}[lang="en"]' for tag in ["div", "span", "p", "td", "th", "li", "tr", "details", "figure"]]
-NOT_PROSE = [".both-languages", "script", "style", "pre", "code", "svg", ".math", "[hidden]", "noscript"]
-BLOCKS = ["p", "td", "th", "li", "h1", "h2", "h3", "summary", "figcaption", "div", "dd", "dt", "a", "span"]
+HIDDEN = [
+    f'{tag}[lang="en"]' for tag in ["div", "span", "p", "td", "th", "li", "tr", "details", "figure"]
+]
+NOT_PROSE = [
+    ".both-languages",
+    "script",
+    "style",
+    "pre",
+    "code",
+    "svg",
+    ".math",
+    "[hidden]",
+    "noscript",
+]
+BLOCKS = [
+    "p",
+    "td",
+    "th",
+    "li",
+    "h1",
+    "h2",
+    "h3",
+    "summary",
+    "figcaption",
+    "div",
+    "dd",
+    "dt",
+    "a",
+    "span",
+]
 ENGLISH = re.compile(r"[A-Za-z][a-z'’]+(?:[ ,]+[A-Za-z][a-z'’]*){2}")
 HAN = re.compile("[\u3400-\u9fff]")
 CITED = re.compile(r"\w+ et al\. \d{4}，arXiv:[\d.]+")  # a paper is named so in both languages
 
 
 def english_in(page, said_by_the_switch=()):
-    """What a reader of a page in 中文 is shown in English: lines without Chinese, pictures' words, the title's tags."""
-    article = re.search("<article.*</article>", page, re.S)  # what stands around it stands on every page
-    soup = BeautifulSoup(re.sub(r'src="data:[^"]*"', "", article[0] if article else page), "html.parser")
+    """What a reader of a page in 中文 is shown in English: lines without Chinese, pictures' words,
+    the title's tags."""
+    # what stands around it stands on every page
+    article = re.search("<article.*</article>", page, re.S)
+    soup = BeautifulSoup(
+        re.sub(r'src="data:[^"]*"', "", article[0] if article else page), "html.parser"
+    )
     for hidden in soup.select(", ".join([*HIDDEN, *NOT_PROSE])):
         hidden.decompose()
     for br in soup.find_all("br"):
         br.replace_with("\n")
-    innermost = [block for block in soup.find_all(BLOCKS) if not block.find([tag for tag in BLOCKS if tag != "a"])]
-    lines = {" ".join(line.split()) for block in innermost for line in block.get_text().splitlines()}
-    found = [line for line in lines if ENGLISH.search(line) and not HAN.search(line) and not CITED.fullmatch(line)]
-    found += [image["alt"] for image in soup.find_all("img") if image.get("alt") and not HAN.search(image["alt"])]
+    innermost = [
+        block
+        for block in soup.find_all(BLOCKS)
+        if not block.find([tag for tag in BLOCKS if tag != "a"])
+    ]
+    lines = {
+        " ".join(line.split()) for block in innermost for line in block.get_text().splitlines()
+    }
+    found = [
+        line
+        for line in lines
+        if ENGLISH.search(line) and not HAN.search(line) and not CITED.fullmatch(line)
+    ]
+    found += [
+        image["alt"]
+        for image in soup.find_all("img")
+        if image.get("alt") and not HAN.search(image["alt"])
+    ]
     title = re.search("<title>(.*?)</title>", page, re.S)[1]
     return sorted({*found, *([title] if "<" in title else [])} - set(said_by_the_switch))
 
 
 def test_in_chinese_no_page_shows_english_prose(pages):
-    """The reference is in English, as it says itself; so are the names in the glossary's first column."""
-    said = re.findall(r'"([^"]+)": "[^"]*[\u3400-\u9fff]', (site.ASSETS / "static" / "site.js").read_text("utf-8"))
+    """The reference is in English, as it says itself; so are the names in the glossary's first
+    column."""
+    said = re.findall(
+        r'"([^"]+)": "[^"]*[\u3400-\u9fff]', (site.ASSETS / "static" / "site.js").read_text("utf-8")
+    )
     glossary = BeautifulSoup(pages["notebooks/GLOSSARY.html"], "html.parser")
     terms = {" ".join(row.td.get_text().split()) for row in glossary.select("tbody tr")}
-    read = {name: page for name, page in pages.items() if not re.match(r"api/(?!index)|genindex|py-modindex", name)}
-    assert {name: found for name, page in read.items() if (found := english_in(page, {*said, *terms}))} == {}
+    read = {
+        name: page
+        for name, page in pages.items()
+        if not re.match(r"api/(?!index)|genindex|py-modindex", name)
+    }
+    assert {
+        name: found for name, page in read.items() if (found := english_in(page, {*said, *terms}))
+    } == {}
 
 
 @pytest.mark.parametrize(
@@ -161,7 +244,9 @@ def test_english_on_a_page_in_chinese_is_found(body, found):
 def test_every_notebook_is_a_page_with_its_prose_outputs_and_figures(lesson, pages):
     page = pages[f"notebooks/{lesson}.html"]
     cells = json.loads((ROOT / "notebooks" / f"{lesson}.ipynb").read_text("utf-8"))["cells"]
-    prose = "".join(line for cell in cells if cell["cell_type"] == "markdown" for line in cell["source"])
+    prose = "".join(
+        line for cell in cells if cell["cell_type"] == "markdown" for line in cell["source"]
+    )
     for language in ("en", "zh"):
         assert page.count(f'<div lang="{language}">') >= prose.count(f'<div lang="{language}">') > 0
     outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
@@ -170,19 +255,28 @@ def test_every_notebook_is_a_page_with_its_prose_outputs_and_figures(lesson, pag
     assert [(tag.parent["lang"], tag["alt"]) for tag in shown] == [
         (language, each.alt) for found in stored for language, each in found.items()
     ]
-    assert page.count("<table") >= sum("<table" in "".join(data.get("text/html", "")) for data in outputs)
+    assert page.count("<table") >= sum(
+        "<table" in "".join(data.get("text/html", "")) for data in outputs
+    )
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
-def test_a_lessons_page_has_two_languages_in_its_headings_one_switch_and_folded_solutions(lesson, pages):
+def test_a_lessons_page_has_two_languages_in_its_headings_one_switch_and_folded_solutions(
+    lesson, pages
+):
     page = pages[f"notebooks/{lesson}.html"]
     headings = re.findall(r"<h[1-3]>(.*?)<a class=\"headerlink\"", page, re.S)
     assert len(headings) > 5
-    two = r'[\d.]* ?<span lang="en">(.+?)</span><span class="both-languages"> / </span><span lang="zh">(.+?)</span>'
+    two = (
+        r'[\d.]* ?<span lang="en">(.+?)</span><span class="both-languages"> / </span><span'
+        r' lang="zh">(.+?)</span>'
+    )
     for heading in headings:
         found = re.fullmatch(two, heading, re.S)
         assert found, heading
-        assert not re.search(r"[\u4e00-\u9fff]", found[1]) and re.search(r"[\u4e00-\u9fff]", found[2])
+        assert not re.search(r"[\u4e00-\u9fff]", found[1]) and re.search(
+            r"[\u4e00-\u9fff]", found[2]
+        )
         assert page.count(f'<span lang="zh">{found[2]}</span>') >= 2, "the sidebar has it as well"
     assert "course-language" not in page, "the notebook's own switch"
     assert re.findall(r'<button type="button" value="(\w+)"', page) == ["en", "zh", "both"]
@@ -212,7 +306,11 @@ def test_the_page_of_claims_has_every_claim_of_the_lessons_with_a_link_to_its_se
     words, there = text_of(page), []
     for lesson in LESSONS:
         cells = json.loads((ROOT / "notebooks" / f"{lesson}.ipynb").read_text("utf-8"))["cells"]
-        shown = ["".join(o.get("data", {}).get("text/html", "")) for cell in cells for o in cell.get("outputs", [])]
+        shown = [
+            "".join(o.get("data", {}).get("text/html", ""))
+            for cell in cells
+            for o in cell.get("outputs", [])
+        ]
         rows = [row for table in shown if ">claim<" in table for row in table.split("<tr>")[1:]]
         claims = [text_of(re.search(r'<span lang="en"[^>]*>(.+?)</span>', row)[1]) for row in rows]
         there += [f"claim-{int(lesson[:2])}-{place}" for place in range(1, len(claims) + 1)]
@@ -226,27 +324,40 @@ def test_the_page_of_claims_has_every_claim_of_the_lessons_with_a_link_to_its_se
 def test_the_page_of_claims_sums_up_how_many_hold(pages):
     page = pages["notebooks/claims.html"]
     each = re.findall(r'<div class="claim (\w+)"', page)
-    for words in site._sums(*(each.count(outcome) for outcome in ("fails", "partly", "holds"))).values():
+    for words in site._sums(
+        *(each.count(outcome) for outcome in ("fails", "partly", "holds"))
+    ).values():
         assert f"<strong>{words}</strong>" in page
 
 
 # --- the reference, the search, the front page ---
 
 
-@pytest.mark.parametrize("name", [name for name in site.MODULES if importlib.util.find_spec(f"course_lib.{name}")])
+@pytest.mark.parametrize(
+    "name", [name for name in site.MODULES if importlib.util.find_spec(f"course_lib.{name}")]
+)
 def test_the_reference_lists_every_public_name(name, pages):
     module = importlib.import_module(f"course_lib.{name}")
-    own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    own = [
+        key
+        for key, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__
+    ]
     public = getattr(module, "__all__", None) or [key for key in own if not key.startswith("_")]
     page = pages[f"api/{name}.html"]
-    shown = [each for each in public if f'id="course_lib.{name}.{each}"' in page or f'pre">{each}</span>' in page]
+    shown = [
+        each
+        for each in public
+        if f'id="course_lib.{name}.{each}"' in page or f'pre">{each}</span>' in page
+    ]
     assert public and shown == list(public)
     assert re.search(r'<section [^>]*lang="en-US"', page), "English, and never hidden"
     assert not re.search(r"\(\w+,\) –", text_of(page)), "every attribute stands by its own name"
 
 
 def test_the_reference_leaves_the_library_as_it_is(built_site):
-    assert inspect.signature(checkpoint).parameters["use_reentrant"].default is None  # autodoc would replace it
+    # autodoc would replace it
+    assert inspect.signature(checkpoint).parameters["use_reentrant"].default is None
 
 
 def test_the_search_finds_english_stems_and_pairs_of_chinese_characters(built_site):
@@ -255,7 +366,9 @@ def test_the_search_finds_english_stems_and_pairs_of_chinese_characters(built_si
     lesson = index["docnames"].index("notebooks/02_checkpointing")
     for word in ("checkpoint", "recomput", "检查", "查点"):
         found = [index[part].get(word, []) for part in ("terms", "titleterms")]
-        assert any(lesson in (numbers if isinstance(numbers, list) else [numbers]) for numbers in found), word
+        assert any(
+            lesson in (numbers if isinstance(numbers, list) else [numbers]) for numbers in found
+        ), word
 
 
 def test_the_front_page_is_the_readme_and_each_part_of_it_has_its_language(pages):
@@ -271,12 +384,26 @@ def test_a_heading_is_split_where_its_chinese_half_begins():
     spec = importlib.util.spec_from_file_location("site_conf", site.ASSETS / "conf.py")
     conf = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(conf)
-    title = nodes.title("", "2.1 Bytes / second, in ", nodes.literal("", "x"), nodes.Text(" / 每秒字节"))
+    title = nodes.title(
+        "", "2.1 Bytes / second, in ", nodes.literal("", "x"), nodes.Text(" / 每秒字节")
+    )
     assert conf.split(title)
-    assert [child.astext() for child in title] == ["2.1 ", "Bytes / second, in x", " / ", "每秒字节"]
+    assert [child.astext() for child in title] == [
+        "2.1 ",
+        "Bytes / second, in x",
+        " / ",
+        "每秒字节",
+    ]
     assert not conf.split(nodes.title("", "course_lib.memory / measure"))
     chinese = ["从 make lab 开始。", "CUDA 流"]
-    assert list(filter(conf.is_chinese, [*chinese, "Three buttons choose English, 中文 or both.", "3.1"])) == chinese
+    assert (
+        list(
+            filter(
+                conf.is_chinese, [*chinese, "Three buttons choose English, 中文 or both.", "3.1"]
+            )
+        )
+        == chinese
+    )
 
 
 # --- bad input: one sentence, and the old site stays ---
@@ -290,7 +417,10 @@ def small(tmp_path):
     root = tmp_path / "course"
     nbformat = pytest.importorskip("nbformat").v4
     output = nbformat.new_output("execute_result", {"text/plain": "2"})
-    cells = [nbformat.new_markdown_cell("# 0 A / 甲"), nbformat.new_code_cell("1", outputs=[output], execution_count=1)]
+    cells = [
+        nbformat.new_markdown_cell("# 0 A / 甲"),
+        nbformat.new_code_cell("1", outputs=[output], execution_count=1),
+    ]
     write_lesson(root / "notebooks", "00_a", nbformat.writes(nbformat.new_notebook(cells=cells)))
     (root / "README.md").write_text("# Small / 小\n\n[lesson](notebooks/00_a.ipynb)\n", "utf-8")
     (root / "site").mkdir()
@@ -313,7 +443,10 @@ def edited(change):
 @pytest.mark.parametrize(
     ("harm", "named"),
     [
-        (edited(lambda _, cells: cells[1].update(outputs=[], execution_count=None)), "00_a.ipynb: cell 2"),
+        (
+            edited(lambda _, cells: cells[1].update(outputs=[], execution_count=None)),
+            "00_a.ipynb: cell 2",
+        ),
         (edited(lambda _, cells: cells[1].update(outputs=[])), "00_a.ipynb"),
         (edited(lambda _, cells: cells[0]["source"].append("\nmore")), "cell 1"),
         (edited(lambda _, cells: cells.pop()), "cell 2"),

@@ -17,26 +17,40 @@ BeautifulSoup = pytest.importorskip("bs4").BeautifulSoup
 pytest.importorskip("nbconvert")
 pytest.importorskip("latex2mathml")
 
-from course_lib import labels  # noqa: E402 - as below
-from course_lib.teaching.editions import cutting, lesson_slides, slides  # noqa: E402 - after the checks for what a GPU machine lacks
-from course_lib.teaching.editions.cells import EditionError, is_solution, read_lessons, without_guards  # noqa: E402
-from course_lib.teaching.said import Claim, what_you_may_have_read  # noqa: E402
+from course_lib import labels
+from course_lib.teaching.editions import (
+    cutting,
+    lesson_slides,
+    slides,
+)
+from course_lib.teaching.editions.cells import (
+    EditionError,
+    is_solution,
+    read_lessons,
+    without_guards,
+)
+from course_lib.teaching.said import Claim, what_you_may_have_read
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 HAN = "[\u3400-\u9fff]"
 NOTE = slides.Note(5, {"en": "Why?", "zh": "为什么？"})
-TITLE = '# 9 Title / 题目\n\n<div lang="en">\n\nOpening.\n\n</div>\n<div lang="zh">\n\n开头。\n\n</div>'
+TITLE = (
+    '# 9 Title / 题目\n\n<div lang="en">\n\nOpening.\n\n</div>\n<div lang="zh">\n\n开头。\n\n</div>'
+)
 
 
 def both(en, zh, heading=""):
     """The source of a prose cell in both languages."""
-    return f'{heading}\n\n<div lang="en">\n\n{en}\n\n</div>\n<div lang="zh">\n\n{zh}\n\n</div>'.strip()
+    return (
+        f'{heading}\n\n<div lang="en">\n\n{en}\n\n</div>\n<div lang="zh">\n\n{zh}\n\n</div>'.strip()
+    )
 
 
 def lesson_of(*cells):
-    """A lesson: its title, then prose (a text with a div) and code (any other text, or (text, outputs))."""
+    """A lesson: its title, then prose (a text with a div) and code (any other text, or (text,
+    outputs))."""
     made = [nbformat.v4.new_markdown_cell(TITLE)]
     for cell in cells:
         source, outputs = cell if isinstance(cell, tuple) else (cell, [])
@@ -63,8 +77,14 @@ def picture_output(height, ink=(), alt="It falls.", zh="它下降。"):
     stream = io.BytesIO()
     image.save(stream, "PNG")
     source = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
-    pictures = {language: f'<img alt="{words}" src="{source}">' for language, words in (("en", alt), ("zh", zh))}
-    figures = (f'<figure lang="{name}" style="margin: 0">{picture}</figure>' for name, picture in pictures.items())
+    pictures = {
+        language: f'<img alt="{words}" src="{source}">'
+        for language, words in (("en", alt), ("zh", zh))
+    }
+    figures = (
+        f'<figure lang="{name}" style="margin: 0">{picture}</figure>'
+        for name, picture in pictures.items()
+    )
     return html_output("\n".join(figures))
 
 
@@ -75,10 +95,21 @@ def page_of(notebook, language="en"):
 
 # --- cutting ---
 
-LONG = "\n".join(["def f(x):", *(f"    x = x + {i}" for i in range(20)), "    return x", "", "g = f(1)", "h = f(2)"])
+LONG = "\n".join(
+    [
+        "def f(x):",
+        *(f"    x = x + {i}" for i in range(20)),
+        "    return x",
+        "",
+        "g = f(1)",
+        "h = f(2)",
+    ]
+)
 
 
-@pytest.mark.parametrize("code", [LONG, "x = 1", "", "@cache\ndef f():\n" + "    pass\n" * 11 + "\n\ny = f()"])
+@pytest.mark.parametrize(
+    "code", [LONG, "x = 1", "", "@cache\ndef f():\n" + "    pass\n" * 11 + "\n\ny = f()"]
+)
 def test_code_is_cut_into_pieces_of_at_most_twelve_lines_and_nothing_is_lost(code):
     pieces = cutting.cut_code(code)
     assert all(len(piece.splitlines()) <= cutting.MOST_CODE_LINES for piece in pieces)
@@ -88,27 +119,39 @@ def test_code_is_cut_into_pieces_of_at_most_twelve_lines_and_nothing_is_lost(cod
 
 def test_a_long_table_is_cut_between_rows_and_keeps_its_headings():
     rows = "".join(f"<tr><td>{i}</td></tr>" for i in range(24))
-    html = f"<div><table><thead><tr><th>n</th></tr></thead><tbody>{rows}</tbody></table><p>24 rows</p></div>"
+    html = (
+        f"<div><table><thead><tr><th>n</th></tr></thead><tbody>{rows}</tbody></table><p>24"
+        " rows</p></div>"
+    )
     cut = cutting.cut_table(html_output(html), "en")
     parts = [BeautifulSoup(part.data["text/html"], "html.parser") for part in cut]
     assert len(parts) == 2
-    assert [cell.text for part in parts for cell in part.select("td")] == [str(i) for i in range(24)]
+    assert [cell.text for part in parts for cell in part.select("td")] == [
+        str(i) for i in range(24)
+    ]
     assert all(part.th for part in parts) and [bool(part.p) for part in parts] == [False, True]
 
 
 def test_a_table_under_a_heading_in_both_languages_is_cut_earlier():
     rows = "".join(f"<tr><td>{i}</td></tr>" for i in range(12))
     output = html_output(f"<table><thead><tr><th>n</th></tr></thead><tbody>{rows}</tbody></table>")
-    assert [len(cutting.cut_table(output, language)) for language in ("en", "zh", "both")] == [1, 1, 2]
+    assert [len(cutting.cut_table(output, language)) for language in ("en", "zh", "both")] == [
+        1,
+        1,
+        2,
+    ]
 
 
 def test_a_high_figure_is_cut_above_a_panels_title():
     def cut(output, language="en"):
         return cutting.cut_figure(*cutting.outputs_in(output, language))
 
-    parts = cut(picture_output(800, ink=[(20, 400), (412, 424), (460, 780)]))  # a panel, a title, a panel
+    # a panel, a title, a panel
+    parts = cut(picture_output(800, ink=[(20, 400), (412, 424), (460, 780)]))
     image = pytest.importorskip("PIL.Image")
-    heights = [image.open(io.BytesIO(base64.b64decode(part.data["image/png"]))).height for part in parts]
+    heights = [
+        image.open(io.BytesIO(base64.b64decode(part.data["image/png"]))).height for part in parts
+    ]
     assert heights == [406, 394]
     assert [part.metadata.alt for part in parts] == ["It falls. (1/2)", "It falls. (2/2)"]
     assert len(cut(picture_output(800, ink=[(0, 800)]))) == len(cut(picture_output(400))) == 1
@@ -118,31 +161,46 @@ def test_a_high_figure_is_cut_above_a_panels_title():
 
 
 def test_a_result_is_a_fragment_behind_its_code_and_so_is_what_explains_it():
-    made = lesson_slides.lesson_slides(lesson_of(("1 + 1", [text_output("2")]), both("Two.", "二。")), "en")
+    made = lesson_slides.lesson_slides(
+        lesson_of(("1 + 1", [text_output("2")]), both("Two.", "二。")), "en"
+    )
     (parts,) = [[lesson_slides.slide_type(part) for part in slide.parts] for slide in made[1:]]
     assert parts == [None, "fragment", "fragment"]
 
 
 @pytest.mark.parametrize(
-    ("language", "words"), [("en", ['A "peak".']), ("zh", ["峰值。"]), ("both", ['A "peak".', "峰值。"])]
+    ("language", "words"),
+    [("en", ['A "peak".']), ("zh", ["峰值。"]), ("both", ['A "peak".', "峰值。"])],
 )
 def test_a_figure_stands_alone_and_is_the_picture_of_the_decks_language(language, words):
     drawn = picture_output(50, alt="A &quot;peak&quot;.", zh="峰值。")
-    page = page_of(lesson_of(both("Look.", "看。"), ("draw()", [drawn]), both("So.", "所以。")), language)
+    page = page_of(
+        lesson_of(both("Look.", "看。"), ("draw()", [drawn]), both("So.", "所以。")), language
+    )
     found = page.select("section.is-figure")
     assert [slide.img["alt"] for slide in found] == words
-    assert [slide.img["lang"] for slide in found] == (["en", "zh"] if language == "both" else [language])
+    assert [slide.img["lang"] for slide in found] == (
+        ["en", "zh"] if language == "both" else [language]
+    )
     assert all(len(slide.select_one(".body").find_all(recursive=False)) == 1 for slide in found)
 
 
 def test_plumbing_is_not_shown():
-    plumbing = ["import torch", "guess = None", "from course_lib.lessons.lesson_01 import check_x\ncheck_x(answer)"]
+    plumbing = [
+        "import torch",
+        "guess = None",
+        "from course_lib.lessons.lesson_01 import check_x\ncheck_x(answer)",
+    ]
     plumbing.append("from course_lib.lessons import lesson_01\nlesson_01.check_x(answer)")
     assert len(lesson_slides.lesson_slides(lesson_of(*plumbing), "en")) == 1
     slider = text_output("interactive(children=(IntSlider(value=1),))")
     switch = html_output('<form class="course-language"></form>')
-    progress = nbformat.v4.new_output("stream", text="plain:   0%|          | 0/40 [00:00<?, ?it/s]")
-    shown = [cutting.outputs_in(output, "en") for output in (slider, switch, progress, text_output(" "))]
+    progress = nbformat.v4.new_output(
+        "stream", text="plain:   0%|          | 0/40 [00:00<?, ?it/s]"
+    )
+    shown = [
+        cutting.outputs_in(output, "en") for output in (slider, switch, progress, text_output(" "))
+    ]
     assert shown == [[]] * 4
 
 
@@ -150,31 +208,54 @@ def test_a_picture_drawn_for_slides_goes_before_the_pages():
     drawn = picture_output(50)
     drawn.metadata.slides = {"en": LARGE, "zh": LARGE}
     page = page_of(lesson_of(("draw()", [drawn]), both("So.", "所以。")))
-    assert [image["src"] for image in page.select("section.is-figure img")] == [f"data:image/png;base64,{LARGE}"]
+    assert [image["src"] for image in page.select("section.is-figure img")] == [
+        f"data:image/png;base64,{LARGE}"
+    ]
 
 
 LARGE = "iVBORw0KGgo="  # no more than a PNG's first bytes: nothing reads it again
 CLAIMS = [
-    Claim(labels.text("peak"), labels.text("step"), labels.text("activation"), "fails", labels.text("forward")),
-    Claim(labels.text("bytes"), labels.text("step"), labels.text("gradient"), "holds", labels.text("backward")),
+    Claim(
+        labels.text("peak"),
+        labels.text("step"),
+        labels.text("activation"),
+        "fails",
+        labels.text("forward"),
+    ),
+    Claim(
+        labels.text("bytes"),
+        labels.text("step"),
+        labels.text("gradient"),
+        "holds",
+        labels.text("backward"),
+    ),
 ]
 
 
 @pytest.mark.parametrize("language", ["en", "zh", "both"])
-def test_each_row_of_a_table_of_claims_is_a_slide_whose_figure_and_verdict_wait_for_a_click(language):
+def test_each_row_of_a_table_of_claims_is_a_slide_whose_figure_and_verdict_wait_for_a_click(
+    language,
+):
     shown = what_you_may_have_read(CLAIMS, "4 MB", "9 MB")._repr_html_()
     page = page_of(lesson_of(("said()", [html_output(shown)]), both("So.", "所以。")), language)
     found = page.select("section.is-claim")
-    assert [slide.select_one(".measured").text.split() for slide in found] == [["4", "MB"], ["9", "MB"]]
+    assert [slide.select_one(".measured").text.split() for slide in found] == [
+        ["4", "MB"],
+        ["9", "MB"],
+    ]
     for slide, claim in zip(found, CLAIMS, strict=True):
         words = {
-            name: slide.select_one(f".{name}").get_text(" ", strip=True) for name in ("claim", "source", "verdict")
+            name: slide.select_one(f".{name}").get_text(" ", strip=True)
+            for name in ("claim", "source", "verdict")
         }
         for name, said in words.items():
             both_words = labels.both(getattr(claim, name))
             wanted = " ".join(both_words) if language == "both" else both_words[language == "zh"]
             assert " ".join(said.split()) == wanted
-        waits = {name: bool(slide.select(f".fragment .{name}")) for name in ("claim", "source", "measured", "verdict")}
+        waits = {
+            name: bool(slide.select(f".fragment .{name}"))
+            for name in ("claim", "source", "measured", "verdict")
+        }
         assert waits == {"claim": False, "source": False, "measured": True, "verdict": True}
         assert "So." not in slide.select_one(".body").text
 
@@ -201,8 +282,16 @@ def test_a_solution_stands_on_a_slide_without_what_keeps_the_readers_answer():
     solution = "if not lesson.check_it.accepted:\n    answer = 6 * 7\n\nlesson.check_it(answer)"
     guarded = f"### BEGIN SOLUTION\n{solution}\n### END SOLUTION"
     notebook = lesson_of(attempt, (guarded, [text_output("✓ Right.")]))
-    (page,) = (page for language, _, page in slides.decks({"09": notebook}, {"9": NOTE}) if language == "en")
-    (code,) = (each.text.strip() for each in BeautifulSoup(page, "html.parser").select(".code") if "6" in each.text)
+    (page,) = (
+        page
+        for language, _, page in slides.decks({"09": notebook}, {"9": NOTE})
+        if language == "en"
+    )
+    (code,) = (
+        each.text.strip()
+        for each in BeautifulSoup(page, "html.parser").select(".code")
+        if "6" in each.text
+    )
     assert code == "answer = 6 * 7\n\nlesson.check_it(answer)"
 
 
@@ -212,20 +301,26 @@ def test_slide_metadata_of_a_cell_goes_before_the_rules():
         cell.metadata.slideshow = {"slide_type": kind}
     page = page_of(notebook)
     assert [code.text.strip() for code in page.select(".code")] == ["x = 1", "y = 2"]
-    assert len(page.select("section section")) == 3  # the title and two; without metadata they share a slide
+    # the title and two; without metadata they share a slide
+    assert len(page.select("section section")) == 3
     assert "A note." in page.select("section section")[-1].select_one(".notes").text
     assert "z = 3" not in page.text
 
 
 def told_lesson():
-    """A lesson that says what is shown: its second section a question, and of two cells the result and the code."""
+    """A lesson that says what is shown: its second section a question, and of two cells the result
+    and the code."""
     cells = [
         both("Hidden.", "不显示。", "## 9.1 A / 甲"),
         both("Long prose.", "长文。", "## 9.2 B / 乙"),
         both("More.", "再来。"),
     ]
-    notebook = lesson_of(*cells, ("x = 2\nx", [text_output("2")]), ("y = 3\ny", [text_output("3")]), "z = 4")
-    for cell, wanted in zip(notebook.cells[3:], [{"en": "Why?", "zh": "为什么？"}, "result", "code"], strict=False):
+    notebook = lesson_of(
+        *cells, ("x = 2\nx", [text_output("2")]), ("y = 3\ny", [text_output("3")]), "z = 4"
+    )
+    for cell, wanted in zip(
+        notebook.cells[3:], [{"en": "Why?", "zh": "为什么？"}, "result", "code"], strict=False
+    ):
         cell.metadata.slide = wanted
     return notebook
 
@@ -233,17 +328,30 @@ def told_lesson():
 def test_a_lesson_that_says_what_is_shown_shows_that_and_speaks_its_prose():
     page = page_of(told_lesson())
     found = page.select("section section")
-    assert [slide.h2.text if slide.h2 else slide.h1.text for slide in found] == ["9 Title", "9.2 B", "9.2 B"]
-    assert [slide.select_one(".prose, .code").text.strip() for slide in found[1:]] == ["Why?", "y = 3\ny"]
+    assert [slide.h2.text if slide.h2 else slide.h1.text for slide in found] == [
+        "9 Title",
+        "9.2 B",
+        "9.2 B",
+    ]
+    assert [slide.select_one(".prose, .code").text.strip() for slide in found[1:]] == [
+        "Why?",
+        "y = 3\ny",
+    ]
     assert found[1].select_one(".result.fragment").text.strip() == "2"
     notes = found[1].text
-    assert "Long prose." in notes and "More." in notes and "Hidden." not in page.text and "Opening." in found[0].text
+    assert (
+        "Long prose." in notes
+        and "More." in notes
+        and "Hidden." not in page.text
+        and "Opening." in found[0].text
+    )
     assert "为什么？" in page_of(told_lesson(), "zh").text
     assert len(page_of(told_lesson(), "both").select(".columns")) > 1
 
 
 @pytest.mark.parametrize(
-    ("cell", "wrong"), [(4, "answer"), (4, {"en": "Why?", "zh": "为什么？"}), (3, "result"), (3, {"en": "Why?"})]
+    ("cell", "wrong"),
+    [(4, "answer"), (4, {"en": "Why?", "zh": "为什么？"}), (3, "result"), (3, {"en": "Why?"})],
 )
 def test_slide_metadata_of_another_kind_is_named(cell, wrong):
     notebook = told_lesson()  # its cell 3 is prose, its cell 4 code
@@ -256,16 +364,21 @@ def test_each_language_has_its_half_and_both_stand_beside_each_other():
     section = both("English.", "中文。", heading="## 9.1 Bytes / 字节")
     cell = ("table()", [html_output('<td lang="en">peak</td><td lang="zh">峰值</td>')])
     texts = {
-        language: page_of(lesson_of(section, cell), language).select("section")[-1].text for language in ("en", "zh")
+        language: page_of(lesson_of(section, cell), language).select("section")[-1].text
+        for language in ("en", "zh")
     }
     assert "English." in texts["en"] and "peak" in texts["en"] and not re.search(HAN, texts["en"])
     assert "中文。" in texts["zh"] and "峰值" in texts["zh"] and "English" not in texts["zh"]
-    columns = page_of(lesson_of(section), "both").select("section")[-1].select(".prose .columns > div")
+    columns = (
+        page_of(lesson_of(section), "both").select("section")[-1].select(".prose .columns > div")
+    )
     assert [column["lang"] for column in columns] == ["en", "zh"]
 
 
 def test_a_formula_becomes_mathml_and_keeps_its_punctuation():
-    page = page_of(lesson_of(both(r"So $\sqrt{L}$, and $$\frac{a}{b}$$", r"所以 $\sqrt{L}$，$$\frac{a}{b}$$")))
+    page = page_of(
+        lesson_of(both(r"So $\sqrt{L}$, and $$\frac{a}{b}$$", r"所以 $\sqrt{L}$，$$\frac{a}{b}$$"))
+    )
     assert page.select_one(".whole math msqrt") and page.select_one('math[display="block"] mfrac')
     assert "$" not in page.select("section")[-1].text
     with pytest.raises(EditionError, match=r"\$\\frac\$"):
@@ -273,7 +386,10 @@ def test_a_formula_becomes_mathml_and_keeps_its_punctuation():
 
 
 def test_long_lines_are_broken():
-    line = "value = function_name(argument_one, argument_two, argument_three) + another_function(argument_four)"
+    line = (
+        "value = function_name(argument_one, argument_two, argument_three) +"
+        " another_function(argument_four)"
+    )
     notebook = cutting.with_short_lines(lesson_of(line))
     assert max(map(len, notebook.cells[1].source.splitlines())) <= cutting.CODE_WIDTH
     with pytest.raises(EditionError):
@@ -286,7 +402,11 @@ def test_long_lines_are_broken():
 def test_notes_are_read_by_section():
     notes = slides.read_notes("| section | minutes |\n|---|---|\n| 2.1 | 5 | Why? | 为什么？ |\n")
     assert notes == {"2.1": slides.Note(5, {"en": "Why?", "zh": "为什么？"})}
-    for row in ("| 2.1 | five | Why? | 为什么？ |", "| 2.1 | 5 | Why? |", "| 2.1 | 5 |  | 为什么？ |"):
+    for row in (
+        "| 2.1 | five | Why? | 为什么？ |",
+        "| 2.1 | 5 | Why? |",
+        "| 2.1 | 5 |  | 为什么？ |",
+    ):
         with pytest.raises(EditionError, match=r"NOTES\.md"):
             slides.read_notes(row)
 
@@ -297,14 +417,21 @@ NOTES = slides.read_notes((NOTEBOOKS / slides.NOTES).read_text(encoding="utf-8")
 
 def test_every_section_of_every_lesson_has_notes_and_no_other():
     assert slides.missing_notes(LESSONS, NOTES) == []
-    assert set(NOTES) == {number for notebook in LESSONS.values() for number, _ in slides._sections(notebook)}
+    assert set(NOTES) == {
+        number for notebook in LESSONS.values() for number, _ in slides._sections(notebook)
+    }
     assert slides.missing_notes({"x": lesson_of("## 9.1 A / 甲")}, {"9": NOTE}) == ["9.1"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_minutes_of_the_sections_are_those_of_the_lesson(name):
-    announced = re.search(r"\((\d+) minutes\)", "\n".join(cell.source for cell in LESSONS[name].cells[:5]))
-    sections = [number for number, _ in slides._sections(nbformat.v4.new_notebook(cells=core(LESSONS[name])))]
+    announced = re.search(
+        r"\((\d+) minutes\)", "\n".join(cell.source for cell in LESSONS[name].cells[:5])
+    )
+    sections = [
+        number
+        for number, _ in slides._sections(nbformat.v4.new_notebook(cells=core(LESSONS[name])))
+    ]
     assert sum(NOTES[number].minutes for number in sections) == int(announced[1])
 
 
@@ -326,7 +453,8 @@ def test_a_lesson_that_says_what_is_shown_has_a_speakers_number_of_slides(name):
 
 @each_told
 def test_at_most_a_third_of_a_told_lessons_slides_is_text_alone(name):
-    """A claim is no text alone: its number waits behind a click. It counts as a slide like any other."""
+    """A claim is no text alone: its number waits behind a click. It counts as a slide like any
+    other."""
     if name[:2] not in MANY_PICTURES:
         pytest.skip("its deck is yet to be drawn")
     with_short = cutting.with_short_lines(without_guards(TOLD[name]))
@@ -336,19 +464,23 @@ def test_at_most_a_third_of_a_told_lessons_slides_is_text_alone(name):
         assert len(alone) <= len(made) / 3, f"{len(alone)} of {len(made)}"
 
 
-# No blank, but a loop with bugs in it: the question itself. Its slide has no verdict, since `slide="code"`.
+# No blank, but a loop with bugs in it: the question itself. Its slide has no verdict, since
+# `slide="code"`.
 TO_BE_MENDED = ("def train_epoch(",)
 
 
 @each_told
 def test_no_told_lesson_shows_an_attempt_above_its_result(name):
-    """What a learner has to fill in is the speaker's question; its slide would show a blank above a verdict."""
+    """What a learner has to fill in is the speaker's question; its slide would show a blank above a
+    verdict."""
     cells = TOLD[name].cells
     attempts = [cell for cell, following in pairwise(cells) if is_solution(following)]
     shown = [cell.source for cell in attempts if "slide" in cell.metadata]
     assert [source for source in shown if not source.startswith(TO_BE_MENDED)] == []
     shown = [cell for cell in cells if cell.metadata.get("slide") in ("code", "both")]
-    blanks = [node for cell in shown for node in ast.walk(ast.parse(cell.source)) if _is_blank(node)]
+    blanks = [
+        node for cell in shown for node in ast.walk(ast.parse(cell.source)) if _is_blank(node)
+    ]
     assert [ast.unparse(node) for node in blanks] == []
 
 
@@ -362,19 +494,34 @@ def test_every_picture_of_the_core_is_on_a_slide(name):
     drawn = [
         cell
         for cell in core(TOLD[name])
-        if any("<img" in output.get("data", {}).get("text/html", "") for output in cell.get("outputs", []))
+        if any(
+            "<img" in output.get("data", {}).get("text/html", "")
+            for output in cell.get("outputs", [])
+        )
     ]
-    assert drawn and [cell.source for cell in drawn if cell.metadata.get("slide") not in ("result", "both")] == []
+    assert (
+        drawn
+        and [cell.source for cell in drawn if cell.metadata.get("slide") not in ("result", "both")]
+        == []
+    )
 
 
 @each_told
 def test_a_slides_text_is_short_and_the_same_in_both_languages(name):
-    texts = [cell.metadata.slide for cell in TOLD[name].cells if isinstance(cell.metadata.get("slide"), dict)]
+    texts = [
+        cell.metadata.slide
+        for cell in TOLD[name].cells
+        if isinstance(cell.metadata.get("slide"), dict)
+    ]
     for text in texts:
         words = re.sub(r"\$\$[^$]*\$\$|\$[^$]*\$", "x", text["en"]).split()
         assert len(words) <= 25 and len(re.findall(HAN, text["zh"])) <= 60, text
-        assert agreement_problems(text["en"], text["zh"]) == [] and chinese_problems(text["zh"]) == [], text
-        assert english_problems(text["en"]) == [] and glossary_problems(text["en"], text["zh"]) == [], text
+        assert (
+            agreement_problems(text["en"], text["zh"]) == [] and chinese_problems(text["zh"]) == []
+        ), text
+        assert (
+            english_problems(text["en"]) == [] and glossary_problems(text["en"], text["zh"]) == []
+        ), text
 
 
 # Every lesson in one of the languages, in turns; all are built.
@@ -388,15 +535,26 @@ def deck(request, built_decks):
 
 def loaded_addresses(page):
     """What a browser would load when it opens the page."""
-    found = [tag[key] for key in ("src", "srcset", "poster", "data") for tag in page.find_all(attrs={key: True})]
+    found = [
+        tag[key]
+        for key in ("src", "srcset", "poster", "data")
+        for tag in page.find_all(attrs={key: True})
+    ]
     found += [tag.get("href", "") for tag in page.find_all("link")]
-    styles = "\n".join(tag.text for tag in page.find_all("style")) + "".join(t["style"] for t in page.select("[style]"))
-    found += re.findall(r"url\(\s*['\"]?([^'\")]+)", styles) + re.findall(r"@import\s+['\"]([^'\"]+)", styles)
+    styles = "\n".join(tag.text for tag in page.find_all("style")) + "".join(
+        t["style"] for t in page.select("[style]")
+    )
+    found += re.findall(r"url\(\s*['\"]?([^'\")]+)", styles) + re.findall(
+        r"@import\s+['\"]([^'\"]+)", styles
+    )
     return [address for address in found if not address.startswith("data:")]
 
 
 def test_what_a_page_would_load_is_found():
-    bad = '<link href="a.css"><script src="//b"></script><style>@import "c";p{background:url(d)}</style>'
+    bad = (
+        '<link href="a.css"><script src="//b"></script><style>@import'
+        ' "c";p{background:url(d)}</style>'
+    )
     assert sorted(loaded_addresses(BeautifulSoup(bad, "html.parser"))) == ["//b", "a.css", "c", "d"]
 
 
@@ -404,19 +562,22 @@ def test_a_deck_is_whole_and_loads_nothing(deck):
     language, path, page = deck
     assert loaded_addresses(page) == []
     stacks = page.select(".slides > section")
-    told = lesson_slides.is_told(LESSONS[path.stem])  # sections that such a lesson shows nothing of have no slides
+    # sections that such a lesson shows nothing of have no slides
+    told = lesson_slides.is_told(LESSONS[path.stem])
     assert len(stacks) == len(slides._sections(LESSONS[path.stem])) or told
     assert all(stack.section.select_one(".notes") for stack in stacks)
     for slide in page.select("section section"):
         lines = sum(len(code.text.strip("\n").splitlines()) for code in slide.select(".code pre"))
-        assert lines <= (cutting.MOST_CHOSEN_LINES if told else cutting.MOST_CODE_LINES), slide.select_one(
-            ".heading"
-        ).text
+        assert lines <= (cutting.MOST_CHOSEN_LINES if told else cutting.MOST_CODE_LINES), (
+            slide.select_one(".heading").text
+        )
     links = [link["href"] for link in page.select(".slides a[href]")]
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
     texts = [image.get("alt", "") for image in page.find_all("img")]
     assert texts and all(texts)
-    assert language == "both" or all(bool(re.search(HAN, text)) == (language == "zh") for text in texts)
+    assert language == "both" or all(
+        bool(re.search(HAN, text)) == (language == "zh") for text in texts
+    )
 
 
 def test_a_deck_speaks_its_language(deck):
@@ -428,12 +589,19 @@ def test_a_deck_speaks_its_language(deck):
         assert page.select('[lang="en"]') and page.select('[lang="zh"]')
         return
     assert page.find_all(cutting.PER_LANGUAGE, lang={"en": "zh", "zh": "en"}[language]) == []
-    words = [tag.get_text(" ") for tag in page.select(".heading, .prose p, .prose li, .notes p, .html, pre")]
+    words = [
+        tag.get_text(" ")
+        for tag in page.select(".heading, .prose p, .prose li, .notes p, .html, pre")
+    ]
     if language == "en":
         assert [text for text in words if re.search(HAN, text)] == []
     else:
         prose = [tag.get_text(" ") for tag in page.select(".heading, .prose p, .notes p")]
-        assert [text for text in prose if not re.search(HAN, text) and len(re.findall("[A-Za-z]{3,}", text)) > 3] == []
+        assert [
+            text
+            for text in prose
+            if not re.search(HAN, text) and len(re.findall("[A-Za-z]{3,}", text)) > 3
+        ] == []
 
 
 # --- bad input ---
@@ -458,10 +626,16 @@ HALF = '<div lang="en">\n\nOnly English.\n\n</div>'
         (stored(), None, "09_a.ipynb"),  # no outputs
         (stored(RUN), None, "NOTES.md"),
         (stored(RUN), "none", "NOTES.md"),
-        (stored(HALF, RUN), "| 9 | 5 | Why? | 为什么？ |", '09_a: a markdown cell has no <div lang="zh">'),
+        (
+            stored(HALF, RUN),
+            "| 9 | 5 | Why? | 为什么？ |",
+            '09_a: a markdown cell has no <div lang="zh">',
+        ),
     ],
 )
-def test_the_program_names_what_is_wrong_in_one_sentence_and_builds_nothing(tmp_path, capsys, lesson, notes, named):
+def test_the_program_names_what_is_wrong_in_one_sentence_and_builds_nothing(
+    tmp_path, capsys, lesson, notes, named
+):
     write_lesson(tmp_path / "notebooks", "09_a", lesson)
     if notes:
         (tmp_path / "notebooks/NOTES.md").write_text(notes, encoding="utf-8")

@@ -12,8 +12,11 @@ from editions import failure, write_lesson
 
 nbformat = pytest.importorskip("nbformat")
 
-from course_lib.teaching.editions import cells, student  # noqa: E402 - after the checks for what a GPU machine lacks
-from course_lib.teaching.editions.cells import (  # noqa: E402
+from course_lib.teaching.editions import (
+    cells,
+    student,
+)
+from course_lib.teaching.editions.cells import (
     STAMP,
     STUB,
     EditionError,
@@ -35,7 +38,9 @@ SOLUTION = "### BEGIN SOLUTION\nanswer = sum([10, 20, 12])\ncheck_sum(answer)\n#
 def notebook_of(*sources):
     """Code cells; a text that starts with # and a space is prose."""
     make = nbformat.v4
-    cells = [make.new_markdown_cell(s) if s.startswith("# ") else make.new_code_cell(s) for s in sources]
+    cells = [
+        make.new_markdown_cell(s) if s.startswith("# ") else make.new_code_cell(s) for s in sources
+    ]
     return make.new_notebook(cells=cells)
 
 
@@ -47,11 +52,17 @@ def sources_of(notebook):
 
 
 def test_a_cell_that_is_only_a_solution_goes_and_the_attempt_stays():
-    assert sources_of(without_solutions(notebook_of(ATTEMPT, SOLUTION, "1 + 1"))) == [ATTEMPT, "1 + 1"]
+    assert sources_of(without_solutions(notebook_of(ATTEMPT, SOLUTION, "1 + 1"))) == [
+        ATTEMPT,
+        "1 + 1",
+    ]
 
 
 def test_a_solution_inside_a_function_becomes_a_stub_that_raises_when_called():
-    source = "def f(x):\n    ### BEGIN SOLUTION\n    y = x + 1\n    return y\n    ### END SOLUTION\n\n\ncheck_f(f)"
+    source = (
+        "def f(x):\n    ### BEGIN SOLUTION\n    y = x + 1\n    return y\n    ### END"
+        " SOLUTION\n\n\ncheck_f(f)"
+    )
     (stubbed,) = sources_of(without_solutions(notebook_of(source)))
     assert stubbed == f"def f(x):\n    {STUB}\n\n\ncheck_f(f)"
     names = {"check_f": lambda f: None}
@@ -82,7 +93,10 @@ check_sum(answer)
 def test_a_guard_that_keeps_the_readers_work_is_gone_where_nobody_answers():
     plain = unguarded(GUARDED)
     assert "accepted" not in plain and "\n        total = a + b" not in plain
-    assert "SOLUTION\ndef add(a, b):\n    total = a + b\n\n    return total\n\nanswer = add(22, 20)\n" in plain
+    assert (
+        "SOLUTION\ndef add(a, b):\n    total = a + b\n\n    return total\n\nanswer = add(22, 20)\n"
+        in plain
+    )
     assert unguarded("if not ready:\n    wait()") == "if not ready:\n    wait()"
     assert unguarded(SOLUTION) == SOLUTION
     assert sources_of(without_guards(notebook_of(ATTEMPT, GUARDED))) == [ATTEMPT, plain]
@@ -96,7 +110,10 @@ def test_a_guarded_solution_goes_like_any_other_and_may_not_stand_elsewhere():
 
 def test_outputs_and_counts_go_and_the_given_notebook_stays_as_it_is():
     notebook = notebook_of("1 + 1")
-    notebook.cells[0].outputs, notebook.cells[0].execution_count = [nbformat.v4.new_output("stream", text="2")], 1
+    notebook.cells[0].outputs, notebook.cells[0].execution_count = (
+        [nbformat.v4.new_output("stream", text="2")],
+        1,
+    )
     cell = without_solutions(notebook).cells[0]
     assert (cell.outputs, cell.execution_count) == ([], None)
     assert notebook.cells[0].outputs
@@ -109,13 +126,16 @@ def test_outputs_and_counts_go_and_the_given_notebook_stays_as_it_is():
         ([ATTEMPT, SOLUTION.replace("### BEGIN SOLUTION", "")], 2),
         ([ATTEMPT, "### BEGIN SOLUTION\n" + SOLUTION], 2),
         ([ATTEMPT, SOLUTION.replace("### BEGIN", "## BEGIN")], 2),  # no marker
-        ([ATTEMPT, SOLUTION.replace("### END", "pass  ### END")], 2),  # a marker that is no line of its own
+        # a marker that is no line of its own
+        ([ATTEMPT, SOLUTION.replace("### END", "pass  ### END")], 2),
         (["# prose\n### BEGIN SOLUTION\n### END SOLUTION"], 1),
         ([f"x = 1\n{SOLUTION}"], 1),  # a stub would stop the notebook
         ([f"if True:\n    x = 1\n    {SOLUTION}".replace("\n", "\n    ")], 1),
         (["1 + 1", SOLUTION], 2),  # no attempt
-        ([ATTEMPT, SOLUTION.replace("answer", "total"), "total + 1"], 3),  # a name that the solution alone makes
-        ([ATTEMPT, SOLUTION, "answer = sum([10, 20, 12])"], 2),  # the solution once more, outside of its markers
+        # a name that the solution alone makes
+        ([ATTEMPT, SOLUTION.replace("answer", "total"), "total + 1"], 3),
+        # the solution once more, outside of its markers
+        ([ATTEMPT, SOLUTION, "answer = sum([10, 20, 12])"], 2),
         (["# The answer is `answer = sum([10, 20, 12])`.", ATTEMPT, SOLUTION], 3),
     ],
 )
@@ -128,7 +148,10 @@ def test_what_cannot_be_taken_out_names_its_cell(sources, cell):
 
 
 def test_a_cell_in_one_language_has_half_of_the_heading_and_one_div():
-    cell = '## 1.1 Bytes / 字节\n\n<div lang="en">\n\nA / B.\n\n</div>\n<div lang="zh">\n\n甲 / 乙。\n\n</div>'
+    cell = (
+        '## 1.1 Bytes / 字节\n\n<div lang="en">\n\nA / B.\n\n</div>\n<div lang="zh">\n\n甲 / 乙。'
+        "\n\n</div>"
+    )
     assert in_language(cell, "en") == "## 1.1 Bytes\n\nA / B."
     assert in_language(cell, "zh") == "## 字节\n\n甲 / 乙。"
     assert in_language(cell, "both") == cell
@@ -185,7 +208,9 @@ def test_a_folder_that_no_edition_made_is_not_replaced(tmp_path):
         ("notes", "", "notebooks"),
     ],
 )
-def test_the_program_names_what_is_wrong_in_one_sentence_and_builds_nothing(tmp_path, capsys, name, content, named):
+def test_the_program_names_what_is_wrong_in_one_sentence_and_builds_nothing(
+    tmp_path, capsys, name, content, named
+):
     write_lesson(tmp_path / "notebooks", name, content)
     assert named in failure(student, tmp_path / "notebooks", tmp_path / "out", capsys)
 
@@ -202,11 +227,22 @@ def test_a_notebook_that_its_script_does_not_know_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize(("edition", "package"), [("slides", "latex2mathml"), ("site", "nbformat")])
 def test_a_missing_package_is_one_sentence_that_names_it(edition, package, tmp_path):
-    """The package is missing for Python itself: `python -m` imports it before any code of the edition's runs."""
-    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{package!r}] = None", "utf-8")
-    command = [sys.executable, "-m", f"course_lib.teaching.editions.{edition}", "--output", str(tmp_path / "out")]
+    """The package is missing for Python itself: `python -m` imports it before any code of the
+    edition's runs."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys; sys.modules[{package!r}] = None", "utf-8"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        f"course_lib.teaching.editions.{edition}",
+        "--output",
+        str(tmp_path / "out"),
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and package in done.stderr
     assert not done.stdout and not (tmp_path / "out").exists()
 
@@ -226,7 +262,10 @@ def test_links_lead_to_files_of_the_edition(edition):
     targets = student._relative_links(readme)
     assert len(targets) > len(NAMES)
     assert [target for target in targets if not (edition / target).exists()] == []
-    assert "instructor's guide" in " ".join(readme.split()) and not (edition / "INSTRUCTORS.md").exists()
+    assert (
+        "instructor's guide" in " ".join(readme.split())
+        and not (edition / "INSTRUCTORS.md").exists()
+    )
 
 
 def test_all_lessons_are_there_with_their_checks_and_without_solutions_or_outputs(edition):
@@ -247,13 +286,23 @@ def is_attempt(source):
 
 def made_by(source):
     """Names that a cell makes for those below it."""
-    made = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    targets = [target for node in ast.parse(source).body if isinstance(node, ast.Assign) for target in node.targets]
+    made = {
+        node.name
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    targets = [
+        target
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    ]
     return made | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def about_the_attempts(code):
-    """Of a lesson's code cells: attempts with their checks, what uses them below, and what all of these need above."""
+    """Of a lesson's code cells: attempts with their checks, what uses them below, and what all of
+    these need above."""
     made = set().union(*(made_by(source) for source in code if is_attempt(source)))
     kept, needed = [], set()
     for source in reversed(code):
@@ -273,7 +322,14 @@ def run_cell(source, names):
 
 
 # Stubs that run are taken for a first, wrong answer; new ones are not to be.
-STUBS_THAT_ANSWER = {"checkpoint", "loss_in_pieces", "offloading", "loop", "log_sum_exp", "probabilities"}
+STUBS_THAT_ANSWER = {
+    "checkpoint",
+    "loss_in_pieces",
+    "offloading",
+    "loop",
+    "log_sum_exp",
+    "probabilities",
+}
 
 
 # A whole lesson takes up to a minute; this takes seconds for all.
@@ -282,8 +338,13 @@ def test_with_nothing_solved_every_check_says_so_and_no_cell_raises(edition, nam
     code = [cell.source for cell in read_lessons(edition)[name].cells if cell.cell_type == "code"]
     names = {}
     shown = [(source, run_cell(source, names)) for source in about_the_attempts(code)]
-    told = {re.search(r"\bcheck_(\w+)\(", source)[1]: str(verdict) for source, verdict in shown if is_attempt(source)}
+    told = {
+        re.search(r"\bcheck_(\w+)\(", source)[1]: str(verdict)
+        for source, verdict in shown
+        if is_attempt(source)
+    }
     assert [check for check, verdict in told.items() if not verdict.startswith("✗")] == []
     assert {check for check, verdict in told.items() if "Hint: " in verdict} <= STUBS_THAT_ANSWER, (
-        "a stub that returns None or `...`, or raises NotImplementedError, is not answered yet: no hint goes with it"
+        "a stub that returns None or `...`, or raises NotImplementedError, is not answered yet: no"
+        " hint goes with it"
     )

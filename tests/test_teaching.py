@@ -45,10 +45,18 @@ pytestmark = pytest.mark.usefixtures("fresh")
 
 
 class FakeMeter:
-    """What `timelines` asks of a meter, without a model: bytes rise through the forward, fall through the backward."""
+    """What `timelines` asks of a meter, without a model: bytes rise through the forward, fall
+    through the backward."""
 
-    def __init__(self, peak_bytes: int, operators: int = 60, categories=("parameter", "activation", "temporary")):
-        slope = numpy.concatenate([numpy.linspace(0, 1, operators), numpy.linspace(1, 0, operators), [0.0, 0.0]])
+    def __init__(
+        self,
+        peak_bytes: int,
+        operators: int = 60,
+        categories=("parameter", "activation", "temporary"),
+    ):
+        slope = numpy.concatenate(
+            [numpy.linspace(0, 1, operators), numpy.linspace(1, 0, operators), [0.0, 0.0]]
+        )
         constant = peak_bytes // 4
         self._series = {name: numpy.zeros(len(slope), dtype=numpy.int64) for name in STACK}
         self._series["parameter"][:] = constant
@@ -66,7 +74,8 @@ class FakeMeter:
 
 
 def hanzi() -> str:
-    """All of GB2312: the build script's own list, checked against a few characters from either end of both levels."""
+    """All of GB2312: the build script's own list, checked against a few characters from either end
+    of both levels."""
     specification = importlib.util.spec_from_file_location("build", FONTS / "build.py")
     build = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(build)
@@ -76,13 +85,18 @@ def hanzi() -> str:
 
 
 def words_in(figure) -> str:
-    return "\n".join(item.get_text() for item in figure.findobj(lambda artist: hasattr(artist, "get_text")))
+    return "\n".join(
+        item.get_text() for item in figure.findobj(lambda artist: hasattr(artist, "get_text"))
+    )
 
 
-# The language ---------------------------------------------------------------------------------------------------------
+# The language
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("chosen", "expected"), [("en", "bytes"), ("zh", "字节"), ("both", "bytes 字节")])
+@pytest.mark.parametrize(
+    ("chosen", "expected"), [("en", "bytes"), ("zh", "字节"), ("both", "bytes 字节")]
+)
 def test_plain_text_speaks_the_language_that_was_chosen_and_english_until_then(chosen, expected):
     assert labels.say("bytes") == "bytes"
     teaching.language(chosen)
@@ -114,7 +128,8 @@ def test_the_switch_checks_the_language_in_force_and_keeps_to_its_notebook(chose
     assert markup.count("<form") == 1 and " id=" not in markup and "<script" not in markup
 
 
-# Figures --------------------------------------------------------------------------------------------------------------
+# Figures
+# --------------------------------------------------------------------------------------------------
 
 
 def test_no_glyph_is_missing_in_a_label_of_every_hanzi_with_math(tmp_path):
@@ -125,16 +140,23 @@ def test_no_glyph_is_missing_in_a_label_of_every_hanzi_with_math(tmp_path):
         drawn, axes = teaching.figure(f"{signs} ，。、；：？！（）《》「」")
         drawn.set_layout_engine("none")  # the lines below are far longer than the figure is wide
         for start in range(0, len(characters), 100):
-            # With math in the string matplotlib takes another path, and every other character from one font only.
-            axes.text(0, start / 7000, rf"{characters[start : start + 100]} $\sqrt{{L}} \leq \lfloor k \rfloor \theta$")
+            # With math in the string matplotlib takes another path, and every other character from
+            # one font only.
+            axes.text(
+                0,
+                start / 7000,
+                rf"{characters[start : start + 100]} $\sqrt{{L}} \leq \lfloor k \rfloor \theta$",
+            )
             axes.text(0, start / 7000, characters[start : start + 100])
-        axes.set_xlabel("".join(sign for sign in signs if sign not in "⌊⌋∘✗") + " $x^2$")  # those: DejaVu, or in math
+        # those: DejaVu, or in math
+        axes.set_xlabel("".join(sign for sign in signs if sign not in "⌊⌋∘✗") + " $x^2$")
         axes.plot([-1, 1])
         drawn.savefig(tmp_path / "figure.png")
 
 
 def characters_without_glyph(words: str) -> set[str]:
-    """Those of the characters that neither the course's font nor the one behind it, DejaVu Sans, can draw."""
+    """Those of the characters that neither the course's font nor the one behind it, DejaVu Sans,
+    can draw."""
     from fontTools.ttLib import TTFont
     from matplotlib import font_manager
 
@@ -189,25 +211,35 @@ def test_what_the_reader_changes_after_the_first_figure_stays():
     assert matplotlib.rcParams["font.size"] == 17.0
 
 
-# Of linear RGB, severity 1: Machado, Oliveira and Fernandes, "A physiologically-based model for simulation of color
-# vision deficiency", 2009, table 1.
+# Of linear RGB, severity 1: Machado, Oliveira and Fernandes, "A physiologically-based model for
+# simulation of color vision deficiency", 2009, table 1.
 VISION = {
     "full": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
     "protanopia": [
-        [0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
     ],
     "deuteranopia": [
-        [0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
     ],
     "tritanopia": [
-        [1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
     ],
-}  # fmt: skip
+}
 
 
 def lab(linear):
     """CIE L*a*b* (D65) of linear sRGB."""
-    to_xyz = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+    to_xyz = [
+        [0.4124564, 0.3575761, 0.1804375],
+        [0.2126729, 0.7151522, 0.0721750],
+        [0.0193339, 0.1191920, 0.9503041],
+    ]
     xyz = numpy.array(to_xyz) @ numpy.clip(linear, 0, 1) / [0.95047, 1, 1.08883]
     x, y, z = numpy.where(xyz > 216 / 24389, numpy.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
     return numpy.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
@@ -220,13 +252,15 @@ def differences(one, other):
     coded = numpy.array([to_rgb(one), to_rgb(other)])
     pair = numpy.where(coded <= 0.04045, coded / 12.92, ((coded + 0.055) / 1.055) ** 2.4)
     seen = (
-        numpy.linalg.norm(lab(matrix @ pair[0]) - lab(matrix @ pair[1])) for matrix in map(numpy.array, VISION.values())
+        numpy.linalg.norm(lab(matrix @ pair[0]) - lab(matrix @ pair[1]))
+        for matrix in map(numpy.array, VISION.values())
     )
     return min(seen), abs(lab(pair[0])[0] - lab(pair[1])[0])
 
 
 def confusable(colors, hatches):
-    """Pairs that look alike: closer than 12 to somebody, or closer than 10 in grey and hatched alike."""
+    """Pairs that look alike: closer than 12 to somebody, or closer than 10 in grey and hatched
+    alike."""
     return [
         (one, other)
         for one, other in itertools.combinations(colors, 2)
@@ -243,7 +277,8 @@ def test_the_colours_are_told_apart_without_colour_vision_and_in_grey():
 
 
 def test_colours_that_somebody_cannot_tell_apart_are_found():
-    assert confusable({"a": "#228833", "b": "#EE7733"}, {"a": "//"})  # green and orange: equal without red cones
+    # green and orange: equal without red cones
+    assert confusable({"a": "#228833", "b": "#EE7733"}, {"a": "//"})
     assert confusable({"a": "#4477AA", "b": "#228833"}, {})  # blue and green: equal in grey
     assert confusable({"a": "#4477AA", "b": "#228833"}, {"a": "//"}) == []
 
@@ -257,7 +292,8 @@ def test_layers_are_hatched_and_curves_differ_in_style():
     assert len({curve.get_linestyle() for curve in curves}) == 4
 
 
-# Figures in words -----------------------------------------------------------------------------------------------------
+# Figures in words
+# --------------------------------------------------------------------------------------------------
 
 
 def sample(title="vs first", **options):
@@ -270,9 +306,12 @@ def sample(title="vs first", **options):
 
 
 ENGLISH = (
-    "vs first. Lines, data points; x axis: predicted, L; y axis: bytes (MB) (log scale); labels: “device” from 1 to 3."
+    "vs first. Lines, data points; x axis: predicted, L; y axis: bytes (MB) (log scale); labels:"
+    " “device” from 1 to 3."
 )
-CHINESE = "首行的倍数。曲线、数据点；横轴：预测，L；纵轴：字节 (MB)（对数）；标注：“设备”从 1 到 3。"
+CHINESE = (
+    "首行的倍数。曲线、数据点；横轴：预测，L；纵轴：字节 (MB)（对数）；标注：“设备”从 1 到 3。"
+)
 
 
 def test_a_figure_says_its_message_its_axes_and_its_labels_in_each_language():
@@ -285,12 +324,16 @@ def test_words_given_for_a_figure_are_said_instead_of_its_axes():
 
 def test_timelines_say_each_peak_its_phase_and_what_it_holds():
     en, zh = pictures.description(teaching.timelines(plain=FakeMeter(200_000_000)))
-    assert "plain: peak 200.0 MB in the forward phase, of it temporary 75.0 MB, activation 75.0 MB" in en
+    assert (
+        "plain: peak 200.0 MB in the forward phase, of it temporary 75.0 MB, activation 75.0 MB"
+        in en
+    )
     assert "普通：峰值 200.0 MB，出现在前向阶段，其中临时张量 75.0 MB、激活值 75.0 MB" in zh
 
 
 def drawn_words(drawn, language):
-    """What a canvas was asked to write, ticks included, while the figure was drawn in a language."""
+    """What a canvas was asked to write, ticks included, while the figure was drawn in a
+    language."""
     from matplotlib.text import Text
 
     with pictures.drawn_in(drawn, language):
@@ -306,7 +349,9 @@ def test_a_figure_is_drawn_in_each_language_with_its_legend_and_its_ticks_and_is
     assert {"vs first", "activation", "gradient", "peak, MB", "measured"} <= set(before)
     assert {"首行的倍数", "激活值", "梯度", "峰值，MB", "实测"} <= set(chinese)
     assert [words for words in chinese if labels.is_english(words)] == []
-    assert [words for words in chinese if words[0].isdigit()] == [words for words in before if words[0].isdigit()]
+    assert [words for words in chinese if words[0].isdigit()] == [
+        words for words in before if words[0].isdigit()
+    ]
     assert drawn_words(drawn, "en") == before
 
 
@@ -319,10 +364,15 @@ def test_a_figure_is_shown_as_a_picture_a_language_whose_words_can_be_read_again
     from matplotlib.figure import Figure
 
     shown = []
-    monkeypatch.setattr("IPython.display.display", lambda bundle, **more: shown.append({**bundle, **more}))
+    monkeypatch.setattr(
+        "IPython.display.display", lambda bundle, **more: shown.append({**bundle, **more})
+    )
     pictures.show(sample('<b> & "b"', alt="Right."))
     pictures.show(Figure())  # nothing to see: as IPython does it
-    assert [set(bundle) - {"raw"} for bundle in shown] == [{"text/html", "text/plain", "metadata"}, {"text/plain"}]
+    assert [set(bundle) - {"raw"} for bundle in shown] == [
+        {"text/html", "text/plain", "metadata"},
+        {"text/plain"},
+    ]
     markup = shown[0]["text/html"]
     assert spoken_problems(markup) == []
     found = pictures.pictures_in(markup)
@@ -330,27 +380,40 @@ def test_a_figure_is_shown_as_a_picture_a_language_whose_words_can_be_read_again
         "en": '<b> & "b". Right.',
         "zh": '<b> & "b"。正确。',
     }
-    assert found["en"].png != found["zh"].png and all(each.png.startswith("iVBO") for each in found.values())
+    assert found["en"].png != found["zh"].png and all(
+        each.png.startswith("iVBO") for each in found.values()
+    )
     assert pictures.pictures_in(f"<p>{markup}</p>") == {}
     large = shown[0]["metadata"]["slides"]
     assert set(large) == {"en", "zh"} and large["en"] != large["zh"] and large["en"] not in markup
 
 
 def test_a_figure_for_slides_has_larger_letters_on_a_slides_sheet_and_is_as_before_afterwards():
-    drawn, (above, _) = figures.figure("A long title that tells what is seen " * 3, rows=2, height=5.6)
+    drawn, (above, _) = figures.figure(
+        "A long title that tells what is seen " * 3, rows=2, height=5.6
+    )
     above.set_title("short")
 
     def state():
-        return tuple(drawn.get_size_inches()), drawn.get_suptitle(), above.get_title(loc="left"), above.get_title()
+        return (
+            tuple(drawn.get_size_inches()),
+            drawn.get_suptitle(),
+            above.get_title(loc="left"),
+            above.get_title(),
+        )
 
     before, (width, height) = state(), drawn.get_size_inches()
-    blown_up = min(pictures.SLIDE[0] / width, pictures.SLIDE[1] / height)  # pixels an inch of the page's picture
+    # pixels an inch of the page's picture
+    blown_up = min(pictures.SLIDE[0] / width, pictures.SLIDE[1] / height)
     with pytest.raises(RuntimeError), pictures.enlarged(drawn):
         inches = drawn.get_size_inches()
         larger = pictures.SLIDE[0] / inches[0] / blown_up
         assert 1.1 < larger <= pictures.LARGER + 1e-9
         assert inches[0] / inches[1] == pytest.approx(pictures.SLIDE[0] / pictures.SLIDE[1])
-        assert drawn._suptitle.get_window_extent().width <= inches[0] * drawn.dpi and "\n" in drawn.get_suptitle()
+        assert (
+            drawn._suptitle.get_window_extent().width <= inches[0] * drawn.dpi
+            and "\n" in drawn.get_suptitle()
+        )
         raise RuntimeError
     assert state() == before
     drawn.course_larger = 1.0
@@ -376,7 +439,10 @@ def test_figures_are_shown_with_their_words_once_the_language_is_chosen():
 
 
 def test_categories_and_phases_have_the_glossarys_names():
-    said = [*map(teaching.category_label, ("activation", "optimizer", "backward")), teaching.phase_label("optimizer")]
+    said = [
+        *map(teaching.category_label, ("activation", "optimizer", "backward")),
+        teaching.phase_label("optimizer"),
+    ]
     assert said == ["activation", "optimizer state", "backward", "optimizer"]
     assert list(map(labels.chinese, said)) == ["激活值", "优化器状态", "反向", "优化器"]
     with pytest.raises(ValueError, match="'weights' is none of"):
@@ -387,7 +453,10 @@ def test_timelines_share_one_scale_and_mark_every_peak():
     meters = {"plain": FakeMeter(200_000_000), "checkpointed": FakeMeter(80_000_000, operators=90)}
     drawn = teaching.timelines(meters, title="Half")
     first, second = drawn.axes
-    assert first.get_ylim() == second.get_ylim() and first.get_xlim() == second.get_xlim() == (0, 182)
+    assert first.get_ylim() == second.get_ylim() and first.get_xlim() == second.get_xlim() == (
+        0,
+        182,
+    )
     assert first.get_ylim()[1] > 200
     for panel, meter in zip(drawn.axes, meters.values(), strict=True):
         (marker,) = [line for line in panel.lines if line.get_marker() == "o"]
@@ -400,13 +469,18 @@ def test_timelines_share_one_scale_and_mark_every_peak():
 def test_timelines_stack_the_categories_to_the_live_bytes():
     meter = FakeMeter(200_000_000)
     drawn = teaching.timelines(plain=meter)
-    top = max(area.get_paths()[0].vertices[:, 1].max() for area in drawn.axes[0].collections if area.get_paths())
+    top = max(
+        area.get_paths()[0].vertices[:, 1].max()
+        for area in drawn.axes[0].collections
+        if area.get_paths()
+    )
     assert top == pytest.approx(meter.peak_bytes / 1e6)
 
 
 def test_timelines_name_every_category_that_holds_bytes():
     drawn = teaching.timelines(
-        plain=FakeMeter(10**9), other=FakeMeter(10**7, categories=("parameter", "gradient", "buffer"))
+        plain=FakeMeter(10**9),
+        other=FakeMeter(10**7, categories=("parameter", "gradient", "buffer")),
     )
     for name in ("parameter", "activation", "temporary", "gradient", "buffer"):
         assert teaching.category_label(name) in words_in(drawn)
@@ -432,12 +506,18 @@ def test_timelines_of_nothing_are_an_error():
         teaching.timelines(idle=SimpleNamespace(series=dict, phases=list, peak_bytes=0))
 
 
-# Tables ---------------------------------------------------------------------------------------------------------------
+# Tables
+# --------------------------------------------------------------------------------------------------
 
 
 def measurement(peak_bytes, flops=10**9, seconds=0.5):
     return SimpleNamespace(
-        peak_bytes=peak_bytes, allocator_peak_bytes=None, workspace_bytes=7, flops=flops, seconds=seconds, device="cpu"
+        peak_bytes=peak_bytes,
+        allocator_peak_bytes=None,
+        workspace_bytes=7,
+        flops=flops,
+        seconds=seconds,
+        device="cpu",
     )
 
 
@@ -460,7 +540,9 @@ def parsed(shown) -> tuple[set[str], str]:
 
 
 def test_compare_gives_each_measurement_against_the_first():
-    compared = teaching.compare({"plain": measurement(200_000_000)}, half=measurement(100_000_000, 2 * 10**9))
+    compared = teaching.compare(
+        {"plain": measurement(200_000_000)}, half=measurement(100_000_000, 2 * 10**9)
+    )
     assert compared.data["peak, MB"].tolist() == [200.0, 100.0]
     assert compared.data["vs first"].tolist() == [1.0, 0.5]
     assert compared.data["FLOPs vs first"].tolist() == [1.0, 2.0]
@@ -469,8 +551,13 @@ def test_compare_gives_each_measurement_against_the_first():
 
 def test_seconds_and_workspace_are_shown_only_when_asked_for():
     arms = {"plain": measurement(1000)}
-    assert "seconds" not in repr(teaching.compare(arms)) and "workspace" not in repr(teaching.compare(arms))
-    assert teaching.compare(arms)._repr_html_() == teaching.compare(plain=measurement(1000, seconds=9.0))._repr_html_()
+    assert "seconds" not in repr(teaching.compare(arms)) and "workspace" not in repr(
+        teaching.compare(arms)
+    )
+    assert (
+        teaching.compare(arms)._repr_html_()
+        == teaching.compare(plain=measurement(1000, seconds=9.0))._repr_html_()
+    )
     everything = teaching.compare(arms, seconds=True, workspace=True).data
     assert everything["seconds"].tolist() == [0.5] and everything["device"].tolist() == ["cpu"]
     with pytest.raises(ValueError, match="at least one measurement"):
@@ -490,17 +577,23 @@ def test_predictions_give_the_error_in_per_cent_of_the_measured():
 def test_an_unknown_unit_is_an_error_unless_its_scale_is_given():
     with pytest.raises(ValueError, match="unit is 'Mb'"):
         teaching.predictions([("a", 1, 1)], unit="Mb")
-    assert teaching.predictions([("a", 30, 20)], unit="b", scale=10).data["predicted, b"].tolist() == [3.0]
+    assert teaching.predictions([("a", 30, 20)], unit="b", scale=10).data[
+        "predicted, b"
+    ].tolist() == [3.0]
 
 
-@pytest.mark.parametrize("guess", [300e6, "300 MB", "300MB", "300e6", "300,000,000", torch.tensor(300_000_000)])
+@pytest.mark.parametrize(
+    "guess", [300e6, "300 MB", "300MB", "300e6", "300,000,000", torch.tensor(300_000_000)]
+)
 def test_a_guess_may_have_its_unit_written_beside_it(guess):
     assert teaching.predictions([("peak", guess, 2e8)]).data["predicted, MB"].tolist() == [300.0]
 
 
 @pytest.mark.parametrize("guess", ["many", "300 mb", "", ["300"], True])
 def test_a_guess_that_is_no_number_is_told_what_one_looks_like(guess):
-    with pytest.raises(ValueError, match=r'a prediction is a number of bytes or FLOPs, such as 300e6, or "300 MB"'):
+    with pytest.raises(
+        ValueError, match=r'a prediction is a number of bytes or FLOPs, such as 300e6, or "300 MB"'
+    ):
         teaching.predictions([("peak", guess, 2e8)])
 
 
@@ -516,7 +609,13 @@ def test_numbers_of_a_column_stand_at_the_right_with_as_many_decimals_each():
     rows = [[1, 0.4, 2e-7, "0.50", "00"], [1024, 12, 3, "–", "01"]]
     markup = teaching.table(["a", "b", "c", "d", "e"], rows)._repr_html_()
     cells = re.findall(r"text-align: (right|left)[^>]*>([^<]*)</div></td>", markup)
-    first = [("right", "1"), ("right", "0.4"), ("right", "2e-07"), ("right", "0.50"), ("left", "00")]
+    first = [
+        ("right", "1"),
+        ("right", "0.4"),
+        ("right", "2e-07"),
+        ("right", "0.50"),
+        ("left", "00"),
+    ]
     second = [("right", "1,024"), ("right", "12.0"), ("right", "3"), ("right", "–"), ("left", "01")]
     assert cells == first + second
 
@@ -563,7 +662,8 @@ def test_a_row_of_the_wrong_length_is_an_error():
         teaching.table(["a", "b"], [[1]])
 
 
-# Exercises ------------------------------------------------------------------------------------------------------------
+# Exercises
+# --------------------------------------------------------------------------------------------------
 
 
 class Hostile:
@@ -576,9 +676,27 @@ class Hostile:
 
 
 anything = st.one_of(
-    *(st.none(), st.booleans(), st.integers(), st.floats(), st.decimals(), st.fractions(), st.complex_numbers()),
-    *(st.text(), st.binary(), st.lists(st.integers()), st.dates(), st.functions(), st.just(10**5000)),
-    *(st.just(odd) for odd in (Hostile, numpy.zeros((2, 2)), numpy.array(["x"]), numpy.float32("nan"))),
+    *(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.decimals(),
+        st.fractions(),
+        st.complex_numbers(),
+    ),
+    *(
+        st.text(),
+        st.binary(),
+        st.lists(st.integers()),
+        st.dates(),
+        st.functions(),
+        st.just(10**5000),
+    ),
+    *(
+        st.just(odd)
+        for odd in (Hostile, numpy.zeros((2, 2)), numpy.array(["x"]), numpy.float32("nan"))
+    ),
 )
 
 
@@ -594,7 +712,9 @@ def test_not_even_an_answer_that_fails_at_everything_makes_a_check_raise():
     assert not verdict and "`Hostile`" in verdict.message
 
 
-@pytest.mark.parametrize("answer", [84, 84.0, numpy.float64(84), numpy.array([84]), torch.tensor(84.0), Fraction(84)])
+@pytest.mark.parametrize(
+    "answer", [84, 84.0, numpy.float64(84), numpy.array([84]), torch.tensor(84.0), Fraction(84)]
+)
 def test_a_number_of_any_kind_is_an_answer(answer):
     assert expect_number(answer, 84)
 
@@ -604,7 +724,10 @@ def test_what_is_no_number_is_told_so(answer):
     assert "One number is wanted" in expect_number(answer, 84).message
 
 
-@given(st.integers(min_value=-(10**20), max_value=10**20), st.integers(min_value=-(10**20), max_value=10**20))
+@given(
+    st.integers(min_value=-(10**20), max_value=10**20),
+    st.integers(min_value=-(10**20), max_value=10**20),
+)
 def test_without_tolerance_only_the_exact_number_is_right(answer, expected):
     assert bool(expect_number(answer, expected)) == (answer == expected)
 
@@ -620,7 +743,12 @@ def test_a_wrong_number_is_told_why_and_the_right_one_too():
         "why": "Seven times twelve.",
     }
     assert [expect_number(answer, 84, **asked).message for answer in (84, 12, 1, 99, None)] == [
-        *("Right. Seven times twelve.", "Not yet. Twelve.", "Not yet: too small.", "Not yet: too large."),
+        *(
+            "Right. Seven times twelve.",
+            "Not yet. Twelve.",
+            "Not yet: too small.",
+            "Not yet: too large.",
+        ),
         "Not answered yet.",
     ]
     exact = [expect_number(answer, 84, **asked).exact for answer in (12, 1, None)]
@@ -659,7 +787,10 @@ def test_what_names_the_mistake_needs_no_hint_and_a_hint_of_its_own_goes_before(
     check = asked_for(("first", "second"))
     assert (check(4).message, check(4).hint) == ("Not yet. Twelve.", None)
     assert check(3).hint == "closer"
-    assert [check(2).hint for _ in range(2)] == ["first", "second"], "neither was a hint of the exercise's"
+    assert [check(2).hint for _ in range(2)] == [
+        "first",
+        "second",
+    ], "neither was a hint of the exercise's"
 
 
 def test_an_exercise_knows_whether_the_last_answer_was_right():
@@ -713,19 +844,50 @@ def answer():
             "Line 3 of your cell, `return x[3]  # no`: IndexError",
             1,
         ),
-        ("def inner():\n    torch.ones(2) @ 1\n\ndef answer():\n    inner()", "Line 2 of your cell, `torch", 1),
-        ("answer = lambda: 1 / 0", "Line 1 of your cell, `answer = lambda: 1 / 0`: ZeroDivisionError", 1),
+        (
+            "def inner():\n    torch.ones(2) @ 1\n\ndef answer():\n    inner()",
+            "Line 2 of your cell, `torch",
+            1,
+        ),
+        (
+            "answer = lambda: 1 / 0",
+            "Line 1 of your cell, `answer = lambda: 1 / 0`: ZeroDivisionError",
+            1,
+        ),
         (THROUGH_BACKWARD, "Line 9 of your cell, `return gradient @ gradient`: RuntimeError", 1),
-        ("def answer():\n    return kepp", "Line 2 of your cell, `return kepp`: NameError: name 'kepp'", 0),
-        ("def answer(x):\n    return x", "Line 1 of your cell, `def answer(x):`: TypeError: answer() missing 1", 0),
-        ("def answer():\n    return answer(1)", "Line 2 of your cell, `return answer(1)`: TypeError", 0),
-        ("def answer():\n    return 1 + 'a'", "Line 2 of your cell, `return 1 + 'a'`: TypeError", 1),
+        (
+            "def answer():\n    return kepp",
+            "Line 2 of your cell, `return kepp`: NameError: name 'kepp'",
+            0,
+        ),
+        (
+            "def answer(x):\n    return x",
+            "Line 1 of your cell, `def answer(x):`: TypeError: answer() missing 1",
+            0,
+        ),
+        (
+            "def answer():\n    return answer(1)",
+            "Line 2 of your cell, `return answer(1)`: TypeError",
+            0,
+        ),
+        (
+            "def answer():\n    return 1 + 'a'",
+            "Line 2 of your cell, `return 1 + 'a'`: TypeError",
+            1,
+        ),
     ],
 )
 def test_an_exception_shows_the_readers_own_line_and_a_typing_slip_no_hint(source, said, hint):
     verdict = asked_for("hint")(cell(source)["answer"])
-    assert not verdict and verdict.message.startswith(said) and verdict.hint == ("hint" if hint else None)
-    assert labels.chinese(verdict.message).startswith("你的单元格第 ") and spoken_problems(verdict._repr_html_()) == []
+    assert (
+        not verdict
+        and verdict.message.startswith(said)
+        and verdict.hint == ("hint" if hint else None)
+    )
+    assert (
+        labels.chinese(verdict.message).startswith("你的单元格第 ")
+        and spoken_problems(verdict._repr_html_()) == []
+    )
 
 
 NOTEBOOK = """
@@ -744,8 +906,14 @@ for cell in (
 def test_a_cell_of_a_notebook_is_where_the_readers_lines_stand():
     pytest.importorskip("IPython")
     both = run_without("", NOTEBOOK).split("|")
-    assert both[0].startswith("✗ Line 3 of your cell, `return y @ y`: RuntimeError: ") and "Hint: " in both[0]
-    assert both[1].strip() == "✗ Line 2 of your cell, `return blok(x)`: NameError: name 'blok' is not defined"
+    assert (
+        both[0].startswith("✗ Line 3 of your cell, `return y @ y`: RuntimeError: ")
+        and "Hint: " in both[0]
+    )
+    assert (
+        both[1].strip()
+        == "✗ Line 2 of your cell, `return blok(x)`: NameError: name 'blok' is not defined"
+    )
 
 
 def test_where_no_line_of_the_readers_ran_the_exception_is_said_in_the_exercises_words():
@@ -766,12 +934,22 @@ def test_a_reason_in_words_is_shown_one_to_compare_with_and_not_judged():
         *("Not answered yet.", "Not answered yet.", "Write a sentence, between quotes."),
     ]
     shown = why("It stays.")
-    assert repr(shown) == "→ Compare with yours: Because it is kept." and not shown and shown.hint is None
+    assert (
+        repr(shown) == "→ Compare with yours: Because it is kept."
+        and not shown
+        and shown.hint is None
+    )
 
 
 @pytest.mark.parametrize(
     ("answer", "found"),
-    [(4, (4, 40, 80)), (8, "Too large: 8 peaks at 80"), (2, "so does 4, at 40"), (3, "want"), ("4", "want")],
+    [
+        (4, (4, 40, 80)),
+        (8, "Too large: 8 peaks at 80"),
+        (2, "so does 4, at 40"),
+        (3, "want"),
+        ("4", "want"),
+    ],
 )
 def test_the_largest_size_that_fits_is_the_answer(answer, found):
     def asked(budget):
@@ -792,14 +970,17 @@ def test_verdicts_escape_what_they_say():
     assert "<b>" not in Verdict(False, "<b>", "<b>")._repr_html_()
 
 
-# Without the notebook's packages --------------------------------------------------------------------------------------
+# Without the notebook's packages
+# --------------------------------------------------------------------------------------
 
 
 def run_without(blocked: str, program: str) -> str:
     block = f"import sys\nfor name in {blocked!r}.split(): sys.modules[name] = None\n"
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", block + program]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False, cwd=ROOT, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, encoding="utf-8", check=False, cwd=ROOT, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

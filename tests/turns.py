@@ -1,4 +1,5 @@
-"""Times for the benchmarks: taken in one run, in turns, so that their ratios carry over to other machines."""
+"""Times for the benchmarks: taken in one run, in turns, so that their ratios carry over to other
+machines."""
 
 import json
 import time
@@ -9,7 +10,8 @@ import torch
 
 
 def in_turns(arms: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each arm, a call of each in every round, the order turned round from one round to the next."""
+    """Seconds of each arm, a call of each in every round, the order turned round from one round to
+    the next."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for i in range(-1, rounds):  # the first round warms up

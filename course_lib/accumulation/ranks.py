@@ -1,4 +1,5 @@
-"""The ranks that take a step together: when gradients are reduced over them, and what is added up over them."""
+"""The ranks that take a step together: when gradients are reduced over them, and what is added up
+over them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class Ranks:
     """The processes that step together: those of a DDP or FSDP2 model, or this one alone.
 
     Attributes:
-        model: that is replicated or sharded, itself or, of DDP, inside where it is compiled; None of a process alone.
+        model: that is replicated or sharded, itself or, of DDP, inside where it is compiled; None
+            of a process alone.
         replica: the model where it is DDP's.
     """
 
@@ -34,15 +36,21 @@ class Ranks:
     def checked(self, scaler: torch.amp.GradScaler, in_buckets: bool) -> bool:
         """`in_buckets`, where that and the scaler go with such ranks."""
         if scaler.is_enabled() and self.model is not self.replica:
-            raise ValueError("scaler is one, for an FSDP2 model; it takes None, since ranks would not agree to skip")
+            raise ValueError(
+                "scaler is one, for an FSDP2 model; it takes None, since ranks would not agree to"
+                " skip"
+            )
         if in_buckets and (not self.has_views or self.replica.find_unused_parameters):
             takes = "DDP with gradient_as_bucket_view=True, without find_unused_parameters"
-            raise ValueError(f"in_buckets is True and the model is {shown(self.model)}; it takes {takes}")
+            raise ValueError(
+                f"in_buckets is True and the model is {shown(self.model)}; it takes {takes}"
+            )
         return in_buckets
 
     @contextmanager
     def reducing(self, last: bool) -> Iterator[None]:
-        """Around a micro-batch, whose backward pass reduces gradients over the ranks, or only adds to them."""
+        """Around a micro-batch, whose backward pass reduces gradients over the ranks, or only adds
+        to them."""
         if self.model is None or last or self.sync == "each":
             yield
         elif self.replica:
@@ -58,14 +66,19 @@ class Ranks:
     def sums(self, *values: float) -> list[float]:
         if self.model is None:
             return list(values)
-        sums = torch.tensor(values, dtype=torch.float64, device=next(self.model.parameters()).device)
+        sums = torch.tensor(
+            values, dtype=torch.float64, device=next(self.model.parameters()).device
+        )
         torch.distributed.all_reduce(sums, group=self.group)
         return list(values) if is_symbolic(sums) else sums.tolist()
 
     @torch.no_grad()
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Of all gradients, of which FSDP2 has shards here: DTensor's own would be reduced one by one."""
-        norm = nn.utils.get_total_norm([g.to_local() if hasattr(g, "to_local") else g for g in gradients])
+        """Of all gradients, of which FSDP2 has shards here: DTensor's own would be reduced one by
+        one."""
+        norm = nn.utils.get_total_norm(
+            [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+        )
         if self.model is self.replica:
             return norm
         square = norm.double().square()

@@ -25,38 +25,52 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
     """Cut a batch into micro-batches along the first dimension of its tensors.
 
     Args:
-        batch: a tensor, or tuples, lists, mappings and dataclasses with tensors, nested as you like. The first
-            dimension of all tensors is the samples; what else there is goes into every piece as it is.
+        batch: a tensor, or tuples, lists, mappings and dataclasses with tensors, nested as you
+            like. The first dimension of all tensors is the samples; what else there is goes into
+            every piece as it is.
         micro_batch_size: samples in each piece.
 
     Returns:
-        Pieces built like the batch, made when asked for, of views: nothing is copied. The last piece holds the
-        remainder, so it may be smaller; a batch without samples has no pieces.
+        Pieces built like the batch, made when asked for, of views: nothing is copied. The last
+        piece holds the remainder, so it may be smaller; a batch without samples has no pieces.
 
     Raises:
-        TypeError, ValueError: the batch holds no tensor, or tensors with different numbers of samples.
+        TypeError, ValueError: the batch holds no tensor, or tensors with different numbers of
+            samples.
     """
     size = whole("micro_batch_size", micro_batch_size, 1, of="samples")
     samples = {tuple(tensor.shape[:1]) for tensor in tensors_in(batch)}
     if not samples:
-        raise TypeError(f"batch is {shown(batch)} without tensors; it takes a tensor, or a container with tensors")
+        raise TypeError(
+            f"batch is {shown(batch)} without tensors; it takes a tensor, or a container with"
+            " tensors"
+        )
     if len(samples) > 1 or () in samples:
         counts = ", ".join("no" if not length else str(*length) for length in sorted(samples))
-        raise ValueError(f"batch is {shown(batch)} of tensors with {counts} samples; it takes equally many in each")
+        raise ValueError(
+            f"batch is {shown(batch)} of tensors with {counts} samples; it takes equally many in"
+            " each"
+        )
     [[length]] = samples
     starts = range(0, length, size)
-    return (map_tensors(lambda tensor, start=start: tensor[start : start + size], batch) for start in starts)
+    return (
+        map_tensors(lambda tensor, start=start: tensor[start : start + size], batch)
+        for start in starts
+    )
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one `AccumulatedStep` did. Symbolic tensors have no values: NaN stands for what was computed from them.
+    """What one `AccumulatedStep` did. Symbolic tensors have no values: NaN stands for what was
+    computed from them.
 
     Attributes:
         loss: the mean: the losses of all micro-batches (and ranks) over their weight.
         weight: tokens or samples, of all micro-batches (and ranks).
-        grad_norm: of the gradient of that mean over the optimizer's parameters, before clipping; None without max_norm.
-        stepped: False where the scaler skipped the optimizer's step because gradients were inf or NaN.
+        grad_norm: of the gradient of that mean over the optimizer's parameters, before clipping;
+            None without max_norm.
+        stepped: False where the scaler skipped the optimizer's step because gradients were inf or
+            NaN.
     """
 
     loss: float
@@ -66,30 +80,38 @@ class StepResult:
 
 
 class AccumulatedStep:
-    """One optimizer step over micro-batches, with the gradient of the full batch's mean loss, up to rounding.
+    """One optimizer step over micro-batches, with the gradient of the full batch's mean loss, up to
+    rounding.
 
-    That takes a model that treats samples independently: BatchNorm sees micro-batches, dropout draws other numbers, and
-    spectral norms change with each. With `DistributedDataParallel` or FSDP2, each rank has a step of its own, and
-    `loss_sum` calls the model that is replicated or sharded. Where only the last micro-batch synchronises, ranks of DDP
-    may have different numbers of them, at least one each; the iterator is asked for one ahead. Bad losses raise on all
-    ranks; another error on one leaves the others waiting, as always, and FSDP2 with gradients of its own.
+    That takes a model that treats samples independently: BatchNorm sees micro-batches, dropout
+    draws other numbers, and spectral norms change with each. With `DistributedDataParallel` or
+    FSDP2, each rank has a step of its own, and `loss_sum` calls the model that is replicated or
+    sharded. Where only the last micro-batch synchronises, ranks of DDP may have different numbers
+    of them, at least one each; the iterator is asked for one ahead. Bad losses raise on all ranks;
+    another error on one leaves the others waiting, as always, and FSDP2 with gradients of its own.
 
     Args:
         model: what `loss_sum` gets.
-        optimizer: steps without a closure; several, in a list, are clipped together and step together or not at all.
-        loss_sum: (model, micro_batch) -> (sum of losses, weight): a scalar tensor that requires gradients, and over how
-            many tokens or samples it sums, a number or a scalar tensor; zero if all are masked.
+        optimizer: steps without a closure; several, in a list, are clipped together and step
+            together or not at all.
+        loss_sum: (model, micro_batch) -> (sum of losses, weight): a scalar tensor that requires
+            gradients, and over how many tokens or samples it sums, a number or a scalar tensor;
+            zero if all are masked.
         scaler: scales the losses, and is updated once a step; a disabled one counts as None.
-        max_norm: clip the gradient to this norm, once, after unscaling; `math.inf` only measures the norm.
+        max_norm: clip the gradient to this norm, once, after unscaling; `math.inf` only measures
+            the norm.
         autocast_dtype: torch.bfloat16 or torch.float16, for the forward passes.
-        accumulate: "fp32" adds the gradients of parameters in bf16 or fp16 up in fp32, 4 bytes a parameter more
-            instead of 2, and casts their mean once; None adds in the parameters' dtype, where many small pieces drift.
-        sync: with "last" only the last micro-batch reduces gradients over the ranks, with "each" every one: more is
-            sent, and FSDP2 never holds whole gradients.
-        in_buckets: micro-batches add up in DDP's buckets, which live anyway, and not beside them: a set of gradients
-            less, from the third step on; for DDP with `gradient_as_bucket_view=True`.
+        accumulate: "fp32" adds the gradients of parameters in bf16 or fp16 up in fp32, 4 bytes a
+            parameter more instead of 2, and casts their mean once; None adds in the parameters'
+            dtype, where many small pieces drift.
+        sync: with "last" only the last micro-batch reduces gradients over the ranks, with "each"
+            every one: more is sent, and FSDP2 never holds whole gradients.
+        in_buckets: micro-batches add up in DDP's buckets, which live anyway, and not beside them: a
+            set of gradients less, from the third step on; for DDP with
+            `gradient_as_bucket_view=True`.
 
-    Source: why sums and not means of means, "Fixing Gradient Accumulation", huggingface.co/blog/gradient_accumulation.
+    Source: why sums and not means of means, "Fixing Gradient Accumulation",
+    huggingface.co/blog/gradient_accumulation.
 
     Example::
 
@@ -117,35 +139,44 @@ class AccumulatedStep:
         self.autocast_dtype = one_of("autocast_dtype", autocast_dtype, (None, *NARROW))
         self.device_type = _optimized(self.optimizer)[0].device.type
         self.scaler = _scaler(scaler, self.device_type, autocast_dtype)
-        self.accumulate = one_of("accumulate", accumulate, (None,) if self.ranks.model else (None, "fp32"))
+        self.accumulate = one_of(
+            "accumulate", accumulate, (None,) if self.ranks.model else (None, "fp32")
+        )
         self.in_buckets, self._buckets = self.ranks.checked(self.scaler, in_buckets), {}
-        self._unit: float | None = None  # what each sum of losses is divided by before its backward pass
+        # what each sum of losses is divided by before its backward pass
+        self._unit: float | None = None
 
     def __call__(self, micro_batches: Iterable[Any]) -> StepResult:
         """Run all micro-batches, then step once.
 
         The gradients of the optimizer's parameters begin from None and are None again afterwards;
-        `register_step_pre_hook` sees those that it uses. To gradients of other parameters of the model the mean's is
-        added, as backward does, so that another optimizer may use them. After an error, gradients, random generators,
-        scaler and `no_sync` are as before the call; what forward passes change (BatchNorm's averages) stays changed.
+        `register_step_pre_hook` sees those that it uses. To gradients of other parameters of the
+        model the mean's is added, as backward does, so that another optimizer may use them. After
+        an error, gradients, random generators, scaler and `no_sync` are as before the call; what
+        forward passes change (BatchNorm's averages) stays changed.
 
         Raises:
-            TypeError, ValueError: micro_batches is one batch, or empty; `loss_sum` returned something else than a
-                finite sum and a weight, 0 or more; all weights are zero.
-            RuntimeError: no parameter of the optimizer got a gradient; the norm of the gradients is inf or NaN;
-                `loss_sum` did not call the DDP model.
+            TypeError, ValueError: micro_batches is one batch, or empty; `loss_sum` returned
+                something else than a finite sum and a weight, 0 or more; all weights are zero.
+            RuntimeError: no parameter of the optimizer got a gradient; the norm of the gradients is
+                inf or NaN; `loss_sum` did not call the DDP model.
         """
         _check_micro_batches(micro_batches)
         own = dict.fromkeys(_optimized(self.optimizer))
         others = [parameter for parameter in self.model.parameters() if parameter not in own]
-        with random_numbers_undone(), _gradients_apart([*own], others, self.ranks), ExitStack() as sending:
+        with (
+            random_numbers_undone(),
+            _gradients_apart([*own], others, self.ranks),
+            ExitStack() as sending,
+        ):
             for parameter, gradient in self._buckets.items():
                 parameter.grad = gradient.zero_()
             with _fp32_sums([*own, *others] if self.accumulate else []) as sums:
                 loss, weight = self._accumulate(micro_batches, sending)
             if self.in_buckets:
                 self._buckets = {p: p.grad for p in (*own, *others) if p.grad is not None}
-            # What is in .grad: the gradient of (sum of losses) / unit; of ranks, the mean of that over them.
+            # What is in .grad: the gradient of (sum of losses) / unit; of ranks, the mean of that
+            # over them.
             _take_mean([*own, *others], sums, self._unit * self.ranks.count / weight)
             grad_norm, stepped = self._step(_gradients(others))
         # The next step's weight will be similar, and is not known before its last forward pass.
@@ -153,65 +184,111 @@ class AccumulatedStep:
         return StepResult(loss / weight, weight, grad_norm, stepped)
 
     def _accumulate(self, micro_batches: Iterable[Any], sending: ExitStack) -> tuple[float, float]:
-        """Forward and backward passes of all micro-batches: the sums of their losses and weights, over all ranks."""
+        """Forward and backward passes of all micro-batches: the sums of their losses and weights,
+        over all ranks."""
         losses, weights, senders = [], [], _senders(self)
-        marked = _with_last(micro_batches) if senders or self.ranks.model else ((item, True) for item in micro_batches)
+        marked = (
+            _with_last(micro_batches)
+            if senders or self.ranks.model
+            else ((item, True) for item in micro_batches)
+        )
         for micro_batch, last in marked:
             with self.ranks.reducing(last):
                 loss = self._backward(micro_batch, last, weights, senders if last else [], sending)
             losses.append(loss)
         if not losses:
-            raise ValueError("micro_batches is empty; it takes one micro-batch or more (an iterator serves only once)")
+            raise ValueError(
+                "micro_batches is empty; it takes one micro-batch or more (an iterator serves only"
+                " once)"
+            )
         # Read at the end: a GPU would be waited for at every micro-batch otherwise.
-        losses, weights = _values(losses), [math.nan if is_symbolic(weight) else float(weight) for weight in weights]
+        losses, weights = (
+            _values(losses),
+            [math.nan if is_symbolic(weight) else float(weight) for weight in weights],
+        )
         problem = ""
-        for i, (loss, weight) in enumerate(() if is_symbolic() else zip(losses, weights, strict=True)):
+        for i, (loss, weight) in enumerate(
+            () if is_symbolic() else zip(losses, weights, strict=True)
+        ):
             if not (math.isfinite(loss) and 0 <= weight < math.inf) and not problem:
-                problem = f"micro-batch {i}: loss {loss}, weight {weight}; it takes finite ones, the weight 0 or more"
-        loss, weight = self.ranks.sums(math.fsum(losses), math.nan if problem else math.fsum(weights))
+                problem = (
+                    f"micro-batch {i}: loss {loss}, weight {weight}; it takes finite ones, the"
+                    " weight 0 or more"
+                )
+        loss, weight = self.ranks.sums(
+            math.fsum(losses), math.nan if problem else math.fsum(weights)
+        )
         if problem or (math.isnan(weight) and not is_symbolic()):
-            raise ValueError(problem or "another rank had a loss or weight that is refused; its own error says which")
+            raise ValueError(
+                problem
+                or "another rank had a loss or weight that is refused; its own error says which"
+            )
         if weight == 0:
-            raise ValueError("the weight of all micro-batches is 0; it takes one token or sample that counts")
+            raise ValueError(
+                "the weight of all micro-batches is 0; it takes one token or sample that counts"
+            )
         return loss, weight
 
-    def _backward(self, micro_batch: Any, last: bool, weights: list, senders: list, sending: ExitStack) -> Tensor:
-        """Add the gradient of one micro-batch's sum of losses, over the unit, to .grad, and its weight to the list."""
+    def _backward(
+        self, micro_batch: Any, last: bool, weights: list, senders: list, sending: ExitStack
+    ) -> Tensor:
+        """Add the gradient of one micro-batch's sum of losses, over the unit, to .grad, and its
+        weight to the list."""
         name = f"micro-batch {len(weights)}"
-        autocast = torch.autocast(self.device_type, self.autocast_dtype) if self.autocast_dtype else nullcontext()
-        with autocast, _calls(self.model if last and self.model is self.ranks.replica else None) as calls:
+        autocast = (
+            torch.autocast(self.device_type, self.autocast_dtype)
+            if self.autocast_dtype
+            else nullcontext()
+        )
+        with (
+            autocast,
+            _calls(self.model if last and self.model is self.ranks.replica else None) as calls,
+        ):
             loss, weight = check_loss_sum(self.loss_sum(self.model, micro_batch), name)
         if not calls:
-            raise RuntimeError("loss_sum did not call the DDP model, so nothing would synchronise; it takes model(...)")
+            raise RuntimeError(
+                "loss_sum did not call the DDP model, so nothing would synchronise; it takes"
+                " model(...)"
+            )
         if self._unit is None:
-            self._unit = _power_of_two(*self.ranks.sums(math.nan if is_symbolic(weight) else float(weight)))
-        # The weight of the mean is known only after the last forward pass, so .grad holds the gradients of sums until
-        # then; of sums over a unit near that weight, since those of plain sums are so much larger that fp16 overflows
-        # at the scale that suits means. A power of two divides without rounding. All ranks have the same unit.
+            self._unit = _power_of_two(
+                *self.ranks.sums(math.nan if is_symbolic(weight) else float(weight))
+            )
+        # The weight of the mean is known only after the last forward pass, so .grad holds the
+        # gradients of sums until then; of sums over a unit near that weight, since those of plain
+        # sums are so much larger that fp16 overflows at the scale that suits means. A power of two
+        # divides without rounding. All ranks have the same unit.
         scaled = self.scaler.scale(loss)
         weights.append(weight)
-        for optimizer in senders if _is_sum(weights, self._unit) else ():  # nothing will change the gradients
+        # nothing will change the gradients
+        for optimizer in senders if _is_sum(weights, self._unit) else ():
             sending.enter_context(optimizer.sending())
         scaled.backward(torch.full_like(scaled, 1 / self._unit))  # the gradient of scaled / unit
         return loss.detach()
 
     def _step(self, others: list[Tensor]) -> tuple[float | None, bool]:
-        """Unscale, clip, step, update the scaler: the norm, and whether the optimizer has stepped."""
+        """Unscale, clip, step, update the scaler: the norm, and whether the optimizer has
+        stepped."""
         parameters = _optimized(self.optimizer)
         if not _gradients(parameters):
-            raise RuntimeError("no parameter of the optimizer got a gradient; it takes an optimizer of this model")
+            raise RuntimeError(
+                "no parameter of the optimizer got a gradient; it takes an optimizer of this model"
+            )
         scale = self.scaler.get_scale()
         try:
             self.scaler.unscale_(self.optimizer)
             for gradient in others:
                 gradient.div_(scale)
-            grad_norm = _clip(parameters, self.max_norm, self.ranks, finite=not self.scaler.is_enabled())
+            grad_norm = _clip(
+                parameters, self.max_norm, self.ranks, finite=not self.scaler.is_enabled()
+            )
             self.scaler.step(self.optimizer)
         except BaseException:
             self.scaler.update(scale)  # keeps the scale, forgets that gradients were unscaled
             raise
         self.scaler.update()
-        return grad_norm, self.scaler.get_scale() >= scale > 0  # it shrinks where gradients were inf or NaN, only there
+        # it shrinks where gradients were inf or NaN, only there
+        return grad_norm, self.scaler.get_scale() >= scale > 0
 
 
 # ---- gradients
@@ -226,8 +303,11 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 @contextmanager
-def _gradients_apart(own: list[nn.Parameter], others: list[nn.Parameter], ranks: Ranks) -> Iterator[None]:
-    """Inside, gradients begin from None; then `own` have none, others' are added to those before; errors undo all."""
+def _gradients_apart(
+    own: list[nn.Parameter], others: list[nn.Parameter], ranks: Ranks
+) -> Iterator[None]:
+    """Inside, gradients begin from None; then `own` have none, others' are added to those before;
+    errors undo all."""
     parameters = [*own, *others]
     before = [parameter.grad for parameter in parameters]
     if ranks.has_views:  # DDP would write into them
@@ -247,7 +327,8 @@ def _gradients_apart(own: list[nn.Parameter], others: list[nn.Parameter], ranks:
 
 @contextmanager
 def _fp32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, Tensor]]:
-    """Parameter -> the sum of its gradients: what backward hands over inside goes into it, and is dropped at once."""
+    """Parameter -> the sum of its gradients: what backward hands over inside goes into it, and is
+    dropped at once."""
     sums: dict[nn.Parameter, Tensor] = {}
 
     def add(parameter: nn.Parameter) -> None:
@@ -263,22 +344,29 @@ def _fp32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter
             hook.remove()
 
 
-def _take_mean(parameters: list[nn.Parameter], sums: dict[nn.Parameter, Tensor], factor: float) -> None:
+def _take_mean(
+    parameters: list[nn.Parameter], sums: dict[nn.Parameter, Tensor], factor: float
+) -> None:
     gradients = [*_gradients(parameters), *sums.values()]
-    if gradients and factor != 1.0:  # writing would make stale what an optimizer has copied from them already
+    # writing would make stale what an optimizer has copied from them already
+    if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
     for parameter in list(sums):
         parameter.grad = sums.pop(parameter).to(parameter.dtype)
 
 
-def _clip(parameters: list[nn.Parameter], max_norm: float | None, ranks: Ranks, *, finite: bool) -> float | None:
+def _clip(
+    parameters: list[nn.Parameter], max_norm: float | None, ranks: Ranks, *, finite: bool
+) -> float | None:
     """The norm of the gradients, before it is brought down to max_norm."""
     if max_norm is None:
         return None
     norm = ranks.norm(_gradients(parameters))
     [grad_norm] = _values([norm])
     if finite and not is_symbolic() and not math.isfinite(grad_norm):
-        raise RuntimeError(f"the norm of the gradients is {grad_norm}; clipping takes a finite one, or a scaler")
+        raise RuntimeError(
+            f"the norm of the gradients is {grad_norm}; clipping takes a finite one, or a scaler"
+        )
     if not grad_norm <= max_norm:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return grad_norm
@@ -286,7 +374,8 @@ def _clip(parameters: list[nn.Parameter], max_norm: float | None, ranks: Ranks, 
 
 @contextmanager
 def _calls(model: nn.Module | None) -> Iterator[list]:
-    """A list that stays empty if the model is not called inside; no model, or a compiled one, is not watched."""
+    """A list that stays empty if the model is not called inside; no model, or a compiled one, is
+    not watched."""
     if model is None or model._compiled_call_impl is not None:
         yield [True]
         return
@@ -306,8 +395,11 @@ def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 def _senders(step: AccumulatedStep) -> list[Any]:
-    """Optimizers to which gradients may go down during backward, if they need no change afterwards."""
-    changed = step.ranks.model or step.scaler.is_enabled() or step.max_norm is not None or step.accumulate
+    """Optimizers to which gradients may go down during backward, if they need no change
+    afterwards."""
+    changed = (
+        step.ranks.model or step.scaler.is_enabled() or step.max_norm is not None or step.accumulate
+    )
     optimizers = getattr(step.optimizer, "optimizers", [step.optimizer])
     if changed or any(optimizer._optimizer_step_pre_hooks for optimizer in optimizers):
         return []
@@ -315,7 +407,8 @@ def _senders(step: AccumulatedStep) -> list[Any]:
 
 
 def _is_sum(weights: list[float | Tensor], unit: float) -> bool:
-    """Whether the weights add up to the unit; not if some are tensors, which a GPU might have to be waited for."""
+    """Whether the weights add up to the unit; not if some are tensors, which a GPU might have to be
+    waited for."""
     return all(isinstance(weight, Real) for weight in weights) and math.fsum(weights) == unit
 
 
@@ -333,12 +426,27 @@ def _values(scalars: list[Tensor]) -> list[float]:
 def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, float | Tensor]:
     """What a `loss_sum` returned, if it is (sum of losses, weight)."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(f"{name}: loss_sum returned {shown(pair)}; it takes (sum of losses, weight), and not a mean")
+        raise TypeError(
+            f"{name}: loss_sum returned {shown(pair)}; it takes (sum of losses, weight), and not a"
+            " mean"
+        )
     loss, weight = pair
-    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point() or not loss.requires_grad:
-        raise TypeError(f"{name}: the sum of losses is {shown(loss)}; it takes a scalar tensor, with gradients")
-    if not isinstance(weight, (Tensor, Real)) or (torch.is_tensor(weight) and (weight.dim() or weight.requires_grad)):
-        raise TypeError(f"{name}: the weight is {shown(weight)}; it takes a number, or such a tensor without gradients")
+    if (
+        not isinstance(loss, Tensor)
+        or loss.dim()
+        or not loss.is_floating_point()
+        or not loss.requires_grad
+    ):
+        raise TypeError(
+            f"{name}: the sum of losses is {shown(loss)}; it takes a scalar tensor, with gradients"
+        )
+    if not isinstance(weight, (Tensor, Real)) or (
+        torch.is_tensor(weight) and (weight.dim() or weight.requires_grad)
+    ):
+        raise TypeError(
+            f"{name}: the weight is {shown(weight)}; it takes a number, or such a tensor without"
+            " gradients"
+        )
     return loss, weight
 
 
@@ -347,7 +455,9 @@ def _check_micro_batches(given: Any) -> None:
     pair = isinstance(given, tuple) and any(isinstance(item, Tensor) for item in given)
     if pair or isinstance(given, (Tensor, Mapping)):
         got = f"{shown(given)}{' of tensors' if pair else ''}, which may be one batch"
-        raise TypeError(f"micro_batches is {got}; it takes several, as from split(batch, 8) or in a list")
+        raise TypeError(
+            f"micro_batches is {got}; it takes several, as from split(batch, 8) or in a list"
+        )
 
 
 class _Together:
@@ -368,19 +478,33 @@ class _Together:
 def _one_optimizer(given: Any) -> torch.optim.Optimizer | _Together:
     optimizers = given if isinstance(given, (list, tuple)) else [given]
     for optimizer in optimizers:
-        kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer, or a list of them")
+        kind(
+            "optimizer",
+            optimizer,
+            torch.optim.Optimizer,
+            "a torch.optim.Optimizer, or a list of them",
+        )
     together = optimizers[0] if len(optimizers) == 1 else _Together(optimizers)
     parameters = _optimized(together)
     if not parameters or len(set(parameters)) < len(parameters):
-        raise ValueError(f"optimizer is {shown(given)} that share parameters, or have none; it takes some for each")
+        raise ValueError(
+            f"optimizer is {shown(given)} that share parameters, or have none; it takes some for"
+            " each"
+        )
     return together
 
 
 def _scaler(given: torch.amp.GradScaler | None, device: str, autocast_dtype: torch.dtype | None):
     """The scaler; without one a disabled one, which does nothing but step."""
-    if given is not None and kind("scaler", given, torch.amp.GradScaler, "a torch.amp.GradScaler").is_enabled():
+    if (
+        given is not None
+        and kind("scaler", given, torch.amp.GradScaler, "a torch.amp.GradScaler").is_enabled()
+    ):
         return given
     if autocast_dtype == torch.float16:
-        told = "autocast_dtype is torch.float16 without a scaler: small gradients become zero in the backward pass"
+        told = (
+            "autocast_dtype is torch.float16 without a scaler: small gradients become zero in the"
+            " backward pass"
+        )
         warnings.warn(f"{told}; pass scaler=torch.amp.GradScaler({device!r})", stacklevel=3)
     return torch.amp.GradScaler(device, enabled=False)

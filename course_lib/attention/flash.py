@@ -1,4 +1,5 @@
-"""Standard attention as autograd differentiates it, FlashAttention as one autograd function, and what both refuse."""
+"""Standard attention as autograd differentiates it, FlashAttention as one autograd function, and
+what both refuse."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def standard_attention(
     attn_mask: None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """softmax(scale * Q K^T) V with all of the scores at once; autograd saves Q, K, V and the probabilities P.
+    """softmax(scale * Q K^T) V with all of the scores at once; autograd saves Q, K, V and the
+    probabilities P.
 
     Arguments, result and errors are those of `flash_attention`.
 
@@ -44,7 +46,9 @@ def standard_attention(
     stacked = heads // max(1, kv_heads) * rows  # heads that share K and V, one below the other
     with torch.autocast(q.device.type, enabled=False):
         queries = q[:, :, unseeing:].reshape(groups, stacked, d)
-        scores = torch.bmm(queries, k.reshape(groups, n_k, d).mT).view(batch, heads, rows, n_k) * scale
+        scores = (
+            torch.bmm(queries, k.reshape(groups, n_k, d).mT).view(batch, heads, rows, n_k) * scale
+        )
         if shift is not None:  # added, not filled in: adding saves nothing for backward
             scores = scores + scores.new_full((rows, n_k), -math.inf).triu(unseeing + shift + 1)
         p = scores.softmax(-1).view(groups, stacked, n_k)
@@ -67,35 +71,41 @@ def flash_attention(
     attn_mask: None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """softmax(scale * Q K^T) V in tiles; Q, K, V, the output and one log-sum-exp a row are saved for backward.
+    """softmax(scale * Q K^T) V in tiles; Q, K, V, the output and one log-sum-exp a row are saved
+    for backward.
 
     Of the n_q x n_k scores there are some tiles at a time, forward and backward. It takes what
-    `F.scaled_dot_product_attention` takes, by the same names, but for masks, dropout and other than 4 dimensions.
-    Under `torch.autocast`, the inputs are cast to its dtype first, as there. Sums are in float32 (float64 for float64
-    inputs), and so is the log-sum-exp. A second derivative and `torch.vmap` are refused.
+    `F.scaled_dot_product_attention` takes, by the same names, but for masks, dropout and other than
+    4 dimensions. Under `torch.autocast`, the inputs are cast to its dtype first, as there. Sums are
+    in float32 (float64 for float64 inputs), and so is the log-sum-exp. A second derivative and
+    `torch.vmap` are refused.
 
     Args:
-        q: (batch, heads, n_q, d), in float32, float64, bfloat16 or float16; of any strides, as k and v. Dimensions may
-            be 0.
-        k: (batch, kv_heads, n_k, d); kv_heads divides heads, and query head h reads K and V of h // (heads /
-            kv_heads): grouped-query attention, multi-query for kv_heads = 1.
+        q: (batch, heads, n_q, d), in float32, float64, bfloat16 or float16; of any strides, as k
+            and v. Dimensions may be 0.
+        k: (batch, kv_heads, n_k, d); kv_heads divides heads, and query head h reads K and V of h //
+            (heads / kv_heads): grouped-query attention, multi-query for kv_heads = 1.
         v: (batch, kv_heads, n_k, d_v).
         causal: query i sees the keys up to i + n_k - n_q (the last query sees them all), as
             `torch.nn.attention.bias.causal_lower_right`. A query that sees no key gives zeros.
         is_causal: query i sees the keys up to i, as in `F.scaled_dot_product_attention`.
         scale: 1 / sqrt(d) if left out.
-        enable_gqa: False refuses kv_heads other than heads, as the framework does; None and True don't.
-        block_q, block_k: rows and columns of a tile, for Triton 16, 32, 64 or 128; the backend's choice if left out.
-        backend: "torch", "triton", or "auto": Triton for CUDA tensors where it can run, else torch; for symbolic ones
-            an outline of torch, of the same bytes and FLOPs.
+        enable_gqa: False refuses kv_heads other than heads, as the framework does; None and True
+            don't.
+        block_q, block_k: rows and columns of a tile, for Triton 16, 32, 64 or 128; the backend's
+            choice if left out.
+        backend: "torch", "triton", or "auto": Triton for CUDA tensors where it can run, else torch;
+            for symbolic ones an outline of torch, of the same bytes and FLOPs.
         attn_mask, dropout_p: None and 0; they are here to be refused with a reason.
 
     Returns:
         (batch, heads, n_q, d_v), in the dtype of q.
 
     Raises:
-        TypeError, ValueError: an argument is not of its kind, or shapes, dtypes or devices do not go together.
-        RuntimeError: backend is "triton", which cannot run here for such tensors: the message says why.
+        TypeError, ValueError: an argument is not of its kind, or shapes, dtypes or devices do not
+            go together.
+        RuntimeError: backend is "triton", which cannot run here for such tensors: the message says
+            why.
 
     Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.
     """
@@ -104,7 +114,9 @@ def flash_attention(
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block is not None:
             _check.whole(name, block, 1)
-    return _Flash.apply(q, k, v, tiled.Options(shift, scale, block_q, block_k), _backend(backend, q, k, v))[0]
+    return _Flash.apply(
+        q, k, v, tiled.Options(shift, scale, block_q, block_k), _backend(backend, q, k, v)
+    )[0]
 
 
 class _Flash(torch.autograd.Function):
@@ -122,15 +134,22 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_o, _):
-        return *_FlashBackward.apply(*ctx.saved_tensors, grad_o, ctx.options, ctx.backend), None, None
+        return (
+            *_FlashBackward.apply(*ctx.saved_tensors, grad_o, ctx.options, ctx.backend),
+            None,
+            None,
+        )
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        raise RuntimeError("flash_attention does not run under torch.vmap; put what is mapped over into its batch")
+        raise RuntimeError(
+            "flash_attention does not run under torch.vmap; put what is mapped over into its batch"
+        )
 
 
 class _FlashBackward(torch.autograd.Function):
-    """A function of its own, so that a second derivative is refused also in `torch.func`, not taken for zero."""
+    """A function of its own, so that a second derivative is refused also in `torch.func`, not taken
+    for zero."""
 
     @staticmethod
     def forward(q, k, v, o, lse, grad_o, options, backend):
@@ -172,16 +191,24 @@ def _checked(
     """The tensors, which go together, cast as autocast wants them."""
     if attn_mask is not None:
         got = _check.shown(attn_mask)
-        raise TypeError(f"attn_mask is {got}; it takes None: masks are not supported, causal and is_causal are")
+        raise TypeError(
+            f"attn_mask is {got}; it takes None: masks are not supported, causal and is_causal are"
+        )
     if dropout_p != 0:
-        raise ValueError(f"dropout_p is {dropout_p}; it takes 0: what backward computes again would drop other numbers")
+        raise ValueError(
+            f"dropout_p is {dropout_p}; it takes 0: what backward computes again would drop other"
+            " numbers"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.is_nested or x.layout is not torch.strided or x.dim() != 4:
             got = "a nested tensor" if x.is_nested else f"{_check.shown(x)}, {x.layout}"
             raise ValueError(f"{name} is {got}; it takes a dense tensor (batch, heads, n, d)")
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (q, k, v))
+        q, k, v = (
+            x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype)
+            for x in (q, k, v)
+        )
     if q.dtype not in DTYPES:
         raise TypeError(f"q is in {q.dtype}; it takes float32, float64, bfloat16 or float16")
     (batch, heads, _, d), (kv_heads, n_k) = q.shape, k.shape[1:3]
@@ -189,7 +216,10 @@ def _checked(
     if kv_heads != heads and not (shared and kv_heads and heads % kv_heads == 0):
         takes = f"a divisor of q's {heads}" if shared else f"{heads}, as q has, or enable_gqa=True"
         raise ValueError(f"k is of {kv_heads} heads; it takes {takes}")
-    for name, x, shape in (("k", k, (batch, kv_heads, n_k, d)), ("v", v, (batch, kv_heads, n_k, v.shape[3]))):
+    for name, x, shape in (
+        ("k", k, (batch, kv_heads, n_k, d)),
+        ("v", v, (batch, kv_heads, n_k, v.shape[3])),
+    ):
         if (x.shape, x.dtype, x.device) != (shape, q.dtype, q.device):
             takes = f"shape {shape}, {q.dtype} and {q.device}, to go with the others"
             raise ValueError(f"{name} is {_check.shown(x)} on {x.device}; it takes {takes}")
@@ -199,7 +229,9 @@ def _checked(
 def _shift(q: Tensor, k: Tensor, causal: bool, is_causal: bool) -> int | None:
     """Query i sees the keys up to i + shift; all of them if None."""
     if causal and is_causal:
-        raise ValueError("is_causal is True, and so is causal; it takes False then: they align differently")
+        raise ValueError(
+            "is_causal is True, and so is causal; it takes False then: they align differently"
+        )
     return k.shape[2] - q.shape[2] if causal else 0 if is_causal else None
 
 

@@ -1,23 +1,28 @@
 """Flash attention in Triton: one kernel forward, three backward.
 
-A kernel runs as many copies of itself, called program instances. Each owns one block of rows, loads it once and walks
-over the other operand tile by tile. The scores live in one tile on the chip; no matrix of n_q x n_k numbers is written.
+A kernel runs as many copies of itself, called program instances. Each owns one block of rows, loads
+it once and walks over the other operand tile by tile. The scores live in one tile on the chip; no
+matrix of n_q x n_k numbers is written.
 
-    forward_kernel            one block of queries, walks over keys and values     writes O and the log-sum-exp
-    row_dots_kernel           one block of queries                                 writes D = rowsum(dO * O)
-    keys_backward_kernel      one block of keys, walks over queries                writes dK and dV
-    queries_backward_kernel   one block of queries, walks over keys and values     writes dQ
+    forward_kernel            one block of queries, walks over keys and values     writes O and the
+    log-sum-exp row_dots_kernel           one block of queries
+    writes D = rowsum(dO * O) keys_backward_kernel      one block of keys, walks over queries
+    writes dK and dV queries_backward_kernel   one block of queries, walks over keys and values
+    writes dQ
 
-Both backward walks compute the weights again, P = exp(scale * Q K^T - lse). From there, with dP = dO V^T,
+Both backward walks compute the weights again, P = exp(scale * Q K^T - lse). From there, with dP =
+dO V^T,
 
     dV = P^T dO        dS = P * (dP - D)        dQ = scale * dS K        dK = scale * dS^T Q
 
-Everything is counted in powers of two: exp(x) = 2^(x * log2(e)), with log2(e) folded into the scale, since the chip has
-an instruction for 2^x and none for e^x. A `setting` means nothing to a kernel, but to its tuner (launching).
+Everything is counted in powers of two: exp(x) = 2^(x * log2(e)), with log2(e) folded into the
+scale, since the chip has an instruction for 2^x and none for e^x. A `setting` means nothing to a
+kernel, but to its tuner (launching).
 
-Source: Dao 2023, arXiv:2307.08691, algorithms 1 and 2, but with dQ in a kernel of its own, so that no two instances
-write to the same place: no atomic additions, and the same bits in every run. Its price is 7 products of matrices in
-the backward pass where algorithm 2 has 5: both walks need Q K^T and dO V^T.
+Source: Dao 2023, arXiv:2307.08691, algorithms 1 and 2, but with dQ in a kernel of its own, so that
+no two instances write to the same place: no atomic additions, and the same bits in every run. Its
+price is 7 products of matrices in the backward pass where algorithm 2 has 5: both walks need Q K^T
+and dO V^T.
 """
 
 from __future__ import annotations
@@ -27,11 +32,13 @@ import math
 try:
     import triton
     import triton.language as tl
-except ImportError:  # where there is no Triton this module still imports, and `launching.why_not` says that
+# where there is no Triton this module still imports, and `launching.why_not` says that
+except ImportError:
     triton = tl = None
 
 jit = triton.jit if triton else lambda function: function
-# With TRITON_INTERPRET=1 in the environment when Triton was imported, Triton's own functions are not compiled either.
+# With TRITON_INTERPRET=1 in the environment when Triton was imported, Triton's own functions are
+# not compiled either.
 INTERPRETED = triton is not None and not isinstance(tl.sum, triton.JITFunction)
 # Kernels may read no variables from outside themselves but such constants.
 constant = tl.constexpr if triton else float
@@ -44,12 +51,24 @@ LN_2 = constant(math.log(2))
 
 
 @jit
-def tile_of(tensor, strides, batch, head, first, n, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Where rows first .. first + BLOCK of one head lie in a tensor (batch, heads, n, D), and which entries exist.
+def tile_of(
+    tensor,
+    strides,
+    batch,
+    head,
+    first,
+    n,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Where rows first .. first + BLOCK of one head lie in a tensor (batch, heads, n, D), and which
+    entries exist.
 
     Both are (BLOCK, BLOCK_D); BLOCK_D is the next power of two from D on, as Triton wants it.
     """
-    # 64 bits up to the head: an offset may pass 2^31 though no index does. 32 bits in it, which `launching` sees to.
+    # 64 bits up to the head: an offset may pass 2^31 though no index does. 32 bits in it, which
+    # `launching` sees to.
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     within = (first + rows)[:, None] * strides[2] + columns[None, :] * strides[3]
@@ -61,7 +80,8 @@ def load_tile(
     tensor, strides, batch, head, first, n,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """That tile, (BLOCK, BLOCK_D), with zeros for what does not exist; all of a WHOLE tile's rows do."""
+    """That tile, (BLOCK, BLOCK_D), with zeros for what does not exist; all of a WHOLE tile's rows
+    do."""
     pointers, exists = tile_of(tensor, strides, batch, head, first, n, D, BLOCK, BLOCK_D)
     if WHOLE and D == BLOCK_D:
         return tl.load(pointers)
@@ -71,7 +91,16 @@ def load_tile(
 
 @jit
 def store_tile(
-    tile, tensor, strides, batch, head, first, n, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+    tile,
+    tensor,
+    strides,
+    batch,
+    head,
+    first,
+    n,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """The converse of load_tile; what does not exist is dropped."""
     pointers, exists = tile_of(tensor, strides, batch, head, first, n, D, BLOCK, BLOCK_D)
@@ -89,8 +118,9 @@ def product(a, b, onto=None):
     """The matrix product a b in fp32, added to `onto` if given."""
     if WIDEN:  # the interpreter would multiply the bits of bf16 numbers as if they were integers
         a, b = a.to(tl.float32), b.to(tl.float32)
-    # "ieee": without it a GPU rounds fp32 operands to TF32, which keeps 10 bits of 23, and gradients show it. It is
-    # slower, and says nothing about fp16 and bf16, whose products are exact in fp32.
+    # "ieee": without it a GPU rounds fp32 operands to TF32, which keeps 10 bits of 23, and
+    # gradients show it. It is slower, and says nothing about fp16 and bf16, whose products are
+    # exact in fp32.
     return tl.dot(a, b, onto, input_precision="ieee")
 
 
@@ -101,9 +131,11 @@ def last_key(queries, n_k, shift, CAUSAL: tl.constexpr):
 
 
 @jit
-def keys_to_visit(first_q, n_k, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Keys 0 .. inner form whole tiles that each query of the block sees; keys inner .. end need a mask; later ones
-    are seen by none."""
+def keys_to_visit(
+    first_q, n_k, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Keys 0 .. inner form whole tiles that each query of the block sees; keys inner .. end need a
+    mask; later ones are seen by none."""
     if CAUSAL:
         seen_by_first = tl.minimum(tl.maximum(first_q + 1 + shift, 0), n_k)
         seen_by_last = tl.minimum(tl.maximum(first_q + BLOCK_Q + shift, 0), n_k)
@@ -113,9 +145,11 @@ def keys_to_visit(first_q, n_k, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constex
 
 
 @jit
-def queries_to_visit(first_k, n_q, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Queries before start see no key of the block; inner .. outer form whole tiles that see all of it; the tiles
-    between start and inner, and from outer on, need a mask.
+def queries_to_visit(
+    first_k, n_q, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Queries before start see no key of the block; inner .. outer form whole tiles that see all of
+    it; the tiles between start and inner, and from outer on, need a mask.
 
     Keys past n_k need none here: they spoil their own rows of dK and dV only, which are not stored.
     """
@@ -133,19 +167,36 @@ def queries_to_visit(first_k, n_q, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.cons
 
 @jit
 def forward_kernel(
-    q, k, v, o, lse,
-    q_strides, k_strides, v_strides, o_strides,
-    n_q, n_k, shift, group, scale_log2, setting,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    o,
+    lse,
+    q_strides,
+    k_strides,
+    v_strides,
+    o_strides,
+    n_q,
+    n_k,
+    shift,
+    group,
+    scale_log2,
+    setting,
+    CAUSAL: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """One instance: BLOCK_Q queries of one head.
 
-    Reads:   q (BLOCK_Q, D) once; k and v (n_k, D) in tiles (BLOCK_K, D), up to the diagonal if causal.
-    Writes:  o (BLOCK_Q, D) and lse (BLOCK_Q,), once, at the end.
-    On chip: the queries and one tile of keys and of values; scores and weights (BLOCK_Q, BLOCK_K); in fp32 the running
-             output (BLOCK_Q, D), maximum (BLOCK_Q,) and sum (BLOCK_Q,).
+    Reads:   q (BLOCK_Q, D) once; k and v (n_k, D) in tiles (BLOCK_K, D), up to the diagonal if
+    causal. Writes:  o (BLOCK_Q, D) and lse (BLOCK_Q,), once, at the end.
+    On chip: the queries and one tile of keys and of values; scores and weights (BLOCK_Q, BLOCK_K);
+             in fp32 the running output (BLOCK_Q, D), maximum (BLOCK_Q,) and sum (BLOCK_Q,).
     """
-    # Later queries see more keys: the longest walks start first, so that short ones fill the gaps at the end.
+    # Later queries see more keys: the longest walks start first, so that short ones fill the gaps
+    # at the end.
     first_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     head, batch = tl.program_id(1), tl.program_id(2)
     kv_head = head // group
@@ -158,25 +209,35 @@ def forward_kernel(
     total = tl.zeros((BLOCK_Q,), tl.float32)
 
     inner, end = keys_to_visit(first_q, n_k, shift, CAUSAL, BLOCK_Q, BLOCK_K)
-    for EDGE in tl.static_range(2):  # written out twice by the compiler: tiles without a mask, then tiles with one
-        for first_k in tl.range(inner if EDGE else 0, end if EDGE else inner, BLOCK_K, num_stages=1 if EDGE else None):
-            key = load_tile(k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, EDGE == 0)
-            value = load_tile(v, v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, EDGE == 0)
+    # written out twice by the compiler: tiles without a mask, then tiles with one
+    for EDGE in tl.static_range(2):
+        for first_k in tl.range(
+            inner if EDGE else 0, end if EDGE else inner, BLOCK_K, num_stages=1 if EDGE else None
+        ):
+            key = load_tile(
+                k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, EDGE == 0
+            )
+            value = load_tile(
+                v, v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, EDGE == 0
+            )
             scores = product(query, tl.trans(key))  # (BLOCK_Q, BLOCK_K), not scaled yet
             if EDGE:
                 columns = first_k + tl.arange(0, BLOCK_K)
                 scores = tl.where(columns[None, :] <= last[:, None], scores, float("-inf"))
 
             new_largest = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
-            # A row that has seen nothing yet has -inf here, and -inf - -inf is NaN: it subtracts 0 instead.
+            # A row that has seen nothing yet has -inf here, and -inf - -inf is NaN: it subtracts 0
+            # instead.
             base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            weights = tl.exp2(scores * scale_log2 - base[:, None])  # one instruction scales and subtracts
+            # one instruction scales and subtracts
+            weights = tl.exp2(scores * scale_log2 - base[:, None])
             shrink = tl.exp2(largest - base)  # what the old sums are worth under the new maximum
             total = total * shrink + tl.sum(weights, 1)
             out = product(weights.to(value.dtype), value, out * shrink[:, None])
             largest = new_largest
 
-    total = tl.where(total == 0.0, 1.0, total)  # a row that saw nothing: o = 0 / 1, lse = -inf + log2(1)
+    # a row that saw nothing: o = 0 / 1, lse = -inf + log2(1)
+    total = tl.where(total == 0.0, 1.0, total)
     store_tile(out / total[:, None], o, o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
     at = row_offset(batch, head, tl.num_programs(1), n_q)
     tl.store(lse + at + rows, (largest + tl.log2(total)) * LN_2, mask=rows < n_q)
@@ -195,8 +256,9 @@ def rows_kernel(
     """One instance: BLOCK_Q queries of one head.
 
     Reads:   grad_o and o (BLOCK_Q, D), lse (BLOCK_Q,).
-    Writes:  row_dots (BLOCK_Q,) = rowsum(grad_o * o): what the softmax's gradient takes off every score of a row;
-             lse_log2 (BLOCK_Q,): lse in powers of two. Both are of padded_q rows a head, a multiple of any BLOCK_Q.
+    Writes:  row_dots (BLOCK_Q,) = rowsum(grad_o * o): what the softmax's gradient takes off every
+             score of a row; lse_log2 (BLOCK_Q,): lse in powers of two. Both are of padded_q rows a
+             head, a multiple of any BLOCK_Q.
     On chip: both blocks.
     """
     first_q, head, batch = tl.program_id(0) * BLOCK_Q, tl.program_id(1), tl.program_id(2)
@@ -207,24 +269,53 @@ def rows_kernel(
     at = row_offset(batch, head, tl.num_programs(1), padded_q)
     tl.store(row_dots + at + rows, dots)
     # +inf where a row saw nothing or does not exist, so that P = 0 there.
-    sums = tl.load(lse + row_offset(batch, head, tl.num_programs(1), n_q) + rows, mask=rows < n_q, other=float("-inf"))
+    sums = tl.load(
+        lse + row_offset(batch, head, tl.num_programs(1), n_q) + rows,
+        mask=rows < n_q,
+        other=float("-inf"),
+    )
     tl.store(lse_log2 + at + rows, tl.where(sums == float("-inf"), float("inf"), sums * LOG2_E))
 
 
 @jit
 def keys_backward_kernel(
-    q, k, v, grad_o, lse_log2, row_dots, grad_k, grad_v,
-    q_strides, k_strides, v_strides, grad_o_strides, grad_k_strides, grad_v_strides,
-    n_q, padded_q, n_k, shift, group, scale, scale_log2, setting,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    grad_o,
+    lse_log2,
+    row_dots,
+    grad_k,
+    grad_v,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_o_strides,
+    grad_k_strides,
+    grad_v_strides,
+    n_q,
+    padded_q,
+    n_k,
+    shift,
+    group,
+    scale,
+    scale_log2,
+    setting,
+    CAUSAL: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """One instance: BLOCK_K keys of one key-value head, for all query heads that share it.
 
-    Reads:   k and v (BLOCK_K, D) once; for each of `group` query heads q and grad_o (n_q, D) in tiles (BLOCK_Q, D),
-             lse and row_dots (n_q,) in pieces (BLOCK_Q,); from the diagonal on if causal.
+    Reads:   k and v (BLOCK_K, D) once; for each of `group` query heads q and grad_o (n_q, D) in
+             tiles (BLOCK_Q, D), lse and row_dots (n_q,) in pieces (BLOCK_Q,); from the diagonal on
+             if causal.
     Writes:  grad_k and grad_v (BLOCK_K, D), once, at the end.
-    On chip: the keys and values, one tile of queries and of output gradients; weights, their gradients and those of
-             the scores (BLOCK_K, BLOCK_Q); in fp32 the running grad_k and grad_v (BLOCK_K, D).
+    On chip: the keys and values, one tile of queries and of output gradients; weights, their
+             gradients and those of the scores (BLOCK_K, BLOCK_Q); in fp32 the running grad_k and
+             grad_v (BLOCK_K, D).
     """
     first_k, kv_head, batch = tl.program_id(0) * BLOCK_K, tl.program_id(1), tl.program_id(2)
     key = load_tile(k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
@@ -243,41 +334,85 @@ def keys_backward_kernel(
                 if EDGE:  # over what lies between the two parts
                     first_q = tl.where(first_q < inner, first_q, first_q + (outer - inner))
                 rows = first_q + tl.arange(0, BLOCK_Q)
-                query = load_tile(q, q_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D, EDGE == 0)
-                out_grad = load_tile(grad_o, grad_o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D, EDGE == 0)
+                query = load_tile(
+                    q, q_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D, EDGE == 0
+                )
+                out_grad = load_tile(
+                    grad_o,
+                    grad_o_strides,
+                    batch,
+                    head,
+                    first_q,
+                    n_q,
+                    D,
+                    BLOCK_Q,
+                    BLOCK_D,
+                    EDGE == 0,
+                )
 
-                # All transposed, keys down and queries across: the sums over queries are then plain products.
+                # All transposed, keys down and queries across: the sums over queries are then plain
+                # products.
                 scores = product(key, tl.trans(query))  # (BLOCK_K, BLOCK_Q), not scaled yet
                 scores = scores * scale_log2 - tl.load(lse_log2 + at + rows)[None, :]
                 if EDGE and CAUSAL:
-                    scores = tl.where(columns[:, None] <= rows[None, :] + shift, scores, float("-inf"))
+                    scores = tl.where(
+                        columns[:, None] <= rows[None, :] + shift, scores, float("-inf")
+                    )
                 weights = tl.exp2(scores)
                 weight_grads = product(value, tl.trans(out_grad))
                 score_grads = weights * (weight_grads - tl.load(row_dots + at + rows)[None, :])
-                # Both sums last: with the first of them right after the weights, an H100 has too few registers.
+                # Both sums last: with the first of them right after the weights, an H100 has too
+                # few registers.
                 value_grad = product(weights.to(out_grad.dtype), out_grad, value_grad)
                 key_grad = product(score_grads.to(query.dtype), query, key_grad)
 
-    store_tile(key_grad * scale, grad_k, grad_k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
-    store_tile(value_grad, grad_v, grad_v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
+    store_tile(
+        key_grad * scale, grad_k, grad_k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D
+    )
+    store_tile(
+        value_grad, grad_v, grad_v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D
+    )
 
 
 @jit
 def queries_backward_kernel(
-    q, k, v, grad_o, lse_log2, row_dots, grad_q,
-    q_strides, k_strides, v_strides, grad_o_strides, grad_q_strides,
-    n_q, padded_q, n_k, shift, group, scale, scale_log2, setting,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    grad_o,
+    lse_log2,
+    row_dots,
+    grad_q,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_o_strides,
+    grad_q_strides,
+    n_q,
+    padded_q,
+    n_k,
+    shift,
+    group,
+    scale,
+    scale_log2,
+    setting,
+    CAUSAL: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """One instance: BLOCK_Q queries of one head.
 
-    Reads:   q and grad_o (BLOCK_Q, D), lse and row_dots (BLOCK_Q,), once; k and v (n_k, D) in tiles (BLOCK_K, D), up
-             to the diagonal if causal.
+    Reads:   q and grad_o (BLOCK_Q, D), lse and row_dots (BLOCK_Q,), once; k and v (n_k, D) in tiles
+             (BLOCK_K, D), up to the diagonal if causal.
     Writes:  grad_q (BLOCK_Q, D), once, at the end.
-    On chip: the queries and output gradients, one tile of keys and of values; weights, their gradients and those of
-             the scores (BLOCK_Q, BLOCK_K); in fp32 the running grad_q (BLOCK_Q, D).
+    On chip: the queries and output gradients, one tile of keys and of values; weights, their
+             gradients and those of the scores (BLOCK_Q, BLOCK_K); in fp32 the running grad_q
+             (BLOCK_Q, D).
     """
-    first_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q  # the longest walks first, as in the forward
+    # the longest walks first, as in the forward
+    first_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     head, batch = tl.program_id(1), tl.program_id(2)
     kv_head = head // group
     query = load_tile(q, q_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
@@ -291,9 +426,15 @@ def queries_backward_kernel(
 
     inner, end = keys_to_visit(first_q, n_k, shift, CAUSAL, BLOCK_Q, BLOCK_K)
     for EDGE in tl.static_range(2):
-        for first_k in tl.range(inner if EDGE else 0, end if EDGE else inner, BLOCK_K, num_stages=1 if EDGE else None):
-            key = load_tile(k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, EDGE == 0)
-            value = load_tile(v, v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, EDGE == 0)
+        for first_k in tl.range(
+            inner if EDGE else 0, end if EDGE else inner, BLOCK_K, num_stages=1 if EDGE else None
+        ):
+            key = load_tile(
+                k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, EDGE == 0
+            )
+            value = load_tile(
+                v, v_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D, EDGE == 0
+            )
             scores = product(query, tl.trans(key))  # (BLOCK_Q, BLOCK_K), not scaled yet
             scores = scores * scale_log2 - sums[:, None]
             if EDGE:
@@ -304,4 +445,6 @@ def queries_backward_kernel(
             score_grads = weights * (weight_grads - dots[:, None])
             query_grad = product(score_grads.to(key.dtype), key, query_grad)
 
-    store_tile(query_grad * scale, grad_q, grad_q_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
+    store_tile(
+        query_grad * scale, grad_q, grad_q_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D
+    )

@@ -20,9 +20,10 @@ from .kernels import (
 )
 from .tiled import Options
 
-# What the tuner tries, by BLOCK_D of at most: BLOCK_Q, BLOCK_K, warps (of 32 threads) an instance, and stages: how many
-# tiles the loop has in flight, so that it loads the next ones while it computes with this one. Compiled for an H100,
-# up to 128 numbers a row, the first of each list keeps all it has in registers, and the others all but a few bytes.
+# What the tuner tries, by BLOCK_D of at most: BLOCK_Q, BLOCK_K, warps (of 32 threads) an instance,
+# and stages: how many tiles the loop has in flight, so that it loads the next ones while it
+# computes with this one. Compiled for an H100, up to 128 numbers a row, the first of each list
+# keeps all it has in registers, and the others all but a few bytes.
 CANDIDATES = {
     forward_kernel: {
         64: [(128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)],
@@ -42,7 +43,8 @@ CANDIDATES = {
 }
 # From large to small; the first that is sure to fit is tried too where none of those is.
 SMALL = [(64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)]
-# Exact fp32 products use no tensor cores: larger tiles spill registers and take half a minute to compile.
+# Exact fp32 products use no tensor cores: larger tiles spill registers and take half a minute to
+# compile.
 SINGLE = [(32, 32, 4, 2), (16, 16, 4, 1)]
 # Once measured on a GPU, the fastest stand here and are taken untried, for 16 bits a number:
 # {(kernel, BLOCK_D, capability, causal): (BLOCK_Q, BLOCK_K, warps, stages)}.
@@ -52,12 +54,15 @@ LARGEST = 128  # rows of a block
 
 
 def _tile_bytes(kernel: Any, block_q: int, block_k: int, tiles: int, row_bytes: int) -> int:
-    """Shared memory for an instance's own tiles, and for so many of each tensor that it walks over."""
+    """Shared memory for an instance's own tiles, and for so many of each tensor that it walks
+    over."""
     own, walked = (block_k, block_q) if kernel is keys_backward_kernel else (block_q, block_k)
     return ((1 if kernel is forward_kernel else 2) * own + 2 * tiles * walked) * row_bytes
 
 
-def _sizes(kernel: Any, block_d: int, itemsize: int, shared: int) -> list[tuple[int, int, int, int]]:
+def _sizes(
+    kernel: Any, block_d: int, itemsize: int, shared: int
+) -> list[tuple[int, int, int, int]]:
     """What to try on a GPU that has so much shared memory an instance."""
     if itemsize == 4:
         return SINGLE if block_d <= 128 else SINGLE[1:]
@@ -65,7 +70,8 @@ def _sizes(kernel: Any, block_d: int, itemsize: int, shared: int) -> list[tuple[
     def sure(block_q: int, block_k: int, _: int, stages: int) -> bool:
         return _tile_bytes(kernel, block_q, block_k, stages, block_d * itemsize) + 4096 <= shared
 
-    def possible(block_q: int, block_k: int, _: int, stages: int) -> bool:  # before Hopper one tile less is in flight
+    # before Hopper one tile less is in flight
+    def possible(block_q: int, block_k: int, _: int, stages: int) -> bool:
         return _tile_bytes(kernel, block_q, block_k, stages - 1, block_d * itemsize) <= shared
 
     tried = [size for size in CANDIDATES[kernel][max(block_d, 64)] if possible(*size)]
@@ -76,11 +82,14 @@ def _sizes(kernel: Any, block_d: int, itemsize: int, shared: int) -> list[tuple[
 
 def _config(size: tuple[int, int, int, int]) -> Any:
     block_q, block_k, warps, stages = size
-    return triton.Config({"BLOCK_Q": block_q, "BLOCK_K": block_k}, num_warps=warps, num_stages=stages)
+    return triton.Config(
+        {"BLOCK_Q": block_q, "BLOCK_K": block_k}, num_warps=warps, num_stages=stages
+    )
 
 
 def _tuned(kernel: Any) -> Any:
-    """The kernel, in blocks found by trying some for each new `_setting`; what was found is kept on disk too."""
+    """The kernel, in blocks found by trying some for each new `_setting`; what was found is kept on
+    disk too."""
 
     def prune(_: list, arguments: dict[str, Any], **constants: Any) -> list:
         shared, itemsize = arguments["setting"][0], arguments["q"].element_size()
@@ -88,7 +97,9 @@ def _tuned(kernel: Any) -> Any:
 
     key = ["setting", "BLOCK_D", "CAUSAL"]
     configs = [_config(size) for size in SMALL]  # only for `prune` to put others in their place
-    return triton.autotune(configs, key, prune_configs_by={"early_config_prune": prune}, cache_results=True)(kernel)
+    return triton.autotune(
+        configs, key, prune_configs_by={"early_config_prune": prune}, cache_results=True
+    )(kernel)
 
 
 if triton and not INTERPRETED:
@@ -104,20 +115,27 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def _setting(q: Tensor, k: Tensor) -> tuple[int, int, int]:
-    """What the choice depends on, so that a new length seldom means a new choice: the GPU's memory, and between which
-    powers of two lie the queries of all heads and the keys; more than fill a GPU are all the same."""
+    """What the choice depends on, so that a new length seldom means a new choice: the GPU's memory,
+    and between which powers of two lie the queries of all heads and the keys; more than fill a GPU
+    are all the same.
+    """
     numbers = (q.shape[:3].numel(), 2**15), (k.shape[2], 2**13)
-    return _shared_memory(q.device), *(min(max(triton.next_power_of_2(n), 512), most) for n, most in numbers)
+    return _shared_memory(q.device), *(
+        min(max(triton.next_power_of_2(n), 512), most) for n, most in numbers
+    )
 
 
 def _launch(kernel: Any, grid: Any, q: Tensor, options: Options, *arguments: Any) -> None:
-    """Runs a kernel in the blocks that are given, else in those measured, else in those that the tuner finds."""
+    """Runs a kernel in the blocks that are given, else in those measured, else in those that the
+    tuner finds."""
     d, causal = q.shape[-1], options.shift is not None
     block_d = triton.next_power_of_2(d)
     for name in ("block_q", "block_k"):
         block = getattr(options, name)
         if block not in (None, 16, 32, 64, LARGEST):
-            raise ValueError(f"{name} is {block}; it takes 16, 32, 64 or {LARGEST} where the backend is Triton")
+            raise ValueError(
+                f"{name} is {block}; it takes 16, 32, 64 or {LARGEST} where the backend is Triton"
+            )
     size = None
     if options.block_q or options.block_k or INTERPRETED:
         block_q, block_k = options.block_q or 32, options.block_k or 32
@@ -136,24 +154,40 @@ def _launch(kernel: Any, grid: Any, q: Tensor, options: Options, *arguments: Any
 def _too_large(error: Any, kernel: Any, block_q: int, block_k: int, d: int) -> ValueError:
     fit_q, fit_k = block_q, block_k
     limit = error.limit / error.required * _tile_bytes(kernel, block_q, block_k, 2, 1)
-    while max(fit_q, fit_k) > 16 and max(_tile_bytes(each, fit_q, fit_k, 2, 1) for each in CANDIDATES) > limit:
+    while (
+        max(fit_q, fit_k) > 16
+        and max(_tile_bytes(each, fit_q, fit_k, 2, 1) for each in CANDIDATES) > limit
+    ):
         fit_q, fit_k = (fit_q // 2, fit_k) if fit_q >= fit_k else (fit_q, fit_k // 2)
     return ValueError(
-        f"block_q is {block_q}, block_k is {block_k}; it takes {fit_q} and {fit_k} for rows of {d} numbers: "
-        f"they need {error.required} bytes of {error.name}, and this GPU has {error.limit}"
+        f"block_q is {block_q}, block_k is {block_k}; it takes {fit_q} and {fit_k} for rows of {d}"
+        f" numbers: they need {error.required} bytes of {error.name}, and this GPU has"
+        f" {error.limit}"
     )
 
 
 def why_not(q: Tensor, v: Tensor) -> str | None:
-    """Half a sentence on why the kernels can't run here on tensors like `q` and `v`, or None if they can."""
+    """Half a sentence on why the kernels can't run here on tensors like `q` and `v`, or None if
+    they can."""
     if triton is None:
         return "Triton is not installed"
     if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
-        return f"the tensors are on {q.device.type}, and Triton's interpreter is off (TRITON_INTERPRET=1 turns it on)"
-    if q.is_cuda and not INTERPRETED and not torch.version.hip and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return (
+            f"the tensors are on {q.device.type}, and Triton's interpreter is off"
+            " (TRITON_INTERPRET=1 turns it on)"
+        )
+    if (
+        q.is_cuda
+        and not INTERPRETED
+        and not torch.version.hip
+        and torch.cuda.get_device_capability(q.device) < (8, 0)
+    ):
         return "this GPU is older than compute capability 8.0, the oldest that Triton supports"
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"the dtype is {str(q.dtype).removeprefix('torch.')}, and the kernels take float32, float16 and bfloat16"
+        return (
+            f"the dtype is {str(q.dtype).removeprefix('torch.')}, and the kernels take float32,"
+            " float16 and bfloat16"
+        )
     if not 16 <= q.shape[-1] <= 256:
         return f"the head dimension is {q.shape[-1]}, and the kernels take 16 to 256"
     if v.shape[-1] != q.shape[-1]:
@@ -167,40 +201,69 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     Args:
         q: (batch, heads, n_q, d), fp32, fp16 or bf16, with any strides.
         k, v: (batch, kv_heads, n_k, d), of q's dtype; kv_heads divides heads.
-        options: blocks are 16, 32, 64 or 128. If neither is given they are tuned on a GPU: the first call for lengths
-            of another power of two tries a few, which takes seconds and memory; don't measure that call.
+        options: blocks are 16, 32, 64 or 128. If neither is given they are tuned on a GPU: the
+            first call for lengths of another power of two tries a few, which takes seconds and
+            memory; don't measure that call.
 
     Returns:
-        o (batch, heads, n_q, d), contiguous, of q's dtype, and lse (batch, heads, n_q), fp32, natural logarithm.
+        o (batch, heads, n_q, d), contiguous, of q's dtype, and lse (batch, heads, n_q), fp32,
+        natural logarithm.
     """
     (batch, heads, n_q, _), (_, kv_heads, n_k, _) = q.shape, k.shape
     shift, scale = options.shift, options.scale
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     q, k, v = (_near(x) for x in (q, k, v))
-    # The kernel takes the largest score before it scales: the scale has to be above zero, if only just.
+    # The kernel takes the largest score before it scales: the scale has to be above zero, if only
+    # just.
     q, scale = (-q, -scale) if scale < 0 else (q, scale)
     scale_log2 = max(scale * math.log2(math.e), torch.finfo(torch.float32).tiny)
     with _device_of(q):
         _launch(
-            forward_kernel, lambda meta: (triton.cdiv(n_q, meta["BLOCK_Q"]), heads, batch), q, options,
-            q, k, v, o, lse, q.stride(), k.stride(), v.stride(), o.stride(),
-            n_q, n_k, shift or 0, heads // kv_heads, scale_log2, _setting(q, k),
-        )  # fmt: skip
+            forward_kernel,
+            lambda meta: (triton.cdiv(n_q, meta["BLOCK_Q"]), heads, batch),
+            q,
+            options,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            o.stride(),
+            n_q,
+            n_k,
+            shift or 0,
+            heads // kv_heads,
+            scale_log2,
+            _setting(q, k),
+        )
     return o, lse
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, contiguous, from that of o and from what `forward` took and returned."""
+    """The gradients of q, k and v, contiguous, from that of o and from what `forward` took and
+    returned."""
     (batch, heads, n_q, d), (_, kv_heads, n_k, _) = q.shape, k.shape
     shift, scale = options.shift, options.scale
     q, k, v, grad_o, lse = (*(_near(x) for x in (q, k, v, grad_o)), lse.contiguous())
-    padded_q = triton.cdiv(n_q, LARGEST) * LARGEST  # so that the kernels read their rows without a mask
+    # so that the kernels read their rows without a mask
+    padded_q = triton.cdiv(n_q, LARGEST) * LARGEST
     lse_log2, row_dots = lse.new_empty((2, batch, heads, padded_q))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    numbers = n_q, padded_q, n_k, shift or 0, heads // kv_heads, float(scale), scale * math.log2(math.e)
+    numbers = (
+        n_q,
+        padded_q,
+        n_k,
+        shift or 0,
+        heads // kv_heads,
+        float(scale),
+        scale * math.log2(math.e),
+    )
     numbers += (_setting(q, k),)
     with _device_of(q):
         rows_kernel[(padded_q // 32, heads, batch)](
@@ -208,20 +271,51 @@ def backward(
             D=d, BLOCK_D=triton.next_power_of_2(d), BLOCK_Q=32,
         )  # fmt: skip
         _launch(
-            keys_backward_kernel, lambda meta: (triton.cdiv(n_k, meta["BLOCK_K"]), kv_heads, batch), q, options,
-            q, k, v, grad_o, lse_log2, row_dots, dk, dv,
-            q.stride(), k.stride(), v.stride(), grad_o.stride(), dk.stride(), dv.stride(), *numbers,
-        )  # fmt: skip
+            keys_backward_kernel,
+            lambda meta: (triton.cdiv(n_k, meta["BLOCK_K"]), kv_heads, batch),
+            q,
+            options,
+            q,
+            k,
+            v,
+            grad_o,
+            lse_log2,
+            row_dots,
+            dk,
+            dv,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            grad_o.stride(),
+            dk.stride(),
+            dv.stride(),
+            *numbers,
+        )
         _launch(
-            queries_backward_kernel, lambda meta: (triton.cdiv(n_q, meta["BLOCK_Q"]), heads, batch), q, options,
-            q, k, v, grad_o, lse_log2, row_dots, dq,
-            q.stride(), k.stride(), v.stride(), grad_o.stride(), dq.stride(), *numbers,
-        )  # fmt: skip
+            queries_backward_kernel,
+            lambda meta: (triton.cdiv(n_q, meta["BLOCK_Q"]), heads, batch),
+            q,
+            options,
+            q,
+            k,
+            v,
+            grad_o,
+            lse_log2,
+            row_dots,
+            dq,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            grad_o.stride(),
+            dq.stride(),
+            *numbers,
+        )
     return dq, dk, dv
 
 
 def _near(x: Tensor) -> Tensor:
-    """The tensor, copied if entries of a head lie 2^31 or more apart: within a head, kernels count in 32 bits."""
+    """The tensor, copied if entries of a head lie 2^31 or more apart: within a head, kernels count
+    in 32 bits."""
     farthest = (x.shape[2] - 1) * x.stride(2) + (x.shape[3] - 1) * x.stride(3)
     return x if farthest < 2**31 else x.contiguous()
 

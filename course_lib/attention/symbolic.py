@@ -1,8 +1,10 @@
-"""What `tiled` takes, without its long loops: for symbolic tensors, which have shapes but no memory.
+"""What `tiled` takes, without its long loops: for symbolic tensors, which have shapes but no
+memory.
 
-One operator stands for all the tiles: it takes as many bytes as they do at their peak, and has their FLOPs. The bytes
-are found once for all that is alike, out of sight of meters, by running some tiles: one group of heads stands for the
-others, which would take the same after it, and its last tiles for those before them.
+One operator stands for all the tiles: it takes as many bytes as they do at their peak, and has
+their FLOPs. The bytes are found once for all that is alike, out of sight of meters, by running some
+tiles: one group of heads stands for the others, which would take the same after it, and its last
+tiles for those before them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,11 @@ from .tiled import Options
 
 _library = torch.library.Library("course_lib", "FRAGMENT")
 _library.define("tiles(Tensor like, int nbytes, int flops, str operator) -> Tensor")
-_library.impl("tiles", lambda like, nbytes, *_: like.new_empty(nbytes, dtype=torch.uint8), "CompositeExplicitAutograd")
+_library.impl(
+    "tiles",
+    lambda like, nbytes, *_: like.new_empty(nbytes, dtype=torch.uint8),
+    "CompositeExplicitAutograd",
+)
 # What is alike -> the bytes at the peak, and the operator that reaches it.
 _known: dict[tuple, tuple[int, str]] = {}
 
@@ -34,7 +40,10 @@ def _flops_of_tiles(like, nbytes, flops, operator, **_) -> int:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Arguments and result as for `tiled.forward`."""
-    o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=tiled.work_dtype(q))
+    o, lse = (
+        q.new_empty(*q.shape[:3], v.shape[3]),
+        q.new_empty(q.shape[:3], dtype=tiled.work_dtype(q)),
+    )
     options = tiled.with_blocks(options, q, k)
     scores = q.shape[0] * q.shape[1] * _area_by_rows(q.shape[2], k.shape[2], options)
     _stand_in(_some_forward, 2 * (q.shape[3] + v.shape[3]) * scores, (q, o, lse), (k, v), options)
@@ -63,7 +72,8 @@ def _stand_in(some: Callable, flops: int, queries: tuple, keys: tuple, options: 
         trace = meter.trace(events=False)
         _known[key] = trace.peak_bytes, trace.peak_operator if meter.operator_count else ""
     nbytes, operator = _known[key]
-    torch.ops.course_lib.tiles(lse, nbytes, flops, operator)  # it reads `lse`, which shows that it was kept for it
+    # it reads `lse`, which shows that it was kept for it
+    torch.ops.course_lib.tiles(lse, nbytes, flops, operator)
 
 
 def _some_forward(queries: tuple, keys: tuple, options: Options) -> None:
@@ -76,7 +86,11 @@ def _some_backward(queries: tuple, keys: tuple, options: Options) -> None:
     lse = first[2]
     delta = (first[3].to(lse.dtype) * first[1]).sum(-1)  # as `tiled` begins, for all of the rows
     cut = first[0].shape[2] - last[0].shape[2]
-    before = delta.new_empty(*delta.shape[:2], cut), delta.new_empty(*delta.shape[:2], cut, first[0].shape[3])  # dq's
+    # dq's
+    before = (
+        delta.new_empty(*delta.shape[:2], cut),
+        delta.new_empty(*delta.shape[:2], cut, first[0].shape[3]),
+    )
     del delta
     tiled.backward_tiles(*last, options)
     del before
@@ -87,13 +101,20 @@ def _last_tiles(queries: tuple, keys: tuple, options: Options) -> tuple[list[Ten
     q, k = queries[0], keys[0]
     group = next(tiled.split_heads(queries, keys, tiled.heads_at_once(q, k, options)))
     blocks = options[2:]
-    cut = max(0, min(q.shape[2], k.shape[2]) - 2 * max(blocks)) // math.lcm(*blocks) * math.lcm(*blocks)
-    last = [x[:, :, cut:] for x in group[: len(queries)]] + [x[:, cut:] for x in group[len(queries) :]]
+    cut = (
+        max(0, min(q.shape[2], k.shape[2]) - 2 * max(blocks))
+        // math.lcm(*blocks)
+        * math.lcm(*blocks)
+    )
+    last = [x[:, :, cut:] for x in group[: len(queries)]] + [
+        x[:, cut:] for x in group[len(queries) :]
+    ]
     return last, group
 
 
 def _area_by_rows(n_q: int, n_k: int, options: Options) -> int:
-    """Scores that the forward pass of one head works on: a tile ends at the last key that one of its rows sees."""
+    """Scores that the forward pass of one head works on: a tile ends at the last key that one of
+    its rows sees."""
     shift, _, block_q, _ = options
     if shift is None:
         return n_q * n_k
@@ -102,8 +123,11 @@ def _area_by_rows(n_q: int, n_k: int, options: Options) -> int:
 
 
 def _area_by_columns(n_q: int, n_k: int, options: Options) -> int:
-    """Scores that the backward pass works on: a block of keys begins at the first row that sees one of them."""
+    """Scores that the backward pass works on: a block of keys begins at the first row that sees one
+    of them."""
     shift, _, _, block_k = options
     if shift is None:
         return n_q * n_k
-    return sum(min(block_k, n_k - j) * max(0, n_q - max(0, j - shift)) for j in range(0, n_k, block_k))
+    return sum(
+        min(block_k, n_k - j) * max(0, n_q - max(0, j - shift)) for j in range(0, n_k, block_k)
+    )

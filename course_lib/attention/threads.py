@@ -1,8 +1,9 @@
 """Heads in Python's threads, each of which computes alone.
 
-An operator that shares its work among threads ends in a barrier, and where another process has one of the cores, those
-who wait there spin for milliseconds: hundreds of short operators then take many times their time. Here each thread has
-heads of its own and operators that share nothing; they wait for one another once, at the end.
+An operator that shares its work among threads ends in a barrier, and where another process has one
+of the cores, those who wait there spin for milliseconds: hundreds of short operators then take many
+times their time. Here each thread has heads of its own and operators that share nothing; they wait
+for one another once, at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ WORTH_IT = 2**18  # scores: below, a pass takes about as long as waking a thread
 
 
 def workers(x: Tensor, scores: int, at_once: int) -> int:
-    """How many threads to take for a pass with so many scores that works on `at_once` heads at a time."""
+    """How many threads to take for a pass with so many scores that works on `at_once` heads at a
+    time."""
     if x.device.type != "cpu" or scores < WORTH_IT or _watched():
         return 1
     return min(torch.get_num_threads(), at_once)
@@ -37,15 +39,18 @@ def run(function: Callable, parts: Iterable, count: int) -> None:
 
 
 def _alone(function: Callable, inference: bool, part: Iterable) -> None:
-    with torch.inference_mode(inference), torch.no_grad():  # which a thread does not have from the one that started it
+    # which a thread does not have from the one that started it
+    with torch.inference_mode(inference), torch.no_grad():
         function(*part)
 
 
 def _watched() -> bool:
-    """Whether somebody listens to operators or alters them, which reaches no other thread: a mode (the meter, the
-    FLOP counter), the profiler, a compiler."""
+    """Whether somebody listens to operators or alters them, which reaches no other thread: a mode
+    (the meter, the FLOP counter), the profiler, a compiler."""
     return bool(
-        torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled()
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch.autograd._profiler_enabled()
     )
 
 
@@ -62,9 +67,11 @@ def _pool(count: int, threads: int) -> ThreadPoolExecutor:
     for _ in range(count):
         pool.submit(int)
     started.wait()
-    torch.set_num_threads(threads)  # for this thread nothing has changed; for those that start later it had
+    # for this thread nothing has changed; for those that start later it had
+    torch.set_num_threads(threads)
     return pool
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads
+    # a child has none of its parent's threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -1,4 +1,5 @@
-"""FlashAttention's forward and backward in plain torch: tiles of queries and keys, and no N x N tensor.
+"""FlashAttention's forward and backward in plain torch: tiles of queries and keys, and no N x N
+tensor.
 
 The arithmetic is in float32 (float64 for float64 inputs), whatever the inputs are in.
 
@@ -19,8 +20,8 @@ from course_lib import _check
 from . import threads
 
 BLOCK = 512  # rows and columns of a tile, if nothing else is asked for
-# Elements of the tiles that are worked on at a time: short sequences go through many heads at once. In float32, 1 MiB,
-# which stays in a core's cache; a GPU needs more at a time to be busy.
+# Elements of the tiles that are worked on at a time: short sequences go through many heads at once.
+# In float32, 1 MiB, which stays in a core's cache; a GPU needs more at a time to be busy.
 TILE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
 HEADS_AT_ONCE = 2  # at least, even if that is more elements: one for each of two threads
 LOG2_E = math.log2(math.e)
@@ -42,10 +43,12 @@ class Options(NamedTuple):
 
 
 def online_softmax(scores: Tensor, block: int) -> Tensor:
-    """Softmax over the last dimension, with maximum and sum found in one pass over blocks of columns.
+    """Softmax over the last dimension, with maximum and sum found in one pass over blocks of
+    columns.
 
-    After each block, m is the maximum so far and total the sum of exp(score - m) so far; where a block raises m, the
-    old total is scaled down by exp(old m - new m). A row of -inf alone gives zeros, where `torch.softmax` gives NaN.
+    After each block, m is the maximum so far and total the sum of exp(score - m) so far; where a
+    block raises m, the old total is scaled down by exp(old m - new m). A row of -inf alone gives
+    zeros, where `torch.softmax` gives NaN.
 
     Args:
         scores: (..., n), floating point.
@@ -55,7 +58,8 @@ def online_softmax(scores: Tensor, block: int) -> Tensor:
         A tensor like `scores`, computed in float32 at least; autograd goes through it.
 
     Raises:
-        TypeError, ValueError: scores is no floating-point tensor; block is no whole number from 1 on.
+        TypeError, ValueError: scores is no floating-point tensor; block is no whole number from 1
+            on.
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3.
     """
@@ -63,13 +67,16 @@ def online_softmax(scores: Tensor, block: int) -> Tensor:
         raise TypeError(f"scores is {_check.shown(scores)}; it takes a floating-point tensor")
     _check.whole("block", block, 1)
     x = scores.to(work_dtype(scores))
-    m = x.new_full((*x.shape[:-1], 1), torch.finfo(x.dtype).min)  # finite: -inf - (-inf) would be NaN
+    # finite: -inf - (-inf) would be NaN
+    m = x.new_full((*x.shape[:-1], 1), torch.finfo(x.dtype).min)
     total = torch.zeros_like(m)
     for columns in x.split(block, dim=-1) if x.numel() else ():
-        new_m = torch.maximum(m, columns.detach().amax(-1, keepdim=True))  # a shift: no gradient goes through it
+        # a shift: no gradient goes through it
+        new_m = torch.maximum(m, columns.detach().amax(-1, keepdim=True))
         total = total * (m - new_m).exp() + (columns - new_m).exp().sum(-1, keepdim=True)
         m = new_m
-    return ((x - m).exp() / total.clamp(min=1)).to(scores.dtype)  # total >= 1, but where all is -inf
+    # total >= 1, but where all is -inf
+    return ((x - m).exp() / total.clamp(min=1)).to(scores.dtype)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -81,8 +88,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         v: (batch, kv_heads, n_k, d_v).
 
     Returns:
-        o, (batch, heads, n_q, d_v), in the dtype of q; lse, (batch, heads, n_q), in float32 (float64 for float64):
-        natural logarithms, -inf for a row that sees no key, whose output is zero.
+        o, (batch, heads, n_q, d_v), in the dtype of q; lse, (batch, heads, n_q), in float32
+        (float64 for float64): natural logarithms, -inf for a row that sees no key, whose output is
+        zero.
     """
     o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=work_dtype(q))
     _by_heads(forward_tiles, (q, o, lse), (k, v), options)
@@ -92,7 +100,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients dq, dk and dv, in the shapes and dtypes of q, k and v; arguments as returned by `forward`."""
+    """The gradients dq, dk and dv, in the shapes and dtypes of q, k and v; arguments as returned by
+    `forward`."""
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     _by_heads(backward_tiles, (q, o, lse, grad_o, dq), (k, v, dk, dv), options)
     return dq, dk, dv
@@ -109,7 +118,8 @@ def forward_tiles(q, o, lse, k, v, options) -> None:
         rows = slice(i, i + block_q)
         group_and_rows = q[:, :, rows].shape[1:3]
         q_i = q[:, :, rows].to(work).flatten(1, 2)  # (h, g rows, d)
-        last = n_k if shift is None else min(n_k, i + group_and_rows[1] + shift)  # < 1: these rows see no key
+        # < 1: these rows see no key
+        last = n_k if shift is None else min(n_k, i + group_and_rows[1] + shift)
         acc = q_i.new_zeros(*q_i.shape[:2], v.shape[2])  # sum of p v so far
         m = acc.new_full((*acc.shape[:2], 1), torch.finfo(work).min)  # maximum so far
         total = torch.zeros_like(m)  # sum of p so far
@@ -117,15 +127,19 @@ def forward_tiles(q, o, lse, k, v, options) -> None:
             k_j, v_j = (x[:, j : min(j + block_k, last)].to(work) for x in (k, v))
             s = torch.baddbmm(m, q_i, k_j.mT, beta=0, alpha=scale)  # (h, g rows, columns)
             if shift is not None and j + k_j.shape[1] > i + shift + 1:
-                hidden = s.new_ones(group_and_rows[1], k_j.shape[1], dtype=torch.bool).triu(i + shift - j + 1)
+                hidden = s.new_ones(group_and_rows[1], k_j.shape[1], dtype=torch.bool).triu(
+                    i + shift - j + 1
+                )
                 s.unflatten(1, group_and_rows).masked_fill_(hidden, -math.inf)
             new_m = torch.maximum(m, s.amax(-1, keepdim=True))
             p, rescale = _exp_(s.sub_(new_m)), _exp_(m.sub_(new_m))
             total.mul_(rescale).add_(p.sum(-1, keepdim=True))
-            acc = torch.baddbmm(acc.mul_(rescale), p, v_j)  # not in place: FlopCounterMode does not count baddbmm_
+            # not in place: FlopCounterMode does not count baddbmm_
+            acc = torch.baddbmm(acc.mul_(rescale), p, v_j)
             m = new_m
         lse[:, :, rows] = m.add_(total.log()).view_as(lse[:, :, rows])
-        o[:, :, rows] = acc.div_(total.clamp_(min=1)).view_as(o[:, :, rows])  # total >= 1, but where no key is seen
+        # total >= 1, but where no key is seen
+        o[:, :, rows] = acc.div_(total.clamp_(min=1)).view_as(o[:, :, rows])
 
 
 def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
@@ -140,11 +154,15 @@ def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
     for j in range(0, k.shape[1], block_k):
         k_j, v_j = (x[:, j : j + block_k].to(work) for x in (k, v))
         dk_j, dv_j = torch.zeros_like(k_j), torch.zeros_like(v_j)
-        for i in range(0 if shift is None else max(0, j - shift), q.shape[2], block_q):  # from the first that sees j
+        # from the first that sees j
+        for i in range(0 if shift is None else max(0, j - shift), q.shape[2], block_q):
             rows = slice(i, i + block_q)
-            q_i, do_i = (x[:, :, rows].to(work).flatten(1, 2) for x in (q, grad_o))  # (h, g rows, ...)
-            lse_i, delta_i = (x[:, :, rows].flatten(1, 2).unsqueeze(1) for x in (lse, delta))  # (h, 1, g rows)
-            p = _exp_(torch.baddbmm(lse_i, k_j, q_i.mT, beta=-1, alpha=scale))  # (h, columns, g rows)
+            # (h, g rows, ...)
+            q_i, do_i = (x[:, :, rows].to(work).flatten(1, 2) for x in (q, grad_o))
+            # (h, 1, g rows)
+            lse_i, delta_i = (x[:, :, rows].flatten(1, 2).unsqueeze(1) for x in (lse, delta))
+            # (h, columns, g rows)
+            p = _exp_(torch.baddbmm(lse_i, k_j, q_i.mT, beta=-1, alpha=scale))
             if shift is not None and j + k_j.shape[1] > i + shift + 1:
                 group, n = q[:, :, rows].shape[1:3]
                 hidden = p.new_ones(k_j.shape[1], n, dtype=torch.bool).tril(j - i - shift - 1)
@@ -166,7 +184,8 @@ def with_blocks(options: Options, q: Tensor, k: Tensor) -> Options:
 
 
 def heads_at_once(q: Tensor, k: Tensor, options: Options) -> int:
-    """How many heads of keys are worked on at a time; by shape alone, so that the bytes are the same everywhere."""
+    """How many heads of keys are worked on at a time; by shape alone, so that the bytes are the
+    same everywhere."""
     (batch, heads, n_q), (kv_heads, n_k) = q.shape[:3], k.shape[1:3]
     tile = heads // max(1, kv_heads) * min(options.block_q, n_q) * min(options.block_k, n_k)
     at_once = max(HEADS_AT_ONCE, TILE_ELEMENTS.get(q.device.type, 2**24) // max(1, tile))
@@ -174,9 +193,11 @@ def heads_at_once(q: Tensor, k: Tensor, options: Options) -> int:
 
 
 def split_heads(queries: tuple, keys: tuple, size: int) -> Iterator[list[Tensor]]:
-    """`size` heads of keys and their heads of queries at a time: views (h, g, n_q, ...) and (h, n_k, ...).
+    """`size` heads of keys and their heads of queries at a time: views (h, g, n_q, ...) and (h,
+    n_k, ...).
 
-    An input whose heads are not one stride apart throughout the batch is copied first, which takes n d elements a head.
+    An input whose heads are not one stride apart throughout the batch is copied first, which takes
+    n d elements a head.
     """
     (batch, heads), kv_heads = queries[0].shape[:2], keys[0].shape[1]
     flat = [x.reshape(batch * kv_heads, heads // max(1, kv_heads), *x.shape[2:]) for x in queries]
@@ -186,19 +207,23 @@ def split_heads(queries: tuple, keys: tuple, size: int) -> Iterator[list[Tensor]
 
 
 def _by_heads(tiles: Callable, queries: tuple, keys: tuple, options: Options) -> None:
-    """`tiles` for all heads. Threads share what would be worked on at a time, so that they take no more bytes."""
+    """`tiles` for all heads. Threads share what would be worked on at a time, so that they take no
+    more bytes."""
     q, k = queries[0], keys[0]
     options = with_blocks(options, q, k)
     at_once = heads_at_once(q, k, options)
     count = threads.workers(q, q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2], at_once)
-    threads.run(lambda *part: tiles(*part, options), split_heads(queries, keys, at_once // count), count)
+    threads.run(
+        lambda *part: tiles(*part, options), split_heads(queries, keys, at_once // count), count
+    )
 
 
 def _exp_(x: Tensor) -> Tensor:
     """exp in place, by a power of two: a CPU's exp2 takes a quarter of the time of its exp.
 
-    What is multiplied is the difference from the maximum or the log-sum-exp, which is near zero where the exponential
-    matters; log2(e) in the scale of the scores, as FlashAttention's kernels have it, would round large numbers.
+    What is multiplied is the difference from the maximum or the log-sum-exp, which is near zero
+    where the exponential matters; log2(e) in the scale of the scores, as FlashAttention's kernels
+    have it, would round large numbers.
     """
     return x.mul_(LOG2_E).exp2_()
 

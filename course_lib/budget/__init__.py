@@ -1,7 +1,7 @@
 """Given a budget in bytes: which of all the techniques, and how much of each.
 
-A `Recipe` says what a training step uses, `estimate` what it takes, without taking it, `fit` which recipes a budget
-allows, and `train_step` runs one. Lesson 07 explains.
+A `Recipe` says what a training step uses, `estimate` what it takes, without taking it, `fit` which
+recipes a budget allows, and `train_step` runs one. Lesson 07 explains.
 
 Example, with `Decoder` and `random_tokens` of `course_lib.models`::
 

@@ -52,57 +52,101 @@ def bytes_from(text: str) -> int:
     try:
         number = float(match[1])
     except (TypeError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; it takes one like 80GiB or 24GB") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of bytes; it takes one like 80GiB or 24GB"
+        ) from None
     if match[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(
-            f"{match[2]!r} in {text!r} is no unit; it takes one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
+            f"{match[2]!r} in {text!r} is no unit; it takes one of B, kB, MB, GB, TB, KiB, MiB,"
+            " GiB, TiB"
         )
     count = number * UNITS[match[2].upper()]
     if not 1 <= count < 1e18:
-        raise argparse.ArgumentTypeError(f"{text!r} is no budget; it takes from 1 byte to 1e18 bytes")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no budget; it takes from 1 byte to 1e18 bytes"
+        )
     return int(count)
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = Parser(
         "python -m course_lib.budget",
-        description="Which recipes train a model within a byte budget, the cheapest first; nothing is taken or run, "
-        "unless by --check. The model is that of a Hugging Face config.json, what a function returns, or the course's "
-        "decoder (course_lib.models.Decoder) of a size: --parameters, or --hidden and --layers.",
-        epilog="Example: python -m course_lib.budget --config config.json --sequence 4096 --batch 8 --budget 80GiB. "
-        "The exit status is 0 where something fits, 1 where nothing does or your own code raises an error, 2 where the "
-        "question is refused.",
+        description=(
+            "Which recipes train a model within a byte budget, the cheapest first; nothing is taken"
+            " or run, unless by --check. The model is that of a Hugging Face config.json, what a"
+            " function returns, or the course's decoder (course_lib.models.Decoder) of a size:"
+            " --parameters, or --hidden and --layers."
+        ),
+        epilog=(
+            "Example: python -m course_lib.budget --config config.json --sequence 4096 --batch 8"
+            " --budget 80GiB. The exit status is 0 where something fits, 1 where nothing does or"
+            " your own code raises an error, 2 where the question is refused."
+        ),
     )
-    parser.add_argument("--config", metavar="FILE", help="a config.json (gpt2, llama, mistral, mixtral, qwen2, qwen3)")
-    parser.add_argument("--model", metavar="PACKAGE:FUNCTION", help="a function that returns a model in fp32")
-    parser.add_argument("--batch-from", metavar="PACKAGE:FUNCTION", help="returns a batch; else --model's .make_batch")
-    parser.add_argument("--parameters", type=_number, help="about so many; sets hidden and layers if left out")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a config.json (gpt2, llama, mistral, mixtral, qwen2, qwen3)",
+    )
+    parser.add_argument(
+        "--model", metavar="PACKAGE:FUNCTION", help="a function that returns a model in fp32"
+    )
+    parser.add_argument(
+        "--batch-from",
+        metavar="PACKAGE:FUNCTION",
+        help="returns a batch; else --model's .make_batch",
+    )
+    parser.add_argument(
+        "--parameters", type=_number, help="about so many; sets hidden and layers if left out"
+    )
     parser.add_argument("--hidden", type=_count, help="width of the decoder")
     parser.add_argument("--layers", type=_count, help="decoder layers")
     parser.add_argument(
-        "--heads", type=_count, help="a divisor of hidden; if left out, the one nearest to hidden / 128 from below"
+        "--heads",
+        type=_count,
+        help="a divisor of hidden; if left out, the one nearest to hidden / 128 from below",
     )
-    parser.add_argument("--vocabulary", type=_count, help="different tokens of the decoder (default 32000)")
+    parser.add_argument(
+        "--vocabulary", type=_count, help="different tokens of the decoder (default 32000)"
+    )
     parser.add_argument("--sequence", type=_count, help="tokens of a sample; not with --model")
     parser.add_argument("--batch", type=_count, help="samples of a step; not with --model")
     parser.add_argument(
-        "--budget", type=bytes_from, help="80GiB (2**30 each), 24GB (10**9), or bytes; else the device's memory"
+        "--budget",
+        type=bytes_from,
+        help="80GiB (2**30 each), 24GB (10**9), or bytes; else the device's memory",
     )
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default %(default)s")
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="bf16", help="default %(default)s"
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
     parser.add_argument(
         "--device",
         "--machine",
         choices=[*RATES, THIS],
-        help="whose rates are used, and whose memory where no budget is given (default H100); this: measured here",
+        help=(
+            "whose rates are used, and whose memory where no budget is given (default H100); this:"
+            " measured here"
+        ),
     )
-    parser.add_argument("--ranks", type=_count, help="devices that share the batch; each way to shard is tried")
-    parser.add_argument("--shard", choices=SHARDS, help="with --ranks, this one alone")
-    parser.add_argument("--tier", choices=TIERS, help="below: default file for a CPU, else host (memory)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for other programs")
-    parser.add_argument("--check", action="store_true", help="take the cheapest step for real on this machine")
     parser.add_argument(
-        "--plot", type=_picture, metavar="FILE", help="draw the way to the best recipe (needs matplotlib)"
+        "--ranks", type=_count, help="devices that share the batch; each way to shard is tried"
+    )
+    parser.add_argument("--shard", choices=SHARDS, help="with --ranks, this one alone")
+    parser.add_argument(
+        "--tier", choices=TIERS, help="below: default file for a CPU, else host (memory)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, for other programs"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="take the cheapest step for real on this machine"
+    )
+    parser.add_argument(
+        "--plot",
+        type=_picture,
+        metavar="FILE",
+        help="draw the way to the best recipe (needs matplotlib)",
     )
     return parser
 
@@ -116,7 +160,12 @@ def main(argv: list[str] | None = None) -> int:
         model = workload_of(given)
         rates, tier = _rates(given)
         budget = given.budget or _budget(given, rates)
-        told = {"model": model.name, "batch": model.batch, "device": given.device or "H100", "budget_bytes": budget}
+        told = {
+            "model": model.name,
+            "batch": model.batch,
+            "device": given.device or "H100",
+            "budget_bytes": budget,
+        }
         base = _base(given)
         options = {"loss_sum": model.loss_sum, "tier": tier, "progress": sys.stderr.isatty()}
         found = fit(model.make_model, model.make_batch, budget, base=base, rates=rates, **options)
@@ -124,7 +173,12 @@ def main(argv: list[str] | None = None) -> int:
         checked = check(model, found[0].recipe) if given.check else None
     except InfeasibleBudget as error:
         if given.json:
-            print(json.dumps({**told, "recipes": [], "error": str(error), "least_bytes": error.least_bytes}, indent=1))
+            print(
+                json.dumps(
+                    {**told, "recipes": [], "error": str(error), "least_bytes": error.least_bytes},
+                    indent=1,
+                )
+            )
         else:
             print(say(_nothing_fits(error)), file=sys.stderr)
         return 1
@@ -132,7 +186,11 @@ def main(argv: list[str] | None = None) -> int:
         told = say(text("error: {sentence}", sentence=said_error(message(error))))
         parser.exit(2 if is_refusal(error) else 1, f"{told}\n")
     if given.json:
-        told |= {"parameters": model.parameters(), "rates": _plain(rates), "recipes": [_told(e, rates) for e in found]}
+        told |= {
+            "parameters": model.parameters(),
+            "rates": _plain(rates),
+            "recipes": [_told(e, rates) for e in found],
+        }
         told |= {"way": [_told(e, rates) for e in way], "check": checked and checked.as_dict()}
         told["allowance_bytes"] = rates.memory_bytes and allowance_bytes(rates.memory_bytes)
         print(json.dumps(told, indent=1, allow_nan=False))
@@ -147,7 +205,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _nothing_fits(error: InfeasibleBudget) -> str:
     if error.least is None:
-        return text("nothing was found that fits into {budget}", budget=bytes_text(error.budget_bytes))
+        return text(
+            "nothing was found that fits into {budget}", budget=bytes_text(error.budget_bytes)
+        )
     return text(
         "nothing was found that fits into {budget}; the least peak found is {least}: {recipe}",
         **{"budget": bytes_text(error.budget_bytes), "least": bytes_text(error.least_bytes)},
@@ -158,7 +218,10 @@ def _nothing_fits(error: InfeasibleBudget) -> str:
 def _base(given: argparse.Namespace) -> Recipe:
     ranks = given.ranks or 1
     if given.check and ranks > 1:
-        raise ValueError(f"--check comes with --ranks {ranks}; python -m course_lib.distributed runs several ranks")
+        raise ValueError(
+            f"--check comes with --ranks {ranks}; python -m course_lib.distributed runs several"
+            " ranks"
+        )
     more = {"ranks": ranks, "shard": given.shard} if ranks > 1 or given.shard else {}
     return Recipe(precision=given.precision, optimizer=given.optimizer, **more)
 
@@ -167,18 +230,27 @@ def _rates(given: argparse.Namespace) -> tuple[Rates, str]:
     """The rates, and what is below."""
     if given.device == THIS:
         return this_machine(), given.tier or ("host" if torch.cuda.is_available() else "file")
-    return RATES[given.device or "H100"], given.tier or ("file" if given.device == "laptop" else "host")
+    return RATES[given.device or "H100"], given.tier or (
+        "file" if given.device == "laptop" else "host"
+    )
 
 
 def _budget(given: argparse.Namespace, rates: Rates) -> int:
     """The memory of the device, if it was named and has one, without the allowance."""
     if given.device is None or rates.memory_bytes is None:
-        raise ValueError("--budget is missing; it takes bytes like 80GiB, or a --device that has a memory of its own")
+        raise ValueError(
+            "--budget is missing; it takes bytes like 80GiB, or a --device that has a memory of"
+            " its own"
+        )
     return rates.memory_bytes - allowance_bytes(rates.memory_bytes)
 
 
 def _told(estimate: Estimate, rates: Rates) -> dict:
-    values = {**asdict(estimate), "in_words": str(estimate.recipe), "seconds": rates.seconds(estimate)}
+    values = {
+        **asdict(estimate),
+        "in_words": str(estimate.recipe),
+        "seconds": rates.seconds(estimate),
+    }
     return {**values, "recipe": estimate.recipe.changed(), "seconds_of": rates.parts(estimate)}
 
 
@@ -187,14 +259,22 @@ def _plain(rates: Rates) -> dict:
     return {name: None if value == math.inf else value for name, value in asdict(rates).items()}
 
 
-def _print(given: argparse.Namespace, model: Workload, rates: Rates, found: Estimates, way: Way) -> None:
+def _print(
+    given: argparse.Namespace, model: Workload, rates: Rates, found: Estimates, way: Way
+) -> None:
     best, machine = found[0], {"device": given.device or "H100", "source": rates.source}
     shares = {"flops": rates.flops_share, "link": rates.link_share}
     parts = [
-        text("{model}: {count:,} parameters; {batch}", model=model.name, count=model.parameters(), batch=model.batch),
+        text(
+            "{model}: {count:,} parameters; {batch}",
+            model=model.name,
+            count=model.parameters(),
+            batch=model.batch,
+        ),
         found,
         text(
-            "seconds at the rates of {device}, {flops:.0%} of the FLOPs and {link:.0%} of the link ({source})",
+            "seconds at the rates of {device}, {flops:.0%} of the FLOPs and {link:.0%} of the link"
+            " ({source})",
             **{**machine, **shares},
         ),
         text(
@@ -207,14 +287,21 @@ def _print(given: argparse.Namespace, model: Workload, rates: Rates, found: Esti
     ]
     if best.tier == "host":
         parts.append(
-            text("not in these figures: CUDA's context, operators' workspace, the allocator's rounding and fragments")
+            text(
+                "not in these figures: CUDA's context, operators' workspace, the allocator's"
+                " rounding and fragments"
+            )
         )
         if rates.memory_bytes:
             left = {"left": bytes_text(max(0, rates.memory_bytes - best.peak_bytes))}
             parts[-1] = text(
-                "{said}; allow {part}, {share:.0%} of the device, as vLLM's default does (not measured here); of "
-                "{memory} the cheapest leaves {left}",
-                **{"said": parts[-1], "part": bytes_text(allowance_bytes(rates.memory_bytes)), "share": ALLOWANCE},
+                "{said}; allow {part}, {share:.0%} of the device, as vLLM's default does (not"
+                " measured here); of {memory} the cheapest leaves {left}",
+                **{
+                    "said": parts[-1],
+                    "part": bytes_text(allowance_bytes(rates.memory_bytes)),
+                    "share": ALLOWANCE,
+                },
                 **{"memory": bytes_text(rates.memory_bytes), **left},
             )
     print("\n\n".join(say(part, "\n") if isinstance(part, str) else str(part) for part in parts))
@@ -222,10 +309,14 @@ def _print(given: argparse.Namespace, model: Workload, rates: Rates, found: Esti
 
 def _plot(parser, given: argparse.Namespace, model: Workload, way: Way, budget: int) -> None:
     values = {"count": model.parameters(), "budget": bytes_text(budget)}
-    words = {name: say(name) for name in (*CATEGORIES, "budget")} | {"optimizer": say(text("optimizer state"))}
+    words = {name: say(name) for name in (*CATEGORIES, "budget")} | {
+        "optimizer": say(text("optimizer state"))
+    }
     try:
         with course_font():
-            ax = waterfall(way, budget_bytes=budget, names=[say(name) for name, *_ in way.rows()], labels=words)
+            ax = waterfall(
+                way, budget_bytes=budget, names=[say(name) for name, *_ in way.rows()], labels=words
+            )
             ax.set_title(say(text("{count:,} parameters into {budget}", **values)))
             ax.figure.savefig(given.plot, dpi=120)
     except OSError as error:
@@ -239,14 +330,20 @@ def _picture(text: str) -> str:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise argparse.ArgumentTypeError("a plot takes matplotlib, which is not installed") from None
+        raise argparse.ArgumentTypeError(
+            "a plot takes matplotlib, which is not installed"
+        ) from None
     kinds, path = sorted(FigureCanvasBase.get_supported_filetypes()), Path(text)
     if path.suffix.removeprefix(".").lower() not in kinds:
-        raise argparse.ArgumentTypeError(f"{text!r} is no kind of picture; it takes one of {', '.join(kinds)}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no kind of picture; it takes one of {', '.join(kinds)}"
+        )
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; it takes a file")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is in a folder that does not exist; it takes one that does")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is in a folder that does not exist; it takes one that does"
+        )
     return text
 
 
@@ -256,7 +353,9 @@ def _count(text: str) -> int:
     except ValueError:
         number = 0
     if not 1 <= number <= 10**7:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; it takes a whole number from 1 to 10,000,000")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no count; it takes a whole number from 1 to 10,000,000"
+        )
     return number
 
 
@@ -266,7 +365,9 @@ def _number(text: str) -> float:
     except ValueError:
         number = 0
     if not 1e4 <= number < 1e15:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters; it takes one like 7e9, from 1e4 on")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of parameters; it takes one like 7e9, from 1e4 on"
+        )
     return number
 
 

@@ -29,9 +29,12 @@ class OpSignature(TorchDispatchMode):
         return result
 
 
-def groups_of(model: nn.Module, pieces: Sequence[Any], loss_sum: LossSum | None = None) -> list[list[int]]:
-    """The indices of micro-batches that are alike, in symbolic mode: they have as many samples, and where the model
-    looks at values, as at an attention mask, the same operators run in its forward pass. Up to two are not compared.
+def groups_of(
+    model: nn.Module, pieces: Sequence[Any], loss_sum: LossSum | None = None
+) -> list[list[int]]:
+    """The indices of micro-batches that are alike, in symbolic mode: they have as many samples, and
+    where the model looks at values, as at an attention mask, the same operators run in its forward
+    pass. Up to two are not compared.
     """
     if len(pieces) < 3:
         return [[i] for i in range(len(pieces))]

@@ -14,9 +14,14 @@ NUMBERED = re.compile("idx|index|layer|number")  # attributes that say which blo
 
 
 def equal_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:
-    """The longest list of blocks with the same modules, tensors and settings; an empty one if there is none."""
+    """The longest list of blocks with the same modules, tensors and settings; an empty one if there
+    is none."""
     lists = [part for part in model.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
-    return max((part for part in lists if len(set(map(_look, part))) == 1), key=len, default=nn.ModuleList())
+    return max(
+        (part for part in lists if len(set(map(_look, part))) == 1),
+        key=len,
+        default=nn.ModuleList(),
+    )
 
 
 def _look(block: nn.Module) -> tuple:
@@ -28,7 +33,8 @@ def _look(block: nn.Module) -> tuple:
 
 
 def _settings(part: nn.Module) -> list[tuple[str, Any]]:
-    """What a module's own attributes say of how it runs, as where one layer of two has a sliding window.
+    """What a module's own attributes say of how it runs, as where one layer of two has a sliding
+    window.
 
     Layers may be numbered, and dropped at rates that differ, as long as none is zero.
     """
@@ -39,7 +45,9 @@ def _settings(part: nn.Module) -> list[tuple[str, Any]]:
         return value == 0 if type(value) is float else value
 
     simple = (str, int, float, NoneType)
-    return [(name, told(name, value)) for name, value in vars(part).items() if isinstance(value, simple)]
+    return [
+        (name, told(name, value)) for name, value in vars(part).items() if isinstance(value, simple)
+    ]
 
 
 @contextmanager

@@ -26,7 +26,8 @@ class Check(Table):
     Attributes:
         predicted_bytes: by `estimate`, for this machine's tier.
         measured_bytes: of tensors, by the meter.
-        allocator_bytes: the allocator's peak in another step, without a meter: workspace and rounding included.
+        allocator_bytes: the allocator's peak in another step, without a meter: workspace and
+            rounding included.
         device: where it ran.
     """
 
@@ -40,12 +41,16 @@ class Check(Table):
     def rows(self):
         found = [(text("predicted"), self.predicted_bytes), (text("measured"), self.measured_bytes)]
         found += [(text("allocator's peak"), self.allocator_bytes)]
-        return [(name, f"{count:,}", f"{count / self.predicted_bytes:.4f}") for name, count in found]
+        return [
+            (name, f"{count:,}", f"{count / self.predicted_bytes:.4f}") for name, count in found
+        ]
 
     def caption(self) -> str:
         said = [text("the step, taken on this machine ({device})", device=self.device)]
         if self.device != "cpu":
-            said.append(text("there flash attention and the optimizer take fewer tensors than on a CPU"))
+            said.append(
+                text("there flash attention and the optimizer take fewer tensors than on a CPU")
+            )
         return listed(said, "; ")
 
     def as_dict(self) -> dict:
@@ -61,9 +66,13 @@ def check(workload: Workload, recipe: Recipe) -> Check:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tier = "host" if device.type == "cuda" else "file"
     options = {"loss_sum": workload.loss_sum}
-    predicted = estimate(workload.make_model, workload.make_batch, recipe, tier=tier, **options).peak_bytes
+    predicted = estimate(
+        workload.make_model, workload.make_batch, recipe, tier=tier, **options
+    ).peak_bytes
     if predicted > (there := _memory(device)):
-        raise MemoryError(f"the step takes {bytes_text(predicted)}; this machine has {bytes_text(there)}")
+        raise MemoryError(
+            f"the step takes {bytes_text(predicted)}; this machine has {bytes_text(there)}"
+        )
     with torch.device(device):
         model, optimizer = build(workload.make_model, recipe, state=True)
         with default_dtype(recipe.dtype):
@@ -77,10 +86,16 @@ def check(workload: Workload, recipe: Recipe) -> Check:
 
     with MemoryMeter(model, optimizer) as meter:
         step()
-    return Check(predicted, meter.peak_bytes, meter.entry_bytes + allocator_peak(step, device), str(device))
+    return Check(
+        predicted, meter.peak_bytes, meter.entry_bytes + allocator_peak(step, device), str(device)
+    )
 
 
 def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 1 << 62
+    return (
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if hasattr(os, "sysconf")
+        else 1 << 62
+    )

@@ -1,4 +1,5 @@
-"""What a recipe takes, read off the trace of its step on symbolic tensors; and the same step for real, to check it."""
+"""What a recipe takes, read off the trace of its step on symbolic tensors; and the same step for
+real, to check it."""
 
 from __future__ import annotations
 
@@ -32,15 +33,17 @@ class Estimate(Table):
 
     Attributes:
         recipe: the recipe.
-        peak_bytes: most tensor bytes live at once: model, gradients, optimizer state, and all that the step makes.
+        peak_bytes: most tensor bytes live at once: model, gradients, optimizer state, and all that
+            the step makes.
         at_peak: category -> bytes at that moment.
         phase_peaks: phase ("forward", "backward", "optimizer") -> the most bytes live in it.
         operator: the one that reaches the peak.
-        flops: of matrix products, forward, backward and recomputed; those of fused attention among them.
+        flops: of matrix products, forward, backward and recomputed; those of fused attention among
+            them.
         bytes_down: moved to the tier below.
         bytes_up: moved back from it.
-        tier: "file" (as a CPU does it) or "host" (as a GPU does it: the update runs below, so that only gradients go
-            down and parameters come up).
+        tier: "file" (as a CPU does it) or "host" (as a GPU does it: the update runs below, so that
+            only gradients go down and parameters come up).
         host_parameters: how many parameters the host updates, with "host" below.
         sent_bytes: communicated by a rank, as `course_lib.distributed.Communicated` counts.
     """
@@ -89,11 +92,14 @@ class Estimate(Table):
         """
         run = getattr(self, "_run", None)
         if run is None:
-            raise ValueError("the estimate was put together by hand; it takes one of `estimate` or `fit`")
+            raise ValueError(
+                "the estimate was put together by hand; it takes one of `estimate` or `fit`"
+            )
         return run()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_run"}  # a function may not be pickled
+        # a function may not be pickled
+        return {name: value for name, value in vars(self).items() if name != "_run"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -104,15 +110,27 @@ class Estimate(Table):
         return self.bytes_down + self.bytes_up + self.sent_bytes
 
     def rows(self) -> list[Sequence]:
-        named = {name: text("optimizer state" if name == "optimizer" else name) for name in self.at_peak}
-        return [(named[name], f"{count / 1e6:,.1f}") for name, count in self.at_peak.items() if count]
+        named = {
+            name: text("optimizer state" if name == "optimizer" else name) for name in self.at_peak
+        }
+        return [
+            (named[name], f"{count / 1e6:,.1f}") for name, count in self.at_peak.items() if count
+        ]
 
     def caption(self) -> str:
-        values = {"recipe": str(self.recipe), "peak": self.peak_bytes, "megabytes": self.peak_bytes / 1e6}
-        values |= {"operator": self.operator, "tera": self.flops / 1e12, "giga": self.moved_bytes / 1e9}
+        values = {
+            "recipe": str(self.recipe),
+            "peak": self.peak_bytes,
+            "megabytes": self.peak_bytes / 1e6,
+        }
+        values |= {
+            "operator": self.operator,
+            "tera": self.flops / 1e12,
+            "giga": self.moved_bytes / 1e9,
+        }
         return text(
-            "{recipe}: peak {peak:,} bytes ({megabytes:,.1f} MB) in {operator}, {tera:,.3f} TFLOPs, "
-            "{giga:,.3f} GB moved",
+            "{recipe}: peak {peak:,} bytes ({megabytes:,.1f} MB) in {operator}, {tera:,.3f} TFLOPs,"
+            " {giga:,.3f} GB moved",
             **values,
         )
 
@@ -137,30 +155,34 @@ def estimate(
 ) -> Estimate:
     """Run the step by the recipe on symbolic tensors, which take no memory, under the meter.
 
-    Of micro-batches that are alike two are run, since all after the first find the same memory. Flash attention goes
-    through the tiles of one group of heads, as all groups take the same. Everything else is the step of `train_step`.
+    Of micro-batches that are alike two are run, since all after the first find the same memory.
+    Flash attention goes through the tiles of one group of heads, as all groups take the same.
+    Everything else is the step of `train_step`.
 
-    A step for real takes as many tensor bytes on a CPU, but for the states of random generators (5,056 bytes each) that
-    an "optimal" schedule keeps where there is dropout. On top come, there and on a GPU, what operators allocate inside
-    themselves (`course_lib.memory.measure` reports it) and what the allocator rounds up; and on a GPU, flash attention
-    runs as a kernel and needs no tensors for its tiles. nn.LSTM, whose fused operator on a CPU keeps a workspace, is
-    refused; without oneDNN it is not fused. So are sparse gradients.
+    A step for real takes as many tensor bytes on a CPU, but for the states of random generators
+    (5,056 bytes each) that an "optimal" schedule keeps where there is dropout. On top come, there
+    and on a GPU, what operators allocate inside themselves (`course_lib.memory.measure` reports it)
+    and what the allocator rounds up; and on a GPU, flash attention runs as a kernel and needs no
+    tensors for its tiles. nn.LSTM, whose fused operator on a CPU keeps a workspace, is refused;
+    without oneDNN it is not fused. So are sparse gradients.
 
-    Of a recipe with several `ranks` it is what the rank that holds most takes of its share of the batch, from the
-    second step on, to the byte what `course_lib.distributed` measures there, but for the losses of all micro-batches
-    after the second, some bytes each.
+    Of a recipe with several `ranks` it is what the rank that holds most takes of its share of the
+    batch, from the second step on, to the byte what `course_lib.distributed` measures there, but
+    for the losses of all micro-batches after the second, some bytes each.
 
     Args:
-        make_model, make_batch: make the model in fp32, and a batch, that of all ranks; called with symbolic tensors.
+        make_model, make_batch: make the model in fp32, and a batch, that of all ranks; called with
+            symbolic tensors.
         recipe: the recipe.
-        loss_sum: as for `train_step`. A weight that is counted in the batch must stay a tensor, since symbolic ones
-            have no numbers.
+        loss_sum: as for `train_step`. A weight that is counted in the batch must stay a tensor,
+            since symbolic ones have no numbers.
         max_norm: as for `train_step`. What is estimated is a step whose gradient is clipped.
         tier: what is below, for the optimizer: "file", as on a CPU, or "host", as on a GPU.
 
     Raises:
-        ValueError: the model's step looks at values of its data, which symbolic tensors don't have, or at tensors that
-            were there before; recipe, model and batch do not go together, or the ranks do not divide the batch.
+        ValueError: the model's step looks at values of its data, which symbolic tensors don't have,
+            or at tensors that were there before; recipe, model and batch do not go together, or the
+            ranks do not divide the batch.
     """
     one_of("tier", tier, TIERS)
     check_arguments(make_model, make_batch, recipe)
@@ -186,7 +208,8 @@ def run(
     budget_bytes: int | None = None,
     store: DiskStore | None = None,
 ) -> Run:
-    """The same step for real, under a meter: the model is made, the optimizer's state too, and one step is taken.
+    """The same step for real, under a meter: the model is made, the optimizer's state too, and one
+    step is taken.
 
     Args:
         make_model, make_batch, recipe, loss_sum, max_norm: as for `estimate`.
@@ -210,7 +233,9 @@ def run(
         before = Traffic(**vars(store.stats))
         with MemoryMeter(model, optimizer, budget_bytes=budget_bytes) as meter:
             result = run_pieces(model, optimizer, pieces, recipe, loss_sum, store, max_norm)
-        moved = Traffic(*(a - b for a, b in zip(vars(store.stats).values(), vars(before).values(), strict=True)))
+        moved = Traffic(
+            *(a - b for a, b in zip(vars(store.stats).values(), vars(before).values(), strict=True))
+        )
         return Run(result, meter, moved)
     finally:
         if own:

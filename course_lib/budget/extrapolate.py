@@ -1,7 +1,8 @@
 """Estimates of a model with many equal blocks, from its step with few of them and with one more.
 
-Moment by moment, what is live grows by as much with each block; so do FLOPs and what is moved. The optimizer's part of
-a step is put together from updates of few parameters, so that recipes that differ in it alone share the rest.
+Moment by moment, what is live grows by as much with each block; so do FLOPs and what is moved. The
+optimizer's part of a step is put together from updates of few parameters, so that recipes that
+differ in it alone share the rest.
 """
 
 from __future__ import annotations
@@ -36,20 +37,39 @@ from .updates import Updates
 
 FEW = 2  # the first block and the last
 MANY = 2 * FEW + 2  # from so many blocks on, FEW and FEW + 1 of them are less work
-# Of the fields of a recipe, those that this module has been tried with, and the checkpoints that treat blocks alike.
-FIELDS = {"precision", "optimizer", "offload_optimizer", "attention", "checkpoint", "segments", "schedule_bytes"}
-FIELDS |= {"first_blocks", "offload_activations", "min_bytes", "prefetch", "in_flight", "page_bytes", "head_chunk"}
+# Of the fields of a recipe, those that this module has been tried with, and the checkpoints that
+# treat blocks alike.
+FIELDS = {
+    "precision",
+    "optimizer",
+    "offload_optimizer",
+    "attention",
+    "checkpoint",
+    "segments",
+    "schedule_bytes",
+}
+FIELDS |= {
+    "first_blocks",
+    "offload_activations",
+    "min_bytes",
+    "prefetch",
+    "in_flight",
+    "page_bytes",
+    "head_chunk",
+}
 FIELDS |= {"in_backward", "micro_batches", "update", "blocks"}
 ALIKE = ("none", "selective", "layers")
 
 
 @dataclass
 class Moments:
-    """The trace of a step without an optimizer, in whose place one operator stands, that of `RecordingOptimizer`.
+    """The trace of a step without an optimizer, in whose place one operator stands, that of
+    `RecordingOptimizer`.
 
     Attributes:
         trace: of the step.
-        due: of each moment, the parameters to be stepped; none for all but those of `RecordingOptimizer`.
+        due: of each moment, the parameters to be stepped; none for all but those of
+            `RecordingOptimizer`.
     """
 
     trace: Trace
@@ -80,8 +100,14 @@ class Composer:
         self.trained, self.blocks = trained(self.model), equal_blocks(self.model)
         self.runs_them = False  # as the segments of a schedule
         with suppress(ValueError):  # without a list of like modules
-            self.runs_them = list(map(self.model.get_submodule, names_of(self.model, None))) == list(self.blocks)
-        self.places = {p: (i, k) for i, block in enumerate(self.blocks) for k, p in enumerate(block.parameters())}
+            self.runs_them = list(
+                map(self.model.get_submodule, names_of(self.model, None))
+            ) == list(self.blocks)
+        self.places = {
+            p: (i, k)
+            for i, block in enumerate(self.blocks)
+            for k, p in enumerate(block.parameters())
+        }
         self._moments: dict[Recipe, Moments] = {}
         self._few: dict[tuple[Recipe, int], Moments] = {}
         self._groups: dict[int, list[list[int]]] = {}
@@ -97,7 +123,9 @@ class Composer:
     def whole(self, recipe: Recipe) -> Estimate:
         """The same with all blocks in their places."""
         with self.checked(recipe):
-            return self.with_optimizer(self.measured(without_optimizer(recipe), len(self.blocks)), recipe)
+            return self.with_optimizer(
+                self.measured(without_optimizer(recipe), len(self.blocks)), recipe
+            )
 
     @contextmanager
     def checked(self, recipe: Recipe) -> Iterator[None]:
@@ -134,12 +162,17 @@ class Composer:
 
     def moments(self, recipe: Recipe) -> Moments:
         count, first = len(self.blocks), recipe.first_blocks or 0
-        alone = recipe.segments == count and self.runs_them  # a segment each, of which the last is not recomputed
-        # What is fetched ahead, or still goes down, reaches into other blocks: that many where only inputs are kept,
-        # one less where a block keeps two storages or more.
+        # a segment each, of which the last is not recomputed
+        alone = recipe.segments == count and self.runs_them
+        # What is fetched ahead, or still goes down, reaches into other blocks: that many where only
+        # inputs are kept, one less where a block keeps two storages or more.
         reach = sum(recipe.copies(self.tier)) - (recipe.checkpoint != "layers")
         few = FEW + alone + recipe.offload_activations * max(1, reach)
-        if count < MANY + 2 * bool(first) or recipe.blocks or not (recipe.checkpoint in ALIKE or alone):
+        if (
+            count < MANY + 2 * bool(first)
+            or recipe.blocks
+            or not (recipe.checkpoint in ALIKE or alone)
+        ):
             return self.measured(recipe, count)
 
         def grown(blocks: int, moments: Callable[[int], Moments]) -> Moments:
@@ -153,7 +186,9 @@ class Composer:
             return self.few(replace(recipe, **fields), ones + others)
 
         try:
-            return grown(count - first, lambda others: grown(first, lambda ones: with_blocks(ones, others)))
+            return grown(
+                count - first, lambda others: grown(first, lambda ones: with_blocks(ones, others))
+            )
         except Irregular:
             return self.measured(recipe, count)
 
@@ -169,15 +204,21 @@ class Composer:
             options = self.loss_sum, store, self.max_norm, groups
             trace = watched(self.model, optimizer, pieces, recipe.on(self.tier), *options)[1:]
         due = iter(optimizer.due)
-        return Moments(trace, [next(due) if phase == "optimizer" else () for _, phase in trace.operators])
+        return Moments(
+            trace, [next(due) if phase == "optimizer" else () for _, phase in trace.operators]
+        )
 
     def grown(self, few: Moments, more: Moments, blocks: int) -> Moments:
-        """With so many blocks more than `few`; a parameter's place is further on by the blocks that follow it."""
+        """With so many blocks more than `few`; a parameter's place is further on by the blocks that
+        follow it."""
         growth = Growth(few.trace, more.trace)
         due = {id(few.trace): few.due, id(more.trace): more.due}
         rows: list[Sequence[Tensor]] = []
         for trace, start, stop, by in growth.sources(blocks):
-            rows += [[self.further(p, by) for p in row] if row else row for row in due[id(trace)][start:stop]]
+            rows += [
+                [self.further(p, by) for p in row] if row else row
+                for row in due[id(trace)][start:stop]
+            ]
         return Moments(growth.trace(blocks), rows)
 
     def further(self, p: Tensor, by: int) -> Tensor:
@@ -197,8 +238,13 @@ class Composer:
         operators = list(trace.operators)
         for row, due in enumerate(moments.due):
             if due:
-                own = self.updates.of(due[0], recipe, due[0] in below) if recipe.in_backward else update
-                live[row] = live[row] + own.more if own.operator else 0  # no operator runs: nothing is seen there
+                own = (
+                    self.updates.of(due[0], recipe, due[0] in below)
+                    if recipe.in_backward
+                    else update
+                )
+                # no operator runs: nothing is seen there
+                live[row] = live[row] + own.more if own.operator else 0
                 operators[row] = own.operator, operators[row][1]
         flops, down, up = np.array([trace.flops, trace.bytes_down, trace.bytes_up]) + update.totals
         totals = {"flops": int(flops), "bytes_down": int(down), "bytes_up": int(up)}
@@ -207,7 +253,8 @@ class Composer:
 
 
 class Composing:
-    """Estimates of one model and batch: composed, or of whole steps where the model does not allow it."""
+    """Estimates of one model and batch: composed, or of whole steps where the model does not allow
+    it."""
 
     def __init__(self, make_model: Callable, make_batch: Callable, base: Recipe, **options: Any):
         self.given, self.base, self.options = (make_model, make_batch), base, options
@@ -230,14 +277,16 @@ class Composing:
                 return found.traced_by(lambda: run()[0])
             except InfeasibleBudget:
                 raise
-            except Exception:  # any: the model may need all its blocks. If not that, the whole step says what is wrong
+            # any: the model may need all its blocks. If not that, the whole step says what is wrong
+            except Exception:
                 pass
         whole = estimate(*self.given, recipe, **self.options)
         self.composing &= not composable
         return whole
 
     def confirms(self, found: Estimate) -> bool:
-        """Whether an estimate is that of the step with all blocks; if not, none will be composed any more."""
+        """Whether an estimate is that of the step with all blocks; if not, none will be composed
+        any more."""
         if Composer.takes(found.recipe):
             self.composing = self.composer_of(found.recipe).whole(found.recipe) == found
         return self.composing
@@ -249,7 +298,8 @@ def without_optimizer(recipe: Recipe) -> Recipe:
 
 
 class RecordingOptimizer(torch.optim.Optimizer):
-    """Does one operator, which takes nothing, in place of a step, and notes what was to be stepped."""
+    """Does one operator, which takes nothing, in place of a step, and notes what was to be
+    stepped."""
 
     def __init__(self, parameters: list[Tensor]):
         super().__init__(parameters, {})
@@ -260,12 +310,17 @@ class RecordingOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        self.due.append([p for group in self.param_groups for p in group["params"] if p.grad is not None])
+        self.due.append(
+            [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        )
         torch.empty(0)
 
 
-def dearest(model: nn.Module, pieces: Sequence[Any], recipe: Recipe, loss_sum: LossSum | None) -> Cost:
-    """Of unlike micro-batches, what a schedule of the blocks takes for the one that takes the most."""
+def dearest(
+    model: nn.Module, pieces: Sequence[Any], recipe: Recipe, loss_sum: LossSum | None
+) -> Cost:
+    """Of unlike micro-batches, what a schedule of the blocks takes for the one that takes the
+    most."""
     costs, errors = [], []
     for piece in pieces:
         chain = chain_of_blocks(model, piece, recipe, loss_sum)

@@ -1,4 +1,5 @@
-"""What a search knows of one model and batch: its estimates, each made once, and bounds that follow from them."""
+"""What a search knows of one model and batch: its estimates, each made once, and bounds that follow
+from them."""
 
 from __future__ import annotations
 
@@ -25,13 +26,15 @@ from .techniques.optimizer import ALL_ABOVE
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 PAGES = (Recipe.page_bytes, 4 << 20, 1 << 20)
-HEAD_CHUNK = 512  # tokens, or a sixteenth of the batch's where that is more: smaller ones save little
+# tokens, or a sixteenth of the batch's where that is more: smaller ones save little
+HEAD_CHUNK = 512
 # Fields on which a step's FLOPs depend.
 COMPUTED = ("attention", "checkpoint", "first_blocks", "segments", "schedule_bytes", "head_chunk")
 
 
 class Estimator:
-    """The estimates of one model and batch, each made once, and bounds for recipes that were not estimated.
+    """The estimates of one model and batch, each made once, and bounds for recipes that were not
+    estimated.
 
     Attributes:
         base: one rank's recipe, whose fields other than the default every recipe keeps.
@@ -79,8 +82,14 @@ class Estimator:
         return self.composing(recipe)
 
     def confirms(self, best: Estimate | None) -> bool:
-        """Whether the whole step takes what was estimated; if not, all is forgotten, and whole steps are run."""
-        if best is None or best.recipe.ranks > 1 or not self.composing.composing or best.recipe in self._confirmed:
+        """Whether the whole step takes what was estimated; if not, all is forgotten, and whole
+        steps are run."""
+        if (
+            best is None
+            or best.recipe.ranks > 1
+            or not self.composing.composing
+            or best.recipe in self._confirmed
+        ):
             return True
         self.watch(best.recipe)
         if not self.composing.confirms(best):
@@ -96,14 +105,21 @@ class Estimator:
     # ---- bounds, without an estimate of the recipe itself
 
     def held_bytes(self, recipe: Recipe) -> int:
-        """The model and what of the optimizer's state is on the device, which are there throughout the step."""
-        composer, below = self.composer, chosen_below(self.composer.trained, recipe.offload_optimizer)
+        """The model and what of the optimizer's state is on the device, which are there throughout
+        the step."""
+        composer, below = (
+            self.composer,
+            chosen_below(self.composer.trained, recipe.offload_optimizer),
+        )
         with symbolic(composer.mode):
             state = composer.updates.of_all(recipe, below).held
-        return state + sum(t.nbytes for t in (*composer.model.parameters(), *composer.model.buffers()))
+        return state + sum(
+            t.nbytes for t in (*composer.model.parameters(), *composer.model.buffers())
+        )
 
     def floor_bytes(self, recipe: Recipe) -> int:
-        """What is held; and what the optimizer's step takes, which is the same whatever forward and backward did."""
+        """What is held; and what the optimizer's step takes, which is the same whatever forward and
+        backward did."""
         step = 0 if recipe.in_backward else self.state_of(recipe).phase_peaks["optimizer"]
         return max(self.held_bytes(recipe), step)
 
@@ -113,7 +129,8 @@ class Estimator:
         return self.estimate(replace(self.base, **{name: getattr(recipe, name) for name in names}))
 
     def least_seconds(self, recipe: Recipe, rates: Rates) -> float:
-        """No FLOPs less than without offloaded activations, and of what is moved the optimizer's state alone."""
+        """No FLOPs less than without offloaded activations, and of what is moved the optimizer's
+        state alone."""
         down, up = self.state_moved(recipe)
         least = {"flops": self.least_flops(recipe), "bytes_down": down, "bytes_up": up}
         return rates.seconds(replace(self.state_of(recipe), **least))
@@ -124,9 +141,22 @@ class Estimator:
         return state.bytes_down - none.bytes_down, state.bytes_up - none.bytes_up
 
     def least_flops(self, recipe: Recipe) -> int:
-        """Those of an estimate with the same to compute, else with part of it: to add to that takes no fewer."""
-        plain = replace(recipe, checkpoint="none", blocks=None, first_blocks=None, segments=None, schedule_bytes=None)
-        for part in (recipe, replace(recipe, head_chunk=None), plain, replace(plain, head_chunk=None)):
+        """Those of an estimate with the same to compute, else with part of it: to add to that takes
+        no fewer."""
+        plain = replace(
+            recipe,
+            checkpoint="none",
+            blocks=None,
+            first_blocks=None,
+            segments=None,
+            schedule_bytes=None,
+        )
+        for part in (
+            recipe,
+            replace(recipe, head_chunk=None),
+            plain,
+            replace(plain, head_chunk=None),
+        ):
             if (found := self.known_flops(part)) is not None:
                 return found
         return 0
@@ -141,7 +171,8 @@ class Estimator:
 
 
 class Known(Estimator):
-    """An estimator, and what can be tried of the model: searches for several budgets can share it."""
+    """An estimator, and what can be tried of the model: searches for several budgets can share
+    it."""
 
     def options(self, name: str, *values: Any) -> tuple:
         """What a field can be: what the base sets, else these values."""
@@ -155,7 +186,9 @@ class Known(Estimator):
     def pieces(self) -> tuple[int, ...]:
         """Numbers of micro-batches."""
         model = self.composer.model
-        weighed = (self.composer.loss_sum is not None or has_loss_sum(model)) and not mixes_samples(model)
+        weighed = (self.composer.loss_sum is not None or has_loss_sum(model)) and not mixes_samples(
+            model
+        )
         every = pieces_allowed(samples_in(self.composer.batch)) if weighed else [1]
         return self.options("micro_batches", *(sorted({1, every[-1]}) if self.quick else every))
 
@@ -164,7 +197,8 @@ class Known(Estimator):
         return (1,) if recipe.in_backward else self.pieces
 
     def doublings(self, recipe: Recipe) -> list[int]:
-        """Of the numbers of micro-batches the most, and from one on those that are at least twice the one before."""
+        """Of the numbers of micro-batches the most, and from one on those that are at least twice
+        the one before."""
         found = []
         for count in self.pieces_for(recipe):
             if not found or count >= 2 * found[-1] or count == self.pieces_for(recipe)[-1]:
@@ -174,7 +208,11 @@ class Known(Estimator):
     @cached_property
     def insides(self) -> tuple[bool, ...]:
         """Whether the optimizer steps in backward."""
-        one = self.composer.max_norm is None and self.base.accumulate is None and self.base.micro_batches == 1
+        one = (
+            self.composer.max_norm is None
+            and self.base.accumulate is None
+            and self.base.micro_batches == 1
+        )
         return self.options("in_backward", *((False, True) if one else (False,)))
 
     @cached_property
@@ -190,18 +228,26 @@ class Known(Estimator):
         """Tokens of the loss head at a time."""
         tokens = next(tensors_in(self.composer.batch))
         chunk = HEAD_CHUNK if tokens.is_floating_point() else max(HEAD_CHUNK, tokens.numel() // 16)
-        return self.options("head_chunk", None, *([chunk] if self.goes_with(head_chunk=chunk) else []))
+        return self.options(
+            "head_chunk", None, *([chunk] if self.goes_with(head_chunk=chunk) else [])
+        )
 
     @cached_property
     def attentions(self) -> tuple[str | None, ...]:
         """Those with the fewest FLOPs first."""
         if "attention" in self.base.changed():
             return (self.base.attention,)
-        if drop_probability(attentions_of(self.composer.model)) > 0 or not self.goes_with(attention="flash"):
+        if drop_probability(attentions_of(self.composer.model)) > 0 or not self.goes_with(
+            attention="flash"
+        ):
             return ATTENTIONS[:1]
         if self.quick:
             return ATTENTIONS[1:]
-        return tuple(sorted(ATTENTIONS, key=lambda name: self.estimate(replace(self.base, attention=name)).flops))
+        return tuple(
+            sorted(
+                ATTENTIONS, key=lambda name: self.estimate(replace(self.base, attention=name)).flops
+            )
+        )
 
     @cached_property
     def layers(self) -> int:
@@ -225,7 +271,9 @@ class Known(Estimator):
                 found += [{"checkpoint": "optimal", "schedule_bytes": 1, "blocks": self.blocks}]
                 more = {"checkpoint": "segments", "segments": 2, "blocks": self.blocks}
                 found += [more] if self.layers > 1 else []
-        with_offload = {"none", "layers"} | ({self.base.checkpoint} if self.base.offload_activations else set())
+        with_offload = {"none", "layers"} | (
+            {self.base.checkpoint} if self.base.offload_activations else set()
+        )
         return [
             {**keep, "offload_activations": down}
             for down in self.options("offload_activations", False, True)
@@ -234,24 +282,28 @@ class Known(Estimator):
         ]
 
     def family(self, **techniques: Any) -> Recipe:
-        """The base with these; and with the smallest pages and fewest copies under way, which take the least."""
+        """The base with these; and with the smallest pages and fewest copies under way, which take
+        the least."""
         recipe = replace(self.base, **techniques)
         return replace(recipe, page_bytes=self.pages_for(recipe)[-1], **self.copies_for(recipe)[0])
 
     def pages_for(self, recipe: Recipe) -> tuple[int, ...]:
-        """Page sizes of the offloaded optimizer, all of one price; in backward each parameter is a page by itself."""
+        """Page sizes of the offloaded optimizer, all of one price; in backward each parameter is a
+        page by itself."""
         paged = recipe.has_pages and not recipe.in_backward
         return self.options("page_bytes", *(PAGES if paged else PAGES[:1]))
 
     def copies_for(self, recipe: Recipe) -> list[dict[str, int | None]]:
-        """How many copies of activations are under way; only with the host below they have a price."""
+        """How many copies of activations are under way; only with the host below they have a
+        price."""
         if not recipe.offload_activations or self.composer.tier == "file":
             return [{}]
         counts = product(self.options("prefetch", 0, 1, None), self.options("in_flight", 1, None))
         return [{"prefetch": ahead, "in_flight": down} for ahead, down in counts]
 
     def goes_with(self, **technique: Any) -> bool:
-        """Whether the model has blocks to be checkpointed, a head that runs in chunks, attention that can be flash."""
+        """Whether the model has blocks to be checkpointed, a head that runs in chunks, attention
+        that can be flash."""
         if "checkpoint" in technique:
             technique["blocks"] = self.blocks
         try:
@@ -287,7 +339,15 @@ class Search:
         return self.known.estimate(recipe).flops
 
     def order(self, found: Estimate) -> tuple:
-        """The cheapest first; of equal price the one of fewer micro-batches, larger pages, fewer copies under way."""
+        """The cheapest first; of equal price the one of fewer micro-batches, larger pages, fewer
+        copies under way."""
         recipe, seconds = found.recipe, self.rates.seconds(found)
         copies = sum(recipe.copies(found.tier)) if recipe.offload_activations else 0
-        return seconds, recipe.micro_batches, -recipe.page_bytes, copies, found.sent_bytes, found.peak_bytes
+        return (
+            seconds,
+            recipe.micro_batches,
+            -recipe.page_bytes,
+            copies,
+            found.sent_bytes,
+            found.peak_bytes,
+        )

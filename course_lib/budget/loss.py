@@ -1,4 +1,5 @@
-"""The loss of one micro-batch: its sum and its weight, the model's own or given, with checkpoints and loss head."""
+"""The loss of one micro-batch: its sum and its weight, the model's own or given, with checkpoints
+and loss head."""
 
 from __future__ import annotations
 
@@ -31,19 +32,27 @@ from course_lib.models import Decoder, DecoderLayer, Dropout, loss_stages
 from course_lib.schedule import Chain, Schedule, ScheduledSequential, optimal
 
 Recipe = Any  # a `course_lib.budget.Recipe`, whose techniques need what is here
-CHAINED = ("segments", "optimal")  # checkpoints that run a chain: the stages of a decoder, or a model's blocks
+# checkpoints that run a chain: the stages of a decoder, or a model's blocks
+CHAINED = ("segments", "optimal")
 LossSum = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
 
 
-def loss_of(model: nn.Module, batch: Any, recipe: Recipe, loss_sum=None) -> tuple[Tensor, float | Tensor]:
+def loss_of(
+    model: nn.Module, batch: Any, recipe: Recipe, loss_sum=None
+) -> tuple[Tensor, float | Tensor]:
     """The sum of losses of one micro-batch and its weight."""
     try:
         return _loss_of(model, batch, recipe, loss_sum)
     except AssertionError as error:
         if is_symbolic() or "FakeTensor" not in str(error):
             raise
-        got = "the model's code has kept a symbolic tensor of an estimate, as in a cache outside of the model"
-        raise ValueError(f"{got}; it takes that cache emptied, or a process without estimates") from error
+        got = (
+            "the model's code has kept a symbolic tensor of an estimate, as in a cache outside of"
+            " the model"
+        )
+        raise ValueError(
+            f"{got}; it takes that cache emptied, or a process without estimates"
+        ) from error
 
 
 def _loss_of(model, batch, recipe: Recipe, loss_sum) -> tuple[Tensor, float | Tensor]:
@@ -83,7 +92,9 @@ class _ChunkedHead(nn.Module):
         self.register_buffer("targets", targets.flatten(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpointed_loss(self.norm(x).flatten(0, 1), self.head.weight, self.targets, chunk=self.chunk)
+        return checkpointed_loss(
+            self.norm(x).flatten(0, 1), self.head.weight, self.targets, chunk=self.chunk
+        )
 
 
 def is_taken_apart(model: nn.Module, recipe: Recipe) -> bool:
@@ -113,15 +124,26 @@ def chains_of(model: nn.Module, recipe: Recipe) -> dict[Any, Chain]:
 
 
 def schedule_of(model: Decoder, batch: Tensor, recipe: Recipe) -> tuple[Schedule, Chain]:
-    """The fastest schedule of the stages within the recipe's bytes, found once for all that is alike, and their chain.
+    """The fastest schedule of the stages within the recipe's bytes, found once for all that is
+    alike, and their chain.
 
     Raises:
         InfeasibleBudget: no schedule fits.
     """
     tokens = batch[:, :-1]
     parameters = tuple((p.shape, p.dtype, p.requires_grad) for p in model.parameters())
-    autocast = torch.is_autocast_enabled(tokens.device.type) and torch.get_autocast_dtype(tokens.device.type)
-    key = recipe.attention, recipe.head_chunk, tokens.shape, tokens.device, parameters, autocast, draws(model)
+    autocast = torch.is_autocast_enabled(tokens.device.type) and torch.get_autocast_dtype(
+        tokens.device.type
+    )
+    key = (
+        recipe.attention,
+        recipe.head_chunk,
+        tokens.shape,
+        tokens.device,
+        parameters,
+        autocast,
+        draws(model),
+    )
     known = _chains.setdefault(model, {})
     if key not in known:
         known[key] = chain_of(stages_of(model, batch, recipe), tokens)
@@ -129,7 +151,8 @@ def schedule_of(model: Decoder, batch: Tensor, recipe: Recipe) -> tuple[Schedule
 
 
 def chain_of(stages: nn.Sequential, tokens: Tensor) -> Chain:
-    """What the stages take, found on symbolic copies and out of sight of meters. One layer stands for all."""
+    """What the stages take, found on symbolic copies and out of sight of meters. One layer stands
+    for all."""
     mode = detect_fake_mode()
     probe = nn.Sequential(stages[0], *stages[1:3], stages[-1])
     with _disable_current_modes():
@@ -172,7 +195,10 @@ def altered(decoder: Decoder) -> str:
 
 def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
     """Whether there is a loss, and its weight is known where micro-batches are to be added up."""
-    told = "it takes a loss_sum(model, batch) -> (sum of losses, weight), or such a method of the model"
+    told = (
+        "it takes a loss_sum(model, batch) -> (sum of losses, weight), or such a method of the"
+        " model"
+    )
     name, pieces = type(wrapped_in(model)).__name__, recipe.micro_batches
     if loss_sum is not None:
         function("loss_sum", loss_sum, "a function (model, batch) -> (sum of losses, weight)")
@@ -183,20 +209,38 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
     elif not has_loss_sum(model) and not has_method(model, "loss") and not is_hugging_face(model):
         raise TypeError(f"model is {shown(model)} without a loss; {told}")
     elif not has_loss_sum(model) and pieces > 1:
-        raise ValueError(f"micro_batches is {pieces} and {name}.loss is a mean of unknown weight; {told}")
-    if recipe.offload_activations and recipe.checkpoint in CHAINED and not is_taken_apart(model, recipe):
-        got = f"offload_activations is True and checkpoint is {recipe.checkpoint!r} and the model is a {name}"
-        raise ValueError(f'{got}, whose blocks\' inputs the schedule holds; it takes "none" or "layers"')
+        raise ValueError(
+            f"micro_batches is {pieces} and {name}.loss is a mean of unknown weight; {told}"
+        )
+    if (
+        recipe.offload_activations
+        and recipe.checkpoint in CHAINED
+        and not is_taken_apart(model, recipe)
+    ):
+        got = (
+            f"offload_activations is True and checkpoint is {recipe.checkpoint!r} and the model is"
+            f" a {name}"
+        )
+        raise ValueError(
+            f'{got}, whose blocks\' inputs the schedule holds; it takes "none" or "layers"'
+        )
     if pieces > 1 and mixes_samples(model):
-        got = f"micro_batches is {pieces} and the model is a {name} with BatchNorm in training, whose loss is no sum"
+        got = (
+            f"micro_batches is {pieces} and the model is a {name} with BatchNorm in training, whose"
+            " loss is no sum"
+        )
         raise ValueError(f"{got} over samples; it takes 1, or BatchNorm in eval mode")
 
 
 def mixes_samples(model: nn.Module) -> bool:
     """Whether a sample's loss depends on the others in its batch."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())
+    return any(
+        isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()
+    )
 
 
 def draws(model: nn.Module) -> bool:
     """Whether a forward pass draws random numbers, which a checkpoint must then repeat."""
-    return any(isinstance(m, (Dropout, nn.Dropout)) and m.p > 0 and m.training for m in model.modules())
+    return any(
+        isinstance(m, (Dropout, nn.Dropout)) and m.p > 0 and m.training for m in model.modules()
+    )

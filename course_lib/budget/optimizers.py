@@ -1,4 +1,5 @@
-"""The optimizers that a recipe names: a class and its settings, and how each runs on symbolic tensors."""
+"""The optimizers that a recipe names: a class and its settings, and how each runs on symbolic
+tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class _AnyNumber(TorchFunctionMode):
 
 
 class Adafactor(torch.optim.Adafactor):
-    """PyTorch's, which scales its steps by norms that it reads; what it takes does not depend on them."""
+    """PyTorch's, which scales its steps by norms that it reads; what it takes does not depend on
+    them."""
 
     def step(self, closure=None):
         with _AnyNumber():
@@ -39,10 +41,12 @@ class Adafactor(torch.optim.Adafactor):
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """On symbolic tensors, Adam with moments in 8 bits: it holds what that of bitsandbytes holds, by a formula.
+    """On symbolic tensors, Adam with moments in 8 bits: it holds what that of bitsandbytes holds,
+    by a formula.
 
-    A byte an element for each of the two moments, a scale in fp32 for each 256 of them, and a table of 256 numbers for
-    each moment; small parameters keep their moments in fp32. Its step makes nothing: it is one operator there.
+    A byte an element for each of the two moments, a scale in fp32 for each 256 of them, and a table
+    of 256 numbers for each moment; small parameters keep their moments in fp32. Its step makes
+    nothing: it is one operator there.
 
     Source: Dettmers et al. 2022, arXiv:2110.02861, section 2; the limit is that of bitsandbytes.
     """
@@ -59,9 +63,13 @@ class Adam8bit(torch.optim.Optimizer):
             if not self.state[p]:
                 state, small = self.state[p], p.numel() < self.SMALL
                 for moment in ("exp_avg", "exp_avg_sq"):
-                    state[moment] = torch.zeros_like(p, dtype=torch.float32 if small else torch.uint8)
+                    state[moment] = torch.zeros_like(
+                        p, dtype=torch.float32 if small else torch.uint8
+                    )
                     if not small:
-                        state[f"{moment}_scales"] = p.new_zeros(-(-p.numel() // self.BLOCK), dtype=torch.float32)
+                        state[f"{moment}_scales"] = p.new_zeros(
+                            -(-p.numel() // self.BLOCK), dtype=torch.float32
+                        )
                         table = p.new_zeros(self.LEVELS, dtype=torch.float32)
                         state[f"{moment}_table"] = self.tables.setdefault(moment, table)
 

@@ -46,7 +46,8 @@ def process_trace(
     tier: str = "file",
     events: bool = False,
 ) -> tuple[Trace, int]:
-    """The step by the recipe, with all of the model's blocks, and how many parameters the host updates.
+    """The step by the recipe, with all of the model's blocks, and how many parameters the host
+    updates.
 
     Args:
         events: keep the births and releases of storages, and in which module they are.
@@ -65,7 +66,9 @@ def process_trace(
         return trace, sum(p.numel() for p in getattr(optimizer, "below", ()))
 
 
-def symbolic_optimizer(model: nn.Module, recipe: Recipe, store: SymbolicStore, tier: str) -> torch.optim.Optimizer:
+def symbolic_optimizer(
+    model: nn.Module, recipe: Recipe, store: SymbolicStore, tier: str
+) -> torch.optim.Optimizer:
     if tier == "host" and recipe.offload_optimizer:
         return _PartlyOnHost(model, recipe, store)
     return optimizer_of(model, recipe, store=store)
@@ -84,13 +87,16 @@ def watched(
 ) -> Trace:
     """The step under a meter. Its totals (FLOPs, bytes down, bytes up) are of all micro-batches.
 
-    Of micro-batches that are alike the last one stands for all but the very first: it finds what the others have left.
+    Of micro-batches that are alike the last one stands for all but the very first: it finds what
+    the others have left.
     """
     groups = groups_of(model, pieces, loss_sum) if groups is None else groups
     times = {0: 1} | {group[-1]: sum(map(bool, group)) for group in groups if group[-1]}
     store.stats = Traffic()
     marks: list[tuple[int, int, int]] = []
-    left = 0  # bytes that a piece leaves until the optimizer's step: its loss, and its weight if that is a tensor
+    # bytes that a piece leaves until the optimizer's step: its loss, and its weight if that is a
+    # tensor
+    left = 0
 
     def noted(model, piece):
         nonlocal left
@@ -103,7 +109,9 @@ def watched(
         for i in sorted(times):
             marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
             if passed := i - before - 1:  # what is not run leaves as much
-                unseen.append(next(tensors_in(pieces[i])).new_empty(passed * left, dtype=torch.uint8))
+                unseen.append(
+                    next(tensors_in(pieces[i])).new_empty(passed * left, dtype=torch.uint8)
+                )
             yield pieces[i]
             before = i
         del unseen
@@ -113,7 +121,10 @@ def watched(
         run_pieces(model, optimizer, marked(), recipe, noted, store, max_norm)
     end = (meter.flops, store.stats.bytes_down, store.stats.bytes_up)
     # Between two marks lies one micro-batch; after the last one, the optimizer.
-    spans = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(marks, [*marks[1:], end], strict=True)]
+    spans = [
+        [b - a for a, b in zip(*pair, strict=True)]
+        for pair in zip(marks, [*marks[1:], end], strict=True)
+    ]
     counts = [*(times[i] for i in sorted(times)), 1]
     totals = [sum(n * span[i] for n, span in zip(counts, spans, strict=True)) for i in range(3)]
     trace = meter.trace(events=events)
@@ -130,18 +141,20 @@ class StepMeter(UnguardedMeter):
     """The meter of an estimate."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is _DEVICE and type(args[0]) is FakeTensor:  # autograd asks more often than operators run
+        # autograd asks more often than operators run
+        if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if func in _UNSEEN:
             raise ValueError(
-                f"the step runs {func}, which keeps memory that symbolic tensors do not show; an estimate takes it, "
-                "as the step itself then must run, under torch.backends.mkldnn.flags(enabled=False)"
+                f"the step runs {func}, which keeps memory that symbolic tensors do not show; an"
+                " estimate takes it, as the step itself then must run, under"
+                " torch.backends.mkldnn.flags(enabled=False)"
             )
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if getattr(result, "layout", None) is torch.sparse_coo:
             raise ValueError(
-                "the step makes a sparse gradient, whose bytes depend on its values, but an estimate runs on symbolic "
-                "tensors, which have shapes only; it takes sparse=False"
+                "the step makes a sparse gradient, whose bytes depend on its values, but an"
+                " estimate runs on symbolic tensors, which have shapes only; it takes sparse=False"
             )
         if func is _TILES:  # it stands for many, and tells which of them takes the most
             self._ledger.operators[-1] = args[3], self._ledger.operators[-1][1]
@@ -149,8 +162,9 @@ class StepMeter(UnguardedMeter):
 
 
 class _PartlyOnHost(torch.optim.Optimizer):
-    """For symbolic steps: what `OffloadedOptimizer` takes on a GPU. The part below has its state and its update on the
-    host: on the device nothing is left of it, and its gradients go down and its parameters come up.
+    """For symbolic steps: what `OffloadedOptimizer` takes on a GPU. The part below has its state
+    and its update on the host: on the device nothing is left of it, and its gradients go down and
+    its parameters come up.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, store: SymbolicStore):

@@ -1,11 +1,14 @@
-"""What one rank of several takes by a recipe: its share of the batch, by the engines of `course_lib.distributed`.
+"""What one rank of several takes by a recipe: its share of the batch, by the engines of
+`course_lib.distributed`.
 
-None of the ranks is started: the step is that of `course_lib.distributed.Trainer` on symbolic tensors, with few of the
-model's equal blocks where it grows evenly with them. "zero2" is FSDP2 that keeps gathered parameters until backward has
-used them, since no engine of PyTorch stops at ZeRO 2: each rank's own part of the parameters is there beside them.
+None of the ranks is started: the step is that of `course_lib.distributed.Trainer` on symbolic
+tensors, with few of the model's equal blocks where it grows evenly with them. "zero2" is FSDP2 that
+keeps gathered parameters until backward has used them, since no engine of PyTorch stops at ZeRO 2:
+each rank's own part of the parameters is there beside them.
 
-The optimizer steps by one fused operator, without temporaries. With "bf16", "ddp" and "zero1" have fp32 masters beside
-parameters in bf16, "zero2" and "zero3" shards in fp32 that are gathered, and computed with, in bf16.
+The optimizer steps by one fused operator, without temporaries. With "bf16", "ddp" and "zero1" have
+fp32 masters beside parameters in bf16, "zero2" and "zero3" shards in fp32 that are gathered, and
+computed with, in bf16.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from .loss import LossSum, check_loss, has_loss_sum, loss_of, samples_in
 from .recipe import Recipe
 from .step import applied, check_model, default_dtype, model_of
 
-MODES = {"ddp": "ddp", "zero1": "ddp", "zero2": "fsdp-keep", "zero3": "fsdp"}  # zero1's forward and backward are ddp's
+# zero1's forward and backward are ddp's
+MODES = {"ddp": "ddp", "zero1": "ddp", "zero2": "fsdp-keep", "zero3": "fsdp"}
 FEW = 4  # blocks: one is gathered while another is used and the gradients of a third go
 MANY = 2 * FEW + 2
 SHOWN = 2  # micro-batches that are run: those after them find the same memory
@@ -47,10 +51,13 @@ def rank_trace(
     """The step of the rank that holds most; with `events`, of all of the model's blocks.
 
     Raises:
-        ValueError: recipe, model and batch do not go together, or the ranks do not divide the batch.
+        ValueError: recipe, model and batch do not go together, or the ranks do not divide the
+            batch.
     """
     if recipe.shard is None:
-        raise ValueError(f"ranks is {recipe.ranks} and shard is None; it takes one of {', '.join(MODES)}")
+        raise ValueError(
+            f"ranks is {recipe.ranks} and shard is None; it takes one of {', '.join(MODES)}"
+        )
     with _gathered(recipe):
         with symbolic():
             model = model_of(make_model, single(recipe))
@@ -74,7 +81,14 @@ def _check(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) -> None:
 
 
 def _measured(
-    make_model, make_batch, recipe: Recipe, loss_sum, max_norm, events: bool, count: int, steps: int = 1
+    make_model,
+    make_batch,
+    recipe: Recipe,
+    loss_sum,
+    max_norm,
+    events: bool,
+    count: int,
+    steps: int = 1,
 ) -> Trace:
     """The rank's step with so many of the equal blocks."""
     alone = single(recipe)
@@ -91,7 +105,11 @@ def _measured(
         return next(split(batch, size * min(recipe.micro_batches, SHOWN)))
 
     sync = "last" if recipe.shard in REPLICATED else "each"
-    options = {"micro_batches": min(recipe.micro_batches, SHOWN), "sync": sync, "blocks": recipe.blocks}
+    options = {
+        "micro_batches": min(recipe.micro_batches, SHOWN),
+        "sync": sync,
+        "blocks": recipe.blocks,
+    }
     options["max_norm"] = max_norm
     watch = watched_rank(
         make_short,
@@ -110,7 +128,8 @@ def _measured(
 
 
 def _with_state(trace: Trace, shapes: Shapes, recipe: Recipe) -> Trace:
-    """With the optimizer's state of the fullest rank in place of the first one's, and all of its micro-batches."""
+    """With the optimizer's state of the fullest rank in place of the first one's, and all of its
+    micro-batches."""
     live = trace.live.copy()
     if trace.spans is None:
         live[:, CATEGORIES.index("optimizer")] = state_bytes(shapes, recipe)
@@ -138,14 +157,21 @@ def _gathered(recipe: Recipe) -> Iterator[None]:
     except RuntimeError as error:
         if "DTensor" not in str(error):
             raise
-        got = f'shard is "{recipe.shard}" and the loss computes outside of model(...), which gathers the parameters'
-        raise ValueError(f'{got}; it takes a loss that calls the model, or "ddp" or "zero1"') from error
+        got = (
+            f'shard is "{recipe.shard}" and the loss computes outside of model(...), which gathers'
+            " the parameters"
+        )
+        raise ValueError(
+            f'{got}; it takes a loss that calls the model, or "ddp" or "zero1"'
+        ) from error
 
 
 def single(recipe: Recipe) -> Recipe:
     """The recipe of one rank's own step; FSDP2 takes a model in fp32, whatever it computes in."""
     sharded = recipe.shard not in REPLICATED
-    return replace(recipe, ranks=1, shard=None, micro_batches=1, **({"precision": "fp32"} if sharded else {}))
+    return replace(
+        recipe, ranks=1, shard=None, micro_batches=1, **({"precision": "fp32"} if sharded else {})
+    )
 
 
 def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
@@ -162,7 +188,9 @@ def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
     """What the fullest rank holds when its optimizer steps."""
     ranks = 1 if recipe.shard in REPLICATED else recipe.ranks
     size = 2 if recipe.precision == "bf16" and recipe.shard in REPLICATED else 4
-    return sum((1 + w.trained) * size * w.share(ranks) for w in shapes.all) + state_bytes(shapes, recipe)
+    return sum((1 + w.trained) * size * w.share(ranks) for w in shapes.all) + state_bytes(
+        shapes, recipe
+    )
 
 
 def pieces(recipe: Recipe, samples: int) -> list[int]:
@@ -173,10 +201,14 @@ def pieces(recipe: Recipe, samples: int) -> list[int]:
     """
     if samples % recipe.ranks:
         divisors = ", ".join(str(n) for n in range(1, samples + 1) if samples % n == 0)
-        raise ValueError(f"ranks is {recipe.ranks}; a batch of {samples} samples takes one of {divisors}")
+        raise ValueError(
+            f"ranks is {recipe.ranks}; a batch of {samples} samples takes one of {divisors}"
+        )
     each = samples // recipe.ranks
     allowed = [m for m in range(1, each + 1) if each % m == 0]
     if recipe.micro_batches not in allowed:
         got = f"micro_batches is {recipe.micro_batches}"
-        raise ValueError(f"{got}; a rank's {each} samples take one of {', '.join(map(str, allowed))}")
+        raise ValueError(
+            f"{got}; a rank's {each} samples take one of {', '.join(map(str, allowed))}"
+        )
     return allowed

@@ -1,4 +1,5 @@
-"""What a machine does in a second, and what a step then costs: stated for some devices, measured for this one."""
+"""What a machine does in a second, and what a step then costs: stated for some devices, measured
+for this one."""
 
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
     from .estimate import Estimate
     from .recipe import Recipe
 
-# Bytes through the host's memory for each parameter that it updates: gradient, weights and state are read, weights and
-# state written, in fp32; with masters the gradient comes in bf16, and the parameter is written in bf16 as well.
+# Bytes through the host's memory for each parameter that it updates: gradient, weights and state
+# are read, weights and state written, in fp32; with masters the gradient comes in bf16, and the
+# parameter is written in bf16 as well.
 UPDATE_BYTES = {"adam": 28, "momentum": 20, "sgd": 12}  # the others' state stays on the device
-# Of a device's memory, for what is no tensor: the CUDA context, what operators take inside themselves, the allocator's
-# rounding (to 512 bytes, and 2 MiB a segment) and fragments. Not measured here: vLLM's default leaves as much
-# (gpu_memory_utilization = 0.9).
+# Of a device's memory, for what is no tensor: the CUDA context, what operators take inside
+# themselves, the allocator's rounding (to 512 bytes, and 2 MiB a segment) and fragments. Not
+# measured here: vLLM's default leaves as much (gpu_memory_utilization = 0.9).
 ALLOWANCE = 0.1
 
 
@@ -39,12 +41,13 @@ class Rates:
         bf16_flops: of matrix products in bf16.
         link_bytes: to or from the tier below.
         source: where the figures are from.
-        host_bytes: read and written by the host in its memory, for the optimizer's update there; infinity leaves that
-            work out.
+        host_bytes: read and written by the host in its memory, for the optimizer's update there;
+            infinity leaves that work out.
         memory_bytes: what the device has; None if that is not known.
         flops_share: of the FLOPs, what a training step reaches.
         link_share: of the link, what a copy reaches.
-        peer_bytes: from one device to another, one way, within a machine of `peers`; infinity leaves that out.
+        peer_bytes: from one device to another, one way, within a machine of `peers`; infinity
+            leaves that out.
         network_bytes: likewise, where there are more ranks than `peers`.
     """
 
@@ -61,7 +64,14 @@ class Rates:
     peers: int = 8
 
     def __post_init__(self):
-        for name in ("fp32_flops", "bf16_flops", "link_bytes", "host_bytes", "flops_share", "link_share"):
+        for name in (
+            "fp32_flops",
+            "bf16_flops",
+            "link_bytes",
+            "host_bytes",
+            "flops_share",
+            "link_share",
+        ):
             positive(name, getattr(self, name))
         for name in ("peer_bytes", "network_bytes"):
             positive(name, getattr(self, name))
@@ -72,31 +82,39 @@ class Rates:
             whole("memory_bytes", self.memory_bytes, 1, of="bytes")
 
     def parts(self, estimate: Estimate) -> dict[str, float]:
-        """The seconds of each part, as if each ran alone: "compute", copies "down" and "up", "update" on the host, and
-        what goes to other "ranks", of which a ring sends (N - 1)/N.
+        """The seconds of each part, as if each ran alone: "compute", copies "down" and "up",
+        "update" on the host, and what goes to other "ranks", of which a ring sends (N - 1)/N.
 
-        Copies for the optimizer's state on the host are "gradients" and "parameters", apart from those of activations.
+        Copies for the optimizer's state on the host are "gradients" and "parameters", apart from
+        those of activations.
         """
         recipe, link = estimate.recipe, self.link_bytes * self.link_share
-        flops = self.flops_share * (self.fp32_flops if recipe.dtype == torch.float32 else self.bf16_flops)
+        flops = self.flops_share * (
+            self.fp32_flops if recipe.dtype == torch.float32 else self.bf16_flops
+        )
         wire = self.peer_bytes if recipe.ranks <= self.peers else self.network_bytes
-        sent = estimate.host_parameters * recipe.dtype.itemsize  # gradients down, and as many bytes of parameters up
+        # gradients down, and as many bytes of parameters up
+        sent = estimate.host_parameters * recipe.dtype.itemsize
         return {
             "compute": estimate.flops / flops,
             "down": max(0, estimate.bytes_down - sent) / link,
             "up": max(0, estimate.bytes_up - sent) / link,
             "gradients": sent / link,
-            "update": estimate.host_parameters * UPDATE_BYTES.get(recipe.optimizer, 0) / self.host_bytes,
+            "update": (
+                estimate.host_parameters * UPDATE_BYTES.get(recipe.optimizer, 0) / self.host_bytes
+            ),
             "parameters": sent / link,
             "ranks": estimate.sent_bytes * (1 - 1 / recipe.ranks) / wire,
         }
 
     def seconds(self, estimate: Estimate) -> float:
-        """What the step takes: parts that overlap count as the longest of them, the others as their sum.
+        """What the step takes: parts that overlap count as the longest of them, the others as their
+        sum.
 
-        With a file below, nothing overlaps. With the host below, activations are copied beside the compute, as far as
-        `exposed_seconds` says, and ranks communicate; and in the optimizer's step gradients, update and parameters
-        follow one another for different parameters; not so for steps in backward, which have one parameter at a time.
+        With a file below, nothing overlaps. With the host below, activations are copied beside the
+        compute, as far as `exposed_seconds` says, and ranks communicate; and in the optimizer's
+        step gradients, update and parameters follow one another for different parameters; not so
+        for steps in backward, which have one parameter at a time.
         """
         part = self.parts(estimate)
         if estimate.tier == "file":
@@ -109,21 +127,25 @@ class Rates:
 
 
 def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> float:
-    """What the compute waits for copies of activations to the host and back: the seconds that it does not hide.
+    """What the compute waits for copies of activations to the host and back: the seconds that it
+    does not hide.
 
-    Copies down, D seconds in all, run beside forward, F; copies up, U, beside backward, G. On average n storages are
-    saved at the same moment, and then something is computed. Of those, the last f (`in_flight`) go down beside it, and
-    forward waits for the others; backward fetches p (`prefetch`) ahead, and waits for the others:
+    Copies down, D seconds in all, run beside forward, F; copies up, U, beside backward, G. On
+    average n storages are saved at the same moment, and then something is computed. Of those, the
+    last f (`in_flight`) go down beside it, and forward waits for the others; backward fetches p
+    (`prefetch`) ahead, and waits for the others:
 
         max(D - F, max(0, 1 - f/n) D) + max(U - G, max(0, 1 - p/n) U)
 
-    n is 2 (a product saves its input, and what came before the product its own), and F a third of the step's FLOPs;
-    with checkpoints n is 1 (the input of a block) and F a quarter. At p and f of n or more this is layer by layer the
-    longer of compute and copy, as in vDNN (Rhu et al. 2016, arXiv:1602.08124).
+    n is 2 (a product saves its input, and what came before the product its own), and F a third of
+    the step's FLOPs; with checkpoints n is 1 (the input of a block) and F a quarter. At p and f of
+    n or more this is layer by layer the longer of compute and copy, as in vDNN (Rhu et al. 2016,
+    arXiv:1602.08124).
 
-    By the clock of `SimulatedDevice`, on links where D is half of F to four times F, p of 0 to 2 and f of 1 and 2, a
-    step of an MLP of 16 layers takes what this says within 3 %; one of a decoder, whose products are of unlike size, up
-    to 23 % more (16 % more with checkpoints around 8 layers), and hardly ever less.
+    By the clock of `SimulatedDevice`, on links where D is half of F to four times F, p of 0 to 2
+    and f of 1 and 2, a step of an MLP of 16 layers takes what this says within 3 %; one of a
+    decoder, whose products are of unlike size, up to 23 % more (16 % more with checkpoints around 8
+    layers), and hardly ever less.
     """
     prefetch, in_flight = recipe.copies("host")
     together, share = (2, 1 / 3) if recipe.checkpoint == "none" else (1, 1 / 4)
@@ -134,7 +156,8 @@ def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> f
 
 
 def allowance_bytes(memory_bytes: int) -> int:
-    """What to leave on a device beside the tensors: an allowance, `ALLOWANCE`, not a measurement."""
+    """What to leave on a device beside the tensors: an allowance, `ALLOWANCE`, not a
+    measurement."""
     return math.ceil(ALLOWANCE * memory_bytes)
 
 
@@ -146,29 +169,56 @@ _XEON = "host memory of one Xeon 8480C, 8 channels of DDR5-4800"
 _SIZE = "memory as nvidia-smi shows it"
 _SLOW = {"link_share": 24.8 / 31.5, "flops_share": 0.4}
 _FAST = {"link_share": 55.6 / 63, "flops_share": 0.4, "host_bytes": 307.2e9}
-_FAST |= {"peer_bytes": 450e9, "network_bytes": 50e9}  # one way, at best: NVLink 4, 400 Gb/s a GPU (DGX H100 datasheet)
-_NVLINK3 = {"peer_bytes": 300e9, "network_bytes": 25e9}  # NVLink 3, 200 Gb/s a GPU (DGX A100 datasheet)
-_ON_PCIE4 = {"peer_bytes": 31.5e9, "network_bytes": 12.5e9}  # no NVLink; 100 Gb/s a machine, a round figure
-_A100 = f"{_DENSE.format('A100 datasheet')}; {_PCIE4}; host memory of one EPYC 7742, 8 channels of DDR4-3200; {_SIZE}"
+# one way, at best: NVLink 4, 400 Gb/s a GPU (DGX H100 datasheet)
+_FAST |= {"peer_bytes": 450e9, "network_bytes": 50e9}
+# NVLink 3, 200 Gb/s a GPU (DGX A100 datasheet)
+_NVLINK3 = {"peer_bytes": 300e9, "network_bytes": 25e9}
+# no NVLink; 100 Gb/s a machine, a round figure
+_ON_PCIE4 = {"peer_bytes": 31.5e9, "network_bytes": 12.5e9}
+_A100 = (
+    f"{_DENSE.format('A100 datasheet')}; {_PCIE4}; host memory of one EPYC 7742, 8 channels of"
+    f" DDR4-3200; {_SIZE}"
+)
 
 RATES = {
     "laptop": Rates(
-        1e11, 1e11, 1e9, "round figures: two cores of a CPU, a disk; all at the best", peer_bytes=1e9, network_bytes=1e9
+        1e11,
+        1e11,
+        1e9,
+        "round figures: two cores of a CPU, a disk; all at the best",
+        peer_bytes=1e9,
+        network_bytes=1e9,
     ),
     "RTX 4090": Rates(
         82.6e12,
         165.2e12,
         31.5e9,
-        f"{_DENSE.format('Ada whitepaper, fp32 accumulate')}; {_PCIE4}; host memory of a desktop, 2 channels of "
-        f"DDR5-5600; {_SIZE}",
+        f"{_DENSE.format('Ada whitepaper, fp32 accumulate')}; {_PCIE4}; host memory of a desktop, 2"
+        f" channels of DDR5-5600; {_SIZE}",
         host_bytes=89.6e9,
         memory_bytes=24_564 * MIB,
         **_SLOW,
         **_ON_PCIE4,
     ),
-    "A100": Rates(19.5e12, 312e12, 31.5e9, _A100, host_bytes=204.8e9, memory_bytes=81_920 * MIB, **_SLOW, **_NVLINK3),
+    "A100": Rates(
+        19.5e12,
+        312e12,
+        31.5e9,
+        _A100,
+        host_bytes=204.8e9,
+        memory_bytes=81_920 * MIB,
+        **_SLOW,
+        **_NVLINK3,
+    ),
     "A100 40GB": Rates(
-        19.5e12, 312e12, 31.5e9, _A100, host_bytes=204.8e9, memory_bytes=40_960 * MIB, **_SLOW, **_NVLINK3
+        19.5e12,
+        312e12,
+        31.5e9,
+        _A100,
+        host_bytes=204.8e9,
+        memory_bytes=40_960 * MIB,
+        **_SLOW,
+        **_NVLINK3,
     ),
     "H100": Rates(
         67e12,
@@ -193,10 +243,12 @@ RATES = {
 
 
 def this_machine(file: Path | str | None = None) -> Rates:
-    """The rates of this machine, as they were measured by the first call; `file` keeps them as JSON.
+    """The rates of this machine, as they were measured by the first call; `file` keeps them as
+    JSON.
 
-    Left out, the file is `course_lib/rates.json` in the user's cache folder (XDG_CACHE_HOME, else ~/.cache). Delete it
-    to have them measured again. What was measured on another device, or by another torch, is not used.
+    Left out, the file is `course_lib/rates.json` in the user's cache folder (XDG_CACHE_HOME, else
+    ~/.cache). Delete it to have them measured again. What was measured on another device, or by
+    another torch, is not used.
     """
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     file, here = Path(file or Path(folder, "course_lib", "rates.json")), _here()
@@ -204,22 +256,27 @@ def this_machine(file: Path | str | None = None) -> Rates:
         kept = json.loads(file.read_text("utf-8"))
         if kept.pop("measured_on") == here:
             return Rates(**kept)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none yet, or one that cannot be read
+    # none yet, or one that cannot be read
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
     rates = measured_rates()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"measured_on": here, **asdict(rates)}, indent=1), encoding="utf-8")
+        file.write_text(
+            json.dumps({"measured_on": here, **asdict(rates)}, indent=1), encoding="utf-8"
+        )
     except OSError:  # not kept, then
         pass
     return rates
 
 
 def measured_rates(seconds: float = 2.0) -> Rates:
-    """This machine's rates, measured in about so many seconds; on CUDA with its link to the host, else with a file.
+    """This machine's rates, measured in about so many seconds; on CUDA with its link to the host,
+    else with a file.
 
-    Matrix products in both precisions, a copy to the tier below and back, and an addition that reads two large tensors
-    and writes a third in the host's memory. They are what such a loop reaches, and a training step reaches less.
+    Matrix products in both precisions, a copy to the tier below and back, and an addition that
+    reads two large tensors and writes a third in the host's memory. They are what such a loop
+    reaches, and a training step reaches less.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size, turn = (8192, seconds / 5) if device.type == "cuda" else (1024, seconds / 5)
@@ -227,19 +284,28 @@ def measured_rates(seconds: float = 2.0) -> Rates:
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.ones(size, size, dtype=dtype, device=device)
         out = torch.empty_like(a)
-        flops.append(2 * size**3 / _fastest(lambda a=a, out=out: torch.mm(a, a, out=out), turn, device))
+        flops.append(
+            2 * size**3 / _fastest(lambda a=a, out=out: torch.mm(a, a, out=out), turn, device)
+        )
     a, b, out = (torch.ones(1 << 23) for _ in range(3))  # 32 MiB each: more than caches hold
     host = 3 * a.nbytes / _fastest(lambda: torch.add(a, b, out=out), turn, torch.device("cpu"))
     link = _link(device, turn)
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return Rates(*flops, link, f"measured on this machine, {_here()}", host_bytes=host, memory_bytes=memory)
+    memory = (
+        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    )
+    return Rates(
+        *flops, link, f"measured on this machine, {_here()}", host_bytes=host, memory_bytes=memory
+    )
 
 
 def _link(device: torch.device, seconds: float) -> float:
     """Bytes a second to the tier below and back."""
     count = 1 << 26
     if device.type == "cuda":
-        above, below = torch.ones(count, dtype=torch.uint8, device=device), torch.ones(count, dtype=torch.uint8)
+        above, below = (
+            torch.ones(count, dtype=torch.uint8, device=device),
+            torch.ones(count, dtype=torch.uint8),
+        )
         below = below.pin_memory()
 
         def there_and_back() -> None:
@@ -276,6 +342,8 @@ def _fastest(work: Callable[[], object], seconds: float, device: torch.device) -
 
 def _here() -> str:
     name = (
-        torch.cuda.get_device_name() if torch.cuda.is_available() else f"a CPU with {torch.get_num_threads()} threads"
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"a CPU with {torch.get_num_threads()} threads"
     )
     return f"{name}, torch {torch.__version__}"

@@ -20,49 +20,62 @@ class Recipe:
     """All that a training step uses to save memory. The default is the plain step.
 
     Attributes:
-        precision: "fp32"; or "bf16" for parameters, gradients and activations, with fp32 master weights; None leaves
-            the model in the dtypes that it has, without master weights unless the optimizer is offloaded.
-        optimizer: "adam" (AdamW), "sgd", "momentum" (SGD with momentum 0.9) or "adafactor"; or "adam8bit", which is
-            estimated by a formula of what its state takes, and run where bitsandbytes is installed. One for all
-            parameters: a step with several, as a GAN's, is no recipe, but `MemoryMeter(model, [a, b])` counts it.
-        update: "loop" updates one parameter after the other; "foreach" all at once, with temporaries as large as all of
-            them; "fused" in one operator, which Adafactor has not.
-        offload_optimizer: the fraction of the optimizer's state, masters included, that lives one tier down.
-        attention: "flash" saves one number a row of scores, in any model that calls `F.scaled_dot_product_attention`
-            without masks or dropout, or is made of `course_lib.models.Attention`. "standard" has the latter save the
-            scores' softmax, and leaves other models as they are; None leaves all as they are. "eager" and "sdpa" are
-            for the switch of Hugging Face models (`set_attn_implementation`).
-        checkpoint: "none"; "layers", of every block the input; "selective", of every block its matrix products;
-            "segments", of so many runs of blocks the input; "optimal", what the fastest schedule keeps. The last two
-            take a `Decoder`, or a model whose blocks form a chain: each has what the one before returned.
+        precision: "fp32"; or "bf16" for parameters, gradients and activations, with fp32 master
+            weights; None leaves the model in the dtypes that it has, without master weights unless
+            the optimizer is offloaded.
+        optimizer: "adam" (AdamW), "sgd", "momentum" (SGD with momentum 0.9) or "adafactor"; or
+            "adam8bit", which is estimated by a formula of what its state takes, and run where
+            bitsandbytes is installed. One for all parameters: a step with several, as a GAN's, is
+            no recipe, but `MemoryMeter(model, [a, b])` counts it.
+        update: "loop" updates one parameter after the other; "foreach" all at once, with
+            temporaries as large as all of them; "fused" in one operator, which Adafactor has not.
+        offload_optimizer: the fraction of the optimizer's state, masters included, that lives one
+            tier down.
+        attention: "flash" saves one number a row of scores, in any model that calls
+            `F.scaled_dot_product_attention` without masks or dropout, or is made of
+            `course_lib.models.Attention`. "standard" has the latter save the scores' softmax, and
+            leaves other models as they are; None leaves all as they are. "eager" and "sdpa" are for
+            the switch of Hugging Face models (`set_attn_implementation`).
+        checkpoint: "none"; "layers", of every block the input; "selective", of every block its
+            matrix products; "segments", of so many runs of blocks the input; "optimal", what the
+            fastest schedule keeps. The last two take a `Decoder`, or a model whose blocks form a
+            chain: each has what the one before returned.
         blocks: what is checkpointed: a name with wildcards, such as "model.layers.*", or several;
-            None takes all lists of like modules (see `course_lib.checkpoint.checkpoint_blocks`), an encoder and a
-            decoder both. Where they form no chain, "segments" and "optimal" take a name.
-        first_blocks: checkpoint only so many, the first ones, through several lists in their order; None for all.
+            None takes all lists of like modules (see `course_lib.checkpoint.checkpoint_blocks`), an
+            encoder and a decoder both. Where they form no chain, "segments" and "optimal" take a
+            name.
+        first_blocks: checkpoint only so many, the first ones, through several lists in their order;
+            None for all.
         segments: how many, for "segments" alone. The last one is not recomputed.
-        schedule_bytes: the most bytes of activations of one micro-batch, for "optimal" alone; in models other than a
-            `Decoder`, of its blocks.
-        offload_activations: what is saved for backward goes one tier down; not with "selective" or "optimal".
+        schedule_bytes: the most bytes of activations of one micro-batch, for "optimal" alone; in
+            models other than a `Decoder`, of its blocks.
+        offload_activations: what is saved for backward goes one tier down; not with "selective" or
+            "optimal".
         min_bytes: the smallest storage of activations that goes down.
-        prefetch: of activations below, how many storages backward fetches ahead; None for as many as the device does by
-            itself, 1 on a CPU and 2 on CUDA. Such an estimate goes by its tier: 1 with a file below, 2 with the host.
-        in_flight: of activations, how many copies down may be under way; None as for `prefetch`. More hide longer
-            copies, and hold more memory.
-        page_bytes: of the optimizer's state in a file, master weights included, that are updated at once: the step
-            holds three such pages; a parameter with more state is a page by itself. Master weights that stay above take
-            gradients in fp32, as many bytes at once.
+        prefetch: of activations below, how many storages backward fetches ahead; None for as many
+            as the device does by itself, 1 on a CPU and 2 on CUDA. Such an estimate goes by its
+            tier: 1 with a file below, 2 with the host.
+        in_flight: of activations, how many copies down may be under way; None as for `prefetch`.
+            More hide longer copies, and hold more memory.
+        page_bytes: of the optimizer's state in a file, master weights included, that are updated at
+            once: the step holds three such pages; a parameter with more state is a page by itself.
+            Master weights that stay above take gradients in fp32, as many bytes at once.
         head_chunk: tokens of the loss head at a time; None for all at once.
-        in_backward: the optimizer steps as each gradient is there, and the gradient goes; takes one micro-batch.
-        accumulate: "fp32" adds up the gradients of parameters in 16 bits in fp32, 4 bytes a parameter in place of 2;
-            None in the parameters' dtype.
-        micro_batches: pieces of the batch, equal but for the last; of a rank's batch where there are several.
-        ranks: devices that share the batch. Such a recipe is estimated, for the rank that holds most, and run by
-            `python -m course_lib.distributed`; its update is fused.
-        shard: what is cut among the ranks: "ddp" nothing, "zero1" the optimizer's state, "zero2" gradients too, and
-            "zero3" parameters too (see `course_lib.budget.rank`); None leaves the choice to `fit`.
+        in_backward: the optimizer steps as each gradient is there, and the gradient goes; takes one
+            micro-batch.
+        accumulate: "fp32" adds up the gradients of parameters in 16 bits in fp32, 4 bytes a
+            parameter in place of 2; None in the parameters' dtype.
+        micro_batches: pieces of the batch, equal but for the last; of a rank's batch where there
+            are several.
+        ranks: devices that share the batch. Such a recipe is estimated, for the rank that holds
+            most, and run by `python -m course_lib.distributed`; its update is fused.
+        shard: what is cut among the ranks: "ddp" nothing, "zero1" the optimizer's state, "zero2"
+            gradients too, and "zero3" parameters too (see `course_lib.budget.rank`); None leaves
+            the choice to `fit`.
 
     Raises:
-        TypeError, ValueError: a field is not of its kind, out of its range, or does not go with another one.
+        TypeError, ValueError: a field is not of its kind, out of its range, or does not go with
+            another one.
     """
 
     precision: str | None = "fp32"
@@ -90,7 +103,9 @@ class Recipe:
     def __post_init__(self):
         if isinstance(self.blocks, list):
             object.__setattr__(self, "blocks", tuple(self.blocks))  # a recipe can be hashed
-        for name, check in ((name, check) for each in TECHNIQUES for name, check in each.fields.items()):
+        for name, check in (
+            (name, check) for each in TECHNIQUES for name, check in each.fields.items()
+        ):
             check(name, getattr(self, name))
         if self.ranks > 1 and self.update == "loop":
             object.__setattr__(self, "update", "fused")
@@ -99,18 +114,27 @@ class Recipe:
                 raise ValueError(problem)
 
     def copies(self, tier: str) -> tuple[int, int]:
-        """How many storages of activations are fetched ahead, and how many go down at once, with such a tier below."""
+        """How many storages of activations are fetched ahead, and how many go down at once, with
+        such a tier below."""
         own = Cuda.ahead if tier == "host" else Device.ahead
-        return own if self.prefetch is None else self.prefetch, own if self.in_flight is None else self.in_flight
+        return (
+            own if self.prefetch is None else self.prefetch,
+            own if self.in_flight is None else self.in_flight,
+        )
 
     def on(self, tier: str) -> Recipe:
         """The recipe with these numbers in place of None."""
         prefetch, in_flight = self.copies(tier)
-        return replace(self, prefetch=prefetch, in_flight=in_flight) if self.offload_activations else self
+        return (
+            replace(self, prefetch=prefetch, in_flight=in_flight)
+            if self.offload_activations
+            else self
+        )
 
     @property
     def has_pages(self) -> bool:
-        """Whether the optimizer is an `OffloadedOptimizer`: its state is below, or it has master weights."""
+        """Whether the optimizer is an `OffloadedOptimizer`: its state is below, or it has master
+        weights."""
         return self.precision == "bf16" or self.offload_optimizer > 0
 
     @property
@@ -127,7 +151,11 @@ class Recipe:
 
     def changed(self) -> dict[str, object]:
         """The fields that are not as in the plain step."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        }
 
 
 def words_of(recipe: Recipe) -> list[str]:

@@ -1,4 +1,5 @@
-"""The cheapest recipe of one combination of techniques: how many micro-batches, segments, blocks, schedule bytes."""
+"""The cheapest recipe of one combination of techniques: how many micro-batches, segments, blocks,
+schedule bytes."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ from course_lib.schedule import Cost
 from .known import Search
 from .recipe import Recipe
 
-ROUNDS = 3  # estimates of schedules for one family and number of micro-batches, besides that of the least
+# estimates of schedules for one family and number of micro-batches, besides that of the least
+ROUNDS = 3
 
 
 def refine(search: Search, family: Recipe) -> Recipe | None:
     """The cheapest of the family that fits."""
     if family.offload_activations:
         return best_copies(search, family)
-    if family.checkpoint == search.known.base.checkpoint:  # with as many segments or bytes as the base says
+    # with as many segments or bytes as the base says
+    if family.checkpoint == search.known.base.checkpoint:
         return fewest_pieces(search, family)
     if family.checkpoint == "segments":
         return fewest_segments(search, family)
@@ -28,55 +31,72 @@ def refine(search: Search, family: Recipe) -> Recipe | None:
 
 
 def best_copies(search: Search, family: Recipe) -> Recipe | None:
-    """Copies of activations under way: the cheapest number that fits, where the fewest, the family's own, do."""
+    """Copies of activations under way: the cheapest number that fits, where the fewest, the
+    family's own, do."""
     if not search.fits(family):
         return None
     trials = [replace(family, **copies) for copies in search.known.copies_for(family)]
-    return min(filter(search.fits, trials), key=lambda trial: search.order(search.known.estimate(trial)))
+    return min(
+        filter(search.fits, trials), key=lambda trial: search.order(search.known.estimate(trial))
+    )
 
 
 def fewest_pieces(search: Search, family: Recipe, pieces: Sequence[int] = ()) -> Recipe | None:
-    """With as few micro-batches as fit. One has no full set of gradients beside its activations, so it is tried.
+    """With as few micro-batches as fit. One has no full set of gradients beside its activations, so
+    it is tried.
 
     From two on, each more takes less memory: a piece has no more samples than before.
     """
-    one, *more = [replace(family, micro_batches=n) for n in pieces or search.known.pieces_for(family)]
+    one, *more = [
+        replace(family, micro_batches=n) for n in pieces or search.known.pieces_for(family)
+    ]
     return one if search.fits(one) else first_that_fits(more, search.fits)
 
 
 def first_pieces(search: Search, trials: Sequence[Recipe]) -> Recipe | None:
-    """The first of them that fits with some number of micro-batches, by bisection; with as few as fit."""
+    """The first of them that fits with some number of micro-batches, by bisection; with as few as
+    fit."""
 
     def fits(recipe: Recipe) -> bool:
         most, least = search.known.pieces_for(recipe)[-1], search.known.pieces_for(recipe)[0]
-        return search.fits(replace(recipe, micro_batches=most)) or search.fits(replace(recipe, micro_batches=least))
+        return search.fits(replace(recipe, micro_batches=most)) or search.fits(
+            replace(recipe, micro_batches=least)
+        )
 
     first = first_that_fits(trials, fits)
     return first and fewest_pieces(search, first)
 
 
 def fewest_segments(search: Search, family: Recipe) -> Recipe | None:
-    """As few as fit: of those up to the square root of the layers, where each more takes less; or one a layer."""
+    """As few as fit: of those up to the square root of the layers, where each more takes less; or
+    one a layer."""
     layers = search.known.layers
     few, most = range(2, math.isqrt(layers) + 1), replace(family, segments=layers)
     if not first_pieces(search, [most]):
         return None
-    return first_pieces(search, [replace(family, segments=count) for count in few]) or first_pieces(search, [most])
+    return first_pieces(search, [replace(family, segments=count) for count in few]) or first_pieces(
+        search, [most]
+    )
 
 
 def fewest_blocks(search: Search, one: Recipe) -> Recipe | None:
     """Checkpoints around as few of the first blocks as fit.
 
-    Of equal blocks each adds as much to each moment, so that the peak is convex in the number of those with a
-    checkpoint: where none is too few and all but the last are enough, there is one number from which on all are.
+    Of equal blocks each adds as much to each moment, so that the peak is convex in the number of
+    those with a checkpoint: where none is too few and all but the last are enough, there is one
+    number from which on all are.
     """
-    return first_pieces(search, [replace(one, first_blocks=n) for n in range(1, search.known.layers)])
+    return first_pieces(
+        search, [replace(one, first_blocks=n) for n in range(1, search.known.layers)]
+    )
 
 
 def best_schedule(search: Search, family: Recipe) -> Recipe | None:
-    """Smaller micro-batches leave the schedule room for more layers: half as many, as long as it costs no more.
+    """Smaller micro-batches leave the schedule room for more layers: half as many, as long as it
+    costs no more.
 
-    The time of each schedule is known before it is estimated; all gradients are there from the second piece on.
+    The time of each schedule is known before it is estimated; all gradients are there from the
+    second piece on.
     """
     known, trials = search.known, list[tuple[float, Recipe]]()
     allowed, samples = known.pieces_for(family), known.pieces[-1]
@@ -84,7 +104,9 @@ def best_schedule(search: Search, family: Recipe) -> Recipe | None:
     while count >= allowed[0]:
         pieces = max(number for number in allowed if number <= count)
         trial = replace(family, micro_batches=pieces)
-        room = search.budget - (known.held_bytes(trial) if pieces == 1 else known.floor_bytes(trial))
+        room = search.budget - (
+            known.held_bytes(trial) if pieces == 1 else known.floor_bytes(trial)
+        )
         time = fastest_within(search, trial, room).time * samples / math.ceil(samples / pieces)
         if trials and time > trials[-1][0]:
             break
@@ -102,8 +124,9 @@ def best_schedule(search: Search, family: Recipe) -> Recipe | None:
 def with_schedule(search: Search, recipe: Recipe) -> Recipe | None:
     """A fast schedule that fits; None where the one that takes the least does not.
 
-    The room for activations is what the budget leaves beside all else that there was with another schedule; as that is
-    not the same with each, it is found in rounds, between what fits and what does not.
+    The room for activations is what the budget leaves beside all else that there was with another
+    schedule; as that is not the same with each, it is found in rounds, between what fits and what
+    does not.
     """
     best = least_schedule(search, recipe)
     if not search.fits(best):
@@ -124,7 +147,8 @@ def with_schedule(search: Search, recipe: Recipe) -> Recipe | None:
 
 
 def fastest_within(search: Search, recipe: Recipe, nbytes: int) -> Cost:
-    """Of the fastest schedule in so many bytes; where there is none, of the one that takes the least."""
+    """Of the fastest schedule in so many bytes; where there is none, of the one that takes the
+    least."""
     try:
         return scheduled(search, replace(recipe, schedule_bytes=max(1, nbytes)))
     except InfeasibleBudget:

@@ -32,12 +32,19 @@ class Estimates(Table, list):
 
     columns = ("peak, MB", "TFLOPs", "GB moved", "seconds", "recipe")
 
-    def __init__(self, found: Iterable[Estimate], rates: Rates, title: str = "", estimate: Callable | None = None):
+    def __init__(
+        self,
+        found: Iterable[Estimate],
+        rates: Rates,
+        title: str = "",
+        estimate: Callable | None = None,
+    ):
         list.__init__(self, found)
         self.rates, self.title, self.estimate = rates, title, estimate
 
     def way(self) -> Way:
-        """From the plain step to the cheapest, one technique at a time, by the search's own estimates."""
+        """From the plain step to the cheapest, one technique at a time, by the search's own
+        estimates."""
         return Way(map(self.estimate, steps_to(self[0].recipe)))
 
     def rows(self) -> list[Sequence]:
@@ -73,53 +80,65 @@ def fit(
     quick: bool = False,
     progress: bool = True,
 ) -> Estimates:
-    """The recipes whose step fits the budget, cheapest first by `Rates.seconds`, then by fewer micro-batches.
+    """The recipes whose step fits the budget, cheapest first by `Rates.seconds`, then by fewer
+    micro-batches.
 
-    Without `recipes`, combinations of the techniques that leave the training as it is: attention standard or flash;
-    checkpoints "layers" (around all blocks, or the first few), "selective", "segments" and "optimal"; offloaded
-    activations, alone or with "layers", with the host below fetched 0 to 2 ahead and 1 or 2 in flight; the loss head at
-    once or in chunks; steps in backward, or any number of micro-batches (with offloaded activations the numbers
-    double); none of the optimizer's state offloaded, or 1 to 4 quarters, in pages of 16, 4 or 1 MiB. What `base` sets
-    other than the default is in every recipe. What comes out needs all that it uses: what could do with less, and would
-    come first, is left out; of equal price fewer micro-batches, larger pages and fewer copies under way come first.
+    Without `recipes`, combinations of the techniques that leave the training as it is: attention
+    standard or flash; checkpoints "layers" (around all blocks, or the first few), "selective",
+    "segments" and "optimal"; offloaded activations, alone or with "layers", with the host below
+    fetched 0 to 2 ahead and 1 or 2 in flight; the loss head at once or in chunks; steps in
+    backward, or any number of micro-batches (with offloaded activations the numbers double); none
+    of the optimizer's state offloaded, or 1 to 4 quarters, in pages of 16, 4 or 1 MiB. What `base`
+    sets other than the default is in every recipe. What comes out needs all that it uses: what
+    could do with less, and would come first, is left out; of equal price fewer micro-batches,
+    larger pages and fewer copies under way come first.
 
     Not all are run. What is passed over, and why that loses nothing:
 
-    - A recipe whose optimizer's step alone exceeds the budget. It takes the same whatever forward and backward did; of
-      steps in backward, model and state are always there.
-    - One that adds to a recipe that fits, since to add takes no FLOPs and no copies away. It may where activations are
-      offloaded (with a checkpoint, a head in chunks or more micro-batches less goes down), and where "segments" and
-      "optimal" get more room: what adds to these is passed over if the least FLOPs that it can take and the copies of
-      its state cost as much as the cheapest that was found.
-    - Offloaded activations where fewer micro-batches had none that was large enough: a smaller piece has none either.
-    - Checkpoints around the first blocks only, where one block's cost no less than the cheapest found.
+    - A recipe whose optimizer's step alone exceeds the budget. It takes the same whatever forward
+      and backward did; of steps in backward, model and state are always there.
+    - One that adds to a recipe that fits, since to add takes no FLOPs and no copies away. It may
+      where activations are offloaded (with a checkpoint, a head in chunks or more micro-batches
+      less goes down), and where "segments" and "optimal" get more room: what adds to these is
+      passed over if the least FLOPs that it can take and the copies of its state cost as much as
+      the cheapest that was found.
+    - Offloaded activations where fewer micro-batches had none that was large enough: a smaller
+      piece has none either.
+    - Checkpoints around the first blocks only, where one block's cost no less than the cheapest
+      found.
 
-    And what is taken for granted: a step takes no more memory with more micro-batches (from two on), more segments (up
-    to the square root of the layers), a checkpoint more, smaller pages, fewer copies under way, or less for a schedule.
-    So the least that fits is found by bisection, and a schedule in some rounds. `tests/brute_force_fit.py` compares
-    what is found with all recipes of a grid.
+    And what is taken for granted: a step takes no more memory with more micro-batches (from two
+    on), more segments (up to the square root of the layers), a checkpoint more, smaller pages,
+    fewer copies under way, or less for a schedule. So the least that fits is found by bisection,
+    and a schedule in some rounds. `tests/brute_force_fit.py` compares what is found with all
+    recipes of a grid.
 
-    An estimate is put together from the step with few of the model's equal blocks, where it has such and grows evenly
-    with them, and from updates of few parameters (`course_lib.budget.extrapolate`); it equals that of the whole step.
-    The cheapest is confirmed by the step with all blocks; where that takes something else, all are searched again by
-    whole steps.
+    An estimate is put together from the step with few of the model's equal blocks, where it has
+    such and grows evenly with them, and from updates of few parameters
+    (`course_lib.budget.extrapolate`); it equals that of the whole step. The cheapest is confirmed
+    by the step with all blocks; where that takes something else, all are searched again by whole
+    steps.
 
     Args:
-        make_model, make_batch, loss_sum: as for `estimate`; micro-batches are tried where the loss's weight is known.
+        make_model, make_batch, loss_sum: as for `estimate`; micro-batches are tried where the
+            loss's weight is known.
         budget_bytes: for all tensors of the step, the batch aside.
-        max_norm: clip the gradient to this norm, as `train_step` does; steps in backward are then passed over.
+        max_norm: clip the gradient to this norm, as `train_step` does; steps in backward are then
+            passed over.
         blocks: what is checkpointed, as for a `Recipe`.
         recipes: to look among these alone.
-        base: what all recipes have, such as precision, optimizer and `min_bytes`; and `ranks`, for which each `shard`
-            is tried unless it names one.
+        base: what all recipes have, such as precision, optimizer and `min_bytes`; and `ranks`, for
+            which each `shard` is tried unless it names one.
         rates: of the machine, or the name of one in `RATES`.
         tier: as for `estimate`; if left out, "file" for "laptop" and "host" for all other machines.
-        quick: an answer sooner, which may not be the cheapest: checkpoints around all blocks or none, flash attention
-            where the model takes it, all of the optimizer's state offloaded or none, one micro-batch or the most.
+        quick: an answer sooner, which may not be the cheapest: checkpoints around all blocks or
+            none, flash attention where the model takes it, all of the optimizer's state offloaded
+            or none, one micro-batch or the most.
         progress: show a bar, where tqdm is installed.
 
     Raises:
-        InfeasibleBudget: nothing was found that fits; the least peak met in the search is named, with its recipe.
+        InfeasibleBudget: nothing was found that fits; the least peak met in the search is named,
+            with its recipe.
         TypeError, ValueError: an argument is not of its kind, or out of its range.
     """
     whole("budget_bytes", budget_bytes, 1, of="bytes")
@@ -131,13 +150,19 @@ def fit(
     if recipes is not None:
         recipes = list(kind("recipes", recipes, Iterable, "several recipes, as in a list"))
         if not recipes:
-            raise ValueError("recipes is empty; it takes one Recipe or more, or None for all that the search knows")
+            raise ValueError(
+                "recipes is empty; it takes one Recipe or more, or None for all that the search"
+                " knows"
+            )
         for recipe in recipes:
             kind("recipes", recipe, Recipe, "one Recipe or more")
     with _progress(progress) as watch, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "no activation was moved")  # nothing was large enough: the search finds out
+        # nothing was large enough: the search finds out
+        warnings.filterwarnings("ignore", "no activation was moved")
         options = {"loss_sum": loss_sum, "tier": tier, "max_norm": max_norm}
-        known = Known(make_model, make_batch, base, blocks=blocks, quick=quick, watch=watch, **options)
+        known = Known(
+            make_model, make_batch, base, blocks=blocks, quick=quick, watch=watch, **options
+        )
         return that_fit(Search(known, budget_bytes, rates), base, recipes)
 
 
@@ -161,9 +186,11 @@ def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = No
             told = f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
         raise InfeasibleBudget(search.budget, least and least.peak_bytes, told, least)
     title = text(
-        "{count} recipe fits into {budget}; {known} were estimated"
-        if len(found) == 1
-        else "{count} recipes fit into {budget}; {known} were estimated",
+        (
+            "{count} recipe fits into {budget}; {known} were estimated"
+            if len(found) == 1
+            else "{count} recipes fit into {budget}; {known} were estimated"
+        ),
         **{"count": len(found), "budget": bytes_text(search.budget), "known": len(known.estimates)},
     )
     if known.quick:
@@ -184,7 +211,8 @@ def _among(search: Search, recipes: Iterable[Recipe]) -> tuple[list[Estimate], l
 
 
 def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estimate]]:
-    """For several ranks: each sharding, with the fewest micro-batches, and checkpoints where it does not fit without.
+    """For several ranks: each sharding, with the fewest micro-batches, and checkpoints where it
+    does not fit without.
 
     And all that were estimated.
     """
@@ -200,11 +228,16 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
         family = replace(base, shard=shard, checkpoint=keep, blocks=blocks, attention=attention)
         if base.shard not in (None, shard) or rank.floor_bytes(shapes, family) > search.budget:
             continue
-        without = replace(family, checkpoint=keeps[0], blocks=None if keeps[0] == "none" else blocks)
-        if any(replace(e.recipe, micro_batches=1) == replace(without, micro_batches=1) for e in found):
+        without = replace(
+            family, checkpoint=keeps[0], blocks=None if keeps[0] == "none" else blocks
+        )
+        if any(
+            replace(e.recipe, micro_batches=1) == replace(without, micro_batches=1) for e in found
+        ):
             continue  # it fits without checkpoints
         optional = keep != keeps[0] or (base.shard is None and shard not in rank.REPLICATED)
-        with suppress(ValueError) if optional else nullcontext():  # a model without blocks, or a loss not by its call
+        # a model without blocks, or a loss not by its call
+        with suppress(ValueError) if optional else nullcontext():
             best = fewest_pieces(search, family, pieces)
             found += [known.estimate(best)] if best else []
     tried = [e for recipe, e in known.estimates.items() if recipe.ranks > 1]
@@ -218,13 +251,16 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
 def _all(search: Search) -> list[Estimate]:
     """Combinations of techniques, those of few techniques first."""
     found: list[Recipe] = []
-    for family in sorted(_families(search.known), key=lambda recipe: _techniques(search.known, recipe)):
+    for family in sorted(
+        _families(search.known), key=lambda recipe: _techniques(search.known, recipe)
+    ):
         too_large = search.known.floor_bytes(family) > search.budget
         if too_large or _needless(search, family, found) or _idle(search.known, family):
             continue
         try:
             best = refine(search, family)
-        except (RuntimeError, InfeasibleBudget):  # it changes in place what "selective" has kept, say
+        # it changes in place what "selective" has kept, say
+        except (RuntimeError, InfeasibleBudget):
             continue
         if best is not None:
             found.append(best)
@@ -233,7 +269,11 @@ def _all(search: Search) -> list[Estimate]:
     else:
         _add_first_blocks(search, found)
     found = [_with_large_pages(search, recipe) for recipe in found]
-    return [search.known.estimate(recipe) for recipe in found if not _can_do_with_less(search, recipe, found)]
+    return [
+        search.known.estimate(recipe)
+        for recipe in found
+        if not _can_do_with_less(search, recipe, found)
+    ]
 
 
 def _with_large_pages(search: Search, recipe: Recipe) -> Recipe:
@@ -243,29 +283,38 @@ def _with_large_pages(search: Search, recipe: Recipe) -> Recipe:
 
 
 def _families(known: Known) -> Iterator[Recipe]:
-    """One recipe for each combination; how many micro-batches, segments and schedule bytes is found later.
+    """One recipe for each combination; how many micro-batches, segments and schedule bytes is found
+    later.
 
-    What goes down depends on the micro-batches: with offloaded activations each number is a combination of its own,
-    from one to the next twice as many.
+    What goes down depends on the micro-batches: with offloaded activations each number is a
+    combination of its own, from one to the next twice as many.
     """
     for attention, keep, chunk, inside, fraction in product(
         known.attentions, known.keeps, known.chunks, known.insides, known.fractions
     ):
         techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, **keep}
         family = known.family(offload_optimizer=fraction, **techniques)
-        for pieces in known.doublings(family) if family.offload_activations else known.pieces_for(family)[:1]:
+        for pieces in (
+            known.doublings(family) if family.offload_activations else known.pieces_for(family)[:1]
+        ):
             yield replace(family, micro_batches=pieces)
 
 
 def _techniques(known: Known, recipe: Recipe) -> tuple:
     """How much a recipe adds to the plain step, for the order of the search."""
-    parts = (recipe.checkpoint != "none", recipe.offload_activations, recipe.head_chunk, recipe.in_backward)
+    parts = (
+        recipe.checkpoint != "none",
+        recipe.offload_activations,
+        recipe.head_chunk,
+        recipe.in_backward,
+    )
     attention = known.attentions.index(recipe.attention)
     return sum(map(bool, parts)) + recipe.offload_optimizer, attention, recipe.micro_batches
 
 
 def _adds_to(known: Known, recipe: Recipe, smaller: Recipe) -> bool:
-    """Whether a recipe uses all that the smaller one uses, with attention as dear, micro-batches aside."""
+    """Whether a recipe uses all that the smaller one uses, with attention as dear, micro-batches
+    aside."""
     return (
         smaller.attention in (recipe.attention, known.attentions[0])
         and smaller.checkpoint in ("none", recipe.checkpoint)
@@ -279,24 +328,35 @@ def _adds_to(known: Known, recipe: Recipe, smaller: Recipe) -> bool:
 def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
     """Whether the family adds to what fits, and can be no cheaper.
 
-    To add costs, but to two kinds: with offloaded activations, a checkpoint, a head in chunks and micro-batches leave
-    less to be moved; with a schedule or segments, any room that is won makes them cheaper. What adds to these is tried
-    where it may be the cheapest of all.
+    To add costs, but to two kinds: with offloaded activations, a checkpoint, a head in chunks and
+    micro-batches leave less to be moved; with a schedule or segments, any room that is won makes
+    them cheaper. What adds to these is tried where it may be the cheapest of all.
     """
     smaller = [recipe for recipe in found if _adds_to(search.known, family, recipe)]
-    if any(recipe.checkpoint not in CHAINED and _moves_as_much(family, recipe) for recipe in smaller):
+    if any(
+        recipe.checkpoint not in CHAINED and _moves_as_much(family, recipe) for recipe in smaller
+    ):
         return True
-    return bool(smaller) and search.known.least_seconds(family, search.rates) >= min(map(search.seconds, found))
+    return bool(smaller) and search.known.least_seconds(family, search.rates) >= min(
+        map(search.seconds, found)
+    )
 
 
 def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
     names = ("attention", "checkpoint", "head_chunk", "micro_batches")
-    return not smaller.offload_activations or all(getattr(recipe, name) == getattr(smaller, name) for name in names)
+    return not smaller.offload_activations or all(
+        getattr(recipe, name) == getattr(smaller, name) for name in names
+    )
 
 
 def _idle(known: Known, family: Recipe) -> bool:
-    """Whether nothing is large enough to go down: it was not with fewer micro-batches, whose tensors are larger."""
-    fewer = (replace(family, micro_batches=count) for count in known.pieces_for(family) if count < family.micro_batches)
+    """Whether nothing is large enough to go down: it was not with fewer micro-batches, whose
+    tensors are larger."""
+    fewer = (
+        replace(family, micro_batches=count)
+        for count in known.pieces_for(family)
+        if count < family.micro_batches
+    )
     tried = (recipe for recipe in fewer if recipe in known.estimates)
     return family.offload_activations and any(map(known.moves_nothing, tried))
 
@@ -309,13 +369,21 @@ def _can_do_with_less(search: Search, recipe: Recipe, found: list[Recipe]) -> bo
 
 
 def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
-    """Checkpoints around the first blocks only, where that is the cheapest of all: it costs no less than one block."""
+    """Checkpoints around the first blocks only, where that is the cheapest of all: it costs no less
+    than one block."""
     known = search.known
     if known.quick or "layers" not in {keep.get("checkpoint") for keep in known.keeps}:
         return
     cheapest = min(map(search.seconds, found))
-    for attention, chunk, inside, fraction in product(known.attentions, known.chunks, known.insides, known.fractions):
-        techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, "offload_optimizer": fraction}
+    for attention, chunk, inside, fraction in product(
+        known.attentions, known.chunks, known.insides, known.fractions
+    ):
+        techniques = {
+            "attention": attention,
+            "head_chunk": chunk,
+            "in_backward": inside,
+            "offload_optimizer": fraction,
+        }
         plain = known.family(**techniques)
         if plain.offload_activations or known.least_seconds(plain, search.rates) >= cheapest:
             continue
@@ -331,11 +399,20 @@ def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
 def _find_least(search: Search) -> None:
     """For the message: what takes the least, among those that use the most."""
     known = search.known
-    keeps = [keep for keep in known.keeps if keep["offload_activations"] or keep.get("checkpoint") == "optimal"]
+    keeps = [
+        keep
+        for keep in known.keeps
+        if keep["offload_activations"] or keep.get("checkpoint") == "optimal"
+    ]
     for attention, fraction, inside, keep in product(
         known.attentions, known.fractions[::-1], known.insides, keeps or known.keeps[-1:]
     ):
-        techniques = {"attention": attention, "head_chunk": known.chunks[-1], "in_backward": inside, **keep}
+        techniques = {
+            "attention": attention,
+            "head_chunk": known.chunks[-1],
+            "in_backward": inside,
+            **keep,
+        }
         recipe = known.family(offload_optimizer=fraction, **techniques)
         recipe = replace(recipe, micro_batches=known.pieces_for(recipe)[-1])
         least = min(e.peak_bytes for e in known.estimates.values())
@@ -345,7 +422,8 @@ def _find_least(search: Search) -> None:
 
 @contextmanager
 def _progress(wanted: bool) -> Iterator[Callable[[Recipe], None]]:
-    """What is to be called before each estimate: it moves a bar, where one is wanted and tqdm is installed."""
+    """What is to be called before each estimate: it moves a bar, where one is wanted and tqdm is
+    installed."""
     try:
         from tqdm.auto import tqdm
     except ImportError:

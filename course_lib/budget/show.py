@@ -19,11 +19,16 @@ ORDER = tuple(tuple(technique.fields) for technique in BY_PLACE)  # what is chea
 
 
 def steps_to(recipe: Recipe) -> list[Recipe]:
-    """The plain step in the recipe's precision and with its optimizer, then one technique more each time.
+    """The plain step in the recipe's precision and with its optimizer, then one technique more each
+    time.
 
     On several ranks it is that of "ddp".
     """
-    base: dict = {"precision": recipe.precision, "optimizer": recipe.optimizer, "update": recipe.update}
+    base: dict = {
+        "precision": recipe.precision,
+        "optimizer": recipe.optimizer,
+        "update": recipe.update,
+    }
     base |= {"ranks": recipe.ranks, "shard": "ddp"} if recipe.ranks > 1 else {}
     steps, changed = [Recipe(**base)], recipe.changed()
     # A schedule's bytes are meant for its micro-batches: it need not fit the whole batch.
@@ -55,7 +60,12 @@ class Way(Table, list):
         more = [text("+ {added}", added=added(a.recipe, b.recipe)) for a, b in pairwise(self)]
         names = [str(self[0].recipe), *more]
         return [
-            (name, f"{e.peak_bytes / 1e6:,.1f}", f"{e.flops / self[0].flops:.2f}", f"{e.moved_bytes / 1e9:,.3f}")
+            (
+                name,
+                f"{e.peak_bytes / 1e6:,.1f}",
+                f"{e.flops / self[0].flops:.2f}",
+                f"{e.moved_bytes / 1e9:,.3f}",
+            )
             for name, e in zip(names, self, strict=True)
         ]
 
@@ -71,7 +81,8 @@ def waterfall(
     labels: Mapping[str, str] | None = None,
     ax=None,
 ):
-    """Draw the predicted peaks as stacked bars, by category, with each step's price, and the measured ones as points.
+    """Draw the predicted peaks as stacked bars, by category, with each step's price, and the
+    measured ones as points.
 
     Args:
         estimates: of recipes, each with a change from the last.
@@ -94,22 +105,48 @@ def waterfall(
         if any(values):
             look = {"facecolor": CATEGORY_COLORS[category], "hatch": CATEGORY_HATCHES.get(category)}
             look["edgecolor"] = (1.0, 1.0, 1.0, 0.35)  # of the hatching
-            ax.bar(steps, values, 0.62, heights, label=labels.get(category, category), linewidth=0, **look)
+            ax.bar(
+                steps,
+                values,
+                0.62,
+                heights,
+                label=labels.get(category, category),
+                linewidth=0,
+                **look,
+            )
             heights = [a + b for a, b in zip(heights, values, strict=True)]
     shown = [(i, count / unit) for i, count in enumerate(measured) if count is not None]
     if shown:
-        ax.plot(*zip(*shown, strict=True), "kD", markersize=5, label=labels.get("measured", "measured"))
+        ax.plot(
+            *zip(*shown, strict=True), "kD", markersize=5, label=labels.get("measured", "measured")
+        )
     for i, (estimate, height) in enumerate(zip(estimates, heights, strict=True)):
         price = _price(estimate, estimates[0], height, unit, name)
-        ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # the budget's line must not cross the words
-        ax.annotate(price, (i, height), (0, 7), textcoords="offset points", ha="center", fontsize=8, bbox=ground)
+        # the budget's line must not cross the words
+        ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+        ax.annotate(
+            price,
+            (i, height),
+            (0, 7),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            bbox=ground,
+        )
     if budget_bytes is not None:
         ax.axhline(budget_bytes / unit, color="black", linewidth=1, linestyle="--")
         where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        text = f"{labels.get('budget', 'budget')}\n{budget_bytes / unit:,.{1 if unit == 1e9 else 0}f} {name}"
-        ax.annotate(text, (1, budget_bytes / unit), (4, 0), ha="left", va="center", fontsize=8, **where)
+        text = (
+            f"{labels.get('budget', 'budget')}\n{budget_bytes / unit:,.{1 if unit == 1e9 else 0}f}"
+            f" {name}"
+        )
+        ax.annotate(
+            text, (1, budget_bytes / unit), (4, 0), ha="left", va="center", fontsize=8, **where
+        )
     names = names or [name for name, *_ in Way(estimates).rows()]
-    ax.set_xticks(list(steps), ["\n".join(map(_wrapped, str(each).split("\n"))) for each in names], fontsize=8)
+    ax.set_xticks(
+        list(steps), ["\n".join(map(_wrapped, str(each).split("\n"))) for each in names], fontsize=8
+    )
     ax.set_ylim(0, max(heights) * 1.25)
     ax.set_ylabel(name)
     ax.legend(frameon=False, fontsize=8, loc="upper right")
@@ -117,7 +154,10 @@ def waterfall(
 
 
 def _price(estimate: Estimate, first: Estimate, height: float, unit: float, name: str) -> str:
-    price = [f"{height:,.{2 if unit == 1e9 else 0}f} {name}", f"{estimate.flops / first.flops:.2f} × FLOPs"]
+    price = [
+        f"{height:,.{2 if unit == 1e9 else 0}f} {name}",
+        f"{estimate.flops / first.flops:.2f} × FLOPs",
+    ]
     if estimate.moved_bytes:
         price.append(f"{estimate.moved_bytes / unit:,.1f} {name} ↕")
     return "\n".join(price)

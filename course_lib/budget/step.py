@@ -31,7 +31,12 @@ from .techniques.technique import all_of
 
 
 def build(
-    make_model: Callable[[], nn.Module], recipe: Recipe, *, lr: float = LR, store=None, state: bool = False
+    make_model: Callable[[], nn.Module],
+    recipe: Recipe,
+    *,
+    lr: float = LR,
+    store=None,
+    state: bool = False,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model in the recipe's precision, and its optimizer.
 
@@ -40,7 +45,8 @@ def build(
         recipe: for `precision`, `optimizer`, `update` and `offload_optimizer`.
         lr: of the optimizer.
         store: for the offloaded part of the optimizer; `OffloadedOptimizer`'s own if left out.
-        state: make the optimizer's state too, by a step on gradients of zero; else the first step makes it.
+        state: make the optimizer's state too, by a step on gradients of zero; else the first step
+            makes it.
     """
     model = model_of(make_model, recipe)
     optimizer = optimizer_of(model, recipe, store=store, lr=lr)
@@ -62,7 +68,8 @@ def model_of(make_model: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
 
 
 class _CopiesOfSymbolic(TorchFunctionMode):
-    """Inside, `copy.deepcopy` of a symbolic tensor, as `nn.TransformerEncoder` does it with its layer, is another one.
+    """Inside, `copy.deepcopy` of a symbolic tensor, as `nn.TransformerEncoder` does it with its
+    layer, is another one.
 
     PyTorch would copy along the mode that the tensor belongs to.
     """
@@ -74,16 +81,24 @@ class _CopiesOfSymbolic(TorchFunctionMode):
         if id(tensor) not in memo:
             copied = tensor.detach().clone()
             is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+            memo[id(tensor)] = (
+                nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+            )
         return memo[id(tensor)]
 
 
-def optimizer_of(model: nn.Module, recipe: Recipe, *, store=None, lr: float = LR) -> torch.optim.Optimizer:
+def optimizer_of(
+    model: nn.Module, recipe: Recipe, *, store=None, lr: float = LR
+) -> torch.optim.Optimizer:
     """The recipe's optimizer, of the parameters that are trained."""
     parameters, (base, settings) = trained(model), base_of(recipe)
     if not recipe.has_pages:
         return base(parameters, lr=lr, **settings)
-    options = {"fraction": recipe.offload_optimizer, "page_bytes": recipe.page_bytes, "store": store}
+    options = {
+        "fraction": recipe.offload_optimizer,
+        "page_bytes": recipe.page_bytes,
+        "store": store,
+    }
     return OffloadedOptimizer(parameters, base, lr=lr, **options, **settings)
 
 
@@ -91,7 +106,8 @@ def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The optimizer's state, as it is from the second step on, by steps on gradients of zero."""
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = trained(model)
-    together = len(parameters) if is_symbolic() else 1  # for real, one at a time, to take little memory
+    # for real, one at a time, to take little memory
+    together = len(parameters) if is_symbolic() else 1
     try:
         for group in optimizer.param_groups:
             group["lr"] = 0.0
@@ -124,22 +140,27 @@ def train_step(
         model: in the recipe's precision, as from `build`.
         optimizer: as from `build`.
         batch: what `course_lib.accumulation.split` takes; for a `Decoder`, tokens (b, s + 1).
-        recipe: what to use, on any model: nothing of it is taken apart, but for the checkpoints "segments" and
-            "optimal" of a `Decoder` as it is made, without forward hooks, and with its own loss; in other models they
-            take blocks that form a chain (see `course_lib.schedule.schedule_blocks`). `in_backward` steps a parameter
-            each time that autograd hands over its gradient, which under reentrant checkpoints of the model's own may be
-            in parts; blocks that are repeated after it, and use it detached, find the new one.
-        loss_sum: (model, batch) -> (sum of losses, weight), as for `course_lib.accumulation.AccumulatedStep`. Left out,
-            it is `model.loss_sum(batch)`; else `model.loss(batch)`, a mean, which takes one micro-batch: over how many
-            tokens or samples it goes is not known, so that those of several cannot be added up; else, for a Hugging
-            Face model and a dict with labels, the loss of `model(**batch)`, weighed by the labels that it counts.
+        recipe: what to use, on any model: nothing of it is taken apart, but for the checkpoints
+            "segments" and "optimal" of a `Decoder` as it is made, without forward hooks, and with
+            its own loss; in other models they take blocks that form a chain (see
+            `course_lib.schedule.schedule_blocks`). `in_backward` steps a parameter each time that
+            autograd hands over its gradient, which under reentrant checkpoints of the model's own
+            may be in parts; blocks that are repeated after it, and use it detached, find the new
+            one.
+        loss_sum: (model, batch) -> (sum of losses, weight), as for
+            `course_lib.accumulation.AccumulatedStep`. Left out, it is `model.loss_sum(batch)`; else
+            `model.loss(batch)`, a mean, which takes one micro-batch: over how many tokens or
+            samples it goes is not known, so that those of several cannot be added up; else, for a
+            Hugging Face model and a dict with labels, the loss of `model(**batch)`, weighed by the
+            labels that it counts.
         max_norm: clip the gradient to this norm, as `AccumulatedStep` does.
         store: for offloaded activations; the default of `offload_activations` if left out.
 
     Returns:
-        A `StepResult`; with `model.loss` alone its weight counts samples. Gradients are None afterwards. After an error
-        they and the random generators are as before, and no parameter has changed, but for those that `in_backward`, or
-        an optimizer that failed itself, has stepped.
+        A `StepResult`; with `model.loss` alone its weight counts samples. Gradients are None
+        afterwards. After an error they and the random generators are as before, and no parameter
+        has changed, but for those that `in_backward`, or an optimizer that failed itself, has
+        stepped.
 
     Raises:
         TypeError, ValueError: recipe, model and batch do not go together; the message says how.
@@ -147,15 +168,26 @@ def train_step(
     check_model(model, recipe)
     check_loss(model, recipe, loss_sum)
     kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
-    return run_pieces(model, optimizer, pieces_of(batch, recipe.micro_batches), recipe, loss_sum, store, max_norm)
+    return run_pieces(
+        model, optimizer, pieces_of(batch, recipe.micro_batches), recipe, loss_sum, store, max_norm
+    )
 
 
 def run_pieces(
-    model, optimizer, pieces: Iterable[Any], recipe: Recipe, loss_sum=None, store=None, max_norm=None
+    model,
+    optimizer,
+    pieces: Iterable[Any],
+    recipe: Recipe,
+    loss_sum=None,
+    store=None,
+    max_norm=None,
 ) -> StepResult:
     """`train_step` on micro-batches that are there already."""
     if max_norm is not None and recipe.in_backward:
-        got = f"max_norm is {max_norm} and in_backward is True, where the norm of all gradients is never known"
+        got = (
+            f"max_norm is {max_norm} and in_backward is True, where the norm of all gradients is"
+            " never known"
+        )
         raise ValueError(f"{got}; it takes None")
 
     def loss(_, piece) -> tuple[Tensor, float | Tensor]:
@@ -169,7 +201,9 @@ def run_pieces(
 
     with applied(model, recipe) as check:
         if not recipe.in_backward:
-            step = AccumulatedStep(model, optimizer, loss, max_norm=max_norm, accumulate=recipe.accumulate)
+            step = AccumulatedStep(
+                model, optimizer, loss, max_norm=max_norm, accumulate=recipe.accumulate
+            )
             return step(pieces)
         [piece] = pieces
         with random_numbers_undone():
@@ -194,12 +228,18 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
         hooks += [p.register_post_accumulate_grad_hook(step_now) for p in trained(model)]
         loss, weight = check_loss_sum(loss_sum(model, piece))
         mean = loss / weight
-        value, weight = (math.nan, math.nan) if is_symbolic() else (float(loss.detach()), float(weight))
+        value, weight = (
+            (math.nan, math.nan) if is_symbolic() else (float(loss.detach()), float(weight))
+        )
         if not is_symbolic() and not (math.isfinite(value) and 0 < weight < math.inf):
-            raise ValueError(f"loss {value}, weight {weight}; it takes finite numbers, the weight above 0")
+            raise ValueError(
+                f"loss {value}, weight {weight}; it takes finite numbers, the weight above 0"
+            )
         mean.backward()
         if not stepped & optimized:
-            raise RuntimeError("no parameter of the optimizer got a gradient; it takes an optimizer of this model")
+            raise RuntimeError(
+                "no parameter of the optimizer got a gradient; it takes an optimizer of this model"
+            )
         gradients = [None] * len(parameters)
     finally:
         for hook in hooks:
@@ -213,16 +253,24 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
 def applied(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
     """Inside, the model does what the recipe says, in place; afterwards it is as before.
 
-    What is yielded is to be called after a forward pass: it raises if that has gone by what was put in.
+    What is yielded is to be called after a forward pass: it raises if that has gone by what was put
+    in.
     """
     with ExitStack() as stack:
         stack.enter_context(without_cache(model))
-        entered = [stack.enter_context(each.applied(recipe, model)) for each in BY_PLACE if each.around == "step"]
+        entered = [
+            stack.enter_context(each.applied(recipe, model))
+            for each in BY_PLACE
+            if each.around == "step"
+        ]
         yield all_of(entered)
 
 
-def chain_of_blocks(model: nn.Module, piece: Any, recipe: Recipe, loss_sum: LossSum | None = None) -> Chain:
-    """What the blocks take of one micro-batch, as a forward pass finds it that goes no further than to the first."""
+def chain_of_blocks(
+    model: nn.Module, piece: Any, recipe: Recipe, loss_sum: LossSum | None = None
+) -> Chain:
+    """What the blocks take of one micro-batch, as a forward pass finds it that goes no further than
+    to the first."""
     found: list[Chain] = []
 
     def noted(chain: Chain) -> None:
@@ -233,7 +281,11 @@ def chain_of_blocks(model: nn.Module, piece: Any, recipe: Recipe, loss_sum: Loss
         names_of(model, block_names(recipe)),
         replace(recipe, checkpoint="none", schedule_bytes=None, blocks=None),
     )
-    with suppress(_Found), applied(model, plain), ScheduledBlocks(model, names, noted, chains_of(model, recipe)):
+    with (
+        suppress(_Found),
+        applied(model, plain),
+        ScheduledBlocks(model, names, noted, chains_of(model, recipe)),
+    ):
         loss_of(model, piece, plain, loss_sum)
     return found[0]
 
@@ -254,7 +306,9 @@ def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
     samples = samples_in(batch)
     allowed = pieces_allowed(samples)
     if micro_batches not in allowed:
-        raise ValueError(f"micro_batches is {micro_batches}; a batch of {samples} samples takes one of {allowed}")
+        raise ValueError(
+            f"micro_batches is {micro_batches}; a batch of {samples} samples takes one of {allowed}"
+        )
     return list(split(batch, math.ceil(samples / micro_batches)))
 
 
@@ -276,7 +330,10 @@ def check_model(model: Any, recipe: Recipe) -> None:
     check_recipe(recipe)
     kind("model", model, nn.Module, "a torch.nn.Module")
     if not trained(model):
-        raise ValueError(f"model is {shown(model)} without parameters that require gradients; it takes one or more")
+        raise ValueError(
+            f"model is {shown(model)} without parameters that require gradients; it takes one or"
+            " more"
+        )
     for technique in TECHNIQUES:
         if problem := technique.refuse(recipe, model):
             raise ValueError(problem)

@@ -1,4 +1,5 @@
-"""What the command is asked about: a model and a batch, from a config.json, a function of the user's, or sizes."""
+"""What the command is asked about: a model and a batch, from a config.json, a function of the
+user's, or sizes."""
 
 from __future__ import annotations
 
@@ -48,17 +49,26 @@ def workload_of(given: Namespace) -> Workload:
     Raises:
         ValueError: something is missing, cannot be found, or does not go together; in one sentence.
     """
-    sizes = [name for name in ("parameters", "hidden", "layers", "heads") if getattr(given, name) is not None]
+    sizes = [
+        name
+        for name in ("parameters", "hidden", "layers", "heads")
+        if getattr(given, name) is not None
+    ]
     ways = [name for name in ("config", "model") if getattr(given, name) is not None] + sizes[:1]
     if len(ways) != 1:
         got = " and ".join(f"--{name}" for name in ways) or "missing"
         raise ValueError(
-            f"the model is {got}; it takes --config, or --model, or --parameters, or --hidden and --layers"
+            f"the model is {got}; it takes --config, or --model, or --parameters, or --hidden and"
+            " --layers"
         )
-    fits = {"--model": ("batch_from",), "--config": ("sequence", "batch")}.get(f"--{ways[0]}", BY_SIZES)
+    fits = {"--model": ("batch_from",), "--config": ("sequence", "batch")}.get(
+        f"--{ways[0]}", BY_SIZES
+    )
     for name in ("batch_from", *BY_SIZES):
         if getattr(given, name) is not None and name not in fits:
-            raise ValueError(f"--{name.replace('_', '-')} comes with --{ways[0]}, which does without")
+            raise ValueError(
+                f"--{name.replace('_', '-')} comes with --{ways[0]}, which does without"
+            )
     if given.model:
         return _by_function(given)
     for name in ("sequence", "batch"):
@@ -91,7 +101,11 @@ def _by_function(given: Namespace) -> Workload:
         [batch] = pieces_of(make_batch(), 1)
         count = samples_in(batch)
     return Workload(
-        make_model, make_batch, getattr(make_model, "loss_sum", None), given.model, text("{count} samples", count=count)
+        make_model,
+        make_batch,
+        getattr(make_model, "loss_sum", None),
+        given.model,
+        text("{count} samples", count=count),
     )
 
 
@@ -105,9 +119,15 @@ def _by_sizes(given: Namespace) -> Workload:
     most = max(1, hidden // HEAD_DIM)
     heads = given.heads or max(count for count in range(1, most + 1) if hidden % count == 0)
     sizes = {"vocabulary": vocabulary, "hidden": hidden, "layers": layers, "heads": heads}
-    name = text("a decoder: hidden {hidden}, {layers} layers, {heads} heads, vocabulary {vocabulary}", **sizes)
+    name = text(
+        "a decoder: hidden {hidden}, {layers} layers, {heads} heads, vocabulary {vocabulary}",
+        **sizes,
+    )
     return Workload(
-        lambda: Decoder(**sizes, sequence=given.sequence), *_tokens(given, vocabulary), name, _samples(given)
+        lambda: Decoder(**sizes, sequence=given.sequence),
+        *_tokens(given, vocabulary),
+        name,
+        _samples(given),
     )
 
 
@@ -141,7 +161,8 @@ def _found(option: str, name: str) -> Callable:
 
 
 def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
-    """hidden and layers of a decoder with about so many parameters: v h, 12 h^2 a layer, a layer for each 128 of h."""
+    """hidden and layers of a decoder with about so many parameters: v h, 12 h^2 a layer, a layer
+    for each 128 of h."""
 
     def count(hidden: int, layers: int) -> int:
         return vocabulary * hidden + 12 * layers * hidden**2
@@ -150,5 +171,8 @@ def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
     while count(hidden + HEAD_DIM, hidden // HEAD_DIM + 1) <= parameters:
         hidden += HEAD_DIM
     # The number of layers is whole, so the width next to this one may come nearer.
-    shapes = [(h, max(1, round((parameters - vocabulary * h) / (12 * h**2)))) for h in (hidden, hidden + HEAD_DIM)]
+    shapes = [
+        (h, max(1, round((parameters - vocabulary * h) / (12 * h**2))))
+        for h in (hidden, hidden + HEAD_DIM)
+    ]
     return min(shapes, key=lambda shape: abs(count(*shape) - parameters))

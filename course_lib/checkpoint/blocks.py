@@ -28,27 +28,32 @@ def checkpoint_blocks(
 ) -> CheckpointedBlocks:
     """Let the blocks of a model forget their activations: in place, until the handle is removed.
 
-    A block is any module that is called. Its arguments and what it returns may be anything; hooks on it run once a
-    forward pass, those on modules inside it once more in the recomputation. Names in the state dict stay. Without
-    gradients nothing changes; a copy of the model (deepcopy, pickle) is a plain one.
+    A block is any module that is called. Its arguments and what it returns may be anything; hooks
+    on it run once a forward pass, those on modules inside it once more in the recomputation. Names
+    in the state dict stay. Without gradients nothing changes; a copy of the model (deepcopy,
+    pickle) is a plain one.
 
     Args:
         model: changed in place: its blocks get a `forward` of their own.
-        blocks: the blocks' names as in `model.named_modules()`, with wildcards that stand for a part between two dots:
-            "layers.*", "model.layers.*", ["encoder.block.*", "decoder.block.*"]. None takes every list of two or more
-            modules of one type (`nn.ModuleList` or `nn.Sequential`) that lies in no other such list: an encoder's and a
-            decoder's, of any lengths. What nobody calls, such as an `nn.ModuleList`, is no block. A list of one counts
-            where there are no longer ones, and single layers, such as `nn.Linear`, where there is nothing else.
+        blocks: the blocks' names as in `model.named_modules()`, with wildcards that stand for a
+            part between two dots: "layers.*", "model.layers.*", ["encoder.block.*",
+            "decoder.block.*"]. None takes every list of two or more modules of one type
+            (`nn.ModuleList` or `nn.Sequential`) that lies in no other such list: an encoder's and a
+            decoder's, of any lengths. What nobody calls, such as an `nn.ModuleList`, is no block. A
+            list of one counts where there are no longer ones, and single layers, such as
+            `nn.Linear`, where there is nothing else.
         every: checkpoint each `every`-th block only: with 2 the second, the fourth, ...
-        first: look at the first blocks only, in the order in which the model has them, through several lists. At the
-            peak, when backward starts, the last block is there in full anyway.
-        policy: None forgets everything; a list of operators, or a policy as for `create_selective_checkpoint_contexts`,
-            says what to keep.
+        first: look at the first blocks only, in the order in which the model has them, through
+            several lists. At the peak, when backward starts, the last block is there in full
+            anyway.
+        policy: None forgets everything; a list of operators, or a policy as for
+            `create_selective_checkpoint_contexts`, says what to keep.
         preserve_rng_state: keep the states of random generators too, for blocks that draw numbers.
 
     Returns:
-        A handle with the `names` of the blocks. `handle.remove()` undoes; so does leaving a `with` block. After a
-        forward pass `handle.check()` raises if none of them was called with gradients.
+        A handle with the `names` of the blocks. `handle.remove()` undoes; so does leaving a `with`
+        block. After a forward pass `handle.check()` raises if none of them was called with
+        gradients.
 
     Raises:
         ValueError: no module that is called has such a name, or one is checkpointed already.
@@ -59,9 +64,9 @@ def checkpoint_blocks(
         with checkpoint_blocks(decoder, "layers.*"):
             decoder.loss(tokens).backward()
 
-    What a block changes besides its outputs, it changes twice, and the second time it computes with what it has
-    changed: running statistics, spectral norms, and a key-value cache that grows (with Hugging Face models, train with
-    `use_cache=False`).
+    What a block changes besides its outputs, it changes twice, and the second time it computes with
+    what it has changed: running statistics, spectral norms, and a key-value cache that grows (with
+    Hugging Face models, train with `use_cache=False`).
     """
     kind("model", model, nn.Module, "an nn.Module")
     every = whole("every", every, 1)
@@ -73,14 +78,17 @@ def checkpoint_blocks(
     names = names_of(model, blocks)[:first][every - 1 :: every]
     if not names:
         raise ValueError(f"every is {every}; it takes the number of blocks or less")
-    return CheckpointedBlocks(model, names, {"context_fn": context_fn, "preserve_rng_state": preserve_rng_state})
+    return CheckpointedBlocks(
+        model, names, {"context_fn": context_fn, "preserve_rng_state": preserve_rng_state}
+    )
 
 
 # ---- a forward of its own
 
 
 class BlocksInPlace:
-    """Blocks that do something else for a while, and how to undo it: `remove()`, or the end of a `with` block.
+    """Blocks that do something else for a while, and how to undo it: `remove()`, or the end of a
+    `with` block.
 
     Attributes:
         names: of the blocks, as in `model.named_modules()`.
@@ -90,7 +98,9 @@ class BlocksInPlace:
         self.names = tuple(names)
         blocks = [model.get_submodule(name) for name in names]
         if any(isinstance(block.forward, _Forward) for block in blocks):
-            raise ValueError(f"blocks is {', '.join(names)}, checkpointed already; it takes blocks that are not")
+            raise ValueError(
+                f"blocks is {', '.join(names)}, checkpointed already; it takes blocks that are not"
+            )
         self._forwards = [_Forward(block, partial(self._call, i)) for i, block in enumerate(blocks)]
 
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
@@ -117,14 +127,17 @@ class CheckpointedBlocks(BlocksInPlace):
         self._options, self._called = options, False
 
     def check(self) -> None:
-        """After a forward pass: raise if none of the blocks was called with gradients, so that nothing was forgotten.
+        """After a forward pass: raise if none of the blocks was called with gradients, so that
+        nothing was forgotten.
 
         As where an autograd function of the model's own runs them, or a reentrant checkpoint.
         """
         if not self._called:
             told = " to ".join(dict.fromkeys((self.names[0], self.names[-1])))
             told += " was" if len(self.names) == 1 else " were"
-            raise ValueError(f"{told} not called with gradients on; it takes blocks that are, or no checkpoints")
+            raise ValueError(
+                f"{told} not called with gradients on; it takes blocks that are, or no checkpoints"
+            )
 
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         self._called |= torch.is_grad_enabled()
@@ -137,9 +150,11 @@ class CheckpointedBlocks(BlocksInPlace):
 
 
 class _Forward:
-    """Stands in a block's attributes as its `forward`, so that `block(...)` still runs the block's hooks around it.
+    """Stands in a block's attributes as its `forward`, so that `block(...)` still runs the block's
+    hooks around it.
 
-    It knows the block weakly: a block that held itself would live until the garbage collector comes.
+    It knows the block weakly: a block that held itself would live until the garbage collector
+    comes.
 
     Args:
         around: (the block's own forward, args, kwargs) -> what the block returns.
@@ -147,7 +162,8 @@ class _Forward:
 
     def __init__(self, block: nn.Module, around: Callable[[Callable, tuple, dict], Any]):
         self.block, self.around = weakref.ref(block), around
-        self.before = vars(block).get("forward")  # others may have replaced it before us, as accelerate does
+        # others may have replaced it before us, as accelerate does
+        self.before = vars(block).get("forward")
         self.active, block.forward = True, self
 
     def own(self) -> Callable:
@@ -159,7 +175,8 @@ class _Forward:
 
     def undo(self) -> None:
         block, self.active = self.block(), False
-        if block is not None and vars(block).get("forward") is self:  # else others call it, and it steps aside
+        # else others call it, and it steps aside
+        if block is not None and vars(block).get("forward") is self:
             del block.forward
             if self.before is not None:
                 block.forward = self.before
@@ -174,38 +191,56 @@ class _Forward:
 
 def names_of(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
     """The one choice of blocks: of checkpoints, schedules, recipes and shards."""
-    return [name for names in lists_of(model) for name in names] if blocks is None else _matching(model, blocks)
+    return (
+        [name for names in lists_of(model) for name in names]
+        if blocks is None
+        else _matching(model, blocks)
+    )
 
 
 def lists_of(model: nn.Module) -> list[list[str]]:
-    """The names of the blocks in each list of like modules, in the order in which the model has them.
+    """The names of the blocks in each list of like modules, in the order in which the model has
+    them.
 
     Raises:
         ValueError: there is none.
     """
     several, any_number = list(_lists(model)), list(_lists(model, least=1))
-    # Single layers, such as a model's heads for several tasks, keep no more than their input anyway.
+    # Single layers, such as a model's heads for several tasks, keep no more than their input
+    # anyway.
     larger = [
-        [names for names in lists if any(model.get_submodule(names[0]).children())] for lists in (several, any_number)
+        [names for names in lists if any(model.get_submodule(names[0]).children())]
+        for lists in (several, any_number)
     ]
     found = next(filter(None, (*larger, several, any_number)), None)
     if found is None:
-        raise ValueError("blocks is None, but the model has no list of like modules; it takes names with wildcards")
+        raise ValueError(
+            "blocks is None, but the model has no list of like modules; it takes names with"
+            " wildcards"
+        )
     return found
 
 
 def _matching(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
-    patterns = [blocks] if isinstance(blocks, str) else kind("blocks", blocks, (list, tuple), "names, or None")
+    patterns = (
+        [blocks]
+        if isinstance(blocks, str)
+        else kind("blocks", blocks, (list, tuple), "names, or None")
+    )
     runs = [name for name, module in model.named_modules() if _is_called(module)]
     found = [name for name in runs if name and any(_matches(name, pattern) for pattern in patterns)]
     if not found:
         some = ", ".join(map(repr, filter(None, runs[:6])))
-        raise ValueError(f"blocks is {blocks!r}, the name of no module that is called; it takes names such as {some}")
+        raise ValueError(
+            f"blocks is {blocks!r}, the name of no module that is called; it takes names such as"
+            f" {some}"
+        )
     return found
 
 
 def _is_called(module: nn.Module) -> bool:
-    """An nn.ModuleList has no forward of its own: nobody calls it, so nothing would be forgotten."""
+    """An nn.ModuleList has no forward of its own: nobody calls it, so nothing would be
+    forgotten."""
     return (
         "forward" in vars(module) or type(module).forward is not nn.Module.forward
     )  # its own, as where it is compiled
@@ -215,8 +250,11 @@ def _matches(name: str, pattern: str) -> bool:
     return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
 
 
-def _lists(module: nn.Module, prefix: str = "", least: int = 2, seen: set | None = None) -> Iterator[list[str]]:
-    """The names in each list of at least two modules of one type; what is inside these modules is not looked at.
+def _lists(
+    module: nn.Module, prefix: str = "", least: int = 2, seen: set | None = None
+) -> Iterator[list[str]]:
+    """The names in each list of at least two modules of one type; what is inside these modules is
+    not looked at.
 
     With `least=1` also in an `nn.ModuleList` of one module, for a model of one layer.
     """

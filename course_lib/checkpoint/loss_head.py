@@ -24,12 +24,13 @@ def checkpointed_loss(
 ) -> Tensor:
     """`F.cross_entropy(hidden @ weight.T, targets)`, without ever holding all the logits.
 
-    Each chunk of tokens has a checkpoint of its own, so that at no time more than chunk * v logits, and what one step
-    makes of them, are alive. One more product hidden @ weight.T is the price.
+    Each chunk of tokens has a checkpoint of its own, so that at no time more than chunk * v logits,
+    and what one step makes of them, are alive. One more product hidden @ weight.T is the price.
 
     Args:
         hidden: (tokens, h). targets: (tokens,), int64.
-        weight: (v, h), or the head itself: a function of each token alone, (chunk, h) -> (chunk, v).
+        weight: (v, h), or the head itself: a function of each token alone, (chunk, h) -> (chunk,
+            v).
         chunk: tokens at a time, at least 1; the last chunk may be smaller.
         ignore_index: targets of this value don't count.
         reduction: "mean" over the targets that count, or "sum".
@@ -43,14 +44,19 @@ def checkpointed_loss(
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         shapes = tuple(hidden.shape), tuple(targets.shape)
-        raise ValueError(f"hidden is {shapes[0]} and targets {shapes[1]}; it takes (tokens, h) and (tokens,)")
+        raise ValueError(
+            f"hidden is {shapes[0]} and targets {shapes[1]}; it takes (tokens, h) and (tokens,)"
+        )
     chunk = whole("chunk", chunk, 1, of="tokens")
     one_of("reduction", reduction, ("mean", "sum"))
     total = 0.0
     for start in range(0, max(len(hidden), 1), chunk):  # no tokens: one empty chunk
         inputs = hidden[start : start + chunk], weight, targets[start : start + chunk], ignore_index
-        losses = checkpoint(_token_losses, *inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-        # bfloat16 has 8 bits: a sum of thousands of losses would stand still where one more is less than half a unit.
+        losses = checkpoint(
+            _token_losses, *inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
+        # bfloat16 has 8 bits: a sum of thousands of losses would stand still where one more is less
+        # than half a unit.
         total = total + losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
     if reduction == "mean":
         total = total / (targets != ignore_index).sum()

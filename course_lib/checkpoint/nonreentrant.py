@@ -1,18 +1,22 @@
-"""The mode without reentry: hooks put an empty slot into the graph for each tensor, and fill all when one is read.
+"""The mode without reentry: hooks put an empty slot into the graph for each tensor, and fill all
+when one is read.
 
 What a maintainer should know before changing a line here:
 
-- **Slots are known weakly.** The graph holds the slots, and with each a hook that holds the region; the region knows
-  the slots by weak references only. So there is no cycle, and a region dies with its graph. And a slot that is gone
-  says that nobody will read it any more (a part of the graph was freed, or a backward pass inside the function has
-  used it): what belongs there is not kept when it is recomputed, and is no error.
-- **Reading empties a slot.** With `retain_graph=True` the slots stay, but a recomputed tensor must go as soon as it was
-  read, or all of them would be alive at the end of the backward pass.
-- **Nesting.** The inputs of an inner checkpoint are saved as those of any operator in the outer function are: they are
-  slots of the outer region. Reading one recomputes the outer function first, and with it the inner forward pass.
-- **Early stop.** Once as many tensors were saved as in the first run, the rest of the function is not needed.
-- **The compiler.** Both runs are hidden from `torch.compile` (see `uncompiled` and `checkpoint`): one run compiled
-  and one not would save different tensors.
+- **Slots are known weakly.** The graph holds the slots, and with each a hook that holds the region;
+  the region knows the slots by weak references only. So there is no cycle, and a region dies with
+  its graph. And a slot that is gone says that nobody will read it any more (a part of the graph was
+  freed, or a backward pass inside the function has used it): what belongs there is not kept when it
+  is recomputed, and is no error.
+- **Reading empties a slot.** With `retain_graph=True` the slots stay, but a recomputed tensor must
+  go as soon as it was read, or all of them would be alive at the end of the backward pass.
+- **Nesting.** The inputs of an inner checkpoint are saved as those of any operator in the outer
+  function are: they are slots of the outer region. Reading one recomputes the outer function first,
+  and with it the inner forward pass.
+- **Early stop.** Once as many tensors were saved as in the first run, the rest of the function is
+  not needed.
+- **The compiler.** Both runs are hidden from `torch.compile` (see `uncompiled` and `checkpoint`):
+  one run compiled and one not would save different tensors.
 """
 
 from __future__ import annotations
@@ -36,20 +40,24 @@ from .reentrant import CheckpointFunction, Surroundings, kept_inputs, with_tenso
 
 
 class _Slot:
-    """Stands in the graph for a tensor that was not kept, and holds it from its recomputation until it is read."""
+    """Stands in the graph for a tensor that was not kept, and holds it from its recomputation until
+    it is read."""
 
     __slots__ = ("__weakref__", "tensors")
 
     def __init__(self):
-        self.tensors: dict[Any, Tensor | None] = {}  # which backward pass -> the tensor, or None once it was read
+        # which backward pass -> the tensor, or None once it was read
+        self.tensors: dict[Any, Tensor | None] = {}
 
 
 class _Stop(BaseException):
-    """Everything needed has been recomputed. No `Exception`: the function's own handlers should not see it."""
+    """Everything needed has been recomputed. No `Exception`: the function's own handlers should not
+    see it."""
 
 
 class _Keep(torch.autograd.Function):
-    """A node that keeps tensors as any operator does: by the hooks of an enclosing checkpoint, versions watched."""
+    """A node that keeps tensors as any operator does: by the hooks of an enclosing checkpoint,
+    versions watched."""
 
     @staticmethod
     def forward(ctx, anchor, tensors):
@@ -57,7 +65,8 @@ class _Keep(torch.autograd.Function):
         return torch.empty(0)
 
 
-_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)  # a node is made only where something requires gradients
+# a node is made only where something requires gradients
+_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 _group = getattr(torch._C, "_get_graph_exec_group", lambda: None)  # from torch 2.10 on
 
@@ -71,15 +80,31 @@ class Region:
         logs: those of both runs, for `debug=True`.
     """
 
-    def __init__(self, function, args, kwargs, preserve_rng_state, early_stop, compare_metadata, context, logs):
+    def __init__(
+        self,
+        function,
+        args,
+        kwargs,
+        preserve_rng_state,
+        early_stop,
+        compare_metadata,
+        context,
+        logs,
+    ):
         tensors = list(tensors_in((args, kwargs)))
-        self.function, self.early_stop, self.compare_metadata = function, early_stop, compare_metadata
+        self.function, self.early_stop, self.compare_metadata = (
+            function,
+            early_stop,
+            compare_metadata,
+        )
         self.context, self.logs = context, logs
         self.surroundings = Surroundings(tensors, preserve_rng_state)
         self.inputs = without_tensors((args, kwargs))
-        self.kept = _Keep.apply(_ANCHOR, tensors) if tensors else None  # its node lives as long as it does
+        # its node lives as long as it does
+        self.kept = _Keep.apply(_ANCHOR, tensors) if tensors else None
         self.slots: list[weakref.ref[_Slot]] = []
-        self.saved: list[tuple | None] = []  # the metadata of what each slot stands for, if they are compared
+        # the metadata of what each slot stands for, if they are compared
+        self.saved: list[tuple | None] = []
         self.complete = False  # whether the forward pass is through
 
     def forward(self, args: tuple, kwargs: dict, context: AbstractContextManager) -> Any:
@@ -89,8 +114,8 @@ class Region:
             self.complete = True
         if not self.complete:
             raise RuntimeError(
-                "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised "
-                "during the checkpointed forward"
+                "torch.utils.checkpoint: the forward context provided by context_fn suppressed an"
+                " exception raised during the checkpointed forward"
             )
         self.surroundings.check_devices()
         return result
@@ -110,9 +135,9 @@ class Region:
         tensor, slot.tensors[key] = slot.tensors[key], None
         if tensor is None:
             raise CheckpointError(
-                "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once. "
-                "Read ctx.saved_tensors only once in backward. Performing two backward calls that overlap is not "
-                "allowed under GraphExecGroup"
+                "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already"
+                " unpacked once. Read ctx.saved_tensors only once in backward. Performing two"
+                " backward calls that overlap is not allowed under GraphExecGroup"
             )
         if key == -1:  # no backward pass, somebody looks at the graph: keep nothing
             for other in filter(None, (ref() for ref in self.slots)):
@@ -121,7 +146,8 @@ class Region:
 
 
 class _Recomputation:
-    """Runs a region's function again, and puts the i-th tensor that autograd saves into the i-th slot.
+    """Runs a region's function again, and puts the i-th tensor that autograd saves into the i-th
+    slot.
 
     Args:
         key: the backward pass that it is for.
@@ -133,25 +159,35 @@ class _Recomputation:
 
     def run(self) -> None:
         region = self.region
-        tensors = kept_inputs(region.kept.grad_fn, region.function) if region.kept is not None else ()
+        tensors = (
+            kept_inputs(region.kept.grad_fn, region.function) if region.kept is not None else ()
+        )
         args, kwargs = with_tensors(region.inputs, tensors)
         hooks = saved_tensors_hooks(self.pack, lambda tensor: tensor)
-        with hooks, torch.enable_grad(), region.surroundings.restored(), region.context, suppress(_Stop):
+        with (
+            hooks,
+            torch.enable_grad(),
+            region.surroundings.restored(),
+            region.context,
+            suppress(_Stop),
+        ):
             uncompiled(region.function, args, kwargs)
         if self.count < len(region.slots):
             self.fail(
-                "A different number of tensors was saved during the original forward and recomputation.\n"
-                f"Number of tensors saved during forward: {len(region.slots)}\n"
-                f"Number of tensors saved during recomputation: {self.count}"
+                "A different number of tensors was saved during the original forward and"
+                " recomputation.\nNumber of tensors saved during forward:"
+                f" {len(region.slots)}\nNumber of tensors saved during recomputation: {self.count}"
             )
         if self.differences:
             self.fail(
-                "Recomputed values for the following tensors have different metadata than during the forward pass."
+                "Recomputed values for the following tensors have different metadata than during"
+                " the forward pass."
             )
 
     def pack(self, tensor: Tensor) -> Tensor:
         region, position = self.region, self.count
-        # Without its history: a slot that held the graph of the recomputation would be part of a cycle.
+        # Without its history: a slot that held the graph of the recomputation would be part of a
+        # cycle.
         tensor = tensor.detach() if tensor.requires_grad else tensor
         self.count += 1
         if position < len(region.slots):
@@ -165,18 +201,26 @@ class _Recomputation:
                     )
             if region.early_stop and self.count == len(region.slots):
                 raise _Stop
-        elif region.complete and not region.early_stop:  # if not complete: a backward pass inside the function
+        # if not complete: a backward pass inside the function
+        elif region.complete and not region.early_stop:
             self.fail(
-                "trying to save more tensors during recomputation than during the original forward pass.\n"
-                f"Number of tensors saved during forward: {len(region.slots)}\nOne more: {_metadata(tensor)}"
+                "trying to save more tensors during recomputation than during the original forward"
+                f" pass.\nNumber of tensors saved during forward: {len(region.slots)}\nOne more:"
+                f" {_metadata(tensor)}"
             )
-        return tensor  # the graph of the recomputation holds it too, for a backward pass inside the function
+        # the graph of the recomputation holds it too, for a backward pass inside the function
+        return tensor
 
     def fail(self, what: str) -> None:
         logs = self.region.logs
         raise CheckpointError(
-            f"torch.utils.checkpoint: {what}\n{self.differences}The function must do the same whenever it is run. "
-            + (_operators(*logs) if logs else "For the operators of both runs, pass `debug=True` to checkpoint")
+            f"torch.utils.checkpoint: {what}\n{self.differences}The function must do the same"
+            " whenever it is run. "
+            + (
+                _operators(*logs)
+                if logs
+                else "For the operators of both runs, pass `debug=True` to checkpoint"
+            )
         )
 
 
@@ -184,9 +228,10 @@ class _Recomputation:
 def uncompiled(function: Callable, args: tuple, kwargs: dict) -> Any:
     """Call a function out of the compiler's sight.
 
-    A backward pass may run while `torch.compile` looks at frames (compiled autograd, or a compiled function that calls
-    `backward`). It would compile what the recomputation runs, and a compiled graph saves other tensors than the first
-    run did. A function of the module, since the decorator keeps what it decorates alive: no region should be in there.
+    A backward pass may run while `torch.compile` looks at frames (compiled autograd, or a compiled
+    function that calls `backward`). It would compile what the recomputation runs, and a compiled
+    graph saves other tensors than the first run did. A function of the module, since the decorator
+    keeps what it decorates alive: no region should be in there.
     """
     return function(*args, **kwargs)
 
@@ -229,19 +274,27 @@ def _brief(value: Any) -> str:
 
 def _operators(forward: OperatorLog, recomputation: OperatorLog) -> str:
     hint = (
-        "You are seeing this error because you passed `debug=True` to checkpoint: look for the first operator that "
-        "differs. `detach` may, and the recomputation ends as soon as it has what it needs."
+        "You are seeing this error because you passed `debug=True` to checkpoint: look for the"
+        " first operator that differs. `detach` may, and the recomputation ends as soon as it has"
+        " what it needs."
     )
     ran = "Operations executed during"
-    lines = [hint, f"{ran} the original forward:", *forward.lines, f"{ran} recomputation:", *recomputation.lines]
+    lines = [
+        hint,
+        f"{ran} the original forward:",
+        *forward.lines,
+        f"{ran} recomputation:",
+        *recomputation.lines,
+    ]
     return "\n".join(lines)
 
 
 # ---- the public functions: what they take, and which mode runs it
 
 NOT_EXPLICIT = (
-    "the use_reentrant parameter should be passed explicitly. use_reentrant=False is recommended, and is what leaving "
-    "it out means here; in PyTorch it means True, or is an error, depending on the version."
+    "the use_reentrant parameter should be passed explicitly. use_reentrant=False is recommended,"
+    " and is what leaving it out means here; in PyTorch it means True, or is an error, depending on"
+    " the version."
 )
 
 overrides: dict[str, bool | None] = {"early_stop": None, "debug": None}
@@ -262,37 +315,45 @@ def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager:
 
 
 def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager:
-    """Overrides `debug` of every checkpoint whose forward pass runs inside the block; None leaves it as passed."""
+    """Overrides `debug` of every checkpoint whose forward pass runs inside the block; None leaves
+    it as passed."""
     return _override("debug", enabled)
 
 
-# The compiler does not look inside: it would break its graph at the hooks, but then compile the frames of the function,
-# and its graphs save other tensors than the recomputation, which runs as it is. This decorator loads the compiler when
-# the function is first called; `torch.compiler.disable` does so when this module is imported.
+# The compiler does not look inside: it would break its graph at the hooks, but then compile the
+# frames of the function, and its graphs save other tensors than the recomputation, which runs as it
+# is. This decorator loads the compiler when the function is first called; `torch.compiler.disable`
+# does so when this module is imported.
 @torch._disable_dynamo
 def checkpoint(
     function: Callable,
     *args,
     use_reentrant: bool | None = None,
-    context_fn: Callable[[], tuple[AbstractContextManager, AbstractContextManager]] = noop_context_fn,
+    context_fn: Callable[
+        [], tuple[AbstractContextManager, AbstractContextManager]
+    ] = noop_context_fn,
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
     **kwargs,
 ) -> Any:
-    """Run `function(*args, **kwargs)`, keep its inputs instead of its activations, and run it again for backward.
+    """Run `function(*args, **kwargs)`, keep its inputs instead of its activations, and run it again
+    for backward.
 
     Args:
         function: must do the same in both runs.
-        use_reentrant: True runs the function without a graph, and then again with a backward pass inside the backward
-            pass: an input must require gradients, and `torch.autograd.grad` cannot be used. False builds the graph and
-            leaves its saved tensors out: all ways to go backward work. The remaining arguments are for False only.
+        use_reentrant: True runs the function without a graph, and then again with a backward pass
+            inside the backward pass: an input must require gradients, and `torch.autograd.grad`
+            cannot be used. False builds the graph and leaves its saved tensors out: all ways to go
+            backward work. The remaining arguments are for False only.
         context_fn: returns two contexts, one for each run.
-        determinism_check: "default" compares shapes, dtypes and devices of what both runs save; "none" only counts.
+        determinism_check: "default" compares shapes, dtypes and devices of what both runs save;
+            "none" only counts.
         debug: let a `CheckpointError` list the operators of both runs.
         early_stop: end the second run as soon as everything needed is there.
-        **kwargs: the function's (for use_reentrant=False), and `preserve_rng_state` (default True): give the second
-            run the random numbers of the first, on the CPU, the devices of the inputs and the current device.
+        **kwargs: the function's (for use_reentrant=False), and `preserve_rng_state` (default True):
+            give the second run the random numbers of the first, on the CPU, the devices of the
+            inputs and the current device.
 
     Raises:
         ValueError: arguments that don't go together.
@@ -302,17 +363,22 @@ def checkpoint(
     Source: Chen et al. 2016, arXiv:1604.06174; behaviour as of torch 2.13.
     """
     if use_reentrant is None:
-        warnings.warn(f"torch.utils.checkpoint: {NOT_EXPLICIT}", stacklevel=4)  # two frames are the decorator's
+        # two frames are the decorator's
+        warnings.warn(f"torch.utils.checkpoint: {NOT_EXPLICIT}", stacklevel=4)
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if use_reentrant:
         if kwargs:
             raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
         if context_fn is not noop_context_fn or debug is not False:
-            raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
+            raise ValueError(
+                "Passing `context_fn` or `debug` is only supported when use_reentrant=False."
+            )
         return CheckpointFunction.apply(function, preserve_rng_state, *args)
 
     if determinism_check not in ("default", "none"):
-        raise ValueError(f"determinism_check should be one of ['default', 'none'], but got {determinism_check}")
+        raise ValueError(
+            f"determinism_check should be one of ['default', 'none'], but got {determinism_check}"
+        )
     early_stop = early_stop if overrides["early_stop"] is None else overrides["early_stop"]
     debug = debug if overrides["debug"] is None else overrides["debug"]
     if debug and context_fn is not noop_context_fn:
@@ -322,7 +388,9 @@ def checkpoint(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if torch._C._are_functorch_transforms_active():
-        warnings.warn("checkpoint: inside a transform of torch.func, activations are kept", stacklevel=4)
+        warnings.warn(
+            "checkpoint: inside a transform of torch.func, activations are kept", stacklevel=4
+        )
         return function(*args, **kwargs)
     how = preserve_rng_state, early_stop, determinism_check == "default", recompute_context, logs
     return Region(function, args, kwargs, *how).forward(args, kwargs, forward_context)

@@ -1,7 +1,8 @@
-"""The reentrant mode: one autograd node that runs the function again, and a backward pass inside the backward pass.
+"""The reentrant mode: one autograd node that runs the function again, and a backward pass inside
+the backward pass.
 
-First, what both modes need: whatever decides what a function returns (its inputs, and what is global around it), as it
-was when the function ran first.
+First, what both modes need: whatever decides what a function returns (its inputs, and what is
+global around it), as it was when the function ran first.
 """
 
 from __future__ import annotations
@@ -15,18 +16,25 @@ import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils.checkpoint import CheckpointError, DefaultDeviceType, check_backward_validity, detach_variable
+from torch.utils.checkpoint import (
+    CheckpointError,
+    DefaultDeviceType,
+    check_backward_validity,
+    detach_variable,
+)
 
 from .._torch import AutocastState, RandomState, map_tensors, modes_when_recomputed, tensors_in
 
 # ---- inputs: containers without their tensors, which autograd keeps and watches
 
 _PLACE = torch.empty(0, device="cpu")
-_copied = partial(map_tensors, copied=(list, dict))  # a function may put things into a list that it is given
+# a function may put things into a list that it is given
+_copied = partial(map_tensors, copied=(list, dict))
 
 
 def without_tensors(value: Any) -> Any:
-    """`value` with a place in each of its containers for each of its tensors; lists and dicts are as they are now."""
+    """`value` with a place in each of its containers for each of its tensors; lists and dicts are
+    as they are now."""
     return _copied(lambda tensor: _PLACE, value)
 
 
@@ -48,8 +56,9 @@ def kept_inputs(node: Any, function: Callable, changed: bool = False) -> tuple[T
         error = caught
     name = getattr(function, "__qualname__", type(function).__name__)
     raise RuntimeError(
-        f"checkpoint: an input of {name} has been modified by an inplace operation since the forward pass began, so "
-        "the recomputation would start from other values. Let the function work on a copy: x = x.clone()"
+        f"checkpoint: an input of {name} has been modified by an inplace operation since the"
+        " forward pass began, so the recomputation would start from other values. Let the function"
+        " work on a copy: x = x.clone()"
     ) from error
 
 
@@ -66,7 +75,9 @@ class Surroundings:
 
     def __init__(self, tensors: list[Tensor], preserve_rng_state: bool):
         devices = {tensor.device for tensor in tensors}
-        kinds = {DefaultDeviceType.get_device_type(), *(device.type for device in devices)} - {"cpu"}
+        kinds = {DefaultDeviceType.get_device_type(), *(device.type for device in devices)} - {
+            "cpu"
+        }
         self.autocast = AutocastState(kinds)
         active = _get_current_function_mode_stack()
         modes = [mode for mode in active if isinstance(mode, DeviceContext)]
@@ -74,10 +85,13 @@ class Surroundings:
         self.modes = modes_when_recomputed()
         self.random, self.unused = None, set()
         if preserve_rng_state:
-            used = {kind for kind in kinds if _in_use(kind)}  # asking a device that nobody has used yet would start it
+            # asking a device that nobody has used yet would start it
+            used = {kind for kind in kinds if _in_use(kind)}
             self.unused = kinds - used
             current = [torch.device(kind, getattr(torch, kind).current_device()) for kind in used]
-            self.random = RandomState([*current, *(device for device in devices if device.type in used)])
+            self.random = RandomState(
+                [*current, *(device for device in devices if device.type in used)]
+            )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -95,12 +109,14 @@ class Surroundings:
                 now.restore()
 
     def check_devices(self) -> None:
-        """Raise if the function was the first to use a device: what its random numbers were before, nobody knows."""
+        """Raise if the function was the first to use a device: what its random numbers were before,
+        nobody knows."""
         for kind in self.unused:
             if _in_use(kind):
                 raise RuntimeError(
-                    "PyTorch's device state was initialized in the forward pass of a Checkpoint, which is not allowed: "
-                    f"its RNG state could not be kept. Call torch.{kind}.init() before the first checkpoint"
+                    "PyTorch's device state was initialized in the forward pass of a Checkpoint,"
+                    " which is not allowed: its RNG state could not be kept. Call"
+                    f" torch.{kind}.init() before the first checkpoint"
                 )
 
 
@@ -114,8 +130,9 @@ def _in_use(device_type: str) -> bool:
 class CheckpointFunction(torch.autograd.Function):
     """The reentrant mode: `CheckpointFunction.apply(function, preserve_rng_state, *args)`.
 
-    In the second run the inputs are leaves, so that the backward pass inside ends at them; a node's `backward` must
-    return their gradients, which is why an input has to require some. The parameters get theirs from that inner pass.
+    In the second run the inputs are leaves, so that the backward pass inside ends at them; a node's
+    `backward` must return their gradients, which is why an input has to require some. The
+    parameters get theirs from that inner pass.
     """
 
     @staticmethod
@@ -128,28 +145,38 @@ class CheckpointFunction(torch.autograd.Function):
         versions = [version(x) for x in tensors]
         with torch.no_grad():
             outputs = run_function(*args)
-        ctx.changed = versions != [version(x) for x in tensors]  # autograd itself looks from here on only
+        # autograd itself looks from here on only
+        ctx.changed = versions != [version(x) for x in tensors]
         return outputs
 
     @staticmethod
     def backward(ctx, *grads):
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError(
-                "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` "
-                "parameter to .backward(). Set use_reentrant=False, or call .backward() without it"
+                "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or"
+                " passing an `inputs` parameter to .backward(). Set use_reentrant=False, or call"
+                " .backward() without it"
             )
         # Leaves, whose gradients are to be returned; tensors in containers keep their history.
-        inputs = detach_variable(with_tensors(ctx.args, kept_inputs(ctx, ctx.run_function, ctx.changed)))
+        inputs = detach_variable(
+            with_tensors(ctx.args, kept_inputs(ctx, ctx.run_function, ctx.changed))
+        )
         with torch.enable_grad(), ctx.surroundings.restored():
             outputs = ctx.run_function(*inputs)
         outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         if len(outputs) != len(grads):
             raise CheckpointError(
-                f"checkpoint: the forward pass returned {len(grads)} values, the recomputation {len(outputs)}. The "
-                "function must do the same whenever it is run"
+                f"checkpoint: the forward pass returned {len(grads)} values, the recomputation"
+                f" {len(outputs)}. The function must do the same whenever it is run"
             )
-        pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if isinstance(y, Tensor) and y.requires_grad]
+        pairs = [
+            (y, g)
+            for y, g in zip(outputs, grads, strict=True)
+            if isinstance(y, Tensor) and y.requires_grad
+        ]
         if not pairs:
-            raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
+            raise RuntimeError(
+                "none of output has requires_grad=True, this checkpoint() is not necessary"
+            )
         torch.autograd.backward(*zip(*pairs, strict=True))
         return None, None, *(x.grad if isinstance(x, Tensor) else None for x in inputs)

@@ -25,8 +25,9 @@ class _Kept:
         if isinstance(value, Tensor) and offload and value.device.type != "cpu":
             self.device, value = value.device, value.to("cpu")
         elif isinstance(value, Tensor):
-            # Detached, since the value itself will get a history that leads back here. With this dispatch key on,
-            # the alias shares the version counter, by which a change in place is noticed.
+            # Detached, since the value itself will get a history that leads back here. With this
+            # dispatch key on, the alias shares the version counter, by which a change in place is
+            # noticed.
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 value = value.detach()
             self.version = version(value)
@@ -35,8 +36,9 @@ class _Kept:
     def get(self, allow_mutation: bool) -> Any:
         if self.version is not None and self.val._version != self.version and not allow_mutation:
             raise RuntimeError(
-                "Tensor cached during selective activation checkpoint has been mutated: its shape is "
-                f"{tuple(self.val.shape)}. Change a copy in place, or let the policy recompute it"
+                "Tensor cached during selective activation checkpoint has been mutated: its shape"
+                f" is {tuple(self.val.shape)}. Change a copy in place, or let the policy"
+                " recompute it"
             )
         return self.val if self.device is None else self.val.to(self.device)
 
@@ -47,18 +49,20 @@ _RECOMPUTE, _USED = object(), object()
 class _Mode(TorchDispatchMode):
     """Both runs see the same operators, and share what the first one writes down.
 
-    `storage` maps an operator to what became of its first, second, ... output; and (operator, which) to the random
-    numbers after it.
+    `storage` maps an operator to what became of its first, second, ... output; and (operator,
+    which) to the random numbers after it.
     """
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Where the function calls something compiled, it runs compiled; else the compiler steps aside for a mode.
+        # Where the function calls something compiled, it runs compiled; else the compiler steps
+        # aside for a mode.
         return True
 
 
 class _CachingTorchDispatchMode(_Mode):
-    """The forward pass: asks the policy, and keeps what it says. Named as PyTorch's, which other libraries look for."""
+    """The forward pass: asks the policy, and keeps what it says. Named as PyTorch's, which other
+    libraries look for."""
 
     def __init__(self, policy: Callable, storage: dict):
         super().__init__()
@@ -66,7 +70,8 @@ class _CachingTorchDispatchMode(_Mode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in SAC_IGNORED_OPS:  # the hooks detach and look at shapes, not equally often in both runs
+        # the hooks detach and look at shapes, not equally often in both runs
+        if func in SAC_IGNORED_OPS:
             return func(*args, **kwargs)
         random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         before = torch.get_rng_state() if random else None
@@ -80,18 +85,22 @@ class _CachingTorchDispatchMode(_Mode):
             return result
         if random:
             after = RandomState(tensor.device for tensor in tensors_in(result))
-            if after.devices or not torch.equal(before, after.cpu):  # those that a run without it must go on with
+            # those that a run without it must go on with
+            if after.devices or not torch.equal(before, after.cpu):
                 self.storage[func, len(entries)] = after
         entries.append(tree_map(lambda value: _Kept(value, policy.endswith("OFFLOAD")), result))
         return result
 
 
 def _policy(answer: Any, func: Any) -> str:
-    """A policy's answer as the name of a `CheckpointPolicy`; those for offload exist in newer versions only."""
+    """A policy's answer as the name of a `CheckpointPolicy`; those for offload exist in newer
+    versions only."""
     if isinstance(answer, bool):
         return "MUST_SAVE" if answer else "PREFER_RECOMPUTE"
     if not isinstance(answer, CheckpointPolicy):
-        raise TypeError(f"policy's answer for {func} is {answer!r}; it takes a CheckpointPolicy or a bool")
+        raise TypeError(
+            f"policy's answer for {func} is {answer!r}; it takes a CheckpointPolicy or a bool"
+        )
     return answer.name
 
 
@@ -113,16 +122,16 @@ class _CachedTorchDispatchMode(_Mode):
         self.counts[func] += 1
         if position >= len(entries):
             raise RuntimeError(
-                f"{func} encountered during backward but not found in storage: the forward pass ran it {len(entries)} "
-                "times. The function must do the same whenever it is run"
+                f"{func} encountered during backward but not found in storage: the forward pass ran"
+                f" it {len(entries)} times. The function must do the same whenever it is run"
             )
         entry = entries[position]
         if entry is _RECOMPUTE:
             return func(*args, **(kwargs or {}))
         if entry is _USED:
             raise RuntimeError(
-                "Trying to backward an extra time. You are only allowed to backward once on any region computed under "
-                "selective activation checkpoint"
+                "Trying to backward an extra time. You are only allowed to backward once on any"
+                " region computed under selective activation checkpoint"
             )
         entries[position] = _USED
         if (func, position) in self.storage:
@@ -133,25 +142,29 @@ class _CachedTorchDispatchMode(_Mode):
 def create_selective_checkpoint_contexts(
     policy_fn_or_list: Callable | list, allow_cache_entry_mutation: bool = False
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Two contexts, for `checkpoint(..., context_fn=partial(create_selective_checkpoint_contexts, policy))`.
+    """Two contexts, for `checkpoint(..., context_fn=partial(create_selective_checkpoint_contexts,
+    policy))`.
 
     Args:
-        policy_fn_or_list: `policy(context, operator, *args, **kwargs)` with a `SelectiveCheckpointContext`, which
-            returns a `CheckpointPolicy` (or a bool: keep it?); or a list of operators to keep, such as
-            `[torch.ops.aten.mm.default]`. Asked in the forward pass only.
+        policy_fn_or_list: `policy(context, operator, *args, **kwargs)` with a
+            `SelectiveCheckpointContext`, which returns a `CheckpointPolicy` (or a bool: keep it?);
+            or a list of operators to keep, such as `[torch.ops.aten.mm.default]`. Asked in the
+            forward pass only.
         allow_cache_entry_mutation: don't check whether what was kept has been changed in place.
 
     Raises:
         ValueError: something in the list is not an `OpOverload`.
-        TypeError: neither a list nor a function; or (in the forward pass) a policy's answer that means nothing.
+        TypeError: neither a list nor a function; or (in the forward pass) a policy's answer that
+            means nothing.
     """
     policy = policy_fn_or_list
     if isinstance(policy, list):
         for op in policy:
             if not isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
                 raise ValueError(
-                    f"Expected op in `op_list` to be an OpOverload but got: {op} of type {type(op)}. Please update the "
-                    "OpOverloadPacket to a specific OpOverload: not `torch.ops.aten.mm` but `torch.ops.aten.mm.default`"
+                    f"Expected op in `op_list` to be an OpOverload but got: {op} of type"
+                    f" {type(op)}. Please update the OpOverloadPacket to a specific OpOverload: not"
+                    " `torch.ops.aten.mm` but `torch.ops.aten.mm.default`"
                 )
         operators = frozenset(policy)
         policy = lambda context, op, *args, **kwargs: op in operators  # noqa: E731

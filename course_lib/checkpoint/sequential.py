@@ -12,12 +12,16 @@ from .._check import whole
 from .nonreentrant import NOT_EXPLICIT, checkpoint
 
 
-def checkpoint_sequential(functions, segments: int, input: Tensor, use_reentrant: bool | None = None, **kwargs) -> Any:
-    """Run functions one after the other, with a checkpoint around each segment of them but the last.
+def checkpoint_sequential(
+    functions, segments: int, input: Tensor, use_reentrant: bool | None = None, **kwargs
+) -> Any:
+    """Run functions one after the other, with a checkpoint around each segment of them but the
+    last.
 
     Args:
         functions: a `torch.nn.Sequential`, or a list (or `ModuleList`) of modules or functions.
-        segments: from 1 to the number of functions. All have the same length; the last takes what is left over.
+        segments: from 1 to the number of functions. All have the same length; the last takes what
+            is left over.
         input: what the first function takes.
         use_reentrant, preserve_rng_state: as for `checkpoint`.
 

@@ -1,4 +1,5 @@
-"""Train on several ranks, by torchrun; or predict what each would take, without. `--help` says how."""
+"""Train on several ranks, by torchrun; or predict what each would take, without. `--help` says
+how."""
 
 from __future__ import annotations
 
@@ -51,36 +52,83 @@ def arguments() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.error = _refuse
-    parser.add_argument("--mode", default="ddp", help="one, or several with commas between; default %(default)s")
-    parser.add_argument("--steps", type=int, default=10, help="of each mode; bytes are the third's; default 10")
+    parser.add_argument(
+        "--mode", default="ddp", help="one, or several with commas between; default %(default)s"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, help="of each mode; bytes are the third's; default 10"
+    )
     parser.add_argument("--config", metavar="FILE", help="a Hugging Face config.json")
-    parser.add_argument("--model", metavar="PACKAGE:FUNCTION", help="returns a model; its .make_batch returns a batch")
+    parser.add_argument(
+        "--model",
+        metavar="PACKAGE:FUNCTION",
+        help="returns a model; its .make_batch returns a batch",
+    )
     parser.add_argument("--batch", type=int, help="samples of all ranks together; default 8")
     parser.add_argument("--sequence", type=int, help="tokens of a sample; default 128")
-    parser.add_argument("--unequal", action="store_true", help="samples, and so ranks, with unequal numbers of tokens")
-    parser.add_argument("--micro-batches", type=int, default=1, help="pieces of a rank's batch; default %(default)s")
-    parser.add_argument("--sync", choices=SYNCS, default="last", help="with which gradients are reduced; default last")
-    parser.add_argument("--in-buckets", action="store_true", help="ddp and zero1 add micro-batches up in DDP's buckets")
-    parser.add_argument("--max-norm", type=float, metavar="NORM", help="clip the gradient of all ranks to it")
+    parser.add_argument(
+        "--unequal",
+        action="store_true",
+        help="samples, and so ranks, with unequal numbers of tokens",
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, default=1, help="pieces of a rank's batch; default %(default)s"
+    )
+    parser.add_argument(
+        "--sync",
+        choices=SYNCS,
+        default="last",
+        help="with which gradients are reduced; default last",
+    )
+    parser.add_argument(
+        "--in-buckets",
+        action="store_true",
+        help="ddp and zero1 add micro-batches up in DDP's buckets",
+    )
+    parser.add_argument(
+        "--max-norm", type=float, metavar="NORM", help="clip the gradient of all ranks to it"
+    )
     parser.add_argument(
         "--blocks",
         metavar="NAMES",
-        help="what fsdp cuts, gathers and checkpoints one by one, with commas between and * for a part between dots: "
-        "'tower.*,decoder.layers.*'; default the longest list of like modules",
+        help=(
+            "what fsdp cuts, gathers and checkpoints one by one, with commas between and * for a"
+            " part between dots: 'tower.*,decoder.layers.*'; default the longest list of like"
+            " modules"
+        ),
     )
     parser.add_argument(
         "--budget",
         metavar="BYTES",
         help="stop a rank that would hold more, such as 48e6; fsdp=48e6 for one mode of several",
     )
-    parser.add_argument("--wrapper", action="store_true", help="fsdp-checkpoint by PyTorch's checkpoint_wrapper")
-    parser.add_argument("--save", metavar="DIR", help="write the model and its state at the end, in DIR/MODE")
-    parser.add_argument("--every", type=int, metavar="N", help="with --save: and after each N steps")
-    parser.add_argument("--resume", metavar="DIR", help="go on from what --save DIR wrote last, complete")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default nccl with a GPU for each rank, else gloo")
-    parser.add_argument("--ranks", type=int, metavar="N", help="predict for N ranks, without torchrun, and start none")
+    parser.add_argument(
+        "--wrapper", action="store_true", help="fsdp-checkpoint by PyTorch's checkpoint_wrapper"
+    )
+    parser.add_argument(
+        "--save", metavar="DIR", help="write the model and its state at the end, in DIR/MODE"
+    )
+    parser.add_argument(
+        "--every", type=int, metavar="N", help="with --save: and after each N steps"
+    )
+    parser.add_argument(
+        "--resume", metavar="DIR", help="go on from what --save DIR wrote last, complete"
+    )
+    parser.add_argument(
+        "--backend",
+        choices=("gloo", "nccl"),
+        help="default nccl with a GPU for each rank, else gloo",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="predict for N ranks, without torchrun, and start none",
+    )
     parser.add_argument("--json", action="store_true", help="one line of JSON a mode")
-    parser.add_argument("--details", action="store_true", help="with --json: what was live at each rank's peak, too")
+    parser.add_argument(
+        "--details", action="store_true", help="with --json: what was live at each rank's peak, too"
+    )
     return parser
 
 
@@ -96,7 +144,13 @@ def main() -> None:
             if getattr(given, name) is not None:
                 whole(f"--{name.replace('_', '-')}", getattr(given, name), 1)
         _check_together(given)
-        task = task_of(given.config, given.model, batch=given.batch, sequence=given.sequence, unequal=given.unequal)
+        task = task_of(
+            given.config,
+            given.model,
+            batch=given.batch,
+            sequence=given.sequence,
+            unequal=given.unequal,
+        )
         options, budgets = _options(given), _budgets(given.budget, modes)
         with symbolic():
             shapes = shapes_of(task.make_model(), options["blocks"])
@@ -106,11 +160,15 @@ def main() -> None:
             return
         if "WORLD_SIZE" in os.environ:
             _check_sizes(task, int(os.environ["WORLD_SIZE"]), given.micro_batches)
-        checkpoints = {mode: resumed(given.resume, mode, task) if given.resume else None for mode in modes}
+        checkpoints = {
+            mode: resumed(given.resume, mode, task) if given.resume else None for mode in modes
+        }
         group = process_group(given.backend)
         device = group.__enter__()
         if "fsdp-cpu" in modes and device.type == "cpu":
-            raise ValueError("mode is 'fsdp-cpu' without a device to offload from; it takes NCCL, a GPU a rank")
+            raise ValueError(
+                "mode is 'fsdp-cpu' without a device to offload from; it takes NCCL, a GPU a rank"
+            )
     except Exception as error:
         if origin(error) is None and not isinstance(error, (TypeError, ValueError)):
             raise
@@ -118,7 +176,11 @@ def main() -> None:
     if RANK == 0:
         _say_root(shapes, modes)
     for mode in modes:
-        options |= {"save_to": given.save and Path(given.save) / mode, "every": given.every, "device": device}
+        options |= {
+            "save_to": given.save and Path(given.save) / mode,
+            "every": given.every,
+            "device": device,
+        }
         with _after_the_culprit():
             bounds = {"resume": checkpoints[mode], "budget_bytes": budgets.get(mode)}
             run = train(task, mode, given.steps, say=_tell, **bounds, **options)
@@ -129,15 +191,17 @@ def main() -> None:
 
 @contextmanager
 def _after_the_culprit() -> Iterator[None]:
-    """A rank that has lost another waits: torchrun ends it when the other has failed, whose error is the cause.
+    """A rank that has lost another waits: torchrun ends it when the other has failed, whose error
+    is the cause.
 
-    What the user's own code raises is said in two lines, here and in torchrun's report, and so is a budget that was
-    passed; all else has its traceback.
+    What the user's own code raises is said in two lines, here and in torchrun's report, and so is a
+    budget that was passed; all else has its traceback.
     """
     try:
         yield
     except Exception as error:
-        if isinstance(error, DistError) or "gloo/transport" in str(error):  # closed, reset, a broken pipe, ...
+        # closed, reset, a broken pipe, ...
+        if isinstance(error, DistError) or "gloo/transport" in str(error):
             time.sleep(20)
         elif origin(error) is not None or isinstance(error, MemoryBudgetExceeded):
             told = str(error) if isinstance(error, MemoryBudgetExceeded) else message(error)
@@ -176,18 +240,24 @@ def _check_sizes(task: Task, ranks: int, micro_batches: int) -> None:
     check_divides(task.samples, ranks)
     each = task.samples // ranks
     if each % micro_batches:
-        raise ValueError(f"--micro-batches is {micro_batches}; a rank's {each} samples take a divisor of {each}")
+        raise ValueError(
+            f"--micro-batches is {micro_batches}; a rank's {each} samples take a divisor of {each}"
+        )
 
 
 def _check_together(given: argparse.Namespace) -> None:
     if given.every and not given.save:
-        raise ValueError(f"--every is {given.every} without --save; it takes a folder for checkpoints")
+        raise ValueError(
+            f"--every is {given.every} without --save; it takes a folder for checkpoints"
+        )
     for name in ("save", "resume", "budget"):
         if given.ranks is not None and getattr(given, name):
             raise ValueError(f"--ranks comes with --{name}; it predicts one step, and starts none")
     sharded = [mode for mode in _modes(given.mode) if mode not in REPLICATED]
     if given.in_buckets and sharded:
-        raise ValueError(f"--in-buckets comes with --mode {sharded[0]}; it takes {' or '.join(REPLICATED)}")
+        raise ValueError(
+            f"--in-buckets comes with --mode {sharded[0]}; it takes {' or '.join(REPLICATED)}"
+        )
 
 
 def _options(given: argparse.Namespace) -> dict[str, Any]:
@@ -195,7 +265,9 @@ def _options(given: argparse.Namespace) -> dict[str, Any]:
     names = ("micro_batches", "sync", "wrapper", "in_buckets", "max_norm")
     if given.max_norm is not None:
         positive("--max-norm", given.max_norm)
-    return {name: getattr(given, name) for name in names} | {"blocks": given.blocks and given.blocks.split(",")}
+    return {name: getattr(given, name) for name in names} | {
+        "blocks": given.blocks and given.blocks.split(",")
+    }
 
 
 def _say_root(shapes: Shapes, modes: list[str]) -> None:
@@ -204,27 +276,44 @@ def _say_root(shapes: Shapes, modes: list[str]) -> None:
     if whole > MUCH and not set(modes) <= set(REPLICATED):
         largest = max(shapes.root, key=lambda weight: weight.numbers).name
         told = text(
-            "{share} of the parameters are in no block, the largest {name}: all of them are gathered at once, "
-            "and kept until their backward pass; `--blocks` names what is cut one by one",
+            "{share} of the parameters are in no block, the largest {name}: all of them are"
+            " gathered at once, and kept until their backward pass; `--blocks` names what is cut"
+            " one by one",
             share=f"{whole:.0%}",
             name=largest,
         )
         _tell(told)
 
 
-def _predict(given: argparse.Namespace, task: Task, modes: list[str], shapes: Shapes, options: dict[str, Any]) -> None:
+def _predict(
+    given: argparse.Namespace, task: Task, modes: list[str], shapes: Shapes, options: dict[str, Any]
+) -> None:
     _check_sizes(task, given.ranks, given.micro_batches)
     if "fsdp-cpu" in modes:
-        raise ValueError("mode is 'fsdp-cpu' with --ranks; it takes GPUs, and symbolic tensors have no pinned memory")
+        raise ValueError(
+            "mode is 'fsdp-cpu' with --ranks; it takes GPUs, and symbolic tensors have no pinned"
+            " memory"
+        )
     _say_root(shapes, modes)
     for mode in modes:
         began = time.perf_counter()
         held = [sum(each.values()) for each in held_bytes(shapes, mode, given.ranks)]
         rank = held.index(max(held))  # the first, but for zero1
         part = partial(task.part, 0, given.ranks, rank)
-        taken = predict(task.make_model, part, task.loss_sum, mode, given.ranks, rank=rank, **options)
-        told = {"mode": mode, "ranks": given.ranks, "predicted": taken.held, "peak_bytes": taken.peak_bytes}
-        told |= {"at_peak": taken.at_peak, "flops": taken.flops, "communicated": {"predicted": taken.sent_bytes}}
+        taken = predict(
+            task.make_model, part, task.loss_sum, mode, given.ranks, rank=rank, **options
+        )
+        told = {
+            "mode": mode,
+            "ranks": given.ranks,
+            "predicted": taken.held,
+            "peak_bytes": taken.peak_bytes,
+        }
+        told |= {
+            "at_peak": taken.at_peak,
+            "flops": taken.flops,
+            "communicated": {"predicted": taken.sent_bytes},
+        }
         if given.json:
             print(json.dumps({**told, "seconds": time.perf_counter() - began}), flush=True)
             continue
@@ -239,10 +328,13 @@ def _tell(line: str) -> None:
 
 
 def _refuse(sentence: str, status: int = 2) -> NoReturn:
-    """Say it once, on rank 0; the others wait until torchrun ends them, which it does when the first has ended."""
+    """Say it once, on rank 0; the others wait until torchrun ends them, which it does when the
+    first has ended."""
     if RANK:
         time.sleep(60)
-    print(say(text("error: {sentence}", sentence=said_error(sentence))), file=sys.stderr, flush=True)
+    print(
+        say(text("error: {sentence}", sentence=said_error(sentence))), file=sys.stderr, flush=True
+    )
     os._exit(status)
 
 

@@ -1,16 +1,21 @@
-"""ZeRO's formulas to the byte: what each rank holds and sends, from the shapes of a model's parameters alone.
+"""ZeRO's formulas to the byte: what each rank holds and sends, from the shapes of a model's
+parameters alone.
 
-Ψ parameters in fp32, trained by Adam on N ranks, hold in bytes a rank (parameter + gradient + optimizer):
+Ψ parameters in fp32, trained by Adam on N ranks, hold in bytes a rank (parameter + gradient +
+optimizer):
 
     ddp      4Ψ   + 4Ψ   + 8Ψ      every rank holds everything
     zero1    4Ψ   + 4Ψ   + 8Ψ/N    each parameter's Adam state is on one rank
-    fsdp     4Ψ/N + 4Ψ/N + 8Ψ/N    each parameter, gradient and state is cut into N along its first dimension
+    fsdp     4Ψ/N + 4Ψ/N + 8Ψ/N    each parameter, gradient and state is cut into N along its first
+    dimension
 
-Exact are these up to Adam's step counters (4 bytes a parameter tensor), to zero1's shares (whole tensors, so unequal)
-and to fsdp's padding: a first dimension that N does not divide is cut as `torch.chunk` cuts it, and the storages of
-parameters and gradients are as long on every rank as on the first. Adam's state has no padding.
+Exact are these up to Adam's step counters (4 bytes a parameter tensor), to zero1's shares (whole
+tensors, so unequal) and to fsdp's padding: a first dimension that N does not divide is cut as
+`torch.chunk` cuts it, and the storages of parameters and gradients are as long on every rank as on
+the first. Adam's state has no padding.
 
-Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, sections 5 and 7; `torch.distributed.fsdp.fully_shard`.
+Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, sections 5 and 7;
+`torch.distributed.fsdp.fully_shard`.
 """
 
 from __future__ import annotations
@@ -29,12 +34,14 @@ MODES = (*REPLICATED, *SHARDED)
 STATE = ("parameter", "gradient", "optimizer")
 SYNCS = ("last", "each")
 STEP_BYTES = 4  # Adam's counter of a parameter tensor: one fp32 number
-GATHERED_BYTES = {"fsdp-bf16": 2}  # of a number that is gathered, where that is not the parameters' own
+# of a number that is gathered, where that is not the parameters' own
+GATHERED_BYTES = {"fsdp-bf16": 2}
 
 
 @dataclass(frozen=True)
 class Weight:
-    """The shape of one parameter: rows along its first dimension, numbers in each, bytes of a number."""
+    """The shape of one parameter: rows along its first dimension, numbers in each, bytes of a
+    number."""
 
     rows: int
     columns: int
@@ -47,14 +54,16 @@ class Weight:
         return self.rows * self.columns
 
     def share(self, ranks: int, rank: int = 0) -> int:
-        """Numbers on a rank, without padding; the first rank's share is what all storages are padded to."""
+        """Numbers on a rank, without padding; the first rank's share is what all storages are
+        padded to."""
         most = -(-self.rows // ranks)
         return max(0, min(most, self.rows - rank * most)) * self.columns
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The parameters of a model, each once: those of each block, and those of no block, which are the root's.
+    """The parameters of a model, each once: those of each block, and those of no block, which are
+    the root's.
 
     Attributes:
         buffer_bytes: of buffers in floating point, which DDP broadcasts.
@@ -85,7 +94,8 @@ class Shapes:
 
 
 def blocks_of(model: nn.Module, blocks: str | list[str] | None = None) -> tuple[str, ...]:
-    """The names of the blocks that are sharded one by one; what None takes, `checkpoint_blocks` says."""
+    """The names of the blocks that are sharded one by one; what None takes, `checkpoint_blocks`
+    says."""
     with checkpoint_blocks(model, blocks) as handle:
         return handle.names
 
@@ -97,19 +107,24 @@ def shapes_of(model: nn.Module, blocks: str | list[str] | None = None) -> Shapes
     for name, p in model.named_parameters():
         rows = len(p) if p.dim() else 1
         block = next((block for block in names if name.startswith(f"{block}.")), "")
-        groups[block].append(Weight(rows, p.numel() // max(1, rows), p.itemsize, p.requires_grad, name))
+        groups[block].append(
+            Weight(rows, p.numel() // max(1, rows), p.itemsize, p.requires_grad, name)
+        )
     buffers = sum(b.nbytes for b in model.buffers() if b.is_floating_point() and b.itemsize < 8)
     return Shapes(tuple(groups.pop("")), tuple(map(tuple, groups.values())), buffers)
 
 
 def held_bytes(shapes: Shapes, mode: str, ranks: int) -> list[dict[str, int]]:
-    """What each rank holds when its optimizer steps, with AdamW: a dict of `STATE` for each rank."""
+    """What each rank holds when its optimizer steps, with AdamW: a dict of `STATE` for each
+    rank."""
     ranks, cut = whole("ranks", ranks, 1), one_of("mode", mode, MODES) in SHARDED
     parts = ranks if cut else 1
     parameter = sum(w.share(parts) * w.item_bytes for w in shapes.all)
     gradient = sum(w.share(parts) * w.item_bytes for w in shapes.trained)
     if mode == "zero1":
-        moments = [_moments((w, w.numbers) for w in own) for own in zero1_parts(shapes.trained, ranks)]
+        moments = [
+            _moments((w, w.numbers) for w in own) for own in zero1_parts(shapes.trained, ranks)
+        ]
     else:
         firsts = [rank if cut else 0 for rank in range(ranks)]
         moments = [_moments((w, w.share(parts, first)) for w in shapes.trained) for first in firsts]
@@ -117,23 +132,28 @@ def held_bytes(shapes: Shapes, mode: str, ranks: int) -> list[dict[str, int]]:
 
 
 def zero1_parts(weights: Iterable[Weight], ranks: int) -> list[list[Weight]]:
-    """Which parameters' state is on which rank: the largest first, each to the rank that has the least so far."""
+    """Which parameters' state is on which rank: the largest first, each to the rank that has the
+    least so far."""
     parts: list[list[Weight]] = [[] for _ in range(ranks)]
     for weight in sorted(weights, key=lambda w: -w.numbers):
         min(parts, key=lambda part: sum(w.numbers for w in part)).append(weight)
     return parts
 
 
-def sent_bytes(shapes: Shapes, mode: str, ranks: int, *, micro_batches: int = 1, sync: str = "last") -> int:
-    """What a rank communicates in a step, as `Communicated` counts it: 2Ψ numbers for DDP, 3Ψ for FSDP that reshards.
+def sent_bytes(
+    shapes: Shapes, mode: str, ranks: int, *, micro_batches: int = 1, sync: str = "last"
+) -> int:
+    """What a rank communicates in a step, as `Communicated` counts it: 2Ψ numbers for DDP, 3Ψ for
+    FSDP that reshards.
 
-    An all-reduce of n bytes is 2n, all else n. DDP broadcasts buffers, too, where the model has some (a rotary
-    embedding's), and zero1 each updated parameter, Ψ more. FSDP gathers a block
-    for its forward and, resharded, again for its backward pass; the root (embedding, last norm, head) is not resharded,
-    since backward begins there. On one rank nothing is sent.
+    An all-reduce of n bytes is 2n, all else n. DDP broadcasts buffers, too, where the model has
+    some (a rotary embedding's), and zero1 each updated parameter, Ψ more. FSDP gathers a block
+    for its forward and, resharded, again for its backward pass; the root (embedding, last norm,
+    head) is not resharded, since backward begins there. On one rank nothing is sent.
 
     Args:
-        sync: "last" reduces gradients with the last micro-batch only (`no_sync`), "each" with every one.
+        sync: "last" reduces gradients with the last micro-batch only (`no_sync`), "each" with every
+            one.
     """
     ranks, pieces = whole("ranks", ranks, 1), whole("micro_batches", micro_batches, 1)
     reductions = pieces if one_of("sync", sync, SYNCS) == "each" else 1

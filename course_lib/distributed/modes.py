@@ -2,8 +2,9 @@
 
     ddp              DistributedDataParallel: every rank holds all, gradients are all-reduced
     zero1            ddp with ZeroRedundancyOptimizer: each parameter's Adam state is on one rank
-    fsdp             fully_shard (FSDP2) at each block: its parameters are gathered, used and dropped (ZeRO 3)
-    fsdp-keep        gathered parameters are kept from forward to backward: the traffic of ZeRO 2, which would hold them
+    fsdp             fully_shard (FSDP2) at each block: its parameters are gathered, used and
+    dropped (ZeRO 3) fsdp-keep        gathered parameters are kept from forward to backward: the
+    traffic of ZeRO 2, which would hold them
                      between steps too, where these are sharded
     fsdp-checkpoint  fsdp, and each block forgets its activations
     fsdp-bf16        fsdp, gathered and computed in bf16, reduced and stepped in fp32
@@ -39,8 +40,10 @@ class Trainer:
     """A rank's part of a model, and the step that all ranks take together, with AdamW.
 
     Attributes:
-        model: what was given, by now sharded or replicated; its parameters have the names of a plain model's.
-        optimizer: what steps; `local` is the optimizer that holds this rank's state, the same one but for zero1.
+        model: what was given, by now sharded or replicated; its parameters have the names of a
+            plain model's.
+        optimizer: what steps; `local` is the optimizer that holds this rank's state, the same one
+            but for zero1.
         result: the `StepResult` of the last step.
 
     Args:
@@ -52,9 +55,11 @@ class Trainer:
         sync: "last": gradients are reduced with the last piece only, DDP's `no_sync` and FSDP2's
             `set_requires_gradient_sync(False)` before; "each": with every one.
         blocks: what is sharded, and checkpointed, one by one, as for `checkpoint_blocks`.
-        wrapper: fsdp-checkpoint by the framework's `checkpoint_wrapper` in place of `checkpoint_blocks`.
+        wrapper: fsdp-checkpoint by the framework's `checkpoint_wrapper` in place of
+            `checkpoint_blocks`.
         bf16: the precision of fsdp-bf16 in another mode that shards.
-        in_buckets: micro-batches of ddp and zero1 add up in DDP's buckets, as for `AccumulatedStep`.
+        in_buckets: micro-batches of ddp and zero1 add up in DDP's buckets, as for
+            `AccumulatedStep`.
         max_norm: clip the gradient of all ranks to this norm.
     """
 
@@ -74,10 +79,16 @@ class Trainer:
         max_norm: float | None = None,
         lr: float = 1e-3,
     ):
-        self.mode, self.model, self.device = one_of("mode", mode, MODES), model, torch.device(device)
+        self.mode, self.model, self.device = (
+            one_of("mode", mode, MODES),
+            model,
+            torch.device(device),
+        )
         self.micro_batches, self.sync = micro_batches, one_of("sync", sync, SYNCS)
         if mode in REPLICATED:
-            self.run = DistributedDataParallel(_Loss(model.to(device), loss_sum), gradient_as_bucket_view=True)
+            self.run = DistributedDataParallel(
+                _Loss(model.to(device), loss_sum), gradient_as_bucket_view=True
+            )
             loss_sum = nn.Module.__call__  # run(piece)
         else:
             shard(model, mode, self.device, blocks, wrapper, bf16)
@@ -86,7 +97,9 @@ class Trainer:
         if mode == "zero1":
             from torch.distributed.optim import ZeroRedundancyOptimizer  # takes long to import
 
-            self.optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=lr, fused=True)
+            self.optimizer = ZeroRedundancyOptimizer(
+                parameters, torch.optim.AdamW, lr=lr, fused=True
+            )
         else:
             self.optimizer = torch.optim.AdamW(parameters, lr=lr, fused=True)
         options = {"sync": sync, "in_buckets": in_buckets, "max_norm": max_norm}
@@ -104,7 +117,12 @@ class Trainer:
 
 
 def shard(
-    model: nn.Module, mode: str, device: torch.device, blocks=None, wrapper: bool = False, bf16: bool = False
+    model: nn.Module,
+    mode: str,
+    device: torch.device,
+    blocks=None,
+    wrapper: bool = False,
+    bf16: bool = False,
 ) -> None:
     """`fully_shard` at each block and at the root, in place."""
     names, mesh = blocks_of(model, blocks), init_device_mesh(device.type, (dist.get_world_size(),))
@@ -112,7 +130,9 @@ def shard(
         checkpoint_blocks(model, list(names))
     options: dict[str, Any] = {"mesh": mesh}
     if bf16 or mode == "fsdp-bf16":
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
     if mode == "fsdp-cpu":
         options["offload_policy"] = CPUOffloadPolicy()
     for name in names:

@@ -1,4 +1,5 @@
-"""What a rank of N will take, without starting any: one symbolic rank, and a process group that sends nothing."""
+"""What a rank of N will take, without starting any: one symbolic rank, and a process group that
+sends nothing."""
 
 from __future__ import annotations
 
@@ -31,10 +32,12 @@ def predict(
     rank: int = 0,
     **options: Any,
 ) -> Taken:
-    """What one rank's steady step takes, on a machine that has none of these ranks nor their memory.
+    """What one rank's steady step takes, on a machine that has none of these ranks nor their
+    memory.
 
-    The step is that of `Trainer` itself, on symbolic tensors, by rank `rank` of a fake process group; the first rank's
-    share is never smaller than another's, but for zero1. On a GPU, gathers that run ahead of their use add to the peak.
+    The step is that of `Trainer` itself, on symbolic tensors, by rank `rank` of a fake process
+    group; the first rank's share is never smaller than another's, but for zero1. On a GPU, gathers
+    that run ahead of their use add to the peak.
 
     Args:
         make_model: builds the plain model, in fp32.
@@ -61,7 +64,8 @@ def watched_rank(
 ) -> Watch:
     """The same, moment by moment; what `within` returns for the model is around its steps.
 
-    In FSDP's first step each block is prepared once, which takes nothing but operators; with 2 `steps` there are none.
+    In FSDP's first step each block is prepared once, which takes nothing but operators; with 2
+    `steps` there are none.
     """
     ranks, rank = whole("ranks", ranks, 1), whole("rank", rank, 0, ranks - 1)
     with _fake_rank(ranks, rank), Watch(model := make_model()) as watch:
@@ -70,7 +74,8 @@ def watched_rank(
             _without_answers(trainer.run)
         _make_state(trainer)
         batch = make_batch()
-        for _ in range(2 if mode in REPLICATED else steps):  # DDP's buckets are known for gradients from the second on
+        # DDP's buckets are known for gradients from the second on
+        for _ in range(2 if mode in REPLICATED else steps):
             with within(model), watch.step(trainer):
                 trainer(batch)
     return watch
@@ -79,7 +84,8 @@ def watched_rank(
 def _make_state(trainer: Trainer) -> None:
     """Adam's state, as every step but the first finds it.
 
-    Likewise, DTensor has tried out by then, on tensors of the full size, each operator that gradients meet.
+    Likewise, DTensor has tried out by then, on tensors of the full size, each operator that
+    gradients meet.
     """
     parameters = [p for p in trainer.model.parameters() if p.requires_grad]
     for p in parameters:
@@ -90,16 +96,19 @@ def _make_state(trainer: Trainer) -> None:
         p.grad = None
 
 
-# ---- what is private to PyTorch: all of it is here, and each has a test that fails where a release has changed it
+# ---- what is private to PyTorch: all of it is here, and each has a test that fails where a release
+# has changed it
 #
-#   torch.testing._internal.distributed.fake_pg     the group "fake", whose collectives return at once
-#   nn.parallel.distributed.<each of IN_CPP>        what DDP calls when it is made, on values that are not there
+# torch.testing._internal.distributed.fake_pg     the group "fake", whose collectives return at once
+# nn.parallel.distributed.<each of IN_CPP>        what DDP calls when it is made, on values that are
+# not there
 #   nn.modules.module.<each of HOOKS>               hooks on all modules
 #   DistributedDataParallel.reducer, its _rebuild_buckets    C++ that sorts buckets anew, by values
 
-IN_CPP = "_verify_param_shape_across_processes", "_sync_module_states"  # of shapes, and of weights from rank 0
-# Such as those of `FlopCounterMode`, which hold the graph of what a checkpoint computes again, and with it all that was
-# recomputed, until they are removed.
+# of shapes, and of weights from rank 0
+IN_CPP = "_verify_param_shape_across_processes", "_sync_module_states"
+# Such as those of `FlopCounterMode`, which hold the graph of what a checkpoint computes again, and
+# with it all that was recomputed, until they are removed.
 HOOKS = "_global_forward_pre_hooks", "_global_forward_hooks"
 
 
@@ -125,7 +134,8 @@ def _fake_rank(ranks: int, rank: int) -> Iterator[None]:
 
 
 def _without_answers(run: DistributedDataParallel) -> None:
-    """The reducer waits for what a fake all-reduce does not return, and agrees on the order of buckets by values."""
+    """The reducer waits for what a fake all-reduce does not return, and agrees on the order of
+    buckets by values."""
 
     def reduce(_, bucket):  # DDP reads annotations
         dist.all_reduce(bucket.buffer())

@@ -26,7 +26,9 @@ from .tasks import Task
 from .watching import Taken, Watch
 
 IMPORTED_ONCE = "course_lib.distributed", "torch.distributed.optim", "torch.distributed.run"
-METERED = 3  # steps; the first makes Adam's state and the second DDP's buckets, so that the third is as all after it
+# steps; the first makes Adam's state and the second DDP's buckets, so that the third is as all
+# after it
+METERED = 3
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Run:
     Attributes:
         losses: the mean over the tokens of all ranks, of each step.
         norms: of its gradient, before it was clipped; None where it was not to be.
-        budget_bytes: what each rank kept within, from before its model was sharded; None if there was none.
+        budget_bytes: what each rank kept within, from before its model was sharded; None if there
+            was none.
         predicted: `STATE` -> bytes by ZeRO's formulas, of the rank that holds most.
         taken: of each rank.
         predicted_sent: bytes a rank communicates, by formula.
@@ -53,7 +56,10 @@ class Run:
 
     def as_dict(self, details: bool = False) -> dict[str, Any]:
         measured = {name: [taken.held[name] for taken in self.taken] for name in STATE}
-        sent = {"predicted": self.predicted_sent, "measured": max(taken.sent_bytes for taken in self.taken)}
+        sent = {
+            "predicted": self.predicted_sent,
+            "measured": max(taken.sent_bytes for taken in self.taken),
+        }
         told = {"mode": self.mode, "ranks": self.ranks, "losses": self.losses}
         told |= {"predicted": self.predicted, "measured": measured, "communicated": sent}
         if None not in self.norms:
@@ -65,15 +71,24 @@ class Run:
     def __str__(self) -> str:
         told = self.as_dict()
         rows = [(name, f"{told['predicted'][name]:,}", told["measured"][name]) for name in STATE]
-        rows += [("communicated", f"{self.predicted_sent:,}", [taken.sent_bytes for taken in self.taken])]
+        rows += [
+            ("communicated", f"{self.predicted_sent:,}", [taken.sent_bytes for taken in self.taken])
+        ]
         rows += [("peak", "", [taken.peak_bytes for taken in self.taken])]
         names = self.taken[0].at_peak
-        rows += [(f"  {name}", "", values) for name in names if any(values := [t.at_peak[name] for t in self.taken])]
+        rows += [
+            (f"  {name}", "", values)
+            for name in names
+            if any(values := [t.at_peak[name] for t in self.taken])
+        ]
         head = f"{self.mode} on {self.ranks} ranks: bytes"
         lines = [f"{head:<36}{'predicted':>10}   measured, rank by rank"]
         width = max(len(f"{value:,}") for *_, values in rows for value in values)
         for name, predicted, values in rows:
-            lines.append(f"  {name:<18}{predicted:>26}   " + "  ".join(f"{value:>{width},}" for value in values))
+            lines.append(
+                f"  {name:<18}{predicted:>26}   "
+                + "  ".join(f"{value:>{width},}" for value in values)
+            )
         return "\n".join([*lines, "  losses " + " ".join(f"{loss:.4f}" for loss in self.losses)])
 
 
@@ -95,8 +110,8 @@ def train(
     Args:
         save_to: a folder for checkpoints, after each `every` steps and the last.
         resume: a checkpoint, from which steps are counted on.
-        budget_bytes: of each rank; an operator that would pass it does not run. It holds while steps are metered, the
-            first 3.
+        budget_bytes: of each rank; an operator that would pass it does not run. It holds while
+            steps are metered, the first 3.
         say: is called with a line of progress after each step, on rank 0.
         options: as for `Trainer`.
 
@@ -122,9 +137,16 @@ def train(
             if rank == 0:
                 done = {"step": step + 1 - start, "steps": steps, "loss": f"{losses[-1]:.4f}"}
                 say(
-                    text("{mode} on {ranks} ranks: step {step} of {steps}, loss {loss}", mode=mode, ranks=ranks, **done)
+                    text(
+                        "{mode} on {ranks} ranks: step {step} of {steps}, loss {loss}",
+                        mode=mode,
+                        ranks=ranks,
+                        **done,
+                    )
                 )
-            if save_to is not None and (step + 1 == start + steps or (every and (step + 1) % every == 0)):
+            if save_to is not None and (
+                step + 1 == start + steps or (every and (step + 1) % every == 0)
+            ):
                 save(save_to, trainer, step + 1)
     taken: list[Any] = [None] * ranks
     dist.all_gather_object(taken, watch.taken)
@@ -133,7 +155,8 @@ def train(
 
 
 def resumed(folder: Path | str, mode: str, task: Task) -> Path:
-    """The checkpoint to resume from: the last complete one that the mode saved in the folder, or that lies in it.
+    """The checkpoint to resume from: the last complete one that the mode saved in the folder, or
+    that lies in it.
 
     Raises:
         ValueError: there is none, or it is of another model.
@@ -146,21 +169,28 @@ def resumed(folder: Path | str, mode: str, task: Task) -> Path:
 
 @contextmanager
 def process_group(backend: str | None = None):
-    """The group of the ranks that torchrun started, and this rank's device: a GPU each, or CPUs; on one machine alone,
-    all traffic stays on the loopback interface.
+    """The group of the ranks that torchrun started, and this rank's device: a GPU each, or CPUs; on
+    one machine alone, all traffic stays on the loopback interface.
 
     Raises:
         ValueError: torchrun has started nothing, or NCCL is asked for without a GPU for each rank.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        takes = "it takes python -m torch.distributed.run --standalone --nproc-per-node 2 -m course_lib.distributed"
-        raise ValueError(f"started without torchrun; {takes}, or --ranks N to predict without starting any")
+        takes = (
+            "it takes python -m torch.distributed.run --standalone --nproc-per-node 2 -m"
+            " course_lib.distributed"
+        )
+        raise ValueError(
+            f"started without torchrun; {takes}, or --ranks N to predict without starting any"
+        )
     local, of = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= of
     backend = backend or ("nccl" if enough else "gloo")
     if backend == "nccl" and not enough:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        raise ValueError(f"backend is 'nccl' with {count} GPUs for {of} ranks; it takes a GPU a rank, or 'gloo'")
+        raise ValueError(
+            f"backend is 'nccl' with {count} GPUs for {of} ranks; it takes a GPU a rank, or 'gloo'"
+        )
     if of == int(os.environ["WORLD_SIZE"]):
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
@@ -193,9 +223,24 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
     script = ["-m", "course_lib.distributed"]
     if sys.platform == "linux":
         started = ["-c", f"import {', '.join(IMPORTED_ONCE)} as run; run.main()"]
-        script = ["--run-path", "--start-method", "fork", str(Path(__file__).with_name("__main__.py"))]
-    command = [sys.executable, *started, "--standalone", "--nproc-per-node", str(ranks), *script, *arguments, "--json"]
-    environment = {"OMP_NUM_THREADS": "1", "PYTORCH_JIT": "0", **os.environ}  # nothing here is compiled by torch.jit
+        script = [
+            "--run-path",
+            "--start-method",
+            "fork",
+            str(Path(__file__).with_name("__main__.py")),
+        ]
+    command = [
+        sys.executable,
+        *started,
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        *script,
+        *arguments,
+        "--json",
+    ]
+    # nothing here is compiled by torch.jit
+    environment = {"OMP_NUM_THREADS": "1", "PYTORCH_JIT": "0", **os.environ}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     with subprocess.Popen(command, **pipes) as running:
         try:
@@ -209,7 +254,8 @@ def launch(ranks: int, *arguments: str, timeout: float | None = None) -> list[di
 
 
 def _end(torchrun: subprocess.Popen) -> None:
-    """Ask torchrun to end its ranks, which may take it 30 seconds; they also end by themselves where it is killed."""
+    """Ask torchrun to end its ranks, which may take it 30 seconds; they also end by themselves
+    where it is killed."""
     torchrun.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):
@@ -223,6 +269,7 @@ def _cause(told: str) -> str:
     """Of all that was said on stderr, why it failed."""
     signs = "error: ", say(text("error: {sentence}", sentence=""))
     refused = [line for line in told.splitlines() if line.startswith(signs)]
-    first = told.rfind("Root Cause")  # torchrun's own words for the rank that failed first; its traceback follows
+    # torchrun's own words for the rank that failed first; its traceback follows
+    first = told.rfind("Root Cause")
     last_words = told[first if first >= 0 else -4000 :]
     return "\n".join(refused) if refused and "Traceback (most" not in last_words else last_words

@@ -1,8 +1,10 @@
-"""Sharded checkpoints by `torch.distributed.checkpoint`: each rank writes its part, any number of ranks reads them.
+"""Sharded checkpoints by `torch.distributed.checkpoint`: each rank writes its part, any number of
+ranks reads them.
 
-A checkpoint is made in a folder `step-00000010.incomplete`, which is renamed once all ranks have written: whatever is
-killed before leaves no folder with a complete one's name, and the one before it is used. An older one of the same step
-is `step-00000010.replaced` meanwhile, and then deleted: at no moment is there none that is complete.
+A checkpoint is made in a folder `step-00000010.incomplete`, which is renamed once all ranks have
+written: whatever is killed before leaves no folder with a complete one's name, and the one before
+it is used. An older one of the same step is `step-00000010.replaced` meanwhile, and then deleted:
+at no moment is there none that is complete.
 
 It holds parameters, Adam's state, the step, and for each rank the states of its random generators.
 """
@@ -57,9 +59,12 @@ def last_complete(folder: Path | str) -> Path:
     """
     names = re.compile(r"step-\d{8,}(\.replaced)?")
     found = [path for path in Path(folder).glob("step-*") if names.fullmatch(path.name)]
-    found.sort(key=lambda path: (path.stem, not path.suffix))  # a new one goes before what it replaces
+    # a new one goes before what it replaces
+    found.sort(key=lambda path: (path.stem, not path.suffix))
     if not found:
-        raise ValueError(f"resume is {str(folder)!r}, without a complete checkpoint; it takes a folder saved to")
+        raise ValueError(
+            f"resume is {str(folder)!r}, without a complete checkpoint; it takes a folder saved to"
+        )
     return found[-1]
 
 
@@ -70,25 +75,37 @@ def check_fits(checkpoint: Path, model: nn.Module) -> None:
         ValueError: names or shapes differ; the message says where first.
     """
     saved = _metadata(checkpoint)
-    there = {name.removeprefix("model."): tuple(it.size) for name, it in saved.items() if name.startswith("model.")}
+    there = {
+        name.removeprefix("model."): tuple(it.size)
+        for name, it in saved.items()
+        if name.startswith("model.")
+    }
     here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in sorted({*there, *here}):
         if there.get(name) != here.get(name):
-            got, takes = (f"{shapes[name]}" if name in shapes else "nothing" for shapes in (there, here))
-            raise ValueError(f"resume is {str(checkpoint)!r}, of another model: {name} is {got}; it takes {takes}")
+            got, takes = (
+                f"{shapes[name]}" if name in shapes else "nothing" for shapes in (there, here)
+            )
+            raise ValueError(
+                f"resume is {str(checkpoint)!r}, of another model: {name} is {got}; it takes"
+                f" {takes}"
+            )
 
 
 def load(checkpoint: Path, trainer: Trainer) -> int:
     """Read a checkpoint, made by any number of ranks; after how many steps it was made.
 
-    Random numbers go on as on the rank of the same number; on a rank of which nothing was saved, with its own.
+    Random numbers go on as on the rank of the same number; on a rank of which nothing was saved,
+    with its own.
     """
     saved, random = _metadata(checkpoint), RandomState([trainer.device])
     own = {name: tensor for name, tensor in _by_rank(random).items() if name in saved}
     state = {**_state(trainer), **own, "step": 0}
     dcp.load(state, checkpoint_id=checkpoint)  # into these tensors
     states.set_model_state_dict(trainer.model, state["model"])
-    states.set_optimizer_state_dict(trainer.model, trainer.local, state["optimizer"], options=_BY_NAME)
+    states.set_optimizer_state_dict(
+        trainer.model, trainer.local, state["optimizer"], options=_BY_NAME
+    )
     random.restore()
     return state["step"]
 

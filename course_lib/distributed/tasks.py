@@ -1,4 +1,5 @@
-"""What is trained: the course's decoder, the model of a Hugging Face config.json, or what a function returns."""
+"""What is trained: the course's decoder, the model of a Hugging Face config.json, or what a
+function returns."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ class Task:
 def check_divides(samples: int, ranks: int) -> None:
     if samples % ranks:
         divisors = ", ".join(str(n) for n in range(1, samples + 1) if samples % n == 0)
-        raise ValueError(f"the number of ranks is {ranks}; a batch of {samples} samples takes one of {divisors}")
+        raise ValueError(
+            f"the number of ranks is {ranks}; a batch of {samples} samples takes one of {divisors}"
+        )
 
 
 def task_of(
@@ -71,19 +74,31 @@ def task_of(
 
     Args:
         config: a file, as `course_lib.configs` reads it.
-        model: "package:function"; its attribute `make_batch`, a function, returns the batch of all ranks. The loss is
-            its attribute `loss_sum`, or the model's method of that name, or a Hugging Face model's own, weighed by its
-            labels.
+        model: "package:function"; its attribute `make_batch`, a function, returns the batch of all
+            ranks. The loss is its attribute `loss_sum`, or the model's method of that name, or a
+            Hugging Face model's own, weighed by its labels.
         batch, sequence: of tokens; 8 samples of 128 if left out; not with `model`.
         unequal: samples of unequal lengths, so that ranks have unequal numbers of tokens.
 
     Raises:
         ValueError: something cannot be found, or does not go together.
     """
-    given = [n for n, v in (("config", config), ("batch", batch), ("sequence", sequence), ("unequal", unequal)) if v]
+    given = [
+        n
+        for n, v in (
+            ("config", config),
+            ("batch", batch),
+            ("sequence", sequence),
+            ("unequal", unequal),
+        )
+        if v
+    ]
     if model is not None:
         if given:
-            raise ValueError(f"--model comes with --{given[0]}; it takes neither sizes nor a config, but its own batch")
+            raise ValueError(
+                f"--model comes with --{given[0]}; it takes neither sizes nor a config, but its own"
+                " batch"
+            )
         return _by_function(model)
     sizes = (
         whole("batch", BATCH if batch is None else batch, 1),
@@ -99,12 +114,18 @@ def task_of(
 
 
 def token_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The sum of the cross-entropies of {"tokens": (b, s), "labels": (b, s)}, and over how many labels it goes."""
+    """The sum of the cross-entropies of {"tokens": (b, s), "labels": (b, s)}, and over how many
+    labels it goes."""
     logits, labels = model(batch["tokens"]).flatten(0, 1).float(), batch["labels"].flatten()
-    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
+    return (
+        F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"),
+        (labels != IGNORED).sum(),
+    )
 
 
-def _batch(samples: int, sequence: int, vocabulary: int, unequal: bool, step: int) -> dict[str, Tensor]:
+def _batch(
+    samples: int, sequence: int, vocabulary: int, unequal: bool, step: int
+) -> dict[str, Tensor]:
     tokens = random_tokens(samples, sequence, vocabulary, seed=step)
     labels = tokens[:, 1:].clone()
     for i in range(samples if unequal else 0):  # the last samples are the shortest
@@ -122,7 +143,9 @@ def _by_function(name: str) -> Task:
         raise ValueError(f"--model is {name!r}, which is not found ({error}); {takes}") from None
     make_batch = getattr(make_model, "make_batch", None)
     if isinstance(make_model, nn.Module) or not callable(make_model) or not callable(make_batch):
-        raise ValueError(f"--model is {name!r}, {shown(make_model)}; {takes}, with an attribute make_batch")
+        raise ValueError(
+            f"--model is {name!r}, {shown(make_model)}; {takes}, with an attribute make_batch"
+        )
     loss_sum = getattr(make_model, "loss_sum", None)
     for option, made in (("--model", make_model), ("make_batch", make_batch)):
         takes_arguments(option, made, "a function without arguments")
@@ -133,17 +156,25 @@ def _by_function(name: str) -> Task:
         if loss_sum is None and not has_loss_sum(model):
             got = f"--model is {name!r}, whose loss is not a sum with a known weight"
             raise ValueError(
-                f"{got}; it takes a loss_sum(model, batch) of the function's, or such a method of the model"
+                f"{got}; it takes a loss_sum(model, batch) of the function's, or such a method of"
+                " the model"
             )
-    return Task(partial(_without_cache, make_model), lambda step: make_batch(), loss_sum or _own_loss, samples)
+    return Task(
+        partial(_without_cache, make_model),
+        lambda step: make_batch(),
+        loss_sum or _own_loss,
+        samples,
+    )
 
 
 def _own_loss(model: nn.Module, batch: Any) -> tuple[Tensor, float | Tensor]:
-    return own_loss(model, batch, micro_batches=2)  # a rank's batch is a piece: its weight must be known
+    # a rank's batch is a piece: its weight must be known
+    return own_loss(model, batch, micro_batches=2)
 
 
 def _without_cache(make_model: Callable[[], nn.Module]) -> nn.Module:
-    """A Hugging Face model keeps keys and values for tokens to come, and a checkpoint would keep them twice."""
+    """A Hugging Face model keeps keys and values for tokens to come, and a checkpoint would keep
+    them twice."""
     model = make_model()
     if hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False

@@ -1,4 +1,5 @@
-"""What a rank's step takes: bytes held and at the peak, by the meter, and bytes communicated, at the collectives."""
+"""What a rank's step takes: bytes held and at the peak, by the meter, and bytes communicated, at
+the collectives."""
 
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ _COUNTED = {
 
 
 class Communicated(TorchDispatchMode):
-    """Count the bytes of parameters and gradients that this rank's collectives are called with, inside the block.
+    """Count the bytes of parameters and gradients that this rank's collectives are called with,
+    inside the block.
 
-    An all-reduce of n bytes counts 2n (it is a reduce-scatter and an all-gather), an all-gather by what it makes, a
-    reduce-scatter by what it takes, a broadcast n; on the wire of a ring it is (N - 1)/N of that. Among them are those
-    of DDP's reducer, which is C++: it calls the same operators. Numbers in float64 and whole numbers do not count: the
-    loss, its weight and the order of DDP's buckets, some bytes a step. With one rank nothing is sent.
+    An all-reduce of n bytes counts 2n (it is a reduce-scatter and an all-gather), an all-gather by
+    what it makes, a reduce-scatter by what it takes, a broadcast n; on the wire of a ring it is (N
+    - 1)/N of that. Among them are those of DDP's reducer, which is C++: it calls the same
+    operators. Numbers in float64 and whole numbers do not count: the loss, its weight and the order
+    of DDP's buckets, some bytes a step. With one rank nothing is sent.
 
     Attributes:
         bytes: so far.
@@ -47,7 +50,8 @@ class Communicated(TorchDispatchMode):
         self.bytes = 0
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # no guards against compilation: operators take less time without
+    # no guards against compilation: operators take less time without
+    def _should_skip_dynamo(cls) -> bool:
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -56,10 +60,16 @@ class Communicated(TorchDispatchMode):
 
 
 def _sent_by(func, args) -> int:
-    if func.namespace != "c10d" or func.overloadpacket not in _COUNTED or dist.get_world_size() == 1:
+    if (
+        func.namespace != "c10d"
+        or func.overloadpacket not in _COUNTED
+        or dist.get_world_size() == 1
+    ):
         return 0
     times, which = _COUNTED[func.overloadpacket]
-    return times * sum(t.nbytes for t in tensors_in(args[which]) if t.is_floating_point() and t.itemsize < 8)
+    return times * sum(
+        t.nbytes for t in tensors_in(args[which]) if t.is_floating_point() and t.itemsize < 8
+    )
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,8 @@ class Taken:
     Attributes:
         held: parameter, gradient and optimizer, when the optimizer steps.
         peak_bytes: the most that was live at once in the step.
-        at_peak: category -> bytes, those of the meter, and "gathered": parameters beyond this rank's own.
+        at_peak: category -> bytes, those of the meter, and "gathered": parameters beyond this
+            rank's own.
         sent_bytes: communicated, as `Communicated` counts.
         flops: of this rank, by the formulas of `FlopCounterMode`.
     """
@@ -87,7 +98,9 @@ class _Meter(UnguardedMeter):
     sent_bytes, sending = 0, False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.sending:  # gloo's thread drops the tensors of a collective some time after it has said that it is done
+        # gloo's thread drops the tensors of a collective some time after it has said that it is
+        # done
+        if self.sending:
             time.sleep(LET_GO)
         self.sending = func.namespace == "c10d" and dist.get_backend() == "gloo"
         self.sent_bytes += _sent_by(func, args)
@@ -95,13 +108,15 @@ class _Meter(UnguardedMeter):
 
 
 class Watch:
-    """One meter from before a model is sharded, since what DDP and FSDP keep of their own must be seen being made.
+    """One meter from before a model is sharded, since what DDP and FSDP keep of their own must be
+    seen being made.
 
-    Enter it with the plain model, make the `Trainer`, take steps within `step`, and leave it; `taken` is of the last,
-    and so is `span`, which of the moments of the meter's trace are its own.
+    Enter it with the plain model, make the `Trainer`, take steps within `step`, and leave it;
+    `taken` is of the last, and so is `span`, which of the moments of the meter's trace are its own.
 
     Args:
-        budget_bytes: the operator that would pass it raises `MemoryBudgetExceeded` and does not run.
+        budget_bytes: the operator that would pass it raises `MemoryBudgetExceeded` and does not
+            run.
     """
 
     def __init__(

@@ -1,13 +1,14 @@
 """The words that code shows, said in English or in Chinese.
 
-Code has them in English alone; the Chinese stands in `zh.toml` beside this file, the only place for it.
+Code has them in English alone; the Chinese stands in `zh.toml` beside this file, the only place for
+it.
 
-    text("{n:,} tokens", n=1024)      # "1,024 tokens", which can be said in Chinese wherever it goes
-    say("peak, MB")                   # in the language in force, for plain text
+    text("{n:,} tokens", n=1024)      # "1,024 tokens", which can be said in Chinese wherever it
+    goes say("peak, MB")                   # in the language in force, for plain text
     markup("peak, MB")                # as HTML in both languages, of which a page shows one
 
-A label is found by its English, so it may pass through lists, f-strings and matplotlib. It needs the standard library
-alone, since all of the course may import it.
+A label is found by its English, so it may pass through lists, f-strings and matplotlib. It needs
+the standard library alone, since all of the course may import it.
 """
 
 import html
@@ -22,14 +23,17 @@ from pathlib import Path
 LANGUAGES = ("en", "zh", "both")
 CATALOG = Path(__file__).parent / "zh.toml"
 _MOST_MADE = 4096
-# What `text` has made, by its English: what stands in the catalog as it is, and the last of those with values.
+# What `text` has made, by its English: what stands in the catalog as it is, and the last of those
+# with values.
 _fixed: dict[str, "Label"] = {}
 _made: dict[str, "Label"] = {}
-_chosen: str | None = None  # None until `choose` is called; then `current` asks the environment each time
+# None until `choose` is called; then `current` asks the environment each time
+_chosen: str | None = None
 
 # What is the same in every language: code, math, and placeholders.
 _NOT_WORDS = re.compile(r"`[^`]*`|\$[^$]*\$|\{[^{}]*\}|https?://\S+")
-# An English word: lower-case letters, perhaps after one capital. `fp32`, `d_model`, `GFLOPs` and `x` are none.
+# An English word: lower-case letters, perhaps after one capital. `fp32`, `d_model`, `GFLOPs` and
+# `x` are none.
 _WORD = re.compile(r"(?<![\w.+=/])(?<!\d-)[A-Za-z][a-z]+(?![\w(]|\.\w)")
 
 _HAN = re.compile("[\u3400-\u9fff]")
@@ -39,7 +43,8 @@ class LabelError(ValueError):
     """A label that lacks its Chinese, or whose Chinese does not fit it."""
 
 
-# The language in force ------------------------------------------------------------------------------------------------
+# The language in force
+# ------------------------------------------------------------------------------------------------
 
 
 def choose(default: str) -> str:
@@ -69,11 +74,13 @@ def _known(value: str, name: str) -> str:
     return value
 
 
-# Labels ---------------------------------------------------------------------------------------------------------------
+# Labels
+# --------------------------------------------------------------------------------------------------
 
 
 class Label(str):
-    """English words that know the template and the values they were made from; a notebook shows both languages."""
+    """English words that know the template and the values they were made from; a notebook shows
+    both languages."""
 
     template: str
     values: dict[str, object]
@@ -85,7 +92,10 @@ class Label(str):
             if is_english(self.template):
                 return None
             zh = self.template
-        values = {name: value if value == self else chinese(value) or value for name, value in self.values.items()}
+        values = {
+            name: value if value == self else chinese(value) or value
+            for name, value in self.values.items()
+        }
         return zh.format(**values) if values else zh
 
     def _repr_html_(self) -> str:
@@ -93,14 +103,16 @@ class Label(str):
 
 
 def text(english: str, /, **values: object) -> Label:
-    """A label: English, with values in its placeholders as `str.format` puts them; values may be labels themselves.
+    """A label: English, with values in its placeholders as `str.format` puts them; values may be
+    labels themselves.
 
     Raises:
         LabelError: the placeholders have other names than the values.
     """
     if values and placeholders(english) != set(values):
         raise LabelError(
-            f"label {english!r} has placeholders {sorted(placeholders(english))}, but got {sorted(values)}"
+            f"label {english!r} has placeholders {sorted(placeholders(english))}, but got"
+            f" {sorted(values)}"
         )
     if isinstance(english, Label):
         return english
@@ -111,7 +123,8 @@ def text(english: str, /, **values: object) -> Label:
 
 
 def _remember(label: Label) -> None:
-    """Words that code has as they are stay known, being as few as the catalog's; others until many more were made."""
+    """Words that code has as they are stay known, being as few as the catalog's; others until many
+    more were made."""
     if not label.values and label in catalog():
         _fixed[str(label)] = label
         return
@@ -122,14 +135,18 @@ def _remember(label: Label) -> None:
 
 
 def listed(words: Iterable[object], separator: str = ", ") -> str:
-    """Labels in a row; Chinese has its own marks for ", ", "; " and the space between two sentences."""
+    """Labels in a row; Chinese has its own marks for ", ", "; " and the space between two
+    sentences."""
     template = f"{{first}}{separator}{{rest}}"
     items = [str(each) if not isinstance(each, str) else each for each in words]
-    return reduce(lambda first, rest: text(template, first=first, rest=rest), items) if items else ""
+    return (
+        reduce(lambda first, rest: text(template, first=first, rest=rest), items) if items else ""
+    )
 
 
 def chinese(words: object) -> str | None:
-    """The Chinese of a label, of words that `text` has made, or of words that contain such; None if there is none."""
+    """The Chinese of a label, of words that `text` has made, or of words that contain such; None if
+    there is none."""
     if not isinstance(words, str):
         return None
     made = words if isinstance(words, Label) else _made.get(words) or _fixed.get(words)
@@ -141,50 +158,72 @@ def both(words: object) -> tuple[str, str]:
     """(English, Chinese) of a label; the English twice where there is no Chinese.
 
     Raises:
-        LabelError: there is none although the words are English, and the environment variable COURSE_LABELS is
-            "strict". A learner's own labels are no error, so it is set only to build and to test the course.
+        LabelError: there is none although the words are English, and the environment variable
+            COURSE_LABELS is "strict". A learner's own labels are no error, so it is set only to
+            build and to test the course.
     """
     words = words if isinstance(words, str) else str(words)
     zh = chinese(words)
     if zh is None and os.environ.get("COURSE_LABELS") == "strict" and is_english(words):
-        raise LabelError(f"{words!r} has no Chinese: give it an entry in {CATALOG.name}, or `backquotes` if it is code")
+        raise LabelError(
+            f"{words!r} has no Chinese: give it an entry in {CATALOG.name}, or `backquotes` if it"
+            " is code"
+        )
     return str(words), str(words) if zh is None else zh
 
 
 def say(words: object, separator: str = " ") -> str:
-    """A label as plain text in the language in force; for both, the English, the separator, the Chinese."""
+    """A label as plain text in the language in force; for both, the English, the separator, the
+    Chinese."""
     en, zh = both(words)
     return {"en": en, "zh": zh, "both": en if en == zh else f"{en}{separator}{zh}"}[current()]
 
 
 def markup(words: object) -> str:
-    """HTML of a label, escaped, with `backquotes` as code: an element a language, one above the other."""
+    """HTML of a label, escaped, with `backquotes` as code: an element a language, one above the
+    other."""
     en, zh = (re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(each)) for each in both(words))
     if en == zh:
         return en
     # The space keeps the two apart where a viewer strips the styles.
-    return f'<span lang="en" style="display: block">{en}</span> <span lang="zh" style="display: block">{zh}</span>'
+    return (
+        f'<span lang="en" style="display: block">{en}</span> <span lang="zh" style="display:'
+        f' block">{zh}</span>'
+    )
 
 
 def _piecewise(words: str) -> str | None:
-    """The Chinese of words that contain what `text` has made; None if English would be left among them."""
+    """The Chinese of words that contain what `text` has made; None if English would be left among
+    them."""
     if not is_english(words):  # code, say, where `input` is a name
         return None
     known = (*_fixed.items(), *_made.items())
-    inside = {en: zh for en, made in known if en and en in words and en != words and (zh := made.in_chinese())}
+    inside = {
+        en: zh
+        for en, made in known
+        if en and en in words and en != words and (zh := made.in_chinese())
+    }
     if not inside:
         return None
     longest_first = "|".join(map(re.escape, sorted(inside, key=len, reverse=True)))
     pattern = re.compile(rf"(?<![A-Za-z])(?:{longest_first})(?![A-Za-z])")
-    return None if is_english(pattern.sub(" ", words)) else pattern.sub(lambda found: inside[found[0]], words)
+    return (
+        None
+        if is_english(pattern.sub(" ", words))
+        else pattern.sub(lambda found: inside[found[0]], words)
+    )
 
 
-# The catalog ----------------------------------------------------------------------------------------------------------
+# The catalog
+# --------------------------------------------------------------------------------------------------
 
 
 def is_english(words: str) -> bool:
-    """Whether words want Chinese: they have an English word that is neither code nor `same`, and none of Chinese."""
-    return not _HAN.search(words) and any(word not in same() for word in _WORD.findall(_NOT_WORDS.sub(" ", words)))
+    """Whether words want Chinese: they have an English word that is neither code nor `same`, and
+    none of Chinese."""
+    return not _HAN.search(words) and any(
+        word not in same() for word in _WORD.findall(_NOT_WORDS.sub(" ", words))
+    )
 
 
 def placeholders(template: str) -> set[str]:
@@ -231,6 +270,8 @@ def entries(sections: dict) -> dict[str, str]:
             if en in found:
                 raise LabelError(f"{en!r} stands in [{section}] and in a section before it")
             if placeholders(en) != placeholders(zh):
-                raise LabelError(f"the placeholders of {en!r} in [{section}] are not those of {zh!r}")
+                raise LabelError(
+                    f"the placeholders of {en!r} in [{section}] are not those of {zh!r}"
+                )
             found[en] = zh
     return found

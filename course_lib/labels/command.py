@@ -1,4 +1,5 @@
-"""Commands in the reader's language: `Parser` says its help, its usage and its errors through the catalog."""
+"""Commands in the reader's language: `Parser` says its help, its usage and its errors through the
+catalog."""
 
 import argparse
 import re
@@ -51,15 +52,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line; argparse's own says all options first."""
-        sentence = text("error: {sentence}; --help says what there is", sentence=said_error(message))
+        sentence = text(
+            "error: {sentence}; --help says what there is", sentence=said_error(message)
+        )
         self.exit(2, f"{_said(sentence)}\n")
 
 
 def said_error(message: str) -> str:
     """An error in the reader's language, where the catalog knows its sentence; else as it is.
 
-    An error's English is written where it is raised; `zh.toml` has its Chinese under [errors], with a placeholder for
-    each value.
+    An error's English is written where it is raised; `zh.toml` has its Chinese under [errors], with
+    a placeholder for each value.
     """
     if current() != "zh":
         return message
@@ -73,10 +76,12 @@ def said_error(message: str) -> str:
 
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
-    """Each sentence under [errors] as a pattern with a group a value; those with few values first."""
+    """Each sentence under [errors] as a pattern with a group a value; those with few values
+    first."""
     known = sorted(sentences().items(), key=lambda entry: entry[0].count("{"))
     return [
-        (re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(english)), re.S), zh) for english, zh in known
+        (re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(english)), re.S), zh)
+        for english, zh in known
     ]
 
 
@@ -86,7 +91,8 @@ def _said(words: str) -> str:
 
 @contextmanager
 def _own_words() -> Iterator[None]:
-    """argparse's own words through the catalog while the block lasts: it looks its `_` up whenever it speaks."""
+    """argparse's own words through the catalog while the block lasts: it looks its `_` up whenever
+    it speaks."""
     before = argparse._
     argparse._ = lambda words: _said(words) if words in _OWN else before(words)
     try:

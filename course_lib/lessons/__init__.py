@@ -1,10 +1,12 @@
-"""What belongs to one lesson alone: its exercises' checks, its claims, its GPU experiments, its own pictures.
+"""What belongs to one lesson alone: its exercises' checks, its claims, its GPU experiments, its own
+pictures.
 
     from course_lib.lessons.lesson_05 import check_loop    # in lesson 05
-    python -m course_lib.lessons                                   # all GPU experiments; `make gpu` runs it
+    python -m course_lib.lessons                                   # all GPU experiments; `make gpu`
+    runs it
 
-A lesson's module may have `CLAIMS`, what its learners may have read, and `Experiment`s. This module finds them by the
-lesson's number.
+A lesson's module may have `CLAIMS`, what its learners may have read, and `Experiment`s. This module
+finds them by the lesson's number.
 """
 
 import importlib
@@ -21,7 +23,9 @@ from course_lib.teaching.tables import Table
 __all__ = ["LESSONS", "claims_of", "experiments", "lesson", "on_gpu", "what_you_may_have_read"]
 
 #: The numbers of the lessons, two digits each.
-LESSONS = sorted(found.name[-2:] for found in pkgutil.iter_modules(__path__) if found.name.startswith("lesson_"))
+LESSONS = sorted(
+    found.name[-2:] for found in pkgutil.iter_modules(__path__) if found.name.startswith("lesson_")
+)
 
 
 def lesson(number: str) -> ModuleType:
@@ -36,7 +40,8 @@ def lesson(number: str) -> ModuleType:
 
 
 def claims_of(number: str) -> tuple[said.Claim, ...]:
-    """The claims that a lesson tests, those of its optional sections last; none for one that tests none."""
+    """The claims that a lesson tests, those of its optional sections last; none for one that tests
+    none."""
     return getattr(lesson(number), "CLAIMS", ()) + getattr(lesson(number), "OLDER_CLAIMS", ())
 
 
@@ -52,12 +57,16 @@ def what_you_may_have_read(number: str, *measured: str) -> Table:
 def experiments(number: str | None = None) -> list[Experiment]:
     """The GPU experiments of one lesson, or of all, in the order in which they are written."""
     modules = [lesson(each) for each in (LESSONS if number is None else [number])]
-    own = [getattr(module, "gpu", module) for module in modules]  # a package has them in a module of their own
-    return [found for module in own for found in vars(module).values() if isinstance(found, Experiment)]
+    # a package has them in a module of their own
+    own = [getattr(module, "gpu", module) for module in modules]
+    return [
+        found for module in own for found in vars(module).values() if isinstance(found, Experiment)
+    ]
 
 
 def on_gpu(number: str, *names: str, folder: Path = FOLDER) -> GpuFigures:
-    """A lesson's GPU experiments, as an object that shows itself. Where there is a GPU they are run now.
+    """A lesson's GPU experiments, as an object that shows itself. Where there is a GPU they are run
+    now.
 
     Tag the cell `shows-device`: what it shows depends on the machine.
 
@@ -72,5 +81,7 @@ def on_gpu(number: str, *names: str, folder: Path = FOLDER) -> GpuFigures:
     known = {item.name: item for item in experiments(number)}
     for name in names:
         if name not in known:
-            raise ValueError(f"name is {name!r}; the GPU experiments of lesson {number} are {', '.join(known)}")
+            raise ValueError(
+                f"name is {name!r}; the GPU experiments of lesson {number} are {', '.join(known)}"
+            )
     return GpuFigures([(known[name], figures(known[name], folder)) for name in names or known])

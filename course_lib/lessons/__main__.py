@@ -1,10 +1,12 @@
 """Run the lessons' GPU experiments and write their figures to course_lib/recordings/<gpu>.json.
 
     python -m course_lib.lessons                                    # all of them
-    python -m course_lib.lessons --only 04 06.attention --skip 07   # by lesson, or by the beginning of a name
-    python -m course_lib.lessons --check                            # run nothing, and say whether it could run
+    python -m course_lib.lessons --only 04 06.attention --skip 07   # by lesson, or by the beginning
+    of a name python -m course_lib.lessons --check                            # run nothing, and say
+    whether it could run
 
-Figures are written as soon as they are measured. An experiment that fails is named, and the others go on.
+Figures are written as soon as they are measured. An experiment that fails is named, and the others
+go on.
 """
 
 import argparse
@@ -22,22 +24,31 @@ from course_lib.teaching.recorded import FOLDER, provenance, record
 
 from . import experiments
 
-STOP = threading.Event()  # ctrl-c: inside a callback of torch's, its KeyboardInterrupt becomes another error, or none
+# ctrl-c: inside a callback of torch's, its KeyboardInterrupt becomes another error, or none
+STOP = threading.Event()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m course_lib.lessons", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m course_lib.lessons",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where <gpu>.json goes")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="the beginnings of their names")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="NAME", help="the beginnings of their names"
+    )
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--check", action="store_true")
     # For tests: small sizes, and a folder of one's own.
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help=argparse.SUPPRESS)
     given = parser.parse_args()
     named = {f"{item.lesson}.{item.name}": item for item in experiments()}
-    chosen = [name for name in named if name.startswith(tuple(given.only)) and not name.startswith(tuple(given.skip))]
+    chosen = [
+        name
+        for name in named
+        if name.startswith(tuple(given.only)) and not name.startswith(tuple(given.skip))
+    ]
     if not chosen:
         sys.exit("No experiment has such a name: nothing was run.")
     if problem := what_is_missing(given.device, given.folder):
@@ -46,7 +57,8 @@ def main() -> None:
         return
     if given.device == "cuda":
         free, total = torch.cuda.mem_get_info()
-        torch.cuda.set_per_process_memory_fraction(0.95 * free / total)  # other processes keep what they have
+        # other processes keep what they have
+        torch.cuda.set_per_process_memory_fraction(0.95 * free / total)
     STOP.clear()
     if (before := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
@@ -72,7 +84,11 @@ def what_is_missing(device: str, folder: Path) -> str | None:
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
         return f"torch is {torch.__version__}, and the course takes 2.9 or newer"
     if device == "cpu":
-        return "A CPU's figures are no recordings and take a --folder of their own" if folder == FOLDER else None
+        return (
+            "A CPU's figures are no recordings and take a --folder of their own"
+            if folder == FOLDER
+            else None
+        )
     if not torch.cuda.is_available():
         return "There is no CUDA GPU that torch can use here"
     return None
@@ -95,7 +111,11 @@ def ran(name: str, item: Experiment, device: str, folder: Path) -> bool:
         print(f"{name} failed: {in_short(error)}", file=sys.stderr, flush=True)
         return False
     sizes = "" if run.sizes in (item.sizes, item.small) else f", with {run.sizes}"
-    print(f"{name}: {time.perf_counter() - start:.1f} s, {len(run.figures)} figures in {path.name}{sizes}", flush=True)
+    print(
+        f"{name}: {time.perf_counter() - start:.1f} s, {len(run.figures)} figures in"
+        f" {path.name}{sizes}",
+        flush=True,
+    )
     if STOP.is_set():
         raise KeyboardInterrupt
     return True

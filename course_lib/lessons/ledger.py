@@ -1,8 +1,8 @@
 """The ledger: one step of one decoder, with one technique at a time. Every lesson adds its row.
 
-The decoder of lesson 00: vocabulary 2048, hidden size 256, 8 heads, 8 layers; 8 sequences of 128 tokens, fp32, Adam,
-the second step. A lesson measures its own row and shows it under those of the lessons before it, which stand here;
-tests/test_ledger.py measures each of them again.
+The decoder of lesson 00: vocabulary 2048, hidden size 256, 8 heads, 8 layers; 8 sequences of 128
+tokens, fp32, Adam, the second step. A lesson measures its own row and shows it under those of the
+lessons before it, which stand here; tests/test_ledger.py measures each of them again.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from course_lib.teaching.tables import NumberText
 
 @dataclass(frozen=True)
 class Row:
-    """What a lesson's technique makes of the step; `moved_bytes` to another tier or another rank, both ways."""
+    """What a lesson's technique makes of the step; `moved_bytes` to another tier or another rank,
+    both ways."""
 
     lesson: str
     technique: str
@@ -36,7 +37,9 @@ ROWS = (
 )
 
 
-def ledger(lesson: str, technique: str, measured: Any, *, flops: int | None = None, moved_bytes: int = 0) -> Table:
+def ledger(
+    lesson: str, technique: str, measured: Any, *, flops: int | None = None, moved_bytes: int = 0
+) -> Table:
     """The rows of the lessons before this one, and its own, each against the plain step.
 
     Args:
@@ -46,7 +49,13 @@ def ledger(lesson: str, technique: str, measured: Any, *, flops: int | None = No
         flops: those of the step, where `measured` is a meter, which counts bytes alone.
         moved_bytes: to another tier or another rank, both ways.
     """
-    own = Row(lesson, technique, measured.peak_bytes, measured.flops if flops is None else flops, moved_bytes)
+    own = Row(
+        lesson,
+        technique,
+        measured.peak_bytes,
+        measured.flops if flops is None else flops,
+        moved_bytes,
+    )
     rows = [*(row for row in ROWS if row.lesson < lesson), own]
     plain = rows[0]
     columns = ["lesson", "technique", "peak, MB", "of plain", "FLOPs of plain", "bytes moved, MB"]
@@ -62,8 +71,14 @@ def ledger(lesson: str, technique: str, measured: Any, *, flops: int | None = No
         for row in rows
     ]
     values = [
-        (row.lesson, row.technique, row.peak_bytes / 1e6, row.peak_bytes / plain.peak_bytes, row.flops / plain.flops,
-         row.moved_bytes / 1e6)
+        (
+            row.lesson,
+            row.technique,
+            row.peak_bytes / 1e6,
+            row.peak_bytes / plain.peak_bytes,
+            row.flops / plain.flops,
+            row.moved_bytes / 1e6,
+        )
         for row in rows
-    ]  # fmt: skip
+    ]
     return Table(columns, shown, values=values)

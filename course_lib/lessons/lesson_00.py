@@ -29,16 +29,17 @@ _PLACES = (
 _ARROWS = ("01-02", "02-03", "01-04", "01-05", "05-06", "03-07", "04-07", "06-07", "07-08", "08-09")
 _COLORS = {"01": "#DCE6F0", "07": "#F6DFE0", "08": "#F6DFE0", "09": "#F6DFE0"}
 _ALT = (
-    "A map of the lessons. Lesson 01 asks where the bytes go. Arrows lead from it to 02, forget and compute again, "
-    "with 03, which ones to forget; to 04, move them down a tier; and to 05, take the batch in pieces, with 06, let "
-    "the operator forget. All three ways lead to 07, fit a budget, on to 08, beyond one device, and to 09, your own "
-    "model."
+    "A map of the lessons. Lesson 01 asks where the bytes go. Arrows lead from it to 02, forget and"
+    " compute again, with 03, which ones to forget; to 04, move them down a tier; and to 05, take"
+    " the batch in pieces, with 06, let the operator forget. All three ways lead to 07, fit a"
+    " budget, on to 08, beyond one device, and to 09, your own model."
 )
 _WIDTH, _HEIGHT = 0.82, 0.72
 
 
 def about_this_machine() -> Table:
-    """Python, torch, processor, memory and GPU of this machine, and whether that is enough for the course."""
+    """Python, torch, processor, memory and GPU of this machine, and whether that is enough for the
+    course."""
     rows = [
         ("Python", platform.python_version(), _enough(sys.version_info >= (3, 11), "3.11")),
         ("PyTorch", torch.__version__, _enough(_version(torch.__version__) >= (2, 9), "2.9")),
@@ -70,12 +71,16 @@ def _gpu() -> tuple[str, str]:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(), "yes, lessons show its figures live"
     if shutil.which("nvidia-smi"):
-        return "–", "there seems to be one, but this build of torch cannot use it: see Troubleshooting"
+        return (
+            "–",
+            "there seems to be one, but this build of torch cannot use it: see Troubleshooting",
+        )
     return "–", "not needed: bytes and FLOPs are counted on the CPU"
 
 
 def course_map() -> "Figure":
-    """Draw the lessons and the ways between them: measure first, then the ways to save, then all together."""
+    """Draw the lessons and the ways between them: measure first, then the ways to save, then all
+    together."""
     title = "Measure first; then the ways to save; then all of them together"
     drawn, ax = figure(title, width=8.6, height=3.6, alt=_ALT)
     drawn.course_larger = 1.3  # all that fits into the boxes
@@ -83,7 +88,9 @@ def course_map() -> "Figure":
     for arrow in _ARROWS:
         (x, y), (to_x, to_y) = (places[number] for number in arrow.split("-"))
         start, end = (x + _WIDTH / 2, y), (to_x - _WIDTH / 2, to_y)
-        ax.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": "#888888", "linewidth": 1.2})
+        ax.annotate(
+            "", end, start, arrowprops={"arrowstyle": "-|>", "color": "#888888", "linewidth": 1.2}
+        )
     for number, x, y, question in _PLACES:
         corner, color = (x - _WIDTH / 2, y - _HEIGHT / 2), _COLORS.get(number, "#E6F0E4")
         ax.add_patch(_box(corner, color))
@@ -98,5 +105,10 @@ def _box(corner: tuple[float, float], color: str):
     from matplotlib.patches import FancyBboxPatch
 
     return FancyBboxPatch(
-        corner, _WIDTH, _HEIGHT, boxstyle="round,pad=0,rounding_size=0.06", facecolor=color, edgecolor="none"
+        corner,
+        _WIDTH,
+        _HEIGHT,
+        boxstyle="round,pad=0,rounding_size=0.06",
+        facecolor=color,
+        edgecolor="none",
     )

@@ -1,8 +1,8 @@
 """Where the bytes of a training step go: measured to the byte, and predicted.
 
-`MemoryMeter` counts live tensors operator by operator, `measure` compares arms by one fair method, `saved_tensors`
-lists what autograd keeps for backward, and the formulas say what to expect of them. `CachingAllocator` follows
-PyTorch's rules for what a GPU reserves beyond that. Lesson 01 explains.
+`MemoryMeter` counts live tensors operator by operator, `measure` compares arms by one fair method,
+`saved_tensors` lists what autograd keeps for backward, and the formulas say what to expect of them.
+`CachingAllocator` follows PyTorch's rules for what a GPU reserves beyond that. Lesson 01 explains.
 """
 
 from .allocator_settings import AllocatorSettings

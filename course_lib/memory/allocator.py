@@ -1,4 +1,5 @@
-"""What the allocator saw of a step: on a CPU through the profiler, on CUDA through its own statistics."""
+"""What the allocator saw of a step: on a CPU through the profiler, on CUDA through its own
+statistics."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _MARK = "course_lib.memory: "
 
 
 def allocator_peak(run: Callable, device: torch.device) -> int:
-    """The most bytes allocated at once while `run` runs the step, above what was there before; under no mode.
+    """The most bytes allocated at once while `run` runs the step, above what was there before;
+    under no mode.
 
     Args:
         run: takes context managers and runs the step inside them.
@@ -32,7 +34,8 @@ def allocator_peak(run: Callable, device: torch.device) -> int:
 
 
 def workspace_by_operator(run: Callable, device: torch.device) -> dict[str, int]:
-    """operator -> the most bytes that one call of it held beyond what it found and what it left, largest first."""
+    """operator -> the most bytes that one call of it held beyond what it found and what it left,
+    largest first."""
     if device.type == "cuda":
         mode = _CudaWorkspace(device)
         run(mode)
@@ -46,9 +49,13 @@ def workspace_by_operator(run: Callable, device: torch.device) -> dict[str, int]
 
 
 def _profiled(run: Callable, *modes) -> tuple[list[tuple[int, int]], list[tuple[str, int, int]]]:
-    """(time, change of bytes) of each allocation and its release, and (operator, start, stop) of each `_Named` call."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler's start and stop are announced on stderr
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    """(time, change of bytes) of each allocation and its release, and (operator, start, stop) of
+    each `_Named` call."""
+    # else the profiler's start and stop are announced on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    profile = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    )
     run(profile, *modes)
     moves, calls = [], []
     waiting = list(profile.profiler.kineto_results.experimental_event_tree())
@@ -56,7 +63,9 @@ def _profiled(run: Callable, *modes) -> tuple[list[tuple[int, int]], list[tuple[
         event = waiting.pop()
         waiting.extend(event.children)
         if event.typed[0] == _EventType.Allocation and event.extra_fields.device.type == "cpu":
-            moves.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+            moves.append(
+                (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
+            )
         elif event.name.startswith(_MARK):
             calls.append((event.name.removeprefix(_MARK), event.start_time_ns, event.end_time_ns))
     changes, mine = [], set()
@@ -97,7 +106,8 @@ class _Named(TorchDispatchMode):
 
 @contextmanager
 def _cuda_watch(device: torch.device, found: list[tuple[int, int]]) -> Iterator[None]:
-    """Appends the bytes allocated in the block, at most and in the end, above what was there before it."""
+    """Appends the bytes allocated in the block, at most and in the end, above what was there before
+    it."""
     before = _allocated(device)["current"]
     torch.cuda.reset_peak_memory_stats(device)
     yield
@@ -106,12 +116,14 @@ def _cuda_watch(device: torch.device, found: list[tuple[int, int]]) -> Iterator[
 
 
 def _allocated(device: torch.device) -> dict[str, int]:
-    # `torch.cuda.memory_allocated` sorts all statistics by name to give one: too slow to ask at each operator.
+    # `torch.cuda.memory_allocated` sorts all statistics by name to give one: too slow to ask at
+    # each operator.
     return torch.cuda.memory.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
 
 
 class _CudaWorkspace(TorchDispatchMode):
-    """Asks the CUDA allocator before and after each operator; its counts need no synchronisation."""
+    """Asks the CUDA allocator before and after each operator; its counts need no
+    synchronisation."""
 
     def __init__(self, device: torch.device):
         super().__init__()

@@ -1,4 +1,5 @@
-"""Which category a storage belongs to, told from what operators, the autograd graph and optimizers do with it."""
+"""Which category a storage belongs to, told from what operators, the autograd graph and optimizers
+do with it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .concrete_ints import Symbolic
@@ -18,7 +22,8 @@ from .storages import AccumulateGrad, held_by, hooks_active, saved_by, storages_
 from .timeline import Ledger, Record
 
 ADD = torch.ops.aten.add.Tensor
-# Formulas of `max`, `gather`, `x[i]` and others write into zeros: in place, or by these where a mode is active.
+# Formulas of `max`, `gather`, `x[i]` and others write into zeros: in place, or by these where a
+# mode is active.
 _INTO_ZEROS = {
     torch.ops.aten.scatter.src,
     torch.ops.aten.scatter_add.default,
@@ -28,10 +33,13 @@ _INTO_ZEROS = {
     torch.ops.aten.masked_scatter.default,
 }
 IN_PLACE_WITHOUT_MODES = {ADD, *_INTO_ZEROS}
-# What `torch.tensor([...])` calls: it returns its input, and that is new. `torch.from_numpy` calls it too, but what
-# NumPy owns cannot be resized.
+# What `torch.tensor([...])` calls: it returns its input, and that is new. `torch.from_numpy` calls
+# it too, but what NumPy owns cannot be resized.
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
-_FROM_STORAGE = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
+_FROM_STORAGE = (
+    torch.ops.aten.set_.source_Storage,
+    torch.ops.aten.set_.source_Storage_storage_offset,
+)
 
 
 class CategoryTracker:
@@ -44,9 +52,11 @@ class CategoryTracker:
         self.node = None  # the autograd node that ran the last operator ...
         self.node_began = 0  # ... and the number of its first one
         self._read: list[Record] = []  # what that node has read so far
-        self._output: weakref.ref | None = None  # of the last operator: its autograd node can be seen after it
-        # Autograd numbers the nodes that a thread makes: the last operator made those from `_oldest` on, the next one
-        # those from `_next[thread]` on. A Function makes its own before it runs, `_oldest_of_node` at the earliest.
+        # of the last operator: its autograd node can be seen after it
+        self._output: weakref.ref | None = None
+        # Autograd numbers the nodes that a thread makes: the last operator made those from
+        # `_oldest` on, the next one those from `_next[thread]` on. A Function makes its own before
+        # it runs, `_oldest_of_node` at the earliest.
         self._oldest = self._oldest_of_node = 0
         self._next: dict[int, int] = {}
 
@@ -54,13 +64,22 @@ class CategoryTracker:
         """Before an operator: where it runs, and the addresses of its input storages."""
         self.settle()
         thread = threading.get_ident()
-        self._oldest, self._next[thread] = self._next.get(thread, 0), torch.autograd._get_sequence_nr()
+        self._oldest, self._next[thread] = (
+            self._next.get(thread, 0),
+            torch.autograd._get_sequence_nr(),
+        )
         if node is not self.node:
             self._oldest_of_node = 0 if node is None else self._next[thread]
             self._release()
             self.node, self.node_began = node, len(self.ledger.operators)
         # In backward, gradients are on only where the forward pass is computed again.
-        made_in = "forward" if node is None else "recomputation" if torch.is_grad_enabled() else "elsewhere"
+        made_in = (
+            "forward"
+            if node is None
+            else "recomputation"
+            if torch.is_grad_enabled()
+            else "elsewhere"
+        )
         sources = {args[1]._cdata} if func in _FROM_STORAGE else set()
         for tensor in tensors_among(args, kwargs):
             for storage in storages_of(tensor):
@@ -71,21 +90,34 @@ class CategoryTracker:
                 if record.role in (None, "input") and self._is_parameter(tensor, record):
                     record.role, record.since = "parameter", record.born
                 # What backward reads of the forward pass had been kept for it.
-                kept = record.made_in == "forward" or (record.made_in == "recomputation" and made_in == "elsewhere")
+                kept = record.made_in == "forward" or (
+                    record.made_in == "recomputation" and made_in == "elsewhere"
+                )
                 if node is not None and kept and record.read_by is not node:
-                    if record.saved is None:  # held by other means than the graph, as checkpointing does
+                    # held by other means than the graph, as checkpointing does
+                    if record.saved is None:
                         record.saved = record.born
                     record.released, record.read_by = None, node
                     self._read.append(record)
         return made_in, sources
 
     def _is_parameter(self, tensor: Tensor, record: Record) -> bool:
-        if type(tensor) is nn.Parameter or (type(tensor) is FakeTensor and hasattr(tensor, "_is_param")):
+        if type(tensor) is nn.Parameter or (
+            type(tensor) is FakeTensor and hasattr(tensor, "_is_param")
+        ):
             return True
-        return self.leaves_are_parameters and record.role == "input" and tensor.requires_grad and tensor.is_leaf
+        return (
+            self.leaves_are_parameters
+            and record.role == "input"
+            and tensor.requires_grad
+            and tensor.is_leaf
+        )
 
     def outputs(self, func, result, sources: set[int], made_in: str) -> None:
-        ledger, tensors = self.ledger, [t for t in tensors_among((result,)) if not self._is_a_shape_alone(t)]
+        ledger, tensors = (
+            self.ledger,
+            [t for t in tensors_among((result,)) if not self._is_a_shape_alone(t)],
+        )
         for tensor in tensors:
             for storage in storages_of(tensor):
                 record = ledger.find(storage)
@@ -95,20 +127,25 @@ class CategoryTracker:
                 elif storage._cdata not in sources or (func is _LIFT_FRESH and storage.resizable()):
                     # Data enters a step through an operator that has no tensor to start from.
                     enters = not sources - {storage._cdata} and ledger.operators[-1][1] == "forward"
-                    ledger.add(storage, ledger.account(tensor.device), "input" if enters else None, made_in)
-        # Under hooks the graph holds not the tensors but what the hooks made of them. After a change in place, a view's
-        # node is made anew by whoever asks first: symbolically by an operator, and to ask within that would never end.
+                    ledger.add(
+                        storage, ledger.account(tensor.device), "input" if enters else None, made_in
+                    )
+        # Under hooks the graph holds not the tensors but what the hooks made of them. After a
+        # change in place, a view's node is made anew by whoever asks first: symbolically by an
+        # operator, and to ask within that would never end.
         watched = tensors and made_in != "elsewhere" and not hooks_active()
         watched = watched and not (func._schema.is_mutable and tensors[0]._is_view())
         self._output = weakref.ref(tensors[0]) if watched else None
 
     def _is_a_shape_alone(self, tensor: Tensor) -> bool:
-        """Whether it is a fake tensor of a mode entered inside the block, as DTensor does to find shapes: no memory."""
+        """Whether it is a fake tensor of a mode entered inside the block, as DTensor does to find
+        shapes: no memory."""
         mode = tensor.fake_mode if type(tensor) is FakeTensor else self.fake_mode
         return mode is not self.fake_mode and not isinstance(mode, Symbolic)
 
     def settle(self) -> None:
-        """What the last operator's autograd node saved, or accumulated, can be seen once the operator is through."""
+        """What the last operator's autograd node saved, or accumulated, can be seen once the
+        operator is through."""
         now = len(self.ledger.operators) - 1
         output = self._output and self._output()
         if output is not None and output.grad_fn is not None and self._is_new(output.grad_fn):
@@ -121,7 +158,8 @@ class CategoryTracker:
             self.ledger.assign(self.node.variable.grad, "gradient", now)
 
     def _is_new(self, node) -> bool:
-        """Whether the last operator made the node; an older one, as a saved result has, may be made under hooks."""
+        """Whether the last operator made the node; an older one, as a saved result has, may be made
+        under hooks."""
         function = isinstance(node, torch.autograd.function.BackwardCFunction)
         return node._sequence_nr() >= (self._oldest_of_node if function else self._oldest)
 
@@ -140,17 +178,22 @@ class CategoryTracker:
     def taken_over(self, func, args, kwargs) -> Record | None:
         """The storage that would take up the result if no dispatch mode were active.
 
-        Autograd adds gradients that meet at a node in place, and some formulas write into zeros in place, unless a mode
-        is active: then they call operators that make a new tensor (`IN_PLACE_WITHOUT_MODES`). The meter is a mode; so
-        that it reports what the program takes without it, it counts such a result as that first argument. Autograd's
-        own calls are told from others by who calls (no Python function), and by the first argument: one tensor alone
-        holds its storage, which it fills, and it dies with the call (`Ledger.expect_end`). Of a sum, the node now
-        running did not make it in its formula; zeros it did.
+        Autograd adds gradients that meet at a node in place, and some formulas write into zeros in
+        place, unless a mode is active: then they call operators that make a new tensor
+        (`IN_PLACE_WITHOUT_MODES`). The meter is a mode; so that it reports what the program takes
+        without it, it counts such a result as that first argument. Autograd's own calls are told
+        from others by who calls (no Python function), and by the first argument: one tensor alone
+        holds its storage, which it fills, and it dies with the call (`Ledger.expect_end`). Of a
+        sum, the node now running did not make it in its formula; zeros it did.
 
-        Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`), and `areAnyTensorSubclassLike` in
-        torch/csrc/autograd/FunctionsManual.cpp.
+        Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`), and
+        `areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp.
         """
-        if self.node is None or (func is ADD and (kwargs or torch.is_grad_enabled())) or not _called_by_autograd():
+        if (
+            self.node is None
+            or (func is ADD and (kwargs or torch.is_grad_enabled()))
+            or not _called_by_autograd()
+        ):
             return None
         total, new = args[0], args[1] if func is ADD else args[0]
         if not all(isinstance(t, Tensor) and t.layout is torch.strided for t in (total, new)):
@@ -159,7 +202,12 @@ class CategoryTracker:
             return None
         (storage,), others = storages_of(total), storages_of(new) if func is ADD else ()
         record = self.ledger.find(storage)
-        if record is None or storage in others or _holders(total) != _ONE_HOLDER or record.nbytes != total.nbytes:
+        if (
+            record is None
+            or storage in others
+            or _holders(total) != _ONE_HOLDER
+            or record.nbytes != total.nbytes
+        ):
             return None
         if func is not ADD:
             return record if record.born >= self.node_began else None
@@ -177,7 +225,8 @@ _ONE_HOLDER = _holders(torch.empty(0))
 
 
 def _called_by_autograd() -> bool:
-    """True if no Python code but dispatch modes stands between the operator and autograd's engine."""
+    """True if no Python code but dispatch modes stands between the operator and autograd's
+    engine."""
     frame = sys._getframe(3)  # beyond taken_over and the mode that asks
     while frame is not None and (frame.f_globals.get("__name__") in _WRAPPERS or _of_a_mode(frame)):
         frame = frame.f_back
@@ -185,26 +234,35 @@ def _called_by_autograd() -> bool:
 
 
 def _of_a_mode(frame) -> bool:
-    """Told by names: to look at a frame's `f_locals` copies them, and keeps alive what its function lets go of."""
+    """Told by names: to look at a frame's `f_locals` copies them, and keeps alive what its function
+    lets go of."""
     owner, _, name = frame.f_code.co_qualname.rpartition(".")
     found = frame.f_globals.get(owner)
-    return name == "__torch_dispatch__" or (isinstance(found, type) and issubclass(found, TorchDispatchMode))
+    return name == "__torch_dispatch__" or (
+        isinstance(found, type) and issubclass(found, TorchDispatchMode)
+    )
 
 
-_WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame", "torch._ops")  # what PyTorch puts around modes
+# what PyTorch puts around modes
+_WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame", "torch._ops")
 
 
 class OptimizerPhase:
-    """Knows when an optimizer steps: within another optimizer's step, only the outermost opens and closes the phase."""
+    """Knows when an optimizer steps: within another optimizer's step, only the outermost opens and
+    closes the phase."""
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
         self._outermost: torch.optim.Optimizer | None = None
         self._node: Any = None  # the autograd node that called it
-        self._hooks = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        )
 
     def running(self, node) -> bool:
-        # With gradients on, or in another node, a step's closure runs: the forward and backward passes of LBFGS.
+        # With gradients on, or in another node, a step's closure runs: the forward and backward
+        # passes of LBFGS.
         return self._outermost is not None and node is self._node and not torch.is_grad_enabled()
 
     def remove(self) -> None:

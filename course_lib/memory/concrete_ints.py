@@ -17,9 +17,16 @@ from .._torch import map_tensors, tensors_in
 from . import shape_cache
 from .storages import tensors_among
 
-MOST_BYTES = 1 << 22  # of a real storage, so that a symbolic model takes no memory: tokens of 128 samples of 4,096
+# of a real storage, so that a symbolic model takes no memory: tokens of 128 samples of 4,096
+MOST_BYTES = 1 << 22
 _aten = torch.ops.aten
-_WITHOUT_VALUES = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+_WITHOUT_VALUES = {
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+}
 # Floating masks are made so, and asked so whether they are causal.
 _FILLED = {_aten.zeros, _aten.ones, _aten.full}
 _COPIED = {_aten._to_copy, _aten.clone, _aten.triu, _aten.tril}
@@ -33,17 +40,19 @@ _LAYER_NORM_BACKWARD = _aten.native_layer_norm_backward.default
 
 
 class Symbolic(FakeTensorMode):
-    """Tensors are symbolic, but those of whole numbers and truth values on the CPU are real as long as they are small.
+    """Tensors are symbolic, but those of whole numbers and truth values on the CPU are real as long
+    as they are small.
 
-    Steps look at those: Hugging Face models drop an attention mask that is all ones, but do not ask a symbolic one. An
-    operator runs for real where all that it reads is real and what it makes is to be. If one of its inputs is symbolic,
-    so are its outputs; what it writes into a real tensor is unknown from there on, and to look at that is refused, as
-    with symbolic tensors.
+    Steps look at those: Hugging Face models drop an attention mask that is all ones, but do not ask
+    a symbolic one. An operator runs for real where all that it reads is real and what it makes is
+    to be. If one of its inputs is symbolic, so are its outputs; what it writes into a real tensor
+    is unknown from there on, and to look at that is refused, as with symbolic tensors.
 
-    A single floating number that is drawn or computed from real tensors, and the numbers of `torch.linspace` and of its
-    parts, are symbolic and yet known, as PyTorch has it for `torch.tensor(0.5)`: `item` answers. What `torch.ones`,
-    `torch.zeros` and `torch.full` make, and triangles of it, are known until they are written to: compared with each
-    other or with numbers, or converted to whole numbers, they give real tensors.
+    A single floating number that is drawn or computed from real tensors, and the numbers of
+    `torch.linspace` and of its parts, are symbolic and yet known, as PyTorch has it for
+    `torch.tensor(0.5)`: `item` answers. What `torch.ones`, `torch.zeros` and `torch.full` make, and
+    triangles of it, are known until they are written to: compared with each other or with numbers,
+    or converted to whole numbers, they give real tensors.
     """
 
     @classmethod
@@ -52,15 +61,19 @@ class Symbolic(FakeTensorMode):
 
     def __init__(self):
         super().__init__()
-        self.attributes: dict[torch.device, dict[str, Any]] = {}  # of the symbolic tensors of a device
+        # of the symbolic tensors of a device
+        self.attributes: dict[torch.device, dict[str, Any]] = {}
         self.looks = 0  # how often the values of a real tensor were looked at
         self._unknown: WeakSet[torch.UntypedStorage] = WeakSet()  # of real tensors
         # Of symbolic ones: what makes their numbers, which take memory only where somebody asks.
-        self._numbers: WeakKeyDictionary[torch.UntypedStorage, Callable[[], Tensor]] = WeakKeyDictionary()
+        self._numbers: WeakKeyDictionary[torch.UntypedStorage, Callable[[], Tensor]] = (
+            WeakKeyDictionary()
+        )
         self._inside = False  # an operator that PyTorch takes apart
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self._inside:  # its parts are symbolic as it is: real numbers made for it would meet symbolic ones
+        # its parts are symbolic as it is: real numbers made for it would meet symbolic ones
+        if self._inside:
             return shape_cache.fake(self, func, types, args, kwargs or {})
         self._inside = True
         try:
@@ -102,13 +115,18 @@ class Symbolic(FakeTensorMode):
             return func(*args, **kwargs)
         if kind in _FILLED:  # the default dtype may be another one when somebody asks
             self._keep(outline, partial(func, *args, **kwargs | {"dtype": outline.dtype}))
-        number = isinstance(outline, Tensor) and outline.is_floating_point() and outline.numel() == 1
+        number = (
+            isinstance(outline, Tensor) and outline.is_floating_point() and outline.numel() == 1
+        )
         if kind in _LOOKED_AT or (number and tensors_among(args, kwargs)):
-            return self.fake_tensor_converter.from_real_tensor(self, func(*args, **kwargs), make_constant=True)
+            return self.fake_tensor_converter.from_real_tensor(
+                self, func(*args, **kwargs), make_constant=True
+            )
         return outline
 
     def _known(self, func, outline: Tensor, met: list[Tensor], args, kwargs) -> Tensor:
-        """The outline, or real numbers in its place, of an operator that reads symbolic tensors alone."""
+        """The outline, or real numbers in its place, of an operator that reads symbolic tensors
+        alone."""
         makers = [self._numbers.get(tensor.untyped_storage()) for tensor in met]
         if None in makers or outline.device.type != "cpu":
             return outline
@@ -152,20 +170,26 @@ class Symbolic(FakeTensorMode):
     def _places(self, indices) -> list[Tensor | None]:
         found = []
         for index in indices:
-            mask = index is not None and index.dtype in (torch.bool, torch.uint8) and not isinstance(index, FakeTensor)
+            mask = (
+                index is not None
+                and index.dtype in (torch.bool, torch.uint8)
+                and not isinstance(index, FakeTensor)
+            )
             known = mask and index.untyped_storage() not in self._unknown
             found += index.nonzero().unbind(1) if known else [index]
         return found
 
 
 def _outline(dispatch, func, types, args, kwargs) -> Any:
-    """What an operator makes of symbolic tensors; where PyTorch has it otherwise than for real, as it is for real."""
+    """What an operator makes of symbolic tensors; where PyTorch has it otherwise than for real, as
+    it is for real."""
     if func is _GROUPED and args[0].dtype != torch.bfloat16:  # refused, but for real it runs
         in_bf16 = [_made(dispatch, t.size(), t.stride(), t, torch.bfloat16) for t in args[:2]]
         result = dispatch(func, types, (*in_bf16, *args[2:]), kwargs)
         return _made(dispatch, result.size(), None, args[0])
     result = dispatch(func, types, args, kwargs)
-    if func is _LAYER_NORM_BACKWARD and result[0] is not None:  # contiguous, whatever the strides of what it is given
+    # contiguous, whatever the strides of what it is given
+    if func is _LAYER_NORM_BACKWARD and result[0] is not None:
         return _made(dispatch, result[0].size(), None, result[0]), *result[1:]
     if func is _EMBEDDING_BAG and result[1].numel():
         return result[0], _bag_of_each(dispatch, args, result[1]), *result[2:]
@@ -173,7 +197,8 @@ def _outline(dispatch, func, types, args, kwargs) -> Any:
 
 
 def _bag_of_each(dispatch, args, outline: Tensor) -> Tensor:
-    """Which bag each index is in, as a CPU's kernel keeps it: with a place more, or not at all for sums in 16 bits.
+    """Which bag each index is in, as a CPU's kernel keeps it: with a place more, or not at all for
+    sums in 16 bits.
 
     Source: aten/src/ATen/native/EmbeddingBag.cpp (`make_offset2bag_out`).
     """
@@ -193,7 +218,8 @@ def _made(dispatch, size, strides, like: Tensor, dtype: torch.dtype | None = Non
 
 
 def _part(maker: Callable[[], Tensor], of: Tensor) -> Callable[[], Tensor]:
-    """What gives the numbers of a symbolic tensor, which it does not keep, from those of its storage."""
+    """What gives the numbers of a symbolic tensor, which it does not keep, from those of its
+    storage."""
     place, dtype = (of.storage_offset(), of.size(), of.stride()), of.dtype
     return lambda: torch.empty(0, dtype=dtype, device="cpu").set_(maker().untyped_storage(), *place)
 
@@ -212,5 +238,12 @@ def _is_whole(given: Tensor | torch.dtype | None) -> bool:
 def _written(func, args, kwargs) -> list:
     """The arguments that an operator changes."""
     arguments = func._schema.arguments
-    given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
-    return [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
+    given = [
+        *zip(arguments, args, strict=False),
+        *((a, kwargs[a.name]) for a in arguments if a.name in kwargs),
+    ]
+    return [
+        value
+        for argument, value in given
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]

@@ -1,4 +1,5 @@
-"""FLOPs of an operator, by the formulas of `FlopCounterMode`, whose own hooks on modules keep tensors alive."""
+"""FLOPs of an operator, by the formulas of `FlopCounterMode`, whose own hooks on modules keep
+tensors alive."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ _aten = torch.ops.aten
 # The fused attention of a CPU has no formula of its own, and counts as that of a GPU.
 _COUNTED_AS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        _aten._scaled_dot_product_flash_attention_backward
+    ),
 }
 
 
@@ -24,7 +27,8 @@ def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
 
 
 def _by(formula: Callable[..., int], args: tuple, kwargs: dict, result: Any) -> int:
-    """By the formula, once for all tensors of these shapes: it takes longer than a symbolic operator."""
+    """By the formula, once for all tensors of these shapes: it takes longer than a symbolic
+    operator."""
     if kwargs or not all(isinstance(value, Tensor) for value in args):
         return formula(*args, **kwargs, out_val=result)
     key = formula, *[tensor.shape for tensor in args]

@@ -17,8 +17,9 @@ def training_state_bytes(parameters: int, recipe: str) -> dict[str, int]:
 
     Args:
         parameters: how many.
-        recipe: "fp32-sgd", "fp32-momentum", "fp32-adam" or "mixed-adam" (16 bytes a parameter: half-precision
-            weights and gradients, and in the optimizer fp32 master weights and both moments).
+        recipe: "fp32-sgd", "fp32-momentum", "fp32-adam" or "mixed-adam" (16 bytes a parameter:
+            half-precision weights and gradients, and in the optimizer fp32 master weights and both
+            moments).
 
     Returns:
         {"parameter": bytes, "gradient": bytes, "optimizer": bytes}
@@ -30,7 +31,9 @@ def training_state_bytes(parameters: int, recipe: str) -> dict[str, int]:
     """
     (parameters,) = _counts(parameters=parameters)
     each = _RECIPES[_check.one_of("recipe", recipe, _RECIPES)]
-    return dict(zip(("parameter", "gradient", "optimizer"), (parameters * n for n in each), strict=True))
+    return dict(
+        zip(("parameter", "gradient", "optimizer"), (parameters * n for n in each), strict=True)
+    )
 
 
 def transformer_activation_bytes(
@@ -45,25 +48,27 @@ def transformer_activation_bytes(
     mask_bytes: int = 1,
     statistic_bytes: int = 0,
 ) -> int:
-    """Bytes that the layers of a transformer save for backward, with dropout and a feed-forward four times as wide.
+    """Bytes that the layers of a transformer save for backward, with dropout and a feed-forward
+    four times as wide.
 
-    With the defaults this is s*b*h*(34 + 5*a*s/h) a layer; "selective" recomputes the attention's core (scores,
-    softmax, dropout) and leaves 34*s*b*h; "full" keeps the layer's input, 2*s*b*h.
+    With the defaults this is s*b*h*(34 + 5*a*s/h) a layer; "selective" recomputes the attention's
+    core (scores, softmax, dropout) and leaves 34*s*b*h; "full" keeps the layer's input, 2*s*b*h.
 
     Args:
         sequence, batch, hidden, heads, layers: s, b, h, a and the number of layers.
         recompute: "none", "selective" or "full".
         dtype_bytes: of an activation; 2 in half precision.
-        mask_bytes: of an element of a dropout mask: 1 for `native_dropout`, `dtype_bytes` for `F.dropout` on a CPU,
-            0 without dropout.
-        statistic_bytes: of each of the four LayerNorm statistics a token; the paper leaves them out.
+        mask_bytes: of an element of a dropout mask: 1 for `native_dropout`, `dtype_bytes` for
+            `F.dropout` on a CPU, 0 without dropout.
+        statistic_bytes: of each of the four LayerNorm statistics a token; the paper leaves them
+            out.
 
     Returns:
         Bytes of all layers; embeddings and the head are not in it.
 
     Raises:
-        TypeError, ValueError: a count that is not a positive whole number; heads that do not divide hidden; an
-            unknown `recompute`.
+        TypeError, ValueError: a count that is not a positive whole number; heads that do not divide
+            hidden; an unknown `recompute`.
 
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
     """
@@ -72,8 +77,10 @@ def transformer_activation_bytes(
     m, statistic = _counts(0, mask_bytes=mask_bytes, statistic_bytes=statistic_bytes)
     if h % a:
         raise ValueError(f"heads is {a}; it takes a divisor of hidden = {h}")
-    attention = 5 * e + m  # inputs of the projections (2), Q, K, V; the mask of the output's dropout
-    core = a * s * ((2 * e + m) if m else e)  # softmax output, its mask, the dropped-out probabilities
+    # inputs of the projections (2), Q, K, V; the mask of the output's dropout
+    attention = 5 * e + m
+    # softmax output, its mask, the dropped-out probabilities
+    core = a * s * ((2 * e + m) if m else e)
     feed_forward = (1 + 4 + 4) * e + m  # inputs of both products and of GELU; the mask
     norms = 2 * e
     kept = {
@@ -96,8 +103,9 @@ def attention_saved_bytes(
 ) -> dict[str, int]:
     """Bytes that attention itself saves for backward, by tensor.
 
-    Standard attention keeps Q, K, V and the probabilities P; the scores S are not among them, because softmax's
-    gradient needs its output only. FlashAttention keeps Q, K, V, the output O and one fp32 log-sum-exp a row.
+    Standard attention keeps Q, K, V and the probabilities P; the scores S are not among them,
+    because softmax's gradient needs its output only. FlashAttention keeps Q, K, V, the output O and
+    one fp32 log-sum-exp a row.
 
     Args:
         sequence, batch, heads, head_dim: N, B, H and d.
@@ -109,10 +117,11 @@ def attention_saved_bytes(
         {"q", "k", "v", "p"} or {"q", "k", "v", "o", "lse"} -> bytes.
 
     Raises:
-        TypeError, ValueError: a count that is not a positive whole number; kv_heads that do not divide heads; an
-            unknown kind.
+        TypeError, ValueError: a count that is not a positive whole number; kv_heads that do not
+            divide heads; an unknown kind.
 
-    Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691, section 3.1 for the log-sum-exp.
+    Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691, section 3.1 for the
+    log-sum-exp.
     """
     n, b, heads, d = _counts(sequence=sequence, batch=batch, heads=heads, head_dim=head_dim)
     e, kv_heads = _counts(dtype_bytes=dtype_bytes, kv_heads=heads if kv_heads is None else kv_heads)

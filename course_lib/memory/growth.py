@@ -16,10 +16,11 @@ class Irregular(Exception):
 
 
 class Pass(NamedTuple):
-    """A pass through the blocks, forward or backward, in a step with few of them and in one with one more.
+    """A pass through the blocks, forward or backward, in a step with few of them and in one with
+    one more.
 
-    `few` and `more` are its first moments there, `length` is that of the shorter one. At `cut` moments from its start
-    the longer one has a block more, of `block` moments.
+    `few` and `more` are its first moments there, `length` is that of the shorter one. At `cut`
+    moments from its start the longer one has a block more, of `block` moments.
     """
 
     few: int
@@ -30,15 +31,17 @@ class Pass(NamedTuple):
 
 
 class Growth:
-    """How a step grows with its model's equal blocks: from one with `a` of them, `few`, and one with a + 1, `more`.
+    """How a step grows with its model's equal blocks: from one with `a` of them, `few`, and one
+    with a + 1, `more`.
 
     Each pass through the blocks is cut in two where they are alike, and n - a blocks are put in at
     the cut. With g(t) = live(t; a + 1) - live(t; a) at a moment t of the step with a blocks,
 
         live(t; n) = live(t; a) + (n - a) g(t)
 
-    as a block before the cut has made room for each that follows, and one after it finds what all have left. In the
-    i-th of the new blocks, i = 0 ... n - a - 1, i blocks before it are as after the cut, and the others as before it:
+    as a block before the cut has made room for each that follows, and one after it finds what all
+    have left. In the i-th of the new blocks, i = 0 ... n - a - 1, i blocks before it are as after
+    the cut, and the others as before it:
 
         live(t; n) = live(t; a + 1) + (n - a - 1 - i) g(t - block) + i g(t + block)
 
@@ -54,12 +57,14 @@ class Growth:
         if len(shorter) != len(longer):
             raise Irregular
         self.passes = [
-            _cut(few.operators, more.operators, *ours, *others) for ours, others in zip(shorter, longer, strict=True)
+            _cut(few.operators, more.operators, *ours, *others)
+            for ours, others in zip(shorter, longer, strict=True)
         ]
 
     def sources(self, blocks: int) -> Iterator[tuple[Trace, int, int, int]]:
-        """What the step with so many blocks more than `few` is put together from: a trace, from which moment of it
-        until which, and how many blocks follow in its pass of those that were put in.
+        """What the step with so many blocks more than `few` is put together from: a trace, from
+        which moment of it until which, and how many blocks follow in its pass of those that were
+        put in.
         """
         for at in self.passes:
             new = at.more + at.cut
@@ -112,10 +117,12 @@ class Growth:
 
 
 class _GrownSpans:
-    """Storages of a grown step: those of `more`, and once for each block that is put in those of the new block.
+    """Storages of a grown step: those of `more`, and once for each block that is put in those of
+    the new block.
 
-    A storage of the new block that lives on ends where that of the block before it has its end, a block later or
-    sooner, or at the same moment. What changed its category has a span for each, which are put together again.
+    A storage of the new block that lives on ends where that of the block before it has its end, a
+    block later or sooner, or at the same moment. What changed its category has a span for each,
+    which are put together again.
     """
 
     def __init__(self, growth: Growth, blocks: int, end: int):
@@ -152,12 +159,18 @@ class _GrownSpans:
         return _numbered(found)
 
     def _held_from_the_start(self) -> list[Span]:
-        """What `more` holds through all of the step for the new block, and `few` does not, such as its parameters."""
-        ours, others = ([span for span in trace.spans or () if span.start == 0] for trace in (self.few, self.more))
+        """What `more` holds through all of the step for the new block, and `few` does not, such as
+        its parameters."""
+        ours, others = (
+            [span for span in trace.spans or () if span.start == 0]
+            for trace in (self.few, self.more)
+        )
         kinds, longer = ([span[1:3] for span in spans] for spans in (ours, others))
         head, extra = _alike(kinds, longer), len(others) - len(ours)
         new = others[head : head + extra]
-        if kinds[head:] != longer[head + extra :] or any(span.stop < len(self.more) for span in new):
+        if kinds[head:] != longer[head + extra :] or any(
+            span.stop < len(self.more) for span in new
+        ):
             raise Irregular
         return new
 
@@ -167,7 +180,8 @@ class _GrownSpans:
         q, there = self._locate(span.stop)
         if there != "new":
             return self._stretched(span.stop)
-        mirrored = self._phase(p) != self._phase(q)  # what is near the start of one pass is near the end of the other
+        # what is near the start of one pass is near the end of the other
+        mirrored = self._phase(p) != self._phase(q)
         last = q != p and (region == "head") == mirrored
         return self._offset(q) + span.stop + last * (self.blocks - 1) * self.passes[q].block
 
@@ -178,7 +192,8 @@ class _GrownSpans:
         block, offset = self.passes[q].block, self._offset(q) + span.stop
         if q == p and there == "new":
             return offset + copy * block
-        steps = {-block: copy, block: self.blocks - 1 - copy}  # a block later, or sooner, than that of the block before
+        # a block later, or sooner, than that of the block before
+        steps = {-block: copy, block: self.blocks - 1 - copy}
         if before - span.stop in steps and block:
             return offset + steps[before - span.stop] * block
         if before != span.stop or there == "new":
@@ -186,7 +201,8 @@ class _GrownSpans:
         return self._stretched(span.stop)
 
     def _locate(self, moment: int) -> tuple[int, str]:
-        """The pass of a moment of `more`, and whether it is before the new block, in it or after it."""
+        """The pass of a moment of `more`, and whether it is before the new block, in it or after
+        it."""
         p = max(i for i, at in enumerate(self.passes) if at.more <= moment)
         at = self.passes[p]
         within = moment - at.more
@@ -198,14 +214,17 @@ class _GrownSpans:
 
     def _stretched(self, moment: int) -> int:
         p, region = self._locate(moment)
-        return self._offset(p) + moment + (region == "tail") * (self.blocks - 1) * self.passes[p].block
+        return (
+            self._offset(p) + moment + (region == "tail") * (self.blocks - 1) * self.passes[p].block
+        )
 
     def _phase(self, p: int) -> bool:
         return self.more.operators[self.passes[p].more][1] == "forward"
 
 
 def _numbered(found: list[tuple[int, int, Span, bool]]) -> list[Span]:
-    """Spans of storages with numbers of their own; one that goes on has that of the span which ends there."""
+    """Spans of storages with numbers of their own; one that goes on has that of the span which ends
+    there."""
     found.sort(key=lambda each: each[:2])
     waiting: dict[tuple[int, int], list[int]] = {}
     spans, last = [], -1
@@ -245,4 +264,6 @@ def _cut(few: list, more: list, start: int, stop: int, begin: int, end: int) -> 
 
 
 def _alike(ours: list, others: list) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, others, strict=False)))
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, others, strict=False))
+    )

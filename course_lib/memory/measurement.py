@@ -33,16 +33,20 @@ class Measurement(Table):
     """What `measure` found. Bytes are whole numbers; times are seconds.
 
     Attributes:
-        peak_bytes: the most bytes of tensors live at once, model and optimizer included where given.
-        allocator_peak_bytes: the same moment as the allocator saw it; None for a symbolic step, or without repeats.
-        workspace_bytes: the difference: what operators allocated and freed inside themselves; None like the former.
-            Below zero only where `notes` say why.
+        peak_bytes: the most bytes of tensors live at once, model and optimizer included where
+            given.
+        allocator_peak_bytes: the same moment as the allocator saw it; None for a symbolic step, or
+            without repeats.
+        workspace_bytes: the difference: what operators allocated and freed inside themselves; None
+            like the former. Below zero only where `notes` say why.
         flops: floating-point operations of the step's matrix products and convolutions.
         seconds: median over the repeats; None like the former.
         device: whose bytes these are: "cpu", "cuda:0", ...
         at_peak: category -> bytes at the peak.
-        workspace_by_operator: operator -> the most workspace that one call of it took, largest first.
-        changed_parameters: how many parameters the step changed that `measure` was not given and could not put back.
+        workspace_by_operator: operator -> the most workspace that one call of it took, largest
+            first.
+        changed_parameters: how many parameters the step changed that `measure` was not given and
+            could not put back.
         notes: what to know before these figures are compared; they stand under the table.
     """
 
@@ -61,10 +65,14 @@ class Measurement(Table):
 
     def rows(self):
         rows = [(text("peak of live tensors, bytes"), self.peak_bytes)]
-        rows += [(text("  {name}", name=name), count) for name, count in self.at_peak.items() if count]
+        rows += [
+            (text("  {name}", name=name), count) for name, count in self.at_peak.items() if count
+        ]
         rows += [(text("peak of the allocator, bytes"), self.allocator_peak_bytes)]
         rows += [(text("workspace, bytes"), self.workspace_bytes)]
-        rows += [(f"  {name}", count) for name, count in list(self.workspace_by_operator.items())[:3]]
+        rows += [
+            (f"  {name}", count) for name, count in list(self.workspace_by_operator.items())[:3]
+        ]
         return [*rows, ("FLOPs", self.flops), (text("seconds, median"), self.seconds)]
 
     def caption(self) -> str:
@@ -83,25 +91,29 @@ def measure(
 ) -> Measurement:
     """Run a training step several times and say what it takes.
 
-    Every run starts from empty gradients and the same random numbers; the warm-up makes the optimizer's state, so
-    that no arm of a comparison pays for it, and lasts until two runs take the same (DDP arranges its buckets in the
-    second). Then one run is for the allocator, under no dispatch mode, one for its view of each operator and `repeats`
-    for the clock, with garbage collection off so that the figures repeat.
+    Every run starts from empty gradients and the same random numbers; the warm-up makes the
+    optimizer's state, so that no arm of a comparison pays for it, and lasts until two runs take the
+    same (DDP arranges its buckets in the second). Then one run is for the allocator, under no
+    dispatch mode, one for its view of each operator and `repeats` for the clock, with garbage
+    collection off so that the figures repeat.
 
-    Parameters, buffers, gradients, optimizer state and random number generators are as they were afterwards, also
-    when the step fails; for that, copies of parameters, buffers and optimizer state are held meanwhile, which the
-    figures do not count. Where `model` and `optimizer` are left out, the gradients of the parameters met are put back,
-    and `Measurement.changed_parameters` says how many parameters the step has changed (not through `.data`).
+    Parameters, buffers, gradients, optimizer state and random number generators are as they were
+    afterwards, also when the step fails; for that, copies of parameters, buffers and optimizer
+    state are held meanwhile, which the figures do not count. Where `model` and `optimizer` are left
+    out, the gradients of the parameters met are put back, and `Measurement.changed_parameters` says
+    how many parameters the step has changed (not through `.data`).
 
     Args:
-        step: one training step, without arguments; forward, backward and, if wanted, the optimizer's step.
+        step: one training step, without arguments; forward, backward and, if wanted, the
+            optimizer's step.
         model: what is trained; its bytes are part of the peak.
         optimizer: what trains it, one or several; their state is part of the peak.
-        warmup: the least number of runs before the one that counts; 0 makes every run the first step ever, for which
-            `optimizer` is needed where the step has one.
+        warmup: the least number of runs before the one that counts; 0 makes every run the first
+            step ever, for which `optimizer` is needed where the step has one.
         repeats: timed runs; 0 asks for bytes and FLOPs alone, which the runs so far have shown.
         needs_gradient: False to measure something that computes no gradient, such as inference.
-        device: the device whose bytes are counted; left out, the first accelerator that the step is met on, or the CPU.
+        device: the device whose bytes are counted; left out, the first accelerator that the step is
+            met on, or the CPU.
 
     Raises:
         ValueError: the step runs no backward pass, so that it leaves no gradient.
@@ -132,20 +144,27 @@ def measure(
         at_peak=meter.at_peak(),
         workspace_by_operator=workspace,
         changed_parameters=runs.changed,
-        notes=_notes(runs.changed, steady, 0 if allocator is None else meter.peak_bytes - allocator),
+        notes=_notes(
+            runs.changed, steady, 0 if allocator is None else meter.peak_bytes - allocator
+        ),
     )
 
 
-def _metered(runs: _Runs, warmup: int, needs_gradient: bool, device) -> tuple[MemoryMeter, int, bool]:
-    """The meter of the run that counts, its FLOPs, and whether it took the same as the run before it."""
+def _metered(
+    runs: _Runs, warmup: int, needs_gradient: bool, device
+) -> tuple[MemoryMeter, int, bool]:
+    """The meter of the run that counts, its FLOPs, and whether it took the same as the run before
+    it."""
     before = None
     for number in range(warmup + _MOST_METERED):
         meter, counter = MemoryMeter(runs.model, runs.optimizers, device=device), flop_counter()
-        runs.run(counter, meter, *runs.leaves)  # the meter sees each operator first, before the counter takes it apart
+        # the meter sees each operator first, before the counter takes it apart
+        runs.run(counter, meter, *runs.leaves)
         if needs_gradient and number >= warmup and "backward" not in meter.phases():
             raise ValueError(
-                "step leaves no gradient: no operator ran in a backward pass; it takes a step that calls backward() on "
-                "a loss that depends on parameters (needs_gradient=False measures a step that is meant to have none)"
+                "step leaves no gradient: no operator ran in a backward pass; it takes a step that"
+                " calls backward() on a loss that depends on parameters (needs_gradient=False"
+                " measures a step that is meant to have none)"
             )
         found, flops = (meter.timeline.operators, meter.peak_bytes), int(counter.get_total_flops())
         if number >= warmup and found == before:
@@ -169,8 +188,9 @@ def _notes(changed: int, steady: bool, above: int) -> tuple[str, ...]:
     elif above > 0:
         notes.append(
             text(
-                "the meter counts {above:,} bytes more than the allocator: while a dispatch mode, such as the meter, "
-                "is active, PyTorch computes some gradients out of place (prod's or cumprod's, for instance)",
+                "the meter counts {above:,} bytes more than the allocator: while a dispatch mode,"
+                " such as the meter, is active, PyTorch computes some gradients out of place"
+                " (prod's or cumprod's, for instance)",
                 above=above,
             )
         )
@@ -181,7 +201,12 @@ class _Runs:
     """Runs a step, again and again, from the same start; in the end everything is as it was."""
 
     def __init__(self, step, model, optimizers, first_step: bool):
-        self.step, self.model, self.optimizers, self.first_step = step, model, optimizers, first_step
+        self.step, self.model, self.optimizers, self.first_step = (
+            step,
+            model,
+            optimizers,
+            first_step,
+        )
         self.changed = 0
 
     def __enter__(self) -> None:
@@ -201,7 +226,8 @@ class _Runs:
 
 
 class _Leaves(TorchDispatchMode):
-    """Tells of the leaves that require gradients, when an operator meets them or before they get their gradient."""
+    """Tells of the leaves that require gradients, when an operator meets them or before they get
+    their gradient."""
 
     def __init__(self, meet: Callable[[torch.Tensor], None]):
         super().__init__()
@@ -210,9 +236,18 @@ class _Leaves(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         node = torch._C._current_autograd_node()
         if node is None:
-            met = [tensor for tensor in tensors_among(args, kwargs) if tensor.requires_grad and tensor.is_leaf]
-        else:  # what an autograd function took may have met no operator; its gradient goes there next
-            met = [above.variable for above, _ in node.next_functions if isinstance(above, AccumulateGrad)]
+            met = [
+                tensor
+                for tensor in tensors_among(args, kwargs)
+                if tensor.requires_grad and tensor.is_leaf
+            ]
+        # what an autograd function took may have met no operator; its gradient goes there next
+        else:
+            met = [
+                above.variable
+                for above, _ in node.next_functions
+                if isinstance(above, AccumulateGrad)
+            ]
         for leaf in met:
             self.meet(leaf)
         return func(*args, **(kwargs or {}))
@@ -226,7 +261,8 @@ def flop_counter() -> FlopCounterMode:
 
 
 class _NoModules(nullcontext):
-    """Instead of the counter's module tracker, whose hooks hold tensors and make `torch.autograd.grad` fail."""
+    """Instead of the counter's module tracker, whose hooks hold tensors and make
+    `torch.autograd.grad` fail."""
 
     parents = ("Global",)
 

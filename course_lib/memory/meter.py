@@ -1,12 +1,14 @@
 """A meter for live tensor bytes: exact, and the same on every machine.
 
-It stands at the dispatcher and sees what every operator returns. It keeps no tensor alive and installs no autograd
-hook: a saved-tensor hook would switch off PyTorch's check for in-place changes and forbid `torch.func`.
+It stands at the dispatcher and sees what every operator returns. It keeps no tensor alive and
+installs no autograd hook: a saved-tensor hook would switch off PyTorch's check for in-place changes
+and forbid `torch.func`.
 
-Yet who measures, changes: while a dispatch mode is active, PyTorch adds gradients that meet out of place, and some
-gradient formulas (of `max`, `gather`, indexing) write so too. They are counted as autograd alone would have run them
-(`CategoryTracker.taken_over`). A few formulas (of `prod`, `cumprod`) go another way altogether; they are counted as
-they run, and where that raises the peak above the allocator's, `measure` says so.
+Yet who measures, changes: while a dispatch mode is active, PyTorch adds gradients that meet out of
+place, and some gradient formulas (of `max`, `gather`, indexing) write so too. They are counted as
+autograd alone would have run them (`CategoryTracker.taken_over`). A few formulas (of `prod`,
+`cumprod`) go another way altogether; they are counted as they run, and where that raises the peak
+above the allocator's, `measure` says so.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class MemoryBudgetExceeded(RuntimeError):
         self.operator, self.live_bytes, self.wanted_bytes, self.budget_bytes = self.args
 
     def __str__(self) -> str:
-        wanted, live, budget = map(bytes_text, (self.wanted_bytes, self.live_bytes, self.budget_bytes))
+        wanted, live, budget = map(
+            bytes_text, (self.wanted_bytes, self.live_bytes, self.budget_bytes)
+        )
         return f"{self.operator} wanted {wanted} on top of {live} live, but the budget is {budget}"
 
 
@@ -80,7 +84,11 @@ class Figures:
     @property
     def peak_bytes_by_device(self) -> dict[torch.device, int]:
         """The most bytes live at once on each device that had any, each at a moment of its own."""
-        return {account.device: account.peak_bytes for account in self._ledger.accounts.values() if account.peak_bytes}
+        return {
+            account.device: account.peak_bytes
+            for account in self._ledger.accounts.values()
+            if account.peak_bytes
+        }
 
     def series(self) -> dict[str, np.ndarray]:
         """category -> live bytes at each sample of the timeline, int64 arrays of one length."""
@@ -95,7 +103,8 @@ class Figures:
         """The step's operators in order, with what was there on entry as the first moment.
 
         Args:
-            events: with the births and releases of all storages; else with sums alone, which take less time.
+            events: with the births and releases of all storages; else with sums alone, which take
+                less time.
         """
         history = self._history()
         with self._ledger.lock:
@@ -124,18 +133,25 @@ class Figures:
 
     @property
     def timeline(self) -> Timeline:
-        """One `Sample` per operator: its name, its phase, and the live bytes of each category right after it.
+        """One `Sample` per operator: its name, its phase, and the live bytes of each category right
+        after it.
 
-        What no operator makes, as the state of a generator, has a sample of its own, "(no operator)".
+        What no operator makes, as the state of a generator, has a sample of its own, "(no
+        operator)".
         """
         return Timeline(self._ledger.operators[1:], self.series())
 
     def at_peak(self) -> dict[str, int]:
-        """category -> bytes at the moment of `peak_bytes` (the first, if it was reached more than once)."""
-        return {name: int(values[self._ledger.main.peak_index]) for name, values in self._history().items()}
+        """category -> bytes at the moment of `peak_bytes` (the first, if it was reached more than
+        once)."""
+        return {
+            name: int(values[self._ledger.main.peak_index])
+            for name, values in self._history().items()
+        }
 
     def plot(self, ax=None):
-        """Draw the timeline on matplotlib axes (new ones if left out), the peak marked; returns the axes."""
+        """Draw the timeline on matplotlib axes (new ones if left out), the peak marked; returns the
+        axes."""
         return draw_timeline(self._history(), self._ledger.main.peak_index, ax)
 
     def _history(self) -> dict[str, np.ndarray]:
@@ -146,45 +162,56 @@ class Figures:
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {count:,}" for name, count in self.at_peak().items() if count)
-        return f"MemoryMeter(peak {bytes_text(self.peak_bytes)}: {parts or 'nothing'}; {self.operator_count} operators)"
+        return (
+            f"MemoryMeter(peak {bytes_text(self.peak_bytes)}: {parts or 'nothing'};"
+            f" {self.operator_count} operators)"
+        )
 
 
 class MemoryMeter(Figures, TorchDispatchMode):
     """Count the bytes of live tensors, operator by operator.
 
-    A storage counts once however many views it has, from its creation inside the block to its last reference.
-    Storages that were alive before the block count only if they belong to `model` (parameters, buffers, their
-    gradients) or to `optimizer` (its state, and master weights that it steps in place of parameters).
+    A storage counts once however many views it has, from its creation inside the block to its last
+    reference. Storages that were alive before the block count only if they belong to `model`
+    (parameters, buffers, their gradients) or to `optimizer` (its state, and master weights that it
+    steps in place of parameters).
 
-    Categories: "parameter", "buffer" and "gradient" (of parameters, once accumulated); "optimizer" (state, master
-    weights); "activation" (kept for backward: saved by the graph, or made in the forward pass and read in backward, as
-    what checkpointing keeps is; a gradient handed to `backward` counts so too); "input" (made in the block by an
-    operator that has no tensor to start from, such as a batch); "temporary" (all else).
+    Categories: "parameter", "buffer" and "gradient" (of parameters, once accumulated); "optimizer"
+    (state, master weights); "activation" (kept for backward: saved by the graph, or made in the
+    forward pass and read in backward, as what checkpointing keeps is; a gradient handed to
+    `backward` counts so too); "input" (made in the block by an operator that has no tensor to start
+    from, such as a batch); "temporary" (all else).
 
-    Not counted: what an operator allocates and frees inside itself (workspace: `measure` reports it), tensors made in
-    threads that you start yourself, memory that no operator makes (such as that of `torch.from_numpy` or a bare
-    `torch.UntypedStorage`), and what kernels generated by `torch.compile` allocate.
+    Not counted: what an operator allocates and frees inside itself (workspace: `measure` reports
+    it), tensors made in threads that you start yourself, memory that no operator makes (such as
+    that of `torch.from_numpy` or a bare `torch.UntypedStorage`), and what kernels generated by
+    `torch.compile` allocate.
 
-    Backward of `prod` and `cumprod` runs by another formula while a meter, or any dispatch mode, is active, which takes
-    up to a few tensors more than without it: these count.
+    Backward of `prod` and `cumprod` runs by another formula while a meter, or any dispatch mode, is
+    active, which takes up to a few tensors more than without it: these count.
 
-    All but `peak_bytes_by_device` is of one device: on a GPU, what the step keeps in host memory does not count. Fake
-    tensors of a mode that is entered inside the block (DTensor finds shapes so) hold nothing and count nothing.
+    All but `peak_bytes_by_device` is of one device: on a GPU, what the step keeps in host memory
+    does not count. Fake tensors of a mode that is entered inside the block (DTensor finds shapes
+    so) hold nothing and count nothing.
 
     Args:
-        model, optimizer: counted from the start, as above; a meter that is done lets go of them. One optimizer or
-            several.
+        model, optimizer: counted from the start, as above; a meter that is done lets go of them.
+            One optimizer or several.
         budget_bytes: the most bytes that may be live.
-        device: the device whose bytes are counted. Left out, it is the first accelerator with a tensor that counts;
-            until there is one, and if there is none, the CPU. "meta" tensors count only if that device is named.
-        block_bytes: count each storage rounded up to a multiple of this; 512 is the CUDA allocator's rounding.
-        module_paths: keep in which module of `model` each operator ran, for `trace`; in backward, that of its forward.
+        device: the device whose bytes are counted. Left out, it is the first accelerator with a
+            tensor that counts; until there is one, and if there is none, the CPU. "meta" tensors
+            count only if that device is named.
+        block_bytes: count each storage rounded up to a multiple of this; 512 is the CUDA
+            allocator's rounding.
+        module_paths: keep in which module of `model` each operator ran, for `trace`; in backward,
+            that of its forward.
 
     Raises:
-        MemoryBudgetExceeded: the operator named in it took the live bytes over `budget_bytes`. It has run: its inputs
-            that it changes in place are changed, its outputs are gone.
+        MemoryBudgetExceeded: the operator named in it took the live bytes over `budget_bytes`. It
+            has run: its inputs that it changes in place are changed, its outputs are gone.
         RuntimeError: the same meter is entered twice.
-        NotImplementedError: an operator met a tensor whose bytes cannot be seen (oneDNN's opaque layout).
+        NotImplementedError: an operator met a tensor whose bytes cannot be seen (oneDNN's opaque
+            layout).
 
     Example::
 
@@ -207,24 +234,37 @@ class MemoryMeter(Figures, TorchDispatchMode):
         optimizers = check_model_and_optimizer(model, optimizer)
         kind("device", device, (torch.device, str, type(None)), "a torch.device, its name or None")
         self.model, self.optimizers = model, optimizers
-        self.budget_bytes = budget_bytes if budget_bytes is None else whole("budget_bytes", budget_bytes, 1, of="bytes")
+        self.budget_bytes = (
+            budget_bytes
+            if budget_bytes is None
+            else whole("budget_bytes", budget_bytes, 1, of="bytes")
+        )
         self._state = "new"  # then "active", then "closed"
         self._ledger = Ledger(whole("block_bytes", block_bytes, 1, of="bytes"), device)
         self._usage = CategoryTracker(self._ledger, leaves_are_parameters=model is None)
-        self._module_paths = kind("module_paths", module_paths, bool, "True or False") and model is not None
+        self._module_paths = (
+            kind("module_paths", module_paths, bool, "True or False") and model is not None
+        )
         self._undo = ExitStack()
 
     def __enter__(self) -> MemoryMeter:
         if self._state != "new":
-            raise RuntimeError(f"this MemoryMeter has been entered already ({self._state}); make a new one per block")
+            raise RuntimeError(
+                f"this MemoryMeter has been entered already ({self._state}); make a new one per"
+                " block"
+            )
         self._ledger.add_all(belongings(self.model, self.optimizers))
         if self.budget_bytes is not None and self.entry_bytes > self.budget_bytes:
-            raise MemoryBudgetExceeded("what model and optimizer hold on entry", 0, self.entry_bytes, self.budget_bytes)
+            raise MemoryBudgetExceeded(
+                "what model and optimizer hold on entry", 0, self.entry_bytes, self.budget_bytes
+            )
         self._usage.fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         super().__enter__()
         self._optimizer_phase = OptimizerPhase(self._ledger)
         self._undo.callback(self._optimizer_phase.remove)
-        self._undo.enter_context(storages_without_operators(self, self._ledger.made, self._ledger.resized))
+        self._undo.enter_context(
+            storages_without_operators(self, self._ledger.made, self._ledger.resized)
+        )
         if self._module_paths:
             self._ledger.paths = self._undo.enter_context(ModulePaths(self.model))
         self._state = "active"
@@ -235,25 +275,36 @@ class MemoryMeter(Figures, TorchDispatchMode):
         self._undo.close()
         with self._ledger.lock:
             self._usage.finish()
-            self._ledger.close(belongings(self.model, self.optimizers))  # also those that `.to()` put in place
+            # also those that `.to()` put in place
+            self._ledger.close(belongings(self.model, self.optimizers))
         self.model, self.optimizers, self._state = None, (), "closed"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # autograd asks more often than operators run
+        # autograd asks more often than operators run
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if func.namespace in ("profiler", "prim"):  # neither makes a tensor
             return func(*args, **(kwargs or {}))
         if not all(map(holds_bytes, types)):
-            return NotImplemented  # a wrapper subclass unwraps itself; its inner tensors then pass through here
+            # a wrapper subclass unwraps itself; its inner tensors then pass through here
+            return NotImplemented
         ledger, usage, node = self._ledger, self._usage, torch._C._current_autograd_node()
         with ledger.lock:
             made_in, sources = usage.inputs(func, args, kwargs, node)
-            taken_over = usage.taken_over(func, args, kwargs) if func in IN_PLACE_WITHOUT_MODES else None
+            taken_over = (
+                usage.taken_over(func, args, kwargs) if func in IN_PLACE_WITHOUT_MODES else None
+            )
         result = func(*args, **kwargs) if kwargs else func(*args)
         with ledger.lock:
             ledger.bury()
             ledger.main.before_bytes = ledger.main.live_bytes
-            phase = "optimizer" if self._optimizer_phase.running(node) else "forward" if node is None else "backward"
+            phase = (
+                "optimizer"
+                if self._optimizer_phase.running(node)
+                else "forward"
+                if node is None
+                else "backward"
+            )
             ledger.operators.append((func, phase))
             if flops := flops_of(func, args, kwargs, result):
                 ledger.flops[len(ledger.operators) - 1] = flops
@@ -271,7 +322,8 @@ class MemoryMeter(Figures, TorchDispatchMode):
 
 
 class UnguardedMeter(MemoryMeter):
-    """A meter without guards against compilation, which take a symbolic step some of its time with each operator."""
+    """A meter without guards against compilation, which take a symbolic step some of its time with
+    each operator."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -1,4 +1,5 @@
-"""In which module an operator runs: its own in the forward pass, and in backward that whose gradient is computed."""
+"""In which module an operator runs: its own in the forward pass, and in backward that whose
+gradient is computed."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ from .storages import AccumulateGrad
 
 
 class ModulePaths(AbstractContextManager):
-    """Paths of a model's modules, such as "layers.0.attention", while it runs; "" for what is outside of it.
+    """Paths of a model's modules, such as "layers.0.attention", while it runs; "" for what is
+    outside of it.
 
-    Autograd numbers the nodes of the graph as they are made. A module that is entered or left notes the number that is
-    next, so that a node tells the module that has made it. (The numbers are those of one thread: what a checkpoint
-    recomputes in a device's own thread may be told as that of another module.)
+    Autograd numbers the nodes of the graph as they are made. A module that is entered or left notes
+    the number that is next, so that a node tells the module that has made it. (The numbers are
+    those of one thread: what a checkpoint recomputes in a device's own thread may be told as that
+    of another module.)
     """
 
     def __init__(self, model: nn.Module):
@@ -40,7 +43,8 @@ class ModulePaths(AbstractContextManager):
 
     def __call__(self, node: Any) -> str:
         """The path for an operator that autograd's `node` runs; None in the forward pass."""
-        if node is None or (torch.is_grad_enabled() and self.inside):  # or what a checkpoint recomputes
+        # or what a checkpoint recomputes
+        if node is None or (torch.is_grad_enabled() and self.inside):
             return self.inside[-1] if self.inside else ""
         if isinstance(node, AccumulateGrad):
             return self.owners.get(node.variable, "")

@@ -46,7 +46,8 @@ class SavedTensors(Table, tuple):
 
     Attributes:
         total_bytes: each storage counted once.
-        packed_bytes: every tensor counted for itself, as one would by adding them up in a pack hook.
+        packed_bytes: every tensor counted for itself, as one would by adding them up in a pack
+            hook.
     """
 
     columns = ("#", "operator", "argument", "shape", "dtype", "bytes", "shared with")
@@ -56,10 +57,17 @@ class SavedTensors(Table, tuple):
 
     def rows(self):
         return [
-            (i, row.operator, row.argument, _shape(row.shape), str(row.dtype).removeprefix("torch."), row.bytes,
-             None if row.shared_with is None else f"# {row.shared_with}")
+            (
+                i,
+                row.operator,
+                row.argument,
+                _shape(row.shape),
+                str(row.dtype).removeprefix("torch."),
+                row.bytes,
+                None if row.shared_with is None else f"# {row.shared_with}",
+            )
             for i, row in enumerate(self)
-        ]  # fmt: skip
+        ]
 
     def caption(self) -> str:
         return text(
@@ -68,19 +76,22 @@ class SavedTensors(Table, tuple):
         )
 
 
-def saved_tensors(function: Callable[..., Any], *args: Any, parameters: bool = False, **kwargs: Any) -> SavedTensors:
+def saved_tensors(
+    function: Callable[..., Any], *args: Any, parameters: bool = False, **kwargs: Any
+) -> SavedTensors:
     """Run `function(*args, **kwargs)` and list what its result keeps for backward.
 
     Args:
-        function: a module or a function that returns tensors with a graph; also in lists, tuples, mappings and
-            dataclasses, such as the outputs of Hugging Face models.
+        function: a module or a function that returns tensors with a graph; also in lists, tuples,
+            mappings and dataclasses, such as the outputs of Hugging Face models.
         args, kwargs: its arguments. Those that are saved are listed.
-        parameters: True to list parameters too, and the buffers of modules. They are told by storage, because a
-            Linear layer saves not its weight but a view of it.
+        parameters: True to list parameters too, and the buffers of modules. They are told by
+            storage, because a Linear layer saves not its weight but a view of it.
 
     Returns:
-        A `SavedTensors`. What code inside the function packs with saved-tensor hooks of its own, as non-reentrant
-        checkpointing and offloading do, is not held by the graph and so not listed; nor are attributes of `ctx`.
+        A `SavedTensors`. What code inside the function packs with saved-tensor hooks of its own, as
+        non-reentrant checkpointing and offloading do, is not held by the graph and so not listed;
+        nor are attributes of `ctx`.
 
     Raises:
         TypeError: `function` is not callable.
@@ -94,7 +105,8 @@ def saved_tensors(function: Callable[..., Any], *args: Any, parameters: bool = F
         packed.append(weakref.ref(item))
         return item
 
-    belongings: set[int] = set()  # addresses of the storages of called modules' parameters and buffers
+    # addresses of the storages of called modules' parameters and buffers
+    belongings: set[int] = set()
 
     def meet(module: nn.Module, inputs) -> None:
         belongings.update(_addresses([*module.parameters(), *module.buffers()]))
@@ -103,7 +115,9 @@ def saved_tensors(function: Callable[..., Any], *args: Any, parameters: bool = F
         result = function(*args, **kwargs)
     roots = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
     if not roots:
-        raise ValueError("function returned nothing that requires a gradient, so autograd keeps nothing")
+        raise ValueError(
+            "function returned nothing that requires a gradient, so autograd keeps nothing"
+        )
     held = [item for item in (ref() for ref in packed) if item is not None]
     leaves = _name_items(roots, held)
     given = _addresses(tensors_in((args, kwargs)))
@@ -115,7 +129,10 @@ def _table(held: list[_Held], hidden: set[int]) -> SavedTensors:
     first: dict[int, int] = {}
     rows, total, total_packed = [], 0, 0
     for item in held:
-        tensor, storages = item.tensor, [s for s in storages_of(item.tensor) if s._cdata not in hidden]
+        tensor, storages = (
+            item.tensor,
+            [s for s in storages_of(item.tensor) if s._cdata not in hidden],
+        )
         if not storages:
             continue
         kept = sum(storage.nbytes() for storage in storages)
@@ -125,7 +142,11 @@ def _table(held: list[_Held], hidden: set[int]) -> SavedTensors:
         for storage in storages:
             first.setdefault(storage._cdata, len(rows))
         shared_with = known[0] if known else None
-        rows.append(SavedTensor(item.operator, item.argument, tuple(tensor.shape), tensor.dtype, kept, shared_with))
+        rows.append(
+            SavedTensor(
+                item.operator, item.argument, tuple(tensor.shape), tensor.dtype, kept, shared_with
+            )
+        )
     table = SavedTensors(rows)
     table.total_bytes, table.packed_bytes = total, total_packed
     return table
@@ -137,9 +158,11 @@ class _Held:
     asked: ClassVar[list[_Held]] = []  # which ones have been unpacked, to learn their names
 
     def __init__(self, tensor: Tensor, number: int):
-        # Detached: an operator that saves its own result would, through it, keep itself alive for ever.
+        # Detached: an operator that saves its own result would, through it, keep itself alive for
+        # ever.
         self.tensor, self.number = tensor.detach(), number
-        self.operator = "(not reached from the result)"  # as inside CopySlices, an in-place change of a view
+        # as inside CopySlices, an in-place change of a view
+        self.operator = "(not reached from the result)"
         self.argument = ""
 
     def unpack(self) -> Tensor:
@@ -148,7 +171,8 @@ class _Held:
 
 
 def _name_items(roots: list, held: list[_Held]) -> set[int]:
-    """Give saved tensors the names of their nodes and arguments; returns the addresses of the leaves' storages."""
+    """Give saved tensors the names of their nodes and arguments; returns the addresses of the
+    leaves' storages."""
     by_number: dict[int, list[_Held]] = {}
     for item in held:
         by_number.setdefault(item.number, []).append(item)

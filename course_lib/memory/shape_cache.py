@@ -1,4 +1,5 @@
-"""What operators make of symbolic tensors, remembered: shapes, strides and dtypes of what they are given decide it."""
+"""What operators make of symbolic tensors, remembered: shapes, strides and dtypes of what they are
+given decide it."""
 
 from __future__ import annotations
 
@@ -13,15 +14,27 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .._torch import tensors_in
 
 MOST = 1 << 16  # outlines at a time
-# Without the guards against compilation that PyTorch puts around modes: a third of a symbolic operator's time.
+# Without the guards against compilation that PyTorch puts around modes: a third of a symbolic
+# operator's time.
 fake = unwrap(FakeTensorMode.__torch_dispatch__)
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (
+    int,
+    float,
+    bool,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 _DEVICE = torch.ops.prim.device.default
 _known: dict[tuple, tuple | None] = {}
 
 
 class _Outline(NamedTuple):
-    """A tensor that an operator returns; `of` says in which tensor's storage it lies, None for a new one."""
+    """A tensor that an operator returns; `of` says in which tensor's storage it lies, None for a
+    new one."""
 
     of: int | None
     size: torch.Size
@@ -34,12 +47,16 @@ class _Outline(NamedTuple):
 def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     """What `FakeTensorMode` makes of an operator.
 
-    It remembers too, and by more than is asked here: what only sparse, constant or quantized tensors have, and whatever
-    else stands in the way of remembering, is left to it.
+    It remembers too, and by more than is asked here: what only sparse, constant or quantized
+    tensors have, and whatever else stands in the way of remembering, is left to it.
     """
     if func is _DEVICE:
         return args[0].fake_device
-    odd = torch.is_inference_mode_enabled() or torch.Tag.inplace_view in func.tags or func._overloadname == "out"
+    odd = (
+        torch.is_inference_mode_enabled()
+        or torch.Tag.inplace_view in func.tags
+        or func._overloadname == "out"
+    )
     given: list[Tensor] = []
     key = None if odd else _key(func, args, kwargs, given)
     if key is None:
@@ -58,14 +75,17 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
 
 
 def _part_of_known(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
-    """A view of a tensor whose numbers are known: its own are known, where PyTorch forgets those of both."""
+    """A view of a tensor whose numbers are known: its own are known, where PyTorch forgets those of
+    both."""
     whole, known = args[0], args[0].constant
     whole.constant = None
     try:
         result = dispatch_cached(mode, func, types, args, kwargs)
     finally:
         whole.constant = known
-    for part, numbers in zip(tensors_in(result), tensors_in(func(known, *args[1:], **kwargs)), strict=True):
+    for part, numbers in zip(
+        tensors_in(result), tensors_in(func(known, *args[1:], **kwargs)), strict=True
+    ):
         part.constant = numbers
         mode.fake_tensor_converter.add_constant_storage_mapping(part)
     return result
@@ -74,7 +94,11 @@ def _part_of_known(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
 def _key(func, args, kwargs, given: list[Tensor]) -> tuple | None:
     """All that decides; the tensors among it go to `given`."""
     try:
-        named = [(name, _look(value, given)) for name, value in sorted(kwargs.items())] if kwargs else ()
+        named = (
+            [(name, _look(value, given)) for name, value in sorted(kwargs.items())]
+            if kwargs
+            else ()
+        )
         return func, torch.get_default_dtype(), *[_look(value, given) for value in args], *named
     except TypeError:
         return None
@@ -92,16 +116,26 @@ def _look(value: Any, given: list[Tensor]) -> Any:
 
 
 def _outline_of(func, result: Any, given: list[Tensor]) -> tuple | None:
-    """What is to be remembered of a result: of one tensor, or of a tuple or list; None of all that is not plain."""
+    """What is to be remembered of a result: of one tensor, or of a tuple or list; None of all that
+    is not plain."""
     kind = next((kind for kind in (tuple, list) if isinstance(result, kind)), None)
     changes, storages, made = func._schema.is_mutable, [_storage(tensor) for tensor in given], []
     for tensor in result if kind else [result]:
         same = [i for i, other in enumerate(given) if other is tensor]
         if bool(same) != changes or not _is_plain(tensor):
             return None
-        of = same[0] if same else storages.index(_storage(tensor)) if _storage(tensor) in storages else None
-        own = of is not None or (tensor.untyped_storage().nbytes() == _extent(tensor) and not tensor.storage_offset())
-        if not own or (of is not None and of >= len(given)):  # a part of what no other tensor has, or of the last one
+        of = (
+            same[0]
+            if same
+            else storages.index(_storage(tensor))
+            if _storage(tensor) in storages
+            else None
+        )
+        own = of is not None or (
+            tensor.untyped_storage().nbytes() == _extent(tensor) and not tensor.storage_offset()
+        )
+        # a part of what no other tensor has, or of the last one
+        if not own or (of is not None and of >= len(given)):
             return None
         made.append(of if same else _Outline(of, *_look(tensor, [])))
         storages.append(_storage(tensor))
@@ -109,7 +143,9 @@ def _outline_of(func, result: Any, given: list[Tensor]) -> tuple | None:
 
 
 def _is_plain(tensor: Any) -> bool:
-    plain = type(tensor) is FakeTensor and tensor.constant is None and tensor.layout is torch.strided
+    plain = (
+        type(tensor) is FakeTensor and tensor.constant is None and tensor.layout is torch.strided
+    )
     return plain and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -119,7 +155,9 @@ def _storage(tensor: Tensor) -> int:
 
 def _extent(tensor: Tensor) -> int:
     """Bytes of a storage of its own."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+    )
     return (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
@@ -130,7 +168,8 @@ def _again(mode: FakeTensorMode, known: tuple, given: list[Tensor]) -> Any:
 
 
 def _make_fake(mode: FakeTensorMode, made: _Outline, given: list[Tensor]) -> FakeTensor:
-    """As `FakeTensor` makes it, in a quarter of the time: its attributes are those of all that it makes."""
+    """As `FakeTensor` makes it, in a quarter of the time: its attributes are those of all that it
+    makes."""
     with torch._C._DisableTorchDispatch():
         if made.of is None:
             bare = torch.empty_strided(made.size, made.stride, dtype=made.dtype, device="meta")

@@ -32,9 +32,11 @@ def bytes_text(count: int) -> Label:
 
 
 class Table:
-    """Base of the results that show themselves: a subclass gives `columns`, `rows()` and a `caption()`.
+    """Base of the results that show themselves: a subclass gives `columns`, `rows()` and a
+    `caption()`.
 
-    Columns and caption are labels; of the cells those are that `text` has made, and the others are code or numbers.
+    Columns and caption are labels; of the cells those are that `text` has made, and the others are
+    code or numbers.
     """
 
     columns: Sequence[str] = ()
@@ -46,7 +48,9 @@ class Table:
         return ""
 
     def __str__(self) -> str:
-        cells = [[*map(say, self.columns)]] + [[_cell(value) for value in row] for row in self.rows()]
+        cells = [[*map(say, self.columns)]] + [
+            [_cell(value) for value in row] for row in self.rows()
+        ]
         widths = [max(map(_width, column)) for column in zip(*cells, strict=True)]
         numbers = [_numeric(row[i] for row in cells[1:]) for i in range(len(widths))]
         lines = ["  ".join(map(_padded, row, widths, numbers)) for row in cells]
@@ -62,7 +66,10 @@ class Table:
 
     def _repr_html_(self) -> str:
         lines = [[*map(_html, row)] for row in self.rows()]
-        sides = ["right" if _numeric(line[i] for line in lines) else "left" for i in range(len(self.columns))]
+        sides = [
+            "right" if _numeric(line[i] for line in lines) else "left"
+            for i in range(len(self.columns))
+        ]
         head = _line("th", map(markup, self.columns), sides)
         body = "\n".join(_line("td", line, sides) for line in lines)
         table = f"<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>"
@@ -85,7 +92,10 @@ def _html(value) -> str:
 
 def _line(tag: str, cells: Iterable[str], sides: Sequence[str]) -> str:
     """A row; each cell says its side, since notebooks have one of their own for tables."""
-    written = (f'<{tag} style="text-align: {side}">{cell}</{tag}>' for cell, side in zip(cells, sides, strict=True))
+    written = (
+        f'<{tag} style="text-align: {side}">{cell}</{tag}>'
+        for cell, side in zip(cells, sides, strict=True)
+    )
     return f"<tr>{''.join(written)}</tr>"
 
 
@@ -131,7 +141,15 @@ def draw_timeline(history: Mapping[str, np.ndarray], peak_index: int, ax=None):
     )
     peak = sum(int(values[peak_index]) for values in history.values()) / 1e6
     ax.plot(peak_index, peak, "kv", markersize=5)
-    ax.annotate(f"{peak:,.2f} MB", (peak_index, peak), xytext=(0, 6), textcoords="offset points", ha="center")
-    ax.set(xlabel="operators", ylabel="live MB", xlim=(0, len(steps)), ylim=(0, max(peak * 1.15, 1e-6)))
+    ax.annotate(
+        f"{peak:,.2f} MB",
+        (peak_index, peak),
+        xytext=(0, 6),
+        textcoords="offset points",
+        ha="center",
+    )
+    ax.set(
+        xlabel="operators", ylabel="live MB", xlim=(0, len(steps)), ylim=(0, max(peak * 1.15, 1e-6))
+    )
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return ax

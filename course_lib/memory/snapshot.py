@@ -17,8 +17,8 @@ from .._torch import RandomState
 class Snapshot:
     """Model, gradients, optimizers and random numbers as they are now.
 
-    Parameters and buffers are kept by value: neither batch norm's kernel nor a change through `.data` counts a version
-    on. Gradients are set aside, so that a step starts without any.
+    Parameters and buffers are kept by value: neither batch norm's kernel nor a change through
+    `.data` counts a version on. Gradients are set aside, so that a step starts without any.
     """
 
     def __init__(self, model: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]):
@@ -27,15 +27,23 @@ class Snapshot:
         self._values = []  # (tensor, its value)
         if model is not None:
             for module in model.modules():
-                self._modules += [(tensors, dict(tensors)) for tensors in (module._parameters, module._buffers)]
-            self._values = [(tensor, tensor.detach().clone()) for tensor in (*parameters, *model.buffers())]
+                self._modules += [
+                    (tensors, dict(tensors)) for tensors in (module._parameters, module._buffers)
+                ]
+            self._values = [
+                (tensor, tensor.detach().clone()) for tensor in (*parameters, *model.buffers())
+            ]
         self._kept = {id(tensor) for tensor, _ in self._values}
         self._random = RandomState(), random.getstate(), np.random.get_state()
         self._optimizers = []
         for optimizer in optimizers:
-            parameters += (parameter for group in optimizer.param_groups for parameter in group["params"])
+            parameters += (
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            )
             # With `held_tensors`, `state` is not all that a step changes, which may be in a file.
-            self._optimizers.append((_StateElsewhere if hasattr(optimizer, "held_tensors") else _OwnState)(optimizer))
+            self._optimizers.append(
+                (_StateElsewhere if hasattr(optimizer, "held_tensors") else _OwnState)(optimizer)
+            )
         self._gradients = WeakTensorKeyDictionary()  # parameter -> (its gradient, its version)
         for parameter in parameters:
             self.set_aside(parameter)
@@ -47,7 +55,8 @@ class Snapshot:
             parameter.grad = None
 
     def start_over(self, *, first_step: bool) -> None:
-        """Gradients and random numbers as a step is to find them; for a first step, the optimizer's state too."""
+        """Gradients and random numbers as a step is to find them; for a first step, the optimizer's
+        state too."""
         for parameter in self._gradients:
             parameter.grad = None
         for optimizer in self._optimizers if first_step else ():
@@ -55,7 +64,8 @@ class Snapshot:
         self._set_random_numbers()
 
     def restore(self) -> int:
-        """Put everything back; returns how many parameters were changed that could not be, having been met later."""
+        """Put everything back; returns how many parameters were changed that could not be, having
+        been met later."""
         for tensors, content in self._modules:
             tensors.clear()
             tensors.update(content)
@@ -78,11 +88,15 @@ class Snapshot:
 
 
 class _OwnState:
-    """An optimizer's `state`: steps run on a copy, so that the tensors that others may hold are not touched."""
+    """An optimizer's `state`: steps run on a copy, so that the tensors that others may hold are not
+    touched."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer, self.state = optimizer, dict(optimizer.state)
-        self.groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        self.groups = [
+            {k: copy.deepcopy(v) for k, v in g.items() if k != "params"}
+            for g in optimizer.param_groups
+        ]
         self.start_over()
 
     def start_over(self) -> None:
@@ -100,7 +114,8 @@ class _OwnState:
 
 
 class _StateElsewhere:
-    """The state of an optimizer whose `state` is not all of it: what its own `state_dict` gives and takes."""
+    """The state of an optimizer whose `state` is not all of it: what its own `state_dict` gives and
+    takes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer, self.content = optimizer, copy.deepcopy(optimizer.state_dict())

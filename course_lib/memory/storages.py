@@ -1,4 +1,5 @@
-"""What holds a tensor's bytes, and which tensors belong to a model, an optimizer, an operator's call or the graph."""
+"""What holds a tensor's bytes, and which tensors belong to a model, an optimizer, an operator's
+call or the graph."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ AccumulateGrad = torch._C._functions.AccumulateGrad
 
 
 def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
-    """The storages that hold a tensor's bytes: one, or one for each part of a sparse or wrapper tensor.
+    """The storages that hold a tensor's bytes: one, or one for each part of a sparse or wrapper
+    tensor.
 
     Raises:
         NotImplementedError: they cannot be seen (oneDNN's opaque layout).
@@ -27,7 +29,8 @@ def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
     if tensor.layout is torch.strided:
         if type(tensor) is Tensor or type(tensor) is nn.Parameter or holds_bytes(type(tensor)):
             return (tensor.untyped_storage(),)
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # of a DTensor, the mesh too
+        # of a DTensor, the mesh too
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     elif tensor.layout is torch.sparse_coo:
         parts = [tensor._indices(), tensor._values()]
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -36,9 +39,12 @@ def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
         parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     else:
         raise NotImplementedError(
-            f"MemoryMeter cannot see the bytes of a tensor with layout {tensor.layout}; it sees strided and sparse ones"
+            f"MemoryMeter cannot see the bytes of a tensor with layout {tensor.layout}; it sees"
+            " strided and sparse ones"
         )
-    return tuple(storage for part in parts if isinstance(part, Tensor) for storage in storages_of(part))
+    return tuple(
+        storage for part in parts if isinstance(part, Tensor) for storage in storages_of(part)
+    )
 
 
 def holds_bytes(tensor_type: type) -> bool:
@@ -50,7 +56,8 @@ def holds_bytes(tensor_type: type) -> bool:
 
 
 def tensors_among(args, kwargs: Mapping | None = None) -> list[Tensor]:
-    """The tensors among an operator's arguments, in lists too; quicker than `tensors_in`, which looks deeper."""
+    """The tensors among an operator's arguments, in lists too; quicker than `tensors_in`, which
+    looks deeper."""
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
@@ -60,7 +67,9 @@ def tensors_among(args, kwargs: Mapping | None = None) -> list[Tensor]:
     return found
 
 
-def belongings(model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, str]]:
+def belongings(
+    model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]
+) -> Iterator[tuple[Tensor, str]]:
     """What model and optimizers hold, with the category of each."""
     if model is not None:
         for parameter in model.parameters():
@@ -75,25 +84,32 @@ def belongings(model: nn.Module | None, optimizers: Iterable[torch.optim.Optimiz
 
 
 def held_by(optimizer: torch.optim.Optimizer, of_groups: bool = False) -> Iterator[Tensor]:
-    """An optimizer's state, and the master weights that it steps in place of the model's parameters.
+    """An optimizer's state, and the master weights that it steps in place of the model's
+    parameters.
 
-    With `of_groups`, only the state of the parameters in its groups: an optimizer may be stepped a few at a time. An
-    optimizer that keeps its state elsewhere says what it holds by a method `held_tensors`.
+    With `of_groups`, only the state of the parameters in its groups: an optimizer may be stepped a
+    few at a time. An optimizer that keeps its state elsewhere says what it holds by a method
+    `held_tensors`.
     """
     if hasattr(optimizer, "held_tensors"):
         yield from optimizer.held_tensors()
         return
     if of_groups:
         for group in optimizer.param_groups:
-            yield from tensors_in([optimizer.state[p] for p in group["params"] if p in optimizer.state])
+            yield from tensors_in(
+                [optimizer.state[p] for p in group["params"] if p in optimizer.state]
+            )
     else:
         yield from tensors_in(optimizer.state)
     for group in optimizer.param_groups:
-        yield from (p for p in group["params"] if not p.requires_grad and not isinstance(p, nn.Parameter))
+        yield from (
+            p for p in group["params"] if not p.requires_grad and not isinstance(p, nn.Parameter)
+        )
 
 
 def hooks_active() -> bool:
-    """True inside saved-tensor hooks, such as those of non-reentrant checkpointing or of offloading."""
+    """True inside saved-tensor hooks, such as those of non-reentrant checkpointing or of
+    offloading."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
@@ -104,7 +120,8 @@ def saved_names(kind: type) -> tuple[str, ...]:
 
 
 def saved_by(node) -> list[Tensor]:
-    """What a node of the graph has saved for backward; nothing if it has been freed or one of them was changed.
+    """What a node of the graph has saved for backward; nothing if it has been freed or one of them
+    was changed.
 
     Args:
         node: a `grad_fn` made outside saved-tensor hooks (else asking would run them).
@@ -134,11 +151,15 @@ def check_model_and_optimizer(model, optimizer) -> tuple[torch.optim.Optimizer, 
 
 
 @contextmanager
-def storages_without_operators(mode: TorchDispatchMode, made: Callable, resized: Callable) -> Iterator[None]:
-    """Tell of the storages that Python makes or resizes past a mode: `made(storage)`, `resized(storage, was_empty)`.
+def storages_without_operators(
+    mode: TorchDispatchMode, made: Callable, resized: Callable
+) -> Iterator[None]:
+    """Tell of the storages that Python makes or resizes past a mode: `made(storage)`,
+    `resized(storage, was_empty)`.
 
-    They are the states of random number generators (5,056 bytes, which a checkpoint keeps until backward), copies by
-    `copy.deepcopy`, and the storages that FSDP empties and fills. Threads in which the mode is not active don't count.
+    They are the states of random number generators (5,056 bytes, which a checkpoint keeps until
+    backward), copies by `copy.deepcopy`, and the storages that FSDP empties and fills. Threads in
+    which the mode is not active don't count.
     """
 
     def telling(function: Callable, tell: Callable) -> Callable:
@@ -152,7 +173,11 @@ def storages_without_operators(mode: TorchDispatchMode, made: Callable, resized:
         return call
 
     with ExitStack() as stack:
-        told = (torch, "get_rng_state", made), (UntypedStorage, "clone", made), (UntypedStorage, "resize_", resized)
+        told = (
+            (torch, "get_rng_state", made),
+            (UntypedStorage, "clone", made),
+            (UntypedStorage, "resize_", resized),
+        )
         for owner, name, tell in told:
             stack.enter_context(patch.object(owner, name, telling(getattr(owner, name), tell)))
         yield

@@ -1,4 +1,5 @@
-"""The accounts of a meter: which storages live when, how many bytes that is, and in which category."""
+"""The accounts of a meter: which storages live when, how many bytes that is, and in which
+category."""
 
 from __future__ import annotations
 
@@ -47,22 +48,29 @@ class Timeline(Sequence):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         operator, phase = self.operators[index]
-        return Sample(str(operator), phase, {name: int(values[index]) for name, values in self._series.items()})
+        return Sample(
+            str(operator),
+            phase,
+            {name: int(values[index]) for name, values in self._series.items()},
+        )
 
 
 class Account:
-    """The bytes live on one device: on entry, before the operator now running, now, and the most so far, at which."""
+    """The bytes live on one device: on entry, before the operator now running, now, and the most so
+    far, at which."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.entry_bytes = self.before_bytes = self.live_bytes = self.peak_bytes = self.peak_index = 0
+        self.entry_bytes = self.before_bytes = self.live_bytes = self.peak_bytes = (
+            self.peak_index
+        ) = 0
 
 
 class Record(weakref.ref):
     """The life of one storage, and the weak reference that notices its end.
 
-    Times are operator numbers. Only later is it known whether a storage was an activation or a temporary, so
-    a record keeps dates, and `spans` works out the categories when somebody asks.
+    Times are operator numbers. Only later is it known whether a storage was an activation or a
+    temporary, so a record keeps dates, and `spans` works out the categories when somebody asks.
     """
 
     __slots__ = ("account", "born", "bytes", "died", "key", "made_in",
@@ -71,7 +79,16 @@ class Record(weakref.ref):
     def __new__(cls, storage, callback, *dates):
         return super().__new__(cls, storage, callback)
 
-    def __init__(self, storage, callback, account, block_bytes: int, born: int, role: str | None, made_in: str):
+    def __init__(
+        self,
+        storage,
+        callback,
+        account,
+        block_bytes: int,
+        born: int,
+        role: str | None,
+        made_in: str,
+    ):
         super().__init__(storage, callback)
         self.account: Account = account
         self.key: int = storage._cdata
@@ -79,11 +96,14 @@ class Record(weakref.ref):
         self.bytes: int = -(-self.nbytes // block_bytes) * block_bytes
         self.born = born
         self.died: int | None = None
-        self.role = role  # parameter, buffer, gradient, optimizer, input; None: activation or temporary
+        # parameter, buffer, gradient, optimizer, input; None: activation or temporary
+        self.role = role
         self.since = born  # when it took that role
-        self.made_in = made_in  # "forward", "recomputation" (in backward, with gradients on) or "elsewhere"
+        # "forward", "recomputation" (in backward, with gradients on) or "elsewhere"
+        self.made_in = made_in
         self.saved: int | None = None  # held for backward from here ...
-        self.released: int | None = None  # ... to here: the end of the last autograd node that read it
+        # ... to here: the end of the last autograd node that read it
+        self.released: int | None = None
         self.read_by = None  # the node that is reading it now
 
     def spans(self, end: int) -> Iterator[tuple[int, int, str]]:
@@ -95,14 +115,17 @@ class Record(weakref.ref):
             if self.released is not None:
                 starts.append((self.released, "temporary"))
         if self.role is not None:
-            starts = [start for start in starts if start[0] < self.since] + [(self.since, self.role)]
+            starts = [start for start in starts if start[0] < self.since] + [
+                (self.since, self.role)
+            ]
         for (start, category), (stop, _) in zip(starts, [*starts[1:], (end, "")], strict=True):
             if start < min(stop, end):
                 yield start, min(stop, end), category
 
 
 def lives(ledger: Ledger) -> Iterator[tuple[int, int, str, int, int]]:
-    """(number, bytes, category, from, until) of each storage of the main account, once for each category."""
+    """(number, bytes, category, from, until) of each storage of the main account, once for each
+    category."""
     end = len(ledger.operators)
     for number, record in enumerate(ledger._records):
         for start, stop, category in record.spans(end) if record.account is ledger.main else ():
@@ -136,12 +159,14 @@ class Ledger:
         self.closed = False
         self._records: list[Record] = []
         self._by_address: dict[int, Record] = {}
-        self._dead: deque[Record] = deque()  # filled by the weak references, in whichever thread a storage dies
+        # filled by the weak references, in whichever thread a storage dies
+        self._dead: deque[Record] = deque()
         self._expected: Record | None = None  # taken for dead
         self._final: dict[str, np.ndarray] | None = None  # the history, once no more follows
 
     def account(self, device: torch.device) -> Account:
-        """That of a device; the first accelerator's becomes the main one, unless another device was named."""
+        """That of a device; the first accelerator's becomes the main one, unless another device was
+        named."""
         device = CPU if device.type == "cpu" else device  # a symbolic tensor can be on "cpu:0"
         if device not in self.accounts:
             self.accounts[device] = Account(device)
@@ -155,7 +180,15 @@ class Ledger:
         return record if record is not None and record() is storage else None
 
     def add(self, storage, account: Account, role: str | None, made_in: str) -> None:
-        record = Record(storage, self._dead.append, account, self.block_bytes, len(self.operators) - 1, role, made_in)
+        record = Record(
+            storage,
+            self._dead.append,
+            account,
+            self.block_bytes,
+            len(self.operators) - 1,
+            role,
+            made_in,
+        )
         self._records.append(record)
         self._enter(record)
 
@@ -169,7 +202,8 @@ class Ledger:
             account.entry_bytes = account.peak_bytes = account.live_bytes
 
     def assign(self, tensor: Tensor, role: str, since: int = 0) -> None:
-        """The tensor takes this role, if it has none; what entered as an input may turn out to have another."""
+        """The tensor takes this role, if it has none; what entered as an input may turn out to have
+        another."""
         for storage in storages_of(tensor):
             record = self.find(storage)
             if record is not None and record.role in (None, "input"):
@@ -183,14 +217,16 @@ class Ledger:
         self.closed = True
 
     def made(self, storage) -> None:
-        """A storage that no operator made; it has a moment of its own, since others may have died before it."""
+        """A storage that no operator made; it has a moment of its own, since others may have died
+        before it."""
         with self.lock:
             self._moment()
             self.add(storage, self.account(storage.device), None, "elsewhere")
             self.note_peak()
 
     def resized(self, storage, was_empty: bool | None = None) -> None:
-        """Where the size has changed, one life ends and another begins; one that was empty may be from before.
+        """Where the size has changed, one life ends and another begins; one that was empty may be
+        from before.
 
         `was_empty` is None where an operator did it.
         """
@@ -225,7 +261,8 @@ class Ledger:
                 self._leave(record, len(self.operators) if not self.closed else None)
 
     def expect_end(self, record: Record) -> None:
-        """The storage is taken for dead since the operator before the last; if it lives on, `bury` takes that back."""
+        """The storage is taken for dead since the operator before the last; if it lives on, `bury`
+        takes that back."""
         self._leave(record, len(self.operators) - 1)
         self._expected = record
 

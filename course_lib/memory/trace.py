@@ -1,8 +1,9 @@
-"""A training step as a trace: its operators, the storages that are born and released, FLOPs, and bytes moved.
+"""A training step as a trace: its operators, the storages that are born and released, FLOPs, and
+bytes moved.
 
-Whatever runs a step gives one: a meter in this process, a symbolic step, one rank of several, the step with few of a
-model's blocks. Live bytes by category, the peak and the phases are read off it here; `growth` makes of two of them that
-of the step with more of the model's equal blocks.
+Whatever runs a step gives one: a meter in this process, a symbolic step, one rank of several, the
+step with few of a model's blocks. Live bytes by category, the peak and the phases are read off it
+here; `growth` makes of two of them that of the step with more of the model's equal blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ ENTRY = "what model and optimizer hold on entry"
 
 
 class Span(NamedTuple):
-    """A storage's stay in one category: at the moments from `start` on, until `stop`, which is exclusive."""
+    """A storage's stay in one category: at the moments from `start` on, until `stop`, which is
+    exclusive."""
 
     storage: int
     bytes: int
@@ -31,7 +33,8 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """A storage is born, or released; or it changes its category: released from one, and born in the other.
+    """A storage is born, or released; or it changes its category: released from one, and born in
+    the other.
 
     Attributes:
         moment: the number of the operator in the trace.
@@ -57,9 +60,11 @@ class Trace:
 
     Attributes:
         operators: (operator, phase) of each moment.
-        live: bytes at each moment and of each of `CATEGORIES`, an int64 array (moments, categories).
+        live: bytes at each moment and of each of `CATEGORIES`, an int64 array (moments,
+            categories).
         flops_at: moment -> FLOPs, where there are any.
-        flops: of the whole step, by the formulas of `FlopCounterMode`; also of micro-batches for which others stand.
+        flops: of the whole step, by the formulas of `FlopCounterMode`; also of micro-batches for
+            which others stand.
         modules: moment -> path of the module that ran, where it is known.
         spans: of all storages; None where events are not kept.
         bytes_down: moved to the tier below.
@@ -98,7 +103,9 @@ class Trace:
         spans = None
         if self.spans is not None:
             cut = [
-                span._replace(start=max(span.start, start) - start, stop=min(span.stop, stop) - start)
+                span._replace(
+                    start=max(span.start, start) - start, stop=min(span.stop, stop) - start
+                )
                 for span in self.spans
             ]
             spans = [span for span in cut if span.start < span.stop]
@@ -148,7 +155,9 @@ class Trace:
     def phase_peaks(self) -> dict[str, int]:
         """phase -> the most bytes live after one of its operators."""
         peaks, begins = dict.fromkeys(PHASES, 0), self._begins
-        for (_, phase), count in zip(self.operators[begins:], self.live_bytes[begins:].tolist(), strict=True):
+        for (_, phase), count in zip(
+            self.operators[begins:], self.live_bytes[begins:].tolist(), strict=True
+        ):
             peaks[phase] = max(peaks[phase], count)
         return peaks
 
@@ -171,7 +180,9 @@ class Trace:
             ValueError: they were not kept.
         """
         if self.spans is None:
-            raise ValueError("spans is None: this trace holds sums alone; it takes one of `meter.trace()`")
+            raise ValueError(
+                "spans is None: this trace holds sums alone; it takes one of `meter.trace()`"
+            )
         found = [(span.start, "birth", span) for span in self.spans]
         found += [(span.stop, "release", span) for span in self.spans if span.stop < len(self)]
         for moment, kind, span in sorted(found, key=lambda each: (each[0], each[1] == "birth")):

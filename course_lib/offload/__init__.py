@@ -1,7 +1,8 @@
 """Bytes moved one tier down: activations, optimizer state, and the next batch on its way up.
 
-The tier below is real on every machine. For CUDA it is pinned host memory, filled over side streams; for a CPU it is a
-file, written and read by a small pool of threads while the main thread computes. Lesson 04 explains.
+The tier below is real on every machine. For CUDA it is pinned host memory, filled over side
+streams; for a CPU it is a file, written and read by a small pool of threads while the main thread
+computes. Lesson 04 explains.
 """
 
 from .activations import offload_activations

@@ -1,4 +1,5 @@
-"""What autograd saves for backward, moved one tier down and fetched again when backward comes near."""
+"""What autograd saves for backward, moved one tier down and fetched again when backward comes
+near."""
 
 from __future__ import annotations
 
@@ -22,31 +23,37 @@ from .stores import Guard, Room, Store, bytes_of, default_store, view_of
 
 
 class offload_activations:
-    """What autograd saves inside the block goes one tier down, and comes back when backward needs it.
+    """What autograd saves inside the block goes one tier down, and comes back when backward needs
+    it.
 
-    Stay where they are: parameters and buffers of modules that run inside the block, and views of them; what is in
-    `keep`; storages below `min_bytes`; the last storages saved, since backward needs them first; and storages of which
-    the saved tensors are only a part. The rest of those is somebody else's: of a data set, say, of which the batch is a
-    slice. Its owner holds it anyway, so that moving it frees nothing. So do sparse, quantised and nested tensors. A
-    storage goes down once, however many saved tensors are views of it, and each of them comes back as the view it was.
+    Stay where they are: parameters and buffers of modules that run inside the block, and views of
+    them; what is in `keep`; storages below `min_bytes`; the last storages saved, since backward
+    needs them first; and storages of which the saved tensors are only a part. The rest of those is
+    somebody else's: of a data set, say, of which the batch is a slice. Its owner holds it anyway,
+    so that moving it frees nothing. So do sparse, quantised and nested tensors. A storage goes down
+    once, however many saved tensors are views of it, and each of them comes back as the view it
+    was.
 
     Args:
-        store: a `HostStore`, a `DiskStore` or a `Store` of your own; if left out, host memory for CUDA tensors and a
-            file for CPU tensors.
+        store: a `HostStore`, a `DiskStore` or a `Store` of your own; if left out, host memory for
+            CUDA tensors and a file for CPU tensors.
         min_bytes: the smallest storage that is worth a copy.
         keep: tensors, or modules with their parameters and buffers, whose storages stay.
-        prefetch: how many storages are fetched ahead in backward; `prefetch + 1` stay at the end of the block. If left
-            out, 2 on CUDA and 1 on a CPU.
-        in_flight: how many copies down may be under way; more hide longer copies and hold more memory. If left out, 2
-            on CUDA and 1 on a CPU.
+        prefetch: how many storages are fetched ahead in backward; `prefetch + 1` stay at the end of
+            the block. If left out, 2 on CUDA and 1 on a CPU.
+        in_flight: how many copies down may be under way; more hide longer copies and hold more
+            memory. If left out, 2 on CUDA and 1 on a CPU.
 
     Warns:
-        UserWarning: at the end of the block, once, if tensors were saved but all of them are below `min_bytes`.
+        UserWarning: at the end of the block, once, if tensors were saved but all of them are below
+            `min_bytes`.
 
     Raises:
         TypeError, ValueError: an argument is not of its kind.
-        StoreFull: from the operator whose tensor found no room below. What was saved before is intact.
-        RuntimeError: in backward, if a saved tensor was changed in place before its copy was complete.
+        StoreFull: from the operator whose tensor found no room below. What was saved before is
+            intact.
+        RuntimeError: in backward, if a saved tensor was changed in place before its copy was
+            complete.
     """
 
     def __init__(
@@ -58,7 +65,9 @@ class offload_activations:
         prefetch: int | None = None,
         in_flight: int | None = None,
     ):
-        self.store = kind("store", store, (Store, type(None)), "a HostStore, a DiskStore or another Store")
+        self.store = kind(
+            "store", store, (Store, type(None)), "a HostStore, a DiskStore or another Store"
+        )
         self.min_bytes = whole("min_bytes", min_bytes, 0, of="bytes")
         self.prefetch = None if prefetch is None else whole("prefetch", prefetch, 0)
         self.in_flight = None if in_flight is None else whole("in_flight", in_flight, 0)
@@ -89,8 +98,8 @@ class offload_activations:
         if kind is None and region.too_small and not region.large_enough and not self._warned:
             self._warned = True
             warnings.warn(
-                f"no activation was moved: the largest storage that was saved has {region.too_small} bytes, and "
-                f"min_bytes is {self.min_bytes}",
+                "no activation was moved: the largest storage that was saved has"
+                f" {region.too_small} bytes, and min_bytes is {self.min_bytes}",
                 stacklevel=2,
             )
 
@@ -107,7 +116,8 @@ class _Region:
         self.entries: list[_Entry] = []  # in backward's order, from the end
         self.recent: deque[_Entry] = deque()  # on the device, and not going down yet
         self.going: deque[_Entry] = deque()  # on the device until their copy is complete
-        self.node, self.read = None, []  # backward's node that unpacks now, and what it has unpacked
+        # backward's node that unpacks now, and what it has unpacked
+        self.node, self.read = None, []
         for thing in options.keep:
             self.stay(thing)
 
@@ -161,7 +171,8 @@ class _Region:
             return packed.again()
         with self.guard:
             node = _running_node()
-            if node != self.node:  # a node may unpack twice what it saved: what it got stays until it is done
+            # a node may unpack twice what it saved: what it got stays until it is done
+            if node != self.node:
                 for entry in self.read:
                     entry.let_go()
                 self.node, self.read = node, []
@@ -169,7 +180,9 @@ class _Region:
             self.read.append(entry)
             if entry.index is not None:
                 prefetch = self._ahead(self.options.prefetch, entry)
-                for near in reversed(self.entries[max(0, entry.index - prefetch) : entry.index + 1]):
+                for near in reversed(
+                    self.entries[max(0, entry.index - prefetch) : entry.index + 1]
+                ):
                     near.start_up()
             return packed.again()
 
@@ -180,7 +193,8 @@ class _Region:
 
 
 class _Kept:
-    """A saved tensor that stays. Not the tensor itself: an operator that saves its own result would never be freed."""
+    """A saved tensor that stays. Not the tensor itself: an operator that saves its own result would
+    never be freed."""
 
     def __init__(self, tensor: Tensor):
         self.tensor, self.version = tensor.detach(), tensor._version
@@ -192,20 +206,27 @@ class _Kept:
         return self.tensor
 
 
-_CHANGED = "a tensor of shape {shape} that backward needs was changed in place{when}; make that operation out of place"
+_CHANGED = (
+    "a tensor of shape {shape} that backward needs was changed in place{when}; make that operation"
+    " out of place"
+)
 
 
 class _Handle:
     """One saved tensor: a view of an entry's storage. The graph holds it until its node is done."""
 
-    entry: _Entry | None = None  # until all of it is known: what fails before that has nothing to drop
+    # until all of it is known: what fails before that has nothing to drop
+    entry: _Entry | None = None
 
     def __init__(self, entry: _Entry, tensor: Tensor):
         self.key = object()  # not the id, which may be given out again before a late `drop`
         self.view = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         self.conjugated, self.negated = tensor.is_conj(), tensor.is_neg()
-        extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        size = min(tensor.numel(), extent) * tensor.itemsize  # views may skip elements, or repeat them
+        extent = 1 + sum(
+            (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        # views may skip elements, or repeat them
+        size = min(tensor.numel(), extent) * tensor.itemsize
         entry.handles[self.key] = tensor.storage_offset() * tensor.itemsize, size
         entry.wanted.add(self.key)
         self.entry = entry
@@ -222,29 +243,36 @@ class _Handle:
 
 
 class _Entry:
-    """One storage: on the device, on its way down, below, on its way up, or gone with its last handle."""
+    """One storage: on the device, on its way down, below, on its way up, or gone with its last
+    handle."""
 
     def __init__(self, region: _Region, tensor: Tensor):
         self.region, self.store = region, region.options.store or default_store(tensor)
         self.held: Tensor | None = tensor.detach()  # shares the version counter
         self.version, self.changed, self.device = tensor._version, False, Device.of(tensor)
         self.stream = self.device.current()
-        self.index: int | None = None  # among the region's entries, once the saved tensors cover the storage
+        # among the region's entries, once the saved tensors cover the storage
+        self.index: int | None = None
         self.room: Room | None = None
         self.coming: Callable[[], Tensor] | None = None
         self.handles: dict[object, tuple[int, int]] = {}  # key -> (offset, bytes)
-        self.wanted: set[object] = set()  # handles that have not been unpacked since the storage came up
+        # handles that have not been unpacked since the storage came up
+        self.wanted: set[object] = set()
 
     def is_covered(self) -> bool:
         """Whether the saved tensors are all that the storage holds."""
-        return sum(nbytes for _, nbytes in set(self.handles.values())) >= self.held.untyped_storage().nbytes()
+        return (
+            sum(nbytes for _, nbytes in set(self.handles.values()))
+            >= self.held.untyped_storage().nbytes()
+        )
 
     def go_down(self) -> None:
         with self.device.on(self.stream):  # not whichever saves the tensor that pushed this one out
             self.room = self.store.put(bytes_of(self.held))
 
     def arrive(self) -> None:
-        """The copy down is complete: let go of the device's memory. If it failed, what is held stays."""
+        """The copy down is complete: let go of the device's memory. If it failed, what is held
+        stays."""
         if self.room is None:
             return
         try:
@@ -262,12 +290,15 @@ class _Entry:
 
     def data_for(self, handle: _Handle) -> Tensor:
         if self.changed or (self.held is not None and self.held._version != self.version):
-            raise RuntimeError(_CHANGED.format(shape=handle.view[1], when=" before it was copied down"))
+            raise RuntimeError(
+                _CHANGED.format(shape=handle.view[1], when=" before it was copied down")
+            )
         self.wanted.discard(handle.key)
         return self.device.used(self.coming()) if self.held is None else self.held
 
     def let_go(self) -> None:
-        """What came up is through with, unless another node wants it too. A graph that is retained fetches it again."""
+        """What came up is through with, unless another node wants it too. A graph that is retained
+        fetches it again."""
         if not self.wanted:
             self.coming, self.wanted = None, set(self.handles)
 
@@ -281,7 +312,8 @@ class _Entry:
 
 
 def _running_node() -> Any:
-    """Which of backward's nodes is running; not the node itself, which would keep its graph alive."""
+    """Which of backward's nodes is running; not the node itself, which would keep its graph
+    alive."""
     node = torch._C._current_autograd_node()
     return None if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())
 

@@ -1,6 +1,8 @@
-"""A simulated device's books: parties that know how far others have got, memory that is handed out again, races.
+"""A simulated device's books: parties that know how far others have got, memory that is handed out
+again, races.
 
-Memory of which the last write is not known to a party can be shown to it as it was before: see `Books.early`.
+Memory of which the last write is not known to a party can be shown to it as it was before: see
+`Books.early`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ COPY = "a copy "  # goes before "up" and "down"
 
 @dataclass(frozen=True)
 class Event:
-    """How far a party had got, and what it had seen of the others: `clock[i]` is the last that it saw of party i."""
+    """How far a party had got, and what it had seen of the others: `clock[i]` is the last that it
+    saw of party i."""
 
     party: Party
     position: int
@@ -40,7 +43,8 @@ class Event:
 
 
 class Party:
-    """A stream, or a thread of the host. What it was given and has not done yet is `todo`, in order."""
+    """A stream, or a thread of the host. What it was given and has not done yet is `todo`, in
+    order."""
 
     def __init__(self, name: str, index: int):
         self.name, self.index, self.seconds = name, index, 0.0
@@ -70,7 +74,8 @@ class Party:
 
 @dataclass
 class Block:
-    """A piece of an arena that is in use. `pool` is whose it is; `used_by` are other streams that use it."""
+    """A piece of an arena that is in use. `pool` is whose it is; `used_by` are other streams that
+    use it."""
 
     start: int
     nbytes: int
@@ -79,7 +84,8 @@ class Block:
 
 
 class Access(NamedTuple):
-    """A party's last access to the bytes from `start` to `end` of an arena, and how far it had got by then."""
+    """A party's last access to the bytes from `start` to `end` of an arena, and how far it had got
+    by then."""
 
     start: int
     end: int
@@ -92,10 +98,12 @@ class Access(NamedTuple):
 
 
 class Arena:
-    """Memory in blocks, of which freed ones are handed out again, and the last accesses to each byte of it.
+    """Memory in blocks, of which freed ones are handed out again, and the last accesses to each
+    byte of it.
 
-    A block that was freed goes to its own pool, once what `used_by` had been given at that time is done. Wherever a
-    block begins, later ones begin and end too: so accesses are kept by the start of their block.
+    A block that was freed goes to its own pool, once what `used_by` had been given at that time is
+    done. Wherever a block begins, later ones begin and end too: so accesses are kept by the start
+    of their block.
 
     Args:
         remembers: keep for each byte what it was before the last write.
@@ -108,7 +116,8 @@ class Arena:
         self.top = self.live_bytes = self.peak_bytes = 0
         self.blocks: dict[int, Block] = {}  # by start
         self.freed: deque[tuple[Block, list[Event]]] = deque()
-        self.free: dict[tuple[int, int], list[tuple[int, list[Event]]]] = {}  # (pool, size) -> (start, to wait for)
+        # (pool, size) -> (start, to wait for)
+        self.free: dict[tuple[int, int], list[tuple[int, list[Event]]]] = {}
         self.writes: dict[int, list[Access]] = {}  # of a block's bytes each is in one at most
         self.reads: dict[int, list[Access]] = {}  # in one of each party
 
@@ -129,8 +138,8 @@ class Arena:
             start = self.top
             if start + size > len(self.memory):
                 raise torch.OutOfMemoryError(
-                    f"{self.name} memory has {len(self.memory)} bytes, of which {self.live_bytes} are in use, and no "
-                    f"block of {size} is left; it takes a larger memory_bytes"
+                    f"{self.name} memory has {len(self.memory)} bytes, of which {self.live_bytes}"
+                    f" are in use, and no block of {size} is left; it takes a larger memory_bytes"
                 )
             self.top += size
         view = self.memory[start : start + nbytes]
@@ -141,7 +150,8 @@ class Arena:
         return torch.from_numpy(view)
 
     def _drop(self, block: Block) -> None:
-        self.freed.append((block, [party.event() for party in block.used_by]))  # from whichever thread lets go
+        # from whichever thread lets go
+        self.freed.append((block, [party.event() for party in block.used_by]))
 
     def collect(self) -> None:
         """Take back what has been let go."""
@@ -171,18 +181,24 @@ class Arena:
         if not tensor.numel() or self.block_of(tensor) is None:
             return None
         first = tensor.data_ptr() - self.origin
-        extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        extent = 1 + sum(
+            (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         return first, first + extent * tensor.itemsize
 
     def unknown_writes(self, tensor: Tensor, party: Party) -> list[Access]:
-        """The last writes to a tensor's bytes that nothing orders before what the party does next."""
+        """The last writes to a tensor's bytes that nothing orders before what the party does
+        next."""
         if (extent := self.extent(tensor)) is None:
             return []
         written = _inside(self.writes.get(self.block_of(tensor).start, ()), *extent)
         return [access for access in written if access.unknown_to(party)]
 
-    def touch(self, tensor: Tensor, party: Party, name: str, writes: bool) -> list[tuple[Access, str]]:
-        """Note an access; what it is not ordered after, one of a kind and party, each "written" or "read"."""
+    def touch(
+        self, tensor: Tensor, party: Party, name: str, writes: bool
+    ) -> list[tuple[Access, str]]:
+        """Note an access; what it is not ordered after, one of a kind and party, each "written" or
+        "read"."""
         if (extent := self.extent(tensor)) is None:
             return []
         place = self.block_of(tensor).start
@@ -190,7 +206,10 @@ class Arena:
         reads, noted = self.reads.get(place, []), self.writes if writes else self.reads
         if writes:
             missed = [access for access in _inside(reads, *extent) if access.unknown_to(party)]
-            found += [(access, "read") for access in {access.party: access for access in reversed(missed)}.values()]
+            found += [
+                (access, "read")
+                for access in {access.party: access for access in reversed(missed)}.values()
+            ]
             self.reads[place] = _outside(reads, *extent)
             kept = _outside(self.writes.get(place, []), *extent)
         else:
@@ -203,7 +222,10 @@ class Arena:
 
 def _inside(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
     """Those to bytes from `start` to `end`, and only their part there."""
-    cut = (access._replace(start=max(access.start, start), end=min(access.end, end)) for access in accesses)
+    cut = (
+        access._replace(start=max(access.start, start), end=min(access.end, end))
+        for access in accesses
+    )
     return [access for access in cut if access.start < access.end]
 
 
@@ -260,7 +282,8 @@ class Books:
         with self.lock:
             if len(self.parties) == PARTIES:
                 raise RuntimeError(
-                    f"the device has met {PARTIES} streams and threads, and takes no more; make a new one"
+                    f"the device has met {PARTIES} streams and threads, and takes no more; make a"
+                    " new one"
                 )
             party = Party(name, len(self.parties))
             for other in self.parties:
@@ -270,10 +293,13 @@ class Books:
             return party
 
     def new(self, arena: Arena, party: Party, shape: Any, dtype: torch.dtype) -> Tensor:
-        """Memory of an arena for a party. It counts as written: whoever else uses it has to come after that."""
+        """Memory of an arena for a party. It counts as written: whoever else uses it has to come
+        after that."""
         with self.lock, _disable_current_modes():
             pool = 0 if party.name == HOST else party.index
-            tensor = arena.block(math.prod(shape) * dtype.itemsize, party, pool).view(dtype).view(*shape)
+            tensor = (
+                arena.block(math.prod(shape) * dtype.itemsize, party, pool).view(dtype).view(*shape)
+            )
             self.did(party, ALLOCATOR, [], [tensor])
             return tensor
 
@@ -281,8 +307,8 @@ class Books:
     def early(self, party: Party, tensors: list[Tensor], written: list[Tensor]) -> Iterator[None]:
         """Inside, a party does something as early as its order allows, if the arenas remember.
 
-        It finds its tensors as they were before the last writes that nothing orders before it. What it writes over
-        those bytes is gone in the end, for they are written later.
+        It finds its tensors as they were before the last writes that nothing orders before it. What
+        it writes over those bytes is gone in the end, for they are written later.
 
         Args:
             tensors: all that it reads or writes.
@@ -290,7 +316,9 @@ class Books:
         """
         later = []
         for arena in self.arenas if self.remembers else ():
-            for write in (write for tensor in tensors for write in arena.unknown_writes(tensor, party)):
+            for write in (
+                write for tensor in tensors for write in arena.unknown_writes(tensor, party)
+            ):
                 place = slice(write.start, write.end)
                 later.append((arena.memory[place], arena.memory[place].copy()))
                 arena.memory[place] = arena.before[place]
@@ -302,7 +330,14 @@ class Books:
             for memory, values in reversed(later):
                 memory[:] = values
 
-    def did(self, party: Party, name: str, reads: list[Tensor], writes: list[Tensor], seconds: float = 0.0) -> None:
+    def did(
+        self,
+        party: Party,
+        name: str,
+        reads: list[Tensor],
+        writes: list[Tensor],
+        seconds: float = 0.0,
+    ) -> None:
         """Check what a party reads and writes next, and count its time."""
         party.clock[party.index] += 1
         for arena in self.arenas:
@@ -319,17 +354,23 @@ class Books:
 
     def _report(self, access: str, party: str, did: str, what: str, other: str) -> None:
         found = (
-            f"{access} that {what} on {other} has {did}, and nothing orders the two: {party} takes a wait for an event "
-            f"of {other} after that (or `used` on {other}, if the memory was freed in between); {_line()}"
+            f"{access} that {what} on {other} has {did}, and nothing orders the two: {party} takes"
+            f" a wait for an event of {other} after that (or `used` on {other}, if the memory was"
+            f" freed in between); {_line()}"
         )
         if found not in self.races:
             self.races.append(found)
 
 
 def _line() -> str:
-    """Where in the program this happens: the nearest line outside PyTorch and the simulated device."""
+    """Where in the program this happens: the nearest line outside PyTorch and the simulated
+    device."""
     here = Path(__file__)
     own = [str(here.with_name(f"{name}.py")) for name in ("books", "operators", "simulated")]
     inside = (*own, str(Path(torch.__file__).parent))
-    frame = next(frame for frame in reversed(traceback.extract_stack()) if not frame.filename.startswith(inside))
+    frame = next(
+        frame
+        for frame in reversed(traceback.extract_stack())
+        if not frame.filename.startswith(inside)
+    )
     return f"{Path(frame.filename).name}, line {frame.lineno}"

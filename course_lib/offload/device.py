@@ -1,4 +1,5 @@
-"""All that is asked of a device: streams, events, pinned memory, copies. Whatever has these methods can be one."""
+"""All that is asked of a device: streams, events, pinned memory, copies. Whatever has these methods
+can be one."""
 
 from __future__ import annotations
 
@@ -15,15 +16,19 @@ class Device:
     """A CPU: its memory is the host's, and a copy is complete when the call returns."""
 
     apart = False  # whether its memory is another than the host's
-    ahead = 1  # how many copies of activations are under way in one direction, unless the user says so
+    # how many copies of activations are under way in one direction, unless the user says so
+    ahead = 1
     guests: ClassVar[list[Device]] = []  # devices whose tensors look like those of a CPU
 
     @staticmethod
     def of(tensor: Tensor) -> Device:
-        """The device that holds a tensor. Symbolic tensors are held by none, so nothing need be waited for."""
+        """The device that holds a tensor. Symbolic tensors are held by none, so nothing need be
+        waited for."""
         if is_symbolic(tensor):
             return Device.at(torch.device("cpu"))
-        return next((guest for guest in Device.guests if guest.holds(tensor)), None) or Device.at(tensor.device)
+        return next((guest for guest in Device.guests if guest.holds(tensor)), None) or Device.at(
+            tensor.device
+        )
 
     @staticmethod
     def at(device: torch.device | Device) -> Device:
@@ -61,7 +66,8 @@ class Device:
         """The host goes on after the event."""
 
     def used(self, tensor: Tensor) -> Tensor:
-        """The current stream uses a tensor that was made on another one: its memory is not given away before."""
+        """The current stream uses a tensor that was made on another one: its memory is not given
+        away before."""
         return tensor
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
@@ -73,11 +79,13 @@ class Device:
         return tensor.to(self.device)
 
     def transfer(self, target: Tensor, source: Tensor) -> None:
-        """The current stream copies between this device and the host; the host does not wait if its side is pinned."""
+        """The current stream copies between this device and the host; the host does not wait if its
+        side is pinned."""
         target.copy_(source, non_blocking=True)
 
     def copy(self, target: Tensor, source: Tensor, name: str) -> Any:
-        """Copy on a side stream, after what the current one was given so far; the event is the copy's end."""
+        """Copy on a side stream, after what the current one was given so far; the event is the
+        copy's end."""
         now = self.event()
         with self.on(self.side(name)):
             self.wait(now)
@@ -102,7 +110,8 @@ class Cuda(Device):
         return torch.cuda.stream(stream)
 
     def side(self, name: str) -> torch.cuda.Stream:
-        if name not in self._sides:  # a new one each time would each get memory of its own from the allocator
+        # a new one each time would each get memory of its own from the allocator
+        if name not in self._sides:
             self._sides[name] = torch.cuda.Stream(self.device)
         return self._sides[name]
 
@@ -120,8 +129,10 @@ class Cuda(Device):
         return tensor
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        # PyTorch keeps pinned memory for use again, and gives none away that a copy has not left yet.
-        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)  # also where another one is the default
+        # PyTorch keeps pinned memory for use again, and gives none away that a copy has not left
+        # yet.
+        # also where another one is the default
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
     def up(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu" and not tensor.is_pinned():

@@ -1,4 +1,5 @@
-"""A simulated device's pictures: when each stream was busy, and below it the bytes that were live."""
+"""A simulated device's pictures: when each stream was busy, and below it the bytes that were
+live."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from course_lib.labels import text
 
 from .books import Span
 
-#: What is done -> its colour. No category of bytes has one of these, and compute and the two ways differ in grey too.
+# : What is done -> its colour. No category of bytes has one of these, and compute and the two ways
+# differ in grey too.
 LANE_COLORS = {"compute": "#004488", "down": "#997700", "up": "#EECC66", "host": "#994455"}
 #: The streams of this library, in the order in which their lanes are drawn.
 LANE_NAMES = {
@@ -24,7 +26,8 @@ LANE_NAMES = {
 
 
 def draw_lanes(spans: Iterable[Span], ax: Any, since: float) -> Any:
-    """A lane for each stream: those of `LANE_NAMES` first, in its order. Colours say what is done, wherever it is."""
+    """A lane for each stream: those of `LANE_NAMES` first, in its order. Colours say what is done,
+    wherever it is."""
     ax = ax or _new_axes()
     spans = [span for span in spans if span.end > since]
     order = [*LANE_NAMES, *dict.fromkeys(span.stream for span in spans)]
@@ -41,14 +44,20 @@ def draw_lanes(spans: Iterable[Span], ax: Any, since: float) -> Any:
 
 
 def draw_bytes(samples: Iterable[tuple[float, int]], ax: Any, since: float, until: float) -> Any:
-    """Live megabytes over time; each number holds until the next moment, the last one to the end."""
+    """Live megabytes over time; each number holds until the next moment, the last one to the
+    end."""
     ax = ax or _new_axes()
-    samples = sorted(samples, key=lambda sample: sample[0])  # two streams' operators come in the order they were given
+    # two streams' operators come in the order they were given
+    samples = sorted(samples, key=lambda sample: sample[0])
     before = [live for seconds, live in samples if seconds <= since][-1:]
     after = [(seconds - since, live) for seconds, live in samples if seconds > since]
     after += [(until - since, samples[-1][1])] if samples else []
-    seconds, live = zip(*[(0.0, live) for live in before], *after, strict=True) if before or after else ((), ())
-    ax.fill_between(seconds, [each / 1e6 for each in live], step="post", color="#BBBBBB", linewidth=0)
+    seconds, live = (
+        zip(*[(0.0, live) for live in before], *after, strict=True) if before or after else ((), ())
+    )
+    ax.fill_between(
+        seconds, [each / 1e6 for each in live], step="post", color="#BBBBBB", linewidth=0
+    )
     ax.set_xlim(left=0)
     ax.set_ylim(bottom=0)
     ax.set_xlabel(text("simulated seconds"))

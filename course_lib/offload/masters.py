@@ -1,4 +1,5 @@
-"""What an optimizer steps in place of a parameter, and where its state is: with the parameter, or in host memory."""
+"""What an optimizer steps in place of a parameter, and where its state is: with the parameter, or
+in host memory."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ class Master:
         self.stamp()
 
     def made(self) -> nn.Parameter:
-        return self.p if self.p.dtype == self.dtype else nn.Parameter(self.p.detach().to(self.dtype, copy=True))
+        return (
+            self.p
+            if self.p.dtype == self.dtype
+            else nn.Parameter(self.p.detach().to(self.dtype, copy=True))
+        )
 
     def nbytes(self) -> int:
         return self.dtype.itemsize * self.p.numel()
@@ -38,7 +43,8 @@ class Master:
     # ---- a step
 
     def take(self) -> None:
-        """Before `base` steps: the gradient, and values that the parameter was given from outside."""
+        """Before `base` steps: the gradient, and values that the parameter was given from
+        outside."""
         if self.weights is not self.p:
             self.take_values()
             self.weights.grad = self.gradient().to(self.dtype)
@@ -72,17 +78,24 @@ class Master:
     def give_values(self) -> None:
         self.p.copy_(self.weights)
 
-    # ---- the state as `base` would hold it, with "master" for weights that the parameter does not hold
+    # ---- the state as `base` would hold it, with "master" for weights that the parameter does not
+    # hold
 
     def has_state(self) -> bool:
         if self.states.get(self.weights):
             return True
-        return self.p.dtype != self.dtype and not torch.equal(self.weights, self.values().to(self.dtype))
+        return self.p.dtype != self.dtype and not torch.equal(
+            self.weights, self.values().to(self.dtype)
+        )
 
     def state(self) -> dict[str, Any]:
         """The state itself where the parameter holds the weights, else a copy of the dict."""
         state = self.states.get(self.weights, {})
-        return state if self.p.dtype == self.dtype else {**state, "master": self.weights.detach().clone()}
+        return (
+            state
+            if self.p.dtype == self.dtype
+            else {**state, "master": self.weights.detach().clone()}
+        )
 
     def load(self, state: dict[str, Any]) -> None:
         """Take a copy of a state; {} for none."""
@@ -107,15 +120,21 @@ class Master:
         """Tensors that are where the parameter is."""
         if self.weights is not self.p:
             yield self.weights
-        yield from (value for value in self.states.get(self.weights, {}).values() if isinstance(value, Tensor))
+        yield from (
+            value
+            for value in self.states.get(self.weights, {}).values()
+            if isinstance(value, Tensor)
+        )
 
 
 class OnHost(Master):
-    """State in host memory, where the CPU updates it; for parameters on a device that has a memory of its own.
+    """State in host memory, where the CPU updates it; for parameters on a device that has a memory
+    of its own.
 
-    The weights are a pinned copy of the parameter. They do not change under their copy up: something comes down before
-    they change, and that comes after what went up. Gradients go down in the step, unless somebody says that nothing
-    will change them: what clips, unscales or adds them up over processes may do so in ways that PyTorch does not count.
+    The weights are a pinned copy of the parameter. They do not change under their copy up:
+    something comes down before they change, and that comes after what went up. Gradients go down in
+    the step, unless somebody says that nothing will change them: what clips, unscales or adds them
+    up over processes may do so in ways that PyTorch does not count.
     """
 
     def made(self) -> nn.Parameter:
@@ -129,7 +148,8 @@ class OnHost(Master):
         self.coming = host, self.device.copy(host, self.p.grad.detach(), "gradients")
 
     def unsend(self) -> None:
-        """The gradient is not wanted, and may be freed: its memory must not be written under the copy."""
+        """The gradient is not wanted, and may be freed: its memory must not be written under the
+        copy."""
         if self.coming is not None:
             self.device.wait(self.coming[1])
             self.coming = None
@@ -174,9 +194,13 @@ def update_on_host(masters: list[OnHost], update: Callable[[list], None], overla
 def sending(masters: list[OnHost]) -> Iterator[None]:
     """Inside, gradients go down as soon as backward has made them.
 
-    One to which a backward pass within backward adds goes down again, and what went before is not used.
+    One to which a backward pass within backward adds goes down again, and what went before is not
+    used.
     """
-    hooks = [master.p.register_post_accumulate_grad_hook(lambda p, master=master: master.send()) for master in masters]
+    hooks = [
+        master.p.register_post_accumulate_grad_hook(lambda p, master=master: master.send())
+        for master in masters
+    ]
     try:
         yield
     finally:
@@ -186,7 +210,8 @@ def sending(masters: list[OnHost]) -> Iterator[None]:
 
 
 def is_large(value: Any) -> bool:
-    """Whether a piece of state moves: a tensor with more than the single number that a step count is."""
+    """Whether a piece of state moves: a tensor with more than the single number that a step count
+    is."""
     return isinstance(value, Tensor) and value.ndim > 0 and value.numel() > 1
 
 
@@ -202,8 +227,11 @@ def chunks(masters: list[Master], most: int) -> list[list[Master]]:
     return found
 
 
-def update_with(base: torch.optim.Optimizer, groups: list[dict], masters: list[Master], *, fused: bool = False) -> None:
-    """Let `base` do its step for these masters alone, with the settings of `groups`; fused if they leave it open."""
+def update_with(
+    base: torch.optim.Optimizer, groups: list[dict], masters: list[Master], *, fused: bool = False
+) -> None:
+    """Let `base` do its step for these masters alone, with the settings of `groups`; fused if they
+    leave it open."""
     if not masters:
         return
     chosen, all_groups, mine = {master.weights for master in masters}, base.param_groups, []
@@ -218,7 +246,8 @@ def update_with(base: torch.optim.Optimizer, groups: list[dict], masters: list[M
             master.take()
         base.param_groups = mine
         base.step()
-    finally:  # also where it was interrupted: parameters and state are then those that `base` would have left
+    # also where it was interrupted: parameters and state are then those that `base` would have left
+    finally:
         base.param_groups = all_groups
         for master in masters:
             master.give()

@@ -1,4 +1,5 @@
-"""What runs on a simulated device, and what its host reads: PyTorch's modes that tell the device's books of it."""
+"""What runs on a simulated device, and what its host reads: PyTorch's modes that tell the device's
+books of it."""
 
 from __future__ import annotations
 
@@ -20,18 +21,22 @@ OVERWRITE = (aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_)
 BYTELESS = (aten.set_, aten.is_pinned, aten.is_same_size)
 #: By these the host gets at a tensor's bytes without an operator.
 HOST_READS = {
-    getattr(Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__")
+    getattr(Tensor, name)
+    for name in ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__")
 }
 
 
 class HostReads(TorchFunctionMode):
-    """What the host reads without an operator: of the device's memory too, for which it then waits, as on CUDA."""
+    """What the host reads without an operator: of the device's memory too, for which it then waits,
+    as on CUDA."""
 
     def __init__(self, device: Any):
         super().__init__()
         self.device = device
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func not in HOST_READS:
             return func(*args, **(kwargs or {}))
         device, tensor = self.device, args[0]
@@ -46,17 +51,21 @@ class HostReads(TorchFunctionMode):
 
 
 class Operators(TorchDispatchMode):
-    """Runs operators on the device's tensors: in its memory, in the order and the time of the current stream."""
+    """Runs operators on the device's tensors: in its memory, in the order and the time of the
+    current stream."""
 
     def __init__(self, device: Any):
         super().__init__()
         self.device = device
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # no guards against compilation: their import takes longer than a small step
+    # no guards against compilation: their import takes longer than a small step
+    def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         with self.device.books.lock:
             return self._run(func, args, kwargs or {})
 
@@ -71,7 +80,9 @@ class Operators(TorchDispatchMode):
                 device.finish(device.event())
             return args[0]
         if any(here):
-            _refuse_the_host(func, [tensor for tensor, is_here in zip(tensors, here, strict=True) if not is_here])
+            _refuse_the_host(
+                func, [tensor for tensor, is_here in zip(tensors, here, strict=True) if not is_here]
+            )
         on_device = any(here) or not tensors
         party = device.current() if on_device else device.books.host
         device.done_by(party)
@@ -80,17 +91,21 @@ class Operators(TorchDispatchMode):
             result = func(*args, **kwargs)
         results = _tensors(result)
         new = _new_storages(results, tensors)
-        if results and not changed and not new:  # views, which read nothing; but a number is taken to be looked at
+        # views, which read nothing; but a number is taken to be looked at
+        if results and not changed and not new:
             if not on_device and func is aten.select.int and result.numel() == 1:
                 device.books.did(party, str(func), results, [])
             return result
-        nbytes = _bytes([*_besides(tensors, overwritten), *changed]) + sum(storage.nbytes() for storage in new.values())
+        nbytes = _bytes([*_besides(tensors, overwritten), *changed]) + sum(
+            storage.nbytes() for storage in new.values()
+        )
         seconds = self._seconds(func, args, kwargs, result, nbytes, "" if on_device else "host_")
         made = []
         if on_device and new:
             result, made = self._at_home(result, new)
         device.books.did(party, str(func), _besides(tensors, changed), [*changed, *made], seconds)
-        if on_device and not results and not changed:  # a number, as of `item`: the host waits for it
+        # a number, as of `item`: the host waits for it
+        if on_device and not results and not changed:
             device.finish(party.event())
         if made:
             device.samples.append((party.seconds, device.live_bytes))
@@ -100,20 +115,29 @@ class Operators(TorchDispatchMode):
         """The result with its new storages moved into the device's memory, and those as bytes."""
         books, homes = self.device.books, {}
         for key, storage in new.items():
-            everything = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-            homes[key] = books.new(self.device.memory, self.device.current(), everything.shape, torch.uint8)
+            everything = torch.empty(0, dtype=torch.uint8).set_(
+                storage, 0, (storage.nbytes(),), (1,)
+            )
+            homes[key] = books.new(
+                self.device.memory, self.device.current(), everything.shape, torch.uint8
+            )
             with books.early(self.device.current(), [], [homes[key]]):
                 homes[key].copy_(everything)
 
         def at_home(value: Any) -> Any:
-            if not isinstance(value, Tensor) or (home := homes.get(value.untyped_storage()._cdata)) is None:
+            if (
+                not isinstance(value, Tensor)
+                or (home := homes.get(value.untyped_storage()._cdata)) is None
+            ):
                 return value
             place = value.storage_offset(), value.shape, value.stride()
             return torch.empty(0, dtype=value.dtype).set_(home.untyped_storage(), *place)
 
         return tree_map(at_home, result), [*homes.values()]
 
-    def _seconds(self, func: Callable, args: tuple, kwargs: dict, result: Any, nbytes: int, whose: str) -> float:
+    def _seconds(
+        self, func: Callable, args: tuple, kwargs: dict, result: Any, nbytes: int, whose: str
+    ) -> float:
         rate = self.device.rates[f"{whose}flops_per_second"]
         count = flop_registry.get(func._overloadpacket) if rate < math.inf else None
         flops = count(*args, **kwargs, out_val=result) if count else 0
@@ -124,16 +148,23 @@ def _refuse_the_host(func: Callable, tensors: list[Tensor]) -> None:
     for tensor in tensors:
         if tensor.numel() > 1:
             raise RuntimeError(
-                f"{func} got tensors of the device, and one of the host with shape {tuple(tensor.shape)}; "
-                "it takes all on the device: `move` it"
+                f"{func} got tensors of the device, and one of the host with shape"
+                f" {tuple(tensor.shape)}; it takes all on the device: `move` it"
             )
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Those in an operator's arguments or results: by hand, since PyTorch's trees take longer than small operators."""
+    """Those in an operator's arguments or results: by hand, since PyTorch's trees take longer than
+    small operators."""
     if isinstance(value, Tensor):
         return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
@@ -142,27 +173,45 @@ def _besides(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
 
 
 def _new_storages(results: list[Tensor], given: list[Tensor]) -> dict[int, UntypedStorage]:
-    """Storages that an operator made, by their key. Single numbers made from nothing go with host and device."""
+    """Storages that an operator made, by their key. Single numbers made from nothing go with host
+    and device."""
     old = {tensor.untyped_storage()._cdata for tensor in given}
     made = (value.untyped_storage() for value in results if given or value.numel() > 1)
-    return {storage._cdata: storage for storage in made if storage._cdata not in old and storage.nbytes()}
+    return {
+        storage._cdata: storage
+        for storage in made
+        if storage._cdata not in old and storage.nbytes()
+    }
 
 
 def _bytes(tensors: list[Tensor]) -> int:
     """As they lie in memory: what is expanded is there once."""
     return sum(
-        tensor.itemsize * math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
+        tensor.itemsize
+        * math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
         for tensor in tensors
     )
 
 
 def _written(func: Callable, args: tuple, kwargs: dict) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that an operator writes into, by its schema; and those of them that it does not read."""
+    """The tensors that an operator writes into, by its schema; and those of them that it does not
+    read."""
     given = zip(func._schema.arguments, args, strict=False)
-    named = ((argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs)
-    changed = [(each, value) for each, value in (*given, *named) if each.alias_info and each.alias_info.is_write]
-    if kwargs.get("grad_scale") is None:  # without one fused optimizers only read what their schema has written
+    named = (
+        (argument, kwargs[argument.name])
+        for argument in func._schema.arguments
+        if argument.name in kwargs
+    )
+    changed = [
+        (each, value)
+        for each, value in (*given, *named)
+        if each.alias_info and each.alias_info.is_write
+    ]
+    # without one fused optimizers only read what their schema has written
+    if kwargs.get("grad_scale") is None:
         changed = [(each, value) for each, value in changed if each.name != "grads"]
     if func._overloadpacket not in OVERWRITE:
-        return _tensors([value for _, value in changed]), _tensors([value for each, value in changed if each.is_out])
+        return _tensors([value for _, value in changed]), _tensors(
+            [value for each, value in changed if each.is_out]
+        )
     return (written := _tensors([value for _, value in changed])), written

@@ -22,45 +22,59 @@ PAGE_BYTES = 16 << 20
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state lives one tier down, with fp32 master weights for parameters of lower precision.
+    """An optimizer whose state lives one tier down, with fp32 master weights for parameters of
+    lower precision.
 
-    Each step equals that of `base`: to the bit for fp32 parameters on a CPU; for bf16 and fp16 ones it is the step of
-    `base` on fp32 copies, rounded afterwards.
+    Each step equals that of `base`: to the bit for fp32 parameters on a CPU; for bf16 and fp16 ones
+    it is the step of `base` on fp32 copies, rounded afterwards.
 
-    A CPU keeps the state in a file and pages it through memory, the next page read and the last one written while one
-    is updated, so that a step holds three pages. For CUDA parameters the state lives in host memory and the update runs
-    on the CPU, as that of `base` with `fused=True` where it has that and neither `fused` nor `foreach=True` is given;
-    other gradients come down and parameters go up meanwhile.
+    A CPU keeps the state in a file and pages it through memory, the next page read and the last one
+    written while one is updated, so that a step holds three pages. For CUDA parameters the state
+    lives in host memory and the update runs on the CPU, as that of `base` with `fused=True` where
+    it has that and neither `fused` nor `foreach=True` is given; other gradients come down and
+    parameters go up meanwhile.
 
-    Between `backward` and `step` gradients may be changed in any way: clipped, unscaled, summed up between processes.
-    Parameters may be given new values from outside at any time, and these win. On CUDA, where there are master weights
-    or the state is below, PyTorch must have counted the change: `p.copy_(...)` without gradients and `load_state_dict`
-    are counted, changes in place through `p.data` and collectives are not; call
+    Between `backward` and `step` gradients may be changed in any way: clipped, unscaled, summed up
+    between processes. Parameters may be given new values from outside at any time, and these win.
+    On CUDA, where there are master weights or the state is below, PyTorch must have counted the
+    change: `p.copy_(...)` without gradients and `load_state_dict` are counted, changes in place
+    through `p.data` and collectives are not; call
     `torch.autograd.graph.increment_version(p)` after those.
 
-    `state` reads what is below when it is asked for, and writes what is put there: what it returns for a parameter is
-    a copy where the state is in a file. `load_state_dict(state_dict())` changes no bit.
+    `state` reads what is below when it is asked for, and writes what is put there: what it returns
+    for a parameter is a copy where the state is in a file. `load_state_dict(state_dict())` changes
+    no bit.
 
     Args:
         params: as for any optimizer.
-        base: the class that does the steps; it updates each parameter by itself, with state of its own.
-        fraction: of the elements whose state is below, as in Megatron-LM's hybrid optimizer, but the largest parameters
-            first; the rest is updated where it is.
+        base: the class that does the steps; it updates each parameter by itself, with state of its
+            own.
+        fraction: of the elements whose state is below, as in Megatron-LM's hybrid optimizer, but
+            the largest parameters first; the rest is updated where it is.
         overlap: copy while other parameters are updated; False: one thing after the other.
         store: for CPU parameters, a `DiskStore` or another `Store`.
-        page_bytes: of state, masters included, that are updated at once; a parameter with more is a page by itself.
+        page_bytes: of state, masters included, that are updated at once; a parameter with more is a
+            page by itself.
         base_kwargs: for `base`: lr and so on.
 
     Raises:
-        TypeError, ValueError: an argument is not of its kind; `base` has no per-parameter state; a parameter is
-            complex or sparse; a gradient is sparse (from `step`, before anything has changed).
+        TypeError, ValueError: an argument is not of its kind; `base` has no per-parameter state; a
+            parameter is complex or sparse; a gradient is sparse (from `step`, before anything has
+            changed).
         StoreFull: the state found no room; the parameters are as before.
     """
 
     def __init__(
-        self, params, base=torch.optim.AdamW, *, fraction: float = 1.0, overlap: bool = True, store=None,
-        page_bytes: int = PAGE_BYTES, **base_kwargs,
-    ):  # fmt: skip
+        self,
+        params,
+        base=torch.optim.AdamW,
+        *,
+        fraction: float = 1.0,
+        overlap: bool = True,
+        store=None,
+        page_bytes: int = PAGE_BYTES,
+        **base_kwargs,
+    ):
         self._fraction, self._overlap = number("fraction", fraction, 0, 1), overlap
         self._store = kind("store", store, (Store, type(None)), "a DiskStore or another Store")
         self._page_bytes = whole("page_bytes", page_bytes, 1, of="bytes")
@@ -74,7 +88,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
-        if self._base is not None:  # not from the constructor, which chooses among all groups at once
+        # not from the constructor, which chooses among all groups at once
+        if self._base is not None:
             try:
                 self._adopt(self.param_groups[-1:])
             except BaseException:
@@ -102,15 +117,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         due = [master for master in self._masters.values() if master.p.grad is not None]
         for master in due:
             _check_dense("the gradient of a parameter", master.p.grad)
-        here, on_host, paged = ([master for master in due if type(master) is way] for way in (Master, OnHost, Paged))
+        here, on_host, paged = (
+            [master for master in due if type(master) is way] for way in (Master, OnHost, Paged)
+        )
         self._reserve(paged)
         update = partial(update_with, self._base, self.param_groups)
         update([master for master in here if master.weights is master.p])
-        # In chunks, since their gradients are fp32 copies, which would take as much as the weights do.
-        for chunk in chunks([master for master in here if master.weights is not master.p], self._page_bytes):
+        # In chunks, since their gradients are fp32 copies, which would take as much as the weights
+        # do.
+        for chunk in chunks(
+            [master for master in here if master.weights is not master.p], self._page_bytes
+        ):
             update(chunk)
         update_on_host(on_host, partial(update, fused=True), self._overlap)
-        update_paged(chunks(paged, self._page_bytes), update, self.store if paged else None, self._overlap)
+        update_paged(
+            chunks(paged, self._page_bytes), update, self.store if paged else None, self._overlap
+        )
         return loss
 
     @property
@@ -119,10 +141,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return any(isinstance(master, OnHost) for master in self._masters.values())
 
     def sending(self) -> AbstractContextManager:
-        """Inside, gradients go down as soon as backward has made them, and `step` uses what went down.
+        """Inside, gradients go down as soon as backward has made them, and `step` uses what went
+        down.
 
-        For the last backward pass before a step and the step, and only where nothing changes gradients in between:
-        clipping, unscaling, collectives and `.data` would do so unseen. `AccumulatedStep` does this where it can.
+        For the last backward pass before a step and the step, and only where nothing changes
+        gradients in between: clipping, unscaling, collectives and `.data` would do so unseen.
+        `AccumulatedStep` does this where it can.
         """
         return sending([master for master in self._masters.values() if isinstance(master, OnHost)])
 
@@ -142,7 +166,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
-        """parameter -> its state, as `base` would hold it; with "master" for parameters of low precision."""
+        """parameter -> its state, as `base` would hold it; with "master" for parameters of low
+        precision."""
         return self._states
 
     @state.setter
@@ -151,7 +176,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._states.update(value)
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """Master weights and state that are where their parameters are, and not below: what a meter should count."""
+        """Master weights and state that are where their parameters are, and not below: what a meter
+        should count."""
         for master in self._masters.values():
             yield from master.held()
 
@@ -162,12 +188,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `base`, or an `OffloadedOptimizer` of it, has written. The next steps are then the same."""
+        """Take what `base`, or an `OffloadedOptimizer` of it, has written. The next steps are then
+        the same."""
         self._reserve([master for master in self._masters.values() if isinstance(master, Paged)])
         super().load_state_dict({**state_dict, "state": {}})  # the groups; it checks that they fit
         order = [index for group in state_dict["param_groups"] for index in group["params"]]
-        parameters, states = [p for group in self.param_groups for p in group["params"]], state_dict["state"]
-        self.state = {p: states[index] for index, p in zip(order, parameters, strict=True) if index in states}
+        parameters, states = (
+            [p for group in self.param_groups for p in group["params"]],
+            state_dict["state"],
+        )
+        self.state = {
+            p: states[index] for index, p in zip(order, parameters, strict=True) if index in states
+        }
 
     def __getstate__(self):
         raise TypeError("an OffloadedOptimizer cannot be copied or pickled; use its state_dict()")
@@ -224,27 +256,41 @@ def _masters_of(parameters: list[nn.Parameter], fraction: float) -> dict[nn.Para
     for p in parameters:
         _check_dense("a parameter", p)
     chosen = chosen_below(parameters, fraction)
-    return {p: (OnHost if Device.of(p).apart else Paged)(p) if p in chosen else Master(p) for p in parameters}
+    return {
+        p: (OnHost if Device.of(p).apart else Paged)(p) if p in chosen else Master(p)
+        for p in parameters
+    }
 
 
 def _defaults_and_names(base: Any, base_kwargs: dict) -> tuple[dict[str, Any], list[str]]:
-    """The default settings of `base`, and the names of the tensors as large as a parameter that it keeps for it.
+    """The default settings of `base`, and the names of the tensors as large as a parameter that it
+    keeps for it.
 
-    Found by one step on a small parameter; an error if `base` is no optimizer that updates each by itself.
+    Found by one step on a small parameter; an error if `base` is no optimizer that updates each by
+    itself.
     """
     good = isinstance(base, type) and issubclass(base, torch.optim.Optimizer)
     if not good or issubclass(base, (torch.optim.LBFGS, torch.optim.SparseAdam)):
-        takes = "a class of optimizers that keep a state for each dense parameter, such as torch.optim.AdamW"
+        takes = (
+            "a class of optimizers that keep a state for each dense parameter, such as"
+            " torch.optim.AdamW"
+        )
         raise TypeError(f"base is {shown(base)}; it takes {takes}")
     p = nn.Parameter(torch.zeros(2, 2))
     p.grad = torch.zeros(2, 2)
     optimizer = base([p], **base_kwargs)
     optimizer.step()
-    names = [name for name, value in optimizer.state[p].items() if is_large(value) and value.shape == p.shape]
+    names = [
+        name
+        for name, value in optimizer.state[p].items()
+        if is_large(value) and value.shape == p.shape
+    ]
     return optimizer.defaults, names
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_complex():
         odd = "complex" if tensor.is_complex() else "sparse"
-        raise TypeError(f"{name} of shape {tuple(tensor.shape)} is {odd}; it takes a real, dense one")
+        raise TypeError(
+            f"{name} of shape {tuple(tensor.shape)} is {odd}; it takes a real, dense one"
+        )

@@ -15,14 +15,18 @@ WEIGHTS = "the master weights"  # among the names of the state, where no optimiz
 
 
 class Paged(Master):
-    """Weights and state have rooms below and come into memory for a step. Until the first one, the weights are the
-    parameter's values.
+    """Weights and state have rooms below and come into memory for a step. Until the first one, the
+    weights are the parameter's values.
     """
 
     def made(self) -> nn.Parameter:
         self.rooms: dict[str, Room] = {}  # by the name of what goes there
         self.below: set[str] = set()  # what is there, and not in memory
-        return self.p if self.p.dtype == self.dtype else nn.Parameter(torch.empty(self.p.shape, dtype=self.dtype))
+        return (
+            self.p
+            if self.p.dtype == self.dtype
+            else nn.Parameter(torch.empty(self.p.shape, dtype=self.dtype))
+        )
 
     def begin(self) -> None:
         """`base` has seen the shape of the weights."""
@@ -53,7 +57,8 @@ class Paged(Master):
         return finish
 
     def page_out(self, store: Store) -> Callable[[], list[OSError]]:
-        """Start writing; the function returned lets go of the memory once it is written, and says what was not.
+        """Start writing; the function returned lets go of the memory once it is written, and says
+        what was not.
 
         That stays in memory, and goes down another time.
         """
@@ -81,13 +86,18 @@ class Paged(Master):
         return finish
 
     def _in_memory(self) -> dict[str, Tensor]:
-        found = {name: value for name, value in self.states.get(self.weights, {}).items() if is_large(value)}
+        found = {
+            name: value
+            for name, value in self.states.get(self.weights, {}).items()
+            if is_large(value)
+        }
         if self.weights is not self.p and self.weights.shape == self.p.shape:
             found[WEIGHTS] = self.weights.data
         return found
 
     def _room(self, name: str, nbytes: int, store: Store) -> Room:
-        if name not in self.rooms or self.rooms[name].nbytes != nbytes:  # a state of another shape than the parameter
+        # a state of another shape than the parameter
+        if name not in self.rooms or self.rooms[name].nbytes != nbytes:
             self.rooms[name] = store.reserve(nbytes)
         return self.rooms[name]
 
@@ -98,7 +108,10 @@ class Paged(Master):
         """A copy, with what is below paged in."""
         coming = {name: self.rooms[name].get() for name in self.below}
         state = {**self.states.get(self.weights, {}), **self._in_memory()}
-        found = {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+        found = {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in state.items()
+        }
         found |= {name: ready() for name, ready in coming.items()}
         return {"master" if name == WEIGHTS else name: value for name, value in found.items()}
 
@@ -128,7 +141,9 @@ def reserve(masters: list[Paged], names: Iterable[str], store: Store) -> None:
         raise
 
 
-def update_paged(masters: list[list[Paged]], update: Callable[[list], None], store: Store, overlap: bool) -> None:
+def update_paged(
+    masters: list[list[Paged]], update: Callable[[list], None], store: Store, overlap: bool
+) -> None:
     """Chunk by chunk: one is read and one written while another is updated."""
     failed, coming, going = [], [], []
     try:

@@ -17,21 +17,23 @@ from .device import Device
 
 
 class Prefetcher:
-    """Iterate over a loader in a background thread, which also moves the batches: to CUDA from pinned memory, on a side
-    stream.
+    """Iterate over a loader in a background thread, which also moves the batches: to CUDA from
+    pinned memory, on a side stream.
 
     Args:
-        loader: any iterable of batches: tensors, or nested tuples, lists, mappings and dataclasses of them; or objects
-            that have a method `to(device)`.
+        loader: any iterable of batches: tensors, or nested tuples, lists, mappings and dataclasses
+            of them; or objects that have a method `to(device)`.
         device: where the batches go; a `Device` may be named too.
         depth: how many batches are made ahead.
 
-    Each `iter` starts the loader anew. What the loader raises is raised where its batch would have come, and so is a
-    TypeError for a batch that holds no tensors. Leaving the loop early stops the thread, once the loader has handed
-    over the batch that it is making.
+    Each `iter` starts the loader anew. What the loader raises is raised where its batch would have
+    come, and so is a TypeError for a batch that holds no tensors. Leaving the loop early stops the
+    thread, once the loader has handed over the batch that it is making.
     """
 
-    def __init__(self, loader: Iterable[Any], device: torch.device | str | Device = "cpu", *, depth: int = 1):
+    def __init__(
+        self, loader: Iterable[Any], device: torch.device | str | Device = "cpu", *, depth: int = 1
+    ):
         self.loader = kind("loader", loader, Iterable, "an iterable of batches")
         self.device = device if isinstance(device, Device) else torch.device(device)
         self.depth = whole("depth", depth, 1)
@@ -41,7 +43,9 @@ class Prefetcher:
 
     def __iter__(self) -> Iterator[Any]:
         made, wanted, stop = queue.SimpleQueue(), threading.Semaphore(self.depth), threading.Event()
-        make = threading.Thread(target=self._make, args=(made, wanted, stop), name="prefetcher", daemon=True)
+        make = threading.Thread(
+            target=self._make, args=(made, wanted, stop), name="prefetcher", daemon=True
+        )
         make.start()
         try:
             while True:
@@ -61,7 +65,9 @@ class Prefetcher:
             wanted.release()
             make.join(timeout=0.1)  # not longer: a loader that waits would hold up Ctrl-C
 
-    def _make(self, made: queue.SimpleQueue, wanted: threading.Semaphore, stop: threading.Event) -> None:
+    def _make(
+        self, made: queue.SimpleQueue, wanted: threading.Semaphore, stop: threading.Event
+    ) -> None:
         try:
             device = Device.at(self.device)
             for batch in self.loader:
@@ -81,7 +87,8 @@ class Prefetcher:
             return batch.to(device.device)
         if next(tensors_in(batch), None) is None:
             raise TypeError(
-                f"a batch is {shown(batch)}; it takes tensors, containers of them, or what has `to(device)`"
+                f"a batch is {shown(batch)}; it takes tensors, containers of them, or what has"
+                " `to(device)`"
             )
         return map_tensors(device.up, batch)
 

@@ -1,4 +1,5 @@
-"""A device in the books alone, on any machine: it finds copies that nothing orders, and tells when each stream is busy.
+"""A device in the books alone, on any machine: it finds copies that nothing orders, and tells when
+each stream is busy.
 
     with SimulatedDevice() as device:
         model, x = device.move(model), device.move(x)
@@ -7,12 +8,14 @@
         loss.backward()
     # leaving the block raises a Race that names all that was found
 
-Its memory is CPU memory of which freed blocks are handed out again, the latest first. Its streams do in order what they
-are given, and who may be ahead of whom is known from vector clocks: each party, a stream or a thread of the host, knows
-how far it has seen the others get, by the events that it waited for. An access to memory is a race if the last write
-there (for a write, the last reads too) is not among what its party has seen, whoever owned the memory then.
+Its memory is CPU memory of which freed blocks are handed out again, the latest first. Its streams
+do in order what they are given, and who may be ahead of whom is known from vector clocks: each
+party, a stream or a thread of the host, knows how far it has seen the others get, by the events
+that it waited for. An access to memory is a race if the last write there (for a write, the last
+reads too) is not among what its party has seen, whoever owned the memory then.
 
-Source: Fidge 1988 and Mattern 1989 for the clocks; PyTorch's CUDA sanitizer looks at device memory in the same way.
+Source: Fidge 1988 and Mattern 1989 for the clocks; PyTorch's CUDA sanitizer looks at device memory
+in the same way.
 """
 
 from __future__ import annotations
@@ -87,51 +90,66 @@ class _Streams(Device):
             self.books.host.run()
 
     def done_by(self, party: Party) -> None:
-        """Do what a party was given so far, and next what the host, which has got as far as it has, gives it now."""
+        """Do what a party was given so far, and next what the host, which has got as far as it has,
+        gives it now."""
         party.follow(self.books.host.event())
         party.run()
 
 
 class SimulatedDevice(_Streams):
-    """A `Device` of which operators run on the CPU, and of which the order is checked. A context manager.
+    """A `Device` of which operators run on the CPU, and of which the order is checked. A context
+    manager.
 
-    Inside the block `Device.of` knows its tensors: those that `move` and `up` return, what operators make of them, and
-    new tensors made from nothing (`torch.zeros(3)`). Of the host are tensors made before, `pinned` ones, and what
-    operators make of those. Single numbers go with either, as on CUDA. All of them say that their device is the CPU,
-    so `.cpu()` and `.to(device)` copy nothing: code that is to be tested copies by the methods of `Device`.
+    Inside the block `Device.of` knows its tensors: those that `move` and `up` return, what
+    operators make of them, and new tensors made from nothing (`torch.zeros(3)`). Of the host are
+    tensors made before, `pinned` ones, and what operators make of those. Single numbers go with
+    either, as on CUDA. All of them say that their device is the CPU, so `.cpu()` and `.to(device)`
+    copy nothing: code that is to be tested copies by the methods of `Device`.
 
-    Where all is ordered every number is right to the bit. Where something is not, that is reported, and the numbers are
-    right by luck. Two modes run the same program in another order that its waits allow, so that they are wrong too:
+    Where all is ordered every number is right to the bit. Where something is not, that is reported,
+    and the numbers are right by luck. Two modes run the same program in another order that its
+    waits allow, so that they are wrong too:
 
-    - `late`: copies run as late as they may. Wrong is what uses a copy, or takes its source's memory, too soon.
-    - `early`: operators, copies and what the host reads see their tensors before the last write that they do not wait
-      for. Wrong is what uses anything, of an operator or of a copy, before it is made.
+    - `late`: copies run as late as they may. Wrong is what uses a copy, or takes its source's
+      memory, too soon.
+    - `early`: operators, copies and what the host reads see their tensors before the last write
+      that they do not wait for. Wrong is what uses anything, of an operator or of a copy, before it
+      is made.
 
     Limits:
 
-    - In neither mode does an operator run late: where others write over what it still reads, that is reported alone.
-    - An access counts from a tensor's first byte to its last: columns of one matrix are not told apart.
-    - What the thread that entered the block does is seen: operators, `tolist`, `numpy` and what prints, though these
-      three not in hooks during a backward pass. What goes by a storage is not, as `torch.save` and pickle, nor what
-      goes by an array later than by the `numpy` that gave it. A view reads nothing; `host[0]`, one number, is read.
-    - Each thread of the host is a party; what orders threads among themselves is not seen, but that a thread begins
-      after all that was done before it.
-    - Each stream has the whole device: two that compute at the same time take no longer for it. Caches, the launching
-      of operators and Python take no time, nor do views. What is indexed counts as read whole.
+    - In neither mode does an operator run late: where others write over what it still reads, that
+      is reported alone.
+    - An access counts from a tensor's first byte to its last: columns of one matrix are not told
+      apart.
+    - What the thread that entered the block does is seen: operators, `tolist`, `numpy` and what
+      prints, though these three not in hooks during a backward pass. What goes by a storage is not,
+      as `torch.save` and pickle, nor what goes by an array later than by the `numpy` that gave it.
+      A view reads nothing; `host[0]`, one number, is read.
+    - Each thread of the host is a party; what orders threads among themselves is not seen, but that
+      a thread begins after all that was done before it.
+    - Each stream has the whole device: two that compute at the same time take no longer for it.
+      Caches, the launching of operators and Python take no time, nor do views. What is indexed
+      counts as read whole.
 
     Args:
         late, early: one of the modes, or none.
-        memory_bytes: of the device, and as many pinned ones; taken from this machine as far as they are used.
-        flops_per_second, bytes_per_second: an operator takes the longer of its FLOPs (those that PyTorch's counter
-            knows: of products and attention) and of the bytes that it reads and writes (what is expanded as it lies in
-            memory); no time, if left out.
-        up_bytes_per_second, down_bytes_per_second: of copies from the host and to it; no time, if left out.
-        host_flops_per_second, host_bytes_per_second: the same for operators on tensors of the host, such as the update
-            of an optimizer that is there; what the host gives to the device then comes after that.
+        memory_bytes: of the device, and as many pinned ones; taken from this machine as far as they
+            are used.
+        flops_per_second, bytes_per_second: an operator takes the longer of its FLOPs (those that
+            PyTorch's counter knows: of products and attention) and of the bytes that it reads and
+            writes (what is expanded as it lies in memory); no time, if left out.
+        up_bytes_per_second, down_bytes_per_second: of copies from the host and to it; no time, if
+            left out.
+        host_flops_per_second, host_bytes_per_second: the same for operators on tensors of the host,
+            such as the update of an optimizer that is there; what the host gives to the device then
+            comes after that.
 
     Attributes:
-        races: a sentence for each that was found. Clear it before the block ends where you expect some.
-        spans: a `Span` for each operator and copy that took time; those of the host have the stream "host".
+        races: a sentence for each that was found. Clear it before the block ends where you expect
+            some.
+        spans: a `Span` for each operator and copy that took time; those of the host have the stream
+            "host".
         samples: (simulated seconds, live bytes) after each operator.
         seconds: how long all that was given to the device takes.
         live_bytes: of the device's memory, now.
@@ -145,12 +163,25 @@ class SimulatedDevice(_Streams):
 
     apart, ahead = True, 2
 
-    def __init__(self, *, late: bool = False, early: bool = False, memory_bytes: int = 1 << 28, **rates: float | None):
+    def __init__(
+        self,
+        *,
+        late: bool = False,
+        early: bool = False,
+        memory_bytes: int = 1 << 28,
+        **rates: float | None,
+    ):
         self.rates = _checked(rates)
         if late and early:
             raise ValueError("late and early are both True; it takes one of them at a time")
-        self.late, self.early, nbytes = late, early, whole("memory_bytes", memory_bytes, 1, of="bytes")
-        self.memory, self.host_memory = (Arena(name, nbytes, early) for name in ("device", "pinned"))
+        self.late, self.early, nbytes = (
+            late,
+            early,
+            whole("memory_bytes", memory_bytes, 1, of="bytes"),
+        )
+        self.memory, self.host_memory = (
+            Arena(name, nbytes, early) for name in ("device", "pinned")
+        )
         super().__init__(Books([self.memory, self.host_memory]))
         self.races, self.spans = self.books.races, self.books.spans
         self.samples: list[tuple[float, int]] = []
@@ -184,19 +215,24 @@ class SimulatedDevice(_Streams):
         return self.memory.peak_bytes
 
     def move(self, thing: Any) -> Any:
-        """A module, its parameters and buffers in place; or tensors, in containers too, as copies."""
+        """A module, its parameters and buffers in place; or tensors, in containers too, as
+        copies."""
         if not isinstance(thing, nn.Module):
-            return map_tensors(lambda tensor: self.up(tensor.detach()).requires_grad_(tensor.requires_grad), thing)
+            return map_tensors(
+                lambda tensor: self.up(tensor.detach()).requires_grad_(tensor.requires_grad), thing
+            )
         for tensor in (*thing.parameters(), *thing.buffers()):
             tensor.data = self.up(tensor.data)
         return thing
 
     def plot(self, ax=None, *, since: float = 0.0):
-        """Draw when each stream was busy from the second `since` on, a lane each; on new axes if left out. The axes."""
+        """Draw when each stream was busy from the second `since` on, a lane each; on new axes if
+        left out. The axes."""
         return draw_lanes(self.spans, ax, since)
 
     def plot_bytes(self, ax=None, *, since: float = 0.0):
-        """Draw the device's live bytes over the seconds from `since` on, as they go below `plot`. The axes."""
+        """Draw the device's live bytes over the seconds from `since` on, as they go below `plot`.
+        The axes."""
         return draw_bytes(self.samples, ax, since, self.seconds)
 
     # ---- what a Device has
@@ -226,7 +262,9 @@ class SimulatedDevice(_Streams):
         up, stream = self.holds(target), self.current()
         host, name = (source, "up") if up else (target, "down")
         # Of aliases: a copy does not keep from being freed what it reads and writes.
-        into, out = (self.memory.alias(self.host_memory.alias(tensor)) for tensor in (target, source))
+        into, out = (
+            self.memory.alias(self.host_memory.alias(tensor)) for tensor in (target, source)
+        )
         seconds = source.nbytes / self.rates[f"{name}_bytes_per_second"]
         with self.books.lock:
             stream.follow(self.books.host.event())
@@ -247,4 +285,6 @@ class SimulatedDevice(_Streams):
 def _checked(rates: dict[str, float | None]) -> dict[str, float]:
     if unknown := rates.keys() - set(RATES):
         raise TypeError(f"SimulatedDevice got {', '.join(unknown)}; it takes {', '.join(RATES)}")
-    return {name: math.inf if rates.get(name) is None else positive(name, rates[name]) for name in RATES}
+    return {
+        name: math.inf if rates.get(name) is None else positive(name, rates[name]) for name in RATES
+    }

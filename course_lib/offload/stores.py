@@ -1,7 +1,8 @@
-"""The tiers below: a file for a CPU, pinned host memory for CUDA, nothing at all for symbolic tensors.
+"""The tiers below: a file for a CPU, pinned host memory for CUDA, nothing at all for symbolic
+tensors.
 
-A `Store` gives out rooms. `room.put(tensor)` starts to copy a tensor down, `room.get()` to copy it up again; neither
-waits.
+A `Store` gives out rooms. `room.put(tensor)` starts to copy a tensor down, `room.get()` to copy it
+up again; neither waits.
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ class Traffic:
     shared: int = 0
 
 
-def view_of(data: Tensor, dtype: torch.dtype, shape: tuple, stride: tuple, offset: int = 0) -> Tensor:
+def view_of(
+    data: Tensor, dtype: torch.dtype, shape: tuple, stride: tuple, offset: int = 0
+) -> Tensor:
     """A tensor on the storage of `data`, with its version counter, out of sight of a meter.
 
-    Not by `set_`: that would keep a symbolic storage for ever, and has versions of its own, so that what is saved once
-    more, as in a backward pass that makes a graph, would not be known for what it is.
+    Not by `set_`: that would keep a symbolic storage for ever, and has versions of its own, so that
+    what is saved once more, as in a backward pass that makes a graph, would not be known for what
+    it is.
     """
     nbytes, item = data.untyped_storage().nbytes(), max(data.itemsize, dtype.itemsize)
     with nullcontext() if is_symbolic(data) else _disable_current_modes():
@@ -70,8 +74,9 @@ def bytes_of(tensor: Tensor) -> Tensor:
 class Guard:
     """A lock, and a list of what its holder does before others get it.
 
-    Handles are dropped at any moment: the garbage collector runs in any thread, also in one that holds the lock, or
-    that its holder waits for. So what is dropped waits for nobody: `later` leaves the call to whoever has the lock.
+    Handles are dropped at any moment: the garbage collector runs in any thread, also in one that
+    holds the lock, or that its holder waits for. So what is dropped waits for nobody: `later`
+    leaves the call to whoever has the lock.
     """
 
     def __init__(self):
@@ -98,22 +103,32 @@ class Guard:
 
 
 class Room:
-    """So many bytes below, until `free`, or until the room is dropped. `place` and `last` are the store's own."""
+    """So many bytes below, until `free`, or until the room is dropped. `place` and `last` are the
+    store's own."""
 
     def __init__(self, store: Store, nbytes: int, place: Any = None):
-        self.store, self.nbytes, self.place, self.last, self.freed = store, nbytes, place, None, False
+        self.store, self.nbytes, self.place, self.last, self.freed = (
+            store,
+            nbytes,
+            place,
+            None,
+            False,
+        )
 
     def put(self, tensor: Tensor) -> Room:
-        """Start copying down a tensor that fills its storage. `wait` waits for the end, and raises what went wrong."""
+        """Start copying down a tensor that fills its storage. `wait` waits for the end, and raises
+        what went wrong."""
         self._like = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         self.wait = self.store.write(self, bytes_of(tensor))
         self.store.stats.bytes_down += self.nbytes
         return self
 
     def get(self) -> Callable[[], Tensor]:
-        """Start copying up, into new memory; the function returned gives the tensor, once it may be used."""
+        """Start copying up, into new memory; the function returned gives the tensor, once it may be
+        used."""
         shape, stride, dtype, device = self._like
-        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)  # here, so that a meter sees it
+        # here, so that a meter sees it
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         ready = self.store.read(self, bytes_of(tensor))
         self.store.stats.bytes_up += self.nbytes
 
@@ -124,7 +139,8 @@ class Room:
         return arrived
 
     def free(self, *until: Any) -> None:
-        """Give the room back, without waiting. Tensors that are still being copied are held `until` it is safe."""
+        """Give the room back, without waiting. Tensors that are still being copied are held `until`
+        it is safe."""
         if not self.freed:
             self.freed = True
             self.store.guard.later(lambda: (self.store.release(self), until))
@@ -133,7 +149,8 @@ class Room:
 
 
 class Store:
-    """A tier below. One of your own defines `write` and `read`, and `claim` and `release` where room is scarce.
+    """A tier below. One of your own defines `write` and `read`, and `claim` and `release` where
+    room is scarce.
 
     Attributes:
         stats: a `Traffic`.
@@ -145,7 +162,8 @@ class Store:
     @property
     def used_bytes(self) -> int:
         """What is reserved now."""
-        with self.guard:  # which another thread may just hold: what was dropped meanwhile is released on the way out
+        # which another thread may just hold: what was dropped meanwhile is released on the way out
+        with self.guard:
             pass
         return self._used_bytes
 
@@ -166,11 +184,13 @@ class Store:
         return self.reserve(tensor.untyped_storage().nbytes()).put(tensor)
 
     def write(self, room: Room, data: Tensor) -> Callable[[], None]:
-        """Start copying `data`, bytes in one dimension, down; the function returned waits for the end."""
+        """Start copying `data`, bytes in one dimension, down; the function returned waits for the
+        end."""
         raise NotImplementedError
 
     def read(self, room: Room, data: Tensor) -> Callable[[], None]:
-        """Start copying what was written last up into `data`; the function returned waits for the end."""
+        """Start copying what was written last up into `data`; the function returned waits for the
+        end."""
         raise NotImplementedError
 
     def claim(self, nbytes: int) -> Any:
@@ -186,7 +206,8 @@ class Store:
 
 
 class SymbolicStore(Store):
-    """The tier below of symbolic tensors (`course_lib.memory.symbolic`): nothing is copied, every byte is counted."""
+    """The tier below of symbolic tensors (`course_lib.memory.symbolic`): nothing is copied, every
+    byte is counted."""
 
     def write(self, room: Room, data: Tensor) -> Callable[[], None]:
         return lambda: None
@@ -195,7 +216,8 @@ class SymbolicStore(Store):
 
 
 class HostStore(Store):
-    """Host memory as the tier below, pinned for CUDA, so that copies run beside the compute, a stream each way.
+    """Host memory as the tier below, pinned for CUDA, so that copies run beside the compute, a
+    stream each way.
 
     The CPU waits for nothing: what uses a copy is ordered after it on the device.
     """
@@ -209,30 +231,35 @@ class HostStore(Store):
         device.wait(room.last["down"][2])  # which may have been started on another stream
         return self._copied(room, data, room.place, device, "up")
 
-    def _copied(self, room: Room, target: Tensor, source: Tensor, device: Device, name: str) -> Callable[[], None]:
+    def _copied(
+        self, room: Room, target: Tensor, source: Tensor, device: Device, name: str
+    ) -> Callable[[], None]:
         event = device.copy(target, source, name)
         room.last[name] = device, device.current(), event
         return lambda: device.wait(event)
 
     def release(self, room: Room) -> None:
         super().release(room)
-        for device, stream, event in (room.last or {}).values():  # memory is not given away under a copy
+        # memory is not given away under a copy
+        for device, stream, event in (room.last or {}).values():
             with device.on(stream):
                 device.wait(event)
 
 
 class DiskStore(Store):
-    """A file as the tier below. It has no name where the system allows, so it vanishes however the process ends.
+    """A file as the tier below. It has no name where the system allows, so it vanishes however the
+    process ends.
 
     Args:
-        directory: where the file is made; if left out, the folder that TMPDIR names, or /var/tmp, which is on a disk
-            also where /tmp is in memory, or else the system's folder for temporary files.
+        directory: where the file is made; if left out, the folder that TMPDIR names, or /var/tmp,
+            which is on a disk also where /tmp is in memory, or else the system's folder for
+            temporary files.
         limit_bytes: refuse to grow beyond this.
         threads: that copy at the same time.
 
     Attributes:
-        file_bytes: how large the file is. Room is used again for the same size; once the half at the end is free,
-            it is given back to the disk.
+        file_bytes: how large the file is. Room is used again for the same size; once the half at
+            the end is free, it is given back to the disk.
 
     Raises:
         OSError: no file can be made in the directory.
@@ -240,15 +267,24 @@ class DiskStore(Store):
         ValueError: used after `close`, or in a process that was forked.
     """
 
-    def __init__(self, directory: str | os.PathLike | None = None, *, limit_bytes: int | None = None, threads: int = 2):
+    def __init__(
+        self,
+        directory: str | os.PathLike | None = None,
+        *,
+        limit_bytes: int | None = None,
+        threads: int = 2,
+    ):
         super().__init__()
         whole("threads", threads, 1)
-        self.limit_bytes = None if limit_bytes is None else whole("limit_bytes", limit_bytes, 0, of="bytes")
+        self.limit_bytes = (
+            None if limit_bytes is None else whole("limit_bytes", limit_bytes, 0, of="bytes")
+        )
         self.directory = os.fspath(_folder() if directory is None else directory)
         if not self.directory:  # Python would take the current folder
             raise ValueError("directory is ''; it takes a folder that can be written to, or None")
         self._file = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115 - closed by close()
-        weakref.finalize(self, self._file.close)  # a store that is dropped, as a default one is, goes without a warning
+        # a store that is dropped, as a default one is, goes without a warning
+        weakref.finalize(self, self._file.close)
         self.file_bytes = 0
         self._free: dict[int, int] = {}  # end -> start, of rooms that are free
         self._pool, self._process = ThreadPoolExecutor(threads, "disk-store"), os.getpid()
@@ -259,14 +295,20 @@ class DiskStore(Store):
                 return self._free.pop(end)
         start, end = self.file_bytes, self.file_bytes + nbytes
         if self.limit_bytes is not None and end > self.limit_bytes:
-            raise StoreFull(errno.ENOSPC, f"the file below holds {start} bytes and {nbytes} more are wanted, "
-                                          f"but limit_bytes is {self.limit_bytes}")  # fmt: skip
+            raise StoreFull(
+                errno.ENOSPC,
+                f"the file below holds {start} bytes and {nbytes} more are wanted, "
+                f"but limit_bytes is {self.limit_bytes}",
+            )
         try:
-            if nbytes and hasattr(os, "posix_fallocate"):  # real room, so that no later write finds the disk full
+            # real room, so that no later write finds the disk full
+            if nbytes and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._file.fileno(), start, nbytes)
         except OSError as error:
-            raise StoreFull(error.errno, f"{self.directory!r} has no room for {nbytes} more bytes below "
-                                         f"({error.strerror})") from error  # fmt: skip
+            raise StoreFull(
+                error.errno,
+                f"{self.directory!r} has no room for {nbytes} more bytes below ({error.strerror})",
+            ) from error
         self.file_bytes = end
         return start
 
@@ -276,7 +318,9 @@ class DiskStore(Store):
         if room.last is None:
             self._give_back(start, room.nbytes)
         else:  # once nothing is copied any more
-            room.last.add_done_callback(lambda _: self.guard.later(partial(self._give_back, start, room.nbytes)))
+            room.last.add_done_callback(
+                lambda _: self.guard.later(partial(self._give_back, start, room.nbytes))
+            )
 
     def _give_back(self, start: int, nbytes: int) -> None:
         if not nbytes or self._file.closed:
@@ -285,7 +329,8 @@ class DiskStore(Store):
         end = self.file_bytes
         while end in self._free:
             end = self._free[end]
-        if 2 * end <= self.file_bytes:  # not a little at each call: that is slow, and so is to get it again
+        # not a little at each call: that is slow, and so is to get it again
+        if 2 * end <= self.file_bytes:
             while self.file_bytes > end:
                 self.file_bytes = self._free.pop(self.file_bytes)
             self._file.truncate(end)
@@ -326,7 +371,10 @@ class DiskStore(Store):
         if self._file.closed:
             raise ValueError("this DiskStore is closed; make a new one")
         if self._process != os.getpid():
-            raise ValueError("this DiskStore belongs to the process that this one was forked from; make a new one")
+            raise ValueError(
+                "this DiskStore belongs to the process that this one was forked from; make a"
+                " new one"
+            )
 
     def close(self) -> None:
         """Finish what is being copied and drop the file. What was below is gone."""
@@ -349,8 +397,15 @@ _default_stores: dict[tuple[type, int], Store] = {}
 
 
 def default_store(tensor: Tensor) -> Store:
-    """One store for each kind of tensor, shared by all that name none, so that its room is used again."""
-    make = SymbolicStore if is_symbolic(tensor) else HostStore if Device.of(tensor).apart else DiskStore
+    """One store for each kind of tensor, shared by all that name none, so that its room is used
+    again."""
+    make = (
+        SymbolicStore
+        if is_symbolic(tensor)
+        else HostStore
+        if Device.of(tensor).apart
+        else DiskStore
+    )
     key = (make, os.getpid())  # a forked process has neither the threads nor a file of its own
     if key not in _default_stores:
         _default_stores[key] = make()

@@ -1,8 +1,10 @@
-"""Which activations to forget: schedules for a chain of stages, their exact cost, and their execution.
+"""Which activations to forget: schedules for a chain of stages, their exact cost, and their
+execution.
 
-A network is a `Chain`; a `Schedule` says which stage runs when and what its forward keeps; `simulate` is the referee
-that says what it costs. `optimal` finds the cheapest schedule under a byte budget, `ScheduledSequential` runs one under
-autograd, and `schedule_blocks` the blocks of any model by one, in place. Lesson 03 explains.
+A network is a `Chain`; a `Schedule` says which stage runs when and what its forward keeps;
+`simulate` is the referee that says what it costs. `optimal` finds the cheapest schedule under a
+byte budget, `ScheduledSequential` runs one under autograd, and `schedule_blocks` the blocks of any
+model by one, in place. Lesson 03 explains.
 
 Example, with `net` an `nn.Sequential`::
 
@@ -11,13 +13,23 @@ Example, with `net` an `nn.Sequential`::
     simulate(plan, chain)  # peak_bytes, time, forward_steps
     ScheduledSequential(net, plan)(x).sum().backward()
 
-Source of the model: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains:
-how to train deep neural networks with limited memory" (Rotor), arXiv:1911.13214.
+Source of the model: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for
+heterogeneous chains: how to train deep neural networks with limited memory" (Rotor),
+arXiv:1911.13214.
 """
 
 from course_lib._check import InfeasibleBudget
 
-from .actions import COLORS, Backward, Cost, Forward, IllegalSchedule, Schedule, live_bytes, simulate
+from .actions import (
+    COLORS,
+    Backward,
+    Cost,
+    Forward,
+    IllegalSchedule,
+    Schedule,
+    live_bytes,
+    simulate,
+)
 from .blocks import ScheduledBlocks, schedule_blocks
 from .chain import Chain, Stage
 from .planning import frontier, optimal

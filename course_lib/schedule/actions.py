@@ -1,4 +1,5 @@
-"""Schedules: what runs when, and what each forward keeps; the referee, which says what that costs; a picture of it."""
+"""Schedules: what runs when, and what each forward keeps; the referee, which says what that costs;
+a picture of it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ KEEPS = ("all", "input", "nothing")
 
 
 class Forward(NamedTuple):
-    """Run stage i on x_i. What it keeps: "all" for its backward, its "input" alone, or "nothing"."""
+    """Run stage i on x_i. What it keeps: "all" for its backward, its "input" alone, or
+    "nothing"."""
 
     stage: int
     keep: str = "all"
@@ -33,7 +35,8 @@ Action = Forward | Backward
 
 
 class Schedule(Sequence):
-    """An immutable sequence of `Forward` and `Backward` actions. `simulate` says whether it is legal for a chain.
+    """An immutable sequence of `Forward` and `Backward` actions. `simulate` says whether it is
+    legal for a chain.
 
     Raises:
         TypeError, ValueError: one of the actions is no action.
@@ -44,7 +47,12 @@ class Schedule(Sequence):
         for number, action in enumerate(self._actions):
             if type(action) is Forward and type(action.stage) is int and action.keep in KEEPS:
                 continue  # the common case at once: schedules may be long
-            kind(f"action {number}", action, (Forward, Backward), "a Forward(stage, keep) or a Backward(stage)")
+            kind(
+                f"action {number}",
+                action,
+                (Forward, Backward),
+                "a Forward(stage, keep) or a Backward(stage)",
+            )
             whole(f"the stage of action {number}", action.stage)
             if isinstance(action, Forward):
                 one_of(f"keep of action {number}", action.keep, KEEPS)
@@ -85,7 +93,8 @@ class Schedule(Sequence):
 
 
 class IllegalSchedule(ValueError):
-    """An action of a schedule breaks a rule of `simulate`; the message says which action and which rule."""
+    """An action of a schedule breaks a rule of `simulate`; the message says which action and which
+    rule."""
 
 
 @dataclass(frozen=True)
@@ -106,20 +115,25 @@ class Cost:
 def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
     """Check that a schedule is legal for a chain, and count what it costs.
 
-    What can be alive, and its bytes: the value x_i (`input_bytes` for i = 0, else `output_bytes` of stage i-1); the
-    set S_i of all that stage i saved (`saved_bytes`; x_{i+1} is in it); one gradient d_i (as large as x_i).
-    At the start x_0 is alive. "x_i is alive" below means: by itself, or in S_{i-1}.
+    What can be alive, and its bytes: the value x_i (`input_bytes` for i = 0, else `output_bytes` of
+    stage i-1); the set S_i of all that stage i saved (`saved_bytes`; x_{i+1} is in it); one
+    gradient d_i (as large as x_i). At the start x_0 is alive. "x_i is alive" below means: by
+    itself, or in S_{i-1}.
 
-    - `Forward(i, "all")` needs x_i alive; makes S_i (x_{i+1} by itself, if alive, ends: it is in S_i now).
+    - `Forward(i, "all")` needs x_i alive; makes S_i (x_{i+1} by itself, if alive, ends: it is in
+      S_i now).
     - `Forward(i, "input")` needs x_i alive; makes x_{i+1}.
-    - `Forward(i, "nothing")` needs x_i alive; makes x_{i+1}; then x_i by itself ends (in S_{i-1} it stays).
-    - `Backward(i)` needs S_i, x_i and d_{i+1} alive, so each runs once, from L-1 down to 0; then S_i, d_{i+1}, and x_i
-      and x_{i+1} by themselves end, and d_i is there. d_L comes from outside at the beginning of Backward(L-1).
+    - `Forward(i, "nothing")` needs x_i alive; makes x_{i+1}; then x_i by itself ends (in S_{i-1} it
+      stays).
+    - `Backward(i)` needs S_i, x_i and d_{i+1} alive, so each runs once, from L-1 down to 0; then
+      S_i, d_{i+1}, and x_i and x_{i+1} by themselves end, and d_i is there. d_L comes from outside
+      at the beginning of Backward(L-1).
 
-    Live during an action is all that is alive before it, plus what it makes, plus its overhead. A forward takes
-    `saved_bytes` and `forward_overhead_bytes` while it runs, whatever it keeps, also if the same is alive already. A
-    backward makes d_i in place of what it ends; where a real one needs more, that is `backward_overhead_bytes`. The
-    gradients of parameters count there, until the stage's backward is done.
+    Live during an action is all that is alive before it, plus what it makes, plus its overhead. A
+    forward takes `saved_bytes` and `forward_overhead_bytes` while it runs, whatever it keeps, also
+    if the same is alive already. A backward makes d_i in place of what it ends; where a real one
+    needs more, that is `backward_overhead_bytes`. The gradients of parameters count there, until
+    the stage's backward is done.
 
     Args:
         schedule: the actions.
@@ -128,16 +142,16 @@ def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
     Raises:
         IllegalSchedule: an action breaks a rule, or stages are left without their backward.
 
-    Source: Beaumont et al., arXiv:1911.13214, section 3; but d_L counts only from Backward(L-1) on, since the loss is
-    not a stage here.
+    Source: Beaumont et al., arXiv:1911.13214, section 3; but d_L counts only from Backward(L-1) on,
+    since the loss is not a stage here.
     """
     referee = _Referee(chain)
     for action in schedule if isinstance(schedule, Schedule) else Schedule(schedule):
         referee.take(action)
     if referee.next_backward >= 0:
         raise IllegalSchedule(
-            f"the schedule ends after {referee.number} actions, but each stage needs its backward and "
-            f"Backward({referee.next_backward}) has not run"
+            f"the schedule ends after {referee.number} actions, but each stage needs its backward"
+            f" and Backward({referee.next_backward}) has not run"
         )
     return Cost(referee.peak_bytes, math.fsum(referee.times), referee.forward_steps)
 
@@ -186,10 +200,20 @@ class _Referee:
 
     def backward(self, action: Backward, i: int) -> None:
         if i != self.next_backward:
-            due = f"Backward({self.next_backward}) is due" if self.next_backward >= 0 else "all have run"
-            self.refuse(action, f"backwards run once each, from the last stage to the first, and {due}")
+            due = (
+                f"Backward({self.next_backward}) is due"
+                if self.next_backward >= 0
+                else "all have run"
+            )
+            self.refuse(
+                action, f"backwards run once each, from the last stage to the first, and {due}"
+            )
         if i not in self.saved:
-            self.refuse(action, f"a backward needs what a forward that keeps all saved, and stage {i}'s is not alive")
+            self.refuse(
+                action,
+                f"a backward needs what a forward that keeps all saved, and stage {i}'s is not"
+                " alive",
+            )
         if i not in self.inputs and i - 1 not in self.saved:
             self.refuse(action, f"a backward needs its stage's input alive, and x_{i} is not")
         stage = self.stages[i]
@@ -220,7 +244,8 @@ class _Referee:
 
 
 def live_bytes(schedule: Sequence[Action], chain: Chain) -> list[tuple[float, float, int]]:
-    """(start, end, bytes live meanwhile) of each action, in the chain's time; the most of them is `simulate`'s peak.
+    """(start, end, bytes live meanwhile) of each action, in the chain's time; the most of them is
+    `simulate`'s peak.
 
     Raises:
         IllegalSchedule: an action breaks a rule.
@@ -240,7 +265,11 @@ def _draw(schedule: Schedule, ax, chain: Chain | None):
     from matplotlib.patches import Patch, Rectangle
 
     def boxes(spans: list[tuple], kind: str, **look) -> None:
-        found = [Rectangle((start, i - 0.5), end - start, 1.0) for i, start, end, what in spans if what == kind]
+        found = [
+            Rectangle((start, i - 0.5), end - start, 1.0)
+            for i, start, end, what in spans
+            if what == kind
+        ]
         ax.add_collection(PatchCollection(found, facecolor=COLORS[kind], **look))
 
     if chain is None:
@@ -254,21 +283,34 @@ def _draw(schedule: Schedule, ax, chain: Chain | None):
         boxes(runs, what, **edge)
     ax.set(xlim=(0, max(end for _, _, end, _ in runs) or 1), ylim=(-0.5, len(chain) - 0.5))
     ax.set(xlabel="time", ylabel="stage")
-    labels = {"all": "keep all", "input": "keep input", "nothing": "keep nothing", "backward": "backward"}
-    ax.legend(handles=[Patch(color=COLORS[what], label=label) for what, label in labels.items()], fontsize="small")
+    labels = {
+        "all": "keep all",
+        "input": "keep input",
+        "nothing": "keep nothing",
+        "backward": "backward",
+    }
+    ax.legend(
+        handles=[Patch(color=COLORS[what], label=label) for what, label in labels.items()],
+        fontsize="small",
+    )
     return ax
 
 
 def _spans(schedule: Schedule, chain: Chain) -> tuple[list[tuple], list[tuple]]:
-    """(stage, start, end, kind) of what runs; (stage, start, end, "all" or "input") of what is kept meanwhile."""
+    """(stage, start, end, kind) of what runs; (stage, start, end, "all" or "input") of what is kept
+    meanwhile."""
     referee, now, runs, kept = _Referee(chain), 0.0, [], []
     since: dict[tuple[int, str], float] = {}
     for action in schedule:
         referee.take(action)
         start, now = now, now + referee.times[-1]
-        runs.append((action.stage, start, now, "backward" if isinstance(action, Backward) else action.keep))
+        runs.append(
+            (action.stage, start, now, "backward" if isinstance(action, Backward) else action.keep)
+        )
         # x_L belongs to no stage as an input; it is drawn with the last stage's "all".
-        alive = {(i, "input") for i in referee.inputs if i < len(chain)} | {(i, "all") for i in referee.saved}
+        alive = {(i, "input") for i in referee.inputs if i < len(chain)} | {
+            (i, "all") for i in referee.saved
+        }
         for value in alive - since.keys():
             since[value] = start
         for value in since.keys() - alive:

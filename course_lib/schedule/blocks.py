@@ -1,4 +1,5 @@
-"""The blocks of any model, run by a schedule: in place, where each takes what the one before returned."""
+"""The blocks of any model, run by a schedule: in place, where each takes what the one before
+returned."""
 
 from __future__ import annotations
 
@@ -27,27 +28,34 @@ CHAIN = "it takes blocks that form a chain, each called once with what the one b
 
 
 def schedule_blocks(
-    model: nn.Module, blocks: str | Sequence[str] | None = None, *, schedule: Schedule | Callable[[Chain], Schedule]
+    model: nn.Module,
+    blocks: str | Sequence[str] | None = None,
+    *,
+    schedule: Schedule | Callable[[Chain], Schedule],
 ) -> ScheduledBlocks:
     """Let the blocks of a model run by a schedule: in place, until the handle is removed.
 
-    The blocks form a chain: in a forward pass each is called once, in the order of their names in the model, with what
-    the one before returned as its first argument: a tensor, or a container with one floating tensor in it. Nothing else
-    uses what a block but the last returns. Other arguments are constants. All else is as for `ScheduledSequential`, and
-    hooks as for `checkpoint_blocks`.
+    The blocks form a chain: in a forward pass each is called once, in the order of their names in
+    the model, with what the one before returned as its first argument: a tensor, or a container
+    with one floating tensor in it. Nothing else uses what a block but the last returns. Other
+    arguments are constants. All else is as for `ScheduledSequential`, and hooks as for
+    `checkpoint_blocks`.
 
     Args:
         model: changed in place: its blocks get a `forward` of their own.
-        blocks: as for `checkpoint_blocks`; of several lists that form no chain, as an encoder and a decoder, name one.
-        schedule: for as many stages as there are blocks; or a function that makes one of the chain that they are, as
-            measured on symbolic copies in the forward pass: `lambda chain: optimal(chain, budget_bytes)`.
+        blocks: as for `checkpoint_blocks`; of several lists that form no chain, as an encoder and a
+            decoder, name one.
+        schedule: for as many stages as there are blocks; or a function that makes one of the chain
+            that they are, as measured on symbolic copies in the forward pass: `lambda chain:
+            optimal(chain, budget_bytes)`.
 
     Returns:
-        A handle with the `names` of the blocks. `handle.remove()` undoes; so does leaving a `with` block.
+        A handle with the `names` of the blocks. `handle.remove()` undoes; so does leaving a `with`
+        block.
 
     Raises:
-        ValueError: no module that is called has such a name, or one is checkpointed already; in a forward or backward
-            pass, the blocks form no chain.
+        ValueError: no module that is called has such a name, or one is checkpointed already; in a
+            forward or backward pass, the blocks form no chain.
         TypeError: arguments of other types.
         IllegalSchedule: the schedule is not legal for so many stages.
         RuntimeError: as for `ScheduledSequential`.
@@ -67,7 +75,8 @@ class ScheduledBlocks(BlocksInPlace):
 
     def __init__(self, model: nn.Module, names: Sequence[str], schedule, known: dict | None = None):
         self.schedule, self.known, self.run = schedule, {} if known is None else known, None
-        self.next, self.complete = 0, False  # the block that is to be called, and whether all have been
+        # the block that is to be called, and whether all have been
+        self.next, self.complete = 0, False
         if isinstance(schedule, Schedule):
             _check_schedule(schedule, len(names))
         super().__init__(model, names)
@@ -80,8 +89,11 @@ class ScheduledBlocks(BlocksInPlace):
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        handed_on = self._following(i, args) if i else None  # first: a block of another list says so
-        check_constants({f"argument {i + 1}": value for i, value in enumerate(args[1:], 1)} | kwargs)
+        # first: a block of another list says so
+        handed_on = self._following(i, args) if i else None
+        check_constants(
+            {f"argument {i + 1}": value for i, value in enumerate(args[1:], 1)} | kwargs
+        )
         x = handed_on if i else self._start(args, kwargs)
         run, self.complete = self.run, False
         run.stages[i].arguments = with_tensor(args[0], x.new_empty(0)), args[1:], kwargs
@@ -112,13 +124,19 @@ class ScheduledBlocks(BlocksInPlace):
             raise ValueError(f"{name} is called, but not once and after {before}; {CHAIN}")
         x = _only(f"the first argument of {name}", args[0] if args else None)
         if x is not self.handed_on:
-            raise ValueError(f"{name} is called with something else than what {before} returned; {CHAIN}")
+            raise ValueError(
+                f"{name} is called with something else than what {before} returned; {CHAIN}"
+            )
         return x
 
     def _chain(self, stages: list[_Stage], args: tuple, kwargs: dict) -> Chain:
-        """What the blocks take, found on symbolic copies and out of sight of meters; one stands for all like it."""
+        """What the blocks take, found on symbolic copies and out of sight of meters; one stands for
+        all like it."""
         if hooks_active():  # they would see what the copies save
-            got = f"schedule is a function and {self.names[0]} runs inside hooks on saved tensors, as of a checkpoint"
+            got = (
+                f"schedule is a function and {self.names[0]} runs inside hooks on saved tensors, as"
+                " of a checkpoint"
+            )
             raise ValueError(f"{got}; it takes a Schedule, or blocks outside of such hooks")
         like = stages[:2] if len({_look(stage) for stage in stages}) == 1 else stages
         x, given = the_tensor(args[0]), tuple(map(_kind, tensors_in([args, kwargs])))
@@ -126,7 +144,10 @@ class ScheduledBlocks(BlocksInPlace):
         if key not in self.known:
             for stage in like:
                 stage.arguments = with_tensor(args[0], x.new_empty(0)), args[1:], kwargs
-            mode, probe = detect_fake_mode(), (nn.ModuleList(like), x.detach().requires_grad_(x.requires_grad))
+            mode, probe = (
+                detect_fake_mode(),
+                (nn.ModuleList(like), x.detach().requires_grad_(x.requires_grad)),
+            )
             with _disable_current_modes():
                 if mode is None:
                     mode = Symbolic()
@@ -138,11 +159,18 @@ class ScheduledBlocks(BlocksInPlace):
                 except AssertionError as error:
                     if "FakeTensor" not in str(error):
                         raise
-                    got = f"a copy of {self.names[0]} computes with the block's own tensors, as a compiled one does"
-                    raise ValueError(f"{got}; it takes a Schedule, or a forward of the block's class") from error
+                    got = (
+                        f"a copy of {self.names[0]} computes with the block's own tensors, as a"
+                        " compiled one does"
+                    )
+                    raise ValueError(
+                        f"{got}; it takes a Schedule, or a forward of the block's class"
+                    ) from error
             first, *others = measured.stages
             count = len(stages) - len(others)
-            self.known[key] = Chain((first, *others, *others[-1:] * (count - 1)), measured.input_bytes)
+            self.known[key] = Chain(
+                (first, *others, *others[-1:] * (count - 1)), measured.input_bytes
+            )
         return self.known[key]
 
 
@@ -164,7 +192,8 @@ class _Stage(nn.Module):
 
 
 class _Between(torch.autograd.Function):
-    """What a block hands on, for the eyes of the model: the next block takes its gradient another way."""
+    """What a block hands on, for the eyes of the model: the next block takes its gradient another
+    way."""
 
     @staticmethod
     def forward(ctx, output: Tensor, link: Tensor, name: str) -> Tensor:
@@ -189,12 +218,18 @@ def _check_schedule(schedule: Any, count: int) -> None:
     simulate(schedule, Chain.uniform(count))
     first = [action.stage for action in schedule[: count + 1]]
     if first != [*range(count), count - 1] or not isinstance(schedule[count], Backward):
-        raise ValueError("schedule runs a block twice before the first backward; it takes one that runs each once")
+        raise ValueError(
+            "schedule runs a block twice before the first backward; it takes one that runs each"
+            " once"
+        )
 
 
 def _look(stage: _Stage) -> tuple:
     parts = ((name, type(part), part.training) for name, part in stage.named_modules())
-    return *parts, *((name, *_kind(tensor)) for name, tensor in (*stage.named_parameters(), *stage.named_buffers()))
+    return *parts, *(
+        (name, *_kind(tensor))
+        for name, tensor in (*stage.named_parameters(), *stage.named_buffers())
+    )
 
 
 def _kind(tensor: Tensor) -> tuple:

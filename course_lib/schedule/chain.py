@@ -27,14 +27,18 @@ class Stage:
         forward_time: of its forward pass, in any unit.
         backward_time: of its backward pass, in the same unit.
         output_bytes: of its output; the gradient of the output takes as many.
-        saved_bytes: all that its forward keeps for its backward, its output included, its input not.
-        forward_overhead_bytes: what a forward takes on top of that while it runs, whether it keeps all or not.
-        backward_overhead_bytes: what its backward takes, while it runs, on top of its input, `saved_bytes` and the
-            gradient of its output: temporaries, the gradients of its parameters, and that of its input, where there is
-            no room yet in what the backward has given up.
+        saved_bytes: all that its forward keeps for its backward, its output included, its input
+            not.
+        forward_overhead_bytes: what a forward takes on top of that while it runs, whether it keeps
+            all or not.
+        backward_overhead_bytes: what its backward takes, while it runs, on top of its input,
+            `saved_bytes` and the gradient of its output: temporaries, the gradients of its
+            parameters, and that of its input, where there is no room yet in what the backward has
+            given up.
 
     Raises:
-        TypeError, ValueError: a field is not of its kind, or out of its range; the message names it.
+        TypeError, ValueError: a field is not of its kind, or out of its range; the message names
+            it.
     """
 
     forward_time: float
@@ -62,7 +66,8 @@ class Chain:
         input_bytes: of x_0.
 
     Raises:
-        TypeError, ValueError: there is no stage, one is no `Stage`, or `input_bytes` is not positive.
+        TypeError, ValueError: there is no stage, one is no `Stage`, or `input_bytes` is not
+            positive.
     """
 
     stages: tuple[Stage, ...]
@@ -88,10 +93,14 @@ class Chain:
         forward_time: float = 1.0,
         backward_time: float = 2.0,
     ) -> Chain:
-        """`length` equal stages; `saved_bytes` is `activation_bytes` (the output alone) if left out."""
+        """`length` equal stages; `saved_bytes` is `activation_bytes` (the output alone) if left
+        out."""
         whole("length", length, 1)
         saved = activation_bytes if saved_bytes is None else saved_bytes
-        return cls((Stage(forward_time, backward_time, activation_bytes, saved),) * length, activation_bytes)
+        return cls(
+            (Stage(forward_time, backward_time, activation_bytes, saved),) * length,
+            activation_bytes,
+        )
 
     @classmethod
     def profile(
@@ -105,24 +114,36 @@ class Chain:
     ) -> Chain:
         """Measure the stages, each by itself, as `ScheduledSequential` runs them.
 
-        Bytes are the meter's: exact, and without the gradients of parameters that persist (make them beforehand, as
-        from the second step on, to measure the same in a run). Buffers and random numbers are as before afterwards.
+        Bytes are the meter's: exact, and without the gradients of parameters that persist (make
+        them beforehand, as from the second step on, to measure the same in a run). Buffers and
+        random numbers are as before afterwards.
 
         Args:
             stages: as for `ScheduledSequential`.
-            x: the input, of the size to be trained with; it tells whether a gradient of the input is needed.
+            x: the input, of the size to be trained with; it tells whether a gradient of the input
+                is needed.
             kwargs: constants that each stage gets as keyword arguments.
-            clock: False for times that repeat: FLOPs of matrix products and convolutions, and for a stage without
-                any, the number of elements of its output. True for seconds, the median of `repeats` runs.
+            clock: False for times that repeat: FLOPs of matrix products and convolutions, and for a
+                stage without any, the number of elements of its output. True for seconds, the
+                median of `repeats` runs.
 
         Raises:
-            TypeError, ValueError: an argument is not of its kind; a stage returns no tensor, or several that train.
+            TypeError, ValueError: an argument is not of its kind; a stage returns no tensor, or
+                several that train.
         """
-        modules, kwargs, clocked = as_modules(stages), dict(kwargs or {}), whole("repeats", repeats, 1) * clock
+        modules, kwargs, clocked = (
+            as_modules(stages),
+            dict(kwargs or {}),
+            whole("repeats", repeats, 1) * clock,
+        )
         check_constants(kwargs)
         value = handed_on("x", x)
         first, measured = the_tensor(value), []
-        value, needs, random = with_tensor(value, first.detach()), first.requires_grad, RandomState([first.device])
+        value, needs, random = (
+            with_tensor(value, first.detach()),
+            first.requires_grad,
+            RandomState([first.device]),
+        )
         try:
             for i, stage in enumerate(modules.values()):
                 costs, value = _profile(i, stage, value, kwargs, needs, clocked)
@@ -133,10 +154,13 @@ class Chain:
         return cls(tuple(measured), first.nbytes)
 
 
-def _profile(i: int, stage: nn.Module, value: Any, kwargs: dict, needs: bool, clocked: int) -> tuple[Stage, Any]:
+def _profile(
+    i: int, stage: nn.Module, value: Any, kwargs: dict, needs: bool, clocked: int
+) -> tuple[Stage, Any]:
     """One stage's costs, and what it hands on."""
     device = the_tensor(value).device
-    buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}  # they stand in for the stage's own
+    # they stand in for the stage's own
+    buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
     autocast = AutocastState([device.type])
 
     def forward() -> Kept:
@@ -153,7 +177,10 @@ def _profile(i: int, stage: nn.Module, value: Any, kwargs: dict, needs: bool, cl
     with FlopCounterMode(display=False) as backward_flops:
         backward(kept)
     output = the_tensor(result)
-    times = [float(flops.get_total_flops() or output.numel()) for flops in (forward_flops, backward_flops)]
+    times = [
+        float(flops.get_total_flops() or output.numel())
+        for flops in (forward_flops, backward_flops)
+    ]
 
     with MemoryMeter() as meter:  # one block for both: backward frees what forward saved as it goes
         kept = forward()

@@ -16,14 +16,16 @@ CELLS, LEAST_LEVELS = 8_000_000, 500  # a table of 64 MB; of 160 MB for 200 stag
 def optimal(chain: Chain, budget_bytes: int) -> Schedule:
     """The fastest persistent schedule whose simulated peak is within the budget.
 
-    Persistent: what is kept stays until its backward. Time[s, t](m), the least for stages s to t with m bytes beyond
-    x_s, is the lesser of: keep all of stage s, and do s+1 to t with `saved_bytes` less; or run on from x_s to some x_e,
-    keep it, do e to t with its bytes less, and then s to e-1 with m again.
+    Persistent: what is kept stays until its backward. Time[s, t](m), the least for stages s to t
+    with m bytes beyond x_s, is the lesser of: keep all of stage s, and do s+1 to t with
+    `saved_bytes` less; or run on from x_s to some x_e, keep it, do e to t with its bytes less, and
+    then s to e-1 with m again.
 
-    That is a step function of m. Its steps are at sums of the chain's sizes; where there are no more of these than the
-    table has levels (8,000,000 / L**2, but 500 at least), the result is exact. Else the levels are as many multiples of
-    one size, and m is rounded down to one at each step: the result is within the budget, and may be slower than the
-    best by what so little less memory costs.
+    That is a step function of m. Its steps are at sums of the chain's sizes; where there are no
+    more of these than the table has levels (8,000,000 / L**2, but 500 at least), the result is
+    exact. Else the levels are as many multiples of one size, and m is rounded down to one at each
+    step: the result is within the budget, and may be slower than the best by what so little less
+    memory costs.
 
     Args:
         chain: L stages.
@@ -41,14 +43,18 @@ def optimal(chain: Chain, budget_bytes: int) -> Schedule:
     table = _Table(chain, budget_bytes - chain.input_bytes)
     least_bytes = chain.input_bytes + int(table.need[0, -1])
     if budget_bytes < least_bytes:
-        raise InfeasibleBudget(budget_bytes, least_bytes, f"this chain needs at least {least_bytes}")
+        raise InfeasibleBudget(
+            budget_bytes, least_bytes, f"this chain needs at least {least_bytes}"
+        )
     return table.schedule(budget_bytes - chain.input_bytes)
 
 
 def frontier(chain: Chain) -> list[Cost]:
-    """Every non-dominated (peak_bytes, time) of a persistent schedule, from the least peak to the least time.
+    """Every non-dominated (peak_bytes, time) of a persistent schedule, from the least peak to the
+    least time.
 
-    Exact where `optimal` is. Else all are costs of schedules, the first has the least peak, and others may be missing.
+    Exact where `optimal` is. Else all are costs of schedules, the first has the least peak, and
+    others may be missing.
 
     Args:
         chain: L stages.
@@ -70,7 +76,8 @@ def frontier(chain: Chain) -> list[Cost]:
 
 
 class _Table:
-    """need[s, t], the least bytes beyond x_s for stages s to t, exactly; time[s, t, k], the least time with levels[k].
+    """need[s, t], the least bytes beyond x_s for stages s to t, exactly; time[s, t, k], the least
+    time with levels[k].
 
     The last column of `time` is infinite: an index of -1 stands for less than the first level.
     """
@@ -86,7 +93,8 @@ class _Table:
             for kind in (self.sizes.values, self.sizes.saved)
         )
         for t in range(length):
-            right = np.empty_like(self.room)  # right[e]: the time for e to t with x_e to be kept, and to get to x_e
+            # right[e]: the time for e to t with x_e to be kept, and to get to x_e
+            right = np.empty_like(self.room)
             for s in reversed(range(t + 1)):
                 self.fill(s, t, right)
                 np.add(self.time[s, t, after_value[s]], self.sizes.elapsed[s], out=right[s])
@@ -96,7 +104,8 @@ class _Table:
         return np.searchsorted(self.levels, count, side="right") - 1
 
     def needs(self, s: int, t: int) -> np.ndarray:
-        """The least bytes beyond x_s: first to keep all of stage s, then to run on to x_e, for e = s+1 to t."""
+        """The least bytes beyond x_s: first to keep all of stage s, then to run on to x_e, for e =
+        s+1 to t."""
         sizes = self.sizes
         needed = np.empty(t - s + 1, dtype=np.int64)
         needed[0] = max(sizes.gradient[t] + sizes.forward[s], sizes.backward[s])
@@ -112,8 +121,11 @@ class _Table:
         self.need[s, t] = needed.min()
         if s < t:
             total = np.add(self.time[s, s:t], right[s + 1 : t + 1], out=self.room[: t - s])
-            reached = np.maximum(self.need[s, s:t], self.need[s + 1 : t + 1, t] + self.sizes.values[s + 1 : t + 1])
-            for e in np.flatnonzero(needed[1:] > reached):  # where running there takes more than both parts
+            reached = np.maximum(
+                self.need[s, s:t], self.need[s + 1 : t + 1, t] + self.sizes.values[s + 1 : t + 1]
+            )
+            # where running there takes more than both parts
+            for e in np.flatnonzero(needed[1:] > reached):
                 total[e, : np.searchsorted(self.levels, needed[e + 1])] = np.inf
             np.minimum.reduce(total, axis=0, out=best)
             best -= self.sizes.elapsed[s]
@@ -152,7 +164,9 @@ class _Table:
         times[0] = sizes.own_time[s]
         if s < t:
             times[0] += self.time[s + 1, t, self.at(m - sizes.saved[s])]
-            times[1:] = self.time[ends, t, self.at(m - sizes.values[ends])] + self.time[s, s:t, self.at(m)]
+            times[1:] = (
+                self.time[ends, t, self.at(m - sizes.values[ends])] + self.time[s, s:t, self.at(m)]
+            )
             times[1:] += sizes.elapsed[ends] - sizes.elapsed[s]
         times[needed > m] = np.inf
         # The levels may be too coarse for any of them, but what needs least always fits.
@@ -160,7 +174,8 @@ class _Table:
 
 
 def _levels(sizes: Sizes, most: int) -> np.ndarray:
-    """All bytes up to `most` at which a least time may change; if there are too many, equal steps up to `most`."""
+    """All bytes up to `most` at which a least time may change; if there are too many, equal steps
+    up to `most`."""
     limit = max(LEAST_LEVELS, CELLS // sizes.length**2)
     gradients, through = np.unique(sizes.gradient), np.unique(sizes.through[sizes.through > 0])
     ends = np.maximum(sizes.forward[:, None] + gradients, sizes.backward[:, None])
@@ -170,7 +185,8 @@ def _levels(sizes: Sizes, most: int) -> np.ndarray:
         if len(levels) > limit:
             least, kept = -(-most // limit), np.append(sizes.values, sizes.saved)
             steps = np.linspace(least, 2 * least, 100).astype(np.int64)
-            step = min(steps, key=lambda step: np.sum(-kept % step))  # by which least is lost in rounding
+            # by which least is lost in rounding
+            step = min(steps, key=lambda step: np.sum(-kept % step))
             return np.arange(most % step, most + 1, step)
         if i > 0:  # x_i may be kept, or all of the stage before, which it is part of
             levels = np.concatenate([levels, levels + sizes.values[i], levels + sizes.saved[i - 1]])

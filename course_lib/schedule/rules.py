@@ -1,4 +1,5 @@
-"""Schedules by rule: each a few lines, from the one that keeps all to the one with the fewest forwards."""
+"""Schedules by rule: each a few lines, from the one that keeps all to the one with the fewest
+forwards."""
 
 from __future__ import annotations
 
@@ -26,10 +27,12 @@ def store_all(chain: Chain) -> Schedule:
 
 
 def segments(chain: Chain, count: int) -> Schedule:
-    """Cut the chain into `count` segments, keep what enters each, and keep all of one segment at a time.
+    """Cut the chain into `count` segments, keep what enters each, and keep all of one segment at a
+    time.
 
-    Equal stages: the sizes of the segments differ by at most one, the larger ones first (while fewer inputs are kept
-    when these are recomputed). Uneven stages: the cut whose simulated peak is least.
+    Equal stages: the sizes of the segments differ by at most one, the larger ones first (while
+    fewer inputs are kept when these are recomputed). Uneven stages: the cut whose simulated peak is
+    least.
 
     Args:
         chain: L stages.
@@ -41,7 +44,8 @@ def segments(chain: Chain, count: int) -> Schedule:
     Raises:
         TypeError, ValueError: `count` is not between 1 and L.
 
-    Source: Chen et al. 2016, arXiv:1604.06174, section 4; the least peak by a dynamic program over cuts.
+    Source: Chen et al. 2016, arXiv:1604.06174, section 4; the least peak by a dynamic program over
+    cuts.
     """
     length = _length(chain)
     whole("count", count, 1, length)
@@ -54,8 +58,9 @@ def segments(chain: Chain, count: int) -> Schedule:
 def sqrt_segments(chain: Chain) -> Schedule:
     """Cut the chain into k* segments and keep only what enters each.
 
-    With s bytes saved per stage and b bytes at a boundary, holding k boundaries and one segment of L/k stages costs
-    k*b + (L/k)*s bytes, least at k* = sqrt(L*s/b). Of the whole numbers around k*, the one for which this is less.
+    With s bytes saved per stage and b bytes at a boundary, holding k boundaries and one segment of
+    L/k stages costs k*b + (L/k)*s bytes, least at k* = sqrt(L*s/b). Of the whole numbers around k*,
+    the one for which this is less.
 
     Args:
         chain: L stages; s and b are the means of their `saved_bytes` and `output_bytes`.
@@ -74,10 +79,11 @@ def sqrt_segments(chain: Chain) -> Schedule:
 
 
 def recursive(chain: Chain) -> Schedule:
-    """Halve the chain, keep what enters the second half, finish that half, then the first; each half likewise.
+    """Halve the chain, keep what enters the second half, finish that half, then the first; each
+    half likewise.
 
-    At most ceil(log2 L) + 1 inputs and one stage's saved bytes are alive at once, for about (L/2) * log2 L extra
-    forwards.
+    At most ceil(log2 L) + 1 inputs and one stage's saved bytes are alive at once, for about (L/2) *
+    log2 L extra forwards.
 
     Args:
         chain: L stages.
@@ -98,10 +104,11 @@ def recursive(chain: Chain) -> Schedule:
 
 
 def binomial(length: int, slots: int) -> Schedule:
-    """The fewest forwards for equal stages when at most `slots` inputs are kept at once, x_0 among them.
+    """The fewest forwards for equal stages when at most `slots` inputs are kept at once, x_0 among
+    them.
 
-    Every stage's forward that keeps all runs just before its backward. The forwards beyond these L number
-    r*L - C(s+r, s+1), with s slots and r the least number for which C(s+r, s) >= L.
+    Every stage's forward that keeps all runs just before its backward. The forwards beyond these L
+    number r*L - C(s+r, s+1), with s slots and r the least number for which C(s+r, s) >= L.
 
     Args:
         length: L, the number of stages.
@@ -131,7 +138,8 @@ def binomial(length: int, slots: int) -> Schedule:
 
 @lru_cache(maxsize=1 << 16)
 def _binomial_split(length: int, slots: int) -> int:
-    """How far to run before the next input is kept: the largest distance that keeps both parts within r repeats."""
+    """How far to run before the next input is kept: the largest distance that keeps both parts
+    within r repeats."""
     if slots == 1:
         return length - 1
     r, reach = 0, 1
@@ -146,7 +154,9 @@ def _length(chain: Chain) -> int:
 
 
 def _keep_all(start: int, end: int) -> list[Action]:
-    return [Forward(i, "all") for i in range(start, end)] + [Backward(i) for i in reversed(range(start, end))]
+    return [Forward(i, "all") for i in range(start, end)] + [
+        Backward(i) for i in reversed(range(start, end))
+    ]
 
 
 def advance(start: int, end: int) -> list[Action]:
@@ -168,33 +178,43 @@ def segmented(cuts: list[int]) -> Schedule:
 class Sizes:
     """The chain's bytes and times.
 
-    Steps work on stages s to t, both included, with x_s kept by others and not counted, and with the gradient of
-    x_{t+1} counted where it is alive already: not for t = L-1, whose gradient comes with its backward.
+    Steps work on stages s to t, both included, with x_s kept by others and not counted, and with
+    the gradient of x_{t+1} counted where it is alive already: not for t = L-1, whose gradient comes
+    with its backward.
     """
 
     def __init__(self, chain: Chain):
         stages, length = kind("chain", chain, Chain, "a Chain").stages, len(chain)
         self.length = length
-        self.values = np.array([chain.input_bytes, *(stage.output_bytes for stage in stages)], dtype=np.int64)
+        self.values = np.array(
+            [chain.input_bytes, *(stage.output_bytes for stage in stages)], dtype=np.int64
+        )
         self.saved = np.array([stage.saved_bytes for stage in stages], dtype=np.int64)
         self.forward = self.saved + [stage.forward_overhead_bytes for stage in stages]
-        self.backward = self.saved + self.values[1:] + [stage.backward_overhead_bytes for stage in stages]
-        self.gradient = np.append(self.values[1:length], 0)  # of x_{t+1}, during the forwards of stages up to t
-        # through[s, e]: what running from x_s to x_e takes, x_s kept and the rest dropped on the way
+        self.backward = (
+            self.saved + self.values[1:] + [stage.backward_overhead_bytes for stage in stages]
+        )
+        # of x_{t+1}, during the forwards of stages up to t
+        self.gradient = np.append(self.values[1:length], 0)
+        # through[s, e]: what running from x_s to x_e takes, x_s kept and the rest dropped on the
+        # way
         self.through = np.zeros((length, length + 1), dtype=np.int64)
         for s in range(length):
             running = self.forward[s:].copy()
             running[1:] += self.values[s + 1 : length]
             self.through[s, s + 1 :] = np.maximum.accumulate(running)
-        self.own_time = np.array([float(stage.forward_time + stage.backward_time) for stage in stages])
+        self.own_time = np.array(
+            [float(stage.forward_time + stage.backward_time) for stage in stages]
+        )
         self.elapsed = np.cumsum([0.0, *(stage.forward_time for stage in stages)])
 
 
 def _best_cuts(chain: Chain, count: int) -> list[int]:
     """The boundaries 0 = c_0 < ... < c_count = L for which the peak of `segmented` is least.
 
-    need[a] is the least that the stages from a on take, beyond what is kept before a and x_a, with so many segments:
-    the first of them ends at some b, and takes its own, or else leaves x_b kept for the rest.
+    need[a] is the least that the stages from a on take, beyond what is kept before a and x_a, with
+    so many segments: the first of them ends at some b, and takes its own, or else leaves x_b kept
+    for the rest.
     """
     sizes, length = Sizes(chain), len(chain)
     own = np.full((length, length + 1), MANY, dtype=np.int64)  # what segment a..b-1 takes
@@ -203,7 +223,9 @@ def _best_cuts(chain: Chain, count: int) -> list[int]:
         forward = np.maximum.accumulate(before + sizes.forward[a:])
         backward = np.maximum.accumulate(before + sizes.backward[a:])
         own[a, a + 1 :] = np.maximum(forward + sizes.gradient[a:], backward)
-        own[a, a + 1 : length] = np.maximum(own[a, a + 1 : length], sizes.through[a, a + 1 : length])
+        own[a, a + 1 : length] = np.maximum(
+            own[a, a + 1 : length], sizes.through[a, a + 1 : length]
+        )
     need, chosen = own[:, length], []
     for _ in range(count - 1):
         taken = np.maximum(own[:, :length], (sizes.values[:length] + need)[None, :])

@@ -18,38 +18,51 @@ from course_lib._torch import AutocastState, RandomState, is_symbolic, modes_whe
 
 from .actions import Backward, Forward, Schedule, simulate
 from .chain import Chain
-from .stages import Kept, as_modules, check_constants, handed_on, run_stage, the_tensor, trained, with_tensor
+from .stages import (
+    Kept,
+    as_modules,
+    check_constants,
+    handed_on,
+    run_stage,
+    the_tensor,
+    trained,
+    with_tensor,
+)
 
 
 class ScheduledSequential(nn.Sequential):
-    """Run stages by a schedule, under autograd: outputs and gradients are those of running one after the other.
+    """Run stages by a schedule, under autograd: outputs and gradients are those of running one
+    after the other.
 
-    Every stage is one node of the graph, so gradients accumulate in the same order as without a schedule. Random
-    numbers and buffers: a stage that runs again draws the same numbers and finds its buffers as before its first run,
-    and leaves both as they are; buffers change in a stage's first run only. Autocast is as in the first run. Without
-    gradients the stages just run.
+    Every stage is one node of the graph, so gradients accumulate in the same order as without a
+    schedule. Random numbers and buffers: a stage that runs again draws the same numbers and finds
+    its buffers as before its first run, and leaves both as they are; buffers change in a stage's
+    first run only. Autocast is as in the first run. Without gradients the stages just run.
 
-    The bytes live are those that `simulate` counts for `Chain.profile`. On top come, for stages that run again, copies
-    of their buffers (of all during the first run, then of those that it changed), and the states of the random number
-    generators (5,056 bytes on the CPU) of those that draw; and the gradients of parameters. A stage hands on the
-    gradients of its own parameters together, at the end of its backward: that is in the profile.
+    The bytes live are those that `simulate` counts for `Chain.profile`. On top come, for stages
+    that run again, copies of their buffers (of all during the first run, then of those that it
+    changed), and the states of the random number generators (5,056 bytes on the CPU) of those that
+    draw; and the gradients of parameters. A stage hands on the gradients of its own parameters
+    together, at the end of its backward: that is in the profile.
 
     Args:
-        module: the chain: an `nn.Sequential`, or a list of modules and functions; modules are shared, under the same
-            names. A function trains the parameters that it holds: in its closure and defaults, or as a `partial`. A
-            stage takes what the one before returns, a tensor or a container in which one tensor is floating; a tuple of
-            one tensor and Nones becomes that tensor. Gradients flow through that tensor only. A stage does not change
-            it in place, and computes the same each time.
+        module: the chain: an `nn.Sequential`, or a list of modules and functions; modules are
+            shared, under the same names. A function trains the parameters that it holds: in its
+            closure and defaults, or as a `partial`. A stage takes what the one before returns, a
+            tensor or a container in which one tensor is floating; a tuple of one tensor and Nones
+            becomes that tensor. Gradients flow through that tensor only. A stage does not change it
+            in place, and computes the same each time.
         schedule: legal for as many stages.
 
     Call it with the chain's input; keyword arguments go to every stage, and are constants.
 
     Raises:
         IllegalSchedule: the schedule is not legal for so many stages.
-        TypeError, ValueError: an argument is not of its kind; a stage returns no tensor, or several that train.
-        RuntimeError: a stage changes its input in place, uses a tensor that trains and is not its own, or returns
-            another shape or dtype when it runs again; the backward pass runs a second time, or is itself to be
-            differentiated.
+        TypeError, ValueError: an argument is not of its kind; a stage returns no tensor, or several
+            that train.
+        RuntimeError: a stage changes its input in place, uses a tensor that trains and is not its
+            own, or returns another shape or dtype when it runs again; the backward pass runs a
+            second time, or is itself to be differentiated.
     """
 
     def __init__(self, module: Sequence[Callable], schedule: Schedule):
@@ -65,7 +78,9 @@ class ScheduledSequential(nn.Sequential):
     def forward(self, x: Any, **kwargs) -> Any:
         stages, value = list(self), handed_on("x", x)
         if len(stages) != self._length:
-            raise ValueError(f"this module has {len(stages)} stages now, but its schedule is for {self._length}")
+            raise ValueError(
+                f"this module has {len(stages)} stages now, but its schedule is for {self._length}"
+            )
         if not torch.is_grad_enabled():
             for i, stage in enumerate(stages):
                 value = run_stage(i, stage, value, kwargs)
@@ -81,8 +96,9 @@ class ScheduledSequential(nn.Sequential):
 
 
 class StageNode(torch.autograd.Function):
-    """A stage in the outer graph. Between two of them nothing goes that has memory: values and gradients are the run's,
-    since autograd would hold a gradient for as long as its node's backward takes."""
+    """A stage in the outer graph. Between two of them nothing goes that has memory: values and
+    gradients are the run's, since autograd would hold a gradient for as long as its node's backward
+    takes."""
 
     @staticmethod
     def forward(ctx, run: Run, i: int, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -115,24 +131,31 @@ class Output(torch.autograd.Function):
 
 
 class Run:
-    """What one forward and backward pass holds: the values, graphs and random states alive between actions."""
+    """What one forward and backward pass holds: the values, graphs and random states alive between
+    actions."""
 
     def __init__(self, stages: list[nn.Module], schedule: Schedule, value: Any, kwargs: dict):
         x = the_tensor(value)
         self.stages, self.kwargs, self.actions = stages, kwargs, iter(schedule)
-        self.due: int | None = None  # the stage whose backward comes next, once all before it has run
-        self.left = Counter(action.stage for action in schedule if isinstance(action, Forward))  # runs to come
+        # the stage whose backward comes next, once all before it has run
+        self.due: int | None = None
+        # runs to come
+        self.left = Counter(action.stage for action in schedule if isinstance(action, Forward))
         self.values: dict[int, Any] = {0: with_tensor(value, x.detach())}
         self.kept: dict[int, Kept] = {}  # of stages that keep all
         self.gradient: list[Tensor | None] = []  # of the output of the stage that is due
         self.kinds: dict[int, tuple] = {}  # (shape, dtype, device) of each stage's output
-        self.before: dict[int, tuple[RandomState | None, dict[str, Tensor]]] = {}  # the first run, for the others
+        # the first run, for the others
+        self.before: dict[int, tuple[RandomState | None, dict[str, Tensor]]] = {}
         trains = [bool(trained(stage)) for stage in stages]
-        self.needs = list(accumulate(trains, lambda before, now: before or now, initial=x.requires_grad))
+        self.needs = list(
+            accumulate(trains, lambda before, now: before or now, initial=x.requires_grad)
+        )
         self.autocast, self.modes = AutocastState([x.device.type]), modes_when_recomputed()
 
     def first(self, i: int) -> Tensor:
-        """What stage i hands on in its first run, where the schedule has these one after the other."""
+        """What stage i hands on in its first run, where the schedule has these one after the
+        other."""
         with self.autocast.as_then(cache_enabled=False):
             self.forward(*next(self.actions))
         if i == len(self.stages) - 1:
@@ -141,7 +164,8 @@ class Run:
 
     def to_next_backward(self) -> None:
         """Run the forwards up to the next backward; `due` is then its stage."""
-        # Without a cache: casts of weights would stay in it, and in older torch lack the way to their gradients.
+        # Without a cache: casts of weights would stay in it, and in older torch lack the way to
+        # their gradients.
         with self.autocast.as_then(cache_enabled=False):
             for action in self.actions:
                 if isinstance(action, Backward):
@@ -164,7 +188,8 @@ class Run:
                 self.values.pop(i, None)
 
     def run(self, i: int, value: Any, keep: str) -> Any:
-        """Stage i with the random numbers and buffers of its first run: a `Kept`, or what it hands on."""
+        """Stage i with the random numbers and buffers of its first run: a `Kept`, or what it hands
+        on."""
         self.left[i] -= 1
         device, random, buffers, watch = the_tensor(value).device, None, {}, None
         if i in self.before:
@@ -177,7 +202,9 @@ class Run:
             random.restore()
         try:
             if keep == "all":
-                result = Kept(i, self.stages[i], value, self.kwargs, self.needs[i], buffers, self.gradient)
+                result = Kept(
+                    i, self.stages[i], value, self.kwargs, self.needs[i], buffers, self.gradient
+                )
             else:
                 with torch.no_grad(), nullcontext() if watch is None else watch.drawing:
                     result = run_stage(i, self.stages[i], value, self.kwargs, buffers)
@@ -188,7 +215,8 @@ class Run:
             self.before[i] = watch.changed()
         output = the_tensor(result.output if keep == "all" else result)
         found = tuple(output.shape), output.dtype, output.device
-        if self.kinds.setdefault(i, found) != found:  # a shape that broadcasts, or a dtype, would pass in silence
+        # a shape that broadcasts, or a dtype, would pass in silence
+        if self.kinds.setdefault(i, found) != found:
             raise RuntimeError(
                 f"stage {i} returned {found} when it ran again, but {self.kinds[i]} at first; "
                 "a schedule takes stages that compute the same each time"
@@ -216,16 +244,24 @@ class Run:
 
 
 class _Watch:
-    """What a stage changes in its first run besides its output: random numbers and buffers, as they were before."""
+    """What a stage changes in its first run besides its output: random numbers and buffers, as they
+    were before."""
 
     def __init__(self, stage: nn.Module, device: torch.device):
         self.stage, self.devices = stage, [device]
-        self.random, self.drawing = RandomState(self.devices), _Drawing() if is_symbolic() else nullcontext()
-        self.buffers = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in stage.named_buffers()}
+        self.random, self.drawing = (
+            RandomState(self.devices),
+            _Drawing() if is_symbolic() else nullcontext(),
+        )
+        self.buffers = {
+            name: (buffer, buffer._version, buffer.clone())
+            for name, buffer in stage.named_buffers()
+        }
 
     def changed(self) -> tuple[RandomState | None, dict[str, Tensor]]:
         after = dict(self.stage.named_buffers())
-        with _disable_current_modes():  # random states are no symbolic tensors, even where the stages run on such
+        # random states are no symbolic tensors, even where the stages run on such
+        with _disable_current_modes():
             symbolic = isinstance(self.drawing, _Drawing)
             drew = self.drawing.seen if symbolic else self.random != RandomState(self.devices)
             buffers = {
@@ -239,8 +275,14 @@ class _Watch:
         """By value: norms change their statistics without counting that as a change in place."""
         if not is_symbolic(copy):
             return not torch.equal(buffer, copy)
-        norms = [m for m in self.stage.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
-        return buffer._version != version or any(buffer is statistic for m in norms for statistic in m.buffers())
+        norms = [
+            m
+            for m in self.stage.modules()
+            if isinstance(m, nn.modules.batchnorm._NormBase) and m.training
+        ]
+        return buffer._version != version or any(
+            buffer is statistic for m in norms for statistic in m.buffers()
+        )
 
 
 class _Drawing(TorchDispatchMode):
@@ -249,11 +291,16 @@ class _Drawing(TorchDispatchMode):
     seen = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs or {})
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(
+            func, args, kwargs or {}
+        )
         return func(*args, **(kwargs or {}))
 
 
 def _without_dropout(func, args: tuple, kwargs: dict) -> bool:
     """Whether this is attention that could drop out probabilities, and does not."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    given = (
+        dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+        | kwargs
+    )
     return "query" in given and not given.get("dropout_p")

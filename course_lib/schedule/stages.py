@@ -1,4 +1,5 @@
-"""One stage under autograd: what may be one, its run, and its backward pass, which gives up what it has used."""
+"""One stage under autograd: what may be one, its run, and its backward pass, which gives up what it
+has used."""
 
 from __future__ import annotations
 
@@ -21,10 +22,17 @@ def as_modules(stages: Sequence[Callable]) -> dict[str, nn.Module]:
     takes = "an nn.Sequential, or a list of modules and functions"
     kind("stages", stages, (nn.Sequential, nn.ModuleList, list, tuple), takes)
     whole("the number of stages", len(stages), 1)
-    named = stages._modules if isinstance(stages, nn.Module) else {str(i): stage for i, stage in enumerate(stages)}
+    named = (
+        stages._modules
+        if isinstance(stages, nn.Module)
+        else {str(i): stage for i, stage in enumerate(stages)}
+    )
     for name, stage in named.items():
         function(f"stage {name}", stage, "a module or a function")
-    return {name: stage if isinstance(stage, nn.Module) else _Function(stage) for name, stage in named.items()}
+    return {
+        name: stage if isinstance(stage, nn.Module) else _Function(stage)
+        for name, stage in named.items()
+    }
 
 
 class _Function(nn.Module):
@@ -34,14 +42,17 @@ class _Function(nn.Module):
         super().__init__()
         self.function, held = function, list(dict.fromkeys(_held(function)))
         self.modules_held = nn.ModuleList(value for value in held if isinstance(value, nn.Module))
-        self.parameters_held = nn.ParameterList(value for value in held if isinstance(value, nn.Parameter))
+        self.parameters_held = nn.ParameterList(
+            value for value in held if isinstance(value, nn.Parameter)
+        )
 
     def forward(self, *args, **kwargs):
         return self.function(*args, **kwargs)
 
 
 def _held(value: Any) -> Iterator[nn.Module | nn.Parameter]:
-    """In a partial's arguments, a method's object, a function's closure and defaults, and lists and dicts of these."""
+    """In a partial's arguments, a method's object, a function's closure and defaults, and lists and
+    dicts of these."""
     if isinstance(value, (nn.Module, nn.Parameter)):
         yield value
         return
@@ -60,7 +71,8 @@ def _held(value: Any) -> Iterator[nn.Module | nn.Parameter]:
 
 
 def handed_on(name: str, value: Any) -> Any:
-    """What the next stage gets; a tuple of one tensor and Nones, as Hugging Face layers return, is that tensor."""
+    """What the next stage gets; a tuple of one tensor and Nones, as Hugging Face layers return, is
+    that tensor."""
     tensors = list(tensors_in(value))
     if len(tensors) != 1 and len([tensor for tensor in tensors if differentiable(tensor)]) != 1:
         raise TypeError(
@@ -90,14 +102,19 @@ def differentiable(tensor: Tensor) -> bool:
 def check_constants(kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if any(tensor.requires_grad for tensor in tensors_in(value)):
-            raise ValueError(f"{name} is {shown(value)} that requires a gradient; it takes a constant")
+            raise ValueError(
+                f"{name} is {shown(value)} that requires a gradient; it takes a constant"
+            )
 
 
 # ---- forward
 
 
-def run_stage(i: int, stage: nn.Module, value: Any, kwargs: dict, buffers: dict[str, Tensor] | None = None) -> Any:
-    """Stage i on what stage i-1 handed on; with `buffers`, those stand in for its own, which stay as they are."""
+def run_stage(
+    i: int, stage: nn.Module, value: Any, kwargs: dict, buffers: dict[str, Tensor] | None = None
+) -> Any:
+    """Stage i on what stage i-1 handed on; with `buffers`, those stand in for its own, which stay
+    as they are."""
     versions = [tensor._version for tensor in tensors_in(value)]
     if buffers:
         output = torch.func.functional_call(stage, buffers, (value,), kwargs)
@@ -105,7 +122,8 @@ def run_stage(i: int, stage: nn.Module, value: Any, kwargs: dict, buffers: dict[
         output = stage(value, **kwargs)
     if [tensor._version for tensor in tensors_in(value)] != versions:
         raise RuntimeError(
-            f"stage {i} changed its input in place, but a schedule may need it again; make it out of place"
+            f"stage {i} changed its input in place, but a schedule may need it again; make it out"
+            " of place"
         )
     return handed_on(f"what stage {i} returns", output)
 
@@ -114,29 +132,37 @@ def run_stage(i: int, stage: nn.Module, value: Any, kwargs: dict, buffers: dict[
 
 
 class Kept:
-    """What a forward that keeps all leaves: the stage's graph, to which backward brings the gradient in `box`.
+    """What a forward that keeps all leaves: the stage's graph, to which backward brings the
+    gradient in `box`.
 
-    Autograd frees each tensor after its last use, but for those that its callers hold. So nobody holds the gradient of
-    the output here but the box, out of which a node of the graph takes it, and the output is let go of first.
+    Autograd frees each tensor after its last use, but for those that its callers hold. So nobody
+    holds the gradient of the output here but the box, out of which a node of the graph takes it,
+    and the output is let go of first.
     """
 
-    def __init__(self, i: int, stage: nn.Module, value: Any, kwargs: dict, needs: bool, buffers, box: list):
+    def __init__(
+        self, i: int, stage: nn.Module, value: Any, kwargs: dict, needs: bool, buffers, box: list
+    ):
         x = the_tensor(value)
         with torch.enable_grad():
             self.x = x.detach().requires_grad_(needs and differentiable(x))
-            # A view, because FlopCounterMode's hook on a module's input may not meet a leaf inside autograd.grad.
-            self.output = run_stage(i, stage, with_tensor(value, self.x.view_as(self.x)), kwargs, buffers)
+            # A view, because FlopCounterMode's hook on a module's input may not meet a leaf inside
+            # autograd.grad.
+            self.output = run_stage(
+                i, stage, with_tensor(value, self.x.view_as(self.x)), kwargs, buffers
+            )
             self.end = _TakeGradient.apply(the_tensor(self.output), box)
         self.box, self.parameters = box, trained(stage)
         if not {*map(id, _leaves(self.end))} <= {*map(id, (self.x, *self.parameters))}:
             raise RuntimeError(
-                f"stage {i} uses a tensor that requires a gradient and is neither its input nor a parameter that it "
-                "holds; make it a parameter of a module that is the stage, or detach it"
+                f"stage {i} uses a tensor that requires a gradient and is neither its input nor a"
+                " parameter that it holds; make it a parameter of a module that is the stage, or"
+                " detach it"
             )
         if left := next(_left_behind(stage), None):
             raise RuntimeError(
-                f"stage {i} leaves a tensor with a gradient behind in {left}, and nothing else of a stage than what it "
-                "returns may be used; return it, or detach it"
+                f"stage {i} leaves a tensor with a gradient behind in {left}, and nothing else of a"
+                " stage than what it returns may be used; return it, or detach it"
             )
 
     def backward(self) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -147,12 +173,15 @@ class Kept:
             self.box.clear()
             found = [None] * len(wanted)
         else:
-            found = torch.autograd.grad(self.end, wanted, torch.empty_like(self.end), allow_unused=True)
+            found = torch.autograd.grad(
+                self.end, wanted, torch.empty_like(self.end), allow_unused=True
+            )
         return (found[0], list(found[1:])) if self.x.requires_grad else (None, list(found))
 
 
 class _TakeGradient(torch.autograd.Function):
-    """The end of a stage's graph, without memory. Backward from it starts with the gradient in the box."""
+    """The end of a stage's graph, without memory. Backward from it starts with the gradient in the
+    box."""
 
     @staticmethod
     def forward(ctx, output: Tensor, box: list) -> Tensor:
@@ -169,10 +198,12 @@ def trained(stage: nn.Module) -> list[nn.Parameter]:
 
 
 def _left_behind(stage: nn.Module) -> Iterator[str]:
-    """Attributes with a tensor that a run has computed, but for weights that a hook computes before each run."""
+    """Attributes with a tensor that a run has computed, but for weights that a hook computes before
+    each run."""
     for name, module in stage.named_modules():
         hooks = module._forward_pre_hooks.values()
-        weights = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}  # normed or pruned
+        # normed or pruned
+        weights = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
         for key in vars(module).keys() - weights:
             if any(tensor.grad_fn is not None for tensor in tensors_in(vars(module)[key])):
                 yield f"{name}.{key}".removeprefix("block.").removeprefix(".")

@@ -1,13 +1,20 @@
 """What all lessons share: the language switch, figures, tables, verdicts, GPU figures.
 
-Works without IPython and pandas (then as plain text), and needs matplotlib only to draw. What belongs to one lesson
-alone stands in `course_lib.lessons`.
+Works without IPython and pandas (then as plain text), and needs matplotlib only to draw. What
+belongs to one lesson alone stands in `course_lib.lessons`.
 """
 
 from course_lib.labels import say, text
 
 from .exercises import Verdict, expect_number
-from .figures import COLORS, category_label, category_look, figure, phase_label, predicted_and_measured
+from .figures import (
+    COLORS,
+    category_label,
+    category_look,
+    figure,
+    phase_label,
+    predicted_and_measured,
+)
 from .playgrounds import playground
 from .said import Claim
 from .switch import language

@@ -20,10 +20,11 @@ _KINDS = {
 
 
 def alt_text(drawn: "Figure", language: str) -> str:
-    """A figure's title, then what was given as `alt` when it was made, or else what can be read off its axes.
+    """A figure's title, then what was given as `alt` when it was made, or else what can be read off
+    its axes.
 
-    Only words and figures that are written in the picture, and the ends of measured curves: other coordinates may
-    differ from machine to machine. The figure's texts are in the language already.
+    Only words and figures that are written in the picture, and the ends of measured curves: other
+    coordinates may differ from machine to machine. The figure's texts are in the language already.
     """
     if (given := getattr(drawn, "course_alt", None)) is not None:
         said = in_language(given, language)
@@ -56,7 +57,9 @@ def _panel(ax: "Axes", language: str) -> str:
 def _kinds(ax: "Axes") -> list[str]:
     from matplotlib.collections import PatchCollection, PolyCollection
 
-    curves = [line for line in ax.lines if line.get_linestyle() != "None" and len(line.get_xdata()) > 2]
+    curves = [
+        line for line in ax.lines if line.get_linestyle() != "None" and len(line.get_xdata()) > 2
+    ]
     found = {
         "tile": ax.images,
         "bar": ax.containers,
@@ -84,13 +87,16 @@ def _shared(drawn: "Figure", language: str) -> list[str]:
 
 
 def _written(items: Iterable[Any]) -> str:
-    """The words among texts, each once, in the order they were written: numbers say nothing without a place."""
+    """The words among texts, each once, in the order they were written: numbers say nothing without
+    a place."""
     found = {}
     for item in items:
         if any(character.isalpha() for character in item.get_text()):
             words = f"“{_plain(item.get_text())}”"
             if ends := getattr(item, "course_ends", None):
-                words = text("{words} from {first} to {last}", words=words, first=ends[0], last=ends[1])
+                words = text(
+                    "{words} from {first} to {last}", words=words, first=ends[0], last=ends[1]
+                )
             found[words] = None
     return text("labels: {labels}", labels=listed(found)) if found else ""
 
@@ -99,5 +105,6 @@ def _plain(words: str) -> str:
     """On one line, without the signs of math; Chinese has no spaces where a line breaks."""
     lines = [line.strip() for line in words.replace("$", "").splitlines()]
     return "".join(
-        line if not i or "\u3000" <= lines[i - 1][-1:] <= "\u9fff" else f" {line}" for i, line in enumerate(lines)
+        line if not i or "\u3000" <= lines[i - 1][-1:] <= "\u9fff" else f" {line}"
+        for i, line in enumerate(lines)
     )

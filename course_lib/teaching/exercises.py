@@ -1,4 +1,5 @@
-"""What the lessons' checks are made of: verdicts, and `exercise`, so that no answer makes a check raise."""
+"""What the lessons' checks are made of: verdicts, and `exercise`, so that no answer makes a check
+raise."""
 
 import functools
 import inspect
@@ -18,13 +19,17 @@ from course_lib.labels import markup, say, text
 _COLORS = {True: "#228833", False: "#EE7733", None: "#777777"}
 _MARKS = {True: "✓", False: "✗", None: "→"}
 _UNANSWERED = "Not answered yet."
-# What Python says of a call that does not fit a function's arguments; other TypeErrors are about values.
-_MISCALLED = re.compile(r"\(\) (takes|missing|got an unexpected keyword|got multiple values|got some positional)")
+# What Python says of a call that does not fit a function's arguments; other TypeErrors are about
+# values.
+_MISCALLED = re.compile(
+    r"\(\) (takes|missing|got an unexpected keyword|got multiple values|got some positional)"
+)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check says about an answer, in labels; it shows itself, and is true if the answer is right.
+    """What a check says about an answer, in labels; it shows itself, and is true if the answer is
+    right.
 
     Args:
         correct: None for an answer that nobody judges, such as a reason in the reader's own words.
@@ -45,8 +50,12 @@ class Verdict:
 
     def _repr_html_(self) -> str:
         message, *hint = (markup(part) for part in self._parts())
-        hints = "".join(f'<div style="opacity: 0.8; margin-top: 0.4em">{part}</div>' for part in hint)
-        look = f"border-left: 4px solid {_COLORS[self.correct]}; padding: 0.3em 0.8em; max-width: 50em"
+        hints = "".join(
+            f'<div style="opacity: 0.8; margin-top: 0.4em">{part}</div>' for part in hint
+        )
+        look = (
+            f"border-left: 4px solid {_COLORS[self.correct]}; padding: 0.3em 0.8em; max-width: 50em"
+        )
         return f'<div class="course-verdict" style="{look}"><div>{message}</div>{hints}</div>'
 
     def _parts(self) -> list[str]:
@@ -60,12 +69,14 @@ def right(message: str) -> Verdict:
 
 
 def wrong(message: str, *, hint: str | None = None, exact: bool = False) -> Verdict:
-    """A wrong answer's; a hint given here goes before the exercise's own, and after an exact message there is none."""
+    """A wrong answer's; a hint given here goes before the exercise's own, and after an exact
+    message there is none."""
     return Verdict(False, message, hint, exact)
 
 
 def not_answered() -> Verdict:
-    """The verdict on a cell that is as it came; no hint goes with it, since nothing has been tried."""
+    """The verdict on a cell that is as it came; no hint goes with it, since nothing has been
+    tried."""
     return wrong(_UNANSWERED, exact=True)
 
 
@@ -78,10 +89,12 @@ class Refused(Exception):
 
 
 class Exercise:
-    """A check: takes an answer and returns a `Verdict`, whatever the answer is. `exercise` makes it.
+    """A check: takes an answer and returns a `Verdict`, whatever the answer is. `exercise` makes
+    it.
 
     Attributes:
-        accepted: whether the last answer was right. A solution asks before it takes the reader's names.
+        accepted: whether the last answer was right. A solution asks before it takes the reader's
+            names.
         tries: wrong answers in this process that one of its hints was shown with.
     """
 
@@ -113,32 +126,45 @@ class Exercise:
         except Exception as error:
             if type(error) is NotImplementedError and not error.args:  # a stub's
                 return not_answered()
-            if type(error) is TypeError and not callable(answer) and f"{error}".endswith("object is not callable"):
-                return wrong(text("A function is wanted; this is a `{kind}`.", kind=type(answer).__name__), exact=True)
+            if (
+                type(error) is TypeError
+                and not callable(answer)
+                and f"{error}".endswith("object is not callable")
+            ):
+                return wrong(
+                    text("A function is wanted; this is a `{kind}`.", kind=type(answer).__name__),
+                    exact=True,
+                )
             slip = isinstance(error, NameError | SyntaxError) or _is_miscalled(error)
-            return wrong(_own_line(error, answer) or text(self._raised, error=_said(error)), exact=slip)
+            return wrong(
+                _own_line(error, answer) or text(self._raised, error=_said(error)), exact=slip
+            )
 
 
 def exercise(
     hint: str | Sequence[str], *, raised: str = "It raised {error}."
 ) -> Callable[[Callable[[Any], Verdict]], Exercise]:
-    """Make the function below it a check, which takes an answer and returns a `Verdict`, whatever the answer is.
+    """Make the function below it a check, which takes an answer and returns a `Verdict`, whatever
+    the answer is.
 
-    The function gets no answer that is `None` or `...`: these are not answered yet. What it raises is a wrong answer's,
-    and shows the reader's own line where there is one.
+    The function gets no answer that is `None` or `...`: these are not answered yet. What it raises
+    is a wrong answer's, and shows the reader's own line where there is one.
 
     Args:
-        hint: one, or a first and a second: shown with the first wrong answer that takes one, and those after it.
-            None is shown before anything was tried, with a message that names the mistake (`exact`, or a hint of its
-            own), and with a slip in typing: a name that does not exist, a call with other arguments.
-        raised: what is said of an exception that no line of the reader's led to, with `{error}` for it.
+        hint: one, or a first and a second: shown with the first wrong answer that takes one, and
+            those after it. None is shown before anything was tried, with a message that names the
+            mistake (`exact`, or a hint of its own), and with a slip in typing: a name that does not
+            exist, a call with other arguments.
+        raised: what is said of an exception that no line of the reader's led to, with `{error}` for
+            it.
     """
     hints = (hint,) if isinstance(hint, str) else tuple(hint)
     return lambda check: Exercise(check, hints, raised)
 
 
 def in_words(model: str) -> Exercise:
-    """A place for a reason in the reader's own words, which nobody judges: then it shows one, to compare.
+    """A place for a reason in the reader's own words, which nobody judges: then it shows one, to
+    compare.
 
     Args:
         model: a sentence or two that would get full marks.
@@ -162,10 +188,11 @@ def _said(error: Exception) -> str:
 
 
 def _own_line(error: Exception, answer: Any) -> str | None:
-    """The error with the line it came from, of those that the reader wrote; None if none of them was running.
+    """The error with the line it came from, of those that the reader wrote; None if none of them
+    was running.
 
-    Cells run as `__main__`, and `linecache` has their text. A call that does not fit the reader's function runs no line
-    of it: its first one is shown.
+    Cells run as `__main__`, and `linecache` has their text. A call that does not fit the reader's
+    function runs no line of it: its first one is shown.
     """
     frames = [
         (frame.f_code.co_filename, line)
@@ -182,7 +209,9 @@ def _own_line(error: Exception, answer: Any) -> str | None:
     said = f"{type(error).__name__}: {_first_line(error)}".removesuffix(": ")
     if not code:
         return text("Line {line} of your cell: {error}", line=line, error=said)
-    return text("Line {line} of your cell, {code}: {error}", line=line, code=f"`{code}`", error=said)
+    return text(
+        "Line {line} of your cell, {code}: {error}", line=line, code=f"`{code}`", error=said
+    )
 
 
 def _is_miscalled(error: Exception) -> bool:
@@ -206,7 +235,8 @@ def _unwrapped(answer: Any) -> Any:
 def largest_that_fits(
     answer: Any, sizes: Sequence[int], peak: Callable[[int], int], budget_bytes: int, wanted: str
 ) -> tuple[int, int, int | None]:
-    """Check that the answer is the largest of the sizes, in ascending order, whose peak is within the budget.
+    """Check that the answer is the largest of the sizes, in ascending order, whose peak is within
+    the budget.
 
     Returns:
         The answer, its peak, and the peak of the next size, None if there is none.
@@ -245,7 +275,8 @@ def expect_number(
     """Check a number. Never raises for any answer.
 
     Args:
-        answer: a number of any kind, a tensor with one element included; `None` and `...` mean not answered yet.
+        answer: a number of any kind, a tensor with one element included; `None` and `...` mean not
+            answered yet.
         expected: the right answer.
         tolerance: relative, for the right answer and the wrong ones.
         wrong_answers: wrong number -> what went wrong; the verdict is then `exact`.
@@ -266,9 +297,11 @@ def expect_number(
 
 
 def _number(answer: Any) -> Fraction | float | None:
-    """The answer as a number that can be compared without overflow, or None. Infinity stays a float."""
+    """The answer as a number that can be compared without overflow, or None. Infinity stays a
+    float."""
     try:
-        if hasattr(answer, "item"):  # a tensor or an array with one element, or one of numpy's numbers
+        # a tensor or an array with one element, or one of numpy's numbers
+        if hasattr(answer, "item"):
             answer = answer.item()
         if isinstance(answer, bool) or not isinstance(answer, (numbers.Real, Decimal)):
             return None

@@ -1,7 +1,9 @@
-"""The lessons' GPU experiments: functions of a device and sizes that yield flat dicts of numbers, each once measured.
+"""The lessons' GPU experiments: functions of a device and sizes that yield flat dicts of numbers,
+each once measured.
 
-Every number's name ends in its unit; a string says how they were measured (which attention kernel ran). The functions
-run on a CPU too, where what only the CUDA allocator knows is left out: so tests run them, at small sizes.
+Every number's name ends in its unit; a string says how they were measured (which attention kernel
+ran). The functions run on a CPU too, where what only the CUDA allocator knows is left out: so tests
+run them, at small sizes.
 """
 
 import math
@@ -25,9 +27,11 @@ from .allocator import release
 
 Number = int | float
 Part = dict[str, Number | str]
-UNITS = ("bytes", "flops", "count", "seconds", "percent")  # the last word of a figure's name; the first three are whole
+# the last word of a figure's name; the first three are whole
+UNITS = ("bytes", "flops", "count", "seconds", "percent")
 
-#: What is measured of an arm: the figure is called `<arm>_<quantity>`, its label is "arm: quantity".
+# : What is measured of an arm: the figure is called `<arm>_<quantity>`, its label is "arm:
+# quantity".
 QUANTITIES = {
     "predicted_bytes": "predicted peak",
     "peak_bytes": "peak of tensors",
@@ -66,7 +70,8 @@ class Experiment:
     Attributes:
         function: takes a device, and sizes by keyword; yields name -> number, or string.
         title: a label.
-        labels: name of a figure -> its label; a placeholder in the name is whatever stands there, and in the label too.
+        labels: name of a figure -> its label; a placeholder in the name is whatever stands there,
+            and in the label too.
         sizes, small: what it is run with; small ones take a second on any device.
     """
 
@@ -79,11 +84,17 @@ class Experiment:
     small: dict[str, Any]
 
     def run(
-        self, device: str | torch.device = "cuda", *, small: bool = False, found: Callable[[Run], object] | None = None
+        self,
+        device: str | torch.device = "cuda",
+        *,
+        small: bool = False,
+        found: Callable[[Run], object] | None = None,
     ) -> Run:
-        """Its figures, from the same random numbers every time; the generators are as they were after it.
+        """Its figures, from the same random numbers every time; the generators are as they were
+        after it.
 
-        Where there is no room for it, it starts again with half the batch, then with fewer layers, then shorter.
+        Where there is no room for it, it starts again with half the batch, then with fewer layers,
+        then shorter.
 
         Args:
             found: called with all that has been found whenever there is more of it.
@@ -109,7 +120,8 @@ class Experiment:
                     raise MemoryError(f"there is no room for it at any size ({problem})") from None
             finally:
                 release(device)
-            sizes = less  # here, because the error in hand above holds the tensors of the failed attempt
+            # here, because the error in hand above holds the tensors of the failed attempt
+            sizes = less
 
     def _parts(self, device: torch.device, sizes: dict[str, Any]) -> Iterator[Run]:
         figures: dict[str, Number] = {}
@@ -141,11 +153,16 @@ class Experiment:
         return f"`{figure}`"
 
     def in_order(self, values: dict[str, Number]) -> dict[str, Number]:
-        """Sorted by label, then by the numbers in the name (512 before 1024): a recording is sorted by letters."""
+        """Sorted by label, then by the numbers in the name (512 before 1024): a recording is sorted
+        by letters."""
 
         def place(figure: str) -> tuple[int, list[int], str]:
             places = [place for place, pattern in enumerate(self.labels) if _match(pattern, figure)]
-            return places[0] if places else len(self.labels), [int(n) for n in re.findall(r"\d+", figure)], figure
+            return (
+                places[0] if places else len(self.labels),
+                [int(n) for n in re.findall(r"\d+", figure)],
+                figure,
+            )
 
         return {figure: values[figure] for figure in sorted(values, key=place)}
 
@@ -158,7 +175,8 @@ def experiment(
     arms: dict[str, str] | None = None,
     labels: dict[str, str] | None = None,
 ) -> Callable[[Callable], Experiment]:
-    """Make the function below it a GPU experiment of the lesson in whose module it stands, under its own name.
+    """Make the function below it a GPU experiment of the lesson in whose module it stands, under
+    its own name.
 
     Args:
         title, sizes, small, labels: as in `Experiment`.
@@ -172,7 +190,9 @@ def experiment(
 
     def made(function: Callable[..., Iterator[Part]]) -> Experiment:
         lesson = function.__module__.rpartition("lesson_")[2][:2]  # of a package's part, too
-        return Experiment(lesson, function.__name__, function, title, {**(labels or {}), **derived}, sizes, small)
+        return Experiment(
+            lesson, function.__name__, function, title, {**(labels or {}), **derived}, sizes, small
+        )
 
     return made
 
@@ -180,11 +200,17 @@ def experiment(
 def peaks(arm: str, step: Callable[[], object], **held: object) -> dict[str, Number]:
     """The peaks of one arm, as `measure(step)` finds them, whose keyword arguments may follow."""
     found = measure(step, repeats=1, **held)
-    return {f"{arm}_peak_bytes": found.peak_bytes, f"{arm}_allocator_peak_bytes": found.allocator_peak_bytes}
+    return {
+        f"{arm}_peak_bytes": found.peak_bytes,
+        f"{arm}_allocator_peak_bytes": found.allocator_peak_bytes,
+    }
 
 
-def seconds(device: torch.device, arms: Mapping[str, Callable[[], object]], rounds: int = 5) -> dict[str, Number]:
-    """The median seconds of each arm: in turns, a call of each in every round, from either end; the first warms up."""
+def seconds(
+    device: torch.device, arms: Mapping[str, Callable[[], object]], rounds: int = 5
+) -> dict[str, Number]:
+    """The median seconds of each arm: in turns, a call of each in every round, from either end; the
+    first warms up."""
     taken: dict[str, list[float]] = {arm: [] for arm in arms}
     for i in range(rounds + 1):
         for arm in list(arms)[:: 1 if i % 2 else -1]:
@@ -192,7 +218,9 @@ def seconds(device: torch.device, arms: Mapping[str, Callable[[], object]], roun
     return {f"{arm}_seconds": statistics.median(times[1:]) for arm, times in taken.items()}
 
 
-def compared(device: torch.device, arms: Mapping[str, Callable[[], object]], **held: object) -> Iterator[Part]:
+def compared(
+    device: torch.device, arms: Mapping[str, Callable[[], object]], **held: object
+) -> Iterator[Part]:
     """The `peaks` of each arm, one after the other, and then the `seconds` of all."""
     for arm, step in arms.items():
         yield peaks(arm, step, **held)
@@ -200,7 +228,8 @@ def compared(device: torch.device, arms: Mapping[str, Callable[[], object]], **h
 
 
 def _clocked(device: torch.device, step: Callable[[], object]) -> float:
-    """Seconds of a step; on CUDA from when the GPU begins, so that Python is not timed where it runs ahead."""
+    """Seconds of a step; on CUDA from when the GPU begins, so that Python is not timed where it
+    runs ahead."""
     wait_for(device)
     if device.type != "cuda":
         start = time.perf_counter()
@@ -217,14 +246,17 @@ def _clocked(device: torch.device, step: Callable[[], object]) -> float:
 
 
 class AttentionKernels(TorchDispatchMode):
-    """Which kernels `F.scaled_dot_product_attention` has run inside the block: `str()` of it names them."""
+    """Which kernels `F.scaled_dot_product_attention` has run inside the block: `str()` of it names
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[str, None] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if match := re.fullmatch(r"aten::_scaled_dot_product_(\w+_attention)(_for_cpu)?", func.name()):
+        if match := re.fullmatch(
+            r"aten::_scaled_dot_product_(\w+_attention)(_for_cpu)?", func.name()
+        ):
             self.seen[match[1].upper()] = None
         return func(*args, **(kwargs or {}))
 
@@ -232,7 +264,9 @@ class AttentionKernels(TorchDispatchMode):
         return ", ".join(self.seen) or "MATH"
 
 
-def decoder_and_tokens(device: torch.device, *, batch: int, **sizes: Any) -> tuple[Decoder, torch.Tensor]:
+def decoder_and_tokens(
+    device: torch.device, *, batch: int, **sizes: Any
+) -> tuple[Decoder, torch.Tensor]:
     """A decoder and the tokens of one step, made on the device."""
     with device:
         model = Decoder(**sizes)
@@ -240,7 +274,8 @@ def decoder_and_tokens(device: torch.device, *, batch: int, **sizes: Any) -> tup
 
 
 def need_host_memory(count: int) -> None:
-    """Refuse to pin so many bytes where there are not as many: the system would end the process instead.
+    """Refuse to pin so many bytes where there are not as many: the system would end the process
+    instead.
 
     Raises:
         MemoryError: as said.
@@ -251,7 +286,9 @@ def need_host_memory(count: int) -> None:
         return
     free = 1024 * int(found[1]) if found else count
     if count > free:
-        raise MemoryError(f"it pins {count / 1e9:.0f} GB of host memory, of which {free / 1e9:.0f} GB are free")
+        raise MemoryError(
+            f"it pins {count / 1e9:.0f} GB of host memory, of which {free / 1e9:.0f} GB are free"
+        )
 
 
 def in_short(error: BaseException) -> str:
@@ -275,9 +312,15 @@ def check_figure(name: str, value: object) -> None:
     """
     unit = name.rpartition("_")[2]
     if unit not in UNITS:
-        raise ValueError(f"{name} does not say its unit: a figure's name ends in one of {', '.join(UNITS)}")
+        raise ValueError(
+            f"{name} does not say its unit: a figure's name ends in one of {', '.join(UNITS)}"
+        )
     whole = unit in UNITS[:3]
-    if isinstance(value, bool) or not isinstance(value, int if whole else Number) or not math.isfinite(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int if whole else Number)
+        or not math.isfinite(value)
+    ):
         raise ValueError(f"{name} is {value!r}; it takes a {'whole' if whole else 'finite'} number")
 
 

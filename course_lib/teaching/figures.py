@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: One colour, one meaning, in every lesson: seven categories of bytes, and `predicted` (a line), `measured` (points).
-#: Paul Tol's "bright" scheme and two more. Categories of equal grey differ in their hatching.
+# : One colour, one meaning, in every lesson: seven categories of bytes, and `predicted` (a line),
+# `measured` (points). : Paul Tol's "bright" scheme and two more. Categories of equal grey differ in
+# their hatching.
 COLORS = {**CATEGORY_COLORS, "predicted": "#333333", "measured": "#EE7733"}
 HATCHES = {**dict.fromkeys(CATEGORY_COLORS), **CATEGORY_HATCHES}
 _HATCH_COLOR = (1.0, 1.0, 1.0, 0.35)
@@ -65,7 +66,8 @@ def category_label(name: str) -> labels.Label:
 
 
 def category_look(name: str) -> dict[str, Any]:
-    """Colour and hatching of a category of bytes, as arguments of matplotlib's areas, bars and patches."""
+    """Colour and hatching of a category of bytes, as arguments of matplotlib's areas, bars and
+    patches."""
     look = {"facecolor": COLORS.get(name, "#777777"), "hatch": HATCHES.get(name)}
     return {**look, "edgecolor": _HATCH_COLOR, "linewidth": 0}
 
@@ -94,31 +96,41 @@ def figure(
 
     It is drawn with English labels; those in Chinese are put in their places when it is shown.
 
-    The first figure puts the style into matplotlib's `rcParams`, because labels that are set later take their font from
-    there; change them after that, and your changes stay.
+    The first figure puts the style into matplotlib's `rcParams`, because labels that are set later
+    take their font from there; change them after that, and your changes stay.
 
     Args:
         title: the message of the figure, not its axes.
         width, height: inches, at 100 dots an inch.
-        alt: what the picture shows, in sentences, for readers who do not see it; the title is said before it. Left out,
-            kinds of drawing, axes and labels are said: write one where that is too little.
+        alt: what the picture shows, in sentences, for readers who do not see it; the title is said
+            before it. Left out, kinds of drawing, axes and labels are said: write one where that is
+            too little.
 
     Returns:
-        The figure, and its axes: one `Axes`, or an array of them if there are several rows or columns.
+        The figure, and its axes: one `Axes`, or an array of them if there are several rows or
+        columns.
     """
     pyplot = _pyplot()
     drawn, axes = pyplot.subplots(
-        rows, columns, figsize=(width, height), dpi=100, sharex=sharex, sharey=sharey, layout="constrained"
+        rows,
+        columns,
+        figsize=(width, height),
+        dpi=100,
+        sharex=sharex,
+        sharey=sharey,
+        layout="constrained",
     )
     if title is not None:
         drawn.suptitle(title, x=0.012, ha="left", linespacing=1.35)
     drawn.course_alt = alt
-    drawn.course_larger = 1.6  # letters on a slide at most: `pictures.enlarged`; a figure with boxes sets less
+    # letters on a slide at most: `pictures.enlarged`; a figure with boxes sets less
+    drawn.course_larger = 1.6
     return drawn, axes
 
 
 def shown_once(drawn: "Figure") -> "Figure":
-    """Close a figure in a notebook, which else shows it twice: as the value of the cell and as an open figure."""
+    """Close a figure in a notebook, which else shows it twice: as the value of the cell and as an
+    open figure."""
     import matplotlib
 
     if "inline" in matplotlib.get_backend():
@@ -135,14 +147,17 @@ def predicted_and_measured(
     *,
     color: str | None = None,
 ) -> None:
-    """Draw a prediction as a line and measurements as points, in one colour, with the name at the end of the line.
+    """Draw a prediction as a line and measurements as points, in one colour, with the name at the
+    end of the line.
 
-    The alt text says the first and the last measurement, so measure what is the same everywhere: bytes, FLOPs.
+    The alt text says the first and the last measurement, so measure what is the same everywhere:
+    bytes, FLOPs.
 
     Args:
         ax: where to draw.
         x: positions of the points.
-        predicted: values of the line, or the formula itself for a smooth one; None to draw the points only.
+        predicted: values of the line, or the formula itself for a smooth one; None to draw the
+            points only.
         measured: values of the points, in the same unit.
         name: the label of the points.
         color: instead of the course's colour for measurements; the line is the same, lighter.
@@ -157,7 +172,13 @@ def predicted_and_measured(
     ax.plot(x, measured, "o", color=color, zorder=3)
     end = (x[-1], measured[-1])
     written = ax.annotate(
-        name, end, xytext=(8, 0), textcoords="offset points", va="center", color=color, annotation_clip=False
+        name,
+        end,
+        xytext=(8, 0),
+        textcoords="offset points",
+        va="center",
+        color=color,
+        annotation_clip=False,
     )
     written.course_ends = (f"{measured[0]:,.4g}", f"{measured[-1]:,.4g}")
 
@@ -174,8 +195,14 @@ def _pyplot() -> Any:
     from matplotlib import cycler, pyplot
 
     add_font()
-    if FONT not in matplotlib.rcParams["font.family"]:  # the first figure, or the first after a reset
+    # the first figure, or the first after a reset
+    if FONT not in matplotlib.rcParams["font.family"]:
         matplotlib.rcParams.update(_STYLE)
-        colors = [COLORS[name] for name in ("parameter", "gradient", "activation", "optimizer", "buffer", "predicted")]
-        matplotlib.rcParams["axes.prop_cycle"] = cycler(color=colors) + cycler(linestyle=_LINE_STYLES)
+        colors = [
+            COLORS[name]
+            for name in ("parameter", "gradient", "activation", "optimizer", "buffer", "predicted")
+        ]
+        matplotlib.rcParams["axes.prop_cycle"] = cycler(color=colors) + cycler(
+            linestyle=_LINE_STYLES
+        )
     return pyplot

@@ -1,4 +1,5 @@
-"""GPU figures in a lesson: measured now where there is a GPU, else recorded ones labelled as such, else none."""
+"""GPU figures in a lesson: measured now where there is a GPU, else recorded ones labelled as such,
+else none."""
 
 from collections.abc import Sequence
 
@@ -13,7 +14,8 @@ class GpuFigures:
     """Experiments with their titles, where the figures are from, and the figures; it shows itself.
 
     Attributes:
-        figures: experiment -> `course_lib.teaching.recorded.Figures`, for what a lesson does with the numbers.
+        figures: experiment -> `course_lib.teaching.recorded.Figures`, for what a lesson does with
+            the numbers.
     """
 
     def __init__(self, parts: Sequence[tuple[Experiment, Figures]]) -> None:
@@ -58,7 +60,12 @@ def _origin(found: Figures) -> list[Label]:
     if found.source == "live":
         lines.append(text("Measured now on {gpu}, torch {torch}, {date}.", **measured))
     elif found.source == "recorded":
-        lines.append(text("Recorded on {gpu}, torch {torch}, {date}; not measured on this machine.", **measured))
+        lines.append(
+            text(
+                "Recorded on {gpu}, torch {torch}, {date}; not measured on this machine.",
+                **measured,
+            )
+        )
     else:
         lines.append(text("No recording yet: run `make gpu` on a machine with a GPU."))
     if found.smaller:
@@ -72,8 +79,14 @@ def _origin(found: Figures) -> list[Label]:
 
 def _table(item: Experiment, found: Figures) -> Table:
     columns = ["figure", "value", "bytes"]
-    rows = [(item.label_of(name), *map(NumberText, _cells(name, value))) for name, value in found.values.items()]
-    values = [(name, value, value if name.endswith("bytes") else None) for name, value in found.values.items()]
+    rows = [
+        (item.label_of(name), *map(NumberText, _cells(name, value)))
+        for name, value in found.values.items()
+    ]
+    values = [
+        (name, value, value if name.endswith("bytes") else None)
+        for name, value in found.values.items()
+    ]
     return Table(columns, rows, values=values)
 
 

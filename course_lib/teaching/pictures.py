@@ -1,7 +1,9 @@
-"""How figures are shown: drawn once in each language from the same data, as two pictures of which a page shows one.
+"""How figures are shown: drawn once in each language from the same data, as two pictures of which a
+page shows one.
 
-JupyterLab shows a picture's bytes without any alt text, whatever the output's metadata say, and so does nbconvert's
-own template. An `<img>` in HTML keeps its alt in both, and on a Sphinx page too: so that is how figures are shown.
+JupyterLab shows a picture's bytes without any alt text, whatever the output's metadata say, and so
+does nbconvert's own template. An `<img>` in HTML keeps its alt in both, and on a Sphinx page too:
+so that is how figures are shown.
 """
 
 import base64
@@ -37,17 +39,21 @@ class Picture:
 
 
 def show_in_both_languages() -> None:
-    """From now on figures are shown in notebooks as two pictures with alt texts. Without IPython nothing happens."""
+    """From now on figures are shown in notebooks as two pictures with alt texts. Without IPython
+    nothing happens."""
     try:
         from IPython import get_ipython
     except ImportError:
         return
     if shell := get_ipython():
-        shell.display_formatter.ipython_display_formatter.for_type_by_name("matplotlib.figure", "Figure", show)
+        shell.display_formatter.ipython_display_formatter.for_type_by_name(
+            "matplotlib.figure", "Figure", show
+        )
 
 
 def show(drawn: "Figure") -> None:
-    """Instead of IPython's own PNG, not beside it: once more would make the notebook larger by half.
+    """Instead of IPython's own PNG, not beside it: once more would make the notebook larger by
+    half.
 
     The pictures for slides stand in the output's metadata, `slides`, where no page shows them.
     """
@@ -73,10 +79,12 @@ def show(drawn: "Figure") -> None:
 
 @contextmanager
 def enlarged(drawn: "Figure") -> Iterator[None]:
-    """A figure on a smaller sheet of a slide's shape, while the block lasts, so that letters and lines are larger.
+    """A figure on a smaller sheet of a slide's shape, while the block lasts, so that letters and
+    lines are larger.
 
-    Ticks are chosen anew for the shorter axes; titles that are too long for the sheet are broken into lines. Letters
-    become `LARGER` times as large, less where the axes would keep too little of the sheet, or as `course_larger` says.
+    Ticks are chosen anew for the shorter axes; titles that are too long for the sheet are broken
+    into lines. Letters become `LARGER` times as large, less where the axes would keep too little of
+    the sheet, or as `course_larger` says.
     """
     size = drawn.get_size_inches().copy()
     titles = [text for text in (drawn._suptitle, *_panel_titles(drawn)) if text and text.get_text()]
@@ -104,7 +112,9 @@ def enlarged(drawn: "Figure") -> Iterator[None]:
 
 def _share_of_axes(drawn: "Figure") -> float:
     """How much of a figure's height its axes take, those beside each other once."""
-    return sum({round(box.y0, 2): box.height for box in (ax.get_position() for ax in drawn.axes)}.values())
+    return sum(
+        {round(box.y0, 2): box.height for box in (ax.get_position() for ax in drawn.axes)}.values()
+    )
 
 
 def _panel_titles(drawn: "Figure") -> list["Text"]:
@@ -112,7 +122,8 @@ def _panel_titles(drawn: "Figure") -> list["Text"]:
 
 
 def _break_lines(text: "Text", sheet: float) -> None:
-    """Lines of about one width where a title is longer than the panel it stands above, or than the sheet."""
+    """Lines of about one width where a title is longer than the panel it stands above, or than the
+    sheet."""
     room = text.axes.get_window_extent().width if text.axes else 0.97 * sheet
     ratio = text.get_window_extent().width / room
     if ratio <= 1:
@@ -120,7 +131,10 @@ def _break_lines(text: "Text", sheet: float) -> None:
     said = text.get_text().replace("\n", " ")
     if re.search("[\u3400-\u9fff]", said):  # lines may end anywhere, but best behind a mark
         pieces = re.findall("[^，：；。]+[，：；。]?", said)
-        middle = min(range(1, max(2, len(pieces))), key=lambda n: abs(2 * len("".join(pieces[:n])) - len(said)))
+        middle = min(
+            range(1, max(2, len(pieces))),
+            key=lambda n: abs(2 * len("".join(pieces[:n])) - len(said)),
+        )
         text.set_text("".join(pieces[:middle]) + "\n" + "".join(pieces[middle:]))
     else:
         text.set_text(textwrap.fill(said, max(8, int(0.97 * len(said) / ratio))))
@@ -154,10 +168,15 @@ def description(drawn: "Figure") -> tuple[str, str]:
 
 def pictures_in(markup: str) -> dict[str, Picture]:
     """The pictures that an output's HTML consists of, by language; none in any other HTML."""
-    one = r'<figure lang="(\w+)" style="margin: 0"><img alt="([^"]*)" src="data:image/png;base64,([^"]*)"></figure>\s*'
+    one = (
+        r'<figure lang="(\w+)" style="margin: 0"><img alt="([^"]*)"'
+        r' src="data:image/png;base64,([^"]*)"></figure>\s*'
+    )
     if not re.fullmatch(f"(?:{one})+", markup):
         return {}
-    return {language: Picture(png, html.unescape(alt)) for language, alt, png in re.findall(one, markup)}
+    return {
+        language: Picture(png, html.unescape(alt)) for language, alt, png in re.findall(one, markup)
+    }
 
 
 @contextmanager
@@ -176,20 +195,27 @@ def drawn_in(drawn: "Figure", language: str) -> Iterator[None]:
     from matplotlib.text import Text
 
     ticks = {
-        text for ax in drawn.axes for axis in _axes(ax) for text in [*axis.get_ticklabels("both"), axis.offsetText]
+        text
+        for ax in drawn.axes
+        for axis in _axes(ax)
+        for text in [*axis.get_ticklabels("both"), axis.offsetText]
     }
     english = {text: text.get_text() for text in drawn.findobj(Text) if text not in ticks}
     with ExitStack() as after:
         for text, words in english.items():
             text.set_text(in_language(words, language))
             after.callback(text.set_text, words)
-        for formatter in {each for ax in drawn.axes for axis in _axes(ax) for each in _formatters(axis)}:
+        for formatter in {
+            each for ax in drawn.axes for axis in _axes(ax) for each in _formatters(axis)
+        }:
             _translate_ticks(formatter, language, after)
         yield
 
 
 def _axes(ax: Any) -> list[Any]:
-    return [axis for name in ("x", "y", "z") if (axis := getattr(ax, f"{name}axis", None)) is not None]
+    return [
+        axis for name in ("x", "y", "z") if (axis := getattr(ax, f"{name}axis", None)) is not None
+    ]
 
 
 def _formatters(axis: Any) -> list[Any]:
@@ -199,5 +225,7 @@ def _formatters(axis: Any) -> list[Any]:
 def _translate_ticks(formatter: Any, language: str, after: ExitStack) -> None:
     """Ticks are written anew by their formatter whenever the figure is drawn."""
     write = formatter.format_ticks
-    formatter.format_ticks = lambda values: [in_language(words, language) for words in write(values)]
+    formatter.format_ticks = lambda values: [
+        in_language(words, language) for words in write(values)
+    ]
     after.callback(delattr, formatter, "format_ticks")

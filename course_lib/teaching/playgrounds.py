@@ -14,8 +14,8 @@ def playground(draw: Callable[..., "Figure"], sliders: Callable[[Any], dict[str,
 
     Args:
         draw: makes the picture.
-        sliders: from the module `ipywidgets` to a widget for each of the picture's arguments; their descriptions are
-            labels, said in the language in force.
+        sliders: from the module `ipywidgets` to a widget for each of the picture's arguments; their
+            descriptions are labels, said in the language in force.
     """
     try:
         import ipywidgets

@@ -1,4 +1,5 @@
-"""Figures of GPU experiments: measured now where there is a GPU, else those of a GPU that others had, else none.
+"""Figures of GPU experiments: measured now where there is a GPU, else those of a GPU that others
+had, else none.
 
 A recording is `course_lib/recordings/<gpu>.json`; the folder holds nothing else.
 """
@@ -31,7 +32,8 @@ class Figures:
         source: "live" (measured just now), "recorded" (on another machine, or earlier), or "none".
         values: name -> number, in the order of the experiment's labels; empty if there are none.
         gpu, torch, date: of the measurement; None if there is none.
-        problem: the GPU here and why it could not run the experiment; None if it could, or if there is no GPU.
+        problem: the GPU here and why it could not run the experiment; None if it could, or if there
+            is no GPU.
         smaller: the sizes that had to be smaller than the experiment's own.
         notes: what else is said of the figures, such as which attention kernel ran.
     """
@@ -47,7 +49,8 @@ class Figures:
 
 
 def figures(item: Experiment, folder: Path = FOLDER) -> Figures:
-    """The figures of an experiment: measured now where there is a GPU, else from the latest recording, else none.
+    """The figures of an experiment: measured now where there is a GPU, else from the latest
+    recording, else none.
 
     Args:
         folder: where the recordings are; it need not exist.
@@ -57,11 +60,14 @@ def figures(item: Experiment, folder: Path = FOLDER) -> Figures:
         gpu = torch.cuda.get_device_name()
         try:
             run = item.run()
-        except (RuntimeError, MemoryError) as error:  # no room, too old for this torch: a lesson goes on, and says so
+        # no room, too old for this torch: a lesson goes on, and says so
+        except (RuntimeError, MemoryError) as error:
             problem = f"{gpu}: {in_short(error)}"
         else:
             found = {"figures": run.figures, "sizes": run.sizes, "notes": run.notes}
-            return _as_figures(item, found | {"torch": str(torch.__version__), "date": _today()}, "live", gpu)
+            return _as_figures(
+                item, found | {"torch": str(torch.__version__), "date": _today()}, "live", gpu
+            )
     latest: tuple[str, str, dict] | None = None
     for path in sorted(Path(folder).glob("*.json")):
         recording = json.loads(path.read_text(encoding="utf-8"))
@@ -73,20 +79,35 @@ def figures(item: Experiment, folder: Path = FOLDER) -> Figures:
     return _as_figures(item, latest[2], "recorded", latest[1], problem)
 
 
-def _as_figures(item: Experiment, found: dict, source: str, gpu: str, problem: str | None = None) -> Figures:
-    smaller = {name: value for name, value in _plain(found["sizes"]).items() if value != _plain(item.sizes).get(name)}
+def _as_figures(
+    item: Experiment, found: dict, source: str, gpu: str, problem: str | None = None
+) -> Figures:
+    smaller = {
+        name: value
+        for name, value in _plain(found["sizes"]).items()
+        if value != _plain(item.sizes).get(name)
+    }
     values = item.in_order(found["figures"])
-    return Figures(source, values, gpu, found["torch"], found["date"], problem, smaller, found["notes"])
+    return Figures(
+        source, values, gpu, found["torch"], found["date"], problem, smaller, found["notes"]
+    )
 
 
 def record(
-    item: Experiment, run: Run, *, command: str, folder: Path = FOLDER, device: str = "cuda", finished: bool = True
+    item: Experiment,
+    run: Run,
+    *,
+    command: str,
+    folder: Path = FOLDER,
+    device: str = "cuda",
+    finished: bool = True,
 ) -> Path:
     """Write an experiment's figures to `folder`/<gpu>.json, with all that says where they are from.
 
-    What the file has of other experiments stays. What it has of this one is replaced once this run is `finished`; until
-    then new figures are added to it if sizes and software are the same, and stand under "unfinished" if they are not.
-    The file is replaced as a whole, so that an interrupt leaves the old one or the new one.
+    What the file has of other experiments stays. What it has of this one is replaced once this run
+    is `finished`; until then new figures are added to it if sizes and software are the same, and
+    stand under "unfinished" if they are not. The file is replaced as a whole, so that an interrupt
+    leaves the old one or the new one.
 
     Args:
         command: what was run.
@@ -99,12 +120,21 @@ def record(
     if torch.device(device).type == "cuda":
         gpu, total = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
     path = Path(folder) / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
-    recording = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"experiments": {}}
+    recording = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"experiments": {}}
+    )
     same = {"sizes": _plain(run.sizes), **provenance(device)}
-    entry = same | {"figures": run.figures, "notes": run.notes, "date": _today(), "command": command}
+    entry = same | {
+        "figures": run.figures,
+        "notes": run.notes,
+        "date": _today(),
+        "command": command,
+    }
     before = recording["experiments"].get(item.lesson, {}).get(item.name)
     measured = {"link_bytes_per_second"}  # a little different every time
-    added = before is None or all(before[key] == value for key, value in same.items() if key not in measured)
+    added = before is None or all(
+        before[key] == value for key, value in same.items() if key not in measured
+    )
     if added and before and not finished:
         entry["figures"] = before["figures"] | run.figures
     recording.get("unfinished", {}).pop(f"{item.lesson}.{item.name}", None)
@@ -116,7 +146,10 @@ def record(
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     try:
-        new.write_text(json.dumps(recording, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
+        new.write_text(
+            json.dumps(recording, indent=2, sort_keys=True, allow_nan=False) + "\n",
+            encoding="utf-8",
+        )
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
@@ -125,7 +158,8 @@ def record(
 
 @cache
 def provenance(device: str = "cuda") -> dict[str, Any]:
-    """The software and the machine, as far as figures may depend on them; asked once in a process."""
+    """The software and the machine, as far as figures may depend on them; asked once in a
+    process."""
     cuda = torch.device(device).type == "cuda"
     return {
         "torch": str(torch.__version__),
@@ -133,8 +167,20 @@ def provenance(device: str = "cuda") -> dict[str, Any]:
         "triton": _version("triton"),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "driver": _said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
-        "commit": _said_by("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"),
+        "driver": (
+            _said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+            if cuda
+            else None
+        ),
+        "commit": _said_by(
+            "git",
+            "-C",
+            str(Path(__file__).parent),
+            "describe",
+            "--always",
+            "--dirty",
+            "--abbrev=40",
+        ),
         "cpu": _cpu(),
         "threads": torch.get_num_threads(),
         "link_bytes_per_second": _link(torch.device(device)) if cuda else None,
@@ -160,7 +206,9 @@ def _version(package: str) -> str | None:
 def _said_by(*command: str) -> str | None:
     """The first word that a program prints; None where it cannot."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()[0]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=True
+        ).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return None
 
@@ -174,7 +222,8 @@ def _cpu() -> str:
 
 
 def _link(device: torch.device) -> dict[str, int]:
-    """Bytes a second of one large copy each way between pinned host memory and the GPU, to three digits."""
+    """Bytes a second of one large copy each way between pinned host memory and the GPU, to three
+    digits."""
     below = torch.empty(256 * 10**6, dtype=torch.uint8, pin_memory=True)
     above = torch.empty_like(below, device=device)
     rates = {}

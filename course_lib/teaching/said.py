@@ -1,7 +1,8 @@
-"""What learners may have read: a claim that a lesson tests, with its experiment and what became of it.
+"""What learners may have read: a claim that a lesson tests, with its experiment and what became of
+it.
 
-The claims stand with their lessons, and the measured figures are not there: each lesson measures them and hands them
-in. A test repeats every experiment.
+The claims stand with their lessons, and the measured figures are not there: each lesson measures
+them and hands them in. A test repeats every experiment.
 """
 
 from collections.abc import Sequence
@@ -9,14 +10,15 @@ from dataclasses import dataclass
 
 from .tables import Table
 
-#: What becomes of a claim. One that is right in some cases, or at a price that it does not name, holds partly.
+# : What becomes of a claim. One that is right in some cases, or at a price that it does not name,
+# holds partly.
 OUTCOMES = ("fails", "partly", "holds")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim; all but the outcome are labels, the source as it is cited: left out, the teaching documents that the
-    course grew from.
+    """One claim; all but the outcome are labels, the source as it is cited: left out, the teaching
+    documents that the course grew from.
 
     Raises:
         ValueError: the outcome is none of `OUTCOMES`.

@@ -4,13 +4,14 @@ from course_lib.labels import choose
 
 from .pictures import show_in_both_languages
 
-# What stands once per language. Anything else with a `lang` is for every reader: a picture, the switch's own
-# labels.
+# What stands once per language. Anything else with a `lang` is for every reader: a picture, the
+# switch's own labels.
 PER_LANGUAGE = ("div", "span", "p", "td", "th", "li", "tr", "details", "figure")
 
-# One rule per language hides the other. `.jp-Notebook` is one open notebook (JupyterLab, Notebook 7) or the whole of an
-# exported page, so open notebooks do not disturb each other. Only elements inside cells are hidden, because the page
-# itself has a `lang`. `:not` keeps a second switch in the same notebook from hiding everything.
+# One rule per language hides the other. `.jp-Notebook` is one open notebook (JupyterLab, Notebook
+# 7) or the whole of an exported page, so open notebooks do not disturb each other. Only elements
+# inside cells are hidden, because the page itself has a `lang`. `:not` keeps a second switch in the
+# same notebook from hiding everything.
 _RULE = (
     ".jp-Notebook:has(.course-language input[value={shown}]:checked)"
     ":not(:has(.course-language input:not([value={shown}]):checked)) "
@@ -21,7 +22,8 @@ _LOOK = """\
 .course-language fieldset { display: flex; flex-wrap: wrap; gap: 0 1.1em; align-items: center;
   border: 0; margin: 0; padding: 0.15em 0;
   font-family: var(--jp-ui-font-family, sans-serif); font-size: 13px; color: inherit; }
-.course-language label { display: inline-flex; gap: 0.35em; align-items: center; cursor: pointer; opacity: 0.75; }
+.course-language label { display: inline-flex; gap: 0.35em; align-items: center; cursor: pointer; \
+opacity: 0.75; }
 .course-language label:has(input:checked) { opacity: 1; }
 .course-language input { margin: 0; accent-color: var(--jp-brand-color1, #4477aa); }
 .course-language input:focus-visible { outline: 2px solid currentColor; outline-offset: 2px; }
@@ -39,29 +41,37 @@ class Switch:
         return f"Language 语言: {dict(_OPTIONS)[self.chosen]} (COURSE_LANG=en | zh | both)"
 
     def _repr_html_(self) -> str:
-        # A radio group ends at its <form>, so the name need not differ from notebook to notebook. method="dialog" makes
-        # the Enter key do nothing; the data attribute keeps JupyterLab from taking the arrow keys for its own.
+        # A radio group ends at its <form>, so the name need not differ from notebook to notebook.
+        # method="dialog" makes the Enter key do nothing; the data attribute keeps JupyterLab from
+        # taking the arrow keys for its own.
         buttons = "\n".join(
-            f'<label lang="{value if value in ("en", "zh") else "mul"}"><input type="radio" name="course-language" '
-            f'value="{value}" data-lm-suppress-shortcuts="true"{" checked" * (value == self.chosen)}> {words}</label>'
+            f'<label lang="{value if value in ("en", "zh") else "mul"}"><input type="radio"'
+            f' name="course-language" value="{value}"'
+            f' data-lm-suppress-shortcuts="true"{" checked" * (value == self.chosen)}>'
+            f" {words}</label>"
             for value, words in _OPTIONS
         )
-        rules = "\n".join(_RULE.format(shown=shown, hidden=hidden) for shown, hidden in (("en", "zh"), ("zh", "en")))
+        rules = "\n".join(
+            _RULE.format(shown=shown, hidden=hidden)
+            for shown, hidden in (("en", "zh"), ("zh", "en"))
+        )
         return (
-            '<form class="course-language" method="dialog" autocomplete="off">\n'
-            f'<fieldset>\n<legend lang="mul">Language 语言</legend>\n{buttons}\n</fieldset>\n</form>\n'
-            f"<style>\n{rules}\n{_LOOK}\n</style>"
+            '<form class="course-language" method="dialog"'
+            ' autocomplete="off">\n<fieldset>\n<legend lang="mul">Language'
+            f" 语言</legend>\n{buttons}\n</fieldset>\n</form>\n<style>\n{rules}\n{_LOOK}\n</style>"
         )
 
 
 def language(default: str = "en") -> None:
     """Show the language switch, and set the language of plain text.
 
-    The switch works on the cells of its own notebook, without a kernel; from now on figures are shown in a notebook
-    once in each language. Plain text keeps the language it was printed in. Without IPython one line is printed instead.
+    The switch works on the cells of its own notebook, without a kernel; from now on figures are
+    shown in a notebook once in each language. Plain text keeps the language it was printed in.
+    Without IPython one line is printed instead.
 
     Args:
-        default: "en", "zh" or "both"; the environment variable COURSE_LANG, where set, goes before it.
+        default: "en", "zh" or "both"; the environment variable COURSE_LANG, where set, goes before
+            it.
 
     Raises:
         ValueError: the environment variable or `default` is none of the three.

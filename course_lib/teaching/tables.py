@@ -1,4 +1,5 @@
-"""Tables of results: pandas lays them out, this module says what stands in them, in both languages."""
+"""Tables of results: pandas lays them out, this module says what stands in them, in both
+languages."""
 
 import html
 import math
@@ -34,19 +35,28 @@ class Table(show.Table):
     """
 
     def __init__(
-        self, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, values: Iterable[Sequence[Any]] | None = None
+        self,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[Any]],
+        *,
+        values: Iterable[Sequence[Any]] | None = None,
     ) -> None:
         self._headings = list(columns)
         self._shown = [list(row) for row in rows]
         self._values = self._shown if values is None else [list(row) for row in values]
         for row in [*self._shown, *self._values]:
             if len(row) != len(self._headings):
-                raise ValueError(f"a row has {len(row)} cells, but there are {len(self._headings)} columns: {row!r}")
+                raise ValueError(
+                    f"a row has {len(row)} cells, but there are {len(self._headings)} columns:"
+                    f" {row!r}"
+                )
         self.columns = [str(heading) for heading in self._headings]
 
     def rows(self) -> list[Sequence]:
         """The unrounded values."""
-        return [[say(cell) if isinstance(cell, str) else cell for cell in row] for row in self._values]
+        return [
+            [say(cell) if isinstance(cell, str) else cell for cell in row] for row in self._values
+        ]
 
     @property
     def data(self) -> Any:
@@ -56,15 +66,27 @@ class Table(show.Table):
     def __str__(self) -> str:
         headings = [say(heading) for heading in self._headings]
         rows = [[_said(cell) for cell in row] for row in self._shown]
-        if any(len(cell) > 60 for row in rows for cell in row):  # sentences: one below the other, not side by side
-            items = ("\n".join(f"{name}: {cell}" for name, cell in zip(headings, row, strict=True)) for row in rows)
+        # sentences: one below the other, not side by side
+        if any(len(cell) > 60 for row in rows for cell in row):
+            items = (
+                "\n".join(f"{name}: {cell}" for name, cell in zip(headings, row, strict=True))
+                for row in rows
+            )
             return "\n\n".join(items)
         try:
             import pandas
         except ImportError:
             return "\n".join("\t".join(row) for row in [headings, *rows])
-        # Hanzi are two columns wide in a terminal; left to itself pandas also cuts long cells and wide tables.
-        options = ("display.unicode.east_asian_width", True, "display.max_colwidth", None, "display.width", None)
+        # Hanzi are two columns wide in a terminal; left to itself pandas also cuts long cells and
+        # wide tables.
+        options = (
+            "display.unicode.east_asian_width",
+            True,
+            "display.max_colwidth",
+            None,
+            "display.width",
+            None,
+        )
         with pandas.option_context(*options):
             return pandas.DataFrame(rows, columns=headings).to_string(index=False)
 
@@ -79,8 +101,13 @@ class Table(show.Table):
             bool(self._shown) and all(_is_number(row[column]) for row in self._shown)
             for column in range(len(self._headings))
         ]
-        headings = [_cell(heading, right) for heading, right in zip(self._headings, numeric, strict=True)]
-        rows = [[_cell(cell, right) for cell, right in zip(row, numeric, strict=True)] for row in self._shown]
+        headings = [
+            _cell(heading, right) for heading, right in zip(self._headings, numeric, strict=True)
+        ]
+        rows = [
+            [_cell(cell, right) for cell, right in zip(row, numeric, strict=True)]
+            for row in self._shown
+        ]
         frame = pandas.DataFrame(rows, columns=headings)
         with pandas.option_context("display.max_colwidth", None):
             return frame.to_html(index=False, escape=False, border=0, classes="course-table")
@@ -91,22 +118,32 @@ class NumberText(str):
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Any table: headings and cells are labels or numbers; names from code stand in `backquotes`."""
+    """Any table: headings and cells are labels or numbers; names from code stand in
+    `backquotes`."""
     rows = [list(row) for row in rows]
     decimals = [_decimals(column) for column in zip(*rows, strict=False)]
-    shown = ([_plain_number(cell, n) for cell, n in zip(row, decimals, strict=False)] for row in rows)
+    shown = (
+        [_plain_number(cell, n) for cell, n in zip(row, decimals, strict=False)] for row in rows
+    )
     return Table(columns, shown, values=rows)
 
 
 def compare(
-    measurements: Mapping[str, Any] | None = None, /, *, seconds: bool = False, workspace: bool = False, **named: Any
+    measurements: Mapping[str, Any] | None = None,
+    /,
+    *,
+    seconds: bool = False,
+    workspace: bool = False,
+    **named: Any,
 ) -> Table:
     """Measurements side by side, each against the first.
 
     Args:
         measurements: label -> measurement, for labels that are no names in Python.
-        seconds: also show time and device. They differ from run to run: the cell needs `nbval-ignore-output`.
-        workspace: also show what the operators' own workspace adds to the peak; it differs from machine to machine.
+        seconds: also show time and device. They differ from run to run: the cell needs
+            `nbval-ignore-output`.
+        workspace: also show what the operators' own workspace adds to the peak; it differs from
+            machine to machine.
         named: name=measurement.
 
     Returns:
@@ -117,7 +154,9 @@ def compare(
     """
     arms = {**(measurements or {}), **named}
     if not arms:
-        raise ValueError("compare needs at least one measurement, as in compare(plain=measure(step))")
+        raise ValueError(
+            "compare needs at least one measurement, as in compare(plain=measure(step))"
+        )
     first = next(iter(arms.values()))
     columns: list[str] = ["", "peak, MB", "vs first", "GFLOPs", "FLOPs vs first"]
     if workspace:
@@ -127,7 +166,10 @@ def compare(
 
     shown, values = [], []
     for name, arm in arms.items():
-        peak_ratio, flops_ratio = _ratio(arm.peak_bytes, first.peak_bytes), _ratio(arm.flops, first.flops)
+        peak_ratio, flops_ratio = (
+            _ratio(arm.peak_bytes, first.peak_bytes),
+            _ratio(arm.flops, first.flops),
+        )
         row = [(name, name), _scaled(arm.peak_bytes, 10**6), (peak_ratio, _times(peak_ratio))]
         row += [_scaled(arm.flops, 10**9), (flops_ratio, _times(flops_ratio))]
         if workspace:
@@ -140,30 +182,46 @@ def compare(
 
 
 def predictions(
-    rows: Iterable[tuple[str, float | str | None, float | None]], unit: str = "MB", *, scale: float | None = None
+    rows: Iterable[tuple[str, float | str | None, float | None]],
+    unit: str = "MB",
+    *,
+    scale: float | None = None,
 ) -> Table:
     """Predicted beside measured, with the error in per cent of what was measured.
 
     Args:
-        rows: (label, predicted, measured), both in bytes or FLOPs; None for what is not known, which is shown as "–".
-            A prediction may be text with its unit, such as "300 MB".
-        unit: "bytes" and "FLOPs" are shown to the last digit; kB, MB, GB (powers of 10), KiB, MiB, GiB (powers of 2),
-            MFLOPs, GFLOPs, TFLOPs with three decimals.
+        rows: (label, predicted, measured), both in bytes or FLOPs; None for what is not known,
+            which is shown as "–". A prediction may be text with its unit, such as "300 MB".
+        unit: "bytes" and "FLOPs" are shown to the last digit; kB, MB, GB (powers of 10), KiB, MiB,
+            GiB (powers of 2), MFLOPs, GFLOPs, TFLOPs with three decimals.
         scale: how many make one `unit`, for a unit of your own.
 
     Raises:
-        ValueError: an unknown unit without `scale`; a prediction that is no number, nor text with one.
+        ValueError: an unknown unit without `scale`; a prediction that is no number, nor text with
+            one.
     """
     if scale is None:
         if unit not in _UNITS:
-            raise ValueError(f"unit is {unit!r}, but must be one of {', '.join(_UNITS)}; or give `scale`")
+            raise ValueError(
+                f"unit is {unit!r}, but must be one of {', '.join(_UNITS)}; or give `scale`"
+            )
         scale = _UNITS[unit]
-    columns: list[str] = ["", text("predicted, {unit}", unit=unit), text("measured, {unit}", unit=unit), "error, %"]
+    columns: list[str] = [
+        "",
+        text("predicted, {unit}", unit=unit),
+        text("measured, {unit}", unit=unit),
+        "error, %",
+    ]
     shown, values = [], []
     for name, guess, measured in rows:
         predicted = _guessed(guess)
         error = _error_percent(predicted, measured)
-        cells = [(name, name), _scaled(predicted, scale), _scaled(measured, scale), (error, _percent(error))]
+        cells = [
+            (name, name),
+            _scaled(predicted, scale),
+            _scaled(measured, scale),
+            (error, _percent(error)),
+        ]
         values.append([value for value, _ in cells])
         shown.append([cell for _, cell in cells])
     return Table(columns, shown, values=values)
@@ -174,13 +232,20 @@ def _guessed(guess: Any) -> float | None:
     number = guess.item() if hasattr(guess, "item") else guess
     if number is None or _is_real(number):
         return number
-    if isinstance(number, str) and (found := _GUESS.fullmatch(number.strip())) and (found[2] or "bytes") in _UNITS:
+    if (
+        isinstance(number, str)
+        and (found := _GUESS.fullmatch(number.strip()))
+        and (found[2] or "bytes") in _UNITS
+    ):
         return float(found[1].replace(",", "")) * _UNITS[found[2] or "bytes"]
-    raise ValueError(f'a prediction is a number of bytes or FLOPs, such as 300e6, or "300 MB"; got {guess!r}')
+    raise ValueError(
+        f'a prediction is a number of bytes or FLOPs, such as 300e6, or "300 MB"; got {guess!r}'
+    )
 
 
 def _scaled(value: float | None, scale: float) -> tuple[float | None, str]:
-    """The value in its unit, and the text for it: whole numbers to the last digit, others with three decimals."""
+    """The value in its unit, and the text for it: whole numbers to the last digit, others with
+    three decimals."""
     if value is None or not math.isfinite(value):
         return None, NumberText("–")
     if scale == 1 and value == int(value):
@@ -214,8 +279,13 @@ def _percent(error: float | None) -> str:
 
 
 def _decimals(column: Sequence[Any]) -> int | None:
-    """How many decimals the numbers of a column are shown with, all alike; None if powers of ten are among them."""
-    written = [f"{float(cell):g}" for cell in column if _is_real(cell) and not isinstance(cell, numbers.Integral)]
+    """How many decimals the numbers of a column are shown with, all alike; None if powers of ten
+    are among them."""
+    written = [
+        f"{float(cell):g}"
+        for cell in column
+        if _is_real(cell) and not isinstance(cell, numbers.Integral)
+    ]
     if any("e" in each for each in written):
         return None
     return max((len(each.partition(".")[2]) for each in written), default=0)
@@ -223,9 +293,13 @@ def _decimals(column: Sequence[Any]) -> int | None:
 
 def _plain_number(cell: Any, decimals: int | None) -> Any:
     if not _is_real(cell):
-        return NumberText(cell) if isinstance(cell, str) and _WRITTEN_NUMBER.fullmatch(cell) else cell
+        return (
+            NumberText(cell) if isinstance(cell, str) and _WRITTEN_NUMBER.fullmatch(cell) else cell
+        )
     if decimals is None:
-        return NumberText(f"{int(cell):,}" if isinstance(cell, numbers.Integral) else f"{float(cell):g}")
+        return NumberText(
+            f"{int(cell):,}" if isinstance(cell, numbers.Integral) else f"{float(cell):g}"
+        )
     return NumberText(f"{cell:,.{decimals}f}")
 
 
@@ -242,8 +316,12 @@ def _said(cell: Any) -> str:
 
 
 def _cell(cell: Any, right: bool) -> str:
-    """A table cell's HTML. The <div> carries the alignment, because pandas gives its cells no style of their own."""
-    look = "text-align: right; white-space: nowrap" if right else "text-align: left; max-width: 28em"
+    """A table cell's HTML. The <div> carries the alignment, because pandas gives its cells no style
+    of their own."""
+    look = (
+        "text-align: right; white-space: nowrap" if right else "text-align: left; max-width: 28em"
+    )
     words = html.escape(cell) if isinstance(cell, NumberText) else markup(cell)
-    words = re.sub(r"(?<=\d) (?=[kMG]?i?B\b|×(?! [\w(]))", "\u00a0", words)  # no line break before a unit
+    # no line break before a unit
+    words = re.sub(r"(?<=\d) (?=[kMG]?i?B\b|×(?! [\w(]))", "\u00a0", words)
     return f'<div style="{look}">{words}</div>'

@@ -29,7 +29,8 @@ def timelines(
 ) -> "Figure":
     """Byte timelines of several training steps, one above the other, on one scale.
 
-    The first one's peak is drawn through the others as a dashed line, so that what is saved can be seen.
+    The first one's peak is drawn through the others as a dashed line, so that what is saved can be
+    seen.
 
     Args:
         meters: label -> `MemoryMeter` after its block.
@@ -50,9 +51,12 @@ def timelines(
     steps = [_Step(name, meter) for name, meter in arms.items()]
 
     height = panel_height * len(steps) + (0.45 if title is None else 0.75)
-    drawn, axes = figure(title, rows=len(steps), width=width, height=height, sharex=share_x, sharey=True)
+    drawn, axes = figure(
+        title, rows=len(steps), width=width, height=height, sharex=share_x, sharey=True
+    )
     axes = [axes] if len(steps) == 1 else list(axes)
-    top = max(step.peak for step in steps) * (1.22 if panel_height >= 2 else 1.45)  # room for the figure at the peak
+    # room for the figure at the peak
+    top = max(step.peak for step in steps) * (1.22 if panel_height >= 2 else 1.45)
     axes[0].set_ylim(0, top / 1e6)
     for panel, step in zip(axes, steps, strict=True):
         _draw_step(panel, step)
@@ -61,8 +65,11 @@ def timelines(
     axes[-1].set_xlabel(text("operators, in the order they ran"))
     drawn.supylabel(text("live bytes (MB)"), fontsize=9.5, color="#333333")
 
-    drawn.draw_without_rendering()  # settles the layout: the labels below need to know their size in data units
-    named_somewhere = set().union(*(_label_areas(panel, step) for panel, step in zip(axes, steps, strict=True)))
+    # settles the layout: the labels below need to know their size in data units
+    drawn.draw_without_rendering()
+    named_somewhere = set().union(
+        *(_label_areas(panel, step) for panel, step in zip(axes, steps, strict=True))
+    )
     for panel, step in zip(axes, steps, strict=True):
         _mark_peak(panel, step, None if step is steps[0] else steps[0])
     _name_the_rest(drawn, steps, named_somewhere)
@@ -84,7 +91,8 @@ class _Step:
         self.length = len(self.phases)
         if self.length == 0:
             raise ValueError(
-                f"the meter of {str(self.name)!r} recorded no operator: run a step inside its `with` block"
+                f"the meter of {str(self.name)!r} recorded no operator: run a step inside its"
+                " `with` block"
             )
         known = [category for category in STACK if category in series]
         self.bytes = {
@@ -108,9 +116,15 @@ class _Step:
     def in_words(self) -> Label:
         """The peak, its phase, and the categories that can be seen there, the largest first."""
         at = int(self.total.argmax())
-        held = sorted(((int(series[at]), category) for category, series in self.bytes.items()), reverse=True)
+        held = sorted(
+            ((int(series[at]), category) for category, series in self.bytes.items()), reverse=True
+        )
         seen = [
-            text("{category} {size} MB", category=CATEGORY_NAMES.get(name, name), size=f"{count / 1e6:,.1f}")
+            text(
+                "{category} {size} MB",
+                category=CATEGORY_NAMES.get(name, name),
+                size=f"{count / 1e6:,.1f}",
+            )
             for count, name in held
             if count > self.peak / 200
         ]
@@ -133,12 +147,14 @@ class _Step:
 def _draw_step(panel: "Axes", step: _Step) -> None:
     edges = range(step.length + 1)
     for category, below, above in step.layers():
-        # The last value is repeated, so that the last operator has a width. Without antialiasing no seams show.
+        # The last value is repeated, so that the last operator has a width. Without antialiasing no
+        # seams show.
         panel.fill_between(
             edges, [*below, below[-1]], [*above, above[-1]], step="post",
             antialiased=False, **category_look(category),
         )  # fmt: skip
-    # An area narrower than a pixel may be skipped, a line never is: the outline keeps a peak of one operator visible.
+    # An area narrower than a pixel may be skipped, a line never is: the outline keeps a peak of one
+    # operator visible.
     panel.stairs(step.total / 1e6, edges, baseline=None, color="#444444", linewidth=0.5)
     panel.set_xlim(0, step.length)
     panel.set_title(step.name, pad=17, color="#222222")
@@ -156,13 +172,28 @@ def _draw_step(panel: "Axes", step: _Step) -> None:
         )  # fmt: skip
         panel.add_patch(band)
         if start:
-            panel.plot([start, start], [1, 1.095], transform=across, clip_on=False, color="white", linewidth=1.2)
-            panel.plot([start, start], [0, 1], transform=across, color="#999999", linewidth=0.6, linestyle=(0, (1, 2)))
+            panel.plot(
+                [start, start],
+                [1, 1.095],
+                transform=across,
+                clip_on=False,
+                color="white",
+                linewidth=1.2,
+            )
+            panel.plot(
+                [start, start],
+                [0, 1],
+                transform=across,
+                color="#999999",
+                linewidth=0.6,
+                linestyle=(0, (1, 2)),
+            )
             panel.vlines(start, 0, step.total[start] / 1e6, color="white", linewidth=0.9, alpha=0.7)
 
 
 def _label_areas(panel: "Axes", step: _Step) -> set[str]:
-    """Write phases and categories where there is room for them, and say which categories found room."""
+    """Write phases and categories where there is room for them, and say which categories found
+    room."""
     per_point = panel.figure.dpi / 72
     box = panel.get_window_extent()
     operators_per_pixel = (panel.get_xlim()[1] - panel.get_xlim()[0]) / box.width
@@ -174,7 +205,12 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
         return width * operators_per_pixel, (size * 1.15 + 1) * per_point * mb_per_pixel
 
     across = panel.get_xaxis_transform()
-    look: dict[str, Any] = {"transform": across, "fontsize": 8, "color": "#444444", "va": "center_baseline"}
+    look: dict[str, Any] = {
+        "transform": across,
+        "fontsize": 8,
+        "color": "#444444",
+        "va": "center_baseline",
+    }
     unnamed: dict[str, int] = {}
     for phase, start, stop in step.runs():
         words = _phase_name(phase)
@@ -187,7 +223,8 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
     for phase, stop in unnamed.items():
         words = _phase_name(phase)
         if stop >= 0 and stop - room(words, 8)[0] > taken:
-            panel.text(stop, 1.155, words, ha="right", **look)  # too narrow to write in: name it above, once
+            # too narrow to write in: name it above, once
+            panel.text(stop, 1.155, words, ha="right", **look)
             taken = stop
 
     found = set()
@@ -198,10 +235,19 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
         if place is not None and place[2] >= height:
             x, y, _ = place
             panel.text(
-                x, y, words, fontsize=size, ha="center", va="center_baseline",
-                color="white" if category in ("parameter", "optimizer", "activation") else "#222222", zorder=7,
-                bbox={"boxstyle": "square,pad=0.12", **category_look(category), "hatch": None},  # legible over hatching
-            )  # fmt: skip
+                x,
+                y,
+                words,
+                fontsize=size,
+                ha="center",
+                va="center_baseline",
+                color=(
+                    "white" if category in ("parameter", "optimizer", "activation") else "#222222"
+                ),
+                zorder=7,
+                # legible over hatching
+                bbox={"boxstyle": "square,pad=0.12", **category_look(category), "hatch": None},
+            )
             found.add(category)
     return found
 
@@ -219,7 +265,8 @@ def _width_of(panel: "Axes", words: str, size: float) -> float:
 
 
 def _roomiest(below: Any, above: Any, width: int) -> tuple[float, float, float] | None:
-    """(centre x, centre y, height) of the highest box, `width` operators wide, that lies within a layer."""
+    """(centre x, centre y, height) of the highest box, `width` operators wide, that lies within a
+    layer."""
     from numpy.lib.stride_tricks import sliding_window_view
 
     if width > len(below):
@@ -229,7 +276,8 @@ def _roomiest(below: Any, above: Any, width: int) -> tuple[float, float, float] 
     height = ceiling - floor
     if height.max() <= 0:
         return None
-    # Of equally high places take the middle one: a layer that never changes is named in the middle of the figure.
+    # Of equally high places take the middle one: a layer that never changes is named in the middle
+    # of the figure.
     high = (height >= 0.98 * height.max()).nonzero()[0]
     best = high[len(high) // 2]
     return best + width / 2, (ceiling[best] + floor[best]) / 2, height[best]
@@ -243,23 +291,42 @@ def _mark_peak(panel: "Axes", step: _Step, first: _Step | None) -> None:
         if step.peak != first.peak:
             change = f"{(step.peak / first.peak - 1) * 100:+.0f}%".replace("-", "−")
         words = text("{peak}  ({change})", peak=words, change=change)
-    panel.plot([step.peak_at], [peak], "o", color="#222222", markersize=4.5, clip_on=False, zorder=8)
+    panel.plot(
+        [step.peak_at], [peak], "o", color="#222222", markersize=4.5, clip_on=False, zorder=8
+    )
     left = step.peak_at > 0.55 * panel.get_xlim()[1]
     panel.annotate(
-        words, (step.peak_at, peak), xytext=(5 if left else -4, 5), textcoords="offset points",
-        ha="right" if left else "left", va="bottom", fontsize=9.5, color="#222222", zorder=8,
-        bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
-    )  # fmt: skip
+        words,
+        (step.peak_at, peak),
+        xytext=(5 if left else -4, 5),
+        textcoords="offset points",
+        ha="right" if left else "left",
+        va="bottom",
+        fontsize=9.5,
+        color="#222222",
+        zorder=8,
+        bbox={
+            "boxstyle": "square,pad=0.1",
+            "facecolor": "white",
+            "edgecolor": "none",
+            "alpha": 0.85,
+        },
+    )
 
 
 def _name_the_rest(drawn: "Figure", steps: "Sequence[_Step]", named: set[str]) -> None:
-    """A line of swatches below the figure for the categories whose areas are too thin to write in."""
+    """A line of swatches below the figure for the categories whose areas are too thin to write
+    in."""
     from matplotlib.patches import Patch
 
-    visible = {c for step in steps for c, held in step.bytes.items() if held.max() > step.peak / 200}
+    visible = {
+        c for step in steps for c, held in step.bytes.items() if held.max() > step.peak / 200
+    }
     rest = [category for category in STACK if category in visible - named]
     if rest:
-        patches = [Patch(label=category_label(category), **category_look(category)) for category in rest]
+        patches = [
+            Patch(label=category_label(category), **category_look(category)) for category in rest
+        ]
         drawn.legend(
             handles=patches, loc="outside lower right", ncols=len(rest), fontsize=8.5,
             handlelength=0.9, handleheight=0.9, handletextpad=0.5, columnspacing=1.4,

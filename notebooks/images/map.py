@@ -2,8 +2,8 @@
 
     python notebooks/images/map.py
 
-The text is drawn as outlines, so the Chinese shows where there is no Chinese font. The words that the README gives the
-picture are printed.
+The text is drawn as outlines, so the Chinese shows where there is no Chinese font. The words that
+the README gives the picture are printed.
 """
 
 from pathlib import Path

@@ -1,9 +1,10 @@
-"""Draw step.en.svg and step.zh.svg for the README: the course's training step, plain and checkpointed, measured.
+"""Draw step.en.svg and step.zh.svg for the README: the course's training step, plain and
+checkpointed, measured.
 
     python notebooks/images/step.py
 
-The bytes are the same on every machine, and the text is drawn as outlines, so the Chinese shows where there is no
-Chinese font. The same versions of torch and matplotlib give the same file.
+The bytes are the same on every machine, and the text is drawn as outlines, so the Chinese shows
+where there is no Chinese font. The same versions of torch and matplotlib give the same file.
 """
 
 import re
@@ -58,10 +59,14 @@ def save_small(drawn: Figure, path: Path) -> None:
     for areas in drawn.findobj(PolyCollection):
         to_pixels = areas.get_transform()
         outlines = [outline.cleaned(to_pixels, simplify=True) for outline in areas.get_paths()]
-        areas.set_verts([to_pixels.inverted().transform(o.vertices[np.isin(o.codes, DRAWN)]) for o in outlines])
+        areas.set_verts(
+            [to_pixels.inverted().transform(o.vertices[np.isin(o.codes, DRAWN)]) for o in outlines]
+        )
     drawn.savefig(path, metadata={"Date": None, "Creator": None})
     svg = path.read_text(encoding="utf-8")
-    svg = re.sub(r' d="[^"]*"', lambda d: re.sub(r"(\.\d)\d+", r"\1", d[0]).replace(" \n", "\n"), svg)
+    svg = re.sub(
+        r' d="[^"]*"', lambda d: re.sub(r"(\.\d)\d+", r"\1", d[0]).replace(" \n", "\n"), svg
+    )
     path.write_text("\n".join(line.strip() for line in svg.splitlines()) + "\n", encoding="utf-8")
 
 
@@ -75,7 +80,10 @@ def save_in_each_language(drawn: Figure, script: Path) -> None:
 
 
 def main() -> None:
-    (plain, gradients), (checkpointed, same_gradients) = step(checkpointed=False), step(checkpointed=True)
+    (plain, gradients), (checkpointed, same_gradients) = (
+        step(checkpointed=False),
+        step(checkpointed=True),
+    )
     assert all(map(torch.equal, gradients, same_gradients))
     arms = {"plain": plain, "every layer checkpointed": checkpointed}
     for name, meter in arms.items():

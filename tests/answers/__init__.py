@@ -1,7 +1,9 @@
-"""Answers to the lessons' exercises, a file a lesson: right ones, and wrong ones with what they are told.
+"""Answers to the lessons' exercises, a file a lesson: right ones, and wrong ones with what they are
+told.
 
-A file has `ANSWERS`, where a wrong answer stands alone or with a part of what it is told, and may have `EQUIVALENT`:
-check -> mutants of its solution that are right as well, with the reason (`mutants.py` makes them).
+A file has `ANSWERS`, where a wrong answer stands alone or with a part of what it is told, and may
+have `EQUIVALENT`: check -> mutants of its solution that are right as well, with the reason
+(`mutants.py` makes them).
 """
 
 from importlib import import_module
@@ -15,8 +17,17 @@ CHECKS = {
     for name, check in vars(lessons.lesson(number)).items()
     if name.startswith("check_")
 }
-FILES = {path.stem[-2:]: import_module(f"answers.{path.stem}") for path in Path(__file__).parent.glob("lesson_*.py")}
-ANSWERS = {f"{number}.{name}": rows for number, file in FILES.items() for name, rows in file.ANSWERS.items()}
+FILES = {
+    path.stem[-2:]: import_module(f"answers.{path.stem}")
+    for path in Path(__file__).parent.glob("lesson_*.py")
+}
+ANSWERS = {
+    f"{number}.{name}": rows
+    for number, file in FILES.items()
+    for name, rows in file.ANSWERS.items()
+}
 EQUIVALENT = {
-    f"{number}.{name}": rows for number, file in FILES.items() for name, rows in getattr(file, "EQUIVALENT", {}).items()
+    f"{number}.{name}": rows
+    for number, file in FILES.items()
+    for name, rows in getattr(file, "EQUIVALENT", {}).items()
 }

@@ -26,13 +26,17 @@ def meter(*, go_in=True, named=True, dies=True, first=False, tensors=False):
 
         def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
             result = operator(*args, **(kwargs or {}))
-            known = {s._cdata for s in _storages((args, kwargs) if named else args)} if go_in else set()
+            known = (
+                {s._cdata for s in _storages((args, kwargs) if named else args)} if go_in else set()
+            )
             for tensor in tree_leaves(result)[: 1 if first else None]:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in known:
                     self.count(tensor.nbytes if tensors else storage.nbytes())
                     if dies:
-                        weakref.finalize(tensor if tensors else storage, self.count, -storage.nbytes())
+                        weakref.finalize(
+                            tensor if tensors else storage, self.count, -storage.nbytes()
+                        )
             return result
 
         def count(self, change):
@@ -106,20 +110,51 @@ ANSWERS = {
                 (14e9, "adapters have"),
                 (32e7, "are there"),
             ),
-            *((14.24e9, "four fp32 numbers"), (14.3e9, "rounding"), (14.32, "in GB"), (1, "small"), (9e99, "large")),
+            *(
+                (14.24e9, "four fp32 numbers"),
+                (14.3e9, "rounding"),
+                (14.32, "in GB"),
+                (1, "small"),
+                (9e99, "large"),
+            ),
         ],
     ),
     "training_state": (
-        [state_of(4, 4, 8), {**state_of(4, 4, 8), "optimizer": 55_005_584}, state_of(4.0, 4.0, 8.0)],
         [
-            *((state_of(1, 4, 8), "counts numbers"), (state_of(4, 2, 8), "2 bytes"), (state_of(4, 4, 4), "keeps two")),
-            *((state_of(4, 4, 12), "Master weights"), ({"parameter": 1}, "keys"), state_of(4, 4, 9)),
-            *((state_of(4, 8, 8), "`gradient`: Not yet. That is two"), (state_of(4, 4, 16), "all three kinds")),
+            state_of(4, 4, 8),
+            {**state_of(4, 4, 8), "optimizer": 55_005_584},
+            state_of(4.0, 4.0, 8.0),
+        ],
+        [
+            *(
+                (state_of(1, 4, 8), "counts numbers"),
+                (state_of(4, 2, 8), "2 bytes"),
+                (state_of(4, 4, 4), "keeps two"),
+            ),
+            *(
+                (state_of(4, 4, 12), "Master weights"),
+                ({"parameter": 1}, "keys"),
+                state_of(4, 4, 9),
+            ),
+            *(
+                (state_of(4, 8, 8), "`gradient`: Not yet. That is two"),
+                (state_of(4, 4, 16), "all three kinds"),
+            ),
             (state_of(4, 32, 8), "added up"),
-            *((counted(4 * 6_875_648), "in bytes"), (counted(6_875_648 - 128 * 256), "positions"), counted(7e6)),
-            *((counted(6_875_648 + 2048 * 256), "one tensor"), (counted(6_875_648 - 8 * 9 * 256), "bias")),
+            *(
+                (counted(4 * 6_875_648), "in bytes"),
+                (counted(6_875_648 - 128 * 256), "positions"),
+                counted(7e6),
+            ),
+            *(
+                (counted(6_875_648 + 2048 * 256), "one tensor"),
+                (counted(6_875_648 - 8 * 9 * 256), "bias"),
+            ),
             (counted(6_875_648 - 8 * 13 * 256 - 2 * 256), "13h numbers. The last LayerNorm"),
-            ({**state_of(4, 4, 8), "parameter": 27.5e6}, "`parameter`: Not yet. Right but for rounding"),
+            (
+                {**state_of(4, 4, 8), "parameter": 27.5e6},
+                "`parameter`: Not yet. Right but for rounding",
+            ),
             ({**state_of(4, 4, 8), "optimizer": 55}, "`optimizer`: Not yet. That is in MB"),
         ],
     ),
@@ -140,7 +175,10 @@ ANSWERS = {
             (layer(attention=lambda b, s, h, a: 12 * s * b * h), "V are three"),
             (layer(attention=lambda b, s, h, a: 24 * s * b * h), "are five"),
             (layer(attention=lambda b, s, h, a: 10 * s * b * h), "2 bytes"),
-            (layer(attention=lambda b, s, h, a: 20 * s * b * h + 4 * a * s * s * b), "row of its own"),
+            (
+                layer(attention=lambda b, s, h, a: 20 * s * b * h + 4 * a * s * s * b),
+                "row of its own",
+            ),
             (layer(**{"feed-forward": lambda b, s, h, a: 20 * s * b * h}), "4h wide"),
             (layer(**{"feed-forward": lambda b, s, h, a: 32 * s * b * h}), "own input"),
             (layer(**{"feed-forward": lambda b, s, h, a: 52 * s * b * h}), "one tensor, not two"),
@@ -150,9 +188,18 @@ ANSWERS = {
             ),  # right for one size only
             (layer(norms=lambda b, s, h, a: 16 * s * b * h), "what they give"),
             (layer(probabilities=lambda b, s, h, a: 2 * a * s * s * b), "The mask saves nothing"),
-            (layer(attention=lambda b, s, h, a: 20 * s * b * h + 16 * h * h), "Weights don't count"),
-            (layer(**{"feed-forward": lambda b, s, h, a: 36 * s * b * h + 32 * h * h}), "Weights don't count"),
-            (lambda **sizes: {name: count // 2 for name, count in layer()(**sizes).items()}, "Every row is half"),
+            (
+                layer(attention=lambda b, s, h, a: 20 * s * b * h + 16 * h * h),
+                "Weights don't count",
+            ),
+            (
+                layer(**{"feed-forward": lambda b, s, h, a: 36 * s * b * h + 32 * h * h}),
+                "Weights don't count",
+            ),
+            (
+                lambda **sizes: {name: count // 2 for name, count in layer()(**sizes).items()},
+                "Every row is half",
+            ),
             (lambda b, s, h, a: 1, "five rows"),
         ],
     ),
@@ -172,12 +219,27 @@ ANSWERS = {
         [
             *((parts(state=110_010_368), "No gradient"), (parts(state=27_502_592), "Adam's state")),
             *((parts(logits=8_388_608), "Backward has begun"), (parts(logits=16_777_216), "Three")),
-            *((parts(logits=33_554_432), "result only"), (parts(layers=20_987_904), "eight layers")),
-            *((parts(norm_and_head=1_048_576), "keeps its own"), (parts(norm_and_head=2_097_152), "statistics")),
-            *((parts(norm_and_head=1_056_768), "One is missing"), (parts(norm_and_head=10_493_952), "part of their")),
-            (parts(norm_and_head=2_105_344 + 16_452), "`norm and head`: Not yet. Token numbers and targets"),
+            *(
+                (parts(logits=33_554_432), "result only"),
+                (parts(layers=20_987_904), "eight layers"),
+            ),
+            *(
+                (parts(norm_and_head=1_048_576), "keeps its own"),
+                (parts(norm_and_head=2_097_152), "statistics"),
+            ),
+            *(
+                (parts(norm_and_head=1_056_768), "One is missing"),
+                (parts(norm_and_head=10_493_952), "part of their"),
+            ),
+            (
+                parts(norm_and_head=2_105_344 + 16_452),
+                "`norm and head`: Not yet. Token numbers and targets",
+            ),
             (parts(norm_and_head=10_510_404), "part of their own"),
-            *((parts(state=82.5), "`state`: Not yet. That is in MB"), (parts(layers=167_900_000), "rounding")),
+            *(
+                (parts(state=82.5), "`state`: Not yet. That is in MB"),
+                (parts(layers=167_900_000), "rounding"),
+            ),
             *((277_682_584, "keys"), (277_682_576, "keys"), parts(logits=None)),
         ],
     ),
@@ -192,6 +254,11 @@ ANSWERS = {
     ),
     "swiglu_bytes": (
         [8_912_896],
-        [8_912_897, (8.912896, "in MB"), (8_912_896 / 4, "number of elements"), (4_718_592, "gate's branch")],
+        [
+            8_912_897,
+            (8.912896, "in MB"),
+            (8_912_896 / 4, "number of elements"),
+            (4_718_592, "gate's branch"),
+        ],
     ),
 }

@@ -133,8 +133,15 @@ def with_hooks(block, x, *, graph=True, own=True, once=True, needs=None, kept=Fa
 
     def bring_back(number):
         if not found or not once:
-            with torch.set_grad_enabled(graph), saved_tensors_hooks(lambda t: found.append(t.detach()), bring_back):
-                block(x.detach().requires_grad_(x.requires_grad if needs is None else needs) if own else x)
+            with (
+                torch.set_grad_enabled(graph),
+                saved_tensors_hooks(lambda t: found.append(t.detach()), bring_back),
+            ):
+                block(
+                    x.detach().requires_grad_(x.requires_grad if needs is None else needs)
+                    if own
+                    else x
+                )
         return found[number]
 
     with saved_tensors_hooks(forget, bring_back):
@@ -208,7 +215,9 @@ def in_pieces(hidden, weight, targets, chunk, forgets=True, last=None):
     total = 0.0
     for rows, answers in list(zip(hidden.split(chunk), targets.split(chunk), strict=True))[:last]:
         if forgets:
-            total = total + checkpoint(whole_loss, rows, weight, answers, "sum", use_reentrant=False)
+            total = total + checkpoint(
+                whole_loss, rows, weight, answers, "sum", use_reentrant=False
+            )
         else:
             total = total + whole_loss(rows, weight, answers, "sum")
     return total / len(targets)
@@ -216,7 +225,10 @@ def in_pieces(hidden, weight, targets, chunk, forgets=True, last=None):
 
 def mean_of_means(hidden, weight, targets, chunk):
     parts = list(zip(hidden.split(chunk), targets.split(chunk), strict=True))
-    losses = [checkpoint(whole_loss, rows, weight, answers, use_reentrant=False) for rows, answers in parts]
+    losses = [
+        checkpoint(whole_loss, rows, weight, answers, use_reentrant=False)
+        for rows, answers in parts
+    ]
     return sum(losses) / len(losses)
 
 
@@ -240,7 +252,12 @@ def backward_inside(hidden, weight, targets, chunk):
     return loss.detach()
 
 
-no_checkpoints = [lambda block, x: block(x), lambda block, x: (block(x), block(x))[1], lambda block, x: x, hides]
+no_checkpoints = [
+    lambda block, x: block(x),
+    lambda block, x: (block(x), block(x))[1],
+    lambda block, x: x,
+    hides,
+]
 
 
 aten = torch.ops.aten
@@ -254,7 +271,11 @@ ANSWERS = {
             *no_checkpoints,
             *((IgnoresTheGradient, "not all ones"), (PassesOnes.apply, "not all ones")),
             *((WithoutAGraph, "`torch.enable_grad()`"), (OneReturned, "`None` for the block")),
-            *((Turned, "`None` for the block"), (ForwardOnly, "nothing again"), (NothingReturned, "returns nothing")),
+            *(
+                (Turned, "`None` for the block"),
+                (ForwardOnly, "nothing again"),
+                (NothingReturned, "returns nothing"),
+            ),
             *((FromNothing, "gradient that has arrived"), (NeedsNoGradient, "must require one")),
             *((runs_again_for_show, "are live"), (lambda block, x: None, "Not answered")),
             *((Forgets, "weight has no gradient"), (KeepsItsGraph.apply, "counted twice")),
@@ -276,13 +297,19 @@ ANSWERS = {
     "peak_formula": (
         [lambda k: 277_682_584 - k * (20_987_904 - 1_048_576 - 5_056)],
         [
-            (lambda k: 277_682_584 - k * 20_987_904, "k = 1: Not yet. Each checkpoint keeps its layer's input"),
+            (
+                lambda k: 277_682_584 - k * 20_987_904,
+                "k = 1: Not yet. Each checkpoint keeps its layer's input",
+            ),
             (lambda k: 277_682_584 - k * (20_987_904 - 1_048_576), "random number generator"),
             (lambda k: 277_682_584 - k * (20_987_904 - 5_056), "b · s · h"),
             (lambda k: 277_682_584 - k * (20_987_904 - 262_144 - 5_056), "4 bytes each"),
             (lambda k: 118_208_408, "k = 0: Not yet. Only k of the eight"),
             (lambda k: 277_682_584 + k * (20_987_904 - 1_048_576 - 5_056), "takes bytes away"),
-            (lambda k: 277_682_584 - k * 19_934_272 + 20_987_904 * (k > 0), "no layer has come back"),
+            (
+                lambda k: 277_682_584 - k * 19_934_272 + 20_987_904 * (k > 0),
+                "no layer has come back",
+            ),
             (lambda k: None, "Not answered"),
             *(lambda k: 277_682_584 * (8 - k) / 8, 3),
         ],
@@ -291,7 +318,10 @@ ANSWERS = {
         [in_pieces, lambda *given: checkpointed_loss(*given[:3], chunk=given[3])],
         [
             (functools.partial(in_pieces, forgets=False), "logits or log-softmax"),
-            (lambda hidden, weight, targets, chunk: F.cross_entropy(hidden @ weight.T, targets), "log-softmax"),
+            (
+                lambda hidden, weight, targets, chunk: F.cross_entropy(hidden @ weight.T, targets),
+                "log-softmax",
+            ),
             (lambda *given: checkpoint(whole_loss, *given[:3], use_reentrant=False), "exist whole"),
             (lambda *given: in_pieces(*given[:3], 64), "is `chunk` used"),
             (lambda *given: in_pieces(*given[:3], 120), "is `chunk` used"),
@@ -320,7 +350,11 @@ ANSWERS = {
     "policy": (
         [[aten.bmm.default]],
         [
-            *((aten.bmm.default, "list"), ([], "too much again"), ([aten.addmm.default], "keeps too much")),
+            *(
+                (aten.bmm.default, "list"),
+                ([], "too much again"),
+                ([aten.addmm.default], "keeps too much"),
+            ),
             *((["bmm"], "as the example does"), ([aten.bmm], "as the example does")),
         ],
     ),
@@ -336,9 +370,13 @@ _WHOLE_NUMBERS = "the targets are whole numbers: they have no graph"
 #: check -> mutants of its solution that are right as well, and why.
 EQUIVALENT = {
     "checkpoint": {
-        "context.save_for_backward(x) → context.save_for_backward(x.detach())": "it is detached where it is used",
+        "context.save_for_backward(x) → context.save_for_backward(x.detach())": (
+            "it is detached where it is used"
+        ),
         "without `with torch.no_grad():`": _NO_GRAPH,
-        "torch.no_grad → torch.enable_grad": "a Function cuts the graph of what its forward returns",
+        "torch.no_grad → torch.enable_grad": (
+            "a Function cuts the graph of what its forward returns"
+        ),
         "return block(x) → return block(x).detach()": _NO_GRAPH,
         "block(x) → block(x.detach())": _NO_GRAPH,
         "torch.autograd.backward(output, gradient) → torch.autograd.backward(output, gradient.detach())": (
@@ -350,10 +388,12 @@ EQUIVALENT = {
         "x.detach() → x": "the second run's graph is not gone through, so nothing arrives twice",
     },
     "loss_in_pieces": {
-        "F.cross_entropy(hidden @ weight.T, targets, reduction='sum') → "
-        "F.cross_entropy(hidden @ weight.T, targets.detach(), reduction='sum')": _WHOLE_NUMBERS,
-        "checkpoint(loss_of_chunk, rows, weight, answers, use_reentrant=False) → "
-        "checkpoint(loss_of_chunk, rows, weight, answers.detach(), use_reentrant=False)": _WHOLE_NUMBERS,
+        "F.cross_entropy(hidden @ weight.T, targets, reduction='sum') → F.cross_entropy(hidden @ weight.T, targets.detach(), reduction='sum')": (
+            _WHOLE_NUMBERS
+        ),
+        "checkpoint(loss_of_chunk, rows, weight, answers, use_reentrant=False) → checkpoint(loss_of_chunk, rows, weight, answers.detach(), use_reentrant=False)": (
+            _WHOLE_NUMBERS
+        ),
         "len(targets) → len(targets.detach())": _WHOLE_NUMBERS,
         "True → False in `for rows, answers in zip(hidden.split(chunk), targets.split(chunk), strict=True):`": (
             "both have as many chunks"
@@ -363,10 +403,16 @@ EQUIVALENT = {
         ),
     },
     "dropout_checkpoint": {
-        "0 → -1 in `again = context.saved_tensors[0].detach().requires_grad_()`": "there is one tensor",
-        "context.save_for_backward(x) → context.save_for_backward(x.detach())": "it is detached where it is used",
+        "0 → -1 in `again = context.saved_tensors[0].detach().requires_grad_()`": (
+            "there is one tensor"
+        ),
+        "context.save_for_backward(x) → context.save_for_backward(x.detach())": (
+            "it is detached where it is used"
+        ),
         "without `with torch.no_grad():`": _NO_GRAPH,
-        "torch.no_grad → torch.enable_grad": "a Function cuts the graph of what its forward returns",
+        "torch.no_grad → torch.enable_grad": (
+            "a Function cuts the graph of what its forward returns"
+        ),
         "return block(x) → return block(x).detach()": _NO_GRAPH,
         "block(x) → block(x.detach())": _NO_GRAPH,
         "torch.autograd.backward(output, gradient) → torch.autograd.backward(output, gradient.detach())": (

@@ -8,17 +8,46 @@ import numpy
 import torch
 
 from course_lib.lessons import lesson_03
-from course_lib.schedule import Backward, Chain, Forward, Schedule, optimal, segments, sqrt_segments, store_all
+from course_lib.schedule import (
+    Backward,
+    Chain,
+    Forward,
+    Schedule,
+    optimal,
+    segments,
+    sqrt_segments,
+    store_all,
+)
 
 six = Chain.uniform(6, saved_bytes=2)
 
 
 pyramid, five = lesson_03.pyramid(), lesson_03.five_stages()
-EARLY = [Forward(0, "input"), Forward(1, "input"), Forward(2, "nothing"), Forward(3, "nothing"), Forward(4, "all")]
-EARLY += [Backward(4), Forward(1, "nothing"), Forward(2, "all"), Forward(3, "all"), Backward(3), Backward(2)]
+EARLY = [
+    Forward(0, "input"),
+    Forward(1, "input"),
+    Forward(2, "nothing"),
+    Forward(3, "nothing"),
+    Forward(4, "all"),
+]
+EARLY += [
+    Backward(4),
+    Forward(1, "nothing"),
+    Forward(2, "all"),
+    Forward(3, "all"),
+    Backward(3),
+    Backward(2),
+]
 EARLY += [Forward(0, "all"), Forward(1, "all"), Backward(1), Backward(0)]
 
-LATE = [*[*optimal(five, 13)][:12], Forward(0, "input"), Forward(1, "all"), Backward(1), Forward(0, "all"), Backward(0)]
+LATE = [
+    *[*optimal(five, 13)][:12],
+    Forward(0, "input"),
+    Forward(1, "all"),
+    Backward(1),
+    Forward(0, "all"),
+    Backward(0),
+]
 
 
 def sizes_of(cuts):
@@ -30,7 +59,9 @@ def max_layers(cuts):
 
 
 def segment_peak(cuts):
-    return 100_000 + max((j + 1 + 2 * (cuts[j + 1] - cuts[j])) * 100_000 for j in range(len(cuts) - 1))
+    return 100_000 + max(
+        (j + 1 + 2 * (cuts[j + 1] - cuts[j])) * 100_000 for j in range(len(cuts) - 1)
+    )
 
 
 def peak_with_a_loop(cuts):
@@ -72,7 +103,11 @@ def by_search(depth):
 
 def equal_cuts(depth):
     count = round((2 * depth) ** 0.5)
-    return list(itertools.accumulate((depth // count + (j < depth % count) for j in range(count)), initial=0))
+    return list(
+        itertools.accumulate(
+            (depth // count + (j < depth % count) for j in range(count)), initial=0
+        )
+    )
 
 
 def turned(depth):
@@ -97,21 +132,37 @@ def recurrence(stages, room, slip=None):
         taken = stage.saved_bytes + (slip != "no gradient") * stage.output_bytes
         if slip == "all fits" or taken < m or (taken == m and slip != "to the byte"):
             if slip != "one alone" or n == i + 1:
-                left = m - taken if slip == "gradient stays" else m - (slip != "all is free") * stage.saved_bytes
+                left = (
+                    m - taken
+                    if slip == "gradient stays"
+                    else m - (slip != "all is free") * stage.saved_bytes
+                )
                 rest = least(i + 1, n, left)
                 ways.append(
-                    (slip != "never forward") * stage.forward_time + (slip != "never back") * stage.backward_time + rest
+                    (slip != "never forward") * stage.forward_time
+                    + (slip != "never back") * stage.backward_time
+                    + rest
                 )
         if slip == "greedy" and min(ways) < math.inf:
             return min(ways)
-        for e in range(i + 1, i + 2 if slip == "a step" and n > i + 1 else n) if slip != "keeps only" else ():
+        for e in (
+            range(i + 1, i + 2 if slip == "a step" and n > i + 1 else n)
+            if slip != "keeps only"
+            else ()
+        ):
             kept = stages[e - 1].output_bytes
-            kept = {"of one": 1, "its own": stages[e].output_bytes, "all of it": stages[e - 1].saved_bytes}.get(
-                slip, kept
-            )
+            kept = {
+                "of one": 1,
+                "its own": stages[e].output_bytes,
+                "all of it": stages[e - 1].saved_bytes,
+            }.get(slip, kept)
             right = least(e, n, m - (slip != "input is free") * kept)
             left = 0 if slip == "left out" else least(i, e, m - (slip == "stays") * kept)
-            passed = {"no time": (), "past e": stages[i : e + 1], "from the next": stages[i + 1 : e]}
+            passed = {
+                "no time": (),
+                "past e": stages[i : e + 1],
+                "from the next": stages[i + 1 : e],
+            }
             passed = {**passed, "to the next": stages[i : i + 1]}.get(slip, stages[i:e])
             ways.append(sum(stage.forward_time for stage in passed) + right + left)
             ways = ways[-1:] if slip == "the last way" else ways
@@ -167,14 +218,30 @@ ANSWERS = {
             (lambda cuts: segment_peak(cuts) - 100_000, "One B is missing"),
             (lambda cuts: (len(cuts) + 2 * max_layers(cuts)) * 100_000, "the later ones are gone"),
             (lambda cuts: (len(cuts) + 2 * (cuts[-1] - cuts[-2])) * 100_000, "Any segment"),
-            (lambda cuts: (len(cuts) + 2 * cuts[-1] / (len(cuts) - 1)) * 100_000, "Segments differ"),
-            (lambda cuts: 3_100_000, "for the cuts [0, 40, 70, 90, 100] it is 8,200,000, not 3,100,000"),
-            (lambda cuts: 2 * len(cuts) * 100_000 + 2 * cuts[-1] * 100_000, "for the cuts [0, 40, 70, 90, 100] it is"),
             (
-                lambda cuts: 100_000 * (sum(j + 1 + 2 * n for j, n in enumerate(sizes_of(cuts))) + 1),
+                lambda cuts: (len(cuts) + 2 * cuts[-1] / (len(cuts) - 1)) * 100_000,
+                "Segments differ",
+            ),
+            (
+                lambda cuts: 3_100_000,
+                "for the cuts [0, 40, 70, 90, 100] it is 8,200,000, not 3,100,000",
+            ),
+            (
+                lambda cuts: 2 * len(cuts) * 100_000 + 2 * cuts[-1] * 100_000,
+                "for the cuts [0, 40, 70, 90, 100] it is",
+            ),
+            (
+                lambda cuts: (
+                    100_000 * (sum(j + 1 + 2 * n for j, n in enumerate(sizes_of(cuts))) + 1)
+                ),
                 "not the sum",
             ),
-            (lambda cuts: 100_000 * (1 + max(j + 1 + 2 * n for j, n in enumerate(sizes_of(cuts)[::-1]))), "other way"),
+            (
+                lambda cuts: (
+                    100_000 * (1 + max(j + 1 + 2 * n for j, n in enumerate(sizes_of(cuts)[::-1])))
+                ),
+                "other way",
+            ),
             (lambda cuts: segment_peak(cuts) + 8, "The 8 bytes"),
             *((lambda cuts: [3_100_000], "is a `list`"), (lambda cuts: None, "Not answered"), 31),
         ],
@@ -194,14 +261,29 @@ ANSWERS = {
             *((lambda L, A, B: L**0.5, "√L"), (lambda L, A, B: L * A / B, "square root")),
             (lambda L, A, B: round(L**0.5), "√L"),
             (lambda L, A, B: (L * B / A) ** 0.5, "wrong way round"),
-            (lambda L, A, B: 14, "with L = 64, A = 4 and B = 1 it gives 14; the sum is least at 16"),
-            (lambda L, A, B: 14.14, "with L = 64, A = 4 and B = 1 it gives 14.14; the sum is least at 16"),
+            (
+                lambda L, A, B: 14,
+                "with L = 64, A = 4 and B = 1 it gives 14; the sum is least at 16",
+            ),
+            (
+                lambda L, A, B: 14.14,
+                "with L = 64, A = 4 and B = 1 it gives 14.14; the sum is least at 16",
+            ),
             (lambda L, A, B: (2 * L) ** 0.5, "any A and B"),
-            (lambda L, A, B: math.ceil((L * A / B) ** 0.5), "with L = 100, A = 2 and B = 1 it gives 15"),
-            (lambda L, A, B: min(range(1, L + 1), key=lambda k: k * B + -(-L // k) * A), "whole layers"),
+            (
+                lambda L, A, B: math.ceil((L * A / B) ** 0.5),
+                "with L = 100, A = 2 and B = 1 it gives 15",
+            ),
+            (
+                lambda L, A, B: min(range(1, L + 1), key=lambda k: k * B + -(-L // k) * A),
+                "whole layers",
+            ),
             (lambda L, A, B: 2 * (L * A * B) ** 0.5 + B, "the peak there"),
             *((lambda L, A, B: "14", "is a `str`"), (lambda L, A, B: [14], "is a `list`")),
-            *((lambda L, A, B: 2 * (L * A * B) ** 0.5, "the peak there"), (lambda L, A, B: None, "Not answered")),
+            *(
+                (lambda L, A, B: 2 * (L * A * B) ** 0.5, "the peak there"),
+                (lambda L, A, B: None, "Not answered"),
+            ),
             (14, "A function is wanted; this is a `int`"),
         ],
     ),
@@ -226,30 +308,52 @@ ANSWERS = {
             (lambda depth: sorted([*taper(depth), depth]), "so cuts increase"),
             (lambda depth: [0, depth - 1, depth], "layers cut at"),
             (lambda depth: 22, "is a `int`"),
-            *((lambda depth: [0, depth], "Not answered"), (lambda depth: None, "Not answered"), [0, 100]),
+            *(
+                (lambda depth: [0, depth], "Not answered"),
+                (lambda depth: None, "Not answered"),
+                [0, 100],
+            ),
         ],
     ),
     "recurrence": (
         [recurrence, lambda stages, room: float(recurrence(stages, room))],
         [
-            *((functools.partial(recurrence, slip=slip), reason) for slip, reason in RECURRENCE_SLIPS.items()),
+            *(
+                (functools.partial(recurrence, slip=slip), reason)
+                for slip, reason in RECURRENCE_SLIPS.items()
+            ),
             (lambda stages, room: None, "Not answered"),
-            (lambda stages, room: sum(s.forward_time + s.backward_time for s in stages), "never runs out"),
+            (
+                lambda stages, room: sum(s.forward_time + s.backward_time for s in stages),
+                "never runs out",
+            ),
             (functools.partial(without_end), "e begin at 1"),
             (functools.partial(without_end, first=1, last=1), "e begin at 1"),
             (lambda stages, room: 12, "4 stages with room 1"),
-            (lambda stages, room: recurrence(stages, room) + (len(stages) == 5), "5 stages with room 8"),
+            (
+                lambda stages, room: recurrence(stages, room) + (len(stages) == 5),
+                "5 stages with room 8",
+            ),
         ],
     ),
     "drawn_schedule": (
         [list(segments(six, 4)), tuple(segments(six, 4)), segments(six, 4)],
         [
             *(([], "Not answered"), ([Forward(0, "input"), ...], "Not answered")),
-            *((schedule, "too much") for schedule in (store_all(six), segments(six, 3), segments(six, 5))),
+            *(
+                (schedule, "too much")
+                for schedule in (store_all(six), segments(six, 3), segments(six, 5))
+            ),
             ([Backward(5)], "nothing of stage 5 is kept for it"),
             ([Backward(4)], "`Backward(5)` is due"),
-            ([Forward(1, "all")], "refuses action 0 of the list (from 0), `Forward` 1: its input x_1 is not there"),
-            ([Forward(0, "nothing"), Forward(1, "all"), Forward(0, "all")], "its input x_0 is not there"),
+            (
+                [Forward(1, "all")],
+                "refuses action 0 of the list (from 0), `Forward` 1: its input x_1 is not there",
+            ),
+            (
+                [Forward(0, "nothing"), Forward(1, "all"), Forward(0, "all")],
+                "its input x_0 is not there",
+            ),
             (list(segments(six, 4))[:-1], "the list ends, and `Backward(0)` has not run"),
             ([*[*store_all(six)][:7], Forward(5, "all")], "has had its backward"),
             *(([Forward(9, "all")], "The referee says"), [3]),
@@ -262,14 +366,22 @@ ANSWERS = {
             (store_all(five), "above 13"),
             (LATE, "takes 90"),
             (EARLY[:6] + EARLY[7:], "x_2"),
-            *((EARLY[:-1], "`Backward(0)` has not run"), ([], "Not answered"), (3, "cannot be simulated")),
+            *(
+                (EARLY[:-1], "`Backward(0)` has not run"),
+                ([], "Not answered"),
+                (3, "cannot be simulated"),
+            ),
         ],
     ),
     "beats_sqrt": (
         [optimal(pyramid, 150_000_000), list(optimal(pyramid, 150_000_000))],
         [
             *((sqrt_segments(pyramid), "not lower"), (optimal(pyramid, 131_000_000), "longer")),
-            *(store_all(pyramid), (store_all(six), "`Backward(11)` is due"), (3, "cannot be simulated")),
+            *(
+                store_all(pyramid),
+                (store_all(six), "`Backward(11)` is due"),
+                (3, "cannot be simulated"),
+            ),
         ],
     ),
 }
@@ -277,4 +389,6 @@ ANSWERS = {
 #: check -> mutants of its solution that are right as well, and why.
 _ROOM = "R counted from another start: the least one into which all layers fit gives the same cuts"
 _SIZES = "in `sizes = [(room - inputs * B) // A for inputs in range(1, room // B)]`"
-EQUIVALENT = {"tapered": {"A + B → A - B": _ROOM, f"1 → 0 {_SIZES}": _ROOM, f"1 → 2 {_SIZES}": _ROOM}}
+EQUIVALENT = {
+    "tapered": {"A + B → A - B": _ROOM, f"1 → 0 {_SIZES}": _ROOM, f"1 → 2 {_SIZES}": _ROOM}
+}

@@ -7,7 +7,8 @@ import numpy
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-# The time of a step ---------------------------------------------------------------------------------------------------
+# The time of a step
+# --------------------------------------------------------------------------------------------------
 
 
 def step_time(L, f, g, c, p):
@@ -24,7 +25,8 @@ def with_the_ends(L, f, g, c, p):
     return numpy.float64(seconds - f)
 
 
-# Hooks ----------------------------------------------------------------------------------------------------------------
+# Hooks
+# --------------------------------------------------------------------------------------------------
 
 
 def whole(tensor):
@@ -32,8 +34,13 @@ def whole(tensor):
     return tensor.detach().as_strided((count,), (1,), 0)
 
 
-def hooks(key=lambda storage: storage, known=WeakKeyDictionary, moves=lambda storage, stay: storage not in stay,
-          view=lambda row, *view: row.as_strided(*view), hold=None):  # fmt: skip
+def hooks(
+    key=lambda storage: storage,
+    known=WeakKeyDictionary,
+    moves=lambda storage, stay: storage not in stay,
+    view=lambda row, *view: row.as_strided(*view),
+    hold=None,
+):
     """The right hooks, but for what is given instead."""
 
     def offloading(store, stay):
@@ -84,16 +91,21 @@ def with_handles(store, stay):
         rooms[storage] = rooms[storage] or store.put(whole(tensor))
         return Handle(rooms[storage], tensor)
 
-    return saved_tensors_hooks(pack, lambda packed: packed.tensor() if isinstance(packed, Handle) else packed)
+    return saved_tensors_hooks(
+        pack, lambda packed: packed.tensor() if isinstance(packed, Handle) else packed
+    )
 
 
 def elsewhere(store, stay):
     """Lets go of everything, into a list of its own."""
     kept = []
-    return saved_tensors_hooks(lambda t: kept.append(t.detach().clone()) or len(kept) - 1, lambda i: kept[i])
+    return saved_tensors_hooks(
+        lambda t: kept.append(t.detach().clone()) or len(kept) - 1, lambda i: kept[i]
+    )
 
 
-# Waits ----------------------------------------------------------------------------------------------------------------
+# Waits
+# --------------------------------------------------------------------------------------------------
 
 
 def read(device, x, wait="finish"):
@@ -139,7 +151,8 @@ def bare(program):
     return partial(program, wait=None)
 
 
-# The decoder, and pages -----------------------------------------------------------------------------------------------
+# The decoder, and pages
+# -----------------------------------------------------------------------------------------------
 
 MIB = 1_048_576
 
@@ -166,7 +179,10 @@ ANSWERS = {
             (lambda L, f, g, c, p: max(L * (f + g), 4 * L * c), "ready at once"),
             (lambda L, f, g, c, p: L * max(f, 2 * c) + L * max(g, 2 * c), "So it is for p = 2"),
             (lambda L, f, g, c, p: L * max(f, 2 * c) + L * (g + 2 * c), "So it is for p = 0"),
-            (lambda L, f, g, c, p: L * max(f, c) + L * (g + c if p == 0 else max(g, c)), "two storages"),
+            (
+                lambda L, f, g, c, p: L * max(f, c) + L * (g + c if p == 0 else max(g, c)),
+                "two storages",
+            ),
             (lambda L, f, g, c, p: step_time(L, f, g, c, p) + L * min(f, 2 * c), "does not wait"),
             (lambda L, f, g, c, p: step_time(L, f, f, c, p), "a time of its own"),
             (lambda L, f, g, c, p: step_time(L, f, g, c, p) - L * max(f, 2 * c), "backward alone"),
@@ -183,8 +199,14 @@ ANSWERS = {
             (hooks(known=lambda: None), "saved twice moves once"),
             (hooks(key=lambda storage: storage.data_ptr(), known=dict), None),
             (hooks(known=dict), "still held"),
-            (hooks(view=lambda row, shape, *_: row[: shape.numel()].view(shape)), "A view has a shape"),
-            (hooks(view=lambda row, shape, stride, offset: row.as_strided(shape, stride)), "A view has a shape"),
+            (
+                hooks(view=lambda row, shape, *_: row[: shape.numel()].view(shape)),
+                "A view has a shape",
+            ),
+            (
+                hooks(view=lambda row, shape, stride, offset: row.as_strided(shape, stride)),
+                "A view has a shape",
+            ),
             (hooks(hold=[]), "still held"),
         ],
     ),
@@ -243,7 +265,10 @@ EQUIVALENT = {
             "return tensor.detach() → return tensor.detach().detach()",
             "tensor.detach() → tensor",
             "return packed → return packed.detach()",
-            "return room.get()().as_strided(*view) → return room.get()().as_strided(*view).detach()",
+            (
+                "return room.get()().as_strided(*view) → return"
+                " room.get()().as_strided(*view).detach()"
+            ),
         ),
         "no graph is recorded for what a hook computes",
     ),

@@ -24,7 +24,14 @@ def as_it_came(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max
             optimizer.zero_grad()
 
 
-def loop(*, divide=lambda loss, total, samples, pieces: loss / total, per_piece=(), left_out=(), first=(), every=0):
+def loop(
+    *,
+    divide=lambda loss, total, samples, pieces: loss / total,
+    per_piece=(),
+    left_out=(),
+    first=(),
+    every=0,
+):
     """A loop that is right but for what its arguments say."""
 
     def train_epoch(model, loss_sum, pieces, optimizer, scheduler, scaler, group_of, max_norm):
@@ -44,7 +51,9 @@ def loop(*, divide=lambda loss, total, samples, pieces: loss / total, per_piece=
             if "clip" not in left_out:
                 nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             if "step" not in left_out:
-                (optimizer if "scale" in left_out else scaler).step(*(() if "scale" in left_out else (optimizer,)))
+                (optimizer if "scale" in left_out else scaler).step(
+                    *(() if "scale" in left_out else (optimizer,))
+                )
             if not {"update", "scale"} & {*left_out}:
                 scaler.update()
             if "schedule" not in (*first, *left_out):
@@ -103,7 +112,8 @@ def zeros_first(parameters):
 
 
 def summed(into):
-    """A function that keeps for each parameter what `into(sum so far or None, parameter)` returns."""
+    """A function that keeps for each parameter what `into(sum so far or None, parameter)`
+    returns."""
 
     def accumulate(parameters):
         sums = {}

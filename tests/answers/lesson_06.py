@@ -8,16 +8,23 @@ from course_lib.lessons.lesson_06.checks import reference_backward
 
 
 def in_blocks(scores, block, rescale=True, step=1):
-    largest, total = scores.new_full(scores.shape[:1], float("-inf")), scores.new_zeros(scores.shape[:1])
+    largest, total = (
+        scores.new_full(scores.shape[:1], float("-inf")),
+        scores.new_zeros(scores.shape[:1]),
+    )
     for part in scores.split(block, dim=1)[::step]:
         new = torch.maximum(largest, part.amax(1))
-        total = total * ((largest - new).exp() if rescale else 1) + (part - new[:, None]).exp().sum(1)
+        total = total * ((largest - new).exp() if rescale else 1) + (part - new[:, None]).exp().sum(
+            1
+        )
         largest = new
     return largest + total.log()
 
 
 def padded(scores, block):
-    return in_blocks(torch.nn.functional.pad(scores, (0, -scores.shape[1] % block), value=float("-inf")), block)
+    return in_blocks(
+        torch.nn.functional.pad(scores, (0, -scores.shape[1] % block), value=float("-inf")), block
+    )
 
 
 def of_transposed(scores, block):
@@ -25,7 +32,10 @@ def of_transposed(scores, block):
 
 
 def shifted(scores, block, largest):
-    return largest + sum((part - largest[:, None]).exp().sum(1) for part in scores.split(block, dim=1)).log()
+    return (
+        largest
+        + sum((part - largest[:, None]).exp().sum(1) for part in scores.split(block, dim=1)).log()
+    )
 
 
 def row_by_row(scores, block):
@@ -33,7 +43,9 @@ def row_by_row(scores, block):
 
 
 def two_passes(scores, block):
-    return shifted(scores, block, torch.stack([part.amax(1) for part in scores.split(block, dim=1)]).amax(0))
+    return shifted(
+        scores, block, torch.stack([part.amax(1) for part in scores.split(block, dim=1)]).amax(0)
+    )
 
 
 def gradients(q, k, v, o, lse, grad_o, block, slip=""):
@@ -101,8 +113,14 @@ ANSWERS = {
     "log_sum_exp": (
         [in_blocks, padded, functools.partial(in_blocks, step=-1), of_transposed],
         [
-            (lambda scores, block: shifted(scores, block, scores.amax(1)), "`amax` took more than a block"),
-            (lambda scores, block: shifted(scores, block, scores.sort(1).values[:, -1]), "`sort` took more"),
+            (
+                lambda scores, block: shifted(scores, block, scores.amax(1)),
+                "`amax` took more than a block",
+            ),
+            (
+                lambda scores, block: shifted(scores, block, scores.sort(1).values[:, -1]),
+                "`sort` took more",
+            ),
             *((row_by_row, "`max` took more than a block"), (two_passes, "second pass")),
             (lambda scores, block: scores.exp().sum(1).log(), "overflow"),
             lambda scores, block: torch.logsumexp(scores, 1),
@@ -138,7 +156,10 @@ ANSWERS = {
     "kernel": (
         [by_hand],
         [
-            (lambda q, k, v: (by_hand(q, k, v)[0], by_hand(q, k, v)[1] + 1), "log-sum-exp is wrong"),
+            (
+                lambda q, k, v: (by_hand(q, k, v)[0], by_hand(q, k, v)[1] + 1),
+                "log-sum-exp is wrong",
+            ),
             (lambda q, k, v: (by_hand(q, k, v)[0] * 2, by_hand(q, k, v)[1]), "the output is not"),
         ],
     ),
@@ -150,7 +171,10 @@ ANSWERS = {
             lambda q, k, bq, bk: 36,
         ],
     ),
-    "grouped_bytes": ([84_410_368], [(83_886_080, "missing"), (84_148_224, "fp32"), (84.410368, "in MB")]),
+    "grouped_bytes": (
+        [84_410_368],
+        [(83_886_080, "missing"), (84_148_224, "fp32"), (84.410368, "in MB")],
+    ),
 }
 
 ONE_NUMBER = "one number in place of one a row: the first block broadcasts it"

@@ -6,7 +6,9 @@ from course_lib.budget import Recipe
 from course_lib.memory import MemoryMeter, symbolic
 
 
-def peak(make_model, make_batch, *, steps=2, zero=True, update=True, batch_before=False, context=symbolic):
+def peak(
+    make_model, make_batch, *, steps=2, zero=True, update=True, batch_before=False, context=symbolic
+):
     """The peak of a step, with a slip where one is asked for."""
     with context():
         model = make_model()
@@ -87,7 +89,10 @@ ANSWERS = {
             (Recipe(checkpoint="layers", micro_batches=8), "takes 1.214 times the FLOPs"),
             (Recipe(checkpoint="layers", in_backward=True), "clipping is gone"),
             (Recipe(micro_batches=8), "134.8 MB > 120 MB. At its peak: optimizer state 55.0 MB"),
-            (Recipe(checkpoint="layers", micro_batches=8, offload_optimizer=1.0), "fits, but moves"),
+            (
+                Recipe(checkpoint="layers", micro_batches=8, offload_optimizer=1.0),
+                "fits, but moves",
+            ),
         ],
     ),
     "fifty": (
@@ -102,7 +107,11 @@ ANSWERS = {
 
 #: What no exercise takes for a recipe, and what it is told.
 NO_RECIPES = [
-    *(("micro_batches=4", "this is a `str`"), (LEAST, "this is a `dict`"), (Recipe, "this is a `type`")),
+    *(
+        ("micro_batches=4", "this is a `str`"),
+        (LEAST, "this is a `dict`"),
+        (Recipe, "this is a `type`"),
+    ),
     *((Recipe(optimizer="sgd"), "stay"), (Recipe(precision="bf16"), "stay")),
     (Recipe(micro_batches=9), "cannot be estimated: micro_batches is 9"),
 ]
@@ -110,7 +119,9 @@ NO_RECIPES = [
 #: check -> mutants of its solution that are right as well, and why.
 EQUIVALENT = {
     "peak_without_memory": {
-        "2 → 3 in `for _ in range(2):`": "a third step peaks as the second does: Adam's state is there",
+        "2 → 3 in `for _ in range(2):`": (
+            "a third step peaks as the second does: Adam's state is there"
+        ),
     },
     "keeps_clipping": {
         "7 → 6 in `lesson_07.check_keeps_clipping(Recipe(checkpoint='layers', first_blocks=7, micro_batches=8))`": (

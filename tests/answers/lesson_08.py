@@ -9,7 +9,9 @@ STAGES = ("DDP", "ZeRO 1", "ZeRO 2", "ZeRO 3")
 
 def stages(*formulas):
     """An answer: bytes a rank for each of ZeRO's four, of psi and n."""
-    return lambda psi, n: {name: formula(psi, n) for name, formula in zip(STAGES, formulas, strict=True)}
+    return lambda psi, n: {
+        name: formula(psi, n) for name, formula in zip(STAGES, formulas, strict=True)
+    }
 
 
 def but(place, formula):
@@ -40,14 +42,18 @@ def sharded(weights, gradients, adams, wire, slip=None):
         sums = list(sum(gradients).chunk(n))
     else:
         sums = wire.reduce_scatter(gradients)
-    pieces = [weight.chunk(n)[0 if slip == "first piece" else rank] for rank, weight in enumerate(weights)]
+    pieces = [
+        weight.chunk(n)[0 if slip == "first piece" else rank] for rank, weight in enumerate(weights)
+    ]
     size = 1 if slip == "sum" else n
     if slip == "whole state":
         return [
             adam(weight, total / n)
             for adam, weight, total in zip(adams, weights, wire.all_reduce(gradients), strict=True)
         ]
-    updated = [adam(piece, total / size) for adam, piece, total in zip(adams, pieces, sums, strict=True)]
+    updated = [
+        adam(piece, total / size) for adam, piece, total in zip(adams, pieces, sums, strict=True)
+    ]
     return updated if slip == "no gather" else wire.all_gather(updated)
 
 
@@ -115,7 +121,11 @@ class AloneInTheWorld(Gathered):
     @classmethod
     def backward(cls, context, gradient):
         x, piece = context.saved_tensors
-        place = next(i for i, each in enumerate(context.wire.all_gather(piece).split(len(piece))) if each.equal(piece))
+        place = next(
+            i
+            for i, each in enumerate(context.wire.all_gather(piece).split(len(piece)))
+            if each.equal(piece)
+        )
         whole = context.wire.all_gather(piece)
         return gradient @ whole, (gradient.mT @ x).split(len(piece))[place], None
 
@@ -199,7 +209,10 @@ ANSWERS = {
             (but(2, lambda psi, n: 16 * psi / n), "weights stay whole"),
             (but(3, lambda psi, n: 4 * psi + 12 * psi / n), "weights are cut"),
             (but(3, lambda psi, n: 8 * psi), "`ZeRO 3` on 8 ranks"),  # right for two alone
-            *((but(0, lambda psi, n: 16 * psi / n), "cuts nothing"), (but(0, lambda psi, n: 12 * psi), "two numbers")),
+            *(
+                (but(0, lambda psi, n: 16 * psi / n), "cuts nothing"),
+                (but(0, lambda psi, n: 12 * psi), "two numbers"),
+            ),
         ],
     ),
     "seven_billion": (
@@ -220,7 +233,10 @@ ANSWERS = {
     "sharded_step": (
         [sharded, lambda *given: tuple(sharded(*given))],
         [
-            *((functools.partial(sharded, slip=slip), reason) for slip, reason in SHARDED_SLIPS.items()),
+            *(
+                (functools.partial(sharded, slip=slip), reason)
+                for slip, reason in SHARDED_SLIPS.items()
+            ),
             (cheats, "sent_bytes"),
             (whole_weights, "Adam got 64 weights with 32 numbers"),
             (lambda *given: None, "Not answered"),
@@ -233,7 +249,10 @@ ANSWERS = {
         [
             (lambda x, piece, wire: x, "Not answered"),
             (lambda x, piece, wire: None, "Not answered"),
-            (lambda x, piece, wire: torch.nn.functional.linear(x, wire.all_gather(piece)), "save the piece"),
+            (
+                lambda x, piece, wire: torch.nn.functional.linear(x, wire.all_gather(piece)),
+                "save the piece",
+            ),
             (lambda x, piece, wire: (x @ wire.all_gather(piece).mT).detach(), "no graph"),
             (KeepsTheWhole, "save the piece"),
             (HidesTheWhole, "save the piece"),
@@ -246,7 +265,10 @@ ANSWERS = {
         ],
     ),
     "tokens_to_hide": (
-        [lambda psi, rate, link: 2 * rate / link, lambda psi, rate, link: 12 * psi / link / (6 * psi / rate)],
+        [
+            lambda psi, rate, link: 2 * rate / link,
+            lambda psi, rate, link: 12 * psi / link / (6 * psi / rate),
+        ],
         [
             (lambda psi, rate, link: 0, "Not answered"),
             (lambda psi, rate, link: 6 * rate / link, "Backward computes"),

@@ -1,7 +1,9 @@
-"""What the tests in a browser share: one headless Chromium, and pages that tell what went wrong in them.
+"""What the tests in a browser share: one headless Chromium, and pages that tell what went wrong in
+them.
 
-They need Chromium (the one that CHROMIUM names, or one on the PATH) and Playwright for Python. Where either is missing
-they are skipped, and say what to install; `make browser`, which asks for them, stops there. Nothing is downloaded.
+They need Chromium (the one that CHROMIUM names, or one on the PATH) and Playwright for Python.
+Where either is missing they are skipped, and say what to install; `make browser`, which asks for
+them, stops there. Nothing is downloaded.
 """
 
 import os
@@ -17,7 +19,10 @@ ARGUMENTS = (
 )
 
 
-NO_CHROMIUM = "needs Chromium: install it (Debian and Ubuntu: apt install chromium), or name one: CHROMIUM=path"
+NO_CHROMIUM = (
+    "needs Chromium: install it (Debian and Ubuntu: apt install chromium), or name one:"
+    " CHROMIUM=path"
+)
 
 
 def pytest_collection_modifyitems(config):
@@ -60,20 +65,35 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """open_page(address, **options of the context): a page of its own; at the end it must have had no trouble.
+    """open_page(address, **options of the context): a page of its own; at the end it must have had
+    no trouble.
 
-    Trouble is an error in the console or in a script, an answer that is an error, a request to another machine.
+    Trouble is an error in the console or in a script, an answer that is an error, a request to
+    another machine.
     """
     contexts, trouble = [], []
 
     def open_one(address, **options):
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, "locale": "en-US", **options})
+        context = browser.new_context(
+            **{"viewport": {"width": 1280, "height": 800}, "locale": "en-US", **options}
+        )
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: message.type == "error" and trouble.append(f"console: {message.text}"))
+        page.on(
+            "console",
+            lambda message: message.type == "error" and trouble.append(f"console: {message.text}"),
+        )
         page.on("pageerror", lambda error: trouble.append(f"script: {error}"))
-        page.on("response", lambda answer: answer.status >= 400 and trouble.append(f"{answer.status}: {answer.url}"))
-        page.on("request", lambda request: is_outside(request.url) and trouble.append(f"request to {request.url}"))
+        page.on(
+            "response",
+            lambda answer: (
+                answer.status >= 400 and trouble.append(f"{answer.status}: {answer.url}")
+            ),
+        )
+        page.on(
+            "request",
+            lambda request: is_outside(request.url) and trouble.append(f"request to {request.url}"),
+        )
         page.goto(address)
         return page
 
@@ -85,4 +105,6 @@ def open_page(browser):
 
 def is_outside(address):
     """Whether an address is on another machine."""
-    return not address.startswith(("http://127.0.0.1:", "ws://127.0.0.1:", "file:", "data:", "blob:", "about:"))
+    return not address.startswith(
+        ("http://127.0.0.1:", "ws://127.0.0.1:", "file:", "data:", "blob:", "about:")
+    )

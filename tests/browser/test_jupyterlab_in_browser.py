@@ -1,6 +1,8 @@
-"""JupyterLab as `make lab` starts it: the switch, two lessons side by side, a kernel that runs one, a slider.
+"""JupyterLab as `make lab` starts it: the switch, two lessons side by side, a kernel that runs one,
+a slider.
 
-The server works on a copy of the notebooks, and keeps its settings, trust and kernels' files beside it.
+The server works on a copy of the notebooks, and keeps its settings, trust and kernels' files beside
+it.
 """
 
 import json
@@ -41,7 +43,11 @@ def lab(browser, tmp_path_factory):
     """The address of JupyterLab with a copy of the notebooks, trusted as `make lab` does."""
     place = tmp_path_factory.mktemp("lab")
     notebooks, settings = place / "course/notebooks", place / "settings"
-    shutil.copytree(ROOT / "notebooks", notebooks, ignore=shutil.ignore_patterns("scripts", ".ipynb_checkpoints"))
+    shutil.copytree(
+        ROOT / "notebooks",
+        notebooks,
+        ignore=shutil.ignore_patterns("scripts", ".ipynb_checkpoints"),
+    )
     shutil.copy(ROOT / "README.md", notebooks.parent)
     sliders = only_the_sliders(json.loads((notebooks / f"{SLIDERS}.ipynb").read_text("utf-8")))
     (notebooks / "sliders.ipynb").write_text(json.dumps(sliders), "utf-8")
@@ -51,9 +57,16 @@ def lab(browser, tmp_path_factory):
     folders = {"DATA": "data", "CONFIG": "config", "RUNTIME": "runtime"}
     environment = {f"JUPYTER_{name}_DIR": str(place / folder) for name, folder in folders.items()}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **environment, "IPYTHONDIR": str(place / "ipython"), "PYTHONPATH": path}
+    environment = {
+        **os.environ,
+        **environment,
+        "IPYTHONDIR": str(place / "ipython"),
+        "PYTHONPATH": path,
+    }
     trusted = map(str, sorted(notebooks.glob("*.ipynb")))
-    subprocess.run([sys.executable, "-m", "jupyter", "trust", *trusted], env=environment, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "jupyter", "trust", *trusted], env=environment, check=True
+    )
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -67,7 +80,14 @@ def lab(browser, tmp_path_factory):
         "LabApp.user_settings_dir": place / "user",
         "LabApp.workspaces_dir": place / "workspaces",
     }
-    command = [sys.executable, "-m", "jupyterlab", "--allow-root", "--no-browser", "--expose-app-in-browser"]
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--allow-root",
+        "--no-browser",
+        "--expose-app-in-browser",
+    ]
     command += [f"--{name}={value}" for name, value in options.items()]
     address = f"http://127.0.0.1:{port}"
     with open(place / "log", "w") as log:
@@ -103,12 +123,16 @@ def open_lesson(lab, open_page):
 
 def rendered(notebook):
     """The notebook once its prose is there, which comes cell by cell."""
-    notebook.locator(".jp-MarkdownCell").last.locator("div[lang=zh]").wait_for(timeout=60_000, state="attached")
+    notebook.locator(".jp-MarkdownCell").last.locator("div[lang=zh]").wait_for(
+        timeout=60_000, state="attached"
+    )
     return notebook
 
 
 def command(page, name, **arguments):
-    page.evaluate("([name, options]) => { jupyterapp.commands.execute(name, options); }", [name, arguments])
+    page.evaluate(
+        "([name, options]) => { jupyterapp.commands.execute(name, options); }", [name, arguments]
+    )
 
 
 def run_all(page):
@@ -120,10 +144,14 @@ def run_all(page):
 
 def visible(notebook):
     """The languages of which something can be seen."""
-    return [one for one in ("en", "zh") if notebook.locator(f".jp-Cell div[lang={one}]:visible").count()]
+    return [
+        one for one in ("en", "zh") if notebook.locator(f".jp-Cell div[lang={one}]:visible").count()
+    ]
 
 
-def test_the_keyboard_turns_the_switch_and_two_lessons_side_by_side_each_keep_their_language(open_lesson):
+def test_the_keyboard_turns_the_switch_and_two_lessons_side_by_side_each_keep_their_language(
+    open_lesson,
+):
     page = open_lesson(LESSON)
     left = rendered(page.locator(".jp-Notebook").first)
     assert visible(left) == ["en"]
@@ -139,7 +167,9 @@ def test_the_keyboard_turns_the_switch_and_two_lessons_side_by_side_each_keep_th
         assert left.locator("img[alt]:visible").count() == figures.count() // 2 > 1
         assert left.locator(".course-language label:visible").count() == 3
 
-    command(page, "docmanager:open", path="notebooks/sliders.ipynb", options={"mode": "split-right"})
+    command(
+        page, "docmanager:open", path="notebooks/sliders.ipynb", options={"mode": "split-right"}
+    )
     right = page.locator(".jp-Notebook").nth(1)
     right.locator(".course-language").wait_for()
     right.locator("input[value=en]").check()
@@ -155,7 +185,9 @@ def test_a_notebook_runs_from_top_to_bottom_and_a_slider_moves_its_figure(open_l
     before = figure.get_attribute("alt")
     page.locator(".widget-slider .noUi-handle, .widget-slider .ui-slider-handle").first.focus()
     page.keyboard.press("ArrowRight")
-    page.wait_for_function("before => document.querySelector('.widget-interact img')?.alt !== before", arg=before)
+    page.wait_for_function(
+        "before => document.querySelector('.widget-interact img')?.alt !== before", arg=before
+    )
     assert figure.count() == 1
     assert page.locator("[data-mime-type*=error], [data-mime-type*=stderr]").count() == 0
     assert page.locator("input[value=en]").is_checked(), "the switch was made again"

@@ -44,10 +44,15 @@ def pressed(page):
     return page.locator(".language-switch:visible button[aria-pressed=true]").get_attribute("value")
 
 
-ENGLISH, CHINESE = "Which ones should we forget? (checkpoint schedules)", "该忘掉哪些？（检查点的调度）"
+ENGLISH, CHINESE = (
+    "Which ones should we forget? (checkpoint schedules)",
+    "该忘掉哪些？（检查点的调度）",
+)
 
 
-def test_the_button_turns_prose_headings_contents_and_figures_and_the_keyboard_reaches_it(address, open_page):
+def test_the_button_turns_prose_headings_contents_and_figures_and_the_keyboard_reaches_it(
+    address, open_page
+):
     page = open_page(f"{address}/{LESSON}", viewport={"width": 1600, "height": 900})
     for _ in range(8):
         page.keyboard.press("Tab")
@@ -63,18 +68,31 @@ def test_the_button_turns_prose_headings_contents_and_figures_and_the_keyboard_r
         other = "en" if language == "zh" else "zh"
         assert page.locator(f"article [lang={language}]:visible").count() > 100
         assert page.locator(f"article [lang={other}]:visible").count() == 0
-        assert page.locator(f".toc-tree [lang={other}]:visible, .related-pages [lang={other}]:visible").count() == 0
+        assert (
+            page.locator(
+                f".toc-tree [lang={other}]:visible, .related-pages [lang={other}]:visible"
+            ).count()
+            == 0
+        )
         assert here in page.title() and gone not in page.title()
-        assert page.locator(f"article figure[lang={language}] > img:visible").count() == figures.count() // 2
+        assert (
+            page.locator(f"article figure[lang={language}] > img:visible").count()
+            == figures.count() // 2
+        )
         choose(page, "en")
     choose(page, "both")
     assert f"{ENGLISH} / {CHINESE}" in shown(page, "article h1")
-    assert figures.count() > 2 and page.locator("article figure[lang] > img:visible").count() == figures.count()
+    assert (
+        figures.count() > 2
+        and page.locator("article figure[lang] > img:visible").count() == figures.count()
+    )
     assert page.locator("article table [lang=zh]:visible").count() > 10
     assert page.evaluate("document.documentElement.lang") == "en"
     page.locator("article mjx-container:visible").first.wait_for()
     assert page.locator("article mjx-container").count() > 50
-    assert page.evaluate("document.fonts.ready.then(() => [...document.fonts].some((f) => f.status === 'loaded'))")
+    assert page.evaluate(
+        "document.fonts.ready.then(() => [...document.fonts].some((f) => f.status === 'loaded'))"
+    )
 
 
 def test_the_language_is_remembered_on_the_next_page_and_after_a_reload(address, open_page):
@@ -137,12 +155,17 @@ def test_on_a_phone_no_page_is_wider_than_the_screen_and_wide_tables_scroll(addr
         page.goto(f"{address}/{path}")
         choose(page, "both")
         page.wait_for_load_state("networkidle")  # formulas too
-        for place, more in (("html", 0), (".article-container", 8)):  # the theme's headings stand out by 8 pixels
-            assert page.locator(place).evaluate("element => element.scrollWidth - element.clientWidth") <= more, path
+        # the theme's headings stand out by 8 pixels
+        for place, more in (("html", 0), (".article-container", 8)):
+            assert (
+                page.locator(place).evaluate("element => element.scrollWidth - element.clientWidth")
+                <= more
+            ), path
     assert page.locator("article [tabindex='0']:has(table)").count() > 0, "with the keyboard too"
 
 
-@pytest.mark.parametrize("width", [1320, 1366])  # where the theme first has contents beside the text, and a laptop's
+# where the theme first has contents beside the text, and a laptop's
+@pytest.mark.parametrize("width", [1320, 1366])
 def test_on_a_laptop_no_page_is_wider_than_the_screen(address, open_page, width):
     page = open_page(f"{address}/{LESSON}", viewport={"width": width, "height": 768})
     assert page.locator("html").evaluate("element => element.scrollWidth") == width
@@ -151,7 +174,10 @@ def test_on_a_laptop_no_page_is_wider_than_the_screen(address, open_page, width)
 def luminance(color):
     """0 for black, 1 for white, of "rgb(r, g, b)"."""
     channels = [float(part) for part in color.removeprefix("rgb(").rstrip(")").split(",")[:3]]
-    return sum(weight * channel / 255 for weight, channel in zip((0.2126, 0.7152, 0.0722), channels, strict=True))
+    return sum(
+        weight * channel / 255
+        for weight, channel in zip((0.2126, 0.7152, 0.0722), channels, strict=True)
+    )
 
 
 def test_figures_have_a_light_ground_in_the_dark(address, open_page):
@@ -167,7 +193,9 @@ def test_the_search_finds_a_chinese_word_of_two_characters(address, open_page):
     page = open_page(f"{address}/search.html?q=带宽&lang=zh")
     found = page.locator("#search-results li a[href*='04_offload']").first
     found.wait_for()
-    assert re.match(r"[\d.]+ [\u3400-\u9fff]", found.inner_text()) and "/" not in found.inner_text(), "in its language"
+    assert (
+        re.match(r"[\d.]+ [\u3400-\u9fff]", found.inner_text()) and "/" not in found.inner_text()
+    ), "in its language"
     assert page.url.endswith("lang=zh") and "q=" in page.url
 
 

@@ -1,4 +1,5 @@
-"""The slides in a browser, from the file system and offline: each one fits, pages turn, and the speaker has notes."""
+"""The slides in a browser, from the file system and offline: each one fits, pages turn, and the
+speaker has notes."""
 
 from itertools import cycle, product
 from pathlib import Path
@@ -17,7 +18,8 @@ NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 SCREEN = {"viewport": {"width": 1280, "height": 720}, "offline": True}
 LEAST_SIZE = 70  # percent: below it the words of a slide are too small for the back row
 
-# Every slide with all its fragments: how far its body reaches over, how much it was shrunk, what stands outside.
+# Every slide with all its fragments: how far its body reaches over, how much it was shrunk, what
+# stands outside.
 LOOK_AT_ALL = """() => Reveal.getSlides().map((slide) => {
   const place = Reveal.getIndices(slide);
   Reveal.slide(place.h, place.v, 99);
@@ -47,10 +49,13 @@ def open_deck(built_decks, open_page):
 
 
 def pytest_generate_tests(metafunc):
-    """`make browser` opens every deck, `make test` every lesson's in one of the languages, in turns."""
+    """`make browser` opens every deck, `make test` every lesson's in one of the languages, in
+    turns."""
     if "name" in metafunc.fixturenames:
         all_of_them = metafunc.config.option.markexpr == "browser"
-        decks = product(slides.LANGUAGES, NAMES) if all_of_them else zip(cycle(slides.LANGUAGES), NAMES)
+        decks = (
+            product(slides.LANGUAGES, NAMES) if all_of_them else zip(cycle(slides.LANGUAGES), NAMES)
+        )
         metafunc.parametrize(("language", "name"), list(decks))
 
 
@@ -58,7 +63,9 @@ def test_every_slide_fits_the_screen_and_nothing_is_loaded(open_deck, language, 
     page = open_deck(language, name)
     looks = page.evaluate(LOOK_AT_ALL)
     assert len(looks) >= 8
-    assert [look for look in looks if look["over"] > 0 or look["outside"] or look["size"] < LEAST_SIZE] == []
+    assert [
+        look for look in looks if look["over"] > 0 or look["outside"] or look["size"] < LEAST_SIZE
+    ] == []
     loaded = page.evaluate("performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert [address for address in loaded if not address.startswith("data:")] == []
 
@@ -67,21 +74,31 @@ def test_the_space_bar_turns_every_page_in_order(open_deck):
     page = open_deck("both", "00_start_here")
     total = page.evaluate("Reveal.getTotalSlides()")
     seen = [page.evaluate("Reveal.getSlidePastCount()")]
-    while not page.evaluate("Reveal.isLastSlide()") or page.evaluate("Reveal.availableFragments().next"):
+    while not page.evaluate("Reveal.isLastSlide()") or page.evaluate(
+        "Reveal.availableFragments().next"
+    ):
         page.keyboard.press("Space")
         seen.append(page.evaluate("Reveal.getSlidePastCount()"))
         assert len(seen) < 10 * total
     assert sorted(set(seen)) == list(range(total)) and seen == sorted(seen)
     page.keyboard.press("ArrowLeft")  # to the section before
-    assert page.evaluate("Reveal.getIndices().h") == page.evaluate("Reveal.getHorizontalSlides().length") - 2
+    assert (
+        page.evaluate("Reveal.getIndices().h")
+        == page.evaluate("Reveal.getHorizontalSlides().length") - 2
+    )
 
 
 def test_a_result_waits_for_a_key(open_deck):
     page = open_deck("en", "02_checkpointing")
-    places = "Reveal.getSlides().filter((s) => s.querySelector('.result.fragment')).map((s) => Reveal.getIndices(s))"
+    places = (
+        "Reveal.getSlides().filter((s) => s.querySelector('.result.fragment')).map((s) =>"
+        " Reveal.getIndices(s))"
+    )
     place = page.evaluate(places)[0]
     page.evaluate("([h, v]) => Reveal.slide(h, v, -1)", [place["h"], place["v"]])
-    shown = "getComputedStyle(Reveal.getCurrentSlide().querySelector('.result.fragment')).visibility"
+    shown = (
+        "getComputedStyle(Reveal.getCurrentSlide().querySelector('.result.fragment')).visibility"
+    )
     assert page.evaluate(shown) == "hidden"
     page.keyboard.press("Space")
     assert page.evaluate(shown) == "visible"
@@ -104,5 +121,7 @@ def test_the_speaker_sees_minutes_and_a_question(open_deck):
     with page.expect_popup() as opened:
         page.keyboard.press("s")
     view = opened.value
-    view.wait_for_function("document.querySelector('.speaker-controls-notes .value')?.innerText.includes('提问')")
+    view.wait_for_function(
+        "document.querySelector('.speaker-controls-notes .value')?.innerText.includes('提问')"
+    )
     assert "分钟" in view.inner_text(".speaker-controls-notes .value")

@@ -1,6 +1,8 @@
-"""All ways of saving memory that a recipe names, a file each, in the order in which a table names them.
+"""All ways of saving memory that a recipe names, a file each, in the order in which a table names
+them.
 
-To add one, write a file with a `Technique` and add its row here; its fields, with their defaults, stand in `Recipe`.
+To add one, write a file with a `Technique` and add its row here; its fields, with their defaults,
+stand in `Recipe`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ TECHNIQUES: tuple[Technique, ...] = (
 )
 
 # As they are put on a model, and added one by one on the way from the plain step to a recipe.
-BY_PLACE = sorted((each for each in TECHNIQUES if each.place is not None), key=lambda each: each.place or 0)
+BY_PLACE = sorted(
+    (each for each in TECHNIQUES if each.place is not None), key=lambda each: each.place or 0
+)
 
 __all__ = ["BY_PLACE", "TECHNIQUES", "Technique"]

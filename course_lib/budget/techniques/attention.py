@@ -1,4 +1,5 @@
-"""A recipe's attention, put into any model for a while: by its own switch, or where it calls PyTorch's attention."""
+"""A recipe's attention, put into any model for a while: by its own switch, or where it calls
+PyTorch's attention."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ SWITCHED = ("eager", "sdpa")  # by a model's own switch
 
 
 class AttentionKind(Technique):
-    """Flash attention, or another kind, in a model that has its own switch or calls PyTorch's attention."""
+    """Flash attention, or another kind, in a model that has its own switch or calls PyTorch's
+    attention."""
 
     fields = fields_of(attention=choice(*ATTENTIONS, *SWITCHED, None))
     place = 0
@@ -32,14 +34,22 @@ class AttentionKind(Technique):
         """What can be said before the model runs."""
         wanted, own = recipe.attention, attentions_of(model)
         if wanted in SWITCHED and (own or not _with_switch(model)):
-            got = f"attention is {wanted!r} and the model is {shown(model)} without set_attn_implementation"
+            got = (
+                f"attention is {wanted!r} and the model is {shown(model)} without"
+                " set_attn_implementation"
+            )
             return f"{got}; it takes 'standard', 'flash' or None"
         if wanted == "flash" and drop_probability(own):
-            got = f"attention is 'flash' and the model is {shown(model)} with dropout of probabilities"
+            got = (
+                f"attention is 'flash' and the model is {shown(model)} with dropout of"
+                " probabilities"
+            )
             return f"{got}; it takes 'standard'"
         return None
 
-    def applied(self, recipe: Recipe, model: nn.Module, store: Any = None) -> AbstractContextManager[Check]:
+    def applied(
+        self, recipe: Recipe, model: nn.Module, store: Any = None
+    ) -> AbstractContextManager[Check]:
         return attention_of(model, recipe.attention)
 
     def words(self, recipe: Recipe) -> list[str]:
@@ -48,7 +58,8 @@ class AttentionKind(Technique):
 
 @contextmanager
 def attention_of(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], None]]:
-    """Inside, the model's attention is the wanted one; what is yielded raises if a forward pass has not used it."""
+    """Inside, the model's attention is the wanted one; what is yielded raises if a forward pass has
+    not used it."""
     own = attentions_of(model)
     with ExitStack() as stack:
         calls: list[bool] = []
@@ -62,7 +73,10 @@ def attention_of(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], 
 
         def check() -> None:
             if wanted == "flash" and not own and not calls:
-                got = f"attention is 'flash' and the model is {shown(model)} that calls no attention of PyTorch's"
+                got = (
+                    f"attention is 'flash' and the model is {shown(model)} that calls no attention"
+                    " of PyTorch's"
+                )
                 raise ValueError(f"{got} (F.scaled_dot_product_attention); it takes 'standard'")
 
         yield check
@@ -81,7 +95,8 @@ def drop_probability(attentions: Iterable[Attention]) -> float:
 def _own(modules: list[Attention], wanted: str | None) -> Iterator[None]:
     """`course_lib.models.Attention`, by its attributes."""
     before = [
-        {name: module.__dict__[name] for name in ("fused", "standard") if name in vars(module)} for module in modules
+        {name: module.__dict__[name] for name in ("fused", "standard") if name in vars(module)}
+        for module in modules
     ]
     try:
         for module in modules if wanted is not None else ():
@@ -118,14 +133,24 @@ def _switched(model: nn.Module, wanted: str, asked: str | None = None) -> Iterat
             except (ValueError, ImportError) as error:
                 problem = error
             if problem or module.config._attn_implementation != wanted:
-                got, takes = "whose switch refuses it", f"{module.config._attn_implementation!r} or None"
+                got, takes = (
+                    "whose switch refuses it",
+                    f"{module.config._attn_implementation!r} or None",
+                )
                 if asked == "flash":
-                    got, takes = "which has attention of its own and does not switch to PyTorch's", "'standard'"
-                told = f"attention is {asked or wanted!r} and the model is {shown(module)}, {got}; it takes {takes}"
+                    got, takes = (
+                        "which has attention of its own and does not switch to PyTorch's",
+                        "'standard'",
+                    )
+                told = (
+                    f"attention is {asked or wanted!r} and the model is {shown(module)}, {got}; it"
+                    f" takes {takes}"
+                )
                 raise ValueError(told) from problem
         yield
     finally:
-        for config, value in zip(configs, before, strict=True):  # outer ones first, which set the inner ones too
+        # outer ones first, which set the inner ones too
+        for config, value in zip(configs, before, strict=True):
             config._attn_implementation = value
 
 
@@ -133,7 +158,8 @@ def _switched(model: nn.Module, wanted: str, asked: str | None = None) -> Iterat
 
 
 class _Flash(TorchFunctionMode):
-    """Inside, `F.scaled_dot_product_attention` is `flash_attention`, which refuses the masks and dropout it gets."""
+    """Inside, `F.scaled_dot_product_attention` is `flash_attention`, which refuses the masks and
+    dropout it gets."""
 
     when_recomputed = True  # nor is it inside `backward`, where checkpoints enter it again
 
@@ -144,7 +170,8 @@ class _Flash(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
             return self.attention(*args, **(kwargs or {}))
-        # A mode is not active inside itself, and does not see what these call: attention, a model's own checkpoints.
+        # A mode is not active inside itself, and does not see what these call: attention, a model's
+        # own checkpoints.
         if func in (F.multi_head_attention_forward, Tensor.backward):
             before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, self.attention
             try:
@@ -153,12 +180,14 @@ class _Flash(TorchFunctionMode):
                 F.scaled_dot_product_attention = before
         return func(*args, **(kwargs or {}))
 
-    def attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -> Tensor:
+    def attention(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options
+    ) -> Tensor:
         self.calls.append(True)
         for name, got, plain in (("attn_mask", attn_mask, None), ("dropout_p", dropout_p, 0.0)):
             if got is not plain and not (name == "dropout_p" and got == plain):
                 raise ValueError(
-                    f"attention is 'flash' and {name} of F.scaled_dot_product_attention is {shown(got)}; it takes "
-                    f"{plain}, with is_causal or without"
+                    f"attention is 'flash' and {name} of F.scaled_dot_product_attention is"
+                    f" {shown(got)}; it takes {plain}, with is_causal or without"
                 )
         return flash_attention(query, key, value, is_causal=is_causal, **options)

@@ -1,4 +1,5 @@
-"""Activations that are forgotten and computed again: around blocks, or by a schedule (lessons 02 and 03)."""
+"""Activations that are forgotten and computed again: around blocks, or by a schedule (lessons 02
+and 03)."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ class Checkpoint(Technique):
             _check_blocks(model, recipe)
         return None
 
-    def applied(self, recipe: Recipe, model: nn.Module, store: Any = None) -> AbstractContextManager[Check]:
+    def applied(
+        self, recipe: Recipe, model: nn.Module, store: Any = None
+    ) -> AbstractContextManager[Check]:
         return _applied(recipe, model)
 
     def words(self, recipe: Recipe) -> list[str]:
@@ -85,12 +88,15 @@ class Checkpoint(Technique):
 def _applied(recipe: Recipe, model: nn.Module) -> Iterator[Check]:
     checks: list[Check] = []
     with ExitStack() as stack:
-        if recipe.checkpoint in CHAINED and not is_taken_apart(model, recipe):  # else the loss runs its stages
+        # else the loss runs its stages
+        if recipe.checkpoint in CHAINED and not is_taken_apart(model, recipe):
             checks.append(stack.enter_context(scheduled(model, recipe)).check)
         if recipe.checkpoint in ("layers", "selective"):
             handle = stack.enter_context(checkpointed(model, recipe))
             checks.append(handle.check)
-            checks.append(stack.enter_context(statistics_kept(model, handle.names, recipe.checkpoint)))
+            checks.append(
+                stack.enter_context(statistics_kept(model, handle.names, recipe.checkpoint))
+            )
         yield all_of(checks)
 
 
@@ -104,7 +110,8 @@ def scheduled(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
 
 def checkpointed(model: nn.Module, recipe: Recipe) -> CheckpointedBlocks:
     policy = PRODUCTS if recipe.checkpoint == "selective" else None
-    random = draws(model) if is_decoder(model) else True  # others may call F.dropout, which nobody sees from here
+    # others may call F.dropout, which nobody sees from here
+    random = draws(model) if is_decoder(model) else True
     options = {"first": recipe.first_blocks, "policy": policy, "preserve_rng_state": random}
     return checkpoint_blocks(model, block_names(recipe), **options)
 
@@ -114,24 +121,37 @@ def block_names(recipe: Recipe) -> str | list[str] | None:
 
 
 @contextmanager
-def statistics_kept(model: nn.Module, names: Sequence[str], checkpoint: str) -> Iterator[Callable[[], None]]:
-    """Norms in these blocks change their running statistics in the forward pass, and not again when it is repeated.
+def statistics_kept(
+    model: nn.Module, names: Sequence[str], checkpoint: str
+) -> Iterator[Callable[[], None]]:
+    """Norms in these blocks change their running statistics in the forward pass, and not again when
+    it is repeated.
 
-    What is yielded is to be called after the forward pass. It raises if other buffers have changed, since the block may
-    compute with them.
+    What is yielded is to be called after the forward pass. It raises if other buffers have changed,
+    since the block may compute with them.
     """
     modules = {module for name in names for module in model.get_submodule(name).modules()}
     norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
-    statistics, kept = {buffer for norm in norms for buffer in norm.buffers()}, list[tuple[Tensor, Tensor]]()
+    statistics, kept = (
+        {buffer for norm in norms for buffer in norm.buffers()},
+        list[tuple[Tensor, Tensor]](),
+    )
 
     def others() -> dict[str, tuple[int, int]]:
-        found = {f"{name}.{key}": b for name in names for key, b in model.get_submodule(name).named_buffers()}
+        found = {
+            f"{name}.{key}": b
+            for name in names
+            for key, b in model.get_submodule(name).named_buffers()
+        }
         return {name: (id(b), b._version) for name, b in found.items() if b not in statistics}
 
     def keep() -> None:
         for name, found in others().items():
             if found != before.get(name):
-                got = f"checkpoint is {checkpoint!r} and {name} changes in the forward pass, which is repeated"
+                got = (
+                    f"checkpoint is {checkpoint!r} and {name} changes in the forward pass, which is"
+                    " repeated"
+                )
                 raise ValueError(f"{got}; it takes 'none', 'segments' or 'optimal'")
         kept.extend((buffer, buffer.clone()) for buffer in statistics)
 
@@ -154,7 +174,9 @@ def statistics_kept(model: nn.Module, names: Sequence[str], checkpoint: str) -> 
 def _check_chain(model: nn.Module, recipe: Recipe) -> None:
     count = len(names_of(model, block_names(recipe)))
     if recipe.checkpoint == "segments" and recipe.segments > count:
-        raise ValueError(f"segments is {recipe.segments}; it takes 1 to {count}, as there are layers")
+        raise ValueError(
+            f"segments is {recipe.segments}; it takes 1 to {count}, as there are layers"
+        )
 
 
 def _check_blocks(model: nn.Module, recipe: Recipe) -> None:
@@ -168,4 +190,6 @@ def _check_blocks(model: nn.Module, recipe: Recipe) -> None:
             got = f"blocks is {name!r}, modules of the kinds {', '.join(kinds)}"
             raise ValueError(f"{got}; it takes a name of one kind, or several names")
     if recipe.first_blocks is not None and recipe.first_blocks > count:
-        raise ValueError(f"first_blocks is {recipe.first_blocks}; it takes 1 to {count}, as there are blocks")
+        raise ValueError(
+            f"first_blocks is {recipe.first_blocks}; it takes 1 to {count}, as there are blocks"
+        )

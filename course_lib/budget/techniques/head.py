@@ -1,4 +1,5 @@
-"""The loss head of any model, some tokens at a time: its logits are not there before the loss asks for them."""
+"""The loss head of any model, some tokens at a time: its logits are not there before the loss asks
+for them."""
 
 from __future__ import annotations
 
@@ -28,8 +29,11 @@ class ChunkedHead(Technique):
             head_of(model, recipe.head_chunk)
         return None
 
-    def applied(self, recipe: Recipe, model: nn.Module, store: Any = None) -> AbstractContextManager[Check]:
-        chunk = None if is_taken_apart(model, recipe) else recipe.head_chunk  # else the last stage has it in chunks
+    def applied(
+        self, recipe: Recipe, model: nn.Module, store: Any = None
+    ) -> AbstractContextManager[Check]:
+        # else the last stage has it in chunks
+        chunk = None if is_taken_apart(model, recipe) else recipe.head_chunk
         return chunked_head(model, chunk)
 
     def words(self, recipe: Recipe) -> list[str]:
@@ -42,8 +46,9 @@ class ChunkedHead(Technique):
 def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], None]]:
     """Inside, the head returns `Logits`; what is yielded raises if none of them has come to a loss.
 
-    The model's own forward pass and loss run as they are written. What they may do to logits is what does the same to
-    each token alone, so that loss and gradient are the model's own; all else is refused.
+    The model's own forward pass and loss run as they are written. What they may do to logits is
+    what does the same to each token alone, so that loss and gradient are the model's own; all else
+    is refused.
     """
     if chunk is None:
         yield lambda: None
@@ -56,10 +61,14 @@ def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], N
 
     def check() -> None:
         if not used:
-            raise ValueError(f"{about} whose logits come to no loss; it takes one with F.cross_entropy of them")
+            raise ValueError(
+                f"{about} whose logits come to no loss; it takes one with F.cross_entropy of them"
+            )
 
     try:
-        head.forward = lambda hidden: Logits(hidden, (), forward, head.weight.shape[0], about, used, options)
+        head.forward = lambda hidden: Logits(
+            hidden, (), forward, head.weight.shape[0], about, used, options
+        )
         yield check
     finally:
         del head.forward
@@ -68,7 +77,8 @@ def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], N
 
 
 def head_of(model: nn.Module, chunk: int) -> nn.Module:
-    """The model's output embedding; else the widest Linear outside its blocks, of several the last."""
+    """The model's output embedding; else the widest Linear outside its blocks, of several the
+    last."""
     for module in model.modules():  # the model may be inside others
         found = getattr(module, "get_output_embeddings", lambda: None)()
         if isinstance(found, nn.Module) and isinstance(getattr(found, "weight", None), Tensor):
@@ -76,14 +86,22 @@ def head_of(model: nn.Module, chunk: int) -> nn.Module:
     blocks: tuple[str, ...] = ()
     with suppress(ValueError), checkpoint_blocks(model, None) as handle:
         blocks = tuple(f"{name}." for name in handle.names)
-    linear = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and not name.startswith(blocks)]
+    linear = [
+        m
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and not name.startswith(blocks)
+    ]
     if not linear:
-        got = f"head_chunk is {chunk} and the model is a {type(model).__name__} without a Linear outside its blocks"
+        got = (
+            f"head_chunk is {chunk} and the model is a {type(model).__name__} without a Linear"
+            " outside its blocks"
+        )
         raise ValueError(f"{got}; it takes one whose head is a Linear")
     return max(reversed(linear), key=lambda module: module.out_features)
 
 
-LOOKED_AT = {"__get__", "size", "dim", "numel", "__len__", "is_floating_point"}  # shape, dtype, device and so on
+# shape, dtype, device and so on
+LOOKED_AT = {"__get__", "size", "dim", "numel", "__len__", "is_floating_point"}
 ALLOWED = {"float", "to", "contiguous", "view", "reshape", "flatten", "getitem"}
 
 
@@ -91,14 +109,17 @@ class Logits(Tensor):
     """Stands for `forward(hidden)`, which is computed by the loss, a chunk of tokens at a time.
 
     Attributes:
-        hidden: what enters the head, in the shape that the model has given its logits, but for the last dimension.
+        hidden: what enters the head, in the shape that the model has given its logits, but for the
+            last dimension.
         casts: dtypes to which it has converted them, one after the other.
     """
 
     @staticmethod
     def __new__(cls, hidden, casts, forward, width, *_):
         dtype = casts[-1] if casts else hidden.dtype
-        return Tensor._make_wrapper_subclass(cls, (*hidden.shape[:-1], width), dtype=dtype, device=hidden.device)
+        return Tensor._make_wrapper_subclass(
+            cls, (*hidden.shape[:-1], width), dtype=dtype, device=hidden.device
+        )
 
     def __init__(self, hidden, casts, *rest):
         self.hidden, self.casts, self.rest = hidden, casts, rest
@@ -112,13 +133,15 @@ class Logits(Tensor):
                 return func(*args, **kwargs)
         logits = next(x for x in (*args, *kwargs.values()) if isinstance(x, Logits))
         if func is F.cross_entropy:
-            return logits.loss(*args[1:], **{key: value for key, value in kwargs.items() if value is not logits})
+            return logits.loss(
+                *args[1:], **{key: value for key, value in kwargs.items() if value is not logits}
+            )
         allowed = name.strip("_") in ALLOWED and args and args[0] is logits
         found = getattr(logits, f"_{name.strip('_')}")(*args[1:], **kwargs) if allowed else None
         if found is None:
             raise ValueError(
-                f"{logits.about} that puts its logits through {name}; it takes one that hands them to F.cross_entropy "
-                "as they are, but for shape and dtype"
+                f"{logits.about} that puts its logits through {name}; it takes one that hands them"
+                " to F.cross_entropy as they are, but for shape and dtype"
             )
         return found
 
@@ -126,14 +149,28 @@ class Logits(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise AssertionError(f"{func} of logits that are not there")
 
-    def loss(self, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
-             label_smoothing=0.0) -> Tensor:  # fmt: skip
+    def loss(
+        self,
+        target,
+        weight=None,
+        size_average=None,
+        ignore_index=-100,
+        reduce=None,
+        reduction="mean",
+        label_smoothing=0.0,
+    ) -> Tensor:
         """`F.cross_entropy` of the logits."""
         if any(x is not None for x in (weight, size_average, reduce)) or label_smoothing:
-            got = f"{self.about} whose loss has weights or label_smoothing, or an argument that has gone out of use"
+            got = (
+                f"{self.about} whose loss has weights or label_smoothing, or an argument that has"
+                " gone out of use"
+            )
             raise ValueError(f"{got}; it takes one with ignore_index and reduction alone")
         if reduction == "none" or self.hidden.dim() != 2:
-            got = f"{self.about} whose loss has reduction={reduction!r} of {self.hidden.dim()} dimensions"
+            got = (
+                f"{self.about} whose loss has reduction={reduction!r} of {self.hidden.dim()}"
+                " dimensions"
+            )
             raise ValueError(f'{got}; it takes "mean" or "sum" of (tokens, vocabulary)')
         self.used.append(True)
 
@@ -179,7 +216,11 @@ class Logits(Tensor):
 
     def _getitem(self, index: Any) -> Logits | None:
         index = index if isinstance(index, tuple) else (index,)
-        used = sum(x.dim() if isinstance(x, Tensor) and x.dtype == torch.bool else 1 for x in index if x is not None)
+        used = sum(
+            x.dim() if isinstance(x, Tensor) and x.dtype == torch.bool else 1
+            for x in index
+            if x is not None
+        )
         whole = isinstance(index[-1], slice) and index[-1] == slice(None)
         if any(x is Ellipsis for x in index):
             return self._made(self.hidden[index]) if whole else None

@@ -15,7 +15,10 @@ class InBackward(Technique):
 
     def conflict(self, recipe: Recipe) -> str | None:
         if recipe.in_backward and recipe.micro_batches > 1:
-            got = f"in_backward is True and micro_batches is {recipe.micro_batches}, whose gradients must be added up"
+            got = (
+                f"in_backward is True and micro_batches is {recipe.micro_batches}, whose gradients"
+                " must be added up"
+            )
             return f"{got}; it takes 1 micro-batch"
         return None
 

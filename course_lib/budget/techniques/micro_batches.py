@@ -17,7 +17,9 @@ class MicroBatches(Technique):
 
     def conflict(self, recipe: Recipe) -> str | None:
         if recipe.in_backward and recipe.accumulate:
-            return 'accumulate is "fp32" and in_backward is True, which adds nothing up; it takes None'
+            return (
+                'accumulate is "fp32" and in_backward is True, which adds nothing up; it takes None'
+            )
         return None
 
     def words(self, recipe: Recipe) -> list[str]:
@@ -28,5 +30,6 @@ class MicroBatches(Technique):
 
 
 def pieces_allowed(samples: int) -> list[int]:
-    """The numbers of micro-batches into which so many samples can be split, equal but for the last."""
+    """The numbers of micro-batches into which so many samples can be split, equal but for the
+    last."""
     return [m for m in range(1, samples + 1) if math.ceil(samples / math.ceil(samples / m)) == m]

@@ -17,7 +17,10 @@ MIN_BYTES = 1 << 20
 
 class OffloadedActivations(Technique):
     fields = fields_of(
-        offload_activations=yes_or_no, min_bytes=count(0), prefetch=count_or_none(0), in_flight=count_or_none(0)
+        offload_activations=yes_or_no,
+        min_bytes=count(0),
+        prefetch=count_or_none(0),
+        in_flight=count_or_none(0),
     )
     around = "forward"
     place = 6
@@ -25,10 +28,15 @@ class OffloadedActivations(Technique):
     def conflict(self, recipe: Recipe) -> str | None:
         if not recipe.offload_activations or recipe.checkpoint not in ("selective", "optimal"):
             return None
-        got = f'offload_activations is True and checkpoint is "{recipe.checkpoint}", which holds its tensors itself'
+        got = (
+            f'offload_activations is True and checkpoint is "{recipe.checkpoint}", which holds its'
+            " tensors itself"
+        )
         return f'{got}; it takes "none", "layers" or "segments"'
 
-    def applied(self, recipe: Recipe, model: nn.Module, store: Any = None) -> AbstractContextManager:
+    def applied(
+        self, recipe: Recipe, model: nn.Module, store: Any = None
+    ) -> AbstractContextManager:
         if not recipe.offload_activations:
             return nullcontext()
         return offload_activations(

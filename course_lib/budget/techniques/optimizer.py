@@ -1,4 +1,5 @@
-"""The optimizer, how many parameters it updates at once, and how much of its state is one tier down (lesson 04)."""
+"""The optimizer, how many parameters it updates at once, and how much of its state is one tier down
+(lesson 04)."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ class OffloadedState(Technique):
     def conflict(self, recipe: Recipe) -> str | None:
         if recipe.optimizer not in ALL_ABOVE or not recipe.offload_optimizer:
             return None
-        got = f'offload_optimizer is {recipe.offload_optimizer} and optimizer is "{recipe.optimizer}", of a small state'
+        got = (
+            f"offload_optimizer is {recipe.offload_optimizer} and optimizer is"
+            f' "{recipe.optimizer}", of a small state'
+        )
         return f"{got}; it takes 0"
 
     def words(self, recipe: Recipe) -> list[str]:

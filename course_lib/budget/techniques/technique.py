@@ -1,4 +1,5 @@
-"""What every way of saving memory tells of itself: one row of the table `course_lib.budget.techniques.TECHNIQUES`."""
+"""What every way of saving memory tells of itself: one row of the table
+`course_lib.budget.techniques.TECHNIQUES`."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ Check = Callable[[], None]
 
 
 class Technique:
-    """One way of saving memory: fields of a recipe, what they refuse, how they are put on a model, and their words.
+    """One way of saving memory: fields of a recipe, what they refuse, how they are put on a model,
+    and their words.
 
     Attributes:
         fields: name -> what raises where a value is not of the field's kind: `check(name, value)`.
         around: what `applied` is around: the whole step, or each micro-batch's forward pass.
-        place: in the order in which they are put on a model (the head is looked for before its blocks are wrapped), and
-            are added on the way from the plain step to a recipe: cheap ones first. None for what the plain step has.
+        place: in the order in which they are put on a model (the head is looked for before its
+            blocks are wrapped), and are added on the way from the plain step to a recipe: cheap
+            ones first. None for what the plain step has.
     """
 
     fields: Mapping[str, Callable[[str, Any], object]] = MappingProxyType({})
@@ -35,13 +38,17 @@ class Technique:
         return None
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
-        """Why it does not go with the model; None if it does. What looks for parts of the model may raise as well."""
+        """Why it does not go with the model; None if it does. What looks for parts of the model may
+        raise as well."""
         return None
 
-    def applied(self, recipe: Recipe, model: nn.Module, store: Any = None) -> AbstractContextManager[Check | None]:
+    def applied(
+        self, recipe: Recipe, model: nn.Module, store: Any = None
+    ) -> AbstractContextManager[Check | None]:
         """Inside, the model does it; afterwards it is as before.
 
-        What is entered may give a function to be called after a forward pass, which raises if that has gone by it.
+        What is entered may give a function to be called after a forward pass, which raises if that
+        has gone by it.
         """
         return nullcontext()
 

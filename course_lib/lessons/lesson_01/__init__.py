@@ -1,4 +1,5 @@
-"""Lesson 01: its claims, checks, pictures, and the meter beside the CUDA allocator, which takes about 7 GB."""
+"""Lesson 01: its claims, checks, pictures, and the meter beside the CUDA allocator, which takes
+about 7 GB."""
 
 from collections.abc import Sequence
 
@@ -59,22 +60,24 @@ CLAIMS = (
     Claim(
         "Memory is weights + gradients + optimizer state + activations.",
         "the decoder's step, section 1.3",
-        "Partly: it leaves out temporaries and adds kinds that never meet. 4% too much here, 28% too little with 32768 "
-        "words (section 1.6).",
+        "Partly: it leaves out temporaries and adds kinds that never meet. 4% too much here, 28%"
+        " too little with 32768 words (section 1.6).",
         outcome="partly",
         source="EleutherAI, Transformer Math 101, 2023",
     ),
     Claim(
         "16-bit precision cuts memory by half.",
         "the same step under autocast in bf16",
-        "Partly: 22% less here. Weights, gradients and states stay in fp32, and so do some activations.",
+        "Partly: 22% less here. Weights, gradients and states stay in fp32, and so do some"
+        " activations.",
         outcome="partly",
         source="PyTorch Lightning documentation, older edition (now of true 16-bit only)",
     ),
     Claim(
         "Mixed precision with AdamW takes 18 bytes a parameter.",
         "the same step under autocast: weights, gradients and state when it ends",
-        "Partly: 16 stay. The other 2, copies of the weights in bf16, come in forward and go in backward.",
+        "Partly: 16 stay. The other 2, copies of the weights in bf16, come in forward and go in"
+        " backward.",
         outcome="partly",
         source="Hugging Face documentation, GPU memory usage (6 + 8 + 4)",
     ),
@@ -108,8 +111,11 @@ OLDER_CLAIMS = (
 )
 
 
-def figures_of_claims(meter: MemoryMeter, added: int, autocast: Measurement, stays: int) -> list[str]:
-    """What was measured for each of `CLAIMS`: all in bytes; `stays` is what is left after the step under autocast."""
+def figures_of_claims(
+    meter: MemoryMeter, added: int, autocast: Measurement, stays: int
+) -> list[str]:
+    """What was measured for each of `CLAIMS`: all in bytes; `stays` is what is left after the step
+    under autocast."""
     peak = f"{meter.peak_bytes / 1e6:.1f} MB"
     return [
         text("{sum} against {peak}", sum=f"{added / 1e6:.1f} MB", peak=peak),
@@ -119,12 +125,17 @@ def figures_of_claims(meter: MemoryMeter, added: int, autocast: Measurement, sta
 
 
 def older_claims(
-    growth: Sequence[int], attention_bytes: int, activations: float, after_forward: int, peak_bytes: int
+    growth: Sequence[int],
+    attention_bytes: int,
+    activations: float,
+    after_forward: int,
+    peak_bytes: int,
 ) -> Table:
     """The table of the claims in depth.
 
     Args:
-        growth: of two runs; attention_bytes: what attention kept; activations: of the MLP, in units of its input.
+        growth: of two runs; attention_bytes: what attention kept; activations: of the MLP, in units
+            of its input.
         after_forward, peak_bytes: of the decoder's step.
     """
     with_scores = attention_bytes + 4 * 12 * 512 * 512
@@ -132,6 +143,10 @@ def older_claims(
         OLDER_CLAIMS,
         f"{after_forward / 1e6:.1f} MB < {peak_bytes / 1e6:.1f} MB",
         f"{growth[0] / 1e6:.1f} MB → {growth[1] / 1e6:.1f} MB",
-        text("{kept} MB, not {all} MB", kept=f"{attention_bytes / 1e6:.1f}", all=f"{with_scores / 1e6:.1f}"),
+        text(
+            "{kept} MB, not {all} MB",
+            kept=f"{attention_bytes / 1e6:.1f}",
+            all=f"{with_scores / 1e6:.1f}",
+        ),
         f"{activations:g} = 2 × 20",
     )

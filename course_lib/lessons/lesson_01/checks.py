@@ -12,7 +12,14 @@ from course_lib.labels import listed
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import Verdict, expect_number, text
-from course_lib.teaching.exercises import Refused, exercise, largest_that_fits, not_answered, right, wrong
+from course_lib.teaching.exercises import (
+    Refused,
+    exercise,
+    largest_that_fits,
+    not_answered,
+    right,
+    wrong,
+)
 
 WEIGHTS = 6_875_648  # of the course's decoder
 
@@ -28,16 +35,27 @@ def _as_read_off(count: int) -> dict[float, str]:
 
 @exercise(
     hint=(
-        "Count one layer first: four matrices, their biases, two LayerNorms. Then eight, and what is beside them.",
+        (
+            "Count one layer first: four matrices, their biases, two LayerNorms. Then eight, and"
+            " what is beside them."
+        ),
         "A layer has 12h² + 13h weights. How many numbers of each kind does one weight have?",
     )
 )
 def check_training_state(answer: Any) -> Verdict:
-    """The weights of the course's decoder, and bytes of parameters, gradients and Adam's state, in fp32."""
-    wanted = {"weights": WEIGHTS, "parameter": 4 * WEIGHTS, "gradient": 4 * WEIGHTS, "optimizer": 8 * WEIGHTS}
+    """The weights of the course's decoder, and bytes of parameters, gradients and Adam's state, in
+    fp32."""
+    wanted = {
+        "weights": WEIGHTS,
+        "parameter": 4 * WEIGHTS,
+        "gradient": 4 * WEIGHTS,
+        "optimizer": 8 * WEIGHTS,
+    }
     if not isinstance(answer, Mapping) or set(answer) != set(wanted):
         return wrong(
-            "A dictionary with the keys `weights`, `parameter`, `gradient` and `optimizer` is wanted.", exact=True
+            "A dictionary with the keys `weights`, `parameter`, `gradient` and `optimizer` is"
+            " wanted.",
+            exact=True,
         )
     if all(count is None for count in answer.values()):
         return not_answered()
@@ -54,12 +72,19 @@ def check_training_state(answer: Any) -> Verdict:
             reasons = {
                 2 * WEIGHTS: "That counts numbers. Each takes 4 bytes.",
                 4 * WEIGHTS: "That is one number a weight. Adam keeps two.",
-                12 * WEIGHTS: "Master weights are for weights in half precision; here the weights themselves are fp32.",
+                12 * WEIGHTS: (
+                    "Master weights are for weights in half precision; here the weights themselves"
+                    " are fp32."
+                ),
                 16 * WEIGHTS: "That is all three kinds together.",
             }
         if kind == "gradient":
-            reasons[4 * 8 * WEIGHTS] = "A batch has one gradient: those of its sequences are added up."
-        verdict = expect_number(answer[kind], count, wrong_answers={**_as_read_off(count), **reasons})
+            reasons[4 * 8 * WEIGHTS] = (
+                "A batch has one gradient: those of its sequences are added up."
+            )
+        verdict = expect_number(
+            answer[kind], count, wrong_answers={**_as_read_off(count), **reasons}
+        )
         if not verdict and not (kind == "optimizer" and expect_number(answer[kind], count + 400)):
             return _of_row(kind, verdict)
     return right("Right: one number a weight, one for its gradient, two for Adam.")
@@ -85,10 +110,13 @@ def _counts_of_weights() -> dict[float, str]:
 
 
 def _of_row(name: str, verdict: Verdict) -> Verdict:
-    return replace(verdict, message=text("{name}: {message}", name=f"`{name}`", message=verdict.message))
+    return replace(
+        verdict, message=text("{name}: {message}", name=f"`{name}`", message=verdict.message)
+    )
 
 
-# What the reader's meter is tried on: a name, what runs under it, and (bytes live at the end, bytes at the peak).
+# What the reader's meter is tried on: a name, what runs under it, and (bytes live at the end, bytes
+# at the peak).
 def _a_view(held: list) -> tuple[int, int]:
     held.append(torch.empty(100).view(10, 10).t()[1:].detach())  # its base dies, the storage lives
     return 400, 400
@@ -122,7 +150,13 @@ def _several_results(held: list) -> tuple[int, int]:
 
 
 _METER_CASES = (
-    (_a_view, "A view shares its base's storage, which is not new, and lives as long as one of them does."),
+    (
+        _a_view,
+        (
+            "A view shares its base's storage, which is not new, and lives as long as one of them"
+            " does."
+        ),
+    ),
     (_in_place, "What an operator changes in place went in: it is not new."),
     (_into_out, "What is given as `out=` went in, too: by name, so it stands in `kwargs`."),
     (_a_death, "A tensor that dies takes its bytes with it."),
@@ -132,9 +166,14 @@ _METER_CASES = (
 
 @exercise(
     hint=(
-        "The storages of the result that are not among those of the arguments are new. What must happen to each?",
-        "Collect the `_cdata` of `storages((args, kwargs))`; `self.count(storage.nbytes())` for each other one, and "
-        "`weakref.finalize(storage, self.count, -storage.nbytes())`.",
+        (
+            "The storages of the result that are not among those of the arguments are new. What"
+            " must happen to each?"
+        ),
+        (
+            "Collect the `_cdata` of `storages((args, kwargs))`; `self.count(storage.nbytes())` for"
+            " each other one, and `weakref.finalize(storage, self.count, -storage.nbytes())`."
+        ),
     )
 )
 def check_meter(answer: Any) -> Verdict:
@@ -148,20 +187,35 @@ def check_meter(answer: Any) -> Verdict:
         if number == 0 and found == (0, 0):
             return not_answered()
         if found != (live, peak):
-            said = "live {live:,} bytes, at the peak {peak:,}; it is {right:,} and {most:,}. {reason}"
-            values = {"live": found[0], "peak": found[1], "right": live, "most": peak, "reason": reason}
+            said = (
+                "live {live:,} bytes, at the peak {peak:,}; it is {right:,} and {most:,}. {reason}"
+            )
+            values = {
+                "live": found[0],
+                "peak": found[1],
+                "right": live,
+                "most": peak,
+                "reason": reason,
+            }
             return wrong(text("Not yet: {case}", case=text(said, **values)), exact=True)
     return right("Right: views, in place, `out=`, several results, and tensors that die.")
 
 
 @exercise(
     hint=(
-        "Go through the eight lines: what does each operator's derivative need? Its weight doesn't count.",
-        "How many tensors does that row have, and how large is each in b, s, h and a? Multiply by 4 bytes.",
+        (
+            "Go through the eight lines: what does each operator's derivative need? Its weight"
+            " doesn't count."
+        ),
+        (
+            "How many tensors does that row have, and how large is each in b, s, h and a? Multiply"
+            " by 4 bytes."
+        ),
     )
 )
 def check_layer_formula(answer: Any) -> Verdict:
-    """A function of b, s, h, a that gives the bytes of each row, tried on sizes that tell the letters apart."""
+    """A function of b, s, h, a that gives the bytes of each row, tried on sizes that tell the
+    letters apart."""
     rows: dict[str, Callable[..., int]] = {
         "norms": lambda b, s, h, a: 8 * s * b * h,
         "statistics": lambda b, s, h, a: 16 * s * b,
@@ -177,17 +231,27 @@ def check_layer_formula(answer: Any) -> Verdict:
     if not any(given.values()):
         return not_answered()
     if all(expect_number(given[name], formula(**other) // 2) for name, formula in rows.items()):
-        return wrong("Every row is half of what it is: that is 2 bytes a number; here it is 4.", exact=True)
+        return wrong(
+            "Every row is half of what it is: that is 2 bytes a number; here it is 4.", exact=True
+        )
     for name, formula in rows.items():
-        verdict = expect_number(given[name], formula(**other), wrong_answers=_slips(name, formula(**other), **other))
+        verdict = expect_number(
+            given[name], formula(**other), wrong_answers=_slips(name, formula(**other), **other)
+        )
         fits_the_list = bool(expect_number(of_the_list[name], formula(**shown)))
         if bool(verdict) != fits_the_list:
             sizes = listed(f"{letter} = {size}" for letter, size in other.items())
-            said = "{name} fits either the course's layer or one with {sizes}, not both. Write it with the letters."
+            said = (
+                "{name} fits either the course's layer or one with {sizes}, not both. Write it with"
+                " the letters."
+            )
             return wrong(text(said, name=f"`{name}`", sizes=sizes), exact=True)
         if not verdict:
             return _of_row(name, verdict)
-    return right("Right, for two layers of different sizes: 16sbh + as²b elements, and 4sb for the statistics.")
+    return right(
+        "Right, for two layers of different sizes: 16sbh + as²b elements, and 4sb for the"
+        " statistics."
+    )
 
 
 def _slips(row: str, count: int, *, b: int, s: int, h: int, a: int) -> dict[float, str]:
@@ -201,13 +265,20 @@ def _slips(row: str, count: int, *, b: int, s: int, h: int, a: int) -> dict[floa
     }
     if row == "norms":
         slips[one] = "There are two LayerNorms."
-        slips[4 * one] = "Their inputs alone: what they give is what the next Linear gets, and is counted there."
+        slips[4 * one] = (
+            "Their inputs alone: what they give is what the next Linear gets, and is counted there."
+        )
     if row == "statistics":
         slips[count // 2] = "Two numbers a token, and two LayerNorms."
     if row == "probabilities":
         slips[count // a] = slips[count // a // b] = "There is one s × s matrix for each head."
-        slips[2 * count] = "P alone, once: softmax's derivative needs no S, and the product with V shares P's storage."
-        slips[count // 2] = "The mask saves nothing: the whole s × s matrix is there. Or is that 2 bytes a number?"
+        slips[2 * count] = (
+            "P alone, once: softmax's derivative needs no S, and the product with V shares P's"
+            " storage."
+        )
+        slips[count // 2] = (
+            "The mask saves nothing: the whole s × s matrix is there. Or is that 2 bytes a number?"
+        )
     if row == "attention":
         slips[3 * one] = "Q, K and V are three; the inputs of the two projections are kept, too."
         slips[4 * one] = "One is missing: the input of the output projection is kept, too."
@@ -217,7 +288,9 @@ def _slips(row: str, count: int, *, b: int, s: int, h: int, a: int) -> dict[floa
         slips[5 * one + 4 * a * s * s * b] = "P has a row of its own."
     if row == "feed-forward":
         for width in (3, 5, 6):
-            slips[width * one] = "Two tensors of it are 4h wide: GELU's input, and what the last product gets."
+            slips[width * one] = (
+                "Two tensors of it are 4h wide: GELU's input, and what the last product gets."
+            )
         slips[8 * one] = "Its own input is kept, too: h wide."
         slips[13 * one] = "GELU's output is the last product's input: one tensor, not two."
         slips[9 * one + 4 * 8 * h * h] = "Weights don't count: they are there anyway."
@@ -227,12 +300,21 @@ def _slips(row: str, count: int, *, b: int, s: int, h: int, a: int) -> dict[floa
 @exercise(
     hint=(
         "Which of the five kinds are there when backward starts? Exercise 3 gave one layer.",
-        "Weights and Adam's state; eight times your sum; two inputs (b, s, h), two numbers a token; three logits.",
+        (
+            "Weights and Adam's state; eight times your sum; two inputs (b, s, h), two numbers a"
+            " token; three logits."
+        ),
     )
 )
 def check_whole_peak(answer: Any) -> Verdict:
-    """The parts of the plain step's peak, of the course's decoder: all of it but two numbers of 4 bytes."""
-    layer, logits, width, statistics = 20_987_904, 4 * 8 * 128 * 2048, 4 * 8 * 128 * 256, 8 * 8 * 128
+    """The parts of the plain step's peak, of the course's decoder: all of it but two numbers of 4
+    bytes."""
+    layer, logits, width, statistics = (
+        20_987_904,
+        4 * 8 * 128 * 2048,
+        4 * 8 * 128 * 256,
+        8 * 8 * 128,
+    )
     wanted = {
         "state": 12 * WEIGHTS + 400,
         "layers": 8 * layer,
@@ -249,10 +331,13 @@ def check_whole_peak(answer: Any) -> Verdict:
         "norm and head": {
             width: "The norm keeps its input and statistics, and the head keeps its own input.",
             2 * width: "The norm keeps its statistics, too: two numbers a token.",
-            width + statistics: "One is missing: the norm keeps its input, and the head keeps its own.",
+            width + statistics: (
+                "One is missing: the norm keeps its input, and the head keeps its own."
+            ),
             **dict.fromkeys(
                 (2 * width + statistics + more for more in (8_256, 8_192, 8_196, 16_448, 16_452)),
-                "Token numbers and targets don't count: the batch was there before, the loss has let go of them.",
+                "Token numbers and targets don't count: the batch was there before, the loss has"
+                " let go of them.",
             ),
             **dict.fromkeys(
                 (2 * width + statistics + logits + more for more in (0, 16_452)),
@@ -261,8 +346,13 @@ def check_whole_peak(answer: Any) -> Verdict:
         },
         "logits": {
             logits: "Backward has begun: two more tensors of the logits' size have come.",
-            2 * logits: "Three: the result of log-softmax is kept, its gradient and that of the logits are temporary.",
-            4 * logits: "The logits themselves are gone: the gradient of log-softmax needs its result only.",
+            2 * logits: (
+                "Three: the result of log-softmax is kept, its gradient and that of the logits are"
+                " temporary."
+            ),
+            4 * logits: (
+                "The logits themselves are gone: the gradient of log-softmax needs its result only."
+            ),
         },
     }
     if not isinstance(answer, Mapping) or set(answer) != set(wanted):
@@ -274,15 +364,21 @@ def check_whole_peak(answer: Any) -> Verdict:
     for name, count in wanted.items():
         if any(expect_number(answer[name], count + change) for change in close.get(name, ())):
             continue
-        verdict = expect_number(answer[name], count, wrong_answers={**_as_read_off(count), **slips[name]})
+        verdict = expect_number(
+            answer[name], count, wrong_answers={**_as_read_off(count), **slips[name]}
+        )
         if not verdict:
             return _of_row(name, verdict)
-    return right("Right: weights and Adam's state, eight layers, what the head keeps, and three times the logits.")
+    return right(
+        "Right: weights and Adam's state, eight layers, what the head keeps, and three times the"
+        " logits."
+    )
 
 
 @exercise(hint="What does a frozen weight need besides itself? And a trained one?")
 def check_adapter_bytes(answer: Any) -> Verdict:
-    """Weights, gradients and Adam's state: 7e9 weights frozen in bf16, adapters of 2e7 trained in fp32."""
+    """Weights, gradients and Adam's state: 7e9 weights frozen in bf16, adapters of 2e7 trained in
+    fp32."""
     frozen, trained = 7 * 10**9, 2 * 10**7
     exact = 2 * frozen + 16 * trained
     return expect_number(
@@ -299,7 +395,9 @@ def check_adapter_bytes(answer: Any) -> Verdict:
                 (16 * frozen, 16 * (frozen + trained), 14 * frozen + 16 * trained),
                 "Frozen weights have no gradient and no state.",
             ),
-            4 * frozen + 16 * trained: "Frozen weights are bf16 here, 2 bytes each, and have no gradient.",
+            4 * frozen + 16 * trained: (
+                "Frozen weights are bf16 here, 2 bytes each, and have no gradient."
+            ),
             **dict.fromkeys(
                 (2 * frozen + count * trained for count in (2, 4, 8, 12)),
                 "A trained weight takes four fp32 numbers: itself, its gradient, and two moments.",
@@ -311,8 +409,14 @@ def check_adapter_bytes(answer: Any) -> Verdict:
 
 @exercise(
     hint=(
-        "Two measurements make a line: what a sequence adds, and what does not grow. Do both peaks stand at one place?",
-        "With one sequence the peak stands at the end of backward (section 1.3). Measure with 4 and with 8.",
+        (
+            "Two measurements make a line: what a sequence adds, and what does not grow. Do both"
+            " peaks stand at one place?"
+        ),
+        (
+            "With one sequence the peak stands at the end of backward (section 1.3). Measure with 4"
+            " and with 8."
+        ),
     )
 )
 def check_largest_batch(answer: Any) -> Verdict:
@@ -321,7 +425,9 @@ def check_largest_batch(answer: Any) -> Verdict:
     if expect_number(answer, 23):
         said = "Did you measure with one sequence? Its peak is another one, at the end of backward."
         raise Refused(text("Not yet. {reason}", reason=said), exact=True)
-    batch, here, above = largest_that_fits(answer, range(1, 10_001), _peak_with_adam, 500_000_000, wanted)
+    batch, here, above = largest_that_fits(
+        answer, range(1, 10_001), _peak_with_adam, 500_000_000, wanted
+    )
     return right(
         text(
             "Right. {batch} sequences peak at {here:,} bytes, {next} would take {above:,}.",
@@ -346,26 +452,35 @@ def _peak_with_adam(batch: int) -> int:
 
 @exercise(hint="Go through the operators one by one: what does each need for its gradient?")
 def check_swiglu_bytes(answer: Any) -> Verdict:
-    """Lesson 01: bytes that a SwiGLU MLP (512 tokens, 256 features, 1024 inside, fp32) saves for backward."""
+    """Lesson 01: bytes that a SwiGLU MLP (512 tokens, 256 features, 1024 inside, fp32) saves for
+    backward."""
     tokens, hidden, inner = 512, 256, 1024
     one, wide = 4 * tokens * hidden, 4 * tokens * inner
     return expect_number(
         answer,
         one + 4 * wide,
         wrong_answers={
-            2 * one + 4 * wide: "You counted the input twice. Both projections read it, but it is one storage.",
+            2 * one + 4 * wide: (
+                "You counted the input twice. Both projections read it, but it is one storage."
+            ),
             one + 3 * wide: (
-                "One tensor of the wide ones is missing: the product keeps both of its factors, SiLU keeps its input, "
-                "and the last projection keeps its own input."
+                "One tensor of the wide ones is missing: the product keeps both of its factors,"
+                " SiLU keeps its input, and the last projection keeps its own input."
             ),
             4 * wide: "The input of the two projections is saved as well.",
-            one + 2 * wide: "The gate's branch keeps more: SiLU keeps its input, and the product both factors.",
+            one + 2 * wide: (
+                "The gate's branch keeps more: SiLU keeps its input, and the product both factors."
+            ),
             one + 5 * wide: (
-                "One wide tensor too many: SiLU keeps its input, the product both factors, the last layer its input."
+                "One wide tensor too many: SiLU keeps its input, the product both factors, the last"
+                " layer its input."
             ),
             **_as_read_off(one + 4 * wide),
             (one + 4 * wide) // 4: "That is the number of elements. fp32 takes 4 bytes each.",
             3 * one + 4 * wide: "The output is not saved by the MLP itself.",
         },
-        why="The input once, and four wide tensors: SiLU's input, both factors of the product, the product.",
+        why=(
+            "The input once, and four wide tensors: SiLU's input, both factors of the product, the"
+            " product."
+        ),
     )

@@ -8,7 +8,13 @@ from course_lib.labels import text
 from course_lib.memory import MemoryMeter, measure, saved_tensors, transformer_activation_bytes
 from course_lib.models import Attention, DecoderLayer, seeded
 from course_lib.teaching.allocator import Allocator, BetweenOperators
-from course_lib.teaching.experiments import TINY, AttentionKernels, Part, decoder_and_tokens, experiment
+from course_lib.teaching.experiments import (
+    TINY,
+    AttentionKernels,
+    Part,
+    decoder_and_tokens,
+    experiment,
+)
 
 _GPT = {"vocabulary": 32_000, "hidden": 768, "heads": 12, "layers": 12, "sequence": 512, "batch": 4}
 
@@ -34,12 +40,13 @@ _GPT = {"vocabulary": 32_000, "hidden": 768, "heads": 12, "layers": 12, "sequenc
     },
 )
 def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """A pre-norm decoder in fp32 with Adam, second step: what the meter, `measure` and the CUDA allocator say of it.
+    """A pre-norm decoder in fp32 with Adam, second step: what the meter, `measure` and the CUDA
+    allocator say of it.
 
     `max_memory_*` are the allocator's own, above what it held before the model was made.
-    `allocated_between_operators_bytes` is looked up after each operator, when its workspace is free again, without the
-    tokens and what libraries keep, so that `meter_blocks_peak_bytes` can be held against it. The allocator may hand out
-    up to 1 MB more than a large block needs.
+    `allocated_between_operators_bytes` is looked up after each operator, when its workspace is free
+    again, without the tokens and what libraries keep, so that `meter_blocks_peak_bytes` can be held
+    against it. The allocator may hand out up to 1 MB more than a large block needs.
     """
     allocator = Allocator(device)
     model, tokens = decoder_and_tokens(device, **sizes)
@@ -59,7 +66,11 @@ def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
         yield {name: meter.peak_bytes}
     if device.type == "cuda":
         optimizer.zero_grad()
-        own = [*model.parameters(), *(t for state in optimizer.state.values() for t in state.values()), tokens]
+        own = [
+            *model.parameters(),
+            *(t for state in optimizer.state.values() for t in state.values()),
+            tokens,
+        ]
         kept = allocator.requested() - sum(tensor.nbytes for tensor in own if tensor.is_cuda)
         with BetweenOperators(allocator) as between:
             step()
@@ -71,8 +82,14 @@ def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
         yield allocator.peaks()
     optimizer.zero_grad()
     found = measure(step, model=model, optimizer=optimizer)
-    yield {f"workspace_of_{name}_bytes": count for name, count in list(found.workspace_by_operator.items())[:5]}
-    yield {"allocator_peak_bytes": found.allocator_peak_bytes, "workspace_bytes": found.workspace_bytes}
+    yield {
+        f"workspace_of_{name}_bytes": count
+        for name, count in list(found.workspace_by_operator.items())[:5]
+    }
+    yield {
+        "allocator_peak_bytes": found.allocator_peak_bytes,
+        "workspace_bytes": found.workspace_bytes,
+    }
     yield {"step_flops": found.flops, "step_seconds": found.seconds}
 
 
@@ -89,15 +106,20 @@ def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
     },
 )
 def korthikanti(device: torch.device, **size: int) -> Iterator[Part]:
-    """Bytes that one layer with dropout saves, beside s*b*h*(34 + 5*a*s/h) and the LayerNorm statistics.
+    """Bytes that one layer with dropout saves, beside s*b*h*(34 + 5*a*s/h) and the LayerNorm
+    statistics.
 
     CUDA keeps those statistics in fp32 whatever the activations' dtype; a CPU keeps them in bf16.
     """
     layer = DecoderLayer(size["hidden"], size["heads"], dropout=0.1).to(device, torch.bfloat16)
-    x = torch.zeros(size["batch"], size["sequence"], size["hidden"], device=device, dtype=torch.bfloat16)
+    x = torch.zeros(
+        size["batch"], size["sequence"], size["hidden"], device=device, dtype=torch.bfloat16
+    )
     saved = saved_tensors(layer, x)
     (statistic_bytes,) = {
-        row.dtype.itemsize for row in saved if row.operator.startswith("NativeLayerNorm") and row.shape[-1] == 1
+        row.dtype.itemsize
+        for row in saved
+        if row.operator.startswith("NativeLayerNorm") and row.shape[-1] == 1
     }
     predicted = transformer_activation_bytes(**size, statistic_bytes=statistic_bytes)
     yield {
@@ -120,15 +142,20 @@ def korthikanti(device: torch.device, **size: int) -> Iterator[Part]:
         "fused_{n}_allocator_bytes": "fused, s = {n}: allocator",
     },
 )
-def attention_sequence(device: torch.device, *, lengths: tuple[int, ...], hidden: int, heads: int) -> Iterator[Part]:
-    """Peaks of an attention layer, standard and fused, for each sequence length s: its tensors', the allocator's."""
+def attention_sequence(
+    device: torch.device, *, lengths: tuple[int, ...], hidden: int, heads: int
+) -> Iterator[Part]:
+    """Peaks of an attention layer, standard and fused, for each sequence length s: its tensors',
+    the allocator's."""
     kernels = AttentionKernels()
     for kind in ("standard", "fused"):
         layer = Attention(hidden, heads, fused=kind == "fused").to(device, torch.bfloat16)
         for length in lengths:
             with seeded(0):
                 x = torch.randn(1, length, hidden).to(device, torch.bfloat16)
-            found = measure(lambda layer=layer, x=x: layer(x).sum().backward(), model=layer, repeats=1)
+            found = measure(
+                lambda layer=layer, x=x: layer(x).sum().backward(), model=layer, repeats=1
+            )
             yield {f"{kind}_{length}_tensors_bytes": found.peak_bytes}
             yield {f"{kind}_{length}_allocator_bytes": found.allocator_peak_bytes}
             with kernels:  # which sees none where attention is standard
@@ -154,9 +181,11 @@ def attention_sequence(device: torch.device, *, lengths: tuple[int, ...], hidden
     },
 )
 def monitor(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """The first training step, phase by phase: bytes of live tensors, bytes allocated, bytes reserved.
+    """The first training step, phase by phase: bytes of live tensors, bytes allocated, bytes
+    reserved.
 
-    Allocated and reserved are above what was allocated before; they are the CUDA allocator's, so a CPU has none.
+    Allocated and reserved are above what was allocated before; they are the CUDA allocator's, so a
+    CPU has none.
     """
     allocator = Allocator(device)
     values: Part = {}

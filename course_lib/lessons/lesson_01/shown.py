@@ -9,7 +9,16 @@ from torch import Tensor, nn
 
 from course_lib.memory import MemoryMeter, SavedTensors, transformer_activation_bytes
 from course_lib.models import Decoder
-from course_lib.teaching import COLORS, Table, category_label, figure, playground, predicted_and_measured, table, text
+from course_lib.teaching import (
+    COLORS,
+    Table,
+    category_label,
+    figure,
+    playground,
+    predicted_and_measured,
+    table,
+    text,
+)
 from course_lib.teaching.figures import category_look, shown_once
 from course_lib.teaching.tables import NumberText
 
@@ -19,18 +28,24 @@ if TYPE_CHECKING:
 _P, _REST = "#009988", "#555555"  # what grows with s², and with s: both are activations
 
 _ROWS = {  # (operator, argument or width of the last dimension) -> row of the formula
-    "NativeLayerNormBackward0": {"input": "`norms`", "result1": "`statistics`", "result2": "`statistics`"},
+    "NativeLayerNormBackward0": {
+        "input": "`norms`",
+        "result1": "`statistics`",
+        "result2": "`statistics`",
+    },
     "SoftmaxBackward0": {"result": "`probabilities`"},
     "GeluBackward0": {"self": "`feed-forward`"},
 }
 
 
-# The lesson's eight lines of a layer: what each saved tensor is called there, in the order of the list.
+# The lesson's eight lines of a layer: what each saved tensor is called there, in the order of the
+# list.
 _TENSORS = ("x", "", "", "y", "k.mT", "q", "P", "v", "P", "P @ v", "x", "", "", "z", "u", "gelu(u)")
 
 
 def rows_of_the_formula(kept: SavedTensors) -> Table:
-    """What a decoder layer has saved: each tensor, its name in the layer's code, and its row of the formula."""
+    """What a decoder layer has saved: each tensor, its name in the layer's code, and its row of the
+    formula."""
     shown, after_attention = [], False
     for row, tensor in zip(kept, _TENSORS, strict=True):
         name = _ROWS.get(row.operator, {}).get(row.argument, "`attention`")
@@ -38,17 +53,25 @@ def rows_of_the_formula(kept: SavedTensors) -> Table:
         if name == "`attention`" and after_attention:
             name = "`feed-forward`"
         if row.shared_with is not None:
-            name, count = text("seen before, in row {number}", number=row.shared_with), NumberText("–")
+            name, count = (
+                text("seen before, in row {number}", number=row.shared_with),
+                NumberText("–"),
+            )
         else:
             count = NumberText(f"{row.bytes:,}")
         shape = " × ".join(map(str, row.shape))
         code = f"`{tensor}`" if tensor else "–"
-        shown.append((len(shown), f"`{row.operator}`", f"`{row.argument}`", shape, count, code, name))
-    return table(["#", "operator", "argument", "shape", "bytes", "tensor", "row of the formula"], shown)
+        shown.append(
+            (len(shown), f"`{row.operator}`", f"`{row.argument}`", shape, count, code, name)
+        )
+    return table(
+        ["#", "operator", "argument", "shape", "bytes", "tensor", "row of the formula"], shown
+    )
 
 
 def parts_of_the_peak(meter: MemoryMeter, one_layer: Mapping[str, int]) -> Table:
-    """The peak of the decoder's step, cut into what the lesson has predicted, and the lesson that goes for each."""
+    """The peak of the decoder's step, cut into what the lesson has predicted, and the lesson that
+    goes for each."""
     peak, p, logits = meter.at_peak(), one_layer["probabilities"], 4 * 8 * 128 * 2048
     layers = 8 * sum(one_layer.values())
     parts = [
@@ -60,20 +83,29 @@ def parts_of_the_peak(meter: MemoryMeter, one_layer: Mapping[str, int]) -> Table
         ("norm, and the head's input", peak["activation"] - layers - logits, "02, 05"),
         ("loss and its gradient", peak["temporary"] - 2 * logits, "–"),
     ]
-    return table(["part of the peak", "bytes", "lesson"], [*parts, ("peak", sum(part[1] for part in parts), "")])
+    return table(
+        ["part of the peak", "bytes", "lesson"],
+        [*parts, ("peak", sum(part[1] for part in parts), "")],
+    )
 
 
 def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 8) -> "Figure":
-    """Activations and temporaries at the operators around a step's peak, less the activations that all of them hold.
+    """Activations and temporaries at the operators around a step's peak, less the activations that
+    all of them hold.
 
     Args:
         meter: after a step.
         unit_bytes: of the tensor that the peak is made of; one line is drawn for each.
-        operators: how many to show, those alone that change the live bytes by an eighth of `unit_bytes` or more.
+        operators: how many to show, those alone that change the live bytes by an eighth of
+            `unit_bytes` or more.
     """
     steps = list(meter.timeline)
     peak = max(range(len(steps)), key=lambda i: steps[i].live_bytes)
-    moved = [i for i in range(1, len(steps)) if abs(steps[i].live_bytes - steps[i - 1].live_bytes) >= unit_bytes // 8]
+    moved = [
+        i
+        for i in range(1, len(steps))
+        if abs(steps[i].live_bytes - steps[i - 1].live_bytes) >= unit_bytes // 8
+    ]
     first = max(0, moved.index(peak) - operators // 2)
     chosen = [steps[i] for i in moved[first : first + operators]]
 
@@ -82,11 +114,20 @@ def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 8
     floors = {"activation": min(step.bytes["activation"] for step in chosen), "temporary": 0}
     for kind, floor in floors.items():
         heights = [(step.bytes[kind] - floor) / 1e6 for step in chosen]
-        ax.bar(range(len(chosen)), heights, 0.8, bottom, label=category_label(kind), **category_look(kind))
+        ax.bar(
+            range(len(chosen)),
+            heights,
+            0.8,
+            bottom,
+            label=category_label(kind),
+            **category_look(kind),
+        )
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     at = chosen.index(steps[peak])
     for count in (1, 2, 3):
-        ax.axhline(count * unit_bytes / 1e6, color="#888888", linewidth=0.8, linestyle="--", zorder=0)
+        ax.axhline(
+            count * unit_bytes / 1e6, color="#888888", linewidth=0.8, linestyle="--", zorder=0
+        )
     size = text("peak: {size} MB", size=f"{meter.peak_bytes / 1e6:.1f}")
     ax.annotate(size, (at, bottom[at]), (0, 4), textcoords="offset points", ha="center", fontsize=9)
     names = [step.operator.rpartition(".")[0] for step in chosen]
@@ -103,7 +144,8 @@ def draw_lengths(
     formula: Callable[..., Mapping[str, int]],
     guess: float | None = None,
 ) -> "Figure":
-    """What a layer saves over the sequence length: the reader's formula as lines, measurements as points.
+    """What a layer saves over the sequence length: the reader's formula as lines, measurements as
+    points.
 
     Args:
         lengths, layer_mb, p_mb: measured: tokens, bytes of the layer, bytes of P.
@@ -111,26 +153,48 @@ def draw_lengths(
         guess: the reader's, of the length from which on P is larger than the rest.
     """
     drawn, ax = figure("P outweighs all the rest from 512 tokens on", height=3.2)
-    ax.set(xlim=(0, 1.17 * lengths[-1]), ylim=(0, 1.08 * layer_mb[-1]), xlabel=text("sequence length s, tokens"))
+    ax.set(
+        xlim=(0, 1.17 * lengths[-1]),
+        ylim=(0, 1.08 * layer_mb[-1]),
+        xlabel=text("sequence length s, tokens"),
+    )
     ax.set_ylabel(text("saved by one layer, MB"))
     marks = {512: "16 h / a"} if guess is None else {512: "16 h / a", guess: "your guess"}
     for number, (length, name) in enumerate(marks.items()):
         ax.axvline(length, color="#888888", linewidth=0.8, linestyle=("--", ":")[number])
-        ax.text(length + 6, (0.97 - 0.09 * number) * ax.get_ylim()[1], text(name), va="top", color="#555555")
+        ax.text(
+            length + 6,
+            (0.97 - 0.09 * number) * ax.get_ylim()[1],
+            text(name),
+            va="top",
+            color="#555555",
+        )
 
     def predicted(length: int, *, p: bool, rest: bool) -> float:
         rows = formula(8, length, 256, 8)
-        return sum(count for row, count in rows.items() if (p if row == "probabilities" else rest)) / 1e6
+        return (
+            sum(count for row, count in rows.items() if (p if row == "probabilities" else rest))
+            / 1e6
+        )
 
     rest_mb = [layer - part for layer, part in zip(layer_mb, p_mb, strict=True)]
-    curves = [(layer_mb, "the layer", True, True), (p_mb, "P", True, False), (rest_mb, "the rest", False, True)]
-    for (measured, name, p, rest), color in zip(curves, (COLORS["measured"], _P, _REST), strict=True):
-        predicted_and_measured(ax, lengths, partial(predicted, p=p, rest=rest), measured, name, color=color)
+    curves = [
+        (layer_mb, "the layer", True, True),
+        (p_mb, "P", True, False),
+        (rest_mb, "the rest", False, True),
+    ]
+    for (measured, name, p, rest), color in zip(
+        curves, (COLORS["measured"], _P, _REST), strict=True
+    ):
+        predicted_and_measured(
+            ax, lengths, partial(predicted, p=p, rest=rest), measured, name, color=color
+        )
     return shown_once(drawn)
 
 
 class MixedAdam:
-    """Adam with fp32 master weights and moments for a model in bf16, one parameter after the other."""
+    """Adam with fp32 master weights and moments for a model in bf16, one parameter after the
+    other."""
 
     def __init__(self, model: nn.Module):
         self.pairs = [(p, torch.optim.Adam([p.detach().float()])) for p in model.parameters()]
@@ -150,7 +214,8 @@ class MixedAdam:
 
 
 class _Adapter(nn.Module):
-    """A frozen Linear and a trained product of two thin matrices beside it (LoRA: Hu et al. 2021, arXiv:2106.09685)."""
+    """A frozen Linear and a trained product of two thin matrices beside it (LoRA: Hu et al. 2021,
+    arXiv:2106.09685)."""
 
     def __init__(self, frozen: nn.Linear, rank: int):
         super().__init__()
@@ -172,8 +237,11 @@ def with_adapters(decoder: Decoder, rank: int) -> Decoder:
     return decoder
 
 
-def draw_activation_bytes(sequence: int = 2048, layers: int = 32, heads: int = 32, hidden: int = 4096) -> "Figure":
-    """Predicted activation bytes of one training sequence over its length: what grows with s, and what with s².
+def draw_activation_bytes(
+    sequence: int = 2048, layers: int = 32, heads: int = 32, hidden: int = 4096
+) -> "Figure":
+    """Predicted activation bytes of one training sequence over its length: what grows with s, and
+    what with s².
 
     Args:
         sequence: marked on the curve.
@@ -192,7 +260,9 @@ def draw_activation_bytes(sequence: int = 2048, layers: int = 32, heads: int = 3
         **{"layers": layers, "sequence": sequence, "total": total, "share": share},
     )
     drawn, ax = figure(title, height=3.2)
-    everything, proportional = ([gigabytes(n, kind) for n in lengths] for kind in ("none", "selective"))
+    everything, proportional = (
+        [gigabytes(n, kind) for n in lengths] for kind in ("none", "selective")
+    )
     look = {"alpha": 0.75, "linewidth": 0}
     name, square_name = text("grows with s"), text("grows with s²")
     ax.fill_between(lengths, 0, proportional, color=_REST, label=name, **look)
@@ -210,8 +280,14 @@ def activation_playground() -> None:
     playground(
         draw_activation_bytes,
         lambda widgets: {
-            "sequence": widgets.IntSlider(2048, 256, 8192, 256, description="s", continuous_update=False),
-            "layers": widgets.IntSlider(32, 1, 96, 1, description=text("layers"), continuous_update=False),
-            "heads": widgets.SelectionSlider(options=[8, 16, 32, 64, 128], value=32, description=text("heads")),
+            "sequence": widgets.IntSlider(
+                2048, 256, 8192, 256, description="s", continuous_update=False
+            ),
+            "layers": widgets.IntSlider(
+                32, 1, 96, 1, description=text("layers"), continuous_update=False
+            ),
+            "heads": widgets.SelectionSlider(
+                options=[8, 16, 32, 64, 128], value=32, description=text("heads")
+            ),
         },
     )

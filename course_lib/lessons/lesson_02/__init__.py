@@ -64,14 +64,16 @@ CLAIMS = (
     Claim(
         "Full recomputation makes a layer 30% dearer, since its whole forward runs again.",
         "what eight layers compute, with and without",
-        "Partly: 23% here. Early stop leaves out the last product of each layer; without it, a third.",
+        "Partly: 23% here. Early stop leaves out the last product of each layer; without it, a"
+        " third.",
         outcome="partly",
         source="NVIDIA Megatron Bridge documentation, Activation Recomputation, before 0.5",
     ),
     Claim(
         "Selective recomputation takes away over 90% of the overhead.",
         "FLOPs done again, selective against each layer",
-        "Holds in FLOPs: 92%; against recomputation that stops early, 89%. Of the seconds less: they are not FLOPs.",
+        "Holds in FLOPs: 92%; against recomputation that stops early, 89%. Of the seconds less:"
+        " they are not FLOPs.",
         outcome="partly",
         source="Korthikanti et al. 2022, abstract",
     ),
@@ -121,8 +123,10 @@ def figures_of_claims(arms: Mapping[str, Any], alone: Mapping[int | None, int]) 
     """What was measured for each of `CLAIMS`.
 
     Args:
-        arms: the policies, with "plain", "each layer" and "products kept" among them: their `flops`.
-        alone: peaks of eight layers without a head, in bytes, by the layer with the checkpoint, or None.
+        arms: the policies, with "plain", "each layer" and "products kept" among them: their
+            `flops`.
+        alone: peaks of eight layers without a head, in bytes, by the layer with the checkpoint, or
+            None.
     """
     plain, layer, kept = (arms[name].flops for name in ("plain", "each layer", "products kept"))
     head = 3 * 2 * 1024 * 256 * 2048  # the head's products, which no policy does again
@@ -137,7 +141,11 @@ def figures_of_claims(arms: Mapping[str, Any], alone: Mapping[int | None, int]) 
 
 
 def older_claims(
-    kept: Mapping[int, int], dynamic: tuple[int, int], score: tuple[int, int], equal: tuple[int, int], trained: int
+    kept: Mapping[int, int],
+    dynamic: tuple[int, int],
+    score: tuple[int, int],
+    equal: tuple[int, int],
+    trained: int,
 ) -> Table:
     """The table of the claims in depth.
 
@@ -151,7 +159,10 @@ def older_claims(
     return what_you_may_have_read(
         OLDER_CLAIMS,
         listed(
-            [text("L = {depth}: {size} MB", depth=depth, size=f"{count / 1e6:.1f}") for depth, count in kept.items()],
+            [
+                text("L = {depth}: {size} MB", depth=depth, size=f"{count / 1e6:.1f}")
+                for depth, count in kept.items()
+            ],
             "; ",
         ),
         text("equal gradients in {n} of {all} steps", n=dynamic[0], all=dynamic[1]),

@@ -11,14 +11,23 @@ from course_lib.teaching.experiments import TINY, Part, compared, decoder_and_to
 
 @experiment(
     title="A decoder's forward and backward pass, plain and with a checkpoint a layer",
-    sizes={"vocabulary": 32000, "hidden": 1024, "heads": 16, "layers": 12, "sequence": 1024, "batch": 4},
+    sizes={
+        "vocabulary": 32000,
+        "hidden": 1024,
+        "heads": 16,
+        "layers": 12,
+        "sequence": 1024,
+        "batch": 4,
+    },
     small=TINY,
     arms={"plain": "plain", "checkpointed": "checkpointed"},
 )
 def checkpointed_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
     model, tokens = decoder_and_tokens(device, **sizes)
     plain = [layer.forward for layer in model.layers]
-    checkpointed = [functools.partial(checkpoint, forward, use_reentrant=False) for forward in plain]
+    checkpointed = [
+        functools.partial(checkpoint, forward, use_reentrant=False) for forward in plain
+    ]
 
     def step(forwards: list[Callable]) -> None:
         for layer, forward in zip(model.layers, forwards, strict=True):

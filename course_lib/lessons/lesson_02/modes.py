@@ -1,4 +1,5 @@
-"""Experiments on checkpoints: what the versions in fifteen lines lack, and what each mode of the library supports."""
+"""Experiments on checkpoints: what the versions in fifteen lines lack, and what each mode of the
+library supports."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,23 +19,35 @@ Run = Callable[..., Tensor]  # run(block, x): a checkpoint
 
 
 def gaps(runs: Mapping[str, Run]) -> Table:
-    """What each checkpoint takes at the peak of one block of four layers, and which experiments it passes."""
+    """What each checkpoint takes at the peak of one block of four layers, and which experiments it
+    passes."""
     experiments = {
         "draws the same dropout mask": _same_mask,
         "repeats under the same autocast": _same_autocast,
         "`autograd.grad` touches nothing else": _only_the_gradient_asked_for,
         "notices an input that was changed in place": _notices_a_changed_input,
         "notices another output shape": partial(_notices, lambda x: x.exp(), lambda x: x[:2].exp()),
-        "notices another saved shape": partial(_notices, lambda x: x.exp().sum(), lambda x: x[:1].exp().sum()),
+        "notices another saved shape": partial(
+            _notices, lambda x: x.exp().sum(), lambda x: x[:1].exp().sum()
+        ),
         "notices other values": partial(_notices, lambda x: x.exp(), lambda x: (3 * x).exp()),
     }
-    rows = [("peak of a block of four layers, MB", *(f"{_peak(run) / 1e6:.2f}" for run in runs.values()))]
-    rows += [(name, *(_outcome(test, run) for run in runs.values())) for name, test in experiments.items()]
+    rows = [
+        (
+            "peak of a block of four layers, MB",
+            *(f"{_peak(run) / 1e6:.2f}" for run in runs.values()),
+        )
+    ]
+    rows += [
+        (name, *(_outcome(test, run) for run in runs.values()))
+        for name, test in experiments.items()
+    ]
     return table(["", *(f"`{name}`" for name in runs)], rows)
 
 
 def modes(checkpoint: Callable) -> list[tuple[str, str, str]]:
-    """Rows (what, reentrant, non-reentrant): does the function run twice, with the gradient of a plain run?"""
+    """Rows (what, reentrant, non-reentrant): does the function run twice, with the gradient of a
+    plain run?"""
     cases = {
         "input needs no gradient": _input_without_gradient,
         "keyword arguments": _keyword_arguments,
@@ -46,7 +59,10 @@ def modes(checkpoint: Callable) -> list[tuple[str, str, str]]:
         "`torch.func.grad` inside": _transforms_inside,
     }
     both = [partial(checkpoint, use_reentrant=reentrant) for reentrant in (True, False)]
-    return [(name, *(_outcome(partial(_works, case), mode) for mode in both)) for name, case in cases.items()]
+    return [
+        (name, *(_outcome(partial(_works, case), mode) for mode in both))
+        for name, case in cases.items()
+    ]
 
 
 def _outcome(test: Callable[[Run], bool], run: Run) -> str:
@@ -122,7 +138,8 @@ def _raises(function: Callable[[], Any]) -> bool:
     return False
 
 
-# ---- what each mode supports: functions of a checkpoint, an input and a weight, that give a gradient
+# ---- what each mode supports: functions of a checkpoint, an input and a weight, that give a
+# gradient
 
 
 def _works(case: Callable, mode: Run) -> bool:

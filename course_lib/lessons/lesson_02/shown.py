@@ -26,10 +26,12 @@ class Arm(NamedTuple):
 
 
 def measured_step(make: Callable[..., Decoder], **options: Any) -> Arm:
-    """A step of `make(**options)` with Adam, 8 sequences of 128 tokens, the second one; gradients come in backward."""
+    """A step of `make(**options)` with Adam, 8 sequences of 128 tokens, the second one; gradients
+    come in backward."""
     with symbolic():
         decoder, tokens = make(**options), random_tokens(8, 128, 2048)
-        adam = torch.optim.Adam(decoder.parameters(), fused=True)  # one operator; no peak here is in this phase
+        # one operator; no peak here is in this phase
+        adam = torch.optim.Adam(decoder.parameters(), fused=True)
         _give_gradients(decoder)
         adam.step()  # makes its state
         decoder.zero_grad()
@@ -54,7 +56,8 @@ def _give_gradients(decoder: Decoder) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-#: What runs -> what is written on its box, and the box's colour, which is that of lesson 03's schedules.
+# : What runs -> what is written on its box, and the box's colour, which is that of lesson 03's
+# schedules.
 _RUNS = {
     "forward": ("forward {name}", "#224488"),
     "again": ("{name} again", "#228833"),
@@ -63,10 +66,12 @@ _RUNS = {
 
 
 def draw_order(heard: Sequence[str]) -> "Figure":
-    """What ran when: a row for each block, boxes on a line of time; forwards that had run before are hatched.
+    """What ran when: a row for each block, boxes on a line of time; forwards that had run before
+    are hatched.
 
     Args:
-        heard: in order, "forward a" where block a ran, and "backward a done" where its gradient had come.
+        heard: in order, "forward a" where block a ran, and "backward a done" where its gradient had
+            come.
     """
     events = [tuple(event.split()[:2]) for event in heard]
     names = list(dict.fromkeys(name for _, name in events))
@@ -78,15 +83,29 @@ def draw_order(heard: Sequence[str]) -> "Figure":
         row, again = names.index(name), kind == "forward" and name in started
         if kind == "backward":  # until here its input was kept
             kept = time - 1 - started[name]
-            ax.barh(row, kept, 0.14, started[name] + 1, color=_RUNS["forward"][1], alpha=0.3, zorder=0.5)
+            ax.barh(
+                row, kept, 0.14, started[name] + 1, color=_RUNS["forward"][1], alpha=0.3, zorder=0.5
+            )
         started.setdefault(name, time)
         words, color = _RUNS["again" if again else kind]
-        ax.barh(row, 0.94, 0.7, time + 0.03, color=color, edgecolor="white", hatch="///" if again else None)
+        ax.barh(
+            row,
+            0.94,
+            0.7,
+            time + 0.03,
+            color=color,
+            edgecolor="white",
+            hatch="///" if again else None,
+        )
         said = text(words, name=name)
         alt.append(said)
         box = {"facecolor": color, "edgecolor": "none", "pad": 1.5}
-        ax.text(time + 0.5, row, said, ha="center", va="center", color="white", fontsize=8.5, bbox=box)
-    ax.text(len(events) / 2, 0.12, text("its input is kept"), ha="center", va="bottom", fontsize=8.5)
+        ax.text(
+            time + 0.5, row, said, ha="center", va="center", color="white", fontsize=8.5, bbox=box
+        )
+    ax.text(
+        len(events) / 2, 0.12, text("its input is kept"), ha="center", va="bottom", fontsize=8.5
+    )
     ax.set(xlim=(0, len(events)), ylim=(-0.5, len(names) - 0.5), xticks=[], xlabel=text("time"))
     ax.set_yticks(range(len(names)), names)
     ax.grid(visible=False)
@@ -101,11 +120,15 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
     """What one checkpoint saves of the peak, by the layer that it is around.
 
     Args:
-        alone: of eight layers and a mean of squares: layer with the checkpoint, or None -> bytes; 0 and 7 among them.
+        alone: of eight layers and a mean of squares: layer with the checkpoint, or None -> bytes; 0
+            and 7 among them.
         whole: the same of the decoder, with its head and loss.
     """
     networks = {"Eight layers alone": alone, "The decoder, with its head": whole}
-    said = "{name}: {none} MB without a checkpoint; {first} MB less around layer 0, {last} MB less around layer 7."
+    said = (
+        "{name}: {none} MB without a checkpoint; {first} MB less around layer 0, {last} MB less"
+        " around layer 7."
+    )
     alt = [
         text(
             said,
@@ -126,7 +149,8 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
         for layer, less in zip(layers, saved, strict=True):
             ax.text(layer, max(less, 0) + 0.4, _mb(1e6 * less), ha="center", fontsize=8)
             look = {"facecolor": "white", "edgecolor": "#888888", "linestyle": ":"}
-            if less <= 0:  # its checkpoint saves nothing, since it is there again when the plain step peaks
+            # its checkpoint saves nothing, since it is there again when the plain step peaks
+            if less <= 0:
                 look = {"facecolor": COLORS["measured"], "edgecolor": "white", "hatch": "///"}
             ax.bar(layer, -2.6, 0.8, -0.8, **look)
             box = {"facecolor": look["facecolor"], "edgecolor": "none", "pad": 1}
@@ -134,7 +158,9 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
         ax.set(xticks=[], xlabel=text("layer with the checkpoint"), ylim=(-4, 24), xlim=(-0.6, 7.6))
         ax.set_title(text("{name}: {peak} MB", name=text(name), peak=_mb(peaks[None])))
     panels[0].set_ylabel(text("saved of the peak, MB"))
-    drawn.supxlabel(text("dotted: away when the plain step peaks; hatched: there again by then"), fontsize=9)
+    drawn.supxlabel(
+        text("dotted: away when the plain step peaks; hatched: there again by then"), fontsize=9
+    )
     return shown_once(drawn)
 
 
@@ -143,14 +169,20 @@ _PLACES = {"each layer": (-8, 2, "right")}
 
 
 def draw_policies(arms: Mapping[str, Any]) -> "Figure":
-    """Peak and FLOPs of the policies (`peak_bytes`, `flops`), each against the plain step, which stands first."""
+    """Peak and FLOPs of the policies (`peak_bytes`, `flops`), each against the plain step, which
+    stands first."""
     plain = next(iter(arms.values()))
     points = {name: (arm.peak_bytes / 1e6, arm.flops / plain.flops) for name, arm in arms.items()}
     said = "{name}: {peak} MB, {times} times the FLOPs"
-    alt = [text(said, name=text(name), peak=f"{x:.1f}", times=f"{y:.3f}") for name, (x, y) in points.items()]
+    alt = [
+        text(said, name=text(name), peak=f"{x:.1f}", times=f"{y:.3f}")
+        for name, (x, y) in points.items()
+    ]
     title = "The lower left is best, and empty; here groups lose on both axes"
     drawn, ax = figure(title, height=3.2, alt=text("{points}.", points=listed(alt, "; ")))
-    ax.set(xlim=(70, 320), ylim=(0.96, 1.36), xlabel=text("peak, MB"), ylabel=text("FLOPs of plain"))
+    ax.set(
+        xlim=(70, 320), ylim=(0.96, 1.36), xlabel=text("peak, MB"), ylabel=text("FLOPs of plain")
+    )
     ax.grid(True, axis="x")
     for name, point in points.items():
         x, y, side = _PLACES.get(name, (8, 4, "left"))
@@ -160,7 +192,8 @@ def draw_policies(arms: Mapping[str, Any]) -> "Figure":
 
 
 def seconds_beside_flops(decoders: Mapping[str, Decoder], arms: Mapping[str, Any]) -> "Figure":
-    """Bars of FLOPs, and of CPU seconds of forward and backward on 4 sequences, ten turns; both against the first."""
+    """Bars of FLOPs, and of CPU seconds of forward and backward on 4 sequences, ten turns; both
+    against the first."""
     tokens, seconds = random_tokens(4, 128, 2048), {name: [] for name in decoders}
     for name, decoder in 10 * list(decoders.items()):
         start = process_time()  # other programs on the machine do not count
@@ -169,17 +202,28 @@ def seconds_beside_flops(decoders: Mapping[str, Decoder], arms: Mapping[str, Any
     first = next(iter(decoders))
     flops = [arms[name].flops / arms[first].flops for name in decoders]
     ratios = [  # turn by turn
-        sorted(one / plain for one, plain in zip(took, seconds[first], strict=True)) for took in seconds.values()
+        sorted(one / plain for one, plain in zip(took, seconds[first], strict=True))
+        for took in seconds.values()
     ]
     return _draw_bars(list(decoders), flops, ratios)
 
 
-def _draw_bars(names: Sequence[str], flops: Sequence[float], ratios: Sequence[Sequence[float]]) -> "Figure":
-    """A pair of bars a name: FLOPs, and the median and range of its seconds' ratios, which are in ascending order."""
+def _draw_bars(
+    names: Sequence[str], flops: Sequence[float], ratios: Sequence[Sequence[float]]
+) -> "Figure":
+    """A pair of bars a name: FLOPs, and the median and range of its seconds' ratios, which are in
+    ascending order."""
     middle = [median(each) for each in ratios]
     said = "{name}: {flops} times the FLOPs, {seconds} times the seconds ({least} to {most})"
     alt = [
-        text(said, name=text(name), flops=f"{f:.2f}", seconds=f"{m:.2f}", least=f"{r[0]:.2f}", most=f"{r[-1]:.2f}")
+        text(
+            said,
+            name=text(name),
+            flops=f"{f:.2f}",
+            seconds=f"{m:.2f}",
+            least=f"{r[0]:.2f}",
+            most=f"{r[-1]:.2f}",
+        )
         for name, f, m, r in zip(names, flops, middle, ratios, strict=True)
     ]
     title = "FLOPs are not time: what has few of them may take as long"

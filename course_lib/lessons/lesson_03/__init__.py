@@ -125,7 +125,9 @@ def figures_of_claims(
         tapered: depth -> cuts.
         groups: peaks of groups of one and of two layers, in bytes.
     """
-    shorter, equal, longer = (peak(cuts) // B for cuts in (tapered(25), range(0, 101, 10), tapered(100)))
+    shorter, equal, longer = (
+        peak(cuts) // B for cuts in (tapered(25), range(0, 101, 10), tapered(100))
+    )
     measured = " → ".join(f"{count / 1e6:.1f}" for count in groups)
     return [f"{shorter} B → {longer} B", f"{equal} B → {longer} B", f"{measured} MB"]
 

@@ -21,11 +21,13 @@ from course_lib.schedule import (
 from course_lib.teaching import Verdict, text
 from course_lib.teaching.exercises import Refused, exercise, in_words, not_answered, right, wrong
 
-# The recurrence -------------------------------------------------------------------------------------------------------
+# The recurrence
+# --------------------------------------------------------------------------------------------------
 
 
 def every_schedule(first: int, last: int) -> Iterator[list]:
-    """All schedules of stages `first` to `last` that keep what they keep until its backward, as lists of actions.
+    """All schedules of stages `first` to `last` that keep what they keep until its backward, as
+    lists of actions.
 
     There are 1, 2, 6, 22, 90, 394 for one to six stages (the large Schröder numbers).
     """
@@ -46,8 +48,8 @@ def _uneven(*sizes: tuple[float, float, int, int], input_bytes: int = 1) -> Chai
     return Chain(tuple(Stage(*each) for each in sizes), input_bytes)
 
 
-# Boundaries of one byte, and others. In each chain what runs ahead fits where its backward does, as the lesson says;
-# else the recurrence would need a check of its own for that.
+# Boundaries of one byte, and others. In each chain what runs ahead fits where its backward does, as
+# the lesson says; else the recurrence would need a check of its own for that.
 _CHAINS = (
     Chain.uniform(4, saved_bytes=2),
     _uneven((1, 2, 1, 3), (5, 9, 1, 1), (2, 4, 1, 6), (1, 1, 1, 2), (4, 8, 1, 2)),
@@ -58,13 +60,19 @@ _CHAINS = (
 
 @cache
 def _least_times() -> list[list[float]]:
-    """For each chain, the least time with 1, 2, ... bytes beyond its input, by the referee's word on every schedule."""
+    """For each chain, the least time with 1, 2, ... bytes beyond its input, by the referee's word
+    on every schedule."""
     found = []
     for chain in _CHAINS:
         costs = [simulate(actions, chain) for actions in every_schedule(0, len(chain) - 1)]
         most = max(cost.peak_bytes for cost in costs)
         budgets = range(chain.input_bytes + 1, most + 3)
-        found.append([min((c.time for c in costs if c.peak_bytes <= budget), default=math.inf) for budget in budgets])
+        found.append(
+            [
+                min((c.time for c in costs if c.peak_bytes <= budget), default=math.inf)
+                for budget in budgets
+            ]
+        )
     return found
 
 
@@ -73,16 +81,25 @@ def _fastest(stages: tuple[Stage, ...], room: int, slip: str) -> float:
     if not stages:
         return 0
     first, best = stages[0], math.inf
-    taken = first.saved_bytes + (0 if slip == "gradient" else first.output_bytes) + (slip == "strictly")
+    taken = (
+        first.saved_bytes + (0 if slip == "gradient" else first.output_bytes) + (slip == "strictly")
+    )
     if (taken <= room or slip == "fits") and (slip != "one at a time" or len(stages) == 1):
         left = room - {"kept": 0, "gradient kept": taken}.get(slip, first.saved_bytes)
         backward = 0 if slip == "backward" else first.backward_time
         forward = 0 if slip == "forward" else first.forward_time
         best = forward + _fastest(stages[1:], left, slip) + backward
-    ends = {"never runs on": (), "one step": range(1, min(2, len(stages)))}.get(slip, range(1, len(stages)))
+    ends = {"never runs on": (), "one step": range(1, min(2, len(stages)))}.get(
+        slip, range(1, len(stages))
+    )
     for end in () if slip == "greedy" and best < math.inf else ends:
         before, behind = stages[end - 1], stages[end]
-        boundary = {"saved": before.saved_bytes, "next": behind.output_bytes, "one byte": 1, "input": 0}
+        boundary = {
+            "saved": before.saved_bytes,
+            "next": behind.output_bytes,
+            "one byte": 1,
+            "input": 0,
+        }
         kept = boundary.get(slip, before.output_bytes)
         passed = {
             "time": (),
@@ -98,20 +115,38 @@ def _fastest(stages: tuple[Stage, ...], room: int, slip: str) -> float:
     return best
 
 
-_PASSED = "The stages that are passed on the way to `e` are `stages[:e]`: all of their forwards, and no other."
+_PASSED = (
+    "The stages that are passed on the way to `e` are `stages[:e]`: all of their forwards, and no"
+    " other."
+)
 _SLIPS = {
-    "gradient": "A backward needs room for the gradient that comes in, too: `saved_bytes + output_bytes`.",
+    "gradient": (
+        "A backward needs room for the gradient that comes in, too: `saved_bytes + output_bytes`."
+    ),
     "fits": "It never runs out of room: does what the first stage keeps fit?",
     "strictly": "What fits to the byte fits: `<=`, not `<`.",
-    "kept": "What the first stage keeps is there while the others are done: they have `saved_bytes` less.",
-    "gradient kept": "The gradient that comes in is there only in that backward: the others have `saved_bytes` less.",
+    "kept": (
+        "What the first stage keeps is there while the others are done: they have `saved_bytes`"
+        " less."
+    ),
+    "gradient kept": (
+        "The gradient that comes in is there only in that backward: the others have `saved_bytes`"
+        " less."
+    ),
     "backward": "A stage whose all is kept runs backward, too: its `backward_time` is missing.",
     "forward": "A stage whose all is kept runs forward, too: its `forward_time` is missing.",
     "input": "The input that is kept takes room while the later stages are done.",
-    "one byte": "The input that is kept takes `output_bytes` of the stage before it, which need not be 1.",
+    "one byte": (
+        "The input that is kept takes `output_bytes` of the stage before it, which need not be 1."
+    ),
     "next": "The input of `stages[e]` is the output of the stage before it, `stages[e - 1]`.",
-    "saved": "Of the stages that are passed only an input is kept: `output_bytes`, not `saved_bytes`.",
-    "gone": "When the earlier stages are done, the input that was kept is gone: they have all of the room.",
+    "saved": (
+        "Of the stages that are passed only an input is kept: `output_bytes`, not `saved_bytes`."
+    ),
+    "gone": (
+        "When the earlier stages are done, the input that was kept is gone: they have all of the"
+        " room."
+    ),
     "time": "Running on takes the forward times of the stages that are passed.",
     "too far": _PASSED,
     "not the first": _PASSED,
@@ -119,32 +154,56 @@ _SLIPS = {
     "last way": "The way that was tried last goes before all others: take the least of them.",
     "earlier": "The stages that were passed are still to be done.",
     "never runs on": "It only ever keeps everything. Let it also run on and keep a later input.",
-    "greedy": "It runs on only where keeping all does not fit. Running on may be faster in the end: compare both.",
+    "greedy": (
+        "It runs on only where keeping all does not fit. Running on may be faster in the end:"
+        " compare both."
+    ),
     "one step": "It runs on by one stage only. Try every later stage.",
-    "one at a time": "It keeps all of a stage only where it is the last one left. Keeping more than one may be faster.",
+    "one at a time": (
+        "It keeps all of a stage only where it is the last one left. Keeping more than one may be"
+        " faster."
+    ),
 }
 
 
 @exercise(
     hint=(
-        "Two ways: keep all of the first stage and do the rest; or run on to a later input, keep it, do both parts.",
-        "First way: if `saved_bytes + output_bytes <= room`. Second way, for e from 1 to the last: "
-        "forward times of `stages[:e]`, then `stages[e:]` with less room, then `stages[:e]` with all of it.",
+        (
+            "Two ways: keep all of the first stage and do the rest; or run on to a later input,"
+            " keep it, do both parts."
+        ),
+        (
+            "First way: if `saved_bytes + output_bytes <= room`. Second way, for e from 1 to the"
+            " last: forward times of `stages[:e]`, then `stages[e:]` with less room, then"
+            " `stages[:e]` with all of it."
+        ),
     )
 )
 def check_recurrence(answer: Any) -> Verdict:
-    """`fastest(stages, room)`, tried on four chains with every room, against the referee on every schedule."""
+    """`fastest(stages, room)`, tried on four chains with every room, against the referee on every
+    schedule."""
     wanted = _least_times()
     try:
-        given = [_table_of(answer, chain, len(times)) for chain, times in zip(_CHAINS, wanted, strict=True)]
+        given = [
+            _table_of(answer, chain, len(times))
+            for chain, times in zip(_CHAINS, wanted, strict=True)
+        ]
     except RecursionError:
-        said = "It calls itself without end: each call must have fewer stages. Does e begin at 1, and stop at the last?"
+        said = (
+            "It calls itself without end: each call must have fewer stages. Does e begin at 1, and"
+            " stop at the last?"
+        )
         return wrong(said, exact=True)
     if any(one is None for times in given for one in times):
         return not_answered()
     if given == wanted:
         number = sum(len(times) for times in wanted)
-        return right(text("Right: {number} cases, each as fast as the fastest schedule of its kind.", number=number))
+        return right(
+            text(
+                "Right: {number} cases, each as fast as the fastest schedule of its kind.",
+                number=number,
+            )
+        )
     for slip, reason in _SLIPS.items():
         if given == _times_with(slip):
             return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
@@ -155,7 +214,10 @@ def check_recurrence(answer: Any) -> Verdict:
 def _times_with(slip: str) -> list[list[float]]:
     """What the recurrence gives with a slip in it, for each chain and room."""
     chains = zip(_CHAINS, _least_times(), strict=True)
-    return [_table_of(lambda stages, room: _fastest(stages, room, slip), chain, len(times)) for chain, times in chains]
+    return [
+        _table_of(lambda stages, room: _fastest(stages, room, slip), chain, len(times))
+        for chain, times in chains
+    ]
 
 
 def _table_of(fastest: Callable, chain: Chain, count: int) -> list:
@@ -166,22 +228,40 @@ def _first_difference(given: list[list], wanted: list[list[float]]) -> Verdict:
     for chain, (times, least) in enumerate(zip(given, wanted, strict=True)):
         for room, (one, best) in enumerate(zip(times, least, strict=True), start=1):
             if one != best:
-                values = {"length": len(_CHAINS[chain]), "room": room, "given": f"{float(one):g}", "best": f"{best:g}"}
-                return wrong(text("Not yet: {length} stages with room {room} take {best}, not {given}.", **values))
+                values = {
+                    "length": len(_CHAINS[chain]),
+                    "room": room,
+                    "given": f"{float(one):g}",
+                    "best": f"{best:g}",
+                }
+                return wrong(
+                    text(
+                        "Not yet: {length} stages with room {room} take {best}, not {given}.",
+                        **values,
+                    )
+                )
     raise AssertionError("the tables do not differ")
 
 
-# Schedules by hand ----------------------------------------------------------------------------------------------------
+# Schedules by hand
+# --------------------------------------------------------------------------------------------------
 
 
 @exercise(
     hint=(
-        "Segments whose sizes get shorter: keep what enters each, then work from the last to the first.",
-        'Four segments, of 2, 2, 1 and 1 stages: `Forward(0, "input")`, `Forward(1, "nothing")`, and so on.',
+        (
+            "Segments whose sizes get shorter: keep what enters each, then work from the last to"
+            " the first."
+        ),
+        (
+            'Four segments, of 2, 2, 1 and 1 stages: `Forward(0, "input")`, `Forward(1,'
+            ' "nothing")`, and so on.'
+        ),
     )
 )
 def check_drawn_schedule(actions: Any) -> Verdict:
-    """A schedule for `Chain.uniform(6, saved_bytes=2)` with a peak of at most 7 and at most 11 forwards."""
+    """A schedule for `Chain.uniform(6, saved_bytes=2)` with a peak of at most 7 and at most 11
+    forwards."""
     if isinstance(actions, list | tuple) and (... in actions or not actions):
         return not_answered()
     cost = _simulated(actions, Chain.uniform(6, saved_bytes=2))
@@ -192,19 +272,28 @@ def check_drawn_schedule(actions: Any) -> Verdict:
 
 
 def five_stages() -> Chain:
-    """Five stages on which, within 13 bytes, a schedule that gives up early what it kept is faster than all others."""
-    sizes = [(10, 2, 3), (5, 4, 4), (5, 4, 4), (5, 1, 1), (10, 4, 4)]  # forward time, output, bytes kept
+    """Five stages on which, within 13 bytes, a schedule that gives up early what it kept is faster
+    than all others."""
+    # forward time, output, bytes kept
+    sizes = [(10, 2, 3), (5, 4, 4), (5, 4, 4), (5, 1, 1), (10, 4, 4)]
     return Chain(tuple(Stage(forward, 1, output, kept) for forward, output, kept in sizes), 1)
 
 
 @exercise(
     hint=(
-        "Keep the inputs of stages 0 and 1 on the way. Which of them will be run from only once more?",
-        'After stage 4 go from x_1 to x_2 with `Forward(1, "nothing")`: then there is room to keep all of 2 and 3.',
+        (
+            "Keep the inputs of stages 0 and 1 on the way. Which of them will be run from only once"
+            " more?"
+        ),
+        (
+            'After stage 4 go from x_1 to x_2 with `Forward(1, "nothing")`: then there is room to'
+            " keep all of 2 and 3."
+        ),
     )
 )
 def check_gives_up_early(actions: Any) -> Verdict:
-    """A schedule for `five_stages()` within 13 bytes that takes less time than any that gives nothing up early."""
+    """A schedule for `five_stages()` within 13 bytes that takes less time than any that gives
+    nothing up early."""
     if isinstance(actions, Sequence) and [*actions] in ([], [*optimal(five_stages(), 13)]):
         return not_answered()
     cost = _simulated(actions, five_stages())
@@ -212,20 +301,29 @@ def check_gives_up_early(actions: Any) -> Verdict:
     if cost.peak_bytes > 13:
         return wrong(text("That peaks at {peak}, above 13.", peak=cost.peak_bytes))
     if cost.time >= 80:
-        return wrong(text("Within 13, but it takes {time}; `optimal` takes 80.", time=found["time"]))
+        return wrong(
+            text("Within 13, but it takes {time}; `optimal` takes 80.", time=found["time"])
+        )
     return right(text("Right: {time} within {peak} bytes. `optimal` takes 80.", **found))
 
 
 def pyramid() -> Chain:
-    """Twelve stages as in a convolution pyramid: maps shrink while channels grow; the head is small."""
+    """Twelve stages as in a convolution pyramid: maps shrink while channels grow; the head is
+    small."""
     sizes = [32, 32, 32, 16, 16, 16, 8, 8, 8, 4, 4, 1]  # MB of each stage's output
     return Chain(tuple(Stage(4, 8, size * 10**6, 2 * size * 10**6) for size in sizes), 3 * 10**6)
 
 
 @exercise(
     hint=(
-        "Where are the bytes, and where is the time? Keep late stages whole, and forget early ones one by one.",
-        "Draw `optimal(lesson_03.pyramid(), 150_000_000)`: what does it keep that the segments forget?",
+        (
+            "Where are the bytes, and where is the time? Keep late stages whole, and forget early"
+            " ones one by one."
+        ),
+        (
+            "Draw `optimal(lesson_03.pyramid(), 150_000_000)`: what does it keep that the segments"
+            " forget?"
+        ),
     )
 )
 def check_beats_sqrt(schedule: Any) -> Verdict:
@@ -234,7 +332,9 @@ def check_beats_sqrt(schedule: Any) -> Verdict:
     rule, cost = simulate(sqrt_segments(chain), chain), _simulated(schedule, chain)
     found = {"peak": f"{cost.peak_bytes / 1e6:g}", "time": f"{cost.time:g}"}
     found |= {"rule_peak": f"{rule.peak_bytes / 1e6:g}", "rule_time": f"{rule.time:g}"}
-    compared = text("{peak} MB in time {time}, the rule {rule_peak} MB in time {rule_time}", **found)
+    compared = text(
+        "{peak} MB in time {time}, the rule {rule_peak} MB in time {rule_time}", **found
+    )
     if cost.peak_bytes >= rule.peak_bytes:
         return wrong(text("The peak is not lower: {compared}.", compared=compared))
     if cost.time > rule.time:
@@ -244,16 +344,24 @@ def check_beats_sqrt(schedule: Any) -> Verdict:
 
 #: A place for the reader's sentence beside exercise 7.
 reason_of_the_pyramid = in_words(
-    "The segments peak where stages 0 and 1, 64 MB each, are kept whole at once. Stage 0 runs once more instead, so "
-    "that only one of them is; stage 4, kept whole from the start, saves the run that this costs."
+    "The segments peak where stages 0 and 1, 64 MB each, are kept whole at once. Stage 0 runs once"
+    " more instead, so that only one of them is; stage 4, kept whole from the start, saves the run"
+    " that this costs."
 )
 
-# What the referee's refusals say, for the learner who has to act on them; `simulate` says them in English alone.
+# What the referee's refusals say, for the learner who has to act on them; `simulate` says them in
+# English alone.
 _REFUSALS = {
     r"runs only with its input alive, and (x_\d+) is not": "its input {what} is not there.",
-    r"its stage's input alive, and (x_\d+) is not": "it needs the stage's input, and {what} is not there.",
-    r"and stage (\d+)'s is not alive": 'nothing of stage {what} is kept for it: run it with `"all"` first.',
-    r"first, and (Backward\(\d+\)) is due": "`{what}` is due: backwards run from the last stage to the first.",
+    r"its stage's input alive, and (x_\d+) is not": (
+        "it needs the stage's input, and {what} is not there."
+    ),
+    r"and stage (\d+)'s is not alive": (
+        'nothing of stage {what} is kept for it: run it with `"all"` first.'
+    ),
+    r"first, and (Backward\(\d+\)) is due": (
+        "`{what}` is due: backwards run from the last stage to the first."
+    ),
     r"(again) after its backward": "its stage has had its backward and does not run again.",
     r"and (Backward\(\d+\)) has not run": "the list ends, and `{what}` has not run.",
 }
@@ -269,7 +377,10 @@ def _refusal(refused: IllegalSchedule) -> str:
             if number is None:
                 return text("The referee refuses: {reason}", reason=reason)
             values = {"number": number[1], "action": f"`{number[2]}` {number[3]}", "reason": reason}
-            return text("The referee refuses action {number} of the list (from 0), {action}: {reason}", **values)
+            return text(
+                "The referee refuses action {number} of the list (from 0), {action}: {reason}",
+                **values,
+            )
     return text("The referee says: {problem}.", problem=f"`{said}`")
 
 

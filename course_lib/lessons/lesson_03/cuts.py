@@ -31,24 +31,40 @@ def _peak(cuts: Sequence[int], slip: str | None = None) -> float:
 
 _PEAK_SLIPS = {
     "units": "Those are activations. Give bytes.",
-    "gradient": "One B is missing: the chain's own input counts, and so does the gradient that is handed on.",
+    "gradient": (
+        "One B is missing: the chain's own input counts, and so does the gradient that is"
+        " handed on."
+    ),
     "all boundaries": "While an early segment is worked on, the inputs of the later ones are gone.",
     "last": "Any segment may be the largest: take the greatest of all.",
     "mean": "Segments differ: take each one's own number of layers.",
     "sum": "Only one segment is worked on at a time: take the greatest, not the sum.",
-    "reversed": "The first segment has only its own input, the last has all of them: yours is the other way round.",
-    "loss": "The 8 bytes of the loss and its gradient are not asked for: inputs, layers and one gradient are.",
+    "reversed": (
+        "The first segment has only its own input, the last has all of them: yours is the other way"
+        " round."
+    ),
+    "loss": (
+        "The 8 bytes of the loss and its gradient are not asked for: inputs, layers and one"
+        " gradient are."
+    ),
 }
 
 
 @exercise(
     hint=(
-        "Segment j, counted from 0: how many inputs are kept then, its own among them, and how many layers has it?",
-        "(j + 1)·B of inputs, A for each of its layers, and one gradient, B: the greatest over all segments.",
+        (
+            "Segment j, counted from 0: how many inputs are kept then, its own among them, and how"
+            " many layers has it?"
+        ),
+        (
+            "(j + 1)·B of inputs, A for each of its layers, and one gradient, B: the greatest over"
+            " all segments."
+        ),
     )
 )
 def check_predicted_peak(answer: Any) -> Verdict:
-    """A function of cuts that gives the peak of segments in bytes, tried on cuts that tell the slips apart."""
+    """A function of cuts that gives the peak of segments in bytes, tried on cuts that tell the
+    slips apart."""
     tried = [[0, 40, 70, 90, 100], [0, 1, 2, 9], [0, 100], range(0, 101, 10), [*range(51), 100]]
     given = [answer(cuts) for cuts in tried]
     if not any(given):
@@ -58,7 +74,9 @@ def check_predicted_peak(answer: Any) -> Verdict:
     for slip, reason in _PEAK_SLIPS.items():
         if all(_same(one, _peak(cuts, slip)) for one, cuts in zip(given, tried, strict=True)):
             return wrong(text("Not yet. {reason}", reason=text(reason)), exact=True)
-    one, cuts = next((one, cuts) for one, cuts in zip(given, tried, strict=True) if not _same(one, _peak(cuts)))
+    one, cuts = next(
+        (one, cuts) for one, cuts in zip(given, tried, strict=True) if not _same(one, _peak(cuts))
+    )
     values = {"cuts": _shown(cuts), "wanted": f"{_peak(cuts):,}", "given": f"{float(one):,.0f}"}
     return wrong(text("Not yet: for the cuts {cuts} it is {wanted}, not {given}.", **values))
 
@@ -67,7 +85,8 @@ def _shown(cuts: Sequence[int]) -> str:
     return f"{list(cuts)}" if len(cuts) < 9 else f"{list(cuts)[:7]} …"
 
 
-_SIZES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2))  # L, A, B; the best count is below L in each
+# L, A, B; the best count is below L in each
+_SIZES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2))
 
 
 def _sum_of_parts(k: float, layers: int, kept: int, boundary: int) -> float:
@@ -85,13 +104,28 @@ def _whole_layers(layers: int, kept: int, boundary: int) -> int:
 
 # Reason -> what the function gives whose writer slipped so.
 _COUNT_SLIPS: tuple[tuple[str, Callable[[int, int, int], float]], ...] = (
-    ("That is √L, right only where a layer keeps as much as one boundary.", lambda n, a, b: math.sqrt(n)),
+    (
+        "That is √L, right only where a layer keeps as much as one boundary.",
+        lambda n, a, b: math.sqrt(n),
+    ),
     ("Take the square root.", lambda n, a, b: n * a / b),
-    ("A and B are the wrong way round: so many layers has a segment.", lambda n, a, b: math.sqrt(n * b / a)),
-    ("That is the peak there, not the number of segments.", lambda n, a, b: 2 * math.sqrt(n * a * b)),
-    ("That is the peak there, not the number of segments.", lambda n, a, b: 2 * math.sqrt(n * a * b) + b),
+    (
+        "A and B are the wrong way round: so many layers has a segment.",
+        lambda n, a, b: math.sqrt(n * b / a),
+    ),
+    (
+        "That is the peak there, not the number of segments.",
+        lambda n, a, b: 2 * math.sqrt(n * a * b),
+    ),
+    (
+        "That is the peak there, not the number of segments.",
+        lambda n, a, b: 2 * math.sqrt(n * a * b) + b,
+    ),
     ("A is 2 B in this chain only; write it for any A and B.", lambda n, a, b: math.sqrt(2 * n)),
-    ("That is best where each segment has whole layers. Here L/k may be any number.", _whole_layers),
+    (
+        "That is best where each segment has whole layers. Here L/k may be any number.",
+        _whole_layers,
+    ),
 )
 
 
@@ -102,7 +136,8 @@ _COUNT_SLIPS: tuple[tuple[str, Callable[[int, int, int], float]], ...] = (
     )
 )
 def check_best_count(answer: Any) -> Verdict:
-    """A function of L, A and B that gives the best number of equal segments; the best whole number is right as well."""
+    """A function of L, A and B that gives the best number of equal segments; the best whole number
+    is right as well."""
     given = [answer(*sizes) for sizes in _SIZES]
     if None in given:
         return not_answered()
@@ -120,7 +155,10 @@ def check_best_count(answer: Any) -> Verdict:
     first = fit.index(False)
     values = dict(zip(("layers", "kept", "boundary"), _SIZES[first], strict=True))
     values |= {"given": f"{float(given[first]):.4g}", "wanted": f"{wanted[first]:.4g}"}
-    said = "Not yet: with L = {layers}, A = {kept} and B = {boundary} it gives {given}; the sum is least at {wanted}."
+    said = (
+        "Not yet: with L = {layers}, A = {kept} and B = {boundary} it gives {given}; the sum is"
+        " least at {wanted}."
+    )
     return wrong(text(said, **values))
 
 
@@ -135,14 +173,17 @@ def _same(given: Any, wanted: float, tolerance: float = 1e-9) -> bool:
 
 @cache
 def least_peak(depth: int) -> int:
-    """The least peak, in bytes, of all cuts of `depth` equal layers, whatever the number of segments."""
+    """The least peak, in bytes, of all cuts of `depth` equal layers, whatever the number of
+    segments."""
 
     @cache
     def rest(layers: int, inputs: int) -> int:  # with so many inputs kept before
         if layers == 0:
             return 0
         sizes = range(1, layers + 1)
-        return min(max((inputs + 1) * B + size * A, rest(layers - size, inputs + 1)) for size in sizes)
+        return min(
+            max((inputs + 1) * B + size * A, rest(layers - size, inputs + 1)) for size in sizes
+        )
 
     return rest(depth, 0) + B
 
@@ -152,43 +193,73 @@ def _cuts_of(given: Any, depth: int) -> list[int]:
     shown = f"{given}"[:60]
     if not hasattr(given, "__iter__"):
         kind = type(given).__name__
-        raise Refused(text("A list of cuts is wanted, such as `[0, 40, 70, 100]`; this is a `{kind}`.", kind=kind))
+        raise Refused(
+            text(
+                "A list of cuts is wanted, such as `[0, 40, 70, 100]`; this is a `{kind}`.",
+                kind=kind,
+            )
+        )
     cuts = [float(cut) for cut in given]
     if sum(cuts) == depth and cuts[:1] != [0]:
-        raise Refused(text("Those are the sizes of the segments; give the cuts: {cuts}.", cuts=shown), exact=True)
+        raise Refused(
+            text("Those are the sizes of the segments; give the cuts: {cuts}.", cuts=shown),
+            exact=True,
+        )
     if any(cut != int(cut) for cut in cuts):
-        raise Refused(text("A cut falls between two layers, so it is a whole number: {cuts}.", cuts=shown), exact=True)
+        raise Refused(
+            text("A cut falls between two layers, so it is a whole number: {cuts}.", cuts=shown),
+            exact=True,
+        )
     if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != depth:
         said = "The cuts of {depth} layers begin with 0 and end with {depth}: {cuts}."
         raise Refused(text(said, depth=depth, cuts=shown), exact=True)
     if any(end <= start for start, end in pairwise(cuts)):
-        raise Refused(text("Each segment has a layer at least, so cuts increase: {cuts}.", cuts=shown), exact=True)
+        raise Refused(
+            text("Each segment has a layer at least, so cuts increase: {cuts}.", cuts=shown),
+            exact=True,
+        )
     return [int(cut) for cut in cuts]
 
 
 @exercise(
     hint=(
-        "Give all segments the same room R. With segment j there are j + 1 inputs: how many layers fit beside them?",
-        "Try R = A + B, then a B more, and so on, until all layers fit: segment j, from 0, has (R - (j + 1)·B) // A.",
+        (
+            "Give all segments the same room R. With segment j there are j + 1 inputs: how many"
+            " layers fit beside them?"
+        ),
+        (
+            "Try R = A + B, then a B more, and so on, until all layers fit: segment j, from 0, has"
+            " (R - (j + 1)·B) // A."
+        ),
     )
 )
 def check_tapered(answer: Any) -> Verdict:
-    """A function depth -> cuts whose peak no other cut is below, at depths that divide and that don't."""
+    """A function depth -> cuts whose peak no other cut is below, at depths that divide and that
+    don't."""
     depths = [*range(2, 20), 25, 50, 64, 100]
     raw = [answer(depth) for depth in depths]
     if any(given is None for given in raw) or all(
-        hasattr(given, "__len__") and [*given] == [0, depth] for given, depth in zip(raw, depths, strict=True)
+        hasattr(given, "__len__") and [*given] == [0, depth]
+        for given, depth in zip(raw, depths, strict=True)
     ):
         return not_answered()
     given = [_cuts_of(one, depth) for one, depth in zip(raw, depths, strict=True)]
     peaks, least = [*map(_peak, given)], [*map(least_peak, depths)]
     if peaks == least:
         count = f"{peaks[-1] / B:g}"
-        return right(text("Right: of all the cuts there are, none peaks lower. 100 layers: {count} B.", count=count))
+        return right(
+            text(
+                "Right: of all the cuts there are, none peaks lower. 100 layers: {count} B.",
+                count=count,
+            )
+        )
     first = next(i for i, (peak, best) in enumerate(zip(peaks, least, strict=True)) if peak != best)
     turned = [[cuts[-1] - cut for cut in reversed(cuts)] for cuts in given]
     if [*map(_peak, turned)] == least:
-        said = "The other way round: with the first segment only its own input is there, so it may be the longest."
+        said = (
+            "The other way round: with the first segment only its own input is there, so it may be"
+            " the longest."
+        )
         return wrong(text("Not yet. {reason}", reason=text(said)), exact=True)
     sizes = [[end - start for start, end in pairwise(cuts)] for cuts in given]
     if all(max(each) - min(each) <= 1 for each in sizes):
@@ -196,4 +267,9 @@ def check_tapered(answer: Any) -> Verdict:
         return wrong(text("Not yet. {reason}", reason=text(said)), exact=True)
     values = {"depth": depths[first], "cuts": _shown(given[first])}
     values |= {"peak": f"{peaks[first] / B:g}", "least": f"{least[first] / B:g}"}
-    return wrong(text("Not yet: {depth} layers cut at {cuts} peak at {peak} B; other cuts at {least} B.", **values))
+    return wrong(
+        text(
+            "Not yet: {depth} layers cut at {cuts} peak at {peak} B; other cuts at {least} B.",
+            **values,
+        )
+    )

@@ -1,4 +1,5 @@
-"""What lesson 03 draws of frontiers: beside what was run, beside all cuts, and where a second run stops early."""
+"""What lesson 03 draws of frontiers: beside what was run, beside all cuts, and where a second run
+stops early."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,8 @@ EARLY = "#AA3377"  # what stops early, lines and points
 def best_cuts(chain: Chain) -> list[Cost]:
     """The cost of the best cut into segments, for each stage that the last segment may begin with.
 
-    All but the last segment run forward twice, so that stage alone decides the time; the cut before it decides the
-    peak, which is least here.
+    All but the last segment run forward twice, so that stage alone decides the time; the cut before
+    it decides the peak, which is least here.
     """
     sizes, length = Sizes(chain), len(chain)
 
@@ -47,25 +48,34 @@ def best_cuts(chain: Chain) -> list[Cost]:
     return [simulate(segmented([0, *least(0, last)[1]]), chain) for last in range(length)]
 
 
-def frontier_with_early_stop(chain: Chain, left_out: Sequence[float], step_bytes: int = 1 << 19) -> list[Cost]:
-    """The frontier where the second run of a segment stops before its last product, as a checkpoint's does.
+def frontier_with_early_stop(
+    chain: Chain, left_out: Sequence[float], step_bytes: int = 1 << 19
+) -> list[Cost]:
+    """The frontier where the second run of a segment stops before its last product, as a
+    checkpoint's does.
 
-    Section 3.5's recurrence, with what operators take while they run. One thing differs: where stages i to j are done
-    again from x_i, the last of them takes less time by `left_out[j]`, and its output isn't made.
+    Section 3.5's recurrence, with what operators take while they run. One thing differs: where
+    stages i to j are done again from x_i, the last of them takes less time by `left_out[j]`, and
+    its output isn't made.
 
     Args:
-        left_out: for each stage, the time that stopping early saves; 0 for one that has nothing to leave out.
-        step_bytes: from one budget that is tried to the next, from the least that the frontier of whole stages has.
+        left_out: for each stage, the time that stopping early saves; 0 for one that has nothing to
+            leave out.
+        step_bytes: from one budget that is tried to the next, from the least that the frontier of
+            whole stages has.
 
     Returns:
-        A cost for each budget within which there is a faster schedule than within the one before it, the last with
-        `store_all`'s time. Its `peak_bytes` are the budget; forwards are not counted.
+        A cost for each budget within which there is a faster schedule than within the one before
+        it, the last with `store_all`'s time. Its `peak_bytes` are the budget; forwards are not
+        counted.
     """
     stopped = [
         replace(
             stage,
             forward_time=stage.forward_time - time,
-            saved_bytes=max(stage.saved_bytes - (time > 0) * stage.output_bytes, stage.output_bytes),
+            saved_bytes=max(
+                stage.saved_bytes - (time > 0) * stage.output_bytes, stage.output_bytes
+            ),
         )
         for stage, time in zip(chain.stages, left_out, strict=True)
     ]
@@ -112,11 +122,20 @@ def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
         plain = points[-1].time
         line = [(point.peak_bytes / 1e6, point.time / plain) for point in points]
         across, up = zip(*((cut.peak_bytes / 1e6, cut.time / plain) for cut in cuts), strict=True)
-        ax.step(*zip(*line, strict=True), where="post", color=COLORS["predicted"], label=text("frontier"))
+        ax.step(
+            *zip(*line, strict=True),
+            where="post",
+            color=COLORS["predicted"],
+            label=text("frontier"),
+        )
         ax.plot(across, up, "s", color="#4477AA", markersize=4, label=text("best cuts"))
         ax.set(xlim=(0, None), ylim=(0.98, 1.36), xlabel=text("peak, MB"))
         ax.set_title(text(name), fontsize=9)
-        values = {"least": f"{min(across):.1f}", "line": f"{line[0][0]:.1f}", "times": f"{line[0][1]:.2f}"}
+        values = {
+            "least": f"{min(across):.1f}",
+            "line": f"{line[0][0]:.1f}",
+            "times": f"{line[0][1]:.2f}",
+        }
         words = "{name}: cuts reach {least} MB, the frontier {line} MB at {times} times the time"
         said.append(text(words, name=text(name), **values))
     axes[0].set_ylabel(text("time of plain"))
@@ -136,7 +155,8 @@ def draw_frontier(
 
     Args:
         lines: label -> points of a frontier; the last point of the first one is the plain step.
-        arms: label -> (name -> (peak in bytes, FLOPs), marker, colour); a name is written at its point if it has words.
+        arms: label -> (name -> (peak in bytes, FLOPs), marker, colour); a name is written at its
+            point if it has words.
     """
     plain = next(iter(lines.values()))[-1].time
     drawn, ax = figure(title, height=4.0)
@@ -144,23 +164,38 @@ def draw_frontier(
     for (name, points), color in zip(lines.items(), (COLORS["predicted"], EARLY), strict=False):
         line = [(point.peak_bytes / 1e6, point.time / plain) for point in points]
         ax.step(*zip(*line, strict=True), where="post", color=color, label=text(name))
-    points_run = [(peak / 1e6, flops / plain) for costs, _, _ in arms.values() for peak, flops in costs.values()]
+    points_run = [
+        (peak / 1e6, flops / plain)
+        for costs, _, _ in arms.values()
+        for peak, flops in costs.values()
+    ]
     for name, (costs, marker, color) in arms.items():
-        across, up = zip(*((peak / 1e6, flops / plain) for peak, flops in costs.values()), strict=True)
+        across, up = zip(
+            *((peak / 1e6, flops / plain) for peak, flops in costs.values()), strict=True
+        )
         ax.plot(across, up, marker, color=color, label=text(name))
         for word, x, y in zip(costs, across, up, strict=True):
             if isinstance(word, str):
-                crowded = any(0 < other - x < 10 and abs(height - y) < 0.05 for other, height in points_run)
+                crowded = any(
+                    0 < other - x < 10 and abs(height - y) < 0.05 for other, height in points_run
+                )
                 ax.annotate(
-                    text(word), (x, y), xytext=(-4, -12) if crowded else (6, 4), ha="right" if crowded else "left",
-                    textcoords="offset points", fontsize=8, color=color,
-                )  # fmt: skip
+                    text(word),
+                    (x, y),
+                    xytext=(-4, -12) if crowded else (6, 4),
+                    ha="right" if crowded else "left",
+                    textcoords="offset points",
+                    fontsize=8,
+                    color=color,
+                )
     ax.set(xlim=xlim, ylim=(0.98, 1.72), xlabel=text("peak, MB"), ylabel=text("FLOPs of plain"))
     ax.legend()
     return shown_once(drawn)
 
 
-def _frontier_in_words(lines: Mapping[str, Sequence[Cost]], arms: Mapping[str, tuple[Mapping, str, str]]) -> str:
+def _frontier_in_words(
+    lines: Mapping[str, Sequence[Cost]], arms: Mapping[str, tuple[Mapping, str, str]]
+) -> str:
     plain, said = next(iter(lines.values()))[-1].time, []
     for name, points in lines.items():
         least, most = points[0], points[-1]

@@ -6,12 +6,29 @@ import torch
 
 from course_lib.models import loss_stages
 from course_lib.schedule import Chain, ScheduledSequential, frontier, optimal, simulate
-from course_lib.teaching.experiments import TINY, Part, decoder_and_tokens, experiment, peaks, seconds
+from course_lib.teaching.experiments import (
+    TINY,
+    Part,
+    decoder_and_tokens,
+    experiment,
+    peaks,
+    seconds,
+)
 
 
 @experiment(
-    title="A decoder's forward and backward pass under half and a quarter of the peak that storing all takes",
-    sizes={"vocabulary": 8192, "hidden": 1024, "heads": 16, "layers": 12, "sequence": 1024, "batch": 4},
+    title=(
+        "A decoder's forward and backward pass under half and a quarter of the peak that storing"
+        " all takes"
+    ),
+    sizes={
+        "vocabulary": 8192,
+        "hidden": 1024,
+        "heads": 16,
+        "layers": 12,
+        "sequence": 1024,
+        "batch": 4,
+    },
     small={**TINY, "layers": 4},
     arms={"plain": "store all", "half": "half", "quarter": "a quarter"},
 )
@@ -29,7 +46,8 @@ def scheduled_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
         # What fits in the part, or the nearest that there is.
         schedule = optimal(chain, max(points[-1].peak_bytes // part, points[0].peak_bytes))
         run = ScheduledSequential(stages, schedule)
-        yield {f"{name}_predicted_bytes": simulate(schedule, chain).peak_bytes - x.nbytes}  # x is there before
+        # x is there before
+        yield {f"{name}_predicted_bytes": simulate(schedule, chain).peak_bytes - x.nbytes}
         arms[name] = lambda run=run: run(x).backward()
         yield peaks(name, arms[name])
     yield seconds(device, arms)

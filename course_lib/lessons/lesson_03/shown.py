@@ -1,4 +1,5 @@
-"""What lesson 03 measures and draws: sweeps of segments, schedules with their bytes, frontiers, the slider."""
+"""What lesson 03 measures and draws: sweeps of segments, schedules with their bytes, frontiers, the
+slider."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -67,14 +68,25 @@ def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -
     return shown_once(drawn)
 
 
-def draw_sweeps(sweeps: Mapping[int, Mapping[int, int]], predicted: Callable[[int, int], int]) -> "Figure":
-    """The same for several depths, a panel each, with the reader's prediction for each k as a dot."""
+def draw_sweeps(
+    sweeps: Mapping[int, Mapping[int, int]], predicted: Callable[[int, int], int]
+) -> "Figure":
+    """The same for several depths, a panel each, with the reader's prediction for each k as a
+    dot."""
     title = "The same zigzag at every depth, as predicted"
     drawn, axes = figure(title, columns=len(sweeps), width=8.2, height=3.2)
     for ax, (depth, measured) in zip(axes, sweeps.items(), strict=True):
         ks = range(1, depth + 1)
         peaks = [predicted(depth, k) / B for k in ks]
-        ax.plot(ks, peaks, ".", color=COLORS["predicted"], alpha=0.6, markersize=3, label=text("predicted"))
+        ax.plot(
+            ks,
+            peaks,
+            ".",
+            color=COLORS["predicted"],
+            alpha=0.6,
+            markersize=3,
+            label=text("predicted"),
+        )
         _points(ax, measured)
         ax.set(title=f"L = {depth}", xlim=(0, depth + 1), ylim=(0, None), xlabel=text("segments k"))
     axes[0].set_ylabel(text("peak, in units of B"))
@@ -85,35 +97,59 @@ def draw_sweeps(sweeps: Mapping[int, Mapping[int, int]], predicted: Callable[[in
 def _sweep(ax: "Axes", depth: int, measured: Mapping[int, int]) -> None:
     ks = range(1, depth + 1)
     rule = [(k * B + depth / k * A + B) / B for k in ks]
-    ax.plot(ks, rule, color=COLORS["predicted"], alpha=0.6, label=text("the rule, k·B + (L/k)·A + B"))
+    ax.plot(
+        ks, rule, color=COLORS["predicted"], alpha=0.6, label=text("the rule, k·B + (L/k)·A + B")
+    )
     _points(ax, measured)
-    ax.set(xlim=(0, depth + 1), ylim=(0, 2.1 * depth), xlabel=text("segments k"), ylabel=text("peak, in units of B"))
+    ax.set(
+        xlim=(0, depth + 1),
+        ylim=(0, 2.1 * depth),
+        xlabel=text("segments k"),
+        ylabel=text("peak, in units of B"),
+    )
 
 
 def _points(ax: "Axes", measured: Mapping[int, int]) -> None:
     ax.plot(
-        list(measured), [peak / B for peak in measured.values()], ".", color=COLORS["measured"], label=text("measured")
+        list(measured),
+        [peak / B for peak in measured.values()],
+        ".",
+        color=COLORS["measured"],
+        label=text("measured"),
     )
 
 
 def stages_of_a_decoder(chain: Chain) -> Table:
     """What the kinds of stages of `loss_stages` give to the next, keep, and take."""
-    names = {0: "embedding", 1: "attention", 2: "feed-forward", len(chain) - 1: "output head and loss"}
+    names = {
+        0: "embedding",
+        1: "attention",
+        2: "feed-forward",
+        len(chain) - 1: "output head and loss",
+    }
     rows = []
     for i, name in names.items():
         stage = chain.stages[i]
         counts = (stage.output_bytes, stage.saved_bytes, stage.backward_overhead_bytes)
         rows.append(
-            (name, *(NumberText(f"{n / 1e6:.2f}") for n in counts), NumberText(f"{stage.forward_time / 1e9:.3f}"))
+            (
+                name,
+                *(NumberText(f"{n / 1e6:.2f}") for n in counts),
+                NumberText(f"{stage.forward_time / 1e9:.3f}"),
+            )
         )
     return table(["stage", "output B, MB", "keeps A, MB", "its backward takes, MB", "GFLOPs"], rows)
 
 
-def peak_and_flops(run: Callable[[nn.Module, Any, Tensor], Tensor], layers: nn.Module, how: Any) -> tuple[int, int]:
-    """(peak in bytes, FLOPs) of `run(layers, how, x)` and its backward, with x and the convention of section 3.1.
+def peak_and_flops(
+    run: Callable[[nn.Module, Any, Tensor], Tensor], layers: nn.Module, how: Any
+) -> tuple[int, int]:
+    """(peak in bytes, FLOPs) of `run(layers, how, x)` and its backward, with x and the convention
+    of section 3.1.
 
-    The gradients of the weights are there from the start; x, 1000 x 25 numbers, is made under the meter, so that it
-    counts. The output is weighted unevenly: its gradient is a tensor of its own, and not one number shown many times.
+    The gradients of the weights are there from the start; x, 1000 x 25 numbers, is made under the
+    meter, so that it counts. The output is weighted unevenly: its gradient is a tensor of its own,
+    and not one number shown many times.
     """
     weights = torch.linspace(-1, 2, 25_000).view(1000, 25)
     for parameter in layers.parameters():
@@ -125,9 +161,13 @@ def peak_and_flops(run: Callable[[nn.Module, Any, Tensor], Tensor], layers: nn.M
 
 
 def cost_of(
-    make: Callable[..., tuple[nn.Module, Tensor]], run: Callable[..., Tensor], how: Any, **changes: Any
+    make: Callable[..., tuple[nn.Module, Tensor]],
+    run: Callable[..., Tensor],
+    how: Any,
+    **changes: Any,
 ) -> tuple[int, int]:
-    """(peak in bytes, FLOPs) of `run(stages, how, x)` and its backward, symbolically; gradients are there, x counts.
+    """(peak in bytes, FLOPs) of `run(stages, how, x)` and its backward, symbolically; gradients are
+    there, x counts.
 
     Args:
         make: gives stages that end in a loss, and their input x.
@@ -144,7 +184,8 @@ def cost_of(
 
 
 def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
-    """What is live while each segment is worked on, a column a segment, a panel a cut: a box a layer, on its inputs.
+    """What is live while each segment is worked on, a column a segment, a panel a cut: a box a
+    layer, on its inputs.
 
     Args:
         cuts: label -> cuts of equal layers that keep A each; a boundary has B.
@@ -157,11 +198,23 @@ def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
         peak = max(j + 2 + size * A // B for j, size in enumerate(sizes))
         for j, size in enumerate(sizes):
             layers = range(size)
-            ax.bar(j, j + 2, 0.84, color=COLORS["input"], label=text("inputs and a gradient") if j == 0 else None)
             ax.bar(
-                [j] * size, A / B, 0.84, [j + 2 + A / B * layer for layer in layers], color=COLORS["activation"],
-                edgecolor="white", linewidth=0.6, label=text("a layer") if j == 0 else None,
-            )  # fmt: skip
+                j,
+                j + 2,
+                0.84,
+                color=COLORS["input"],
+                label=text("inputs and a gradient") if j == 0 else None,
+            )
+            ax.bar(
+                [j] * size,
+                A / B,
+                0.84,
+                [j + 2 + A / B * layer for layer in layers],
+                color=COLORS["activation"],
+                edgecolor="white",
+                linewidth=0.6,
+                label=text("a layer") if j == 0 else None,
+            )
         ax.axhline(peak, color=COLORS["predicted"], linewidth=1, linestyle="--")
         head = text("{name}: peak {peak} B", name=text(name), peak=peak)
         said.append(head)
@@ -174,7 +227,8 @@ def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
     return shown_once(drawn)
 
 
-# Schedules ------------------------------------------------------------------------------------------------------------
+# Schedules
+# --------------------------------------------------------------------------------------------------
 
 
 def schedule_pictures(
@@ -187,7 +241,8 @@ def schedule_pictures(
     panel_height: float = 1.6,
     rows: Sequence[str] | None = None,
 ) -> "Figure":
-    """Schedules for one chain, beside each other on one scale: time to the right, stages upwards, bytes below.
+    """Schedules for one chain, beside each other on one scale: time to the right, stages upwards,
+    bytes below.
 
     Args:
         schedules: label -> schedule.
@@ -200,18 +255,27 @@ def schedule_pictures(
     """
     fastest = simulate(store_all(chain), chain).time
     costs = {name: simulate(schedule, chain) for name, schedule in schedules.items()}
-    longest, most = max(cost.time for cost in costs.values()), max(cost.peak_bytes for cost in costs.values())
+    longest, most = (
+        max(cost.time for cost in costs.values()),
+        max(cost.peak_bytes for cost in costs.values()),
+    )
     count = len(schedules)
     wide, height = (7.2 if count < 3 else 8.2), panel_height + 2.0
     drawn, _ = figure(title, rows=2, columns=count, width=wide, height=height, sharex=True)
     axes = drawn.axes  # the schedules, then their bytes
     axes[0].get_gridspec().set_height_ratios([panel_height, 0.6])
     said = []
-    for (name, schedule), above, below in zip(schedules.items(), axes[:count], axes[count:], strict=True):
+    for (name, schedule), above, below in zip(
+        schedules.items(), axes[:count], axes[count:], strict=True
+    ):
         schedule.plot(above, chain=chain)
         above.get_legend().remove()
         cost = costs[name]
-        values = {"peak": f"{cost.peak_bytes / scale:.4g}", "unit": unit, "time": f"{cost.time / fastest:.2f}"}
+        values = {
+            "peak": f"{cost.peak_bytes / scale:.4g}",
+            "unit": unit,
+            "time": f"{cost.time / fastest:.2f}",
+        }
         head = text("{name} · {peak} {unit} · {time} ×", name=text(name), **values)
         said.append(head)
         above.set_title(head, fontsize=9)
@@ -226,7 +290,8 @@ def schedule_pictures(
     axes[-1].set_xticks(ticks, [f"{tick / fastest:g}" for tick in ticks])
     _legend(drawn)
     drawn.course_alt = text(
-        "What runs and what is kept, over time and stages; below, the bytes that are live. Peak and time: {costs}.",
+        "What runs and what is kept, over time and stages; below, the bytes that are live. Peak and"
+        " time: {costs}.",
         costs=listed(said, "; "),
     )
     return shown_once(drawn)
@@ -252,7 +317,10 @@ def _legend(drawn: "Figure") -> None:
     handles += [Patch(color=KEEP_COLORS["all"], alpha=0.25, label=text("all of it is kept"))]
     handles += [Patch(color=KEEP_COLORS["input"], alpha=0.35, label=text("its input is kept"))]
     handles += [
-        Patch(color=_over(KEEP_COLORS["input"], 0.35, _over(KEEP_COLORS["all"], 0.25)), label=text("both are kept"))
+        Patch(
+            color=_over(KEEP_COLORS["input"], 0.35, _over(KEEP_COLORS["all"], 0.25)),
+            label=text("both are kept"),
+        )
     ]
     drawn.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
 
@@ -261,11 +329,15 @@ def _over(color: str, alpha: float, below: Sequence[float] = (1, 1, 1)) -> tuple
     """A transparent colour upon another one, white at first."""
     from matplotlib.colors import to_rgb
 
-    return tuple(alpha * above + (1 - alpha) * under for above, under in zip(to_rgb(color), below, strict=True))
+    return tuple(
+        alpha * above + (1 - alpha) * under
+        for above, under in zip(to_rgb(color), below, strict=True)
+    )
 
 
 def draw_schedule(budget: int = 200) -> "Figure":
-    """The fastest schedule of a chain of twelve uneven stages under a budget, drawn; or what it would need.
+    """The fastest schedule of a chain of twelve uneven stages under a budget, drawn; or what it
+    would need.
 
     Args:
         budget: MB.
@@ -275,10 +347,16 @@ def draw_schedule(budget: int = 200) -> "Figure":
         schedule = optimal(chain, budget * 10**6)
     except InfeasibleBudget as refused:
         schedule, least = optimal(chain, refused.least_bytes), refused.least_bytes / 1e6
-        title = text("{budget} MB is too little: it takes {least} MB", budget=budget, least=f"{least:g}")
+        title = text(
+            "{budget} MB is too little: it takes {least} MB", budget=budget, least=f"{least:g}"
+        )
     else:
         extra = simulate(schedule, chain).time / frontier(chain)[-1].time - 1
-        title = text("A budget of {budget} MB costs {extra}% more time", budget=budget, extra=f"{100 * extra:.0f}")
+        title = text(
+            "A budget of {budget} MB costs {extra}% more time",
+            budget=budget,
+            extra=f"{100 * extra:.0f}",
+        )
     return schedule_pictures({"optimal": schedule}, chain, title=title, panel_height=2.2)
 
 
@@ -286,5 +364,7 @@ def schedule_playground() -> None:
     """`draw_schedule` behind a slider for the budget."""
     playground(
         draw_schedule,
-        lambda widgets: {"budget": widgets.IntSlider(200, 100, 360, 5, description="MB", continuous_update=False)},
+        lambda widgets: {
+            "budget": widgets.IntSlider(200, 100, 360, 5, description="MB", continuous_update=False)
+        },
     )

@@ -1,4 +1,5 @@
-"""Lesson 04: its claims, checks, pictures, steps on the simulated device, and offloading on a GPU."""
+"""Lesson 04: its claims, checks, pictures, steps on the simulated device, and offloading on a
+GPU."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +17,15 @@ from .checks import (
 )
 from .gpu import offloaded_activations, offloaded_optimizer, pinned_copies
 from .shown import draw_lanes, draw_order, draw_pages, draw_threshold, draw_tiers, draw_times
-from .simulated import RECORDED, Lanes, clock, decoder_lanes, read_late, simulated_decoder, without_waits
+from .simulated import (
+    RECORDED,
+    Lanes,
+    clock,
+    decoder_lanes,
+    read_late,
+    simulated_decoder,
+    without_waits,
+)
 
 __all__ = [
     "CLAIMS",
@@ -52,28 +61,34 @@ CLAIMS = (
     Claim(
         "Activation offloading should be used alongside activation checkpointing.",
         "run: peak of the decoder's step and bytes down, offload alone / with checkpoints, p = 1",
-        "Partly: 18 times fewer bytes move. But here the peak is 9 MB higher: a whole layer is back at once.",
+        "Partly: 18 times fewer bytes move. But here the peak is 9 MB higher: a whole layer is back"
+        " at once.",
         outcome="partly",
         source="torchtune documentation, Memory Optimization Overview",
     ),
     Claim(
         "PyTorch's own activation offloading lets GPUs idle while activations are fetched back.",
-        "run on the simulated device: time of plain at the threshold, p = 0 / 1 / 2; PyTorch's own on a GPU: not run",
+        "run on the simulated device: time of plain at the threshold, p = 0 / 1 / 2; PyTorch's own"
+        " on a GPU: not run",
         "Holds for what fetches nothing ahead: a third longer. With two ahead, 1 %.",
         outcome="partly",
         source="Amazon SageMaker documentation, Activation offloading",
     ),
     Claim(
         "Offloading is faster than recomputation when the link between CPU and GPU is fast enough.",
-        "run on the simulated device: decoder, time of plain, checkpoints / offload at 20 GB/s / at 2 GB/s, p = 2",
-        "Holds, and the threshold says what fast enough is: 83 FLOPs a byte here, and two fetched ahead.",
+        "run on the simulated device: decoder, time of plain, checkpoints / offload at 20 GB/s / at"
+        " 2 GB/s, p = 2",
+        "Holds, and the threshold says what fast enough is: 83 FLOPs a byte here, and two fetched"
+        " ahead.",
         outcome="holds",
         source="NVIDIA Transformer Engine documentation, CPU Offloading",
     ),
     Claim(
         "`non_blocking=True` makes a copy asynchronous, so it is safe to use everywhere.",
-        "run on the simulated device: the host reads at once / after it has waited; pageable memory: not run",
-        "No: on the way down the host must wait before it reads. And only pinned memory is copied so.",
+        "run on the simulated device: the host reads at once / after it has waited; pageable"
+        " memory: not run",
+        "No: on the way down the host must wait before it reads. And only pinned memory is"
+        " copied so.",
         outcome="fails",
         source="the mistake that PyTorch's guide to non_blocking and pin_memory warns of",
     ),
@@ -128,7 +143,10 @@ def figures_of_claims(
     """
     (alone, down), (both, less) = steps[False, 1], steps[True, 1]
     plain = RECORDED[None, 0, False].seconds
-    decoder = [RECORDED[key].seconds / plain for key in ((None, 0, True), (20e9, 2, False), (2e9, 2, False))]
+    decoder = [
+        RECORDED[key].seconds / plain
+        for key in ((None, 0, True), (20e9, 2, False), (2e9, 2, False))
+    ]
     return [
         text(
             "{alone} / {both} MB; {down} / {less} MB down",
@@ -145,7 +163,11 @@ def figures_of_claims(
 
 
 def older_claims(
-    ratio: float, kept: Sequence[int], unmoved: tuple[int, int], refused: tuple[str, str], masks: Sequence[int]
+    ratio: float,
+    kept: Sequence[int],
+    unmoved: tuple[int, int],
+    refused: tuple[str, str],
+    masks: Sequence[int],
 ) -> Table:
     """The table of the claims in depth.
 
@@ -160,6 +182,8 @@ def older_claims(
         OLDER_CLAIMS,
         text("{ratio:.1f} ×; {before} → {after} bytes", ratio=ratio, before=kept[0], after=kept[1]),
         text("{unmoved} of {count} have not moved", unmoved=unmoved[0], count=unmoved[1]),
-        text("{kind}: there is no {missing} yet", kind=f"`{refused[0]}`", missing=f"`{refused[1]}`"),
+        text(
+            "{kind}: there is no {missing} yet", kind=f"`{refused[0]}`", missing=f"`{refused[1]}`"
+        ),
         " : ".join(f"{peak / 1e6:.0f} MB" for peak in masks),
     )

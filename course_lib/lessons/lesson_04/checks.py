@@ -17,7 +17,8 @@ from course_lib.teaching.exercises import Refused, exercise, not_answered, right
 
 from .simulated import clock
 
-Thoughts = Mapping[str, Callable[..., float]]  # what is said of a thought that goes wrong -> that thought as a formula
+# what is said of a thought that goes wrong -> that thought as a formula
+Thoughts = Mapping[str, Callable[..., float]]
 
 
 def _differs(
@@ -43,13 +44,19 @@ def _differs(
             return verdict, given
         if not verdict:
             for said, formula in thoughts.items():
-                if all(expect_number(each, formula(*at), tolerance=close) for at, each in given.items()):
+                if all(
+                    expect_number(each, formula(*at), tolerance=close) for at, each in given.items()
+                ):
                     return wrong(text("Not yet. {reason}", reason=said), exact=True), given
-            return wrong(text("{case}: {message}", case=case_is(*case), message=verdict.message)), given
+            return (
+                wrong(text("{case}: {message}", case=case_is(*case), message=verdict.message)),
+                given,
+            )
     return None, given
 
 
-# The time of a step ---------------------------------------------------------------------------------------------------
+# The time of a step
+# --------------------------------------------------------------------------------------------------
 
 
 def _step_time(layers: int, f: float, g: float, c: float, p: int) -> float:
@@ -63,24 +70,29 @@ def _one_copy(layers: int, f: float, g: float, c: float, p: int) -> float:
 
 _TIMES: Thoughts = {
     "That is the step without copies.": lambda layers, f, g, c, p: layers * (f + g),
-    "The longer of all products and all copies: so it is if everything is ready at once. Backward waits for copies.": (
-        lambda layers, f, g, c, p: max(layers * (f + g), 4 * layers * c)
-    ),
+    "The longer of all products and all copies: so it is if everything is ready at once."
+    " Backward waits for copies.": lambda layers, f, g, c, p: max(layers * (f + g), 4 * layers * c),
     "So it is for p = 2. With p = 0 or 1, backward waits for copies, however fast the link is.": (
         lambda layers, f, g, c, p: _step_time(layers, f, g, c, 2)
     ),
     "So it is for p = 0. With p = 2 both copies for the next product run beside this one.": (
         lambda layers, f, g, c, p: _step_time(layers, f, g, c, 0)
     ),
-    "A layer saves two storages: the Linear's input and GELU's. Each goes down, and comes up.": _one_copy,
+    "A layer saves two storages: the Linear's input and GELU's. Each goes down, and comes up.": (
+        _one_copy
+    ),
     "Forward does not wait for copies down: they run beside its products, and the longer counts.": (
         lambda layers, f, g, c, p: _step_time(layers, f, g, c, p) + layers * min(f, 2 * c)
     ),
-    "Backward has a time of its own, g a layer.": (lambda layers, f, g, c, p: _step_time(layers, f, f, c, p)),
+    "Backward has a time of its own, g a layer.": lambda layers, f, g, c, p: _step_time(
+        layers, f, f, c, p
+    ),
     "Backward need not take twice as long as forward: it takes g.": (
         lambda layers, f, g, c, p: _step_time(layers, f, 2 * f, c, p)
     ),
-    "That is backward alone.": (lambda layers, f, g, c, p: _step_time(layers, f, g, c, p) - layers * max(f, 2 * c)),
+    "That is backward alone.": (
+        lambda layers, f, g, c, p: _step_time(layers, f, g, c, p) - layers * max(f, 2 * c)
+    ),
 }
 
 
@@ -90,14 +102,22 @@ def _time_case(L: int, f: float, g: float, c: float, p: int) -> str:
 
 @exercise(
     hint=(
-        "Forward and backward apart, a layer at a time: what runs side by side, and what is waited for?",
-        "Forward: `max(f, 2 * c)` a layer. Backward: with p = 0 two copies are waited for, then g; with p = 1 one of "
-        "the two runs beside the product; with p = 2 both do.",
+        (
+            "Forward and backward apart, a layer at a time: what runs side by side, and what is"
+            " waited for?"
+        ),
+        (
+            "Forward: `max(f, 2 * c)` a layer. Backward: with p = 0 two copies are waited for, then"
+            " g; with p = 1 one of the two runs beside the product; with p = 2 both do."
+        ),
     )
 )
 def check_step_time(function: Any) -> Verdict:
-    """`step_time(L, f, g, c, p)`, seconds of forward and backward: within 8 % of the clock, for p = 0, 1, 2."""
-    on_the_clock = {(16, 1.0, 2.0, c, p): clock(16, c, p) for c in (0.25, 0.5, 1.0, 2.0) for p in (0, 1, 2)}
+    """`step_time(L, f, g, c, p)`, seconds of forward and backward: within 8 % of the clock, for p =
+    0, 1, 2."""
+    on_the_clock = {
+        (16, 1.0, 2.0, c, p): clock(16, c, p) for c in (0.25, 0.5, 1.0, 2.0) for p in (0, 1, 2)
+    }
     # So many layers that the ends take nothing; and backward is not twice forward.
     long = [(999, 2.0, 7.0, c, p) for c in (0.5, 2.5, 6.0) for p in (0, 1, 2)]
     wanted = on_the_clock | {case: _step_time(*case) for case in long}
@@ -106,10 +126,16 @@ def check_step_time(function: Any) -> Verdict:
     if problem is not None:
         return problem
     worst = max(abs(float(given[case]) / seconds - 1) for case, seconds in on_the_clock.items())
-    return right(text("Right: at most {worst:.1%} from the clock, on four links, for p = 0, 1 and 2.", worst=worst))
+    return right(
+        text(
+            "Right: at most {worst:.1%} from the clock, on four links, for p = 0, 1 and 2.",
+            worst=worst,
+        )
+    )
 
 
-# Hooks ----------------------------------------------------------------------------------------------------------------
+# Hooks
+# --------------------------------------------------------------------------------------------------
 
 
 class _Below(Store):
@@ -132,13 +158,20 @@ class _Below(Store):
 
 @exercise(
     hint=(
-        "`pack` gives a room and how the tensor lies in its storage; `unpack` makes that view of what comes up.",
-        "`rooms[storage] = store.put(whole(tensor))` where `storage` is not in `rooms` yet; return that room with the "
-        "shape, the stride and the offset. Back: `room.get()().as_strided(shape, stride, offset)`.",
+        (
+            "`pack` gives a room and how the tensor lies in its storage; `unpack` makes that view"
+            " of what comes up."
+        ),
+        (
+            "`rooms[storage] = store.put(whole(tensor))` where `storage` is not in `rooms` yet;"
+            " return that room with the shape, the stride and the offset. Back:"
+            " `room.get()().as_strided(shape, stride, offset)`."
+        ),
     )
 )
 def check_offloading(function: Any) -> Verdict:
-    """`offloading(store, stay)`: hooks by which each storage moves once, no parameter does, and all is let go."""
+    """`offloading(store, stay)`: hooks by which each storage moves once, no parameter does, and all
+    is let go."""
     linear = nn.Linear(128, 128)
     x = torch.linspace(-1, 1, 128 * 128).view(128, 128).requires_grad_()
     uneven, seen = torch.linspace(-1, 2, 128 * 128).view(128, 128), []
@@ -162,36 +195,53 @@ def check_offloading(function: Any) -> Verdict:
         return wrong("Nothing has moved into the store.")
     if parameters & set(store.addresses):
         return wrong(
-            "A parameter has moved. It stays with the model anyway, so that moving it frees nothing.", exact=True
+            "A parameter has moved. It stays with the model anyway, so that moving it frees"
+            " nothing.",
+            exact=True,
         )
     out.backward(uneven)
     found = (x.grad, *(each.grad for each in linear.parameters()))
     equal = all(a is not None and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     if not equal and store.stats.bytes_down < least:
         raise Refused(
-            "Gradients are wrong, and too little has moved: an address is given out again once its storage is gone, "
-            "and the next one there is not the same. Ask for the storage itself.",
+            "Gradients are wrong, and too little has moved: an address is given out again once its"
+            " storage is gone, and the next one there is not the same. Ask for the storage itself.",
             exact=True,
         )
     if not equal:
         raise Refused("Gradients are wrong. A view has a shape, a stride and an offset of its own.")
     if held:
-        said = "Gradients are equal, but {held} of 3 storages are still held after forward: nothing is freed."
+        said = (
+            "Gradients are equal, but {held} of 3 storages are still held after forward: nothing is"
+            " freed."
+        )
         return wrong(text(said, held=held), hint=_RETURN_THE_ROOM)
     if store.stats.bytes_down > least + 64:
-        said = "Right gradients, but {moved} copies went down of {large} storages: one that is saved twice moves once."
+        said = (
+            "Right gradients, but {moved} copies went down of {large} storages: one that is saved"
+            " twice moves once."
+        )
         return wrong(text(said, moved=moved, large=large), exact=True)
     del out
     if store.used_bytes:
         gc.collect()
     if store.used_bytes:
-        said = "After backward {count:,} bytes are still below: the rooms are held by something of yours."
+        said = (
+            "After backward {count:,} bytes are still below: the rooms are held by something of"
+            " yours."
+        )
         return wrong(text(said, count=store.used_bytes), exact=True)
-    return right(text("Right: {large} storages moved, once each; equal gradients; all was let go.", large=large))
+    return right(
+        text(
+            "Right: {large} storages moved, once each; equal gradients; all was let go.",
+            large=large,
+        )
+    )
 
 
 def _program(linear: nn.Module, x: Tensor, seen: list[weakref.ref], context: Any) -> Tensor:
-    """What saves views of one storage twice, a weight, a part of a storage, and memory that is used again."""
+    """What saves views of one storage twice, a weight, a part of a storage, and memory that is used
+    again."""
     with context:
         y = x * 2
         sine, turned = y.sin(), y.t().exp()  # y once more, another way round
@@ -204,21 +254,27 @@ def _program(linear: nn.Module, x: Tensor, seen: list[weakref.ref], context: Any
 
 
 def _to_be_moved(run: Callable[[Any], Tensor], parameters: set[int]) -> tuple[int, int]:
-    """How many storages autograd saves in `run`, parameters and single numbers aside, and their bytes."""
+    """How many storages autograd saves in `run`, parameters and single numbers aside, and their
+    bytes."""
     kept: list[Tensor] = []  # all of them, so that no address is used twice
     run(saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor))
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept}
-    large = [each for address, each in storages.items() if address not in parameters and each.nbytes() > 4]
+    large = [
+        each
+        for address, each in storages.items()
+        if address not in parameters and each.nbytes() > 4
+    ]
     return len(large), sum(each.nbytes() for each in large)
 
 
 _RETURN_THE_ROOM = (
-    "What `pack` returns stays in the graph: return the room and three things about the view, and keep the tensor, "
-    "or its storage, nowhere else."
+    "What `pack` returns stays in the graph: return the room and three things about the view, and"
+    " keep the tensor, or its storage, nowhere else."
 )
 
 
-# Waits ----------------------------------------------------------------------------------------------------------------
+# Waits
+# --------------------------------------------------------------------------------------------------
 
 
 class _Watched(SimulatedDevice):
@@ -237,7 +293,8 @@ class _Watched(SimulatedDevice):
         super().transfer(target, source)
 
 
-#: The programs: what is wrong without its wait, and how often the host waits in it, `tolist` included.
+# : The programs: what is wrong without its wait, and how often the host waits in it, `tolist`
+# included.
 _PROGRAMS = {
     "read": ("The host reads while the copy is still on its way.", 2),
     "use": ("The product reads memory that the copy has not reached yet.", 0),
@@ -247,22 +304,37 @@ _PROGRAMS = {
 
 @exercise(
     hint=(
-        "Who uses something before it is complete: the host, the compute stream, or what gets the memory next?",
-        "The host waits by `device.finish(copied)`, the current stream by `device.wait(copied)`. Before which line?",
+        (
+            "Who uses something before it is complete: the host, the compute stream, or what gets"
+            " the memory next?"
+        ),
+        (
+            "The host waits by `device.finish(copied)`, the current stream by"
+            " `device.wait(copied)`. Before which line?"
+        ),
     )
 )
 def check_waits(functions: Any) -> Verdict:
-    """Three programs, each with the wait that it lacked: no race, right numbers, and the host waits no oftener."""
+    """Three programs, each with the wait that it lacked: no race, right numbers, and the host waits
+    no oftener."""
     if not isinstance(functions, tuple | list) or len(functions) != len(_PROGRAMS):
         return wrong("Give the three functions: `(read, use, let_go)`.", exact=True)
-    found = {name: _in_all_modes(name, each) for name, each in zip(_PROGRAMS, functions, strict=True)}
-    if all(problem == unordered for problem, (unordered, _) in zip(found.values(), _PROGRAMS.values(), strict=True)):
+    found = {
+        name: _in_all_modes(name, each) for name, each in zip(_PROGRAMS, functions, strict=True)
+    }
+    if all(
+        problem == unordered
+        for problem, (unordered, _) in zip(found.values(), _PROGRAMS.values(), strict=True)
+    ):
         return not_answered()
     for name, problem in found.items():
         if problem is not None:
             said = text("{name}: {problem}", name=f"`{name}`", problem=problem)
             return wrong(said, exact=problem == _HOST_WAITS)
-    return right("Right: no race and right numbers, whatever runs late or early; and the host waits only to read.")
+    return right(
+        "Right: no race and right numbers, whatever runs late or early; and the host waits only to"
+        " read."
+    )
 
 
 def _in_all_modes(name: str, function: Any) -> str | None:
@@ -270,7 +342,9 @@ def _in_all_modes(name: str, function: Any) -> str | None:
     return next((problem for problem in problems if problem is not None), None)
 
 
-_HOST_WAITS = "Right numbers, but the host waits, and can give no more work meanwhile. Let the stream wait."
+_HOST_WAITS = (
+    "Right numbers, but the host waits, and can give no more work meanwhile. Let the stream wait."
+)
 
 
 def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
@@ -308,7 +382,8 @@ def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
     return _HOST_WAITS if finished > waits else None
 
 
-# The decoder ----------------------------------------------------------------------------------------------------------
+# The decoder
+# --------------------------------------------------------------------------------------------------
 
 INPUT = 1_048_576  # bytes, 8 * 128 * 256 numbers
 
@@ -319,11 +394,19 @@ def _moved(p: int, checkpointed: bool, more: int = 2) -> int:
 
 _MOVED: Thoughts = {
     "The last p + 1 storages stay: backward needs them first.": lambda p, k: _moved(0, k, 10),
-    "The log-probabilities are saved last, so they are the first to stay.": lambda p, k: _moved(p, k, 10),
-    "Storages stay, not megabytes: the log-probabilities are one of the p + 1.": lambda p, k: _moved(p, k, 9),
+    "The log-probabilities are saved last, so they are the first to stay.": lambda p, k: _moved(
+        p, k, 10
+    ),
+    "Storages stay, not megabytes: the log-probabilities are one of the p + 1.": lambda p, k: (
+        _moved(p, k, 9)
+    ),
     "p + 1 stay, and the log-probabilities are one of them.": lambda p, k: _moved(p, k, 1),
-    "Two storages behind the layers are saved too, and p of them stay.": lambda p, k: _moved(0, k, 0),
-    "Behind the layers two are saved too: the last norm's and the head's.": lambda p, k: _moved(p, k, 0),
+    "Two storages behind the layers are saved too, and p of them stay.": lambda p, k: _moved(
+        0, k, 0
+    ),
+    "Behind the layers two are saved too: the last norm's and the head's.": lambda p, k: _moved(
+        p, k, 0
+    ),
     "Downward only: what comes up is the same once more.": lambda p, k: 2 * _moved(p, k),
     "A checkpoint keeps its layer's input alone: 1 in place of 20.": lambda p, k: _moved(p, False),
     "Without checkpoints a layer has 20 such storages' bytes.": lambda p, k: _moved(p, True),
@@ -335,45 +418,73 @@ _MOVED: Thoughts = {
 
 @exercise(
     hint=(
-        "Count in storages of the size of a layer's input. Which of them are there when forward ends?",
-        "Plain: 8 · 20 and two behind the layers, and the log-probabilities; the last p + 1 storages stay. With "
-        "checkpoints: 8 in place of 8 · 20.",
+        (
+            "Count in storages of the size of a layer's input. Which of them are there when forward"
+            " ends?"
+        ),
+        (
+            "Plain: 8 · 20 and two behind the layers, and the log-probabilities; the last p + 1"
+            " storages stay. With checkpoints: 8 in place of 8 · 20."
+        ),
     )
 )
 def check_moved(function: Any) -> Verdict:
-    """`moved(p, checkpointed)`: bytes that the course's decoder sends down in a step, for p = 0, 1, 2."""
+    """`moved(p, checkpointed)`: bytes that the course's decoder sends down in a step, for p = 0, 1,
+    2."""
 
     def case_is(p: int, checkpointed: bool) -> str:
-        return text("p = {p}, {how}", p=p, how=text("with checkpoints" if checkpointed else "without checkpoints"))
+        return text(
+            "p = {p}, {how}",
+            p=p,
+            how=text("with checkpoints" if checkpointed else "without checkpoints"),
+        )
 
-    wanted = {(p, checkpointed): (_moved(p, checkpointed), 0.0) for checkpointed in (False, True) for p in (0, 1, 2)}
+    wanted = {
+        (p, checkpointed): (_moved(p, checkpointed), 0.0)
+        for checkpointed in (False, True)
+        for p in (0, 1, 2)
+    }
     problem, _ = _differs(function, wanted, _MOVED, 0.0, case_is)
     if problem is not None:
         return problem
     return right("Right, for p = 0, 1 and 2, with checkpoints and without.")
 
 
-# Pages of the optimizer's state ---------------------------------------------------------------------------------------
+# Pages of the optimizer's state
+# ---------------------------------------------------------------------------------------
 
 #: Page in MiB -> the peak of `step()` for the course's decoder; a test measures it again.
 STEP_PEAKS = {32: 114_205_072, 16: 103_682_448, 8: 76_304_784, 4: 67_108_240}
 _PAGES: Thoughts = {
-    "One page is updated; meanwhile the next one is read and the last one written.": lambda n, page: 8 * n + page,
+    "One page is updated; meanwhile the next one is read and the last one written.": (
+        lambda n, page: 8 * n + page
+    ),
     "Three pages: one is read, one updated, one written.": lambda n, page: 8 * n + 2 * page,
-    "There is no more state than 8 bytes a parameter, however large the page.": lambda n, page: 8 * n + 3 * page,
-    "The gradients are there too: 4 bytes a parameter.": lambda n, page: 4 * n + min(3 * page, 8 * n),
+    "There is no more state than 8 bytes a parameter, however large the page.": lambda n, page: (
+        8 * n + 3 * page
+    ),
+    "The gradients are there too: 4 bytes a parameter.": lambda n, page: (
+        4 * n + min(3 * page, 8 * n)
+    ),
     "Weights and gradients are there, 8 bytes a parameter.": lambda n, page: min(3 * page, 8 * n),
     "The state is below, but for its pages.": lambda n, page: 16 * n,
-    "Not one of the two moments comes back at a time: pages hold both.": lambda n, page: 8 * n + min(3 * page, 4 * n),
+    "Not one of the two moments comes back at a time: pages hold both.": lambda n, page: (
+        8 * n + min(3 * page, 4 * n)
+    ),
     "State comes back to be updated, in pages.": lambda n, page: 8 * n,
 }
 
 
 @exercise(
     hint=(
-        "What is there whatever the page is? And how many pages are there at once, in a step that reads ahead?",
-        "4 bytes of weight and 4 of gradient a parameter; three pages, one read, one updated, one written; and there "
-        "is no more state than 8 bytes a parameter.",
+        (
+            "What is there whatever the page is? And how many pages are there at once, in a step"
+            " that reads ahead?"
+        ),
+        (
+            "4 bytes of weight and 4 of gradient a parameter; three pages, one read, one updated,"
+            " one written; and there is no more state than 8 bytes a parameter."
+        ),
     )
 )
 def check_peak_in_step(function: Any) -> Verdict:
@@ -388,4 +499,6 @@ def check_peak_in_step(function: Any) -> Verdict:
     problem, _ = _differs(function, wanted, _PAGES, 0.001, case_is)
     if problem is not None:
         return problem
-    return right("Right: weights, gradients and three pages, or all the state where pages are large.")
+    return right(
+        "Right: weights, gradients and three pages, or all the state where pages are large."
+    )

@@ -24,7 +24,14 @@ from course_lib.teaching.experiments import (
 
 @experiment(
     title="A decoder's forward and backward pass: plain, offloaded, and with torch's save_on_cpu",
-    sizes={"vocabulary": 8192, "hidden": 2048, "heads": 16, "layers": 8, "sequence": 2048, "batch": 4},
+    sizes={
+        "vocabulary": 8192,
+        "hidden": 2048,
+        "heads": 16,
+        "layers": 8,
+        "sequence": 2048,
+        "batch": 4,
+    },
     small=TINY,
     arms={
         "plain": "plain",
@@ -33,10 +40,15 @@ from course_lib.teaching.experiments import (
     },
 )
 def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """On a GPU both ways down pin host memory, some 13 GB each, as torch rounds every block up to a power of two."""
+    """On a GPU both ways down pin host memory, some 13 GB each, as torch rounds every block up to a
+    power of two."""
     pinned = device.type == "cuda"
-    if pinned:  # a layer keeps 68 bytes in fp32 for each number that it takes; twice, and half of it for the rounding
-        need_host_memory(3 * 68 * sizes["batch"] * sizes["sequence"] * sizes["hidden"] * sizes["layers"])
+    # a layer keeps 68 bytes in fp32 for each number that it takes; twice, and half of it for the
+    # rounding
+    if pinned:
+        need_host_memory(
+            3 * 68 * sizes["batch"] * sizes["sequence"] * sizes["hidden"] * sizes["layers"]
+        )
     model, tokens = decoder_and_tokens(device, **sizes, fused=True)
 
     def step(context: AbstractContextManager) -> None:
@@ -57,7 +69,14 @@ def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
 
 @experiment(
     title="A training step of a decoder with AdamW: its state on the device, and in host memory",
-    sizes={"vocabulary": 8192, "hidden": 1024, "heads": 16, "layers": 8, "sequence": 512, "batch": 4},
+    sizes={
+        "vocabulary": 8192,
+        "hidden": 1024,
+        "heads": 16,
+        "layers": 8,
+        "sequence": 512,
+        "batch": 4,
+    },
     small=TINY,
     arms={"plain": "on the device", "offloaded": "in host memory"},
     labels={"state_bytes": "8 bytes a parameter"},
@@ -94,7 +113,10 @@ def offloaded_optimizer(device: torch.device, **sizes: int) -> Iterator[Part]:
 )
 def pinned_copies(device: torch.device, *, megabytes: int) -> Iterator[Part]:
     source = torch.ones(megabytes * 10**6, dtype=torch.uint8)
-    sources = {"pinned": source.pin_memory() if device.type == "cuda" else source, "pageable": source}
+    sources = {
+        "pinned": source.pin_memory() if device.type == "cuda" else source,
+        "pageable": source,
+    }
     values: Part = {"copied_bytes": source.nbytes}
     for name, block in sources.items():
         for _ in range(3):  # the last one counts

@@ -1,4 +1,5 @@
-"""What lesson 04 draws: the tiers, the lanes, the order of copies, typed times, pages, the threshold."""
+"""What lesson 04 draws: the tiers, the lanes, the order of copies, typed times, pages, the
+threshold."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -23,11 +24,14 @@ _TIERS = (
 
 
 def draw_tiers() -> "Figure":
-    """Four boxes, wider from tier to tier, with an arrow to the next one; the numbers are data sheets'."""
+    """Four boxes, wider from tier to tier, with an arrow to the next one; the numbers are data
+    sheets'."""
     said = [text("{name}: {size}", name=text(name), size=text(size)) for name, size, _ in _TIERS]
     alt = text("Four tiers: {tiers}. Between them {links}.", tiers=listed(said, "; "),
                links=listed([text(link) for *_, link in _TIERS[:-1]], "; "))  # fmt: skip
-    drawn, ax = figure("Each tier below holds more, and is reached more slowly", height=3.1, alt=alt)
+    drawn, ax = figure(
+        "Each tier below holds more, and is reached more slowly", height=3.1, alt=alt
+    )
     for i, (name, size, link) in enumerate(_TIERS):
         half, top = 1.0 + 0.55 * i, -1.3 * i
         ax.fill_between([-half, half], top - 0.7, top, color="#DDE6EE", edgecolor="#004488")
@@ -46,15 +50,23 @@ def draw_lanes(runs: Mapping[int, tuple[SimulatedDevice, float, int]]) -> "Figur
     """For each p the lanes of compute, copies down and copies up, and below them the bytes.
 
     Args:
-        runs: p -> the device after its block, when the step began, and what was live then, in bytes.
+        runs: p -> the device after its block, when the step began, and what was live then, in
+            bytes.
     """
     seconds = {p: device.seconds - began for p, (device, began, _) in runs.items()}
     said = [text("p = {p}: {ms} ms", p=p, ms=f"{1000 * each:.2f}") for p, each in seconds.items()]
     title = "Two ahead, and the copies are gone from the clock"
-    alt = text("Lanes of compute, copies down and copies up, with live bytes below: {runs}.", runs=listed(said))
-    drawn, axes = figure(title, rows=2 * len(runs), height=1.6 * len(runs) + 0.65, sharex=True, alt=alt)
+    alt = text(
+        "Lanes of compute, copies down and copies up, with live bytes below: {runs}.",
+        runs=listed(said),
+    )
+    drawn, axes = figure(
+        title, rows=2 * len(runs), height=1.6 * len(runs) + 0.65, sharex=True, alt=alt
+    )
     top = max(device.peak_bytes - held for device, _, held in runs.values()) / 1e6
-    for (p, (device, began, held)), lanes, below in zip(runs.items(), axes[::2], axes[1::2], strict=True):
+    for (p, (device, began, held)), lanes, below in zip(
+        runs.items(), axes[::2], axes[1::2], strict=True
+    ):
         device.plot(lanes, since=began)
         device.plot_bytes(below, since=began)
         _above(below, held, top)
@@ -82,7 +94,9 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
         typed: the reader's `step_time`, of 16 layers with f = 1 and g = 2.
         clock: (c, p) -> what the clock said; both in times of f.
     """
-    said = [text("c = {c} f, p = {p}: {t}", c=c, p=p, t=f"{t / 47:.2f}") for (c, p), t in clock.items()]
+    said = [
+        text("c = {c} f, p = {p}: {t}", c=c, p=p, t=f"{t / 47:.2f}") for (c, p), t in clock.items()
+    ]
     alt = text("Times over the step without copies: {points}.", points=listed(said, "; "))
     title = "Up to c = f/2, the threshold, two ahead cost next to nothing; none ahead always costs"
     drawn, ax = figure(title, height=3.6, alt=alt)
@@ -92,10 +106,21 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
         if None not in line:  # else it is not typed yet
             ax.plot(across, [seconds / 47 for seconds in line], style, color=COLORS["predicted"])
         points = {c: t / 47 for (c, ahead), t in clock.items() if ahead == p}
-        ax.plot(list(points), list(points.values()), marker, color=COLORS["measured"], label=text("p = {p}", p=p))
+        ax.plot(
+            list(points),
+            list(points.values()),
+            marker,
+            color=COLORS["measured"],
+            label=text("p = {p}", p=p),
+        )
     ax.axvline(0.5, color="#888888", linewidth=0.8)
     ax.text(0.52, 0.1, text("threshold"), fontsize=9)
-    ax.set(xlim=(0, 2.1), ylim=(0, 3.6), xlabel=text("time of a copy, in times of f"), ylabel=text("time of plain"))
+    ax.set(
+        xlim=(0, 2.1),
+        ylim=(0, 3.6),
+        xlabel=text("time of a copy, in times of f"),
+        ylabel=text("time of plain"),
+    )
     ax.legend(loc="lower right", title=text("line: typed; points: clock"))
     return shown_once(drawn)
 
@@ -113,49 +138,79 @@ _HOST = (3, 4.8, 1.9, "host reads")
 
 def draw_order() -> "Figure":
     """What happens to one storage on the three streams, with an arrow for each wait."""
-    alt = text("Make, copy down, let go; copy up, use: an arrow from each to the next, and one from the copy down "
-               "to the host that reads it.")  # fmt: skip
-    drawn, ax = figure("Each arrow is a wait; take one away, and nothing else orders the two", height=2.7, alt=alt)
+    alt = text(
+        "Make, copy down, let go; copy up, use: an arrow from each to the next, and one from the"
+        " copy down to the host that reads it."
+    )
+    drawn, ax = figure(
+        "Each arrow is a wait; take one away, and nothing else orders the two", height=2.7, alt=alt
+    )
     kinds = ("compute", "down", "up", "host")
     for lane, start, length, label in (*_BOXES, _HOST):
         light = kinds[lane] == "up"
         ax.broken_barh([(start, length)], (-lane - 0.35, 0.7), color=LANE_COLORS[kinds[lane]])
         color = "black" if light else "white"
-        ax.text(start + length / 2, -lane, text(label), ha="center", va="center", color=color, fontsize=9)
+        ax.text(
+            start + length / 2,
+            -lane,
+            text(label),
+            ha="center",
+            va="center",
+            color=color,
+            fontsize=9,
+        )
     boxes = (*_BOXES, _HOST)
     for before, after in ((0, 1), (1, 2), (1, 5), (1, 3), (3, 4)):
         (lane, start, length, _), (to, begin, *_) = boxes[before], boxes[after]
         arrow = {"arrowstyle": "->", "color": "#222222", "linewidth": 1.3}
         ax.annotate("", (begin, -to), xytext=(start + length, -lane), arrowprops=arrow)
-    ax.set_yticks([0, -1, -2, -3], [text(name) for name in ("compute", "copies down", "copies up", "host")])
+    ax.set_yticks(
+        [0, -1, -2, -3], [text(name) for name in ("compute", "copies down", "copies up", "host")]
+    )
     ax.set(xlim=(-0.2, 11.7), ylim=(-3.6, 0.6), xticks=[], xlabel=text("time"))
     return shown_once(drawn)
 
 
-def draw_pages(typed: Callable[[int, int], float], peaks: Mapping[int, int], plain: int) -> "Figure":
-    """The peak of an optimizer's step over the size of a page: the reader's formula, and what was measured.
+def draw_pages(
+    typed: Callable[[int, int], float], peaks: Mapping[int, int], plain: int
+) -> "Figure":
+    """The peak of an optimizer's step over the size of a page: the reader's formula, and what was
+    measured.
 
     Args:
         typed: the reader's `peak_in_step(parameters, page_bytes)`.
         peaks: MiB of a page -> bytes.
         plain: the peak with all the state above, in bytes.
     """
-    said = [text("{mib} MiB: {peak} MB", mib=mib, peak=f"{peak / 1e6:.1f}") for mib, peak in peaks.items()]
-    alt = text("Peaks of the step by page: {peaks}. State above: {plain} MB.", peaks=listed(said, "; "),
-               plain=f"{plain / 1e6:.1f}")  # fmt: skip
+    said = [
+        text("{mib} MiB: {peak} MB", mib=mib, peak=f"{peak / 1e6:.1f}")
+        for mib, peak in peaks.items()
+    ]
+    alt = text(
+        "Peaks of the step by page: {peaks}. State above: {plain} MB.",
+        peaks=listed(said, "; "),
+        plain=f"{plain / 1e6:.1f}",
+    )
     title = "Pages decide: at 32 MiB all the state is back, and nothing is saved"
     drawn, ax = figure(title, height=3.2, alt=alt)
     across = [i / 4 for i in range(4, 141)]
     line = [typed(6_875_648, int(mib * 2**20)) for mib in across]
     if None not in line:  # else it is not typed yet
-        ax.plot(across, [peak / 1e6 for peak in line], color=COLORS["predicted"], label=text("typed"))
+        ax.plot(
+            across, [peak / 1e6 for peak in line], color=COLORS["predicted"], label=text("typed")
+        )
     heights = [peak / 1e6 for peak in peaks.values()]
     ax.plot(list(peaks), heights, "o", color=COLORS["measured"], label=text("measured"))
-    lines = ((55.0, 35, "right", "weights and gradients"), (plain / 1e6, 0.4, "left", "all the state above"))
+    lines = (
+        (55.0, 35, "right", "weights and gradients"),
+        (plain / 1e6, 0.4, "left", "all the state above"),
+    )
     for height, x, side, name in lines:
         ax.axhline(height, color="#888888", linewidth=0.9, linestyle="--")
         ax.text(x, height + 2, text(name), ha=side, fontsize=9)
-    ax.set(xlim=(0, 35.5), ylim=(0, 130), xlabel=text("page, MiB"), ylabel=text("peak of the step, MB"))
+    ax.set(
+        xlim=(0, 35.5), ylim=(0, 130), xlabel=text("page, MiB"), ylabel=text("peak of the step, MB")
+    )
     ax.legend(loc="lower right")
     return shown_once(drawn)
 
@@ -171,7 +226,9 @@ def draw_threshold(rate: float, links: Mapping[str, float]) -> "Figure":
     title = "Where a line is above a link, copies can hide: checkpointed inputs long before all"
     drawn, ax = figure(title, height=3.8)
     ticks = [1024, 4096, 16384]
-    ax.set(xscale="log", yscale="log", xlim=(512, 60000), ylim=(500, 2e6), xlabel=text("hidden size h"))
+    ax.set(
+        xscale="log", yscale="log", xlim=(512, 60000), ylim=(500, 2e6), xlabel=text("hidden size h")
+    )
     ax.set(ylabel=text("FLOPs a byte"), xticks=ticks, xticklabels=[str(tick) for tick in ticks])
     arms = {"all that is saved, 34 h": (34, "-"), "checkpointed inputs, 2 h": (2, "--")}
     for name, (factor, style) in arms.items():

@@ -1,4 +1,5 @@
-"""Steps of lesson 04 on the simulated device: the clock of its first check, and the course's decoder."""
+"""Steps of lesson 04 on the simulated device: the clock of its first check, and the course's
+decoder."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -17,7 +18,8 @@ from course_lib.teaching.tables import NumberText
 
 @cache
 def clock(layers: int, copy: float, p: int) -> float:
-    """Simulated time of forward and backward of a chain of Linear and GELU, in times of a layer's forward.
+    """Simulated time of forward and backward of a chain of Linear and GELU, in times of a layer's
+    forward.
 
     Args:
         layers: L.
@@ -26,7 +28,9 @@ def clock(layers: int, copy: float, p: int) -> float:
     """
     rows, width = 32, 16
     forward = 2 * rows * width**2 / 1e12
-    links = dict.fromkeys(("up_bytes_per_second", "down_bytes_per_second"), 4 * rows * width / (copy * forward))
+    links = dict.fromkeys(
+        ("up_bytes_per_second", "down_bytes_per_second"), 4 * rows * width / (copy * forward)
+    )
     with SimulatedDevice(flops_per_second=1e12, **links) as device:
         network, x = device.move(deep_mlp(layers, width)), device.move(torch.ones(rows, width))
         began = device.seconds
@@ -49,7 +53,8 @@ class Lanes(NamedTuple):
 
 
 def simulated_decoder(link: float | None, p: int = 0, checkpointed: bool = False) -> Lanes:
-    """The course's decoder, at 1e12 FLOP/s, two copies in flight; its gradients are there from the start.
+    """The course's decoder, at 1e12 FLOP/s, two copies in flight; its gradients are there from the
+    start.
 
     Args:
         link: bytes a second each way; None to offload nothing.
@@ -91,7 +96,8 @@ def decoder_lanes(live: Mapping[tuple, Lanes]) -> Table:
     """Times over the step with neither copies nor checkpoints, and bytes above what was there.
 
     Args:
-        live: arguments of `simulated_decoder` -> what it gave now; the other rows are those recorded.
+        live: arguments of `simulated_decoder` -> what it gave now; the other rows are those
+            recorded.
     """
     known, rows = {**RECORDED, **live}, []
     arms = [("plain", None, 0, False), ("checkpoint", None, 0, True)]
@@ -108,14 +114,18 @@ def decoder_lanes(live: Mapping[tuple, Lanes]) -> Table:
 
 
 def without_waits(hasty: type[HostStore], unordered: type[SimulatedDevice]) -> Table:
-    """A small chain, offloaded with one wait taken away: races, and whether its first weight's gradient is right.
+    """A small chain, offloaded with one wait taken away: races, and whether its first weight's
+    gradient is right.
 
     Args:
         hasty: a store that leaves out the wait for copies of the name `missing`, "down" or "up".
         unordered: a device whose copies do not wait for what makes their source.
     """
     slips = {"nothing": (SimulatedDevice, None), "made → copy down": (unordered, None)}
-    slips |= {"copy down → let go": (SimulatedDevice, "down"), "copy up → use": (SimulatedDevice, "up")}
+    slips |= {
+        "copy down → let go": (SimulatedDevice, "down"),
+        "copy up → use": (SimulatedDevice, "up"),
+    }
     right, rows = _first_gradient(SimulatedDevice, HostStore())[0], []
     for name, (kind, missing) in slips.items():
         marks = []
@@ -128,7 +138,9 @@ def without_waits(hasty: type[HostStore], unordered: type[SimulatedDevice]) -> T
     return table(["wait taken away", "races", "gradient, as it runs", "late", "early"], rows)
 
 
-def _first_gradient(kind: type[SimulatedDevice], store: HostStore, **mode: bool) -> tuple[Tensor, int]:
+def _first_gradient(
+    kind: type[SimulatedDevice], store: HostStore, **mode: bool
+) -> tuple[Tensor, int]:
     """The first weight's gradient of a chain of five layers, and how many races were found."""
     with kind(**mode) as device:
         network = device.move(deep_mlp(depth=5, width=32))
@@ -142,7 +154,8 @@ def _first_gradient(kind: type[SimulatedDevice], store: HostStore, **mode: bool)
 
 
 def read_late(waits: bool) -> list[float]:
-    """What the host reads of 0, 2, 4, 6, where copies run as late as they may; `waits`: once the copy is complete."""
+    """What the host reads of 0, 2, 4, 6, where copies run as late as they may; `waits`: once the
+    copy is complete."""
     with SimulatedDevice(late=True) as device:
         y = device.move(torch.arange(4.0)) * 2
         host = device.pinned(y.shape, y.dtype)

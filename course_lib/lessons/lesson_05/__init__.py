@@ -1,4 +1,5 @@
-"""Lesson 05: its claims, checks, pictures, what a wrong divisor trains, two processes, and pieces on a GPU."""
+"""Lesson 05: its claims, checks, pictures, what a wrong divisor trains, two processes, and pieces
+on a GPU."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +15,15 @@ from .checks import (
 )
 from .gpu import pieces_of_a_batch
 from .ranks import on_ranks
-from .shown import draw_order, draw_peaks, draw_say, draw_spread, draw_sums, draw_training, five_bugs
+from .shown import (
+    draw_order,
+    draw_peaks,
+    draw_say,
+    draw_spread,
+    draw_sums,
+    draw_training,
+    five_bugs,
+)
 from .trained import batch, judged, loss_sum, recorded, rounded_decoder, small_decoder
 
 __all__ = [
@@ -63,7 +72,8 @@ CLAIMS = (
     Claim(
         "Gradient accumulation is supposed to be mathematically equivalent to full batch training.",
         "error with sums in fp32 of bf16 gradients, and of fp32 ones",
-        "Holds up to rounding, if losses are summed over samples. Rounding depends on where you add.",
+        "Holds up to rounding, if losses are summed over samples. Rounding depends on where you"
+        " add.",
         outcome="partly",
         source="Hugging Face blog, Fixing Gradient Accumulation, October 2024",
     ),
@@ -93,7 +103,9 @@ OLDER_CLAIMS = (
 
 
 def figures_of_claims(
-    off: Mapping[int, Sequence[float]], sums: Mapping[str, Mapping[int, Sequence[float]]], exact: Sequence[float]
+    off: Mapping[int, Sequence[float]],
+    sums: Mapping[str, Mapping[int, Sequence[float]]],
+    exact: Sequence[float],
 ) -> list[str]:
     """What was measured for each of `CLAIMS`.
 
@@ -103,7 +115,9 @@ def figures_of_claims(
         exact: errors of the token mean in fp32.
     """
     small = text("fp32: below {bound}; bf16 gradients: below 1%", bound="1e-6")
-    large = text("another: {fp32} and {bf16}", fp32=f"{max(exact):.0e}", bf16=f"{max(sums['fp32'][256]):.1%}")
+    large = text(
+        "another: {fp32} and {bf16}", fp32=f"{max(exact):.0e}", bf16=f"{max(sums['fp32'][256]):.1%}"
+    )
     return [
         f"{min(off[1]):.0%} – {max(off[1]):.0%}",
         f"{min(off[8]):.1%} – {max(off[8]):.0%}",

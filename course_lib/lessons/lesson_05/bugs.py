@@ -1,4 +1,5 @@
-"""The loop of lesson 05 with one bug at a time; each differs from `mended` in what its name says."""
+"""The loop of lesson 05 with one bug at a time; each differs from `mended` in what its name
+says."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,14 @@ from torch.nn.utils import clip_grad_norm_
 
 def _loop(bug: str | None) -> Callable[..., None]:
     def train_epoch(
-        model: Any, loss_sum: Any, pieces: Any, optimizer: Any, scheduler: Any, scaler: Any, every: int, max_norm: float
+        model: Any,
+        loss_sum: Any,
+        pieces: Any,
+        optimizer: Any,
+        scheduler: Any,
+        scaler: Any,
+        every: int,
+        max_norm: float,
     ) -> None:
         for start in range(0, len(pieces), every):
             group = pieces[start : start + every]
@@ -19,7 +27,8 @@ def _loop(bug: str | None) -> Callable[..., None]:
                 loss, count = loss_sum(model, piece)
                 divisor = count * len(group) if bug == "mean of means" else total
                 scaler.scale(loss / divisor).backward()
-                if bug == "clipped per piece":  # to the bound times the scale, so that this is all that is wrong
+                # to the bound times the scale, so that this is all that is wrong
+                if bug == "clipped per piece":
                     clip_grad_norm_(model.parameters(), max_norm * scaler.get_scale())
                 if bug == "scheduled per piece":
                     scheduler.step()
@@ -38,5 +47,11 @@ def _loop(bug: str | None) -> Callable[..., None]:
 mended = _loop(None)
 PLANTED = {
     name: _loop(name)
-    for name in ("mean of means", "clipped per piece", "scheduled per piece", "remainder dropped", "not unscaled")
+    for name in (
+        "mean of means",
+        "clipped per piece",
+        "scheduled per piece",
+        "remainder dropped",
+        "not unscaled",
+    )
 }

@@ -21,35 +21,56 @@ WEIGHTS, SLOPE, FLOOR = 27_502_592, 24_396_800, 110_010_776
 @exercise(
     hint=(
         "Two points make a line: bytes a sequence, and what is left at no sequence at all.",
-        "(207,597,976 − 158,804,376) / 2 a sequence. With a single piece, the gradients are not there at the peak.",
+        (
+            "(207,597,976 − 158,804,376) / 2 a sequence. With a single piece, the gradients are not"
+            " there at the peak."
+        ),
     )
 )
 def check_peak_of_pieces(answer: Any) -> Verdict:
-    """A function of m, the sequences in a piece: the peak of the step over eight, for m = 1, 2, 4 and 8."""
+    """A function of m, the sequences in a piece: the peak of the step over eight, for m = 1, 2, 4
+    and 8."""
     for m in (4, 2, 1, 8):
         given = answer(m)
         if given is None or given is ...:
             return not_answered()
         whole = FLOOR + 8 * SLOPE
         mistakes = {
-            FLOOR - WEIGHTS + m * SLOPE: "The gradients of the pieces before are there when the next one peaks.",
+            FLOOR - WEIGHTS + m * SLOPE: (
+                "The gradients of the pieces before are there when the next one peaks."
+            ),
             m * SLOPE: "Weights, gradients and optimizer state are there however the batch comes.",
             WEIGHTS + m * SLOPE: "Gradients and optimizer state are there, too.",
             158_804_376 + 2 * m * SLOPE: "The line begins at no sequence, not at two.",
-            277_682_584 * m / 8: "It does not fall in proportion: part of the peak is no activation.",
+            277_682_584 * m / 8: (
+                "It does not fall in proportion: part of the peak is no activation."
+            ),
             # a line through a point where no gradients are
-            207_597_976 + (m - 4) * 17_521_152: "At m = 8 there is one piece alone: no point of the line.",
-            158_804_376 + (m - 2) * 118_878_208 / 6: "At m = 8 there is one piece alone: no point of the line.",
-            134_800_792: "That is what is measured; the line through the two runs says another number.",
+            207_597_976
+            + (m - 4) * 17_521_152: "At m = 8 there is one piece alone: no point of the line.",
+            158_804_376
+            + (m - 2) * 118_878_208 / 6: "At m = 8 there is one piece alone: no point of the line.",
+            134_800_792: (
+                "That is what is measured; the line through the two runs says another number."
+            ),
         }
         if m == 8:
-            mistakes = {whole: "With a single piece, gradients come while activations go: none is there yet."}
+            mistakes = {
+                whole: (
+                    "With a single piece, gradients come while activations go: none is there yet."
+                )
+            }
             mistakes |= {whole - 2 * WEIGHTS: "One set of gradients is missing, not two."}
-        verdict = expect_number(given, FLOOR + m * SLOPE - (WEIGHTS if m == 8 else 0), wrong_answers=mistakes)
+        verdict = expect_number(
+            given, FLOOR + m * SLOPE - (WEIGHTS if m == 8 else 0), wrong_answers=mistakes
+        )
         if not verdict:
-            return replace(verdict, message=text("For m = {m}: {message}", m=m, message=verdict.message))
+            return replace(
+                verdict, message=text("For m = {m}: {message}", m=m, message=verdict.message)
+            )
     return right(
-        "Right: 24,396,800 bytes a sequence on a floor of 110,010,776; one piece alone peaks without gradients."
+        "Right: 24,396,800 bytes a sequence on a floor of 110,010,776; one piece alone peaks"
+        " without gradients."
     )
 
 
@@ -83,17 +104,26 @@ class _Recorder(torch.optim.SGD):
 
 # What PyTorch says of a scaler that is used wrongly, and what it means here.
 _SLIPS = {
-    "unscale_() has already been called": "`unscale_` belongs to a step, not to a piece: once, after the last piece.",
+    "unscale_() has already been called": (
+        "`unscale_` belongs to a step, not to a piece: once, after the last piece."
+    ),
     "step() has already been called": "After each step of the optimizer, `scaler.update()` once.",
-    "unscale_() is being called after step": "First `unscale_`, then `scaler.step`, then `scaler.update()`.",
+    "unscale_() is being called after step": (
+        "First `unscale_`, then `scaler.step`, then `scaler.update()`."
+    ),
     "No scale call has been made": "The loss goes through `scaler.scale` before its backward pass.",
     "No inf checks were recorded": "The loss goes through `scaler.scale` before its backward pass.",
-    "Attempted unscale_ but _scale is None": "The loss goes through `scaler.scale` before its backward pass.",
+    "Attempted unscale_ but _scale is None": (
+        "The loss goes through `scaler.scale` before its backward pass."
+    ),
 }
 
 
-def _epoch(loop: Callable, pieces: list[Tensor], every: int, max_norm: float = math.inf, scale: float = 1.0) -> _Taken:
-    """An epoch of a reader's loop over pieces (samples, tokens, features) of a loss that is linear in the features."""
+def _epoch(
+    loop: Callable, pieces: list[Tensor], every: int, max_norm: float = math.inf, scale: float = 1.0
+) -> _Taken:
+    """An epoch of a reader's loop over pieces (samples, tokens, features) of a loss that is linear
+    in the features."""
     model = nn.Linear(pieces[0].shape[-1], 1, bias=False)
     optimizer = _Recorder(model)
     scheduler = optimizer.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
@@ -105,7 +135,8 @@ def _epoch(loop: Callable, pieces: list[Tensor], every: int, max_norm: float = m
         return loss, piece.shape[0] * piece.shape[1]
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a scheduler before its optimizer; the check says so itself
+        # of a scheduler before its optimizer; the check says so itself
+        warnings.simplefilter("ignore")
         try:
             loop(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm)
         except RuntimeError as error:
@@ -138,13 +169,20 @@ def divisor(loop: Callable) -> str | None:
     pieces = _pieces(1, 6, 2, 9, 3)
     found = _epoch(loop, pieces, 2).gradients
     groups = (pieces[:2], pieces[2:4], pieces[4:])
-    for step, (gradient, group) in enumerate(zip(found, groups, strict=False)):  # a dropped remainder is not its matter
+    # a dropped remainder is not its matter
+    for step, (gradient, group) in enumerate(zip(found, groups, strict=False)):
         if (off := _away(gradient, _mean(group))) < 1e-4:
             continue
         if step == 2:
-            return text("by what it divides: the last group has one piece, and is off by {off}", off=f"{off:.0%}")
+            return text(
+                "by what it divides: the last group has one piece, and is off by {off}",
+                off=f"{off:.0%}",
+            )
         if step == 1:
-            return "by what it divides: the first step is right, the second is not, as if gradients were not cleared"
+            return (
+                "by what it divides: the first step is right, the second is not, as if gradients"
+                " were not cleared"
+            )
         samples = sum(map(len, group))
         if _away(gradient, _mean(group) * sum(len(p) * p.shape[1] for p in group) / samples) < 1e-4:
             return "by what it divides: by samples, and the loss is summed over tokens"
@@ -153,11 +191,16 @@ def divisor(loop: Callable) -> str | None:
 
 
 def clipping(loop: Callable) -> str | None:
-    """Pieces of equal counts whose gradients point in different directions; no scale; only the direction counts."""
+    """Pieces of equal counts whose gradients point in different directions; no scale; only the
+    direction counts."""
     pieces = _pieces(4, 4, 4, 4, seed=1)
     found, wanted = _epoch(loop, pieces, 4, max_norm=0.01).gradients[0], _mean(pieces)
     off = _away(found / found.norm(), wanted / wanted.norm())
-    return text("when it clips: the first update points elsewhere, {off} off", off=f"{off:.0%}") if off > 1e-3 else None
+    return (
+        text("when it clips: the first update points elsewhere, {off} off", off=f"{off:.0%}")
+        if off > 1e-3
+        else None
+    )
 
 
 def schedule(loop: Callable) -> str | None:
@@ -166,9 +209,14 @@ def schedule(loop: Callable) -> str | None:
     steps = len(taken.gradients)
     if taken.scheduled != steps:
         counted = {"n": taken.scheduled, "steps": steps}
-        return text("what the scheduler counts: {n} steps of it for {steps} of the optimizer", **counted)
+        return text(
+            "what the scheduler counts: {n} steps of it for {steps} of the optimizer", **counted
+        )
     if taken.rates != [*range(steps)]:
-        return "what the scheduler counts: it steps before the optimizer does, so the first rate is never used"
+        return (
+            "what the scheduler counts: it steps before the optimizer does, so the first rate is"
+            " never used"
+        )
     return None
 
 
@@ -178,7 +226,11 @@ def remainder(loop: Callable) -> str | None:
     found = _epoch(loop, pieces, 2).gradients
     used = int(sum(gradient != 0 for gradient in found).bool().sum())
     if used < 5 or len(found) != 3:
-        return text("what is left over: {used} of 5 pieces in {steps} steps; it takes 3", used=used, steps=len(found))
+        return text(
+            "what is left over: {used} of 5 pieces in {steps} steps; it takes 3",
+            used=used,
+            steps=len(found),
+        )
     return None
 
 
@@ -189,9 +241,15 @@ def unscaling(loop: Callable) -> str | None:
         return "what is clipped: the loss no longer goes through the scaler"
     times = float(taken.gradients[0].norm()) / 0.01
     if times > 1.01:
-        return text("what is clipped: the update is {times} times as long as the bound", times=f"{times:,.0f}")
+        return text(
+            "what is clipped: the update is {times} times as long as the bound",
+            times=f"{times:,.0f}",
+        )
     if times < 0.99:
-        return text("what is clipped: the update has {times} of the length that it should", times=f"{times:.3f}")
+        return text(
+            "what is clipped: the update has {times} of the length that it should",
+            times=f"{times:.3f}",
+        )
     return None
 
 
@@ -207,17 +265,28 @@ FIVE: Mapping[str, Callable[[Callable], str | None]] = {
 
 @exercise(
     hint=(
-        "Which of these lines belong to a piece, and which to a step? And when is a group complete?",
-        "Tokens can be counted while you go, and the sums divided at the end; what clips must see means, without "
-        "the scale; a slice `pieces[start : start + every]` may be short, and is a group all the same.",
+        (
+            "Which of these lines belong to a piece, and which to a step? And when is a group"
+            " complete?"
+        ),
+        (
+            "Tokens can be counted while you go, and the sums divided at the end; what clips must"
+            " see means, without the scale; a slice `pieces[start : start + every]` may be short,"
+            " and is a group all the same."
+        ),
     )
 )
 def check_loop(function: Any) -> Verdict:
-    """`train_epoch(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm)`, looked at in five ways."""
-    found = [symptom for symptom in (check(function) for check in FIVE.values()) if symptom is not None]
+    """`train_epoch(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm)`, looked
+    at in five ways."""
+    found = [
+        symptom for symptom in (check(function) for check in FIVE.values()) if symptom is not None
+    ]
     if not found:
         return right("Right: all five are mended.")
-    return wrong(text("{n} of 5 mended. Left: {found}.", n=5 - len(found), found=listed(found, "; ")))
+    return wrong(
+        text("{n} of 5 mended. Left: {found}.", n=5 - len(found), found=listed(found, "; "))
+    )
 
 
 # The accumulator's dtype --------------------------------------------------------------------------
@@ -225,14 +294,20 @@ def check_loop(function: Any) -> Verdict:
 
 @exercise(
     hint=(
-        "A hook that is called when a parameter's gradient is complete: take the gradient out, add it in fp32.",
-        "In the hook: `gradient, parameter.grad = parameter.grad, None`; the first one with `.float()`, "
-        "the others with `+=`. `parameter.register_post_accumulate_grad_hook(add)` for each parameter; "
-        "return the dict.",
+        (
+            "A hook that is called when a parameter's gradient is complete: take the gradient out,"
+            " add it in fp32."
+        ),
+        (
+            "In the hook: `gradient, parameter.grad = parameter.grad, None`; the first one with"
+            " `.float()`, the others with `+=`. `parameter.register_post_accumulate_grad_hook(add)`"
+            " for each parameter; return the dict."
+        ),
     )
 )
 def check_fp32_sums(function: Any) -> Verdict:
-    """`accumulate_in_fp32(parameters)`: parameter -> sum of its gradients in fp32, 4 bytes each and nothing beside."""
+    """`accumulate_in_fp32(parameters)`: parameter -> sum of its gradients in fp32, 4 bytes each and
+    nothing beside."""
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 16, bias=False)).bfloat16()
     data = [torch.randn(32, 64, generator=generator).bfloat16() for _ in range(24)]
@@ -261,15 +336,24 @@ def check_fp32_sums(function: Any) -> Verdict:
     if any(one.dtype != torch.float32 for one in found):
         return wrong("The sums are bf16 themselves.", exact=True)
     if _all_close(found, [g.float() for g in narrow]):
-        return wrong("Added in bf16 and turned into fp32 afterwards: too late, the bits are gone.", exact=True)
+        return wrong(
+            "Added in bf16 and turned into fp32 afterwards: too late, the bits are gone.",
+            exact=True,
+        )
     if _all_close(found, [g.float() for g in each[-1]]):
         return wrong("Only the last piece's gradient is there.", exact=True)
     if not _all_close(found, exact):
         return wrong("These are not the sums of the pieces' gradients.")
-    if any(parameter.grad is not None for parameter in parameters) or kept > sum(g.nbytes for g in exact):
+    if any(parameter.grad is not None for parameter in parameters) or kept > sum(
+        g.nbytes for g in exact
+    ):
         numbers = {"kept": kept / sum(p.numel() for p in parameters)}
-        return wrong(text("Right sums, but {kept:.0f} bytes a parameter are live: it takes 4.", **numbers))
-    return right("Right: sums in fp32, 4 bytes a parameter, and no bf16 gradient stays beside them.")
+        return wrong(
+            text("Right sums, but {kept:.0f} bytes a parameter are live: it takes 4.", **numbers)
+        )
+    return right(
+        "Right: sums in fp32, 4 bytes a parameter, and no bf16 gradient stays beside them."
+    )
 
 
 def _all_close(found: list[Tensor], wanted: list[Tensor]) -> bool:
@@ -298,7 +382,8 @@ def check_largest_piece(answer: Any) -> Verdict:
 
 @exercise(hint="Samples a millisecond: m / (5 + m).")
 def check_fast_piece(answer: Any) -> Verdict:
-    """Lesson 05: the smallest power of two that reaches 80 % of the largest's rate, at 5 + m ms each."""
+    """Lesson 05: the smallest power of two that reaches 80 % of the largest's rate, at 5 + m ms
+    each."""
     return expect_number(
         answer,
         16,

@@ -17,7 +17,14 @@ def _loss_sum(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tenso
 
 @experiment(
     title="A step over one batch, in pieces of 1, a quarter, and all of its samples",
-    sizes={"vocabulary": 8192, "hidden": 1024, "heads": 16, "layers": 8, "sequence": 512, "batch": 16},
+    sizes={
+        "vocabulary": 8192,
+        "hidden": 1024,
+        "heads": 16,
+        "layers": 8,
+        "sequence": 512,
+        "batch": 16,
+    },
     small={**TINY, "batch": 4},
     arms={
         "one": "pieces of 1",

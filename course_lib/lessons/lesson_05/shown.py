@@ -26,7 +26,10 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
         meters: sequences in a piece -> a meter of the step.
         line: m -> predicted bytes; drawn from 0 to 4.
     """
-    said = [text("m = {m}: {peak} MB", m=m, peak=f"{meters[m].peak_bytes / 1e6:.1f}") for m in sorted(meters)]
+    said = [
+        text("m = {m}: {peak} MB", m=m, peak=f"{meters[m].peak_bytes / 1e6:.1f}")
+        for m in sorted(meters)
+    ]
     title = "Activations shrink with the piece; 110 MB do not"
     drawn, ax = figure(title, height=3.6, alt=text("{points}.", points=listed(said, "; ")))
     for m, meter in meters.items():
@@ -48,7 +51,12 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
         look = {"facecolor": "none", "edgecolor": COLORS["gradient"], "linestyle": "--"}
         ax.bar(8, missing, bottom=top, width=0.5, **look)
         ax.text(8.4, top + missing / 2, text("gradients: not yet there"), va="center", fontsize=9)
-    ax.set(xlabel=text("sequences in a piece, of eight"), ylabel=text("peak, MB"), xlim=(-0.2, 10.6), ylim=(0, 325))
+    ax.set(
+        xlabel=text("sequences in a piece, of eight"),
+        ylabel=text("peak, MB"),
+        xlim=(-0.2, 10.6),
+        ylim=(0, 325),
+    )
     ax.set_xticks([0, *meters])
     ax.legend(fontsize=9, loc="center right")
     return shown_once(drawn)
@@ -66,30 +74,59 @@ def draw_say(tokens: Sequence[int], errors: Mapping[int, Sequence[float]]) -> "F
         "A token counts from {least} to {most} times its share. Errors of {points}.",
         least=f"{min(say):.2f}",
         most=f"{max(say):.1f}",
-        points=listed([f"{size}: {min(each):.0%} – {max(each):.0%}" for size, each in errors.items()], "; "),
+        points=listed(
+            [f"{size}: {min(each):.0%} – {max(each):.0%}" for size, each in errors.items()], "; "
+        ),
     )
     title = "A token of a short sample counts for more"
     drawn, (left, right) = figure(title, columns=2, height=3.2, alt=alt)
     left.plot(tokens, say, "o", color=COLORS["measured"], alpha=0.8)
     left.axhline(1, color=COLORS["predicted"], linewidth=1.2)
-    left.set(xscale="log", yscale="log", xlabel=text("characters in the sample"), ylabel=text("say of one of them"))
+    left.set(
+        xscale="log",
+        yscale="log",
+        xlabel=text("characters in the sample"),
+        ylabel=text("say of one of them"),
+    )
     left.set_xticks([16, 32, 64, 128], ["16", "32", "64", "128"])
     left.set_yticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
     left.minorticks_off()
     for size, found in errors.items():
-        right.plot([size] * len(found), [100 * each for each in found], "o", color=COLORS["measured"], alpha=0.6)
-    right.set(xscale="log", xlabel=text("samples in a piece, of 16"), ylabel=text("gradient off by, %"), ylim=(0, None))
+        right.plot(
+            [size] * len(found),
+            [100 * each for each in found],
+            "o",
+            color=COLORS["measured"],
+            alpha=0.6,
+        )
+    right.set(
+        xscale="log",
+        xlabel=text("samples in a piece, of 16"),
+        ylabel=text("gradient off by, %"),
+        ylim=(0, None),
+    )
     right.set_xticks(list(errors), [str(size) for size in errors])
     right.minorticks_off()
     return shown_once(drawn)
 
 
-_ONCE = ("unscale", "÷ tokens", "clip", "step of the optimizer", "update the scaler", "scheduler", "clear")
+_ONCE = (
+    "unscale",
+    "÷ tokens",
+    "clip",
+    "step of the optimizer",
+    "update the scaler",
+    "scheduler",
+    "clear",
+)
 
 
 def draw_order() -> "Figure":
     """Seven pieces in groups of four: what each piece does, and what is done once a step."""
-    alt = "Four pieces, one after the other; then once: {once}. Three pieces, the remainder; then the same once more."
+    alt = (
+        "Four pieces, one after the other; then once: {once}. Three pieces, the remainder; then the"
+        " same once more."
+    )
     title = "Each piece adds; all else is done once, after the last piece of a step"
     words = listed([text(name) for name in _ONCE])
     drawn, ax = figure(title, height=2.6, alt=text(alt, once=words))
@@ -97,11 +134,21 @@ def draw_order() -> "Figure":
     for pieces in (4, 3):
         for _ in range(pieces):
             ax.add_patch(_box(at, 1.0, "#EEEEEE"))
-            ax.text(at + 0.45, 0.5, text("forward\nbackward"), ha="center", va="center", fontsize=8, rotation=90)
+            ax.text(
+                at + 0.45,
+                0.5,
+                text("forward\nbackward"),
+                ha="center",
+                va="center",
+                fontsize=8,
+                rotation=90,
+            )
             at += 1
         ax.add_patch(_box(at, 2.5, "#FBE0CC"))
         for place, name in enumerate(_ONCE):
-            ax.text(at + 1.2, 0.91 - 0.137 * place, text(name), ha="center", va="center", fontsize=8.5)
+            ax.text(
+                at + 1.2, 0.91 - 0.137 * place, text(name), ha="center", va="center", fontsize=8.5
+            )
         at += 2.9
     ax.set(xlim=(-0.1, at), ylim=(-0.05, 1.05))
     ax.axis("off")
@@ -115,30 +162,45 @@ def _box(left: float, width: float, color: str) -> Any:
 
 
 def differences(runs: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """Seed -> the mean of means' loss less the token mean's, on short and on long samples, at each look."""
+    """Seed -> the mean of means' loss less the token mean's, on short and on long samples, at each
+    look."""
     return {
         seed: [
             (short - own_short, long - own_long)
-            for (short, long), (own_short, own_long) in zip(run["mean of means"], run["token mean"], strict=True)
+            for (short, long), (own_short, own_long) in zip(
+                run["mean of means"], run["token mean"], strict=True
+            )
         ]
         for seed, run in runs.items()
     }
 
 
 def draw_training() -> "Figure":
-    """The recorded runs: how much worse the mean of means does, on short and on long samples, a line a seed."""
+    """The recorded runs: how much worse the mean of means does, on short and on long samples, a
+    line a seed."""
     made = recorded()
     found, every = differences(made["runs"]), made["every"]
     last = list(zip(*(each[-1] for each in found.values()), strict=True))
     below, above = sum(x < 0 for x in last[0]), sum(x > 0 for x in last[1])
-    said = "After {steps} steps: lower on short samples in {below} of {n} seeds, higher on long ones in {above}."
+    said = (
+        "After {steps} steps: lower on short samples in {below} of {n} seeds, higher on long ones"
+        " in {above}."
+    )
     alt = text(said, steps=made["steps"], below=below, above=above, n=len(found))
     title = "Better on short samples in most runs; on long ones mostly worse"
     drawn, panels = figure(title, columns=2, height=3.2, sharey=True, alt=alt)
-    for place, (ax, name) in enumerate(zip(panels, ("on lines of code", "on paragraphs"), strict=True)):
+    for place, (ax, name) in enumerate(
+        zip(panels, ("on lines of code", "on paragraphs"), strict=True)
+    ):
         for looks in found.values():
             steps = [every * i for i in range(len(looks))]
-            ax.plot(steps, [each[place] for each in looks], color=COLORS["measured"], alpha=0.35, linewidth=1.2)
+            ax.plot(
+                steps,
+                [each[place] for each in looks],
+                color=COLORS["measured"],
+                alpha=0.35,
+                linewidth=1.2,
+            )
             ax.plot(steps[-1], looks[-1][place], "o", color=COLORS["measured"], markersize=4.5)
         ax.axhline(0, color=COLORS["predicted"], linewidth=1.2)
         ax.set_title(text(name))
@@ -153,21 +215,44 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
     Args:
         errors: "bf16" and "fp32" -> pieces -> relative errors, one a seed.
     """
-    looks = {"bf16": (COLORS["measured"], "o-", "sums in bf16"), "fp32": (_OTHER, "s--", "sums in fp32")}
+    looks = {
+        "bf16": (COLORS["measured"], "o-", "sums in bf16"),
+        "fp32": (_OTHER, "s--", "sums in fp32"),
+    }
     title = "Smaller pieces: at first less rounding, then more; not so in fp32"
-    alt = "Sums in bf16: the error falls from 1 piece to 4, and is about three times that at 256. In fp32 it stays low."
+    alt = (
+        "Sums in bf16: the error falls from 1 piece to 4, and is about three times that at 256. In"
+        " fp32 it stays low."
+    )
     drawn, ax = figure(title, height=3.2, alt=alt)
     for kind, each in errors.items():
         color, style, name = looks[kind]
         pieces, means = list(each), [100 * mean(found) for found in each.values()]
         ax.plot(pieces, means, style, color=color)
         for n, found in each.items():
-            ax.plot([n] * len(found), [100 * one for one in found], ".", color=color, alpha=0.5, markersize=4)
+            ax.plot(
+                [n] * len(found),
+                [100 * one for one in found],
+                ".",
+                color=color,
+                alpha=0.5,
+                markersize=4,
+            )
         ax.annotate(
-            text(name), (pieces[-1], means[-1]), xytext=(8, 0), textcoords="offset points", va="center",
+            text(name),
+            (pieces[-1], means[-1]),
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="center",
             color="#A84B0C" if kind == "bf16" else "#555555",
-        )  # fmt: skip
-    ax.set(xscale="log", xlabel=text("pieces"), ylabel=text("gradient off by, %"), ylim=(0, None), xlim=(0.8, 900))
+        )
+    ax.set(
+        xscale="log",
+        xlabel=text("pieces"),
+        ylabel=text("gradient off by, %"),
+        ylim=(0, None),
+        xlim=(0.8, 900),
+    )
     ax.set_xticks(list(errors["bf16"]), [str(n) for n in errors["bf16"]])
     ax.minorticks_off()
     return shown_once(drawn)
@@ -175,16 +260,24 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
 
 def draw_spread(deltas: Sequence[float], errors: Sequence[float]) -> "Figure":
     """Errors of the mean of means over the spread of token counts."""
-    shown = listed([f"δ = {delta}: {error:.0%}" for delta, error in zip(deltas, errors, strict=True)], "; ")
+    shown = listed(
+        [f"δ = {delta}: {error:.0%}" for delta, error in zip(deltas, errors, strict=True)], "; "
+    )
     title = "The more the counts differ, the more wrong is dividing by the number of pieces"
     drawn, ax = figure(title, height=3.0, alt=text("{points}.", points=shown))
     ax.plot(deltas, [100 * error for error in errors], "o-", color=COLORS["measured"])
-    ax.set(xlabel=text("spread of token counts δ"), ylabel=text("gradient off by, %"), ylim=(0, None), xlim=(0, 1))
+    ax.set(
+        xlabel=text("spread of token counts δ"),
+        ylabel=text("gradient off by, %"),
+        ylim=(0, None),
+        xlim=(0, 1),
+    )
     return shown_once(drawn)
 
 
 def five_bugs() -> Table:
-    """Each bug by itself: what the check made for it sees, and how many of the other four see anything."""
+    """Each bug by itself: what the check made for it sees, and how many of the other four see
+    anything."""
     rows = []
     for name, loop in PLANTED.items():
         seen = {other: check(loop) for other, check in FIVE.items()}

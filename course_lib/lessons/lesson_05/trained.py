@@ -1,9 +1,12 @@
-"""What the mean of means trains: losses on short and on long samples, beside those of the token mean.
+"""What the mean of means trains: losses on short and on long samples, beside those of the token
+mean.
 
-    python -m course_lib.lessons.lesson_05.trained    # eight seeds, some minutes; writes trained.json beside this file
+    python -m course_lib.lessons.lesson_05.trained    # eight seeds, some minutes; writes
+    trained.json beside this file
 
-A small decoder on the course's own code (short lines) and prose (long paragraphs), character by character. Two runs of
-a seed begin with the same weights and see the same batches, in pieces of one sample; they differ in the divisor alone.
+A small decoder on the course's own code (short lines) and prose (long paragraphs), character by
+character. Two runs of a seed begin with the same weights and see the same batches, in pieces of one
+sample; they differ in the divisor alone.
 """
 
 import json
@@ -33,18 +36,25 @@ def loss_sum(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
     """
     tokens = tokens[:, : int((tokens != 0).sum(1).max())]
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:].flatten()  # (b, s, v), (b · s,)
-    losses = functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=0, reduction="sum")
+    losses = functional.cross_entropy(
+        logits.flatten(0, 1), targets, ignore_index=0, reduction="sum"
+    )
     return losses, int((targets != 0).sum())
 
 
 def small_decoder(seed: int = 0) -> Decoder:
     """Two layers, for characters; other starting weights for each seed."""
-    return Decoder(vocabulary=VOCABULARY, hidden=64, heads=4, layers=2, sequence=LENGTH, seed=100 * seed)
+    return Decoder(
+        vocabulary=VOCABULARY, hidden=64, heads=4, layers=2, sequence=LENGTH, seed=100 * seed
+    )
 
 
 def rounded_decoder(seed: int) -> Decoder:
-    """A decoder whose weights are bf16 numbers in fp32, every one moved a little, as after some training."""
-    model = Decoder(vocabulary=VOCABULARY, hidden=64, heads=4, layers=2, sequence=16, seed=100 * seed)
+    """A decoder whose weights are bf16 numbers in fp32, every one moved a little, as after some
+    training."""
+    model = Decoder(
+        vocabulary=VOCABULARY, hidden=64, heads=4, layers=2, sequence=16, seed=100 * seed
+    )
     generator = torch.Generator().manual_seed(seed + 7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -80,8 +90,11 @@ def judged(model: torch.nn.Module) -> tuple[float, float]:
     return losses[0], losses[1]
 
 
-def train(kind: str, seed: int, steps: int = STEPS, every: int = EVERY) -> list[tuple[float, float]]:
-    """Losses on short and on long samples, every so many steps of AdamW, the first before any step."""
+def train(
+    kind: str, seed: int, steps: int = STEPS, every: int = EVERY
+) -> list[tuple[float, float]]:
+    """Losses on short and on long samples, every so many steps of AdamW, the first before any
+    step."""
     model = small_decoder(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     found = [judged(model)]
@@ -107,9 +120,17 @@ def main() -> None:
     runs = {}
     for seed in range(1, SEEDS + 1):
         curves = {kind: train(kind, seed) for kind in KINDS}
-        runs[str(seed)] = {kind: [[round(x, 4) for x in pair] for pair in each] for kind, each in curves.items()}
+        runs[str(seed)] = {
+            kind: [[round(x, 4) for x in pair] for pair in each] for kind, each in curves.items()
+        }
         print(seed, {kind: each[-1] for kind, each in runs[str(seed)].items()}, flush=True)
-    made = {"command": COMMAND, "torch": torch.__version__, "device": "CPU", "steps": STEPS, "every": EVERY}
+    made = {
+        "command": COMMAND,
+        "torch": torch.__version__,
+        "device": "CPU",
+        "steps": STEPS,
+        "every": EVERY,
+    }
     lines = ",\n".join(f"{json.dumps(seed)}: {json.dumps(curves)}" for seed, curves in runs.items())
     RECORDING.write_text(f'{json.dumps(made)[:-1]}, "runs": {{\n{lines}\n}}}}\n', encoding="utf-8")
 

@@ -13,15 +13,26 @@ from course_lib.memory.measurement import flop_counter
 from course_lib.teaching import Verdict, expect_number, text
 from course_lib.teaching.exercises import exercise, not_answered, right, wrong
 
-# Exercise 1: softmax in one pass --------------------------------------------------------------------------------------
+# Exercise 1: softmax in one pass
+# --------------------------------------------------------------------------------------
 
 #: Operators that only move numbers or make room for them: these may have all scores before them.
-_MOVES = ("_to_copy", "_unsafe_view", "cat", "clone", "constant_pad_nd", "copy_", "index", "index_select")
+_MOVES = (
+    "_to_copy",
+    "_unsafe_view",
+    "cat",
+    "clone",
+    "constant_pad_nd",
+    "copy_",
+    "index",
+    "index_select",
+)
 _MAKES = ("new_", "empty", "full", "ones", "zeros")
 
 
 class _Watched(TorchDispatchMode):
-    """Notes which operators compute with more than a block of the scores at once, and with which blocks, in order."""
+    """Notes which operators compute with more than a block of the scores at once, and with which
+    blocks, in order."""
 
     def __init__(self, scores: torch.Tensor, block: int) -> None:
         super().__init__()
@@ -33,9 +44,14 @@ class _Watched(TorchDispatchMode):
         name = operator.overloadpacket.__name__
         if not (operator.is_view or name in _MOVES or name.startswith(_MAKES)):
             for tensor in tensors_in(args):
-                if tensor.numel() > len(self.scores) * self.block or max(tensor.shape, default=0) > self.block:
+                if (
+                    tensor.numel() > len(self.scores) * self.block
+                    or max(tensor.shape, default=0) > self.block
+                ):
                     self.too_wide.append(name)
-                elif tensor.untyped_storage().data_ptr() == self.scores.untyped_storage().data_ptr():
+                elif (
+                    tensor.untyped_storage().data_ptr() == self.scores.untyped_storage().data_ptr()
+                ):
                     if [tensor.storage_offset()] != self.blocks_read[-1:]:
                         self.blocks_read.append(tensor.storage_offset())
         return operator(*args, **(kwargs or {}))
@@ -45,7 +61,9 @@ class _Watched(TorchDispatchMode):
 def check_log_sum_exp(function: Any) -> Verdict:
     """The log-sum-exp of each row over blocks of columns, for large scores too, in one pass."""
     rows, block = 4, 4
-    scores = torch.linspace(-3, 3, 60).sin().view(rows, 15) * torch.tensor([[1.0], [10.0], [500.0], [1000.0]])
+    scores = torch.linspace(-3, 3, 60).sin().view(rows, 15) * torch.tensor(
+        [[1.0], [10.0], [500.0], [1000.0]]
+    )
     given = scores.clone()
     with _Watched(given, block) as watched:
         found = function(given, block)
@@ -61,25 +79,45 @@ def check_log_sum_exp(function: Any) -> Verdict:
         name = watched.too_wide[0]
         return wrong(text("Right numbers, but `{name}` took more than a block at once.", name=name))
     if len(set(watched.blocks_read)) < len(watched.blocks_read):
-        return wrong("Right numbers, but in a second pass: the code comes back to a block that it had left.")
+        return wrong(
+            "Right numbers, but in a second pass: the code comes back to a block that it had left."
+        )
     return right("Right, in blocks, and without overflow.")
 
 
-# Exercise 2: dQ, dK, dV -----------------------------------------------------------------------------------------------
+# Exercise 2: dQ, dK, dV
+# -----------------------------------------------------------------------------------------------
 
 _SLIPS = {
-    "no D": "dV is right, dQ and dK are not: softmax's gradient subtracts D, the row sums of dO ∘ O.",
-    "D of the panel": "dV is right, dQ and dK are not: D sums over the whole row, not the panel; dO and O give it.",
-    "softmax of the panel": "All three are off: a softmax of the panel sums to 1 in every panel. P is exp(S − lse).",
-    "scale forgotten": "dV is right, dQ and dK are too large by √d: S has the scale, so dS has it too.",
+    "no D": (
+        "dV is right, dQ and dK are not: softmax's gradient subtracts D, the row sums of dO ∘ O."
+    ),
+    "D of the panel": (
+        "dV is right, dQ and dK are not: D sums over the whole row, not the panel; dO and O"
+        " give it."
+    ),
+    "softmax of the panel": (
+        "All three are off: a softmax of the panel sums to 1 in every panel. P is exp(S − lse)."
+    ),
+    "scale forgotten": (
+        "dV is right, dQ and dK are too large by √d: S has the scale, so dS has it too."
+    ),
     "dQ overwritten": "dK and dV are right, dQ has the last panel only: every panel adds to it.",
 }
 
 
 def reference_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, block: int, slip: str = ""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    grad_o: Tensor,
+    block: int,
+    slip: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV of one head, (n, d) each, panel by panel of keys; with a slip by name, as learners make it."""
+    """dQ, dK and dV of one head, (n, d) each, panel by panel of keys; with a slip by name, as
+    learners make it."""
     scale, dots = q.shape[1] ** -0.5, (grad_o * o).sum(1, keepdim=True)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for start in range(0, len(k), block):
@@ -96,19 +134,28 @@ def reference_backward(
 
 @exercise(
     hint=(
-        "For each panel of keys: P from S and lse; dV += Pᵀ dO; dS = P ∘ (dO Vᵀ − D) · scale; dQ and dK from dS.",
-        "`dq += ds @ k[panel]`, `dk[panel] = ds.T @ q`, `dv[panel] = p.T @ grad_o`, and D = "
-        "`(grad_o * o).sum(1, keepdim=True)` before the walk.",
+        (
+            "For each panel of keys: P from S and lse; dV += Pᵀ dO; dS = P ∘ (dO Vᵀ − D) · scale;"
+            " dQ and dK from dS."
+        ),
+        (
+            "`dq += ds @ k[panel]`, `dk[panel] = ds.T @ q`, `dv[panel] = p.T @ grad_o`, and D = "
+            "`(grad_o * o).sum(1, keepdim=True)` before the walk."
+        ),
     )
 )
 def check_backward(function: Any) -> Verdict:
-    """`function(q, k, v, o, lse, grad_o, block)`: right gradients in float64, five products a panel, nothing N x N."""
+    """`function(q, k, v, o, lse, grad_o, block)`: right gradients in float64, five products a
+    panel, nothing N x N."""
     case = _one_head(40, 56, 16, torch.float64)
     found = function(*(x.clone() for x in case), 16)
-    if found is None or (isinstance(found, tuple) and all(isinstance(x, Tensor) and not x.any() for x in found)):
+    if found is None or (
+        isinstance(found, tuple) and all(isinstance(x, Tensor) and not x.any() for x in found)
+    ):
         return not_answered()
     expected = reference_backward(*case, 16)
-    problem = _wrong_gradients(found, expected, case)  # a verdict that is wrong is false: None means no problem
+    # a verdict that is wrong is false: None means no problem
+    problem = _wrong_gradients(found, expected, case)
     problem = _wrong_walk(function) if problem is None else problem
     if problem is not None:
         return problem
@@ -116,7 +163,8 @@ def check_backward(function: Any) -> Verdict:
 
 
 def _one_head(queries: int, keys: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """q, k, v, o, lse and an uneven gradient of o: inputs of no pattern, the same on every machine."""
+    """q, k, v, o, lse and an uneven gradient of o: inputs of no pattern, the same on every
+    machine."""
     q, k, v, grad_o = (
         torch.linspace(start, start + 40 * n, n * d, dtype=dtype).sin().view(n, d) * 1.5
         for start, n in ((0.0, queries), (1.0, keys), (2.0, keys), (3.0, queries))
@@ -125,16 +173,27 @@ def _one_head(queries: int, keys: int, d: int, dtype: torch.dtype) -> tuple[Tens
     return q, k, v, scores.softmax(1) @ v, torch.logsumexp(scores, 1), grad_o
 
 
-def _wrong_gradients(found: Any, expected: tuple[Tensor, ...], case: tuple[Tensor, ...]) -> Verdict | None:
+def _wrong_gradients(
+    found: Any, expected: tuple[Tensor, ...], case: tuple[Tensor, ...]
+) -> Verdict | None:
     shapes = [tuple(x.shape) for x in expected]
-    if not isinstance(found, tuple | list) or [tuple(getattr(x, "shape", ())) for x in found] != shapes:
-        return wrong("Three tensors are wanted: dQ, dK, dV, in the shapes of q, k and v.", exact=True)
+    if (
+        not isinstance(found, tuple | list)
+        or [tuple(getattr(x, "shape", ())) for x in found] != shapes
+    ):
+        return wrong(
+            "Three tensors are wanted: dQ, dK, dV, in the shapes of q, k and v.", exact=True
+        )
     if all(map(_equal, found, expected)):
         return None
     for slip, said in _SLIPS.items():
         if all(map(_equal, found, reference_backward(*case, 16, slip))):
             return wrong(said, exact=True)
-    off = [name for name, one, other in zip(("dQ", "dK", "dV"), found, expected, strict=True) if not _equal(one, other)]
+    off = [
+        name
+        for name, one, other in zip(("dQ", "dK", "dV"), found, expected, strict=True)
+        if not _equal(one, other)
+    ]
     return wrong(text("Not right yet: {names}.", names=", ".join(off)))
 
 
@@ -143,16 +202,25 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _wrong_walk(function: Any) -> Verdict | None:
-    """Whether it makes something as large as the scores, or computes more or less than five products a panel."""
+    """Whether it makes something as large as the scores, or computes more or less than five
+    products a panel."""
     n, d, block = 128, 16, 32
     case = _one_head(n, n, d, torch.float32)
     with _Largest() as made, flop_counter() as counter:
         function(*case, block)
     if made.most >= n * n:
-        return wrong("Right numbers, but a tensor of N × N numbers was made: walk over the panels.", exact=True)
+        return wrong(
+            "Right numbers, but a tensor of N × N numbers was made: walk over the panels.",
+            exact=True,
+        )
     products = counter.get_total_flops() / (2 * n * n * d)
     if round(products, 2) != 5:
-        return wrong(text("Right numbers, but {products:.1f} products of 2 N² d, where 5 do.", products=products))
+        return wrong(
+            text(
+                "Right numbers, but {products:.1f} products of 2 N² d, where 5 do.",
+                products=products,
+            )
+        )
     return None
 
 
@@ -167,7 +235,8 @@ class _Largest(TorchDispatchMode):
         return result
 
 
-# Exercise 3: FLOPs by hand --------------------------------------------------------------------------------------------
+# Exercise 3: FLOPs by hand
+# --------------------------------------------------------------------------------------------
 
 _PRODUCTS = {
     "forward": (4, "S = Q Kᵀ and O = P V: two products."),
@@ -176,15 +245,25 @@ _PRODUCTS = {
 }
 
 
-@exercise(hint=("A product of (N, d) and (d, N) takes 2 N² d. Which products does each do?", "Two, five and seven."))
+@exercise(
+    hint=(
+        "A product of (N, d) and (d, N) takes 2 N² d. Which products does each do?",
+        "Two, five and seven.",
+    )
+)
 def check_flops(answer: Any) -> Verdict:
     """{"forward", "backward", "two walks"}: FLOPs of each in N² d."""
     if not isinstance(answer, Mapping) or set(answer) != set(_PRODUCTS):
-        return wrong("A dictionary is wanted, with `forward`, `backward` and `two walks`.", exact=True)
+        return wrong(
+            "A dictionary is wanted, with `forward`, `backward` and `two walks`.", exact=True
+        )
     if all(value is None for value in answer.values()):
         return not_answered()
     for name, (expected, why) in _PRODUCTS.items():
-        halved = {expected / 2: "A multiplication and an addition count as two.", 8: "P has to be computed again."}
+        halved = {
+            expected / 2: "A multiplication and an addition count as two.",
+            8: "P has to be computed again.",
+        }
         slips = {number: said for number, said in halved.items() if number != expected}
         verdict = expect_number(answer[name], expected, wrong_answers=slips)
         if not verdict:
@@ -193,18 +272,25 @@ def check_flops(answer: Any) -> Verdict:
     return right("Right: 4, 10 and 14 N² d.")
 
 
-# Exercise 4: three lines of a kernel ----------------------------------------------------------------------------------
+# Exercise 4: three lines of a kernel
+# ----------------------------------------------------------------------------------
 
 
 @exercise(
     hint=(
-        "The three lines are those of `tiled_forward`: the new maximum, what the old sums are worth, the output.",
-        "`new = tl.maximum(largest, tl.max(scores, 1))`; `shrink = tl.exp(largest - new)`; "
-        "`o = o * shrink[:, None] + tl.dot(weights, value)`.",
+        (
+            "The three lines are those of `tiled_forward`: the new maximum, what the old sums are"
+            " worth, the output."
+        ),
+        (
+            "`new = tl.maximum(largest, tl.max(scores, 1))`; `shrink = tl.exp(largest - new)`; "
+            "`o = o * shrink[:, None] + tl.dot(weights, value)`."
+        ),
     )
 )
 def check_kernel(run: Any) -> Verdict:
-    """`run(q, k, v)` -> (o, lse) of one head by the reader's kernel; passed over where Triton is missing."""
+    """`run(q, k, v)` -> (o, lse) of one head by the reader's kernel; passed over where Triton is
+    missing."""
     try:
         import triton  # noqa: F401 - whether it is there
     except ImportError:
@@ -218,25 +304,30 @@ def check_kernel(run: Any) -> Verdict:
         return not_answered()
     found_o, found_lse = (x.float().cpu() for x in found)
     if not torch.allclose(found_lse.flatten(), lse, atol=1e-3):
-        return wrong("The log-sum-exp is wrong: look at the new maximum, and at what the old sum is worth.")
+        return wrong(
+            "The log-sum-exp is wrong: look at the new maximum, and at what the old sum is worth."
+        )
     if not torch.allclose(found_o, o, atol=1e-3):
         return wrong("The log-sum-exp is right, the output is not: it shrinks as the sum does.")
     return right("Right: equal to `tiled_forward`, instance by instance.")
 
 
 def _is_untouched(run: Any) -> bool:
-    """Whether `fold`, which the kernel calls, does no more than the cell as it came, which has exp and sum alone."""
+    """Whether `fold`, which the kernel calls, does no more than the cell as it came, which has exp
+    and sum alone."""
     fold = getattr(run, "__globals__", {}).get("fold")
     code = getattr(getattr(fold, "fn", fold), "__code__", None)
     return code is not None and set(code.co_names) <= {"tl", "exp", "sum"}
 
 
-# In depth -------------------------------------------------------------------------------------------------------------
+# In depth
+# --------------------------------------------------------------------------------------------------
 
 
 @exercise(hint="Which tensors does section 6.4 list, and how many heads has each?")
 def check_grouped_bytes(answer: Any) -> Verdict:
-    """Lesson 06: bytes that flash attention keeps, 32 query heads on 8, d = 128, 4096 tokens, bf16."""
+    """Lesson 06: bytes that flash attention keeps, 32 query heads on 8, d = 128, 4096 tokens,
+    bf16."""
     one = 4096 * 128 * 2
     right = 80 * one + 32 * 4096 * 4
     return expect_number(
@@ -254,13 +345,21 @@ def check_grouped_bytes(answer: Any) -> Verdict:
     )
 
 
-@exercise(hint=("Count the tiles that the diagonal touches, and those below it.", "n (n + 1) / 2 of n²."))
+@exercise(
+    hint=("Count the tiles that the diagonal touches, and those below it.", "n (n + 1) / 2 of n².")
+)
 def check_causal_tiles(function: Any) -> Verdict:
-    """`function(queries, keys, block_q, block_k)`: tiles that a causal walk computes, aligned at the bottom right."""
-    for queries, keys, block_q, block_k in ((512, 512, 64, 64), (100, 100, 32, 16), (64, 256, 32, 64)):
+    """`function(queries, keys, block_q, block_k)`: tiles that a causal walk computes, aligned at
+    the bottom right."""
+    for queries, keys, block_q, block_k in (
+        (512, 512, 64, 64),
+        (100, 100, 32, 16),
+        (64, 256, 32, 64),
+    ):
         expected = 0
         for first in range(0, queries, block_q):
-            last = min(first + block_q, queries) - 1 + keys - queries  # the last key that this block's last query sees
+            # the last key that this block's last query sees
+            last = min(first + block_q, queries) - 1 + keys - queries
             expected += last // block_k + 1
         case = f"{queries}, {keys}, {block_q}, {block_k}"
         whole = -(-queries // block_q) * -(-keys // block_k)
@@ -274,5 +373,10 @@ def check_causal_tiles(function: Any) -> Verdict:
             return not_answered()
         verdict = expect_number(answer, expected, wrong_answers=slips)
         if not verdict:
-            return wrong(text("For {case}: {said}", case=f"`{case}`", said=say(verdict.message)), exact=verdict.exact)
-    return right("Right: a tile is skipped where its first key comes after all that its last query sees.")
+            return wrong(
+                text("For {case}: {said}", case=f"`{case}`", said=say(verdict.message)),
+                exact=verdict.exact,
+            )
+    return right(
+        "Right: a tile is skipped where its first key comes after all that its last query sees."
+    )

@@ -13,7 +13,8 @@ from course_lib.teaching.experiments import AttentionKernels, Part, compared, ex
 
 @experiment(
     title=(
-        "Causal attention, forward and backward, in bf16: standard, the framework's fused kernel, the course's kernels"
+        "Causal attention, forward and backward, in bf16: standard, the framework's fused kernel,"
+        " the course's kernels"
     ),
     sizes={"sequence": 4096, "heads": 16, "head_dim": 128},
     small={"sequence": 32, "heads": 2, "head_dim": 16},
@@ -25,16 +26,23 @@ from course_lib.teaching.experiments import AttentionKernels, Part, compared, ex
         "course": "course",
     },
 )
-def attention_forward_and_backward(device: torch.device, *, sequence: int, heads: int, head_dim: int) -> Iterator[Part]:
-    """Each of the framework's fused kernels that runs here is an arm; a note names the one that it takes by itself."""
+def attention_forward_and_backward(
+    device: torch.device, *, sequence: int, heads: int, head_dim: int
+) -> Iterator[Part]:
+    """Each of the framework's fused kernels that runs here is an arm; a note names the one that it
+    takes by itself."""
     shape = (2, heads, sequence, head_dim)
-    inputs = [torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3)]
+    inputs = [
+        torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
+        for _ in range(3)
+    ]
     for x in inputs:
         x.grad = torch.zeros_like(x)
     gradient = torch.randn(shape, dtype=torch.bfloat16, device=device)
 
     def by(backend: SDPBackend) -> torch.Tensor:
-        with sdpa_kernel(backend):  # raises an error where this one cannot run, and never takes another
+        # raises an error where this one cannot run, and never takes another
+        with sdpa_kernel(backend):
             return functional.scaled_dot_product_attention(*inputs, is_causal=True)
 
     ours = "triton" if device.type == "cuda" else "torch"
@@ -48,7 +56,10 @@ def attention_forward_and_backward(device: torch.device, *, sequence: int, heads
             forwards[name] = lambda backend=backend: by(backend)
     forwards["course"] = lambda: flash_attention(*inputs, causal=True, backend=ours)
     forwards["course"]().backward(gradient)  # block sizes are tuned in the first call
-    arms = {name: lambda forward=forward: forward().backward(gradient) for name, forward in forwards.items()}
+    arms = {
+        name: lambda forward=forward: forward().backward(gradient)
+        for name, forward in forwards.items()
+    }
     yield from compared(device, arms)
 
 

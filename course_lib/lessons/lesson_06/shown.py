@@ -11,7 +11,8 @@ from course_lib.teaching.figures import shown_once
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Standard and flash attention have these in all figures of the lesson; the categories' colours are for categories.
+# Standard and flash attention have these in all figures of the lesson; the categories' colours are
+# for categories.
 _STANDARD, _FLASH = COLORS["predicted"], COLORS["measured"]
 _KINDS = {"standard": (_STANDARD, "o"), "checkpointed": ("#57606A", "s"), "flash": (_FLASH, "D")}
 
@@ -24,7 +25,9 @@ def draw_running(maxima: Sequence[float], sums: Sequence[float]) -> "Figure":
     """
     rises = [n for n in range(1, len(maxima)) if maxima[n] > maxima[n - 1]]
     alt = text(
-        "After {blocks} blocks; the maximum rises at {rises}.", blocks=len(maxima), rises=listed(map(str, rises))
+        "After {blocks} blocks; the maximum rises at {rises}.",
+        blocks=len(maxima),
+        rises=listed(map(str, rises)),
     )
     title = "The maximum climbs; each time it does, the sum is rescaled"
     drawn, panels = figure(title, columns=2, height=2.8, alt=alt)
@@ -40,17 +43,23 @@ def draw_running(maxima: Sequence[float], sums: Sequence[float]) -> "Figure":
         ax.plot(rises, [values[n] for n in rises], "^", color="black", markersize=7)
         ax.set(xlabel=text("block"), ylabel=text(name), xticks=range(0, len(values), 3))
     panels[1].set_ylim(0, None)
-    panels[0].annotate(text("rises"), (rises[-1], maxima[rises[-1]]), xytext=(6, -14), textcoords="offset points")
+    panels[0].annotate(
+        text("rises"), (rises[-1], maxima[rises[-1]]), xytext=(6, -14), textcoords="offset points"
+    )
     return shown_once(drawn)
 
 
 def draw_walks() -> "Figure":
-    """Two drawings: forward, one block of queries walks over the keys; backward, one panel of keys over the queries."""
+    """Two drawings: forward, one block of queries walks over the keys; backward, one panel of keys
+    over the queries."""
     alt = (
-        "Forward: a block of queries goes from panel to panel of keys and carries m, the sum and its output. "
-        "Backward: for each panel of keys, P is made again; dQ is added to, dK and dV of the panel are written."
+        "Forward: a block of queries goes from panel to panel of keys and carries m, the sum and"
+        " its output. Backward: for each panel of keys, P is made again; dQ is added to, dK and dV"
+        " of the panel are written."
     )
-    drawn, panels = figure("Nothing N × N: a tile is made, used, and gone", columns=2, height=3.0, alt=text(alt))
+    drawn, panels = figure(
+        "Nothing N × N: a tile is made, used, and gone", columns=2, height=3.0, alt=text(alt)
+    )
     said = (
         ("forward", "keys, panel by panel", ("m, ℓ, O carried along",)),
         ("backward", "keys, panel by panel", ("dQ: every panel adds", "dK, dV: written once")),
@@ -58,13 +67,30 @@ def draw_walks() -> "Figure":
     for ax, (phase, below, notes) in zip(panels, said, strict=True):
         ax.set_title(text(phase), loc="left")
         for panel in range(4):
-            look = {"facecolor": _FLASH, "alpha": 0.8} if panel == 2 else {"facecolor": "none", "alpha": 1.0}
+            look = (
+                {"facecolor": _FLASH, "alpha": 0.8}
+                if panel == 2
+                else {"facecolor": "none", "alpha": 1.0}
+            )
             ax.add_patch(_box(1 + panel, 0, 0.92, 3, **look))
             ax.add_patch(_box(1 + panel, 3.15, 0.92, 0.45, facecolor="#DCE6F0"))
         ax.add_patch(_box(0.4, 0, 0.45, 3, facecolor="#DCE6F0"))
-        ax.annotate("", (5.1, 1.5), (0.95, 1.5), arrowprops={"arrowstyle": "->", "color": "black", "lw": 1.5})
+        ax.annotate(
+            "",
+            (5.1, 1.5),
+            (0.95, 1.5),
+            arrowprops={"arrowstyle": "->", "color": "black", "lw": 1.5},
+        )
         ax.text(3.46, 2.2, "S, P" if phase == "forward" else "S, P, dS", ha="center", fontsize=9)
-        ax.text(0.62, 1.5, "Q" if phase == "forward" else "Q, dO", ha="center", va="center", rotation=90, fontsize=9)
+        ax.text(
+            0.62,
+            1.5,
+            "Q" if phase == "forward" else "Q, dO",
+            ha="center",
+            va="center",
+            rotation=90,
+            fontsize=9,
+        )
         ax.text(3.0, 3.75, text("{what}: K, V", what=text(below)), ha="center", fontsize=9)
         for line, note in enumerate(notes):
             ax.text(0.4, -0.55 - 0.55 * line, text(note), fontsize=9)
@@ -80,13 +106,18 @@ def _box(x: float, y: float, width: float, height: float, **look: object) -> obj
 
 
 def draw_errors(errors: Mapping[str, Sequence[float]]) -> "Figure":
-    """Relative errors of O, dQ, dK and dV, as multiples of 1e-7; "standard" is the one to compare with.
+    """Relative errors of O, dQ, dK and dV, as multiples of 1e-7; "standard" is the one to compare
+    with.
 
     Args:
         errors: name -> the four errors.
     """
-    alt = text("Errors of O, dQ, dK and dV: {names}.", names=listed([text(name) for name in errors]))
-    drawn, ax = figure("As exact as standard attention, to a factor of one and a half", height=2.6, alt=alt)
+    alt = text(
+        "Errors of O, dQ, dK and dV: {names}.", names=listed([text(name) for name in errors])
+    )
+    drawn, ax = figure(
+        "As exact as standard attention, to a factor of one and a half", height=2.6, alt=alt
+    )
     looks = {"standard": (_STANDARD, "o"), "yours": (_FLASH, "D"), "the library": (_FLASH, "^")}
     for place, (name, values) in enumerate(errors.items()):
         color, marker = looks[name]
@@ -108,12 +139,19 @@ def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "F
     """
     ends = [
         text(
-            "{name} from {first} to {last} MB", name=text(name), first=f"{v[0] / 1e6:,.1f}", last=f"{v[-1] / 1e6:,.1f}"
+            "{name} from {first} to {last} MB",
+            name=text(name),
+            first=f"{v[0] / 1e6:,.1f}",
+            last=f"{v[-1] / 1e6:,.1f}",
         )
         for name, v in saved.items()
     ]
-    alt = text("From N = {first} to {last}: {ends}.", first=lengths[0], last=lengths[-1], ends=listed(ends))
-    drawn, ax = figure("Twice the tokens: nearly four times the bytes, or just twice", height=3.2, alt=alt)
+    alt = text(
+        "From N = {first} to {last}: {ends}.", first=lengths[0], last=lengths[-1], ends=listed(ends)
+    )
+    drawn, ax = figure(
+        "Twice the tokens: nearly four times the bytes, or just twice", height=3.2, alt=alt
+    )
     for (name, values), slope in zip(saved.items(), (2, 1), strict=True):
         color, marker = _KINDS[name]
         line = [values[-1] / 1e6 * (n / lengths[-1]) ** slope for n in lengths]
@@ -139,7 +177,9 @@ def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "F
     return shown_once(drawn)
 
 
-def draw_roofline(devices: Mapping[str, tuple[float, float]], reached: Mapping[str, float]) -> "Figure":
+def draw_roofline(
+    devices: Mapping[str, tuple[float, float]], reached: Mapping[str, float]
+) -> "Figure":
     """What each device could reach with each arithmetic intensity, on log axes.
 
     Args:
@@ -147,25 +187,50 @@ def draw_roofline(devices: Mapping[str, tuple[float, float]], reached: Mapping[s
         reached: kind -> FLOPs a byte.
     """
     points = listed(
-        [text("{name}: {x} FLOPs a byte", name=text(name), x=round(x)) for name, x in reached.items()], "; "
+        [
+            text("{name}: {x} FLOPs a byte", name=text(name), x=round(x))
+            for name, x in reached.items()
+        ],
+        "; ",
     )
     drawn, ax = figure(
-        "The block decides how far flash gets; L2 helps beyond", height=3.4, alt=text("{points}.", points=points)
+        "The block decides how far flash gets; L2 helps beyond",
+        height=3.4,
+        alt=text("{points}.", points=points),
     )
     intensities = [8 * 2 ** (n / 8) for n in range(60)]
     for (name, (rate, bandwidth)), style in zip(devices.items(), ("-", "--"), strict=True):
         roof = [min(rate, bandwidth * x) / 1e12 for x in intensities]
         ax.plot(intensities, roof, style, color="#57606A", linewidth=1)
         ax.annotate(
-            name, (intensities[-1], roof[-1]), xytext=(0, 5), textcoords="offset points", ha="right", fontsize=8.5
+            name,
+            (intensities[-1], roof[-1]),
+            xytext=(0, 5),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8.5,
         )
         for (kind, x), marker in zip(reached.items(), "o^D", strict=True):
             color = _STANDARD if kind == "standard" else _FLASH
             y = min(rate, bandwidth * x) / 1e12
             ax.plot(x, y, marker, color=color)
             if style == "-":
-                ax.annotate(text(kind), (x, y), xytext=(6, -11), textcoords="offset points", color=color, fontsize=8.5)
-    ax.set(xscale="log", yscale="log", xlim=(8, 1500), ylim=(10, 2000), xlabel=text("FLOPs a byte"), ylabel="TFLOP/s")
+                ax.annotate(
+                    text(kind),
+                    (x, y),
+                    xytext=(6, -11),
+                    textcoords="offset points",
+                    color=color,
+                    fontsize=8.5,
+                )
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlim=(8, 1500),
+        ylim=(10, 2000),
+        xlabel=text("FLOPs a byte"),
+        ylabel="TFLOP/s",
+    )
     return shown_once(drawn)
 
 
@@ -196,8 +261,12 @@ def draw_peaks(costs: Mapping[str, tuple[float, float]]) -> "Figure":
 
 
 def draw_causal_tiles() -> "Figure":
-    """Eight blocks of queries by eight of keys: which tiles a causal walk computes, in which order."""
-    alt = "An 8 by 8 grid: the diagonal needs a mask, the 28 tiles below it none, those above are skipped."
+    """Eight blocks of queries by eight of keys: which tiles a causal walk computes, in which
+    order."""
+    alt = (
+        "An 8 by 8 grid: the diagonal needs a mask, the 28 tiles below it none, those above are"
+        " skipped."
+    )
     title = "Causal: 36 of 64 tiles are computed, 8 of them with a mask"
     drawn, ax = figure(title, height=3.2, width=5.0, alt=alt)
     shades = [[2.0 if i == j else 1.0 if j < i else 0.0 for j in range(8)] for i in range(8)]

@@ -59,7 +59,8 @@ CLAIMS = (
     Claim(
         "Training takes 16 bytes a parameter, before any activation.",
         "bytes a parameter at the peak: plain; the story's last recipe",
-        "Partly: of a plain step. State below and steps in backward leave 8.4, activations included.",
+        "Partly: of a plain step. State below and steps in backward leave 8.4, activations"
+        " included.",
         outcome="partly",
         source="Rajbhandari et al. 2020, ZeRO, section 3.1",
     ),
@@ -94,7 +95,8 @@ OLDER_CLAIMS = (
     Claim(
         "FlashAttention does fewer FLOPs.",
         "FLOPs of the step with flash over plain, 384 and 4096 tokens",
-        "Backward computes the scores again. Fewer only where long causal sequences skip wholly masked tiles.",
+        "Backward computes the scores again. Fewer only where long causal sequences skip wholly"
+        " masked tiles.",
         outcome="partly",
     ),
 )
@@ -111,7 +113,8 @@ def figures_of_claims(plain: Estimate, alone: Mapping[str, Estimate], last: Esti
     peaks = {name: f"{found.peak_bytes / 1e6:.1f}" for name, found in alone.items()}
     flops = [f"{alone[name].flops / plain.flops:.2f}" for name in ("pieces", "checkpoints")]
     saved = [
-        f"{(plain.peak_bytes - alone[name].peak_bytes) / 1e6:.1f}" for name in ("checkpoints", "offloaded", "both")
+        f"{(plain.peak_bytes - alone[name].peak_bytes) / 1e6:.1f}"
+        for name in ("checkpoints", "offloaded", "both")
     ]
     each = 4 / plain.at_peak["parameter"]  # parameters in a byte of weights, fp32
     return [
@@ -127,7 +130,9 @@ def figures_of_claims(plain: Estimate, alone: Mapping[str, Estimate], last: Esti
         text(
             "{peaks} MB; {moved} MB moved",
             peaks=f"{peaks['offloaded']} → {peaks['both']}",
-            moved=" → ".join(f"{alone[name].moved_bytes / 1e6:.1f}" for name in ("offloaded", "both")),
+            moved=" → ".join(
+                f"{alone[name].moved_bytes / 1e6:.1f}" for name in ("offloaded", "both")
+            ),
         ),
     ]
 

@@ -12,7 +12,14 @@ from course_lib.labels import listed
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import Verdict, category_label, phase_label, text
-from course_lib.teaching.exercises import Refused, exercise, expect_number, not_answered, right, wrong
+from course_lib.teaching.exercises import (
+    Refused,
+    exercise,
+    expect_number,
+    not_answered,
+    right,
+    wrong,
+)
 
 
 def make_model() -> Decoder:
@@ -25,39 +32,59 @@ def make_batch() -> torch.Tensor:
     return random_tokens(8, 128, 2048)
 
 
-# Exercise 1: an estimate ----------------------------------------------------------------------------------------------
+# Exercise 1: an estimate
+# ----------------------------------------------------------------------------------------------
 
 
 @exercise(
     hint=(
-        "Everything inside `with symbolic():`, and two steps: Adam makes its state in the first one.",
-        "`with MemoryMeter(model, adam) as meter:` around backward and `adam.step()` of the second step; "
-        "`adam.zero_grad()` before it; then `meter.peak_bytes`.",
+        (
+            "Everything inside `with symbolic():`, and two steps: Adam makes its state in the first"
+            " one."
+        ),
+        (
+            "`with MemoryMeter(model, adam) as meter:` around backward and `adam.step()` of the"
+            " second step; `adam.zero_grad()` before it; then `meter.peak_bytes`."
+        ),
     )
 )
 def check_peak_without_memory(function: Any) -> Verdict:
     """`function(make_model, make_batch)`: the second step's peak, found on symbolic tensors.
 
-    One network peaks in backward, the other in the optimizer's step, so that all of the step must be seen.
+    One network peaks in backward, the other in the optimizer's step, so that all of the step must
+    be seen.
     """
     for sizes, batch in (((64, 32, 2, 3, 32), 16), ((64, 64, 4, 1, 4), 1)):
         vocabulary, hidden, heads, layers, sequence = sizes
-        shape = {"vocabulary": vocabulary, "hidden": hidden, "heads": heads, "layers": layers, "sequence": sequence}
+        shape = {
+            "vocabulary": vocabulary,
+            "hidden": hidden,
+            "heads": heads,
+            "layers": layers,
+            "sequence": sequence,
+        }
         seen = []
         try:
             answer = function(
                 lambda shape=shape, seen=seen: seen.append(is_symbolic()) or Decoder(**shape),
-                lambda shape=shape, batch=batch: random_tokens(batch, shape["sequence"], shape["vocabulary"]),
+                lambda shape=shape, batch=batch: random_tokens(
+                    batch, shape["sequence"], shape["vocabulary"]
+                ),
             )
         except Exception:
             if all(seen):
                 raise
         if not all(seen):  # what raised, if anything did, follows from it
-            return wrong("The model was made outside `with symbolic():`, so it takes memory.", exact=True)
+            return wrong(
+                "The model was made outside `with symbolic():`, so it takes memory.", exact=True
+            )
         if answer is None:
             return not_answered()
         if not seen:
-            message = "`make_model` was never called: the model of your own is not the one that is asked for."
+            message = (
+                "`make_model` was never called: the model of your own is not the one that is asked"
+                " for."
+            )
             return wrong(message, exact=True)
         expected, mistakes = _peaks(shape, batch)
         inputs = 8 * batch * (sequence + 1)  # the batch itself: inside the meter or before it
@@ -66,20 +93,28 @@ def check_peak_without_memory(function: Any) -> Verdict:
         )
         if not verdict and not expect_number(answer, expected - inputs):
             return verdict
-    return right("Right for both: one peaks in backward, one in the optimizer's step. No memory was taken.")
+    return right(
+        "Right for both: one peaks in backward, one in the optimizer's step. No memory was taken."
+    )
 
 
 def _peaks(shape: dict[str, int], batch: int) -> tuple[int, dict[float, str]]:
     """The second step's peak with the batch, and those that a slip would find."""
     whole, first = _step_peak(shape, batch), _step_peak(shape, batch, steps=1)
     slips = {
-        _step_peak(shape, batch, update=False): "The optimizer's step belongs to the step: keep it under the meter.",
-        _step_peak(shape, batch, zero=False): "The first step's gradients are still there: `adam.zero_grad()`.",
+        _step_peak(
+            shape, batch, update=False
+        ): "The optimizer's step belongs to the step: keep it under the meter.",
+        _step_peak(
+            shape, batch, zero=False
+        ): "The first step's gradients are still there: `adam.zero_grad()`.",
         first: "That is the first step, before Adam has its state. The second one is asked for.",
     }
     inputs = 8 * batch * (shape["sequence"] + 1)
     slips |= {peak - inputs: reason for peak, reason in slips.items()}
-    return whole, {peak: reason for peak, reason in slips.items() if peak not in (whole, whole - inputs)}
+    return whole, {
+        peak: reason for peak, reason in slips.items() if peak not in (whole, whole - inputs)
+    }
 
 
 @cache
@@ -100,11 +135,14 @@ def _measured(items: tuple, batch: int, steps: int, update: bool, zero: bool) ->
     return meter.peak_bytes
 
 
-def _step_peak(shape: dict[str, int], batch: int, *, steps: int = 2, update: bool = True, zero: bool = True) -> int:
+def _step_peak(
+    shape: dict[str, int], batch: int, *, steps: int = 2, update: bool = True, zero: bool = True
+) -> int:
     return _measured(tuple(shape.items()), batch, steps, update, zero)
 
 
-# Exercise 2: which of two is cheaper ----------------------------------------------------------------------------------
+# Exercise 2: which of two is cheaper
+# ----------------------------------------------------------------------------------
 
 _PAIRS = (  # FLOPs and bytes moved of one step by two recipes
     ((54_700_000_000, 129_000_000), (45_100_000_000, 449_000_000)),
@@ -114,31 +152,44 @@ _PAIRS = (  # FLOPs and bytes moved of one step by two recipes
 
 @exercise(
     hint=(
-        "One recipe does more FLOPs, the other moves more bytes. How many FLOPs does one byte less cost?",
+        (
+            "One recipe does more FLOPs, the other moves more bytes. How many FLOPs does one byte"
+            " less cost?"
+        ),
         "Equal seconds: F₁/rate + B₁/link = F₂/rate + B₂/link. Solve for rate/link.",
     )
 )
 def check_break_even(function: Any) -> Verdict:
     """`function(first, second)`: the FLOP per byte of a machine on which both take as long."""
     for one, other in _PAIRS:
-        first, second = (SimpleNamespace(flops=flops, moved_bytes=moved) for flops, moved in (one, other))
+        first, second = (
+            SimpleNamespace(flops=flops, moved_bytes=moved) for flops, moved in (one, other)
+        )
         expected = (first.flops - second.flops) / (second.moved_bytes - first.moved_bytes)
         mistakes = {
             1 / expected: "That is bytes per FLOP.",
             -expected: "The sign: more FLOPs on one side, more bytes on the other.",
             2 * expected: "`moved_bytes` has both ways already.",
-            first.flops
-            / first.moved_bytes: "That is one recipe's intensity. What counts is the difference of the two.",
-            second.flops
-            / second.moved_bytes: "That is one recipe's intensity. What counts is the difference of the two.",
+            first.flops / first.moved_bytes: (
+                "That is one recipe's intensity. What counts is the difference of the two."
+            ),
+            second.flops / second.moved_bytes: (
+                "That is one recipe's intensity. What counts is the difference of the two."
+            ),
         }
-        verdict = expect_number(function(first, second), expected, tolerance=1e-6, wrong_answers=mistakes)
+        verdict = expect_number(
+            function(first, second), expected, tolerance=1e-6, wrong_answers=mistakes
+        )
         if not verdict:
             return verdict
-    return right("Right: below it the recipe that moves more is cheaper, above it the one that computes more.")
+    return right(
+        "Right: below it the recipe that moves more is cheaper, above it the one that computes"
+        " more."
+    )
 
 
-# Exercises 3 to 5: a recipe for a budget ------------------------------------------------------------------------------
+# Exercises 3 to 5: a recipe for a budget
+# ------------------------------------------------------------------------------
 
 
 @exercise(
@@ -152,31 +203,48 @@ def check_same_flops(recipe: Any) -> Verdict:
     found = _that_fits(recipe, 160_000_000)
     _moves_nothing(found)
     _computes_at_most(found, 1.0)
-    message = "Right: {mb}. Pieces cost no FLOPs, and only one piece's activations are there at a time."
+    message = (
+        "Right: {mb}. Pieces cost no FLOPs, and only one piece's activations are there at a time."
+    )
     return right(text(message, mb=_mb(found.peak_bytes)))
 
 
 @exercise(
     hint=(
-        "110 MB of it are parameters, gradients and state. Who makes the rest so small? Whose checkpoint is wasted?",
+        (
+            "110 MB of it are parameters, gradients and state. Who makes the rest so small? Whose"
+            " checkpoint is wasted?"
+        ),
         "A sequence at a time, checkpoints, but not around the last layer: `first_blocks`.",
     )
 )
 def check_keeps_clipping(recipe: Any) -> Verdict:
-    """120 MB, at most 1.19 of the plain FLOPs, nothing moved, the norm of all gradients known before the update."""
+    """120 MB, at most 1.19 of the plain FLOPs, nothing moved, the norm of all gradients known
+    before the update."""
     if isinstance(recipe, Recipe) and recipe.in_backward:
-        return wrong("Steps in backward know no norm of all gradients: clipping is gone.", exact=True)
+        return wrong(
+            "Steps in backward know no norm of all gradients: clipping is gone.", exact=True
+        )
     found = _that_fits(recipe, 120_000_000)
     _moves_nothing(found)
     _computes_at_most(found, 1.19)
-    message = "Right: {mb}, {ratio:.3f} of the FLOPs. The last layer runs backward right after its forward."
+    message = (
+        "Right: {mb}, {ratio:.3f} of the FLOPs. The last layer runs backward right after its"
+        " forward."
+    )
     return right(text(message, mb=_mb(found.peak_bytes), ratio=found.flops / _plain().flops))
 
 
 @exercise(
     hint=(
-        "Look at what fills the peak of the turn's recipe: 27.5 MB of parameters, and 16.8 of what?",
-        "Three tensors of the logits' size. The loss can come in pieces (lesson 02), and no whole layer may come back.",
+        (
+            "Look at what fills the peak of the turn's recipe: 27.5 MB of parameters, and 16.8 of"
+            " what?"
+        ),
+        (
+            "Three tensors of the logits' size. The loss can come in pieces (lesson 02), and no"
+            " whole layer may come back."
+        ),
     )
 )
 def check_fifty(recipe: Any) -> Verdict:
@@ -197,29 +265,42 @@ def _estimated(recipe: Recipe) -> Estimate:
 
 
 def _that_fits(recipe: Any, budget: int) -> Estimate:
-    """The estimate of a recipe that fits the budget, in fp32 with Adam; what fills its peak where it does not."""
+    """The estimate of a recipe that fits the budget, in fp32 with Adam; what fills its peak where
+    it does not."""
     if not isinstance(recipe, Recipe):
         kind = type(recipe).__name__
         raise Refused(text("A `Recipe` is wanted; this is a `{kind}`.", kind=kind), exact=True)
     if (recipe.precision, recipe.optimizer, recipe.ranks) != ("fp32", "adam", 1):
-        raise Refused("Precision, optimizer and the one device stay: fp32, Adam, one rank.", exact=True)
+        raise Refused(
+            "Precision, optimizer and the one device stay: fp32, Adam, one rank.", exact=True
+        )
     try:
         found = _estimated(recipe)
     except Exception as error:
         raise Refused(text("It cannot be estimated: {error}.", error=error), exact=True) from None
     if found.peak_bytes > budget:
         peaks = f"{_mb(found.peak_bytes)} > {budget / 1e6:,.0f} MB"
-        raise Refused(text("It does not fit: {peaks}. At its peak: {held}.", peaks=peaks, held=filled_by(found)))
+        raise Refused(
+            text(
+                "It does not fit: {peaks}. At its peak: {held}.", peaks=peaks, held=filled_by(found)
+            )
+        )
     return found
 
 
 def filled_by(found: Estimate) -> str:
-    """The categories at a peak, the largest first, those below half a megabyte aside, and the phase."""
-    held = sorted(((count, name) for name, count in found.at_peak.items() if count >= 500_000), reverse=True)
+    """The categories at a peak, the largest first, those below half a megabyte aside, and the
+    phase."""
+    held = sorted(
+        ((count, name) for name, count in found.at_peak.items() if count >= 500_000), reverse=True
+    )
     parts = [
-        text("{category} {size} MB", category=category_label(name), size=f"{count / 1e6:.1f}") for count, name in held
+        text("{category} {size} MB", category=category_label(name), size=f"{count / 1e6:.1f}")
+        for count, name in held
     ]
-    return text("{parts}, in the {phase} phase", parts=listed(parts), phase=phase_label(peak_phase(found)))
+    return text(
+        "{parts}, in the {phase} phase", parts=listed(parts), phase=phase_label(peak_phase(found))
+    )
 
 
 def peak_phase(found: Estimate) -> str:
@@ -235,7 +316,9 @@ def _moves_nothing(found: Estimate) -> None:
 def _computes_at_most(found: Estimate, limit: float) -> None:
     ratio = found.flops / _plain().flops
     if ratio > limit:
-        raise Refused(text("It fits, but takes {ratio:.3f} times the FLOPs of the plain step.", ratio=ratio))
+        raise Refused(
+            text("It fits, but takes {ratio:.3f} times the FLOPs of the plain step.", ratio=ratio)
+        )
 
 
 def _mb(count: int) -> str:

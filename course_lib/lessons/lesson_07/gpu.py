@@ -8,7 +8,13 @@ from course_lib.budget import Recipe, build, estimate, train_step
 from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching.allocator import Allocator
-from course_lib.teaching.experiments import TINY, Part, decoder_and_tokens, experiment, need_host_memory
+from course_lib.teaching.experiments import (
+    TINY,
+    Part,
+    decoder_and_tokens,
+    experiment,
+    need_host_memory,
+)
 
 _FORGETFUL = {"precision": "bf16", "attention": "flash", "checkpoint": "layers"}
 RECIPES = {
@@ -20,7 +26,14 @@ RECIPES = {
 
 @experiment(
     title="A step by three recipes: predicted, the meter's peak, the allocator's",
-    sizes={"vocabulary": 32000, "hidden": 2048, "heads": 16, "layers": 24, "sequence": 2048, "batch": 4},
+    sizes={
+        "vocabulary": 32000,
+        "hidden": 2048,
+        "heads": 16,
+        "layers": 24,
+        "sequence": 2048,
+        "batch": 4,
+    },
     small={**TINY, "heads": 1},
     arms={
         "plain": "plain",
@@ -29,7 +42,8 @@ RECIPES = {
     },
 )
 def three_recipes(device: torch.device, *, batch: int, **sizes: int) -> Iterator[Part]:
-    """On a GPU the last recipe pins some 20 GB: 14 bytes a parameter, where torch rounds blocks up to powers of two."""
+    """On a GPU the last recipe pins some 20 GB: 14 bytes a parameter, where torch rounds blocks up
+    to powers of two."""
 
     def make_batch() -> torch.Tensor:
         return random_tokens(batch, sizes["sequence"], sizes["vocabulary"])
@@ -39,9 +53,14 @@ def three_recipes(device: torch.device, *, batch: int, **sizes: int) -> Iterator
 
     on_gpu = device.type == "cuda"
     if on_gpu:
-        need_host_memory(24 * (sizes["vocabulary"] * sizes["hidden"] + 12 * sizes["layers"] * sizes["hidden"] ** 2))
+        need_host_memory(
+            24
+            * (sizes["vocabulary"] * sizes["hidden"] + 12 * sizes["layers"] * sizes["hidden"] ** 2)
+        )
     for name, recipe in RECIPES.items():
-        predicted = estimate(lambda: Decoder(**sizes), make_batch, recipe, tier="host" if on_gpu else "file")
+        predicted = estimate(
+            lambda: Decoder(**sizes), make_batch, recipe, tier="host" if on_gpu else "file"
+        )
         yield {f"{name}_predicted_bytes": predicted.peak_bytes}
         allocator = Allocator(device)
         model, optimizer = build(make_model, recipe)

@@ -1,4 +1,5 @@
-"""What lesson 07 shows: the fields of a recipe, what fills each peak, three figures and a playground."""
+"""What lesson 07 shows: the fields of a recipe, what fills each peak, three figures and a
+playground."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -7,7 +8,16 @@ from typing import TYPE_CHECKING
 from course_lib.budget import RATES, Estimate, Recipe, waterfall
 from course_lib.labels import listed
 from course_lib.memory import CATEGORIES
-from course_lib.teaching import COLORS, Table, category_label, figure, phase_label, playground, table, text
+from course_lib.teaching import (
+    COLORS,
+    Table,
+    category_label,
+    figure,
+    phase_label,
+    playground,
+    table,
+    text,
+)
 from course_lib.teaching.figures import shown_once
 
 from .checks import peak_phase
@@ -19,7 +29,9 @@ if TYPE_CHECKING:
 #: Field of a recipe -> what it says.
 FIELDS = {
     "precision": "dtype of the step; `bf16` has fp32 master weights",
-    "optimizer": "`adam`, `sgd`, `momentum`, `adafactor`; `adam8bit` runs where bitsandbytes is installed",
+    "optimizer": (
+        "`adam`, `sgd`, `momentum`, `adafactor`; `adam8bit` runs where bitsandbytes is installed"
+    ),
     "update": "parameters one by one (`loop`), all at once (`foreach`), in one operator (`fused`)",
     "offload_optimizer": "the fraction of the optimizer's state that lives one tier down",
     "attention": "`standard` keeps the scores' softmax, `flash` one number a row",
@@ -69,11 +81,15 @@ def recipe_fields(others: bool = False) -> Table:
 
 def what_fills(names: Sequence[str], estimates: Sequence[Estimate]) -> Table:
     """The peak of each recipe by category, MB, and the phase it is in."""
-    shown = [name for name in CATEGORIES if any(found.at_peak.get(name, 0) > 5e5 for found in estimates)]
+    shown = [
+        name for name in CATEGORIES if any(found.at_peak.get(name, 0) > 5e5 for found in estimates)
+    ]
     rows = []
     for name, found in zip(names, estimates, strict=True):
         counts = [f"{found.at_peak.get(category, 0) / 1e6:.1f}" for category in shown]
-        rows.append((name, f"{found.peak_bytes / 1e6:.1f}", *counts, phase_label(peak_phase(found))))
+        rows.append(
+            (name, f"{found.peak_bytes / 1e6:.1f}", *counts, phase_label(peak_phase(found)))
+        )
     return table(["step", "peak, MB", *(category_label(name) for name in shown), "phase"], rows)
 
 
@@ -95,7 +111,8 @@ def waterfall_picture(
     *,
     title: str,
 ) -> "Figure":
-    """From the plain step to a recipe: predicted peaks as stacked bars with their price, measured ones as points.
+    """From the plain step to a recipe: predicted peaks as stacked bars with their price, measured
+    ones as points.
 
     Args:
         names: labels of the steps.
@@ -111,13 +128,17 @@ def waterfall_picture(
         "; ",
     )
     alt = text(
-        "Predicted peaks in MB: {peaks}; the budget is {budget}.", peaks=peaks, budget=f"{budget_bytes / 1e6:,.0f}"
+        "Predicted peaks in MB: {peaks}; the budget is {budget}.",
+        peaks=peaks,
+        budget=f"{budget_bytes / 1e6:,.0f}",
     )
     drawn, ax = figure(title, height=4.6, alt=alt)
     shown = [_IN_LINES.get(name, name) for name in names]
     labels = {name: category_label(name) for name in CATEGORIES}
     labels |= {"measured": text("measured"), "budget": text("budget")}
-    waterfall(estimates, measured=measured, budget_bytes=budget_bytes, names=shown, labels=labels, ax=ax)
+    waterfall(
+        estimates, measured=measured, budget_bytes=budget_bytes, names=shown, labels=labels, ax=ax
+    )
     ax.grid(False)
     return shown_once(drawn)
 
@@ -134,11 +155,18 @@ def draw_break_even(first: Estimate, second: Estimate, names: Sequence[str]) -> 
     least = min(first.flops, second.flops)
     alt = text("The two lines cross at {equal} FLOP a byte.", equal=f"{equal:.1f}")
     drawn, ax = figure("Which of the two is cheaper, the machine decides", height=2.9, alt=alt)
-    for found, name, color in zip((first, second), names, (COLORS["predicted"], COLORS["measured"]), strict=True):
+    for found, name, color in zip(
+        (first, second), names, (COLORS["predicted"], COLORS["measured"]), strict=True
+    ):
         times = [(found.flops + ratio * found.moved_bytes) / least for ratio in ratios]
         ax.plot(ratios, times, color=color)
         ax.annotate(
-            text(name), (ratios[-1], times[-1]), xytext=(4, 0), textcoords="offset points", va="center", color=color
+            text(name),
+            (ratios[-1], times[-1]),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            color=color,
         )
     ax.axvline(equal, color="black", linestyle="--", linewidth=1)
     ax.annotate(f"{equal:.1f}", (equal, 0.15), xytext=(4, 0), textcoords="offset points")
@@ -164,7 +192,8 @@ _MARKERS = {
 
 
 def draw_recipes(points: Sequence[Stored], budget: int = 60, intensity: int = 100) -> "Figure":
-    """Recipes by peak and seconds, and a budget: those to its left fit, and the cheapest of them is named.
+    """Recipes by peak and seconds, and a budget: those to its left fit, and the cheapest of them is
+    named.
 
     Args:
         points: of `stored_estimates`.
@@ -175,7 +204,10 @@ def draw_recipes(points: Sequence[Stored], budget: int = 60, intensity: int = 10
         raise ValueError("points is empty; it takes one stored estimate or more")
     rate = RATES["laptop"].fp32_flops
     seconds = {point: (point.flops + intensity * point.moved_bytes) / rate for point in points}
-    fitting = sorted((p for p in points if p.peak_bytes <= budget * 1e6), key=lambda p: (seconds[p], p.peak_bytes))
+    fitting = sorted(
+        (p for p in points if p.peak_bytes <= budget * 1e6),
+        key=lambda p: (seconds[p], p.peak_bytes),
+    )
     if fitting:
         title = text(
             "{budget} MB, {intensity} FLOP a byte: {count} fit, the cheapest takes {seconds} s",
@@ -186,10 +218,16 @@ def draw_recipes(points: Sequence[Stored], budget: int = 60, intensity: int = 10
         )
     else:
         least = min(p.peak_bytes for p in points) / 1e6
-        title = text("{budget} MB: none fits, the least is {least:.1f} MB", budget=budget, least=least)
+        title = text(
+            "{budget} MB: none fits, the least is {least:.1f} MB", budget=budget, least=least
+        )
     drawn, ax = figure(title, height=3.4)
     for kind, (marker, name) in _MARKERS.items():
-        some = [p for p in points if (p.recipe.checkpoint != "none", p.recipe.offload_activations) == kind]
+        some = [
+            p
+            for p in points
+            if (p.recipe.checkpoint != "none", p.recipe.offload_activations) == kind
+        ]
         for inside in (True, False):
             here = [p for p in some if (p.peak_bytes <= budget * 1e6) == inside]
             ax.plot(
@@ -200,11 +238,18 @@ def draw_recipes(points: Sequence[Stored], budget: int = 60, intensity: int = 10
                 label=text(name) if inside else "_",
             )
     if fitting:
-        ax.set_title(text("recipe: {recipe}", recipe=str(fitting[0].recipe)), loc="left", fontsize=9)
+        ax.set_title(
+            text("recipe: {recipe}", recipe=str(fitting[0].recipe)), loc="left", fontsize=9
+        )
         best = (fitting[0].peak_bytes / 1e6, seconds[fitting[0]])
         ax.plot(*best, "o", markersize=14, markerfacecolor="none", markeredgecolor="black")
     ax.axvline(budget, color="black", linestyle="--", linewidth=1)
-    ax.set(xlim=(0, 300), ylim=(0, None), xlabel=text("peak, MB"), ylabel=text("seconds at 100 GFLOP/s"))
+    ax.set(
+        xlim=(0, 300),
+        ylim=(0, None),
+        xlabel=text("peak, MB"),
+        ylabel=text("seconds at 100 GFLOP/s"),
+    )
     ax.legend(loc="upper right")
     drawn.course_larger = 1.0  # the points leave no corner for a larger legend
     return shown_once(drawn)
@@ -216,6 +261,8 @@ def recipes_playground(points: Sequence[Stored]) -> None:
         lambda budget, intensity: draw_recipes(points, budget, intensity),
         lambda widgets: {
             "budget": widgets.IntSlider(60, 40, 300, 1, description="MB", continuous_update=False),
-            "intensity": widgets.IntSlider(100, 5, 200, 5, description="FLOP/byte", continuous_update=False),
+            "intensity": widgets.IntSlider(
+                100, 5, 200, 5, description="FLOP/byte", continuous_update=False
+            ),
         },
     )

@@ -1,6 +1,8 @@
-"""Estimates of the course's step by a grid of recipes: too many for a page to make while it is read.
+"""Estimates of the course's step by a grid of recipes: too many for a page to make while it is
+read.
 
-`python -c "from course_lib.lessons.lesson_07 import stored; stored.print_rows()"` makes them again; a test makes some.
+`python -c "from course_lib.lessons.lesson_07 import stored; stored.print_rows()"` makes them again;
+a test makes some.
 """
 
 from collections.abc import Iterator
@@ -23,8 +25,11 @@ class Stored(NamedTuple):
 
 
 def recipes() -> Iterator[Recipe]:
-    """Attention x checkpoints x pieces or steps in backward x state x activations x pages, where they go together."""
-    ways = product(("standard", "flash"), ("none", "layers"), (1, 2, 8, 0), (0.0, 1.0), (False, True))
+    """Attention x checkpoints x pieces or steps in backward x state x activations x pages, where
+    they go together."""
+    ways = product(
+        ("standard", "flash"), ("none", "layers"), (1, 2, 8, 0), (0.0, 1.0), (False, True)
+    )
     for attention, checkpoint, pieces, below, offloaded in ways:
         yield Recipe(
             attention=attention,

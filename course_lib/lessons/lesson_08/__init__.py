@@ -85,7 +85,10 @@ CLAIMS = (
 
 
 def figures_of_claims(
-    runs: Mapping[str, Mapping[str, Any]], sharded: Mapping[str, Any], alone: Mapping[str, int], saved: tuple[int, int]
+    runs: Mapping[str, Mapping[str, Any]],
+    sharded: Mapping[str, Any],
+    alone: Mapping[str, int],
+    saved: tuple[int, int],
 ) -> list[str]:
     """What was measured for each of `CLAIMS`.
 

@@ -1,10 +1,12 @@
-"""What a wire carries: bytes on the loopback interface of a network namespace with nothing else in it. Linux only.
+"""What a wire carries: bytes on the loopback interface of a network namespace with nothing else in
+it. Linux only.
 
     python -m course_lib.lessons.lesson_08.carried --ranks 2
     python -m course_lib.lessons.lesson_08.carried --ranks 4 --what hsdp,reduce_scatter
 
-No meter looks on, and nothing is taken from a collective's meaning: the kernel counts what the ranks' sockets send,
-headers and acknowledgements too. It takes `unshare`, and a kernel that lets everybody make namespaces.
+No meter looks on, and nothing is taken from a collective's meaning: the kernel counts what the
+ranks' sockets send, headers and acknowledgements too. It takes `unshare`, and a kernel that lets
+everybody make namespaces.
 """
 
 import argparse
@@ -29,7 +31,8 @@ from course_lib.distributed import MODES, Trainer, task_of
 from .wire import TENSOR_BYTES
 
 STEPS, WARM_UP = 4, 2  # the first step makes Adam's state, the second DDP's buckets
-COLLECTIVES: dict[str, Callable[[Tensor, Tensor], object]] = {  # of (a whole tensor, a rank's part of it)
+# of (a whole tensor, a rank's part of it)
+COLLECTIVES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "all_reduce": lambda whole, part: dist.all_reduce(whole),
     "reduce_scatter": lambda whole, part: dist.reduce_scatter_tensor(part, whole),
     "all_gather": lambda whole, part: dist.all_gather_into_tensor(whole, part),
@@ -40,11 +43,13 @@ KNOWN = tuple(dict.fromkeys([*MODES, *WHAT]))
 
 _MODULE = "course_lib.lessons.lesson_08.carried"
 _EMPTY = ["unshare", "--map-root-user", "--net"]
-_GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1  # SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP of <linux/if.h>
+# SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP of <linux/if.h>
+_GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
 
 
 def carried(ranks: int, what: Sequence[str] = tuple(COLLECTIVES)) -> dict[str, int]:
-    """Bytes that a rank sends in a step of the course's decoder, or in a collective of a tensor of 4 MB.
+    """Bytes that a rank sends in a step of the course's decoder, or in a collective of a tensor of
+    4 MB.
 
     Args:
         what: some of `KNOWN`.
@@ -52,8 +57,23 @@ def carried(ranks: int, what: Sequence[str] = tuple(COLLECTIVES)) -> dict[str, i
     Raises:
         RuntimeError: no such namespace can be made here, or the run failed; with what was said.
     """
-    command = [*_EMPTY, sys.executable, "-m", _MODULE, "--ranks", str(ranks), "--what", ",".join(what), "--inside"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_JIT": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [
+        *_EMPTY,
+        sys.executable,
+        "-m",
+        _MODULE,
+        "--ranks",
+        str(ranks),
+        "--what",
+        ",".join(what),
+        "--inside",
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTORCH_JIT": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     try:
         ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     except FileNotFoundError as error:
@@ -123,7 +143,11 @@ def _hybrid(_: str) -> Callable[[int], object]:
             mean = loss.detach() / tokens / ranks
             dist.all_reduce(mean)
             if rank == 0:
-                print(f"hsdp: loss {mean.item():.6f} in step {number + 1}", file=sys.stderr, flush=True)
+                print(
+                    f"hsdp: loss {mean.item():.6f} in step {number + 1}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     return step
 
@@ -134,7 +158,9 @@ def _run_of(name: str) -> Callable[[int], object]:
 
 
 def _rank(rank: int, ranks: int, what: Sequence[str], told: Connection) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{PORT}", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{PORT}", rank=rank, world_size=ranks
+    )
     counts = {name: _count(_run_of(name)) for name in what}
     dist.destroy_process_group()
     if rank == 0:
@@ -146,7 +172,9 @@ def _inside(ranks: int, what: Sequence[str]) -> dict[str, int]:
     _bring_up_loopback()
     forked = multiprocessing.get_context("fork")
     heard, told = forked.Pipe(duplex=False)
-    processes = [forked.Process(target=_rank, args=(rank, ranks, what, told)) for rank in range(ranks)]
+    processes = [
+        forked.Process(target=_rank, args=(rank, ranks, what, told)) for rank in range(ranks)
+    ]
     for process in processes:
         process.start()
     told.close()  # so that the end is heard where all ranks have failed
@@ -158,10 +186,15 @@ def _inside(ranks: int, what: Sequence[str]) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--what", default=",".join(WHAT), help="with commas between; default %(default)s")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # the namespace is made
+    parser.add_argument(
+        "--what", default=",".join(WHAT), help="with commas between; default %(default)s"
+    )
+    # the namespace is made
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     what = given.what.split(",")
     for name in what:

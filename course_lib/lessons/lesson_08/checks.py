@@ -31,26 +31,37 @@ def _mixed(psi: int, n: int) -> dict[str, float]:
 @exercise(
     hint=(
         "Weight 4, gradient 4, Adam 8 bytes. Which of the three does the stage cut into n?",
-        "What is whole counts as it is, what is cut is divided by n: `8 * psi + 8 * psi / n` for ZeRO 1.",
+        (
+            "What is whole counts as it is, what is cut is divided by n: `8 * psi + 8 * psi / n`"
+            " for ZeRO 1."
+        ),
     )
 )
 def check_held(answer: Any) -> Verdict:
-    """A function of psi and n: bytes a rank holds of weights, gradients and Adam's state, in fp32, for each stage."""
+    """A function of psi and n: bytes a rank holds of weights, gradients and Adam's state, in fp32,
+    for each stage."""
     for psi, n in ((PSI, 8), (PSI, 2), (1_000_000, 4)):  # at 2 and at 4, some slips give one number
         given = _four(answer(psi, n))
         for stage, count in _held(psi, n).items():
             slips = {count / 4: "That counts numbers; fp32 takes 4 bytes each."}
             if stage == "DDP":
-                slips |= {12 * psi: "Adam keeps two numbers a weight.", 16 * psi / n: "DDP cuts nothing."}
+                slips |= {
+                    12 * psi: "Adam keeps two numbers a weight.",
+                    16 * psi / n: "DDP cuts nothing.",
+                }
             if stage == "ZeRO 1":
                 slips |= {
-                    4 * psi + 12 * psi / n: "Gradients stay whole; in the paper's formula they are half as wide.",
+                    4 * psi + 12 * psi / n: (
+                        "Gradients stay whole; in the paper's formula they are half as wide."
+                    ),
                     8 * psi + 4 * psi / n: "Adam keeps two numbers a weight.",
                     16 * psi / n: "Only the optimizer's state is cut.",
                 }
             if stage == "ZeRO 2":
                 slips |= {
-                    2 * psi + 14 * psi / n: "That is the paper's, for mixed precision. All numbers are fp32 here.",
+                    2 * psi + 14 * psi / n: (
+                        "That is the paper's, for mixed precision. All numbers are fp32 here."
+                    ),
                     8 * psi + 8 * psi / n: "The gradients are cut, too.",
                     16 * psi / n: "The weights stay whole.",
                 }
@@ -62,7 +73,10 @@ def check_held(answer: Any) -> Verdict:
 
 @exercise(
     hint=(
-        "Weight 2, gradient 2, and 12 bytes for the optimizer's state. Which of the three does the stage cut?",
+        (
+            "Weight 2, gradient 2, and 12 bytes for the optimizer's state. Which of the three does"
+            " the stage cut?"
+        ),
         "ZeRO 1: 4ψ + 12ψ/n bytes. ZeRO 2 cuts the gradients, too; ZeRO 3 cuts all.",
     )
 )
@@ -72,13 +86,19 @@ def check_seven_billion(answer: Any) -> Verdict:
     fp32 = _held(psi, n)
     given = _four(answer)
     for stage, count in _mixed(psi, n).items():
-        slips = {count / billion: "That is in GB. Give bytes.", count / psi: "That is a parameter's share. Give bytes."}
+        slips = {
+            count / billion: "That is in GB. Give bytes.",
+            count / psi: "That is a parameter's share. Give bytes.",
+        }
         if stage in ("ZeRO 1", "ZeRO 2"):
             slips[16 * psi / n] = "Not all of it is cut at this stage."
-            slips[fp32[stage]] = "That is for fp32. Weights and gradients have 2 bytes a number here."
+            slips[fp32[stage]] = (
+                "That is for fp32. Weights and gradients have 2 bytes a number here."
+            )
         if stage == "ZeRO 1":
             slips[fp32[stage]] = (
-                "So it is with autocast, which keeps weights and gradients in fp32. Here they have 2 bytes a number."
+                "So it is with autocast, which keeps weights and gradients in fp32. Here they have"
+                " 2 bytes a number."
             )
         if stage == "ZeRO 2":  # who answers this has ZeRO 1 right, so it is no slip for fp32
             slips[4 * psi + 12 * psi / n] = "The gradients are cut, too."
@@ -97,21 +117,31 @@ def _four(given: Any) -> Mapping[str, Any]:
     if given is None or (isinstance(given, Mapping) and not any(given.values())):
         raise Refused("Not answered yet.")
     if not isinstance(given, Mapping) or set(given) != set(STAGES):
-        raise Refused("A dictionary with the keys `DDP`, `ZeRO 1`, `ZeRO 2` and `ZeRO 3` is wanted.")
+        raise Refused(
+            "A dictionary with the keys `DDP`, `ZeRO 1`, `ZeRO 2` and `ZeRO 3` is wanted."
+        )
     return given
 
 
 def _expect(
-    given: Any, count: float, slips: Mapping[float, str], stage: str, n: int, *, tolerance: float = 2e-3
+    given: Any,
+    count: float,
+    slips: Mapping[float, str],
+    stage: str,
+    n: int,
+    *,
+    tolerance: float = 2e-3,
 ) -> None:
-    """Refuse another number than that; it may be rounded to three digits where a number is asked for."""
+    """Refuse another number than that; it may be rounded to three digits where a number is asked
+    for."""
     verdict = expect_number(given, count, tolerance=tolerance, wrong_answers=slips)
     if not verdict:
         said = text("`{stage}` on {n} ranks: {message}", stage=stage, n=n, message=verdict.message)
         raise Refused(said, exact=verdict.exact)
 
 
-# The step by hand -----------------------------------------------------------------------------------------------------
+# The step by hand
+# --------------------------------------------------------------------------------------------------
 
 
 class _Watched(Adam):
@@ -120,7 +150,8 @@ class _Watched(Adam):
     def __call__(self, piece: Tensor, gradient: Tensor) -> Tensor:
         if piece.shape != gradient.shape:
             said = (
-                "Adam got {weights} weights with {gradients} numbers of a gradient: give it this rank's piece of both."
+                "Adam got {weights} weights with {gradients} numbers of a gradient: give it this"
+                " rank's piece of both."
             )
             counts = {"weights": piece.numel(), "gradients": gradient.numel()}
             raise Refused(text(said, **counts), exact=True)
@@ -130,14 +161,23 @@ class _Watched(Adam):
 
 @exercise(
     hint=(
-        "Four lines: reduce-scatter the gradients, cut the weights, let each Adam update its piece, all-gather.",
+        (
+            "Four lines: reduce-scatter the gradients, cut the weights, let each Adam update its"
+            " piece, all-gather."
+        ),
         "Rank r's piece of its weight is `weights[r].chunk(n)[r]`; its gradient `sums[r] / n`.",
     )
 )
 def check_sharded_step(answer: Any) -> Verdict:
-    """`answer(weights, gradients, adams, wire)`: three steps on 2 and on 4 ranks, against Adam on the mean gradient."""
+    """`answer(weights, gradients, adams, wire)`: three steps on 2 and on 4 ranks, against Adam on
+    the mean gradient."""
     for n in (2, 4):
-        whole, alone, wire, adams = torch.linspace(-1, 1, 64), Adam(), Wire(), [_Watched() for _ in range(n)]
+        whole, alone, wire, adams = (
+            torch.linspace(-1, 1, 64),
+            Adam(),
+            Wire(),
+            [_Watched() for _ in range(n)],
+        )
         weights = [whole.clone() for _ in range(n)]
         for step in range(3):
             gradients = [torch.linspace(rank, step + 2, 64).sin() for rank in range(n)]
@@ -149,12 +189,21 @@ def check_sharded_step(answer: Any) -> Verdict:
             _check_bytes(adams, wire, step + 1, n)
             whole = alone(whole, mean)
             if not all(torch.allclose(each, whole, atol=1e-6) for each in weights):
-                return wrong("The weights are not those of Adam on the mean gradient. Has each rank got its own piece?")
-            if not torch.allclose(torch.cat([adam.given for adam in adams if adam.steps]), mean, atol=1e-6):
                 return wrong(
-                    "Right weights, since Adam does not mind the gradient's scale: give it the mean over ranks."
+                    "The weights are not those of Adam on the mean gradient. Has each rank got its"
+                    " own piece?"
                 )
-    return right("Right: an n-th of Adam's state a rank, and two numbers sent for each weight, as many as DDP sends.")
+            if not torch.allclose(
+                torch.cat([adam.given for adam in adams if adam.steps]), mean, atol=1e-6
+            ):
+                return wrong(
+                    "Right weights, since Adam does not mind the gradient's scale: give it the mean"
+                    " over ranks."
+                )
+    return right(
+        "Right: an n-th of Adam's state a rank, and two numbers sent for each weight, as many as"
+        " DDP sends."
+    )
 
 
 def _check_pieces(weights: Any, adams: list[_Watched], mean: Tensor, n: int) -> None:
@@ -163,51 +212,74 @@ def _check_pieces(weights: Any, adams: list[_Watched], mean: Tensor, n: int) -> 
     if not any(adam.steps for adam in adams):
         raise Refused("No Adam was called.")
     if any(len(each) < len(mean) for each in weights):
-        raise Refused("Each rank has only its piece of the new weights. It needs all of them for the next step.")
+        raise Refused(
+            "Each rank has only its piece of the new weights. It needs all of them for the next"
+            " step."
+        )
     given = torch.cat([adam.given for adam in adams if adam.steps])
     if len(given) == len(mean) and torch.allclose(given, n * mean, atol=1e-6):
-        raise Refused("Adam gets the sum of the gradients. The batch's gradient is their mean over the ranks.")
+        raise Refused(
+            "Adam gets the sum of the gradients. The batch's gradient is their mean over the ranks."
+        )
 
 
 def _check_bytes(adams: list[_Watched], wire: Wire, steps: int, n: int) -> None:
     most, share, once = max(adam.state_bytes for adam in adams), 8 * 64 // n, 2 * 4 * 64
     if most > share:
         raise Refused(
-            text("A rank keeps {most} bytes of Adam's state; an n-th of it is {share}.", most=most, share=share)
+            text(
+                "A rank keeps {most} bytes of Adam's state; an n-th of it is {share}.",
+                most=most,
+                share=share,
+            )
         )
     if wire.sent_bytes < steps * once:
         raise Refused("Less is sent than a step takes: all must come through the wire.")
     if wire.sent_bytes > steps * once:
         raise Refused(
             text(
-                "Right weights, but {sent} numbers are sent for each weight. Two are enough: who needs the whole sum?",
+                "Right weights, but {sent} numbers are sent for each weight. Two are enough: who"
+                " needs the whole sum?",
                 sent=wire.sent_bytes // (steps * 4 * 64),
             )
         )
 
 
-# One layer: gather, use, drop -----------------------------------------------------------------------------------------
+# One layer: gather, use, drop
+# -----------------------------------------------------------------------------------------
 
 # What PyTorch says of slips in backward, and what it means here.
 _SLIPS = {
-    "incorrect number of gradients": "Backward returns a gradient for each argument of forward: `None` for the wire.",
-    "invalid gradient at index 1": "The second gradient is that of this rank's piece, and as long as the piece.",
+    "incorrect number of gradients": (
+        "Backward returns a gradient for each argument of forward: `None` for the wire."
+    ),
+    "invalid gradient at index 1": (
+        "The second gradient is that of this rank's piece, and as long as the piece."
+    ),
     "invalid gradient at index 0": "The first gradient is that of `x`, and has its shape.",
 }
 
 
 @exercise(
     hint=(
-        "Save `x` and the piece, not the whole weight. Backward gathers it again, and scatters its gradient.",
-        "Backward: `gradient @ whole` for `x`; `wire.reduce_scatter(gradient.mT @ x)` for the piece; `None`.",
+        (
+            "Save `x` and the piece, not the whole weight. Backward gathers it again, and scatters"
+            " its gradient."
+        ),
+        (
+            "Backward: `gradient @ whole` for `x`; `wire.reduce_scatter(gradient.mT @ x)` for the"
+            " piece; `None`."
+        ),
     )
 )
 def check_gathered_linear(function: Any) -> Verdict:
-    """A Linear `function(x, piece, wire)`, or a Function of these, whose weight is cut: as rank 2 of 4 and 0 of 2."""
+    """A Linear `function(x, piece, wire)`, or a Function of these, whose weight is cut: as rank 2
+    of 4 and 0 of 2."""
     for rank, ranks in ((2, 4), (0, 2)):
         _check_gathered(getattr(function, "apply", function), rank, ranks)
     return right(
-        "Right: between forward and backward an n-th of the weight is live; sent are two gathers and a scatter."
+        "Right: between forward and backward an n-th of the weight is live; sent are two gathers"
+        " and a scatter."
     )
 
 
@@ -226,7 +298,10 @@ def _check_gathered(function: Any, rank: int, ranks: int) -> None:
         kept = meter.live_bytes - output.nbytes
     _check_forward(output, inputs[rank] @ weight.mT, piece, wire, weight.nbytes)
     if kept > weight.nbytes // 2:
-        said = "Between forward and backward {kept:,} bytes more are live; the weight has {whole:,}: save the piece."
+        said = (
+            "Between forward and backward {kept:,} bytes more are live; the weight has {whole:,}:"
+            " save the piece."
+        )
         raise Refused(text(said, kept=kept, whole=weight.nbytes), exact=True)
     try:
         output.backward(arriving[rank])
@@ -239,15 +314,21 @@ def _check_gathered(function: Any, rank: int, ranks: int) -> None:
     total, own = sum(gradients).chunk(ranks)[rank], gradients[rank].chunk(ranks)[rank]
     slips = {
         "That is this rank's gradient alone. The piece's is the sum over all ranks.": own,
-        "The piece's gradient is the sum over the ranks here; the mean is the loss's affair.": total / ranks,
+        "The piece's gradient is the sum over the ranks here; the mean is the loss's affair.": (
+            total / ranks
+        ),
     }
     _check_backward(piece.grad, total, "piece", slips)
     _check_traffic(wire.sent_bytes, weight.nbytes)
 
 
-def _check_forward(output: Tensor, expected: Tensor, piece: Tensor, wire: RankWire, whole: int) -> None:
+def _check_forward(
+    output: Tensor, expected: Tensor, piece: Tensor, wire: RankWire, whole: int
+) -> None:
     if wire.sent_bytes == 0:
-        raise Refused("Nothing went through the wire: a rank has only its piece of the weight.", exact=True)
+        raise Refused(
+            "Nothing went through the wire: a rank has only its piece of the weight.", exact=True
+        )
     if output.shape != expected.shape or not torch.allclose(output, expected, atol=1e-4):
         raise Refused("The output is not `x` times the whole weight, transposed.")
     if not output.requires_grad:
@@ -264,28 +345,46 @@ def _check_backward(
         if torch.allclose(found, slip, atol=1e-4):
             raise Refused(said, exact=True)
     if not torch.allclose(found, expected, atol=1e-3, rtol=1e-4):
-        raise Refused(text("The gradient of {name} is not what autograd gives for the whole weight.", name=name))
+        raise Refused(
+            text(
+                "The gradient of {name} is not what autograd gives for the whole weight.", name=name
+            )
+        )
 
 
 def _check_traffic(sent: int, whole: int) -> None:
     if sent < 3 * whole:
-        raise Refused("Less was sent than two gathers and a scatter: where was the whole weight kept?", exact=True)
+        raise Refused(
+            "Less was sent than two gathers and a scatter: where was the whole weight kept?",
+            exact=True,
+        )
     if sent > 3 * whole:
-        said = "{sent} numbers are sent for each weight. Three are enough: gathered twice, its gradient scattered once."
+        said = (
+            "{sent} numbers are sent for each weight. Three are enough: gathered twice, its"
+            " gradient scattered once."
+        )
         raise Refused(text(said, sent=sent // whole), exact=True)
 
 
-# What is sent ---------------------------------------------------------------------------------------------------------
+# What is sent
+# --------------------------------------------------------------------------------------------------
 
 
 @exercise(
     hint=(
-        "An all-reduce counts twice. How often is a block's weight gathered, and how often its gradient scattered?",
-        "Of a block: two gathers and a scatter, 4 bytes a number each. Of the root: one gather and a scatter.",
+        (
+            "An all-reduce counts twice. How often is a block's weight gathered, and how often its"
+            " gradient scattered?"
+        ),
+        (
+            "Of a block: two gathers and a scatter, 4 bytes a number each. Of the root: one gather"
+            " and a scatter."
+        ),
     )
 )
 def check_sent(answer: Any) -> Verdict:
-    """A function of psi and root: bytes that a rank communicates in a step under DDP and under FSDP2."""
+    """A function of psi and root: bytes that a rank communicates in a step under DDP and under
+    FSDP2."""
     for psi, root in ((PSI, 557_568), (1000, 100)):
         given = answer(psi, root)
         if given is None or (isinstance(given, Mapping) and not any(given.values())):
@@ -296,12 +395,20 @@ def check_sent(answer: Any) -> Verdict:
         for mode, count in wanted.items():
             slips = {count / 4: "That counts numbers; fp32 takes 4 bytes each."}
             if mode == "DDP":
-                slips[4 * psi] = "An all-reduce counts twice: the sum is scattered, and then gathered."
+                slips[4 * psi] = (
+                    "An all-reduce counts twice: the sum is scattered, and then gathered."
+                )
             else:
                 slips |= {
-                    12 * psi: "The root is gathered once: it is not dropped between forward and backward.",
-                    12 * psi - 8 * root: "The root is gathered once, and its gradient scattered once.",
-                    12 * psi - 12 * root: "The root is gathered once, and its gradient scattered once.",
+                    12 * psi: (
+                        "The root is gathered once: it is not dropped between forward and backward."
+                    ),
+                    12 * psi - 8 * root: (
+                        "The root is gathered once, and its gradient scattered once."
+                    ),
+                    12 * psi - 12 * root: (
+                        "The root is gathered once, and its gradient scattered once."
+                    ),
                     8 * psi: "Blocks are gathered twice: for forward, and again for backward.",
                     8 * psi - 4 * root: "The gradients are sent, too.",
                     16 * psi - 4 * root: "Gradients are scattered; nobody gathers them.",
@@ -313,18 +420,27 @@ def check_sent(answer: Any) -> Verdict:
     return right("Right: 2ψ numbers under DDP, 3ψ less the root under FSDP2.")
 
 
-# Seconds --------------------------------------------------------------------------------------------------------------
+# Seconds
+# --------------------------------------------------------------------------------------------------
 
 
 @exercise(
     hint=(
-        "Seconds of traffic: 12ψ bytes over the link. Seconds of compute: 6ψ FLOPs for each token, over the rate.",
+        (
+            "Seconds of traffic: 12ψ bytes over the link. Seconds of compute: 6ψ FLOPs for each"
+            " token, over the rate."
+        ),
         "12ψ / link = 6ψ · tokens / rate. Solve for the tokens; what becomes of ψ?",
     )
 )
 def check_tokens_to_hide(answer: Any) -> Verdict:
-    """A function of psi, rate and link: the least tokens of a rank whose compute takes as long as FSDP2's traffic."""
-    for psi, rate, link in ((7 * 10**9, 400e12, 50e9), (70 * 10**9, 400e12, 50e9), (10**9, 900e12, 450e9)):
+    """A function of psi, rate and link: the least tokens of a rank whose compute takes as long as
+    FSDP2's traffic."""
+    for psi, rate, link in (
+        (7 * 10**9, 400e12, 50e9),
+        (70 * 10**9, 400e12, 50e9),
+        (10**9, 900e12, 450e9),
+    ):
         given = answer(psi, rate, link)
         if given is None or given is ... or given == 0:
             return not_answered()
@@ -333,11 +449,16 @@ def check_tokens_to_hide(answer: Any) -> Verdict:
             6 * rate / link: "Backward computes, too: 6 FLOPs for each weight and token, not 2.",
             3 * rate / link: "Forward and backward: 6 FLOPs for each weight and token, not 4.",
             rate / link / 2: "That counts numbers; a number of fp32 has 4 bytes.",
-            4 / 3 * rate / link: "That is DDP's traffic, 8 bytes a weight. FSDP2 gathers twice and scatters once.",
+            4 / 3 * rate / link: (
+                "That is DDP's traffic, 8 bytes a weight. FSDP2 gathers twice and scatters once."
+            ),
             2 * link / rate: "Upside down: a fast link needs fewer tokens.",
             2 * rate / link * psi: "The weights are in both, traffic and compute: they cancel.",
         }
         verdict = expect_number(given, least, tolerance=1e-3, wrong_answers=slips)
         if not verdict:
             return verdict
-    return right("Right: 2 · rate / link, whatever the model. Half a petaflop beside a slow link takes a long batch.")
+    return right(
+        "Right: 2 · rate / link, whatever the model. Half a petaflop beside a slow link takes a"
+        " long batch."
+    )

@@ -1,4 +1,5 @@
-"""Who holds what, by the kinds of parallelism: pictures and a table, from their papers and not measured."""
+"""Who holds what, by the kinds of parallelism: pictures and a table, from their papers and not
+measured."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,19 +13,37 @@ if TYPE_CHECKING:
 
 RANKS = 4
 WIDTHS = {"parameter": 4, "gradient": 4, "optimizer": 8}  # bytes of a weight
-CUT = {"DDP": (), "ZeRO 1": ("optimizer",), "ZeRO 2": ("gradient", "optimizer"), "ZeRO 3": tuple(WIDTHS)}
+CUT = {
+    "DDP": (),
+    "ZeRO 1": ("optimizer",),
+    "ZeRO 2": ("gradient", "optimizer"),
+    "ZeRO 3": tuple(WIDTHS),
+}
 _SHADES = ("#4477AA", "#66CCEE", "#CCBB44", "#AA3377")  # of the pieces, one a rank
 
 
 def draw_stages() -> "Figure":
-    """What each of four ranks holds under DDP and ZeRO's stages: whole bars, or a quarter of each."""
-    drawn, axes = figure("DDP holds all of it four times; each stage of ZeRO cuts one thing more", columns=4, width=8.6)
+    """What each of four ranks holds under DDP and ZeRO's stages: whole bars, or a quarter of
+    each."""
+    drawn, axes = figure(
+        "DDP holds all of it four times; each stage of ZeRO cuts one thing more",
+        columns=4,
+        width=8.6,
+    )
     for ax, (stage, cut) in zip(axes, CUT.items(), strict=True):
         ax.set_title(stage, loc="center")
         for rank in range(RANKS):
             start = 0.0
             for category, width in WIDTHS.items():
-                ax.barh(rank, width, left=start, height=0.62, facecolor="none", edgecolor="#BBBBBB", linewidth=0.8)
+                ax.barh(
+                    rank,
+                    width,
+                    left=start,
+                    height=0.62,
+                    facecolor="none",
+                    edgecolor="#BBBBBB",
+                    linewidth=0.8,
+                )
                 part = width / RANKS if category in cut else width
                 first = start + rank * part if category in cut else start
                 ax.barh(rank, part, left=first, height=0.62, **category_look(category))
@@ -38,25 +57,31 @@ def draw_stages() -> "Figure":
     handles = [Patch(label=category_label(name), **category_look(name)) for name in WIDTHS]
     drawn.legend(handles=handles, loc="outside lower center", ncols=3)
     drawn.course_alt = text(
-        "Four ranks under DDP and three stages of ZeRO. DDP: each holds all weights, gradients and Adam's state. "
-        "ZeRO 1: a quarter of the state each; ZeRO 2: of the gradients, too; ZeRO 3: of all three."
+        "Four ranks under DDP and three stages of ZeRO. DDP: each holds all weights, gradients and"
+        " Adam's state. ZeRO 1: a quarter of the state each; ZeRO 2: of the gradients, too; ZeRO 3:"
+        " of all three."
     )
     return shown_once(drawn)
 
 
 def draw_collectives() -> "Figure":
     """A reduce-scatter and an all-gather of four ranks' tensors, cut into four pieces each."""
-    drawn, axes = figure("A reduce-scatter, then an all-gather: together an all-reduce", columns=3, width=8.6)
+    drawn, axes = figure(
+        "A reduce-scatter, then an all-gather: together an all-reduce", columns=3, width=8.6
+    )
     everywhere = [set(range(RANKS))] * RANKS
     own = [{rank} for rank in range(RANKS)]
     names = ("before", "after the reduce-scatter", "after the all-gather")
-    for ax, name, there, summed in zip(axes, names, (everywhere, own, everywhere), (False, True, True), strict=True):
+    for ax, name, there, summed in zip(
+        axes, names, (everywhere, own, everywhere), (False, True, True), strict=True
+    ):
         ax.set_title(text(name), loc="center")
         _draw_pieces(ax, there, summed)
     axes[0].set_ylabel(text("rank"))
     drawn.course_alt = text(
-        "Four ranks with four pieces each. Before: each has its own numbers in all pieces. After the reduce-scatter: "
-        "rank r has the sum of all r-th pieces, nothing else. After the all-gather: each has all four sums."
+        "Four ranks with four pieces each. Before: each has its own numbers in all pieces. After"
+        " the reduce-scatter: rank r has the sum of all r-th pieces, nothing else. After the"
+        " all-gather: each has all four sums."
     )
     return shown_once(drawn)
 
@@ -65,12 +90,20 @@ def _draw_pieces(ax: "Axes", there: Sequence[set[int]], summed: bool) -> None:
     for rank, own in enumerate(there):
         for piece in range(RANKS):
             full = piece in own
-            look = {"color": _SHADES[piece]} if full else {"facecolor": "none", "edgecolor": "#BBBBBB"}
-            ax.barh(rank, 0.94, left=piece, height=0.7, alpha=1 if summed or not full else 0.45, **look)
+            look = (
+                {"color": _SHADES[piece]} if full else {"facecolor": "none", "edgecolor": "#BBBBBB"}
+            )
+            ax.barh(
+                rank, 0.94, left=piece, height=0.7, alpha=1 if summed or not full else 0.45, **look
+            )
             if full:
                 said = "Σ" if summed else f"{rank}"
                 ax.annotate(
-                    said, (piece + 0.47, rank), ha="center", va="center", color="white" if summed else "#222222"
+                    said,
+                    (piece + 0.47, rank),
+                    ha="center",
+                    va="center",
+                    color="white" if summed else "#222222",
                 )
     _bare(ax)
     ax.set_yticks(range(RANKS), [str(rank) for rank in range(RANKS)])
@@ -86,11 +119,21 @@ def _bare(ax: "Axes") -> None:
 
 
 _NO = "–"
-_BY_N, _BY_T, _BY_P, _BY_E = "÷\u00a0N", "÷\u00a0t", "÷\u00a0p", "experts ÷ e"  # no line breaks within
+# no line breaks within
+_BY_N, _BY_T, _BY_P, _BY_E = "÷\u00a0N", "÷\u00a0t", "÷\u00a0p", "experts ÷ e"
 _SHARE = "÷ N, of a fixed batch"
-#: kind, what of it a rank holds of weights, gradients, Adam's state and activations, collectives of a step, source.
+# : kind, what of it a rank holds of weights, gradients, Adam's state and activations, collectives
+# of a step, source.
 PARALLELISMS = (
-    ("data (DDP)", _NO, _NO, _NO, _SHARE, "all-reduce of gradients", "Li et al. 2020, arXiv:2006.15704"),
+    (
+        "data (DDP)",
+        _NO,
+        _NO,
+        _NO,
+        _SHARE,
+        "all-reduce of gradients",
+        "Li et al. 2020, arXiv:2006.15704",
+    ),
     (
         "ZeRO 1",
         _NO,
@@ -160,5 +203,13 @@ PARALLELISMS = (
 
 def parallelisms() -> Table:
     """What each kind of parallelism divides, and by which collective."""
-    columns = ["kind", "weights", "gradients", "Adam's state", "activations", "sent in a step", "source"]
+    columns = [
+        "kind",
+        "weights",
+        "gradients",
+        "Adam's state",
+        "activations",
+        "sent in a step",
+        "source",
+    ]
     return table(columns, PARALLELISMS)

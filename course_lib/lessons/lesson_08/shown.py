@@ -20,23 +20,42 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-STAGE_OF = {"ddp": "DDP", "zero1": "ZeRO 1", "fsdp-keep": "ZeRO 2", "fsdp": "ZeRO 3", "fsdp-checkpoint": "ZeRO 3"}
+STAGE_OF = {
+    "ddp": "DDP",
+    "zero1": "ZeRO 1",
+    "fsdp-keep": "ZeRO 2",
+    "fsdp": "ZeRO 3",
+    "fsdp-checkpoint": "ZeRO 3",
+}
 GIVEN, RING, CARRIED = COLORS["predicted"], "#BBBBBB", COLORS["measured"]
 _NAMES = {"ddp": "DDP", "zero1": "ZeRO 1", "fsdp": "FSDP2"}
-_NAMES |= {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
-_COLORS = {"DDP": "#222222", "ZeRO 1": COLORS["parameter"], "ZeRO 2": "#888888", "ZeRO 3": COLORS["measured"]}
+_NAMES |= {
+    "all_reduce": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+}
+_COLORS = {
+    "DDP": "#222222",
+    "ZeRO 1": COLORS["parameter"],
+    "ZeRO 2": "#888888",
+    "ZeRO 3": COLORS["measured"],
+}
 
 
 def held_by(run: Mapping[str, Any]) -> int:
-    """What the fullest rank of a run holds when its optimizer steps: weights, gradients and state, in bytes.
+    """What the fullest rank of a run holds when its optimizer steps: weights, gradients and state,
+    in bytes.
 
-    Of `fsdp-keep` it is what it holds between forward and backward: the gathered weights come on top.
+    Of `fsdp-keep` it is what it holds between forward and backward: the gathered weights come on
+    top.
     """
     held = max(map(sum, zip(*run["measured"].values(), strict=True)))
     return held + (run["taken"][0]["at_peak"]["gathered"] if run["mode"] == "fsdp-keep" else 0)
 
 
-def draw_ranks(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, Any]]) -> "Figure":
+def draw_ranks(
+    lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, Any]]
+) -> "Figure":
     """Bytes that a rank holds, and bytes that it communicates in a step, over the number of ranks.
 
     Args:
@@ -48,13 +67,32 @@ def draw_ranks(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[
     for stage, color in _COLORS.items():
         own = sorted((run["ranks"], held_by(run)) for run in runs if STAGE_OF[run["mode"]] == stage)
         ranks, counts = list(lines), [line[stage] / 1e6 for line in lines.values()]
-        left.plot(ranks, counts, color=color, alpha=0.55, linestyle="--" if stage == "ZeRO 2" else "-")
-        filled = "none" if stage == "ZeRO 2" else color
-        left.plot([n for n, _ in own], [count / 1e6 for _, count in own], "o", color=color, markerfacecolor=filled)
-        left.annotate(
-            stage, (ranks[-1], counts[-1]), xytext=(6, 0), textcoords="offset points", va="center", color=color
+        left.plot(
+            ranks, counts, color=color, alpha=0.55, linestyle="--" if stage == "ZeRO 2" else "-"
         )
-    left.set(xlim=(0.7, 8), ylim=(0, 122), xlabel=text("ranks"), ylabel=text("held by a rank, MB"), xticks=[1, 2, 4, 8])
+        filled = "none" if stage == "ZeRO 2" else color
+        left.plot(
+            [n for n, _ in own],
+            [count / 1e6 for _, count in own],
+            "o",
+            color=color,
+            markerfacecolor=filled,
+        )
+        left.annotate(
+            stage,
+            (ranks[-1], counts[-1]),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            color=color,
+        )
+    left.set(
+        xlim=(0.7, 8),
+        ylim=(0, 122),
+        xlabel=text("ranks"),
+        ylabel=text("held by a rank, MB"),
+        xticks=[1, 2, 4, 8],
+    )
     _draw_sent(right, runs)
     drawn.get_layout_engine().set(wspace=0.06)  # room for the names at the ends of the lines
     drawn.course_alt = _alt(lines, runs)
@@ -63,14 +101,29 @@ def draw_ranks(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[
 
 def _draw_sent(ax: "Axes", runs: Sequence[Mapping[str, Any]]) -> None:
     for (stage, color), above in zip(_COLORS.items(), (-8, 7, 7, -7), strict=True):
-        own = [(run["ranks"], run["communicated"]) for run in runs if STAGE_OF[run["mode"]] == stage]
+        own = [
+            (run["ranks"], run["communicated"]) for run in runs if STAGE_OF[run["mode"]] == stage
+        ]
         if own:
             predicted = own[0][1]["predicted"] / 1e6
             ax.plot([2, 8], [predicted] * 2, "-", color=color, alpha=0.55)
-            ax.plot([n for n, _ in own], [counts["measured"] / 1e6 for _, counts in own], "o", color=color)
-            place = {"xytext": (0, above), "textcoords": "offset points", "va": "center", "ha": "right"}
+            ax.plot(
+                [n for n, _ in own],
+                [counts["measured"] / 1e6 for _, counts in own],
+                "o",
+                color=color,
+            )
+            place = {
+                "xytext": (0, above),
+                "textcoords": "offset points",
+                "va": "center",
+                "ha": "right",
+            }
             ax.annotate(
-                text("{stage} {sent} MB", stage=stage, sent=f"{predicted:.1f}"), (8, predicted), **place, color=color
+                text("{stage} {sent} MB", stage=stage, sent=f"{predicted:.1f}"),
+                (8, predicted),
+                **place,
+                color=color,
             )
     ax.set(xlim=(1.5, 8), ylim=(0, 122), xlabel=text("ranks"), xticks=[2, 4, 8])
     ax.set_ylabel(text("given to collectives in a step, MB"))
@@ -83,9 +136,12 @@ def _alt(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, A
 
     sent = {STAGE_OF[run["mode"]]: f"{run['communicated']['measured'] / 1e6:.1f}" for run in runs}
     return text(
-        "Held by a rank, from 1 to 8 ranks: {held}. Given to collectives in a step, on any number of them: {sent}.",
+        "Held by a rank, from 1 to 8 ranks: {held}. Given to collectives in a step, on any number"
+        " of them: {sent}.",
         held=listed([ends(stage) for stage in _COLORS]),
-        sent=listed([text("{stage} {sent} MB", stage=stage, sent=count) for stage, count in sent.items()]),
+        sent=listed(
+            [text("{stage} {sent} MB", stage=stage, sent=count) for stage, count in sent.items()]
+        ),
     )
 
 
@@ -93,17 +149,22 @@ def draw_peaks(arms: Mapping[str, Mapping[str, int]], title: str) -> "Figure":
     """What is live at the peak of each arm, as bars of the categories.
 
     Args:
-        arms: label -> category -> bytes; "gathered" counts with the parameters, and is written beside them.
+        arms: label -> category -> bytes; "gathered" counts with the parameters, and is written
+            beside them.
     """
     drawn, ax = figure(title, height=0.9 + 0.46 * len(arms), width=8.2)
     said = []
     for place, (name, parts) in enumerate(arms.items()):
         start, peak = 0.0, sum(parts.values()) / 1e6
         for category in ("parameter", "optimizer", "gradient", "activation", "temporary", "input"):
-            count = (parts[category] + (parts.get("gathered", 0) if category == "parameter" else 0)) / 1e6
+            count = (
+                parts[category] + (parts.get("gathered", 0) if category == "parameter" else 0)
+            ) / 1e6
             ax.barh(place, count, left=start, height=0.66, **category_look(category))
             start += count
-        ax.annotate(f"{peak:.1f}", (start, place), xytext=(5, 0), textcoords="offset points", va="center")
+        ax.annotate(
+            f"{peak:.1f}", (start, place), xytext=(5, 0), textcoords="offset points", va="center"
+        )
         said.append(text("{name}: {peak} MB", name=name, peak=f"{peak:.1f}"))
     ax.set_yticks(range(len(arms)), [text(name) for name in arms])
     ax.invert_yaxis()
@@ -117,7 +178,9 @@ def draw_peaks(arms: Mapping[str, Mapping[str, int]], title: str) -> "Figure":
 def _legend(drawn: "Figure", arms: Mapping[str, Mapping[str, int]]) -> None:
     from matplotlib.patches import Patch
 
-    there = [name for name in CATEGORIES if max(parts.get(name, 0) for parts in arms.values()) > 1e6]
+    there = [
+        name for name in CATEGORIES if max(parts.get(name, 0) for parts in arms.values()) > 1e6
+    ]
     handles = [Patch(label=category_label(name), **category_look(name)) for name in there]
     drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8.5)
 
@@ -145,10 +208,23 @@ def _draw_bars(ax: "Axes", rows: Sequence[tuple[str, float, float, float]]) -> l
         for step, (count, color) in enumerate(zip(counts, (GIVEN, RING, CARRIED), strict=True)):
             ax.barh(place + 0.27 * (step - 1), count / 1e6, height=0.25, color=color)
             at = count / 1e6, place + 0.27 * (step - 1)
-            ax.annotate(f"{count / 1e6:.1f}", at, xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+            ax.annotate(
+                f"{count / 1e6:.1f}",
+                at,
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
         given, ring, carried = (f"{count / 1e6:.1f}" for count in counts)
         said.append(
-            text("{name}: {given}, {ring}, {carried}", name=_NAMES[name], given=given, ring=ring, carried=carried)
+            text(
+                "{name}: {given}, {ring}, {carried}",
+                name=_NAMES[name],
+                given=given,
+                ring=ring,
+                carried=carried,
+            )
         )
     ax.set_yticks(range(len(rows)), [_NAMES[name] for name, *_ in rows])
     ax.invert_yaxis()
@@ -174,29 +250,56 @@ def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figu
         device_bytes: the device's budget.
     """
     peaks = [taken["peak_bytes"] for taken in run["taken"]]
-    drawn, ax = figure("One device is stopped; four smaller ones take the whole batch", height=2.9, width=8.2)
+    drawn, ax = figure(
+        "One device is stopped; four smaller ones take the whole batch", height=2.9, width=8.2
+    )
     wanted = (alone.live_bytes + alone.wanted_bytes) / 1e6
     ax.barh(0, alone.live_bytes / 1e6, height=0.6, color="#999999")
-    ax.barh(0, alone.wanted_bytes / 1e6, left=alone.live_bytes / 1e6, height=0.6, facecolor="none", edgecolor="#CC3311")
+    ax.barh(
+        0,
+        alone.wanted_bytes / 1e6,
+        left=alone.live_bytes / 1e6,
+        height=0.6,
+        facecolor="none",
+        edgecolor="#CC3311",
+    )
     ax.annotate(
-        f"{wanted:.1f}", (wanted, -0.2), xytext=(6, 0), textcoords="offset points", va="center", color="#CC3311"
+        f"{wanted:.1f}",
+        (wanted, -0.2),
+        xytext=(6, 0),
+        textcoords="offset points",
+        va="center",
+        color="#CC3311",
     )
     for rank, peak in enumerate(peaks, 1):
         ax.barh(rank, peak / 1e6, height=0.6, color=COLORS["measured"])
-        ax.annotate(f"{peak / 1e6:.1f}", (1, rank), xytext=(4, 0), textcoords="offset points", va="center")
-    for budget, first, last in ((device_bytes, -0.5, 0.5), (run["budget_bytes"], 0.5, len(peaks) + 0.5)):
+        ax.annotate(
+            f"{peak / 1e6:.1f}", (1, rank), xytext=(4, 0), textcoords="offset points", va="center"
+        )
+    for budget, first, last in (
+        (device_bytes, -0.5, 0.5),
+        (run["budget_bytes"], 0.5, len(peaks) + 0.5),
+    ):
         ax.plot([budget / 1e6] * 2, [first, last], color="#222222", linewidth=1.8)
         place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
         said = text("budget {budget} MB", budget=f"{budget / 1e6:.0f}")
-        ax.annotate(said, (budget / 1e6, (first + last) / 2 + (0.28 if last == 0.5 else 0)), **place, fontsize=8.5)
-    names = ["one device, 1 sequence", *(text("rank {rank}, 2 sequences", rank=rank) for rank in range(len(peaks)))]
+        ax.annotate(
+            said,
+            (budget / 1e6, (first + last) / 2 + (0.28 if last == 0.5 else 0)),
+            **place,
+            fontsize=8.5,
+        )
+    names = [
+        "one device, 1 sequence",
+        *(text("rank {rank}, 2 sequences", rank=rank) for rank in range(len(peaks))),
+    ]
     ax.set_yticks(range(len(names)), [text(names[0]), *names[1:]])
     ax.invert_yaxis()
     ax.grid(visible=False)
     ax.set(xlim=(0, 76), xlabel=text("live at the peak, MB"))
     drawn.course_alt = text(
-        "One device of {device} MB is stopped when it wants {wanted} MB. Under a budget of {budget} MB each, "
-        "the ranks peak at {peaks} MB.",
+        "One device of {device} MB is stopped when it wants {wanted} MB. Under a budget of {budget}"
+        " MB each, the ranks peak at {peaks} MB.",
         device=f"{device_bytes / 1e6:.0f}",
         wanted=f"{wanted:.1f}",
         budget=f"{run['budget_bytes'] / 1e6:.0f}",
@@ -206,33 +309,49 @@ def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figu
 
 
 def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: float) -> "Figure":
-    """Seconds of a step's compute over the tokens of a rank, and of its traffic, which does not depend on them.
+    """Seconds of a step's compute over the tokens of a rank, and of its traffic, which does not
+    depend on them.
 
     Args:
         traffic: label -> seconds.
         compute_a_token: seconds.
         least: tokens from which the first traffic takes no longer than the compute.
     """
-    drawn, ax = figure("Compute grows with a rank's tokens, traffic does not: long steps hide it", width=8.2)
+    drawn, ax = figure(
+        "Compute grows with a rank's tokens, traffic does not: long steps hide it", width=8.2
+    )
     most = 1.4 * least
     ax.plot([0, most], [0, most * compute_a_token], color=COLORS["predicted"])
     place = {"xytext": (-18, 0), "textcoords": "offset points"}
     ax.annotate(text("compute"), (most, most * compute_a_token), **place, ha="right", va="center")
-    for (name, seconds), shade in zip(traffic.items(), (COLORS["measured"], "#AA3377", "#4477AA"), strict=False):
+    for (name, seconds), shade in zip(
+        traffic.items(), (COLORS["measured"], "#AA3377", "#4477AA"), strict=False
+    ):
         ax.plot([0, most], [seconds] * 2, color=shade, linestyle="--")
         said = text("{name}: {seconds} s", name=text(name), seconds=f"{seconds:.1f}")
         ax.annotate(said, (0, seconds), xytext=(6, 4), textcoords="offset points", color=shade)
     ax.plot([least], [least * compute_a_token], "o", color=COLORS["measured"])
-    ax.set(xlim=(0, most), ylim=(0, None), xlabel=text("tokens of a rank in a step"), ylabel=text("seconds"))
+    ax.set(
+        xlim=(0, most),
+        ylim=(0, None),
+        xlabel=text("tokens of a rank in a step"),
+        ylabel=text("seconds"),
+    )
     drawn.course_alt = text(
         "Traffic: {traffic}. Compute takes as long as the first of them from {tokens} tokens on.",
-        traffic=listed([text("{name}: {seconds} s", name=text(n), seconds=f"{s:.1f}") for n, s in traffic.items()]),
+        traffic=listed(
+            [
+                text("{name}: {seconds} s", name=text(n), seconds=f"{s:.1f}")
+                for n, s in traffic.items()
+            ]
+        ),
         tokens=f"{least:,.0f}",
     )
     return shown_once(drawn)
 
 
-# Measured here --------------------------------------------------------------------------------------------------------
+# Measured here
+# --------------------------------------------------------------------------------------------------
 
 
 def symbolic_rank(mode: str, ranks: int) -> Taken:
@@ -243,7 +362,8 @@ def symbolic_rank(mode: str, ranks: int) -> Taken:
 
 @contextmanager
 def as_rank_of(ranks: int) -> Iterator[None]:
-    """This process as rank 0 of so many, whose collectives return at once: bytes are right, and values are not."""
+    """This process as rank 0 of so many, whose collectives return at once: bytes are right, and
+    values are not."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -263,7 +383,8 @@ def _one_rank() -> Iterator[None]:
 
 
 def resumed_alone(folder: str) -> list[float]:
-    """The loss of a step that goes on, by DDP on one rank, from what other ranks have saved by any mode."""
+    """The loss of a step that goes on, by DDP on one rank, from what other ranks have saved by any
+    mode."""
     task = task_of()
     with _one_rank():
         trainer = Trainer("ddp", task.make_model(), task.loss_sum)
@@ -271,7 +392,8 @@ def resumed_alone(folder: str) -> list[float]:
 
 
 def ddp_peak(tokens: int, *, view: bool) -> int:
-    """The peak of the third step of DDP on 2 sequences, with and without `gradient_as_bucket_view`; on one rank."""
+    """The peak of the third step of DDP on 2 sequences, with and without `gradient_as_bucket_view`;
+    on one rank."""
     task = task_of(batch=2, sequence=tokens)
     with _one_rank():
         model = task.make_model()

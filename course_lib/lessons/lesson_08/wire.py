@@ -1,4 +1,5 @@
-"""Ranks within one process: collectives on lists, one tensor a rank, and Adam on a piece; what a real wire carried."""
+"""Ranks within one process: collectives on lists, one tensor a rank, and Adam on a piece; what a
+real wire carried."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,9 +7,11 @@ import torch
 from torch import Tensor
 
 TENSOR_BYTES = 4_000_000  # of the tensor in the recorded collectives
-GIVEN_TIMES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # its tensor's bytes, as the page counts them
+# its tensor's bytes, as the page counts them
+GIVEN_TIMES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
-#: ranks -> what -> bytes a rank and step, by `course_lib.lessons.lesson_08.carried`: torch 2.13.0, gloo, November 2026.
+# : ranks -> what -> bytes a rank and step, by `course_lib.lessons.lesson_08.carried`: torch 2.13.0,
+# gloo, November 2026.
 RECORDED: Mapping[int, Mapping[str, int]] = {
     2: {
         "ddp": 27_543_722,
@@ -69,11 +72,13 @@ class Wire(_Counted):
 
 
 class RankWire(_Counted):
-    """Collectives as one rank calls them: what it gives goes in, and what all ranks make of it comes out.
+    """Collectives as one rank calls them: what it gives goes in, and what all ranks make of it
+    comes out.
 
     Args:
         rank: whose wire it is.
-        pieces: a weight's, one a rank, cut along the first dimension; this rank's own goes by what it gives.
+        pieces: a weight's, one a rank, cut along the first dimension; this rank's own goes by what
+            it gives.
         gradients: of the whole weight, one a rank; likewise.
     """
 
@@ -88,7 +93,9 @@ class RankWire(_Counted):
         if piece.shape != own.shape:
             shapes = tuple(piece.shape), tuple(own.shape)
             raise ValueError(f"piece is {shapes[0]}; all_gather takes this rank's, {shapes[1]}")
-        whole = torch.cat([piece if r == self._rank else each for r, each in enumerate(self._pieces)])
+        whole = torch.cat(
+            [piece if r == self._rank else each for r, each in enumerate(self._pieces)]
+        )
         self._give(whole)
         return whole.detach()
 
@@ -108,12 +115,15 @@ class RankWire(_Counted):
     def _sum(self, tensor: Tensor) -> Tensor:
         if tensor.shape != self._others.shape:
             shapes = tuple(tensor.shape), tuple(self._others.shape)
-            raise ValueError(f"tensor is {shapes[0]}; all ranks give the whole gradient, {shapes[1]}")
+            raise ValueError(
+                f"tensor is {shapes[0]}; all ranks give the whole gradient, {shapes[1]}"
+            )
         return tensor.detach() + self._others
 
 
 class Adam:
-    """Adam on whatever piece of the weights it is given: `adam(piece, gradient)` is the updated piece.
+    """Adam on whatever piece of the weights it is given: `adam(piece, gradient)` is the updated
+    piece.
 
     Its two moments are as long as the first piece.
     """

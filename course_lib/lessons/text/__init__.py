@@ -1,8 +1,9 @@
-"""Text that ships with the course, for lessons that train on real characters: its own prose and its own code.
+"""Text that ships with the course, for lessons that train on real characters: its own prose and its
+own code.
 
-`prose.txt` has a paragraph a line, from the lessons' English (CC BY 4.0, `LICENSE.prose.txt`); `code.txt` has the
-lessons' code (Apache-2.0, `LICENSE.code.txt`). Both are ASCII, and stay as they are when the lessons change, so that
-figures measured on them hold.
+`prose.txt` has a paragraph a line, from the lessons' English (CC BY 4.0, `LICENSE.prose.txt`);
+`code.txt` has the lessons' code (Apache-2.0, `LICENSE.code.txt`). Both are ASCII, and stay as they
+are when the lessons change, so that figures measured on them hold.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,8 @@ def _lines(name: str) -> list[str]:
 
 
 def padded(texts: Sequence[str], most: int) -> Tensor:
-    """Characters as numbers from 1 to 127, (texts, length of the longest); shorter texts end in zeros.
+    """Characters as numbers from 1 to 127, (texts, length of the longest); shorter texts end in
+    zeros.
 
     Args:
         most: characters that are kept of a text.

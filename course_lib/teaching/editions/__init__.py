@@ -4,8 +4,9 @@
     python -m course_lib.teaching.editions.slides    # a deck per lesson and language
     python -m course_lib.teaching.editions.site      # the website, which Sphinx makes
 
-They read the executed notebooks, write a folder next to the one asked for, and swap it in when all of it is there: an
-error leaves what was there before. `make student`, `make slides` and `make site` call them.
+They read the executed notebooks, write a folder next to the one asked for, and swap it in when all
+of it is there: an error leaves what was there before. `make student`, `make slides` and `make site`
+call them.
 """
 
 import sys
@@ -14,6 +15,7 @@ import sys
 def not_installed(edition: str, error: ImportError) -> str:
     """One sentence for an edition whose packages are not there."""
     return (
-        f"{edition}: {error}; it takes a Python with all that the course needs, which `make {edition}` installs "
-        f"(pip install -e '.[course,test]' -c constraints.txt does, for {sys.executable})"
+        f"{edition}: {error}; it takes a Python with all that the course needs, which `make"
+        f" {edition}` installs (pip install -e '.[course,test]' -c constraints.txt does, for"
+        f" {sys.executable})"
     )

@@ -1,4 +1,5 @@
-"""What the editions share: cells in one language, stubs for solutions, a folder that is written whole or not at all."""
+"""What the editions share: cells in one language, stubs for solutions, a folder that is written
+whole or not at all."""
 
 import argparse
 import ast
@@ -40,7 +41,8 @@ class EditionError(ValueError):
 
 
 def in_language(source: str, language: str) -> str:
-    """A markdown cell in one language: its half of the heading, and what stands in its div, without the div.
+    """A markdown cell in one language: its half of the heading, and what stands in its div, without
+    the div.
 
     Args:
         source: a heading line in both languages at most, and a div a language.
@@ -59,15 +61,20 @@ def in_language(source: str, language: str) -> str:
             heading = heading.split(" / ", 1)[language == "zh"]
         lines.append((mark or "") + heading)
     if bodies and language not in bodies:
-        raise EditionError(f'a markdown cell has no <div lang="{language}">, it starts {source[:60]!r}')
-    return "\n\n".join(part for part in ("\n".join(lines).strip(), bodies.get(language, "").strip()) if part)
+        raise EditionError(
+            f'a markdown cell has no <div lang="{language}">, it starts {source[:60]!r}'
+        )
+    return "\n\n".join(
+        part for part in ("\n".join(lines).strip(), bodies.get(language, "").strip()) if part
+    )
 
 
 # --- solutions ---
 
 
 def unguarded(source: str) -> str:
-    """Code without the guard that leaves a reader's accepted answer in its name, where nobody has answered."""
+    """Code without the guard that leaves a reader's accepted answer in its name, where nobody has
+    answered."""
     return _GUARD.sub(lambda found: textwrap.dedent(found[1]), source + "\n").removesuffix("\n")
 
 
@@ -82,18 +89,24 @@ def without_guards(notebook: NotebookNode) -> NotebookNode:
 
 def is_solution(cell: NotebookNode) -> bool:
     """Whether a cell is a solution and nothing else."""
-    return cell.cell_type == "code" and "### BEGIN SOLUTION" in cell.source and not _take_out(cell.source)[0].strip()
+    return (
+        cell.cell_type == "code"
+        and "### BEGIN SOLUTION" in cell.source
+        and not _take_out(cell.source)[0].strip()
+    )
 
 
 def without_solutions(notebook: NotebookNode) -> NotebookNode:
     """The notebook with stubs in place of the solutions, and without outputs.
 
-    A solution inside a function becomes `raise NotImplementedError`, which the checks report. A cell that is nothing
-    but a solution goes: the reader's own attempt, with its check, stands in the cell above it.
+    A solution inside a function becomes `raise NotImplementedError`, which the checks report. A
+    cell that is nothing but a solution goes: the reader's own attempt, with its check, stands in
+    the cell above it.
 
     Raises:
-        EditionError: markers that are unbalanced or hidden in a line; a solution whose stub would stop the notebook,
-            whose exercise has no cell of its own, which a later cell needs, or which stands elsewhere as well.
+        EditionError: markers that are unbalanced or hidden in a line; a solution whose stub would
+            stop the notebook, whose exercise has no cell of its own, which a later cell needs, or
+            which stands elsewhere as well.
     """
     notebook = deepcopy(notebook)
     solutions, kept = [], []
@@ -134,7 +147,10 @@ def _take_out(source: str, stub: str = "") -> tuple[str, str]:
             (taken if inside else kept).append(line)
             continue
         if inside == (marker[2] == "BEGIN"):
-            raise EditionError(f"unbalanced solution markers, {marker[2]} SOLUTION follows {('END', 'BEGIN')[inside]}")
+            raise EditionError(
+                f"unbalanced solution markers, {marker[2]} SOLUTION follows"
+                f" {('END', 'BEGIN')[inside]}"
+            )
         inside = not inside
         if inside:
             kept.append(marker[1] + stub)
@@ -144,7 +160,8 @@ def _take_out(source: str, stub: str = "") -> tuple[str, str]:
 
 
 def _replace_solution(cell: NotebookNode, attempt: str) -> str | None:
-    """Replace the solution in the cell, by nothing if that is all of it; say what it was, None if there was none."""
+    """Replace the solution in the cell, by nothing if that is all of it; say what it was, None if
+    there was none."""
     if "SOLUTION" not in cell.source:
         return None
     if cell.cell_type != "code":
@@ -153,14 +170,16 @@ def _replace_solution(cell: NotebookNode, attempt: str) -> str | None:
     if not rest.strip():
         lacking = _checks(solution) - _checks(attempt)
         if lacking:
-            raise EditionError(f"the code cell above this solution must call {sorted(lacking)[0]} with an attempt")
+            raise EditionError(
+                f"the code cell above this solution must call {sorted(lacking)[0]} with an attempt"
+            )
         cell.source = "" if _checks(solution) else COMMENT_STUB
     else:
         cell.source, _ = _take_out(cell.source, stub=STUB)
         if STUB_NAME in {getattr(node, "id", None) for node in _run_at_once(_parse(cell.source))}:
             raise EditionError(
-                "a solution outside of a function shares its cell with other code, where a stub would stop the "
-                "notebook: put it into a cell of its own"
+                "a solution outside of a function shares its cell with other code, where a stub"
+                " would stop the notebook: put it into a cell of its own"
             )
     for folded in ("source_hidden", "outputs_hidden"):
         cell.metadata.get("jupyter", {}).pop(folded, None)
@@ -176,7 +195,8 @@ def _run_at_once(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _parse(source: str) -> ast.AST:
-    """The code as a tree; what is no Python by itself, such as a magic or half a function, is an empty one."""
+    """The code as a tree; what is no Python by itself, such as a magic or half a function, is an
+    empty one."""
     try:
         return ast.parse(source)
     except SyntaxError:
@@ -202,29 +222,43 @@ def _names(source: str) -> tuple[set[str], set[str]]:
     return bound, read
 
 
-def _check_names(number: int, source: str, before: list[str], solutions: list[tuple[int, str]]) -> None:
+def _check_names(
+    number: int, source: str, before: list[str], solutions: list[tuple[int, str]]
+) -> None:
     """No cell reads a name that only a solution binds."""
     bound, read = _names(source)
     wanted = read - bound - set().union(*(_names(other)[0] for other in before))
     for solution_number, solution in solutions:
         for name in sorted(wanted & _names(solution)[0]):
-            raise EditionError(f"cell {number}: uses `{name}`, which only the solution in cell {solution_number} makes")
+            raise EditionError(
+                f"cell {number}: uses `{name}`, which only the solution in cell {solution_number}"
+                " makes"
+            )
 
 
 def _check_leaks(cell: NotebookNode, solutions: list[tuple[int, str]]) -> None:
-    """No statement of a solution stands outside of its markers, in code or prose, imports and calls of checks aside."""
-    here = {ast.unparse(node) for node in ast.walk(_parse(cell.source)) if isinstance(node, ast.stmt)}
+    """No statement of a solution stands outside of its markers, in code or prose, imports and calls
+    of checks aside."""
+    here = {
+        ast.unparse(node) for node in ast.walk(_parse(cell.source)) if isinstance(node, ast.stmt)
+    }
     for number, solution in solutions:
         for node in getattr(_parse(solution), "body", []):
             statement = ast.unparse(node)
             own_check = isinstance(node, ast.Expr) and re.fullmatch(
                 r"[\w.]*check_\w+\((\w+|\(\w+(, \w+)*\))\)", statement
             )
-            if isinstance(node, ast.Import | ast.ImportFrom) or own_check or len(statement) < _SHORT:
+            if (
+                isinstance(node, ast.Import | ast.ImportFrom)
+                or own_check
+                or len(statement) < _SHORT
+            ):
                 continue
             if statement in here or (cell.cell_type == "markdown" and statement in cell.source):
                 line = statement.splitlines()[0]
-                raise EditionError(f"the solution in cell {number} stands outside of its markers as well: {line!r}")
+                raise EditionError(
+                    f"the solution in cell {number} stands outside of its markers as well: {line!r}"
+                )
 
 
 # --- files ---
@@ -238,13 +272,16 @@ def read_lessons(folder: Path = NOTEBOOKS) -> dict[str, NotebookNode]:
     """
     paths = sorted(folder.glob("[0-9]*.ipynb"))
     if not paths:
-        raise EditionError(f"there are no lessons in {folder}: name the course's folder of notebooks")
+        raise EditionError(
+            f"there are no lessons in {folder}: name the course's folder of notebooks"
+        )
     return {path.stem: _read_notebook(path) for path in paths}
 
 
 def _read_notebook(path: Path) -> NotebookNode:
     try:
-        notebook = nbformat.v4.reads(path.read_text(encoding="utf-8"))  # nbformat.read would only log what is wrong
+        # nbformat.read would only log what is wrong
+        notebook = nbformat.v4.reads(path.read_text(encoding="utf-8"))
         if notebook.get("nbformat") != 4:
             raise ValueError(f"its format is {notebook.get('nbformat')}, not 4")
         nbformat.validate(notebook)
@@ -263,7 +300,8 @@ def check_twins(folder: Path, lessons: dict[str, NotebookNode]) -> None:
     """An edition is made from what the scripts say, not from notebooks that were left behind.
 
     Raises:
-        EditionError: a notebook without a script, or with one that is broken or says something else.
+        EditionError: a notebook without a script, or with one that is broken or says something
+            else.
     """
     import jupytext
 
@@ -275,11 +313,19 @@ def check_twins(folder: Path, lessons: dict[str, NotebookNode]) -> None:
             twin = jupytext.read(script, fmt="py:percent")
         except Exception as error:  # whatever its parser stumbles over
             raise EditionError(f"{script} is no jupytext script: {error}") from None
-        here, there = ([(cell.cell_type, cell.source.strip()) for cell in book.cells] for book in (notebook, twin))
+        here, there = (
+            [(cell.cell_type, cell.source.strip()) for cell in book.cells]
+            for book in (notebook, twin)
+        )
         if here != there:
             pairs = enumerate(zip(here, there, strict=False), 1)
-            number = next((number for number, (one, other) in pairs if one != other), min(len(here), len(there)) + 1)
-            raise EditionError(f"{path} and {script} differ from cell {number} on: {stored_again(path)}")
+            number = next(
+                (number for number, (one, other) in pairs if one != other),
+                min(len(here), len(there)) + 1,
+            )
+            raise EditionError(
+                f"{path} and {script} differ from cell {number} on: {stored_again(path)}"
+            )
 
 
 def check_outputs(folder: Path, lessons: dict[str, NotebookNode]) -> None:
@@ -290,29 +336,46 @@ def check_outputs(folder: Path, lessons: dict[str, NotebookNode]) -> None:
     """
     for name, notebook in lessons.items():
         path = folder / f"{name}.ipynb"
-        code = [(number, cell) for number, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code"]
-        never_run = [number for number, cell in code if cell.source.strip() and cell.execution_count is None]
+        code = [
+            (number, cell)
+            for number, cell in enumerate(notebook.cells, 1)
+            if cell.cell_type == "code"
+        ]
+        never_run = [
+            number for number, cell in code if cell.source.strip() and cell.execution_count is None
+        ]
         if never_run:
-            raise EditionError(f"{path}: cell {never_run[0]} has never been run: {stored_again(path)}")
+            raise EditionError(
+                f"{path}: cell {never_run[0]} has never been run: {stored_again(path)}"
+            )
         if not any(cell.outputs for _, cell in code):
             raise EditionError(f"{path} has no outputs: {stored_again(path)}")
 
 
 @contextmanager
 def output_folder(target: Path) -> Iterator[Path]:
-    """A new folder to write into; at the end of the block it takes the target's place, after an error it goes.
+    """A new folder to write into; at the end of the block it takes the target's place, after an
+    error it goes.
 
     Raises:
         EditionError: the target is there and was not made by an edition.
     """
-    if target.exists() and not (target / STAMP).is_file() and not (target.is_dir() and not any(target.iterdir())):
-        raise EditionError(f"{target} is there and was not made by an edition of the course: name another --output")
+    if (
+        target.exists()
+        and not (target / STAMP).is_file()
+        and not (target.is_dir() and not any(target.iterdir()))
+    ):
+        raise EditionError(
+            f"{target} is there and was not made by an edition of the course: name another --output"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as work:
         new, old = Path(work) / "new", Path(work) / "old"
         new.mkdir()
         yield new
-        (new / STAMP).write_text("Made by an edition of the course, which replaces all of this folder.\n", "utf-8")
+        (new / STAMP).write_text(
+            "Made by an edition of the course, which replaces all of this folder.\n", "utf-8"
+        )
         replaces = target.exists()
         if replaces:
             target.rename(old)
@@ -332,17 +395,25 @@ def copy_files(source: Path, target: Path, *patterns: str) -> None:
 
 
 def run_edition(
-    build: Callable[[Path, Path], Sequence[str] | None], name: str, description: str, arguments: list[str] | None = None
+    build: Callable[[Path, Path], Sequence[str] | None],
+    name: str,
+    description: str,
+    arguments: list[str] | None = None,
 ) -> None:
-    """The command line of an edition: its folders, errors in one sentence, warnings a line each, then size and time.
+    """The command line of an edition: its folders, errors in one sentence, warnings a line each,
+    then size and time.
 
     Args:
         build: called with the folder of the notebooks and the one to write; it may return warnings.
         arguments: those of the command line if left out.
     """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--notebooks", type=Path, default=NOTEBOOKS, help="folder of the executed notebooks")
-    parser.add_argument("--output", type=Path, default=Path("build") / name, help="folder that is made or replaced")
+    parser.add_argument(
+        "--notebooks", type=Path, default=NOTEBOOKS, help="folder of the executed notebooks"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("build") / name, help="folder that is made or replaced"
+    )
     chosen = parser.parse_args(arguments)
     start = time.perf_counter()
     try:

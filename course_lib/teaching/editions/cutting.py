@@ -1,4 +1,5 @@
-"""What stands on the slides, cut so that it fits: prose at paragraphs, code at statements, tables and figures."""
+"""What stands on the slides, cut so that it fits: prose at paragraphs, code at statements, tables
+and figures."""
 
 import ast
 import base64
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
 MOST_CODE_LINES = 12
 MOST_CHOSEN_LINES = 18  # of code that a lesson chose to show: all that fits
 CODE_WIDTH = 86  # characters that fit beside each other
-# A body's height in pixels, and what things take of it: estimates that decide where to cut. deck.js shrinks the rest.
+# A body's height in pixels, and what things take of it: estimates that decide where to cut. deck.js
+# shrinks the rest.
 ROOM = 560
 CODE_LINE, _TEXT_LINE, _TABLE_ROW, _TABLE_LINE, GAP = 31, 32, 42, 28, 30
 _SECOND_HEADING = 60  # pixels that a heading in both languages takes more, and the air around it
 _TABLE_WIDTH = 80  # letters in a row of a table, if its columns share the width well
-_MOST_FIGURE_HEIGHT = 560  # pixels of a picture; one of several panels that is higher is cut between them
+# pixels of a picture; one of several panels that is higher is cut between them
+_MOST_FIGURE_HEIGHT = 560
 _WHITE = ((255, 255),) * 3
 _TITLE_HEIGHT = 22  # pixels of a panel's title
 _CLAIM_COLUMNS = tuple(  # in English, in Chinese: the headings of `said.what_you_may_have_read`
@@ -58,7 +61,8 @@ def paragraphs(text: str) -> list[str]:
 
 
 def pack(heights: Sequence[float], room: float) -> list[list[int]]:
-    """Put things into as few groups as have room for them, in order, and make the groups about equally full."""
+    """Put things into as few groups as have room for them, in order, and make the groups about
+    equally full."""
 
     def fill(limit: float) -> list[list[int]]:
         groups: list[list[int]] = [[]]
@@ -75,11 +79,15 @@ def pack(heights: Sequence[float], room: float) -> list[list[int]]:
         return []
     fewest = len(fill(room))
     limits = [sum(heights) / fewest + step * room / 20 for step in range(21)]
-    return next((groups for limit in limits if limit <= room and len(groups := fill(limit)) == fewest), fill(room))
+    return next(
+        (groups for limit in limits if limit <= room and len(groups := fill(limit)) == fewest),
+        fill(room),
+    )
 
 
 def text_height(text: str, width: int) -> float:
-    """Lines that a paragraph takes where so many Latin letters fit into one; a Chinese character is as wide as two."""
+    """Lines that a paragraph takes where so many Latin letters fit into one; a Chinese character is
+    as wide as two."""
     lines = 0.0
     for line in text.splitlines():
         plain = re.sub(r"\$\$.*?\$\$|[*`]|\]\([^)]*\)|\\[a-z]+", "", line)
@@ -113,7 +121,13 @@ def shown_code(source: str, outputs: Sequence[NotebookNode]) -> str:
     last = body[-1].value if body and isinstance(body[-1], ast.Expr) else None
     call = ast.unparse(last.func) if isinstance(last, ast.Call) else ""
     draws = any("image/png" in output.get("data", {}) for output in outputs)
-    only_shows = call in ("what_you_may_have_read", "on_gpu", "about_this_machine", "course_map", "timelines")
+    only_shows = call in (
+        "what_you_may_have_read",
+        "on_gpu",
+        "about_this_machine",
+        "course_map",
+        "timelines",
+    )
     tabulates = call in ("table", "predictions", "compare") and all(map(_makes_headings, body[:-1]))
     hidden = outputs and not makes_things and (draws or only_shows or tabulates)
     return "" if hidden else "\n".join(lines).strip("\n")
@@ -126,7 +140,8 @@ def _makes_headings(node: ast.stmt) -> bool:
 
 
 def cut_code(code: str, most: int = MOST_CODE_LINES) -> list[str]:
-    """Cut code into pieces of at most so many lines, where it hurts least: between statements, the outer ones first."""
+    """Cut code into pieces of at most so many lines, where it hurts least: between statements, the
+    outer ones first."""
     lines = re.sub(r"\n{2,}", "\n\n", code.strip("\n")).splitlines()
     # least[i]: (cost of cutting what precedes line i, where its last piece begins)
     least: list[tuple[float, int]] = [(0.0, 0)]
@@ -146,7 +161,8 @@ def cut_code(code: str, most: int = MOST_CODE_LINES) -> list[str]:
 
 
 def _cost_of_cut(lines: Sequence[str], start: int) -> float:
-    """A piece costs 10; one that begins deep in a statement or behind its header more, behind an empty line less."""
+    """A piece costs 10; one that begins deep in a statement or behind its header more, behind an
+    empty line less."""
     if start == 0:
         return 10.0
     line, before = lines[start], lines[start - 1]
@@ -170,9 +186,19 @@ def with_short_lines(notebook: NotebookNode, width: int = CODE_WIDTH) -> Noteboo
     Raises:
         EditionError: there is no ruff, or a code cell is no Python.
     """
-    command = [find_ruff(), "format", "--isolated", "--stdin-filename", "lesson.ipynb", "--line-length", str(width)]
+    command = [
+        find_ruff(),
+        "format",
+        "--isolated",
+        "--stdin-filename",
+        "lesson.ipynb",
+        "--line-length",
+        str(width),
+    ]
     command += ["--config", "format.skip-magic-trailing-comma=true"]
-    done = subprocess.run(command, input=nbformat.writes(notebook), capture_output=True, text=True, encoding="utf-8")
+    done = subprocess.run(
+        command, input=nbformat.writes(notebook), capture_output=True, text=True, encoding="utf-8"
+    )
     if done.returncode:
         raise EditionError(f"a code cell is no Python: {done.stderr.strip().splitlines()[0]}")
     return nbformat.reads(done.stdout, as_version=4)
@@ -182,14 +208,17 @@ def with_short_lines(notebook: NotebookNode, width: int = CODE_WIDTH) -> Noteboo
 
 
 def outputs_in(output: NotebookNode, language: str) -> list[NotebookNode]:
-    """An output in the language; nothing if it shows nothing, as a slider without a kernel or a progress bar.
+    """An output in the language; nothing if it shows nothing, as a slider without a kernel or a
+    progress bar.
 
-    A figure becomes image/png data, with its alt text in the metadata; for both languages it becomes two.
+    A figure becomes image/png data, with its alt text in the metadata; for both languages it
+    becomes two.
     """
     output = deepcopy(output)
     data = output.get("data", {})
     if pictures := pictures_in(data.get("text/html", "")):
-        large = output.metadata.get("slides", {})  # drawn for slides; a lesson stored before has none
+        # drawn for slides; a lesson stored before has none
+        large = output.metadata.get("slides", {})
         return [
             nbformat.v4.new_output(
                 "display_data",
@@ -203,14 +232,20 @@ def outputs_in(output: NotebookNode, language: str) -> list[NotebookNode]:
         soup = BeautifulSoup(data["text/html"], "html.parser")
         if soup.select_one(".course-language"):
             return []
-        for element in soup.find_all(PER_LANGUAGE, lang={"en": "zh", "zh": "en", "both": "none"}[language]):
+        for element in soup.find_all(
+            PER_LANGUAGE, lang={"en": "zh", "zh": "en", "both": "none"}[language]
+        ):
             element.decompose()
         for element in soup.find_all("section"):  # reveal.js would take it for a slide
             element.name = "article"
         data["text/html"] = str(soup)
         return [output]
     text = output.get("text", "") or data.get("text/plain", "")
-    nothing = not text.strip() or re.match(r"(interactive|VBox|HBox|Output)\(", text) or re.search(r"\d+%\|", text)
+    nothing = (
+        not text.strip()
+        or re.match(r"(interactive|VBox|HBox|Output)\(", text)
+        or re.search(r"\d+%\|", text)
+    )
     return [] if nothing or output.output_type == "error" else [output]
 
 
@@ -219,7 +254,9 @@ def output_height(output: NotebookNode, language: str) -> float:
     html = output.get("data", {}).get("text/html")
     if html is None:
         text = output.get("text", "") or output.get("data", {}).get("text/plain", "")
-        return _TEXT_LINE * sum(max(1, math.ceil(len(line) / CODE_WIDTH)) for line in text.splitlines())
+        return _TEXT_LINE * sum(
+            max(1, math.ceil(len(line) / CODE_WIDTH)) for line in text.splitlines()
+        )
     soup = BeautifulSoup(html, "html.parser")
     height = 0.0
     for row in soup.find_all("tr") or [soup]:
@@ -230,16 +267,23 @@ def output_height(output: NotebookNode, language: str) -> float:
 
 
 def result_groups(outputs: Sequence[NotebookNode], language: str) -> list[list[NotebookNode]]:
-    """The results of a cell, those together that fit on a slide; a long table is cut between its rows."""
+    """The results of a cell, those together that fit on a slide; a long table is cut between its
+    rows."""
     parts = [part for output in outputs for part in cut_table(output, language)]
-    return [[parts[index] for index in group] for group in pack([output_height(p, language) for p in parts], ROOM)]
+    return [
+        [parts[index] for index in group]
+        for group in pack([output_height(p, language) for p in parts], ROOM)
+    ]
 
 
 def cut_table(output: NotebookNode, language: str) -> list[NotebookNode]:
-    """A table that is higher than a slide as several, each with the headings; what stands below it goes to the last."""
+    """A table that is higher than a slide as several, each with the headings; what stands below it
+    goes to the last."""
     soup = BeautifulSoup(output.get("data", {}).get("text/html", ""), "html.parser")
     rows = soup.select("tbody tr")
-    count = math.ceil(output_height(output, language) / (ROOM - _SECOND_HEADING * (language == "both")))
+    count = math.ceil(
+        output_height(output, language) / (ROOM - _SECOND_HEADING * (language == "both"))
+    )
     if len(soup.select("table")) != 1 or count < 2:
         return [output]
     size = math.ceil(len(rows) / count)
@@ -259,9 +303,11 @@ def cut_table(output: NotebookNode, language: str) -> list[NotebookNode]:
 
 
 def claims_in(output: NotebookNode) -> list[tuple[NotebookNode, NotebookNode]]:
-    """(the claim and its source, what was measured and the verdict) of each row of a table of claims, as outputs.
+    """(the claim and its source, what was measured and the verdict) of each row of a table of
+    claims, as outputs.
 
-    The words are those of the table that the lesson shows, `course_lib.teaching.said`; any other output has none.
+    The words are those of the table that the lesson shows, `course_lib.teaching.said`; any other
+    output has none.
     """
     soup = BeautifulSoup(output.get("data", {}).get("text/html", ""), "html.parser")
     columns = [th.get_text(" ", strip=True) for th in soup.select("thead th")]
@@ -275,9 +321,16 @@ def claims_in(output: NotebookNode) -> list[tuple[NotebookNode, NotebookNode]]:
 def _claim_outputs(cells: Sequence[Tag]) -> tuple[NotebookNode, NotebookNode]:
     claim, source, _, measured, verdict = ((cell.div or cell).decode_contents() for cell in cells)
     # The first words of a verdict are the outcome.
-    verdict = re.sub(r"(?:^|(?<=>))([^\s<:：.。][^<:：.。]*[:：.。])", r"<strong>\1</strong>", verdict)
-    halves = [(("claim", claim), ("source", source)), (("measured", measured), ("verdict", verdict))]
-    html = ("".join(f'<div class="{name}">{words}</div>' for name, words in half) for half in halves)
+    verdict = re.sub(
+        r"(?:^|(?<=>))([^\s<:：.。][^<:：.。]*[:：.。])", r"<strong>\1</strong>", verdict
+    )
+    halves = [
+        (("claim", claim), ("source", source)),
+        (("measured", measured), ("verdict", verdict)),
+    ]
+    html = (
+        "".join(f'<div class="{name}">{words}</div>' for name, words in half) for half in halves
+    )
     front, back = (nbformat.v4.new_output("display_data", {"text/html": each}) for each in html)
     return front, back
 
@@ -298,7 +351,8 @@ def cut_figure(output: NotebookNode) -> list[NotebookNode]:
             return [output]
         top, bottom = max(near, key=lambda band: band[1] - band[0])
         above = [band for band in near if 0 < top - band[1] <= _TITLE_HEIGHT]
-        if above:  # one line of text between two bands: a panel's title, which goes with the panel below
+        # one line of text between two bands: a panel's title, which goes with the panel below
+        if above:
             top, bottom = above[0]
         cuts.append((top + bottom) // 2)
     if count == 1:
@@ -316,6 +370,13 @@ def cut_figure(output: NotebookNode) -> list[NotebookNode]:
 
 def _empty_bands(picture: "Image.Image") -> list[tuple[int, int]]:
     """(first row, one after the last) of the runs of white rows."""
-    rows = [picture.crop((0, y, picture.width, y + 1)).getextrema() == _WHITE for y in range(picture.height)]
-    edges = [y for y in range(picture.height + 1) if (y and rows[y - 1]) != (y < picture.height and rows[y])]
+    rows = [
+        picture.crop((0, y, picture.width, y + 1)).getextrema() == _WHITE
+        for y in range(picture.height)
+    ]
+    edges = [
+        y
+        for y in range(picture.height + 1)
+        if (y and rows[y - 1]) != (y < picture.height and rows[y])
+    ]
     return list(zip(edges[::2], edges[1::2], strict=True))

@@ -32,7 +32,8 @@ _POINT_HEIGHT = 200  # pixels of a slide's own text above a table: the same in a
 
 @dataclass
 class Slide:
-    """A slide before it is written: its kind, what stands under its heading, and whether a section starts with it."""
+    """A slide before it is written: its kind, what stands under its heading, and whether a section
+    starts with it."""
 
     kind: str  # title, prose, point, code, figure, table, claim; heading: nothing below it so far
     parts: list[NotebookNode] = field(default_factory=list)
@@ -49,24 +50,32 @@ class Slide:
 
 
 def lesson_slides(notebook: NotebookNode, language: str) -> list[Slide]:
-    """The slides of one lesson in one language, or in both: what its cells' `slide` metadata names, or all of it.
+    """The slides of one lesson in one language, or in both: what its cells' `slide` metadata names,
+    or all of it.
 
-    `slide={"en": "short text", "zh": "短文"}` on prose shows that text, and the prose becomes speaker notes. On code,
-    `slide="code"`, `"result"` or `"both"` says what is shown of the cell.
+    `slide={"en": "short text", "zh": "短文"}` on prose shows that text, and the prose becomes
+    speaker notes. On code, `slide="code"`, `"result"` or `"both"` says what is shown of the cell.
 
     Raises:
-        EditionError: a cell before the title, a cell that lacks the language, `slide` metadata of another kind.
+        EditionError: a cell before the title, a cell that lacks the language, `slide` metadata of
+            another kind.
     """
     slides: list[Slide] = []
     section = heading = ""
     cells = [cell for cell in notebook.cells if slide_type(cell) != "skip"]
     told = is_told(notebook)
     for cell, following in zip(cells, [*cells[1:], None], strict=True):
-        found = re.match(r"(##?) ([\d.]+) ([^\n]*)\n*", cell.source) if cell.cell_type == "markdown" else None
+        found = (
+            re.match(r"(##?) ([\d.]+) ([^\n]*)\n*", cell.source)
+            if cell.cell_type == "markdown"
+            else None
+        )
         if found:
             section, heading = found[2], found[3]
         if not heading:
-            raise EditionError(f"a lesson starts with its title, '# 2 English / 中文', got {cell.source[:60]!r}")
+            raise EditionError(
+                f"a lesson starts with its title, '# 2 English / 中文', got {cell.source[:60]!r}"
+            )
         kind = "title" if found and found[1] == "#" else "prose"
         body = cell.source[found.end() :] if found else cell.source
         if slide_type(cell) == "notes":
@@ -106,11 +115,13 @@ def _told_slides(cell: NotebookNode, following: NotebookNode | None, language: s
         return _code_slides(cell, following, language, shown=wanted)
     if cell.cell_type == "code" or not isinstance(wanted, dict) or set(wanted) != {"en", "zh"}:
         raise EditionError(
-            f'`slide` is "code", "result" or "both" on code, {{"en": text, "zh": text}} on prose, got {wanted!r} '
-            f"on {cell.cell_type} that starts {cell.source[:40]!r}"
+            '`slide` is "code", "result" or "both" on code, {"en": text, "zh": text} on prose,'
+            f" got {wanted!r} on {cell.cell_type} that starts {cell.source[:40]!r}"
         )
     texts = [wanted[one] for one in (("en", "zh") if language == "both" else (language,))]
-    return [Slide("point", [nbformat.v4.new_markdown_cell(columns_of(texts))], height=_POINT_HEIGHT)]
+    return [
+        Slide("point", [nbformat.v4.new_markdown_cell(columns_of(texts))], height=_POINT_HEIGHT)
+    ]
 
 
 def slide_type(cell: NotebookNode) -> str | None:
@@ -118,7 +129,8 @@ def slide_type(cell: NotebookNode) -> str | None:
 
 
 def _joined(slides: list[Slide], new: list[Slide]) -> list[Slide]:
-    """The last slide takes what follows if there is room: a few words and the code they speak of, a result and why."""
+    """The last slide takes what follows if there is room: a few words and the code they speak of, a
+    result and why."""
     last = slides[-1]
     while new and (last.kind == "heading" or _fit_together(last, new[0])):
         taken = new.pop(0)
@@ -138,13 +150,21 @@ def _joined(slides: list[Slide], new: list[Slide]) -> list[Slide]:
 def _fit_together(last: Slide, following: Slide) -> bool:
     """Whether two slides may be one; titles, figures and solutions stay alone."""
     alone = {"title", "figure", "claim"}
-    if {last.kind, following.kind} & alone or "solution" in (last.part, following.part) or following.notes:
+    if (
+        {last.kind, following.kind} & alone
+        or "solution" in (last.part, following.part)
+        or following.notes
+    ):
         return False
     if last.kind == "point" and following.kind != "table":
         return False
-    if following.kind == "code" and _has_fragment(last):  # new code under an old result would be taken for its cause
+    # new code under an old result would be taken for its cause
+    if following.kind == "code" and _has_fragment(last):
         return False
-    return last.height + following.height <= ROOM - 60 and last.code_lines() + following.code_lines() <= MOST_CODE_LINES
+    return (
+        last.height + following.height <= ROOM - 60
+        and last.code_lines() + following.code_lines() <= MOST_CODE_LINES
+    )
 
 
 def _has_fragment(slide: Slide) -> bool:
@@ -153,11 +173,16 @@ def _has_fragment(slide: Slide) -> bool:
 
 def _text_in(source: str, language: str) -> str:
     """A cell in the language, or in both, as plain markdown."""
-    return "\n\n".join(in_language(source, one) for one in (("en", "zh") if language == "both" else (language,)))
+    return "\n\n".join(
+        in_language(source, one) for one in (("en", "zh") if language == "both" else (language,))
+    )
 
 
 def _prose_slides(source: str, language: str, kind: str) -> list[Slide]:
-    bodies = [paragraphs(in_language(source, one)) for one in (("en", "zh") if language == "both" else (language,))]
+    bodies = [
+        paragraphs(in_language(source, one))
+        for one in (("en", "zh") if language == "both" else (language,))
+    ]
     if not any(bodies):
         return [Slide(kind)] if kind == "title" else []
     if len({len(body) for body in bodies}) > 1:  # no pairs of paragraphs: all of it on one slide
@@ -171,7 +196,12 @@ def _prose_slides(source: str, language: str, kind: str) -> list[Slide]:
     for group in pack(heights, room):
         chosen = [rows[index] for index in group]
         columns = ["\n\n".join(column) for column in zip(*chosen, strict=True)]
-        slides.append(Slide(kind if not slides else "prose", [nbformat.v4.new_markdown_cell(columns_of(columns))]))
+        slides.append(
+            Slide(
+                kind if not slides else "prose",
+                [nbformat.v4.new_markdown_cell(columns_of(columns))],
+            )
+        )
         slides[-1].part = "continued" if len(slides) > 1 else ""
         slides[-1].height = ROOM / room * sum(heights[index] for index in group)
     return slides
@@ -181,26 +211,39 @@ def columns_of(texts: Sequence[str]) -> str:
     """One text as it is, two beside each other, English and Chinese."""
     if len(texts) == 1:
         return texts[0]
-    divs = [f'<div lang="{name}">\n\n{text}\n\n</div>' for name, text in zip(("en", "zh"), texts, strict=True)]
+    divs = [
+        f'<div lang="{name}">\n\n{text}\n\n</div>'
+        for name, text in zip(("en", "zh"), texts, strict=True)
+    ]
     return '<div class="columns">\n' + "\n".join(divs) + "\n</div>"
 
 
-def _code_slides(cell: NotebookNode, following: NotebookNode | None, language: str, shown: str = "") -> list[Slide]:
-    """The code and its outputs; `shown` may ask for "code", "result" or "both", whatever they are."""
+def _code_slides(
+    cell: NotebookNode, following: NotebookNode | None, language: str, shown: str = ""
+) -> list[Slide]:
+    """The code and its outputs; `shown` may ask for "code", "result" or "both", whatever they
+    are."""
     if not shown and _is_plumbing(cell.source):
         return []
     outputs = [each for output in cell.outputs for each in outputs_in(output, language)]
     solved = "solution" if is_solution(cell) else ""
-    if following is not None and is_solution(following):  # an attempt: its verdict says only that it is one
+    # an attempt: its verdict says only that it is one
+    if following is not None and is_solution(following):
         outputs = []
     if shown == "code":
         outputs = []
     code = "" if shown == "result" else shown_code(cell.source, [] if shown else outputs)
-    figures = [part for output in outputs if "image/png" in output.get("data", {}) for part in cut_figure(output)]
+    figures = [
+        part
+        for output in outputs
+        if "image/png" in output.get("data", {})
+        for part in cut_figure(output)
+    ]
     others = [output for output in outputs if "image/png" not in output.get("data", {})]
 
     slides = []
-    folded = not solved and cell.metadata.get("jupyter", {}).get("source_hidden")  # what it shows is seen, not the code
+    # what it shows is seen, not the code
+    folded = not solved and cell.metadata.get("jupyter", {}).get("source_hidden")
     most = MOST_CHOSEN_LINES if shown else MOST_CODE_LINES
     for number, chunk in enumerate([] if folded else cut_code(code, most)):
         part = nbformat.v4.new_code_cell(chunk)
@@ -220,9 +263,15 @@ def _code_slides(cell: NotebookNode, following: NotebookNode | None, language: s
             slides[-1].parts.append(result)
             slides[-1].height += height
         else:
-            slides.append(Slide("table", [result], solved or ("result" if slides else ""), height=height))
+            slides.append(
+                Slide("table", [result], solved or ("result" if slides else ""), height=height)
+            )
     for figure in figures:
-        slides.append(Slide("figure", [nbformat.v4.new_code_cell(outputs=[figure])], "figure" if slides else ""))
+        slides.append(
+            Slide(
+                "figure", [nbformat.v4.new_code_cell(outputs=[figure])], "figure" if slides else ""
+            )
+        )
     return slides
 
 

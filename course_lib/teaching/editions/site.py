@@ -1,11 +1,12 @@
-"""The website: the lessons as they are stored, the claims with their verdicts, the glossary, the library's reference.
+"""The website: the lessons as they are stored, the claims with their verdicts, the glossary, the
+library's reference.
 
     python -m course_lib.teaching.editions.site                     # to build/site
     python -m course_lib.teaching.editions.site --output ~/pages    # somewhere else
 
-No notebook runs and no network is used. Sphinx reads a folder laid out as the repository is (README.md is the front
-page, then notebooks/ and api/), so that links between files lead from page to page. The site stands in its place only
-once it is whole.
+No notebook runs and no network is used. Sphinx reads a folder laid out as the repository is
+(README.md is the front page, then notebooks/ and api/), so that links between files lead from page
+to page. The site stands in its place only once it is whole.
 """
 
 import importlib
@@ -48,11 +49,27 @@ except ImportError as error:
 
 LICENCE = Path(__file__).resolve().parents[3] / "LICENSE"
 ASSETS = Path(__file__).resolve().parent / "site_assets"
-PACKAGES = {"sphinx": "sphinx", "myst_nb": "myst-nb", "furo": "furo", "bs4": "beautifulsoup4", "jupytext": "jupytext"}
+PACKAGES = {
+    "sphinx": "sphinx",
+    "myst_nb": "myst-nb",
+    "furo": "furo",
+    "bs4": "beautifulsoup4",
+    "jupytext": "jupytext",
+}
 MATHJAX_PACKAGE = "sphinx-mathjax-offline"
 # In the order of the lessons; a module that is not there yet has no page.
 MODULES = (
-    *("memory", "models", "checkpoint", "schedule", "offload", "accumulation", "attention", "budget", "distributed"),
+    *(
+        "memory",
+        "models",
+        "checkpoint",
+        "schedule",
+        "offload",
+        "accumulation",
+        "attention",
+        "budget",
+        "distributed",
+    ),
     "teaching",
 )
 
@@ -75,7 +92,8 @@ class Lesson:
     name: str  # "03_sqrt_schedule"
     title: str  # "3 Which ones should we forget? / 该忘掉哪些？"
     notebook: Any
-    claims: dict[str, list[Claim]]  # by section, "3.10", of which a lesson may have two: the older ones are in depth
+    # by section, "3.10", of which a lesson may have two: the older ones are in depth
+    claims: dict[str, list[Claim]]
 
     @property
     def number(self) -> str:
@@ -86,15 +104,17 @@ def build(notebooks: Path, output: Path) -> list[str]:
     """Build the site into `output`, which is replaced only when all went well.
 
     Args:
-        notebooks: the folder of the notebooks and their scripts; README.md, the front page, stands beside it with the
-            files that it links to. The reference is that of the `course_lib` that is running.
+        notebooks: the folder of the notebooks and their scripts; README.md, the front page, stands
+            beside it with the files that it links to. The reference is that of the `course_lib`
+            that is running.
         output: a folder that does not exist, is empty, or holds an earlier site.
 
     Returns:
         Sphinx's warnings, one a line.
 
     Raises:
-        EditionError: a package is missing, a notebook is broken or not executed, or `output` holds something else.
+        EditionError: a package is missing, a notebook is broken or not executed, or `output` holds
+            something else.
     """
     _check_packages()
     stored = read_lessons(notebooks)
@@ -111,7 +131,9 @@ def build(notebooks: Path, output: Path) -> list[str]:
 
 
 def _check_packages() -> None:
-    missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
+    missing = [
+        package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None
+    ]
     try:
         _mathjax()
     except importlib.metadata.PackageNotFoundError:
@@ -124,7 +146,8 @@ def _check_packages() -> None:
 
 
 def _mathjax() -> Path:
-    """The folder of MathJax 3 as it is installed; of its 24 MB the site takes one script and the fonts."""
+    """The folder of MathJax 3 as it is installed; of its 24 MB the site takes one script and the
+    fonts."""
     package = importlib.metadata.distribution(MATHJAX_PACKAGE)
     return Path(str(package.locate_file("sphinx-mathjax-offline/static/mathjax")))
 
@@ -149,7 +172,8 @@ def _ready(path: Path, notebook: Any) -> Lesson:
         ):
             found = _claims(cell, f"{path}, cell {number}", stored_again(path))
             claims[heading.split()[0]] = found
-            # A name for the section, so that the page of claims can link to it whatever its heading becomes.
+            # A name for the section, so that the page of claims can link to it whatever its heading
+            # becomes.
             section.source = f"({_anchor(path.stem, len(claims))})=\n{section.source}"
     return Lesson(path.stem, title, notebook, claims)
 
@@ -167,25 +191,39 @@ def _dress(cell: Any) -> None:
     solved = "### BEGIN SOLUTION" in cell.source
     cell.source = unguarded(cell.source)
     if cell.metadata.get("jupyter", {}).get("source_hidden"):
-        tags.append("hide-cell" if solved else "hide-input")  # a figure is seen, the code that draws it is not
+        # a figure is seen, the code that draws it is not
+        tags.append("hide-cell" if solved else "hide-input")
     what = "solution" if solved else "code"
-    cell.metadata["mystnb"] = {"code_prompt_show": f"Show the {what}", "code_prompt_hide": f"Hide the {what}"}
+    cell.metadata["mystnb"] = {
+        "code_prompt_show": f"Show the {what}",
+        "code_prompt_hide": f"Hide the {what}",
+    }
     for data in outputs:
         if data.get("text/plain", "").startswith("interactive("):
             data["text/html"] = _SLIDER
 
 
-_SLIDER = f'<p class="slider">{markup(text("In JupyterLab (`make lab`) there is a slider here."))}</p>'
+_SLIDER = (
+    f'<p class="slider">{markup(text("In JupyterLab (`make lab`) there is a slider here."))}</p>'
+)
 
 
 def _claims(cell: Any, where: str, again: str) -> list[Claim]:
     from bs4 import BeautifulSoup
 
-    tables = [BeautifulSoup(output.get("data", {}).get("text/html", ""), "html.parser") for output in cell.outputs]
+    tables = [
+        BeautifulSoup(output.get("data", {}).get("text/html", ""), "html.parser")
+        for output in cell.outputs
+    ]
     rows = [row.find_all("td") for table in tables for row in table.select("tbody tr")]
     if not rows or any(len(row) != 5 for row in rows):
-        raise EditionError(f"{where}: the output holds no table of claims with five columns: {again}")
-    return [Claim(*("".join(map(_plain_html, (cell.div or cell).contents)) for cell in row)) for row in rows]
+        raise EditionError(
+            f"{where}: the output holds no table of claims with five columns: {again}"
+        )
+    return [
+        Claim(*("".join(map(_plain_html, (cell.div or cell).contents)) for cell in row))
+        for row in rows
+    ]
 
 
 def _plain_html(node: Any) -> str:
@@ -255,17 +293,23 @@ def _page(name: str, **values: object) -> str:
 
 
 def claims_page(lessons: Sequence[Lesson]) -> str:
-    """The claims of all lessons, as MyST markdown: what is said, how it was tested, what came out, and the verdict."""
+    """The claims of all lessons, as MyST markdown: what is said, how it was tested, what came out,
+    and the verdict."""
     with_claims = {lesson: _outcomes(lesson) for lesson in lessons if lesson.claims}
     found = Counter(outcome for each in with_claims.values() for outcome in each)
-    parts = [_page("claims", count=found.total(), **_sums(*(found[outcome] for outcome in OUTCOMES)))]
+    parts = [
+        _page("claims", count=found.total(), **_sums(*(found[outcome] for outcome in OUTCOMES)))
+    ]
     for lesson, became in with_claims.items():
         parts.append(f"## {lesson.title}")
         outcomes = iter(enumerate(became, 1))
         for group, (section, claims) in enumerate(lesson.claims.items(), 1):
             link = f"{lesson.name}.ipynb#{_anchor(lesson.name, group)}"
             source = both(text(_CLAIMS_FROM, number=lesson.number, section=section, link=link))
-            parts += [f'<div lang="{one}">\n\n{said}\n\n</div>' for one, said in zip(("en", "zh"), source, strict=True)]
+            parts += [
+                f'<div lang="{one}">\n\n{said}\n\n</div>'
+                for one, said in zip(("en", "zh"), source, strict=True)
+            ]
             parts += [_claim_html(int(lesson.number), *next(outcomes), claim) for claim in claims]
     return "\n\n".join(parts) + "\n"
 
@@ -277,7 +321,8 @@ def _outcomes(lesson: Lesson) -> list[str]:
         found = []
     if len(found) != (stored := sum(map(len, lesson.claims.values()))):
         raise EditionError(
-            f"course_lib.lessons has not the claims of {lesson.name}: {stored} in the notebook, {len(found)} there"
+            f"course_lib.lessons has not the claims of {lesson.name}: {stored} in the notebook,"
+            f" {len(found)} there"
         )
     return found
 
@@ -298,7 +343,9 @@ def _claim_html(lesson: int, place: int, outcome: str, claim: Claim) -> str:
     name = f"claim-{lesson}-{place}"
     items = "".join(
         f'<div class="{kind}"><dt>{_spans(kind)}</dt><dd>{words}</dd></div>'
-        for kind, words in zip(_SAID, (claim.verdict, claim.measured, claim.experiment, claim.source), strict=True)
+        for kind, words in zip(
+            _SAID, (claim.verdict, claim.measured, claim.experiment, claim.source), strict=True
+        )
     )
     return (
         f'<div class="claim {outcome}" id="{name}"><p class="said">'
@@ -309,7 +356,10 @@ def _claim_html(lesson: int, place: int, outcome: str, claim: Claim) -> str:
 
 
 def _spans(label: str) -> str:
-    return " ".join(f'<span lang="{one}">{said}</span>' for one, said in zip(("en", "zh"), both(label), strict=True))
+    return " ".join(
+        f'<span lang="{one}">{said}</span>'
+        for one, said in zip(("en", "zh"), both(label), strict=True)
+    )
 
 
 _CLAIMS_FROM = "Measured in [lesson {number}, section {section}]({link})."
@@ -320,9 +370,13 @@ def _api_page(name: str) -> str:
     try:
         module = importlib.import_module(f"course_lib.{name}")
     except Exception as error:  # whatever stops it, there would be an empty page
-        raise EditionError(f"course_lib.{name} cannot be imported ({error}), so it has no reference") from None
+        raise EditionError(
+            f"course_lib.{name} cannot be imported ({error}), so it has no reference"
+        ) from None
     public = {each: getattr(module, each) for each in getattr(module, "__all__", ())}
-    borrowed = {each: home for each, value in public.items() if (home := _described_elsewhere(value, name))}
+    borrowed = {
+        each: home for each, value in public.items() if (home := _described_elsewhere(value, name))
+    }
     lines = [
         f".. automodule:: course_lib.{name}",
         *("   :members:", "   :show-inheritance:", "   :member-order: bysource"),
@@ -338,13 +392,19 @@ def _api_page(name: str) -> str:
 
 
 def _described_elsewhere(value: object, name: str) -> str:
-    """Where else the reference has it: in PyTorch's, or on the page of an earlier module of ours; "" if nowhere."""
-    home = getattr(value, "__module__", None) or ("torch.utils.checkpoint" if isinstance(value, set) else "")
+    """Where else the reference has it: in PyTorch's, or on the page of an earlier module of ours;
+    "" if nowhere."""
+    home = getattr(value, "__module__", None) or (
+        "torch.utils.checkpoint" if isinstance(value, set) else ""
+    )
     if home.startswith("torch"):
         return home
     for earlier in MODULES[: MODULES.index(name)]:
         if importlib.util.find_spec(f"course_lib.{earlier}"):
-            if any(value is other for other in vars(importlib.import_module(f"course_lib.{earlier}")).values()):
+            if any(
+                value is other
+                for other in vars(importlib.import_module(f"course_lib.{earlier}")).values()
+            ):
                 return f"course_lib.{earlier}"
     return ""
 
@@ -353,16 +413,20 @@ def _described_elsewhere(value: object, name: str) -> str:
 
 
 def _run_sphinx(source: Path, finished: Path, doctrees: Path) -> list[str]:
-    """In a process of its own, since autodoc changes the signatures of the functions that it describes."""
+    """In a process of its own, since autodoc changes the signatures of the functions that it
+    describes."""
     warnings = doctrees.parent / "warnings"
     command = [sys.executable, "-W", "ignore", "-m", "sphinx", "-q", "--no-color", "-b", "html"]
     command += ["-d", str(doctrees), "-w", str(warnings), str(source), str(finished)]
-    paths = [str(LICENCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # of the course_lib that is running
+    # of the course_lib that is running
+    paths = [str(LICENCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(doctrees.parent)}
     done = subprocess.run(command, env=settings, capture_output=True, text=True, encoding="utf-8")
     if done.returncode:
         said = re.findall(r"^ *([\w.]+: .+)", done.stderr.partition("Traceback\n")[2], re.M)
-        raise EditionError(f"Sphinx gave up: {said[-1] if said else f'exit status {done.returncode}'}")
+        raise EditionError(
+            f"Sphinx gave up: {said[-1] if said else f'exit status {done.returncode}'}"
+        )
     (finished / ".buildinfo").unlink(missing_ok=True)
     return [line for line in warnings.read_text(encoding="utf-8").splitlines() if line.strip()]
 

@@ -2,14 +2,16 @@
 
     python -m course_lib.teaching.editions.slides [--output build/slides]
 
-A lesson says in its cells' `slide` metadata what is shown: a short text in both languages, code, a result; its prose
-becomes speaker notes. The deck of a lesson that says nothing is derived: prose is cut at paragraphs, code at
-statements, a figure stands alone, and a result appears after the code that made it. A cell's own `slideshow` metadata
-goes before that: `skip` leaves it out, `notes` makes it a speaker note, `slide` and `subslide` start a new slide.
+A lesson says in its cells' `slide` metadata what is shown: a short text in both languages, code, a
+result; its prose becomes speaker notes. The deck of a lesson that says nothing is derived: prose is
+cut at paragraphs, code at statements, a figure stands alone, and a result appears after the code
+that made it. A cell's own `slideshow` metadata goes before that: `skip` leaves it out, `notes`
+makes it a speaker note, `slide` and `subslide` start a new slide.
 
-reveal.js 6.0.2 (MIT) is vendored, 240 kB: no Python package carries it alone, and asking for Node.js would be too much
-for a few files. Formulas become MathML, which browsers draw without a script; the font for them, 44 kB of STIX Two Math
-(OFL), is vendored too, since brackets stretch only with such a font. Both are written into every deck.
+reveal.js 6.0.2 (MIT) is vendored, 240 kB: no Python package carries it alone, and asking for
+Node.js would be too much for a few files. Formulas become MathML, which browsers draw without a
+script; the font for them, 44 kB of STIX Two Math (OFL), is vendored too, since brackets stretch
+only with such a font. Both are written into every deck.
 """
 
 import base64
@@ -55,7 +57,8 @@ LANGUAGES = {"en": "en", "zh": "zh-CN", "both": "en"}  # the deck's language -> 
 NOTES = "NOTES.md"
 
 _ASSETS = Path(__file__).parent / "slides_assets"
-WORDS = {"continued": "continued", "result": "result", "figure": "picture", "solution": "solution"}  # labels
+# labels
+WORDS = {"continued": "continued", "result": "result", "figure": "picture", "solution": "solution"}
 
 
 # --- notes ---
@@ -79,7 +82,9 @@ def read_notes(text: str) -> dict[str, Note]:
     for line in re.findall(r"^\| \d[^\n]*", text, re.M):
         columns = [column.strip() for column in line.strip().strip("|").split(" | ")]
         if len(columns) != 4 or not all(columns) or not columns[1].isdigit():
-            raise EditionError(f"{NOTES} needs | section | minutes | English | 中文 | in every row, got {line!r}")
+            raise EditionError(
+                f"{NOTES} needs | section | minutes | English | 中文 | in every row, got {line!r}"
+            )
         notes[columns[0]] = Note(int(columns[1]), {"en": columns[2], "zh": columns[3]})
     return notes
 
@@ -91,16 +96,20 @@ def missing_notes(lessons: dict[str, NotebookNode], notes: dict[str, Note]) -> l
 
 
 def _sections(notebook: NotebookNode) -> list[tuple[str, str]]:
-    """(number, heading in both languages) of each section; the lesson's title has the lesson's number."""
+    """(number, heading in both languages) of each section; the lesson's title has the lesson's
+    number."""
     cells = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
-    return [found.groups() for source in cells if (found := re.match(r"##? ([\d.]+) ([^\n]*)", source))]
+    return [
+        found.groups() for source in cells if (found := re.match(r"##? ([\d.]+) ([^\n]*)", source))
+    ]
 
 
 # --- writing a deck ---
 
 
 class _Renderer(IPythonRenderer):
-    """nbconvert's, with formulas as MathML, headings without ids (they repeat), and links between decks."""
+    """nbconvert's, with formulas as MathML, headings without ids (they repeat), and links between
+    decks."""
 
     def inline_math(self, body: str) -> str:
         return _mathml(body, "inline")
@@ -116,7 +125,8 @@ class _Renderer(IPythonRenderer):
 
 
 def _mathml(formula: str, display: str) -> str:
-    """A formula in LaTeX as MathML; there a function's name does not keep its distance by itself."""
+    """A formula in LaTeX as MathML; there a function's name does not keep its distance by
+    itself."""
     spaced = re.sub(r"(\\(?:log|max|min)(?:_\w)?)\s+(?=\\?\w)", r"\1\\,", formula.strip())
     try:
         return latex_to_mathml(spaced, display=display)
@@ -129,11 +139,18 @@ class DeckExporter(SlidesExporter):
 
     def __init__(self, **settings: object) -> None:
         super().__init__(template_name="deck", extra_template_basedirs=[str(_ASSETS)], **settings)
-        self.register_filter("highlight_code", Highlight2HTML(pygments_lexer="ipython3", parent=self))
+        self.register_filter(
+            "highlight_code", Highlight2HTML(pygments_lexer="ipython3", parent=self)
+        )
 
-    def from_notebook_node(self, nb: NotebookNode, resources: dict | None = None, **kw: object) -> tuple[str, dict]:
-        """HTMLExporter's own would parse the page again, to look for pictures without words: half of all the time."""
-        return super(HTMLExporter, self).from_notebook_node(nb, self._init_resources(resources), **kw)
+    def from_notebook_node(
+        self, nb: NotebookNode, resources: dict | None = None, **kw: object
+    ) -> tuple[str, dict]:
+        """HTMLExporter's own would parse the page again, to look for pictures without words: half
+        of all the time."""
+        return super(HTMLExporter, self).from_notebook_node(
+            nb, self._init_resources(resources), **kw
+        )
 
     @pass_context
     def markdown2html(self, context: object, source: str) -> str:
@@ -163,7 +180,8 @@ def deck_notebook(slides: Sequence[Slide], language: str, notes: dict[str, Note]
             texts.insert(0, _note_text(note, minutes_before, language))
             minutes_before += note.minutes
         notes_cells = [
-            nbformat.v4.new_markdown_cell(text, metadata={"slideshow": {"slide_type": "notes"}}) for text in texts
+            nbformat.v4.new_markdown_cell(text, metadata={"slideshow": {"slide_type": "notes"}})
+            for text in texts
         ]
         cells += [heading, *notes_cells, *deepcopy(slide.parts)]
     return nbformat.v4.new_notebook(cells=cells)
@@ -191,9 +209,16 @@ def _word(key: str, language: str) -> str:
 
 
 def _note_text(note: Note, minutes_before: int, language: str) -> str:
-    clock = "{}:{:02d}–{}:{:02d}".format(*divmod(minutes_before, 60), *divmod(minutes_before + note.minutes, 60))
-    lead = labels.text("**{minutes} minutes**, {clock}.\n\nAsk: ", minutes=note.minutes, clock=clock)
-    texts = {one: said + note.question[one] for one, said in zip(("en", "zh"), labels.both(lead), strict=True)}
+    clock = "{}:{:02d}–{}:{:02d}".format(
+        *divmod(minutes_before, 60), *divmod(minutes_before + note.minutes, 60)
+    )
+    lead = labels.text(
+        "**{minutes} minutes**, {clock}.\n\nAsk: ", minutes=note.minutes, clock=clock
+    )
+    texts = {
+        one: said + note.question[one]
+        for one, said in zip(("en", "zh"), labels.both(lead), strict=True)
+    }
     return columns_of(list(texts.values())) if language == "both" else texts[language]
 
 
@@ -223,14 +248,22 @@ def _exporter() -> DeckExporter:
 def deck_html(notebook: NotebookNode, title: str, language: str, notes: dict[str, Note]) -> str:
     """One deck as a page that needs nothing beyond itself."""
     style, scripts = _look()
-    deck = {"language": language, "lang": LANGUAGES[language], "title": title, "css": style, "scripts": scripts}
+    deck = {
+        "language": language,
+        "lang": LANGUAGES[language],
+        "title": title,
+        "css": style,
+        "scripts": scripts,
+    }
     deck["told"] = is_told(notebook)
     slides = deck_notebook(lesson_slides(notebook, language), language, notes)
     html, _ = _exporter().from_notebook_node(slides, resources={"deck": deck})
     return html
 
 
-def decks(lessons: dict[str, NotebookNode], notes: dict[str, Note]) -> Iterator[tuple[str, str, str]]:
+def decks(
+    lessons: dict[str, NotebookNode], notes: dict[str, Note]
+) -> Iterator[tuple[str, str, str]]:
     """(language, lesson's name, page) of every deck."""
     for name, notebook in lessons.items():
         try:

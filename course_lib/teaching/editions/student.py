@@ -47,10 +47,14 @@ def build(notebooks: Path, output: Path) -> None:
         copy_files(notebooks, folder, "GLOSSARY.md", "images/*.svg", "images/*.png")
         _copy_readme(notebooks.parent / "README.md", folder)
         for name, notebook in lessons.items():
-            prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+            prose = "\n".join(
+                cell.source for cell in notebook.cells if cell.cell_type == "markdown"
+            )
             for target in _relative_links(prose):
                 if not (folder / target).exists():
-                    raise EditionError(f"{name} links to {target}, which is not in the student edition")
+                    raise EditionError(
+                        f"{name} links to {target}, which is not in the student edition"
+                    )
 
 
 def _relative_links(prose: str) -> list[str]:
@@ -60,9 +64,11 @@ def _relative_links(prose: str) -> list[str]:
 
 
 def _copy_readme(readme: Path, folder: Path) -> None:
-    """The README; its links lead to the notebooks beside it, and to copies of other files, one of which a lesson reads.
+    """The README; its links lead to the notebooks beside it, and to copies of other files, one of
+    which a lesson reads.
 
-    What the edition leaves out of the notebooks' folder, such as the instructor's guide, is named without a link.
+    What the edition leaves out of the notebooks' folder, such as the instructor's guide, is named
+    without a link.
     """
     if not readme.exists():
         return

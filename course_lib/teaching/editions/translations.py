@@ -1,7 +1,9 @@
-"""An edit in one language alone is noticed: `translations.toml` has a hash of each text's English and of its Chinese.
+"""An edit in one language alone is noticed: `translations.toml` has a hash of each text's English
+and of its Chinese.
 
-`notebooks/build.py` renews a pair where both have changed. Where one has, the pair stays as it was, and a test says so,
-until somebody who has read both gives the word: `make notebooks ARGS="--same 02.5"`.
+`notebooks/build.py` renews a pair where both have changed. Where one has, the pair stays as it was,
+and a test says so, until somebody who has read both gives the word: `make notebooks ARGS="--same
+02.5"`.
 """
 
 import hashlib
@@ -15,15 +17,17 @@ from nbformat import NotebookNode
 from .cells import in_language
 
 STORE = Path(__file__).parents[1] / "translations.toml"
-_HEAD = """# A place in the lessons -> a hash of its English, a hash of its Chinese; `make notebooks` writes this file.
-# 02.5-3 is the third text of section 2.5. After an edit that leaves the other language right as it is, say so:
+_HEAD = """# A place in the lessons -> a hash of its English, a hash of its Chinese.
+# `make notebooks` writes this file; 02.5-3 is the third text of section 2.5.
+# After an edit that leaves the other language right as it is, say so:
 #     make notebooks ARGS="--same 02.5"
 """
 Pair = tuple[str, str]  # hashes of the English and the Chinese
 
 
 def pairs(notebook: NotebookNode) -> dict[str, Pair]:
-    """Place, such as "02.5" or "02.5-3 slide", -> the pair, of every text that stands in both languages."""
+    """Place, such as "02.5" or "02.5-3 slide", -> the pair, of every text that stands in both
+    languages."""
     return {place: (_hash(en), _hash(zh)) for place, en, zh in _texts(notebook)}
 
 
@@ -48,7 +52,8 @@ def _hash(text: str) -> str:
 
 
 def one_sided(found: Mapping[str, Pair], known: Mapping[str, Pair]) -> dict[str, Pair]:
-    """Place -> the pair as it was, for the texts of which one language has changed and the other has not.
+    """Place -> the pair as it was, for the texts of which one language has changed and the other
+    has not.
 
     A text is known by its hashes, not by its place: it may move.
     """
@@ -61,13 +66,20 @@ def one_sided(found: Mapping[str, Pair], known: Mapping[str, Pair]) -> dict[str,
     return changed
 
 
-def renewed(found: Mapping[str, Pair], known: Mapping[str, Pair], same: Collection[str] = ()) -> dict[str, Pair]:
-    """The pairs to store: those found, and the old ones where one language has changed and nobody has given the word.
+def renewed(
+    found: Mapping[str, Pair], known: Mapping[str, Pair], same: Collection[str] = ()
+) -> dict[str, Pair]:
+    """The pairs to store: those found, and the old ones where one language has changed and nobody
+    has given the word.
 
     Args:
         same: sections, such as "02.5", that are right in both languages.
     """
-    old = {place: pair for place, pair in one_sided(found, known).items() if section_of(place) not in same}
+    old = {
+        place: pair
+        for place, pair in one_sided(found, known).items()
+        if section_of(place) not in same
+    }
     return {**found, **old}
 
 
@@ -85,8 +97,13 @@ def read_pairs(store: Path = STORE) -> dict[str, Pair]:
 
 def store_pairs(lesson: str, of_lesson: Mapping[str, Pair], store: Path = STORE) -> None:
     """Put the pairs of one lesson in the place of those it had."""
-    others = {place: pair for place, pair in read_pairs(store).items() if not place.startswith(lesson)}
-    lines = [f'"{place}" = ["{en}", "{zh}"]' for place, (en, zh) in sorted({**others, **of_lesson}.items(), key=_order)]
+    others = {
+        place: pair for place, pair in read_pairs(store).items() if not place.startswith(lesson)
+    }
+    lines = [
+        f'"{place}" = ["{en}", "{zh}"]'
+        for place, (en, zh) in sorted({**others, **of_lesson}.items(), key=_order)
+    ]
     store.write_text(_HEAD + "\n".join(lines) + "\n", "utf-8")
 
 

@@ -1,13 +1,14 @@
 """Build the course's font: a subset of Noto Sans CJK SC under another name.
 
-Figures need Chinese on machines that have no Chinese font, so one travels with the library. This is the script that
-made it; nobody needs to run it to take the course. Its input is `NotoSansCJK-Regular.ttc` (Debian: `fonts-noto-cjk`),
-its only dependency `fonttools`, which matplotlib brings along. The same input gives the same bytes.
+Figures need Chinese on machines that have no Chinese font, so one travels with the library. This is
+the script that made it; nobody needs to run it to take the course. Its input is
+`NotoSansCJK-Regular.ttc` (Debian: `fonts-noto-cjk`), its only dependency `fonttools`, which
+matplotlib brings along. The same input gives the same bytes.
 
     python course_lib/teaching/fonts/build.py path/to/NotoSansCJK-Regular.ttc
 
-The font is called "Course Sans SC": its licence (OFL.txt) asks that a changed font not be passed off as the original.
-It is an OTF because matplotlib does not read woff.
+The font is called "Course Sans SC": its licence (OFL.txt) asks that a changed font not be passed
+off as the original. It is an OTF because matplotlib does not read woff.
 """
 
 import argparse
@@ -54,12 +55,16 @@ def build(collection: Path, output: Path) -> None:
     options.hinting = False
     options.desubroutinize = False
     options.layout_features = ["kern"]
-    options.drop_tables += ["BASE", "GSUB", "VORG", "vhea", "vmtx"]  # vertical writing and alternative forms
-    options.name_IDs = [0, 7, 13, 14]  # copyright, trademark, licence; the names are given anew below
+    # vertical writing and alternative forms
+    options.drop_tables += ["BASE", "GSUB", "VORG", "vhea", "vmtx"]
+    # copyright, trademark, licence; the names are given anew below
+    options.name_IDs = [0, 7, 13, 14]
     options.notdef_outline = True
     options.recalc_timestamp = False  # else two builds differ
     subsetter = subset.Subsetter(options)
-    points = {point for first, last in RANGES for point in range(first, last + 1)} | {ord(char) for char in hanzi()}
+    points = {point for first, last in RANGES for point in range(first, last + 1)} | {
+        ord(char) for char in hanzi()
+    }
     subsetter.populate(unicodes=points)
     subsetter.subset(font)
 

@@ -12,7 +12,9 @@ from sphinx.transforms import SphinxTransform
 EN, ZH = "Memory-saving training in PyTorch", "PyTorch 省显存训练"
 
 project = f"{EN} / {ZH}"
-html_title = f'<span lang="en">{EN}</span><span class="both-languages"> / </span><span lang="zh">{ZH}</span>'
+html_title = (
+    f'<span lang="en">{EN}</span><span class="both-languages"> / </span><span lang="zh">{ZH}</span>'
+)
 language = "en"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
 templates_path = ["templates"]
@@ -70,11 +72,14 @@ def spoken(node: nodes.Node) -> str:
         return str(node)
     if isinstance(node, nodes.image):
         return node.get("alt", "")
-    return "" if isinstance(node, nodes.literal | nodes.raw) else "".join(map(spoken, node.children))
+    return (
+        "" if isinstance(node, nodes.literal | nodes.raw) else "".join(map(spoken, node.children))
+    )
 
 
 def halves(children: list[nodes.Node]) -> tuple[list[nodes.Node], str, list[nodes.Node]] | None:
-    """Nodes "English / 中文", or the two with a line break between: the English, what separates them, the Chinese."""
+    """Nodes "English / 中文", or the two with a line break between, as three: the English, what
+    separates them, the Chinese."""
     for place, child in reversed(list(enumerate(children))):
         if isinstance(child, nodes.raw) and re.fullmatch(r"\s*<br\s*/?>\s*", child.astext()):
             candidates = [(children[:place], "\n", children[place + 1 :])]
@@ -102,7 +107,8 @@ def halves(children: list[nodes.Node]) -> tuple[list[nodes.Node], str, list[node
 
 
 def split(element: nodes.Element) -> bool:
-    """Put the English and the Chinese half of a heading, a cell or a line into elements of their own."""
+    """Put the English and the Chinese half of a heading, a cell or a line into elements of their
+    own."""
     found = halves(list(element.children))
     if found is None:
         return False
@@ -124,28 +130,37 @@ def split(element: nodes.Element) -> bool:
 
 
 def mark_columns(table: nodes.table) -> None:
-    """Neighbours "question" and "问题" are one column in each language; a glossary's "English" and "中文" are two."""
+    """Neighbours "question" and "问题" are one column in each language; a glossary's "English" and
+    "中文" are two."""
     rows = [list(row.children) for row in table.findall(nodes.row)]
     heads = ["".join(map(spoken, cell.children)) for cell in rows[0]]
     for place, (english, chinese) in enumerate(pairwise(heads)):
-        if english != "English" and not HAN.search(english) and re.fullmatch(rf"{HAN.pattern}+", chinese):
+        if (
+            english != "English"
+            and not HAN.search(english)
+            and re.fullmatch(rf"{HAN.pattern}+", chinese)
+        ):
             for row in rows:
                 row[place]["classes"].append("language-en")
                 row[place + 1]["classes"].append("language-zh")
 
 
 class TwoLanguages(SphinxTransform):
-    """Headings in two elements; and so the pages that are written without divs, paragraph below paragraph."""
+    """Headings in two elements; and so the pages that are written without divs, paragraph below
+    paragraph."""
 
     default_priority = 400
 
     def apply(self, **kwargs: object) -> None:
         for title in list(self.document.findall(nodes.title)):
             split(title)
-        for dashes in list(self.document.findall(lambda node: node == " -- " and isinstance(node, nodes.Text))):
+        for dashes in list(
+            self.document.findall(lambda node: node == " -- " and isinstance(node, nodes.Text))
+        ):
             dashes.parent.replace(dashes, nodes.Text(" – "))  # between an argument and what it is
         if re.fullmatch(r"api/(?!index).*", self.env.docname):
-            # English in every language of the page; its screen readers shall know, and the button shall not hide it.
+            # English in every language of the page; its screen readers shall know, and the button
+            # shall not hide it.
             self.document[0]["classes"].append("language-en-US")
         if any("<div lang=" in raw.astext() for raw in self.document.findall(nodes.raw)):
             return  # this page says itself which language is where
@@ -162,13 +177,15 @@ class TwoLanguages(SphinxTransform):
 
 
 class EnglishAndChinese(SearchEnglish):
-    """English by words and their stems; Chinese, which has no spaces, by every two neighbouring characters."""
+    """English by words and their stems; Chinese, which has no spaces, by every two neighbouring
+    characters."""
 
     lang = "en"
     js_splitter_code = """
 function splitQuery(query) {
   const han = /[\\u3400-\\u4dbf\\u4e00-\\u9fff]+/gu;
-  const words = query.replace(han, " ").split(/[^\\p{Letter}\\p{Number}_\\p{Emoji_Presentation}]+/gu);
+  const words = query.replace(han, " ")
+    .split(/[^\\p{Letter}\\p{Number}_\\p{Emoji_Presentation}]+/gu);
   const pairs = (query.match(han) || []).flatMap((run) =>
     run.length < 2 ? [run] : [...run].slice(1).map((character, place) => run[place] + character));
   return [...words.filter((word) => word), ...pairs];
@@ -183,13 +200,22 @@ function splitQuery(query) {
 
 
 def tidy_signature(
-    app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returns: str | None
+    app: Sphinx,
+    what: str,
+    name: str,
+    obj: object,
+    options: object,
+    signature: str | None,
+    returns: str | None,
 ) -> tuple[str | None, str | None]:
-    """A default that is made anew for each instance has no value to show, and Sphinx no way to read "<factory>"."""
+    """A default that is made anew for each instance has no value to show, and Sphinx no way to read
+    "<factory>"."""
     return (signature and signature.replace("<factory>", "..."), returns)
 
 
-def skip_field(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object) -> bool | None:
+def skip_field(
+    app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object
+) -> bool | None:
     """A named tuple's fields, of which Python itself says "Alias for field number 0"."""
     return True if type(obj).__name__ == "_tuplegetter" else None
 
@@ -200,4 +226,6 @@ def setup(app: Sphinx) -> None:
     app.add_search_language(EnglishAndChinese)
     app.connect("autodoc-process-signature", tidy_signature)
     app.connect("autodoc-skip-member", skip_field)
-    next(field for field in PyObject.doc_field_types if field.name == "variable").label = "Attributes"
+    next(
+        field for field in PyObject.doc_field_types if field.name == "variable"
+    ).label = "Attributes"
