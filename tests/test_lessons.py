@@ -32,6 +32,7 @@ from course_lib.lessons import (
     lesson_03,
     lesson_04,
     lesson_05,
+    lesson_06,
     lesson_07,
     lesson_08,
     text,
@@ -601,6 +602,73 @@ def small_steps():
     flash = {"attention": "flash"}
     recipes = Recipe(), Recipe(**flash), Recipe(**flash, micro_batches=8, offload_optimizer=1.0)
     return [estimate(make_model, lambda: random_tokens(8, 256, 1024), recipe) for recipe in recipes]
+
+
+# Lesson 06
+# --------------------------------------------------------------------------------------------------
+
+
+def points_of(ax):
+    return [tuple(xy) for line in ax.lines for xy in zip(*line.get_data(), strict=True)]
+
+
+def test_the_running_maximum_is_marked_where_it_rises_and_nowhere_else():
+    drawn = lesson_06.draw_running([1.0, 1.0, 3.0, 3.0, 4.0], [1.0, 2.0, 1.2, 2.2, 1.9])
+    for ax, heights in zip(drawn.axes, ([3.0, 4.0], [1.2, 1.9]), strict=True):
+        (rises,) = [line for line in ax.lines if line.get_marker() == "^"]
+        assert list(rises.get_xdata()) == [2, 4] and list(rises.get_ydata()) == heights
+
+
+def test_errors_are_drawn_as_multiples_of_1e_7_beside_each_other():
+    errors = {"standard": [4e-7, 3e-7, 2e-7, 1e-7], "yours": [5e-7, 4e-7, 3e-7, 2e-7]}
+    (ax,) = lesson_06.draw_errors(errors).axes
+    assert [list(line.get_ydata()) for line in ax.lines] == [
+        pytest.approx([1e7 * error for error in each]) for each in errors.values()
+    ]
+    assert ax.get_ylim()[0] == 0
+
+
+def test_saved_bytes_lie_on_a_line_of_slope_two_and_one_of_slope_one():
+    lengths = [512, 1024, 2048]
+    saved = {"standard": [n * n for n in lengths], "flash": [64 * n for n in lengths]}
+    (ax,) = lesson_06.draw_saved(lengths, saved).axes
+    drawn = [list(line.get_ydata()) for line in ax.lines]
+    for line, dots, values in zip(drawn[::2], drawn[1::2], saved.values(), strict=True):
+        assert line == pytest.approx(dots) and dots == pytest.approx([v / 1e6 for v in values])
+
+
+MARKS = [
+    *((20.0, 40.0), (60.0, 120.0), (400.0, 312.0)),
+    *((20.0, 20.0), (60.0, 60.0), (400.0, 100.0)),
+]
+
+
+def test_a_kind_of_attention_stands_under_the_roof_at_what_it_reaches():
+    devices = {"A": (312e12, 2e12), "B": (100e12, 1e12)}
+    reached = {"standard": 20.0, "flash": 60.0, "larger blocks": 400.0}
+    (ax,) = lesson_06.draw_roofline(devices, reached).axes
+    marks = [points for points in points_of(ax) if points in MARKS]
+    assert marks == MARKS
+
+
+def test_peaks_and_flops_of_attention_are_drawn_from_zero():
+    costs = {"standard": (150.0, 16.0), "checkpointed": (109.1, 22.5), "flash": (26.3, 22.5)}
+    (ax,) = lesson_06.draw_peaks(costs).axes
+    assert points_of(ax) == list(costs.values())
+    assert ax.get_xlim()[0] == ax.get_ylim()[0] == 0
+
+
+def test_a_causal_walk_is_drawn_with_the_tiles_that_a_mask_leaves():
+    (ax,) = lesson_06.draw_causal_tiles().axes
+    seen = torch.ones(512, 512, dtype=torch.bool).tril()
+    tiles = [
+        (j, i)
+        for i, rows in enumerate(seen.split(64))
+        for j, tile in enumerate(rows.split(64, 1))
+        if tile.any()
+    ]
+    assert [item.get_position() for item in ax.texts] == tiles
+    assert [item.get_text() for item in ax.texts] == [str(n + 1) for n in range(len(tiles))]
 
 
 def test_where_activations_are_small_a_second_micro_batch_raises_the_peak(taken):

@@ -466,6 +466,21 @@ def test_timelines_share_one_scale_and_mark_every_peak():
     assert "plain" in words_in(drawn) and "forward" in words_in(drawn)
 
 
+def test_updates_within_backward_are_no_stripes_of_a_timeline():
+    from matplotlib.patches import Rectangle
+
+    meter = FakeMeter(200_000_000)
+    # each parameter's update, right after its gradient
+    meter._phases[70:110:2] = ["optimizer"] * 20
+    panel = teaching.timelines(plain=meter).axes[0]
+    bands = [
+        (patch.get_x(), patch.get_width())
+        for patch in panel.patches
+        if isinstance(patch, Rectangle) and patch.get_y() == 1
+    ]
+    assert bands == [(0, 60), (60, 60), (120, 2)]
+
+
 def test_timelines_stack_the_categories_to_the_live_bytes():
     meter = FakeMeter(200_000_000)
     drawn = teaching.timelines(plain=meter)

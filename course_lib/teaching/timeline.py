@@ -105,10 +105,20 @@ class _Step:
         self.peak_at = int(self.total.argmax()) + 0.5  # the middle of the operator
 
     def runs(self) -> list[tuple[str, int, int]]:
-        """(phase, first operator, one past the last) for each stretch of one phase."""
+        """(phase, first operator, one past the last) for each stretch of one phase.
+
+        Updates between two stretches of backward are counted to it: steps in backward, drawn one by
+        one, would be stripes.
+        """
+        names = [(phase, len(list(stretch))) for phase, stretch in itertools.groupby(self.phases)]
+        around = zip([("", 0), *names], names, [*names[1:], ("", 0)], strict=False)
+        within = [
+            ("backward" if (before, after) == ("backward", "backward") else phase, count)
+            for (before, _), (phase, count), (after, _) in around
+        ]
         found, start = [], 0
-        for phase, stretch in itertools.groupby(self.phases):
-            stop = start + len(list(stretch))
+        for phase, stretch in itertools.groupby(within, key=lambda each: each[0]):
+            stop = start + sum(count for _, count in stretch)
             found.append((phase, start, stop))
             start = stop
         return found

@@ -253,12 +253,12 @@ lesson_06.draw_errors(errors)
 # %% [markdown]
 # <div lang="en">
 #
-# All near 4e-7; here yours and the library's lie between 0.9 and 1.3 times standard attention's: P is computed twice, and rounded twice. Small, but not "exactly the same".
+# All near 4e-7. Here the gradients by panels, yours and the library's, are off by 0.9 to 1.2 times what standard attention's are. The order of the sums is another one, so the last digits are too: "exact" attention is exact as a formula, not to the bit.
 #
 # </div>
 # <div lang="zh">
 #
-# 都在 4e-7 上下；在这里，你写的和库里的，误差是标准注意力的 0.9 到 1.3 倍：P 算了两遍，也就舍入了两遍。差别很小，但并不是“完全一样”。
+# 都在 4e-7 上下。在这里，你写的和库里的都分块来算，梯度的误差是标准注意力的 0.9 到 1.2 倍。求和的次序不同，末几位数字也就不同：所谓“精确”注意力，是公式上精确，并非逐位相同。
 #
 # </div>
 
@@ -806,6 +806,37 @@ fused = [kept(F.scaled_dot_product_attention, n).total_bytes for n in lengths]
 fused == saved["flash"], [f"{count / 1e6:.1f} MB" for count in saved["flash"]]
 
 # %% [markdown]
+# <div lang="en">
+#
+# One number a row stands for all of P. **Exercise 6.** `probabilities(q, k, lse)`: the matrix P of one head, without softmax and without a sum over a row, from Q, K `(n, d)` and the log-sum-exp `(n)`.
+#
+# </div>
+# <div lang="zh">
+#
+# 每行一个数，就能代替整个 P。**练习 6。** `probabilities(q, k, lse)`：不用 softmax，也不对行求和，由一个头的 Q、K `(n, d)` 和 LSE `(n)` 得到矩阵 P。
+#
+# </div>
+
+
+# %% minutes=5
+def probabilities(q, k, lse):
+    return None
+
+
+lesson_06.check_probabilities(probabilities)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+if not lesson_06.check_probabilities.accepted:
+
+    def probabilities(q, k, lse):
+        return (q @ k.T * q.shape[1] ** -0.5 - lse[:, None]).exp()
+
+
+lesson_06.check_probabilities(probabilities)
+### END SOLUTION
+
+# %% [markdown]
 # ## 6.14 The library's version / 库里的版本
 #
 # <div lang="en">
@@ -830,12 +861,12 @@ torch.allclose(ours, theirs, atol=1e-5), sees.tolist()  # the first two see noth
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 6.** Grouped-query attention: 32 query heads, 8 key and value heads, $d = 128$, 4096 tokens, batch 1, bf16. How many bytes does FlashAttention keep?
+# **Exercise 7.** Grouped-query attention: 32 query heads, 8 key and value heads, $d = 128$, 4096 tokens, batch 1, bf16. How many bytes does FlashAttention keep?
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 6。** 分组查询注意力（GQA）：32 个查询头，8 个键值头，$d = 128$，4096 个 token，批次大小为 1，bf16。FlashAttention 留下多少字节？
+# **练习 7。** 分组查询注意力（GQA）：32 个查询头，8 个键值头，$d = 128$，4096 个 token，批次大小为 1，bf16。FlashAttention 留下多少字节？
 #
 # </div>
 

@@ -359,7 +359,8 @@ lesson_07.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, ti
 # %% slide="result"
 without = run(make_model, make_batch, Recipe(**freed, **offloaded))
 title = "Without checkpoints the peak is lower: single tensors come back, not whole layers"
-timelines({"with checkpoints": stepped.meter, "without": without.meter}, title=title)
+meters = {"with checkpoints": stepped.meter, "without checkpoints": without.meter}
+timelines(meters, title=title)
 
 # %% [markdown] slide={"en": "Lower, and no FLOPs twice; but 447.7 MB move instead of 128.9.\n\n**Write it**: at how many FLOPs a byte do both cost the same?", "zh": "更低，FLOPs 也不重做；但要搬 447.7 MB，而不是 128.9 MB。\n\n**自己写**：每字节多少 FLOPs 时，两者一样贵？"}
 # <div lang="en">
@@ -406,7 +407,7 @@ pair = [estimate(make_model, make_batch, Recipe(**way)) for way in both]
 break_even(*pair)  # FLOPs a byte
 
 # %% jupyter={"source_hidden": true} slide="result"
-lesson_07.draw_break_even(*pair, names=["with checkpoints", "without"])
+lesson_07.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"])
 
 # %% [markdown]
 # <div lang="en">

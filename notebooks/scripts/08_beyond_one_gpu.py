@@ -204,7 +204,7 @@ def follows(run, wanted, within=1e-5):
 
 {mode: follows(run, losses[:2]) for mode, run in two.items()}
 
-# %% [markdown] slide={"en": "All three follow the single process.\n\nSo what does a rank hold, and was your formula right?", "zh": "三种做法都跟上了单个进程。\n\n那么每个进程持有多少？你的公式对吗？"}
+# %% [markdown] slide={"en": "All three follow the single process.\n\nSo what does a rank hold, and was your formula right?", "zh": "三种做法的损失都与单个进程一致。\n\n那么每个进程持有多少？你的公式对吗？"}
 # <div lang="en">
 #
 # All three follow the single process, to 0.00001: sums over two ranks are rounded in another order, so not to the last bit. Now what each rank holds when its optimizer steps, beside your formulas.
@@ -233,7 +233,7 @@ predictions(rows, unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# 又是那 400 字节：100 个张量，Adam 各记一个步数，每个 4 字节。ZeRO 1 差了 22,596 字节，因为 PyTorch 是把张量整个整个地分给各个进程，两堆不会正好相等，这里列的是较大的一堆。FSDP2 沿第一维把每个张量切开，两半相等：这个解码器没有切不匀的张量。
+# 又是那 400 字节：100 个张量，Adam 各记一个步数，每个 4 字节。ZeRO 1 差了 22,596 字节，因为 PyTorch 是把张量整个整个地分给各个进程，两份不会正好相等，这里列的是较大的一份。FSDP2 沿第一维把每个张量切开，两半相等：这个解码器没有切不匀的张量。
 #
 # </div>
 
@@ -375,7 +375,7 @@ lesson_08.check_sharded_step(sharded_step)
 #
 # 要把权重也切开，一层就得先收集权重，用完就丢。`F.linear(x, wire.all_gather(piece))` 算得对，却什么也没丢：反向要用权重（第 01 课），autograd 就把它完整地留着。出路与第 02 课相同：只留小的，其余的再取一次。
 #
-# **练习 3。** 站在一个进程的位置上写。`piece` 是权重中属于本进程的那些行，`wire` 是本进程的线路：`all_gather(piece)` 返回完整的权重，`reduce_scatter(tensor)` 返回各进程之和中属于本进程的那一份。`forward` 返回 $x W^\top$；`backward` 返回 `x` 和 `piece` 的梯度，`wire` 的位置返回 `None`。两者之间存活的权重不得多于 `piece`，发送的也不得多于必需。
+# **练习 3。** 站在一个进程的位置上写。`piece` 是权重中属于本进程的那些行，`wire` 是本进程的线路：`all_gather(piece)` 返回完整的权重，`reduce_scatter(tensor)` 返回各进程之和中属于本进程的那一份。`forward` 返回 $x W^\top$；`backward` 返回 `x` 和 `piece` 的梯度，`wire` 的位置返回 `None`。前向与反向之间存活的权重不得多于 `piece`，发送的也不得多于必需。
 #
 # </div>
 
@@ -506,7 +506,7 @@ lesson_08.draw_wire(rows, ranks=2)
 # </div>
 # <div lang="zh">
 #
-# 假设设备没有下层存储可供卸载。一台设备有 60 MB。在它上面，第 02 课和第 05 课最多能做到：只做一条序列，每一层都加检查点。带预算的计量器，会拦下第一个超出预算的算子。
+# 假设设备没有下层存储可供卸载。一台设备有 60 MB。用尽第 02 课和第 05 课的办法，这一步最小只能缩成：只做一条序列，每一层都加检查点。带预算的计量器，会拦下第一个超出预算的算子。
 #
 # </div>
 
@@ -590,7 +590,7 @@ lesson_08.draw_ranks(predicted, drawn)
 # </div>
 # <div lang="zh">
 #
-# 切开的部分，进程数每翻一倍就减半。没切开的原封不动：按你的公式，不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。每个进程交给集合通信的字节，四个与两个时相同。PyTorch 没有恰好做到 ZeRO 2 的实现，`fsdp-keep` 与它接近：空心点把留到反向的完整权重也算了进去，本进程自己的四分之一还在旁边。
+# 切开的部分，进程数每翻一倍就减半。没切开的原封不动：按你的公式，不管多少个进程，DDP 都持有 110.0 MB，ZeRO 1 永远降不到 55.0 以下。每个进程交给集合通信的字节，四个与两个时相同。PyTorch 没有恰好做到 ZeRO 2 的实现，`fsdp-keep` 与它接近：图中的空心点，是本进程自己的四分之一，再加上一直留到反向的完整权重。
 #
 # 峰值是另一回事。用符号张量和一个什么都不发送的进程组，只算一个进程，一个真实的进程都不必启动，就能预先知道峰值。`predict` 与四个真实的进程对照：
 #
@@ -646,7 +646,7 @@ counts = [(t, norms + inside / t, (norms + inside) / t) for t in (1, 2, 4, 8)]
 rows = [(t, *(round(4 * count / 1e6, 1) for count in each)) for t, *each in counts]
 table(["t", "a layer, tensor, MB", "tensor and sequence, MB"], rows)
 
-# %% [markdown] slide={"en": "70 billion parameters on 64 GPUs give 775 GB to collectives in a step.\n\n**From how many tokens a rank does that hide behind compute?**", "zh": "700 亿个参数、64 块 GPU，一步要交给集合通信 775 GB。\n\n**每个进程要有多少个 token，才能被计算掩盖？**"}
+# %% [markdown] slide={"en": "70 billion parameters on 64 GPUs give 775 GB to collectives in a step.\n\n**From how many tokens a rank does that hide behind compute?**", "zh": "700 亿个参数、64 块 GPU，一步要交给集合通信 775 GB。\n\n**每个进程要有多少个 token，通信才能被计算掩盖？**"}
 # ## 8.11 Seconds / 秒数
 #
 # <div lang="en">

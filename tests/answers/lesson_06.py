@@ -108,6 +108,15 @@ def seen_by_some(queries, keys, block_q, block_k):
     return sum(bool(part.any()) for rows in mask.split(block_q) for part in rows.split(block_k, 1))
 
 
+def probabilities(q, k, lse):
+    return (q @ k.T / q.shape[1] ** 0.5 - lse[:, None]).exp()
+
+
+def normalised(q, k, lse):
+    weights = probabilities(q, k, lse)
+    return weights / weights.sum(1, keepdim=True)
+
+
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
     "log_sum_exp": (
@@ -169,6 +178,18 @@ ANSWERS = {
             (lambda q, k, bq, bk: -(-q // bq) * -(-k // bk), "every tile"),
             (lambda q, k, bq, bk: -(-q // bq) * -(-k // bk) / 2, "diagonal's tiles"),
             lambda q, k, bq, bk: 36,
+        ],
+    ),
+    "probabilities": (
+        [probabilities],
+        [
+            (lambda q, k, lse: q @ k.T, "not sum to 1"),
+            (lambda q, k, lse: (q @ k.T).softmax(1), "differ"),
+            (lambda q, k, lse: lse, "matrix"),
+            (lambda q, k, lse: (q @ k.T - lse[:, None]).exp(), "lack their scale"),
+            (lambda q, k, lse: q @ k.T / 4 - lse[:, None], "logarithms"),
+            (lambda q, k, lse: (q @ k.T / 4).softmax(1), "do not come from `lse`"),
+            (normalised, "do not come from `lse`"),
         ],
     ),
     "grouped_bytes": (

@@ -10,6 +10,7 @@ from .checks import (
     check_grouped_bytes,
     check_kernel,
     check_log_sum_exp,
+    check_probabilities,
 )
 from .gpu import attention_forward_and_backward
 from .shown import (
@@ -33,6 +34,7 @@ __all__ = [
     "check_grouped_bytes",
     "check_kernel",
     "check_log_sum_exp",
+    "check_probabilities",
     "draw_causal_tiles",
     "draw_errors",
     "draw_peaks",

@@ -1,5 +1,6 @@
 """The exercises of lesson 06."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -322,6 +323,40 @@ def _is_untouched(run: Any) -> bool:
 
 # In depth
 # --------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    hint=(
+        "softmax divides by the sum of exponentials, and the log-sum-exp is that sum's logarithm.",
+        "p = exp(s - lse), with s = q·k / √d.",
+    )
+)
+def check_probabilities(function: Any) -> Verdict:
+    """P of one head, `(n, n)`, from Q, K and the log-sum-exp."""
+    q, k = (torch.linspace(-2, 2, 80).view(5, 16) * factor for factor in (1.0, -1.5))
+    scores = q @ k.T / 4
+    lse = torch.logsumexp(scores, 1)
+    found = function(q, k, lse)
+    if found is None:
+        return not_answered()
+    if not isinstance(found, torch.Tensor) or found.shape != (5, 5):
+        return wrong("A matrix (n, n) is wanted.", exact=True)
+    if torch.allclose(found, (q @ k.T - lse[:, None]).exp(), atol=1e-5):
+        return wrong("The scores lack their scale, 1 / √d.", exact=True)
+    if torch.allclose(found, scores - lse[:, None], atol=1e-5):
+        return wrong("These are the logarithms of P.", exact=True)
+    if not torch.allclose(found, scores.softmax(1), atol=1e-5):
+        sums = found.sum(1)
+        if torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
+            return wrong("Rows sum to 1, but the probabilities differ.")
+        return wrong("Rows do not sum to 1.")
+    halved = function(q, k, lse + math.log(2))  # as if each row had as much again elsewhere
+    if not isinstance(halved, torch.Tensor) or not torch.allclose(2 * halved, found, atol=1e-5):
+        return wrong(
+            "Right numbers, but they do not come from `lse`: with `lse` greater by log 2 they"
+            " should be halved. Is there a softmax inside, or a sum over the row?"
+        )
+    return right("Right: softmax without a softmax.")
 
 
 @exercise(hint="Which tensors does section 6.4 list, and how many heads has each?")
