@@ -320,7 +320,7 @@ def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: fl
     drawn, ax = figure(
         "Compute grows with a rank's tokens, traffic does not: long steps hide it", width=8.2
     )
-    most = 1.4 * least
+    most = 1.4 * least or 1.0  # nothing is solved yet: axes of some width
     ax.plot([0, most], [0, most * compute_a_token], color=COLORS["predicted"])
     place = {"xytext": (-18, 0), "textcoords": "offset points"}
     ax.annotate(text("compute"), (most, most * compute_a_token), **place, ha="right", va="center")
