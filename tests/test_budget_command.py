@@ -34,11 +34,11 @@ from course_lib.budget import rates as rates_module
 from course_lib.budget.rates import UPDATE_BYTES, allowance_bytes
 from course_lib.budget.show import steps_to
 from course_lib.budget.techniques.optimizer import ALL_ABOVE, OPTIMIZERS
-from course_lib.budget.workload import shape_of
 from course_lib.distributed import __main__ as ranks_command
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import HostStore, SimulatedDevice
+from course_lib.workload import shape_of
 
 LLAMA = {
     "model_type": "llama",
@@ -973,10 +973,10 @@ def test_a_model_that_cannot_be_found_is_said_in_one_sentence(options, told, own
 
 def test_a_config_of_an_unknown_class_is_named_with_what_is_known(tmp_path, capsys):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**LLAMA, "model_type": "mamba"}), encoding="utf-8")
+    path.write_text(json.dumps({**LLAMA, "model_type": "lama"}), encoding="utf-8")
     with pytest.raises(SystemExit):
         command.main(["--config", str(path), *CHEAP, "--budget", "1MB"])
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "model_type is 'mamba'" in last and all(
+    assert "model_type is 'lama'" in last and all(
         name in last for name in ("llama", "mixtral", "gpt2")
     )

@@ -18,7 +18,7 @@ MOST_IN_A_CLASS, MOST_IN_A_FUNCTION = 120, 50
 # A room -> the rooms whose modules it may import; its own are always allowed.
 BELOW_ALL = {"_check", "_origin", "_torch", "_losses", "labels"}
 TECHNIQUES = {"checkpoint", "schedule", "offload", "accumulation", "attention"}
-CORE = {"memory", "models", "configs", *TECHNIQUES, "distributed", "budget", *BELOW_ALL}
+CORE = {"memory", "models", "configs", "workload", *TECHNIQUES, "distributed", "budget", *BELOW_ALL}
 ALLOWED = {
     "_check": set(),
     "_origin": set(),
@@ -30,7 +30,8 @@ ALLOWED = {
     "memory": BELOW_ALL,
     **{name: {"memory", *BELOW_ALL} for name in TECHNIQUES},
     "schedule": {"memory", "checkpoint", *BELOW_ALL},
-    "distributed": {"memory", "models", "configs", *TECHNIQUES, *BELOW_ALL},
+    "workload": {"memory", "models", "configs", "accumulation", *BELOW_ALL},
+    "distributed": {"memory", "models", "configs", "workload", *TECHNIQUES, *BELOW_ALL},
     "budget": CORE,
     "teaching": CORE,
     "lessons": {*CORE, "teaching"},

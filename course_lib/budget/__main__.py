@@ -19,6 +19,7 @@ from course_lib.labels.command import Parser, said_error
 from course_lib.labels.drawn import course_font
 from course_lib.memory import CATEGORIES
 from course_lib.memory.show import bytes_text
+from course_lib.workload import Workload, workload_of
 
 from .check import check
 from .estimate import TIERS, Estimate
@@ -29,7 +30,6 @@ from .show import Way, waterfall
 from .techniques.optimizer import OPTIMIZERS
 from .techniques.precision import PRECISIONS
 from .techniques.ranks import SHARDS
-from .workload import Workload, workload_of
 
 UNITS = {
     "": 1,
@@ -86,7 +86,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="a config.json (gpt2, llama, mistral, mixtral, qwen2, qwen3)",
+        help="a config.json: gpt2, llama, mistral, mixtral, qwen2, qwen3; others by transformers",
     )
     parser.add_argument(
         "--model", metavar="PACKAGE:FUNCTION", help="a function that returns a model in fp32"

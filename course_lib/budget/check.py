@@ -12,11 +12,11 @@ from course_lib.labels import listed, text
 from course_lib.memory import MemoryMeter
 from course_lib.memory.allocator import allocator_peak
 from course_lib.memory.show import Table, bytes_text
+from course_lib.workload import Workload
 
 from .estimate import estimate
 from .recipe import Recipe
 from .step import build, default_dtype, train_step
-from .workload import Workload
 
 
 @dataclass(frozen=True, repr=False)

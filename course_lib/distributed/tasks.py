@@ -3,7 +3,6 @@ function returns."""
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from course_lib._check import shown, whole
-from course_lib._losses import has_loss_sum, own_loss, samples_in, takes_arguments
-from course_lib._origin import origin
+from course_lib._losses import has_loss_sum, own_loss, takes_arguments
 from course_lib._torch import map_tensors
 from course_lib.accumulation import split
-from course_lib.configs import model_from, read_config
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
+from course_lib.workload import configured, named_function, samples_of
 
 DECODER = {"vocabulary": 2048, "hidden": 256, "heads": 8, "layers": 8}
 SEQUENCE, BATCH = 128, 8
@@ -107,9 +105,11 @@ def task_of(
     if config is None:
         make, vocabulary = partial(Decoder, **DECODER, sequence=sizes[1]), DECODER["vocabulary"]
     else:
-        make = partial(model_from, read_config(config), sequence=sizes[1])
-        with symbolic():
-            vocabulary = make().tokens.num_embeddings
+        found = configured(config, sizes[1])
+        make, vocabulary = found.make_model, found.vocabulary
+        if not found.plain:
+            batches = partial(_labelled, found.make_batch, *sizes, unequal)
+            return Task(partial(_without_cache, make), batches, _own_loss, sizes[0])
     return Task(make, partial(_batch, *sizes, vocabulary, unequal), token_loss_sum, sizes[0])
 
 
@@ -123,37 +123,48 @@ def token_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, 
     )
 
 
+def _unequal(labels: Tensor, samples: int, sequence: int) -> None:
+    """The last samples become the shortest."""
+    for i in range(samples):
+        labels[i, sequence - sequence * i // samples :] = IGNORED
+
+
+def _labelled(
+    make_batch: Callable[..., dict[str, Tensor]],
+    samples: int,
+    sequence: int,
+    unequal: bool,
+    step: int,
+) -> dict[str, Tensor]:
+    batch = make_batch(samples, seed=step)
+    if unequal:
+        _unequal(batch["labels"], samples, sequence)
+    return batch
+
+
 def _batch(
     samples: int, sequence: int, vocabulary: int, unequal: bool, step: int
 ) -> dict[str, Tensor]:
     tokens = random_tokens(samples, sequence, vocabulary, seed=step)
     labels = tokens[:, 1:].clone()
-    for i in range(samples if unequal else 0):  # the last samples are the shortest
-        labels[i, sequence - sequence * i // samples :] = IGNORED
+    if unequal:
+        _unequal(labels, samples, sequence)
     return {"tokens": tokens[:, :-1].contiguous(), "labels": labels}
 
 
 def _by_function(name: str) -> Task:
-    takes = "it takes package.module:function, which can be imported from here"
-    try:
-        make_model = pkgutil.resolve_name(name)
-    except (ImportError, ValueError, AttributeError) as error:
-        if origin(error) is not None:  # found, and its own code fails
-            raise
-        raise ValueError(f"--model is {name!r}, which is not found ({error}); {takes}") from None
+    make_model = named_function("--model", name)
     make_batch = getattr(make_model, "make_batch", None)
-    if isinstance(make_model, nn.Module) or not callable(make_model) or not callable(make_batch):
+    if not callable(make_batch):
         raise ValueError(
-            f"--model is {name!r}, {shown(make_model)}; {takes}, with an attribute make_batch"
+            f"--model is {name!r}, {shown(make_model)}; it takes package.module:function, which can"
+            " be imported from here, with an attribute make_batch"
         )
     loss_sum = getattr(make_model, "loss_sum", None)
-    for option, made in (("--model", make_model), ("make_batch", make_batch)):
-        takes_arguments(option, made, "a function without arguments")
+    takes_arguments("--model", make_model, "a function without arguments")
+    samples = samples_of(make_batch)
     with symbolic():
-        model, batch = make_model(), make_batch()
-        next(split(batch, 1 << 62), None)  # it says what is wrong with a batch
-        samples = samples_in(batch)
-        if loss_sum is None and not has_loss_sum(model):
+        if loss_sum is None and not has_loss_sum(make_model()):
             got = f"--model is {name!r}, whose loss is not a sum with a known weight"
             raise ValueError(
                 f"{got}; it takes a loss_sum(model, batch) of the function's, or such a method of"

@@ -1,0 +1,282 @@
+"""How a command names a model and its batch: by a config.json, a function of the user's, or sizes.
+
+A `config.json` of a kind that `course_lib.configs` knows is made of plain modules here; any other
+kind is made by `transformers`, where that is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from course_lib._check import shown
+from course_lib._losses import samples_in, takes_arguments
+from course_lib._origin import origin
+from course_lib.accumulation import split
+from course_lib.configs import KNOWN, model_from, read_config
+from course_lib.configs import shape_of as config_shape
+from course_lib.labels import text
+from course_lib.memory import symbolic
+from course_lib.models import Decoder, random_tokens
+
+HEAD_DIM = 128
+VOCABULARY = 32_000
+BY_SIZES = ("sequence", "batch", "vocabulary")  # of the course's decoder
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its batch, as `fit` takes them, and what they are in words."""
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[], Any]
+    loss_sum: Callable | None
+    name: str
+    batch: str
+
+    def parameters(self) -> int:
+        with symbolic():
+            return sum(p.numel() for p in self.make_model().parameters())
+
+
+def workload_of(given: Namespace) -> Workload:
+    """By --config, --model, or else by sizes.
+
+    Raises:
+        ValueError: something is missing, cannot be found, or does not go together; in one sentence.
+    """
+    sizes = [
+        name
+        for name in ("parameters", "hidden", "layers", "heads")
+        if getattr(given, name) is not None
+    ]
+    ways = [name for name in ("config", "model") if getattr(given, name) is not None] + sizes[:1]
+    if len(ways) != 1:
+        got = " and ".join(f"--{name}" for name in ways) or "missing"
+        raise ValueError(
+            f"the model is {got}; it takes --config, or --model, or --parameters, or --hidden and"
+            " --layers"
+        )
+    fits = {"--model": ("batch_from",), "--config": ("sequence", "batch")}.get(
+        f"--{ways[0]}", BY_SIZES
+    )
+    for name in ("batch_from", *BY_SIZES):
+        if getattr(given, name) is not None and name not in fits:
+            raise ValueError(
+                f"--{name.replace('_', '-')} comes with --{ways[0]}, which does without"
+            )
+    if given.model:
+        return _by_function(given)
+    for name in ("sequence", "batch"):
+        if getattr(given, name) is None:
+            raise ValueError(f"--{name} is missing; it takes a whole number")
+    return _by_config(given) if given.config else _by_sizes(given)
+
+
+@dataclass(frozen=True)
+class ConfiguredModel:
+    """The model of a `config.json`.
+
+    Attributes:
+        make_model: builds it in fp32, with random weights.
+        make_batch: (samples, seed) -> a batch of random tokens, as the model takes it.
+        vocabulary: how many tokens there are.
+        plain: made of the course's modules, which take tokens (b, s + 1); else of transformers',
+            which take {"input_ids": (b, s), "labels": (b, s)} and return their loss.
+    """
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[..., Any]
+    vocabulary: int
+    plain: bool
+
+
+def configured(file: Path | str, sequence: int) -> ConfiguredModel:
+    """The model that a `config.json` describes, for samples of so many tokens.
+
+    Raises:
+        ValueError: the file is no config, of a kind that neither the course nor the installed
+            transformers knows, lacks a size, or takes shorter sequences.
+    """
+    config = read_config(file)
+    if config.get("model_type") in KNOWN:
+        model, sizes = config_shape(config, sequence)
+        with symbolic():  # one layer says what else is wrong with the config
+            model(**{**sizes, "layers": 1})
+        vocabulary = sizes["vocabulary"]
+        return ConfiguredModel(
+            partial(model_from, config, sequence=sequence),
+            lambda samples, seed=0: random_tokens(samples, sequence, vocabulary, seed=seed),
+            vocabulary,
+            plain=True,
+        )
+    made, vocabulary = _by_transformers(config, sequence)
+
+    def make_batch(samples: int, seed: int = 0) -> dict[str, Tensor]:
+        tokens = random_tokens(samples, sequence, vocabulary, seed=seed)[:, :sequence]
+        return {"input_ids": tokens.contiguous(), "labels": tokens.clone()}
+
+    return ConfiguredModel(made, make_batch, vocabulary, plain=False)
+
+
+#: transformers' families of models that take tokens and labels, the likeliest first.
+FAMILIES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+
+
+def _by_transformers(
+    config: Mapping[str, Any], sequence: int
+) -> tuple[Callable[[], nn.Module], int]:
+    name, known = config.get("model_type"), ", ".join(KNOWN)
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError(
+            f"model_type is {name!r}; it takes one of {known}, or any that transformers knows where"
+            " that is installed (pip install transformers)"
+        ) from None
+    if name not in transformers.CONFIG_MAPPING:
+        raise ValueError(
+            f"model_type is {name!r}; it takes one of {known}, or of those that transformers"
+            f" {transformers.__version__} knows"
+        )
+    settings = transformers.AutoConfig.for_model(**config)
+    families = [getattr(transformers, family) for family in FAMILIES]
+    kinds = [family for family in families if type(settings) in family._model_mapping]
+    if not kinds:
+        raise ValueError(
+            f"model_type is {name!r}, which has no language model in transformers; name a function"
+            " that makes the model and one that makes its batch, by --model"
+        )
+    text_settings = settings.get_text_config()
+    longest = getattr(text_settings, "max_position_embeddings", None)
+    if longest is not None and sequence > longest:
+        raise ValueError(
+            f"sequence is {sequence}; it takes {longest} or less, the config's longest"
+        )
+    return partial(kinds[0].from_config, settings), text_settings.vocab_size
+
+
+def _by_config(given: Namespace) -> Workload:
+    found = configured(given.config, given.sequence)
+    kind = json.loads(Path(given.config).read_text("utf-8-sig"))["model_type"]
+    said = (
+        "{file} ({kind}, in this course's plain implementation of its shapes)"
+        if found.plain
+        else "{file} ({kind}, by transformers)"
+    )
+    name = text(said, file=given.config, kind=kind)
+    return Workload(
+        found.make_model, partial(found.make_batch, given.batch), None, name, _samples(given)
+    )
+
+
+def _by_function(given: Namespace) -> Workload:
+    make_model = named_function("--model", given.model)
+    make_batch = getattr(make_model, "make_batch", None)
+    if given.batch_from:
+        make_batch = named_function("--batch-from", given.batch_from)
+    if make_batch is None:
+        got = f"--batch-from is missing and {given.model} has no attribute make_batch"
+        raise ValueError(f"{got}; it takes a function, as package:function, that returns a batch")
+    return Workload(
+        make_model,
+        make_batch,
+        getattr(make_model, "loss_sum", None),
+        given.model,
+        text("{count} samples", count=samples_of(make_batch)),
+    )
+
+
+def samples_of(make_batch: Any) -> int:
+    """How many samples a function's batch has, found without memory.
+
+    Raises:
+        TypeError: no function without arguments, or no batch.
+        ValueError: the batch has no samples, or its tensors differ in their number.
+    """
+    if isinstance(make_batch, nn.Module) or not callable(make_batch):
+        raise TypeError(f"make_batch is {shown(make_batch)}; it takes a function without arguments")
+    takes_arguments("make_batch", make_batch, "a function without arguments")
+    with symbolic():
+        batch = make_batch()
+        if next(iter(split(batch, 1 << 62)), None) is None:  # it says what is wrong with a batch
+            raise ValueError(f"batch is {shown(batch)} without samples; it takes one or more")
+        return samples_in(batch)
+
+
+def _by_sizes(given: Namespace) -> Workload:
+    hidden, layers, vocabulary = given.hidden, given.layers, given.vocabulary or VOCABULARY
+    if given.parameters is not None:
+        wanted = shape_of(given.parameters, vocabulary)
+        hidden, layers = hidden or wanted[0], layers or wanted[1]
+    if not hidden or not layers:
+        raise ValueError("the size is missing; it takes --parameters, or --hidden and --layers")
+    most = max(1, hidden // HEAD_DIM)
+    heads = given.heads or max(count for count in range(1, most + 1) if hidden % count == 0)
+    sizes = {"vocabulary": vocabulary, "hidden": hidden, "layers": layers, "heads": heads}
+    name = text(
+        "a decoder: hidden {hidden}, {layers} layers, {heads} heads, vocabulary {vocabulary}",
+        **sizes,
+    )
+    return Workload(
+        lambda: Decoder(**sizes, sequence=given.sequence),
+        *_tokens(given, vocabulary),
+        name,
+        _samples(given),
+    )
+
+
+def _tokens(given: Namespace, vocabulary: int) -> tuple[Callable[[], Any], None]:
+    return lambda: random_tokens(given.batch, given.sequence, vocabulary), None
+
+
+def _samples(given: Namespace) -> str:
+    one = "{count} sample of {sequence} tokens"
+    many = "{count} samples of {sequence} tokens"
+    return text(one if given.batch == 1 else many, count=given.batch, sequence=given.sequence)
+
+
+def named_function(option: str, name: str) -> Callable[..., Any]:
+    """The function that "package.module:function" names.
+
+    Raises:
+        ValueError: there is none of that name; an error of the module's own code is left as it is.
+    """
+    takes = "it takes package.module:function, which can be imported from here"
+    if not name.partition(":")[2]:
+        raise ValueError(f"{option} is {name!r}, without a function after a colon; {takes}")
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, ValueError, AttributeError) as error:
+        if origin(error) is not None:  # found, and its own code fails
+            raise
+        raise ValueError(f"{option} is {name!r}, which is not found ({error}); {takes}") from None
+    if isinstance(found, nn.Module) or not callable(found):
+        raise ValueError(f"{option} is {name!r}, {shown(found)}; {takes}")
+    return found
+
+
+def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
+    """hidden and layers of a decoder with about so many parameters: v h, 12 h^2 a layer, a layer
+    for each 128 of h."""
+
+    def count(hidden: int, layers: int) -> int:
+        return vocabulary * hidden + 12 * layers * hidden**2
+
+    hidden = HEAD_DIM
+    while count(hidden + HEAD_DIM, hidden // HEAD_DIM + 1) <= parameters:
+        hidden += HEAD_DIM
+    # The number of layers is whole, so the width next to this one may come nearer.
+    shapes = [
+        (h, max(1, round((parameters - vocabulary * h) / (12 * h**2))))
+        for h in (hidden, hidden + HEAD_DIM)
+    ]
+    return min(shapes, key=lambda shape: abs(count(*shape) - parameters))

@@ -1,0 +1,96 @@
+"""How a command names a model: one way for both commands."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from course_lib.budget import Recipe, estimate, run
+from course_lib.configs import KNOWN
+from course_lib.distributed import task_of
+from course_lib.workload import configured, named_function, samples_of
+
+transformers = pytest.importorskip("transformers")
+
+GEMMA = {
+    **{"model_type": "gemma", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48},
+    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1},
+    **{"head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0},
+}
+BERT = {
+    **{"model_type": "bert", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48},
+    **{"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64},
+    **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(**config):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("config", [GEMMA, BERT], ids=lambda config: config["model_type"])
+def test_a_kind_that_transformers_alone_knows_is_estimated_as_it_runs(config, file):
+    found = configured(file(**config), 16)
+    assert config["model_type"] not in KNOWN and not found.plain
+    recipe = Recipe(attention=None, checkpoint="layers")
+    guess = estimate(found.make_model, lambda: found.make_batch(4), recipe)
+    real = run(found.make_model, lambda: found.make_batch(4), recipe)
+    assert guess.peak_bytes == real.meter.peak_bytes
+
+
+def test_both_commands_train_the_same_model_of_a_config(file):
+    path = file(**GEMMA)
+    task, found = task_of(str(path), batch=4, sequence=16, unequal=True), configured(path, 16)
+    ours, theirs = task.make_model().state_dict(), found.make_model().state_dict()
+    assert {n: p.shape for n, p in ours.items()} == {n: p.shape for n, p in theirs.items()}
+    batch, plain = task.make_batch(3), found.make_batch(4, seed=3)
+    assert torch.equal(batch["input_ids"], plain["input_ids"])
+    kept = (batch["labels"] != -100).sum(1).tolist()
+    assert kept == [16, 12, 8, 4]  # later samples are shorter
+    total, weight = task.loss_sum(task.make_model(), batch)
+    assert int(weight) == sum(kept) - 4  # of each sample, the first token is not predicted
+    assert total.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"model_type": "nothing_of_the_kind"}, "of those that transformers"),
+        ({}, "model_type is None"),
+        ({"model_type": "vit"}, "no language model"),
+        ({**GEMMA, "max_position_embeddings": 8}, "takes 8 or less"),
+    ],
+)
+def test_a_config_that_makes_no_language_model_is_refused(config, told, file):
+    with pytest.raises(ValueError, match=told):
+        configured(file(**config), 16)
+
+
+def test_without_transformers_it_is_said_that_it_reads_other_kinds(file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match="where that is installed"):
+        configured(file(**GEMMA), 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("json", "without a function"), ("json:absent", "not found"), ("json:__name__", "takes pack")],
+)
+def test_a_function_that_is_not_there_is_refused_by_its_name(name, told):
+    with pytest.raises(ValueError, match=told):
+        named_function("--model", name)
+
+
+def test_samples_of_a_batch_are_counted_without_memory():
+    assert samples_of(lambda: {"x": torch.empty(6, 1 << 40)}) == 6
+    with pytest.raises(TypeError, match="make_batch"):
+        samples_of(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="without samples"):
+        samples_of(lambda: torch.empty(0, 3))
