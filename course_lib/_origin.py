@@ -10,8 +10,9 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import torch
 
@@ -21,6 +22,7 @@ INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 # how Jupyter names the files that its cells are compiled as
 CELL = re.compile(r"ipykernel_|<ipython-input")
 REFUSALS = (TypeError, ValueError, RuntimeError, MemoryError)
+TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _fake = torch._subclasses.fake_tensor
 _NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
 # asked for in Python
@@ -59,19 +61,37 @@ def _is_theirs(file: str, module: str) -> bool:
     return not file.startswith(PYTHON) or INSTALLED.match(file) is not None
 
 
+def own_line(frame: FrameType | None) -> tuple[str, int, str] | None:
+    """(file, line, function) of the innermost frame, from this one outwards, that is the user's
+    own: neither this library's nor PyTorch's nor another package's."""
+    while frame is not None and not _is_own_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    code = frame and frame.f_code
+    return code and (code.co_filename, frame.f_lineno, code.co_qualname)
+
+
+@cache  # it is asked for each frame of each operator
+def _is_own_file(file: str) -> bool:
+    return _is_theirs(file, "") and not file.startswith(TORCH) and not INSTALLED.match(file)
+
+
+def file_shown(file: str) -> str:
+    """A file's name as a reader knows it."""
+    if CELL.search(file):
+        return "a cell"
+    if installed := INSTALLED.match(file):
+        return file[installed.end() :]
+    path, here = Path(file), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def place(error: BaseException) -> str:
     """Where it comes from, "mine.py, line 5, in loss"; "" if from no other code than this library's
     and PyTorch's."""
     if (line := origin(error)) is None:
         return ""
-    path = Path(line.filename)
-    if CELL.search(line.filename):
-        name = "a cell"
-    elif installed := INSTALLED.match(line.filename):
-        name = line.filename[installed.end() :]
-    else:
-        name = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-    return f"{name}, line {line.lineno}" + (f", in {line.name}" if line.name != "<module>" else "")
+    within = f", in {line.name}" if line.name != "<module>" else ""
+    return f"{file_shown(line.filename)}, line {line.lineno}{within}"
 
 
 def goes_through(error: BaseException, package: ModuleType) -> bool:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from meter_events import events_of
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -219,7 +218,7 @@ def decoder_events(checkpointed: bool) -> list[tuple]:
                 optimizer.zero_grad()
                 model.loss(tokens).backward()
                 optimizer.step()
-    return events_of(meter)
+    return [event[:3] for event in meter.trace().allocations()]
 
 
 def reserved() -> dict[str, list[tuple]]:

@@ -10,17 +10,19 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import real_allocator
 import torch
-from meter_events import events_of
 from obvious_allocator import ObviousAllocator
 from properties import given, settings, st
+from torch import nn
 from torch.cuda import _memory_viz
 
+from course_lib.budget import Recipe, estimate
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.memory import AllocatorSettings, Block, CachingAllocator, MemoryMeter
 from course_lib.models import Decoder, random_tokens
@@ -898,7 +900,7 @@ def test_a_metered_step_asks_for_what_the_meter_counts_and_reserves_more(forget)
                 optimizer.step()
     for expandable in (False, True):
         allocator = CachingAllocator(expandable_segments=expandable)
-        live = allocator.replay(events_of(meter))
+        live = allocator.replay(meter.trace())
         figures = allocator.memory_stats()
         requested, allocated, reserved = (
             figures[f"{name}_bytes.all.peak"] for name in ("requested", "allocated", "reserved")
@@ -908,6 +910,88 @@ def test_a_metered_step_asks_for_what_the_meter_counts_and_reserves_more(forget)
         assert now(allocator, "requested_bytes") == sum(
             block.requested_bytes for block in live.values()
         )
+
+
+# ---- a step in PyTorch's viewer
+
+
+def read_back(path):
+    """(bytes live at the end by PyTorch's own reader, the most live, frames of what was made)"""
+    with open(path, "rb") as file:
+        snapshot = pickle.load(file)
+    flames = _memory_viz.memory(snapshot, format_flamegraph=str).splitlines()
+    held = [line for line in flames if ";active_allocated;" in line and "<gaps>" not in line]
+    live = most = 0
+    [entries] = snapshot["device_traces"]
+    for entry in entries:
+        live += {"alloc": 1, "free_completed": -1}.get(entry["action"], 0) * entry["size"]
+        most = max(most, live)
+    end = sum(int(line.rpartition(" ")[2]) for line in held)
+    assert live == end
+    return end, most, [entry["frames"] for entry in entries if entry["action"] == "alloc"]
+
+
+def test_a_metered_step_opens_in_pytorchs_reader_with_the_meters_figures(tmp_path):
+    model = nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with MemoryMeter(model, optimizer, module_paths=True) as meter:
+        loss = model(torch.randn(64, 600)).square().mean()
+        loss.backward()
+        optimizer.step()
+    meter.save_snapshot(tmp_path / "step.pickle")
+    end, most, frames = read_back(tmp_path / "step.pickle")
+    assert (end, most) == (meter.live_bytes, meter.peak_bytes)
+    told = [_memory_viz._frames_fmt(each) for each in frames]
+    here = f"{test_a_metered_step_opens_in_pytorchs_reader_with_the_meters_figures.__name__}"
+    first = 1 + next(
+        number
+        for number, line in enumerate(Path(__file__).read_text("utf-8").splitlines(), 1)
+        if "as meter:" in line and "nn.Sequential" not in line and "module_paths=True" in line
+    )
+    file = Path(__file__).name
+    assert ["forward:0:aten.addmm.default", "module:0:0", f"{file}:{first}:{here}"] in told
+    assert ["backward:0:aten.mm.default", "module:0:2", f"{file}:{first + 1}:{here}"] in told
+    with MemoryMeter(source_lines=False) as meter:
+        torch.randn(3)
+    assert meter.trace().lines == {}
+
+
+@pytest.mark.parametrize("ranks", [1, 4], ids=["one process", "a rank of four"])
+def test_an_estimated_step_opens_in_pytorchs_reader_with_the_estimates_figures(ranks, tmp_path):
+    def batch():
+        return random_tokens(4, 32, 100)
+
+    shard = {"ranks": ranks, "shard": "zero3"} if ranks > 1 else {}
+    recipe = Recipe(checkpoint="layers", **shard)
+    make = partial(Decoder, vocabulary=100, hidden=64, heads=2, layers=3, sequence=32)
+    found = estimate(make, batch, recipe)
+    found.trace().save_snapshot(tmp_path / "step.pickle")
+    _, most, frames = read_back(tmp_path / "step.pickle")
+    assert most == found.peak_bytes
+    assert {"layers.2.feedforward.0"} <= {
+        frame["name"] for each in frames for frame in each if frame["filename"] == "module"
+    }
+
+
+def test_a_step_of_7_billion_parameters_opens_in_pytorchs_reader_on_a_laptop(tmp_path):
+    make = partial(Decoder, vocabulary=32000, hidden=4096, heads=32, layers=32, sequence=256)
+    recipe = Recipe(precision="bf16", attention="flash", checkpoint="layers")
+    found = estimate(make, lambda: random_tokens(1, 256, 32000), recipe)
+    found.trace().save_snapshot(tmp_path / "step.pickle", "expandable_segments:True")
+    end, most, _ = read_back(tmp_path / "step.pickle")
+    assert 100e9 < end <= most == found.peak_bytes
+
+
+def test_what_changes_its_category_stays_where_it_is():
+    with MemoryMeter() as meter:
+        weight = torch.randn(1000, requires_grad=True)
+        kept = weight.exp()  # a temporary until it is saved
+        kept.sum().backward()
+        del kept
+    events = list(meter.trace().allocations())
+    names = [(what, name) for what, name, *_ in events]
+    assert len(names) == len(set(names))
+    assert len({span.storage for span in meter.trace().spans}) < len(meter.trace().spans)
 
 
 # What torch/utils/viz/MemoryViz.js reads of each, and the opcodes that its reader of pickles knows.

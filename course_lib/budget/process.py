@@ -117,7 +117,7 @@ def watched(
         del unseen
         marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
 
-    with not_collecting(), StepMeter(model, optimizer, module_paths=events) as meter:
+    with not_collecting(), StepMeter(model, optimizer, **_told(events)) as meter:
         run_pieces(model, optimizer, marked(), recipe, noted, store, max_norm)
     end = (meter.flops, store.stats.bytes_down, store.stats.bytes_up)
     # Between two marks lies one micro-batch; after the last one, the optimizer.
@@ -130,6 +130,11 @@ def watched(
     trace = meter.trace(events=events)
     trace.flops, trace.bytes_down, trace.bytes_up = totals
     return trace
+
+
+def _told(events: bool) -> dict[str, bool]:
+    """What a meter keeps of each operator's place, which takes it some time."""
+    return {"module_paths": events, "source_lines": events}
 
 
 _DEVICE = torch.ops.prim.device.default

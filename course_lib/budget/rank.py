@@ -119,6 +119,7 @@ def _measured(
         recipe.ranks,
         within=lambda model: applied(model, alone),
         steps=steps,
+        places=events,
         bf16=recipe.precision == "bf16" and recipe.shard not in REPLICATED,
         **options,
     )
@@ -144,6 +145,7 @@ def _with_state(trace: Trace, shapes: Shapes, recipe: Recipe) -> Trace:
         flops_at=trace.flops_at,
         flops=flops,
         modules=trace.modules,
+        lines=trace.lines,
         spans=trace.spans,
         sent_bytes=sent,
     )

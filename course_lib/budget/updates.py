@@ -100,7 +100,7 @@ class Updates:
         try:
             for p in parameters:
                 p.grad = torch.empty_like(p)
-            with StepMeter(part, optimizer) as meter:
+            with StepMeter(part, optimizer, source_lines=False) as meter:
                 optimizer.step()
         finally:
             for p in parameters:

@@ -60,15 +60,18 @@ def watched_rank(
     rank: int = 0,
     within: Callable[[nn.Module], AbstractContextManager] = nullcontext,
     steps: int = 1,
+    places: bool = False,
     **options: Any,
 ) -> Watch:
     """The same, moment by moment; what `within` returns for the model is around its steps.
+
+    With `places` the trace tells modules and source lines.
 
     In FSDP's first step each block is prepared once, which takes nothing but operators; with 2
     `steps` there are none.
     """
     ranks, rank = whole("ranks", ranks, 1), whole("rank", rank, 0, ranks - 1)
-    with _fake_rank(ranks, rank), Watch(model := make_model()) as watch:
+    with _fake_rank(ranks, rank), Watch(model := make_model(), places=places) as watch:
         trainer = Trainer(mode, model, loss_sum, **options)
         if isinstance(trainer.run, DistributedDataParallel):
             _without_answers(trainer.run)

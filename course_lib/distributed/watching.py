@@ -117,6 +117,7 @@ class Watch:
     Args:
         budget_bytes: the operator that would pass it raises `MemoryBudgetExceeded` and does not
             run.
+        places: the trace is to tell modules and source lines.
     """
 
     def __init__(
@@ -125,8 +126,10 @@ class Watch:
         device: torch.device | str = "cpu",
         *,
         budget_bytes: int | None = None,
+        places: bool = False,
     ):
-        self.meter = _Meter(model, device=device, budget_bytes=budget_bytes)
+        kept = {"module_paths": places, "source_lines": places}
+        self.meter = _Meter(model, device=device, budget_bytes=budget_bytes, **kept)
         self.span = slice(0)  # of the meter's trace: the last step
         self.taken: Taken | None = None
 

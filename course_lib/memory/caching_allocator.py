@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import OutOfMemoryError
 
@@ -20,6 +21,13 @@ from .memory_snapshot import save_snapshot, snapshot_of
 from .segments import SMALL_SEGMENT_BYTES, CudaMalloc, ExpandableSegments, Segments
 
 Live = dict[Hashable, "Block"]  # a storage's name -> its block
+
+
+@runtime_checkable
+class Replayable(Protocol):
+    """What knows its own events, as a `Trace` does."""
+
+    def allocations(self) -> Iterable[tuple]: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -135,12 +143,13 @@ class CachingAllocator:
         chunk.requested, chunk.frames, chunk.allocated = 0, (), False
         self._segments.give_back(chunk)
 
-    def replay(self, events: Iterable[tuple], live: Live | None = None) -> Live:
+    def replay(self, events: Replayable | Iterable[tuple], live: Live | None = None) -> Live:
         """Allocate and free as the events say; returns the blocks of the storages that live on.
 
         Args:
-            events: ("birth" or "release", storage, bytes), in order; a storage is named by anything
-                that can be a key. A birth may have a fourth item, the frames.
+            events: a `Trace`; or ("birth" or "release", storage, bytes), in order, where a storage
+                is named by anything that can be a key, and a birth may have a fourth item, the
+                frames.
             live: what an earlier replay returned, to go on from; it is brought up to date.
 
         Raises:
@@ -149,6 +158,8 @@ class CachingAllocator:
                 born.
         """
         live = {} if live is None else live
+        if isinstance(events, Replayable):
+            events = events.allocations()
         for number, (what, storage, size_bytes, *frames) in enumerate(events):
             if what not in ("birth", "release"):
                 raise ValueError(f"event {number} is {what!r}; it takes 'birth' or 'release'")

@@ -104,6 +104,7 @@ class Growth:
         return {
             "flops_at": self._at(blocks, "flops_at"),
             "modules": self._at(blocks, "modules"),
+            "lines": self._at(blocks, "lines"),
             "spans": _GrownSpans(self, blocks, moments).found(),
         }
 

@@ -13,6 +13,8 @@ above the allocator's, `measure` says so.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from inspect import unwrap
@@ -24,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._check import kind, whole
+from .._origin import own_line
 from .categories import IN_PLACE_WITHOUT_MODES, CategoryTracker, OptimizerPhase
 from .flops import flops_of
 from .modules import ModulePaths
@@ -114,8 +117,13 @@ class Figures:
                 np.stack([history[name] for name in CATEGORIES], axis=1),
                 flops_at=dict(self._ledger.flops),
                 modules=dict(self._ledger.modules),
+                lines=dict(self._ledger.lines),
                 spans=[Span(*life) for life in lives(self._ledger)] if events else None,
             )
+
+    def save_snapshot(self, path: str | os.PathLike) -> None:
+        """Write the step for PyTorch's memory viewer: see `Trace.save_snapshot`."""
+        self.trace().save_snapshot(path)
 
     @property
     def moments(self) -> int:
@@ -205,6 +213,8 @@ class MemoryMeter(Figures, TorchDispatchMode):
             allocator's rounding.
         module_paths: keep in which module of `model` each operator ran, for `trace`; in backward,
             that of its forward.
+        source_lines: keep the line of your own code at which each operator ran, for `trace`; in
+            backward, that of `backward()`.
 
     Raises:
         MemoryBudgetExceeded: the operator named in it took the live bytes over `budget_bytes`. It
@@ -229,6 +239,7 @@ class MemoryMeter(Figures, TorchDispatchMode):
         device: torch.device | str | None = None,
         block_bytes: int = 1,
         module_paths: bool = False,
+        source_lines: bool = True,
     ):
         super().__init__()
         optimizers = check_model_and_optimizer(model, optimizer)
@@ -245,6 +256,7 @@ class MemoryMeter(Figures, TorchDispatchMode):
         self._module_paths = (
             kind("module_paths", module_paths, bool, "True or False") and model is not None
         )
+        self._source_lines = kind("source_lines", source_lines, bool, "True or False")
         self._undo = ExitStack()
 
     def __enter__(self) -> MemoryMeter:
@@ -310,6 +322,8 @@ class MemoryMeter(Figures, TorchDispatchMode):
                 ledger.flops[len(ledger.operators) - 1] = flops
             if ledger.paths is not None and (path := ledger.paths(node)):
                 ledger.modules[len(ledger.operators) - 1] = path
+            if self._source_lines and (line := own_line(sys._getframe(1))):
+                ledger.lines[len(ledger.operators) - 1] = line
             if taken_over is not None:
                 ledger.expect_end(taken_over)
             usage.outputs(func, result, sources, made_in)

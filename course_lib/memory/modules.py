@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .storages import AccumulateGrad
 
@@ -26,7 +27,10 @@ class ModulePaths(AbstractContextManager):
 
     def __init__(self, model: nn.Module):
         self.names = {module: name for name, module in model.named_modules()}
-        self.owners = {p: name.rpartition(".")[0] for name, p in model.named_parameters()}
+        # held weakly: FSDP replaces parameters by their shards, and the whole ones must go
+        self.owners = WeakIdKeyDictionary()
+        for name, p in model.named_parameters():
+            self.owners[p] = name.rpartition(".")[0]
         self.inside: list[str] = []
         self.numbers, self.since = [0], [""]  # from this number on, nodes are made in that module
 

@@ -142,6 +142,7 @@ class Ledger:
         flops: operator number -> FLOPs, of those that have any.
         modules: operator number -> path of its module, where `paths` tells it.
         paths: tells the path of the module that runs; None where nobody asks for it.
+        lines: operator number -> (file, line, function) of the user's own code that asked for it.
         lock: for all that follows; autograd runs one thread per device.
     """
 
@@ -151,6 +152,7 @@ class Ledger:
         self.flops: dict[int, int] = {}
         self.modules: dict[int, str] = {}
         self.paths: Callable[[Any], str] | None = None
+        self.lines: dict[int, tuple[str, int, str]] = {}
         self.accounts: dict[torch.device, Account] = {}
         self.named = device is not None
         # A tensor there knows that "cuda" is "cuda:0", or that there is no such device.

@@ -8,6 +8,7 @@ here; `growth` makes of two of them that of the step with more of the model's eq
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._origin import file_shown
+from .allocator_settings import AllocatorSettings
+from .caching_allocator import CachingAllocator
 from .timeline import CATEGORIES, PHASES
 
 ENTRY = "what model and optimizer hold on entry"
@@ -66,6 +70,7 @@ class Trace:
         flops: of the whole step, by the formulas of `FlopCounterMode`; also of micro-batches for
             which others stand.
         modules: moment -> path of the module that ran, where it is known.
+        lines: moment -> (file, line, function) of the user's own code, where it is known.
         spans: of all storages; None where events are not kept.
         bytes_down: moved to the tier below.
         bytes_up: moved back from it.
@@ -80,6 +85,7 @@ class Trace:
         flops_at: dict[int, int] | None = None,
         flops: int | None = None,
         modules: dict[int, str] | None = None,
+        lines: dict[int, tuple[str, int, str]] | None = None,
         spans: Sequence[Span] | None = None,
         bytes_down: int = 0,
         bytes_up: int = 0,
@@ -87,6 +93,7 @@ class Trace:
     ):
         self.operators, self.live = list(operators), live
         self.flops_at, self.modules, self.spans = flops_at or {}, modules or {}, spans
+        self.lines = lines or {}
         self.flops = sum(self.flops_at.values()) if flops is None else flops
         self.bytes_down, self.bytes_up, self.sent_bytes = bytes_down, bytes_up, sent_bytes
 
@@ -115,6 +122,7 @@ class Trace:
             flops_at=within(self.flops_at),
             flops=self.flops,
             modules=within(self.modules),
+            lines=within(self.lines),
             spans=spans,
             bytes_down=self.bytes_down,
             bytes_up=self.bytes_up,
@@ -179,10 +187,7 @@ class Trace:
         Raises:
             ValueError: they were not kept.
         """
-        if self.spans is None:
-            raise ValueError(
-                "spans is None: this trace holds sums alone; it takes one of `meter.trace()`"
-            )
+        self._check_spans()
         found = [(span.start, "birth", span) for span in self.spans]
         found += [(span.stop, "release", span) for span in self.spans if span.stop < len(self)]
         for moment, kind, span in sorted(found, key=lambda each: (each[0], each[1] == "birth")):
@@ -197,3 +202,81 @@ class Trace:
             sign = 1 if event.kind == "birth" else -1
             change[event.moment, CATEGORIES.index(event.category)] += sign * event.bytes
         return change.cumsum(0)[:-1]
+
+    # ---- as a device's allocator sees it
+
+    def allocations(self) -> Iterator[tuple]:
+        """("birth", storage, bytes, frames) and ("release", storage, bytes) in order, as
+        `CachingAllocator.replay` takes them; what only changes its category stays where it is.
+
+        Frames are those of `frames_at`, for the operator that has made the storage.
+
+        Raises:
+            ValueError: events were not kept.
+        """
+        self._check_spans()
+        lives: dict[int, tuple[int, int, int]] = {}  # storage -> bytes, start, stop
+        for storage, nbytes, _, start, stop in self.spans:
+            _, first, last = lives.get(storage, (nbytes, start, stop))
+            lives[storage] = nbytes, min(first, start), max(last, stop)
+        events = [(start, 1, name, nbytes) for name, (nbytes, start, _) in lives.items()]
+        events += [(stop, 0, name, nbytes) for name, (nbytes, _, stop) in lives.items()]
+        frames: dict[int, list[dict]] = {}
+        for moment, born, storage, nbytes in sorted(events):
+            if born:
+                if moment not in frames:
+                    frames[moment] = self.frames_at(moment)
+                yield "birth", storage, nbytes, frames[moment]
+            elif moment < len(self):  # else it lives on
+                yield "release", storage, nbytes
+
+    def frames_at(self, moment: int) -> list[dict]:
+        """From where a moment's storages are, innermost first, in the form of PyTorch's snapshots:
+        the operator and its phase, the module, the line of the user's own code."""
+        operator, phase = self.operators[moment]
+        frames = [{"filename": phase, "line": 0, "name": str(operator)}]
+        if path := self.modules.get(moment):
+            frames.append({"filename": "module", "line": 0, "name": path})
+        if moment in self.lines:
+            file, line, function = self.lines[moment]
+            frames.append({"filename": file_shown(file), "line": line, "name": function})
+        return frames
+
+    def allocated(
+        self, settings: AllocatorSettings | str | None = None, *, record_history: bool = False
+    ) -> CachingAllocator:
+        """A simulated device after this trace: its `memory_stats()` have the peaks.
+
+        What is there on entry is laid out first, storage after storage.
+
+        Args:
+            settings: as for `CachingAllocator`, such as "expandable_segments:True".
+        """
+        allocator = CachingAllocator(settings=settings, record_history=record_history)
+        allocator.replay(self)
+        return allocator
+
+    def save_snapshot(
+        self, path: str | os.PathLike, settings: AllocatorSettings | str | None = None
+    ) -> None:
+        """Write the step as `torch.cuda.memory._dump_snapshot` writes one that ran on a GPU, to be
+        opened at pytorch.org/memory_viz.
+
+        Bytes are those of the tensors; segments and addresses are those of `CachingAllocator`. Each
+        allocation names its operator and, where the meter kept them, module and line. PyTorch's own
+        reader, `torch.cuda._memory_viz`, gives the meter's figures, and the fields are those that
+        the page's source asks for; the page itself was not opened.
+
+        Args:
+            settings: of the allocator, as in `allocated`.
+
+        Raises:
+            ValueError: events were not kept.
+        """
+        self.allocated(settings, record_history=True).save_snapshot(path)
+
+    def _check_spans(self) -> None:
+        if self.spans is None:
+            raise ValueError(
+                "spans is None: this trace holds sums alone; it takes one of `meter.trace()`"
+            )
