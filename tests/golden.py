@@ -40,7 +40,7 @@ COMPOSED = ("chain", "deep decoder", "BART")  # two that are composed, and one t
 LEVERS: dict[str, tuple] = {
     "precision": ("fp32", "bf16", None),
     "optimizer": ("adam", "sgd", "momentum", "adafactor", "adam8bit"),
-    "update": ("loop", "foreach", "fused"),
+    "update": (None, "foreach", "fused"),
     "offload_optimizer": (0.0, 0.5, 1.0),
     "page_bytes": (Recipe.page_bytes, 1 << 14),
     "attention": ("standard", "flash", None),

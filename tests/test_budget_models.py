@@ -10,10 +10,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from course_lib._torch import tensors_in
 from course_lib.budget import Rates, Recipe, build, estimate, fit, run, train_step
-from course_lib.memory import cast
+from course_lib.budget.kinds import on_kind
+from course_lib.budget.optimizers import base_of
+from course_lib.memory import cast, symbolic
 from course_lib.models import seeded
 
 VOCABULARY, WIDTH, LENGTH, IGNORED = 53, 32, 12, -100
@@ -1245,3 +1249,66 @@ class Critic(nn.Module):
 def test_a_gradient_penalty_through_checkpoints_takes_what_is_estimated(fields):
     asked = Critic, partial(torch.ones, 8, 16), Recipe(checkpoint="layers", **fields)
     assert estimate(*asked).peak_bytes == run(*asked).meter.peak_bytes
+
+
+def test_on_cuda_the_update_is_foreach_where_nobody_says_otherwise():
+    def taken(kind, **fields):
+        found = estimate(Encoder, partial(sentences, 1), Recipe(**fields), kind=kind)
+        assert found.recipe == Recipe(**fields) and found.kind == kind
+        return found.phase_peaks
+
+    for fields in ({}, {"precision": "bf16"}, {"in_backward": True}):
+        assert taken("cpu", **fields) == taken("cpu", update="loop", **fields)
+        assert taken("cuda", **fields) == taken("cuda", update="foreach", **fields)
+        assert taken("cuda", update="loop", **fields) == taken("cpu", **fields)
+    assert taken("cuda")["optimizer"] > taken("cpu")["optimizer"]
+    found = estimate(Encoder, partial(sentences, 1), Recipe(), kind="cuda")
+    assert found.trace().phase_peaks() == found.phase_peaks
+    # PyTorch itself updates these one after the other
+    assert taken("cuda", optimizer="adafactor") == taken("cpu", optimizer="adafactor")
+    with pytest.raises(ValueError, match="kind is 'gpu'; it takes 'cpu' or 'cuda'"):
+        estimate(Encoder, partial(sentences, 1), Recipe(), kind="gpu")
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "momentum", "adafactor"])
+def test_what_pytorch_updates_all_at_once_on_cuda_is_what_its_own_rule_says(optimizer, monkeypatch):
+    """The rule asks for the device of the parameters, and is told that any is CUDA."""
+    base, settings = base_of(Recipe(optimizer=optimizer))
+    rule = sys.modules["torch.optim.optimizer"]
+    monkeypatch.setattr(rule, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    ran = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ran.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    weight = torch.randn(3, requires_grad=True)
+    weight.grad = torch.ones(3)
+    with Watch():
+        base([weight], lr=1e-3, **settings).step()
+    together = any("_foreach_" in name for name in ran)
+    assert together == (on_kind(Recipe(optimizer=optimizer), "cuda").update == "foreach")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropout_and_layer_norm_keep_on_cuda_what_the_table_says(dtype):
+    """Symbolic tensors of CUDA go PyTorch's own way there, as far as no gradient is asked for."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            made.extend(t.dtype for t in tensors_in(result))
+            return result
+
+    dtypes = {}
+    for device in ("cpu", "cuda"):
+        with symbolic(), torch.no_grad():
+            x = torch.empty(4, 8, device=device, dtype=dtype)
+            for operator in (lambda x=x: F.dropout(x, 0.1), lambda x=x: F.layer_norm(x, (8,))):
+                made: list = []
+                with Watch():
+                    operator()
+                dtypes[device, len(dtypes) % 2] = made
+    assert torch.bool in dtypes["cuda", 0] and torch.bool not in dtypes["cpu", 0]
+    assert dtypes["cpu", 1][-1] == dtype and dtypes["cuda", 1][-1] == torch.float32

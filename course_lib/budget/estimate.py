@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from course_lib._check import kind, one_of
+from course_lib._check import kind as of_kind
+from course_lib._check import one_of
 from course_lib._origin import explained, noted
 from course_lib.accumulation import StepResult
 from course_lib.labels import text
@@ -18,6 +19,7 @@ from course_lib.memory import MemoryMeter, Trace
 from course_lib.memory.show import Table
 from course_lib.offload import DiskStore, Traffic
 
+from .kinds import KINDS
 from .loss import LossSum, check_loss
 from .process import check_arguments, process_trace
 from .rank import rank_trace
@@ -46,6 +48,7 @@ class Estimate(Table):
             only gradients go down and parameters come up).
         host_parameters: how many parameters the host updates, with "host" below.
         sent_bytes: communicated by a rank, as `course_lib.distributed.Communicated` counts.
+        kind: of the device, one of `KINDS`.
     """
 
     recipe: Recipe
@@ -59,11 +62,14 @@ class Estimate(Table):
     tier: str = "file"
     host_parameters: int = 0
     sent_bytes: int = 0
+    kind: str = "cpu"
 
     columns = ("category", "MB at the peak")
 
     @classmethod
-    def of(cls, trace: Trace, recipe: Recipe, tier: str, host_parameters: int = 0) -> Estimate:
+    def of(
+        cls, trace: Trace, recipe: Recipe, tier: str, host_parameters: int = 0, kind: str = "cpu"
+    ) -> Estimate:
         """What is read off the trace of a step by the recipe."""
         return cls(
             recipe,
@@ -77,6 +83,7 @@ class Estimate(Table):
             tier,
             host_parameters,
             trace.sent_bytes,
+            kind,
         )
 
     def traced_by(self, run: Callable[[], Trace]) -> Estimate:
@@ -152,6 +159,7 @@ def estimate(
     loss_sum: LossSum | None = None,
     max_norm: float | None = None,
     tier: str = "file",
+    kind: str = "cpu",
 ) -> Estimate:
     """Run the step by the recipe on symbolic tensors, which take no memory, under the meter.
 
@@ -178,6 +186,8 @@ def estimate(
             since symbolic ones have no numbers.
         max_norm: as for `train_step`. What is estimated is a step whose gradient is clipped.
         tier: what is below, for the optimizer: "file", as on a CPU, or "host", as on a GPU.
+        kind: "cpu" or "cuda", where PyTorch updates all parameters at once unless the recipe says
+            otherwise; what else differs is listed in `course_lib.budget.kinds`.
 
     Raises:
         ValueError: the model's step looks at values of its data, which symbolic tensors don't have,
@@ -185,16 +195,20 @@ def estimate(
             ranks do not divide the batch.
     """
     one_of("tier", tier, TIERS)
+    one_of("kind", kind, KINDS)
     check_arguments(make_model, make_batch, recipe)
     options = {"loss_sum": loss_sum, "max_norm": max_norm}
     if recipe.ranks > 1:
         run = partial(rank_trace, make_model, make_batch, recipe, **options)
         with explained():
-            return Estimate.of(run(), recipe, tier).traced_by(partial(run, events=True))
-    run = partial(process_trace, make_model, make_batch, recipe, tier=tier, **options)
+            found = Estimate.of(run(), recipe, tier, kind=kind)
+            return found.traced_by(partial(run, events=True))
+    options |= {"tier": tier, "kind": kind}
+    run = partial(process_trace, make_model, make_batch, recipe, **options)
     with explained():
         trace, on_host = run()
-    return Estimate.of(trace, recipe, tier, on_host).traced_by(lambda: run(events=True)[0])
+    found = Estimate.of(trace, recipe, tier, on_host, kind)
+    return found.traced_by(lambda: run(events=True)[0])
 
 
 @noted()
@@ -221,7 +235,7 @@ def run(
     """
     check_arguments(make_model, make_batch, recipe)
     own = store is None
-    kind("store", store, (DiskStore, type(None)), "a DiskStore, or None")
+    of_kind("store", store, (DiskStore, type(None)), "a DiskStore, or None")
     store = DiskStore() if own else store
     try:
         model, optimizer = build(make_model, recipe, store=store)

@@ -90,9 +90,10 @@ class Composer:
         loss_sum: LossSum | None,
         tier: str,
         max_norm: float | None = None,
+        kind: str = "cpu",
     ):
         check_arguments(make_model, make_batch, base)
-        self.loss_sum, self.tier, self.max_norm = loss_sum, tier, max_norm
+        self.loss_sum, self.tier, self.max_norm, self.kind = loss_sum, tier, max_norm, kind
         with symbolic() as self.mode:
             self.model = model_of(make_model, base)
             with default_dtype(base.dtype):
@@ -111,7 +112,7 @@ class Composer:
         self._moments: dict[Recipe, Moments] = {}
         self._few: dict[tuple[Recipe, int], Moments] = {}
         self._groups: dict[int, list[list[int]]] = {}
-        self.updates = Updates(self.trained, self.blocks, tier)
+        self.updates = Updates(self.trained, self.blocks, tier, kind)
 
     def estimate(self, recipe: Recipe) -> Estimate:
         key = without_optimizer(recipe).on(self.tier)
@@ -249,7 +250,8 @@ class Composer:
         flops, down, up = np.array([trace.flops, trace.bytes_down, trace.bytes_up]) + update.totals
         totals = {"flops": int(flops), "bytes_down": int(down), "bytes_up": int(up)}
         on_host = sum(p.numel() for p in below) if self.tier == "host" else 0
-        return Estimate.of(Trace(operators, live, **totals), recipe, self.tier, on_host)
+        trace = Trace(operators, live, **totals)
+        return Estimate.of(trace, recipe, self.tier, on_host, self.kind)
 
 
 class Composing:

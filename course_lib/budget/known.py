@@ -54,7 +54,7 @@ class Estimator:
         watch: Callable[[Recipe], None] | None = None,
         **options: Any,
     ):
-        self.base = replace(base, ranks=1, shard=None, update="loop") if base.ranks > 1 else base
+        self.base = replace(base, ranks=1, shard=None, update=None) if base.ranks > 1 else base
         self.quick, self.watch = quick, watch or (lambda recipe: None)
         self.blocks = tuple(blocks) if isinstance(blocks, list) else blocks or base.blocks
         if base.checkpoint != "none":

@@ -16,6 +16,7 @@ from .recipe import Recipe
 
 LR = 1e-3
 UPDATES = {
+    None: {},  # PyTorch chooses by the device of the parameters
     "loop": {"foreach": False},
     "foreach": {"foreach": True},
     "fused": {"fused": True},

@@ -15,6 +15,7 @@ from course_lib.memory.meter import UnguardedMeter
 from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
 
 from .alike import groups_of
+from .kinds import on_kind
 from .loss import LossSum, check_loss, loss_of, trained
 from .optimizers import LR, base_of
 from .recipe import Recipe
@@ -44,14 +45,17 @@ def process_trace(
     loss_sum: LossSum | None = None,
     max_norm: float | None = None,
     tier: str = "file",
+    kind: str = "cpu",
     events: bool = False,
 ) -> tuple[Trace, int]:
     """The step by the recipe, with all of the model's blocks, and how many parameters the host
     updates.
 
     Args:
+        kind: of the device, one of `KINDS`.
         events: keep the births and releases of storages, and in which module they are.
     """
+    recipe = on_kind(recipe, kind)
     with symbolic():
         store = SymbolicStore()
         model = model_of(make_model, recipe)

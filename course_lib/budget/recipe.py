@@ -28,7 +28,8 @@ class Recipe:
             bitsandbytes is installed. One for all parameters: a step with several, as a GAN's, is
             no recipe, but `MemoryMeter(model, [a, b])` counts it.
         update: "loop" updates one parameter after the other; "foreach" all at once, with
-            temporaries as large as all of them; "fused" in one operator, which Adafactor has not.
+            temporaries as large as all of them; "fused" in one operator, which Adafactor has not;
+            None as PyTorch does by itself, "loop" on a CPU and "foreach" on CUDA.
         offload_optimizer: the fraction of the optimizer's state, masters included, that lives one
             tier down.
         attention: "flash" saves one number a row of scores, in any model that calls
@@ -80,7 +81,7 @@ class Recipe:
 
     precision: str | None = "fp32"
     optimizer: str = "adam"
-    update: str = "loop"
+    update: str | None = None
     offload_optimizer: float = 0.0
     attention: str | None = "standard"
     checkpoint: str = "none"
@@ -107,7 +108,7 @@ class Recipe:
             (name, check) for each in TECHNIQUES for name, check in each.fields.items()
         ):
             check(name, getattr(self, name))
-        if self.ranks > 1 and self.update == "loop":
+        if self.ranks > 1 and self.update in (None, "loop"):
             object.__setattr__(self, "update", "fused")
         for technique in TECHNIQUES:
             if problem := technique.conflict(self):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from course_lib.offload import SymbolicStore, Traffic
 
+from .kinds import on_kind
 from .process import StepMeter, symbolic_optimizer
 from .recipe import Recipe
 from .step import make_state
@@ -34,13 +35,16 @@ class Update:
 class Updates:
     """Of the parameters of one model, with so many equal blocks, in symbolic mode."""
 
-    def __init__(self, trained: Sequence[Tensor], blocks: Sequence[nn.Module], tier: str):
-        self.trained, self.blocks, self.tier = trained, blocks, tier
+    def __init__(
+        self, trained: Sequence[Tensor], blocks: Sequence[nn.Module], tier: str, kind: str = "cpu"
+    ):
+        self.trained, self.blocks, self.tier, self.kind = trained, blocks, tier, kind
         self.known: dict[Any, Update] = {}
 
     def of_all(self, recipe: Recipe, below: set[Tensor]) -> Update:
         """One is stepped after the other, or in pages. Of what is the same block after block few
         are stepped."""
+        recipe = on_kind(recipe, self.kind)
         key = recipe.offload_optimizer, recipe.optimizer, recipe.update, recipe.page_bytes
         if key not in self.known:
             left_out = self.left_out(recipe, below)
@@ -78,6 +82,7 @@ class Updates:
         return found
 
     def of(self, p: Tensor, recipe: Recipe, below: bool) -> Update:
+        recipe = on_kind(recipe, self.kind)
         # a page by itself, whatever its size
         key = p.shape, p.dtype, below, recipe.optimizer, recipe.update
         if key not in self.known:

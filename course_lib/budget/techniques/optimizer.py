@@ -10,14 +10,14 @@ from .technique import Recipe, Technique, choice, count, fields_of, fraction
 
 OPTIMIZERS = ("adam", "sgd", "momentum", "adafactor", "adam8bit")
 ALL_ABOVE = ("adafactor", "adam8bit")  # whose state is small, and is not offloaded
-UPDATES = ("loop", "foreach", "fused")
+UPDATES = (None, "loop", "foreach", "fused")
 
 
 class Optimizer(Technique):
     fields = fields_of(optimizer=choice(*OPTIMIZERS), update=choice(*UPDATES))
 
     def conflict(self, recipe: Recipe) -> str | None:
-        updates = {"adafactor": ("loop", "foreach"), "adam8bit": ("loop",)}
+        updates = {"adafactor": (None, "loop", "foreach"), "adam8bit": (None, "loop")}
         takes = updates.get(recipe.optimizer, UPDATES)
         if recipe.update in takes:
             return None
@@ -28,7 +28,7 @@ class Optimizer(Technique):
         word = recipe.optimizer
         if recipe.optimizer == "adam8bit":
             word = text("{optimizer} (by a formula)", optimizer=recipe.optimizer)
-        return [word if recipe.update == "loop" else word + f" {recipe.update}"]
+        return [word if recipe.update is None else word + f" {recipe.update}"]
 
 
 class OffloadedState(Technique):
