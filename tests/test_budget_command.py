@@ -31,11 +31,12 @@ from course_lib.budget import (
 )
 from course_lib.budget import __main__ as command
 from course_lib.budget import rates as rates_module
-from course_lib.budget.rates import UPDATE_BYTES, allowance_bytes
+from course_lib.budget.device import CONTEXT_BYTES, kept_bytes, workspace_bytes
+from course_lib.budget.rates import UPDATE_BYTES
 from course_lib.budget.show import steps_to
 from course_lib.budget.techniques.optimizer import ALL_ABOVE, OPTIMIZERS
 from course_lib.distributed import __main__ as ranks_command
-from course_lib.memory import symbolic
+from course_lib.memory import CachingAllocator, symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import HostStore, SimulatedDevice
 from course_lib.workload import shape_of
@@ -198,7 +199,6 @@ def test_every_device_has_a_source_and_its_memory_in_the_bytes_that_it_has():
     sizes = {"RTX 4090": 24, "A100": 80, "A100 40GB": 40, "H100": 80, "H200": 141}
     for name, gigabytes in sizes.items():
         assert 1 < RATES[name].memory_bytes / (gigabytes * 10**9) < 1.08
-    assert allowance_bytes(1000) == 100
 
 
 @pytest.mark.parametrize(
@@ -902,13 +902,18 @@ def test_a_device_has_the_budget_where_none_is_given(capsys):
     told = json.loads(capsys.readouterr().out)
     memory = RATES["RTX 4090"].memory_bytes
     assert (
-        told["budget_bytes"] == memory - allowance_bytes(memory)
+        told["budget_bytes"] == memory - kept_bytes("RTX 4090")
         and told["rates"]["memory_bytes"] == memory
     )
-    assert told["allowance_bytes"] == allowance_bytes(memory) and told["device"] == "RTX 4090"
+    assert told["device"] == "RTX 4090" and told["kind"] == "cuda"
 
 
-def test_the_allowance_for_a_gpu_stands_beside_the_figures_and_in_none_of_them(capsys):
+def test_cublas_keeps_8_mib_and_four_times_that_on_hopper():
+    assert workspace_bytes("A100") == workspace_bytes("this") == 8320 * 1024
+    assert workspace_bytes("H100") == workspace_bytes("H200") == 32 << 20
+
+
+def test_what_a_gpu_holds_beside_the_tensors_stands_beside_the_figures_and_in_none_of_them(capsys):
     size = ONE_LAYER.split()
     assert command.main([*size, "--device", "H100", "--budget", "1GB"]) == 0
     printed = capsys.readouterr().out
@@ -917,11 +922,26 @@ def test_the_allowance_for_a_gpu_stands_beside_the_figures_and_in_none_of_them(c
         partial(random_tokens, 1, 32, 100),
         eval(re.search(r"the cheapest: (Recipe\(.*\))", printed)[1], {"Recipe": Recipe}),
         tier="host",
+        kind="cuda",
     )
-    assert (
-        f"peak {best.peak_bytes:,} bytes" in printed
-        and "not measured here" in printed.splitlines()[-1]
-    )
+    assert f"peak {best.peak_bytes:,} bytes" in printed
+    allocator = CachingAllocator()
+    allocator.replay(best.trace())
+    reserved = allocator.memory_stats()["reserved_bytes.all.peak"]
+    left = RATES["H100"].memory_bytes - reserved - (32 << 20) - CONTEXT_BYTES
+    _, table = printed.split("the first line alone is exact:")
+    for line, count in (
+        ("tensors at the peak", best.peak_bytes),
+        ("reserved, by the allocator's rules", reserved),
+        ("workspace that cuBLAS keeps", 32 << 20),
+        ("the context of CUDA", CONTEXT_BYTES),
+        ("of 85,520.8 MB that leaves", left),
+    ):
+        [row] = [row for row in table.splitlines() if row.startswith(line)]
+        assert f" {count / 1e6:,.1f} " in f"{row} "
+    assert command.main([*size, "--device", "laptop", "--budget", "1GB", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["kind"], told["on_device"]) == ("cpu", None)
 
 
 def test_the_rates_of_this_machine_can_be_asked_for(monkeypatch, capsys):

@@ -22,8 +22,9 @@ from course_lib.memory.show import bytes_text
 from course_lib.workload import Workload, workload_of
 
 from .check import check
+from .device import OnDevice, kept_bytes
 from .estimate import TIERS, Estimate
-from .rates import ALLOWANCE, RATES, Rates, allowance_bytes, this_machine
+from .rates import RATES, Rates, this_machine
 from .recipe import Recipe
 from .search import Estimates, fit
 from .show import Way, waterfall
@@ -159,18 +160,22 @@ def main(argv: list[str] | None = None) -> int:
     try:
         model = workload_of(given)
         rates, tier = _rates(given)
+        device, kind = given.device or "H100", _kind(given)
         budget = given.budget or _budget(given, rates)
         told = {
             "model": model.name,
             "batch": model.batch,
-            "device": given.device or "H100",
+            "device": device,
+            "kind": kind,
             "budget_bytes": budget,
         }
         base = _base(given)
-        options = {"loss_sum": model.loss_sum, "tier": tier, "progress": sys.stderr.isatty()}
+        options = {"loss_sum": model.loss_sum, "tier": tier, "kind": kind}
+        options["progress"] = sys.stderr.isatty()
         found = fit(model.make_model, model.make_batch, budget, base=base, rates=rates, **options)
         way = found.way()
         checked = check(model, found[0].recipe) if given.check else None
+        gpu = OnDevice.of(found[0], device, rates.memory_bytes) if kind == "cuda" else None
     except InfeasibleBudget as error:
         if given.json:
             print(
@@ -192,10 +197,10 @@ def main(argv: list[str] | None = None) -> int:
             "recipes": [_told(e, rates) for e in found],
         }
         told |= {"way": [_told(e, rates) for e in way], "check": checked and checked.as_dict()}
-        told["allowance_bytes"] = rates.memory_bytes and allowance_bytes(rates.memory_bytes)
+        told["on_device"] = gpu and asdict(gpu)
         print(json.dumps(told, indent=1, allow_nan=False))
     else:
-        _print(given, model, rates, found, way)
+        _print(given, model, rates, found, way, gpu)
         if checked:
             print(f"\n{checked}")
     if given.plot:
@@ -236,13 +241,19 @@ def _rates(given: argparse.Namespace) -> tuple[Rates, str]:
 
 
 def _budget(given: argparse.Namespace, rates: Rates) -> int:
-    """The memory of the device, if it was named and has one, without the allowance."""
+    """The memory of the device, if it was named and has one, without what others keep of it."""
     if given.device is None or rates.memory_bytes is None:
         raise ValueError(
             "--budget is missing; it takes bytes like 80GiB, or a --device that has a memory of"
             " its own"
         )
-    return rates.memory_bytes - allowance_bytes(rates.memory_bytes)
+    return rates.memory_bytes - kept_bytes(given.device)
+
+
+def _kind(given: argparse.Namespace) -> str:
+    """Of the device, as `estimate` takes it."""
+    on_cpu = given.device == "laptop" or (given.device == THIS and not torch.cuda.is_available())
+    return "cpu" if on_cpu else "cuda"
 
 
 def _told(estimate: Estimate, rates: Rates) -> dict:
@@ -260,7 +271,12 @@ def _plain(rates: Rates) -> dict:
 
 
 def _print(
-    given: argparse.Namespace, model: Workload, rates: Rates, found: Estimates, way: Way
+    given: argparse.Namespace,
+    model: Workload,
+    rates: Rates,
+    found: Estimates,
+    way: Way,
+    gpu: OnDevice | None,
 ) -> None:
     best, machine = found[0], {"device": given.device or "H100", "source": rates.source}
     shares = {"flops": rates.flops_share, "link": rates.link_share}
@@ -285,25 +301,8 @@ def _print(
         text("the way there:"),
         way,
     ]
-    if best.tier == "host":
-        parts.append(
-            text(
-                "not in these figures: CUDA's context, operators' workspace, the allocator's"
-                " rounding and fragments"
-            )
-        )
-        if rates.memory_bytes:
-            left = {"left": bytes_text(max(0, rates.memory_bytes - best.peak_bytes))}
-            parts[-1] = text(
-                "{said}; allow {part}, {share:.0%} of the device, as vLLM's default does (not"
-                " measured here); of {memory} the cheapest leaves {left}",
-                **{
-                    "said": parts[-1],
-                    "part": bytes_text(allowance_bytes(rates.memory_bytes)),
-                    "share": ALLOWANCE,
-                },
-                **{"memory": bytes_text(rates.memory_bytes), **left},
-            )
+    if gpu:
+        parts += [text("what one step of it holds on a GPU; the first line alone is exact:"), gpu]
     print("\n\n".join(say(part, "\n") if isinstance(part, str) else str(part) for part in parts))
 
 

@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 # are read, weights and state written, in fp32; with masters the gradient comes in bf16, and the
 # parameter is written in bf16 as well.
 UPDATE_BYTES = {"adam": 28, "momentum": 20, "sgd": 12}  # the others' state stays on the device
-# Of a device's memory, for what is no tensor: the CUDA context, what operators take inside
-# themselves, the allocator's rounding (to 512 bytes, and 2 MiB a segment) and fragments. Not
-# measured here: vLLM's default leaves as much (gpu_memory_utilization = 0.9).
-ALLOWANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -153,12 +149,6 @@ def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> f
     waits_down = max(0.0, 1 - in_flight / together) * down
     waits_up = max(0.0, 1 - prefetch / together) * up
     return max(down - forward, waits_down) + max(up - (compute - forward), waits_up)
-
-
-def allowance_bytes(memory_bytes: int) -> int:
-    """What to leave on a device beside the tensors: an allowance, `ALLOWANCE`, not a
-    measurement."""
-    return math.ceil(ALLOWANCE * memory_bytes)
 
 
 MIB = 1 << 20

@@ -11,13 +11,15 @@ from typing import Any
 
 from torch import nn
 
-from course_lib._check import InfeasibleBudget, kind, one_of, whole
+from course_lib._check import InfeasibleBudget, one_of, whole
+from course_lib._check import kind as of_kind
 from course_lib.labels import say, text
 from course_lib.memory import symbolic
 from course_lib.memory.show import Table, bytes_text
 
 from . import rank
 from .estimate import TIERS, Estimate
+from .kinds import KINDS
 from .known import Known, Search
 from .loss import CHAINED, LossSum, samples_in
 from .rates import RATES, Rates
@@ -77,6 +79,7 @@ def fit(
     base: Recipe | None = None,
     rates: Rates | str = "laptop",
     tier: str | None = None,
+    kind: str = "cpu",
     quick: bool = False,
     progress: bool = True,
 ) -> Estimates:
@@ -130,6 +133,7 @@ def fit(
         base: what all recipes have, such as precision, optimizer and `min_bytes`; and `ranks`, for
             which each `shard` is tried unless it names one.
         rates: of the machine, or the name of one in `RATES`.
+        kind: as for `estimate`.
         tier: as for `estimate`; if left out, "file" for "laptop" and "host" for all other machines.
         quick: an answer sooner, which may not be the cheapest: checkpoints around all blocks or
             none, flash attention where the model takes it, all of the optimizer's state offloaded
@@ -145,21 +149,22 @@ def fit(
     if tier is None:
         tier = "file" if rates in ("laptop", RATES["laptop"]) else "host"
     one_of("tier", tier, TIERS)
+    one_of("kind", kind, KINDS)
     rates = rates if isinstance(rates, Rates) else RATES[one_of("rates", rates, RATES)]
-    base = kind("base", Recipe() if base is None else base, Recipe, "a Recipe")
+    base = of_kind("base", Recipe() if base is None else base, Recipe, "a Recipe")
     if recipes is not None:
-        recipes = list(kind("recipes", recipes, Iterable, "several recipes, as in a list"))
+        recipes = list(of_kind("recipes", recipes, Iterable, "several recipes, as in a list"))
         if not recipes:
             raise ValueError(
                 "recipes is empty; it takes one Recipe or more, or None for all that the search"
                 " knows"
             )
         for recipe in recipes:
-            kind("recipes", recipe, Recipe, "one Recipe or more")
+            of_kind("recipes", recipe, Recipe, "one Recipe or more")
     with _progress(progress) as watch, warnings.catch_warnings():
         # nothing was large enough: the search finds out
         warnings.filterwarnings("ignore", "no activation was moved")
-        options = {"loss_sum": loss_sum, "tier": tier, "max_norm": max_norm}
+        options = {"loss_sum": loss_sum, "tier": tier, "max_norm": max_norm, "kind": kind}
         known = Known(
             make_model, make_batch, base, blocks=blocks, quick=quick, watch=watch, **options
         )
