@@ -27,7 +27,7 @@ GPU_NEEDS  = $(if $(GPU_PYTHON_GIVEN),,$(INSTALLED))
 WORKERS    = $(if $(shell $(GPU_PYTHON) -c 'import xdist' 2>&1),,-n auto)
 OUT       ?= build/gpu
 
-.PHONY: help lab test browser bench gpu gpu-tests gpu-record gpu-bench notebooks site student slides clean
+.PHONY: help lab test browser bench gpu gpu-allocator gpu-tests gpu-record gpu-bench notebooks site student slides clean
 
 help: ## show this list / 显示本列表
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -46,12 +46,17 @@ browser: $(INSTALLED) ## the tests in Chromium alone (CHROMIUM=path names one) /
 bench: $(INSTALLED) ## run tests/bench_*.py, which print ratios / 运行性能对比
 	@for script in $(wildcard tests/bench_*.py); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
-gpu: $(GPU_NEEDS) ## the next three, also if one of them fails; ARGS is for gpu-record / 依次运行以下三项，一项失败也继续
+gpu: $(GPU_NEEDS) ## the next four, also if one of them fails; ARGS is for gpu-record / 依次运行以下四项，一项失败也继续
 	@$(GPU_PYTHON) -m course_lib.lessons --check
-	@failed=; $(MAKE) gpu-tests ARGS= || failed="$$failed gpu-tests"; \
+	@failed=; $(MAKE) gpu-allocator ARGS= || failed="$$failed gpu-allocator"; \
+	$(MAKE) gpu-tests ARGS= || failed="$$failed gpu-tests"; \
 	$(MAKE) gpu-record || failed="$$failed gpu-record"; \
 	$(MAKE) gpu-bench ARGS= || failed="$$failed gpu-bench"; \
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+gpu-allocator: $(GPU_NEEDS) ## the simulated allocator against this GPU's own / 模拟的分配器与 GPU 自己的分配器对照
+	@$(GPU_PYTHON) -m course_lib.lessons --check
+	$(GPU_PYTHON) -m pytest -o addopts= -p no:cacheprovider -rs -m gpu tests/test_caching_allocator.py $(ARGS)
 
 gpu-tests: $(GPU_NEEDS) ## the GPU tests (ARGS="-k offload") / 运行 GPU 测试
 	@$(GPU_PYTHON) -m course_lib.lessons --check

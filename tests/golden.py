@@ -181,7 +181,7 @@ def told(name: str, tier: str, recipe: Recipe, made=estimated) -> dict[str, str]
         values = asdict(made(name, tier, recipe))
     except (TypeError, ValueError, RuntimeError) as error:  # an InfeasibleBudget is one
         return {**row, "refused": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-    for value in ("recipe", "tier"):
+    for value in ("recipe", "tier", "kind"):
         del values[value]
     for value in ("at_peak", "phase_peaks"):
         values[value] = " ".join(f"{key} {n}" for key, n in values[value].items() if n)

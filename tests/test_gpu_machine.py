@@ -154,6 +154,9 @@ def test_a_gpu_takes_as_many_workers_as_its_memory_has_room_for(gigabytes, worke
 
 
 CHECK = "-m course_lib.lessons --check"
+ALLOCATOR = (
+    "-m pytest -o addopts= -p no:cacheprovider -rs -m gpu tests/test_caching_allocator.py"
+)
 TESTS = "-m pytest -o addopts= -p no:cacheprovider -rs --durations=10 -m gpu -n auto tests"
 
 
@@ -165,11 +168,11 @@ def test_make_gpu_runs_tests_recordings_and_benches_and_goes_on_after_a_failure(
     ]
     lines, status = made(tmp_path, "gpu", "ARGS=--only 04 --skip 04.p", fails=fails)
     record = "-m course_lib.lessons --only 04 --skip 04.p"
-    assert lines == [CHECK, CHECK, TESTS, record, CHECK, *benches]
+    assert lines == [CHECK, CHECK, ALLOCATOR, CHECK, TESTS, record, CHECK, *benches]
     assert status == (0 if fails == "nothing" else 2)
 
 
-@pytest.mark.parametrize("target", ["gpu", "gpu-tests", "gpu-bench"])
+@pytest.mark.parametrize("target", ["gpu", "gpu-allocator", "gpu-tests", "gpu-bench"])
 def test_make_runs_nothing_where_the_check_fails(target, tmp_path):
     assert made(tmp_path, target, fails="--check") == ([CHECK], 2)
 

@@ -64,7 +64,7 @@ class Updates:
         What is small shares a page with its neighbours; where nothing large stands between them,
         none is left out. Nor is it where all are updated at once, or share a table.
         """
-        if recipe.update != "loop" or recipe.optimizer == "adam8bit":
+        if on_kind(recipe, self.kind).update != "loop" or recipe.optimizer == "adam8bit":
             return set()
         found = set()
         for way in (True, False):
