@@ -154,9 +154,7 @@ def test_a_gpu_takes_as_many_workers_as_its_memory_has_room_for(gigabytes, worke
 
 
 CHECK = "-m course_lib.lessons --check"
-ALLOCATOR = (
-    "-m pytest -o addopts= -p no:cacheprovider -rs -m gpu tests/test_caching_allocator.py"
-)
+ALLOCATOR = "-m pytest -o addopts= -p no:cacheprovider -rs -m gpu tests/test_caching_allocator.py"
 TESTS = "-m pytest -o addopts= -p no:cacheprovider -rs --durations=10 -m gpu -n auto tests"
 
 

@@ -42,7 +42,8 @@ def lesson(number: str) -> ModuleType:
 def claims_of(number: str) -> tuple[said.Claim, ...]:
     """The claims that a lesson tests, those of its optional sections last; none for one that tests
     none."""
-    return getattr(lesson(number), "CLAIMS", ()) + getattr(lesson(number), "OLDER_CLAIMS", ())
+    names = ("CLAIMS", "OLDER_CLAIMS", "ALLOCATOR_CLAIMS")
+    return tuple(claim for name in names for claim in getattr(lesson(number), name, ()))
 
 
 def what_you_may_have_read(number: str, *measured: str) -> Table:

@@ -265,12 +265,12 @@ table(["meter", "peak, bytes"], [("TinyMeter", tiny.peak), ("MemoryMeter", full.
 # %% [markdown]
 # <div lang="en">
 #
-# Equal to the byte (and without weights and state, 82.5 MB, which were there before). The library's `MemoryMeter` works the same way and adds what these lines lack: kinds of bytes, phases, operators by name, a budget, threads, and tensors that pass no operator, as those of `torch.tensor([...])` do. A meter that watches every operator disturbs a little what it watches: section 1.19 shows where that matters.
+# Equal to the byte (and without weights and state, 82.5 MB, which were there before). The library's `MemoryMeter` works the same way and adds what these lines lack: kinds of bytes, phases, operators by name, a budget, threads, and tensors that pass no operator, as those of `torch.tensor([...])` do. A meter that watches every operator disturbs a little what it watches: section 1.20 shows where that matters.
 #
 # </div>
 # <div lang="zh">
 #
-# 一字节不差（不含权重和优化器状态的 82.5 MB，它们早就在了）。课程库的 `MemoryMeter` 也是这样工作的，只是补上了这几行所缺的：字节的种类、阶段、算子的名字、预算、多线程，还有不经过算子就出现的张量，例如 `torch.tensor([...])` 建立的。守在每个算子后面的计量器，多少会扰动它所观察的东西：1.19 节会说明什么时候要当心。
+# 一字节不差（不含权重和优化器状态的 82.5 MB，它们早就在了）。课程库的 `MemoryMeter` 也是这样工作的，只是补上了这几行所缺的：字节的种类、阶段、算子的名字、预算、多线程，还有不经过算子就出现的张量，例如 `torch.tensor([...])` 建立的。守在每个算子后面的计量器，多少会扰动它所观察的东西：1.20 节会说明什么时候要当心。
 #
 # </div>
 
@@ -1045,29 +1045,38 @@ table(["tokens", "standard, MB", "if S were kept, MB", "fused, MB"], rows)
 #
 # <div lang="en">
 #
-# Monitors in training scripts print a figure after each phase. The meter's `live_bytes` does it on any machine.
+# Monitors in training scripts print a figure after each phase. The meter's `live_bytes` does it on any machine; its `moments` say where in the trace that was.
 #
 # </div>
 # <div lang="zh">
 #
-# 训练脚本里的监视器会在每个阶段之后打印一个数。用计量器的 `live_bytes`，在任何机器上都能做到。
+# 训练脚本里的监视器会在每个阶段之后打印一个数。用计量器的 `live_bytes`，在任何机器上都能做到；`moments` 则记下那是轨迹里的哪一刻。
 #
 # </div>
 
 # %%
-model, rows = make_decoder(), []
+model, rows, marks = make_decoder(), [], []
 optimizer = torch.optim.Adam(model.parameters())
+
+
+def reading():
+    torch.empty(0)  # an operator of no bytes: what has died by now is off the books
+    marks.append(monitor.moments)
+    return monitor.live_bytes / 1e6
+
+
+# %%
 with MemoryMeter(model, optimizer) as monitor:
     for number in (1, 2, 3):
-        readings = [number, monitor.live_bytes / 1e6]
+        readings = [number, reading()]
         loss = model.loss(tokens)
-        readings.append(monitor.live_bytes / 1e6)
+        readings.append(reading())
         loss.backward()
-        readings.append(monitor.live_bytes / 1e6)
+        readings.append(reading())
         optimizer.step()
-        readings.append(monitor.live_bytes / 1e6)
+        readings.append(reading())
         optimizer.zero_grad()
-        rows.append([*readings, monitor.live_bytes / 1e6])
+        rows.append([*readings, reading()])
 
 # %%
 rounded = [[round(reading, 1) for reading in row] for row in rows]
@@ -1087,7 +1096,114 @@ table(headings, rounded)
 # </div>
 
 # %% [markdown]
-# ## 1.17 How to compare fairly / 怎样公平地比较
+# <div lang="en">
+#
+# On a GPU such a monitor prints two more figures: what is **allocated** (live bytes, rounded up) and what is **reserved**, which the caching allocator has taken from the driver and keeps for later. Its rules are public, so they can be followed on the meter's trace without a GPU: `trace.allocated()` does it. All figures of this section and the next are **simulated**; section 1.21 has a GPU's own.
+#
+# </div>
+# <div lang="zh">
+#
+# 在 GPU 上，这样的监视器还会多打印两个数：**已分配**（存活的字节，向上取整）和**已预留**，即缓存分配器向驱动要来、留着以后用的字节。它的规则是公开的，没有 GPU 也能拿计量器的轨迹照着走一遍：`trace.allocated()` 做的就是这件事。本节和下一节的数都是**模拟**的；GPU 自己的数见 1.21 节。
+#
+# </div>
+
+# %%
+trace, rows = monitor.trace(), []
+phases = ["before", "forward", "backward", "step()", "zero_grad()"]
+for i, mark in enumerate(marks[:10]):
+    simulated = trace[:mark].allocated().memory_stats()
+    counts = [simulated[f"{kind}_bytes.all.current"] for kind in ("allocated", "reserved")]
+    live = int(trace[:mark].live_bytes[-1])
+    rows.append((1 + i // 5, f"`{phases[i % 5]}`", *(round(n / 1e6, 1) for n in (live, *counts))))
+table(["step", "after", "live, MB", "allocated, MB", "reserved, MB"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Allocated follows the live bytes. Reserved only rises: what `zero_grad` lets go stays with the allocator. The second step takes it from there, and asks for 44 MB more, since Adam's state now lies in between; the third asks for none. And here is a step as PyTorch's memory viewer gets it. `save_snapshot` writes what `torch.cuda.memory._dump_snapshot` writes on a GPU, with module and source line of each block: open it at pytorch.org/memory_viz. (Drawn here from the file; the page itself was not opened.)
+#
+# </div>
+# <div lang="zh">
+#
+# 已分配跟着存活的字节走。已预留只升不降：`zero_grad` 放掉的，仍留在分配器手里。第二步就从那里取，另外又要了 44 MB，因为中间已经放进了 Adam 的状态；第三步一点也不再要。下面是 PyTorch 的显存查看器会拿到的一步。`save_snapshot` 写出的文件，与 GPU 上 `torch.cuda.memory._dump_snapshot` 写的一样，每块都带着模块和源代码行：可以用 pytorch.org/memory_viz 打开。（下图按这个文件画出，那个网页本身我们没有打开过。）
+#
+# </div>
+
+# %%
+lesson_01.draw_in_the_viewer(trace[marks[5] : marks[9]])
+
+# %% [markdown]
+# ## 1.17 The same bytes, in another order / 同样的字节，换个顺序
+#
+# <div lang="en">
+#
+# A report, rapidsai/crossfit, pull request 18: batches sorted by length, short ones first, run out of memory with 12.12 GiB "reserved by PyTorch but unallocated"; long ones first, they fit. Here are two batches for our decoder, A of 2 × 384 tokens and B of 2 × 512, each trained on twice, and a (simulated) device of 388 MiB. **Guess first**: the bytes at the peak are the same in either order. Does the order matter?
+#
+# </div>
+# <div lang="zh">
+#
+# 先看一份报告，rapidsai/crossfit 的第 18 号合并请求：批次按长度排序，短的在前，结果显存耗尽，而此时还有 12.12 GiB “reserved by PyTorch but unallocated”（已预留但未分配）；长的在前，就装得下。这里给我们的解码器准备两个批次：A 是 2 × 384 个 token，B 是 2 × 512 个，各训练两次；（模拟的）设备有 388 MiB。**先猜**：两种顺序的峰值字节数相同，那么顺序还要紧吗？
+#
+# </div>
+
+
+# %%
+from course_lib.budget.step import make_state
+
+
+def trained_on(*lengths, state_first=False):
+    with symbolic(), MemoryMeter() as watched:
+        model, ends = make_decoder(sequence=512), []
+        optimizer = torch.optim.Adam(model.parameters())
+        if state_first:
+            make_state(model, optimizer)
+        for length in lengths:
+            model.loss(random_tokens(2, length, 2048)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.empty(0)
+            ends.append(watched.moments)
+    return watched.trace(), ends
+
+
+# %%
+short_first, ends = trained_on(384, 512, 384, 512)
+long_first, _ = trained_on(512, 384, 512, 384)
+state_first, _ = trained_on(384, 512, 384, 512, state_first=True)
+orders, rows = {"A, B, A, B": short_first, "B, A, B, A": long_first}, []
+for name, scene in {**orders, "A, B, A, B, Adam's state first": state_first}.items():
+    for settings in ("", "expandable_segments:True"):
+        device, said = lesson_01.replayed(scene, 388 << 20, settings)
+        verdict = "out of memory" if said else "fits"
+        rows.append((name, f"`{settings}`" if settings else "–", scene.peak_bytes, verdict))
+table(["order", "settings", "most live, bytes", "388 MiB"], rows)
+
+# %%
+print(lesson_01.replayed(short_first, 388 << 20)[1].partition(" If reserved")[0])
+
+# %% [markdown]
+# <div lang="en">
+#
+# A tensor of 8 MiB was wanted. 18 MiB are free, but PyTorch asks for a segment of 20; 16 are reserved and unallocated, but in holes too small for it. Whose are they? Adam's state, made at the end of the first step, was laid into segments that were cut for A, and it stays: what is left of them can be neither used whole nor given back. Made before the first batch, it lies by itself, and the order no longer matters. And `expandable_segments` keeps one long segment a pool, which grows page by page. (It is no law: without a limit it may reserve more.)
+#
+# `nvidia-smi` shows more than is reserved: CUDA's context comes on top, 426 MiB for a process that had done nothing else (unsloth-zoo, pull request 1053, on an RTX 6000 Ada). And of what is reserved cuBLAS keeps a workspace for itself, 8 MiB a stream, 32 on Hopper (PyTorch's documentation, *CUDA semantics*), which no tensor shows and which is not simulated here.
+#
+# </div>
+# <div lang="zh">
+#
+# 当时要放的张量是 8 MiB。空闲的有 18 MiB，可 PyTorch 要的是 20 MiB 的一整段；已预留但未分配的有 16 MiB，却是些零碎的空当，放不下它。空当是怎么来的？Adam 的状态在第一步末尾建立，放进了为 A 切开的段里，从此不走：段里剩下的部分，既不能整块用，也还不回去。在第一个批次之前就把状态建好，它自成一处，顺序也就不再要紧。而 `expandable_segments` 让每个池只有一个长段，一页一页地长。（这不是定律：不设上限时，它也可能多预留一些。）
+#
+# `nvidia-smi` 显示的比已预留的还多：要加上 CUDA 上下文，一个别的什么也没做的进程是 426 MiB（unsloth-zoo 的第 1053 号合并请求，RTX 6000 Ada）。已预留的里面，cuBLAS 还占着一份工作区，每条流 8 MiB，Hopper 上 32 MiB（PyTorch 文档 *CUDA semantics*）；它不是张量，这里也没有模拟。
+#
+# </div>
+
+# %%
+stats = [trace[: marks[i]].allocated().memory_stats() for i in (9, 14)]
+after_steps = [each["reserved_bytes.all.current"] for each in stats]
+lesson_01.allocator_claims(short_first, 388 << 20, ends, after_steps)
+
+# %% [markdown]
+# ## 1.18 How to compare fairly / 怎样公平地比较
 #
 # <div lang="en">
 #
@@ -1144,7 +1260,7 @@ counts = (attention.total_bytes, activations.total_bytes / x.nbytes)
 lesson_01.older_claims(growth, *counts, forward, meter.peak_bytes)
 
 # %% [markdown]
-# ## 1.18 What the meter leaves out / 计量器没有数的部分
+# ## 1.19 What the meter leaves out / 计量器没有数的部分
 #
 # <div lang="en">
 #
@@ -1183,7 +1299,7 @@ from course_lib.teaching import compare
 compare(arms, seconds=True, workspace=True)
 
 # %% [markdown]
-# ## 1.19 Who measures, changes / 测量会改变被测者
+# ## 1.20 Who measures, changes / 测量会改变被测者
 #
 # <div lang="en">
 #
@@ -1235,7 +1351,7 @@ table(["four times", "TinyMeter, bytes", "MemoryMeter, bytes", "allocator, no mo
 # </div>
 
 # %% [markdown]
-# ## 1.20 On a GPU / 在 GPU 上
+# ## 1.21 On a GPU / 在 GPU 上
 #
 # <div lang="en">
 #
@@ -1254,7 +1370,7 @@ from course_lib.lessons import on_gpu
 on_gpu("01")
 
 # %% [markdown]
-# ## 1.21 Play / 玩一玩
+# ## 1.22 Play / 玩一玩
 #
 # <div lang="en">
 #
@@ -1274,7 +1390,7 @@ lesson_01.draw_activation_bytes()
 lesson_01.activation_playground()
 
 # %% [markdown]
-# ## 1.22 More exercises / 更多练习
+# ## 1.23 More exercises / 更多练习
 #
 # <div lang="en">
 #

@@ -18,6 +18,7 @@ from .checks import (
     check_whole_peak,
 )
 from .gpu import attention_sequence, decoder_step, korthikanti, monitor
+from .reserved import ALLOCATOR_CLAIMS, allocator_claims, draw_in_the_viewer, replayed
 from .shown import (
     MixedAdam,
     activation_playground,
@@ -30,10 +31,12 @@ from .shown import (
 )
 
 __all__ = [
+    "ALLOCATOR_CLAIMS",
     "CLAIMS",
     "OLDER_CLAIMS",
     "MixedAdam",
     "activation_playground",
+    "allocator_claims",
     "attention_sequence",
     "check_adapter_bytes",
     "check_largest_batch",
@@ -45,12 +48,14 @@ __all__ = [
     "decoder_step",
     "draw_activation_bytes",
     "draw_around_the_peak",
+    "draw_in_the_viewer",
     "draw_lengths",
     "figures_of_claims",
     "korthikanti",
     "monitor",
     "older_claims",
     "parts_of_the_peak",
+    "replayed",
     "rows_of_the_formula",
     "with_adapters",
 ]

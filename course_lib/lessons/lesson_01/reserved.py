@@ -1,0 +1,190 @@
+"""What a GPU reserves for the lesson's steps, by the simulated allocator: its monitor, a scene, the
+viewer."""
+
+import pickle
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from course_lib.memory import CATEGORIES, CachingAllocator, Trace
+from course_lib.teaching import Claim, Table, category_label, figure, text
+from course_lib.teaching.figures import category_look, phase_label, shown_once
+from course_lib.teaching.said import what_you_may_have_read
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MIB = 1 << 20
+
+#: What learners may have read of reserved memory; in depth.
+ALLOCATOR_CLAIMS = (
+    Claim(
+        "Emptying the cache frees memory for my model.",
+        "A, B, A, B on 388 MiB: emptied when memory ran out, and after each batch",
+        "Partly. When memory runs out, PyTorch has just emptied it itself. Emptied after each"
+        " batch it helps here, as anything may that lays blocks elsewhere.",
+        outcome="partly",
+        source="PyTorch documentation, torch.cuda.empty_cache: no, but it may reduce fragmentation",
+    ),
+    Claim(
+        "Reserved memory is leaked.",
+        "the monitor's steps, reserved after steps 2 and 3",
+        "No. The next step takes it again, and a full device gives it back before it says no.",
+        outcome="fails",
+        source="discuss.pytorch.org, How to delete PyTorch objects correctly from memory",
+    ),
+    Claim(
+        "“Tried to allocate 20.00 MiB”: that is the tensor's size.",
+        "the tensor that was wanted when A, B, A, B ran out of memory",
+        "No. It is the segment that was asked of CUDA: 20 MiB for any tensor above 1 MiB and below"
+        " 10.",
+        outcome="fails",
+        source="the message as it reads; the rule is in c10/cuda/CUDACachingAllocator.cpp",
+    ),
+)
+
+
+def replayed(
+    trace: Trace,
+    capacity_bytes: int,
+    settings: str = "",
+    emptied_at: Sequence[int] = (),
+) -> tuple[CachingAllocator, str]:
+    """The simulated allocator of a small device after a trace; and what it said where it ran out.
+
+    Args:
+        emptied_at: moments at which the cache is emptied, in order.
+    """
+    allocator, live = CachingAllocator(capacity_bytes, settings=settings), {}
+    events, done = list(trace.allocations()), 0
+    try:
+        for moment in (*emptied_at, len(trace)):
+            until = sum(1 for _ in trace[:moment].allocations())
+            live, done = allocator.replay(events[done:until], live), until
+            if moment in emptied_at:
+                allocator.empty_cache()
+    except torch.OutOfMemoryError as error:
+        return allocator, str(error)
+    return allocator, ""
+
+
+def wanted_bytes(trace: Trace, capacity_bytes: int) -> tuple[int, int, int]:
+    """What ran out of memory: bytes of the tensor that was wanted, reserved bytes before and after
+    the cache is emptied once more."""
+    allocator, live = CachingAllocator(capacity_bytes), {}
+    for event in trace.allocations():
+        try:
+            allocator.replay([event], live)
+        except torch.OutOfMemoryError:
+            before = _reserved(allocator)
+            allocator.empty_cache()
+            return event[2], before, _reserved(allocator)
+    raise ValueError("the trace fits; it takes one that does not")
+
+
+def _reserved(allocator: CachingAllocator) -> int:
+    return allocator.memory_stats()["reserved_bytes.all.current"]
+
+
+def allocator_claims(
+    scene: Trace, capacity_bytes: int, marks: Sequence[int], reserved: Sequence[int]
+) -> Table:
+    """The table of `ALLOCATOR_CLAIMS`.
+
+    Args:
+        scene: of the batches that run out of memory on so many bytes; marks: moments after a batch.
+        reserved: bytes after two of the monitor's steps.
+    """
+    tensor, before, after = wanted_bytes(scene, capacity_bytes)
+    said = replayed(scene, capacity_bytes)[1]
+    tried = said.partition("Tried to allocate ")[2].partition(". ")[0]
+    mended = not replayed(scene, capacity_bytes, emptied_at=marks)[1]
+    return what_you_may_have_read(
+        ALLOCATOR_CLAIMS,
+        text(
+            "{freed:,} bytes freed when it ran out; {fits}",
+            freed=before - after,
+            fits=text("emptied after each batch, it fits" if mended else "nor does it fit after"),
+        ),
+        f"{reserved[0] / MIB:.1f} MiB → {reserved[1] / MIB:.1f} MiB",
+        text("{tensor} MiB wanted, {tried} tried", tensor=f"{tensor / MIB:.2f}", tried=tried),
+    )
+
+
+def draw_in_the_viewer(trace: Trace) -> "Figure":
+    """A step as the meter counts it, and as PyTorch's viewer is told it.
+
+    The snapshot is saved and read back, and each of its blocks is drawn at its address.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        trace.save_snapshot(Path(folder, "step.pickle"))
+        snapshot = pickle.loads(Path(folder, "step.pickle").read_bytes())
+    drawn, (above, below) = figure(
+        "Live bytes, and where the same storages lie in the device's segments", rows=2, height=5.6
+    )
+    series = {name: trace.series()[name] / 1e6 for name in CATEGORIES}
+    bottom = 0
+    for name, values in series.items():
+        if values.any():
+            above.fill_between(
+                range(len(trace)),
+                bottom,
+                bottom + values,
+                step="post",
+                label=category_label(name),
+                **category_look(name),
+            )
+        bottom = bottom + values
+    above.set(xlabel=text("operators"), ylabel=text("live MB"), xlim=(0, len(trace)))
+    _draw_blocks(below, snapshot["device_traces"][0])
+    for ax in (above, below):
+        ax.set_ylim(0, max(1.03 * above.get_ylim()[1], below.get_ylim()[1]))
+        ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return shown_once(drawn)
+
+
+_PHASE_COLORS = {"forward": "#228833", "backward": "#EE6677", "optimizer": "#AA3377"}
+
+
+def _draw_blocks(ax, entries: Sequence[dict]) -> None:
+    from matplotlib.collections import PolyCollection
+
+    base = min(entry["addr"] for entry in entries)
+    segments = [entry for entry in entries if entry["action"] == "segment_alloc"]
+    boxes: dict[str, list] = {"held": [], **{phase: [] for phase in _PHASE_COLORS}}
+    born: dict[int, tuple[int, int, str]] = {}
+
+    def box(start: int, stop: int, address: int, size: int) -> list[tuple[float, float]]:
+        low, high = (address - base) / 1e6, (address - base + size) / 1e6
+        return [(start, low), (stop, low), (stop, high), (start, high)]
+
+    for now, entry in enumerate(entries):
+        if entry["action"] == "alloc":
+            frame = entry["frames"][0]
+            phase = "held" if not frame["name"].startswith("aten.") else frame["filename"]
+            born[entry["addr"]] = now, entry["size"], phase
+        elif entry["action"] == "free_completed":
+            start, size, phase = born.pop(entry["addr"])
+            boxes[phase].append(box(start, now, entry["addr"], size))
+    for address, (start, size, phase) in born.items():
+        boxes[phase].append(box(start, len(entries), address, size))
+    reserved = [
+        box(entry["time_us"], len(entries), entry["addr"], entry["size"]) for entry in segments
+    ]
+    look = {"linewidths": 0.2, "edgecolors": "white"}
+    name = text("reserved, free")
+    ax.add_collection(PolyCollection(reserved, facecolors="#DDDDDD", label=name, **look))
+    names = {
+        "held": text("there on entry"),
+        **{phase: phase_label(phase) for phase in boxes if phase != "held"},
+    }
+    for phase, found in boxes.items():
+        color = {"held": "#4477AA", **_PHASE_COLORS}[phase]
+        if found:
+            ax.add_collection(PolyCollection(found, facecolors=color, label=names[phase], **look))
+    top = max(entry["addr"] - base + entry["size"] for entry in segments) / 1e6
+    ax.set(xlim=(0, len(entries)), ylim=(0, 1.03 * top))
+    ax.set(xlabel=text("allocations and releases"), ylabel=text("address, MB"))
