@@ -1130,7 +1130,7 @@ table(["step", "after", "live, MB", "allocated, MB", "reserved, MB"], rows)
 # </div>
 
 # %%
-lesson_01.draw_in_the_viewer(trace[marks[5] : marks[9]])
+lesson_01.draw_in_the_viewer(trace[marks[5] - 1 : marks[9]])
 
 # %% [markdown]
 # ## 1.17 The same bytes, in another order / 同样的字节，换个顺序

@@ -117,7 +117,8 @@ def allocator_claims(
 def draw_in_the_viewer(trace: Trace) -> "Figure":
     """A step as the meter counts it, and as PyTorch's viewer is told it.
 
-    The snapshot is saved and read back, and each of its blocks is drawn at its address.
+    The snapshot is saved and read back, and each of its blocks is drawn at its address. What the
+    trace's first operator finds or makes is there on entry.
     """
     with tempfile.TemporaryDirectory() as folder:
         trace.save_snapshot(Path(folder, "step.pickle"))
@@ -139,7 +140,8 @@ def draw_in_the_viewer(trace: Trace) -> "Figure":
             )
         bottom = bottom + values
     above.set(xlabel=text("operators"), ylabel=text("live MB"), xlim=(0, len(trace)))
-    _draw_blocks(below, snapshot["device_traces"][0])
+    on_entry = sum(1 for span in trace.spans or () if span.start == 0 and span.bytes)
+    _draw_blocks(below, snapshot["device_traces"][0], on_entry)
     for ax in (above, below):
         ax.set_ylim(0, max(1.03 * above.get_ylim()[1], below.get_ylim()[1]))
         ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
@@ -149,13 +151,14 @@ def draw_in_the_viewer(trace: Trace) -> "Figure":
 _PHASE_COLORS = {"forward": "#228833", "backward": "#EE6677", "optimizer": "#AA3377"}
 
 
-def _draw_blocks(ax, entries: Sequence[dict]) -> None:
+def _draw_blocks(ax, entries: Sequence[dict], on_entry: int) -> None:
     from matplotlib.collections import PolyCollection
 
     base = min(entry["addr"] for entry in entries)
     segments = [entry for entry in entries if entry["action"] == "segment_alloc"]
     boxes: dict[str, list] = {"held": [], **{phase: [] for phase in _PHASE_COLORS}}
     born: dict[int, tuple[int, int, str]] = {}
+    made = 0
 
     def box(start: int, stop: int, address: int, size: int) -> list[tuple[float, float]]:
         low, high = (address - base) / 1e6, (address - base + size) / 1e6
@@ -163,8 +166,8 @@ def _draw_blocks(ax, entries: Sequence[dict]) -> None:
 
     for now, entry in enumerate(entries):
         if entry["action"] == "alloc":
-            frame = entry["frames"][0]
-            phase = "held" if not frame["name"].startswith("aten.") else frame["filename"]
+            made += 1
+            phase = "held" if made <= on_entry else entry["frames"][0]["filename"]
             born[entry["addr"]] = now, entry["size"], phase
         elif entry["action"] == "free_completed":
             start, size, phase = born.pop(entry["addr"])
