@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from course_lib.budget import InfeasibleBudget, Rates, Recipe, estimate, fit, run, search
+from course_lib.budget import RATES, InfeasibleBudget, Rates, Recipe, estimate, fit, run, search
 from course_lib.budget.blocks import equal_blocks
 from course_lib.budget.extrapolate import MANY, Composer, Composing
 from course_lib.budget.known import Known, Search
 from course_lib.budget.refine import best_copies, least_schedule, with_schedule
+from course_lib.budget.reserved import that_reserve
 from course_lib.budget.search import that_fit
 from course_lib.budget.techniques.micro_batches import pieces_allowed
 from course_lib.budget.techniques.optimizer import ALL_ABOVE, OPTIMIZERS
@@ -729,3 +730,45 @@ def test_the_bar_shows_no_size_that_nobody_asked_for_and_is_gone_before_an_error
     with pytest.raises(InfeasibleBudget):
         fit(make, of, 1000, base=base, tier="file", quick=True)
     assert not capsys.readouterr().err.split("\r")[-1].strip()
+
+
+def test_a_search_by_what_is_reserved_finds_what_the_allocator_would_let_run():
+    make = partial(Decoder, vocabulary=2000, hidden=256, heads=4, layers=1, sequence=128)
+    given, rates = (make, lambda: random_tokens(4, 128, 2000)), RATES["H100"]
+    every = [Recipe(), Recipe(micro_batches=4), Recipe(checkpoint="layers", micro_batches=2)]
+    found = [estimate(*given, recipe, tier="host", kind="cuda") for recipe in every]
+    taken = {each.recipe: each.reserved_bytes() for each in found}
+
+    def within(room):
+        """The search by tensors, among these."""
+        fitting = sorted((e for e in found if e.peak_bytes <= room), key=rates.seconds)
+        if not fitting:
+            raise InfeasibleBudget(room, min(e.peak_bytes for e in found), "none was found")
+        return search.Estimates(fitting, rates)
+
+    cheapest = min(found, key=rates.seconds)
+    assert taken[cheapest.recipe] > cheapest.peak_bytes
+    budgets = {1} | {count + more for count in taken.values() for more in (-1, 0)}
+    for budget in sorted(budgets | {each.peak_bytes for each in found}):
+        fitting = [each for each in found if taken[each.recipe] <= budget]
+        if not fitting:
+            with pytest.raises(InfeasibleBudget):
+                that_reserve(budget, within)
+        else:
+            best = that_reserve(budget, within)
+            assert set(best) <= set(fitting)
+            assert rates.seconds(best[0]) == min(map(rates.seconds, fitting))
+    [best] = fit(
+        *given,
+        taken[cheapest.recipe],
+        recipes=[cheapest.recipe],
+        **{"kind": "cuda", "count": "reserved", "rates": "H100", "progress": False},
+    )
+    assert best == cheapest
+
+
+def test_a_search_by_what_is_reserved_takes_a_device_that_has_such_an_allocator():
+    with pytest.raises(ValueError, match=r"kind is 'cpu'.*; it takes kind="):
+        fit(deep, batch, 10**9, count="reserved")
+    with pytest.raises(ValueError, match="count is 'bytes'; it takes 'tensors' or 'reserved'"):
+        fit(deep, batch, 10**9, count="bytes")

@@ -26,6 +26,7 @@ from .device import OnDevice, kept_bytes
 from .estimate import TIERS, Estimate
 from .rates import RATES, Rates, this_machine
 from .recipe import Recipe
+from .reserved import COUNTS
 from .search import Estimates, fit
 from .show import Way, waterfall
 from .techniques.optimizer import OPTIMIZERS
@@ -138,6 +139,12 @@ def arguments() -> argparse.ArgumentParser:
         "--tier", choices=TIERS, help="below: default file for a CPU, else host (memory)"
     )
     parser.add_argument(
+        "--count",
+        choices=COUNTS,
+        default=COUNTS[0],
+        help="what fits: tensors, or what a GPU's allocator reserves for them (default tensors)",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print one JSON object, for other programs"
     )
     parser.add_argument(
@@ -171,6 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         }
         base = _base(given)
         options = {"loss_sum": model.loss_sum, "tier": tier, "kind": kind}
+        options["count"] = given.count
         options["progress"] = sys.stderr.isatty()
         found = fit(model.make_model, model.make_batch, budget, base=base, rates=rates, **options)
         way = found.way()

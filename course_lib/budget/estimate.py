@@ -15,7 +15,7 @@ from course_lib._check import one_of
 from course_lib._origin import explained, noted
 from course_lib.accumulation import StepResult
 from course_lib.labels import text
-from course_lib.memory import MemoryMeter, Trace
+from course_lib.memory import AllocatorSettings, MemoryMeter, Trace
 from course_lib.memory.show import Table
 from course_lib.offload import DiskStore, Traffic
 
@@ -103,6 +103,11 @@ class Estimate(Table):
                 "the estimate was put together by hand; it takes one of `estimate` or `fit`"
             )
         return run()
+
+    def reserved_bytes(self, settings: AllocatorSettings | str | None = None) -> int:
+        """The most that PyTorch's allocator reserves for the step on a GPU, by its rules
+        (`Trace.allocated`); the step is run again, as for `trace`."""
+        return self.trace().allocated(settings).memory_stats()["reserved_bytes.all.peak"]
 
     def __getstate__(self) -> dict[str, Any]:
         # a function may not be pickled

@@ -25,6 +25,7 @@ from .loss import CHAINED, LossSum, samples_in
 from .rates import RATES, Rates
 from .recipe import Recipe
 from .refine import fewest_blocks, fewest_pieces, least_schedule, refine
+from .reserved import COUNTS, check_count, that_reserve
 from .show import Way, steps_to
 from .step import model_of
 
@@ -80,6 +81,7 @@ def fit(
     rates: Rates | str = "laptop",
     tier: str | None = None,
     kind: str = "cpu",
+    count: str = "tensors",
     quick: bool = False,
     progress: bool = True,
 ) -> Estimates:
@@ -134,6 +136,8 @@ def fit(
             which each `shard` is tried unless it names one.
         rates: of the machine, or the name of one in `RATES`.
         kind: as for `estimate`.
+        count: what must fit: "tensors"; or "reserved", with "cuda" alone, by the rules of PyTorch's
+            allocator (`course_lib.budget.reserved`), for which each recipe's step is run again.
         tier: as for `estimate`; if left out, "file" for "laptop" and "host" for all other machines.
         quick: an answer sooner, which may not be the cheapest: checkpoints around all blocks or
             none, flash attention where the model takes it, all of the optimizer's state offloaded
@@ -150,6 +154,7 @@ def fit(
         tier = "file" if rates in ("laptop", RATES["laptop"]) else "host"
     one_of("tier", tier, TIERS)
     one_of("kind", kind, KINDS)
+    check_count(one_of("count", count, COUNTS), kind)
     rates = rates if isinstance(rates, Rates) else RATES[one_of("rates", rates, RATES)]
     base = of_kind("base", Recipe() if base is None else base, Recipe, "a Recipe")
     if recipes is not None:
@@ -168,7 +173,11 @@ def fit(
         known = Known(
             make_model, make_batch, base, blocks=blocks, quick=quick, watch=watch, **options
         )
-        return that_fit(Search(known, budget_bytes, rates), base, recipes)
+
+        def within(room: int) -> Estimates:
+            return that_fit(Search(known, room, rates), base, recipes)
+
+        return within(budget_bytes) if count == "tensors" else that_reserve(budget_bytes, within)
 
 
 def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = None) -> Estimates:
