@@ -944,6 +944,17 @@ def test_what_a_gpu_holds_beside_the_tensors_stands_beside_the_figures_and_in_no
     assert (told["kind"], told["on_device"]) == ("cpu", None)
 
 
+def test_the_search_goes_by_what_is_reserved_where_that_is_asked_for(capsys):
+    size = [*ONE_LAYER.split(), "--device", "H100", "--budget", "3MB", "--json"]
+    assert command.main([*size, "--count", "reserved"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    best = told["on_device"]
+    assert best["tensors"] == told["recipes"][0]["peak_bytes"] < best["reserved"] <= 3_000_000
+    with pytest.raises(SystemExit) as raised:
+        command.main([*size, "--device", "laptop", "--count", "reserved"])
+    assert raised.value.code == 2 and "no caching allocator" in capsys.readouterr().err
+
+
 def test_the_rates_of_this_machine_can_be_asked_for(monkeypatch, capsys):
     monkeypatch.setattr(
         command, "this_machine", lambda: Rates(1e9, 2e9, 3e9, "measured, in a test")
