@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from course_lib._check import InfeasibleBudget
 from course_lib.labels import text
@@ -12,8 +12,7 @@ from course_lib.memory.show import bytes_text
 from .estimate import Estimate
 from .recipe import Recipe
 
-if TYPE_CHECKING:
-    from .search import Estimates
+Estimates = Any  # those of `course_lib.budget.search`, which imports this module
 
 COUNTS = ("tensors", "reserved")
 
