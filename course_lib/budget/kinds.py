@@ -24,18 +24,18 @@ its backward        nothing                  flash adds up the gradient  not cov
                                              (flash_api.cpp)
 attention="flash"   tiles, as tensors        one kernel                  as on a CPU: the tiles
 of a recipe                                                              of one group too many
-layer and group     mean and deviation in    in fp32                     as on a CPU: with bf16
-norm                the input's dtype        (layer_norm_kernel.cu)      4 bytes a row too few
+layer norm          mean and deviation in    in fp32                     as on a CPU: with bf16
+                    the input's dtype        (layer_norm_kernel.cu)      4 bytes a row too few
 nn.RMSNorm          products one by one,     one operator, saves its     as on a CPU: too many
                     in fp32                  input and a number a row
                                              (layer_norm.cpp)
 convolution, LSTM   workspace of oneDNN,     workspace and reserve of    not covered; an LSTM
                     no tensors               cuDNN                       fused by oneDNN is
                                                                          refused
-embedding,          nothing                  indices are sorted:         not covered
-index_put           (backward)               temporaries of 8 bytes
-                                             each and more
-                                             (EmbeddingBackwardKernel)
+embedding,          nothing                  many indices are sorted:    not covered
+index_put           (backward)               temporaries of 16 bytes
+                                             each (Embedding.cu,
+                                             Indexing.cu)
 matrix products     workspace of oneDNN      workspace of cuBLAS: see    not covered
                     with bf16                `course_lib.budget.device`
 ==================  =======================  ==========================  =======================

@@ -32,7 +32,10 @@ FIELDS = {
     "optimizer": (
         "`adam`, `sgd`, `momentum`, `adafactor`; `adam8bit` runs where bitsandbytes is installed"
     ),
-    "update": "parameters one by one (`loop`), all at once (`foreach`), in one operator (`fused`)",
+    "update": (
+        "parameters one by one (`loop`), all at once (`foreach`), in one operator (`fused`); `None`:"
+        " as PyTorch does by itself"
+    ),
     "offload_optimizer": "the fraction of the optimizer's state that lives one tier down",
     "attention": "`standard` keeps the scores' softmax, `flash` one number a row",
     "checkpoint": "what is kept of the blocks: `layers`, `selective`, `segments`, `optimal`",
