@@ -137,6 +137,9 @@ def arguments() -> argparse.ArgumentParser:
         "--tier", choices=TIERS, help="below: default file for a CPU, else host (memory)"
     )
     parser.add_argument(
+        "--quick", action="store_true", help="sooner; what is found may not be the cheapest"
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print one JSON object, for other programs"
     )
     parser.add_argument(
@@ -168,6 +171,7 @@ def main(argv: list[str] | None = None) -> int:
         }
         base = _base(given)
         options = {"loss_sum": model.loss_sum, "tier": tier, "progress": sys.stderr.isatty()}
+        options["quick"] = given.quick
         found = fit(model.make_model, model.make_batch, budget, base=base, rates=rates, **options)
         way = found.way()
         checked = check(model, found[0].recipe) if given.check else None
