@@ -506,12 +506,12 @@ budget_command([*sizes, "--device", "RTX 4090", "--quick"])
 # %% slide="result"
 both = {"checkpoint": "layers", "attention": "flash"}
 flash = estimate(make_model, make_batch, Recipe(**both), **options)
-weights = plain.at_peak["parameter"]
+model_bytes = plain.at_peak["parameter"]
 kept = found["checkpoints"]
 what_you_may_have_read(
     "09",
     f"{kept.flops / plain.flops:.2f} ×",
-    f"{plain.peak_bytes / weights:.2f} ×",
+    f"{plain.peak_bytes / model_bytes:.2f} ×",
     f"{kept.peak_bytes / 1e6:.1f}; {flash.peak_bytes / 1e6:.1f}",
 )
 

@@ -81,7 +81,7 @@ class _Uneven(nn.Module):
 
 
 def _uneven_batch() -> dict[str, Tensor]:
-    tokens = torch.tensor([[1, 5, 2, 4, 3], [2, 2, 1, 0, 0], [4, 1, 5, 3, 0]])
+    tokens = torch.tensor([[1, 5, 2, 4, 3, 1], [2, 2, 1, 0, 0, 0], [4, 1, 5, 3, 0, 0]])
     labels = tokens.clone()
     labels[1, 3:], labels[2, 4:] = IGNORED, IGNORED
     return {"input_ids": tokens, "labels": labels}
@@ -131,9 +131,7 @@ def check_loss_sum(function: Any) -> Verdict:
         1: "The sum is right. Its weight is how many tokens it goes over.",
     }
     verdict = expect_number(weight, count, wrong_answers=counted)
-    return (
-        right("Right: 9 tokens are predicted here, and nothing is padding.") if verdict else verdict
-    )
+    return right("Right: ten tokens are predicted here.") if verdict else verdict
 
 
 # Exercise 2: parameters from a configuration
