@@ -32,14 +32,14 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (75 minutes). Give any model to the tools of this course, and know what is wrong if they don't take it. Predict a step from a configuration alone. Choose levers by what fills the peak, and show that they train the same. Hand in your own model with its numbers.
+# **Goals** (70 minutes). Give any model to the tools of this course, and know what is wrong if they don't take it. Predict a step from a configuration alone. Choose levers by what fills the peak, and show that they train the same. Hand in your own model with its numbers.
 #
 # **What to know before**: lesson 07.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（75 分钟）：把任何模型交给这门课的工具，行不通时知道问题出在哪里；只凭一份配置预测一步要多少内存；看清是什么撑起峰值，再选办法，并证明训练结果不变；最后交上你自己的模型和它的数。
+# **目标**（70 分钟）：把任何模型交给这门课的工具，行不通时知道问题出在哪里；只凭一份配置预测一步要多少内存；看清是什么撑起峰值，再选办法，并证明训练结果不变；最后交上你自己的模型和它的数。
 #
 # **预备知识**：第 07 课。
 #
@@ -401,7 +401,7 @@ fit(make_model, make_batch, BUDGET, base=forced, progress=False, **options)
 #
 # </div>
 
-# %% slide="result"
+# %% slide="result" minutes=3
 config = str(lesson_09.FOLDER / "llama_3_8b.json")
 sizes = ["--config", config, "--sequence", "4096", "--batch", "1"]
 budget_command([*sizes, "--device", "RTX 4090", "--quick"])
