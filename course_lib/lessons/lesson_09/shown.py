@@ -40,10 +40,11 @@ def draw_levers(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure":
         height=0.9 + 0.42 * len(found),
         alt=text("Peaks: {peaks}.", peaks=listed(said, "; ")),
     )
+    total = [each.peak_bytes / 1e6 for each in found.values()]
     ends = [0.0] * len(found)
     for category in CATEGORIES:
         sizes = [each.at_peak.get(category, 0) / 1e6 for each in found.values()]
-        if max(sizes) > 1:
+        if max(sizes) > max(total) / 500:
             label = category_label(category)
             look = category_look(category)
             ax.barh(range(len(found)), sizes, left=ends, height=0.62, label=label, **look)

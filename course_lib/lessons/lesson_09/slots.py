@@ -50,9 +50,9 @@ def _slots(slots: tuple[Make, Make, Make | None]) -> Verdict:
     batches = [make_batch(step) for step in (0, 1)]
     if batches[0] is None:
         return not_answered()
-    problem = _about_batches(batches) or _about_vocabulary(model, batches[0])
-    if problem is not None:
-        return problem
+    for problem in (_about_batches(batches), _about_vocabulary(model, batches[0])):
+        if problem is not None:  # a verdict on something wrong is false
+            return problem
     if loss_sum is None and not has_loss_sum(model):
         return wrong("It is not known what the model's own loss is a mean over: write `loss_sum`.")
     problem = _about_loss(model, batches[0], loss_sum)
