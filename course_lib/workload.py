@@ -172,7 +172,7 @@ def _by_config(given: Namespace) -> Workload:
         if found.plain
         else "{file} ({kind}, by transformers)"
     )
-    name = text(said, file=given.config, kind=kind)
+    name = text(said, file=Path(given.config).name, kind=kind)
     return Workload(
         found.make_model, partial(found.make_batch, given.batch), None, name, _samples(given)
     )

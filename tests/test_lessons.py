@@ -5,6 +5,7 @@ import contextlib
 import functools
 import heapq
 import itertools
+import json
 import math
 import os
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import torch
 from answers.lesson_08 import HELD, stages
 from markup import spoken_problems
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from course_lib import lessons
@@ -35,6 +37,7 @@ from course_lib.lessons import (
     lesson_06,
     lesson_07,
     lesson_08,
+    lesson_09,
     text,
 )
 from course_lib.lessons.lesson_02.shown import _draw_bars
@@ -1049,3 +1052,98 @@ def test_sliders_begin_where_the_picture_does(play, arguments, monkeypatch):
     monkeypatch.setattr(widgets, "interact", lambda draw, **sliders: shown.append(sliders))
     play()
     assert {name: slider.value for name, slider in shown[0].items()} == arguments
+
+
+# Lesson 09
+# --------------------------------------------------------------------------------------------------
+
+
+def small_decoder():
+    return Decoder(vocabulary=32, hidden=16, heads=2, layers=3, sequence=8)
+
+
+def small_batch(step):
+    return random_tokens(4, 8, 32, seed=step)
+
+
+def mean_as_a_sum(model, batch):
+    return model.loss(batch), batch[:, 1:].numel()
+
+
+class WithoutBlocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(32, 8), nn.Linear(8, 32)
+
+    def loss_sum(self, tokens):
+        logits = self.out(self.table(tokens[:, :-1]))
+        total = nn.functional.cross_entropy(
+            logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+        )
+        return total, tokens[:, 1:].numel()
+
+
+@pytest.mark.parametrize(
+    ("slots", "told"),
+    [
+        ((small_decoder, small_batch), "3 blocks from `layers.0` on"),
+        ((WithoutBlocks, small_batch), "No list of like blocks"),
+        ((lambda: None, small_batch), "Not answered yet"),
+        ((small_decoder, small_batch, lambda model, batch: None), "Not answered yet"),
+        ((lambda: nn.ReLU(), small_batch), "parameters to train"),
+        ((functools.cache(small_decoder), small_batch), "the same model again"),
+        ((small_decoder, lambda step: 3), "return tensors"),
+        ((small_decoder, lambda step: small_batch(0)), "batch of step 1 is that of step 0"),
+        ((small_decoder, lambda step: random_tokens(4, 8, 40, seed=step) + 30), "has no row in"),
+        (
+            (small_decoder, lambda step: (small_batch(step), torch.ones(3))),
+            "differ in the number of their samples",
+        ),
+        ((small_decoder, small_batch, mean_as_a_sum), "Sums do not add up"),
+        (
+            (small_decoder, small_batch, lambda m, b: (m.loss_sum(b)[0], 1)),
+            "Weights do not add up",
+        ),
+        ((small_decoder, small_batch, lambda m, b: m.loss(b)), "return a pair"),
+        (
+            (lambda: nn.Sequential(nn.Linear(8, 8)), lambda s: torch.rand(4, 8) + s),
+            "write `loss_sum`",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_slot_is_said(slots, told):
+    assert told in lesson_09.check_slots(*slots).message
+
+
+def test_passages_are_the_courses_text_and_others_at_each_step():
+    first, second = (lesson_09.passages(step) for step in (0, 1))
+    assert first["input_ids"].shape == (4, 128) and torch.equal(*first.values())
+    assert not torch.equal(first["input_ids"], second["input_ids"])
+    assert int(first["input_ids"].min()) > 0 and int(first["input_ids"].max()) < 128
+    whole = " ".join(text.prose())
+    assert "".join(map(chr, first["input_ids"][0].tolist())) in whole
+
+
+def test_parameters_by_hand_are_those_of_the_models():
+    from course_lib.lessons.lesson_09.checks import parameters_of
+
+    for name in ("llama.json", "llama_3_8b.json"):
+        config = json.loads((lesson_09.FOLDER / name).read_text("utf-8"))
+        with symbolic():
+            model = lesson_09.configured(lesson_09.FOLDER / name, 16).make_model()
+        assert parameters_of(config) == sum(p.numel() for p in model.parameters())
+
+
+def test_bars_of_levers_end_where_the_peaks_are_and_curves_lie_on_their_losses():
+    batch = functools.partial(small_batch, 0)
+    found = {
+        name: estimate(small_decoder, batch, recipe)
+        for name, recipe in {"plain": Recipe(), "checkpoints": Recipe(checkpoint="layers")}.items()
+    }
+    (ax,) = lesson_09.draw_levers(found, 10_000).axes
+    assert {item.get_text() for item in ax.texts} == {
+        f"{each.peak_bytes / 1e6:.1f}" for each in found.values()
+    }
+    losses = {"plain": [3.0, 2.5, 2.0], "three together": [3.0, 2.5, 2.1]}
+    (ax,) = lesson_09.draw_losses(losses).axes
+    assert [list(line.get_ydata()) for line in ax.lines] == list(losses.values())

@@ -145,6 +145,9 @@ def arguments() -> argparse.ArgumentParser:
         help="what fits: tensors, or what a GPU's allocator reserves for them (default tensors)",
     )
     parser.add_argument(
+        "--quick", action="store_true", help="sooner; what is found may not be the cheapest"
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print one JSON object, for other programs"
     )
     parser.add_argument(
@@ -178,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
         }
         base = _base(given)
         options = {"loss_sum": model.loss_sum, "tier": tier, "kind": kind}
-        options["count"] = given.count
+        options |= {"count": given.count, "quick": given.quick}
         options["progress"] = sys.stderr.isatty()
         found = fit(model.make_model, model.make_batch, budget, base=base, rates=rates, **options)
         way = found.way()

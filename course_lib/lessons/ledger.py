@@ -5,6 +5,7 @@ tokens, fp32, Adam, the second step. A lesson measures its own row and shows it 
 lessons before it, which stand here; tests/test_ledger.py measures each of them again.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,15 @@ def ledger(
         measured.flops if flops is None else flops,
         moved_bytes,
     )
-    rows = [*(row for row in ROWS if row.lesson < lesson), own]
+    return _table([*(row for row in ROWS if row.lesson < lesson), own])
+
+
+def whole_ledger() -> Table:
+    """The rows of all lessons."""
+    return _table(ROWS)
+
+
+def _table(rows: Sequence[Row]) -> Table:
     plain = rows[0]
     columns = ["lesson", "technique", "peak, MB", "of plain", "FLOPs of plain", "bytes moved, MB"]
     shown = [

@@ -10,12 +10,13 @@ from importlib import import_module
 from pathlib import Path
 
 from course_lib import lessons
+from course_lib.teaching.exercises import Exercise
 
 CHECKS = {
     f"{number}.{name.removeprefix('check_')}": check
     for number in lessons.LESSONS
     for name, check in vars(lessons.lesson(number)).items()
-    if name.startswith("check_")
+    if name.startswith("check_") and isinstance(check, Exercise)
 }
 FILES = {
     path.stem[-2:]: import_module(f"answers.{path.stem}")

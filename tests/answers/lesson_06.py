@@ -14,9 +14,8 @@ def in_blocks(scores, block, rescale=True, step=1):
     )
     for part in scores.split(block, dim=1)[::step]:
         new = torch.maximum(largest, part.amax(1))
-        total = total * ((largest - new).exp() if rescale else 1) + (part - new[:, None]).exp().sum(
-            1
-        )
+        factor = {True: (largest - new).exp(), False: 1, -1: (new - largest).exp(), None: 0}
+        total = total * factor[rescale] + (part - new[:, None]).exp().sum(1)
         largest = new
     return largest + total.log()
 
@@ -95,10 +94,10 @@ def by_hand(q, k, v):
     return scores.softmax(1) @ v, torch.logsumexp(scores, 1)
 
 
-def causal_tiles(queries, keys, block_q, block_k):
-    count = 0
+def causal_tiles(queries, keys, block_q, block_k, aligned="bottom right"):
+    count, more = 0, keys - queries if aligned == "bottom right" else 0
     for first in range(0, queries, block_q):
-        count += -(-(min(first + block_q, queries) + keys - queries) // block_k)
+        count += -(-(min(first + block_q, queries) + more) // block_k)
     return count
 
 
@@ -133,7 +132,9 @@ ANSWERS = {
             *((row_by_row, "`max` took more than a block"), (two_passes, "second pass")),
             (lambda scores, block: scores.exp().sum(1).log(), "overflow"),
             lambda scores, block: torch.logsumexp(scores, 1),
-            functools.partial(in_blocks, rescale=False),
+            (functools.partial(in_blocks, rescale=False), "not rescaled"),
+            (functools.partial(in_blocks, rescale=-1), "exp(old − new)"),
+            (functools.partial(in_blocks, rescale=None), "become 0"),
             (lambda scores, block: 3, "One number a row"),
         ],
     ),
@@ -177,6 +178,7 @@ ANSWERS = {
         [
             (lambda q, k, bq, bk: -(-q // bq) * -(-k // bk), "every tile"),
             (lambda q, k, bq, bk: -(-q // bq) * -(-k // bk) / 2, "diagonal's tiles"),
+            (functools.partial(causal_tiles, aligned="top left"), "bottom right"),
             lambda q, k, bq, bk: 36,
         ],
     ),
@@ -187,6 +189,7 @@ ANSWERS = {
             (lambda q, k, lse: (q @ k.T).softmax(1), "differ"),
             (lambda q, k, lse: lse, "matrix"),
             (lambda q, k, lse: (q @ k.T - lse[:, None]).exp(), "lack their scale"),
+            (lambda q, k, lse: (q @ k.T / 4 - lse).exp(), "a column"),
             (lambda q, k, lse: q @ k.T / 4 - lse[:, None], "logarithms"),
             (lambda q, k, lse: (q @ k.T / 4).softmax(1), "do not come from `lse`"),
             (normalised, "do not come from `lse`"),

@@ -58,7 +58,21 @@ class _Watched(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-@exercise(hint="Keep a running maximum and a running sum; rescale the sum when the maximum rises.")
+def _without_rescaling(row: Tensor, block: int) -> Tensor:
+    """The commonest slip: terms of a block stay relative to the maximum of their time."""
+    largest, total = row.new_tensor(-math.inf), row.new_tensor(0.0)
+    for part in row.split(block):
+        largest = torch.maximum(largest, part.max())
+        total = total + (part - largest).exp().sum()
+    return largest + total.log()
+
+
+@exercise(
+    hint=(
+        "Keep a running maximum and a running sum; rescale the sum when the maximum rises.",
+        "total * (old - new).exp() + (part - new[:, None]).exp().sum(1)",
+    )
+)
 def check_log_sum_exp(function: Any) -> Verdict:
     """The log-sum-exp of each row over blocks of columns, for large scores too, in one pass."""
     rows, block = 4, 4
@@ -72,9 +86,16 @@ def check_log_sum_exp(function: Any) -> Verdict:
         return not_answered()
     if not isinstance(found, torch.Tensor) or found.numel() != rows:
         return wrong("One number a row is wanted.")
-    if not found.isfinite().all():
+    small, *large = found.flatten()  # the first row's scores lie between -1 and 1
+    if small.isnan():
+        return wrong("nan even for small scores: 0 · ∞, or ∞ − ∞. The factor is exp(old − new).")
+    if any(row == math.inf or row.isnan() for row in large):
         return wrong("Large scores overflow.")
+    if any(row == -math.inf for row in large):
+        return wrong("A sum has become 0: what a block adds must stay when the maximum rises.")
     if not torch.allclose(found.flatten(), torch.logsumexp(scores, 1), atol=1e-4):
+        if torch.isclose(small, _without_rescaling(scores[0], block), atol=1e-4):
+            return wrong("The old sum is not rescaled when the maximum rises.", exact=True)
         return wrong("The numbers are not the log-sum-exps.")
     if watched.too_wide:
         name = watched.too_wide[0]
@@ -343,6 +364,8 @@ def check_probabilities(function: Any) -> Verdict:
         return wrong("A matrix (n, n) is wanted.", exact=True)
     if torch.allclose(found, (q @ k.T - lse[:, None]).exp(), atol=1e-5):
         return wrong("The scores lack their scale, 1 / √d.", exact=True)
+    if torch.allclose(found, (scores - lse).exp(), atol=1e-5):
+        return wrong("`lse` has one number a row: give it a column, lse[:, None].", exact=True)
     if torch.allclose(found, scores - lse[:, None], atol=1e-5):
         return wrong("These are the logarithms of P.", exact=True)
     if not torch.allclose(found, scores.softmax(1), atol=1e-5):
@@ -398,7 +421,11 @@ def check_causal_tiles(function: Any) -> Verdict:
             expected += last // block_k + 1
         case = f"{queries}, {keys}, {block_q}, {block_k}"
         whole = -(-queries // block_q) * -(-keys // block_k)
+        top_left = sum(
+            -(-min(first + block_q, queries) // block_k) for first in range(0, queries, block_q)
+        )
         slips = {
+            top_left: "The last query sees all keys: count from the bottom right.",
             whole: "That is every tile: those above the diagonal are skipped.",
             whole / 2: "The diagonal's tiles are computed too.",
         }

@@ -1,0 +1,247 @@
+"""The exercises of lesson 09, and the model that its slots come filled with."""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from course_lib.budget import Estimate, Recipe, estimate
+from course_lib.lessons import text as corpus
+from course_lib.memory import CATEGORIES
+from course_lib.models import Decoder
+from course_lib.teaching import Verdict, category_label, text
+from course_lib.teaching.exercises import exercise, expect_number, not_answered, right, wrong
+
+FOLDER = Path(__file__).parent
+#: A Llama of 31 million parameters, whose tokens are characters.
+LLAMA = json.loads((FOLDER / "llama.json").read_text("utf-8"))
+IGNORED = -100  # a label that is not predicted, in PyTorch and transformers
+
+
+def has_transformers() -> bool:
+    """Whether the library that the lesson's model comes from is installed."""
+    try:
+        import transformers  # noqa: F401 - whether it is there
+    except ImportError:
+        return False
+    return True
+
+
+def model_of(config: Mapping[str, Any]) -> nn.Module:
+    """transformers' model of a configuration; the course's decoder of like size where transformers
+    is missing."""
+    torch.manual_seed(0)
+    if has_transformers():
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    return Decoder(
+        vocabulary=config["vocab_size"],
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        layers=config["num_hidden_layers"],
+        sequence=config["max_position_embeddings"],
+    )
+
+
+def passages(step: int, samples: int = 4, length: int = 128) -> dict[str, Tensor]:
+    """Other pieces of the course's own English at each step, a character a token.
+
+    Returns:
+        {"input_ids": (samples, length), "labels": the same}.
+    """
+    whole = " ".join(corpus.prose())
+    starts = torch.randint(
+        len(whole) - length, (samples,), generator=torch.Generator().manual_seed(step)
+    )
+    rows = corpus.padded([whole[start:] for start in starts.tolist()], length)
+    return {"input_ids": rows, "labels": rows.clone()}
+
+
+# Exercise 1: a loss with its weight
+# --------------------------------------------------------------------------------------------------
+
+
+class _Uneven(nn.Module):
+    """Logits that no two positions share, so that a shift is seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-2, 2, 6 * 7).sin().view(6, 7) * 3)
+
+    def forward(self, tokens: Tensor, **_: Any) -> SimpleNamespace:
+        places = torch.arange(tokens.shape[1])[:, None] * torch.linspace(0, 0.4, 7)
+        return SimpleNamespace(logits=self.table[tokens] + places)
+
+
+def _uneven_batch() -> dict[str, Tensor]:
+    tokens = torch.tensor([[1, 5, 2, 4, 3, 1], [2, 2, 1, 0, 0, 0], [4, 1, 5, 3, 0, 0]])
+    labels = tokens.clone()
+    labels[1, 3:], labels[2, 4:] = IGNORED, IGNORED
+    return {"input_ids": tokens, "labels": labels}
+
+
+@exercise(
+    hint=(
+        "The logits at a place predict the next token: `logits[:, :-1]` and `labels[:, 1:]`.",
+        "`F.cross_entropy(…, ignore_index=-100, reduction='sum')`, and `(labels[:, 1:] !="
+        " -100).sum()`.",
+    )
+)
+def check_loss_sum(function: Any) -> Verdict:
+    """`function(model, batch)`: the sum of the cross-entropies of the tokens that are predicted,
+    and their number."""
+    model, batch = _Uneven(), _uneven_batch()
+    found = function(model, batch)
+    if found is None:
+        return not_answered()
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        return wrong("A pair is wanted: the sum of the losses, and how many there are.", exact=True)
+    loss, weight = found
+    if loss is None or weight is None:
+        return not_answered()
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        return wrong("The sum has no gradient: keep it a tensor.", exact=True)
+    logits, labels = model(batch["input_ids"]).logits, batch["labels"]
+    each = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
+    )  # 0 where a label is ignored
+    unshifted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    count, total = int((labels[:, 1:] != IGNORED).sum()), each.sum().item()
+    slips = {
+        total / count: "That is a mean: it cannot be added to that of another piece.",
+        total / each.numel(): "That is a mean: it cannot be added to that of another piece.",
+        unshifted.item(): "Each place predicts the token after it: shift the labels by one.",
+    }
+    verdict = expect_number(loss.detach(), total, wrong_answers=slips, tolerance=1e-4)
+    if not verdict:
+        return verdict
+    counted = {
+        each.numel(): "The sum is right. Labels of -100 are not predicted: they do not count.",
+        int((labels != IGNORED).sum()): (
+            "The sum is right. The first token of a sample is not predicted: it does not count."
+        ),
+        len(labels): "The sum is right. It goes over tokens, not over samples.",
+        1: "The sum is right. Its weight is how many tokens it goes over.",
+    }
+    verdict = expect_number(weight, count, wrong_answers=counted)
+    return right("Right: ten tokens are predicted here.") if verdict else verdict
+
+
+# Exercise 2: parameters from a configuration
+# --------------------------------------------------------------------------------------------------
+
+_SLIPS = {
+    "keys": "Keys and values have fewer heads than queries: `num_key_value_heads`.",
+    "gate": "The network after attention has three matrices: gate, up and down.",
+    "output": "Attention has four matrices: its output has one too.",
+    "norms": "Each layer has two norms of `hidden_size` numbers, and one comes last.",
+    "last norm": "One more norm comes after the last layer.",
+    "tied": "Embedding and head are one matrix where `tie_word_embeddings` is true, else two.",
+    "head": "The head is a matrix of its own where `tie_word_embeddings` is false.",
+    "layers": "That is one layer: there are `num_hidden_layers`.",
+}
+
+
+def parameters_of(config: Mapping[str, Any], slip: str = "") -> int:
+    """How many a Llama has; with a slip by name, as learners make it."""
+    hidden, width = config["hidden_size"], config["intermediate_size"]
+    heads, few = config["num_attention_heads"], config["num_key_value_heads"]
+    keys = hidden * (hidden // heads) * (heads if slip == "keys" else few)
+    attention = (1 if slip == "output" else 2) * hidden**2 + 2 * keys
+    network = (2 if slip == "gate" else 3) * hidden * width
+    norms = 0 if slip == "norms" else 2 * hidden
+    layers = 1 if slip == "layers" else config["num_hidden_layers"]
+    last = 0 if slip in ("norms", "last norm") else hidden
+    tied = config["tie_word_embeddings"]
+    tables = {"tied": 2, "head": 1}.get(slip, 1 if tied else 2)
+    return layers * (attention + network + norms) + last + tables * config["vocab_size"] * hidden
+
+
+@exercise(
+    hint=(
+        "A layer: queries and output h × h, keys and values h × (h / heads × their heads), gate, up"
+        " and down h × f, two norms h.",
+        "Then all layers, the last norm h, and v × h once or twice.",
+    )
+)
+def check_parameters(function: Any) -> Verdict:
+    """`function(config)`: the parameters of a Llama; asked for three configurations."""
+    other = {**LLAMA, "num_attention_heads": 16, "tie_word_embeddings": False, "vocab_size": 1000}
+    for config in (LLAMA, other, json.loads((FOLDER / "llama_3_8b.json").read_text("utf-8"))):
+        answer = function(config)
+        if answer is None:
+            return not_answered()
+        slips = {parameters_of(config, slip): said for slip, said in _SLIPS.items()}
+        slips.pop(parameters_of(config), None)
+        verdict = expect_number(answer, parameters_of(config), wrong_answers=slips)
+        if not verdict:
+            return verdict
+    return right("Right: 31,141,376 here, and 8,030,261,248 for Llama 3 8B.")
+
+
+# Exercise 3: a recipe for 200 MB
+# --------------------------------------------------------------------------------------------------
+
+BUDGET = 200_000_000
+
+
+@cache
+def estimated(recipe: Recipe) -> Estimate:
+    """Of the lesson's model and batch."""
+    return estimate(
+        lambda: model_of(LLAMA),
+        lambda: passages(0),
+        recipe,
+        loss_sum=None if has_transformers() else decoder_loss,
+    )
+
+
+def decoder_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The loss of the decoder that stands in where transformers is missing."""
+    logits, targets = model(batch["input_ids"])[:, :-1], batch["labels"][:, 1:]
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total, (targets != IGNORED).sum()
+
+
+@exercise(
+    hint=(
+        "What fills the peak, and which lever goes for that? Then look again: something else is the"
+        " peak.",
+        "The state is 249 MB, the activations 222, the gradients 125: each needs a lever of its"
+        " own.",
+    )
+)
+def check_recipe(recipe: Any) -> Verdict:
+    """A recipe whose step stays within 200 MB, and trains as the plain step does."""
+    if not isinstance(recipe, Recipe):
+        return wrong("A `Recipe` is wanted.", exact=True)
+    plain = Recipe()
+    if (recipe.precision, recipe.optimizer) not in {
+        (plain.precision, plain.optimizer),
+        (None, plain.optimizer),
+    }:
+        return wrong("Other numbers would be trained: keep fp32 and Adam.", exact=True)
+    if recipe.ranks > 1:
+        return wrong("One device is what there is.", exact=True)
+    found = estimated(recipe)
+    if found.peak_bytes <= BUDGET:
+        return right(text("Right: {peak} MB.", peak=f"{found.peak_bytes / 1e6:.1f}"))
+    largest = max(
+        (name for name in CATEGORIES if name != "parameter"),
+        key=lambda name: found.at_peak.get(name, 0),
+    )
+    return wrong(
+        text(
+            "{peak} MB. Of what could go, the most is {category}: {size} MB.",
+            peak=f"{found.peak_bytes / 1e6:.1f}",
+            category=category_label(largest),
+            size=f"{found.at_peak[largest] / 1e6:.1f}",
+        )
+    )

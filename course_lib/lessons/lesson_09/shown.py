@@ -1,0 +1,143 @@
+"""What lesson 09 shows: what fills each peak, two curves of losses, and models on devices."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from course_lib.budget import Estimate, Recipe, estimate, run
+from course_lib.labels import listed
+from course_lib.memory import CATEGORIES
+from course_lib.models import random_tokens
+from course_lib.teaching import (
+    COLORS,
+    Table,
+    category_label,
+    category_look,
+    figure,
+    predictions,
+    text,
+)
+from course_lib.teaching.figures import shown_once
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def draw_levers(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure":
+    """The peak of each recipe as a bar of what fills it; the budget is a line.
+
+    Args:
+        found: label -> estimate.
+    """
+    said = [
+        text("{name} {peak} MB", name=text(name), peak=f"{each.peak_bytes / 1e6:.1f}")
+        for name, each in found.items()
+    ]
+    drawn, ax = figure(
+        "Each lever goes for one part; all three together fit",
+        height=0.9 + 0.42 * len(found),
+        alt=text("Peaks: {peaks}.", peaks=listed(said, "; ")),
+    )
+    total = [each.peak_bytes / 1e6 for each in found.values()]
+    ends = [0.0] * len(found)
+    for category in CATEGORIES:
+        sizes = [each.at_peak.get(category, 0) / 1e6 for each in found.values()]
+        if max(sizes) > max(total) / 500:
+            label = category_label(category)
+            look = category_look(category)
+            ax.barh(range(len(found)), sizes, left=ends, height=0.62, label=label, **look)
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    for place, end in enumerate(ends):
+        ax.annotate(
+            f"{end:.1f}",
+            (end, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # over the budget's line
+        )
+    ax.axvline(budget_bytes / 1e6, color="black", linestyle="--", linewidth=1)
+    ax.set_yticks(range(len(found)), [text(name) for name in found])
+    ax.invert_yaxis()
+    ax.grid(visible=False)
+    ax.set(xlim=(0, 1.14 * max(ends)), xlabel=text("live at the peak, MB"))
+    ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.22), ncols=5, frameon=False)
+    return shown_once(drawn)
+
+
+def draw_losses(losses: Mapping[str, Sequence[float]]) -> "Figure":
+    """Losses of the same steps by two recipes, one over the other.
+
+    Args:
+        losses: label -> the mean loss of each step; the second is drawn over the first.
+    """
+    (plain, first), (other, second) = losses.items()
+    apart = max(abs(a - b) for a, b in zip(first, second, strict=True))
+    drawn, ax = figure(
+        "The same curve, in less than a third of the memory",
+        height=2.9,
+        alt=text(
+            "{steps} steps: the curves are {apart} apart at most.",
+            steps=len(first),
+            apart=f"{apart:.1g}",
+        ),
+    )
+    steps = range(1, len(first) + 1)
+    ax.plot(steps, first, color=COLORS["predicted"], linewidth=5, alpha=0.35, label=text(plain))
+    ax.plot(steps, second, "o-", color=COLORS["measured"], markersize=4, label=text(other))
+    ax.set(xlabel=text("step"), ylabel=text("loss of a token"), ylim=(0, 1.15 * max(first)))
+    ax.set_xticks(steps if len(first) < 12 else [1, len(first)])
+    ax.legend()
+    return shown_once(drawn)
+
+
+#: Kinds of models that transformers builds -> sizes; of three structures.
+ARCHITECTURES: Mapping[str, Mapping[str, int]] = {
+    "roformer": {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "embedding_size": 64,
+    },
+    "pegasus": {
+        "d_model": 64,
+        "encoder_layers": 3,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 128,
+        "decoder_ffn_dim": 128,
+    },
+    "fnet": {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128},
+}
+_VOCABULARY, _LENGTH = 97, 32
+
+
+def other_architectures() -> Table | str:
+    """Predicted beside measured, with a checkpoint around every block, of three small models."""
+    try:
+        import transformers
+    except ImportError:
+        return text("transformers is missing")
+    rows = []
+    for kind, sizes in ARCHITECTURES.items():
+        settings = transformers.AutoConfig.for_model(
+            kind, **sizes, vocab_size=_VOCABULARY, max_position_embeddings=_LENGTH
+        )
+        family = getattr(
+            transformers,
+            "AutoModelForSeq2SeqLM" if settings.is_encoder_decoder else "AutoModelForMaskedLM",
+        )
+        make: Callable[[], nn.Module] = partial(family.from_config, settings)
+        given = make, _labelled, Recipe(attention=None, checkpoint="layers")
+        guess, taken = estimate(*given), run(*given)
+        rows.append((type(make()).__name__, guess.peak_bytes, taken.meter.peak_bytes))
+    return predictions(rows, unit="bytes")
+
+
+def _labelled() -> dict[str, Any]:
+    tokens = random_tokens(4, _LENGTH, _VOCABULARY)[:, :_LENGTH].contiguous()
+    return {"input_ids": tokens, "labels": tokens.clone()}

@@ -1,0 +1,167 @@
+"""What is wrong with a reader's own model, batch or loss, found before anything is measured on
+them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course_lib._losses import has_loss_sum, own_loss, samples_in
+from course_lib._torch import tensors_in
+from course_lib.accumulation import split
+from course_lib.budget import Recipe, estimate, run
+from course_lib.checkpoint.blocks import names_of
+from course_lib.teaching import Verdict, text
+from course_lib.teaching.exercises import exercise, not_answered, right, wrong
+
+Make = Callable[..., Any]
+
+
+def check_slots(make_model: Make, make_batch: Make, loss_sum: Make | None = None) -> Verdict:
+    """What this lesson needs of a reader's own model.
+
+    It is built three times; one step is taken on symbolic tensors and one for real, so that the
+    plain step has to fit into this machine's memory.
+
+    Args:
+        make_model: () -> a new module.
+        make_batch: step -> the batch of that step: tensors, alone or in tuples and dictionaries.
+        loss_sum: (model, batch) -> (sum of losses, weight); None for the model's own.
+    """
+    return _slots((make_model, make_batch, loss_sum))
+
+
+@exercise(
+    hint=(
+        "`make_model()` returns a new model each time, `make_batch(step)` the batch of that step.",
+        "`loss_sum(model, batch)` returns the sum of the losses, and over how many it goes.",
+    )
+)
+def _slots(slots: tuple[Make, Make, Make | None]) -> Verdict:
+    make_model, make_batch, loss_sum = slots
+    model = make_model()
+    if model is None:
+        return not_answered()
+    if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
+        return wrong("`make_model()` is to return a module with parameters to train.", exact=True)
+    if make_model() is model:
+        return wrong("`make_model()` returns the same model again; make a new one.", exact=True)
+    batches = [make_batch(step) for step in (0, 1)]
+    if batches[0] is None:
+        return not_answered()
+    for problem in (_about_batches(batches), _about_vocabulary(model, batches[0])):
+        if problem is not None:  # a verdict on something wrong is false
+            return problem
+    if loss_sum is None and not has_loss_sum(model):
+        return wrong("It is not known what the model's own loss is a mean over: write `loss_sum`.")
+    problem = _about_loss(model, batches[0], loss_sum)
+    return _about_step(make_model, make_batch, loss_sum) if problem is None else problem
+
+
+def _about_batches(batches: list[Any]) -> Verdict | None:
+    first, second = (list(tensors_in(batch)) for batch in batches)
+    if not first:
+        return wrong("`make_batch(step)` is to return tensors: one, or a tuple or dictionary.")
+    if len({len(tensor) for tensor in first}) > 1:
+        return wrong("The batch's tensors differ in the number of their samples.", exact=True)
+    if len(first) == len(second) and all(map(torch.equal, first, second)):
+        return wrong("The batch of step 1 is that of step 0: nothing new is learnt.", exact=True)
+    return None
+
+
+def _about_vocabulary(model: nn.Module, batch: Any) -> Verdict | None:
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    rows = max((embedding.num_embeddings for embedding in embeddings), default=0)
+    tokens = [t for t in tensors_in(batch) if not t.is_floating_point() and t.dtype != torch.bool]
+    most = max((int(tensor.max()) for tensor in tokens if tensor.numel()), default=0)
+    if rows and most >= rows:
+        said = text("Token {token} has no row in an embedding of {rows}.", token=most, rows=rows)
+        return wrong(said, exact=True)
+    return None
+
+
+def _about_loss(model: nn.Module, batch: Any, loss_sum: Make | None) -> Verdict | None:
+    """Whether the losses of single samples add up to the batch's."""
+    model.eval()  # without dropout: the same sum each time
+    whole = _loss_of(model, batch, loss_sum)
+    if whole is None:
+        return not_answered()
+    pieces = [_loss_of(model, piece, loss_sum) for piece in split(batch, 1)]
+    if not all(map(_is_pair, (whole, *pieces))):
+        return wrong(
+            "`loss_sum` is to return a pair: the sum, one number with a gradient; and its weight."
+        )
+    names = ("Sums do not add up", "Weights do not add up")
+    for i, name in enumerate(names):
+        alone, together = sum(_number(piece[i]) for piece in pieces), _number(whole[i])
+        if abs(alone - together) > 1e-3 * abs(alone):
+            said = text(
+                "{name}: {pieces} in single samples, {whole} in one batch of {count}. Is it a"
+                " mean?",
+                name=text(name),
+                pieces=f"{alone:,.1f}",
+                whole=f"{together:,.1f}",
+                count=samples_in(batch),
+            )
+            return wrong(said, exact=True)
+    return None
+
+
+def _loss_of(model: nn.Module, batch: Any, loss_sum: Make | None) -> Any:
+    return own_loss(model, batch, micro_batches=2) if loss_sum is None else loss_sum(model, batch)
+
+
+def _number(value: float | Tensor) -> float:
+    return float(value.detach()) if isinstance(value, Tensor) else float(value)
+
+
+def _is_pair(found: Any) -> bool:
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        return False
+    loss, weight = found
+    one_number = isinstance(weight, int | float) or (
+        isinstance(weight, Tensor) and not weight.dim()
+    )
+    return isinstance(loss, Tensor) and not loss.dim() and loss.requires_grad and one_number
+
+
+def _about_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Verdict:
+    """The plain step, predicted and taken; and the blocks that checkpoints would go around."""
+    recipe, options = Recipe(precision=None, attention=None), {"loss_sum": loss_sum}
+    predicted = estimate(make_model, lambda: make_batch(0), recipe, **options).peak_bytes
+    model: list[nn.Module] = []  # the one that steps
+    taken = run(
+        lambda: model.append(make_model()) or model[0], lambda: make_batch(0), recipe, **options
+    )
+    if predicted != taken.meter.peak_bytes:
+        said = text(
+            "Predicted {predicted} bytes, taken {taken}: on real values the step goes another way,"
+            " as with a mask that is not all ones, or layers that are dropped at random.",
+            predicted=f"{predicted:,}",
+            taken=f"{taken.meter.peak_bytes:,}",
+        )
+        return wrong(said, exact=True)
+    values = {
+        "count": f"{sum(p.numel() for p in model[0].parameters()):,}",
+        "peak": f"{predicted:,}",
+    }
+    try:
+        names = names_of(model[0], None)
+    except ValueError:
+        return right(
+            text(
+                "Right: {count} parameters; the plain step peaks at {peak} bytes, predicted and"
+                " taken. No list of like blocks was found: checkpoints need `blocks=`.",
+                **values,
+            )
+        )
+    return right(
+        text(
+            "Right: {count} parameters, {blocks} blocks from `{first}` on; the plain step peaks at"
+            " {peak} bytes, predicted and taken.",
+            blocks=len(names),
+            first=names[0],
+            **values,
+        )
+    )

@@ -1,0 +1,682 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown] slide={"en": "A Llama of 31 million parameters, four passages of 128 characters: 609 MB. You have 200.\n\nDoes all of this hold for a model that the course did not write?", "zh": "一个 3100 万参数的 Llama，四段 128 个字符的文本：609 MB。你只有 200 MB。\n\n换成不是这门课写的模型，前面学的还成立吗？"}
+# # 9 Does it hold for your own model? / 换成你自己的模型，还成立吗？
+#
+# <div lang="en">
+#
+# Here is a Llama of 31 million parameters, written by others. One Adam step on four passages of 128 characters takes 609 MB. You have 200.
+#
+# This page is a project. It has three slots: a model, a batch, a loss. They come filled, so that everything runs at once; what you found on the course's decoder is tried on a model that the course did not write. Then you empty them and put in your own.
+#
+# </div>
+# <div lang="zh">
+#
+# 这里有一个 3100 万参数的 Llama，是别人写的。用四段 128 个字符的文本走一步 Adam，要 609 MB。你只有 200 MB。
+#
+# 这一页是一个项目。它有三个空位：模型、批次、损失。一开始都填好了，可以马上运行：你在课程的解码器上得到的结论，要在一个不是这门课写的模型上再检验一遍。然后把空位清空，填上你自己的。
+#
+# </div>
+
+# %%
+from course_lib.teaching import language
+
+language()
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Goals** (70 minutes). Give any model to the tools of this course, and know what is wrong if they don't take it. Predict a step from a configuration alone. Choose levers by what fills the peak, and show that they train the same. Hand in your own model with its numbers.
+#
+# **What to know before**: lesson 07.
+#
+# </div>
+# <div lang="zh">
+#
+# **目标**（70 分钟）：把任何模型交给这门课的工具，行不通时知道问题出在哪里；只凭一份配置预测一步要多少内存；看清是什么撑起峰值，再选办法，并证明训练结果不变；最后交上你自己的模型和它的数。
+#
+# **预备知识**：第 07 课。
+#
+# </div>
+
+# %%
+import json
+
+import torch
+from torch.nn import functional as F
+
+from course_lib.budget import Recipe, build, estimate, fit, run, train_step
+from course_lib.budget.__main__ import main as budget_command
+from course_lib.lessons import lesson_09, what_you_may_have_read
+from course_lib.lessons.ledger import whole_ledger
+from course_lib.teaching import predictions, table
+
+BUDGET = 200_000_000  # bytes
+STEPS = 3  # set 200, and it is minutes
+
+# %% [markdown]
+# ## 9.1 Three slots / 三个空位
+#
+# <div lang="en">
+#
+# Empty, the slots are three functions. `make_model()` returns a new model in fp32; `make_batch(step)` the batch of that step, as tensors, alone or in tuples and dictionaries; `loss_sum(model, batch)` the sum of the losses and their number (lesson 05 said why a mean will not do). Filled:
+#
+# </div>
+# <div lang="zh">
+#
+# 空着的时候，它们是三个函数。`make_model()` 返回一个新的 fp32 模型；`make_batch(step)` 返回那一步的批次，可以是张量，也可以是装着张量的元组或字典；`loss_sum(model, batch)` 返回损失之和与损失的个数（为什么不能用平均值，见第 05 课）。填好是这样：
+#
+# </div>
+
+
+# %% slide="code"
+def make_model():  # transformers' LlamaForCausalLM, from a configuration of nine lines
+    return lesson_09.model_of(lesson_09.LLAMA)
+
+
+def make_batch(step=0):  # four passages of the course's own English, a character a token
+    return lesson_09.passages(step)
+
+
+print(type(make_model()).__name__, json.dumps(lesson_09.LLAMA, indent=1))
+{name: tuple(tensor.shape) for name, tensor in make_batch().items()}
+
+# %% [markdown]
+# <div lang="en">
+#
+# (If the first line says `Decoder`, transformers is missing: `pip install transformers`. Until then the course's decoder stands in, and the numbers are others.)
+#
+# **Exercise 1.** The third slot is yours. A label of −100 is not predicted, and the logits at a place predict the *next* token. `model(batch["input_ids"]).logits` has the shape (batch, tokens, vocabulary).
+#
+# </div>
+# <div lang="zh">
+#
+# （如果第一行显示 `Decoder`，说明没有安装 transformers：`pip install transformers`。装好之前由课程的解码器顶替，数值会不同。）
+#
+# **练习 1。** 第三个空位由你来填。标签为 −100 的不预测；某个位置的 logits 预测的是**下一个** token。`model(batch["input_ids"]).logits` 的形状是（批次，token，词表）。
+#
+# </div>
+
+
+# %% minutes=8
+def loss_sum(model, batch):
+    return None  # the sum of the losses, and how many there are
+
+
+lesson_09.check_loss_sum(loss_sum)
+
+# %% jupyter={"source_hidden": true} slide="code"
+### BEGIN SOLUTION
+if not lesson_09.check_loss_sum.accepted:
+
+    def loss_sum(model, batch):
+        logits = model(batch["input_ids"]).logits[:, :-1]
+        targets = batch["labels"][:, 1:]
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return losses, (targets != -100).sum()
+
+
+lesson_09.check_loss_sum(loss_sum)
+### END SOLUTION
+
+# %% [markdown]
+# <div lang="en">
+#
+# transformers' own loss does the same (pieces are weighed by their labels), so that its models may leave the third slot empty. `check_slots` tries all three: it builds the model, predicts a step and takes it, and says what is wrong.
+#
+# </div>
+# <div lang="zh">
+#
+# transformers 自带的损失做的是同一件事（各份按标签数加权），所以它的模型可以让第三个空位空着。`check_slots` 把三样都试一遍：建模型，预测一步，再真的走一步，有什么不对就说出来。
+#
+# </div>
+
+# %% slide="result"
+own_loss = None if lesson_09.has_transformers() else lesson_09.decoder_loss
+lesson_09.check_slots(make_model, make_batch, own_loss)
+
+# %% [markdown] slide={"en": "**Guess first.** From nine lines of configuration: how many parameters? What is the peak of a step?", "zh": "**先猜**：只凭九行配置，有多少参数？一步的峰值是多少？"}
+# ## 9.2 Predict from the configuration / 只凭配置来预测
+#
+# <div lang="en">
+#
+# Nobody builds a model to find out that it does not fit. Start from the nine lines.
+#
+# **Exercise 2.** `parameters(config)`: how many does a Llama have? Matrices without biases; each layer has attention (its queries, keys, values and output), a gated network (three matrices) and two norms; one norm comes last; embedding and head may be one matrix. It is tried on larger ones too.
+#
+# </div>
+# <div lang="zh">
+#
+# 没有谁会先把模型建出来，再发现装不下。就从这九行开始。
+#
+# **练习 2。** `parameters(config)`：一个 Llama 有多少参数？矩阵都没有偏置；每层有注意力（查询、键、值、输出）、一个门控网络（三个矩阵）和两个归一化；最后还有一个归一化；嵌入和输出头可能是同一个矩阵。检查时也会用更大的配置来试。
+#
+# </div>
+
+
+# %% minutes=9
+def parameters(config):
+    return None
+
+
+lesson_09.check_parameters(parameters)
+
+# %% jupyter={"source_hidden": true} slide="code"
+### BEGIN SOLUTION
+if not lesson_09.check_parameters.accepted:
+
+    def parameters(config):
+        hidden, width = config["hidden_size"], config["intermediate_size"]
+        head = hidden // config["num_attention_heads"]
+        keys = hidden * head * config["num_key_value_heads"]
+        layer = 2 * hidden**2 + 2 * keys + 3 * hidden * width + 2 * hidden
+        tables = 1 if config["tie_word_embeddings"] else 2
+        tables *= config["vocab_size"] * hidden
+        return config["num_hidden_layers"] * layer + hidden + tables
+
+
+lesson_09.check_parameters(parameters)
+### END SOLUTION
+
+# %% [markdown]
+# <div lang="en">
+#
+# Four numbers a parameter, of four bytes each (lesson 01): weight, gradient and Adam's two. **Guess first:** that is 498.3 MB. How much more does the step take?
+#
+# </div>
+# <div lang="zh">
+#
+# 每个参数四个数，各 4 字节（第 01 课）：权重、梯度，以及 Adam 的两个矩。**先猜**：这是 498.3 MB。一步总共还要多占多少？
+#
+# </div>
+
+# %% slide="result"
+options = {"loss_sum": own_loss}
+plain = estimate(make_model, make_batch, Recipe(), **options)
+count = parameters(lesson_09.LLAMA)
+rows = [("16 bytes a parameter", 16 * count), ("the step, estimated", plain.peak_bytes)]
+table(["", "bytes"], rows)
+
+# %% [markdown] slide={"en": "609.1 MB. Checkpoints, four pieces, state below, steps in backward: one of them alone.\n\n**Guess first.** Which saves most? Which saves nothing?", "zh": "609.1 MB。检查点、拆成四份、状态卸载、在反向中更新，只用其中一样。\n\n**先猜**：哪一样省得最多？哪一样等于没省？"}
+# ## 9.3 What fills the peak / 峰值是什么撑起来的
+#
+# <div lang="en">
+#
+# 609.1 MB: more by 110.8, and still far from 498.3 plus activations. At the peak, early in backward, the gradients are not there yet.
+#
+# **Guess first:** take one lever alone: a checkpoint for each layer, four pieces, the state on the tier below, steps in backward. Which saves most? Which saves nothing?
+#
+# </div>
+# <div lang="zh">
+#
+# 609.1 MB：多出 110.8 MB，却远小于 498.3 MB 再加上激活值。峰值出现在反向刚开始的时候，那时梯度还没有。
+#
+# **先猜**：只用一样办法：每层一个检查点、批次拆成四份、状态放到下层存储、在反向中更新。哪一样省得最多？哪一样等于没省？
+#
+# </div>
+
+# %% slide="result" minutes=3
+my_guesses = [None, None, None, None]  # in MB
+ways = {"plain": {}, "checkpoints": {"checkpoint": "layers"}, "four pieces": {"micro_batches": 4}}
+ways |= {"state below": {"offload_optimizer": 1.0}, "steps in backward": {"in_backward": True}}
+three = {"checkpoint": "layers", "offload_optimizer": 1.0, "in_backward": True}
+ways["three together"] = three
+found = {
+    name: estimate(make_model, make_batch, Recipe(**way), **options) for name, way in ways.items()
+}
+lesson_09.draw_levers(found, BUDGET)
+
+# %% [markdown]
+# <div lang="en">
+#
+# The largest part is Adam's state, 249 MB, so that moving it saves most; checkpoints, the lever that everybody knows, save 92. Steps in backward save nothing, alone: the gradients that they free were not there at the peak. With checkpoints the peak moves to the end of backward, where they are; only then does it pay.
+#
+# That is the lesson of 07 once more, on a model that 07 never saw: look, then choose. Three levers, one for each part, and 171.6 MB.
+#
+# </div>
+# <div lang="zh">
+#
+# 最大的一块是 Adam 的状态，249 MB，所以把它移走省得最多；人人都知道的检查点只省 92 MB。单用“在反向中更新”等于没省：它放掉的梯度，在峰值那一刻本来就不在。加了检查点，峰值移到反向的末尾，梯度都在那里，这时它才有用。
+#
+# 这正是第 07 课的结论，换了一个第 07 课没见过的模型：先看，再选。三样办法，各对付一块，降到 171.6 MB。
+#
+# </div>
+
+# %% [markdown] slide={"en": "Before any claim of saving: the same steps, plain and with all three levers.\n\n**Guess first.** The same weights, to the last bit?", "zh": "谈节省之前：同样的几步，一边什么都不用，一边三样全用。\n\n**先猜**：权重会逐比特相等吗？"}
+# ## 9.4 Equal first / 先看是否相等
+#
+# <div lang="en">
+#
+# Before any claim of saving: the same steps, from the same start, on the same passages, plain and with all three levers. **Guess first:** are the weights the same, to the last bit? In lesson 07 they were.
+#
+# </div>
+# <div lang="zh">
+#
+# 谈节省之前：从同样的起点、用同样的文本走同样的几步，一边什么都不用，一边三样全用。**先猜**：权重会逐比特相等吗？第 07 课里是相等的。
+#
+# </div>
+
+
+# %%
+def train(recipe, steps, length=128):
+    model, optimizer = build(make_model, recipe, lr=1e-3)
+    start, losses = weights(model), []
+    for step in range(steps):
+        batch = lesson_09.passages(step, length=length)
+        losses.append(float(train_step(model, optimizer, batch, recipe, **options).loss))
+    return weights(model), losses, (weights(model) - start).norm()
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+
+
+# %% slide="result"
+rows, losses = [], {}
+for length, steps in ((128, STEPS), (129, 1)):
+    expected, losses["plain"], update = train(Recipe(), steps, length)
+    lean, losses["three together"], _ = train(Recipe(**three), steps, length)
+    error = ((lean - expected).norm() / update).item()
+    shown = "0" if error == 0 else "< 0.0005" if error < 5e-4 else "✗"
+    rows.append((4 * (length - 1), steps, shown))
+    if length == 128:
+        curves = dict(losses)
+table(["tokens predicted", "steps", "weights off by, in units of the update"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Not this time, and then, with one character more in each passage, yes. Why? A step divides the summed loss by the number of tokens. Plain, the gradients are divided at the end; with steps in backward there is no end, so that the loss is divided before. 4 × 127 = 508 is no power of two: division rounds, here or there, and the last digits differ. 4 × 128 = 512 is one, as 1024 was in lesson 07, and nothing is rounded. What is left is less than a two-thousandth of the update: on this CPU both train the same. The losses of the first row, one over the other:
+#
+# </div>
+# <div lang="zh">
+#
+# 这一次不相等；每段文本多取一个字符，又相等了。为什么？一步要把损失之和除以 token 数。普通做法在最后才除各个梯度；在反向中更新，没有“最后”可言，只好先除损失。4 × 127 = 508 不是 2 的幂，除法要舍入，先除后除，末几位就不同。4 × 128 = 512 是 2 的幂，第 07 课的 1024 也是，所以不舍入。剩下的差别不到更新量的两千分之一：在这个 CPU 上，两者训练的结果一样。把第一行的损失画在一起：
+#
+# </div>
+
+# %% slide="result"
+lesson_09.draw_losses(curves)
+
+# %% [markdown] slide={"en": "200 MB.\n\n**Write a recipe**, and run it under a meter that stops it at 200 MB.", "zh": "200 MB。\n\n**写一个配方**，在超过 200 MB 就会拦下的计量器下运行。"}
+# ## 9.5 By hand, then by search / 先自己配，再让搜索来配
+#
+# <div lang="en">
+#
+# **Exercise 3.** A recipe for 200 MB, another one than the three levers above: it keeps fp32 and Adam. (`Recipe`'s fields: lesson 07, section 7.2. Each try is an estimate, half a second.)
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 3。** 为 200 MB 写一个配方，不要照抄上面那三样；fp32 和 Adam 不变。（`Recipe` 有哪些字段，见第 07 课 7.2 节。每试一次就是一次估计，半秒钟。）
+#
+# </div>
+
+# %% minutes=8
+recipe = None  # Recipe(...)
+lesson_09.check_recipe(recipe)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+if not lesson_09.check_recipe.accepted:
+    below = {"offload_optimizer": 1.0, "offload_activations": True}
+    recipe = Recipe(in_backward=True, **below)
+lesson_09.check_recipe(recipe)
+### END SOLUTION
+
+# %% [markdown]
+# <div lang="en">
+#
+# Predicted beside measured, under a meter that would stop the step at 200 MB:
+#
+# </div>
+# <div lang="zh">
+#
+# 预测与实测并列；超过 200 MB，计量器就会把这一步拦下：
+#
+# </div>
+
+# %% slide="result"
+predicted = estimate(make_model, make_batch, recipe, **options).peak_bytes
+taken = run(make_model, make_batch, recipe, budget_bytes=BUDGET, **options)
+predictions([("your recipe", predicted, taken.meter.peak_bytes)], unit="bytes")
+
+# %% [markdown] slide={"en": "**Guess first.** `fit` searches for the cheapest recipe in 200 MB.\n\nWhat can still be left out of the three?", "zh": "**先猜**：`fit` 在 200 MB 之内找最便宜的配方。\n\n那三样里，还能省掉什么？"}
+# <div lang="en">
+#
+# Which is the cheapest? Two levers are forced: weights with all gradients are 249 MB, and so is the state; so gradients must go as they come, and the state must be below. That leaves the activations, and of 200 MB the three levers left 28 unused. **Guess first:** what can still be left out?
+#
+# </div>
+# <div lang="zh">
+#
+# 哪个最便宜？有两样别无选择：权重加全部梯度是 249 MB，状态也是 249 MB；所以梯度必须随到随走，状态必须放到下层存储。剩下的问题是激活值，而三样全用时，200 MB 里还有 28 MB 没用上。**先猜**：还能省掉什么？
+#
+# </div>
+
+# %% slide="result"
+forced = Recipe(attention=None, offload_optimizer=1.0, in_backward=True)
+fit(make_model, make_batch, BUDGET, base=forced, progress=False, **options)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Two checkpoints of eleven. The last layers of the model are the first that backward needs: what they keep is soon gone, and the peak comes later. So the search leaves the last two alone, and the step takes 0.121 TFLOPs instead of 0.126. (transformers has a lever of this kind, `every_n_layers`; it spreads the checkpoints, and lesson 02 said what that costs.) The second row keeps by a schedule (lesson 03); the last one is the solution of exercise 3: no FLOP more than plain, and nearly twice the bytes moved. Which of them is best depends on the machine: lesson 07's break-even.
+#
+# </div>
+# <div lang="zh">
+#
+# 十一个检查点里的两个。最后几层留下的东西，反向最先用到，很快就放掉了，而峰值来得更晚。所以搜索让最后两层不设检查点，这一步是 0.121 TFLOPs，而不是 0.126。（transformers 也有一个类似的参数 `every_n_layers`，不过它把检查点均匀铺开；这样做的代价，第 02 课说过。）第二行按调度保留（第 03 课）；最后一行就是练习 3 的答案：FLOPs 不比普通做法多，搬运的字节却将近两倍。哪个最好要看机器，见第 07 课的平衡点。
+#
+# </div>
+
+# %% [markdown] slide={"en": "Llama 3 8B has 8 billion parameters; an RTX 4090 has 24 GB.\n\n**Guess first.** Can a step of 4096 tokens fit?", "zh": "Llama 3 8B 有 80 亿参数，RTX 4090 有 24 GB。\n\n**先猜**：4096 个 token 的一步，装得下吗？"}
+# ## 9.6 Larger, by configuration alone / 更大的模型，只凭配置
+#
+# <div lang="en">
+#
+# Nothing above took the size of the model into account. Here is Llama 3 8B, from its published configuration: 4096 tokens, bf16 with fp32 master weights, Adam. 16 bytes a parameter are 128 GB. **Guess first:** can it be trained on a card of 24 GB, with the host's memory below?
+#
+# In a shell it is one line:
+#
+# ```
+# python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device "RTX 4090" --quick
+# ```
+#
+# </div>
+# <div lang="zh">
+#
+# 上面所做的一切，都与模型大小无关。下面是 Llama 3 8B，取自它公开的配置：4096 个 token，bf16，主权重 fp32，Adam。每个参数 16 字节，就是 128 GB。**先猜**：下层是主机内存，能在一块 24 GB 的卡上训练它吗？
+#
+# 在终端里只要一行：
+#
+# ```
+# python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device "RTX 4090" --quick
+# ```
+#
+# </div>
+
+# %% slide="result" minutes=3
+config = str(lesson_09.FOLDER / "llama_3_8b.json")
+sizes = ["--config", config, "--sequence", "4096", "--batch", "1"]
+budget_command([*sizes, "--device", "RTX 4090", "--quick"])
+
+# %% [markdown]
+# <div lang="en">
+#
+# It fits, by the rules of tensors: state and activations on the host, steps in backward. But a step moves 87 GB. The table has the same for two more; a configuration and a device are all that it takes.
+#
+# | model | parameters | device | peak, GB | recipe | moved, GB |
+# |---|---|---|---|---|---|
+# | Llama 3 8B | 8.0 B | RTX 4090, 24 GB | 22.4 | state and activations below, flash, steps in backward | 87.3 |
+# | Llama 3 8B | 8.0 B | H100, 80 GB | 50.0 | state below, flash | 32.1 |
+# | Mixtral 8x7B | 46.7 B | H200, 141 GB | 98.7 | state below, flash, checkpoints, steps in backward | 186.8 |
+#
+# (Searched with `--quick`, 4096 tokens, a tenth of the device left free; tensors alone. `make bench` does not run these: no GPU has confirmed them yet.)
+#
+# </div>
+# <div lang="zh">
+#
+# 按张量来数，装得下：状态和激活值放在主机上，在反向中更新。不过一步要搬 87 GB。下表还有另外两例；只要一份配置和一种设备。
+#
+# | 模型 | 参数 | 设备 | 峰值，GB | 配方 | 搬运，GB |
+# |---|---|---|---|---|---|
+# | Llama 3 8B | 80 亿 | RTX 4090，24 GB | 22.4 | 状态和激活值卸载，flash，在反向中更新 | 87.3 |
+# | Llama 3 8B | 80 亿 | H100，80 GB | 50.0 | 状态卸载，flash | 32.1 |
+# | Mixtral 8x7B | 467 亿 | H200，141 GB | 98.7 | 状态卸载，flash，检查点，在反向中更新 | 186.8 |
+#
+# （用 `--quick` 搜索，4096 个 token，设备留出十分之一；只数张量。`make bench` 不跑这些：还没有在 GPU 上证实过。）
+#
+# </div>
+
+# %% [markdown] slide={"en": "Llama 3 8B with flash: 146.4 GB.\n\nSteps in backward on top: 147.4. Freeing gradients **raises** the peak. Why?", "zh": "Llama 3 8B 用 flash：146.4 GB。\n\n再加上在反向中更新：147.4 GB。放掉梯度，峰值反而**升高**。为什么？"}
+# <div lang="en">
+#
+# Look at the way there once more. Steps in backward free every gradient at once, and the peak **rises**, from 146,394.4 to 147,445.1 MB. The first gradient of all is the head's, 128256 × 4096 numbers in 16 bits: 1,051 MB. Without steps in backward it waits; with them it is stepped at once, while nearly all activations are still there, and Adam's temporaries, in fp32, stand on top. An update takes memory too, and here it comes at the worst moment. As in 9.3, the lever pays where the peak is elsewhere: below, with the state gone, or with checkpoints.
+#
+# </div>
+# <div lang="zh">
+#
+# 再看一遍这条路。在反向中更新，每个梯度用完就放掉，峰值却**升高**了，从 146,394.4 MB 到 147,445.1 MB。最先得到的是输出头的梯度：128256 × 4096 个 16 位的数，1,051 MB。不在反向中更新，它就等着；在反向中更新，它马上就要用，这时几乎所有激活值都还在，Adam 的 fp32 临时张量又叠在上面。更新本身也要内存，这里偏偏赶上最坏的时刻。与 9.3 节一样，峰值在别处时，这个办法才有用：状态移走之后，或者加了检查点。
+#
+# </div>
+
+# %% [markdown]
+# ## 9.7 On your GPU / 在你的 GPU 上
+#
+# <div lang="en">
+#
+# On a machine with a GPU, `--device this --check` measures the machine's rates, searches for its memory, takes the cheapest recipe's step for real and prints predicted, measured and the allocator's peak:
+#
+# ```
+# python -m course_lib.budget --config llama.json --sequence 256 --batch 4 --device this --check
+# ```
+#
+# The exact number is that of tensors. On top a GPU has three things of its own: what the caching allocator rounds up and keeps (lesson 01, in depth), workspace that libraries keep, and the CUDA context. None of them is in the exact number, and none was measured here.
+#
+# </div>
+# <div lang="zh">
+#
+# 在有 GPU 的机器上，`--device this --check` 会测出这台机器的速率，按它的内存来搜索，把最便宜的配方真的走一步，并打印预测值、实测值和分配器的峰值：
+#
+# ```
+# python -m course_lib.budget --config llama.json --sequence 256 --batch 4 --device this --check
+# ```
+#
+# 精确的那个数只数张量。GPU 上还有它自己的三样：缓存分配器取整和留着不还的部分（第 01 课，深入）、各个库占用的工作区，以及 CUDA 上下文。这三样都不算在精确的数里，这里也都没有测过。
+#
+# </div>
+
+# %% [markdown]
+# ## 9.8 What you type / 你会敲的代码
+#
+# <div lang="en">
+#
+# The slots are the arguments of `estimate`, `run` and `fit`; in your own training loop it is two lines:
+#
+# | | |
+# |---|---|
+# | run here | `model, optimizer = build(make_model, recipe)`; `train_step(model, optimizer, batch, recipe)` |
+# | run here | `estimate(make_model, make_batch, recipe).peak_bytes` |
+# | not run | `TrainingArguments(gradient_checkpointing=True)`; `model.gradient_checkpointing_enable()` (transformers) |
+# | not run | `accelerate estimate-memory NAME` counts weights, and four times that for Adam |
+#
+# </div>
+# <div lang="zh">
+#
+# 三个空位就是 `estimate`、`run` 和 `fit` 的参数；在你自己的训练循环里只有两行：
+#
+# | | |
+# |---|---|
+# | 本课运行过 | `model, optimizer = build(make_model, recipe)`；`train_step(model, optimizer, batch, recipe)` |
+# | 本课运行过 | `estimate(make_model, make_batch, recipe).peak_bytes` |
+# | 没有运行 | `TrainingArguments(gradient_checkpointing=True)`；`model.gradient_checkpointing_enable()`（transformers） |
+# | 没有运行 | `accelerate estimate-memory NAME` 只数权重，用 Adam 训练按四倍算 |
+#
+# </div>
+
+# %% [markdown]
+# ## 9.9 What you may have read / 你可能读到过的说法
+
+# %% slide="result"
+both = {"checkpoint": "layers", "attention": "flash"}
+flash = estimate(make_model, make_batch, Recipe(**both), **options)
+model_bytes = plain.at_peak["parameter"]
+kept = found["checkpoints"]
+what_you_may_have_read(
+    "09",
+    f"{kept.flops / plain.flops:.2f} ×",
+    f"{plain.peak_bytes / model_bytes:.2f} ×",
+    f"{kept.peak_bytes / 1e6:.1f}; {flash.peak_bytes / 1e6:.1f}",
+)
+
+# %% [markdown]
+# ## 9.10 Hand in / 交作业
+#
+# <div lang="en">
+#
+# Empty the slots and fill in your own: a model that you train or mean to train, its batch, its loss. Run the page again, and hand in this sheet. Twenty points: the prediction equals the measurement, or the difference is explained (6); levers chosen by what fills the peak (6); prices named (4); equal losses or weights shown (2); one guess that was wrong, reported (2).
+#
+# | | yours |
+# |---|---|
+# | model, parameters, budget | |
+# | plain: predicted, measured, difference in bytes | |
+# | what filled the peak | |
+# | recipe; predicted, measured, difference | |
+# | what fills the peak now | |
+# | each lever taken or left, and why (a sentence each) | |
+# | FLOPs, bytes moved, seconds a step: plain and yours | |
+# | equal, or off by how much | |
+# | one thing that I guessed wrong | |
+#
+# </div>
+# <div lang="zh">
+#
+# 清空三个空位，填上你自己的：一个你正在训练或打算训练的模型，它的批次，它的损失。把这一页重新跑一遍，交上这张表。满分 20 分：预测等于实测，或者说清了差在哪里（6 分）；看清是什么撑起峰值再选办法（6 分）；说出代价（4 分）；证明损失或权重相等（2 分）；报告一个猜错的数（2 分）。
+#
+# | | 你的 |
+# |---|---|
+# | 模型、参数数目、预算 | |
+# | 普通做法：预测、实测、相差多少字节 | |
+# | 峰值是什么撑起来的 | |
+# | 配方；预测、实测、相差 | |
+# | 现在峰值是什么撑起来的 | |
+# | 每样办法用或不用，为什么（各一句） | |
+# | FLOPs、搬运的字节、每步秒数：普通的和你的 | |
+# | 相等，或者差多少 | |
+# | 我猜错的一件事 | |
+#
+# </div>
+
+# %% minutes=8
+model_slot = None  # your make_model
+batch_slot = None  # your make_batch(step)
+loss_slot = None  # your loss_sum(model, batch), or None for the model's own
+slots = (model_slot, batch_slot, loss_slot)
+lesson_09.check_slots(*slots) if model_slot and batch_slot else "The slots are empty."
+
+# %% [markdown]
+# ## 9.11 The ledger / 账本
+#
+# <div lang="en">
+#
+# One step of one decoder, through the whole course:
+#
+# </div>
+# <div lang="zh">
+#
+# 同一个解码器的同一步，贯穿整门课：
+#
+# </div>
+
+# %% slide="result"
+whole_ledger()
+
+# %% [markdown] slide={"en": "Three slots, one sheet: put in your own model.\n\nLook at what fills the peak, choose, prove it equal, measure.", "zh": "三个空位，一张表：换上你自己的模型。\n\n看清是什么撑起峰值，选办法，证明相等，再测量。"}
+# ## 9.12 Summary / 小结
+#
+# <div lang="en">
+#
+# - A model that the course did not write: predicted to the byte, from nine lines.
+# - Its largest part was Adam's state: look before you choose. A lever that frees what is not there saves nothing, or even costs.
+# - Equal weights first; then 171.6 MB instead of 609.1, and the search leaves two checkpoints out.
+# - A configuration and a device are enough to know that 8 billion parameters fit into 24 GB, and what it costs.
+#
+# **Sources.** Touvron et al. 2023, *LLaMA*, arXiv:2302.13971, and *The Llama 3 Herd of Models*, arXiv:2407.21783 (sizes). Jiang et al. 2024, *Mixtral of Experts*, arXiv:2401.04088. transformers' documentation, *Gradient checkpointing*. Accelerate's documentation, *Model memory estimator*.
+#
+# **Next.** Your own model.
+#
+# </div>
+# <div lang="zh">
+#
+# - 一个不是这门课写的模型，只凭九行配置，预测精确到字节。
+# - 它最大的一块是 Adam 的状态：先看，再选。放掉本来就不在的东西，等于没省，有时还更费。
+# - 先证明权重相等；然后是 171.6 MB，而不是 609.1 MB，搜索还省掉了两个检查点。
+# - 一份配置、一种设备，就能知道 80 亿参数装得进 24 GB，以及代价是什么。
+#
+# **出处。** Touvron et al. 2023，*LLaMA*，arXiv:2302.13971，以及 *The Llama 3 Herd of Models*，arXiv:2407.21783（尺寸）。Jiang et al. 2024，*Mixtral of Experts*，arXiv:2401.04088。transformers 文档 *Gradient checkpointing*。Accelerate 文档 *Model memory estimator*。
+#
+# **接下来。** 你自己的模型。
+#
+# </div>
+
+# %% [markdown]
+# ## In depth / 深入
+#
+# <div lang="en">
+#
+# Optional sections; each stands alone.
+#
+# </div>
+# <div lang="zh">
+#
+# 以下各节选读，彼此独立。
+#
+# </div>
+
+# %% [markdown]
+# ## 9.13 Three other architectures / 另外三种结构
+#
+# <div lang="en">
+#
+# An encoder, an encoder with a decoder, and a network without attention, each with its own lists of blocks; predicted beside measured, with a checkpoint around every block:
+#
+# </div>
+# <div lang="zh">
+#
+# 一个编码器、一个编码器加解码器、一个没有注意力的网络，各有各的块列表。每一块都加检查点，预测与实测并列：
+#
+# </div>
+
+# %%
+lesson_09.other_architectures()
+
+# %% [markdown]
+# ## 9.14 A mask that is not all ones / 不全是 1 的掩码
+#
+# <div lang="en">
+#
+# Batches with padding come with an `attention_mask`. transformers drops a mask that is all ones, and keeps one that is not; then the step takes another way, and attention saves other tensors. Symbolic tensors of whole numbers have their values here (up to 4 MiB), so that the estimate goes the same way:
+#
+# </div>
+# <div lang="zh">
+#
+# 有填充的批次带着 `attention_mask`。掩码全是 1，transformers 就把它丢掉；不全是 1，就留下，这时走的是另一条路，注意力保存的张量也不同。这里，整数的符号张量是有值的（不超过 4 MiB），所以估计也走同一条路：
+#
+# </div>
+
+
+# %%
+def with_mask(padding):
+    batch = lesson_09.passages(0)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, mask.shape[1] - padding :] = 0
+    return {**batch, "attention_mask": mask}
+
+
+if lesson_09.has_transformers():
+    guess = estimate(make_model, lambda: with_mask(0), Recipe())
+    rows = [("no padding", guess.peak_bytes, plain.peak_bytes)]
+    guess = estimate(make_model, lambda: with_mask(40), Recipe())
+    taken = run(make_model, lambda: with_mask(40), Recipe())
+    rows.append(("40 of 512 tokens", guess.peak_bytes, taken.meter.peak_bytes))
+predictions(rows, unit="bytes") if lesson_09.has_transformers() else "transformers is missing"
+
+# %% [markdown]
+# ## 9.15 What was compared / 比较过哪些
+#
+# <div lang="en">
+#
+# `tests/sweep_models.py` builds small models of every type that transformers 5.23 has, 804 of them, and compares the estimated peak with the run, plain and with checkpoints. 216 types could be built here without a batch of their own kind; of 540 steps 521 were equal to the byte, none differed, and 19 were refused with a sentence (models that look at values of their data, for example). `tests/bench_models.py` has models of other libraries beside them.
+#
+# </div>
+# <div lang="zh">
+#
+# `tests/sweep_models.py` 为 transformers 5.23 的每一种模型（共 804 种）建一个小模型，普通的一步和加检查点的一步，都比较估计的峰值与实际运行的峰值。其中 216 种不需要特别的批次，在这里建得出来；540 步里 521 步逐字节相等，没有一步不等，19 步被拒绝，并各有一句说明（例如模型要看数据的值）。`tests/bench_models.py` 里还有别的库的模型。
+#
+# </div>

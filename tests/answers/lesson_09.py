@@ -1,0 +1,78 @@
+"""Answers to the exercises of lesson 09: right ones, and wrong ones with what they are told."""
+
+import functools
+
+from torch.nn import functional as F
+
+from course_lib.budget import Recipe
+from course_lib.lessons.lesson_09.checks import parameters_of
+
+
+def loss_sum(
+    model, batch, shift=True, reduction="sum", count=lambda labels: (labels != -100).sum()
+):
+    logits, labels = model(batch["input_ids"]).logits, batch["labels"]
+    if shift:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+    return losses, count(labels)
+
+
+def row_by_row(model, batch):
+    """Right as well: one sample after the other, weights as Python's numbers."""
+    logits, labels = model(batch["input_ids"]).logits, batch["labels"]
+    total, count = 0.0, 0
+    for row, wanted in zip(logits, labels, strict=True):
+        there = wanted[1:] != -100
+        total = total + F.cross_entropy(row[:-1][there], wanted[1:][there], reduction="sum")
+        count += int(there.sum())
+    return total, count
+
+
+#: check -> right answers, and wrong ones, each alone or with a part of what it is told.
+ANSWERS = {
+    "loss_sum": (
+        [loss_sum, row_by_row],
+        [
+            (functools.partial(loss_sum, reduction="mean"), "mean"),
+            (functools.partial(loss_sum, shift=False), "shift the labels"),
+            (functools.partial(loss_sum, count=lambda labels: labels.numel()), "-100"),
+            (functools.partial(loss_sum, count=lambda labels: 9 + 0 * labels.sum()), None),
+            (functools.partial(loss_sum, count=lambda labels: len(labels)), "not over samples"),
+            (functools.partial(loss_sum, count=lambda labels: 1), "how many tokens"),
+            (lambda model, batch: loss_sum(model, batch)[0], "A pair is wanted"),
+            (lambda model, batch: (float(loss_sum(model, batch)[0]), 9), "no gradient"),
+        ],
+    ),
+    "parameters": (
+        [parameters_of],
+        [
+            (functools.partial(parameters_of, slip="keys"), "num_key_value_heads"),
+            (functools.partial(parameters_of, slip="gate"), "three matrices"),
+            (functools.partial(parameters_of, slip="output"), "four matrices"),
+            (functools.partial(parameters_of, slip="norms"), "two norms"),
+            (functools.partial(parameters_of, slip="last norm"), "after the last layer"),
+            (functools.partial(parameters_of, slip="tied"), "one matrix where"),
+            (functools.partial(parameters_of, slip="head"), "of its own"),
+            (functools.partial(parameters_of, slip="layers"), "one layer"),
+            lambda config: 31_141_376,
+        ],
+    ),
+    "recipe": (
+        [
+            Recipe(in_backward=True, offload_optimizer=1.0, offload_activations=True),
+            Recipe(in_backward=True, offload_optimizer=1.0, checkpoint="layers"),
+        ],
+        [
+            (Recipe(checkpoint="layers", micro_batches=4), "optimizer state"),
+            (Recipe(in_backward=True, offload_optimizer=1.0), "activation"),
+            (Recipe("bf16"), "fp32 and Adam"),
+            (Recipe(optimizer="sgd", in_backward=True), "fp32 and Adam"),
+            (Recipe(ranks=2, shard="zero3"), "One device"),
+            (200_000_000, "`Recipe`"),
+        ],
+    ),
+}
+
+#: check -> mutants of its solution that are right as well, and why.
+EQUIVALENT = {}
