@@ -1059,24 +1059,24 @@ model, rows, marks = make_decoder(), [], []
 optimizer = torch.optim.Adam(model.parameters())
 
 
-def reading():
+def reading(meter):
     torch.empty(0)  # an operator of no bytes: what has died by now is off the books
-    marks.append(monitor.moments)
-    return monitor.live_bytes / 1e6
+    marks.append(meter.moments)
+    return meter.live_bytes / 1e6
 
 
 # %%
 with MemoryMeter(model, optimizer) as monitor:
     for number in (1, 2, 3):
-        readings = [number, reading()]
+        readings = [number, reading(monitor)]
         loss = model.loss(tokens)
-        readings.append(reading())
+        readings.append(reading(monitor))
         loss.backward()
-        readings.append(reading())
+        readings.append(reading(monitor))
         optimizer.step()
-        readings.append(reading())
+        readings.append(reading(monitor))
         optimizer.zero_grad()
-        rows.append([*readings, reading()])
+        rows.append([*readings, reading(monitor)])
 
 # %%
 rounded = [[round(reading, 1) for reading in row] for row in rows]

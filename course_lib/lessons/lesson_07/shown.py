@@ -33,8 +33,8 @@ FIELDS = {
         "`adam`, `sgd`, `momentum`, `adafactor`; `adam8bit` runs where bitsandbytes is installed"
     ),
     "update": (
-        "parameters one by one (`loop`), all at once (`foreach`), in one operator (`fused`); `None`:"
-        " as PyTorch does by itself"
+        "parameters one by one (`loop`), all at once (`foreach`), in one operator (`fused`);"
+        " `None`: as PyTorch does by itself"
     ),
     "offload_optimizer": "the fraction of the optimizer's state that lives one tier down",
     "attention": "`standard` keeps the scores' softmax, `flash` one number a row",
