@@ -375,28 +375,28 @@ fit(make_model, make_batch, BUDGET, base=forced, progress=False, **options)
 #
 # </div>
 
-# %% [markdown] slide={"en": "Llama 3 8B has 8 billion parameters; an RTX 4090 has 24 GB.\n\n**Guess first.** Can a step of 4096 tokens fit?", "zh": "Llama 3 8B 有 80 亿参数，RTX 4090 有 24 GB。\n\n**先猜**：4096 个 token 的一步，装得下吗？"}
+# %% [markdown] slide={"en": "Llama 3 8B has 8 billion parameters: 128 GB at 16 bytes each.\n\n**Guess first.** A step of 4096 tokens on a card of 80 GB? On one of 24?", "zh": "Llama 3 8B 有 80 亿参数，每个 16 字节，就是 128 GB。\n\n**先猜**：4096 个 token 的一步，80 GB 的卡装得下吗？24 GB 的呢？"}
 # ## 9.6 Larger, by configuration alone / 更大的模型，只凭配置
 #
 # <div lang="en">
 #
-# Nothing above took the size of the model into account. Here is Llama 3 8B, from its published configuration: 4096 tokens, bf16 with fp32 master weights, Adam. 16 bytes a parameter are 128 GB. **Guess first:** can it be trained on a card of 24 GB, with the host's memory below?
+# Nothing above took the size of the model into account. Here is Llama 3 8B, from its published configuration: 4096 tokens, bf16 with fp32 master weights, Adam. 16 bytes a parameter are 128 GB. **Guess first:** can it be trained on one card of 80 GB, with the host's memory below? On one of 24?
 #
 # In a shell it is one line:
 #
 # ```
-# python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device "RTX 4090" --quick
+# python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device H100 --quick
 # ```
 #
 # </div>
 # <div lang="zh">
 #
-# 上面所做的一切，都与模型大小无关。下面是 Llama 3 8B，取自它公开的配置：4096 个 token，bf16，主权重 fp32，Adam。每个参数 16 字节，就是 128 GB。**先猜**：下层是主机内存，能在一块 24 GB 的卡上训练它吗？
+# 上面所做的一切，都与模型大小无关。下面是 Llama 3 8B，取自它公开的配置：4096 个 token，bf16，主权重 fp32，Adam。每个参数 16 字节，就是 128 GB。**先猜**：下层是主机内存，一块 80 GB 的卡能训练它吗？24 GB 的呢？
 #
 # 在终端里只要一行：
 #
 # ```
-# python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device "RTX 4090" --quick
+# python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device H100 --quick
 # ```
 #
 # </div>
@@ -404,45 +404,33 @@ fit(make_model, make_batch, BUDGET, base=forced, progress=False, **options)
 # %% slide="result" minutes=3
 config = str(lesson_09.FOLDER / "llama_3_8b.json")
 sizes = ["--config", config, "--sequence", "4096", "--batch", "1"]
-budget_command([*sizes, "--device", "RTX 4090", "--quick"])
+budget_command([*sizes, "--device", "H100", "--quick"])
 
 # %% [markdown]
 # <div lang="en">
 #
-# It fits, by the rules of tensors: state and activations on the host, steps in backward. But a step moves 87 GB. The table has the same for two more; a configuration and a device are all that it takes.
+# 50 GB, with a third of the card to spare: flash takes the scores away, and the state goes to the host. The same line with other devices, and with another configuration:
 #
-# | model | parameters | device | peak, GB | recipe | moved, GB |
+# | model | device, GB | recipe | tensors, GB | reserved, GB | moved, GB |
 # |---|---|---|---|---|---|
-# | Llama 3 8B | 8.0 B | RTX 4090, 24 GB | 22.4 | state and activations below, flash, steps in backward | 87.3 |
-# | Llama 3 8B | 8.0 B | H100, 80 GB | 50.0 | state below, flash | 32.1 |
-# | Mixtral 8x7B | 46.7 B | H200, 141 GB | 98.7 | state below, flash, checkpoints, steps in backward | 186.8 |
+# | Llama 3 8B | H100, 85.5 | state below, flash | 50.0 | 51.4 | 32.1 |
+# | Llama 3 8B | RTX 4090, 25.8 | state and activations below, flash, steps in backward | 22.4 | 24.4 | 87.3 |
+# | Mixtral 8x7B | H200, 150.8 | state below, flash, steps in backward | 145.1 | 150.3 | 186.8 |
 #
-# (Searched with `--quick`, 4096 tokens, a tenth of the device left free; tensors alone. `make bench` does not run these: no GPU has confirmed them yet.)
+# The first column of bytes is exact, by tensors. The second is what PyTorch's allocator would reserve for them by its rules (lesson 01, in depth). Mixtral's tensors fit, and yet this step would not: 150.3 GB reserved and 0.5 of context are more than there is. With `expandable_segments` it is 145.8. (No GPU has run these yet.)
 #
 # </div>
 # <div lang="zh">
 #
-# 按张量来数，装得下：状态和激活值放在主机上，在反向中更新。不过一步要搬 87 GB。下表还有另外两例；只要一份配置和一种设备。
+# 50 GB，卡上还剩三分之一：flash 去掉了分数，状态放到了主机上。同一行命令，换几种设备，再换一份配置：
 #
-# | 模型 | 参数 | 设备 | 峰值，GB | 配方 | 搬运，GB |
+# | 模型 | 设备，GB | 配方 | 张量，GB | 保留，GB | 搬运，GB |
 # |---|---|---|---|---|---|
-# | Llama 3 8B | 80 亿 | RTX 4090，24 GB | 22.4 | 状态和激活值卸载，flash，在反向中更新 | 87.3 |
-# | Llama 3 8B | 80 亿 | H100，80 GB | 50.0 | 状态卸载，flash | 32.1 |
-# | Mixtral 8x7B | 467 亿 | H200，141 GB | 98.7 | 状态卸载，flash，检查点，在反向中更新 | 186.8 |
+# | Llama 3 8B | H100，85.5 | 状态卸载，flash | 50.0 | 51.4 | 32.1 |
+# | Llama 3 8B | RTX 4090，25.8 | 状态和激活值卸载，flash，在反向中更新 | 22.4 | 24.4 | 87.3 |
+# | Mixtral 8x7B | H200，150.8 | 状态卸载，flash，在反向中更新 | 145.1 | 150.3 | 186.8 |
 #
-# （用 `--quick` 搜索，4096 个 token，设备留出十分之一；只数张量。`make bench` 不跑这些：还没有在 GPU 上证实过。）
-#
-# </div>
-
-# %% [markdown] slide={"en": "Llama 3 8B with flash: 146.4 GB.\n\nSteps in backward on top: 147.4. Freeing gradients **raises** the peak. Why?", "zh": "Llama 3 8B 用 flash：146.4 GB。\n\n再加上在反向中更新：147.4 GB。放掉梯度，峰值反而**升高**。为什么？"}
-# <div lang="en">
-#
-# Look at the way there once more. Steps in backward free every gradient at once, and the peak **rises**, from 146,394.4 to 147,445.1 MB. The first gradient of all is the head's, 128256 × 4096 numbers in 16 bits: 1,051 MB. Without steps in backward it waits; with them it is stepped at once, while nearly all activations are still there, and Adam's temporaries, in fp32, stand on top. An update takes memory too, and here it comes at the worst moment. As in 9.3, the lever pays where the peak is elsewhere: below, with the state gone, or with checkpoints.
-#
-# </div>
-# <div lang="zh">
-#
-# 再看一遍这条路。在反向中更新，每个梯度用完就放掉，峰值却**升高**了，从 146,394.4 MB 到 147,445.1 MB。最先得到的是输出头的梯度：128256 × 4096 个 16 位的数，1,051 MB。不在反向中更新，它就等着；在反向中更新，它马上就要用，这时几乎所有激活值都还在，Adam 的 fp32 临时张量又叠在上面。更新本身也要内存，这里偏偏赶上最坏的时刻。与 9.3 节一样，峰值在别处时，这个办法才有用：状态移走之后，或者加了检查点。
+# 前一列字节只数张量，是精确的；后一列是 PyTorch 的分配器按它的规则要为它们保留多少（第 01 课，深入）。Mixtral 的张量装得下，这一步却装不下：保留 150.3 GB，再加 0.5 GB 的上下文，超出了设备所有。用 `expandable_segments` 则是 145.8 GB。（这些还没有在 GPU 上运行过。）
 #
 # </div>
 
@@ -457,7 +445,7 @@ budget_command([*sizes, "--device", "RTX 4090", "--quick"])
 # python -m course_lib.budget --config llama.json --sequence 256 --batch 4 --device this --check
 # ```
 #
-# The exact number is that of tensors. On top a GPU has three things of its own: what the caching allocator rounds up and keeps (lesson 01, in depth), workspace that libraries keep, and the CUDA context. None of them is in the exact number, and none was measured here.
+# The exact number is that of tensors. On top a GPU has three things of its own: what the caching allocator rounds up and keeps, workspace that libraries keep, and the CUDA context. The command says where its figure for each comes from; none was measured here.
 #
 # </div>
 # <div lang="zh">
@@ -468,7 +456,7 @@ budget_command([*sizes, "--device", "RTX 4090", "--quick"])
 # python -m course_lib.budget --config llama.json --sequence 256 --batch 4 --device this --check
 # ```
 #
-# 精确的那个数只数张量。GPU 上还有它自己的三样：缓存分配器取整和留着不还的部分（第 01 课，深入）、各个库占用的工作区，以及 CUDA 上下文。这三样都不算在精确的数里，这里也都没有测过。
+# 精确的那个数只数张量。GPU 上还有它自己的三样：缓存分配器取整和留着不还的部分、各个库占用的工作区，以及 CUDA 上下文。这三样的数各从哪里来，命令都有说明；在这里都没有测过。
 #
 # </div>
 
@@ -585,7 +573,7 @@ whole_ledger()
 # - A model that the course did not write: predicted to the byte, from nine lines.
 # - Its largest part was Adam's state: look before you choose. A lever that frees what is not there saves nothing, or even costs.
 # - Equal weights first; then 171.6 MB instead of 609.1, and the search leaves two checkpoints out.
-# - A configuration and a device are enough to know that 8 billion parameters fit into 24 GB, and what it costs.
+# - A configuration and a device are enough to know how 8 billion parameters fit into 80 GB, or into 24, and what it costs.
 #
 # **Sources.** Touvron et al. 2023, *LLaMA*, arXiv:2302.13971, and *The Llama 3 Herd of Models*, arXiv:2407.21783 (sizes). Jiang et al. 2024, *Mixtral of Experts*, arXiv:2401.04088. transformers' documentation, *Gradient checkpointing*. Accelerate's documentation, *Model memory estimator*.
 #
@@ -597,7 +585,7 @@ whole_ledger()
 # - 一个不是这门课写的模型，只凭九行配置，预测精确到字节。
 # - 它最大的一块是 Adam 的状态：先看，再选。放掉本来就不在的东西，等于没省，有时还更费。
 # - 先证明权重相等；然后是 171.6 MB，而不是 609.1 MB，搜索还省掉了两个检查点。
-# - 一份配置、一种设备，就能知道 80 亿参数装得进 24 GB，以及代价是什么。
+# - 一份配置、一种设备，就能知道 80 亿参数怎样装进 80 GB 或 24 GB，以及代价是什么。
 #
 # **出处。** Touvron et al. 2023，*LLaMA*，arXiv:2302.13971，以及 *The Llama 3 Herd of Models*，arXiv:2407.21783（尺寸）。Jiang et al. 2024，*Mixtral of Experts*，arXiv:2401.04088。transformers 文档 *Gradient checkpointing*。Accelerate 文档 *Model memory estimator*。
 #
@@ -668,7 +656,43 @@ if lesson_09.has_transformers():
 predictions(rows, unit="bytes") if lesson_09.has_transformers() else "transformers is missing"
 
 # %% [markdown]
-# ## 9.15 What was compared / 比较过哪些
+# ## 9.15 A lever that raises the peak / 升高峰值的办法
+#
+# <div lang="en">
+#
+# In 9.3 steps in backward saved nothing, alone. On Llama 3 8B they can even cost. Updated one parameter after the other, as Adam's loop on a CPU does it, and all at once, as on a GPU by default:
+#
+# </div>
+# <div lang="zh">
+#
+# 在 9.3 节，单用“在反向中更新”等于没省。在 Llama 3 8B 上，它甚至更费。一个参数一个参数地更新（CPU 上 Adam 的循环），和一次全部更新（GPU 上的默认做法）：
+#
+# </div>
+
+# %%
+large = lesson_09.configured(config, 4096)
+rows = []
+for kind in ("cpu", "cuda"):
+    recipes = [Recipe("bf16", attention="flash", in_backward=inside) for inside in (False, True)]
+    given = large.make_model, lambda: large.make_batch(1)
+    peaks = [estimate(*given, each, kind=kind).peak_bytes / 1e9 for each in recipes]
+    rows.append((f"`{kind}`", *(f"{peak:.1f}" for peak in peaks)))
+table(["kind", "update at the end, GB", "in backward, GB"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# The first gradient of all is the head's, 128256 × 4096 numbers in 16 bits: 1.05 GB. Without steps in backward it waits; with them it is stepped at once, while nearly all activations are still there. The loop makes two temporaries in fp32 for it, 2.1 GB each, and these come at the worst moment; `foreach` makes one, and stays below the peak of the loss. An update takes memory too. As in 9.3, the lever pays where the peak is elsewhere: with the state gone, or with checkpoints.
+#
+# </div>
+# <div lang="zh">
+#
+# 最先得到的是输出头的梯度：128256 × 4096 个 16 位的数，1.05 GB。不在反向中更新，它就等着；在反向中更新，它马上就要用，这时几乎所有激活值都还在。循环要为它建两个 fp32 的临时张量，各 2.1 GB，偏偏赶上最坏的时刻；`foreach` 只建一个，低于损失那里的峰值。更新本身也要内存。与 9.3 节一样，峰值在别处时，这个办法才有用：状态移走之后，或者加了检查点。
+#
+# </div>
+
+# %% [markdown]
+# ## 9.16 What was compared / 比较过哪些
 #
 # <div lang="en">
 #
