@@ -1,6 +1,7 @@
 """What to install is said once, and the environment that runs agrees with it; the wheel is
 whole."""
 
+import ast
 import importlib.metadata
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -100,7 +102,7 @@ def test_conda_gives_python_and_pip_and_pip_all_the_rest():
         "dependencies"
     ]
     assert conda == ["python" + tomllib.loads(PYPROJECT)["project"]["requires-python"], "pip"]
-    assert by_pip == {"pip": ["-c constraints.txt", "-e .[course,test]"]}
+    assert by_pip == {"pip": ["-c constraints.txt", "-e .[course]"]}
 
 
 SMALL = read_requirements(
@@ -168,7 +170,7 @@ def test_make_takes_torch_without_cuda_first_where_it_is_asked_to(tmp_path):
         -1
         < said.index("-m venv")
         < said.index(CPU)
-        < said.index("-e '.[course,test]' -c constraints.txt")
+        < said.index("-e '.[course]' -c constraints.txt")
     )
     assert CPU not in commands(tmp_path / "new")
     assert re.search('TORCH is "gpu"; it takes cpu', commands(tmp_path / "new", "TORCH=gpu"))
@@ -203,7 +205,7 @@ def test_the_wheel_holds_the_library_and_the_lessons_but_not_what_makes_site_and
         pytest.skip("needs setuptools 77 or newer")
     unwanted = shutil.ignore_patterns("__pycache__", ".*")
     shutil.copytree(ROOT / "course_lib", tmp_path / "course_lib", ignore=unwanted)
-    for name in ("pyproject.toml", "LICENSE"):
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
     done = subprocess.run(
@@ -223,3 +225,121 @@ def test_the_wheel_holds_the_library_and_the_lessons_but_not_what_makes_site_and
 
 def test_the_library_says_the_version_of_its_distribution():
     assert course_lib.__version__ == tomllib.loads(PYPROJECT)["project"]["version"]
+
+
+# --- what a learner installs ---
+
+IMPORT_GUARDS = {"ImportError", "ModuleNotFoundError", "Exception"}
+
+
+def unguarded_imports(source):
+    """Top-level packages that code imports, wherever it does, outside of a `try` that goes on
+    without them."""
+    found = set()
+
+    def look(node, guarded):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module]
+        else:
+            names = []
+        if not guarded:
+            found.update(name.partition(".")[0] for name in names)
+        if isinstance(node, ast.Try):
+            caught = {
+                each.id
+                for handler in node.handlers
+                for each in ast.walk(handler.type or ast.Name("Exception"))
+                if isinstance(each, ast.Name)
+            }
+            for child in node.body:
+                look(child, guarded or bool(caught & IMPORT_GUARDS))
+            for child in [*node.handlers, *node.orelse, *node.finalbody]:
+                look(child, guarded)
+            return
+        for child in ast.iter_child_nodes(node):
+            look(child, guarded)
+
+    look(ast.parse(source), guarded=False)
+    return found
+
+
+def brought_by(requirements):
+    """Names of these distributions, and of all that they bring along, as installed here."""
+    found, todo = set(), [plain(requirement.name) for requirement in requirements]
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            needed = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # for another platform
+        for each in map(Requirement, needed):
+            if each.marker is None or each.marker.evaluate({"extra": ""}):
+                todo.append(plain(each.name))
+    return found
+
+
+def learners_requirements():
+    project = tomllib.loads(PYPROJECT)["project"]
+    return [
+        Requirement(text)
+        for text in [*project["dependencies"], *project["optional-dependencies"]["course"]]
+    ]
+
+
+@cache
+def installed():
+    """(distributions that `[course]` brings, package -> the distributions it may come from)."""
+    return brought_by(learners_requirements()), importlib.metadata.packages_distributions()
+
+
+def not_for_learners(imported):
+    """Imported packages that no distribution of `[course]` brings."""
+    here, whose = installed()
+    return {
+        name
+        for name in imported - sys.stdlib_module_names - {"course_lib"}
+        if not here & {plain(each) for each in whose.get(name, [])}
+    }
+
+
+def test_what_lessons_and_the_library_import_is_in_course_or_guarded():
+    lessons = [*(ROOT / "notebooks").glob("scripts/*.py"), ROOT / "notebooks/build.py"]
+    aside = ("site", "slides", "_assets", "fonts", "lesson_slides", "cutting")
+    library = [
+        path
+        for path in (ROOT / "course_lib").rglob("*.py")
+        if not any(part.startswith(aside) or part.endswith("_assets") for part in path.parts)
+        and path.stem not in aside
+    ]
+    needed = {}
+    for path in [*lessons, *library]:
+        if lacking := not_for_learners(unguarded_imports(path.read_text("utf-8"))):
+            needed[path.relative_to(ROOT).as_posix()] = lacking
+    assert len(library) > 100 and needed == {}
+
+
+def test_an_import_that_learners_lack_is_found_and_a_guarded_one_is_not():
+    assert not_for_learners(unguarded_imports("def f():\n    import pytest")) == {"pytest"}
+    assert not_for_learners({"torch", "PIL", "nbformat", "transformers", "os"}) == set()
+    guarded = "try:\n    import triton\nexcept ImportError:\n    triton = None"
+    assert unguarded_imports(guarded) == set()
+    assert unguarded_imports(guarded.replace("ImportError", "KeyError")) == {"triton"}
+
+
+def test_make_installs_for_tests_only_what_lessons_do_not_need(tmp_path):
+    """The second stamp brings the rest; `make lab` asks for the first alone."""
+    said = commands(tmp_path / "new")
+    assert "'.[course]' -c constraints.txt" in said and "course,test" not in said
+    both = commands(tmp_path / "new", f"{tmp_path}/new/.course-test-installed")
+    assert both.index("'.[course]'") < both.index("'.[course,test]' -c constraints.txt")
+    rules = (ROOT / "Makefile").read_text("utf-8")
+    needs = dict(re.findall(r"^([\w-]+): (\$\(\w+\))", rules, re.M))
+    for target in ("lab", "notebooks", "student", "pages", "grade"):
+        assert needs[target] == "$(INSTALLED)", target
+    for target in ("test", "browser", "bench", "site", "slides"):
+        assert needs[target] == "$(COMPLETE)", target

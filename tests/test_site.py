@@ -422,7 +422,8 @@ def small(tmp_path):
         nbformat.new_code_cell("1", outputs=[output], execution_count=1),
     ]
     write_lesson(root / "notebooks", "00_a", nbformat.writes(nbformat.new_notebook(cells=cells)))
-    (root / "README.md").write_text("# Small / 小\n\n[lesson](notebooks/00_a.ipynb)\n", "utf-8")
+    (root / "README.md").write_text("# Small\n\n[lesson](notebooks/00_a.ipynb)\n", "utf-8")
+    (root / "README.zh.md").write_text("# 小\n\n[课](notebooks/00_a.ipynb)\n", "utf-8")
     (root / "site").mkdir()
     (root / "site" / STAMP).touch()
     (root / "site/index.html").write_text("old", "utf-8")
@@ -456,7 +457,15 @@ def edited(change):
         (lambda root: (root / SCRIPT).unlink(), "00_a.py"),
         (lambda root: (root / NOTEBOOK).unlink(), "notebooks"),
         (lambda root: (root / "README.md").unlink(), "README.md"),
-        (lambda root: (root / "README.md").write_text("![map](gone.svg)\n", "utf-8"), "gone.svg"),
+        (lambda root: (root / "README.zh.md").unlink(), "README.zh.md"),
+        (
+            lambda root: (root / "README.md").write_text("# S\n\n![map](gone.svg)\n", "utf-8"),
+            "gone.svg",
+        ),
+        (
+            lambda root: (root / "README.md").write_text("# S\n\n## T\n", "utf-8"),
+            "headings, 2 and 1",
+        ),
         (lambda root: (root / "site" / STAMP).unlink(), "site"),  # a folder that is no site
     ],
 )

@@ -18,7 +18,8 @@ html_title = (
 language = "en"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
 templates_path = ["templates"]
-exclude_patterns = ["templates", "static", "pages"]
+# CONTRIBUTING.md has one language and is a file to fetch, as the licence is
+exclude_patterns = ["templates", "static", "pages", "CONTRIBUTING.md"]
 
 nb_execution_mode = "off"
 nb_merge_streams = True
