@@ -14,6 +14,14 @@ ARGS   ?=
 $(if $(filter-out cpu,$(TORCH)),$(error TORCH is "$(TORCH)"; it takes cpu, or nothing for the build that pip takes))
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# `make test-library` makes an environment of its own beside .venv, with all but torch as it is pinned.
+TORCH_VERSION ?= newest
+OTHER_VENV := .venv-torch-$(TORCH_VERSION)
+LIBRARY_TESTS := accumulation attention attention_kernels budget budget_command budget_models budget_ranks \
+  budget_search caching_allocator checkpoint configs distributed golden hugging_face memory models offload schedule \
+  simulated
+LIBRARY_NEEDS := numpy matplotlib pandas tqdm transformers pytest pytest-xdist hypothesis checkpoint-schedules
+
 BIN       := $(VENV)/bin
 # What a learner needs, and with it what `make test`, `site` and `slides` need, 1.1 GB more.
 INSTALLED := $(VENV)/.course-installed
@@ -29,18 +37,31 @@ GPU_NEEDS  = $(if $(GPU_PYTHON_GIVEN),,$(COMPLETE))
 WORKERS    = $(if $(shell $(GPU_PYTHON) -c 'import xdist' 2>&1),,-n auto)
 OUT       ?= build/gpu
 
-.PHONY: help lab test browser bench gpu gpu-tests gpu-record gpu-bench notebooks site student slides pages grade address clean
+.PHONY: help install lab test test-library browser bench gpu gpu-tests gpu-record gpu-bench notebooks site student slides pages grade address clean
 
 help: ## show this list / 显示本列表
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 lab: $(INSTALLED) $(OVERRIDES) $(TRUSTED) ## open the course in JupyterLab / 在 JupyterLab 中打开课程
 	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) $(wildcard notebooks/00_start_here.ipynb)
+
+install: $(INSTALLED) $(OVERRIDES) $(TRUSTED) ## all that `make lab` needs, without opening it / 只安装，不打开
 
 test: $(COMPLETE) ## lint, unit tests, and every notebook against its outputs / 检查代码，运行全部测试与 notebook
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest $(ARGS)
+
+test-library: | $(OTHER_VENV)/bin/pip ## the library alone with another torch (TORCH_VERSION=2.9.0) / 用别的 torch 版本测试库
+	grep -vE '^(torch|triton|nvidia|cuda)' constraints.txt > $(OTHER_VENV)/constraints.txt
+	$(OTHER_VENV)/bin/python -m pip install --upgrade torch$(if $(filter newest,$(TORCH_VERSION)),,==$(TORCH_VERSION)) \
+	  $(if $(TORCH),--no-deps --index-url $(TORCH_INDEX))
+	$(OTHER_VENV)/bin/python -m pip install torch $(LIBRARY_NEEDS) -c $(OTHER_VENV)/constraints.txt
+	PYTHONPATH=. $(OTHER_VENV)/bin/python -m pytest -o addopts= -p no:cacheprovider -q -n 2 --dist=loadscope \
+	  $(LIBRARY_TESTS:%=tests/test_%.py) $(ARGS)
+
+$(OTHER_VENV)/bin/pip:
+	$(PYTHON) -m venv $(OTHER_VENV)
 
 browser: $(COMPLETE) ## the tests in Chromium alone (CHROMIUM=path names one) / 只运行浏览器测试
 	$(BIN)/python -m pytest -o addopts= -p no:cacheprovider -q -m browser tests $(ARGS)

@@ -145,7 +145,12 @@ def main() -> None:
     chosen.folder.mkdir(parents=True)
     for name, (content, *_) in SUBMISSIONS.items():
         (chosen.folder / f"{name}.ipynb").write_text(content, "utf-8")
-    rows = grade.grade_folder(chosen.folder, NOTEBOOKS, Limits(chosen.seconds), say=lambda _: None)
+    rows = grade.grade_folder(
+        chosen.folder,
+        NOTEBOOKS,
+        Limits(chosen.seconds),
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
     wrong = 0
     for name, (_, marks, words) in SUBMISSIONS.items():
         own = [row for row in rows if row.name == name.replace("\n", "\\n")]

@@ -17,6 +17,7 @@ import contextlib
 import csv
 import importlib.util
 import json
+import logging
 import os
 import re
 import secrets
@@ -434,6 +435,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=int, default=600, help="that a notebook may take")
     parser.add_argument("--gigabytes", type=int, default=8, help="of memory (on Linux)")
     chosen = parser.parse_args(arguments)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # what a killed kernel leaves unsaid
     try:
         limits = Limits(chosen.seconds, chosen.gigabytes)
         rows = grade_folder(chosen.folder, chosen.notebooks, limits, chosen.lesson)
