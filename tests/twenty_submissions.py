@@ -8,6 +8,7 @@ of lesson 00 and one with several verdicts are in test_grade.py.
 """
 
 import argparse
+import ast
 import re
 import shutil
 import sys
@@ -55,24 +56,27 @@ def handed_in(lesson, solve=lambda check: True, before="", after="", change=lamb
     code = [cell.source for cell in edition.cells if cell.cell_type == "code"]
     needed = set(about_the_attempts(code))
     solutions = {
-        re.findall(r"check_\w+(?=\()", cell.source)[-1]: without_markers(cell.source)
+        check: body
         for cell in without_guards(STORED[lesson]).cells
-        if cell.cell_type == "code" and "SOLUTION" in cell.source and "check_" in cell.source
+        if cell.cell_type == "code" and "SOLUTION" in cell.source
+        for check, body in solved(without_markers(cell.source))
     }
     cells, first = [], True
     for cell in edition.cells:
         if cell.cell_type == "markdown":
             cells.append(cell)
             continue
-        if cell.source not in needed and not cell.source.startswith("from course_lib"):
+        if cell.source not in needed and not only_imports(cell.source):
             continue
         check = check_of(cell)
         if check and first and before:
             cells.append(nbformat.v4.new_code_cell(before))
         if check and solve(check):
             call = cell.source.rstrip().rpartition("\n")[2]
-            body = solutions[check].rstrip().rpartition("\n")[0]
-            cell.source = f"{body}\n{call}"
+            body, answer = solutions[check]
+            wanted = ast.unparse(ast.parse(call).body[0].value.args[0])
+            named = "" if wanted == answer else f"{wanted} = {answer}\n"
+            cell.source = f"{body}\n{named}{call}"
         cell.source = change(cell.source) if check else cell.source
         cells.append(cell)
         if check and first and after:
@@ -80,6 +84,25 @@ def handed_in(lesson, solve=lambda check: True, before="", after="", change=lamb
         first = first and not check
     edition.cells = cells
     return nbformat.writes(edition)
+
+
+def solved(source):
+    """(check, (a solution's code without its call, the answer that it gives))."""
+    body, calls = [], []
+    for node in ast.parse(source).body:
+        call = (
+            node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+        )
+        name = ast.unparse(call.func).rpartition(".")[2] if call else ""
+        if name.startswith("check_"):
+            calls.append((name, ast.unparse(call.args[0])))
+        else:
+            body.append(ast.unparse(node))
+    return [(name, ("\n".join(body), answer)) for name, answer in calls]
+
+
+def only_imports(source):
+    return all(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.parse(source).body)
 
 
 def never(check):
@@ -99,7 +122,7 @@ def uncalled(source):
 
 
 def without_syntax(source):
-    return source.replace("mine = {", "mine = {{", 1)
+    return f"mine = [\n{source}" if "check_adapter" in source else source
 
 
 ODD = {"log_sum_exp", "flops", "causal_tiles"}
@@ -114,7 +137,7 @@ SUBMISSIONS = {
     "01 untouched": (handed_in("01", never), {"✗"}, "Not answered yet"),
     "02 untouched": (handed_in("02", never), {"✗"}, ""),
     "06 half": (handed_in("06", lambda check: check[6:] in ODD), {"✓", "✗"}, ""),
-    "01 syntax": (handed_in("01", never, change=without_syntax), {"✗", "!"}, ""),
+    "01 syntax": (handed_in("01", change=without_syntax), {"✓", "✗"}, "SyntaxError"),
     "01 kernel dies": (
         handed_in("01", after="import os\nos.kill(os.getpid(), 11)"),
         {"✓", "!"},
@@ -126,7 +149,7 @@ SUBMISSIONS = {
         {"✓", "!"},
         "printed more",
     ),
-    "01 memory": (handed_in("01", after="x = bytearray(50 * 10**9)"), {"✓"}, ""),
+    "01 memory": (handed_in("01", after="spare = bytearray(50 * 10**9)"), {"✓"}, ""),
     "01 calls edited": (handed_in("01", never, change=edited), {"!"}, "was edited"),
     "01 exercises patched": (handed_in("01", never, before=PATCH), {"!"}, "was changed by"),
     "01 verdict faked": (handed_in("01", never, change=faked), {"!"}, "missing"),

@@ -442,6 +442,8 @@ def main(arguments: list[str] | None = None) -> None:
         write_table(rows, chosen.output)
     except (EditionError, ValueError, OSError) as error:
         sys.exit(f"grade: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"grade: stopped; {chosen.output} is left as it was")
     counts = [
         f"{sum(row.verdict == mark for row in rows)} {mark}" for mark in (RIGHT, WRONG, TROUBLE)
     ]

@@ -1,8 +1,10 @@
 """A notebook's run in a kernel of its own: an empty folder, one thread, limits of time, memory and
 output."""
 
+import asyncio
 import contextlib
 import os
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +83,9 @@ class Run(NotebookClient):
                     child.kill()
 
     async def async_start_new_kernel(self, **kwargs: Any) -> None:
-        """The time runs from when the kernel is there."""
+        """The time runs from when the kernel is there, and Ctrl-C ends more than this notebook."""
+        for each in (signal.SIGINT, signal.SIGTERM):  # at which nbclient would end the kernel alone
+            asyncio.get_running_loop().remove_signal_handler(each)
         await super().async_start_new_kernel(**kwargs)
         self._end = time.monotonic() + self._limits.seconds
 
