@@ -301,10 +301,11 @@ def front_page(english: str, chinese: str) -> str:
 
 
 def _sections(text: str) -> list[tuple[str, str]]:
-    """(heading, what stands below it) of a README, without comments and its links to the other
-    language."""
+    """(heading, what stands below it) of a README, without comments and its link to the other
+    language. Guides for those who work in the repository are named there, and are no pages."""
     text = re.sub(r"<!--.*?-->\n", "", text, flags=re.S)
     text = re.sub(r"^.*\]\(README\.(?:zh\.)?md\).*\n", "", text, flags=re.M)
+    text = re.sub(r"\[[^\]]+\]\((\w+\.md)\)", r"`\1`", text)
     parts = re.split(r"^(#{1,6} .+)\n", text, flags=re.M)
     return [(heading, body.strip()) for heading, body in zip(parts[1::2], parts[2::2], strict=True)]
 

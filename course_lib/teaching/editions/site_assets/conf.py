@@ -18,8 +18,7 @@ html_title = (
 language = "en"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
 templates_path = ["templates"]
-# CONTRIBUTING.md has one language and is a file to fetch, as the licence is
-exclude_patterns = ["templates", "static", "pages", "CONTRIBUTING.md"]
+exclude_patterns = ["templates", "static", "pages"]
 
 nb_execution_mode = "off"
 nb_merge_streams = True
@@ -178,8 +177,8 @@ class TwoLanguages(SphinxTransform):
 
 
 class EnglishAndChinese(SearchEnglish):
-    """English by words and their stems; Chinese, which has no spaces, by every two neighbouring
-    characters."""
+    """English by words and their stems; Chinese, which has no spaces, by every character and every
+    two neighbours."""
 
     lang = "en"
     js_splitter_code = """
@@ -196,7 +195,7 @@ function splitQuery(query) {
     def split(self, input: str) -> list[str]:
         words = super().split(HAN.sub(" ", input))
         for run in re.findall(rf"{HAN.pattern}+", input):
-            words += [run[place : place + 2] for place in range(max(1, len(run) - 1))]
+            words += [*run, *(run[place : place + 2] for place in range(len(run) - 1))]
         return words
 
 
