@@ -14,36 +14,59 @@ ARGS   ?=
 $(if $(filter-out cpu,$(TORCH)),$(error TORCH is "$(TORCH)"; it takes cpu, or nothing for the build that pip takes))
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# `make test-library` makes an environment of its own beside .venv, with all but torch as it is pinned.
+TORCH_VERSION ?= newest
+OTHER_VENV := .venv-torch-$(TORCH_VERSION)
+LIBRARY_TESTS := accumulation attention attention_kernels budget budget_command budget_models budget_ranks \
+  budget_search caching_allocator checkpoint configs distributed golden hugging_face memory models offload schedule \
+  simulated
+LIBRARY_NEEDS := numpy matplotlib pandas tqdm transformers pytest pytest-xdist hypothesis checkpoint-schedules
+
 BIN       := $(VENV)/bin
+# What a learner needs, and with it what `make test`, `site` and `slides` need, 1.1 GB more.
 INSTALLED := $(VENV)/.course-installed
+COMPLETE  := $(VENV)/.course-test-installed
 CPU_TORCH := $(VENV)/.course-torch-cpu
 TRUSTED   := $(VENV)/.course-trusted
 OVERRIDES := $(VENV)/share/jupyter/lab/settings/overrides.json
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 GPU_PYTHON = PYTHONPATH=. $(or $(GPU_PYTHON_GIVEN),$(BIN)/python)
-GPU_NEEDS  = $(if $(GPU_PYTHON_GIVEN),,$(INSTALLED))
+GPU_NEEDS  = $(if $(GPU_PYTHON_GIVEN),,$(COMPLETE))
 # Several workers where pytest-xdist is: tests/conftest.py says how many.
 WORKERS    = $(if $(shell $(GPU_PYTHON) -c 'import xdist' 2>&1),,-n auto)
 OUT       ?= build/gpu
 
-.PHONY: help lab test browser bench gpu gpu-allocator gpu-tests gpu-record gpu-bench notebooks site student slides clean
+.PHONY: help install lab test test-library browser bench gpu gpu-allocator gpu-tests gpu-record gpu-bench notebooks site student slides pages grade address clean
 
 help: ## show this list / 显示本列表
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 lab: $(INSTALLED) $(OVERRIDES) $(TRUSTED) ## open the course in JupyterLab / 在 JupyterLab 中打开课程
 	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) $(wildcard notebooks/00_start_here.ipynb)
 
-test: $(INSTALLED) ## lint, unit tests, and every notebook against its outputs / 检查代码，运行全部测试与 notebook
+install: $(INSTALLED) $(OVERRIDES) $(TRUSTED) ## all that `make lab` needs, without opening it / 只安装，不打开
+
+test: $(COMPLETE) ## lint, unit tests, and every notebook against its outputs / 检查代码，运行全部测试与 notebook
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest $(ARGS)
 
-browser: $(INSTALLED) ## the tests in Chromium alone (CHROMIUM=path names one) / 只运行浏览器测试
+test-library: | $(OTHER_VENV)/bin/pip ## the library alone with another torch (TORCH_VERSION=2.9.0) / 用别的 torch 版本测试库
+	grep -vE '^(torch|triton|nvidia|cuda)' constraints.txt > $(OTHER_VENV)/constraints.txt
+	$(OTHER_VENV)/bin/python -m pip install --upgrade torch$(if $(filter newest,$(TORCH_VERSION)),,==$(TORCH_VERSION)) \
+	  $(if $(TORCH),--no-deps --index-url $(TORCH_INDEX))
+	$(OTHER_VENV)/bin/python -m pip install torch $(LIBRARY_NEEDS) -c $(OTHER_VENV)/constraints.txt
+	PYTHONPATH=. $(OTHER_VENV)/bin/python -m pytest -o addopts= -p no:cacheprovider -q -n 2 --dist=loadscope \
+	  $(LIBRARY_TESTS:%=tests/test_%.py) $(ARGS)
+
+$(OTHER_VENV)/bin/pip:
+	$(PYTHON) -m venv $(OTHER_VENV)
+
+browser: $(COMPLETE) ## the tests in Chromium alone (CHROMIUM=path names one) / 只运行浏览器测试
 	$(BIN)/python -m pytest -o addopts= -p no:cacheprovider -q -m browser tests $(ARGS)
 
-bench: $(INSTALLED) ## run tests/bench_*.py, which print ratios / 运行性能对比
+bench: $(COMPLETE) ## run tests/bench_*.py, which print ratios / 运行性能对比
 	@for script in $(wildcard tests/bench_*.py); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
 gpu: $(GPU_NEEDS) ## the next four, also if one of them fails; ARGS is for gpu-record / 依次运行以下四项，一项失败也继续
@@ -75,17 +98,26 @@ gpu-bench: $(GPU_NEEDS) ## the benches that have a GPU part (OUT=build/gpu) / �
 notebooks: $(INSTALLED) ## run notebooks/scripts again, store notebooks with outputs (ARGS="02 03") / 重新生成 notebook
 	$(BIN)/python notebooks/build.py $(ARGS)
 
-site: $(INSTALLED) ## the website, in build/site (ARGS="--output PLACE") / 生成网站
+site: $(COMPLETE) ## the website, in build/site (ARGS="--output PLACE") / 生成网站
 	$(BIN)/python -m course_lib.teaching.editions.site $(ARGS)
 
-slides: $(INSTALLED) ## a deck per lesson and language, in build/slides / 生成幻灯片
+slides: $(COMPLETE) ## a deck per lesson and language, in build/slides / 生成幻灯片
 	$(BIN)/python -m course_lib.teaching.editions.slides $(ARGS)
 
 student: $(INSTALLED) ## the notebooks without solutions, in build/student / 生成不含答案的学生版
 	$(BIN)/python -m course_lib.teaching.editions.student $(ARGS)
 
+pages: $(INSTALLED) ## each lesson in one language, for VS Code, Colab and previews / 每课每种语言一份 notebook
+	$(BIN)/python -m course_lib.teaching.editions.pages $(ARGS)
+
+grade: $(INSTALLED) ## the verdicts on the notebooks in build/handed_in / 批改交上来的 notebook
+	$(BIN)/python -m course_lib.teaching.editions.grade $(ARGS)
+
+address: $(INSTALLED) ## write what follows from [project.urls] into READMEs and CITATION.cff / 写入项目地址
+	$(BIN)/python -m course_lib.teaching.editions.address
+
 clean: ## remove caches and build files; the next target checks .venv again / 清理缓存
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(INSTALLED) $(TRUSTED)
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(INSTALLED) $(COMPLETE) $(TRUSTED)
 	find course_lib notebooks tests \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
 
 # pip is the last thing `python -m venv` puts in place, so a creation that was interrupted is done again.
@@ -104,6 +136,12 @@ $(CPU_TORCH): constraints.txt | $(BIN)/pip
 
 # An environment that once got the CPU build keeps to it, whether or not TORCH is named again.
 $(INSTALLED): pyproject.toml constraints.txt $(if $(TORCH),$(CPU_TORCH),$(wildcard $(CPU_TORCH))) | $(BIN)/pip
+	@echo "Installing what the course needs: minutes the first time, then never again. / 安装课程所需的软件：首次要几分钟，以后不再需要。"
+	$(BIN)/python -m pip install -e '.[course]' -c constraints.txt
+	@touch $@
+
+$(COMPLETE): $(INSTALLED)
+	@echo "Installing what tests, website and slides need besides. / 另外安装测试、网站和幻灯片所需的软件。"
 	$(BIN)/python -m pip install -e '.[course,test]' -c constraints.txt
 	@touch $@
 

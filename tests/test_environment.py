@@ -1,7 +1,9 @@
 """What to install is said once, and the environment that runs agrees with it; the wheel is
 whole."""
 
+import ast
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -100,7 +103,7 @@ def test_conda_gives_python_and_pip_and_pip_all_the_rest():
         "dependencies"
     ]
     assert conda == ["python" + tomllib.loads(PYPROJECT)["project"]["requires-python"], "pip"]
-    assert by_pip == {"pip": ["-c constraints.txt", "-e .[course,test]"]}
+    assert by_pip == {"pip": ["-c constraints.txt", "-e .[course]"]}
 
 
 SMALL = read_requirements(
@@ -168,7 +171,7 @@ def test_make_takes_torch_without_cuda_first_where_it_is_asked_to(tmp_path):
         -1
         < said.index("-m venv")
         < said.index(CPU)
-        < said.index("-e '.[course,test]' -c constraints.txt")
+        < said.index("-e '.[course]' -c constraints.txt")
     )
     assert CPU not in commands(tmp_path / "new")
     assert re.search('TORCH is "gpu"; it takes cpu', commands(tmp_path / "new", "TORCH=gpu"))
@@ -203,7 +206,7 @@ def test_the_wheel_holds_the_library_and_the_lessons_but_not_what_makes_site_and
         pytest.skip("needs setuptools 77 or newer")
     unwanted = shutil.ignore_patterns("__pycache__", ".*")
     shutil.copytree(ROOT / "course_lib", tmp_path / "course_lib", ignore=unwanted)
-    for name in ("pyproject.toml", "LICENSE"):
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
     done = subprocess.run(
@@ -223,3 +226,241 @@ def test_the_wheel_holds_the_library_and_the_lessons_but_not_what_makes_site_and
 
 def test_the_library_says_the_version_of_its_distribution():
     assert course_lib.__version__ == tomllib.loads(PYPROJECT)["project"]["version"]
+
+
+# --- what a learner installs ---
+
+IMPORT_GUARDS = {"ImportError", "ModuleNotFoundError", "Exception"}
+
+
+def unguarded_imports(source):
+    """Top-level packages that code imports, wherever it does, outside of a `try` that goes on
+    without them."""
+    found = set()
+
+    def look(node, guarded):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module]
+        else:
+            names = []
+        if not guarded:
+            found.update(name.partition(".")[0] for name in names)
+        if isinstance(node, ast.Try):
+            caught = {
+                each.id
+                for handler in node.handlers
+                for each in ast.walk(handler.type or ast.Name("Exception"))
+                if isinstance(each, ast.Name)
+            }
+            for child in node.body:
+                look(child, guarded or bool(caught & IMPORT_GUARDS))
+            for child in [*node.handlers, *node.orelse, *node.finalbody]:
+                look(child, guarded)
+            return
+        for child in ast.iter_child_nodes(node):
+            look(child, guarded)
+
+    look(ast.parse(source), guarded=False)
+    return found
+
+
+def brought_by(requirements):
+    """Names of these distributions, and of all that they bring along, as installed here."""
+    found, todo = set(), [plain(requirement.name) for requirement in requirements]
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            needed = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # for another platform
+        for each in map(Requirement, needed):
+            if each.marker is None or each.marker.evaluate({"extra": ""}):
+                todo.append(plain(each.name))
+    return found
+
+
+def learners_requirements():
+    project = tomllib.loads(PYPROJECT)["project"]
+    return [
+        Requirement(text)
+        for text in [*project["dependencies"], *project["optional-dependencies"]["course"]]
+    ]
+
+
+@cache
+def installed():
+    """(distributions that `[course]` brings, package -> the distributions it may come from)."""
+    return brought_by(learners_requirements()), importlib.metadata.packages_distributions()
+
+
+def not_for_learners(imported):
+    """Imported packages that no distribution of `[course]` brings."""
+    here, whose = installed()
+    return {
+        name
+        for name in imported - sys.stdlib_module_names - {"course_lib"}
+        if not here & {plain(each) for each in whose.get(name, [])}
+    }
+
+
+def test_what_lessons_and_the_library_import_is_in_course_or_guarded():
+    lessons = [*(ROOT / "notebooks").glob("scripts/*.py"), ROOT / "notebooks/build.py"]
+    aside = ("site", "slides", "_assets", "fonts", "lesson_slides", "cutting")
+    library = [
+        path
+        for path in (ROOT / "course_lib").rglob("*.py")
+        if not any(part.startswith(aside) or part.endswith("_assets") for part in path.parts)
+        and path.stem not in aside
+    ]
+    needed = {}
+    for path in [*lessons, *library]:
+        if lacking := not_for_learners(unguarded_imports(path.read_text("utf-8"))):
+            needed[path.relative_to(ROOT).as_posix()] = lacking
+    assert len(library) > 100 and needed == {}
+
+
+def test_an_import_that_learners_lack_is_found_and_a_guarded_one_is_not():
+    assert not_for_learners(unguarded_imports("def f():\n    import pytest")) == {"pytest"}
+    assert not_for_learners({"torch", "PIL", "nbformat", "transformers", "os"}) == set()
+    guarded = "try:\n    import triton\nexcept ImportError:\n    triton = None"
+    assert unguarded_imports(guarded) == set()
+    assert unguarded_imports(guarded.replace("ImportError", "KeyError")) == {"triton"}
+
+
+def test_make_installs_for_tests_only_what_lessons_do_not_need(tmp_path):
+    """The second stamp brings the rest; `make lab` asks for the first alone."""
+    said = commands(tmp_path / "new")
+    assert "'.[course]' -c constraints.txt" in said and "course,test" not in said
+    both = commands(tmp_path / "new", f"{tmp_path}/new/.course-test-installed")
+    assert both.index("'.[course]'") < both.index("'.[course,test]' -c constraints.txt")
+    rules = (ROOT / "Makefile").read_text("utf-8")
+    needs = dict(re.findall(r"^([\w-]+): (\$\(\w+\))", rules, re.M))
+    for target in ("lab", "notebooks", "student", "pages", "grade"):
+        assert needs[target] == "$(INSTALLED)", target
+    for target in ("test", "browser", "bench", "site", "slides"):
+        assert needs[target] == "$(COMPLETE)", target
+
+
+# --- machines elsewhere: workflows, containers, notebooks in a cloud ---
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+def workflow_problems(workflow, targets):
+    """What a code host would refuse, as far as it can be known here, and commands of ours that are
+    none."""
+    problems = []
+    if not {"name", "jobs"} <= workflow.keys() or not (workflow.get("on") or workflow.get(True)):
+        problems.append("a workflow has a name, jobs, and says when it runs")
+    if "permissions" not in workflow:
+        problems.append("it says what it may write")
+    for name, job in workflow.get("jobs", {}).items():
+        if not {"runs-on", "steps", "timeout-minutes"} <= job.keys():
+            problems.append(f"{name} says where it runs, its steps and how long they may take")
+        for step in job.get("steps", []):
+            if ("run" in step) == ("uses" in step):
+                problems.append(f"{name}: a step either runs or uses")
+            if "uses" in step and not re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"]):
+                problems.append(f"{name}: {step['uses']} names no version")
+            problems += command_problems(step.get("run", ""), targets)
+    return problems
+
+
+def command_problems(command, targets):
+    """Targets of make and files that a command names and that are not there."""
+    made = set(re.findall(r"\bmake ([\w-]+)", command)) - targets
+    files = re.findall(r"(?:^|\s)((?:tests|\.ci|notebooks)/[\w./]+)", command)
+    return [f"make {name} is no target" for name in made] + [
+        f"{file} is no file" for file in files if not (ROOT / file).exists()
+    ]
+
+
+def makefile_targets():
+    return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
+
+
+def test_workflows_run_what_is_there_on_each_push_and_every_week():
+    targets = makefile_targets()
+    workflows = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in WORKFLOWS}
+    problems = {name: workflow_problems(each, targets) for name, each in workflows.items()}
+    assert problems == {"checks": [], "site": [], "weekly": []}
+    # YAML takes the key `on` for the truth value
+    assert "push" in workflows["checks"][True]
+    commands = [step.get("run") for step in workflows["checks"]["jobs"]["checks"]["steps"]]
+    assert ".ci/run" in commands and "make test" in (ROOT / ".ci/run").read_text("utf-8")
+    assert workflows["weekly"][True]["schedule"][0]["cron"]
+    oldest, newest = workflows["weekly"]["jobs"]["library"]["strategy"]["matrix"]["torch"]
+    (torch,) = [each for each in REQUIREMENTS if each.name == "torch"]
+    assert torch.specifier.contains(oldest) and newest == "newest"
+    assert not torch.specifier.contains(f"2.{int(oldest.split('.')[1]) - 1}.9")  # it is the oldest
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("make install", "make instal"),
+        ("tests/sweep_models.py", "tests/sweep.py"),
+        ("checkout@v4", "checkout"),
+        ("timeout-minutes: 90\n", "\n"),
+        ("- run: make install", "- name: make install"),
+        ("permissions:\n  contents: read\n", ""),
+    ],
+)
+def test_a_workflow_that_a_host_would_refuse_is_found(old, new):
+    text = (ROOT / ".github/workflows/weekly.yml").read_text("utf-8")
+    assert old in text
+    assert workflow_problems(yaml.safe_load(text.replace(old, new)), makefile_targets())
+
+
+def test_the_container_and_the_cloud_install_the_pinned_versions_without_cuda():
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text("utf-8"))
+    for key in ("postCreateCommand", "postAttachCommand"):
+        assert command_problems(container[key], makefile_targets()) == []
+    assert "TORCH=cpu" in container["postCreateCommand"]
+    python = container["image"].rpartition(":")[2]
+    runtime = (ROOT / "binder/runtime.txt").read_text("utf-8").strip()
+    assert runtime == f"python-{python}"
+    supported = tomllib.loads(PYPROJECT)["project"]["requires-python"]
+    assert Requirement(f"python{supported}").specifier.contains(f"{python}.1")
+    lines = (ROOT / "binder/requirements.txt").read_text("utf-8").splitlines()
+    assert f"{PINS['torch']}+cpu" in lines and "-e .[course]" in lines
+    named = next(line.split()[1] for line in lines if line.startswith("-c "))
+    assert (ROOT / "binder" / named).resolve() == ROOT / "constraints.txt"
+    after = ROOT / "binder/postBuild"
+    assert os.access(after, os.X_OK) and after.read_text("utf-8").startswith("#!")
+    done = subprocess.run(["bash", "-n", str(after)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert command_problems(after.read_text("utf-8").replace("*.ipynb", ""), {"lab"}) == []
+
+
+def test_templates_for_issues_have_the_two_fields_that_a_host_asks_for():
+    templates = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.md"))
+    assert templates
+    for path in templates:
+        _, header, body = path.read_text("utf-8").split("---\n", 2)
+        assert {"name", "about"} <= yaml.safe_load(header).keys() and body.strip(), path.name
+
+
+def test_another_torch_gets_an_environment_of_its_own_and_runs_the_library_alone(tmp_path):
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+
+    def said(*arguments):
+        command = ["make", "-n", "test-library", f"OTHER_VENV={tmp_path}", *arguments]
+        clean = {key: value for key, value in os.environ.items() if key[:4] != "MAKE"}
+        return subprocess.run(
+            command, cwd=ROOT, env=clean, capture_output=True, text=True, check=True
+        ).stdout
+
+    oldest = said("TORCH_VERSION=2.9.0")
+    assert "--upgrade torch==2.9.0" in oldest and "torch==" not in said()
+    assert "download.pytorch.org/whl/cpu" in said("TORCH=cpu")
+    assert f"{tmp_path}/constraints.txt" in oldest and " -c constraints.txt" not in oldest
+    tests = re.findall(r"tests/(test_\w+)\.py", oldest)
+    assert len(tests) > 15 and all((ROOT / "tests" / f"{name}.py").exists() for name in tests)
+    assert not {"test_environment", "test_notebooks", "test_lessons", "test_site"} & set(tests)

@@ -360,11 +360,11 @@ def test_the_reference_leaves_the_library_as_it_is(built_site):
     assert inspect.signature(checkpoint).parameters["use_reentrant"].default is None
 
 
-def test_the_search_finds_english_stems_and_pairs_of_chinese_characters(built_site):
+def test_the_search_finds_english_stems_and_chinese_by_one_character_or_two(built_site):
     index = (built_site / "searchindex.js").read_text("utf-8")
     index = json.loads(index.removeprefix("Search.setIndex(").rstrip(";)\n"))
     lesson = index["docnames"].index("notebooks/02_checkpointing")
-    for word in ("checkpoint", "recomput", "检查", "查点"):
+    for word in ("checkpoint", "recomput", "检查", "查点", "峰"):
         found = [index[part].get(word, []) for part in ("terms", "titleterms")]
         assert any(
             lesson in (numbers if isinstance(numbers, list) else [numbers]) for numbers in found
@@ -422,7 +422,8 @@ def small(tmp_path):
         nbformat.new_code_cell("1", outputs=[output], execution_count=1),
     ]
     write_lesson(root / "notebooks", "00_a", nbformat.writes(nbformat.new_notebook(cells=cells)))
-    (root / "README.md").write_text("# Small / 小\n\n[lesson](notebooks/00_a.ipynb)\n", "utf-8")
+    (root / "README.md").write_text("# Small\n\n[lesson](notebooks/00_a.ipynb)\n", "utf-8")
+    (root / "README.zh.md").write_text("# 小\n\n[课](notebooks/00_a.ipynb)\n", "utf-8")
     (root / "site").mkdir()
     (root / "site" / STAMP).touch()
     (root / "site/index.html").write_text("old", "utf-8")
@@ -456,7 +457,15 @@ def edited(change):
         (lambda root: (root / SCRIPT).unlink(), "00_a.py"),
         (lambda root: (root / NOTEBOOK).unlink(), "notebooks"),
         (lambda root: (root / "README.md").unlink(), "README.md"),
-        (lambda root: (root / "README.md").write_text("![map](gone.svg)\n", "utf-8"), "gone.svg"),
+        (lambda root: (root / "README.zh.md").unlink(), "README.zh.md"),
+        (
+            lambda root: (root / "README.md").write_text("# S\n\n![map](gone.svg)\n", "utf-8"),
+            "gone.svg",
+        ),
+        (
+            lambda root: (root / "README.md").write_text("# S\n\n## T\n", "utf-8"),
+            "headings, 2 and 1",
+        ),
         (lambda root: (root / "site" / STAMP).unlink(), "site"),  # a folder that is no site
     ],
 )

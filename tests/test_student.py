@@ -3,8 +3,10 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -257,15 +259,130 @@ def edition(tmp_path_factory):
     return folder
 
 
-def test_links_lead_to_files_of_the_edition(edition):
-    readme = (edition / "README.md").read_text("utf-8")
-    targets = student._relative_links(readme)
-    assert len(targets) > len(NAMES)
-    assert [target for target in targets if not (edition / target).exists()] == []
-    assert (
-        "instructor's guide" in " ".join(readme.split())
-        and not (edition / "INSTRUCTORS.md").exists()
+def test_the_readmes_are_the_students_own_and_say_the_same(edition):
+    texts = [(edition / name).read_text("utf-8") for name in ("README.md", "README.zh.md")]
+    for text in texts:
+        targets = cells.relative_links(text)
+        assert targets and [target for target in targets if not (edition / target).exists()] == []
+        assert "make test" not in text and "SOLUTION" not in text and "notebooks/" not in text
+    same = (
+        r"^```.*?^```",
+        r"(?<!`)`[^`\n]+`(?!`)",
+        r"\b\d[\d.]*\b",
+        r"\]\((?!README)([^)]*?)/?(?:deed.zh-hans)?\)",
     )
+    for pattern in same:
+        english, chinese = (sorted(re.findall(pattern, text, re.M | re.S)) for text in texts)
+        assert english == chinese, pattern
+
+
+def test_the_zip_holds_the_folder_and_a_library_that_has_all_the_pins(edition):
+    (packed,) = edition.glob("*.zip")
+    names = {name.partition("/")[2] for name in zipfile.ZipFile(packed).namelist()}
+    here = {path.relative_to(edition).as_posix() for path in edition.rglob("*") if path.is_file()}
+    assert names == here - {packed.name, STAMP}
+    (wheel,) = edition.glob("*.whl")
+    library = zipfile.ZipFile(wheel)
+    assert "course_lib/lessons/lesson_02/checks.py" in library.namelist()
+    assert not [name for name in library.namelist() if "editions" in name or name.endswith("ipynb")]
+    metadata = library.read(next(n for n in library.namelist() if n.endswith("/METADATA"))).decode()
+    pins = (edition / "constraints.txt").read_text("utf-8")
+    wanted = re.findall(
+        r"^Requires-Dist: ([\w-]+)[^;\n]*(?:$|; extra == .course.$)", metadata, re.M
+    )
+    assert {"torch", "jupyterlab", "transformers"} <= set(wanted)
+    assert [name for name in wanted if f"\n{name}==" not in pins] == []
+    assert "Author: The authors of" in metadata
+
+
+def test_the_students_makefile_installs_the_wheel_with_its_pins(edition, tmp_path):
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+
+    def commands(*arguments):
+        clean = {key: value for key, value in os.environ.items() if key[:4] != "MAKE"}
+        command = ["make", "-n", "lab", *arguments]
+        done = subprocess.run(command, cwd=edition, env=clean, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    said = commands("TORCH=cpu")
+    cpu = said.index("--index-url https://download.pytorch.org/whl/cpu torch==")
+    wheel = said.index('install -c constraints.txt "./course_lib-')
+    assert said.index("-m venv .venv") < cpu < wheel < said.index("jupyter-lab 00_start_here.ipynb")
+    assert "download.pytorch.org" not in commands()
+    rules = (edition / "Makefile").read_text("utf-8").splitlines()
+    assert sum(line[:1] not in "#" for line in rules if line) <= 14
+
+
+def test_no_statement_of_a_solution_is_in_the_zip(edition):
+    """The library that checks an answer computes what it compares with, in another way."""
+    (wheel,) = edition.glob("*.whl")
+    library = zipfile.ZipFile(wheel)
+    modules = {n: library.read(n).decode() for n in library.namelist() if n.endswith(".py")}
+    known = {
+        ast.unparse(node)
+        for source in modules.values()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    told = []
+    for name, notebook in read_lessons(NOTEBOOKS).items():
+        for cell in without_guards(notebook).cells:
+            if cell.cell_type == "code" and "SOLUTION" in cell.source:
+                for node in ast.parse(cell.source).body:
+                    if (
+                        isinstance(node, ast.FunctionDef | ast.ClassDef)
+                        and ast.unparse(node) in known
+                    ):
+                        told.append(f"{name}: {node.name}")
+    assert told == []
+
+
+# --- reasons, and a department's tool ---
+
+
+def test_each_exercise_has_a_place_for_a_reason_and_what_stands_there_is_found(edition):
+    for name, notebook in read_lessons(edition).items():
+        checks = [check for cell in notebook.cells if (check := student.check_of(cell))]
+        assert bool(checks) == (name[:2] != "00") and len(checks) == len(set(checks))
+        for place, cell in enumerate(notebook.cells):
+            if check := student.check_of(cell):
+                assert notebook.cells[place + 1].id == student.reason_id(check)
+                assert student.reason_in(notebook, check) == ""
+
+
+def test_a_reason_is_read_with_its_prompt_or_without_and_by_its_prompt_where_ids_are_lost():
+    notebook = student.with_reasons(notebook_of("answer = None\nlesson.check_sum(answer)"))
+    reason = notebook.cells[1]
+    reason.source += "\nBecause both\nare live."
+    assert student.reason_in(notebook, "check_sum") == "Because both are live."
+    reason.id = "another"
+    assert student.reason_in(notebook, "check_sum") == "Because both are live."
+    reason.id, reason.source = student.reason_id("check_sum"), "So."
+    assert student.reason_in(notebook, "check_sum") == "So."
+    assert student.reason_in(notebook, "check_other") == ""
+
+
+def test_nbgrader_finds_a_locked_test_and_a_reason_for_each_exercise(tmp_path):
+    notebook = student.with_nbgrader(
+        student.with_reasons(notebook_of("answer = None\nlesson.check_sum(answer)", "1 + 1"))
+    )
+    nbformat.validate(notebook)
+    test, reason = notebook.cells[1:3]
+    assert [("nbgrader" in cell.metadata) for cell in notebook.cells] == [False, True, True, False]
+    assert "assert lesson.check_sum.accepted" in test.source
+    for cell, locked in ((test, True), (reason, False)):
+        graded = cell.metadata.nbgrader
+        assert graded["grade"] and graded["locked"] is locked and graded["solution"] is not locked
+        assert graded["cell_type"] == cell.cell_type and graded["points"] == 1
+        # the schema's keys, version 3
+        assert graded.keys() == {
+            *("schema_version", "grade", "solution", "locked", "task", "points"),
+            *("grade_id", "cell_type"),
+        }
+        assert re.fullmatch(r"[a-zA-Z0-9_-]+", graded["grade_id"])
+    assert test.metadata.nbgrader.grade_id != reason.metadata.nbgrader.grade_id
 
 
 def test_all_lessons_are_there_with_their_checks_and_without_solutions_or_outputs(edition):

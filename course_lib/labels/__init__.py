@@ -29,6 +29,8 @@ _fixed: dict[str, "Label"] = {}
 _made: dict[str, "Label"] = {}
 # None until `choose` is called; then `current` asks the environment each time
 _chosen: str | None = None
+# The languages of HTML and figures: both, of which a page shows one, until `choose_only`
+_shown: tuple[str, ...] = ("en", "zh")
 
 # What is the same in every language: code, math, and placeholders.
 _NOT_WORDS = re.compile(r"`[^`]*`|\$[^$]*\$|\{[^{}]*\}|https?://\S+")
@@ -56,6 +58,24 @@ def choose(default: str) -> str:
     global _chosen
     _chosen = _from_environment() or _known(default, "default")
     return _chosen
+
+
+def choose_only(language: str) -> None:
+    """Set the language of plain text, HTML and figures alike, for a page in one language alone;
+    COURSE_LANG is not asked.
+
+    Raises:
+        ValueError: it is neither "en" nor "zh".
+    """
+    global _chosen, _shown
+    if language not in ("en", "zh"):
+        raise ValueError(f'language is {language!r}, but must be "en" or "zh"')
+    _chosen, _shown = language, (language,)
+
+
+def shown() -> tuple[str, ...]:
+    """The languages that HTML and figures stand in: ("en", "zh") or one of them."""
+    return _shown
 
 
 def current() -> str:
@@ -183,8 +203,10 @@ def markup(words: object) -> str:
     """HTML of a label, escaped, with `backquotes` as code: an element a language, one above the
     other."""
     en, zh = (re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(each)) for each in both(words))
-    if en == zh:
+    if en == zh or _shown == ("en",):
         return en
+    if _shown == ("zh",):
+        return zh
     # The space keeps the two apart where a viewer strips the styles.
     return (
         f'<span lang="en" style="display: block">{en}</span> <span lang="zh" style="display:'

@@ -16,6 +16,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from course_lib import labels
+
 from .alt import alt_text, in_language
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ def show(drawn: "Figure") -> None:
 
     found, large = [], {}
     for language, words in zip(LANGUAGES, description(drawn), strict=True):
+        if language not in labels.shown():
+            continue
         with drawn_in(drawn, language):
             png = print_figure(drawn)  # None for a figure without axes
             large[language] = _slide_png(drawn) if png else ""

@@ -1,6 +1,6 @@
 """The language switch in a notebook's first cell."""
 
-from course_lib.labels import choose
+from course_lib.labels import choose, choose_only
 
 from .pictures import show_in_both_languages
 
@@ -62,7 +62,7 @@ class Switch:
         )
 
 
-def language(default: str = "en") -> None:
+def language(default: str = "en", *, only: bool = False) -> None:
     """Show the language switch, and set the language of plain text.
 
     The switch works on the cells of its own notebook, without a kernel; from now on figures are
@@ -72,10 +72,16 @@ def language(default: str = "en") -> None:
     Args:
         default: "en", "zh" or "both"; the environment variable COURSE_LANG, where set, goes before
             it.
+        only: for a page whose text is in "en" or "zh" alone: no switch is shown, and tables,
+            verdicts and figures stand in this language.
 
     Raises:
         ValueError: the environment variable or `default` is none of the three.
     """
+    if only:
+        choose_only(default)
+        show_in_both_languages()
+        return
     switch = Switch(choose(default))
     try:
         from IPython.display import display

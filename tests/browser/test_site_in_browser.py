@@ -98,7 +98,7 @@ def test_the_button_turns_prose_headings_contents_and_figures_and_the_keyboard_r
 def test_the_language_is_remembered_on_the_next_page_and_after_a_reload(address, open_page):
     page = open_page(f"{address}/index.html")
     choose(page, "zh")
-    page.locator("article a[href*='06_flash']").click()
+    page.locator("article a[href*='06_flash']:visible").click()
     page.wait_for_url("**/notebooks/06_flash_attention.html*")
     assert pressed(page) == "zh" and re.match("6 [\u3400-\u9fff]", shown(page, "article h1"))
     assert page.locator("article table span[lang=zh]:visible").count() > 0
@@ -162,6 +162,9 @@ def test_on_a_phone_no_page_is_wider_than_the_screen_and_wide_tables_scroll(addr
                 <= more
             ), path
     assert page.locator("article [tabindex='0']:has(table)").count() > 0, "with the keyboard too"
+    boxes = page.locator("article pre:visible")
+    wide = "nodes => nodes.filter((n) => n.scrollWidth > n.clientWidth).map((n) => n.tabIndex)"
+    assert set(boxes.evaluate_all(wide)) == {0}
 
 
 # where the theme first has contents beside the text, and a laptop's
@@ -189,8 +192,9 @@ def test_figures_have_a_light_ground_in_the_dark(address, open_page):
     assert min(luminance(figures.nth(n).evaluate(style)) for n in range(figures.count())) > 0.9
 
 
-def test_the_search_finds_a_chinese_word_of_two_characters(address, open_page):
-    page = open_page(f"{address}/search.html?q=带宽&lang=zh")
+@pytest.mark.parametrize("word", ["带宽", "拷"])
+def test_the_search_finds_a_chinese_word_of_one_character_or_two(address, open_page, word):
+    page = open_page(f"{address}/search.html?q={word}&lang=zh")
     found = page.locator("#search-results li a[href*='04_offload']").first
     found.wait_for()
     assert (

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -30,6 +30,7 @@ _DIV = re.compile(r'<div lang="(en|zh)">\n(.*?)\n</div>', re.S)
 _MARKER = re.compile(r"^(\s*)### (BEGIN|END) SOLUTION\s*$")
 # What keeps a reader's accepted answer when all cells run, and what stands indented under it.
 _GUARD = re.compile(r"^if not [\w.]+\.accepted:\n\n?((?:(?: {4}.*)?\n)+)", re.M)
+_LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)|(?:src|href)=\"([^\"#]+)")
 _SHORT = 20  # characters; a shorter statement, such as `peaks = []`, gives no solution away
 
 
@@ -85,6 +86,11 @@ def without_guards(notebook: NotebookNode) -> NotebookNode:
         if cell.cell_type == "code":
             cell.source = unguarded(cell.source)
     return notebook
+
+
+def without_markers(source: str) -> str:
+    """A solution's code without the lines that mark it."""
+    return "\n".join(line for line in source.splitlines() if not _MARKER.match(line)).strip("\n")
 
 
 def is_solution(cell: NotebookNode) -> bool:
@@ -387,6 +393,25 @@ def output_folder(target: Path) -> Iterator[Path]:
             raise
 
 
+def relative_links(prose: str) -> list[str]:
+    """Files that a markdown text links to."""
+    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", prose, flags=re.M | re.S)
+    targets = [link or source for link, source in _LINK.findall(prose)]
+    return [target for target in targets if not re.match(r"[a-z][a-z0-9+.-]*:", target)]
+
+
+def check_links(name: str, notebook: NotebookNode, folder: Path) -> None:
+    """A notebook's prose links to nothing that the edition's folder lacks.
+
+    Raises:
+        EditionError: it does.
+    """
+    for cell in notebook.cells:
+        for target in relative_links(cell.source) if cell.cell_type == "markdown" else ():
+            if not (folder / target).exists():
+                raise EditionError(f"{name} links to {target}, which is not in this edition")
+
+
 def copy_files(source: Path, target: Path, *patterns: str) -> None:
     """Copy the files that match, under their names relative to the source."""
     for path in sorted(path for pattern in patterns for path in source.glob(pattern)):
@@ -395,17 +420,20 @@ def copy_files(source: Path, target: Path, *patterns: str) -> None:
 
 
 def run_edition(
-    build: Callable[[Path, Path], Sequence[str] | None],
+    build: Callable[..., Sequence[str] | None],
     name: str,
     description: str,
     arguments: list[str] | None = None,
+    switches: Mapping[str, str] | None = None,
 ) -> None:
     """The command line of an edition: its folders, errors in one sentence, warnings a line each,
     then size and time.
 
     Args:
-        build: called with the folder of the notebooks and the one to write; it may return warnings.
+        build: called with the folder of the notebooks and the one to write, and with the switches
+            by name; it may return warnings.
         arguments: those of the command line if left out.
+        switches: name of an option that is on or off -> what it says of itself.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
@@ -414,10 +442,13 @@ def run_edition(
     parser.add_argument(
         "--output", type=Path, default=Path("build") / name, help="folder that is made or replaced"
     )
+    for switch, said in (switches or {}).items():
+        parser.add_argument(f"--{switch}", action="store_true", help=said)
     chosen = parser.parse_args(arguments)
+    on = {switch: getattr(chosen, switch) for switch in switches or ()}
     start = time.perf_counter()
     try:
-        for warning in build(chosen.notebooks, chosen.output) or ():
+        for warning in build(chosen.notebooks, chosen.output, **on) or ():
             print(warning, file=sys.stderr)
     except (EditionError, OSError) as error:  # OSError: no README.md, no space, no permission
         sys.exit(f"{name}: {error}; {chosen.output} is left as it was")

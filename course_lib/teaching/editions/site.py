@@ -5,8 +5,8 @@ library's reference.
     python -m course_lib.teaching.editions.site --output ~/pages    # somewhere else
 
 No notebook runs and no network is used. Sphinx reads a folder laid out as the repository is
-(README.md is the front page, then notebooks/ and api/), so that links between files lead from page
-to page. The site stands in its place only once it is whole.
+(both READMEs are the front page, then notebooks/ and api/), so that links between files lead from
+page to page. The site stands in its place only once it is whole.
 """
 
 import importlib
@@ -32,6 +32,7 @@ try:
     from course_lib.lessons import claims_of
 
     from ..said import OUTCOMES
+    from .address import FRONT_DOORS
     from .cells import (
         EditionError,
         check_outputs,
@@ -104,9 +105,9 @@ def build(notebooks: Path, output: Path) -> list[str]:
     """Build the site into `output`, which is replaced only when all went well.
 
     Args:
-        notebooks: the folder of the notebooks and their scripts; README.md, the front page, stands
-            beside it with the files that it links to. The reference is that of the `course_lib`
-            that is running.
+        notebooks: the folder of the notebooks and their scripts; the READMEs, which are the front
+            page, stand beside it with the files that they link to. The reference is that of the
+            `course_lib` that is running.
         output: a folder that does not exist, is empty, or holds an earlier site.
 
     Returns:
@@ -254,7 +255,9 @@ def _write_sources(source: Path, folder: Path, lessons: Sequence[Lesson]) -> Non
     (api / "index.md").write_text(_page("api", pages="\n".join(modules)), encoding="utf-8")
 
     root = folder.parent
-    front = (root / "README.md").read_text(encoding="utf-8")
+    front = front_page(
+        *((root / name).read_text(encoding="utf-8") for name in FRONT_DOORS.values())
+    )
     pages = [f"notebooks/{lesson.name}" for lesson in lessons] + ["notebooks/claims"]
     for page in sorted(folder.glob("[A-Z]*.md")):
         shutil.copy(page, notebooks)
@@ -272,6 +275,41 @@ def _write_sources(source: Path, folder: Path, lessons: Sequence[Lesson]) -> Non
     shutil.copy(LICENCE, static / "mathjax")  # Apache-2.0, as the course's code is
 
 
+def front_page(english: str, chinese: str) -> str:
+    """One page of the two READMEs: under each heading both texts, as a lesson's cell has them.
+
+    Raises:
+        EditionError: they have different headings.
+    """
+    sections = [_sections(text) for text in (english, chinese)]
+    levels = [[heading.partition(" ")[0] for heading, _ in each] for each in sections]
+    if levels[0] != levels[1]:
+        raise EditionError(
+            f"{' and '.join(FRONT_DOORS.values())} differ in their headings, {len(levels[0])}"
+            f" and {len(levels[1])}"
+        )
+    parts = []
+    for (heading, en), (other, zh) in zip(*sections, strict=True):
+        level, title = heading.split(" ", 1)
+        other = other.split(" ", 1)[1]
+        # links lead to a heading by its words in one language
+        parts += ["", *(f"({each.lower().replace(' ', '-')})=" for each in (title, other))]
+        parts.append(f"{level} {title} / {other}\n")
+        for language, body in (("en", en), ("zh", zh)):
+            parts.append(f'<div lang="{language}">\n\n{body}\n\n</div>')
+    return "\n".join(parts) + "\n"
+
+
+def _sections(text: str) -> list[tuple[str, str]]:
+    """(heading, what stands below it) of a README, without comments and its link to the other
+    language. Guides for those who work in the repository are named there, and are no pages."""
+    text = re.sub(r"<!--.*?-->\n", "", text, flags=re.S)
+    text = re.sub(r"^.*\]\(README\.(?:zh\.)?md\).*\n", "", text, flags=re.M)
+    text = re.sub(r"\[[^\]]+\]\((\w+\.md)\)", r"`\1`", text)
+    parts = re.split(r"^(#{1,6} .+)\n", text, flags=re.M)
+    return [(heading, body.strip()) for heading, body in zip(parts[1::2], parts[2::2], strict=True)]
+
+
 def _copy_linked_files(front: str, root: Path, source: Path) -> None:
     """The files that the front page shows or links to, where they are not pages themselves."""
     for link in re.findall(r"\]\(([^)\s#]+)", front):
@@ -279,7 +317,7 @@ def _copy_linked_files(front: str, root: Path, source: Path) -> None:
         if "://" in link or copy.exists():
             continue
         if not file.is_file():
-            raise EditionError(f"{root / 'README.md'} links to {link}, which is no file")
+            raise EditionError(f"a README in {root} links to {link}, which is no file")
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
 

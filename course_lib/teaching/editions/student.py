@@ -1,20 +1,30 @@
-"""The student edition: the notebooks with stubs instead of solutions, and without outputs.
+"""The student edition: the notebooks with stubs instead of solutions and a place for each reason,
+as a folder and a zip that run by themselves.
 
-python -m course_lib.teaching.editions.student [--output build/student]
+    python -m course_lib.teaching.editions.student [--output build/student] [--nbgrader]
+
+Beside the notebooks lie the library as a wheel, its pins, a Makefile, a README in each language.
+With --nbgrader each exercise gets a locked cell that tests whether its check accepted, and each
+reason the metadata of an answer that is graded by hand.
 """
 
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 
 from . import not_installed
 
 try:
     import nbformat
+    from nbformat import NotebookNode
 
     from .cells import (
         EditionError,
+        check_links,
         check_twins,
         copy_files,
         output_folder,
@@ -27,62 +37,161 @@ except ImportError as error:
         raise
     sys.exit(not_installed("student", error))
 
-_LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)|(?:src|href)=\"([^\"#]+)")
+ASSETS = Path(__file__).resolve().parent / "student_assets"
+LIBRARY = Path(__file__).resolve().parents[3]  # the course_lib that is running, with its pyproject
+NAME = "memory-course"  # of the zip, and of the one folder in it
+PROMPT = "**Why?** · **为什么？** (`{check}`)"
+_PLACE = "*Your sentence / 你的理由：*"
+_CHECK = re.compile(r"\b(\w+\.)?(check_\w+)\(")
+_EPOCH = (2020, 1, 1, 0, 0, 0)  # of the zip's entries: the same content gives the same zip
 
 
-def build(notebooks: Path, output: Path) -> None:
-    """Write the student edition of all lessons, with the files they link to.
+def build(notebooks: Path, output: Path, nbgrader: bool = False) -> None:
+    """Write the student edition of all lessons, with the files they link to, and all of it as a
+    zip.
+
+    Args:
+        nbgrader: whether cells get the metadata by which nbgrader collects and grades.
 
     Raises:
-        EditionError: a solution that cannot be taken out, or a link to a file that is not there.
+        EditionError: a solution that cannot be taken out, a link to a file that is not there, or a
+            library that cannot be packed.
     """
     lessons = read_lessons(notebooks)
     check_twins(notebooks, lessons)
     with output_folder(output) as folder:
         for name, notebook in lessons.items():
             try:
-                nbformat.write(without_solutions(notebook), folder / f"{name}.ipynb")
+                edition = with_reasons(without_solutions(notebook))
             except EditionError as error:
                 raise EditionError(f"{name}, {error}") from None
-        copy_files(notebooks, folder, "GLOSSARY.md", "images/*.svg", "images/*.png")
-        _copy_readme(notebooks.parent / "README.md", folder)
-        for name, notebook in lessons.items():
-            prose = "\n".join(
-                cell.source for cell in notebook.cells if cell.cell_type == "markdown"
-            )
-            for target in _relative_links(prose):
-                if not (folder / target).exists():
-                    raise EditionError(
-                        f"{name} links to {target}, which is not in the student edition"
-                    )
+            edition = with_nbgrader(edition) if nbgrader else edition
+            nbformat.write(edition, folder / f"{name}.ipynb")
+        copy_files(notebooks, folder, "GLOSSARY.md", "overrides.json", "images/*.svg")
+        copy_files(ASSETS, folder, "README.md", "README.zh.md", "Makefile")
+        copy_files(LIBRARY, folder, "constraints.txt")
+        pack_library(folder)
+        for name, notebook in read_lessons(folder).items():
+            check_links(name, notebook, folder)
+        _zip(folder, folder / f"{NAME}.zip")
 
 
-def _relative_links(prose: str) -> list[str]:
-    """Files that a markdown text links to."""
-    targets = [link or source for link, source in _LINK.findall(re.sub(r"`[^`\n]*`", "", prose))]
-    return [target for target in targets if not re.match(r"[a-z][a-z0-9+.-]*:", target)]
+# --- the notebooks ---
 
 
-def _copy_readme(readme: Path, folder: Path) -> None:
-    """The README; its links lead to the notebooks beside it, and to copies of other files, one of
-    which a lesson reads.
+def check_of(cell: NotebookNode) -> str | None:
+    """The check that an exercise's cell ends with, "check_meter"; None for any other cell."""
+    last = cell.source.rstrip().rpartition("\n")[2] if cell.cell_type == "code" else ""
+    found = _CHECK.match(last)
+    return found[2] if found else None
 
-    What the edition leaves out of the notebooks' folder, such as the instructor's guide, is named
-    without a link.
+
+def with_reasons(notebook: NotebookNode) -> NotebookNode:
+    """The notebook with a cell below each exercise, where a sentence of the student's own says
+    why; in place."""
+    cells = []
+    for cell in notebook.cells:
+        cells.append(cell)
+        if check := check_of(cell):
+            source = f"{PROMPT.format(check=check)}\n\n{_PLACE}"
+            cells.append(nbformat.v4.new_markdown_cell(source, id=reason_id(check)))
+    notebook.cells = cells
+    return notebook
+
+
+def reason_id(check: str) -> str:
+    """The id of the cell for a reason; ids have 64 characters at most."""
+    return f"why-{check}"[:64]
+
+
+def reason_in(notebook: NotebookNode, check: str) -> str:
+    """The sentence that a student wrote in the cell for it, on one line; "" if there is none."""
+    prompt = PROMPT.format(check=check)
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and (
+            cell.get("id") == reason_id(check) or prompt in cell.source
+        ):
+            return " ".join(cell.source.replace(prompt, "").replace(_PLACE, "").split())
+    return ""
+
+
+def with_nbgrader(notebook: NotebookNode) -> NotebookNode:
+    """The notebook with nbgrader's metadata, schema 3; in place.
+
+    An exercise stays an ordinary cell, which nbgrader leaves as the student has it. Below it stand
+    a locked cell of one point, which asks whether the check accepted, and the reason, one point
+    given by hand.
     """
-    if not readme.exists():
-        return
-    text = readme.read_text("utf-8")
-    for target in set(_relative_links(text)):
-        beside = target.removeprefix("notebooks/")
-        if beside == target:
-            beside = Path(target).name
-            shutil.copyfile(readme.parent / target, folder / beside)
-        elif not (folder / beside).exists():
-            text = re.sub(rf"\[([^\]]*)\]\({re.escape(target)}[^)]*\)", r"\1", text)
-        text = text.replace(f"]({target}", f"]({beside}").replace(f'"{target}"', f'"{beside}"')
-    (folder / "README.md").write_text(text, "utf-8")
+    cells = []
+    for cell in notebook.cells:
+        cells.append(cell)
+        if check := check_of(cell):
+            call = cell.source.rstrip().rpartition("\n")[2].partition("(")[0]
+            test = nbformat.v4.new_code_cell(
+                f"assert {call}.accepted, 'not accepted yet / 尚未通过'", id=f"test-{check}"[:64]
+            )
+            test.metadata.nbgrader = _graded(f"test-{check}", solution=False, cell_type="code")
+            cells.append(test)
+        elif cell.get("id", "").startswith("why-check_"):
+            cell.metadata.nbgrader = _graded(cell.id, solution=True, cell_type="markdown")
+    notebook.cells = cells
+    return notebook
+
+
+def _graded(grade_id: str, *, solution: bool, cell_type: str) -> dict[str, object]:
+    return {
+        "schema_version": 3,
+        "grade": True,
+        "solution": solution,
+        "locked": not solution,
+        "task": False,
+        "points": 1,
+        "grade_id": grade_id,
+        "cell_type": cell_type,
+    }
+
+
+# --- what runs them ---
+
+
+def pack_library(folder: Path) -> Path:
+    """Build the library's wheel into a folder, with the setuptools that is installed: nothing is
+    downloaded.
+
+    Raises:
+        EditionError: setuptools is too old, or gave up.
+    """
+    files = ("pyproject.toml", "LICENSE", "README.md")
+    with tempfile.TemporaryDirectory() as work:
+        copy = Path(work) / "source"
+        unwanted = shutil.ignore_patterns("__pycache__", ".*", "editions")
+        shutil.copytree(LIBRARY / "course_lib", copy / "course_lib", ignore=unwanted)
+        for name in files:
+            shutil.copy(LIBRARY / name, copy)
+        program = "from setuptools import build_meta as b; print(b.build_wheel('.'))"
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=copy, capture_output=True, text=True
+        )
+        wheels = list(copy.glob("*.whl"))
+        if done.returncode or len(wheels) != 1:
+            said = done.stderr.strip().rpartition("\n")[2]
+            raise EditionError(f"the library cannot be packed (it takes setuptools >= 77): {said}")
+        return Path(shutil.copy(wheels[0], folder))
+
+
+def _zip(folder: Path, target: Path) -> None:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as packed:
+        for path in paths:
+            entry = zipfile.ZipInfo(f"{NAME}/{path.relative_to(folder).as_posix()}", _EPOCH)
+            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+            packed.writestr(entry, path.read_bytes())
 
 
 if __name__ == "__main__":
-    run_edition(build, "student", __doc__.splitlines()[0])
+    run_edition(
+        build,
+        "student",
+        __doc__.splitlines()[0],
+        switches={"nbgrader": "write nbgrader's metadata into the cells"},
+    )

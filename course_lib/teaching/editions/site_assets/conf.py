@@ -177,8 +177,8 @@ class TwoLanguages(SphinxTransform):
 
 
 class EnglishAndChinese(SearchEnglish):
-    """English by words and their stems; Chinese, which has no spaces, by every two neighbouring
-    characters."""
+    """English by words and their stems; Chinese, which has no spaces, by every character and every
+    two neighbours."""
 
     lang = "en"
     js_splitter_code = """
@@ -195,7 +195,7 @@ function splitQuery(query) {
     def split(self, input: str) -> list[str]:
         words = super().split(HAN.sub(" ", input))
         for run in re.findall(rf"{HAN.pattern}+", input):
-            words += [run[place : place + 2] for place in range(max(1, len(run) - 1))]
+            words += [*run, *(run[place : place + 2] for place in range(len(run) - 1))]
         return words
 
 

@@ -125,11 +125,16 @@
         if (!link.getAttribute("href").startsWith("#")) link.href = withLanguage(link.href, page.dataset.language);
       }
     });
-    // A table wider than the page scrolls by itself, with the keyboard as well.
-    for (const table of document.querySelectorAll("article table")) {
-      const frame = table.closest(".table-wrapper, .cell_output .output") || table.parentElement;
-      if (frame.scrollWidth > frame.clientWidth) frame.tabIndex = 0;
-    }
+    // A table or a code box wider than the page scrolls by itself, with the keyboard as well.
+    const reachable = () => {
+      const tables = [...document.querySelectorAll("article table")].map(
+        (table) => table.closest(".table-wrapper, .cell_output .output") || table.parentElement);
+      for (const frame of [...tables, ...document.querySelectorAll("article pre")]) {
+        if (frame.scrollWidth > frame.clientWidth) frame.tabIndex = 0;
+      }
+    };
+    reachable();
+    document.addEventListener("click", () => setTimeout(reachable)); // what a click has brought to sight
   });
   addEventListener("pageshow", (event) => {
     const language = known(remembered());

@@ -1,0 +1,454 @@
+"""The verdicts on a folder of handed-in notebooks, as one table.
+
+    python -m course_lib.teaching.editions.grade [build/handed_in] [--output build/verdicts.csv]
+
+Each notebook runs in a fresh kernel and an empty folder of its own, on one thread, with limits of
+time and memory; one that crashes or never ends does not stop the others. What a row says comes from
+this run; stored outputs are not read.
+
+A notebook is a program, and it runs with your rights: edited checks are noticed, but code that sets
+out to can read and send what you can, or imitate a check, so grade in an account or a container
+that holds nothing of yours.
+"""
+
+import argparse
+import ast
+import contextlib
+import csv
+import importlib.util
+import json
+import logging
+import os
+import re
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from . import not_installed
+
+try:
+    import nbformat
+    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    from nbformat import NotebookNode
+
+    from .cells import NOTEBOOKS, EditionError, is_solution, read_lessons
+    from .fingerprint import fingerprints
+    from .kernels import Limits, Run, TooMuchOutput
+    from .student import check_of, reason_in
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(not_installed("grade", error))
+
+HANDED_IN, TABLE = Path("build/handed_in"), Path("build/verdicts.csv")
+COLUMNS = ("name", "lesson", "exercise", "verdict", "message", "sentence")
+RIGHT, WRONG, TROUBLE = "✓", "✗", "!"
+_LARGEST = 50 * 10**6  # bytes of a file; a lesson with all outputs has a fiftieth
+KEPT_OUT = (
+    "A notebook runs with your rights: edited checks are noticed, but code that sets out to can"
+    " read what you can and imitate a check, so grade where nothing of yours lies."
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    lesson: str
+    exercise: str
+    verdict: str
+    message: str
+    sentence: str = ""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a handed-in notebook is compared with: the student edition of a lesson."""
+
+    number: str
+    calls: dict[str, str]  # check -> the line that calls it
+    roots: frozenset[str]  # `course_lib`, and the modules and names of lessons that it imports
+    imports: frozenset[str]  # modules of the library that its cells import from
+
+
+@dataclass
+class Problem(Exception):
+    """A notebook that is not graded; the message is one sentence."""
+
+    message: str
+    lesson: str = "–"
+
+
+# --- what was handed in ---
+
+
+def lessons_of(notebooks: Path) -> dict[str, Lesson]:
+    """The lessons by number."""
+    found = {}
+    for name, stored in read_lessons(notebooks).items():
+        code = [cell for cell in stored.cells if cell.cell_type == "code" and not is_solution(cell)]
+        calls = {
+            check: cell.source.rstrip().rpartition("\n")[2]
+            for cell in code
+            if (check := check_of(cell))
+        }
+        imported = [each for cell in code for each in _imports(_parse(cell.source))]
+        found[name[:2]] = Lesson(
+            name[:2],
+            calls,
+            frozenset(
+                {"course_lib", *(n for m, n in imported if m.startswith("course_lib.lessons"))}
+            ),
+            frozenset(module for module, _ in imported),
+        )
+    return found
+
+
+def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNode, Lesson]:
+    """A handed-in file, and the lesson whose number its title has.
+
+    Raises:
+        Problem: it is no notebook, or none of a lesson.
+    """
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST // 10**6} MB")
+        notebook = nbformat.reads(path.read_text("utf-8"), as_version=4)
+        nbformat.validate(notebook)
+    except (ValueError, OSError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise Problem(f"It is no notebook: {_one_line(error)}.") from None
+    except nbformat.ValidationError as error:
+        raise Problem(f"It is no notebook: {_one_line(error.message)}.") from None
+    title = next((cell.source for cell in notebook.cells if cell.cell_type == "markdown"), "")
+    number = re.match(r"# (\d{1,2}) ", title)
+    lesson = lessons.get(f"{int(number[1]):02}") if number else None
+    if lesson is None:
+        raise Problem(f"It is no lesson of this course; its title is {title[:60]!r}.")
+    return notebook, lesson
+
+
+def cells_of(notebook: NotebookNode, lesson: Lesson) -> dict[str, int]:
+    """Check -> the cell that calls it last, in the line that the lesson has; cells that call it
+    otherwise are none."""
+    found = {}
+    for place, cell in enumerate(notebook.cells):
+        for check, call in lesson.calls.items():
+            if cell.cell_type == "code" and _last_statement(cell.source) == _bare(call):
+                found[check] = place
+    return found
+
+
+def tampering(notebook: NotebookNode, lesson: Lesson) -> Iterator[str]:
+    """What cells do to checks that no answer needs to, a sentence each."""
+    for number, cell in enumerate(notebook.cells, 1):
+        if cell.cell_type != "code":
+            continue
+        tree = _parse(cell.source)
+        for module, _ in _imports(tree):
+            if module not in lesson.imports and re.match(r"course_lib\.(lessons|teaching)", module):
+                yield f"Cell {number} imports {module}, which the lesson does not."
+        for node in ast.walk(tree):
+            for name in _changed(node):
+                if name in lesson.roots:
+                    yield f"Cell {number} changes {name}, which the lesson imports."
+
+
+def _changed(node: ast.AST) -> Iterator[str]:
+    """Names that a statement binds anew, or whose attributes it sets."""
+    if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(
+        node.ctx, ast.Store | ast.Del
+    ):
+        root = node
+        while isinstance(root, ast.Attribute | ast.Subscript):
+            root = root.value
+        if isinstance(root, ast.Name):
+            yield root.id
+    elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        yield node.name
+    elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("setattr", "delattr"):
+        first = node.args[0] if node.args else None
+        while isinstance(first, ast.Attribute):
+            first = first.value
+        if isinstance(first, ast.Name):
+            yield first.id
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        module = getattr(node, "module", "") or ""
+        for alias in node.names:
+            if not f"{module or alias.name}".startswith("course_lib"):
+                yield alias.asname or alias.name
+
+
+def _imports(tree: ast.AST) -> list[tuple[str, str]]:
+    """(module, name that it binds) of each import from the library."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(a.name, a.asname or a.name.partition(".")[0]) for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                found.append((_module(node.module, alias.name), alias.asname or alias.name))
+    return [each for each in found if each[0].partition(".")[0] == "course_lib"]
+
+
+@cache
+def _module(package: str, name: str) -> str:
+    """What `from package import name` takes from the library: a module of it, or the package."""
+    if package.partition(".")[0] != "course_lib":
+        return package
+    with contextlib.suppress(ImportError):
+        if importlib.util.find_spec(f"{package}.{name}"):
+            return f"{package}.{name}"
+    return package
+
+
+def _parse(source: str) -> ast.AST:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module([], [])
+
+
+def _last_statement(source: str) -> str:
+    body = getattr(_parse(source), "body", [])
+    if body:
+        return _bare(ast.unparse(body[-1]))
+    return _bare(source.rstrip().rpartition("\n")[2])
+
+
+def _bare(code: str) -> str:
+    with contextlib.suppress(SyntaxError):
+        code = ast.unparse(ast.parse(code))
+    return "".join(code.split())
+
+
+def _one_line(words: object) -> str:
+    return " ".join(str(words).split()).removesuffix(".")[:200]
+
+
+# --- its run ---
+
+
+def grade(path: Path, lessons: dict[str, Lesson], limits: Limits, wanted: str = "") -> list[Row]:
+    """The rows of one file; whatever it holds, there is at least one."""
+    name = _shown(path)
+    try:
+        notebook, lesson = read_submission(path, lessons)
+        if wanted and lesson.number != wanted:
+            raise Problem(f"It is lesson {lesson.number}, not {wanted}.", lesson.number)
+        return _graded(name, notebook, lesson, limits)
+    except Problem as problem:
+        return [Row(name, problem.lesson, "–", TROUBLE, problem.message)]
+
+
+def _graded(name: str, notebook: NotebookNode, lesson: Lesson, limits: Limits) -> list[Row]:
+    rows = [
+        Row(name, lesson.number, "–", TROUBLE, problem) for problem in tampering(notebook, lesson)
+    ]
+    places = cells_of(notebook, lesson)
+    ticket = secrets.token_hex(8)
+    probes = _with_probes(notebook, lesson, places, ticket)
+    ended = _run(notebook, limits)
+    for check in lesson.calls:
+        if check not in places:
+            called = any(
+                check in cell.source for cell in notebook.cells if cell.cell_type == "code"
+            )
+            message = (
+                "The line that calls its check was edited."
+                if called
+                else "Its check cell is missing."
+            )
+            verdict = TROUBLE
+        else:
+            verdict, message = _verdict(probes[check], lesson, ticket, ended)
+        exercise = check.removeprefix("check_")
+        rows.append(
+            Row(name, lesson.number, exercise, verdict, message, reason_in(notebook, check))
+        )
+    if ended or not lesson.calls:
+        said = ended or "It ran to its end; the lesson has no exercises."
+        rows.append(Row(name, lesson.number, "–", TROUBLE if ended else RIGHT, said))
+    return rows
+
+
+def _with_probes(
+    notebook: NotebookNode, lesson: Lesson, places: dict[str, int], ticket: str
+) -> dict[str, tuple[NotebookNode, NotebookNode]]:
+    """Put a cell behind each check that tells what the check says; in place.
+
+    Returns:
+        check -> (its cell, the cell behind it).
+    """
+    found, cells = {}, []
+    behind = {place: check for check, place in places.items()}
+    for place, cell in enumerate(notebook.cells):
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+        cells.append(cell)
+        if check := behind.get(place):
+            source = (
+                "from course_lib.teaching.editions.fingerprint import report as _report\n"
+                f"_report('lesson_{lesson.number}', {check!r}, {ticket!r})"
+            )
+            probe = nbformat.v4.new_code_cell(source)
+            found[check] = (cell, probe)
+            cells.append(probe)
+    notebook.cells = cells
+    return found
+
+
+def _run(notebook: NotebookNode, limits: Limits) -> str:
+    """Run all cells; what stopped it, "" if nothing did."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
+            Run(notebook, limits, Path(folder)).execute()
+        except CellTimeoutError:
+            return f"It was stopped after {limits.seconds} seconds."
+        except DeadKernelError:
+            return f"Its kernel died: a crash, or more than {limits.gigabytes} GB of memory."
+        except TooMuchOutput:
+            return "It was stopped: it printed more than any lesson does."
+        except Exception as error:  # whatever a notebook brings about, the others are graded
+            return f"It could not be run: {type(error).__name__}: {_one_line(error)}."
+    return ""
+
+
+def _verdict(
+    cells: tuple[NotebookNode, NotebookNode], lesson: Lesson, ticket: str, ended: str
+) -> tuple[str, str]:
+    """(verdict, message) of a check that ran, or did not."""
+    cell, probe = cells
+    errors = [out for out in cell.outputs if out.output_type == "error"]
+    said = [
+        out.data.get("text/plain", "")
+        for out in cell.outputs
+        if out.output_type == "execute_result"
+    ]
+    told = _report_of(probe, ticket)
+    if told is None and not errors:
+        return TROUBLE, f"It was not reached. {ended}".strip()
+    if told is not None and (changed := _changed_modules(told["code"], lesson)):
+        return TROUBLE, f"{changed[0]} was changed by a cell above."
+    if errors:
+        return WRONG, f"{errors[0].ename}: {_one_line(errors[0].evalue)}".removesuffix(": ")
+    if not said or said[-1][:1] not in (RIGHT, WRONG):
+        return TROUBLE, "The check gave no verdict."
+    mark, message = said[-1][:1], _one_line(said[-1][1:].partition("\n")[0])  # without the hint
+    if (mark == RIGHT) != told["accepted"]:
+        return TROUBLE, "What is shown is not what the check said."
+    return mark, message
+
+
+def _changed_modules(reported: dict[str, str], lesson: Lesson) -> list[str]:
+    """Modules of the library that are not what they are here."""
+    importlib.import_module(f"course_lib.lessons.lesson_{lesson.number}")
+    here = fingerprints()
+    return [name for name, code in sorted(reported.items()) if here.get(name, code) != code]
+
+
+def _report_of(probe: NotebookNode, ticket: str) -> dict[str, object] | None:
+    for output in probe.get("outputs", []):
+        for line in output.get("text", "").splitlines() if output.output_type == "stream" else ():
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict) and found.get("ticket") == ticket:
+                return found
+    return None
+
+
+# --- the table ---
+
+
+def _shown(path: Path) -> str:
+    """A file's name on one line."""
+    return path.stem.encode("unicode_escape").decode() if not path.stem.isprintable() else path.stem
+
+
+def write_table(rows: Sequence[Row], target: Path) -> None:
+    """The rows as CSV that a spreadsheet opens, whole or not at all; none of its cells is taken
+    for a formula."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8-sig", newline="", dir=target.parent, delete=False
+    ) as file:
+        try:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            for row in rows:
+                values = [getattr(row, column) for column in COLUMNS]
+                writer.writerow(
+                    [
+                        f"'{each}" if each[:1] in ("=", "+", "-", "@", "\t") else each
+                        for each in values
+                    ]
+                )
+            file.close()
+            os.replace(file.name, target)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def grade_folder(
+    folder: Path,
+    notebooks: Path,
+    limits: Limits,
+    wanted: str = "",
+    say: Callable[[str], None] = print,
+) -> list[Row]:
+    """The rows of all files of a folder, in the order of their names.
+
+    Raises:
+        EditionError: there are none, or no lesson has the number that is wanted.
+    """
+    if wanted and not any(notebooks.glob(f"{wanted}_*.ipynb")):
+        raise EditionError(f"there is no lesson {wanted!r} in {notebooks}")
+    paths = sorted(path for path in folder.glob("*") if path.is_file() and path.name[:1] != ".")
+    if not paths:
+        raise EditionError(f"there is nothing in {folder}: put the notebooks there")
+    lessons = lessons_of(notebooks)
+    rows = []
+    for path in paths:
+        start = time.perf_counter()
+        found = grade(path, lessons, limits, wanted)
+        marks = " ".join(row.verdict for row in found)
+        say(f"{_shown(path)}: {marks}  ({time.perf_counter() - start:.0f} s)")
+        rows += found
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=KEPT_OUT)
+    parser.add_argument("folder", type=Path, nargs="?", default=HANDED_IN)
+    parser.add_argument("--output", type=Path, default=TABLE, help="the table, as CSV")
+    parser.add_argument("--notebooks", type=Path, default=NOTEBOOKS, help="the course's own")
+    parser.add_argument("--lesson", default="", help='the lesson that was asked for, as in "02"')
+    parser.add_argument("--seconds", type=int, default=600, help="that a notebook may take")
+    parser.add_argument("--gigabytes", type=int, default=8, help="of memory (on Linux)")
+    chosen = parser.parse_args(arguments)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # what a killed kernel leaves unsaid
+    try:
+        limits = Limits(chosen.seconds, chosen.gigabytes)
+        rows = grade_folder(chosen.folder, chosen.notebooks, limits, chosen.lesson)
+        write_table(rows, chosen.output)
+    except (EditionError, ValueError, OSError) as error:
+        sys.exit(f"grade: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"grade: stopped; {chosen.output} is left as it was")
+    counts = [
+        f"{sum(row.verdict == mark for row in rows)} {mark}" for mark in (RIGHT, WRONG, TROUBLE)
+    ]
+    print(f"{chosen.output}: {', '.join(counts)}. {KEPT_OUT}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""A notebook's run in a kernel of its own: an empty folder, one thread, limits of time, memory and
+output."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from nbclient import NotebookClient
+from nbclient.exceptions import DeadKernelError
+from nbformat import NotebookNode
+
+LIBRARY = Path(__file__).resolve().parents[3]
+MOST_OUTPUT = 20 * 10**6  # characters of all cells; a lesson prints a tenth, pictures included
+_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one notebook may take.
+
+    Attributes:
+        seconds: of the clock, for all cells together.
+        gigabytes: of memory, in the kernel and in each process that it starts; only Linux enforces
+            it.
+    """
+
+    seconds: int = 600
+    gigabytes: int = 8
+
+    def __post_init__(self) -> None:
+        if self.seconds < 1 or self.gigabytes < 1:
+            raise ValueError(f"limits are positive, got {self}")
+
+
+class TooMuchOutput(Exception):
+    """More was printed than any lesson prints."""
+
+
+class Run(NotebookClient):
+    """Runs all cells of a notebook, in place; a cell that raises does not stop those below it.
+
+    Raises:
+        CellTimeoutError: the time is over.
+        DeadKernelError: the kernel crashed.
+        TooMuchOutput: as it says.
+    """
+
+    def __init__(self, notebook: NotebookNode, limits: Limits, folder: Path) -> None:
+        super().__init__(
+            notebook,
+            kernel_name="python3",  # whatever the notebook names
+            allow_errors=True,
+            timeout_func=lambda cell: max(1, int(self._end - time.monotonic())),
+            startup_timeout=120,
+            record_timing=False,
+        )
+        self._limits, self._printed = limits, 0
+        self._work, self._home = folder / "work", folder / "home"
+        for each in (self._work, self._home):
+            each.mkdir()
+        self._end = time.monotonic() + limits.seconds
+
+    def execute(self) -> NotebookNode:  # type: ignore[override]
+        """Start the kernel, run, and leave no process behind."""
+        before = {child.pid for child in psutil.Process().children(recursive=True)}
+        try:
+            return super().execute(
+                cwd=str(self._work), env=self._environment(), preexec_fn=self._limit_memory
+            )
+        except DeadKernelError:
+            if self._printed > MOST_OUTPUT:
+                raise TooMuchOutput from None
+            raise
+        finally:
+            for child in psutil.Process().children(recursive=True):
+                if child.pid not in before:
+                    child.kill()
+
+    async def async_start_new_kernel(self, **kwargs: Any) -> None:
+        """The time runs from when the kernel is there, and Ctrl-C ends more than this notebook."""
+        for each in (signal.SIGINT, signal.SIGTERM):  # at which nbclient would end the kernel alone
+            asyncio.get_running_loop().remove_signal_handler(each)
+        await super().async_start_new_kernel(**kwargs)
+        self._end = time.monotonic() + self._limits.seconds
+
+    def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> Any:
+        """An output, until there were too many: then the kernel goes, as a cell cannot be
+        stopped from here."""
+        self._printed += len(str(msg["content"]))
+        if self._printed > MOST_OUTPUT:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(self.km.provisioner.pid).kill()
+            return None
+        return super().process_message(msg, cell, cell_index)
+
+    def _environment(self) -> dict[str, str]:
+        """The course's library, one thread, and a home of its own."""
+        paths = [str(LIBRARY), *filter(None, [os.environ.get("PYTHONPATH")])]
+        own = {name: str(self._home) for name in ("HOME", "IPYTHONDIR", "TMPDIR", "MPLCONFIGDIR")}
+        threads = dict.fromkeys(_ONE_THREAD, "1")
+        return {**os.environ, **own, **threads, "PYTHONPATH": os.pathsep.join(paths)}
+
+    def _limit_memory(self) -> None:
+        """Runs in the kernel's process before the kernel does."""
+        import resource
+
+        most = self._limits.gigabytes * 10**9
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

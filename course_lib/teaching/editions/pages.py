@@ -1,0 +1,182 @@
+"""Each lesson as a notebook in one language, for VS Code, Colab and a code host's preview.
+
+    python -m course_lib.teaching.editions.pages [--output build/pages]
+
+Where folding and styles are not honoured, a stored lesson shows both languages and every solution.
+Here the prose and each output have one language, pictures are plain PNG, and a solution stands
+closed in prose below its attempt. The results are those of the stored notebooks; no cell runs.
+"""
+
+import html
+import re
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+from . import not_installed
+
+try:
+    import nbformat
+    from bs4 import BeautifulSoup
+    from nbformat import NotebookNode
+
+    from ..pictures import pictures_in
+    from ..switch import PER_LANGUAGE
+    from .address import addresses
+    from .cells import (
+        EditionError,
+        check_links,
+        check_outputs,
+        check_twins,
+        copy_files,
+        in_language,
+        is_solution,
+        output_folder,
+        read_lessons,
+        run_edition,
+        unguarded,
+        without_markers,
+    )
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(not_installed("pages", error))
+
+LANGUAGES = {"en": "zh", "zh": "en"}  # and the other one
+_KEPT = ("tags", "jupyter")  # of a cell's metadata; the rest is for slides and guides
+
+_INSTALL = {
+    "en": "# Where the course's library is missing, as in Colab, this installs it.",
+    "zh": "# 缺少课程的库时（例如在 Colab 里），在这里安装。",
+}
+_FIRST = {
+    "en": (
+        "*This notebook is in English alone, without the language buttons; [中文]({other})."
+        " Solutions are closed: click on “Show the solution”.*"
+    ),
+    "zh": (
+        "*这份 notebook 只有中文，没有语言按钮；[English]({other})。"
+        "答案都已收起：点“显示答案”展开。*"
+    ),
+}
+_SHOW = {"en": "Show the solution", "zh": "显示答案"}
+
+
+def build(notebooks: Path, output: Path) -> None:
+    """Write all lessons into a folder for each language, with the pictures and the glossary.
+
+    Raises:
+        EditionError: a notebook is broken or not executed, lacks a language, or links to a file
+            that is not there.
+    """
+    lessons = read_lessons(notebooks)
+    check_twins(notebooks, lessons)
+    check_outputs(notebooks, lessons)
+    project = notebooks.resolve().parent
+    urls = addresses(project) if (project / "pyproject.toml").exists() else {}
+    with output_folder(output) as folder:
+        for language in LANGUAGES:
+            (folder / language).mkdir()
+            copy_files(notebooks, folder / language, "GLOSSARY.md", "images/*.svg", "images/*.png")
+            for name, notebook in lessons.items():
+                try:
+                    page = one_language(notebook, language, name, urls.get("Repository", ""))
+                except EditionError as error:
+                    raise EditionError(f"{name}, {error}") from None
+                nbformat.write(page, folder / language / f"{name}.ipynb")
+        for language in LANGUAGES:
+            for name, notebook in read_lessons(folder / language).items():
+                check_links(name, notebook, folder / language)
+
+
+def one_language(notebook: NotebookNode, language: str, name: str, repository: str) -> NotebookNode:
+    """A stored lesson in one language.
+
+    Args:
+        name: the lesson's file, by which it links to its twin.
+        repository: the code host's address, from which the first cell installs the library; no
+            such cell where it is "".
+    """
+    page = deepcopy(notebook)
+    other = f"../{LANGUAGES[language]}/{name}.ipynb"
+    page.cells = [nbformat.v4.new_markdown_cell(_FIRST[language].format(other=other), id="edition")]
+    if repository:
+        page.cells.append(nbformat.v4.new_code_cell(_install(language, repository), id="install"))
+    for cell in notebook.cells:
+        page.cells.append(_cell(cell, language))
+    return page
+
+
+def _install(language: str, repository: str) -> str:
+    return (
+        f"{_INSTALL[language]}\nimport importlib.util\n\n"
+        'if importlib.util.find_spec("course_lib") is None:\n'
+        f'    %pip install -q "course_lib @ git+{repository}" matplotlib pandas ipywidgets'
+    )
+
+
+def _cell(cell: NotebookNode, language: str) -> NotebookNode:
+    cell = deepcopy(cell)
+    cell.metadata = {key: cell.metadata[key] for key in _KEPT if key in cell.metadata}
+    if cell.cell_type == "markdown":
+        number = re.match(r"#+ ([\d.]+ )", cell.source)
+        cell.source = in_language(cell.source, language)
+        if number and not re.match(rf"#+ {re.escape(number[1])}", cell.source):
+            cell.source = cell.source.replace("# ", f"# {number[1]}", 1)  # as the text refers to it
+        return cell
+    if _is_switch(cell):
+        cell.source = (
+            f'from course_lib.teaching import language\n\nlanguage("{language}", only=True)'
+        )
+        cell.outputs = []
+        return cell
+    outputs = [_output(output, language) for output in cell.outputs]
+    if is_solution(cell):
+        return nbformat.v4.new_markdown_cell(_closed(cell.source, outputs, language), id=cell.id)
+    cell.outputs = outputs
+    return cell
+
+
+def _is_switch(cell: NotebookNode) -> bool:
+    return any(
+        "course-language" in output.get("data", {}).get("text/html", "") for output in cell.outputs
+    )
+
+
+def _output(output: NotebookNode, language: str) -> NotebookNode:
+    """An output in the language; a figure is its one picture, described in the metadata."""
+    output = deepcopy(output)
+    data = output.get("data", {})
+    if pictures := pictures_in(data.get("text/html", "")):
+        picture = pictures[language]
+        return nbformat.v4.new_output(
+            "display_data",
+            {"image/png": picture.png, "text/plain": picture.alt},
+            metadata={"image/png": {"alt": picture.alt}},
+        )
+    if "text/html" in data:
+        soup = BeautifulSoup(data["text/html"], "html.parser")
+        for element in soup.find_all(PER_LANGUAGE, lang=LANGUAGES[language]):
+            element.decompose()
+        data["text/html"] = str(soup)
+    return output
+
+
+def _closed(source: str, outputs: list[NotebookNode], language: str) -> str:
+    """A solution with its verdicts as prose that opens on a click, where no reader folds cells."""
+    code = without_markers(unguarded(source))
+    parts = [f"<details>\n<summary>{_SHOW[language]}</summary>\n\n```python\n{code}\n```"]
+    for output in outputs:
+        data = output.get("data", {})
+        if "text/html" in data:
+            parts.append("\n".join(filter(str.strip, data["text/html"].splitlines())))
+        elif "image/png" in data:
+            words = html.escape(data["text/plain"])
+            parts.append(f'<img alt="{words}" src="data:image/png;base64,{data["image/png"]}">')
+        elif text := output.get("text", "") or data.get("text/plain", ""):
+            parts.append(f"```\n{text.strip()}\n```")
+    return "\n\n".join([*parts, "</details>"])
+
+
+if __name__ == "__main__":
+    run_edition(build, "pages", __doc__.splitlines()[0])

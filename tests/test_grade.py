@@ -1,0 +1,233 @@
+"""Grading: what a handed-in notebook is told, whatever it holds.
+
+Twenty submissions, with crashes, loops and cheats that take minutes, are in
+`twenty_submissions.py`, which is run by hand.
+"""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("nbclient")
+
+from course_lib.teaching.editions import fingerprint, grade
+from course_lib.teaching.editions.kernels import Limits
+from course_lib.teaching.editions.student import reason_id
+
+ROOT = Path(__file__).parents[1]
+CALL = "lesson_01.check_training_state(mine)"
+IMPORT = "from course_lib.lessons import lesson_01"
+
+
+@pytest.fixture(scope="module")
+def lessons():
+    return grade.lessons_of(ROOT / "notebooks")
+
+
+def submission(*sources, title="# 1 Where do the bytes go? / 字节去了哪里？"):
+    """Code cells under a lesson's title; a cell that is given stays as it is."""
+    make = nbformat.v4
+    cells = [make.new_code_cell(each) if isinstance(each, str) else each for each in sources]
+    return make.new_notebook(cells=[make.new_markdown_cell(title), *cells])
+
+
+def table_of(rows):
+    return {row.exercise: (row.verdict, row.message) for row in rows}
+
+
+# --- one run in a kernel ---
+
+RIGHT = """mine = dict(weights=6875648, parameter=27502592, gradient=27502592, optimizer=55005184)
+lesson_01.check_training_state(mine)"""
+
+
+def test_a_kernel_gives_the_verdicts_and_the_sentence_and_nothing_of_it_stays(tmp_path, lessons):
+    """A right answer, one that crashes its cell, one whose check is edited, one that is missing."""
+    reason = nbformat.v4.new_markdown_cell(
+        "**Why?**\n\nAdam keeps\ntwo.", id=reason_id("check_training_state")
+    )
+    notebook = submission(
+        IMPORT,
+        RIGHT,
+        reason,
+        "open('left', 'w').close()\nanswer = no_such_name\nlesson_01.check_adapter_bytes(answer)",
+        "import os\nassert os.listdir() == ['left'] and os.environ['OMP_NUM_THREADS'] == '1'\n"
+        "answer = 'many'\nlesson_01.check_largest_batch(answer)",
+        "print('✓ Right') or lesson_01.check_swiglu_bytes(1)",
+    )
+    path = tmp_path / "Ada\nL.ipynb"
+    path.write_text(nbformat.writes(notebook), "utf-8")
+    rows = grade.grade(path, lessons, Limits())
+    told = table_of(rows)
+    assert {(row.name, row.lesson) for row in rows} == {("Ada\\nL", "01")}
+    assert told["training_state"][0] == "✓" and "two for Adam" in told["training_state"][1]
+    assert told["adapter_bytes"] == ("✗", "NameError: name 'no_such_name' is not defined")
+    verdict, message = told["largest_batch"]
+    assert verdict == "✗" and "Error" not in message and "Hint" not in message
+    assert told["swiglu_bytes"] == ("!", "The line that calls its check was edited.")
+    assert told["meter"] == ("!", "Its check cell is missing.")
+    assert {row.exercise: row.sentence for row in rows}["training_state"].endswith(
+        "Adam keeps two."
+    )
+    assert "–" not in told and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_submission_of_lesson_00_which_crashes_does_not_stop_the_next(tmp_path, capsys):
+    """It has no exercises: the table says whether it ran to its end."""
+    title = "# 0 Start here / 从这里开始"
+    dies = submission("import os\nos._exit(1)", title=title)
+    runs = submission("1 + 1", "raise ValueError", title=title)
+    for name, notebook in (("a", dies), ("b", runs)):
+        (tmp_path / f"{name}.ipynb").write_text(nbformat.writes(notebook), "utf-8")
+    table = tmp_path / "out/table.csv"
+    grade.main([str(tmp_path), "--output", str(table), "--notebooks", str(ROOT / "notebooks")])
+    with open(table, encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["name"], row["lesson"], row["verdict"]) for row in rows] == [
+        ("a", "00", "!"),
+        ("b", "00", "✓"),
+    ]
+    assert "kernel died" in rows[0]["message"] and "to its end" in rows[1]["message"]
+    said = capsys.readouterr().out
+    assert "1 ✓, 0 ✗, 1 !" in said and said.rstrip().endswith(grade.KEPT_OUT)
+
+
+# --- what is no lesson ---
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "It is no notebook: Notebook does not appear to be JSON"),
+        ("[]", "It is no notebook: "),
+        (b"\xff\xfe", "It is no notebook: "),
+        ('{"cells": [], "nbformat": 4}', "It is no notebook: "),
+        (
+            submission("1", title="# Shopping"),
+            "It is no lesson of this course; its title is '# Sho",
+        ),
+        (submission("1", title="# 77 Where / 哪里"), "It is no lesson of this course"),
+        (nbformat.v4.new_notebook(), "It is no lesson of this course; its title is ''."),
+        (submission("1", title="# 2 What if / 会怎样"), "It is lesson 02, not 01."),
+    ],
+)
+def test_a_file_that_cannot_be_graded_is_one_sentence_in_the_table(
+    tmp_path, lessons, content, said
+):
+    path = tmp_path / "a.ipynb"
+    content = content if isinstance(content, str | bytes) else nbformat.writes(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    (row,) = grade.grade(path, lessons, Limits(), wanted="01")
+    assert (row.exercise, row.verdict) == ("–", "!") and row.message.startswith(said)
+    assert row.message.endswith(".") and "\n" not in row.message
+
+
+def test_a_folder_without_files_and_a_lesson_that_is_none_are_one_sentence(tmp_path, capsys):
+    here = ["--notebooks", str(ROOT / "notebooks")]
+    for arguments, said in (
+        ([str(tmp_path), *here], "there is nothing in"),
+        ([str(ROOT / "notebooks/images"), "--lesson", "zz", *here], "there is no lesson 'zz'"),
+        ([str(tmp_path), "--seconds", "0", *here], "limits are positive"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            grade.main([*arguments, "--output", str(tmp_path / "t.csv")])
+        assert str(stopped.value.code).startswith("grade: ") and said in str(stopped.value.code)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- edited checks ---
+
+
+@pytest.mark.parametrize(
+    ("source", "noticed"),
+    [
+        ("lesson_01.check_training_state = lambda answer: True", "changes lesson_01"),
+        ("lesson_01 = None", "changes lesson_01"),
+        ("def lesson_01(): pass", "changes lesson_01"),
+        ("setattr(lesson_01, 'check_meter', print)", "changes lesson_01"),
+        ("lesson_01.checks.__dict__['x'] = 1", "changes lesson_01"),
+        ("for lesson_01 in range(3): pass", "changes lesson_01"),
+        ("import mine as lesson_01", "changes lesson_01"),
+        ("from course_lib.teaching import exercises", "imports course_lib.teaching.exercises"),
+        ("import course_lib.teaching.exercises as e", "imports course_lib.teaching.exercises"),
+        (
+            "import course_lib.lessons.lesson_01.checks",
+            "imports course_lib.lessons.lesson_01.checks",
+        ),
+        ("mine = 1\ntable = 2\nfrom course_lib.memory import measure", None),
+        ("x = lesson_01.check_meter", None),
+        ("half a line of (", None),
+    ],
+)
+def test_what_a_cell_does_to_checks_is_noticed_and_what_an_answer_needs_is_not(
+    lessons, source, noticed
+):
+    found = list(grade.tampering(submission(IMPORT, source), lessons["01"]))
+    assert len(found) == (noticed is not None)
+    assert noticed is None or (found[0].startswith("Cell 3 ") and noticed in found[0])
+
+
+def test_no_cell_of_a_stored_lesson_or_of_its_solutions_is_taken_for_tampering(lessons):
+    from course_lib.teaching.editions.cells import read_lessons
+
+    for name, notebook in read_lessons(ROOT / "notebooks").items():
+        assert list(grade.tampering(notebook, lessons[name[:2]])) == []
+        places = grade.cells_of(notebook, lessons[name[:2]])
+        assert places.keys() == lessons[name[:2]].calls.keys()
+
+
+def test_a_check_that_is_called_in_another_way_is_edited(lessons):
+    lesson = lessons["01"]
+    for last, there in ((CALL, True), (f"{CALL}  # mine", True), (f"{CALL[:-1]} , )", True)):
+        assert bool(grade.cells_of(submission(f"mine = 1\n{last}"), lesson)) is there
+    for last in (f"{CALL} or 1", "lesson_01.check_training_state(other)", f"x = {CALL}"):
+        assert grade.cells_of(submission(f"mine = 1\n{last}"), lesson) == {}
+
+
+def test_a_changed_function_changes_the_fingerprint_of_its_module_and_another_process_does_not(
+    monkeypatch,
+):
+    from course_lib.lessons import lesson_01
+    from course_lib.teaching import exercises
+
+    program = (
+        "import json\nfrom course_lib.lessons import lesson_01\n"
+        "from course_lib.teaching.editions.fingerprint import fingerprints\n"
+        "print(json.dumps(fingerprints()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    import json
+
+    other, here = json.loads(done.stdout), fingerprint.fingerprints()
+    assert len(other) > 30 and {name: here[name] for name in other} == other
+    monkeypatch.setattr(exercises.Exercise, "__call__", lambda self, answer: exercises.right("Yes"))
+    assert (
+        fingerprint.fingerprints()["course_lib.teaching.exercises"]
+        != other["course_lib.teaching.exercises"]
+    )
+    check = lesson_01.check_training_state
+    monkeypatch.setattr(check.__wrapped__, "__code__", (lambda answer: True).__code__)
+    home = check.__wrapped__.__module__
+    assert fingerprint.fingerprints()[home] != other[home]
+
+
+# --- the table ---
+
+
+def test_no_cell_of_the_table_is_a_formula_and_an_error_leaves_the_old_one(tmp_path):
+    table = tmp_path / "t.csv"
+    sentence = '=HYPERLINK("x"), "quoted"'
+    grade.write_table([grade.Row("+a", "01", "meter", "✓", "ok", sentence)], table)
+    with open(table, encoding="utf-8-sig", newline="") as file:
+        _, row = csv.reader(file)
+    assert row == ["'+a", "01", "meter", "✓", "ok", f"'{sentence}"]
+    before = table.read_bytes()
+    with pytest.raises(AttributeError):
+        grade.write_table([None], table)
+    assert table.read_bytes() == before and list(tmp_path.iterdir()) == [table]
