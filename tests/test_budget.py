@@ -22,7 +22,6 @@ from properties import given, settings, st
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
-from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.budget import (
     RATES,
@@ -39,15 +38,14 @@ from course_lib.budget import (
 from course_lib.budget.known import Known, Search
 from course_lib.budget.refine import refine
 from course_lib.budget.show import added, steps_to
-from course_lib.budget.step import make_state, pieces_of, run_pieces
 from course_lib.budget.techniques import TECHNIQUES
 from course_lib.budget.techniques.attention import ATTENTIONS
 from course_lib.budget.techniques.checkpoints import CHECKPOINTS
 from course_lib.budget.techniques.micro_batches import pieces_allowed
 from course_lib.labels import chinese
-from course_lib.memory import CATEGORIES, MemoryBudgetExceeded, MemoryMeter, symbolic
+from course_lib.memory import CATEGORIES, MemoryBudgetExceeded
 from course_lib.models import Attention, Decoder, DecoderLayer, random_tokens
-from course_lib.offload import DiskStore, SymbolicStore
+from course_lib.offload import DiskStore
 from course_lib.offload.device import Cuda, Device
 from course_lib.schedule import Chain
 
@@ -309,21 +307,6 @@ def in_float64(model, batches, optimizer=torch.optim.SGD, **options):
         }
         optimizer.step()
     return model, gradients, losses
-
-
-@pytest.mark.parametrize(
-    ("recipe", "tied"), [*((r, True) for r in EQUAL), *((r, False) for r in EQUAL[::6])], ids=str
-)
-def test_the_gradient_of_every_recipe_is_the_plain_one_and_every_parameter_steps_once(recipe, tied):
-    make = partial(tiny, tied=tied)
-    expected, gradients, losses = in_float64(make(), [tiny_batch()], lr=1.0)
-    model, seen, found = stepped(make, replace(recipe, optimizer="sgd"), [tiny_batch()])
-    assert sorted(name for name, _ in seen) == sorted(gradients)
-    for name, gradient in seen:
-        assert_close(gradient.double(), gradients[name], rtol=1e-4, atol=2e-7)
-    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
-        assert_close(p.double(), q, rtol=1e-5, atol=1e-6)
-    assert found == pytest.approx(losses, rel=1e-6)
 
 
 def distance(found, gradients):
@@ -760,47 +743,6 @@ few, few_batch = tiny, partial(tiny_batch, 16)
 
 SGD = Recipe(optimizer="sgd")
 DOWN = {"offload_activations": True, "min_bytes": 1000}
-MEASURED = [
-    Recipe(),
-    Recipe(optimizer="sgd"),
-    Recipe(attention="flash"),
-    Recipe(checkpoint="selective"),
-    Recipe(checkpoint="segments", segments=3),
-    Recipe(checkpoint="optimal", schedule_bytes=4_000_000),
-    Recipe(**DOWN),
-    Recipe(**DOWN, checkpoint="layers"),
-    Recipe(**DOWN, checkpoint="segments", segments=4, attention="flash"),
-    Recipe(offload_optimizer=1.0),
-    Recipe(offload_optimizer=0.5),
-    Recipe(head_chunk=50),
-    Recipe(in_backward=True),
-    Recipe(in_backward=True, offload_optimizer=0.5, head_chunk=100, attention="flash"),
-    Recipe(micro_batches=3),
-    Recipe(micro_batches=8, checkpoint="selective", attention="flash"),
-    Recipe(precision="bf16"),
-    Recipe(precision="bf16", optimizer="sgd", in_backward=True),
-    Recipe(
-        precision="bf16",
-        attention="flash",
-        checkpoint="layers",
-        head_chunk=16,
-        micro_batches=8,
-        offload_optimizer=1.0,
-    ),
-    Recipe(**DOWN, precision="bf16", offload_optimizer=0.5, micro_batches=3),
-    Recipe(
-        attention="flash",
-        checkpoint="optimal",
-        schedule_bytes=2_000_000,
-        in_backward=True,
-        head_chunk=64,
-    ),
-    Recipe(**DOWN, attention="flash", micro_batches=2, offload_optimizer=0.5),
-    Recipe(**DOWN, prefetch=0, in_flight=0),
-    Recipe(**DOWN, prefetch=2, in_flight=4, checkpoint="layers"),
-    Recipe(**DOWN, prefetch=3, in_flight=2, offload_optimizer=1.0, page_bytes=30_000),
-    Recipe(precision="bf16", page_bytes=1),
-]
 
 
 def assert_measured(make_model, make_batch, recipe):
@@ -817,75 +759,7 @@ def assert_measured(make_model, make_batch, recipe):
     return guess, real
 
 
-DROPPING = partial(tiny, dropout=0.1)
-
-
 class TestEstimatesOfASmallDecoder:
-    @pytest.mark.parametrize("recipe", MEASURED, ids=repr)
-    def test_bytes_and_flops_are_those_that_are_measured(self, recipe):
-        guess, real = assert_measured(small, small_batch, recipe)
-        # else a page of masters counts as parameters, or not
-        if guess.phase_peaks["optimizer"] < guess.peak_bytes:
-            for category in ("parameter", "optimizer", "gradient"):
-                assert guess.at_peak[category] == real.meter.at_peak()[category]
-        samples = [
-            sample for sample in real.meter.timeline if sample.live_bytes == real.meter.peak_bytes
-        ]
-        assert guess.operator == samples[0].operator
-        with FlopCounterMode(display=False) as counter:
-            run(small, small_batch, recipe)
-        assert guess.flops == counter.get_total_flops() > 0
-
-    @pytest.mark.parametrize("recipe", [MEASURED[5], MEASURED[19]], ids=repr)
-    @pytest.mark.parametrize(
-        "make",
-        [
-            partial(tiny, tied=False),
-            DROPPING,
-            lambda: (lambda decoder: (decoder.tokens.requires_grad_(False), decoder)[1])(
-                tiny(tied=False)
-            ),
-        ],
-        ids=["untied", "dropout", "frozen"],
-    )
-    def test_bytes_are_those_that_are_measured_of_other_decoders_too(self, make, recipe):
-        if recipe.checkpoint == "optimal":
-            recipe = replace(recipe, schedule_bytes=600_000)
-        assert_measured(make, partial(tiny_batch, 6), recipe)
-
-    @pytest.mark.parametrize(
-        "recipe",
-        [Recipe(), Recipe(**DOWN, precision="bf16", offload_optimizer=1.0, head_chunk=10)],
-        ids=repr,
-    )
-    def test_two_micro_batches_and_the_remainder_stand_for_all(self, recipe):
-        one, batch = partial(tiny, layers=1), partial(tiny_batch, 5)
-        for pieces in (3, 5):
-            trial = replace(recipe, micro_batches=pieces)
-            with symbolic():
-                store = SymbolicStore()
-                torch.set_default_dtype(trial.dtype)
-                try:
-                    model, optimizer = build(one, trial, store=store)
-                    micro_batches = pieces_of(batch(), pieces)
-                finally:
-                    torch.set_default_dtype(torch.float32)
-                make_state(model, optimizer)
-                before = copy.copy(store.stats)
-                with MemoryMeter(model, optimizer) as meter:
-                    run_pieces(model, optimizer, micro_batches, trial, store=store)
-                down = store.stats.bytes_down - before.bytes_down
-                up = store.stats.bytes_up - before.bytes_up
-                with FlopCounterMode(display=False) as counter:
-                    run_pieces(model, optimizer, micro_batches, trial, store=store)
-            guess = estimate(one, batch, trial)
-            assert guess.peak_bytes == meter.peak_bytes
-            assert (guess.bytes_down, guess.bytes_up, guess.flops) == (
-                down,
-                up,
-                counter.get_total_flops(),
-            )
-
     def test_micro_batches_cost_nothing_but_time_for_each_that_is_run(self):
         runs = []
 
