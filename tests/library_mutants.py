@@ -385,9 +385,13 @@ def survives(mutant: Mutant, folder: Path, limit_s: int = LIMIT_S) -> tuple[str,
         code = _forked([str(name) for name in names if name.exists()], folder, limit_s)
     finally:
         file.write_text(text, encoding="utf-8")
-    return {0: "survived", 1: "killed", 2: "killed", -signal.SIGXCPU: "slow"}.get(
-        code, f"exit {code}"
-    ), _cpu_s() - started
+    return {
+        0: "survived",
+        1: "killed",
+        2: "killed",
+        -signal.SIGXCPU: "slow",
+        -signal.SIGALRM: "slow",
+    }.get(code, f"exit {code}"), _cpu_s() - started
 
 
 def _forked(names: list[str], folder: Path, limit_s: int) -> int:
@@ -397,6 +401,8 @@ def _forked(names: list[str], folder: Path, limit_s: int) -> int:
         code = 3
         try:
             resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 5))
+            signal.alarm(10 * limit_s)  # where it waits for ever
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup has it ignored
             os.environ["PYTHONPATH"] = str(folder)
             here = (ROOT, ROOT / "tests")  # of which nothing has been imported yet
             others = [path for path in sys.path if Path(path or ".").resolve() not in here]
