@@ -8,13 +8,13 @@ import inspect
 import itertools
 import math
 import pickle
-import subprocess
-import sys
+import resource
 import warnings
 import weakref
 from contextlib import nullcontext
 from dataclasses import FrozenInstanceError, replace
 from functools import cache, lru_cache, partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -330,7 +330,7 @@ def test_in_bf16_the_gradient_is_as_near_as_the_plain_one_in_bf16(recipe):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("recipe", [Recipe(), *EQUAL[3::7]], ids=repr)
+@pytest.mark.parametrize("recipe", [Recipe(), *EQUAL[3::14]], ids=repr)
 def test_two_steps_of_adam_are_those_of_the_plain_adamw(recipe, fraction):
     batches = [tiny_batch(seed=seed) for seed in (0, 1)]
     # small gradients, such as those of keys' biases, which are zero, stay small
@@ -868,10 +868,13 @@ def test_a_backward_pass_in_the_forward_pass_takes_what_is_measured(copies):
     assert_measured(Critic, partial(torch.randn, 64, 64), Recipe(**DOWN, **copies))
 
 
+STATM = Path("/proc/self/statm")  # what this process takes, first in pages of its addresses
+
+
 def large():
-    """About 110 million parameters. For real all are zero, since drawing them takes longer than the
+    """About 20 million parameters. For real all are zero, since drawing them takes longer than the
     step."""
-    sizes = {"vocabulary": 32000, "hidden": 768, "heads": 12, "layers": 12, "sequence": 64}
+    sizes = {"vocabulary": 16000, "hidden": 512, "heads": 8, "layers": 4, "sequence": 64}
     if torch._guards.detect_fake_mode() is not None:
         return Decoder(**sizes)
     with torch.device("meta"):
@@ -885,44 +888,29 @@ def large():
 
 
 def large_batch():
-    return random_tokens(2, 64, 32000)
+    return random_tokens(2, 64, 16000)
 
 
-class TestEstimatesOf100MillionParameters:
-    @pytest.mark.parametrize(
-        "recipe",
-        [
-            # bf16 is slow on many CPUs
-            Recipe(optimizer="sgd", checkpoint="segments", segments=4, **DOWN),
-        ],
-        ids=repr,
-    )
-    def test_bytes_are_those_that_are_measured(self, recipe):
+class TestEstimatesOfManyParameters:
+    def test_bytes_are_those_that_are_measured(self):
+        recipe = Recipe(optimizer="sgd", checkpoint="segments", segments=2, **DOWN)
         guess, _ = assert_measured(large, large_batch, recipe)
-        assert guess.peak_bytes > 200_000_000
+        assert guess.peak_bytes > 80_000_000
 
+    @pytest.mark.skipif(not STATM.exists(), reason="needs Linux's /proc")
     def test_a_7_b_estimate_takes_no_memory_to_speak_of(self):
-        program = """
-import resource
-from course_lib.budget import Recipe, estimate
-from course_lib.models import Decoder, random_tokens
-from functools import partial
-used = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-sizes = dict(heads=32, sequence=4096, vocabulary=32000)
-batch = partial(random_tokens, 8, 4096, 32000)
-estimate(partial(Decoder, hidden=64, layers=1, **sizes), batch, Recipe())
-before = used()
-recipe = Recipe(precision="bf16", attention="flash", checkpoint="layers", micro_batches=8)
-found = estimate(partial(Decoder, hidden=8192, layers=8, **sizes), batch, recipe)
-print(found.peak_bytes, used() - before)
-"""
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        peak, grown = map(int, done.stdout.split())
-        assert peak > 16 * 6.5e9  # parameters, gradients, masters and moments of seven billion
-        assert grown < 1e9
+        sizes = {"hidden": 8192, "layers": 8, "heads": 32, "sequence": 4096, "vocabulary": 32000}
+        batch = partial(random_tokens, 8, 4096, 32000)
+        recipe = Recipe(precision="bf16", attention="flash", checkpoint="layers", micro_batches=8)
+        now = int(STATM.read_text().split()[0]) * resource.getpagesize()
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (now + 10**9, limits[1]))
+        try:
+            found = estimate(partial(Decoder, **sizes), batch, recipe)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        # parameters, gradients, masters and moments of seven billion
+        assert found.peak_bytes > 16 * 6.5e9
 
 
 # ---- the meter's budget
@@ -1004,8 +992,8 @@ def test_a_store_that_is_given_stays_open_and_one_that_is_not_is_closed(monkeypa
 # ---- what fits
 
 
-def searched():
-    return Decoder(vocabulary=200, hidden=32, heads=4, layers=2, sequence=32)
+def searched(layers=2):
+    return Decoder(vocabulary=200, hidden=32, heads=4, layers=layers, sequence=32)
 
 
 def searched_batch():
@@ -1080,7 +1068,7 @@ def every(recipes=EVERY):
 class TestSearch:
     def test_nothing_is_cheaper_than_what_is_found(self):
         budget = int(0.75 * remembered(searched, searched_batch, SGD).peak_bytes)
-        fitting = [e for e in every().values() if e.peak_bytes <= budget]
+        fitting = [e for e in every(EVERY[::6]).values() if e.peak_bytes <= budget]
         found = fit(
             searched, searched_batch, budget, base=SGD, rates=RATE, tier="file", progress=False
         )
@@ -1138,18 +1126,18 @@ class TestSearch:
         assert caught.value.least.recipe == inside
 
     def test_a_budget_below_the_least_names_the_least_and_its_recipe(self):
-        base, four = SGD, partial(random_tokens, 4, 32, 200)
+        base, asked = SGD, (partial(searched, layers=1), partial(random_tokens, 2, 8, 200))
         with pytest.raises(InfeasibleBudget) as caught:
-            fit(searched, four, 1000, base=base, tier="file", progress=False)
+            fit(*asked, 1000, base=base, tier="file", progress=False)
         error = caught.value
-        assert estimate(searched, four, error.least.recipe).peak_bytes == error.least.peak_bytes
+        assert estimate(*asked, error.least.recipe).peak_bytes == error.least.peak_bytes
         assert f"{error.least.peak_bytes:,} bytes" in str(error) and repr(
             error.least.recipe
         ) in str(error)
         assert "\n" not in str(error) and str(error).startswith("budget_bytes is ")
         assert error.budget_bytes == 1000 and error.least_bytes == error.least.peak_bytes
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
-        found = fit(searched, four, error.least.peak_bytes, base=base, tier="file", progress=False)
+        found = fit(*asked, error.least.peak_bytes, base=base, tier="file", progress=False)
         assert found[0].peak_bytes <= error.least.peak_bytes
 
     def test_all_that_fits_by_the_search_fits_when_it_is_run(self):
