@@ -230,24 +230,6 @@ def test_what_is_no_tensor_goes_into_every_piece():
     assert all(piece[name] is value for piece in pieces for name, value in constants.items())
 
 
-@pytest.mark.parametrize(
-    ("batch", "size", "error", "name"),
-    [
-        ({"a": torch.ones(4), "b": (torch.ones(3),)}, 2, ValueError, "batch"),
-        ((torch.ones(4), torch.tensor(1.0)), 2, ValueError, "batch"),
-        ({"max_len": 3}, 2, TypeError, "batch"),
-        ([1, 2, 3], 2, TypeError, "batch"),
-        (None, 2, TypeError, "batch"),
-        ("tokens", 2, TypeError, "batch"),
-        (torch.ones(4), 0, ValueError, "micro_batch_size"),
-        (torch.ones(4), 2.0, TypeError, "micro_batch_size"),
-    ],
-)
-def test_a_batch_that_cannot_be_split_is_refused_at_the_call(batch, size, error, name):
-    with pytest.raises(error, match=rf"^{name} is .*; it takes .+"):
-        split(batch, size)
-
-
 # ---- the gradient and the loss of the full batch
 
 
@@ -719,36 +701,7 @@ def linear():
         return nn.Linear(2, 1)
 
 
-class Sharded(nn.Linear):
-    def set_requires_gradient_sync(self, wanted):
-        pass
-
-
 OTHER = nn.Linear(2, 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"model": lambda: Sharded(2, 1)}, TypeError),
-        ({"optimizer": lambda p: "SGD"}, TypeError),
-        ({"optimizer": lambda p: []}, ValueError),
-        ({"optimizer": lambda p: [torch.optim.SGD(p), "SGD"]}, TypeError),
-        ({"optimizer": lambda p: [torch.optim.SGD(p), torch.optim.SGD(p[:1])]}, ValueError),
-        ({"max_norm": 0}, ValueError),
-        ({"autocast_dtype": torch.float32}, ValueError),
-        ({"accumulate": torch.float32}, ValueError),
-        ({"sync": "never"}, ValueError),
-        ({"in_buckets": True}, ValueError),
-        ({"scaler": 1024.0}, TypeError),
-    ],
-)
-def test_arguments_that_cannot_work_are_refused_when_the_step_is_made(changes, error):
-    model = changes.get("model", linear)()
-    optimizer = changes.get("optimizer", torch.optim.SGD)([*model.parameters()])
-    options = {name: changes[name] for name in changes if name not in ("model", "optimizer")}
-    with pytest.raises(error, match=rf"^{next(iter(changes))} is .*; it takes .+"):
-        AccumulatedStep(model, optimizer, loss_sum, **options)
 
 
 def test_a_disabled_scaler_is_none():

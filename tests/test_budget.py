@@ -188,45 +188,6 @@ def test_the_words_of_a_recipe_name_pages_and_copies_that_are_not_the_usual_ones
     ]
 
 
-BAD_FIELDS = [
-    *(
-        ({name: "fp16"}, name)
-        for name in ("precision", "optimizer", "attention", "checkpoint", "update", "accumulate")
-    ),
-    *(({"offload_optimizer": value}, "offload_optimizer") for value in (1.5, math.nan, None)),
-    *(({name: 1}, name) for name in ("offload_activations", "in_backward")),
-    *(({"checkpoint": "segments", "segments": value}, "segments") for value in (0, None, 2.0)),
-    *(
-        ({"checkpoint": "optimal", "schedule_bytes": value}, "schedule_bytes")
-        for value in (-3, None)
-    ),
-    *(({name: value}, name) for name in ("head_chunk", "micro_batches") for value in (0, "2")),
-    ({"min_bytes": -1}, "min_bytes"),
-    *(({name: value}, name) for name in ("prefetch", "in_flight") for value in (-1, 1.0, True)),
-    *(({"page_bytes": value}, "page_bytes") for value in (0, None, 2.5)),
-    ({"micro_batches": None}, "micro_batches"),
-    ({"checkpoint": "layers", "segments": 2}, "segments"),
-    ({"checkpoint": "segments", "segments": 2, "schedule_bytes": 2}, "schedule_bytes"),
-    ({"checkpoint": "selective", "offload_activations": True}, "offload_activations"),
-    ({"in_backward": True, "micro_batches": 2}, "in_backward"),
-    ({"in_backward": True, "accumulate": "fp32"}, "accumulate"),
-    ({"checkpoint": "layers", "blocks": 3}, "blocks"),
-    ({"checkpoint": "layers", "blocks": ()}, "blocks"),
-    ({"blocks": "layers.*"}, "blocks"),
-    ({"checkpoint": "selective", "first_blocks": 0}, "first_blocks"),
-    ({"first_blocks": 2}, "first_blocks"),
-    ({"optimizer": "adafactor", "update": "fused"}, "update"),
-    ({"optimizer": "adam8bit", "update": "foreach"}, "update"),
-    ({"optimizer": "adafactor", "offload_optimizer": 0.5}, "offload_optimizer"),
-]
-
-
-@pytest.mark.parametrize(("fields", "name"), BAD_FIELDS)
-def test_a_field_that_cannot_be_is_refused_in_one_sentence_that_names_it(fields, name):
-    with pytest.raises((TypeError, ValueError), match=rf"^{name} is [^\n]*; it takes [^\n]+$"):
-        Recipe(**fields)
-
-
 @settings(max_examples=30, deadline=None)
 @given(samples=st.integers(1, 200))
 def test_micro_batches_are_allowed_where_all_but_the_last_are_equal(samples):
@@ -1393,53 +1354,6 @@ def test_an_operator_whose_memory_does_not_show_is_refused():
     with torch.backends.mkldnn.flags(enabled=False):
         guess = estimate(Recurrent, batch, Recipe())
         assert guess.peak_bytes == run(Recurrent, batch, Recipe()).meter.peak_bytes
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"budget_bytes": 0}, ValueError),
-        ({"budget_bytes": "24GB"}, TypeError),
-        ({"tier": "disk"}, ValueError),
-        ({"rates": "B9000"}, ValueError),
-        ({"base": "bf16"}, TypeError),
-        ({"recipes": []}, ValueError),
-        ({"recipes": [Recipe(), "flash"]}, TypeError),
-        ({"make_model": 3}, TypeError),
-        ({"make_batch": tiny_batch()}, TypeError),
-        ({"loss_sum": "mean"}, TypeError),
-    ],
-)
-def test_what_cannot_be_searched_is_refused_in_one_sentence(options, error):
-    [name] = options
-    options = {
-        "make_model": tiny,
-        "make_batch": tiny_batch,
-        "budget_bytes": 10**9,
-        "progress": False,
-        **options,
-    }
-    with pytest.raises(error, match=rf"^{name} is [^\n]*; it takes [^\n]+$"):
-        fit(**options)
-
-
-@pytest.mark.parametrize("function", [estimate, run])
-def test_what_cannot_be_run_is_refused_in_one_sentence(function):
-    for arguments, name in (
-        ((3, tiny_batch, Recipe()), "make_model"),
-        ((tiny, tiny_batch(), Recipe()), "make_batch"),
-        ((tiny, lambda: 3, Recipe()), "batch"),
-        ((tiny, tiny_batch, "flash"), "recipe"),
-    ):
-        with pytest.raises(TypeError, match=rf"^{name} is .*; it takes .+$"):
-            function(*arguments)
-    for wrong, name in (
-        (partial(build, tiny, None), "recipe"),
-        (partial(build, tiny(), Recipe()), "make_model"),
-        (partial(run, tiny, tiny_batch, Recipe(), store="x"), "store"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=rf"^{name} is .*; it takes .+$"):
-            wrong()
 
 
 def test_a_recipe_that_cannot_be_does_not_stop_the_others():

@@ -1331,35 +1331,6 @@ def test_what_is_an_error_in_pytorch_is_one_here_and_begins_alike(case):
     assert messages[0] == messages[1]
 
 
-REFUSALS = {
-    "chunk": (TypeError, lambda: checkpointed_loss(*loss_case(), chunk=1.5)),
-    "reduction": (ValueError, lambda: checkpointed_loss(*loss_case(), chunk=1, reduction="none")),
-    "hidden": (
-        ValueError,
-        lambda: checkpointed_loss(torch.zeros(1, 7, 5), *loss_case()[1:], chunk=1),
-    ),
-    "segments": (
-        ValueError,
-        lambda: checkpoint_sequential([torch.sin] * 3, 4, leaf(3), use_reentrant=False),
-    ),
-    "policy's answer for aten.sin.default": (
-        TypeError,
-        lambda: checkpoint(torch.sin, leaf(3), **selective(lambda *args, **kwargs: None)),
-    ),
-    "model": (TypeError, lambda: checkpoint_blocks(torch.sin)),
-    "every": (ValueError, lambda: checkpoint_blocks(decoder(), every=4)),
-    "first": (ValueError, lambda: checkpoint_blocks(decoder(), first=0)),
-    "blocks": (TypeError, lambda: checkpoint_blocks(decoder(), 3)),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_a_refusal_names_the_argument_what_it_got_and_what_it_takes(name):
-    error, call = REFUSALS[name]
-    with pytest.raises(error, match=rf"^{name} is .*; it takes .+"):
-        call()
-
-
 # ---- the blocks of any model
 
 

@@ -2414,50 +2414,6 @@ def test_grouped_query_attention_keeps_fewer_keys_and_values():
     assert standard == {"q": 65_536, "k": 16_384, "v": 16_384, "p": 2 * 8 * 64 * 64 * 4}
 
 
-# ---- refusals
-
-LAYER = {"sequence": 16, "batch": 2, "hidden": 32, "heads": 4}
-HEADS = {"sequence": 16, "batch": 2, "heads": 4, "head_dim": 8}
-STATE = {"parameters": 1, "recipe": "fp32-sgd"}
-
-
-@pytest.mark.parametrize(
-    ("function", "good", "bad"),
-    [
-        (
-            MemoryMeter,
-            {},
-            {"budget_bytes": [-1, 0, 1.5, True, "1 GB"], "block_bytes": [0], "model": [[1]]},
-        ),
-        (MemoryMeter, {}, {"optimizer": [nn.Linear(1, 1)], "device": [0, True, ["cpu"]]}),
-        (
-            measure,
-            {"step": print},
-            {"step": [3], "model": ["m"], "optimizer": ["adam"], "warmup": [-1, 0.5]},
-        ),
-        (measure, {"step": print}, {"repeats": [-1, True]}),
-        (saved_tensors, {}, {"function": [3]}),
-        (
-            transformer_activation_bytes,
-            LAYER,
-            {"heads": [5, True], "layers": [0], "batch": [-2], "mask_bytes": [-1]},
-        ),
-        (
-            transformer_activation_bytes,
-            LAYER,
-            {"sequence": [1.5], "hidden": ["64", float("nan")], "recompute": ["x"]},
-        ),
-        (attention_saved_bytes, HEADS, {"kv_heads": [0, 3], "head_dim": [0], "kind": ["fast"]}),
-        (training_state_bytes, STATE, {"parameters": [0, None, float("inf")], "recipe": ["adam"]}),
-    ],
-)
-def test_a_refusal_names_the_argument_what_it_got_and_what_it_takes(function, good, bad):
-    for name, values in bad.items():
-        for value in values:
-            with pytest.raises((TypeError, ValueError), match=rf"^{name} is .+; it takes .+"):
-                function(**{**good, name: value})
-
-
 # ---- showing
 
 
