@@ -244,7 +244,7 @@ MUTANTS = [
             "x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype)",
             "x.to(dtype)",
         ),
-        ("budget", "budget/rates.py", "(1 - 1 / recipe.ranks) / wire", "/ wire"),
+        ("budget", "budget/rates.py", " * (1 - 1 / recipe.ranks) / wire", " / wire"),
         ("budget", "budget/rates.py", "1 - in_flight / together", "1 - prefetch / together"),
         (
             "budget",
