@@ -741,6 +741,14 @@ def test_a_model_made_in_the_block_and_not_given_is_known_by_its_leaves():
     assert at_end(meter) == dict.fromkeys(CATEGORIES, 0) | expected
 
 
+def test_what_a_model_has_when_the_block_ends_is_its_own():
+    model = nn.Linear(WIDTH, WIDTH)
+    with MemoryMeter(model) as meter:
+        model.to(torch.bfloat16)
+        one_more_sample()
+    assert at_end(meter)["parameter"] == bytes_of(model.parameters()) == 2 * WIDTH * (WIDTH + 1)
+
+
 def test_buffers_of_a_given_model_are_buffers():
     model = nn.BatchNorm1d(16)
     with MemoryMeter(model) as meter:
@@ -2390,6 +2398,7 @@ def test_fused_attention_keeps_no_probabilities():
         found = saved_tensors(F.scaled_dot_product_attention, *heads_of(1, 12, 512, 64))
     expected = attention_saved_bytes(**shape)
     assert found.total_bytes == sum(expected.values()) == 6_316_032
+    assert attention_saved_bytes(**shape, dtype_bytes=2)["lse"] == expected["lse"]  # in fp32
     assert {row.argument: row.bytes for row in found} == {
         "query": expected["q"],
         "key": expected["k"],

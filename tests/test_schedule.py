@@ -231,6 +231,11 @@ def test_segments_of_uneven_stages_have_the_least_peak_of_all_cuts():
             assert simulate(segments(chain, count), chain).peak_bytes == least
 
 
+def test_where_a_stage_saves_four_times_a_boundary_the_best_count_is_twice_the_square_root():
+    chain = Chain((Stage(1, 2, 1, 4),) * 16, 1)
+    assert sqrt_segments(chain) == segments(chain, 8)
+
+
 @pytest.mark.parametrize("length", [16, 36, 64, 100])
 def test_the_square_root_of_the_length_is_the_best_count_where_a_boundary_costs_as_much_as_a_stage(
     length,
