@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import argparse
 import csv
-import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import combinations
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import brute_force_fit
 from brute_force_fit import CASES, DECODER, RATES, Case
+from pairwise import rows
 
 from course_lib._check import InfeasibleBudget
 from course_lib.budget import Estimate, Recipe, estimate, fit
@@ -68,26 +68,6 @@ MIN_BYTES, SCHEDULE = 1000, 1.25  # small activations go down; of the least byte
 
 
 # ---- cases: (model, tier, recipe)
-
-
-def rows(levers: dict[str, tuple], valid: Callable[[dict], bool], seed: int) -> list[dict]:
-    """Rows that hold every pair of two levers' values that goes together, some pairs more than
-    once."""
-    draw, found = random.Random(seed), []
-    candidates = [
-        {name: draw.choice(values) for name, values in levers.items()} for _ in range(4000)
-    ]
-    candidates = list(filter(valid, candidates))
-    todo = set().union(*map(pairs, candidates))
-    while todo:
-        best = max(candidates, key=lambda row: len(todo & pairs(row)))
-        found.append(best)
-        todo -= pairs(best)
-    return found
-
-
-def pairs(row: dict) -> set:
-    return set(combinations(row.items(), 2))
 
 
 def recipe_of(row: dict, blocks=None, schedule_bytes: int = 1) -> Recipe:

@@ -8,21 +8,21 @@ import inspect
 import itertools
 import math
 import pickle
-import subprocess
-import sys
+import resource
 import warnings
 import weakref
 from contextlib import nullcontext
 from dataclasses import FrozenInstanceError, replace
 from functools import cache, lru_cache, partial
+from pathlib import Path
 
 import pytest
 import torch
+from pairwise import rows
 from properties import given, settings, st
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
-from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.budget import (
     RATES,
@@ -39,15 +39,14 @@ from course_lib.budget import (
 from course_lib.budget.known import Known, Search
 from course_lib.budget.refine import refine
 from course_lib.budget.show import added, steps_to
-from course_lib.budget.step import make_state, pieces_of, run_pieces
 from course_lib.budget.techniques import TECHNIQUES
 from course_lib.budget.techniques.attention import ATTENTIONS
 from course_lib.budget.techniques.checkpoints import CHECKPOINTS
 from course_lib.budget.techniques.micro_batches import pieces_allowed
 from course_lib.labels import chinese
-from course_lib.memory import CATEGORIES, MemoryBudgetExceeded, MemoryMeter, symbolic
+from course_lib.memory import CATEGORIES, MemoryBudgetExceeded
 from course_lib.models import Attention, Decoder, DecoderLayer, random_tokens
-from course_lib.offload import DiskStore, SymbolicStore
+from course_lib.offload import DiskStore
 from course_lib.offload.device import Cuda, Device
 from course_lib.schedule import Chain
 
@@ -190,45 +189,6 @@ def test_the_words_of_a_recipe_name_pages_and_copies_that_are_not_the_usual_ones
     ]
 
 
-BAD_FIELDS = [
-    *(
-        ({name: "fp16"}, name)
-        for name in ("precision", "optimizer", "attention", "checkpoint", "update", "accumulate")
-    ),
-    *(({"offload_optimizer": value}, "offload_optimizer") for value in (1.5, math.nan, None)),
-    *(({name: 1}, name) for name in ("offload_activations", "in_backward")),
-    *(({"checkpoint": "segments", "segments": value}, "segments") for value in (0, None, 2.0)),
-    *(
-        ({"checkpoint": "optimal", "schedule_bytes": value}, "schedule_bytes")
-        for value in (-3, None)
-    ),
-    *(({name: value}, name) for name in ("head_chunk", "micro_batches") for value in (0, "2")),
-    ({"min_bytes": -1}, "min_bytes"),
-    *(({name: value}, name) for name in ("prefetch", "in_flight") for value in (-1, 1.0, True)),
-    *(({"page_bytes": value}, "page_bytes") for value in (0, None, 2.5)),
-    ({"micro_batches": None}, "micro_batches"),
-    ({"checkpoint": "layers", "segments": 2}, "segments"),
-    ({"checkpoint": "segments", "segments": 2, "schedule_bytes": 2}, "schedule_bytes"),
-    ({"checkpoint": "selective", "offload_activations": True}, "offload_activations"),
-    ({"in_backward": True, "micro_batches": 2}, "in_backward"),
-    ({"in_backward": True, "accumulate": "fp32"}, "accumulate"),
-    ({"checkpoint": "layers", "blocks": 3}, "blocks"),
-    ({"checkpoint": "layers", "blocks": ()}, "blocks"),
-    ({"blocks": "layers.*"}, "blocks"),
-    ({"checkpoint": "selective", "first_blocks": 0}, "first_blocks"),
-    ({"first_blocks": 2}, "first_blocks"),
-    ({"optimizer": "adafactor", "update": "fused"}, "update"),
-    ({"optimizer": "adam8bit", "update": "foreach"}, "update"),
-    ({"optimizer": "adafactor", "offload_optimizer": 0.5}, "offload_optimizer"),
-]
-
-
-@pytest.mark.parametrize(("fields", "name"), BAD_FIELDS)
-def test_a_field_that_cannot_be_is_refused_in_one_sentence_that_names_it(fields, name):
-    with pytest.raises((TypeError, ValueError), match=rf"^{name} is [^\n]*; it takes [^\n]+$"):
-        Recipe(**fields)
-
-
 @settings(max_examples=30, deadline=None)
 @given(samples=st.integers(1, 200))
 def test_micro_batches_are_allowed_where_all_but_the_last_are_equal(samples):
@@ -311,21 +271,6 @@ def in_float64(model, batches, optimizer=torch.optim.SGD, **options):
     return model, gradients, losses
 
 
-@pytest.mark.parametrize(
-    ("recipe", "tied"), [*((r, True) for r in EQUAL), *((r, False) for r in EQUAL[::6])], ids=str
-)
-def test_the_gradient_of_every_recipe_is_the_plain_one_and_every_parameter_steps_once(recipe, tied):
-    make = partial(tiny, tied=tied)
-    expected, gradients, losses = in_float64(make(), [tiny_batch()], lr=1.0)
-    model, seen, found = stepped(make, replace(recipe, optimizer="sgd"), [tiny_batch()])
-    assert sorted(name for name, _ in seen) == sorted(gradients)
-    for name, gradient in seen:
-        assert_close(gradient.double(), gradients[name], rtol=1e-4, atol=2e-7)
-    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
-        assert_close(p.double(), q, rtol=1e-5, atol=1e-6)
-    assert found == pytest.approx(losses, rel=1e-6)
-
-
 def distance(found, gradients):
     difference = sum((found[name].double() - gradients[name]).square().sum() for name in gradients)
     return (difference / sum(g.square().sum() for g in gradients.values())).sqrt().item()
@@ -347,7 +292,7 @@ def test_in_bf16_the_gradient_is_as_near_as_the_plain_one_in_bf16(recipe):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("recipe", [Recipe(), *EQUAL[3::7]], ids=repr)
+@pytest.mark.parametrize("recipe", [Recipe(), *EQUAL[3::14]], ids=repr)
 def test_two_steps_of_adam_are_those_of_the_plain_adamw(recipe, fraction):
     batches = [tiny_batch(seed=seed) for seed in (0, 1)]
     # small gradients, such as those of keys' biases, which are zero, stay small
@@ -760,47 +705,6 @@ few, few_batch = tiny, partial(tiny_batch, 16)
 
 SGD = Recipe(optimizer="sgd")
 DOWN = {"offload_activations": True, "min_bytes": 1000}
-MEASURED = [
-    Recipe(),
-    Recipe(optimizer="sgd"),
-    Recipe(attention="flash"),
-    Recipe(checkpoint="selective"),
-    Recipe(checkpoint="segments", segments=3),
-    Recipe(checkpoint="optimal", schedule_bytes=4_000_000),
-    Recipe(**DOWN),
-    Recipe(**DOWN, checkpoint="layers"),
-    Recipe(**DOWN, checkpoint="segments", segments=4, attention="flash"),
-    Recipe(offload_optimizer=1.0),
-    Recipe(offload_optimizer=0.5),
-    Recipe(head_chunk=50),
-    Recipe(in_backward=True),
-    Recipe(in_backward=True, offload_optimizer=0.5, head_chunk=100, attention="flash"),
-    Recipe(micro_batches=3),
-    Recipe(micro_batches=8, checkpoint="selective", attention="flash"),
-    Recipe(precision="bf16"),
-    Recipe(precision="bf16", optimizer="sgd", in_backward=True),
-    Recipe(
-        precision="bf16",
-        attention="flash",
-        checkpoint="layers",
-        head_chunk=16,
-        micro_batches=8,
-        offload_optimizer=1.0,
-    ),
-    Recipe(**DOWN, precision="bf16", offload_optimizer=0.5, micro_batches=3),
-    Recipe(
-        attention="flash",
-        checkpoint="optimal",
-        schedule_bytes=2_000_000,
-        in_backward=True,
-        head_chunk=64,
-    ),
-    Recipe(**DOWN, attention="flash", micro_batches=2, offload_optimizer=0.5),
-    Recipe(**DOWN, prefetch=0, in_flight=0),
-    Recipe(**DOWN, prefetch=2, in_flight=4, checkpoint="layers"),
-    Recipe(**DOWN, prefetch=3, in_flight=2, offload_optimizer=1.0, page_bytes=30_000),
-    Recipe(precision="bf16", page_bytes=1),
-]
 
 
 def assert_measured(make_model, make_batch, recipe):
@@ -817,75 +721,7 @@ def assert_measured(make_model, make_batch, recipe):
     return guess, real
 
 
-DROPPING = partial(tiny, dropout=0.1)
-
-
 class TestEstimatesOfASmallDecoder:
-    @pytest.mark.parametrize("recipe", MEASURED, ids=repr)
-    def test_bytes_and_flops_are_those_that_are_measured(self, recipe):
-        guess, real = assert_measured(small, small_batch, recipe)
-        # else a page of masters counts as parameters, or not
-        if guess.phase_peaks["optimizer"] < guess.peak_bytes:
-            for category in ("parameter", "optimizer", "gradient"):
-                assert guess.at_peak[category] == real.meter.at_peak()[category]
-        samples = [
-            sample for sample in real.meter.timeline if sample.live_bytes == real.meter.peak_bytes
-        ]
-        assert guess.operator == samples[0].operator
-        with FlopCounterMode(display=False) as counter:
-            run(small, small_batch, recipe)
-        assert guess.flops == counter.get_total_flops() > 0
-
-    @pytest.mark.parametrize("recipe", [MEASURED[5], MEASURED[19]], ids=repr)
-    @pytest.mark.parametrize(
-        "make",
-        [
-            partial(tiny, tied=False),
-            DROPPING,
-            lambda: (lambda decoder: (decoder.tokens.requires_grad_(False), decoder)[1])(
-                tiny(tied=False)
-            ),
-        ],
-        ids=["untied", "dropout", "frozen"],
-    )
-    def test_bytes_are_those_that_are_measured_of_other_decoders_too(self, make, recipe):
-        if recipe.checkpoint == "optimal":
-            recipe = replace(recipe, schedule_bytes=600_000)
-        assert_measured(make, partial(tiny_batch, 6), recipe)
-
-    @pytest.mark.parametrize(
-        "recipe",
-        [Recipe(), Recipe(**DOWN, precision="bf16", offload_optimizer=1.0, head_chunk=10)],
-        ids=repr,
-    )
-    def test_two_micro_batches_and_the_remainder_stand_for_all(self, recipe):
-        one, batch = partial(tiny, layers=1), partial(tiny_batch, 5)
-        for pieces in (3, 5):
-            trial = replace(recipe, micro_batches=pieces)
-            with symbolic():
-                store = SymbolicStore()
-                torch.set_default_dtype(trial.dtype)
-                try:
-                    model, optimizer = build(one, trial, store=store)
-                    micro_batches = pieces_of(batch(), pieces)
-                finally:
-                    torch.set_default_dtype(torch.float32)
-                make_state(model, optimizer)
-                before = copy.copy(store.stats)
-                with MemoryMeter(model, optimizer) as meter:
-                    run_pieces(model, optimizer, micro_batches, trial, store=store)
-                down = store.stats.bytes_down - before.bytes_down
-                up = store.stats.bytes_up - before.bytes_up
-                with FlopCounterMode(display=False) as counter:
-                    run_pieces(model, optimizer, micro_batches, trial, store=store)
-            guess = estimate(one, batch, trial)
-            assert guess.peak_bytes == meter.peak_bytes
-            assert (guess.bytes_down, guess.bytes_up, guess.flops) == (
-                down,
-                up,
-                counter.get_total_flops(),
-            )
-
     def test_micro_batches_cost_nothing_but_time_for_each_that_is_run(self):
         runs = []
 
@@ -994,10 +830,13 @@ def test_a_backward_pass_in_the_forward_pass_takes_what_is_measured(copies):
     assert_measured(Critic, partial(torch.randn, 64, 64), Recipe(**DOWN, **copies))
 
 
+STATM = Path("/proc/self/statm")  # what this process takes, first in pages of its addresses
+
+
 def large():
-    """About 110 million parameters. For real all are zero, since drawing them takes longer than the
+    """About 20 million parameters. For real all are zero, since drawing them takes longer than the
     step."""
-    sizes = {"vocabulary": 32000, "hidden": 768, "heads": 12, "layers": 12, "sequence": 64}
+    sizes = {"vocabulary": 16000, "hidden": 512, "heads": 8, "layers": 4, "sequence": 64}
     if torch._guards.detect_fake_mode() is not None:
         return Decoder(**sizes)
     with torch.device("meta"):
@@ -1011,44 +850,29 @@ def large():
 
 
 def large_batch():
-    return random_tokens(2, 64, 32000)
+    return random_tokens(2, 64, 16000)
 
 
-class TestEstimatesOf100MillionParameters:
-    @pytest.mark.parametrize(
-        "recipe",
-        [
-            # bf16 is slow on many CPUs
-            Recipe(optimizer="sgd", checkpoint="segments", segments=4, **DOWN),
-        ],
-        ids=repr,
-    )
-    def test_bytes_are_those_that_are_measured(self, recipe):
+class TestEstimatesOfManyParameters:
+    def test_bytes_are_those_that_are_measured(self):
+        recipe = Recipe(optimizer="sgd", checkpoint="segments", segments=2, **DOWN)
         guess, _ = assert_measured(large, large_batch, recipe)
-        assert guess.peak_bytes > 200_000_000
+        assert guess.peak_bytes > 80_000_000
 
+    @pytest.mark.skipif(not STATM.exists(), reason="needs Linux's /proc")
     def test_a_7_b_estimate_takes_no_memory_to_speak_of(self):
-        program = """
-import resource
-from course_lib.budget import Recipe, estimate
-from course_lib.models import Decoder, random_tokens
-from functools import partial
-used = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-sizes = dict(heads=32, sequence=4096, vocabulary=32000)
-batch = partial(random_tokens, 8, 4096, 32000)
-estimate(partial(Decoder, hidden=64, layers=1, **sizes), batch, Recipe())
-before = used()
-recipe = Recipe(precision="bf16", attention="flash", checkpoint="layers", micro_batches=8)
-found = estimate(partial(Decoder, hidden=8192, layers=8, **sizes), batch, recipe)
-print(found.peak_bytes, used() - before)
-"""
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        peak, grown = map(int, done.stdout.split())
-        assert peak > 16 * 6.5e9  # parameters, gradients, masters and moments of seven billion
-        assert grown < 1e9
+        sizes = {"hidden": 8192, "layers": 8, "heads": 32, "sequence": 4096, "vocabulary": 32000}
+        batch = partial(random_tokens, 8, 4096, 32000)
+        recipe = Recipe(precision="bf16", attention="flash", checkpoint="layers", micro_batches=8)
+        now = int(STATM.read_text().split()[0]) * resource.getpagesize()
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (now + 10**9, limits[1]))
+        try:
+            found = estimate(partial(Decoder, **sizes), batch, recipe)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        # parameters, gradients, masters and moments of seven billion
+        assert found.peak_bytes > 16 * 6.5e9
 
 
 # ---- the meter's budget
@@ -1130,8 +954,8 @@ def test_a_store_that_is_given_stays_open_and_one_that_is_not_is_closed(monkeypa
 # ---- what fits
 
 
-def searched():
-    return Decoder(vocabulary=200, hidden=32, heads=4, layers=2, sequence=32)
+def searched(layers=2):
+    return Decoder(vocabulary=200, hidden=32, heads=4, layers=layers, sequence=32)
 
 
 def searched_batch():
@@ -1164,40 +988,30 @@ def quick(monkeypatch):
     monkeypatch.setattr(extrapolate, "estimate", once)
 
 
-def combinations(base, layers, samples, fractions=(0.0,), schedules=()):
-    """All of the techniques with one another, written down once more."""
-    keeps = [{}, {"checkpoint": "selective"}, {"checkpoint": "layers"}]
-    keeps += [
-        {"checkpoint": "segments", "segments": count}
-        for count in {*range(2, math.isqrt(layers) + 1), layers}
-    ]
-    keeps += [{"checkpoint": "optimal", "schedule_bytes": count} for count in schedules]
-    for attention, keep, offload, chunk, inside, fraction in itertools.product(
-        ("standard", "flash"), keeps, (False, True), (None, 32), (False, True), fractions
-    ):
-        if offload and keep.get("checkpoint") not in (None, "layers"):
-            continue
-        for pieces in [1] if inside else pieces_allowed(samples):
-            yield replace(
-                base,
-                attention=attention,
-                offload_activations=offload,
-                head_chunk=chunk,
-                in_backward=inside,
-                offload_optimizer=fraction,
-                micro_batches=pieces,
-                **keep,
-            )
-
-
 def cost(found):
     return RATE.seconds(found)
 
 
-EVERY = list(combinations(SGD, 2, 2))
+CHOICES = {
+    "attention": ("standard", "flash"),
+    "checkpoint": ("none", "selective", "layers"),
+    "offload_activations": (False, True),
+    "head_chunk": (None, 32),
+    "in_backward": (False, True),
+    "micro_batches": (1, 2),
+}
 
 
-def every(recipes=EVERY):
+def goes_together(row):
+    return (row["micro_batches"] == 1 or not row["in_backward"]) and (
+        row["checkpoint"] != "selective" or not row["offload_activations"]
+    )
+
+
+SOME = [replace(SGD, **row) for row in rows(CHOICES, goes_together, seed=0, draws=200)]
+
+
+def every(recipes=SOME):
     found = {recipe: remembered(searched, searched_batch, recipe) for recipe in recipes}
     return {recipe: e for recipe, e in found.items() if not isinstance(e, Exception)}
 
@@ -1216,7 +1030,9 @@ class TestSearch:
             {e.recipe for e in found}
         ) == len(found)
         estimated = int(found.title.split("; ")[1].split(" ")[0])
-        assert estimated < len(EVERY) and str(found).count("\n") >= len(found)
+        assert estimated < math.prod(map(len, CHOICES.values())) and str(found).count("\n") >= len(
+            found
+        )
         # Of each combination of techniques that cannot do with fewer, the number of micro-batches
         # is the least.
         for e in found:
@@ -1229,7 +1045,7 @@ class TestSearch:
                 assert all(trial.peak_bytes > budget for trial in trials)
 
     def test_among_given_recipes_all_that_fit_are_found_in_order(self):
-        recipes = EVERY[::9]
+        recipes = SOME[::2]
         known = every(recipes)
         peaks = sorted(e.peak_bytes for e in known.values())
         for budget in (peaks[0], peaks[len(peaks) // 2], peaks[-1]):
@@ -1264,18 +1080,18 @@ class TestSearch:
         assert caught.value.least.recipe == inside
 
     def test_a_budget_below_the_least_names_the_least_and_its_recipe(self):
-        base, four = SGD, partial(random_tokens, 4, 32, 200)
+        base, asked = SGD, (partial(searched, layers=1), partial(random_tokens, 2, 8, 200))
         with pytest.raises(InfeasibleBudget) as caught:
-            fit(searched, four, 1000, base=base, tier="file", progress=False)
+            fit(*asked, 1000, base=base, tier="file", progress=False)
         error = caught.value
-        assert estimate(searched, four, error.least.recipe).peak_bytes == error.least.peak_bytes
+        assert estimate(*asked, error.least.recipe).peak_bytes == error.least.peak_bytes
         assert f"{error.least.peak_bytes:,} bytes" in str(error) and repr(
             error.least.recipe
         ) in str(error)
         assert "\n" not in str(error) and str(error).startswith("budget_bytes is ")
         assert error.budget_bytes == 1000 and error.least_bytes == error.least.peak_bytes
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
-        found = fit(searched, four, error.least.peak_bytes, base=base, tier="file", progress=False)
+        found = fit(*asked, error.least.peak_bytes, base=base, tier="file", progress=False)
         assert found[0].peak_bytes <= error.least.peak_bytes
 
     def test_all_that_fits_by_the_search_fits_when_it_is_run(self):
@@ -1531,53 +1347,6 @@ def test_an_operator_whose_memory_does_not_show_is_refused():
     with torch.backends.mkldnn.flags(enabled=False):
         guess = estimate(Recurrent, batch, Recipe())
         assert guess.peak_bytes == run(Recurrent, batch, Recipe()).meter.peak_bytes
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"budget_bytes": 0}, ValueError),
-        ({"budget_bytes": "24GB"}, TypeError),
-        ({"tier": "disk"}, ValueError),
-        ({"rates": "B9000"}, ValueError),
-        ({"base": "bf16"}, TypeError),
-        ({"recipes": []}, ValueError),
-        ({"recipes": [Recipe(), "flash"]}, TypeError),
-        ({"make_model": 3}, TypeError),
-        ({"make_batch": tiny_batch()}, TypeError),
-        ({"loss_sum": "mean"}, TypeError),
-    ],
-)
-def test_what_cannot_be_searched_is_refused_in_one_sentence(options, error):
-    [name] = options
-    options = {
-        "make_model": tiny,
-        "make_batch": tiny_batch,
-        "budget_bytes": 10**9,
-        "progress": False,
-        **options,
-    }
-    with pytest.raises(error, match=rf"^{name} is [^\n]*; it takes [^\n]+$"):
-        fit(**options)
-
-
-@pytest.mark.parametrize("function", [estimate, run])
-def test_what_cannot_be_run_is_refused_in_one_sentence(function):
-    for arguments, name in (
-        ((3, tiny_batch, Recipe()), "make_model"),
-        ((tiny, tiny_batch(), Recipe()), "make_batch"),
-        ((tiny, lambda: 3, Recipe()), "batch"),
-        ((tiny, tiny_batch, "flash"), "recipe"),
-    ):
-        with pytest.raises(TypeError, match=rf"^{name} is .*; it takes .+$"):
-            function(*arguments)
-    for wrong, name in (
-        (partial(build, tiny, None), "recipe"),
-        (partial(build, tiny(), Recipe()), "make_model"),
-        (partial(run, tiny, tiny_batch, Recipe(), store="x"), "store"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=rf"^{name} is .*; it takes .+$"):
-            wrong()
 
 
 def test_a_recipe_that_cannot_be_does_not_stop_the_others():

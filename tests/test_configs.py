@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from course_lib.budget import Recipe, estimate, fit, run
-from course_lib.configs import KNOWN, Experts, Llama, model_from, read_config
+from course_lib.configs import KNOWN, Experts, Llama, model_from, read_config, shape_of
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
 
@@ -259,6 +259,11 @@ def test_experts_take_equal_shares_and_weigh_what_they_return():
     assert all_of_them.get_total_flops() == router + 4 * rest
     # 2 of the 6 tokens each, as 6 / 4 is rounded up
     assert one.get_total_flops() == router + 4 * rest * 2 // 6
+
+
+def test_heads_of_qwen3_have_128_features_where_the_config_does_not_say():
+    config = {**QWEN_3_8B, "hidden_size": 1024, "num_attention_heads": 16, "head_dim": None}
+    assert shape_of(config, 8)[1]["head_dim"] == 128
 
 
 def test_a_tied_head_and_biases_are_as_the_config_says():

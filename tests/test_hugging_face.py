@@ -155,8 +155,13 @@ def both(make_model, make_batch, recipe, **options):
     return guess.peak_bytes, real.peak_bytes
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+# Two for each architecture, in turn; every pair of two levers is in `test_matrix`.
+IN_TURN = [
+    (name, RECIPES[(i + k) % len(RECIPES)]) for i, name in enumerate(ARCHITECTURES) for k in (0, 3)
+]
+
+
+@pytest.mark.parametrize(("name", "recipe"), IN_TURN, ids=str)
 def test_what_is_estimated_is_what_the_run_takes_to_the_byte(name, recipe):
     if name in ("speech", "encoder and decoder"):
         recipe = replace(recipe, head_chunk=None)  # their logits don't go straight to the loss
@@ -170,7 +175,7 @@ CHAINS = {
 SEGMENTS = Recipe(checkpoint="segments", segments=2, micro_batches=2)
 OPTIMAL = Recipe(optimizer="sgd", checkpoint="optimal", schedule_bytes=220_000, in_backward=True)
 SCHEDULED = [
-    *((name, SEGMENTS) for name in CHAINS),
+    *((name, SEGMENTS) for name in list(CHAINS)[1::2]),
     *((name, OPTIMAL) for name in list(CHAINS)[:5:4]),
 ]
 
@@ -285,8 +290,7 @@ def padded(place, samples=4, length=32):
     return batch
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), SEGMENTS], ids=repr)
-@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize(("place", "recipe"), [(0, Recipe()), (1, SEGMENTS), (3, SEGMENTS)])
 def test_a_micro_batch_whose_mask_is_kept_does_not_stand_for_those_whose_mask_is_dropped(
     place, recipe
 ):

@@ -214,25 +214,6 @@ def test_dropout_passes_gradients_through_what_it_kept():
     assert torch.equal(x.grad, y.detach())
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "name"),
-    [
-        (lambda: deep_mlp(0, 8), ValueError, "depth"),
-        (lambda: deep_mlp(2.5, 8), TypeError, "depth"),
-        (lambda: Attention(16, 3), ValueError, "heads"),
-        (lambda: Attention(16, True), TypeError, "heads"),
-        (lambda: DecoderLayer(16, 2, feedforward=0), ValueError, "feedforward"),
-        (lambda: Decoder(**{**SIZES, "layers": 0}), ValueError, "layers"),
-        (lambda: Decoder(**{**SIZES, "vocabulary": "50"}), TypeError, "vocabulary"),
-        (lambda: random_tokens(0, 8, 50), ValueError, "batch"),
-        (lambda: Decoder(**SIZES)(torch.zeros(1, 9, dtype=torch.long)), ValueError, "tokens"),
-    ],
-)
-def test_a_network_names_the_argument_what_it_got_and_what_it_takes(make, error, name):
-    with pytest.raises(error, match=rf"^{name} is .+; it takes .+"):
-        make()
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_decoder_can_be_trained_symbolically(fused):
     def run():

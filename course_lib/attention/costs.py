@@ -100,7 +100,8 @@ def attention_cost(
     _check.one_of("walks", walks, (1, 2))
     if walks == 2 and (kind, pass_) != ("flash", "backward"):
         raise ValueError(
-            f"walks is 2 for kind='flash', pass_='backward' alone, got {kind!r}, {pass_!r}: give 1"
+            f"walks is 2 and kind is {kind!r} and pass_ is {pass_!r}; it takes 1, but for flash's"
+            " backward"
         )
     n, d = sequence, head_dim
     products = {"forward": 2, "backward": 4 if kind == "standard" else 3 + 2 * walks}[pass_]

@@ -1,0 +1,313 @@
+"""What the library refuses, in one sentence: the argument, what it got, what it takes. A table over
+its public functions.
+
+What is refused for the state that something is in, or changes nothing, stands with the tests of
+that.
+"""
+
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from course_lib import checkpoint
+from course_lib.accumulation import AccumulatedStep, split
+from course_lib.attention import (
+    attention_cost,
+    flash_attention,
+    online_softmax,
+    standard_attention,
+)
+from course_lib.budget import Rates, Recipe, build, estimate, fit, run
+from course_lib.checkpoint import checkpoint_blocks, checkpoint_sequential, checkpointed_loss
+from course_lib.memory import (
+    MemoryMeter,
+    attention_saved_bytes,
+    measure,
+    saved_tensors,
+    training_state_bytes,
+    transformer_activation_bytes,
+)
+from course_lib.models import Attention, Decoder, DecoderLayer, deep_mlp, random_tokens
+from course_lib.offload import DiskStore, OffloadedOptimizer, Prefetcher, offload_activations
+from course_lib.schedule import (
+    Chain,
+    Forward,
+    Schedule,
+    ScheduledSequential,
+    Stage,
+    binomial,
+    optimal,
+    segments,
+    simulate,
+    store_all,
+)
+
+SIZES = {"vocabulary": 50, "hidden": 16, "heads": 4, "layers": 3, "sequence": 8}
+LAYER = {"sequence": 16, "batch": 2, "hidden": 32, "heads": 4}
+HEADS = {"sequence": 16, "batch": 2, "heads": 4, "head_dim": 8}
+SEGMENTS = {"checkpoint": "segments", "segments": 2}
+OPTIMAL = {"checkpoint": "optimal", "schedule_bytes": 2}
+X, NAN = torch.ones(2, 4, 6, 8), math.nan
+QKV = {"q": X, "k": X, "v": X}
+ONE = nn.Sequential(nn.Tanh())
+LINEAR, TWO = nn.Linear(2, 1), torch.ones(2)
+CHAIN, ALL = Chain.uniform(3), store_all(Chain.uniform(1))
+NESTED = torch.nested.nested_tensor([X[0], X[0]], layout=torch.jagged)
+COMPLEX = [nn.Parameter(torch.ones(2, dtype=torch.complex64))]
+TRACKED = torch.ones(2, requires_grad=True)
+
+
+class Sharded(nn.Linear):
+    def set_requires_gradient_sync(self, wanted):
+        pass
+
+
+def decoder():
+    return Decoder(**SIZES)
+
+
+def tokens():
+    return random_tokens(2, 8, 50)
+
+
+def good_sum(model, x):
+    return model(x).sum(), len(x)
+
+
+def sgd(*parameters):
+    return torch.optim.SGD(parameters)
+
+
+STEP = {"model": LINEAR, "optimizer": sgd(*LINEAR.parameters()), "loss_sum": good_sum}
+FIT = {"make_model": decoder, "make_batch": tokens, "budget_bytes": 10**9, "progress": False}
+RUN = {"make_model": decoder, "make_batch": tokens, "recipe": Recipe()}
+LOSS = {"hidden": torch.ones(6, 5), "weight": torch.ones(7, 5), "chunk": 2}
+LOSS["targets"] = torch.arange(6)
+SOFTMAX = {"scores": torch.ones(3), "block": 2}
+COST = {"sequence": 64, "head_dim": 64, "kind": "flash"}
+BLOCKS = {"model": decoder()}
+SEQUENTIAL = {"functions": [torch.sin] * 3, "input": TRACKED, "use_reentrant": False}
+STAGE = dict(zip(("forward_time", "backward_time"), (1, 1), strict=True))
+STAGE |= {"output_bytes": 4, "saved_bytes": 4}
+
+# function, arguments that it takes, and for each argument what it does not take
+ONE_BY_ONE = [
+    (MemoryMeter, {}, {"budget_bytes": (-1, 0, 1.5, True, "1 GB"), "block_bytes": (0,)}),
+    (MemoryMeter, {}, {"model": ([1],), "optimizer": (LINEAR,), "device": (0, True, ["cpu"])}),
+    (measure, {"step": print}, {"step": (3,), "model": ("m",), "optimizer": ("adam",)}),
+    (measure, {"step": print}, {"warmup": (-1, 0.5), "repeats": (-1, True)}),
+    (saved_tensors, {}, {"function": (3,)}),
+    (transformer_activation_bytes, LAYER, {"heads": (5, True), "layers": (0,), "batch": (-2,)}),
+    (transformer_activation_bytes, LAYER, {"sequence": (1.5,), "hidden": ("64", NAN)}),
+    (transformer_activation_bytes, LAYER, {"mask_bytes": (-1,), "recompute": ("x",)}),
+    (attention_saved_bytes, HEADS, {"kv_heads": (0, 3), "head_dim": (0,), "kind": ("fast",)}),
+    (
+        training_state_bytes,
+        {"parameters": 1, "recipe": "fp32-sgd"},
+        {"parameters": (0, None, math.inf), "recipe": ("adam",)},
+    ),
+    (checkpointed_loss, LOSS, {"chunk": (1.5,), "reduction": ("none",), "hidden": (X[0],)}),
+    (checkpoint_sequential, SEQUENTIAL, {"segments": (4,)}),
+    (checkpoint_blocks, BLOCKS, {"model": (torch.sin,), "every": (4,), "first": (0,)}),
+    (checkpoint_blocks, BLOCKS, {"blocks": (3, "layers", ["h.*", "blocks.*"])}),
+    (
+        split,
+        {"batch": TWO, "micro_batch_size": 2},
+        {
+            "batch": (
+                {"a": torch.ones(4), "b": (torch.ones(3),)},
+                (torch.ones(4), torch.tensor(1.0)),
+                {"max_len": 3},
+                [1, 2, 3],
+                None,
+                "tokens",
+            ),
+            "micro_batch_size": (0, 2.0),
+        },
+    ),
+    (AccumulatedStep, STEP, {"max_norm": (0,), "autocast_dtype": (torch.float32,)}),
+    (AccumulatedStep, STEP, {"accumulate": (torch.float32,), "sync": ("never",)}),
+    (AccumulatedStep, STEP, {"in_buckets": (True,), "scaler": (1024.0,)}),
+    (AccumulatedStep, STEP, {"model": (Sharded(2, 1),)}),
+    (
+        AccumulatedStep,
+        STEP,
+        {"optimizer": ("SGD", [], [STEP["optimizer"], "SGD"], [STEP["optimizer"]] * 2)},
+    ),
+    (
+        flash_attention,
+        QKV,
+        {
+            "q": (X[0], NESTED, X.long()),
+            "k": (X[..., :4], X[:1], X.half()),
+            "v": (X.to_sparse(), X[:, :, :5], X.to("meta"), X[:, :2]),
+        },
+    ),
+    (flash_attention, {**QKV, "causal": True}, {"is_causal": (True,)}),
+    (flash_attention, QKV, {"scale": (NAN,), "attn_mask": (X,), "dropout_p": (0.1,)}),
+    (flash_attention, QKV, {"backend": ("cuda",), "block_q": (0,), "block_k": (2.5,)}),
+    (standard_attention, QKV, {"k": (X[:1],)}),
+    (attention_cost, COST, {"kind": ("linear",), "pass_": ("both",), "sequence": (0,)}),
+    (attention_cost, COST, {"heads": (1.5,), "sram_bytes": (511,), "walks": (2,)}),
+    (online_softmax, SOFTMAX, {"block": (0,), "scores": (torch.ones(3, dtype=torch.long),)}),
+    (
+        Recipe,
+        {},
+        {
+            **dict.fromkeys(("precision", "optimizer", "attention", "checkpoint"), ("fp16",)),
+            **dict.fromkeys(("update", "accumulate"), ("fp16",)),
+            **dict.fromkeys(("offload_activations", "in_backward"), (1,)),
+            **dict.fromkeys(("prefetch", "in_flight"), (-1, 1.0, True)),
+            **dict.fromkeys(("head_chunk", "micro_batches"), (0, "2")),
+            "offload_optimizer": (1.5, NAN, None),
+            "min_bytes": (-1,),
+            "page_bytes": (0, None, 2.5),
+            "blocks": ("layers.*",),
+            "first_blocks": (2,),
+            "ranks": (0,),
+        },
+    ),
+    (Recipe, {"micro_batches": 2}, {"micro_batches": (None,), "in_backward": (True,)}),
+    (Recipe, SEGMENTS, {"segments": (0, None, 2.0), "schedule_bytes": (2,)}),
+    (Recipe, OPTIMAL, {"schedule_bytes": (-3, None), "offload_activations": (True,)}),
+    (Recipe, {"checkpoint": "layers"}, {"segments": (2,), "blocks": (3, ())}),
+    (
+        Recipe,
+        {"checkpoint": "selective"},
+        {"offload_activations": (True,), "first_blocks": (0,)},
+    ),
+    (Recipe, {"in_backward": True}, {"accumulate": ("fp32",)}),
+    (Recipe, {"optimizer": "adafactor"}, {"update": ("fused",), "offload_optimizer": (0.5,)}),
+    (Recipe, {"optimizer": "adam8bit"}, {"update": ("foreach",)}),
+    (
+        Rates,
+        {"fp32_flops": 1, "bf16_flops": 1, "link_bytes": 1},
+        {
+            "fp32_flops": (0,),
+            "link_bytes": ("fast",),
+            "host_bytes": (-1,),
+            "flops_share": (1.5,),
+            "link_share": (0,),
+            "memory_bytes": (2.5,),
+        },
+    ),
+    (
+        fit,
+        FIT,
+        {
+            "budget_bytes": (0, "24GB"),
+            "tier": ("disk",),
+            "rates": ("B9000",),
+            "base": ("bf16",),
+            "recipes": ([], [Recipe(), "flash"]),
+            "make_model": (3,),
+            "make_batch": (torch.ones(2, 9),),
+            "loss_sum": ("mean",),
+        },
+    ),
+    *(
+        (function, RUN, {"make_model": (3,), "make_batch": (TWO,), "recipe": ("flash",)})
+        for function in (estimate, run)
+    ),
+    (run, RUN, {"store": ("x",)}),
+    (build, {"make_model": decoder, "recipe": Recipe()}, {"recipe": (None,)}),
+    (build, {"make_model": decoder, "recipe": Recipe()}, {"make_model": (decoder(),)}),
+    (deep_mlp, {"depth": 2, "width": 8}, {"depth": (0, 2.5)}),
+    (Attention, {"hidden": 16}, {"heads": (3, True)}),
+    (DecoderLayer, {"hidden": 16, "heads": 2}, {"feedforward": (0,)}),
+    (Decoder, SIZES, {"layers": (0,), "vocabulary": ("50",)}),
+    (random_tokens, {"batch": 1, "sequence": 8, "vocabulary": 50}, {"batch": (0,)}),
+    (
+        Stage,
+        STAGE,
+        {
+            "forward_time": (-1,),
+            "backward_time": (NAN,),
+            "output_bytes": (0,),
+            "saved_bytes": (3,),
+            "forward_overhead_bytes": (-1,),
+            "backward_overhead_bytes": (-1,),
+        },
+    ),
+    (Chain, {"stages": CHAIN.stages, "input_bytes": 1}, {"input_bytes": (0,)}),
+    (Chain.uniform, {"length": 3}, {"length": (0,)}),
+    (segments, {"chain": CHAIN}, {"count": (4,)}),
+    (binomial, {"length": 5, "slots": 1}, {"slots": (0,), "length": (5.0,)}),
+    (optimal, {"chain": CHAIN, "budget_bytes": 9}, {"budget_bytes": (5.5,), "chain": ([1],)}),
+    (simulate, {"schedule": []}, {"chain": (3,)}),
+    (offload_activations, {}, {"store": ("/tmp",), "min_bytes": (-1,), "keep": (["x"],)}),
+    (offload_activations, {}, {"prefetch": (1.5,), "in_flight": (-1,)}),
+    (OffloadedOptimizer, {"params": [TRACKED]}, {"fraction": (1.5, "all"), "store": ("/tmp",)}),
+    (OffloadedOptimizer, {"params": [TRACKED]}, {"base": (torch.optim.LBFGS, nn.Linear)}),
+    (OffloadedOptimizer, {"params": [TRACKED]}, {"page_bytes": (0, "4 MiB")}),
+    (DiskStore, {}, {"limit_bytes": (-1,), "directory": ("",), "threads": (0,)}),
+    (Prefetcher, {"loader": []}, {"loader": (3,), "depth": (0,)}),
+]
+
+# What is named otherwise than by the argument.
+OTHERWISE = [
+    ("k", lambda: flash_attention(X, X[:, :3], X[:, :3])),
+    ("k", lambda: flash_attention(X[:, :2], X, X)),
+    ("schedule", lambda: ScheduledSequential(ONE, [Forward(0)])),
+    ("stages", lambda: ScheduledSequential(nn.Tanh(), ALL)),
+    ("mask", lambda: ScheduledSequential(ONE, ALL)(TWO, mask=TRACKED)),
+    ("k is of 0", lambda: flash_attention(X, X[:, :0], X[:, :0])),
+    (
+        "k is of 2 heads; it takes 4",
+        lambda: flash_attention(X, X[:, :2], X[:, :2], enable_gqa=False),
+    ),
+    (
+        "policy's answer for aten.sin.default",
+        lambda: checkpoint.checkpoint(
+            torch.sin,
+            TRACKED,
+            use_reentrant=False,
+            context_fn=lambda: checkpoint.create_selective_checkpoint_contexts(lambda *_: None),
+        ),
+    ),
+    ("tokens", lambda: decoder()(torch.zeros(1, 9, dtype=torch.long))),
+    ("batch", lambda: estimate(decoder, lambda: 3, Recipe())),
+    ("the number of stages", lambda: Chain((), 1)),
+    (r"stages\[0\]", lambda: Chain((3,), 1)),
+    ("action 0", lambda: Schedule([3])),
+    ("the stage of action 0", lambda: Schedule([Forward(1.0)])),
+    ("keep of action 1", lambda: Schedule([Forward(0), Forward(0, "some")])),
+    ("stages", lambda: Chain.profile(nn.Linear(2, 2), TWO)),
+    ("stage 1", lambda: Chain.profile([nn.Tanh(), 3], TWO)),
+    ("repeats", lambda: Chain.profile(ONE, TWO, repeats=0)),
+    ("x", lambda: Chain.profile(ONE, 3)),
+    ("mask", lambda: Chain.profile(ONE, TWO, kwargs={"mask": TRACKED})),
+    ("what stage 0 returns", lambda: Chain.profile([nn.LSTM(2, 2)], torch.ones(2, 2))),
+    ("a parameter .*", lambda: OffloadedOptimizer(COMPLEX)),
+]
+
+
+def name_of(row):
+    return f"{row[0].__qualname__} {' '.join(row[2])}"
+
+
+@pytest.mark.parametrize(("function", "good", "bad"), ONE_BY_ONE, ids=map(name_of, ONE_BY_ONE))
+def test_an_argument_that_is_refused_is_named_with_what_it_got_and_what_it_takes(
+    function, good, bad
+):
+    for name, values in bad.items():
+        for value in values:
+            with pytest.raises((TypeError, ValueError)) as told:
+                function(**{**good, name: value})
+            assert fits(name, str(told.value)), (name, value, str(told.value))
+
+
+@pytest.mark.parametrize(("name", "call"), OTHERWISE, ids=[name for name, _ in OTHERWISE])
+def test_what_is_refused_is_named_with_what_it_got_and_what_it_takes(name, call):
+    with pytest.raises((TypeError, ValueError)) as told:
+        call()
+    assert fits(name, str(told.value)), str(told.value)
+
+
+def fits(name, sentence):
+    """`name is ...; it takes ...`, in one line; a name that goes on is the sentence's beginning."""
+    begins = name if " is " in name else f"{name}(?: of shape [^;]*)? is "
+    return re.match(begins, sentence) and re.fullmatch(r"[^\n]*; it takes [^\n]+", sentence)
