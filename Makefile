@@ -50,6 +50,7 @@ install: $(INSTALLED) $(OVERRIDES) $(TRUSTED) ## all that `make lab` needs, with
 test: $(COMPLETE) ## lint, unit tests, and every notebook against its outputs / 检查代码，运行全部测试与 notebook
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check --summary=none
 	$(BIN)/python -m pytest $(ARGS)
 
 test-library: | $(OTHER_VENV)/bin/pip ## the library alone with another torch (TORCH_VERSION=2.9.0) / 用别的 torch 版本测试库

@@ -464,3 +464,14 @@ def test_another_torch_gets_an_environment_of_its_own_and_runs_the_library_alone
     tests = re.findall(r"tests/(test_\w+)\.py", oldest)
     assert len(tests) > 15 and all((ROOT / "tests" / f"{name}.py").exists() for name in tests)
     assert not {"test_environment", "test_notebooks", "test_lessons", "test_site"} & set(tests)
+
+
+def test_hooks_before_a_commit_run_what_is_installed_and_download_nothing():
+    yaml = pytest.importorskip("yaml")
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
+    assert repository["repo"] == "local"
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    for hook in repository["hooks"]:
+        tool = hook["entry"].split()[0].removeprefix(".venv/bin/")
+        assert hook["language"] == "system"
+        assert f"$(BIN)/{tool}" in makefile and shutil.which(tool, path=Path(sys.executable).parent)

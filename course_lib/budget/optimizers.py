@@ -3,6 +3,7 @@ tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ BASES = {
 }
 
 
-def base_of(recipe: Recipe) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def base_of(recipe: Recipe) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
     """The optimizer's class and its settings but for lr.
 
     Raises:

@@ -283,9 +283,8 @@ def measured_rates(seconds: float = 2.0) -> Rates:
     memory = (
         torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     )
-    return Rates(
-        *flops, link, f"measured on this machine, {_here()}", host_bytes=host, memory_bytes=memory
-    )
+    measured = f"measured on this machine, {_here()}"
+    return Rates(flops[0], flops[1], link, measured, host_bytes=host, memory_bytes=memory)
 
 
 def _link(device: torch.device, seconds: float) -> float:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial, wraps
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -112,7 +112,7 @@ class BlocksInPlace:
         for forward in self._forwards:
             forward.undo()
 
-    def __enter__(self) -> CheckpointedBlocks:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -140,12 +140,13 @@ class _Table:
     def schedule(self, budget: int) -> Schedule:
         """What the table says, for so many bytes beyond x_0."""
         actions: list[Action] = []
-        waiting: list[Action | tuple[int, int, int]] = [(0, self.sizes.length - 1, budget)]
+        waiting: list[Backward | tuple[int, int, int]] = [(0, self.sizes.length - 1, budget)]
         while waiting:  # a stack, since chains may be long
-            if isinstance(waiting[-1], Backward):
-                actions.append(waiting.pop())
+            following = waiting.pop()
+            if isinstance(following, Backward):
+                actions.append(following)
                 continue
-            s, t, m = waiting.pop()
+            s, t, m = following
             e = s + self.choice(s, t, m)
             if e > s:
                 actions += advance(s, e)
