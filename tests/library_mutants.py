@@ -36,7 +36,7 @@ ROOMS = {
     "attention": ("attention", "refusals"),
     "budget": ("matrix", "budget", "budget_models", "refusals"),
     "budget/rates.py": ("budget_command", "budget_ranks"),
-    "budget/workload.py": ("budget_command",),
+    "workload.py": ("budget_command",),
     "budget/recipe.py": ("budget",),
     "budget/alike.py": ("hugging_face",),
     "budget/updates.py": ("golden", "budget_search"),
@@ -265,7 +265,7 @@ MUTANTS = [
         ),
         (
             "budget",
-            "budget/workload.py",
+            "workload.py",
             "return min(shapes, key=lambda shape: abs(count(*shape) - parameters))",
             "return shapes[0]",
         ),
