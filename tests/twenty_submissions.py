@@ -62,11 +62,11 @@ def handed_in(lesson, solve=lambda check: True, before="", after="", change=lamb
     checks = {cell.id: check for cell in edition.cells if (check := check_of(cell))}
     for cell in edition.cells:
         if cell.id in checks and solve(checks[cell.id]):
-            call = cell.source.rstrip().rpartition("\n")[2]
+            given, _, call = cell.source.rstrip().rpartition("\n")
             body, answer = solutions[checks[cell.id]]
             wanted = ast.unparse(ast.parse(call).body[0].value.args[0])
             named = "" if wanted == answer else f"{wanted} = {answer}\n"
-            cell.source = f"{body}\n{named}{call}"
+            cell.source = f"{given}\n\n{body}\n{named}{call}"
     code = [cell.source for cell in edition.cells if cell.cell_type == "code"]
     needed = set(about_the_attempts(code))  # by what answers them, too
     cells, first = [], True
