@@ -53,31 +53,31 @@ def handed_in(lesson, solve=lambda check: True, before="", after="", change=lamb
         change: what is done to each exercise's cell.
     """
     edition = with_reasons(without_solutions(STORED[lesson]))
-    code = [cell.source for cell in edition.cells if cell.cell_type == "code"]
-    needed = set(about_the_attempts(code))
     solutions = {
         check: body
         for cell in without_guards(STORED[lesson]).cells
         if cell.cell_type == "code" and "SOLUTION" in cell.source
         for check, body in solved(without_markers(cell.source))
     }
-    cells, first = [], True
+    checks = {cell.id: check for cell in edition.cells if (check := check_of(cell))}
     for cell in edition.cells:
-        if cell.cell_type == "markdown":
-            cells.append(cell)
-            continue
-        if cell.source not in needed and not only_imports(cell.source):
-            continue
-        check = check_of(cell)
-        if check and first and before:
-            cells.append(nbformat.v4.new_code_cell(before))
-        if check and solve(check):
-            call = cell.source.rstrip().rpartition("\n")[2]
-            body, answer = solutions[check]
+        if cell.id in checks and solve(checks[cell.id]):
+            given, _, call = cell.source.rstrip().rpartition("\n")
+            body, answer = solutions[checks[cell.id]]
             wanted = ast.unparse(ast.parse(call).body[0].value.args[0])
             named = "" if wanted == answer else f"{wanted} = {answer}\n"
-            cell.source = f"{body}\n{named}{call}"
-        cell.source = change(cell.source) if check else cell.source
+            cell.source = f"{given}\n\n{body}\n{named}{call}"
+    code = [cell.source for cell in edition.cells if cell.cell_type == "code"]
+    needed = set(about_the_attempts(code))  # by what answers them, too
+    cells, first = [], True
+    for cell in edition.cells:
+        check = checks.get(cell.id)
+        if cell.cell_type == "code" and not (cell.source in needed or only_imports(cell.source)):
+            continue
+        if check and first and before:
+            cells.append(nbformat.v4.new_code_cell(before))
+        if check:
+            cell.source = change(cell.source)
         cells.append(cell)
         if check and first and after:
             cells.append(nbformat.v4.new_code_cell(after))
@@ -163,10 +163,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("build/twenty"))
     parser.add_argument("--seconds", type=int, default=120)
+    parser.add_argument("--only", default="", help="names that start so")
     chosen = parser.parse_args()
+    asked = {name: each for name, each in SUBMISSIONS.items() if name.startswith(chosen.only)}
     shutil.rmtree(chosen.folder, ignore_errors=True)
     chosen.folder.mkdir(parents=True)
-    for name, (content, *_) in SUBMISSIONS.items():
+    for name, (content, *_) in asked.items():
         (chosen.folder / f"{name}.ipynb").write_text(content, "utf-8")
     rows = grade.grade_folder(
         chosen.folder,
@@ -175,7 +177,7 @@ def main() -> None:
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
     wrong = 0
-    for name, (_, marks, words) in SUBMISSIONS.items():
+    for name, (_, marks, words) in asked.items():
         own = [row for row in rows if row.name == name.replace("\n", "\\n")]
         exercises = [row for row in own if row.exercise != "–"] or own
         found = {row.verdict for row in exercises}
@@ -189,7 +191,7 @@ def main() -> None:
             f"{'as expected' if fits else 'NOT EXPECTED'}: {own[0].name}: {counts}. {others}",
             flush=True,
         )
-    sys.exit(f"{wrong} of {len(SUBMISSIONS)} are told something else" if wrong else 0)
+    sys.exit(f"{wrong} of {len(asked)} are told something else" if wrong else 0)
 
 
 if __name__ == "__main__":
