@@ -12,8 +12,6 @@ from course_lib.memory.show import bytes_text
 from .estimate import Estimate
 from .recipe import Recipe
 
-Estimates = Any  # those of `course_lib.budget.search`, which imports this module
-
 COUNTS = ("tensors", "reserved")
 
 
@@ -25,14 +23,14 @@ def check_count(count: str, kind: str) -> None:
         )
 
 
-def that_reserve(budget_bytes: int, within: Callable[[int], Estimates]) -> Estimates:
+def that_reserve(budget_bytes: int, within: Callable[[int], Any]) -> Any:
     """Those of the recipes for whose step no more than the budget is reserved, the cheapest first.
 
     The search itself goes by tensors. Where its cheapest reserves too much, it goes again with as
     much less room, until the cheapest fits; a recipe between the two rooms may be missed.
 
     Args:
-        within: the recipes whose tensors fit so many bytes.
+        within: gives the `Estimates` of the recipes whose tensors fit so many bytes.
 
     Raises:
         InfeasibleBudget: none was found; the least that was reserved is named, or else the least

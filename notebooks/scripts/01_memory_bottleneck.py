@@ -1142,7 +1142,7 @@ lesson_01.draw_in_the_viewer(trace[marks[5] - 1 : marks[9]])
 # </div>
 # <div lang="zh">
 #
-# 先看一份报告，rapidsai/crossfit 的第 18 号合并请求：批次按长度排序，短的在前，结果显存耗尽，而此时还有 12.12 GiB “reserved by PyTorch but unallocated”（已预留但未分配）；长的在前，就装得下。这里给我们的解码器准备两个批次：A 是 2 × 384 个 token，B 是 2 × 512 个，各训练两次；（模拟的）设备有 388 MiB。**先猜**：两种顺序的峰值字节数相同，那么顺序还要紧吗？
+# 先看一份报告，rapidsai/crossfit 的第 18 号合并请求：批次按长度排序，短的在前，结果显存不足，而此时还有 12.12 GiB “reserved by PyTorch but unallocated”（已预留但未分配）；长的在前，就装得下。这里给我们的解码器准备两个批次：A 是 2 × 384 个 token，B 是 2 × 512 个，各训练两次；（模拟的）设备有 388 MiB。**先猜**：两种顺序的峰值字节数相同，那么顺序还要紧吗？
 #
 # </div>
 
@@ -1186,14 +1186,10 @@ print(lesson_01.replayed(short_first, 388 << 20)[1].partition(" If reserved")[0]
 #
 # A tensor of 8 MiB was wanted. 18 MiB are free, but PyTorch asks for a segment of 20; 16 are reserved and unallocated, but in holes too small for it. Whose are they? Adam's state, made at the end of the first step, was laid into segments that were cut for A, and it stays: what is left of them can be neither used whole nor given back. Made before the first batch, it lies by itself, and the order no longer matters. And `expandable_segments` keeps one long segment a pool, which grows page by page. (It is no law: without a limit it may reserve more.)
 #
-# `nvidia-smi` shows more than is reserved: CUDA's context comes on top, 426 MiB for a process that had done nothing else (unsloth-zoo, pull request 1053, on an RTX 6000 Ada). And of what is reserved cuBLAS keeps a workspace for itself, 8 MiB a stream, 32 on Hopper (PyTorch's documentation, *CUDA semantics*), which no tensor shows and which is not simulated here.
-#
 # </div>
 # <div lang="zh">
 #
 # 当时要放的张量是 8 MiB。空闲的有 18 MiB，可 PyTorch 要的是 20 MiB 的一整段；已预留但未分配的有 16 MiB，却是些零碎的空当，放不下它。空当是怎么来的？Adam 的状态在第一步末尾建立，放进了为 A 切开的段里，从此不走：段里剩下的部分，既不能整块用，也还不回去。在第一个批次之前就把状态建好，它自成一处，顺序也就不再要紧。而 `expandable_segments` 让每个池只有一个长段，一页一页地长。（这不是定律：不设上限时，它也可能多预留一些。）
-#
-# `nvidia-smi` 显示的比已预留的还多：要加上 CUDA 上下文，一个别的什么也没做的进程是 426 MiB（unsloth-zoo 的第 1053 号合并请求，RTX 6000 Ada）。已预留的里面，cuBLAS 还占着一份工作区，每条流 8 MiB，Hopper 上 32 MiB（PyTorch 文档 *CUDA semantics*）；它不是张量，这里也没有模拟。
 #
 # </div>
 
@@ -1201,6 +1197,18 @@ print(lesson_01.replayed(short_first, 388 << 20)[1].partition(" If reserved")[0]
 stats = [trace[: marks[i]].allocated().memory_stats() for i in (9, 14)]
 after_steps = [each["reserved_bytes.all.current"] for each in stats]
 lesson_01.allocator_claims(short_first, 388 << 20, ends, after_steps)
+
+# %% [markdown]
+# <div lang="en">
+#
+# `nvidia-smi` shows more than is reserved: CUDA's context comes on top, 426 MiB for a process that had done nothing else (unsloth-zoo, pull request 1053, on an RTX 6000 Ada). And of what is reserved cuBLAS keeps a workspace for itself, 8 MiB a stream, 32 on Hopper (PyTorch's documentation, *CUDA semantics*), which no tensor shows and which is not simulated here.
+#
+# </div>
+# <div lang="zh">
+#
+# `nvidia-smi` 显示的比已预留的还多：要加上 CUDA 上下文，一个别的什么也没做的进程是 426 MiB（unsloth-zoo 的第 1053 号合并请求，RTX 6000 Ada）。已预留的里面，cuBLAS 还占着一份工作区，每条流 8 MiB，Hopper 上 32 MiB（PyTorch 文档 *CUDA semantics*）；它不是张量，这里也没有模拟。
+#
+# </div>
 
 # %% [markdown]
 # ## 1.18 How to compare fairly / 怎样公平地比较
