@@ -3,6 +3,7 @@ missed."""
 
 import ast
 import gc
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager, nullcontext
@@ -26,12 +27,11 @@ from course_lib.offload import (
     HostStore,
     OffloadedOptimizer,
     Prefetcher,
-    Race,
-    SimulatedDevice,
     offload_activations,
 )
-from course_lib.offload.books import PARTIES, Event
-from course_lib.offload.lanes import LANE_COLORS
+from course_lib.simulated import Race, SimulatedDevice
+from course_lib.simulated.lanes import LANE_COLORS
+from course_lib.simulated.race_detector import ACTORS, Event
 
 pytestmark = pytest.mark.usefixtures("little_to_collect")
 
@@ -436,7 +436,7 @@ def without(monkeypatch, file, called, line):
         "wait": lambda self, event: None,
         "finish": lambda self, event: None,
         "used": lambda self, tensor: tensor,
-        "event": lambda self: Event(self.current(), 0, np.zeros(PARTIES, np.int64), 0.0),
+        "event": lambda self: Event(self.current(), 0, np.zeros(ACTORS, np.int64), 0.0),
         "on": lambda self, stream: nullcontext(),
     }
     for name in ORDERING[called]:
@@ -491,7 +491,7 @@ def is_wrong(scenario, mode):
 def used_too_soon(device, target, source, name):
     """What uses a copy does not wait for it."""
     Device.copy(device, target, source, name)
-    return device.books.host.event()
+    return device.log.host.event()
 
 
 def copied_too_soon(device, target, source, name):
@@ -695,7 +695,7 @@ def test_the_host_waits_for_what_it_prints_of_the_device():
     with SimulatedDevice(late=True, flops_per_second=1.0) as device:
         x = device.move(torch.ones(2, 2))
         assert repr(x @ x) == repr(torch.full((2, 2), 2.0))
-        assert device.books.host.seconds == 16.0
+        assert device.log.host.seconds == 16.0
         event = device.copy(x, device.pinned((2, 2), torch.float32).fill_(5.0), "up")
         print(x)
         assert (
@@ -1143,3 +1143,17 @@ def test_the_picture_has_a_lane_for_each_stream(drawing):
         device.copy(device.pinned((10,), torch.float32), torch.zeros(10).neg(), "down")
     ax = device.plot()
     assert [label.get_text() for label in ax.get_yticklabels()] == ["compute", "copies down"]
+
+
+def test_offload_gives_the_simulated_device_on_request_and_does_not_import_it():
+    program = (
+        "import sys, course_lib.offload as offload\n"
+        "print('course_lib.simulated' in sys.modules)\n"
+        "from course_lib.offload import Race, SimulatedDevice\n"
+        "from course_lib import simulated\n"
+        "print(SimulatedDevice is simulated.SimulatedDevice and Race is simulated.Race)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+    with pytest.raises(AttributeError, match="has no attribute 'SimulatedDevices'"):
+        _ = course_lib.offload.SimulatedDevices

@@ -8,7 +8,7 @@ from typing import Any
 
 from course_lib.labels import text
 
-from .books import Span
+from .race_detector import Span
 
 # : What is done -> its colour. No category of bytes has one of these, and compute and the two ways
 # differ in grey too.
