@@ -90,8 +90,8 @@ class _Streams(Device):
             self.log.host.run()
 
     def done_by(self, actor: Actor) -> None:
-        """Do what a actor was given so far, and next what the host, which has got as far as it has,
-        gives it now."""
+        """Do what an actor was given so far, and next what the host, which has got as far as it
+        has, gives it now."""
         actor.follow(self.log.host.event())
         actor.run()
 
@@ -126,8 +126,8 @@ class SimulatedDevice(_Streams):
       prints, though these three not in hooks during a backward pass. What goes by a storage is not,
       as `torch.save` and pickle, nor what goes by an array later than by the `numpy` that gave it.
       A view reads nothing; `host[0]`, one number, is read.
-    - Each thread of the host is a actor; what orders threads among themselves is not seen, but that
-      a thread begins after all that was done before it.
+    - Each thread of the host is an actor; what orders threads among themselves is not seen, but
+      that a thread begins after all that was done before it.
     - Each stream has the whole device: two that compute at the same time take no longer for it.
       Caches, the launching of operators and Python take no time, nor do views. What is indexed
       counts as read whole.

@@ -1,7 +1,7 @@
 """A happens-before race detector: actors that know how far others have got, memory that is
 handed out again, races.
 
-Memory of which the last write is not known to a actor can be shown to it as it was before: see
+Memory of which the last write is not known to an actor can be shown to it as it was before: see
 `AccessLog.early`.
 """
 
@@ -33,7 +33,7 @@ COPY = "a copy "  # goes before "up" and "down"
 
 @dataclass(frozen=True)
 class Event:
-    """How far a actor had got, and what it had seen of the others: `clock[i]` is the last that it
+    """How far an actor had got, and what it had seen of the others: `clock[i]` is the last that it
     saw of actor i."""
 
     actor: Actor
@@ -261,7 +261,7 @@ class Span:
 
 
 class AccessLog:
-    """Who has done what: actors, their accesses to some arenas, and their times."""
+    """A log of who has done what: actors, their accesses to some arenas, and their times."""
 
     def __init__(self, arenas: list[Arena]):
         self.remembers = all(arena.before is not None for arena in arenas)
@@ -293,7 +293,7 @@ class AccessLog:
             return actor
 
     def new(self, arena: Arena, actor: Actor, shape: Any, dtype: torch.dtype) -> Tensor:
-        """Memory of an arena for a actor. It counts as written: whoever else uses it has to come
+        """Memory of an arena for an actor. It counts as written: whoever else uses it has to come
         after that."""
         with self.lock, _disable_current_modes():
             pool = 0 if actor.name == HOST else actor.index
@@ -305,7 +305,7 @@ class AccessLog:
 
     @contextmanager
     def early(self, actor: Actor, tensors: list[Tensor], written: list[Tensor]) -> Iterator[None]:
-        """Inside, a actor does something as early as its order allows, if the arenas remember.
+        """Inside, an actor does something as early as its order allows, if the arenas remember.
 
         It finds its tensors as they were before the last writes that nothing orders before it. What
         it writes over those bytes is gone in the end, for they are written later.
@@ -338,7 +338,7 @@ class AccessLog:
         writes: list[Tensor],
         seconds: float = 0.0,
     ) -> None:
-        """Check what a actor reads and writes next, and count its time."""
+        """Check what an actor reads and writes next, and count its time."""
         actor.clock[actor.index] += 1
         for arena in self.arenas:
             for tensor in (*reads, *writes):
