@@ -31,6 +31,7 @@ from course_lib.offload import (
     Store,
     StoreFull,
     SymbolicStore,
+    activations,
     offload_activations,
 )
 
@@ -604,6 +605,53 @@ def test_a_write_that_fails_is_an_error_and_the_tensor_stays(monkeypatch):
         out = (x * 1).sin().sin().sum()
     out.backward()
     assert x.grad is not None
+    assert store.used_bytes == 0
+
+
+# The arrows of the diagram at the top of offload/activations.py.
+ARROWS = {
+    (None, "PARTIAL"),
+    ("PARTIAL", "ON_DEVICE"),
+    ("ON_DEVICE", "GOING_DOWN"),
+    ("GOING_DOWN", "ON_DEVICE"),
+    ("GOING_DOWN", "BELOW"),
+    ("BELOW", "COMING_UP"),
+    ("COMING_UP", "BELOW"),
+    *((state, "FREED") for state in ("PARTIAL", "ON_DEVICE", "GOING_DOWN", "BELOW", "COMING_UP")),
+}
+
+
+def test_a_saved_storage_takes_every_arrow_of_its_diagram_and_no_other(monkeypatch):
+    taken, stored = set(), activations._SavedStorage
+
+    class Watched(stored):
+        def __setattr__(self, name, value):
+            if name == "state":
+                before = vars(self).get("state")
+                taken.add((before and before.name, value.name))
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(activations, "_SavedStorage", Watched)
+    x = torch.ones(64, 8, requires_grad=True)
+    store = DiskStore()
+    with offload_activations(store, min_bytes=1, prefetch=1, in_flight=2):
+        y = (x * 1).sin().sin().sin().sin()
+        part = (x * 1)[:4].sin()  # of a storage that stays PARTIAL
+        (x * 1).sin().sin().sin().sin()  # a graph that nobody keeps
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    part.sum().backward()
+    with offload_activations(store, min_bytes=1, prefetch=0):
+        z = (x * 1).sin().sin()
+    del z  # BELOW
+    monkeypatch.setattr(store, "_write", lambda *_: 1 / 0)
+    with (
+        pytest.raises(ZeroDivisionError),
+        offload_activations(store, min_bytes=1, prefetch=0),
+    ):
+        y = (x * 1).sin().sin()
+    y.sum().backward()
+    assert taken == ARROWS
     assert store.used_bytes == 0
 
 

@@ -384,7 +384,7 @@ def test_a_gpu_gives_what_the_plain_program_gives(name):
 #: What is called to put things in order -> what of the device it stands for.
 ORDERING = {name: {name} for name in ("wait", "finish", "used", "event", "on")}
 ORDERING |= {"settle": {"wait"}, "unsend": {"wait"}, "ready": {"wait"}}
-# : These are there for speed alone: copies beside the compute; and, if asked for, no copy beside
+#: These are there for speed alone: copies beside the compute; and, if asked for, no copy beside
 # the update.
 FOR_SPEED = {
     ("device.py", "copy", "on"),
@@ -501,7 +501,7 @@ def copied_too_soon(device, target, source, name):
         return device.event()
 
 
-# : What is left out -> what is done instead of `Device.copy`, for copies of which name, and in
+#: What is left out -> what is done instead of `Device.copy`, for copies of which name, and in
 # which modes numbers are : wrong for it.
 MISSING = {
     "what uses a copy up waits for it": (used_too_soon, {"up"}, ["late", "early"]),
@@ -637,7 +637,7 @@ def test_a_program_of_a_few_lines_is_right_with_its_wait_alone(program):
 # ---- what the host reads
 
 
-# : How the host looks at four numbers, 2, 4, 6 and 8; and whether what it got is a view, which
+#: How the host looks at four numbers, 2, 4, 6 and 8; and whether what it got is a view, which
 # shows later ones too.
 LOOKS = {
     "tolist": (lambda host: host.tolist(), False),
