@@ -88,7 +88,9 @@ class _CachingTorchDispatchMode(_Mode):
             # those that a run without it must go on with
             if after.devices or not torch.equal(before, after.cpu):
                 self.storage[func, len(entries)] = after
-        entries.append(tree_map(lambda value: _CachedValue(value, policy.endswith("OFFLOAD")), result))
+        entries.append(
+            tree_map(lambda value: _CachedValue(value, policy.endswith("OFFLOAD")), result)
+        )
         return result
 
 
