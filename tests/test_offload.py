@@ -1221,11 +1221,22 @@ def test_state_on_the_host_gives_the_steps_of_fp32_masters(dtype, overlap, monke
 def test_the_store_of_an_optimizer_may_be_ones_own(store):
     plain, moved = network(), network()
     expected = train(plain, torch.optim.Adam(plain.parameters()), batches(3))
-    found = train(
-        moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam, store=store), batches(3)
-    )
-    assert_same_bits(expected, found)
+    optimizer = OffloadedOptimizer(moved.parameters(), torch.optim.Adam, store=store)
+    assert_same_bits(expected, train(moved, optimizer, batches(3)))
     assert store.used_bytes == 8 * sum(p.numel() for p in moved.parameters())
+
+
+def test_an_optimizer_that_is_dropped_gives_its_rooms_back_without_the_garbage_collector():
+    store, net = DiskStore(), network()
+    optimizer = OffloadedOptimizer(net.parameters(), torch.optim.Adam, store=store)
+    train(net, optimizer, batches(1))
+    assert store.used_bytes > 0
+    gc.disable()
+    try:
+        del optimizer
+        assert store.used_bytes == 0
+    finally:
+        gc.enable()
 
 
 def test_a_closure_computes_the_loss_anew_and_its_value_is_returned():

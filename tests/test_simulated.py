@@ -389,14 +389,22 @@ ORDERING |= {"settle": {"wait"}, "unsend": {"wait"}, "ready": {"wait"}}
 FOR_SPEED = {
     ("device.py", "copy", "on"),
     ("prefetch.py", "_make", "on"),
-    ("masters.py", "update_on_host", "finish"),
+    ("state_host.py", "step", "finish"),
 }
 
 
 def orderings():
     """(file, function, what is called, line) of all that orders the work of a device and the
     host."""
-    for name in ("activations", "device", "masters", "optimizer", "prefetch", "stores"):
+    for name in (
+        "activations",
+        "device",
+        "master_weights",
+        "optimizer",
+        "prefetch",
+        "state_host",
+        "stores",
+    ):
         path = Path(course_lib.offload.__file__).with_name(f"{name}.py")
         tree = ast.parse(path.read_text())
         elsewhere = {
@@ -461,7 +469,11 @@ def test_every_ordering_is_missed_where_it_is_taken_away(site, monkeypatch):
 #: Of the scenarios, those that suffice for the orderings in a file.
 TELLING = {
     "activations.py": ["mlp, prefetch 0", "two streams, prefetch 0", "two streams, prefetch 1"],
-    "masters.py": ["optimizer", "gradients sent early, and dropped", "a step that is interrupted"],
+    "state_host.py": [
+        "optimizer",
+        "gradients sent early, and dropped",
+        "a step that is interrupted",
+    ],
     "optimizer.py": [
         "optimizer",
         "gradients sent early, and dropped",
