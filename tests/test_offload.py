@@ -1239,6 +1239,20 @@ def test_an_optimizer_that_is_dropped_gives_its_rooms_back_without_the_garbage_c
         gc.enable()
 
 
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_of_a_parameter_changed_in_part_from_outside_the_rest_keeps_its_fp32_weights(fraction):
+    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = OffloadedOptimizer([p], torch.optim.SGD, lr=2**-12, fraction=fraction)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert p.tolist() == [1, 1]  # bf16 has no number between 1 and 1 - 2 ** -8
+    with torch.no_grad():
+        p[0] = 3
+    p.grad.zero_()
+    optimizer.step()
+    assert optimizer.state[p]["master"].tolist() == [3, 1 - 2**-12]
+
+
 def test_a_closure_computes_the_loss_anew_and_its_value_is_returned():
     p = nn.Parameter(torch.ones(2))
     optimizer = OffloadedOptimizer([p], torch.optim.SGD, lr=0.25)
