@@ -31,9 +31,9 @@ from course_lib.offload import (
     DiskStore,
     HostStore,
     OffloadedOptimizer,
-    SimulatedDevice,
     offload_activations,
 )
+from course_lib.simulated import SimulatedDevice
 
 ROUNDS, OVERHEAD_BAR, PEER_BAR = 15, 1.05, 2.0
 # : Networks on a GPU: (width, rows). Forward, a layer does 2 * rows * width^2 FLOPs and sends 8 *

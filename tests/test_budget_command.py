@@ -38,7 +38,8 @@ from course_lib.budget.techniques.optimizer import ALL_ABOVE, OPTIMIZERS
 from course_lib.distributed import __main__ as ranks_command
 from course_lib.memory import CachingAllocator, symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens
-from course_lib.offload import HostStore, SimulatedDevice
+from course_lib.offload import HostStore
+from course_lib.simulated import SimulatedDevice
 from course_lib.workload import shape_of
 
 LLAMA = {

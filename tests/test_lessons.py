@@ -50,7 +50,7 @@ from course_lib.lessons.lesson_07.checks import make_batch, make_model
 from course_lib.lessons.lesson_08 import carried
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic, training_state_bytes
 from course_lib.models import Decoder, deep_mlp, loss_stages, random_tokens
-from course_lib.offload import HostStore, OffloadedOptimizer, SimulatedDevice, offload_activations
+from course_lib.offload import HostStore, OffloadedOptimizer, offload_activations
 from course_lib.schedule import (
     Backward,
     Chain,
@@ -66,6 +66,7 @@ from course_lib.schedule import (
 )
 from course_lib.schedule.actions import _Referee
 from course_lib.schedule.rules import segmented
+from course_lib.simulated import SimulatedDevice
 from course_lib.teaching import category_label, language, pictures, said
 from course_lib.teaching.experiments import TINY, decoder_and_tokens
 

@@ -30,6 +30,7 @@ from course_lib.offload import (
     Store,
     StoreFull,
     SymbolicStore,
+    activations,
     offload_activations,
 )
 
@@ -606,6 +607,53 @@ def test_a_write_that_fails_is_an_error_and_the_tensor_stays(monkeypatch):
     assert store.used_bytes == 0
 
 
+# The arrows of the diagram at the top of offload/activations.py.
+ARROWS = {
+    (None, "PARTIAL"),
+    ("PARTIAL", "ON_DEVICE"),
+    ("ON_DEVICE", "GOING_DOWN"),
+    ("GOING_DOWN", "ON_DEVICE"),
+    ("GOING_DOWN", "BELOW"),
+    ("BELOW", "COMING_UP"),
+    ("COMING_UP", "BELOW"),
+    *((state, "FREED") for state in ("PARTIAL", "ON_DEVICE", "GOING_DOWN", "BELOW", "COMING_UP")),
+}
+
+
+def test_a_saved_storage_takes_every_arrow_of_its_diagram_and_no_other(monkeypatch):
+    taken, stored = set(), activations._SavedStorage
+
+    class Watched(stored):
+        def __setattr__(self, name, value):
+            if name == "state":
+                before = vars(self).get("state")
+                taken.add((before and before.name, value.name))
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(activations, "_SavedStorage", Watched)
+    x = torch.ones(64, 8, requires_grad=True)
+    store = DiskStore()
+    with offload_activations(store, min_bytes=1, prefetch=1, in_flight=2):
+        y = (x * 1).sin().sin().sin().sin()
+        part = (x * 1)[:4].sin()  # of a storage that stays PARTIAL
+        (x * 1).sin().sin().sin().sin()  # a graph that nobody keeps
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    part.sum().backward()
+    with offload_activations(store, min_bytes=1, prefetch=0):
+        z = (x * 1).sin().sin()
+    del z  # BELOW
+    monkeypatch.setattr(store, "_write", lambda *_: 1 / 0)
+    with (
+        pytest.raises(ZeroDivisionError),
+        offload_activations(store, min_bytes=1, prefetch=0),
+    ):
+        y = (x * 1).sin().sin()
+    y.sum().backward()
+    assert taken == ARROWS
+    assert store.used_bytes == 0
+
+
 @pytest.mark.gpu
 def test_pinned_memory_and_streams_are_used_again():
     store, net = HostStore(), deep_mlp(8, 256).cuda()
@@ -1173,11 +1221,36 @@ def test_state_on_the_host_gives_the_steps_of_fp32_masters(dtype, overlap, monke
 def test_the_store_of_an_optimizer_may_be_ones_own(store):
     plain, moved = network(), network()
     expected = train(plain, torch.optim.Adam(plain.parameters()), batches(3))
-    found = train(
-        moved, OffloadedOptimizer(moved.parameters(), torch.optim.Adam, store=store), batches(3)
-    )
-    assert_same_bits(expected, found)
+    optimizer = OffloadedOptimizer(moved.parameters(), torch.optim.Adam, store=store)
+    assert_same_bits(expected, train(moved, optimizer, batches(3)))
     assert store.used_bytes == 8 * sum(p.numel() for p in moved.parameters())
+
+
+def test_an_optimizer_that_is_dropped_gives_its_rooms_back_without_the_garbage_collector():
+    store, net = DiskStore(), network()
+    optimizer = OffloadedOptimizer(net.parameters(), torch.optim.Adam, store=store)
+    train(net, optimizer, batches(1))
+    assert store.used_bytes > 0
+    gc.disable()
+    try:
+        del optimizer
+        assert store.used_bytes == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_of_a_parameter_changed_in_part_from_outside_the_rest_keeps_its_fp32_weights(fraction):
+    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = OffloadedOptimizer([p], torch.optim.SGD, lr=2**-12, fraction=fraction)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert p.tolist() == [1, 1]  # bf16 has no number between 1 and 1 - 2 ** -8
+    with torch.no_grad():
+        p[0] = 3
+    p.grad.zero_()
+    optimizer.step()
+    assert optimizer.state[p]["master"].tolist() == [3, 1 - 2**-12]
 
 
 def test_a_closure_computes_the_loss_anew_and_its_value_is_returned():

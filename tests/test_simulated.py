@@ -3,6 +3,7 @@ missed."""
 
 import ast
 import gc
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager, nullcontext
@@ -26,12 +27,11 @@ from course_lib.offload import (
     HostStore,
     OffloadedOptimizer,
     Prefetcher,
-    Race,
-    SimulatedDevice,
     offload_activations,
 )
-from course_lib.offload.books import PARTIES, Event
-from course_lib.offload.lanes import LANE_COLORS
+from course_lib.simulated import Race, SimulatedDevice
+from course_lib.simulated.lanes import LANE_COLORS
+from course_lib.simulated.race_detector import ACTORS, Event
 
 pytestmark = pytest.mark.usefixtures("little_to_collect")
 
@@ -384,19 +384,27 @@ def test_a_gpu_gives_what_the_plain_program_gives(name):
 #: What is called to put things in order -> what of the device it stands for.
 ORDERING = {name: {name} for name in ("wait", "finish", "used", "event", "on")}
 ORDERING |= {"settle": {"wait"}, "unsend": {"wait"}, "ready": {"wait"}}
-# : These are there for speed alone: copies beside the compute; and, if asked for, no copy beside
+#: These are there for speed alone: copies beside the compute; and, if asked for, no copy beside
 # the update.
 FOR_SPEED = {
     ("device.py", "copy", "on"),
     ("prefetch.py", "_make", "on"),
-    ("masters.py", "update_on_host", "finish"),
+    ("state_host.py", "step", "finish"),
 }
 
 
 def orderings():
     """(file, function, what is called, line) of all that orders the work of a device and the
     host."""
-    for name in ("activations", "device", "masters", "optimizer", "prefetch", "stores"):
+    for name in (
+        "activations",
+        "device",
+        "master_weights",
+        "optimizer",
+        "prefetch",
+        "state_host",
+        "stores",
+    ):
         path = Path(course_lib.offload.__file__).with_name(f"{name}.py")
         tree = ast.parse(path.read_text())
         elsewhere = {
@@ -436,7 +444,7 @@ def without(monkeypatch, file, called, line):
         "wait": lambda self, event: None,
         "finish": lambda self, event: None,
         "used": lambda self, tensor: tensor,
-        "event": lambda self: Event(self.current(), 0, np.zeros(PARTIES, np.int64), 0.0),
+        "event": lambda self: Event(self.current(), 0, np.zeros(ACTORS, np.int64), 0.0),
         "on": lambda self, stream: nullcontext(),
     }
     for name in ORDERING[called]:
@@ -461,7 +469,11 @@ def test_every_ordering_is_missed_where_it_is_taken_away(site, monkeypatch):
 #: Of the scenarios, those that suffice for the orderings in a file.
 TELLING = {
     "activations.py": ["mlp, prefetch 0", "two streams, prefetch 0", "two streams, prefetch 1"],
-    "masters.py": ["optimizer", "gradients sent early, and dropped", "a step that is interrupted"],
+    "state_host.py": [
+        "optimizer",
+        "gradients sent early, and dropped",
+        "a step that is interrupted",
+    ],
     "optimizer.py": [
         "optimizer",
         "gradients sent early, and dropped",
@@ -491,7 +503,7 @@ def is_wrong(scenario, mode):
 def used_too_soon(device, target, source, name):
     """What uses a copy does not wait for it."""
     Device.copy(device, target, source, name)
-    return device.books.host.event()
+    return device.log.host.event()
 
 
 def copied_too_soon(device, target, source, name):
@@ -501,7 +513,7 @@ def copied_too_soon(device, target, source, name):
         return device.event()
 
 
-# : What is left out -> what is done instead of `Device.copy`, for copies of which name, and in
+#: What is left out -> what is done instead of `Device.copy`, for copies of which name, and in
 # which modes numbers are : wrong for it.
 MISSING = {
     "what uses a copy up waits for it": (used_too_soon, {"up"}, ["late", "early"]),
@@ -637,7 +649,7 @@ def test_a_program_of_a_few_lines_is_right_with_its_wait_alone(program):
 # ---- what the host reads
 
 
-# : How the host looks at four numbers, 2, 4, 6 and 8; and whether what it got is a view, which
+#: How the host looks at four numbers, 2, 4, 6 and 8; and whether what it got is a view, which
 # shows later ones too.
 LOOKS = {
     "tolist": (lambda host: host.tolist(), False),
@@ -695,7 +707,7 @@ def test_the_host_waits_for_what_it_prints_of_the_device():
     with SimulatedDevice(late=True, flops_per_second=1.0) as device:
         x = device.move(torch.ones(2, 2))
         assert repr(x @ x) == repr(torch.full((2, 2), 2.0))
-        assert device.books.host.seconds == 16.0
+        assert device.log.host.seconds == 16.0
         event = device.copy(x, device.pinned((2, 2), torch.float32).fill_(5.0), "up")
         print(x)
         assert (
@@ -1143,3 +1155,17 @@ def test_the_picture_has_a_lane_for_each_stream(drawing):
         device.copy(device.pinned((10,), torch.float32), torch.zeros(10).neg(), "down")
     ax = device.plot()
     assert [label.get_text() for label in ax.get_yticklabels()] == ["compute", "copies down"]
+
+
+def test_offload_gives_the_simulated_device_on_request_and_does_not_import_it():
+    program = (
+        "import sys, course_lib.offload as offload\n"
+        "print('course_lib.simulated' in sys.modules)\n"
+        "from course_lib.offload import Race, SimulatedDevice\n"
+        "from course_lib import simulated\n"
+        "print(SimulatedDevice is simulated.SimulatedDevice and Race is simulated.Race)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+    with pytest.raises(AttributeError, match="has no attribute 'SimulatedDevices'"):
+        _ = course_lib.offload.SimulatedDevices

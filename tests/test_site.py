@@ -355,6 +355,13 @@ def test_the_reference_lists_every_public_name(name, pages):
     assert not re.search(r"\(\w+,\) –", text_of(page)), "every attribute stands by its own name"
 
 
+def test_a_name_that_a_module_gives_on_request_is_described_where_it_lives():
+    assert "The same as in ``course_lib.simulated``: ``Race``, ``SimulatedDevice``." in (
+        site._api_page("offload")
+    )
+    assert "The same as" not in site._api_page("simulated")
+
+
 def test_the_reference_leaves_the_library_as_it_is(built_site):
     # autodoc would replace it
     assert inspect.signature(checkpoint).parameters["use_reentrant"].default is None

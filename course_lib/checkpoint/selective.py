@@ -17,8 +17,8 @@ from .._torch import RandomState, tensors_in
 from .reentrant import version
 
 
-class _Kept:
-    """One value that an operator returned, kept."""
+class _CachedValue:
+    """One value that an operator returned, kept for the recomputation."""
 
     def __init__(self, value: Any, offload: bool):
         self.device = self.version = None
@@ -88,7 +88,9 @@ class _CachingTorchDispatchMode(_Mode):
             # those that a run without it must go on with
             if after.devices or not torch.equal(before, after.cpu):
                 self.storage[func, len(entries)] = after
-        entries.append(tree_map(lambda value: _Kept(value, policy.endswith("OFFLOAD")), result))
+        entries.append(
+            tree_map(lambda value: _CachedValue(value, policy.endswith("OFFLOAD")), result)
+        )
         return result
 
 

@@ -1,11 +1,33 @@
-"""What autograd saves for backward, moved one tier down and fetched again when backward comes
-near."""
+"""Saved tensors, moved one tier down when autograd saves them and fetched again when backward comes
+near.
+
+What moves is a storage, once, however many saved tensors are views of it. Its states (`_State`):
+
+    PARTIAL
+       |      pack: the saved tensors cover the storage
+    ON_DEVICE <-------.
+       |  go_down     |  arrive: the copy failed
+    GOING_DOWN -------'
+       |      arrive: the copy is complete
+    BELOW <-----------.
+       |  start_up    |  let_go: all who wanted it have had it
+    COMING_UP --------'
+
+    and from each of them, by drop of the last handle, to FREED
+
+`pack` makes a PARTIAL one; where the first saved tensor is the whole storage it is ON_DEVICE within
+the same call. The device's memory is `held` until the copy down is complete, and again, as what is
+`coming`, in COMING_UP; the `room` below is held from GOING_DOWN on. Only BELOW holds no memory of
+the device: that is what all of this is for. A graph that is retained goes up and down between BELOW
+and COMING_UP.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -74,48 +96,61 @@ class offload_activations:
         self.keep = [keep] if isinstance(keep, (Tensor, nn.Module)) else list(keep)
         for thing in self.keep:
             kind("keep", thing, (Tensor, nn.Module), "tensors and modules")
-        self._entered: list[tuple[_Region, Any, Any]] = []
+        self._entered: list[tuple[_ForwardPass, Any, Any]] = []
         self._warned = False
 
     def __enter__(self) -> offload_activations:
-        region = _Region(self)
-        seen = register_module_forward_pre_hook(lambda module, args: region.stay(module))
-        hooks = saved_tensors_hooks(region.pack, region.unpack)
+        forward_pass = _ForwardPass(self)
+        seen = register_module_forward_pre_hook(lambda module, args: forward_pass.stay(module))
+        hooks = saved_tensors_hooks(forward_pass.pack, forward_pass.unpack)
         hooks.__enter__()
-        self._entered.append((region, seen, hooks))
+        self._entered.append((forward_pass, seen, hooks))
         return self
 
     def __exit__(self, kind, value, trace) -> None:
-        region, seen, hooks = self._entered.pop()
+        forward_pass, seen, hooks = self._entered.pop()
         hooks.__exit__(kind, value, trace)
         seen.remove()
         try:
-            with region.guard:
-                region.settle(0)
+            with forward_pass.guard:
+                forward_pass.settle(0)
         except Exception:
             if kind is None:
                 raise
-        if kind is None and region.too_small and not region.large_enough and not self._warned:
+        all_too_small = forward_pass.too_small and not forward_pass.large_enough
+        if kind is None and all_too_small and not self._warned:
             self._warned = True
             warnings.warn(
                 "no activation was moved: the largest storage that was saved has"
-                f" {region.too_small} bytes, and min_bytes is {self.min_bytes}",
+                f" {forward_pass.too_small} bytes, and min_bytes is {self.min_bytes}",
                 stacklevel=2,
             )
 
 
-class _Region:
+class _State(Enum):
+    """Where a saved storage is; what leads from one to the next is drawn at the top of this
+    file."""
+
+    PARTIAL = auto()  # on the device, and stays until the saved tensors are all that it holds
+    ON_DEVICE = auto()  # and will go down, unless backward comes first
+    GOING_DOWN = auto()  # still on the device
+    BELOW = auto()
+    COMING_UP = auto()  # or there already: who uses it waits for the copy
+    FREED = auto()
+
+
+class _ForwardPass:
     """One forward pass inside the block: its storages in the order in which they were saved."""
 
     def __init__(self, options: offload_activations):
         self.options, self.guard = options, Guard()
-        self.known = WeakKeyDictionary()  # the latest entry of a storage
+        self.known = WeakKeyDictionary()  # a storage -> the latest that is known of it
         self.staying = WeakKeyDictionary()
         self.modules: set[int] = set()
         self.too_small, self.large_enough = 0, False
-        self.entries: list[_Entry] = []  # in backward's order, from the end
-        self.recent: deque[_Entry] = deque()  # on the device, and not going down yet
-        self.going: deque[_Entry] = deque()  # on the device until their copy is complete
+        self.storages: list[_SavedStorage] = []  # in backward's order, from the end
+        self.recent: deque[_SavedStorage] = deque()  # on the device, and not going down yet
+        self.going: deque[_SavedStorage] = deque()  # on the device until their copy is complete
         # backward's node that unpacks now, and what it has unpacked
         self.node, self.read = None, []
         for thing in options.keep:
@@ -132,30 +167,31 @@ class _Region:
         for tensor in filter(_has_storage, tensors):
             self.staying[tensor.untyped_storage()] = True
 
-    def pack(self, tensor: Tensor) -> _Kept | _Handle:
+    def pack(self, tensor: Tensor) -> _Unmoved | _Handle:
         if not _has_storage(tensor) or self._stays(tensor):
-            return _Kept(tensor)
+            return _Unmoved(tensor)
         storage = tensor.untyped_storage()
         if storage.nbytes() < max(1, self.options.min_bytes):
             self.too_small = max(self.too_small, storage.nbytes())
-            return _Kept(tensor)
+            return _Unmoved(tensor)
         self.large_enough = True
         with self.guard:
-            entry = self.known.get(storage)
-            if entry is None or not entry.handles or entry.version != tensor._version:
-                entry = self.known[storage] = _Entry(self, tensor)
+            saved = self.known.get(storage)
+            if saved is None or saved.state is _State.FREED or saved.version != tensor._version:
+                saved = self.known[storage] = _SavedStorage(self, tensor)
             else:
-                entry.store.stats.shared += 1
-            handle = _Handle(entry, tensor)
-            if entry.index is None and entry.is_covered():
-                entry.index = len(self.entries)
-                self.entries.append(entry)
-                self.recent.append(entry)
-            while len(self.recent) > self._ahead(self.options.prefetch, entry) + 1:
-                if (oldest := self.recent.popleft()).handles:
+                saved.store.stats.shared += 1
+            handle = _Handle(saved, tensor)
+            if saved.state is _State.PARTIAL and saved.is_covered():
+                saved.state = _State.ON_DEVICE
+                saved.index = len(self.storages)
+                self.storages.append(saved)
+                self.recent.append(saved)
+            while len(self.recent) > self._ahead(self.options.prefetch, saved) + 1:
+                if (oldest := self.recent.popleft()).state is _State.ON_DEVICE:
                     oldest.go_down()
                     self.going.append(oldest)
-            self.settle(self._ahead(self.options.in_flight, entry))
+            self.settle(self._ahead(self.options.in_flight, saved))
             return handle
 
     def _stays(self, tensor: Tensor) -> bool:
@@ -163,25 +199,25 @@ class _Region:
         leaf = isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
         return leaf or tensor.untyped_storage() in self.staying
 
-    def _ahead(self, wanted: int | None, entry: _Entry) -> int:
-        return entry.device.ahead if wanted is None else wanted
+    def _ahead(self, wanted: int | None, saved: _SavedStorage) -> int:
+        return saved.device.ahead if wanted is None else wanted
 
-    def unpack(self, packed: _Kept | _Handle) -> Tensor:
-        if isinstance(packed, _Kept):
+    def unpack(self, packed: _Unmoved | _Handle) -> Tensor:
+        if isinstance(packed, _Unmoved):
             return packed.again()
         with self.guard:
             node = _running_node()
             # a node may unpack twice what it saved: what it got stays until it is done
             if node != self.node:
-                for entry in self.read:
-                    entry.let_go()
+                for saved in self.read:
+                    saved.let_go()
                 self.node, self.read = node, []
-            entry = packed.entry
-            self.read.append(entry)
-            if entry.index is not None:
-                prefetch = self._ahead(self.options.prefetch, entry)
+            saved = packed.saved
+            self.read.append(saved)
+            if saved.state is not _State.PARTIAL:
+                prefetch = self._ahead(self.options.prefetch, saved)
                 for near in reversed(
-                    self.entries[max(0, entry.index - prefetch) : entry.index + 1]
+                    self.storages[max(0, saved.index - prefetch) : saved.index + 1]
                 ):
                     near.start_up()
             return packed.again()
@@ -192,7 +228,7 @@ class _Region:
             self.going.popleft().arrive()
 
 
-class _Kept:
+class _Unmoved:
     """A saved tensor that stays. Not the tensor itself: an operator that saves its own result would
     never be freed."""
 
@@ -213,12 +249,12 @@ _CHANGED = (
 
 
 class _Handle:
-    """One saved tensor: a view of an entry's storage. The graph holds it until its node is done."""
+    """One saved tensor: a view of a saved storage. The graph holds it until its node is done."""
 
     # until all of it is known: what fails before that has nothing to drop
-    entry: _Entry | None = None
+    saved: _SavedStorage | None = None
 
-    def __init__(self, entry: _Entry, tensor: Tensor):
+    def __init__(self, saved: _SavedStorage, tensor: Tensor):
         self.key = object()  # not the id, which may be given out again before a late `drop`
         self.view = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         self.conjugated, self.negated = tensor.is_conj(), tensor.is_neg()
@@ -227,36 +263,46 @@ class _Handle:
         )
         # views may skip elements, or repeat them
         size = min(tensor.numel(), extent) * tensor.itemsize
-        entry.handles[self.key] = tensor.storage_offset() * tensor.itemsize, size
-        entry.wanted.add(self.key)
-        self.entry = entry
+        saved.handles[self.key] = tensor.storage_offset() * tensor.itemsize, size
+        saved.wanted.add(self.key)
+        self.saved = saved
 
     def again(self) -> Tensor:
-        view = view_of(self.entry.data_for(self), *self.view)
+        view = view_of(self.saved.data_for(self), *self.view)
         if self.conjugated:
             view = torch._conj(view)
         return torch._neg_view(view) if self.negated else view
 
     def __del__(self):
-        if self.entry is not None:
-            self.entry.region.guard.later(partial(self.entry.drop, self.key))
+        if self.saved is not None:
+            self.saved.forward_pass.guard.later(partial(self.saved.drop, self.key))
 
 
-class _Entry:
-    """One storage: on the device, on its way down, below, on its way up, or gone with its last
-    handle."""
+class _SavedStorage:
+    """One storage of which saved tensors are views. They hold it by their handles.
 
-    def __init__(self, region: _Region, tensor: Tensor):
-        self.region, self.store = region, region.options.store or default_store(tensor)
+    Attributes:
+        state: a `_State`.
+        held: what is on the device since it was saved; until it is BELOW.
+        room: what it has in the store; from GOING_DOWN on.
+        coming: what gives the copy on the device; in COMING_UP.
+        index: among the storages of the forward pass; not of a PARTIAL one.
+        handles: key -> (offset, bytes), of the saved tensors that there are.
+        wanted: keys of those that backward has not had since the storage came up.
+    """
+
+    def __init__(self, forward_pass: _ForwardPass, tensor: Tensor):
+        self.state = _State.PARTIAL
+        self.forward_pass = forward_pass
+        self.store = forward_pass.options.store or default_store(tensor)
         self.held: Tensor | None = tensor.detach()  # shares the version counter
-        self.version, self.changed, self.device = tensor._version, False, Device.of(tensor)
+        self.version, self.changed = tensor._version, False
+        self.device = Device.of(tensor)
         self.stream = self.device.current()
-        # among the region's entries, once the saved tensors cover the storage
         self.index: int | None = None
         self.room: Room | None = None
         self.coming: Callable[[], Tensor] | None = None
-        self.handles: dict[object, tuple[int, int]] = {}  # key -> (offset, bytes)
-        # handles that have not been unpacked since the storage came up
+        self.handles: dict[object, tuple[int, int]] = {}
         self.wanted: set[object] = set()
 
     def is_covered(self) -> bool:
@@ -269,24 +315,28 @@ class _Entry:
     def go_down(self) -> None:
         with self.device.on(self.stream):  # not whichever saves the tensor that pushed this one out
             self.room = self.store.put(bytes_of(self.held))
+        self.state = _State.GOING_DOWN
 
     def arrive(self) -> None:
         """The copy down is complete: let go of the device's memory. If it failed, what is held
         stays."""
-        if self.room is None:
+        if self.state is not _State.GOING_DOWN:  # it was freed meanwhile
             return
         try:
             with self.device.on(self.stream):
                 self.room.wait()
         except BaseException:
+            self.state = _State.ON_DEVICE
             self.room = None
             raise
         self.changed |= self.held._version != self.version
+        self.state = _State.BELOW
         self.held = None
 
     def start_up(self) -> None:
-        if self.held is None and self.coming is None and self.room is not None:
+        if self.state is _State.BELOW:
             self.coming = self.room.get()
+            self.state = _State.COMING_UP
 
     def data_for(self, handle: _Handle) -> Tensor:
         if self.changed or (self.held is not None and self.held._version != self.version):
@@ -294,13 +344,17 @@ class _Entry:
                 _CHANGED.format(shape=handle.view[1], when=" before it was copied down")
             )
         self.wanted.discard(handle.key)
-        return self.device.used(self.coming()) if self.held is None else self.held
+        return self.device.used(self.coming()) if self.state is _State.COMING_UP else self.held
 
     def let_go(self) -> None:
         """What came up is through with, unless another node wants it too. A graph that is retained
         fetches it again."""
-        if not self.wanted:
-            self.coming, self.wanted = None, set(self.handles)
+        if self.wanted:
+            return
+        self.wanted = set(self.handles)
+        if self.state is _State.COMING_UP:
+            self.state = _State.BELOW
+            self.coming = None
 
     def drop(self, key: object) -> None:
         del self.handles[key]
@@ -308,6 +362,7 @@ class _Entry:
         if not self.handles:
             if self.room is not None:
                 self.room.free(self.held, self.coming)
+            self.state = _State.FREED
             self.held = self.room = self.coming = None
 
 

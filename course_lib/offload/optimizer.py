@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from course_lib._check import kind, number, shown, whole
-from course_lib._torch import is_symbolic
 
 from .device import Device
-from .masters import Master, OnHost, chunks, is_large, sending, update_on_host, update_with
-from .paged import Paged, reserve, update_paged, written
-from .stores import DiskStore, Store, SymbolicStore
+from .master_weights import MasterWeights, StateOptions, is_large
+from .state_file import FileState
+from .state_host import HostState, sending
+from .stores import Store
 
 PAGE_BYTES = 16 << 20
+HOMES: tuple[type[MasterWeights], ...] = (MasterWeights, HostState, FileState)  # in a step's order
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -75,14 +76,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         page_bytes: int = PAGE_BYTES,
         **base_kwargs,
     ):
-        self._fraction, self._overlap = number("fraction", fraction, 0, 1), overlap
-        self._store = kind("store", store, (Store, type(None)), "a DiskStore or another Store")
-        self._page_bytes = whole("page_bytes", page_bytes, 1, of="bytes")
+        self._fraction = number("fraction", fraction, 0, 1)
+        store = kind("store", store, (Store, type(None)), "a DiskStore or another Store")
+        page_bytes = whole("page_bytes", page_bytes, 1, of="bytes")
+        defaults, names = _defaults_and_names(base, base_kwargs)
+        self._options = StateOptions(overlap, page_bytes, names, store)
         self._base_class, self._base_kwargs = base, base_kwargs
-        self._masters: dict[nn.Parameter, Master] = {}
-        self._states = _States(self._masters, self._write)
+        self._masters: dict[nn.Parameter, MasterWeights] = {}
+        self._states = _States(self._masters)
         self._base: torch.optim.Optimizer | None = None
-        defaults, self._names = _defaults_and_names(base, base_kwargs)
         super().__init__(params, defaults)
         self._adopt(self.param_groups)
 
@@ -97,7 +99,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 raise
 
     def _adopt(self, groups: list[dict]) -> None:
-        masters = _masters_of([p for group in groups for p in group["params"]], self._fraction)
+        masters = _masters_of(
+            [p for group in groups for p in group["params"]], self._fraction, self._options
+        )
         for group in groups:
             theirs = {**group, "params": [masters[p].weights for p in group["params"]]}
             if self._base is None:
@@ -105,9 +109,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             else:
                 self._base.add_param_group(theirs)
         for master in masters.values():
-            master.states = self._base.state
-            if isinstance(master, Paged):
-                master.begin()
+            master.adopted(self._base.state)
         self._masters.update(masters)
 
     @torch.no_grad()
@@ -117,28 +119,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         due = [master for master in self._masters.values() if master.p.grad is not None]
         for master in due:
             _check_dense("the gradient of a parameter", master.p.grad)
-        here, on_host, paged = (
-            [master for master in due if type(master) is way] for way in (Master, OnHost, Paged)
-        )
-        self._reserve(paged)
-        update = partial(update_with, self._base, self.param_groups)
-        update([master for master in here if master.weights is master.p])
-        # In chunks, since their gradients are fp32 copies, which would take as much as the weights
-        # do.
-        for chunk in chunks(
-            [master for master in here if master.weights is not master.p], self._page_bytes
-        ):
-            update(chunk)
-        update_on_host(on_host, partial(update, fused=True), self._overlap)
-        update_paged(
-            chunks(paged, self._page_bytes), update, self.store if paged else None, self._overlap
-        )
+        self._reserve(due)
+        update = partial(_update_with, self._base, self.param_groups)
+        for home in HOMES:
+            home.step([master for master in due if type(master) is home], update, self._options)
         return loss
 
     @property
     def state_on_host(self) -> bool:
         """Whether gradients go down to host memory."""
-        return any(isinstance(master, OnHost) for master in self._masters.values())
+        return any(isinstance(master, HostState) for master in self._masters.values())
 
     def sending(self) -> AbstractContextManager:
         """Inside, gradients go down as soon as backward has made them, and `step` uses what went
@@ -148,19 +138,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         gradients in between: clipping, unscaling, collectives and `.data` would do so unseen.
         `AccumulatedStep` does this where it can.
         """
-        return sending([master for master in self._masters.values() if isinstance(master, OnHost)])
+        return sending(
+            [master for master in self._masters.values() if isinstance(master, HostState)]
+        )
 
     @property
     def store(self) -> Store:
         """The file with the state of CPU parameters."""
-        if self._store is None:
-            self._store = SymbolicStore() if is_symbolic(*self._masters) else DiskStore()
-        return self._store
+        return self._options.open_store(self._masters)
 
-    def _reserve(self, paged: list[Paged]) -> None:
+    def _reserve(self, masters: Iterable[MasterWeights]) -> None:
         """Room for everything that will go below, before anything changes."""
-        if paged:
-            reserve(paged, self._names, self.store)
+        masters = list(masters)
+        for home in HOMES:
+            home.reserve([master for master in masters if type(master) is home], self._options)
 
     # ---- looking at the state, saving and loading it
 
@@ -179,18 +170,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Master weights and state that are where their parameters are, and not below: what a meter
         should count."""
         for master in self._masters.values():
-            yield from master.held()
-
-    def _write(self, master: Paged) -> None:
-        self._reserve([master])
-        for error in written([master.page_out(self.store)]):
-            raise error
+            yield from master.held_tensors()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `base`, or an `OffloadedOptimizer` of it, has written. The next steps are then
         the same."""
-        self._reserve([master for master in self._masters.values() if isinstance(master, Paged)])
+        self._reserve(self._masters.values())
         super().load_state_dict({**state_dict, "state": {}})  # the groups; it checks that they fit
         order = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters, states = (
@@ -208,8 +194,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 class _States(MutableMapping):
     """The state of each parameter that has some, read and written where it is."""
 
-    def __init__(self, masters: dict[nn.Parameter, Master], write: Callable[[Paged], None]):
-        self._masters, self._write = masters, write
+    def __init__(self, masters: dict[nn.Parameter, MasterWeights]):
+        self._masters = masters
 
     def __getitem__(self, p: nn.Parameter) -> dict[str, Any]:
         if p not in self:
@@ -218,14 +204,11 @@ class _States(MutableMapping):
 
     @torch.no_grad()
     def __setitem__(self, p: nn.Parameter, state: dict[str, Any]) -> None:
-        master = self._masters[p]
-        master.load(state)
-        if isinstance(master, Paged) and state:
-            self._write(master)
+        self._masters[p].load_state(state)
 
     @torch.no_grad()
     def __delitem__(self, p: nn.Parameter) -> None:
-        self._masters[p].load({})
+        self._masters[p].load_state({})
 
     def __contains__(self, p: object) -> bool:
         return p in self._masters and self._masters[p].has_state()
@@ -252,14 +235,49 @@ def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
     return chosen
 
 
-def _masters_of(parameters: list[nn.Parameter], fraction: float) -> dict[nn.Parameter, Master]:
+def _masters_of(
+    parameters: list[nn.Parameter], fraction: float, options: StateOptions
+) -> dict[nn.Parameter, MasterWeights]:
     for p in parameters:
         _check_dense("a parameter", p)
     chosen = chosen_below(parameters, fraction)
-    return {
-        p: (OnHost if Device.of(p).apart else Paged)(p) if p in chosen else Master(p)
-        for p in parameters
-    }
+
+    def home(p: nn.Parameter) -> type[MasterWeights]:
+        if p not in chosen:
+            return MasterWeights
+        return HostState if Device.of(p).apart else FileState
+
+    return {p: home(p)(p, options) for p in parameters}
+
+
+def _update_with(
+    base: torch.optim.Optimizer,
+    groups: list[dict],
+    masters: Sequence[MasterWeights],
+    *,
+    fused: bool = False,
+) -> None:
+    """Let `base` do its step for these masters alone, with the settings of `groups`; fused if they
+    leave it open."""
+    if not masters:
+        return
+    chosen, all_groups, mine = {master.weights for master in masters}, base.param_groups, []
+    for ours, theirs in zip(groups, all_groups, strict=True):
+        members = [weights for weights in theirs["params"] if weights in chosen]
+        if members:
+            mine.append({**theirs, **ours, "params": members})
+            if fused and ours.get("fused", False) is None and not ours.get("foreach"):
+                mine[-1]["fused"] = True
+    try:
+        for master in masters:
+            master.load_grad()
+        base.param_groups = mine
+        base.step()
+    # also where it was interrupted: parameters and state are then those that `base` would have left
+    finally:
+        base.param_groups = all_groups
+        for master in masters:
+            master.write_back()
 
 
 def _defaults_and_names(base: Any, base_kwargs: dict) -> tuple[dict[str, Any], list[str]]:

@@ -58,7 +58,8 @@ from course_lib.lessons import lesson_04, what_you_may_have_read
 from course_lib.lessons.ledger import ledger
 from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, deep_mlp, random_tokens
-from course_lib.offload import DiskStore, HostStore, SimulatedDevice, offload_activations
+from course_lib.offload import DiskStore, HostStore, offload_activations
+from course_lib.simulated import SimulatedDevice
 from course_lib.teaching import predictions, table, text, timelines
 
 # %% [markdown]

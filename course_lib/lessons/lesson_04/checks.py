@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from course_lib.offload import SimulatedDevice, Store
+from course_lib.offload import Store
+from course_lib.simulated import SimulatedDevice
 from course_lib.teaching import Verdict, expect_number, text
 from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from course_lib.labels import listed
-from course_lib.offload import SimulatedDevice
-from course_lib.offload.lanes import LANE_COLORS
+from course_lib.simulated import SimulatedDevice
+from course_lib.simulated.lanes import LANE_COLORS
 from course_lib.teaching import COLORS, figure, text
 from course_lib.teaching.figures import shown_once
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.models import Decoder, deep_mlp, random_tokens
-from course_lib.offload import HostStore, SimulatedDevice, offload_activations
+from course_lib.offload import HostStore, offload_activations
+from course_lib.simulated import SimulatedDevice
 from course_lib.teaching import Table, table, text
 from course_lib.teaching.tables import NumberText
 

@@ -66,6 +66,7 @@ MODULES = (
         "checkpoint",
         "schedule",
         "offload",
+        "simulated",
         "accumulation",
         "attention",
         "budget",
@@ -430,20 +431,21 @@ def _api_page(name: str) -> str:
 
 
 def _described_elsewhere(value: object, name: str) -> str:
-    """Where else the reference has it: in PyTorch's, or on the page of an earlier module of ours;
-    "" if nowhere."""
+    """Where else the reference has it: in PyTorch's, or on the page of an earlier module of ours,
+    or of the later one that it lives in; "" if nowhere."""
     home = getattr(value, "__module__", None) or (
         "torch.utils.checkpoint" if isinstance(value, set) else ""
     )
     if home.startswith("torch"):
         return home
-    for earlier in MODULES[: MODULES.index(name)]:
-        if importlib.util.find_spec(f"course_lib.{earlier}"):
+    lives_in = [each for each in MODULES if home.startswith(f"course_lib.{each}.") and each != name]
+    for other in (*MODULES[: MODULES.index(name)], *lives_in):
+        if importlib.util.find_spec(f"course_lib.{other}"):
             if any(
-                value is other
-                for other in vars(importlib.import_module(f"course_lib.{earlier}")).values()
+                value is each
+                for each in vars(importlib.import_module(f"course_lib.{other}")).values()
             ):
-                return f"course_lib.{earlier}"
+                return f"course_lib.{other}"
     return ""
 
 

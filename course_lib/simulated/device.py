@@ -1,5 +1,5 @@
-"""A device in the books alone, on any machine: it finds copies that nothing orders, and tells when
-each stream is busy.
+"""A device of which the order is checked, on any machine: it finds copies that nothing
+orders, and tells when each stream is busy.
 
     with SimulatedDevice() as device:
         model, x = device.move(model), device.move(x)
@@ -10,9 +10,9 @@ each stream is busy.
 
 Its memory is CPU memory of which freed blocks are handed out again, the latest first. Its streams
 do in order what they are given, and who may be ahead of whom is known from vector clocks: each
-party, a stream or a thread of the host, knows how far it has seen the others get, by the events
+actor, a stream or a thread of the host, knows how far it has seen the others get, by the events
 that it waited for. An access to memory is a race if the last write there (for a write, the last
-reads too) is not among what its party has seen, whoever owned the memory then.
+reads too) is not among what its actor has seen, whoever owned the memory then.
 
 Source: Fidge 1988 and Mattern 1989 for the clocks; PyTorch's CUDA sanitizer looks at device memory
 in the same way.
@@ -32,11 +32,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import positive, whole
 from course_lib._torch import map_tensors
+from course_lib.offload import Device
 
-from .books import COPY, Arena, Books, Event, Party
-from .device import Device
 from .lanes import draw_bytes, draw_lanes
 from .operators import HostReads, Operators
+from .race_detector import COPY, AccessLog, Actor, Arena, Event
 
 RATES = (
     "flops_per_second",
@@ -53,29 +53,29 @@ class Race(RuntimeError):
 
 
 class _Streams(Device):
-    """Streams in the books: each thread is on one of its own choice."""
+    """Streams in the access log: each thread is on one of its own choice."""
 
-    def __init__(self, books: Books):
+    def __init__(self, log: AccessLog):
         super().__init__(torch.device("cpu"))
-        self.books = books
-        self._sides: dict[str, Party] = {}
+        self.log = log
+        self._sides: dict[str, Actor] = {}
         self._local = threading.local()
         self._compute = self.side("compute")
 
-    def current(self) -> Party:
+    def current(self) -> Actor:
         return getattr(self._local, "stream", self._compute)
 
     @contextmanager
-    def on(self, stream: Party) -> Iterator[None]:
+    def on(self, stream: Actor) -> Iterator[None]:
         before, self._local.stream = self.current(), stream
         try:
             yield
         finally:
             self._local.stream = before
 
-    def side(self, name: str) -> Party:
+    def side(self, name: str) -> Actor:
         if name not in self._sides:
-            self._sides[name] = self.books.party(name)
+            self._sides[name] = self.log.actor(name)
         return self._sides[name]
 
     def event(self) -> Event:
@@ -85,15 +85,15 @@ class _Streams(Device):
         self.current().follow(event)
 
     def finish(self, event: Event) -> None:
-        with self.books.lock:
-            self.books.host.follow(event)
-            self.books.host.run()
+        with self.log.lock:
+            self.log.host.follow(event)
+            self.log.host.run()
 
-    def done_by(self, party: Party) -> None:
-        """Do what a party was given so far, and next what the host, which has got as far as it has,
-        gives it now."""
-        party.follow(self.books.host.event())
-        party.run()
+    def done_by(self, actor: Actor) -> None:
+        """Do what an actor was given so far, and next what the host, which has got as far as it
+        has, gives it now."""
+        actor.follow(self.log.host.event())
+        actor.run()
 
 
 class SimulatedDevice(_Streams):
@@ -126,8 +126,8 @@ class SimulatedDevice(_Streams):
       prints, though these three not in hooks during a backward pass. What goes by a storage is not,
       as `torch.save` and pickle, nor what goes by an array later than by the `numpy` that gave it.
       A view reads nothing; `host[0]`, one number, is read.
-    - Each thread of the host is a party; what orders threads among themselves is not seen, but that
-      a thread begins after all that was done before it.
+    - Each thread of the host is an actor; what orders threads among themselves is not seen, but
+      that a thread begins after all that was done before it.
     - Each stream has the whole device: two that compute at the same time take no longer for it.
       Caches, the launching of operators and Python take no time, nor do views. What is indexed
       counts as read whole.
@@ -182,8 +182,8 @@ class SimulatedDevice(_Streams):
         self.memory, self.host_memory = (
             Arena(name, nbytes, early) for name in ("device", "pinned")
         )
-        super().__init__(Books([self.memory, self.host_memory]))
-        self.races, self.spans = self.books.races, self.books.spans
+        super().__init__(AccessLog([self.memory, self.host_memory]))
+        self.races, self.spans = self.log.races, self.log.spans
         self.samples: list[tuple[float, int]] = []
         self._watch = ExitStack()
 
@@ -203,7 +203,7 @@ class SimulatedDevice(_Streams):
 
     @property
     def seconds(self) -> float:
-        return max(party.seconds for party in self.books.parties)
+        return max(actor.seconds for actor in self.log.actors)
 
     @property
     def live_bytes(self) -> int:
@@ -246,7 +246,7 @@ class SimulatedDevice(_Streams):
         return tensor
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        return self.books.new(self.host_memory, self.books.host, shape, dtype)
+        return self.log.new(self.host_memory, self.log.host, shape, dtype)
 
     def up(self, tensor: Tensor) -> Tensor:
         if self.holds(tensor):
@@ -254,7 +254,7 @@ class SimulatedDevice(_Streams):
         if self.host_memory.block_of(tensor) is None:
             with _disable_current_modes():
                 tensor = self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
-        made = self.books.new(self.memory, self.current(), tensor.shape, tensor.dtype)
+        made = self.log.new(self.memory, self.current(), tensor.shape, tensor.dtype)
         self.transfer(made, tensor)
         return made
 
@@ -266,19 +266,19 @@ class SimulatedDevice(_Streams):
             self.memory.alias(self.host_memory.alias(tensor)) for tensor in (target, source)
         )
         seconds = source.nbytes / self.rates[f"{name}_bytes_per_second"]
-        with self.books.lock:
-            stream.follow(self.books.host.event())
+        with self.log.lock:
+            stream.follow(self.log.host.event())
             stream.give(lambda: self._copy(stream, into, out))
             if not self.late:
                 stream.run()
-            self.books.did(stream, f"{COPY}{name}", [source], [target], seconds)
+            self.log.record_access(stream, f"{COPY}{name}", [source], [target], seconds)
             if (block := self.host_memory.block_of(host)) is None:
                 self.finish(stream.event())  # as CUDA does where memory is not pinned
             else:
                 block.used_by.add(stream)  # as PyTorch does for pinned memory
 
-    def _copy(self, stream: Party, target: Tensor, source: Tensor) -> None:
-        with _disable_current_modes(), self.books.early(stream, [target, source], [target]):
+    def _copy(self, stream: Actor, target: Tensor, source: Tensor) -> None:
+        with _disable_current_modes(), self.log.early(stream, [target, source], [target]):
             target.copy_(source)
 
 

@@ -1,8 +1,8 @@
-"""A simulated device's books: parties that know how far others have got, memory that is handed out
-again, races.
+"""A happens-before race detector: actors that know how far others have got, memory that is
+handed out again, races.
 
-Memory of which the last write is not known to a party can be shown to it as it was before: see
-`Books.early`.
+Memory of which the last write is not known to an actor can be shown to it as it was before: see
+`AccessLog.early`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-PARTIES = 512  # at most
+ACTORS = 512  # at most
 ROUNDED = 512  # bytes; blocks are multiples of it, as those of PyTorch's allocator
 HOST, ALLOCATOR = "the host", "the allocator"
 HOST_LANE = "host"  # as the stream of a span
@@ -33,22 +33,22 @@ COPY = "a copy "  # goes before "up" and "down"
 
 @dataclass(frozen=True)
 class Event:
-    """How far a party had got, and what it had seen of the others: `clock[i]` is the last that it
-    saw of party i."""
+    """How far an actor had got, and what it had seen of the others: `clock[i]` is the last that it
+    saw of actor i."""
 
-    party: Party
+    actor: Actor
     position: int
     clock: np.ndarray
     seconds: float
 
 
-class Party:
+class Actor:
     """A stream, or a thread of the host. What it was given and has not done yet is `todo`, in
     order."""
 
     def __init__(self, name: str, index: int):
         self.name, self.index, self.seconds = name, index, 0.0
-        self.clock = np.zeros(PARTIES, np.int64)
+        self.clock = np.zeros(ACTORS, np.int64)
         self.todo: deque[Callable[[], None]] = deque()
         self.given = self.done = 0
 
@@ -59,7 +59,7 @@ class Party:
         """Do what comes next after the event."""
         np.maximum(self.clock, event.clock, out=self.clock)
         self.seconds = max(self.seconds, event.seconds)
-        self.give(partial(event.party.run, event.position))
+        self.give(partial(event.actor.run, event.position))
 
     def give(self, task: Callable[[], None]) -> None:
         self.todo.append(task)
@@ -80,21 +80,21 @@ class Block:
     start: int
     nbytes: int
     pool: int
-    used_by: set[Party] = field(default_factory=set)
+    used_by: set[Actor] = field(default_factory=set)
 
 
 class Access(NamedTuple):
-    """A party's last access to the bytes from `start` to `end` of an arena, and how far it had got
+    """A actor's last access to the bytes from `start` to `end` of an arena, and how far it had got
     by then."""
 
     start: int
     end: int
-    party: Party
+    actor: Actor
     position: int
     name: str
 
-    def unknown_to(self, party: Party) -> bool:
-        return self.position > party.clock[self.party.index]
+    def unknown_to(self, actor: Actor) -> bool:
+        return self.position > actor.clock[self.actor.index]
 
 
 class Arena:
@@ -119,10 +119,10 @@ class Arena:
         # (pool, size) -> (start, to wait for)
         self.free: dict[tuple[int, int], list[tuple[int, list[Event]]]] = {}
         self.writes: dict[int, list[Access]] = {}  # of a block's bytes each is in one at most
-        self.reads: dict[int, list[Access]] = {}  # in one of each party
+        self.reads: dict[int, list[Access]] = {}  # in one of each actor
 
-    def block(self, nbytes: int, party: Party, pool: int) -> Tensor:
-        """A block of a pool, as bytes, which `party` gets in its order.
+    def block(self, nbytes: int, actor: Actor, pool: int) -> Tensor:
+        """A block of a pool, as bytes, which `actor` gets in its order.
 
         Raises:
             torch.OutOfMemoryError: there is none.
@@ -132,8 +132,8 @@ class Arena:
         if free := self.free.get((pool, size)):
             start, events = free.pop()
             for event in events:
-                party.follow(event)
-            party.run()
+                actor.follow(event)
+            actor.run()
         else:
             start = self.top
             if start + size > len(self.memory):
@@ -151,7 +151,7 @@ class Arena:
 
     def _drop(self, block: Block) -> None:
         # from whichever thread lets go
-        self.freed.append((block, [party.event() for party in block.used_by]))
+        self.freed.append((block, [actor.event() for actor in block.used_by]))
 
     def collect(self) -> None:
         """Take back what has been let go."""
@@ -186,37 +186,37 @@ class Arena:
         )
         return first, first + extent * tensor.itemsize
 
-    def unknown_writes(self, tensor: Tensor, party: Party) -> list[Access]:
-        """The last writes to a tensor's bytes that nothing orders before what the party does
+    def unknown_writes(self, tensor: Tensor, actor: Actor) -> list[Access]:
+        """The last writes to a tensor's bytes that nothing orders before what the actor does
         next."""
         if (extent := self.extent(tensor)) is None:
             return []
         written = _inside(self.writes.get(self.block_of(tensor).start, ()), *extent)
-        return [access for access in written if access.unknown_to(party)]
+        return [access for access in written if access.unknown_to(actor)]
 
     def touch(
-        self, tensor: Tensor, party: Party, name: str, writes: bool
+        self, tensor: Tensor, actor: Actor, name: str, writes: bool
     ) -> list[tuple[Access, str]]:
-        """Note an access; what it is not ordered after, one of a kind and party, each "written" or
+        """Note an access; what it is not ordered after, one of a kind and actor, each "written" or
         "read"."""
         if (extent := self.extent(tensor)) is None:
             return []
         place = self.block_of(tensor).start
-        found = [(access, "written") for access in self.unknown_writes(tensor, party)[:1]]
+        found = [(access, "written") for access in self.unknown_writes(tensor, actor)[:1]]
         reads, noted = self.reads.get(place, []), self.writes if writes else self.reads
         if writes:
-            missed = [access for access in _inside(reads, *extent) if access.unknown_to(party)]
+            missed = [access for access in _inside(reads, *extent) if access.unknown_to(actor)]
             found += [
                 (access, "read")
-                for access in {access.party: access for access in reversed(missed)}.values()
+                for access in {access.actor: access for access in reversed(missed)}.values()
             ]
             self.reads[place] = _outside(reads, *extent)
             kept = _outside(self.writes.get(place, []), *extent)
         else:
-            mine = [access for access in reads if access.party is party]
-            others = [access for access in reads if access.party is not party]
+            mine = [access for access in reads if access.actor is actor]
+            others = [access for access in reads if access.actor is not actor]
             kept = others + _outside(mine, *extent)
-        noted[place] = [*kept, Access(*extent, party, int(party.clock[party.index]), name)]
+        noted[place] = [*kept, Access(*extent, actor, int(actor.clock[actor.index]), name)]
         return found
 
 
@@ -260,52 +260,52 @@ class Span:
         return HOST_LANE if self.stream == HOST_LANE else "compute"
 
 
-class Books:
-    """Who has done what: parties, their accesses to some arenas, and their times."""
+class AccessLog:
+    """A log of who has done what: actors, their accesses to some arenas, and their times."""
 
     def __init__(self, arenas: list[Arena]):
         self.remembers = all(arena.before is not None for arena in arenas)
         self.arenas, self.lock, self._local = arenas, threading.RLock(), threading.local()
-        self.parties: list[Party] = []
+        self.actors: list[Actor] = []
         self.races: list[str] = []
         self.spans: list[Span] = []
 
     @property
-    def host(self) -> Party:
+    def host(self) -> Actor:
         """The thread that this is."""
         if not hasattr(self._local, "host"):
-            self._local.host = self.party(HOST)
+            self._local.host = self.actor(HOST)
         return self._local.host
 
-    def party(self, name: str) -> Party:
-        """A new party, after all that the host has done."""
+    def actor(self, name: str) -> Actor:
+        """A new actor, after all that the host has done."""
         with self.lock:
-            if len(self.parties) == PARTIES:
+            if len(self.actors) == ACTORS:
                 raise RuntimeError(
-                    f"the device has met {PARTIES} streams and threads, and takes no more; make a"
+                    f"the device has met {ACTORS} streams and threads, and takes no more; make a"
                     " new one"
                 )
-            party = Party(name, len(self.parties))
-            for other in self.parties:
+            actor = Actor(name, len(self.actors))
+            for other in self.actors:
                 if other.name == HOST:
-                    party.follow(other.event())
-            self.parties.append(party)
-            return party
+                    actor.follow(other.event())
+            self.actors.append(actor)
+            return actor
 
-    def new(self, arena: Arena, party: Party, shape: Any, dtype: torch.dtype) -> Tensor:
-        """Memory of an arena for a party. It counts as written: whoever else uses it has to come
+    def new(self, arena: Arena, actor: Actor, shape: Any, dtype: torch.dtype) -> Tensor:
+        """Memory of an arena for an actor. It counts as written: whoever else uses it has to come
         after that."""
         with self.lock, _disable_current_modes():
-            pool = 0 if party.name == HOST else party.index
+            pool = 0 if actor.name == HOST else actor.index
             tensor = (
-                arena.block(math.prod(shape) * dtype.itemsize, party, pool).view(dtype).view(*shape)
+                arena.block(math.prod(shape) * dtype.itemsize, actor, pool).view(dtype).view(*shape)
             )
-            self.did(party, ALLOCATOR, [], [tensor])
+            self.record_access(actor, ALLOCATOR, [], [tensor])
             return tensor
 
     @contextmanager
-    def early(self, party: Party, tensors: list[Tensor], written: list[Tensor]) -> Iterator[None]:
-        """Inside, a party does something as early as its order allows, if the arenas remember.
+    def early(self, actor: Actor, tensors: list[Tensor], written: list[Tensor]) -> Iterator[None]:
+        """Inside, an actor does something as early as its order allows, if the arenas remember.
 
         It finds its tensors as they were before the last writes that nothing orders before it. What
         it writes over those bytes is gone in the end, for they are written later.
@@ -317,7 +317,7 @@ class Books:
         later = []
         for arena in self.arenas if self.remembers else ():
             for write in (
-                write for tensor in tensors for write in arena.unknown_writes(tensor, party)
+                write for tensor in tensors for write in arena.unknown_writes(tensor, actor)
             ):
                 place = slice(write.start, write.end)
                 later.append((arena.memory[place], arena.memory[place].copy()))
@@ -330,31 +330,31 @@ class Books:
             for memory, values in reversed(later):
                 memory[:] = values
 
-    def did(
+    def record_access(
         self,
-        party: Party,
+        actor: Actor,
         name: str,
         reads: list[Tensor],
         writes: list[Tensor],
         seconds: float = 0.0,
     ) -> None:
-        """Check what a party reads and writes next, and count its time."""
-        party.clock[party.index] += 1
+        """Check what an actor reads and writes next, and count its time."""
+        actor.clock[actor.index] += 1
         for arena in self.arenas:
             for tensor in (*reads, *writes):
                 writing = any(tensor is written for written in writes)
-                for access, was in arena.touch(tensor, party, name, writing):
+                for access, was in arena.touch(tensor, actor, name, writing):
                     doing = "hands out" if name is ALLOCATOR else "writes" if writing else "reads"
-                    what = f"{name} on {party.name} {doing} {arena.name} memory"
-                    self._report(what, party.name, was, access.name, access.party.name)
+                    what = f"{name} on {actor.name} {doing} {arena.name} memory"
+                    self._report(what, actor.name, was, access.name, access.actor.name)
         if seconds:
-            lane = HOST_LANE if party.name == HOST else party.name
-            self.spans.append(Span(lane, name, party.seconds, party.seconds + seconds))
-            party.seconds += seconds
+            lane = HOST_LANE if actor.name == HOST else actor.name
+            self.spans.append(Span(lane, name, actor.seconds, actor.seconds + seconds))
+            actor.seconds += seconds
 
-    def _report(self, access: str, party: str, did: str, what: str, other: str) -> None:
+    def _report(self, access: str, actor: str, did: str, what: str, other: str) -> None:
         found = (
-            f"{access} that {what} on {other} has {did}, and nothing orders the two: {party} takes"
+            f"{access} that {what} on {other} has {did}, and nothing orders the two: {actor} takes"
             f" a wait for an event of {other} after that (or `used` on {other}, if the memory was"
             f" freed in between); {_line()}"
         )
@@ -366,7 +366,7 @@ def _line() -> str:
     """Where in the program this happens: the nearest line outside PyTorch and the simulated
     device."""
     here = Path(__file__)
-    own = [str(here.with_name(f"{name}.py")) for name in ("books", "operators", "simulated")]
+    own = [str(here.with_name(f"{name}.py")) for name in ("race_detector", "operators", "device")]
     inside = (*own, str(Path(torch.__file__).parent))
     frame = next(
         frame

@@ -8,9 +8,9 @@ from typing import Any
 
 from course_lib.labels import text
 
-from .books import Span
+from .race_detector import Span
 
-# : What is done -> its colour. No category of bytes has one of these, and compute and the two ways
+#: What is done -> its colour. No category of bytes has one of these, and compute and the two ways
 # differ in grey too.
 LANE_COLORS = {"compute": "#004488", "down": "#997700", "up": "#EECC66", "host": "#994455"}
 #: The streams of this library, in the order in which their lanes are drawn.

@@ -1,5 +1,5 @@
 """What runs on a simulated device, and what its host reads: PyTorch's modes that tell the device's
-books of it."""
+log of it."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class HostReads(TorchFunctionMode):
         if func not in HOST_READS:
             return func(*args, **(kwargs or {}))
         device, tensor = self.device, args[0]
-        with device.books.lock:
-            party = device.current() if device.holds(tensor) else device.books.host
-            device.done_by(party)
-            with device.books.early(party, [tensor], []):
+        with device.log.lock:
+            actor = device.current() if device.holds(tensor) else device.log.host
+            device.done_by(actor)
+            with device.log.early(actor, [tensor], []):
                 result = func(*args, **(kwargs or {}))
-            device.books.did(party, f"Tensor.{func.__name__}", [tensor], [])
-            device.finish(party.event())
+            device.log.record_access(actor, f"Tensor.{func.__name__}", [tensor], [])
+            device.finish(actor.event())
         return result
 
 
@@ -66,7 +66,7 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        with self.device.books.lock:
+        with self.device.log.lock:
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -84,17 +84,17 @@ class Operators(TorchDispatchMode):
                 func, [tensor for tensor, is_here in zip(tensors, here, strict=True) if not is_here]
             )
         on_device = any(here) or not tensors
-        party = device.current() if on_device else device.books.host
-        device.done_by(party)
+        actor = device.current() if on_device else device.log.host
+        device.done_by(actor)
         changed, overwritten = _written(func, args, kwargs)
-        with device.books.early(party, tensors, changed):
+        with device.log.early(actor, tensors, changed):
             result = func(*args, **kwargs)
         results = _tensors(result)
         new = _new_storages(results, tensors)
         # views, which read nothing; but a number is taken to be looked at
         if results and not changed and not new:
             if not on_device and func is aten.select.int and result.numel() == 1:
-                device.books.did(party, str(func), results, [])
+                device.log.record_access(actor, str(func), results, [])
             return result
         nbytes = _bytes([*_besides(tensors, overwritten), *changed]) + sum(
             storage.nbytes() for storage in new.values()
@@ -103,25 +103,27 @@ class Operators(TorchDispatchMode):
         made = []
         if on_device and new:
             result, made = self._at_home(result, new)
-        device.books.did(party, str(func), _besides(tensors, changed), [*changed, *made], seconds)
+        device.log.record_access(
+            actor, str(func), _besides(tensors, changed), [*changed, *made], seconds
+        )
         # a number, as of `item`: the host waits for it
         if on_device and not results and not changed:
-            device.finish(party.event())
+            device.finish(actor.event())
         if made:
-            device.samples.append((party.seconds, device.live_bytes))
+            device.samples.append((actor.seconds, device.live_bytes))
         return result
 
     def _at_home(self, result: Any, new: dict[int, UntypedStorage]) -> tuple[Any, list[Tensor]]:
         """The result with its new storages moved into the device's memory, and those as bytes."""
-        books, homes = self.device.books, {}
+        log, homes = self.device.log, {}
         for key, storage in new.items():
             everything = torch.empty(0, dtype=torch.uint8).set_(
                 storage, 0, (storage.nbytes(),), (1,)
             )
-            homes[key] = books.new(
+            homes[key] = log.new(
                 self.device.memory, self.device.current(), everything.shape, torch.uint8
             )
-            with books.early(self.device.current(), [], [homes[key]]):
+            with log.early(self.device.current(), [], [homes[key]]):
                 homes[key].copy_(everything)
 
         def at_home(value: Any) -> Any:
