@@ -181,20 +181,20 @@ MUTANTS = [
         ),
         (
             "offload",
-            "offload/masters.py",
+            "offload/master_weights.py",
             "in (torch.bfloat16, torch.float16) else",
             "in (torch.bfloat16,) else",
         ),
         (
             "offload",
-            "offload/masters.py",
+            "offload/master_weights.py",
             "torch.where(rounded == now, self.weights, now.to(self.dtype))",
             "now.to(self.dtype)",
         ),
-        ("offload", "offload/masters.py", "room + master.nbytes() > most:", "room > most:"),
+        ("offload", "offload/master_weights.py", "room + master.nbytes() > most:", "room > most:"),
         (
             "offload",
-            "offload/masters.py",
+            "offload/master_weights.py",
             "        base.param_groups = all_groups\n",
             "        pass\n",
         ),
@@ -204,7 +204,7 @@ MUTANTS = [
             "entry.version != tensor._version:",
             "False:",
         ),
-        ("offload", "offload/paged.py", "raise failed[0]", "pass"),
+        ("offload", "offload/state_file.py", "raise failed[0]", "pass"),
         (
             "accumulation",
             "accumulation/step.py",

@@ -6,14 +6,14 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "A Llama of 31 million parameters, four passages of 128 characters: 609 MB. You have 200.\n\nDoes all of this hold for a model that the course did not write?", "zh": "一个 3100 万参数的 Llama，四段 128 个字符的文本：609 MB。你只有 200 MB。\n\n换成不是这门课写的模型，前面学的还成立吗？"}
+# %% [markdown] slide={"en": "A Llama of 31 million parameters: 609 MB. You have 200.\n\nDoes all this hold for a model of others?", "zh": "一个 3100 万参数的 Llama：609 MB。你只有 200 MB。\n\n换成别人写的模型，前面学的还成立吗？"}
 # # 9 Does it hold for your own model? / 换成你自己的模型，还成立吗？
 #
 # <div lang="en">
 #
 # Here is a Llama of 31 million parameters, written by others. One Adam step on four passages of 128 characters takes 609 MB. You have 200.
 #
-# This page is a project. It has three slots: a model, a batch, a loss. They come filled, so that everything runs at once; what you found on the course's decoder is tried on a model that the course did not write. Then you empty them and put in your own.
+# This page is a project. It has three blanks: a model, a batch, a loss. They come filled, so that everything runs at once; what you found on the course's decoder is tried on a model that the course did not write. Then you empty them and put in your own.
 #
 # </div>
 # <div lang="zh">
@@ -61,16 +61,16 @@ BUDGET = 200_000_000  # bytes
 STEPS = 3  # set 200, and it is minutes
 
 # %% [markdown]
-# ## 9.1 Three slots / 三个空位
+# ## 9.1 Three blanks / 三个空位
 #
 # <div lang="en">
 #
-# Empty, the slots are three functions. `make_model()` returns a new model in fp32; `make_batch(step)` the batch of that step, as tensors, alone or in tuples and dictionaries; `loss_sum(model, batch)` the sum of the losses and their number (lesson 05 said why a mean will not do). Filled:
+# Each blank is a function. `make_model()` returns a new model in fp32; `make_batch(step)` the batch of that step, as tensors, alone or in tuples and dictionaries; `loss_sum(model, batch)` the sum of the losses and their number (lesson 05 said why a mean will not do). Filled:
 #
 # </div>
 # <div lang="zh">
 #
-# 空着的时候，它们是三个函数。`make_model()` 返回一个新的 fp32 模型；`make_batch(step)` 返回那一步的批次，可以是张量，也可以是装着张量的元组或字典；`loss_sum(model, batch)` 返回损失之和与损失的个数（为什么不能用平均值，见第 05 课）。填好是这样：
+# 每个空位是一个函数。`make_model()` 返回一个新的 fp32 模型；`make_batch(step)` 返回那一步的批次，可以是张量，也可以是装着张量的元组或字典；`loss_sum(model, batch)` 返回损失之和与损失的个数（为什么不能用平均值，见第 05 课）。填好是这样：
 #
 # </div>
 
@@ -92,7 +92,7 @@ print(type(make_model()).__name__, json.dumps(lesson_09.LLAMA, indent=1))
 #
 # (If the first line says `Decoder`, transformers is missing: `pip install transformers`. Until then the course's decoder stands in, and the numbers are others.)
 #
-# **Exercise 1.** The third slot is yours. A label of −100 is not predicted, and the logits at a place predict the *next* token. `model(batch["input_ids"]).logits` has the shape (batch, tokens, vocabulary).
+# **Exercise 1.** The third blank is yours. A label of −100 is not predicted, and the logits at a place predict the *next* token. `model(batch["input_ids"]).logits` has the shape (batch, tokens, vocabulary).
 #
 # </div>
 # <div lang="zh">
@@ -128,7 +128,7 @@ lesson_09.check_loss_sum(loss_sum)
 # %% [markdown]
 # <div lang="en">
 #
-# transformers' own loss does the same (pieces are weighed by their labels), so that its models may leave the third slot empty. `check_slots` tries all three: it builds the model, predicts a step and takes it, and says what is wrong.
+# transformers' own loss does the same (pieces are weighed by their labels), so that its models may leave the third blank empty. `check_slots` tries all three: it builds the model, predicts a step and takes it, and says what is wrong.
 #
 # </div>
 # <div lang="zh">
@@ -137,7 +137,7 @@ lesson_09.check_loss_sum(loss_sum)
 #
 # </div>
 
-# %% slide="result"
+# %% slide="result" minutes=1
 own_loss = None if lesson_09.has_transformers() else lesson_09.decoder_loss
 lesson_09.check_slots(make_model, make_batch, own_loss)
 
@@ -187,7 +187,7 @@ lesson_09.check_parameters(parameters)
 # %% [markdown]
 # <div lang="en">
 #
-# Four numbers a parameter, of four bytes each (lesson 01): weight, gradient and Adam's two. **Guess first:** that is 498.3 MB. How much more does the step take?
+# Four numbers a parameter, of 4 bytes each (lesson 01): weight, gradient and Adam's two. **Guess first:** that is 498.3 MB. How much more does the step take?
 #
 # </div>
 # <div lang="zh">
@@ -263,7 +263,7 @@ lesson_09.draw_levers(found, BUDGET)
 # </div>
 
 
-# %%
+# %% slide="code"
 def train(recipe, steps, length=128):
     model, optimizer = build(make_model, recipe, lr=1e-3)
     start, losses = weights(model), []
@@ -292,7 +292,7 @@ table(["tokens predicted", "steps", "weights off by, in units of the update"], r
 # %% [markdown]
 # <div lang="en">
 #
-# Not this time, and then, with one character more in each passage, yes. Why? A step divides the summed loss by the number of tokens. Plain, the gradients are divided at the end; with steps in backward there is no end, so that the loss is divided before. 4 × 127 = 508 is no power of two: division rounds, here or there, and the last digits differ. 4 × 128 = 512 is one, as 1024 was in lesson 07, and nothing is rounded. What is left is less than a two-thousandth of the update: on this CPU both train the same. The losses of the first row, one over the other:
+# Not this time, and then, with one character more in each passage, yes. Why? A step divides the summed loss by the number of tokens. Plain, the gradients are divided at the end; with steps in backward there is no end, so that the loss is divided before. 4 × 127 = 508 is no power of 2: division rounds, here or there, and the last digits differ. 4 × 128 = 512 is one, as 1024 was in lesson 07, and nothing is rounded. What is left is less than a two-thousandth of the update: on this CPU both train the same. The losses of the first row, one over the other:
 #
 # </div>
 # <div lang="zh">
@@ -322,7 +322,7 @@ lesson_09.draw_losses(curves)
 recipe = None  # Recipe(...)
 lesson_09.check_recipe(recipe)
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
 if not lesson_09.check_recipe.accepted:
     below = {"offload_optimizer": 1.0, "offload_activations": True}
@@ -375,7 +375,7 @@ fit(make_model, make_batch, BUDGET, base=forced, progress=False, **options)
 #
 # </div>
 
-# %% [markdown] slide={"en": "Llama 3 8B has 8 billion parameters: 128 GB at 16 bytes each.\n\n**Guess first.** A step of 4096 tokens on a card of 80 GB? On one of 24?", "zh": "Llama 3 8B 有 80 亿参数，每个 16 字节，就是 128 GB。\n\n**先猜**：4096 个 token 的一步，80 GB 的卡装得下吗？24 GB 的呢？"}
+# %% [markdown] slide={"en": "Llama 3 8B: 128 GB at 16 bytes a parameter.\n\n**Guess first.** A step of 4096 tokens in 80 GB? In 24?", "zh": "Llama 3 8B：每个参数 16 字节，就是 128 GB。\n\n**先猜**：4096 个 token 的一步，80 GB 装得下吗？24 GB 呢？"}
 # ## 9.6 Larger, by configuration alone / 更大的模型，只凭配置
 #
 # <div lang="en">
@@ -465,7 +465,7 @@ budget_command([*sizes, "--device", "H100", "--quick"])
 #
 # <div lang="en">
 #
-# The slots are the arguments of `estimate`, `run` and `fit`; in your own training loop it is two lines:
+# The blanks are the arguments of `estimate`, `run` and `fit`; in your own training loop it is two lines:
 #
 # | | |
 # |---|---|
@@ -508,7 +508,7 @@ what_you_may_have_read(
 #
 # <div lang="en">
 #
-# Empty the slots and fill in your own: a model that you train or mean to train, its batch, its loss. Run the page again, and hand in this sheet. Twenty points: the prediction equals the measurement, or the difference is explained (6); levers chosen by what fills the peak (6); prices named (4); equal losses or weights shown (2); one guess that was wrong, reported (2).
+# Empty the blanks and fill in your own: a model that you train or mean to train, its batch, its loss. Run the page again, and hand in this sheet. 20 points: the prediction equals the measurement, or the difference is explained (6); levers chosen by what fills the peak (6); prices named (4); equal losses or weights shown (2); one guess that was wrong, reported (2).
 #
 # | | yours |
 # |---|---|
@@ -541,12 +541,12 @@ what_you_may_have_read(
 #
 # </div>
 
-# %% minutes=8
+# %% minutes=8 slide="code"
 model_slot = None  # your make_model
 batch_slot = None  # your make_batch(step)
 loss_slot = None  # your loss_sum(model, batch), or None for the model's own
 slots = (model_slot, batch_slot, loss_slot)
-lesson_09.check_slots(*slots) if model_slot and batch_slot else "The slots are empty."
+lesson_09.check_slots(*slots) if model_slot and batch_slot else "The blanks are empty."
 
 # %% [markdown]
 # ## 9.11 The ledger / 账本
@@ -565,7 +565,7 @@ lesson_09.check_slots(*slots) if model_slot and batch_slot else "The slots are e
 # %% slide="result"
 whole_ledger()
 
-# %% [markdown] slide={"en": "Three slots, one sheet: put in your own model.\n\nLook at what fills the peak, choose, prove it equal, measure.", "zh": "三个空位，一张表：换上你自己的模型。\n\n看清是什么撑起峰值，选办法，证明相等，再测量。"}
+# %% [markdown] slide={"en": "Three blanks, one sheet: put in your own model.\n\nLook at what fills the peak, choose, prove it equal, measure.", "zh": "三个空位，一张表：换上你自己的模型。\n\n看清是什么撑起峰值，选办法，证明相等，再测量。"}
 # ## 9.12 Summary / 小结
 #
 # <div lang="en">
@@ -621,7 +621,7 @@ whole_ledger()
 #
 # </div>
 
-# %%
+# %% slide="result"
 lesson_09.other_architectures()
 
 # %% [markdown]
@@ -629,7 +629,7 @@ lesson_09.other_architectures()
 #
 # <div lang="en">
 #
-# Batches with padding come with an `attention_mask`. transformers drops a mask that is all ones, and keeps one that is not; then the step takes another way, and attention saves other tensors. Symbolic tensors of whole numbers have their values here (up to 4 MiB), so that the estimate goes the same way:
+# Batches with padding come with an `attention_mask`. transformers drops a mask in which all is 1, and keeps any other; then the step takes another way, and attention saves other tensors. Symbolic tensors of whole numbers have their values here (up to 4 MiB), so that the estimate goes the same way:
 #
 # </div>
 # <div lang="zh">
@@ -639,7 +639,7 @@ lesson_09.other_architectures()
 # </div>
 
 
-# %%
+# %% slide="result"
 def with_mask(padding):
     batch = lesson_09.passages(0)
     mask = torch.ones_like(batch["input_ids"])
@@ -669,7 +669,7 @@ predictions(rows, unit="bytes") if lesson_09.has_transformers() else "transforme
 #
 # </div>
 
-# %%
+# %% slide="result"
 large = lesson_09.configured(config, 4096)
 rows = []
 for kind in ("cpu", "cuda"):
