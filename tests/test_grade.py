@@ -205,6 +205,7 @@ def test_a_changed_function_changes_the_fingerprint_of_its_module_and_another_pr
     import json
 
     other, here = json.loads(done.stdout), fingerprint.fingerprints()
+    other.pop("course_lib._torch")  # of which other tests exchange a part for good
     assert len(other) > 30 and {name: here[name] for name in other} == other
     monkeypatch.setattr(exercises.Exercise, "__call__", lambda self, answer: exercises.right("Yes"))
     assert (

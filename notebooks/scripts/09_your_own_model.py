@@ -199,7 +199,7 @@ lesson_09.check_parameters(parameters)
 # %% slide="result"
 options = {"loss_sum": own_loss}
 plain = estimate(make_model, make_batch, Recipe(), **options)
-count = parameters(lesson_09.LLAMA)
+count = parameters(lesson_09.LLAMA) or 0
 rows = [("16 bytes a parameter", 16 * count), ("the step, estimated", plain.peak_bytes)]
 table(["", "bytes"], rows)
 
@@ -343,6 +343,7 @@ lesson_09.check_recipe(recipe)
 # </div>
 
 # %% slide="result"
+recipe = recipe or Recipe(**three)
 predicted = estimate(make_model, make_batch, recipe, **options).peak_bytes
 taken = run(make_model, make_batch, recipe, budget_bytes=BUDGET, **options)
 predictions([("your recipe", predicted, taken.meter.peak_bytes)], unit="bytes")
@@ -401,7 +402,7 @@ fit(make_model, make_batch, BUDGET, base=forced, progress=False, **options)
 #
 # </div>
 
-# %% slide="result" minutes=3
+# %% slide="code" minutes=3
 config = str(lesson_09.FOLDER / "llama_3_8b.json")
 sizes = ["--config", config, "--sequence", "4096", "--batch", "1"]
 budget_command([*sizes, "--device", "H100", "--quick"])
@@ -545,8 +546,7 @@ what_you_may_have_read(
 model_slot = None  # your make_model
 batch_slot = None  # your make_batch(step)
 loss_slot = None  # your loss_sum(model, batch), or None for the model's own
-slots = (model_slot, batch_slot, loss_slot)
-lesson_09.check_slots(*slots) if model_slot and batch_slot else "The blanks are empty."
+lesson_09.own_model(model_slot, batch_slot, loss_slot)
 
 # %% [markdown]
 # ## 9.11 The ledger / 账本

@@ -16,7 +16,7 @@ from .checks import (
     passages,
 )
 from .shown import draw_levers, draw_losses, other_architectures
-from .slots import check_slots
+from .slots import check_slots, own_model
 
 __all__ = [
     "BUDGET",
@@ -34,6 +34,7 @@ __all__ = [
     "has_transformers",
     "model_of",
     "other_architectures",
+    "own_model",
     "passages",
 ]
 

@@ -63,7 +63,7 @@ def draw_levers(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure":
     ax.invert_yaxis()
     ax.grid(visible=False)
     ax.set(xlim=(0, 1.14 * max(ends)), xlabel=text("live at the peak, MB"))
-    ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.22), ncols=5, frameon=False)
+    drawn.legend(loc="outside lower center", ncols=5, frameon=False)
     return shown_once(drawn)
 
 

@@ -70,9 +70,7 @@ class Run(NotebookClient):
         """Start the kernel, run, and leave no process behind."""
         before = {child.pid for child in psutil.Process().children(recursive=True)}
         try:
-            return super().execute(
-                cwd=str(self._work), env=self._environment(), preexec_fn=self._limit_memory
-            )
+            return super().execute(cwd=str(self._work), env=self._environment())
         except DeadKernelError:
             if self._printed > MOST_OUTPUT:
                 raise TooMuchOutput from None
@@ -87,6 +85,7 @@ class Run(NotebookClient):
         for each in (signal.SIGINT, signal.SIGTERM):  # at which nbclient would end the kernel alone
             asyncio.get_running_loop().remove_signal_handler(each)
         await super().async_start_new_kernel(**kwargs)
+        self._limit_memory()
         self._end = time.monotonic() + self._limits.seconds
 
     def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> Any:
@@ -107,9 +106,11 @@ class Run(NotebookClient):
         return {**os.environ, **own, **threads, "PYTHONPATH": os.pathsep.join(paths)}
 
     def _limit_memory(self) -> None:
-        """Runs in the kernel's process before the kernel does."""
-        import resource
-
+        """On the kernel from outside, before its first cell: to run Python between fork and exec
+        (`preexec_fn`) may hang where this process has threads. On Linux only."""
+        if not hasattr(psutil, "RLIMIT_DATA"):
+            return
         most = self._limits.gigabytes * 10**9
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        kernel = psutil.Process(self.km.provisioner.pid)
+        kernel.rlimit(psutil.RLIMIT_DATA, (most, most))
+        kernel.rlimit(psutil.RLIMIT_CORE, (0, 0))

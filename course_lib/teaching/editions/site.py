@@ -157,6 +157,10 @@ def _mathjax() -> Path:
 # --- the lessons ---
 
 
+#: A cell that shows a table of claims.
+CLAIMS = re.compile(r"^(what_you_may_have_read|\w+\.(older|allocator)_claims)\(", re.M)
+
+
 def _ready(path: Path, notebook: Any) -> Lesson:
     """A notebook with its claims read and its cells dressed, in place."""
     title, claims = path.stem, {}
@@ -167,11 +171,7 @@ def _ready(path: Path, notebook: Any) -> Lesson:
             title = heading if found[1] == "#" else title
         if cell.cell_type == "code":
             _dress(cell)
-        if (
-            cell.cell_type == "code"
-            and section
-            and re.search(r"^(what_you_may_have_read|\w+\.older_claims)\(", cell.source, re.M)
-        ):
+        if cell.cell_type == "code" and section and CLAIMS.search(cell.source):
             found = _claims(cell, f"{path}, cell {number}", stored_again(path))
             claims[heading.split()[0]] = found
             # A name for the section, so that the page of claims can link to it whatever its heading
