@@ -128,18 +128,18 @@ lesson_09.check_loss_sum(loss_sum)
 # %% [markdown]
 # <div lang="en">
 #
-# transformers' own loss does the same (pieces are weighed by their labels), so that its models may leave the third blank empty. `check_slots` tries all three: it builds the model, predicts a step and takes it, and says what is wrong.
+# transformers' own loss does the same (pieces are weighed by their labels), so that its models may leave the third blank empty. `own_model` tries all three: it builds the model, predicts a step and takes it, and says what is wrong.
 #
 # </div>
 # <div lang="zh">
 #
-# transformers 自带的损失做的是同一件事（各份按标签数加权），所以它的模型可以让第三个空位空着。`check_slots` 把三样都试一遍：建模型，预测一步，再真的走一步，有什么不对就说出来。
+# transformers 自带的损失做的是同一件事（各份按标签数加权），所以它的模型可以让第三个空位空着。`own_model` 把三样都试一遍：建模型，预测一步，再真的走一步，有什么不对就说出来。
 #
 # </div>
 
 # %% slide="result" minutes=1
 own_loss = None if lesson_09.has_transformers() else lesson_09.decoder_loss
-lesson_09.check_slots(make_model, make_batch, own_loss)
+lesson_09.own_model(make_model, make_batch, own_loss)
 
 # %% [markdown] slide={"en": "**Guess first.** From nine lines of configuration: how many parameters? What is the peak of a step?", "zh": "**先猜**：只凭九行配置，有多少参数？一步的峰值是多少？"}
 # ## 9.2 Predict from the configuration / 只凭配置来预测
