@@ -194,14 +194,14 @@ MUTANTS = [
         ("offload", "offload/master_weights.py", "room + master.nbytes() > most:", "room > most:"),
         (
             "offload",
-            "offload/master_weights.py",
+            "offload/optimizer.py",
             "        base.param_groups = all_groups\n",
             "        pass\n",
         ),
         (
             "offload",
             "offload/activations.py",
-            "entry.version != tensor._version:",
+            "saved.version != tensor._version:",
             "False:",
         ),
         ("offload", "offload/state_file.py", "raise failed[0]", "pass"),
