@@ -452,7 +452,9 @@ def test_another_torch_gets_an_environment_of_its_own_and_runs_the_library_alone
 
     def said(*arguments):
         command = ["make", "-n", "test-library", f"OTHER_VENV={tmp_path}", *arguments]
-        clean = {key: value for key, value in os.environ.items() if key[:4] != "MAKE" and key != "ARGS"}
+        clean = {
+            key: value for key, value in os.environ.items() if key[:4] != "MAKE" and key != "ARGS"
+        }
         return subprocess.run(
             command, cwd=ROOT, env=clean, capture_output=True, text=True, check=True
         ).stdout
