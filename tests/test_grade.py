@@ -45,8 +45,12 @@ RIGHT = """mine = dict(weights=6875648, parameter=27502592, gradient=27502592, o
 lesson_01.check_training_state(mine)"""
 
 
-def test_a_kernel_gives_the_verdicts_and_the_sentence_and_nothing_of_it_stays(tmp_path, lessons):
-    """A right answer, one that crashes its cell, one whose check is edited, one that is missing."""
+def test_a_kernel_gives_the_verdicts_and_the_sentence_and_nothing_of_it_stays(
+    tmp_path, lessons, monkeypatch
+):
+    """A right answer, one that crashes its cell, one whose check is edited, one that is missing;
+    what this process did to the library is held against nobody."""
+    monkeypatch.setattr("course_lib.lessons.lesson_01.check_adapter_bytes", lambda: None)
     reason = nbformat.v4.new_markdown_cell(
         "**Why?**\n\nAdam keeps\ntwo.", id=reason_id("check_training_state")
     )

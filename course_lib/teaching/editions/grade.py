@@ -21,6 +21,7 @@ import logging
 import os
 import re
 import secrets
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,8 +38,7 @@ try:
     from nbformat import NotebookNode
 
     from .cells import NOTEBOOKS, EditionError, is_solution, read_lessons
-    from .fingerprint import fingerprints
-    from .kernels import Limits, Run, TooMuchOutput
+    from .kernels import LIBRARY, Limits, Run, TooMuchOutput
     from .student import check_of, reason_in
 except ImportError as error:
     if __name__ != "__main__":
@@ -346,10 +346,27 @@ def _verdict(
 
 
 def _changed_modules(reported: dict[str, str], lesson: Lesson) -> list[str]:
-    """Modules of the library that are not what they are here."""
-    importlib.import_module(f"course_lib.lessons.lesson_{lesson.number}")
-    here = fingerprints()
-    return [name for name, code in sorted(reported.items()) if here.get(name, code) != code]
+    """Modules of the library that are not what they are in an untouched process."""
+    untouched = _fingerprints(lesson.imports | {f"course_lib.lessons.lesson_{lesson.number}"})
+    return [name for name, code in sorted(reported.items()) if untouched.get(name, code) != code]
+
+
+@cache
+def _fingerprints(modules: frozenset[str]) -> dict[str, str]:
+    """The fingerprints once the modules are imported, from a process of their own: this one may
+    have changed the library itself, as tests do."""
+    lines = [f"import {name}" for name in sorted(modules)]
+    lines.append("import json, course_lib.teaching.editions.fingerprint as fingerprint")
+    lines.append("print(json.dumps(fingerprint.fingerprints()))")
+    paths = [str(LIBRARY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _report_of(probe: NotebookNode, ticket: str) -> dict[str, object] | None:
