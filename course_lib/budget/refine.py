@@ -32,13 +32,23 @@ def refine(search: Search, family: Recipe) -> Recipe | None:
 
 def best_copies(search: Search, family: Recipe) -> Recipe | None:
     """Copies of activations under way: the cheapest number that fits, where the fewest, the
-    family's own, do."""
+    family's own, do.
+
+    How many go down at a time changes the price and not what is moved, so that each number is
+    priced before it is estimated.
+    """
     if not search.fits(family):
         return None
-    trials = [replace(family, **copies) for copies in search.known.copies_for(family)]
-    return min(
-        filter(search.fits, trials), key=lambda trial: search.order(search.known.estimate(trial))
-    )
+    best = search.known.estimate(family)
+    for copies in search.known.copies_for(family):
+        trial = replace(family, **copies)
+        fewest = replace(trial, in_flight=family.in_flight)
+        if not search.fits(fewest):
+            continue
+        priced = replace(search.known.estimate(fewest), recipe=trial)
+        if search.order(priced) < search.order(best) and search.fits(trial):
+            best = search.known.estimate(trial)
+    return best.recipe
 
 
 def fewest_pieces(search: Search, family: Recipe, pieces: Sequence[int] = ()) -> Recipe | None:

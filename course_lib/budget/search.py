@@ -107,6 +107,8 @@ def fit(
       less goes down), and where "segments" and "optimal" get more room: what adds to these is
       passed over if the least FLOPs that it can take and the copies of its state cost as much as
       the cheapest that was found.
+    - Standard attention where flash attention was too large, if the base's forward and backward
+      take no more with flash.
     - Offloaded activations where fewer micro-batches had none that was large enough: a smaller
       piece has none either.
     - Checkpoints around the first blocks only, where one block's cost no less than the cheapest
@@ -264,19 +266,21 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
 
 def _all(search: Search) -> list[Estimate]:
     """Combinations of techniques, those of few techniques first."""
-    found: list[Recipe] = []
-    for family in sorted(
-        _families(search.known), key=lambda recipe: _techniques(search.known, recipe)
-    ):
-        too_large = search.known.floor_bytes(family) > search.budget
-        if too_large or _needless(search, family, found) or _idle(search.known, family):
+    known, found, too_large = search.known, list[Recipe](), set[Recipe]()
+    for family in sorted(_families(known), key=lambda recipe: _techniques(known, recipe)):
+        if known.floor_bytes(family) > search.budget or known.leaner(family) in too_large:
+            too_large.add(family)
+            continue
+        if _needless(search, family, found) or _idle(known, family):
             continue
         try:
             best = refine(search, family)
         # it changes in place what "selective" has kept, say
         except (RuntimeError, InfeasibleBudget):
             continue
-        if best is not None:
+        if best is None:
+            too_large.add(family)
+        else:
             found.append(best)
     if not found:
         _find_least(search)
