@@ -31,7 +31,7 @@ from course_lib.schedule import (
     binomial,
     frontier,
     optimal,
-    planning,
+    planner,
     recursive,
     schedule_blocks,
     segments,
@@ -368,8 +368,8 @@ def test_rounding_never_takes_the_peak_over_the_budget(monkeypatch):
             most,
         ]
         for levels in (60, 3000):
-            monkeypatch.setattr(planning, "CELLS", 0)
-            monkeypatch.setattr(planning, "LEAST_LEVELS", levels)
+            monkeypatch.setattr(planner, "CELLS", 0)
+            monkeypatch.setattr(planner, "LEAST_LEVELS", levels)
             costs.append([simulate(optimal(chain, budget), chain) for budget in budgets])
             assert all(
                 cost.peak_bytes <= budget for cost, budget in zip(costs[-1], budgets, strict=True)
@@ -387,8 +387,8 @@ def test_a_long_regular_chain_loses_little_by_rounding(monkeypatch):
     stages = [Stage(3, 6, 1000, 9000, 10, 1500), Stage(5, 10, 1000, 14000, 20, 3000)] * 10
     chain = Chain((Stage(1, 1, 1000, 1000), *stages, Stage(7, 14, 4, 40_001, 100, 40_003)), 100)
     points = frontier(chain)
-    monkeypatch.setattr(planning, "CELLS", 0)
-    monkeypatch.setattr(planning, "LEAST_LEVELS", 300)
+    monkeypatch.setattr(planner, "CELLS", 0)
+    monkeypatch.setattr(planner, "LEAST_LEVELS", 300)
     for point in points:
         assert simulate(optimal(chain, round(point.peak_bytes * 1.03)), chain).time <= point.time
 

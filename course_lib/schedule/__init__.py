@@ -32,9 +32,9 @@ from .actions import (
 )
 from .blocks import ScheduledBlocks, schedule_blocks
 from .chain import Chain, Stage
-from .planning import frontier, optimal
+from .executor import ScheduledSequential
+from .planner import frontier, optimal
 from .rules import binomial, recursive, segments, sqrt_segments, store_all
-from .running import ScheduledSequential
 
 __all__ = [
     "COLORS",

@@ -21,8 +21,8 @@ from course_lib.memory.storages import hooks_active
 
 from .actions import Backward, Schedule, simulate
 from .chain import Chain
-from .running import Output, Run, StageNode
-from .stages import check_constants, differentiable, the_tensor, trained, with_tensor
+from .executor import Run
+from .stages import check_constants, differentiable, the_tensor, with_tensor
 
 CHAIN = "it takes blocks that form a chain, each called once with what the one before returned"
 
@@ -74,9 +74,9 @@ class ScheduledBlocks(BlocksInPlace):
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], schedule, known: dict | None = None):
-        self.schedule, self.known, self.run = schedule, {} if known is None else known, None
-        # the block that is to be called, and whether all have been
-        self.next, self.complete = 0, False
+        self.schedule, self.known = schedule, {} if known is None else known
+        self.run: Run | None = None
+        self.complete = False  # whether all blocks have been called
         if isinstance(schedule, Schedule):
             _check_schedule(schedule, len(names))
         super().__init__(model, names)
@@ -84,7 +84,8 @@ class ScheduledBlocks(BlocksInPlace):
     def check(self) -> None:
         """After a forward pass: raise if the schedule has not been gone through."""
         if not self.complete:
-            raise ValueError(f"{self.names[self.next % len(self.names)]} was not called; {CHAIN}")
+            missed = self.names[self.run.next if self.run else 0]
+            raise ValueError(f"{missed} was not called; {CHAIN}")
 
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         if not torch.is_grad_enabled():
@@ -97,13 +98,12 @@ class ScheduledBlocks(BlocksInPlace):
         x = handed_on if i else self._start(args, kwargs)
         run, self.complete = self.run, False
         run.stages[i].arguments = with_tensor(args[0], x.new_empty(0)), args[1:], kwargs
-        output, self.next = run.first(i), i + 1
+        self.link = run.step(self.link if i else x)
         result = run.stages[i].result
-        self.link = StageNode.apply(run, i, x if i == 0 else self.link, *trained(run.stages[i]))
-        if self.next < len(self.names):
-            self.handed_on = _Between.apply(output, self.link, self.names[i])
+        if run.next < len(self.names):
+            self.handed_on = _Between.apply(run.output(i), self.link, self.names[i])
             return with_tensor(result, self.handed_on)
-        output = Output.apply(run, output, self.link)
+        output = run.end(self.link)
         self.run = self.link = self.handed_on = None
         self.complete = True
         return with_tensor(result, output)
@@ -120,7 +120,7 @@ class ScheduledBlocks(BlocksInPlace):
 
     def _following(self, i: int, args: tuple) -> Tensor:
         name, before = self.names[i], self.names[i - 1]
-        if self.run is None or self.next != i:
+        if self.run is None or self.run.next != i:
             raise ValueError(f"{name} is called, but not once and after {before}; {CHAIN}")
         x = _only(f"the first argument of {name}", args[0] if args else None)
         if x is not self.handed_on:

@@ -16,7 +16,16 @@ from course_lib._check import kind, number, whole
 from course_lib._torch import AutocastState, RandomState, wait_for
 from course_lib.memory import MemoryMeter
 
-from .stages import Kept, as_modules, check_constants, handed_on, the_tensor, trained, with_tensor
+from .stages import (
+    GradientSlot,
+    Kept,
+    as_modules,
+    check_constants,
+    handed_on,
+    the_tensor,
+    trained,
+    with_tensor,
+)
 
 
 @dataclass(frozen=True)
@@ -165,10 +174,10 @@ def _profile(
 
     def forward() -> Kept:
         with autocast.as_then(cache_enabled=False):
-            return Kept(i, stage, value, kwargs, needs, buffers, [])
+            return Kept(i, stage, value, kwargs, needs, buffers, GradientSlot())
 
     def backward(kept: Kept) -> None:
-        kept.box.append(torch.ones_like(the_tensor(kept.output)))
+        kept.slot.put(torch.ones_like(the_tensor(kept.output)))
         kept.backward()
 
     with FlopCounterMode(display=False) as forward_flops:

@@ -131,17 +131,37 @@ def run_stage(
 # ---- backward
 
 
-class Kept:
-    """What a forward that keeps all leaves: the stage's graph, to which backward brings the
-    gradient in `box`.
+class GradientSlot:
+    """The gradient on its way from one stage's backward to the next, held nowhere else.
 
-    Autograd frees each tensor after its last use, but for those that its callers hold. So nobody
-    holds the gradient of the output here but the box, out of which a node of the graph takes it,
-    and the output is let go of first.
+    Autograd frees each tensor after its last use, but for those that its callers hold: so a node of
+    the next stage's graph takes the gradient out of here.
     """
 
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None  # also where the output had no use
+
+    def put(self, gradient: Tensor | None) -> None:
+        self.gradient = gradient
+
+    def take(self) -> Tensor | None:
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
+
+class Kept:
+    """What a forward that keeps all leaves: the stage's graph, to which backward brings the
+    gradient in `slot`. The output is let go of first."""
+
     def __init__(
-        self, i: int, stage: nn.Module, value: Any, kwargs: dict, needs: bool, buffers, box: list
+        self,
+        i: int,
+        stage: nn.Module,
+        value: Any,
+        kwargs: dict,
+        needs: bool,
+        buffers: dict[str, Tensor] | None,
+        slot: GradientSlot,
     ):
         x = the_tensor(value)
         with torch.enable_grad():
@@ -151,8 +171,8 @@ class Kept:
             self.output = run_stage(
                 i, stage, with_tensor(value, self.x.view_as(self.x)), kwargs, buffers
             )
-            self.end = _TakeGradient.apply(the_tensor(self.output), box)
-        self.box, self.parameters = box, trained(stage)
+            self.end = _TakeGradient.apply(the_tensor(self.output), slot)
+        self.slot, self.parameters = slot, trained(stage)
         if not {*map(id, _leaves(self.end))} <= {*map(id, (self.x, *self.parameters))}:
             raise RuntimeError(
                 f"stage {i} uses a tensor that requires a gradient and is neither its input nor a"
@@ -169,8 +189,8 @@ class Kept:
         """The gradients of the input, if one is needed, and of the stage's parameters."""
         self.output = None
         wanted = [tensor for tensor in (self.x, *self.parameters) if tensor.requires_grad]
-        if not self.end.requires_grad or self.box[0] is None:
-            self.box.clear()
+        if not self.end.requires_grad or self.slot.gradient is None:
+            self.slot.take()
             found = [None] * len(wanted)
         else:
             found = torch.autograd.grad(
@@ -181,16 +201,16 @@ class Kept:
 
 class _TakeGradient(torch.autograd.Function):
     """The end of a stage's graph, without memory. Backward from it starts with the gradient in the
-    box."""
+    slot."""
 
     @staticmethod
-    def forward(ctx, output: Tensor, box: list) -> Tensor:
-        ctx.box = box
+    def forward(ctx, output: Tensor, slot: GradientSlot) -> Tensor:
+        ctx.slot = slot
         return output.new_empty(0)
 
     @staticmethod
     def backward(ctx, _):
-        return ctx.box.pop(), None
+        return ctx.slot.take(), None
 
 
 def trained(stage: nn.Module) -> list[nn.Parameter]:

@@ -19,6 +19,7 @@ from course_lib._torch import AutocastState, RandomState, is_symbolic, modes_whe
 from .actions import Backward, Forward, Schedule, simulate
 from .chain import Chain
 from .stages import (
+    GradientSlot,
     Kept,
     as_modules,
     check_constants,
@@ -86,13 +87,10 @@ class ScheduledSequential(nn.Sequential):
                 value = run_stage(i, stage, value, kwargs)
             return value
         check_constants(kwargs)
-        run = Run(stages, self.schedule, value, kwargs)
-        run.to_next_backward()
-        link = the_tensor(value)
-        for i, stage in enumerate(stages):
-            link = StageNode.apply(run, i, link, *trained(stage))
-        output = run.kept[self._length - 1].output
-        return with_tensor(output, Output.apply(run, the_tensor(output).detach(), link))
+        run, link = Run(stages, self.schedule, value, kwargs), the_tensor(value)
+        for _ in stages:
+            link = run.step(link)
+        return run.end(link)
 
 
 class StageNode(torch.autograd.Function):
@@ -110,7 +108,7 @@ class StageNode(torch.autograd.Function):
     def backward(ctx, nothing: Tensor):
         x_gradient, gradients = ctx.run.backward(ctx.i)
         if ctx.i > 0:
-            ctx.run.gradient[:] = [x_gradient]
+            ctx.run.slot.put(x_gradient)
             x_gradient = nothing
         return None, None, x_gradient, *gradients
 
@@ -126,24 +124,29 @@ class Output(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
-        ctx.run.gradient[:] = [gradient]
+        ctx.run.slot.put(gradient)
         return None, None, torch.empty(0, device=gradient.device)
 
 
 class Run:
     """What one forward and backward pass holds: the values, graphs and random states alive between
-    actions."""
+    actions.
+
+    Whoever runs the stages calls `step` for each of them and then `end`; backward comes back stage
+    by stage.
+    """
 
     def __init__(self, stages: list[nn.Module], schedule: Schedule, value: Any, kwargs: dict):
         x = the_tensor(value)
         self.stages, self.kwargs, self.actions = stages, kwargs, iter(schedule)
+        self.next = 0  # the stage whose first run is to come
         # the stage whose backward comes next, once all before it has run
         self.due: int | None = None
         # runs to come
         self.left = Counter(action.stage for action in schedule if isinstance(action, Forward))
         self.values: dict[int, Any] = {0: with_tensor(value, x.detach())}
         self.kept: dict[int, Kept] = {}  # of stages that keep all
-        self.gradient: list[Tensor | None] = []  # of the output of the stage that is due
+        self.slot = GradientSlot()  # of the output of the stage that is due
         self.kinds: dict[int, tuple] = {}  # (shape, dtype, device) of each stage's output
         # the first run, for the others
         self.before: dict[int, tuple[RandomState | None, dict[str, Tensor]]] = {}
@@ -153,14 +156,28 @@ class Run:
         )
         self.autocast, self.modes = AutocastState([x.device.type]), modes_when_recomputed()
 
-    def first(self, i: int) -> Tensor:
-        """What stage i hands on in its first run, where the schedule has these one after the
-        other."""
+    def step(self, link: Tensor) -> Tensor:
+        """The next stage for the first time: its node in the outer graph, which follows `link`."""
+        i = self.next
         with self.autocast.as_then(cache_enabled=False):
-            self.forward(*next(self.actions))
-        if i == len(self.stages) - 1:
+            for action in self.actions:
+                self.forward(*action)
+                if action.stage == i:
+                    break
+        self.next += 1
+        if self.next == len(self.stages):
             self.to_next_backward()
-        return the_tensor(self.kept[i].output if i in self.kept else self.values[i + 1]).detach()
+        return StageNode.apply(self, i, link, *trained(self.stages[i]))
+
+    def output(self, i: int) -> Any:
+        """What stage i handed on, without its graph."""
+        value = self.kept[i].output if i in self.kept else self.values[i + 1]
+        return with_tensor(value, the_tensor(value).detach())
+
+    def end(self, link: Tensor) -> Any:
+        """What the last stage returned, as the outer graph has it after the last `step`."""
+        output = self.output(len(self.stages) - 1)
+        return with_tensor(output, Output.apply(self, the_tensor(output), link))
 
     def to_next_backward(self) -> None:
         """Run the forwards up to the next backward; `due` is then its stage."""
@@ -174,10 +191,7 @@ class Run:
                 self.forward(*action)
 
     def forward(self, i: int, keep: str) -> None:
-        value = self.values.get(i)
-        if value is None:
-            output = self.kept[i - 1].output
-            value = with_tensor(output, the_tensor(output).detach())
+        value = self.values[i] if i in self.values else self.output(i - 1)
         result = self.run(i, value, keep)
         if keep == "all":
             self.kept[i] = result
@@ -203,7 +217,7 @@ class Run:
         try:
             if keep == "all":
                 result = Kept(
-                    i, self.stages[i], value, self.kwargs, self.needs[i], buffers, self.gradient
+                    i, self.stages[i], value, self.kwargs, self.needs[i], buffers, self.slot
                 )
             else:
                 with torch.no_grad(), nullcontext() if watch is None else watch.drawing:
@@ -231,7 +245,7 @@ class Run:
                     stack.enter_context(mode)
                 self.to_next_backward()
         if self.due != i:
-            self.gradient.clear()
+            self.slot.take()
             raise RuntimeError(
                 "this backward pass has run already, and what the schedule kept for it is gone: "
                 "call the module again instead of backward() with retain_graph=True"
