@@ -18,13 +18,14 @@ def equal_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:
     is none."""
     lists = [part for part in model.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
     return max(
-        (part for part in lists if len(set(map(_look, part))) == 1),
+        (part for part in lists if len(set(map(look, part))) == 1),
         key=len,
         default=nn.ModuleList(),
     )
 
 
-def _look(block: nn.Module) -> tuple:
+def look(block: nn.Module) -> tuple:
+    """What decides how a block runs."""
     tensors = (*block.named_parameters(), *block.named_buffers())
     return (
         *((name, type(part), *_settings(part)) for name, part in block.named_modules()),

@@ -125,7 +125,7 @@ class Composer:
         """The same with all blocks in their places."""
         with self.checked(recipe):
             return self.with_optimizer(
-                self.measured(without_optimizer(recipe), len(self.blocks)), recipe
+                self.measured(without_optimizer(recipe), len(self.blocks), repeats=False), recipe
             )
 
     @contextmanager
@@ -198,12 +198,14 @@ class Composer:
             self._few[recipe, count] = self.measured(recipe, count)
         return self._few[recipe, count]
 
-    def measured(self, recipe: Recipe, count: int) -> Moments:
+    def measured(self, recipe: Recipe, count: int, repeats: bool = True) -> Moments:
         store, optimizer = SymbolicStore(), RecordingOptimizer(self.trained)
         with shortened(self.blocks, count):
             pieces, groups = pieces_of(self.batch, recipe.micro_batches), self.groups(recipe)
             options = self.loss_sum, store, self.max_norm, groups
-            trace = watched(self.model, optimizer, pieces, recipe.on(self.tier), *options)[1:]
+            trace = watched(
+                self.model, optimizer, pieces, recipe.on(self.tier), *options, repeats=repeats
+            )[1:]
         due = iter(optimizer.due)
         return Moments(
             trace, [next(due) if phase == "optimizer" else () for _, phase in trace.operators]

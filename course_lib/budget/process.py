@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from course_lib._torch import not_collecting, tensors_in
 from course_lib.memory import Trace, symbolic
 from course_lib.memory.meter import UnguardedMeter
+from course_lib.memory.repeats import Repeats
 from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
 
 from .alike import groups_of
+from .blocks import look
 from .kinds import on_kind
 from .loss import LossSum, check_loss, loss_of, trained
 from .optimizers import LR, base_of
@@ -88,11 +91,15 @@ def watched(
     max_norm: float | None,
     groups: list[list[int]] | None = None,
     events: bool = False,
+    repeats: bool = False,
 ) -> Trace:
     """The step under a meter. Its totals (FLOPs, bytes down, bytes up) are of all micro-batches.
 
     Of micro-batches that are alike the last one stands for all but the very first: it finds what
     the others have left.
+
+    Args:
+        repeats: of equal stages of a schedule one stands for all.
     """
     groups = groups_of(model, pieces, loss_sum) if groups is None else groups
     times = {0: 1} | {group[-1]: sum(map(bool, group)) for group in groups if group[-1]}
@@ -121,7 +128,11 @@ def watched(
         del unseen
         marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
 
-    with not_collecting(), StepMeter(model, optimizer, **_told(events)) as meter:
+    with (
+        not_collecting(),
+        StepMeter(model, optimizer, **_told(events)) as meter,
+        meter.repeating() if repeats else nullcontext(),
+    ):
         run_pieces(model, optimizer, marked(), recipe, noted, store, max_norm)
     end = (meter.flops, store.stats.bytes_down, store.stats.bytes_up)
     # Between two marks lies one micro-batch; after the last one, the optimizer.
@@ -148,6 +159,10 @@ _UNSEEN = {torch.ops.aten.mkldnn_rnn_layer.default}  # nn.LSTM on a CPU: its wor
 
 class StepMeter(UnguardedMeter):
     """The meter of an estimate."""
+
+    def repeating(self) -> AbstractContextManager[None]:
+        """Inside, of a schedule's stages that are alike one runs, and stands for the others."""
+        return Repeats(self._ledger, self._usage, look).used()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         # autograd asks more often than operators run

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -93,13 +94,19 @@ class CategoryTracker:
                 kept = record.made_in == "forward" or (
                     record.made_in == "recomputation" and made_in == "elsewhere"
                 )
-                if node is not None and kept and record.read_by is not node:
-                    # held by other means than the graph, as checkpointing does
-                    if record.saved is None:
-                        record.saved = record.born
-                    record.released, record.read_by = None, node
-                    self._read.append(record)
+                if node is not None and kept:
+                    self.note_read([record], node)
         return made_in, sources
+
+    def note_read(self, records: Iterable[Record], node: Any) -> None:
+        """A node of backward reads what had been kept for it."""
+        for record in records:
+            if record.read_by is not node:
+                # held by other means than the graph, as checkpointing does
+                if record.saved is None:
+                    record.saved = record.born
+                record.released, record.read_by = None, node
+                self._read.append(record)
 
     def _is_parameter(self, tensor: Tensor, record: Record) -> bool:
         if type(tensor) is nn.Parameter or (
@@ -166,8 +173,16 @@ class CategoryTracker:
     def finish(self) -> None:
         """No more operators follow."""
         self.settle()
+        self.leave_node()
+
+    def leave_node(self) -> None:
+        """The next operator is of another autograd node."""
         self._release()
-        self.node = None
+        self.node, self._oldest_of_node = None, 0
+
+    def forget_output(self) -> None:
+        """The last operator's output stays unseen."""
+        self._output = None
 
     def _release(self) -> None:
         """The autograd node that read these is through with them."""

@@ -32,7 +32,7 @@ _DEVICE = torch.ops.prim.device.default
 _known: dict[tuple, tuple | None] = {}
 
 
-class _Outline(NamedTuple):
+class Outline(NamedTuple):
     """A tensor that an operator returns; `of` says in which tensor's storage it lies, None for a
     new one."""
 
@@ -132,12 +132,12 @@ def _outline_of(func, result: Any, given: list[Tensor]) -> tuple | None:
             else None
         )
         own = of is not None or (
-            tensor.untyped_storage().nbytes() == _extent(tensor) and not tensor.storage_offset()
+            tensor.untyped_storage().nbytes() == extent(tensor) and not tensor.storage_offset()
         )
         # a part of what no other tensor has, or of the last one
         if not own or (of is not None and of >= len(given)):
             return None
-        made.append(of if same else _Outline(of, *_look(tensor, [])))
+        made.append(of if same else Outline(of, *_look(tensor, [])))
         storages.append(_storage(tensor))
     return kind, made
 
@@ -153,7 +153,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _extent(tensor: Tensor) -> int:
+def extent(tensor: Tensor) -> int:
     """Bytes of a storage of its own."""
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
@@ -163,11 +163,11 @@ def _extent(tensor: Tensor) -> int:
 
 def _again(mode: FakeTensorMode, known: tuple, given: list[Tensor]) -> Any:
     kind, made = known
-    result = [given[x] if isinstance(x, int) else _make_fake(mode, x, given) for x in made]
+    result = [given[x] if isinstance(x, int) else make_fake(mode, x, given) for x in made]
     return kind(result) if kind else result[0]
 
 
-def _make_fake(mode: FakeTensorMode, made: _Outline, given: list[Tensor]) -> FakeTensor:
+def make_fake(mode: FakeTensorMode, made: Outline, given: list[Tensor]) -> FakeTensor:
     """As `FakeTensor` makes it, in a quarter of the time: its attributes are those of all that it
     makes."""
     with torch._C._DisableTorchDispatch():

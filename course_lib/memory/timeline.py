@@ -127,7 +127,7 @@ def lives(ledger: Ledger) -> Iterator[tuple[int, int, str, int, int]]:
     """(number, bytes, category, from, until) of each storage of the main account, once for each
     category."""
     end = len(ledger.operators)
-    for number, record in enumerate(ledger._records):
+    for number, record in enumerate(ledger.records):
         for start, stop, category in record.spans(end) if record.account is ledger.main else ():
             yield number, record.bytes, category, start, stop
 
@@ -143,6 +143,9 @@ class Ledger:
         modules: operator number -> path of its module, where `paths` tells it.
         paths: tells the path of the module that runs; None where nobody asks for it.
         lines: operator number -> (file, line, function) of the user's own code that asked for it.
+        records: of all storages.
+        repeated: (number of an operator, bytes of each of `CATEGORIES` from it on), of temporaries
+            that have no records (`course_lib.memory.repeats`).
         lock: for all that follows; autograd runs one thread per device.
     """
 
@@ -159,7 +162,8 @@ class Ledger:
         self.main = self.account(CPU if device is None else torch.empty(0, device=device).device)
         self.lock = threading.RLock()
         self.closed = False
-        self._records: list[Record] = []
+        self.records: list[Record] = []
+        self.repeated: list[tuple[int, np.ndarray]] = []
         self._by_address: dict[int, Record] = {}
         # filled by the weak references, in whichever thread a storage dies
         self._dead: deque[Record] = deque()
@@ -191,7 +195,7 @@ class Ledger:
             role,
             made_in,
         )
-        self._records.append(record)
+        self.records.append(record)
         self._enter(record)
 
     def add_all(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
@@ -283,6 +287,9 @@ class Ledger:
             change[category][start] += nbytes
             change[category][stop] -= nbytes
         history = {name: np.cumsum(values)[:-1] for name, values in change.items()}
+        for start, rows in self.repeated:
+            for name, values in zip(CATEGORIES, rows.T, strict=True):
+                history[name][start : start + len(rows)] += values
         self._final = history if self.closed else None
         return history
 

@@ -14,7 +14,14 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from course_lib._check import kind
-from course_lib._torch import AutocastState, RandomState, is_symbolic, modes_when_recomputed
+from course_lib._torch import (
+    AutocastState,
+    RandomState,
+    is_symbolic,
+    modes_when_recomputed,
+    tensors_in,
+)
+from course_lib.memory.repeats import active
 
 from .actions import Backward, Forward, Schedule, simulate
 from .chain import Chain
@@ -216,12 +223,11 @@ class Run:
             random.restore()
         try:
             if keep == "all":
-                result = Kept(
-                    i, self.stages[i], value, self.kwargs, self.needs[i], buffers, self.slot
-                )
+                result = self.keep(i, value, buffers)
             else:
-                with torch.no_grad(), nullcontext() if watch is None else watch.drawing:
-                    result = run_stage(i, self.stages[i], value, self.kwargs, buffers)
+                drawing = nullcontext() if watch is None else watch.drawing
+                with torch.no_grad(), drawing:
+                    result = self.hand_on(i, value, buffers, drawing)
         finally:
             if random is not None:
                 now.restore()
@@ -236,6 +242,35 @@ class Run:
                 "a schedule takes stages that compute the same each time"
             )
         return result
+
+    def keep(self, i: int, value: Any, buffers: dict[str, Tensor]) -> Kept:
+        stage = self.stages[i]
+
+        def kept() -> Kept:
+            return Kept(i, stage, value, self.kwargs, self.needs[i], buffers, self.slot)
+
+        if (repeats := active()) is None:
+            return kept()
+        return repeats.keep(stage, self.given(i, value), self.context(i), kept, self.slot)
+
+    def hand_on(self, i: int, value: Any, buffers: dict[str, Tensor], drawing: Any) -> Any:
+        stage = self.stages[i]
+
+        def handed() -> Any:
+            return run_stage(i, stage, value, self.kwargs, buffers)
+
+        if (repeats := active()) is None:
+            return handed()
+        return repeats.forward(stage, self.given(i, value), self.context(i), handed, drawing)
+
+    def given(self, i: int, value: Any) -> list[Tensor]:
+        """The tensors that stage i computes with, its own aside."""
+        arguments = getattr(self.stages[i], "arguments", None)
+        return list(dict.fromkeys(tensors_in([value, self.kwargs, arguments])))
+
+    def context(self, i: int) -> tuple:
+        """What decides, beside these and the stage, what its run takes."""
+        return i == len(self.stages) - 1, self.needs[i], torch.is_autocast_enabled("cpu")
 
     def backward(self, i: int) -> tuple[Tensor | None, list[Tensor | None]]:
         """The gradients of the input of stage i and of its parameters."""
