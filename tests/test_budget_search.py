@@ -20,9 +20,11 @@ from course_lib.budget.known import Known, Search
 from course_lib.budget.refine import best_copies, least_schedule, with_schedule
 from course_lib.budget.reserved import that_reserve
 from course_lib.budget.search import that_fit
+from course_lib.budget.techniques.attention import ATTENTIONS
 from course_lib.budget.techniques.micro_batches import pieces_allowed
 from course_lib.budget.techniques.optimizer import ALL_ABOVE, OPTIMIZERS
 from course_lib.memory import symbolic
+from course_lib.memory.repeats import Books
 from course_lib.models import Decoder, random_tokens
 from course_lib.offload import chosen_below
 
@@ -194,6 +196,43 @@ def test_what_is_composed_is_the_whole_step_moment_by_moment(recipe):
         assert [[id(p) for p in due] for due in composed.due] == [
             [id(p) for p in due] for due in whole.due
         ]
+
+
+BY_SCHEDULE = [
+    Recipe(checkpoint="optimal", schedule_bytes=1),  # that is, the least that there is
+    Recipe(checkpoint="optimal", schedule_bytes=1, blocks="layers.*", attention="flash"),
+    Recipe(checkpoint="segments", segments=3, blocks="layers.*", in_backward=True),
+    Recipe(checkpoint="segments", segments=2, blocks="layers.*", micro_batches=2),
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dropout"),
+    [(BY_SCHEDULE[0], 0.1), *((recipe, 0.0) for recipe in BY_SCHEDULE)],
+    ids=str,
+)
+def test_a_stage_that_stands_for_equal_ones_leaves_the_books_of_all_line_by_line(
+    monkeypatch, recipe, dropout
+):
+    """Where every operator runs, and where a search enters what is known already."""
+    composer = Composer(partial(deep, 2 * MANY, dropout=dropout), batch, Recipe(), None, "file")
+    if recipe.checkpoint == "optimal":
+        with pytest.raises(InfeasibleBudget) as info:
+            composer.scheduled(recipe)
+        recipe = replace(recipe, schedule_bytes=info.value.least_bytes)
+    entered, enter = [], Books.enter
+    monkeypatch.setattr(Books, "enter", lambda *given: entered.append(1) or enter(*given))
+    with composer.checked(recipe):
+        whole = composer.measured(recipe, 2 * MANY, repeats=False)
+        assert not entered
+        short = composer.measured(recipe, 2 * MANY)
+    ours, others = short.trace, whole.trace
+    assert len(entered) > MANY
+    assert ours.operators == others.operators and ours.flops == others.flops
+    assert (ours.live == others.live).all()
+    assert [[id(p) for p in due] for due in short.due] == [
+        [id(p) for p in due] for due in whole.due
+    ]
 
 
 class Wide(nn.Module):
@@ -432,6 +471,18 @@ class WithAHead(InAChain):
     def loss_sum(self, batch):
         loss, weight = super().loss_sum(batch)
         return loss + (batch.new_ones(99, 999) * loss).sin().sum(), weight
+
+
+def test_standard_attention_is_not_tried_where_flash_attention_was_too_large():
+    """Of a long sequence flash attention takes less, here with fewer FLOPs as well."""
+    make = partial(Decoder, vocabulary=31, hidden=16, heads=2, layers=1, sequence=1024)
+    known = Known(make, partial(random_tokens, 2, 1024, 31), Recipe(), **FILE)
+    standard, flash = (known.estimate(replace(Recipe(), attention=a)) for a in ATTENTIONS)
+    assert known.leanest == ("flash",) and flash.flops < standard.flops
+    with pytest.raises(InfeasibleBudget):
+        that_fit(Search(known, 2_000_000, RATE), Recipe())
+    tried = {e.attention for e in known.estimates if e.micro_batches == 2}
+    assert tried == {"flash"}
 
 
 @pytest.mark.parametrize("inside", [False, True])

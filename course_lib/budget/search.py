@@ -423,7 +423,10 @@ def _find_least(search: Search) -> None:
         if keep["offload_activations"] or keep.get("checkpoint") == "optimal"
     ]
     for attention, fraction, inside, keep in product(
-        known.attentions, known.fractions[::-1], known.insides, keeps or known.keeps[-1:]
+        known.leanest or known.attentions,
+        known.fractions[::-1],
+        known.insides,
+        keeps or known.keeps[-1:],
     ):
         techniques = {
             "attention": attention,

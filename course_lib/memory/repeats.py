@@ -37,7 +37,7 @@ def active() -> Repeats | None:
 
 @dataclass(frozen=True)
 class Made:
-    """A storage that outlives what made it; `born` and `saved` are numbers of operators there.
+    """A storage that outlives what made it; `born` and `saved` are numbers of lines there.
 
     A view holds its base: autograd adds nothing to a tensor in place whose storage another one has.
     """
@@ -52,42 +52,66 @@ class Made:
 
 @dataclass
 class Episode:
-    """The lines of the books of one forward or backward of a stage, numbered from its first
-    operator.
+    """Lines of the books, numbered from the first, one for each operator of what was run.
 
     Attributes:
         operators: (operator, phase) of each line.
         flops: line -> FLOPs.
         temporaries: bytes at each line and of each category, of what is gone at the end.
         made: what stays; tensors that are returned come first.
-        read, saved: which of the given tensors this node of the outer graph reads; which are held
-            for backward, since which line.
-        read_made: which of `made` this node reads.
-        drew, result: whether random numbers were drawn; the `result` of a stage that has such.
-        returned: the places in `made` of what a backward returns, None for no gradient.
-        deaths: line -> which of the forward's `made` are gone by then; `GRADIENT` too.
-        released_made, released: which of these, and of the given, no node needs, since which line.
-        gradient: what the gradient of the output was like.
     """
 
     operators: list[tuple[Any, str]]
     flops: dict[int, int]
     temporaries: np.ndarray
     made: list[Made]
-    read: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Forward:
+    """The forward of a stage.
+
+    Attributes:
+        episode: its lines.
+        saved: which of the given tensors are held for backward, since which line.
+        read, read_made: which of these, and of `made`, the node of the outer graph reads in which
+            it runs.
+        drew, result: whether random numbers were drawn; the `result` of a stage that has such.
+        backward: that of a stage that was kept, once one has run.
+    """
+
+    episode: Episode
     saved: dict[int, int] = field(default_factory=dict)
+    read: list[int] = field(default_factory=list)
     read_made: list[int] = field(default_factory=list)
     drew: bool = False
     result: Any = None
-    returned: list[int | None] = field(default_factory=list)
-    deaths: dict[int, list[int]] = field(default_factory=dict)
-    released_made: dict[int, int] = field(default_factory=dict)
-    released: dict[int, int] = field(default_factory=dict)
-    gradient: Hashable = None
+    backward: Backward | None = None
+
+
+@dataclass
+class Backward:
+    """The backward of a stage that was kept.
+
+    Attributes:
+        episode: its lines.
+        returned: the places in `made` of the gradients, of the input first; None for no gradient.
+        deaths: line -> what of the forward's `made` is gone by then, and `GRADIENT`.
+        released_made, released: of these, and of the given tensors, since which line no node needs
+            them.
+        gradient: what the gradient of the output was like.
+    """
+
+    episode: Episode
+    returned: list[int | None]
+    deaths: dict[int, list[int]]
+    released_made: dict[int, int]
+    released: dict[int, int]
+    gradient: Hashable
 
 
 class Repeats:
-    """The episodes of one step under a meter of symbolic tensors.
+    """What a step's equal stages have in common.
 
     Args:
         ledger, usage: the meter's.
@@ -97,11 +121,10 @@ class Repeats:
     def __init__(
         self, ledger: Ledger, usage: CategoryTracker, kind_of: Callable[[nn.Module], Hashable]
     ):
-        self.ledger, self.usage, self.kind_of = ledger, usage, kind_of
+        self.books, self.kind_of = Books(ledger, usage), kind_of
         # stages hold arguments of their call
         self.kinds: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
-        self.forwards: dict[Hashable, Episode | None] = {}
-        self.backwards: dict[Hashable, Episode | None] = {}
+        self.known: dict[Hashable, Forward | None] = {}
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -111,8 +134,6 @@ class Repeats:
             yield
         finally:
             _active.remove(self)
-
-    # ---- forward
 
     def forward(
         self,
@@ -130,17 +151,16 @@ class Repeats:
             drawing: has `seen` set where random numbers are drawn.
         """
         key = self._key(stage, given, context, False)
-        if key is None or (key in self.forwards and self.forwards[key] is None):
+        if key is None or (key in self.known and self.known[key] is None):
             return compute()
-        if key not in self.forwards:
+        if key not in self.known:
             result, _ = self._first(key, stage, given, compute, lambda result: result)
-            if self.forwards[key] is not None:
-                self.forwards[key].drew = getattr(drawing, "seen", False)
+            if found := self.known[key]:
+                found.drew = getattr(drawing, "seen", False)
             return result
-        episode = self.forwards[key]
         if hasattr(drawing, "seen"):
-            drawing.seen |= episode.drew
-        return self._forward_again(episode, stage, given)[0]
+            drawing.seen |= self.known[key].drew
+        return self._again(self.known[key], stage, given)[0]
 
     def keep(
         self,
@@ -153,119 +173,177 @@ class Repeats:
         """What `compute` returns, or what stands for it: an object with `output`, the tensor, and
         `backward()`, which takes the gradient of that out of the slot."""
         key = self._key(stage, given, context, True)
-        if key is None or (key in self.forwards and self.backwards.get(key) is None):
+        found = self.known.get(key)
+        if key is None or (key in self.known and (found is None or found.backward is None)):
             return compute()
-        if key not in self.forwards:
+        if found is None:
             kept, records = self._first(key, stage, given, compute, lambda kept: kept.output)
-            return First(self, key, kept, given, records) if self.forwards[key] else kept
+            first = self.known[key]
+            return kept if first is None else FirstKept(self.books, first, kept, given, records)
         with torch.enable_grad():
-            tensors = self._forward_again(self.forwards[key], stage, given)
-        read = self.forwards[key].read_made
-        return Again(self, self.backwards[key], tensors, given, slot, read)
+            tensors = self._again(found, stage, given)
+        return KeptAgain(self.books, found, tensors, given, slot)
 
     def _key(self, stage, given, context, keep: bool) -> Hashable:
         """None where the stage is to run: its buffers may change with each run."""
         if stage not in self.kinds:
             changes = any(True for _ in stage.buffers())
             self.kinds[stage] = None if changes else self.kind_of(stage)
-        kind = self.kinds[stage]
         node = torch._C._current_autograd_node()
-        return kind and (kind, context, keep, node is None, tuple(map(self._state, given)))
+        about = context, keep, node is None, tuple(map(self.books.state, given))
+        return self.kinds[stage] and (self.kinds[stage], about)
 
     def _first(self, key, stage, given, compute, output_of) -> tuple[Any, list[Record]]:
-        node = torch._C._current_autograd_node()
-        before = [record and record.saved for record in map(self._record, given)]
-        result, start, new = self._watched(compute)
+        books, node = self.books, torch._C._current_autograd_node()
+        before = [record and record.saved for record in map(books.record, given)]
+        result, start, new = books.watched(compute)
         episode, records = None, []
         if type(output := output_of(result)) is FakeTensor:
-            episode, records = self._episode(start, new, [output], held=output is not result)
-        self.forwards[key] = episode
-        if episode is not None:
-            episode.result = getattr(stage, "result", None)
-            if node is not None:
-                episode.read_made = [j for j, each in enumerate(records) if each.read_by is node]
-            for i, record in enumerate(map(self._record, given)):
-                if record is not None and node is not None and record.read_by is node:
-                    episode.read.append(i)
-                if record is not None and before[i] is None and (record.saved or -1) >= start:
-                    episode.saved[i] = record.saved - start
+            episode, records = books.episode(start, new, [output], held=output is not result)
+        self.known[key] = found = episode and Forward(episode)
+        if found is None:
+            return result, records
+        found.result = getattr(stage, "result", None)
+        if node is not None:
+            found.read_made = [j for j, each in enumerate(records) if each.read_by is node]
+        for i, record in enumerate(map(books.record, given)):
+            if record is not None and node is not None and record.read_by is node:
+                found.read.append(i)
+            if record is not None and before[i] is None and (record.saved or -1) >= start:
+                found.saved[i] = record.saved - start
         return result, records
 
-    def _forward_again(self, episode: Episode, stage: nn.Module, given) -> list[Tensor]:
-        with self.ledger.lock:
+    def _again(self, found: Forward, stage: nn.Module, given) -> list[Tensor]:
+        books, usage = self.books, self.books.usage
+        with books.ledger.lock:
             node = torch._C._current_autograd_node()
-            self.usage.inputs(None, [given[i] for i in episode.read], {}, node)
-            tensors, start = self._entered(episode, {})
-            self.usage.forget_output()
-            self.usage.note_read([self._record(tensors[j]) for j in episode.read_made], node)
-            for i, saved in episode.saved.items():
-                self._record(given[i]).saved = start + saved
+            usage.inputs(None, [given[i] for i in found.read], {}, node)
+            tensors, start = books.enter(found.episode)
+            usage.forget_output()
+            usage.note_read([books.record(tensors[j]) for j in found.read_made], node)
+            for i, saved in found.saved.items():
+                books.record(given[i]).saved = start + saved
         if hasattr(stage, "result"):
-            stage.result = episode.result
+            stage.result = found.result
         return tensors
 
-    # ---- backward
 
-    def first_backward(self, first: First) -> Any:
-        gradient = first.kept.slot.gradient
+class FirstKept:
+    """A stage that is kept for real, whose backward is watched."""
+
+    def __init__(self, books: Books, forward: Forward, kept: Any, given, records: list[Record]):
+        self.books, self.found, self.kept = books, forward, kept
+        self.given, self.records = given, records
+
+    @property
+    def output(self) -> Tensor:
+        return self.kept.output
+
+    def backward(self) -> tuple[Tensor | None, list[Tensor | None]]:
+        books, gradient = self.books, self.kept.slot.gradient
         if gradient is None:
-            return first.kept.backward()
-        about, records = self._about(gradient), [*first.records, self._record(gradient)]
+            return self.kept.backward()
+        about, of_gradient = books.about(gradient), books.record(gradient)
         del gradient
-        found, start, new = self._watched(first.kept.backward)
-        self.usage.leave_node()
-        results = [found[0], *found[1]]
-        there = [tensor for tensor in results if tensor is not None]
-        episode, _ = self._episode(start, new, there, held=False)
-        self.backwards[first.key] = episode
+        result, start, new = books.watched(self.kept.backward)
+        books.usage.leave_node()
+        gradients = [result[0], *result[1]]
+        there = [tensor for tensor in gradients if tensor is not None]
+        episode, _ = books.episode(start, new, there, held=False)
         if episode is None:
-            return found
-        order, end = iter(range(len(there))), len(episode.operators)
-        episode.gradient = about
-        episode.returned = [None if tensor is None else next(order) for tensor in results]
+            return result
         deaths: dict[int, list[int]] = defaultdict(list)
-        for j, record in zip([*range(len(first.records)), GRADIENT], records, strict=True):
+        for j, record in [*enumerate(self.records), (GRADIENT, of_gradient)]:
             alive = record is None or record.died is None
-            deaths[end if alive else max(0, record.died - start)].append(j)
-        episode.deaths = dict(deaths)
-        episode.released_made = _released(dict(enumerate(first.records)), start)
-        episode.released = _released(dict(enumerate(map(self._record, first.given))), start)
-        return found
+            deaths[len(episode.operators) if alive else max(0, record.died - start)].append(j)
+        places = iter(range(len(there)))
+        self.found.backward = Backward(
+            episode,
+            [None if tensor is None else next(places) for tensor in gradients],
+            dict(deaths),
+            _released(self.records, start),
+            _released(map(books.record, self.given), start),
+            about,
+        )
+        return result
 
-    def backward_again(self, again: Again) -> Any:
-        episode, alive = again.episode, again.alive
-        alive[GRADIENT] = gradient = again.slot.take()
-        if gradient is None or self._about(gradient) != episode.gradient:
+
+class KeptAgain:
+    """What stands for a stage that is kept: the storages that it would hold."""
+
+    def __init__(self, books: Books, forward: Forward, tensors: list[Tensor], given, slot: Any):
+        self.books, self.forward, self.given, self.slot = books, forward, given, slot
+        self.output, self.alive = tensors[0], dict(enumerate(tensors))
+
+    def backward(self) -> tuple[Tensor | None, list[Tensor | None]]:
+        self.output = None
+        books, found, alive = self.books, self.forward.backward, self.alive
+        alive[GRADIENT] = gradient = self.slot.take()
+        if gradient is None or books.about(gradient) != found.gradient:
             raise Irregular
         del gradient
-        with self.ledger.lock:
-            self.usage.settle()
+        with books.ledger.lock:
+            books.usage.settle()
             released = {
-                j: moment
-                for j, moment in episode.released_made.items()
+                j: line
+                for j, line in found.released_made.items()
                 # up to line 1 it was the outer node that still had it
-                if moment > 1 or j not in again.read or self._record(alive[j]).read_by is not None
+                if line > 1 or j not in self.forward.read_made or books.is_read(alive[j])
             }
-            self.usage.leave_node()
-            start = len(self.ledger.operators)
-            for j, moment in released.items():
-                self._release(alive[j], start + moment)
-            for i, moment in episode.released.items():
-                self._release(again.given[i], start + moment)
-            made, _ = self._entered(episode, alive)
+            books.usage.leave_node()
+            start = len(books.ledger.operators)
+            for j, line in released.items():
+                books.release(alive[j], start + line)
+            for i, line in found.released.items():
+                books.release(self.given[i], start + line)
+            made, _ = books.enter(found.episode, alive, found.deaths)
         alive.clear()
-        x_gradient, *gradients = [None if j is None else made[j] for j in episode.returned]
+        x_gradient, *gradients = [None if j is None else made[j] for j in found.returned]
         return x_gradient, gradients
 
-    def _release(self, tensor: Tensor, moment: int) -> None:
-        record = self._record(tensor)
+
+def _released(records, start: int) -> dict[int, int]:
+    return {
+        j: record.released - start
+        for j, record in enumerate(records)
+        if record is not None and record.released is not None and record.released >= start
+    }
+
+
+class Books:
+    """A meter's ledger, of which lines are read and to which they are added."""
+
+    def __init__(self, ledger: Ledger, usage: CategoryTracker):
+        self.ledger, self.usage = ledger, usage
+
+    # ---- what is known of a tensor
+
+    def record(self, tensor: Tensor) -> Record | None:
+        return self.ledger.find(tensor.untyped_storage())
+
+    def state(self, tensor: Tensor) -> Hashable:
+        record = self.record(tensor)
+        about = record and (record.role, record.made_in, record.saved is None)
+        look = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+        return look, about
+
+    def about(self, gradient: Tensor) -> Hashable:
+        """With how many tensors have its storage: autograd adds in place to what one has alone."""
+        storage = gradient.untyped_storage()
+        return self.state(gradient), torch._C._storage_Use_Count(storage._cdata)
+
+    def is_read(self, tensor: Tensor) -> bool:
+        return self.record(tensor).read_by is not None
+
+    def release(self, tensor: Tensor, line: int) -> None:
+        record = self.record(tensor)
         record.saved = record.born if record.saved is None else record.saved
-        record.released, record.read_by = moment, None
+        record.released, record.read_by = line, None
 
-    # ---- the books
+    # ---- lines
 
-    def _watched(self, compute: Callable[[], Any]) -> tuple[Any, int, list[Record]]:
-        """What is computed, the number of its first operator, and the storages that it made."""
+    def watched(self, compute: Callable[[], Any]) -> tuple[Any, int, list[Record]]:
+        """What is computed, the number of its first line, and the storages that it made."""
         ledger = self.ledger
         with ledger.lock:
             ledger.bury()
@@ -276,137 +354,89 @@ class Repeats:
             ledger.bury()
         return result, start, ledger.records[first:]
 
-    def _episode(
+    def episode(
         self, start: int, new: list[Record], returned: list[Tensor], held: bool
     ) -> tuple[Episode | None, list[Record]]:
-        """And the records of what it has made; None where something stays that cannot be made
-        again."""
-        ledger, stop = self.ledger, len(self.ledger.operators)
-        rows = np.zeros((stop - start + 1, len(CATEGORIES)), dtype=np.int64)
-        for record in new:
-            for begin, end, category in record.spans(stop) if record.died is not None else ():
-                column = CATEGORIES.index(category)
-                rows[begin - start, column] += record.bytes
-                rows[end - start, column] -= record.bytes
-        stay = {id(record): record for record in new if record.died is None and record.bytes}
-        records = [self._record(tensor) for tensor in returned]
-        others = [record for key, record in stay.items() if key not in set(map(id, records))]
-        if (
-            {*map(id, records)} - stay.keys()  # of a tensor that was there before
-            or len({*map(id, records)}) < len(records)
-            or (others and not held)
-            or any(record.account is not ledger.main for record in new)
-            or any(
-                tensor.storage_offset() or extent(tensor) != record.nbytes
-                for tensor, record in zip(returned, records, strict=True)
-            )
-        ):
-            return None, []
-        outlines = [Outline(None, t.size(), t.stride(), 0, t.dtype, t.device) for t in returned] + [
-            Outline(None, (r.nbytes,), (1,), 0, torch.uint8, r.account.device) for r in others
-        ]
-        records += others
-        made = [
-            Made(
-                outline,
-                j < len(returned) and returned[j]._is_view(),
-                record.role,
-                record.made_in,
-                record.born - start,
-                None if record.saved is None else record.saved - start,
-            )
-            for j, (outline, record) in enumerate(zip(outlines, records, strict=True))
-        ]
-        flops = {m - start: ledger.flops[m] for m in range(start, stop) if m in ledger.flops}
-        return Episode(ledger.operators[start:stop], flops, rows.cumsum(0)[:-1], made), records
+        """The lines from `start` on, and the records of what was made in them and stays.
 
-    def _entered(self, episode: Episode, alive: dict[int, Tensor]) -> tuple[list[Tensor], int]:
+        None where something stays that cannot be made again, or, unless it is to be `held`, that
+        is not returned.
+        """
+        ledger, stop = self.ledger, len(self.ledger.operators)
+        stay = {id(record): record for record in new if record.died is None and record.bytes}
+        records = [self.record(tensor) for tensor in returned]
+        names = {id(record) for record in records}
+        others = [record for name, record in stay.items() if name not in names]
+        made_again = names <= stay.keys() and len(names) == len(records)
+        alone = made_again and not any(
+            tensor.storage_offset() or extent(tensor) != record.nbytes
+            for tensor, record in zip(returned, records, strict=True)
+        )
+        elsewhere = any(record.account is not ledger.main for record in new)
+        if not alone or elsewhere or (others and not held):
+            return None, []
+        made = [
+            _made(record, start, tensor) for record, tensor in zip(records, returned, strict=True)
+        ]
+        made += [_made(record, start) for record in others]
+        flops = {m - start: ledger.flops[m] for m in range(start, stop) if m in ledger.flops}
+        rows = _temporaries(new, start, stop)
+        return Episode(ledger.operators[start:stop], flops, rows, made), [*records, *others]
+
+    def enter(
+        self,
+        episode: Episode,
+        alive: dict[int, Tensor] | None = None,
+        deaths: dict[int, list[int]] | None = None,
+    ) -> tuple[list[Tensor], int]:
         """The tensors that an episode makes, once it stands in the books, and the number of its
-        first operator. What dies in it goes from `alive`."""
+        first line. What dies in it goes from `alive`."""
         ledger, start, made = self.ledger, len(self.ledger.operators), {}
         account, totals = ledger.main, episode.temporaries.sum(1).tolist()
         born: dict[int, list[int]] = defaultdict(list)
         for j, each in enumerate(episode.made):
             born[each.born].append(j)
-        for moment, operator in enumerate(episode.operators):
-            for j in episode.deaths.get(moment, ()):
+        for line, operator in enumerate(episode.operators):
+            for j in (deaths or {}).get(line, ()):
                 alive.pop(j, None)
             ledger.bury()
             ledger.operators.append(operator)
-            for j in born.get(moment, ()):
-                each = episode.made[j]
-                made[j] = self._tensor(each)
-                ledger.add(made[j].untyped_storage(), account, each.role, each.made_in)
-                if each.saved is not None:
-                    self._record(made[j]).saved = start + each.saved
-            live = account.live_bytes + totals[moment]
+            for j in born.get(line, ()):
+                made[j] = self._tensor(episode.made[j], start)
+            live = account.live_bytes + totals[line]
             if live > account.peak_bytes:
-                account.peak_bytes, account.peak_index = live, start + moment
-        ledger.flops |= {start + moment: flops for moment, flops in episode.flops.items()}
+                account.peak_bytes, account.peak_index = live, start + line
+        ledger.flops |= {start + line: flops for line, flops in episode.flops.items()}
         ledger.repeated.append((start, episode.temporaries))
         return [made[j] for j in range(len(made))], start
 
-    def _tensor(self, made: Made) -> Tensor:
-        base = make_fake(self.usage.fake_mode, made.outline, [])
+    def _tensor(self, made: Made, start: int) -> Tensor:
+        tensor = make_fake(self.usage.fake_mode, made.outline, [])
+        self.ledger.add(tensor.untyped_storage(), self.ledger.main, made.role, made.made_in)
+        if made.saved is not None:
+            self.record(tensor).saved = start + made.saved
         if not made.is_view:
-            return base
-        view = make_fake(self.usage.fake_mode, made.outline._replace(of=0), [base])
-        view.base = base
+            return tensor
+        view = make_fake(self.usage.fake_mode, made.outline._replace(of=0), [tensor])
+        view.base = tensor
         return view
 
-    def _record(self, tensor: Tensor) -> Record | None:
-        return self.ledger.find(tensor.untyped_storage())
 
-    def _state(self, tensor: Tensor) -> Hashable:
-        record = self._record(tensor)
-        about = record and (record.role, record.made_in, record.saved is None)
-        look = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-        return look, about
-
-    def _about(self, gradient: Tensor) -> Hashable:
-        storage = gradient.untyped_storage()
-        return self._state(gradient), torch._C._storage_Use_Count(storage._cdata)
+def _made(record: Record, start: int, tensor: Tensor | None = None) -> Made:
+    if tensor is None:
+        outline = Outline(None, (record.nbytes,), (1,), 0, torch.uint8, record.account.device)
+    else:
+        outline = Outline(None, tensor.size(), tensor.stride(), 0, tensor.dtype, tensor.device)
+    saved = None if record.saved is None else record.saved - start
+    is_view = tensor is not None and tensor._is_view()
+    return Made(outline, is_view, record.role, record.made_in, record.born - start, saved)
 
 
-def _released(records: dict[int, Record | None], start: int) -> dict[int, int]:
-    return {
-        j: record.released - start
-        for j, record in records.items()
-        if record is not None and record.released is not None and record.released >= start
-    }
-
-
-class First:
-    """A stage that was kept for real, whose backward will be watched."""
-
-    def __init__(self, repeats: Repeats, key: Hashable, kept: Any, given, records: list[Record]):
-        self.repeats, self.key, self.kept = repeats, key, kept
-        self.given, self.records = given, records
-
-    @property
-    def output(self) -> Tensor:
-        return self.kept.output
-
-    def backward(self) -> Any:
-        return self.repeats.first_backward(self)
-
-
-class Again:
-    """What stands for a stage that is kept: what it would hold."""
-
-    def __init__(
-        self,
-        repeats: Repeats,
-        episode: Episode,
-        tensors: list[Tensor],
-        given: Sequence[Tensor],
-        slot: Any,
-        read: list[int],
-    ):
-        self.repeats, self.episode, self.given, self.slot = repeats, episode, given, slot
-        self.read = read
-        self.output, self.alive = tensors[0], dict(enumerate(tensors))
-
-    def backward(self) -> Any:
-        self.output = None
-        return self.repeats.backward_again(self)
+def _temporaries(new: list[Record], start: int, stop: int) -> np.ndarray:
+    """Bytes at each line and of each category, of storages that are gone."""
+    change = np.zeros((stop - start + 1, len(CATEGORIES)), dtype=np.int64)
+    for record in new:
+        for begin, end, category in record.spans(stop) if record.died is not None else ():
+            change[begin - start, CATEGORIES.index(category)] += record.bytes
+            change[end - start, CATEGORIES.index(category)] -= record.bytes
+    return change.cumsum(0)[:-1]

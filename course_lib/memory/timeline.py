@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -287,9 +288,8 @@ class Ledger:
             change[category][start] += nbytes
             change[category][stop] -= nbytes
         history = {name: np.cumsum(values)[:-1] for name, values in change.items()}
-        for start, rows in self.repeated:
-            for name, values in zip(CATEGORIES, rows.T, strict=True):
-                history[name][start : start + len(rows)] += values
+        for (start, rows), (column, name) in product(self.repeated, enumerate(CATEGORIES)):
+            history[name][start : start + len(rows)] += rows[:, column]
         self._final = history if self.closed else None
         return history
 
