@@ -41,6 +41,7 @@ class _Function(nn.Module):
     def __init__(self, function: Callable):
         super().__init__()
         self.function, held = function, list(dict.fromkeys(_held(function)))
+        self.identity = id(function)  # two functions do not look alike
         self.modules_held = nn.ModuleList(value for value in held if isinstance(value, nn.Module))
         self.parameters_held = nn.ParameterList(
             value for value in held if isinstance(value, nn.Parameter)
