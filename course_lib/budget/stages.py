@@ -59,8 +59,11 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
     if recipe.checkpoint == "optimal":
         schedule = fastest(chain_of_stages(model, batch, recipe), recipe.schedule_bytes)
         return ScheduledSequential(_parts(stages), schedule)(x)
-    random = may_draw(model)
-    options = {"use_reentrant": False, "preserve_rng_state": random}
+    inside = len(stages) - 2
+    if recipe.segments > inside:
+        got = f"segments is {recipe.segments} and {type(model).__name__}.stages gives {inside}"
+        raise ValueError(f"{got} between the first and the last; it takes so many, or fewer")
+    options = {"use_reentrant": False, "preserve_rng_state": may_draw(model)}
     inner = checkpoint_sequential(stages[1:-1], recipe.segments, stages[0](x), **options)
     return stages[-1](inner)
 
@@ -129,6 +132,9 @@ def chain_of_stages(model: nn.Module, batch: Any, recipe: Recipe) -> Chain:
 
 
 def may_draw(model: nn.Module) -> bool:
-    """Whether a forward pass may draw random numbers, which a checkpoint must then repeat: a model
-    may say that it does not, by an attribute `draws_random_numbers`."""
+    """Whether a forward pass may draw random numbers, which a checkpoint must then repeat.
+
+    A model says that it does not by an attribute `draws_random_numbers`: others may call
+    `F.dropout`, which nobody sees from here.
+    """
     return getattr(model, "draws_random_numbers", True)
