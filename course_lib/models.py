@@ -254,26 +254,15 @@ class Decoder(nn.Module):
 
     @property
     def draws_random_numbers(self) -> bool:
-        """Whether a forward pass may draw some: only `Dropout` does, where all is as made here."""
-        own = all(getattr(type(self), name) is getattr(Decoder, name) for name in _COMPUTING)
-        if not own or _is_altered(self) or not all(map(_is_plain, self.layers)):
-            return True
+        """Whether a forward pass may draw some: `Dropout` alone does, in layers as made here."""
         drops = (part for part in self.modules() if isinstance(part, (Dropout, nn.Dropout)))
-        return any(drop.p > 0 and drop.training for drop in drops)
-
-
-_COMPUTING = ("forward", "loss", "loss_sum")
-
-
-def _is_altered(module: nn.Module) -> bool:
-    """Whether hooks, or functions put on the module, compute something else."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooks) or not vars(module).keys().isdisjoint(_COMPUTING)
+        return not all(map(_is_plain, self.layers)) or any(d.p > 0 and d.training for d in drops)
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is the sum of its `_halves`."""
-    return type(layer) is DecoderLayer and layer.norm_first and not _is_altered(layer)
+    """Whether a layer is the sum of its `_halves`, and nothing was put on it."""
+    own = type(layer) is DecoderLayer and layer.norm_first and "forward" not in vars(layer)
+    return own and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
 def _halves(layer: DecoderLayer) -> tuple[_Residual, _Residual]:

@@ -287,8 +287,8 @@ MUTANTS = [
         (
             "budget",
             "budget/stages.py",
-            'return getattr(model, "draws_random_numbers", True)',
-            'return getattr(model, "draws_random_numbers", False)',
+            'getattr(model, "draws_random_numbers", True)',
+            'getattr(model, "draws_random_numbers", False)',
         ),
         ("budget", "budget/techniques/offload_activations.py", "keep=[model],", ""),
         (

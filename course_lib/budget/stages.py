@@ -134,7 +134,7 @@ def chain_of_stages(model: nn.Module, batch: Any, recipe: Recipe) -> Chain:
 def may_draw(model: nn.Module) -> bool:
     """Whether a forward pass may draw random numbers, which a checkpoint must then repeat.
 
-    A model says that it does not by an attribute `draws_random_numbers`: others may call
-    `F.dropout`, which nobody sees from here.
+    A model with stages says that it does not by an attribute `draws_random_numbers`, hidden where
+    they are; others may call `F.dropout`, which nobody sees from here.
     """
-    return getattr(model, "draws_random_numbers", True)
+    return own_stages(model) is None or getattr(model, "draws_random_numbers", True)

@@ -195,10 +195,9 @@ def symbolic_chain(
         except AssertionError as error:
             if "FakeTensor" not in str(error):
                 raise
-            got = f"a copy of {name} computes with its own tensors, as a compiled one does"
-            raise ValueError(
-                f"{got}; it takes a Schedule, or a forward of the block's class"
-            ) from error
+            got = f"a copy of {name} computes with what it was copied from, as a compiled one does"
+            takes = "a Schedule, or modules with the forward of their class"
+            raise ValueError(f"{got}; it takes {takes}") from error
 
 
 def _profile(
@@ -215,7 +214,7 @@ def _profile(
             return Kept(i, stage, value, kwargs, needs, buffers, GradientSlot())
 
     def backward(kept: Kept) -> None:
-        kept.slot.put(torch.ones_like(the_tensor(kept.output)))
+        kept.slot.gradient = torch.ones_like(the_tensor(kept.output))
         kept.backward()
 
     with FlopCounterMode(display=False) as forward_flops:

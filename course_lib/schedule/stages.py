@@ -142,9 +142,6 @@ class GradientSlot:
     def __init__(self) -> None:
         self.gradient: Tensor | None = None  # also where the output had no use
 
-    def put(self, gradient: Tensor | None) -> None:
-        self.gradient = gradient
-
     def take(self) -> Tensor | None:
         gradient, self.gradient = self.gradient, None
         return gradient
