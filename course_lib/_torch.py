@@ -7,12 +7,14 @@ import copy
 import dataclasses
 import gc
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -69,6 +71,43 @@ def _rebuilt(value: Any, items: list) -> Any:
         for field, item in zip(dataclasses.fields(value), items, strict=True):
             object.__setattr__(made, field.name, item)
     return made
+
+
+# ---- what is alike
+
+NUMBERED = re.compile("idx|index|layer|number")  # attributes that say which block it is
+
+
+def kind_of(tensor: Tensor) -> tuple:
+    """All but the values of a tensor."""
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def look_of(module: nn.Module) -> tuple:
+    """All of a module but the values of its tensors: modules with the same look compute alike."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return (
+        *((name, type(part), *_settings(part)) for name, part in module.named_modules()),
+        *((name, *kind_of(tensor)) for name, tensor in tensors),
+    )
+
+
+def _settings(part: nn.Module) -> list[tuple[str, Any]]:
+    """What a module's own attributes say of how it runs, as where one layer of two has a sliding
+    window.
+
+    Layers may be numbered, and dropped at rates that differ, as long as none is zero.
+    """
+
+    def told(name: str, value: Any) -> Any:
+        if type(value) is int and NUMBERED.search(name):
+            return int
+        return value == 0 if type(value) is float else value
+
+    simple = (str, int, float, NoneType)
+    return [
+        (name, told(name, value)) for name, value in vars(part).items() if isinstance(value, simple)
+    ]
 
 
 # ---- symbolic tensors
@@ -179,6 +218,12 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
         torch.get_autocast_dtype(kind),
         torch.is_autocast_cache_enabled(),
     )
+
+
+def autocast_of(tensor: Tensor) -> torch.dtype | None:
+    """What autocast computes in on the tensor's device; None where it is off."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 # ---- modes

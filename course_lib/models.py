@@ -5,7 +5,7 @@ Shapes use b for batch, s for sequence, h for hidden, a for heads and v for voca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -234,6 +234,44 @@ class Decoder(nn.Module):
         logits, targets = self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
         return F.cross_entropy(logits, targets, reduction="sum"), targets.numel()
 
+    def stages(self, tokens: Tensor) -> list[Callable]:
+        """`loss_sum` as a chain, which recipes with the checkpoints "optimal" and "segments" run.
+
+        Any model may have such a method: callables, of which the first takes the batch, each other
+        one what the one before returned, and the last returns (sum of losses, weight). Modules are
+        the model's own, so that what is put on them is there: a chunked head, other attention. The
+        first here is a function without parameters, which takes the inputs out of the batch.
+
+        Returns:
+            The inputs' function, the embedding, a block a layer (an `nn.Sequential` of attention
+            and feed-forward network, or the layer itself if it is another one or has hooks), and
+            the head with its loss.
+        """
+        blocks = [
+            nn.Sequential(*_halves(layer)) if _is_plain(layer) else layer for layer in self.layers
+        ]
+        return [_inputs, _Embed(self), *blocks, _HeadLossSum(self, tokens[:, 1:])]
+
+    @property
+    def draws_random_numbers(self) -> bool:
+        """Whether a forward pass may draw some: `Dropout` alone does, in layers as made here."""
+        drops = (part for part in self.modules() if isinstance(part, (Dropout, nn.Dropout)))
+        return not all(map(_is_plain, self.layers)) or any(d.p > 0 and d.training for d in drops)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is the sum of its `_halves`, and nothing was put on it."""
+    own = type(layer) is DecoderLayer and layer.norm_first and "forward" not in vars(layer)
+    return own and not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def _halves(layer: DecoderLayer) -> tuple[_Residual, _Residual]:
+    return _Residual(layer.norm1, layer.attention), _Residual(layer.norm2, layer.feedforward)
+
+
+def _inputs(tokens: Tensor) -> Tensor:
+    return tokens[:, :-1]
+
 
 class _Embed(nn.Module):
     def __init__(self, decoder: Decoder):
@@ -263,6 +301,12 @@ class _HeadLoss(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), self.targets.flatten())
 
 
+class _HeadLossSum(_HeadLoss):
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        logits, targets = self.head(self.norm(x)).flatten(0, 1), self.targets.flatten()
+        return F.cross_entropy(logits, targets, reduction="sum"), targets.numel()
+
+
 def loss_stages(decoder: Decoder, targets: Tensor) -> nn.Sequential:
     """A decoder's loss as a chain: embedding, two stages a layer (attention, feed-forward), head
     with its loss.
@@ -279,10 +323,7 @@ def loss_stages(decoder: Decoder, targets: Tensor) -> nn.Sequential:
     """
     stages: list[nn.Module] = [_Embed(decoder)]
     for layer in decoder.layers:
-        stages += [
-            _Residual(layer.norm1, layer.attention),
-            _Residual(layer.norm2, layer.feedforward),
-        ]
+        stages += _halves(layer)
     return nn.Sequential(*stages, _HeadLoss(decoder, targets))
 
 

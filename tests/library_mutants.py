@@ -286,9 +286,9 @@ MUTANTS = [
         ("budget", "budget/techniques/attention.py", "config._attn_implementation = value", "pass"),
         (
             "budget",
-            "budget/techniques/checkpoints.py",
-            "random = draws(model) if is_decoder(model) else True",
-            "random = draws(model)",
+            "budget/stages.py",
+            'getattr(model, "draws_random_numbers", True)',
+            'getattr(model, "draws_random_numbers", False)',
         ),
         ("budget", "budget/techniques/offload_activations.py", "keep=[model],", ""),
         (

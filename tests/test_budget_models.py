@@ -22,6 +22,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from course_lib._check import InfeasibleBudget
 from course_lib._torch import tensors_in
 from course_lib.budget import Rates, Recipe, build, estimate, fit, run, train_step
 from course_lib.budget.kinds import on_kind
@@ -517,6 +518,151 @@ def test_switches_and_caches_are_as_before_afterwards_also_after_an_error():
     assert model.config.use_cache and model.config._attn_implementation == "eager"
     assert "forward" not in vars(head) and "forward" not in vars(block)
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+# ---- a model's own chain
+
+
+class Tower(nn.Module):
+    """Blocks of unlike kinds and widths, in no list: only its own `stages` make a chain of it.
+
+    The batch is a dict, and the loss counts some labels only.
+    """
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        with seeded(9):
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+            self.wide = nn.Sequential(nn.Linear(WIDTH, 48), nn.Tanh(), nn.Linear(48, WIDTH))
+            self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+            self.narrow = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.dropout = dropout
+
+    def mixed(self, x):
+        return x + F.dropout(self.attention(x, x, x, need_weights=False)[0], self.dropout)
+
+    def total(self, x, labels):
+        logits = self.head(x).flatten(0, 1)
+        total = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED)
+        return total, (labels != IGNORED).sum()
+
+    def stages(self, batch):
+        mixed = partial(type(self).mixed, self)
+        total = partial(self.total, labels=batch["labels"])
+        return [
+            lambda batch: batch["tokens"], self.embedding, self.wide, mixed, self.narrow, total
+        ]  # fmt: skip
+
+    def loss_sum(self, batch):
+        x = self.narrow(self.mixed(self.wide(self.embedding(batch["tokens"]))))
+        return self.total(x, batch["labels"])
+
+
+CHAINS = {
+    "optimal": {"checkpoint": "optimal"},
+    "optimal in chunks": {"checkpoint": "optimal", "head_chunk": 9},
+    "optimal, two micro-batches": {"checkpoint": "optimal", "head_chunk": 9, "micro_batches": 2},
+    "optimal in backward": {"checkpoint": "optimal", "in_backward": True},
+    "segments": {"checkpoint": "segments", "segments": 2, "head_chunk": 9},
+    "offloaded segments": {"checkpoint": "segments", "segments": 3, **DOWN},
+    "no chain": {"head_chunk": 9},
+}
+
+
+def tight(make, make_batch, fields):
+    """The recipe, with a schedule half way between the least and the plain step's."""
+    if fields.get("checkpoint") != "optimal":
+        return Recipe(**fields)
+    with pytest.raises(InfeasibleBudget) as error:
+        estimate(make, make_batch, Recipe(**fields, schedule_bytes=1))
+    return Recipe(**fields, schedule_bytes=int(1.1 * error.value.least_bytes))
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_a_model_with_stages_of_its_own_gets_the_plain_gradient_in_the_bytes_estimated(kind):
+    recipe = tight(Tower, sentences, CHAINS[kind])
+    assert_plain(Tower, sentences(), recipe)
+    guess = assert_measured(Tower, sentences, recipe)
+    plain = Recipe(in_backward=recipe.in_backward, micro_batches=recipe.micro_batches)
+    assert guess.peak_bytes < estimate(Tower, sentences, plain).peak_bytes
+
+
+def test_stages_that_run_again_draw_the_same_numbers():
+    make, seen = partial(Tower, dropout=0.4), []
+    for kind in ("no chain", "optimal", "offloaded segments"):
+        recipe = tight(make, sentences, CHAINS[kind])
+        torch.manual_seed(7)
+        seen.append(gradients_of(make, sentences(), recipe)[0])
+        assert_measured(make, sentences, recipe)
+    for found in seen[1:]:
+        assert_close(found, seen[0], rtol=1e-4, atol=1e-7)
+
+
+def test_a_search_takes_the_stages_that_a_model_gives():
+    base, rates = Recipe(in_backward=True), Rates(1e9, 2e9, 1.0)  # moving takes for ever
+    recipe = tight(Tower, sentences, CHAINS["optimal in backward"])
+    budget = estimate(Tower, sentences, recipe).peak_bytes
+    found = fit(Tower, sentences, budget, base=base, rates=rates, progress=False)
+    own = [each.recipe for each in found if each.recipe.checkpoint in ("optimal", "segments")]
+    assert {recipe.checkpoint for recipe in own} == {"optimal", "segments"}
+    for each in own:
+        assert assert_measured(Tower, sentences, each).peak_bytes <= budget
+
+
+class Doubled(Tower):
+    """Its loss is newer than the stages."""
+
+    def loss_sum(self, batch):
+        total, weight = super().loss_sum(batch)
+        return 2 * total, weight
+
+
+def put_on():
+    model = Tower()
+    model.loss_sum = lambda batch: (2 * Tower.loss_sum(model, batch)[0], 1)
+    return model
+
+
+def hooked():
+    model = Tower()
+    model.register_forward_hook(lambda module, inputs, output: output)
+    return model
+
+
+def attribute():
+    model = Tower()
+    model.stages = 4
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [Doubled, put_on, hooked, attribute], ids=lambda make: make.__name__
+)
+def test_stages_that_are_not_the_models_loss_any_more_are_not_run(make):
+    for fields in (CHAINS["segments"], {"checkpoint": "optimal", "schedule_bytes": 10**9}):
+        with pytest.raises(ValueError, match=r"^blocks is None, but the model has no list"):
+            gradients_of(make, sentences(), Recipe(**fields))
+
+
+@pytest.mark.parametrize(
+    ("stages", "told"),
+    [
+        (lambda: [], r"^Tower.stages is .* with the arguments \(\); it takes \(batch\)"),
+        (lambda batch: [], r"^the number of stages is 0; it takes a whole number, 1 or more"),
+        (lambda batch: [nn.Linear(3, 3), 7], r"^stage 1 is 7; it takes a module or a function"),
+        (lambda batch: [nn.Linear(3, 3)], r"^segments is 2 and Tower.stages gives -1 between "),
+    ],
+    ids=str,
+)
+def test_stages_that_are_no_chain_are_refused_in_one_sentence(stages, told):
+    model, optimizer = build(Tower, Recipe())
+    model.stages = stages
+    with pytest.raises((TypeError, ValueError), match=told):
+        train_step(model, optimizer, sentences(), Recipe(checkpoint="segments", segments=2))
+    with pytest.raises(ValueError, match=r"^checkpoint is 'segments' with a loss_sum; it takes"):
+        segments = Recipe(checkpoint="segments", segments=2)
+        train_step(model, optimizer, sentences(), segments, loss_sum=Tower.loss_sum)
 
 
 # ---- what is refused

@@ -732,6 +732,36 @@ def test_a_profile_counts_the_bytes_and_flops_of_each_stage():
     )
 
 
+class Blocks(nn.Module):
+    """Linear layers, and how often they have run."""
+
+    def __init__(self, *, frozen=0, rates=(0.1, 0.2, 0.3, 0.0)):
+        super().__init__()
+        self.runs = []
+        self.blocks = nn.ModuleList(self.block(rate) for rate in rates)
+        for p in itertools.islice(self.parameters(), 2 * frozen):
+            p.requires_grad_(False)
+
+    def block(self, rate):
+        block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(rate))
+        block.register_forward_hook(lambda *_: self.runs.append(rate))
+        return block
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_a_profile_of_stages_that_look_alike_is_that_of_all_from_one_of_each_look(frozen):
+    """The first has no gradient to hand on; functions look like themselves alone."""
+    model, x = Blocks(frozen=frozen), torch.ones(4, 8)
+    stages = [*model.blocks, *([torch.tanh, lambda x: x.tanh().exp()] * 2), *model.blocks]
+    full, runs = Chain.profile(stages, x), len(model.runs)
+    model.runs.clear()
+    assert Chain.profile(stages, x, alike=True) == full
+    each = runs // 8
+    # none trains before it; trained alone, and with one before; and each with a rate of zero
+    looks = {0: [0.1, 0.2, 0.0], 2: [0.1, 0.3, 0.0, 0.1, 0.3]}[frozen]
+    assert model.runs[::each] == looks
+
+
 def test_a_profile_leaves_module_and_random_numbers_as_they_were():
     torch.manual_seed(0)
     module, x = pyramid()

@@ -28,11 +28,11 @@ from course_lib.schedule import Cost, simulate
 from .alike import groups_of
 from .blocks import equal_blocks, shortened
 from .estimate import Estimate, estimate
-from .loss import LossSum, check_loss, fastest, is_taken_apart, schedule_of, trained
+from .loss import LossSum, check_loss, trained
 from .process import check_arguments, process_trace, watched
 from .recipe import Recipe
-from .step import chain_of_blocks, check_model, default_dtype, model_of, pieces_of
-from .techniques.attention import attention_of
+from .stages import fastest
+from .step import chain_of, check_model, default_dtype, model_of, pieces_of
 from .updates import Updates
 
 FEW = 2  # the first block and the last
@@ -147,11 +147,8 @@ class Composer:
         """
         pieces = pieces_of(self.batch, recipe.micro_batches)
         with symbolic(self.mode):
-            if not is_taken_apart(self.model, recipe):
-                unlike = [pieces[group[0]] for group in self.groups(recipe)]
-                return dearest(self.model, unlike, recipe, self.loss_sum)
-            with attention_of(self.model, recipe.attention):
-                return simulate(*schedule_of(self.model, pieces[0], recipe))
+            unlike = [pieces[group[0]] for group in self.groups(recipe)]
+            return dearest(self.model, unlike, recipe, self.loss_sum)
 
     def groups(self, recipe: Recipe) -> list[list[int]]:
         """Of the recipe's micro-batches, those that are alike."""
@@ -323,11 +320,10 @@ class RecordingOptimizer(torch.optim.Optimizer):
 def dearest(
     model: nn.Module, pieces: Sequence[Any], recipe: Recipe, loss_sum: LossSum | None
 ) -> Cost:
-    """Of unlike micro-batches, what a schedule of the blocks takes for the one that takes the
-    most."""
+    """Of unlike micro-batches, what a schedule takes for the one that takes the most."""
     costs, errors = [], []
     for piece in pieces:
-        chain = chain_of_blocks(model, piece, recipe, loss_sum)
+        chain = chain_of(model, piece, recipe, loss_sum)
         try:
             costs.append(simulate(fastest(chain, recipe.schedule_bytes), chain))
         except InfeasibleBudget as error:

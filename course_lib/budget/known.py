@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -18,9 +18,10 @@ from course_lib.offload import chosen_below
 
 from .estimate import Estimate, estimate
 from .extrapolate import Composer, Composing
-from .loss import has_loss_sum, is_decoder, mixes_samples, samples_in
+from .loss import has_loss_sum, mixes_samples, samples_in
 from .rates import Rates
 from .recipe import Recipe
+from .stages import most_segments, own_stages
 from .techniques.attention import ATTENTIONS, attentions_of, drop_probability
 from .techniques.micro_batches import pieces_allowed
 from .techniques.optimizer import ALL_ABOVE
@@ -180,10 +181,6 @@ class Known(Estimator):
         return (getattr(self.base, name),) if name in self.base.changed() else values
 
     @cached_property
-    def decoder(self) -> bool:
-        return is_decoder(self.composer.model) and self.composer.loss_sum is None
-
-    @cached_property
     def pieces(self) -> tuple[int, ...]:
         """Numbers of micro-batches."""
         model = self.composer.model
@@ -280,6 +277,14 @@ class Known(Estimator):
         return 0
 
     @cached_property
+    def segments(self) -> int:
+        """How many segments there can be: of the model's own chain, or of the blocks."""
+        if self.staged:
+            with symbolic(self.composer.mode):
+                return most_segments(self.composer.model, self.composer.batch)
+        return self.layers
+
+    @cached_property
     def keeps(self) -> list[dict[str, Any]]:
         """What is kept for backward, and how: fields of recipes."""
         if self.base.checkpoint != "none":
@@ -292,7 +297,7 @@ class Known(Estimator):
             if not self.quick and self.goes_with(checkpoint="optimal", schedule_bytes=1 << 60):
                 found += [{"checkpoint": "optimal", "schedule_bytes": 1, "blocks": self.blocks}]
                 more = {"checkpoint": "segments", "segments": 2, "blocks": self.blocks}
-                found += [more] if self.layers > 1 else []
+                found += [more] if self.segments > 1 else []
         with_offload = {"none", "layers"} | (
             {self.base.checkpoint} if self.base.offload_activations else set()
         )
@@ -323,15 +328,24 @@ class Known(Estimator):
         counts = product(self.options("prefetch", 0, 1, None), self.options("in_flight", 1, None))
         return [{"prefetch": ahead, "in_flight": down} for ahead, down in counts]
 
+    @cached_property
+    def staged(self) -> bool:
+        """Whether a chain that is run is the model's own."""
+        own = own_stages(self.composer.model) is not None and self.composer.loss_sum is None
+        return own and self.blocks is None
+
     def goes_with(self, **technique: Any) -> bool:
         """Whether the model has blocks to be checkpointed, a head that runs in chunks, attention
         that can be flash."""
+        tried = partial(self.estimate, shown=False)
+        if self.staged and self.base.checkpoint == "none":
+            if technique.get("checkpoint") == "optimal":
+                return True  # which is what its stages are for
+            tried = self._estimated  # of which none is a candidate
         if "checkpoint" in technique:
             technique["blocks"] = self.blocks
         try:
-            recipe = replace(self.base, **technique)
-            plain = self.decoder and self.blocks is None and self.base.checkpoint == "none"
-            return plain or bool(self.estimate(recipe, shown=False))
+            return bool(tried(replace(self.base, **technique)))
         except (TypeError, ValueError, RuntimeError):
             return False
 

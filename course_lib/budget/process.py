@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from course_lib._torch import not_collecting, tensors_in
+from course_lib._torch import look_of, not_collecting, tensors_in
 from course_lib.memory import Trace, symbolic
 from course_lib.memory.meter import UnguardedMeter
 from course_lib.memory.repeats import Repeats
 from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
 
 from .alike import groups_of
-from .blocks import look
 from .kinds import on_kind
 from .loss import LossSum, check_loss, loss_of, trained
 from .optimizers import LR, base_of
@@ -162,7 +161,7 @@ class StepMeter(UnguardedMeter):
 
     def repeating(self) -> AbstractContextManager[None]:
         """Inside, of a schedule's stages that are alike one runs, and stands for the others."""
-        return Repeats(self._ledger, self._usage, look).used()
+        return Repeats(self._ledger, self._usage, look_of).used()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         # autograd asks more often than operators run

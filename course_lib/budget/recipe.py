@@ -39,8 +39,9 @@ class Recipe:
             the switch of Hugging Face models (`set_attn_implementation`).
         checkpoint: "none"; "layers", of every block the input; "selective", of every block its
             matrix products; "segments", of so many runs of blocks the input; "optimal", what the
-            fastest schedule keeps. The last two take a `Decoder`, or a model whose blocks form a
-            chain: each has what the one before returned.
+            fastest schedule keeps. The last two run the model's own chain, if it gives one (see
+            `course_lib.models.Decoder.stages`); else its blocks have to form one: each has what the
+            one before returned.
         blocks: what is checkpointed: a name with wildcards, such as "model.layers.*", or several;
             None takes all lists of like modules (see `course_lib.checkpoint.checkpoint_blocks`), an
             encoder and a decoder both. Where they form no chain, "segments" and "optimal" take a
@@ -48,8 +49,8 @@ class Recipe:
         first_blocks: checkpoint only so many, the first ones, through several lists in their order;
             None for all.
         segments: how many, for "segments" alone. The last one is not recomputed.
-        schedule_bytes: the most bytes of activations of one micro-batch, for "optimal" alone; in
-            models other than a `Decoder`, of its blocks.
+        schedule_bytes: the most bytes of activations of one micro-batch, for "optimal" alone;
+            of its blocks, in models that do not give a chain of their own.
         offload_activations: what is saved for backward goes one tier down; not with "selective" or
             "optimal".
         min_bytes: the smallest storage of activations that goes down.

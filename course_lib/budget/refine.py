@@ -78,10 +78,10 @@ def first_pieces(search: Search, trials: Sequence[Recipe]) -> Recipe | None:
 
 
 def fewest_segments(search: Search, family: Recipe) -> Recipe | None:
-    """As few as fit: of those up to the square root of the layers, where each more takes less; or
-    one a layer."""
-    layers = search.known.layers
-    few, most = range(2, math.isqrt(layers) + 1), replace(family, segments=layers)
+    """As few as fit: of those up to the square root of the blocks, where each more takes less; or
+    one a block."""
+    blocks = search.known.segments
+    few, most = range(2, math.isqrt(blocks) + 1), replace(family, segments=blocks)
     if not first_pieces(search, [most]):
         return None
     return first_pieces(search, [replace(family, segments=count) for count in few]) or first_pieces(

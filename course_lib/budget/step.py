@@ -21,9 +21,10 @@ from course_lib.offload import OffloadedOptimizer
 from course_lib.schedule import Chain, ScheduledBlocks
 
 from .hugging_face import without_cache
-from .loss import LossSum, chains_of, check_loss, loss_of, samples_in, takes_arguments, trained
+from .loss import LossSum, check_loss, loss_of, samples_in, takes_arguments, trained
 from .optimizers import LR, base_of
 from .recipe import Recipe
+from .stages import chain_of_stages, chains_of, runs_stages
 from .techniques import BY_PLACE, TECHNIQUES
 from .techniques.checkpoints import block_names
 from .techniques.micro_batches import pieces_allowed
@@ -139,10 +140,10 @@ def train_step(
     Args:
         model: in the recipe's precision, as from `build`.
         optimizer: as from `build`.
-        batch: what `course_lib.accumulation.split` takes; for a `Decoder`, tokens (b, s + 1).
-        recipe: what to use, on any model: nothing of it is taken apart, but for the checkpoints
-            "segments" and "optimal" of a `Decoder` as it is made, without forward hooks, and with
-            its own loss; in other models they take blocks that form a chain (see
+        batch: what `course_lib.accumulation.split` takes, and the model's loss.
+        recipe: what to use, on any model: nothing of it is taken apart. The checkpoints "segments"
+            and "optimal" run the model's own chain, if it has a method `stages(batch)` beside its
+            loss (see `course_lib.models.Decoder.stages`), and else blocks that form one (see
             `course_lib.schedule.schedule_blocks`). `in_backward` steps a parameter each time that
             autograd hands over its gradient, which under reentrant checkpoints of the model's own
             may be in parts; blocks that are repeated after it, and use it detached, find the new
@@ -266,27 +267,24 @@ def applied(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
         yield all_of(entered)
 
 
-def chain_of_blocks(
+def chain_of(
     model: nn.Module, piece: Any, recipe: Recipe, loss_sum: LossSum | None = None
 ) -> Chain:
-    """What the blocks take of one micro-batch, as a forward pass finds it that goes no further than
-    to the first."""
+    """The chain that the recipe's schedule is for, of one micro-batch: the model's own; or its
+    blocks, as a forward pass finds them that goes no further than to the first."""
     found: list[Chain] = []
 
     def noted(chain: Chain) -> None:
         found.append(chain)
         raise _Found
 
-    names, plain = (
-        names_of(model, block_names(recipe)),
-        replace(recipe, checkpoint="none", schedule_bytes=None, blocks=None),
-    )
-    with (
-        suppress(_Found),
-        applied(model, plain),
-        ScheduledBlocks(model, names, noted, chains_of(model, recipe)),
-    ):
-        loss_of(model, piece, plain, loss_sum)
+    plain = replace(recipe, checkpoint="none", schedule_bytes=None, blocks=None)
+    with applied(model, plain):
+        if runs_stages(model, recipe):
+            return chain_of_stages(model, piece, recipe)
+        names = names_of(model, block_names(recipe))
+        with suppress(_Found), ScheduledBlocks(model, names, noted, chains_of(model, recipe)):
+            loss_of(model, piece, plain, loss_sum)
     return found[0]
 
 

@@ -3,24 +3,19 @@ returned."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeCopyMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import function, kind, shown
-from course_lib._torch import tensors_in
+from course_lib._torch import autocast_of, kind_of, look_of, tensors_in
 from course_lib.checkpoint.blocks import BlocksInPlace, names_of
-from course_lib.memory.concrete_ints import Symbolic
 from course_lib.memory.storages import hooks_active
 
 from .actions import Backward, Schedule, simulate
-from .chain import Chain
+from .chain import Chain, symbolic_chain
 from .executor import Run
 from .stages import check_constants, differentiable, the_tensor, with_tensor
 
@@ -138,39 +133,13 @@ class ScheduledBlocks(BlocksInPlace):
                 " of a checkpoint"
             )
             raise ValueError(f"{got}; it takes a Schedule, or blocks outside of such hooks")
-        like = stages[:2] if len({_look(stage) for stage in stages}) == 1 else stages
-        x, given = the_tensor(args[0]), tuple(map(_kind, tensors_in([args, kwargs])))
-        key = self.names, tuple(map(_look, like)), given, _autocast(x)
+        x, given = the_tensor(args[0]), tuple(map(kind_of, tensors_in([args, kwargs])))
+        key = self.names, tuple(map(look_of, stages)), given, autocast_of(x)
         if key not in self.known:
-            for stage in like:
+            for stage in stages:
                 stage.arguments = with_tensor(args[0], x.new_empty(0)), args[1:], kwargs
-            mode, probe = (
-                detect_fake_mode(),
-                (nn.ModuleList(like), x.detach().requires_grad_(x.requires_grad)),
-            )
-            with _disable_current_modes():
-                if mode is None:
-                    mode = Symbolic()
-                    with FakeCopyMode(mode):
-                        probe = copy.deepcopy(probe)
-                try:
-                    with mode:
-                        measured = Chain.profile(*probe)
-                except AssertionError as error:
-                    if "FakeTensor" not in str(error):
-                        raise
-                    got = (
-                        f"a copy of {self.names[0]} computes with the block's own tensors, as a"
-                        " compiled one does"
-                    )
-                    raise ValueError(
-                        f"{got}; it takes a Schedule, or a forward of the block's class"
-                    ) from error
-            first, *others = measured.stages
-            count = len(stages) - len(others)
-            self.known[key] = Chain(
-                (first, *others, *others[-1:] * (count - 1)), measured.input_bytes
-            )
+            probe = nn.ModuleList(stages), x.detach().requires_grad_(x.requires_grad)
+            self.known[key] = symbolic_chain(self.names[0], probe, lambda copied: copied)
         return self.known[key]
 
 
@@ -222,19 +191,3 @@ def _check_schedule(schedule: Any, count: int) -> None:
             "schedule runs a block twice before the first backward; it takes one that runs each"
             " once"
         )
-
-
-def _look(stage: _Stage) -> tuple:
-    parts = ((name, type(part), part.training) for name, part in stage.named_modules())
-    return *parts, *(
-        (name, *_kind(tensor))
-        for name, tensor in (*stage.named_parameters(), *stage.named_buffers())
-    )
-
-
-def _kind(tensor: Tensor) -> tuple:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _autocast(x: Tensor) -> Any:
-    return torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeCopyMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib._check import kind, number, whole
-from course_lib._torch import AutocastState, RandomState, wait_for
+from course_lib._torch import AutocastState, RandomState, kind_of, look_of, tensors_in, wait_for
 from course_lib.memory import MemoryMeter
+from course_lib.memory.concrete_ints import Symbolic
 
 from .stages import (
     GradientSlot,
@@ -120,6 +125,7 @@ class Chain:
         kwargs: Mapping[str, Any] | None = None,
         clock: bool = False,
         repeats: int = 5,
+        alike: bool = False,
     ) -> Chain:
         """Measure the stages, each by itself, as `ScheduledSequential` runs them.
 
@@ -135,6 +141,7 @@ class Chain:
             clock: False for times that repeat: FLOPs of matrix products and convolutions, and for a
                 stage without any, the number of elements of its output. True for seconds, the
                 median of `repeats` runs.
+            alike: measure stages of one look, with inputs of one kind, once.
 
         Raises:
             TypeError, ValueError: an argument is not of its kind; a stage returns no tensor, or
@@ -147,7 +154,7 @@ class Chain:
         )
         check_constants(kwargs)
         value = handed_on("x", x)
-        first, measured = the_tensor(value), []
+        first, measured, known = the_tensor(value), [], dict[Any, tuple[Stage, Any]]()
         value, needs, random = (
             with_tensor(value, first.detach()),
             first.requires_grad,
@@ -155,12 +162,42 @@ class Chain:
         )
         try:
             for i, stage in enumerate(modules.values()):
-                costs, value = _profile(i, stage, value, kwargs, needs, clocked)
+                key = (look_of(stage), *map(kind_of, tensors_in(value)), needs) if alike else i
+                if key not in known:
+                    known[key] = _profile(i, stage, value, kwargs, needs, clocked)
+                costs, value = known[key]
                 needs = needs or bool(trained(stage))
                 measured.append(costs)
         finally:
             random.restore()
         return cls(tuple(measured), first.nbytes)
+
+
+def symbolic_chain(
+    name: str, probe: Any, stages_of: Callable[[Any], tuple[Sequence[Callable], Any]]
+) -> Chain:
+    """The chain of the stages and input that `stages_of(probe)` gives, measured on symbolic copies
+    and out of sight of meters.
+
+    Args:
+        name: of what is measured, for errors.
+        probe: modules and tensors, which are copied, unless they are symbolic.
+    """
+    mode = detect_fake_mode()
+    with _disable_current_modes():
+        if mode is None:
+            mode = Symbolic()
+            with FakeCopyMode(mode):
+                probe = copy.deepcopy(probe)
+        try:
+            with mode:
+                return Chain.profile(*stages_of(probe), alike=True)
+        except AssertionError as error:
+            if "FakeTensor" not in str(error):
+                raise
+            got = f"a copy of {name} computes with what it was copied from, as a compiled one does"
+            takes = "a Schedule, or modules with the forward of their class"
+            raise ValueError(f"{got}; it takes {takes}") from error
 
 
 def _profile(
@@ -177,7 +214,7 @@ def _profile(
             return Kept(i, stage, value, kwargs, needs, buffers, GradientSlot())
 
     def backward(kept: Kept) -> None:
-        kept.slot.put(torch.ones_like(the_tensor(kept.output)))
+        kept.slot.gradient = torch.ones_like(the_tensor(kept.output))
         kept.backward()
 
     with FlopCounterMode(display=False) as forward_flops:

@@ -115,7 +115,7 @@ class StageNode(torch.autograd.Function):
     def backward(ctx, nothing: Tensor):
         x_gradient, gradients = ctx.run.backward(ctx.i)
         if ctx.i > 0:
-            ctx.run.slot.put(x_gradient)
+            ctx.run.slot.gradient = x_gradient
             x_gradient = nothing
         return None, None, x_gradient, *gradients
 
@@ -131,7 +131,7 @@ class Output(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
-        ctx.run.slot.put(gradient)
+        ctx.run.slot.gradient = gradient
         return None, None, torch.empty(0, device=gradient.device)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,12 +36,18 @@ def as_modules(stages: Sequence[Callable]) -> dict[str, nn.Module]:
     }
 
 
+_identities = itertools.count()
+
+
 class _Function(nn.Module):
     """A function as a module, with the modules and parameters that it holds as its own."""
 
     def __init__(self, function: Callable):
         super().__init__()
         self.function, held = function, list(dict.fromkeys(_held(function)))
+        # what it computes cannot be seen from here, so it looks like no other
+        self.identity = str(next(_identities))
+        self.identity = id(function)  # two functions do not look alike
         self.modules_held = nn.ModuleList(value for value in held if isinstance(value, nn.Module))
         self.parameters_held = nn.ParameterList(
             value for value in held if isinstance(value, nn.Parameter)
@@ -140,9 +147,6 @@ class GradientSlot:
 
     def __init__(self) -> None:
         self.gradient: Tensor | None = None  # also where the output had no use
-
-    def put(self, gradient: Tensor | None) -> None:
-        self.gradient = gradient
 
     def take(self) -> Tensor | None:
         gradient, self.gradient = self.gradient, None

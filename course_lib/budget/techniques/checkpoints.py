@@ -17,7 +17,7 @@ from course_lib.checkpoint.blocks import names_of
 from course_lib.labels import text
 from course_lib.schedule import Chain, ScheduledBlocks, segments
 
-from ..loss import CHAINED, chains_of, draws, fastest, is_decoder, is_taken_apart
+from ..stages import CHAINED, chains_of, fastest, may_draw, runs_stages
 from .technique import Check, Recipe, Technique, all_of, choice, count_or_none, fields_of
 
 CHECKPOINTS = ("none", "selective", "layers", "segments", "optimal")
@@ -88,8 +88,8 @@ class Checkpoint(Technique):
 def _applied(recipe: Recipe, model: nn.Module) -> Iterator[Check]:
     checks: list[Check] = []
     with ExitStack() as stack:
-        # else the loss runs its stages
-        if recipe.checkpoint in CHAINED and not is_taken_apart(model, recipe):
+        # else the loss runs the model's own chain
+        if recipe.checkpoint in CHAINED and not runs_stages(model, recipe):
             checks.append(stack.enter_context(scheduled(model, recipe)).check)
         if recipe.checkpoint in ("layers", "selective"):
             handle = stack.enter_context(checkpointed(model, recipe))
@@ -110,8 +110,7 @@ def scheduled(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
 
 def checkpointed(model: nn.Module, recipe: Recipe) -> CheckpointedBlocks:
     policy = PRODUCTS if recipe.checkpoint == "selective" else None
-    # others may call F.dropout, which nobody sees from here
-    random = draws(model) if is_decoder(model) else True
+    random = may_draw(model)
     options = {"first": recipe.first_blocks, "policy": policy, "preserve_rng_state": random}
     return checkpoint_blocks(model, block_names(recipe), **options)
 
@@ -172,6 +171,8 @@ def statistics_kept(
 
 
 def _check_chain(model: nn.Module, recipe: Recipe) -> None:
+    if runs_stages(model, recipe):
+        return  # their number is known with the batch
     count = len(names_of(model, block_names(recipe)))
     if recipe.checkpoint == "segments" and recipe.segments > count:
         raise ValueError(

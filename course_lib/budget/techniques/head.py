@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
 from course_lib.labels import text
 
-from ..loss import is_taken_apart
 from .technique import Check, Recipe, Technique, count_or_none, fields_of
 
 
@@ -32,9 +31,7 @@ class ChunkedHead(Technique):
     def applied(
         self, recipe: Recipe, model: nn.Module, store: Any = None
     ) -> AbstractContextManager[Check]:
-        # else the last stage has it in chunks
-        chunk = None if is_taken_apart(model, recipe) else recipe.head_chunk
-        return chunked_head(model, chunk)
+        return chunked_head(model, recipe.head_chunk)
 
     def words(self, recipe: Recipe) -> list[str]:
         if not recipe.head_chunk:
@@ -53,10 +50,8 @@ def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], N
     if chunk is None:
         yield lambda: None
         return
-    head, used = head_of(model, chunk), []
-    forward, own = head.forward, vars(head).get("forward")
-    random = type(head) is not nn.Linear  # an adapter's may have dropout
-    options = {"chunk": chunk, "preserve_rng_state": random}
+    head, used = head_of(model, chunk), list[bool]()
+    own = vars(head).get("forward")
     about = f"head_chunk is {chunk} and the model is a {type(model).__name__}"
 
     def check() -> None:
@@ -66,14 +61,26 @@ def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], N
             )
 
     try:
-        head.forward = lambda hidden: Logits(
-            hidden, (), forward, head.weight.shape[0], about, used, options
-        )
+        head.forward = _ForwardInChunks(head, chunk, about, used)
         yield check
     finally:
         del head.forward
         if own is not None:
             head.forward = own
+
+
+class _ForwardInChunks:
+    """In place of a head's forward. What it knows are attributes, so that a copy of the head, as a
+    schedule's chain is measured on, has one of its own."""
+
+    def __init__(self, head: nn.Module, chunk: int, about: str, used: list[bool]):
+        self.head, self.forward, self.about, self.used = head, head.forward, about, used
+        random = type(head) is not nn.Linear  # an adapter's may have dropout
+        self.options = {"chunk": chunk, "preserve_rng_state": random}
+
+    def __call__(self, hidden: Tensor) -> Logits:
+        width = self.head.weight.shape[0]
+        return Logits(hidden, (), self.forward, width, self.about, self.used, self.options)
 
 
 def head_of(model: nn.Module, chunk: int) -> nn.Module:
