@@ -481,7 +481,8 @@ def test_standard_attention_is_not_tried_where_flash_attention_was_too_large():
     assert known.leanest == ("flash",) and flash.flops < standard.flops
     with pytest.raises(InfeasibleBudget):
         that_fit(Search(known, 2_000_000, RATE), Recipe())
-    tried = {e.attention for e in known.estimates if e.micro_batches == 2}
+    two = [e for e in known.estimates if e.micro_batches == 2 and not e.offload_activations]
+    tried = {e.attention for e in two}
     assert tried == {"flash"}
 
 
