@@ -39,16 +39,13 @@ def best_copies(search: Search, family: Recipe) -> Recipe | None:
     """
     if not search.fits(family):
         return None
-    best = search.known.estimate(family)
+    priced = []
     for copies in search.known.copies_for(family):
         trial = replace(family, **copies)
         fewest = replace(trial, in_flight=family.in_flight)
-        if not search.fits(fewest):
-            continue
-        priced = replace(search.known.estimate(fewest), recipe=trial)
-        if search.order(priced) < search.order(best) and search.fits(trial):
-            best = search.known.estimate(trial)
-    return best.recipe
+        if search.fits(fewest):
+            priced.append(replace(search.known.estimate(fewest), recipe=trial))
+    return next(filter(search.fits, (found.recipe for found in sorted(priced, key=search.order))))
 
 
 def fewest_pieces(search: Search, family: Recipe, pieces: Sequence[int] = ()) -> Recipe | None:
