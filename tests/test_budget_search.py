@@ -180,12 +180,25 @@ GROWN = [
     Recipe(checkpoint="layers", micro_batches=3),
     Recipe(**DOWN),
     Recipe(checkpoint="layers", **DOWN),
+    *(
+        Recipe(checkpoint=keep, prefetch=ahead, in_flight=down, **DOWN)
+        for keep, ahead, down in (("layers", 0, 2), ("layers", 2, 2), ("none", 2, 1))
+    ),
 ]
 
 
+@pytest.mark.parametrize(
+    ("make", "of"),
+    [
+        (partial(deep, 2 * MANY), batch),
+        (partial(brute_force_fit.Chain, [24] * 2 * MANY), partial(torch.zeros, 6, 16)),
+    ],
+    ids=["decoder", "chain"],
+)
 @pytest.mark.parametrize("recipe", GROWN, ids=str)
-def test_what_is_composed_is_the_whole_step_moment_by_moment(recipe):
-    composer = Composer(partial(deep, 2 * MANY), batch, Recipe(), None, "file")
+def test_what_is_composed_is_the_whole_step_moment_by_moment(make, of, recipe):
+    """Of a decoder, and of a chain with sums between its blocks."""
+    composer = Composer(make, of, Recipe(), None, "file")
     with symbolic(composer.mode):
         composed, whole = composer.moments(recipe), composer.measured(recipe, 2 * MANY)
     ours, others = composed.trace, whole.trace

@@ -37,6 +37,7 @@ from .updates import Updates
 
 FEW = 2  # the first block and the last
 MANY = 2 * FEW + 2  # from so many blocks on, FEW and FEW + 1 of them are less work
+TRIED_COPIES = 2  # fetched ahead, or going down; with more of them, all blocks are run
 # Of the fields of a recipe, those that this module has been tried with, and the checkpoints that
 # treat blocks alike.
 FIELDS = {
@@ -162,14 +163,12 @@ class Composer:
         count, first = len(self.blocks), recipe.first_blocks or 0
         # a segment each, of which the last is not recomputed
         alone = recipe.segments == count and self.runs_them
-        # What is fetched ahead, or still goes down, reaches into other blocks: that many where only
-        # inputs are kept, one less where a block keeps two storages or more.
-        reach = sum(recipe.copies(self.tier)) - (recipe.checkpoint != "layers")
-        few = FEW + alone + recipe.offload_activations * max(1, reach)
+        few = FEW + alone + self.reach(recipe)
         if (
             count < MANY + 2 * bool(first)
             or recipe.blocks
             or not (recipe.checkpoint in ALIKE or alone)
+            or few > count - first
         ):
             return self.measured(recipe, count)
 
@@ -189,6 +188,22 @@ class Composer:
             )
         except Irregular:
             return self.measured(recipe, count)
+
+    def reach(self, recipe: Recipe) -> int:
+        """Into how many other blocks it reaches what is fetched ahead, or still goes down.
+
+        Compared moment by moment with all blocks, for up to 2 of each, of decoders and of chains
+        with sums between their blocks: the least from which on all moments are equal. Less where
+        a block keeps more storages than its input.
+        """
+        if not recipe.offload_activations:
+            return 0
+        prefetch, in_flight = recipe.copies(self.tier)
+        if max(prefetch, in_flight) > TRIED_COPIES:
+            return len(self.blocks)
+        if recipe.checkpoint == "layers":
+            return 1 + 2 * in_flight + prefetch + (prefetch > 1)
+        return 1 + 2 * (prefetch > 1)
 
     def few(self, recipe: Recipe, count: int) -> Moments:
         if (recipe, count) not in self._few:
