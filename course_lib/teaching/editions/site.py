@@ -34,6 +34,7 @@ try:
     from ..said import OUTCOMES
     from .address import FRONT_DOORS
     from .cells import (
+        NOTES,
         EditionError,
         check_outputs,
         check_twins,
@@ -260,7 +261,7 @@ def _write_sources(source: Path, folder: Path, lessons: Sequence[Lesson]) -> Non
         *((root / name).read_text(encoding="utf-8") for name in FRONT_DOORS.values())
     )
     pages = [f"notebooks/{lesson.name}" for lesson in lessons] + ["notebooks/claims"]
-    for page in sorted(folder.glob("[A-Z]*.md")):
+    for page in [*sorted(folder.glob("[A-Z]*.md")), *root.glob(NOTES)]:
         shutil.copy(page, notebooks)
         pages.append(f"notebooks/{page.stem}")
     pages.append("api/index")
