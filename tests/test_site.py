@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -27,8 +28,8 @@ from editions import (
 
 from course_lib.checkpoint import checkpoint
 from course_lib.teaching import pictures
-from course_lib.teaching.editions import site
-from course_lib.teaching.editions.cells import STAMP
+from course_lib.teaching.editions import site, site_languages
+from course_lib.teaching.editions.cells import STAMP, EditionError
 
 pytestmark = [  # the packages' own, of which they know
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -84,7 +85,7 @@ def outside_requests(page):
     loaded += [
         re.search(r'href="([^"]*)"', tag)[1]
         for tag in tags
-        if not re.search(r'rel="(next|prev|canonical)"', tag)
+        if not re.search(r'rel="(next|prev|canonical|alternate)"', tag)
     ]
     loaded += outside_styles(page)
     return [address for address in loaded if re.match(r"(https?:)?//", address)]
@@ -117,7 +118,10 @@ def test_a_request_to_another_machine_is_found():
     )
 
 
-def test_every_link_within_the_site_leads_somewhere(built_site, pages):
+def test_every_link_within_the_site_leads_somewhere(built_site, pages, in_one):
+    pages = dict(pages)
+    for language, tree in in_one.items():
+        pages |= {f"{language}/{name}": page for name, page in tree.items()}
     names = {name: set(re.findall(r'\bid="([^"]+)"', page)) for name, page in pages.items()}
     dead = []
     for name, page in pages.items():
@@ -245,6 +249,108 @@ def test_in_chinese_no_page_shows_english_prose(in_one):
 def test_english_on_a_page_in_chinese_is_found(body, found):
     assert english_in(f"<title>页</title><div>{body}</div>") == found
     assert english_in("<title>Search <span></title>") == ["Search <span>"]
+
+
+# --- a page a language ---
+
+
+def test_each_page_has_one_in_each_language_with_the_other_one_gone(pages, in_one):
+    for language, spoken, other in (("en", "en", "zh"), ("zh", "zh-Hans", "en")):
+        assert in_one[language].keys() == pages.keys()
+        for name, page in in_one[language].items():
+            assert re.search(rf'<html\b[^>]* lang="{spoken}"', page), name
+            of_one = rf'<(?:{"|".join(site_languages._OF_ONE_LANGUAGE)})\b[^>]* lang="{other}"'
+            assert not re.search(of_one, page) and '"both-languages"' not in page, name
+            tag = f'<div lang="{language}">'
+            assert page.count(tag) == pages[name].count(tag), name
+
+
+def test_each_page_leads_to_the_same_one_in_the_other_language_and_in_both(pages, in_one):
+    trees = {"en": in_one["en"], "zh": in_one["zh"], "both": pages}
+    places = {"en": "en/", "zh": "zh/", "both": ""}
+    for tree, its_pages in trees.items():
+        for name, page in its_pages.items():
+            (switch,) = set(re.findall(r'<nav class="language-switch".*?</nav>', page))
+            links = re.findall(r'href="([^"?]+)', switch)
+            folder = Path(places[tree] + name).parent
+            led = [os.path.normpath(folder / link) for link in links]
+            assert led == [place + name for place in places.values()], name
+            current = switch.split("<a ")[1 + list(places).index(tree)]
+            assert switch.count("aria-current") == 1 and "aria-current" in current
+
+
+def test_the_title_of_a_page_is_in_its_language(in_one):
+    titles = {
+        language: re.search("<title>(.*?)</title>", tree["notebooks/03_sqrt_schedule.html"])[1]
+        for language, tree in in_one.items()
+    }
+    assert titles == {
+        "en": "3 Which ones should we forget? (checkpoint schedules)"
+        " - Memory-saving training in PyTorch",
+        "zh": "3 该忘掉哪些？（检查点的调度） - PyTorch 省显存训练",
+    }
+
+
+NESTED = (
+    '<html lang="en"><a href="b.html#x">n</a><img src="p.png"><a title="Link to this heading"></a>'
+    '<div lang="en"><div>one</div><br>two</div>'
+    '<div lang="zh"><p>一<span lang="en">x</span></p></div>'
+    '<span class="both-languages">/</span><br class="both-languages"><p>Next</p>'
+    '<article><span class="n">Index</span>'
+    "<h1>Search</h1></article></html>"
+)
+
+
+def test_a_page_is_split_by_its_elements_and_its_links_go_one_folder_up_but_for_pages():
+    split = dict(site_languages.in_each_tree(NESTED, "a.html", {"a.html", "b.html"}))
+    assert split["both"] == NESTED
+    assert split["en"] == (
+        '<html lang="en"><a href="b.html#x">n</a><img src="../p.png">'
+        '<a title="Link to this heading"></a><div lang="en"><div>one</div><br>two</div>'
+        '<p>Next</p><article><span class="n">Index</span><h1>Search</h1></article></html>'
+    )
+    assert split["zh"] == (
+        '<html lang="en"><a href="b.html#x">n</a><img src="../p.png">'
+        '<a title="链接到此标题"></a><div lang="zh"><p>一</p></div>'
+        '<p>下一页</p><article><span class="n">Index</span><h1>搜索</h1></article></html>'
+    )
+
+
+def test_an_element_of_one_language_that_does_not_end_is_an_error():
+    with pytest.raises(EditionError, match=r"a\.html has a <div> of one language without an end"):
+        dict(site_languages.in_each_tree('<div lang="en"><p>x</p>', "a.html", {"a.html"}))
+
+
+def test_search_engines_learn_both_addresses_once_the_site_has_one(pages):
+    assert site_languages.alternates("api/memory.html", "") == ""
+    assert not any('rel="alternate"' in page for page in pages.values())
+    told = BeautifulSoup(
+        site_languages.alternates("api/memory.html", "https://example.org/course"), "html.parser"
+    )
+    assert {link["hreflang"]: link["href"] for link in told.find_all("link", rel="alternate")} == {
+        "en": "https://example.org/course/en/api/memory.html",
+        "zh-Hans": "https://example.org/course/zh/api/memory.html",
+        "x-default": "https://example.org/course/api/memory.html",
+    }
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_lesson_is_downloaded_as_a_notebook_in_the_language_of_its_page(
+    built_site, in_one, language
+):
+    for lesson in LESSONS:
+        soup = BeautifulSoup(
+            in_one[language][f"notebooks/{lesson}.html"].partition("<h2")[0], "html.parser"
+        )
+        (link,) = soup.select("p.download > a[download]")
+        assert bool(re.search("[\u3400-\u9fff]", link.text)) == (language == "zh")
+        path = built_site / language / "notebooks" / link["href"]
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+        prose = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+        assert prose and f'<div lang="{language}">' not in prose
+        chinese = len(re.findall("[\u3400-\u9fff]", prose))
+        assert (chinese > 1000) == (language == "zh"), lesson
 
 
 # --- the lessons ---

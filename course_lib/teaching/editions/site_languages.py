@@ -59,21 +59,19 @@ class _Page(HTMLParser):
     """Where a page has what differs from tree to tree.
 
     Attributes:
-        edits: folder -> pieces, in the order in which they end.
+        edits: folder -> pieces, of which some lie within others.
     """
 
     def __init__(self, page: str, name: str, names: Collection[str]) -> None:
         super().__init__(convert_charrefs=False)
         self.name, self.names = name, names
         self.edits: dict[str, list[_Edit]] = {tree: [] for tree in TREES}
-        self._lines = [0, *accumulate(map(len, page.splitlines(keepends=True)))]
-        # an element that is not in some trees, with its start and how many of its kind are open
-        self._open: tuple[str, Collection[str], int] | None = None
-        self._depth = 0
+        self._lines = [0, *accumulate(len(line) + 1 for line in page.split("\n"))]
+        # elements around here: the tag, the trees that it is not in, where it starts
+        self._open: list[tuple[str, Collection[str], int]] = []
         self._article = False
         self.feed(page)
-        if self._open:
-            raise EditionError(f"{name} has a <{self._open[0]}> without an end")
+        self._close(0)
 
     def _offset(self) -> int:
         line, column = self.getpos()
@@ -82,34 +80,31 @@ class _Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         start, raw = self._offset(), self.get_starttag_text() or ""
         self._article |= tag == "article"
-        if self._open:
-            self._depth += tag == self._open[0]
-        elif absent := _absent_from(tag, dict(attrs)):
-            if tag == "br":
-                self._cut(absent, start, start + len(raw))
-            else:
-                self._open, self._depth = (tag, absent, start), 1
+        absent = _absent_from(tag, dict(attrs))
+        if tag in _OF_ONE_LANGUAGE:
+            self._open.append((tag, absent, start))
+        else:
+            self._cut(absent, start, start + len(raw))
         for tree in ("en", "zh"):
             moved = self._in_tree(raw, tree)
             if moved != raw:
                 self.edits[tree].append(_Edit(start, start + len(raw), moved))
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        opened = self._open
-        self.handle_starttag(tag, attrs)
-        if self._open and not opened:  # an empty element
-            self._open = None
-        elif self._open:
-            self._depth -= tag == self._open[0]
-
     def handle_endtag(self, tag: str) -> None:
         self._article &= tag != "article"
-        if self._open and tag == self._open[0]:
-            self._depth -= 1
-            if not self._depth:
-                _, absent, start = self._open
-                self._open = None
-                self._cut(absent, start, self._offset() + len(f"</{tag}>"))
+        places = [place for place, (name, *_) in enumerate(self._open) if name == tag]
+        if places:
+            _, absent, start = self._open[places[-1]]
+            self._close(places[-1] + 1)
+            self._open.pop()
+            self._cut(absent, start, self._offset() + len(f"</{tag}>"))
+
+    def _close(self, place: int) -> None:
+        """Elements that end without saying so: of both languages only."""
+        for tag, absent, _ in self._open[place:]:
+            if absent:
+                raise EditionError(f"{self.name} has a <{tag}> of one language without an end")
+        del self._open[place:]
 
     def handle_data(self, data: str) -> None:
         word = data.strip()
