@@ -316,6 +316,34 @@ def test_a_page_is_split_by_its_elements_and_its_links_go_one_folder_up_but_for_
     )
 
 
+def test_landmarks_have_names_pages_headings_and_empty_cells_are_no_headings(in_one):
+    for language, tree in in_one.items():
+        said = {"en": ["Site", "On this page"], "zh": ["全站", "本页内容"]}[language]
+        for name, page in tree.items():
+            assert re.findall(r'<aside\b[^>]* aria-label="([^"]*)"', page) == said, name
+            assert page.count("<aside") == 2 and page.count("<h1") == 1, name
+            headers = re.findall(r"<th\b[^>]*>(.*?)</th>", page, re.S)
+            assert all(text_of(header).strip() for header in headers), name
+            assert "Toggle hidden content" not in page, name
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [
+        ('<th><div style="x"></div></th>', '<td><div style="x"></div></td>'),
+        ('<th class="a"><p> </p></th>', '<td class="a"><p> </p></td>'),
+        ("<th>a</th>", "<th>a</th>"),
+        ("<thead></thead>", "<thead></thead>"),
+        (
+            '<aside class="toc-drawer no-toc">',
+            '<aside class="toc-drawer no-toc" aria-label="On this page">',
+        ),
+    ],
+)
+def test_only_what_is_unclear_is_changed(written, instead):
+    assert site_languages.clearer(written) == instead
+
+
 def test_an_element_of_one_language_that_does_not_end_is_an_error():
     with pytest.raises(EditionError, match=r"a\.html has a <div> of one language without an end"):
         dict(site_languages.in_each_tree('<div lang="en"><p>x</p>', "a.html", {"a.html"}))

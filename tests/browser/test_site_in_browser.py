@@ -1,10 +1,12 @@
 """The website in a browser: each language has its address, is remembered, and keyboard and search
 work in it."""
 
+import os
 import re
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -223,3 +225,22 @@ def test_from_the_file_system_a_claim_leads_to_the_section_that_measured_it(buil
     page.locator("article a[href*='#claims-03']:visible").first.click()
     page.wait_for_url("**/03_sqrt_schedule.html*#claims-03")
     assert page.locator("section#claims-03 > h2").is_visible()
+
+
+# Sphinx's lists of parameters have nothing, or no names, before what they describe.
+WRITTEN_BY_SPHINX = {"definition-list"}
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_axe_finds_nothing_but_what_sphinx_writes(address, open_page, language):
+    """axe-core is not kept here: AXE names the axe.min.js of its npm package."""
+    axe = os.environ.get("AXE") or pytest.skip("needs axe-core: AXE=path/to/axe.min.js")
+    page = open_page(f"{address}/{language}/index.html")
+    found = {}
+    for name in ("index", "search", LESSON.removesuffix(".html"), "notebooks/claims", "api/memory"):
+        page.goto(f"{address}/{language}/{name}.html")
+        page.wait_for_load_state("networkidle")
+        page.evaluate(Path(axe).read_text("utf-8"))
+        violations = page.evaluate("axe.run().then((found) => found.violations)")
+        found[name] = {each["id"] for each in violations} - WRITTEN_BY_SPHINX
+    assert found == {name: set() for name in found}
