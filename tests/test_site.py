@@ -1,6 +1,7 @@
 """The website: every lesson, claim and public name is there, in both languages, and no page asks
 another machine."""
 
+import doctest
 import html
 import importlib
 import importlib.util
@@ -9,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import types
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ for package in ("sphinx", "myst_nb", "furo", "jupytext", "nbformat"):
     pytest.importorskip(package, reason="the site's packages come with the extra `test`")
 
 import nbformat
+import torch
 from editions import (
     failure,
     write_lesson,
@@ -474,17 +477,22 @@ def test_the_page_of_claims_sums_up_how_many_hold(pages):
 # --- the reference, the search, the front page ---
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in site.MODULES if importlib.util.find_spec(f"course_lib.{name}")]
-)
-def test_the_reference_lists_every_public_name(name, pages):
-    module = importlib.import_module(f"course_lib.{name}")
+MODULES = [name for name in site.MODULES if importlib.util.find_spec(f"course_lib.{name}")]
+
+
+def public_names(module):
     own = [
         key
         for key, value in vars(module).items()
         if getattr(value, "__module__", None) == module.__name__
     ]
-    public = getattr(module, "__all__", None) or [key for key in own if not key.startswith("_")]
+    return getattr(module, "__all__", None) or [key for key in own if not key.startswith("_")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_reference_lists_every_public_name(name, pages):
+    module = importlib.import_module(f"course_lib.{name}")
+    public = public_names(module)
     page = pages[f"api/{name}.html"]
     shown = [
         each
@@ -494,6 +502,39 @@ def test_the_reference_lists_every_public_name(name, pages):
     assert public and shown == list(public)
     assert re.search(r'<section [^>]*lang="en-US"', page), "English, and never hidden"
     assert not re.search(r"\(\w+,\) –", text_of(page)), "every attribute stands by its own name"
+
+
+def examples_of(module):
+    """The examples in what the reference shows of a module, which begin with its public names."""
+    names = {name: getattr(module, name) for name in public_names(module)}
+    begun = {"torch": torch, "nn": torch.nn, **names}
+    parse, finder = doctest.DocTestParser(), doctest.DocTestFinder()
+    yield parse.get_doctest(module.__doc__, dict(begun), module.__name__, module.__file__, 0)
+    for name, value in names.items():
+        elsewhere = site._described_elsewhere(value, module.__name__.removeprefix("course_lib."))
+        if callable(value) and not elsewhere:
+            yield from finder.find(value, name, module=False, globs=begun)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_of_the_reference_run_and_give_what_they_say(name):
+    module = importlib.import_module(f"course_lib.{name}")
+    examples = [each for each in examples_of(module) if each.examples]
+    assert examples, f"course_lib.{name} has no example"
+    runner, said = doctest.DocTestRunner(verbose=False), []
+    for each in examples:
+        runner.run(each, out=said.append)
+    assert runner.failures == 0, "".join(said)
+
+
+def test_a_wrong_example_is_found():
+    class_of = type("Wrong", (), {"__doc__": "Sums.\n\n>>> 1 + 1\n3\n"})
+    module = types.ModuleType("course_lib.teaching", ">>> x = Wrong()\n")
+    module.__file__, module.__all__, module.Wrong = "wrong.py", ["Wrong"], class_of
+    runner = doctest.DocTestRunner(verbose=False)
+    for each in examples_of(module):
+        runner.run(each, out=lambda text: None)
+    assert (runner.tries, runner.failures) == (2, 1)
 
 
 def test_a_name_that_a_module_gives_on_request_is_described_where_it_lives():
