@@ -198,7 +198,8 @@ def test_the_readme_says_what_follows_from_the_projects_address_and_nothing_else
         "```\ngit clone https://example.org/group/course\ncd course\nmake lab TORCH=cpu\n```\n"
         in hosted
     )
-    for there in ("(https://example.org/pages)", "course/issues)", "badge.svg)"):
+    site = f"(https://example.org/pages/{language}/index.html)"
+    for there in (site, "course/issues)", "badge.svg)"):
         assert there in hosted
     assert address.with_addresses(hosted, language, {}) == without
     half = address.with_addresses(without, language, {"Repository": HOSTED["Repository"]})
