@@ -148,6 +148,7 @@ $(COMPLETE): $(INSTALLED)
 	@touch $@
 
 # Keeps all cells in the page, so that the language switch in the first one works wherever the reader is.
+# In the file list names have the room of the dates, and the glossary opens as a page to be read.
 $(OVERRIDES): course_lib/teaching/jupyterlab/overrides.json $(INSTALLED)
 	@mkdir -p $(@D)
 	@cp $< $@

@@ -185,6 +185,16 @@ def test_the_file_list_shows_lessons_glossary_and_guide(open_lesson):
     lessons = [path.name for path in (ROOT / "notebooks").glob("*.ipynb")]
     expected = {*lessons, "sliders.ipynb", "GLOSSARY.md", "INSTRUCTORS.md"}
     assert set(shown.all_inner_texts()) == expected
+    assert page.locator(".jp-DirListing-itemModified:visible").count() == 0, "names have the room"
+
+
+def test_the_glossary_opens_as_a_page_to_be_read(open_lesson):
+    page = open_lesson(LESSON)
+    command(page, "filebrowser:go-to-path", path="notebooks")
+    page.locator(".jp-DirListing-itemText").get_by_text("GLOSSARY.md", exact=True).dblclick()
+    glossary = page.locator(".jp-MarkdownViewer")
+    glossary.locator("table").first.wait_for()
+    assert glossary.locator("td").filter(has_text="激活值").count() > 0
 
 
 def test_a_notebook_runs_from_top_to_bottom_and_a_slider_moves_its_figure(open_lesson):
