@@ -352,7 +352,7 @@ def test_an_element_of_one_language_that_does_not_end_is_an_error():
         dict(site_languages.in_each_tree('<div lang="en"><p>x</p>', "a.html", {"a.html"}))
 
 
-def test_search_engines_learn_both_addresses_once_the_site_has_one(pages):
+def test_search_engines_learn_both_addresses_once_the_site_has_one(pages, tmp_path):
     assert site_languages.alternates("api/memory.html", "") == ""
     assert not any('rel="alternate"' in page for page in pages.values())
     told = BeautifulSoup(
@@ -363,6 +363,14 @@ def test_search_engines_learn_both_addresses_once_the_site_has_one(pages):
         "zh-Hans": "https://example.org/course/zh/api/memory.html",
         "x-default": "https://example.org/course/api/memory.html",
     }
+    page = '<html lang="en"><head></head><div class="header-right"></div></html>'
+    (tmp_path / "a.html").write_text(page, "utf-8")
+    site_languages.write_trees(tmp_path, "https://example.org/course")
+    for place in ("a.html", "en/a.html", "zh/a.html"):
+        head = (tmp_path / place).read_text("utf-8").partition("</head>")[0]
+        assert head.endswith(site_languages.alternates("a.html", "https://example.org/course")), (
+            place
+        )
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
