@@ -29,6 +29,7 @@ COMPLETE  := $(VENV)/.course-test-installed
 CPU_TORCH := $(VENV)/.course-torch-cpu
 TRUSTED   := $(VENV)/.course-trusted
 OVERRIDES := $(VENV)/share/jupyter/lab/settings/overrides.json
+FILE_LIST := $(VENV)/etc/jupyter/jupyter_server_config.json
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 GPU_PYTHON = PYTHONPATH=. $(or $(GPU_PYTHON_GIVEN),$(BIN)/python)
@@ -42,10 +43,10 @@ OUT       ?= build/gpu
 help: ## show this list / 显示本列表
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-lab: $(INSTALLED) $(OVERRIDES) $(TRUSTED) ## open the course in JupyterLab / 在 JupyterLab 中打开课程
+lab: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(TRUSTED) ## open the course in JupyterLab / 在 JupyterLab 中打开课程
 	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) $(wildcard notebooks/00_start_here.ipynb)
 
-install: $(INSTALLED) $(OVERRIDES) $(TRUSTED) ## all that `make lab` needs, without opening it / 只安装，不打开
+install: $(INSTALLED) $(OVERRIDES) $(FILE_LIST) $(TRUSTED) ## all that `make lab` needs, without opening it / 只安装，不打开
 
 test: $(COMPLETE) ## lint, unit tests, and every notebook against its outputs / 检查代码，运行全部测试与 notebook
 	$(BIN)/ruff check .
@@ -97,7 +98,7 @@ gpu-bench: $(GPU_NEEDS) ## the benches that have a GPU part (OUT=build/gpu) / �
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 notebooks: $(INSTALLED) ## run notebooks/scripts again, store notebooks with outputs (ARGS="02 03") / 重新生成 notebook
-	$(BIN)/python notebooks/build.py $(ARGS)
+	$(BIN)/python -m course_lib.teaching.editions.notebooks $(ARGS)
 
 site: $(COMPLETE) ## the website, in build/site (ARGS="--output PLACE") / 生成网站
 	$(BIN)/python -m course_lib.teaching.editions.site $(ARGS)
@@ -147,7 +148,13 @@ $(COMPLETE): $(INSTALLED)
 	@touch $@
 
 # Keeps all cells in the page, so that the language switch in the first one works wherever the reader is.
-$(OVERRIDES): notebooks/overrides.json $(INSTALLED)
+# In the file list names have the room of the dates, and the glossary opens as a page to be read.
+$(OVERRIDES): course_lib/teaching/jupyterlab/overrides.json $(INSTALLED)
+	@mkdir -p $(@D)
+	@cp $< $@
+
+# Keeps notebooks/scripts out of a learner's file list: its files look like lessons, and run as none.
+$(FILE_LIST): course_lib/teaching/jupyterlab/server.json $(INSTALLED)
 	@mkdir -p $(@D)
 	@cp $< $@
 

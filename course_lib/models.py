@@ -329,7 +329,12 @@ def loss_stages(decoder: Decoder, targets: Tensor) -> nn.Sequential:
 
 def random_tokens(batch: int, sequence: int, vocabulary: int, *, seed: int = 0) -> Tensor:
     """Token numbers to train on: (batch, sequence + 1), int64, one more than goes in because each
-    predicts the next."""
+    predicts the next.
+
+    Example:
+        >>> random_tokens(2, 4, 100).shape
+        torch.Size([2, 5])
+    """
     _at_least_one(batch=batch, sequence=sequence, vocabulary=vocabulary)
     with seeded(seed):
         return torch.randint(vocabulary, (batch, sequence + 1))

@@ -14,7 +14,7 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 # The notebooks' outputs are stored with the default language; nbval's kernels inherit this
 # environment.
 os.environ.pop("COURSE_LANG", None)
-# a label that is shown without Chinese is an error, as in notebooks/build.py
+# a label that is shown without Chinese is an error, as where notebooks are made
 os.environ["COURSE_LABELS"] = "strict"
 
 # Two workers with a thread for every core each would wait for one another most of the time.

@@ -193,10 +193,61 @@ def test_an_environment_that_has_torch_without_cuda_keeps_to_it(tmp_path):
     assert CPU in commands(tmp_path, "TORCH=cpu")
 
 
+# --- the file list ---
+
+JUPYTERLAB = ROOT / "course_lib/teaching/jupyterlab"
+
+
+def listed(folder, settings):
+    """The names that Jupyter's file list has of a folder, as its server is told to show it."""
+    manager = pytest.importorskip("jupyter_server.services.contents.filemanager")
+    config = pytest.importorskip("traitlets.config").Config(settings)
+    contents = manager.FileContentsManager(root_dir=str(folder), config=config)
+    return {entry["name"] for entry in contents.get("", type="directory")["content"]}
+
+
+def test_a_learners_file_list_shows_lessons_glossary_and_guide_alone():
+    settings = json.loads((JUPYTERLAB / "server.json").read_text("utf-8"))
+    shown = listed(ROOT / "notebooks", settings)
+    assert {name for name in shown if not re.fullmatch(r"\d\d_\w+\.ipynb", name)} == {
+        "GLOSSARY.md",
+        "INSTRUCTORS.md",
+    }
+    assert listed(ROOT / "notebooks", {}) - shown == {"scripts"}
+
+
+def test_make_and_the_cloud_put_jupyters_settings_where_it_looks_for_them(tmp_path, monkeypatch):
+    places = {
+        "overrides.json": "share/jupyter/lab/settings/overrides.json",
+        "server.json": "etc/jupyter/jupyter_server_config.json",
+    }
+    said = commands(tmp_path, *(f"{tmp_path}/{place}" for place in places.values()), "install")
+    for name, place in places.items():
+        source = (JUPYTERLAB / name).relative_to(ROOT)
+        assert f"cp {source} {tmp_path}/{place}\n" in said
+    (tmp_path / "bin").mkdir()
+    for name, does in (("python", f"echo {tmp_path}"), ("jupyter", "true")):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{does}\n", "utf-8")
+        (tmp_path / "bin" / name).chmod(0o755)
+    path = f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(
+        [ROOT / "binder/postBuild"], cwd=ROOT, env={**os.environ, "PATH": path}, check=True
+    )
+    for name, place in places.items():
+        assert (tmp_path / place).read_bytes() == (JUPYTERLAB / name).read_bytes()
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", f"{tmp_path}/etc/jupyter")
+    server = pytest.importorskip("jupyter_server.serverapp").ServerApp()
+    server.load_config_file()
+    assert "scripts" in server.config.ContentsManager.hide_globs
+
+
 # --- the wheel ---
 
 
-MAKERS = ("course_lib/teaching/editions/", "course_lib/teaching/translations.toml")
+MAKERS = tuple(
+    f"course_lib/teaching/{name}"
+    for name in ("editions/", "jupyterlab/", "NOTES.md", "translations.toml")
+)
 
 
 def test_the_wheel_holds_the_library_and_the_lessons_but_not_what_makes_site_and_slides(tmp_path):
@@ -309,8 +360,8 @@ def not_for_learners(imported):
 
 
 def test_what_lessons_and_the_library_import_is_in_course_or_guarded():
-    lessons = [*(ROOT / "notebooks").glob("scripts/*.py"), ROOT / "notebooks/build.py"]
-    aside = ("site", "slides", "_assets", "fonts", "lesson_slides", "cutting")
+    lessons = [*(ROOT / "notebooks").glob("scripts/*.py")]
+    aside = ("site", "slides", "_assets", "fonts", "images", "lesson_slides", "cutting")
     library = [
         path
         for path in (ROOT / "course_lib").rglob("*.py")

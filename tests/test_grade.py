@@ -134,7 +134,7 @@ def test_a_folder_without_files_and_a_lesson_that_is_none_are_one_sentence(tmp_p
     here = ["--notebooks", str(ROOT / "notebooks")]
     for arguments, said in (
         ([str(tmp_path), *here], "there is nothing in"),
-        ([str(ROOT / "notebooks/images"), "--lesson", "zz", *here], "there is no lesson 'zz'"),
+        ([str(ROOT / "notebooks"), "--lesson", "zz", *here], "there is no lesson 'zz'"),
         ([str(tmp_path), "--seconds", "0", *here], "limits are positive"),
     ):
         with pytest.raises(SystemExit) as stopped:

@@ -13,6 +13,7 @@ from course_lib.labels import both
 from course_lib.lessons import ledger
 
 ROOT = Path(__file__).parents[1]
+IMAGES = "course_lib/teaching/editions/images"
 NAMES = {"en": "README.md", "zh": "README.zh.md"}
 README = {language: (ROOT / name).read_text(encoding="utf-8") for language, name in NAMES.items()}
 HAN = re.compile(r"[\u3400-\u9fff]+")
@@ -96,7 +97,7 @@ def test_the_first_command_the_audience_and_lesson_00_stand_on_the_first_screen(
     command = screen.index("\nmake lab TORCH=cpu\n")
     assert screen.index("loss.backward()") < command and re.search(r"[\d.]+ GB", screen[:command])
     assert "WSL" in screen and "macOS" in screen
-    assert f"](notebooks/images/lesson.{language}.png)" in screen
+    assert f"]({IMAGES}/lesson.{language}.png)" in screen
 
 
 @each_language
@@ -118,7 +119,7 @@ def test_the_map_has_the_words_of_the_figure_in_both_languages():
     from course_lib.teaching import pictures
 
     for language, words in zip(pictures.LANGUAGES, pictures.description(course_map()), strict=True):
-        assert f"![{words}](notebooks/images/map.{language}.svg)" in README[language]
+        assert f"![{words}]({IMAGES}/map.{language}.svg)" in README[language]
 
 
 @each_language
@@ -139,7 +140,7 @@ def test_the_first_picture_and_the_table_below_it_are_the_first_rows_of_the_ledg
         )
     assert len(rows) > 2 and rows == expected[: len(rows)]
     peaks = {row[0]: f"{row[2]} MB" for row in rows}
-    (words,) = re.findall(r"!\[([^]]*)\]\(notebooks/images/step\.", readme)
+    (words,) = re.findall(r"!\[([^]]*)\]\(course_lib/teaching/editions/images/step\.", readme)
     assert re.findall(r"[\d.]+ MB", words) == [peaks["00"], peaks["02"]]
 
 
@@ -197,7 +198,8 @@ def test_the_readme_says_what_follows_from_the_projects_address_and_nothing_else
         "```\ngit clone https://example.org/group/course\ncd course\nmake lab TORCH=cpu\n```\n"
         in hosted
     )
-    for there in ("(https://example.org/pages)", "course/issues)", "badge.svg)"):
+    site = f"(https://example.org/pages/{language}/index.html)"
+    for there in (site, "course/issues)", "badge.svg)"):
         assert there in hosted
     assert address.with_addresses(hosted, language, {}) == without
     half = address.with_addresses(without, language, {"Repository": HOSTED["Repository"]})

@@ -1,13 +1,16 @@
 """The website: every lesson, claim and public name is there, in both languages, and no page asks
 another machine."""
 
+import doctest
 import html
 import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import shutil
+import types
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ for package in ("sphinx", "myst_nb", "furo", "jupytext", "nbformat"):
     pytest.importorskip(package, reason="the site's packages come with the extra `test`")
 
 import nbformat
+import torch
 from editions import (
     failure,
     write_lesson,
@@ -27,8 +31,8 @@ from editions import (
 
 from course_lib.checkpoint import checkpoint
 from course_lib.teaching import pictures
-from course_lib.teaching.editions import site
-from course_lib.teaching.editions.cells import STAMP
+from course_lib.teaching.editions import site, site_languages
+from course_lib.teaching.editions.cells import STAMP, EditionError
 
 pytestmark = [  # the packages' own, of which they know
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -40,10 +44,24 @@ LESSONS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb")
 
 @pytest.fixture(scope="module")
 def pages(built_site):
-    """Path relative to the site -> the page's HTML."""
+    """Path relative to the site -> the HTML of a page in both languages."""
+    trees = [built_site, built_site / "notebooks", built_site / "api"]
     return {
         path.relative_to(built_site).as_posix(): path.read_text("utf-8")
-        for path in built_site.rglob("*.html")
+        for tree in trees
+        for path in tree.glob("*.html")
+    }
+
+
+@pytest.fixture(scope="module")
+def in_one(built_site):
+    """Language -> path relative to its folder -> the HTML of a page in that language alone."""
+    return {
+        language: {
+            path.relative_to(built_site / language).as_posix(): path.read_text("utf-8")
+            for path in (built_site / language).rglob("*.html")
+        }
+        for language in ("en", "zh")
     }
 
 
@@ -70,7 +88,7 @@ def outside_requests(page):
     loaded += [
         re.search(r'href="([^"]*)"', tag)[1]
         for tag in tags
-        if not re.search(r'rel="(next|prev|canonical)"', tag)
+        if not re.search(r'rel="(next|prev|canonical|alternate)"', tag)
     ]
     loaded += outside_styles(page)
     return [address for address in loaded if re.match(r"(https?:)?//", address)]
@@ -103,7 +121,10 @@ def test_a_request_to_another_machine_is_found():
     )
 
 
-def test_every_link_within_the_site_leads_somewhere(built_site, pages):
+def test_every_link_within_the_site_leads_somewhere(built_site, pages, in_one):
+    pages = dict(pages)
+    for language, tree in in_one.items():
+        pages |= {f"{language}/{name}": page for name, page in tree.items()}
     names = {name: set(re.findall(r'\bid="([^"]+)"', page)) for name, page in pages.items()}
     dead = []
     for name, page in pages.items():
@@ -169,7 +190,7 @@ HAN = re.compile("[\u3400-\u9fff]")
 CITED = re.compile(r"\w+ et al\. \d{4}，arXiv:[\d.]+")  # a paper is named so in both languages
 
 
-def english_in(page, said_by_the_switch=()):
+def english_in(page, names=()):
     """What a reader of a page in 中文 is shown in English: lines without Chinese, pictures' words,
     the title's tags."""
     # what stands around it stands on every page
@@ -200,15 +221,13 @@ def english_in(page, said_by_the_switch=()):
         if image.get("alt") and not HAN.search(image["alt"])
     ]
     title = re.search("<title>(.*?)</title>", page, re.S)[1]
-    return sorted({*found, *([title] if "<" in title else [])} - set(said_by_the_switch))
+    return sorted({*found, *([title] if "<" in title else [])} - set(names))
 
 
-def test_in_chinese_no_page_shows_english_prose(pages):
+def test_in_chinese_no_page_shows_english_prose(in_one):
     """The reference is in English, as it says itself; so are the names in the glossary's first
     column."""
-    said = re.findall(
-        r'"([^"]+)": "[^"]*[\u3400-\u9fff]', (site.ASSETS / "static" / "site.js").read_text("utf-8")
-    )
+    pages = in_one["zh"]
     glossary = BeautifulSoup(pages["notebooks/GLOSSARY.html"], "html.parser")
     terms = {" ".join(row.td.get_text().split()) for row in glossary.select("tbody tr")}
     read = {
@@ -216,9 +235,7 @@ def test_in_chinese_no_page_shows_english_prose(pages):
         for name, page in pages.items()
         if not re.match(r"api/(?!index)|genindex|py-modindex", name)
     }
-    assert {
-        name: found for name, page in read.items() if (found := english_in(page, {*said, *terms}))
-    } == {}
+    assert {name: found for name, page in read.items() if (found := english_in(page, terms))} == {}
 
 
 @pytest.mark.parametrize(
@@ -235,6 +252,144 @@ def test_in_chinese_no_page_shows_english_prose(pages):
 def test_english_on_a_page_in_chinese_is_found(body, found):
     assert english_in(f"<title>页</title><div>{body}</div>") == found
     assert english_in("<title>Search <span></title>") == ["Search <span>"]
+
+
+# --- a page a language ---
+
+
+def test_each_page_has_one_in_each_language_with_the_other_one_gone(pages, in_one):
+    for language, spoken, other in (("en", "en", "zh"), ("zh", "zh-Hans", "en")):
+        assert in_one[language].keys() == pages.keys()
+        for name, page in in_one[language].items():
+            assert re.search(rf'<html\b[^>]* lang="{spoken}"', page), name
+            of_one = rf'<(?:{"|".join(site_languages._OF_ONE_LANGUAGE)})\b[^>]* lang="{other}"'
+            assert not re.search(of_one, page) and '"both-languages"' not in page, name
+            tag = f'<div lang="{language}">'
+            assert page.count(tag) == pages[name].count(tag), name
+
+
+def test_each_page_leads_to_the_same_one_in_the_other_language_and_in_both(pages, in_one):
+    trees = {"en": in_one["en"], "zh": in_one["zh"], "both": pages}
+    places = {"en": "en/", "zh": "zh/", "both": ""}
+    for tree, its_pages in trees.items():
+        for name, page in its_pages.items():
+            (switch,) = set(re.findall(r'<nav class="language-switch".*?</nav>', page))
+            links = re.findall(r'href="([^"?]+)', switch)
+            folder = Path(places[tree] + name).parent
+            led = [os.path.normpath(folder / link) for link in links]
+            assert led == [place + name for place in places.values()], name
+            current = switch.split("<a ")[1 + list(places).index(tree)]
+            assert switch.count("aria-current") == 1 and "aria-current" in current
+
+
+def test_the_title_of_a_page_is_in_its_language(in_one):
+    titles = {
+        language: re.search("<title>(.*?)</title>", tree["notebooks/03_sqrt_schedule.html"])[1]
+        for language, tree in in_one.items()
+    }
+    assert titles == {
+        "en": "3 Which ones should we forget? (checkpoint schedules)"
+        " - Memory-saving training in PyTorch",
+        "zh": "3 该忘掉哪些？（检查点的调度） - PyTorch 省显存训练",
+    }
+
+
+NESTED = (
+    '<html lang="en"><a href="b.html#x">n</a><img src="p.png"><a title="Link to this heading"></a>'
+    '<div lang="en"><div>one</div><br>two</div>'
+    '<div lang="zh"><p>一<span lang="en">x</span></p></div>'
+    '<span class="both-languages">/</span><br class="both-languages"><p>Next</p>'
+    '<article><span class="n">Index</span>'
+    "<h1>Search</h1></article></html>"
+)
+
+
+def test_a_page_is_split_by_its_elements_and_its_links_go_one_folder_up_but_for_pages():
+    split = dict(site_languages.in_each_tree(NESTED, "a.html", {"a.html", "b.html"}))
+    assert split["both"] == NESTED
+    assert split["en"] == (
+        '<html lang="en"><a href="b.html#x">n</a><img src="../p.png">'
+        '<a title="Link to this heading"></a><div lang="en"><div>one</div><br>two</div>'
+        '<p>Next</p><article><span class="n">Index</span><h1>Search</h1></article></html>'
+    )
+    assert split["zh"] == (
+        '<html lang="en"><a href="b.html#x">n</a><img src="../p.png">'
+        '<a title="链接到此标题"></a><div lang="zh"><p>一</p></div>'
+        '<p>下一页</p><article><span class="n">Index</span><h1>搜索</h1></article></html>'
+    )
+
+
+def test_landmarks_have_names_pages_headings_and_empty_cells_are_no_headings(in_one):
+    for language, tree in in_one.items():
+        said = {"en": ["Site", "On this page"], "zh": ["全站", "本页内容"]}[language]
+        for name, page in tree.items():
+            assert re.findall(r'<aside\b[^>]* aria-label="([^"]*)"', page) == said, name
+            assert page.count("<aside") == 2 and page.count("<h1") == 1, name
+            headers = re.findall(r"<th\b[^>]*>(.*?)</th>", page, re.S)
+            assert all(text_of(header).strip() for header in headers), name
+            assert "Toggle hidden content" not in page, name
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [
+        ('<th><div style="x"></div></th>', '<td><div style="x"></div></td>'),
+        ('<th class="a"><p> </p></th>', '<td class="a"><p> </p></td>'),
+        ("<th>a</th>", "<th>a</th>"),
+        ("<thead></thead>", "<thead></thead>"),
+        (
+            '<aside class="toc-drawer no-toc">',
+            '<aside class="toc-drawer no-toc" aria-label="On this page">',
+        ),
+    ],
+)
+def test_only_what_is_unclear_is_changed(written, instead):
+    assert site_languages.clearer(written) == instead
+
+
+def test_an_element_of_one_language_that_does_not_end_is_an_error():
+    with pytest.raises(EditionError, match=r"a\.html has a <div> of one language without an end"):
+        dict(site_languages.in_each_tree('<div lang="en"><p>x</p>', "a.html", {"a.html"}))
+
+
+def test_search_engines_learn_both_addresses_once_the_site_has_one(pages, tmp_path):
+    assert site_languages.alternates("api/memory.html", "") == ""
+    assert not any('rel="alternate"' in page for page in pages.values())
+    told = BeautifulSoup(
+        site_languages.alternates("api/memory.html", "https://example.org/course"), "html.parser"
+    )
+    assert {link["hreflang"]: link["href"] for link in told.find_all("link", rel="alternate")} == {
+        "en": "https://example.org/course/en/api/memory.html",
+        "zh-Hans": "https://example.org/course/zh/api/memory.html",
+        "x-default": "https://example.org/course/api/memory.html",
+    }
+    page = '<html lang="en"><head></head><div class="header-right"></div></html>'
+    (tmp_path / "a.html").write_text(page, "utf-8")
+    site_languages.write_trees(tmp_path, "https://example.org/course")
+    for place in ("a.html", "en/a.html", "zh/a.html"):
+        head = (tmp_path / place).read_text("utf-8").partition("</head>")[0]
+        assert head.endswith(site_languages.alternates("a.html", "https://example.org/course")), (
+            place
+        )
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_lesson_is_downloaded_as_a_notebook_in_the_language_of_its_page(
+    built_site, in_one, language
+):
+    for lesson in LESSONS:
+        soup = BeautifulSoup(
+            in_one[language][f"notebooks/{lesson}.html"].partition("<h2")[0], "html.parser"
+        )
+        (link,) = soup.select("p.download > a[download]")
+        assert bool(re.search("[\u3400-\u9fff]", link.text)) == (language == "zh")
+        path = built_site / language / "notebooks" / link["href"]
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+        prose = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+        assert prose and f'<div lang="{language}">' not in prose
+        chinese = len(re.findall("[\u3400-\u9fff]", prose))
+        assert (chinese > 1000) == (language == "zh"), lesson
 
 
 # --- the lessons ---
@@ -261,9 +416,7 @@ def test_every_notebook_is_a_page_with_its_prose_outputs_and_figures(lesson, pag
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
-def test_a_lessons_page_has_two_languages_in_its_headings_one_switch_and_folded_solutions(
-    lesson, pages
-):
+def test_a_lessons_page_has_two_languages_in_its_headings_and_folded_solutions(lesson, pages):
     page = pages[f"notebooks/{lesson}.html"]
     headings = re.findall(r"<h[1-3]>(.*?)<a class=\"headerlink\"", page, re.S)
     assert len(headings) > 5
@@ -279,7 +432,6 @@ def test_a_lessons_page_has_two_languages_in_its_headings_one_switch_and_folded_
         )
         assert page.count(f'<span lang="zh">{found[2]}</span>') >= 2, "the sidebar has it as well"
     assert "course-language" not in page, "the notebook's own switch"
-    assert re.findall(r'<button type="button" value="(\w+)"', page) == ["en", "zh", "both"]
     folded = "".join(re.findall(r"<details.*?</details>", page, re.S))
     assert page.count("BEGIN SOLUTION") == folded.count("BEGIN SOLUTION")
     assert "interactive(children" not in page, "a slider without a kernel"
@@ -333,17 +485,22 @@ def test_the_page_of_claims_sums_up_how_many_hold(pages):
 # --- the reference, the search, the front page ---
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in site.MODULES if importlib.util.find_spec(f"course_lib.{name}")]
-)
-def test_the_reference_lists_every_public_name(name, pages):
-    module = importlib.import_module(f"course_lib.{name}")
+MODULES = [name for name in site.MODULES if importlib.util.find_spec(f"course_lib.{name}")]
+
+
+def public_names(module):
     own = [
         key
         for key, value in vars(module).items()
         if getattr(value, "__module__", None) == module.__name__
     ]
-    public = getattr(module, "__all__", None) or [key for key in own if not key.startswith("_")]
+    return getattr(module, "__all__", None) or [key for key in own if not key.startswith("_")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_reference_lists_every_public_name(name, pages):
+    module = importlib.import_module(f"course_lib.{name}")
+    public = public_names(module)
     page = pages[f"api/{name}.html"]
     shown = [
         each
@@ -353,6 +510,39 @@ def test_the_reference_lists_every_public_name(name, pages):
     assert public and shown == list(public)
     assert re.search(r'<section [^>]*lang="en-US"', page), "English, and never hidden"
     assert not re.search(r"\(\w+,\) –", text_of(page)), "every attribute stands by its own name"
+
+
+def examples_of(module):
+    """The examples in what the reference shows of a module, which begin with its public names."""
+    names = {name: getattr(module, name) for name in public_names(module)}
+    begun = {"torch": torch, "nn": torch.nn, **names}
+    parse, finder = doctest.DocTestParser(), doctest.DocTestFinder()
+    yield parse.get_doctest(module.__doc__, dict(begun), module.__name__, module.__file__, 0)
+    for name, value in names.items():
+        elsewhere = site._described_elsewhere(value, module.__name__.removeprefix("course_lib."))
+        if callable(value) and not elsewhere:
+            yield from finder.find(value, name, module=False, globs=begun)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_of_the_reference_run_and_give_what_they_say(name):
+    module = importlib.import_module(f"course_lib.{name}")
+    examples = [each for each in examples_of(module) if each.examples]
+    assert examples, f"course_lib.{name} has no example"
+    runner, said = doctest.DocTestRunner(verbose=False), []
+    for each in examples:
+        runner.run(each, out=said.append)
+    assert runner.failures == 0, "".join(said)
+
+
+def test_a_wrong_example_is_found():
+    class_of = type("Wrong", (), {"__doc__": "Sums.\n\n>>> 1 + 1\n3\n"})
+    module = types.ModuleType("course_lib.teaching", ">>> x = Wrong()\n")
+    module.__file__, module.__all__, module.Wrong = "wrong.py", ["Wrong"], class_of
+    runner = doctest.DocTestRunner(verbose=False)
+    for each in examples_of(module):
+        runner.run(each, out=lambda text: None)
+    assert (runner.tries, runner.failures) == (2, 1)
 
 
 def test_a_name_that_a_module_gives_on_request_is_described_where_it_lives():

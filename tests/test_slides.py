@@ -412,7 +412,7 @@ def test_notes_are_read_by_section():
 
 
 LESSONS = read_lessons(NOTEBOOKS)
-NOTES = slides.read_notes((NOTEBOOKS / slides.NOTES).read_text(encoding="utf-8"))
+NOTES = slides.read_notes((NOTEBOOKS.parent / slides.NOTES).read_text(encoding="utf-8"))
 
 
 def test_every_section_of_every_lesson_has_notes_and_no_other():
@@ -638,5 +638,7 @@ def test_the_program_names_what_is_wrong_in_one_sentence_and_builds_nothing(
 ):
     write_lesson(tmp_path / "notebooks", "09_a", lesson)
     if notes:
-        (tmp_path / "notebooks/NOTES.md").write_text(notes, encoding="utf-8")
+        path = tmp_path / slides.NOTES
+        path.parent.mkdir(parents=True)
+        path.write_text(notes, encoding="utf-8")
     assert named in failure(slides, tmp_path / "notebooks", tmp_path / "out", capsys)

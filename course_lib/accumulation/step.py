@@ -37,6 +37,10 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
     Raises:
         TypeError, ValueError: the batch holds no tensor, or tensors with different numbers of
             samples.
+
+    Example:
+        >>> [len(piece) for piece in split(torch.zeros(20, 3), 8)]
+        [8, 8, 4]
     """
     size = whole("micro_batch_size", micro_batch_size, 1, of="samples")
     samples = {tuple(tensor.shape[:1]) for tensor in tensors_in(batch)}
@@ -113,10 +117,14 @@ class AccumulatedStep:
     Source: why sums and not means of means, "Fixing Gradient Accumulation",
     huggingface.co/blog/gradient_accumulation.
 
-    Example::
-
-        step = AccumulatedStep(model, optimizer, loss_sum, max_norm=1.0)
-        loss = step(split(batch, 8)).loss
+    Example:
+        >>> model = nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> def loss_sum(model, rows):
+        ...     return model(rows).square().sum(), len(rows)
+        >>> step = AccumulatedStep(model, optimizer, loss_sum, max_norm=1.0)
+        >>> step(split(torch.randn(20, 3), 8)).weight
+        20.0
     """
 
     def __init__(

@@ -62,6 +62,11 @@ def online_softmax(scores: Tensor, block: int) -> Tensor:
             on.
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3.
+
+    Example:
+        >>> scores = torch.tensor([1.0, 3.0, 2.0])
+        >>> torch.allclose(online_softmax(scores, block=2), scores.softmax(-1))
+        True
     """
     if not scores.is_floating_point():
         raise TypeError(f"scores is {_check.shown(scores)}; it takes a floating-point tensor")

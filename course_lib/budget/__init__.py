@@ -3,17 +3,17 @@
 A `Recipe` says what a training step uses, `estimate` what it takes, without taking it, `fit` which
 recipes a budget allows, and `train_step` runs one. Lesson 07 explains.
 
-Example, with `Decoder` and `random_tokens` of `course_lib.models`::
-
-    def make_model():
-        return Decoder(vocabulary=1000, hidden=128, layers=2, heads=2, sequence=64)
-
-    def make_batch():
-        return random_tokens(4, 64, 1000)
-
-    best = fit(make_model, make_batch, 11_000_000)[0].recipe  # Recipe(micro_batches=4)
-    model, optimizer = build(make_model, best)
-    train_step(model, optimizer, make_batch(), best)
+Example:
+    >>> from course_lib.models import Decoder, random_tokens
+    >>> def make_model():
+    ...     return Decoder(vocabulary=1000, hidden=128, layers=2, heads=2, sequence=64)
+    >>> def make_batch():
+    ...     return random_tokens(4, 64, 1000)
+    >>> best = fit(make_model, make_batch, 11_000_000, progress=False)[0].recipe
+    >>> best.micro_batches
+    4
+    >>> model, optimizer = build(make_model, best)
+    >>> loss = train_step(model, optimizer, make_batch(), best)
 """
 
 from course_lib._check import InfeasibleBudget

@@ -59,10 +59,11 @@ def checkpoint_blocks(
         ValueError: no module that is called has such a name, or one is checkpointed already.
         TypeError: arguments of other types.
 
-    Example::
-
-        with checkpoint_blocks(decoder, "layers.*"):
-            decoder.loss(tokens).backward()
+    Example:
+        >>> from course_lib.models import Decoder, random_tokens
+        >>> decoder = Decoder(vocabulary=100, hidden=32, layers=2, heads=2, sequence=16)
+        >>> with checkpoint_blocks(decoder, "layers.*"):
+        ...     decoder.loss(random_tokens(4, 16, 100)).backward()
 
     What a block changes besides its outputs, it changes twice, and the second time it computes with
     what it has changed: running statistics, spectral norms, and a key-value cache that grows (with

@@ -361,6 +361,10 @@ def checkpoint(
         RuntimeError: (in the backward pass) an input was changed in place.
 
     Source: Chen et al. 2016, arXiv:1604.06174; behaviour as of torch 2.13.
+
+    Example:
+        >>> layer, x = nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8)
+        >>> checkpoint(layer, x, use_reentrant=False).sum().backward()
     """
     if use_reentrant is None:
         # two frames are the decorator's

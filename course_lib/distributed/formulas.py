@@ -154,6 +154,11 @@ def sent_bytes(
     Args:
         sync: "last" reduces gradients with the last micro-batch only (`no_sync`), "each" with every
             one.
+
+    Example:
+        >>> net = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(2)))
+        >>> sent_bytes(shapes_of(net, "*"), "ddp", ranks=4)
+        16000000
     """
     ranks, pieces = whole("ranks", ranks, 1), whole("micro_batches", micro_batches, 1)
     reductions = pieces if one_of("sync", sync, SYNCS) == "each" else 1

@@ -69,9 +69,9 @@ class AllocatorSettings:
     def parse(cls, text: str) -> AllocatorSettings:
         """Settings as `PYTORCH_CUDA_ALLOC_CONF` has them.
 
-        Example::
-
-            AllocatorSettings.parse("max_split_size_mb:128,roundup_power2_divisions:[256:1,>:4]")
+        Example:
+            >>> AllocatorSettings.parse("max_split_size_mb:128").max_split_size_bytes
+            134217728
 
         Raises:
             ValueError: a setting that is unknown, or known but not of this simulation, or a value

@@ -55,11 +55,11 @@ class CachingAllocator:
     Raises:
         ValueError: a capacity below the first segment, or a setting that PyTorch refuses.
 
-    Example::
-
-        allocator = CachingAllocator(24 << 30, expandable_segments=True)
-        block = allocator.allocate(3_000_000)
-        allocator.memory_stats()["reserved_bytes.all.current"]  # 20971520
+    Example:
+        >>> allocator = CachingAllocator(24 << 30, expandable_segments=True)
+        >>> block = allocator.allocate(3_000_000)
+        >>> allocator.memory_stats()["reserved_bytes.all.current"]
+        20971520
     """
 
     def __init__(

@@ -28,6 +28,10 @@ def training_state_bytes(parameters: int, recipe: str) -> dict[str, int]:
         TypeError, ValueError: a count that is not a positive whole number; an unknown recipe.
 
     Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, section 3.1.
+
+    Example:
+        >>> training_state_bytes(7_000_000_000, "mixed-adam")
+        {'parameter': 14000000000, 'gradient': 14000000000, 'optimizer': 84000000000}
     """
     (parameters,) = _counts(parameters=parameters)
     each = _RECIPES[_check.one_of("recipe", recipe, _RECIPES)]

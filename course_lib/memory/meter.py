@@ -223,11 +223,14 @@ class MemoryMeter(Figures, TorchDispatchMode):
         NotImplementedError: an operator met a tensor whose bytes cannot be seen (oneDNN's opaque
             layout).
 
-    Example::
-
-        with MemoryMeter(model, optimizer) as meter:
-            train_step()
-        meter.peak_bytes, meter.at_peak()
+    Example:
+        >>> layer, rows = nn.Linear(1000, 1000, bias=False), torch.randn(10, 1000)
+        >>> with MemoryMeter(layer) as meter:
+        ...     layer(rows).sum().backward()
+        >>> meter.peak_bytes
+        8000008
+        >>> meter.at_peak()["parameter"]
+        4000000
     """
 
     def __init__(

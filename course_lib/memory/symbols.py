@@ -33,12 +33,13 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
     PyTorch's own counterpart of a meter in this context is
     `torch.distributed._tools.mem_tracker.MemTracker`.
 
-    Example::
-
-        with symbolic():
-            model, batch = cast(make_model(), torch.bfloat16), make_batch()
-            with MemoryMeter(model) as meter:
-                train_step(model, batch)
+    Example:
+        >>> with symbolic():
+        ...     model, batch = nn.Linear(100_000, 100_000), torch.randn(8, 100_000)
+        ...     with MemoryMeter(model) as meter:
+        ...         model(batch).sum().backward()
+        >>> meter.peak_bytes
+        80000800008
 
     Source: `torch._subclasses.FakeTensorMode`.
     """

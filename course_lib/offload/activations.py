@@ -76,6 +76,14 @@ class offload_activations:
             intact.
         RuntimeError: in backward, if a saved tensor was changed in place before its copy was
             complete.
+
+    Example:
+        >>> store, x = HostStore(), torch.randn(512, 512, requires_grad=True)
+        >>> with offload_activations(store, min_bytes=1024):
+        ...     loss = x.exp().exp().exp().sum()
+        >>> loss.backward()
+        >>> store.stats.bytes_down
+        1048576
     """
 
     def __init__(

@@ -6,12 +6,15 @@ A network is a `Chain`; a `Schedule` says which stage runs when and what its for
 byte budget, `ScheduledSequential` runs one under autograd, and `schedule_blocks` the blocks of any
 model by one, in place. Lesson 03 explains.
 
-Example, with `net` an `nn.Sequential`::
-
-    chain = Chain.profile(net, x)
-    plan = optimal(chain, budget_bytes)
-    simulate(plan, chain)  # peak_bytes, time, forward_steps
-    ScheduledSequential(net, plan)(x).sum().backward()
+Example:
+    >>> import torch
+    >>> net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    >>> x = torch.randn(32, 64, requires_grad=True)
+    >>> chain = Chain.profile(net, x)
+    >>> plan = optimal(chain, 50_000)
+    >>> simulate(plan, chain)
+    Cost(peak_bytes=49408, time=13369344.0, forward_steps=35)
+    >>> ScheduledSequential(net, plan)(x).sum().backward()
 
 Source of the model: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for
 heterogeneous chains: how to train deep neural networks with limited memory" (Rotor),

@@ -69,6 +69,10 @@ def sqrt_segments(chain: Chain) -> Schedule:
         A schedule with one extra forward per stage that is not in the last segment.
 
     Source: Chen et al. 2016, arXiv:1604.06174, section 4, for s = b.
+
+    Example:
+        >>> simulate(sqrt_segments(Chain.uniform(64)), Chain.uniform(64)).peak_bytes
+        17
     """
     length = _length(chain)
     s = sum(stage.saved_bytes for stage in chain.stages) / length
@@ -118,6 +122,10 @@ def binomial(length: int, slots: int) -> Schedule:
         TypeError, ValueError: an argument is not a positive whole number.
 
     Source: Griewank and Walther 2000, "Algorithm 799: revolve", ACM TOMS 26(1).
+
+    Example:
+        >>> simulate(binomial(10, 3), Chain.uniform(10)).forward_steps
+        25
     """
     whole("length", length, 1)
     whole("slots", slots, 1)

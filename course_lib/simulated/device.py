@@ -159,6 +159,12 @@ class SimulatedDevice(_Streams):
         Race: at the end of the block, if `races` are left and nothing else was raised.
         torch.OutOfMemoryError: from an operator: `memory_bytes` do not suffice.
         RuntimeError: from an operator: its tensors are on the host and on the device.
+
+    Example:
+        >>> with SimulatedDevice(bytes_per_second=1e9) as device:
+        ...     y = torch.zeros(1_000_000) + 1
+        >>> device.peak_bytes, device.seconds
+        (8000000, 0.012)
     """
 
     apart, ahead = True, 2

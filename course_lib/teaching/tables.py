@@ -118,8 +118,13 @@ class NumberText(str):
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Any table: headings and cells are labels or numbers; names from code stand in
-    `backquotes`."""
+    """Any table: headings and cells are labels or numbers; names from code stand in `backquotes`.
+
+    Example:
+        >>> rows = table(["`recipe`", "MB"], [["`plain`", 277.7], ["`checkpointed`", 134.0]])
+        >>> print(str(rows).splitlines()[-1].strip())
+        `checkpointed` 134.0
+    """
     rows = [list(row) for row in rows]
     decimals = [_decimals(column) for column in zip(*rows, strict=False)]
     shown = (

@@ -1,5 +1,5 @@
 """JupyterLab as `make lab` starts it: the switch, two lessons side by side, a kernel that runs one,
-a slider.
+a slider, and the file list.
 
 The server works on a copy of the notebooks, and keeps its settings, trust and kernels' files beside
 it.
@@ -24,6 +24,7 @@ pytest.importorskip("jupyterlab", reason="JupyterLab comes with the extra `cours
 pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parents[2]
+JUPYTERLAB = ROOT / "course_lib/teaching/jupyterlab"
 LESSON, SLIDERS = "00_start_here", "01_memory_bottleneck"
 SIZE = {"viewport": {"width": 1400, "height": 900}}
 
@@ -44,15 +45,15 @@ def lab(browser, tmp_path_factory):
     place = tmp_path_factory.mktemp("lab")
     notebooks, settings = place / "course/notebooks", place / "settings"
     shutil.copytree(
-        ROOT / "notebooks",
-        notebooks,
-        ignore=shutil.ignore_patterns("scripts", ".ipynb_checkpoints"),
+        ROOT / "notebooks", notebooks, ignore=shutil.ignore_patterns(".ipynb_checkpoints")
     )
     shutil.copy(ROOT / "README.md", notebooks.parent)
     sliders = only_the_sliders(json.loads((notebooks / f"{SLIDERS}.ipynb").read_text("utf-8")))
     (notebooks / "sliders.ipynb").write_text(json.dumps(sliders), "utf-8")
     settings.mkdir()
-    shutil.copy(ROOT / "notebooks/overrides.json", settings)
+    shutil.copy(JUPYTERLAB / "overrides.json", settings)
+    (place / "config").mkdir()
+    shutil.copy(JUPYTERLAB / "server.json", place / "config/jupyter_server_config.json")
 
     folders = {"DATA": "data", "CONFIG": "config", "RUNTIME": "runtime"}
     environment = {f"JUPYTER_{name}_DIR": str(place / folder) for name, folder in folders.items()}
@@ -174,6 +175,26 @@ def test_the_keyboard_turns_the_switch_and_two_lessons_side_by_side_each_keep_th
     right.locator(".course-language").wait_for()
     right.locator("input[value=en]").check()
     assert (left.locator("input[value=zh]").is_checked(), visible(left)) == (True, ["zh"])
+
+
+def test_the_file_list_shows_lessons_glossary_and_guide(open_lesson):
+    page = open_lesson(LESSON)
+    command(page, "filebrowser:go-to-path", path="notebooks")
+    shown = page.locator(".jp-DirListing-itemText")
+    shown.get_by_text("GLOSSARY.md", exact=True).wait_for()
+    lessons = [path.name for path in (ROOT / "notebooks").glob("*.ipynb")]
+    expected = {*lessons, "sliders.ipynb", "GLOSSARY.md", "INSTRUCTORS.md"}
+    assert set(shown.all_inner_texts()) == expected
+    assert page.locator(".jp-DirListing-itemModified:visible").count() == 0, "names have the room"
+
+
+def test_the_glossary_opens_as_a_page_to_be_read(open_lesson):
+    page = open_lesson(LESSON)
+    command(page, "filebrowser:go-to-path", path="notebooks")
+    page.locator(".jp-DirListing-itemText").get_by_text("GLOSSARY.md", exact=True).dblclick()
+    glossary = page.locator(".jp-MarkdownViewer")
+    glossary.locator("table").first.wait_for()
+    assert glossary.locator("td").filter(has_text="激活值").count() > 0
 
 
 def test_a_notebook_runs_from_top_to_bottom_and_a_slider_moves_its_figure(open_lesson):

@@ -23,8 +23,11 @@ _COMMAND = "make lab TORCH=cpu"
 
 # name of the block -> language -> text; what takes an address that is missing is left out.
 _READ = {
-    "en": "**Read it without installing**: [the website]({documentation}), a page a lesson.\n",
-    "zh": "**不安装也能读**：[课程网站]({documentation})，一课一页。\n",
+    "en": (
+        "**Read it without installing**: [the website]({documentation}/en/index.html), a page a"
+        " lesson.\n"
+    ),
+    "zh": "**不安装也能读**：[课程网站]({documentation}/zh/index.html)，一课一页。\n",
 }
 _READ_HERE = {
     "en": (

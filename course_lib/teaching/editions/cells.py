@@ -20,6 +20,7 @@ from nbformat import NotebookNode
 from . import not_installed
 
 NOTEBOOKS = Path("notebooks")
+NOTES = "course_lib/teaching/NOTES.md"  # the speaker notes, in the project beside the notebooks
 COMMENT_STUB = "# your solution / 你的答案"
 STUB_NAME = "NotImplementedError"
 STUB = f"raise {STUB_NAME}  {COMMENT_STUB}"

@@ -63,7 +63,7 @@ _SHOW = {"en": "Show the solution", "zh": "显示答案"}
 
 
 def build(notebooks: Path, output: Path) -> None:
-    """Write all lessons into a folder for each language, with the pictures and the glossary.
+    """Write all lessons into a folder for each language, with the glossary.
 
     Raises:
         EditionError: a notebook is broken or not executed, lacks a language, or links to a file
@@ -77,7 +77,7 @@ def build(notebooks: Path, output: Path) -> None:
     with output_folder(output) as folder:
         for language in LANGUAGES:
             (folder / language).mkdir()
-            copy_files(notebooks, folder / language, "GLOSSARY.md", "images/*.svg", "images/*.png")
+            copy_files(notebooks, folder / language, "GLOSSARY.md")
             for name, notebook in lessons.items():
                 try:
                     page = one_language(notebook, language, name, urls.get("Repository", ""))

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ try:
     from course_lib.lessons import claims_of
 
     from ..said import OUTCOMES
-    from .address import FRONT_DOORS
+    from .address import FRONT_DOORS, addresses
     from .cells import (
+        NOTES,
         EditionError,
         check_outputs,
         check_twins,
@@ -43,6 +44,8 @@ try:
         stored_again,
         unguarded,
     )
+    from .pages import LANGUAGES, one_language
+    from .site_languages import write_trees
 except ImportError as error:
     if __name__ != "__main__":
         raise
@@ -122,11 +125,19 @@ def build(notebooks: Path, output: Path) -> list[str]:
     stored = read_lessons(notebooks)
     check_twins(notebooks, stored)
     check_outputs(notebooks, stored)
+    project = notebooks.resolve().parent
+    urls = addresses(project) if (project / "pyproject.toml").exists() else {}
+    downloads = _downloads(stored, urls.get("Repository", ""))
     lessons = [_ready(notebooks / f"{name}.ipynb", notebook) for name, notebook in stored.items()]
     with output_folder(output) as finished, tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch, "source")
         _write_sources(source, notebooks, lessons)
-        return _run_sphinx(source, finished, Path(scratch, "doctrees"))
+        warnings = _run_sphinx(source, finished, Path(scratch, "doctrees"))
+        write_trees(finished, urls.get("Documentation", ""))
+        for place, content in downloads.items():
+            (finished / place).parent.mkdir(parents=True, exist_ok=True)
+            (finished / place).write_text(content, encoding="utf-8")
+        return warnings
 
 
 # --- what is asked for before anything is written ---
@@ -157,6 +168,30 @@ def _mathjax() -> Path:
 # --- the lessons ---
 
 
+_DOWNLOAD = "Download this lesson as a notebook"
+
+
+def _downloads(stored: Mapping[str, Any], repository: str) -> dict[str, str]:
+    """Place in the site -> a lesson's notebook in one language."""
+    import nbformat
+
+    return {
+        f"downloads/{language}/{name}.ipynb": nbformat.writes(
+            one_language(notebook, language, name, repository)
+        )
+        for name, notebook in stored.items()
+        for language in LANGUAGES
+    }
+
+
+def _download_links(name: str) -> str:
+    return "".join(
+        f'<p class="download" lang="{language}">'
+        f'<a href="../downloads/{language}/{name}.ipynb" download>{said}</a></p>'
+        for language, said in zip(LANGUAGES, both(text(_DOWNLOAD)), strict=True)
+    )
+
+
 #: A cell that shows a table of claims.
 CLAIMS = re.compile(r"^(what_you_may_have_read|\w+\.(older|allocator)_claims)\(", re.M)
 
@@ -168,7 +203,12 @@ def _ready(path: Path, notebook: Any) -> Lesson:
     for number, cell in enumerate(notebook.cells, 1):
         if cell.cell_type == "markdown" and (found := re.match(r"(#+) (.+)", cell.source)):
             heading, section = found[2], cell
-            title = heading if found[1] == "#" else title
+            if found[1] == "#":
+                title = heading
+                cell.source = (
+                    f"{cell.source[: found.end()]}\n\n{_download_links(path.stem)}\n"
+                    + (cell.source[found.end() :])
+                )
         if cell.cell_type == "code":
             _dress(cell)
         if cell.cell_type == "code" and section and CLAIMS.search(cell.source):
@@ -260,7 +300,7 @@ def _write_sources(source: Path, folder: Path, lessons: Sequence[Lesson]) -> Non
         *((root / name).read_text(encoding="utf-8") for name in FRONT_DOORS.values())
     )
     pages = [f"notebooks/{lesson.name}" for lesson in lessons] + ["notebooks/claims"]
-    for page in sorted(folder.glob("[A-Z]*.md")):
+    for page in [*sorted(folder.glob("[A-Z]*.md")), *root.glob(NOTES)]:
         shutil.copy(page, notebooks)
         pages.append(f"notebooks/{page.stem}")
     pages.append("api/index")

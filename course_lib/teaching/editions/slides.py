@@ -38,6 +38,7 @@ try:
     from pygments.formatters import HtmlFormatter
 
     from .cells import (
+        NOTES,
         EditionError,
         check_outputs,
         check_twins,
@@ -54,7 +55,6 @@ except ImportError as error:
     sys.exit(not_installed("slides", error))
 
 LANGUAGES = {"en": "en", "zh": "zh-CN", "both": "en"}  # the deck's language -> the page's `lang`
-NOTES = "NOTES.md"
 
 _ASSETS = Path(__file__).parent / "slides_assets"
 # labels
@@ -284,11 +284,12 @@ def build(notebooks: Path, output: Path) -> None:
     lessons = read_lessons(notebooks)
     check_twins(notebooks, lessons)
     check_outputs(notebooks, lessons)
-    if not (notebooks / NOTES).is_file():
-        raise EditionError(f"{notebooks / NOTES} with the speaker notes is missing")
-    notes = read_notes((notebooks / NOTES).read_text("utf-8"))
+    path = notebooks.resolve().parent / NOTES
+    if not path.is_file():
+        raise EditionError(f"{path} with the speaker notes is missing")
+    notes = read_notes(path.read_text("utf-8"))
     if missing := missing_notes(lessons, notes):
-        raise EditionError(f"{notebooks / NOTES} has no row for section {', '.join(missing)}")
+        raise EditionError(f"{path} has no row for section {', '.join(missing)}")
     with output_folder(output) as folder:
         for language, name, page in decks(lessons, notes):
             (folder / language).mkdir(exist_ok=True)

@@ -39,6 +39,7 @@ except ImportError as error:
 
 ASSETS = Path(__file__).resolve().parent / "student_assets"
 LIBRARY = Path(__file__).resolve().parents[3]  # the course_lib that is running, with its pyproject
+JUPYTERLAB = LIBRARY / "course_lib/teaching/jupyterlab"
 NAME = "memory-course"  # of the zip, and of the one folder in it
 PROMPT = "**Why?** · **为什么？** (`{check}`)"
 _PLACE = "*Your sentence / 你的理由：*"
@@ -67,7 +68,8 @@ def build(notebooks: Path, output: Path, nbgrader: bool = False) -> None:
                 raise EditionError(f"{name}, {error}") from None
             edition = with_nbgrader(edition) if nbgrader else edition
             nbformat.write(edition, folder / f"{name}.ipynb")
-        copy_files(notebooks, folder, "GLOSSARY.md", "overrides.json", "images/*.svg")
+        copy_files(notebooks, folder, "GLOSSARY.md")
+        copy_files(JUPYTERLAB, folder, "overrides.json")
         copy_files(ASSETS, folder, "README.md", "README.zh.md", "Makefile")
         copy_files(LIBRARY, folder, "constraints.txt")
         pack_library(folder)

@@ -1,8 +1,8 @@
 """An edit in one language alone is noticed: `translations.toml` has a hash of each text's English
 and of its Chinese.
 
-`notebooks/build.py` renews a pair where both have changed. Where one has, the pair stays as it was,
-and a test says so, until somebody who has read both gives the word: `make notebooks ARGS="--same
+`make notebooks` renews a pair where both have changed. Where one has, the pair stays as it was, and
+a test says so, until somebody who has read both gives the word: `make notebooks ARGS="--same
 02.5"`.
 """
 

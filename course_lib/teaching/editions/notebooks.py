@@ -1,10 +1,9 @@
 """Run the lessons' scripts and store them, with their outputs, as notebooks.
 
-    python notebooks/build.py              # all lessons
-    python notebooks/build.py 02 03_sqrt   # those whose names start so
-    python notebooks/build.py --force 02   # store it even if only seconds or the device changed
-    python notebooks/build.py --same 02.5  # both languages of section 2.5 are right, though one
-    alone was edited
+    python -m course_lib.teaching.editions.notebooks             # all lessons
+    python -m course_lib.teaching.editions.notebooks 02 03_sqrt  # those whose names start so
+    ... --force 02   # store it even if only seconds or the device changed
+    ... --same 02.5  # both languages of section 2.5 are right, though one alone was edited
 
 A notebook follows from its script: cell ids are hashes of the cells, and no times or versions are
 kept. Seconds, devices and addresses differ from run to run: a stored notebook that differs in
@@ -26,9 +25,9 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
-from course_lib.teaching.editions import translations
+from . import translations
 
-HERE = Path(__file__).resolve().parent
+NOTEBOOKS = Path(__file__).resolve().parents[3] / "notebooks"
 KEPT_CELL_METADATA = {"tags", "slideshow", "lang", "jupyter", "slide", "minutes"}
 # A lesson takes 45. Where a cell takes so long, its kernel sleeps with that cell still to run: seen
 # of ipykernel 6.31 and 7.4, after cells with widgets. A new kernel runs through.
@@ -65,7 +64,7 @@ def execute(notebook):
             notebook,
             timeout=MOST_SECONDS_OF_A_CELL,
             kernel_name="python3",
-            resources={"metadata": {"path": str(HERE)}},
+            resources={"metadata": {"path": str(NOTEBOOKS)}},
             record_timing=False,
             store_widget_state=True,
             coalesce_streams=True,
@@ -101,7 +100,7 @@ def lasting_text(notebook):
 
 def build(script, *, force=False):
     """Build one notebook; say whether it was stored or stays as it is."""
-    target = HERE / f"{script.stem}.ipynb"
+    target = NOTEBOOKS / f"{script.stem}.ipynb"
     notebook = execute(read_script(script))
     if (
         target.exists()
@@ -155,7 +154,7 @@ def main():
         or [section[:2] for section in arguments.same]
         or [""]
     )
-    scripts = sorted((HERE / "scripts").glob("[0-9]*.py"))
+    scripts = sorted((NOTEBOOKS / "scripts").glob("[0-9]*.py"))
     for name in names:
         if name and not any(script.stem.startswith(name) for script in scripts):
             sys.exit(

@@ -1,6 +1,6 @@
 """Draw map.en.svg and map.zh.svg, the README's map of the course.
 
-    python notebooks/images/map.py
+    python -m course_lib.teaching.editions.images.map
 
 The text is drawn as outlines, so the Chinese shows where there is no Chinese font. The words that
 the README gives the picture are printed.
@@ -9,10 +9,11 @@ the README gives the picture are printed.
 from pathlib import Path
 
 import matplotlib
-from step import save_in_each_language
 
 from course_lib.lessons.lesson_00 import course_map
 from course_lib.teaching.pictures import description
+
+from .step import save_in_each_language
 
 matplotlib.use("Agg")
 

@@ -1,6 +1,6 @@
 """Photograph a lesson in JupyterLab for the READMEs: lesson.en.png and lesson.zh.png.
 
-    python notebooks/images/lesson.py
+    python -m course_lib.teaching.editions.images.lesson
 
 It takes Chromium and Playwright, as the tests in a browser do (tests/browser/conftest.py). The
 stored notebook is shown; no cell runs.
@@ -21,17 +21,17 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-NOTEBOOKS = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[4]
 LESSON = "02_checkpointing"
 TOP = "2.1 Watch it run"  # the heading that stands at the top of the picture
-FONT = NOTEBOOKS.parent / "course_lib/teaching/fonts/CourseSansSC-Regular.otf"
+FONT = ROOT / "course_lib/teaching/fonts/CourseSansSC-Regular.otf"
 COLORS = 64  # of the picture's palette: text and one figure need no more
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as work, sync_playwright() as driver:
         place = Path(work)
-        shutil.copy(NOTEBOOKS / f"{LESSON}.ipynb", place)
+        shutil.copy(ROOT / f"notebooks/{LESSON}.ipynb", place)
         environment = {**os.environ, "JUPYTER_DATA_DIR": f"{work}/data"}
         environment |= {
             "JUPYTER_CONFIG_DIR": f"{work}/config",
@@ -51,7 +51,7 @@ def main() -> None:
         }
         settings = place / "settings"
         settings.mkdir()
-        shutil.copy(NOTEBOOKS / "overrides.json", settings)
+        shutil.copy(ROOT / "course_lib/teaching/jupyterlab/overrides.json", settings)
         options["LabApp.app_settings_dir"] = settings
         command = [sys.executable, "-m", "jupyterlab", "--allow-root", "--no-browser"]
         command += [f"--{name}={value}" for name, value in options.items()]

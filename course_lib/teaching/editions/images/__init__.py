@@ -1,0 +1,1 @@
+"""The READMEs' pictures, and the scripts that draw them again."""
