@@ -18,12 +18,37 @@ _COUNTED_AS = {
         _aten._scaled_dot_product_flash_attention_backward
     ),
 }
+# Fused attention: which argument is the query; key and value follow it.
+_QUERY_AT = {
+    _aten._scaled_dot_product_flash_attention: 0,
+    _aten._scaled_dot_product_efficient_attention: 0,
+    _aten._scaled_dot_product_cudnn_attention: 0,
+    _aten._scaled_dot_product_flash_attention_backward: 1,
+    _aten._scaled_dot_product_efficient_attention_backward: 1,
+    _aten._scaled_dot_product_cudnn_attention_backward: 1,
+}
 
 
 def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
     """The FLOPs of one call of an operator; 0 for one without a formula."""
-    formula = flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket))
-    return 0 if formula is None else _by(formula, args, kwargs or {}, result)
+    kind = _COUNTED_AS.get(func._overloadpacket, func._overloadpacket)
+    formula = flop_registry.get(kind)
+    if formula is None:
+        return 0
+    if kind in _QUERY_AT:
+        args = _with_all_heads(_QUERY_AT[kind], args)
+    return _by(formula, args, kwargs or {}, result)
+
+
+def _with_all_heads(query: int, args: tuple) -> tuple:
+    """The shapes of keys and values with as many heads as the queries have: the formulas of torch
+    2.9 refuse fewer, and those of newer ones count so."""
+    batch, heads, *_ = args[query].shape
+    shared = args[query + 1 : query + 3]
+    if not heads or shared[0].shape[1] == heads:
+        return args
+    shapes = (torch.Size((batch, heads, *tensor.shape[2:])) for tensor in shared)
+    return (*args[: query + 1], *shapes, *args[query + 3 :])
 
 
 def _by(formula: Callable[..., int], args: tuple, kwargs: dict, result: Any) -> int:
