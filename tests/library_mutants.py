@@ -97,8 +97,8 @@ MUTANTS = [
         (
             "memory",
             "memory/categories.py",
-            "_holders(total) != _ONE_HOLDER",
-            "_holders(total) == 0",
+            "_holders(storage) != _ONE_HOLDER",
+            "_holders(storage) == 0",
         ),
         ("memory", "memory/categories.py", "record.saved = record.born", "record.saved = 0"),
         ("memory", "memory/caching_allocator.py", 'counts["num_ooms"] += 1', 'counts["num_ooms"]'),

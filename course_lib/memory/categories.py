@@ -220,7 +220,7 @@ class CategoryTracker:
         if (
             record is None
             or storage in others
-            or _holders(total) != _ONE_HOLDER
+            or _holders(storage) != _ONE_HOLDER
             or record.nbytes != total.nbytes
         ):
             return None
@@ -231,12 +231,19 @@ class CategoryTracker:
         return record if record.born < self.node_began or len(set(edges)) < len(edges) else None
 
 
-def _holders(tensor: Tensor) -> int:
-    """Of its storage: the tensors that share it, and the storage's Python object."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def _holders(storage: torch.UntypedStorage) -> int:
+    """The tensors that share it, and its Python object, which counts as one or as none by the
+    version of torch."""
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
-_ONE_HOLDER = _holders(torch.empty(0))
+def _holders_of_one() -> int:
+    alone = torch.empty(0)
+    storage = alone.untyped_storage()
+    return _holders(storage)
+
+
+_ONE_HOLDER = _holders_of_one()
 
 
 def _called_by_autograd() -> bool:
