@@ -12,8 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import FakeCopyMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import InfeasibleBudget, function, shown

@@ -22,7 +22,7 @@ _COUNTED_AS = {
 
 def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
     """The FLOPs of one call of an operator; 0 for one without a formula."""
-    formula = flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket))
+    formula = flop_registry.get(_COUNTED_AS.get(func.overloadpacket, func.overloadpacket))
     return 0 if formula is None else _by(formula, args, kwargs or {}, result)
 
 

@@ -70,7 +70,7 @@ class Operators(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        if func._overloadpacket in BYTELESS:
+        if func.overloadpacket in BYTELESS:
             return func(*args, **kwargs)
         device, tensors = self.device, _tensors((args, kwargs))
         here = [device.holds(tensor) for tensor in tensors]
@@ -141,7 +141,7 @@ class Operators(TorchDispatchMode):
         self, func: Callable, args: tuple, kwargs: dict, result: Any, nbytes: int, whose: str
     ) -> float:
         rate = self.device.rates[f"{whose}flops_per_second"]
-        count = flop_registry.get(func._overloadpacket) if rate < math.inf else None
+        count = flop_registry.get(func.overloadpacket) if rate < math.inf else None
         flops = count(*args, **kwargs, out_val=result) if count else 0
         return max(flops / rate, nbytes / self.device.rates[f"{whose}bytes_per_second"])
 
@@ -212,7 +212,7 @@ def _written(func: Callable, args: tuple, kwargs: dict) -> tuple[list[Tensor], l
     # without one fused optimizers only read what their schema has written
     if kwargs.get("grad_scale") is None:
         changed = [(each, value) for each, value in changed if each.name != "grads"]
-    if func._overloadpacket not in OVERWRITE:
+    if func.overloadpacket not in OVERWRITE:
         return _tensors([value for _, value in changed]), _tensors(
             [value for each, value in changed if each.is_out]
         )
