@@ -1,5 +1,5 @@
-"""Which category a storage belongs to, told from what operators, the autograd graph and optimizers
-do with it."""
+"""Categories of storages, told from what operators, the autograd graph and optimizers do with
+it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class CategoryTracker:
         self._next: dict[int, int] = {}
 
     def inputs(self, func, args, kwargs, node) -> tuple[str, set[int]]:
-        """Before an operator: where it runs, and the addresses of its input storages."""
+        """Pass in which an operator, before it runs, stands, and the addresses of its input
+        storages."""
         self.settle()
         thread = threading.get_ident()
         self._oldest, self._next[thread] = (
@@ -144,7 +145,7 @@ class CategoryTracker:
         return mode is not self.fake_mode and not isinstance(mode, Symbolic)
 
     def settle(self) -> None:
-        """What the last operator's autograd node saved, or accumulated, can be seen once the
+        """Record what the last operator's autograd node saved, or accumulated: to be seen once the
         operator is through."""
         now = len(self.ledger.operators) - 1
         output = self._output and self._output()
@@ -217,7 +218,7 @@ class CategoryTracker:
 
 
 def _holders(tensor: Tensor) -> int:
-    """Of its storage: the tensors that share it, and the storage's Python object."""
+    """Count of a storage's holders: the tensors that share it, and its Python object."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 

@@ -27,8 +27,8 @@ def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
 
 
 def _by(formula: Callable[..., int], args: tuple, kwargs: dict, result: Any) -> int:
-    """By the formula, once for all tensors of these shapes: it takes longer than a symbolic
-    operator."""
+    """Count FLOPs by the formula, once for all tensors of these shapes: it takes longer than a
+    symbolic operator."""
     if kwargs or not all(isinstance(value, Tensor) for value in args):
         return formula(*args, **kwargs, out_val=result)
     key = formula, *[tensor.shape for tensor in args]

@@ -1,5 +1,5 @@
-"""In which module an operator runs: its own in the forward pass, and in backward that whose
-gradient is computed."""
+"""Modules in which operators run: its own in the forward pass, and in backward that whose gradient
+is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators make of symbolic tensors, remembered: shapes, strides and dtypes of what they are
+"""Cache of what operators make of symbolic tensors: shapes, strides and dtypes of what they are
 given decide it."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Outline(NamedTuple):
 
 
 def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
-    """What `FakeTensorMode` makes of an operator.
+    """Result of an operator as `FakeTensorMode` makes it.
 
     It remembers too, and by more than is asked here: what only sparse, constant or quantized
     tensors have, and whatever else stands in the way of remembering, is left to it.
@@ -115,7 +115,7 @@ def _look(value: Any, given: list[Tensor]) -> Any:
 
 
 def _outline_of(func, result: Any, given: list[Tensor]) -> tuple | None:
-    """What is to be remembered of a result: of one tensor, or of a tuple or list; None of all that
+    """Outline to be remembered of a result: of one tensor, or of a tuple or list; None of all that
     is not plain."""
     kind = next((kind for kind in (tuple, list) if isinstance(result, kind)), None)
     changes, storages, made = func._schema.is_mutable, [_storage(tensor) for tensor in given], []
@@ -167,8 +167,8 @@ def _again(mode: FakeTensorMode, known: tuple, given: list[Tensor]) -> Any:
 
 
 def _make_fake(mode: FakeTensorMode, made: _Outline, given: list[Tensor]) -> FakeTensor:
-    """As `FakeTensor` makes it, in a quarter of the time: its attributes are those of all that it
-    makes."""
+    """Make a symbolic tensor as `FakeTensor` does, in a quarter of the time: its attributes are
+    those of all that it makes."""
     with torch._C._DisableTorchDispatch():
         if made.of is None:
             bare = torch.empty_strided(made.size, made.stride, dtype=made.dtype, device="meta")

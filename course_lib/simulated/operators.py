@@ -1,4 +1,4 @@
-"""What runs on a simulated device, and what its host reads: PyTorch's modes that tell the device's
+"""Operators of a simulated device, and reads of its host: PyTorch's modes that tell the device's
 log of it."""
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ HOST_READS = {
 
 
 class HostReads(TorchFunctionMode):
-    """What the host reads without an operator: of the device's memory too, for which it then waits,
-    as on CUDA."""
+    """Mode that sees what the host reads without an operator: of the device's memory too, for which
+    it then waits, as on CUDA."""
 
     def __init__(self, device: Any):
         super().__init__()
@@ -156,8 +156,8 @@ def _refuse_the_host(func: Callable, tensors: list[Tensor]) -> None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Those in an operator's arguments or results: by hand, since PyTorch's trees take longer than
-    small operators."""
+    """Tensors in an operator's arguments or results: by hand, since PyTorch's trees take longer
+    than small operators."""
     if isinstance(value, Tensor):
         return [value]
     parts = (
@@ -187,7 +187,7 @@ def _new_storages(results: list[Tensor], given: list[Tensor]) -> dict[int, Untyp
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    """As they lie in memory: what is expanded is there once."""
+    """Bytes of tensors as they lie in memory: what is expanded is there once."""
     return sum(
         tensor.itemsize
         * math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
