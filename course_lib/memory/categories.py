@@ -61,8 +61,8 @@ class CategoryTracker:
         self._next: dict[int, int] = {}
 
     def inputs(self, func, args, kwargs, node) -> tuple[str, set[int]]:
-        """Pass in which an operator, before it runs, stands, and the addresses of its input
-        storages."""
+        """The pass to which an operator belongs, and the addresses of its input storages; to be
+        asked before it runs."""
         self.settle()
         thread = threading.get_ident()
         self._oldest, self._next[thread] = (
@@ -145,8 +145,8 @@ class CategoryTracker:
         return mode is not self.fake_mode and not isinstance(mode, Symbolic)
 
     def settle(self) -> None:
-        """Record what the last operator's autograd node saved, or accumulated: to be seen once the
-        operator is through."""
+        """Record what the last operator's autograd node saved, or accumulated, which is to be seen
+        only once the operator is through."""
         now = len(self.ledger.operators) - 1
         output = self._output and self._output()
         if output is not None and output.grad_fn is not None and self._is_new(output.grad_fn):

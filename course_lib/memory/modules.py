@@ -1,5 +1,5 @@
-"""Modules in which operators run: its own in the forward pass, and in backward that whose gradient
-is computed."""
+"""Module in which an operator runs: its own in the forward pass, and in backward that whose
+gradient is computed."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class RankWire(_Counted):
         return whole.detach()
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """The piece of this rank of the sum over all ranks."""
+        """Piece of the sum over all ranks that is this rank's."""
         total = self._sum(tensor)
         self._give(total)
         return total.chunk(self._ranks)[self._rank].clone()
