@@ -1,4 +1,4 @@
-"""What arguments must be, in one place: every refusal names the argument, what it got and what it
+"""Checks of arguments, in one place: every refusal names the argument, what it got and what it
 takes."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whose an error is: what this library refuses, or what the user's own code raises, and at which
+"""Origin of an error: what this library refuses, or what the user's own code raises, and at which
 line of it."""
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def file_shown(file: str) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Where it comes from, "mine.py, line 5, in loss"; "" if from no other code than this library's
-    and PyTorch's."""
+    """Place an error comes from, "mine.py, line 5, in loss"; "" if from no other code than this
+    library's and PyTorch's."""
     if (line := origin(error)) is None:
         return ""
     within = f", in {line.name}" if line.name != "<module>" else ""
@@ -134,7 +134,7 @@ def message(error: Exception) -> str:
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """What the user's code raises has a note of its line, where the traceback does not end with
+    """Give an error of the user's code a note of its line, where the traceback does not end with
     that."""
     try:
         yield

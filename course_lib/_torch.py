@@ -176,7 +176,7 @@ class RandomState:
 
 @contextmanager
 def random_numbers_undone() -> Iterator[None]:
-    """After an error inside the block, the generators are as they were before it."""
+    """Restore the generators after an error inside the block."""
     state = RandomState(counted=False)  # no part of what the block takes
     try:
         yield
@@ -189,7 +189,7 @@ def random_numbers_undone() -> Iterator[None]:
 
 
 class AutocastState:
-    """What `torch.autocast` is set to, for the CPU and the types of some devices; `as_then` sets it
+    """Settings of `torch.autocast` for the CPU and the types of some devices; `as_then` sets it
     again."""
 
     def __init__(self, device_types: Iterable[str] = ()):
@@ -200,7 +200,7 @@ class AutocastState:
 
     @contextmanager
     def as_then(self, *, cache_enabled: bool | None = None) -> Iterator[None]:
-        """Inside the block, autocast is as it was; `cache_enabled` overrides whether casts are
+        """Set autocast, inside the block, as it was; `cache_enabled` overrides whether casts are
         cached."""
         with ExitStack() as stack:
             for kind, (enabled, dtype, cached) in self.states.items():
@@ -230,8 +230,8 @@ def autocast_of(tensor: Tensor) -> torch.dtype | None:
 
 
 def modes_when_recomputed() -> list[TorchFunctionMode]:
-    """Those active now that ask, by an attribute `when_recomputed`, to be so too where a forward
-    pass is repeated."""
+    """Active function modes with `when_recomputed = True`: checkpoints enter them again for the
+    recomputation."""
     return [
         mode
         for mode in _get_current_function_mode_stack()
@@ -243,7 +243,7 @@ def modes_when_recomputed() -> list[TorchFunctionMode]:
 
 
 def wait_for(device: torch.device | str) -> None:
-    """Until the device has done all that it was given; at once for a CPU."""
+    """Block until the device has done all that it was given; return at once for a CPU."""
     device = torch.device(device)
     if device.type not in ("cpu", "meta"):
         getattr(torch, device.type).synchronize(device)

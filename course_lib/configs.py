@@ -30,7 +30,7 @@ KNOWN = ("gpt2", *LLAMAS)
 
 
 def read_config(file: Path | str) -> dict[str, Any]:
-    """What stands in a `config.json`.
+    """Read a `config.json`.
 
     Raises:
         ValueError: the file cannot be read, is no JSON, at the line and column that is said, or
@@ -76,8 +76,8 @@ def model_from(config: Mapping[str, Any], *, sequence: int, seed: int = 0) -> De
 def shape_of(
     config: Mapping[str, Any], sequence: int
 ) -> tuple[type[Decoder | Llama], dict[str, Any]]:
-    """What `model_from` makes a model by, checked: the class and its arguments, but for the
-    seed."""
+    """Arguments that `model_from` makes a model by, checked: the class and its arguments, but for
+    the seed."""
     name = config.get("model_type")
     if name not in KNOWN:
         raise ValueError(

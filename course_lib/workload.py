@@ -1,4 +1,4 @@
-"""How a command names a model and its batch: by a config.json, a function of the user's, or sizes.
+"""Model and batch as a command names them: by a config.json, a function of the user's, or sizes.
 
 A `config.json` of a kind that `course_lib.configs` knows is made of plain modules here; any other
 kind is made by `transformers`, where that is installed.
@@ -48,7 +48,7 @@ class Workload:
 
 
 def workload_of(given: Namespace) -> Workload:
-    """By --config, --model, or else by sizes.
+    """Workload by --config, by --model, or else by sizes.
 
     Raises:
         ValueError: something is missing, cannot be found, or does not go together; in one sentence.
@@ -196,7 +196,7 @@ def _by_function(given: Namespace) -> Workload:
 
 
 def samples_of(make_batch: Any) -> int:
-    """How many samples a function's batch has, found without memory.
+    """Number of samples a function's batch has, found without memory.
 
     Raises:
         TypeError: no function without arguments, or no batch.

@@ -74,8 +74,8 @@ class Ranks:
 
     @torch.no_grad()
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Of all gradients, of which FSDP2 has shards here: DTensor's own would be reduced one by
-        one."""
+        """Norm of all gradients, of which FSDP2 has shards here: DTensor's own would be reduced one
+        by one."""
         norm = nn.utils.get_total_norm(
             [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
         )

@@ -65,7 +65,7 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one `AccumulatedStep` did. Symbolic tensors have no values: NaN stands for what was
+    """Result of one `AccumulatedStep`. Symbolic tensors have no values: NaN stands for what was
     computed from them.
 
     Attributes:
@@ -432,7 +432,7 @@ def _values(scalars: list[Tensor]) -> list[float]:
 
 
 def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, float | Tensor]:
-    """What a `loss_sum` returned, if it is (sum of losses, weight)."""
+    """Return what a `loss_sum` gave, if it is (sum of losses, weight)."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(
             f"{name}: loss_sum returned {shown(pair)}; it takes (sum of losses, weight), and not a"

@@ -1,4 +1,4 @@
-"""What attention costs: FLOPs, and bytes moved to and from the slow memory.
+"""Costs of attention: FLOPs, and bytes moved to and from the slow memory.
 
 FLOPs of a head with N positions of d features: each product of (N, d) and (d, N), or (N, N) and (N,
 d), takes 2 N^2 d. Forward has two of them, 4 N^2 d, in both kinds. Backward has four, 8 N^2 d (dV,
@@ -41,7 +41,7 @@ from course_lib import _check
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """What one pass of attention costs.
+    """Costs of one pass of attention.
 
     Attributes:
         flops: floating-point operations of the matrix products; a multiplication and an addition

@@ -62,8 +62,8 @@ def tile_of(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Where rows first .. first + BLOCK of one head lie in a tensor (batch, heads, n, D), and which
-    entries exist.
+    """Addresses of rows first .. first + BLOCK of one head in a tensor (batch, heads, n, D), and
+    which entries exist.
 
     Both are (BLOCK, BLOCK_D); BLOCK_D is the next power of two from D on, as Triton wants it.
     """
@@ -80,8 +80,8 @@ def load_tile(
     tensor, strides, batch, head, first, n,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """That tile, (BLOCK, BLOCK_D), with zeros for what does not exist; all of a WHOLE tile's rows
-    do."""
+    """The tile at those addresses, (BLOCK, BLOCK_D), with zeros for what does not exist; all of a
+    WHOLE tile's rows do."""
     pointers, exists = tile_of(tensor, strides, batch, head, first, n, D, BLOCK, BLOCK_D)
     if WHOLE and D == BLOCK_D:
         return tl.load(pointers)
@@ -109,7 +109,7 @@ def store_tile(
 
 @jit
 def row_offset(batch, head, heads, n):
-    """Where one head's rows start in a contiguous tensor (batch, heads, n)."""
+    """Offset of one head's rows in a contiguous tensor (batch, heads, n)."""
     return (tl.cast(batch, tl.int64) * heads + head) * n
 
 

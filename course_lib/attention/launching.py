@@ -63,7 +63,7 @@ def _tile_bytes(kernel: Any, block_q: int, block_k: int, tiles: int, row_bytes: 
 def _sizes(
     kernel: Any, block_d: int, itemsize: int, shared: int
 ) -> list[tuple[int, int, int, int]]:
-    """What to try on a GPU that has so much shared memory an instance."""
+    """Settings to try on a GPU that has so much shared memory an instance."""
     if itemsize == 4:
         return SINGLE if block_d <= 128 else SINGLE[1:]
 
@@ -115,9 +115,9 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def _setting(q: Tensor, k: Tensor) -> tuple[int, int, int]:
-    """What the choice depends on, so that a new length seldom means a new choice: the GPU's memory,
-    and between which powers of two lie the queries of all heads and the keys; more than fill a GPU
-    are all the same.
+    """Key that the choice depends on, such that a new length seldom means a new choice: the GPU's
+    memory, and between which powers of two lie the queries of all heads and the keys; more than
+    fill a GPU are all the same.
     """
     numbers = (q.shape[:3].numel(), 2**15), (k.shape[2], 2**13)
     return _shared_memory(q.device), *(

@@ -1,5 +1,4 @@
-"""What `tiled` takes, without its long loops: for symbolic tensors, which have shapes but no
-memory.
+"""Memory of `tiled`, without its long loops: for symbolic tensors, which have shapes but no memory.
 
 One operator stands for all the tiles: it takes as many bytes as they do at their peak, and has
 their FLOPs. The bytes are found once for all that is alike, out of sight of meters, by running some

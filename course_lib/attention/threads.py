@@ -21,7 +21,7 @@ WORTH_IT = 2**18  # scores: below, a pass takes about as long as waking a thread
 
 
 def workers(x: Tensor, scores: int, at_once: int) -> int:
-    """How many threads to take for a pass with so many scores that works on `at_once` heads at a
+    """Number of threads to take for a pass with so many scores that works on `at_once` heads at a
     time."""
     if x.device.type != "cpu" or scores < WORTH_IT or _watched():
         return 1

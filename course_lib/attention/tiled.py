@@ -28,7 +28,7 @@ LOG2_E = math.log2(math.e)
 
 
 class Options(NamedTuple):
-    """How queries see keys, for all backends.
+    """Options of how queries see keys, for all backends.
 
     Attributes:
         shift: query i sees the keys up to i + shift; all of them if None.
@@ -148,7 +148,7 @@ def forward_tiles(q, o, lse, k, v, options) -> None:
 
 
 def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
-    """As for `forward_tiles`; dq, dk and dv are written.
+    """Tiles of the backward pass, as for `forward_tiles`; dq, dk and dv are written.
 
     Tiles lie keys down, queries across: the sums over queries, dV and dK, are then plain products.
     """
@@ -189,8 +189,8 @@ def with_blocks(options: Options, q: Tensor, k: Tensor) -> Options:
 
 
 def heads_at_once(q: Tensor, k: Tensor, options: Options) -> int:
-    """How many heads of keys are worked on at a time; by shape alone, so that the bytes are the
-    same everywhere."""
+    """Number of heads of keys worked on at a time; by shape alone, so that the bytes are the same
+    everywhere."""
     (batch, heads, n_q), (kv_heads, n_k) = q.shape[:3], k.shape[1:3]
     tile = heads // max(1, kv_heads) * min(options.block_q, n_q) * min(options.block_k, n_k)
     at_once = max(HEADS_AT_ONCE, TILE_ELEMENTS.get(q.device.type, 2**24) // max(1, tile))

@@ -105,7 +105,7 @@ class BlocksInPlace:
         self._forwards = [_Forward(block, partial(self._call, i)) for i, block in enumerate(blocks)]
 
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """In place of the forward of block i."""
+        """Stand in for the forward of block i."""
         raise NotImplementedError
 
     def remove(self) -> None:
@@ -121,14 +121,14 @@ class BlocksInPlace:
 
 
 class CheckpointedBlocks(BlocksInPlace):
-    """What `checkpoint_blocks` did."""
+    """Result of `checkpoint_blocks`."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], options: dict[str, Any]):
         super().__init__(model, names)
         self._options, self._called = options, False
 
     def check(self) -> None:
-        """After a forward pass: raise if none of the blocks was called with gradients, so that
+        """Raise, after a forward pass, if none of the blocks was called with gradients, so that
         nothing was forgotten.
 
         As where an autograd function of the model's own runs them, or a reentrant checkpoint.
@@ -183,7 +183,7 @@ class _Forward:
                 block.forward = self.before
 
     def __reduce__(self):
-        """In a copy of the block stands the method of its class; a policy cannot be pickled."""
+        """Put the method of its class in a copy of the block; a policy cannot be pickled."""
         return getattr, (self.block(), "forward")  # of a copy that has no attributes yet
 
 

@@ -63,7 +63,7 @@ def kept_inputs(node: Any, function: Callable, changed: bool = False) -> tuple[T
 
 
 def version(tensor: Tensor) -> int | None:
-    """How often a tensor was changed in place; None where nobody counts."""
+    """Count of a tensor's changes in place; None where nobody counts."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -71,7 +71,7 @@ def version(tensor: Tensor) -> int | None:
 
 
 class Surroundings:
-    """What is global and decides what a function returns, as it was when the function ran first."""
+    """Global state that decides what a function returns, as it was when the function ran first."""
 
     def __init__(self, tensors: list[Tensor], preserve_rng_state: bool):
         devices = {tensor.device for tensor in tensors}
@@ -95,7 +95,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """As it was then, inside the block; as it is now, after it."""
+        """Set all of it, inside the block, as it was then; after it, as it is now."""
         now = None if self.random is None else RandomState(self.random.devices)
         try:
             if now is not None:

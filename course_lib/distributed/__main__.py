@@ -261,7 +261,7 @@ def _check_together(given: argparse.Namespace) -> None:
 
 
 def _options(given: argparse.Namespace) -> dict[str, Any]:
-    """Those of the `Trainer`."""
+    """Options of the `Trainer`."""
     names = ("micro_batches", "sync", "wrapper", "in_buckets", "max_norm")
     if given.max_norm is not None:
         positive("--max-norm", given.max_norm)
@@ -271,7 +271,7 @@ def _options(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _say_root(shapes: Shapes, modes: list[str]) -> None:
-    """On stderr, where much of a sharded model is never cut into blocks."""
+    """Warn, on stderr, where much of a sharded model is never cut into blocks."""
     whole = sum(weight.numbers for weight in shapes.root) / shapes.numbers
     if whole > MUCH and not set(modes) <= set(REPLICATED):
         largest = max(shapes.root, key=lambda weight: weight.numbers).name

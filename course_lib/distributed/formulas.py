@@ -79,7 +79,7 @@ class Shapes:
 
     @property
     def trained(self) -> tuple[Weight, ...]:
-        """Those that have a gradient, Adam's state, and new values after a step."""
+        """Parameters that have a gradient, Adam's state, and new values after a step."""
         return tuple(weight for weight in self.all if weight.trained)
 
     @property
@@ -89,7 +89,7 @@ class Shapes:
 
     @property
     def updated_bytes(self) -> int:
-        """What zero1 broadcasts after a step."""
+        """Bytes that zero1 broadcasts after a step."""
         return sum(weight.numbers * weight.item_bytes for weight in self.trained)
 
 
@@ -115,7 +115,7 @@ def shapes_of(model: nn.Module, blocks: str | list[str] | None = None) -> Shapes
 
 
 def held_bytes(shapes: Shapes, mode: str, ranks: int) -> list[dict[str, int]]:
-    """What each rank holds when its optimizer steps, with AdamW: a dict of `STATE` for each
+    """Bytes that each rank holds when its optimizer steps, with AdamW: a dict of `STATE` for each
     rank."""
     ranks, cut = whole("ranks", ranks, 1), one_of("mode", mode, MODES) in SHARDED
     parts = ranks if cut else 1
@@ -132,8 +132,8 @@ def held_bytes(shapes: Shapes, mode: str, ranks: int) -> list[dict[str, int]]:
 
 
 def zero1_parts(weights: Iterable[Weight], ranks: int) -> list[list[Weight]]:
-    """Which parameters' state is on which rank: the largest first, each to the rank that has the
-    least so far."""
+    """Partition of the parameters' state among ranks: the largest first, each to the rank that has
+    the least so far."""
     parts: list[list[Weight]] = [[] for _ in range(ranks)]
     for weight in sorted(weights, key=lambda w: -w.numbers):
         min(parts, key=lambda part: sum(w.numbers for w in part)).append(weight)
@@ -143,8 +143,8 @@ def zero1_parts(weights: Iterable[Weight], ranks: int) -> list[list[Weight]]:
 def sent_bytes(
     shapes: Shapes, mode: str, ranks: int, *, micro_batches: int = 1, sync: str = "last"
 ) -> int:
-    """What a rank communicates in a step, as `Communicated` counts it: 2Ψ numbers for DDP, 3Ψ for
-    FSDP that reshards.
+    """Bytes that a rank communicates in a step, as `Communicated` counts it: 2Ψ numbers for DDP, 3Ψ
+    for FSDP that reshards.
 
     An all-reduce of n bytes is 2n, all else n. DDP broadcasts buffers, too, where the model has
     some (a rotary embedding's), and zero1 each updated parameter, Ψ more. FSDP gathers a block

@@ -1,5 +1,5 @@
-"""What a rank of N will take, without starting any: one symbolic rank, and a process group that
-sends nothing."""
+"""Prediction of what a rank of N takes, without starting any: one symbolic rank, and a process
+group that sends nothing."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def predict(
     rank: int = 0,
     **options: Any,
 ) -> Taken:
-    """What one rank's steady step takes, on a machine that has none of these ranks nor their
-    memory.
+    """Predict what one rank's steady step takes, on a machine that has none of these ranks nor
+    their memory.
 
     The step is that of `Trainer` itself, on symbolic tensors, by rank `rank` of a fake process
     group; the first rank's share is never smaller than another's, but for zero1. On a GPU, gathers

@@ -33,7 +33,7 @@ METERED = 3
 
 @dataclass(frozen=True)
 class Run:
-    """What a mode did on all ranks; bytes are of the last metered step.
+    """Result of a mode on all ranks; bytes are of the last metered step.
 
     Attributes:
         losses: the mean over the tokens of all ranks, of each step.
@@ -266,7 +266,7 @@ def _end(torchrun: subprocess.Popen) -> None:
 
 
 def _cause(told: str) -> str:
-    """Of all that was said on stderr, why it failed."""
+    """Cause of a failure, out of all that was said on stderr."""
     signs = "error: ", say(text("error: {sentence}", sentence=""))
     refused = [line for line in told.splitlines() if line.startswith(signs)]
     # torchrun's own words for the rank that failed first; its traceback follows

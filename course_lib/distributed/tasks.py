@@ -1,4 +1,4 @@
-"""What is trained: the course's decoder, the model of a Hugging Face config.json, or what a
+"""Models to train: the course's decoder, the model of a Hugging Face config.json, or what a
 function returns."""
 
 from __future__ import annotations

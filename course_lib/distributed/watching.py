@@ -1,5 +1,5 @@
-"""What a rank's step takes: bytes held and at the peak, by the meter, and bytes communicated, at
-the collectives."""
+"""Measurement of a rank's step: bytes held and at the peak, by the meter, and bytes communicated,
+at the collectives."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _sent_by(func, args) -> int:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a step took on one rank, in bytes.
+    """Bytes that a step took on one rank.
 
     Attributes:
         held: parameter, gradient and optimizer, when the optimizer steps.

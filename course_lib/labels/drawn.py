@@ -21,7 +21,7 @@ def add_font() -> None:
 
 @contextmanager
 def course_font() -> Iterator[None]:
-    """What is drawn and saved in the block is written in the course's font."""
+    """Write what is drawn and saved in the block in the course's font."""
     import matplotlib
 
     add_font()

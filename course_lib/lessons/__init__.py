@@ -1,4 +1,4 @@
-"""What belongs to one lesson alone: its exercises' checks, its claims, its GPU experiments, its own
+"""Parts of one lesson alone: its exercises' checks, its claims, its GPU experiments, its own
 pictures.
 
     from course_lib.lessons.lesson_05 import check_loop    # in lesson 05
@@ -29,7 +29,7 @@ LESSONS = sorted(
 
 
 def lesson(number: str) -> ModuleType:
-    """What belongs to a lesson.
+    """Module of a lesson.
 
     Raises:
         ValueError: there is no such lesson.

@@ -80,7 +80,7 @@ def interrupt(*_) -> NoReturn:
 
 
 def what_is_missing(device: str, folder: Path) -> str | None:
-    """Why nothing can be run here; None if it can."""
+    """Reason why nothing can be run here; None if it can."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
         return f"torch is {torch.__version__}, and the course takes 2.9 or newer"
     if device == "cpu":

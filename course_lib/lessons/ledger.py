@@ -15,7 +15,7 @@ from course_lib.teaching.tables import NumberText
 
 @dataclass(frozen=True)
 class Row:
-    """What a lesson's technique makes of the step; `moved_bytes` to another tier or another rank,
+    """Effect of a lesson's technique on the step; `moved_bytes` to another tier or another rank,
     both ways."""
 
     lesson: str

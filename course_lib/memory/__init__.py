@@ -1,4 +1,4 @@
-"""Where the bytes of a training step go: measured to the byte, and predicted.
+"""Memory of a training step: where its bytes go, measured to the byte, and predicted.
 
 `MemoryMeter` counts live tensors operator by operator, `measure` compares arms by one fair method,
 `saved_tensors` lists what autograd keeps for backward, and the formulas say what to expect of them.

@@ -1,5 +1,5 @@
-"""What the allocator saw of a step: on a CPU through the profiler, on CUDA through its own
-statistics."""
+"""Allocations and frees of a step, as the allocator saw them: on a CPU through the profiler, on
+CUDA through its own statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PYTORCH_CUDA_ALLOC_CONF may say of the caching allocator, checked as PyTorch checks it.
+"""Settings of the caching allocator in PYTORCH_CUDA_ALLOC_CONF, checked as PyTorch checks it.
 
 Source: c10/core/AllocatorConfig.h and .cpp, c10/cuda/CUDAAllocatorConfig.h (torch 2.13).
 """
@@ -114,7 +114,7 @@ def _whole_mib(name: str, value: int, least: int) -> None:
 
 
 def _divisions(given: int | Mapping[int | str, int] | None) -> tuple[int, ...]:
-    """For each interval, the steps within it; 0 or 1 are none."""
+    """Steps within each interval; 0 or 1 are none."""
     if given is None:
         return (0,) * INTERVALS
     if not isinstance(given, Mapping):

@@ -25,7 +25,7 @@ Live = dict[Hashable, "Block"]  # a storage's name -> its block
 
 @runtime_checkable
 class Replayable(Protocol):
-    """What knows its own events, as a `Trace` does."""
+    """Protocol of an object that knows its own events, as a `Trace` does."""
 
     def allocations(self) -> Iterable[tuple]: ...
 
@@ -182,12 +182,13 @@ class CachingAllocator:
         return self._segments.statistics.as_dict()
 
     def reset_peak_memory_stats(self) -> None:
-        """From here on a peak is the most since now."""
+        """Count peaks anew: from here on, a peak is the most since now."""
         for statistic in self._segments.statistics.values():
             statistic.peak = statistic.current
 
     def snapshot(self) -> dict:
-        """What `torch.cuda.memory._snapshot` gives: segments, their blocks, recorded history."""
+        """Snapshot in the form of `torch.cuda.memory._snapshot`: segments, their blocks, recorded
+        history."""
         return snapshot_of(self._segments, self._chunks.values())
 
     def save_snapshot(self, path) -> None:

@@ -1,5 +1,5 @@
-"""Which category a storage belongs to, told from what operators, the autograd graph and optimizers
-do with it."""
+"""Categories of storages, told from what operators, the autograd graph and optimizers do with
+it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class CategoryTracker:
         self._next: dict[int, int] = {}
 
     def inputs(self, func, args, kwargs, node) -> tuple[str, set[int]]:
-        """Before an operator: where it runs, and the addresses of its input storages."""
+        """The pass to which an operator belongs, and the addresses of its input storages; to be
+        asked before it runs."""
         self.settle()
         thread = threading.get_ident()
         self._oldest, self._next[thread] = (
@@ -151,8 +152,8 @@ class CategoryTracker:
         return mode is not self.fake_mode and not isinstance(mode, Symbolic)
 
     def settle(self) -> None:
-        """What the last operator's autograd node saved, or accumulated, can be seen once the
-        operator is through."""
+        """Record what the last operator's autograd node saved, or accumulated, which is to be seen
+        only once the operator is through."""
         now = len(self.ledger.operators) - 1
         output = self._output and self._output()
         if output is not None and output.grad_fn is not None and self._is_new(output.grad_fn):
@@ -232,8 +233,8 @@ class CategoryTracker:
 
 
 def _holders(storage: torch.UntypedStorage) -> int:
-    """The tensors that share it, and its Python object, which counts as one or as none by the
-    version of torch."""
+    """Count of a storage's holders: the tensors that share it, and its Python object, which counts
+    as one or as none by the version of torch."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 

@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .._torch import map_tensors, tensors_in
 from . import shape_cache
@@ -181,7 +180,7 @@ class Symbolic(FakeTensorMode):
 
 
 def _outline(dispatch, func, types, args, kwargs) -> Any:
-    """What an operator makes of symbolic tensors; where PyTorch has it otherwise than for real, as
+    """Result of an operator on symbolic tensors; where PyTorch has it otherwise than for real, as
     it is for real."""
     if func is _GROUPED and args[0].dtype != torch.bfloat16:  # refused, but for real it runs
         in_bf16 = [_made(dispatch, t.size(), t.stride(), t, torch.bfloat16) for t in args[:2]]
@@ -197,7 +196,7 @@ def _outline(dispatch, func, types, args, kwargs) -> Any:
 
 
 def _bag_of_each(dispatch, args, outline: Tensor) -> Tensor:
-    """Which bag each index is in, as a CPU's kernel keeps it: with a place more, or not at all for
+    """Bag that each index is in, as a CPU's kernel keeps it: with a place more, or not at all for
     sums in 16 bits.
 
     Source: aten/src/ATen/native/EmbeddingBag.cpp (`make_offset2bag_out`).
@@ -218,8 +217,8 @@ def _made(dispatch, size, strides, like: Tensor, dtype: torch.dtype | None = Non
 
 
 def _part(maker: Callable[[], Tensor], of: Tensor) -> Callable[[], Tensor]:
-    """What gives the numbers of a symbolic tensor, which it does not keep, from those of its
-    storage."""
+    """Function that gives the numbers of a symbolic tensor, which it does not keep, from those of
+    its storage."""
     place, dtype = (of.storage_offset(), of.size(), of.stride()), of.dtype
     return lambda: torch.empty(0, dtype=dtype, device="cpu").set_(maker().untyped_storage(), *place)
 

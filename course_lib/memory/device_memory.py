@@ -1,4 +1,4 @@
-"""What the caching allocator's books are made of: figures, chunks of segments, pools of them."""
+"""Parts of the caching allocator's books: figures, chunks of segments, pools of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Statistics(dict):
         self.counts = dict.fromkeys(self.COUNTS, 0)
 
     def add(self, name: str, pool: Pool, amount: int) -> None:
-        """To the figure of the pool, and to that of all."""
+        """Add to the figure of the pool, and to that of all."""
         for statistic in self._both[name, pool.name]:
             statistic.add(amount)
 
@@ -145,5 +145,5 @@ class Pool:
             del self.unmapped[bisect_left(self.unmapped, (chunk.address,))]
 
     def first_of(self, size: int) -> int:
-        """Where in `free` the chunks of at least this size begin."""
+        """Index in `free` at which the chunks of at least this size begin."""
         return bisect_left(self.free, (size,))

@@ -31,7 +31,7 @@ _QUERY_AT = {
 
 def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
     """The FLOPs of one call of an operator; 0 for one without a formula."""
-    kind = _COUNTED_AS.get(func._overloadpacket, func._overloadpacket)
+    kind = _COUNTED_AS.get(func.overloadpacket, func.overloadpacket)
     formula = flop_registry.get(kind)
     if formula is None:
         return 0
@@ -52,8 +52,8 @@ def _with_all_heads(query: int, args: tuple) -> tuple:
 
 
 def _by(formula: Callable[..., int], args: tuple, kwargs: dict, result: Any) -> int:
-    """By the formula, once for all tensors of these shapes: it takes longer than a symbolic
-    operator."""
+    """Count FLOPs by the formula, once for all tensors of these shapes: it takes longer than a
+    symbolic operator."""
     if kwargs or not all(isinstance(value, Tensor) for value in args):
         return formula(*args, **kwargs, out_val=result)
     key = formula, *[tensor.shape for tensor in args]

@@ -31,7 +31,7 @@ class Pass(NamedTuple):
 
 
 class Growth:
-    """How a step grows with its model's equal blocks: from one with `a` of them, `few`, and one
+    """Growth of a step with its model's equal blocks: from one with `a` of them, `few`, and one
     with a + 1, `more`.
 
     Each pass through the blocks is cut in two where they are alike, and n - a blocks are put in at
@@ -62,9 +62,9 @@ class Growth:
         ]
 
     def sources(self, blocks: int) -> Iterator[tuple[Trace, int, int, int]]:
-        """What the step with so many blocks more than `few` is put together from: a trace, from
-        which moment of it until which, and how many blocks follow in its pass of those that were
-        put in.
+        """Parts that the step with so many blocks more than `few` is put together from: a trace,
+        from which moment of it until which, and how many blocks follow in its pass of those that
+        were put in.
         """
         for at in self.passes:
             new = at.more + at.cut
@@ -160,8 +160,8 @@ class _GrownSpans:
         return _numbered(found)
 
     def _held_from_the_start(self) -> list[Span]:
-        """What `more` holds through all of the step for the new block, and `few` does not, such as
-        its parameters."""
+        """Bytes that `more` holds through all of the step for the new block, and `few` does not,
+        such as its parameters."""
         ours, others = (
             [span for span in trace.spans or () if span.start == 0]
             for trace in (self.few, self.more)
@@ -210,7 +210,7 @@ class _GrownSpans:
         return p, "head" if within < at.cut else "new" if within < at.cut + at.block else "tail"
 
     def _offset(self, p: int) -> int:
-        """How much later pass `p` begins than in `more`."""
+        """Delay of the start of pass `p` against `more`."""
         return sum((self.blocks - 1) * at.block for at in self.passes[:p])
 
     def _stretched(self, moment: int) -> int:
@@ -241,7 +241,7 @@ def _numbered(found: list[tuple[int, int, Span, bool]]) -> list[Span]:
 
 
 def _passes(operators: Sequence[tuple[Any, str]]) -> list[tuple[int, int]]:
-    """From where to where the forward passes go, and what is between them."""
+    """Bounds of the forward passes, and what is between them."""
     found, start = [], 0
     for _, group in groupby(operators, key=lambda operator: operator[1] == "forward"):
         stop = start + len(list(group))
@@ -251,7 +251,7 @@ def _passes(operators: Sequence[tuple[Any, str]]) -> list[tuple[int, int]]:
 
 
 def _cut(few: list, more: list, start: int, stop: int, begin: int, end: int) -> Pass:
-    """Where a pass has one block more."""
+    """Place in a pass where it has one block more."""
     ours, others = few[start:stop], more[begin:end]
     block = len(others) - len(ours)
     # What looks alike goes a block too far, or more, where a block begins as what comes after it.

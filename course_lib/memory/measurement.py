@@ -30,7 +30,7 @@ _MOST_METERED = 4  # runs beyond the warm-up that may pass until two agree
 
 @dataclass(frozen=True, repr=False)
 class Measurement(Table):
-    """What `measure` found. Bytes are whole numbers; times are seconds.
+    """Result of `measure`. Bytes are whole numbers; times are seconds.
 
     Attributes:
         peak_bytes: the most bytes of tensors live at once, model and optimizer included where

@@ -60,7 +60,7 @@ class MemoryBudgetExceeded(RuntimeError):
 
 
 class Figures:
-    """What a meter tells of its block; all but `peak_bytes_by_device` is of one device."""
+    """Figures that a meter tells of its block; all but `peak_bytes_by_device` is of one device."""
 
     @property
     def peak_bytes(self) -> int:
@@ -69,7 +69,7 @@ class Figures:
 
     @property
     def entry_bytes(self) -> int:
-        """What model and optimizer held on entry."""
+        """Bytes that model and optimizer held on entry."""
         return self._ledger.main.entry_bytes
 
     @property
@@ -99,7 +99,8 @@ class Figures:
 
     @property
     def flops(self) -> int:
-        """Of matrix products and convolutions so far, by the formulas of `FlopCounterMode`."""
+        """FLOPs of matrix products and convolutions so far, by the formulas of
+        `FlopCounterMode`."""
         return sum(self._ledger.flops.values())
 
     def trace(self, *, events: bool = True) -> Trace:
@@ -127,12 +128,12 @@ class Figures:
 
     @property
     def moments(self) -> int:
-        """How many moments its trace has so far."""
+        """Number of moments its trace has so far."""
         return len(self._ledger.operators)
 
     @property
     def operator_count(self) -> int:
-        """How many operators ran."""
+        """Number of operators that ran."""
         return sum(operator is not NO_OPERATOR for operator, _ in self._ledger.operators[1:])
 
     def phases(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""In which module an operator runs: its own in the forward pass, and in backward that whose
+"""Module in which an operator runs: its own in the forward pass, and in backward that whose
 gradient is computed."""
 
 from __future__ import annotations

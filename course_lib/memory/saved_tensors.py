@@ -1,4 +1,4 @@
-"""What autograd keeps for backward, tensor by tensor."""
+"""Tensors that autograd keeps for backward, one by one."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def _name(node, items: list[_Held]) -> None:
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """Of their storages."""
+    """Addresses of their storages."""
     return {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
 
 

@@ -1,4 +1,4 @@
-"""How the caching allocator gets, cuts, joins and gives back memory.
+"""Segments of the caching allocator: how it gets, cuts, joins and gives back memory.
 
 Source: c10/cuda/CUDACachingAllocator.cpp, torch 2.13, whose names stand in the docstrings below.
 
@@ -36,7 +36,7 @@ ENDLESS_BYTES = 1 << 48  # a device of no stated capacity: "there is 256TiB of a
 
 
 class Segments:
-    """What both kinds have in common; a device's two pools, and what was reserved for them.
+    """Base of both kinds; a device's two pools, and what was reserved for them.
 
     Attributes:
         total_bytes: of the device.
@@ -63,11 +63,11 @@ class Segments:
 
     @property
     def free_bytes(self) -> int:
-        """What the device has left (`cudaMemGetInfo`)."""
+        """Bytes that the device has left (`cudaMemGetInfo`)."""
         return self.total_bytes - self.statistics["reserved_bytes.all"].current
 
     def segment_bytes(self, size: int) -> int:
-        """What is asked of CUDA for a block of this size (`get_allocation_size`)."""
+        """Bytes that are asked of CUDA for a block of this size (`get_allocation_size`)."""
         if size <= SMALL_BYTES:
             return SMALL_SEGMENT_BYTES
         if size < MIN_LARGE_BYTES:

@@ -1,4 +1,4 @@
-"""What operators make of symbolic tensors, remembered: shapes, strides and dtypes of what they are
+"""Cache of what operators make of symbolic tensors: shapes, strides and dtypes of what they are
 given decide it."""
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .._torch import tensors_in
 
@@ -45,7 +44,7 @@ class Outline(NamedTuple):
 
 
 def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
-    """What `FakeTensorMode` makes of an operator.
+    """Result of an operator as `FakeTensorMode` makes it.
 
     It remembers too, and by more than is asked here: what only sparse, constant or quantized
     tensors have, and whatever else stands in the way of remembering, is left to it.
@@ -116,7 +115,7 @@ def _look(value: Any, given: list[Tensor]) -> Any:
 
 
 def _outline_of(func, result: Any, given: list[Tensor]) -> tuple | None:
-    """What is to be remembered of a result: of one tensor, or of a tuple or list; None of all that
+    """Outline to be remembered of a result: of one tensor, or of a tuple or list; None of all that
     is not plain."""
     kind = next((kind for kind in (tuple, list) if isinstance(result, kind)), None)
     changes, storages, made = func._schema.is_mutable, [_storage(tensor) for tensor in given], []

@@ -1,4 +1,4 @@
-"""How results show themselves: bytes and tables as text, tables also as HTML, timelines drawn."""
+"""Display of results: bytes and tables as text, tables also as HTML, timelines drawn."""
 
 from __future__ import annotations
 

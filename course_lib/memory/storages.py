@@ -1,5 +1,5 @@
-"""What holds a tensor's bytes, and which tensors belong to a model, an optimizer, an operator's
-call or the graph."""
+"""Storages that hold a tensor's bytes, and which tensors belong to a model, an optimizer, an
+operator's call or the graph."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def tensors_among(args, kwargs: Mapping | None = None) -> list[Tensor]:
 def belongings(
     model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]
 ) -> Iterator[tuple[Tensor, str]]:
-    """What model and optimizers hold, with the category of each."""
+    """Tensors that model and optimizers hold, with the category of each."""
     if model is not None:
         for parameter in model.parameters():
             yield parameter, "parameter"
@@ -115,13 +115,13 @@ def hooks_active() -> bool:
 
 @cache
 def saved_names(kind: type) -> tuple[str, ...]:
-    """What a kind of node saves, such as ("mat1", "mat2")."""
+    """Names of what a kind of node saves, such as ("mat1", "mat2")."""
     return tuple(name[len("_raw_saved_") :] for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def saved_by(node) -> list[Tensor]:
-    """What a node of the graph has saved for backward; nothing if it has been freed or one of them
-    was changed.
+    """Tensors that a node of the graph has saved for backward; nothing if it has been freed or one
+    of them was changed.
 
     Args:
         node: a `grad_fn` made outside saved-tensor hooks (else asking would run them).

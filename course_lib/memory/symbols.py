@@ -85,8 +85,8 @@ class _Once:
 
 
 def _applied(module: nn.Module, function: Callable, recurse: bool = True) -> nn.Module:
-    """What `module.to` calls: symbolic tensors cannot be given other data, so that new ones take
-    their place."""
+    """Stand in for `Module._apply`, which `module.to` calls: symbolic tensors cannot be given other
+    data, so that new ones take their place."""
     once = function if isinstance(function, _Once) else _Once(function)
     for child in module.children() if recurse else ():
         child._apply(once)

@@ -25,7 +25,7 @@ NO_OPERATOR = "(no operator)"
 
 @dataclass(frozen=True)
 class Sample:
-    """What was live right after one operator."""
+    """Bytes live right after one operator."""
 
     operator: str  # "aten.addmm.default"
     phase: str  # one of PHASES
@@ -172,8 +172,8 @@ class Ledger:
         self._final: dict[str, np.ndarray] | None = None  # the history, once no more follows
 
     def account(self, device: torch.device) -> Account:
-        """That of a device; the first accelerator's becomes the main one, unless another device was
-        named."""
+        """Account of a device; the first accelerator's becomes the main one, unless another device
+        was named."""
         device = CPU if device.type == "cpu" else device  # a symbolic tensor can be on "cpu:0"
         if device not in self.accounts:
             self.accounts[device] = Account(device)
@@ -232,8 +232,8 @@ class Ledger:
             self.note_peak()
 
     def resized(self, storage, was_empty: bool | None = None) -> None:
-        """Where the size has changed, one life ends and another begins; one that was empty may be
-        from before.
+        """Record a resized storage as freed and allocated anew; one that was empty may be from
+        before.
 
         `was_empty` is None where an operator did it.
         """

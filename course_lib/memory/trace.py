@@ -60,7 +60,7 @@ class Event:
 
 
 class Trace:
-    """What happened in a step, operator by operator.
+    """Events of a step, operator by operator.
 
     Attributes:
         operators: (operator, phase) of each moment.
@@ -101,7 +101,7 @@ class Trace:
         return len(self.operators)
 
     def __getitem__(self, part: slice) -> Trace:
-        """Some of its moments, which follow one another; totals are those of the whole."""
+        """Part of its moments, which follow one another; totals are those of the whole."""
         start, stop, _ = part.indices(len(self))
 
         def within(found: dict[int, Any]) -> dict[int, Any]:
@@ -133,7 +133,7 @@ class Trace:
 
     @cached_property
     def live_bytes(self) -> np.ndarray:
-        """At each moment, of all categories."""
+        """Bytes live at each moment, of all categories."""
         return self.live.sum(1)
 
     @property
@@ -231,8 +231,8 @@ class Trace:
                 yield "release", storage, nbytes
 
     def frames_at(self, moment: int) -> list[dict]:
-        """From where a moment's storages are, innermost first, in the form of PyTorch's snapshots:
-        the operator and its phase, the module, the line of the user's own code."""
+        """Call stacks where a moment's storages are from, innermost first, in the form of PyTorch's
+        snapshots: the operator and its phase, the module, the line of the user's own code."""
         operator, phase = self.operators[moment]
         frames = [{"filename": phase, "line": 0, "name": str(operator)}]
         if path := self.modules.get(moment):

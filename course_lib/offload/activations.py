@@ -45,8 +45,8 @@ from .stores import Guard, Room, Store, bytes_of, default_store, view_of
 
 
 class offload_activations:
-    """What autograd saves inside the block goes one tier down, and comes back when backward needs
-    it.
+    """Send what autograd saves inside the block one tier down, and bring it back when backward
+    needs it.
 
     Stay where they are: parameters and buffers of modules that run inside the block, and views of
     them; what is in `keep`; storages below `min_bytes`; the last storages saved, since backward
@@ -136,7 +136,7 @@ class offload_activations:
 
 
 class _State(Enum):
-    """Where a saved storage is; what leads from one to the next is drawn at the top of this
+    """Place of a saved storage; what leads from one to the next is drawn at the top of this
     file."""
 
     PARTIAL = auto()  # on the device, and stays until the saved tensors are all that it holds
@@ -355,7 +355,7 @@ class _SavedStorage:
         return self.device.used(self.coming()) if self.state is _State.COMING_UP else self.held
 
     def let_go(self) -> None:
-        """What came up is through with, unless another node wants it too. A graph that is retained
+        """Let go of what came up, unless another node wants it too. A graph that is retained
         fetches it again."""
         if self.wanted:
             return
@@ -375,7 +375,7 @@ class _SavedStorage:
 
 
 def _running_node() -> Any:
-    """Which of backward's nodes is running; not the node itself, which would keep its graph
+    """Identity of backward's running node; not the node itself, which would keep its graph
     alive."""
     node = torch._C._current_autograd_node()
     return None if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())

@@ -29,7 +29,7 @@ Master = TypeVar("Master", bound="MasterWeights")
 
 @dataclass
 class StateOptions:
-    """What all the state of an optimizer has in common.
+    """Options that all the state of an optimizer has in common.
 
     Attributes:
         overlap: copy while other parameters are updated.
@@ -86,7 +86,7 @@ class MasterWeights:
         self.states = states
 
     def nbytes(self) -> int:
-        """How much of a page it takes."""
+        """Bytes of a page that it takes."""
         return self.dtype.itemsize * self.p.numel()
 
     # ---- a step of all that are due
@@ -111,8 +111,8 @@ class MasterWeights:
     # ---- around the base optimizer's update
 
     def load_grad(self) -> None:
-        """Before the update: the weights take the gradient, and values that the parameter was given
-        from outside."""
+        """Hand, before the update, the gradient to the weights, and values that the parameter was
+        given from outside."""
         if self.has_copy:
             self.load_values()
             self.weights.grad = self.gradient().to(self.dtype)
@@ -126,7 +126,7 @@ class MasterWeights:
             self.weights.copy_(torch.where(rounded == now, self.weights, now.to(self.dtype)))
 
     def write_back(self) -> None:
-        """After the update: the parameter takes the weights, rounded."""
+        """Write, after the update, the weights to the parameter, rounded."""
         if self.has_copy and self.weights.grad is not None:
             self.weights.grad = None
             self.write_values()

@@ -36,7 +36,7 @@ class StoreFull(OSError):
 
 @dataclass
 class Traffic:
-    """What has moved.
+    """Bytes that have moved.
 
     Attributes:
         bytes_down: copied to the tier below.
@@ -103,7 +103,7 @@ class Guard:
 
 
 class Room:
-    """So many bytes below, until `free`, or until the room is dropped. `place` and `last` are the
+    """Reserved bytes below, until `free`, or until the room is dropped. `place` and `last` are the
     store's own."""
 
     def __init__(self, store: Store, nbytes: int, place: Any = None):
@@ -161,7 +161,7 @@ class Store:
 
     @property
     def used_bytes(self) -> int:
-        """What is reserved now."""
+        """Bytes reserved now."""
         # which another thread may just hold: what was dropped meanwhile is released on the way out
         with self.guard:
             pass

@@ -1,4 +1,4 @@
-"""What runs on a simulated device, and what its host reads: PyTorch's modes that tell the device's
+"""Operators of a simulated device, and reads of its host: PyTorch's modes that tell the device's
 log of it."""
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ HOST_READS = {
 
 
 class HostReads(TorchFunctionMode):
-    """What the host reads without an operator: of the device's memory too, for which it then waits,
-    as on CUDA."""
+    """Mode that sees what the host reads without an operator: of the device's memory too, for which
+    it then waits, as on CUDA."""
 
     def __init__(self, device: Any):
         super().__init__()
@@ -70,7 +70,7 @@ class Operators(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        if func._overloadpacket in BYTELESS:
+        if func.overloadpacket in BYTELESS:
             return func(*args, **kwargs)
         device, tensors = self.device, _tensors((args, kwargs))
         here = [device.holds(tensor) for tensor in tensors]
@@ -141,7 +141,7 @@ class Operators(TorchDispatchMode):
         self, func: Callable, args: tuple, kwargs: dict, result: Any, nbytes: int, whose: str
     ) -> float:
         rate = self.device.rates[f"{whose}flops_per_second"]
-        count = flop_registry.get(func._overloadpacket) if rate < math.inf else None
+        count = flop_registry.get(func.overloadpacket) if rate < math.inf else None
         flops = count(*args, **kwargs, out_val=result) if count else 0
         return max(flops / rate, nbytes / self.device.rates[f"{whose}bytes_per_second"])
 
@@ -156,8 +156,8 @@ def _refuse_the_host(func: Callable, tensors: list[Tensor]) -> None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Those in an operator's arguments or results: by hand, since PyTorch's trees take longer than
-    small operators."""
+    """Tensors in an operator's arguments or results: by hand, since PyTorch's trees take longer
+    than small operators."""
     if isinstance(value, Tensor):
         return [value]
     parts = (
@@ -187,7 +187,7 @@ def _new_storages(results: list[Tensor], given: list[Tensor]) -> dict[int, Untyp
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    """As they lie in memory: what is expanded is there once."""
+    """Bytes of tensors as they lie in memory: what is expanded is there once."""
     return sum(
         tensor.itemsize
         * math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
@@ -212,7 +212,7 @@ def _written(func: Callable, args: tuple, kwargs: dict) -> tuple[list[Tensor], l
     # without one fused optimizers only read what their schema has written
     if kwargs.get("grad_scale") is None:
         changed = [(each, value) for each, value in changed if each.name != "grads"]
-    if func._overloadpacket not in OVERWRITE:
+    if func.overloadpacket not in OVERWRITE:
         return _tensors([value for _, value in changed]), _tensors(
             [value for each, value in changed if each.is_out]
         )

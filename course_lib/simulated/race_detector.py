@@ -33,8 +33,8 @@ COPY = "a copy "  # goes before "up" and "down"
 
 @dataclass(frozen=True)
 class Event:
-    """How far an actor had got, and what it had seen of the others: `clock[i]` is the last that it
-    saw of actor i."""
+    """Point that an actor had reached, and what it had seen of the others: `clock[i]` is the last
+    that it saw of actor i."""
 
     actor: Actor
     position: int
@@ -177,7 +177,8 @@ class Arena:
             return torch.empty(0, dtype=tensor.dtype).set_(bytes_.untyped_storage(), *place)
 
     def extent(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Where a tensor's first byte is, and where its last one ends; None if it has none here."""
+        """Addresses of a tensor's first byte and of its last one's end; None if it has none
+        here."""
         if not tensor.numel() or self.block_of(tensor) is None:
             return None
         first = tensor.data_ptr() - self.origin
@@ -221,7 +222,7 @@ class Arena:
 
 
 def _inside(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
-    """Those to bytes from `start` to `end`, and only their part there."""
+    """Accesses to bytes from `start` to `end`, and only their part there."""
     cut = (
         access._replace(start=max(access.start, start), end=min(access.end, end))
         for access in accesses
@@ -230,7 +231,7 @@ def _inside(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
 
 
 def _outside(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
-    """What is left of them without the bytes from `start` to `end`."""
+    """Rest of the accesses without the bytes from `start` to `end`."""
     cut = []
     for access in accesses:
         before, after = min(access.end, start), max(access.start, end)
@@ -240,7 +241,7 @@ def _outside(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
 
 @dataclass(frozen=True)
 class Span:
-    """What a stream, or the host, was busy with, from `start` to `end` in simulated seconds.
+    """Work that a stream, or the host, was busy with, from `start` to `end` in simulated seconds.
 
     Attributes:
         stream: its name; "host" for every thread of the host.
@@ -363,7 +364,7 @@ class AccessLog:
 
 
 def _line() -> str:
-    """Where in the program this happens: the nearest line outside PyTorch and the simulated
+    """Place in the program where this happens: the nearest line outside PyTorch and the simulated
     device."""
     here = Path(__file__)
     own = [str(here.with_name(f"{name}.py")) for name in ("race_detector", "operators", "device")]

@@ -1,4 +1,4 @@
-"""What all lessons share: the language switch, figures, tables, verdicts, GPU figures.
+"""Tools that all lessons share: the language switch, figures, tables, verdicts, GPU figures.
 
 Works without IPython and pandas (then as plain text), and needs matplotlib only to draw. What
 belongs to one lesson alone stands in `course_lib.lessons`.

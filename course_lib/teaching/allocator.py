@@ -1,4 +1,4 @@
-"""What the CUDA allocator says of an experiment."""
+"""Figures of the CUDA allocator for an experiment."""
 
 import gc
 

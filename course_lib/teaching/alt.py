@@ -102,7 +102,7 @@ def _written(items: Iterable[Any]) -> str:
 
 
 def _plain(words: str) -> str:
-    """On one line, without the signs of math; Chinese has no spaces where a line breaks."""
+    """Text on one line, without the signs of math; Chinese has no spaces where a line breaks."""
     lines = [line.strip() for line in words.replace("$", "").splitlines()]
     return "".join(
         line if not i or "\u3000" <= lines[i - 1][-1:] <= "\u9fff" else f" {line}"

@@ -1,5 +1,4 @@
-"""What the lessons' checks are made of: verdicts, and `exercise`, so that no answer makes a check
-raise."""
+"""Parts of the lessons' checks: verdicts, and `exercise`, so that no answer makes a check raise."""
 
 import functools
 import inspect
@@ -28,8 +27,7 @@ _MISCALLED = re.compile(
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check says about an answer, in labels; it shows itself, and is true if the answer is
-    right.
+    """Answer of a check, in labels; it shows itself, and is true if the answer is right.
 
     Args:
         correct: None for an answer that nobody judges, such as a reason in the reader's own words.

@@ -50,7 +50,7 @@ SPIN_CYCLES = 40_000_000
 
 @dataclass(frozen=True)
 class Run:
-    """What an experiment has found so far.
+    """Findings of an experiment so far.
 
     Attributes:
         figures: name -> number.
@@ -90,8 +90,8 @@ class Experiment:
         small: bool = False,
         found: Callable[[Run], object] | None = None,
     ) -> Run:
-        """Its figures, from the same random numbers every time; the generators are as they were
-        after it.
+        """Figures of an experiment, from the same random numbers every time; the generators are as
+        they were after it.
 
         Where there is no room for it, it starts again with half the batch, then with fewer layers,
         then shorter.
@@ -146,7 +146,7 @@ class Experiment:
         return None
 
     def label_of(self, figure: str) -> str:
-        """What a figure is called; its name as `code` where nobody has said."""
+        """Label of a figure; its name as `code` where nobody has said."""
         for pattern, words in self.labels.items():
             if match := _match(pattern, figure):
                 return text(words, **match.groupdict())
@@ -246,7 +246,7 @@ def _clocked(device: torch.device, step: Callable[[], object]) -> float:
 
 
 class AttentionKernels(TorchDispatchMode):
-    """Which kernels `F.scaled_dot_product_attention` has run inside the block: `str()` of it names
+    """Kernels that `F.scaled_dot_product_attention` has run inside the block: `str()` of it names
     them."""
 
     def __init__(self) -> None:
@@ -298,7 +298,7 @@ def in_short(error: BaseException) -> str:
 
 
 def _is_lack_of_memory(error: BaseException) -> bool:
-    """Also what cuBLAS, and the driver for pinned memory, say in other words."""
+    """True also of what cuBLAS, and the driver for pinned memory, say in other words."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in str(error) for words in ("out of memory", "ALLOC_FAILED")
     )

@@ -52,7 +52,7 @@ class GpuFigures:
 
 
 def _origin(found: Figures) -> list[Label]:
-    """Where the figures are from."""
+    """Origin of the figures."""
     lines = []
     measured = {"gpu": found.gpu, "torch": found.torch, "date": found.date}
     if found.problem is not None:

@@ -1,4 +1,4 @@
-"""How figures are shown: drawn once in each language from the same data, as two pictures of which a
+"""Display of figures: drawn once in each language from the same data, as two pictures of which a
 page shows one.
 
 JupyterLab shows a picture's bytes without any alt text, whatever the output's metadata say, and so
@@ -41,7 +41,7 @@ class Picture:
 
 
 def show_in_both_languages() -> None:
-    """From now on figures are shown in notebooks as two pictures with alt texts. Without IPython
+    """Show figures, from now on, in notebooks as two pictures with alt texts. Without IPython
     nothing happens."""
     try:
         from IPython import get_ipython
@@ -115,7 +115,7 @@ def enlarged(drawn: "Figure") -> Iterator[None]:
 
 
 def _share_of_axes(drawn: "Figure") -> float:
-    """How much of a figure's height its axes take, those beside each other once."""
+    """Share of a figure's height that its axes take, those beside each other once."""
     return sum(
         {round(box.y0, 2): box.height for box in (ax.get_position() for ax in drawn.axes)}.values()
     )

@@ -188,7 +188,7 @@ def provenance(device: str = "cuda") -> dict[str, Any]:
 
 
 def _plain(sizes: dict[str, Any]) -> dict[str, Any]:
-    """As they come back from a recording: with lists for tuples."""
+    """Values as they come back from a recording: with lists for tuples."""
     return json.loads(json.dumps(sizes))
 
 

@@ -1,5 +1,5 @@
-"""What learners may have read: a claim that a lesson tests, with its experiment and what became of
-it.
+"""Claims that learners may have read: a claim that a lesson tests, with its experiment and what
+became of it.
 
 The claims stand with their lessons, and the measured figures are not there: each lesson measures
 them and hands them in. A test repeats every experiment.

@@ -284,7 +284,7 @@ def _percent(error: float | None) -> str:
 
 
 def _decimals(column: Sequence[Any]) -> int | None:
-    """How many decimals the numbers of a column are shown with, all alike; None if powers of ten
+    """Number of decimals the numbers of a column are shown with, all alike; None if powers of ten
     are among them."""
     written = [
         f"{float(cell):g}"

@@ -82,7 +82,7 @@ def timelines(
 
 
 class _Step:
-    """What a meter recorded, as arrays."""
+    """Record of a meter, as arrays."""
 
     def __init__(self, name: str, meter: Any) -> None:
         self.name, self.meter = name, meter

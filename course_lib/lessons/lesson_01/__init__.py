@@ -119,7 +119,7 @@ OLDER_CLAIMS = (
 def figures_of_claims(
     meter: MemoryMeter, added: int, autocast: Measurement, stays: int
 ) -> list[str]:
-    """What was measured for each of `CLAIMS`: all in bytes; `stays` is what is left after the step
+    """Figures measured for each of `CLAIMS`: all in bytes; `stays` is what is left after the step
     under autocast."""
     peak = f"{meter.peak_bytes / 1e6:.1f} MB"
     return [

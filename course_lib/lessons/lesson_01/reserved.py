@@ -1,5 +1,5 @@
-"""What a GPU reserves for the lesson's steps, by the simulated allocator: its monitor, a scene, the
-viewer."""
+"""Memory that a GPU reserves for the lesson's steps, by the simulated allocator: its monitor, a
+scene, the viewer."""
 
 import pickle
 import tempfile
@@ -72,8 +72,8 @@ def replayed(
 
 
 def wanted_bytes(trace: Trace, capacity_bytes: int) -> tuple[int, int, int]:
-    """What ran out of memory: bytes of the tensor that was wanted, reserved bytes before and after
-    the cache is emptied once more."""
+    """Figures of a step that ran out of memory: bytes of the tensor that was wanted, reserved bytes
+    before and after the cache is emptied once more."""
     allocator, live = CachingAllocator(capacity_bytes), {}
     for event in trace.allocations():
         try:

@@ -1,4 +1,4 @@
-"""What lesson 01 shows: its own tables and figures, an optimizer, adapters, the slider."""
+"""Tables and figures of lesson 01, an optimizer, adapters, the slider."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -44,8 +44,8 @@ _TENSORS = ("x", "", "", "y", "k.mT", "q", "P", "v", "P", "P @ v", "x", "", "", 
 
 
 def rows_of_the_formula(kept: SavedTensors) -> Table:
-    """What a decoder layer has saved: each tensor, its name in the layer's code, and its row of the
-    formula."""
+    """Tensors that a decoder layer has saved: each, its name in the layer's code, and its row of
+    the formula."""
     shown, after_attention = [], False
     for row, tensor in zip(kept, _TENSORS, strict=True):
         name = _ROWS.get(row.operator, {}).get(row.argument, "`attention`")
@@ -144,8 +144,8 @@ def draw_lengths(
     formula: Callable[..., Mapping[str, int]],
     guess: float | None = None,
 ) -> "Figure":
-    """What a layer saves over the sequence length: the reader's formula as lines, measurements as
-    points.
+    """Draw the bytes a layer saves over the sequence length: the reader's formula as lines,
+    measurements as points.
 
     Args:
         lengths, layer_mb, p_mb: measured: tokens, bytes of the layer, bytes of P.

@@ -120,7 +120,7 @@ OLDER_CLAIMS = (
 
 
 def figures_of_claims(arms: Mapping[str, Any], alone: Mapping[int | None, int]) -> list[str]:
-    """What was measured for each of `CLAIMS`.
+    """Figures measured for each of `CLAIMS`.
 
     Args:
         arms: the policies, with "plain", "each layer" and "products kept" among them: their

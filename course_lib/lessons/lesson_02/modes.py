@@ -19,8 +19,8 @@ Run = Callable[..., Tensor]  # run(block, x): a checkpoint
 
 
 def gaps(runs: Mapping[str, Run]) -> Table:
-    """What each checkpoint takes at the peak of one block of four layers, and which experiments it
-    passes."""
+    """Memory that each checkpoint takes at the peak of one block of four layers, and which
+    experiments it passes."""
     experiments = {
         "draws the same dropout mask": _same_mask,
         "repeats under the same autocast": _same_autocast,

@@ -1,4 +1,4 @@
-"""What lesson 02 shows: measured policies, its two figures, and seconds."""
+"""Measured policies of lesson 02, its two figures, and seconds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Arm(NamedTuple):
-    """What a step took."""
+    """Costs of a step."""
 
     peak_bytes: int
     flops: int
@@ -66,8 +66,8 @@ _RUNS = {
 
 
 def draw_order(heard: Sequence[str]) -> "Figure":
-    """What ran when: a row for each block, boxes on a line of time; forwards that had run before
-    are hatched.
+    """Draw what ran when: a row for each block, boxes on a line of time; forwards that had run
+    before are hatched.
 
     Args:
         heard: in order, "forward a" where block a ran, and "backward a done" where its gradient had
@@ -117,7 +117,7 @@ _OTHER = "#F8C9AA"  # of what is measured, and not what the figure is about
 
 
 def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None, int]) -> "Figure":
-    """What one checkpoint saves of the peak, by the layer that it is around.
+    """Draw what one checkpoint saves of the peak, by the layer that it is around.
 
     Args:
         alone: of eight layers and a mean of squares: layer with the checkpoint, or None -> bytes; 0

@@ -118,7 +118,7 @@ OLDER_CLAIMS = (
 def figures_of_claims(
     peak: Callable[[Sequence[int]], int], tapered: Callable[[int], list[int]], groups: Sequence[int]
 ) -> list[str]:
-    """What was measured for each of `CLAIMS`.
+    """Figures measured for each of `CLAIMS`.
 
     Args:
         peak: cuts -> bytes, measured.

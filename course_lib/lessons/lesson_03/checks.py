@@ -60,8 +60,8 @@ _CHAINS = (
 
 @cache
 def _least_times() -> list[list[float]]:
-    """For each chain, the least time with 1, 2, ... bytes beyond its input, by the referee's word
-    on every schedule."""
+    """Least times of each chain with 1, 2, ... bytes beyond its input, by the referee's word on
+    every schedule."""
     found = []
     for chain in _CHAINS:
         costs = [simulate(actions, chain) for actions in every_schedule(0, len(chain) - 1)]
@@ -212,7 +212,7 @@ def check_recurrence(answer: Any) -> Verdict:
 
 @cache
 def _times_with(slip: str) -> list[list[float]]:
-    """What the recurrence gives with a slip in it, for each chain and room."""
+    """Times that the recurrence gives with a slip in it, for each chain and room."""
     chains = zip(_CHAINS, _least_times(), strict=True)
     return [
         _table_of(lambda stages, room: _fastest(stages, room, slip), chain, len(times))

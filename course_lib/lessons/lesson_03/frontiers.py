@@ -1,4 +1,4 @@
-"""What lesson 03 draws of frontiers: beside what was run, beside all cuts, and where a second run
+"""Figures of frontiers in lesson 03: beside what was run, beside all cuts, and where a second run
 stops early."""
 
 import math

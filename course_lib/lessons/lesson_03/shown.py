@@ -1,5 +1,5 @@
-"""What lesson 03 measures and draws: sweeps of segments, schedules with their bytes, frontiers, the
-slider."""
+"""Measurements and figures of lesson 03: sweeps of segments, schedules with their bytes, frontiers,
+the slider."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -120,7 +120,7 @@ def _points(ax: "Axes", measured: Mapping[int, int]) -> None:
 
 
 def stages_of_a_decoder(chain: Chain) -> Table:
-    """What the kinds of stages of `loss_stages` give to the next, keep, and take."""
+    """Table of what each kind of stage of `loss_stages` gives to the next, keeps, and takes."""
     names = {
         0: "embedding",
         1: "attention",
@@ -184,7 +184,7 @@ def cost_of(
 
 
 def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
-    """What is live while each segment is worked on, a column a segment, a panel a cut: a box a
+    """Draw what is live while each segment is worked on, a column a segment, a panel a cut: a box a
     layer, on its inputs.
 
     Args:

@@ -134,7 +134,7 @@ def figures_of_claims(
     times: Mapping[tuple[int, int], float],
     read: Sequence[list[float]],
 ) -> list[str]:
-    """What was found for each of `CLAIMS`.
+    """Figures found for each of `CLAIMS`.
 
     Args:
         steps: (checkpointed, p) -> a step's meter and its bytes down; those of p = 1 are shown.

@@ -29,7 +29,7 @@ def _differs(
     close: float,
     case_is: Callable[..., str],
 ) -> tuple[Verdict | None, dict[tuple, Any]]:
-    """What is wrong with a function of numbers, None if nothing is; and what it gave for each case.
+    """Fault of a function of numbers, None if it has none; and what it gave for each case.
 
     Args:
         wanted: case -> what it should give, and a relative tolerance.
@@ -241,8 +241,8 @@ def check_offloading(function: Any) -> Verdict:
 
 
 def _program(linear: nn.Module, x: Tensor, seen: list[weakref.ref], context: Any) -> Tensor:
-    """What saves views of one storage twice, a weight, a part of a storage, and memory that is used
-    again."""
+    """Program that saves views of one storage twice, a weight, a part of a storage, and memory that
+    is used again."""
     with context:
         y = x * 2
         sine, turned = y.sin(), y.t().exp()  # y once more, another way round
@@ -255,7 +255,7 @@ def _program(linear: nn.Module, x: Tensor, seen: list[weakref.ref], context: Any
 
 
 def _to_be_moved(run: Callable[[Any], Tensor], parameters: set[int]) -> tuple[int, int]:
-    """How many storages autograd saves in `run`, parameters and single numbers aside, and their
+    """Number of storages autograd saves in `run`, parameters and single numbers aside, and their
     bytes."""
     kept: list[Tensor] = []  # all of them, so that no address is used twice
     run(saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor))
@@ -349,7 +349,7 @@ _HOST_WAITS = (
 
 
 def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
-    """What is wrong with a program in a mode of the device, None if nothing is."""
+    """Fault of a program in a mode of the device, None if it has none."""
     unordered, waits = _PROGRAMS[name]
     numbers = torch.linspace(-1, 2, 1000)
     with _Watched(**mode) as device:

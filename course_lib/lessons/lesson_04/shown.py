@@ -1,4 +1,4 @@
-"""What lesson 04 draws: the tiers, the lanes, the order of copies, typed times, pages, the
+"""Figures of lesson 04: the tiers, the lanes, the order of copies, typed times, pages, the
 threshold."""
 
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ def draw_tiers() -> "Figure":
 
 
 def draw_lanes(runs: Mapping[int, tuple[SimulatedDevice, float, int]]) -> "Figure":
-    """For each p the lanes of compute, copies down and copies up, and below them the bytes.
+    """Draw, for each p, the lanes of compute, copies down and copies up, and below them the bytes.
 
     Args:
         runs: p -> the device after its block, when the step began, and what was live then, in
@@ -137,7 +137,7 @@ _HOST = (3, 4.8, 1.9, "host reads")
 
 
 def draw_order() -> "Figure":
-    """What happens to one storage on the three streams, with an arrow for each wait."""
+    """Draw what happens to one storage on the three streams, with an arrow for each wait."""
     alt = text(
         "Make, copy down, let go; copy up, use: an arrow from each to the next, and one from the"
         " copy down to the host that reads it."

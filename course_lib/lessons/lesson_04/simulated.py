@@ -155,8 +155,8 @@ def _first_gradient(
 
 
 def read_late(waits: bool) -> list[float]:
-    """What the host reads of 0, 2, 4, 6, where copies run as late as they may; `waits`: once the
-    copy is complete."""
+    """Values that the host reads of 0, 2, 4, 6, where copies run as late as they may; `waits`: once
+    the copy is complete."""
     with SimulatedDevice(late=True) as device:
         y = device.move(torch.arange(4.0)) * 2
         host = device.pinned(y.shape, y.dtype)

@@ -107,7 +107,7 @@ def figures_of_claims(
     sums: Mapping[str, Mapping[int, Sequence[float]]],
     exact: Sequence[float],
 ) -> list[str]:
-    """What was measured for each of `CLAIMS`.
+    """Figures measured for each of `CLAIMS`.
 
     Args:
         off: samples in a piece -> errors of the mean of means, a batch each; 1 and 8 among them.

@@ -78,7 +78,7 @@ def check_peak_of_pieces(answer: Any) -> Verdict:
 
 
 class _Taken(NamedTuple):
-    """What an epoch of a loop did."""
+    """Record of an epoch of a loop."""
 
     gradients: list[Tensor]  # at each step of the optimizer
     rates: list[int]  # steps of the scheduler that were taken before it

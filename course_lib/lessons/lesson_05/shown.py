@@ -20,7 +20,7 @@ _PARTS = ("parameter", "optimizer", "gradient", "activation", "temporary")
 
 
 def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figure":
-    """What is live at the peak, by the sequences in a piece, and the reader's line.
+    """Draw what is live at the peak, by the sequences in a piece, and the reader's line.
 
     Args:
         meters: sequences in a piece -> a meter of the step.
@@ -63,7 +63,7 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
 
 
 def draw_say(tokens: Sequence[int], errors: Mapping[int, Sequence[float]]) -> "Figure":
-    """What one token counts under the mean of means, and how far the gradient is off.
+    """Draw what one token counts under the mean of means, and how far the gradient is off.
 
     Args:
         tokens: of the samples of a batch, in pieces of one.

@@ -1,4 +1,4 @@
-"""What the mean of means trains: losses on short and on long samples, beside those of the token
+"""Training by the mean of means: losses on short and on long samples, beside those of the token
 mean.
 
     python -m course_lib.lessons.lesson_05.trained    # eight seeds, some minutes; writes
@@ -112,7 +112,7 @@ def train(
 
 
 def recorded() -> dict[str, Any]:
-    """What `COMMAND` has stored: seed -> kind -> losses, and how it was made."""
+    """Record that `COMMAND` has stored: seed -> kind -> losses, and how it was made."""
     return json.loads(RECORDING.read_text(encoding="utf-8"))
 
 

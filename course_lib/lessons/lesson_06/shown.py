@@ -1,4 +1,4 @@
-"""What lesson 06 shows: its figures, and the loop of a kernel."""
+"""Figures of lesson 06, and the loop of a kernel."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -180,7 +180,7 @@ def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "F
 def draw_roofline(
     devices: Mapping[str, tuple[float, float]], reached: Mapping[str, float]
 ) -> "Figure":
-    """What each device could reach with each arithmetic intensity, on log axes.
+    """Draw what each device could reach with each arithmetic intensity, on log axes.
 
     Args:
         devices: name -> (FLOP/s, bytes/s).

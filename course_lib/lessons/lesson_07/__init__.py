@@ -103,7 +103,7 @@ OLDER_CLAIMS = (
 
 
 def figures_of_claims(plain: Estimate, alone: Mapping[str, Estimate], last: Estimate) -> list[str]:
-    """What was measured for each of `CLAIMS`.
+    """Figures measured for each of `CLAIMS`.
 
     Args:
         plain: the plain step.

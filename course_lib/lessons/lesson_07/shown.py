@@ -1,5 +1,5 @@
-"""What lesson 07 shows: the fields of a recipe, what fills each peak, three figures and a
-playground."""
+"""Tables and figures of lesson 07: the fields of a recipe, what fills each peak, three figures and
+a playground."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -72,7 +72,7 @@ _TURNED = (
 
 
 def recipe_fields(others: bool = False) -> Table:
-    """What a recipe can say, field by field, with the plain step's value.
+    """Table of what a recipe can say, field by field, with the plain step's value.
 
     Args:
         others: the fields that the core of the lesson does not use.
@@ -114,8 +114,8 @@ def waterfall_picture(
     *,
     title: str,
 ) -> "Figure":
-    """From the plain step to a recipe: predicted peaks as stacked bars with their price, measured
-    ones as points.
+    """Draw the way from the plain step to a recipe: predicted peaks as stacked bars with their
+    price, measured ones as points.
 
     Args:
         names: labels of the steps.

@@ -90,7 +90,7 @@ def figures_of_claims(
     alone: Mapping[str, int],
     saved: tuple[int, int],
 ) -> list[str]:
-    """What was measured for each of `CLAIMS`.
+    """Figures measured for each of `CLAIMS`.
 
     Args:
         runs: mode -> line of `launch`, on 2 ranks.

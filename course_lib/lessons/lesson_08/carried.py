@@ -1,4 +1,4 @@
-"""What a wire carries: bytes on the loopback interface of a network namespace with nothing else in
+"""Bytes that a wire carries: on the loopback interface of a network namespace with nothing else in
 it. Linux only.
 
     python -m course_lib.lessons.lesson_08.carried --ranks 2

@@ -1,4 +1,4 @@
-"""Who holds what, by the kinds of parallelism: pictures and a table, from their papers and not
+"""Shares of each rank, by the kinds of parallelism: pictures and a table, from their papers and not
 measured."""
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _SHADES = ("#4477AA", "#66CCEE", "#CCBB44", "#AA3377")  # of the pieces, one a r
 
 
 def draw_stages() -> "Figure":
-    """What each of four ranks holds under DDP and ZeRO's stages: whole bars, or a quarter of
+    """Draw what each of four ranks holds under DDP and ZeRO's stages: whole bars, or a quarter of
     each."""
     drawn, axes = figure(
         "DDP holds all of it four times; each stage of ZeRO cuts one thing more",
@@ -202,7 +202,7 @@ PARALLELISMS = (
 
 
 def parallelisms() -> Table:
-    """What each kind of parallelism divides, and by which collective."""
+    """Table of what each kind of parallelism divides, and by which collective."""
     columns = [
         "kind",
         "weights",

@@ -1,4 +1,4 @@
-"""What lesson 08 shows, and what it measures in the lesson's own process."""
+"""Tables and figures of lesson 08, and what it measures in the lesson's own process."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,8 +43,8 @@ _COLORS = {
 
 
 def held_by(run: Mapping[str, Any]) -> int:
-    """What the fullest rank of a run holds when its optimizer steps: weights, gradients and state,
-    in bytes.
+    """Bytes that the fullest rank of a run holds when its optimizer steps: weights, gradients and
+    state, in bytes.
 
     Of `fsdp-keep` it is what it holds between forward and backward: the gathered weights come on
     top.
@@ -146,7 +146,7 @@ def _alt(lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, A
 
 
 def draw_peaks(arms: Mapping[str, Mapping[str, int]], title: str) -> "Figure":
-    """What is live at the peak of each arm, as bars of the categories.
+    """Draw what is live at the peak of each arm, as bars of the categories.
 
     Args:
         arms: label -> category -> bytes; "gathered" counts with the parameters, and is written
@@ -355,14 +355,14 @@ def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: fl
 
 
 def symbolic_rank(mode: str, ranks: int) -> Taken:
-    """What the course's step takes on one rank of so many, none of which is started."""
+    """Measure what the course's step takes on one rank of so many, none of which is started."""
     task = task_of()
     return predict(task.make_model, lambda: task.part(0, ranks, 0), task.loss_sum, mode, ranks)
 
 
 @contextmanager
 def as_rank_of(ranks: int) -> Iterator[None]:
-    """This process as rank 0 of so many, whose collectives return at once: bytes are right, and
+    """Run this process as rank 0 of so many, whose collectives return at once: bytes are right, and
     values are not."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

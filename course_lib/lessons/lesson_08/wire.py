@@ -45,7 +45,8 @@ class _Counted:
 
     @property
     def sent_bytes(self) -> int:
-        """Of one rank so far, as `course_lib.distributed.Communicated` counts: of whole tensors."""
+        """Bytes that one rank has sent so far, as `course_lib.distributed.Communicated` counts: of
+        whole tensors."""
         return sum(self.__given)
 
     def _give(self, tensor: Tensor) -> None:
@@ -100,7 +101,7 @@ class RankWire(_Counted):
         return whole.detach()
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """This rank's piece of the sum over all ranks."""
+        """Piece of the sum over all ranks that is this rank's."""
         total = self._sum(tensor)
         self._give(total)
         return total.chunk(self._ranks)[self._rank].clone()

@@ -150,7 +150,7 @@ _SLIPS = {
 
 
 def parameters_of(config: Mapping[str, Any], slip: str = "") -> int:
-    """How many a Llama has; with a slip by name, as learners make it."""
+    """Number of a Llama's parameters; with a slip by name, as learners make it."""
     hidden, width = config["hidden_size"], config["intermediate_size"]
     heads, few = config["num_attention_heads"], config["num_key_value_heads"]
     keys = hidden * (hidden // heads) * (heads if slip == "keys" else few)
@@ -194,7 +194,7 @@ BUDGET = 200_000_000
 
 @cache
 def estimated(recipe: Recipe) -> Estimate:
-    """Of the lesson's model and batch."""
+    """Estimate of a step of the lesson's model and batch."""
     return estimate(
         lambda: model_of(LLAMA),
         lambda: passages(0),

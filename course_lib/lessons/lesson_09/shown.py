@@ -1,4 +1,4 @@
-"""What lesson 09 shows: what fills each peak, two curves of losses, and models on devices."""
+"""Figures of lesson 09: what fills each peak, two curves of losses, and models on devices."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,5 +1,4 @@
-"""What is wrong with a reader's own model, batch or loss, found before anything is measured on
-them."""
+"""Checks of a reader's own model, batch and loss, before anything is measured on them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ Make = Callable[..., Any]
 
 
 def check_slots(make_model: Make, make_batch: Make, loss_sum: Make | None = None) -> Verdict:
-    """What this lesson needs of a reader's own model.
+    """Check what this lesson needs of a reader's own model.
 
     It is built three times; one step is taken on symbolic tensors and one for real, so that the
     plain step has to fit into this machine's memory.

@@ -1,4 +1,4 @@
-"""What the front door says once the project is hosted: a clone line, links, badges.
+"""Front door once the project is hosted: a clone line, links, badges.
 
     python -m course_lib.teaching.editions.address
 

@@ -1,5 +1,5 @@
-"""What the editions share: cells in one language, stubs for solutions, a folder that is written
-whole or not at all."""
+"""Parts that the editions share: cells in one language, stubs for solutions, a folder that is
+written whole or not at all."""
 
 import argparse
 import ast
@@ -194,7 +194,7 @@ def _replace_solution(cell: NotebookNode, attempt: str) -> str | None:
 
 
 def _run_at_once(node: ast.AST) -> Iterator[ast.AST]:
-    """What runs when the cell does: everything but the bodies of functions."""
+    """Statements that run when the cell does: everything but the bodies of functions."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield child
@@ -299,7 +299,7 @@ def _read_notebook(path: Path) -> NotebookNode:
 
 
 def stored_again(path: Path) -> str:
-    """What to do about a notebook."""
+    """Advice on a notebook that has to be stored again."""
     return f"`make notebooks ARGS={path.stem[:2]}` stores it again"
 
 

@@ -1,5 +1,5 @@
-"""What stands on the slides, cut so that it fits: prose at paragraphs, code at statements, tables
-and figures."""
+"""Content of the slides, cut so that it fits: prose at paragraphs, code at statements, tables and
+figures."""
 
 import ast
 import base64

@@ -1,4 +1,4 @@
-"""What the library is made of, a number a module: the same in every process of one Python, and
+"""Fingerprint of the library, a number a module: the same in every process of one Python, and
 another once a cell has changed it. It runs in the kernel of a notebook that is graded."""
 
 import hashlib

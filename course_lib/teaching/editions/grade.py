@@ -69,7 +69,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a handed-in notebook is compared with: the student edition of a lesson."""
+    """Reference that a handed-in notebook is compared with: the student edition of a lesson."""
 
     number: str
     calls: dict[str, str]  # check -> the line that calls it
@@ -145,7 +145,7 @@ def cells_of(notebook: NotebookNode, lesson: Lesson) -> dict[str, int]:
 
 
 def tampering(notebook: NotebookNode, lesson: Lesson) -> Iterator[str]:
-    """What cells do to checks that no answer needs to, a sentence each."""
+    """Things that cells do to checks and no answer needs to, a sentence each."""
     for number, cell in enumerate(notebook.cells, 1):
         if cell.cell_type != "code":
             continue
@@ -198,7 +198,8 @@ def _imports(tree: ast.AST) -> list[tuple[str, str]]:
 
 @cache
 def _module(package: str, name: str) -> str:
-    """What `from package import name` takes from the library: a module of it, or the package."""
+    """Module that `from package import name` takes from the library: a module of it, or the
+    package."""
     if package.partition(".")[0] != "course_lib":
         return package
     with contextlib.suppress(ImportError):

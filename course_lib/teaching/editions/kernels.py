@@ -22,7 +22,7 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 @dataclass(frozen=True)
 class Limits:
-    """What one notebook may take.
+    """Limits of one notebook.
 
     Attributes:
         seconds: of the clock, for all cells together.
@@ -106,8 +106,8 @@ class Run(NotebookClient):
         return {**os.environ, **own, **threads, "PYTHONPATH": os.pathsep.join(paths)}
 
     def _limit_memory(self) -> None:
-        """On the kernel from outside, before its first cell: to run Python between fork and exec
-        (`preexec_fn`) may hang where this process has threads. On Linux only."""
+        """Limit the kernel's memory from outside, before its first cell: to run Python between fork
+        and exec (`preexec_fn`) may hang where this process has threads. On Linux only."""
         if not hasattr(psutil, "RLIMIT_DATA"):
             return
         most = self._limits.gigabytes * 10**9

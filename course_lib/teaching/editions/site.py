@@ -407,7 +407,7 @@ def _outcomes(lesson: Lesson) -> list[str]:
 
 
 def _sums(fail: int, partly: int, hold: int) -> dict[str, str]:
-    """How many claims had each outcome, in both languages."""
+    """Counts of claims by outcome, in both languages."""
     rest = {0: "none holds as it stands", 1: "1 holds as it stands"}.get(hold)
     rest = rest or text("{hold} hold as they stand", hold=hold)
     said = text("{fail} fail, {partly} hold in part, {rest}.", fail=fail, partly=partly, rest=rest)
@@ -471,8 +471,8 @@ def _api_page(name: str) -> str:
 
 
 def _described_elsewhere(value: object, name: str) -> str:
-    """Where else the reference has it: in PyTorch's, or on the page of an earlier module of ours,
-    or of the later one that it lives in; "" if nowhere."""
+    """Place where else the reference has it: in PyTorch's, or on the page of an earlier module of
+    ours, or of the later one that it lives in; "" if nowhere."""
     home = getattr(value, "__module__", None) or (
         "torch.utils.checkpoint" if isinstance(value, set) else ""
     )
@@ -493,8 +493,8 @@ def _described_elsewhere(value: object, name: str) -> str:
 
 
 def _run_sphinx(source: Path, finished: Path, doctrees: Path) -> list[str]:
-    """In a process of its own, since autodoc changes the signatures of the functions that it
-    describes."""
+    """Run Sphinx in a process of its own, since autodoc changes the signatures of the functions
+    that it describes."""
     warnings = doctrees.parent / "warnings"
     command = [sys.executable, "-W", "ignore", "-m", "sphinx", "-q", "--no-color", "-b", "html"]
     command += ["-d", str(doctrees), "-w", str(warnings), str(source), str(finished)]

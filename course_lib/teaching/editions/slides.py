@@ -66,7 +66,7 @@ WORDS = {"continued": "continued", "result": "result", "figure": "picture", "sol
 
 @dataclass(frozen=True)
 class Note:
-    """What a speaker wants to know at the start of a section."""
+    """Notes for a speaker at the start of a section."""
 
     minutes: int
     question: dict[str, str]  # language -> a question to ask the class

@@ -221,7 +221,7 @@ def skip_field(
 
 
 def setup(app: Sphinx) -> None:
-    """What Sphinx calls first."""
+    """Entry point that Sphinx calls first."""
     app.add_transform(TwoLanguages)
     app.add_search_language(EnglishAndChinese)
     app.connect("autodoc-process-signature", tidy_signature)
