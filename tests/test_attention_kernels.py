@@ -17,8 +17,8 @@ needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is not 
 
 
 def older_triton() -> bool:
-    """Before Triton 3.7. Up to 3.6 the interpreter turns arrays of one number into indices, which today's NumPy
-    refuses."""
+    """Before Triton 3.7. Up to 3.6 the interpreter turns arrays of one number into indices, which
+    today's NumPy refuses."""
     version = getattr(kernels.triton, "__version__", "0.0").split(".")
     return (int(version[0]), int(version[1])) < (3, 7)
 
