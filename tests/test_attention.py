@@ -35,6 +35,12 @@ from course_lib.memory import MemoryMeter, attention_saved_bytes, saved_tensors,
 
 few_examples = settings(max_examples=25, deadline=None)
 HALVES = (torch.bfloat16, torch.float16)
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+# torch 2.9's own attention ends the process where there are no heads: it takes the remainder by
+# their number. 2.13's does not; those between were not tried.
+no_heads = pytest.mark.skipif(
+    VERSION < (2, 13), reason="PyTorch's own attention divides by zero heads, pytorch#141218"
+)
 
 
 def inputs(
@@ -308,7 +314,7 @@ def test_the_frameworks_arguments_give_the_frameworks_results(shape, is_causal, 
     ("q", "k", "v"),
     [
         ((0, 3, 4, 8), (0, 3, 5, 8), (0, 3, 5, 8)),
-        ((2, 0, 4, 8), (2, 0, 5, 8), (2, 0, 5, 8)),
+        pytest.param((2, 0, 4, 8), (2, 0, 5, 8), (2, 0, 5, 8), marks=no_heads),
         ((2, 0, 4, 8), (2, 3, 5, 8), (2, 3, 5, 8)),
         ((2, 3, 0, 8), (2, 3, 5, 8), (2, 3, 5, 8)),
         ((2, 4, 4, 8), (2, 2, 0, 8), (2, 2, 0, 8)),

