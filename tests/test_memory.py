@@ -2031,6 +2031,14 @@ def test_measure_leaves_garbage_collection_as_it_was(enabled):
         (gc.enable if was else gc.disable)()
 
 
+@pytest.mark.parametrize("keys", [4, 2, 1])
+def test_the_flops_of_attention_do_not_depend_on_how_many_heads_share_their_keys(keys):
+    q, k, v = (torch.ones(2, heads, 8, 16, requires_grad=True) for heads in (4, keys, keys))
+    with MemoryMeter() as meter:
+        F.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum().backward()
+    assert meter.flops == 7 * 2 * (2 * 4 * 8 * 8 * 16)  # products of matrices, 2 and 5 of them
+
+
 def test_the_flops_of_an_mlp_are_those_of_its_matrix_products():
     depth, width, batch = 4, 32, 8
     model, x = deep_mlp(depth, width), torch.randn(batch, width)

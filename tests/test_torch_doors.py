@@ -497,6 +497,26 @@ def test_the_flop_formulas_take_the_arguments_of_attention_on_a_cpu():
     assert (ours, theirs) == (2 * one, 5 * one)
 
 
+@door(
+    "torch.ops.aten._scaled_dot_product_cudnn_attention",
+    "torch.ops.aten._scaled_dot_product_cudnn_attention_backward",
+    "torch.ops.aten._scaled_dot_product_efficient_attention",
+    "torch.ops.aten._scaled_dot_product_efficient_attention_backward",
+)
+def test_fused_attention_has_query_key_and_value_one_after_the_other_with_or_without_a_gradient():
+    """And its formulas take shapes, as of keys with all heads."""
+    from torch.utils.flop_counter import flop_registry
+
+    shape, scores = torch.Size((1, 2, 4, 8)), 2 * (2 * 4 * 4 * 8)
+    for kind in ("cudnn", "efficient"):
+        for ending, first, products in (("", 0, 2), ("_backward", 1, 5)):
+            operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention{ending}")
+            names = [argument.name for argument in operator.default._schema.arguments]
+            assert names[first : first + 3] == ["query", "key", "value"]
+            formula = flop_registry[operator]
+            assert formula(*[shape] * (first + 3), out_val=None) == products * scores
+
+
 @door("torch.utils._pytree.tree_map")
 def test_a_function_is_mapped_over_nested_containers():
     from torch.utils._pytree import tree_map
