@@ -653,7 +653,7 @@ def test_stages_that_are_not_the_models_loss_any_more_are_not_run(make):
         (lambda batch: [nn.Linear(3, 3), 7], r"^stage 1 is 7; it takes a module or a function"),
         (lambda batch: [nn.Linear(3, 3)], r"^segments is 2 and Tower.stages gives -1 between "),
     ],
-    ids=str,
+    ids=["without a batch", "none", "a number", "one"],
 )
 def test_stages_that_are_no_chain_are_refused_in_one_sentence(stages, told):
     model, optimizer = build(Tower, Recipe())
