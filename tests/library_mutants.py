@@ -286,7 +286,7 @@ MUTANTS = [
         ("budget", "budget/extrapolate.py", "1 + 2 * in_flight + prefetch", "1 + in_flight"),
         ("memory", "memory/repeats.py", "if not made.is_view:", "if True:"),
         ("memory", "memory/repeats.py", "alive.pop(j, None)", "pass"),
-        ("memory", "memory/repeats.py", "record.read_by is node", "False"),
+        ("memory", "memory/repeats.py", "each.read_by is node", "False"),
         ("memory", "memory/repeats.py", "found.saved[i] = record.saved - start", "pass"),
         ("budget", "budget/alike.py", "looked = mode.looks > looks", "looked = False"),
         ("budget", "budget/step.py", "        gradients = [None] * len(parameters)\n", ""),

@@ -216,6 +216,7 @@ BY_SCHEDULE = [
     Recipe(checkpoint="optimal", schedule_bytes=1, blocks="layers.*", attention="flash"),
     Recipe(checkpoint="segments", segments=3, blocks="layers.*", in_backward=True),
     Recipe(checkpoint="segments", segments=2, blocks="layers.*", micro_batches=2),
+    Recipe(checkpoint="segments", segments=2 * MANY - 1, blocks="layers.*"),
 ]
 
 

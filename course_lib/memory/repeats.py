@@ -74,15 +74,13 @@ class Forward:
     Attributes:
         episode: its lines.
         saved: which of the given tensors are held for backward, since which line.
-        read, read_made: which of these, and of `made`, the node of the outer graph reads in which
-            it runs.
+        read_made: which of `made` the node of the outer graph reads in which it runs.
         drew, result: whether random numbers were drawn; the `result` of a stage that has such.
         backward: that of a stage that was kept, once one has run.
     """
 
     episode: Episode
     saved: dict[int, int] = field(default_factory=dict)
-    read: list[int] = field(default_factory=list)
     read_made: list[int] = field(default_factory=list)
     drew: bool = False
     result: Any = None
@@ -207,8 +205,6 @@ class Repeats:
         if node is not None:
             found.read_made = [j for j, each in enumerate(records) if each.read_by is node]
         for i, record in enumerate(map(books.record, given)):
-            if record is not None and node is not None and record.read_by is node:
-                found.read.append(i)
             if record is not None and before[i] is None and (record.saved or -1) >= start:
                 found.saved[i] = record.saved - start
         return result, records
@@ -217,7 +213,7 @@ class Repeats:
         books, usage = self.books, self.books.usage
         with books.ledger.lock:
             node = torch._C._current_autograd_node()
-            usage.inputs(None, [given[i] for i in found.read], {}, node)
+            usage.inputs(None, (), {}, node)
             tensors, start = books.enter(found.episode)
             usage.forget_output()
             usage.note_read([books.record(tensors[j]) for j in found.read_made], node)
