@@ -244,3 +244,44 @@ def test_the_stages_of_a_decoder_compute_its_loss_and_share_its_weights(tied):
     other = random_tokens(3, 8, 50, seed=1)
     stages[-1].targets = other[:, 1:]
     assert torch.equal(stages(other[:, :-1]), decoder.loss(other))
+
+
+def post_norm(decoder):
+    decoder.layers[1] = DecoderLayer(16, 2, norm_first=False)
+
+
+def hooked(decoder):
+    decoder.layers[1].register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def patched(decoder):
+    layer = decoder.layers[1]
+    layer.forward = lambda x: 3 * DecoderLayer.forward(layer, x)
+
+
+def other_head(decoder):
+    decoder.head = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 50))
+
+
+@pytest.mark.parametrize(
+    ("change", "blocks"),
+    [(lambda decoder: None, 2), (other_head, 2), (post_norm, 1), (hooked, 1), (patched, 1)],
+)
+def test_a_decoder_gives_its_loss_sum_as_stages_whatever_its_layers_are(change, blocks):
+    decoder, tokens = Decoder(**SIZES), random_tokens(3, 8, 50)
+    change(decoder)
+    stages, value = decoder.stages(tokens), tokens
+    for stage in stages:
+        value = stage(value)
+    assert value == decoder.loss_sum(tokens)
+    # the others are layers as they are
+    assert sum(isinstance(stage, nn.Sequential) for stage in stages) == blocks
+
+
+def test_a_decoder_says_whether_it_may_draw_random_numbers():
+    dropping = Decoder(**SIZES, dropout=0.1)
+    assert dropping.draws_random_numbers and not dropping.eval().draws_random_numbers
+    decoder = Decoder(**SIZES)
+    assert not decoder.draws_random_numbers
+    hooked(decoder)
+    assert decoder.draws_random_numbers
