@@ -252,7 +252,11 @@ def grid(known: Known, seed: int) -> list[Recipe]:
         ]
     every = []
     for attention, chunk, inside, fraction, keep in product(
-        ("standard", "flash"), (None, known.chunks[-1]), (False, True), known.fractions, keeps
+        ("standard", "flash"),
+        (None, known.values("head_chunk")[-1]),
+        (False, True),
+        known.values("offload_optimizer"),
+        keeps,
     ):
         techniques = {
             "attention": attention,

@@ -974,7 +974,7 @@ def quick(monkeypatch):
             raise found
         return found
 
-    monkeypatch.setattr("course_lib.budget.known.HEAD_CHUNK", 32)
+    monkeypatch.setattr("course_lib.budget.techniques.head.HEAD_CHUNK", 32)
     monkeypatch.setattr(extrapolate, "estimate", once)
 
 

@@ -21,8 +21,11 @@ from course_lib.budget.refine import best_copies, least_schedule, with_schedule
 from course_lib.budget.reserved import that_reserve
 from course_lib.budget.search import that_fit
 from course_lib.budget.techniques.attention import ATTENTIONS
+from course_lib.budget.techniques.checkpoints import Checkpoint
+from course_lib.budget.techniques.head import ChunkedHead
 from course_lib.budget.techniques.micro_batches import pieces_allowed
-from course_lib.budget.techniques.optimizer import ALL_ABOVE, OPTIMIZERS
+from course_lib.budget.techniques.offload_activations import OffloadedActivations
+from course_lib.budget.techniques.optimizer import ALL_ABOVE, OPTIMIZERS, OffloadedState
 from course_lib.memory import symbolic
 from course_lib.memory.repeats import Books
 from course_lib.models import Decoder, random_tokens
@@ -325,7 +328,7 @@ def test_a_step_that_clips_takes_its_norms_and_no_steps_in_backward():
 )
 def test_the_work_of_an_estimate_does_not_grow_with_the_blocks(keep):
     work = []
-    for layers in (MANY, MANY + 4):
+    for layers in (2 * MANY, 2 * MANY + 4):
         composer = Composer(partial(deep, layers), batch, Recipe(), None, "file")
         calls = []
         for block in composer.blocks:
@@ -524,7 +527,7 @@ def test_a_schedule_is_given_up_at_once_only_where_none_fits(inside):
 
 
 def test_of_a_deep_model_nothing_is_cheaper_than_what_is_found(monkeypatch):
-    monkeypatch.setattr("course_lib.budget.known.HEAD_CHUNK", 5)
+    monkeypatch.setattr("course_lib.budget.techniques.head.HEAD_CHUNK", 5)
     make, of, base = partial(deep, MANY), partial(batch, 2), Recipe(optimizer="sgd")
     keeps = [{}, {"checkpoint": "layers"}, {"checkpoint": "segments", "segments": 2}]
     every = [
@@ -788,10 +791,8 @@ def test_the_bar_shows_no_size_that_nobody_asked_for_and_is_gone_before_an_error
         [],
     )
     facts = Known(make, of, base, watch=shown.append, **FILE)
-    assert {keep.get("checkpoint") for keep in facts.keeps} >= {
-        "optimal",
-        "layers",
-    } and base in shown
+    assert {"optimal", "layers"} <= {*facts.values("checkpoint")}
+    assert base in shown
     assert all((recipe.schedule_bytes or 0) < 1 << 50 for recipe in shown)
     with pytest.raises(InfeasibleBudget):
         fit(make, of, 1000, base=base, tier="file", quick=True)
@@ -838,3 +839,38 @@ def test_a_search_by_what_is_reserved_takes_a_device_that_has_such_an_allocator(
         fit(deep, batch, 10**9, count="reserved")
     with pytest.raises(ValueError, match="count is 'bytes'; it takes 'tensors' or 'reserved'"):
         fit(deep, batch, 10**9, count="bytes")
+
+
+@pytest.mark.parametrize(
+    ("technique", "tried"),
+    [
+        (ChunkedHead, [{"head_chunk": None}, {"head_chunk": 3}]),
+        (OffloadedState, [{"offload_optimizer": share} for share in (0.0, 0.3, 0.6)]),
+        (OffloadedActivations, [{"offload_activations": True}]),
+        (Checkpoint, [{"checkpoint": "none"}, {"checkpoint": "layers", "first_blocks": 2}]),
+    ],
+)
+def test_a_search_tries_what_each_technique_proposes_and_nothing_else(
+    technique, tried, monkeypatch
+):
+    """Combined with all that the others propose, except what two of them refuse together."""
+    monkeypatch.setattr(technique, "candidates", lambda self, known: tried)
+    base = Recipe(min_bytes=500)
+    known = Known(deep, batch, base, **FILE)
+    families = list(known.families())
+    field = next(iter(tried[0]))
+    assert {getattr(recipe, field) for recipe in families} == {each[field] for each in tried}
+    for each in tried:
+        assert any(each.items() <= vars(recipe).items() for recipe in families)
+
+
+def test_a_recipe_adds_to_one_that_uses_part_of_it_alone():
+    known = Known(deep, batch, Recipe(), **FILE)
+    plain, layers = Recipe(), Recipe(checkpoint="layers")
+    half = Recipe(offload_optimizer=0.5)
+    both = replace(layers, offload_optimizer=1.0)
+    for recipe, smaller in [(layers, plain), (half, plain), (both, half), (both, layers)]:
+        assert known.adds_to(recipe, smaller)
+        assert not known.adds_to(smaller, recipe)
+    assert not known.adds_to(both, Recipe(checkpoint="selective"))
+    assert known.amounts(both) == 2 and known.amounts(half) == 0.5

@@ -163,12 +163,13 @@ class Composer:
         count, first = len(self.blocks), recipe.first_blocks or 0
         # a segment each, of which the last is not recomputed
         alone = recipe.segments == count and self.runs_them
-        few = FEW + alone + self.reach(recipe)
+        reach = self.reach(recipe)
+        few = FEW + alone + reach
         if (
             count < MANY + 2 * bool(first)
             or recipe.blocks
             or not (recipe.checkpoint in ALIKE or alone)
-            or few > count - first
+            or (reach and few > count - first)  # into what comes after the blocks
         ):
             return self.measured(recipe, count)
 

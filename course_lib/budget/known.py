@@ -4,14 +4,16 @@ from them."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
-from course_lib._torch import tensors_in
+from torch import nn
+
 from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import symbolic
 from course_lib.offload import chosen_below
@@ -22,14 +24,10 @@ from .loss import has_loss_sum, mixes_samples, samples_in
 from .rates import Rates
 from .recipe import Recipe
 from .stages import most_segments, own_stages
-from .techniques.attention import ATTENTIONS, attentions_of, drop_probability
+from .techniques import BY_FIELD, Technique
 from .techniques.micro_batches import pieces_allowed
-from .techniques.optimizer import ALL_ABOVE
 
-FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 PAGES = (Recipe.page_bytes, 4 << 20, 1 << 20)
-# tokens, or a sixteenth of the batch's where that is more: smaller ones save little
-HEAD_CHUNK = 512
 # Fields on which a step's FLOPs depend.
 COMPUTED = ("attention", "checkpoint", "first_blocks", "segments", "schedule_bytes", "head_chunk")
 
@@ -64,6 +62,7 @@ class Estimator:
         self.estimates: dict[Recipe, Estimate] = {}
         self._flops: dict[tuple, int] = {}
         self._confirmed: set[Recipe] = set()
+        self._candidates: dict[str, Sequence[Mapping[str, Any]]] = {}
         self.composing = Composing(make_model, make_batch, self.base, **options)
         self.estimate(self.base)  # first of all, since it says what is wrong with model or batch
 
@@ -100,9 +99,25 @@ class Estimator:
         self._confirmed.add(best.recipe)
         return True
 
+    def with_base(self, **techniques: Any) -> Estimate:
+        """Estimate of the base with these fields."""
+        return self.estimate(replace(self.base, **techniques))
+
     @cached_property
     def composer(self) -> Composer:
         return self.composing.composer_of(self.base)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.composer.model
+
+    @property
+    def batch(self) -> Any:
+        return self.composer.batch
+
+    @property
+    def max_norm(self) -> float | None:
+        return self.composer.max_norm
 
     # ---- bounds, without an estimate of the recipe itself
 
@@ -128,7 +143,7 @@ class Estimator:
     def state_of(self, recipe: Recipe) -> Estimate:
         """The step by the base, with the recipe's optimizer."""
         names = ("offload_optimizer", "in_backward", "page_bytes")
-        return self.estimate(replace(self.base, **{name: getattr(recipe, name) for name in names}))
+        return self.with_base(**{name: getattr(recipe, name) for name in names})
 
     def least_seconds(self, recipe: Recipe, rates: Rates) -> float:
         """No FLOPs less than without offloaded activations, and of what is moved the optimizer's
@@ -203,49 +218,60 @@ class Known(Estimator):
                 found.append(count)
         return found
 
-    @cached_property
-    def insides(self) -> tuple[bool, ...]:
-        """Whether the optimizer steps in backward."""
-        one = (
-            self.composer.max_norm is None
-            and self.base.accumulate is None
-            and self.base.micro_batches == 1
-        )
-        return self.options("in_backward", *((False, True) if one else (False,)))
+    def candidates(self, field: str) -> Sequence[Mapping[str, Any]]:
+        """What is tried of the technique with this field: what the base sets, else what it
+        proposes itself."""
+        if field not in self._candidates:
+            fixed = field in self.base.changed()
+            self._candidates[field] = ({},) if fixed else BY_FIELD[field].candidates(self)
+        return self._candidates[field]
 
-    @cached_property
-    def fractions(self) -> tuple[float, ...]:
-        """Of the optimizer's state that is offloaded."""
-        stateless = self.base.optimizer in ALL_ABOVE
-        stateless |= (self.base.optimizer, self.base.precision) == ("sgd", "fp32")
-        few = FRACTIONS[:: len(FRACTIONS) - 1] if self.quick else FRACTIONS
-        return self.options("offload_optimizer", *(FRACTIONS[:1] if stateless else few))
+    def values(self, field: str) -> list[Any]:
+        """The field's values that are tried."""
+        own = getattr(self.base, field)
+        return [each.get(field, own) for each in self.candidates(field)]
 
-    @cached_property
-    def chunks(self) -> tuple[int | None, ...]:
-        """Tokens of the loss head at a time."""
-        tokens = next(tensors_in(self.composer.batch))
-        chunk = HEAD_CHUNK if tokens.is_floating_point() else max(HEAD_CHUNK, tokens.numel() // 16)
-        return self.options(
-            "head_chunk", None, *([chunk] if self.goes_with(head_chunk=chunk) else [])
-        )
+    def amount(self, field: str, recipe: Recipe) -> float:
+        """How much of a technique a recipe uses, from 0 to 1."""
+        values = self.values(field)
+        place = values.index(getattr(recipe, field))
+        return place / (len(values) - 1) if place and BY_FIELD[field].graded else float(place > 0)
 
-    @cached_property
-    def attentions(self) -> tuple[str | None, ...]:
-        """Those with the fewest FLOPs first."""
-        if "attention" in self.base.changed():
-            return (self.base.attention,)
-        if drop_probability(attentions_of(self.composer.model)) > 0 or not self.goes_with(
-            attention="flash"
-        ):
-            return ATTENTIONS[:1]
-        if self.quick:
-            return ATTENTIONS[1:]
-        return tuple(
-            sorted(
-                ATTENTIONS, key=lambda name: self.estimate(replace(self.base, attention=name)).flops
+    def amounts(self, recipe: Recipe) -> float:
+        """How much a recipe adds to the plain step, in techniques."""
+        return sum(self.amount(field, recipe) for field in BY_FIELD)
+
+    def adds_to(self, recipe: Recipe, smaller: Recipe) -> bool:
+        """Whether a recipe uses all that the smaller one uses, micro-batches aside."""
+
+        def covers(field: str, technique: Technique) -> bool:
+            used = self.amount(field, smaller)
+            return (
+                used == 0
+                or getattr(recipe, field) == getattr(smaller, field)
+                or (technique.graded and self.amount(field, recipe) >= used)
             )
-        )
+
+        return all(covers(*each) for each in BY_FIELD.items())
+
+    def families(self) -> Iterator[Recipe]:
+        """One recipe for each combination of techniques; how many micro-batches, segments and
+        schedule bytes is found later.
+
+        What goes down depends on the micro-batches: with offloaded activations each number is a
+        combination of its own, from one to the next twice as many.
+        """
+        for chosen in product(*map(self.candidates, BY_FIELD)):
+            try:
+                family = self.family(**ChainMap(*chosen))
+            except ValueError:
+                continue  # two techniques that do not go together
+            if not family.offload_activations:
+                yield replace(family, micro_batches=self.pieces_for(family)[0])
+            # of segments only their inputs would go down
+            elif family.checkpoint != "segments" or self.base.checkpoint == "segments":
+                for pieces in self.doublings(family):
+                    yield replace(family, micro_batches=pieces)
 
     def leaner(self, recipe: Recipe) -> Recipe | None:
         """The recipe with the attention that takes less, as far as that is known of the base."""
@@ -258,12 +284,13 @@ class Known(Estimator):
         where there is no such."""
 
         def peaks(attention: str | None) -> tuple[int, int]:
-            found = self.estimate(replace(self.base, attention=attention)).phase_peaks
+            found = self.with_base(attention=attention).phase_peaks
             return found["forward"], found["backward"]
 
-        if len(self.attentions) < 2:
+        attentions = self.values("attention")
+        if len(attentions) < 2:
             return ()
-        one, other = self.attentions
+        one, other = attentions
         if all(map(operator.le, peaks(one), peaks(other))):
             return (one,)
         return (other,) if all(map(operator.le, peaks(other), peaks(one))) else ()
@@ -283,30 +310,6 @@ class Known(Estimator):
             with symbolic(self.composer.mode):
                 return most_segments(self.composer.model, self.composer.batch)
         return self.layers
-
-    @cached_property
-    def keeps(self) -> list[dict[str, Any]]:
-        """What is kept for backward, and how: fields of recipes."""
-        if self.base.checkpoint != "none":
-            found = [{}]
-        else:
-            found = [{"checkpoint": "none"}]
-            if self.goes_with(checkpoint="layers"):
-                kinds = ("layers",) if self.quick else ("selective", "layers")
-                found += [{"checkpoint": kind, "blocks": self.blocks} for kind in kinds]
-            if not self.quick and self.goes_with(checkpoint="optimal", schedule_bytes=1 << 60):
-                found += [{"checkpoint": "optimal", "schedule_bytes": 1, "blocks": self.blocks}]
-                more = {"checkpoint": "segments", "segments": 2, "blocks": self.blocks}
-                found += [more] if self.segments > 1 else []
-        with_offload = {"none", "layers"} | (
-            {self.base.checkpoint} if self.base.offload_activations else set()
-        )
-        return [
-            {**keep, "offload_activations": down}
-            for down in self.options("offload_activations", False, True)
-            for keep in found
-            if not down or keep.get("checkpoint", self.base.checkpoint) in with_offload
-        ]
 
     def family(self, **techniques: Any) -> Recipe:
         """The base with these; and with the smallest pages and fewest copies under way, which take

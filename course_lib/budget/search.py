@@ -28,6 +28,7 @@ from .refine import fewest_blocks, fewest_pieces, least_schedule, refine
 from .reserved import COUNTS, check_count, that_reserve
 from .show import Way, steps_to
 from .step import model_of
+from .techniques import BY_FIELD
 
 
 class Estimates(Table, list):
@@ -239,7 +240,7 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
         samples = samples_in(make_batch())
     pieces = known.options("micro_batches", *rank.pieces(replace(base, micro_batches=1), samples))
     keeps, found = known.options("checkpoint", "none", "selective", "layers"), []
-    for shard, keep, attention in product(rank.MODES, keeps, known.attentions):
+    for shard, keep, attention in product(rank.MODES, keeps, known.values("attention")):
         blocks = None if keep == "none" else known.blocks
         family = replace(base, shard=shard, checkpoint=keep, blocks=blocks, attention=attention)
         if base.shard not in (None, shard) or rank.floor_bytes(shapes, family) > search.budget:
@@ -259,7 +260,11 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
     tried = [e for recipe, e in known.estimates.items() if recipe.ranks > 1]
     if not tried:  # even weights, gradients and state do not fit
         shard, blocks = base.shard or "zero3", None if keeps[-1] == "none" else known.blocks
-        more = {"attention": known.attentions[-1], "micro_batches": pieces[-1], "blocks": blocks}
+        more = {
+            "attention": known.values("attention")[-1],
+            "micro_batches": pieces[-1],
+            "blocks": blocks,
+        }
         tried = [known.estimate(replace(base, shard=shard, checkpoint=keeps[-1], **more))]
     return found, tried
 
@@ -267,7 +272,7 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
 def _all(search: Search) -> list[Estimate]:
     """Combinations of techniques, those of few techniques first."""
     known, found, too_large = search.known, list[Recipe](), set[Recipe]()
-    for family in sorted(_families(known), key=lambda recipe: _techniques(known, recipe)):
+    for family in sorted(known.families(), key=lambda recipe: _size(known, recipe)):
         if known.floor_bytes(family) > search.budget or known.leaner(family) in too_large:
             too_large.add(family)
             continue
@@ -300,47 +305,9 @@ def _with_large_pages(search: Search, recipe: Recipe) -> Recipe:
     return next(filter(search.fits, pages))
 
 
-def _families(known: Known) -> Iterator[Recipe]:
-    """One recipe for each combination; how many micro-batches, segments and schedule bytes is found
-    later.
-
-    What goes down depends on the micro-batches: with offloaded activations each number is a
-    combination of its own, from one to the next twice as many.
-    """
-    for attention, keep, chunk, inside, fraction in product(
-        known.attentions, known.keeps, known.chunks, known.insides, known.fractions
-    ):
-        techniques = {"attention": attention, "head_chunk": chunk, "in_backward": inside, **keep}
-        family = known.family(offload_optimizer=fraction, **techniques)
-        for pieces in (
-            known.doublings(family) if family.offload_activations else known.pieces_for(family)[:1]
-        ):
-            yield replace(family, micro_batches=pieces)
-
-
-def _techniques(known: Known, recipe: Recipe) -> tuple:
+def _size(known: Known, recipe: Recipe) -> tuple[float, int]:
     """How much a recipe adds to the plain step, for the order of the search."""
-    parts = (
-        recipe.checkpoint != "none",
-        recipe.offload_activations,
-        recipe.head_chunk,
-        recipe.in_backward,
-    )
-    attention = known.attentions.index(recipe.attention)
-    return sum(map(bool, parts)) + recipe.offload_optimizer, attention, recipe.micro_batches
-
-
-def _adds_to(known: Known, recipe: Recipe, smaller: Recipe) -> bool:
-    """Whether a recipe uses all that the smaller one uses, with attention as dear, micro-batches
-    aside."""
-    return (
-        smaller.attention in (recipe.attention, known.attentions[0])
-        and smaller.checkpoint in ("none", recipe.checkpoint)
-        and recipe.offload_activations >= smaller.offload_activations
-        and bool(recipe.head_chunk) >= bool(smaller.head_chunk)
-        and recipe.in_backward >= smaller.in_backward
-        and recipe.offload_optimizer >= smaller.offload_optimizer
-    )
+    return known.amounts(recipe), recipe.micro_batches
 
 
 def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
@@ -350,7 +317,7 @@ def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
     micro-batches leave less to be moved; with a schedule or segments, any room that is won makes
     them cheaper. What adds to these is tried where it may be the cheapest of all.
     """
-    smaller = [recipe for recipe in found if _adds_to(search.known, family, recipe)]
+    smaller = [recipe for recipe in found if search.known.adds_to(family, recipe)]
     if any(
         recipe.checkpoint not in CHAINED and _moves_as_much(family, recipe) for recipe in smaller
     ):
@@ -361,9 +328,9 @@ def _needless(search: Search, family: Recipe, found: list[Recipe]) -> bool:
 
 
 def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
-    names = ("attention", "checkpoint", "head_chunk", "micro_batches")
+    names = [field for field, technique in BY_FIELD.items() if technique.in_forward]
     return not smaller.offload_activations or all(
-        getattr(recipe, name) == getattr(smaller, name) for name in names
+        getattr(recipe, name) == getattr(smaller, name) for name in ("micro_batches", *names)
     )
 
 
@@ -382,7 +349,7 @@ def _idle(known: Known, family: Recipe) -> bool:
 def _can_do_with_less(search: Search, recipe: Recipe, found: list[Recipe]) -> bool:
     """Whether another one uses part of it and comes first."""
     order = search.order(search.known.estimate(recipe))
-    others = (other for other in found if other != recipe and _adds_to(search.known, recipe, other))
+    others = (other for other in found if other != recipe and search.known.adds_to(recipe, other))
     return any(search.order(search.known.estimate(other)) < order for other in others)
 
 
@@ -390,20 +357,13 @@ def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
     """Checkpoints around the first blocks only, where that is the cheapest of all: it costs no less
     than one block."""
     known = search.known
-    if known.quick or "layers" not in {keep.get("checkpoint") for keep in known.keeps}:
+    if known.quick or known.base.checkpoint != "none" or "layers" not in known.values("checkpoint"):
         return
     cheapest = min(map(search.seconds, found))
-    for attention, chunk, inside, fraction in product(
-        known.attentions, known.chunks, known.insides, known.fractions
-    ):
-        techniques = {
-            "attention": attention,
-            "head_chunk": chunk,
-            "in_backward": inside,
-            "offload_optimizer": fraction,
-        }
-        plain = known.family(**techniques)
-        if plain.offload_activations or known.least_seconds(plain, search.rates) >= cheapest:
+    for plain in known.families():
+        if plain.checkpoint != "none" or plain.offload_activations:
+            continue
+        if known.least_seconds(plain, search.rates) >= cheapest:
             continue
         one = replace(plain, checkpoint="layers", blocks=known.blocks, first_blocks=1)
         if known.floor_bytes(plain) > search.budget or search.seconds(one) >= cheapest:
@@ -417,25 +377,18 @@ def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
 def _find_least(search: Search) -> None:
     """For the message: what takes the least, among those that use the most."""
     known = search.known
-    keeps = [
-        keep
-        for keep in known.keeps
-        if keep["offload_activations"] or keep.get("checkpoint") == "optimal"
-    ]
-    for attention, fraction, inside, keep in product(
-        known.leanest or known.attentions,
-        known.fractions[::-1],
-        known.insides,
-        keeps or known.keeps[-1:],
-    ):
-        techniques = {
-            "attention": attention,
-            "head_chunk": known.chunks[-1],
-            "in_backward": inside,
-            **keep,
-        }
-        recipe = known.family(offload_optimizer=fraction, **techniques)
-        recipe = replace(recipe, micro_batches=known.pieces_for(recipe)[-1])
+    attentions = known.leanest or known.values("attention")
+    # of which more is not always less; of all others, the most
+    either = {"attention", "checkpoint", "offload_activations", "in_backward", "offload_optimizer"}
+    most = {field: known.values(field)[-1] for field in BY_FIELD if field not in either}
+    families = dict.fromkeys(
+        replace(recipe, micro_batches=known.pieces_for(recipe)[-1])
+        for recipe in known.families()
+        if recipe.attention in attentions
+        and all(getattr(recipe, field) == value for field, value in most.items())
+    )
+    lean = [each for each in families if each.offload_activations or each.checkpoint == "optimal"]
+    for recipe in sorted(lean or families, key=lambda each: -each.offload_optimizer):
         least = min(e.peak_bytes for e in known.estimates.values())
         if known.floor_bytes(recipe) < least:
             known.estimate(least_schedule(search, recipe) if recipe.schedule_bytes == 1 else recipe)

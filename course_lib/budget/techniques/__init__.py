@@ -31,9 +31,11 @@ TECHNIQUES: tuple[Technique, ...] = (
     Ranks(),
 )
 
+# By the field that tells what is tried of each.
+BY_FIELD = {each.field: each for each in TECHNIQUES}
 # As they are put on a model, and added one by one on the way from the plain step to a recipe.
 BY_PLACE = sorted(
     (each for each in TECHNIQUES if each.place is not None), key=lambda each: each.place or 0
 )
 
-__all__ = ["BY_PLACE", "TECHNIQUES", "Technique"]
+__all__ = ["BY_FIELD", "BY_PLACE", "TECHNIQUES", "Technique"]

@@ -3,7 +3,7 @@ PyTorch's attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from course_lib.attention import flash_attention
 from course_lib.models import Attention
 
 from ..hugging_face import configs_of
-from .technique import Check, Recipe, Technique, choice, fields_of
+from .technique import Check, Known, Recipe, Technique, choice, fields_of
 
 ATTENTIONS = ("standard", "flash")
 SWITCHED = ("eager", "sdpa")  # by a model's own switch
@@ -54,6 +54,14 @@ class AttentionKind(Technique):
 
     def words(self, recipe: Recipe) -> list[str]:
         return [] if recipe.attention in ("standard", None) else [recipe.attention]
+
+    def candidates(self, known: Known) -> list[Mapping[str, Any]]:
+        standard, flash = ({"attention": name} for name in ATTENTIONS)
+        if drop_probability(attentions_of(known.model)) or not known.goes_with(**flash):
+            return [standard]
+        if known.quick:
+            return [flash]
+        return sorted((standard, flash), key=lambda each: known.with_base(**each).flops)
 
 
 @contextmanager

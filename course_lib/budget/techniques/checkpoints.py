@@ -3,7 +3,7 @@ and 03)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from course_lib.labels import text
 from course_lib.schedule import Chain, ScheduledBlocks, segments
 
 from ..stages import CHAINED, chains_of, fastest, may_draw, runs_stages
-from .technique import Check, Recipe, Technique, all_of, choice, count_or_none, fields_of
+from .technique import Check, Known, Recipe, Technique, all_of, choice, count_or_none, fields_of
 
 CHECKPOINTS = ("none", "selective", "layers", "segments", "optimal")
 PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]  # what "selective" keeps
@@ -82,6 +82,18 @@ class Checkpoint(Technique):
             blocks = recipe.blocks if isinstance(recipe.blocks, str) else " ".join(recipe.blocks)
             words = text("{checkpoint} of {blocks}", checkpoint=words, blocks=blocks)
         return [words]
+
+    def candidates(self, known: Known) -> list[Mapping[str, Any]]:
+        """How many segments and bytes is found later: here, the fewest."""
+        found: list[Mapping[str, Any]] = [{"checkpoint": "none"}]
+        if known.goes_with(checkpoint="layers"):
+            kinds = ("layers",) if known.quick else ("selective", "layers")
+            found += [{"checkpoint": name, "blocks": known.blocks} for name in kinds]
+        if not known.quick and known.goes_with(checkpoint="optimal", schedule_bytes=1 << 60):
+            found += [{"checkpoint": "optimal", "blocks": known.blocks, "schedule_bytes": 1}]
+            if known.segments > 1:
+                found += [{"checkpoint": "segments", "blocks": known.blocks, "segments": 2}]
+        return found
 
 
 @contextmanager

@@ -3,7 +3,7 @@ for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -11,10 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from course_lib._torch import tensors_in
 from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
 from course_lib.labels import text
 
-from .technique import Check, Recipe, Technique, count_or_none, fields_of
+from .technique import Check, Known, Recipe, Technique, count_or_none, fields_of
+
+# tokens, or a sixteenth of the batch's where that is more: smaller ones save little
+HEAD_CHUNK = 512
 
 
 class ChunkedHead(Technique):
@@ -37,6 +41,12 @@ class ChunkedHead(Technique):
         if not recipe.head_chunk:
             return []
         return [text("head in chunks of {tokens}", tokens=recipe.head_chunk)]
+
+    def candidates(self, known: Known) -> list[Mapping[str, Any]]:
+        tokens = next(tensors_in(known.batch))
+        chunk = HEAD_CHUNK if tokens.is_floating_point() else max(HEAD_CHUNK, tokens.numel() // 16)
+        found: list[Mapping[str, Any]] = [{self.field: None}]
+        return [*found, {self.field: chunk}] if known.goes_with(head_chunk=chunk) else found
 
 
 @contextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from course_lib.labels import text
 
-from .technique import Recipe, Technique, fields_of, yes_or_no
+from .technique import Known, Recipe, Technique, fields_of, yes_or_no
 
 
 class InBackward(Technique):
@@ -12,6 +15,7 @@ class InBackward(Technique):
 
     fields = fields_of(in_backward=yes_or_no)
     place = 4
+    in_forward = False
 
     def conflict(self, recipe: Recipe) -> str | None:
         if recipe.in_backward and recipe.micro_batches > 1:
@@ -24,3 +28,8 @@ class InBackward(Technique):
 
     def words(self, recipe: Recipe) -> list[str]:
         return [text("steps in backward")] if recipe.in_backward else []
+
+    def candidates(self, known: Known) -> list[Mapping[str, Any]]:
+        base = known.base
+        one = known.max_norm is None and base.accumulate is None and base.micro_batches == 1
+        return [{self.field: inside} for inside in ((False, True) if one else (False,))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from course_lib.labels import text
 from course_lib.offload import offload_activations
 
-from .technique import Recipe, Technique, count, count_or_none, fields_of, yes_or_no
+from .technique import Known, Recipe, Technique, count, count_or_none, fields_of, yes_or_no
 
 MIN_BYTES = 1 << 20
 
@@ -58,3 +59,6 @@ class OffloadedActivations(Technique):
         if recipe.in_flight is not None:
             words.append(text("{count} in flight", count=recipe.in_flight))
         return words
+
+    def candidates(self, known: Known) -> list[Mapping[str, Any]]:
+        return [{self.field: down} for down in (False, True)]

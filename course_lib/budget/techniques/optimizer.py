@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from course_lib.labels import text
 from course_lib.offload.optimizer import PAGE_BYTES
 
-from .technique import Recipe, Technique, choice, count, fields_of, fraction
+from .technique import Known, Recipe, Technique, choice, count, fields_of, fraction
 
 OPTIMIZERS = ("adam", "sgd", "momentum", "adafactor", "adam8bit")
 ALL_ABOVE = ("adafactor", "adam8bit")  # whose state is small, and is not offloaded
 UPDATES = (None, "loop", "foreach", "fused")
+FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class Optimizer(Technique):
@@ -36,6 +40,8 @@ class OffloadedState(Technique):
 
     fields = fields_of(offload_optimizer=fraction, page_bytes=count(1, of="bytes"))
     place = 5
+    graded = True
+    in_forward = False
 
     def conflict(self, recipe: Recipe) -> str | None:
         if recipe.optimizer not in ALL_ABOVE or not recipe.offload_optimizer:
@@ -55,6 +61,13 @@ class OffloadedState(Technique):
         if recipe.page_bytes != PAGE_BYTES and recipe.has_pages:
             words.append(text("pages of {size}", size=_binary(recipe.page_bytes)))
         return words
+
+    def candidates(self, known: Known) -> list[Mapping[str, Any]]:
+        base = known.base
+        stateless = base.optimizer in ALL_ABOVE
+        stateless |= (base.optimizer, base.precision) == ("sgd", "fp32")
+        shares = FRACTIONS[:: len(FRACTIONS) - 1] if known.quick else FRACTIONS
+        return [{self.field: share} for share in (FRACTIONS[:1] if stateless else shares)]
 
 
 def _binary(nbytes: int) -> str:

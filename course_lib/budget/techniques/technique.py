@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from torch import nn
 from course_lib._check import kind, number, one_of, whole
 
 Recipe = Any  # a `course_lib.budget.Recipe`: it is made of these, and so cannot be imported here
+Known = Any  # a `course_lib.budget.known.Known`, likewise
 Check = Callable[[], None]
 
 
@@ -27,11 +28,21 @@ class Technique:
         place: in the order in which they are put on a model (the head is looked for before its
             blocks are wrapped), and are added on the way from the plain step to a recipe: cheap
             ones first. None for what the plain step has.
+        graded: each of its candidates uses more of it than the one before; else they exclude one
+            another.
+        in_forward: it changes what a forward pass keeps, and so what offloading would move.
     """
 
     fields: Mapping[str, Callable[[str, Any], object]] = MappingProxyType({})
     around: Literal["step", "forward"] = "step"
     place: int | None = None
+    graded: bool = False
+    in_forward: bool = True
+
+    @property
+    def field(self) -> str:
+        """Name of the field that tells its candidates apart: the first."""
+        return next(iter(self.fields))
 
     def conflict(self, recipe: Recipe) -> str | None:
         """What of the recipe's fields does not go together, in one sentence; None if all does."""
@@ -55,6 +66,12 @@ class Technique:
     def words(self, recipe: Recipe) -> list[str]:
         """Labels of what the recipe has of it, for a table; none where it has nothing."""
         return []
+
+    def candidates(self, known: Known) -> Sequence[Mapping[str, Any]]:
+        """Values of its fields that `fit` tries, by what is known of the model: first the plainest,
+        with the fewest FLOPs and copies. Where the base sets the technique, that is kept instead.
+        """
+        return ({},)
 
 
 def all_of(checks: Iterable[Check | None]) -> Check:
