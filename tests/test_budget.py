@@ -157,7 +157,7 @@ def test_every_field_of_a_recipe_belongs_to_one_technique_which_needs_no_more_th
         methods = [
             name for name, value in vars(type(technique)).items() if inspect.isfunction(value)
         ]
-        assert {"conflict", "refuse", "applied", "words"} >= set(methods)
+        assert {"conflict", "refuse", "applied", "words", "candidates"} >= set(methods)
     places = [technique.place for technique in TECHNIQUES if technique.place is not None]
     assert sorted(places) == list(range(len(places)))
 
@@ -1120,7 +1120,7 @@ def test_standard_attention_is_looked_at_where_flash_takes_more():
     standard, flash = (
         facts.estimate(replace(least, attention=name)).peak_bytes for name in ATTENTIONS
     )
-    assert standard < flash and set(facts.attentions) == set(ATTENTIONS)
+    assert standard < flash and set(facts.values("attention")) == set(ATTENTIONS)
 
 
 @pytest.mark.parametrize("tier", ["file", "host"])
