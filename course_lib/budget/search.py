@@ -390,7 +390,9 @@ def _find_least(search: Search) -> None:
     lean = [each for each in families if each.offload_activations or each.checkpoint == "optimal"]
     for recipe in sorted(lean or families, key=lambda each: -each.offload_optimizer):
         least = min(e.peak_bytes for e in known.estimates.values())
-        if known.floor_bytes(recipe) < least:
+        if known.floor_bytes(recipe) >= least:
+            continue
+        with suppress(RuntimeError, InfeasibleBudget):  # as in a search
             known.estimate(least_schedule(search, recipe) if recipe.schedule_bytes == 1 else recipe)
 
 
