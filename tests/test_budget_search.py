@@ -874,3 +874,19 @@ def test_a_recipe_adds_to_one_that_uses_part_of_it_alone():
         assert not known.adds_to(smaller, recipe)
     assert not known.adds_to(both, Recipe(checkpoint="selective"))
     assert known.amounts(both) == 2 and known.amounts(half) == 0.5
+
+
+def test_no_more_blocks_are_tried_than_cost_less_than_the_cheapest_found():
+    """Of equal blocks; of unlike ones any number but all."""
+    known = Known(deep, batch, Recipe(), **FILE)
+    search, layers = Search(known, 10**9, RATE), known.layers
+    one = Recipe(checkpoint="layers", first_blocks=1)
+    search.seconds(Recipe())
+    for count in range(2, layers):
+        more = search.seconds(replace(one, first_blocks=count))
+        assert search.most_blocks(one, more) == count - 1
+        assert search.most_blocks(one, more * 1.0001) == count
+    unlike = Known(
+        partial(InAChain, [64, 32, 16, 64]), partial(torch.randn, 300, 8), Recipe(), **FILE
+    )
+    assert Search(unlike, 10**9, RATE).most_blocks(one, math.inf) == unlike.layers - 1

@@ -182,6 +182,13 @@ class Estimator:
         """Those of an estimate with the same to compute; None if there is none."""
         return self._flops.get(_computed(recipe))
 
+    def recomputed_flops(self, one: Recipe) -> int:
+        """FLOPs of one block's checkpoint, whatever the head; 0 where they are not known."""
+        own = replace(one, head_chunk=self.base.head_chunk)
+        plain = replace(own, checkpoint="none", blocks=None, first_blocks=None)
+        flops = [self.known_flops(recipe) for recipe in (own, plain)]
+        return 0 if None in flops else flops[0] - flops[1]
+
     def moves_nothing(self, recipe: Recipe) -> bool:
         """Whether of the activations nothing was large enough to go down."""
         return self.estimate(recipe).bytes_down == self.state_moved(recipe)[0]
@@ -369,6 +376,17 @@ class Search:
 
     def seconds(self, recipe: Recipe) -> float:
         return self.rates.seconds(self.known.estimate(recipe))
+
+    def most_blocks(self, one: Recipe, cheapest: float) -> int:
+        """Around how many of the first blocks checkpoints can be, to cost less than the cheapest;
+        of equal blocks each is computed again for as many FLOPs as the first."""
+        known, found = self.known, self.known.estimate(one)
+        equal = known.blocks is None and len(known.composer.blocks) == known.layers
+        each = known.recomputed_flops(one) if equal else 0
+        return sum(
+            self.rates.seconds(replace(found, flops=found.flops + more * each)) < cheapest
+            for more in range(known.layers - 1)
+        )
 
     def spare(self, recipe: Recipe) -> int:
         """Bytes that are left of the budget."""

@@ -86,16 +86,14 @@ def fewest_segments(search: Search, family: Recipe) -> Recipe | None:
     )
 
 
-def fewest_blocks(search: Search, one: Recipe) -> Recipe | None:
-    """Checkpoints around as few of the first blocks as fit.
+def fewest_blocks(search: Search, one: Recipe, most: int) -> Recipe | None:
+    """Checkpoints around as few of the first blocks as fit, and no more than the most.
 
     Of equal blocks each adds as much to each moment, so that the peak is convex in the number of
-    those with a checkpoint: where none is too few and all but the last are enough, there is one
-    number from which on all are.
+    those with a checkpoint: where none is too few and the most are enough, there is one number from
+    which on all are.
     """
-    return first_pieces(
-        search, [replace(one, first_blocks=n) for n in range(1, search.known.layers)]
-    )
+    return first_pieces(search, [replace(one, first_blocks=n) for n in range(1, most + 1)])
 
 
 def best_schedule(search: Search, family: Recipe) -> Recipe | None:

@@ -112,8 +112,7 @@ def fit(
       take no more with flash.
     - Offloaded activations where fewer micro-batches had none that was large enough: a smaller
       piece has none either.
-    - Checkpoints around the first blocks only, where one block's cost no less than the cheapest
-      found.
+    - Checkpoints around more of the first blocks than cost less than the cheapest found.
 
     And what is taken for granted: a step takes no more memory with more micro-batches (from two
     on), more segments (up to the square root of the layers), a checkpoint more, smaller pages,
@@ -354,8 +353,7 @@ def _can_do_with_less(search: Search, recipe: Recipe, found: list[Recipe]) -> bo
 
 
 def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
-    """Checkpoints around the first blocks only, where that is the cheapest of all: it costs no less
-    than one block."""
+    """Checkpoints around the first blocks only, where that is the cheapest of all."""
     known = search.known
     if known.quick or known.base.checkpoint != "none" or "layers" not in known.values("checkpoint"):
         return
@@ -368,7 +366,7 @@ def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
         one = replace(plain, checkpoint="layers", blocks=known.blocks, first_blocks=1)
         if known.floor_bytes(plain) > search.budget or search.seconds(one) >= cheapest:
             continue
-        fewest = fewest_blocks(search, one)
+        fewest = fewest_blocks(search, one, search.most_blocks(one, cheapest))
         if fewest and search.seconds(fewest) < cheapest:
             found.append(fewest)
             cheapest = search.seconds(fewest)
