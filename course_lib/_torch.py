@@ -93,7 +93,7 @@ def look_of(module: nn.Module) -> tuple:
 
 
 def _settings(part: nn.Module) -> list[tuple[str, Any]]:
-    """What a module's own attributes say of how it runs, as where one layer of two has a sliding
+    """Attributes of a module's own that say how it runs, as where one layer of two has a sliding
     window.
 
     Layers may be numbered, and dropped at rates that differ, as long as none is zero.
@@ -221,7 +221,7 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
 
 
 def autocast_of(tensor: Tensor) -> torch.dtype | None:
-    """What autocast computes in on the tensor's device; None where it is off."""
+    """Dtype in which autocast computes on the tensor's device; None where it is off."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 

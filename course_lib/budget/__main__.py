@@ -1,4 +1,5 @@
-"""What fits a budget, from the command line; `python -m course_lib.budget --help` says how."""
+"""Recipes that fit a budget, from the command line; `python -m course_lib.budget --help` says
+how."""
 
 from __future__ import annotations
 
@@ -262,7 +263,7 @@ def _budget(given: argparse.Namespace, rates: Rates) -> int:
 
 
 def _kind(given: argparse.Namespace) -> str:
-    """Of the device, as `estimate` takes it."""
+    """Kind of the device, as `estimate` takes it."""
     on_cpu = given.device == "laptop" or (given.device == THIS and not torch.cuda.is_available())
     return "cpu" if on_cpu else "cuda"
 

@@ -1,4 +1,4 @@
-"""Which micro-batches are alike, so that one stands for the others in an estimate."""
+"""Groups of micro-batches that are alike, so that one stands for the others in an estimate."""
 
 from __future__ import annotations
 

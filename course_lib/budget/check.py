@@ -21,7 +21,7 @@ from .step import build, default_dtype, train_step
 
 @dataclass(frozen=True, repr=False)
 class Check(Table):
-    """What a step was predicted to take and took.
+    """A step as it was predicted and as it was measured.
 
     Attributes:
         predicted_bytes: by `estimate`, for this machine's tier.

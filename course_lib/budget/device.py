@@ -1,4 +1,4 @@
-"""What a GPU holds beside a step's tensors: what its allocator reserves, and what others keep.
+"""A GPU's memory beside a step's tensors: what its allocator reserves, and what others keep.
 
 Each figure says where it is from; none is part of an estimate's `peak_bytes`.
 """
@@ -27,18 +27,18 @@ CONTEXT_BYTES = 426 * MIB
 
 
 def workspace_bytes(device: str) -> int:
-    """What cuBLAS keeps on a device, of one stream."""
+    """Bytes that cuBLAS keeps on a device, for one stream."""
     return CUBLAS_HOPPER_BYTES if device in HOPPER else CUBLAS_BYTES
 
 
 def kept_bytes(device: str) -> int:
-    """What of the device's memory is neither a tensor nor reserved for one."""
+    """Bytes of a device that are neither a tensor nor reserved for one."""
     return workspace_bytes(device) + CONTEXT_BYTES
 
 
 @dataclass(frozen=True, repr=False)
 class OnDevice(Table):
-    """What a step is to take on a GPU.
+    """Bytes that a step takes of a GPU, by whom they are held.
 
     Attributes:
         tensors: at the peak; exact, of what is estimated.

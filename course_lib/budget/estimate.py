@@ -1,5 +1,5 @@
-"""What a recipe takes, read off the trace of its step on symbolic tensors; and the same step for
-real, to check it."""
+"""Estimates: a recipe's needs, read off the trace of its step on symbolic tensors; and the same
+step for real, to check them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TIERS = ("file", "host")
 
 @dataclass(frozen=True, repr=False)
 class Estimate(Table):
-    """What one step by a recipe takes, from the second step on; the batch itself is not counted.
+    """Needs of one step by a recipe, from the second step on; the batch itself is not counted.
 
     Attributes:
         recipe: the recipe.
@@ -70,7 +70,7 @@ class Estimate(Table):
     def of(
         cls, trace: Trace, recipe: Recipe, tier: str, host_parameters: int = 0, kind: str = "cpu"
     ) -> Estimate:
-        """What is read off the trace of a step by the recipe."""
+        """The estimate that is read off the trace of a step by the recipe."""
         return cls(
             recipe,
             trace.peak_bytes,

@@ -141,7 +141,7 @@ class Composer:
         return FIELDS.issuperset(recipe.changed())
 
     def scheduled(self, recipe: Recipe) -> Cost:
-        """What the chain's activations take by a schedule, and the time of one micro-batch.
+        """Bytes of the chain's activations by a schedule, and the time of one micro-batch.
 
         Raises:
             InfeasibleBudget: none fits into the recipe's bytes.
@@ -152,7 +152,7 @@ class Composer:
             return dearest(self.model, unlike, recipe, self.loss_sum)
 
     def groups(self, recipe: Recipe) -> list[list[int]]:
-        """Of the recipe's micro-batches, those that are alike."""
+        """Groups of the recipe's micro-batches that are alike."""
         if (count := recipe.micro_batches) not in self._groups:
             self._groups[count] = groups_of(self.model, pieces_of(self.batch, count), self.loss_sum)
         return self._groups[count]
@@ -310,7 +310,8 @@ class Composing:
 
 
 def without_optimizer(recipe: Recipe) -> Recipe:
-    """What forward and backward take does not depend on where the optimizer's state is."""
+    """The recipe with all of the optimizer's state above: what forward and backward take does not
+    depend on where it is."""
     return replace(recipe, offload_optimizer=0.0, page_bytes=Recipe.page_bytes)
 
 
@@ -336,7 +337,7 @@ class RecordingOptimizer(torch.optim.Optimizer):
 def dearest(
     model: nn.Module, pieces: Sequence[Any], recipe: Recipe, loss_sum: LossSum | None
 ) -> Cost:
-    """Of unlike micro-batches, what a schedule takes for the one that takes the most."""
+    """Cost of a schedule for that one of unlike micro-batches which takes the most."""
     costs, errors = [], []
     for piece in pieces:
         chain = chain_of(model, piece, recipe, loss_sum)

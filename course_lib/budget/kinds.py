@@ -1,4 +1,4 @@
-"""What a step takes on a GPU that it does not take on a CPU, and the other way round.
+"""Differences between a step on a GPU and one on a CPU.
 
 Every estimate runs on symbolic tensors of the CPU, and counts what operators keep and make there.
 Of two kinds of device, "cpu" and "cuda", one thing is estimated for itself: the update, which

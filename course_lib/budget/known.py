@@ -1,5 +1,5 @@
-"""What a search knows of one model and batch: its estimates, each made once, and bounds that follow
-from them."""
+"""A search's knowledge of one model and batch: its estimates, each made once, and bounds that
+follow from them."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ class Estimator:
         )
 
     def floor_bytes(self, recipe: Recipe) -> int:
-        """What is held; and what the optimizer's step takes, which is the same whatever forward and
-        backward did."""
+        """The least that a step by the recipe takes: what is held, and the optimizer's step, which
+        takes the same whatever forward and backward did."""
         step = 0 if recipe.in_backward else self.state_of(recipe).phase_peaks["optimizer"]
         return max(self.held_bytes(recipe), step)
 
@@ -158,7 +158,7 @@ class Estimator:
         return state.bytes_down - none.bytes_down, state.bytes_up - none.bytes_up
 
     def least_flops(self, recipe: Recipe) -> int:
-        """Those of an estimate with the same to compute, else with part of it: to add to that takes
+        """FLOPs of an estimate with the same to compute, else with part of it: to add to that takes
         no fewer."""
         plain = replace(
             recipe,
@@ -179,7 +179,7 @@ class Estimator:
         return 0
 
     def known_flops(self, recipe: Recipe) -> int | None:
-        """Those of an estimate with the same to compute; None if there is none."""
+        """FLOPs of an estimate with the same to compute; None if there is none."""
         return self._flops.get(_computed(recipe))
 
     def recomputed_flops(self, one: Recipe) -> int:
@@ -199,7 +199,7 @@ class Known(Estimator):
     it."""
 
     def options(self, name: str, *values: Any) -> tuple:
-        """What a field can be: what the base sets, else these values."""
+        """Values that a field can have: what the base sets, else these."""
         return (getattr(self.base, name),) if name in self.base.changed() else values
 
     @cached_property
@@ -217,8 +217,8 @@ class Known(Estimator):
         return (1,) if recipe.in_backward else self.pieces
 
     def doublings(self, recipe: Recipe) -> list[int]:
-        """Of the numbers of micro-batches the most, and from one on those that are at least twice
-        the one before."""
+        """Numbers of micro-batches: the most, and from one on those that are at least twice the one
+        before."""
         found = []
         for count in self.pieces_for(recipe):
             if not found or count >= 2 * found[-1] or count == self.pieces_for(recipe)[-1]:
@@ -226,8 +226,8 @@ class Known(Estimator):
         return found
 
     def candidates(self, field: str) -> Sequence[Mapping[str, Any]]:
-        """What is tried of the technique with this field: what the base sets, else what it
-        proposes itself."""
+        """Candidates of the technique with this field: what the base sets, else what it proposes
+        itself."""
         if field not in self._candidates:
             fixed = field in self.base.changed()
             self._candidates[field] = ({},) if fixed else BY_FIELD[field].candidates(self)
@@ -239,13 +239,13 @@ class Known(Estimator):
         return [each.get(field, own) for each in self.candidates(field)]
 
     def amount(self, field: str, recipe: Recipe) -> float:
-        """How much of a technique a recipe uses, from 0 to 1."""
+        """The share of a technique that a recipe uses, from 0 to 1."""
         values = self.values(field)
         place = values.index(getattr(recipe, field))
         return place / (len(values) - 1) if place and BY_FIELD[field].graded else float(place > 0)
 
     def amounts(self, recipe: Recipe) -> float:
-        """How much a recipe adds to the plain step, in techniques."""
+        """Amount that a recipe adds to the plain step, in techniques."""
         return sum(self.amount(field, recipe) for field in BY_FIELD)
 
     def adds_to(self, recipe: Recipe, smaller: Recipe) -> bool:
@@ -304,7 +304,7 @@ class Known(Estimator):
 
     @cached_property
     def layers(self) -> int:
-        """How many blocks there are to checkpoint."""
+        """Number of blocks that can be checkpointed."""
         names = list(self.blocks) if isinstance(self.blocks, tuple) else self.blocks
         with suppress(ValueError):  # without a list of like modules
             return len(names_of(self.composer.model, names))
@@ -312,7 +312,7 @@ class Known(Estimator):
 
     @cached_property
     def segments(self) -> int:
-        """How many segments there can be: of the model's own chain, or of the blocks."""
+        """The most segments: of the model's own chain, or of the blocks."""
         if self.staged:
             with symbolic(self.composer.mode):
                 return most_segments(self.composer.model, self.composer.batch)
@@ -331,8 +331,7 @@ class Known(Estimator):
         return self.options("page_bytes", *(PAGES if paged else PAGES[:1]))
 
     def copies_for(self, recipe: Recipe) -> list[dict[str, int | None]]:
-        """How many copies of activations are under way; only with the host below they have a
-        price."""
+        """Numbers of activations' copies under way; only with the host below they have a price."""
         if not recipe.offload_activations or self.composer.tier == "file":
             return [{}]
         counts = product(self.options("prefetch", 0, 1, None), self.options("in_flight", 1, None))
@@ -365,7 +364,7 @@ def _computed(recipe: Recipe) -> tuple:
 
 
 class Search:
-    """What is known, a budget and the rates that say what is cheap."""
+    """A search: what is known of the model, a budget, and the rates that say what is cheap."""
 
     def __init__(self, known: Known, budget: int, rates: Rates):
         self.known, self.budget, self.rates = known, budget, rates

@@ -147,7 +147,7 @@ def watched(
 
 
 def _told(events: bool) -> dict[str, bool]:
-    """What a meter keeps of each operator's place, which takes it some time."""
+    """Options of a meter: operators' places are noted, which takes time, only where asked for."""
     return {"module_paths": events, "source_lines": events}
 
 

@@ -1,4 +1,4 @@
-"""What one rank of several takes by a recipe: its share of the batch, by the engines of
+"""One rank's needs by a recipe for several: its share of the batch, by the engines of
 `course_lib.distributed`.
 
 None of the ranks is started: the step is that of `course_lib.distributed.Trainer` on symbolic
@@ -187,7 +187,7 @@ def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
 
 
 def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
-    """What the fullest rank holds when its optimizer steps."""
+    """Bytes that the fullest rank holds when its optimizer steps."""
     ranks = 1 if recipe.shard in REPLICATED else recipe.ranks
     size = 2 if recipe.precision == "bf16" and recipe.shard in REPLICATED else 4
     return sum((1 + w.trained) * size * w.share(ranks) for w in shapes.all) + state_bytes(

@@ -1,5 +1,5 @@
-"""What a machine does in a second, and what a step then costs: stated for some devices, measured
-for this one."""
+"""A machine's rates, and what a step costs by them: stated for some devices, measured for this
+one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UPDATE_BYTES = {"adam": 28, "momentum": 20, "sgd": 12}  # the others' state stay
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does in a second. A step's cost is the seconds that result, by `seconds`.
+    """Work that a machine does in a second. A step's cost is the seconds that result, by `seconds`.
 
     Attributes:
         fp32_flops: of matrix products in fp32.
@@ -104,7 +104,7 @@ class Rates:
         }
 
     def seconds(self, estimate: Estimate) -> float:
-        """What the step takes: parts that overlap count as the longest of them, the others as their
+        """Seconds of the step: parts that overlap count as the longest of them, the others as their
         sum.
 
         With a file below, nothing overlaps. With the host below, activations are copied beside the
@@ -123,7 +123,7 @@ class Rates:
 
 
 def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> float:
-    """What the compute waits for copies of activations to the host and back: the seconds that it
+    """Seconds in which the compute waits for copies of activations to the host and back, which it
     does not hide.
 
     Copies down, D seconds in all, run beside forward, F; copies up, U, beside backward, G. On
@@ -261,7 +261,7 @@ def this_machine(file: Path | str | None = None) -> Rates:
 
 
 def measured_rates(seconds: float = 2.0) -> Rates:
-    """This machine's rates, measured in about so many seconds; on CUDA with its link to the host,
+    """Rates of this machine, measured in about so many seconds; on CUDA with its link to the host,
     else with a file.
 
     Matrix products in both precisions, a copy to the tier below and back, and an addition that

@@ -1,4 +1,4 @@
-"""What a training step uses: a value, checked when it is made."""
+"""Recipe: the techniques of a training step, as a value that is checked when it is made."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Recipe:
                 raise ValueError(problem)
 
     def copies(self, tier: str) -> tuple[int, int]:
-        """How many storages of activations are fetched ahead, and how many go down at once, with
+        """Numbers of storages of activations that are fetched ahead, and that go down at once, with
         such a tier below."""
         own = Cuda.ahead if tier == "host" else Device.ahead
         return (
@@ -141,7 +141,7 @@ class Recipe:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model; the default one where the model is left as it is."""
+        """Dtype of the model; the default one where the model is left as it is."""
         return PRECISIONS.get(self.precision, torch.get_default_dtype())
 
     def __repr__(self) -> str:

@@ -75,8 +75,8 @@ def first_pieces(search: Search, trials: Sequence[Recipe]) -> Recipe | None:
 
 
 def fewest_segments(search: Search, family: Recipe) -> Recipe | None:
-    """As few as fit: of those up to the square root of the blocks, where each more takes less; or
-    one a block."""
+    """The fewest segments that fit: of those up to the square root of the blocks, where each more
+    takes less; or one a block."""
     blocks = search.known.segments
     few, most = range(2, math.isqrt(blocks) + 1), replace(family, segments=blocks)
     if not first_pieces(search, [most]):
@@ -152,7 +152,7 @@ def with_schedule(search: Search, recipe: Recipe) -> Recipe | None:
 
 
 def fastest_within(search: Search, recipe: Recipe, nbytes: int) -> Cost:
-    """Of the fastest schedule in so many bytes; where there is none, of the one that takes the
+    """Cost of the fastest schedule in so many bytes; where there is none, of the one that takes the
     least."""
     try:
         return scheduled(search, replace(recipe, schedule_bytes=max(1, nbytes)))

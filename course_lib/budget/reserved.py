@@ -24,7 +24,8 @@ def check_count(count: str, kind: str) -> None:
 
 
 def that_reserve(budget_bytes: int, within: Callable[[int], Any]) -> Any:
-    """Those of the recipes for whose step no more than the budget is reserved, the cheapest first.
+    """Estimates of the recipes for whose step no more than the budget is reserved, the cheapest
+    first.
 
     The search itself goes by tensors. Where its cheapest reserves too much, it goes again with as
     much less room, until the cheapest fits; a recipe between the two rooms may be missed.

@@ -1,4 +1,4 @@
-"""Which recipes fit a budget, the cheapest first."""
+"""A search for the recipes that fit a budget, the cheapest first."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = No
 
 
 def _among(search: Search, recipes: Iterable[Recipe]) -> tuple[list[Estimate], list[Estimate]]:
-    """Those of the recipes that fit, and all of them."""
+    """Recipes of these that fit, and all of them."""
     tried = []
     for recipe in dict.fromkeys(recipes):
         with suppress(InfeasibleBudget):  # of the recipe's own schedule_bytes
@@ -305,7 +305,7 @@ def _with_large_pages(search: Search, recipe: Recipe) -> Recipe:
 
 
 def _size(known: Known, recipe: Recipe) -> tuple[float, int]:
-    """How much a recipe adds to the plain step, for the order of the search."""
+    """Amount that a recipe adds to the plain step, for the order of the search."""
     return known.amounts(recipe), recipe.micro_batches
 
 
@@ -396,8 +396,8 @@ def _find_least(search: Search) -> None:
 
 @contextmanager
 def _progress(wanted: bool) -> Iterator[Callable[[Recipe], None]]:
-    """What is to be called before each estimate: it moves a bar, where one is wanted and tqdm is
-    installed."""
+    """Yield what is to be called before each estimate: it moves a bar, where one is wanted and tqdm
+    is installed."""
     try:
         from tqdm.auto import tqdm
     except ImportError:

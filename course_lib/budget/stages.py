@@ -69,12 +69,12 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
 
 
 def most_segments(model: nn.Module, batch: Any) -> int:
-    """How many segments the model's own chain takes: all but its first stage and its last."""
+    """Number of segments that the model's own chain takes: all but its first stage and its last."""
     return len(_staged(model, batch)[1]) - 2
 
 
 def _staged(model: nn.Module, batch: Any) -> tuple[Any, list[nn.Module]]:
-    """What goes into the chain, and its stages."""
+    """Input of the chain, and its stages."""
     name, function = f"{type(model).__name__}.stages", own_stages(model)
     takes_arguments(name, function, "(batch), or is left to a recipe's blocks", batch)
     stages = list(as_modules(list(function(batch))).values())
@@ -112,7 +112,7 @@ def fastest(chain: Chain, budget_bytes: int) -> Schedule:
 
 
 def chains_of(model: nn.Module, recipe: Recipe) -> dict[Any, Chain]:
-    """Where a model's chains are kept once they are measured."""
+    """Store of a model's chains, once they are measured."""
     return _chains.setdefault(model, {}).setdefault(recipe.attention, {})
 
 

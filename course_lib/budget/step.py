@@ -289,7 +289,7 @@ def chain_of(
 
 
 class _Found(Exception):
-    """What was asked for is there."""
+    """End of a forward pass of which no more is needed."""
 
 
 def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
@@ -324,7 +324,7 @@ def check_recipe(recipe: Any) -> None:
 
 
 def check_model(model: Any, recipe: Recipe) -> None:
-    """What the recipe asks of the model."""
+    """Check that the model has what the recipe asks of it."""
     check_recipe(recipe)
     kind("model", model, nn.Module, "a torch.nn.Module")
     if not trained(model):

@@ -1,4 +1,4 @@
-"""What an optimizer takes to update parameters, found by updates of few of them."""
+"""Memory of an optimizer's updates, found by updates of few parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .step import make_state
 
 @dataclass
 class Update:
-    """What it takes to step some parameters: the state they hold, and, at the peak, how much more
+    """Memory of an update of some parameters: the state they hold, and, at the peak, how much more
     in each category.
 
     `totals` are FLOPs, bytes moved down, bytes moved up.
@@ -33,7 +33,7 @@ class Update:
 
 
 class Updates:
-    """Of the parameters of one model, with so many equal blocks, in symbolic mode."""
+    """Updates of the parameters of one model, each measured once, in symbolic mode."""
 
     def __init__(
         self, trained: Sequence[Tensor], blocks: Sequence[nn.Module], tier: str, kind: str = "cpu"

@@ -31,7 +31,7 @@ _active: list[Repeats] = []
 
 
 def active() -> Repeats | None:
-    """Those of the meter that is active; None where every stage is to run."""
+    """Books of the meter that is active; None where every stage is to run."""
     return _active[-1] if _active else None
 
 
@@ -109,7 +109,7 @@ class Backward:
 
 
 class Repeats:
-    """What a step's equal stages have in common.
+    """Books of a step's equal stages: all that they have in common.
 
     Args:
         ledger, usage: the meter's.
@@ -141,7 +141,7 @@ class Repeats:
         compute: Callable[[], Any],
         drawing: Any = None,
     ) -> Any:
-        """What `compute`, the stage without gradients, returns.
+        """Return what `compute`, the stage without gradients, returns.
 
         Args:
             given: the tensors that it computes with, parameters aside.
@@ -168,8 +168,8 @@ class Repeats:
         compute: Callable[[], Any],
         slot: Any,
     ) -> Any:
-        """What `compute` returns, or what stands for it: an object with `output`, the tensor, and
-        `backward()`, which takes the gradient of that out of the slot."""
+        """Return what `compute` returns, or what stands for it: an object with `output`, the
+        tensor, and `backward()`, which takes the gradient of that out of the slot."""
         key = self._key(stage, given, context, True)
         found = self.known.get(key)
         if key is None or (key in self.known and (found is None or found.backward is None)):
@@ -265,7 +265,7 @@ class FirstKept:
 
 
 class KeptAgain:
-    """What stands for a stage that is kept: the storages that it would hold."""
+    """Stand-in for a stage that is kept: the storages that it would hold."""
 
     def __init__(self, books: Books, forward: Forward, tensors: list[Tensor], given, slot: Any):
         self.books, self.forward, self.given, self.slot = books, forward, given, slot
@@ -339,7 +339,7 @@ class Books:
     # ---- lines
 
     def watched(self, compute: Callable[[], Any]) -> tuple[Any, int, list[Record]]:
-        """What is computed, the number of its first line, and the storages that it made."""
+        """Result of a computation, the number of its first line, and the storages that it made."""
         ledger = self.ledger
         with ledger.lock:
             ledger.bury()

@@ -167,8 +167,8 @@ def _again(mode: FakeTensorMode, known: tuple, given: list[Tensor]) -> Any:
 
 
 def make_fake(mode: FakeTensorMode, made: Outline, given: list[Tensor]) -> FakeTensor:
-    """As `FakeTensor` makes it, in a quarter of the time: its attributes are those of all that it
-    makes."""
+    """Make a `FakeTensor` in a quarter of the time that PyTorch's own way takes, with the same
+    attributes."""
     with torch._C._DisableTorchDispatch():
         if made.of is None:
             bare = torch.empty_strided(made.size, made.stride, dtype=made.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Which activations to forget: schedules for a chain of stages, their exact cost, and their
+"""Schedules of which activations to forget, for a chain of stages: their exact cost, and their
 execution.
 
 A network is a `Chain`; a `Schedule` says which stage runs when and what its forward keeps;

@@ -99,7 +99,7 @@ class IllegalSchedule(ValueError):
 
 @dataclass(frozen=True)
 class Cost:
-    """What a schedule costs on a chain.
+    """Cost of a schedule on a chain.
 
     Attributes:
         peak_bytes: the most bytes live during an action.
@@ -157,7 +157,7 @@ def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
 
 
 class _Referee:
-    """What is alive while a schedule runs."""
+    """Values that are alive while a schedule runs."""
 
     def __init__(self, chain: Chain):
         self.stages = kind("chain", chain, Chain, "a Chain").stages

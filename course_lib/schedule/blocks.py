@@ -62,7 +62,7 @@ def schedule_blocks(
 
 
 class ScheduledBlocks(BlocksInPlace):
-    """What `schedule_blocks` did.
+    """Blocks that run by a schedule until they are put back: what `schedule_blocks` returns.
 
     Args:
         known: where chains are kept that were measured, for a schedule that is a function.
@@ -125,8 +125,8 @@ class ScheduledBlocks(BlocksInPlace):
         return x
 
     def _chain(self, stages: list[_Stage], args: tuple, kwargs: dict) -> Chain:
-        """What the blocks take, found on symbolic copies and out of sight of meters; one stands for
-        all like it."""
+        """Measures of the blocks, found on symbolic copies and out of sight of meters; one stands
+        for all like it."""
         if hooks_active():  # they would see what the copies save
             got = (
                 f"schedule is a function and {self.names[0]} runs inside hooks on saved tensors, as"
@@ -161,8 +161,8 @@ class _Stage(nn.Module):
 
 
 class _Between(torch.autograd.Function):
-    """What a block hands on, for the eyes of the model: the next block takes its gradient another
-    way."""
+    """Stand-in that a block hands on, for the eyes of the model: the next block takes its gradient
+    another way."""
 
     @staticmethod
     def forward(ctx, output: Tensor, link: Tensor, name: str) -> Tensor:

@@ -121,7 +121,7 @@ class StageNode(torch.autograd.Function):
 
 
 class Output(torch.autograd.Function):
-    """Where the outer graph ends: the output comes in from the run, and its gradient goes there."""
+    """End of the outer graph: the output comes in from the run, and its gradient goes there."""
 
     @staticmethod
     def forward(ctx, run: Run, output: Tensor, link: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class Output(torch.autograd.Function):
 
 
 class Run:
-    """What one forward and backward pass holds: the values, graphs and random states alive between
+    """State of one forward and backward pass: the values, graphs and random states alive between
     actions.
 
     Whoever runs the stages calls `step` for each of them and then `end`; backward comes back stage
@@ -177,12 +177,12 @@ class Run:
         return StageNode.apply(self, i, link, *trained(self.stages[i]))
 
     def output(self, i: int) -> Any:
-        """What stage i handed on, without its graph."""
+        """Output of stage i, without its graph."""
         value = self.kept[i].output if i in self.kept else self.values[i + 1]
         return with_tensor(value, the_tensor(value).detach())
 
     def end(self, link: Tensor) -> Any:
-        """What the last stage returned, as the outer graph has it after the last `step`."""
+        """Output of the last stage, as the outer graph has it after the last `step`."""
         output = self.output(len(self.stages) - 1)
         return with_tensor(output, Output.apply(self, the_tensor(output), link))
 
@@ -269,7 +269,7 @@ class Run:
         return list(dict.fromkeys(tensors_in([value, self.kwargs, arguments])))
 
     def context(self, i: int) -> tuple:
-        """What decides, beside these and the stage, what its run takes."""
+        """All else that decides what a run of stage i takes."""
         return i == len(self.stages) - 1, self.needs[i], torch.is_autocast_enabled("cpu")
 
     def backward(self, i: int) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -293,8 +293,7 @@ class Run:
 
 
 class _Watch:
-    """What a stage changes in its first run besides its output: random numbers and buffers, as they
-    were before."""
+    """Side effects of a stage's first run: random numbers and buffers, as they were before."""
 
     def __init__(self, stage: nn.Module, device: torch.device):
         self.stage, self.devices = stage, [device]

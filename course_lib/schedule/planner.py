@@ -138,7 +138,7 @@ class _Table:
         np.minimum(best[first:-1], keep[first:-1], out=best[first:-1])
 
     def schedule(self, budget: int) -> Schedule:
-        """What the table says, for so many bytes beyond x_0."""
+        """The schedule that the table holds for so many bytes beyond x_0."""
         actions: list[Action] = []
         waiting: list[Backward | tuple[int, int, int]] = [(0, self.sizes.length - 1, budget)]
         while waiting:  # a stack, since chains may be long
@@ -159,7 +159,7 @@ class _Table:
         return Schedule(actions)
 
     def choice(self, s: int, t: int, m: int) -> int:
-        """How far to run on with m bytes; 0: keep all of stage s."""
+        """Distance to run on with m bytes; 0: keep all of stage s."""
         sizes, needed, ends = self.sizes, self.needs(s, t), np.arange(s + 1, t + 1)
         times = np.empty(len(needed))
         times[0] = sizes.own_time[s]

@@ -146,8 +146,8 @@ def binomial(length: int, slots: int) -> Schedule:
 
 @lru_cache(maxsize=1 << 16)
 def _binomial_split(length: int, slots: int) -> int:
-    """How far to run before the next input is kept: the largest distance that keeps both parts
-    within r repeats."""
+    """Distance to run before the next input is kept: the largest that keeps both parts within r
+    repeats."""
     if slots == 1:
         return length - 1
     r, reach = 0, 1

@@ -78,7 +78,7 @@ def _held(value: Any) -> Iterator[nn.Module | nn.Parameter]:
 
 
 def handed_on(name: str, value: Any) -> Any:
-    """What the next stage gets; a tuple of one tensor and Nones, as Hugging Face layers return, is
+    """Input of the next stage; a tuple of one tensor and Nones, as Hugging Face layers return, is
     that tensor."""
     tensors = list(tensors_in(value))
     if len(tensors) != 1 and len([tensor for tensor in tensors if differentiable(tensor)]) != 1:
@@ -154,8 +154,8 @@ class GradientSlot:
 
 
 class Kept:
-    """What a forward that keeps all leaves: the stage's graph, to which backward brings the
-    gradient in `slot`. The output is let go of first."""
+    """Result of a forward that keeps all: the stage's graph, to which backward brings the gradient
+    in `slot`. The output is let go of first."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ class AttentionKind(Technique):
     place = 0
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
-        """What can be said before the model runs."""
+        """Say what can be said before the model runs."""
         wanted, own = recipe.attention, attentions_of(model)
         if wanted in SWITCHED and (own or not _with_switch(model)):
             got = (

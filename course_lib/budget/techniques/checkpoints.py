@@ -84,7 +84,8 @@ class Checkpoint(Technique):
         return [words]
 
     def candidates(self, known: Known) -> list[Mapping[str, Any]]:
-        """How many segments and bytes is found later: here, the fewest."""
+        """Kinds of checkpoints that the model takes, with the fewest segments and bytes; more are
+        tried later."""
         found: list[Mapping[str, Any]] = [{"checkpoint": "none"}]
         if known.goes_with(checkpoint="layers"):
             kinds = ("layers",) if known.quick else ("selective", "layers")

@@ -1,4 +1,4 @@
-"""What every way of saving memory tells of itself: one row of the table
+"""Technique: a way of saving memory and all that it tells of itself, a row of the table
 `course_lib.budget.techniques.TECHNIQUES`."""
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ class Technique:
         return next(iter(self.fields))
 
     def conflict(self, recipe: Recipe) -> str | None:
-        """What of the recipe's fields does not go together, in one sentence; None if all does."""
+        """Say in one sentence what of the recipe's fields does not go together; None if all
+        does."""
         return None
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
-        """Why it does not go with the model; None if it does. What looks for parts of the model may
-        raise as well."""
+        """Say why it does not go with the model; None if it does. What looks for parts of the model
+        may raise as well."""
         return None
 
     def applied(
@@ -86,7 +87,7 @@ def all_of(checks: Iterable[Check | None]) -> Check:
 
 
 def fields_of(**checks: Callable[[str, Any], object]) -> Mapping[str, Callable[[str, Any], object]]:
-    """Of each field, what raises where a value is not of its kind."""
+    """Checks by field, each of which raises where a value is not of its kind."""
     return MappingProxyType(checks)
 
 

@@ -57,7 +57,7 @@ class _Edit:
 
 
 class _Page(HTMLParser):
-    """Where a page has what differs from tree to tree.
+    """Place in a page of what differs from tree to tree.
 
     Attributes:
         edits: folder -> pieces, of which some lie within others.
@@ -201,7 +201,7 @@ def switch(name: str, tree: str) -> str:
 
 
 def alternates(name: str, address: str) -> str:
-    """What a search engine reads: where the page is in each language; nothing where the site has no
+    """Lines for search engines: where the page is in each language; nothing where the site has no
     address yet."""
     if not address:
         return ""
@@ -217,7 +217,7 @@ _TITLED = (r"<h1[^>]*>(.*?)(?:<a class=\"headerlink\"|</h1>)", r'brand-text">(.*
 
 
 def _title(page: str) -> str:
-    """Of a page in one language: its heading and the course."""
+    """Title of a page in one language: its heading and the course."""
     found = (re.search(pattern, page, re.S) for pattern in _TITLED)
     words = (re.sub("<[^>]+>", "", each[1]) if each else "" for each in found)
     return " - ".join(dict.fromkeys(" ".join(each.split()) for each in words if each.strip()))
