@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
+from course_lib._torch import look_of
 from course_lib.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 from course_lib.memory import MemoryMeter, saved_tensors
 from course_lib.models import Decoder, deep_mlp, loss_stages, random_tokens
@@ -39,6 +40,7 @@ from course_lib.schedule import (
     sqrt_segments,
     store_all,
 )
+from course_lib.schedule.stages import as_modules
 
 
 def random_chain(length: int, seed: int, most: int = 4) -> Chain:
@@ -760,6 +762,16 @@ def test_a_profile_of_stages_that_look_alike_is_that_of_all_from_one_of_each_loo
     # none trains before it; trained alone, and with one before; and each with a rate of zero
     looks = {0: [0.1, 0.2, 0.0], 2: [0.1, 0.3, 0.0, 0.1, 0.3]}[frozen]
     assert model.runs[::each] == looks
+
+
+def test_a_function_does_not_look_like_one_that_is_gone():
+    """As those that a model's `stages` makes anew for each micro-batch."""
+
+    def look(power):
+        (stage,) = as_modules([lambda x: x**power]).values()
+        return look_of(stage)
+
+    assert len({look(power) for power in range(8)}) == 8
 
 
 def test_a_profile_leaves_module_and_random_numbers_as_they_were():

@@ -45,9 +45,9 @@ class _Function(nn.Module):
     def __init__(self, function: Callable):
         super().__init__()
         self.function, held = function, list(dict.fromkeys(_held(function)))
-        # what it computes cannot be seen from here, so it looks like no other
+        # What it computes cannot be seen from here, so it looks like no other. Not its `id`, which
+        # the next function has once this one is gone.
         self.identity = str(next(_identities))
-        self.identity = id(function)  # two functions do not look alike
         self.modules_held = nn.ModuleList(value for value in held if isinstance(value, nn.Module))
         self.parameters_held = nn.ParameterList(
             value for value in held if isinstance(value, nn.Parameter)
