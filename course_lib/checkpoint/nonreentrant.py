@@ -27,6 +27,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
 from .._torch import tensors_in
 from .reentrant import CheckpointFunction, Surroundings, kept_inputs, with_tensors, without_tensors
+from .selective import Hooks, _CachingTorchDispatchMode
 
 
 class _Slot:
@@ -78,7 +80,13 @@ class Region:
         compare_metadata: whether to compare what both runs save, beyond how much it is.
         context: for the second run.
         logs: those of both runs, for `debug=True`.
+
+    Attributes:
+        outside: the hooks around the first run while it lasts. Not longer: they may reach the
+            graph, which holds the region.
     """
+
+    outside: Hooks | None = None
 
     def __init__(
         self,
@@ -109,9 +117,13 @@ class Region:
 
     def forward(self, args: tuple, kwargs: dict, context: AbstractContextManager) -> Any:
         """The first run, which leaves slots in the graph."""
-        with saved_tensors_hooks(self.pack, self.unpack), context:
-            result = self.function(*args, **kwargs)
-            self.complete = True
+        self.outside = _users_hooks()
+        try:
+            with saved_tensors_hooks(self.pack, self.unpack), context:
+                result = self.function(*args, **kwargs)
+                self.complete = True
+        finally:
+            self.outside = None
         if not self.complete:
             raise RuntimeError(
                 "torch.utils.checkpoint: the forward context provided by context_fn suppressed an"
@@ -143,6 +155,15 @@ class Region:
             for other in filter(None, (ref() for ref in self.slots)):
                 other.tensors.pop(key, None)
         return tensor
+
+
+def _users_hooks() -> Hooks | None:
+    """The innermost hooks on saved tensors but for those of checkpoints."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    if isinstance(owner, _Recomputation):
+        return None
+    return owner.outside if isinstance(owner, Region) else hooks
 
 
 class _Recomputation:
@@ -320,62 +341,105 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager
     return _override("debug", enabled)
 
 
-# The compiler does not look inside: it would break its graph at the hooks, but then compile the
-# frames of the function, and its graphs save other tensors than the recomputation, which runs as it
-# is. This decorator loads the compiler when the function is first called; `torch.compiler.disable`
-# does so when this module is imported.
-@torch._disable_dynamo
 def checkpoint(
-    function: Callable,
+    function: Callable | None = None,
     *args,
     use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
     context_fn: Callable[
         [], tuple[AbstractContextManager, AbstractContextManager]
     ] = noop_context_fn,
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs,
 ) -> Any:
     """Run `function(*args, **kwargs)`, keep its inputs instead of its activations, and run it again
     for backward.
 
     Args:
-        function: must do the same in both runs.
+        function: must do the same in both runs. Left out, what is returned is a decorator.
         use_reentrant: True runs the function without a graph, and then again with a backward pass
             inside the backward pass: an input must require gradients, and `torch.autograd.grad`
             cannot be used. False builds the graph and leaves its saved tensors out: all ways to go
-            backward work. The remaining arguments are for False only.
+            backward work. Of the remaining arguments all but the next are for False only.
+        preserve_rng_state: give the second run the random numbers of the first, on the CPU, the
+            devices of the inputs and the current device.
         context_fn: returns two contexts, one for each run.
         determinism_check: "default" compares shapes, dtypes and devices of what both runs save;
             "none" only counts.
         debug: let a `CheckpointError` list the operators of both runs.
         early_stop: end the second run as soon as everything needed is there.
-        **kwargs: the function's (for use_reentrant=False), and `preserve_rng_state` (default True):
-            give the second run the random numbers of the first, on the CPU, the devices of the
-            inputs and the current device.
+        respect_saved_tensors_hooks: whether what a selective checkpoint keeps goes through the
+            hooks on saved tensors around it, such as `torch.autograd.graph.save_on_cpu`. None is
+            False, without the warning of newer versions of PyTorch.
+        **kwargs: the function's, for use_reentrant=False.
 
     Raises:
         ValueError: arguments that don't go together.
         CheckpointError: (in the backward pass) both runs did not save the same.
         RuntimeError: (in the backward pass) an input was changed in place.
 
-    Source: Chen et al. 2016, arXiv:1604.06174; behaviour as of torch 2.13.
+    Source: Chen et al. 2016, arXiv:1604.06174; behaviour as of torch 2.13, arguments as of 2.14.
 
     Example:
         >>> layer, x = nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8)
         >>> checkpoint(layer, x, use_reentrant=False).sum().backward()
     """
+    options = {
+        "use_reentrant": use_reentrant,
+        "preserve_rng_state": preserve_rng_state,
+        "context_fn": context_fn,
+        "determinism_check": determinism_check,
+        "debug": debug,
+        "early_stop": early_stop,
+        "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
+    }
+    if function is not None or args:
+        return _checkpointed(function, args, kwargs, **options)
+    if kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    return partial(_decorated, options)
+
+
+def _decorated(options: dict[str, Any], function: Callable) -> Callable:
+    @wraps(function, updated=())  # a module's attributes are not the wrapper's
+    def run(*args, **kwargs):
+        return _checkpointed(function, args, kwargs, **options)
+
+    return run
+
+
+# The compiler does not look inside: it would break its graph at the hooks, but then compile the
+# frames of the function, and its graphs save other tensors than the recomputation, which runs as it
+# is. This decorator loads the compiler when the function is first called; `torch.compiler.disable`
+# does so when this module is imported.
+@torch._disable_dynamo
+def _checkpointed(
+    function: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    use_reentrant: bool | None,
+    preserve_rng_state: bool,
+    context_fn: Callable,
+    determinism_check: str,
+    debug: bool,
+    early_stop: bool,
+    respect_saved_tensors_hooks: bool | None,
+) -> Any:
     if use_reentrant is None:
-        # two frames are the decorator's
-        warnings.warn(f"torch.utils.checkpoint: {NOT_EXPLICIT}", stacklevel=4)
-    preserve_rng_state = kwargs.pop("preserve_rng_state", True)
+        # the function above, and two frames of the decorator
+        warnings.warn(f"torch.utils.checkpoint: {NOT_EXPLICIT}", stacklevel=5)
     if use_reentrant:
         if kwargs:
             raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-        if context_fn is not noop_context_fn or debug is not False:
+        own = context_fn is not noop_context_fn or debug is not False
+        if own or respect_saved_tensors_hooks is not None:
             raise ValueError(
-                "Passing `context_fn` or `debug` is only supported when use_reentrant=False."
+                "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported"
+                " when use_reentrant=False."
             )
         return CheckpointFunction.apply(function, preserve_rng_state, *args)
 
@@ -393,8 +457,10 @@ def checkpoint(
         return function(*args, **kwargs)
     if torch._C._are_functorch_transforms_active():
         warnings.warn(
-            "checkpoint: inside a transform of torch.func, activations are kept", stacklevel=4
+            "checkpoint: inside a transform of torch.func, activations are kept", stacklevel=5
         )
         return function(*args, **kwargs)
+    if respect_saved_tensors_hooks and isinstance(forward_context, _CachingTorchDispatchMode):
+        forward_context.hooks = _users_hooks()
     how = preserve_rng_state, early_stop, determinism_check == "default", recompute_context, logs
     return Region(function, args, kwargs, *how).forward(args, kwargs, forward_context)

@@ -16,12 +16,19 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveC
 from .._torch import RandomState, tensors_in
 from .reentrant import version
 
+# (pack, unpack), as for `torch.autograd.graph.saved_tensors_hooks`
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
 
 class _CachedValue:
-    """One value that an operator returned, kept for the recomputation."""
+    """One value that an operator returned, kept for the recomputation.
 
-    def __init__(self, value: Any, offload: bool):
-        self.device = self.version = None
+    Args:
+        hooks: those through which a tensor goes.
+    """
+
+    def __init__(self, value: Any, offload: bool, hooks: Hooks | None = None):
+        self.device = self.version = self.unpack = None
         if isinstance(value, Tensor) and offload and value.device.type != "cpu":
             self.device, value = value.device, value.to("cpu")
         elif isinstance(value, Tensor):
@@ -30,7 +37,9 @@ class _CachedValue:
             # noticed.
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 value = value.detach()
-            self.version = version(value)
+            if hooks is not None:
+                value, self.unpack = hooks[0](value), hooks[1]
+            self.version = version(value) if isinstance(value, Tensor) else None
         self.val = value
 
     def get(self, allow_mutation: bool) -> Any:
@@ -40,6 +49,8 @@ class _CachedValue:
                 f" is {tuple(self.val.shape)}. Change a copy in place, or let the policy"
                 " recompute it"
             )
+        if self.unpack is not None:
+            return self.unpack(self.val)
         return self.val if self.device is None else self.val.to(self.device)
 
 
@@ -62,7 +73,13 @@ class _Mode(TorchDispatchMode):
 
 class _CachingTorchDispatchMode(_Mode):
     """The forward pass: asks the policy, and keeps what it says. Named as PyTorch's, which other
-    libraries look for."""
+    libraries look for.
+
+    Attributes:
+        hooks: those through which what is kept goes; a checkpoint sets them.
+    """
+
+    hooks: Hooks | None = None
 
     def __init__(self, policy: Callable, storage: dict):
         super().__init__()
@@ -88,9 +105,8 @@ class _CachingTorchDispatchMode(_Mode):
             # those that a run without it must go on with
             if after.devices or not torch.equal(before, after.cpu):
                 self.storage[func, len(entries)] = after
-        entries.append(
-            tree_map(lambda value: _CachedValue(value, policy.endswith("OFFLOAD")), result)
-        )
+        below = policy.endswith("OFFLOAD")
+        entries.append(tree_map(lambda value: _CachedValue(value, below, self.hooks), result))
         return result
 
 
