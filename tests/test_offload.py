@@ -742,6 +742,16 @@ def test_room_is_used_again_and_the_end_of_the_file_is_given_back_once_it_is_hal
     assert (store.used_bytes, store.file_bytes, blocks(store)) == (0, 0, 0)
 
 
+def test_a_file_that_holds_a_state_does_not_grow_with_batches_of_other_sizes():
+    store = DiskStore()
+    state = store.reserve(1 << 12)
+    for nbytes in range(1000, 2000, 50):
+        activations = [store.reserve(nbytes) for _ in range(8)]
+        while activations:
+            activations.pop()
+        assert store.file_bytes <= 2 * state.nbytes + 8 * nbytes
+
+
 def test_a_step_leaves_nothing_in_the_file():
     store, net, x = DiskStore(), deep_mlp(6, 64), torch.randn(1024, 64)
     offloaded(net, store=store)(x).sum().backward()
