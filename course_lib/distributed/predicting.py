@@ -99,14 +99,13 @@ def _make_state(trainer: Trainer) -> None:
         p.grad = None
 
 
-# ---- what is private to PyTorch: all of it is here, and each has a test that fails where a release
-# has changed it
+# ---- what stands in for the other ranks, by private doors of PyTorch: those that
+# tests/test_torch_doors.py lists with all others, each over a test of what is relied on here
 #
-# torch.testing._internal.distributed.fake_pg     the group "fake", whose collectives return at once
-# nn.parallel.distributed.<each of IN_CPP>        what DDP calls when it is made, on values that are
-# not there
-#   nn.modules.module.<each of HOOKS>               hooks on all modules
-#   DistributedDataParallel.reducer, its _rebuild_buckets    C++ that sorts buckets anew, by values
+# torch.testing._internal.distributed.fake_pg: the group "fake", whose collectives return at once
+# torch.nn.parallel.distributed, IN_CPP: what DDP calls when it is made, on values that are missing
+# torch.nn.modules.module, HOOKS: hooks on all modules
+# DistributedDataParallel.reducer, _rebuild_buckets: C++ that sorts buckets anew, by values
 
 # of shapes, and of weights from rank 0
 IN_CPP = "_verify_param_shape_across_processes", "_sync_module_states"
