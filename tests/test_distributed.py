@@ -574,6 +574,17 @@ def frozen(task):
     return replace(task, make_model=make_model)
 
 
+def test_a_step_that_fails_leaves_no_hook_on_the_optimizer():
+    model, seen = nn.Linear(2, 2), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = MagicMock(model=MagicMock(parameters=lambda: seen.append(1) or []))
+    trainer.optimizer = optimizer
+    with pytest.raises(KeyError), Watch(model) as watch, watch.step(trainer):
+        raise KeyError
+    optimizer.step()
+    assert not seen  # the hook would ask the model for its gradients
+
+
 def test_frozen_parameters_have_neither_gradient_nor_state(one_process, frozen):
     model = frozen.make_model()
     with Watch(model) as watch:

@@ -146,8 +146,10 @@ class Watch:
 
         hook = trainer.optimizer.register_step_pre_hook(keep)
         began, sent, flops = self.meter.moments, self.meter.sent_bytes, self.meter.flops
-        yield
-        hook.remove()
+        try:
+            yield
+        finally:
+            hook.remove()
         self.span = slice(began, self.meter.moments)
         self._last = trainer, gradients, self.meter.sent_bytes - sent, self.meter.flops - flops
 
