@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from course_lib._torch import look_of, not_collecting, tensors_in
 from course_lib.memory import Trace, symbolic
@@ -151,7 +150,6 @@ def _told(events: bool) -> dict[str, bool]:
     return {"module_paths": events, "source_lines": events}
 
 
-_DEVICE = torch.ops.prim.device.default
 _TILES = torch.ops.course_lib.tiles.default
 _UNSEEN = {torch.ops.aten.mkldnn_rnn_layer.default}  # nn.LSTM on a CPU: its workspace outlives it
 
@@ -164,9 +162,6 @@ class StepMeter(UnguardedMeter):
         return Repeats(self._ledger, self._usage, look_of).used()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # autograd asks more often than operators run
-        if func is _DEVICE and type(args[0]) is FakeTensor:
-            return args[0].fake_device
         if func in _UNSEEN:
             raise ValueError(
                 f"the step runs {func}, which keeps memory that symbolic tensors do not show; an"
