@@ -1084,6 +1084,28 @@ def test_gradients_that_meet_are_counted_as_autograd_alone_adds_them(name):
     assert at_end(meter) == dict.fromkeys(CATEGORIES, 0) | {"gradient": bytes_of(leaves)}
 
 
+class _Keeping(TorchDispatchMode):
+    """Holds what operators are given."""
+
+    def __enter__(self):
+        self.held = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.held += [value for value in args if isinstance(value, torch.Tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gradient_that_met_another_and_is_kept_by_somebody_counts_on():
+    x = torch.ones(1000, requires_grad=True)
+    with MemoryMeter() as meter, _Keeping() as keeping:
+        y = x * 2
+        (y.sin() + y.cos()).sum().backward()
+        there = {tensor.untyped_storage() for tensor in (*keeping.held, x.grad)}
+        there.remove(x.untyped_storage())
+        assert meter.live_bytes == sum(storage.nbytes() for storage in there)
+
+
 class _SumsInBackward(torch.autograd.Function):
     """Whose backward lets go of each tensor as soon as the next one is made."""
 
