@@ -8,7 +8,7 @@ import dataclasses
 import gc
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import NoneType
 from typing import Any
@@ -71,6 +71,25 @@ def _rebuilt(value: Any, items: list) -> Any:
         for field, item in zip(dataclasses.fields(value), items, strict=True):
             object.__setattr__(made, field.name, item)
     return made
+
+
+def elements_spanned(tensor: Tensor) -> int:
+    """Number of elements from a tensor's first to its last in memory, with those that it skips; of
+    a tensor that has any."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+def written_arguments(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[tuple[Any, Any]]:
+    """(argument of the schema, value) of those that an operator writes into."""
+    arguments = func._schema.arguments
+    given = [
+        *zip(arguments, args, strict=False),
+        *((each, kwargs[each.name]) for each in arguments if each.name in kwargs),
+    ]
+    return [pair for pair in given if pair[0].alias_info and pair[0].alias_info.is_write]
 
 
 # ---- what is alike

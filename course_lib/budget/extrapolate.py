@@ -48,8 +48,6 @@ FIELDS = {
     "checkpoint",
     "segments",
     "schedule_bytes",
-}
-FIELDS |= {
     "first_blocks",
     "offload_activations",
     "min_bytes",
@@ -57,8 +55,11 @@ FIELDS |= {
     "in_flight",
     "page_bytes",
     "head_chunk",
+    "in_backward",
+    "micro_batches",
+    "update",
+    "blocks",
 }
-FIELDS |= {"in_backward", "micro_batches", "update", "blocks"}
 ALIKE = ("none", "selective", "layers")
 
 

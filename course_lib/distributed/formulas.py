@@ -6,8 +6,8 @@ optimizer):
 
     ddp      4Ψ   + 4Ψ   + 8Ψ      every rank holds everything
     zero1    4Ψ   + 4Ψ   + 8Ψ/N    each parameter's Adam state is on one rank
-    fsdp     4Ψ/N + 4Ψ/N + 8Ψ/N    each parameter, gradient and state is cut into N along its first
-    dimension
+    fsdp     4Ψ/N + 4Ψ/N + 8Ψ/N    each parameter, gradient and state is cut into N along its
+                                   first dimension
 
 Exact are these up to Adam's step counters (4 bytes a parameter tensor), to zero1's shares (whole
 tensors, so unequal) and to fsdp's padding: a first dimension that N does not divide is cut as

@@ -3,9 +3,9 @@
     ddp              DistributedDataParallel: every rank holds all, gradients are all-reduced
     zero1            ddp with ZeroRedundancyOptimizer: each parameter's Adam state is on one rank
     fsdp             fully_shard (FSDP2) at each block: its parameters are gathered, used and
-    dropped (ZeRO 3) fsdp-keep        gathered parameters are kept from forward to backward: the
-    traffic of ZeRO 2, which would hold them
-                     between steps too, where these are sharded
+                     dropped (ZeRO 3)
+    fsdp-keep        gathered parameters are kept from forward to backward: the traffic of ZeRO 2,
+                     which would hold them between steps too, where these are sharded
     fsdp-checkpoint  fsdp, and each block forgets its activations
     fsdp-bf16        fsdp, gathered and computed in bf16, reduced and stepped in fp32
     fsdp-cpu         fsdp, shards and optimizer in host memory; takes a device to offload from

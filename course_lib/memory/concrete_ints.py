@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .._torch import map_tensors, tensors_in
+from .._torch import map_tensors, tensors_in, written_arguments
 from . import shape_cache
 from .storages import tensors_among
 
@@ -159,7 +159,7 @@ class Symbolic(FakeTensorMode):
         result = _outline(dispatch, func, types, *map_tensors(symbolic, (args, kwargs)))
         if not func._schema.is_mutable:
             return result
-        written = list(tensors_in(_written(func, args, kwargs)))
+        written = list(tensors_in([value for _, value in written_arguments(func, args, kwargs)]))
         for tensor in written:
             self._numbers.pop(tensor.untyped_storage(), None)
         back = {in_place_of[tensor]: tensor for tensor in written if tensor in in_place_of}
@@ -232,17 +232,3 @@ def _is_whole(given: Tensor | torch.dtype | None) -> bool:
     if isinstance(given, Tensor):
         return type(given) in (Tensor, nn.Parameter, FakeTensor) and _is_whole(given.dtype)
     return given is not None and not given.is_floating_point and not given.is_complex
-
-
-def _written(func, args, kwargs) -> list:
-    """The arguments that an operator changes."""
-    arguments = func._schema.arguments
-    given = [
-        *zip(arguments, args, strict=False),
-        *((a, kwargs[a.name]) for a in arguments if a.name in kwargs),
-    ]
-    return [
-        value
-        for argument, value in given
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]

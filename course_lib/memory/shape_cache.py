@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .._torch import tensors_in
+from .._torch import elements_spanned, tensors_in
 
 MOST = 1 << 16  # outlines at a time
 # Without the guards against compilation that PyTorch puts around modes: a third of a symbolic
@@ -154,10 +154,7 @@ def _storage(tensor: Tensor) -> int:
 
 def extent(tensor: Tensor) -> int:
     """Bytes of a storage of its own."""
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
-    )
-    return (last + 1) * tensor.itemsize if tensor.numel() else 0
+    return elements_spanned(tensor) * tensor.itemsize if tensor.numel() else 0
 
 
 def _again(mode: FakeTensorMode, known: tuple, given: list[Tensor]) -> Any:

@@ -38,7 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from course_lib._check import kind, whole
-from course_lib._torch import is_symbolic
+from course_lib._torch import elements_spanned, is_symbolic
 
 from .device import Device
 from .stores import Guard, Room, Store, bytes_of, default_store, view_of
@@ -266,11 +266,8 @@ class _Handle:
         self.key = object()  # not the id, which may be given out again before a late `drop`
         self.view = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         self.conjugated, self.negated = tensor.is_conj(), tensor.is_neg()
-        extent = 1 + sum(
-            (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-        )
         # views may skip elements, or repeat them
-        size = min(tensor.numel(), extent) * tensor.itemsize
+        size = min(tensor.numel(), elements_spanned(tensor)) * tensor.itemsize
         saved.handles[self.key] = tensor.storage_offset() * tensor.itemsize, size
         saved.wanted.add(self.key)
         self.saved = saved

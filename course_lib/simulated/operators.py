@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
+from course_lib._torch import written_arguments
+
 aten = torch.ops.aten
 #: Operators that write over a tensor without reading it; their schema does not tell.
 OVERWRITE = (aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_)
@@ -198,17 +200,7 @@ def _bytes(tensors: list[Tensor]) -> int:
 def _written(func: Callable, args: tuple, kwargs: dict) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors that an operator writes into, by its schema; and those of them that it does not
     read."""
-    given = zip(func._schema.arguments, args, strict=False)
-    named = (
-        (argument, kwargs[argument.name])
-        for argument in func._schema.arguments
-        if argument.name in kwargs
-    )
-    changed = [
-        (each, value)
-        for each, value in (*given, *named)
-        if each.alias_info and each.alias_info.is_write
-    ]
+    changed = written_arguments(func, args, kwargs)
     # without one fused optimizers only read what their schema has written
     if kwargs.get("grad_scale") is None:
         changed = [(each, value) for each, value in changed if each.name != "grads"]

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from course_lib._torch import elements_spanned
+
 ACTORS = 512  # at most
 ROUNDED = 512  # bytes; blocks are multiples of it, as those of PyTorch's allocator
 HOST, ALLOCATOR = "the host", "the allocator"
@@ -182,10 +184,7 @@ class Arena:
         if not tensor.numel() or self.block_of(tensor) is None:
             return None
         first = tensor.data_ptr() - self.origin
-        extent = 1 + sum(
-            (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        return first, first + extent * tensor.itemsize
+        return first, first + elements_spanned(tensor) * tensor.itemsize
 
     def unknown_writes(self, tensor: Tensor, actor: Actor) -> list[Access]:
         """The last writes to a tensor's bytes that nothing orders before what the actor does
