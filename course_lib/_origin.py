@@ -150,8 +150,8 @@ def noted() -> Iterator[None]:
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Inside, PyTorch does not log the traceback of each operator that fails on symbolic tensors,
-    beside raising it."""
+    """Keep PyTorch, inside the block, from logging the traceback of each operator that fails on
+    symbolic tensors, beside raising it."""
 
     def drop(record: logging.LogRecord) -> bool:
         return record.levelno != logging.ERROR

@@ -142,8 +142,8 @@ def is_symbolic(*tensors: Any) -> bool:
 
 @contextmanager
 def not_collecting() -> Iterator[None]:
-    """Inside, the garbage collector rests: it would look through all symbolic tensors again and
-    again."""
+    """Let the garbage collector rest inside the block: it would look through all symbolic tensors
+    again and again."""
     collecting = gc.isenabled()
     gc.disable()
     try:

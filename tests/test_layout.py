@@ -239,7 +239,9 @@ def test_no_file_class_or_function_outgrows_its_screen():
 # What a thing is stands first: a noun, or a verb. "Whether" begins what is true or false.
 NO_FIRST_WORDS = {
     *("What", "Which", "Who", "Whose", "Why", "How", "When", "Where", "If", "As", "That"),
-    *("It", "Its", "They", "This", "These", "Those", "There", "Of"),
+    *("It", "Its", "They", "This", "These", "Those", "There", "Of", "By", "With", "From", "For"),
+    *("To", "In", "Into", "On", "Inside", "Around", "Above", "Beside", "After", "Until", "So"),
+    *("Instead", "Given", "Told", "Only"),
 }
 
 

@@ -49,8 +49,8 @@ class Ranks:
 
     @contextmanager
     def reducing(self, last: bool) -> Iterator[None]:
-        """Around a micro-batch, whose backward pass reduces gradients over the ranks, or only adds
-        to them."""
+        """Let the backward pass of a micro-batch, inside the block, reduce gradients over the
+        ranks, or only add to them."""
         if self.model is None or last or self.sync == "each":
             yield
         elif self.replica:

@@ -314,8 +314,8 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def _gradients_apart(
     own: list[nn.Parameter], others: list[nn.Parameter], ranks: Ranks
 ) -> Iterator[None]:
-    """Inside, gradients begin from None; then `own` have none, others' are added to those before;
-    errors undo all."""
+    """Begin with gradients of None inside the block; after it `own` have none, and others' are
+    added to those before; errors undo all."""
     parameters = [*own, *others]
     before = [parameter.grad for parameter in parameters]
     if ranks.has_views:  # DDP would write into them

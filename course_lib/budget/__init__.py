@@ -1,4 +1,4 @@
-"""Given a budget in bytes: which of all the techniques, and how much of each.
+"""Choice of memory-saving techniques for a budget in bytes: which of all, and how much of each.
 
 A `Recipe` says what a training step uses, `estimate` what it takes, without taking it, `fit` which
 recipes a budget allows, and `train_step` runs one. Lesson 07 explains.

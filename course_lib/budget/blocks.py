@@ -23,7 +23,7 @@ def equal_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:
 
 @contextmanager
 def shortened(blocks: nn.ModuleList | nn.Sequential, count: int) -> Iterator[None]:
-    """Inside, the list has its first `count` blocks only."""
+    """Cut the list, inside the block, to its first `count` blocks."""
     rest = list(blocks)[count:]
     del blocks[count:]
     try:

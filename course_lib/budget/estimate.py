@@ -118,7 +118,7 @@ class Estimate(Table):
 
     @property
     def moved_bytes(self) -> int:
-        """To another tier or another rank, both ways."""
+        """Bytes to another tier or another rank, both ways."""
         return self.bytes_down + self.bytes_up + self.sent_bytes
 
     def rows(self) -> list[Sequence]:

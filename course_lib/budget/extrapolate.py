@@ -180,7 +180,7 @@ class Composer:
             return self.grown(moments(few), moments(few + 1), blocks - few)
 
         def with_blocks(ones: int, others: int) -> Moments:
-            """So many with a checkpoint, and then so many without."""
+            """Moments of so many blocks with a checkpoint, and then so many without."""
             fields = {"first_blocks": ones} if first else {"segments": others} if alone else {}
             return self.few(replace(recipe, **fields), ones + others)
 
@@ -192,11 +192,12 @@ class Composer:
             return self.measured(recipe, count)
 
     def reach(self, recipe: Recipe) -> int:
-        """Into how many other blocks it reaches what is fetched ahead, or still goes down.
+        """Number of other blocks that copies reach into: of what is fetched ahead, or still goes
+        down.
 
-        Compared moment by moment with all blocks, for up to 2 of each, of decoders and of chains
-        with sums between their blocks: the least from which on all moments are equal. Less where
-        a block keeps more storages than its input.
+        Found for up to 2 of each kind, in decoders and in chains with sums between their blocks:
+        the least number from which on each moment equals that of a step with all blocks. It is
+        less where a block keeps more storages than its input.
         """
         if not recipe.offload_activations:
             return 0
@@ -226,8 +227,8 @@ class Composer:
         )
 
     def grown(self, few: Moments, more: Moments, blocks: int) -> Moments:
-        """With so many blocks more than `few`; a parameter's place is further on by the blocks that
-        follow it."""
+        """Moments with so many blocks more than `few`; a parameter's place is further on by the
+        blocks that follow it."""
         growth = Growth(few.trace, more.trace)
         due = {id(few.trace): few.due, id(more.trace): more.due}
         rows: list[Sequence[Tensor]] = []

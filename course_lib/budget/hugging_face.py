@@ -17,7 +17,8 @@ def configs_of(model: nn.Module, name: str) -> list[Any]:
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """Inside, no keys and values are kept for tokens to come, which nothing in training reads."""
+    """Keep no keys and values, inside the block, for tokens to come: nothing in training reads
+    them."""
     configs = configs_of(model, "use_cache")
     before = [config.use_cache for config in configs]
     try:

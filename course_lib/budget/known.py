@@ -146,8 +146,8 @@ class Estimator:
         return self.with_base(**{name: getattr(recipe, name) for name in names})
 
     def least_seconds(self, recipe: Recipe, rates: Rates) -> float:
-        """No FLOPs less than without offloaded activations, and of what is moved the optimizer's
-        state alone."""
+        """Seconds that a step takes at least: FLOPs as without offloaded activations, and of what
+        is moved the optimizer's state alone."""
         down, up = self.state_moved(recipe)
         least = {"flops": self.least_flops(recipe), "bytes_down": down, "bytes_up": up}
         return rates.seconds(replace(self.state_of(recipe), **least))
@@ -158,8 +158,8 @@ class Estimator:
         return state.bytes_down - none.bytes_down, state.bytes_up - none.bytes_up
 
     def least_flops(self, recipe: Recipe) -> int:
-        """FLOPs of an estimate with the same to compute, else with part of it: to add to that takes
-        no fewer."""
+        """FLOPs of an estimate with the same to compute, else of one with part of it, which takes
+        no more."""
         plain = replace(
             recipe,
             checkpoint="none",
@@ -377,8 +377,8 @@ class Search:
         return self.rates.seconds(self.known.estimate(recipe))
 
     def most_blocks(self, one: Recipe, cheapest: float) -> int:
-        """Around how many of the first blocks checkpoints can be, to cost less than the cheapest;
-        of equal blocks each is computed again for as many FLOPs as the first."""
+        """The most of the first blocks that can be checkpointed at a lower cost than the cheapest;
+        equal blocks are each computed again for as many FLOPs as the first."""
         known, found = self.known, self.known.estimate(one)
         equal = known.blocks is None and len(known.composer.blocks) == known.layers
         each = known.recomputed_flops(one) if equal else 0

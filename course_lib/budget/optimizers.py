@@ -25,7 +25,7 @@ UPDATES = {
 
 
 class _AnyNumber(TorchFunctionMode):
-    """Inside, a symbolic tensor has a value, so that a program that asks for one runs on."""
+    """Mode in which a symbolic tensor has a value, so that a program that asks for one runs on."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is Tensor.item and isinstance(args[0], FakeTensor):
@@ -34,8 +34,8 @@ class _AnyNumber(TorchFunctionMode):
 
 
 class Adafactor(torch.optim.Adafactor):
-    """PyTorch's, which scales its steps by norms that it reads; what it takes does not depend on
-    them."""
+    """PyTorch's Adafactor, which scales its steps by norms that it reads; what it takes does not
+    depend on them."""
 
     def step(self, closure=None):
         with _AnyNumber():
@@ -43,7 +43,7 @@ class Adafactor(torch.optim.Adafactor):
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """On symbolic tensors, Adam with moments in 8 bits: it holds what that of bitsandbytes holds,
+    """Adam with moments in 8 bits, on symbolic tensors: it holds what that of bitsandbytes holds,
     by a formula.
 
     A byte an element for each of the two moments, a scale in fp32 for each 256 of them, and a table

@@ -158,7 +158,8 @@ class StepMeter(UnguardedMeter):
     """The meter of an estimate."""
 
     def repeating(self) -> AbstractContextManager[None]:
-        """Inside, of a schedule's stages that are alike one runs, and stands for the others."""
+        """Let one of a schedule's stages that are alike run, inside the block, and stand for the
+        others."""
         return Repeats(self._ledger, self._usage, look_of).used()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -180,10 +181,9 @@ class StepMeter(UnguardedMeter):
 
 
 class _PartlyOnHost(torch.optim.Optimizer):
-    """For symbolic steps: what `OffloadedOptimizer` takes on a GPU. The part below has its state
-    and its update on the host: on the device nothing is left of it, and its gradients go down and
-    its parameters come up.
-    """
+    """Stand-in, in symbolic steps, that takes what `OffloadedOptimizer` takes on a GPU. The part
+    below has its state and its update on the host: on the device nothing is left of it, and its
+    gradients go down and its parameters come up."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, store: SymbolicStore):
         parameters = trained(model)

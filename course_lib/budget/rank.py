@@ -129,8 +129,8 @@ def _measured(
 
 
 def _with_state(trace: Trace, shapes: Shapes, recipe: Recipe) -> Trace:
-    """With the optimizer's state of the fullest rank in place of the first one's, and all of its
-    micro-batches."""
+    """The trace with the optimizer's state of the fullest rank in place of the first one's, and all
+    of its micro-batches."""
     live = trace.live.copy()
     if trace.spans is None:
         live[:, CATEGORIES.index("optimizer")] = state_bytes(shapes, recipe)

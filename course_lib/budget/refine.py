@@ -31,10 +31,10 @@ def refine(search: Search, family: Recipe) -> Recipe | None:
 
 
 def best_copies(search: Search, family: Recipe) -> Recipe | None:
-    """Copies of activations under way: the cheapest number that fits, where the fewest, the
-    family's own, do.
+    """The recipe with the cheapest number of activations' copies under way that fits; None where
+    the fewest, the family's own, do not fit.
 
-    How many go down at a time changes the price and not what is moved, so that each number is
+    How many go down at a time changes the price but not what is moved, so that each number is
     priced before it is estimated.
     """
     if not search.fits(family):
@@ -49,8 +49,8 @@ def best_copies(search: Search, family: Recipe) -> Recipe | None:
 
 
 def fewest_pieces(search: Search, family: Recipe, pieces: Sequence[int] = ()) -> Recipe | None:
-    """With as few micro-batches as fit. One has no full set of gradients beside its activations, so
-    it is tried.
+    """The recipe with as few micro-batches as fit; None if no number does. A single one is tried
+    first: it has no full set of gradients beside its activations.
 
     From two on, each more takes less memory: a piece has no more samples than before.
     """
@@ -97,8 +97,8 @@ def fewest_blocks(search: Search, one: Recipe, most: int) -> Recipe | None:
 
 
 def best_schedule(search: Search, family: Recipe) -> Recipe | None:
-    """Smaller micro-batches leave the schedule room for more layers: half as many, as long as it
-    costs no more.
+    """The cheapest recipe with a schedule: smaller micro-batches leave it room to keep more layers,
+    so that their number is halved for as long as that costs no more.
 
     The time of each schedule is known before it is estimated; all gradients are there from the
     second piece on.
@@ -165,7 +165,7 @@ def scheduled(search: Search, recipe: Recipe) -> Cost:
 
 
 def least_schedule(search: Search, recipe: Recipe) -> Recipe:
-    """With the schedule that takes the least memory."""
+    """The recipe with the schedule that takes the least memory."""
     least = 1
     try:
         scheduled(search, replace(recipe, schedule_bytes=least))

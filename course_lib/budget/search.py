@@ -47,7 +47,7 @@ class Estimates(Table, list):
         self.rates, self.title, self.estimate = rates, title, estimate
 
     def way(self) -> Way:
-        """From the plain step to the cheapest, one technique at a time, by the search's own
+        """Way from the plain step to the cheapest, one technique at a time, by the search's own
         estimates."""
         return Way(map(self.estimate, steps_to(self[0].recipe)))
 
@@ -227,10 +227,10 @@ def _among(search: Search, recipes: Iterable[Recipe]) -> tuple[list[Estimate], l
 
 
 def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estimate]]:
-    """For several ranks: each sharding, with the fewest micro-batches, and checkpoints where it
-    does not fit without.
+    """Estimates that fit on several ranks: each sharding, with the fewest micro-batches, and with
+    checkpoints where it does not fit without.
 
-    And all that were estimated.
+    The second list has all that were estimated.
     """
     known = search.known
     make_model, make_batch = known.composing.given
@@ -299,7 +299,7 @@ def _all(search: Search) -> list[Estimate]:
 
 
 def _with_large_pages(search: Search, recipe: Recipe) -> Recipe:
-    """With the largest pages that fit; they cost what small ones do."""
+    """The recipe with the largest pages that fit; they cost what small ones do."""
     pages = (replace(recipe, page_bytes=size) for size in search.known.pages_for(recipe))
     return next(filter(search.fits, pages))
 
@@ -373,7 +373,7 @@ def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
 
 
 def _find_least(search: Search) -> None:
-    """For the message: what takes the least, among those that use the most."""
+    """Estimate, for the message, what takes the least, among the recipes that use the most."""
     known = search.known
     attentions = known.leanest or known.values("attention")
     # of which more is not always less; of all others, the most

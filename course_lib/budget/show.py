@@ -1,4 +1,4 @@
-"""From the plain step to a recipe, one technique at a time: the steps, and their figure."""
+"""Way from the plain step to a recipe, one technique at a time: the steps, and their figure."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ def model_of(make_model: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
 
 
 class _CopiesOfSymbolic(TorchFunctionMode):
-    """Inside, `copy.deepcopy` of a symbolic tensor, as `nn.TransformerEncoder` does it with its
-    layer, is another one.
+    """Mode in which `copy.deepcopy` of a symbolic tensor makes another one, as
+    `nn.TransformerEncoder` wants it of its layer's.
 
     PyTorch would copy along the mode that the tensor belongs to.
     """
@@ -252,10 +252,11 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
 
 @contextmanager
 def applied(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
-    """Inside, the model does what the recipe says, in place; afterwards it is as before.
+    """Let the model do, inside the block, what the recipe says, in place; afterwards it is as
+    before.
 
-    What is yielded is to be called after a forward pass: it raises if that has gone by what was put
-    in.
+    What is yielded is to be called after a forward pass: it raises if that has bypassed what was
+    put in.
     """
     with ExitStack() as stack:
         stack.enter_context(without_cache(model))

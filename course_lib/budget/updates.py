@@ -42,8 +42,8 @@ class Updates:
         self.known: dict[Any, Update] = {}
 
     def of_all(self, recipe: Recipe, below: set[Tensor]) -> Update:
-        """One is stepped after the other, or in pages. Of what is the same block after block few
-        are stepped."""
+        """Update of all parameters, one after the other or in pages. Of blocks that are the same
+        few are updated."""
         recipe = on_kind(recipe, self.kind)
         key = recipe.offload_optimizer, recipe.optimizer, recipe.update, recipe.page_bytes
         if key not in self.known:
@@ -92,7 +92,7 @@ class Updates:
         return self.known[key]
 
     def stepped(self, parameters: Sequence[Tensor], recipe: Recipe, below: set[Tensor]) -> Update:
-        """By a step of them alone."""
+        """Update of these parameters alone."""
         size, of_all = (
             sum(p.numel() for p in parameters if p in group) for group in (below, set(parameters))
         )

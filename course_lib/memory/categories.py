@@ -257,8 +257,8 @@ def _called_by_autograd() -> bool:
 
 
 def _of_a_mode(frame) -> bool:
-    """Told by names: to look at a frame's `f_locals` copies them, and keeps alive what its function
-    lets go of."""
+    """Whether the frame is a mode's, told by names: to look at its `f_locals` copies them, and
+    keeps alive what its function lets go of."""
     owner, _, name = frame.f_code.co_qualname.rpartition(".")
     found = frame.f_globals.get(owner)
     return name == "__torch_dispatch__" or (

@@ -261,7 +261,7 @@ def flop_counter() -> FlopCounterMode:
 
 
 class _NoModules(nullcontext):
-    """Instead of the counter's module tracker, whose hooks hold tensors and make
+    """Stand-in for the counter's module tracker, whose hooks hold tensors and make
     `torch.autograd.grad` fail."""
 
     parents = ("Global",)

@@ -31,7 +31,7 @@ _active: list[Repeats] = []
 
 
 def active() -> Repeats | None:
-    """Books of the meter that is active; None where every stage is to run."""
+    """The `Repeats` of the active meter; None where every stage is to run."""
     return _active[-1] if _active else None
 
 
@@ -109,7 +109,7 @@ class Backward:
 
 
 class Repeats:
-    """Books of a step's equal stages: all that they have in common.
+    """Runs of a step's equal stages that are known already, and entered in a meter's books.
 
     Args:
         ledger, usage: the meter's.
@@ -126,7 +126,7 @@ class Repeats:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside, they are the active ones."""
+        """Make these the active ones inside the block."""
         _active.append(self)
         try:
             yield
@@ -183,7 +183,8 @@ class Repeats:
         return KeptAgain(self.books, found, tensors, given, slot)
 
     def _key(self, stage, given, context, keep: bool) -> Hashable:
-        """None where the stage is to run: its buffers may change with each run."""
+        """Key of a run of the stage; None where it is not to be repeated, since its buffers may
+        change with each run or no other stage is like it."""
         if stage not in self.kinds:
             changes = any(True for _ in stage.buffers())
             self.kinds[stage] = None if changes else self.kind_of(stage)
@@ -324,7 +325,8 @@ class Books:
         return look, about
 
     def about(self, gradient: Tensor) -> Hashable:
-        """With how many tensors have its storage: autograd adds in place to what one has alone."""
+        """State of a gradient, and how many tensors have its storage: autograd adds in place to
+        what one has alone."""
         storage = gradient.untyped_storage()
         return self.state(gradient), torch._C._storage_Use_Count(storage._cdata)
 

@@ -217,8 +217,8 @@ class CudaMalloc(Segments):
             self._release(chunk)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Only with a limit to splitting: one oversize block that suffices, or the largest ones
-        until they do.
+        """Release, only with a limit to splitting, one oversize block that suffices, or the largest
+        ones until they do.
 
         Source: `release_available_cached_blocks`.
         """
@@ -235,7 +235,7 @@ class CudaMalloc(Segments):
         return released >= size
 
     def _collect_garbage(self) -> None:
-        """Above the threshold, release whole large segments that lay idle for longer than others.
+        """Release, above the threshold, whole large segments that lay idle for longer than others.
 
         Source: `garbage_collect_cached_blocks`. Age is counted in searches of the pool.
         """

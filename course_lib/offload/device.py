@@ -48,7 +48,7 @@ class Device:
         return None
 
     def on(self, stream: Any) -> AbstractContextManager:
-        """Inside, operators run on this stream."""
+        """Run operators on this stream inside the block."""
         return nullcontext()
 
     def side(self, name: str) -> Any:

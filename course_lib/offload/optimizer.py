@@ -131,8 +131,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return any(isinstance(master, HostState) for master in self._masters.values())
 
     def sending(self) -> AbstractContextManager:
-        """Inside, gradients go down as soon as backward has made them, and `step` uses what went
-        down.
+        """Send gradients down, inside the block, as soon as backward has made them; `step` uses
+        what went down.
 
         For the last backward pass before a step and the step, and only where nothing changes
         gradients in between: clipping, unscaling, collectives and `.data` would do so unseen.

@@ -80,7 +80,7 @@ class HostState(MasterWeights):
 
 @contextmanager
 def sending(masters: Sequence[HostState]) -> Iterator[None]:
-    """Inside, gradients go down as soon as backward has made them.
+    """Send gradients down, inside the block, as soon as backward has made them.
 
     One to which a backward pass within backward adds goes down again, and what went before is not
     used.

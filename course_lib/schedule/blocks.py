@@ -77,7 +77,7 @@ class ScheduledBlocks(BlocksInPlace):
         super().__init__(model, names)
 
     def check(self) -> None:
-        """After a forward pass: raise if the schedule has not been gone through."""
+        """Raise, after a forward pass, if the schedule has not been gone through."""
         if not self.complete:
             missed = self.names[self.run.next if self.run else 0]
             raise ValueError(f"{missed} was not called; {CHAIN}")

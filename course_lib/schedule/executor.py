@@ -320,7 +320,8 @@ class _Watch:
         return self.random if drew else None, buffers
 
     def _is_changed(self, buffer: Tensor, version: int, copy: Tensor) -> bool:
-        """By value: norms change their statistics without counting that as a change in place."""
+        """Whether a buffer has changed, by value: norms change their statistics without counting
+        that as a change in place."""
         if not is_symbolic(copy):
             return not torch.equal(buffer, copy)
         norms = [

@@ -168,7 +168,7 @@ def _keep_all(start: int, end: int) -> list[Action]:
 
 
 def advance(start: int, end: int) -> list[Action]:
-    """From x_start to x_end, keeping x_start."""
+    """Forwards from x_start to x_end, keeping x_start."""
     return [Forward(start, "input"), *(Forward(i, "nothing") for i in range(start + 1, end))]
 
 

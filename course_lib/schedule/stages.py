@@ -58,8 +58,8 @@ class _Function(nn.Module):
 
 
 def _held(value: Any) -> Iterator[nn.Module | nn.Parameter]:
-    """In a partial's arguments, a method's object, a function's closure and defaults, and lists and
-    dicts of these."""
+    """Modules and parameters in a partial's arguments, a method's object, a function's closure and
+    defaults, and lists and dicts of these."""
     if isinstance(value, (nn.Module, nn.Parameter)):
         yield value
         return

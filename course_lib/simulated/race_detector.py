@@ -305,7 +305,8 @@ class AccessLog:
 
     @contextmanager
     def early(self, actor: Actor, tensors: list[Tensor], written: list[Tensor]) -> Iterator[None]:
-        """Inside, an actor does something as early as its order allows, if the arenas remember.
+        """Let an actor do something, inside the block, as early as its order allows, if the arenas
+        remember.
 
         It finds its tensors as they were before the last writes that nothing orders before it. What
         it writes over those bytes is gone in the end, for they are written later.

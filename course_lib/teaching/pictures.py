@@ -54,8 +54,8 @@ def show_in_both_languages() -> None:
 
 
 def show(drawn: "Figure") -> None:
-    """Instead of IPython's own PNG, not beside it: once more would make the notebook larger by
-    half.
+    """Show a figure in place of IPython's own PNG, not beside it: once more would make the notebook
+    larger by half.
 
     The pictures for slides stand in the output's metadata, `slides`, where no page shows them.
     """

@@ -66,8 +66,8 @@ class AttentionKind(Technique):
 
 @contextmanager
 def attention_of(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], None]]:
-    """Inside, the model's attention is the wanted one; what is yielded raises if a forward pass has
-    not used it."""
+    """Give the model the wanted attention inside the block; what is yielded raises if a forward
+    pass has not used it."""
     own = attentions_of(model)
     with ExitStack() as stack:
         calls: list[bool] = []
@@ -101,7 +101,7 @@ def drop_probability(attentions: Iterable[Attention]) -> float:
 
 @contextmanager
 def _own(modules: list[Attention], wanted: str | None) -> Iterator[None]:
-    """`course_lib.models.Attention`, by its attributes."""
+    """Set the attention of `course_lib.models.Attention` inside the block, by its attributes."""
     before = [
         {name: module.__dict__[name] for name in ("fused", "standard") if name in vars(module)}
         for module in modules
@@ -130,7 +130,8 @@ def _with_switch(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _switched(model: nn.Module, wanted: str, asked: str | None = None) -> Iterator[None]:
-    """`asked` is what the recipe says, if not the same."""
+    """Switch a model's attention inside the block; `asked` is what the recipe says, if not the
+    same."""
     configs = configs_of(model, "_attn_implementation")
     before = [config._attn_implementation for config in configs]
     try:
@@ -166,8 +167,8 @@ def _switched(model: nn.Module, wanted: str, asked: str | None = None) -> Iterat
 
 
 class _Flash(TorchFunctionMode):
-    """Inside, `F.scaled_dot_product_attention` is `flash_attention`, which refuses the masks and
-    dropout it gets."""
+    """Mode in which `F.scaled_dot_product_attention` is `flash_attention`, which refuses the masks
+    and dropout it gets."""
 
     when_recomputed = True  # nor is it inside `backward`, where checkpoints enter it again
 

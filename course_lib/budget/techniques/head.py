@@ -51,11 +51,12 @@ class ChunkedHead(Technique):
 
 @contextmanager
 def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], None]]:
-    """Inside, the head returns `Logits`; what is yielded raises if none of them has come to a loss.
+    """Let the head return `Logits` inside the block; what is yielded raises if none of them has
+    come to a loss.
 
-    The model's own forward pass and loss run as they are written. What they may do to logits is
-    what does the same to each token alone, so that loss and gradient are the model's own; all else
-    is refused.
+    The model's own forward pass and loss run as they are written. They may do to logits
+    only what does the same to each token alone, so that loss and gradient are the model's own; all
+    else is refused.
     """
     if chunk is None:
         yield lambda: None
@@ -80,8 +81,8 @@ def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], N
 
 
 class _ForwardInChunks:
-    """In place of a head's forward. What it knows are attributes, so that a copy of the head, as a
-    schedule's chain is measured on, has one of its own."""
+    """Replacement for a head's forward. What it knows are attributes, so that a copy of the head,
+    such as a schedule's chain is measured on, has one of its own."""
 
     def __init__(self, head: nn.Module, chunk: int, about: str, used: list[bool]):
         self.head, self.forward, self.about, self.used = head, head.forward, about, used

@@ -10,7 +10,7 @@ from .technique import Recipe, Technique, choice, count, fields_of
 
 
 class MicroBatches(Technique):
-    """`AccumulatedStep` runs them."""
+    """Micro-batches, which `AccumulatedStep` runs."""
 
     fields = fields_of(accumulate=choice("fp32", None), micro_batches=count(1))
     place = 3

@@ -71,7 +71,7 @@ class OffloadedState(Technique):
 
 
 def _binary(nbytes: int) -> str:
-    """In the largest unit of which they are a whole number."""
+    """A size in the largest unit of which it is a whole number."""
     units = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
     size, unit = next((size, unit) for size, unit in units if nbytes % size == 0)
     return f"{nbytes // size:,} {unit}"

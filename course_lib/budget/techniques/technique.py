@@ -57,10 +57,10 @@ class Technique:
     def applied(
         self, recipe: Recipe, model: nn.Module, store: Any = None
     ) -> AbstractContextManager[Check | None]:
-        """Inside, the model does it; afterwards it is as before.
+        """Let the model use the technique inside the block; afterwards it is as before.
 
         What is entered may give a function to be called after a forward pass, which raises if that
-        has gone by it.
+        has bypassed it.
         """
         return nullcontext()
 

@@ -109,7 +109,8 @@ def frontier_with_early_stop(
 
 
 def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
-    """Beside each chain's frontier the best cuts into segments, a panel each: peak on x, time on y.
+    """Draw, beside each chain's frontier, the best cuts into segments, a panel each: peak on x,
+    time on y.
 
     Args:
         chains: label -> chain.

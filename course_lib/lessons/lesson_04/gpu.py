@@ -40,8 +40,8 @@ from course_lib.teaching.experiments import (
     },
 )
 def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """On a GPU both ways down pin host memory, some 13 GB each, as torch rounds every block up to a
-    power of two."""
+    """Activations offloaded in two ways, which on a GPU pin host memory, some 13 GB each, as torch
+    rounds every block up to a power of two."""
     pinned = device.type == "cuda"
     # a layer keeps 68 bytes in fp32 for each number that it takes; twice, and half of it for the
     # rounding
@@ -82,7 +82,8 @@ def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
     labels={"state_bytes": "8 bytes a parameter"},
 )
 def offloaded_optimizer(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """On a GPU it pins up to 16 bytes a parameter, 2 GB, and takes half a minute on a slow CPU."""
+    """AdamW with its state in host memory; on a GPU it pins up to 16 bytes a parameter, 2 GB, and
+    takes half a minute on a slow CPU."""
     arms = {}
     for name, kind in (("plain", torch.optim.AdamW), ("offloaded", OffloadedOptimizer)):
         model, tokens = decoder_and_tokens(device, **sizes)

@@ -42,8 +42,8 @@ RECIPES = {
     },
 )
 def three_recipes(device: torch.device, *, batch: int, **sizes: int) -> Iterator[Part]:
-    """On a GPU the last recipe pins some 20 GB: 14 bytes a parameter, where torch rounds blocks up
-    to powers of two."""
+    """Three recipes, of which the last one on a GPU pins some 20 GB: 14 bytes a parameter, where
+    torch rounds blocks up to powers of two."""
 
     def make_batch() -> torch.Tensor:
         return random_tokens(batch, sizes["sequence"], sizes["vocabulary"])

@@ -44,7 +44,7 @@ def recipes() -> Iterator[Recipe]:
 
 @cache
 def stored_estimates() -> tuple[Stored, ...]:
-    """All of them."""
+    """The stored estimates of all recipes."""
     return tuple(Stored(recipe, *row) for recipe, row in zip(recipes(), _ROWS, strict=True))
 
 

@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def wait_for(address: str) -> None:
-    """Until the server answers, or a minute has passed."""
+    """Wait until the server answers, a minute at most."""
     for _ in range(300):
         try:
             urllib.request.urlopen(address, timeout=5)
