@@ -24,7 +24,8 @@ class Ranks:
     """
 
     def __init__(self, model: nn.Module, sync: str):
-        self.model, self.sync = _parallel(model), one_of("sync", sync, ("last", "each"))
+        self.model = _parallel(model)
+        self.sync = one_of("sync", sync, ("last", "each"))
         self.replica = self.model if isinstance(self.model, DistributedDataParallel) else None
         self.group, self.count = None, 1
         if self.model is not None:

@@ -140,7 +140,8 @@ class AccumulatedStep:
         sync: str = "last",
         in_buckets: bool = False,
     ):
-        self.model, self.ranks = model, Ranks(model, sync)
+        self.model = model
+        self.ranks = Ranks(model, sync)
         self.optimizer = _one_optimizer(optimizer)
         self.loss_sum = loss_sum
         self.max_norm = None if max_norm is None else positive("max_norm", max_norm)
@@ -150,7 +151,8 @@ class AccumulatedStep:
         self.accumulate = one_of(
             "accumulate", accumulate, (None,) if self.ranks.model else (None, "fp32")
         )
-        self.in_buckets, self._buckets = self.ranks.checked(self.scaler, in_buckets), {}
+        self.in_buckets = self.ranks.checked(self.scaler, in_buckets)
+        self._buckets = {}
         # what each sum of losses is divided by before its backward pass
         self._unit: float | None = None
 
@@ -194,7 +196,9 @@ class AccumulatedStep:
     def _accumulate(self, micro_batches: Iterable[Any], sending: ExitStack) -> tuple[float, float]:
         """Forward and backward passes of all micro-batches: the sums of their losses and weights,
         over all ranks."""
-        losses, weights, senders = [], [], _senders(self)
+        losses = []
+        weights = []
+        senders = _senders(self)
         marked = (
             _with_last(micro_batches)
             if senders or self.ranks.model
@@ -210,10 +214,8 @@ class AccumulatedStep:
                 " once)"
             )
         # Read at the end: a GPU would be waited for at every micro-batch otherwise.
-        losses, weights = (
-            _values(losses),
-            [math.nan if is_symbolic(weight) else float(weight) for weight in weights],
-        )
+        losses = _values(losses)
+        weights = [math.nan if is_symbolic(weight) else float(weight) for weight in weights]
         problem = ""
         for i, (loss, weight) in enumerate(
             () if is_symbolic() else zip(losses, weights, strict=True)

@@ -39,10 +39,12 @@ def standard_attention(
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1.
     """
     q, k, v = _checked(q, k, v, enable_gqa, attn_mask, dropout_p)
-    shift, scale = _shift(q, k, causal, is_causal), _scale(q, scale)
+    shift = _shift(q, k, causal, is_causal)
+    scale = _scale(q, scale)
     (batch, heads, n_q, d), (_, kv_heads, n_k, d_v) = q.shape, v.shape
     unseeing = min(n_q, max(0, -(shift or 0)))  # rows that see no key; softmax would make them NaN
-    rows, groups = n_q - unseeing, batch * kv_heads
+    rows = n_q - unseeing
+    groups = batch * kv_heads
     stacked = heads // max(1, kv_heads) * rows  # heads that share K and V, one below the other
     with torch.autocast(q.device.type, enabled=False):
         queries = q[:, :, unseeing:].reshape(groups, stacked, d)
@@ -110,7 +112,8 @@ def flash_attention(
     Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.
     """
     q, k, v = _checked(q, k, v, enable_gqa, attn_mask, dropout_p)
-    shift, scale = _shift(q, k, causal, is_causal), _scale(q, scale)
+    shift = _shift(q, k, causal, is_causal)
+    scale = _scale(q, scale)
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block is not None:
             _check.whole(name, block, 1)

@@ -92,7 +92,8 @@ def _tuned(kernel: Any) -> Any:
     disk too."""
 
     def prune(_: list, arguments: dict[str, Any], **constants: Any) -> list:
-        shared, itemsize = arguments["setting"][0], arguments["q"].element_size()
+        shared = arguments["setting"][0]
+        itemsize = arguments["q"].element_size()
         return [_config(size) for size in _sizes(kernel, constants["BLOCK_D"], itemsize, shared)]
 
     key = ["setting", "BLOCK_D", "CAUSAL"]
@@ -128,7 +129,8 @@ def _setting(q: Tensor, k: Tensor) -> tuple[int, int, int]:
 def _launch(kernel: Any, grid: Any, q: Tensor, options: Options, *arguments: Any) -> None:
     """Runs a kernel in the blocks that are given, else in those measured, else in those that the
     tuner finds."""
-    d, causal = q.shape[-1], options.shift is not None
+    d = q.shape[-1]
+    causal = options.shift is not None
     block_d = triton.next_power_of_2(d)
     for name in ("block_q", "block_k"):
         block = getattr(options, name)

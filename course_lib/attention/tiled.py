@@ -118,7 +118,8 @@ def forward_tiles(q, o, lse, k, v, options) -> None:
     q (h, g, n_q, d), o (h, g, n_q, d_v), lse (h, g, n_q); k (h, n_k, d), v (h, n_k, d_v).
     """
     shift, scale, block_q, block_k = options
-    work, n_k = lse.dtype, k.shape[1]
+    work = lse.dtype
+    n_k = k.shape[1]
     for i in range(0, q.shape[2], block_q):
         rows = slice(i, i + block_q)
         group_and_rows = q[:, :, rows].shape[1:3]

@@ -171,7 +171,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         model = workload_of(given)
         rates, tier = _rates(given)
-        device, kind = given.device or "H100", _kind(given)
+        device = given.device or "H100"
+        kind = _kind(given)
         budget = given.budget or _budget(given, rates)
         told = {
             "model": model.name,
@@ -290,7 +291,8 @@ def _print(
     way: Way,
     gpu: OnDevice | None,
 ) -> None:
-    best, machine = found[0], {"device": given.device or "H100", "source": rates.source}
+    best = found[0]
+    machine = {"device": given.device or "H100", "source": rates.source}
     shares = {"flops": rates.flops_share, "link": rates.link_share}
     parts = [
         text(
@@ -344,7 +346,8 @@ def _picture(text: str) -> str:
         raise argparse.ArgumentTypeError(
             "a plot takes matplotlib, which is not installed"
         ) from None
-    kinds, path = sorted(FigureCanvasBase.get_supported_filetypes()), Path(text)
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    path = Path(text)
     if path.suffix.removeprefix(".").lower() not in kinds:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no kind of picture; it takes one of {', '.join(kinds)}"

@@ -38,7 +38,9 @@ def groups_of(
     """
     if len(pieces) < 3:
         return [[i] for i in range(len(pieces))]
-    mode, random, groups = detect_fake_mode(), RandomState(counted=False), {}
+    mode = detect_fake_mode()
+    random = RandomState(counted=False)
+    groups = {}
 
     def signature_of(piece: Any) -> int:
         with without_cache(model), OpSignature() as signature:
@@ -46,7 +48,8 @@ def groups_of(
         return signature.seen
 
     try:
-        looks, signatures = mode.looks, [signature_of(pieces[0])]
+        looks = mode.looks
+        signatures = [signature_of(pieces[0])]
         looked = mode.looks > looks
         signatures += [signature_of(piece) if looked else signatures[0] for piece in pieces[1:]]
         for i, piece in enumerate(pieces):

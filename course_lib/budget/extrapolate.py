@@ -161,7 +161,8 @@ class Composer:
     # ---- forward and backward
 
     def moments(self, recipe: Recipe) -> Moments:
-        count, first = len(self.blocks), recipe.first_blocks or 0
+        count = len(self.blocks)
+        first = recipe.first_blocks or 0
         # a segment each, of which the last is not recomputed
         alone = recipe.segments == count and self.runs_them
         reach = self.reach(recipe)
@@ -214,7 +215,8 @@ class Composer:
         return self._few[recipe, count]
 
     def measured(self, recipe: Recipe, count: int, repeats: bool = True) -> Moments:
-        store, optimizer = SymbolicStore(), RecordingOptimizer(self.trained)
+        store = SymbolicStore()
+        optimizer = RecordingOptimizer(self.trained)
         with shortened(self.blocks, count):
             pieces, groups = pieces_of(self.batch, recipe.micro_batches), self.groups(recipe)
             options = self.loss_sum, store, self.max_norm, groups
@@ -251,7 +253,8 @@ class Composer:
     def with_optimizer(self, moments: Moments, recipe: Recipe) -> Estimate:
         below = chosen_below(self.trained, recipe.offload_optimizer)
         update = self.updates.of_all(recipe, below)
-        trace, live = moments.trace, moments.trace.live.copy()
+        trace = moments.trace
+        live = moments.trace.live.copy()
         live[:, CATEGORIES.index("optimizer")] += update.held
         operators = list(trace.operators)
         for row, due in enumerate(moments.due):
@@ -276,7 +279,9 @@ class Composing:
     it."""
 
     def __init__(self, make_model: Callable, make_batch: Callable, base: Recipe, **options: Any):
-        self.given, self.base, self.options = (make_model, make_batch), base, options
+        self.given = (make_model, make_batch)
+        self.base = base
+        self.options = options
         self.composing, self.composers = True, {}  # by precision
         with explained():
             self.composer_of(base)
@@ -340,7 +345,8 @@ def dearest(
     model: nn.Module, pieces: Sequence[Any], recipe: Recipe, loss_sum: LossSum | None
 ) -> Cost:
     """Cost of a schedule for that one of unlike micro-batches which takes the most."""
-    costs, errors = [], []
+    costs = []
+    errors = []
     for piece in pieces:
         chain = chain_of(model, piece, recipe, loss_sum)
         try:

@@ -55,7 +55,8 @@ class Estimator:
         **options: Any,
     ):
         self.base = replace(base, ranks=1, shard=None, update=None) if base.ranks > 1 else base
-        self.quick, self.watch = quick, watch or (lambda recipe: None)
+        self.quick = quick
+        self.watch = watch or (lambda recipe: None)
         self.blocks = tuple(blocks) if isinstance(blocks, list) else blocks or base.blocks
         if base.checkpoint != "none":
             self.base = replace(self.base, blocks=self.blocks)
@@ -124,10 +125,8 @@ class Estimator:
     def held_bytes(self, recipe: Recipe) -> int:
         """The model and what of the optimizer's state is on the device, which are there throughout
         the step."""
-        composer, below = (
-            self.composer,
-            chosen_below(self.composer.trained, recipe.offload_optimizer),
-        )
+        composer = self.composer
+        below = chosen_below(self.composer.trained, recipe.offload_optimizer)
         with symbolic(composer.mode):
             state = composer.updates.of_all(recipe, below).held
         return state + sum(
@@ -379,7 +378,8 @@ class Search:
     def most_blocks(self, one: Recipe, cheapest: float) -> int:
         """The most of the first blocks that can be checkpointed at a lower cost than the cheapest;
         equal blocks are each computed again for as many FLOPs as the first."""
-        known, found = self.known, self.known.estimate(one)
+        known = self.known
+        found = self.known.estimate(one)
         equal = known.blocks is None and len(known.composer.blocks) == known.layers
         each = known.recomputed_flops(one) if equal else 0
         return sum(
@@ -397,7 +397,8 @@ class Search:
     def order(self, found: Estimate) -> tuple:
         """The cheapest first; of equal price the one of fewer micro-batches, larger pages, fewer
         copies under way."""
-        recipe, seconds = found.recipe, self.rates.seconds(found)
+        recipe = found.recipe
+        seconds = self.rates.seconds(found)
         copies = sum(recipe.copies(found.tier)) if recipe.offload_activations else 0
         return (
             seconds,

@@ -62,7 +62,8 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
         "it takes a loss_sum(model, batch) -> (sum of losses, weight), or such a method of the"
         " model"
     )
-    name, pieces = type(wrapped_in(model)).__name__, recipe.micro_batches
+    name = type(wrapped_in(model)).__name__
+    pieces = recipe.micro_batches
     if loss_sum is not None:
         function("loss_sum", loss_sum, "a function (model, batch) -> (sum of losses, weight)")
         takes_arguments("loss_sum", loss_sum, "(model, batch)", model, None)

@@ -53,7 +53,9 @@ class Adam8bit(torch.optim.Optimizer):
     Source: Dettmers et al. 2022, arXiv:2110.02861, section 2; the limit is that of bitsandbytes.
     """
 
-    BLOCK, SMALL, LEVELS = 256, 4096, 256
+    BLOCK = 256
+    SMALL = 4096
+    LEVELS = 256
 
     def __init__(self, params, lr: float = LR, **_):
         super().__init__(params, {"lr": lr})
@@ -63,7 +65,8 @@ class Adam8bit(torch.optim.Optimizer):
     def step(self, closure=None):
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             if not self.state[p]:
-                state, small = self.state[p], p.numel() < self.SMALL
+                state = self.state[p]
+                small = p.numel() < self.SMALL
                 for moment in ("exp_avg", "exp_avg_sq"):
                     state[moment] = torch.zeros_like(
                         p, dtype=torch.float32 if small else torch.uint8

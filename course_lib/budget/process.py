@@ -114,7 +114,8 @@ def watched(
         return pair
 
     def marked() -> Iterator[Any]:
-        unseen, before = [], -1
+        unseen = []
+        before = -1
         for i in sorted(times):
             marks.append((meter.flops, store.stats.bytes_down, store.stats.bytes_up))
             if passed := i - before - 1:  # what is not run leaves as much
@@ -188,7 +189,8 @@ class _PartlyOnHost(torch.optim.Optimizer):
     def __init__(self, model: nn.Module, recipe: Recipe, store: SymbolicStore):
         parameters = trained(model)
         super().__init__(parameters, {"lr": LR})
-        self.below, self.traffic = chosen_below(parameters, recipe.offload_optimizer), store
+        self.below = chosen_below(parameters, recipe.offload_optimizer)
+        self.traffic = store
         above = [p for p in parameters if p not in self.below]
         base, settings = base_of(recipe)
         options = {"fraction": 0.0, "page_bytes": recipe.page_bytes, "lr": LR}

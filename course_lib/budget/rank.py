@@ -63,7 +63,8 @@ def rank_trace(
             model = model_of(make_model, single(recipe))
             check_model(model, single(recipe))
             _check(model, recipe, loss_sum)
-            shapes, count = shapes_of(model, recipe.blocks), len(equal_blocks(model))
+            shapes = shapes_of(model, recipe.blocks)
+            count = len(equal_blocks(model))
             pieces(recipe, samples_in(make_batch()))  # says what does not divide
         measured = partial(_measured, make_model, make_batch, recipe, loss_sum, max_norm, events)
         trace = None

@@ -84,7 +84,8 @@ class Rates:
         Copies for the optimizer's state on the host are "gradients" and "parameters", apart from
         those of activations.
         """
-        recipe, link = estimate.recipe, self.link_bytes * self.link_share
+        recipe = estimate.recipe
+        link = self.link_bytes * self.link_share
         flops = self.flops_share * (
             self.fp32_flops if recipe.dtype == torch.float32 else self.bf16_flops
         )
@@ -241,7 +242,8 @@ def this_machine(file: Path | str | None = None) -> Rates:
     another torch, is not used.
     """
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    file, here = Path(file or Path(folder, "course_lib", "rates.json")), _here()
+    file = Path(file or Path(folder, "course_lib", "rates.json"))
+    here = _here()
     try:
         kept = json.loads(file.read_text("utf-8"))
         if kept.pop("measured_on") == here:
@@ -319,7 +321,8 @@ def _link(device: torch.device, seconds: float) -> float:
 def _fastest(work: Callable[[], object], seconds: float, device: torch.device) -> float:
     """The seconds of the quickest of several runs, the first one aside."""
     work()
-    best, end = math.inf, time.perf_counter() + seconds
+    best = math.inf
+    end = time.perf_counter() + seconds
     while best == math.inf or time.perf_counter() < end:
         wait_for(device)
         start = time.perf_counter()

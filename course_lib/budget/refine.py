@@ -78,7 +78,8 @@ def fewest_segments(search: Search, family: Recipe) -> Recipe | None:
     """The fewest segments that fit: of those up to the square root of the blocks, where each more
     takes less; or one a block."""
     blocks = search.known.segments
-    few, most = range(2, math.isqrt(blocks) + 1), replace(family, segments=blocks)
+    few = range(2, math.isqrt(blocks) + 1)
+    most = replace(family, segments=blocks)
     if not first_pieces(search, [most]):
         return None
     return first_pieces(search, [replace(family, segments=count) for count in few]) or first_pieces(
@@ -103,8 +104,10 @@ def best_schedule(search: Search, family: Recipe) -> Recipe | None:
     The time of each schedule is known before it is estimated; all gradients are there from the
     second piece on.
     """
-    known, trials = search.known, list[tuple[float, Recipe]]()
-    allowed, samples = known.pieces_for(family), known.pieces[-1]
+    known = search.known
+    trials: list[tuple[float, Recipe]] = []
+    allowed = known.pieces_for(family)
+    samples = known.pieces[-1]
     count = allowed[-1]
     while count >= allowed[0]:
         pieces = max(number for number in allowed if number <= count)
@@ -137,7 +140,8 @@ def with_schedule(search: Search, recipe: Recipe) -> Recipe | None:
     if not search.fits(best):
         return None
     taken = low = best.schedule_bytes
-    high, spare = math.inf, search.spare(best)
+    high = math.inf
+    spare = search.spare(best)
     for _ in range(ROUNDS):
         taken = fastest_within(search, recipe, min(taken + spare, high - 1)).peak_bytes
         if taken <= low or 0 <= spare < search.budget // 200:
@@ -145,7 +149,8 @@ def with_schedule(search: Search, recipe: Recipe) -> Recipe | None:
         trial = replace(recipe, schedule_bytes=taken)
         spare = search.spare(trial)
         if spare >= 0:
-            best, low = trial, taken
+            best = trial
+            low = taken
         else:
             high = taken
     return best

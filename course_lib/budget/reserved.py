@@ -38,7 +38,8 @@ def that_reserve(budget_bytes: int, within: Callable[[int], Any]) -> Any:
             peak of tensors.
     """
     taken: dict[Recipe, tuple[int, Estimate]] = {}
-    room, found = budget_bytes, None
+    room = budget_bytes
+    found = None
     while room > 0:
         try:
             found = within(room)

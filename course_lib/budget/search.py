@@ -191,7 +191,8 @@ def that_fit(search: Search, base: Recipe, recipes: Sequence[Recipe] | None = No
         elif base.ranks > 1:
             found, tried = _on_ranks(search, base)
         else:
-            found, tried = _all(search), known.estimates.values()
+            found = _all(search)
+            tried = known.estimates.values()
         found.sort(key=search.order)
         least = min(tried, key=lambda e: e.peak_bytes, default=None)
         if known.confirms(found[0] if found else least):
@@ -238,7 +239,8 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
         shapes = rank.shapes_of(model_of(make_model, rank.single(replace(base, shard="zero3"))))
         samples = samples_in(make_batch())
     pieces = known.options("micro_batches", *rank.pieces(replace(base, micro_batches=1), samples))
-    keeps, found = known.options("checkpoint", "none", "selective", "layers"), []
+    keeps = known.options("checkpoint", "none", "selective", "layers")
+    found = []
     for shard, keep, attention in product(rank.MODES, keeps, known.values("attention")):
         blocks = None if keep == "none" else known.blocks
         family = replace(base, shard=shard, checkpoint=keep, blocks=blocks, attention=attention)
@@ -258,7 +260,8 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
             found += [known.estimate(best)] if best else []
     tried = [e for recipe, e in known.estimates.items() if recipe.ranks > 1]
     if not tried:  # even weights, gradients and state do not fit
-        shard, blocks = base.shard or "zero3", None if keeps[-1] == "none" else known.blocks
+        shard = base.shard or "zero3"
+        blocks = None if keeps[-1] == "none" else known.blocks
         more = {
             "attention": known.values("attention")[-1],
             "micro_batches": pieces[-1],
@@ -270,7 +273,9 @@ def _on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estima
 
 def _all(search: Search) -> list[Estimate]:
     """Combinations of techniques, those of few techniques first."""
-    known, found, too_large = search.known, list[Recipe](), set[Recipe]()
+    known = search.known
+    found: list[Recipe] = []
+    too_large: set[Recipe] = set()
     for family in sorted(known.families(), key=lambda recipe: _size(known, recipe)):
         if known.floor_bytes(family) > search.budget or known.leaner(family) in too_large:
             too_large.add(family)

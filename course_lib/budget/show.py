@@ -30,7 +30,8 @@ def steps_to(recipe: Recipe) -> list[Recipe]:
         "update": recipe.update,
     }
     base |= {"ranks": recipe.ranks, "shard": "ddp"} if recipe.ranks > 1 else {}
-    steps, changed = [Recipe(**base)], recipe.changed()
+    steps = [Recipe(**base)]
+    changed = recipe.changed()
     # A schedule's bytes are meant for its micro-batches: it need not fit the whole batch.
     first = [tuple(MicroBatches.fields)] if recipe.checkpoint == "optimal" else []
     if recipe.shard not in (None, "ddp"):
@@ -99,7 +100,9 @@ def waterfall(
 
     ax = ax if ax is not None else plt.subplots(figsize=(9, 4.2), layout="constrained")[1]
     unit, name = (1e9, "GB") if estimates[0].peak_bytes > 2e10 else (1e6, "MB")
-    steps, heights, labels = range(len(estimates)), [0.0] * len(estimates), labels or {}
+    steps = range(len(estimates))
+    heights = [0.0] * len(estimates)
+    labels = labels or {}
     for category in CATEGORIES:
         values = [estimate.at_peak.get(category, 0) / unit for estimate in estimates]
         if any(values):

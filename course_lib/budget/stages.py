@@ -79,7 +79,8 @@ def most_segments(model: nn.Module, batch: Any) -> int:
 
 def _staged(model: nn.Module, batch: Any) -> tuple[Any, list[nn.Module]]:
     """Input of the chain, and its stages."""
-    name, function = f"{type(model).__name__}.stages", own_stages(model)
+    name = f"{type(model).__name__}.stages"
+    function = own_stages(model)
     takes_arguments(name, function, "(batch), or is left to a recipe's blocks", batch)
     stages = list(as_modules(list(function(batch))).values())
     while len(stages) > 1 and next(stages[0].parameters(), None) is None:

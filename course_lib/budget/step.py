@@ -92,7 +92,8 @@ def optimizer_of(
     model: nn.Module, recipe: Recipe, *, store=None, lr: float = LR
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer, of the parameters that are trained."""
-    parameters, (base, settings) = trained(model), base_of(recipe)
+    parameters = trained(model)
+    base, settings = base_of(recipe)
     if not recipe.has_pages:
         return base(parameters, lr=lr, **settings)
     options = {
@@ -219,7 +220,8 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
         parameter.grad = None
         stepped.add(parameter)
 
-    optimized, stepped = {p for group in optimizer.param_groups for p in group["params"]}, set()
+    optimized = {p for group in optimizer.param_groups for p in group["params"]}
+    stepped = set()
     parameters = list({*model.parameters(), *optimized})
     gradients = [p.grad for p in parameters]  # to be put back after an error
     hooks = []

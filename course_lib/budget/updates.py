@@ -50,10 +50,8 @@ class Updates:
             left_out = self.left_out(recipe, below)
             found = self.stepped([p for p in self.trained if p not in left_out], recipe, below)
             each = [self.of(p, recipe, p in below) for p in left_out]
-            held, totals = (
-                found.held + sum(e.held for e in each),
-                found.totals + sum(e.totals for e in each),
-            )
+            held = found.held + sum(e.held for e in each)
+            totals = found.totals + sum(e.totals for e in each)
             self.known[key] = Update(held, found.more, found.operator, totals)
         return self.known[key]
 
@@ -98,7 +96,8 @@ class Updates:
         )
         # it takes the same ones then
         recipe = replace(recipe, offload_optimizer=max(0.0, size - 0.5) / of_all)
-        part, store = nn.ParameterList(parameters), SymbolicStore()
+        part = nn.ParameterList(parameters)
+        store = SymbolicStore()
         optimizer = symbolic_optimizer(part, recipe, store, self.tier)
         make_state(part, optimizer)
         store.stats = Traffic()

@@ -125,7 +125,8 @@ class CheckpointedBlocks(BlocksInPlace):
 
     def __init__(self, model: nn.Module, names: Sequence[str], options: dict[str, Any]):
         super().__init__(model, names)
-        self._options, self._called = options, False
+        self._options = options
+        self._called = False
 
     def check(self) -> None:
         """Raise, after a forward pass, if none of the blocks was called with gradients, so that
@@ -162,10 +163,12 @@ class _Forward:
     """
 
     def __init__(self, block: nn.Module, around: Callable[[Callable, tuple, dict], Any]):
-        self.block, self.around = weakref.ref(block), around
+        self.block = weakref.ref(block)
+        self.around = around
         # others may have replaced it before us, as accelerate does
         self.before = vars(block).get("forward")
-        self.active, block.forward = True, self
+        self.active = True
+        block.forward = self
 
     def own(self) -> Callable:
         block = self.block()
@@ -175,7 +178,8 @@ class _Forward:
         return self.around(self.own(), args, kwargs) if self.active else self.own()(*args, **kwargs)
 
     def undo(self) -> None:
-        block, self.active = self.block(), False
+        block = self.block()
+        self.active = False
         # else others call it, and it steps aside
         if block is not None and vars(block).get("forward") is self:
             del block.forward

@@ -100,11 +100,9 @@ class Region:
         logs,
     ):
         tensors = list(tensors_in((args, kwargs)))
-        self.function, self.early_stop, self.compare_metadata = (
-            function,
-            early_stop,
-            compare_metadata,
-        )
+        self.function = function
+        self.early_stop = early_stop
+        self.compare_metadata = compare_metadata
         self.context, self.logs = context, logs
         self.surroundings = Surroundings(tensors, preserve_rng_state)
         self.inputs = without_tensors((args, kwargs))
@@ -176,7 +174,8 @@ class _Recomputation:
 
     def __init__(self, region: Region, key: Any):
         self.region, self.key = region, key
-        self.count, self.differences = 0, ""
+        self.count = 0
+        self.differences = ""
 
     def run(self) -> None:
         region = self.region

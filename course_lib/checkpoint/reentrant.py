@@ -83,7 +83,8 @@ class Surroundings:
         modes = [mode for mode in active if isinstance(mode, DeviceContext)]
         self.default_device = modes[-1].device if modes else nullcontext()
         self.modes = modes_when_recomputed()
-        self.random, self.unused = None, set()
+        self.random = None
+        self.unused = set()
         if preserve_rng_state:
             # asking a device that nobody has used yet would start it
             used = {kind for kind in kinds if _in_use(kind)}
@@ -139,7 +140,8 @@ class CheckpointFunction(torch.autograd.Function):
     def forward(ctx, run_function, preserve_rng_state, *args):
         check_backward_validity(args)
         tensors = list(tensors_in(args))
-        ctx.run_function, ctx.args = run_function, without_tensors(args)
+        ctx.run_function = run_function
+        ctx.args = without_tensors(args)
         ctx.surroundings = Surroundings(tensors, preserve_rng_state)
         ctx.save_for_backward(*tensors)
         versions = [version(x) for x in tensors]

@@ -30,7 +30,8 @@ class _CachedValue:
     def __init__(self, value: Any, offload: bool, hooks: Hooks | None = None):
         self.device = self.version = self.unpack = None
         if isinstance(value, Tensor) and offload and value.device.type != "cpu":
-            self.device, value = value.device, value.to("cpu")
+            self.device = value.device
+            value = value.to("cpu")
         elif isinstance(value, Tensor):
             # Detached, since the value itself will get a history that leads back here. With this
             # dispatch key on, the alias shares the version counter, by which a change in place is
@@ -136,7 +137,8 @@ class _CachedTorchDispatchMode(_Mode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in SAC_IGNORED_OPS:
             return func(*args, **(kwargs or {}))
-        entries, position = self.storage.get(func, ()), self.counts[func]
+        entries = self.storage.get(func, ())
+        position = self.counts[func]
         self.counts[func] += 1
         if position >= len(entries):
             raise RuntimeError(

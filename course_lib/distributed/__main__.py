@@ -151,7 +151,8 @@ def main() -> None:
             sequence=given.sequence,
             unequal=given.unequal,
         )
-        options, budgets = _options(given), _budgets(given.budget, modes)
+        options = _options(given)
+        budgets = _budgets(given.budget, modes)
         with symbolic():
             shapes = shapes_of(task.make_model(), options["blocks"])
         if given.ranks is not None:

@@ -117,7 +117,8 @@ def shapes_of(model: nn.Module, blocks: str | list[str] | None = None) -> Shapes
 def held_bytes(shapes: Shapes, mode: str, ranks: int) -> list[dict[str, int]]:
     """Bytes that each rank holds when its optimizer steps, with AdamW: a dict of `STATE` for each
     rank."""
-    ranks, cut = whole("ranks", ranks, 1), one_of("mode", mode, MODES) in SHARDED
+    ranks = whole("ranks", ranks, 1)
+    cut = one_of("mode", mode, MODES) in SHARDED
     parts = ranks if cut else 1
     parameter = sum(w.share(parts) * w.item_bytes for w in shapes.all)
     gradient = sum(w.share(parts) * w.item_bytes for w in shapes.trained)

@@ -79,12 +79,11 @@ class Trainer:
         max_norm: float | None = None,
         lr: float = 1e-3,
     ):
-        self.mode, self.model, self.device = (
-            one_of("mode", mode, MODES),
-            model,
-            torch.device(device),
-        )
-        self.micro_batches, self.sync = micro_batches, one_of("sync", sync, SYNCS)
+        self.mode = one_of("mode", mode, MODES)
+        self.model = model
+        self.device = torch.device(device)
+        self.micro_batches = micro_batches
+        self.sync = one_of("sync", sync, SYNCS)
         if mode in REPLICATED:
             self.run = DistributedDataParallel(
                 _Loss(model.to(device), loss_sum), gradient_as_bucket_view=True
@@ -125,7 +124,8 @@ def shard(
     bf16: bool = False,
 ) -> None:
     """`fully_shard` at each block and at the root, in place."""
-    names, mesh = blocks_of(model, blocks), init_device_mesh(device.type, (dist.get_world_size(),))
+    names = blocks_of(model, blocks)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     if mode == "fsdp-checkpoint" and not wrapper:
         checkpoint_blocks(model, list(names))
     options: dict[str, Any] = {"mesh": mesh}

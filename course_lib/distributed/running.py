@@ -119,7 +119,9 @@ def train(
         MemoryBudgetExceeded: on a rank that would pass `budget_bytes`.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    model, losses, norms = task.make_model(), [], []
+    model = task.make_model()
+    losses = []
+    norms = []
     shapes = shapes_of(model, options.get("blocks"))
     watch = Watch(model, device, budget_bytes=budget_bytes)
     most = {name: max(each[name] for each in held_bytes(shapes, mode, ranks)) for name in STATE}

@@ -98,7 +98,8 @@ def load(checkpoint: Path, trainer: Trainer) -> int:
     Random numbers go on as on the rank of the same number; on a rank of which nothing was saved,
     with its own.
     """
-    saved, random = _metadata(checkpoint), RandomState([trainer.device])
+    saved = _metadata(checkpoint)
+    random = RandomState([trainer.device])
     own = {name: tensor for name, tensor in _by_rank(random).items() if name in saved}
     state = {**_state(trainer), **own, "step": 0}
     dcp.load(state, checkpoint_id=checkpoint)  # into these tensors

@@ -116,7 +116,8 @@ def task_of(
 def token_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """The sum of the cross-entropies of {"tokens": (b, s), "labels": (b, s)}, and over how many
     labels it goes."""
-    logits, labels = model(batch["tokens"]).flatten(0, 1).float(), batch["labels"].flatten()
+    logits = model(batch["tokens"]).flatten(0, 1).float()
+    labels = batch["labels"].flatten()
     return (
         F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"),
         (labels != IGNORED).sum(),

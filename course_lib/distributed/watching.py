@@ -95,7 +95,8 @@ class Taken:
 class _Meter(UnguardedMeter):
     """Counts what is communicated, too."""
 
-    sent_bytes, sending = 0, False
+    sent_bytes = 0
+    sending = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         # gloo's thread drops the tensors of a collective some time after it has said that it is

@@ -57,7 +57,8 @@ def _profiled(run: Callable, *modes) -> tuple[list[tuple[int, int]], list[tuple[
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     )
     run(profile, *modes)
-    moves, calls = [], []
+    moves = []
+    calls = []
     waiting = list(profile.profiler.kineto_results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
@@ -68,7 +69,8 @@ def _profiled(run: Callable, *modes) -> tuple[list[tuple[int, int]], list[tuple[
             )
         elif event.name.startswith(_MARK):
             calls.append((event.name.removeprefix(_MARK), event.start_time_ns, event.end_time_ns))
-    changes, mine = [], set()
+    changes = []
+    mine = set()
     for moment, address, change in sorted(moves, key=lambda move: move[0]):
         if change > 0:
             mine.add(address)

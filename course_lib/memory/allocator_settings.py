@@ -119,7 +119,9 @@ def _divisions(given: int | Mapping[int | str, int] | None) -> tuple[int, ...]:
         return (0,) * INTERVALS
     if not isinstance(given, Mapping):
         return (_power_of_two("roundup_power2_divisions", given),) * INTERVALS
-    steps, last, first = [0] * INTERVALS, 0, True
+    steps = [0] * INTERVALS
+    last = 0
+    first = True
     for start, count in given.items():
         count = count and _power_of_two(f"roundup_power2_divisions[{start!r}]", count)
         if start == ">":
@@ -129,7 +131,9 @@ def _divisions(given: int | Mapping[int | str, int] | None) -> tuple[int, ...]:
         index = min(start.bit_length() - 1, INTERVALS - 1)
         if first:  # the first one named holds for all sizes below it, too
             steps[:index] = [count] * index
-        steps[index], last, first = count, index, False
+        steps[index] = count
+        last = index
+        first = False
     return tuple(steps)
 
 

@@ -108,7 +108,8 @@ class CachingAllocator:
         requested = whole("size_bytes", size_bytes, 0, of="bytes")
         if requested == 0:
             return Block(0, 0, 0)
-        segments, size = self._segments, self.settings.rounded(requested)
+        segments = self._segments
+        size = self.settings.rounded(requested)
         chunk = segments.take(size, frames)
         if chunk is None:
             segments.statistics.counts["num_ooms"] += 1

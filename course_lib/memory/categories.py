@@ -122,10 +122,8 @@ class CategoryTracker:
         )
 
     def outputs(self, func, result, sources: set[int], made_in: str) -> None:
-        ledger, tensors = (
-            self.ledger,
-            [t for t in tensors_among((result,)) if not self._is_a_shape_alone(t)],
-        )
+        ledger = self.ledger
+        tensors = [t for t in tensors_among((result,)) if not self._is_a_shape_alone(t)]
         for tensor in tensors:
             for storage in storages_of(tensor):
                 record = ledger.find(storage)
@@ -295,7 +293,8 @@ class OptimizerPhase:
 
     def _before(self, optimizer, args, kwargs) -> None:
         if self._outermost is None:
-            self._outermost, self._node = optimizer, torch._C._current_autograd_node()
+            self._outermost = optimizer
+            self._node = torch._C._current_autograd_node()
 
     def _after(self, optimizer, args, kwargs) -> None:
         if self._outermost is optimizer:

@@ -109,7 +109,8 @@ class Growth:
         }
 
     def _at(self, blocks: int, name: str) -> dict[int, Any]:
-        found, moment = {}, 0
+        found = {}
+        moment = 0
         for trace, start, stop, _ in self.sources(blocks):
             known = getattr(trace, name)
             found |= {moment + i - start: known[i] for i in range(start, stop) if i in known}
@@ -132,7 +133,8 @@ class _GrownSpans:
 
     def found(self) -> list[Span]:
         blocks, end = self.blocks, self.end
-        more, earlier = self.more, {}
+        more = self.more
+        earlier = {}
         for span in more.spans or ():
             earlier.setdefault((span.start, span.bytes, span.category), []).append(span.stop)
         seen: dict[tuple, int] = {}
@@ -167,7 +169,8 @@ class _GrownSpans:
             for trace in (self.few, self.more)
         )
         kinds, longer = ([span[1:3] for span in spans] for spans in (ours, others))
-        head, extra = _alike(kinds, longer), len(others) - len(ours)
+        head = _alike(kinds, longer)
+        extra = len(others) - len(ours)
         new = others[head : head + extra]
         if kinds[head:] != longer[head + extra :] or any(
             span.stop < len(self.more) for span in new
@@ -190,7 +193,8 @@ class _GrownSpans:
         if span.stop >= len(self.more):
             return self.end
         q, there = self._locate(span.stop)
-        block, offset = self.passes[q].block, self._offset(q) + span.stop
+        block = self.passes[q].block
+        offset = self._offset(q) + span.stop
         if q == p and there == "new":
             return offset + copy * block
         # a block later, or sooner, than that of the block before
@@ -228,7 +232,8 @@ def _numbered(found: list[tuple[int, int, Span, bool]]) -> list[Span]:
     there."""
     found.sort(key=lambda each: each[:2])
     waiting: dict[tuple[int, int], list[int]] = {}
-    spans, last = [], -1
+    spans = []
+    last = -1
     for start, stop, span, goes_on in found:
         if begun := waiting.get((start, span.bytes)):
             number = begun.pop()
@@ -242,7 +247,8 @@ def _numbered(found: list[tuple[int, int, Span, bool]]) -> list[Span]:
 
 def _passes(operators: Sequence[tuple[Any, str]]) -> list[tuple[int, int]]:
     """Bounds of the forward passes, and what is between them."""
-    found, start = [], 0
+    found = []
+    start = 0
     for _, group in groupby(operators, key=lambda operator: operator[1] == "forward"):
         stop = start + len(list(group))
         found.append((start, stop))

@@ -126,7 +126,9 @@ def measure(
     with runs, _without_garbage_collection():
         meter, flops, steady = _metered(runs, warmup, needs_gradient, device)
         device = meter.device
-        allocator, workspace, seconds = None, {}, None
+        allocator = None
+        workspace = {}
+        seconds = None
         if repeats and not is_symbolic() and device.type != "meta":
             allocator = meter.entry_bytes + allocator_peak(runs.run, device)
             workspace = workspace_by_operator(runs.run, device)
@@ -157,7 +159,8 @@ def _metered(
     it."""
     before = None
     for number in range(warmup + _MOST_METERED):
-        meter, counter = MemoryMeter(runs.model, runs.optimizers, device=device), flop_counter()
+        meter = MemoryMeter(runs.model, runs.optimizers, device=device)
+        counter = flop_counter()
         # the meter sees each operator first, before the counter takes it apart
         runs.run(counter, meter, *runs.leaves)
         if needs_gradient and number >= warmup and "backward" not in meter.phases():
@@ -166,7 +169,8 @@ def _metered(
                 " calls backward() on a loss that depends on parameters (needs_gradient=False"
                 " measures a step that is meant to have none)"
             )
-        found, flops = (meter.timeline.operators, meter.peak_bytes), int(counter.get_total_flops())
+        found = (meter.timeline.operators, meter.peak_bytes)
+        flops = int(counter.get_total_flops())
         if number >= warmup and found == before:
             return meter, flops, True
         before = found
@@ -201,12 +205,10 @@ class _Runs:
     """Runs a step, again and again, from the same start; in the end everything is as it was."""
 
     def __init__(self, step, model, optimizers, first_step: bool):
-        self.step, self.model, self.optimizers, self.first_step = (
-            step,
-            model,
-            optimizers,
-            first_step,
-        )
+        self.step = step
+        self.model = model
+        self.optimizers = optimizers
+        self.first_step = first_step
         self.changed = 0
 
     def __enter__(self) -> None:

@@ -42,7 +42,8 @@ def save_snapshot(snapshot: dict, path) -> None:
 
 
 def _segment(head: Chunk) -> dict:
-    blocks, chunk = [], head
+    blocks = []
+    chunk = head
     while chunk is not None and chunk.mapped:
         blocks.append(chunk)
         chunk = chunk.next

@@ -293,7 +293,9 @@ class MemoryMeter(Figures, TorchDispatchMode):
             self._usage.finish()
             # also those that `.to()` put in place
             self._ledger.close(belongings(self.model, self.optimizers))
-        self.model, self.optimizers, self._state = None, (), "closed"
+        self.model = None
+        self.optimizers = ()
+        self._state = "closed"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         # autograd asks more often than operators run
@@ -304,7 +306,9 @@ class MemoryMeter(Figures, TorchDispatchMode):
         if not all(map(holds_bytes, types)):
             # a wrapper subclass unwraps itself; its inner tensors then pass through here
             return NotImplemented
-        ledger, usage, node = self._ledger, self._usage, torch._C._current_autograd_node()
+        ledger = self._ledger
+        usage = self._usage
+        node = torch._C._current_autograd_node()
         with ledger.lock:
             made_in, sources = usage.inputs(func, args, kwargs, node)
             taken_over = (

@@ -119,7 +119,8 @@ class Repeats:
     def __init__(
         self, ledger: Ledger, usage: CategoryTracker, kind_of: Callable[[nn.Module], Hashable]
     ):
-        self.books, self.kind_of = Books(ledger, usage), kind_of
+        self.books = Books(ledger, usage)
+        self.kind_of = kind_of
         # stages hold arguments of their call
         self.kinds: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
         self.known: dict[Hashable, Forward | None] = {}
@@ -193,7 +194,8 @@ class Repeats:
         return self.kinds[stage] and (self.kinds[stage], about)
 
     def _first(self, key, stage, given, compute, output_of) -> tuple[Any, list[Record]]:
-        books, node = self.books, torch._C._current_autograd_node()
+        books = self.books
+        node = torch._C._current_autograd_node()
         before = [record and record.saved for record in map(books.record, given)]
         result, start, new = books.watched(compute)
         episode, records = None, []
@@ -237,7 +239,8 @@ class FirstKept:
         return self.kept.output
 
     def backward(self) -> tuple[Tensor | None, list[Tensor | None]]:
-        books, gradient = self.books, self.kept.slot.gradient
+        books = self.books
+        gradient = self.kept.slot.gradient
         if gradient is None:
             return self.kept.backward()
         about, of_gradient = books.about(gradient), books.record(gradient)
@@ -270,7 +273,8 @@ class KeptAgain:
 
     def __init__(self, books: Books, forward: Forward, tensors: list[Tensor], given, slot: Any):
         self.books, self.forward, self.given, self.slot = books, forward, given, slot
-        self.output, self.alive = tensors[0], dict(enumerate(tensors))
+        self.output = tensors[0]
+        self.alive = dict(enumerate(tensors))
 
     def backward(self) -> tuple[Tensor | None, list[Tensor | None]]:
         self.output = None
@@ -360,7 +364,8 @@ class Books:
         None where something stays that cannot be made again, or, unless it is to be `held`, that
         is not returned.
         """
-        ledger, stop = self.ledger, len(self.ledger.operators)
+        ledger = self.ledger
+        stop = len(self.ledger.operators)
         stay = {id(record): record for record in new if record.died is None and record.bytes}
         records = [self.record(tensor) for tensor in returned]
         names = {id(record) for record in records}
@@ -389,8 +394,11 @@ class Books:
     ) -> tuple[list[Tensor], int]:
         """The tensors that an episode makes, once it stands in the books, and the number of its
         first line. What dies in it goes from `alive`."""
-        ledger, start, made = self.ledger, len(self.ledger.operators), {}
-        account, totals = ledger.main, episode.temporaries.sum(1).tolist()
+        ledger = self.ledger
+        start = len(self.ledger.operators)
+        made = {}
+        account = ledger.main
+        totals = episode.temporaries.sum(1).tolist()
         born: dict[int, list[int]] = defaultdict(list)
         for j, each in enumerate(episode.made):
             born[each.born].append(j)

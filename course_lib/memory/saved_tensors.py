@@ -129,10 +129,8 @@ def _table(held: list[_Held], hidden: set[int]) -> SavedTensors:
     first: dict[int, int] = {}
     rows, total, total_packed = [], 0, 0
     for item in held:
-        tensor, storages = (
-            item.tensor,
-            [s for s in storages_of(item.tensor) if s._cdata not in hidden],
-        )
+        tensor = item.tensor
+        storages = [s for s in storages_of(item.tensor) if s._cdata not in hidden]
         if not storages:
             continue
         kept = sum(storage.nbytes() for storage in storages)
@@ -160,7 +158,8 @@ class _Held:
     def __init__(self, tensor: Tensor, number: int):
         # Detached: an operator that saves its own result would, through it, keep itself alive for
         # ever.
-        self.tensor, self.number = tensor.detach(), number
+        self.tensor = tensor.detach()
+        self.number = number
         # as inside CopySlices, an in-place change of a view
         self.operator = "(not reached from the result)"
         self.argument = ""

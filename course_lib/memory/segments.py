@@ -50,7 +50,9 @@ class Segments:
         capacity_bytes: int | None,
         history: list | None,
     ):
-        self.settings, self.history, self.statistics = settings, history, Statistics()
+        self.settings = settings
+        self.history = history
+        self.statistics = Statistics()
         self.small = Pool("small_pool", SMALL_SEGMENT_BYTES)
         self.large = Pool("large_pool", settings.large_segment_bytes)
         self.total_bytes = ENDLESS_BYTES if capacity_bytes is None else capacity_bytes
@@ -59,7 +61,8 @@ class Segments:
         self._unsplit = settings.max_split_size_bytes  # blocks from here on are not split
         threshold = settings.garbage_collection_threshold
         self._collects = threshold is not None and self.allowed_bytes is not None
-        self._address, self._segments_made = FIRST_ADDRESS, 0
+        self._address = FIRST_ADDRESS
+        self._segments_made = 0
 
     @property
     def free_bytes(self) -> int:

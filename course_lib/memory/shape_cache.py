@@ -118,7 +118,9 @@ def _outline_of(func, result: Any, given: list[Tensor]) -> tuple | None:
     """Outline to be remembered of a result: of one tensor, or of a tuple or list; None of all that
     is not plain."""
     kind = next((kind for kind in (tuple, list) if isinstance(result, kind)), None)
-    changes, storages, made = func._schema.is_mutable, [_storage(tensor) for tensor in given], []
+    changes = func._schema.is_mutable
+    storages = [_storage(tensor) for tensor in given]
+    made = []
     for tensor in result if kind else [result]:
         same = [i for i, other in enumerate(given) if other is tensor]
         if bool(same) != changes or not _is_plain(tensor):

@@ -92,7 +92,8 @@ class _OwnState:
     touched."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        self.optimizer, self.state = optimizer, dict(optimizer.state)
+        self.optimizer = optimizer
+        self.state = dict(optimizer.state)
         self.groups = [
             {k: copy.deepcopy(v) for k, v in g.items() if k != "params"}
             for g in optimizer.param_groups
@@ -118,7 +119,8 @@ class _StateElsewhere:
     takes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        self.optimizer, self.content = optimizer, copy.deepcopy(optimizer.state_dict())
+        self.optimizer = optimizer
+        self.content = copy.deepcopy(optimizer.state_dict())
 
     def start_over(self) -> None:
         self.optimizer.load_state_dict(copy.deepcopy(self.content))

@@ -67,7 +67,8 @@ class _Once:
     share it."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]):
-        self.function, self.made = function, {}
+        self.function = function
+        self.made = {}
 
     def __call__(self, tensor: Tensor) -> Tensor:
         return self.function(tensor)

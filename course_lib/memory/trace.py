@@ -91,8 +91,11 @@ class Trace:
         bytes_up: int = 0,
         sent_bytes: int = 0,
     ):
-        self.operators, self.live = list(operators), live
-        self.flops_at, self.modules, self.spans = flops_at or {}, modules or {}, spans
+        self.operators = list(operators)
+        self.live = live
+        self.flops_at = flops_at or {}
+        self.modules = modules or {}
+        self.spans = spans
         self.lines = lines or {}
         self.flops = sum(self.flops_at.values()) if flops is None else flops
         self.bytes_down, self.bytes_up, self.sent_bytes = bytes_down, bytes_up, sent_bytes
@@ -162,7 +165,8 @@ class Trace:
 
     def phase_peaks(self) -> dict[str, int]:
         """phase -> the most bytes live after one of its operators."""
-        peaks, begins = dict.fromkeys(PHASES, 0), self._begins
+        peaks = dict.fromkeys(PHASES, 0)
+        begins = self._begins
         for (_, phase), count in zip(
             self.operators[begins:], self.live_bytes[begins:].tolist(), strict=True
         ):

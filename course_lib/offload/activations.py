@@ -151,11 +151,13 @@ class _ForwardPass:
     """One forward pass inside the block: its storages in the order in which they were saved."""
 
     def __init__(self, options: offload_activations):
-        self.options, self.guard = options, Guard()
+        self.options = options
+        self.guard = Guard()
         self.known = WeakKeyDictionary()  # a storage -> the latest that is known of it
         self.staying = WeakKeyDictionary()
         self.modules: set[int] = set()
-        self.too_small, self.large_enough = 0, False
+        self.too_small = 0
+        self.large_enough = False
         self.storages: list[_SavedStorage] = []  # in backward's order, from the end
         self.recent: deque[_SavedStorage] = deque()  # on the device, and not going down yet
         self.going: deque[_SavedStorage] = deque()  # on the device until their copy is complete

@@ -179,10 +179,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._reserve(self._masters.values())
         super().load_state_dict({**state_dict, "state": {}})  # the groups; it checks that they fit
         order = [index for group in state_dict["param_groups"] for index in group["params"]]
-        parameters, states = (
-            [p for group in self.param_groups for p in group["params"]],
-            state_dict["state"],
-        )
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        states = state_dict["state"]
         self.state = {
             p: states[index] for index, p in zip(order, parameters, strict=True) if index in states
         }
@@ -226,7 +224,8 @@ class _States(MutableMapping):
 
 def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
     """The parameters whose state goes below: the largest first, until the fraction is reached."""
-    wanted, chosen = fraction * sum(p.numel() for p in parameters), set()
+    wanted = fraction * sum(p.numel() for p in parameters)
+    chosen = set()
     for p in sorted(parameters, key=lambda p: -p.numel()):
         if wanted <= 0:
             break
@@ -261,7 +260,9 @@ def _update_with(
     leave it open."""
     if not masters:
         return
-    chosen, all_groups, mine = {master.weights for master in masters}, base.param_groups, []
+    chosen = {master.weights for master in masters}
+    all_groups = base.param_groups
+    mine = []
     for ours, theirs in zip(groups, all_groups, strict=True):
         members = [weights for weights in theirs["params"] if weights in chosen]
         if members:

@@ -42,7 +42,9 @@ class Prefetcher:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        made, wanted, stop = queue.SimpleQueue(), threading.Semaphore(self.depth), threading.Event()
+        made = queue.SimpleQueue()
+        wanted = threading.Semaphore(self.depth)
+        stop = threading.Event()
         make = threading.Thread(
             target=self._make, args=(made, wanted, stop), name="prefetcher", daemon=True
         )
@@ -72,7 +74,8 @@ class Prefetcher:
             device = Device.at(self.device)
             for batch in self.loader:
                 with device.on(device.side("batches")):
-                    moved, event = self._moved(batch, device), device.event()
+                    moved = self._moved(batch, device)
+                    event = device.event()
                 wanted.acquire()
                 if stop.is_set():
                     return

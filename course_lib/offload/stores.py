@@ -58,7 +58,8 @@ def view_of(
     what is saved once more, as in a backward pass that makes a graph, would not be known for what
     it is.
     """
-    nbytes, item = data.untyped_storage().nbytes(), max(data.itemsize, dtype.itemsize)
+    nbytes = data.untyped_storage().nbytes()
+    item = max(data.itemsize, dtype.itemsize)
     with nullcontext() if is_symbolic(data) else _disable_current_modes():
         data = data.detach().conj() if data.is_conj() else data.detach()
         data = torch._neg_view(data) if data.is_neg() else data
@@ -80,7 +81,8 @@ class Guard:
     """
 
     def __init__(self):
-        self._lock, self._waiting = threading.Lock(), deque()
+        self._lock = threading.Lock()
+        self._waiting = deque()
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -107,13 +109,11 @@ class Room:
     store's own."""
 
     def __init__(self, store: Store, nbytes: int, place: Any = None):
-        self.store, self.nbytes, self.place, self.last, self.freed = (
-            store,
-            nbytes,
-            place,
-            None,
-            False,
-        )
+        self.store = store
+        self.nbytes = nbytes
+        self.place = place
+        self.last = None
+        self.freed = False
 
     def put(self, tensor: Tensor) -> Room:
         """Start copying down a tensor that fills its storage. `wait` waits for the end, and raises
@@ -157,7 +157,9 @@ class Store:
     """
 
     def __init__(self):
-        self.stats, self.guard, self._used_bytes = Traffic(), Guard(), 0
+        self.stats = Traffic()
+        self.guard = Guard()
+        self._used_bytes = 0
 
     @property
     def used_bytes(self) -> int:
@@ -223,7 +225,8 @@ class HostStore(Store):
     """
 
     def write(self, room: Room, data: Tensor) -> Callable[[], None]:
-        room.place, room.last = Device.of(data).pinned(data.shape, data.dtype), {}
+        room.place = Device.of(data).pinned(data.shape, data.dtype)
+        room.last = {}
         return self._copied(room, room.place, data, Device.of(data), "down")
 
     def read(self, room: Room, data: Tensor) -> Callable[[], None]:
@@ -287,7 +290,8 @@ class DiskStore(Store):
         weakref.finalize(self, self._file.close)
         self.file_bytes = 0
         self._free: dict[int, int] = {}  # end -> start, of rooms that are free
-        self._pool, self._process = ThreadPoolExecutor(threads, "disk-store"), os.getpid()
+        self._pool = ThreadPoolExecutor(threads, "disk-store")
+        self._process = os.getpid()
 
     def claim(self, nbytes: int) -> int:
         for end, start in self._free.items():
@@ -358,13 +362,15 @@ class DiskStore(Store):
     def _write(self, start: int, nbytes: int, data: list[Tensor], before: Future | None) -> None:
         if before is not None:
             before.exception()  # in order; what it raised was its own caller's
-        view, done = memoryview(data.pop().numpy()), 0
+        view = memoryview(data.pop().numpy())
+        done = 0
         while done < nbytes:
             done += os.pwrite(self._file.fileno(), view[done:], start + done)
 
     def _read(self, start: int, nbytes: int, data: list[Tensor], before: Future | None) -> None:
         before.result()
-        view, done = memoryview(data.pop().numpy()), 0
+        view = memoryview(data.pop().numpy())
+        done = 0
         while done < nbytes:
             count = os.preadv(self._file.fileno(), [view[done:]], start + done)
             if not count:

@@ -250,7 +250,9 @@ def live_bytes(schedule: Sequence[Action], chain: Chain) -> list[tuple[float, fl
     Raises:
         IllegalSchedule: an action breaks a rule.
     """
-    referee, now, found = _Referee(chain), 0.0, []
+    referee = _Referee(chain)
+    now = 0.0
+    found = []
     for action in schedule:
         referee.take(action)
         start, now = now, now + referee.times[-1]
@@ -299,7 +301,10 @@ def _draw(schedule: Schedule, ax, chain: Chain | None):
 def _spans(schedule: Schedule, chain: Chain) -> tuple[list[tuple], list[tuple]]:
     """(stage, start, end, kind) of what runs; (stage, start, end, "all" or "input") of what is kept
     meanwhile."""
-    referee, now, runs, kept = _Referee(chain), 0.0, [], []
+    referee = _Referee(chain)
+    now = 0.0
+    runs = []
+    kept = []
     since: dict[tuple[int, str], float] = {}
     for action in schedule:
         referee.take(action)

@@ -69,7 +69,8 @@ class ScheduledBlocks(BlocksInPlace):
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], schedule, known: dict | None = None):
-        self.schedule, self.known = schedule, {} if known is None else known
+        self.schedule = schedule
+        self.known = {} if known is None else known
         self.run: Run | None = None
         self.complete = False  # whether all blocks have been called
         if isinstance(schedule, Schedule):
@@ -91,7 +92,8 @@ class ScheduledBlocks(BlocksInPlace):
             {f"argument {i + 1}": value for i, value in enumerate(args[1:], 1)} | kwargs
         )
         x = handed_on if i else self._start(args, kwargs)
-        run, self.complete = self.run, False
+        run = self.run
+        self.complete = False
         run.stages[i].arguments = with_tensor(args[0], x.new_empty(0)), args[1:], kwargs
         self.link = run.step(self.link if i else x)
         result = run.stages[i].result
@@ -133,7 +135,8 @@ class ScheduledBlocks(BlocksInPlace):
                 " of a checkpoint"
             )
             raise ValueError(f"{got}; it takes a Schedule, or blocks outside of such hooks")
-        x, given = the_tensor(args[0]), tuple(map(kind_of, tensors_in([args, kwargs])))
+        x = the_tensor(args[0])
+        given = tuple(map(kind_of, tensors_in([args, kwargs])))
         key = self.names, tuple(map(look_of, stages)), given, autocast_of(x)
         if key not in self.known:
             for stage in stages:

@@ -147,19 +147,17 @@ class Chain:
             TypeError, ValueError: an argument is not of its kind; a stage returns no tensor, or
                 several that train.
         """
-        modules, kwargs, clocked = (
-            as_modules(stages),
-            dict(kwargs or {}),
-            whole("repeats", repeats, 1) * clock,
-        )
+        modules = as_modules(stages)
+        kwargs = dict(kwargs or {})
+        clocked = whole("repeats", repeats, 1) * clock
         check_constants(kwargs)
         value = handed_on("x", x)
-        first, measured, known = the_tensor(value), [], dict[Any, tuple[Stage, Any]]()
-        value, needs, random = (
-            with_tensor(value, first.detach()),
-            first.requires_grad,
-            RandomState([first.device]),
-        )
+        first = the_tensor(value)
+        measured = []
+        known: dict[Any, tuple[Stage, Any]] = {}
+        value = with_tensor(value, first.detach())
+        needs = first.requires_grad
+        random = RandomState([first.device])
         try:
             for i, stage in enumerate(modules.values()):
                 key = (look_of(stage), *map(kind_of, tensors_in(value)), needs) if alike else i
@@ -230,7 +228,8 @@ def _profile(
 
     with MemoryMeter() as meter:  # one block for both: backward frees what forward saved as it goes
         kept = forward()
-        saved, operators = max(meter.live_bytes, output.nbytes), meter.moments
+        saved = max(meter.live_bytes, output.nbytes)
+        operators = meter.moments
         backward(kept)
     live = meter.trace(events=False).live_bytes
     del kept

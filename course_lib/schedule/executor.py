@@ -81,10 +81,12 @@ class ScheduledSequential(nn.Sequential):
         for name, stage in stages.items():
             self.add_module(name, stage)
         self.training = getattr(module, "training", True)
-        self.schedule, self._length = schedule, len(stages)
+        self.schedule = schedule
+        self._length = len(stages)
 
     def forward(self, x: Any, **kwargs) -> Any:
-        stages, value = list(self), handed_on("x", x)
+        stages = list(self)
+        value = handed_on("x", x)
         if len(stages) != self._length:
             raise ValueError(
                 f"this module has {len(stages)} stages now, but its schedule is for {self._length}"
@@ -94,7 +96,8 @@ class ScheduledSequential(nn.Sequential):
                 value = run_stage(i, stage, value, kwargs)
             return value
         check_constants(kwargs)
-        run, link = Run(stages, self.schedule, value, kwargs), the_tensor(value)
+        run = Run(stages, self.schedule, value, kwargs)
+        link = the_tensor(value)
         for _ in stages:
             link = run.step(link)
         return run.end(link)
@@ -161,7 +164,8 @@ class Run:
         self.needs = list(
             accumulate(trains, lambda before, now: before or now, initial=x.requires_grad)
         )
-        self.autocast, self.modes = AutocastState([x.device.type]), modes_when_recomputed()
+        self.autocast = AutocastState([x.device.type])
+        self.modes = modes_when_recomputed()
 
     def step(self, link: Tensor) -> Tensor:
         """The next stage for the first time: its node in the outer graph, which follows `link`."""
@@ -296,11 +300,10 @@ class _Watch:
     """Side effects of a stage's first run: random numbers and buffers, as they were before."""
 
     def __init__(self, stage: nn.Module, device: torch.device):
-        self.stage, self.devices = stage, [device]
-        self.random, self.drawing = (
-            RandomState(self.devices),
-            _Drawing() if is_symbolic() else nullcontext(),
-        )
+        self.stage = stage
+        self.devices = [device]
+        self.random = RandomState(self.devices)
+        self.drawing = _Drawing() if is_symbolic() else nullcontext()
         self.buffers = {
             name: (buffer, buffer._version, buffer.clone())
             for name, buffer in stage.named_buffers()

@@ -83,7 +83,8 @@ class _Table:
     """
 
     def __init__(self, chain: Chain, most_bytes: int):
-        self.sizes, length = Sizes(chain), len(chain)
+        self.sizes = Sizes(chain)
+        length = len(chain)
         self.levels = _levels(self.sizes, most_bytes)
         self.need = np.full((length, length), MANY)
         self.time = np.empty((length, length, len(self.levels) + 1))
@@ -117,7 +118,8 @@ class _Table:
         return needed
 
     def fill(self, s: int, t: int, right: np.ndarray) -> None:
-        needed, best = self.needs(s, t), self.time[s, t]
+        needed = self.needs(s, t)
+        best = self.time[s, t]
         self.need[s, t] = needed.min()
         if s < t:
             total = np.add(self.time[s, s:t], right[s + 1 : t + 1], out=self.room[: t - s])
@@ -160,7 +162,9 @@ class _Table:
 
     def choice(self, s: int, t: int, m: int) -> int:
         """Distance to run on with m bytes; 0: keep all of stage s."""
-        sizes, needed, ends = self.sizes, self.needs(s, t), np.arange(s + 1, t + 1)
+        sizes = self.sizes
+        needed = self.needs(s, t)
+        ends = np.arange(s + 1, t + 1)
         times = np.empty(len(needed))
         times[0] = sizes.own_time[s]
         if s < t:
@@ -184,7 +188,8 @@ def _levels(sizes: Sizes, most: int) -> np.ndarray:
     for i in range(sizes.length):
         levels = np.unique(levels[levels <= most])
         if len(levels) > limit:
-            least, kept = -(-most // limit), np.append(sizes.values, sizes.saved)
+            least = -(-most // limit)
+            kept = np.append(sizes.values, sizes.saved)
             steps = np.linspace(least, 2 * least, 100).astype(np.int64)
             # by which least is lost in rounding
             step = min(steps, key=lambda step: np.sum(-kept % step))

@@ -192,7 +192,8 @@ class Sizes:
     """
 
     def __init__(self, chain: Chain):
-        stages, length = kind("chain", chain, Chain, "a Chain").stages, len(chain)
+        stages = kind("chain", chain, Chain, "a Chain").stages
+        length = len(chain)
         self.length = length
         self.values = np.array(
             [chain.input_bytes, *(stage.output_bytes for stage in stages)], dtype=np.int64
@@ -224,7 +225,8 @@ def _best_cuts(chain: Chain, count: int) -> list[int]:
     so many segments: the first of them ends at some b, and takes its own, or else leaves x_b kept
     for the rest.
     """
-    sizes, length = Sizes(chain), len(chain)
+    sizes = Sizes(chain)
+    length = len(chain)
     own = np.full((length, length + 1), MANY, dtype=np.int64)  # what segment a..b-1 takes
     for a in range(length):
         before = np.cumsum(sizes.saved[a:]) - sizes.saved[a:]
@@ -234,7 +236,8 @@ def _best_cuts(chain: Chain, count: int) -> list[int]:
         own[a, a + 1 : length] = np.maximum(
             own[a, a + 1 : length], sizes.through[a, a + 1 : length]
         )
-    need, chosen = own[:, length], []
+    need = own[:, length]
+    chosen = []
     for _ in range(count - 1):
         taken = np.maximum(own[:, :length], (sizes.values[:length] + need)[None, :])
         chosen.append(taken.argmin(axis=1))

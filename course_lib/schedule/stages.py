@@ -44,7 +44,8 @@ class _Function(nn.Module):
 
     def __init__(self, function: Callable):
         super().__init__()
-        self.function, held = function, list(dict.fromkeys(_held(function)))
+        self.function = function
+        held = list(dict.fromkeys(_held(function)))
         # What it computes cannot be seen from here, so it looks like no other. Not its `id`, which
         # the next function has once this one is gone.
         self.identity = str(next(_identities))
@@ -176,7 +177,8 @@ class Kept:
                 i, stage, with_tensor(value, self.x.view_as(self.x)), kwargs, buffers
             )
             self.end = _TakeGradient.apply(the_tensor(self.output), slot)
-        self.slot, self.parameters = slot, trained(stage)
+        self.slot = slot
+        self.parameters = trained(stage)
         if not {*map(id, _leaves(self.end))} <= {*map(id, (self.x, *self.parameters))}:
             raise RuntimeError(
                 f"stage {i} uses a tensor that requires a gradient and is neither its input nor a"
@@ -235,7 +237,8 @@ def _left_behind(stage: nn.Module) -> Iterator[str]:
 
 def _leaves(end: Tensor) -> Iterator[Tensor]:
     """The leaves that backward from `end` comes to."""
-    waiting, seen = [end.grad_fn], {None}
+    waiting = [end.grad_fn]
+    seen = {None}
     while waiting:
         node = waiting.pop()
         if node not in seen:

@@ -32,7 +32,8 @@ class AttentionKind(Technique):
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
         """Say what can be said before the model runs."""
-        wanted, own = recipe.attention, attentions_of(model)
+        wanted = recipe.attention
+        own = attentions_of(model)
         if wanted in SWITCHED and (own or not _with_switch(model)):
             got = (
                 f"attention is {wanted!r} and the model is {shown(model)} without"

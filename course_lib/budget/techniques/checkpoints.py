@@ -144,10 +144,8 @@ def statistics_kept(
     """
     modules = {module for name in names for module in model.get_submodule(name).modules()}
     norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
-    statistics, kept = (
-        {buffer for norm in norms for buffer in norm.buffers()},
-        list[tuple[Tensor, Tensor]](),
-    )
+    statistics = {buffer for norm in norms for buffer in norm.buffers()}
+    kept: list[tuple[Tensor, Tensor]] = []
 
     def others() -> dict[str, tuple[int, int]]:
         found = {
@@ -195,7 +193,8 @@ def _check_chain(model: nn.Module, recipe: Recipe) -> None:
 
 def _check_blocks(model: nn.Module, recipe: Recipe) -> None:
     """The blocks are of one kind for each name, or list, and as many as are to be checkpointed."""
-    blocks, count = block_names(recipe), 0
+    blocks = block_names(recipe)
+    count = 0
     for name in blocks if isinstance(blocks, list) else [blocks]:
         with checkpoint_blocks(model, name) as handle:
             kinds = sorted({type(model.get_submodule(found)).__name__ for found in handle.names})

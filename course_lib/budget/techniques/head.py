@@ -61,7 +61,8 @@ def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], N
     if chunk is None:
         yield lambda: None
         return
-    head, used = head_of(model, chunk), list[bool]()
+    head = head_of(model, chunk)
+    used: list[bool] = []
     own = vars(head).get("forward")
     about = f"head_chunk is {chunk} and the model is a {type(model).__name__}"
 
@@ -85,7 +86,10 @@ class _ForwardInChunks:
     such as a schedule's chain is measured on, has one of its own."""
 
     def __init__(self, head: nn.Module, chunk: int, about: str, used: list[bool]):
-        self.head, self.forward, self.about, self.used = head, head.forward, about, used
+        self.head = head
+        self.forward = head.forward
+        self.about = about
+        self.used = used
         random = type(head) is not nn.Linear  # an adapter's may have dropout
         self.options = {"chunk": chunk, "preserve_rng_state": random}
 
@@ -145,7 +149,8 @@ class Logits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        name, kwargs = func.__name__, kwargs or {}
+        name = func.__name__
+        kwargs = kwargs or {}
         if name in LOOKED_AT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
