@@ -189,7 +189,7 @@ class Estimator:
         return 0 if None in flops else flops[0] - flops[1]
 
     def moves_nothing(self, recipe: Recipe) -> bool:
-        """Whether of the activations nothing was large enough to go down."""
+        """Whether no activation was large enough to go down."""
         return self.estimate(recipe).bytes_down == self.state_moved(recipe)[0]
 
 

@@ -42,8 +42,8 @@ class Updates:
         self.known: dict[Any, Update] = {}
 
     def of_all(self, recipe: Recipe, below: set[Tensor]) -> Update:
-        """Update of all parameters, one after the other or in pages. Of blocks that are the same
-        few are updated."""
+        """Update of all parameters, one after the other or in pages. Of equal blocks few are run,
+        and count for the others."""
         recipe = on_kind(recipe, self.kind)
         key = recipe.offload_optimizer, recipe.optimizer, recipe.update, recipe.page_bytes
         if key not in self.known:

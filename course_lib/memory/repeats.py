@@ -1,10 +1,10 @@
 """Stages that a symbolic step runs many times over, as a schedule does with equal blocks: run once,
 and from then on entered in the meter's books alone.
 
-What a stage makes and lets go of is the same each time: operators, FLOPs, temporaries, and what it
-keeps for its backward, until which operator there. So the second time these are written down, and
-the tensors that stay are made without the operators that led to them. The books are then those of
-the step with all operators, line by line.
+A stage makes and lets go of the same each time: operators, FLOPs, temporaries, and what it keeps
+for its backward, up to the same operator there. So from the second time on these are only written
+down, and the tensors that stay are made without the operators that led to them. Line by line, the
+books are then those of the step with all operators.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def active() -> Repeats | None:
 
 @dataclass(frozen=True)
 class Made:
-    """A storage that outlives what made it; `born` and `saved` are numbers of lines there.
+    """A storage that outlives the run that made it; `born` and `saved` are lines of that run.
 
     A view holds its base: autograd adds nothing to a tensor in place whose storage another one has.
     """
@@ -74,9 +74,9 @@ class Forward:
     Attributes:
         episode: its lines.
         saved: which of the given tensors are held for backward, since which line.
-        read_made: which of `made` the node of the outer graph reads in which it runs.
-        drew, result: whether random numbers were drawn; the `result` of a stage that has such.
-        backward: that of a stage that was kept, once one has run.
+        read_made: which of `made` are read by the node of the outer graph in which the stage runs.
+        drew, result: whether random numbers were drawn; the `result` of a stage that has one.
+        backward: the backward of a stage that was kept, once one has run.
     """
 
     episode: Episode
@@ -95,8 +95,8 @@ class Backward:
         episode: its lines.
         returned: the places in `made` of the gradients, of the input first; None for no gradient.
         deaths: line -> what of the forward's `made` is gone by then, and `GRADIENT`.
-        released_made, released: of these, and of the given tensors, since which line no node needs
-            them.
+        released_made, released: the line from which on no node needs each of the forward's `made`,
+            and each of the given tensors.
         gradient: what the gradient of the output was like.
     """
 
@@ -312,7 +312,7 @@ def _released(records, start: int) -> dict[int, int]:
 
 
 class Books:
-    """A meter's ledger, of which lines are read and to which they are added."""
+    """A meter's ledger, from which lines are read and to which lines are added."""
 
     def __init__(self, ledger: Ledger, usage: CategoryTracker):
         self.ledger, self.usage = ledger, usage
