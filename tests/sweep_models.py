@@ -249,7 +249,7 @@ def first_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--types", help="those alone, with commas between them")
     parser.add_argument("--limit", type=int, help="so many, drawn by the seed")
     parser.add_argument("--seed", type=int, default=0)

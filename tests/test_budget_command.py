@@ -314,6 +314,20 @@ def test_the_command_refuses_in_one_sentence(changed, told, capsys):
     assert stopped.value.code == 2 and told in error.splitlines()[-1] and "Traceback" not in error
 
 
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("commanded", [command, ranks_command])
+def test_a_command_in_a_language_that_does_not_exist_is_one_sentence(
+    commanded, monkeypatch, capsys
+):
+    monkeypatch.setenv("COURSE_LANG", "xx")
+    with pytest.raises(SystemExit) as stopped:
+        commanded.arguments()
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and told == (
+        'error: COURSE_LANG is \'xx\', but must be "en", "zh" or "both"\n'
+    )
+
+
 # ---- the commands in Chinese
 
 

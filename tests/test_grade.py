@@ -5,6 +5,8 @@ Twenty submissions, with crashes, loops and cheats that take minutes, are in
 """
 
 import csv
+import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -107,9 +109,13 @@ def test_a_submission_of_lesson_00_which_crashes_does_not_stop_the_next(tmp_path
     ("content", "said"),
     [
         ("{", "It is no notebook: Notebook does not appear to be JSON"),
-        ("[]", "It is no notebook: "),
+        ("[]", "It is no notebook: it starts '[]'."),
         (b"\xff\xfe", "It is no notebook: "),
         ('{"cells": [], "nbformat": 4}', "It is no notebook: "),
+        (
+            '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": "5"}',
+            "It is no notebook: AssertionError.",
+        ),
         (
             submission("1", title="# Shopping"),
             "It is no lesson of this course; its title is '# Sho",
@@ -130,7 +136,34 @@ def test_a_file_that_cannot_be_graded_is_one_sentence_in_the_table(
     assert row.message.endswith(".") and "\n" not in row.message
 
 
-def test_a_folder_without_files_and_a_lesson_that_is_none_are_one_sentence(tmp_path, capsys):
+def test_what_is_no_file_and_what_breaks_grading_cost_the_others_nothing(tmp_path, monkeypatch):
+    """A folder, a link that leads nowhere, a pipe, which is never opened, and a notebook that the
+    grader itself stumbles over; the last one is graded all the same."""
+    (tmp_path / "a.ipynb").mkdir()
+    (tmp_path / "b.ipynb").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "c.ipynb")
+    (tmp_path / "d.ipynb").write_text(nbformat.writes(submission("1")), "utf-8")
+    (tmp_path / "e.txt").write_text("{", "utf-8")
+    (tmp_path / ".hidden").mkdir()
+
+    def stumbles(*_):
+        raise RuntimeError("a slip\nof mine")
+
+    monkeypatch.setattr(grade, "tampering", stumbles)
+    rows = grade.grade_folder(tmp_path, ROOT / "notebooks", Limits(), say=lambda line: None)
+    assert [(row.name, row.verdict, row.message) for row in rows[:4]] == [
+        ("a", "!", "It is no notebook: it is a folder."),
+        ("b", "!", "It is no notebook: it is no file."),
+        ("c", "!", "It is no notebook: it is no file."),
+        ("d", "!", "It could not be graded: RuntimeError: a slip of mine."),
+    ]
+    assert rows[4].name == "e.txt" and rows[4].message.startswith("It is no notebook: ")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_folder_without_files_a_lesson_and_a_language_that_are_none_are_one_sentence(
+    tmp_path, monkeypatch
+):
     here = ["--notebooks", str(ROOT / "notebooks")]
     for arguments, said in (
         ([str(tmp_path), *here], "there is nothing in"),
@@ -140,6 +173,9 @@ def test_a_folder_without_files_and_a_lesson_that_is_none_are_one_sentence(tmp_p
         with pytest.raises(SystemExit) as stopped:
             grade.main([*arguments, "--output", str(tmp_path / "t.csv")])
         assert str(stopped.value.code).startswith("grade: ") and said in str(stopped.value.code)
+    monkeypatch.setenv("COURSE_LANG", "xx")  # in which each right answer would be wrong
+    with pytest.raises(SystemExit, match=r"^grade: COURSE_LANG is 'xx'"):
+        grade.main([str(ROOT / "notebooks"), *here, "--output", str(tmp_path / "t.csv")])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -188,6 +224,10 @@ def test_a_check_that_is_called_in_another_way_is_edited(lessons):
     lesson = lessons["01"]
     for last, there in ((CALL, True), (f"{CALL}  # mine", True), (f"{CALL[:-1]} , )", True)):
         assert bool(grade.cells_of(submission(f"mine = 1\n{last}"), lesson)) is there
+    for above in ("x = '\ud800'", "x = 1" + " + 1" * 700, "half a line of ("):
+        assert grade.cells_of(submission(above, f"mine = 1\n{CALL}"), lesson).keys() == {
+            "check_training_state"
+        }
     for last in (f"{CALL} or 1", "lesson_01.check_training_state(other)", f"x = {CALL}"):
         assert grade.cells_of(submission(f"mine = 1\n{last}"), lesson) == {}
 
@@ -220,6 +260,16 @@ def test_a_changed_function_changes_the_fingerprint_of_its_module_and_another_pr
     monkeypatch.setattr(check.__wrapped__, "__code__", (lambda answer: True).__code__)
     home = check.__wrapped__.__module__
     assert fingerprint.fingerprints()[home] != other[home]
+
+
+def test_a_loop_that_prints_without_end_waits_before_it_has_filled_the_memory(monkeypatch):
+    waits = []
+    monkeypatch.setattr(fingerprint.time, "sleep", waits.append)
+    stream = io.StringIO()
+    fingerprint.hold_back(stream, most=10)
+    for _ in range(4):
+        stream.write("1234")
+    assert stream.getvalue() == "1234" * 4 and len(waits) == 2  # after 12 and 16
 
 
 # --- the table ---

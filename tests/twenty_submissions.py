@@ -1,7 +1,7 @@
 """Grade twenty generated submissions, right, wrong, crashing and cheating, and compare the table
 with what each must be told.
 
-    python tests/twenty_submissions.py [--folder build/twenty]
+    python tests/twenty_submissions.py [--folder build/twenty]    # the table: build/twenty.csv
 
 It takes minutes: each runs in a kernel of its own, and two of them until their time is over. One
 of lesson 00 and one with several verdicts are in test_grade.py.
@@ -160,7 +160,7 @@ SUBMISSIONS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--folder", type=Path, default=Path("build/twenty"))
     parser.add_argument("--seconds", type=int, default=120)
     parser.add_argument("--only", default="", help="names that start so")
@@ -176,6 +176,7 @@ def main() -> None:
         Limits(chosen.seconds),
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
+    grade.write_table(rows, chosen.folder.with_suffix(".csv"))
     wrong = 0
     for name, (_, marks, words) in asked.items():
         own = [row for row in rows if row.name == name.replace("\n", "\\n")]

@@ -3,9 +3,9 @@
 Code has them in English alone; the Chinese stands in `zh.toml` beside this file, the only place for
 it.
 
-    text("{n:,} tokens", n=1024)      # "1,024 tokens", which can be said in Chinese wherever it
-    goes say("peak, MB")                   # in the language in force, for plain text
-    markup("peak, MB")                # as HTML in both languages, of which a page shows one
+    text("{n:,} tokens", n=1024)  # "1,024 tokens", which can be said in Chinese wherever it goes
+    say("peak, MB")               # in the language in force, for plain text
+    markup("peak, MB")            # as HTML in both languages, of which a page shows one
 
 A label is found by its English, so it may pass through lists, f-strings and matplotlib. It needs
 the standard library alone, since all of the course may import it.

@@ -3,6 +3,7 @@ catalog."""
 
 import argparse
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -32,6 +33,11 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, description: str = "", epilog: str = "", **options: Any) -> None:
+        try:
+            current()
+        except ValueError as error:  # no language to say it in: English
+            sys.stderr.write(f"error: {error}\n")
+            raise SystemExit(2) from None
         with _own_words():
             super().__init__(*args, description=_said(description), epilog=_said(epilog), **options)
 

@@ -1,13 +1,18 @@
-"""Fingerprint of the library, a number a module: the same in every process of one Python, and
-another once a cell has changed it. It runs in the kernel of a notebook that is graded."""
+"""What runs in the kernel of a notebook that is graded: the fingerprint of the library, a number a
+module, the same in every process of one Python, and another once a cell has changed it; and a
+brake for output without end."""
 
 import hashlib
 import importlib
 import inspect
 import json
 import sys
+import time
 import types
 from collections.abc import Iterator
+from typing import TextIO
+
+MOST_OUTPUT = 20 * 10**6  # characters of all cells; a lesson prints a tenth, pictures included
 
 
 def report(lesson: str, check: str, ticket: str) -> None:
@@ -16,6 +21,27 @@ def report(lesson: str, check: str, ticket: str) -> None:
     accepted = getattr(getattr(module, check, None), "accepted", None)
     found = {"ticket": ticket, "accepted": accepted is True, "code": fingerprints()}
     print("\n" + json.dumps(found), flush=True)
+
+
+def load_ipython_extension(shell: object) -> None:
+    """Put the brake on before the first cell; the kernel calls it by this name."""
+    for stream in (sys.stdout, sys.stderr):
+        hold_back(stream, MOST_OUTPUT)
+
+
+def hold_back(stream: TextIO, most: int) -> None:
+    """Let what prints more characters than that wait a second a time from then on: a loop would
+    fill the memory of this process and of its reader before anything is read."""
+    write, printed = stream.write, 0
+
+    def slowly(text: str) -> int:
+        nonlocal printed
+        printed += len(text)
+        if printed > most:
+            time.sleep(1)
+        return write(text)
+
+    stream.write = slowly  # type: ignore[method-assign]
 
 
 def fingerprints() -> dict[str, str]:

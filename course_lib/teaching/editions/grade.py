@@ -25,17 +25,20 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from ...labels import current
 from . import not_installed
 
 try:
     import nbformat
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
     from nbformat import NotebookNode
+    from nbformat.reader import parse_json
 
     from .cells import NOTEBOOKS, EditionError, is_solution, read_lessons
     from .kernels import LIBRARY, Limits, Run, TooMuchOutput
@@ -49,6 +52,8 @@ HANDED_IN, TABLE = Path("build/handed_in"), Path("build/verdicts.csv")
 COLUMNS = ("name", "lesson", "exercise", "verdict", "message", "sentence")
 RIGHT, WRONG, TROUBLE = "✓", "✗", "!"
 _LARGEST = 50 * 10**6  # bytes of a file; a lesson with all outputs has a fiftieth
+# What `ast` raises for code that is none, has no Unicode, or is nested too deep.
+_UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 KEPT_OUT = (
     "A notebook runs with your rights: edited checks are noticed, but code that sets out to can"
     " read what you can and imitate a check, so grade where nothing of yours lies."
@@ -117,14 +122,19 @@ def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNod
         Problem: it is no notebook, or none of a lesson.
     """
     try:
+        if not path.is_file():  # a pipe is not opened: it would be waited for
+            raise ValueError("it is a folder" if path.is_dir() else "it is no file")
         if path.stat().st_size > _LARGEST:
             raise ValueError(f"it has more than {_LARGEST // 10**6} MB")
-        notebook = nbformat.reads(path.read_text("utf-8"), as_version=4)
-        nbformat.validate(notebook)
-    except (ValueError, OSError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise Problem(f"It is no notebook: {_one_line(error)}.") from None
-    except nbformat.ValidationError as error:
-        raise Problem(f"It is no notebook: {_one_line(error.message)}.") from None
+        given = path.read_text("utf-8")
+        if not isinstance(parse_json(given), dict):
+            raise ValueError(f"it starts {given[:20]!r}")
+        with warnings.catch_warnings(action="ignore"):  # of what it mends: copies of a cell's id
+            notebook = nbformat.reads(given, as_version=4)
+            nbformat.validate(notebook)
+    except Exception as error:  # nbformat raises what it stumbles over, an AssertionError too
+        said = _one_line(getattr(error, "message", "") or error) or type(error).__name__
+        raise Problem(f"It is no notebook: {said}.") from None
     title = next((cell.source for cell in notebook.cells if cell.cell_type == "markdown"), "")
     number = re.match(r"# (\d{1,2}) ", title)
     lesson = lessons.get(f"{int(number[1]):02}") if number else None
@@ -211,19 +221,18 @@ def _module(package: str, name: str) -> str:
 def _parse(source: str) -> ast.AST:
     try:
         return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except _UNREADABLE:
         return ast.Module([], [])
 
 
 def _last_statement(source: str) -> str:
     body = getattr(_parse(source), "body", [])
-    if body:
-        return _bare(ast.unparse(body[-1]))
-    return _bare(source.rstrip().rpartition("\n")[2])
+    last = ast.get_source_segment(source, body[-1]) if body else None
+    return _bare(last or source.rstrip().rpartition("\n")[2])
 
 
 def _bare(code: str) -> str:
-    with contextlib.suppress(SyntaxError):
+    with contextlib.suppress(*_UNREADABLE):
         code = ast.unparse(ast.parse(code))
     return "".join(code.split())
 
@@ -245,6 +254,9 @@ def grade(path: Path, lessons: dict[str, Lesson], limits: Limits, wanted: str = 
         return _graded(name, notebook, lesson, limits)
     except Problem as problem:
         return [Row(name, problem.lesson, "–", TROUBLE, problem.message)]
+    except Exception as error:  # code that no reader of code gets through: the others are graded
+        said = f"It could not be graded: {type(error).__name__}: {_one_line(error)}."
+        return [Row(name, "–", "–", TROUBLE, said)]
 
 
 def _graded(name: str, notebook: NotebookNode, lesson: Lesson, limits: Limits) -> list[Row]:
@@ -386,8 +398,9 @@ def _report_of(probe: NotebookNode, ticket: str) -> dict[str, object] | None:
 
 
 def _shown(path: Path) -> str:
-    """A file's name on one line."""
-    return path.stem.encode("unicode_escape").decode() if not path.stem.isprintable() else path.stem
+    """A file's name on one line, without the ending that all have."""
+    name = path.name.removesuffix(".ipynb")
+    return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
 def write_table(rows: Sequence[Row], target: Path) -> None:
@@ -429,7 +442,7 @@ def grade_folder(
     """
     if wanted and not any(notebooks.glob(f"{wanted}_*.ipynb")):
         raise EditionError(f"there is no lesson {wanted!r} in {notebooks}")
-    paths = sorted(path for path in folder.glob("*") if path.is_file() and path.name[:1] != ".")
+    paths = sorted(path for path in folder.glob("*") if path.name[:1] != ".")
     if not paths:
         raise EditionError(f"there is nothing in {folder}: put the notebooks there")
     lessons = lessons_of(notebooks)
@@ -445,7 +458,7 @@ def grade_folder(
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=KEPT_OUT)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0], epilog=KEPT_OUT)
     parser.add_argument("folder", type=Path, nargs="?", default=HANDED_IN)
     parser.add_argument("--output", type=Path, default=TABLE, help="the table, as CSV")
     parser.add_argument("--notebooks", type=Path, default=NOTEBOOKS, help="the course's own")
@@ -455,6 +468,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # what a killed kernel leaves unsaid
     try:
+        current()  # each answer is told in it: without a language none would be right
         limits = Limits(chosen.seconds, chosen.gigabytes)
         rows = grade_folder(chosen.folder, chosen.notebooks, limits, chosen.lesson)
         write_table(rows, chosen.output)

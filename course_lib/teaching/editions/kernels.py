@@ -15,8 +15,10 @@ from nbclient import NotebookClient
 from nbclient.exceptions import DeadKernelError
 from nbformat import NotebookNode
 
+from . import fingerprint
+from .fingerprint import MOST_OUTPUT
+
 LIBRARY = Path(__file__).resolve().parents[3]
-MOST_OUTPUT = 20 * 10**6  # characters of all cells; a lesson prints a tenth, pictures included
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -58,6 +60,8 @@ class Run(NotebookClient):
             allow_errors=True,
             timeout_func=lambda cell: max(1, int(self._end - time.monotonic())),
             startup_timeout=120,
+            # output is sent five times a second, however much it is by then
+            extra_arguments=[f"--IPKernelApp.extra_extensions={fingerprint.__name__}"],
             record_timing=False,
         )
         self._limits, self._printed = limits, 0

@@ -127,7 +127,7 @@ def renew_translations(script, same):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument(
         "names", nargs="*", help="beginnings of lesson names; all lessons if none is given"
     )

@@ -179,4 +179,4 @@ def _closed(source: str, outputs: list[NotebookNode], language: str) -> str:
 
 
 if __name__ == "__main__":
-    run_edition(build, "pages", __doc__.splitlines()[0])
+    run_edition(build, "pages", __doc__.partition("\n\n")[0])

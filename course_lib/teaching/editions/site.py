@@ -512,4 +512,4 @@ def _run_sphinx(source: Path, finished: Path, doctrees: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_edition(build, "site", __doc__.splitlines()[0])
+    run_edition(build, "site", __doc__.partition("\n\n")[0])

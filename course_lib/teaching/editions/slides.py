@@ -297,4 +297,4 @@ def build(notebooks: Path, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_edition(build, "slides", __doc__.splitlines()[0])
+    run_edition(build, "slides", __doc__.partition("\n\n")[0])

@@ -194,6 +194,6 @@ if __name__ == "__main__":
     run_edition(
         build,
         "student",
-        __doc__.splitlines()[0],
+        __doc__.partition("\n\n")[0],
         switches={"nbgrader": "write nbgrader's metadata into the cells"},
     )

@@ -90,7 +90,7 @@ def build(collection: Path, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("collection", type=Path, help="NotoSansCJK-Regular.ttc")
     parser.add_argument("--output", type=Path, default=FOLDER / f"{POSTSCRIPT_NAME}.otf")
     arguments = parser.parse_args()
