@@ -130,13 +130,13 @@ def peaks(results: Results) -> None:
 
 
 def on_gpu(results: Results) -> None:
-    from course_lib.attention import launching
+    from course_lib.attention import launch
 
     name, began = torch.cuda.get_device_name(), time.monotonic()
     results.facts |= {
         "gpu": name,
         "cuda": torch.version.cuda,
-        "triton": getattr(launching.triton, "__version__", None),
+        "triton": getattr(launch.triton, "__version__", None),
     }
     print(f"{name}, CUDA {torch.version.cuda}, Triton {results.facts['triton']}, bf16, in turns")
     print(
@@ -152,10 +152,10 @@ def on_gpu(results: Results) -> None:
             for n in (1024, 2048, 4096, 8192, 16384):
                 if time.monotonic() - began > GPU_SECONDS:
                     return print(f"{GPU_SECONDS} s are over; what is left is left out")
-                gpu_rows(results, launching, n, d, causal)
+                gpu_rows(results, launch, n, d, causal)
 
 
-def gpu_rows(results: Results, launching, n: int, d: int, causal: bool) -> None:
+def gpu_rows(results: Results, launch, n: int, d: int, causal: bool) -> None:
     batch, heads = 16384 // n, 2048 // d
     q, k, v, grad_o = tensors(n, batch=batch, heads=heads, d=d, dtype=torch.bfloat16, device="cuda")
     own_choice = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=causal)).name
@@ -205,7 +205,7 @@ def gpu_rows(results: Results, launching, n: int, d: int, causal: bool) -> None:
             milliseconds=taken,
             tflops=rates,
             missing=missing,
-            blocks=blocks_in_use(launching),
+            blocks=blocks_in_use(launch),
         )
     for arm, why in missing.items():
         print(f"    {arm} is not available: {why}", flush=True)
@@ -241,9 +241,9 @@ def gpu_milliseconds(functions: dict, rounds: int = 15) -> dict[str, float]:
     return {name: statistics.median(ms[3:]) for name, ms in taken.items()}
 
 
-def blocks_in_use(launching) -> dict[str, str]:
+def blocks_in_use(launch) -> dict[str, str]:
     """What the kernels were last launched with."""
-    tuned = getattr(launching, "TUNED", {})
+    tuned = getattr(launch, "TUNED", {})
     return {
         kernel.__name__: str(getattr(each, "best_config", None)) for kernel, each in tuned.items()
     }
@@ -253,14 +253,14 @@ def on_absent_gpu() -> None:
     """All configurations that the tuner may try, compiled for an H100."""
     from absent_gpu import compile_only
 
-    from course_lib.attention import launching
+    from course_lib.attention import launch
     from course_lib.attention.tiled import Options
 
     compiled = compile_only(90, H100)
-    for tuned in launching.TUNED.values():
+    for tuned in launch.TUNED.values():
         tuned._do_bench = lambda call, quantiles: call() or [1.0, 1.0, 1.0]
     print(f"{'bf16':48}{'registers':>10}{'stack':>8}{'shared':>8}")
-    lists = {kernel: dict(sizes) for kernel, sizes in launching.CANDIDATES.items()}
+    lists = {kernel: dict(sizes) for kernel, sizes in launch.CANDIDATES.items()}
     for d in (64, 128, 256):
         q, k, v, grad_o = (torch.empty(1, 4, 1000, d, dtype=torch.bfloat16) for _ in range(4))
         for shift in (None, 0):
@@ -268,11 +268,11 @@ def on_absent_gpu() -> None:
                 sizes = {
                     kernel: lists[kernel][d][min(i, len(lists[kernel][d]) - 1)] for kernel in lists
                 }
-                for kernel, tuned in launching.TUNED.items():
-                    launching.CANDIDATES[kernel][d] = [sizes[kernel]]
+                for kernel, tuned in launch.TUNED.items():
+                    launch.CANDIDATES[kernel][d] = [sizes[kernel]]
                     tuned.cache.clear()
-                o, lse = launching.forward(q, k, v, Options(shift, 0.125))
-                launching.backward(q, k, v, o, lse, grad_o, Options(shift, 0.125))
+                o, lse = launch.forward(q, k, v, Options(shift, 0.125))
+                launch.backward(q, k, v, o, lse, grad_o, Options(shift, 0.125))
                 rows = {row["kernel"]: row for row in compiled}
                 for kernel, size in sizes.items():
                     row, label = (

@@ -36,9 +36,9 @@ from course_lib.offload import (
 from course_lib.simulated import SimulatedDevice
 
 ROUNDS, OVERHEAD_BAR, PEER_BAR = 15, 1.05, 2.0
-# : Networks on a GPU: (width, rows). Forward, a layer does 2 * rows * width^2 FLOPs and sends 8 *
-# rows * width bytes : down, in fp32. At 50 TFLOP/s and 50 GB/s, about those of an H200, both take
-# as long where the width is 4,000.
+#: Networks on a GPU: (width, rows). Forward, a layer does 2 * rows * width^2 FLOPs and sends 8 *
+#: rows * width bytes down, in fp32. At 50 TFLOP/s and 50 GB/s, about those of an H200, both take
+#: as long where the width is 4,000.
 WIDE, NARROW = (8192, 16384), (4096, 16384)
 
 

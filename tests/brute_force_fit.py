@@ -29,9 +29,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from course_lib._check import InfeasibleBudget
-from course_lib.budget import Estimate, Rates, Recipe
-from course_lib.budget import known as facts
-from course_lib.budget.known import Known, Search
+from course_lib.budget import Estimate, Rates, Recipe, knowledge
+from course_lib.budget.knowledge import Known, Search
 from course_lib.budget.search import that_fit
 from course_lib.models import Decoder, deep_mlp, random_tokens
 
@@ -266,7 +265,7 @@ def grid(known: Known, seed: int) -> list[Recipe]:
         }
         recipe = replace(known.base, **techniques, **keep)
         downs = known.doublings(recipe) if recipe.offload_activations else known.pieces_for(recipe)
-        pages = facts.PAGES if recipe.has_pages and not inside else facts.PAGES[:1]
+        pages = knowledge.PAGES if recipe.has_pages and not inside else knowledge.PAGES[:1]
         every += [
             replace(recipe, micro_batches=count, page_bytes=size, **copies)
             for count, size, copies in product(downs, pages, known.copies_for(recipe))
@@ -279,12 +278,12 @@ def grid(known: Known, seed: int) -> list[Recipe]:
 @contextmanager
 def small_pages() -> Iterator[None]:
     """Inside, the search tries pages that suit small models."""
-    before = facts.PAGES
-    facts.PAGES = PAGES
+    before = knowledge.PAGES
+    knowledge.PAGES = PAGES
     try:
         yield
     finally:
-        facts.PAGES = before
+        knowledge.PAGES = before
 
 
 def estimated(known: Known, most: int = MOST, seed: int = 0) -> list[Estimate]:

@@ -324,17 +324,17 @@ MUTANTS = [
         ),
         (
             "distributed",
-            "distributed/predicting.py",
+            "distributed/prediction.py",
             "range(2 if mode in REPLICATED else steps)",
             "range(steps)",
         ),
         (
             "distributed",
-            "distributed/saving.py",
+            "distributed/sharded_checkpoint.py",
             "(path.stem, not path.suffix)",
             "(path.stem, path.suffix)",
         ),
-        ("distributed", "distributed/saving.py", "    random.restore()\n", ""),
+        ("distributed", "distributed/sharded_checkpoint.py", "    random.restore()\n", ""),
         ("models", "configs.py", 'bias or name == "qwen2"', "bias"),
         (
             "models",

@@ -857,13 +857,13 @@ def test_the_leading_terms_of_the_bytes_moved_are_those_of_the_paper():
 @pytest.fixture
 def triton(monkeypatch):
     """Stands in for the Triton backend: the torch backend with a reason not to be used."""
-    module = types.ModuleType("course_lib.attention.launching")
+    module = types.ModuleType("course_lib.attention.launch")
     module.calls, module.reason = [], None
     module.why_not = lambda q, v: module.reason
     module.forward = lambda *args: (module.calls.append("forward"), tiled.forward(*args))[1]
     module.backward = lambda *args: (module.calls.append("backward"), tiled.backward(*args))[1]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(course_lib.attention, "launching", module, raising=False)
+    monkeypatch.setattr(course_lib.attention, "launch", module, raising=False)
     return module
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from course_lib.attention import kernels, launching
+from course_lib.attention import kernels, launch
 from course_lib.attention.tiled import Options
 
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is not installed here")
@@ -99,8 +99,8 @@ def run_case(case, device="cpu"):
         case.get("blocks", (16, 16)),
     )
     options = Options(shift, scale, *blocks)
-    o, lse = launching.forward(q, k, v, options)
-    got = (o, lse, *launching.backward(q, k, v, o, lse, grad_o, options))
+    o, lse = launch.forward(q, k, v, options)
+    got = (o, lse, *launch.backward(q, k, v, o, lse, grad_o, options))
     want = standard(q.double(), k.double(), v.double(), grad_o.double(), shift, scale)
     return (q, k, v, grad_o), got, want
 
@@ -143,11 +143,11 @@ def report_skipping():
     shows."""
     q, k, v, grad_o = inputs((1, 1, 1, 64, 64, 16))
     v[:, :, 48:] = torch.nan
-    o, lse = launching.forward(q, k, v, Options(0, 0.25, 16, 16))
-    dq, _, _ = launching.backward(q, k, v, o, lse, grad_o, Options(0, 0.25, 16, 16))
+    o, lse = launch.forward(q, k, v, Options(0, 0.25, 16, 16))
+    dq, _, _ = launch.backward(q, k, v, o, lse, grad_o, Options(0, 0.25, 16, 16))
     early = grad_o.clone()
     early[:, :, :16] = torch.nan
-    _, dk, dv = launching.backward(
+    _, dk, dv = launch.backward(
         q, k, inputs((1, 1, 1, 64, 64, 16))[2], o, lse, early, Options(0, 0.25, 16, 16)
     )
     return {
@@ -169,8 +169,8 @@ def report_reasons():
     }
     cases["meta"] = x.to("meta")
     return {
-        **{name: launching.why_not(x, x) for name, x in cases.items()},
-        "wide": launching.why_not(x, wide),
+        **{name: launch.why_not(x, x) for name, x in cases.items()},
+        "wide": launch.why_not(x, wide),
     }
 
 
@@ -178,28 +178,28 @@ def compile_for_an_absent_gpu():
     from absent_gpu import compile_only
 
     compiled = compile_only(90, H100)
-    for tuned in launching.TUNED.values():
+    for tuned in launch.TUNED.values():
         tuned._do_bench = lambda call, quantiles: call() or [1.0, 1.0, 1.0]
 
     def both(case, block, shift=0):
         q, k, v, grad_o = inputs(**case)
-        o, lse = launching.forward(q, k, v, Options(shift, 0.125, block, block))
-        launching.backward(q, k, v, o, lse, grad_o, Options(shift, 0.125, block, block))
+        o, lse = launch.forward(q, k, v, Options(shift, 0.125, block, block))
+        launch.backward(q, k, v, o, lse, grad_o, Options(shift, 0.125, block, block))
         found = compiled.copy()
         compiled.clear()
         return found
 
     given = both(dict(shape=(1, 4, 2, 100, 200, 64), dtype="bfloat16"), 64, None)
     odd = both(dict(shape=(1, 1, 1, 1, 1, 24), dtype="float32", strides="any"), 16)
-    for sizes in launching.CANDIDATES.values():
+    for sizes in launch.CANDIDATES.values():
         sizes.update({d: tried[:1] for d, tried in sizes.items()})
     first, choices = [], []
     for d in (64, 128):  # causal: a mask takes registers too
         first += both(dict(shape=(1, 2, 2, 1000, 1000, d), dtype="bfloat16"), None)
     for n in (600, 500):
-        choices.append([len(tuned.cache) for tuned in launching.TUNED.values()])
+        choices.append([len(tuned.cache) for tuned in launch.TUNED.values()])
         both(dict(shape=(1, 2, 2, n, n, 128), dtype="bfloat16"), None)
-    choices.append([len(tuned.cache) for tuned in launching.TUNED.values()])
+    choices.append([len(tuned.cache) for tuned in launch.TUNED.values()])
     return {"given": given, "odd": odd, "first": first, "choices": choices}
 
 
@@ -284,9 +284,9 @@ def test_without_triton_the_kernels_import_and_what_is_asked_for_them_says_why_t
     program = """if True:
         import sys, torch
         sys.modules["triton"] = None
-        from course_lib.attention import flash_attention, launching
+        from course_lib.attention import flash_attention, launch
         x = torch.zeros(1, 1, 4, 16)
-        print(launching.why_not(x, x))
+        print(launch.why_not(x, x))
         try:
             flash_attention(x, x, x, backend="triton")
         except RuntimeError as error:
@@ -335,14 +335,14 @@ def test_a_length_between_the_same_powers_of_two_is_not_tuned_again(compiled):
 
 @needs_triton
 def test_small_configurations_are_tried_only_where_no_larger_one_is_sure_to_fit():
-    for kernel, by_d in launching.CANDIDATES.items():
+    for kernel, by_d in launch.CANDIDATES.items():
         for d, larger in by_d.items():
-            assert launching._sizes(kernel, d, 2, H100) == larger and len(larger) <= 4
-            assert launching._sizes(kernel, d, 2, 1024) == [(16, 16, 4, 1)]
-    forward = launching.forward_kernel
-    assert launching._sizes(forward, 64, 2, 101_376) == launching.CANDIDATES[forward][64]
+            assert launch._sizes(kernel, d, 2, H100) == larger and len(larger) <= 4
+            assert launch._sizes(kernel, d, 2, 1024) == [(16, 16, 4, 1)]
+    forward = launch.forward_kernel
+    assert launch._sizes(forward, 64, 2, 101_376) == launch.CANDIDATES[forward][64]
     # the first may need too much
-    assert launching._sizes(forward, 256, 2, 101_376) == [(64, 64, 8, 2), (32, 32, 4, 2)]
+    assert launch._sizes(forward, 256, 2, 101_376) == [(64, 64, 8, 2), (32, 32, 4, 2)]
 
 
 @needs_triton
@@ -352,7 +352,7 @@ def test_a_block_that_the_kernels_do_not_take_is_refused(block):
     for name in ("block_q", "block_k"):
         options = Options(None, 1.0)._replace(**{name: block})
         with pytest.raises(ValueError, match=rf"^{name} is {block}; it takes .+"):
-            launching._launch(launching.forward_kernel, None, x, options)
+            launch._launch(launch.forward_kernel, None, x, options)
 
 
 @needs_triton
@@ -362,12 +362,12 @@ def test_blocks_that_do_not_fit_are_refused_with_some_that_do():
             return self
 
         def __call__(self, *arguments, BLOCK_Q, BLOCK_K, **options):
-            raise launching.OutOfResources(2 * (BLOCK_Q + BLOCK_K) * 256, 101_376, "shared memory")
+            raise launch.OutOfResources(2 * (BLOCK_Q + BLOCK_K) * 256, 101_376, "shared memory")
 
     with pytest.raises(
         ValueError, match=r"^block_q is 128, .*; it takes 64 and 64 .* 131072 .* 101376$"
     ):
-        launching._launch(Full(), None, torch.zeros(1, 1, 4, 128), Options(None, 1.0, 128, 128))
+        launch._launch(Full(), None, torch.zeros(1, 1, 4, 128), Options(None, 1.0, 128, 128))
 
 
 @needs_triton
@@ -376,7 +376,7 @@ def test_a_tensor_whose_heads_reach_further_than_32_bits_count_is_copied():
         return torch.empty_strided((1, 1, n, 64), (2**40, 2**40, apart, 1), device="meta")
 
     far, near = rows(2**16 + 1, 2**15), rows(2**16, 2**15)
-    assert launching._near(near) is near and launching._near(far).is_contiguous()
+    assert launch._near(near) is near and launch._near(far).is_contiguous()
 
 
 GPU_CASES = [

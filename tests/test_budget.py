@@ -36,7 +36,7 @@ from course_lib.budget import (
     run,
     train_step,
 )
-from course_lib.budget.known import Known, Search
+from course_lib.budget.knowledge import Known, Search
 from course_lib.budget.refine import refine
 from course_lib.budget.show import added, steps_to
 from course_lib.budget.techniques import TECHNIQUES

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from course_lib.budget import RATES, InfeasibleBudget, Rates, Recipe, estimate, fit, run, search
 from course_lib.budget.blocks import equal_blocks
 from course_lib.budget.extrapolate import MANY, Composer, Composing
-from course_lib.budget.known import Known, Search
+from course_lib.budget.knowledge import Known, Search
 from course_lib.budget.refine import best_copies, least_schedule, with_schedule
-from course_lib.budget.reserved import that_reserve
+from course_lib.budget.reservation import that_reserve
 from course_lib.budget.search import that_fit
 from course_lib.budget.techniques.attention import ATTENTIONS
 from course_lib.budget.techniques.checkpoints import Checkpoint

@@ -39,7 +39,7 @@ from course_lib.distributed import (
     launch,
     load,
     predict,
-    predicting,
+    prediction,
     save,
     sent_bytes,
     shapes_of,
@@ -47,7 +47,7 @@ from course_lib.distributed import (
     train,
 )
 from course_lib.distributed import __main__ as command
-from course_lib.distributed.saving import check_fits
+from course_lib.distributed.sharded_checkpoint import check_fits
 from course_lib.distributed.tasks import Task
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic
 
@@ -1101,7 +1101,7 @@ def test_a_fake_group_returns_at_once_and_leaves_tensors_as_they_are(one_of_four
     assert tensor.tolist() == [1, 1] and dist.get_world_size() == 4
 
 
-@pytest.mark.parametrize("name", predicting.IN_CPP)
+@pytest.mark.parametrize("name", prediction.IN_CPP)
 def test_a_ddp_model_is_made_by_functions_that_can_be_replaced(one_process, name):
     with patch(f"torch.nn.parallel.distributed.{name}") as called:
         nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
@@ -1125,7 +1125,7 @@ def test_hooks_on_all_modules_stand_in_two_dictionaries():
     ]
     module(torch.ones(1, 2))
     with ExitStack() as stack:
-        for name in predicting.HOOKS:
+        for name in prediction.HOOKS:
             stack.enter_context(patch.dict(f"torch.nn.modules.module.{name}", clear=True))
         module(torch.ones(1, 2))
     for handle in handles:

@@ -361,7 +361,7 @@ def not_for_learners(imported):
 
 def test_what_lessons_and_the_library_import_is_in_course_or_guarded():
     lessons = [*(ROOT / "notebooks").glob("scripts/*.py")]
-    aside = ("site", "slides", "_assets", "fonts", "images", "lesson_slides", "cutting")
+    aside = ("site", "slides", "_assets", "fonts", "images", "lesson_slides", "slide_parts")
     library = [
         path
         for path in (ROOT / "course_lib").rglob("*.py")

@@ -236,6 +236,19 @@ def test_no_file_class_or_function_outgrows_its_screen():
     assert lengths("dense.py", "; ".join(["a, b = 1, 2"] * 401)) == ["dense.py: 401 statements"]
 
 
+# A file's name is what is in it, or what that does, and not what became of something; but for a
+# noun that ends so, and for the name that the design gives.
+NO_PARTICIPLES = {"drawing", "tiled"}
+PARTICIPLES = {"done", "drawn", "given", "held", "kept", "known", "made", "said", "seen", "sent"}
+PARTICIPLES |= {"shown", "taken", "told", "written"}
+
+
+def test_no_file_is_named_by_a_participle():
+    names = {path.stem for path in LIBRARY.rglob("*.py")}
+    found = {name for name in names if name.endswith(("ed", "ing")) or name in PARTICIPLES}
+    assert found == NO_PARTICIPLES
+
+
 # What a thing is stands first: a noun, or a verb. "Whether" begins what is true or false.
 NO_FIRST_WORDS = {
     *("What", "Which", "Who", "Whose", "Why", "How", "When", "Where", "If", "As", "That"),

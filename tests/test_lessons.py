@@ -40,14 +40,14 @@ from course_lib.lessons import (
     lesson_09,
     text,
 )
-from course_lib.lessons.lesson_02.shown import _draw_bars
+from course_lib.lessons.lesson_02.display import _draw_bars
 from course_lib.lessons.lesson_03.cuts import least_peak
-from course_lib.lessons.lesson_05 import trained
+from course_lib.lessons.lesson_05 import mean_of_means
 from course_lib.lessons.lesson_05.bugs import PLANTED, mended
 from course_lib.lessons.lesson_05.checks import FIVE
-from course_lib.lessons.lesson_05.shown import differences
+from course_lib.lessons.lesson_05.display import differences
 from course_lib.lessons.lesson_07.checks import make_batch, make_model
-from course_lib.lessons.lesson_08 import carried
+from course_lib.lessons.lesson_08 import loopback
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic, training_state_bytes
 from course_lib.models import Decoder, deep_mlp, loss_stages, random_tokens
 from course_lib.offload import HostStore, OffloadedOptimizer, offload_activations
@@ -67,7 +67,7 @@ from course_lib.schedule import (
 from course_lib.schedule.actions import _Referee
 from course_lib.schedule.rules import segmented
 from course_lib.simulated import SimulatedDevice
-from course_lib.teaching import category_label, language, pictures, said
+from course_lib.teaching import category_label, claims, language, pictures
 from course_lib.teaching.experiments import TINY, decoder_and_tokens
 
 ROOT = Path(__file__).parents[1]
@@ -103,7 +103,7 @@ def test_a_claim_has_one_of_three_outcomes():
     with pytest.raises(
         ValueError, match="outcome is 'maybe'; it takes one of fails, partly, holds"
     ):
-        said.Claim("a", "b", "c", "maybe")
+        claims.Claim("a", "b", "c", "maybe")
 
 
 def test_an_unknown_lesson_is_an_error_that_names_the_known_ones():
@@ -541,7 +541,7 @@ def test_each_planted_bug_is_seen_by_its_own_check_and_by_no_other():
 
 def test_a_recorded_run_is_made_again_by_its_script():
     runs = lesson_05.recorded()["runs"]
-    found = trained.train("mean of means", seed=2, steps=20)
+    found = mean_of_means.train("mean of means", seed=2, steps=20)
     assert torch.allclose(
         torch.tensor(found), torch.tensor(runs["2"]["mean of means"][:2]), atol=0.01
     )
@@ -906,16 +906,16 @@ def test_the_recorded_wire_carried_what_a_ring_would_but_for_reduce_scatters(ran
 
 def test_an_empty_network_namespace_counts_an_all_gather():
     try:
-        found = carried.carried(2, ["all_gather"])
+        found = loopback.carried(2, ["all_gather"])
     except RuntimeError as error:
         pytest.skip(f"{error}"[:200])
     assert found["all_gather"] == pytest.approx(lesson_08.TENSOR_BYTES / 2, rel=0.02)
 
 
 def test_where_no_namespace_can_be_made_it_says_so(monkeypatch):
-    monkeypatch.setattr(carried, "_EMPTY", ["no such program"])
+    monkeypatch.setattr(loopback, "_EMPTY", ["no such program"])
     with pytest.raises(RuntimeError, match="no empty network namespace can be made here"):
-        carried.carried(2)
+        loopback.carried(2)
 
 
 def test_the_adam_of_the_exercise_is_the_framework_s():

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from course_lib import lessons
 from course_lib.labels import both, chinese
 from course_lib.lessons import __main__ as command
-from course_lib.teaching import experiments, language, recorded
+from course_lib.teaching import experiments, language, recordings
 from course_lib.teaching.allocator import Allocator
 from course_lib.teaching.experiments import (
     TINY,
@@ -32,7 +32,7 @@ from course_lib.teaching.experiments import (
     need_host_memory,
     seconds,
 )
-from course_lib.teaching.recorded import FOLDER, figures, provenance, record
+from course_lib.teaching.recordings import FOLDER, figures, provenance, record
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = lessons.experiments()
@@ -69,7 +69,9 @@ def gpu_called(monkeypatch):
             torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(total_memory=24 * 10**9)
         )
         monkeypatch.setattr(
-            recorded, "provenance", lambda device: {"torch": str(torch.__version__), "driver": "1"}
+            recordings,
+            "provenance",
+            lambda device: {"torch": str(torch.__version__), "driver": "1"},
         )
         monkeypatch.setattr(Experiment, "run", lambda item: small_run(f"{item.lesson}.{item.name}"))
 

@@ -514,7 +514,7 @@ def copied_too_soon(device, target, source, name):
 
 
 #: What is left out -> what is done instead of `Device.copy`, for copies of which name, and in
-# which modes numbers are : wrong for it.
+#: which modes numbers are wrong for it.
 MISSING = {
     "what uses a copy up waits for it": (used_too_soon, {"up"}, ["late", "early"]),
     "a copy down is waited for before its source is let go": (used_too_soon, {"down"}, ["late"]),

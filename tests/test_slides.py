@@ -18,9 +18,10 @@ pytest.importorskip("nbconvert")
 pytest.importorskip("latex2mathml")
 
 from course_lib import labels
+from course_lib.teaching.claims import Claim, what_you_may_have_read
 from course_lib.teaching.editions import (
-    cutting,
     lesson_slides,
+    slide_parts,
     slides,
 )
 from course_lib.teaching.editions.cells import (
@@ -29,7 +30,6 @@ from course_lib.teaching.editions.cells import (
     read_lessons,
     without_guards,
 )
-from course_lib.teaching.said import Claim, what_you_may_have_read
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"
@@ -111,8 +111,8 @@ LONG = "\n".join(
     "code", [LONG, "x = 1", "", "@cache\ndef f():\n" + "    pass\n" * 11 + "\n\ny = f()"]
 )
 def test_code_is_cut_into_pieces_of_at_most_twelve_lines_and_nothing_is_lost(code):
-    pieces = cutting.cut_code(code)
-    assert all(len(piece.splitlines()) <= cutting.MOST_CODE_LINES for piece in pieces)
+    pieces = slide_parts.cut_code(code)
+    assert all(len(piece.splitlines()) <= slide_parts.MOST_CODE_LINES for piece in pieces)
     kept = [line for piece in pieces for line in piece.splitlines() if line.strip()]
     assert kept == [line for line in code.splitlines() if line.strip()]
 
@@ -123,7 +123,7 @@ def test_a_long_table_is_cut_between_rows_and_keeps_its_headings():
         f"<div><table><thead><tr><th>n</th></tr></thead><tbody>{rows}</tbody></table><p>24"
         " rows</p></div>"
     )
-    cut = cutting.cut_table(html_output(html), "en")
+    cut = slide_parts.cut_table(html_output(html), "en")
     parts = [BeautifulSoup(part.data["text/html"], "html.parser") for part in cut]
     assert len(parts) == 2
     assert [cell.text for part in parts for cell in part.select("td")] == [
@@ -135,7 +135,7 @@ def test_a_long_table_is_cut_between_rows_and_keeps_its_headings():
 def test_a_table_under_a_heading_in_both_languages_is_cut_earlier():
     rows = "".join(f"<tr><td>{i}</td></tr>" for i in range(12))
     output = html_output(f"<table><thead><tr><th>n</th></tr></thead><tbody>{rows}</tbody></table>")
-    assert [len(cutting.cut_table(output, language)) for language in ("en", "zh", "both")] == [
+    assert [len(slide_parts.cut_table(output, language)) for language in ("en", "zh", "both")] == [
         1,
         1,
         2,
@@ -144,7 +144,7 @@ def test_a_table_under_a_heading_in_both_languages_is_cut_earlier():
 
 def test_a_high_figure_is_cut_above_a_panels_title():
     def cut(output, language="en"):
-        return cutting.cut_figure(*cutting.outputs_in(output, language))
+        return slide_parts.cut_figure(*slide_parts.outputs_in(output, language))
 
     # a panel, a title, a panel
     parts = cut(picture_output(800, ink=[(20, 400), (412, 424), (460, 780)]))
@@ -199,7 +199,8 @@ def test_plumbing_is_not_shown():
         "stream", text="plain:   0%|          | 0/40 [00:00<?, ?it/s]"
     )
     shown = [
-        cutting.outputs_in(output, "en") for output in (slider, switch, progress, text_output(" "))
+        slide_parts.outputs_in(output, "en")
+        for output in (slider, switch, progress, text_output(" "))
     ]
     assert shown == [[]] * 4
 
@@ -390,10 +391,10 @@ def test_long_lines_are_broken():
         "value = function_name(argument_one, argument_two, argument_three) +"
         " another_function(argument_four)"
     )
-    notebook = cutting.with_short_lines(lesson_of(line))
-    assert max(map(len, notebook.cells[1].source.splitlines())) <= cutting.CODE_WIDTH
+    notebook = slide_parts.with_short_lines(lesson_of(line))
+    assert max(map(len, notebook.cells[1].source.splitlines())) <= slide_parts.CODE_WIDTH
     with pytest.raises(EditionError):
-        cutting.with_short_lines(lesson_of("f("))
+        slide_parts.with_short_lines(lesson_of("f("))
 
 
 # --- notes ---
@@ -445,7 +446,7 @@ each_told = pytest.mark.parametrize("name", TOLD)
 
 @each_told
 def test_a_lesson_that_says_what_is_shown_has_a_speakers_number_of_slides(name):
-    with_short = cutting.with_short_lines(TOLD[name])
+    with_short = slide_parts.with_short_lines(TOLD[name])
     counts = [len(lesson_slides.lesson_slides(with_short, language)) for language in ("en", "zh")]
     fewest, most = (8, 14) if name.startswith("00") else (25, 35)
     assert fewest <= min(counts) <= max(counts) <= most
@@ -457,7 +458,7 @@ def test_at_most_a_third_of_a_told_lessons_slides_is_text_alone(name):
     other."""
     if name[:2] not in MANY_PICTURES:
         pytest.skip("its deck is yet to be drawn")
-    with_short = cutting.with_short_lines(without_guards(TOLD[name]))
+    with_short = slide_parts.with_short_lines(without_guards(TOLD[name]))
     for language in ("en", "zh"):
         made = lesson_slides.lesson_slides(with_short, language)
         alone = [slide for slide in made if slide.kind in ("title", "prose", "point", "heading")]
@@ -568,7 +569,7 @@ def test_a_deck_is_whole_and_loads_nothing(deck):
     assert all(stack.section.select_one(".notes") for stack in stacks)
     for slide in page.select("section section"):
         lines = sum(len(code.text.strip("\n").splitlines()) for code in slide.select(".code pre"))
-        assert lines <= (cutting.MOST_CHOSEN_LINES if told else cutting.MOST_CODE_LINES), (
+        assert lines <= (slide_parts.MOST_CHOSEN_LINES if told else slide_parts.MOST_CODE_LINES), (
             slide.select_one(".heading").text
         )
     links = [link["href"] for link in page.select(".slides a[href]")]
@@ -588,7 +589,7 @@ def test_a_deck_speaks_its_language(deck):
     if language == "both":
         assert page.select('[lang="en"]') and page.select('[lang="zh"]')
         return
-    assert page.find_all(cutting.PER_LANGUAGE, lang={"en": "zh", "zh": "en"}[language]) == []
+    assert page.find_all(slide_parts.PER_LANGUAGE, lang={"en": "zh", "zh": "en"}[language]) == []
     words = [
         tag.get_text(" ")
         for tag in page.select(".heading, .prose p, .prose li, .notes p, .html, pre")

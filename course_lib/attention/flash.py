@@ -178,11 +178,11 @@ def _backend(name: str, q: Tensor, k: Tensor, v: Tensor) -> ModuleType:
         return symbolic
     if name == "torch" or (name == "auto" and not q.is_cuda):
         return tiled
-    from . import launching  # only here: importing Triton takes a while
+    from . import launch  # only here: importing Triton takes a while
 
-    reason = launching.why_not(q, v)
+    reason = launch.why_not(q, v)
     if reason is None:
-        return launching
+        return launch
     if name == "auto":
         return tiled
     raise RuntimeError(f'backend is "triton", but {reason}; backend="torch" works')

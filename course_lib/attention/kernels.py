@@ -17,7 +17,7 @@ dO V^T,
 
 Everything is counted in powers of two: exp(x) = 2^(x * log2(e)), with log2(e) folded into the
 scale, since the chip has an instruction for 2^x and none for e^x. A `setting` means nothing to a
-kernel, but to its tuner (launching).
+kernel, but to its tuner (`launch`).
 
 Source: Dao 2023, arXiv:2307.08691, algorithms 1 and 2, but with dQ in a kernel of its own, so that
 no two instances write to the same place: no atomic additions, and the same bits in every run. Its
@@ -32,7 +32,7 @@ import math
 try:
     import triton
     import triton.language as tl
-# where there is no Triton this module still imports, and `launching.why_not` says that
+# where there is no Triton this module still imports, and `launch.why_not` says that
 except ImportError:
     triton = tl = None
 
@@ -68,7 +68,7 @@ def tile_of(
     Both are (BLOCK, BLOCK_D); BLOCK_D is the next power of two from D on, as Triton wants it.
     """
     # 64 bits up to the head: an offset may pass 2^31 though no index does. 32 bits in it, which
-    # `launching` sees to.
+    # `launch` sees to.
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     within = (first + rows)[:, None] * strides[2] + columns[None, :] * strides[3]

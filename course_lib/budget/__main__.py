@@ -17,7 +17,7 @@ from course_lib._check import InfeasibleBudget
 from course_lib._origin import is_refusal, message, unlogged
 from course_lib.labels import say, text
 from course_lib.labels.command import Parser, said_error
-from course_lib.labels.drawn import course_font
+from course_lib.labels.drawing import course_font
 from course_lib.memory import CATEGORIES
 from course_lib.memory.show import bytes_text
 from course_lib.workload import Workload, workload_of
@@ -27,7 +27,7 @@ from .device import OnDevice, kept_bytes
 from .estimate import TIERS, Estimate
 from .rates import RATES, Rates, this_machine
 from .recipe import Recipe
-from .reserved import COUNTS
+from .reservation import COUNTS
 from .search import Estimates, fit
 from .show import Way, waterfall
 from .techniques.optimizer import OPTIMIZERS

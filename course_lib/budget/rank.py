@@ -23,7 +23,7 @@ from torch import nn
 
 from course_lib.accumulation import split
 from course_lib.distributed.formulas import REPLICATED, STEP_BYTES, Shapes, shapes_of, zero1_parts
-from course_lib.distributed.predicting import watched_rank
+from course_lib.distributed.prediction import watched_rank
 from course_lib.memory import CATEGORIES, Trace, symbolic
 from course_lib.memory.growth import Growth, Irregular
 

@@ -11,7 +11,7 @@ from typing import Any
 from course_lib._check import InfeasibleBudget
 from course_lib.schedule import Cost
 
-from .known import Search
+from .knowledge import Search
 from .recipe import Recipe
 
 # estimates of schedules for one family and number of micro-batches, besides that of the least

@@ -20,12 +20,12 @@ from course_lib.memory.show import Table, bytes_text
 from . import rank
 from .estimate import TIERS, Estimate
 from .kinds import KINDS
-from .known import Known, Search
+from .knowledge import Known, Search
 from .loss import CHAINED, LossSum, samples_in
 from .rates import RATES, Rates
 from .recipe import Recipe
 from .refine import fewest_blocks, fewest_pieces, least_schedule, refine
-from .reserved import COUNTS, check_count, that_reserve
+from .reservation import COUNTS, check_count, that_reserve
 from .show import Way, steps_to
 from .step import model_of
 from .techniques import BY_FIELD
@@ -139,7 +139,7 @@ def fit(
         rates: of the machine, or the name of one in `RATES`.
         kind: as for `estimate`.
         count: what must fit: "tensors"; or "reserved", with "cuda" alone, by the rules of PyTorch's
-            allocator (`course_lib.budget.reserved`), for which each recipe's step is run again.
+            allocator (`course_lib.budget.reservation`), for which each recipe's step is run again.
         tier: as for `estimate`; if left out, "file" for "laptop" and "host" for all other machines.
         quick: an answer sooner, which may not be the cheapest: checkpoints around all blocks or
             none, flash attention where the model takes it, all of the optimizer's state offloaded

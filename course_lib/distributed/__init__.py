@@ -13,12 +13,12 @@ and communicated:
 """
 
 from .formulas import MODES, held_bytes, sent_bytes, shapes_of
+from .measurement import Communicated, Taken, Watch
 from .modes import Trainer
-from .predicting import predict
-from .running import launch, process_group, train
-from .saving import last_complete, load, save
+from .prediction import predict
+from .sharded_checkpoint import last_complete, load, save
 from .tasks import task_of
-from .watching import Communicated, Taken, Watch
+from .torchrun import launch, process_group, train
 
 __all__ = [
     "MODES",

@@ -22,9 +22,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler, 
 from course_lib._check import positive, whole
 from course_lib._origin import explained, is_refusal, message, origin, unlogged
 from course_lib.distributed.formulas import MODES, REPLICATED, SYNCS, Shapes, held_bytes, shapes_of
-from course_lib.distributed.predicting import predict
-from course_lib.distributed.running import process_group, resumed, train
+from course_lib.distributed.prediction import predict
 from course_lib.distributed.tasks import Task, check_divides, task_of
+from course_lib.distributed.torchrun import process_group, resumed, train
 from course_lib.labels import say, text
 from course_lib.labels.command import Parser, said_error
 from course_lib.memory import MemoryBudgetExceeded, symbolic

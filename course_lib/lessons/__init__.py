@@ -14,10 +14,10 @@ import pkgutil
 from pathlib import Path
 from types import ModuleType
 
-from course_lib.teaching import said
+from course_lib.teaching import claims
 from course_lib.teaching.experiments import Experiment
 from course_lib.teaching.gpu import GpuFigures
-from course_lib.teaching.recorded import FOLDER, figures
+from course_lib.teaching.recordings import FOLDER, figures
 from course_lib.teaching.tables import Table
 
 __all__ = ["LESSONS", "claims_of", "experiments", "lesson", "on_gpu", "what_you_may_have_read"]
@@ -39,7 +39,7 @@ def lesson(number: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.lesson_{number}")
 
 
-def claims_of(number: str) -> tuple[said.Claim, ...]:
+def claims_of(number: str) -> tuple[claims.Claim, ...]:
     """The claims that a lesson tests, those of its optional sections last; none for one that tests
     none."""
     names = ("CLAIMS", "ALLOCATOR_CLAIMS", "OLDER_CLAIMS")  # as the notebooks show them
@@ -52,7 +52,7 @@ def what_you_may_have_read(number: str, *measured: str) -> Table:
     Raises:
         ValueError: there is no such lesson, or there are not as many measured figures as claims.
     """
-    return said.what_you_may_have_read(lesson(number).CLAIMS, *measured)
+    return claims.what_you_may_have_read(lesson(number).CLAIMS, *measured)
 
 
 def experiments(number: str | None = None) -> list[Experiment]:

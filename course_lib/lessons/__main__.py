@@ -20,7 +20,7 @@ from typing import NoReturn
 import torch
 
 from course_lib.teaching.experiments import Experiment, Run, in_short
-from course_lib.teaching.recorded import FOLDER, provenance, record
+from course_lib.teaching.recordings import FOLDER, provenance, record
 
 from . import experiments
 

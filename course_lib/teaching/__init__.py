@@ -6,6 +6,7 @@ belongs to one lesson alone stands in `course_lib.lessons`.
 
 from course_lib.labels import say, text
 
+from .claims import Claim
 from .exercises import Verdict, expect_number
 from .figures import (
     COLORS,
@@ -16,7 +17,6 @@ from .figures import (
     predicted_and_measured,
 )
 from .playgrounds import playground
-from .said import Claim
 from .switch import language
 from .tables import Table, compare, predictions, table
 from .timeline import timelines

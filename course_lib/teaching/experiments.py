@@ -30,8 +30,8 @@ Part = dict[str, Number | str]
 # the last word of a figure's name; the first three are whole
 UNITS = ("bytes", "flops", "count", "seconds", "percent")
 
-# : What is measured of an arm: the figure is called `<arm>_<quantity>`, its label is "arm:
-# quantity".
+#: What is measured of an arm: the figure is called `<arm>_<quantity>`, its label is "arm:
+#: quantity".
 QUANTITIES = {
     "predicted_bytes": "predicted peak",
     "peak_bytes": "peak of tensors",

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from course_lib import labels
-from course_lib.labels.drawn import FAMILY, FONT, add_font
+from course_lib.labels.drawing import FAMILY, FONT, add_font
 from course_lib.memory import CATEGORY_COLORS, CATEGORY_HATCHES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# : One colour, one meaning, in every lesson: seven categories of bytes, and `predicted` (a line),
-# `measured` (points). : Paul Tol's "bright" scheme and two more. Categories of equal grey differ in
-# their hatching.
+#: One colour, one meaning, in every lesson: seven categories of bytes, and `predicted` (a line),
+#: `measured` (points). Paul Tol's "bright" scheme and two more. Categories of equal grey differ in
+#: their hatching.
 COLORS = {**CATEGORY_COLORS, "predicted": "#333333", "measured": "#EE7733"}
 HATCHES = {**dict.fromkeys(CATEGORY_COLORS), **CATEGORY_HATCHES}
 _HATCH_COLOR = (1.0, 1.0, 1.0, 0.35)

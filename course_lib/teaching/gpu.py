@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from course_lib.labels import Label, markup, say, text
 
 from .experiments import Experiment
-from .recorded import Figures
+from .recordings import Figures
 from .tables import NumberText, Table
 
 
@@ -14,7 +14,7 @@ class GpuFigures:
     """Experiments with their titles, where the figures are from, and the figures; it shows itself.
 
     Attributes:
-        figures: experiment -> `course_lib.teaching.recorded.Figures`, for what a lesson does with
+        figures: experiment -> `course_lib.teaching.recordings.Figures`, for what a lesson does with
             the numbers.
     """
 

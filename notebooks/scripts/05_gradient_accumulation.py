@@ -302,12 +302,12 @@ lesson_05.draw_training()
 # %% [markdown]
 # <div lang="en">
 #
-# The curves are recorded: `python -m course_lib.lessons.lesson_05.trained` makes them again, eight seeds, 120 steps. After 20 steps all eight agree: better on short samples, worse on long ones. After 120, short is better in 7 of 8, by 0.04 on average, and long is worse in 8 of 8, by 0.04; yet at step 100 long was worse in 5 only. So much can be said, of this text and this small network: the wrong divisor trains too, another problem, in which a character of a short sample counts more. A loss curve alone would not tell you.
+# The curves are recorded: `python -m course_lib.lessons.lesson_05.mean_of_means` makes them again, eight seeds, 120 steps. After 20 steps all eight agree: better on short samples, worse on long ones. After 120, short is better in 7 of 8, by 0.04 on average, and long is worse in 8 of 8, by 0.04; yet at step 100 long was worse in 5 only. So much can be said, of this text and this small network: the wrong divisor trains too, another problem, in which a character of a short sample counts more. A loss curve alone would not tell you.
 #
 # </div>
 # <div lang="zh">
 #
-# 曲线是事先记录的：`python -m course_lib.lessons.lesson_05.trained` 会重做一遍，八个种子，各 120 步。20 步后八个种子一致：短样本上更好，长样本上更差。120 步后，短样本上 8 个里 7 个更好，平均低 0.04；长样本上 8 个都更差，平均高 0.04；可是在第 100 步，长样本上只有 5 个更差。对这份文本、这个小网络，能说的就这么多：除数不对也照样能训练，只是训练的是另一个问题，短样本里每个字符的份量更重。单看损失曲线，是看不出来的。
+# 曲线是事先记录的：`python -m course_lib.lessons.lesson_05.mean_of_means` 会重做一遍，八个种子，各 120 步。20 步后八个种子一致：短样本上更好，长样本上更差。120 步后，短样本上 8 个里 7 个更好，平均低 0.04；长样本上 8 个都更差，平均高 0.04；可是在第 100 步，长样本上只有 5 个更差。对这份文本、这个小网络，能说的就这么多：除数不对也照样能训练，只是训练的是另一个问题，短样本里每个字符的份量更重。单看损失曲线，是看不出来的。
 #
 # </div>
 

@@ -468,12 +468,12 @@ predictions(rows, unit="bytes")
 # %% [markdown] slide={"en": "An error of 0 confirms the calls. Does it confirm the traffic?\n\n**Guess first**: 80.3 MB given on two ranks. What does a wire carry?", "zh": "误差为 0，说明调用数对了。通信量也对了吗？\n\n**先猜**：两个进程，各交出 80.3 MB，线路上实际传输了多少？"}
 # <div lang="en">
 #
-# An error of 0, and what does it confirm? That the calls are those you counted: their arguments were added up. What the backend (here gloo) makes of a call is another matter. So count where nobody can be mistaken: the kernel's own counter of a network interface, in an empty network namespace in which only these ranks run. It takes a Linux that allows it, so here is a recording; `python -m course_lib.lessons.lesson_08.carried` makes it anew (section 8.16). Ranks of two, with three collectives of a 4 MB tensor below:
+# An error of 0, and what does it confirm? That the calls are those you counted: their arguments were added up. What the backend (here gloo) makes of a call is another matter. So count where nobody can be mistaken: the kernel's own counter of a network interface, in an empty network namespace in which only these ranks run. It takes a Linux that allows it, so here is a recording; `python -m course_lib.lessons.lesson_08.loopback` makes it anew (section 8.16). Ranks of two, with three collectives of a 4 MB tensor below:
 #
 # </div>
 # <div lang="zh">
 #
-# 误差为 0，说明了什么？只说明发生的正是你数的那些调用：加起来的是调用的参数。后端（这里是 gloo）怎样执行一次调用，是另一回事。所以要到不会弄错的地方去数：在一个只有这几个进程的空网络命名空间里，读 Linux 内核自己的网卡计数。这需要系统允许（Linux），所以下面是记录；`python -m course_lib.lessons.lesson_08.carried` 可以重新测量（8.16 节）。两个进程，最下面是对一个 4 MB 的张量做三种集合通信：
+# 误差为 0，说明了什么？只说明发生的正是你数的那些调用：加起来的是调用的参数。后端（这里是 gloo）怎样执行一次调用，是另一回事。所以要到不会弄错的地方去数：在一个只有这几个进程的空网络命名空间里，读 Linux 内核自己的网卡计数。这需要系统允许（Linux），所以下面是记录；`python -m course_lib.lessons.lesson_08.loopback` 可以重新测量（8.16 节）。两个进程，最下面是对一个 4 MB 的张量做三种集合通信：
 #
 # </div>
 
@@ -853,7 +853,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # With four ranks a ring sends three quarters of what is given; gloo's reduce-scatter again sends what its all-reduce does, 6.0 MB of 4. So FSDP2 carries 81.0 MB where a ring would carry 60.2. Recorded, with `hsdp` of section 8.21:
 #
 # ```
-# python -m course_lib.lessons.lesson_08.carried --ranks 4
+# python -m course_lib.lessons.lesson_08.loopback --ranks 4
 # ```
 #
 # </div>
@@ -862,7 +862,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # 四个进程时，环发送所交出字节的四分之三；gloo 的 reduce-scatter 仍与它的 all-reduce 一样，4 MB 的张量传了 6.0 MB。所以环只需传 60.2 MB 的 FSDP2，线路上却传输了 81.0 MB。以下是记录，其中的 `hsdp` 见 8.21 节：
 #
 # ```
-# python -m course_lib.lessons.lesson_08.carried --ranks 4
+# python -m course_lib.lessons.lesson_08.loopback --ranks 4
 # ```
 #
 # </div>
@@ -889,7 +889,7 @@ table(["4 ranks", "a ring would send, MB", "a wire carried, MB"], rows)
 # </div>
 
 # %% tags=["nbval-ignore-output", "shows-device"]
-from course_lib.lessons.lesson_08.carried import carried
+from course_lib.lessons.lesson_08.loopback import carried
 
 try:
     live = carried(2)
@@ -1095,7 +1095,7 @@ table(["4 ranks", "weights of a rank, MB", "given, MB"], rows)
 # It gives 27.5 MB more: the all-reduce of a half of the gradients, counted twice. But this alone goes between machines; all else stays within. On four real gloo ranks it trains as one process does: a loss of 7.681866 in the sixth step, as there, and 67.8 MB on the wire against 81.0 (section 8.16):
 #
 # ```
-# python -m course_lib.lessons.lesson_08.carried --ranks 4 --what hsdp,fsdp
+# python -m course_lib.lessons.lesson_08.loopback --ranks 4 --what hsdp,fsdp
 # ```
 #
 # </div>
@@ -1104,7 +1104,7 @@ table(["4 ranks", "weights of a rank, MB", "given, MB"], rows)
 # 交出的多了 27.5 MB：一半梯度的 all-reduce，按两倍计。但机器之间传的只有这一项，其余都在机器之内。在四个真实的 gloo 进程上，它的训练与单个进程一致：第六步的损失同为 7.681866；线路上实际传输了 67.8 MB，而不是 81.0（8.16 节）：
 #
 # ```
-# python -m course_lib.lessons.lesson_08.carried --ranks 4 --what hsdp,fsdp
+# python -m course_lib.lessons.lesson_08.loopback --ranks 4 --what hsdp,fsdp
 # ```
 #
 # </div>

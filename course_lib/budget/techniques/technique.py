@@ -14,7 +14,7 @@ from torch import nn
 from course_lib._check import kind, number, one_of, whole
 
 Recipe = Any  # a `course_lib.budget.Recipe`: it is made of these, and so cannot be imported here
-Known = Any  # a `course_lib.budget.known.Known`, likewise
+Known = Any  # a `course_lib.budget.knowledge.Known`, likewise
 Check = Callable[[], None]
 
 

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from course_lib.memory import Measurement, MemoryMeter
 from course_lib.teaching import Claim, Table, text
-from course_lib.teaching.said import what_you_may_have_read
+from course_lib.teaching.claims import what_you_may_have_read
 
+from .allocator import ALLOCATOR_CLAIMS, allocator_claims, draw_in_the_viewer, replayed
 from .checks import (
     WEIGHTS,
     check_adapter_bytes,
@@ -17,9 +18,7 @@ from .checks import (
     check_training_state,
     check_whole_peak,
 )
-from .gpu import attention_sequence, decoder_step, korthikanti, monitor
-from .reserved import ALLOCATOR_CLAIMS, allocator_claims, draw_in_the_viewer, replayed
-from .shown import (
+from .display import (
     MixedAdam,
     activation_playground,
     draw_activation_bytes,
@@ -29,6 +28,7 @@ from .shown import (
     rows_of_the_formula,
     with_adapters,
 )
+from .gpu import attention_sequence, decoder_step, korthikanti, monitor
 
 __all__ = [
     "ALLOCATOR_CLAIMS",

@@ -6,7 +6,7 @@ from typing import Any
 from course_lib.labels import listed
 from course_lib.memory.measurement import flop_counter
 from course_lib.teaching import Claim, Table, text
-from course_lib.teaching.said import what_you_may_have_read
+from course_lib.teaching.claims import what_you_may_have_read
 
 from .checks import (
     check_checkpoint,
@@ -17,9 +17,7 @@ from .checks import (
     check_peak_formula,
     check_policy,
 )
-from .gpu import checkpointed_decoder
-from .modes import gaps, modes
-from .shown import (
+from .display import (
     draw_order,
     draw_policies,
     draw_which_block,
@@ -27,6 +25,8 @@ from .shown import (
     peak_with_gradients,
     seconds_beside_flops,
 )
+from .gpu import checkpointed_decoder
+from .modes import gaps, modes
 
 __all__ = [
     "CLAIMS",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from course_lib.teaching import Claim, Table
-from course_lib.teaching.said import what_you_may_have_read
+from course_lib.teaching.claims import what_you_may_have_read
 
 from .checks import (
     check_beats_sqrt,
@@ -16,9 +16,7 @@ from .checks import (
     reason_of_the_pyramid,
 )
 from .cuts import B, check_best_count, check_predicted_peak, check_tapered
-from .frontiers import best_cuts, draw_cuts, draw_frontier, frontier_with_early_stop
-from .gpu import scheduled_decoder
-from .shown import (
+from .display import (
     cost_of,
     draw_rooms,
     draw_schedule,
@@ -29,6 +27,8 @@ from .shown import (
     schedule_playground,
     stages_of_a_decoder,
 )
+from .frontiers import best_cuts, draw_cuts, draw_frontier, frontier_with_early_stop
+from .gpu import scheduled_decoder
 
 __all__ = [
     "CLAIMS",

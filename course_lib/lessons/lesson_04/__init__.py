@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from course_lib.teaching import Claim, Table, text
-from course_lib.teaching.said import what_you_may_have_read
+from course_lib.teaching.claims import what_you_may_have_read
 
 from .checks import (
     STEP_PEAKS,
@@ -15,9 +15,9 @@ from .checks import (
     check_step_time,
     check_waits,
 )
+from .display import draw_lanes, draw_order, draw_pages, draw_threshold, draw_tiers, draw_times
 from .gpu import offloaded_activations, offloaded_optimizer, pinned_copies
-from .shown import draw_lanes, draw_order, draw_pages, draw_threshold, draw_tiers, draw_times
-from .simulated import (
+from .simulation import (
     RECORDED,
     Lanes,
     clock,

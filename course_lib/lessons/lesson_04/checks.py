@@ -16,7 +16,7 @@ from course_lib.simulated import SimulatedDevice
 from course_lib.teaching import Verdict, expect_number, text
 from course_lib.teaching.exercises import Refused, exercise, not_answered, right, wrong
 
-from .simulated import clock
+from .simulation import clock
 
 # what is said of a thought that goes wrong -> that thought as a formula
 Thoughts = Mapping[str, Callable[..., float]]
@@ -294,8 +294,8 @@ class _Watched(SimulatedDevice):
         super().transfer(target, source)
 
 
-# : The programs: what is wrong without its wait, and how often the host waits in it, `tolist`
-# included.
+#: The programs: what is wrong without its wait, and how often the host waits in it, `tolist`
+#: included.
 _PROGRAMS = {
     "read": ("The host reads while the copy is still on its way.", 2),
     "use": ("The product reads memory that the copy has not reached yet.", 0),

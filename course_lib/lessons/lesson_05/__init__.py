@@ -4,7 +4,7 @@ on a GPU."""
 from collections.abc import Mapping, Sequence
 
 from course_lib.teaching import Claim, Table, text
-from course_lib.teaching.said import what_you_may_have_read
+from course_lib.teaching.claims import what_you_may_have_read
 
 from .checks import (
     check_fast_piece,
@@ -13,9 +13,7 @@ from .checks import (
     check_loop,
     check_peak_of_pieces,
 )
-from .gpu import pieces_of_a_batch
-from .ranks import on_ranks
-from .shown import (
+from .display import (
     draw_order,
     draw_peaks,
     draw_say,
@@ -24,7 +22,9 @@ from .shown import (
     draw_training,
     five_bugs,
 )
-from .trained import batch, judged, loss_sum, recorded, rounded_decoder, small_decoder
+from .gpu import pieces_of_a_batch
+from .mean_of_means import batch, judged, loss_sum, recorded, rounded_decoder, small_decoder
+from .ranks import on_ranks
 
 __all__ = [
     "CLAIMS",

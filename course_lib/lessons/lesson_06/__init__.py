@@ -1,7 +1,7 @@
 """Lesson 06: its checks, its claims, its pictures, and attention on a GPU."""
 
 from course_lib.teaching import Claim, Table
-from course_lib.teaching.said import what_you_may_have_read
+from course_lib.teaching.claims import what_you_may_have_read
 
 from .checks import (
     check_backward,
@@ -12,8 +12,7 @@ from .checks import (
     check_log_sum_exp,
     check_probabilities,
 )
-from .gpu import attention_forward_and_backward
-from .shown import (
+from .display import (
     draw_causal_tiles,
     draw_errors,
     draw_peaks,
@@ -23,6 +22,7 @@ from .shown import (
     draw_walks,
     loop_of,
 )
+from .gpu import attention_forward_and_backward
 
 __all__ = [
     "CLAIMS",

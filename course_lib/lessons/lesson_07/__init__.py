@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from course_lib.budget import Estimate
 from course_lib.teaching import Claim, Table, text
-from course_lib.teaching.said import what_you_may_have_read
+from course_lib.teaching.claims import what_you_may_have_read
 
 from .checks import (
     check_break_even,
@@ -13,8 +13,7 @@ from .checks import (
     check_peak_without_memory,
     check_same_flops,
 )
-from .gpu import RECIPES, three_recipes
-from .shown import (
+from .display import (
     FIELDS,
     draw_break_even,
     draw_recipes,
@@ -23,7 +22,8 @@ from .shown import (
     waterfall_picture,
     what_fills,
 )
-from .stored import stored_estimates
+from .gpu import RECIPES, three_recipes
+from .grid import stored_estimates
 
 __all__ = [
     "CLAIMS",

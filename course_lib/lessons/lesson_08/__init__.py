@@ -13,8 +13,7 @@ from .checks import (
     check_sharded_step,
     check_tokens_to_hide,
 )
-from .schemes import draw_collectives, draw_stages, parallelisms
-from .shown import (
+from .display import (
     as_rank_of,
     ddp_peak,
     draw_budgets,
@@ -26,6 +25,7 @@ from .shown import (
     resumed_alone,
     symbolic_rank,
 )
+from .schemes import draw_collectives, draw_stages, parallelisms
 from .wire import GIVEN_TIMES, RECORDED, TENSOR_BYTES, Adam, RankWire, Wire
 
 __all__ = [

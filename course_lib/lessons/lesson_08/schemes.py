@@ -122,8 +122,8 @@ _NO = "–"
 # no line breaks within
 _BY_N, _BY_T, _BY_P, _BY_E = "÷\u00a0N", "÷\u00a0t", "÷\u00a0p", "experts ÷ e"
 _SHARE = "÷ N, of a fixed batch"
-# : kind, what of it a rank holds of weights, gradients, Adam's state and activations, collectives
-# of a step, source.
+#: kind, what of it a rank holds of weights, gradients, Adam's state and activations, collectives
+#: of a step, source.
 PARALLELISMS = (
     (
         "data (DDP)",

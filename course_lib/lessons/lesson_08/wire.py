@@ -10,8 +10,8 @@ TENSOR_BYTES = 4_000_000  # of the tensor in the recorded collectives
 # its tensor's bytes, as the page counts them
 GIVEN_TIMES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
-# : ranks -> what -> bytes a rank and step, by `course_lib.lessons.lesson_08.carried`: torch 2.13.0,
-# gloo, November 2026.
+#: Ranks -> what -> bytes a rank and step, by `course_lib.lessons.lesson_08.loopback`, with torch
+#: 2.13.0 and gloo, November 2026.
 RECORDED: Mapping[int, Mapping[str, int]] = {
     2: {
         "ddp": 27_543_722,

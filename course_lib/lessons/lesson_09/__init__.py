@@ -15,7 +15,7 @@ from .checks import (
     model_of,
     passages,
 )
-from .shown import draw_levers, draw_losses, other_architectures
+from .display import draw_levers, draw_losses, other_architectures
 from .slots import check_slots, own_model
 
 __all__ = [

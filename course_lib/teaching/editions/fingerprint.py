@@ -1,6 +1,9 @@
-"""What runs in the kernel of a notebook that is graded: the fingerprint of the library, a number a
-module, the same in every process of one Python, and another once a cell has changed it; and a
-brake for output without end."""
+"""Code that runs in the kernel of a notebook that is graded: the fingerprint of the library, and a
+brake for output without end.
+
+The fingerprint is a number a module, the same in every process of one Python, and another once a
+cell has changed it.
+"""
 
 import hashlib
 import importlib

@@ -9,7 +9,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from .cells import EditionError, in_language, is_solution
-from .cutting import (
+from .slide_parts import (
     CODE_LINE,
     GAP,
     MOST_CHOSEN_LINES,

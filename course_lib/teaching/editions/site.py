@@ -31,7 +31,7 @@ from . import not_installed
 try:
     from course_lib.lessons import claims_of
 
-    from ..said import OUTCOMES
+    from ..claims import OUTCOMES
     from .address import FRONT_DOORS, addresses
     from .cells import (
         NOTES,

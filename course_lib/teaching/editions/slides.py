@@ -47,8 +47,8 @@ try:
         run_edition,
         without_guards,
     )
-    from .cutting import with_short_lines
     from .lesson_slides import Slide, columns_of, is_told, lesson_slides
+    from .slide_parts import with_short_lines
 except ImportError as error:
     if __name__ != "__main__":
         raise

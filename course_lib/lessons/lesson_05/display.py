@@ -10,7 +10,7 @@ from course_lib.teaching.figures import category_look, shown_once
 
 from .bugs import PLANTED
 from .checks import FIVE
-from .trained import recorded
+from .mean_of_means import recorded
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -306,7 +306,7 @@ def claims_in(output: NotebookNode) -> list[tuple[NotebookNode, NotebookNode]]:
     """(the claim and its source, what was measured and the verdict) of each row of a table of
     claims, as outputs.
 
-    The words are those of the table that the lesson shows, `course_lib.teaching.said`; any other
+    The words are those of the table that the lesson shows, `course_lib.teaching.claims`; any other
     output has none.
     """
     soup = BeautifulSoup(output.get("data", {}).get("text/html", ""), "html.parser")

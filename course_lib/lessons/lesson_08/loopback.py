@@ -1,8 +1,8 @@
 """Bytes that a wire carries: on the loopback interface of a network namespace with nothing else in
 it. Linux only.
 
-    python -m course_lib.lessons.lesson_08.carried --ranks 2
-    python -m course_lib.lessons.lesson_08.carried --ranks 4 --what hsdp,reduce_scatter
+    python -m course_lib.lessons.lesson_08.loopback --ranks 2
+    python -m course_lib.lessons.lesson_08.loopback --ranks 4 --what hsdp,reduce_scatter
 
 No meter looks on, and nothing is taken from a collective's meaning: the kernel counts what the
 ranks' sockets send, headers and acknowledgements too. It takes `unshare`, and a kernel that lets
@@ -41,7 +41,7 @@ PORT = 29500  # free: there are no other processes
 WHAT = ("ddp", "zero1", "fsdp-keep", "fsdp", "fsdp-bf16", "hsdp", *COLLECTIVES)
 KNOWN = tuple(dict.fromkeys([*MODES, *WHAT]))
 
-_MODULE = "course_lib.lessons.lesson_08.carried"
+_MODULE = "course_lib.lessons.lesson_08.loopback"
 _EMPTY = ["unshare", "--map-root-user", "--net"]
 # SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP of <linux/if.h>
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1

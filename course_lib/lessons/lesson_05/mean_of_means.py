@@ -1,8 +1,8 @@
 """Training by the mean of means: losses on short and on long samples, beside those of the token
 mean.
 
-    python -m course_lib.lessons.lesson_05.trained    # eight seeds, some minutes; writes
-    trained.json beside this file
+    python -m course_lib.lessons.lesson_05.mean_of_means    # eight seeds, some minutes; writes
+    mean_of_means.json beside this file
 
 A small decoder on the course's own code (short lines) and prose (long paragraphs), character by
 character. Two runs of a seed begin with the same weights and see the same batches, in pieces of one
@@ -22,8 +22,8 @@ from torch.nn import functional
 from course_lib.lessons.text import VOCABULARY, code, padded, prose
 from course_lib.models import Decoder
 
-RECORDING = Path(__file__).with_name("trained.json")
-COMMAND = "python -m course_lib.lessons.lesson_05.trained"
+RECORDING = Path(__file__).with_name("mean_of_means.json")
+COMMAND = "python -m course_lib.lessons.lesson_05.mean_of_means"
 SAMPLES, LENGTH, STEPS, EVERY, SEEDS = 16, 128, 120, 20, 8
 KINDS = ("token mean", "mean of means")
 

@@ -11,8 +11,8 @@ import torch
 
 from course_lib.memory import CATEGORIES, CachingAllocator, Trace
 from course_lib.teaching import Claim, Table, category_label, figure, text
+from course_lib.teaching.claims import what_you_may_have_read
 from course_lib.teaching.figures import category_look, phase_label, shown_once
-from course_lib.teaching.said import what_you_may_have_read
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from .tables import Table
 
-# : What becomes of a claim. One that is right in some cases, or at a price that it does not name,
-# holds partly.
+#: What becomes of a claim. One that is right in some cases, or at a price that it does not name,
+#: holds partly.
 OUTCOMES = ("fails", "partly", "holds")
 
 

@@ -18,8 +18,8 @@ from course_lib._torch import not_collecting
 from course_lib.memory import symbolic
 
 from .formulas import REPLICATED
+from .measurement import Taken, Watch
 from .modes import LossSum, Trainer
-from .watching import Taken, Watch
 
 
 def predict(

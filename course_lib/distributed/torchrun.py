@@ -20,10 +20,10 @@ from course_lib.labels import say, text
 from course_lib.memory import symbolic
 
 from .formulas import STATE, held_bytes, sent_bytes, shapes_of
+from .measurement import Taken, Watch
 from .modes import Trainer
-from .saving import check_fits, last_complete, load, save
+from .sharded_checkpoint import check_fits, last_complete, load, save
 from .tasks import Task
-from .watching import Taken, Watch
 
 IMPORTED_ONCE = "course_lib.distributed", "torch.distributed.optim", "torch.distributed.run"
 # steps; the first makes Adam's state and the second DDP's buckets, so that the third is as all

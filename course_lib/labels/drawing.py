@@ -6,8 +6,8 @@ from pathlib import Path
 
 FONT = "Course Sans SC"
 _FILE = Path(__file__).parents[1] / "teaching" / "fonts" / "CourseSansSC-Regular.otf"
-# : In a string with math, matplotlib takes everything else from the first font only: that is the
-# one with Chinese.
+#: In a string with math, matplotlib takes everything else from the first font only: that is the
+#: one with Chinese.
 FAMILY = [FONT, "DejaVu Sans"]
 
 

@@ -56,8 +56,8 @@ def _give_gradients(decoder: Decoder) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-# : What runs -> what is written on its box, and the box's colour, which is that of lesson 03's
-# schedules.
+#: What runs -> what is written on its box, and the box's colour, which is that of lesson 03's
+#: schedules.
 _RUNS = {
     "forward": ("forward {name}", "#224488"),
     "again": ("{name} again", "#228833"),

@@ -21,7 +21,7 @@ from course_lib.teaching import (
 from course_lib.teaching.figures import shown_once
 
 from .checks import peak_phase
-from .stored import Stored
+from .grid import Stored
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
 """Estimates of the course's step by a grid of recipes: too many for a page to make while it is
 read.
 
-`python -c "from course_lib.lessons.lesson_07 import stored; stored.print_rows()"` makes them again;
+`python -c "from course_lib.lessons.lesson_07 import grid; grid.print_rows()"` makes them again;
 a test makes some.
 """
 
