@@ -106,11 +106,15 @@ class Composer:
             self.runs_them = list(
                 map(self.model.get_submodule, names_of(self.model, None))
             ) == list(self.blocks)
+        self.parameters_of = [list(block.parameters()) for block in self.blocks]
         self.places = {
             p: (i, k)
-            for i, block in enumerate(self.blocks)
-            for k, p in enumerate(block.parameters())
+            for i, parameters in enumerate(self.parameters_of)
+            for k, p in enumerate(parameters)
         }
+        self.model_bytes = sum(
+            tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers())
+        )
         self._moments: dict[Recipe, Moments] = {}
         self._few: dict[tuple[Recipe, int], Moments] = {}
         self._groups: dict[int, list[list[int]]] = {}
@@ -246,7 +250,7 @@ class Composer:
         if p not in self.places:
             return p
         i, k = self.places[p]
-        return list(self.blocks[i + by].parameters())[k]
+        return self.parameters_of[i + by][k]
 
     # ---- the optimizer
 

@@ -129,9 +129,7 @@ class Estimator:
         below = chosen_below(self.composer.trained, recipe.offload_optimizer)
         with symbolic(composer.mode):
             state = composer.updates.of_all(recipe, below).held
-        return state + sum(
-            t.nbytes for t in (*composer.model.parameters(), *composer.model.buffers())
-        )
+        return state + composer.model_bytes
 
     def floor_bytes(self, recipe: Recipe) -> int:
         """The least that a step by the recipe takes: what is held, and the optimizer's step, which

@@ -85,7 +85,8 @@ class Symbolic(FakeTensorMode):
         real = [tensor for tensor in met if not isinstance(tensor, FakeTensor)]
         if not isinstance(func, OpOverload):
             return shape_cache.fake(self, func, types, args, kwargs)
-        if met and not real and not self._numbers and func.overloadpacket not in _INDEXING:
+        indexes = func.overloadpacket in _INDEXING
+        if met and not real and not indexes and not self._have_numbers(met):
             return _outline(partial(shape_cache.dispatch_cached, self), func, types, args, kwargs)
         if not all(map(_is_whole, real)):
             return shape_cache.dispatch_cached(self, func, types, args, kwargs)
@@ -99,6 +100,11 @@ class Symbolic(FakeTensorMode):
         if any(tensor.untyped_storage() in self._unknown for tensor in real):
             return self._symbolically(func, types, args, kwargs)
         return self._for_real(func, types, args, kwargs)
+
+    def _have_numbers(self, tensors: list[Tensor]) -> bool:
+        """Whether of any of these symbolic tensors it is known what makes its numbers."""
+        numbers = self._numbers
+        return bool(numbers) and any(tensor.untyped_storage() in numbers for tensor in tensors)
 
     def _for_real(self, func, types, args, kwargs) -> Any:
         """The operator itself, if its outputs are to be real: the outline of others is enough."""

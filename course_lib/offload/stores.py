@@ -58,13 +58,15 @@ def view_of(
     what is saved once more, as in a backward pass that makes a graph, would not be known for what
     it is.
     """
-    nbytes = data.untyped_storage().nbytes()
-    item = max(data.itemsize, dtype.itemsize)
     with nullcontext() if is_symbolic(data) else _disable_current_modes():
         data = data.detach().conj() if data.is_conj() else data.detach()
         data = torch._neg_view(data) if data.is_neg() else data
-        flat = data.as_strided((nbytes // item * item // data.itemsize,), (1,), 0)
-        return flat.view(dtype).as_strided(shape, stride, offset)
+        if data.dtype != dtype:
+            nbytes = data.untyped_storage().nbytes()
+            item = max(data.itemsize, dtype.itemsize)
+            flat = data.as_strided((nbytes // item * item // data.itemsize,), (1,), 0)
+            data = flat.view(dtype)
+        return data.as_strided(shape, stride, offset)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
