@@ -112,9 +112,6 @@ class Composer:
             for i, parameters in enumerate(self.parameters_of)
             for k, p in enumerate(parameters)
         }
-        self.model_bytes = sum(
-            tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers())
-        )
         self._moments: dict[Recipe, Moments] = {}
         self._few: dict[tuple[Recipe, int], Moments] = {}
         self._groups: dict[int, list[list[int]]] = {}

@@ -129,7 +129,13 @@ class Estimator:
         below = chosen_below(self.composer.trained, recipe.offload_optimizer)
         with symbolic(composer.mode):
             state = composer.updates.of_all(recipe, below).held
-        return state + composer.model_bytes
+        return state + self.model_bytes
+
+    @cached_property
+    def model_bytes(self) -> int:
+        """Parameters and buffers."""
+        held = *self.model.parameters(), *self.model.buffers()
+        return sum(tensor.nbytes for tensor in held)
 
     def floor_bytes(self, recipe: Recipe) -> int:
         """The least that a step by the recipe takes: what is held, and the optimizer's step, which
