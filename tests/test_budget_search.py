@@ -663,10 +663,11 @@ def test_copies_under_way_are_as_many_as_the_price_asks_and_the_budget_allows():
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_search_is_for_any_optimizer(optimizer):
-    base, rates = Recipe(optimizer=optimizer), {"rates": RATE, "tier": "file", "progress": False}
-    make, of = partial(deep, 2), partial(batch, 2)
+    base, make, of = Recipe(optimizer=optimizer), partial(deep, 2), partial(batch, 2)
     plain = estimate(make, of, base)
-    found = fit(make, of, plain.peak_bytes * 3 // 4, base=base, **rates)
+    quick = not optimizer.startswith("adam")
+    options = {"rates": RATE, "tier": "file", "progress": False, "quick": quick}
+    found = fit(make, of, plain.peak_bytes * 3 // 4, base=base, **options)
     assert all(e.recipe.optimizer == optimizer and e.peak_bytes < plain.peak_bytes for e in found)
     assert found[0] == estimate(make, of, found[0].recipe)
     if optimizer != "adam8bit":  # whose step is another library's
@@ -696,7 +697,7 @@ def test_what_is_composed_is_the_whole_step_with_any_optimizer(optimizer, update
 
 KEPT = [
     {"min_bytes": 500, "offload_activations": True},
-    {"checkpoint": "layers", "blocks": "layers.[12]"},
+    {"checkpoint": "layers", "blocks": "layers.1"},
     {"checkpoint": "segments", "segments": 2},
     {"checkpoint": "optimal", "schedule_bytes": 70_000},
     {"precision": "bf16", "accumulate": "fp32", "head_chunk": 7},
@@ -709,7 +710,7 @@ KEPT = [
 
 @pytest.mark.parametrize("fields", KEPT, ids=str)
 def test_what_the_base_sets_is_in_every_recipe_that_is_tried(fields):
-    base, make = Recipe(**fields), partial(deep, 3)
+    base, make = Recipe(**fields), partial(deep, 2)
     facts = Known(make, batch, base, **FILE)
     peak = facts.estimate(base).peak_bytes
     for budget in (2 * peak, peak - 1):
