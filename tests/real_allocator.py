@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).with_name("real_allocator")
+HEADER = "include/c10/cuda/PeerToPeerAccess.h"  # of torch
 
 
 def missing() -> str:
@@ -23,6 +24,8 @@ def missing() -> str:
         return "needs g++"
     if not (_torch() / "lib" / "libc10_cuda.so").exists():
         return "needs a torch built with CUDA (or TORCH_WITH_CUDA=its folder)"
+    if not (_torch() / HEADER).exists():
+        return "needs a torch later than 2.9, whose allocator is called otherwise"
     return "" if _headers() else "needs the headers of CUDA, which Triton brings along"
 
 
@@ -41,12 +44,16 @@ def build(folder: Path) -> Path:
         [*options, *library, SOURCES / "cuda_without_device.cpp", "-o", folder / runtime],
         check=True,
     )
-    if "init_p2p_access_cache" in (_torch() / "include/c10/cuda/PeerToPeerAccess.h").read_text():
+    if "init_p2p_access_cache" in (_torch() / HEADER).read_text():
         options.append("-DHAS_P2P_CACHE")
     libraries = [f"-l:{name}" for name in ("libc10_cuda.so", "libc10.so")]
+    # The program asks for the runtime itself, and first: what libc10_cuda.so asks for by the same
+    # name is there then, whatever CUDA lies on the path that is written into it.
+    counting = ["-Wl,--no-as-needed", folder / runtime]
     places = ["-L", _torch() / "lib", "-Wl,--allow-shlib-undefined"]
     subprocess.run(
-        [*options, SOURCES / "drive.cpp", "-o", folder / "drive", *places, *libraries], check=True
+        [*options, SOURCES / "drive.cpp", "-o", folder / "drive", *counting, *places, *libraries],
+        check=True,
     )
     return folder / "drive"
 

@@ -1093,7 +1093,11 @@ def test_pytorchs_compiled_allocator_does_the_same(program, text, seed):
         done.append(" ".join(map(str, step)))
         ours.append((errors.pop() if errors else "", allocator.memory_stats(), layout(allocator)))
     theirs, history = real_allocator.run(program, "\n".join(done), capacity, text)
+    # Since 2.14 the advice to set what is set already is left out.
+    advised = real_allocator.version() < (2, 14) or "expandable_segments" not in text
     for number, (mine, real) in enumerate(zip(ours, theirs, strict=True)):
+        if not advised:
+            mine = (mine[0].partition(" If reserved")[0], *mine[1:])
         assert mine == real, f"step {number}, {done[number]}, of a device of {capacity} bytes"
     [entries] = allocator.snapshot()["device_traces"]
     assert [(entry["action"], entry["size"]) for entry in entries] == history

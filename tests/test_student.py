@@ -369,8 +369,12 @@ def test_nbgrader_finds_a_locked_test_and_a_reason_for_each_exercise(tmp_path):
         student.with_reasons(notebook_of("answer = None\nlesson.check_sum(answer)", "1 + 1"))
     )
     nbformat.validate(notebook)
-    test, reason = notebook.cells[1:3]
-    assert [("nbgrader" in cell.metadata) for cell in notebook.cells] == [False, True, True, False]
+    test, question, reason = notebook.cells[1:4]
+    has = [("nbgrader" in cell.metadata) for cell in notebook.cells]
+    assert has == [False, True, False, True, False]
+    assert question.source == student.PROMPT.format(check="check_sum")
+    reason.source = "YOUR ANSWER HERE"  # as generate_assignment leaves it
+    assert student.reason_in(notebook, "check_sum") == "YOUR ANSWER HERE"
     assert "assert lesson.check_sum.accepted" in test.source
     for cell, locked in ((test, True), (reason, False)):
         graded = cell.metadata.nbgrader

@@ -109,12 +109,13 @@ def reason_id(check: str) -> str:
 def reason_in(notebook: NotebookNode, check: str) -> str:
     """The sentence that a student wrote in the cell for it, on one line; "" if there is none."""
     prompt = PROMPT.format(check=check)
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown" and (
-            cell.get("id") == reason_id(check) or prompt in cell.source
-        ):
-            return " ".join(cell.source.replace(prompt, "").replace(_PLACE, "").split())
-    return ""
+    markdown = [cell for cell in notebook.cells if cell.cell_type == "markdown"]
+    places = [cell for cell in markdown if cell.get("id") == reason_id(check)] or [
+        cell for cell in markdown if prompt in cell.source
+    ]
+    if not places:
+        return ""
+    return " ".join(places[0].source.replace(prompt, "").replace(_PLACE, "").split())
 
 
 def with_nbgrader(notebook: NotebookNode) -> NotebookNode:
@@ -122,7 +123,8 @@ def with_nbgrader(notebook: NotebookNode) -> NotebookNode:
 
     An exercise stays an ordinary cell, which nbgrader leaves as the student has it. Below it stand
     a locked cell of one point, which asks whether the check accepted, and the reason, one point
-    given by hand.
+    given by hand. The reason's question has a cell of its own, since `nbgrader generate_assignment`
+    empties the cell of an answer.
     """
     cells = []
     for cell in notebook.cells:
@@ -135,6 +137,9 @@ def with_nbgrader(notebook: NotebookNode) -> NotebookNode:
             test.metadata.nbgrader = _graded(f"test-{check}", solution=False, cell_type="code")
             cells.append(test)
         elif cell.get("id", "").startswith("why-check_"):
+            question = cell.source.partition("\n")[0]
+            cells.insert(-1, nbformat.v4.new_markdown_cell(question, id=f"ask-{cell.id}"[:64]))
+            cell.source = _PLACE
             cell.metadata.nbgrader = _graded(cell.id, solution=True, cell_type="markdown")
     notebook.cells = cells
     return notebook
