@@ -433,7 +433,7 @@ def _values(scalars: list[Tensor]) -> list[float]:
 # ---- what is refused
 
 
-def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, float | Tensor]:
+def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, Real | Tensor]:
     """Return what a `loss_sum` gave, if it is (sum of losses, weight)."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(

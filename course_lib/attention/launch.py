@@ -115,7 +115,7 @@ def _shared_memory(device: torch.device) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
-def _setting(q: Tensor, k: Tensor) -> tuple[int, int, int]:
+def _setting(q: Tensor, k: Tensor) -> tuple[int, ...]:
     """Key that the choice depends on, such that a new length seldom means a new choice: the GPU's
     memory, and between which powers of two lie the queries of all heads and the keys; more than
     fill a GPU are all the same.

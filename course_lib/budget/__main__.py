@@ -201,8 +201,8 @@ def main(argv: list[str] | None = None) -> int:
             print(say(_nothing_fits(error)), file=sys.stderr)
         return 1
     except Exception as error:
-        told = say(text("error: {sentence}", sentence=said_error(message(error))))
-        parser.exit(2 if is_refusal(error) else 1, f"{told}\n")
+        sentence = say(text("error: {sentence}", sentence=said_error(message(error))))
+        parser.exit(2 if is_refusal(error) else 1, f"{sentence}\n")
     if given.json:
         told |= {
             "parameters": model.parameters(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from course_lib.labels import listed, text
 from course_lib.memory import CATEGORIES, CATEGORY_COLORS, CATEGORY_HATCHES
@@ -106,8 +107,11 @@ def waterfall(
     for category in CATEGORIES:
         values = [estimate.at_peak.get(category, 0) / unit for estimate in estimates]
         if any(values):
-            look = {"facecolor": CATEGORY_COLORS[category], "hatch": CATEGORY_HATCHES.get(category)}
-            look["edgecolor"] = (1.0, 1.0, 1.0, 0.35)  # of the hatching
+            look: dict[str, Any] = {
+                "facecolor": CATEGORY_COLORS[category],
+                "hatch": CATEGORY_HATCHES.get(category),
+                "edgecolor": (1.0, 1.0, 1.0, 0.35),  # of the hatching
+            }
             ax.bar(
                 steps,
                 values,

@@ -64,7 +64,7 @@ class Updates:
         """
         if on_kind(recipe, self.kind).update != "loop" or recipe.optimizer == "adam8bit":
             return set()
-        found = set()
+        found: set[Tensor] = set()
         for way in (True, False):
             rows = [
                 [p for p in block.parameters() if p.requires_grad and (p in below) == way]

@@ -328,14 +328,12 @@ def _tell(line: str) -> None:
     print(say(line), file=sys.stderr, flush=True)
 
 
-def _refuse(sentence: str, status: int = 2) -> NoReturn:
+def _refuse(message: str, status: int = 2) -> NoReturn:
     """Say it once, on rank 0; the others wait until torchrun ends them, which it does when the
     first has ended."""
     if RANK:
         time.sleep(60)
-    print(
-        say(text("error: {sentence}", sentence=said_error(sentence))), file=sys.stderr, flush=True
-    )
+    print(say(text("error: {sentence}", sentence=said_error(message))), file=sys.stderr, flush=True)
     os._exit(status)
 
 

@@ -47,7 +47,8 @@ def predict(
     Raises:
         RuntimeError: a process group is there already.
     """
-    return watched_rank(make_model, make_batch, loss_sum, mode, ranks, rank=rank, **options).taken
+    watch = watched_rank(make_model, make_batch, loss_sum, mode, ranks, rank=rank, **options)
+    return watch.taken  # pyrefly: ignore[bad-return]  # a step was watched
 
 
 def watched_rank(
@@ -146,7 +147,7 @@ def _without_answers(run: DistributedDataParallel) -> None:
         return done
 
     run.register_comm_hook(None, reduce)
-    run.reducer = _AsItIs(run.reducer)
+    run.reducer = _AsItIs(run.reducer)  # pyrefly: ignore[bad-assignment]
 
 
 class _AsItIs:

@@ -108,7 +108,7 @@ def load(checkpoint: Path, trainer: Trainer) -> int:
         trainer.model, trainer.local, state["optimizer"], options=_BY_NAME
     )
     random.restore()
-    return state["step"]
+    return int(state["step"])
 
 
 def _metadata(checkpoint: Path) -> dict[str, Any]:

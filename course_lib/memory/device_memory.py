@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
 
 
 class Statistic:
@@ -75,7 +76,9 @@ class Chunk:
         self.mapped = not expandable  # whether there is memory behind the addresses
         self.before: Chunk | None = None
         self.next: Chunk | None = None
-        self.allocated, self.requested, self.frames = False, 0, ()
+        self.allocated = False
+        self.requested = 0
+        self.frames: Sequence[Mapping] = ()
         self.segment_frames = ()  # of the first of a segment: who needed it
         self.free_since = 0  # the pool's searches by then, for garbage collection
 

@@ -258,7 +258,7 @@ class _Leaves(TorchDispatchMode):
 def flop_counter() -> FlopCounterMode:
     """A counter of FLOPs that holds no tensor, so that a meter may run inside it."""
     counter = FlopCounterMode(display=False)
-    counter.mod_tracker = _NoModules()
+    counter.mod_tracker = _NoModules()  # pyrefly: ignore[bad-assignment]
     return counter
 
 

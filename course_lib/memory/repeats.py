@@ -193,7 +193,7 @@ class Repeats:
         about = context, keep, node is None, tuple(map(self.books.state, given))
         return self.kinds[stage] and (self.kinds[stage], about)
 
-    def _first(self, key, stage, given, compute, output_of) -> tuple[Any, list[Record]]:
+    def _first(self, key, stage, given, compute, output_of) -> tuple[Any, list[Record | None]]:
         books = self.books
         node = torch._C._current_autograd_node()
         before = [record and record.saved for record in map(books.record, given)]
@@ -230,7 +230,9 @@ class Repeats:
 class FirstKept:
     """A stage that is kept for real, whose backward is watched."""
 
-    def __init__(self, books: Books, forward: Forward, kept: Any, given, records: list[Record]):
+    def __init__(
+        self, books: Books, forward: Forward, kept: Any, given, records: list[Record | None]
+    ):
         self.books, self.found, self.kept = books, forward, kept
         self.given, self.records = given, records
 
@@ -273,7 +275,7 @@ class KeptAgain:
 
     def __init__(self, books: Books, forward: Forward, tensors: list[Tensor], given, slot: Any):
         self.books, self.forward, self.given, self.slot = books, forward, given, slot
-        self.output = tensors[0]
+        self.output: Tensor | None = tensors[0]
         self.alive = dict(enumerate(tensors))
 
     def backward(self) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -339,8 +341,10 @@ class Books:
 
     def release(self, tensor: Tensor, line: int) -> None:
         record = self.record(tensor)
-        record.saved = record.born if record.saved is None else record.saved
-        record.released, record.read_by = line, None
+        if record.saved is None:
+            record.saved = record.born  # pyrefly: ignore[bad-assignment]  # the books have it
+        record.released = line
+        record.read_by = None
 
     # ---- lines
 
@@ -358,7 +362,7 @@ class Books:
 
     def episode(
         self, start: int, new: list[Record], returned: list[Tensor], held: bool
-    ) -> tuple[Episode | None, list[Record]]:
+    ) -> tuple[Episode | None, list[Record | None]]:
         """The lines from `start` on, and the records of what was made in them and stays.
 
         None where something stays that cannot be made again, or, unless it is to be `held`, that

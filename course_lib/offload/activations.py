@@ -351,7 +351,9 @@ class _SavedStorage:
                 _CHANGED.format(shape=handle.view[1], when=" before it was copied down")
             )
         self.wanted.discard(handle.key)
-        return self.device.used(self.coming()) if self.state is _State.COMING_UP else self.held
+        if self.state is _State.COMING_UP:
+            return self.device.used(self.coming())
+        return self.held  # pyrefly: ignore[bad-return]  # it is not below
 
     def let_go(self) -> None:
         """Let go of what came up, unless another node wants it too. A graph that is retained

@@ -115,7 +115,7 @@ class Cuda(Device):
             self._sides[name] = torch.cuda.Stream(self.device)
         return self._sides[name]
 
-    def event(self) -> torch.cuda.Event:
+    def event(self) -> torch.Event:
         return self.current().record_event()
 
     def wait(self, event: torch.cuda.Event) -> None:

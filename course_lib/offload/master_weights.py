@@ -143,7 +143,7 @@ class MasterWeights:
         """The parameter's values, where the weights are."""
         return self.p.detach()
 
-    def gradient(self) -> Tensor:
+    def gradient(self) -> Tensor | None:
         """The parameter's gradient, where the weights are."""
         return self.p.grad
 

@@ -192,7 +192,7 @@ class Store:
         end."""
         raise NotImplementedError
 
-    def read(self, room: Room, data: Tensor) -> Callable[[], None]:
+    def read(self, room: Room, data: Tensor) -> Callable[[], Any]:
         """Start copying what was written last up into `data`; the function returned waits for the
         end."""
         raise NotImplementedError
@@ -231,7 +231,7 @@ class HostStore(Store):
         room.last = {}
         return self._copied(room, room.place, data, Device.of(data), "down")
 
-    def read(self, room: Room, data: Tensor) -> Callable[[], None]:
+    def read(self, room: Room, data: Tensor) -> Callable[[], Any]:
         device = Device.of(data)
         device.wait(room.last["down"][2])  # which may have been started on another stream
         return self._copied(room, data, room.place, device, "up")
@@ -348,7 +348,7 @@ class DiskStore(Store):
     def write(self, room: Room, data: Tensor) -> Callable[[], None]:
         return self._started(room, self._write, data.cpu())
 
-    def read(self, room: Room, data: Tensor) -> Callable[[], None]:
+    def read(self, room: Room, data: Tensor) -> Callable[[], Any]:
         if data.device.type == "cpu":
             return self._started(room, self._read, data)
         above = torch.empty(data.shape, dtype=data.dtype)

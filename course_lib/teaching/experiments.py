@@ -26,7 +26,7 @@ from course_lib.models import Decoder, random_tokens, seeded
 from .allocator import release
 
 Number = int | float
-Part = dict[str, Number | str]
+Part = Mapping[str, Number | str | None]
 # the last word of a figure's name; the first three are whole
 UNITS = ("bytes", "flops", "count", "seconds", "percent")
 
@@ -197,7 +197,7 @@ def experiment(
     return made
 
 
-def peaks(arm: str, step: Callable[[], object], **held: object) -> dict[str, Number]:
+def peaks(arm: str, step: Callable[[], object], **held: object) -> Part:
     """The peaks of one arm, as `measure(step)` finds them, whose keyword arguments may follow."""
     found = measure(step, repeats=1, **held)
     return {

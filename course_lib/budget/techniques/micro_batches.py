@@ -23,7 +23,7 @@ class MicroBatches(Technique):
         return None
 
     def words(self, recipe: Recipe) -> list[str]:
-        words = [text("fp32 sums")] if recipe.accumulate else []
+        words: list[str] = [text("fp32 sums")] if recipe.accumulate else []
         if recipe.micro_batches > 1:
             words.append(text("{count} micro-batches", count=recipe.micro_batches))
         return words

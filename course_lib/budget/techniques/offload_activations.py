@@ -51,7 +51,7 @@ class OffloadedActivations(Technique):
     def words(self, recipe: Recipe) -> list[str]:
         if not recipe.offload_activations:
             return []
-        words = [text("activations offloaded")]
+        words: list[str] = [text("activations offloaded")]
         if recipe.min_bytes != MIN_BYTES:
             words = [text("activations offloaded from {least} bytes on", least=recipe.min_bytes)]
         if recipe.prefetch is not None:

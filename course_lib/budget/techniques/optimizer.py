@@ -53,7 +53,7 @@ class OffloadedState(Technique):
         return f"{got}; it takes 0"
 
     def words(self, recipe: Recipe) -> list[str]:
-        words = []
+        words: list[str] = []
         if recipe.offload_optimizer == 1:
             words.append(text("optimizer offloaded"))
         elif recipe.offload_optimizer:

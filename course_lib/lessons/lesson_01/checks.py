@@ -90,7 +90,7 @@ def check_training_state(answer: Any) -> Verdict:
     return right("Right: one number a weight, one for its gradient, two for Adam.")
 
 
-def _counts_of_weights() -> dict[float, str]:
+def _counts_of_weights() -> dict[int, str]:
     """Wrong numbers of weights, and what was forgotten."""
     h = 256
     forgotten = {

@@ -45,7 +45,7 @@ def gaps(runs: Mapping[str, Run]) -> Table:
     return table(["", *(f"`{name}`" for name in runs)], rows)
 
 
-def modes(checkpoint: Callable) -> list[tuple[str, str, str]]:
+def modes(checkpoint: Callable) -> list[tuple[str, ...]]:
     """Rows (what, reentrant, non-reentrant): does the function run twice, with the gradient of a
     plain run?"""
     cases = {
@@ -170,44 +170,44 @@ class _Counted:
         return self.mode(counted, *args, **options)
 
 
-def _input_without_gradient(run: Run, x: Tensor, weight: Tensor) -> Tensor:
+def _input_without_gradient(run: Run, x: Tensor, weight: Tensor) -> Tensor | None:
     run(lambda x: (x * weight).exp(), torch.ones(3)).sum().backward()
     return weight.grad
 
 
-def _keyword_arguments(run: Run, x: Tensor, weight: Tensor) -> Tensor:
+def _keyword_arguments(run: Run, x: Tensor, weight: Tensor) -> Tensor | None:
     run(lambda x, scale: (x * scale * weight).exp(), x, scale=weight).sum().backward()
     return weight.grad
 
 
-def _tensors_in_a_list_only(run: Run, x: Tensor, weight: Tensor) -> Tensor:
+def _tensors_in_a_list_only(run: Run, x: Tensor, weight: Tensor) -> Tensor | None:
     run(lambda pair: (pair[0] * pair[1]).exp(), [x, weight]).sum().backward()
     return x.grad
 
 
-def _some_inputs_only(run: Run, x: Tensor, weight: Tensor) -> Tensor:
+def _some_inputs_only(run: Run, x: Tensor, weight: Tensor) -> Tensor | None:
     run(lambda x: (x * weight).exp(), x).sum().backward(inputs=[x])
     return x.grad
 
 
-def _second_derivative(run: Run, x: Tensor, weight: Tensor) -> Tensor:
+def _second_derivative(run: Run, x: Tensor, weight: Tensor) -> Tensor | None:
     run(lambda x: (x * weight) ** 3, x).sum().backward(create_graph=True)
     return torch.autograd.grad(x.grad.sum(), x)[0]
 
 
-def _backward_twice(run: Run, x: Tensor, weight: Tensor) -> Tensor:
+def _backward_twice(run: Run, x: Tensor, weight: Tensor) -> Tensor | None:
     loss = run(lambda x: (x * weight).exp(), x).sum()
     loss.backward(retain_graph=True)
     loss.backward()
     return x.grad
 
 
-def _nested(run: Run, x: Tensor, weight: Tensor) -> Tensor:
+def _nested(run: Run, x: Tensor, weight: Tensor) -> Tensor | None:
     run(lambda x: run(lambda y: (y * weight).exp(), x.sin()), x).sum().backward()
     return weight.grad
 
 
-def _transforms_inside(run: Run, x: Tensor, weight: Tensor) -> Tensor:
+def _transforms_inside(run: Run, x: Tensor, weight: Tensor) -> Tensor | None:
     slope = torch.func.grad(lambda z: z.sin().sum())
     run(lambda x: (x * slope(x.detach())).exp(), x).sum().backward()
     return x.grad

@@ -69,7 +69,8 @@ def _halves() -> tuple[tuple[list[str], list[str]], tuple[list[str], list[str]]]
     short = [line for line in code() if len(line.strip()) > 5]
     long = prose()
     held_out = short[::6], long[::6]
-    return tuple([t for i, t in enumerate(each) if i % 6] for each in (short, long)), held_out
+    trained = [t for i, t in enumerate(short) if i % 6], [t for i, t in enumerate(long) if i % 6]
+    return trained, held_out
 
 
 def batch(seed: int, samples: int = SAMPLES) -> Tensor:

@@ -203,7 +203,7 @@ def draw_wire(rows: Sequence[tuple[str, float, float, float]], ranks: int) -> "F
 
 
 def _draw_bars(ax: "Axes", rows: Sequence[tuple[str, float, float, float]]) -> list[str]:
-    said = []
+    said: list[str] = []
     for place, (name, *counts) in enumerate(rows):
         for step, (count, color) in enumerate(zip(counts, (GIVEN, RING, CARRIED), strict=True)):
             ax.barh(place + 0.27 * (step - 1), count / 1e6, height=0.25, color=color)

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 from ...labels import current
 from . import not_installed
@@ -130,7 +131,7 @@ def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNod
         if not isinstance(parse_json(given), dict):
             raise ValueError(f"it starts {given[:20]!r}")
         with warnings.catch_warnings(action="ignore"):  # of what it mends: copies of a cell's id
-            notebook = nbformat.reads(given, as_version=4)
+            notebook = cast(NotebookNode, nbformat.reads(given, as_version=4))
             nbformat.validate(notebook)
     except Exception as error:  # nbformat raises what it stumbles over, an AssertionError too
         said = _one_line(getattr(error, "message", "") or error) or type(error).__name__

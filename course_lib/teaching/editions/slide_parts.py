@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import nbformat
 from bs4 import BeautifulSoup, Tag
@@ -201,7 +201,7 @@ def with_short_lines(notebook: NotebookNode, width: int = CODE_WIDTH) -> Noteboo
     )
     if done.returncode:
         raise EditionError(f"a code cell is no Python: {done.stderr.strip().splitlines()[0]}")
-    return nbformat.reads(done.stdout, as_version=4)
+    return cast(NotebookNode, nbformat.reads(done.stdout, as_version=4))
 
 
 # --- results ---

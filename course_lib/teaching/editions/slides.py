@@ -22,6 +22,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from course_lib import labels
 
@@ -95,7 +96,7 @@ def missing_notes(lessons: dict[str, NotebookNode], notes: dict[str, Note]) -> l
     return [number for number in numbers if number not in notes]
 
 
-def _sections(notebook: NotebookNode) -> list[tuple[str, str]]:
+def _sections(notebook: NotebookNode) -> list[tuple[str, ...]]:
     """(number, heading in both languages) of each section; the lesson's title has the lesson's
     number."""
     cells = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
@@ -248,7 +249,7 @@ def _exporter() -> DeckExporter:
 def deck_html(notebook: NotebookNode, title: str, language: str, notes: dict[str, Note]) -> str:
     """One deck as a page that needs nothing beyond itself."""
     style, scripts = _look()
-    deck = {
+    deck: dict[str, Any] = {
         "language": language,
         "lang": LANGUAGES[language],
         "title": title,

@@ -38,7 +38,7 @@ class Checkpointed(torch.nn.Module):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
-def step(*, checkpointed: bool) -> tuple[MemoryMeter, list[torch.Tensor]]:
+def step(*, checkpointed: bool) -> tuple[MemoryMeter, list[torch.Tensor | None]]:
     """The second training step with Adam of the course's decoder: its meter, and the gradients."""
     model = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
     if checkpointed:
