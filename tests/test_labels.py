@@ -121,6 +121,7 @@ def test_an_entry_with_other_placeholders_or_in_two_sections_is_refused(sections
 def more(monkeypatch):
     """A few entries beside the course's own, and no label made so far."""
     more = {"{n:,} tokens": "{n:,} 个 token", "a step of {arm}": "{arm}的一步", "slow": "慢"}
+    more["slow ones"] = "慢的几个"
     found = {**labels.catalog(), **more}
     monkeypatch.setattr(labels, "_made", {})
     monkeypatch.setattr(labels, "_fixed", {})
@@ -145,6 +146,7 @@ def test_a_label_is_known_again_after_it_was_copied_or_put_into_longer_words(mor
     label = text("{n:,} tokens", n=7)
     assert chinese("".join(list(label))) == "7 个 token"
     assert chinese(f"{label} · 3 MB · {text('slow')}") == "7 个 token · 3 MB · 慢"
+    assert chinese(f"{text('slow ones')} · {text('slow')}") == "慢的几个 · 慢", "the longest first"
     assert chinese(f"nobody knows {label}") is None, "half a translation is none"
     assert chinese(f"{text('slow')}er") is None, "part of another word"
 
@@ -217,3 +219,11 @@ def test_a_label_without_chinese_is_an_error_only_where_the_course_is_built(more
         ):
             show("my own label")
     assert say("`my own label`") and say("slow")
+
+
+def test_a_page_in_one_language_keeps_it_whatever_the_environment_says(monkeypatch):
+    for name in ("_chosen", "_shown"):
+        monkeypatch.setattr(labels, name, getattr(labels, name))
+    monkeypatch.setenv("COURSE_LANG", "en")
+    labels.choose_only("zh")
+    assert labels.current() == "zh" and labels.shown() == ("zh",)
