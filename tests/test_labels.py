@@ -55,6 +55,24 @@ def without_chinese(tree):
     ]
 
 
+def untold(tree):
+    """Sentences of a lesson's module without Chinese, whoever says them: a verdict's reasons and
+    hints are no calls of `text`."""
+    known, skipped = labels.catalog(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            skipped |= set(node.values)
+        if isinstance(node, ast.Expr):  # a docstring
+            skipped.add(node.value)
+    return [
+        f"line {node.lineno}: {node.value!r}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped
+        if re.match(r"[A-Z`].*\s.*[.?:]$", node.value, re.DOTALL)
+        if labels.is_english(node.value) and node.value not in known
+    ]
+
+
 def unused(catalog, trees):
     shown = set().union(*map(constants, trees))
     return [english for english in catalog if english not in shown]
@@ -64,6 +82,15 @@ def test_every_label_that_is_written_in_code_has_its_chinese():
     assert {
         str(path): found for path, tree in trees().items() if (found := without_chinese(tree))
     } == {}
+
+
+def test_every_sentence_of_a_lessons_module_has_its_chinese():
+    modules = {str(path): tree for path, tree in trees().items() if "lessons/lesson_" in str(path)}
+    assert {path: found for path, tree in modules.items() if (found := untold(tree))} == {}
+    tree = ast.parse(
+        "'A docstring.'\nf({2: 'Right.', 3: 'Only the forward runs twice.'}, f'A {b}.')"
+    )
+    assert untold(tree) == ["line 2: 'Only the forward runs twice.'"]
 
 
 def test_every_entry_of_the_catalog_is_shown_somewhere():
