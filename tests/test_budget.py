@@ -1357,3 +1357,22 @@ def test_the_way_to_a_schedule_is_one_that_can_be_gone():
     steps = steps_to(recipe)
     assert steps[0] == Recipe() and steps[-1] == recipe and len(steps) == 4
     assert all(estimate(tiny, tiny_batch, step) for step in steps)
+
+
+class Turned(nn.Module):
+    """Its buffer is read in backward, by a method that is no call of the module."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.register_buffer("rotation", torch.linalg.qr(torch.randn(64, 64))[0])
+
+    def loss_sum(self, batch):
+        return (self.layer(batch) @ self.rotation).square().sum(), len(batch)
+
+
+def test_a_buffer_stays_while_activations_go_down():
+    recipe = Recipe(offload_activations=True, min_bytes=64 * 64 * 4)
+    with pytest.warns(UserWarning, match="no activation was moved"):
+        guess = estimate(Turned, partial(torch.ones, 8, 64), recipe)
+    assert guess.moved_bytes == 0

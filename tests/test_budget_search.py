@@ -35,8 +35,8 @@ RATE = Rates(1e9, 2e9, 1e9)
 FILE = {"loss_sum": None, "tier": "file", "max_norm": None}
 
 
-def deep(layers=MANY + 1, **options):
-    return Decoder(vocabulary=67, hidden=16, heads=2, layers=layers, sequence=12, **options)
+def deep(layers=MANY + 1, hidden=16, **options):
+    return Decoder(vocabulary=67, hidden=hidden, heads=2, layers=layers, sequence=12, **options)
 
 
 def batch(samples=5):
@@ -686,13 +686,16 @@ UPDATED = [
 @pytest.mark.parametrize(("optimizer", "update"), UPDATED)
 def test_what_is_composed_is_the_whole_step_with_any_optimizer(optimizer, update):
     base = Recipe(precision="bf16", optimizer=optimizer, update=update)
-    composer = Composer(deep, batch, base, None, "file")
+    make = deep
+    if optimizer == "adam8bit":  # of 4,096 numbers and more; a table is shared
+        base = replace(base, precision="fp32")
+        make = partial(deep, 8, hidden=64)
+    composer = Composer(make, batch, base, None, "file")
     for fraction, inside in ((0.0, False), (0.0, True), (0.5, False), (1.0, True)):
         if optimizer not in ALL_ABOVE or not fraction:
             recipe = replace(base, offload_optimizer=fraction, in_backward=inside)
-            assert composer.takes(recipe) and composer.estimate(recipe) == estimate(
-                deep, batch, recipe
-            )
+            assert composer.takes(recipe)
+            assert composer.estimate(recipe) == estimate(make, batch, recipe)
 
 
 KEPT = [
