@@ -1142,9 +1142,8 @@ def test_bars_of_levers_end_where_the_peaks_are_and_curves_lie_on_their_losses()
         for name, recipe in {"plain": Recipe(), "checkpoints": Recipe(checkpoint="layers")}.items()
     }
     (ax,) = lesson_09.draw_levers(found, 10_000).axes
-    assert {item.get_text() for item in ax.texts} == {
-        f"{each.peak_bytes / 1e6:.1f}" for each in found.values()
-    }
+    peaks = {f"{each.peak_bytes / 1e6:.1f}" for each in found.values()}
+    assert {item.get_text() for item in ax.texts} == {*peaks, "budget"}
     losses = {"plain": [3.0, 2.5, 2.0], "three together": [3.0, 2.5, 2.1]}
     (ax,) = lesson_09.draw_losses(losses).axes
     assert [list(line.get_ydata()) for line in ax.lines] == list(losses.values())

@@ -59,6 +59,13 @@ def draw_levers(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure":
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # over the budget's line
         )
     ax.axvline(budget_bytes / 1e6, color="black", linestyle="--", linewidth=1)
+    ax.annotate(
+        text("budget"),
+        (budget_bytes / 1e6, len(found) - 1),
+        xytext=(22, 0),  # beside the last bar's number
+        textcoords="offset points",
+        va="center",
+    )
     ax.set_yticks(range(len(found)), [text(name) for name in found])
     ax.invert_yaxis()
     ax.grid(visible=False)
