@@ -1,10 +1,13 @@
-"""Checks of arguments, in one place: every refusal names the argument, what it got and what it
-takes."""
+"""Checks of arguments, in one place.
+
+Every error says `NAME must be ALLOWED, got VALUE`: TypeError for a value of another type, and
+ValueError for a value out of range.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -12,64 +15,75 @@ from typing import Any
 def whole(
     name: str, value: Any, least: int | None = None, most: int | None = None, *, of: str = ""
 ) -> int:
-    """`value` as an int within its bounds; `of` says what is counted ("bytes")."""
-    takes = f"a whole number{of and f' of {of}'}{_range(least, most)}"
+    """Return `value` as an int within its bounds; `of` names what is counted, such as "bytes"."""
+    allowed = f"a whole number{of and f' of {of}'}{_range(least, most)}"
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} is {shown(value)}; it takes {takes}")
+        raise TypeError(must_be(name, allowed, shown(value)))
     if (least is not None and value < least) or (most is not None and value > most):
-        raise ValueError(f"{name} is {value}; it takes {takes}")
+        raise ValueError(must_be(name, allowed, value))
     return int(value)
 
 
 def number(name: str, value: Any, least: float | None = None, most: float | None = None) -> float:
-    """`value` as a finite float within its bounds."""
-    takes = f"a finite number{_range(least, most)}"
+    """Return `value` as a finite float within its bounds."""
+    allowed = f"a finite number{_range(least, most)}"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {shown(value)}; it takes {takes}")
+        raise TypeError(must_be(name, allowed, shown(value)))
     if (
         not math.isfinite(value)
         or (least is not None and value < least)
         or (most is not None and value > most)
     ):
-        raise ValueError(f"{name} is {value}; it takes {takes}")
+        raise ValueError(must_be(name, allowed, value))
     return float(value)
 
 
 def positive(name: str, value: Any) -> float:
-    """`value` as a float above 0; infinity is one."""
+    """Return `value` as a float above 0; infinity is allowed."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {shown(value)}; it takes a number above 0")
+        raise TypeError(must_be(name, "a number above 0", shown(value)))
     if not value > 0:
-        raise ValueError(f"{name} is {value}; it takes a number above 0")
+        raise ValueError(must_be(name, "a number above 0", value))
     return float(value)
 
 
 def one_of(name: str, value: Any, options: Collection) -> Any:
-    """`value`, which is one of the options."""
+    """Return `value`, which must be one of the options."""
     if not any(
         value is option or (type(value) is type(option) and value == option) for option in options
     ):
-        raise ValueError(f"{name} is {shown(value)}; it takes {' or '.join(map(repr, options))}")
+        raise ValueError(must_be(name, any_of(map(repr, options)), shown(value)))
     return value
 
 
-def kind(name: str, value: Any, types: type | tuple[type, ...], takes: str) -> Any:
-    """`value`, which is of one of the types; `takes` says in words what they are."""
+def kind(name: str, value: Any, types: type | tuple[type, ...], allowed: str) -> Any:
+    """Return `value`, which must be of one of the types; `allowed` describes them."""
     if not isinstance(value, types):
-        raise TypeError(f"{name} is {shown(value)}; it takes {takes}")
+        raise TypeError(must_be(name, allowed, shown(value)))
     return value
 
 
-def function(name: str, value: Any, takes: str) -> Any:
-    """`value`, which can be called."""
+def function(name: str, value: Any, allowed: str) -> Any:
+    """Return `value`, which must be callable; `allowed` describes the function."""
     if not callable(value):
-        raise TypeError(f"{name} is {shown(value)}; it takes {takes}")
+        raise TypeError(must_be(name, allowed, shown(value)))
     return value
+
+
+def must_be(name: str, allowed: str, got: object) -> str:
+    """Return the sentence of an argument error."""
+    return f"{name} must be {allowed}, got {got}"
+
+
+def any_of(options: Iterable[object]) -> str:
+    """Return the options as an enumeration: "a", "a or b", "a, b or c"."""
+    *others, last = map(str, options)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def shown(value: Any) -> str:
-    """A value as an error names it: numbers and short texts as they are, tensors by shape, the rest
-    by type."""
+    """Describe a value for an error: numbers and strings by their repr (at most 60 characters),
+    tensors by shape, anything else by type."""
     if value is None or isinstance(value, (bool, Real, str)):
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."
@@ -82,8 +96,8 @@ def shown(value: Any) -> str:
 
 def _range(least: float | None, most: float | None) -> str:
     if least is None:
-        return "" if most is None else f", {most} or less"
-    return f", {least} or more" if most is None else f", {least} to {most}"
+        return "" if most is None else f", at most {most}"
+    return f", at least {least}" if most is None else f" between {least} and {most}"
 
 
 class InfeasibleBudget(ValueError):

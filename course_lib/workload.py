@@ -70,8 +70,9 @@ def workload_of(given: Namespace) -> Workload:
     )
     for name in ("batch_from", *BY_SIZES):
         if getattr(given, name) is not None and name not in fits:
+            why = "only with --model" if name == "batch_from" else "which already sets it"
             raise ValueError(
-                f"--{name.replace('_', '-')} comes with --{ways[0]}, which does without"
+                f"--{name.replace('_', '-')} cannot be combined with --{ways[0]}, {why}"
             )
     if given.model:
         return _by_function(given)

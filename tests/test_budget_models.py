@@ -649,8 +649,8 @@ def test_stages_that_are_not_the_models_loss_any_more_are_not_run(make):
     ("stages", "told"),
     [
         (lambda: [], r"^Tower.stages is .* with the arguments \(\); it takes \(batch\)"),
-        (lambda batch: [], r"^the number of stages is 0; it takes a whole number, 1 or more"),
-        (lambda batch: [nn.Linear(3, 3), 7], r"^stage 1 is 7; it takes a module or a function"),
+        (lambda batch: [], r"^the number of stages must be a whole number, at least 1, got 0"),
+        (lambda batch: [nn.Linear(3, 3), 7], r"^stage 1 must be a module or a function, got 7"),
         (lambda batch: [nn.Linear(3, 3)], r"^segments is 2 and Tower.stages gives -1 between "),
     ],
     ids=["without a batch", "none", "a number", "one"],
@@ -1246,7 +1246,7 @@ def test_on_cuda_the_update_is_foreach_where_nobody_says_otherwise():
     assert found.trace().phase_peaks() == found.phase_peaks
     # PyTorch itself updates these one after the other
     assert taken("cuda", optimizer="adafactor") == taken("cpu", optimizer="adafactor")
-    with pytest.raises(ValueError, match="kind is 'gpu'; it takes 'cpu' or 'cuda'"):
+    with pytest.raises(ValueError, match="kind must be 'cpu' or 'cuda', got 'gpu'"):
         estimate(Encoder, partial(sentences, 1), Recipe(), kind="gpu")
 
 

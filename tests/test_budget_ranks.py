@@ -231,7 +231,7 @@ def test_the_command_asks_for_ranks(capsys):
     assert all(found["sent_bytes"] > 0 for found in told["recipes"])
     with pytest.raises(SystemExit):
         main([*sizes, "--ranks", "4", "--budget", "2MB", "--check"])
-    assert "--check comes with --ranks 4" in capsys.readouterr().err
+    assert "--check cannot be combined with --ranks 4" in capsys.readouterr().err
 
 
 class Around(Blocks):

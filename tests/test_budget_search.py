@@ -841,7 +841,7 @@ def test_a_search_by_what_is_reserved_finds_what_the_allocator_would_let_run():
 def test_a_search_by_what_is_reserved_takes_a_device_that_has_such_an_allocator():
     with pytest.raises(ValueError, match=r"kind is 'cpu'.*; it takes kind="):
         fit(deep, batch, 10**9, count="reserved")
-    with pytest.raises(ValueError, match="count is 'bytes'; it takes 'tensors' or 'reserved'"):
+    with pytest.raises(ValueError, match="count must be 'tensors' or 'reserved', got 'bytes'"):
         fit(deep, batch, 10**9, count="bytes")
 
 

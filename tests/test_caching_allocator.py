@@ -585,14 +585,14 @@ def rounding_of_pytorch():
         (
             lambda a: a.allocate(-1),
             ValueError,
-            "size_bytes is -1; it takes a whole number of bytes, 0 or more",
+            "size_bytes must be a whole number of bytes, at least 0, got -1",
         ),
         (
             lambda a: a.allocate(1.5),
             TypeError,
-            "size_bytes is 1.5; it takes a whole number of bytes",
+            "size_bytes must be a whole number of bytes, at least 0, got 1.5",
         ),
-        (lambda a: a.free(7), TypeError, "block is 7; it takes a block that allocate returned"),
+        (lambda a: a.free(7), TypeError, "block must be a block that allocate returned, got 7"),
         (
             lambda a: a.free(Block(64, 512, 1)),
             ValueError,
@@ -607,7 +607,7 @@ def rounding_of_pytorch():
         (
             lambda a: CachingAllocator(2 * MIB - 1),
             ValueError,
-            "capacity_bytes is 2097151; it takes .* 2097152 or more",
+            "capacity_bytes must be .* at least 2097152, got 2097151",
         ),
         (
             lambda a: CachingAllocator(settings="backend:native"),
@@ -617,12 +617,12 @@ def rounding_of_pytorch():
         (
             lambda a: CachingAllocator(settings="", memory_fraction=0.5),
             ValueError,
-            "settings is given, and others beside it",
+            "settings cannot be combined with the individual options",
         ),
         (
             lambda a: CachingAllocator(settings=7),
             TypeError,
-            "settings is 7; it takes an AllocatorSettings or a text",
+            "settings must be an AllocatorSettings or a string, got 7",
         ),
         (
             lambda a: CachingAllocator(max_split_size_bytes=21 * MIB + 1),
@@ -632,12 +632,12 @@ def rounding_of_pytorch():
         (
             lambda a: CachingAllocator(max_split_size_bytes=19 * MIB),
             ValueError,
-            "bytes, 20971520 or more",
+            "bytes, at least 20971520, got 19922944",
         ),
         (
             lambda a: CachingAllocator(memory_fraction=1.5),
             ValueError,
-            "memory_fraction is 1.5; it takes .* 0 to 1",
+            "memory_fraction must be .* between 0 and 1, got 1.5",
         ),
         (
             lambda a: CachingAllocator(garbage_collection_threshold=1),
@@ -647,7 +647,7 @@ def rounding_of_pytorch():
         (
             lambda a: CachingAllocator(expandable_segments=1),
             TypeError,
-            "expandable_segments is 1; it takes True or False",
+            "expandable_segments must be True or False, got 1",
         ),
         (
             lambda a: a.replay([("move", 1, 2)]),

@@ -1620,8 +1620,19 @@ def test_the_first_blocks_are_counted_through_the_lists_and_an_encoder_and_a_dec
 
 @pytest.mark.parametrize("blocks", [["h.*", "blocks.*"], "layers"])  # nobody calls a ModuleList
 def test_names_that_do_not_exist_are_an_error_that_tells_some_that_do(blocks):
-    with pytest.raises(ValueError, match=r"^blocks is .*; it takes names such as .*'layers\.0'"):
+    with pytest.raises(
+        ValueError, match=r"^blocks must match .*, got .*; the model has .*'layers\.0'"
+    ):
         checkpoint_blocks(decoder(), blocks)
+
+
+def test_blocks_of_a_model_without_submodules_are_refused():
+    with pytest.raises(
+        ValueError,
+        match=r"^blocks must match the name of a module that is called, got 'foo\.\*'; a Linear"
+        r" contains no other modules$",
+    ):
+        checkpoint_blocks(nn.Linear(3, 3), "foo.*")
 
 
 def test_a_model_without_a_list_of_like_modules_is_refused():

@@ -2297,7 +2297,9 @@ def test_keyword_arguments_are_listed_and_outputs_in_dataclasses_are_followed():
 def test_saved_tensors_says_what_is_wrong():
     with pytest.raises(ValueError, match="nothing that requires a gradient"):
         saved_tensors(lambda x: x * 2, torch.ones(3))
-    with pytest.raises(TypeError, match="function is 3; it takes a module or a function"):
+    with pytest.raises(
+        TypeError, match="function must be a module or a function that returns tensors, got 3"
+    ):
         saved_tensors(3)
     hooks = len(torch.nn.modules.module._global_forward_pre_hooks)
     with pytest.raises(ZeroDivisionError):
@@ -2837,7 +2839,7 @@ def test_several_optimizers_have_their_state_counted_and_put_back():
     assert all(map(torch.equal, before, after))
     with pytest.raises(
         TypeError,
-        match=r"optimizer is 3; it takes a torch.optim.Optimizer, several of them or None",
+        match=r"optimizer must be a torch.optim.Optimizer, several of them or None, got 3",
     ):
         MemoryMeter(model, [optimizers[0], 3])
 

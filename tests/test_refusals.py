@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from course_lib import checkpoint
+from course_lib import _check, checkpoint
 from course_lib.accumulation import AccumulatedStep, split
 from course_lib.attention import (
     attention_cost,
@@ -285,6 +285,52 @@ OTHERWISE = [
 ]
 
 
+CHECKS = [
+    (_check.whole, {"value": 1.5}, "x must be a whole number, got 1.5"),
+    (_check.whole, {"value": 0, "least": 1}, "x must be a whole number, at least 1, got 0"),
+    (_check.whole, {"value": 9, "most": 8}, "x must be a whole number, at most 8, got 9"),
+    (
+        _check.whole,
+        {"value": 9, "least": 1, "most": 8, "of": "bytes"},
+        "x must be a whole number of bytes between 1 and 8, got 9",
+    ),
+    (_check.number, {"value": "1"}, "x must be a finite number, got '1'"),
+    (
+        _check.number,
+        {"value": 2, "least": 0, "most": 1},
+        "x must be a finite number between 0 and 1, got 2",
+    ),
+    (_check.number, {"value": NAN}, "x must be a finite number, got nan"),
+    (_check.positive, {"value": None}, "x must be a number above 0, got None"),
+    (_check.positive, {"value": -1}, "x must be a number above 0, got -1"),
+    (_check.one_of, {"value": "c", "options": ["a"]}, "x must be 'a', got 'c'"),
+    (_check.one_of, {"value": 1, "options": ("a", None)}, "x must be 'a' or None, got 1"),
+    (
+        _check.one_of,
+        {"value": X, "options": (0, 1, 2)},
+        "x must be 0, 1 or 2, got a Tensor of shape (2, 4, 6, 8) and torch.float32",
+    ),
+    (
+        _check.kind,
+        {"value": LINEAR, "types": str, "allowed": "a string"},
+        "x must be a string, got a Linear",
+    ),
+    (
+        _check.function,
+        {"value": 3, "allowed": "a function of a model"},
+        "x must be a function of a model, got 3",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "arguments", "sentence"), CHECKS, ids=[sentence for *_, sentence in CHECKS]
+)
+def test_each_check_says_what_is_allowed_and_what_it_got(check, arguments, sentence):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(sentence)}$"):
+        check("x", **arguments)
+
+
 def name_of(row):
     return f"{row[0].__qualname__} {' '.join(row[2])}"
 
@@ -309,5 +355,7 @@ def test_what_is_refused_is_named_with_what_it_got_and_what_it_takes(name, call)
 
 def fits(name, sentence):
     """`name is ...; it takes ...`, in one line; a name that goes on is the sentence's beginning."""
-    begins = name if " is " in name else f"{name}(?: of shape [^;]*)? is "
-    return re.match(begins, sentence) and re.fullmatch(r"[^\n]*; it takes [^\n]+", sentence)
+    begins = name if " is " in name else f"{name}(?: of shape [^;]*)? (is|must|cannot) "
+    return re.match(begins, sentence) and re.fullmatch(
+        r"[^\n]*; it takes [^\n]+|[^\n]* must [^\n]+, got [^\n]+", sentence
+    )

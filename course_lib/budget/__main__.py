@@ -237,8 +237,8 @@ def _base(given: argparse.Namespace) -> Recipe:
     ranks = given.ranks or 1
     if given.check and ranks > 1:
         raise ValueError(
-            f"--check comes with --ranks {ranks}; python -m course_lib.distributed runs several"
-            " ranks"
+            f"--check cannot be combined with --ranks {ranks}: it runs a single rank. To run"
+            " several, use python -m course_lib.distributed"
         )
     more = {"ranks": ranks, "shard": given.shard} if ranks > 1 or given.shard else {}
     return Recipe(precision=given.precision, optimizer=given.optimizer, **more)

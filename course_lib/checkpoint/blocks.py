@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
-from .._check import kind, whole
+from .._check import kind, shown, whole
 from .nonreentrant import checkpoint
 from .selective import create_selective_checkpoint_contexts
 
@@ -237,8 +237,8 @@ def _matching(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
     if not found:
         some = ", ".join(map(repr, filter(None, runs[:6])))
         raise ValueError(
-            f"blocks is {blocks!r}, the name of no module that is called; it takes names such as"
-            f" {some}"
+            f"blocks must match the name of a module that is called, got {blocks!r}; "
+            + (f"the model has {some}" if some else f"{shown(model)} contains no other modules")
         )
     return found
 

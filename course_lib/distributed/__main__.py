@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
-from course_lib._check import positive, whole
+from course_lib._check import any_of, positive, whole
 from course_lib._origin import explained, is_refusal, message, origin, unlogged
 from course_lib.distributed.formulas import MODES, REPLICATED, SYNCS, Shapes, held_bytes, shapes_of
 from course_lib.distributed.prediction import predict
@@ -253,11 +253,15 @@ def _check_together(given: argparse.Namespace) -> None:
         )
     for name in ("save", "resume", "budget"):
         if given.ranks is not None and getattr(given, name):
-            raise ValueError(f"--ranks comes with --{name}; it predicts one step, and starts none")
+            raise ValueError(
+                f"--ranks cannot be combined with --{name}: it predicts one step and starts no"
+                " processes"
+            )
     sharded = [mode for mode in _modes(given.mode) if mode not in REPLICATED]
     if given.in_buckets and sharded:
         raise ValueError(
-            f"--in-buckets comes with --mode {sharded[0]}; it takes {' or '.join(REPLICATED)}"
+            f"--in-buckets cannot be combined with --mode {sharded[0]}, only with"
+            f" {any_of(REPLICATED)}"
         )
 
 

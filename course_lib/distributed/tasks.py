@@ -94,8 +94,7 @@ def task_of(
     if model is not None:
         if given:
             raise ValueError(
-                f"--model comes with --{given[0]}; it takes neither sizes nor a config, but its own"
-                " batch"
+                f"--{given[0]} cannot be combined with --model, whose function brings its own batch"
             )
         return _by_function(model)
     sizes = (

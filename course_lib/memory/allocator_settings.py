@@ -78,7 +78,7 @@ class AllocatorSettings:
                 that PyTorch refuses.
         """
         chosen = {}
-        text = "".join(kind("text", text, str, "a text").split())
+        text = "".join(kind("text", text, str, "a string").split())
         items = re.split(r",(?![^\[]*\])", text)  # not at commas within brackets
         for item in filter(None, items):
             key, _, value = item.partition(":")

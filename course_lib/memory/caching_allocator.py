@@ -85,8 +85,11 @@ class CachingAllocator:
         )
         if settings is not None:
             if self.settings != AllocatorSettings():
-                raise ValueError("settings is given, and others beside it; it takes all of them")
-            kind("settings", settings, (AllocatorSettings, str), "an AllocatorSettings or a text")
+                raise ValueError(
+                    "settings cannot be combined with the individual options: pass either settings"
+                    " or the options, not both"
+                )
+            kind("settings", settings, (AllocatorSettings, str), "an AllocatorSettings or a string")
             parse = AllocatorSettings.parse
             self.settings = parse(settings) if isinstance(settings, str) else settings
         source = ExpandableSegments if self.settings.expandable_segments else CudaMalloc
