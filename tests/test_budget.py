@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import FrozenInstanceError, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -39,10 +40,11 @@ from course_lib.budget import (
 from course_lib.budget.knowledge import Known, Search
 from course_lib.budget.refine import refine
 from course_lib.budget.show import added, steps_to
-from course_lib.budget.techniques import TECHNIQUES
+from course_lib.budget.techniques import TECHNIQUES, Technique
 from course_lib.budget.techniques.attention import ATTENTIONS
 from course_lib.budget.techniques.checkpoints import CHECKPOINTS
 from course_lib.budget.techniques.micro_batches import pieces_allowed
+from course_lib.budget.techniques.technique import choice
 from course_lib.labels import chinese
 from course_lib.memory import CATEGORIES, MemoryBudgetExceeded
 from course_lib.models import Attention, Decoder, DecoderLayer, random_tokens
@@ -160,6 +162,41 @@ def test_every_field_of_a_recipe_belongs_to_one_technique_which_needs_no_more_th
         assert {"conflict", "refuse", "applied", "words", "candidates"} >= set(methods)
     places = [technique.place for technique in TECHNIQUES if technique.place is not None]
     assert sorted(places) == list(range(len(places)))
+
+
+class SavedDtype(Technique):
+    """A second technique with hooks around the forward pass, for the test below."""
+
+    fields = MappingProxyType({"saved_dtype": choice(None, "bf16")})
+    around = "forward"
+    place = 7
+    hooks_saved_tensors = True
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RecipeWithSavedDtype(Recipe):
+    saved_dtype: str | None = None
+
+
+def test_recipe_refuses_two_techniques_with_saved_tensor_hooks(monkeypatch):
+    monkeypatch.setattr("course_lib.budget.recipe.TECHNIQUES", (*TECHNIQUES, SavedDtype()))
+    for alone in ({"saved_dtype": "bf16"}, {"offload_activations": True}):
+        RecipeWithSavedDtype(**alone, checkpoint="layers")  # its hooks are inside the pass
+    with pytest.raises(ValueError, match="offload_activations cannot be combined with saved_dtype"):
+        RecipeWithSavedDtype(saved_dtype="bf16", offload_activations=True)
+
+
+def test_pytorch_runs_only_the_innermost_saved_tensor_hooks():
+    seen = []
+    hooks = [partial(lambda name, x: seen.append(name) or x, name) for name in ("outer", "inner")]
+    x = torch.ones(3, requires_grad=True)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(hooks[0], hooks[0]),
+        torch.autograd.graph.saved_tensors_hooks(hooks[1], hooks[1]),
+    ):
+        y = x.exp()
+    y.sum().backward()
+    assert set(seen) == {"inner"}
 
 
 def test_a_recipe_is_a_frozen_value_whose_default_is_the_plain_step():

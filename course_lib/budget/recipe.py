@@ -114,6 +114,18 @@ class Recipe:
         for technique in TECHNIQUES:
             if problem := technique.conflict(self):
                 raise ValueError(problem)
+        self._refuse_several_hooks()
+
+    def _refuse_several_hooks(self) -> None:
+        """Of several techniques with saved-tensor hooks, all but the innermost would do nothing."""
+        changed = self.changed()
+        hooked = [t.field for t in TECHNIQUES if t.hooks_saved_tensors and t.field in changed]
+        if len(hooked) > 1:
+            raise ValueError(
+                f"{hooked[0]} cannot be combined with {' or '.join(hooked[1:])}: each of them puts"
+                " hooks around what the forward pass saves, and PyTorch runs only the innermost"
+                " hooks. Choose one of them"
+            )
 
     def copies(self, tier: str) -> tuple[int, int]:
         """Numbers of storages of activations that are fetched ahead, and that go down at once, with

@@ -25,6 +25,7 @@ class OffloadedActivations(Technique):
     )
     around = "forward"
     place = 6
+    hooks_saved_tensors = True
 
     def conflict(self, recipe: Recipe) -> str | None:
         if not recipe.offload_activations or recipe.checkpoint not in ("selective", "optimal"):
