@@ -308,6 +308,50 @@ def test_the_frameworks_arguments_give_the_frameworks_results(shape, is_causal, 
             assert_close(x, y, rtol=1e-9, atol=1e-10)
 
 
+def formula(q, k, v, is_causal=False):
+    """The definition, for any leading dimensions, in the dtype of the inputs."""
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    unseen = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return (scores.masked_fill(unseen, -math.inf) if is_causal else scores).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("attention", [flash_attention, standard_attention])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 1, 3), (2, 3, 1, 2), (2, 0, 3)])
+def test_attention_has_any_leading_dimensions_as_the_frameworks(leading, is_causal, attention):
+    def rows(count, width, seed):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(*leading[::-1], count, width, generator=generator, dtype=torch.float64)
+        # not contiguous: the leading dimensions come from a permuted tensor
+        return x.permute(*range(len(leading))[::-1], -2, -1)
+
+    case = rows(9, 8, 0), rows(13, 8, 1), rows(13, 5, 2), rows(9, 5, 3)
+    found = run(attention, *case, is_causal=is_causal)
+    with sdpa_kernel(SDPBackend.MATH):
+        theirs = run(F.scaled_dot_product_attention, *case, is_causal=is_causal)
+    for expected in (theirs, run(formula, *case, is_causal=is_causal)):
+        for x, y in zip(found, expected, strict=True):
+            assert_close(x, y, rtol=1e-9, atol=1e-10)
+    with symbolic():
+        outline = attention(*(torch.empty(x.shape) for x in case[:3]), is_causal=is_causal)
+    assert outline.shape == found[0].shape
+
+
+def test_grouped_queries_in_five_dimensions_are_the_frameworks():
+    shapes = (2, 3, 4, 9, 8), (2, 3, 2, 9, 8), (2, 3, 2, 9, 8), (2, 3, 4, 9, 8)
+    case = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = run(F.scaled_dot_product_attention, *case, enable_gqa=True)
+    assert_close(run(flash_attention, *case), expected, rtol=1e-9, atol=1e-10)
+
+
+def test_leading_dimensions_other_than_four_save_as_few_bytes():
+    q, k, v = (torch.randn(6, 16, 8, requires_grad=True) for _ in range(3))
+    in_four = (x.detach().unflatten(0, (1, 6)).requires_grad_() for x in (q, k, v))
+    saved = saved_tensors(flash_attention, q, k, v).total_bytes
+    assert saved == saved_tensors(flash_attention, *in_four).total_bytes
+
+
 @pytest.mark.parametrize("attention", [flash_attention, standard_attention])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(

@@ -538,6 +538,10 @@ CONFIGURATIONS = [
     "large_segment_size_mb:30,max_split_size_mb:25",
     "max_split_size_mb:25,large_segment_size_mb:30",
     "large_segment_size_mb:30,max_split_size_mb:30",
+    "pinned_use_background_threads:True",
+    "pinned_use_background_threads:1",
+    "pinned_max_cached_size_mb:64,max_split_size_mb:30",
+    "pinned_max_cached_size_mb:x",
 ]
 
 
@@ -567,6 +571,31 @@ def test_settings_are_read_as_pytorchs_own_parser_reads_them(text):
             "large_segment_size_mb:20,roundup_power2_divisions:1"
         )
         torch._C._accelerator_setAllocatorSettings(before)
+
+
+def test_settings_that_change_no_reserved_byte_are_ignored_with_a_warning():
+    text = "expandable_segments:True,backend:native,pinned_use_cuda_host_register:True"
+    text += ",pinned_num_register_threads:8,release_lock_on_cudamalloc:True"
+    with pytest.warns(UserWarning, match="ignored.*: backend, pinned_use_cuda.*, release_lock"):
+        settings = AllocatorSettings.parse(text)
+    assert settings == AllocatorSettings(expandable_segments=True)
+
+
+@pytest.mark.skipif(VERSION < (2, 13), reason="the settings are those of torch 2.13")
+def test_every_setting_in_the_headers_of_pytorch_is_known():
+    include = Path(torch.__file__).parent / "include" / "c10"
+    if not include.exists():
+        pytest.skip("torch was installed without its headers")
+    cuda = (include / "cuda" / "CUDAAllocatorConfig.h").read_text()
+    [body] = re.findall(r"getKeys\(\) \{(.*?)return", cuda, re.DOTALL)
+    keys = re.findall(r'"(\w+)"', body.replace('"\n        "', ""))
+    common = (include / "core" / "AllocatorConfig.h").read_text()
+    [example] = re.findall(r'// "(max_split_size_mb:\S+)"', common)
+    keys += re.findall(r"(\w+):(?!\d+[,\]])", re.sub(r"\[.*\]", "x", example))
+    assert {"backend", "pinned_use_cuda_host_register", "pinned_use_background_threads"} <= {*keys}
+    for key in keys:
+        with pytest.raises(ValueError, match=f"^{key} (is|must be)"):
+            AllocatorSettings.parse(f"{key}:?")
 
 
 def rounding_of_pytorch():
@@ -610,9 +639,24 @@ def rounding_of_pytorch():
             "capacity_bytes must be .* at least 2097152, got 2097151",
         ),
         (
-            lambda a: CachingAllocator(settings="backend:native"),
+            lambda a: CachingAllocator(settings="backends:native"),
             ValueError,
-            "'backend' in .* known are max_split_size_mb",
+            "'backends' in .* known are max_split_size_mb",
+        ),
+        (
+            lambda a: CachingAllocator(settings="backend:cudaMallocAsync"),
+            ValueError,
+            "backend must be native .* got 'cudaMallocAsync'",
+        ),
+        (
+            lambda a: CachingAllocator(settings="throw_on_cudamalloc_oom:True"),
+            ValueError,
+            "throw_on_cudamalloc_oom must be False .* got 'True'",
+        ),
+        (
+            lambda a: CachingAllocator(settings="release_lock_on_cudamalloc:yes"),
+            ValueError,
+            "release_lock_on_cudamalloc must be True or False, got 'yes'",
         ),
         (
             lambda a: CachingAllocator(settings="", memory_fraction=0.5),

@@ -39,6 +39,8 @@ def standard_attention(
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1.
     """
     q, k, v = _checked(q, k, v, enable_gqa, attn_mask, dropout_p)
+    leading = q.shape[:-2]
+    q, k, v = map(_in_four, (q, k, v))
     shift = _shift(q, k, causal, is_causal)
     scale = _scale(q, scale)
     (batch, heads, n_q, d), (_, kv_heads, n_k, d_v) = q.shape, v.shape
@@ -55,7 +57,7 @@ def standard_attention(
             scores = scores + scores.new_full((rows, n_k), -math.inf).triu(unseeing + shift + 1)
         p = scores.softmax(-1).view(groups, stacked, n_k)
         o = torch.bmm(p, v.reshape(groups, n_k, d_v)).view(batch, heads, rows, d_v)
-    return F.pad(o, (0, 0, unseeing, 0)) if unseeing else o
+    return _with_leading(F.pad(o, (0, 0, unseeing, 0)) if unseeing else o, leading)
 
 
 def flash_attention(
@@ -77,16 +79,20 @@ def flash_attention(
     for backward.
 
     Of the n_q x n_k scores there are some tiles at a time, forward and backward. It takes what
-    `F.scaled_dot_product_attention` takes, by the same names, but for masks, dropout and other than
-    4 dimensions. Under `torch.autocast`, the inputs are cast to its dtype first, as there. Sums are
-    in float32 (float64 for float64 inputs), and so is the log-sum-exp. A second derivative and
-    `torch.vmap` are refused.
+    `F.scaled_dot_product_attention` takes, by the same names, but for masks and dropout. Under
+    `torch.autocast`, the inputs are cast to its dtype first, as there. Sums are in float32 (float64
+    for float64 inputs), and so is the log-sum-exp. A second derivative and `torch.vmap` are
+    refused.
 
     Args:
         q: (batch, heads, n_q, d), in float32, float64, bfloat16 or float16; of any strides, as k
-            and v. Dimensions may be 0.
+            and v. Dimensions may be 0. There may be any number of leading dimensions, as in
+            (n_q, d), (batch, n_q, d) and (a, b, heads, n_q, d); k and v then have the same ones,
+            except for the number of heads. More than four dimensions are merged, which copies a
+            tensor whose strides do not allow a view.
         k: (batch, kv_heads, n_k, d); kv_heads divides heads, and query head h reads K and V of h //
-            (heads / kv_heads): grouped-query attention, multi-query for kv_heads = 1.
+            (heads / kv_heads): grouped-query attention, multi-query for kv_heads = 1. With fewer
+            than four dimensions there are no heads to group.
         v: (batch, kv_heads, n_k, d_v).
         causal: query i sees the keys up to i + n_k - n_q (the last query sees them all), as
             `torch.nn.attention.bias.causal_lower_right`. A query that sees no key gives zeros.
@@ -101,7 +107,7 @@ def flash_attention(
         attn_mask, dropout_p: None and 0; they are here to be refused with a reason.
 
     Returns:
-        (batch, heads, n_q, d_v), in the dtype of q.
+        (batch, heads, n_q, d_v), in the dtype of q; with the leading dimensions of q.
 
     Raises:
         TypeError, ValueError: an argument is not of its kind, or shapes, dtypes or devices do not
@@ -112,14 +118,15 @@ def flash_attention(
     Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.
     """
     q, k, v = _checked(q, k, v, enable_gqa, attn_mask, dropout_p)
+    leading = q.shape[:-2]
+    q, k, v = map(_in_four, (q, k, v))
     shift = _shift(q, k, causal, is_causal)
     scale = _scale(q, scale)
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block is not None:
             _check.whole(name, block, 1)
-    return _Flash.apply(
-        q, k, v, tiled.Options(shift, scale, block_q, block_k), _backend(backend, q, k, v)
-    )[0]
+    options = tiled.Options(shift, scale, block_q, block_k)
+    return _with_leading(_Flash.apply(q, k, v, options, _backend(backend, q, k, v))[0], leading)
 
 
 class _Flash(torch.autograd.Function):
@@ -203,9 +210,10 @@ def _checked(
             " numbers"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.is_nested or x.layout is not torch.strided or x.dim() != 4:
+        if x.is_nested or x.layout is not torch.strided or x.dim() < 2:
             got = "a nested tensor" if x.is_nested else f"{_check.shown(x)}, {x.layout}"
-            raise ValueError(f"{name} is {got}; it takes a dense tensor (batch, heads, n, d)")
+            takes = "a dense tensor (..., n, d), such as (batch, heads, n, d)"
+            raise ValueError(f"{name} is {got}; it takes {takes}")
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (
@@ -214,19 +222,46 @@ def _checked(
         )
     if q.dtype not in DTYPES:
         raise TypeError(f"q is in {q.dtype}; it takes float32, float64, bfloat16 or float16")
-    (batch, heads, _, d), (kv_heads, n_k) = q.shape, k.shape[1:3]
-    shared = enable_gqa is None or enable_gqa
-    if kv_heads != heads and not (shared and kv_heads and heads % kv_heads == 0):
-        takes = f"a divisor of q's {heads}" if shared else f"{heads}, as q has, or enable_gqa=True"
-        raise ValueError(f"k is of {kv_heads} heads; it takes {takes}")
+    _check_shapes(q, k, v, enable_gqa)
+    return q, k, v
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any) -> None:
+    """Check that k and v go with q; only the number of heads may differ, where there are heads."""
+    has_heads = q.dim() > 3
+    leading = q.shape[:-2]
+    if has_heads and k.dim() == q.dim():
+        heads, kv_heads = q.shape[-3], k.shape[-3]
+        shared = enable_gqa is None or enable_gqa
+        if kv_heads != heads and not (shared and kv_heads and heads % kv_heads == 0):
+            takes = (
+                f"a divisor of q's {heads}" if shared else f"{heads}, as q has, or enable_gqa=True"
+            )
+            raise ValueError(f"k is of {kv_heads} heads; it takes {takes}")
+        leading = (*leading[:-1], kv_heads)
+    n_k = k.shape[-2]
     for name, x, shape in (
-        ("k", k, (batch, kv_heads, n_k, d)),
-        ("v", v, (batch, kv_heads, n_k, v.shape[3])),
+        ("k", k, (*leading, n_k, q.shape[-1])),
+        ("v", v, (*leading, n_k, v.shape[-1])),
     ):
         if (x.shape, x.dtype, x.device) != (shape, q.dtype, q.device):
             takes = f"shape {shape}, {q.dtype} and {q.device}, to go with the others"
             raise ValueError(f"{name} is {_check.shown(x)} on {x.device}; it takes {takes}")
-    return q, k, v
+
+
+def _in_four(x: Tensor) -> Tensor:
+    """The tensor as (batch, heads, n, d): a single head where there are fewer dimensions, all
+    dimensions before the heads as one batch where there are more."""
+    if x.dim() > 4:
+        return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+    while x.dim() < 4:
+        x = x.unsqueeze(-3)
+    return x
+
+
+def _with_leading(o: Tensor, leading: torch.Size) -> Tensor:
+    """The result (batch, heads, n, d_v) with the leading dimensions of the arguments."""
+    return o if len(leading) == 2 else o.reshape(*leading, *o.shape[-2:])
 
 
 def _shift(q: Tensor, k: Tensor, causal: bool, is_causal: bool) -> int | None:

@@ -6,8 +6,10 @@ Source: c10/core/AllocatorConfig.h and .cpp, c10/cuda/CUDAAllocatorConfig.h (tor
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .._check import kind, number, whole
 
@@ -69,27 +71,42 @@ class AllocatorSettings:
     def parse(cls, text: str) -> AllocatorSettings:
         """Settings as `PYTORCH_CUDA_ALLOC_CONF` has them.
 
+        Settings that do not change which bytes of the device are reserved, such as
+        `backend:native` and those of pinned host memory, are accepted and ignored; a `UserWarning`
+        names them.
+
         Example:
             >>> AllocatorSettings.parse("max_split_size_mb:128").max_split_size_bytes
             134217728
 
         Raises:
-            ValueError: a setting that is unknown, or known but not of this simulation, or a value
-                that PyTorch refuses.
+            ValueError: a setting is unknown, or has a value that PyTorch refuses or that this
+                simulation does not follow, such as `backend:cudaMallocAsync`.
         """
         chosen = {}
+        ignored = []
         text = "".join(kind("text", text, str, "a string").split())
         items = re.split(r",(?![^\[]*\])", text)  # not at commas within brackets
         for item in filter(None, items):
             key, _, value = item.partition(":")
-            if key not in _PARSERS:
-                known = ", ".join(_PARSERS)
+            if key not in _PARSERS and key not in _IGNORED:
+                known = ", ".join([*_PARSERS, *_IGNORED])
                 raise ValueError(f"{key!r} in {text!r} is no setting known here; known are {known}")
-            name, parse = _PARSERS[key]
+            name, parse = _PARSERS[key] if key in _PARSERS else (None, _IGNORED[key])
             try:
-                chosen[name] = parse(value)
+                parsed = parse(value)
             except (ValueError, KeyError):
-                raise ValueError(f"{key} is {value!r}; it takes {_TAKES[parse]}") from None
+                raise ValueError(f"{key} must be {_ALLOWED[parse]}, got {value!r}") from None
+            if name is None:
+                ignored.append(key)
+            else:
+                chosen[name] = parsed
+        if ignored:
+            warnings.warn(
+                f"these settings were ignored, because they do not change which bytes of the device"
+                f" are reserved: {', '.join(ignored)}",
+                stacklevel=2,
+            )
         return cls(**chosen)
 
     def rounded(self, size_bytes: int) -> int:
@@ -158,7 +175,21 @@ def _steps(value: str) -> int | dict[int | str, int]:
     return {start if start == ">" else int(start): int(count) for start, count in pairs}
 
 
-_PARSERS = {
+def _count(value: str) -> int:
+    if not value.isdecimal():
+        raise ValueError
+    return int(value)
+
+
+def _native(value: str) -> str:
+    return {"native": value}[value]
+
+
+def _off(value: str) -> bool:
+    return {"False": False}[value]
+
+
+_PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "max_split_size_mb": ("max_split_size_bytes", _mib),
     "roundup_power2_divisions": ("roundup_power2_divisions", _steps),
     "expandable_segments": ("expandable_segments", _switch),
@@ -167,9 +198,30 @@ _PARSERS = {
     "large_segment_size_mb": ("large_segment_bytes", _mib),
     "per_process_memory_fraction": ("memory_fraction", float),
 }
-_TAKES = {
+# Settings that, with these values, change no byte that is reserved on the device: the other ones
+# concern locks, pinned host memory, and CUDA graphs, of which this simulation has none.
+_IGNORED: dict[str, Callable[[str], Any]] = {
+    "backend": _native,
+    "throw_on_cudamalloc_oom": _off,
+    "release_lock_on_cudamalloc": _switch,
+    "release_lock_on_hipmalloc": _switch,
+    "graph_capture_record_stream_reuse": _switch,
+    "pinned_use_cuda_host_register": _switch,
+    "pinned_use_hip_host_register": _switch,
+    "pinned_use_background_threads": _switch,
+    "pinned_free_catch_all": _switch,
+    "pinned_num_register_threads": _count,
+    "pinned_reserve_segment_size_mb": _count,
+    "pinned_max_round_threshold_mb": _count,
+    "pinned_max_cached_size_mb": _count,
+}
+_ALLOWED: dict[Callable[[str], Any], str] = {
     _mib: "a whole number of MiB",
     _switch: "True or False",
     _steps: "a power of two, or a list as [256:1,512:2,>:4]",
     float: "a number",
+    _count: "a whole number",
+    _native: "native (the allocator of CUDA itself, cudaMallocAsync, reserves by other rules,"
+    " which are not simulated)",
+    _off: "False (with True, PyTorch gives up at another moment, which is not simulated)",
 }
