@@ -1,9 +1,9 @@
 """Flash attention beside the framework's: time and peak bytes on a CPU, or, where there is one,
 TFLOP/s on a GPU.
 
-    python tests/bench_attention.py [--output FILE]     what is measured goes into FILE too, after
-    each row, as JSON python tests/bench_attention.py --compile           registers and shared
-    memory of the Triton kernels on an H100
+    python tests/bench_attention.py --output figures.json   # also as JSON, after each row
+    python tests/bench_attention.py --compile               # the Triton kernels' registers
+                                                            # and shared memory on an H100
 
 Ratios of times taken in one run, in turns, so that they carry over to other machines: on a CPU with
 one thread, with as many as by default, and so beside a process that keeps a core busy. Peaks are

@@ -2,7 +2,7 @@
 beside those of DDP on one rank; then what 7 and 70 billion parameters would take on 8 and 64 ranks,
 and the seconds to say so.
 
-Run as a script: `python tests/bench_distributed.py [--steps 10] [--ranks 1 2 4]`.
+    python tests/bench_distributed.py --steps 10 --ranks 1 2 4
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def large() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
     given = parser.parse_args()

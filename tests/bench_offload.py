@@ -1,8 +1,7 @@
 """What offload costs: beside the plain step, `save_on_cpu`, and a file written and read while
 nothing else happens.
 
-    python tests/bench_offload.py [--output FILE]     what is measured goes into FILE too, after
-    each row, as JSON
+    python tests/bench_offload.py --output figures.json   # also as JSON, after each row
 
 Times are taken in one run, in turns; ratios carry over, bytes are exact. The bars are for a GPU,
 where copies take half as long as the compute, at most 5 % over the plain step, and where they take

@@ -1,7 +1,8 @@
 """Whether `fit` finds the cheapest recipe that fits: twelve small models, many budgets, three sets
 of rates.
 
-    PYTHONPATH=. python tests/brute_force_fit.py [name ...]
+    PYTHONPATH=. python tests/brute_force_fit.py              # all models
+    PYTHONPATH=. python tests/brute_force_fit.py chain MLP    # some of them
 
 Each search is compared with a grid of at most 300 recipes, all estimated. A difference is a recipe
 of the grid that fits and costs less than the first that `fit` lists, or that fits where `fit` finds
@@ -340,7 +341,7 @@ def compare(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}")
     parser.add_argument("--seed", type=int, default=0, help="which recipes of those that there are")
     given = parser.parse_args()

@@ -243,7 +243,7 @@ def moved(expected: Iterable[dict[str, str]], made=estimated) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--write", action="store_true", help="write the table anew")
     given = parser.parse_args()
     warnings.simplefilter("ignore")

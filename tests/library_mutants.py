@@ -441,7 +441,7 @@ def _cpu_s() -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("rooms", nargs="*", choices=[[], *ROOMS], help="all, if left out")
     parser.add_argument("--output", type=Path, help="a table as CSV")
     given = parser.parse_args()

@@ -1,10 +1,9 @@
 """Estimates beside runs, on a small model of each model type of the installed transformers that has
 a training head.
 
-    HF_HUB_OFFLINE=1 python tests/sweep_models.py                    # all types, half an hour and
-    more python tests/sweep_models.py --types llama,t5,vit --json out.json
-    python tests/sweep_models.py --limit 60 --seed 1                 # of the types, drawn by the
-    seed
+    HF_HUB_OFFLINE=1 python tests/sweep_models.py        # all types; half an hour or more
+    python tests/sweep_models.py --types llama,t5,vit --json out.json
+    python tests/sweep_models.py --limit 60 --seed 1     # 60 types, drawn with this seed
 
 Nothing is downloaded: configurations are shrunk by the names of their sizes, and weights are
 random. A type is counted as built where its model computes a loss from a batch; then it is

@@ -4,11 +4,11 @@ A kernel runs as many copies of itself, called program instances. Each owns one 
 it once and walks over the other operand tile by tile. The scores live in one tile on the chip; no
 matrix of n_q x n_k numbers is written.
 
-    forward_kernel            one block of queries, walks over keys and values     writes O and the
-    log-sum-exp row_dots_kernel           one block of queries
-    writes D = rowsum(dO * O) keys_backward_kernel      one block of keys, walks over queries
-    writes dK and dV queries_backward_kernel   one block of queries, walks over keys and values
-    writes dQ
+    kernel                    owns               passes over        writes
+    forward_kernel            block of queries   keys and values    O and the log-sum-exp
+    row_dots_kernel           block of queries                      D = rowsum(dO * O)
+    keys_backward_kernel      block of keys      queries            dK and dV
+    queries_backward_kernel   block of queries   keys and values    dQ
 
 Both backward walks compute the weights again, P = exp(scale * Q K^T - lse). From there, with dP =
 dO V^T,
@@ -191,7 +191,8 @@ def forward_kernel(
     """One instance: BLOCK_Q queries of one head.
 
     Reads:   q (BLOCK_Q, D) once; k and v (n_k, D) in tiles (BLOCK_K, D), up to the diagonal if
-    causal. Writes:  o (BLOCK_Q, D) and lse (BLOCK_Q,), once, at the end.
+             causal.
+    Writes:  o (BLOCK_Q, D) and lse (BLOCK_Q,), once, at the end.
     On chip: the queries and one tile of keys and of values; scores and weights (BLOCK_Q, BLOCK_K);
              in fp32 the running output (BLOCK_Q, D), maximum (BLOCK_Q,) and sum (BLOCK_Q,).
     """
@@ -256,9 +257,10 @@ def rows_kernel(
     """One instance: BLOCK_Q queries of one head.
 
     Reads:   grad_o and o (BLOCK_Q, D), lse (BLOCK_Q,).
-    Writes:  row_dots (BLOCK_Q,) = rowsum(grad_o * o): what the softmax's gradient takes off every
-             score of a row; lse_log2 (BLOCK_Q,): lse in powers of two. Both are of padded_q rows a
-             head, a multiple of any BLOCK_Q.
+    Writes:  row_dots (BLOCK_Q,) = rowsum(grad_o * o), which the softmax's gradient subtracts from
+             every score of a row;
+             lse_log2 (BLOCK_Q,), lse in powers of two. Both have padded_q rows per head, a
+             multiple of any BLOCK_Q.
     On chip: both blocks.
     """
     first_q, head, batch = tl.program_id(0) * BLOCK_Q, tl.program_id(1), tl.program_id(2)
@@ -310,8 +312,8 @@ def keys_backward_kernel(
     """One instance: BLOCK_K keys of one key-value head, for all query heads that share it.
 
     Reads:   k and v (BLOCK_K, D) once; for each of `group` query heads q and grad_o (n_q, D) in
-             tiles (BLOCK_Q, D), lse and row_dots (n_q,) in pieces (BLOCK_Q,); from the diagonal on
-             if causal.
+             tiles (BLOCK_Q, D),
+             lse and row_dots (n_q,) in blocks (BLOCK_Q,), from the diagonal on if causal.
     Writes:  grad_k and grad_v (BLOCK_K, D), once, at the end.
     On chip: the keys and values, one tile of queries and of output gradients; weights, their
              gradients and those of the scores (BLOCK_K, BLOCK_Q); in fp32 the running grad_k and

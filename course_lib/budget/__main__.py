@@ -47,6 +47,17 @@ UNITS = {
     "TIB": 2**40,
 }
 THIS = "this"
+HELP = """Find the recipes that train a model within a byte budget, the cheapest first. Nothing
+is allocated or run, except with --check. The model comes from a Hugging Face
+config.json, from a function, or is the course's decoder (course_lib.models.Decoder)
+of the size that --parameters gives, or --hidden and --layers."""
+EXAMPLE = """example:
+  python -m course_lib.budget --config config.json --sequence 4096 --batch 8 --budget 80GiB
+
+exit status:
+  0   at least one recipe fits
+  1   no recipe fits, or your own code raises an error
+  2   an argument is refused"""
 
 
 def bytes_from(text: str) -> int:
@@ -74,17 +85,9 @@ def bytes_from(text: str) -> int:
 def arguments() -> argparse.ArgumentParser:
     parser = Parser(
         "python -m course_lib.budget",
-        description=(
-            "Which recipes train a model within a byte budget, the cheapest first; nothing is taken"
-            " or run, unless by --check. The model is that of a Hugging Face config.json, what a"
-            " function returns, or the course's decoder (course_lib.models.Decoder) of a size:"
-            " --parameters, or --hidden and --layers."
-        ),
-        epilog=(
-            "Example: python -m course_lib.budget --config config.json --sequence 4096 --batch 8"
-            " --budget 80GiB. The exit status is 0 where something fits, 1 where nothing does or"
-            " your own code raises an error, 2 where the question is refused."
-        ),
+        description=HELP,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--config",

@@ -1,11 +1,11 @@
-"""Training on several devices by the engines that exist: DDP, ZeroRedundancyOptimizer, FSDP2,
+r"""Training on several devices by the engines that exist: DDP, ZeroRedundancyOptimizer, FSDP2,
 distributed checkpoints.
 
 A script that torchrun starts trains a model by one mode or several, and says what each rank held
 and communicated:
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m course_lib.distributed --mode
-    ddp,fsdp
+    python -m torch.distributed.run --standalone --nproc-per-node 2 \
+        -m course_lib.distributed --mode ddp,fsdp
 
 `launch` does that from Python, `held_bytes` and `sent_bytes` say by formula what to expect, and
 `predict` by a symbolic rank, of which none is started. In a program of your own, `Trainer` and

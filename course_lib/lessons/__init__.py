@@ -1,9 +1,8 @@
 """Parts of one lesson alone: its exercises' checks, its claims, its GPU experiments, its own
 pictures.
 
-    from course_lib.lessons.lesson_05 import check_loop    # in lesson 05
-    python -m course_lib.lessons                                   # all GPU experiments; `make gpu`
-    runs it
+    from course_lib.lessons.lesson_05 import check_loop   # in lesson 05
+    python -m course_lib.lessons                          # all GPU experiments, as `make gpu`
 
 A lesson's module may have `CLAIMS`, what its learners may have read, and `Experiment`s. This module
 finds them by the lesson's number.

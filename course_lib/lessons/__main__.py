@@ -1,9 +1,8 @@
 """Run the lessons' GPU experiments and write their figures to course_lib/recordings/<gpu>.json.
 
-    python -m course_lib.lessons                                    # all of them
-    python -m course_lib.lessons --only 04 06.attention --skip 07   # by lesson, or by the beginning
-    of a name python -m course_lib.lessons --check                            # run nothing, and say
-    whether it could run
+    python -m course_lib.lessons                                    # run all experiments
+    python -m course_lib.lessons --only 04 06.attention --skip 07   # select by lesson, or prefix
+    python -m course_lib.lessons --check                            # report what is missing to run
 
 Figures are written as soon as they are measured. An experiment that fails is named, and the others
 go on.

@@ -1,8 +1,9 @@
 """Training by the mean of means: losses on short and on long samples, beside those of the token
 mean.
 
-    python -m course_lib.lessons.lesson_05.mean_of_means    # eight seeds, some minutes; writes
-    mean_of_means.json beside this file
+    python -m course_lib.lessons.lesson_05.mean_of_means   # eight seeds, a few minutes
+
+The figures go to `mean_of_means.json`, next to this file.
 
 A small decoder on the course's own code (short lines) and prose (long paragraphs), character by
 character. Two runs of a seed begin with the same weights and see the same batches, in pieces of one

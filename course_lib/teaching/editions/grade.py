@@ -1,6 +1,6 @@
 """The verdicts on a folder of handed-in notebooks, as one table.
 
-    python -m course_lib.teaching.editions.grade [build/handed_in] [--output build/verdicts.csv]
+    python -m course_lib.teaching.editions.grade build/handed_in --output build/verdicts.csv
 
 Each notebook runs in a fresh kernel and an empty folder of its own, on one thread, with limits of
 time and memory; one that crashes or never ends does not stop the others. What a row says comes from

@@ -1,9 +1,10 @@
 """Run the lessons' scripts and store them, with their outputs, as notebooks.
 
-    python -m course_lib.teaching.editions.notebooks             # all lessons
-    python -m course_lib.teaching.editions.notebooks 02 03_sqrt  # those whose names start so
-    ... --force 02   # store it even if only seconds or the device changed
-    ... --same 02.5  # both languages of section 2.5 are right, though one alone was edited
+    python -m course_lib.teaching.editions.notebooks              # all lessons
+    python -m course_lib.teaching.editions.notebooks 02 03_sqrt   # select by the name's beginning
+    python -m course_lib.teaching.editions.notebooks --force 02   # store even equal outputs
+    python -m course_lib.teaching.editions.notebooks --same 02.5  # section 2.5 was edited in one
+                                                                  # language; both are right
 
 A notebook follows from its script: cell ids are hashes of the cells, and no times or versions are
 kept. Seconds, devices and addresses differ from run to run: a stored notebook that differs in

@@ -1,7 +1,7 @@
 """The student edition: the notebooks with stubs instead of solutions and a place for each reason,
 as a folder and a zip that run by themselves.
 
-    python -m course_lib.teaching.editions.student [--output build/student] [--nbgrader]
+    python -m course_lib.teaching.editions.student --output build/student --nbgrader
 
 Beside the notebooks lie the library as a wheel, its pins, a Makefile, a README in each language.
 With --nbgrader each exercise gets a locked cell that tests whether its check accepted, and each

@@ -2,8 +2,9 @@
 and of its Chinese.
 
 `make notebooks` renews a pair where both have changed. Where one has, the pair stays as it was, and
-a test says so, until somebody who has read both gives the word: `make notebooks ARGS="--same
-02.5"`.
+a test says so. Whoever has read both and finds them right renews the pair of section 2.5 with
+
+    make notebooks ARGS="--same 02.5"
 """
 
 import hashlib

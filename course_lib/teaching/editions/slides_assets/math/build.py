@@ -1,4 +1,4 @@
-"""Build the decks' font for formulas: a subset of STIX Two Math.
+r"""Build the decks' font for formulas: a subset of STIX Two Math.
 
 Browsers stretch brackets and roots with a font that has a MATH table, and not every machine has
 one. This is the script that made the subset; nobody needs to run it to build slides. Its input is
@@ -6,8 +6,8 @@ the woff of STIX Two Math, as the npm package `@fontsource/stix-two-math` 5.3.0 
 dependency is `fonttools`, which matplotlib brings along. The licence (OFL.txt) reserves no font
 name.
 
-    python course_lib/teaching/editions/slides_assets/math/build.py
-    path/to/stix-two-math-latin-400-normal.woff
+    python course_lib/teaching/editions/slides_assets/math/build.py \
+        path/to/stix-two-math-latin-400-normal.woff
 """
 
 import sys

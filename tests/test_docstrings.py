@@ -1,0 +1,273 @@
+"""Docstrings keep the layout of their tables, and their shell commands can be copied and run."""
+
+import argparse
+import ast
+import contextlib
+import os
+import re
+import runpy
+import shlex
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from course_lib.budget import __main__ as budget_command
+from course_lib.distributed import __main__ as distributed_command
+from course_lib.lessons import __main__ as lessons_command
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("course_lib", "notebooks", "tests", "examples")
+KINDS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+SECTION = re.compile(r"(?:Args|Attributes|Raises|Returns|Warns|Yields):$")
+# A command may set variables of the environment first.
+COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python|make|pip|pytest|torchrun|git)(?= |$)")
+
+
+# Reading docstrings
+# ----------------------------------------------------------------------------------------------
+
+
+@cache
+def docstrings() -> dict[str, str]:
+    """Map "file: name" to the docstring of each module, class and function."""
+    found = {}
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, KINDS) and (docstring := ast.get_docstring(node)):
+                    name = getattr(node, "name", "")
+                    found[f"{path.relative_to(ROOT).as_posix()}: {name}"] = docstring
+    return found
+
+
+def blocks(docstring: str) -> list[list[str]]:
+    """The preformatted blocks: runs of indented lines outside sections such as Args."""
+    found, block, in_section = [], [], False
+    for line in [*docstring.splitlines(), "end"]:
+        if line.startswith("  ") and not in_section:
+            block.append(line)
+            continue
+        if block:
+            found.append(block)
+            block = []
+        if line and not line.startswith(" "):
+            in_section = bool(SECTION.match(line))
+    return found
+
+
+def whole_lines(block: list[str]) -> list[str]:
+    """Lines as a shell reads them: a backslash at the end continues a line, `  #` begins a
+    comment."""
+    joined = re.sub(r"\\\n\s*", "", "\n".join(block))
+    lines = (re.sub(r"(?:^|\s+)#\s.*", "", line).strip() for line in joined.splitlines())
+    return [line for line in lines if line]
+
+
+def is_statement(line: str) -> bool:
+    """Whether a line is Python code that does something: an import, a call or an assignment."""
+    try:
+        (statement,) = ast.parse(line).body
+    except (SyntaxError, ValueError):
+        return False
+    return not isinstance(statement, ast.Expr) or isinstance(statement.value, ast.Call)
+
+
+def is_whole(line: str) -> bool:
+    """Whether a line next to a command is a command that can be copied, or Python."""
+    if COMMAND.match(line):
+        return not re.search(r"\s{2,}|\[", line)
+    return is_statement(line)
+
+
+def commands(docstring: str) -> list[str]:
+    """The shell commands of the preformatted blocks."""
+    lines = (line for block in blocks(docstring) for line in whole_lines(block))
+    return [line for line in lines if COMMAND.match(line)]
+
+
+def broken_lines(docstring: str) -> list[str]:
+    """Lines that stand next to a command and are neither a command nor Python; commands with an
+    unmarked comment or with brackets; and commands in backquotes that go over two lines."""
+    found = re.findall(rf"`{COMMAND.pattern}[^`\n]*\n[^`]*`", docstring)
+    for block in blocks(docstring):
+        lines = whole_lines(block)
+        if any(map(COMMAND.match, lines)):
+            found += [line for line in lines if not is_whole(line)]
+    return found
+
+
+def columns_alone(docstring: str) -> list[str]:
+    """Lines of tables whose second column begins where that of no other line does."""
+    found = []
+    for block in blocks(docstring):
+        starts = {
+            line: re.search(r"(?<=\S)\s{3,}(?=\S)", line)
+            for line in block
+            if not re.match(r"\s*(?:>>>|\.\.\.)", line)
+        }
+        ends = [start.end() for start in starts.values() if start]
+        alone = {end for end in ends if len(ends) > 1 and ends.count(end) == 1}
+        found += [line for line, start in starts.items() if start and start.end() in alone]
+    return found
+
+
+def places(check) -> dict[str, list[str]]:
+    """Map each place to what a check finds in its docstring, where it finds something."""
+    return {place: found for place, each in docstrings().items() if (found := check(each))}
+
+
+# Running commands as far as their arguments
+# ----------------------------------------------------------------------------------------------
+
+
+class Parsed(BaseException):
+    """Raised where a command has read its arguments, before it does anything."""
+
+
+def module_of(command: str) -> tuple[str, list[str]]:
+    """The last module or file that a command runs, and the arguments that it gets."""
+    words = shlex.split(command)
+    at = max(n for n, word in enumerate(words) if word in ("-m", "python"))
+    return words[at + 1], words[at + 2 :]
+
+
+def refuses(command: str, monkeypatch) -> str | None:
+    """Why a command cannot run; None if it reads its arguments without an error."""
+    if not re.search(r"\bpython ", command):
+        return None
+    name, arguments = module_of(command)
+    path = ROOT / (name if name.endswith(".py") else f"{name.replace('.', '/')}.py")
+    if not path.exists():
+        path = path.with_suffix("") / "__main__.py"
+    if not path.exists():
+        return f"{name} does not exist"
+    constants = {
+        node.value
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Constant)
+    }
+    if not re.search(r"parse_args|run_edition", path.read_text("utf-8")):
+        reads = not arguments or "sys.argv" in path.read_text("utf-8")
+        return None if reads else f"{name} reads no arguments"
+    if name.endswith(".py"):  # the options alone: such a script may import transformers
+        unknown = [word for word in arguments if word.startswith("-") and word not in constants]
+        return f"{name} has no option {unknown[0]}" if unknown else None
+    return refuses_when_run(name, arguments, monkeypatch)
+
+
+def refuses_when_run(name: str, arguments: list[str], monkeypatch) -> str | None:
+    """Run a module until it has parsed its arguments."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(parser, *args, **options):
+        parse_args(parser, *args, **options)
+        raise Parsed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        patch.setattr(sys, "argv", [name, *arguments])
+        patch.setattr(os, "_exit", sys.exit)
+        patch.delitem(sys.modules, name, raising=False)
+        try:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        except Parsed:
+            return None
+        except SystemExit as error:
+            return f"{name} exits with {error.code}"
+    return f"{name} did not parse its arguments"
+
+
+# Tests
+# ----------------------------------------------------------------------------------------------
+
+
+def test_no_shell_command_in_a_docstring_is_broken():
+    assert places(broken_lines) == {}
+
+
+def test_columns_of_tables_in_docstrings_are_aligned():
+    assert places(columns_alone) == {}
+
+
+def test_shell_commands_in_docstrings_name_modules_and_options_that_exist(monkeypatch, capsys):
+    found = {command for each in docstrings().values() for command in commands(each)}
+    assert len(found) > 30
+    assert [problem for each in sorted(found) if (problem := refuses(each, monkeypatch))] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("python -m course_lib.lesson --check", "course_lib.lesson does not exist"),
+        ("python -m course_lib.lessons --chek", "course_lib.lessons exits with 2"),
+        ("python tests/golden.py --rewrite", "tests/golden.py has no option --rewrite"),
+        (
+            "python -m torch.distributed.run -m course_lib.distributed --mode",
+            "course_lib.distributed exits with 2",
+        ),
+        ("python -m course_lib.lessons --check", None),
+    ],
+)
+def test_a_command_that_does_not_run_is_found(command, problem, monkeypatch, capsys):
+    assert refuses(command, monkeypatch) == problem
+
+
+TABLE = """Three kernels.
+
+    first_kernel    a block of queries   writes O
+    second_kernel   a block of keys      writes dK
+    third_kernel    a block of queries   writes dQ
+"""
+JOINED_TABLE = """Three kernels.
+
+    first_kernel    a block of queries   writes O second_kernel
+    a block of keys      writes dK third_kernel    a block of
+    queries   writes dQ
+"""
+COMMANDS = """Run them:
+
+    python -m course_lib.lessons --only 04   # by the beginning
+    of a name python -m course_lib.lessons --check
+    python -m torch.distributed.run -m course_lib.distributed --mode
+    ddp,fsdp
+    python -m course_lib.lessons     without a mark
+    python -m course_lib.lessons [--check]
+    python -m torch.distributed.run \\
+        -m course_lib.distributed --mode ddp,fsdp
+
+Args:
+    name: `make notebooks
+        ARGS=02` is cut.
+"""
+
+
+def test_joined_tables_and_commands_are_found():
+    assert columns_alone(TABLE) == []
+    assert len(columns_alone(JOINED_TABLE)) == 3
+    assert broken_lines(COMMANDS) == [
+        "`make notebooks\n        ARGS=02`",
+        "of a name python -m course_lib.lessons --check",
+        "ddp,fsdp",
+        "python -m course_lib.lessons     without a mark",
+        "python -m course_lib.lessons [--check]",
+    ]
+    assert commands(COMMANDS)[-1].endswith("run -m course_lib.distributed --mode ddp,fsdp")
+
+
+@pytest.mark.parametrize(
+    ("command", "table"),
+    [
+        (budget_command, budget_command.EXAMPLE),
+        (distributed_command, distributed_command.MODES_HELP),
+        (lessons_command, "\n".join(blocks(lessons_command.__doc__)[0])),
+    ],
+)
+def test_help_keeps_the_lines_of_its_table(command, table, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["command", "--help"])
+    monkeypatch.setenv("COLUMNS", "60")  # narrower than the table
+    with contextlib.suppress(SystemExit):  # which torch's `record` catches
+        command.main()
+    rows = [line for line in table.splitlines() if line.startswith("  ")]
+    assert len(rows) >= 3 and table in capsys.readouterr().out
