@@ -1,0 +1,275 @@
+"""Estimates beside runs, on the samples of PyTorch's own operator database.
+
+    python tests/sweep_operators.py                          # all samples in float32 and bfloat16
+    python tests/sweep_operators.py --dtype float32 --names mse,unfold --verbose
+    python tests/sweep_operators.py --most 2                 # two samples of each operator
+
+The database, `torch.testing._internal.common_methods_invocations.op_db`, has for each operator the
+calls by which PyTorch tests it. Each call runs forward and backward. A check is a function of one
+sample, `(operator, sample) -> Finding`; `CHECKS` lists them by name, and `--check` picks one.
+
+`tests/test_operators.py` runs the first samples of each operator, this script all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_utils import noncontiguous_like
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+from course_lib._torch import map_tensors, tensors_in
+from course_lib.memory import MemoryMeter, Trace, symbolic
+
+DTYPES = (torch.float32, torch.bfloat16)
+SEED = 0
+VERDICTS = ("equal", "different", "refused", "fails")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found on one sample.
+
+    Attributes:
+        verdict: one of `VERDICTS`. "refused" is for what the library refuses, although PyTorch runs
+            it; "fails" is for what PyTorch itself does not run here.
+        reason: why it is not equal, in words that are the same for all samples of a kind.
+    """
+
+    verdict: str
+    reason: str = ""
+
+
+Check = Callable[[OpInfo, SampleInput], Finding]
+
+
+# ---- samples
+
+
+def as_given(tensor: Tensor) -> Tensor:
+    """The tensor as the database has it."""
+    return tensor
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    """A tensor of four or five dimensions with the channels last in memory; any other as it is."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if tensor.layout is not torch.strided or tensor.dim() not in formats:
+        return tensor
+    made = tensor.detach().contiguous(memory_format=formats[tensor.dim()])
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def noncontiguous(tensor: Tensor) -> Tensor:
+    """Every other element of a tensor of twice the size."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    made = noncontiguous_like(tensor.detach())
+    return made.requires_grad_(tensor.requires_grad)
+
+
+LAYOUTS = {layout.__name__: layout for layout in (as_given, channels_last, noncontiguous)}
+
+
+def samples_of(
+    operator: OpInfo,
+    dtype: torch.dtype,
+    most: int | None = None,
+    layout: Callable[[Tensor], Tensor] = as_given,
+) -> list[SampleInput]:
+    """The first samples of an operator in a dtype, all of them if `most` is None; none if it has no
+    kernel for the dtype on a CPU. Their tensors are laid out by one of `LAYOUTS`."""
+    if dtype not in operator.supported_dtypes("cpu"):
+        return []
+    seed()
+    learns = operator.supports_autograd and dtype in operator.supported_backward_dtypes("cpu")
+    samples = operator.sample_inputs("cpu", dtype, requires_grad=learns)
+    found = list(islice(samples, most))
+    return found if layout is as_given else [sample.transform(_tensors(layout)) for sample in found]
+
+
+def _tensors(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    """The function, applied to tensors alone."""
+    return lambda value: function(value) if isinstance(value, Tensor) else value
+
+
+def seed() -> None:
+    """Start all generators of random numbers anew, so that two runs draw the same."""
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)
+
+
+def inputs_of(
+    sample: SampleInput, leaf: Callable[[Tensor], Tensor]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a sample's call, with `leaf(tensor)` in place of each tensor."""
+    made: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = leaf(tensor).requires_grad_(tensor.requires_grad)
+        return made[id(tensor)]
+
+    args, kwargs = [sample.input, *sample.args], dict(sample.kwargs)
+    return map_tensors(once, args, copied=(list,)), map_tensors(once, kwargs, copied=(dict,))
+
+
+def run_sample(operator: OpInfo, sample: SampleInput, args: list, kwargs: dict) -> list[Tensor]:
+    """Run a sample's call and its backward pass; return the gradients of its inputs."""
+    seed()
+    output = sample.output_process_fn_grad(operator(*args, **kwargs))
+    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
+    inputs = (tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad)
+    return [tensor.grad for tensor in inputs if tensor.grad is not None]
+
+
+# ---- checks
+
+
+def check_peak(operator: OpInfo, sample: SampleInput) -> Finding:
+    """Whether the call takes as many bytes with symbolic tensors as it takes for real, at the peak
+    and after each operator."""
+    try:
+        real = _trace(operator, sample, lambda tensor: tensor.detach())
+    except Exception as error:
+        return Finding("fails", _kind_of(error))
+    try:
+        with symbolic():
+            predicted = _trace(operator, sample, _symbolic_like)
+    except Exception as error:
+        return Finding("refused", _kind_of(error))
+    if real.peak_bytes != predicted.peak_bytes:
+        return Finding("different", f"peak: {_difference(real, predicted)}")
+    if _course(real) != _course(predicted):
+        return Finding("different", f"below the peak: {_difference(real, predicted)}")
+    return Finding("equal")
+
+
+def _course(trace: Trace) -> list[int]:
+    """Live bytes over time; moments at which nothing changes are left out, since PyTorch makes
+    some views of symbolic tensors by other operators."""
+    return [int(live) for live, _ in groupby(trace.live_bytes)]
+
+
+def _trace(operator: OpInfo, sample: SampleInput, leaf: Callable[[Tensor], Tensor]) -> Trace:
+    args, kwargs = inputs_of(sample, leaf)
+    with MemoryMeter() as meter:
+        run_sample(operator, sample, args, kwargs)
+    return meter.trace(events=False)
+
+
+def _symbolic_like(tensor: Tensor) -> Tensor:
+    """A symbolic tensor with the storage and the strides of a real one; whole numbers keep their
+    values."""
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return tensor.detach()
+    if tensor.layout is not torch.strided:
+        mode = torch._guards.detect_fake_mode()
+        return mode.from_tensor(tensor.detach())
+    elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+    whole = torch.empty(elements, dtype=tensor.dtype, device=tensor.device)
+    return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).detach()
+
+
+def _difference(real: Trace, predicted: Trace) -> str:
+    """The first operator after which the two traces differ."""
+    for (operator, phase), (other, _), *live in zip(
+        real.operators, predicted.operators, real.live_bytes, predicted.live_bytes, strict=False
+    ):
+        if operator is not other:
+            return f"{operator} for real, {other} with symbolic tensors"
+        if live[0] != live[1]:
+            return f"{operator} ({phase})"
+    return f"{len(real)} operators for real, {len(predicted)} with symbolic tensors"
+
+
+def _kind_of(error: Exception) -> str:
+    """An error's type and its first line, without the numbers that differ between samples."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {re.sub(r'[0-9]+', 'N', line)[:110]}"
+
+
+CHECKS: dict[str, Check] = {"peak": check_peak}
+
+
+# ---- the sweep
+
+
+def findings(
+    check: Check,
+    dtype: torch.dtype,
+    most: int | None = None,
+    names: tuple[str, ...] = (),
+    layout: Callable[[Tensor], Tensor] = as_given,
+) -> Iterator[tuple[str, int, Finding]]:
+    """(operator, number of the sample, finding) of each sample.
+
+    Args:
+        check: one of `CHECKS`.
+        dtype: of the samples.
+        most: samples of each operator; all if left out.
+        names: parts of operators' names; all operators if left out.
+        layout: of the samples' tensors, one of `LAYOUTS`.
+    """
+    for operator in op_db:
+        name = operator.name + (
+            f".{operator.variant_test_name}" if operator.variant_test_name else ""
+        )
+        if names and not any(part in name for part in names):
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is deprecated, or experimental
+            for number, sample in enumerate(samples_of(operator, dtype, most, layout)):
+                yield name, number, check(operator, sample)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", choices=CHECKS, default="peak")
+    parser.add_argument("--dtype", action="append", help="such as float32; twice for two")
+    parser.add_argument("--layout", choices=LAYOUTS, default="as_given", help="of the tensors")
+    parser.add_argument("--most", type=int, help="samples of each operator")
+    parser.add_argument("--names", default="", help="parts of operators' names, with commas")
+    parser.add_argument("--verbose", action="store_true", help="list all that is not equal")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    names = tuple(filter(None, given.names.split(",")))
+    dtypes = [getattr(torch, name) for name in given.dtype or ()] or DTYPES
+    for dtype in dtypes:
+        totals: Counter[str] = Counter()
+        reasons: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        for name, number, finding in findings(
+            CHECKS[given.check], dtype, given.most, names, LAYOUTS[given.layout]
+        ):
+            totals[finding.verdict] += 1
+            if finding.verdict != "equal":
+                reasons[finding.verdict, finding.reason][name] += 1
+                if given.verbose:
+                    print(f"{dtype} {name} [{number}] {finding.verdict}: {finding.reason}")
+        print(f"\n{dtype}: " + ", ".join(f"{totals[each]:,} {each}" for each in VERDICTS))
+        for verdict in VERDICTS[1:]:
+            found = {key: names for key, names in reasons.items() if key[0] == verdict}
+            operators = {name for names in found.values() for name in names}
+            print(f"{verdict}: {totals[verdict]:,} samples of {len(operators)} operators")
+            for (_, reason), names_of in sorted(found.items(), key=lambda row: -row[1].total()):
+                shown = ", ".join(f"{name} {count}" for name, count in names_of.most_common())
+                print(f"  {names_of.total():5,}  {reason}\n         {shown}")
+
+
+if __name__ == "__main__":
+    main()
