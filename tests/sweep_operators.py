@@ -179,8 +179,7 @@ def _symbolic_like(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point() and not tensor.is_complex():
         return tensor.detach()
     if tensor.layout is not torch.strided:
-        mode = torch._guards.detect_fake_mode()
-        return mode.from_tensor(tensor.detach())
+        raise NotImplementedError(f"no symbolic tensor is made of one with layout {tensor.layout}")
     elements = tensor.untyped_storage().nbytes() // tensor.itemsize
     whole = torch.empty(elements, dtype=tensor.dtype, device=tensor.device)
     return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).detach()
