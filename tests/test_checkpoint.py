@@ -1666,6 +1666,63 @@ def test_without_gradients_blocks_are_run_as_they_are_with_caches_filled_once():
     assert torch.equal(out.loss, model(torch.arange(40)).loss)
 
 
+def linears(bias):
+    blocks = (nn.Sequential(nn.Linear(6, 6, bias=bias), nn.Tanh()) for _ in range(3))
+    return nn.Sequential(*blocks)
+
+
+@pytest.mark.parametrize(
+    ("bias", "policy", "kept"),
+    [
+        (True, [aten.addmm.default], True),
+        (False, [aten.mm.default], True),
+        (False, [aten.addmm.default, aten.mm.default], True),
+        (False, [aten.addmm.default], False),
+        (True, [aten.mm.default], False),
+        (False, [], True),  # nothing is kept on purpose
+    ],
+)
+def test_a_list_that_meets_none_of_its_operators_warns_once(bias, policy, kept):
+    model, x = linears(bias), torch.randn(4, 6)
+    with (
+        warnings.catch_warnings(record=True) as heard,
+        checkpoint_blocks(model, "*", policy=policy),
+    ):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(x).sum().backward()
+    found = [f"{each.message}" for each in heard if "policy" in f"{each.message}"]
+    ran = "torch.ops.aten.addmm.default" if bias else "torch.ops.aten.mm.default"
+    assert len(found) == (0 if kept else 1)
+    assert kept or f"that were run: {ran}." in found[0]
+
+
+def test_a_list_may_name_operators_of_some_blocks_only():
+    model, x = nn.Sequential(*linears(True)[:2], nn.Tanh(), nn.Softmax(-1)), torch.randn(4, 6)
+    with (
+        warnings.catch_warnings(),
+        checkpoint_blocks(model, "*", policy=[aten._softmax.default]),
+    ):
+        warnings.simplefilter("error")
+        model(x).square().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_compile_traces_torchs_checkpoint_and_breaks_its_graph_at_the_librarys():
+    """Lesson 02 says in which case one of the two cannot stand for the other."""
+    x, broken = torch.randn(2, 6, requires_grad=True), {}
+    for module in (reference, ours):
+        block = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        run = lambda x, block=block, module=module: module.checkpoint(  # noqa: E731
+            block, x * 2, use_reentrant=False
+        ).sin()
+        torch._dynamo.reset()
+        explained = torch._dynamo.explain(run)(x)
+        broken[module] = explained.graph_break_count
+    torch._dynamo.reset()
+    assert broken[reference] == 0 and broken[ours] > 0
+
+
 @pytest.mark.parametrize(
     "copied",
     [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],

@@ -2,12 +2,15 @@
 run takes."""
 
 import re
+import warnings
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointError
+from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.budget import InfeasibleBudget, Recipe, build, estimate, fit, run, train_step
 from course_lib.budget.extrapolate import Composing
@@ -356,6 +359,66 @@ def test_a_search_puts_flash_into_a_model_that_keeps_its_scores():
     assert all(
         e.peak_bytes == run(make_model, make_batch, e.recipe).meter.peak_bytes for e in found
     )
+
+
+def llama():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
+
+
+def flops_and_warnings(model):
+    with (
+        warnings.catch_warnings(record=True) as heard,
+        FlopCounterMode(display=False) as counter,
+    ):
+        warnings.simplefilter("always")
+        model(**text(), use_cache=False).loss.backward()
+    return counter.get_total_flops(), [f"{each.message}" for each in heard]
+
+
+def test_linears_of_a_llama_call_mm_so_that_a_list_of_addmm_keeps_nothing_and_says_so():
+    plain, _ = flops_and_warnings(llama())
+    found = {}
+    for policy in (None, "addmm", "mm"):
+        model = llama()
+        operators = policy and [getattr(torch.ops.aten, policy).default]
+        checkpoint_blocks(model, "model.layers.*", policy=operators)
+        flops, heard = flops_and_warnings(model)
+        found[policy] = flops / plain, any("policy keeps" in each for each in heard)
+    assert found["addmm"] == (found[None][0], True) and found[None][0] > 1.1
+    assert found["mm"] == (1.0, False)
+
+
+def test_the_names_that_lesson_02_gives_for_checkpoints_are_current():
+    """The older name warns, and both give the gradients of the plain model."""
+    gradients, heard = {}, {}
+    for name in (None, "gradient_checkpointing_enable", "activation_checkpointing_enable"):
+        model = llama().train()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if name is not None:
+                getattr(model, name)()
+        heard[name] = [each.category for each in caught]
+        torch.manual_seed(1)
+        model(**text(), use_cache=False).loss.backward()
+        gradients[name] = [parameter.grad for parameter in model.parameters()]
+    assert FutureWarning in heard["gradient_checkpointing_enable"]
+    assert heard["activation_checkpointing_enable"] == []
+    for found in gradients.values():
+        assert all(map(torch.equal, gradients[None], found))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_cache_that_a_decoder_fills_twice_is_an_error_and_none_is_none(cached):
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)).train()
+    checkpoint_blocks(model, ["encoder.block.*", "decoder.block.*"])
+    loss = model(**text(), use_cache=cached).loss
+    if cached:
+        with pytest.raises(CheckpointError):
+            loss.backward()
+    else:
+        loss.backward()
 
 
 @pytest.mark.filterwarnings("ignore:.*checkpointing_enable:FutureWarning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -11,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
+from torch.utils.flop_counter import flop_registry
 
 from .._check import kind, shown, whole
 from .nonreentrant import checkpoint
@@ -47,7 +49,10 @@ def checkpoint_blocks(
             several lists. At the peak, when backward starts, the last block is there in full
             anyway.
         policy: None forgets everything; a list of operators, or a policy as for
-            `create_selective_checkpoint_contexts`, says what to keep.
+            `create_selective_checkpoint_contexts`, says what to keep. `nn.Linear` calls
+            `torch.ops.aten.addmm.default` with a bias and `torch.ops.aten.mm.default` without one.
+            If no block has run any of the listed operators when the first block is computed again,
+            a warning names the matrix products that the blocks did run.
         preserve_rng_state: keep the states of random generators too, for blocks that draw numbers.
 
     Returns:
@@ -72,16 +77,12 @@ def checkpoint_blocks(
     kind("model", model, nn.Module, "an nn.Module")
     every = whole("every", every, 1)
     first = None if first is None else whole("first", first, 1)
-    context_fn = noop_context_fn
     if policy is not None:
-        context_fn = partial(create_selective_checkpoint_contexts, policy)
-        context_fn()  # says what is wrong with a policy
+        create_selective_checkpoint_contexts(policy)  # raises if the policy is wrong
     names = names_of(model, blocks)[:first][every - 1 :: every]
     if not names:
         raise ValueError(f"every is {every}; it takes the number of blocks or less")
-    return CheckpointedBlocks(
-        model, names, {"context_fn": context_fn, "preserve_rng_state": preserve_rng_state}
-    )
+    return CheckpointedBlocks(model, names, policy, preserve_rng_state)
 
 
 # ---- a forward of its own
@@ -123,9 +124,20 @@ class BlocksInPlace:
 class CheckpointedBlocks(BlocksInPlace):
     """Result of `checkpoint_blocks`."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], options: dict[str, Any]):
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        policy: Callable | list | None,
+        preserve_rng_state: bool,
+    ):
         super().__init__(model, names)
-        self._options = options
+        # A list is watched; a policy that is a function may keep nothing on purpose.
+        self._listed = _ListedOperators(policy) if isinstance(policy, list) else None
+        context_fn = noop_context_fn
+        if policy is not None:
+            context_fn = partial(create_selective_checkpoint_contexts, self._listed or policy)
+        self._options = {"context_fn": context_fn, "preserve_rng_state": preserve_rng_state}
         self._called = False
 
     def check(self) -> None:
@@ -143,12 +155,52 @@ class CheckpointedBlocks(BlocksInPlace):
 
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         self._called |= torch.is_grad_enabled()
+        again = False
 
         @wraps(forward)  # its name, for errors
         def run(args, kwargs):  # as they are: no name of the block's is taken for an option
+            nonlocal again
+            if again and self._listed is not None:
+                self._listed.warn_if_none_was_met(self.names)
+            again = True
             return forward(*args, **kwargs)
 
         return checkpoint(run, args, kwargs, use_reentrant=False, **self._options)
+
+
+class _ListedOperators:
+    """Policy that keeps what the listed operators return, and notices if it never meets one.
+
+    Without the notice a list that names another operator than the model calls, such as `addmm`
+    where the Linears have no bias, costs a full recomputation and looks like a working policy.
+    """
+
+    def __init__(self, operators: list):
+        self._operators = frozenset(operators)
+        self._met = not operators  # an empty list keeps nothing on purpose
+        self._products: dict[str, None] = {}  # names of matrix products, in the order they ran
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
+        listed = operator in self._operators
+        self._met |= listed
+        if getattr(operator, "overloadpacket", None) in flop_registry:
+            self._products[f"torch.ops.{operator}"] = None
+        return listed
+
+    def warn_if_none_was_met(self, names: Sequence[str]) -> None:
+        """Warn once, where a block is computed again, if no block has run a listed operator."""
+        if self._met:
+            return
+        self._met = True  # one warning is enough
+        listed = ", ".join(sorted(f"torch.ops.{operator}" for operator in self._operators))
+        blocks = " to ".join(dict.fromkeys((names[0], names[-1])))
+        said = (
+            f"policy keeps {listed}, but {blocks} ran no such operator, so everything is computed"
+            " again."
+        )
+        if self._products:
+            said += f" Matrix products that were run: {', '.join(self._products)}."
+        warnings.warn(said, stacklevel=2)
 
 
 class _Forward:
