@@ -325,7 +325,20 @@ def test_a_recipe_for_two_ranks_is_estimated_to_the_byte_as_it_was_measured(two,
     assert (found.peak_bytes, found.flops, found.sent_bytes) == (
         taken["peak_bytes"], taken["flops"], taken["sent_bytes"]
     )  # fmt: skip
-    assert found.at_peak["optimizer"] == taken["at_peak"]["optimizer"]
+    at_peak = dict(taken["at_peak"])
+    at_peak["parameter"] += at_peak.pop("gathered")
+    assert found.at_peak == at_peak
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+def test_buckets_are_gradients_in_a_prediction_and_in_any_step(one_process, task, mode, steps):
+    taken = train(task, mode, steps).taken[0]
+    # all of them: the peak is before the first gradient is computed
+    assert taken.at_peak["gradient"] == 4 * shapes_of(task.make_model()).numbers
+    dist.destroy_process_group()
+    assert taken == at(task, mode, ranks=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def test_the_parameters_gathered_at_the_peak_are_told_apart(two, task):

@@ -4,20 +4,21 @@ at the collectives."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib._torch import tensors_in
 from course_lib.memory import MemoryMeter
 from course_lib.memory.meter import UnguardedMeter
+from course_lib.memory.storages import storages_of
 
-from .formulas import STATE
+from .formulas import REPLICATED, STATE
 from .modes import Trainer
 
 LET_GO = 0.002  # seconds
@@ -107,6 +108,20 @@ class _Meter(UnguardedMeter):
         self.sent_bytes += _sent_by(func, args)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def note_buckets(self, gradients: Iterable[Tensor]) -> None:
+        """Count the storages of these gradients as gradients from their birth on.
+
+        DDP makes its buckets before backward writes into them. By what operators do with it, such a
+        storage would look like an activation until then: it is made in the forward pass, and used
+        in backward.
+        """
+        with self._ledger.lock:
+            for gradient in gradients:
+                for storage in storages_of(gradient):
+                    record = self._ledger.find(storage)
+                    if record is not None:
+                        record.role, record.since = "gradient", record.born
+
 
 class Watch:
     """One meter from before a model is sharded, since what DDP and FSDP keep of their own must be
@@ -144,6 +159,8 @@ class Watch:
 
         def keep(*_) -> None:
             gradients.update({p: p.grad for p in trainer.model.parameters() if p.grad is not None})
+            if trainer.mode in REPLICATED:
+                self.meter.note_buckets(gradients.values())
 
         hook = trainer.optimizer.register_step_pre_hook(keep)
         began, sent, flops = self.meter.moments, self.meter.sent_bytes, self.meter.flops
