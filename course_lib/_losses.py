@@ -106,8 +106,18 @@ def has_method(model: nn.Module, name: str) -> bool:
 
 
 def wrapped_in(model: nn.Module) -> nn.Module:
-    """The model itself, in place of what `torch.compile` makes of it."""
-    return getattr(model, "_orig_mod", model)
+    """The model itself, inside what `torch.compile` or peft has put around it.
+
+    A model with adapters of peft is known by its attribute `peft_config` and by its method
+    `get_base_model`. Its own class tells the task only where a `task_type` was given.
+    """
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            inner = model.get_base_model()
+        if not isinstance(inner, nn.Module) or inner is model:
+            return model
+        model = inner
 
 
 # ---- Hugging Face models

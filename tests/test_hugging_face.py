@@ -554,6 +554,61 @@ def test_a_compiled_model_has_the_loss_of_the_one_inside(recipe):
     assert step.loss == pytest.approx(model(**batch).loss.item(), rel=1e-5)
 
 
+class Adapted(torch.nn.Module):
+    """What peft's `PeftModel` without a `task_type` is to the library: a class whose name says
+    nothing of the loss, with a configuration, around a model that has the loss."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.peft_config, self.config = base, {}, base.config
+
+    def get_base_model(self):
+        return self.base
+
+    def forward(self, *args, **kwargs):
+        return self.base(*args, **kwargs)
+
+
+def with_lora(make, task_type=None):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], task_type=task_type, init_lora_weights=False
+    )
+    return lambda: peft.get_peft_model(make(), config)
+
+
+LLAMA = made("Llama:LlamaForCausalLM", **SHARED)
+ADAPTED = {
+    "wrapper": lambda: lambda: Adapted(LLAMA()),
+    "wrapper, compiled": lambda: lambda: torch.compile(Adapted(LLAMA()), backend="eager"),
+    "peft without a task": lambda: with_lora(LLAMA),
+    "peft with a task": lambda: with_lora(LLAMA, "CAUSAL_LM"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo")
+@pytest.mark.parametrize("name", ADAPTED)
+def test_a_model_with_adapters_is_weighed_by_the_labels_of_its_base(name):
+    make = ADAPTED[name]()
+    recipe = Recipe(optimizer="sgd", micro_batches=2)
+    torch.manual_seed(0)
+    batch = text()
+    batch["labels"][:2, :12] = IGNORED  # the micro-batches have different numbers of labels
+    model, optimizer = build(make, recipe, lr=1.0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model(**batch).loss.backward()  # the whole batch at once
+    expected = [(p - p.grad).detach() for p in trained]
+    model.zero_grad()
+    result = train_step(model, optimizer, batch, recipe)
+    assert result.weight == (batch["labels"][:, 1:] != IGNORED).sum()
+    torch.testing.assert_close(trained, expected, check_layout=False)
+
+
+def test_peft_estimates_of_micro_batches_are_what_the_run_takes_to_the_byte():
+    guess, real = both(with_lora(LLAMA), text, Recipe(micro_batches=2))
+    assert guess == real
+
+
 OWN_ATTENTION = {
     "BLOOM": made("Bloom:BloomForCausalLM", vocab_size=WORDS, hidden_size=32, n_layer=1, n_head=2),
     "XLNet": made(
