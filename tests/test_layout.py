@@ -247,29 +247,3 @@ def test_no_file_is_named_by_a_participle():
     names = {path.stem for path in LIBRARY.rglob("*.py")}
     found = {name for name in names if name.endswith(("ed", "ing")) or name in PARTICIPLES}
     assert found == NO_PARTICIPLES
-
-
-# What a thing is stands first: a noun, or a verb. "Whether" begins what is true or false.
-NO_FIRST_WORDS = {
-    *("What", "Which", "Who", "Whose", "Why", "How", "When", "Where", "If", "As", "That"),
-    *("It", "Its", "They", "This", "These", "Those", "There", "Of", "By", "With", "From", "For"),
-    *("To", "In", "Into", "On", "Inside", "Around", "Above", "Beside", "After", "Until", "So"),
-    *("Instead", "Given", "Told", "Only"),
-}
-
-
-def first_words() -> list[tuple[str, str]]:
-    """Each docstring's place and first word."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [
-        (f"{name}:{getattr(node, 'name', '')}", docstring.split()[0].strip("`\",.:;'"))
-        for name, tree in modules().items()
-        for node in ast.walk(tree)
-        if isinstance(node, kinds) and (docstring := ast.get_docstring(node))
-    ]
-
-
-def test_a_docstring_begins_with_a_noun_or_a_verb_that_says_what_the_thing_is():
-    words = first_words()
-    assert len(words) > 1000
-    assert not [each for each in words if each[1] in NO_FIRST_WORDS]

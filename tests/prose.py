@@ -1,0 +1,404 @@
+"""Count hard constructions in the prose, per rule and folder, against a table that may only fall.
+
+    python tests/prose.py                       # compare the counts with tests/prose_counts.csv
+    python tests/prose.py course_lib/budget     # list the hits in a folder or file
+    python tests/prose.py --write               # lower the table where counts have fallen
+
+The rules know patterns, not meaning: a hit is a place to look at, and a text without hits may still
+be hard to read. English is searched in docstrings, comments, messages of errors and warnings, the
+help of commands, lessons, slides, Markdown files and the keys of `zh.toml`. In Chinese, colons and
+semicolons are counted in lessons, slides, Markdown files and the values of `zh.toml`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "tests/prose_counts.csv"
+# Wrong answers and mutants are learners' code, and these two files show what the rules find.
+EXCLUDED = ("tests/answers", "tests/prose.py", "tests/test_prose.py")
+HAN = re.compile("[\u3400-\u9fff]")
+
+
+# The rules
+# ----------------------------------------------------------------------------------------------
+
+UNIT = (
+    r"\b(?:bytes?|numbers?|elements?|seconds?|MB|GB|FLOPs?|products?|rows?|lines?|deck|pages?|table"
+    r"|masks?|copy|copies|state|checkpoint|process|dict|one|two|three|\d[\d.,]*)"
+)
+EACH = (
+    r"an? (?:parameter|row|token|layer|second|number|element|rank|byte|block|sample|tile|lesson"
+    r"|head|device|stage|mode|weight|sequence|query|piece|stream|group|operator|technique|language"
+    r"|step|walk)\b"
+)
+AUXILIARY = r"(?:is|are|was|were|do|does|did|will|would|can|could|should|must|has|have|if|about)\b"
+START = r"(?:\A\s*(?:[-*] )?|[.;:!?]\s+|\n\s*\n\s*|\n\s*[-*|] )"
+
+PATTERNS = {
+    "subject without a noun (What ..., Who ...)": (
+        START + r"(?:What|Who|Whoever|Whatever) (?!" + AUXILIARY + r")[a-z][^?.:;]{0,200}[.:;]"
+    ),
+    "'a X' for 'per X'": UNIT + " " + EACH,
+    "'is no N'": (
+        r"(?<!\b[Tt]here\s)\b(?:is|are|was|were) no (?!longer|more|less|fewer|such|larger|smaller"
+        r"|other|reason|need|way|doubt|point|saving)[a-z]+\b(?! (?:is|are|was|were|left|of)\b)"
+    ),
+    "bare 'there'": (
+        r"\b(?:is|are|was|were|be) there\b(?=[,.;:)]| (?:already|anyway|too|yet|before|at|when"
+        r"|until|from|beside|in|all))"
+    ),
+    "'but for'": r"\bbut for\b|\bnothing beside\b",
+    "'so many', 'as much' without as": (
+        r"\b(?:so many|so much|so few|so little|as many|as much)\b(?!(?: \S+){0,6} (?:as|that)\b)"
+    ),
+    "nobody, somebody": r"\b(?:nobody|somebody|whoever)\b",
+    "'it takes', 'comes with'": r"; it takes\b|--\S+ comes with --",
+    "'as it is'": (
+        r"\bas (?:it|they) (?:is|are|was|were)(?=[,.;:)]|\Z| (?:in|on|before|when|where|and)\b)"
+    ),
+    "old words": r"\b(?:anew|lest|dearer|dearest|mended?)\b|\bin place of\b|\bbeside\b",
+    "'Of ...' in front": (
+        START + r"(?:Of|Exact|Told|Wrong) (?!course\b)[a-z`][^.:;]{0,80}?\b(?:is|are|was|were|has"
+        r"|have|runs?)\b"
+    ),
+    "'stands in'": r"\b(?:stands?|stood) (?:there|beside|above|below|at|under|in (?!for))\b",
+    "told, said, known": r"\b(?:is|are|be) (?:told|said|known (?:to|for|of|here|by))\b",
+    "'of which', 'in whose'": (
+        r"(?<!,\s)(?<!(?:each|some|most|both|none)\s)(?<!(?:one|all|any)\s)\bof which\b"
+        r"|\b(?:of whom|in whose|whose are|from so many)\b"
+    ),
+    "nickname": r"\b(?:pieces?|levers?|tier below|state below|the turn)\b",
+}
+# A space in a pattern is any white space, since a phrase may go over two lines.
+RULES = {name: re.compile(pattern.replace(" ", r"\s+")) for name, pattern in PATTERNS.items()}
+# "It is left as it is" and "as long as it is" are plain English.
+PLAIN_BEFORE = {
+    "'as it is'": re.compile(
+        r"\b(?:leav|left|stay|keep|kept|remain|far|long|soon|much)\w*(?:\s+\S+){0,4}\s+\Z",
+        re.IGNORECASE,
+    )
+}
+ENTRY = "entry begins with a preposition"
+SECTION = re.compile(r"(Args|Attributes|Returns|Yields):$")
+STRANDED = r"(?:of|for|by|at|as|to|in)\b"
+STRANDED_ENTRY = re.compile(r"    [\w*`, ]+: " + STRANDED)
+STRANDED_RESULT = re.compile(r"    (?:[\w\[\], ]+: )?" + STRANDED)
+MARKS = {"colons per 100 Chinese characters": "：", "semicolons per 100 Chinese characters": "；"}
+# A rate at or below its goal may move freely.
+GOALS = dict(zip(MARKS, (0.6, 0.4), strict=True))
+
+
+class Hit(NamedTuple):
+    """A place that a rule finds."""
+
+    path: str
+    line: int
+    rule: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line} {self.rule}: {self.text!r}"
+
+
+def hits(path: str, line: int, text: str) -> Iterator[Hit]:
+    """What the rules find in one English text that begins in this line of a file."""
+    for rule, pattern in RULES.items():
+        plain = PLAIN_BEFORE.get(rule)
+        for match in pattern.finditer(text):
+            if plain and plain.search(text[: match.start()]):
+                continue
+            found = " ".join(match[0].split())
+            start = match.end() - len(match[0].lstrip(" .;:!?\n"))
+            yield Hit(path, line + text.count("\n", 0, start), rule, found[:80])
+    yield from (Hit(path, line + n, ENTRY, words) for n, words in stranded(text))
+
+
+def stranded(docstring: str) -> Iterator[tuple[int, str]]:
+    """Entries of Args and Attributes, and results, that begin with a preposition: "trace: of the
+    step"."""
+    pattern = None
+    for n, line in enumerate(docstring.split("\n")):
+        if line and not line.startswith(" "):
+            section = SECTION.match(line)
+            pattern = section and (
+                STRANDED_ENTRY if section[1] in ("Args", "Attributes") else STRANDED_RESULT
+            )
+        elif line and pattern:
+            if pattern.match(line):
+                yield n, line.strip()[:80]
+            if pattern is STRANDED_RESULT:  # its first line alone
+                pattern = None
+
+
+# The texts
+# ----------------------------------------------------------------------------------------------
+
+
+class Text(NamedTuple):
+    """A text in one language, and where it begins."""
+
+    folder: str
+    path: str
+    line: int
+    words: str
+
+
+def folder_of(path: str) -> str:
+    """The row of the table: a package of the library, `tests`, `notebooks`, or `docs`."""
+    *folders, _ = path.split("/")
+    if not folders or folders[0].startswith("."):
+        return "docs"
+    if folders[:3] == ["course_lib", "teaching", "editions"]:
+        return "course_lib/teaching/editions"
+    return "/".join(folders[: 2 if folders[0] in ("course_lib", "notebooks") else 1])
+
+
+def in_python(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of docstrings, messages, help of commands, and comments."""
+    messages = ("add_argument", "Parser", "ArgumentParser", "warn")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            if docstring := ast.get_docstring(node):
+                yield node.body[0].lineno, docstring
+        elif isinstance(node, ast.Raise) and node.exc:
+            yield from strings(node.exc)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in messages:
+            for each in (*node.args, *node.keywords):
+                yield from strings(each)
+    yield from comments(source)
+
+
+def strings(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """The strings below a node; an f-string is one of them, with {} for its values."""
+    if isinstance(node, ast.JoinedStr):
+        parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        yield node.lineno, "".join(map(str, parts))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.lineno, node.value
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from strings(child)
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Comments; those of adjacent lines are one text."""
+    first, lines = 0, []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        alone = token.line.lstrip().startswith("#")
+        if lines and not (alone and token.start[0] == first + len(lines)):
+            yield first, "\n".join(lines)
+            lines = []
+        first = first if lines else token.start[0]
+        lines.append(token.string.lstrip("#: "))
+    if lines:
+        yield first, "\n".join(lines)
+
+
+def in_markdown(source: str, first: int = 1) -> Iterator[tuple[int, str]]:
+    """(line, text) of paragraphs, items and cells of tables, each in one language; no code."""
+    source = re.sub(
+        r"^```.*?^```", lambda code: "\n" * code[0].count("\n"), source, flags=re.M | re.S
+    )
+    block: list[str] = []
+    for n, line in enumerate([*source.split("\n"), ""], first):
+        if line.startswith("|"):
+            yield from ((n, cell) for cell in re.split(r"\||<br>", line) if cell.strip())
+            line = ""
+        item = re.match(r"\s*(?:[-*]|\d+\.) ", line)
+        changed = block and bool(HAN.search(line)) != bool(HAN.search(block[-1]))
+        if block and (not line.strip() or item or changed):
+            yield n - len(block), "\n".join(block)
+            block = []
+        if line.strip():
+            block.append(re.sub(r"<br>$|^#+ ", "", line))
+
+
+def in_lesson(source: str) -> Iterator[tuple[str, int, str]]:
+    """(folder, line, text) of a lesson's script: its prose, slides and code."""
+    lines = source.split("\n")
+    code, cell_is_text = [], False
+    for n, line in enumerate(lines, 1):
+        if line.startswith("# %%"):
+            cell_is_text = "[markdown]" in line
+            if (at := line.find('slide={"')) >= 0:
+                slide, _ = json.JSONDecoder().raw_decode(line, at + len("slide="))
+                yield from (("slides", n, text) for text in slide.values())
+        code.append("" if cell_is_text or line.startswith("# %%") else line)
+    for div in re.finditer(r'^# <div lang="(?:en|zh)">\n(.*?)^# </div>', source, re.M | re.S):
+        first = source.count("\n", 0, div.start(1)) + 1
+        words = re.sub(r"^# ?", "", div[1], flags=re.M)
+        yield from (("notebooks/scripts", n, text) for n, text in in_markdown(words, first))
+    yield from (("notebooks/scripts", n, text) for n, text in in_python("\n".join(code)))
+
+
+def in_catalog(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of the labels: their English, which are keys, and their Chinese."""
+    lines = {line: n for n, line in reversed([*enumerate(source.split("\n"), 1)])}
+    at = {key: n for line, n in lines.items() if (key := line.partition('" = ')[0])}
+    for section in tomllib.loads(source).values():
+        for english, chinese in section.items() if isinstance(section, dict) else ():
+            line = at.get(json.dumps(english, ensure_ascii=False)[:-1], 1)
+            yield line, english
+            yield line, chinese
+
+
+def texts(path: str) -> Iterator[Text]:
+    """The texts of one file of the repository."""
+    source = (ROOT / path).read_text("utf-8")
+    if path.startswith("notebooks/scripts/"):
+        yield from (Text(folder, path, n, words) for folder, n, words in in_lesson(source))
+        return
+    if path.endswith("zh.toml"):
+        folder, found = "labels", in_catalog(source)
+    else:
+        folder = folder_of(path)
+        found = in_python(source) if path.endswith(".py") else in_markdown(source)
+    yield from (Text(folder, path, n, words) for n, words in found)
+
+
+def files() -> list[str]:
+    """The files with texts, tracked by git or new."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    patterns = ["*.py", "*.md", "course_lib/labels/zh.toml"]
+    done = subprocess.run(
+        [*command, *patterns], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = sorted(set(done.stdout.splitlines()))
+    return [each for each in found if not each.startswith(EXCLUDED) and (ROOT / each).exists()]
+
+
+# Counts, and the table of them
+# ----------------------------------------------------------------------------------------------
+
+Counts = dict[tuple[str, str], float]
+
+
+class Prose:
+    """All texts of the repository, what the rules find in them, and the counts.
+
+    Attributes:
+        hits: Folder and rule to the hits there.
+        counts: Folder and rule to the number of hits, or to the rate of a mark in Chinese.
+    """
+
+    def __init__(self, found: Iterator[Text] | None = None) -> None:
+        found = (text for path in files() for text in texts(path)) if found is None else found
+        self.hits: dict[tuple[str, str], list[Hit]] = defaultdict(list)
+        self.counts: Counts = {}
+        folders, characters = set(), Counter()
+        marks: Counter[tuple[str, str]] = Counter()
+        for text in found:
+            folders.add(text.folder)
+            if han := len(HAN.findall(text.words)):
+                characters[text.folder] += han
+                for rule, mark in MARKS.items():
+                    marks[text.folder, rule] += text.words.count(mark)
+                continue
+            for hit in hits(text.path, text.line, text.words):
+                self.hits[text.folder, hit.rule].append(hit)
+        for folder in sorted(folders):
+            for rule in (*RULES, ENTRY):
+                self.counts[folder, rule] = len(self.hits[folder, rule])
+            if characters[folder] >= 500:  # in fewer, a single mark is a rate
+                for rule in MARKS:
+                    rate = 100 * marks[folder, rule] / characters[folder]
+                    self.counts[folder, rule] = math.ceil(100 * rate) / 100
+
+    def problems(self, table: Counts) -> list[str]:
+        """What has more hits than the table allows, with all hits of the rule in that folder."""
+        found = []
+        for (folder, rule), count in self.counts.items():
+            allowed = max(table.get((folder, rule), 0), GOALS.get(rule, 0))
+            if count > allowed:
+                found.append(f"{folder}: {rule}: {count:g}, and the table allows {allowed:g}")
+                found += [f"  {hit}" for hit in sorted(self.hits.get((folder, rule), ()))]
+        return found
+
+
+def read() -> Counts:
+    """The stored table."""
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        return {(row["folder"], row["rule"]): float(row["count"]) for row in csv.DictReader(file)}
+
+
+def lowered(counts: Counts, table: Counts) -> Counts:
+    """The table with each number that has fallen.
+
+    A rule that the table does not know is added. A folder that it does not know is added if no
+    rule's total over all folders rises with it, as when a package moves.
+
+    Raises:
+        ValueError: a number of the table would rise.
+    """
+    rules, folders = {rule for _, rule in table}, {folder for folder, _ in table}
+
+    def total(of: Counts, rule: str) -> float:
+        return sum(count for (_, each), count in of.items() if each == rule)
+
+    new = {}
+    for (folder, rule), count in counts.items():
+        if rule not in rules:
+            allowed = count
+        elif folder in folders:
+            allowed = max(table.get((folder, rule), 0), GOALS.get(rule, 0))
+        else:
+            allowed = count if total(counts, rule) <= total(table, rule) else GOALS.get(rule, 0)
+        if count > allowed:
+            raise ValueError(f"{folder}: {rule} must not rise above {allowed:g}, got {count:g}")
+        new[folder, rule] = count
+    return new
+
+
+def write(counts: Counts) -> None:
+    """Store a table."""
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(("folder", "rule", "count"))
+        rows.writerows((folder, rule, f"{n:g}") for (folder, rule), n in sorted(counts.items()))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("paths", nargs="*", help="list the hits in these files and folders")
+    parser.add_argument("--write", action="store_true", help="lower the stored table")
+    given = parser.parse_args(arguments)
+    prose, table = Prose(), read()
+    if given.paths:
+        found = sorted(hit for each in prose.hits.values() for hit in each)
+        print("\n".join(str(hit) for hit in found if hit.path.startswith(tuple(given.paths))))
+        return 0
+    if given.write:
+        try:
+            write(lowered(prose.counts, table))
+        except ValueError as error:
+            print("\n".join([*prose.problems(table), str(error)]), file=sys.stderr)
+            return 1
+        return 0
+    problems = prose.problems(table)
+    totals: Counter[str] = Counter()
+    for (_, rule), count in prose.counts.items():
+        totals[rule] += 0 if rule in MARKS else int(count)
+    print("\n".join([*problems, *(f"{n:5} {rule}" for rule, n in totals.most_common())]))
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

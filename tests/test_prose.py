@@ -1,0 +1,260 @@
+"""Hard constructions in the prose: their number may only fall (`tests/prose.py`)."""
+
+import textwrap
+
+import prose
+import pytest
+from prose import ENTRY, MARKS, RULES, Prose, Text, hits, lowered
+
+COLONS, SEMICOLONS = MARKS
+
+
+@pytest.fixture(scope="module")
+def found():
+    return Prose()
+
+
+def test_no_folder_has_more_hits_than_the_stored_table_allows(found):
+    if problems := found.problems(prose.read()):
+        pytest.fail(
+            "A text that was added or changed has a construction that readers have to decode."
+            " Rewrite it in plain words (CONTRIBUTING.md, Prose). These are all hits of the rule"
+            " in that folder, old ones included:\n" + "\n".join(problems),
+            pytrace=False,
+        )
+
+
+def test_every_kind_of_text_is_read(found):
+    folders = {folder for folder, _ in found.counts}
+    assert {"docs", "notebooks", "notebooks/scripts", "slides", "labels", "tests"} <= folders
+    assert {"course_lib", "course_lib/budget", "course_lib/teaching/editions"} <= folders
+    chinese = {folder for folder, rule in found.counts if rule == COLONS}
+    assert {"notebooks/scripts", "slides", "labels", "docs", "notebooks"} <= chinese
+
+
+# The rules
+# ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "hit", "plain"),
+    [
+        (
+            "subject without a noun (What ..., Who ...)",
+            "A step runs. What adds to these is tried.",
+            "What adds to these? What is left is small.",
+        ),
+        ("'a X' for 'per X'", "16 bytes a\n    parameter", "16 bytes per parameter, a row"),
+        ("'is no N'", "A copy is no step.", "There is no gradient, and it is no longer used."),
+        ("bare 'there'", "The weights are there, too.", "There are weights."),
+        ("'but for'", "equal but for rounding", "equal except for rounding"),
+        (
+            "'so many', 'as much' without as",
+            "It takes so many, or fewer.",
+            "It has as many rows in each block as the first one.",
+        ),
+        ("nobody, somebody", "where nobody says otherwise", "by default"),
+        ("'it takes', 'comes with'", "k is 2; it takes 1", "k must be 1, got 2; takes time"),
+        (
+            "'as it is'",
+            "a Python that has torch as it is.",
+            "Leave the lines as they are. It is used as long as it is in memory.",
+        ),
+        ("old words", "a table beside the picture", "besides, a table next to the picture"),
+        ("'Of ...' in front", "Of equal stages one is run.", "Of course, one of them is run."),
+        ("'stands in'", "It stands in the books.", "It stands in for the others."),
+        ("told, said, known", "They are told by storage.", "The shape is known."),
+        (
+            "'of which', 'in whose'",
+            "a device of which the order is checked",
+            "three blocks, each of which is checked",
+        ),
+        ("nickname", "pieces of a batch", "micro-batches of a batch"),
+    ],
+)
+def test_a_rule_finds_the_construction_and_leaves_plain_words_alone(rule, hit, plain):
+    assert [each.rule for each in hits("a.py", 1, hit)] == [rule]
+    assert [each for each in hits("a.py", 1, plain) if each.rule == rule] == []
+
+
+def test_every_rule_has_an_example():
+    test = test_a_rule_finds_the_construction_and_leaves_plain_words_alone
+    assert {case[0] for case in test.pytestmark[0].args[1]} == set(RULES)
+
+
+def test_entries_that_begin_with_a_preposition_are_found_in_their_lines():
+    docstring = textwrap.dedent(
+        """\
+        Sum.
+
+        Args:
+            workspace: of cuBLAS
+            tensors, bytes: as for `fit`.
+            lr: the optimizer's learning rate,
+                to: a continued line
+            to: destination of the copy
+
+        Returns:
+            of each moment, the bytes
+            of a second line
+
+        Raises:
+            ValueError: of any kind.
+        """
+    )
+    lines = [hit.line for hit in hits("a.py", 10, docstring) if hit.rule == ENTRY]
+    assert lines == [13, 14, 20]
+
+
+# The texts
+# ----------------------------------------------------------------------------------------------
+
+PYTHON = '''\
+"""Module."""
+import argparse
+
+LEVER = "lever in a plain string"
+
+
+def f(x):
+    """Function."""
+    if x:  # trailing
+        raise ValueError(f"x is {x}; it takes 1")
+    # two
+    # lines
+    parser.add_argument("--x", help="help of x")
+
+
+class C:
+    """Class."""
+'''
+
+
+def test_texts_of_python_are_docstrings_messages_help_and_comments():
+    assert sorted(prose.in_python(PYTHON)) == [
+        (1, "Module."),
+        (8, "Function."),
+        (9, "trailing"),
+        (10, "x is {}; it takes 1"),
+        (11, "two\nlines"),
+        (13, "--x"),
+        (13, "help of x"),
+        (17, "Class."),
+    ]
+
+
+LESSON = """\
+# %% [markdown] slide={"en": "A \\"slide\\"", "zh": "一页"} minutes=2
+# ## 1.1 Title / 标题
+#
+# <div lang="en">
+#
+# A sentence
+# in two lines.
+#
+# </div>
+# <div lang="zh">
+#
+# 一句话。
+#
+# </div>
+
+# %% minutes=6
+x = 1  # a comment
+"""
+
+
+def test_texts_of_a_lesson_are_slides_prose_and_comments():
+    assert list(prose.in_lesson(LESSON)) == [
+        ("slides", 1, 'A "slide"'),
+        ("slides", 1, "一页"),
+        ("notebooks/scripts", 6, "A sentence\nin two lines."),
+        ("notebooks/scripts", 12, "一句话。"),
+        ("notebooks/scripts", 17, "a comment"),
+    ]
+
+
+def test_texts_of_markdown_are_in_one_language_and_without_code():
+    source = "# Title\n\n```\ncode\n```\n- item\n  goes on<br>\n  一项\n\n| a<br>甲 | b |\n"
+    assert list(prose.in_markdown(source)) == [
+        (1, "Title"),
+        (6, "- item\n  goes on"),
+        (8, "  一项"),
+        (10, " a"),
+        (10, "甲 "),
+        (10, " b "),
+    ]
+
+
+def test_texts_of_the_catalog_are_its_keys_and_values():
+    source = 'same = [\n"GB"]\n[library]\n"a" = "甲"\n"a \\"b\\"" = "乙"\n'
+    assert list(prose.in_catalog(source)) == [(4, "a"), (4, "甲"), (5, 'a "b"'), (5, "乙")]
+
+
+# The table
+# ----------------------------------------------------------------------------------------------
+
+
+def counted(*words, folder="course_lib/memory"):
+    return Prose(Text(folder, f"{folder}/a.py", n, each) for n, each in enumerate(words, 1))
+
+
+def test_a_count_that_rises_is_reported_with_every_hit_and_one_that_falls_is_not():
+    two = counted("Plain.", "One lever.", "Two levers.")
+    assert two.problems(two.counts) == []
+    assert counted("One lever.").problems(two.counts) == []
+    three = counted("Plain.", "One lever.", "Two levers.", "A piece.")
+    assert three.problems(two.counts) == [
+        "course_lib/memory: nickname: 3, and the table allows 2",
+        "  course_lib/memory/a.py:2 nickname: 'lever'",
+        "  course_lib/memory/a.py:3 nickname: 'levers'",
+        "  course_lib/memory/a.py:4 nickname: 'piece'",
+    ]
+
+
+def test_colons_of_chinese_may_rise_to_the_goal_and_no_further_than_the_table():
+    def text(colons):
+        return counted("字" * 990 + "：" * colons)
+
+    assert text(10).counts["course_lib/memory", COLONS] == pytest.approx(1.02)
+    assert text(10).counts["course_lib/memory", SEMICOLONS] == 0
+    (problem,) = text(11).problems(text(10).counts)
+    assert "1.12, and the table allows 1.02" in problem
+    assert text(5).problems(text(1).counts) == []  # 0.51 of 0.6
+    assert len(text(7).problems(text(1).counts)) == 1
+    assert (("course_lib/memory", COLONS) in counted("字：" * 400).counts) is False
+
+
+def test_the_table_is_lowered_and_never_raised():
+    one, two = counted("One lever."), counted("One lever.", "Two levers.")
+    assert lowered(one.counts, two.counts) == one.counts
+    with pytest.raises(ValueError, match=r"memory: nickname must not rise above 1, got 2"):
+        lowered(two.counts, one.counts)
+
+
+def test_the_table_learns_new_rules_and_folders_that_have_moved():
+    two = counted("One lever.", "Two levers.")
+    before = {key: n for key, n in two.counts.items() if key[1] != "nickname"}
+    assert lowered(two.counts, before) == two.counts
+    moved = counted("One lever.", "Two levers.", folder="course_lib/symbolic")
+    assert lowered(moved.counts, two.counts) == moved.counts
+    more = counted("One lever.", "Two levers.", "Three levers.", folder="course_lib/symbolic")
+    with pytest.raises(ValueError, match="symbolic: nickname must not rise above 0, got 3"):
+        lowered(more.counts, two.counts)
+
+
+def test_the_command_lowers_the_stored_table_and_refuses_to_raise_it(tmp_path, monkeypatch, capsys):
+    one, two = counted("One lever."), counted("One lever.", "Two levers.")
+    monkeypatch.setattr(prose, "TABLE", tmp_path / "counts.csv")
+    prose.write(two.counts)
+    monkeypatch.setattr(prose, "Prose", lambda: one)
+    assert prose.main([]) == 0
+    assert prose.read() == two.counts, "compared, not written"
+    assert prose.main(["--write"]) == 0
+    assert prose.read() == one.counts
+    monkeypatch.setattr(prose, "Prose", lambda: two)
+    assert prose.main([]) == 1 and prose.main(["--write"]) == 1
+    assert prose.read() == one.counts
+    assert "a.py:2 nickname: 'levers'" in capsys.readouterr().err
+    assert prose.main(["course_lib/memory"]) == 0
+    assert capsys.readouterr().out.count("nickname") == 2
