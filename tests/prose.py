@@ -25,6 +25,7 @@ import tokenize
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -380,24 +381,35 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("paths", nargs="*", help="list the hits in these files and folders")
     parser.add_argument("--write", action="store_true", help="lower the stored table")
     given = parser.parse_args(arguments)
-    prose, table = Prose(), read()
     if given.paths:
-        found = sorted(hit for each in prose.hits.values() for hit in each)
-        print("\n".join(str(hit) for hit in found if hit.path.startswith(tuple(given.paths))))
+        chosen = tuple(given.paths)
+        found = Prose(text for path in files() if path.startswith(chosen) for text in texts(path))
+        print("\n".join([*map(str, sorted(chain(*found.hits.values()))), *summary(found)]))
         return 0
+    prose, table = Prose(), read()
+    problems = prose.problems(table)
     if given.write:
         try:
             write(lowered(prose.counts, table))
         except ValueError as error:
-            print("\n".join([*prose.problems(table), str(error)]), file=sys.stderr)
+            print("\n".join([*problems, str(error)]), file=sys.stderr)
             return 1
         return 0
-    problems = prose.problems(table)
-    totals: Counter[str] = Counter()
-    for (_, rule), count in prose.counts.items():
-        totals[rule] += 0 if rule in MARKS else int(count)
-    print("\n".join([*problems, *(f"{n:5} {rule}" for rule, n in totals.most_common())]))
+    print("\n".join([*problems, *summary(prose)]))
     return bool(problems)
+
+
+def summary(prose: Prose) -> list[str]:
+    """The hits of each rule, and the rates of the marks in each folder's Chinese."""
+    totals: Counter[str] = Counter()
+    for (_, rule), found in prose.hits.items():
+        totals[rule] += len(found)
+    rates = [
+        f"{rate:5g} {rule}, {folder}"
+        for (folder, rule), rate in prose.counts.items()
+        if rule in MARKS
+    ]
+    return [*(f"{n:5} {rule}" for rule, n in totals.most_common() if n), *rates]
 
 
 if __name__ == "__main__":

@@ -256,5 +256,16 @@ def test_the_command_lowers_the_stored_table_and_refuses_to_raise_it(tmp_path, m
     assert prose.main([]) == 1 and prose.main(["--write"]) == 1
     assert prose.read() == one.counts
     assert "a.py:2 nickname: 'levers'" in capsys.readouterr().err
-    assert prose.main(["course_lib/memory"]) == 0
-    assert capsys.readouterr().out.count("nickname") == 2
+
+
+def test_the_command_lists_the_hits_of_a_folder(monkeypatch, capsys):
+    monkeypatch.setattr(prose, "files", lambda: ["course_lib/a/b.py", "course_lib/c.py"])
+    words = ["One lever.", "字" * 99 + "：" + "字" * 500]
+    monkeypatch.setattr(prose, "texts", lambda path: [Text("f", path, 1, each) for each in words])
+    assert prose.main(["course_lib/a"]) == 0
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()] == [
+        "course_lib/a/b.py:1 nickname: 'lever'",
+        "1 nickname",
+        f"0.17 {COLONS}, f",
+        f"0 {SEMICOLONS}, f",
+    ]
