@@ -42,9 +42,12 @@ def test_a_check_accepts_right_answers(name):
 
 
 def in_numbers_of(kind, answer):
-    """The answer with each number in it, or that it returns, made one of the kind."""
+    """The answer with each number in it, or that it returns, made one of the kind; a number that is
+    not whole stays what it is where the kind would round it."""
     if isinstance(answer, int | float) and not isinstance(answer, bool):
-        return kind(answer) if math.isfinite(answer) else answer
+        if not math.isfinite(answer) or (kind is numpy.int64 and answer != int(answer)):
+            return answer
+        return kind(answer)
     if isinstance(answer, dict) and answer:  # an empty one may be filled later
         return {key: in_numbers_of(kind, value) for key, value in answer.items()}
     if callable(answer) and not isinstance(answer, type):

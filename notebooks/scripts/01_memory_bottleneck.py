@@ -192,7 +192,7 @@ predictions(rows, unit="bytes")
 #
 # Three tools do it. A `TorchDispatchMode` stands at the dispatcher, which every operator of PyTorch passes. `tree_leaves` takes lists, tuples and dictionaries apart. `weakref.finalize(object, function, argument)` calls `function(argument)` when the object dies. (`_cdata` is the storage's address, the same for every view; as long as the storage lives, PyTorch hands out the same object for it.)
 #
-# **Exercise 2.** Write the heart of it: between the operator's call and `return result`, count what is new, and see to it that it is taken off again. The check tries a view, an operator in place, one that writes to `out=`, and tensors that die: in each of them a meter that looks plausible goes wrong.
+# **Exercise 2.** Write the heart of it: between the operator's call and `return result`, count what is new, and see to it that it is taken off again. The check tries views, operators in place, `out=`, results that share a storage or do not fill it, and tensors that die: in each of them a meter that looks plausible goes wrong.
 #
 # </div>
 # <div lang="zh">
@@ -201,7 +201,7 @@ predictions(rows, unit="bytes")
 #
 # 这要用到三样工具：`TorchDispatchMode` 守在**分发器**（dispatcher）处，PyTorch 的每个算子都要经过那里；`tree_leaves` 把列表、元组和字典拆开；`weakref.finalize(object, function, argument)` 在对象被回收时调用 `function(argument)`。（`_cdata` 是存储区的地址，各个视图都一样；存储区还在，PyTorch 给出的就是同一个对象。）
 #
-# **练习 2。** 写出最关键的几行：在调用算子之后、`return result` 之前，数出新的存储区，并安排好在它释放时减掉。检查会试四种情形：视图、原地算子、写入 `out=` 的算子，以及会释放的张量。看起来没错的计量器，往往就错在其中一种上。
+# **练习 2。** 写出最关键的几行：在调用算子之后、`return result` 之前，数出新的存储区，并安排好在它释放时减掉。检查会试这些情形：视图、原地算子、写入 `out=` 的算子、几个结果共用一个存储区或没有占满存储区，以及会释放的张量。看起来没错的计量器，往往就错在其中一种上。
 #
 # </div>
 
@@ -238,6 +238,7 @@ if not lesson_01.check_meter.accepted:
             known = {storage._cdata for storage in storages((args, kwargs))}
             for storage in storages(result):
                 if storage._cdata not in known:
+                    known.add(storage._cdata)  # several results may share it
                     self.count(storage.nbytes())
                     weakref.finalize(storage, self.count, -storage.nbytes())
             return result

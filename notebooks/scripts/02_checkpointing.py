@@ -119,14 +119,14 @@ lesson_02.draw_order(heard)
 #
 # A `torch.autograd.Function` is a forward and a backward of your own. `MyCheckpoint.apply(block, x)` runs it; backward gets the output's gradient and returns one for each argument of `forward`. Five tools: `torch.no_grad()` (inside `forward` gradients are off already: it is there for the reader's eyes), `torch.enable_grad()`, `context.save_for_backward(x)` with `context.saved_tensors`, `x.detach().requires_grad_()`, and `torch.autograd.backward(output, gradient)`, which goes through a graph, from the gradient that has arrived, and leaves gradients in `.grad`.
 #
-# **Exercise 1.** Fill in the two functions: `forward` returns the block's output, without a graph; `backward` returns `None` for `block`, which has no gradient, and the gradient of `x`. The check runs a block whose activations are large, compares the gradients of its input and of its weight, counts the runs, and looks at the bytes that are live between forward and backward.
+# **Exercise 1.** Fill in the two functions: `forward` returns the block's output, without a graph; `backward` returns `None` for `block`, which has no gradient, and the gradient of `x`. The check runs a block whose activations are large, compares the gradients of its input and of its weight, counts the runs, and looks at the bytes that are live between forward and backward. Then it runs two blocks in a row, as a network does.
 #
 # </div>
 # <div lang="zh">
 #
 # 在 `torch.autograd.Function` 里，前向和反向都由你来写。用 `MyCheckpoint.apply(block, x)` 来运行；反向拿到输出的梯度，要为 `forward` 的每个输入（实参）各返回一个梯度。工具有五样：`torch.no_grad()`（在 Function 的 `forward` 里梯度本来就关着，写上只为读起来清楚）、`torch.enable_grad()`、`context.save_for_backward(x)` 和与之配对的 `context.saved_tensors`、`x.detach().requires_grad_()`，以及 `torch.autograd.backward(output, gradient)`，它从传来的梯度出发，沿计算图反向走一遍，把梯度放进 `.grad`。
 #
-# **练习 1。** 写出这两个函数：`forward` 返回块的输出，不建计算图；`backward` 为 `block` 返回 `None`（它没有梯度），并返回 `x` 的梯度。检查会运行一个激活值很大的块，比较它的输入和权重的梯度，数运行次数，并看前向与反向之间还有多少字节存活。
+# **练习 1。** 写出这两个函数：`forward` 返回块的输出，不建计算图；`backward` 为 `block` 返回 `None`（它没有梯度），并返回 `x` 的梯度。检查会运行一个激活值很大的块，比较它的输入和权重的梯度，数运行次数，并看前向与反向之间还有多少字节存活。然后像真正的网络那样，让两个块连着运行。
 #
 # </div>
 
@@ -586,14 +586,14 @@ table(["layers", "each layer", "two layers as one"], rows)  # peaks, MB
 #
 # The head with its loss is a block too, and often the largest: three tensors of the logits' size at the peak. Take 1024 tokens and a vocabulary of 32,000: logits of 131 MB. Cut the tokens into **chunks**, with a checkpoint each: then the logits never exist whole.
 #
-# **Exercise 4.** Write it, in about eight lines: the same loss as `F.cross_entropy(hidden @ weight.T, targets)`, a mean over all tokens, whatever the size of the last chunk; `chunk` is a number of tokens.
+# **Exercise 4.** Write it, in about eight lines: the same loss as `F.cross_entropy(hidden @ weight.T, targets)`, whatever the size of the last chunk; `chunk` is a number of tokens. The loss is the mean over the targets that count. A target of −100 does not count (`ignore_index`): fine-tuning gives it to the tokens of the prompt and to padding.
 #
 # </div>
 # <div lang="zh">
 #
 # 输出头与损失合在一起也是一个块，而且常常是最大的：峰值时有三个 logits 大小的张量。取 1024 个 token、词表 32,000，logits 就有 131 MB。把 token 切成**小段**（chunk），每段加一个检查点，完整的 logits 就从不出现。
 #
-# **练习 4。** 用八行左右写出来：损失要与 `F.cross_entropy(hidden @ weight.T, targets)` 相同，即对全部 token 取均值，不论最后一段有多长；`chunk` 是每段的 token 数。
+# **练习 4。** 用八行左右写出来：损失要与 `F.cross_entropy(hidden @ weight.T, targets)` 相同，不论最后一小段有多长；`chunk` 是每小段的 token 数。损失是对计入的目标取均值。值为 −100 的目标不计入（`ignore_index`），微调时提示词和填充的 token 就用这个值。
 #
 # </div>
 
@@ -617,7 +617,7 @@ if not lesson_02.check_loss_in_pieces.accepted:
         total = 0
         for rows, answers in zip(hidden.split(chunk), targets.split(chunk), strict=True):
             total = total + checkpoint(loss_of_chunk, rows, weight, answers, use_reentrant=False)
-        return total / len(targets)
+        return total / (targets != -100).sum()  # the others add nothing to the sum
 
 
 lesson_02.check_loss_in_pieces(loss_in_pieces)
@@ -642,12 +642,12 @@ def one_backward(hidden, weight, targets, chunk):
 
 
 def backward_by_chunk(hidden, weight, targets, chunk):
-    hidden.grad = torch.zeros_like(hidden)
+    hidden.grad, counted = torch.zeros_like(hidden), (targets != -100).sum()
     for start in range(0, len(targets), chunk):
         part = slice(start, start + chunk)
         rows = hidden.detach()[part].requires_grad_()
         loss = F.cross_entropy(rows @ weight.T, targets[part], reduction="sum")
-        (loss / len(targets)).backward()  # no checkpoint: the logits are gone then
+        (loss / counted).backward()  # no checkpoint: the logits are gone then
         hidden.grad[part] = rows.grad
 
 
@@ -1201,12 +1201,12 @@ on_gpu("02")
 #
 # <div lang="en">
 #
-# **Exercise 5.** Make a checkpoint that is right for a block with dropout: the second run draws the same mask, and the random numbers after it are as if it had not happened. (`careful_checkpoint`: a function of `block` and `x`, or a Function.)
+# **Exercise 5.** Make a checkpoint that is right for blocks with dropout, several in a row: the second run of a block draws the same mask as its first, whatever was drawn before and in between, and the random numbers after it are as if it had not happened. (`careful_checkpoint`: a function of `block` and `x`, or a Function.)
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 5。** 写一个对带 dropout 的块也正确的检查点：第二遍抽到同样的掩码，并且之后的随机数要与没有这一遍时一样。（`careful_checkpoint`：以 `block` 和 `x` 为参数的函数，或一个 Function。）
+# **练习 5。** 写一个对带 dropout 的块也正确的检查点，几个块连用也要正确：不论之前和中间抽过什么数，每个块的第二遍都抽到与第一遍同样的掩码，并且之后的随机数要与没有这一遍时一样。（`careful_checkpoint`：以 `block` 和 `x` 为参数的函数，或一个 Function。）
 #
 # </div>
 

@@ -186,14 +186,14 @@ predictions(rows, unit="bytes")
 #
 # (Off by 8 bytes, the loss and its gradient.) Let all segments be equal. One part of the sum, $k B$, grows with $k$; the other, $\frac{L}{k} A$, falls.
 #
-# **Exercise 2.** For which number of segments $k$ is the sum least? Write it for any $L$, $A$ and $B$; it need not be whole.
+# **Exercise 2.** For which number of segments $k$ is the sum least? Write it for any $L$, $A$ and $B$; it need not be whole, and if you make it whole, take the whole number whose sum is least.
 #
 # </div>
 # <div lang="zh">
 #
 # （只差 8 字节，即损失和它的梯度。）设各段相等。和式的一项 $k B$ 随 $k$ 增大，另一项 $\frac{L}{k} A$ 随 $k$ 减小。
 #
-# **练习 2。** 段数 $k$ 取何值时，两项之和最小？对任意的 $L$、$A$、$B$ 写出来，不必是整数。
+# **练习 2。** 段数 $k$ 取何值时，两项之和最小？对任意的 $L$、$A$、$B$ 写出来，不必是整数。若要取整，就取使总和最小的那个整数。
 #
 # </div>
 

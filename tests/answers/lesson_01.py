@@ -18,7 +18,7 @@ def counted(weights):
     return {**state_of(4, 4, 8), "weights": weights}
 
 
-def meter(*, go_in=True, named=True, dies=True, first=False, tensors=False):
+def meter(*, go_in=True, named=True, dies=True, first=False, tensors=False, own=False, once=True):
     """A meter as readers write it, with or without one of its steps."""
 
     class Meter(TorchDispatchMode):
@@ -32,11 +32,12 @@ def meter(*, go_in=True, named=True, dies=True, first=False, tensors=False):
             for tensor in tree_leaves(result)[: 1 if first else None]:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in known:
-                    self.count(tensor.nbytes if tensors else storage.nbytes())
+                    size = tensor.nbytes if tensors or own else storage.nbytes()
+                    self.count(size)
+                    if once:
+                        known.add(storage._cdata)
                     if dies:
-                        weakref.finalize(
-                            tensor if tensors else storage, self.count, -storage.nbytes()
-                        )
+                        weakref.finalize(tensor if tensors else storage, self.count, -size)
             return result
 
         def count(self, change):
@@ -151,6 +152,9 @@ ANSWERS = {
                 (counted(6_875_648 - 8 * 9 * 256), "bias"),
             ),
             (counted(6_875_648 - 8 * 13 * 256 - 2 * 256), "13h numbers. The last LayerNorm"),
+            (counted(6_875_648 - 17 * 256), "a scale and a shift"),
+            (counted(6_875_648 - 16 * 256), "a scale and a shift"),
+            ({**state_of(4, 4, 8), "gradient": 26.23}, "in MiB"),
             (
                 {**state_of(4, 4, 8), "parameter": 27.5e6},
                 "`parameter`: Not yet. Right but for rounding",
@@ -187,6 +191,13 @@ ANSWERS = {
                 "b = 3, s = 40",
             ),  # right for one size only
             (layer(norms=lambda b, s, h, a: 16 * s * b * h), "what they give"),
+            (layer(norms=lambda b, s, h, a: 8 * s * b * h + 16 * h), "Weights don't count"),
+            (layer(statistics=lambda b, s, h, a: 16 * h), "for each token"),
+            (layer(probabilities=lambda b, s, h, a: 2 * a * s * (s + 1) * b), "P is stored whole"),
+            (
+                layer(**{"feed-forward": lambda b, s, h, a: 40 * s * b * h}),
+                "an addition keeps nothing",
+            ),
             (layer(probabilities=lambda b, s, h, a: 2 * a * s * s * b), "The mask saves nothing"),
             (
                 layer(attention=lambda b, s, h, a: 20 * s * b * h + 16 * h * h),
@@ -211,6 +222,8 @@ ANSWERS = {
             (meter(dies=False), "takes its bytes with it"),
             (meter(first=True), "several tensors"),
             (meter(tensors=True), "A view shares"),
+            (meter(own=True), "Its storage may be larger"),
+            (meter(once=False), "three results that share it"),
             (lambda: 1, None),
         ],
     ),
@@ -218,6 +231,9 @@ ANSWERS = {
         [parts(), parts(state=82_507_776), parts(logits=25_165_832)],
         [
             *((parts(state=110_010_368), "No gradient"), (parts(state=27_502_592), "Adam's state")),
+            (parts(state=110_010_768), "No gradient"),
+            (parts(layers=134_348_800), "You left out P"),
+            (parts(norm_and_head=2_107_392), "in `state` already"),
             *((parts(logits=8_388_608), "Backward has begun"), (parts(logits=16_777_216), "Three")),
             *(
                 (parts(logits=33_554_432), "result only"),
@@ -249,6 +265,7 @@ ANSWERS = {
             (16, "so does 17"),
             (18, "18 peaks at"),
             (23, "with one sequence"),
+            (19, "have no Adam state yet"),
             *((n, "1 to 10,000") for n in (17.5, 0, -1, "17")),
         ],
     ),
@@ -258,6 +275,7 @@ ANSWERS = {
             8_912_897,
             (8.912896, "in MB"),
             (8_912_896 / 4, "number of elements"),
+            (8_912_896 / 2, "2 bytes a number"),
             (4_718_592, "gate's branch"),
         ],
     ),

@@ -123,7 +123,7 @@ class OneReturned(Right):
         return Right.backward(context, gradient)[1]
 
 
-def with_hooks(block, x, *, graph=True, own=True, once=True, needs=None, kept=False):
+def with_hooks(block, x, *, graph=True, own=True, once=True, needs=None, kept=False, end=False):
     """The lesson's own, with or without one of its steps."""
     numbers, found, all_kept = itertools.count(), [], []
 
@@ -142,10 +142,86 @@ def with_hooks(block, x, *, graph=True, own=True, once=True, needs=None, kept=Fa
                     if own
                     else x
                 )
-        return found[number]
+        return found.pop() if end else found[number]
 
     with saved_tensors_hooks(forget, bring_back):
         return block(x)
+
+
+class KeepsTwoMore(Right):
+    """Keeps results of the block next to its input."""
+
+    @staticmethod
+    def forward(context, block, x):
+        output = Forgets.forward(context, block, x)
+        context.more = [output + 1, output + 2]
+        return output
+
+
+class OnTheClass(Right):
+    """Keeps the block and its input where the next call finds them."""
+
+    @staticmethod
+    def forward(context, block, x):
+        OnTheClass.block, OnTheClass.x = block, x
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(context, gradient):
+        context.block, context.x = OnTheClass.block, OnTheClass.x
+        return Right.backward(context, gradient)
+
+
+class LetsItRunOn(Forgets):
+    """Goes backward from the input itself, whose gradient comes by itself where it is a leaf."""
+
+    @staticmethod
+    def backward(context, gradient):
+        with torch.enable_grad():
+            context.block(context.x).backward(gradient)
+        return None, None
+
+
+class WeighedSum(Forgets):
+    """Right too: the sum of the products with the gradient has that gradient."""
+
+    @staticmethod
+    def backward(context, gradient):
+        again = context.x.detach().requires_grad_()
+        with torch.enable_grad():
+            (context.block(again) * gradient).sum().backward()
+        return None, again.grad
+
+
+class WeighedOutside(WeighedSum):
+    @staticmethod
+    def backward(context, gradient):
+        again = context.x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = context.block(again)
+        (output.detach() * gradient).sum().backward()
+        return None, again.grad
+
+
+class OnlyNumbered:
+    """Hooks whose numbers and tensors stand outside of the function, as in a notebook's cell."""
+
+    def __init__(self):
+        self.numbers, self.found = itertools.count(), []
+
+    def __call__(self, block, x):
+        def bring_back(number):
+            if not self.found:
+                with (
+                    torch.enable_grad(),
+                    saved_tensors_hooks(lambda t: self.found.append(t.detach()), bring_back),
+                ):
+                    block(x.detach().requires_grad_(x.requires_grad))
+            return self.found[number]
+
+        with saved_tensors_hooks(lambda tensor: next(self.numbers), bring_back):
+            return block(x)
 
 
 class Turned(Right):
@@ -192,6 +268,92 @@ def number_back(block, x):
         return block(x)
 
 
+class Seeded(Forgets):
+    """Takes the generator for what its seed was: right where nothing was drawn before."""
+
+    @staticmethod
+    def forward(context, block, x):
+        context.seed = torch.initial_seed()
+        return Forgets.forward(context, block, x)
+
+    @staticmethod
+    def backward(context, gradient):
+        x = context.x.detach().requires_grad_()
+        with torch.enable_grad(), torch.random.fork_rng():
+            torch.manual_seed(context.seed)
+            return None, *torch.autograd.grad(context.block(x), x, gradient)
+
+
+class SeedOfItsOwn(Seeded):
+    """Sets a seed before both runs, so that each block draws the same mask."""
+
+    @staticmethod
+    def forward(context, block, x):
+        torch.manual_seed(7)
+        return Seeded.forward(context, block, x)
+
+
+class DrawsItsSeed(Seeded):
+    """Right in another way: each call draws a seed, and both of its runs begin with it."""
+
+    @staticmethod
+    def forward(context, block, x):
+        context.block, context.x = block, x
+        context.seed = int(torch.randint(2**31, ()))
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(context.seed)
+            return block(x)
+
+
+class StateAfterwards(Seeded):
+    """Looks at the generator when the first run is over."""
+
+    @staticmethod
+    def forward(context, block, x):
+        output = Forgets.forward(context, block, x)
+        context.state = torch.get_rng_state()
+        return output
+
+    @staticmethod
+    def backward(context, gradient):
+        x = context.x.detach().requires_grad_()
+        with torch.enable_grad(), torch.random.fork_rng():
+            torch.set_rng_state(context.state)
+            return None, *torch.autograd.grad(context.block(x), x, gradient)
+
+
+class BackToTheFirstRun(StateAfterwards):
+    """Puts back the state that the first run left, not the one that was there."""
+
+    @staticmethod
+    def forward(context, block, x):
+        context.before = torch.get_rng_state()
+        return StateAfterwards.forward(context, block, x)
+
+    @staticmethod
+    def backward(context, gradient):
+        x = context.x.detach().requires_grad_()
+        torch.set_rng_state(context.before)
+        with torch.enable_grad():
+            found = torch.autograd.grad(context.block(x), x, gradient)
+        torch.set_rng_state(context.state)
+        return None, *found
+
+
+class OneState(Seeded):
+    """Keeps the state where the next call finds it."""
+
+    @staticmethod
+    def forward(context, block, x):
+        OneState.state = torch.get_rng_state()
+        return Forgets.forward(context, block, x)
+
+    @staticmethod
+    def backward(context, gradient):
+        context.state = OneState.state
+        return StateAfterwards.backward(context, gradient)
+
+
 class Careless(IgnoresTheGradient):
     """Draws the same mask, and goes backward from the sum."""
 
@@ -211,7 +373,7 @@ def whole_loss(hidden, weight, targets, reduction="mean"):
     return F.cross_entropy(hidden @ weight.T, targets, reduction=reduction)
 
 
-def in_pieces(hidden, weight, targets, chunk, forgets=True, last=None):
+def in_pieces(hidden, weight, targets, chunk, forgets=True, last=None, counts=True):
     total = 0.0
     for rows, answers in list(zip(hidden.split(chunk), targets.split(chunk), strict=True))[:last]:
         if forgets:
@@ -220,7 +382,65 @@ def in_pieces(hidden, weight, targets, chunk, forgets=True, last=None):
             )
         else:
             total = total + whole_loss(rows, weight, answers, "sum")
-    return total / len(targets)
+    return total / ((targets != -100).sum() if counts else len(targets))
+
+
+def means_times_lengths(hidden, weight, targets, chunk, counted=len):
+    """Means of chunks, each with the weight of its targets, or of those that count."""
+    total = 0.0
+    for rows, answers in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        mean = checkpoint(whole_loss, rows, weight, answers, use_reentrant=False)
+        total = total + mean * counted(answers)
+    return total / counted(targets)
+
+
+def joined(hidden, weight, targets, chunk):
+    """The loss of each token; their mean takes those that don't count for zeros."""
+    losses = [
+        checkpoint(whole_loss, rows, weight, answers, "none", use_reentrant=False)
+        for rows, answers in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    ]
+    return torch.cat(losses).mean()
+
+
+class GradientsInForward(torch.autograd.Function):
+    """Makes the gradients in forward, as Liger's does, for a loss that nobody scales."""
+
+    scaled = False
+
+    @classmethod
+    def apply(cls, hidden, weight, targets, chunk):
+        return super().apply(hidden, weight, targets, chunk)
+
+    @staticmethod
+    def _run(context, hidden, weight, targets, chunk):
+        counted = (targets != -100).sum()
+        total, gradients = 0.0, [torch.zeros_like(hidden), torch.zeros_like(weight)]
+        for start in range(0, len(targets), chunk):
+            part = slice(start, start + chunk)
+            rows, matrix = (t.detach().requires_grad_() for t in (hidden[part], weight))
+            with torch.enable_grad():
+                loss = whole_loss(rows, matrix, targets[part], "sum") / counted
+                loss.backward()
+            total = total + loss.detach()
+            gradients[0][part] = rows.grad
+            gradients[1] += matrix.grad
+        context.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    def forward(context, hidden, weight, targets, chunk):
+        return GradientsInForward._run(context, hidden, weight, targets, chunk)
+
+    @staticmethod
+    def backward(context, gradient):
+        return *context.saved_tensors, None, None
+
+
+class ScaledGradientsInForward(GradientsInForward):
+    @staticmethod
+    def backward(context, gradient):
+        return *(gradient * each for each in context.saved_tensors), None, None
 
 
 def mean_of_means(hidden, weight, targets, chunk):
@@ -246,6 +466,18 @@ def of_the_last_chunk(hidden, weight, targets, chunk):
     return total / len(targets)
 
 
+def a_slice_for_each(hidden, weight, targets, chunk):
+    """Right too: slices, and the mean by the number of targets that count, chunk by chunk."""
+    total, counted = 0.0, 0
+    for start in range(0, len(targets), chunk):
+        part = slice(start, start + chunk)
+        counted += int((targets[part] != -100).sum())
+        total = total + checkpoint(
+            whole_loss, hidden[part], weight, targets[part], "sum", use_reentrant=False
+        )
+    return total / counted
+
+
 def backward_inside(hidden, weight, targets, chunk):
     loss = in_pieces(hidden, weight, targets, chunk)
     loss.backward()
@@ -266,7 +498,10 @@ aten = torch.ops.aten
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
     "checkpoint": (
-        [checkpoint_of(), checkpoint_of(preserve_rng_state=False), Right, Right.apply, with_hooks],
+        [
+            *(checkpoint_of(), checkpoint_of(preserve_rng_state=False), Right, Right.apply),
+            *(with_hooks, WeighedSum),
+        ],
         [
             *no_checkpoints,
             *((IgnoresTheGradient, "not all ones"), (PassesOnes.apply, "not all ones")),
@@ -279,6 +514,8 @@ ANSWERS = {
             *((FromNothing, "gradient that has arrived"), (NeedsNoGradient, "must require one")),
             *((runs_again_for_show, "are live"), (lambda block, x: None, "Not answered")),
             *((Forgets, "weight has no gradient"), (KeepsItsGraph.apply, "counted twice")),
+            *((KeepsTwoMore, "are live"), (OnTheClass, "for two in a row")),
+            *((LetsItRunOn, "input of its own"), (WeighedOutside, "has none")),
         ],
     ),
     "hooks": (
@@ -290,6 +527,9 @@ ANSWERS = {
             (number_back, "must return a tensor"),
             (functools.partial(with_hooks, once=False), "It takes 1 and 2"),
             (functools.partial(with_hooks, kept=True), "are live"),
+            (functools.partial(with_hooks, needs=True), "only if `x` does"),
+            (functools.partial(with_hooks, end=True), "another tensor"),
+            (OnlyNumbered(), "for two in a row"),
             (Right.apply, "weight still needs its own"),
             (lambda block, x: None, "Not answered"),
         ],
@@ -304,6 +544,10 @@ ANSWERS = {
             (lambda k: 277_682_584 - k * (20_987_904 - 1_048_576), "random number generator"),
             (lambda k: 277_682_584 - k * (20_987_904 - 5_056), "b · s · h"),
             (lambda k: 277_682_584 - k * (20_987_904 - 262_144 - 5_056), "4 bytes each"),
+            (
+                lambda k: 277_682_584 - k * (20_987_904 - 1_048_576) + 5_056 * (k > 0),
+                "k = 4: Not yet. You counted the generator's state once",
+            ),
             (lambda k: 118_208_408, "k = 0: Not yet. Only k of the eight"),
             (lambda k: 277_682_584 + k * (20_987_904 - 1_048_576 - 5_056), "takes bytes away"),
             (
@@ -315,7 +559,10 @@ ANSWERS = {
         ],
     ),
     "loss_in_pieces": (
-        [in_pieces, lambda *given: checkpointed_loss(*given[:3], chunk=given[3])],
+        [
+            *(in_pieces, lambda *given: checkpointed_loss(*given[:3], chunk=given[3])),
+            *(a_slice_for_each, ScaledGradientsInForward.apply),
+        ],
         [
             (functools.partial(in_pieces, forgets=False), "logits or log-softmax"),
             (
@@ -334,17 +581,28 @@ ANSWERS = {
             (lambda *given: in_pieces(*given).item(), "with a graph"),
             (functools.partial(in_pieces, last=-1), "last chunk is missing"),
             (lambda *given: in_pieces(*given) + 1, "The loss is"),
+            (functools.partial(in_pieces, counts=False), "−100 don't count"),
+            (joined, "−100 don't count"),
+            (means_times_lengths, "has no mean"),
+            (
+                functools.partial(means_times_lengths, counted=lambda t: (t != -100).sum()),
+                "has no mean",
+            ),
+            (GradientsInForward.apply, "unscaled loss"),
             (lambda hidden, *given: in_pieces(hidden.detach(), *given), "gradient of `hidden`"),
             (lambda *given: None, "Not answered"),
         ],
     ),
     "dropout_checkpoint": (
-        [checkpoint_of()],
+        [checkpoint_of(), DrawsItsSeed, checkpoint_of(determinism_check="none")],
         [
             *no_checkpoints,
             (checkpoint_of(preserve_rng_state=False), "another mask"),
             (Careless.apply, "not all ones"),
             (Rewinds.apply, "random numbers afterwards"),
+            *((Seeded, "another mask"), (StateAfterwards, "another mask")),
+            *((OneState, "another mask"), (SeedOfItsOwn, "the same mask")),
+            (BackToTheFirstRun, "random numbers afterwards"),
         ],
     ),
     "policy": (
@@ -356,6 +614,7 @@ ANSWERS = {
                 ([aten.addmm.default], "keeps too much"),
             ),
             *((["bmm"], "as the example does"), ([aten.bmm], "as the example does")),
+            ([aten.mm.default], "these layers never call"),
         ],
     ),
     "head_chunk": (
@@ -394,7 +653,6 @@ EQUIVALENT = {
         "checkpoint(loss_of_chunk, rows, weight, answers, use_reentrant=False) → checkpoint(loss_of_chunk, rows, weight, answers.detach(), use_reentrant=False)": (
             _WHOLE_NUMBERS
         ),
-        "len(targets) → len(targets.detach())": _WHOLE_NUMBERS,
         "True → False in `for rows, answers in zip(hidden.split(chunk), targets.split(chunk), strict=True):`": (
             "both have as many chunks"
         ),

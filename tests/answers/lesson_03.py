@@ -64,6 +64,17 @@ def segment_peak(cuts):
     )
 
 
+def peak_of(cuts, *chosen):
+    """The peak of the chosen segments only."""
+    sizes = sizes_of(cuts)
+    return 100_000 * (1 + max(j % len(sizes) + 1 + 2 * sizes[j] for j in chosen))
+
+
+def peak_of_the_largest(cuts):
+    sizes = sizes_of(cuts)
+    return peak_of(cuts, max(range(len(sizes)), key=lambda j: (sizes[j], j)))
+
+
 def peak_with_a_loop(cuts):
     most = inputs = 0
     for start, end in itertools.pairwise(cuts):
@@ -171,6 +182,36 @@ def recurrence(stages, room, slip=None):
     return least(0, len(stages), room)
 
 
+def shortened(stages, room, slip):
+    """The recurrence of somebody who takes a short cut: one place to run on to, or parts that are
+    kept whole."""
+    if not stages:
+        return 0
+
+    def kept_whole(part, room):
+        most = max(
+            sum(stage.saved_bytes for stage in part[: i + 1]) + part[i].output_bytes
+            for i in range(len(part))
+        )
+        times = sum(stage.forward_time + stage.backward_time for stage in part)
+        return times if most <= room else math.inf
+
+    first, ways = stages[0], [math.inf]
+    if first.saved_bytes + first.output_bytes <= room:
+        rest = shortened(stages[1:], room - first.saved_bytes, slip)
+        ways.append(first.forward_time + rest + first.backward_time)
+    middle = [len(stages) // 2] if len(stages) > 1 else []
+    for e in middle if slip == "halves" else range(1, len(stages)):
+        ahead = e if slip == "a unit each" else sum(stage.forward_time for stage in stages[:e])
+        later, earlier = (
+            kept_whole if slip == side else functools.partial(shortened, slip=slip)
+            for side in ("later kept", "earlier kept")
+        )
+        left = room - stages[e - 1].output_bytes
+        ways.append(ahead + later(stages[e:], left) + earlier(stages[:e], room))
+    return min(ways)
+
+
 def without_end(stages, room, first=0, last=0):
     """Runs on from where it is, or to the end."""
     if not stages:
@@ -243,6 +284,8 @@ ANSWERS = {
                 "other way",
             ),
             (lambda cuts: segment_peak(cuts) + 8, "The 8 bytes"),
+            (peak_of_the_largest, "the largest segment only"),
+            (lambda cuts: peak_of(cuts, 0, -1), "the first segment and the last"),
             *((lambda cuts: [3_100_000], "is a `list`"), (lambda cuts: None, "Not answered"), 31),
         ],
     ),
@@ -272,7 +315,15 @@ ANSWERS = {
             (lambda L, A, B: (2 * L) ** 0.5, "any A and B"),
             (
                 lambda L, A, B: math.ceil((L * A / B) ** 0.5),
-                "with L = 100, A = 2 and B = 1 it gives 15",
+                "You rounded up",
+            ),
+            (lambda L, A, B: int((L * A / B) ** 0.5), "You rounded down"),
+            (lambda L, A, B: L // round((L * B / A) ** 0.5), "layers of a segment first"),
+            (
+                lambda L, A, B: min(
+                    (k for k in range(1, L + 1) if L % k == 0), key=lambda k: k * B + L / k * A
+                ),
+                "it gives 10; the sum is least at 14.14",
             ),
             (
                 lambda L, A, B: min(range(1, L + 1), key=lambda k: k * B + -(-L // k) * A),
@@ -316,11 +367,24 @@ ANSWERS = {
         ],
     ),
     "recurrence": (
-        [recurrence, lambda stages, room: float(recurrence(stages, room))],
+        [
+            recurrence,
+            lambda stages, room: float(recurrence(stages, room)),
+            functools.partial(shortened, slip=None),
+        ],
         [
             *(
                 (functools.partial(recurrence, slip=slip), reason)
                 for slip, reason in RECURRENCE_SLIPS.items()
+            ),
+            *(
+                (functools.partial(shortened, slip=slip), "4 stages with room" if e else "5 stages")
+                for slip, e in {
+                    "halves": 1,
+                    "later kept": 1,
+                    "earlier kept": 1,
+                    "a unit each": 0,
+                }.items()
             ),
             (lambda stages, room: None, "Not answered"),
             (

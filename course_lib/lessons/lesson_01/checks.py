@@ -30,6 +30,7 @@ def _as_read_off(count: int) -> dict[float, str]:
     return {
         **{round(count, -digits): rounded for digits in range(3, 7)},
         **{round(count / 10**6, digits): "That is in MB. Give bytes." for digits in range(7)},
+        **{round(count / 2**20, digits): "That is in MiB. Give bytes." for digits in range(7)},
     }
 
 
@@ -100,6 +101,8 @@ def _counts_of_weights() -> dict[int, str]:
         2048 * h: "The embedding of the words is there, too.",
         128 * h: "The embedding of the positions is there, too.",
         2 * h: "The last LayerNorm is there, too: 2h numbers.",
+        17 * h: "You gave each LayerNorm h numbers. It has 2h: a scale and a shift.",
+        16 * h: "You gave each layer's two LayerNorms h numbers. Each has 2h: a scale and a shift.",
         -2048 * h: "The head is the embedding: one tensor, counted once.",
     }
     counts = {WEIGHTS - count: said for count, said in forgotten.items()}
@@ -149,6 +152,17 @@ def _several_results(held: list) -> tuple[int, int]:
     return 12, 412
 
 
+def _one_number_of_many(held: list) -> tuple[int, int]:
+    held.append(torch.empty_strided((10,), (4,)))  # every fourth of 37 numbers
+    return 148, 148
+
+
+def _three_results_in_one_storage(held: list) -> tuple[int, int]:
+    product, bias = torch.empty(1, 5, 12), torch.empty(12)
+    held += torch._transform_bias_rescale_qkv(product, bias, 2)  # Q, K and V, of two heads
+    return 240, 528
+
+
 _METER_CASES = (
     (
         _a_view,
@@ -161,6 +175,20 @@ _METER_CASES = (
     (_into_out, "What is given as `out=` went in, too: by name, so it stands in `kwargs`."),
     (_a_death, "A tensor that dies takes its bytes with it."),
     (_several_results, "An operator may give several tensors: each storage counts."),
+    (
+        _one_number_of_many,
+        (
+            "You counted the tensor's own numbers. Its storage may be larger: count"
+            " `storage.nbytes()`."
+        ),
+    ),
+    (
+        _three_results_in_one_storage,
+        (
+            "You counted one new storage for each of three results that share it. Count each"
+            " storage once."
+        ),
+    ),
 )
 
 
@@ -172,7 +200,7 @@ _METER_CASES = (
         ),
         (
             "Collect the `_cdata` of `storages((args, kwargs))`; `self.count(storage.nbytes())` for"
-            " each other one, and `weakref.finalize(storage, self.count, -storage.nbytes())`."
+            " each other one, once, and `weakref.finalize(storage, self.count, -storage.nbytes())`."
         ),
     )
 )
@@ -198,7 +226,9 @@ def check_meter(answer: Any) -> Verdict:
                 "reason": reason,
             }
             return wrong(text("Not yet: {case}", case=text(said, **values)), exact=True)
-    return right("Right: views, in place, `out=`, several results, and tensors that die.")
+    return right(
+        "Right: views, in place, `out=`, several results, shared storages, and tensors that die."
+    )
 
 
 @exercise(
@@ -268,8 +298,13 @@ def _slips(row: str, count: int, *, b: int, s: int, h: int, a: int) -> dict[floa
         slips[4 * one] = (
             "Their inputs alone: what they give is what the next Linear gets, and is counted there."
         )
+        slips[2 * one + 16 * h] = "Weights don't count: they are there anyway."
     if row == "statistics":
         slips[count // 2] = "Two numbers a token, and two LayerNorms."
+        slips[16 * h] = (
+            "You counted one mean and one deviation for each feature. LayerNorm has them for each"
+            " token."
+        )
     if row == "probabilities":
         slips[count // a] = slips[count // a // b] = "There is one s × s matrix for each head."
         slips[2 * count] = (
@@ -278,6 +313,10 @@ def _slips(row: str, count: int, *, b: int, s: int, h: int, a: int) -> dict[floa
         )
         slips[count // 2] = (
             "The mask saves nothing: the whole s × s matrix is there. Or is that 2 bytes a number?"
+        )
+        slips[2 * a * s * (s + 1) * b] = (
+            "You counted the triangle that the causal mask leaves. P is stored whole, zeros"
+            " included: s × s."
         )
     if row == "attention":
         slips[3 * one] = "Q, K and V are three; the inputs of the two projections are kept, too."
@@ -292,6 +331,10 @@ def _slips(row: str, count: int, *, b: int, s: int, h: int, a: int) -> dict[floa
                 "Two tensors of it are 4h wide: GELU's input, and what the last product gets."
             )
         slips[8 * one] = "Its own input is kept, too: h wide."
+        slips[10 * one] = (
+            "You counted what the last product returns. It is added to x, and an addition keeps"
+            " nothing."
+        )
         slips[13 * one] = "GELU's output is the last product's input: one tensor, not two."
         slips[9 * one + 4 * 8 * h * h] = "Weights don't count: they are there anyway."
     return slips
@@ -325,11 +368,22 @@ def check_whole_peak(answer: Any) -> Verdict:
         "state": {
             4 * WEIGHTS: "Adam's state is there all the time, too.",
             8 * WEIGHTS: "The weights are there all the time, too.",
-            16 * WEIGHTS: "No gradient of a parameter is there yet.",
+            **dict.fromkeys(
+                (16 * WEIGHTS, 16 * WEIGHTS + 400), "No gradient of a parameter is there yet."
+            ),
         },
-        "layers": {layer: "There are eight layers."},
+        "layers": {
+            layer: "There are eight layers.",
+            8 * (layer - 4 * 8 * 8 * 128**2): (
+                "You left out P. This decoder's attention keeps it: your rows of exercise 3 have"
+                " it."
+            ),
+        },
         "norm and head": {
             width: "The norm keeps its input and statistics, and the head keeps its own input.",
+            2 * width + statistics + 2 * 4 * 256: (
+                "You counted the norm's weights here. They are in `state` already."
+            ),
             2 * width: "The norm keeps its statistics, too: two numbers a token.",
             width + statistics: (
                 "One is missing: the norm keeps its input, and the head keeps its own."
@@ -407,6 +461,16 @@ def check_adapter_bytes(answer: Any) -> Verdict:
     )
 
 
+# Sizes that a line through other measurements gives -> the measurement that was at fault.
+_LINES = {
+    23: "Did you measure with one sequence? Its peak is another one, at the end of backward.",
+    19: (
+        "You measured first steps, which have no Adam state yet. Measure the second step of each"
+        " size."
+    ),
+}
+
+
 @exercise(
     hint=(
         (
@@ -422,9 +486,9 @@ def check_adapter_bytes(answer: Any) -> Verdict:
 def check_largest_batch(answer: Any) -> Verdict:
     """The largest batch of the lesson's decoder (with Adam) whose step stays within 500 MB."""
     wanted = "A whole number from 1 to 10,000 is wanted."
-    if expect_number(answer, 23):
-        said = "Did you measure with one sequence? Its peak is another one, at the end of backward."
-        raise Refused(text("Not yet. {reason}", reason=said), exact=True)
+    for mistaken, said in _LINES.items():
+        if expect_number(answer, mistaken):
+            raise Refused(text("Not yet. {reason}", reason=said), exact=True)
     batch, here, above = largest_that_fits(
         answer, range(1, 10_001), _peak_with_adam, 500_000_000, wanted
     )
@@ -477,6 +541,7 @@ def check_swiglu_bytes(answer: Any) -> Verdict:
             ),
             **_as_read_off(one + 4 * wide),
             (one + 4 * wide) // 4: "That is the number of elements. fp32 takes 4 bytes each.",
+            (one + 4 * wide) // 2: "That is 2 bytes a number; here it is 4.",
             3 * one + 4 * wide: "The output is not saved by the MLP itself.",
         },
         why=(

@@ -24,6 +24,11 @@ def _peak(cuts: Sequence[int], slip: str | None = None) -> float:
         inputs = [len(sizes)] * len(sizes)
     if slip == "last":
         inputs, sizes = inputs[-1:], sizes[-1:]
+    if slip == "largest":
+        largest = max(range(len(sizes)), key=lambda j: (sizes[j], j))
+        inputs, sizes = [inputs[largest]], [sizes[largest]]
+    if slip == "ends":
+        inputs, sizes = [inputs[0], inputs[-1]], [sizes[0], sizes[-1]]
     parts = [kept * B + size * A for kept, size in zip(inputs, sizes, strict=True)]
     peak = (sum(parts) if slip == "sum" else max(parts)) + (0 if slip == "gradient" else B)
     return {"units": peak / B, "loss": peak + 8}.get(slip, peak)
@@ -37,6 +42,14 @@ _PEAK_SLIPS = {
     ),
     "all boundaries": "While an early segment is worked on, the inputs of the later ones are gone.",
     "last": "Any segment may be the largest: take the greatest of all.",
+    "largest": (
+        "You looked at the largest segment only. A later one that is a little shorter has more"
+        " inputs next to it: take the greatest of all sums."
+    ),
+    "ends": (
+        "You looked at the first segment and the last. One between them may be the highest: take"
+        " the greatest of all sums."
+    ),
     "mean": "Segments differ: take each one's own number of layers.",
     "sum": "Only one segment is worked on at a time: take the greatest, not the sum.",
     "reversed": (
@@ -66,6 +79,8 @@ def check_predicted_peak(answer: Any) -> Verdict:
     """A function of cuts that gives the peak of segments in bytes, tried on cuts that tell the
     slips apart."""
     tried = [[0, 40, 70, 90, 100], [0, 1, 2, 9], [0, 100], range(0, 101, 10), [*range(51), 100]]
+    # The last segment is the highest, though the first is the largest; then one in the middle is.
+    tried += [[0, 4, 7, 10, 13], [0, 3, 8, 10]]
     given = [answer(cuts) for cuts in tried]
     if not any(given):
         return not_answered()
@@ -85,8 +100,8 @@ def _shown(cuts: Sequence[int]) -> str:
     return f"{list(cuts)}" if len(cuts) < 9 else f"{list(cuts)[:7]} …"
 
 
-# L, A, B; the best count is below L in each
-_SIZES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2))
+# L, A, B; the best count is below L in each. The last one is 18.7, which rounding down misses.
+_SIZES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2), (70, 5, 1))
 
 
 def _sum_of_parts(k: float, layers: int, kept: int, boundary: int) -> float:
@@ -125,6 +140,18 @@ _COUNT_SLIPS: tuple[tuple[str, Callable[[int, int, int], float]], ...] = (
     (
         "That is best where each segment has whole layers. Here L/k may be any number.",
         _whole_layers,
+    ),
+    (
+        "You rounded down. Leave the number as it is, or take the whole number with the least sum.",
+        lambda n, a, b: math.floor(math.sqrt(n * a / b)),
+    ),
+    (
+        "You rounded up. Leave the number as it is, or take the whole number with the least sum.",
+        lambda n, a, b: math.ceil(math.sqrt(n * a / b)),
+    ),
+    (
+        "You rounded the layers of a segment first. The number of segments need not divide L.",
+        lambda n, a, b: n // round(math.sqrt(n * b / a)),
     ),
 )
 
