@@ -273,6 +273,12 @@ def test_the_wheel_holds_the_library_and_the_lessons_but_not_what_makes_site_and
     }
     only_here = {name for name in there if name.startswith(MAKERS)}
     assert there - packed == only_here and packed <= there
+    # a lesson can read what a learner has, so its stored outputs follow from the same files
+    pytest.importorskip("jupytext")
+    from course_lib.teaching.editions import notebooks
+
+    hashed = {path.relative_to(ROOT).as_posix() for path in notebooks.library_files()}
+    assert hashed - packed == {"course_lib/teaching/editions/notebooks.py"} and packed <= hashed
 
 
 def test_the_library_says_the_version_of_its_distribution():

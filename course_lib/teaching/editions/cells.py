@@ -32,6 +32,8 @@ _MARKER = re.compile(r"^(\s*)### (BEGIN|END) SOLUTION\s*$")
 # What keeps a reader's accepted answer when all cells run, and what stands indented under it.
 _GUARD = re.compile(r"^if not [\w.]+\.accepted:\n\n?((?:(?: {4}.*)?\n)+)", re.M)
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)|(?:src|href)=\"([^\"#]+)")
+# Metadata of a notebook that an edition takes over. The rest is for whoever stores it again.
+_NOTEBOOK_METADATA = ("kernelspec", "language_info")
 _SHORT = 20  # characters; a shorter statement, such as `peaks = []`, gives no solution away
 
 
@@ -286,6 +288,13 @@ def read_lessons(folder: Path = NOTEBOOKS) -> dict[str, NotebookNode]:
 
 
 def _read_notebook(path: Path) -> NotebookNode:
+    notebook = _valid_notebook(path)
+    kept = {key: notebook.metadata[key] for key in _NOTEBOOK_METADATA if key in notebook.metadata}
+    notebook.metadata = nbformat.from_dict(kept)
+    return notebook
+
+
+def _valid_notebook(path: Path) -> NotebookNode:
     try:
         # nbformat.read would only log what is wrong
         notebook = nbformat.v4.reads(path.read_text(encoding="utf-8"))

@@ -2,22 +2,26 @@
 
     python -m course_lib.teaching.editions.notebooks              # all lessons
     python -m course_lib.teaching.editions.notebooks 02 03_sqrt   # select by the name's beginning
-    python -m course_lib.teaching.editions.notebooks --force 02   # store even equal outputs
+    python -m course_lib.teaching.editions.notebooks --force 02   # run it, store even equal outputs
     python -m course_lib.teaching.editions.notebooks --same 02.5  # section 2.5 was edited in one
                                                                   # language; both are right
 
 A notebook follows from its script: cell ids are hashes of the cells, and no times or versions are
-kept. Seconds, devices and addresses differ from run to run: a stored notebook that differs in
-nothing else stays as it is, so that a second run changes no byte. The hashes in `translations.toml`
-are renewed where both languages of a text have changed.
+kept. A lesson runs whole or not at all. It does not run if its stored outputs would be the same:
+the notebook's metadata hold hashes of its code cells, of the library and of the pinned versions,
+and none of them has changed. Seconds, devices and addresses differ from run to run. After a run in
+which nothing else has changed, the stored outputs stay as they are. The hashes in
+`translations.toml` are renewed where both languages of a text have changed.
 """
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from pathlib import Path
 
@@ -25,14 +29,24 @@ import jupytext
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
+from nbformat import NotebookNode
 
 from . import translations
 
-NOTEBOOKS = Path(__file__).resolve().parents[3] / "notebooks"
+PROJECT = Path(__file__).resolve().parents[3]
+NOTEBOOKS = PROJECT / "notebooks"
 KEPT_CELL_METADATA = {"tags", "slideshow", "lang", "jupyter", "slide", "minutes"}
 # A lesson takes 45. Where a cell takes so long, its kernel sleeps with that cell still to run: seen
 # of ipykernel 6.31 and 7.4, after cells with widgets. A new kernel runs through.
 MOST_SECONDS_OF_A_CELL = 150
+# Files of the package that no lesson reads. The wheel does not contain them either.
+NOT_READ_BY_LESSONS = (
+    "teaching/editions/",
+    "teaching/jupyterlab/",
+    "teaching/NOTES.md",
+    "teaching/translations.toml",
+)
+MADE_FROM = "outputs_made_from"  # the key of the hashes in a stored notebook's metadata
 VARYING_TAGS = {"shows-seconds", "shows-device"}
 METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
@@ -58,6 +72,63 @@ def read_script(path):
     return notebook
 
 
+def library_files(project: Path = PROJECT) -> list[Path]:
+    """List the files of `course_lib` that can affect a lesson's outputs.
+
+    These are all files of the package, data included, except those in `NOT_READ_BY_LESSONS`. This
+    module is one of them, because it decides which parts of an output are stored.
+    """
+    package = project / "course_lib"
+    found = [package / "teaching" / "editions" / Path(__file__).name]
+    for path in package.rglob("*"):
+        name = path.relative_to(package)
+        if not path.is_file() or name.as_posix().startswith(NOT_READ_BY_LESSONS):
+            continue
+        if not any(part == "__pycache__" or part.startswith(".") for part in name.parts):
+            found.append(path)
+    return sorted(found)
+
+
+def outputs_made_from(notebook: NotebookNode, project: Path = PROJECT) -> dict[str, str]:
+    """Hash everything that the outputs of a lesson follow from.
+
+    Args:
+        notebook: A lesson, with or without outputs.
+        project: The folder that contains `course_lib` and `constraints.txt`.
+
+    Returns:
+        A hash of each source of the outputs, by name: the code cells with their tags, the files of
+        the library with their names, and the pinned versions of all packages.
+    """
+    library = (
+        part
+        for path in library_files(project)
+        for part in (path.relative_to(project).as_posix().encode(), path.read_bytes())
+    )
+    cells = (
+        json.dumps([cell.source, cell.metadata.get("tags"), _keeps_slide_pictures(notebook, cell)])
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    )
+    return {
+        "code cells": _hash(cell.encode() for cell in cells),
+        "library": _hash(library),
+        "pinned versions": _hash([(project / "constraints.txt").read_bytes()]),
+    }
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    # the parts are hashed one by one, so that moving text from one to the next changes the hash
+    digests = (hashlib.sha256(part).digest() for part in parts)
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
+
+
+def _keeps_slide_pictures(notebook: NotebookNode, cell: NotebookNode) -> bool:
+    """Whether the pictures for slides of this cell are stored: not if only other cells are
+    shown."""
+    return "slide" in cell.metadata or not any("slide" in each.metadata for each in notebook.cells)
+
+
 def execute(notebook):
     """Run all cells from the notebooks' folder, in place, and drop what changes from run to run."""
     for tries_left in (1, 0):
@@ -78,10 +149,9 @@ def execute(notebook):
                 raise
     # the kernel has written its exact Python version
     notebook.metadata = nbformat.from_dict(METADATA)
-    told = any("slide" in cell.metadata for cell in notebook.cells)
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
-            if told and "slide" not in cell.metadata:  # its picture for slides would never be shown
+            if not _keeps_slide_pictures(notebook, cell):
                 output.get("metadata", {}).pop("slides", None)
             # Without the widget's state its random id shows nothing; what stays is the output's
             # plain text.
@@ -90,27 +160,85 @@ def execute(notebook):
 
 
 def lasting_text(notebook):
-    """The notebook's text without what differs from run to run: seconds, devices, addresses in
-    memory."""
+    """Return the notebook's text without what differs from run to run (seconds, devices and
+    addresses in memory) and without the hashes of what its outputs were made from."""
     copy = deepcopy(notebook)
+    copy.metadata.pop(MADE_FROM, None)
     for cell in copy.cells:
         if VARYING_TAGS & set(cell.metadata.get("tags", [])):
             cell.outputs = []
     return re.sub(r"\bat 0x[0-9a-f]+", "at ADDRESS", nbformat.writes(copy))
 
 
-def build(script, *, force=False):
-    """Build one notebook; say whether it was stored or stays as it is."""
-    target = NOTEBOOKS / f"{script.stem}.ipynb"
-    notebook = execute(read_script(script))
-    if (
-        target.exists()
-        and not force
-        and lasting_text(nbformat.read(target, as_version=4)) == lasting_text(notebook)
-    ):
-        return "unchanged"
+def reason_to_run(stored: NotebookNode | None, notebook: NotebookNode, project: Path) -> str:
+    """Say why a lesson has to run; an empty text means that its stored outputs can be kept.
+
+    Args:
+        stored: The notebook as it was stored before, None if there is none.
+        notebook: The notebook that its script now gives, without outputs.
+        project: The folder that contains `course_lib` and `constraints.txt`.
+    """
+    if stored is None:
+        return "there is no stored notebook"
+    known = stored.metadata.get(MADE_FROM)
+    if not known:
+        return "the stored notebook has no hashes of what its outputs were made from"
+    wanted = outputs_made_from(notebook, project)
+    # the stored cells too: somebody may have edited the notebook, or merged two versions of it
+    changed = {
+        name
+        for found in (wanted, outputs_made_from(stored, project))
+        for name in found
+        if known.get(name) != found[name]
+    }
+    return f"changed: {', '.join(sorted(changed))}" if changed else ""
+
+
+def copy_outputs(source: NotebookNode, target: NotebookNode) -> None:
+    """Copy the outputs of all code cells into a notebook with the same code cells."""
+    ran, without = (
+        [cell for cell in notebook.cells if cell.cell_type == "code"]
+        for notebook in (source, target)
+    )
+    for old, new in zip(ran, without, strict=True):
+        new.outputs = deepcopy(old.outputs)
+        new.execution_count = old.execution_count
+
+
+def build(
+    script: Path,
+    *,
+    force: bool = False,
+    run: Callable[[NotebookNode], NotebookNode] = execute,
+) -> str:
+    """Build one notebook, running the lesson only if its stored outputs cannot be kept.
+
+    Args:
+        script: The lesson's script, `notebooks/scripts/NN_name.py` in its project.
+        force: Whether the lesson runs, and is stored with its new outputs, in any case.
+        run: Function that executes all cells of a notebook.
+
+    Returns:
+        A sentence for the terminal: whether the lesson ran, and whether the notebook was stored.
+    """
+    target = script.parents[1] / f"{script.stem}.ipynb"
+    project = script.parents[2]
+    stored = nbformat.read(target, as_version=4) if target.exists() else None
+    notebook = read_script(script)
+    reason = "--force" if force else reason_to_run(stored, notebook, project)
+    if not reason:
+        copy_outputs(stored, notebook)
+    else:
+        notebook = run(notebook)
+        if stored is not None and not force and lasting_text(stored) == lasting_text(notebook):
+            copy_outputs(stored, notebook)
+    notebook.metadata[MADE_FROM] = outputs_made_from(notebook, project)
+
+    did = f"ran ({reason})" if reason else "did not run, its outputs are kept"
+    if stored is not None and nbformat.writes(stored) == nbformat.writes(notebook):
+        return f"{did}; unchanged"
     nbformat.write(notebook, target)
-    return "stored"
+    return f"{did}; stored"
 
 
 def renew_translations(script, same):
@@ -135,7 +263,7 @@ def main():
     parser.add_argument(
         "--force",
         action="store_true",
-        help="store notebooks in which only seconds or devices changed",
+        help="run every lesson, and store it even if only seconds or devices changed",
     )
     parser.add_argument(
         "--same",
