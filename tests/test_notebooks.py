@@ -448,6 +448,25 @@ def glossary_rows(text):
     ]
 
 
+def letters_of(text):
+    """(letters, lessons) of each row of lesson 00's table whose lessons are named one by one."""
+    for letters, _, lessons in re.findall(r"^# \| (\$.*) \| (.*) \| ([\d, ]+) \|$", text, re.M):
+        yield re.findall(r"\$(.+?)\$", letters), lessons.split(", ")
+
+
+def test_letters_of_the_table_stand_in_the_lessons_that_it_names():
+    scripts = {path.name[:2]: path.read_text("utf-8") for path in FOLDER.glob("scripts/*.py")}
+    rows = [*letters_of(scripts["00"])]
+    assert len(rows) > 10
+    for letters, lessons in rows:
+        for lesson in lessons:
+            formulas = " ".join(re.findall(r"\$([^$\n]+)\$", scripts[lesson]))
+            assert any(
+                re.search(rf"(?<![A-Za-z\\]){re.escape(letter)}(?![A-Za-z])", formulas)
+                for letter in letters
+            ), (letters, lesson)
+
+
 def read_glossary(text):
     """[(pattern of an English form, Chinese words)], long forms first, so that "gradient" is not
     looked for in "gradient checkpointing"."""

@@ -11,14 +11,14 @@
 #
 # <div lang="en">
 #
-# Here is a small decoder: eight layers, 27.5 MB of weights. One training step of it holds 277.7 MB at its worst moment. On a GPU such a moment ends in `CUDA out of memory`.
+# Here is a small decoder: eight layers, 27.5 MB of weights. One training step of it holds 277.7 MB at its worst moment. On a GPU that is too small, that moment ends in `CUDA out of memory`.
 #
 # Wrap each layer in one function call, and the gradients stay the same, to the last bit. How much of the 277.7 MB can go, and what does it cost? You will guess, and see, before this page ends, on your own machine, with or without a GPU.
 #
 # </div>
 # <div lang="zh">
 #
-# 这里有一个小解码器：八层，权重共 27.5 MB。它的一个训练步，最吃紧的时刻要占 277.7 MB。在 GPU 上，这样的时刻常以 `CUDA out of memory`（显存不足，俗称爆显存、OOM）告终。
+# 这里有一个小解码器：八层，权重共 27.5 MB。它的一个训练步，最吃紧的时刻要占 277.7 MB。GPU 的显存不够时，训练就会在这一刻以 `CUDA out of memory`（显存不足，俗称爆显存、OOM）告终。
 #
 # 给每一层套上一个函数调用，梯度逐比特不变。277.7 MB 里能省下多少？代价又是什么？你先猜；读完这一页，就能在自己的机器上看到答案，有没有 GPU 都行。
 #
@@ -70,12 +70,12 @@ about_this_machine()
 # %% [markdown]
 # <div lang="en">
 #
-# A missing GPU is no obstacle. This course counts two things that are the same on every CPU with this version of PyTorch: the bytes of **live** tensors, those that are still in use, and the floating-point operations (FLOPs). Seconds are shown here and there, but nothing is concluded from them. A GPU differs in places: some of its operators keep other tensors for backward, and its default Adam makes one more temporary, as large as all the weights. The lessons say where, and show it live if you have one.
+# A missing GPU is no obstacle. This course counts two things that are the same on every CPU with this version of PyTorch: the bytes of **live** tensors, those that are still in use, and the floating-point operations (FLOPs). Seconds are shown here and there. They belong to the machine that ran the cell, and no lesson draws a conclusion from them. A GPU differs in places: some of its operators keep other tensors for backward, and its default Adam makes one more temporary, as large as all the weights. The lessons say where, and show it live if you have one.
 #
 # </div>
 # <div lang="zh">
 #
-# 没有 GPU 不碍事。本课程数两样东西，只要 PyTorch 版本相同，它们在任何 CPU 上都一样：**存活**张量（还在使用、没有释放的张量）的字节数，以及浮点运算次数（FLOPs）。运行时间偶尔也会给出，但不据此下结论。本课程在 CPU 上测量，所以统称“内存”；换到 GPU 上，指的就是显存。GPU 上有些地方不同：有些算子为反向保存的张量不一样，默认的 Adam 还要多用一份与全部权重一样大的临时张量。遇到这种地方，课里会说明；如果你有 GPU，还会现场测给你看。
+# 没有 GPU 不碍事。本课程统计两个量：**存活**张量（还在使用、没有释放的张量）的字节数，以及浮点运算次数（FLOPs）。只要 PyTorch 版本相同，它们在任何 CPU 上都一样。运行时间偶尔也会给出，它只说明运行那个单元格的机器，各课都不据此下结论。本课程在 CPU 上测量，所以统称“内存”；换到 GPU 上，指的就是显存。GPU 上有些地方不同：有些算子为反向保存的张量不一样，默认的 Adam 还要多用一份与全部权重一样大的临时张量。遇到这种地方，课里会说明；如果你有 GPU，还会现场测给你看。
 #
 # </div>
 
@@ -250,14 +250,14 @@ table(["", "your guess", "measured"], shown)
 # %% [markdown]
 # <div lang="en">
 #
-# The peak falls to 0.48 of what it was, and the FLOPs rise to 1.21. Not a doubling: for each product in forward, backward makes two, one for the gradient of the input and one for the gradient of the weight. A step is three forwards, and one more adds a third at most, as long as all weights are trained. (Frozen weights need no gradient: then a step is nearer to two forwards, and one more adds up to a half.)
+# The peak falls to 0.48 of what it was, and the FLOPs rise to 1.21. Not a doubling: for each product in forward, backward makes two, one for the gradient of the input and one for the gradient of the weight. A step is about three forwards, so one more adds about a third, as long as all weights are trained. It adds a little more where the first layer's input needs no gradient, because that layer then has only one product in backward. It adds up to about a half where most weights are frozen, because a step is then nearer to two forwards.
 #
 # Here it is less than a third, because the head (the last product, which makes the logits) is not recomputed, and because recomputation stops as soon as the last tensor to be saved is there, which spares each layer its last product.
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值降到原来的 0.48 倍，FLOPs 升到 1.21 倍。并没有翻倍：前向里的每次矩阵乘法，反向要做两次，一次求输入的梯度，一次求权重的梯度。一步相当于三次前向，所以只要全部权重都参与训练，多一次前向至多增加三分之一。（冻结的权重不求梯度，那时一步更接近两次前向，多一次前向最多增加一半。）
+# 峰值降到原来的 0.48 倍，FLOPs 升到 1.21 倍。并没有翻倍：前向里的每次矩阵乘法，反向要做两次，一次求输入的梯度，一次求权重的梯度。一步约相当于三次前向，所以只要全部权重都参与训练，多一次前向约增加三分之一。如果第一层的输入不需要梯度，这一层的反向只有一次乘法，增加的就略多一些。如果大部分权重被冻结，一步更接近两次前向，增加的最多约为一半。
 #
 # 这里还不到三分之一，因为输出头（产生 logits 的最后一次矩阵乘法）不用重计算，而且重计算一算出最后一个要保存的张量就停下（提前停），每一层都省去了最后一次矩阵乘法。
 #
@@ -288,11 +288,11 @@ ledger("00", "plain", before)
 # | You have | Take |
 # |---|---|
 # | an hour | this page, then sections 1.1 to 1.3 of lesson 01 |
-# | a day | lessons 01 and 02 whole, the summaries of the others |
+# | a day | lessons 01 and 02, then 05 and 06 |
 # | the whole course | 00 to 09 in order, with the exercises |
-# | a model that does not fit, today | “What you type” in lesson 02, then `fit` in lesson 07 |
+# | a model that does not fit, today | the command `python -m course_lib.budget` as the README shows it, then “What you type” in lesson 02, and `fit` in lesson 07 |
 #
-# If you teach: after 01 most lessons stand alone. But 03 builds on 02, 04 and 06 use one section of it each, and 07 needs all the others. Lessons still in preparation are marked in the README.
+# If you teach: after 01 most lessons stand alone. But 03 builds on 02, 04 and 06 use one section of it each, and 07 needs all the others.
 #
 # </div>
 # <div lang="zh">
@@ -300,11 +300,11 @@ ledger("00", "plain", before)
 # | 你有 | 路线 |
 # |---|---|
 # | 一小时 | 本页，然后是第 01 课的 1.1 到 1.3 节 |
-# | 一天 | 第 01、02 课全部，加上其余各课的小结 |
+# | 一天 | 第 01、02 课，然后是第 05、06 课 |
 # | 足够学完全部课程的时间 | 从 00 到 09 依次学完，并做练习 |
-# | 一个眼下就要训练、却装不下的模型 | 第 02 课的“你会敲的代码”，然后用第 07 课的 `fit` |
+# | 一个眼下就要训练、却装不下的模型 | 先按 README 里的示例运行 `python -m course_lib.budget`，再看第 02 课的“你会敲的代码”，然后用第 07 课的 `fit` |
 #
-# 如果你是教师：学过第 01 课之后，各课大多可以单独讲；不过 03 要以 02 为基础，04 和 06 各用到 02 中的一节，07 则需要前面全部各课。仍在编写的课在 README 中有标注。
+# 如果你是教师：学过第 01 课之后，各课大多可以单独讲；不过 03 要以 02 为基础，04 和 06 各用到 02 中的一节，07 则需要前面全部各课。
 #
 # </div>
 
@@ -337,36 +337,54 @@ ledger("00", "plain", before)
 #
 # <div lang="en">
 #
-# A letter means one thing in the whole course. You need none of them yet; the lessons send you back here:
+# You need none of these letters yet; the lessons send you back here. Most of them mean one thing in the whole course. Where a lesson uses a letter in another sense, the table says in which lesson:
 #
-# | letter | means | first in |
+# | letter | means | in lesson |
 # |---|---|---|
-# | $b$, $s$ | sequences in a batch, tokens in a sequence | 01 |
-# | $h$, $a$, $d$ | hidden size, heads, size of a head: $d = h / a$ | 01 |
-# | $v$, $L$ | words in the vocabulary, layers (or stages of a chain) | 01 |
-# | Q, K, V, S, P, O | queries, keys, values, scores, probabilities, output of attention | 01 |
-# | $k$, $A$, $B$, $R$ | segments; bytes that a stage keeps; bytes at a boundary; bytes of room | 03 |
-# | $f$, $g$, $c$, $p$ | seconds of a layer's forward, of its backward, of a copy; how many are fetched ahead | 04 |
-# | $m$ | micro-batches | 05 |
+# | $b$, $s$ | sequences in a batch, tokens in a sequence | from 01 on |
+# | $h$, $a$, $d$ | hidden size, heads, size of a head: $d = h / a$ | from 01 on |
+# | $v$, $L$ | words in the vocabulary, layers (or stages of a chain) | from 01 on |
+# | Q, K, V, S, P, O | queries, keys, values, scores, probabilities, output of attention | from 01 on |
+# | $k$ | layers with a checkpoint (02); segments (03) | 02, 03 |
+# | $A$, $B$ | bytes that a stage keeps, bytes at a boundary (03); $B$: bytes of one storage (04) | 03, 04 |
+# | $R$ | bytes of room | 03 |
+# | $f$, $g$ | time of a layer's forward, of its backward (03, 04); $f$: FLOPs of the work beside a copy (08) | 03, 04, 08 |
+# | $c$ | slots (03); seconds of a copy (04); ranks that share a sequence (08) | 03, 04, 08 |
+# | $p$ | storages that are fetched ahead (04); one probability (06); ranks that share the layers (08) | 04, 06, 08 |
+# | $e$ | the stage that a schedule runs on to (03); ranks that share the experts (08) | 03, 08 |
+# | $r$ | runs ahead of one stage (03); the number of a rank, and FLOP/s (08) | 03, 08 |
+# | $t$ | seconds of making a batch and of using it (04); ranks that share a matrix (08) | 04, 08 |
+# | $m$ | sequences in a micro-batch (05); largest score so far (06); bytes of a copy (08) | 05, 06, 08 |
+# | $\ell$ | layers in a segment (03); sum of exponentials so far (06) | 03, 06 |
 # | $M$ | numbers that fit on the chip | 06 |
-# | $\Psi$, $N$ | parameters, ranks | 08 |
+# | $N$ | tokens in a sequence (06); ranks (08) | 06, 08 |
+# | $\Psi$, $w$ | parameters; bytes per second of a link | 08 |
 #
 # </div>
 # <div lang="zh">
 #
-# 一个字母在整门课里只有一个意思。现在还用不到，各课会请你回来查：
+# 这些字母现在还用不到，各课会请你回来查。大多数字母在整门课里只有一个意思。有的课另有用法，表中注明了是哪一课：
 #
-# | 字母 | 意思 | 初见于 |
+# | 字母 | 意思 | 所在的课 |
 # |---|---|---|
-# | $b$、$s$ | 批次里的序列数、序列里的 token 数 | 01 |
-# | $h$、$a$、$d$ | 隐藏维度、头数、头维度：$d = h / a$ | 01 |
-# | $v$、$L$ | 词表大小、层数（或链的级数） | 01 |
-# | Q、K、V、S、P、O | 注意力的查询、键、值、分数、概率、输出 | 01 |
-# | $k$、$A$、$B$、$R$ | 段数；一级保存的字节；边界上的字节；可用的字节 | 03 |
-# | $f$、$g$、$c$、$p$ | 一层的前向、反向各几秒，一次拷贝几秒；提前取回几个 | 04 |
-# | $m$ | 微批次数 | 05 |
+# | $b$、$s$ | 批次里的序列数、序列里的 token 数 | 01 起 |
+# | $h$、$a$、$d$ | 隐藏维度、头数、头维度：$d = h / a$ | 01 起 |
+# | $v$、$L$ | 词表大小、层数（或链的级数） | 01 起 |
+# | Q、K、V、S、P、O | 注意力的查询、键、值、分数、概率、输出 | 01 起 |
+# | $k$ | 加了检查点的层数（02），段数（03） | 02、03 |
+# | $A$、$B$ | 一级保存的字节、边界上的字节（03），$B$ 还指一份存储区的字节（04） | 03、04 |
+# | $R$ | 可用的字节 | 03 |
+# | $f$、$g$ | 一层前向、反向的时间（03、04），$f$ 还指与拷贝同时进行的计算的 FLOPs（08） | 03、04、08 |
+# | $c$ | 槽数（03），一次拷贝的秒数（04），分担一条序列的进程数（08） | 03、04、08 |
+# | $p$ | 提前取回几份存储区（04），一个概率（06），分担各层的进程数（08） | 04、06、08 |
+# | $e$ | 调度往前跑到的级（03），分担各专家的进程数（08） | 03、08 |
+# | $r$ | 一级空跑的次数（03），进程的编号和每秒 FLOPs（08） | 03、08 |
+# | $t$ | 准备一个批次和使用它的秒数（04），分担一个矩阵的进程数（08） | 04、08 |
+# | $m$ | 每个微批次的序列数（05），目前最大的分数（06），一次拷贝的字节（08） | 05、06、08 |
+# | $\ell$ | 一段的层数（03），目前指数的和（06） | 03、06 |
 # | $M$ | 片上存储能放下的元素个数 | 06 |
-# | $\Psi$、$N$ | 参数个数、进程数 | 08 |
+# | $N$ | 序列里的 token 数（06），进程数（08） | 06、08 |
+# | $\Psi$、$w$ | 参数个数，链路每秒的字节 | 08 |
 #
 # </div>
 

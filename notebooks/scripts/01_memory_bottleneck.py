@@ -693,14 +693,14 @@ table(["model", "your formula, GB", "most activations, GB", "peak, GB", "peak in
 # %% [markdown] slide={"en": "The activations of the 7 B model add nothing to this peak.\n\nSo it is for a loop over parameters, and one sequence.", "zh": "7 B 模型的激活值，对这个峰值毫无影响。\n\n这是逐个参数循环更新、只有一条序列时的结论。"}
 # <div lang="en">
 #
-# Your formula, written for 7 million parameters, gives the 8.8 GB of 7 billion. And they add nothing to the peak: they are gone before the last gradients have come, and the peak waits in the optimizer, above the 16 bytes by three fp32 temporaries of the largest parameter. With the small model it is the other way round.
+# Your formula, written for a model of 7 million parameters, gives the 8.8 GB of the model of 7 billion. And they add nothing to the peak: they are gone before the last gradients have come, and the peak waits in the optimizer, above the 16 bytes by three fp32 temporaries of the largest parameter. With the small model it is the other way round.
 #
 # This holds for this recipe, a loop over parameters, and one sequence (try `batch=8`). No step of the largest model has ever run on this machine, and yet its bytes are counted operator by operator.
 #
 # </div>
 # <div lang="zh">
 #
-# 你的公式是为 700 万个参数写的，算 70 亿个参数也得到 8.8 GB。而它们对峰值毫无影响：最后几个梯度还没到，它们就已释放；峰值要到优化器里才出现，只比 16 字节的部分多三个 fp32 临时张量，大小与最大的参数相同。模型小的那一行，情形正相反。
+# 你的公式是对着 700 万参数的小模型推出来的，用到 70 亿参数的模型上，照样算准了那 8.8 GB。而激活值对峰值毫无影响：最后几个梯度还没到，它们就已释放；峰值要到优化器里才出现，只比 16 字节的部分多三个 fp32 临时张量，大小与最大的参数相同。模型小的那一行，情形正相反。
 #
 # 这只是这个配方（逐个参数循环更新）、一条序列时的结论（可以试试 `batch=8`）。最大的模型从未在这台机器上真正跑过一步，它的字节却逐个算子数清了。
 #
@@ -841,12 +841,12 @@ lesson_01.parts_of_the_peak(meter, one_layer)
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*, arXiv:2205.05198 (the formula). Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes a parameter); Hugging Face documentation, *GPU memory usage* (18); Hugging Face, *The Ultra-Scale Playbook*, 2025 (20). PyTorch documentation, *Understanding CUDA Memory Usage*. All measurements: `course_lib.memory`, in this notebook.
+# **Sources.** Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*, arXiv:2205.05198 (the formula). Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes a parameter); Hugging Face documentation, *GPU memory usage* (18); Hugging Face, *The Ultra-Scale Playbook*, 2025 (20). PyTorch documentation, *Understanding CUDA Memory Usage*, and its *Performance Tuning Guide*. All measurements: `course_lib.memory`, in this notebook.
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** Korthikanti et al. 2022，*Reducing Activation Recomputation in Large Transformer Models*，arXiv:2205.05198（公式）。Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（每个参数 16 字节）；Hugging Face 文档 *GPU memory usage*（18）；Hugging Face，*The Ultra-Scale Playbook*，2025（20）。PyTorch 文档 *Understanding CUDA Memory Usage*。全部测量都由本 notebook 用 `course_lib.memory` 完成。
+# **出处。** Korthikanti et al. 2022，*Reducing Activation Recomputation in Large Transformer Models*，arXiv:2205.05198（公式）。Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（每个参数 16 字节）；Hugging Face 文档 *GPU memory usage*（18）；Hugging Face，*The Ultra-Scale Playbook*，2025（20）。PyTorch 文档 *Understanding CUDA Memory Usage* 和 *Performance Tuning Guide*。全部测量都由本 notebook 用 `course_lib.memory` 完成。
 #
 # </div>
 
@@ -1099,12 +1099,12 @@ table(headings, rounded)
 # %% [markdown]
 # <div lang="en">
 #
-# On a GPU such a monitor prints two more figures: what is **allocated** (live bytes, rounded up) and what is **reserved**, which the caching allocator has taken from the driver and keeps for later. Its rules are public, so they can be followed on the meter's trace without a GPU: `trace.allocated()` does it. All figures of this section and the next are **simulated**; section 1.21 has a GPU's own.
+# On a GPU such a monitor prints two more figures: **allocated memory** (live bytes, rounded up) and **reserved memory**, which the caching allocator has taken from the driver and keeps for later. Its rules are public, so they can be followed on the meter's trace without a GPU: `trace.allocated()` does it. All figures of this section and the next are **simulated**; section 1.21 has a GPU's own.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 GPU 上，这样的监视器还会多打印两个数：**已分配**（存活的字节，向上取整）和**已预留**，即缓存分配器向驱动要来、留着以后用的字节。它的规则是公开的，没有 GPU 也能拿计量器的轨迹照着走一遍：`trace.allocated()` 做的就是这件事。本节和下一节的数都是**模拟**的；GPU 自己的数见 1.21 节。
+# 在 GPU 上，这样的监视器还会多打印两个数：**已分配显存**（存活的字节，向上取整）和**已预留显存**，即缓存分配器向驱动要来、留着以后用的字节。它的规则是公开的，没有 GPU 也能拿计量器的轨迹照着走一遍：`trace.allocated()` 做的就是这件事。本节和下一节的数都是**模拟**的；GPU 自己的数见 1.21 节。
 #
 # </div>
 
@@ -1138,12 +1138,12 @@ lesson_01.draw_in_the_viewer(trace[marks[5] - 1 : marks[9]])
 #
 # <div lang="en">
 #
-# A report, rapidsai/crossfit, pull request 18: batches sorted by length, short ones first, run out of memory with 12.12 GiB "reserved by PyTorch but unallocated"; long ones first, they fit. Here are two batches for our decoder, A of 2 × 384 tokens and B of 2 × 512, each trained on twice, and a (simulated) device of 388 MiB. **Guess first**: the bytes at the peak are the same in either order. Does the order matter?
+# PyTorch's *Performance Tuning Guide* warns of training on batches of different lengths: a short batch that is followed by a longer one "causes fragmentation in the caching allocator, which may result in out-of-memory errors". Its remedy is to run the longest batch once before training, forward and backward, without the optimizer. Here are two batches for our decoder, A of 2 × 384 tokens and B of 2 × 512, each trained on twice, and a (simulated) device of 388 MiB. **Guess first**: the bytes at the peak are the same in either order. Does the order matter?
 #
 # </div>
 # <div lang="zh">
 #
-# 先看一份报告，rapidsai/crossfit 的第 18 号合并请求：批次按长度排序，短的在前，结果显存不足，而此时还有 12.12 GiB “reserved by PyTorch but unallocated”（已预留但未分配）；长的在前，就装得下。这里给我们的解码器准备两个批次：A 是 2 × 384 个 token，B 是 2 × 512 个，各训练两次；（模拟的）设备有 388 MiB。**先猜**：两种顺序的峰值字节数相同，那么顺序还要紧吗？
+# PyTorch 的《Performance Tuning Guide》提醒过，用长短不一的批次训练时，短批次之后若来一个更长的批次，就会让缓存分配器产生显存碎片，可能导致显存不足。它的办法是在训练之前，先用最长的批次做一次前向和反向，不运行优化器。这里给我们的解码器准备两个批次：A 是 2 × 384 个 token，B 是 2 × 512 个，各训练两次；（模拟的）设备有 388 MiB。**先猜**：两种顺序的峰值字节数相同，那么顺序还要紧吗？
 #
 # </div>
 
@@ -1152,12 +1152,15 @@ lesson_01.draw_in_the_viewer(trace[marks[5] - 1 : marks[9]])
 from course_lib.budget.step import make_state
 
 
-def trained_on(*lengths, state_first=False):
+def trained_on(*lengths, state_first=False, rehearsed=None):
     with symbolic(), MemoryMeter() as watched:
         model, ends = make_decoder(sequence=512), []
         optimizer = torch.optim.Adam(model.parameters())
         if state_first:
             make_state(model, optimizer)
+        if rehearsed is not None:  # the guide's remedy
+            model.loss(random_tokens(2, rehearsed, 2048)).backward()
+            optimizer.zero_grad()
         for length in lengths:
             model.loss(random_tokens(2, length, 2048)).backward()
             optimizer.step()
@@ -1171,8 +1174,10 @@ def trained_on(*lengths, state_first=False):
 short_first, ends = trained_on(384, 512, 384, 512)
 long_first, _ = trained_on(512, 384, 512, 384)
 state_first, _ = trained_on(384, 512, 384, 512, state_first=True)
-orders, rows = {"A, B, A, B": short_first, "B, A, B, A": long_first}, []
-for name, scene in {**orders, "A, B, A, B, Adam's state first": state_first}.items():
+rehearsed, _ = trained_on(384, 512, 384, 512, rehearsed=512)
+scenes, rows = {"A, B, A, B": short_first, "B, A, B, A": long_first}, []
+scenes |= {"A, B, A, B, Adam's state first": state_first, "B once, then A, B, A, B": rehearsed}
+for name, scene in scenes.items():
     for settings in ("", "expandable_segments:True"):
         device, said = lesson_01.replayed(scene, 388 << 20, settings)
         verdict = "out of memory" if said else "fits"
@@ -1185,12 +1190,12 @@ print(lesson_01.replayed(short_first, 388 << 20)[1].partition(" If reserved")[0]
 # %% [markdown]
 # <div lang="en">
 #
-# A tensor of 8 MiB was wanted. 18 MiB are free, but PyTorch asks for a segment of 20; 16 are reserved and unallocated, but in holes too small for it. Whose are they? Adam's state, made at the end of the first step, was laid into segments that were cut for A, and it stays: what is left of them can be neither used whole nor given back. Made before the first batch, it lies by itself, and the order no longer matters. And `expandable_segments` keeps one long segment a pool, which grows page by page. (It is no law: without a limit it may reserve more.)
+# A tensor of 8 MiB was wanted. 18 MiB are free, but PyTorch asks for a segment of 20; 16 are reserved and unallocated, but in holes too small for it. Whose are they? Adam's state, made at the end of the first step, was laid into segments that were cut for A, and it stays: what is left of them can be neither used whole nor given back. Made before the first batch, it lies by itself, and the order no longer matters. The guide's remedy works here as well, because the segments are cut for B from the start. And `expandable_segments` keeps one long segment per pool, which grows page by page. (None of these is a law. Without a limit, `expandable_segments` may reserve more. Without an optimizer, these two batches need the larger device when the long one comes first.)
 #
 # </div>
 # <div lang="zh">
 #
-# 当时要放的张量是 8 MiB。空闲的有 18 MiB，可 PyTorch 要的是 20 MiB 的一整段；已预留但未分配的有 16 MiB，却是些零碎的空当，放不下它。空当是怎么来的？Adam 的状态在第一步末尾建立，放进了为 A 切开的段里，从此不走：段里剩下的部分，既不能整块用，也还不回去。在第一个批次之前就把状态建好，它自成一处，顺序也就不再要紧。而 `expandable_segments` 让每个池只有一个长段，一页一页地长。（这不是定律：不设上限时，它也可能多预留一些。）
+# 当时要放的张量是 8 MiB。空闲的有 18 MiB，可 PyTorch 要的是 20 MiB 的一整段；已预留但未分配的有 16 MiB，却是些零碎的空当，放不下它。空当是怎么来的？Adam 的状态在第一步末尾建立，放进了为 A 切开的内存段里，此后一直占着，所以段里剩下的部分既不能整块用，也还不回去。在第一个批次之前就把状态建好，它自成一处，顺序也就不再要紧。那份指南的办法在这里也管用，因为各段从一开始就是为 B 切的。而 `expandable_segments` 让每个池只有一个长的内存段，一页一页地长。（这些都不是定律。不设上限时，`expandable_segments` 也可能多预留一些。如果没有优化器，这两个批次反而是长的在前时需要更大的设备。）
 #
 # </div>
 
@@ -1383,12 +1388,12 @@ on_gpu("01")
 #
 # <div lang="en">
 #
-# The formula with dropout, $34 s b h + 5 a s^2 b$ bytes a layer: 32 layers, hidden size 4096, bf16, one sequence. Run the second cell below and move its sliders: at what length does the parabola hold half of the bytes? With dropout P counts more: it is not $16 h / a$ but $34 h / 5 a$, here 870 tokens.
+# The formula with dropout, $34 s b h + 5 a s^2 b$ bytes per layer: 32 layers, hidden size 4096, 32 heads, bf16, one sequence. Run the second cell below and move its sliders: at what length does the parabola hold half of the bytes? With dropout P counts more: it is not $16 h / a$ but $34 h / 5 a$, here 870 tokens.
 #
 # </div>
 # <div lang="zh">
 #
-# 带 dropout 的公式，每层 $34 s b h + 5 a s^2 b$ 字节：32 层、隐藏维度 4096、bf16、一条序列。运行下面第二个单元格，拖动滑块：序列多长时，抛物线占到一半？带 dropout 时 P 的分量更重，所以不是 $16 h / a$，而是 $34 h / 5 a$，这里是 870 个 token。
+# 带 dropout 的公式，每层 $34 s b h + 5 a s^2 b$ 字节：32 层、隐藏维度 4096、32 个头、bf16、一条序列。运行下面第二个单元格，拖动滑块：序列多长时，抛物线占到一半？带 dropout 时 P 的分量更重，所以不是 $16 h / a$，而是 $34 h / 5 a$，这里是 870 个 token。
 #
 # </div>
 

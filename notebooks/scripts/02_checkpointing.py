@@ -68,14 +68,14 @@ from course_lib.teaching import predictions, table, timelines
 #
 # Autograd keeps what backward will need. **Activation checkpointing** (also gradient checkpointing or activation recomputation; not a file of weights; from here on, a checkpoint) keeps a block's **input** only. When backward arrives at the block, its forward pass runs once more.
 #
-# In PyTorch that is `torch.utils.checkpoint.checkpoint(block, x)`. Let each block announce when it runs. **Guess first:** in which order do three checkpointed blocks a, b, c run, forward and backward?
+# In PyTorch that is `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`; section 2.3 shows why the option belongs to it. Let each block announce when it runs. **Guess first:** in which order do three checkpointed blocks a, b, c run, forward and backward?
 #
 # </div>
 # <div lang="zh">
 #
 # autograd 会留下反向要用的东西。**激活检查点**（activation checkpointing，又称梯度检查点、激活重计算；不是指存盘的模型权重；下文简称检查点）只留下一个块的**输入**。反向走到这个块时，把它的前向再跑一遍。
 #
-# 在 PyTorch 里就是 `torch.utils.checkpoint.checkpoint(block, x)`。让块在运行时报一声，就能看见这个过程。**先猜**：三个加了检查点的块 a、b、c，前向和反向按什么次序运行？
+# 在 PyTorch 里就是 `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`，为什么要写这个选项，见 2.3 节。让块在运行时报一声，就能看见这个过程。**先猜**：三个加了检查点的块 a、b、c，前向和反向按什么次序运行？
 #
 # </div>
 
@@ -251,12 +251,12 @@ lesson_02.check_hooks(with_hooks)
 # %% [markdown] slide={"en": "Before any claim of saving: are all gradients equal?\n\nFour checkpoints, one decoder layer.", "zh": "谈节省之前先问：梯度都相等吗？\n\n四种检查点，同一个解码器层。"}
 # <div lang="en">
 #
-# Before any claim of saving: are the gradients equal, for the input and for every parameter? (The gradient that arrives is uneven, as a loss's is.) Four checkpoints on one decoder layer: your two, PyTorch's, and `course_lib.checkpoint`, which has the same names and arguments as `torch.utils.checkpoint` and is written to be read. You can exchange one for the other.
+# Before any claim of saving: are the gradients equal, for the input and for every parameter? (The gradient that arrives is uneven, as a loss's is.) Four checkpoints on one decoder layer: your two, PyTorch's, and `course_lib.checkpoint`, which has the same names and arguments as `torch.utils.checkpoint` and is written to be read. You can exchange one for the other, except under `torch.compile`: it traces PyTorch's checkpoint into its graph, but breaks the graph at the library's, and `fullgraph=True` makes that an error.
 #
 # </div>
 # <div lang="zh">
 #
-# 谈节省之前先问：输入和每个参数的梯度都相等吗？（传来的梯度并不均匀，与真实的损失一样。）拿四种检查点来跑一个解码器层：你写的两个、PyTorch 的，以及 `course_lib.checkpoint`。后者的名字和参数都与 `torch.utils.checkpoint` 相同，只是写得便于阅读，两者可以互换。
+# 谈节省之前先问：输入和每个参数的梯度都相等吗？（传来的梯度并不均匀，与真实的损失一样。）拿四种检查点来跑一个解码器层：你写的两个、PyTorch 的，以及 `course_lib.checkpoint`。后者的名字和参数都与 `torch.utils.checkpoint` 相同，只是写得便于阅读。除了在 `torch.compile` 里，两者可以互换：编译器能把 PyTorch 的检查点放进计算图，遇到课程库的检查点却会断开计算图，设了 `fullgraph=True` 就会报错。
 #
 # </div>
 
@@ -307,12 +307,46 @@ trained  # parameters with a gradient, of 12
 # %% [markdown] slide={"en": "The input needs no gradient: the older mode trains **0 of 12** parameters, without an error.\n\nThat is why `use_reentrant=False` exists.", "zh": "输入不需要梯度：旧模式 12 个参数训练了 **0** 个，也不报错。\n\n`use_reentrant=False` 就是为此而来。"}
 # <div lang="en">
 #
-# 0 of 12: a Function none of whose tensors needs a gradient gives an output without a graph. The head behind it trains, the block does not, and nobody says a word. This is the trap of the older mode, and why `use_reentrant=False` exists. Both of yours have other gaps: with dropout they would draw another mask, and one keeps more than it should. Section 2.13 puts all four to the test.
+# `MyCheckpoint` trains 0 of 12 parameters: a Function none of whose tensors needs a gradient gives an output without a graph. The head behind it trains, the block does not, and nothing is reported. This is the trap of the older mode, and why `use_reentrant=False` exists. PyTorch's older mode falls into it as well, and warns. Which mode do you get from PyTorch if you leave the option out?
 #
 # </div>
 # <div lang="zh">
 #
-# 12 个里 0 个：Function 的输入张量若都不需要梯度，输出就没有计算图。后面的输出头照样训练，这个块却没有，而且谁也不吭声。这就是旧模式的陷阱，也是 `use_reentrant=False` 的由来。你写的两个还有别的缺口：有 dropout 时，它们会抽到另一个掩码；其中一个还保存得太多。2.13 节会逐项检验这四种。
+# 用 `MyCheckpoint` 时，12 个参数中有 0 个得到梯度，因为 Function 的输入张量若都不需要梯度，输出就没有计算图。后面的输出头照样训练，这个块却没有，也没有任何提示。这就是旧模式的陷阱，也是 `use_reentrant=False` 的由来。PyTorch 的旧模式也会掉进这个陷阱，但会发出警告。如果不写这个选项，PyTorch 用的是哪一种模式？
+#
+# </div>
+
+# %%
+import warnings
+
+rows, said = [], {}
+options = {"left out": {}, "`True`": {"use_reentrant": True}, "`False`": {"use_reentrant": False}}
+for name, option in options.items():
+    block.zero_grad()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        head(checkpoint(block, data, **option)).sum().backward()
+    trained = sum(parameter.grad is not None for parameter in block.parameters())
+    said[name] = [f"{each.message}" for each in heard]
+    rows.append((name, trained, len(heard)))
+table(["`use_reentrant`", "parameters with a gradient, of 12", "warnings"], rows)
+
+# %%
+print(*said["left out"], sep="\n")
+
+# %% [markdown]
+# <div lang="en">
+#
+# Left out, the option is still `True` in this version of PyTorch, 2.13. The first warning says so, and announces an error for 2.9 that has not come. So always write `use_reentrant=False`. (The library's `checkpoint` takes the option left out for `False`.)
+#
+# Both of yours have other gaps: with dropout they would draw another mask, and one keeps more than it should. Section 2.13 puts all four to the test.
+#
+# </div>
+# <div lang="zh">
+#
+# 在这个版本（2.13）的 PyTorch 里，不写这个选项，用的仍是 `True`。第一条警告说的就是这件事，它预告的“从 2.9 起会报错”至今没有实现。所以一定要写上 `use_reentrant=False`。（课程库的 `checkpoint` 不写时就是 `False`。）
+#
+# 你写的两个还有别的缺口：有 dropout 时，它们会抽到另一个掩码，其中一个还保存得太多。2.13 节会逐项检验这四种。
 #
 # </div>
 
@@ -321,12 +355,12 @@ trained  # parameters with a gradient, of 12
 #
 # <div lang="en">
 #
-# `checkpoint_blocks(model, "layers.*")` puts a checkpoint around every block whose name fits, in any model. The step is that of lesson 01: Adam, the second step, and gradients that are gone when it begins, so that they **arrive during backward**. Every number below uses this convention; only section 2.7 breaks it, on purpose.
+# `checkpoint_blocks(model, "layers.*")` puts a checkpoint around every block whose name fits, in any model that calls its blocks as modules. (A cache that a block fills would be filled twice, which ends in a `CheckpointError`: train encoder-decoders of Hugging Face with `use_cache=False`.) The step is that of lesson 01: Adam, the second step, and gradients that are gone when it begins, so that they **arrive during backward**. Every number below uses this convention; only section 2.7 breaks it, on purpose.
 #
 # </div>
 # <div lang="zh">
 #
-# `checkpoint_blocks(model, "layers.*")` 给模型里名称匹配的每个块各加一个检查点，什么模型都行。训练步与第 01 课相同：Adam，取第二步；开始时梯度已清空，**到反向中才陆续产生**。以下各数都按这个约定；只有 2.7 节有意不按。
+# `checkpoint_blocks(model, "layers.*")` 给模型里名称匹配的每个块各加一个检查点，只要模型是把这些块当作模块来调用的。（块若往缓存里写东西，就会写两遍，以 `CheckpointError` 告终，所以训练 Hugging Face 的编码器–解码器模型时要设 `use_cache=False`。）训练步与第 01 课相同：Adam，取第二步；开始时梯度已清空，**到反向中才陆续产生**。以下各数都按这个约定；只有 2.7 节有意不按。
 #
 # </div>
 
@@ -480,12 +514,12 @@ table(["checkpoint around", "saves, bytes"], rows)
 #
 # <div lang="en">
 #
-# Five ways to run the same step. **Selective checkpointing** keeps the results of some operators and computes the rest again; here it keeps the products of the linear layers (`addmm`). **Guess first:** what share of a whole step's FLOPs is one more forward pass? Backward makes two products for each one of forward, for the gradient of the input and for that of the weight.
+# Five ways to run the same step. **Selective checkpointing** keeps the results of some operators and computes the rest again; here it keeps the products of the linear layers. A Linear with a bias calls `addmm`, one without calls `mm`. **Guess first:** what share of a whole step's FLOPs is one more forward pass? Backward makes two products for each one of forward, for the gradient of the input and for that of the weight.
 #
 # </div>
 # <div lang="zh">
 #
-# 同一步的五种做法。**选择性检查点**保留一部分算子的结果，其余的再算一遍；这里保留的是线性层的乘积（`addmm`）。**先猜**：多做的一次前向，占整个训练步 FLOPs 的几分之几？前向的每一次乘法，反向要做两次：一次求输入的梯度，一次求权重的梯度。
+# 同一步的五种做法。**选择性检查点**保留一部分算子的结果，其余的再算一遍；这里保留的是线性层的乘积。带偏置的 Linear 调用 `addmm`，不带偏置的调用 `mm`。**先猜**：多做的一次前向，占整个训练步 FLOPs 的几分之几？前向的每一次乘法，反向要做两次：一次求输入的梯度，一次求权重的梯度。
 #
 # </div>
 
@@ -501,7 +535,8 @@ def decoder_with(group=1, decoder=None, **options):
 
 
 # %% slide="result"
-products = [torch.ops.aten.addmm.default]  # what nn.Linear calls
+# nn.Linear with a bias calls the first of these, without a bias the second.
+products = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
 measured = lesson_02.measured_step  # symbolic: its peak, and the FLOPs of forward and backward
 ways = {"each layer": {}, "products kept": {"policy": products}}
 ways |= {"two layers as one": {"group": 2}, "eight layers as one": {"group": 8}}
@@ -533,12 +568,12 @@ lesson_02.seconds_beside_flops(decoders, arms)
 # %% [markdown]
 # <div lang="en">
 #
-# The seconds are this machine's, for four sequences: ten turns, the median and the range. Keeping the products is dearer in time than its 1.02. The counter counts products only, and what is done again here is GELU and softmax, `erf` and `exp`, which it leaves out; and this policy asks Python about every operator, some 900 times a step. On a GPU such operators wait for memory instead: the numbers are others, the conclusion is the same. **FLOPs are not time.** What this policy does again also grows with the length, since attention's own two products grow with $s^2$.
+# The seconds are this machine's, for four sequences: ten turns, the median and the range. **FLOPs are not time.** The counter counts matrix products only. This policy does GELU and softmax again, that is `erf` and `exp`, which count as nothing, and it asks Python about every operator, some 900 times per step. So the FLOPs say how much less is multiplied, and not which way is faster. Measure that on the machine that you train on; this step has not run on a GPU. The work that this policy does again also grows with the length, since attention's own two products grow with $s^2$.
 #
 # </div>
 # <div lang="zh">
 #
-# 秒数只代表这台机器，算的是四条序列：轮流跑十遍，给出中位数和范围。保留乘积的做法，在时间上的代价高于它的 1.02。计数器只数矩阵乘法，而这里重做的是 GELU 和 softmax，也就是 `erf` 和 `exp`，它都不计；而且这个策略每遇到一个算子都要问一次 Python，一步约 900 次。在 GPU 上，这类算子等的是内存带宽：数字不同，结论一样。**FLOPs 不是时间。** 序列变长时，这个策略的代价还会上升，因为注意力自己的两次乘法随 $s^2$ 增长。
+# 秒数只代表这台机器，算的是四条序列：轮流跑十遍，给出中位数和范围。**FLOPs 不是时间。** 计数器只数矩阵乘法，而这个策略重做的是 GELU 和 softmax，也就是 `erf` 和 `exp`，它们都不计入。另外，这个策略每遇到一个算子都要问一次 Python，一步约 900 次。所以 FLOPs 只说明少做了多少乘法，并不说明哪一种更快。哪种更快，要在你训练用的机器上测；这一步还没有在 GPU 上运行过。序列变长时，这个策略重做的计算也会增加，因为注意力自己的两次乘法随 $s^2$ 增长。
 #
 # </div>
 
@@ -705,26 +740,26 @@ metered_step(wrapped).peak_bytes, peaks[8]
 #
 # | where | not run here |
 # |---|---|
-# | PyTorch, products kept | `checkpoint(layer, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]))` |
-# | Hugging Face | `model.gradient_checkpointing_enable()`, or `TrainingArguments(gradient_checkpointing=True)`; train with `use_cache=False` |
+# | PyTorch, products kept | `checkpoint(layer, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]))` |
+# | Hugging Face 5.23 | `model.activation_checkpointing_enable()`, or `TrainingArguments(activation_checkpointing=True)`; train with `use_cache=False`. (The older names, which begin with `gradient_`, are deprecated) |
 # | torchtitan | activation checkpoint mode `"full"` or `"selective"` in the training configuration |
 # | Megatron-LM | `--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`; or `--recompute-granularity selective` |
-# | TRL, DeepSpeed | `gradient_checkpointing=True`; `deepspeed.checkpointing.checkpoint(block, x)` |
+# | TRL, DeepSpeed | the same argument as in `TrainingArguments`; `deepspeed.checkpointing.checkpoint(block, x)` |
 #
-# Megatron's "selective" computes the middle of attention again, from the scores to the context, and keeps the rest: another choice than section 2.6's.
+# The list needs both operators. A Llama's Linears have no bias, so with `addmm` alone nothing is kept there and every layer is computed again; PyTorch does not mention it, `checkpoint_blocks` warns. Megatron's "selective" computes the middle of attention again, from the scores to the context, and keeps the rest: another choice than section 2.6's.
 #
 # </div>
 # <div lang="zh">
 #
 # | 框架 | 写法（此处未运行） |
 # |---|---|
-# | PyTorch，保留乘积 | `checkpoint(layer, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]))` |
-# | Hugging Face | `model.gradient_checkpointing_enable()`，或 `TrainingArguments(gradient_checkpointing=True)`；训练时设 `use_cache=False` |
+# | PyTorch，保留乘积 | `checkpoint(layer, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]))` |
+# | Hugging Face 5.23 | `model.activation_checkpointing_enable()`，或 `TrainingArguments(activation_checkpointing=True)`；训练时设 `use_cache=False`。（以 `gradient_` 开头的旧名称已弃用） |
 # | torchtitan | 训练配置里的激活检查点模式 `"full"` 或 `"selective"` |
 # | Megatron-LM | `--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`；或 `--recompute-granularity selective` |
-# | TRL、DeepSpeed | `gradient_checkpointing=True`；`deepspeed.checkpointing.checkpoint(block, x)` |
+# | TRL、DeepSpeed | 与 `TrainingArguments` 相同的参数；`deepspeed.checkpointing.checkpoint(block, x)` |
 #
-# Megatron 的 “selective” 只重计算注意力的中间部分（从分数到上下文），其余保留，与 2.6 节的选法不同。
+# 列表里两个算子都要有。Llama 的 Linear 没有偏置，只写 `addmm` 就什么也保留不下来，每一层都要重计算。PyTorch 对此没有提示，`checkpoint_blocks` 会发出警告。Megatron 的 “selective” 只重计算注意力的中间部分（从分数到上下文），其余保留，与 2.6 节的选法不同。
 #
 # </div>
 
@@ -769,7 +804,7 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 #
 # - A checkpoint keeps a block's input and computes its activations again in backward. Gradients are equal.
 # - It saves what is absent at the peak. Of layers alone, without a head, the last one's checkpoint saves nothing; nearly any other saves the layer and pays for its input. A formula for one moment ends where another moment is higher.
-# - One more forward pass is about a third of a step if all weights are trained; early stop makes it less. Selective checkpointing costs next to no FLOPs, and more in time.
+# - One more forward pass is about a third of a step if all weights are trained; early stop makes it less. Keeping the products of the linear layers costs next to no FLOPs here, but FLOPs are not time.
 # - Whether groups of layers pay depends on depth, and on gradients: arriving, or there.
 # - The loss is a block, too: in chunks, with backward after each, it needs little more than twice the gradient of its matrix.
 #
@@ -780,7 +815,7 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 #
 # - 检查点只留下一个块的输入，激活值到反向时再算一遍，梯度相等。
 # - 省下的，是峰值那一刻不在的东西。只有这些层、没有输出头时，给最后一层加检查点，什么也不省；给别的层加，省下的几乎都是“一层的字节减去它的输入”。公式针对的是一个时刻，别的时刻更高时就不再成立。
-# - 全部权重都训练时，多一次前向约是一步的三分之一，提前停还能再少一点。选择性检查点几乎不多花 FLOPs，时间上则要多一些。
+# - 全部权重都训练时，多一次前向约是一步的三分之一，提前停还能再少一点。保留线性层的乘积，在这里几乎不多花 FLOPs，但 FLOPs 不是时间。
 # - 几层合成一个检查点是否划算，取决于深度，也取决于梯度是陆续产生，还是一开始就在。
 # - 损失也是一个块：切成小段、每段做完就反向，所需内存只比词表矩阵梯度的两倍多一点。
 #
@@ -852,12 +887,12 @@ lesson_02.gaps(runs)
 #
 # <div lang="en">
 #
-# Many texts call the reentrant mode "more compatible". In each row ✓ means that the function ran twice, and that the gradient equals the one without a checkpoint. With `torch.utils.checkpoint` in place of the library's the answers are the same.
+# Many texts call the reentrant mode "more compatible". In each row ✓ means that the function ran twice, and that the gradient equals the one without a checkpoint. With `torch.utils.checkpoint` in place of the library's the answers are the same. In the first row the block's output is the loss itself, so backward finds no graph and raises; in section 2.3 a head came after the block, and the block was left out without an error.
 #
 # </div>
 # <div lang="zh">
 #
-# 许多文章说可重入模式“兼容性更好”。每一行的 ✓ 表示函数运行了两次，并且梯度与不用检查点时相等。把库换成 `torch.utils.checkpoint`，答案也一样。
+# 许多文章说可重入模式“兼容性更好”。每一行的 ✓ 表示函数运行了两次，并且梯度与不用检查点时相等。把库换成 `torch.utils.checkpoint`，答案也一样。第一行里，块的输出就是损失，反向找不到计算图，于是报错。2.3 节里块后面还有输出头，所以不报错，只是这个块得不到梯度。
 #
 # </div>
 
@@ -1130,25 +1165,23 @@ table(["segments", "peak, MB"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# It has two traps. Hand it only the Linear layers, and it runs only those: the GELUs are gone. In the old mode, with an input that needs no gradient, as data do, the checkpointed segments are cut off: they get no gradients, with a warning and no error.
+# It has two traps. Hand it only the Linear layers, and it runs only those: the GELUs are gone. In the reentrant mode, which is the one that PyTorch takes if `use_reentrant` is left out, and with an input that needs no gradient, as data do, the checkpointed segments are cut off: they get no gradients, with a warning and no error.
 #
 # </div>
 # <div lang="zh">
 #
-# 它有两个陷阱。只把各个 Linear 列成表交给它，它就只运行这些：GELU 都没有了。用旧模式、输入又不需要梯度（数据就是如此），加了检查点的各段便与计算图断开：得不到梯度，只有警告，不报错。
+# 它有两个陷阱。只把各个 Linear 列成表交给它，它就只运行这些：GELU 都没有了。用可重入模式（不写 `use_reentrant` 时，PyTorch 用的就是它）、输入又不需要梯度（数据就是如此），加了检查点的各段便与计算图断开，得不到梯度，只有警告，不报错。
 #
 # </div>
 
 # %%
-import warnings
-
 network, data = deep_mlp(depth=6, width=16), torch.randn(4, 16)
 linears = [module for module in network if isinstance(module, nn.Linear)]
 skipped = checkpoint_sequential(linears, 3, data, use_reentrant=False)
 equal_numbers = int((skipped == network(data)).sum())
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    checkpoint_sequential(network, 3, data, use_reentrant=True).sum().backward()
+    checkpoint_sequential(network, 3, data).sum().backward()  # use_reentrant left out
 trained = sum(linear.weight.grad is not None for linear in linears)
 
 

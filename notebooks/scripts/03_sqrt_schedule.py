@@ -1253,12 +1253,12 @@ lesson_03.draw_frontier(title, lines, arms, xlim=(20, 75))
 #
 # <div lang="en">
 #
-# Two traps of `checkpoint_sequential`, with 3 segments of a chain of six Linears and GELUs. Hand it only the Linears, as some scripts do, and it runs only those, without a word: the GELUs are gone. And in the reentrant mode, once the default, a segment whose input needs no gradient trains nothing: only the last segment, which has no checkpoint, gets gradients.
+# Two traps of `checkpoint_sequential`, with 3 segments of a chain of six Linears and GELUs. Hand it only the Linears, as some scripts do, and it runs only those, without a word: the GELUs are gone. And in the reentrant mode a segment whose input needs no gradient trains nothing: only the last segment, which has no checkpoint, gets gradients. In PyTorch 2.13 this is still the mode that you get if you leave `use_reentrant` out, with a warning.
 #
 # </div>
 # <div lang="zh">
 #
-# `checkpoint_sequential` 的两个陷阱，用六个 Linear 和 GELU 的链、3 段来看。有的脚本只把各个 Linear 列成表传给它，它照样运行、一声不响，GELU 却没有了。在可重入模式（曾经的默认）下，一个段的输入若不需要梯度，这一段就得不到训练：只有没有检查点的最后一段得到梯度。
+# `checkpoint_sequential` 的两个陷阱，用六个 Linear 和 GELU 的链、3 段来看。有的脚本只把各个 Linear 列成表传给它，它照样运行、一声不响，GELU 却没有了。在可重入模式下，一个段的输入若不需要梯度，这一段就得不到训练，只有没有检查点的最后一段得到梯度。在 PyTorch 2.13 里，不写 `use_reentrant`，用的仍是这种模式，只会收到警告。
 #
 # </div>
 
@@ -1268,13 +1268,18 @@ import warnings
 chain6 = hundred[:6]
 linears = [layer[0] for layer in chain6]
 same = torch.allclose(framework(linears, 3, x), chain6(x))
-chain6.zero_grad()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it does warn that no input needs a gradient
-    checkpoint_sequential(chain6, 3, x, use_reentrant=True).sum().backward()
-trained = sum(linear.weight.grad is not None for linear in linears)
 rows = [("a list of the Linears: the same output", f"`{same}`")]
-rows.append(("reentrant: Linears that get gradients", f"{trained} / 6"))
+modes = {
+    "reentrant: Linears that get gradients": {"use_reentrant": True},
+    "`use_reentrant` left out: Linears that get gradients": {},
+}
+for name, option in modes.items():
+    chain6.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it does warn that no input needs a gradient
+        checkpoint_sequential(chain6, 3, x, **option).sum().backward()
+    trained = sum(linear.weight.grad is not None for linear in linears)
+    rows.append((name, f"{trained} / 6"))
 table(["trap", "found"], rows)
 
 # %% [markdown]

@@ -226,7 +226,7 @@ def _draw_bars(
         )
         for name, f, m, r in zip(names, flops, middle, ratios, strict=True)
     ]
-    title = "FLOPs are not time: what has few of them may take as long"
+    title = "FLOPs count matrix products only; the seconds are those of this machine"
     drawn, ax = figure(title, height=3.0, alt=text("{points}.", points=listed(alt, "; ")))
     places = range(len(names))
     spread = [
