@@ -23,7 +23,7 @@ from course_lib._origin import origin
 from course_lib.accumulation import split
 from course_lib.configs import KNOWN, model_from, read_config
 from course_lib.configs import shape_of as config_shape
-from course_lib.labels import text
+from course_lib.labels import text, verbatim
 from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
 
@@ -173,7 +173,7 @@ def _by_config(given: Namespace) -> Workload:
         if found.plain
         else "{file} ({kind}, by transformers)"
     )
-    name = text(said, file=Path(given.config).name, kind=kind)
+    name = text(said, file=verbatim(Path(given.config).name), kind=verbatim(kind))
     return Workload(
         found.make_model, partial(found.make_batch, given.batch), None, name, _samples(given)
     )
@@ -191,7 +191,7 @@ def _by_function(given: Namespace) -> Workload:
         make_model,
         make_batch,
         getattr(make_model, "loss_sum", None),
-        given.model,
+        verbatim(given.model),
         text("{count} samples", count=samples_of(make_batch)),
     )
 

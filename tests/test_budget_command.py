@@ -36,6 +36,7 @@ from course_lib.budget.rates import UPDATE_BYTES
 from course_lib.budget.show import steps_to
 from course_lib.budget.techniques.optimizer import ALL_ABOVE, OPTIMIZERS
 from course_lib.distributed import __main__ as ranks_command
+from course_lib.labels import chinese, verbatim
 from course_lib.memory import CachingAllocator, symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import HostStore
@@ -204,11 +205,11 @@ def test_every_device_has_a_source_and_its_memory_in_the_bytes_that_it_has():
 
 def test_this_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(
-        rates_module, "measured_rates", lambda: (calls.append(1), Rates(1.5, 2.5, 3.5, "here"))[1]
-    )
+    measured = Rates(1.5, 2.5, 3.5, rates_module._measured_on(rates_module._here()))
+    monkeypatch.setattr(rates_module, "measured_rates", lambda: (calls.append(1), measured)[1])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert this_machine() == this_machine() == Rates(1.5, 2.5, 3.5, "here") and len(calls) == 1
+    assert this_machine() == this_machine() == measured and len(calls) == 1
+    assert "在这台机器上测得" in chinese(this_machine().source), "after it was read from the file"
     file = tmp_path / "course_lib" / "rates.json"
     kept = json.loads(file.read_text("utf-8"))
     assert kept["bf16_flops"] == 2.5 and str(torch.__version__) in kept["measured_on"]
@@ -971,7 +972,7 @@ def test_the_search_goes_by_what_is_reserved_where_that_is_asked_for(capsys):
 
 def test_the_rates_of_this_machine_can_be_asked_for(monkeypatch, capsys):
     monkeypatch.setattr(
-        command, "this_machine", lambda: Rates(1e9, 2e9, 3e9, "measured, in a test")
+        command, "this_machine", lambda: Rates(1e9, 2e9, 3e9, verbatim("measured, in a test"))
     )
     assert (
         command.main(

@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 from course_lib import labels
-from course_lib.labels import CATALOG, LabelError, both, chinese, entries, listed, markup, say, text
+from course_lib.labels import (
+    CATALOG,
+    LabelError,
+    both,
+    chinese,
+    entries,
+    listed,
+    markup,
+    say,
+    text,
+    verbatim,
+)
 
 ROOT = Path(__file__).parents[1]
 HAN = re.compile("[\u3400-\u9fff]")
@@ -68,7 +79,7 @@ def untold(tree):
         f"line {node.lineno}: {node.value!r}"
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped
-        if re.match(r"[A-Z`].*\s.*[.?:]$", node.value, re.DOTALL)
+        if re.match(r"\S.*\s.*[.?:!]$", node.value, re.DOTALL)
         if labels.is_english(node.value) and node.value not in known
     ]
 
@@ -88,9 +99,15 @@ def test_every_sentence_of_a_lessons_module_has_its_chinese():
     modules = {str(path): tree for path, tree in trees().items() if "lessons/lesson_" in str(path)}
     assert {path: found for path, tree in modules.items() if (found := untold(tree))} == {}
     tree = ast.parse(
-        "'A docstring.'\nf({2: 'Right.', 3: 'Only the forward runs twice.'}, f'A {b}.')"
+        "'A docstring.'\nf({2: 'Right.', 3: 'Only the forward runs twice.'}, f'A {b}.')\n"
+        "f('4 bytes a parameter.', '{n} bytes a parameter.', '`x` has 2.')"
     )
-    assert untold(tree) == ["line 2: 'Only the forward runs twice.'"]
+    assert sorted(untold(tree)) == [
+        "line 2: 'Only the forward runs twice.'",
+        "line 3: '4 bytes a parameter.'",
+        "line 3: '`x` has 2.'",
+        "line 3: '{n} bytes a parameter.'",
+    ]
 
 
 def test_every_entry_of_the_catalog_is_shown_somewhere():
@@ -246,6 +263,34 @@ def test_a_label_without_chinese_is_an_error_only_where_the_course_is_built(more
         ):
             show("my own label")
     assert say("`my own label`") and say("slow")
+
+
+def test_a_value_without_chinese_is_an_error_only_where_the_course_is_built(more, monkeypatch):
+    nested = text("a step of {arm}", arm="4 bytes a parameter.")
+    inside = text("a step of {arm}", arm=nested)
+    listing = listed(["slow", "4 bytes a parameter."])
+    assert both(nested) == ("a step of 4 bytes a parameter.", "4 bytes a parameter.的一步")
+    monkeypatch.setenv("COURSE_LABELS", "strict")
+    for label in (nested, inside, listing, f"{nested} · 3 MB"):
+        for show in (say, markup, both):
+            with pytest.raises(
+                LabelError, match=r"'4 bytes a parameter\.', a value of .* entry in"
+            ):
+                show(label)
+    assert both(text("a step of {arm}", arm="`4 bytes`")) and both(
+        text("a step of {arm}", arm="MB")
+    )
+
+
+def test_verbatim_words_are_the_same_in_both_languages(more, monkeypatch):
+    monkeypatch.setenv("COURSE_LABELS", "strict")
+    name = verbatim("my own label")
+    assert both(name) == ("my own label",) * 2
+    assert both(text("a step of {arm}", arm=name)) == (
+        "a step of my own label",
+        "my own label的一步",
+    )
+    assert both(listed([name, "slow"])) == ("my own label, slow", "my own label、慢")
 
 
 def test_a_page_in_one_language_keeps_it_whatever_the_environment_says(monkeypatch):

@@ -15,7 +15,7 @@ import torch
 
 from course_lib._check import InfeasibleBudget
 from course_lib._origin import is_refusal, message, unlogged
-from course_lib.labels import say, text
+from course_lib.labels import say, text, verbatim
 from course_lib.labels.command import Parser, said_error
 from course_lib.labels.drawing import course_font
 from course_lib.memory import CATEGORIES
@@ -295,7 +295,11 @@ def _print(
     gpu: OnDevice | None,
 ) -> None:
     best = found[0]
-    machine = {"device": given.device or "H100", "source": rates.source}
+    device = verbatim(given.device or "H100")
+    machine = {
+        "device": text("this machine") if device == THIS else device,
+        "source": rates.source,
+    }
     shares = {"flops": rates.flops_share, "link": rates.link_share}
     parts = [
         text(
@@ -312,7 +316,8 @@ def _print(
         ),
         text(
             "the cheapest: {recipe}; what is live at its peak, in {operator}:",
-            **{"recipe": repr(best.recipe), "operator": best.operator},
+            recipe=verbatim(repr(best.recipe)),
+            operator=verbatim(best.operator),
         ),
         best,
         text("the way there:"),
@@ -338,7 +343,8 @@ def _plot(parser, given: argparse.Namespace, model: Workload, way: Way, budget: 
     except OSError as error:
         parser.error(f"--plot {given.plot!r} cannot be written ({error.strerror})")
     if not given.json:
-        print(f"\n{say(text('{file} shows the way from the plain step', file=given.plot))}")
+        file = verbatim(given.plot)
+        print(f"\n{say(text('{file} shows the way from the plain step', file=file))}")
 
 
 def _picture(text: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from course_lib.labels import listed, text
+from course_lib.labels import listed, text, verbatim
 from course_lib.memory import MemoryMeter
 from course_lib.memory.allocator import allocator_peak
 from course_lib.memory.show import Table, bytes_text
@@ -46,7 +46,7 @@ class Check(Table):
         ]
 
     def caption(self) -> str:
-        said = [text("the step, taken on this machine ({device})", device=self.device)]
+        said = [text("the step, taken on this machine ({device})", device=verbatim(self.device))]
         if self.device != "cpu":
             said.append(
                 text("there flash attention and the optimizer take fewer tensors than on a CPU")

@@ -14,7 +14,7 @@ from course_lib._check import kind as of_kind
 from course_lib._check import one_of
 from course_lib._origin import explained, noted
 from course_lib.accumulation import StepResult
-from course_lib.labels import text
+from course_lib.labels import text, verbatim
 from course_lib.memory import AllocatorSettings, MemoryMeter, Trace
 from course_lib.memory.show import Table
 from course_lib.offload import DiskStore, Traffic
@@ -136,7 +136,7 @@ class Estimate(Table):
             "megabytes": self.peak_bytes / 1e6,
         }
         values |= {
-            "operator": self.operator,
+            "operator": verbatim(self.operator),
             "tera": self.flops / 1e12,
             "giga": self.moved_bytes / 1e9,
         }

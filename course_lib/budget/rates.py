@@ -17,6 +17,7 @@ import torch
 
 from course_lib._check import number, positive, whole
 from course_lib._torch import wait_for
+from course_lib.labels import listed, text, verbatim
 
 if TYPE_CHECKING:
     from .estimate import Estimate
@@ -153,11 +154,20 @@ def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> f
 
 
 MIB = 1 << 20
-_DENSE = "NVIDIA {}, dense, at 40 % as Llama 3 reached on H100s (38 to 43 %, arXiv:2407.21783)"
-_PCIE4 = "PCIe 4.0 x16, 24.8 of 31.5 GB/s as nvbandwidth measures on an A100"
-_PCIE5 = "PCIe 5.0 x16, 55.6 of 63 GB/s as in NVIDIA's article on nvbandwidth"
-_XEON = "host memory of one Xeon 8480C, 8 channels of DDR5-4800"
-_SIZE = "memory as nvidia-smi shows it"
+_PCIE4 = text("PCIe 4.0 x16, 24.8 of 31.5 GB/s as nvbandwidth measures on an A100")
+_PCIE5 = text("PCIe 5.0 x16, 55.6 of 63 GB/s as in NVIDIA's article on nvbandwidth")
+_SIZE = text("memory as nvidia-smi shows it")
+
+
+def _sources(sheet: str, link: str, host: str) -> str:
+    """Where the figures of a GPU, its link and its host are from."""
+    dense = text(
+        "NVIDIA {sheet}, dense, at 40% as Llama 3 reached on H100s (38 to 43%, arXiv:2407.21783)",
+        sheet=sheet,
+    )
+    return listed([dense, link, host, _SIZE], "; ")
+
+
 _SLOW = {"link_share": 24.8 / 31.5, "flops_share": 0.4}
 _FAST = {"link_share": 55.6 / 63, "flops_share": 0.4, "host_bytes": 307.2e9}
 # one way, at best: NVLink 4, 400 Gb/s a GPU (DGX H100 datasheet)
@@ -166,9 +176,11 @@ _FAST |= {"peer_bytes": 450e9, "network_bytes": 50e9}
 _NVLINK3 = {"peer_bytes": 300e9, "network_bytes": 25e9}
 # no NVLink; 100 Gb/s a machine, a round figure
 _ON_PCIE4 = {"peer_bytes": 31.5e9, "network_bytes": 12.5e9}
-_A100 = (
-    f"{_DENSE.format('A100 datasheet')}; {_PCIE4}; host memory of one EPYC 7742, 8 channels of"
-    f" DDR4-3200; {_SIZE}"
+_XEON = text("host memory of one Xeon 8480C, 8 channels of DDR5-4800")
+_A100 = _sources(
+    text("A100 datasheet"),
+    _PCIE4,
+    text("host memory of one EPYC 7742, 8 channels of DDR4-3200"),
 )
 
 RATES = {
@@ -176,7 +188,7 @@ RATES = {
         1e11,
         1e11,
         1e9,
-        "round figures: two cores of a CPU, a disk; all at the best",
+        text("round figures: two cores of a CPU, a disk; all at the best"),
         peer_bytes=1e9,
         network_bytes=1e9,
     ),
@@ -184,8 +196,11 @@ RATES = {
         82.6e12,
         165.2e12,
         31.5e9,
-        f"{_DENSE.format('Ada whitepaper, fp32 accumulate')}; {_PCIE4}; host memory of a desktop, 2"
-        f" channels of DDR5-5600; {_SIZE}",
+        _sources(
+            text("Ada whitepaper, fp32 accumulate"),
+            _PCIE4,
+            text("host memory of a desktop, 2 channels of DDR5-5600"),
+        ),
         host_bytes=89.6e9,
         memory_bytes=24_564 * MIB,
         **_SLOW,
@@ -215,7 +230,7 @@ RATES = {
         67e12,
         989e12,
         63e9,
-        f"{_DENSE.format('H100 SXM datasheet')}; {_PCIE5}; {_XEON}; {_SIZE}",
+        _sources(text("H100 SXM datasheet"), _PCIE5, _XEON),
         memory_bytes=81_559 * MIB,
         **_FAST,
     ),
@@ -223,7 +238,7 @@ RATES = {
         67e12,
         989e12,
         63e9,
-        f"{_DENSE.format('H200 SXM datasheet')}; {_PCIE5}; {_XEON}; {_SIZE}",
+        _sources(text("H200 SXM datasheet"), _PCIE5, _XEON),
         memory_bytes=143_771 * MIB,
         **_FAST,
     ),
@@ -247,7 +262,7 @@ def this_machine(file: Path | str | None = None) -> Rates:
     try:
         kept = json.loads(file.read_text("utf-8"))
         if kept.pop("measured_on") == here:
-            return Rates(**kept)
+            return Rates(**{**kept, "source": _measured_on(here)})
     # none yet, or one that cannot be read
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
@@ -285,8 +300,13 @@ def measured_rates(seconds: float = 2.0) -> Rates:
     memory = (
         torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     )
-    measured = f"measured on this machine, {_here()}"
-    return Rates(flops[0], flops[1], link, measured, host_bytes=host, memory_bytes=memory)
+    source = _measured_on(_here())
+    return Rates(flops[0], flops[1], link, source, host_bytes=host, memory_bytes=memory)
+
+
+def _measured_on(machine: str) -> str:
+    """The source of rates that were measured here."""
+    return text("measured on this machine, {machine}", machine=machine)
 
 
 def _link(device: torch.device, seconds: float) -> float:
@@ -333,9 +353,8 @@ def _fastest(work: Callable[[], object], seconds: float, device: torch.device) -
 
 
 def _here() -> str:
-    name = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"a CPU with {torch.get_num_threads()} threads"
-    )
-    return f"{name}, torch {torch.__version__}"
+    """The device and the version of torch that measured rates hold for."""
+    device: str = text("a CPU with {count} threads", count=torch.get_num_threads())
+    if torch.cuda.is_available():
+        device = verbatim(torch.cuda.get_device_name())
+    return text("{device}, torch {version}", device=device, version=verbatim(torch.__version__))

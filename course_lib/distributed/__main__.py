@@ -25,7 +25,7 @@ from course_lib.distributed.formulas import MODES, REPLICATED, SYNCS, Shapes, he
 from course_lib.distributed.prediction import predict
 from course_lib.distributed.tasks import Task, check_divides, task_of
 from course_lib.distributed.torchrun import process_group, resumed, train
-from course_lib.labels import say, text
+from course_lib.labels import say, text, verbatim
 from course_lib.labels.command import Parser, said_error
 from course_lib.memory import MemoryBudgetExceeded, symbolic
 
@@ -285,7 +285,7 @@ def _say_root(shapes: Shapes, modes: list[str]) -> None:
             " gathered at once, and kept until their backward pass; `--blocks` names what is cut"
             " one by one",
             share=f"{whole:.0%}",
-            name=largest,
+            name=verbatim(largest),
         )
         _tell(told)
 

@@ -5,7 +5,8 @@ it.
 
     text("{n:,} tokens", n=1024)  # "1,024 tokens", which can be said in Chinese wherever it goes
     say("peak, MB")               # in the language in force, for plain text
-    markup("peak, MB")            # as HTML in both languages, of which a page shows one
+    markup("peak, MB")            # as HTML in both languages; a page shows one of them
+    verbatim("sgd")               # the same in both languages, as the name of an option is
 
 A label is found by its English, so it may pass through lists, f-strings and matplotlib. It needs
 the standard library alone, since all of the course may import it.
@@ -106,20 +107,43 @@ class Label(str):
     values: dict[str, object]
 
     def in_chinese(self) -> str | None:
-        """None if the template has no Chinese."""
+        """Return the Chinese with the values in it, or None if the template has no Chinese.
+
+        Raises:
+            LabelError: a value is English without Chinese, and COURSE_LABELS is "strict".
+        """
         zh = catalog().get(self.template)
         if zh is None:
             if is_english(self.template):
                 return None
             zh = self.template
-        values = {
-            name: value if value == self else chinese(value) or value
-            for name, value in self.values.items()
-        }
+        values = {name: self._value(value) for name, value in self.values.items()}
         return zh.format(**values) if values else zh
+
+    def _value(self, value: object) -> object:
+        """A value as it appears in the Chinese; without Chinese of its own, the value itself."""
+        if value == self or not isinstance(value, str):
+            return value
+        found = chinese(value)
+        if found is None and _is_strict() and is_english(value):
+            raise LabelError(
+                f"{value!r}, a value of {self.template!r}, has no Chinese: give it an entry in"
+                f" {CATALOG.name}, or `verbatim` if it is the same in every language"
+            )
+        return value if found is None else found
 
     def _repr_html_(self) -> str:
         return f"<div>{markup(self)}</div>"
+
+
+class Verbatim(str):
+    """Words that are shown as they are in every language; `verbatim` makes them."""
+
+
+def verbatim(words: object) -> Verbatim:
+    """Mark words that have no Chinese on purpose: a file's name, the name of an option, a message
+    of Python's."""
+    return Verbatim(words)
 
 
 def text(english: str, /, **values: object) -> Label:
@@ -164,11 +188,22 @@ def listed(words: Iterable[object], separator: str = ", ") -> str:
     )
 
 
+def _is_strict() -> bool:
+    """Whether English that has no Chinese is an error, as where the course is built and tested."""
+    return os.environ.get("COURSE_LABELS") == "strict"
+
+
 def chinese(words: object) -> str | None:
     """The Chinese of a label, of words that `text` has made, or of words that contain such; None if
-    there is none."""
+    there is none.
+
+    Raises:
+        LabelError: a value in the label is English without Chinese, and COURSE_LABELS is "strict".
+    """
     if not isinstance(words, str):
         return None
+    if isinstance(words, Verbatim):
+        return words
     made = words if isinstance(words, Label) else _made.get(words) or _fixed.get(words)
     found = made.in_chinese() if made is not None else None
     return found or catalog().get(words) or _piecewise(words)
@@ -178,13 +213,13 @@ def both(words: object) -> tuple[str, str]:
     """(English, Chinese) of a label; the English twice where there is no Chinese.
 
     Raises:
-        LabelError: there is none although the words are English, and the environment variable
-            COURSE_LABELS is "strict". A learner's own labels are no error, so it is set only to
-            build and to test the course.
+        LabelError: the words, or a value in them, are English without Chinese, and the environment
+            variable COURSE_LABELS is "strict". A learner's own labels are not an error, so it is
+            set only to build and to test the course.
     """
     words = words if isinstance(words, str) else str(words)
     zh = chinese(words)
-    if zh is None and os.environ.get("COURSE_LABELS") == "strict" and is_english(words):
+    if zh is None and _is_strict() and is_english(words):
         raise LabelError(
             f"{words!r} has no Chinese: give it an entry in {CATALOG.name}, or `backquotes` if it"
             " is code"

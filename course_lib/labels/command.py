@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, NoReturn
 
-from . import both, current, sentences, text
+from . import both, current, sentences, text, verbatim
 
 # What argparse says itself, as it asks gettext for it.
 _OWN = (
@@ -65,19 +65,19 @@ class Parser(argparse.ArgumentParser):
 
 
 def said_error(message: str) -> str:
-    """An error in the reader's language, where the catalog knows its sentence; else as it is.
+    """Return an error in the reader's language if the catalog has its sentence, else unchanged.
 
     An error's English is written where it is raised; `zh.toml` has its Chinese under [errors], with
     a placeholder for each value.
     """
     if current() != "zh":
-        return message
+        return verbatim(message)
     if lead := re.match(r"参数 \S+：", message):
-        return lead[0] + said_error(message[lead.end() :])
+        return verbatim(lead[0] + said_error(message[lead.end() :]))
     for pattern, chinese in _patterns():
         if found := pattern.fullmatch(message):
-            return chinese.format(**found.groupdict())
-    return message
+            return verbatim(chinese.format(**found.groupdict()))
+    return verbatim(message)
 
 
 @cache

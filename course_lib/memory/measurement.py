@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib.labels import listed, text
+from course_lib.labels import listed, text, verbatim
 
 from .. import _check
 from .._torch import is_symbolic, wait_for
@@ -76,7 +76,7 @@ class Measurement(Table):
         return [*rows, ("FLOPs", self.flops), (text("seconds, median"), self.seconds)]
 
     def caption(self) -> str:
-        return listed([text("on {device}", device=self.device), *self.notes], "; ")
+        return listed([text("on {device}", device=verbatim(self.device)), *self.notes], "; ")
 
 
 def measure(

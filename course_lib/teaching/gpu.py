@@ -3,7 +3,7 @@ else none."""
 
 from collections.abc import Sequence
 
-from course_lib.labels import Label, markup, say, text
+from course_lib.labels import Label, markup, say, text, verbatim
 
 from .experiments import Experiment
 from .recordings import Figures
@@ -54,9 +54,11 @@ class GpuFigures:
 def _origin(found: Figures) -> list[Label]:
     """Origin of the figures."""
     lines = []
-    measured = {"gpu": found.gpu, "torch": found.torch, "date": found.date}
+    measured = {"gpu": verbatim(found.gpu), "torch": found.torch, "date": found.date}
     if found.problem is not None:
-        lines.append(text("The GPU here could not run it ({problem}).", problem=found.problem))
+        lines.append(
+            text("The GPU here could not run it ({problem}).", problem=verbatim(found.problem))
+        )
     if found.source == "live":
         lines.append(text("Measured now on {gpu}, torch {torch}, {date}.", **measured))
     elif found.source == "recorded":
@@ -70,10 +72,10 @@ def _origin(found: Figures) -> list[Label]:
         lines.append(text("No recording yet: run `make gpu` on a machine with a GPU."))
     if found.smaller:
         sizes = ", ".join(f"{name} {value}" for name, value in found.smaller.items())
-        lines.append(text("Made smaller, to fit: {sizes}.", sizes=sizes))
+        lines.append(text("Made smaller, to fit: {sizes}.", sizes=verbatim(sizes)))
     if found.notes:
         notes = ", ".join(f"{name}: {value}" for name, value in found.notes.items())
-        lines.append(text("What ran: {notes}.", notes=notes))
+        lines.append(text("What ran: {notes}.", notes=verbatim(notes)))
     return lines
 
 

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from course_lib._check import shown
 from course_lib.attention import flash_attention
+from course_lib.labels import verbatim
 from course_lib.models import Attention
 
 from ..hugging_face import configs_of
@@ -54,7 +55,7 @@ class AttentionKind(Technique):
         return attention_of(model, recipe.attention)
 
     def words(self, recipe: Recipe) -> list[str]:
-        return [] if recipe.attention in ("standard", None) else [recipe.attention]
+        return [] if recipe.attention in ("standard", None) else [verbatim(recipe.attention)]
 
     def candidates(self, known: Known) -> list[Mapping[str, Any]]:
         standard, flash = ({"attention": name} for name in ATTENTIONS)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from course_lib._check import kind
 from course_lib.checkpoint import CheckpointedBlocks, checkpoint_blocks
 from course_lib.checkpoint.blocks import names_of
-from course_lib.labels import text
+from course_lib.labels import text, verbatim
 from course_lib.schedule import Chain, ScheduledBlocks, segments
 
 from ..stages import CHAINED, chains_of, fastest, may_draw, runs_stages
@@ -80,7 +80,7 @@ class Checkpoint(Technique):
             words = text("{checkpoint} first {count}", checkpoint=words, count=recipe.first_blocks)
         if recipe.blocks is not None:
             blocks = recipe.blocks if isinstance(recipe.blocks, str) else " ".join(recipe.blocks)
-            words = text("{checkpoint} of {blocks}", checkpoint=words, blocks=blocks)
+            words = text("{checkpoint} of {blocks}", checkpoint=words, blocks=verbatim(blocks))
         return [words]
 
     def candidates(self, known: Known) -> list[Mapping[str, Any]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from course_lib.labels import text
+from course_lib.labels import text, verbatim
 from course_lib.offload.optimizer import PAGE_BYTES
 
 from .technique import Known, Recipe, Technique, choice, count, fields_of, fraction
@@ -29,10 +29,12 @@ class Optimizer(Technique):
         return f"{got}; it takes {' or '.join(map(repr, takes))}"
 
     def words(self, recipe: Recipe) -> list[str]:
-        word = recipe.optimizer
+        name: str = verbatim(recipe.optimizer)
         if recipe.optimizer == "adam8bit":
-            word = text("{optimizer} (by a formula)", optimizer=recipe.optimizer)
-        return [word if recipe.update is None else word + f" {recipe.update}"]
+            name = text("{optimizer} (by a formula)", optimizer=name)
+        if recipe.update is None:
+            return [name]
+        return [text("{optimizer} {update}", optimizer=name, update=verbatim(recipe.update))]
 
 
 class OffloadedState(Technique):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from course_lib.labels import text
+from course_lib.labels import text, verbatim
 
 from .precision import PRECISIONS
 from .technique import Recipe, Technique, choice, count, fields_of
@@ -48,4 +48,5 @@ class Ranks(Technique):
     def words(self, recipe: Recipe) -> list[str]:
         if recipe.ranks == 1:
             return []
-        return [text("{shard} on {count} ranks", shard=recipe.shard or "?", count=recipe.ranks)]
+        shard = verbatim(recipe.shard or "?")
+        return [text("{shard} on {count} ranks", shard=shard, count=recipe.ranks)]
