@@ -32,7 +32,7 @@ _MARKER = re.compile(r"^(\s*)### (BEGIN|END) SOLUTION\s*$")
 # What keeps a reader's accepted answer when all cells run, and what stands indented under it.
 _GUARD = re.compile(r"^if not [\w.]+\.accepted:\n\n?((?:(?: {4}.*)?\n)+)", re.M)
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)|(?:src|href)=\"([^\"#]+)")
-# Metadata of a notebook that an edition takes over. The rest is for whoever stores it again.
+# Metadata of a notebook that an edition takes over. The rest is for storing the notebook again.
 _NOTEBOOK_METADATA = ("kernelspec", "language_info")
 _SHORT = 20  # characters; a shorter statement, such as `peaks = []`, gives no solution away
 

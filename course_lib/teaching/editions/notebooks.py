@@ -184,7 +184,7 @@ def reason_to_run(stored: NotebookNode | None, notebook: NotebookNode, project: 
     if not known:
         return "the stored notebook has no hashes of what its outputs were made from"
     wanted = outputs_made_from(notebook, project)
-    # the stored cells too: somebody may have edited the notebook, or merged two versions of it
+    # the stored cells too, since a notebook may have been edited or merged by hand
     changed = {
         name
         for found in (wanted, outputs_made_from(stored, project))
