@@ -35,7 +35,7 @@ def own_loss(model: nn.Module, batch: Any, micro_batches: int = 1) -> tuple[Tens
 def _called(model: nn.Module, name: str, batch: Any) -> Any:
     """The model's method, or a function that was put on it: its errors say so."""
     function, method = getattr(model, name), f"{type(wrapped_in(model)).__name__}.{name}"
-    takes_arguments(method, function, "(batch), or is left to a loss_sum(model, batch)", batch)
+    takes_arguments(method, function, "(batch), unless a loss_sum(model, batch) is passed", batch)
     try:
         return function(batch)
     except Exception as error:
@@ -47,8 +47,8 @@ def _called(model: nn.Module, name: str, batch: Any) -> Any:
         raise
 
 
-def takes_arguments(name: str, function: Any, takes: str, *arguments: Any) -> None:
-    """Refuses a function that cannot be called so."""
+def takes_arguments(name: str, function: Any, allowed: str, *arguments: Any) -> None:
+    """Refuse a function that cannot be called with the arguments; `allowed` names them."""
     try:
         signature = inspect.signature(
             function.forward if isinstance(function, nn.Module) else function
@@ -59,16 +59,18 @@ def takes_arguments(name: str, function: Any, takes: str, *arguments: Any) -> No
         signature.bind(*arguments)
     except TypeError:
         got = (
-            f"{name} is {shown(function)} with the arguments"
+            f"{shown(function)} with the arguments"
             f" {signature.replace(return_annotation=signature.empty)}"
         )
-        raise TypeError(f"{got}; it takes {takes}") from None
+        raise TypeError(f"{name} must be callable with {allowed}, got {got}") from None
 
 
 def checked_loss(model: nn.Module, loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-        got = f"{type(model).__name__}.loss returned {shown(loss)}"
-        raise TypeError(f"{got}; it takes a scalar tensor with gradients, the mean over samples")
+        raise TypeError(
+            f"{type(model).__name__}.loss must return a scalar tensor with gradients, the mean over"
+            f" samples, got {shown(loss)}"
+        )
     return loss
 
 
@@ -169,22 +171,21 @@ def hugging_face_loss(
 ) -> tuple[Tensor, int | Tensor]:
     """The model's own loss, a mean, times the number of labels that it goes over, as the model
     itself counts them."""
-    kind("batch", batch, Mapping, "a dict that is the model's arguments, labels among them")
+    kind("batch", batch, Mapping, "a dict of the model's arguments, including the labels")
     with _Means() as noted:
         output = model(**batch)
     loss = output["loss"] if isinstance(output, Mapping) else output[0]
     name = type(model).__name__
     if loss is None or not isinstance(loss, Tensor) or loss.dim():
-        got = (
-            f"batch is {shown(batch)} of {', '.join(map(str, batch))}, for which {name} returns no"
-            " loss"
+        raise ValueError(
+            f"batch must contain what {name} needs to return a loss, such as labels, got"
+            f" {shown(batch)} of {', '.join(map(str, batch))}; or pass a loss_sum(model, batch)"
         )
-        raise ValueError(f"{got}; it takes labels too, or a loss_sum(model, batch)")
     found = [(target, ignored) for mean, target, ignored in noted.means if mean is loss]
     if not found and micro_batches > 1:
-        got = f"micro_batches is {micro_batches} and the loss of {name} is no mean over labels"
         raise ValueError(
-            f"{got}; it takes 1, or a loss_sum(model, batch) -> (sum of losses, weight)"
+            f"micro_batches must be 1, because the loss of {name} is not a mean over labels, got"
+            f" {micro_batches}; or pass a loss_sum(model, batch) -> (sum of losses, weight)"
         )
     if not found:
         return loss * samples_in(batch), samples_in(batch)

@@ -172,23 +172,24 @@ def explained() -> Iterator[None]:
     except (*_NEEDS_DATA, RuntimeError, TypeError) as error:
         if not isinstance(error, _NEEDS_DATA) and not _NEEDS_NUMBERS.search(str(error)):
             raise
-        takes = "a model and a batch that don't"
+        advice = "change the model and the batch so that they do not"
         if goes_through(error, torch.distributions):
-            takes += ", as after torch.distributions.Distribution.set_default_validate_args(False)"
+            advice += "; call torch.distributions.Distribution.set_default_validate_args(False)"
         # which asks a mask whether it is causal
         if goes_through(error, torch.nn.modules.transformer):
-            takes += ", as with is_causal given (to nn.Transformer, tgt_is_causal or src_is_causal)"
+            advice += "; pass is_causal (to nn.Transformer, tgt_is_causal or src_is_causal)"
         raise ValueError(
-            f"the step looks at values of its data ({str(error).splitlines()[0][:80]}){_at(error)},"
-            f" but an estimate runs on symbolic tensors, which have shapes only; it takes {takes}"
+            "the step reads values of its data"
+            f" ({str(error).splitlines()[0][:80]}){_at(error)}, but an estimate runs on"
+            f" symbolic tensors, which have shapes only; {advice}"
         ) from error
     except AssertionError as error:
         if "FakeTensor" not in str(error):
             raise
         raise ValueError(
-            f"make_model or make_batch uses a tensor that was there before{_at(error)}, or that no"
-            " operator has made, as torch.frombuffer's, but an estimate runs on symbolic tensors;"
-            " it takes functions that make new ones"
+            f"make_model or make_batch uses a tensor that existed before{_at(error)}, or"
+            " that no operator made, such as one of torch.frombuffer, but an estimate"
+            " runs on symbolic tensors; both functions must make new tensors"
         ) from error
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from course_lib._check import kind, whole
+from course_lib._check import any_of, kind, must_be, shown, whole
 from course_lib.models import Attention, Decoder, Dropout, seeded
 
 LLAMAS = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
@@ -40,20 +40,22 @@ def read_config(file: Path | str) -> dict[str, Any]:
         config = json.loads(Path(file).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(
-            f"config is {str(file)!r}, which cannot be read ({error.strerror}); it takes a file"
+            f"config must be a file that can be read, got {str(file)!r} ({error.strerror})"
         ) from None
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}: {error.msg}"
         raise ValueError(
-            f"config is {str(file)!r}, which is no JSON ({at}); it takes a config.json"
+            f"config must be a JSON file, such as a model's config.json, got {str(file)!r} ({at})"
         ) from None
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"config is {str(file)!r}, which is no text ({error}); it takes a config.json"
+            f"config must be a text file, such as a model's config.json, got {str(file)!r}"
+            f" ({error})"
         ) from None
     if not isinstance(config, dict):
         raise ValueError(
-            f"config is {str(file)!r}, which holds no JSON object; it takes a config.json"
+            "config must hold a JSON object, as a model's config.json does, got"
+            f" {str(file)!r}, which holds {shown(config)}"
         )
     return config
 
@@ -81,8 +83,8 @@ def shape_of(
     name = config.get("model_type")
     if name not in KNOWN:
         raise ValueError(
-            f"model_type is {name!r}; it takes one of {', '.join(KNOWN)}, whose shapes are known"
-            " here"
+            f"model_type must be {any_of(map(repr, KNOWN))}, got {name!r}; the shapes of"
+            " other models are not known here"
         )
     sequence = whole("sequence", sequence, 1)
     longest = _size(
@@ -90,7 +92,7 @@ def shape_of(
     )
     if sequence > longest:
         raise ValueError(
-            f"sequence is {sequence}; it takes {longest} or less, the config's longest"
+            f"sequence must be at most {longest}, the config's longest, got {sequence}"
         )
     return (Decoder, _gpt2(config)) if name == "gpt2" else (Llama, _llama(config, name))
 
@@ -99,9 +101,7 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     value = config.get(name)
     value = default if value is None else value
     if value is None:
-        raise ValueError(
-            f"config is without {name}; it takes that of a {config['model_type']} model"
-        )
+        raise ValueError(f"config must contain {name} for a {config['model_type']} model, got none")
     return whole(name, value, 1)
 
 
@@ -112,7 +112,7 @@ def _flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 def _expect(config: Mapping[str, Any], name: str, *values: Any) -> None:
     if config.get(name, values[0]) not in values:
-        raise ValueError(f"{name} is {config[name]!r}; it takes {' or '.join(map(repr, values))}")
+        raise ValueError(must_be(name, any_of(map(repr, values)), repr(config[name])))
 
 
 def _divided(config: Mapping[str, Any], width: str, parts: str, otherwise: str = "") -> int:
@@ -120,7 +120,7 @@ def _divided(config: Mapping[str, Any], width: str, parts: str, otherwise: str =
     hidden, heads = _size(config, width), _size(config, parts)
     if hidden % heads:
         raise ValueError(
-            f"{width} is {hidden}; it takes a multiple of {parts}, which is {heads}{otherwise}"
+            f"{width} must be a multiple of {parts} = {heads}{otherwise}, got {hidden}"
         )
     return hidden // heads
 
@@ -141,10 +141,11 @@ def _llama(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     if config.get("head_dim") is not None or name == "qwen3":
         head_dim = _size(config, "head_dim", 128)
     else:
-        head_dim = _divided(config, "hidden_size", "num_attention_heads", ", or a head_dim")
+        head_dim = _divided(config, "hidden_size", "num_attention_heads", " unless head_dim is set")
     if head_dim % 2:
         raise ValueError(
-            f"head_dim is {head_dim}; it takes an even number, as pairs of features are rotated"
+            f"head_dim must be even, got {head_dim}; the rotation of positions acts on"
+            " pairs of features"
         )
     return {
         "vocabulary": _size(config, "vocab_size"),
@@ -220,7 +221,8 @@ class GroupedAttention(Attention):
         nn.Module.__init__(self)  # an `Attention` has one projection for all three
         if heads % kv_heads:
             raise ValueError(
-                f"num_key_value_heads is {kv_heads}; it takes a divisor of the {heads} heads"
+                f"num_key_value_heads must be a divisor of the {heads} attention heads, got"
+                f" {kv_heads}"
             )
         self.head_dim, self.causal, self.fused = head_dim, True, False
         self.q = nn.Linear(hidden, heads * head_dim, bias=qkv_bias)
@@ -280,7 +282,7 @@ class Experts(nn.Module):
         super().__init__()
         if used > experts:
             raise ValueError(
-                f"num_experts_per_tok is {used}; it takes the {experts} experts or fewer"
+                f"num_experts_per_tok must be at most {experts}, the number of experts, got {used}"
             )
         self.used, self.router = used, nn.Linear(hidden, experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * feedforward, hidden))

@@ -87,7 +87,7 @@ class Attention(nn.Module):
         super().__init__()
         _at_least_one(hidden=hidden, heads=heads)
         if hidden % heads:
-            raise ValueError(f"heads is {heads}; it takes a divisor of hidden, which is {hidden}")
+            raise ValueError(f"heads must be a divisor of hidden = {hidden}, got {heads}")
         self.heads, self.causal, self.fused = heads, causal, fused
         with seeded(seed):
             self.qkv = nn.Linear(hidden, 3 * hidden)
@@ -217,7 +217,7 @@ class Decoder(nn.Module):
         longest = self.positions.num_embeddings
         if tokens.shape[-1] > longest:
             raise ValueError(
-                f"tokens is a sequence of {tokens.shape[-1]}; it takes {longest} at most"
+                f"tokens must be a sequence of at most {longest} tokens, got {tokens.shape[-1]}"
             )
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[-1]]  # (b, s, h)
         for layer in self.layers:

@@ -824,7 +824,9 @@ def test_two_walks_back_take_seven_products_as_many_as_the_kernels_do():
         == 2 * products * 128**2 * 16
         == 14 * 128**2 * 16
     )
-    with pytest.raises(ValueError, match="walks is 2 and kind"):
+    with pytest.raises(
+        ValueError, match="walks must be 1 unless kind is 'flash' and pass_ is 'backward', got 2"
+    ):
         attention_cost(pass_="forward", walks=2, **size)
 
 

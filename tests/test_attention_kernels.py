@@ -351,7 +351,7 @@ def test_a_block_that_the_kernels_do_not_take_is_refused(block):
     x = torch.zeros(1, 1, 4, 16)
     for name in ("block_q", "block_k"):
         options = Options(None, 1.0)._replace(**{name: block})
-        with pytest.raises(ValueError, match=rf"^{name} is {block}; it takes .+"):
+        with pytest.raises(ValueError, match=rf"^{name} must be 16, .*, got {block}$"):
             launch._launch(launch.forward_kernel, None, x, options)
 
 
@@ -365,7 +365,9 @@ def test_blocks_that_do_not_fit_are_refused_with_some_that_do():
             raise launch.OutOfResources(2 * (BLOCK_Q + BLOCK_K) * 256, 101_376, "shared memory")
 
     with pytest.raises(
-        ValueError, match=r"^block_q is 128, .*; it takes 64 and 64 .* 131072 .* 101376$"
+        ValueError,
+        match=r"^block_q and block_k must be .* 64 and 64, .* got 128 and 128; .*"
+        r" 131072 .* 101376$",
     ):
         launch._launch(Full(), None, torch.zeros(1, 1, 4, 128), Options(None, 1.0, 128, 128))
 

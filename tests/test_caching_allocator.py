@@ -625,9 +625,13 @@ def rounding_of_pytorch():
         (
             lambda a: a.free(Block(64, 512, 1)),
             ValueError,
-            "of 512 bytes at 0x40 was never allocated here",
+            "of 512 bytes at 0x40 was not allocated by this allocator",
         ),
-        (lambda a: a.free(CachingAllocator().allocate(1)), ValueError, "was never allocated here"),
+        (
+            lambda a: a.free(CachingAllocator().allocate(1)),
+            ValueError,
+            "was not allocated by this allocator",
+        ),
         (
             lambda a: [a.free(block) for block in [a.allocate(1)] * 2],
             ValueError,
@@ -641,7 +645,7 @@ def rounding_of_pytorch():
         (
             lambda a: CachingAllocator(settings="backends:native"),
             ValueError,
-            "'backends' in .* known are max_split_size_mb",
+            "'backends' in .* known settings are max_split_size_mb",
         ),
         (
             lambda a: CachingAllocator(settings="backend:cudaMallocAsync"),
@@ -671,7 +675,7 @@ def rounding_of_pytorch():
         (
             lambda a: CachingAllocator(max_split_size_bytes=21 * MIB + 1),
             ValueError,
-            "it takes whole MiB, as 22020096",
+            "must be a whole number of MiB, such as 22020096, got 22020097",
         ),
         (
             lambda a: CachingAllocator(max_split_size_bytes=19 * MIB),
@@ -686,7 +690,7 @@ def rounding_of_pytorch():
         (
             lambda a: CachingAllocator(garbage_collection_threshold=1),
             ValueError,
-            "it takes a number between 0 and 1",
+            "garbage_collection_threshold must be above 0 and below 1, got 1",
         ),
         (
             lambda a: CachingAllocator(expandable_segments=1),
@@ -696,7 +700,7 @@ def rounding_of_pytorch():
         (
             lambda a: a.replay([("move", 1, 2)]),
             ValueError,
-            "event 0 is 'move'; it takes 'birth' or 'release'",
+            "event 0 must be 'birth' or 'release', got 'move'",
         ),
         (
             lambda a: a.replay([("birth", 1, 2)] * 2),

@@ -320,7 +320,7 @@ def test_a_file_that_holds_no_config_is_refused(tmp_path):
     assert read_config(path) == GPT_2
     path.write_text("[1, 2]", encoding="utf-8")
     for wrong in (path, tmp_path / "none.json", tmp_path):
-        with pytest.raises(ValueError, match=r"^config is [^\n]*; it takes [^\n]+$"):
+        with pytest.raises(ValueError, match=r"^config must [^\n]*, got [^\n]+$"):
             read_config(wrong)
 
 
@@ -328,14 +328,16 @@ def test_a_config_that_is_no_json_is_refused_with_line_and_column(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{\n  "model_type": "llama",\n  "hidden_size" 64\n}', encoding="utf-8")
     with pytest.raises(
-        ValueError, match=r"^config is .*, which is no JSON \(line 3, column 17: [^\n]*; it takes"
+        ValueError, match=r"^config must be a JSON file, .*, got .* \(line 3, column 17: [^\n]*\)$"
     ):
         read_config(path)
     path.write_bytes(b"\xff{}")
-    with pytest.raises(ValueError, match=r"^config is .*, which is no text"):
+    with pytest.raises(ValueError, match=r"^config must be a text file, .*, got "):
         read_config(path)
     path.write_text("[1, 2]", encoding="utf-8")
-    with pytest.raises(ValueError, match="which holds no JSON object"):
+    with pytest.raises(
+        ValueError, match=r"^config must hold a JSON object, .*, which holds a list$"
+    ):
         read_config(path)
     path.write_text(json.dumps(GPT_2), encoding="utf-8-sig")  # as some editors begin a file
     assert read_config(path) == GPT_2
@@ -347,7 +349,8 @@ def test_a_width_that_heads_do_not_divide_takes_a_head_dim(name):
     config |= {"num_experts_per_tok": 1, "head_dim": None}
     with symbolic():
         with pytest.raises(
-            ValueError, match=r"^hidden_size is 66; it takes a multiple of .* 4, or a head_dim$"
+            ValueError,
+            match=r"^hidden_size must be a multiple of .* 4 unless head_dim is set, got 66$",
         ):
             model_from(config, sequence=8)
         assert model_from({**config, "head_dim": 16}, sequence=8).layers[

@@ -911,7 +911,8 @@ def test_modules_and_containers_move_and_what_was_there_stays_where_it_is():
         found = net(moved["x"])
         assert Device.of(found) is device and Device.of(batch["x"]) is not device
         with pytest.raises(
-            RuntimeError, match=r"one of the host with shape \(4, 8\); it takes all on the device"
+            RuntimeError,
+            match=r"must be on the device, got one on the host with shape \(4, 8\); move it",
         ):
             net(batch["x"])
         assert (found * 2 + torch.tensor(1.0)).sum().item() == pytest.approx(
@@ -939,23 +940,23 @@ def test_a_memory_that_is_too_small_says_so():
         kept = torch.zeros(512)  # the same block
         with pytest.raises(
             torch.OutOfMemoryError,
-            match=r"device memory has 4096 bytes, of which 2048 .*; it takes",
+            match=r"device memory has 4096 bytes, of which 2048 .*; pass a larger memory_bytes",
         ):
             kept.double()
         assert device.live_bytes == 2048
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("options", "sentence"),
     [
-        ({"flops_per_second": 0}, ValueError),
-        ({"memory_bytes": 1.5}, TypeError),
-        ({"seconds": 1}, TypeError),
-        ({"late": True, "early": True}, ValueError),
+        ({"flops_per_second": 0}, "flops_per_second must be a number above 0, got 0"),
+        ({"memory_bytes": 1.5}, "memory_bytes must be a whole number of bytes, .*, got 1.5"),
+        ({"seconds": 1}, "the options of a SimulatedDevice must be .*, got seconds"),
+        ({"late": True, "early": True}, "late and early cannot both be True: choose one of them"),
     ],
 )
-def test_every_refusal_names_the_argument_what_it_got_and_what_it_takes(options, error):
-    with pytest.raises(error, match=rf"{next(iter(options))}.*(; it takes|must) .+"):
+def test_bad_options_of_the_device_are_refused_by_name(options, sentence):
+    with pytest.raises((TypeError, ValueError), match=f"^{sentence}"):
         SimulatedDevice(**options)
 
 

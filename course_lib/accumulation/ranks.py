@@ -38,13 +38,13 @@ class Ranks:
         """`in_buckets`, where that and the scaler go with such ranks."""
         if scaler.is_enabled() and self.model is not self.replica:
             raise ValueError(
-                "scaler is one, for an FSDP2 model; it takes None, since ranks would not agree to"
-                " skip"
+                "scaler must be None for an FSDP2 model, got a GradScaler; ranks could"
+                " disagree about which steps to skip"
             )
         if in_buckets and (not self.has_views or self.replica.find_unused_parameters):
-            takes = "DDP with gradient_as_bucket_view=True, without find_unused_parameters"
             raise ValueError(
-                f"in_buckets is True and the model is {shown(self.model)}; it takes {takes}"
+                "in_buckets must be False unless the model is a DistributedDataParallel with"
+                " gradient_as_bucket_view=True and without find_unused_parameters, got True"
             )
         return in_buckets
 
@@ -95,6 +95,9 @@ def _parallel(model: nn.Module) -> nn.Module | None:
     from torch.distributed.fsdp import FSDPModule  # takes long to import
 
     if not isinstance(model, FSDPModule):
-        got = f"model is one with {', '.join(map(shown, found))}"
-        raise TypeError(f"{got}; it takes one DDP, itself given to fully_shard, or none that syncs")
+        got = f"a model with {', '.join(map(shown, found))}"
+        raise TypeError(
+            "model must contain one DistributedDataParallel, or be sharded as a whole by"
+            f" fully_shard, or contain nothing that synchronizes gradients, got {got}"
+        )
     return model

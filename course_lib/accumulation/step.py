@@ -46,14 +46,14 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
     samples = {tuple(tensor.shape[:1]) for tensor in tensors_in(batch)}
     if not samples:
         raise TypeError(
-            f"batch is {shown(batch)} without tensors; it takes a tensor, or a container with"
-            " tensors"
+            f"batch must be a tensor or a container of tensors, got {shown(batch)}, which"
+            " contains no tensor"
         )
     if len(samples) > 1 or () in samples:
-        counts = ", ".join("no" if not length else str(*length) for length in sorted(samples))
+        counts = " and ".join("no" if not length else str(*length) for length in sorted(samples))
         raise ValueError(
-            f"batch is {shown(batch)} of tensors with {counts} samples; it takes equally many in"
-            " each"
+            "batch must have the same number of samples in each tensor, got"
+            f" {shown(batch)} whose tensors have {counts} samples"
         )
     [[length]] = samples
     starts = range(0, length, size)
@@ -148,9 +148,11 @@ class AccumulatedStep:
         self.autocast_dtype = one_of("autocast_dtype", autocast_dtype, (None, *NARROW))
         self.device_type = _optimized(self.optimizer)[0].device.type
         self.scaler = _scaler(scaler, self.device_type, autocast_dtype)
-        self.accumulate = one_of(
-            "accumulate", accumulate, (None,) if self.ranks.model else (None, "fp32")
-        )
+        self.accumulate = one_of("accumulate", accumulate, (None, "fp32"))
+        if accumulate is not None and self.ranks.model:
+            raise ValueError(
+                f"accumulate must be None for a DDP or FSDP2 model, got {accumulate!r}"
+            )
         self.in_buckets = self.ranks.checked(self.scaler, in_buckets)
         self._buckets = {}
         # what each sum of losses is divided by before its backward pass
@@ -210,8 +212,8 @@ class AccumulatedStep:
             losses.append(loss)
         if not losses:
             raise ValueError(
-                "micro_batches is empty; it takes one micro-batch or more (an iterator serves only"
-                " once)"
+                "micro_batches must contain at least one micro-batch, got none (an iterator"
+                " can be used only once)"
             )
         # Read at the end: a GPU would be waited for at every micro-batch otherwise.
         losses = _values(losses)
@@ -222,8 +224,8 @@ class AccumulatedStep:
         ):
             if not (math.isfinite(loss) and 0 <= weight < math.inf) and not problem:
                 problem = (
-                    f"micro-batch {i}: loss {loss}, weight {weight}; it takes finite ones, the"
-                    " weight 0 or more"
+                    f"micro-batch {i}: the loss must be finite and the weight finite and at least"
+                    f" 0, got loss {loss} and weight {weight}"
                 )
         loss, weight = self.ranks.sums(
             math.fsum(losses), math.nan if problem else math.fsum(weights)
@@ -231,11 +233,12 @@ class AccumulatedStep:
         if problem or (math.isnan(weight) and not is_symbolic()):
             raise ValueError(
                 problem
-                or "another rank had a loss or weight that is refused; its own error says which"
+                or "another rank got an invalid loss or weight; the error on that rank says which"
             )
         if weight == 0:
             raise ValueError(
-                "the weight of all micro-batches is 0; it takes one token or sample that counts"
+                "the weight of all micro-batches together must be above 0, got 0; at least"
+                " one token or sample must count"
             )
         return loss, weight
 
@@ -257,8 +260,8 @@ class AccumulatedStep:
             loss, weight = check_loss_sum(self.loss_sum(self.model, micro_batch), name)
         if not calls:
             raise RuntimeError(
-                "loss_sum did not call the DDP model, so nothing would synchronise; it takes"
-                " model(...)"
+                "loss_sum did not call the DDP model, so no gradients would be synchronized;"
+                " loss_sum must call model(...)"
             )
         if self._unit is None:
             self._unit = _power_of_two(
@@ -282,7 +285,8 @@ class AccumulatedStep:
         parameters = _optimized(self.optimizer)
         if not _gradients(parameters):
             raise RuntimeError(
-                "no parameter of the optimizer got a gradient; it takes an optimizer of this model"
+                "no parameter of the optimizer got a gradient; the optimizer must hold"
+                " parameters of this model"
             )
         scale = self.scaler.get_scale()
         try:
@@ -375,7 +379,8 @@ def _clip(
     [grad_norm] = _values([norm])
     if finite and not is_symbolic() and not math.isfinite(grad_norm):
         raise RuntimeError(
-            f"the norm of the gradients is {grad_norm}; clipping takes a finite one, or a scaler"
+            f"the norm of the gradients must be finite for clipping, got {grad_norm}; a"
+            " torch.amp.GradScaler would skip such a step"
         )
     if not grad_norm <= max_norm:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -437,8 +442,7 @@ def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, Real | T
     """Return what a `loss_sum` gave, if it is (sum of losses, weight)."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(
-            f"{name}: loss_sum returned {shown(pair)}; it takes (sum of losses, weight), and not a"
-            " mean"
+            f"{name}: loss_sum must return (sum of losses, weight), not a mean, got {shown(pair)}"
         )
     loss, weight = pair
     if (
@@ -448,14 +452,15 @@ def check_loss_sum(pair: Any, name: str = "the batch") -> tuple[Tensor, Real | T
         or not loss.requires_grad
     ):
         raise TypeError(
-            f"{name}: the sum of losses is {shown(loss)}; it takes a scalar tensor, with gradients"
+            f"{name}: the sum of losses must be a floating-point scalar tensor that"
+            f" requires a gradient, got {shown(loss)}"
         )
     if not isinstance(weight, (Tensor, Real)) or (
         torch.is_tensor(weight) and (weight.dim() or weight.requires_grad)
     ):
         raise TypeError(
-            f"{name}: the weight is {shown(weight)}; it takes a number, or such a tensor without"
-            " gradients"
+            f"{name}: the weight must be a number or a scalar tensor without gradients,"
+            f" got {shown(weight)}"
         )
     return loss, weight
 
@@ -464,9 +469,9 @@ def _check_micro_batches(given: Any) -> None:
     """A pair (x, y) looks like two micro-batches, and would be iterated over in silence."""
     pair = isinstance(given, tuple) and any(isinstance(item, Tensor) for item in given)
     if pair or isinstance(given, (Tensor, Mapping)):
-        got = f"{shown(given)}{' of tensors' if pair else ''}, which may be one batch"
+        got = f"{shown(given)}{' of tensors' if pair else ''}, which may be a single batch"
         raise TypeError(
-            f"micro_batches is {got}; it takes several, as from split(batch, 8) or in a list"
+            f"micro_batches must be several batches, such as split(batch, 8) or a list, got {got}"
         )
 
 
@@ -492,14 +497,14 @@ def _one_optimizer(given: Any) -> torch.optim.Optimizer | _Together:
             "optimizer",
             optimizer,
             torch.optim.Optimizer,
-            "a torch.optim.Optimizer, or a list of them",
+            "a torch.optim.Optimizer or a list of them",
         )
     together = optimizers[0] if len(optimizers) == 1 else _Together(optimizers)
     parameters = _optimized(together)
     if not parameters or len(set(parameters)) < len(parameters):
         raise ValueError(
-            f"optimizer is {shown(given)} that share parameters, or have none; it takes some for"
-            " each"
+            "optimizer must have parameters, and several optimizers must not share any,"
+            f" got {shown(given)}"
         )
     return together
 
@@ -513,8 +518,8 @@ def _scaler(given: torch.amp.GradScaler | None, device: str, autocast_dtype: tor
         return given
     if autocast_dtype == torch.float16:
         told = (
-            "autocast_dtype is torch.float16 without a scaler: small gradients become zero in the"
-            " backward pass"
+            "autocast_dtype is torch.float16 without a scaler, so small gradients become"
+            " zero in the backward pass"
         )
         warnings.warn(f"{told}; pass scaler=torch.amp.GradScaler({device!r})", stacklevel=3)
     return torch.amp.GradScaler(device, enabled=False)

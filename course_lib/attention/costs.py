@@ -108,8 +108,8 @@ def attention_cost(
     _check.one_of("walks", walks, (1, 2))
     if walks == 2 and (kind, pass_) != ("flash", "backward"):
         raise ValueError(
-            f"walks is 2 and kind is {kind!r} and pass_ is {pass_!r}; it takes 1, but for flash's"
-            " backward"
+            "walks must be 1 unless kind is 'flash' and pass_ is 'backward', got 2 with"
+            f" kind={kind!r} and pass_={pass_!r}"
         )
     n, d = sequence, head_dim
     products = {"forward": 2, "backward": 4 if kind == "standard" else 3 + 2 * walks}[pass_]

@@ -202,18 +202,20 @@ def _checked(
     if attn_mask is not None:
         got = _check.shown(attn_mask)
         raise TypeError(
-            f"attn_mask is {got}; it takes None: masks are not supported, causal and is_causal are"
+            f"attn_mask must be None, got {got}; masks are not supported, but causal and"
+            " is_causal are"
         )
     if dropout_p != 0:
         raise ValueError(
-            f"dropout_p is {dropout_p}; it takes 0: what backward computes again would drop other"
-            " numbers"
+            f"dropout_p must be 0, got {dropout_p}; the recomputation in backward would"
+            " drop other numbers"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.is_nested or x.layout is not torch.strided or x.dim() < 2:
             got = "a nested tensor" if x.is_nested else f"{_check.shown(x)}, {x.layout}"
-            takes = "a dense tensor (..., n, d), such as (batch, heads, n, d)"
-            raise ValueError(f"{name} is {got}; it takes {takes}")
+            raise ValueError(
+                f"{name} must be a dense tensor (..., n, d), such as (batch, heads, n, d), got {got}"
+            )
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (
@@ -221,7 +223,7 @@ def _checked(
             for x in (q, k, v)
         )
     if q.dtype not in DTYPES:
-        raise TypeError(f"q is in {q.dtype}; it takes float32, float64, bfloat16 or float16")
+        raise TypeError(f"q must be in float32, float64, bfloat16 or float16, got {q.dtype}")
     _check_shapes(q, k, v, enable_gqa)
     return q, k, v
 
@@ -234,10 +236,12 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any) -> None:
         heads, kv_heads = q.shape[-3], k.shape[-3]
         shared = enable_gqa is None or enable_gqa
         if kv_heads != heads and not (shared and kv_heads and heads % kv_heads == 0):
-            takes = (
-                f"a divisor of q's {heads}" if shared else f"{heads}, as q has, or enable_gqa=True"
+            allowed = (
+                f"a number of heads that divides q's {heads}"
+                if shared
+                else f"as many heads as q, {heads} (or pass enable_gqa=True)"
             )
-            raise ValueError(f"k is of {kv_heads} heads; it takes {takes}")
+            raise ValueError(f"k must have {allowed}, got {kv_heads} heads")
         leading = (*leading[:-1], kv_heads)
     n_k = k.shape[-2]
     for name, x, shape in (
@@ -245,8 +249,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any) -> None:
         ("v", v, (*leading, n_k, v.shape[-1])),
     ):
         if (x.shape, x.dtype, x.device) != (shape, q.dtype, q.device):
-            takes = f"shape {shape}, {q.dtype} and {q.device}, to go with the others"
-            raise ValueError(f"{name} is {_check.shown(x)} on {x.device}; it takes {takes}")
+            allowed = f"shape {shape}, {q.dtype} and device {q.device}, to match the other tensors"
+            raise ValueError(f"{name} must have {allowed}, got {_check.shown(x)} on {x.device}")
 
 
 def _in_four(x: Tensor) -> Tensor:
@@ -268,7 +272,7 @@ def _shift(q: Tensor, k: Tensor, causal: bool, is_causal: bool) -> int | None:
     """Query i sees the keys up to i + shift; all of them if None."""
     if causal and is_causal:
         raise ValueError(
-            "is_causal is True, and so is causal; it takes False then: they align differently"
+            "is_causal and causal cannot both be True: they align the mask differently"
         )
     return k.shape[2] - q.shape[2] if causal else 0 if is_causal else None
 

@@ -136,7 +136,7 @@ def _launch(kernel: Any, grid: Any, q: Tensor, options: Options, *arguments: Any
         block = getattr(options, name)
         if block not in (None, 16, 32, 64, LARGEST):
             raise ValueError(
-                f"{name} is {block}; it takes 16, 32, 64 or {LARGEST} where the backend is Triton"
+                f"{name} must be 16, 32, 64 or {LARGEST} with the Triton backend, got {block}"
             )
     size = None
     if options.block_q or options.block_k or INTERPRETED:
@@ -162,9 +162,9 @@ def _too_large(error: Any, kernel: Any, block_q: int, block_k: int, d: int) -> V
     ):
         fit_q, fit_k = (fit_q // 2, fit_k) if fit_q >= fit_k else (fit_q, fit_k // 2)
     return ValueError(
-        f"block_q is {block_q}, block_k is {block_k}; it takes {fit_q} and {fit_k} for rows of {d}"
-        f" numbers: they need {error.required} bytes of {error.name}, and this GPU has"
-        f" {error.limit}"
+        f"block_q and block_k must be smaller, such as {fit_q} and {fit_k}, for rows"
+        f" of {d} numbers, got {block_q} and {block_k}; those need {error.required}"
+        f" bytes of {error.name}, and this GPU has {error.limit}"
     )
 
 

@@ -69,7 +69,7 @@ def online_softmax(scores: Tensor, block: int) -> Tensor:
         True
     """
     if not scores.is_floating_point():
-        raise TypeError(f"scores is {_check.shown(scores)}; it takes a floating-point tensor")
+        raise TypeError(f"scores must be a floating-point tensor, got {_check.shown(scores)}")
     _check.whole("block", block, 1)
     x = scores.to(work_dtype(scores))
     # finite: -inf - (-inf) would be NaN

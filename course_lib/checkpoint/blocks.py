@@ -81,7 +81,7 @@ def checkpoint_blocks(
         create_selective_checkpoint_contexts(policy)  # raises if the policy is wrong
     names = names_of(model, blocks)[:first][every - 1 :: every]
     if not names:
-        raise ValueError(f"every is {every}; it takes the number of blocks or less")
+        raise ValueError(f"every must be at most the number of blocks, got {every}")
     return CheckpointedBlocks(model, names, policy, preserve_rng_state)
 
 
@@ -101,7 +101,7 @@ class BlocksInPlace:
         blocks = [model.get_submodule(name) for name in names]
         if any(isinstance(block.forward, _Forward) for block in blocks):
             raise ValueError(
-                f"blocks is {', '.join(names)}, checkpointed already; it takes blocks that are not"
+                f"blocks must be modules that are not checkpointed yet, got {', '.join(names)}"
             )
         self._forwards = [_Forward(block, partial(self._call, i)) for i, block in enumerate(blocks)]
 
@@ -147,10 +147,11 @@ class CheckpointedBlocks(BlocksInPlace):
         As where an autograd function of the model's own runs them, or a reentrant checkpoint.
         """
         if not self._called:
-            told = " to ".join(dict.fromkeys((self.names[0], self.names[-1])))
-            told += " was" if len(self.names) == 1 else " were"
+            blocks = " to ".join(dict.fromkeys((self.names[0], self.names[-1])))
             raise ValueError(
-                f"{told} not called with gradients on; it takes blocks that are, or no checkpoints"
+                f"none of the checkpointed blocks ({blocks}) ran with gradients enabled, so"
+                " no memory was saved; let the model call them directly, or remove the"
+                " checkpoints"
             )
 
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
@@ -272,8 +273,8 @@ def lists_of(model: nn.Module) -> list[list[str]]:
     found = next(filter(None, (*larger, several, any_number)), None)
     if found is None:
         raise ValueError(
-            "blocks is None, but the model has no list of like modules; it takes names with"
-            " wildcards"
+            "blocks must be names with wildcards for a model that has no list of modules"
+            " of one type, got None"
         )
     return found
 

@@ -45,7 +45,8 @@ def checkpointed_loss(
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         shapes = tuple(hidden.shape), tuple(targets.shape)
         raise ValueError(
-            f"hidden is {shapes[0]} and targets {shapes[1]}; it takes (tokens, h) and (tokens,)"
+            "hidden and targets must be of shape (tokens, h) and (tokens,), got"
+            f" {shapes[0]} and {shapes[1]}"
         )
     chunk = whole("chunk", chunk, 1, of="tokens")
     one_of("reduction", reduction, ("mean", "sum"))

@@ -118,7 +118,7 @@ def _policy(answer: Any, func: Any) -> str:
         return "MUST_SAVE" if answer else "PREFER_RECOMPUTE"
     if not isinstance(answer, CheckpointPolicy):
         raise TypeError(
-            f"policy's answer for {func} is {answer!r}; it takes a CheckpointPolicy or a bool"
+            f"the policy's answer for {func} must be a CheckpointPolicy or a bool, got {answer!r}"
         )
     return answer.name
 

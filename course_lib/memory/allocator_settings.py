@@ -63,8 +63,9 @@ class AllocatorSettings:
         number("memory_fraction", self.memory_fraction, 0, 1)
         threshold = self.garbage_collection_threshold
         if threshold is not None and not 0 < number("garbage_collection_threshold", threshold) < 1:
-            takes = "a number between 0 and 1"
-            raise ValueError(f"garbage_collection_threshold is {threshold}; it takes {takes}")
+            raise ValueError(
+                f"garbage_collection_threshold must be above 0 and below 1, got {threshold}"
+            )
         object.__setattr__(self, "_divisions", _divisions(self.roundup_power2_divisions))
 
     @classmethod
@@ -91,7 +92,10 @@ class AllocatorSettings:
             key, _, value = item.partition(":")
             if key not in _PARSERS and key not in _IGNORED:
                 known = ", ".join([*_PARSERS, *_IGNORED])
-                raise ValueError(f"{key!r} in {text!r} is no setting known here; known are {known}")
+                raise ValueError(
+                    f"{key!r} in {text!r} is not a setting that is known here; known settings are"
+                    f" {known}"
+                )
             name, parse = _PARSERS[key] if key in _PARSERS else (None, _IGNORED[key])
             try:
                 parsed = parse(value)
@@ -127,7 +131,9 @@ def round_up(size: int, step: int) -> int:
 
 def _whole_mib(name: str, value: int, least: int) -> None:
     if whole(name, value, least, of="bytes") % MIB:
-        raise ValueError(f"{name} is {value}; it takes whole MiB, as {value // MIB * MIB}")
+        raise ValueError(
+            f"{name} must be a whole number of MiB, such as {value // MIB * MIB}, got {value}"
+        )
 
 
 def _divisions(given: int | Mapping[int | str, int] | None) -> tuple[int, ...]:
@@ -156,7 +162,7 @@ def _divisions(given: int | Mapping[int | str, int] | None) -> tuple[int, ...]:
 
 def _power_of_two(name: str, value: int) -> int:
     if whole(name, value, 1) & (value - 1):
-        raise ValueError(f"{name} is {value}; it takes a power of two")
+        raise ValueError(f"{name} must be a power of two, got {value}")
     return int(value)
 
 

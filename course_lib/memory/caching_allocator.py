@@ -136,7 +136,10 @@ class CachingAllocator:
         if not block.allocated:
             raise ValueError(f"{named} was freed already")
         if block.requested_bytes and block not in self._chunks:
-            raise ValueError(f"{named} was never allocated here; free takes what allocate returned")
+            raise ValueError(
+                f"{named} was not allocated by this allocator; free() needs a block that its"
+                " allocate() returned"
+            )
         block.allocated = False
         if block.requested_bytes == 0:
             return
@@ -166,7 +169,7 @@ class CachingAllocator:
             events = events.allocations()
         for number, (what, storage, size_bytes, *frames) in enumerate(events):
             if what not in ("birth", "release"):
-                raise ValueError(f"event {number} is {what!r}; it takes 'birth' or 'release'")
+                raise ValueError(f"event {number} must be 'birth' or 'release', got {what!r}")
             if (what == "birth") == (storage in live):
                 born, released = "is born while it lives", "is released, but does not live"
                 problem = born if what == "birth" else released

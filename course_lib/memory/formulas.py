@@ -80,7 +80,7 @@ def transformer_activation_bytes(
     layers, e = _counts(layers=layers, dtype_bytes=dtype_bytes)
     m, statistic = _counts(0, mask_bytes=mask_bytes, statistic_bytes=statistic_bytes)
     if h % a:
-        raise ValueError(f"heads is {a}; it takes a divisor of hidden = {h}")
+        raise ValueError(f"heads must be a divisor of hidden = {h}, got {a}")
     # inputs of the projections (2), Q, K, V; the mask of the output's dropout
     attention = 5 * e + m
     # softmax output, its mask, the dropped-out probabilities
@@ -130,7 +130,7 @@ def attention_saved_bytes(
     n, b, heads, d = _counts(sequence=sequence, batch=batch, heads=heads, head_dim=head_dim)
     e, kv_heads = _counts(dtype_bytes=dtype_bytes, kv_heads=heads if kv_heads is None else kv_heads)
     if heads % kv_heads:
-        raise ValueError(f"kv_heads is {kv_heads}; it takes a divisor of heads = {heads}")
+        raise ValueError(f"kv_heads must be a divisor of heads = {heads}, got {kv_heads}")
     q, kv = b * heads * n * d * e, b * kv_heads * n * d * e
     kept = {
         "standard": {"q": q, "k": kv, "v": kv, "p": b * heads * n * n * e},

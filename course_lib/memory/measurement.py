@@ -165,9 +165,8 @@ def _metered(
         runs.run(counter, meter, *runs.leaves)
         if needs_gradient and number >= warmup and "backward" not in meter.phases():
             raise ValueError(
-                "step leaves no gradient: no operator ran in a backward pass; it takes a step that"
-                " calls backward() on a loss that depends on parameters (needs_gradient=False"
-                " measures a step that is meant to have none)"
+                "step must call backward() on a loss that depends on parameters, got one"
+                " without a backward pass; pass needs_gradient=False to measure such a step"
             )
         found = (meter.timeline.operators, meter.peak_bytes)
         flops = int(counter.get_total_flops())

@@ -282,5 +282,6 @@ class Trace:
     def _check_spans(self) -> None:
         if self.spans is None:
             raise ValueError(
-                "spans is None: this trace holds sums alone; it takes one of `meter.trace()`"
+                "spans must be those of a trace from meter.trace(), got None; this trace"
+                " holds only sums"
             )

@@ -102,8 +102,8 @@ class offload_activations:
         self.prefetch = None if prefetch is None else whole("prefetch", prefetch, 0)
         self.in_flight = None if in_flight is None else whole("in_flight", in_flight, 0)
         self.keep = [keep] if isinstance(keep, (Tensor, nn.Module)) else list(keep)
-        for thing in self.keep:
-            kind("keep", thing, (Tensor, nn.Module), "tensors and modules")
+        for i, thing in enumerate(self.keep):
+            kind(f"keep[{i}]", thing, (Tensor, nn.Module), "a tensor or a module")
         self._entered: list[tuple[_ForwardPass, Any, Any]] = []
         self._warned = False
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_lib._check import kind, number, shown, whole
+from course_lib._check import kind, must_be, number, shown, whole
 
 from .device import Device
 from .master_weights import MasterWeights, StateOptions, is_large
@@ -290,11 +290,11 @@ def _defaults_and_names(base: Any, base_kwargs: dict) -> tuple[dict[str, Any], l
     """
     good = isinstance(base, type) and issubclass(base, torch.optim.Optimizer)
     if not good or issubclass(base, (torch.optim.LBFGS, torch.optim.SparseAdam)):
-        takes = (
-            "a class of optimizers that keep a state for each dense parameter, such as"
+        allowed = (
+            "an optimizer class that keeps a state for each dense parameter, such as"
             " torch.optim.AdamW"
         )
-        raise TypeError(f"base is {shown(base)}; it takes {takes}")
+        raise TypeError(must_be("base", allowed, shown(base)))
     p = nn.Parameter(torch.zeros(2, 2))
     p.grad = torch.zeros(2, 2)
     optimizer = base([p], **base_kwargs)
@@ -311,5 +311,5 @@ def _check_dense(name: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_complex():
         odd = "complex" if tensor.is_complex() else "sparse"
         raise TypeError(
-            f"{name} of shape {tuple(tensor.shape)} is {odd}; it takes a real, dense one"
+            f"{name} must be real and dense, got a {odd} tensor of shape {tuple(tensor.shape)}"
         )

@@ -90,8 +90,8 @@ class Prefetcher:
             return batch.to(device.device)
         if next(tensors_in(batch), None) is None:
             raise TypeError(
-                f"a batch is {shown(batch)}; it takes tensors, containers of them, or what has"
-                " `to(device)`"
+                "a batch of the loader must be a tensor, a container of tensors, or an object with"
+                f" `to(device)`, got {shown(batch)}"
             )
         return map_tensors(device.up, batch)
 

@@ -286,7 +286,7 @@ class DiskStore(Store):
         )
         self.directory = os.fspath(_folder() if directory is None else directory)
         if not self.directory:  # Python would take the current folder
-            raise ValueError("directory is ''; it takes a folder that can be written to, or None")
+            raise ValueError("directory must be a folder that can be written to, or None, got ''")
         self._file = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115 - closed by close()
         # a store that is dropped, as a default one is, goes without a warning
         weakref.finalize(self, self._file.close)

@@ -19,7 +19,7 @@ from .chain import Chain, symbolic_chain
 from .executor import Run
 from .stages import check_constants, differentiable, the_tensor, with_tensor
 
-CHAIN = "it takes blocks that form a chain, each called once with what the one before returned"
+CHAIN = "the blocks must form a chain, each called once with what the one before returned"
 
 
 def schedule_blocks(
@@ -57,7 +57,7 @@ def schedule_blocks(
     """
     kind("model", model, nn.Module, "an nn.Module")
     if not isinstance(schedule, Schedule):
-        function("schedule", schedule, "a Schedule, or a function of a Chain")
+        function("schedule", schedule, "a Schedule or a function of a Chain")
     return ScheduledBlocks(model, names_of(model, blocks), schedule)
 
 
@@ -118,11 +118,14 @@ class ScheduledBlocks(BlocksInPlace):
     def _following(self, i: int, args: tuple) -> Tensor:
         name, before = self.names[i], self.names[i - 1]
         if self.run is None or self.run.next != i:
-            raise ValueError(f"{name} is called, but not once and after {before}; {CHAIN}")
+            raise ValueError(
+                f"{name} must be called once and after {before}, got another order of calls;"
+                f" {CHAIN}"
+            )
         x = _only(f"the first argument of {name}", args[0] if args else None)
         if x is not self.handed_on:
             raise ValueError(
-                f"{name} is called with something else than what {before} returned; {CHAIN}"
+                f"{name} must be called with what {before} returned, got something else; {CHAIN}"
             )
         return x
 
@@ -130,11 +133,11 @@ class ScheduledBlocks(BlocksInPlace):
         """Measures of the blocks, found on symbolic copies and out of sight of meters; one stands
         for all like it."""
         if hooks_active():  # they would see what the copies save
-            got = (
-                f"schedule is a function and {self.names[0]} runs inside hooks on saved tensors, as"
-                " of a checkpoint"
+            raise ValueError(
+                "schedule must be a Schedule, not a function, for blocks that run inside"
+                " hooks on saved tensors, as of a checkpoint, got a function and"
+                f" {self.names[0]} in such hooks"
             )
-            raise ValueError(f"{got}; it takes a Schedule, or blocks outside of such hooks")
         x = the_tensor(args[0])
         given = tuple(map(kind_of, tensors_in([args, kwargs])))
         key = self.names, tuple(map(look_of, stages)), given, autocast_of(x)
@@ -181,7 +184,10 @@ def _only(name: str, value: Any) -> Tensor:
     """The one tensor that gradients go through."""
     floating = [tensor for tensor in tensors_in(value) if differentiable(tensor)]
     if len(floating) != 1:
-        raise ValueError(f"{name} is {shown(value)} with {len(floating)} floating tensors; {CHAIN}")
+        raise ValueError(
+            f"{name} must contain one floating-point tensor, got {shown(value)} with"
+            f" {len(floating)}; {CHAIN}"
+        )
     return floating[0]
 
 
@@ -191,6 +197,6 @@ def _check_schedule(schedule: Any, count: int) -> None:
     first = [action.stage for action in schedule[: count + 1]]
     if first != [*range(count), count - 1] or not isinstance(schedule[count], Backward):
         raise ValueError(
-            "schedule runs a block twice before the first backward; it takes one that runs each"
-            " once"
+            "schedule must run each block once before the first backward, got one that"
+            " runs a block twice"
         )

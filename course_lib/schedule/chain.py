@@ -193,9 +193,10 @@ def symbolic_chain(
         except AssertionError as error:
             if "FakeTensor" not in str(error):
                 raise
-            got = f"a copy of {name} computes with what it was copied from, as a compiled one does"
-            takes = "a Schedule, or modules with the forward of their class"
-            raise ValueError(f"{got}; it takes {takes}") from error
+            raise ValueError(
+                f"{name} must run the forward of its class, got one whose copy computes with the"
+                " original, as that of a compiled module does; or pass a Schedule"
+            ) from error
 
 
 def _profile(

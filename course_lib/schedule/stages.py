@@ -20,8 +20,8 @@ from course_lib._torch import map_tensors, tensors_in
 
 def as_modules(stages: Sequence[Callable]) -> dict[str, nn.Module]:
     """The stages by name, as modules."""
-    takes = "an nn.Sequential, or a list of modules and functions"
-    kind("stages", stages, (nn.Sequential, nn.ModuleList, list, tuple), takes)
+    allowed = "an nn.Sequential or a list of modules and functions"
+    kind("stages", stages, (nn.Sequential, nn.ModuleList, list, tuple), allowed)
     whole("the number of stages", len(stages), 1)
     named = (
         stages._modules
@@ -84,8 +84,8 @@ def handed_on(name: str, value: Any) -> Any:
     tensors = list(tensors_in(value))
     if len(tensors) != 1 and len([tensor for tensor in tensors if differentiable(tensor)]) != 1:
         raise TypeError(
-            f"{name} is {shown(value)} with {len(tensors)} tensors; "
-            "it takes one tensor, or a container in which one tensor is floating"
+            f"{name} must be one tensor, or a container with one floating-point tensor,"
+            f" got {shown(value)} with {len(tensors)} tensors"
         )
     alone = isinstance(value, tuple) and all(item is None or item is tensors[0] for item in value)
     return tensors[0] if alone else value
@@ -110,9 +110,7 @@ def differentiable(tensor: Tensor) -> bool:
 def check_constants(kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if any(tensor.requires_grad for tensor in tensors_in(value)):
-            raise ValueError(
-                f"{name} is {shown(value)} that requires a gradient; it takes a constant"
-            )
+            raise ValueError(f"{name} must not require a gradient, got {shown(value)} that does")
 
 
 # ---- forward

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from course_lib._check import positive, whole
+from course_lib._check import any_of, positive, whole
 from course_lib._torch import map_tensors
 from course_lib.offload import Device
 
@@ -179,7 +179,7 @@ class SimulatedDevice(_Streams):
     ):
         self.rates = _checked(rates)
         if late and early:
-            raise ValueError("late and early are both True; it takes one of them at a time")
+            raise ValueError("late and early cannot both be True: choose one of them")
         self.late, self.early, nbytes = (
             late,
             early,
@@ -290,7 +290,10 @@ class SimulatedDevice(_Streams):
 
 def _checked(rates: dict[str, float | None]) -> dict[str, float]:
     if unknown := rates.keys() - set(RATES):
-        raise TypeError(f"SimulatedDevice got {', '.join(unknown)}; it takes {', '.join(RATES)}")
+        raise TypeError(
+            f"the options of a SimulatedDevice must be {any_of(RATES)}, got"
+            f" {', '.join(sorted(unknown))}"
+        )
     return {
         name: math.inf if rates.get(name) is None else positive(name, rates[name]) for name in RATES
     }

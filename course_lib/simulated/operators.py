@@ -152,8 +152,8 @@ def _refuse_the_host(func: Callable, tensors: list[Tensor]) -> None:
     for tensor in tensors:
         if tensor.numel() > 1:
             raise RuntimeError(
-                f"{func} got tensors of the device, and one of the host with shape"
-                f" {tuple(tensor.shape)}; it takes all on the device: `move` it"
+                f"all tensors of {func} must be on the device, got one on the host with shape"
+                f" {tuple(tensor.shape)}; move it with device.move"
             )
 
 

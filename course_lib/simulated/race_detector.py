@@ -141,7 +141,8 @@ class Arena:
             if start + size > len(self.memory):
                 raise torch.OutOfMemoryError(
                     f"{self.name} memory has {len(self.memory)} bytes, of which {self.live_bytes}"
-                    f" are in use, and no block of {size} is left; it takes a larger memory_bytes"
+                    f" are in use, and no free block of {size} bytes is left; pass a larger"
+                    " memory_bytes"
                 )
             self.top += size
         view = self.memory[start : start + nbytes]
