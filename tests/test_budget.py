@@ -410,7 +410,7 @@ def test_a_recipe_that_does_not_go_with_the_model_is_refused_before_anything_run
         lambda: run(make, tiny_batch, recipe),
     ):
         with pytest.raises(
-            (TypeError, ValueError), match=rf"^{name} [^\n]*(; it takes|must) [^\n]+$"
+            (TypeError, ValueError), match=rf"^{name} (must|cannot be combined with) [^\n]+$"
         ):
             attempt()
 
@@ -444,7 +444,7 @@ def test_a_decoder_that_was_altered_keeps_its_own_loss_in_every_recipe(change):
     ):
         # over what it goes is not known then
         if recipe.micro_batches > 1 and change == "loss is its own":
-            with pytest.raises(ValueError, match=r"^micro_batches is .*; it takes .+"):
+            with pytest.raises(ValueError, match=r"^micro_batches must be 1, .*, got \d"):
                 train_step(model, optimizer, tiny_batch(), recipe)
             continue
         found = train_step(model, optimizer, tiny_batch(), recipe).loss
@@ -480,8 +480,8 @@ def detached(model, batch):
         ({}, {}, TypeError, "recipe"),
         ({"loss_sum": 3}, Recipe(), TypeError, "loss_sum"),
         ({"loss_sum": Decoder.loss_sum}, Recipe(checkpoint="optimal", schedule_bytes=9),
-         ValueError, "checkpoint"),
-        *(({"loss_sum": detached}, recipe, TypeError, "[^:]*: the sum of losses is")
+         ValueError, "loss_sum"),
+        *(({"loss_sum": detached}, recipe, TypeError, "[^:]*: the sum of losses")
           for recipe in (Recipe(), Recipe(in_backward=True))),
         ({"max_norm": 1.0}, Recipe(in_backward=True), ValueError, "max_norm"),
         *(({"optimizer": wrong}, recipe, error, name)
@@ -498,7 +498,7 @@ def test_a_step_that_does_not_go_with_its_recipe_is_refused(changes, recipe, err
     options = {"optimizer": torch.optim.SGD, "batch": tiny_batch(), **changes}
     optimizer = options.pop("optimizer")(model.parameters())
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(error, match=rf"^{name} [^\n]*(takes|must) [^\n]+$"):
+    with pytest.raises(error, match=rf"^{name} [^\n]*must [^\n]+$"):
         train_step(model, optimizer, options.pop("batch"), recipe, **options)
     assert all(map(torch.equal, before, model.parameters()))
 
@@ -570,7 +570,8 @@ def test_micro_batches_of_a_mean_whose_weight_is_not_known_are_refused_and_not_s
     assert train_step(model, optimizer, padded(), Recipe()).stepped
     with pytest.raises(
         ValueError,
-        match=r"^micro_batches is 8 and Tagger.loss .*; it takes a loss_sum\(model, batch\)",
+        match=r"^micro_batches must be 1, because Tagger.loss .*, got 8; or pass a"
+        r" loss_sum\(model, batch\)",
     ):
         train_step(model, optimizer, padded(), Recipe(micro_batches=8))
     plain = estimate(Tagger, padded, Recipe()).peak_bytes
@@ -590,7 +591,9 @@ def test_a_loss_sum_that_is_older_than_the_loss_is_not_used():
     assert train_step(model, optimizer, padded(), Recipe()).loss == pytest.approx(
         model_loss(Tripled), rel=1e-6
     )
-    with pytest.raises(ValueError, match=r"^micro_batches is 2"):
+    with pytest.raises(
+        ValueError, match=r"^micro_batches must be 1, because Tripled.loss .*, got 2"
+    ):
         train_step(model, optimizer, padded(), Recipe(micro_batches=2))
 
 
@@ -641,7 +644,7 @@ def test_a_loss_that_is_none_is_refused_and_nothing_is_stepped(recipe):
         before = [p.clone() for p in model.parameters()]
         with pytest.raises(
             (TypeError, ValueError, RuntimeError),
-            match=r"; it takes | must be |does not require grad",
+            match=r" must |does not require grad",
         ):
             train_step(model, optimizer, points(), recipe, **summed)
         assert all(map(torch.equal, before, model.parameters()))
@@ -1268,7 +1271,8 @@ def test_sparse_gradients_are_stepped_but_not_estimated(kind):
         {"loss_sum": lambda model, batch: (model(batch).square().sum(), 3)},
     )
     with pytest.raises(
-        ValueError, match=r"^the step makes a sparse gradient[^\n]*; it takes sparse=False$"
+        ValueError,
+        match=r"^the step makes a sparse gradient[^\n]*; pass sparse=False to the embedding$",
     ):
         estimate(make, batch, recipe, **options)
     assert run(make, batch, recipe, **options).result.stepped
@@ -1282,7 +1286,7 @@ def test_a_loss_that_looks_at_data_runs_but_cannot_be_estimated(kind):
     ):
         with pytest.raises(
             ValueError,
-            match=r"^the step looks at values of its data [^\n]* symbolic tensors[^\n]*don't$",
+            match=r"^the step reads values of its data [^\n]* symbolic tensors[^\n]*they do not$",
         ):
             ask(kind, symbolic_points)
     assert run(kind, points, Recipe()).result.stepped
@@ -1328,7 +1332,10 @@ def test_complex_parameters_and_buffers_keep_their_imaginary_parts():
         guess, real = (f(Rotated, points, Recipe(precision=precision)) for f in (estimate, run))
         assert guess.peak_bytes == real.meter.peak_bytes
     for function in (estimate, run):
-        with pytest.raises(TypeError, match=r"^a parameter [^\n]*is complex; it takes [^\n]+$"):
+        with pytest.raises(
+            TypeError,
+            match=r"^a parameter [^\n]*must be real and dense, got a complex tensor [^\n]+$",
+        ):
             function(Rotated, points, Recipe(precision="bf16"))
 
 
@@ -1337,7 +1344,7 @@ def test_what_was_there_before_cannot_be_estimated():
     for make, of in ((Regression, lambda: batch), (lambda: model, tiny_batch)):
         with pytest.raises(
             ValueError,
-            match=r"^make_model or make_batch uses a tensor that was there before[^\n]*$",
+            match=r"^make_model or make_batch uses a tensor that existed before[^\n]*$",
         ):
             estimate(make, of, Recipe())
 
@@ -1351,7 +1358,8 @@ def test_a_step_that_meets_what_an_estimate_has_left_in_a_cache_says_so():
 
     estimate(Cached, symbolic_points, Recipe())
     with pytest.raises(
-        ValueError, match=r"^the model's code has kept a symbolic tensor [^\n]*; it takes [^\n]+$"
+        ValueError,
+        match=r"^the model's code has kept a symbolic tensor [^\n]*; clear that cache, [^\n]+$",
     ):
         run(Cached, points, Recipe())
     table.cache_clear()

@@ -171,12 +171,15 @@ def test_what_ranks_communicate_is_priced_by_the_wire_between_them():
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"shard": "zero3"}, 'shard is "zero3" and ranks is 1'),
-        ({"ranks": 4, "shard": "zero4"}, "shard is 'zero4'"),
-        ({"ranks": 0}, "ranks is 0"),
-        ({"ranks": 4, "update": "foreach"}, "update is 'foreach' and ranks is 4; it takes 'fused'"),
-        ({"ranks": 4, "in_backward": True}, "in_backward is True and ranks is 4; it takes False"),
-        ({"ranks": 4, "head_chunk": 8}, "head_chunk is 8 and ranks is 4; it takes None"),
+        ({"shard": "zero3"}, "shard must be None when ranks is 1, got 'zero3'"),
+        ({"ranks": 4, "shard": "zero4"}, "shard must be .*, got 'zero4'"),
+        ({"ranks": 0}, "ranks must be a whole number, at least 1, got 0"),
+        (
+            {"ranks": 4, "update": "foreach"},
+            "update must be .*'fused'.* when ranks is 4, got 'foreach'",
+        ),
+        ({"ranks": 4, "in_backward": True}, "in_backward must be False when ranks is 4, got True"),
+        ({"ranks": 4, "head_chunk": 8}, "head_chunk must be None when ranks is 4, got 8"),
     ],
 )
 def test_fields_that_do_not_go_with_ranks_are_refused(fields, says):
@@ -186,18 +189,21 @@ def test_fields_that_do_not_go_with_ranks_are_refused(fields, says):
 
 def test_what_cannot_be_estimated_or_run_is_refused_in_one_sentence():
     with pytest.raises(
-        ValueError, match="ranks is 4 and shard is None; it takes one of ddp, zero1, zero2, zero3"
+        ValueError, match="shard must be ddp, zero1, zero2 or zero3 when ranks is 4, got None"
     ):
         estimate(make_model, make_batch, Recipe(ranks=4))
     with pytest.raises(
-        ValueError, match="ranks is 3; a batch of 8 samples takes one of 1, 2, 4, 8"
+        ValueError, match=r"ranks must be a divisor of the batch's 8 samples \(1, 2, 4, 8\), got 3"
     ):
         estimate(make_model, make_batch, of("ddp", 3))
-    with pytest.raises(ValueError, match="micro_batches is 4; a rank's 2 samples take one of 1, 2"):
+    with pytest.raises(
+        ValueError, match=r"micro_batches must be a divisor of a rank's 2 samples \(1, 2\), got 4"
+    ):
         estimate(make_model, make_batch, of("ddp", micro_batches=4))
     model = make_model()
     with pytest.raises(
-        ValueError, match=r"one process cannot run; it takes 1, or python -m course_lib.distributed"
+        ValueError,
+        match=r"^ranks must be 1 in a single process, got 4; .* python -m course_lib.distributed",
     ):
         train_step(model, None, make_batch(), of("ddp"))
 
@@ -205,7 +211,9 @@ def test_what_cannot_be_estimated_or_run_is_refused_in_one_sentence():
         def loss(self, batch):
             return self(batch).mean()
 
-    with pytest.raises(ValueError, match="is a mean of unknown weight; it takes a loss_sum"):
+    with pytest.raises(
+        ValueError, match=r"ranks must be 1, .* mean of unknown weight, got 2; or pass a loss_sum"
+    ):
         estimate(lambda: Mean(2, 2), lambda: nn.Linear(2, 4).weight.detach(), of("ddp", 2))
 
 
@@ -247,8 +255,8 @@ class Around(Blocks):
 
 def test_a_loss_that_does_not_call_the_model_is_refused_where_parameters_are_gathered():
     told = (
-        r'^shard is "zero[23]" and the loss computes [^\n]*; it takes a loss that calls the'
-        r" model[^\n]*$"
+        r"^shard must be 'ddp' or 'zero1' for a loss that computes [^\n]*, got 'zero[23]'; or let"
+        r" [^\n]*$"
     )
     for shard in ("zero2", "zero3"):
         with pytest.raises(ValueError, match=told):

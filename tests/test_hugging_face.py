@@ -196,7 +196,7 @@ def test_layers_that_share_more_than_what_they_hand_on_are_no_chain(name):
     for attempt in (estimate, run):
         with pytest.raises(
             ValueError,
-            match=r"^(what a block returns|model.decoder.layers.0) is [^\n]*; it takes [^\n]+$",
+            match=r"^(what a block returns|model.decoder.layers.0) must [^\n]+, got [^\n]+$",
         ):
             attempt(*ARCHITECTURES[name], SEGMENTS)
 
@@ -342,7 +342,7 @@ def test_experts_that_look_where_tokens_go_are_refused_by_the_name_of_the_operat
     )
     with pytest.raises(
         ValueError,
-        match=r"^the step looks at values of its data \(aten\.nonzero\.default\)[^\n]*don't$",
+        match=r"^the step reads values of its data \(aten\.nonzero\.default\)[^\n]*they do not$",
     ):
         estimate(make, text, Recipe())
     assert run(make, text, Recipe()).result.stepped
@@ -498,9 +498,9 @@ def test_a_loss_function_that_a_model_keeps_for_itself_is_not_called_with_the_ba
 
 def test_distributions_that_look_at_their_arguments_are_refused_with_the_way_out():
     make = made("TimeSeriesTransformer:TimeSeriesTransformerForPrediction", **TIMES)
-    way = r"it takes .*torch\.distributions\.Distribution\.set_default_validate_args\(False\)$"
+    way = r"change .*; call torch\.distributions\.Distribution\.set_default_validate_args\(False\)$"
     with pytest.raises(
-        ValueError, match=rf"^the step looks at values [^\n]* at transformers/[^\n]*; {way}"
+        ValueError, match=rf"^the step reads values [^\n]* at transformers/[^\n]*; {way}"
     ):
         estimate(make, series, Recipe())
 
@@ -534,7 +534,9 @@ def test_a_function_put_on_any_other_model_is_called_and_named_where_it_fails(ta
         (nll, r"function with the arguments \(outputs, targets\)"),
         (torch.nn.MSELoss(), "MSELoss with"),
     ):
-        with pytest.raises(TypeError, match=rf"^Linear\.loss is a {its}[^\n]*; it takes \(batch\)"):
+        with pytest.raises(
+            TypeError, match=rf"^Linear\.loss must be callable with \(batch\), .*, got a {its}"
+        ):
             take(put_on(loss), batch, Recipe())
     with pytest.raises(AttributeError) as raised:
         take(put_on(by_name), batch, Recipe())
@@ -622,7 +624,7 @@ OWN_ATTENTION = {
 @pytest.mark.parametrize("make", OWN_ATTENTION.values(), ids=OWN_ATTENTION)
 def test_attention_that_a_model_cannot_have_is_refused_in_the_words_of_the_recipe(make, attention):
     with pytest.raises(
-        ValueError, match=rf"^attention is '{attention}' and the model is a [^\n]*; it takes '"
+        ValueError, match=rf"^attention must be '[^\n]* for a [^\n]*, got '{attention}'$"
     ) as told:
         estimate(make, text, Recipe(attention=attention))
     assert {"flash", "sdpa"} & set(re.findall(r"\w+", str(told.value))) == {attention}

@@ -71,7 +71,7 @@ def check(workload: Workload, recipe: Recipe) -> Check:
     ).peak_bytes
     if predicted > (there := _memory(device)):
         raise MemoryError(
-            f"the step takes {bytes_text(predicted)}; this machine has {bytes_text(there)}"
+            f"the step needs {bytes_text(predicted)}, but this machine has {bytes_text(there)}"
         )
     with torch.device(device):
         model, optimizer = build(workload.make_model, recipe, state=True)

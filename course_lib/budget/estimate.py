@@ -100,7 +100,8 @@ class Estimate(Table):
         run = getattr(self, "_run", None)
         if run is None:
             raise ValueError(
-                "the estimate was put together by hand; it takes one of `estimate` or `fit`"
+                "this estimate was not made by `estimate` or `fit`, so its step cannot be run"
+                " again; use one of theirs"
             )
         return run()
 

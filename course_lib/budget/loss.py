@@ -35,12 +35,9 @@ def loss_of(
     except AssertionError as error:
         if is_symbolic() or "FakeTensor" not in str(error):
             raise
-        got = (
-            "the model's code has kept a symbolic tensor of an estimate, as in a cache outside of"
-            " the model"
-        )
         raise ValueError(
-            f"{got}; it takes that cache emptied, or a process without estimates"
+            "the model's code has kept a symbolic tensor of an estimate, as in a cache outside of"
+            " the model; clear that cache, or run the step in a process that has made no estimate"
         ) from error
 
 
@@ -58,9 +55,8 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
     """Whether there is a loss, and its weight is known where micro-batches are to be added up."""
-    told = (
-        "it takes a loss_sum(model, batch) -> (sum of losses, weight), or such a method of the"
-        " model"
+    advice = (
+        "pass a loss_sum(model, batch) -> (sum of losses, weight), or give the model such a method"
     )
     name = type(wrapped_in(model)).__name__
     pieces = recipe.micro_batches
@@ -68,32 +64,31 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
         function("loss_sum", loss_sum, "a function (model, batch) -> (sum of losses, weight)")
         takes_arguments("loss_sum", loss_sum, "(model, batch)", model, None)
         if runs_stages(model, recipe):
-            got = f"checkpoint is {recipe.checkpoint!r} with a loss_sum"
-            raise ValueError(f"{got}; it takes the model's own loss, or the names of its blocks")
+            raise ValueError(
+                f"loss_sum must be None when checkpoint={recipe.checkpoint!r} runs the model's own"
+                " stages, got a function; or set blocks to the names of the model's blocks"
+            )
     elif not has_loss_sum(model) and not has_method(model, "loss") and not is_hugging_face(model):
-        raise TypeError(f"model is {shown(model)} without a loss; {told}")
+        raise TypeError(f"model must have a loss, got {shown(model)} without one; {advice}")
     elif not has_loss_sum(model) and pieces > 1:
         raise ValueError(
-            f"micro_batches is {pieces} and {name}.loss is a mean of unknown weight; {told}"
+            f"micro_batches must be 1, because {name}.loss is a mean of unknown weight, got"
+            f" {pieces}; or {advice}"
         )
     if (
         recipe.offload_activations
         and recipe.checkpoint in CHAINED
         and not runs_stages(model, recipe)
     ):
-        got = (
-            f"offload_activations is True and checkpoint is {recipe.checkpoint!r} and the model is"
-            f" a {name}"
-        )
         raise ValueError(
-            f'{got}, whose blocks\' inputs the schedule holds; it takes "none" or "layers"'
+            f"offload_activations cannot be combined with checkpoint={recipe.checkpoint!r} for a"
+            f" {name}, whose blocks' inputs the schedule holds; use checkpoint='none' or 'layers'"
         )
     if pieces > 1 and mixes_samples(model):
-        got = (
-            f"micro_batches is {pieces} and the model is a {name} with BatchNorm in training, whose"
-            " loss is no sum"
+        raise ValueError(
+            f"micro_batches must be 1 for a {name} with BatchNorm in training mode, whose loss is"
+            f" not a sum over samples, got {pieces}; or put BatchNorm into eval mode"
         )
-        raise ValueError(f"{got} over samples; it takes 1, or BatchNorm in eval mode")
 
 
 def mixes_samples(model: nn.Module) -> bool:

@@ -103,6 +103,8 @@ def _of_bitsandbytes() -> type[torch.optim.Optimizer]:
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
-        got = 'optimizer is "adam8bit", whose step is that of bitsandbytes, which is not installed'
-        raise ValueError(f"{got}; it takes another one, or pip install bitsandbytes") from error
+        raise ValueError(
+            "optimizer must not be 'adam8bit' without bitsandbytes, which runs its step, got"
+            " 'adam8bit'; pip install bitsandbytes, or choose another optimizer"
+        ) from error
     return AdamW8bit

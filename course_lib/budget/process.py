@@ -166,15 +166,16 @@ class StepMeter(UnguardedMeter):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in _UNSEEN:
             raise ValueError(
-                f"the step runs {func}, which keeps memory that symbolic tensors do not show; an"
-                " estimate takes it, as the step itself then must run, under"
+                f"the step runs {func}, which keeps memory that symbolic tensors do not show;"
+                " run both the estimate and the step itself under"
                 " torch.backends.mkldnn.flags(enabled=False)"
             )
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if getattr(result, "layout", None) is torch.sparse_coo:
             raise ValueError(
                 "the step makes a sparse gradient, whose bytes depend on its values, but an"
-                " estimate runs on symbolic tensors, which have shapes only; it takes sparse=False"
+                " estimate runs on symbolic tensors, which have shapes only; pass"
+                " sparse=False to the embedding"
             )
         if func is _TILES:  # it stands for many, and tells which of them takes the most
             self._ledger.operators[-1] = args[3], self._ledger.operators[-1][1]

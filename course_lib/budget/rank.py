@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import nn
 
+from course_lib._check import any_of
 from course_lib.accumulation import split
 from course_lib.distributed.formulas import REPLICATED, STEP_BYTES, Shapes, shapes_of, zero1_parts
 from course_lib.distributed.prediction import watched_rank
@@ -55,9 +56,7 @@ def rank_trace(
             batch.
     """
     if recipe.shard is None:
-        raise ValueError(
-            f"ranks is {recipe.ranks} and shard is None; it takes one of {', '.join(MODES)}"
-        )
+        raise ValueError(f"shard must be {any_of(MODES)} when ranks is {recipe.ranks}, got None")
     with _gathered(recipe):
         with symbolic():
             model = model_of(make_model, single(recipe))
@@ -77,8 +76,10 @@ def rank_trace(
 def _check(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) -> None:
     check_loss(model, single(recipe), loss_sum)
     if loss_sum is None and not has_loss_sum(model):
-        got = f"ranks is {recipe.ranks} and {type(model).__name__}.loss is a mean of unknown weight"
-        raise ValueError(f"{got}; it takes a loss_sum(model, batch), or such a method of the model")
+        raise ValueError(
+            f"ranks must be 1, because {type(model).__name__}.loss is a mean of unknown weight, got"
+            f" {recipe.ranks}; or pass a loss_sum(model, batch), or give the model such a method"
+        )
 
 
 def _measured(
@@ -160,12 +161,9 @@ def _gathered(recipe: Recipe) -> Iterator[None]:
     except RuntimeError as error:
         if "DTensor" not in str(error):
             raise
-        got = (
-            f'shard is "{recipe.shard}" and the loss computes outside of model(...), which gathers'
-            " the parameters"
-        )
         raise ValueError(
-            f'{got}; it takes a loss that calls the model, or "ddp" or "zero1"'
+            "shard must be 'ddp' or 'zero1' for a loss that computes with parameters outside of"
+            f" model(...), which gathers them, got {recipe.shard!r}; or let the loss call the model"
         ) from error
 
 
@@ -205,13 +203,14 @@ def pieces(recipe: Recipe, samples: int) -> list[int]:
     if samples % recipe.ranks:
         divisors = ", ".join(str(n) for n in range(1, samples + 1) if samples % n == 0)
         raise ValueError(
-            f"ranks is {recipe.ranks}; a batch of {samples} samples takes one of {divisors}"
+            f"ranks must be a divisor of the batch's {samples} samples ({divisors}), got"
+            f" {recipe.ranks}"
         )
     each = samples // recipe.ranks
     allowed = [m for m in range(1, each + 1) if each % m == 0]
     if recipe.micro_batches not in allowed:
-        got = f"micro_batches is {recipe.micro_batches}"
         raise ValueError(
-            f"{got}; a rank's {each} samples take one of {', '.join(map(str, allowed))}"
+            f"micro_batches must be a divisor of a rank's {each} samples"
+            f" ({', '.join(map(str, allowed))}), got {recipe.micro_batches}"
         )
     return allowed

@@ -18,8 +18,8 @@ COUNTS = ("tensors", "reserved")
 def check_count(count: str, kind: str) -> None:
     if count == "reserved" and kind != "cuda":
         raise ValueError(
-            f'count is "reserved" and kind is {kind!r}, which has no caching allocator; it takes'
-            ' kind="cuda", or count="tensors"'
+            f"kind must be 'cuda' when count is 'reserved', got {kind!r}, which has no caching"
+            " allocator; or pass count='tensors'"
         )
 
 

@@ -163,8 +163,8 @@ def fit(
         recipes = list(of_kind("recipes", recipes, Iterable, "several recipes, as in a list"))
         if not recipes:
             raise ValueError(
-                "recipes is empty; it takes one Recipe or more, or None for all that the search"
-                " knows"
+                "recipes must contain at least one Recipe, got none; pass None to search all"
+                " recipes"
             )
         for recipe in recipes:
             of_kind("recipes", recipe, Recipe, "one Recipe or more")

@@ -61,8 +61,11 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
         return ScheduledSequential(_parts(stages), schedule)(x)
     inside = len(stages) - 2
     if recipe.segments > inside:
-        got = f"segments is {recipe.segments} and {type(model).__name__}.stages gives {inside}"
-        raise ValueError(f"{got} between the first and the last; it takes so many, or fewer")
+        raise ValueError(
+            f"segments must be at most {max(inside, 0)}, the number of stages that"
+            f" {type(model).__name__}.stages gives between the first and the last, got"
+            f" {recipe.segments}"
+        )
     # Not by the runner of schedules: it runs a stage to its end when it runs it again, where a
     # checkpoint stops at the last tensor that backward needs, before the last product of a segment.
     # The course's decoder would take 2 % more FLOPs with 4 layers in 2 segments, 7 % with 8 in 8,
@@ -81,7 +84,7 @@ def _staged(model: nn.Module, batch: Any) -> tuple[Any, list[nn.Module]]:
     """Input of the chain, and its stages."""
     name = f"{type(model).__name__}.stages"
     function = own_stages(model)
-    takes_arguments(name, function, "(batch), or is left to a recipe's blocks", batch)
+    takes_arguments(name, function, "(batch), unless the recipe names blocks", batch)
     stages = list(as_modules(list(function(batch))).values())
     while len(stages) > 1 and next(stages[0].parameters(), None) is None:
         batch = stages.pop(0)(batch)

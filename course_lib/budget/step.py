@@ -186,11 +186,10 @@ def run_pieces(
 ) -> StepResult:
     """`train_step` on micro-batches that are there already."""
     if max_norm is not None and recipe.in_backward:
-        got = (
-            f"max_norm is {max_norm} and in_backward is True, where the norm of all gradients is"
-            " never known"
+        raise ValueError(
+            "max_norm must be None when in_backward is True, because the norm of all gradients is"
+            f" never known, got {max_norm}"
         )
-        raise ValueError(f"{got}; it takes None")
 
     def loss(_, piece) -> tuple[Tensor, float | Tensor]:
         with ExitStack() as stack:
@@ -236,12 +235,14 @@ def _step_in_backward(model, optimizer, loss_sum, piece) -> StepResult:
         )
         if not is_symbolic() and not (math.isfinite(value) and 0 < weight < math.inf):
             raise ValueError(
-                f"loss {value}, weight {weight}; it takes finite numbers, the weight above 0"
+                f"the loss must be finite and the weight finite and above 0, got loss {value}"
+                f" and weight {weight}"
             )
         mean.backward()
         if not stepped & optimized:
             raise RuntimeError(
-                "no parameter of the optimizer got a gradient; it takes an optimizer of this model"
+                "no parameter of the optimizer got a gradient; the optimizer must hold"
+                " parameters of this model"
             )
         gradients = [None] * len(parameters)
     finally:
@@ -303,12 +304,15 @@ def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
     """
     whole = next(iter(split(batch, 1 << 62)), None)  # it also says what is wrong with a batch
     if whole is None:
-        raise ValueError(f"batch is {shown(batch)} without samples; it takes one or more")
+        raise ValueError(
+            f"batch must contain at least one sample, got {shown(batch)} without samples"
+        )
     samples = samples_in(batch)
     allowed = pieces_allowed(samples)
     if micro_batches not in allowed:
         raise ValueError(
-            f"micro_batches is {micro_batches}; a batch of {samples} samples takes one of {allowed}"
+            f"micro_batches must be one of {', '.join(map(str, allowed))} for a batch of"
+            f" {samples} samples, got {micro_batches}"
         )
     return list(split(batch, math.ceil(samples / micro_batches)))
 
@@ -318,8 +322,8 @@ def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
 
 def check_function(name: str, made: Any) -> None:
     if isinstance(made, nn.Module) or not callable(made):
-        raise TypeError(f"{name} is {shown(made)}; it takes a function without arguments")
-    takes_arguments(name, made, "a function without arguments")
+        raise TypeError(f"{name} must be a function without arguments, got {shown(made)}")
+    takes_arguments(name, made, "no arguments")
 
 
 def check_recipe(recipe: Any) -> None:
@@ -332,8 +336,7 @@ def check_model(model: Any, recipe: Recipe) -> None:
     kind("model", model, nn.Module, "a torch.nn.Module")
     if not trained(model):
         raise ValueError(
-            f"model is {shown(model)} without parameters that require gradients; it takes one or"
-            " more"
+            f"model must have parameters that require gradients, got {shown(model)} without any"
         )
     for technique in TECHNIQUES:
         if problem := technique.refuse(recipe, model):

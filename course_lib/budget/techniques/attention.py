@@ -36,17 +36,15 @@ class AttentionKind(Technique):
         wanted = recipe.attention
         own = attentions_of(model)
         if wanted in SWITCHED and (own or not _with_switch(model)):
-            got = (
-                f"attention is {wanted!r} and the model is {shown(model)} without"
-                " set_attn_implementation"
+            return (
+                f"attention must be 'standard', 'flash' or None for {shown(model)} without"
+                f" set_attn_implementation, got {wanted!r}"
             )
-            return f"{got}; it takes 'standard', 'flash' or None"
         if wanted == "flash" and drop_probability(own):
-            got = (
-                f"attention is 'flash' and the model is {shown(model)} with dropout of"
-                " probabilities"
+            return (
+                f"attention must be 'standard' for {shown(model)} with dropout of attention"
+                " probabilities, got 'flash'"
             )
-            return f"{got}; it takes 'standard'"
         return None
 
     def applied(
@@ -83,11 +81,10 @@ def attention_of(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], 
 
         def check() -> None:
             if wanted == "flash" and not own and not calls:
-                got = (
-                    f"attention is 'flash' and the model is {shown(model)} that calls no attention"
-                    " of PyTorch's"
+                raise ValueError(
+                    f"attention must be 'standard' for {shown(model)} that does not call"
+                    " F.scaled_dot_product_attention, got 'flash'"
                 )
-                raise ValueError(f"{got} (F.scaled_dot_product_attention); it takes 'standard'")
 
         yield check
 
@@ -144,20 +141,19 @@ def _switched(model: nn.Module, wanted: str, asked: str | None = None) -> Iterat
             except (ValueError, ImportError) as error:
                 problem = error
             if problem or module.config._attn_implementation != wanted:
-                got, takes = (
-                    "whose switch refuses it",
+                allowed, reason = (
                     f"{module.config._attn_implementation!r} or None",
+                    "whose set_attn_implementation rejects other values",
                 )
                 if asked == "flash":
-                    got, takes = (
-                        "which has attention of its own and does not switch to PyTorch's",
+                    allowed, reason = (
                         "'standard'",
+                        "which has its own attention and does not switch to PyTorch's",
                     )
-                told = (
-                    f"attention is {asked or wanted!r} and the model is {shown(module)}, {got}; it"
-                    f" takes {takes}"
-                )
-                raise ValueError(told) from problem
+                raise ValueError(
+                    f"attention must be {allowed} for {shown(module)}, {reason}, got"
+                    f" {asked or wanted!r}"
+                ) from problem
         yield
     finally:
         # outer ones first, which set the inner ones too
@@ -198,7 +194,8 @@ class _Flash(TorchFunctionMode):
         for name, got, plain in (("attn_mask", attn_mask, None), ("dropout_p", dropout_p, 0.0)):
             if got is not plain and not (name == "dropout_p" and got == plain):
                 raise ValueError(
-                    f"attention is 'flash' and {name} of F.scaled_dot_product_attention is"
-                    f" {shown(got)}; it takes {plain}, with is_causal or without"
+                    f"{name} of F.scaled_dot_product_attention must be {plain} when attention is"
+                    f" 'flash', got {shown(got)}; flash attention supports is_causal, but no mask"
+                    " and no dropout"
                 )
         return flash_attention(query, key, value, is_causal=is_causal, **options)

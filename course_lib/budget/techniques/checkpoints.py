@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_lib._check import kind
+from course_lib._check import any_of, kind, must_be
 from course_lib.checkpoint import CheckpointedBlocks, checkpoint_blocks
 from course_lib.checkpoint.blocks import names_of
 from course_lib.labels import text, verbatim
@@ -29,7 +29,7 @@ NEEDED = {"segments": "segments", "schedule_bytes": "optimal"}
 
 def _blocks(name: str, value: Any) -> None:
     for each in value if isinstance(value, tuple) and value else [value]:
-        kind(name, each, (str, type(None)), "a name with wildcards, several, or None")
+        kind(name, each, (str, type(None)), "a name with wildcards, a tuple of such names or None")
 
 
 class Checkpoint(Technique):
@@ -43,15 +43,18 @@ class Checkpoint(Technique):
     place = 2
 
     def conflict(self, recipe: Recipe) -> str | None:
-        for name, takes in OF_KINDS.items():
+        for name, kinds in OF_KINDS.items():
             value = getattr(recipe, name)
-            if value is not None and recipe.checkpoint not in takes:
-                got = f'{name} is {value!r} and checkpoint is "{recipe.checkpoint}"'
-                return f"{got}; it takes None unless that is {' or '.join(map(repr, takes))}"
+            if value is not None and recipe.checkpoint not in kinds:
+                return (
+                    f"{name} must be None unless checkpoint is {any_of(map(repr, kinds))}, got"
+                    f" {value!r} with checkpoint={recipe.checkpoint!r}"
+                )
         for name, owner in NEEDED.items():
             if (getattr(recipe, name) is not None) != (recipe.checkpoint == owner):
-                got = f'{name} is {getattr(recipe, name)} and checkpoint is "{recipe.checkpoint}"'
-                return f'{got}; it takes a number where that is "{owner}", and None elsewhere'
+                allowed = f"a number when checkpoint is {owner!r}, and None otherwise"
+                got = f"{getattr(recipe, name)} with checkpoint={recipe.checkpoint!r}"
+                return must_be(name, allowed, got)
         return None
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
@@ -158,11 +161,11 @@ def statistics_kept(
     def keep() -> None:
         for name, found in others().items():
             if found != before.get(name):
-                got = (
-                    f"checkpoint is {checkpoint!r} and {name} changes in the forward pass, which is"
-                    " repeated"
+                raise ValueError(
+                    "checkpoint must be 'none', 'segments' or 'optimal' for a model whose forward"
+                    f" pass changes a buffer ({name}), because a checkpoint repeats the forward"
+                    f" pass, got {checkpoint!r}"
                 )
-                raise ValueError(f"{got}; it takes 'none', 'segments' or 'optimal'")
         kept.extend((buffer, buffer.clone()) for buffer in statistics)
 
     before = others()
@@ -187,7 +190,7 @@ def _check_chain(model: nn.Module, recipe: Recipe) -> None:
     count = len(names_of(model, block_names(recipe)))
     if recipe.checkpoint == "segments" and recipe.segments > count:
         raise ValueError(
-            f"segments is {recipe.segments}; it takes 1 to {count}, as there are layers"
+            f"segments must be between 1 and {count}, the number of layers, got {recipe.segments}"
         )
 
 
@@ -200,9 +203,12 @@ def _check_blocks(model: nn.Module, recipe: Recipe) -> None:
             kinds = sorted({type(model.get_submodule(found)).__name__ for found in handle.names})
             count += len(handle.names)
         if name is not None and len(kinds) > 1:  # None finds lists, each of one kind
-            got = f"blocks is {name!r}, modules of the kinds {', '.join(kinds)}"
-            raise ValueError(f"{got}; it takes a name of one kind, or several names")
+            raise ValueError(
+                f"blocks must match modules of one type per name, got {name!r}, which matches"
+                f" {', '.join(kinds)}; pass several names"
+            )
     if recipe.first_blocks is not None and recipe.first_blocks > count:
         raise ValueError(
-            f"first_blocks is {recipe.first_blocks}; it takes 1 to {count}, as there are blocks"
+            f"first_blocks must be between 1 and {count}, the number of blocks, got"
+            f" {recipe.first_blocks}"
         )

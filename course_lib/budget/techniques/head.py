@@ -64,12 +64,13 @@ def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], N
     head = head_of(model, chunk)
     used: list[bool] = []
     own = vars(head).get("forward")
-    about = f"head_chunk is {chunk} and the model is a {type(model).__name__}"
+    about = f"got {chunk} for a {type(model).__name__}"
 
     def check() -> None:
         if not used:
             raise ValueError(
-                f"{about} whose logits come to no loss; it takes one with F.cross_entropy of them"
+                "head_chunk must be None for a model that does not pass its logits to"
+                f" F.cross_entropy, {about}"
             )
 
     try:
@@ -114,11 +115,10 @@ def head_of(model: nn.Module, chunk: int) -> nn.Module:
         if isinstance(m, nn.Linear) and not name.startswith(blocks)
     ]
     if not linear:
-        got = (
-            f"head_chunk is {chunk} and the model is a {type(model).__name__} without a Linear"
-            " outside its blocks"
+        raise ValueError(
+            "head_chunk must be None for a model whose head is not a Linear outside its blocks, got"
+            f" {chunk} for a {type(model).__name__}"
         )
-        raise ValueError(f"{got}; it takes one whose head is a Linear")
     return max(reversed(linear), key=lambda module: module.out_features)
 
 
@@ -163,8 +163,8 @@ class Logits(Tensor):
         found = getattr(logits, f"_{name.strip('_')}")(*args[1:], **kwargs) if allowed else None
         if found is None:
             raise ValueError(
-                f"{logits.about} that puts its logits through {name}; it takes one that hands them"
-                " to F.cross_entropy as they are, but for shape and dtype"
+                "head_chunk must be None unless the logits reach F.cross_entropy unchanged, apart"
+                f" from shape and dtype, {logits.about}, which applies {name} to its logits"
             )
         return found
 
@@ -184,17 +184,17 @@ class Logits(Tensor):
     ) -> Tensor:
         """`F.cross_entropy` of the logits."""
         if any(x is not None for x in (weight, size_average, reduce)) or label_smoothing:
-            got = (
-                f"{self.about} whose loss has weights or label_smoothing, or an argument that has"
-                " gone out of use"
+            raise ValueError(
+                "head_chunk must be None unless F.cross_entropy is called with no options but"
+                f" ignore_index and reduction, {self.about}, whose loss has weights,"
+                " label_smoothing or a deprecated argument"
             )
-            raise ValueError(f"{got}; it takes one with ignore_index and reduction alone")
         if reduction == "none" or self.hidden.dim() != 2:
-            got = (
-                f"{self.about} whose loss has reduction={reduction!r} of {self.hidden.dim()}"
-                " dimensions"
+            raise ValueError(
+                "head_chunk must be None unless the loss is the mean or sum over logits of shape"
+                f" (tokens, vocabulary), {self.about}, whose loss has reduction={reduction!r} and"
+                f" logits of {self.hidden.dim()} dimensions"
             )
-            raise ValueError(f'{got}; it takes "mean" or "sum" of (tokens, vocabulary)')
         self.used.append(True)
 
         def logits_of(hidden: Tensor) -> Tensor:

@@ -19,11 +19,10 @@ class InBackward(Technique):
 
     def conflict(self, recipe: Recipe) -> str | None:
         if recipe.in_backward and recipe.micro_batches > 1:
-            got = (
-                f"in_backward is True and micro_batches is {recipe.micro_batches}, whose gradients"
-                " must be added up"
+            return (
+                "in_backward must be False when gradients of several micro-batches are accumulated,"
+                f" got True with micro_batches={recipe.micro_batches}"
             )
-            return f"{got}; it takes 1 micro-batch"
         return None
 
     def words(self, recipe: Recipe) -> list[str]:

@@ -18,7 +18,8 @@ class MicroBatches(Technique):
     def conflict(self, recipe: Recipe) -> str | None:
         if recipe.in_backward and recipe.accumulate:
             return (
-                'accumulate is "fp32" and in_backward is True, which adds nothing up; it takes None'
+                "accumulate must be None when in_backward is True, which accumulates nothing, got"
+                f" {recipe.accumulate!r}"
             )
         return None
 

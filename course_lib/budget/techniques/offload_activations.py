@@ -30,11 +30,10 @@ class OffloadedActivations(Technique):
     def conflict(self, recipe: Recipe) -> str | None:
         if not recipe.offload_activations or recipe.checkpoint not in ("selective", "optimal"):
             return None
-        got = (
-            f'offload_activations is True and checkpoint is "{recipe.checkpoint}", which holds its'
-            " tensors itself"
+        return (
+            f"offload_activations cannot be combined with checkpoint={recipe.checkpoint!r}, which"
+            " holds its tensors itself; use checkpoint='none', 'layers' or 'segments'"
         )
-        return f'{got}; it takes "none", "layers" or "segments"'
 
     def applied(
         self, recipe: Recipe, model: nn.Module, store: Any = None

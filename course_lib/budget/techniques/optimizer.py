@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from course_lib._check import any_of, must_be
 from course_lib.labels import text, verbatim
 from course_lib.offload.optimizer import PAGE_BYTES
 
@@ -22,11 +23,11 @@ class Optimizer(Technique):
 
     def conflict(self, recipe: Recipe) -> str | None:
         updates = {"adafactor": (None, "loop", "foreach"), "adam8bit": (None, "loop")}
-        takes = updates.get(recipe.optimizer, UPDATES)
-        if recipe.update in takes:
+        options = updates.get(recipe.optimizer, UPDATES)
+        if recipe.update in options:
             return None
-        got = f'update is "{recipe.update}" and optimizer is "{recipe.optimizer}"'
-        return f"{got}; it takes {' or '.join(map(repr, takes))}"
+        allowed = f"{any_of(map(repr, options))} when optimizer is {recipe.optimizer!r}"
+        return must_be("update", allowed, repr(recipe.update))
 
     def words(self, recipe: Recipe) -> list[str]:
         name: str = verbatim(recipe.optimizer)
@@ -48,11 +49,10 @@ class OffloadedState(Technique):
     def conflict(self, recipe: Recipe) -> str | None:
         if recipe.optimizer not in ALL_ABOVE or not recipe.offload_optimizer:
             return None
-        got = (
-            f"offload_optimizer is {recipe.offload_optimizer} and optimizer is"
-            f' "{recipe.optimizer}", of a small state'
+        return (
+            f"offload_optimizer must be 0 when optimizer is {recipe.optimizer!r}, whose state is"
+            f" small, got {recipe.offload_optimizer}"
         )
-        return f"{got}; it takes 0"
 
     def words(self, recipe: Recipe) -> list[str]:
         words: list[str] = []

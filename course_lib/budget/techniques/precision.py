@@ -21,8 +21,10 @@ class Precision(Technique):
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
         for p in model.parameters() if recipe.precision is not None else ():
             if p.is_floating_point() and p.dtype != recipe.dtype:
-                got = f"precision is {recipe.precision!r} and the model has {shown(p)}"
-                return f"{got}; it takes a model as from build"
+                return (
+                    f"precision must be that of the model's parameters, got {recipe.precision!r}"
+                    f" for a model with {shown(p)}; make the model with `build`"
+                )
         return None
 
     def words(self, recipe: Recipe) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from course_lib._check import any_of, must_be
 from course_lib.labels import text, verbatim
 
 from .precision import PRECISIONS
@@ -32,18 +33,20 @@ class Ranks(Technique):
 
     def conflict(self, recipe: Recipe) -> str | None:
         if recipe.ranks == 1 and recipe.shard:
-            return f'shard is "{recipe.shard}" and ranks is 1; it takes None, or 2 ranks or more'
+            return f"shard must be None when ranks is 1, got {recipe.shard!r}"
         for name, values in RUN.items() if recipe.ranks > 1 else ():
             if getattr(recipe, name) not in values:
-                got = f"{name} is {getattr(recipe, name)!r} and ranks is {recipe.ranks}"
-                return f"{got}; it takes {' or '.join(map(repr, values))}"
+                allowed = f"{any_of(map(repr, values))} when ranks is {recipe.ranks}"
+                return must_be(name, allowed, repr(getattr(recipe, name)))
         return None
 
     def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
         if recipe.ranks == 1:
             return None
-        got = f"ranks is {recipe.ranks}, which one process cannot run"
-        return f"{got}; it takes 1, or python -m course_lib.distributed, started by torchrun"
+        return (
+            f"ranks must be 1 in a single process, got {recipe.ranks}; to run several ranks, start"
+            " python -m course_lib.distributed with torchrun"
+        )
 
     def words(self, recipe: Recipe) -> list[str]:
         if recipe.ranks == 1:
