@@ -60,10 +60,10 @@ def workload_of(given: Namespace) -> Workload:
     ]
     ways = [name for name in ("config", "model") if getattr(given, name) is not None] + sizes[:1]
     if len(ways) != 1:
-        got = " and ".join(f"--{name}" for name in ways) or "missing"
+        got = " and ".join(f"--{name}" for name in ways) or "none"
         raise ValueError(
-            f"the model is {got}; it takes --config, or --model, or --parameters, or --hidden and"
-            " --layers"
+            "the model must be given by one of --config, --model, --parameters, or"
+            f" --hidden and --layers, got {got}"
         )
     fits = {"--model": ("batch_from",), "--config": ("sequence", "batch")}.get(
         f"--{ways[0]}", BY_SIZES
@@ -78,7 +78,7 @@ def workload_of(given: Namespace) -> Workload:
         return _by_function(given)
     for name in ("sequence", "batch"):
         if getattr(given, name) is None:
-            raise ValueError(f"--{name} is missing; it takes a whole number")
+            raise ValueError(f"--{name} is missing: pass a whole number")
     return _by_config(given) if given.config else _by_sizes(given)
 
 
@@ -140,27 +140,28 @@ def _by_transformers(
         import transformers
     except ImportError:
         raise ValueError(
-            f"model_type is {name!r}; it takes one of {known}, or any that transformers knows where"
-            " that is installed (pip install transformers)"
+            f"model_type must be one of {known}, got {name!r}; with transformers installed"
+            " (pip install transformers) it may be any type that transformers knows"
         ) from None
     if name not in transformers.CONFIG_MAPPING:
         raise ValueError(
-            f"model_type is {name!r}; it takes one of {known}, or of those that transformers"
-            f" {transformers.__version__} knows"
+            f"model_type must be one of {known}, or one that transformers"
+            f" {transformers.__version__} knows, got {name!r}"
         )
     settings = transformers.AutoConfig.for_model(**config)
     families = [getattr(transformers, family) for family in FAMILIES]
     kinds = [family for family in families if type(settings) in family._model_mapping]
     if not kinds:
         raise ValueError(
-            f"model_type is {name!r}, which has no language model in transformers; name a function"
-            " that makes the model and one that makes its batch, by --model"
+            f"model_type must have a language model in transformers, got {name!r}; or pass"
+            " a function that makes the model with --model, and one that makes its batch"
+            " with --batch-from"
         )
     text_settings = settings.get_text_config()
     longest = getattr(text_settings, "max_position_embeddings", None)
     if longest is not None and sequence > longest:
         raise ValueError(
-            f"sequence is {sequence}; it takes {longest} or less, the config's longest"
+            f"sequence must be at most {longest}, the config's longest, got {sequence}"
         )
     return partial(kinds[0].from_config, settings), text_settings.vocab_size
 
@@ -185,8 +186,10 @@ def _by_function(given: Namespace) -> Workload:
     if given.batch_from:
         make_batch = named_function("--batch-from", given.batch_from)
     if make_batch is None:
-        got = f"--batch-from is missing and {given.model} has no attribute make_batch"
-        raise ValueError(f"{got}; it takes a function, as package:function, that returns a batch")
+        raise ValueError(
+            f"--batch-from is missing, and {given.model} has no attribute make_batch: pass"
+            " package.module:function, a function that returns a batch"
+        )
     return Workload(
         make_model,
         make_batch,
@@ -204,12 +207,14 @@ def samples_of(make_batch: Any) -> int:
         ValueError: the batch has no samples, or its tensors differ in their number.
     """
     if isinstance(make_batch, nn.Module) or not callable(make_batch):
-        raise TypeError(f"make_batch is {shown(make_batch)}; it takes a function without arguments")
-    takes_arguments("make_batch", make_batch, "a function without arguments")
+        raise TypeError(f"make_batch must be a function without arguments, got {shown(make_batch)}")
+    takes_arguments("make_batch", make_batch, "no arguments")
     with symbolic():
         batch = make_batch()
         if next(iter(split(batch, 1 << 62)), None) is None:  # it says what is wrong with a batch
-            raise ValueError(f"batch is {shown(batch)} without samples; it takes one or more")
+            raise ValueError(
+                f"batch must contain at least one sample, got {shown(batch)} without samples"
+            )
         return samples_in(batch)
 
 
@@ -219,7 +224,7 @@ def _by_sizes(given: Namespace) -> Workload:
         wanted = shape_of(given.parameters, vocabulary)
         hidden, layers = hidden or wanted[0], layers or wanted[1]
     if not hidden or not layers:
-        raise ValueError("the size is missing; it takes --parameters, or --hidden and --layers")
+        raise ValueError("the size is missing: pass --parameters, or --hidden and --layers")
     most = max(1, hidden // HEAD_DIM)
     heads = given.heads or max(count for count in range(1, most + 1) if hidden % count == 0)
     sizes = {"vocabulary": vocabulary, "hidden": hidden, "layers": layers, "heads": heads}
@@ -251,17 +256,21 @@ def named_function(option: str, name: str) -> Callable[..., Any]:
     Raises:
         ValueError: there is none of that name; an error of the module's own code is left as it is.
     """
-    takes = "it takes package.module:function, which can be imported from here"
+    allowed = "package.module:function, which can be imported from here"
     if not name.partition(":")[2]:
-        raise ValueError(f"{option} is {name!r}, without a function after a colon; {takes}")
+        raise ValueError(
+            f"{option} must be {allowed}, got {name!r} without a function after a colon"
+        )
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, ValueError, AttributeError) as error:
         if origin(error) is not None:  # found, and its own code fails
             raise
-        raise ValueError(f"{option} is {name!r}, which is not found ({error}); {takes}") from None
+        raise ValueError(
+            f"{option} must be {allowed}, got {name!r}, which is not found ({error})"
+        ) from None
     if isinstance(found, nn.Module) or not callable(found):
-        raise ValueError(f"{option} is {name!r}, {shown(found)}; {takes}")
+        raise ValueError(f"{option} must be {allowed}, got {name!r}, which is {shown(found)}")
     return found
 
 

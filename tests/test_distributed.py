@@ -648,7 +648,7 @@ def test_what_the_command_refuses_reaches_the_caller_of_launch(folder):
     with pytest.raises(RuntimeError) as error:
         launch(1, "--mode", "fdsp", timeout=120)
     assert str(error.value).startswith(
-        "torchrun ended with 1: error: mode is 'fdsp'; it takes one or several of ddp,"
+        "torchrun ended with 1: error: --mode must be one or several of ddp,"
     )
     assert "\n" not in str(error.value)
 
@@ -867,51 +867,66 @@ def refused(monkeypatch, capsys, folder):
 @pytest.mark.parametrize(
     ("arguments", "ranks", "says"),
     [
-        ([], 3, "the number of ranks is 3; a batch of 8 samples takes one of 1, 2, 4, 8"),
+        (
+            [],
+            3,
+            "the number of ranks must be a divisor of the batch's 8 samples (1, 2, 4, 8), got 3",
+        ),
         (
             ["--mode", "ddp,zero3"],
             2,
-            "mode is 'zero3'; it takes one or several of ddp, zero1, fsdp,",
+            "--mode must be one or several of ddp, zero1, fsdp, fsdp-cpu, got 'zero3'",
         ),
         (
             ["--backend", "nccl"],
             2,
-            "backend is 'nccl' with 0 GPUs for 2 ranks; it takes a GPU a rank, or 'gloo'",
+            "--backend must be 'gloo' without a GPU per rank, got 'nccl' with 0 GPUs for 2 ranks",
         ),
         (["--backend", "mpi"], 2, "invalid choice: 'mpi'"),
         (["--steps", "0"], 2, "--steps must be a whole number, at least 1, got 0"),
         (
             ["--micro-batches", "3"],
             2,
-            "--micro-batches is 3; a rank's 4 samples take a divisor of 4",
+            "--micro-batches must be a divisor of a rank's 4 samples, got 3",
         ),
         (["--sequence", "0"], 2, "sequence must be a whole number, at least 1, got 0"),
-        (["--config", "nowhere.json"], 2, "config is 'nowhere.json', which cannot be read"),
-        (["--model", "nowhere:model"], 2, "--model is 'nowhere:model', which is not found"),
+        (
+            ["--config", "nowhere.json"],
+            2,
+            "config must be a file that can be read, got 'nowhere.json'",
+        ),
+        (["--model", "nowhere:model"], 2, "got 'nowhere:model', which is not found"),
         (
             ["--model", "faulty:small", "--batch", "8"],
             2,
             "--batch cannot be combined with --model",
         ),
-        (["--resume", "nowhere"], 2, "resume is 'nowhere', without a complete checkpoint"),
+        (
+            ["--resume", "nowhere"],
+            2,
+            (
+                "resume must be a folder with a complete checkpoint, as --save writes"
+                " it, got 'nowhere'"
+            ),
+        ),
         (
             ["--model", "faulty:mean"],
             2,
-            "--model is 'faulty:mean', whose loss is not a sum with a known weight",
+            "--model must have a loss that is a sum with a known weight, got 'faulty:mean'",
         ),
-        (["--every", "2"], 2, "--every is 2 without --save"),
+        (["--every", "2"], 2, "--every needs --save"),
         (["--max-norm", "0"], 2, "--max-norm must be a number above 0, got 0.0"),
         (
             ["--budget", "48 MB"],
             2,
-            "--budget is '48 MB'; it takes bytes, such as 48e6, or ddp=48e6 with one of",
+            "--budget must be bytes, such as 48e6, or ddp=48e6 with one of --mode ddp, got '48 MB'",
         ),
         (
             ["--budget", "fsdp=48e6"],
             2,
-            "--budget is 'fsdp=48e6'; it takes bytes, such as 48e6, or ddp=48e6 with",
+            "with one of --mode ddp, got 'fsdp=48e6'",
         ),
-        (["--budget", "ddp=-1"], 2, "--budget is 'ddp=-1'; it takes bytes"),
+        (["--budget", "ddp=-1"], 2, "with one of --mode ddp, got 'ddp=-1'"),
         (["--ranks", "2", "--budget", "48e6"], 2, "--ranks cannot be combined with --budget"),
         (
             ["--blocks", "layer.*"],
@@ -924,7 +939,11 @@ def refused(monkeypatch, capsys, folder):
             "--in-buckets cannot be combined with --mode fsdp, only with ddp or zero1",
         ),
         (["--ranks", "2", "--save", "here"], 2, "--ranks cannot be combined with --save"),
-        (["--ranks", "2", "--mode", "fsdp-cpu"], 2, "mode is 'fsdp-cpu' with --ranks"),
+        (
+            ["--ranks", "2", "--mode", "fsdp-cpu"],
+            2,
+            "--ranks cannot be combined with --mode fsdp-cpu",
+        ),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(refused, monkeypatch, arguments, ranks, says):
@@ -971,12 +990,23 @@ no_batch.make_batch = dict
             "looks",
             2,
             (
-                "the step looks at values of its data (aten._local_scalar_dense.default) at"
+                "the step reads values of its data (aten._local_scalar_dense.default) at"
                 " own_of_a_user.py, "
             ),
         ),
-        ("with_width", 2, "--model is a function with the arguments (width); it takes"),
-        ("no_batch", 2, "batch is a dict without tensors; it takes"),
+        (
+            "with_width",
+            2,
+            "--model must be callable with no arguments, got a function with the arguments (width)",
+        ),
+        (
+            "no_batch",
+            2,
+            (
+                "batch must be a tensor or a container of tensors, got a dict, which"
+                " contains no tensor"
+            ),
+        ),
     ],
 )
 def test_an_error_of_the_users_code_is_told_with_its_line(
@@ -1003,7 +1033,7 @@ def test_without_torchrun_the_command_says_how_to_start_it(refused, monkeypatch)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     told = refused(torchrun=False)
     assert (
-        "started without torchrun; it takes python -m torch.distributed.run" in told
+        "must be started by torchrun: python -m torch.distributed.run" in told
         and told.count("\n") == 1
     )
 
@@ -1013,7 +1043,9 @@ def test_a_checkpoint_of_another_model_is_refused(one_process, task, tmp_path):
     saved = save(tmp_path, trainer, 1)
     check_fits(saved, task.make_model())
     with pytest.raises(
-        ValueError, match=r"of another model: head.weight is \(515, 66\); it takes \(2048, 256\)"
+        ValueError,
+        match=r"a checkpoint of this model, got .*, in which head.weight is \(515,"
+        r" 66\) instead of \(2048, 256\)",
     ):
         check_fits(saved, task_of().make_model())
 
@@ -1089,12 +1121,14 @@ def test_at_no_moment_of_saving_again_is_there_no_whole_checkpoint(
 
 def test_a_scaler_is_refused_where_ranks_would_not_agree_to_skip_a_step(one_process, task):
     trainer, scaler = Trainer("fsdp", task.make_model(), task.loss_sum), torch.amp.GradScaler("cpu")
-    with pytest.raises(ValueError, match="scaler is one, for an FSDP2 model; it takes None"):
+    with pytest.raises(
+        ValueError, match="scaler must be None for an FSDP2 model, got a GradScaler"
+    ):
         AccumulatedStep(trainer.model, trainer.optimizer, task.loss_sum, scaler=scaler)
 
 
 def test_two_predictions_at_once_are_refused(one_process, task):
-    with pytest.raises(RuntimeError, match="a process group is there already"):
+    with pytest.raises(RuntimeError, match="a process group exists already"):
         at(task, "fsdp")
 
 

@@ -62,10 +62,13 @@ def test_both_commands_train_the_same_model_of_a_config(file):
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"model_type": "nothing_of_the_kind"}, "of those that transformers"),
-        ({}, "model_type is None"),
-        ({"model_type": "vit"}, "no language model"),
-        ({**GEMMA, "max_position_embeddings": 8}, "takes 8 or less"),
+        (
+            {"model_type": "nothing_of_the_kind"},
+            "or one that transformers .* knows, got 'nothing_of_the_kind'",
+        ),
+        ({}, "model_type must be one of .*, got None"),
+        ({"model_type": "vit"}, "must have a language model in transformers, got 'vit'"),
+        ({**GEMMA, "max_position_embeddings": 8}, "sequence must be at most 8, .*, got 16"),
     ],
 )
 def test_a_config_that_makes_no_language_model_is_refused(config, told, file):
@@ -75,13 +78,17 @@ def test_a_config_that_makes_no_language_model_is_refused(config, told, file):
 
 def test_without_transformers_it_is_said_that_it_reads_other_kinds(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match="where that is installed"):
+    with pytest.raises(ValueError, match="got 'gemma'; with transformers installed"):
         configured(file(**GEMMA), 16)
 
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("json", "without a function"), ("json:absent", "not found"), ("json:__name__", "takes pack")],
+    [
+        ("json", "without a function"),
+        ("json:absent", "not found"),
+        ("json:__name__", "must be package.module:function, .*, which is 'json'"),
+    ],
 )
 def test_a_function_that_is_not_there_is_refused_by_its_name(name, told):
     with pytest.raises(ValueError, match=told):

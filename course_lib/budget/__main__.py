@@ -67,18 +67,16 @@ def bytes_from(text: str) -> int:
         number = float(match[1])
     except (TypeError, ValueError):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of bytes; it takes one like 80GiB or 24GB"
+            f"must be a number of bytes such as 80GiB or 24GB, got {text!r}"
         ) from None
     if match[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(
-            f"{match[2]!r} in {text!r} is no unit; it takes one of B, kB, MB, GB, TB, KiB, MiB,"
-            " GiB, TiB"
+            "the unit must be one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, got"
+            f" {match[2]!r} in {text!r}"
         )
     count = number * UNITS[match[2].upper()]
     if not 1 <= count < 1e18:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no budget; it takes from 1 byte to 1e18 bytes"
-        )
+        raise argparse.ArgumentTypeError(f"must be between 1 byte and 1e18 bytes, got {text!r}")
     return int(count)
 
 
@@ -260,8 +258,8 @@ def _budget(given: argparse.Namespace, rates: Rates) -> int:
     """The memory of the device, if it was named and has one, without what others keep of it."""
     if given.device is None or rates.memory_bytes is None:
         raise ValueError(
-            "--budget is missing; it takes bytes like 80GiB, or a --device that has a memory of"
-            " its own"
+            "--budget is missing: pass bytes such as 80GiB, or a --device that has memory"
+            " of its own"
         )
     return rates.memory_bytes - kept_bytes(given.device)
 
@@ -352,21 +350,17 @@ def _picture(text: str) -> str:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise argparse.ArgumentTypeError(
-            "a plot takes matplotlib, which is not installed"
-        ) from None
+        raise argparse.ArgumentTypeError("needs matplotlib, which is not installed") from None
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())
     path = Path(text)
     if path.suffix.removeprefix(".").lower() not in kinds:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no kind of picture; it takes one of {', '.join(kinds)}"
+            f"the file's extension must be one of {', '.join(kinds)}, got {text!r}"
         )
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder; it takes a file")
+        raise argparse.ArgumentTypeError(f"must be a file, got the folder {text!r}")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is in a folder that does not exist; it takes one that does"
-        )
+        raise argparse.ArgumentTypeError(f"must be in a folder that exists, got {text!r}")
     return text
 
 
@@ -377,7 +371,7 @@ def _count(text: str) -> int:
         number = 0
     if not 1 <= number <= 10**7:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no count; it takes a whole number from 1 to 10,000,000"
+            f"must be a whole number between 1 and 10,000,000, got {text!r}"
         )
     return number
 
@@ -389,7 +383,7 @@ def _number(text: str) -> float:
         number = 0
     if not 1e4 <= number < 1e15:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of parameters; it takes one like 7e9, from 1e4 on"
+            f"must be a number of parameters such as 7e9, at least 1e4, got {text!r}"
         )
     return number
 

@@ -168,7 +168,8 @@ def main() -> None:
         device = group.__enter__()
         if "fsdp-cpu" in modes and device.type == "cpu":
             raise ValueError(
-                "mode is 'fsdp-cpu' without a device to offload from; it takes NCCL, a GPU a rank"
+                "--mode must not be fsdp-cpu without NCCL and a GPU per rank, got 'fsdp-cpu'"
+                " on a CPU, which has nothing to offload from"
             )
     except Exception as error:
         if origin(error) is None and not isinstance(error, (TypeError, ValueError)):
@@ -217,7 +218,7 @@ def _modes(text: str) -> list[str]:
     modes = text.split(",")
     for mode in modes:
         if mode not in MODES:
-            raise ValueError(f"mode is {mode!r}; it takes one or several of {', '.join(MODES)}")
+            raise ValueError(f"--mode must be one or several of {', '.join(MODES)}, got {mode!r}")
     return modes
 
 
@@ -231,8 +232,10 @@ def _budgets(given: str | None, modes: list[str]) -> dict[str, int]:
         except (ValueError, OverflowError):
             budget = 0
         if budget < 1 or (mode and mode not in modes):
-            takes = f"bytes, such as 48e6, or {modes[-1]}=48e6 with one of --mode {','.join(modes)}"
-            raise ValueError(f"--budget is {given!r}; it takes {takes}")
+            allowed = (
+                f"bytes, such as 48e6, or {modes[-1]}=48e6 with one of --mode {','.join(modes)}"
+            )
+            raise ValueError(f"--budget must be {allowed}, got {given!r}")
         budgets |= dict.fromkeys([mode] if mode else modes, budget)
     return budgets
 
@@ -242,15 +245,13 @@ def _check_sizes(task: Task, ranks: int, micro_batches: int) -> None:
     each = task.samples // ranks
     if each % micro_batches:
         raise ValueError(
-            f"--micro-batches is {micro_batches}; a rank's {each} samples take a divisor of {each}"
+            f"--micro-batches must be a divisor of a rank's {each} samples, got {micro_batches}"
         )
 
 
 def _check_together(given: argparse.Namespace) -> None:
     if given.every and not given.save:
-        raise ValueError(
-            f"--every is {given.every} without --save; it takes a folder for checkpoints"
-        )
+        raise ValueError("--every needs --save: pass the folder that checkpoints are written to")
     for name in ("save", "resume", "budget"):
         if given.ranks is not None and getattr(given, name):
             raise ValueError(
@@ -296,8 +297,8 @@ def _predict(
     _check_sizes(task, given.ranks, given.micro_batches)
     if "fsdp-cpu" in modes:
         raise ValueError(
-            "mode is 'fsdp-cpu' with --ranks; it takes GPUs, and symbolic tensors have no pinned"
-            " memory"
+            "--ranks cannot be combined with --mode fsdp-cpu: symbolic tensors have no"
+            " pinned memory to offload to"
         )
     _say_root(shapes, modes)
     for mode in modes:

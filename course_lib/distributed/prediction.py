@@ -121,7 +121,7 @@ def _fake_rank(ranks: int, rank: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise RuntimeError("a process group is there already; predict takes a process without one")
+        raise RuntimeError("a process group exists already; call predict in a process without one")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         with ExitStack() as stack:

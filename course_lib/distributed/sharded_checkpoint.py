@@ -63,7 +63,8 @@ def last_complete(folder: Path | str) -> Path:
     found.sort(key=lambda path: (path.stem, not path.suffix))
     if not found:
         raise ValueError(
-            f"resume is {str(folder)!r}, without a complete checkpoint; it takes a folder saved to"
+            "resume must be a folder with a complete checkpoint, as --save writes it, got"
+            f" {str(folder)!r}"
         )
     return found[-1]
 
@@ -83,12 +84,12 @@ def check_fits(checkpoint: Path, model: nn.Module) -> None:
     here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in sorted({*there, *here}):
         if there.get(name) != here.get(name):
-            got, takes = (
+            got, wanted = (
                 f"{shapes[name]}" if name in shapes else "nothing" for shapes in (there, here)
             )
             raise ValueError(
-                f"resume is {str(checkpoint)!r}, of another model: {name} is {got}; it takes"
-                f" {takes}"
+                f"resume must be a checkpoint of this model, got {str(checkpoint)!r}, in which"
+                f" {name} is {got} instead of {wanted}"
             )
 
 

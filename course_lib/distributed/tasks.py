@@ -56,7 +56,8 @@ def check_divides(samples: int, ranks: int) -> None:
     if samples % ranks:
         divisors = ", ".join(str(n) for n in range(1, samples + 1) if samples % n == 0)
         raise ValueError(
-            f"the number of ranks is {ranks}; a batch of {samples} samples takes one of {divisors}"
+            f"the number of ranks must be a divisor of the batch's {samples} samples"
+            f" ({divisors}), got {ranks}"
         )
 
 
@@ -157,18 +158,18 @@ def _by_function(name: str) -> Task:
     make_batch = getattr(make_model, "make_batch", None)
     if not callable(make_batch):
         raise ValueError(
-            f"--model is {name!r}, {shown(make_model)}; it takes package.module:function, which can"
-            " be imported from here, with an attribute make_batch"
+            "--model must be a function with an attribute make_batch, another function,"
+            f" got {name!r}, which is {shown(make_model)} without one"
         )
     loss_sum = getattr(make_model, "loss_sum", None)
-    takes_arguments("--model", make_model, "a function without arguments")
+    takes_arguments("--model", make_model, "no arguments")
     samples = samples_of(make_batch)
     with symbolic():
         if loss_sum is None and not has_loss_sum(make_model()):
-            got = f"--model is {name!r}, whose loss is not a sum with a known weight"
             raise ValueError(
-                f"{got}; it takes a loss_sum(model, batch) of the function's, or such a method of"
-                " the model"
+                "--model must have a loss that is a sum with a known weight, got"
+                f" {name!r}; give the function an attribute loss_sum(model, batch), or the model"
+                " such a method"
             )
     return Task(
         partial(_without_cache, make_model),

@@ -178,12 +178,13 @@ def process_group(backend: str | None = None):
         ValueError: torchrun has started nothing, or NCCL is asked for without a GPU for each rank.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        takes = (
-            "it takes python -m torch.distributed.run --standalone --nproc-per-node 2 -m"
+        command = (
+            "python -m torch.distributed.run --standalone --nproc-per-node 2 -m"
             " course_lib.distributed"
         )
         raise ValueError(
-            f"started without torchrun; {takes}, or --ranks N to predict without starting any"
+            f"course_lib.distributed must be started by torchrun: {command}; or pass"
+            " --ranks N to predict a step without starting any process"
         )
     local, of = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= of
@@ -191,7 +192,8 @@ def process_group(backend: str | None = None):
     if backend == "nccl" and not enough:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         raise ValueError(
-            f"backend is 'nccl' with {count} GPUs for {of} ranks; it takes a GPU a rank, or 'gloo'"
+            f"--backend must be 'gloo' without a GPU per rank, got 'nccl' with {count}"
+            f" GPUs for {of} ranks"
         )
     if of == int(os.environ["WORLD_SIZE"]):
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
