@@ -11,7 +11,7 @@ VENV   ?= .venv
 TORCH  ?=
 ARGS   ?=
 
-$(if $(filter-out cpu,$(TORCH)),$(error TORCH is "$(TORCH)"; it takes cpu, or nothing for the build that pip takes))
+$(if $(filter-out cpu,$(TORCH)),$(error TORCH must be cpu or empty, got "$(TORCH)"; if it is empty, pip chooses the build))
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # `make test-library` makes an environment of its own beside .venv, with all but torch as it is pinned.

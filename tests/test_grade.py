@@ -108,20 +108,20 @@ def test_a_submission_of_lesson_00_which_crashes_does_not_stop_the_next(tmp_path
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "It is no notebook: Notebook does not appear to be JSON"),
-        ("[]", "It is no notebook: it starts '[]'."),
-        (b"\xff\xfe", "It is no notebook: "),
-        ('{"cells": [], "nbformat": 4}', "It is no notebook: "),
+        ("{", "It is not a notebook: Notebook does not appear to be JSON"),
+        ("[]", "It is not a notebook: it starts '[]'."),
+        (b"\xff\xfe", "It is not a notebook: "),
+        ('{"cells": [], "nbformat": 4}', "It is not a notebook: "),
         (
             '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": "5"}',
-            "It is no notebook: AssertionError.",
+            "It is not a notebook: AssertionError.",
         ),
         (
             submission("1", title="# Shopping"),
-            "It is no lesson of this course; its title is '# Sho",
+            "It is not a lesson of this course; its title is '# Sho",
         ),
-        (submission("1", title="# 77 Where / 哪里"), "It is no lesson of this course"),
-        (nbformat.v4.new_notebook(), "It is no lesson of this course; its title is ''."),
+        (submission("1", title="# 77 Where / 哪里"), "It is not a lesson of this course"),
+        (nbformat.v4.new_notebook(), "It is not a lesson of this course; its title is ''."),
         (submission("1", title="# 2 What if / 会怎样"), "It is lesson 02, not 01."),
     ],
 )
@@ -152,12 +152,12 @@ def test_what_is_no_file_and_what_breaks_grading_cost_the_others_nothing(tmp_pat
     monkeypatch.setattr(grade, "tampering", stumbles)
     rows = grade.grade_folder(tmp_path, ROOT / "notebooks", Limits(), say=lambda line: None)
     assert [(row.name, row.verdict, row.message) for row in rows[:4]] == [
-        ("a", "!", "It is no notebook: it is a folder."),
-        ("b", "!", "It is no notebook: it is no file."),
-        ("c", "!", "It is no notebook: it is no file."),
+        ("a", "!", "It is not a notebook: it is a folder."),
+        ("b", "!", "It is not a notebook: it is not a file."),
+        ("c", "!", "It is not a notebook: it is not a file."),
         ("d", "!", "It could not be graded: RuntimeError: a slip of mine."),
     ]
-    assert rows[4].name == "e.txt" and rows[4].message.startswith("It is no notebook: ")
+    assert rows[4].name == "e.txt" and rows[4].message.startswith("It is not a notebook: ")
 
 
 @pytest.mark.usefixtures("fresh")
@@ -174,7 +174,7 @@ def test_a_folder_without_files_a_lesson_and_a_language_that_are_none_are_one_se
             grade.main([*arguments, "--output", str(tmp_path / "t.csv")])
         assert str(stopped.value.code).startswith("grade: ") and said in str(stopped.value.code)
     monkeypatch.setenv("COURSE_LANG", "xx")  # in which each right answer would be wrong
-    with pytest.raises(SystemExit, match=r"^grade: COURSE_LANG is 'xx'"):
+    with pytest.raises(SystemExit, match=r"^grade: COURSE_LANG must be .*, got 'xx'"):
         grade.main([str(ROOT / "notebooks"), *here, "--output", str(tmp_path / "t.csv")])
     assert list(tmp_path.iterdir()) == []
 

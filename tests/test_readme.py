@@ -209,7 +209,10 @@ def test_the_readme_says_what_follows_from_the_projects_address_and_nothing_else
 def test_an_address_that_is_none_is_one_sentence(address, tmp_path):
     for wrong in ('Repository = ""', 'Homepage = "https://a.org"', 'Repository = "a b"'):
         (tmp_path / "pyproject.toml").write_text(f"[project]\n[project.urls]\n{wrong}\n", "utf-8")
-        with pytest.raises(ValueError, match=r"^\[project.urls\] takes Repository and Docu[^\n]+$"):
+        with pytest.raises(
+            ValueError,
+            match=r"^\[project.urls\] must have only Repository and Docu[^\n]+, got [^\n]+$",
+        ):
             address.addresses(tmp_path)
     with pytest.raises(ValueError, match="no block 'gone'"):
         address.with_addresses("<!-- hosted: gone -->\n<!-- /hosted -->", "en", {})

@@ -153,12 +153,12 @@ def test_an_experiment_draws_the_same_random_numbers_every_time_and_leaves_none_
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
-        ({"peak": 1}, "does not say its unit"),
-        ({"peak_bytes": 1.5}, "takes a whole number"),
-        ({"peak_bytes": True}, "takes a whole number"),
-        ({"peak_bytes": None}, "takes a whole number"),
-        ({"step_seconds": math.nan}, "takes a finite number"),
-        ({"step_seconds": math.inf}, "takes a finite number"),
+        ({"peak": 1}, "must end in its unit, .*, got 'peak'"),
+        ({"peak_bytes": 1.5}, "must be a whole number, got"),
+        ({"peak_bytes": True}, "must be a whole number, got"),
+        ({"peak_bytes": None}, "must be a whole number, got"),
+        ({"step_seconds": math.nan}, "must be a finite number, got"),
+        ({"step_seconds": math.inf}, "must be a finite number, got"),
     ],
 )
 def test_a_figure_that_is_no_number_of_its_unit_is_refused(values, complaint):
@@ -184,7 +184,7 @@ def test_an_arms_figures_are_labelled_by_arm_and_quantity():
 @pytest.mark.parametrize(("lesson", "name"), [("99", "monitor"), ("01", "no_such")])
 def test_an_unknown_experiment_is_an_error_that_names_the_known_ones(lesson, name):
     with pytest.raises(
-        ValueError, match=r"takes one of 00, 01|of lesson 01 are decoder_step, korthikanti"
+        ValueError, match=r"must be one of 00, 01|of lesson 01, which are decoder_step, korthikanti"
     ):
         lessons.on_gpu(lesson, name)
 

@@ -214,7 +214,8 @@ def _checked(
         if x.is_nested or x.layout is not torch.strided or x.dim() < 2:
             got = "a nested tensor" if x.is_nested else f"{_check.shown(x)}, {x.layout}"
             raise ValueError(
-                f"{name} must be a dense tensor (..., n, d), such as (batch, heads, n, d), got {got}"
+                f"{name} must be a dense tensor (..., n, d), such as (batch, heads, n, d), got"
+                f" {got}"
             )
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)

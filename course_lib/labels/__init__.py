@@ -70,7 +70,7 @@ def choose_only(language: str) -> None:
     """
     global _chosen, _shown
     if language not in ("en", "zh"):
-        raise ValueError(f'language is {language!r}, but must be "en" or "zh"')
+        raise ValueError(f'language must be "en" or "zh", got {language!r}')
     _chosen, _shown = language, (language,)
 
 
@@ -91,7 +91,7 @@ def _from_environment() -> str | None:
 
 def _known(value: str, name: str) -> str:
     if value not in LANGUAGES:
-        raise ValueError(f'{name} is {value!r}, but must be "en", "zh" or "both"')
+        raise ValueError(f'{name} must be "en", "zh" or "both", got {value!r}')
     return value
 
 

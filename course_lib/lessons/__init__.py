@@ -34,7 +34,7 @@ def lesson(number: str) -> ModuleType:
         ValueError: there is no such lesson.
     """
     if number not in LESSONS:
-        raise ValueError(f"lesson is {number!r}; it takes one of {', '.join(LESSONS)}")
+        raise ValueError(f"lesson must be one of {', '.join(LESSONS)}, got {number!r}")
     return importlib.import_module(f"{__name__}.lesson_{number}")
 
 
@@ -82,6 +82,7 @@ def on_gpu(number: str, *names: str, folder: Path = FOLDER) -> GpuFigures:
     for name in names:
         if name not in known:
             raise ValueError(
-                f"name is {name!r}; the GPU experiments of lesson {number} are {', '.join(known)}"
+                f"name must be one of the GPU experiments of lesson {number}, which are"
+                f" {', '.join(known)}, got {name!r}"
             )
     return GpuFigures([(known[name], figures(known[name], folder)) for name in names or known])

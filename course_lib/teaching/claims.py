@@ -32,7 +32,7 @@ class Claim:
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:
-            raise ValueError(f"outcome is {self.outcome!r}; it takes one of {', '.join(OUTCOMES)}")
+            raise ValueError(f"outcome must be one of {', '.join(OUTCOMES)}, got {self.outcome!r}")
 
 
 def what_you_may_have_read(claims: Sequence[Claim], *measured: str) -> Table:
@@ -42,7 +42,9 @@ def what_you_may_have_read(claims: Sequence[Claim], *measured: str) -> Table:
         ValueError: there are not as many measured figures as claims.
     """
     if len(measured) != len(claims):
-        raise ValueError(f"there are {len(measured)} figures for {len(claims)} claims")
+        raise ValueError(
+            f"measured must have one figure per claim, {len(claims)} in all, got {len(measured)}"
+        )
     columns = ["claim", "source", "experiment", "measured", "verdict"]
     rows = [
         (each.claim, each.source, each.experiment, figure, each.verdict)

@@ -313,7 +313,7 @@ def check_figure(name: str, value: object) -> None:
     unit = name.rpartition("_")[2]
     if unit not in UNITS:
         raise ValueError(
-            f"{name} does not say its unit: a figure's name ends in one of {', '.join(UNITS)}"
+            f"the name of a figure must end in its unit, one of {', '.join(UNITS)}, got {name!r}"
         )
     whole = unit in UNITS[:3]
     if (
@@ -321,7 +321,7 @@ def check_figure(name: str, value: object) -> None:
         or not isinstance(value, int if whole else Number)
         or not math.isfinite(value)
     ):
-        raise ValueError(f"{name} is {value!r}; it takes a {'whole' if whole else 'finite'} number")
+        raise ValueError(f"{name} must be a {'whole' if whole else 'finite'} number, got {value!r}")
 
 
 def _match(pattern: str, figure: str) -> re.Match | None:

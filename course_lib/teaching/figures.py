@@ -185,7 +185,7 @@ def predicted_and_measured(
 
 def _label(names: Mapping[str, str], name: str) -> labels.Label:
     if name not in names:
-        raise ValueError(f"{name!r} is none of {', '.join(names)}")
+        raise ValueError(f"the name must be one of {', '.join(names)}, got {name!r}")
     return labels.text(names[name])
 
 

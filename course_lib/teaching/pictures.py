@@ -192,7 +192,7 @@ def drawn_in(drawn: "Figure", language: str) -> Iterator[None]:
         LabelError: a label lacks its Chinese, as `course_lib.labels.both` has it.
     """
     if language not in LANGUAGES:
-        raise ValueError(f'a figure is drawn in "en" or in "zh", not in {language!r}')
+        raise ValueError(f"language must be 'en' or 'zh', got {language!r}")
     if language == "en":
         yield
         return

@@ -47,7 +47,7 @@ class Table(show.Table):
         for row in [*self._shown, *self._values]:
             if len(row) != len(self._headings):
                 raise ValueError(
-                    f"a row has {len(row)} cells, but there are {len(self._headings)} columns:"
+                    f"a row must have {len(self._headings)} cells, one per column, got {len(row)}:"
                     f" {row!r}"
                 )
         self.columns = [str(heading) for heading in self._headings]
@@ -208,7 +208,7 @@ def predictions(
     if scale is None:
         if unit not in _UNITS:
             raise ValueError(
-                f"unit is {unit!r}, but must be one of {', '.join(_UNITS)}; or give `scale`"
+                f"unit must be one of {', '.join(_UNITS)}, got {unit!r}; or give `scale`"
             )
         scale = _UNITS[unit]
     columns: list[str] = [
@@ -244,7 +244,7 @@ def _guessed(guess: Any) -> float | None:
     ):
         return float(found[1].replace(",", "")) * _UNITS[found[2] or "bytes"]
     raise ValueError(
-        f'a prediction is a number of bytes or FLOPs, such as 300e6, or "300 MB"; got {guess!r}'
+        f'a prediction must be a number of bytes or FLOPs, such as 300e6 or "300 MB", got {guess!r}'
     )
 
 

@@ -525,7 +525,7 @@ ANSWERS = {
             (functools.partial(with_hooks, graph=False), "shorter than the numbers"),
             (functools.partial(with_hooks, needs=False), "shorter than the numbers"),
             (number_back, "must return a tensor"),
-            (functools.partial(with_hooks, once=False), "It takes 1 and 2"),
+            (functools.partial(with_hooks, once=False), "these must be 1 and 2"),
             (functools.partial(with_hooks, kept=True), "are live"),
             (functools.partial(with_hooks, needs=True), "only if `x` does"),
             (functools.partial(with_hooks, end=True), "another tensor"),

@@ -82,7 +82,9 @@ def wanted_bytes(trace: Trace, capacity_bytes: int) -> tuple[int, int, int]:
             before = _reserved(allocator)
             allocator.empty_cache()
             return event[2], before, _reserved(allocator)
-    raise ValueError("the trace fits; it takes one that does not")
+    raise ValueError(
+        f"trace must need more memory than capacity_bytes, got one that fits into {capacity_bytes}"
+    )
 
 
 def _reserved(allocator: CachingAllocator) -> int:

@@ -257,7 +257,8 @@ def _two_runs(before: float, after: float) -> None:
     if (before, after) != (1, 2):
         raise Refused(
             text(
-                "Runs of the block before backward: {before}, in all: {after}. It takes 1 and 2.",
+                "The block ran {before} time(s) before backward and {after} time(s) in all, but"
+                " these must be 1 and 2.",
                 before=f"{before:g}",
                 after=f"{after:g}",
             )
@@ -462,7 +463,7 @@ def _another_loss(loss: float, losses: Tensor) -> Verdict:
             return wrong(text("The loss differs: {reason}", reason=text(reason)))
     return wrong(
         text(
-            "The loss is {found}; it takes {wanted}.",
+            "The loss is {found}, but it must be {wanted}.",
             found=f"{loss:.4f}",
             wanted=f"{float(losses.mean()):.4f}",
         )

@@ -43,7 +43,7 @@ def check_peak_of_pieces(answer: Any) -> Verdict:
             WEIGHTS + m * SLOPE: "Gradients and optimizer state are there, too.",
             158_804_376 + 2 * m * SLOPE: "The line begins at no sequence, not at two.",
             277_682_584 * m / 8: (
-                "It does not fall in proportion: part of the peak is no activation."
+                "It does not fall in proportion: part of the peak is not activations."
             ),
             # a line through a point where no gradients are
             207_597_976
@@ -227,7 +227,7 @@ def remainder(loop: Callable) -> str | None:
     used = int(sum(gradient != 0 for gradient in found).bool().sum())
     if used < 5 or len(found) != 3:
         return text(
-            "what is left over: {used} of 5 pieces in {steps} steps; it takes 3",
+            "what is left over: {used} of 5 pieces in {steps} steps, which must be 3",
             used=used,
             steps=len(found),
         )
@@ -349,7 +349,7 @@ def check_fp32_sums(function: Any) -> Verdict:
     ):
         numbers = {"kept": kept / sum(p.numel() for p in parameters)}
         return wrong(
-            text("Right sums, but {kept:.0f} bytes a parameter are live: it takes 4.", **numbers)
+            text("Right sums, but {kept:.0f} bytes a parameter are live; 4 are enough.", **numbers)
         )
     return right(
         "Right: sums in fp32, 4 bytes a parameter, and no bf16 gradient stays beside them."

@@ -204,7 +204,7 @@ def draw_recipes(points: Sequence[Stored], budget: int = 60, intensity: int = 10
         intensity: FLOPs that the machine does while one byte is copied, at 100 GFLOP/s.
     """
     if not points:
-        raise ValueError("points is empty; it takes one stored estimate or more")
+        raise ValueError("points must contain at least one stored estimate, got none")
     rate = RATES["laptop"].fp32_flops
     seconds = {point: (point.flops + intensity * point.moved_bytes) / rate for point in points}
     fitting = sorted(

@@ -199,7 +199,7 @@ def main() -> None:
     what = given.what.split(",")
     for name in what:
         if name not in KNOWN:
-            parser.error(f"--what is {name!r}; it takes some of {', '.join(KNOWN)}")
+            parser.error(f"--what must be one or several of {', '.join(KNOWN)}, got {name!r}")
     print(json.dumps((_inside if given.inside else carried)(given.ranks, what)))
 
 

@@ -93,7 +93,9 @@ class RankWire(_Counted):
         own = self._pieces[self._rank]
         if piece.shape != own.shape:
             shapes = tuple(piece.shape), tuple(own.shape)
-            raise ValueError(f"piece is {shapes[0]}; all_gather takes this rank's, {shapes[1]}")
+            raise ValueError(
+                f"piece must be this rank's piece, of shape {shapes[1]}, got shape {shapes[0]}"
+            )
         whole = torch.cat(
             [piece if r == self._rank else each for r, each in enumerate(self._pieces)]
         )
@@ -117,7 +119,8 @@ class RankWire(_Counted):
         if tensor.shape != self._others.shape:
             shapes = tuple(tensor.shape), tuple(self._others.shape)
             raise ValueError(
-                f"tensor is {shapes[0]}; all ranks give the whole gradient, {shapes[1]}"
+                f"tensor must be the whole gradient on every rank, of shape {shapes[1]}, got"
+                f" shape {shapes[0]}"
             )
         return tensor.detach() + self._others
 

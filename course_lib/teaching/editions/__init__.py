@@ -15,7 +15,7 @@ import sys
 def not_installed(edition: str, error: ImportError) -> str:
     """One sentence for an edition whose packages are not there."""
     return (
-        f"{edition}: {error}; it takes a Python with all that the course needs, which `make"
-        f" {edition}` installs (pip install -e '.[course,test]' -c constraints.txt does, for"
-        f" {sys.executable})"
+        f"{edition}: {error}; use a Python with everything that the course needs,"
+        f" which `make {edition}` installs (for {sys.executable}, pip install -e"
+        " '.[course,test]' -c constraints.txt does)"
     )

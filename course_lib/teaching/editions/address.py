@@ -62,8 +62,8 @@ def addresses(root: Path) -> dict[str, str]:
     for key, url in urls.items():
         if key not in KEYS or not re.fullmatch(r"https?://[^\s\"'<>()]+", url):
             raise EditionError(
-                f"[project.urls] takes {' and '.join(KEYS)}, each an https address, got"
-                f" {key} = {url!r}"
+                f"[project.urls] must have only {' and '.join(KEYS)}, each an https address,"
+                f" got {key} = {url!r}"
             )
     return {key: url.rstrip("/") for key, url in urls.items()}
 

@@ -151,7 +151,9 @@ def _take_out(source: str, stub: str = "") -> tuple[str, str]:
     for line in source.splitlines():
         marker = _MARKER.match(line)
         if marker is None and "SOLUTION" in line:
-            raise EditionError(f"a solution marker is a line of its own, got {line.strip()!r}")
+            raise EditionError(
+                f"a solution marker must be on a line of its own, got {line.strip()!r}"
+            )
         if marker is None:
             (taken if inside else kept).append(line)
             continue
@@ -174,7 +176,9 @@ def _replace_solution(cell: NotebookNode, attempt: str) -> str | None:
     if "SOLUTION" not in cell.source:
         return None
     if cell.cell_type != "code":
-        raise EditionError("a solution marker in a cell that is no code")
+        raise EditionError(
+            f"a solution marker must be in a code cell, got one in a {cell.cell_type} cell"
+        )
     rest, solution = _take_out(unguarded(cell.source))
     if not rest.strip():
         lacking = _checks(solution) - _checks(attempt)
@@ -303,7 +307,7 @@ def _valid_notebook(path: Path) -> NotebookNode:
         nbformat.validate(notebook)
     except (ValueError, AttributeError, TypeError, nbformat.ValidationError) as error:
         reason = str(error).splitlines()[0].removesuffix(".")[:100]
-        raise EditionError(f"{path} is no notebook ({reason}): {stored_again(path)}") from None
+        raise EditionError(f"{path} is not a notebook ({reason}): {stored_again(path)}") from None
     return notebook
 
 
@@ -328,7 +332,7 @@ def check_twins(folder: Path, lessons: dict[str, NotebookNode]) -> None:
         try:
             twin = jupytext.read(script, fmt="py:percent")
         except Exception as error:  # whatever its parser stumbles over
-            raise EditionError(f"{script} is no jupytext script: {error}") from None
+            raise EditionError(f"{script} is not a jupytext script: {error}") from None
         here, there = (
             [(cell.cell_type, cell.source.strip()) for cell in book.cells]
             for book in (notebook, twin)

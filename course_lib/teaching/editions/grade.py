@@ -124,7 +124,7 @@ def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNod
     """
     try:
         if not path.is_file():  # a pipe is not opened: it would be waited for
-            raise ValueError("it is a folder" if path.is_dir() else "it is no file")
+            raise ValueError("it is a folder" if path.is_dir() else "it is not a file")
         if path.stat().st_size > _LARGEST:
             raise ValueError(f"it has more than {_LARGEST // 10**6} MB")
         given = path.read_text("utf-8")
@@ -135,12 +135,12 @@ def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNod
             nbformat.validate(notebook)
     except Exception as error:  # nbformat raises what it stumbles over, an AssertionError too
         said = _one_line(getattr(error, "message", "") or error) or type(error).__name__
-        raise Problem(f"It is no notebook: {said}.") from None
+        raise Problem(f"It is not a notebook: {said}.") from None
     title = next((cell.source for cell in notebook.cells if cell.cell_type == "markdown"), "")
     number = re.match(r"# (\d{1,2}) ", title)
     lesson = lessons.get(f"{int(number[1]):02}") if number else None
     if lesson is None:
-        raise Problem(f"It is no lesson of this course; its title is {title[:60]!r}.")
+        raise Problem(f"It is not a lesson of this course; its title is {title[:60]!r}.")
     return notebook, lesson
 
 

@@ -37,7 +37,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.seconds < 1 or self.gigabytes < 1:
-            raise ValueError(f"limits are positive, got {self}")
+            raise ValueError(f"limits must be positive, got {self}")
 
 
 class TooMuchOutput(Exception):

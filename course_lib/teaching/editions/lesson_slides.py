@@ -74,7 +74,8 @@ def lesson_slides(notebook: NotebookNode, language: str) -> list[Slide]:
             section, heading = found[2], found[3]
         if not heading:
             raise EditionError(
-                f"a lesson starts with its title, '# 2 English / 中文', got {cell.source[:60]!r}"
+                "a lesson must start with its title, '# 2 English / 中文', got"
+                f" {cell.source[:60]!r}"
             )
         kind = "title" if found and found[1] == "#" else "prose"
         body = cell.source[found.end() :] if found else cell.source
@@ -115,7 +116,7 @@ def _told_slides(cell: NotebookNode, following: NotebookNode | None, language: s
         return _code_slides(cell, following, language, shown=wanted)
     if cell.cell_type == "code" or not isinstance(wanted, dict) or set(wanted) != {"en", "zh"}:
         raise EditionError(
-            '`slide` is "code", "result" or "both" on code, {"en": text, "zh": text} on prose,'
+            '`slide` must be "code", "result" or "both" on code, {"en": text, "zh": text} on prose,'
             f" got {wanted!r} on {cell.cell_type} that starts {cell.source[:40]!r}"
         )
     texts = [wanted[one] for one in (("en", "zh") if language == "both" else (language,))]

@@ -358,7 +358,7 @@ def _copy_linked_files(front: str, root: Path, source: Path) -> None:
         if "://" in link or copy.exists():
             continue
         if not file.is_file():
-            raise EditionError(f"a README in {root} links to {link}, which is no file")
+            raise EditionError(f"a README in {root} links to {link}, which is not a file")
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
 

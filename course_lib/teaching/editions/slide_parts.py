@@ -200,7 +200,7 @@ def with_short_lines(notebook: NotebookNode, width: int = CODE_WIDTH) -> Noteboo
         command, input=nbformat.writes(notebook), capture_output=True, text=True, encoding="utf-8"
     )
     if done.returncode:
-        raise EditionError(f"a code cell is no Python: {done.stderr.strip().splitlines()[0]}")
+        raise EditionError(f"a code cell is not Python: {done.stderr.strip().splitlines()[0]}")
     return cast(NotebookNode, nbformat.reads(done.stdout, as_version=4))
 
 

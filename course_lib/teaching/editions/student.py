@@ -182,7 +182,7 @@ def pack_library(folder: Path) -> Path:
         wheels = list(copy.glob("*.whl"))
         if done.returncode or len(wheels) != 1:
             said = done.stderr.strip().rpartition("\n")[2]
-            raise EditionError(f"the library cannot be packed (it takes setuptools >= 77): {said}")
+            raise EditionError(f"the library cannot be packed (it needs setuptools >= 77): {said}")
         return Path(shutil.copy(wheels[0], folder))
 
 
