@@ -1,12 +1,14 @@
-"""What the library refuses, in one sentence: the argument, what it got, what it takes. A table over
-its public functions.
+"""Errors of the library: one sentence with the argument, what is allowed and what it got. A table
+over its public functions.
 
 What is refused for the state that something is in, or changes nothing, stands with the tests of
 that.
 """
 
+import ast
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,7 +95,7 @@ SEQUENTIAL = {"functions": [torch.sin] * 3, "input": TRACKED, "use_reentrant": F
 STAGE = dict(zip(("forward_time", "backward_time"), (1, 1), strict=True))
 STAGE |= {"output_bytes": 4, "saved_bytes": 4}
 
-# function, arguments that it takes, and for each argument what it does not take
+# function, arguments that it accepts, and for each argument the values that it refuses
 ONE_BY_ONE = [
     (MemoryMeter, {}, {"budget_bytes": (-1, 0, 1.5, True, "1 GB"), "block_bytes": (0,)}),
     (MemoryMeter, {}, {"model": ([1],), "optimizer": (LINEAR,), "device": (0, True, ["cpu"])}),
@@ -255,13 +257,16 @@ OTHERWISE = [
     ("schedule", lambda: ScheduledSequential(ONE, [Forward(0)])),
     ("stages", lambda: ScheduledSequential(nn.Tanh(), ALL)),
     ("mask", lambda: ScheduledSequential(ONE, ALL)(TWO, mask=TRACKED)),
-    ("k is of 0", lambda: flash_attention(X, X[:, :0], X[:, :0])),
     (
-        "k is of 2 heads; it takes 4",
+        "k must have a number of heads that divides q's 4, got 0 heads",
+        lambda: flash_attention(X, X[:, :0], X[:, :0]),
+    ),
+    (
+        r"k must have as many heads as q, 4 \(or pass enable_gqa=True\), got 2 heads",
         lambda: flash_attention(X, X[:, :2], X[:, :2], enable_gqa=False),
     ),
     (
-        "policy's answer for aten.sin.default",
+        "the policy's answer for aten.sin.default",
         lambda: checkpoint.checkpoint(
             torch.sin,
             TRACKED,
@@ -282,7 +287,7 @@ OTHERWISE = [
     ("x", lambda: Chain.profile(ONE, 3)),
     ("mask", lambda: Chain.profile(ONE, TWO, kwargs={"mask": TRACKED})),
     ("what stage 0 returns", lambda: Chain.profile([nn.LSTM(2, 2)], torch.ones(2, 2))),
-    ("a parameter .*", lambda: OffloadedOptimizer(COMPLEX)),
+    ("a parameter", lambda: OffloadedOptimizer(COMPLEX)),
 ]
 
 
@@ -355,8 +360,88 @@ def test_what_is_refused_is_named_with_what_it_got_and_what_it_takes(name, call)
 
 
 def fits(name, sentence):
-    """`name is ...; it takes ...`, in one line; a name that goes on is the sentence's beginning."""
-    begins = name if " is " in name else f"{name}(?: of shape [^;]*)? (is|must|cannot) "
+    """Whether one line says `NAME must be ALLOWED, got VALUE`, or that two arguments exclude each
+    other; a name that goes on is the sentence's beginning."""
+    begins = name if " must " in name else rf"{name}(\[\d+\]| and \w+)? (must|cannot) "
     return re.match(begins, sentence) and re.fullmatch(
-        r"[^\n]*; it takes [^\n]+|[^\n]* must [^\n]+, got [^\n]+", sentence
+        r"[^\n]* must [^\n]+, got [^\n]+|[^\n]* cannot (be combined with|both be) [^\n]+", sentence
     )
+
+
+# ---- the sentences of all errors
+
+PACKAGE = Path(checkpoint.__file__).parents[1]
+# "It takes 1 to 3" and "--a comes with --b" were understood as their opposite; "there is no" is
+# right.
+FORBIDDEN = re.compile(r"\bit takes\b|\bcomes? with\b|(?<!there )\bis no ", re.IGNORECASE)
+TELL = ("warn", "error", "fail")  # warnings.warn, parser.error, a method that raises
+
+
+def literals(tree):
+    """(line, text) of each string but docstrings; an f-string has {} where its values are."""
+    inside = {
+        id(each)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for each in ast.walk(node)
+        if each is not node
+    }
+    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if id(node) in inside or id(node) in bare:
+            continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+        elif isinstance(node, ast.JoinedStr):
+            values = [
+                part.value if isinstance(part, ast.Constant) else "{}" for part in node.values
+            ]
+            yield node.lineno, "".join(values)
+
+
+def raised(tree):
+    """(line, text) of each string in a raise statement, or passed to a function of `TELL`."""
+    for node in ast.walk(tree):
+        tells = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in TELL
+        if isinstance(node, ast.Raise) or tells:
+            yield from literals(node)
+
+
+def forbidden(source, *, only_raised=False):
+    """The strings with a forbidden phrase. Functions that return an error's sentence, or put it
+    together, count wherever they are, so all strings of a module are looked at."""
+    tree = ast.parse(source)
+    found = raised(tree) if only_raised else literals(tree)
+    return sorted({f"line {line}: {text}" for line, text in found if FORBIDDEN.search(text)})
+
+
+def test_no_error_or_warning_has_a_phrase_that_misleads():
+    problems, count = [], 0
+    for path in sorted(PACKAGE.rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        count += len(set(raised(ast.parse(source))))
+        # a lesson's other strings are verdicts on answers
+        in_lesson = path.parent.name.startswith("lesson_")
+        problems += [
+            f"{path.relative_to(PACKAGE)}, {each}"
+            for each in forbidden(source, only_raised=in_lesson)
+        ]
+    assert problems == []
+    assert count > 300
+
+
+@pytest.mark.parametrize(
+    ("source", "anywhere", "when_raised"),
+    [
+        ('raise ValueError(f"x is {x}; it" f" takes {y}")', 1, 1),
+        ('warnings.warn("it takes 3", stacklevel=2)', 1, 1),
+        ('parser.error(f"--a comes with --{name}")', 1, 1),
+        ('def conflict(x):\n    return f"{x} comes with {x}"', 1, 0),
+        ('got = f"{x} is no number"\nraise ValueError(got)', 1, 0),
+        ('def f():\n    """Say what it takes."""', 0, 0),
+        ('raise ValueError("there is no lesson of that number")', 0, 0),
+    ],
+)
+def test_a_misleading_phrase_is_found_where_a_sentence_is_built(source, anywhere, when_raised):
+    assert len(forbidden(source)) == anywhere
+    assert len(forbidden(source, only_raised=True)) == when_raised
