@@ -758,9 +758,7 @@ BAD_CALLS = {
 @pytest.mark.parametrize("case", BAD_CALLS)
 def test_after_an_error_everything_is_as_before_the_call(case, scaled):
     micro_batches, change, error = BAD_CALLS[case]
-    check_error(
-        micro_batches, wrong_in_the_second(change), error, "(; it takes|must) .+", scaled=scaled
-    )
+    check_error(micro_batches, wrong_in_the_second(change), error, " must .+", scaled=scaled)
 
 
 def test_micro_batches_may_come_in_any_iterable_but_a_tuple_of_tensors_which_may_be_one_batch():
@@ -1011,7 +1009,7 @@ def test_an_error_under_ddp_leaves_no_sync_closed_and_gradients_as_they_were(
     good(model, 5 * ONES)[0].backward()
     before = [parameter.grad.clone() for parameter in model.parameters()]
     step.loss_sum = wrong_in_the_second(change)
-    with pytest.raises(error, match=r"(; it takes|must) .+"):
+    with pytest.raises(error, match=r" must .+"):
         step(micro_batches)
     assert model.require_backward_grad_sync is True and not model._forward_pre_hooks
     assert_close([parameter.grad for parameter in model.parameters()], before, rtol=0, atol=0)
@@ -1032,9 +1030,7 @@ def test_a_loss_that_goes_around_ddp_is_refused(process_group):
     assert not model._forward_pre_hooks
     both = nn.ModuleList([model, replicated(linear())[0]])
     for refused, options in ((both, {}), (model, {"accumulate": "fp32"})):
-        with pytest.raises(
-            (TypeError, ValueError), match=r"^(model|accumulate) .*(; it takes|must) .+"
-        ):
+        with pytest.raises((TypeError, ValueError), match=r"^(model|accumulate) must .+, got .+"):
             AccumulatedStep(refused, torch.optim.SGD(refused.parameters()), good, **options)
 
 

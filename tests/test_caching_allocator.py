@@ -645,7 +645,7 @@ def rounding_of_pytorch():
         (
             lambda a: CachingAllocator(settings="backends:native"),
             ValueError,
-            "'backends' in .* known settings are max_split_size_mb",
+            "'backends' in .* its settings are max_split_size_mb",
         ),
         (
             lambda a: CachingAllocator(settings="backend:cudaMallocAsync"),

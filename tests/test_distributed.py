@@ -875,7 +875,7 @@ def refused(monkeypatch, capsys, folder):
         (
             ["--mode", "ddp,zero3"],
             2,
-            "--mode must be one or several of ddp, zero1, fsdp, fsdp-cpu, got 'zero3'",
+            "--mode must be one or several of ddp, zero1, fsdp, fsdp-keep,",
         ),
         (
             ["--backend", "nccl"],

@@ -168,7 +168,7 @@ def test_a_folder_without_files_a_lesson_and_a_language_that_are_none_are_one_se
     for arguments, said in (
         ([str(tmp_path), *here], "there is nothing in"),
         ([str(ROOT / "notebooks"), "--lesson", "zz", *here], "there is no lesson 'zz'"),
-        ([str(tmp_path), "--seconds", "0", *here], "limits are positive"),
+        ([str(tmp_path), "--seconds", "0", *here], "limits must be positive"),
     ):
         with pytest.raises(SystemExit) as stopped:
             grade.main([*arguments, "--output", str(tmp_path / "t.csv")])

@@ -153,7 +153,7 @@ def test_an_experiment_draws_the_same_random_numbers_every_time_and_leaves_none_
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
-        ({"peak": 1}, "must end in its unit, .*, got 'peak'"),
+        ({"peak": 1}, "must end in its unit, .*, got '01 decoder_step: peak'"),
         ({"peak_bytes": 1.5}, "must be a whole number, got"),
         ({"peak_bytes": True}, "must be a whole number, got"),
         ({"peak_bytes": None}, "must be a whole number, got"),

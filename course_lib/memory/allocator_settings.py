@@ -93,7 +93,7 @@ class AllocatorSettings:
             if key not in _PARSERS and key not in _IGNORED:
                 known = ", ".join([*_PARSERS, *_IGNORED])
                 raise ValueError(
-                    f"{key!r} in {text!r} is not a setting that is known here; known settings are"
+                    f"{key!r} in {text!r} is not a setting of this simulation; its settings are"
                     f" {known}"
                 )
             name, parse = _PARSERS[key] if key in _PARSERS else (None, _IGNORED[key])

@@ -94,7 +94,7 @@ class RankWire(_Counted):
         if piece.shape != own.shape:
             shapes = tuple(piece.shape), tuple(own.shape)
             raise ValueError(
-                f"piece must be this rank's piece, of shape {shapes[1]}, got shape {shapes[0]}"
+                f"piece must be this rank's, of shape {shapes[1]}, got shape {shapes[0]}"
             )
         whole = torch.cat(
             [piece if r == self._rank else each for r, each in enumerate(self._pieces)]
