@@ -1152,15 +1152,11 @@ lesson_01.draw_in_the_viewer(trace[marks[5] - 1 : marks[9]])
 from course_lib.budget.step import make_state
 
 
-def trained_on(*lengths, state_first=False, rehearsed=None):
+def trained_on(*lengths, first=lambda model, optimizer: None):
     with symbolic(), MemoryMeter() as watched:
         model, ends = make_decoder(sequence=512), []
         optimizer = torch.optim.Adam(model.parameters())
-        if state_first:
-            make_state(model, optimizer)
-        if rehearsed is not None:  # the guide's remedy
-            model.loss(random_tokens(2, rehearsed, 2048)).backward()
-            optimizer.zero_grad()
+        first(model, optimizer)
         for length in lengths:
             model.loss(random_tokens(2, length, 2048)).backward()
             optimizer.step()
@@ -1171,10 +1167,16 @@ def trained_on(*lengths, state_first=False, rehearsed=None):
 
 
 # %%
+def rehearse(model, optimizer):  # the guide's remedy
+    model.loss(random_tokens(2, 512, 2048)).backward()
+    optimizer.zero_grad()
+
+
+# %%
 short_first, ends = trained_on(384, 512, 384, 512)
 long_first, _ = trained_on(512, 384, 512, 384)
-state_first, _ = trained_on(384, 512, 384, 512, state_first=True)
-rehearsed, _ = trained_on(384, 512, 384, 512, rehearsed=512)
+state_first, _ = trained_on(384, 512, 384, 512, first=make_state)
+rehearsed, _ = trained_on(384, 512, 384, 512, first=rehearse)
 scenes, rows = {"A, B, A, B": short_first, "B, A, B, A": long_first}, []
 scenes |= {"A, B, A, B, Adam's state first": state_first, "B once, then A, B, A, B": rehearsed}
 for name, scene in scenes.items():

@@ -1269,6 +1269,8 @@ chain6 = hundred[:6]
 linears = [layer[0] for layer in chain6]
 same = torch.allclose(framework(linears, 3, x), chain6(x))
 rows = [("a list of the Linears: the same output", f"`{same}`")]
+
+# %%
 modes = {
     "reentrant: Linears that get gradients": {"use_reentrant": True},
     "`use_reentrant` left out: Linears that get gradients": {},
