@@ -9,10 +9,13 @@ import pytest
 import torch
 from editions import built_once, take_network
 
+from make_variables import forget_make
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 # The notebooks' outputs are stored with the default language; nbval's kernels inherit this
 # environment.
+# `make test TORCH=cpu` is about the environment of the tests, not about what they start.
+forget_make(os.environ)
 os.environ.pop("COURSE_LANG", None)
 # a label that is shown without Chinese is an error, as where notebooks are made
 os.environ["COURSE_LABELS"] = "strict"

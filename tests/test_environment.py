@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from make_variables import forget_make
 
 import course_lib
 
@@ -141,15 +142,11 @@ def test_another_version_than_the_pinned_one_is_found():
 # --- the Makefile ---
 
 
-def commands(place, *arguments):
+def commands(place, *arguments, **variables):
     """What `make` would run for an environment at that place; a failure is its last line."""
     if shutil.which("make") is None:
         pytest.skip("needs make")
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("MAKEFLAGS", "MAKELEVEL", "TORCH")
-    }
+    environment = {**os.environ, **variables}
     command = [
         "make",
         "-n",
@@ -165,8 +162,13 @@ def commands(place, *arguments):
 CPU = "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0"
 
 
-def test_make_takes_torch_without_cuda_first_where_it_is_asked_to(tmp_path):
-    said = commands(tmp_path / "new", "TORCH=cpu")
+@pytest.mark.parametrize(
+    ("arguments", "variables"),
+    [(["TORCH=cpu"], {}), ([], {"TORCH": "cpu"})],
+    ids=["after", "before"],
+)
+def test_make_takes_torch_without_cuda_first_where_it_is_asked_to(tmp_path, arguments, variables):
+    said = commands(tmp_path / "new", *arguments, **variables)
     assert (
         -1
         < said.index("-m venv")
@@ -177,6 +179,54 @@ def test_make_takes_torch_without_cuda_first_where_it_is_asked_to(tmp_path):
     assert re.search(
         'TORCH must be cpu or empty, got "gpu"', commands(tmp_path / "new", "TORCH=gpu")
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables"),
+    [(["TORCH=cpu"], {}), ([], {"TORCH": "cpu"})],
+    ids=["after", "before"],
+)
+def test_make_in_a_test_ignores_variables_of_make_test(tmp_path, arguments, variables):
+    """`make test TORCH=cpu` and `TORCH=cpu make test`, with an environment whose Python writes down
+    its variables; then the `make` of a student's Makefile, with the variables that the tests keep.
+    """
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    venv, log = tmp_path / "venv", tmp_path / "variables.json"
+    (venv / "bin").mkdir(parents=True)
+    writes = f"import json, os; json.dump(dict(os.environ), open('{log}', 'w'))"
+    for name in ("pip", "ruff", "pyrefly", "python"):
+        (venv / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} -c "{writes}"\n')
+        (venv / "bin" / name).chmod(0o755)
+    for stamp in ("torch-cpu", "installed", "test-installed"):
+        (venv / f".course-{stamp}").touch()
+    subprocess.run(
+        ["make", "test", f"VENV={venv}", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+    environment = json.loads(log.read_text())
+    shutil.copy(ROOT / "course_lib/teaching/editions/student_assets/Makefile", tmp_path)
+    (tmp_path / "constraints.txt").write_text("torch==2.13.0\n")
+
+    def said():
+        command = ["make", "-n", "lab"]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert CPU in said()  # the variables of `make test` do reach what it starts
+    forget_make(environment)
+    assert "--index-url" not in said() and "-m venv" in said()
+
+
+def test_tests_have_forgotten_the_variables_of_make():
+    """`conftest.py` removes them, in every worker."""
+    kept = dict(os.environ)
+    forget_make(kept)
+    assert kept == dict(os.environ)
 
 
 def test_an_environment_that_has_torch_without_cuda_keeps_to_it(tmp_path):
@@ -511,12 +561,7 @@ def test_another_torch_gets_an_environment_of_its_own_and_runs_the_library_alone
 
     def said(*arguments):
         command = ["make", "-n", "test-library", f"OTHER_VENV={tmp_path}", *arguments]
-        clean = {
-            key: value for key, value in os.environ.items() if key[:4] != "MAKE" and key != "ARGS"
-        }
-        return subprocess.run(
-            command, cwd=ROOT, env=clean, capture_output=True, text=True, check=True
-        ).stdout
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     oldest = said("TORCH_VERSION=2.9.0")
     assert "--upgrade torch==2.9.0" in oldest and "torch==" not in said()

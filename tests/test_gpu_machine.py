@@ -131,13 +131,8 @@ def made(folder, *arguments, fails="nothing"):
         f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *{fails}*) echo no; exit 1;; esac\n'
     )
     python.chmod(0o755)
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("MAKEFLAGS", "MAKELEVEL", "ARGS")
-    }
     command = ["make", *arguments, f"PYTHON={python}", f"OUT={folder}/out"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return [
         line for line in log.read_text().splitlines() if not line.startswith("-c ")
     ], done.returncode
