@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from course_lib.labels import say, text
+from course_lib.labels import say, text, verbatim
 from course_lib.memory import symbolic
 
 from .formulas import STATE, held_bytes, sent_bytes, shapes_of
@@ -141,7 +141,7 @@ def train(
                 say(
                     text(
                         "{mode} on {ranks} ranks: step {step} of {steps}, loss {loss}",
-                        mode=mode,
+                        mode=verbatim(mode),
                         ranks=ranks,
                         **done,
                     )

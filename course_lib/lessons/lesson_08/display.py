@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from course_lib.distributed import Taken, Trainer, last_complete, load, predict, task_of
-from course_lib.labels import listed
+from course_lib.labels import listed, verbatim
 from course_lib.memory import CATEGORIES, MemoryMeter
 from course_lib.teaching import COLORS, category_label, figure, text
 from course_lib.teaching.figures import category_look, shown_once
@@ -328,7 +328,7 @@ def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: fl
         traffic.items(), (COLORS["measured"], "#AA3377", "#4477AA"), strict=False
     ):
         ax.plot([0, most], [seconds] * 2, color=shade, linestyle="--")
-        said = text("{name}: {seconds} s", name=text(name), seconds=f"{seconds:.1f}")
+        said = text("{name}: {seconds} s", name=verbatim(name), seconds=f"{seconds:.1f}")
         ax.annotate(said, (0, seconds), xytext=(6, 4), textcoords="offset points", color=shade)
     ax.plot([least], [least * compute_a_token], "o", color=COLORS["measured"])
     ax.set(
@@ -341,7 +341,7 @@ def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: fl
         "Traffic: {traffic}. Compute takes as long as the first of them from {tokens} tokens on.",
         traffic=listed(
             [
-                text("{name}: {seconds} s", name=text(n), seconds=f"{s:.1f}")
+                text("{name}: {seconds} s", name=verbatim(n), seconds=f"{s:.1f}")
                 for n, s in traffic.items()
             ]
         ),

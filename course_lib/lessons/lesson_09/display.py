@@ -1,5 +1,6 @@
 """Figures of lesson 09: what fills each peak, two curves of losses, and models on devices."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -82,13 +83,15 @@ def draw_losses(losses: Mapping[str, Sequence[float]]) -> "Figure":
     """
     (plain, first), (other, second) = losses.items()
     apart = max(abs(a - b) for a, b in zip(first, second, strict=True))
+    # Rounding differs from CPU to CPU, so the next power of ten is shown.
+    bound = 10.0 ** math.floor(math.log10(apart) + 1) if apart else 1e-12
     drawn, ax = figure(
         "The same curve, in less than a third of the memory",
         height=2.9,
         alt=text(
-            "{steps} steps: the curves are {apart} apart at most.",
+            "{steps} steps: the curves are less than {apart} apart.",
             steps=len(first),
-            apart=f"{apart:.1g}",
+            apart=f"{bound:.0e}",
         ),
     )
     steps = range(1, len(first) + 1)
