@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from course_lib.labels import both, markup, text
+from course_lib.labels import both, markup, text, verbatim
 
 from . import not_installed
 
@@ -384,7 +384,9 @@ def claims_page(lessons: Sequence[Lesson]) -> str:
         outcomes = iter(enumerate(became, 1))
         for group, (section, claims) in enumerate(lesson.claims.items(), 1):
             link = f"{lesson.name}.ipynb#{_anchor(lesson.name, group)}"
-            source = both(text(_CLAIMS_FROM, number=lesson.number, section=section, link=link))
+            source = both(
+                text(_CLAIMS_FROM, number=lesson.number, section=section, link=verbatim(link))
+            )
             parts += [
                 f'<div lang="{one}">\n\n{said}\n\n</div>'
                 for one, said in zip(("en", "zh"), source, strict=True)
