@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # ---- tensors in containers
 
@@ -246,6 +247,19 @@ def autocast_of(tensor: Tensor) -> torch.dtype | None:
 
 
 # ---- modes
+
+
+class ObserverMode(TorchDispatchMode):
+    """A dispatch mode under which what `torch.compile` has compiled stays compiled.
+
+    Under any other mode, Dynamo runs a frame that it meets without compiling it, and never compiles
+    it again in the process. Under this one, Dynamo sets the mode aside while it compiles, and the
+    compiled code runs under the mode, which sees the operators that the code calls.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
 
 def modes_when_recomputed() -> list[TorchFunctionMode]:

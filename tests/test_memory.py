@@ -10,10 +10,11 @@ import subprocess
 import sys
 import threading
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,14 +40,18 @@ from course_lib.memory import (
     MemoryMeter,
     attention_saved_bytes,
     cast,
+    compiled,
     measure,
     saved_tensors,
     symbolic,
     training_state_bytes,
     transformer_activation_bytes,
 )
-from course_lib.memory.allocator import workspace_by_operator
+from course_lib.memory.allocator import allocator_peak, workspace_by_operator
+from course_lib.memory.categories import CategoryTracker
 from course_lib.memory.growth import Growth, Irregular
+from course_lib.memory.measurement import flop_counter
+from course_lib.memory.storages import storages_of
 from course_lib.models import Decoder, DecoderLayer, Dropout, deep_mlp, random_tokens
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -1457,6 +1462,165 @@ def test_an_opaque_tensor_is_a_clear_error_after_which_everything_is_undone():
         torch.randn(4, 4).to_mkldnn()
 
 
+@contextmanager
+def exit_fails(monkeypatch):
+    def fail(self):
+        raise KeyError("injected")
+
+    monkeypatch.setattr(CategoryTracker, "finish", fail)
+    yield
+    monkeypatch.undo()
+
+
+class Watched(torch.autograd.Function):
+    """An identity whose node can be referred to weakly, unlike those of operators."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_a_meter_whose_exit_fails_is_closed_and_holds_nothing(monkeypatch):
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    adam = torch.optim.Adam(model.parameters())
+    meter = MemoryMeter(model, adam)
+    with (
+        everything_undone_afterwards(),
+        exit_fails(monkeypatch),
+        pytest.raises(KeyError, match="injected"),
+        meter,
+    ):
+        y = Watched.apply(model(x))
+        node = weakref.ref(y.grad_fn)
+    assert (meter.model, meter.optimizers) == (None, ())
+    gone = weakref.ref(model), weakref.ref(adam), weakref.ref(y)
+    del model, adam, y
+    gc.collect()
+    assert [ref() for ref in (*gone, node)] == [None] * 4
+    with pytest.raises(RuntimeError, match="entered already"), meter:
+        pass
+    assert meter.peak_bytes > 0
+
+
+def test_the_error_of_the_block_is_seen_where_the_exit_fails_too(monkeypatch):
+    with (
+        everything_undone_afterwards(),
+        exit_fails(monkeypatch),
+        pytest.raises(ValueError, match="own") as raised,
+        MemoryMeter(),
+    ):
+        torch.ones(3)
+        raise ValueError("own")
+    assert raised.value.__notes__ == ["MemoryMeter could not close its records: 'injected'"]
+
+
+def nested(layout):
+    rows = [torch.randn(length, 16) for length in (30, 20, 14)]
+    return lambda **options: torch.nested.nested_tensor(rows, layout=layout, **options), rows
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.parametrize("leaf", [False, True], ids=["data", "leaf"])
+def test_a_step_on_nested_tensors_takes_what_the_allocator_saw(layout, leaf):
+    made, _ = nested(layout)
+    layer = nn.Linear(16, 16, bias=False)
+
+    def step():
+        x = made(requires_grad=leaf)
+        y = layer(x * x + x)
+        y.to_padded_tensor(0.0).square().sum().backward()
+
+    step()
+    layer.zero_grad()
+    seen = allocator_peak(lambda *modes: run_under(step, *modes), torch.device("cpu"))
+    layer.zero_grad()
+    with MemoryMeter() as meter:
+        step()
+    assert meter.peak_bytes == seen > 4 * 64 * 16 * 4
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_jagged_step_takes_the_packed_one_and_its_offsets():
+    made, rows = nested(torch.jagged)
+    layer = nn.Linear(16, 16)
+
+    def jagged():
+        layer(made()).sin().values().square().sum().backward()
+
+    def packed():
+        layer(torch.cat(rows)).sin().square().sum().backward()
+
+    found, dense = (measure(step, model=layer, repeats=1) for step in (jagged, packed))
+    offsets = made().offsets().nbytes
+    assert offsets == 4 * 8
+    assert found.peak_bytes == found.allocator_peak_bytes == dense.peak_bytes + offsets
+    kept = saved_tensors(lambda x: layer(x).sin(), made())
+    dense_kept = saved_tensors(lambda x: layer(x).sin(), torch.cat(rows))
+    assert kept.total_bytes == dense_kept.total_bytes + offsets
+
+
+def without_flattening():
+    from torch.masked import masked_tensor
+
+    return masked_tensor(torch.ones(4, 4), torch.eye(4) > 0)
+
+
+def per_channel(bits):
+    scales, zeros = torch.ones(64, dtype=torch.float64), torch.zeros(64, dtype=torch.int64)
+    return torch.quantize_per_channel(torch.randn(64, 64), scales, zeros, 0, bits)
+
+
+def compressed(layout, *block):
+    ends, indices, values = torch.tensor([0, 2, 4]), torch.tensor([0, 1] * 2), torch.ones(4, *block)
+    return torch.sparse_compressed_tensor(ends, indices, values, layout=layout)
+
+
+# what a tensor holds on a CPU -> a closed form of its bytes
+HELD = {
+    "complex": (lambda: torch.randn(4, 4, dtype=torch.complex64).conj(), 128),
+    "coo": (lambda: torch.ones(4, 4).to_sparse(), 16 * (2 * 8 + 4)),
+    "csr": (lambda: compressed(torch.sparse_csr), (3 + 4) * 8 + 4 * 4),
+    "csc": (lambda: compressed(torch.sparse_csc), (3 + 4) * 8 + 4 * 4),
+    "bsr": (lambda: compressed(torch.sparse_bsr, 2, 2), (3 + 4) * 8 + 16 * 4),
+    "bsc": (lambda: compressed(torch.sparse_bsc, 2, 2), (3 + 4) * 8 + 16 * 4),
+    "jagged": (lambda: nested(torch.jagged)[0](), 64 * 16 * 4 + 4 * 8),
+    "nested": (lambda: nested(torch.strided)[0](), 64 * 16 * 4 + 3 * (2 + 2 + 1) * 8),
+    "masked": (without_flattening, 16 * 4 + 16),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.qint8), 8),
+    "quantized per channel": (lambda: per_channel(torch.qint8), 64 * 64 + 64 * (8 + 8)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", HELD)
+def test_a_tensor_of_each_layout_is_counted_with_all_that_it_holds(name):
+    make, expected = HELD[name]
+    held = {storage._cdata: storage.nbytes() for storage in storages_of(make())}
+    assert sum(held.values()) == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_wrapper_that_names_no_tensor_is_a_clear_error():
+    class Opaque(torch.Tensor):
+        __slots__ = ("inner",)
+
+        @staticmethod
+        def __new__(cls):
+            return torch.Tensor._make_wrapper_subclass(cls, (2,))
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    with pytest.raises(NotImplementedError, match=r"bytes of a Opaque: give its class .*flatten"):
+        storages_of(Opaque())
+
+
 def test_the_inner_tensors_of_a_wrapper_subclass_count():
     two = pytest.importorskip("torch.testing._internal.two_tensor")
     with MemoryMeter() as meter:
@@ -1489,6 +1653,169 @@ def test_a_function_compiled_with_aot_eager_counts():
         empty_gradients(model)
     torch._dynamo.reset()
     assert found[0] == found[1]
+
+
+# ---- compiled code
+
+
+class Counting:
+    """A backend that counts how often it compiles, and how often its code runs."""
+
+    def __init__(self):
+        self.compiled = self.runs = 0
+
+    def __call__(self, graph, inputs):
+        self.compiled += 1
+
+        def run(*args):
+            self.runs += 1
+            return graph(*args)
+
+        return run
+
+
+def gated(layers=3):
+    """Blocks for which the compiler saves less than autograd does."""
+
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return x + F.gelu(self.linear(x)) * torch.sigmoid(x)
+
+    return nn.Sequential(*[Gate() for _ in range(layers)])
+
+
+@contextmanager
+def looked_at_with(kind, model, step):
+    """Look at a step in one of the ways in which the library looks at steps."""
+    if kind == "measure":
+        measure(step, model=model, repeats=1)
+    elif kind == "measure without a model":
+        measure(step, repeats=1)
+    elif kind == "meter and counter":
+        with flop_counter(), MemoryMeter(model):
+            step()
+    else:
+        workspace_by_operator(lambda *modes: run_under(step, *modes), torch.device("cpu"))
+    yield
+
+
+def run_under(step, *contexts):
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        step()
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize(
+    "kind", ["measure", "measure without a model", "meter and counter", "workspace"]
+)
+@pytest.mark.parametrize("first", [False, True], ids=["compiled before", "compiled by the look"])
+def test_compiled_code_stays_compiled_when_looked_at(kind, fullgraph, first):
+    backend, model, x = Counting(), gated(), torch.randn(8, 32)
+    function = torch.compile(model, backend=backend, fullgraph=fullgraph)
+
+    def step():
+        function(x).sum().backward()
+
+    if not first:
+        step()
+    with looked_at_with(kind, model, step):
+        assert backend.runs > (not first)  # it ran compiled while it was looked at
+    before = backend.runs
+    step()
+    assert (backend.compiled, backend.runs) == (1, before + 1)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
+def test_a_compiled_step_is_measured_as_its_allocator_saw_it(backend):
+    model, x = gated(), torch.randn(256, 32)
+    function = torch.compile(model, backend=backend)
+    step, eager = (lambda f=f: f(x).sum().backward() for f in (function, model))
+    step()
+    empty_gradients(model)
+    entry = sum(p.nbytes for p in model.parameters())
+    alone = entry + allocator_peak(lambda *modes: run_under(step, *modes), torch.device("cpu"))
+    empty_gradients(model)
+    found, plain = (measure(f, model=model, repeats=1) for f in (step, eager))
+    torch.compiler.reset()
+    assert found.allocator_peak_bytes == alone
+    # constants of the graph, 4 bytes each, are workspace
+    assert 0 <= found.workspace_bytes <= 64
+    assert found.peak_bytes != plain.peak_bytes
+    assert found.flops == plain.flops
+    assert any("torch.compile" in note for note in found.notes)
+    assert plain.notes == ()
+
+
+def test_buffers_of_generated_code_count(monkeypatch, tmp_path):
+    # Matrix products alone: Inductor generates Python for them, for which it needs no compiler.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(3)])
+    x = torch.randn(64, 32)
+    function = torch.compile(model)
+    step = lambda: function(x).sum().backward()  # noqa: E731
+    allocate = torch._C._dynamo.guards._empty_strided_cpu
+    with MemoryMeter(model) as first:
+        step()
+    empty_gradients(model)
+    found = measure(step, model=model, repeats=1)
+    modules = sys.modules["torch._inductor.codecache"].PyCodeCache.modules
+    bound = {m.empty_strided_cpu for m in modules if hasattr(m, "empty_strided_cpu")}
+    torch.compiler.reset()
+    assert first.peak_bytes == found.peak_bytes == found.allocator_peak_bytes
+    # the outputs of the first two layers are kept for backward
+    assert found.at_peak["activation"] >= 2 * x.nbytes
+    assert bound == {allocate} == {torch._C._dynamo.guards._empty_strided_cpu}
+    outside = sum(p.nbytes for p in model.parameters()) + x.nbytes
+    with (
+        pytest.raises(MemoryBudgetExceeded, match="compiled code"),
+        MemoryMeter(model, budget_bytes=outside),
+    ):
+        torch.compile(model)(x)
+    torch.compiler.reset()
+
+
+def test_a_symbolic_step_runs_compiled_modules_as_they_were_written():
+    backend = Counting()
+
+    def peak(make):
+        with symbolic():
+            model, x = make(), torch.randn(64, 32)
+            with MemoryMeter(model) as meter:
+                model(x).sum().backward()
+        return meter.peak_bytes
+
+    plain = peak(gated)
+    assert peak(lambda: torch.compile(gated(), backend=backend, fullgraph=True)) == plain
+    assert backend.compiled == 0
+    model = torch.compile(gated(), backend=backend, fullgraph=True)
+    model(torch.randn(8, 32))
+    assert peak(gated) == plain
+    model(torch.randn(8, 32))
+    assert backend.runs == 2
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_what_is_compiled_first_in_a_symbolic_step_is_not_run_compiled(loaded, monkeypatch):
+    backend = Counting()
+    if not loaded:  # as in a process that has compiled nothing yet
+        monkeypatch.setattr(compiled, "sys", SimpleNamespace(modules={}))
+    with symbolic():
+        function = torch.compile(lambda x: x.sin(), backend=backend, fullgraph=True)
+        with MemoryMeter():
+            function(torch.randn(3))
+    assert backend.compiled == 0
+    function(torch.randn(3))
+    assert backend.runs == 1
+    torch.compiler.reset()
 
 
 def test_memory_that_no_operator_makes_is_not_counted():

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
+from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 
 LIBRARY = Path(__file__).parents[1] / "course_lib"
 # Their names have no underscore, and PyTorch's documentation does not have them.
@@ -46,6 +47,7 @@ UNDOCUMENTED = {
     ".fake_mode",
     ".fake_tensor_converter",
     ".from_real_tensor",
+    ".ignore_compile_internals",
     ".reducer",
 }
 # Attributes that others than torch have given their objects.
@@ -61,7 +63,7 @@ OTHERS = {
 # Found by their beginning, on objects of which no sample is in `samples`, or under another build.
 ELSEWHERE = {"_saved_", "_raw_saved_", "_is_param", "_orig_mod", "_tensor_name", "_rebuild_buckets"}
 # Methods by which the library stands in for one of torch's.
-OVERRIDDEN = {"_should_skip_dynamo", "_rebuild_buckets"}
+OVERRIDDEN = {"_should_skip_dynamo", "_rebuild_buckets", "ignore_compile_internals"}
 # The library's own, of names that torch's objects have too: (file, name).
 OURS = {("budget/techniques/head.py", "_to"), ("accumulation/step.py", "_values")}
 
@@ -801,6 +803,23 @@ def test_the_parts_of_a_sparse_tensor_are_given_before_equal_places_are_merged()
     assert sparse._values().untyped_storage()._cdata == sparse._values().untyped_storage()._cdata
 
 
+@door("._nested_tensor_size", "._nested_tensor_strides", "._nested_tensor_storage_offsets")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_strided_nested_tensor_gives_its_shapes_strides_and_offsets():
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.strided)
+    assert nested._nested_tensor_size().tolist() == [[2, 3], [1, 3]]
+    assert nested._nested_tensor_strides().tolist() == [[3, 1], [3, 1]]
+    assert nested._nested_tensor_storage_offsets().tolist() == [0, 6]
+
+
+@door("torch.utils.flop_counter._FlopCounterMode")
+def test_a_flop_counter_counts_through_its_mode():
+    with FlopCounterMode(display=False) as counter:
+        torch.ones(2, 3) @ torch.ones(3, 4)
+        assert isinstance(counter.mode, _FlopCounterMode)
+    assert counter.get_total_flops() == 2 * 2 * 3 * 4
+
+
 # ---- checkpoints
 
 
@@ -826,6 +845,49 @@ def test_torchs_parts_of_a_checkpoint_detach_warn_and_do_nothing():
     first, second = checkpoint.noop_context_fn()
     with first, second:
         assert torch.is_grad_enabled()
+
+
+@door(
+    "torch._dynamo.eval_frame",
+    "torch._dynamo.eval_frame._callback_from_stance",
+    ".ignore_compile_internals",
+)
+@pytest.mark.parametrize("ignored", [False, True])
+def test_code_runs_compiled_under_a_mode_that_the_compiler_ignores(ignored):
+    import torch._dynamo.eval_frame as dynamo
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+        @classmethod
+        def ignore_compile_internals(cls):
+            return ignored
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    graphs, calls = [], []
+    choose = dynamo._callback_from_stance
+    torch.compiler.reset()
+    function = torch.compile(lambda x: x.sin(), backend=backend)
+    with (
+        patch.object(dynamo, "_callback_from_stance", lambda x: calls.append(x) or choose(x)),
+        Mode(),
+    ):
+        function(torch.ones(1))
+    assert any(map(choose, calls))
+    assert len(graphs) == ignored
+    torch.compiler.reset()
+
+
+@door("torch._C._dynamo.guards")
+def test_generated_code_allocates_with_functions_of_the_compiler():
+    make = torch._C._dynamo.guards._empty_strided_cpu
+    with seen_operators() as calls:
+        buffer = make((2, 3), (3, 1), torch.float32)
+    assert (buffer.shape, buffer.stride(), calls) == ((2, 3), (3, 1), [])
 
 
 @door("torch._disable_dynamo", "._orig_mod", "._compiled_call_impl")

@@ -180,6 +180,10 @@ def estimate(
     tensors for its tiles. nn.LSTM, whose fused operator on a CPU keeps a workspace, is refused;
     without oneDNN it is not fused. So are sparse gradients.
 
+    A model that `torch.compile` has compiled, or whose modules are, is estimated as it was written.
+    `run`, `train_step` and `course_lib.memory.measure` run it compiled, which can take less memory
+    or more: measure it.
+
     Of a recipe with several `ranks` it is what the rank that holds most takes of its share of the
     batch, from the second step on, to the byte what `course_lib.distributed` measures there, but
     for the losses of all micro-batches after the second, some bytes each.

@@ -33,10 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
-from .._torch import tensors_in
+from .._torch import ObserverMode, tensors_in
 from .reentrant import CheckpointFunction, Surroundings, kept_inputs, with_tensors, without_tensors
 from .selective import Hooks, _CachingTorchDispatchMode
 
@@ -269,7 +268,7 @@ def _shown(metadata: tuple) -> dict:
 _NOT_THE_USERS = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
 
 
-class OperatorLog(TorchDispatchMode):
+class OperatorLog(ObserverMode):
     """Writes down each operator, with the line of code that called it."""
 
     def __enter__(self):

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
-from .._torch import RandomState, tensors_in
+from .._torch import ObserverMode, RandomState, tensors_in
 from .reentrant import version
 
 # (pack, unpack), as for `torch.autograd.graph.saved_tensors_hooks`
@@ -58,18 +57,12 @@ class _CachedValue:
 _RECOMPUTE, _USED = object(), object()
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(ObserverMode):
     """Both runs see the same operators, and share what the first one writes down.
 
     `storage` maps an operator to what became of its first, second, ... output; and (operator,
     which) to the random numbers after it.
     """
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        # Where the function calls something compiled, it runs compiled; else the compiler steps
-        # aside for a mode.
-        return True
 
 
 class _CachingTorchDispatchMode(_Mode):

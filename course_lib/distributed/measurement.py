@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib._torch import tensors_in
+from course_lib._torch import ObserverMode, tensors_in
 from course_lib.memory import MemoryMeter
 from course_lib.memory.meter import UnguardedMeter
 from course_lib.memory.storages import storages_of
@@ -32,7 +31,7 @@ _COUNTED = {
 }
 
 
-class Communicated(TorchDispatchMode):
+class Communicated(ObserverMode):
     """Count the bytes of parameters and gradients that this rank's collectives are called with,
     inside the block.
 

@@ -12,7 +12,8 @@ from itertools import accumulate
 import torch
 from torch._C._profiler import _EventType
 from torch.autograd.profiler import record_function
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._torch import ObserverMode
 
 _MARK = "course_lib.memory: "
 
@@ -95,7 +96,7 @@ def _cpu_workspace(run: Callable) -> dict[str, int]:
     return taken
 
 
-class _Named(TorchDispatchMode):
+class _Named(ObserverMode):
     """Puts each operator's name into the profile, around all that it does inside."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -123,7 +124,7 @@ def _allocated(device: torch.device) -> dict[str, int]:
     return torch.cuda.memory.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
 
 
-class _CudaWorkspace(TorchDispatchMode):
+class _CudaWorkspace(ObserverMode):
     """Asks the CUDA allocator before and after each operator; its counts need no
     synchronisation."""
 

@@ -60,6 +60,9 @@ class CategoryTracker:
         # it runs, `_oldest_of_node` at the earliest.
         self._oldest = self._oldest_of_node = 0
         self._next: dict[int, int] = {}
+        # number of a compiled function's autograd node -> buffers that its forward pass allocated;
+        # None -> those of a recomputation
+        self._buffers: dict[int | None, list[Record]] = {}
 
     def inputs(self, func, args, kwargs, node) -> tuple[str, set[int]]:
         """The pass to which an operator belongs, and the addresses of its input storages; to be
@@ -82,6 +85,8 @@ class CategoryTracker:
             if torch.is_grad_enabled()
             else "elsewhere"
         )
+        if self._buffers and isinstance(node, torch.autograd.function.BackwardCFunction):
+            self._read_buffers(node, made_in)
         sources = {args[1]._cdata} if func in _FROM_STORAGE else set()
         for tensor in tensors_among(args, kwargs):
             for storage in storages_of(tensor):
@@ -98,6 +103,23 @@ class CategoryTracker:
                 if node is not None and kept:
                     self.note_read([record], node)
         return made_in, sources
+
+    def allocated(self, storage: torch.UntypedStorage, made_in: str) -> None:
+        """Count a buffer that compiled code has allocated.
+
+        Compiled code reads its buffers without operators. A buffer that is alive when the backward
+        pass of the same compiled function begins had been kept for it.
+        """
+        self.ledger.add(storage, self.ledger.account(storage.device), None, made_in)
+        if made_in != "elsewhere":
+            # A Function's node is made right before its forward pass runs.
+            number = torch.autograd._get_sequence_nr() - 1 if made_in == "forward" else None
+            self._buffers.setdefault(number, []).append(self.ledger.records[-1])
+
+    def _read_buffers(self, node: Any, made_in: str) -> None:
+        for number in (node._sequence_nr(), None) if made_in == "elsewhere" else ():
+            live = [record for record in self._buffers.pop(number, ()) if record() is not None]
+            self.note_read(live, node)
 
     def note_read(self, records: Iterable[Record], node: Any) -> None:
         """A node of backward reads what had been kept for it."""
@@ -174,6 +196,12 @@ class CategoryTracker:
         self.settle()
         self.leave_node()
 
+    def clear(self) -> None:
+        """Hold no node, no tensor and no record any more."""
+        self.node = self._output = None
+        self._read.clear()
+        self._buffers.clear()
+
     def leave_node(self) -> None:
         """The next operator is of another autograd node."""
         self._release()
@@ -210,7 +238,10 @@ class CategoryTracker:
         ):
             return None
         total, new = args[0], args[1] if func is ADD else args[0]
-        if not all(isinstance(t, Tensor) and t.layout is torch.strided for t in (total, new)):
+        if not all(
+            isinstance(t, Tensor) and t.layout is torch.strided and not t.is_nested
+            for t in (total, new)
+        ):
             return None
         if total.shape != new.shape:
             return None

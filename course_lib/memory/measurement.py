@@ -8,17 +8,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 
 from course_lib.labels import listed, text, verbatim
 
 from .. import _check
-from .._torch import is_symbolic, wait_for
+from .._torch import ObserverMode, is_symbolic, wait_for
 from .allocator import allocator_peak, workspace_by_operator
 from .meter import MemoryMeter
 from .show import Table
@@ -97,6 +97,12 @@ def measure(
     dispatch mode, one for its view of each operator and `repeats` for the clock, with garbage
     collection off so that the figures repeat.
 
+    What `torch.compile` has compiled runs compiled in every one of these runs, and afterwards too.
+    `Measurement.notes` says that compiled code was called. The allocator's peak is that of the
+    compiled step. `MemoryMeter` says which part of it the peak of live tensors may not show; that
+    part is in `workspace_bytes`. A matrix product that the compiler has put into a kernel of its
+    own has no FLOPs.
+
     Parameters, buffers, gradients, optimizer state and random number generators are as they were
     afterwards, also when the step fails; for that, copies of parameters, buffers and optimizer
     state are held meanwhile, which the figures do not count. Where `model` and `optimizer` are left
@@ -147,7 +153,10 @@ def measure(
         workspace_by_operator=workspace,
         changed_parameters=runs.changed,
         notes=_notes(
-            runs.changed, steady, 0 if allocator is None else meter.peak_bytes - allocator
+            runs.changed,
+            steady,
+            0 if allocator is None else meter.peak_bytes - allocator,
+            meter.ran_compiled,
         ),
     )
 
@@ -176,7 +185,7 @@ def _metered(
     return meter, flops, False
 
 
-def _notes(changed: int, steady: bool, above: int) -> tuple[str, ...]:
+def _notes(changed: int, steady: bool, above: int, compiled: bool) -> tuple[str, ...]:
     notes = []
     if changed:
         notes.append(
@@ -184,6 +193,14 @@ def _notes(changed: int, steady: bool, above: int) -> tuple[str, ...]:
                 "the step changed {changed} parameters that `measure` was not given: "
                 "pass `model=` and `optimizer=` to have them put back",
                 changed=changed,
+            )
+        )
+    if compiled:
+        notes.append(
+            text(
+                "the step called code compiled by `torch.compile`: the allocator's peak is that of"
+                " the compiled step; the peak of live tensors and the FLOPs are those of the"
+                " operators that the compiled code calls and of the buffers that it allocates"
             )
         )
     if not steady:
@@ -226,7 +243,7 @@ class _Runs:
             self.step()
 
 
-class _Leaves(TorchDispatchMode):
+class _Leaves(ObserverMode):
     """Tells of the leaves that require gradients, when an operator meets them or before they get
     their gradient."""
 
@@ -236,12 +253,14 @@ class _Leaves(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         node = torch._C._current_autograd_node()
-        if node is None:
+        if node is None and _returns_tensors(func):
             met = [
                 tensor
                 for tensor in tensors_among(args, kwargs)
                 if tensor.requires_grad and tensor.is_leaf
             ]
+        elif node is None:
+            met = []
         # what an autograd function took may have met no operator; its gradient goes there next
         else:
             met = [
@@ -254,11 +273,35 @@ class _Leaves(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@cache
+def _returns_tensors(func: Any) -> bool:
+    """True unless the operator only answers a question, such as one about a shape.
+
+    Autograd asks a jagged tensor for its shape while it holds the lock that `is_leaf` needs.
+    """
+    returned = func._schema.returns
+    return not returned or any("Tensor" in str(value.type) for value in returned)
+
+
 def flop_counter() -> FlopCounterMode:
-    """A counter of FLOPs that holds no tensor, so that a meter may run inside it."""
-    counter = FlopCounterMode(display=False)
+    """A counter of FLOPs that holds no tensor, so that a meter may run inside it, and leaves what
+    is compiled compiled."""
+    counter = _FlopCounter(display=False)
     counter.mod_tracker = _NoModules()  # pyrefly: ignore[bad-assignment]
     return counter
+
+
+class _FlopCounter(FlopCounterMode):
+    def __enter__(self):
+        counter = super().__enter__()
+        self.mode.__exit__(None, None, None)  # the mode under which nothing is compiled
+        self.mode = _FlopMode(self)
+        self.mode.__enter__()
+        return counter
+
+
+class _FlopMode(ObserverMode, _FlopCounterMode):
+    """The counter's mode."""
 
 
 class _NoModules(nullcontext):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -20,17 +21,20 @@ AccumulateGrad = torch._C._functions.AccumulateGrad
 
 
 def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
-    """The storages that hold a tensor's bytes: one, or one for each part of a sparse or wrapper
-    tensor.
+    """The storages that hold a tensor's bytes: one, or one for each part of a sparse, nested or
+    wrapper tensor.
 
     Raises:
-        NotImplementedError: they cannot be seen (oneDNN's opaque layout).
+        NotImplementedError: they cannot be seen (oneDNN's opaque layout, or a wrapper that holds
+            its tensors elsewhere than in its attributes).
     """
-    if tensor.layout is torch.strided:
-        if type(tensor) is Tensor or type(tensor) is nn.Parameter or holds_bytes(type(tensor)):
+    if not (type(tensor) is Tensor or type(tensor) is nn.Parameter or holds_bytes(type(tensor))):
+        # Of a DTensor, the mesh too. A jagged tensor is a wrapper whose layout is its own.
+        parts = _parts_of_wrapper(tensor)
+    elif tensor.layout is torch.strided:
+        if not (tensor.is_nested or tensor.is_quantized):
             return (tensor.untyped_storage(),)
-        # of a DTensor, the mesh too
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return (tensor.untyped_storage(), *(t.untyped_storage() for t in _held_beside(tensor)))
     elif tensor.layout is torch.sparse_coo:
         parts = [tensor._indices(), tensor._values()]
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -45,6 +49,28 @@ def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
     return tuple(
         storage for part in parts if isinstance(part, Tensor) for storage in storages_of(part)
     )
+
+
+def _held_beside(tensor: Tensor) -> list[Tensor]:
+    """Tensors that a nested or quantized tensor holds besides its numbers."""
+    if tensor.is_nested:
+        shapes = [tensor._nested_tensor_size(), tensor._nested_tensor_strides()]
+        return [*shapes, tensor._nested_tensor_storage_offsets()]
+    if tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
+        return [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
+    return []
+
+
+def _parts_of_wrapper(tensor: Tensor) -> list[Any]:
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    parts = list(tensors_in(list(vars(tensor).values())))
+    if not parts:
+        raise NotImplementedError(
+            f"MemoryMeter cannot see the bytes of a {type(tensor).__name__}: give its class a"
+            " method __tensor_flatten__, which names the attributes that hold its tensors"
+        )
+    return parts
 
 
 def holds_bytes(tensor_type: type) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import RandomState, is_symbolic
+from .compiled import compiled_code_set_aside
 from .concrete_ints import Symbolic
 
 
@@ -25,7 +26,8 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
     up to 4 MiB each, so that a step that looks at them goes the way that it goes for real: a mask
     that is all ones is dropped, say. What depends on other values is unknown, and to look at it
     raises PyTorch's own error, which names the operator. Where layers are dropped at random, one
-    draw is taken; the generators of random numbers are put back in the end.
+    draw is taken; the generators of random numbers are put back in the end. What `torch.compile`
+    has compiled runs as it was written; after the context it runs compiled.
 
     Args:
         mode: what an earlier `with symbolic() as mode` gave, to go on with its tensors.
@@ -52,6 +54,7 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
         with (
             without_values,
             patch.object(nn.Module, "_apply", _applied),
+            compiled_code_set_aside(),
             mode or Symbolic() as mode,
         ):
             yield mode

@@ -21,6 +21,7 @@ CATEGORIES = ("parameter", "buffer", "gradient", "optimizer", "activation", "tem
 PHASES = ("forward", "backward", "optimizer")
 CPU = torch.device("cpu")
 NO_OPERATOR = "(no operator)"
+COMPILED_CODE = "(compiled code)"
 
 
 @dataclass(frozen=True)

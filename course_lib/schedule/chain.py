@@ -14,12 +14,12 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib._check import kind, number, whole
 from course_lib._torch import AutocastState, RandomState, kind_of, look_of, tensors_in, wait_for
 from course_lib.memory import MemoryMeter
 from course_lib.memory.concrete_ints import Symbolic
+from course_lib.memory.measurement import flop_counter
 
 from .stages import (
     GradientSlot,
@@ -216,10 +216,10 @@ def _profile(
         kept.slot.gradient = torch.ones_like(the_tensor(kept.output))
         kept.backward()
 
-    with FlopCounterMode(display=False) as forward_flops:
+    with flop_counter() as forward_flops:
         kept = forward()
     result = with_tensor(kept.output, the_tensor(kept.output).detach())
-    with FlopCounterMode(display=False) as backward_flops:
+    with flop_counter() as backward_flops:
         backward(kept)
     output = the_tensor(result)
     times = [

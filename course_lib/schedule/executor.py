@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import kind
 from course_lib._torch import (
     AutocastState,
+    ObserverMode,
     RandomState,
     is_symbolic,
     modes_when_recomputed,
@@ -337,7 +338,7 @@ class _Watch:
         )
 
 
-class _Drawing(TorchDispatchMode):
+class _Drawing(ObserverMode):
     """Sees operators that draw random numbers. Symbolic ones leave the generators as they are."""
 
     seen = False
