@@ -18,6 +18,10 @@ from course_lib.labels import markup, say, text
 _COLORS = {True: "#228833", False: "#EE7733", None: "#777777"}
 _MARKS = {True: "✓", False: "✗", None: "→"}
 _UNANSWERED = "Not answered yet."
+_BYTE_UNITS = {
+    **{name: 1000**power for power, name in enumerate(("kB", "MB", "GB", "TB"), 1)},
+    **{name: 1024**power for power, name in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)},
+}
 # What Python says of a call that does not fit a function's arguments; other TypeErrors are about
 # values.
 _MISCALLED = re.compile(
@@ -269,6 +273,7 @@ def expect_number(
     tolerance: float = 0.0,
     wrong_answers: Mapping[float, str] | None = None,
     why: str | None = None,
+    in_bytes: bool = False,
 ) -> Verdict:
     """Check a number. Never raises for any answer.
 
@@ -279,6 +284,8 @@ def expect_number(
         tolerance: relative, for the right answer and the wrong ones.
         wrong_answers: wrong number -> what went wrong; the verdict is then `exact`.
         why: why the right answer is right; shown only with it.
+        in_bytes: whether bytes are expected. The right answer in another unit, such as MB or GiB,
+            rounded or not, is then a mistake with a name.
     """
     if answer is None or answer is ...:
         return not_answered()
@@ -291,6 +298,9 @@ def expect_number(
     for mistaken, reason in (wrong_answers or {}).items():
         if _close(number, mistaken, tolerance):
             return wrong(text("Not yet. {reason}", reason=reason), exact=True)
+    for unit, size in _BYTE_UNITS.items() if in_bytes else ():
+        if _close(number * size, expected, 0.01):
+            return wrong(text("That is in {unit}. Give bytes.", unit=unit), exact=True)
     return wrong("Not yet: too small." if number < expected else "Not yet: too large.")
 
 

@@ -7,15 +7,23 @@ from course_lib.memory import MemoryMeter, symbolic
 
 
 def peak(
-    make_model, make_batch, *, steps=2, zero=True, update=True, batch_before=False, context=symbolic
+    make_model,
+    make_batch,
+    *,
+    steps=2,
+    zero=True,
+    set_to_none=True,
+    update=True,
+    batch_before=False,
+    **settings,
 ):
-    """The peak of a step, with a slip where one is asked for."""
-    with context():
+    """The peak of a step, with one mistake where an option asks for it."""
+    with symbolic():
         model = make_model()
-        adam = torch.optim.Adam(model.parameters(), foreach=False)
+        adam = torch.optim.Adam(model.parameters(), **{"foreach": False, **settings})
         for _ in range(steps):
             if zero:
-                adam.zero_grad()
+                adam.zero_grad(set_to_none=set_to_none)
             early = make_batch() if batch_before else None
             with MemoryMeter(model, adam) as meter:
                 model.loss(make_batch() if early is None else early).backward()
@@ -47,12 +55,22 @@ ANSWERS = {
     "peak_without_memory": (
         [peak, slip(batch_before=True), slip(steps=3)],
         [
-            (slip(steps=1), "That is the first step"),
-            (slip(zero=False), "gradients are still there"),
-            (slip(update=False), "The optimizer's step belongs to the step"),
+            (slip(steps=1), "This is the first step"),
+            (slip(zero=False), "still live"),
+            (slip(set_to_none=False), "`set_to_none=False` keeps their memory"),
+            (slip(update=False), "without the temporaries of Adam's update"),
+            (slip(fused=True), "without the temporaries of Adam's update"),
+            slip(foreach=True),
             (made_outside, "outside `with symbolic():`"),
             (lambda make_model, make_batch: 277_682_584, "never called"),
-            (lambda make_model, make_batch: peak(make_model, make_batch) / 1e6, "Bytes are wanted"),
+            *(
+                (
+                    lambda make_model, make_batch, o=o, n=n: peak(make_model, make_batch, **o) / n,
+                    said,
+                )
+                for o in ({}, {"batch_before": True})
+                for n, said in ((1e6, "in MB"), (2**20, "in MiB"))
+            ),
         ],
     ),
     "break_even": (
@@ -64,7 +82,9 @@ ANSWERS = {
         [
             (lambda a, b: 1 / ratio(a, b), "bytes per FLOP"),
             (lambda a, b: -ratio(a, b), "The sign"),
-            (lambda a, b: 2 * ratio(a, b), "both ways already"),
+            (lambda a, b: 2 * ratio(a, b), "both directions"),
+            lambda a, b: (a.flops - b.flops) // (b.moved_bytes - a.moved_bytes),
+            lambda a, b: round(ratio(a, b)),
             (lambda a, b: a.flops / a.moved_bytes, "one recipe's intensity"),
             (lambda a, b: b.flops / b.moved_bytes, "one recipe's intensity"),
             lambda a, b: 30.3,

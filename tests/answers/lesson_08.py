@@ -182,10 +182,26 @@ def whole_weights(weights, gradients, adams, wire):
     return wire.all_gather([adam(*each) for adam, *each in zip(adams, weights, sums, strict=True)])
 
 
+def ignores_the_sums(weights, gradients, adams, wire):
+    """Calls the collective, and averages what no single rank has."""
+    wire.reduce_scatter(gradients)
+    n = len(weights)
+    means = (sum(gradients) / n).chunk(n)
+    pieces = [weight.chunk(n)[rank] for rank, weight in enumerate(weights)]
+    return wire.all_gather([a(p, g) for a, p, g in zip(adams, pieces, means, strict=True)])
+
+
+def ignores_the_gathered(weights, gradients, adams, wire):
+    """Calls the collective, and puts the weights together from what no single rank has."""
+    updated = sharded(weights, gradients, adams, wire, "no gather")
+    wire.all_gather(updated)
+    return [torch.cat(updated) for _ in weights]
+
+
 SHARDED_SLIPS = {
     "all-reduce": "3 numbers are sent",
     "no wire": "Less is sent",
-    "scale": "does not mind the gradient's scale",
+    "scale": "does not depend on the gradient's scale",
     "first piece": "its own piece",
     "sum": "sum of the gradients",
     "whole state": "of Adam's state",
@@ -201,6 +217,8 @@ ANSWERS = {
             (lambda psi, n: dict.fromkeys(STAGES, 0), "Not answered"),
             (lambda psi, n: 16 * psi, "keys"),
             (but(0, lambda psi, n: 4 * psi), "counts numbers"),
+            (but(0, lambda psi, n: 16 * psi / 1e6), "in MB"),
+            (but(2, lambda psi, n: (4 * psi + 12 * psi / n) / 2**20), "in MiB"),
             (but(1, lambda psi, n: 4 * psi + 12 * psi / n), "Gradients stay whole"),
             (but(1, lambda psi, n: 8 * psi + 4 * psi / n), "two numbers"),
             (but(1, lambda psi, n: 16 * psi / n), "Only the optimizer's state"),
@@ -226,6 +244,7 @@ ANSWERS = {
             (sevens(112, 38.5, 33.25, 14), "Not yet"),
             (sevens(112, 38.5, 38.5, 14), "gradients are cut"),
             (sevens(112e-9, 38.5, 26.25, 14), "in GB"),
+            (sevens(112 / 2**30, 38.5, 26.25, 14), "in GiB"),
             (sevens(112, 38.5, 26.25, 2e-9), "parameter's share"),
             sevens(112, 38.5, 26.25, 15),
         ],
@@ -238,6 +257,8 @@ ANSWERS = {
                 for slip, reason in SHARDED_SLIPS.items()
             ),
             (cheats, "sent_bytes"),
+            (ignores_the_sums, "what `wire.reduce_scatter` returns"),
+            (ignores_the_gathered, "what `wire.all_gather` returns"),
             (whole_weights, "Adam got 64 weights with 32 numbers"),
             (lambda *given: None, "Not answered"),
             (lambda weights, *given: weights, "No Adam"),
@@ -286,6 +307,7 @@ ANSWERS = {
             (lambda psi, root: {"DDP": 0, "FSDP2": 0}, "Not answered"),
             (lambda psi, root: 8 * psi, "keys"),
             (lambda psi, root: {"DDP": 2 * psi, "FSDP2": 0}, "counts numbers"),
+            (lambda psi, root: {"DDP": 8 * psi / 1e6, "FSDP2": 0}, "in MB"),
             (lambda psi, root: {"DDP": 4 * psi, "FSDP2": 0}, "counts twice"),
             *(
                 (lambda psi, root, f=formula: {"DDP": 8 * psi, "FSDP2": f(psi, root)}, reason)

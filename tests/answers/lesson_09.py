@@ -2,10 +2,11 @@
 
 import functools
 
+import torch
 from torch.nn import functional as F
 
 from course_lib.budget import Recipe
-from course_lib.lessons.lesson_09.checks import parameters_of
+from course_lib.lessons.lesson_09.checks import model_of, parameters_of
 
 
 def loss_sum(
@@ -16,6 +17,26 @@ def loss_sum(
         logits, labels = logits[:, :-1], labels[:, 1:]
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
     return losses, count(labels)
+
+
+def shifted_the_wrong_way(model, batch):
+    logits, labels = model(batch["input_ids"]).logits[:, 1:], batch["labels"][:, :-1]
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return losses, (labels != -100).sum()
+
+
+def predicts_the_inputs(model, batch):
+    return loss_sum(model, {**batch, "labels": batch["input_ids"]})
+
+
+def slip(name):
+    return lambda config: parameters_of(config, name)
+
+
+def counted_on_meta(config):
+    """Right as well, and independent: the parameters of transformers' own model."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in model_of(config).parameters())
 
 
 def row_by_row(model, batch):
@@ -36,6 +57,8 @@ ANSWERS = {
         [
             (functools.partial(loss_sum, reduction="mean"), "mean"),
             (functools.partial(loss_sum, shift=False), "shift the labels"),
+            (shifted_the_wrong_way, "the wrong way"),
+            (predicts_the_inputs, "You predicted `input_ids`"),
             (functools.partial(loss_sum, count=lambda labels: labels.numel()), "-100"),
             (functools.partial(loss_sum, count=lambda labels: 9 + 0 * labels.sum()), None),
             (functools.partial(loss_sum, count=lambda labels: len(labels)), "not over samples"),
@@ -45,25 +68,48 @@ ANSWERS = {
         ],
     ),
     "parameters": (
-        [parameters_of],
+        [parameters_of, counted_on_meta],
         [
-            (functools.partial(parameters_of, slip="keys"), "num_key_value_heads"),
-            (functools.partial(parameters_of, slip="gate"), "three matrices"),
-            (functools.partial(parameters_of, slip="output"), "four matrices"),
-            (functools.partial(parameters_of, slip="norms"), "two norms"),
-            (functools.partial(parameters_of, slip="last norm"), "after the last layer"),
-            (functools.partial(parameters_of, slip="tied"), "one matrix where"),
-            (functools.partial(parameters_of, slip="head"), "of its own"),
-            (functools.partial(parameters_of, slip="layers"), "one layer"),
+            (slip("keys"), "num_key_value_heads"),
+            (slip("gate"), "three matrices"),
+            (slip("output"), "four matrices"),
+            (slip("norms"), "two norms"),
+            (slip("last norm"), "after the last layer"),
+            (slip("tied"), "one matrix where"),
+            (slip("head"), "of its own"),
+            (slip("layers"), "one layer"),
+            (slip("one norm"), "two norms"),
+            (lambda config: 4 * parameters_of(config), "bytes in fp32"),
+            (
+                lambda config: (
+                    parameters_of(config)
+                    + config["max_position_embeddings"] * config["hidden_size"]
+                ),
+                "no table of positions",
+            ),
+            (
+                lambda config: parameters_of(config, "gate", "one norm"),
+                "three matrices: gate, up and down. Each layer has two norms",
+            ),
             lambda config: 31_141_376,
         ],
     ),
     "recipe": (
         [
             Recipe(in_backward=True, offload_optimizer=1.0, offload_activations=True),
-            Recipe(in_backward=True, offload_optimizer=1.0, checkpoint="layers"),
+            Recipe(in_backward=True, offload_optimizer=1.0, checkpoint="layers", attention="flash"),
         ],
         [
+            (
+                Recipe(in_backward=True, offload_optimizer=1.0, checkpoint="layers"),
+                "the three techniques",
+            ),
+            (
+                Recipe(
+                    in_backward=True, offload_optimizer=1.0, checkpoint="layers", first_blocks=9
+                ),
+                "the three techniques",
+            ),
             (Recipe(checkpoint="layers", micro_batches=4), "optimizer state"),
             (Recipe(in_backward=True, offload_optimizer=1.0), "activation"),
             (Recipe("bf16"), "fp32 and Adam"),

@@ -1,6 +1,6 @@
 """The exercises of lesson 08."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,7 +87,6 @@ def check_seven_billion(answer: Any) -> Verdict:
     given = _four(answer)
     for stage, count in _mixed(psi, n).items():
         slips = {
-            count / billion: "That is in GB. Give bytes.",
             count / psi: "That is a parameter's share. Give bytes.",
         }
         if stage in ("ZeRO 1", "ZeRO 2"):
@@ -134,7 +133,7 @@ def _expect(
 ) -> None:
     """Refuse another number than that; it may be rounded to three digits where a number is asked
     for."""
-    verdict = expect_number(given, count, tolerance=tolerance, wrong_answers=slips)
+    verdict = expect_number(given, count, tolerance=tolerance, wrong_answers=slips, in_bytes=True)
     if not verdict:
         said = text("`{stage}` on {n} ranks: {message}", stage=stage, n=n, message=verdict.message)
         raise Refused(said, exact=verdict.exact)
@@ -142,6 +141,23 @@ def _expect(
 
 # The step by hand
 # --------------------------------------------------------------------------------------------------
+
+
+class _WireWithHiddenRank(Wire):
+    """A wire to one more rank, so that a result computed without the wire is seen to be wrong.
+
+    That rank adds `HIDDEN_GRADIENT` to every sum, and its part of the weights moves all gathered
+    weights by `HIDDEN_WEIGHT`.
+    """
+
+    HIDDEN_GRADIENT = 0.25
+    HIDDEN_WEIGHT = 0.125
+
+    def reduce_scatter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [piece + self.HIDDEN_GRADIENT for piece in super().reduce_scatter(tensors)]
+
+    def all_gather(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        return [whole + self.HIDDEN_WEIGHT for whole in super().all_gather(pieces)]
 
 
 class _Watched(Adam):
@@ -175,31 +191,21 @@ def check_sharded_step(answer: Any) -> Verdict:
         whole, alone, wire, adams = (
             torch.linspace(-1, 1, 64),
             Adam(),
-            Wire(),
+            _WireWithHiddenRank(),
             [_Watched() for _ in range(n)],
         )
         weights = [whole.clone() for _ in range(n)]
         for step in range(3):
             gradients = [torch.linspace(rank, step + 2, 64).sin() for rank in range(n)]
-            mean = torch.stack(gradients).mean(0)
+            mean = (sum(gradients) + wire.HIDDEN_GRADIENT) / n
             weights = answer(weights, gradients, adams, wire)
             if weights is None:
                 return not_answered()
             _check_pieces(weights, adams, mean, n)
             _check_bytes(adams, wire, step + 1, n)
             whole = alone(whole, mean)
-            if not all(torch.allclose(each, whole, atol=1e-6) for each in weights):
-                return wrong(
-                    "The weights are not those of Adam on the mean gradient. Has each rank got its"
-                    " own piece?"
-                )
-            if not torch.allclose(
-                torch.cat([adam.given for adam in adams if adam.steps]), mean, atol=1e-6
-            ):
-                return wrong(
-                    "Right weights, since Adam does not mind the gradient's scale: give it the mean"
-                    " over ranks."
-                )
+            _check_values(weights, adams, (whole, mean, sum(gradients) / n), wire)
+            whole = whole + wire.HIDDEN_WEIGHT
     return right(
         "Right: an n-th of Adam's state a rank, and two numbers sent for each weight, as many as"
         " DDP sends."
@@ -220,6 +226,40 @@ def _check_pieces(weights: Any, adams: list[_Watched], mean: Tensor, n: int) -> 
     if len(given) == len(mean) and torch.allclose(given, n * mean, atol=1e-6):
         raise Refused(
             "Adam gets the sum of the gradients. The batch's gradient is their mean over the ranks."
+        )
+
+
+def _check_values(
+    weights: Sequence[Tensor],
+    adams: list[_Watched],
+    expected: tuple[Tensor, Tensor, Tensor],
+    wire: _WireWithHiddenRank,
+) -> None:
+    """Compare the weights and Adam's gradients with the weights that Adam alone finds, before they
+    are gathered, the mean gradient, and the mean without the wire."""
+    whole, mean, mean_without_wire = expected
+    given = torch.cat([adam.given for adam in adams if adam.steps])
+    if len(given) == len(mean) and torch.allclose(given, mean_without_wire, atol=1e-6):
+        raise Refused(
+            "Adam got a gradient that did not come through the wire. A rank knows its own gradient"
+            " alone: use what `wire.reduce_scatter` returns.",
+            exact=True,
+        )
+    if all(torch.allclose(each, whole, atol=1e-6) for each in weights):
+        raise Refused(
+            "The new weights did not come through the wire. A rank knows its own piece alone:"
+            " return what `wire.all_gather` returns.",
+            exact=True,
+        )
+    if not all(torch.allclose(each, whole + wire.HIDDEN_WEIGHT, atol=1e-6) for each in weights):
+        raise Refused(
+            "The weights are not those of Adam on the mean gradient. Has each rank got its own"
+            " piece?"
+        )
+    if not torch.allclose(given, mean, atol=1e-6):
+        raise Refused(
+            "The weights are right, because Adam does not depend on the gradient's scale. Give it"
+            " the mean over the ranks."
         )
 
 
@@ -413,7 +453,7 @@ def check_sent(answer: Any) -> Verdict:
                     8 * psi - 4 * root: "The gradients are sent, too.",
                     16 * psi - 4 * root: "Gradients are scattered; nobody gathers them.",
                 }
-            verdict = expect_number(given[mode], count, wrong_answers=slips)
+            verdict = expect_number(given[mode], count, wrong_answers=slips, in_bytes=True)
             if not verdict:
                 said = text("`{kind}`: {message}", kind=mode, message=verdict.message)
                 return wrong(said, exact=verdict.exact)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,11 +114,24 @@ def check_loss_sum(function: Any) -> Verdict:
         logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
     )  # 0 where a label is ignored
     unshifted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    backward_shift = F.cross_entropy(
+        logits[:, 1:].flatten(0, 1), labels[:, :-1].flatten(), reduction="sum"
+    )
+    inputs = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten(), reduction="sum"
+    )
     count, total = int((labels[:, 1:] != IGNORED).sum()), each.sum().item()
     slips = {
         total / count: "That is a mean: it cannot be added to that of another piece.",
         total / each.numel(): "That is a mean: it cannot be added to that of another piece.",
         unshifted.item(): "Each place predicts the token after it: shift the labels by one.",
+        backward_shift.item(): (
+            "You shifted the wrong way: each place predicts the token after it, not before it."
+        ),
+        inputs.item(): (
+            "You predicted `input_ids`, padding included. Use `batch['labels']`, where padding is"
+            " −100."
+        ),
     }
     verdict = expect_number(loss.detach(), total, wrong_answers=slips, tolerance=1e-4)
     if not verdict:
@@ -142,6 +156,11 @@ _SLIPS = {
     "gate": "The network after attention has three matrices: gate, up and down.",
     "output": "Attention has four matrices: its output has one too.",
     "norms": "Each layer has two norms of `hidden_size` numbers, and one comes last.",
+    "one norm": "Each layer has two norms of `hidden_size` numbers, and one comes last.",
+    "positions": (
+        "A Llama has no table of positions: it rotates queries and keys instead, without"
+        " parameters."
+    ),
     "last norm": "One more norm comes after the last layer.",
     "tied": "Embedding and head are one matrix where `tie_word_embeddings` is true, else two.",
     "head": "The head is a matrix of its own where `tie_word_embeddings` is false.",
@@ -149,19 +168,36 @@ _SLIPS = {
 }
 
 
-def parameters_of(config: Mapping[str, Any], slip: str = "") -> int:
-    """Number of a Llama's parameters; with a slip by name, as learners make it."""
+def parameters_of(config: Mapping[str, Any], *slips: str) -> int:
+    """Number of a Llama's parameters; with named mistakes, as learners make them."""
     hidden, width = config["hidden_size"], config["intermediate_size"]
     heads, few = config["num_attention_heads"], config["num_key_value_heads"]
-    keys = hidden * (hidden // heads) * (heads if slip == "keys" else few)
-    attention = (1 if slip == "output" else 2) * hidden**2 + 2 * keys
-    network = (2 if slip == "gate" else 3) * hidden * width
-    norms = 0 if slip == "norms" else 2 * hidden
-    layers = 1 if slip == "layers" else config["num_hidden_layers"]
-    last = 0 if slip in ("norms", "last norm") else hidden
-    tied = config["tie_word_embeddings"]
-    tables = {"tied": 2, "head": 1}.get(slip, 1 if tied else 2)
-    return layers * (attention + network + norms) + last + tables * config["vocab_size"] * hidden
+    keys = hidden * (hidden // heads) * (heads if "keys" in slips else few)
+    attention = (1 if "output" in slips else 2) * hidden**2 + 2 * keys
+    network = (2 if "gate" in slips else 3) * hidden * width
+    norms = 0 if "norms" in slips else hidden if "one norm" in slips else 2 * hidden
+    layers = 1 if "layers" in slips else config["num_hidden_layers"]
+    last = 0 if {"norms", "last norm"} & set(slips) else hidden
+    tables = 1 if config["tie_word_embeddings"] else 2
+    tables = 2 if "tied" in slips else 1 if "head" in slips else tables
+    rows = tables * config["vocab_size"]
+    if "positions" in slips:
+        rows += config["max_position_embeddings"]
+    return layers * (attention + network + norms) + last + rows * hidden
+
+
+def _parameter_slips(config: Mapping[str, Any]) -> dict[float, str]:
+    """Wrong count -> what went wrong, for one mistake and for two at once."""
+    count = parameters_of(config)
+    found = {
+        parameters_of(config, one, other): text("{first} {second}", first=a, second=b)
+        for (one, a), (other, b) in combinations(_SLIPS.items(), 2)
+        if a != b
+    }
+    found |= {parameters_of(config, slip): reason for slip, reason in _SLIPS.items()}
+    found |= {4 * count: "That is bytes in fp32. Give the number of parameters."}
+    found.pop(count, None)
+    return found
 
 
 @exercise(
@@ -173,14 +209,16 @@ def parameters_of(config: Mapping[str, Any], slip: str = "") -> int:
 )
 def check_parameters(function: Any) -> Verdict:
     """`function(config)`: the parameters of a Llama; asked for three configurations."""
+    # It comes first because here no two mistakes give the same count. In `LLAMA` the vocabulary is
+    # as long as the longest sequence, so a table of positions would look like an untied head.
     other = {**LLAMA, "num_attention_heads": 16, "tie_word_embeddings": False, "vocab_size": 1000}
-    for config in (LLAMA, other, json.loads((FOLDER / "llama_3_8b.json").read_text("utf-8"))):
+    for config in (other, LLAMA, json.loads((FOLDER / "llama_3_8b.json").read_text("utf-8"))):
         answer = function(config)
         if answer is None:
             return not_answered()
-        slips = {parameters_of(config, slip): said for slip, said in _SLIPS.items()}
-        slips.pop(parameters_of(config), None)
-        verdict = expect_number(answer, parameters_of(config), wrong_answers=slips)
+        verdict = expect_number(
+            answer, parameters_of(config), wrong_answers=_parameter_slips(config)
+        )
         if not verdict:
             return verdict
     return right("Right: 31,141,376 here, and 8,030,261,248 for Llama 3 8B.")
@@ -210,6 +248,16 @@ def decoder_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor,
     return total, (targets != IGNORED).sum()
 
 
+#: The three techniques of section 9.3, which exercise 3 excludes.
+THREE = Recipe(checkpoint="layers", offload_optimizer=1.0, in_backward=True)
+
+
+def _techniques_of(recipe: Recipe) -> set[str]:
+    """The recipe's fields that save memory, without those that only say how much or where."""
+    sizes = {"first_blocks", "blocks", "segments", "schedule_bytes", "min_bytes", "page_bytes"}
+    return set(recipe.changed()) - sizes - {"precision", "prefetch", "in_flight", "update"}
+
+
 @exercise(
     hint=(
         "What fills the peak, and which lever goes for that? Then look again: something else is the"
@@ -230,6 +278,12 @@ def check_recipe(recipe: Any) -> Verdict:
         return wrong("Other numbers would be trained: keep fp32 and Adam.", exact=True)
     if recipe.ranks > 1:
         return wrong("One device is what there is.", exact=True)
+    if _techniques_of(recipe) == _techniques_of(THREE):
+        return wrong(
+            "These are the three techniques of section 9.3. Find a recipe with another set: what"
+            " else takes the activations away?",
+            exact=True,
+        )
     found = estimated(recipe)
     if found.peak_bytes <= BUDGET:
         return right(text("Right: {peak} MB.", peak=f"{found.peak_bytes / 1e6:.1f}"))
