@@ -309,12 +309,12 @@ lesson_09.draw_losses(curves)
 #
 # <div lang="en">
 #
-# **Exercise 3.** A recipe for 200 MB, another one than the three levers above: it keeps fp32 and Adam. (`Recipe`'s fields: lesson 07, section 7.2. Each try is an estimate, half a second.)
+# **Exercise 3.** Write a recipe for 200 MB that uses another set of techniques than the three above, and keeps fp32 and Adam. (`Recipe`'s fields: lesson 07, section 7.2. Each try is an estimate, half a second.)
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 3。** 为 200 MB 写一个配方，不要照抄上面那三样；fp32 和 Adam 不变。（`Recipe` 有哪些字段，见第 07 课 7.2 节。每试一次就是一次估计，半秒钟。）
+# **练习 3。** 为 200 MB 写一个配方，所用的技术不能正好是上面那三种；fp32 和 Adam 不变。（`Recipe` 有哪些字段，见第 07 课 7.2 节。每试一次就是一次估计，半秒钟。）
 #
 # </div>
 
@@ -418,20 +418,20 @@ budget_command([*sizes, "--device", "H100", "--quick"])
 # | Llama 3 8B | RTX 4090, 25.8 | state and activations below, flash, steps in backward | 22.4 | 24.4 | 87.3 |
 # | Mixtral 8x7B | H200, 150.8 | state below, flash, steps in backward | 145.1 | 150.3 | 186.8 |
 #
-# The first column of bytes is exact, by tensors. The second is what PyTorch's allocator would reserve for them by its rules (lesson 01, in depth). Mixtral's tensors fit, and yet this step would not: 150.3 GB reserved and 0.5 of context are more than there is. With `expandable_segments` it is 145.8. (No GPU has run these yet.)
+# The first column of bytes counts tensors alone. It is exact for the CPU's operators; on CUDA some operators keep other tensors, and `course_lib/budget/kinds.py` lists them. The second column is what PyTorch's allocator would reserve for these tensors by its rules (lesson 01, in depth). Mixtral's tensors fit, and yet this step would not: 150.3 GB reserved and 0.5 of context are more than there is. With `expandable_segments` it is 145.8. (No GPU has run these yet.)
 #
 # </div>
 # <div lang="zh">
 #
 # 50 GB，卡上还剩三分之一：flash 去掉了分数，状态放到了主机上。同一行命令，换几种设备，再换一份配置：
 #
-# | 模型 | 设备，GB | 配方 | 张量，GB | 保留，GB | 搬运，GB |
+# | 模型 | 设备（GB） | 配方 | 张量（GB） | 已预留（GB） | 搬运（GB） |
 # |---|---|---|---|---|---|
 # | Llama 3 8B | H100，85.5 | 状态卸载，flash | 50.0 | 51.4 | 32.1 |
 # | Llama 3 8B | RTX 4090，25.8 | 状态和激活值卸载，flash，在反向中更新 | 22.4 | 24.4 | 87.3 |
 # | Mixtral 8x7B | H200，150.8 | 状态卸载，flash，在反向中更新 | 145.1 | 150.3 | 186.8 |
 #
-# 前一列字节只数张量，是精确的；后一列是 PyTorch 的分配器按它的规则要为它们保留多少（第 01 课，深入）。Mixtral 的张量装得下，这一步却装不下：保留 150.3 GB，再加 0.5 GB 的上下文，超出了设备所有。用 `expandable_segments` 则是 145.8 GB。（这些还没有在 GPU 上运行过。）
+# 前一列字节只统计张量，对 CPU 的算子是精确的；在 CUDA 上，有些算子保存的张量不同，列在 `course_lib/budget/kinds.py` 里。后一列是 PyTorch 的分配器按它的规则要为它们预留多少（第 01 课，深入）。Mixtral 的张量装得下，这一步却装不下，因为要预留 150.3 GB，再加 0.5 GB 的上下文，超出了设备的容量。用 `expandable_segments` 则是 145.8 GB。（这些还没有在 GPU 上运行过。）
 #
 # </div>
 
@@ -473,7 +473,7 @@ budget_command([*sizes, "--device", "H100", "--quick"])
 # | run here | `model, optimizer = build(make_model, recipe)`; `train_step(model, optimizer, batch, recipe)` |
 # | run here | `estimate(make_model, make_batch, recipe).peak_bytes` |
 # | not run | `TrainingArguments(gradient_checkpointing=True)`; `model.gradient_checkpointing_enable()` (transformers) |
-# | not run | `accelerate estimate-memory NAME` counts weights, and four times that for Adam |
+# | not run | `accelerate estimate-memory NAME` counts the weights, and for Adam in fp32 four times their bytes; it counts no activations |
 #
 # </div>
 # <div lang="zh">
@@ -485,7 +485,7 @@ budget_command([*sizes, "--device", "H100", "--quick"])
 # | 本课运行过 | `model, optimizer = build(make_model, recipe)`；`train_step(model, optimizer, batch, recipe)` |
 # | 本课运行过 | `estimate(make_model, make_batch, recipe).peak_bytes` |
 # | 没有运行 | `TrainingArguments(gradient_checkpointing=True)`；`model.gradient_checkpointing_enable()`（transformers） |
-# | 没有运行 | `accelerate estimate-memory NAME` 只数权重，用 Adam 训练按四倍算 |
+# | 没有运行 | `accelerate estimate-memory NAME` 只统计权重，fp32 下用 Adam 训练按权重字节的四倍计算，不计激活值 |
 #
 # </div>
 
@@ -570,7 +570,7 @@ whole_ledger()
 #
 # <div lang="en">
 #
-# - A model that the course did not write: predicted to the byte, from nine lines.
+# - The step of a model that the course did not write was predicted to the byte from nine lines of configuration, and measured on this CPU.
 # - Its largest part was Adam's state: look before you choose. A lever that frees what is not there saves nothing, or even costs.
 # - Equal weights first; then 171.6 MB instead of 609.1, and the search leaves two checkpoints out.
 # - A configuration and a device are enough to know how 8 billion parameters fit into 80 GB, or into 24, and what it costs.
@@ -582,7 +582,7 @@ whole_ledger()
 # </div>
 # <div lang="zh">
 #
-# - 一个不是这门课写的模型，只凭九行配置，预测精确到字节。
+# - 一个不是这门课写的模型，只凭九行配置，就把它的一步预测到了字节，并在这个 CPU 上实测验证。
 # - 它最大的一块是 Adam 的状态：先看，再选。放掉本来就不在的东西，等于没省，有时还更费。
 # - 先证明权重相等；然后是 171.6 MB，而不是 609.1 MB，搜索还省掉了两个检查点。
 # - 一份配置、一种设备，就能知道 80 亿参数怎样装进 80 GB 或 24 GB，以及代价是什么。
@@ -687,7 +687,7 @@ table(["kind", "update at the end, GB", "in backward, GB"], rows)
 # </div>
 # <div lang="zh">
 #
-# 最先得到的是输出头的梯度：128256 × 4096 个 16 位的数，1.05 GB。不在反向中更新，它就等着；在反向中更新，它马上就要用，这时几乎所有激活值都还在。循环要为它建两个 fp32 的临时张量，各 2.1 GB，偏偏赶上最坏的时刻；`foreach` 只建一个，低于损失那里的峰值。更新本身也要内存。与 9.3 节一样，峰值在别处时，这个办法才有用：状态移走之后，或者加了检查点。
+# 最先得到的是输出头的梯度：128256 × 4096 个 16 位的数，1.05 GB。如果不在反向中更新，它就一直留着；如果在反向中更新，它一算出来就立刻用来更新输出头，而这时几乎所有激活值都还在。循环要为它建两个 fp32 的临时张量，各 2.1 GB，偏偏赶上最坏的时刻；`foreach` 只建一个，低于损失那里的峰值。更新本身也要内存。与 9.3 节一样，峰值在别处时，这个办法才有用：状态移走之后，或者加了检查点。
 #
 # </div>
 

@@ -121,6 +121,7 @@ def _bare(ax: "Axes") -> None:
 _NO = "–"
 # no line breaks within
 _BY_N, _BY_T, _BY_P, _BY_E = "÷\u00a0N", "÷\u00a0t", "÷\u00a0p", "experts ÷ e"
+_MATRICES = "matrices ÷ t"  # the norms, and the biases of matrices cut by rows, stay whole
 _SHARE = "÷ N, of a fixed batch"
 #: kind, what of it a rank holds of weights, gradients, Adam's state and activations, collectives
 #: of a step, source.
@@ -155,18 +156,18 @@ PARALLELISMS = (
     ),
     (
         "tensor, t",
-        _BY_T,
-        _BY_T,
-        _BY_T,
+        _MATRICES,
+        _MATRICES,
+        _MATRICES,
         "those inside attention and MLP ÷ t",
         "four all-reduces a layer",
         "Shoeybi et al. 2019, arXiv:1909.08053",
     ),
     (
         "tensor and sequence, t",
-        _BY_T,
-        _BY_T,
-        _BY_T,
+        _MATRICES,
+        _MATRICES,
+        _MATRICES,
         _BY_T,
         "four all-gathers and reduce-scatters a layer",
         "Korthikanti et al. 2022, arXiv:2205.05198",
