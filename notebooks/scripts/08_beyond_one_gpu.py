@@ -266,14 +266,14 @@ lesson_08.draw_peaks(at_peak, title)
 # %% [markdown]
 # <div lang="en">
 #
-# 207.6 MB: at the peak DDP holds the bytes of all gradients, 27.5 MB, though none has been computed. It makes **buckets** before the first step, into which backward writes gradients, so that a full bucket can be sent while the next one fills. `zero_grad` drops the gradients, which are views of the buckets; the buckets stay. (They are views because the course sets `gradient_as_bucket_view=True`. PyTorch's default is False, and then gradients and buckets are separate tensors.) "Gradients come as activations go" (lesson 01) does not hold with DDP. ZeRO 1 has the same buckets: as many bytes as the half of Adam's state that it spares, hence 180.1 again.
+# 207.6 MB: at the peak DDP holds the bytes of all gradients, 27.5 MB, though none has been computed. It makes **buckets** before the first step, into which backward writes gradients, so that a full bucket can be sent while the next one fills. `zero_grad` drops the gradients, which are views of the buckets; the buckets stay. (`gradient_as_bucket_view=True`; by default the two are separate.) "Gradients come as activations go" (lesson 01) does not hold with DDP. ZeRO 1 has the same buckets: as many bytes as the half of Adam's state that it spares, hence 180.1 again.
 #
 # FSDP2 has none: it reduces a block's gradient as soon as it is whole, and keeps its own part. At the peak that saves 66.5 MB against DDP, more than the formula's 55.0 MB. The 2.2 MB beyond its half are the gathered **root**: embeddings, last norm and head, whose matrix is the token embedding's.
 #
 # </div>
 # <div lang="zh">
 #
-# 207.6 MB：峰值时一个梯度都还没算出来，DDP 却已占着全部梯度的字节，27.5 MB。它在第一步之前就建好了**桶**（bucket），反向把梯度写进桶里，一个桶满了就发出去，同时填下一个。`zero_grad` 扔掉的梯度只是桶的视图，桶还在。（之所以是视图，是因为本课程设了 `gradient_as_bucket_view=True`。PyTorch 的默认值是 False，那时梯度和桶是各自独立的张量。）“激活值释放，梯度才到来”（第 01 课），用 DDP 时不成立。ZeRO 1 用的是同样的桶，字节数与它省下的那一半 Adam 状态一样多，所以又是 180.1。
+# 207.6 MB：峰值时一个梯度都还没算出来，DDP 却已占着全部梯度的字节，27.5 MB。它在第一步之前就建好了**桶**（bucket），反向把梯度写进桶里，一个桶满了就发出去，同时填下一个。`zero_grad` 扔掉的梯度只是桶的视图，桶还在。（这里设了 `gradient_as_bucket_view=True`；默认情况下两者各自独立。）“激活值释放，梯度才到来”（第 01 课），用 DDP 时不成立。ZeRO 1 用的是同样的桶，字节数与它省下的那一半 Adam 状态一样多，所以又是 180.1。
 #
 # FSDP2 没有桶：一个块的梯度一算齐就归约，只留自己那一份。所以峰值时它比 DDP 省 66.5 MB，比公式给出的 55.0 MB 还多。它在自己的一半之外多持有 2.2 MB，那是收集来的**根模块**（root）：嵌入、最后的归一化和输出头（它与 token 嵌入共用一个矩阵）。
 #
@@ -700,14 +700,22 @@ lesson_08.draw_seconds(traffic, 6 * psi_70 / rate, least)
 #
 # The model cancels: $2r/w$, here 16,000 tokens a rank, for 7 billion parameters and for 70 billion. (400 TFLOP/s are two fifths of an H100's data sheet, 50 GB/s a network of 400 Gbit/s; computed, not measured.) With one sequence of 2048 tokens a step computes 2.0 s and sends for 15.5, whatever hides. Gathered in bf16: 10.3 s.
 #
-# One remedy is called **HSDP**: shard within a machine of 8, whose links are some nine times as fast, and replicate between machines. Only the gradient of a rank's own eighth is all-reduced between machines: 65 GB instead of 775, which takes 1.3 s. The price is memory. A rank holds $16\Psi/8$ = 129 GB instead of 16.2, and that does not fit into the 80 GB of the H100 whose rate is used here. On such cards one shards over more ranks, although their gathers then cross the slow links again (over 32 ranks each holds 32 GB), gives each rank more tokens, or also cuts the matrices within a machine (tensor parallelism, section 8.10). Shard as far as you must, no further. (Section 8.21 runs HSDP with 2 × 2 ranks.)
-#
 # </div>
 # <div lang="zh">
 #
 # 模型约掉了：$2r/w$，这里是每个进程 16,000 个 token，70 亿个参数如此，700 亿也如此。（400 TFLOP/s 是 H100 标称值的五分之二，50 GB/s 是 400 Gbit/s 的网络；这是计算值，不是实测。）只有一条 2048 个 token 的序列时，一步要算 2.0 s，却要传 15.5 s，怎么掩盖也不够。用 bf16 收集：10.3 s。
 #
-# 一种对策叫 **HSDP**（混合分片数据并行）：在 8 块 GPU 的一台机器内分片，那里的链路速度约为机器之间的九倍；机器之间则复制。这样，机器之间只需对本进程那八分之一梯度做 all-reduce，共 65 GB，而不是 775 GB，用时 1.3 s。代价是内存：每个进程要持有 $16\Psi/8$ = 129 GB，而不是 16.2 GB。这里用的是 H100 的速率，而 H100 只有 80 GB，装不下。在这样的卡上，可以分到更多进程（分到 32 个进程时，每个持有 32 GB，不过收集权重又要走慢的链路），可以让每个进程处理更多 token，也可以在机器内再切开矩阵（张量并行，8.10 节）。分片分到够用为止，不要再多。（8.21 节用 2 × 2 个进程运行 HSDP。）
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# One remedy is called **HSDP**: shard within a machine of 8, whose links are some nine times as fast, and replicate between machines. Only the gradient of a rank's own eighth is all-reduced between machines: 65 GB instead of 775, which takes 1.3 s. The price is memory. A rank holds $16\Psi/8$ = 129 GB instead of 16.2, and that does not fit into the 80 GB of the H100 whose rate is used here. On such cards one shards over more ranks (32 GB each over 32, with gathers over the slow links), gives each rank more tokens, or also cuts the matrices (tensor parallelism). Shard as far as you must, no further. (Section 8.21 runs HSDP with 2 × 2 ranks.)
+#
+# </div>
+# <div lang="zh">
+#
+# 一种对策叫 **HSDP**（混合分片数据并行）：在 8 块 GPU 的一台机器内分片，那里的链路速度约为机器之间的九倍；机器之间则复制。这样，机器之间只需对本进程那八分之一梯度做 all-reduce，共 65 GB，而不是 775 GB，用时 1.3 s。代价是内存：每个进程要持有 $16\Psi/8$ = 129 GB，而不是 16.2 GB。这里用的是 H100 的速率，而 H100 只有 80 GB，装不下。在这样的卡上，可以分到更多进程（分到 32 个时每个持有 32 GB，但收集权重要走慢的链路），可以让每个进程处理更多 token，也可以再切开矩阵（张量并行）。分片分到够用为止，不要再多。（8.21 节用 2 × 2 个进程运行 HSDP。）
 #
 # </div>
 
@@ -796,11 +804,11 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # - Data parallelism divides the activations of a fixed batch; ZeRO divides what data parallelism holds $N$ times. In fp32: $16\Psi$, $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$, $16\Psi/N$ bytes.
 # - DDP's buckets take the bytes of all gradients at all times: here 27.5 MB more at the peak.
-# - An all-reduce is a reduce-scatter and an all-gather. Between the two, each rank can update its own part: ZeRO 1 and 2 need send no more than DDP. ZeRO 3 gathers, uses and drops, for half as much again, less the root. What a wire carries is the backend's affair.
-# - A quarter of the batch alone takes 131.3 MB instead of 277.7. With sharding and checkpoints on top, each of four ranks takes 47.1 MB.
+# - An all-reduce is a reduce-scatter and an all-gather. Between the two, each rank can update its own part: ZeRO 1 and 2 need send no more than DDP. ZeRO 3 gathers, uses and drops, for half as much again, less the root. The backend decides what a wire carries.
+# - A quarter of the batch takes 131.3 MB instead of 277.7; sharded and with checkpoints, 47.1 MB per rank of four.
 # - Traffic hides behind compute from $2r/w$ tokens a rank on. A symbolic rank tells all this before a machine is rented.
 #
-# **Next:** take a model of your own. Tensor, pipeline and context parallelism cut the matrices, the layers and the sequence; ZeRO cuts none of the three.
+# **Next:** take a model of your own. Tensor, pipeline and context parallelism cut the matrices, the layers and the sequence; ZeRO cuts none.
 #
 # </div>
 # <div lang="zh">
@@ -808,7 +816,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # - 数据并行分摊固定批次的激活值；ZeRO 分摊数据并行存了 $N$ 遍的部分。fp32 时：$16\Psi$、$8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$、$16\Psi/N$ 字节。
 # - DDP 的桶始终占着全部梯度的字节：这里峰值高 27.5 MB。
 # - all-reduce 就是 reduce-scatter 加 all-gather。在两者之间，每个进程可以只更新自己的一份：ZeRO 1 和 2 不必比 DDP 多发送。ZeRO 3 收集，用完，丢掉，交出的多一半，根模块除外。线路上实际传输多少，由后端决定。
-# - 只做四分之一个批次，内存就从 277.7 MB 降到 131.3 MB。再加上分片和检查点，四个进程每个只占 47.1 MB。
+# - 只做四分之一个批次，内存就从 277.7 MB 降到 131.3 MB；再加上分片和检查点，四个进程每个只占 47.1 MB。
 # - 每个进程从 $2r/w$ 个 token 起，通信就能被计算掩盖。机器还没租，用符号张量算出一个进程，这一切就都知道了。
 #
 # **下一步**：拿一个你自己的模型来试。张量并行、流水线并行和上下文并行，分别切开矩阵、层和序列；ZeRO 这三样都不切。

@@ -202,7 +202,7 @@ SHARDED_SLIPS = {
     "all-reduce": "3 numbers are sent",
     "no wire": "Less is sent",
     "scale": "does not depend on the gradient's scale",
-    "first piece": "its own piece",
+    "first piece": "its own shard",
     "sum": "sum of the gradients",
     "whole state": "of Adam's state",
     "no gather": "only its piece",

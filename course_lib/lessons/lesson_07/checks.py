@@ -253,8 +253,8 @@ def check_keeps_clipping(recipe: Any) -> Verdict:
     if recipe.first_blocks is not None and recipe.first_blocks < LAYERS - 1:
         message = (
             "Right: {mb} at {ratio:.3f} times the FLOPs. A checkpoint around the last layer would"
-            " free nothing. What the other layers without a checkpoint keep still fits into the"
-            " budget."
+            " free nothing. The activations of the other layers without a checkpoint still fit"
+            " into the budget."
         )
     return right(text(message, **values))
 

@@ -247,14 +247,14 @@ def _check_values(
         )
     if all(torch.allclose(each, whole, atol=1e-6) for each in weights):
         raise Refused(
-            "The new weights did not come through the wire. A rank knows its own piece alone:"
+            "The new weights did not come through the wire. A rank knows its own shard alone:"
             " return what `wire.all_gather` returns.",
             exact=True,
         )
     if not all(torch.allclose(each, whole + wire.HIDDEN_WEIGHT, atol=1e-6) for each in weights):
         raise Refused(
             "The weights are not those of Adam on the mean gradient. Has each rank got its own"
-            " piece?"
+            " shard?"
         )
     if not torch.allclose(given, mean, atol=1e-6):
         raise Refused(
