@@ -893,12 +893,15 @@ def answer():
         ),
     ],
 )
-def test_an_exception_shows_the_readers_own_line_and_a_typing_slip_no_hint(source, said, hint):
-    verdict = asked_for("hint")(cell(source)["answer"])
+def test_an_exception_shows_the_readers_own_line_and_a_typing_slip_no_hint(
+    source, said, hint, monkeypatch
+):
+    monkeypatch.setenv("COURSE_LABELS", "strict")
+    verdict = asked_for("`hint`")(cell(source)["answer"])
     assert (
         not verdict
         and verdict.message.startswith(said)
-        and verdict.hint == ("hint" if hint else None)
+        and verdict.hint == ("`hint`" if hint else None)
     )
     assert (
         labels.chinese(verdict.message).startswith("你的单元格第 ")

@@ -13,7 +13,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from course_lib.labels import markup, say, text
+from course_lib.labels import markup, say, text, verbatim
 
 _COLORS = {True: "#228833", False: "#EE7733", None: "#777777"}
 _MARKS = {True: "✓", False: "✗", None: "→"}
@@ -139,7 +139,8 @@ class Exercise:
                 )
             slip = isinstance(error, NameError | SyntaxError) or _is_miscalled(error)
             return wrong(
-                _own_line(error, answer) or text(self._raised, error=_said(error)), exact=slip
+                _own_line(error, answer) or text(self._raised, error=verbatim(_said(error))),
+                exact=slip,
             )
 
 
@@ -208,7 +209,7 @@ def _own_line(error: Exception, answer: Any) -> str | None:
         return None
     filename, line = frames[-1]
     code = linecache.getline(filename, line).strip()
-    said = f"{type(error).__name__}: {_first_line(error)}".removesuffix(": ")
+    said = verbatim(f"{type(error).__name__}: {_first_line(error)}".removesuffix(": "))
     if not code:
         return text("Line {line} of your cell: {error}", line=line, error=said)
     return text(
