@@ -34,7 +34,7 @@ language()
 #
 # The three buttons above choose the language of every page of text and every table; they work without running anything. So do the figures: each comes in both.
 #
-# **In this lesson** (20 minutes): what is on your machine, how a lesson works, one minute of memory, and which route to take.
+# **In this lesson** (25 minutes): what is on your machine, how a lesson works, one minute of memory, and which route to take.
 #
 # **What to know before**: you have trained a network with PyTorch, and you know what `loss.backward()` does.
 #
@@ -43,7 +43,7 @@ language()
 #
 # 上面的三个按钮用来切换全部正文和表格的语言，不运行代码也能用。图也随之切换：每张图都有中英文两个版本。
 #
-# **本课内容**（20 分钟）：看看你的机器，了解每一课怎么上，花一分钟看看内存，再选一条路线。
+# **本课内容**（25 分钟）：看看你的机器，了解每一课怎么上，花一分钟看看内存，再选一条路线。
 #
 # **预备知识**：用 PyTorch 训练过网络，知道 `loss.backward()` 做什么。
 #
