@@ -189,7 +189,7 @@ def parameters_of(config: Mapping[str, Any], *slips: str) -> int:
 def _parameter_slips(config: Mapping[str, Any]) -> dict[float, str]:
     """Wrong count -> what went wrong, for one mistake and for two at once."""
     count = parameters_of(config)
-    found = {
+    found: dict[float, str] = {
         parameters_of(config, one, other): text("{first} {second}", first=a, second=b)
         for (one, a), (other, b) in combinations(_SLIPS.items(), 2)
         if a != b
