@@ -12,15 +12,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import HANGS_SECONDS
 
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 
 from course_lib.teaching.editions import fingerprint, grade
-from course_lib.teaching.editions.kernels import Limits
+from course_lib.teaching.editions.kernels import Limits, Run
 from course_lib.teaching.editions.student import reason_id
 
 ROOT = Path(__file__).parents[1]
+LIMITS = Limits(HANGS_SECONDS)
 CALL = "lesson_01.check_training_state(mine)"
 IMPORT = "from course_lib.lessons import lesson_01"
 
@@ -67,7 +69,7 @@ def test_a_kernel_gives_the_verdicts_and_the_sentence_and_nothing_of_it_stays(
     )
     path = tmp_path / "Ada\nL.ipynb"
     path.write_text(nbformat.writes(notebook), "utf-8")
-    rows = grade.grade(path, lessons, Limits())
+    rows = grade.grade(path, lessons, LIMITS)
     told = table_of(rows)
     assert {(row.name, row.lesson) for row in rows} == {("Ada\\nL", "01")}
     assert told["training_state"][0] == "✓" and "two for Adam" in told["training_state"][1]
@@ -82,6 +84,30 @@ def test_a_kernel_gives_the_verdicts_and_the_sentence_and_nothing_of_it_stays(
     assert "–" not in told and list(tmp_path.iterdir()) == [path]
 
 
+LATE_OUTPUT = """
+import sys, time
+
+thread = get_ipython().kernel.iopub_thread
+send = thread._really_send
+
+def send_late(*arguments, **options):
+    thread._really_send = send
+    time.sleep(5)
+    send(*arguments, **options)
+
+thread._really_send = send_late
+sys.stdout.flush_timeout = sys.stderr.flush_timeout = 0.1  # the reply does not wait for the output
+print("late")
+"""
+
+
+def test_output_that_arrives_after_the_cell_has_run_is_kept(tmp_path):
+    """The kernel sends it five seconds late; nbclient by itself waits for four."""
+    cells = [nbformat.v4.new_code_cell(LATE_OUTPUT)]
+    notebook = Run(nbformat.v4.new_notebook(cells=cells), LIMITS, tmp_path).execute()
+    assert [output["text"] for output in notebook.cells[0].outputs] == ["late\n"]
+
+
 def test_a_submission_of_lesson_00_which_crashes_does_not_stop_the_next(tmp_path, capsys):
     """It has no exercises: the table says whether it ran to its end."""
     title = "# 0 Start here / 从这里开始"
@@ -90,7 +116,9 @@ def test_a_submission_of_lesson_00_which_crashes_does_not_stop_the_next(tmp_path
     for name, notebook in (("a", dies), ("b", runs)):
         (tmp_path / f"{name}.ipynb").write_text(nbformat.writes(notebook), "utf-8")
     table = tmp_path / "out/table.csv"
-    grade.main([str(tmp_path), "--output", str(table), "--notebooks", str(ROOT / "notebooks")])
+    limits = ["--seconds", str(HANGS_SECONDS)]
+    folders = ["--output", str(table), "--notebooks", str(ROOT / "notebooks")]
+    grade.main([str(tmp_path), *folders, *limits])
     with open(table, encoding="utf-8-sig", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["name"], row["lesson"], row["verdict"]) for row in rows] == [
@@ -131,7 +159,7 @@ def test_a_file_that_cannot_be_graded_is_one_sentence_in_the_table(
     path = tmp_path / "a.ipynb"
     content = content if isinstance(content, str | bytes) else nbformat.writes(content)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    (row,) = grade.grade(path, lessons, Limits(), wanted="01")
+    (row,) = grade.grade(path, lessons, LIMITS, wanted="01")
     assert (row.exercise, row.verdict) == ("–", "!") and row.message.startswith(said)
     assert row.message.endswith(".") and "\n" not in row.message
 
@@ -150,7 +178,7 @@ def test_what_is_no_file_and_what_breaks_grading_cost_the_others_nothing(tmp_pat
         raise RuntimeError("a slip\nof mine")
 
     monkeypatch.setattr(grade, "tampering", stumbles)
-    rows = grade.grade_folder(tmp_path, ROOT / "notebooks", Limits(), say=lambda line: None)
+    rows = grade.grade_folder(tmp_path, ROOT / "notebooks", LIMITS, say=lambda line: None)
     assert [(row.name, row.verdict, row.message) for row in rows[:4]] == [
         ("a", "!", "It is not a notebook: it is a folder."),
         ("b", "!", "It is not a notebook: it is not a file."),

@@ -58,8 +58,8 @@ class Run(NotebookClient):
             notebook,
             kernel_name="python3",  # whatever the notebook names
             allow_errors=True,
-            timeout_func=lambda cell: max(1, int(self._end - time.monotonic())),
-            startup_timeout=120,
+            timeout_func=self._seconds_left,
+            startup_timeout=max(120, limits.seconds),
             # output is sent five times a second, however much it is by then
             extra_arguments=[f"--IPKernelApp.extra_extensions={fingerprint.__name__}"],
             record_timing=False,
@@ -69,6 +69,16 @@ class Run(NotebookClient):
         for each in (self._work, self._home):
             each.mkdir()
         self._end = time.monotonic() + limits.seconds
+
+    def _seconds_left(self, cell: NotebookNode) -> int:
+        """Return the seconds that a cell may run; its output may arrive as late.
+
+        Output that arrives after `iopub_timeout` is lost. The four seconds that nbclient allows are
+        too few on a busy machine.
+        """
+        left = max(1, int(self._end - time.monotonic()))
+        self.iopub_timeout = left
+        return left
 
     def execute(self) -> NotebookNode:  # type: ignore[override]
         """Start the kernel, run, and leave no process behind."""
