@@ -3,17 +3,17 @@ them."""
 
 import ast
 import builtins
+import math
 import random
-import signal
 import symtable
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import jupytext
 import torch
@@ -267,23 +267,58 @@ def _replace(tree: ast.AST, old: ast.AST, new: ast.AST | list[ast.AST]) -> None:
 
 
 class Endless(BaseException):
-    """The alarm rang; no check takes it for a wrong answer's exception."""
+    """Raised when the steps are spent; no check mistakes it for the exception of a wrong answer."""
 
 
-@contextmanager
-def alarm(seconds: float) -> Iterator[None]:
-    """Ends what is in the block after so many seconds, with `Endless`."""
+MUTANT = "mutant"  # the name of the file that the code of a mutant is compiled as
+# The checks loop over the results of a mutant.
+CHECKING_FILES = frozenset(map(str, Path(lessons.__file__).resolve().parent.rglob("*.py")))
 
-    def ring(*_: object) -> None:
-        raise Endless
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+class Steps:
+    """Count what the code in the block does, and end it with `Endless` after so many steps.
+
+    A step is a call of any Python function, an instruction of the mutant, or a line of a lesson's
+    file. The count does not depend on how fast the machine is.
+
+    Attributes:
+        limit: The most steps that the block may take.
+        taken: The steps that it has taken.
+    """
+
+    def __init__(self, limit: float = math.inf) -> None:
+        self.limit = limit
+        self.taken = 0
+
+    def __enter__(self) -> None:
+        taken, limit = 0, self.limit
+
+        # called for each function that runs, so it is kept short
+        def called(frame: FrameType, event: str, arg: object) -> Callable | None:
+            nonlocal taken
+            taken += 1
+            if taken > limit:
+                raise Endless
+            file = frame.f_code.co_filename
+            if file == MUTANT:
+                # an empty loop on one line has no events of lines in Python 3.11
+                frame.f_trace_lines, frame.f_trace_opcodes = False, True
+            return reached if file == MUTANT or file in CHECKING_FILES else None
+
+        def reached(frame: FrameType, event: str, arg: object) -> Callable:
+            nonlocal taken
+            if event in ("line", "opcode"):
+                taken += 1
+                if taken > limit:
+                    raise Endless
+            return reached
+
+        self._count, self._before = lambda: taken, sys.gettrace()
+        sys.settrace(called)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+        self.taken = self._count()
 
 
 #: What a check was asked about, where it accepted it; None where it did not.
@@ -291,7 +326,11 @@ Accepted = tuple[object] | None
 
 
 def accepted(
-    name: str, source: str, names: dict[str, object], known: Accepted = None, seconds: float = 2.0
+    name: str,
+    source: str,
+    names: dict[str, object],
+    known: Accepted = None,
+    steps: Steps | None = None,
 ) -> Accepted:
     """The answer that this code gives to its check, if it is accepted; code that fails, or does not
     end, has none.
@@ -299,6 +338,8 @@ def accepted(
     Args:
         names: what the cells above have made; it stays as it is.
         known: an accepted answer; the check is not asked again about the same.
+        steps: Count of what this code and its check do, with the limit at which they are taken for
+            endless; a million steps by default.
     """
     check, lesson, asked = CHECKS[name], name[:2], []
 
@@ -314,8 +355,8 @@ def accepted(
         torch.manual_seed(0)
         warnings.simplefilter("ignore")
         try:
-            with alarm(seconds):
-                exec(compile(source, "mutant", "exec"), {**names, f"lesson_{lesson}": ours})
+            with steps or Steps(1_000_000):
+                exec(compile(source, MUTANT, "exec"), {**names, f"lesson_{lesson}": ours})
         except (Exception, Endless):
             return None
     if known is not None and asked and _same(asked[-1], known[0]):
@@ -360,13 +401,19 @@ def findings(number: str, sampled: Mapping[str, int]) -> dict[str, Findings]:
             if cell not in run:
                 exec(compile(cell, "cell", "exec"), names)
                 run.append(cell)
-        right = accepted(each.name, each.plain, names, seconds=60)
+        ours = Steps()
+        right = accepted(each.name, each.plain, names, steps=ours)
         assert right is not None, f"the solution of {each.name} is not accepted"
         made = mutants(each.plain)
         tried = random.Random(0).sample(
             sorted(made), min(len(made), sampled.get(each.name, len(made)))
         )
-        answers = {said: accepted(each.name, made[said], names, known=right) for said in tried}
+        # a mutant that ends takes far fewer
+        limit = 20 * ours.taken + 100_000
+        answers = {
+            said: accepted(each.name, made[said], names, known=right, steps=Steps(limit))
+            for said in tried
+        }
         passed = frozenset(
             said for said, answer in answers.items() if answer is not None and answer is not right
         )

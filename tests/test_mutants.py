@@ -5,6 +5,7 @@ minutes in place of seconds; with `-s` it says how many there are.
 """
 
 import os
+import sys
 
 import pytest
 from answers import ANSWERS, CHECKS, EQUIVALENT
@@ -14,7 +15,7 @@ from course_lib.teaching.exercises import exercise, right, wrong
 
 pytest.importorskip("jupytext")  # not on a bare GPU machine
 import mutants
-from mutants import accepted, findings, solutions
+from mutants import Steps, accepted, findings, solutions
 
 pytestmark = [
     pytest.mark.usefixtures("fresh"),
@@ -136,5 +137,31 @@ def test_code_that_does_not_end_is_not_accepted(exercise_of_sums):
         "while True:\n    try:\n        while True: pass\n    except Exception:"
         " pass\nlesson_01.check_sums(len)"
     )
-    assert accepted("01.sums", endless, {}, seconds=0.05) is None
+    steps = Steps(limit=1000)
+    assert accepted("01.sums", endless, {}, steps=steps) is None
+    assert steps.taken == 1001
     assert accepted("01.sums", "lesson_01.check_sums(len)", {}) == (len,)
+
+
+def test_library_code_that_does_not_end_is_not_accepted(exercise_of_sums):
+    """Lines outside the mutant are not counted, calls are."""
+    exercise_of_sums()
+    forever = "def once(): pass\n\ndef forever():\n    while True: once()"
+    exec(compile(forever, "library", "exec"), library := {})
+    steps = Steps(limit=1000)
+    assert accepted("01.sums", "forever()\nlesson_01.check_sums(len)", library, steps=steps) is None
+    assert steps.taken == 1001
+
+
+def test_steps_leave_a_tracer_as_it_was():
+    def tracer(frame, event, arg):
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        with pytest.raises(mutants.Endless), Steps(limit=0):
+            exercise("hint")
+        assert sys.gettrace() is tracer
+    finally:
+        sys.settrace(before)
