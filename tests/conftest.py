@@ -5,17 +5,19 @@ import gc
 import os
 from pathlib import Path
 
+import properties  # noqa: F401  its settings of hypothesis hold for all tests
 import pytest
 import torch
 from editions import built_once, take_network
-
 from make_variables import forget_make
+from patience import patient
+
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
-# The notebooks' outputs are stored with the default language; nbval's kernels inherit this
-# environment.
 # `make test TORCH=cpu` is about the environment of the tests, not about what they start.
 forget_make(os.environ)
+# The notebooks' outputs are stored with the default language; nbval's kernels inherit this
+# environment.
 os.environ.pop("COURSE_LANG", None)
 # a label that is shown without Chinese is an error, as where notebooks are made
 os.environ["COURSE_LABELS"] = "strict"
@@ -39,6 +41,8 @@ QUICK = {
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem in QUICK)
+    for item in items:
+        patient(item)
 
 
 def pytest_runtest_setup(item):

@@ -4,6 +4,10 @@ skipped there."""
 try:
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
+
+    # a slow machine is not a fault of the code
+    settings.register_profile("course", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("course")
 except ImportError:
     from unittest.mock import MagicMock
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks.default_hooks as hooks
+from patience import HANGS_SECONDS
 from properties import given, settings, st
 from torch import nn
 from torch.nn import functional as F
@@ -1076,7 +1077,7 @@ def on_rank(rank, folder):
         init_method=f"file://{folder}/group",
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=HANGS_SECONDS),
     )
     found = {}
     for name, (kept, sizes, options) in RANKS.items():

@@ -12,6 +12,7 @@ import types
 import numpy
 import pytest
 import torch
+from patience import HANGS_SECONDS
 from properties import given, settings, st
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -780,7 +781,7 @@ def test_a_forked_process_has_threads_of_its_own():
             os._exit(0 if torch.allclose(flash_attention(x, x, x), expected) else 1)
         raise SystemExit(os.waitpid(child, 0)[1])
     """
-    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=HANGS_SECONDS).returncode == 0
 
 
 # ---- costs

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import HANGS_SECONDS
 
 from course_lib.attention import kernels, launch
 from course_lib.attention.tiled import Options
@@ -222,7 +223,7 @@ def start(**environment):
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANGS_SECONDS,
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
@@ -293,7 +294,7 @@ def test_without_triton_the_kernels_import_and_what_is_asked_for_them_says_why_t
             print(error)
     """
     told = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_SECONDS
     ).stdout
     assert told.splitlines() == [
         "Triton is not installed",

@@ -22,6 +22,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 import torch.distributed as dist
+from patience import HANGS_SECONDS
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.overrides import TorchFunctionMode
@@ -94,7 +95,7 @@ def halting():
     def halt(self, *arguments):
         if os.environ["RANK"] == "1" and "step-00000004" in str(self.path):
             print("rank 1 halts", file=sys.stderr, flush=True)
-            time.sleep(1000)
+            time.sleep(10**6)
         return write(self, *arguments)
 
     FileSystemWriter.write_data = halt
@@ -144,7 +145,7 @@ def options(folder):
 def two(folder, options):
     """All modes on 2 processes, 10 steps, saved in the end."""
     asked = ["--mode", ",".join(ON_CPU), "--steps", str(STEPS), "--save", str(folder / "saved")]
-    return {line["mode"]: line for line in launch(2, *options, *asked, timeout=300)}
+    return {line["mode"]: line for line in launch(2, *options, *asked, timeout=HANGS_SECONDS)}
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +153,7 @@ def four(folder, options, two):
     """What 2 processes saved, resumed on 4, each with 2 micro-batches and the gradient clipped."""
     asked = ["--mode", ",".join(ON_FOUR), "--steps", str(MORE), "--resume", str(folder / "saved")]
     asked += ["--micro-batches", "2", "--max-norm", str(MAX_NORM)]
-    return {line["mode"]: line for line in launch(4, *options, *asked, timeout=300)}
+    return {line["mode"]: line for line in launch(4, *options, *asked, timeout=HANGS_SECONDS)}
 
 
 @pytest.fixture(scope="module")
@@ -638,7 +639,9 @@ def alive(pid):
 
 def test_a_rank_that_fails_ends_all_with_its_traceback(folder):
     with pytest.raises(RuntimeError, match="rank 1 gives up") as error:
-        launch(2, "--model", "faulty:failing", "--mode", "fsdp", "--steps", "50", timeout=120)
+        launch(
+            2, "--model", "faulty:failing", "--mode", "fsdp", "--steps", "50", timeout=HANGS_SECONDS
+        )
     told = str(error.value)
     assert "in fail" in told and "Root Cause" in told
     assert "gloo/transport" not in told  # what the other rank saw
@@ -646,7 +649,7 @@ def test_a_rank_that_fails_ends_all_with_its_traceback(folder):
 
 def test_what_the_command_refuses_reaches_the_caller_of_launch(folder):
     with pytest.raises(RuntimeError) as error:
-        launch(1, "--mode", "fdsp", timeout=120)
+        launch(1, "--mode", "fdsp", timeout=HANGS_SECONDS)
     assert str(error.value).startswith(
         "torchrun ended with 1: error: --mode must be one or several of ddp,"
     )
@@ -664,8 +667,17 @@ def test_an_interrupt_waits_in_launch_for_torchrun_to_end_its_ranks(monkeypatch,
     (tmp_path / "python").write_text(SLOW_TO_END.format(folder=tmp_path))
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    communicate, waits = subprocess.Popen.communicate, threading.Event()
+
+    def communicate_noted(self, *arguments, **options):
+        waits.set()
+        return communicate(self, *arguments, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate_noted)
 
     def interrupt():
+        # An interrupt inside Popen() itself would leave the process without an owner to end it.
+        waits.wait(HANGS_SECONDS)
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
@@ -711,6 +723,17 @@ def test_a_rank_that_lost_another_lets_that_one_speak_first(monkeypatch, capsys,
     assert bool(re.match(place, capsys.readouterr().err)) != waits
 
 
+# torchrun, which kills after 30 seconds what does not end by itself: here it waits.
+PATIENT_TORCHRUN = f"""
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import PContext
+
+close = PContext.close
+PContext.close = lambda self, death_sig=None, timeout=None: close(self, death_sig, {HANGS_SECONDS})
+run.main()
+"""
+
+
 @pytest.fixture(scope="module")
 def interrupted(folder):
     """What an interrupt left behind that came while rank 1 was in the middle of its second
@@ -718,8 +741,8 @@ def interrupted(folder):
     saved = folder / "interrupted"
     torchrun = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
+        "-c",
+        PATIENT_TORCHRUN,
         "--standalone",
         "--nproc-per-node",
         "2",
@@ -752,11 +775,8 @@ def interrupted(folder):
         assert len(ranks) == 2 and all(map(alive, ranks))
         elsewhere = [address for pid in ranks for address in not_loopback(pid)]
         running.send_signal(signal.SIGINT)
-        patience = time.monotonic() + 20  # torchrun kills after 30 what does not end by itself
-        while any(map(alive, ranks)) and time.monotonic() < patience:
-            time.sleep(0.1)
+        running.communicate(timeout=HANGS_SECONDS)
         left = [pid for pid in ranks if alive(pid)]
-        running.stderr.close()
     return saved / "fsdp", left, elsewhere
 
 
@@ -1211,7 +1231,15 @@ def test_a_meter_sees_parameters_gathered_into_storages_from_before_it(one_of_fo
 def test_on_gpus_the_same_script_trains_by_nccl(options):
     ranks = min(2, torch.cuda.device_count())
     lines = launch(
-        ranks, *options, "--mode", ",".join(MODES), "--backend", "nccl", "--steps", "3", timeout=600
+        ranks,
+        *options,
+        "--mode",
+        ",".join(MODES),
+        "--backend",
+        "nccl",
+        "--steps",
+        "3",
+        timeout=HANGS_SECONDS,
     )
     first = lines[0]["losses"]
     for line in lines:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from patience import HANGS_SECONDS
 
 ROOT = Path(__file__).parents[1]
 COLLECT = (
@@ -106,7 +107,7 @@ def test_ctrl_c_ends_the_command_with_a_sentence_and_keeps_the_figures(tmp_path)
     ) as process:
         assert process.stdout.readline().startswith("01.korthikanti: ")
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
+        said = process.communicate(timeout=HANGS_SECONDS)[1]
     assert process.returncode == 130, said  # a finalizer of torch's that it met may speak before
     assert (
         said.endswith("interrupted: the figures measured until now are kept\n")

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from patience import HANGS_SECONDS
 from torch import nn
 from torch._functorch import config as functorch
 from torch._subclasses import fake_tensor as _fake
@@ -2803,7 +2804,11 @@ found = measure(lambda: model(x).sum().backward(), model=model, repeats=1)
 print("<table" in found._repr_html_(), "peak of live tensors" in repr(found))
 """
     found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=HANGS_SECONDS,
+        check=True,
     )
     assert found.stdout.split() == ["True"] * 4
 

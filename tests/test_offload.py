@@ -15,6 +15,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from patience import HANGS_SECONDS
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -482,11 +483,11 @@ def test_nothing_leaks_when_a_graph_is_dropped_or_a_pass_fails():
     assert store.stats.bytes_down == before
 
 
-def finishes(work, seconds=60):
+def finishes(work):
     """Whether `work` ends, in a thread that may be left behind if it does not."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(HANGS_SECONDS)
     return not thread.is_alive()
 
 
@@ -768,17 +769,18 @@ def test_a_room_that_is_dropped_is_free():
 
 def test_what_is_dropped_while_another_thread_has_the_store_is_free_once_one_asks():
     store = DiskStore()
-    room, held = store.reserve(100), threading.Event()
+    room, held, dropped = store.reserve(100), threading.Event(), threading.Event()
 
     def another():
         with store.guard:
             held.set()
-            time.sleep(0.05)
+            dropped.wait(HANGS_SECONDS)
 
     thread = threading.Thread(target=another)
     thread.start()
-    held.wait()
+    held.wait(HANGS_SECONDS)
     del room
+    dropped.set()
     assert store.used_bytes == 0
     thread.join()
 
@@ -1490,7 +1492,7 @@ def test_leaving_the_loop_early_stops_the_thread():
         break
     gc.collect()
     for thread in [thread for thread in threading.enumerate() if thread.name == "prefetcher"]:
-        thread.join(60)
+        thread.join(HANGS_SECONDS)
         assert not thread.is_alive()
 
 
@@ -1540,7 +1542,7 @@ def test_ctrl_c_does_not_wait_for_a_loader_that_does():
 
     class Loader:
         def __iter__(self):
-            go.wait(60)
+            go.wait(HANGS_SECONDS)
             yield torch.ones(1)
 
     def interrupt():
@@ -1575,7 +1577,7 @@ def test_the_next_batch_is_made_while_this_one_is_used():
 
     for number, _ in enumerate(Prefetcher(Loader())):
         if number == 0:
-            assert go.wait(10)  # the second is made although nobody has asked for it
+            assert go.wait(HANGS_SECONDS)  # the second is made although nobody has asked for it
     assert made == [0, 1, 2]
 
 

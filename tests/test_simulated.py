@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from patience import HANGS_SECONDS
 from torch import nn
 
 import course_lib.checkpoint as ours
@@ -210,7 +211,9 @@ def all_reduced(net):
     store = torch.distributed.HashStore()
 
     def rank(index, tensors):
-        group = torch.distributed.ProcessGroupGloo(store, index, 2, timedelta(seconds=60))
+        group = torch.distributed.ProcessGroupGloo(
+            store, index, 2, timedelta(seconds=HANGS_SECONDS)
+        )
         for tensor in tensors:
             group.allreduce([tensor]).wait()
 

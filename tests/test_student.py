@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from editions import failure, write_lesson
+from patience import HANGS_SECONDS
 
 nbformat = pytest.importorskip("nbformat")
 
@@ -243,7 +244,7 @@ def test_a_missing_package_is_one_sentence_that_names_it(edition, package, tmp_p
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_SECONDS
     )
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and package in done.stderr
     assert not done.stdout and not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ import os
 import shutil
 
 import pytest
+from patience import HANGS_SECONDS
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 # No sandbox: containers have none. The others keep a fresh Chromium from calling home.
@@ -77,6 +78,7 @@ def open_page(browser):
         context = browser.new_context(
             **{"viewport": {"width": 1280, "height": 800}, "locale": "en-US", **options}
         )
+        context.set_default_timeout(1000 * HANGS_SECONDS)  # in milliseconds
         contexts.append(context)
         page = context.new_page()
         page.on(

@@ -18,6 +18,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from patience import HANGS_SECONDS
 
 pytest.importorskip("jupyterlab", reason="JupyterLab comes with the extra `course`")
 
@@ -98,15 +99,14 @@ def lab(browser, tmp_path_factory):
         yield f"{address}/lab/tree/notebooks"
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(HANGS_SECONDS)
 
 
-def wait_for(address, server, log, seconds=60):
-    """Until the server answers."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and server.poll() is None:
+def wait_for(address, server, log):
+    """Wait until the server answers, or has ended."""
+    while server.poll() is None:
         try:
-            return urllib.request.urlopen(address, timeout=5)
+            return urllib.request.urlopen(address, timeout=HANGS_SECONDS)
         except urllib.error.URLError:
             time.sleep(0.2)
     pytest.fail(f"JupyterLab does not answer:\n{log.read_text()[-2000:]}")
@@ -116,7 +116,7 @@ def wait_for(address, server, log, seconds=60):
 def open_lesson(lab, open_page):
     def open_one(name):
         page = open_page(f"{lab}/{name}.ipynb?reset", **SIZE)
-        page.locator(".jp-Notebook .course-language").wait_for(timeout=60_000)
+        page.locator(".jp-Notebook .course-language").wait_for()
         return page
 
     return open_one
@@ -124,9 +124,7 @@ def open_lesson(lab, open_page):
 
 def rendered(notebook):
     """The notebook once its prose is there, which comes cell by cell."""
-    notebook.locator(".jp-MarkdownCell").last.locator("div[lang=zh]").wait_for(
-        timeout=60_000, state="attached"
-    )
+    notebook.locator(".jp-MarkdownCell").last.locator("div[lang=zh]").wait_for(state="attached")
     return notebook
 
 
@@ -139,7 +137,7 @@ def command(page, name, **arguments):
 def run_all(page):
     """All cells of the notebook that is in front, once its kernel is there."""
     kernel = "jupyterapp.shell.currentWidget.sessionContext.session?.kernel"
-    page.wait_for_function(f"{kernel}?.status === 'idle'", timeout=60_000)
+    page.wait_for_function(f"{kernel}?.status === 'idle'")
     command(page, "notebook:run-all-cells")
 
 
@@ -200,9 +198,9 @@ def test_the_glossary_opens_as_a_page_to_be_read(open_lesson):
 def test_a_notebook_runs_from_top_to_bottom_and_a_slider_moves_its_figure(open_lesson):
     page = open_lesson("sliders")
     run_all(page)
-    page.locator(".widget-slider").first.wait_for(timeout=60_000)
+    page.locator(".widget-slider").first.wait_for()
     figure = page.locator(".widget-interact figure[lang=en] img")
-    figure.wait_for(timeout=60_000)
+    figure.wait_for()
     before = figure.get_attribute("alt")
     page.locator(".widget-slider .noUi-handle, .widget-slider .ui-slider-handle").first.focus()
     page.keyboard.press("ArrowRight")
