@@ -257,6 +257,9 @@ class ObserverMode(TorchDispatchMode):
     compiled code runs under the mode, which sees the operators that the code calls.
     """
 
+    # A compiled graph calls some, such as those that repeat random numbers.
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True

@@ -244,8 +244,8 @@ class Decoder(nn.Module):
 
         Returns:
             The inputs' function, the embedding, a block a layer (an `nn.Sequential` of attention
-            and feed-forward network, or the layer itself if it is another one or has hooks), and
-            the head with its loss.
+            and feed-forward network, or the layer itself if it is another one, is compiled or has
+            hooks), and the head with its loss.
         """
         blocks = [
             nn.Sequential(*_halves(layer)) if _is_plain(layer) else layer for layer in self.layers
@@ -262,7 +262,8 @@ class Decoder(nn.Module):
 def _is_plain(layer: nn.Module) -> bool:
     """Whether a layer is the sum of its `_halves`, and nothing was put on it."""
     own = type(layer) is DecoderLayer and layer.norm_first and "forward" not in vars(layer)
-    return own and not layer._forward_hooks and not layer._forward_pre_hooks
+    compiled = layer._compiled_call_impl is not None
+    return own and not (compiled or layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def _halves(layer: DecoderLayer) -> tuple[_Residual, _Residual]:

@@ -1710,22 +1710,6 @@ def test_a_list_may_name_operators_of_some_blocks_only():
         model(x).square().sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_torch_compile_traces_torchs_checkpoint_and_breaks_its_graph_at_the_librarys():
-    """Lesson 02 says in which case one of the two cannot stand for the other."""
-    x, broken = torch.randn(2, 6, requires_grad=True), {}
-    for module in (reference, ours):
-        block = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-        run = lambda x, block=block, module=module: module.checkpoint(  # noqa: E731
-            block, x * 2, use_reentrant=False
-        ).sin()
-        torch._dynamo.reset()
-        explained = torch._dynamo.explain(run)(x)
-        broken[module] = explained.graph_break_count
-    torch._dynamo.reset()
-    assert broken[reference] == 0 and broken[ours] > 0
-
-
 @pytest.mark.parametrize(
     "copied",
     [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],

@@ -41,7 +41,7 @@ from course_lib.memory import (
     MemoryMeter,
     attention_saved_bytes,
     cast,
-    compiled,
+    compiler,
     measure,
     saved_tensors,
     symbolic,
@@ -1808,7 +1808,7 @@ def test_a_symbolic_step_runs_compiled_modules_as_they_were_written():
 def test_what_is_compiled_first_in_a_symbolic_step_is_not_run_compiled(loaded, monkeypatch):
     backend = Counting()
     if not loaded:  # as in a process that has compiled nothing yet
-        monkeypatch.setattr(compiled, "sys", SimpleNamespace(modules={}))
+        monkeypatch.setattr(compiler, "sys", SimpleNamespace(modules={}))
     with symbolic():
         function = torch.compile(lambda x: x.sin(), backend=backend, fullgraph=True)
         with MemoryMeter():

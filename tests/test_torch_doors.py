@@ -890,7 +890,34 @@ def test_generated_code_allocates_with_functions_of_the_compiler():
     assert (buffer.shape, buffer.stride(), calls) == ((2, 3), (3, 1), [])
 
 
-@door("torch._disable_dynamo", "._orig_mod", "._compiled_call_impl")
+@door("torch._guards.TracingContext", "torch._guards.TracingContext.try_get")
+def test_a_tracing_context_exists_while_the_compiler_runs_a_graph_on_symbols():
+    from torch._guards import TracingContext
+
+    def backend(graph, inputs):
+        found.append(TracingContext.try_get() is not None)
+        return graph.forward
+
+    found = [TracingContext.try_get() is not None]
+    torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(1))
+    assert [*found, TracingContext.try_get() is not None] == [False, True, False]
+
+
+@door("torch._dynamo.graph_break")
+def test_a_break_in_a_full_graph_is_an_error_with_its_message():
+    def function(x):
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.graph_break("the reason")
+        return x + 1
+
+    x = torch.ones(1)
+    assert torch.compile(function, backend="eager")(x).item() == 2
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="the reason"):
+        torch.compile(function, backend="eager", fullgraph=True)(x)
+
+
+@door("torch._disable_dynamo", "._orig_mod", "._compiled_call_impl", "._call_impl")
 def test_a_compiled_model_knows_the_original_and_leaves_out_what_is_not_to_be_compiled():
     told = []
 
@@ -911,6 +938,10 @@ def test_a_compiled_model_knows_the_original_and_leaves_out_what_is_not_to_be_co
     assert model._compiled_call_impl is None
     model.compile(backend="eager")
     assert model._compiled_call_impl is not None
+    copied = copy.deepcopy(model)
+    assert copied._compiled_call_impl is None
+    copied._compiled_call_impl = copied._call_impl  # it counts as compiled, and runs as written
+    assert copied(torch.ones(1)).item() == 9
 
 
 # ---- modules and optimizers

@@ -180,9 +180,9 @@ def estimate(
     tensors for its tiles. nn.LSTM, whose fused operator on a CPU keeps a workspace, is refused;
     without oneDNN it is not fused. So are sparse gradients.
 
-    A model that `torch.compile` has compiled, or whose modules are, is estimated as it was written.
-    `run`, `train_step` and `course_lib.memory.measure` run it compiled, which can take less memory
-    or more: measure it.
+    A model that `torch.compile` has compiled, or whose modules are compiled, is estimated as it was
+    written. `train_step` runs it compiled, which can take less memory or more: measure that step
+    with `course_lib.memory.measure`.
 
     Of a recipe with several `ranks` it is what the rank that holds most takes of its share of the
     batch, from the second step on, to the byte what `course_lib.distributed` measures there, but

@@ -3,6 +3,7 @@ and loss head."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,19 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
         raise ValueError(
             f"micro_batches must be 1 for a {name} with BatchNorm in training mode, whose loss is"
             f" not a sum over samples, got {pieces}; or put BatchNorm into eval mode"
+        )
+
+
+def warn_if_not_compiled(model: nn.Module, loss_sum: Any) -> None:
+    """Warn if the model was compiled, but its loss calls the module inside, which was not."""
+    names = [name for name in ("loss_sum", "loss") if has_method(model, name)]
+    if loss_sum is None and hasattr(model, "_orig_mod") and names:
+        name = type(wrapped_in(model)).__name__
+        warnings.warn(
+            f"the step runs uncompiled, because torch.compile(model) does not compile {name}."
+            f"{names[0]}; compile the module in place with model.compile(), or pass a loss_sum that"
+            " calls the compiled model",
+            stacklevel=3,
         )
 
 

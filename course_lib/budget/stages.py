@@ -128,11 +128,17 @@ def chain_of_stages(model: nn.Module, batch: Any, recipe: Recipe) -> Chain:
     """The model's own chain, with the recipe's attention and head in place."""
 
     def stages_of(probe: tuple[nn.Module, Any]) -> tuple[Sequence[nn.Module], Any]:
+        for copied, module in zip(probe[0].modules(), model.modules(), strict=True):
+            # A copy is not compiled, but it is the same stage as a module that is.
+            if copied is not module and module._compiled_call_impl is not None:
+                copied._compiled_call_impl = copied._call_impl
         x, stages = _staged(*probe)
         return _parts(stages), x
 
     tensors = list(tensors_in(batch))
-    key = recipe.head_chunk, look_of(model), *map(kind_of, tensors), *map(autocast_of, tensors)
+    compiled = tuple(module._compiled_call_impl is not None for module in model.modules())
+    look = recipe.head_chunk, look_of(model), compiled
+    key = *look, *map(kind_of, tensors), *map(autocast_of, tensors)
     known = chains_of(model, recipe)
     if key not in known:
         known[key] = symbolic_chain(f"the {type(model).__name__}", (model, batch), stages_of)

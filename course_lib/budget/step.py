@@ -21,7 +21,15 @@ from course_lib.offload import OffloadedOptimizer
 from course_lib.schedule import Chain, ScheduledBlocks
 
 from .hugging_face import without_cache
-from .loss import LossSum, check_loss, loss_of, samples_in, takes_arguments, trained
+from .loss import (
+    LossSum,
+    check_loss,
+    loss_of,
+    samples_in,
+    takes_arguments,
+    trained,
+    warn_if_not_compiled,
+)
 from .optimizers import LR, base_of
 from .recipe import Recipe
 from .stages import chain_of_stages, chains_of, runs_stages
@@ -138,6 +146,13 @@ def train_step(
 ) -> StepResult:
     """One step by the recipe; its gradient is the plain step's, within the recipe's precision.
 
+    A model that was compiled in place (`model.compile()`) runs compiled, and so do compiled blocks,
+    with `fullgraph=True` too. Checkpoints inside a compiled model become PyTorch's own, in its
+    graph. The schedules "segments" and "optimal" run the blocks instead of the model, so the blocks
+    must be compiled. "optimal" measures them as they were written, and refuses blocks wrapped by
+    `torch.compile(block)` whose copies compute with the original. `torch.compile(model)` does not
+    compile a method `loss` or `loss_sum` of the model, and a warning says so.
+
     Args:
         model: in the recipe's precision, as from `build`.
         optimizer: as from `build`.
@@ -169,6 +184,7 @@ def train_step(
     """
     check_model(model, recipe)
     check_loss(model, recipe, loss_sum)
+    warn_if_not_compiled(model, loss_sum)
     kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     return run_pieces(
         model, optimizer, pieces_of(batch, recipe.micro_batches), recipe, loss_sum, store, max_norm

@@ -16,8 +16,9 @@ PyTorch's. What differs, and why:
   PyTorch recomputes; a policy's answer that means nothing is an error.
 - The random numbers of all devices of the inputs are repeated, and those of the current device even
   if no argument lives there.
-- `torch.compile` puts PyTorch's own function into its graphs; around this one it breaks the graph,
-  and what is inside runs as it is.
+- In code that `torch.compile` compiles, PyTorch's own function takes over: the compiler puts it
+  into its graph (`fullgraph=True` too), keeps random numbers in its own way and computes again what
+  the policy does not keep. A compiled function runs compiled inside a checkpoint.
 - Inside `torch.func`'s transforms the function is run as if there were no checkpoint, with a
   warning; there PyTorch's forward pass works, its backward pass is an error.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from functools import partial, wraps
 from typing import Any, Self
@@ -33,7 +34,10 @@ def checkpoint_blocks(
     A block is any module that is called. Its arguments and what it returns may be anything; hooks
     on it run once a forward pass, those on modules inside it once more in the recomputation. Names
     in the state dict stay. Without gradients nothing changes; a copy of the model (deepcopy,
-    pickle) is a plain one.
+    pickle) is a plain one. The model or its blocks may be compiled before or after, by
+    `torch.compile(block)` or `block.compile()`, with `fullgraph=True` too: inside a compiled graph
+    the checkpoints are PyTorch's, which print a warning about operators in place where there is a
+    `policy`, and no warning says that the policy lists operators that never ran.
 
     Args:
         model: changed in place: its blocks get a `forward` of their own.
@@ -134,10 +138,14 @@ class CheckpointedBlocks(BlocksInPlace):
         super().__init__(model, names)
         # A list is watched; a policy that is a function may keep nothing on purpose.
         self._listed = _ListedOperators(policy) if isinstance(policy, list) else None
-        context_fn = noop_context_fn
-        if policy is not None:
-            context_fn = partial(create_selective_checkpoint_contexts, self._listed or policy)
-        self._options = {"context_fn": context_fn, "preserve_rng_state": preserve_rng_state}
+
+        def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+            return create_selective_checkpoint_contexts(self._listed or policy)
+
+        self._options = {
+            "context_fn": noop_context_fn if policy is None else contexts,
+            "preserve_rng_state": preserve_rng_state,
+        }
         self._called = False
 
     def check(self) -> None:
@@ -156,6 +164,10 @@ class CheckpointedBlocks(BlocksInPlace):
 
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         self._called |= torch.is_grad_enabled()
+        if torch.compiler.is_dynamo_compiling():
+            # A compiled graph must not change variables inside a checkpoint.
+            function = lambda args, kwargs: forward(*args, **kwargs)  # noqa: E731
+            return checkpoint(function, args, kwargs, use_reentrant=False, **self._options)
         again = False
 
         @wraps(forward)  # its name, for errors

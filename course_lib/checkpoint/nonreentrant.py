@@ -15,8 +15,10 @@ What a maintainer should know before changing a line here:
   and with it the inner forward pass.
 - **Early stop.** Once as many tensors were saved as in the first run, the rest of the function is
   not needed.
-- **The compiler.** Both runs are hidden from `torch.compile` (see `uncompiled` and `checkpoint`):
-  one run compiled and one not would save different tensors.
+- **The compiler.** A checkpoint inside code that `torch.compile` compiles becomes PyTorch's own,
+  which the compiler puts into its graph (see `_run`). Elsewhere both runs are hidden from the
+  compiler (see `uncompiled` and `_checkpointed`), because one run compiled and one not would save
+  different tensors.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
+from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 from .._torch import ObserverMode, tensors_in
 from .reentrant import CheckpointFunction, Surroundings, kept_inputs, with_tensors, without_tensors
@@ -356,6 +359,12 @@ def checkpoint(
     """Run `function(*args, **kwargs)`, keep its inputs instead of its activations, and run it again
     for backward.
 
+    In code that `torch.compile` compiles, this is PyTorch's checkpoint, which the compiler puts
+    into its graph, `fullgraph=True` or not. Only `function`, its arguments and `context_fn` mean
+    something there: the graph always repeats random numbers and computes the same in both runs.
+    Where the graph breaks inside `function`, PyTorch's checkpoint runs it uncompiled. A function
+    that is compiled itself runs compiled both times.
+
     Args:
         function: must do the same in both runs. Left out, what is returned is a decorator.
         use_reentrant: True runs the function without a graph, and then again with a backward pass
@@ -395,7 +404,7 @@ def checkpoint(
         "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
     }
     if function is not None or args:
-        return _checkpointed(function, args, kwargs, **options)
+        return _run(function, args, kwargs, options)
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
     return partial(_decorated, options)
@@ -404,15 +413,27 @@ def checkpoint(
 def _decorated(options: dict[str, Any], function: Callable) -> Callable:
     @wraps(function, updated=())  # a module's attributes are not the wrapper's
     def run(*args, **kwargs):
-        return _checkpointed(function, args, kwargs, **options)
+        return _run(function, args, kwargs, options)
 
     return run
 
 
+def _run(function: Callable, args: tuple, kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        # The compiler has its own way to keep random numbers, and its graph computes the same in
+        # both runs, so the other options mean nothing there.
+        if options["context_fn"] is noop_context_fn:
+            return torchs_checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return torchs_checkpoint(
+            function, *args, use_reentrant=False, context_fn=options["context_fn"], **kwargs
+        )
+    return _checkpointed(function, args, kwargs, **options)
+
+
 # The compiler does not look inside: it would break its graph at the hooks, but then compile the
-# frames of the function, and its graphs save other tensors than the recomputation, which runs as it
-# is. This decorator loads the compiler when the function is first called; `torch.compiler.disable`
-# does so when this module is imported.
+# frames of the function, and its graphs save other tensors than the recomputation, which runs
+# uncompiled. This decorator loads the compiler when the function is first called;
+# `torch.compiler.disable` does so when this module is imported.
 @torch._disable_dynamo
 def _checkpointed(
     function: Callable,
@@ -428,8 +449,8 @@ def _checkpointed(
     respect_saved_tensors_hooks: bool | None,
 ) -> Any:
     if use_reentrant is None:
-        # the function above, and two frames of the decorator
-        warnings.warn(f"torch.utils.checkpoint: {NOT_EXPLICIT}", stacklevel=5)
+        # the two functions above, and two frames of the decorator
+        warnings.warn(f"torch.utils.checkpoint: {NOT_EXPLICIT}", stacklevel=6)
     if use_reentrant:
         if kwargs:
             raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
@@ -455,7 +476,7 @@ def _checkpointed(
         return function(*args, **kwargs)
     if torch._C._are_functorch_transforms_active():
         warnings.warn(
-            "checkpoint: inside a transform of torch.func, activations are kept", stacklevel=5
+            "checkpoint: inside a transform of torch.func, activations are kept", stacklevel=6
         )
         return function(*args, **kwargs)
     if respect_saved_tensors_hooks and isinstance(forward_context, _CachingTorchDispatchMode):

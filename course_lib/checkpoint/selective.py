@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as torchs_contexts
 
 from .._torch import ObserverMode, RandomState, tensors_in
 from .reentrant import version
@@ -170,6 +172,9 @@ def create_selective_checkpoint_contexts(
         TypeError: neither a list nor a function; or (in the forward pass) a policy's answer that
             means nothing.
     """
+    if TracingContext.try_get() is not None:
+        # The compiler marks the operators of its graph with PyTorch's contexts.
+        return torchs_contexts(policy_fn_or_list, allow_cache_entry_mutation)
     policy = policy_fn_or_list
     if isinstance(policy, list):
         for op in policy:

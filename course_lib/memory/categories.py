@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .compiler import BuffersForBackward
 from .concrete_ints import Symbolic
 from .storages import AccumulateGrad, held_by, hooks_active, saved_by, storages_of, tensors_among
 from .timeline import Ledger, Record
@@ -60,9 +61,7 @@ class CategoryTracker:
         # it runs, `_oldest_of_node` at the earliest.
         self._oldest = self._oldest_of_node = 0
         self._next: dict[int, int] = {}
-        # number of a compiled function's autograd node -> buffers that its forward pass allocated;
-        # None -> those of a recomputation
-        self._buffers: dict[int | None, list[Record]] = {}
+        self.buffers = BuffersForBackward()
 
     def inputs(self, func, args, kwargs, node) -> tuple[str, set[int]]:
         """The pass to which an operator belongs, and the addresses of its input storages; to be
@@ -85,8 +84,8 @@ class CategoryTracker:
             if torch.is_grad_enabled()
             else "elsewhere"
         )
-        if self._buffers and isinstance(node, torch.autograd.function.BackwardCFunction):
-            self._read_buffers(node, made_in)
+        if self.buffers and isinstance(node, torch.autograd.function.BackwardCFunction):
+            self.note_read(self.buffers.read_by(node, made_in), node)
         sources = {args[1]._cdata} if func in _FROM_STORAGE else set()
         for tensor in tensors_among(args, kwargs):
             for storage in storages_of(tensor):
@@ -103,23 +102,6 @@ class CategoryTracker:
                 if node is not None and kept:
                     self.note_read([record], node)
         return made_in, sources
-
-    def allocated(self, storage: torch.UntypedStorage, made_in: str) -> None:
-        """Count a buffer that compiled code has allocated.
-
-        Compiled code reads its buffers without operators. A buffer that is alive when the backward
-        pass of the same compiled function begins had been kept for it.
-        """
-        self.ledger.add(storage, self.ledger.account(storage.device), None, made_in)
-        if made_in != "elsewhere":
-            # A Function's node is made right before its forward pass runs.
-            number = torch.autograd._get_sequence_nr() - 1 if made_in == "forward" else None
-            self._buffers.setdefault(number, []).append(self.ledger.records[-1])
-
-    def _read_buffers(self, node: Any, made_in: str) -> None:
-        for number in (node._sequence_nr(), None) if made_in == "elsewhere" else ():
-            live = [record for record in self._buffers.pop(number, ()) if record() is not None]
-            self.note_read(live, node)
 
     def note_read(self, records: Iterable[Record], node: Any) -> None:
         """A node of backward reads what had been kept for it."""
@@ -162,7 +144,7 @@ class CategoryTracker:
         # change in place, a view's node is made anew by whoever asks first: symbolically by an
         # operator, and to ask within that would never end.
         watched = tensors and made_in != "elsewhere" and not hooks_active()
-        watched = watched and not (func._schema.is_mutable and tensors[0]._is_view())
+        watched = watched and not (_is_mutable(func) and tensors[0]._is_view())
         self._output = weakref.ref(tensors[0]) if watched else None
 
     def _is_a_shape_alone(self, tensor: Tensor) -> bool:
@@ -195,12 +177,6 @@ class CategoryTracker:
         """No more operators follow."""
         self.settle()
         self.leave_node()
-
-    def clear(self) -> None:
-        """Hold no node, no tensor and no record any more."""
-        self.node = self._output = None
-        self._read.clear()
-        self._buffers.clear()
 
     def leave_node(self) -> None:
         """The next operator is of another autograd node."""
@@ -333,3 +309,7 @@ class OptimizerPhase:
         with self.ledger.lock:
             for tensor in held_by(optimizer, of_groups=True):
                 self.ledger.assign(tensor, "optimizer")
+
+
+def _is_mutable(func: Any) -> bool:
+    return hasattr(func, "_schema") and func._schema.is_mutable  # False for one of higher order

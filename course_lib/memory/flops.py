@@ -31,7 +31,8 @@ _QUERY_AT = {
 
 def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
     """The FLOPs of one call of an operator; 0 for one without a formula."""
-    kind = _COUNTED_AS.get(func.overloadpacket, func.overloadpacket)
+    packet = getattr(func, "overloadpacket", None)  # an operator of higher order has none
+    kind = _COUNTED_AS.get(packet, packet)
     formula = flop_registry.get(kind)
     if formula is None:
         return 0

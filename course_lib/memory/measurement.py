@@ -279,7 +279,7 @@ def _returns_tensors(func: Any) -> bool:
 
     Autograd asks a jagged tensor for its shape while it holds the lock that `is_leaf` needs.
     """
-    returned = func._schema.returns
+    returned = func._schema.returns if hasattr(func, "_schema") else None
     return not returned or any("Tensor" in str(value.type) for value in returned)
 
 

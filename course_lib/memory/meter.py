@@ -30,7 +30,7 @@ from .._check import kind, whole
 from .._origin import own_line
 from .._torch import ObserverMode, is_symbolic
 from .categories import IN_PLACE_WITHOUT_MODES, CategoryTracker, OptimizerPhase
-from .compiled import buffers_of_generated_code, compiled_calls
+from .compiler import buffers_of_generated_code, compiled_calls
 from .flops import flops_of
 from .modules import ModulePaths
 from .show import bytes_text, draw_timeline
@@ -319,7 +319,8 @@ class MemoryMeter(Figures, ObserverMode):
                 raise
             error.add_note(f"MemoryMeter could not close its records: {own}")
         finally:
-            self._usage.clear()
+            # A new tracker holds no node, no tensor and no record.
+            self._usage = CategoryTracker(self._ledger, self._usage.leaves_are_parameters)
             self._ledger.closed = True
             self.model = None
             self.optimizers = ()
@@ -389,7 +390,9 @@ class MemoryMeter(Figures, ObserverMode):
         with _disable_current_modes(), self._ledger.lock:
             made_in, _ = self._usage.inputs(None, (), {}, node)
             self._begin_moment(COMPILED_CODE, node)
-            self._usage.allocated(storage, made_in)
+            # Compiled code reads its buffers without operators.
+            self._ledger.add(storage, self._ledger.account(storage.device), None, made_in)
+            self._usage.buffers.add(self._ledger.records[-1], made_in)
             self._ledger.note_peak()
             exceeded = self._exceeded(COMPILED_CODE)
         if exceeded is not None:

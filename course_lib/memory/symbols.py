@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import RandomState, is_symbolic
-from .compiled import compiled_code_set_aside
+from .compiler import compiled_code_set_aside
 from .concrete_ints import Symbolic
 
 

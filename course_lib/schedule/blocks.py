@@ -34,7 +34,8 @@ def schedule_blocks(
     the model, with what the one before returned as its first argument: a tensor, or a container
     with one floating tensor in it. Nothing else uses what a block but the last returns. Other
     arguments are constants. All else is as for `ScheduledSequential`, and hooks as for
-    `checkpoint_blocks`.
+    `checkpoint_blocks`. Blocks that `torch.compile` has compiled run compiled. A compiled model has
+    a break in its graph at each block, and its blocks run uncompiled.
 
     Args:
         model: changed in place: its blocks get a `forward` of their own.
@@ -86,6 +87,16 @@ class ScheduledBlocks(BlocksInPlace):
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            # With fullgraph=True this is the error, and else the blocks run outside the graphs.
+            torch._dynamo.graph_break(
+                "schedule_blocks runs blocks in an order of its own, which one graph cannot do;"
+                " compile the blocks instead of the model, or leave out fullgraph=True"
+            )
+        return self._scheduled(i, forward, args, kwargs)
+
+    @torch._disable_dynamo
+    def _scheduled(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         # first: a block of another list says so
         handed_on = self._following(i, args) if i else None
         check_constants(

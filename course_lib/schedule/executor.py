@@ -344,9 +344,9 @@ class _Drawing(ObserverMode):
     seen = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(
-            func, args, kwargs or {}
-        )
+        self.seen |= torch.Tag.nondeterministic_seeded in getattr(
+            func, "tags", ()
+        ) and not _without_dropout(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 

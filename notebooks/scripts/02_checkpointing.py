@@ -251,12 +251,12 @@ lesson_02.check_hooks(with_hooks)
 # %% [markdown] slide={"en": "Before any claim of saving: are all gradients equal?\n\nFour checkpoints, one decoder layer.", "zh": "谈节省之前先问：梯度都相等吗？\n\n四种检查点，同一个解码器层。"}
 # <div lang="en">
 #
-# Before any claim of saving: are the gradients equal, for the input and for every parameter? (The gradient that arrives is uneven, as a loss's is.) Four checkpoints on one decoder layer: your two, PyTorch's, and `course_lib.checkpoint`, which has the same names and arguments as `torch.utils.checkpoint` and is written to be read. You can exchange one for the other, except under `torch.compile`: it traces PyTorch's checkpoint into its graph, but breaks the graph at the library's, and `fullgraph=True` makes that an error.
+# Before any claim of saving: are the gradients equal, for the input and for every parameter? (The gradient that arrives is uneven, as a loss's is.) Four checkpoints on one decoder layer: your two, PyTorch's, and `course_lib.checkpoint`, which has the same names and arguments as `torch.utils.checkpoint` and is written to be read. You can exchange one for the other, under `torch.compile` too: there the library's function hands over to PyTorch's, which the compiler puts into its graph.
 #
 # </div>
 # <div lang="zh">
 #
-# 谈节省之前先问：输入和每个参数的梯度都相等吗？（传来的梯度并不均匀，与真实的损失一样。）拿四种检查点来跑一个解码器层：你写的两个、PyTorch 的，以及 `course_lib.checkpoint`。后者的名字和参数都与 `torch.utils.checkpoint` 相同，只是写得便于阅读。除了在 `torch.compile` 里，两者可以互换：编译器能把 PyTorch 的检查点放进计算图，遇到课程库的检查点却会断开计算图，设了 `fullgraph=True` 就会报错。
+# 谈节省之前先问：输入和每个参数的梯度都相等吗？（传来的梯度并不均匀，与真实的损失一样。）拿四种检查点来跑一个解码器层：你写的两个、PyTorch 的，以及 `course_lib.checkpoint`。后者的名字和参数都与 `torch.utils.checkpoint` 相同，只是写得便于阅读。两者可以互换，在 `torch.compile` 里也可以，因为课程库的函数在那里会改用 PyTorch 的检查点，由编译器放进计算图。
 #
 # </div>
 

@@ -65,6 +65,33 @@ def buffers_of_generated_code(
         bind(own)
 
 
+class BuffersForBackward:
+    """Buffers that compiled functions have allocated in forward.
+
+    A buffer that is alive when the backward pass of the same compiled function begins had been kept
+    for it.
+    """
+
+    def __init__(self) -> None:
+        # The key is the number of the function's autograd node, or None in a recomputation.
+        self._of_node: dict[int | None, list[Any]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._of_node)
+
+    def add(self, record: Any, made_in: str) -> None:
+        if made_in != "elsewhere":
+            # A Function's node is made right before its forward pass runs.
+            number = torch.autograd._get_sequence_nr() - 1 if made_in == "forward" else None
+            self._of_node.setdefault(number, []).append(record)
+
+    def read_by(self, node: Any, made_in: str) -> list[Any]:
+        """The records of live buffers that had been kept for this node; they are read once."""
+        numbers = (node._sequence_nr(), None) if made_in == "elsewhere" else ()
+        records = [record for number in numbers for record in self._of_node.pop(number, ())]
+        return [record for record in records if record() is not None]
+
+
 def _generated_modules() -> list[ModuleType]:
     codecache = sys.modules.get("torch._inductor.codecache")
     return list(codecache.PyCodeCache.modules) if codecache is not None else []

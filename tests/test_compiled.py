@@ -1,0 +1,281 @@
+"""Checkpoints and training steps where `torch.compile` compiles the code around them or inside."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.utils.checkpoint as reference
+from functorch.compile import min_cut_rematerialization_partition
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.testing import assert_close
+
+import course_lib.checkpoint as ours
+from course_lib.budget import Recipe, build, train_step
+from course_lib.checkpoint import checkpoint_blocks
+from course_lib.memory import MemoryMeter
+from course_lib.models import Decoder, random_tokens
+from course_lib.schedule import schedule_blocks, sqrt_segments
+
+aten = torch.ops.aten
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _compile_anew():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Backend:
+    """A backend that runs the compiler's graphs unchanged, and counts them and their operators.
+
+    Attributes:
+        forward, backward: One list of operators per graph.
+        runs: Number of times that a forward graph has run.
+    """
+
+    def __init__(self):
+        self.forward, self.backward, self.runs = [], [], 0
+        self.compile = aot_autograd(
+            fw_compiler=partial(self.note, self.forward),
+            bw_compiler=partial(self.note, self.backward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    def note(self, graphs, graph, inputs):
+        graphs.append([node.target for node in graph.graph.nodes])
+
+        def run(*args):
+            self.runs += graphs is self.forward
+            return graph(*args)
+
+        return run
+
+    def __call__(self, graph, inputs):
+        return self.compile(graph, inputs)
+
+
+def block():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.5))
+
+
+def policy(context, operator, *args, **kwargs):
+    return operator is aten.addmm.default
+
+
+CONTEXTS = {
+    module: lambda module=module: module.create_selective_checkpoint_contexts(policy)
+    for module in (reference, ours)
+}
+# what a checkpoint is given -> (module of checkpoints, block, x) -> output
+CALLS = {
+    "no options": lambda m, b, x: m.checkpoint(b, x, use_reentrant=False),
+    "reentrant": lambda m, b, x: m.checkpoint(b, x, use_reentrant=True),
+    "options": lambda m, b, x: m.checkpoint(
+        lambda x, scale: b(x) * scale,
+        x,
+        scale=2.0,
+        use_reentrant=False,
+        preserve_rng_state=True,
+        determinism_check="none",
+        early_stop=False,
+    ),
+    "containers": lambda m, b, x: m.checkpoint(
+        lambda pair, scales: b(pair[0]) * scales["s"], (x, 1), {"s": x}, use_reentrant=False
+    ),
+    "nested": lambda m, b, x: m.checkpoint(
+        lambda x: m.checkpoint(b, x.sin(), use_reentrant=False), x, use_reentrant=False
+    ),
+    "a list": lambda m, b, x: m.checkpoint(
+        b,
+        x,
+        use_reentrant=False,
+        context_fn=partial(m.create_selective_checkpoint_contexts, [aten.addmm.default]),
+    ),
+    "a policy": lambda m, b, x: m.checkpoint(
+        b,
+        x,
+        use_reentrant=False,
+        context_fn=CONTEXTS[m],
+    ),
+}
+
+
+def stepped(call, module=ours, wrap=lambda function: function):
+    """The gradients of a call on a block, with the same random numbers each time."""
+    inner, x = block(), torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+    torch.manual_seed(2)
+    wrap(lambda x: call(module, inner, x * 2).cos())(x).square().sum().backward()
+    return [x.grad, *(p.grad for p in inner.parameters())]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_checkpoint_in_a_full_graph_computes_again_what_pytorchs_does(name):
+    call, graphs = CALLS[name], {}
+    for module in (reference, ours):
+        backend = graphs[module] = Backend()
+        compiled = partial(torch.compile, backend=backend, fullgraph=True)
+        found = stepped(call, module, compiled)
+        assert backend.runs == len(backend.forward) == 1
+        torch.compiler.reset()
+    assert_close(found, stepped(call))
+    assert graphs[ours].backward == graphs[reference].backward
+    products = graphs[ours].backward[0].count(aten.addmm.default)
+    assert products == (0 if name in ("a list", "a policy") else 2)
+
+
+def test_a_decorated_function_and_a_sequence_are_compiled_in_a_full_graph():
+    decorated = ours.checkpoint(use_reentrant=False)(lambda b, x: b(x))
+    for call in (
+        lambda m, b, x: decorated(b, x),
+        lambda m, b, x: m.checkpoint_sequential(b, 2, x, use_reentrant=False),
+    ):
+        backend = Backend()
+        found = stepped(call, wrap=partial(torch.compile, backend=backend, fullgraph=True))
+        assert_close(found, stepped(call))
+        assert backend.backward[0].count(aten.addmm.default) >= 1
+        torch.compiler.reset()
+
+
+def test_debug_does_not_keep_a_checkpoint_from_a_full_graph():
+    call = lambda m, b, x: m.checkpoint(b, x, use_reentrant=False, debug=True)  # noqa: E731
+    found = stepped(call, wrap=partial(torch.compile, backend=Backend(), fullgraph=True))
+    assert_close(found, stepped(call))
+
+
+def test_where_the_graph_breaks_inside_a_checkpoint_it_runs_uncompiled():
+    def broken(m, b, x):
+        def function(x):
+            x = b(x)
+            torch._dynamo.graph_break()
+            return x.sin()
+
+        return m.checkpoint(function, x, use_reentrant=False)
+
+    backend = Backend()
+    found = stepped(broken, wrap=partial(torch.compile, backend=backend))
+    assert_close(found, stepped(broken))
+    assert backend.runs == len(backend.forward) >= 1
+    assert not any(aten.tanh.default in graph for graph in backend.forward)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        stepped(broken, wrap=partial(torch.compile, backend=backend, fullgraph=True))
+
+
+def decoder():
+    return Decoder(vocabulary=40, hidden=16, layers=2, heads=2, sequence=8, seed=0)
+
+
+def compile_model(model, **options):
+    model.compile(**options)
+
+
+def compile_blocks(model, **options):
+    for layer in model.layers:
+        layer.compile(**options)
+
+
+def wrap_blocks(model, **options):
+    model.layers = nn.ModuleList(torch.compile(layer, **options) for layer in model.layers)
+
+
+TOKENS = random_tokens(8, 8, 40)
+
+
+def trained(model):
+    """The gradients of the second step on the decoder, and its meter."""
+    for _ in range(2):  # the first step compiles
+        model.zero_grad()
+        with MemoryMeter(model) as meter:
+            model.loss(TOKENS).backward()
+    return [p.grad for p in model.parameters()], meter
+
+
+@pytest.mark.parametrize(
+    ("compile_", "order", "policy"),
+    [
+        (compile_model, "compiled first", None),
+        (compile_model, "checkpointed first", [aten.addmm.default]),
+        (compile_blocks, "compiled first", [aten.addmm.default]),
+        (compile_blocks, "checkpointed first", None),
+        (wrap_blocks, "compiled first", None),
+        (wrap_blocks, "checkpointed first", [aten.addmm.default]),
+    ],
+)
+def test_compiled_blocks_are_checkpointed_in_fewer_bytes(compile_, order, policy):
+    backend, model = Backend(), decoder()
+    plain, _ = trained(decoder())
+    compile_(model, backend=backend, fullgraph=True)
+    _, without = trained(model)
+    torch.compiler.reset()
+    if order == "checkpointed first":
+        model = decoder()
+        handle = checkpoint_blocks(model, "layers.*", policy=policy)
+        compile_(model, backend=backend, fullgraph=True)
+    else:
+        handle = checkpoint_blocks(model, "layers.*", policy=policy)
+    runs = backend.runs
+    found, meter = trained(model)
+    handle.check()
+    assert_close(found, plain)
+    assert meter.ran_compiled and backend.runs > runs
+    assert meter.peak_bytes < without.peak_bytes
+
+
+OPTIMAL = Recipe(checkpoint="optimal", schedule_bytes=10**9)
+
+
+@pytest.mark.parametrize(
+    ("compile_", "recipe"),
+    [
+        (compile_model, Recipe(micro_batches=2)),
+        (compile_model, Recipe(checkpoint="selective")),
+        (compile_blocks, Recipe(checkpoint="layers", micro_batches=2)),
+        (compile_blocks, Recipe(checkpoint="segments", segments=2)),
+        (compile_blocks, OPTIMAL),
+        (wrap_blocks, OPTIMAL),
+        (wrap_blocks, Recipe(checkpoint="segments", segments=2)),
+        (wrap_blocks, Recipe(offload_activations=True, min_bytes=1000)),
+    ],
+    ids=str,
+)
+def test_train_step_on_a_compiled_decoder_is_that_of_the_plain_one(recipe, compile_):
+    model, optimizer = build(decoder, Recipe())
+    train_step(model, optimizer, TOKENS, Recipe())
+    plain = [p.detach() for p in model.parameters()]
+    backend = Backend()
+    model, optimizer = build(decoder, recipe)
+    compile_(model, backend=backend, fullgraph=True)
+    train_step(model, optimizer, TOKENS, recipe)
+    assert_close(list(model.parameters()), plain, rtol=0, atol=1e-4)
+    assert backend.runs > 0
+
+
+def test_a_loss_that_torch_compile_leaves_uncompiled_is_warned_about():
+    backend = Backend()
+    model, optimizer = build(lambda: torch.compile(decoder(), backend=backend), Recipe())
+    with pytest.warns(UserWarning, match=r"not compile Decoder.loss_sum; .* model.compile\(\)"):
+        train_step(model, optimizer, TOKENS, Recipe())
+    assert backend.runs == 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the step runs uncompiled")
+        train_step(
+            model, optimizer, TOKENS, Recipe(), loss_sum=lambda m, t: (m(t[:, :-1]).sum(), 1)
+        )
+    assert backend.runs == 1
+
+
+def test_scheduled_blocks_inside_a_full_graph_are_an_error_that_says_what_to_do():
+    schedule, tokens = sqrt_segments, TOKENS[:, :-1]
+    plain = decoder()(tokens)
+    model = decoder()
+    with schedule_blocks(model, "layers.*", schedule=schedule):
+        model.compile(backend=Backend(), fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="compile the blocks instead"):
+            model(tokens)
+        model.compile(backend=Backend())
+        assert_close(model(tokens), plain)
