@@ -27,6 +27,9 @@ _fake = torch._subclasses.fake_tensor
 _NEEDS_DATA = (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException)
 # asked for in Python
 _NEEDS_NUMBERS = re.compile(r"\.numpy\(\) is not supported|FakeTensor\.__format__")
+# PyTorch's error for a class whose tensors are made of others without an operator, such as the
+# weights of bitsandbytes
+_NEW_SUBCLASS = re.compile(r"Creating a new Tensor subclass (\w+) but the raw Tensor object is")
 _SYMBOLIC_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -167,7 +170,7 @@ def unlogged() -> Iterator[None]:
 def explained() -> Iterator[None]:
     """Says of symbolic tensors why a step cannot run on them, and where in the user's code."""
     try:
-        with unlogged(), noted():
+        with unlogged(), noted(), _subclasses_refused():
             yield
     except (*_NEEDS_DATA, RuntimeError, TypeError) as error:
         if not isinstance(error, _NEEDS_DATA) and not _NEEDS_NUMBERS.search(str(error)):
@@ -178,6 +181,13 @@ def explained() -> Iterator[None]:
         # which asks a mask whether it is causal
         if goes_through(error, torch.nn.modules.transformer):
             advice += "; pass is_causal (to nn.Transformer, tgt_is_causal or src_is_causal)"
+        # as x[expert == i] of a router
+        if isinstance(error, _fake.DynamicOutputShapeException):
+            advice += (
+                ". If these are the tokens that a router sends to an expert, give each expert a"
+                " fixed number of them, as tokens.chunk(experts) does (in a Hugging Face model,"
+                ' pass experts_implementation="grouped_mm"), or measure the step with run()'
+            )
         raise ValueError(
             "the step reads values of its data"
             f" ({str(error).splitlines()[0][:80]}){_at(error)}, but an estimate runs on"
@@ -190,6 +200,21 @@ def explained() -> Iterator[None]:
             f"make_model or make_batch uses a tensor that existed before{_at(error)}, or"
             " that no operator made, such as one of torch.frombuffer, but an estimate"
             " runs on symbolic tensors; both functions must make new tensors"
+        ) from error
+
+
+@contextmanager
+def _subclasses_refused() -> Iterator[None]:
+    """Refuse parameters of classes that can hold values only, such as quantized ones."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (subclass := _NEW_SUBCLASS.search(str(error))) is None:
+            raise
+        raise ValueError(
+            "make_model must make parameters of PyTorch's own classes for an estimate, got"
+            f" {subclass[1]}{_at(error)}, which cannot be made of symbolic tensors. Measure the"
+            " step with run() instead"
         ) from error
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import inspect
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ._check import shown
 
 # ---- tensors in containers
 
@@ -152,6 +155,62 @@ def not_collecting() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+# ---- optimizers
+
+
+def needs_closure(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> bool:
+    """Whether `step` must be given a closure that computes the loss, as that of LBFGS."""
+    arguments = inspect.signature(optimizer.step).parameters.values()
+    return any(each.name == "closure" and each.default is each.empty for each in arguments)
+
+
+def check_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose step runs forward and backward passes itself."""
+    if needs_closure(optimizer):
+        raise TypeError(
+            f"optimizer must step without a closure, got {shown(optimizer)}, whose step() computes"
+            " the loss itself. Call its step(closure) in a loop of your own"
+        )
+
+
+def check_in_training(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer in evaluation mode, as schedule-free ones are until `train()`."""
+    if any(group.get("train_mode") is False for group in optimizer.param_groups):
+        raise ValueError(
+            f"optimizer must be in training mode, got {shown(optimizer)} in evaluation mode. Call"
+            " optimizer.train() before the step"
+        )
+
+
+# ---- hooks on saved tensors
+
+
+def check_torch_func(error: BaseException | None, name: str) -> None:
+    """Raise an error that says what to do, if `error` is PyTorch's for saved-tensor hooks under
+    `torch.func.grad` and its kin.
+
+    Args:
+        error: what a function under hooks raised, or what entering them raised, if anything.
+        name: what puts the hooks around the function, for the sentence.
+    """
+    if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+        raise RuntimeError(
+            "torch.func.grad, vjp, jacrev and hessian cannot be combined with"
+            f" {name}, because PyTorch allows no saved-tensor hooks around them. Call"
+            f" torch.autograd.grad(..., create_graph=True) instead, or call them outside of {name}"
+        ) from error
+
+
+@contextmanager
+def torch_func_refused(name: str) -> Iterator[None]:
+    """Apply `check_torch_func` to what the block raises."""
+    try:
+        yield
+    except RuntimeError as error:
+        check_torch_func(error, name)
+        raise
 
 
 # ---- random numbers

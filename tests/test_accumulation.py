@@ -524,6 +524,36 @@ def test_clipping_is_the_frameworks_own_on_the_gradient_of_the_mean(scaler, shar
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
 
 
+class Rows(nn.Module):
+    """An embedding, whose gradient may be sparse, and a layer with a dense gradient."""
+
+    def __init__(self, *, sparse):
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 1)
+
+    def loss_sum(self, rows):
+        return self.head(self.table(rows)).square().sum(), len(rows)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("max_norm", [0.05, math.inf])
+def test_sparse_gradients_are_clipped_as_dense_ones_are(max_norm, scaled):
+    # a micro-batch looks up a row several times, and so do several micro-batches
+    rows = torch.tensor([[1, 1, 5], [5, 1, 2], [7, 7, 7], [2, 0, 1]])
+    found = []
+    for sparse in (False, True):
+        with seeded(0):
+            model = Rows(sparse=sparse)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scaled else None
+        step = AccumulatedStep(model, optimizer, Rows.loss_sum, max_norm=max_norm, scaler=scaler)
+        found.append((step(split(rows, 2)).grad_norm, list(model.parameters())))
+    (norm, dense), (sparse_norm, sparse) = found
+    assert norm > 0.05  # it is clipped
+    assert_close(sparse_norm, norm)
+    assert_close(sparse, dense)
+
+
 def test_gradients_from_before_are_not_used_and_not_put_back():
     model, batch = decoder(), masked_batch([3, 6])
     _, expected = full_batch(model, batch)

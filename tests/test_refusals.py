@@ -8,11 +8,13 @@ that.
 import ast
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import LBFGS
 
 from course_lib import _check, checkpoint
 from course_lib.accumulation import AccumulatedStep, split
@@ -22,7 +24,7 @@ from course_lib.attention import (
     online_softmax,
     standard_attention,
 )
-from course_lib.budget import Rates, Recipe, build, estimate, fit, run
+from course_lib.budget import Rates, Recipe, build, estimate, fit, run, train_step
 from course_lib.checkpoint import checkpoint_blocks, checkpoint_sequential, checkpointed_loss
 from course_lib.memory import (
     MemoryMeter,
@@ -33,7 +35,13 @@ from course_lib.memory import (
     transformer_activation_bytes,
 )
 from course_lib.models import Attention, Decoder, DecoderLayer, deep_mlp, random_tokens
-from course_lib.offload import DiskStore, OffloadedOptimizer, Prefetcher, offload_activations
+from course_lib.offload import (
+    DiskStore,
+    HostStore,
+    OffloadedOptimizer,
+    Prefetcher,
+    offload_activations,
+)
 from course_lib.schedule import (
     Chain,
     Forward,
@@ -67,8 +75,57 @@ class Sharded(nn.Linear):
         pass
 
 
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure):
+        return super().step(closure)
+
+
+class Switched(torch.optim.SGD):
+    """An optimizer with a mode, as schedule-free ones have, which steps in training only."""
+
+    def __init__(self, params, lr=0.1, *, training=False):
+        super().__init__(params, lr)
+        self.switch(training)
+
+    def switch(self, training):
+        for group in self.param_groups:
+            group["train_mode"] = training
+
+    def train(self):
+        self.switch(True)
+
+    def eval(self):
+        self.switch(False)
+
+    def step(self, closure=None):
+        if not self.param_groups[0]["train_mode"]:
+            raise RuntimeError("the optimizer was not in training mode")
+        return super().step(closure)
+
+
+class Points(nn.Linear):
+    """A model with a loss of its own, whose forward passes are counted."""
+
+    def __init__(self):
+        super().__init__(3, 1)
+        self.calls = 0
+
+    def loss_sum(self, points):
+        self.calls += 1
+        return self(points).square().sum(), len(points)
+
+
 def decoder():
     return Decoder(**SIZES)
+
+
+def decoder_without_values():
+    with torch.device("meta"):
+        return decoder()
+
+
+def tokens_without_values():
+    return tokens().to("meta")
 
 
 def tokens():
@@ -122,6 +179,11 @@ ONE_BY_ONE = [
             "batch": (
                 {"a": torch.ones(4), "b": (torch.ones(3),)},
                 (torch.ones(4), torch.tensor(1.0)),
+                NESTED,
+                {"rows": torch.ones(2), "texts": NESTED},
+                torch.nested.nested_tensor([X[0], X[0]]),
+                X.to_sparse(),
+                X[0, 0].to_sparse_csr(),
                 {"max_len": 3},
                 [1, 2, 3],
                 None,
@@ -138,6 +200,11 @@ ONE_BY_ONE = [
         AccumulatedStep,
         STEP,
         {"optimizer": ("SGD", [], [STEP["optimizer"], "SGD"], [STEP["optimizer"]] * 2)},
+    ),
+    (
+        AccumulatedStep,
+        STEP,
+        {"optimizer": tuple(each(LINEAR.parameters()) for each in (LBFGS, NeedsClosure))},
     ),
     (
         flash_attention,
@@ -244,7 +311,11 @@ ONE_BY_ONE = [
     (offload_activations, {}, {"store": ("/tmp",), "min_bytes": (-1,), "keep": (["x"],)}),
     (offload_activations, {}, {"prefetch": (1.5,), "in_flight": (-1,)}),
     (OffloadedOptimizer, {"params": [TRACKED]}, {"fraction": (1.5, "all"), "store": ("/tmp",)}),
-    (OffloadedOptimizer, {"params": [TRACKED]}, {"base": (torch.optim.LBFGS, nn.Linear)}),
+    (
+        OffloadedOptimizer,
+        {"params": [TRACKED]},
+        {"base": (LBFGS, NeedsClosure, Switched, nn.Linear)},
+    ),
     (OffloadedOptimizer, {"params": [TRACKED]}, {"page_bytes": (0, "4 MiB")}),
     (DiskStore, {}, {"limit_bytes": (-1,), "directory": ("",), "threads": (0,)}),
     (Prefetcher, {"loader": []}, {"loader": (3,), "depth": (0,)}),
@@ -276,6 +347,14 @@ OTHERWISE = [
     ),
     ("tokens", lambda: decoder()(torch.zeros(1, 9, dtype=torch.long))),
     ("batch", lambda: estimate(decoder, lambda: 3, Recipe())),
+    *(
+        case
+        for function in (estimate, run)
+        for case in (
+            ("model", partial(function, decoder_without_values, tokens, Recipe())),
+            ("batch", partial(function, decoder, tokens_without_values, Recipe())),
+        )
+    ),
     ("the number of stages", lambda: Chain((), 1)),
     (r"stages\[0\]", lambda: Chain((3,), 1)),
     ("action 0", lambda: Schedule([3])),
@@ -366,6 +445,160 @@ def fits(name, sentence):
     return re.match(begins, sentence) and re.fullmatch(
         r"[^\n]* must [^\n]+, got [^\n]+|[^\n]* cannot (be combined with|both be) [^\n]+", sentence
     )
+
+
+# ---- PyTorch's objects that a technique cannot use
+
+
+def accumulated(model, optimizer, batch):
+    return AccumulatedStep(model, optimizer, Points.loss_sum)([batch])
+
+
+def by_recipe(model, optimizer, batch):
+    return train_step(model, optimizer, batch, Recipe(precision=None))
+
+
+@pytest.mark.parametrize("step", [accumulated, by_recipe])
+def test_an_optimizer_in_evaluation_mode_is_refused_before_the_step(step):
+    model = Points()
+    optimizer = Switched(model.parameters())
+    with pytest.raises(ValueError, match=r"^optimizer must be in training mode, got a Switched in"):
+        step(model, optimizer, torch.ones(2, 3))
+    assert model.calls == 0
+    optimizer.train()
+    assert step(model, optimizer, torch.ones(2, 3)).stepped
+
+
+def test_a_recipe_refuses_an_optimizer_that_needs_a_closure():
+    model = Points()
+    with pytest.raises(TypeError, match=r"^optimizer must step without a closure, got a LBFGS"):
+        by_recipe(model, LBFGS(model.parameters()), torch.ones(2, 3))
+    assert model.calls == 0
+
+
+def penalty(gradient, x):
+    """A function of x in which a gradient is taken."""
+    return (gradient(x) * x).sum()
+
+
+def by_torch_func(x):
+    return torch.func.grad(lambda x: x.sin().square().sum())(x)
+
+
+def by_autograd(x):
+    return torch.autograd.grad(x.sin().square().sum(), x, create_graph=True)[0]
+
+
+def checkpointed(function, x):
+    return checkpoint.checkpoint(function, x, use_reentrant=False)
+
+
+def offloaded(function, x):
+    with offload_activations(HostStore(), min_bytes=0):
+        return function(x)
+
+
+def listed(function, x):
+    saved_tensors(function, x)
+    return function(x)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (checkpointed, "a checkpoint"),
+        (offloaded, "offload_activations"),
+        (listed, "saved_tensors"),
+    ],
+)
+def test_torch_func_inside_hooks_is_refused_and_the_advice_works(call, name):
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64).requires_grad_()
+    refusal = (
+        rf"^torch\.func\.grad, vjp, jacrev and hessian cannot be combined with {name}, [^\n]*"
+        rf"torch\.autograd\.grad\(\.\.\., create_graph=True\) instead,[^\n]* outside of {name}$"
+    )
+    with pytest.raises(RuntimeError, match=refusal):
+        call(partial(penalty, by_torch_func), x)
+    # neither hooks nor anything else of the refused call stays
+    [plain] = torch.autograd.grad(penalty(by_torch_func, x), x)
+    [found] = torch.autograd.grad(call(partial(penalty, by_autograd), x), x)
+    # the derivative of x sin(2x)
+    torch.testing.assert_close(found, (2 * x).sin() + 2 * x * (2 * x).cos())
+    assert torch.equal(found, plain)
+
+
+def test_offloading_refuses_to_begin_inside_torch_func_and_leaves_no_hook():
+    hooks = len(torch.nn.modules.module._global_forward_pre_hooks)
+    with pytest.raises(RuntimeError, match=r"cannot be combined with offload_activations, because"):
+        torch.func.grad(partial(offloaded, lambda x: x.sin().sum()))(torch.ones(2))
+    assert len(torch.nn.modules.module._global_forward_pre_hooks) == hooks
+
+
+def test_other_errors_inside_hooks_stay_as_they_are():
+    def fail(x):
+        raise RuntimeError("of the user")
+
+    for call in (checkpointed, offloaded, listed):
+        with pytest.raises(RuntimeError, match=r"^of the user$"):
+            call(fail, torch.ones(2, requires_grad=True))
+
+
+class Quantized(Points):
+    """A frozen layer with weights of bitsandbytes, and a layer that is trained."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.frozen = layer(3, 3).to("cpu").requires_grad_(False)  # `to` quantizes the weights
+
+    def loss_sum(self, points):
+        return super().loss_sum(self.frozen(points))
+
+
+@pytest.mark.parametrize(
+    ("layer", "weight"), [("Linear4bit", "Params4bit"), ("Linear8bitLt", "Int8Params")]
+)
+def test_an_estimate_refuses_quantized_weights_that_run_measures(layer, weight):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    make_model = partial(Quantized, getattr(bitsandbytes.nn, layer))
+    make_batch, recipe = partial(torch.ones, 2, 3), Recipe()
+    refusal = (
+        "^make_model must make parameters of PyTorch's own classes for an estimate, got"
+        rf" {weight} at [^\n]*test_refusals\.py, line \d+, in __init__, [^\n]* run\(\) instead$"
+    )
+    with pytest.raises(ValueError, match=refusal):
+        estimate(make_model, make_batch, recipe)
+    assert run(make_model, make_batch, recipe).result.stepped
+
+
+class Experts(nn.Module):
+    """Two experts. A token goes to the expert with its largest score, or each expert gets half."""
+
+    def __init__(self, *, fixed):
+        super().__init__()
+        self.fixed, self.router = fixed, nn.Linear(3, 2)
+        self.experts = nn.ModuleList(nn.Linear(3, 1) for _ in range(2))
+
+    def loss_sum(self, x):
+        share, best = self.router(x).softmax(-1).max(-1)
+        chunks = torch.arange(len(x)).chunk(2)
+        total = 0
+        for i, expert in enumerate(self.experts):
+            rows = chunks[i] if self.fixed else (best == i).nonzero().squeeze(-1)
+            total = total + (expert(x[rows]).squeeze(-1) * share[rows]).square().sum()
+        return total, len(x)
+
+
+def test_an_argmax_router_is_refused_and_the_advice_works():
+    make_batch = partial(torch.ones, 8, 3)
+    refusal = (
+        r"^the step reads values of its data \(aten\.nonzero\.default\)[^\n]* that a router sends"
+        r" to an expert, give each expert a fixed number of them, as tokens\.chunk\(experts\) does"
+    )
+    with pytest.raises(ValueError, match=refusal):
+        estimate(partial(Experts, fixed=False), make_batch, Recipe())
+    make_model = partial(Experts, fixed=True)
+    found = estimate(make_model, make_batch, Recipe()).peak_bytes
+    assert found == run(make_model, make_batch, Recipe()).meter.peak_bytes
 
 
 # ---- the sentences of all errors

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from .._check import kind, one_of, positive, shown, whole
-from .._torch import is_symbolic, map_tensors, random_numbers_undone, tensors_in
+from .._torch import (
+    check_in_training,
+    check_no_closure,
+    is_symbolic,
+    map_tensors,
+    random_numbers_undone,
+    tensors_in,
+)
 from .ranks import Ranks
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -35,14 +42,22 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
         piece holds the remainder, so it may be smaller; a batch without samples has no pieces.
 
     Raises:
-        TypeError, ValueError: the batch holds no tensor, or tensors with different numbers of
-            samples.
+        TypeError, ValueError: the batch holds no tensor, a nested or sparse tensor, or tensors with
+            different numbers of samples.
 
     Example:
         >>> [len(piece) for piece in split(torch.zeros(20, 3), 8)]
         [8, 8, 4]
     """
     size = whole("micro_batch_size", micro_batch_size, 1, of="samples")
+    for tensor in tensors_in(batch):
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            nested = "a nested tensor" if tensor.is_nested else "a tensor"
+            raise TypeError(
+                f"batch must hold dense tensors, got {nested} with the layout {tensor.layout},"
+                " which PyTorch cannot cut into views along the first dimension. Make a tensor of"
+                " each micro-batch from its samples, and pass the micro-batches in a list"
+            )
     samples = {tuple(tensor.shape[:1]) for tensor in tensors_in(batch)}
     if not samples:
         raise TypeError(
@@ -96,8 +111,9 @@ class AccumulatedStep:
 
     Args:
         model: what `loss_sum` gets.
-        optimizer: steps without a closure; several, in a list, are clipped together and step
-            together or not at all.
+        optimizer: steps without a closure, unlike LBFGS, and is in training mode where it has one,
+            as schedule-free ones do; several, in a list, are clipped together and step together or
+            not at all.
         loss_sum: (model, micro_batch) -> (sum of losses, weight): a scalar tensor that requires
             gradients, and over how many tokens or samples it sums, a number or a scalar tensor;
             zero if all are masked.
@@ -174,6 +190,8 @@ class AccumulatedStep:
                 inf or NaN; `loss_sum` did not call the DDP model.
         """
         _check_micro_batches(micro_batches)
+        for optimizer in getattr(self.optimizer, "optimizers", [self.optimizer]):
+            check_in_training(optimizer)
         own = dict.fromkeys(_optimized(self.optimizer))
         others = [parameter for parameter in self.model.parameters() if parameter not in own]
         with (
@@ -375,7 +393,15 @@ def _clip(
     """The norm of the gradients, before it is brought down to max_norm."""
     if max_norm is None:
         return None
-    norm = ranks.norm(_gradients(parameters))
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.layout is torch.sparse_coo:
+            # Only after rows that occur several times are added up is the norm that of the values.
+            parameter.grad = parameter.grad.coalesce()
+    dense = [
+        gradient.values() if gradient.layout is torch.sparse_coo else gradient
+        for gradient in _gradients(parameters)
+    ]
+    norm = ranks.norm(dense)
     [grad_norm] = _values([norm])
     if finite and not is_symbolic() and not math.isfinite(grad_norm):
         raise RuntimeError(
@@ -499,6 +525,7 @@ def _one_optimizer(given: Any) -> torch.optim.Optimizer | _Together:
             torch.optim.Optimizer,
             "a torch.optim.Optimizer or a list of them",
         )
+        check_no_closure(optimizer)
     together = optimizers[0] if len(optimizers) == 1 else _Together(optimizers)
     parameters = _optimized(together)
     if not parameters or len(set(parameters)) < len(parameters):

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from course_lib._check import kind, shown
-from course_lib._torch import is_symbolic, random_numbers_undone
+from course_lib._torch import (
+    check_in_training,
+    check_no_closure,
+    is_symbolic,
+    random_numbers_undone,
+    tensors_in,
+)
 from course_lib.accumulation import AccumulatedStep, StepResult, check_loss_sum, split
 from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import cast
@@ -186,6 +192,8 @@ def train_step(
     check_loss(model, recipe, loss_sum)
     warn_if_not_compiled(model, loss_sum)
     kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    check_no_closure(optimizer)
+    check_in_training(optimizer)
     return run_pieces(
         model, optimizer, pieces_of(batch, recipe.micro_batches), recipe, loss_sum, store, max_norm
     )
@@ -323,6 +331,11 @@ def pieces_of(batch: Any, micro_batches: int) -> list[Any]:
         raise ValueError(
             f"batch must contain at least one sample, got {shown(batch)} without samples"
         )
+    _check_device(
+        "batch",
+        ["a tensor" for tensor in tensors_in(batch) if tensor.device.type == "meta"],
+        'Leave out torch.device("meta") in make_batch. An estimate needs no memory for the batch',
+    )
     samples = samples_in(batch)
     allowed = pieces_allowed(samples)
     if micro_batches not in allowed:
@@ -354,9 +367,31 @@ def check_model(model: Any, recipe: Recipe) -> None:
         raise ValueError(
             f"model must have parameters that require gradients, got {shown(model)} without any"
         )
+    _check_device(
+        "model",
+        [name for name, tensor in _tensors_of(model) if tensor.device.type == "meta"],
+        'Leave out torch.device("meta") in make_model, or call model.to_empty(device="cpu") there'
+        " and initialize the model. An estimate needs no memory in either case",
+    )
     for technique in TECHNIQUES:
         if problem := technique.refuse(recipe, model):
             raise ValueError(problem)
+
+
+def _check_device(argument: str, on_meta: list[str], way_out: str) -> None:
+    """Check that no tensor is on the meta device, where a step computes no values."""
+    if on_meta:
+        more = f" and {len(on_meta) - 1} more" if len(on_meta) > 1 else ""
+        raise ValueError(
+            f"{argument} must be on a device that holds values, got {on_meta[0]}{more} on the meta"
+            f" device. {way_out}"
+        )
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names of the parameters and buffers of a model, with the tensors."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
-from .._torch import ObserverMode, tensors_in
+from .._torch import ObserverMode, tensors_in, torch_func_refused
 from .reentrant import CheckpointFunction, Surroundings, kept_inputs, with_tensors, without_tensors
 from .selective import Hooks, _CachingTorchDispatchMode
 
@@ -119,7 +119,11 @@ class Region:
         """The first run, which leaves slots in the graph."""
         self.outside = _users_hooks()
         try:
-            with saved_tensors_hooks(self.pack, self.unpack), context:
+            with (
+                torch_func_refused("a checkpoint"),
+                saved_tensors_hooks(self.pack, self.unpack),
+                context,
+            ):
                 result = self.function(*args, **kwargs)
                 self.complete = True
         finally:

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from course_lib.labels import text
 
 from .. import _check
-from .._torch import tensors_in
+from .._torch import tensors_in, torch_func_refused
 from .show import Table, bytes_text
 from .storages import AccumulateGrad, saved_names, storages_of
 
@@ -111,7 +111,11 @@ def saved_tensors(
     def meet(module: nn.Module, inputs) -> None:
         belongings.update(_addresses([*module.parameters(), *module.buffers()]))
 
-    with register_module_forward_pre_hook(meet), saved_tensors_hooks(pack, _Held.unpack):
+    with (
+        torch_func_refused("saved_tensors"),
+        register_module_forward_pre_hook(meet),
+        saved_tensors_hooks(pack, _Held.unpack),
+    ):
         result = function(*args, **kwargs)
     roots = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
     if not roots:

@@ -38,7 +38,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from course_lib._check import kind, whole
-from course_lib._torch import elements_spanned, is_symbolic
+from course_lib._torch import (
+    check_torch_func,
+    elements_spanned,
+    is_symbolic,
+    torch_func_refused,
+)
 
 from .device import Device
 from .stores import Guard, Room, Store, bytes_of, default_store, view_of
@@ -109,9 +114,10 @@ class offload_activations:
 
     def __enter__(self) -> offload_activations:
         forward_pass = _ForwardPass(self)
-        seen = register_module_forward_pre_hook(lambda module, args: forward_pass.stay(module))
         hooks = saved_tensors_hooks(forward_pass.pack, forward_pass.unpack)
-        hooks.__enter__()
+        with torch_func_refused("offload_activations"):
+            hooks.__enter__()
+        seen = register_module_forward_pre_hook(lambda module, args: forward_pass.stay(module))
         self._entered.append((forward_pass, seen, hooks))
         return self
 
@@ -125,6 +131,7 @@ class offload_activations:
         except Exception:
             if kind is None:
                 raise
+        check_torch_func(value, "offload_activations")
         all_too_small = forward_pass.too_small and not forward_pass.large_enough
         if kind is None and all_too_small and not self._warned:
             self._warned = True

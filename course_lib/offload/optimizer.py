@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from course_lib._check import kind, must_be, number, shown, whole
+from course_lib._torch import needs_closure
 
 from .device import Device
 from .master_weights import MasterWeights, StateOptions, is_large
@@ -295,6 +296,12 @@ def _defaults_and_names(base: Any, base_kwargs: dict) -> tuple[dict[str, Any], l
             " torch.optim.AdamW"
         )
         raise TypeError(must_be("base", allowed, shown(base)))
+    if needs_closure(base) or (hasattr(base, "train") and hasattr(base, "eval")):
+        raise TypeError(
+            "base must be a class whose step() needs neither a closure nor a call of train(), got"
+            f" {shown(base)}. Step with that class itself, or offload the state of another, such as"
+            " torch.optim.AdamW"
+        )
     p = nn.Parameter(torch.zeros(2, 2))
     p.grad = torch.zeros(2, 2)
     optimizer = base([p], **base_kwargs)
