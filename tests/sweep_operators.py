@@ -1,4 +1,4 @@
-"""Estimates beside runs, on the samples of PyTorch's own operator database.
+"""Compare symbolic operators with real ones, on the samples of PyTorch's operator database.
 
     python tests/sweep_operators.py                          # all samples in float32 and bfloat16
     python tests/sweep_operators.py --dtype float32 --names mse,unfold --verbose
@@ -8,7 +8,14 @@ The database, `torch.testing._internal.common_methods_invocations.op_db`, has fo
 calls by which PyTorch tests it. Each call runs forward and backward. A check is a function of one
 sample, `(operator, sample) -> Finding`; `CHECKS` lists them by name, and `--check` picks one.
 
-`tests/test_operators.py` runs the first samples of each operator, this script all of them.
+`tests/test_operators.py` runs one sample of each operator, this script all of them. With torch 2.13
+on a CPU, the check "peak" found:
+
+    float32     17,463 equal, 0 different, 1,333 refused, 39 fails
+    bfloat16    14,094 equal, 0 different, 1,241 refused, 39 fails
+
+The samples are refused whose shapes or steps depend on values, such as `unique` and `nonzero`, and
+those with a sparse CSR tensor. The 39 are of `jiterator`, which needs a GPU.
 """
 
 from __future__ import annotations
@@ -35,17 +42,18 @@ from course_lib.memory import MemoryMeter, Trace, symbolic
 
 DTYPES = (torch.float32, torch.bfloat16)
 SEED = 0
+AMONG = 4  # samples of an operator, among which the largest are taken
 VERDICTS = ("equal", "different", "refused", "fails")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found on one sample.
+    """Result of a check of one sample.
 
     Attributes:
-        verdict: one of `VERDICTS`. "refused" is for what the library refuses, although PyTorch runs
-            it; "fails" is for what PyTorch itself does not run here.
-        reason: why it is not equal, in words that are the same for all samples of a kind.
+        verdict: one of `VERDICTS`. "refused" means that the library refuses a sample that PyTorch
+            runs; "fails" means that PyTorch itself does not run the sample here.
+        reason: why the sample is not equal, the same words for all samples of one kind.
     """
 
     verdict: str
@@ -59,12 +67,12 @@ Check = Callable[[OpInfo, SampleInput], Finding]
 
 
 def as_given(tensor: Tensor) -> Tensor:
-    """The tensor as the database has it."""
+    """Return the tensor with the strides that the database gives it."""
     return tensor
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """A tensor of four or five dimensions with the channels last in memory; any other as it is."""
+    """Put the channels of a tensor of four or five dimensions last in memory."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     if tensor.layout is not torch.strided or tensor.dim() not in formats:
         return tensor
@@ -73,14 +81,23 @@ def channels_last(tensor: Tensor) -> Tensor:
 
 
 def noncontiguous(tensor: Tensor) -> Tensor:
-    """Every other element of a tensor of twice the size."""
+    """Make the tensor every other element of a tensor of twice the size."""
     if tensor.layout is not torch.strided:
         return tensor
     made = noncontiguous_like(tensor.detach())
     return made.requires_grad_(tensor.requires_grad)
 
 
-LAYOUTS = {layout.__name__: layout for layout in (as_given, channels_last, noncontiguous)}
+def transposed(tensor: Tensor) -> Tensor:
+    """Reverse the order of the tensor's dimensions in memory."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    order = tuple(range(tensor.dim())[::-1])
+    made = tensor.detach().permute(order).contiguous().permute(order)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+LAYOUTS = {each.__name__: each for each in (as_given, channels_last, noncontiguous, transposed)}
 
 
 def samples_of(
@@ -89,15 +106,28 @@ def samples_of(
     most: int | None = None,
     layout: Callable[[Tensor], Tensor] = as_given,
 ) -> list[SampleInput]:
-    """The first samples of an operator in a dtype, all of them if `most` is None; none if it has no
-    kernel for the dtype on a CPU. Their tensors are laid out by one of `LAYOUTS`."""
+    """Samples of an operator in a dtype; none if it has no kernel for the dtype on a CPU.
+
+    Args:
+        operator: one of the database.
+        dtype: dtype of the samples.
+        most: number of samples to take, the largest of the first `AMONG`; all samples if left out.
+        layout: memory layout of the samples' tensors, one of `LAYOUTS`.
+    """
     if dtype not in operator.supported_dtypes("cpu"):
         return []
     seed()
     learns = operator.supports_autograd and dtype in operator.supported_backward_dtypes("cpu")
     samples = operator.sample_inputs("cpu", dtype, requires_grad=learns)
-    found = list(islice(samples, most))
+    found = list(islice(samples, AMONG if most else None))
+    if most:
+        found = sorted(found, key=_bytes_of, reverse=True)[:most]
     return found if layout is as_given else [sample.transform(_tensors(layout)) for sample in found]
+
+
+def _bytes_of(sample: SampleInput) -> int:
+    tensors = tensors_in((sample.input, sample.args, sample.kwargs))
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
 def _tensors(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
@@ -106,8 +136,8 @@ def _tensors(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
 
 
 def seed() -> None:
-    """Start all generators of random numbers anew, so that two runs draw the same."""
-    torch.manual_seed(SEED)
+    """Seed all generators of random numbers, so that two runs draw the same numbers."""
+    torch.default_generator.manual_seed(SEED)  # the only one of PyTorch that these calls use
     random.seed(SEED)
     np.random.seed(SEED)
 
@@ -115,7 +145,7 @@ def seed() -> None:
 def inputs_of(
     sample: SampleInput, leaf: Callable[[Tensor], Tensor]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a sample's call, with `leaf(tensor)` in place of each tensor."""
+    """The arguments of a sample's call, with each tensor replaced by `leaf(tensor)`."""
     made: dict[int, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:
@@ -220,10 +250,10 @@ def findings(
 
     Args:
         check: one of `CHECKS`.
-        dtype: of the samples.
+        dtype: dtype of the samples.
         most: samples of each operator; all if left out.
         names: parts of operators' names; all operators if left out.
-        layout: of the samples' tensors, one of `LAYOUTS`.
+        layout: memory layout of the samples' tensors, one of `LAYOUTS`.
     """
     for operator in op_db:
         name = operator.name + (

@@ -477,6 +477,46 @@ def test_public_functions_are_these_operators():
 
 
 @door(
+    "torch.ops.aten._embedding_bag_forward_only.default",
+    "torch.ops.aten._log_softmax_backward_data.default",
+    "torch.ops.aten._to_sparse.default",
+    "torch.ops.aten._to_sparse.sparse_dim",
+    "torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default",
+    "._nnz",
+)
+def test_public_functions_run_these_operators_of_the_rules():
+    aten = torch.ops.aten
+    x = torch.ones(2, 3, requires_grad=True)
+    with seen_operators() as calls:
+        F.embedding_bag(torch.tensor([[0, 1]]), torch.ones(2, 3))
+        F.log_softmax(x, 1).sum().backward()
+        sparse = torch.eye(3).to_sparse()
+        torch.eye(3).to_sparse(1)
+        torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (3,))
+    assert sparse._nnz() == 3
+    assert {
+        aten._embedding_bag_forward_only.default,
+        aten._log_softmax_backward_data.default,
+        aten._to_sparse.default,
+        aten._to_sparse.sparse_dim,
+        aten._sparse_coo_tensor_with_dims_and_tensors.default,
+    } <= {func for func, _ in calls}
+
+
+@door(
+    "torch._prims_common.suggest_memory_format",
+    "torch._prims_common.compute_elementwise_output_strides",
+)
+def test_strides_of_results_follow_the_operands():
+    from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+
+    images = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert suggest_memory_format(images) is torch.channels_last
+    assert compute_elementwise_output_strides(images, images) == images.stride()
+    assert (images + images).stride() == images.stride()
+
+
+@door(
     "torch.ops.aten._scaled_dot_product_flash_attention",
     "torch.ops.aten._scaled_dot_product_flash_attention_backward",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",

@@ -178,7 +178,8 @@ def estimate(
     and on a GPU, what operators allocate inside themselves (`course_lib.memory.measure` reports it)
     and what the allocator rounds up; and on a GPU, flash attention runs as a kernel and needs no
     tensors for its tiles. nn.LSTM, whose fused operator on a CPU keeps a workspace, is refused;
-    without oneDNN it is not fused. So are sparse gradients.
+    without oneDNN it is not fused. So are sparse gradients, and all other operators of
+    `course_lib.memory.cpu_kernels.INEXACT`.
 
     A model that `torch.compile` has compiled, or whose modules are compiled, is estimated as it was
     written. `train_step` runs it compiled, which can take less memory or more: measure that step

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from course_lib._torch import look_of, not_collecting, tensors_in
 from course_lib.memory import Trace, symbolic
+from course_lib.memory.cpu_kernels import INEXACT
 from course_lib.memory.meter import UnguardedMeter
 from course_lib.memory.repeats import Repeats
 from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
@@ -152,7 +153,6 @@ def _told(events: bool) -> dict[str, bool]:
 
 
 _TILES = torch.ops.course_lib.tiles.default
-_UNSEEN = {torch.ops.aten.mkldnn_rnn_layer.default}  # nn.LSTM on a CPU: its workspace outlives it
 
 
 class StepMeter(UnguardedMeter):
@@ -164,12 +164,8 @@ class StepMeter(UnguardedMeter):
         return Repeats(self._ledger, self._usage, look_of).used()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in _UNSEEN:
-            raise ValueError(
-                f"the step runs {func}, which keeps memory that symbolic tensors do not show;"
-                " run both the estimate and the step itself under"
-                " torch.backends.mkldnn.flags(enabled=False)"
-            )
+        if found := INEXACT.get(func):
+            raise ValueError(f"the step runs {func}, which {found.reason}; {found.remedy}")
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if getattr(result, "layout", None) is torch.sparse_coo:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .._torch import map_tensors, tensors_in, written_arguments
-from . import shape_cache
+from . import cpu_kernels, shape_cache
 from .storages import tensors_among
 
 # of a real storage, so that a symbolic model takes no memory: tokens of 128 samples of 4,096
@@ -33,9 +34,6 @@ _COMPARED = {_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge, _aten.i
 _LOOKED_AT = {_aten.rand, _aten.linspace}  # layers are dropped at random, at rising rates
 _LOOKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
-_GROUPED = _aten._grouped_mm.default
-_EMBEDDING_BAG = _aten._embedding_bag.default
-_LAYER_NORM_BACKWARD = _aten.native_layer_norm_backward.default
 
 
 class Symbolic(FakeTensorMode):
@@ -68,6 +66,7 @@ class Symbolic(FakeTensorMode):
         self._numbers: WeakKeyDictionary[torch.UntypedStorage, Callable[[], Tensor]] = (
             WeakKeyDictionary()
         )
+        self._cached = partial(shape_cache.dispatch_cached, self)
         self._inside = False  # an operator that PyTorch takes apart
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -81,13 +80,15 @@ class Symbolic(FakeTensorMode):
             self._inside = False
 
     def _dispatched(self, func, types, args, kwargs) -> Any:
+        if found := cpu_kernels.INEXACT.get(func):
+            warnings.warn(f"{func} {found.reason}; {found.remedy}", stacklevel=2)
         met = tensors_among(args, kwargs)
         real = [tensor for tensor in met if not isinstance(tensor, FakeTensor)]
         if not isinstance(func, OpOverload):
             return shape_cache.fake(self, func, types, args, kwargs)
         indexes = func.overloadpacket in _INDEXING
         if met and not real and not indexes and not self._have_numbers(met):
-            return _outline(partial(shape_cache.dispatch_cached, self), func, types, args, kwargs)
+            return shape_cache.dispatch_cached(self, func, types, args, kwargs)
         if not all(map(_is_whole, real)):
             return shape_cache.dispatch_cached(self, func, types, args, kwargs)
         if len(real) < len(met):
@@ -97,9 +98,15 @@ class Symbolic(FakeTensorMode):
             return self._known(func, result, met, args, kwargs)
         if func.is_view or torch.Tag.inplace_view in func.tags:  # of known values or not
             return func(*args, **kwargs)
-        if any(tensor.untyped_storage() in self._unknown for tensor in real):
+        if not all(map(self.knows, real)):
             return self._symbolically(func, types, args, kwargs)
         return self._for_real(func, types, args, kwargs)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a tensor is real, and nothing symbolic has been written into its storage."""
+        return not isinstance(tensor, FakeTensor) and (
+            tensor.untyped_storage() not in self._unknown
+        )
 
     def _have_numbers(self, tensors: list[Tensor]) -> bool:
         """Whether of any of these symbolic tensors it is known what makes its numbers."""
@@ -150,19 +157,20 @@ class Symbolic(FakeTensorMode):
 
     def _symbolically(self, func, types, args, kwargs) -> Any:
         """The operator with symbolic tensors in place of real ones."""
-        dispatch = partial(shape_cache.dispatch_cached, self)
         in_place_of: dict[Tensor, Tensor] = {}
 
         def symbolic(tensor: Tensor) -> Tensor:
             if isinstance(tensor, FakeTensor):
                 return tensor
             if tensor not in in_place_of:
-                in_place_of[tensor] = _made(dispatch, tensor.size(), tensor.stride(), tensor)
+                in_place_of[tensor] = cpu_kernels.made(
+                    self._cached, tensor.size(), tensor.stride(), tensor
+                )
             return in_place_of[tensor]
 
         if func.overloadpacket in _INDEXING:  # a mask that is known selects known places
             args = args[0], self._places(args[1]), *args[2:]
-        result = _outline(dispatch, func, types, *map_tensors(symbolic, (args, kwargs)))
+        result = self._cached(func, types, *map_tensors(symbolic, (args, kwargs)))
         if not func._schema.is_mutable:
             return result
         written = list(tensors_in([value for _, value in written_arguments(func, args, kwargs)]))
@@ -175,51 +183,9 @@ class Symbolic(FakeTensorMode):
     def _places(self, indices) -> list[Tensor | None]:
         found = []
         for index in indices:
-            mask = (
-                index is not None
-                and index.dtype in (torch.bool, torch.uint8)
-                and not isinstance(index, FakeTensor)
-            )
-            known = mask and index.untyped_storage() not in self._unknown
-            found += index.nonzero().unbind(1) if known else [index]
+            mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+            found += index.nonzero().unbind(1) if mask and self.knows(index) else [index]
         return found
-
-
-def _outline(dispatch, func, types, args, kwargs) -> Any:
-    """Result of an operator on symbolic tensors; where PyTorch has it otherwise than for real, as
-    it is for real."""
-    if func is _GROUPED and args[0].dtype != torch.bfloat16:  # refused, but for real it runs
-        in_bf16 = [_made(dispatch, t.size(), t.stride(), t, torch.bfloat16) for t in args[:2]]
-        result = dispatch(func, types, (*in_bf16, *args[2:]), kwargs)
-        return _made(dispatch, result.size(), None, args[0])
-    result = dispatch(func, types, args, kwargs)
-    # contiguous, whatever the strides of what it is given
-    if func is _LAYER_NORM_BACKWARD and result[0] is not None:
-        return _made(dispatch, result[0].size(), None, result[0]), *result[1:]
-    if func is _EMBEDDING_BAG and result[1].numel():
-        return result[0], _bag_of_each(dispatch, args, result[1]), *result[2:]
-    return result
-
-
-def _bag_of_each(dispatch, args, outline: Tensor) -> Tensor:
-    """Bag that each index is in, as a CPU's kernel keeps it: with a place more, or not at all for
-    sums in 16 bits.
-
-    Source: aten/src/ATen/native/EmbeddingBag.cpp (`make_offset2bag_out`).
-    """
-    sums = len(args) < 5 or args[4] == 0
-    if sums and args[0].itemsize == 2:
-        return _made(dispatch, (0,), None, outline)
-    longer = _made(dispatch, (len(outline) + 1,), None, outline)
-    return dispatch(_aten.slice.Tensor, (), (longer, 0, 0, len(outline)), {})
-
-
-def _made(dispatch, size, strides, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A symbolic tensor; contiguous without strides."""
-    options = {"dtype": dtype or like.dtype, "device": like.device}
-    if strides is None:
-        return dispatch(_aten.empty.memory_format, (), (size,), options)
-    return dispatch(_aten.empty_strided.default, (), (size, strides), options)
 
 
 def _part(maker: Callable[[], Tensor], of: Tensor) -> Callable[[], Tensor]:

@@ -3,6 +3,7 @@ given decide it."""
 
 from __future__ import annotations
 
+from functools import partial
 from inspect import unwrap
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .._torch import elements_spanned, tensors_in
+from . import cpu_kernels
 
 MOST = 1 << 16  # outlines at a time
 # Without the guards against compilation that PyTorch puts around modes: a third of a symbolic
@@ -44,7 +46,8 @@ class Outline(NamedTuple):
 
 
 def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
-    """Result of an operator as `FakeTensorMode` makes it.
+    """Result of an operator as `FakeTensorMode` makes it, with the storages and the strides that it
+    has for real.
 
     It remembers too, and by more than is asked here: what only sparse, constant or quantized
     tensors have, and whatever else stands in the way of remembering, is left to it.
@@ -61,16 +64,21 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     if key is None:
         if func.is_view and getattr(args[0], "constant", None) is not None:
             return _part_of_known(mode, func, types, args, kwargs)
-        return fake(mode, func, types, args, kwargs)
+        return _made_now(mode, func, types, args, kwargs)
     made = _known.get(key, False)
     if made:
         return _again(mode, made, given)
-    result = fake(mode, func, types, args, kwargs)
+    result = _made_now(mode, func, types, args, kwargs)
     if made is False:
         if len(_known) >= MOST:
             _known.clear()
         _known[key] = _outline_of(func, result, given)
     return result
+
+
+def _made_now(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
+    dispatch = partial(dispatch_cached, mode)
+    return cpu_kernels.as_for_real(partial(fake, mode), dispatch, func, types, args, kwargs)
 
 
 def _part_of_known(mode: FakeTensorMode, func, types, args, kwargs) -> Any:

@@ -1,0 +1,334 @@
+"""Results of operators whose CPU kernels return another storage, or other strides, than PyTorch's
+symbolic kernels do.
+
+PyTorch finds the shape of a symbolic result by a decomposition or a "meta" function in Python. Both
+promise the shape and the dtype, but not how many bytes the result's storage has. `RULES` has one
+row per operator for which the two differ. The rows were found by running the samples of PyTorch's
+operator database for real and with symbolic tensors (`tests/sweep_operators.py`). `INEXACT` names
+the operators whose bytes no rule can give. `symbolic` warns when a step runs one of them, and
+`estimate` refuses the step.
+
+According to the source of torch 2.13, the CUDA kernels of the losses, `im2col`, `col2im` and the
+backward passes of GLU, log-softmax and layer norm allocate what the CPU kernels allocate. Padding,
+`max_unpool2d` and `channel_shuffle` return contiguous results on CUDA, and `_embedding_bag`
+allocates other indices there, so that these rules apply to CPU tensors only. This has not been
+measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+
+from .._torch import tensors_in
+
+_aten = torch.ops.aten
+Dispatch = Callable[..., Any]  # (operator, types, args, kwargs) -> result on symbolic tensors
+Rule = Callable[[Dispatch, dict[str, Any], Any], Any]  # of the arguments by name, and the result
+
+
+def as_for_real(
+    symbolically: Dispatch,
+    dispatch: Dispatch,
+    func: OpOverload,
+    types: Sequence[type],
+    args: Sequence,
+    kwargs: Mapping,
+) -> Any:
+    """The result of an operator on symbolic tensors, with the storages and the strides that the CPU
+    kernel gives its result.
+
+    Args:
+        symbolically: runs the operator as PyTorch does.
+        dispatch: runs the operators that make another result.
+        func, types, args, kwargs: the call, as a dispatch mode is given it.
+    """
+    if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        return _grouped_mm(dispatch, func, args, kwargs)
+    result = symbolically(func, types, args, kwargs)
+    if rule := RULES.get(func):
+        return rule(dispatch, _by_name(func, args, kwargs), result)
+    if _is_elementwise(func):
+        operands = list(tensors_in((args, kwargs)))
+        return _elementwise(dispatch, operands[:: -1 if func in _REVERSED else 1], result)
+    return result
+
+
+def made(
+    dispatch: Dispatch, size, strides, like: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """A symbolic tensor with a storage of its own; contiguous if `strides` is None."""
+    options = {"dtype": dtype or like.dtype, "device": like.device}
+    if strides is None:
+        return dispatch(_aten.empty.memory_format, (), (size,), options)
+    return dispatch(_aten.empty_strided.default, (), (size, strides), options)
+
+
+def _by_name(func: OpOverload, args: Sequence, kwargs: Mapping) -> dict[str, Any]:
+    """All arguments of a call by their names, defaults included."""
+    arguments = func._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
+    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    return defaults | given | dict(kwargs)
+
+
+def _part_of(dispatch: Dispatch, elements: int, outline: Tensor) -> Tensor:
+    """A contiguous tensor like the outline, at the beginning of a storage of that many elements."""
+    whole = made(dispatch, (elements,), None, outline)
+    strides = made(dispatch, outline.size(), None, outline).stride()
+    return dispatch(_aten.as_strided.default, (), (whole, outline.size(), strides, 0), {})
+
+
+def _grouped_mm(dispatch: Dispatch, func: OpOverload, args: Sequence, kwargs: Mapping) -> Tensor:
+    """A grouped product in other dtypes than bfloat16, which only the symbolic kernel refuses."""
+    in_bf16 = [made(dispatch, t.size(), t.stride(), t, torch.bfloat16) for t in args[:2]]
+    result = dispatch(func, (), (*in_bf16, *args[2:]), kwargs)
+    return made(dispatch, result.size(), None, args[0])
+
+
+# ---- rules
+
+
+def _loss(
+    dispatch: Dispatch, given: dict[str, Any], result: Tensor, *, unreduced: Rule | None = None
+) -> Tensor:
+    """A reduced loss keeps the storage of the loss of each element.
+
+    The kernel computes all elements in the output, and resizes the output to a scalar in the end,
+    which does not free any of it.
+
+    Source: aten/src/ATen/native/BinaryOps.cpp and Loss.cpp.
+    """
+    if not given["reduction"]:
+        return unreduced(dispatch, given, result) if unreduced else result
+    shape = torch.broadcast_shapes(given["self"].shape, given["target"].shape)
+    return _part_of(dispatch, max(math.prod(shape), 1), result)
+
+
+def _agreed(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
+    """The result has the strides on which the input and the target agree."""
+    return _elementwise(dispatch, (given["self"], given["target"]), result)
+
+
+def _like_input(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
+    """The result is made by `empty_like` of the input, without regard to the target."""
+    return dispatch(_aten.empty_like.default, (), (given["self"],), {})
+
+
+def _huber_loss(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
+    """The loss of each element is made by `empty_like`; a reduced loss has a storage of its own."""
+    return result if given["reduction"] else _like_input(dispatch, given, result)
+
+
+def _soft_margin_backward(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
+    """The result has the strides of the target times the product of input and negated target.
+
+    Source: aten/src/ATen/native/Loss.cpp (`soft_margin_loss_backward_out`).
+    """
+    negated = dispatch(_aten.neg.default, (), (given["target"],), {})
+    product = dispatch(_aten.mul.Tensor, (), (negated, given["self"]), {})
+    return dispatch(_aten.mul.Tensor, (), (given["target"], product), {})
+
+
+# Kernels that look at the strides of their operands in another order than that of the schema.
+_REVERSED = {_aten.threshold_backward.default}
+
+
+@cache
+def _is_elementwise(func: OpOverload) -> bool:
+    """Whether a kernel makes a new tensor element by element, with strides of its own choice."""
+    tagged = torch.Tag.pointwise in func.tags and not func._schema.is_mutable
+    return tagged and func is not _aten.clone.default  # whose caller chooses them
+
+
+def _elementwise(dispatch: Dispatch, operands: Iterable[Tensor], result: Any) -> Any:
+    """The result of operands of one dtype has the strides that they agree on.
+
+    The symbolic kernel computes the operator in several steps, and converts 16-bit operands to
+    fp32 first. The strides of a result are then those of its last step, whose operands are dense
+    where those of the operator itself are expanded. The real kernel converts operands only if
+    their dtypes differ; those are left as the symbolic kernel has them.
+
+    Source: `torch._prims_common.compute_elementwise_output_strides`, which is PyTorch's own account
+    of aten/src/ATen/TensorIterator.cpp.
+    """
+    operands = [each for each in operands if each.dim()]
+    if (
+        not isinstance(result, Tensor)
+        or {each.layout for each in (result, *operands)} != {torch.strided}
+        or all(each.is_contiguous() for each in operands)
+        or len({each.dtype for each in operands}) > 1
+    ):
+        return result
+    strides = compute_elementwise_output_strides(*(each.expand(result.shape) for each in operands))
+    return result if result.stride() == strides else made(dispatch, result.size(), strides, result)
+
+
+def _columns(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
+    """The result is contiguous, and its storage is at least as large as the input.
+
+    The kernel makes the output like the input, and resizes it, which never frees anything.
+
+    Source: aten/src/ATen/native/Im2Col.cpp and Col2Im.cpp.
+    """
+    return _part_of(dispatch, max(given["self"].numel(), result.numel()), result)
+
+
+def _layer_norm_backward(dispatch: Dispatch, given: dict[str, Any], result: tuple) -> tuple:
+    """The gradient of the input is contiguous, if there is one, whatever the strides of the input
+    are."""
+    if result[0] is None:
+        return result
+    return made(dispatch, result[0].size(), None, result[0]), *result[1:]
+
+
+def _contiguous(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
+    """The result is contiguous, whatever the strides of the arguments are."""
+    return made(dispatch, result.size(), None, result)
+
+
+def _in_memory_format(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
+    """The result has the memory format of the input, `self`.
+
+    Source: `suggest_memory_format` in aten/src/ATen/native/MaxUnpooling.cpp, ReflectionPad.cpp,
+    ReplicationPadding.cpp and ChanelShuffle.cpp.
+    """
+    if result.device.type != "cpu":
+        return result
+    options = {
+        "dtype": result.dtype,
+        "device": result.device,
+        "memory_format": suggest_memory_format(given["self"]),
+    }
+    return dispatch(_aten.empty.memory_format, (), (result.size(),), options)
+
+
+def _embedding_bag(
+    dispatch: Dispatch, given: dict[str, Any], result: tuple, *, forward_only: bool
+) -> tuple:
+    """The bags' sizes have a storage with one place per offset, although the last offset may not
+    begin a bag. The tensor that holds the bag of each index has one place more than there are
+    indices; it is empty where the kernel for sums of contiguous rows runs.
+
+    Source: aten/src/ATen/native/EmbeddingBag.cpp (`make_bag_size_out`, `make_offset2bag_out`,
+    `make_max_indices_out`).
+    """
+    output, bag_of_each, sizes, most = result
+    if output.device.type != "cpu":
+        return result
+    weight, weights, mode = given["weight"], given["per_sample_weights"], given["mode"]
+    offsets, indices = len(given["offsets"]), len(given["indices"])
+    sums_rows = (
+        mode == 0
+        and weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and weight.stride(1) == 1
+        and given["padding_idx"] < 0
+        and (weights is None or weights.stride(0) == 1)
+    )
+    outline = made(dispatch, (0 if sums_rows else indices,), None, bag_of_each)
+    bag_of_each = outline if sums_rows else _part_of(dispatch, indices + 1, outline)
+    bags = len(output)
+    if mode == 0 and forward_only:
+        bags = offsets
+    sizes = _part_of(dispatch, offsets, made(dispatch, (bags,), None, sizes))
+    if mode != 2:
+        most = made(dispatch, (bags,), None, most)
+    return output, bag_of_each, sizes, most
+
+
+def _to_sparse(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
+    """A sparse tensor with as many values as it can have; the symbolic kernel gives it none."""
+    if result.layout is not torch.sparse_coo:
+        return result
+    dense = given["self"]
+    dimensions = given.get("sparse_dim") or dense.dim()
+    return _sparse(dispatch, dense, dimensions, math.prod(dense.shape[:dimensions]))
+
+
+def _sparse_mask(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
+    """A sparse tensor with as many values as the mask; the symbolic kernel gives it none."""
+    dense, mask = given["self"], given["mask"]
+    if dense.layout is not torch.strided or mask.layout is not torch.sparse_coo:
+        return result
+    return _sparse(dispatch, dense, mask.sparse_dim(), mask._nnz())
+
+
+def _sparse(dispatch: Dispatch, dense: Tensor, dimensions: int, count: int) -> Tensor:
+    """A sparse tensor that holds `count` parts of a dense one.
+
+    Each part has an index of `dimensions` numbers.
+    """
+    indices = made(dispatch, (dimensions, count), None, dense, torch.int64)
+    values = made(dispatch, (count, *dense.shape[dimensions:]), None, dense)
+    make = _aten._sparse_coo_tensor_with_dims_and_tensors.default
+    options = {"layout": torch.sparse_coo, "dtype": dense.dtype, "device": dense.device}
+    arguments = (dimensions, dense.dim() - dimensions, dense.shape, indices, values)
+    return dispatch(make, (), arguments, options | {"is_coalesced": True})
+
+
+RULES: dict[OpOverload, Rule] = {
+    _aten.mse_loss.default: partial(_loss, unreduced=_agreed),
+    _aten.smooth_l1_loss.default: partial(_loss, unreduced=_agreed),
+    _aten.binary_cross_entropy.default: partial(_loss, unreduced=_like_input),
+    _aten.soft_margin_loss.default: _loss,
+    _aten.huber_loss.default: _huber_loss,
+    _aten.mse_loss_backward.default: _contiguous,
+    _aten.smooth_l1_loss_backward.default: _contiguous,
+    _aten.huber_loss_backward.default: _contiguous,
+    _aten.binary_cross_entropy_backward.default: _like_input,
+    _aten.soft_margin_loss_backward.default: _soft_margin_backward,
+    _aten.im2col.default: _columns,
+    _aten.col2im.default: _columns,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
+    _aten.glu_backward.default: _contiguous,
+    _aten._log_softmax_backward_data.default: _contiguous,
+    _aten.max_unpool2d.default: _in_memory_format,
+    _aten.channel_shuffle.default: _in_memory_format,
+    _aten.reflection_pad2d_backward.default: _in_memory_format,
+    _aten.replication_pad2d_backward.default: _in_memory_format,
+    _aten.reflection_pad3d.default: _in_memory_format,
+    _aten.reflection_pad3d_backward.default: _in_memory_format,
+    _aten.replication_pad3d.default: _in_memory_format,
+    _aten.replication_pad3d_backward.default: _in_memory_format,
+    _aten._embedding_bag.default: partial(_embedding_bag, forward_only=False),
+    _aten._embedding_bag_forward_only.default: partial(_embedding_bag, forward_only=True),
+    _aten._to_sparse.default: _to_sparse,
+    _aten._to_sparse.sparse_dim: _to_sparse,
+    _aten.sparse_mask.default: _sparse_mask,
+}
+
+
+class Inexact(NamedTuple):
+    """Why the bytes of an operator's symbolic result are not exact, and what avoids the operator.
+
+    Attributes:
+        reason: clause that describes the operator.
+        remedy: what the caller can do.
+    """
+
+    reason: str
+    remedy: str
+
+
+_VALUES = Inexact(
+    "keeps only values that are not zero, but symbolic tensors have no values and the result is"
+    " counted as if none were zero",
+    "keep the tensor dense",
+)
+INEXACT: dict[OpOverload, Inexact] = {
+    _aten._to_sparse.default: _VALUES,
+    _aten._to_sparse.sparse_dim: _VALUES,
+    # of nn.LSTM on a CPU
+    _aten.mkldnn_rnn_layer.default: Inexact(
+        "keeps memory that symbolic tensors do not show",
+        "run both the estimate and the step itself under"
+        " torch.backends.mkldnn.flags(enabled=False)",
+    ),
+}
