@@ -2,6 +2,7 @@
 are measured."""
 
 import sys
+import types
 from dataclasses import replace
 from functools import partial
 
@@ -281,6 +282,64 @@ def test_bytes_of_adam_in_8_bits_are_those_that_are_measured(fields):
     guess, done = (f(wide, make_batch, recipe, loss_sum=square) for f in (estimate, run))
     assert (done.meter.peak_bytes, done.meter.at_peak()) == (guess.peak_bytes, guess.at_peak)
     assert_measured(Encoder, sentences, recipe)
+
+
+class Tagger(nn.Module):
+    """A table by one of the classes of bitsandbytes, and a layer whose moments have 8 bits."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.table, self.layer = kind(1000, 100), nn.Linear(100, 100)
+
+    def loss_sum(self, tokens):
+        return self.layer(self.table(tokens)).square().sum(), len(tokens)
+
+
+@pytest.fixture
+def own_registrations(monkeypatch):
+    """Keep registrations with bitsandbytes, which last as long as the process, from other tests."""
+    optim = pytest.importorskip("bitsandbytes").optim
+    manager = optim.GlobalOptimManager.get_instance()
+    monkeypatch.setattr(manager, "module_weight_config_triple", [])
+    monkeypatch.setattr(manager, "index2config", {})
+    monkeypatch.setattr(manager, "pid2config", {})
+
+
+@pytest.mark.parametrize("fields", [{}, {"in_backward": True}], ids=str)
+@pytest.mark.parametrize("kind", ["StableEmbedding", "Embedding"])
+def test_tables_of_bitsandbytes_keep_their_moments_in_fp32(kind, fields, own_registrations):
+    make_model = partial(Tagger, getattr(pytest.importorskip("bitsandbytes").nn, kind))
+    step = make_model, lambda: torch.arange(40).view(4, 10), replace(ADAM8BIT, **fields)
+    guess, done = estimate(*step), run(*step)
+    assert (done.meter.peak_bytes, done.meter.at_peak()) == (guess.peak_bytes, guess.at_peak)
+    assert guess.at_peak["optimizer"] > 2 * 4 * 100_000
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"optim_bits": 32}, 8 * 5000),
+        ({"min_8bit_size": 5001}, 8 * 5000),
+        ({}, 2 * (5000 + 4 * 20)),
+    ],
+    ids=str,
+)
+def test_registered_weights_are_estimated_as_registered(settings, expected, monkeypatch):
+    registered = []
+    manager = types.SimpleNamespace(module_weight_config_triple=registered)
+    stand_in = types.SimpleNamespace(get_instance=lambda: manager)
+    monkeypatch.setitem(
+        sys.modules, "bitsandbytes.optim", types.SimpleNamespace(GlobalOptimManager=stand_in)
+    )
+
+    def make_model():
+        model = nn.Linear(50, 100, bias=False)
+        registered.append((model, "weight", settings))
+        return model
+
+    guess = estimate(make_model, partial(torch.ones, 4, 50), ADAM8BIT, loss_sum=square)
+    tables = 0 if settings else 2 * 256 * 4
+    assert guess.at_peak["optimizer"] == expected + tables
 
 
 def test_adam_in_8_bits_is_not_run_without_bitsandbytes(monkeypatch):

@@ -3,6 +3,7 @@ tensors."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from course_lib._torch import is_symbolic
 from .recipe import Recipe
 
 LR = 1e-3
+MOMENTS = ("exp_avg", "exp_avg_sq")
 UPDATES = {
     None: {},  # PyTorch chooses by the device of the parameters
     "loop": {"foreach": False},
@@ -43,14 +45,16 @@ class Adafactor(torch.optim.Adafactor):
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """Adam with moments in 8 bits, on symbolic tensors: it holds what that of bitsandbytes holds,
-    by a formula.
+    """Adam with moments in 8 bits, on symbolic tensors. A formula gives what the state of
+    bitsandbytes' optimizer takes.
 
-    A byte an element for each of the two moments, a scale in fp32 for each 256 of them, and a table
-    of 256 numbers for each moment; small parameters keep their moments in fp32. Its step makes
-    nothing: it is one operator there.
+    Each of the two moments has one byte per element, one scale in fp32 per 256 elements, and a
+    table of 256 numbers, which all parameters share. Small parameters keep their moments in fp32,
+    and so do the weights that a module has registered for that with bitsandbytes, as its own
+    `StableEmbedding` and `Embedding` do. The step makes no tensors, since it is one operator there.
 
-    Source: Dettmers et al. 2022, arXiv:2110.02861, section 2; the limit is that of bitsandbytes.
+    Source: Dettmers et al. 2022, arXiv:2110.02861, section 2; the limit and the registered weights
+    are those of `bitsandbytes.optim.optimizer`.
     """
 
     BLOCK = 256
@@ -63,20 +67,39 @@ class Adam8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            if not self.state[p]:
-                state = self.state[p]
-                small = p.numel() < self.SMALL
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    state[moment] = torch.zeros_like(
-                        p, dtype=torch.float32 if small else torch.uint8
-                    )
-                    if not small:
-                        state[f"{moment}_scales"] = p.new_zeros(
-                            -(-p.numel() // self.BLOCK), dtype=torch.float32
-                        )
-                        table = p.new_zeros(self.LEVELS, dtype=torch.float32)
-                        state[f"{moment}_table"] = self.tables.setdefault(moment, table)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        new = [p for p in parameters if p.grad is not None and not self.state[p]]
+        registered = _registered_with_bitsandbytes() if new else {}
+        for p in new:
+            limit = {"optim_bits": 8, "min_8bit_size": self.SMALL} | registered.get(p, {})
+            if limit["optim_bits"] == 32 or p.numel() < limit["min_8bit_size"]:
+                self._keep_in_fp32(p)
+            else:
+                self._keep_in_8_bits(p)
+
+    def _keep_in_fp32(self, p: Tensor) -> None:
+        for moment in MOMENTS:
+            self.state[p][moment] = torch.zeros_like(p, dtype=torch.float32)
+
+    def _keep_in_8_bits(self, p: Tensor) -> None:
+        scales = -(-p.numel() // self.BLOCK)
+        for moment in MOMENTS:
+            table = p.new_zeros(self.LEVELS, dtype=torch.float32)
+            self.state[p] |= {
+                moment: torch.zeros_like(p, dtype=torch.uint8),
+                f"{moment}_scales": p.new_zeros(scales, dtype=torch.float32),
+                f"{moment}_table": self.tables.setdefault(moment, table),
+            }
+
+
+def _registered_with_bitsandbytes() -> dict[Tensor, dict[str, Any]]:
+    """Settings that modules have registered with bitsandbytes for their parameters; none while it
+    is not imported."""
+    optimizers = sys.modules.get("bitsandbytes.optim")
+    if optimizers is None:
+        return {}
+    registered = optimizers.GlobalOptimManager.get_instance().module_weight_config_triple
+    return {getattr(module, name): settings for module, name, settings in registered}
 
 
 BASES = {
