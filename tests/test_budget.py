@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from course_lib._torch import is_symbolic
 from course_lib.budget import (
     RATES,
     InfeasibleBudget,
@@ -46,9 +47,9 @@ from course_lib.budget.techniques.checkpoints import CHECKPOINTS
 from course_lib.budget.techniques.micro_batches import pieces_allowed
 from course_lib.budget.techniques.technique import choice
 from course_lib.labels import chinese
-from course_lib.memory import CATEGORIES, MemoryBudgetExceeded
+from course_lib.memory import CATEGORIES, MemoryBudgetExceeded, symbolic
 from course_lib.models import Attention, Decoder, DecoderLayer, random_tokens
-from course_lib.offload import DiskStore
+from course_lib.offload import DiskStore, SymbolicStore, Traffic
 from course_lib.offload.device import Cuda, Device
 from course_lib.schedule import Chain
 
@@ -1276,6 +1277,54 @@ def test_sparse_gradients_are_stepped_but_not_estimated(kind):
     ):
         estimate(make, batch, recipe, **options)
     assert run(make, batch, recipe, **options).result.stepped
+
+
+class GraphLayer(nn.Module):
+    """Adds messages along edges, without those that begin and end at the same node."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, edges):
+        edges = edges[:, (edges[0] != edges[1]).nonzero().flatten()]
+        return x.index_add(0, edges[1], self.linear(x)[edges[0]].tanh())
+
+
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(GraphLayer() for _ in range(3))
+
+    def loss_sum(self, batch):
+        x = batch["x"]
+        for layer in self.layers:
+            x = layer(x, batch["edges"].t())
+        return x.square().sum(), len(x)
+
+
+def graph():
+    ends = torch.arange(20)
+    return {"x": torch.randn(20, 8), "edges": torch.stack([ends, ends // 2 * 2], 1)}
+
+
+@pytest.mark.parametrize("fields", [{}, {"offload_activations": True, "min_bytes": 8}], ids=str)
+def test_estimate_equals_run_where_checkpoints_look_at_indices(fields):
+    recipe = Recipe(optimizer="sgd", attention=None, checkpoint="layers", **fields)
+    guess, done = estimate(Graph, graph, recipe), run(Graph, graph, recipe)
+    assert guess.peak_bytes == done.meter.peak_bytes
+    assert (guess.bytes_down, guess.bytes_up) == (done.traffic.bytes_down, done.traffic.bytes_up)
+
+
+def test_symbolic_store_returns_the_values_that_are_known():
+    with symbolic():
+        known, unknown, store = torch.tensor([3, 1]), torch.tensor([3, 1]), SymbolicStore()
+        unknown.copy_(torch.randn(2))
+        rooms = [store.put(known), store.put(unknown)]
+        known.zero_()
+        back = [room.get()() for room in rooms]
+    assert back[0].tolist() == [3, 1]
+    assert is_symbolic(back[1]) and store.stats == Traffic(32, 32)
 
 
 @pytest.mark.parametrize("kind", [Item, Nonzero])

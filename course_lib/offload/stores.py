@@ -22,10 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib._check import whole
 from course_lib._torch import is_symbolic
+from course_lib.memory.concrete_ints import Symbolic
 
 from .device import Device
 
@@ -128,9 +130,7 @@ class Room:
     def get(self) -> Callable[[], Tensor]:
         """Start copying up, into new memory; the function returned gives the tensor, once it may be
         used."""
-        shape, stride, dtype, device = self._like
-        # here, so that a meter sees it
-        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        tensor = self.store.memory_for(self, *self._like)  # here, so that a meter sees it
         ready = self.store.read(self, bytes_of(tensor))
         self.store.stats.bytes_up += self.nbytes
 
@@ -197,6 +197,12 @@ class Store:
         end."""
         raise NotImplementedError
 
+    def memory_for(
+        self, room: Room, shape: torch.Size, stride: tuple, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Allocate the tensor into which a room is read."""
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
     def claim(self, nbytes: int) -> Any:
         """A place for a room; called by one thread at a time, as is `release`."""
 
@@ -210,13 +216,24 @@ class Store:
 
 
 class SymbolicStore(Store):
-    """The tier below of symbolic tensors (`course_lib.memory.symbolic`): nothing is copied, every
-    byte is counted."""
+    """The lower tier of symbolic tensors (`course_lib.memory.symbolic`): all bytes are counted, and
+    only tensors whose values are known, such as indices, are copied."""
 
     def write(self, room: Room, data: Tensor) -> Callable[[], None]:
+        mode = detect_fake_mode()
+        room.place = None
+        if isinstance(mode, Symbolic) and mode.knows(data):
+            with _disable_current_modes():
+                room.place = data.clone()
         return lambda: None
 
-    read = write
+    def read(self, room: Room, data: Tensor) -> Callable[[], None]:
+        return lambda: None
+
+    def memory_for(self, room, shape, stride, dtype, device) -> Tensor:
+        if room.place is None:
+            return super().memory_for(room, shape, stride, dtype, device)
+        return view_of(room.place, dtype, shape, stride).clone()
 
 
 class HostStore(Store):
