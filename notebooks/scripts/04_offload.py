@@ -297,7 +297,7 @@ def whole(tensor):  # all of its storage, in one row
 
 
 def offloading(store, stay):
-    rooms = WeakKeyDictionary()  # storage → its room below
+    rooms = WeakKeyDictionary()  # storage → the version that was moved, and its room
 
     def pack(tensor):
         return tensor
@@ -319,12 +319,13 @@ if not lesson_04.check_offloading.accepted:
         rooms = WeakKeyDictionary()
 
         def pack(tensor):
-            storage = tensor.untyped_storage()
+            storage, version = tensor.untyped_storage(), tensor._version
             if storage in stay:
                 return tensor.detach()
-            if storage not in rooms:
-                rooms[storage] = store.put(whole(tensor))
-            return rooms[storage], tensor.shape, tensor.stride(), tensor.storage_offset()
+            if storage not in rooms or rooms[storage][0] != version:
+                rooms[storage] = version, store.put(whole(tensor))
+            room = rooms[storage][1]
+            return room, tensor.shape, tensor.stride(), tensor.storage_offset()
 
         def unpack(packed):
             if isinstance(packed, torch.Tensor):

@@ -1,7 +1,7 @@
 """Answers to the exercises of lesson 04: right ones, and wrong ones with what they are told."""
 
 from functools import partial
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy
 import torch
@@ -14,6 +14,18 @@ from torch.autograd.graph import saved_tensors_hooks
 def step_time(L, f, g, c, p):
     backward = {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)}[p]
     return L * max(f, 2 * c) + L * backward - f
+
+
+def but_backward(wrong):
+    """Another time of a layer's backward for some p, of (g, c)."""
+
+    def time(L, f, g, c, p):
+        backward = {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)} | {
+            each: formula(g, c) for each, formula in wrong.items()
+        }
+        return L * max(f, 2 * c) + L * backward[p] - f
+
+    return time
 
 
 def with_the_ends(L, f, g, c, p):
@@ -40,8 +52,9 @@ def hooks(
     moves=lambda storage, stay: storage not in stay,
     view=lambda row, *view: row.as_strided(*view),
     hold=None,
+    versions=True,
 ):
-    """The right hooks, but for what is given instead."""
+    """The right hooks, except for what is given instead."""
 
     def offloading(store, stay):
         rooms = known()
@@ -50,14 +63,15 @@ def hooks(
             storage = tensor.untyped_storage()
             if not moves(storage, stay):
                 return tensor.detach()
-            if rooms is None or key(storage) not in rooms:
+            room = None if rooms is None else rooms.get(key(storage))
+            if room is None or (versions and room.version != tensor._version):
                 room = store.put(whole(tensor))
-                if rooms is None:
-                    return room, tensor.shape, tensor.stride(), tensor.storage_offset()
-                rooms[key(storage)] = room
+                room.version = tensor._version
+                if rooms is not None:
+                    rooms[key(storage)] = room
             if hold is not None:
                 hold.append(tensor)
-            return rooms[key(storage)], tensor.shape, tensor.stride(), tensor.storage_offset()
+            return room, tensor.shape, tensor.stride(), tensor.storage_offset()
 
         def unpack(packed):
             if isinstance(packed, torch.Tensor):
@@ -87,17 +101,28 @@ def with_handles(store, stay):
         storage = tensor.untyped_storage()
         if storage in stay:
             return tensor
-        rooms.setdefault(storage, None)
-        rooms[storage] = rooms[storage] or store.put(whole(tensor))
-        return Handle(rooms[storage], tensor)
+        version = tensor._version
+        known = rooms.setdefault(storage, {})
+        if version not in known:
+            known[version] = store.put(whole(tensor))
+        return Handle(known[version], tensor)
 
     return saved_tensors_hooks(
         pack, lambda packed: packed.tensor() if isinstance(packed, Handle) else packed
     )
 
 
+def moves_what_needs_a_gradient(store, stay):
+    """Leaves masks and batches where they are."""
+    known = hooks()(store, stay)
+    return saved_tensors_hooks(
+        lambda tensor: known.pack_hook(tensor) if tensor.requires_grad else tensor,
+        lambda packed: known.unpack_hook(packed),
+    )
+
+
 def elsewhere(store, stay):
-    """Lets go of everything, into a list of its own."""
+    """Moves everything into a list of its own."""
     kept = []
     return saved_tensors_hooks(
         lambda t: kept.append(t.detach().clone()) or len(kept) - 1, lambda i: kept[i]
@@ -165,6 +190,8 @@ def peak_in_step(parameters, page_bytes):
     return 8 * parameters + min(3 * page_bytes, 8 * parameters)
 
 
+_ADDRESS = "its address is given to another one"
+
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
     "step_time": (
@@ -187,6 +214,16 @@ ANSWERS = {
             (lambda L, f, g, c, p: step_time(L, f, f, c, p), "a time of its own"),
             (lambda L, f, g, c, p: step_time(L, f, g, c, p) - L * max(f, 2 * c), "backward alone"),
             (lambda L, f, g, c, p: step_time(L, f, 2 * f, c, p), "it takes g"),
+            (but_backward({1: lambda g, c: g + c}), "that may be the copy"),
+            (but_backward({1: lambda g, c: max(g, 2 * c)}), "waits for the other one."),
+            (but_backward({1: lambda g, c: g + 2 * c}), "the other one alone"),
+            (but_backward({0: lambda g, c: c + max(g, c)}), "waits for both copies"),
+            (
+                lambda L, f, g, c, p: step_time(L, f, g, c, p) - L * max(f, 2 * c) + L * max(f, c),
+                "two copies down, too",
+            ),
+            (lambda L, f, g, c, p: step_time(L, f, g, c, p) / L, "one layer"),
+            (lambda L, f, g, c, p: 1000 * step_time(L, f, g, c, p), "milliseconds"),
             (lambda L, f, g, c, p: 1.5 * step_time(L, f, g, c, p), "L = 16"),
             (lambda L, f, g, c, p: "soon", "One number is wanted"),
         ],
@@ -197,7 +234,10 @@ ANSWERS = {
             (elsewhere, "Nothing has moved into the store"),
             (hooks(moves=lambda storage, stay: True), "A parameter has moved"),
             (hooks(known=lambda: None), "saved twice moves once"),
-            (hooks(key=lambda storage: storage.data_ptr(), known=dict), None),
+            (hooks(key=lambda storage: storage.data_ptr(), known=WeakValueDictionary), _ADDRESS),
+            (hooks(key=lambda storage: storage.data_ptr(), known=dict), _ADDRESS),
+            (hooks(versions=False), "changed in place"),
+            (moves_what_needs_a_gradient, "still held"),
             (hooks(known=dict), "still held"),
             (
                 hooks(view=lambda row, shape, *_: row[: shape.numel()].view(shape)),
@@ -239,7 +279,9 @@ ANSWERS = {
             (lambda p, k: moved(p, False), "1 in place of 20"),
             (lambda p, k: moved(p, True), "has 20 such"),
             (lambda p, k: moved(p, k) + (0 if k else 8 * 16_384), "statistics"),
-            (lambda p, k: moved(p, k) / 1e6, "too small"),
+            (lambda p, k: moved(0, k), "p + 1 storages, not one"),
+            (lambda p, k: moved(p, k) / 1e6, "in MB"),
+            (lambda p, k: moved(p, k) / MIB, "in MiB"),
         ],
     ),
     "peak_in_step": (
@@ -253,6 +295,8 @@ ANSWERS = {
             (lambda n, page: 16 * n, "state is below"),
             (lambda n, page: 8 * n + min(3 * page, 4 * n), "pages hold both"),
             (lambda n, page: 8 * n, "State comes back"),
+            (lambda n, page: peak_in_step(n, page) / 1e6, "in MB"),
+            (lambda n, page: peak_in_step(n, page) / 2**30, "in GiB"),
         ],
     ),
 }
