@@ -83,6 +83,104 @@ def sums_then_divided(model, loss_sum, pieces, optimizer, scheduler, scaler, eve
             total = 0
 
 
+def counted_first(without_graphs):
+    """Tokens are counted before the first backward pass, without graphs."""
+
+    def train_epoch(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
+        for start in range(0, len(pieces), every):
+            group = pieces[start : start + every]
+            with without_graphs():
+                total = sum(loss_sum(model, piece)[1] for piece in group)
+            for piece in group:
+                scaler.scale(loss_sum(model, piece)[0] / total).backward()
+            finish(model, optimizer, scheduler, scaler, max_norm)
+
+    return train_epoch
+
+
+def finish(model, optimizer, scheduler, scaler, max_norm):
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()
+    optimizer.zero_grad()
+
+
+def clips_each_parameter(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
+    """The bound holds for each parameter's gradient, so that the direction changes."""
+    for start in range(0, len(pieces), every):
+        group = pieces[start : start + every]
+        total = sum(loss_sum(model, piece)[1] for piece in group)
+        for piece in group:
+            scaler.scale(loss_sum(model, piece)[0] / total).backward()
+        scaler.unscale_(optimizer)
+        for parameter in model.parameters():
+            nn.utils.clip_grad_norm_(parameter, max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def scales_the_last(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
+    """Only the last piece's loss goes through the scaler."""
+    for start in range(0, len(pieces), every):
+        group = pieces[start : start + every]
+        total = sum(loss_sum(model, piece)[1] for piece in group)
+        for piece in group:
+            loss = loss_sum(model, piece)[0] / total
+            (scaler.scale(loss) if piece is group[-1] else loss).backward()
+        finish(model, optimizer, scheduler, scaler, max_norm)
+
+
+def one_backward(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
+    """All pieces of a step are in one graph."""
+    for start in range(0, len(pieces), every):
+        losses, counts = zip(
+            *(loss_sum(model, piece) for piece in pieces[start : start + every]), strict=True
+        )
+        scaler.scale(sum(losses) / sum(counts)).backward()
+        finish(model, optimizer, scheduler, scaler, max_norm)
+
+
+def forward_of_all_first(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
+    """A backward pass for each piece, after the last piece's forward."""
+    for start in range(0, len(pieces), every):
+        found = [loss_sum(model, piece) for piece in pieces[start : start + every]]
+        total = sum(count for _, count in found)
+        for loss, _ in found:
+            scaler.scale(loss / total).backward()
+        finish(model, optimizer, scheduler, scaler, max_norm)
+
+
+def gradients_kept(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
+    """A set of gradients for each piece, added up after the last one."""
+    parameters = list(model.parameters())
+    for start in range(0, len(pieces), every):
+        sets, total = [], 0
+        for piece in pieces[start : start + every]:
+            loss, count = loss_sum(model, piece)
+            sets.append(torch.autograd.grad(scaler.scale(loss), parameters))
+            total += count
+        for parameter, *each in zip(parameters, *sets, strict=True):
+            parameter.grad = sum(each) / total
+        finish(model, optimizer, scheduler, scaler, max_norm)
+
+
+def never_set_back(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
+    """The count of tokens goes on from step to step."""
+    total = 0
+    for number, piece in enumerate(pieces, start=1):
+        loss, count = loss_sum(model, piece)
+        scaler.scale(loss).backward()
+        total += count
+        if number % every == 0 or number == len(pieces):
+            for parameter in model.parameters():
+                parameter.grad /= total
+            finish(model, optimizer, scheduler, scaler, max_norm)
+
+
 def of_every_piece(loss, total, samples, pieces):
     return loss / total if pieces == 2 else loss / total / 2
 
@@ -111,6 +209,13 @@ def zeros_first(parameters):
     return sums
 
 
+def iterated_twice(parameters):
+    sums = {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters}
+    for parameter in parameters:  # an iterator that has come to its end
+        parameter.register_post_accumulate_grad_hook(lambda parameter: sums[parameter].add_(1))
+    return sums
+
+
 def summed(into):
     """A function that keeps for each parameter what `into(sum so far or None, parameter)`
     returns."""
@@ -131,6 +236,16 @@ def summed(into):
 def taken(parameter):
     gradient, parameter.grad = parameter.grad, None
     return gradient
+
+
+def in_float64(so_far, parameter):
+    gradient = taken(parameter).double()
+    return gradient if so_far is None else so_far + gradient
+
+
+def left_there(so_far, parameter):
+    gradient = parameter.grad.float()
+    return gradient if so_far is None else so_far + gradient
 
 
 def kept_as_zeros(so_far, parameter):
@@ -157,11 +272,16 @@ ANSWERS = {
             (lambda m: 158_804_376 + 2 * m * SLOPE, "begins at no sequence"),
             (lambda m: peak(m) - (m == 8) * WEIGHTS, "not two"),
             (lambda m: peak(m) + (m == 1) * 393_216, "what is measured"),
+            (lambda m: peak(m) / 1e6, "in MB"),
+            (lambda m: peak(m) / 2**20, "in MiB"),
             (lambda m: peak(m) + 4, "m = 4"),
         ],
     ),
     "loop": (
-        [mended, loop(), sums_then_divided],
+        [
+            *(mended, loop(), sums_then_divided),
+            *(counted_first(torch.no_grad), counted_first(torch.inference_mode)),
+        ],
         [
             (as_it_came, "0 of 5"),
             *((each, "4 of 5") for each in PLANTED.values()),
@@ -171,9 +291,16 @@ ANSWERS = {
             (loop(left_out=["update"]), "scaler.update()"),
             (loop(left_out=["clip"]), "as long as the bound"),
             (loop(left_out=["scale"]), "no longer goes through the scaler"),
+            (clips_each_parameter, "points elsewhere"),
+            (scales_the_last, "no longer goes through the scaler"),
             (loop(left_out=["step"]), "no step at all"),
             (loop(left_out=["schedule"]), "0 steps of it"),
-            (loop(left_out=["clear"]), "cleared"),
+            (loop(left_out=["clear"]), "which were not cleared"),
+            (one_backward, "the activations of all pieces are live at once"),
+            (forward_of_all_first, "the activations of all pieces are live at once"),
+            (gradients_kept, "Keep nothing of a piece"),
+            (never_set_back, "counted again in the second step"),
+            (loop(divide=lambda loss, total, samples, pieces: loss), "by nothing"),
             (loop(first=["schedule"]), "before the optimizer"),
             (loop(every=1), "steps"),
         ],
@@ -182,13 +309,22 @@ ANSWERS = {
         [fp32_sums, zeros_first],
         [
             (summed(lambda so_far, parameter: parameter.grad.float()), "too late"),
-            (summed(lambda so_far, parameter: parameter.grad), "bf16 themselves"),
+            (summed(lambda so_far, parameter: parameter.grad), "but yours are bfloat16"),
+            (summed(in_float64), "but yours are float64"),
+            (summed(left_there), "added again"),
             (summed(lambda so_far, parameter: taken(parameter).float()), "last piece"),
             (summed(kept_as_zeros), "6 bytes"),
             (first_parameter_alone, "1 of 3"),
+            (iterated_twice, "no hook was called"),
             (lambda parameters: [0 for _ in parameters], "dict"),
         ],
     ),
-    "largest_piece": ([32], [64, (36, "divide"), (40, "floor"), 16]),
-    "fast_piece": ([16], [8, 32, 64, "16"]),
+    "largest_piece": (
+        [32],
+        [(64, "1.64 GB"), (36, "divide"), (40, "floor"), (16, "Twice as many")],
+    ),
+    "fast_piece": (
+        [16],
+        [(8, "66 %"), (32, "16 are enough"), (64, "reaches 100 %"), ("16", "One number")],
+    ),
 }

@@ -1,5 +1,6 @@
 """The exercises of lesson 05, of which one is a loop with five planted bugs."""
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -62,7 +63,10 @@ def check_peak_of_pieces(answer: Any) -> Verdict:
             }
             mistakes |= {whole - 2 * WEIGHTS: "One set of gradients is missing, not two."}
         verdict = expect_number(
-            given, FLOOR + m * SLOPE - (WEIGHTS if m == 8 else 0), wrong_answers=mistakes
+            given,
+            FLOOR + m * SLOPE - (WEIGHTS if m == 8 else 0),
+            wrong_answers=mistakes,
+            in_bytes=True,
         )
         if not verdict:
             return replace(
@@ -84,6 +88,20 @@ class _Taken(NamedTuple):
     rates: list[int]  # steps of the scheduler that were taken before it
     scheduled: int  # steps of the scheduler, in all
     arriving: list[float]  # gradients that reach the sums of losses
+
+
+class _TwoWeights(nn.Module):
+    """A weighted sum of the features, (..., n) -> (...). Its weights are two parameters, so that a
+    norm of both differs from the norm of each."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(features // 2))
+        self.second = nn.Parameter(torch.ones(features - features // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = len(self.first)
+        return x[..., :half] @ self.first + x[..., half:] @ self.second
 
 
 class _Recorder(torch.optim.SGD):
@@ -120,18 +138,26 @@ _SLIPS = {
 
 
 def _epoch(
-    loop: Callable, pieces: list[Tensor], every: int, max_norm: float = math.inf, scale: float = 1.0
+    loop: Callable,
+    pieces: list[Tensor],
+    every: int,
+    max_norm: float = math.inf,
+    scale: float = 1.0,
+    model: nn.Module | None = None,
 ) -> _Taken:
-    """An epoch of a reader's loop over pieces (samples, tokens, features) of a loss that is linear
-    in the features."""
-    model = nn.Linear(pieces[0].shape[-1], 1, bias=False)
+    """An epoch of a reader's loop over pieces (samples, tokens, features).
+
+    The loss is linear in the features, unless another `model` is given.
+    """
+    model = _TwoWeights(pieces[0].shape[-1]) if model is None else model
     optimizer = _Recorder(model)
     scheduler = optimizer.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
 
     def loss_sum(model: nn.Module, piece: Tensor) -> tuple[Tensor, int]:
         loss = model(piece).sum()
-        loss.register_hook(lambda gradient: optimizer.taken.arriving.append(float(gradient)))
+        if loss.requires_grad:  # not where the loop only counts tokens
+            loss.register_hook(lambda gradient: optimizer.taken.arriving.append(float(gradient)))
         return loss, piece.shape[0] * piece.shape[1]
 
     with warnings.catch_warnings():
@@ -169,6 +195,7 @@ def divisor(loop: Callable) -> str | None:
     pieces = _pieces(1, 6, 2, 9, 3)
     found = _epoch(loop, pieces, 2).gradients
     groups = (pieces[:2], pieces[2:4], pieces[4:])
+    counts = [sum(piece.shape[0] * piece.shape[1] for piece in group) for group in groups]
     # a dropped remainder is not its matter
     for step, (gradient, group) in enumerate(zip(found, groups, strict=False)):
         if (off := _away(gradient, _mean(group))) < 1e-4:
@@ -179,13 +206,28 @@ def divisor(loop: Callable) -> str | None:
                 off=f"{off:.0%}",
             )
         if step == 1:
-            return (
-                "by what it divides: the first step is right, the second is not, as if gradients"
-                " were not cleared"
+            own, before = _mean(group), _mean(groups[0])
+            if _away(gradient, own * counts[1] / sum(counts[:2])) < 1e-4:
+                return (
+                    "by what it divides: the tokens of the step before are counted again in the"
+                    " second step"
+                )
+            # the sums of both steps are divided by the second's tokens, or each by its own
+            kept = (before / counts[1] + own, before + own)
+            if any(_away(gradient, each) < 1e-4 for each in kept):
+                return (
+                    "by what it divides: the first step is right, and the second has the gradients"
+                    " of the first as well, which were not cleared"
+                )
+            return text(
+                "by what it divides: the first step is right, the second is off by {off}",
+                off=f"{off:.0%}",
             )
         samples = sum(map(len, group))
-        if _away(gradient, _mean(group) * sum(len(p) * p.shape[1] for p in group) / samples) < 1e-4:
+        if _away(gradient, _mean(group) * counts[0] / samples) < 1e-4:
             return "by what it divides: by samples, and the loss is summed over tokens"
+        if _away(gradient, _mean(group) * counts[0]) < 1e-4:
+            return "by what it divides: by nothing, so the gradient is a sum over the tokens"
         return text("by what it divides: the first update is off by {off}", off=f"{off:.0%}")
     return None
 
@@ -235,9 +277,9 @@ def remainder(loop: Callable) -> str | None:
 
 
 def unscaling(loop: Callable) -> str | None:
-    """One piece a step, scaled by 1024 and clipped: the length of the update."""
-    taken = _epoch(loop, _pieces(4, 4, seed=2), 1, max_norm=0.01, scale=1024.0)
-    if max(taken.arriving, default=0.0) < 2:
+    """Two pieces of equal counts, scaled by 1024 and clipped: the length of the update."""
+    taken = _epoch(loop, _pieces(4, 4, seed=2), 2, max_norm=0.01, scale=1024.0)
+    if min(taken.arriving, default=0.0) < 2:
         return "what is clipped: the loss no longer goes through the scaler"
     times = float(taken.gradients[0].norm()) / 0.01
     if times > 1.01:
@@ -252,6 +294,24 @@ def unscaling(loop: Callable) -> str | None:
         )
     return None
 
+
+def _grows_by(loop: Callable) -> int:
+    """Bytes by which the peak of a step with eight pieces is above that of a step with two.
+
+    A loop that runs backward after each piece's forward has one piece's activations at a time, so
+    that its peak does not depend on the number of pieces.
+    """
+    peaks = []
+    for count in (2, 8):
+        model, pieces = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1)), _pieces(*[16] * count)
+        with MemoryMeter(model) as meter:
+            _epoch(loop, pieces, count, model=model)
+        peaks.append(meter.peak_bytes)
+    return peaks[1] - peaks[0]
+
+
+#: Bytes of one piece's activations in `_grows_by`: two samples of 16 tokens, 64 numbers each.
+_ACTIVATIONS = 2 * 16 * 64 * 4
 
 #: What each planted bug is called -> the check that sees it, and is blind to the other four.
 FIVE: Mapping[str, Callable[[Callable], str | None]] = {
@@ -278,15 +338,31 @@ FIVE: Mapping[str, Callable[[Callable], str | None]] = {
 )
 def check_loop(function: Any) -> Verdict:
     """`train_epoch(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm)`, looked
-    at in five ways."""
+    at in five ways, and with a meter."""
     found = [
         symptom for symptom in (check(function) for check in FIVE.values()) if symptom is not None
     ]
-    if not found:
-        return right("Right: all five are mended.")
-    return wrong(
-        text("{n} of 5 mended. Left: {found}.", n=5 - len(found), found=listed(found, "; "))
-    )
+    if found:
+        return wrong(
+            text("{n} of 5 mended. Left: {found}.", n=5 - len(found), found=listed(found, "; "))
+        )
+    more = _grows_by(function)
+    if more > 5 * _ACTIVATIONS:
+        return wrong(
+            "All five are mended, but nothing is saved: the activations of all pieces are live at"
+            " once. Run backward for each piece before the forward of the next one.",
+            exact=True,
+        )
+    if more > _ACTIVATIONS // 8:
+        return wrong(
+            text(
+                "All five are mended, but the peak grows by {more:,} bytes from two pieces to"
+                " eight. Keep nothing of a piece except what backward adds to `.grad`.",
+                more=more,
+            ),
+            exact=True,
+        )
+    return right("Right: all five are mended, and one piece's activations are live at a time.")
 
 
 # The accumulator's dtype --------------------------------------------------------------------------
@@ -317,7 +393,8 @@ def check_fp32_sums(function: Any) -> Verdict:
 
     each = [gradients(x) for x in data]
     exact = [sum(g.float() for g in of_one) for of_one in zip(*each, strict=True)]
-    narrow = [sum(of_one[1:], start=of_one[0]) for of_one in zip(*each, strict=True)]
+    so_far = [list(itertools.accumulate(of_one)) for of_one in zip(*each, strict=True)]
+    narrow = [of_one[-1] for of_one in so_far]  # as `.grad` adds them up
     with MemoryMeter() as meter:
         sums = function(model.parameters())
         if sums is None or sums is ...:
@@ -334,10 +411,26 @@ def check_fp32_sums(function: Any) -> Verdict:
         return wrong(text("{n} of 3 parameters have a sum.", n=sum(p in sums for p in parameters)))
     found = [sums[parameter] for parameter in parameters]
     if any(one.dtype != torch.float32 for one in found):
-        return wrong("The sums are bf16 themselves.", exact=True)
+        kinds = {str(one.dtype).removeprefix("torch.") for one in found}
+        return wrong(
+            text("The sums must be fp32, but yours are {kind}.", kind=listed(sorted(kinds))),
+            exact=True,
+        )
+    if not any(one.any() for one in found):
+        return wrong(
+            "Your sums stay zero, because no hook was called. `parameters` is an iterator: make a"
+            " list of it if you go through it twice.",
+            exact=True,
+        )
     if _all_close(found, [g.float() for g in narrow]):
         return wrong(
             "Added in bf16 and turned into fp32 afterwards: too late, the bits are gone.",
+            exact=True,
+        )
+    if _all_close(found, [sum(g.float() for g in of_one) for of_one in so_far]):
+        return wrong(
+            "You add `.grad` and leave it there, so that it holds the pieces before as well, and"
+            " they are added again. Set it to None in the hook.",
             exact=True,
         )
     if _all_close(found, [g.float() for g in each[-1]]):
