@@ -1,19 +1,21 @@
 """Answers to the exercises of lesson 06: right ones, and wrong ones with what they are told."""
 
 import functools
+import math
 
+import numpy
 import torch
 
 from course_lib.lessons.lesson_06.checks import reference_backward
 
 
-def in_blocks(scores, block, rescale=True, step=1):
+def in_blocks(scores, block, rescale=True, step=1, start=float("-inf"), of_all_rows=False):
     largest, total = (
-        scores.new_full(scores.shape[:1], float("-inf")),
+        scores.new_full(scores.shape[:1], start),
         scores.new_zeros(scores.shape[:1]),
     )
     for part in scores.split(block, dim=1)[::step]:
-        new = torch.maximum(largest, part.amax(1))
+        new = torch.maximum(largest, part.max() if of_all_rows else part.amax(1))
         factor = {True: (largest - new).exp(), False: 1, -1: (new - largest).exp(), None: 0}
         total = total * factor[rescale] + (part - new[:, None]).exp().sum(1)
         largest = new
@@ -37,8 +39,28 @@ def shifted(scores, block, largest):
     )
 
 
+def clamped(scores, block):
+    parts = [part.clamp(-80, 80).exp().sum(1) for part in scores.split(block, dim=1)]
+    return sum(parts).log()
+
+
 def row_by_row(scores, block):
     return torch.stack([shifted(row[None], block, row.max()[None])[0] for row in scores])
+
+
+def in_python(scores, block, at_once=False):
+    """Blocks of a row as Python's lists; or all of a row at once."""
+    found = []
+    for row in range(len(scores)):
+        largest, total = -math.inf, 0.0
+        columns = range(0, scores.shape[1], scores.shape[1] if at_once else block)
+        for start in columns:
+            part = scores[row, start : start + columns.step].tolist()
+            new = max(largest, *part)
+            total = total * math.exp(largest - new) + sum(math.exp(each - new) for each in part)
+            largest = new
+        found.append(largest + math.log(total))
+    return torch.tensor(found)
 
 
 def two_passes(scores, block):
@@ -67,6 +89,19 @@ def scores_twice(q, k, v, o, lse, grad_o, block):
     return dq, dk, dv
 
 
+def all_panels_kept(q, k, v, o, lse, grad_o, block):
+    """Right numbers, with P of all panels before the first gradient."""
+    scale, dots = q.shape[1] ** -0.5, (grad_o * o).sum(1, keepdim=True)
+    panels = [(key, (q @ key.T * scale - lse[:, None]).exp()) for key in k.split(block)]
+    dq, dk, dv = torch.zeros_like(q), [], []
+    for (key, p), value in zip(panels, v.split(block), strict=True):
+        ds = p * (grad_o @ value.T - dots) * scale
+        dq += ds @ key
+        dk.append(ds.T @ q)
+        dv.append(p.T @ grad_o)
+    return dq, torch.cat(dk), torch.cat(dv)
+
+
 def queries_outside(q, k, v, o, lse, grad_o, block):
     """The other order: a block of queries at a time, all of the keys in panels inside."""
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
@@ -88,16 +123,58 @@ def off_by(place):
     return answer
 
 
-def by_hand(q, k, v):
-    """What a right kernel returns, in torch."""
+def by_torch(q, k, v):
+    """What a right kernel returns, without a kernel."""
     scores = q @ k.T * q.shape[1] ** -0.5
     return scores.softmax(1) @ v, torch.logsumexp(scores, 1)
 
 
-def causal_tiles(queries, keys, block_q, block_k, aligned="bottom right"):
+def kernel(
+    new=lambda largest, scores: numpy.maximum(largest, scores.max(1)),
+    shrink=lambda old, new: numpy.exp(old - new),
+    output=lambda o, shrink, added: o * shrink + added,
+):
+    """The lesson's kernel, line by line, in NumPy: one of its three lines may be another one."""
+
+    def run(q, k, v):
+        o, lse = torch.empty_like(q), q.new_empty(len(q))
+        with numpy.errstate(all="ignore"):
+            for rows in range(0, len(q), 16):
+                instance(*(x.numpy() for x in (q, k, v, o, lse)), slice(rows, rows + 16))
+        return o, lse
+
+    def instance(q, k, v, out, lse, rows):
+        o, total = numpy.float32(0), numpy.float32(0)
+        largest = numpy.full(16, -numpy.inf, numpy.float32)
+        for start in range(0, len(k), 16):
+            panel = slice(start, start + 16)
+            scores = q[rows] @ k[panel].T * q.shape[1] ** -0.5
+            largest, old = new(largest, scores), largest
+            factor, weights = shrink(old, largest), numpy.exp(scores - largest[:, None])
+            o = output(o, factor[:, None], weights @ v[panel])
+            total = total * factor + weights.sum(1)
+        out[rows], lse[rows] = o / total[:, None], largest + numpy.log(total)
+
+    return run
+
+
+def ones(old, new):
+    return numpy.ones_like(new)
+
+
+def causal_tiles(
+    queries,
+    keys,
+    block_q,
+    block_k,
+    aligned="bottom right",
+    least=0,
+    rounded=lambda n, d: -(-n // d),
+):
     count, more = 0, keys - queries if aligned == "bottom right" else 0
     for first in range(0, queries, block_q):
-        count += -(-(min(first + block_q, queries) + more) // block_k)
+        seen = min(first + block_q, queries) + more
+        count += rounded(max(least, min(seen, keys)), block_k)
     return count
 
 
@@ -119,7 +196,7 @@ def normalised(q, k, lse):
 #: check -> right answers, and wrong ones, each alone or with a part of what it is told.
 ANSWERS = {
     "log_sum_exp": (
-        [in_blocks, padded, functools.partial(in_blocks, step=-1), of_transposed],
+        [in_blocks, padded, functools.partial(in_blocks, step=-1), of_transposed, in_python],
         [
             (
                 lambda scores, block: shifted(scores, block, scores.amax(1)),
@@ -134,7 +211,11 @@ ANSWERS = {
             lambda scores, block: torch.logsumexp(scores, 1),
             (functools.partial(in_blocks, rescale=False), "not rescaled"),
             (functools.partial(in_blocks, rescale=-1), "exp(old − new)"),
-            (functools.partial(in_blocks, rescale=None), "become 0"),
+            (functools.partial(in_blocks, rescale=None), "blocks before have added is lost"),
+            (functools.partial(in_blocks, start=0.0), "starts at 0"),
+            (functools.partial(in_blocks, of_all_rows=True), "one maximum for all rows"),
+            (functools.partial(in_python, at_once=True), "`tolist` took more than a block"),
+            (clamped, "The numbers are not"),
             (lambda scores, block: 3, "One number a row"),
         ],
     ),
@@ -146,7 +227,10 @@ ANSWERS = {
             (functools.partial(gradients, slip="softmax of the panel"), "sums to 1 in every panel"),
             (functools.partial(gradients, slip="scale forgotten"), "dS has it too"),
             (functools.partial(gradients, slip="dQ overwritten"), "the last panel only"),
+            (functools.partial(gradients, slip="divided"), "Subtract first"),
             (by_autograd, "N × N"),
+            (all_panels_kept, "N × N"),
+            (lambda *case: tuple(gradients(*case)[i] for i in (0, 2, 1)), "another order"),
             (scores_twice, "7.0 products"),
             *((off_by(0), "dQ"), (off_by(2), "dV")),
             (lambda *case: gradients(*case)[:2], "Three tensors"),
@@ -158,19 +242,38 @@ ANSWERS = {
         [
             ({"forward": 2, "backward": 5, "two walks": 7}, "count as two"),
             ({"forward": 4, "backward": 8, "two walks": 14}, "P has to be computed again"),
-            {"forward": 4, "backward": 10, "two walks": 12},
+            ({"forward": 8, "backward": 10, "two walks": 14}, "`forward`: Not yet: too large"),
+            ({"forward": 4, "backward": 10, "two walks": 10}, "That is one walk"),
+            ({"forward": 4, "backward": 10, "two walks": 12}, "dP as well as S"),
+            ({"forward": 4, "backward": 10, "two walks": 20}, "Only S and dP"),
             (4, "A dictionary is wanted"),
             ({"forward": 4}, "A dictionary is wanted"),
         ],
     ),
     "kernel": (
-        [by_hand],
+        [kernel()],
         [
+            (by_torch, "PyTorch has computed the products"),
             (
-                lambda q, k, v: (by_hand(q, k, v)[0], by_hand(q, k, v)[1] + 1),
-                "log-sum-exp is wrong",
+                kernel(new=lambda largest, scores: 0 * scores.sum(1), shrink=ones),
+                "keeps no maximum",
             ),
-            (lambda q, k, v: (by_hand(q, k, v)[0] * 2, by_hand(q, k, v)[1]), "the output is not"),
+            (kernel(new=lambda largest, scores: scores.max(1)), "the panel's own maximum"),
+            (
+                kernel(
+                    new=lambda largest, scores: numpy.maximum(largest, scores.max()),
+                ),
+                "one number for all rows",
+            ),
+            (kernel(shrink=ones), "not rescaled"),
+            (kernel(shrink=lambda old, new: numpy.exp(new - old)), "Every number is nan"),
+            (kernel(new=lambda largest, scores: 0 * largest), "Every number is nan"),
+            (kernel(output=lambda o, shrink, added: o * shrink.T + added), "the columns"),
+            (kernel(output=lambda o, shrink, added: o + added), "old output is not rescaled"),
+            (kernel(output=lambda o, shrink, added: added), "the last panel only"),
+            (kernel(output=lambda o, shrink, added: (o + added) * shrink), "old output alone"),
+            (kernel(output=lambda o, shrink, added: 2 * (o * shrink + added)), "the output is not"),
+            (kernel(shrink=lambda old, new: 0.5 * numpy.exp(old - new)), "log-sum-exp is wrong"),
         ],
     ),
     "causal_tiles": (
@@ -179,6 +282,9 @@ ANSWERS = {
             (lambda q, k, bq, bk: -(-q // bq) * -(-k // bk), "every tile"),
             (lambda q, k, bq, bk: -(-q // bq) * -(-k // bk) / 2, "diagonal's tiles"),
             (functools.partial(causal_tiles, aligned="top left"), "bottom right"),
+            (functools.partial(causal_tiles, least=-(10**9)), "never fewer than none"),
+            (functools.partial(causal_tiles, rounded=lambda n, d: n // d), "only a part"),
+            (functools.partial(causal_tiles, rounded=lambda n, d: n // d + 1), "no more is needed"),
             lambda q, k, bq, bk: 36,
         ],
     ),
@@ -193,11 +299,25 @@ ANSWERS = {
             (lambda q, k, lse: q @ k.T / 4 - lse[:, None], "logarithms"),
             (lambda q, k, lse: (q @ k.T / 4).softmax(1), "do not come from `lse`"),
             (normalised, "do not come from `lse`"),
+            (
+                lambda q, k, lse: (q @ k.T / 4).exp() / lse[:, None].exp(),
+                "Large scores overflow",
+            ),
         ],
     ),
     "grouped_bytes": (
         [84_410_368],
-        [(83_886_080, "missing"), (84_148_224, "fp32"), (84.410368, "in MB")],
+        [
+            (83_886_080, "missing"),
+            (84_148_224, "fp32"),
+            (134_742_016, "not 32."),
+            (134_217_728, "not 32, and the log-sum-exp"),
+            (84_934_656, "not two"),
+            (50_855_936, "The output is kept"),
+            (168_296_448, "bf16 takes two bytes"),
+            (84.410368, "in MB"),
+            (80.5, "in MiB"),
+        ],
     ),
 }
 

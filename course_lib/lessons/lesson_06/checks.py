@@ -1,15 +1,18 @@
 """The exercises of lesson 06."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib._torch import tensors_in
 from course_lib.labels import say
+from course_lib.memory import MemoryMeter
 from course_lib.memory.measurement import flop_counter
 from course_lib.teaching import Verdict, expect_number, text
 from course_lib.teaching.exercises import exercise, not_answered, right, wrong
@@ -45,26 +48,70 @@ class _Watched(TorchDispatchMode):
         name = operator.overloadpacket.__name__
         if not (operator.is_view or name in _MOVES or name.startswith(_MAKES)):
             for tensor in tensors_in(args):
-                if (
-                    tensor.numel() > len(self.scores) * self.block
-                    or max(tensor.shape, default=0) > self.block
-                ):
-                    self.too_wide.append(name)
-                elif (
-                    tensor.untyped_storage().data_ptr() == self.scores.untyped_storage().data_ptr()
-                ):
-                    if [tensor.storage_offset()] != self.blocks_read[-1:]:
-                        self.blocks_read.append(tensor.storage_offset())
+                self.look(name, tensor)
         return operator(*args, **(kwargs or {}))
 
+    def look(self, name: str, tensor: Tensor) -> None:
+        """Note that an operator of this name reads the tensor."""
+        if (
+            tensor.numel() > len(self.scores) * self.block
+            or max(tensor.shape, default=0) > self.block
+        ):
+            self.too_wide.append(name)
+        elif tensor.untyped_storage().data_ptr() == self.scores.untyped_storage().data_ptr():
+            if [tensor.storage_offset()] != self.blocks_read[-1:]:
+                self.blocks_read.append(tensor.storage_offset())
 
-def _without_rescaling(row: Tensor, block: int) -> Tensor:
-    """The commonest slip: terms of a block stay relative to the maximum of their time."""
-    largest, total = row.new_tensor(-math.inf), row.new_tensor(0.0)
-    for part in row.split(block):
-        largest = torch.maximum(largest, part.max())
-        total = total + (part - largest).exp().sum()
+
+class _Lists(TorchFunctionMode):
+    """Tells a `_Watched` of `tolist`, which no dispatch mode sees."""
+
+    def __init__(self, watched: _Watched) -> None:
+        super().__init__()
+        self.watched = watched
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.tolist:
+            self.watched.look("tolist", args[0])
+        return function(*args, **(kwargs or {}))
+
+
+Factor = Callable[[Tensor, Tensor], Tensor]
+
+
+def _carried(
+    scores: Tensor,
+    block: int,
+    *,
+    start: float = -math.inf,
+    factor: Factor = lambda old, new: (old - new).exp(),
+    of_rows: Callable[[Tensor], Tensor] = lambda part: part.amax(1),
+) -> Tensor:
+    """The log-sum-exp of each row in one pass over blocks; other arguments make a mistake in it."""
+    largest, total = scores.new_full(scores.shape[:1], start), scores.new_zeros(len(scores))
+    for part in scores.split(block, 1):
+        new = torch.maximum(largest, of_rows(part))
+        total = total * factor(largest, new) + (part - new[:, None]).exp().sum(1)
+        largest = new
     return largest + total.log()
+
+
+#: Message -> the arguments of `_carried` that make the mistake.
+_CARRIED: dict[str, dict[str, Any]] = {
+    "Your running maximum starts at 0, so a row whose scores are all far below 0 sums up to"
+    " nothing. Start it at −∞.": {"start": 0.0},
+    "The old sum is not rescaled when the maximum rises.": {
+        "factor": lambda old, new: torch.ones_like(old)
+    },
+    "nan even for small scores: 0 · ∞, or ∞ − ∞. The factor is exp(old − new).": {
+        "factor": lambda old, new: (new - old).exp()
+    },
+    "What the blocks before have added is lost. Rescale the old sum, and add to it.": {
+        "factor": lambda old, new: torch.zeros_like(old)
+    },
+    "You keep one maximum for all rows, so a row far below it sums up to nothing. Keep one for"
+    " each row.": {"of_rows": lambda part: part.max().expand(len(part))},
+}
 
 
 @exercise(
@@ -75,27 +122,33 @@ def _without_rescaling(row: Tensor, block: int) -> Tensor:
 )
 def check_log_sum_exp(function: Any) -> Verdict:
     """The log-sum-exp of each row over blocks of columns, for large scores too, in one pass."""
-    rows, block = 4, 4
-    scores = torch.linspace(-3, 3, 60).sin().view(rows, 15) * torch.tensor(
-        [[1.0], [10.0], [500.0], [1000.0]]
+    rows, block, columns = 6, 7, 23
+    along = torch.linspace(-1, 1, columns)
+    waves = torch.linspace(-3, 3, 4 * columns).sin().view(4, columns)
+    # small scores that rise and fall, large ones of both signs, and a row that is far below 0
+    scores = torch.stack(
+        [along, -along, 10 * waves[0], 500 * waves[1], 1000 * waves[2], waves[3] - 1000]
     )
     given = scores.clone()
-    with _Watched(given, block) as watched:
+    with _Watched(given, block) as watched, _Lists(watched):
         found = function(given, block)
     if found is None:
         return not_answered()
     if not isinstance(found, torch.Tensor) or found.numel() != rows:
         return wrong("One number a row is wanted.")
-    small, *large = found.flatten()  # the first row's scores lie between -1 and 1
-    if small.isnan():
-        return wrong("nan even for small scores: 0 · ∞, or ∞ − ∞. The factor is exp(old − new).")
-    if any(row == math.inf or row.isnan() for row in large):
-        return wrong("Large scores overflow.")
-    if any(row == -math.inf for row in large):
-        return wrong("A sum has become 0: what a block adds must stay when the maximum rises.")
-    if not torch.allclose(found.flatten(), torch.logsumexp(scores, 1), atol=1e-4):
-        if torch.isclose(small, _without_rescaling(scores[0], block), atol=1e-4):
-            return wrong("The old sum is not rescaled when the maximum rises.", exact=True)
+    found = found.flatten()
+    if not torch.allclose(found, torch.logsumexp(scores, 1), atol=1e-4):
+        for said, mistake in _CARRIED.items():
+            if torch.allclose(found, _carried(scores, block, **mistake), atol=1e-4, equal_nan=True):
+                return wrong(said, exact=True)
+        if found[:2].isnan().any():  # their scores lie between -1 and 1
+            return wrong("nan even for small scores: 0 · ∞, or ∞ − ∞.")
+        if (found == math.inf).any() or found.isnan().any():
+            return wrong("Large scores overflow.")
+        if (found == -math.inf).any():
+            return wrong(
+                "A sum has become 0. Subtract the row's largest score so far before `exp`."
+            )
         return wrong("The numbers are not the log-sum-exps.")
     if watched.too_wide:
         name = watched.too_wide[0]
@@ -125,6 +178,7 @@ _SLIPS = {
         "dV is right, dQ and dK are too large by √d: S has the scale, so dS has it too."
     ),
     "dQ overwritten": "dK and dV are right, dQ has the last panel only: every panel adds to it.",
+    "divided": "Large scores overflow in exp(S) / exp(lse). Subtract first: P is exp(S − lse).",
 }
 
 
@@ -145,7 +199,11 @@ def reference_backward(
     for start in range(0, len(k), block):
         panel = slice(start, start + block)
         scores = q @ k[panel].T * scale
-        p = scores.softmax(1) if slip == "softmax of the panel" else (scores - lse[:, None]).exp()
+        p = (scores - lse[:, None]).exp()
+        if slip == "softmax of the panel":
+            p = scores.softmax(1)
+        if slip == "divided":
+            p = scores.exp() / lse[:, None].exp()
         dp = grad_o @ v[panel].T
         row = {"no D": 0.0, "D of the panel": (p * dp).sum(1, keepdim=True)}.get(slip, dots)
         ds = p * (dp - row) * (1 if slip == "scale forgotten" else scale)
@@ -186,11 +244,12 @@ def check_backward(function: Any) -> Verdict:
 
 def _one_head(queries: int, keys: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """q, k, v, o, lse and an uneven gradient of o: inputs of no pattern, the same on every
-    machine."""
+    machine. Every fifth query has scores up to 1000 and more."""
     q, k, v, grad_o = (
         torch.linspace(start, start + 40 * n, n * d, dtype=dtype).sin().view(n, d) * 1.5
         for start, n in ((0.0, queries), (1.0, keys), (2.0, keys), (3.0, queries))
     )
+    q[::5] *= 400
     scores = q @ k.T * d**-0.5
     return q, k, v, scores.softmax(1) @ v, torch.logsumexp(scores, 1), grad_o
 
@@ -211,6 +270,8 @@ def _wrong_gradients(
     for slip, said in _SLIPS.items():
         if all(map(_equal, found, reference_backward(*case, 16, slip))):
             return wrong(said, exact=True)
+    if all(any(_equal(one, other) for other in expected) for one in found):
+        return wrong("These are dQ, dK and dV in another order.", exact=True)
     off = [
         name
         for name, one, other in zip(("dQ", "dK", "dV"), found, expected, strict=True)
@@ -220,19 +281,22 @@ def _wrong_gradients(
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one.double(), other, rtol=1e-6, atol=1e-8)
+    return one.shape == other.shape and torch.allclose(
+        one.double(), other, rtol=1e-6, atol=1e-8, equal_nan=True
+    )
 
 
 def _wrong_walk(function: Any) -> Verdict | None:
-    """Whether it makes something as large as the scores, or computes more or less than five
-    products a panel."""
-    n, d, block = 128, 16, 32
+    """Whether it holds as much as the scores at once, or computes more or less than five products a
+    panel."""
+    n, d, block = 256, 16, 16
     case = _one_head(n, n, d, torch.float32)
-    with _Largest() as made, flop_counter() as counter:
+    with flop_counter() as counter, MemoryMeter() as meter:
         function(*case, block)
-    if made.most >= n * n:
+    if meter.peak_bytes >= n * n * 4:
         return wrong(
-            "Right numbers, but a tensor of N × N numbers was made: walk over the panels.",
+            "Right numbers, but N × N numbers are live at once. Make P and dS of one panel, use"
+            " them, and keep neither.",
             exact=True,
         )
     products = counter.get_total_flops() / (2 * n * n * d)
@@ -246,24 +310,28 @@ def _wrong_walk(function: Any) -> Verdict | None:
     return None
 
 
-class _Largest(TorchDispatchMode):
-    """The most numbers in a tensor that an operator made."""
-
-    most = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        result = operator(*args, **(kwargs or {}))
-        self.most = max([self.most, *(tensor.numel() for tensor in tensors_in(result))])
-        return result
-
-
 # Exercise 3: FLOPs by hand
 # --------------------------------------------------------------------------------------------
 
-_PRODUCTS = {
-    "forward": (4, "S = Q Kᵀ and O = P V: two products."),
-    "backward": (10, "S again, dV, dP, dQ, dK: five products."),
-    "two walks": (14, "Both walks make S and dP: seven products."),
+_TWO = "A multiplication and an addition count as two."
+#: Name -> FLOPs in N² d, why, and the mistakes that lead to other numbers.
+_PRODUCTS: dict[str, tuple[int, str, dict[float, str]]] = {
+    "forward": (4, "S = Q Kᵀ and O = P V: two products.", {2: _TWO}),
+    "backward": (
+        10,
+        "S again, dV, dP, dQ, dK: five products.",
+        {5: _TWO, 8: "P has to be computed again."},
+    ),
+    "two walks": (
+        14,
+        "Both walks make S and dP: seven products.",
+        {
+            7: _TWO,
+            10: "That is one walk. In two, each makes S and dP for itself.",
+            12: "Each walk needs dS, and so dP as well as S.",
+            20: "Only S and dP are made twice. dQ is made in one walk, dK and dV in the other.",
+        },
+    ),
 }
 
 
@@ -281,15 +349,10 @@ def check_flops(answer: Any) -> Verdict:
         )
     if all(value is None for value in answer.values()):
         return not_answered()
-    for name, (expected, why) in _PRODUCTS.items():
-        halved = {
-            expected / 2: "A multiplication and an addition count as two.",
-            8: "P has to be computed again.",
-        }
-        slips = {number: said for number, said in halved.items() if number != expected}
+    for name, (expected, why, slips) in _PRODUCTS.items():
         verdict = expect_number(answer[name], expected, wrong_answers=slips)
         if not verdict:
-            said = text("`{name}`: {why}", name=name, why=say(verdict.message))
+            said = text("{name}: {why}", name=f"`{name}`", why=say(verdict.message))
             return wrong(said, hint=None if verdict.exact else why, exact=verdict.exact)
     return right("Right: 4, 10 and 14 N² d.")
 
@@ -319,19 +382,119 @@ def check_kernel(run: Any) -> Verdict:
         return right("No Triton here (it is for Linux only): this one is passed over.")
     if _is_untouched(run):
         return not_answered()
-    q, k, v, o, lse, _ = (x.contiguous() for x in _one_head(32, 32, 16, torch.float32))
+    q, k, v = _large_and_small()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = run(*(x.to(device) for x in (q, k, v)))
+    with flop_counter() as counter, numpy.errstate(all="ignore"):  # Triton's interpreter is NumPy
+        found = run(*(x.to(device) for x in (q, k, v)))
     if found is None:
         return not_answered()
-    found_o, found_lse = (x.float().cpu() for x in found)
-    if not torch.allclose(found_lse.flatten(), lse, atol=1e-3):
-        return wrong(
-            "The log-sum-exp is wrong: look at the new maximum, and at what the old sum is worth."
-        )
-    if not torch.allclose(found_o, o, atol=1e-3):
+    if counter.get_total_flops():
+        return wrong("PyTorch has computed the products. Leave them to your kernel.", exact=True)
+    found = tuple(
+        x.float().cpu().reshape(y.shape) for x, y in zip(found, (q, q[:, 0]), strict=True)
+    )
+
+    def equal(other: tuple[Tensor, ...]) -> list[bool]:
+        return [
+            torch.allclose(one, two, atol=2e-3, equal_nan=True)
+            for one, two in zip(found, other, strict=True)
+        ]
+
+    right_o, right_lse = equal(_folded(q, k, v))
+    if right_o and right_lse:
+        return right("Right: equal to `tiled_forward`, instance by instance, for large scores too.")
+    for said, mistake in _FOLDS.items():
+        if all(equal(_folded(q, k, v, **mistake))):
+            return wrong(said, exact=True)
+    if right_lse:
         return wrong("The log-sum-exp is right, the output is not: it shrinks as the sum does.")
-    return right("Right: equal to `tiled_forward`, instance by instance.")
+    if not all(x.isfinite().all() for x in found):
+        return wrong("Scores of 1000 and of −1000 overflow: look at the new maximum.")
+    return wrong(
+        "The log-sum-exp is wrong: look at the new maximum, and at what the old sum is worth."
+    )
+
+
+def _large_and_small() -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of one head, (48, 16) each, of which the scores of a row may all be near 1000 or
+    −1000, and rise or fall by hundreds from the first panel of 16 keys to the last.
+
+    All are multiples of 1/16, small enough that their products are exact in TF32 too.
+    """
+    n, d = 48, 16
+    q, k, v = (
+        (torch.linspace(start, start + 40 * n, n * d).sin() * 24).round().view(n, d) / 16
+        for start in (0.0, 1.0, 2.0)
+    )
+    k[:, 0], k[:, 1] = 4.0, (torch.arange(n) - n // 2) / 8
+    every = torch.arange(n) % 6
+    q[:, 0] = torch.tensor([0.0, 0.0, 0.0, 1024.0, -1024.0, 1024.0])[every]
+    q[:, 1] = torch.tensor([0.0, 512.0, -512.0, 0.0, 0.0, -512.0])[every]
+    return q, k, v
+
+
+def _folded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block: int = 16,
+    new_maximum: Callable[[Tensor, Tensor], Tensor] = lambda largest, scores: torch.maximum(
+        largest, scores.amax(1)
+    ),
+    factor: Factor = lambda old, new: (old - new).exp(),
+    output: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda o, shrink, added: (
+        o * shrink + added
+    ),
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of the kernel, computed by PyTorch, block of queries by block; other
+    arguments make a mistake in one of its three lines."""
+    outputs, log_sums = [], []
+    for query in q.split(block):
+        o, total = torch.zeros_like(query), query.new_zeros(len(query))
+        largest = query.new_full((len(query),), -math.inf)
+        for key, value in zip(k.split(block), v.split(block), strict=True):
+            scores = query @ key.T * q.shape[1] ** -0.5
+            new = new_maximum(largest, scores)
+            shrink, weights = factor(largest, new), (scores - new[:, None]).exp()
+            o = output(o, shrink[:, None], weights @ value)
+            total, largest = total * shrink + weights.sum(1), new
+        outputs.append(o / total[:, None])
+        log_sums.append(largest + total.log())
+    return torch.cat(outputs), torch.cat(log_sums)
+
+
+#: Message -> the arguments of `_folded` that make the mistake.
+_FOLDS: dict[str, dict[str, Any]] = {
+    "Your kernel keeps no maximum, so `exp` overflows for scores of 1000, and every weight is 0 for"
+    " scores of −1000. `new` is the largest score so far.": {
+        "new_maximum": lambda largest, scores: torch.zeros(len(scores)),
+        "factor": lambda old, new: torch.ones_like(old),
+    },
+    "`new` is the panel's own maximum. Where an earlier panel has a larger one, the factor"
+    " overflows: take the larger of `largest` and it.": {
+        "new_maximum": lambda largest, scores: scores.amax(1)
+    },
+    "`new` is one number for all rows of the block, so rows far below it sum up to nothing. Take"
+    " the maximum of each row.": {
+        "new_maximum": lambda largest, scores: torch.maximum(largest, scores.max())
+    },
+    "The old sum is not rescaled when the maximum rises.": {
+        "factor": lambda old, new: torch.ones_like(old)
+    },
+    "Every number is nan: 0 · ∞, or ∞ − ∞. The factor is exp(largest − new), and `new` is at least"
+    " the panel's maximum.": {"factor": lambda old, new: (new - old).exp()},
+    "The log-sum-exp is right, but the old output is not rescaled when the maximum rises.": {
+        "output": lambda o, shrink, added: o + added
+    },
+    "The log-sum-exp is right, but `shrink` has one number for each row, and you multiplied the"
+    " columns: `shrink[:, None]`.": {"output": lambda o, shrink, added: o * shrink.T + added},
+    "The log-sum-exp is right, but the output has the last panel only: every panel adds to it.": {
+        "output": lambda o, shrink, added: added
+    },
+    "The log-sum-exp is right, but the factor is for the old output alone. The panel's part is"
+    " relative to `new` already.": {"output": lambda o, shrink, added: (o + added) * shrink},
+}
 
 
 def _is_untouched(run: Any) -> bool:
@@ -362,6 +525,12 @@ def check_probabilities(function: Any) -> Verdict:
         return not_answered()
     if not isinstance(found, torch.Tensor) or found.shape != (5, 5):
         return wrong("A matrix (n, n) is wanted.", exact=True)
+    large = function(50 * q, 50 * k, torch.logsumexp(2500 * scores, 1))
+    if isinstance(large, torch.Tensor) and large.isnan().any() and not found.isnan().any():
+        return wrong(
+            "Large scores overflow in exp(s) / exp(lse). Subtract first: p = exp(s − lse).",
+            exact=True,
+        )
     if torch.allclose(found, (q @ k.T - lse[:, None]).exp(), atol=1e-5):
         return wrong("The scores lack their scale, 1 / √d.", exact=True)
     if torch.allclose(found, (scores - lse).exp(), atol=1e-5):
@@ -397,8 +566,10 @@ def check_grouped_bytes(answer: Any) -> Verdict:
             80 * one + 32 * 4096 * 2: "The log-sum-exp is fp32.",
             80 * one + 2 * 32 * 4096 * 4: "One number a row, not two.",
             48 * one + 32 * 4096 * 4: "The output is kept as well.",
-            right / 10**6: "That is in MB. Give bytes.",
+            128 * one: "K and V have 8 heads, not 32, and the log-sum-exp is missing.",
+            2 * right - 32 * 4096 * 4: "bf16 takes two bytes.",
         },
+        in_bytes=True,
         why="Q and O with 32 heads, K and V with 8, and 4 bytes a row.",
     )
 
@@ -413,21 +584,33 @@ def check_causal_tiles(function: Any) -> Verdict:
         (512, 512, 64, 64),
         (100, 100, 32, 16),
         (64, 256, 32, 64),
+        (64, 16, 16, 16),  # the first three blocks of queries see no key
+        (128, 64, 32, 32),
+        (100, 70, 32, 16),
+        (8, 4, 2, 1),
     ):
-        expected = 0
-        for first in range(0, queries, block_q):
-            # the last key that this block's last query sees
-            last = min(first + block_q, queries) - 1 + keys - queries
-            expected += last // block_k + 1
+        # the mask itself, tile by tile
+        mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        parts = [part for rows in mask.split(block_q) for part in rows.split(block_k, 1)]
+        expected = sum(bool(part.any()) for part in parts)
         case = f"{queries}, {keys}, {block_q}, {block_k}"
-        whole = -(-queries // block_q) * -(-keys // block_k)
-        top_left = sum(
-            -(-min(first + block_q, queries) // block_k) for first in range(0, queries, block_q)
-        )
+        last = [min(first + block_q, queries) for first in range(0, queries, block_q)]
+        seen = [each + keys - queries for each in last]  # by the last query of each block
         slips = {
-            top_left: "The last query sees all keys: count from the bottom right.",
-            whole: "That is every tile: those above the diagonal are skipped.",
-            whole / 2: "The diagonal's tiles are computed too.",
+            sum(-(-min(each, keys) // block_k) for each in last): (
+                "The last query sees all keys: count from the bottom right."
+            ),
+            len(parts): "That is every tile: those above the diagonal are skipped.",
+            len(parts) / 2: "The diagonal's tiles are computed too.",
+            sum(-(-each // block_k) for each in seen): (
+                "A block whose queries see no key has no tile, and never fewer than none."
+            ),
+            sum(max(0, each) // block_k for each in seen): (
+                "A tile of which the block sees only a part is computed too."
+            ),
+            sum(max(0, each) // block_k + 1 for each in seen): (
+                "Where a block sees a whole number of tiles, no more is needed."
+            ),
         }
         slips = {number: said for number, said in slips.items() if number != expected}
         answer = function(queries, keys, block_q, block_k)
