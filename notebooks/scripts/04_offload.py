@@ -51,7 +51,7 @@ from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.lessons import lesson_04, what_you_may_have_read
@@ -103,12 +103,12 @@ links = {"NVMe": 7e9, "PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLi
 # %% [markdown]
 # <div lang="en">
 #
-# Thousands. (Section 4.11 draws which widths of a transformer offer that many.) But a threshold says only that copies *can* hide. Do they?
+# Over PCIe 5 nearly 16,000; over the other links from 2,000 to 141,000. (Section 4.11 draws which widths of a transformer offer that many.) But a threshold says only that copies *can* hide. Do they?
 #
 # </div>
 # <div lang="zh">
 #
-# 要几千到十几万。（哪些隐藏维度的 transformer 能提供这么多，4.11 节有图。）但是，阈值只说拷贝**可以**被掩盖。真的被掩盖了吗？
+# 经 PCIe 5 要将近 16,000，经其余的链路要 2,000 到 141,000。（哪些隐藏维度的 transformer 能提供这么多，4.11 节有图。）但是，阈值只说拷贝**可以**被掩盖。真的被掩盖了吗？
 #
 # </div>
 
@@ -164,7 +164,7 @@ def step_on_device(p, link, in_flight=2):  # p = None: nothing is moved
 # %% slide="result"
 threshold = 2 * B / f  # bytes a second: two copies in the time of one layer's forward
 runs = {p: step_on_device(p, threshold) for p in (0, 1, 2)}
-lesson_04.draw_lanes(runs)
+lesson_04.draw_lanes(runs, plain=47 * f)  # 16 f + 16 g, less the gradient of the batch, f
 
 # %% [markdown]
 # <div lang="en">
@@ -240,12 +240,12 @@ table(["in flight", "fetched ahead, p", "time of plain", "peak above, in B"], ro
 # %% [markdown]
 # <div lang="en">
 #
-# Two hide the way up, two hide the way down, and it takes both: with one copy in flight forward alone takes 1.5 times its time, since each layer saves two storages and the second must wait for the first. Each fetched ahead costs one $B$, whatever the depth: that is what hiding is paid with. Depth costs nothing, and so $(p + 4)\,B$ is the peak of any number of layers here.
+# Two hide the way up, two hide the way down, and it takes both: with one copy in flight forward alone takes 1.5 times its time, since each layer saves two storages and the second must wait for the first. Each storage fetched ahead costs one $B$, whatever the depth: that is what hiding is paid with. From three layers on, depth costs nothing: the peak is $(p + 4)\,B$ here, with three layers as with sixteen.
 #
 # </div>
 # <div lang="zh">
 #
-# 提前取回两份，读回就被掩盖；允许两次写出同时在路上，写出就被掩盖；缺一不可。只许一次在路上时，光前向就要 1.5 倍的时间：每层保存两份存储区，第二份得等第一份。每多提前一份，多占一个 $B$，与深度无关：掩盖就是用这个换来的。层数再多也不多占，所以这里无论几层，峰值都是 $(p + 4)\,B$。
+# 提前取回两份，读回就被掩盖；允许两次写出同时在路上，写出就被掩盖；缺一不可。只许一次在路上时，光前向就要 1.5 倍的时间：每层保存两份存储区，第二份得等第一份。每多提前一份，多占一个 $B$，与深度无关：掩盖就是用这个换来的。从三层起，层数再多也不多占，三层和十六层一样，峰值都是 $(p + 4)\,B$。
 #
 # </div>
 
@@ -257,7 +257,7 @@ table(["in flight", "fetched ahead, p", "time of plain", "peak above, in B"], ro
 # An activation is freed when everyone who holds it lets go: autograd, in its saved tensors, and your own variables. So a function that copies its input down frees nothing: the next operator keeps the same storage (section 4.12). It takes the two hooks of lesson 02. Four rules:
 #
 # - A **parameter** never moves: the model holds it anyway. A Linear saves `weight.t()`, a view, so ask for the storage.
-# - A **storage** moves once, though several operators save it.
+# - A **storage** moves once, though several operators save it; once more if it was changed in place in between. `tensor._version` counts these changes.
 # - What comes back is the **view** that was saved: shape, stride, offset.
 # - When backward is through with it, it is **let go** below, too.
 #
@@ -267,7 +267,7 @@ table(["in flight", "fetched ahead, p", "time of plain", "peak above, in B"], ro
 # 所有持有者都放手，激活值才会释放：持有者有 autograd（它保存的张量），也有你自己的变量。所以，把输入拷贝下去的函数什么也没释放：下一个算子仍持有同一份存储区（4.12 节）。要靠第 02 课的两个钩子。规则有四条：
 #
 # - **参数**从不搬：模型反正持有它。Linear 保存的是视图 `weight.t()`，所以要看存储区。
-# - 一份**存储区**只搬一次，哪怕有几个算子保存它。
+# - 一份**存储区**只搬一次，哪怕有几个算子保存它；如果其间被原地修改过，就要再搬一次。`tensor._version` 记着修改了几次。
 # - 取回来的，要是当初保存的那个**视图**：形状、步幅、偏移都一样。
 # - 反向用完之后，下层存储里的也要**放手**。
 #
@@ -379,18 +379,19 @@ ways["library"] = offload_activations(DiskStore(), min_bytes=1 << 17)
 #
 # <div lang="en">
 #
-# The host only gives orders, and goes on. A **stream** does in order what it was given; between two streams nothing is ordered, unless one waits for an **event** of the other: a mark behind all that the other was given so far. `device.wait(event)` lets the current stream wait, `device.finish(event)` the host. This is all that the library does for a copy:
+# The host only gives orders, and goes on. A **stream** does in order what it was given; between two streams nothing is ordered, unless one waits for an **event** of the other: a mark behind all that the other was given so far. `device.wait(event)` lets the current stream wait, `device.finish(event)` the host. With them the library starts a copy, and orders what comes after it; a copy up waits for the copy down first:
 #
 # </div>
 # <div lang="zh">
 #
-# 主机只管下达任务，然后继续往下走。**流**（stream）按次序做交给它的事；两条流之间没有先后，除非一条去等另一条的**事件**（event）：事件是一个记号，标在那条流此前接到的所有任务之后。`device.wait(event)` 让当前的流等，`device.finish(event)` 让主机等。库为一次拷贝所做的，全在这里：
+# 主机只管下达任务，然后继续往下走。**流**（stream）按次序做交给它的事；两条流之间没有先后，除非一条去等另一条的**事件**（event）：事件是一个记号，标在那条流此前接到的所有任务之后。`device.wait(event)` 让当前的流等，`device.finish(event)` 让主机等。库就用它们启动一次拷贝，并规定此后的先后；读回之前，要先等写出完成：
 #
 # </div>
 
 # %% slide="result"
 print(inspect.getsource(SimulatedDevice.copy))
 print(inspect.getsource(HostStore._copied))
+print(inspect.getsource(HostStore.read))
 
 # %% slide="result"
 lesson_04.draw_order()
@@ -398,14 +399,14 @@ lesson_04.draw_order()
 # %% [markdown]
 # <div lang="en">
 #
-# Why does each wait? The copy down must not read before the storage is **made**. Its memory must not be **let go** before the copy has read it: the allocator hands it to the next tensor at once. Nobody may **use** what comes up before it is there. And the **host** must not read what is still on its way down.
+# Why does each wait? The copy down must not read before the storage is **made**. Its memory must not be **let go** before the copy has read it: the allocator hands it to the next tensor at once. Nobody may **use** what comes up before it is there. And the **host** must not read what is still on its way down. (Two more are not shown: `release` waits before memory below is given to another, and on CUDA `record_stream` tells the allocator which stream still uses a tensor.)
 #
 # Take one away, then. The device reports a **race**: two accesses to the same memory that nothing orders. Its numbers are right by luck, unless it runs copies as late as the waits allow (`late`), or the rest as early (`early`).
 #
 # </div>
 # <div lang="zh">
 #
-# 每一处为什么要等？存储区还没**算好**，写出就不能开始。拷贝还没读完，它的内存不能**放手**：分配器立刻就会把它分给下一个张量。读回的还没到，谁也不能**用**。写出还没完成，**主机**不能读。
+# 每一处为什么要等？存储区还没**算好**，写出就不能开始。拷贝还没读完，它的内存不能**放手**：分配器立刻就会把它分给下一个张量。读回的还没到，谁也不能**用**。写出还没完成，**主机**不能读。（还有两处没有列出：`release` 先等待，再把下层存储的内存让给别人；在 CUDA 上，`record_stream` 告诉分配器，哪条流还在用这个张量。）
 #
 # 那就拿掉一处试试。设备会报告**竞争**（race）：两次访问同一块内存，没有什么规定先后。这时结果对只是碰巧；除非让拷贝拖到等待所容许的最晚时刻（`late`），或让其余的提到最早（`early`）。
 #
@@ -602,12 +603,12 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# With both, 16 to 20 times fewer bytes move. **Guess first:** and the peak, with offload, with checkpoints, with both?
+# With both, only a 16th to a 20th of the bytes move. **Guess first:** and the peak, with offload, with checkpoints, with both?
 #
 # </div>
 # <div lang="zh">
 #
-# 合用时，搬的字节少得多，相差 16 到 20 倍。**先猜**：峰值呢？只卸载、只用检查点、两者合用，各是多少？
+# 合用时，搬的字节少得多，只有 1/16 到 1/20。**先猜**：峰值呢？只卸载、只用检查点、两者合用，各是多少？
 #
 # </div>
 
@@ -627,14 +628,14 @@ timelines(two, title=title, panel_height=1.9)
 #
 # 134,006,104, not one byte below checkpoints alone, and 9 MB above offload alone. The peak is at the end of backward, when the gradients have nearly all arrived. By then the inputs of the later layers are used up, moved or not. What is there is what the **first** layer needs: offload brings it back one tensor at a time, a checkpoint all of it at once. What counts is what is absent at the peak (section 2.5).
 #
-# So is both together a mistake? It moves 18 times fewer bytes at $p$ = 1, and a link may be slow. And with more layers or longer sequences the inputs are the peak: accelerate's pull request 4175 saw both, on GPUs.
+# So is both together a mistake? It moves only an 18th of the bytes at $p$ = 1, and a link may be slow. And with more layers or longer sequences the inputs are the peak: accelerate's pull request 4175 saw both, on GPUs.
 #
 # </div>
 # <div lang="zh">
 #
 # 134,006,104 字节：比只用检查点一个字节也没少，比只卸载高 9 MB。峰值在反向快结束时，梯度几乎都到齐了。这时后面各层的输入早已用完，搬没搬都一样。还在的，是**第一层**要用的东西：卸载一次取回一个张量，检查点则一次让整层全回来。要紧的是，峰值那一刻什么不在（2.5 节）。
 #
-# 那么合用就错了吗？$p$ = 1 时，它搬的字节要少 18 倍，而链路可能很慢。层数更多或序列更长时，峰值就在那些输入上了：accelerate 的合并请求 4175 在 GPU 上两种情形都见到了。
+# 那么合用就错了吗？$p$ = 1 时，它搬的字节只有只卸载时的 1/18，而链路可能很慢。层数更多或序列更长时，峰值就在那些输入上了：accelerate 的合并请求 4175 在 GPU 上两种情形都见到了。
 #
 # </div>
 
@@ -645,12 +646,16 @@ lesson_04.decoder_lanes({lanes: lesson_04.simulated_decoder(*lanes) for lanes in
 # %% [markdown]
 # <div lang="en">
 #
-# The same step on the simulated device, at $10^{12}$ FLOP/s (without Adam; gradients there from the start; two copies in flight). All activations ask for 83 FLOPs a byte: at 20 GB/s the machine asks for 50, at 2 GB/s for 500. So between the two links everything changes places: first offload alone is nearly free and checkpoints cost a fifth; then offload takes almost four times as long, and with checkpoints the copies are gone from the clock.
+# The same step on the simulated device, at $10^{12}$ FLOP/s (without Adam; gradients there from the start; two copies in flight). Forward offers 84 FLOPs for each byte that it saves; the machine asks for 50 at 20 GB/s, and for 500 at 2 GB/s. So between the two links everything changes places: first offload alone is nearly free and checkpoints cost a fifth; then offload takes almost four times as long, and with checkpoints the copies are gone from the clock.
+#
+# But 84 is an average, and attention's bytes come with fewer FLOPs. At 12 GB/s, where the machine asks for 83, the step with offload alone takes 1.12 times as long as without; only below 9.3 GB/s does it take longer than with checkpoints.
 #
 # </div>
 # <div lang="zh">
 #
-# 同一步放到模拟设备上，算力 $10^{12}$ FLOP/s（不含 Adam；梯度一开始就在；同时两次拷贝在路上）。搬走全部激活值，平均每字节配有 83 FLOPs；20 GB/s 时机器要求 50，2 GB/s 时要求 500。所以换一条链路，一切都颠倒过来：链路快时，只卸载几乎没有代价，检查点要多花五分之一；链路慢时，只卸载要将近四倍的时间，而配上检查点，拷贝就从时钟上消失了。
+# 同一步放到模拟设备上，算力 $10^{12}$ FLOP/s（不含 Adam；梯度一开始就在；同时两次拷贝在路上）。前向每保存一个字节，平均配有 84 FLOPs；20 GB/s 时机器要求 50，2 GB/s 时要求 500。所以换一条链路，一切都颠倒过来：链路快时，只卸载几乎没有代价，检查点要多花五分之一；链路慢时，只卸载要将近四倍的时间，而配上检查点，拷贝就从时钟上消失了。
+#
+# 不过 84 只是平均值，注意力那些字节配到的 FLOPs 要少一些。12 GB/s 时机器要求 83，只卸载的一步仍要 1.12 倍的时间；低于 9.3 GB/s，才比用检查点更慢。
 #
 # </div>
 
@@ -659,14 +664,14 @@ lesson_04.decoder_lanes({lanes: lesson_04.simulated_decoder(*lanes) for lanes in
 #
 # <div lang="en">
 #
-# Adam keeps 8 bytes a parameter and uses them once a step: the best thing to move. `OffloadedOptimizer` keeps them below, and each step equals the plain one's. On a CPU the state comes up in **pages**, each holding the state of some parameters: while one is updated, the next is read and the last is written. Between steps 55.0 MB less are there. But the peak of `step()` is during it.
+# Adam keeps 8 bytes a parameter and uses them once a step: the best thing to move. `OffloadedOptimizer` keeps them below, and each step equals that of `torch.optim.AdamW` (section 4.15). On a CPU the state comes up in **pages**, each holding the state of some parameters: while one is updated, the next is read and the last is written. Between steps 55.0 MB less are there. But the peak of `step()` is during it.
 #
 # **Exercise 5.** All the state is below. What is the peak of `step()`, in bytes? Weights and gradients are there. (Within 6 %: pages hold whole parameters.)
 #
 # </div>
 # <div lang="zh">
 #
-# Adam 为每个参数记住 8 字节，每步只用一次：最适合搬走。`OffloadedOptimizer` 把它们放到下层存储，每一步都与普通的相等。在 CPU 上，状态分**页**进出，每页是若干个参数张量的状态：更新这一页时，读下一页，写上一页。步与步之间，少占 55.0 MB。可是 `step()` 的峰值在更新当中。
+# Adam 为每个参数保存 8 字节的状态，每步只用一次：最适合搬走。`OffloadedOptimizer` 把它们放到下层存储，每一步都与 `torch.optim.AdamW` 相等（4.15 节）。在 CPU 上，状态分**页**进出，每页是若干个参数张量的状态：更新这一页时，读下一页，写上一页。步与步之间，少占 55.0 MB。可是 `step()` 的峰值在更新当中。
 #
 # **练习 5。** 状态全在下层存储，`step()` 的峰值是多少字节？权重和梯度都在。（误差 6% 以内：参数张量不拆到两页。）
 #
@@ -732,17 +737,44 @@ lesson_04.draw_pages(peak_in_step, measured, plain=step_peak(16, fraction=0))
 #
 # <div lang="en">
 #
-# PyTorch has the hooks of section 4.3 as `save_on_cpu`: one line, without fetching ahead. It runs here, too, where it only makes copies:
+# PyTorch has such hooks, `save_on_cpu` (on a GPU with `pin_memory=True`): one line. They fetch nothing ahead, and break two rules of section 4.3: parameters move, and a storage moves each time that it is saved. Here they copy nothing, since `.cpu()` of a tensor of the CPU is that tensor. So we count what they would carry from a GPU:
 #
 # </div>
 # <div lang="zh">
 #
-# 4.3 节的钩子，PyTorch 里就有，叫 `save_on_cpu`：一行代码，不会提前取回。它在这里也能运行，只是白白拷贝一遍：
+# 这样的钩子 PyTorch 里就有，叫 `save_on_cpu`（在 GPU 上加 `pin_memory=True`），只要一行代码。它不会提前取回，还违反 4.3 节的两条规则：参数也搬；一份存储区保存几次就搬几次。在这里它什么也不拷贝，因为 CPU 张量的 `.cpu()` 就是它自己。所以我们来数一数，换到 GPU 上它要搬多少：
 #
 # </div>
 
 # %%
-all(map(torch.equal, expected, gradients(save_on_cpu())))  # on a GPU: pin_memory=True
+saved = []
+
+
+def noted(tensor):
+    saved.append(tensor)
+    return tensor
+
+
+gradients(saved_tensors_hooks(noted, lambda tensor: tensor))
+storages = {tensor.untyped_storage() for tensor in saved}
+parts = {
+    "`save_on_cpu`": sum(tensor.nbytes for tensor in saved),
+    "parameters": sum(tensor.nbytes for tensor in saved if tensor.untyped_storage() in stay),
+    "by the four rules": sum(storage.nbytes() for storage in storages - stay),
+}
+table(["bytes to carry", "MB"], [(name, round(count / 1e6, 1)) for name, count in parts.items()])
+
+# %% [markdown]
+# <div lang="en">
+#
+# 247.7 MB in place of 178.4. Of the rest 27.3 are parameters, and 41.9 are storages that are saved again.
+#
+# </div>
+# <div lang="zh">
+#
+# 要搬 247.7 MB，而按那四条规则只要 178.4 MB。多出来的，27.3 MB 是参数，41.9 MB 是重复保存的存储区。
+#
+# </div>
 
 # %% [markdown]
 # <div lang="en">
@@ -815,7 +847,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 # <div lang="en">
 #
 # - A copy can hide where each byte comes with as many FLOPs as the machine's threshold asks for. It does hide if it is asked for early: two fetched ahead hide the way up, two in flight the way down, each for the room of one storage.
-# - An activation is freed when all who hold it let go. Hooks move a storage once, never a parameter, and give back views.
+# - An activation is freed when all who hold it let go. Hooks move each version of a storage once, never a parameter, and give back views.
 # - Between streams nothing is ordered but by waits. Without one the result is right by luck.
 # - Offload leaves single tensors at the peak, a checkpoint a whole layer. Both together move far less, and here peak higher than offload alone.
 # - State below is back in `step()`, three pages of it.
@@ -826,7 +858,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 # <div lang="zh">
 #
 # - 每个字节配上的 FLOPs 不少于机器的阈值，拷贝就可以被掩盖。要真的被掩盖，还得提前：提前取回两份掩盖读回，两次同时在路上掩盖写出，每多一份，多占一份存储区。
-# - 所有持有者都放手，激活值才会释放。钩子让每份存储区只搬一次，从不搬参数，取回的是原来的视图。
+# - 所有持有者都放手，激活值才会释放。钩子让每份存储区的每个版本只搬一次，从不搬参数，取回的是原来的视图。
 # - 流与流之间，只有等待才规定先后。少了一处，结果对只是碰巧。
 # - 峰值那一刻，卸载留下的是单个张量，检查点留下的是整整一层。合用时搬得少得多，但在这里峰值高于只卸载。
 # - 放到下层存储的状态，在 `step()` 当中会回来，同时有三页。
@@ -889,7 +921,7 @@ rows = []
 for name, bandwidth in links.items():
     thresholds = [share * rate / bandwidth for share in (1, 0.5 / 0.8)]  # data sheet, reached
     least = [(at * saved - 2 * 4096) / 24 for saved in (34, 2) for at in thresholds]
-    rows.append((name, *(math.ceil(h) if h > 0 else "any" for h in least)))
+    rows.append((name, *(max(1, math.ceil(h)) for h in least)))
 columns = ["34 h, data sheet", "34 h, reached", "2 h, data sheet", "2 h, reached"]
 table(["least h that hides", *columns], rows)
 
@@ -983,14 +1015,14 @@ ratio, kept
 #
 # Yours moves everything, also the storage that backward needs next, and fetches nothing ahead. And hooks switch off autograd's own check: change a tensor in place after it was saved, and autograd would have refused. The library refuses if a tensor changes before its copy is complete; here `y` has not gone yet. After that a change does no harm.
 #
-# On a file, with one copy in flight, the peak is $(p + 3)\,B$ and a weight's gradient, for any number of layers; down go all others, $2 L - (p + 1)$ storages. (The first is the batch, which you hold anyway: `keep=[batch]` would spare that copy.)
+# On a file, with one copy in flight, the peak is $(p + 3)\,B$ and a weight's gradient, from two layers on; down go all others, $2 L - (p + 1)$ storages. (The first is the batch, which you hold anyway: `keep=[batch]` would spare that copy.)
 #
 # </div>
 # <div lang="zh">
 #
 # 你那个版本什么都搬，连反向马上要用的存储区也搬，而且从不提前取回。另外，钩子会关掉 autograd 自己的检查：张量保存之后又被原地修改，autograd 本来会拒绝。库会在张量的拷贝完成之前发生改动时拒绝；这里 `y` 还没有搬走。拷贝完成之后再改，就没有关系了。
 #
-# 用文件、只许一次拷贝在路上时，无论几层，峰值都是 $(p + 3)\,B$ 加一个权重的梯度；其余的都写出，共 $2 L - (p + 1)$ 份。（第一份是批次本身，反正你也持有它：`keep=[batch]` 可以省掉这次拷贝。）
+# 用文件、只许一次拷贝在路上时，从两层起，峰值都是 $(p + 3)\,B$ 加一个权重的梯度；其余的都写出，共 $2 L - (p + 1)$ 份。（第一份是批次本身，反正你也持有它：`keep=[batch]` 可以省掉这次拷贝。）
 #
 # </div>
 
@@ -1069,7 +1101,7 @@ here = 2 * 1024**3 / median_seconds(torch.mm, a, a)
 f"{here / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s: {here / bandwidth:.0f} FLOP/byte"
 
 # %% tags=["nbval-ignore-output", "shows-seconds"]
-ways = {"plain": nullcontext(), "`save_on_cpu`": save_on_cpu()}
+ways = {"plain": nullcontext()}
 for p in (0, 2):
     ways[text("offload, p = {p}", p=p)] = offload_activations(store, min_bytes=1 << 17, prefetch=p)
 rows = [(name, round(median_seconds(one_pass, context), 3)) for name, context in ways.items()]

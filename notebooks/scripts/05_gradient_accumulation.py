@@ -113,12 +113,12 @@ table(["sequences in a piece", "peak, bytes"], [(m, each.peak_bytes) for m, each
 # %% [markdown] slide={"en": "207,597,976 bytes for pieces of 4, 158,804,376 for 2.\n\n**Guess first.** For 1? And for all 8, where there is no piece before?", "zh": "每份 4 条：207,597,976 字节；2 条：158,804,376 字节。\n\n**先猜**：1 条呢？8 条一份、前面没有别的份，又如何？"}
 # <div lang="en">
 #
-# **Exercise 1.** Two points make a line: so many bytes a sequence, on a floor. Type it: the peak in bytes for $m = 1, 2, 4, 8$. At $m = 8$ there is a single piece. Its gradients arrive while its activations go, and at the peak, where backward begins, none is there yet; one set of them is as large as the weights, 27,502,592 bytes.
+# **Exercise 1.** Two points make a line: so many bytes a sequence, on a floor. Type what the line predicts: the peak in bytes for $m = 1, 2, 4, 8$. At $m = 8$ there is a single piece. Its gradients arrive while its activations go, and at the peak, where backward begins, none is there yet; one set of them is as large as the weights, 27,502,592 bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 1。** 两点定一条直线：每条序列若干字节，再加一个下限。写出 $m = 1, 2, 4, 8$ 时的峰值，以字节计。$m = 8$ 时只有一份：梯度陆续产生，激活值陆续释放；峰值出现在反向刚开始时，那时一个梯度也还没有。一整套梯度与权重一样大，27,502,592 字节。
+# **练习 1。** 两点定一条直线：每条序列若干字节，再加一个下限。写出这条直线预测的峰值，$m = 1, 2, 4, 8$ 都要，以字节计。$m = 8$ 时只有一份：梯度陆续产生，激活值陆续释放；峰值出现在反向刚开始时，那时一个梯度也还没有。一整套梯度与权重一样大，27,502,592 字节。
 #
 # </div>
 
@@ -318,14 +318,14 @@ lesson_05.draw_training()
 #
 # The divisor is one of five things that go wrong in such loops. Below is one as you may meet it, with all five. Its parts: a **scaler** multiplies the loss before backward, so that small gradients survive in fp16, and divides the gradients again before the step (`scaler.unscale_(optimizer)`, once a step; `scaler.step` does it where nobody has). **Clipping** shortens the gradient of the whole batch to `max_norm`. The scheduler sets the learning rate for the next step of the optimizer. A step takes `every` pieces; an epoch need not be a multiple of that.
 #
-# **Exercise 2.** Mend it. Five checks look at it, each at one thing, and each is blind to the other four: equal counts where it is not about counts, no bound where it is not about clipping, and so on.
+# **Exercise 2.** Mend it. Five checks look at it, each at one thing, and each is blind to the other four: equal counts where it is not about counts, no bound where it is not about clipping, and so on. Then a meter looks whether more pieces take more memory.
 #
 # </div>
 # <div lang="zh">
 #
 # 除数只是这类循环里五处常见错误之一。下面这个循环五处都占全了，你也许见过类似的。它的各个部分：**缩放器**（scaler）在反向之前把损失放大，使很小的梯度在 fp16 里不至于变成零，更新之前再把梯度除回去（`scaler.unscale_(optimizer)`，还原缩放，每步一次；没有人做的话，`scaler.step` 自己会做）。**裁剪**把整批的梯度缩短到 `max_norm`。调度器（scheduler）为优化器的下一步设定学习率。每 `every` 份更新一次；一个 epoch 的份数不一定是它的倍数。
 #
-# **练习 2。** 修好它。有五项检查，每项只看一件事，对另外四件视而不见：不考 token 数的，各份的 token 数就相等；不考裁剪的，就没有上限；其余类推。
+# **练习 2。** 修好它。有五项检查，每项只看一件事，对另外四件视而不见：不考 token 数的，各份的 token 数就相等；不考裁剪的，就没有上限；其余类推。最后还有计量器，看份数增加时内存是否也增加。
 #
 # </div>
 
@@ -481,8 +481,8 @@ def gradient_in(pieces, dtype, seed, in_fp32=False):
         logits = model(piece[:, :-1]).flatten(0, 1)
         losses = F.cross_entropy(logits.float(), piece[:, 1:].flatten(), reduction="sum")
         (losses / (256 * 16)).backward()
-    found = [sums.get(parameter, parameter.grad) for parameter in model.parameters()]
-    return torch.cat([each.flatten().double() for each in found])
+    weights = [each.weight for each in model.layers.modules() if isinstance(each, nn.Linear)]
+    return torch.cat([sums.get(each, each.grad).flatten().double() for each in weights])
 
 
 # %%
@@ -500,14 +500,18 @@ lesson_05.draw_sums(errors)
 # %% [markdown] slide={"en": "A small piece, added to a large bf16 sum, loses its last bits.\n\nfp32 sums: 4 bytes a parameter, 18 instead of 16.", "zh": "很小的一份加到很大的 bf16 总和上，末尾几位就丢了。\n\nfp32 求和：每个参数 4 字节，总共 18 而不是 16。"}
 # <div lang="en">
 #
-# It falls, then rises. With one piece you see the error of the bf16 pass itself: inside it, sums over many tokens. Smaller pieces leave more of that adding to the accumulator, so at first there is less of it. But each addition in bf16 rounds too, to 8 bits of a sum that has grown large beside the piece, and that wins in the end. In fp32 it stays flat. So the same bf16 gradients, in 256 pieces, end nearly four times as far off as with fp32 sums, by the accumulator alone.
+# It rises. With one piece you see the error of the bf16 pass itself. After that each addition in bf16 rounds too, to 8 bits of a sum that has grown large beside the piece, and that wins in the end. In fp32 it stays flat. So the same bf16 gradients, in 256 pieces, end more than three times as far off as with fp32 sums, by the accumulator alone.
+#
+# The figure shows the weights of the layers' Linears, 90% of the parameters. The norms, 0.6%, are left out: LayerNorm's backward on a CPU adds over all rows in bf16, so that in one piece their gradients are off by 6%, and by less in several. That is a matter of this kernel.
 #
 # The price is 4 bytes a parameter for the sums in place of 2 for the gradients: 18 bytes with master weights and moments, instead of lesson 01's 16. `AccumulatedStep(…, accumulate="fp32")` does it; Megatron and DeepSpeed have switches.
 #
 # </div>
 # <div lang="zh">
 #
-# 先降后升。只有一份时，看到的是 bf16 前向和反向本身的误差：里面要对许多 token 求和。每份越小，这些求和就有越多交给了累加器，所以误差起初变小。可是每次 bf16 加法也要舍入：总和已经很大，每一份却很小，而总和只有 8 位精度；份数多了，这一项就占了上风。用 fp32 求和则一直是平的。所以同样的 bf16 梯度，分成 256 份时，误差将近是以 fp32 求和时的四倍，全怪累加器。
+# 误差一路上升。只有一份时，看到的是 bf16 前向和反向本身的误差。此后每次 bf16 加法也要舍入：总和已经很大，每一份却很小，而总和只有 8 位精度；份数多了，这一项就占了上风。用 fp32 求和则一直是平的。所以同样的 bf16 梯度，分成 256 份时，误差是以 fp32 求和时的三倍多，这全是累加器造成的。
+#
+# 图中只画了各层 Linear 的权重，占参数的 90%。归一化层的参数占 0.6%，没有画：CPU 上 LayerNorm 的反向用 bf16 对所有的行求和，所以只有一份时它们的梯度差 6%，分成几份反而小些。这是那个核函数的问题。
 #
 # 代价：存放总和每个参数要 4 字节，而梯度原来只要 2 字节。加上主权重和矩，一共 18 字节，而不是第 01 课的 16。`AccumulatedStep(…, accumulate="fp32")` 就是这样做的；Megatron 和 DeepSpeed 都有开关。
 #
@@ -979,14 +983,14 @@ table(["update, sequences", "peak, MB", "most gradients at once, MB"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# At most 2.1 MB of gradients at once in place of 27.5. The peak falls less, by 6.4 MB for one sequence: it moves to where backward begins. For eight it lay there already, before any gradient, and nothing is saved. One clip over all gradients is out: its norm is known only when all are there. And with accumulation this hook would fire at every piece: the second piece would meet other weights. "Not compatible with gradient accumulation", say torchtune's pages.
+# `.grad` holds at most 2.1 MB at once in place of 27.5. (Another 2.1 MB, the head's gradient, wait inside autograd through all of backward to be added to the embedding's.) The peak falls less, by 6.4 MB for one sequence: it moves to where backward begins. For eight it lay there already, before any gradient, and nothing is saved. One clip over all gradients is out: its norm is known only when all are there. And with accumulation this hook would fire at every piece: the second piece would meet other weights. "Not compatible with gradient accumulation", say torchtune's pages.
 #
 # **AdamA** does combine them: each piece's gradient goes into Adam's **moments** at once, and the weights wait. The first moment is the sum that Adam would have made. The second adds the squares of the pieces, where Adam squares their sum:
 #
 # </div>
 # <div lang="zh">
 #
-# 同时存在的梯度至多 2.1 MB，而不是 27.5 MB。峰值降得没有那么多：一条序列时降 6.4 MB，峰值移到了反向刚开始的时候；八条时峰值本来就在那里，一个梯度也还没有，所以什么也不省。对全部梯度一起裁剪就不行了：梯度都到齐，才知道范数。与累积合用时，这个钩子在每一份都会触发，第二份面对的就是另一组权重。torchtune 的文档说它“与梯度累积不兼容”。
+# 同一时刻 `.grad` 里至多有 2.1 MB，而不是 27.5 MB。（另有 2.1 MB 是输出头的梯度，整个反向期间都在 autograd 内部，等着与嵌入层的梯度相加。）峰值降得没有那么多：一条序列时降 6.4 MB，峰值移到了反向刚开始的时候；八条时峰值本来就在那里，一个梯度也还没有，所以什么也不省。对全部梯度一起裁剪就不行了：梯度都到齐，才知道范数。与累积合用时，这个钩子在每一份都会触发，第二份面对的就是另一组权重。torchtune 的文档说它“与梯度累积不兼容”。
 #
 # **AdamA** 却能把两者合在一起：每份的梯度立刻累加进 Adam 的两个**矩**，权重留到最后才更新。一阶矩就是 Adam 会得到的和；二阶矩加的是各份的平方，而 Adam 是先求和再平方：
 #

@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "8192 tokens, 12 heads: 3.2 GB of probabilities; or 25 MB, and one number a row.\n\nHow can that be enough?", "zh": "8192 个 token，12 个头：3.2 GB 的概率；或者 25 MB，外加每行一个数。\n\n这怎么够？"}
+# %% [markdown] slide={"en": "8192 tokens, 12 heads: 3.2 GB of probabilities; or the output, 25 MB, and one number a row.\n\nHow can that be enough?", "zh": "8192 个 token，12 个头：3.2 GB 的概率；或者 25 MB 的输出，外加每行一个数。\n\n这怎么够？"}
 # # 6 What if the operator itself forgets? (FlashAttention) / 让算子自己忘掉呢？（FlashAttention）
 #
 # <div lang="en">
 #
-# One attention layer, 8192 tokens, 12 heads of 64: standard attention keeps its probabilities for backward, 3.2 GB of them in fp32. FlashAttention keeps its output, 25 MB, and 0.4 MB more: one number for each row.
+# One attention layer, 8192 tokens, 12 heads of 64: standard attention keeps its probabilities for backward, 3.2 GB of them in fp32. In their place FlashAttention keeps its output, 25 MB, and 0.4 MB more: one number for each row. (Both also keep Q, K and V, 75 MB: together 3,297 MB against 101.)
 #
-# What is that number, and how can it be enough for dQ, dK and dV? You will write both passes.
+# What is that number, and how can it be enough for dQ, dK and dV? You will write the running sum that it comes from, and the backward pass.
 #
 # </div>
 # <div lang="zh">
 #
-# 一个注意力层，8192 个 token，12 个 64 维的头：标准注意力要为反向留下概率，fp32 下是 3.2 GB。FlashAttention 留下它的输出，25 MB，外加 0.4 MB：每行一个数。
+# 一个注意力层，8192 个 token，12 个 64 维的头：标准注意力要为反向留下概率，fp32 下是 3.2 GB。FlashAttention 不留概率，只留下它的输出，25 MB，外加 0.4 MB，也就是每行一个数。（两者都还要留下 Q、K、V，共 75 MB，所以合计是 3,297 MB 对 101 MB。）
 #
-# 这个数是什么？凭它怎么就能算出 dQ、dK 和 dV？前向和反向，都由你来写。
+# 这个数是什么？凭它怎么就能算出 dQ、dK 和 dV？算出这个数的分块求和，以及反向，都由你来写。
 #
 # </div>
 
@@ -345,12 +345,12 @@ counts = [forward.get_total_flops(), back.get_total_flops(), two.flops]
 # %% [markdown]
 # <div lang="en">
 #
-# Two walks cost 40% more in backward, and buy this: no two instances write to one place. With one walk many add to the same dQ at once, by atomic adds, in an order that changes from run to run. FlashAttention's authors: "not deterministic because we use atomic adds" (issue 414); only dQ is concerned (issue 988). Their own deterministic mode, on an H100, head size 128, 8192 tokens, causal: 21 to 59% slower (pull request 1893). The kernels of this library take two walks.
+# Two walks cost 40% more FLOPs in backward, and buy this: no two instances write to one place. With one walk many add to the same dQ at once, by atomic adds, in an order that changes from run to run. FlashAttention's authors: "not deterministic because we use atomic adds" (issue 414); only dQ is concerned (issue 988). One walk can be deterministic too, where instances wait for their turn to add. That is their `deterministic=True`: on an H100, head size 128, 8192 tokens, causal, backward takes 21% longer since pull request 1893 (in the order before it, 59%). The kernels of this library take two walks.
 #
 # </div>
 # <div lang="zh">
 #
-# 走两趟，反向多 40% 的 FLOPs，换来的是：没有两个实例会写同一个地方。只走一趟时，许多实例同时往同一个 dQ 上加，用的是原子加，次序每次运行都不同。FlashAttention 的作者说：“not deterministic because we use atomic adds”（issue 414）；受影响的只有 dQ（issue 988）。他们自己的确定性模式，在 H100 上，头维度 128，8192 个 token，因果：慢 21% 到 59%（pull request 1893）。本库的核函数走两趟。
+# 走两趟，反向多 40% 的 FLOPs，换来的是：没有两个实例会写同一个地方。只走一趟时，许多实例同时往同一个 dQ 上加，用的是原子加，顺序每次运行都不同。FlashAttention 的作者说：“反向传播不是确定性的，因为我们用了原子加”（issue 414）；受影响的只有 dQ（issue 988）。只走一趟也可以是确定性的，只要各个实例按顺序等着相加。他们的 `deterministic=True` 就是这样，在 H100 上，头维度 128，8192 个 token，因果，自合并请求 1893 起反向多花 21% 的时间（用此前的顺序则多花 59%）。本库的核函数走两趟。
 #
 # </div>
 
@@ -448,14 +448,14 @@ lesson_06.draw_peaks(costs)
 #
 # <div lang="en">
 #
-# On a GPU the walk is a **kernel**: a program that runs many times at once, each **instance** with its own block of queries; `tl.program_id(0)` says which. Pointers are added to numbers of rows and columns; `tl.load` takes a block of them. On a CPU Triton's interpreter runs the instances one after the other.
+# On a GPU the walk is a **kernel**: a program that runs many times at once, each **instance** with its own block of queries; `tl.program_id(0)` says which. Pointers are added to numbers of rows and columns; `tl.load` takes a block of them. On a CPU Triton's interpreter runs the instances one after the other. This kernel has no masks, so 16, the block, must divide the number of tokens.
 #
 # Below is `tiled_forward` as a kernel, line by line; what it does with a panel stands in `fold`. **Exercise 4.** Three lines of `fold` are missing: `new`, `shrink` and `o`. (`tl.maximum`, `tl.max(x, 1)`, `tl.exp`, `tl.dot`; `x[:, None]` as in torch.)
 #
 # </div>
 # <div lang="zh">
 #
-# 在 GPU 上，这样走一遍的程序是一个**核函数**（kernel）：它同时运行许多份，每个**实例**负责自己的那块查询，由 `tl.program_id(0)` 说明是哪一块。指针加上行号和列号，`tl.load` 就取来一块。在 CPU 上，由 Triton 的解释器一个接一个地运行这些实例。
+# 在 GPU 上，这样走一遍的程序是一个**核函数**（kernel）：它同时运行许多份，每个**实例**负责自己的那块查询，由 `tl.program_id(0)` 说明是哪一块。指针加上行号和列号，`tl.load` 就取来一块。在 CPU 上，由 Triton 的解释器一个接一个地运行这些实例。这个核函数没有掩码，所以 token 数必须能被块的大小 16 整除。
 #
 # 下面就是写成核函数的 `tiled_forward`，逐行对应；对一块做的事写在 `fold` 里。**练习 4。** `fold` 缺三行：`new`、`shrink` 和 `o`。（`tl.maximum`、`tl.max(x, 1)`、`tl.exp`、`tl.dot`；`x[:, None]` 与 torch 相同。）
 #
@@ -509,6 +509,7 @@ def kernel(q, k, v, out, lse, n, D: tl.constexpr, BLOCK: tl.constexpr):
 def run(q, k, v):
     if not triton:
         return None
+    assert len(q) % 16 == 0, "every block must be whole"
     o, lse = torch.empty_like(q), q.new_empty(len(q))
     kernel[(len(q) // 16,)](q, k, v, o, lse, len(q), D=q.shape[1], BLOCK=16)
     return o, lse
@@ -651,7 +652,7 @@ long = {kind: step(kind, 4096, 1).peak_bytes / 1e9 for kind in kinds}
 # </div>
 # <div lang="zh">
 #
-# 这一行很老实：128 个 token 时，P 只占一层的一小部分，flash 只省下峰值的 9%。换成一条 4096 个 token 的序列，估计是 5.97 GB 与 0.78 GB。哪一样是主力，由长度决定。
+# 这一行我们照实记下：128 个 token 时，P 只占一层的一小部分，flash 只省下峰值的 9%。换成一条 4096 个 token 的序列，估计峰值从 5.97 GB 降到 0.78 GB。哪一样是主力，由长度决定。
 #
 # </div>
 

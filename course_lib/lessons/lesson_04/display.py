@@ -46,19 +46,22 @@ def draw_tiers() -> "Figure":
     return shown_once(drawn)
 
 
-def draw_lanes(runs: Mapping[int, tuple[SimulatedDevice, float, int]]) -> "Figure":
+def draw_lanes(runs: Mapping[int, tuple[SimulatedDevice, float, int]], plain: float) -> "Figure":
     """Draw, for each p, the lanes of compute, copies down and copies up, and below them the bytes.
 
     Args:
         runs: p -> the device after its block, when the step began, and what was live then, in
             bytes.
+        plain: seconds of the step without copies; a line marks them.
     """
     seconds = {p: device.seconds - began for p, (device, began, _) in runs.items()}
     said = [text("p = {p}: {ms} ms", p=p, ms=f"{1000 * each:.2f}") for p, each in seconds.items()]
     title = "Two ahead, and the copies are gone from the clock"
     alt = text(
-        "Lanes of compute, copies down and copies up, with live bytes below: {runs}.",
+        "Lanes of compute, copies down and copies up, with live bytes below: {runs}. Without copies:"
+        " {ms} ms.",
         runs=listed(said),
+        ms=f"{1000 * plain:.2f}",
     )
     drawn, axes = figure(
         title, rows=2 * len(runs), height=1.6 * len(runs) + 0.65, sharex=True, alt=alt
@@ -70,9 +73,19 @@ def draw_lanes(runs: Mapping[int, tuple[SimulatedDevice, float, int]]) -> "Figur
         device.plot(lanes, since=began)
         device.plot_bytes(below, since=began)
         _above(below, held, top)
+        lanes.axvline(plain, color="#222222", linewidth=1.0, linestyle="--")
         title = text("p = {p}: {ms} ms", p=p, ms=f"{1000 * seconds[p]:.2f}")
         lanes.set(title=title, xlabel="", xlim=(0, max(seconds.values())))
         below.set_xlabel("" if below is not axes[-1] else text("simulated seconds"))
+    axes[0].annotate(
+        text("without copies"),
+        (plain, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="center",
+        fontsize=9,
+    )
     return shown_once(drawn)
 
 

@@ -58,21 +58,21 @@ CLAIMS = (
     Claim(
         "Divide each loss: `loss = loss / gradient_accumulation_steps`.",
         "error of the gradient, 16 samples in pieces of one, 8 batches",
-        "Right only if all pieces have as many tokens. Add up sums, divide once.",
+        "Partly: right only if all pieces have as many tokens. Add up sums, divide once.",
         outcome="partly",
         source="Hugging Face Accelerate documentation, Performing gradient accumulation",
     ),
     Claim(
         "The accuracy difference is very small (typically < 1% gradient norm difference).",
         "the same in pieces of eight, of which each has many lengths",
-        "No rule: it depends on how the counts differ. Here below 1% in one batch of eight.",
+        "Partly: it depends on how the counts differ. Here below 1% in one batch of eight.",
         outcome="partly",
         source="leeroopedia.com, Unsloth Gradient Accumulation Accuracy, not Unsloth's own page",
     ),
     Claim(
         "Gradient accumulation is supposed to be mathematically equivalent to full batch training.",
-        "error with sums in fp32 of bf16 gradients, and of fp32 ones",
-        "Holds up to rounding, if losses are summed over samples. Rounding depends on where you"
+        "error of fp32 gradients; of bf16 ones of Linear weights, added up in fp32",
+        "Partly: up to rounding, if losses are summed over samples. Rounding depends on where you"
         " add.",
         outcome="partly",
         source="Hugging Face blog, Fixing Gradient Accumulation, October 2024",
@@ -83,7 +83,8 @@ OLDER_CLAIMS = (
     Claim(
         "Gradient accumulation is not compatible with optimizer in backward.",
         "sum of the second moments, pieces squared one by one, of the squared sum",
-        "AdamA does both: equal first moments, other second ones. No global clipping.",
+        "Partly: AdamA does both, with equal first moments and other second ones. No global"
+        " clipping.",
         outcome="partly",
         source="torchtune documentation, Memory Optimization Overview",
     ),
@@ -111,7 +112,7 @@ def figures_of_claims(
 
     Args:
         off: samples in a piece -> errors of the mean of means, a batch each; 1 and 8 among them.
-        sums: "fp32" -> pieces -> errors of sums in fp32 of bf16 gradients.
+        sums: "fp32" -> pieces -> errors of sums in fp32 of bf16 gradients, of Linear weights.
         exact: errors of the token mean in fp32.
     """
     small = text("fp32: below {bound}; bf16 gradients: below 1%", bound="1e-6")

@@ -210,7 +210,7 @@ def draw_training() -> "Figure":
 
 
 def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
-    """Errors of the gradient over the number of pieces, for sums in bf16 and in fp32.
+    """Errors of Linear weights' gradients over the number of pieces, for sums in bf16 and in fp32.
 
     Args:
         errors: "bf16" and "fp32" -> pieces -> relative errors, one a seed.
@@ -219,10 +219,10 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
         "bf16": (COLORS["measured"], "o-", "sums in bf16"),
         "fp32": (_OTHER, "s--", "sums in fp32"),
     }
-    title = "Smaller pieces: at first less rounding, then more; not so in fp32"
+    title = "Added up in bf16, more pieces mean a larger error; in fp32 they do not"
     alt = (
-        "Sums in bf16: the error falls from 1 piece to 4, and is about three times that at 256. In"
-        " fp32 it stays low."
+        "Sums in bf16: the error rises from 1 piece to 256, to about three times as much. In fp32"
+        " it stays low."
     )
     drawn, ax = figure(title, height=3.2, alt=alt)
     for kind, each in errors.items():

@@ -58,7 +58,8 @@ CLAIMS = (
     Claim(
         "The backward pass is not deterministic because we use atomic adds.",
         "products of backward: one walk; two, as here",
-        "So it is with one walk. Two walks add in one order, for two products more.",
+        "Holds for their default. Two walks add in one order, for two products more; one walk can"
+        " order its adds, and waits.",
         outcome="holds",
         source="FlashAttention's issue 414",
     ),
