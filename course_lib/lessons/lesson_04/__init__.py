@@ -78,8 +78,8 @@ CLAIMS = (
         "Offloading is faster than recomputation when the link between CPU and GPU is fast enough.",
         "run on the simulated device: decoder, time of plain, checkpoints / offload at 20 GB/s / at"
         " 2 GB/s, p = 2",
-        "Holds: here down to 9.3 GB/s, with two fetched ahead. The step hides nearly all copies only"
-        " on a faster link, such as 20 GB/s.",
+        "Holds: here down to 9.3 GB/s, with two fetched ahead. The step hides nearly all copies"
+        " only on a faster link, such as 20 GB/s.",
         outcome="holds",
         source="NVIDIA Transformer Engine documentation, CPU Offloading",
     ),

@@ -58,8 +58,8 @@ def draw_lanes(runs: Mapping[int, tuple[SimulatedDevice, float, int]], plain: fl
     said = [text("p = {p}: {ms} ms", p=p, ms=f"{1000 * each:.2f}") for p, each in seconds.items()]
     title = "Two ahead, and the copies are gone from the clock"
     alt = text(
-        "Lanes of compute, copies down and copies up, with live bytes below: {runs}. Without copies:"
-        " {ms} ms.",
+        "Lanes of compute, copies down and copies up, with live bytes below: {runs}. Without"
+        " copies: {ms} ms.",
         runs=listed(said),
         ms=f"{1000 * plain:.2f}",
     )
