@@ -124,7 +124,7 @@ def clips_each_parameter(model, loss_sum, pieces, optimizer, scheduler, scaler, 
 
 
 def scales_the_last(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
-    """Only the last piece's loss goes through the scaler."""
+    """Only the last micro-batch's loss goes through the scaler."""
     for start in range(0, len(pieces), every):
         group = pieces[start : start + every]
         total = sum(loss_sum(model, piece)[1] for piece in group)
@@ -135,7 +135,7 @@ def scales_the_last(model, loss_sum, pieces, optimizer, scheduler, scaler, every
 
 
 def one_backward(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
-    """All pieces of a step are in one graph."""
+    """All micro-batches of a step are in one graph."""
     for start in range(0, len(pieces), every):
         losses, counts = zip(
             *(loss_sum(model, piece) for piece in pieces[start : start + every]), strict=True
@@ -145,7 +145,7 @@ def one_backward(model, loss_sum, pieces, optimizer, scheduler, scaler, every, m
 
 
 def forward_of_all_first(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
-    """A backward pass for each piece, after the last piece's forward."""
+    """A backward pass for each micro-batch, after the last one's forward."""
     for start in range(0, len(pieces), every):
         found = [loss_sum(model, piece) for piece in pieces[start : start + every]]
         total = sum(count for _, count in found)
@@ -155,7 +155,7 @@ def forward_of_all_first(model, loss_sum, pieces, optimizer, scheduler, scaler, 
 
 
 def gradients_kept(model, loss_sum, pieces, optimizer, scheduler, scaler, every, max_norm):
-    """A set of gradients for each piece, added up after the last one."""
+    """A set of gradients for each micro-batch, added up after the last one."""
     parameters = list(model.parameters())
     for start in range(0, len(pieces), every):
         sets, total = [], 0
@@ -296,9 +296,9 @@ ANSWERS = {
             (loop(left_out=["step"]), "no step at all"),
             (loop(left_out=["schedule"]), "0 steps of it"),
             (loop(left_out=["clear"]), "which were not cleared"),
-            (one_backward, "the activations of all pieces are live at once"),
-            (forward_of_all_first, "the activations of all pieces are live at once"),
-            (gradients_kept, "Keep nothing of a piece"),
+            (one_backward, "of all micro-batches are live at once"),
+            (forward_of_all_first, "of all micro-batches are live at once"),
+            (gradients_kept, "Keep nothing of a micro-batch"),
             (never_set_back, "counted again in the second step"),
             (loop(divide=lambda loss, total, samples, pieces: loss), "by nothing"),
             (loop(first=["schedule"]), "before the optimizer"),

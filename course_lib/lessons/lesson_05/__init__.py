@@ -58,7 +58,7 @@ CLAIMS = (
     Claim(
         "Divide each loss: `loss = loss / gradient_accumulation_steps`.",
         "error of the gradient, 16 samples in pieces of one, 8 batches",
-        "Partly: right only if all pieces have as many tokens. Add up sums, divide once.",
+        "Partly: right only if all micro-batches have equal token counts. Sum up, divide once.",
         outcome="partly",
         source="Hugging Face Accelerate documentation, Performing gradient accumulation",
     ),

@@ -277,7 +277,7 @@ def remainder(loop: Callable) -> str | None:
 
 
 def unscaling(loop: Callable) -> str | None:
-    """Two pieces of equal counts, scaled by 1024 and clipped: the length of the update."""
+    """Two micro-batches of equal counts, scaled by 1024 and clipped: the length of the update."""
     taken = _epoch(loop, _pieces(4, 4, seed=2), 2, max_norm=0.01, scale=1024.0)
     if min(taken.arriving, default=0.0) < 2:
         return "what is clipped: the loss no longer goes through the scaler"
@@ -296,10 +296,10 @@ def unscaling(loop: Callable) -> str | None:
 
 
 def _grows_by(loop: Callable) -> int:
-    """Bytes by which the peak of a step with eight pieces is above that of a step with two.
+    """Bytes by which the peak of a step with eight micro-batches is above that with two.
 
-    A loop that runs backward after each piece's forward has one piece's activations at a time, so
-    that its peak does not depend on the number of pieces.
+    A loop that runs backward after each forward has the activations of one micro-batch at a time,
+    so that its peak does not depend on their number.
     """
     peaks = []
     for count in (2, 8):
@@ -310,7 +310,7 @@ def _grows_by(loop: Callable) -> int:
     return peaks[1] - peaks[0]
 
 
-#: Bytes of one piece's activations in `_grows_by`: two samples of 16 tokens, 64 numbers each.
+#: Bytes of one micro-batch's activations in `_grows_by`: two samples of 16 tokens, 64 numbers each.
 _ACTIVATIONS = 2 * 16 * 64 * 4
 
 #: What each planted bug is called -> the check that sees it, and is blind to the other four.
@@ -344,25 +344,25 @@ def check_loop(function: Any) -> Verdict:
     ]
     if found:
         return wrong(
-            text("{n} of 5 mended. Left: {found}.", n=5 - len(found), found=listed(found, "; "))
+            text("{n} of 5 fixed. Left: {found}.", n=5 - len(found), found=listed(found, "; "))
         )
     more = _grows_by(function)
     if more > 5 * _ACTIVATIONS:
         return wrong(
-            "All five are mended, but nothing is saved: the activations of all pieces are live at"
-            " once. Run backward for each piece before the forward of the next one.",
+            "All five are fixed, but nothing is saved: the activations of all micro-batches are"
+            " live at once. Run backward for each one before the forward of the next one.",
             exact=True,
         )
     if more > _ACTIVATIONS // 8:
         return wrong(
             text(
-                "All five are mended, but the peak grows by {more:,} bytes from two pieces to"
-                " eight. Keep nothing of a piece except what backward adds to `.grad`.",
+                "All five are fixed, but the peak grows by {more:,} bytes from two micro-batches"
+                " to eight. Keep nothing of a micro-batch except what backward adds to `.grad`.",
                 more=more,
             ),
             exact=True,
         )
-    return right("Right: all five are mended, and one piece's activations are live at a time.")
+    return right("Right: all five are fixed, and one micro-batch's activations are live at a time.")
 
 
 # The accumulator's dtype --------------------------------------------------------------------------
@@ -429,8 +429,8 @@ def check_fp32_sums(function: Any) -> Verdict:
         )
     if _all_close(found, [sum(g.float() for g in of_one) for of_one in so_far]):
         return wrong(
-            "You add `.grad` and leave it there, so that it holds the pieces before as well, and"
-            " they are added again. Set it to None in the hook.",
+            "You add `.grad` and leave it there, so that it holds the micro-batches before as well,"
+            " and they are added again. Set it to None in the hook.",
             exact=True,
         )
     if _all_close(found, [g.float() for g in each[-1]]):

@@ -219,10 +219,10 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
         "bf16": (COLORS["measured"], "o-", "sums in bf16"),
         "fp32": (_OTHER, "s--", "sums in fp32"),
     }
-    title = "Added up in bf16, more pieces mean a larger error; in fp32 they do not"
+    title = "Added up in bf16, more micro-batches mean a larger error; in fp32 they do not"
     alt = (
-        "Sums in bf16: the error rises from 1 piece to 256, to about three times as much. In fp32"
-        " it stays low."
+        "Sums in bf16: the error rises from 1 micro-batch to 256, to about three times as much. In"
+        " fp32 it stays low."
     )
     drawn, ax = figure(title, height=3.2, alt=alt)
     for kind, each in errors.items():

@@ -106,7 +106,7 @@ _CARRIED: dict[str, dict[str, Any]] = {
     "nan even for small scores: 0 · ∞, or ∞ − ∞. The factor is exp(old − new).": {
         "factor": lambda old, new: (new - old).exp()
     },
-    "What the blocks before have added is lost. Rescale the old sum, and add to it.": {
+    "Your loop loses the sum of the blocks before. Rescale it, and add to it.": {
         "factor": lambda old, new: torch.zeros_like(old)
     },
     "You keep one maximum for all rows, so a row far below it sums up to nothing. Keep one for"
@@ -606,7 +606,7 @@ def check_causal_tiles(function: Any) -> Verdict:
                 "A block whose queries see no key has no tile, and never fewer than none."
             ),
             sum(max(0, each) // block_k for each in seen): (
-                "A tile of which the block sees only a part is computed too."
+                "A tile that the block sees only in part is computed too."
             ),
             sum(max(0, each) // block_k + 1 for each in seen): (
                 "Where a block sees a whole number of tiles, no more is needed."
