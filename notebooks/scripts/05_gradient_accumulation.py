@@ -504,14 +504,22 @@ lesson_05.draw_sums(errors)
 #
 # The figure shows the weights of the layers' Linears, 90% of the parameters. The norms, 0.6%, are left out: LayerNorm's backward on a CPU adds over all rows in bf16, so that in one piece their gradients are off by 6%, and by less in several. That is a matter of this kernel.
 #
-# The price is 4 bytes a parameter for the sums in place of 2 for the gradients: 18 bytes with master weights and moments, instead of lesson 01's 16. `AccumulatedStep(…, accumulate="fp32")` does it; Megatron and DeepSpeed have switches.
-#
 # </div>
 # <div lang="zh">
 #
 # 误差一路上升。只有一份时，看到的是 bf16 前向和反向本身的误差。此后每次 bf16 加法也要舍入：总和已经很大，每一份却很小，而总和只有 8 位精度；份数多了，这一项就占了上风。用 fp32 求和则一直是平的。所以同样的 bf16 梯度，分成 256 份时，误差是以 fp32 求和时的三倍多，这全是累加器造成的。
 #
 # 图中只画了各层 Linear 的权重，占参数的 90%。归一化层的参数占 0.6%，没有画：CPU 上 LayerNorm 的反向用 bf16 对所有的行求和，所以只有一份时它们的梯度差 6%，分成几份反而小些。这是那个核函数的问题。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# The price is 4 bytes a parameter for the sums in place of 2 for the gradients: 18 bytes with master weights and moments, instead of lesson 01's 16. `AccumulatedStep(…, accumulate="fp32")` does it; Megatron and DeepSpeed have switches.
+#
+# </div>
+# <div lang="zh">
 #
 # 代价：存放总和每个参数要 4 字节，而梯度原来只要 2 字节。加上主权重和矩，一共 18 字节，而不是第 01 课的 16。`AccumulatedStep(…, accumulate="fp32")` 就是这样做的；Megatron 和 DeepSpeed 都有开关。
 #
