@@ -502,14 +502,14 @@ lesson_05.draw_sums(errors)
 #
 # It rises. With one piece you see the error of the bf16 pass itself. After that each addition in bf16 rounds too, to 8 bits of a sum that has grown large beside the piece, and that wins in the end. In fp32 it stays flat. So the same bf16 gradients, in 256 pieces, end more than three times as far off as with fp32 sums, by the accumulator alone.
 #
-# The figure shows the weights of the layers' Linears, 90% of the parameters. The norms, 0.6%, are left out: LayerNorm's backward on a CPU adds over all rows in bf16, so that in one piece their gradients are off by 6%, and by less in several. That is a matter of this kernel.
+# The figure shows the weights of the layers' Linears, 90% of the parameters. The norms, 0.6%, are left out: LayerNorm's backward on a CPU adds over all rows in bf16, so that in one piece their gradients are off by 6% with two threads, and by 11% with one; in many pieces by less. That is a matter of this kernel.
 #
 # </div>
 # <div lang="zh">
 #
 # 误差一路上升。只有一份时，看到的是 bf16 前向和反向本身的误差。此后每次 bf16 加法也要舍入：总和已经很大，每一份却很小，而总和只有 8 位精度；份数多了，这一项就占了上风。用 fp32 求和则一直是平的。所以同样的 bf16 梯度，分成 256 份时，误差是以 fp32 求和时的三倍多，这全是累加器造成的。
 #
-# 图中只画了各层 Linear 的权重，占参数的 90%。归一化层的参数占 0.6%，没有画：CPU 上 LayerNorm 的反向用 bf16 对所有的行求和，所以只有一份时它们的梯度差 6%，分成几份反而小些。这是那个核函数的问题。
+# 图中只画了各层 Linear 的权重，占参数的 90%。归一化层的参数占 0.6%，没有画：CPU 上 LayerNorm 的反向用 bf16 对所有的行求和，所以只有一份时，用两个线程它们的梯度差 6%，用一个线程差 11%，分成许多份反而小些。这是那个核函数的问题。
 #
 # </div>
 
