@@ -603,7 +603,7 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# With both, only a 16th to a 20th of the bytes move. **Guess first:** and the peak, with offload, with checkpoints, with both?
+# With both, only 1/16 to 1/20 of the bytes move. **Guess first:** and the peak, with offload, with checkpoints, with both?
 #
 # </div>
 # <div lang="zh">
@@ -628,7 +628,7 @@ timelines(two, title=title, panel_height=1.9)
 #
 # 134,006,104, not one byte below checkpoints alone, and 9 MB above offload alone. The peak is at the end of backward, when the gradients have nearly all arrived. By then the inputs of the later layers are used up, moved or not. What is there is what the **first** layer needs: offload brings it back one tensor at a time, a checkpoint all of it at once. What counts is what is absent at the peak (section 2.5).
 #
-# So is both together a mistake? It moves only an 18th of the bytes at $p$ = 1, and a link may be slow. And with more layers or longer sequences the inputs are the peak: accelerate's pull request 4175 saw both, on GPUs.
+# So is both together a mistake? It moves only 1/18 of the bytes at $p$ = 1, and a link may be slow. And with more layers or longer sequences the inputs are the peak: accelerate's pull request 4175 saw both, on GPUs.
 #
 # </div>
 # <div lang="zh">

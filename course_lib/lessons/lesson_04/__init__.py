@@ -61,7 +61,7 @@ CLAIMS = (
     Claim(
         "Activation offloading should be used alongside activation checkpointing.",
         "run: peak of the decoder's step and bytes down, offload alone / with checkpoints, p = 1",
-        "Partly: only an 18th of the bytes move. But here the peak is 9 MB higher: a whole layer is"
+        "Partly: only 1/18 of the bytes move. But here the peak is 9 MB higher: a whole layer is"
         " back at once.",
         outcome="partly",
         source="torchtune documentation, Memory Optimization Overview",
