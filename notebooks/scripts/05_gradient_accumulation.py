@@ -318,7 +318,7 @@ lesson_05.draw_training()
 #
 # The divisor is one of five things that go wrong in such loops. Below is one as you may meet it, with all five. Its parts: a **scaler** multiplies the loss before backward, so that small gradients survive in fp16, and divides the gradients again before the step (`scaler.unscale_(optimizer)`, once a step; `scaler.step` does it where nobody has). **Clipping** shortens the gradient of the whole batch to `max_norm`. The scheduler sets the learning rate for the next step of the optimizer. A step takes `every` pieces; an epoch need not be a multiple of that.
 #
-# **Exercise 2.** Mend it. Five checks look at it, each at one thing, and each is blind to the other four: equal counts where it is not about counts, no bound where it is not about clipping, and so on. Then a meter looks whether more pieces take more memory.
+# **Exercise 2.** Mend it. Five checks look at it, each at one thing, and each is blind to the other four: equal counts where it is not about counts, no bound where it is not about clipping, and so on. Then a meter looks whether more micro-batches take more memory.
 #
 # </div>
 # <div lang="zh">
@@ -502,7 +502,7 @@ lesson_05.draw_sums(errors)
 #
 # It rises. With one piece you see the error of the bf16 pass itself. After that each addition in bf16 rounds too, to 8 bits of a sum that has grown large beside the piece, and that wins in the end. In fp32 it stays flat. So the same bf16 gradients, in 256 pieces, end more than three times as far off as with fp32 sums, by the accumulator alone.
 #
-# The figure shows the weights of the layers' Linears, 90% of the parameters. The norms, 0.6%, are left out: LayerNorm's backward on a CPU adds over all rows in bf16, so that in one piece their gradients are off by 6% with two threads, and by 11% with one; in many pieces by less. That is a matter of this kernel.
+# The figure shows the weights of the layers' Linears, 90% of the parameters. The norms, 0.6%, are left out: LayerNorm's backward on a CPU adds over all rows in bf16, so that in one micro-batch their gradients are off by 6% with two threads, and by 11% with one; in many, by less. That is a matter of this kernel.
 #
 # </div>
 # <div lang="zh">
